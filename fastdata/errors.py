@@ -1,0 +1,56 @@
+"""The errors fastdata raises on its own account.
+
+Each also derives from the built-in class that a caller would catch anyway, so swapping an import keeps existing handlers working.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "FastDataError",
+    "FastDataWarning",
+    "IngestError",
+    "MemoryBudgetError",
+    "SampleError",
+    "StoreGoneError",
+]
+
+
+class FastDataError(Exception):
+    """Base of every error that fastdata defines."""
+
+
+class FastDataWarning(UserWarning):
+    """Training goes on, but slower or with less data than was asked for."""
+
+
+class MemoryBudgetError(FastDataError, MemoryError):
+    """Prepared samples need more memory than the budget leaves; raised before anything is allocated."""
+
+
+class SampleError(FastDataError, OSError):
+    """One sample cannot be read, decoded or prepared.
+
+    Attributes:
+        index: position of the sample in its dataset.
+        path: file of the sample, or None where the sample has none.
+    """
+
+    def __init__(self, message: str, *, index: int, path: str | None = None) -> None:
+        super().__init__(message)
+        self.index = index
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _restore_sample_error, (str(self), self.index, self.path)
+
+
+class IngestError(FastDataError, RuntimeError):
+    """Preparation stopped for a reason that is no single sample's fault, such as a killed worker process."""
+
+
+class StoreGoneError(FastDataError, RuntimeError):
+    """A pickled dataset was opened after the process that holds its samples had ended."""
+
+
+def _restore_sample_error(message: str, index: int, path: str | None) -> SampleError:
+    return SampleError(message, index=index, path=path)

@@ -1,0 +1,162 @@
+"""How much memory prepared samples may take, and which storage follows from that.
+
+Pure functions of numbers: nothing here asks the machine or allocates.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from fastdata.errors import MemoryBudgetError
+from fastdata.machine import Available
+
+__all__ = ["Budget", "StoragePlan", "budget_bytes", "choose_storage", "format_bytes", "parse_bytes"]
+
+Storage = Literal["shared", "none"]
+
+STORAGES = ("auto", "shared", "none")
+MIB = 1 << 20
+RESERVE_FLOOR_BYTES = 512 * MIB
+RESERVE_SHARE = 0.05
+_FACTORS = {"B": 1} | {
+    f"{prefix}{unit}".upper(): base ** (power + 1)
+    for power, prefix in enumerate("KMGT")
+    for unit, base in (("B", 1000), ("iB", 1024))
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Budget:
+    """Memory that prepared samples may take.
+
+    Args:
+        bytes: what may be spent, the reserve already taken off.
+        reserve_bytes: left alone for everything else on the machine.
+        limited_by: ``"system memory"``, ``"cgroup limit"`` or ``"memory_limit="``.
+    """
+
+    bytes: int
+    reserve_bytes: int
+    limited_by: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoragePlan:
+    """Where prepared samples are kept, and one line that says why."""
+
+    storage: Storage
+    reason: str
+
+
+def parse_bytes(value: int | float | str, *, of: int) -> int:
+    """Read a number of bytes as users write it.
+
+    Args:
+        value: bytes as an int; a share of ``of`` as a float in (0, 1]; or a number with its unit, decimal (KB, MB, GB,
+            TB) or binary (KiB, MiB, GiB, TiB), in any case.
+        of: what a share refers to, in bytes.
+
+    Example:
+        >>> parse_bytes("500MB", of=0), parse_bytes(0.5, of=1000), parse_bytes("8 GiB", of=0)
+        (500000000, 500, 8589934592)
+    """
+    amount = _amount(value, of)
+    if amount is None:
+        raise ValueError(
+            f"memory of {value!r} is not understood. "
+            "Give bytes as an int, a share of the free memory as a float in (0, 1], or text such as '8GiB' or '500MB'."
+        )
+    return amount
+
+
+def format_bytes(count: int) -> str:
+    """Write a number of bytes for people, in binary units with one decimal.
+
+    Example:
+        >>> format_bytes(1_288_490_189)
+        '1.2 GiB'
+    """
+    if count < 1024:
+        return f"{count} B"
+    size = float(count)
+    for unit in ("KiB", "MiB", "GiB"):
+        size /= 1024
+        if round(size, 1) < 1024:
+            return f"{size:.1f} {unit}"
+    return f"{size / 1024:.1f} TiB"
+
+
+def budget_bytes(available: Available, memory_limit: int | float | str | None = None) -> Budget:
+    """Decide how much of the available memory prepared samples may take.
+
+    The larger of 512 MiB and 5 % of what is available stays in reserve: batches, workers and the page cache live on it.
+
+    Args:
+        available: what the machine can still give.
+        memory_limit: the user's own bound, see ``parse_bytes``; a share refers to the available memory. It can only
+            lower the budget.
+
+    Example:
+        >>> budget_bytes(Available(bytes=20 << 30, limited_by="system memory"), "4GiB").bytes == 4 << 30
+        True
+    """
+    reserve = max(RESERVE_FLOOR_BYTES, int(available.bytes * RESERVE_SHARE))
+    free = max(0, available.bytes - reserve)
+    if memory_limit is not None and (limit := parse_bytes(memory_limit, of=available.bytes)) < free:
+        return Budget(bytes=limit, reserve_bytes=reserve, limited_by="memory_limit=")
+    return Budget(bytes=free, reserve_bytes=reserve, limited_by=available.limited_by)
+
+
+def choose_storage(storage: str, need_bytes: int, budget: Budget) -> StoragePlan:
+    """Pick where prepared samples are kept.
+
+    Args:
+        storage: ``"shared"``, ``"none"``, or ``"auto"`` for shared memory if it fits.
+        need_bytes: what all prepared samples take.
+        budget: what they may take.
+
+    Raises:
+        MemoryBudgetError: ``storage="shared"`` was asked for and does not fit.
+
+    Example:
+        >>> budget = Budget(bytes=20 << 30, reserve_bytes=1 << 30, limited_by="system memory")
+        >>> print(choose_storage("auto", 3 << 30, budget).reason)
+        storage='shared': 3.0 GiB of 20.0 GiB free
+    """
+    if storage not in STORAGES:
+        raise ValueError(f"storage={storage!r} is not known. Use one of {', '.join(map(repr, STORAGES))}.")
+    need, free = format_bytes(need_bytes), format_bytes(budget.bytes)
+    if storage == "none":
+        return StoragePlan(storage="none", reason="storage='none': nothing is kept, every epoch decodes again")
+    if need_bytes <= budget.bytes:
+        return StoragePlan(storage="shared", reason=f"storage='shared': {need} of {free} free")
+    bound = f"{budget.limited_by}, {format_bytes(budget.reserve_bytes)} kept in reserve"
+    if storage == "auto":
+        return StoragePlan(storage="none", reason=f"storage='none': {need} needed, {free} free ({bound})")
+    raise MemoryBudgetError(
+        f"storage='shared' needs {need} but {free} is free ({bound}). "
+        f"Use a smaller resize=, storage='none', or {_more_memory(budget.limited_by)}."
+    )
+
+
+def _amount(value: object, of: int) -> int | None:
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, int):
+        return value if value >= 0 else None
+    if isinstance(value, float):
+        return int(value * of) if 0 < value <= 1 else None
+    if not isinstance(value, str):
+        return None
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?B)\s*", value, re.IGNORECASE | re.ASCII)
+    if match is None or match[2].upper() not in _FACTORS:
+        return None
+    return int(float(match[1]) * _FACTORS[match[2].upper()])
+
+
+def _more_memory(limited_by: str) -> str:
+    """The cure that fits the bound; raising another one would not help."""
+    cures = {"memory_limit=": "raise memory_limit=", "cgroup limit": "give the container or job more memory"}
+    return cures.get(limited_by, "free some memory on this machine")

@@ -1,0 +1,57 @@
+"""What the user is told: progress of a preparation, and how an epoch went."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from tqdm.auto import tqdm
+
+__all__ = ["EpochReport", "log", "progress_bar"]
+
+log = logging.getLogger("fastdata")
+
+
+class _Bar(tqdm):  # type: ignore[type-arg]
+    monitor_interval = 0  # tqdm's monitor would be a thread that outlives the preparation
+
+
+def progress_bar(total: int, description: str, *, unit: str = "img", enabled: bool = True) -> tqdm:  # type: ignore[type-arg]
+    """Return a progress bar on standard error; close it, or use it in a ``with`` statement."""
+    return _Bar(total=total, desc=description, unit=unit, disable=not enabled, dynamic_ncols=True)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EpochReport:
+    """How the latest epoch of a loader went, complete or not.
+
+    Args:
+        path: the road the batches took and why, in one line.
+        batches: batches handed over.
+        samples: samples in them.
+        wait_s: seconds the training loop waited for a batch.
+        busy_s: seconds the training loop spent between batches, in the user's code.
+        fresh_batches: batches that got new memory because the user still held every reusable buffer.
+    """
+
+    path: str
+    batches: int = 0
+    samples: int = 0
+    wait_s: float = 0.0
+    busy_s: float = 0.0
+    fresh_batches: int = 0
+
+    @property
+    def samples_per_s(self) -> float:
+        """Samples a second of the whole loop, waiting and user code together."""
+        seconds = self.wait_s + self.busy_s
+        return self.samples / seconds if seconds else 0.0
+
+    def __str__(self) -> str:
+        total_s = self.wait_s + self.busy_s
+        waited = 100 * self.wait_s / total_s if total_s else 0.0
+        return (
+            f"{self.path}\n"
+            f"{self.batches} batches, {self.samples} samples, {self.samples_per_s:,.0f} samples/s\n"
+            f"waited for data {self.wait_s:.2f} s ({waited:.0f} %), in the training loop {self.busy_s:.2f} s"
+        )

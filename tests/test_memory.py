@@ -1,0 +1,127 @@
+"""Budget and storage choice, as tables of numbers."""
+
+from __future__ import annotations
+
+import pytest
+
+from fastdata.errors import MemoryBudgetError
+from fastdata.machine import Available
+from fastdata.memory import Budget, budget_bytes, choose_storage, format_bytes, parse_bytes
+
+GIB = 1 << 30
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("value", "count"),
+    [
+        (0, 0),
+        (1234, 1234),
+        (0.5, 500),
+        (1.0, 1000),
+        ("8GiB", 8 * GIB),
+        ("8 gib", 8 * GIB),
+        ("500MB", 500_000_000),
+        ("1.5 KiB", 1536),
+        ("2TB", 2 * 10**12),
+        ("17B", 17),
+    ],
+)
+def test_bytes_are_read_as_users_write_them(value: float | str, count: int) -> None:
+    """Ints are bytes, floats shares of 1000, texts numbers with a decimal or binary unit."""
+    assert parse_bytes(value, of=1000) == count
+
+
+@pytest.mark.parametrize(
+    "value", [-1, 0.0, -0.5, 1.5, True, "8", "8G", "GiB", "-8GiB", "8 iB", "lots", float("nan"), None]
+)
+def test_amounts_that_could_mean_two_things_are_refused(value: object) -> None:
+    """No guess is made about "8G", 1.5 or True; the error shows the value and the forms that work."""
+    with pytest.raises(ValueError, match=r"is not understood. Give bytes as an int, .* such as '8GiB'") as caught:
+        parse_bytes(value, of=1000)  # type: ignore[arg-type]
+    assert repr(value) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (1024 * 1024 - 1, "1.0 MiB"),
+        (int(9.3 * GIB), "9.3 GiB"),
+        (5 * 1024 * GIB, "5.0 TiB"),
+    ],
+)
+def test_bytes_are_written_in_the_unit_that_fits(count: int, text: str) -> None:
+    """One decimal, and never 1024.0 of a unit."""
+    assert format_bytes(count) == text
+
+
+@pytest.mark.parametrize(
+    ("available", "limit", "bytes_", "reserve", "limited_by"),
+    [
+        (4 * GIB, None, 4 * GIB - 512 * MIB, 512 * MIB, "cgroup limit"),
+        (100 * GIB, None, 95 * GIB, 5 * GIB, "cgroup limit"),
+        (100 * GIB, "8GiB", 8 * GIB, 5 * GIB, "memory_limit="),
+        (100 * GIB, 0.5, 50 * GIB, 5 * GIB, "memory_limit="),
+        (100 * GIB, "1TiB", 95 * GIB, 5 * GIB, "cgroup limit"),
+        (100 * MIB, None, 0, 512 * MIB, "cgroup limit"),
+    ],
+)
+def test_the_budget_keeps_a_reserve(
+    available: int, limit: float | str | None, bytes_: int, reserve: int, limited_by: str
+) -> None:
+    """The reserve is 512 MiB or 5 %, the larger; memory_limit= only lowers what is left."""
+    budget = budget_bytes(Available(bytes=available, limited_by="cgroup limit"), limit)
+    assert budget == Budget(bytes=bytes_, reserve_bytes=reserve, limited_by=limited_by)
+
+
+BUDGET = Budget(bytes=4 * GIB, reserve_bytes=512 * MIB, limited_by="cgroup limit")
+
+
+@pytest.mark.parametrize(
+    ("storage", "need", "chosen", "reason"),
+    [
+        ("auto", GIB, "shared", "storage='shared': 1.0 GiB of 4.0 GiB free"),
+        ("auto", 4 * GIB, "shared", "storage='shared': 4.0 GiB of 4.0 GiB free"),
+        (
+            "auto",
+            4 * GIB + 1,
+            "none",
+            "storage='none': 4.0 GiB needed, 4.0 GiB free (cgroup limit, 512.0 MiB kept in reserve)",
+        ),
+        ("shared", GIB, "shared", "storage='shared': 1.0 GiB of 4.0 GiB free"),
+        ("none", GIB, "none", "storage='none': nothing is kept, every epoch decodes again"),
+    ],
+)
+def test_storage_is_chosen_by_need_and_budget(storage: str, need: int, chosen: str, reason: str) -> None:
+    """Auto shares what fits to the last byte, and every choice says why in one line."""
+    plan = choose_storage(storage, need, BUDGET)
+    assert (plan.storage, plan.reason) == (chosen, reason)
+
+
+@pytest.mark.parametrize(
+    ("limited_by", "cure"),
+    [
+        ("cgroup limit", "give the container or job more memory"),
+        ("system memory", "free some memory on this machine"),
+        ("memory_limit=", "raise memory_limit="),
+    ],
+)
+def test_shared_storage_that_does_not_fit_is_an_error_with_its_cure(limited_by: str, cure: str) -> None:
+    """The message has need, free, the bound and the cure for that bound."""
+    budget = Budget(bytes=4 * GIB, reserve_bytes=GIB, limited_by=limited_by)
+    with pytest.raises(MemoryBudgetError) as caught:
+        choose_storage("shared", int(9.3 * GIB), budget)
+    assert str(caught.value) == (
+        f"storage='shared' needs 9.3 GiB but 4.0 GiB is free ({limited_by}, 1.0 GiB kept in reserve). "
+        f"Use a smaller resize=, storage='none', or {cure}."
+    )
+    assert isinstance(caught.value, MemoryError)
+
+
+def test_an_unknown_storage_is_refused_with_the_known_ones() -> None:
+    """A misspelt storage= lists the choices."""
+    with pytest.raises(ValueError, match=r"storage='disk' is not known\. Use one of 'auto', 'shared', 'none'"):
+        choose_storage("disk", 1, BUDGET)
