@@ -1,0 +1,227 @@
+"""Folder scans against torchvision's, CSV manifests, and sources."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastdata import sources
+from fastdata.sources import DatasetSource, FileSource, find_classes, read_manifest, scan_folder
+
+folder = pytest.importorskip("torchvision.datasets.folder", reason="the reference is torchvision's own scan")
+
+ENDINGS = (".jpg", ".png")
+Outcome = tuple[str, Any]
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """Class folders with nested, linked, odd and unfit entries."""
+    root = tmp_path / "root"
+    for name in (
+        "b/2.jpg",
+        "b/10.jpg",
+        "b/1.JPG",
+        "b/deep/er/x.png",
+        "b/deep/a.jpg",
+        "b/deep.d/a.jpg",
+        "a/z.jpg",
+        "a/.jpg",
+    ):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).touch()
+    (root / "a" / "folder.jpg").mkdir()
+    (root / "a" / "folder.jpg" / "in.png").touch()
+    (root / "a" / "note.txt").touch()
+    (root / "stray.jpg").touch()
+    (root / "ü é").mkdir()
+    (root / "ü é" / "ö.jpg").touch()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "far.jpg").touch()
+    (root / "linked").symlink_to(tmp_path / "elsewhere")
+    (root / "b" / "also").symlink_to(tmp_path / "elsewhere")
+    (root / "b" / "gone.jpg").symlink_to(tmp_path / "nowhere.jpg")
+    return root
+
+
+def outcome(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Outcome:
+    """What a call returns or raises, comparable."""
+    try:
+        return "returned", call(*args, **kwargs)
+    except (ValueError, OSError) as error:
+        return type(error).__name__, str(error)
+
+
+@pytest.mark.parametrize("patience_s", [0.02, float("-inf")], ids=["serial", "threads"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"extensions": ENDINGS},
+        {"extensions": ".png", "allow_empty": True},
+        {"extensions": ".png"},
+        {"extensions": [".jpg"]},
+        {"extensions": (".gif", ".bmp")},
+        {"is_valid_file": lambda path: path.endswith("t") or "deep" in path, "allow_empty": True},
+        {"is_valid_file": lambda path: False},
+        {"extensions": ENDINGS, "class_to_idx": {"b": 7, "a": 7}},
+        {"extensions": ENDINGS, "class_to_idx": {"b": 0, "missing": 1, "stray.jpg": 2}},
+        {"extensions": ENDINGS, "class_to_idx": {"b": 0, "missing": 1}, "allow_empty": True},
+        {"extensions": ENDINGS, "class_to_idx": {}},
+        {"extensions": ENDINGS, "is_valid_file": bool},
+        {},
+    ],
+    ids=str,
+)
+def test_scan_gives_what_torchvision_gives(
+    tree: Path, options: dict[str, Any], patience_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Samples, their order, and errors with type and text equal torchvision's, in one thread and in several."""
+    monkeypatch.setattr(sources, "SCAN_PATIENCE_S", patience_s)
+    assert outcome(scan_folder, tree, **options) == outcome(folder.make_dataset, tree, **options)
+
+
+@pytest.mark.parametrize("suffix", ["", "/", "/.", "/../root"])
+def test_scan_spells_paths_as_torchvision_does(tree: Path, suffix: str) -> None:
+    """Paths begin with the root exactly as it was given."""
+    root = str(tree) + suffix
+    assert scan_folder(root, extensions=ENDINGS) == folder.make_dataset(root, extensions=ENDINGS)
+
+
+def test_scan_expands_the_home_folder(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``~`` is the user's home, as with torchvision."""
+    monkeypatch.setenv("HOME", str(tree.parent))
+    found = scan_folder("~/root", extensions=ENDINGS)
+    assert found == folder.make_dataset("~/root", extensions=ENDINGS)
+    assert found
+
+
+def test_scan_survives_a_link_to_its_own_parent(tmp_path: Path) -> None:
+    """A cycle of links ends where the system ends it, with torchvision's list."""
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "x.jpg").touch()
+    (tmp_path / "c" / "loop").symlink_to(tmp_path / "c")
+    assert scan_folder(tmp_path, extensions=ENDINGS) == folder.make_dataset(tmp_path, extensions=ENDINGS)
+
+
+def test_is_valid_file_runs_in_the_calling_thread_in_order(tree: Path) -> None:
+    """The user's callable sees the same paths in the same order as with torchvision."""
+    seen: dict[str, list[str]] = {"ours": [], "theirs": []}
+    scan_folder(tree, is_valid_file=lambda path: seen["ours"].append(path) is None)
+    folder.make_dataset(tree, is_valid_file=lambda path: seen["theirs"].append(path) is None)
+    assert seen["ours"] == seen["theirs"]
+    assert seen["ours"]
+
+
+@pytest.mark.parametrize("place", [".", "b/deep/er", "nowhere", "stray.jpg"])
+def test_find_classes_gives_what_torchvision_gives(tree: Path, place: str) -> None:
+    """Class names, indices, and the errors for a root without folders, a missing root and a file."""
+    assert outcome(find_classes, tree / place) == outcome(folder.find_classes, tree / place)
+
+
+def write(path: Path, text: str | bytes) -> Path:
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return path
+
+
+def test_manifest_with_numbers_keeps_them(tmp_path: Path) -> None:
+    """Whole numbers are targets as they stand, relative paths lie beside the CSV, absolute ones stay."""
+    path = write(tmp_path / "m.csv", "label,file\n7,a.jpg\n-1,/data/b.jpg\n")
+    assert read_manifest(path) == ([str(tmp_path / "a.jpg"), "/data/b.jpg"], [7, -1], None)
+
+
+def test_manifest_with_names_numbers_the_sorted_classes(tmp_path: Path) -> None:
+    """Names become positions in their sorted order; root= and other column names are respected."""
+    path = write(tmp_path / "m.csv", "path,x,kind\n1.jpg,,dog\n2.jpg,,cat\n3.jpg,,dog\n")
+    manifest = read_manifest(path, root="/r", file="path", label="kind")
+    assert manifest == (["/r/1.jpg", "/r/2.jpg", "/r/3.jpg"], [1, 0, 1], ["cat", "dog"])
+
+
+def test_manifest_understands_bom_quotes_crlf_and_blank_lines(tmp_path: Path) -> None:
+    """What spreadsheets write is read."""
+    text = '\ufefffile,label\r\n"a, ""b"".jpg",1\r\n\r\n"c.jpg", 2\r\n'
+    assert read_manifest(write(tmp_path / "m.csv", text), root="r") == (['r/a, "b".jpg', "r/c.jpg"], [1, 2], None)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("file,kind\na,1\n", r"has no column 'label'; its columns are: 'file', 'kind'. Choose with file= and label=."),
+        ("file,label,label\na,1,2\n", "has several columns 'label'"),
+        ("", "its columns are: none, the file is empty"),
+        ("file,label\n", "lists no samples below its header line"),
+        ("file,label\na.jpg,1\nb.jpg,\n", r"line 3, column 'label': the value is missing"),
+        ("file,label\na.jpg\n", r"line 2, column 'label': the value is missing"),
+        ("file,label\n,1\n", r"line 2, column 'file': the value is missing"),
+        ("file,label\na,b.jpg,1\n", r"line 2: 3 values for 2 columns. Put quotes around"),
+        (
+            "file,label\na.jpg,1\nb.jpg,cat\n",
+            r"line 3, column 'label': 'cat' is a name, but '1' in line 2 is a number. Write all labels",
+        ),
+        (b"file,label\n\xff\xfe.jpg,1\n", "is not UTF-8 text"),
+        ("file,label\n" + "x" * 200_000 + ",1\n", "line 2: field larger than field limit"),
+    ],
+)
+def test_manifest_errors_say_where_and_what(tmp_path: Path, text: str | bytes, message: str) -> None:
+    """Each fault names the file, the line and the column it is in."""
+    path = write(tmp_path / "m.csv", text)
+    with pytest.raises(ValueError, match=message) as caught:
+        read_manifest(path)
+    assert str(path) in str(caught.value)
+
+
+def test_file_source_reads_through_its_loader(tmp_path: Path) -> None:
+    """Sample, target and path of an index belong together."""
+    paths = [str(write(tmp_path / f"{i}.txt", str(i))) for i in range(3)]
+    source = FileSource(paths, [5, 6, 7], loader=lambda path: Path(path).read_text())
+    assert [source.read(i) for i in range(len(source))] == [("0", 5), ("1", 6), ("2", 7)]
+    assert source.path(2) == paths[2]
+    with pytest.raises(ValueError, match="3 paths but 2 targets"):
+        FileSource(paths, [1, 2], loader=str)
+
+
+class Listed:
+    """A dataset of two samples that lists its files."""
+
+    samples: Any = (("x.jpg", 0), (Path("y.jpg"), 1))
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> Any:
+        return [f"sample {index}", index]
+
+
+class Part:
+    """What torch's Subset shows."""
+
+    def __init__(self, dataset: Any, indices: list[int]) -> None:
+        self.dataset, self.indices = dataset, indices
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.dataset[self.indices[index]]
+
+
+def test_dataset_source_reads_pairs_and_knows_listed_paths() -> None:
+    """Items come as (sample, target), and paths are found through subsets of subsets."""
+    assert DatasetSource(Listed()).read(1) == ("sample 1", 1)
+    assert [DatasetSource(Listed()).path(i) for i in range(2)] == ["x.jpg", "y.jpg"]
+    nested = DatasetSource(Part(Part(Listed(), [1, 0]), [0]))
+    assert (len(nested), nested.read(0), nested.path(0)) == (1, ("sample 1", 1), os.fspath("y.jpg"))
+    assert DatasetSource([("a", 0)]).path(0) is None
+
+
+def test_dataset_source_refuses_what_has_no_index_or_no_pairs() -> None:
+    """An iterable dataset and items that are no pairs are named, with what to do."""
+    with pytest.raises(TypeError, match=r"generator has no __getitem__ and __len__.* Give a map-style dataset"):
+        DatasetSource(item for item in ())
+    with pytest.raises(TypeError, match=r"item 0 of list is a tuple of length 3, not a \(sample, target\) pair"):
+        DatasetSource([(1, 2, 3)]).read(0)
+    with pytest.raises(TypeError, match="item 0 of list is a int, not"):
+        DatasetSource([1]).read(0)
