@@ -1,0 +1,1 @@
+"""Stores: where prepared samples are kept and read from by index."""

@@ -1,0 +1,136 @@
+"""Raw samples end to end in a shared block."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fastdata.blocks import ArrayBlock, Block
+from fastdata.spec import SampleSpec
+
+__all__ = ["DenseStore", "RaggedStore"]
+
+
+class DenseStore:
+    """Samples of one shape: one array (N, *shape) in a block.
+
+    Args:
+        block: sealed; row r starts at byte ``r * spec.sample_bytes``.
+        spec: dense.
+        rows: int64 (N,), the row of each sample where some rows are not in use (skipped samples), else None.
+        length: N.
+    """
+
+    def __init__(self, block: Block, spec: SampleSpec, *, length: int, rows: np.ndarray | None = None) -> None:
+        self._block = block
+        self._spec = spec
+        self._length = length
+        self._index = None if rows is None else ArrayBlock({"rows": rows})
+        self._open()
+
+    def _open(self) -> None:
+        assert self._spec.shape is not None
+        row_count = self._block.size_bytes // max(self._spec.sample_bytes, 1)
+        self._samples = self._block.array(self._spec.dtype, (row_count, *self._spec.shape))
+        self._rows = None if self._index is None else self._index["rows"]
+
+    @property
+    def spec(self) -> SampleSpec:
+        """Shape, dtype and form of the samples."""
+        return self._spec
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of memory that the samples take."""
+        return self._block.size_bytes
+
+    def __len__(self) -> int:
+        return self._length
+
+    def shape(self, index: int) -> tuple[int, ...]:
+        """Shape of one sample."""
+        return self._samples.shape[1:]
+
+    def read(self, index: int) -> np.ndarray:
+        """One sample: a read-only view."""
+        return self._samples[index if self._rows is None else self._rows[index]]
+
+    def gather_into(self, index_B: np.ndarray, out_B: np.ndarray) -> None:
+        """Copy the chosen samples into ``out_B`` (B, *shape); one call, at memory speed."""
+        rows_B = index_B if self._rows is None else self._rows[index_B]
+        np.take(self._samples, rows_B, axis=0, out=out_B, mode="clip")
+
+    def close(self) -> None:
+        """Give back the memory; arrays handed out stay valid. Idempotent."""
+        self._samples = self._samples[:0].copy()  # no view: a view would keep the mapping
+        self._block.close()
+        if self._index is not None:
+            self._rows = None
+            self._index.close()
+
+    def __getstate__(self) -> tuple[Block, SampleSpec, int, ArrayBlock | None]:
+        return self._block, self._spec, self._length, self._index
+
+    def __setstate__(self, state: tuple[Block, SampleSpec, int, ArrayBlock | None]) -> None:
+        self._block, self._spec, self._length, self._index = state
+        self._open()
+
+
+class RaggedStore:
+    """Samples that each have a shape of their own, in any order in a block.
+
+    Args:
+        block: sealed.
+        spec: ragged.
+        offsets: int64 (N,), the first byte of each sample.
+        shapes: int32 (N, ndim).
+    """
+
+    def __init__(self, block: Block, spec: SampleSpec, *, offsets: np.ndarray, shapes: np.ndarray) -> None:
+        self._block = block
+        self._spec = spec
+        self._index = ArrayBlock({"offsets": offsets, "shapes": shapes})
+        self._open()
+
+    def _open(self) -> None:
+        self._bytes = self._block.array("uint8", (self._block.size_bytes,))
+        self._offsets, self._shapes = self._index["offsets"], self._index["shapes"]
+
+    @property
+    def spec(self) -> SampleSpec:
+        """Dtype and form of the samples; their shape is None."""
+        return self._spec
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of memory that the samples take."""
+        return self._block.size_bytes
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    def shape(self, index: int) -> tuple[int, ...]:
+        """Shape of one sample."""
+        return tuple(self._shapes[index].tolist())
+
+    def read(self, index: int) -> np.ndarray:
+        """One sample: a read-only view."""
+        shape = self.shape(index)
+        return np.ndarray(shape, self._spec.dtype, self._bytes, int(self._offsets[index]))
+
+    def gather_into(self, index_B: np.ndarray, out_B: np.ndarray) -> None:
+        """Not for ragged samples."""
+        raise TypeError("ragged samples have no common shape to be gathered in")
+
+    def close(self) -> None:
+        """Give back the memory; arrays handed out stay valid. Idempotent."""
+        self._bytes = self._bytes[:0].copy()
+        self._offsets, self._shapes = self._offsets[:0].copy(), self._shapes[:0].copy()
+        self._block.close()
+        self._index.close()
+
+    def __getstate__(self) -> tuple[Block, SampleSpec, ArrayBlock]:
+        return self._block, self._spec, self._index
+
+    def __setstate__(self, state: tuple[Block, SampleSpec, ArrayBlock]) -> None:
+        self._block, self._spec, self._index = state
+        self._open()
