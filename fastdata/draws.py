@@ -1,0 +1,90 @@
+"""Random draws that are a pure function of (seed, epoch, sample index, op, draw): no state, no global generator.
+
+Each sample of each epoch owns a SplitMix64 stream. Its start is a hash of (seed, epoch, index) and its n-th output
+depends on n only, so a draw is the same whoever computes it, in whatever order and in however large a batch.
+
+Source of the mixing function and its constants: G. L. Steele, D. Lea, C. H. Flood, "Fast splittable pseudorandom number
+generators", OOPSLA 2014, with the variant 13 constants of D. Stafford; C code: https://prng.di.unimi.it/splitmix64.c
+
+Shape letters: B batch.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["draw_integers", "draw_uniform", "sample_keys", "uniform"]
+
+UInt64s = npt.NDArray[np.uint64]
+
+_MASK = (1 << 64) - 1
+_GAMMA = 0x9E3779B97F4A7C15
+_MIX_1 = 0xBF58476D1CE4E5B9
+_MIX_2 = 0x94D049BB133111EB
+_DRAWS_PER_OP = 1 << 10
+"""Distance in its stream between the draws of two neighbouring ops; RandomResizedCrop uses 40, no op more."""
+
+
+def sample_keys(seed: int, epoch_B: int | npt.NDArray[np.int64], index_B: npt.NDArray[np.int64]) -> UInt64s:
+    """Hash (seed, epoch, index) into the start of each sample's stream.
+
+    Args:
+        seed: any integer; taken modulo 2**64.
+        epoch_B: one epoch for all samples or one for each.
+        index_B: positions in the dataset.
+    """
+    start = np.uint64(_mix_scalar(seed + _GAMMA))
+    epoch_keys = _mix(np.atleast_1d(np.asarray(epoch_B, np.int64)).astype(np.uint64) * np.uint64(_GAMMA) + start)
+    return _mix(index_B.astype(np.uint64) * np.uint64(_GAMMA) + epoch_keys)
+
+
+def draw_uniform(keys_B: UInt64s, op: int, draw: int) -> npt.NDArray[np.float64]:
+    """Draw number ``draw`` of op number ``op`` for each sample: multiples of 2**-53, uniform in [0, 1)."""
+    step = np.uint64(((op * _DRAWS_PER_OP + draw + 1) * _GAMMA) & _MASK)
+    bits_B = _mix(keys_B + step)
+    bits_B >>= np.uint64(11)
+    uniform_B: npt.NDArray[np.float64] = bits_B.astype(np.float64)
+    uniform_B *= 2.0**-53
+    return uniform_B
+
+
+def draw_integers(
+    keys_B: UInt64s, op: int, draw: int, count_B: int | np.int64 | npt.NDArray[np.int64]
+) -> npt.NDArray[np.int64]:
+    """Draw integers, uniform in [0, count); every count is at least 1 and far below 2**53."""
+    scaled_B = draw_uniform(keys_B, op, draw)
+    scaled_B *= count_B
+    return scaled_B.astype(np.int64)
+
+
+def uniform(
+    seed: int, epoch_B: int | npt.NDArray[np.int64], index_B: npt.NDArray[np.int64], op: int, draw: int
+) -> npt.NDArray[np.float64]:
+    """Draw one float64 in [0, 1) for each sample.
+
+    Example:
+        >>> import numpy as np
+        >>> batch = uniform(7, 0, np.array([3, 1, 2]), op=0, draw=0)
+        >>> alone = uniform(7, 0, np.array([1]), op=0, draw=0)
+        >>> bool(batch[1] == alone[0])
+        True
+    """
+    return draw_uniform(sample_keys(seed, epoch_B, index_B), op, draw)
+
+
+def _mix(bits: UInt64s) -> UInt64s:
+    """Finalise in place, on uint64 that wraps around."""
+    bits ^= bits >> np.uint64(30)
+    bits *= np.uint64(_MIX_1)
+    bits ^= bits >> np.uint64(27)
+    bits *= np.uint64(_MIX_2)
+    bits ^= bits >> np.uint64(31)
+    return bits
+
+
+def _mix_scalar(bits: int) -> int:
+    bits &= _MASK
+    bits = ((bits ^ (bits >> 30)) * _MIX_1) & _MASK
+    bits = ((bits ^ (bits >> 27)) * _MIX_2) & _MASK
+    return bits ^ (bits >> 31)

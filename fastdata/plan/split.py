@@ -1,0 +1,178 @@
+"""``plan_transform``: cut the user's transform in three."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any, Literal
+
+import torch
+
+from fastdata.plan.ops import Op
+from fastdata.plan.steps import (
+    Kind,
+    State,
+    UnknownStepError,
+    flatten,
+    is_preparable,
+    is_reforming,
+    recognise,
+    torchvision_name,
+)
+from fastdata.spec import Form
+
+__all__ = ["TransformPlan", "plan_transform"]
+
+Step = Callable[[Any], Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TransformPlan:
+    """A transform in three parts; made by ``plan_transform``, printed by ``print(dataset.plan)``.
+
+    Attributes:
+        prepare: the user's own leading deterministic objects; run once per sample, before it is stored.
+        batch_ops: what runs on whole batches.
+        per_sample: the user's own objects that run on each sample, as they are.
+        kind: what a sample is after the batch ops.
+        batch_texts: the steps behind ``batch_ops``, as the user wrote them.
+        reason: why the first of ``per_sample`` is no batch op; empty if there is none.
+        image_class: ``tv_tensors.Image`` if ``kind`` is ``"image"``.
+    """
+
+    prepare: tuple[Step, ...]
+    batch_ops: tuple[Op, ...]
+    per_sample: tuple[Step, ...]
+    kind: Kind
+    batch_texts: tuple[str, ...]
+    reason: str
+    image_class: Callable[[torch.Tensor], torch.Tensor] | None
+
+    @property
+    def out_form(self) -> Form:
+        """What ``finish_sample`` takes: a tensor also where it makes a ``tv_tensors.Image`` of it."""
+        return "tensor" if self.kind == "image" else self.kind
+
+    @property
+    def is_batched(self) -> bool:
+        """Whether whole batches can be served as one tensor, without Python work per sample."""
+        return self.obstacle is None
+
+    @property
+    def obstacle(self) -> str | None:
+        """Why batches cannot be served as one tensor; None if they can."""
+        if self.per_sample:
+            return f"{_text(self.per_sample[0])} {self.reason}"
+        return "the transform ends with a PIL image" if self.kind == "pil" else None
+
+    def prepare_sample(self, image: Any) -> Any:
+        """Run the prepare part on one decoded image."""
+        for step in self.prepare:
+            image = step(image)
+        return image
+
+    def finish_sample(self, sample: Any) -> Any:
+        """Run the per sample part on one sample of ``out_form`` that has been through the other two."""
+        if self.image_class is not None and type(sample) is torch.Tensor:
+            sample = self.image_class(sample)
+        for step in self.per_sample:
+            sample = step(sample)
+        return sample
+
+    def prepare_key(self) -> str:
+        """Text that is equal for two plans whose prepare parts do the same; empty if there is none."""
+        return " | ".join(f"{type(s).__module__}.{type(s).__qualname__}: {_text(s)}" for s in self.prepare)
+
+    def __str__(self) -> str:
+        prepare = ", ".join(map(_text, self.prepare)) or "-"
+        per_sample = ", ".join(map(_text, self.per_sample)) or "-"
+        lines = [
+            f"prepare, once per sample:     {prepare}",
+            f"batch ops, on whole batches:  {', '.join(self.batch_texts) or '-'}",
+            f"per sample, as written:       {per_sample}",
+        ]
+        if self.per_sample:
+            lines.append(f"    because {self.obstacle}")
+        elif self.obstacle:
+            lines.append(f"    served one by one, because {self.obstacle}")
+        return "\n".join(lines)
+
+
+def plan_transform(
+    transform: Any,
+    *,
+    form: Form = "pil",
+    dtype: str = "uint8",
+    batch_ops: Literal["auto", "off"] = "auto",
+) -> TransformPlan:
+    """Cut a transform in what runs once per sample, on whole batches, and per sample.
+
+    Args:
+        transform: a torchvision Compose (v1 or v2, nested or not), a single transform, ``nn.Sequential``, or None.
+        form: what the samples are: those of the source or, the same in effect, those in the store.
+        dtype: of the stored samples; batch ops know uint8 only.
+        batch_ops: ``"off"`` leaves all but the prepare part to run per sample.
+
+    Example:
+        >>> plan = plan_transform(None)
+        >>> plan.is_batched, plan.obstacle
+        (False, 'the transform ends with a PIL image')
+    """
+    steps = flatten(transform)
+    prepare = _preparable_part(steps)
+    state = State(kind=_kind_after(prepare, form))
+    ops: list[Op] = []
+    known = len(prepare)
+    reason = ""
+    while known < len(steps):
+        try:
+            if batch_ops == "off":
+                raise UnknownStepError("runs as written, because batch_ops='off'")
+            if dtype != "uint8":
+                raise UnknownStepError(f"gets {dtype} samples, and batch ops know uint8 only")
+            more, state = recognise(steps[known], known, state)
+        except UnknownStepError as unknown:
+            reason = str(unknown)
+            break
+        ops.extend(more)
+        known += 1
+    return TransformPlan(
+        prepare=prepare,
+        batch_ops=tuple(ops),
+        per_sample=steps[known:],
+        kind=state.kind,
+        batch_texts=tuple(map(_text, steps[len(prepare) : known])),
+        reason=reason,
+        image_class=_image_class() if state.kind == "image" else None,
+    )
+
+
+def _preparable_part(steps: tuple[Step, ...]) -> tuple[Step, ...]:
+    """The leading deterministic steps; a change of form belongs to them only if more geometry follows it."""
+    part = list(takewhile(is_preparable, steps))
+    while part and is_reforming(part[-1]):
+        part.pop()
+    return tuple(part)
+
+
+def _kind_after(prepare: tuple[Step, ...], form: Form) -> Kind:
+    kind: Kind = form
+    for step in prepare:
+        name = torchvision_name(step)
+        if name == "ToImage":
+            kind = "image"
+        elif (name, kind) in (("ToPureTensor", "image"), ("PILToTensor", "pil")):
+            kind = "tensor"
+    return kind
+
+
+def _image_class() -> Callable[[torch.Tensor], torch.Tensor] | None:
+    module = sys.modules.get("torchvision.tv_tensors")
+    return None if module is None else module.Image
+
+
+def _text(step: Any) -> str:
+    """One line for a step."""
+    return " ".join(repr(step).split()).replace("( ", "(").replace(" )", ")")

@@ -1,0 +1,236 @@
+"""Where a transform is cut, and what the plan says about it."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torchvision import transforms as v1
+from torchvision import tv_tensors
+from torchvision.transforms import v2
+
+from fastdata.plan import TransformPlan, plan_transform, read_center_crop, read_resize
+
+NORM = ((0.5, 0.4, 0.3), (0.2, 0.3, 0.4))
+
+
+class MyFlip(v1.RandomHorizontalFlip):
+    """A user's own class."""
+
+
+def names(steps: tuple[Any, ...]) -> list[str]:
+    return [type(step).__name__ for step in steps]
+
+
+def parts(plan: TransformPlan) -> tuple[list[str], list[str], list[str]]:
+    return names(plan.prepare), names(plan.batch_ops), names(plan.per_sample)
+
+
+def image(height: int = 5, width: int = 6) -> Image.Image:
+    return Image.fromarray(np.arange(height * width * 3, dtype=np.uint8).reshape(height, width, 3))
+
+
+@pytest.mark.parametrize("api", [v1, v2], ids=["v1", "v2"])
+def test_usual_training_transform(api: Any) -> None:
+    """Resize is prepared with the user's own object, the rest are batch ops, nothing is left per sample."""
+    resize = api.Resize(8)
+    tensor = api.ToTensor() if api is v1 else v2.ToImage()
+    convert = [] if api is v1 else [v2.ToDtype(torch.float32, scale=True)]
+    plan = plan_transform(
+        api.Compose(
+            [resize, api.RandomCrop(4, padding=1), api.RandomHorizontalFlip(), tensor, *convert, api.Normalize(*NORM)]
+        )
+    )
+    assert plan.prepare == (resize,)
+    assert plan.per_sample == ()
+    assert plan.is_batched
+    assert plan.obstacle is None
+
+
+def test_none_and_single_and_sequential_and_nested() -> None:
+    """None has no step; a single transform, Sequential and nested Compose are flattened."""
+    assert parts(plan_transform(None)) == ([], [], [])
+    assert parts(plan_transform(v1.ToTensor())) == ([], ["Cast"], [])
+    nested = v1.Compose([v1.Compose([v1.Resize(4)]), torch.nn.Sequential(v1.CenterCrop(3), v1.RandomVerticalFlip())])
+    assert parts(plan_transform(nested)) == (["Resize", "CenterCrop"], ["Flip"], [])
+
+
+def test_form_changes_are_prepared_only_before_more_geometry() -> None:
+    """ToImage before Resize is prepared, ToImage after it is a batch op, since uint8 is stored either way."""
+    early = plan_transform(v2.Compose([v2.ToImage(), v2.Resize(4), v2.RandomHorizontalFlip()]))
+    assert parts(early) == (["ToImage", "Resize"], ["Flip"], [])
+    assert early.is_batched
+    late = plan_transform(v2.Compose([v2.Resize(4), v2.ToImage(), v2.ToDtype(torch.uint8), v2.RandomHorizontalFlip()]))
+    assert parts(late) == (["Resize"], ["Reform", "Reform", "Flip"], [])
+
+
+def test_conversions_to_float_are_never_prepared() -> None:
+    """A deterministic transform that ends in floats is stored before the conversion."""
+    plan = plan_transform(v1.Compose([v1.Resize((4, 5)), v1.ToTensor(), v1.Normalize(*NORM)]))
+    assert parts(plan) == (["Resize"], ["Cast", "Normalize"], [])
+
+
+def test_unknown_step_and_all_after_it_run_per_sample() -> None:
+    """From ColorJitter on everything is the user's own object; what precedes stays a batch op."""
+    steps = [v1.Resize(8), v1.RandomCrop(4), v1.ColorJitter(0.1), v1.RandomHorizontalFlip(), v1.ToTensor()]
+    plan = plan_transform(v1.Compose(steps))
+    assert plan.per_sample == tuple(steps[2:])
+    assert parts(plan)[:2] == (["Resize"], ["RandomCrop"])
+    assert not plan.is_batched
+    assert plan.obstacle is not None
+    assert "ColorJitter" in plan.obstacle
+    assert "is not a known batch op" in plan.obstacle
+
+
+@pytest.mark.parametrize(
+    ("steps", "reason"),
+    [
+        ([lambda x: x], "is not a known batch op"),
+        ([MyFlip()], "is not a known batch op"),
+        ([v2.ToImage(), v2.ToDtype({tv_tensors.Image: torch.float32})], "dict of dtypes"),
+        ([v2.ToImage(), v2.ToDtype(torch.float16, scale=True)], "converts to torch.float16"),
+        ([v2.ToImage(), v2.ToDtype(torch.int32)], "converts to torch.int32"),
+        ([v1.ToTensor(), v1.ConvertImageDtype(torch.float64)], "converts float32 to torch.float64"),
+        ([v1.ConvertImageDtype(torch.float32)], "does not accept PIL images"),
+        ([v1.Normalize(*NORM)], "does not accept PIL images"),
+        ([v1.PILToTensor(), v1.Normalize(*NORM)], "does not accept uint8"),
+        ([v1.PILToTensor(), v1.ToTensor()], "does not accept tensors"),
+        ([v1.ToTensor(), v1.Normalize(*NORM), v1.CenterCrop(3)], "may pad with 0 after Normalize"),
+        ([v1.ToTensor(), v1.Normalize(*NORM), v1.RandomCrop(3, padding=1)], "pads with a constant after Normalize"),
+        ([v1.ToTensor(), v1.RandomCrop(3, padding=1, fill=1)], "pads with a constant after the conversion"),
+        ([v1.ToTensor(), v1.RandomResizedCrop(3)], "comes after the conversion to float32"),
+        ([v1.ToTensor(), v1.Grayscale()], "comes after the conversion to float32"),
+        ([v2.RandomCrop(3, padding=1, fill={"others": 1})], "dict of fill values"),
+        ([v1.RandomCrop(3, padding=1, fill=300)], "fill=300"),
+        ([v1.PILToTensor(), v1.RandomCrop(3, padding=1, fill=(1, 2, 3))], "fill=(1, 2, 3) for tensors"),
+        ([v1.RandomCrop(3, padding=-1)], "padding=-1"),
+        ([v1.RandomVerticalFlip(), v1.Pad(1.5)], "not served"),
+        ([v2.ToImage(), v2.RandomResizedCrop(3, interpolation="lanczos")], "interpolation='lanczos'"),
+        ([v1.ToTensor(), v1.Normalize((0.5,), (0.0,))], "std=(0.0,)"),
+    ],
+)
+def test_unserved_steps_say_why(steps: list[Any], reason: str) -> None:
+    """Each step whose effect a batch op could not reproduce stays the user's own, with its reason printed."""
+    plan = plan_transform(v1.Compose(steps))
+    assert plan.per_sample == (steps[-1],)
+    assert reason in plan.reason
+    assert reason in str(plan)
+
+
+def test_commuting_geometry_after_conversion_is_known() -> None:
+    """Flips, plain crops, zero padding before Normalize and mirrored padding after it stay batch ops."""
+    for steps in (
+        [v1.ToTensor(), v1.Normalize(*NORM), v1.RandomHorizontalFlip(), v1.RandomCrop(3)],
+        [v1.ToTensor(), v1.RandomCrop(3, padding=1), v1.Normalize(*NORM)],
+        [v1.ToTensor(), v1.Normalize(*NORM), v1.Pad(1, padding_mode="reflect")],
+    ):
+        assert plan_transform(v1.Compose(steps)).is_batched
+
+
+def test_batch_ops_off() -> None:
+    """With batch_ops="off" everything after the prepare part runs as written."""
+    steps = [v1.Resize(4), v1.RandomHorizontalFlip(), v1.ToTensor()]
+    plan = plan_transform(v1.Compose(steps), batch_ops="off")
+    assert parts(plan) == (["Resize"], [], ["RandomHorizontalFlip", "ToTensor"])
+    assert "batch_ops='off'" in str(plan)
+
+
+def test_forms_that_batch_ops_do_not_know() -> None:
+    """Arrays and samples that are not uint8 go through the user's own objects; bare they are batched as they are."""
+    flip = v2.RandomHorizontalFlip()
+    assert plan_transform(flip, form="array").per_sample == (flip,)
+    assert plan_transform(flip, form="tensor", dtype="float32").per_sample == (flip,)
+    assert plan_transform(flip, form="tensor").is_batched
+    assert plan_transform(None, form="array").is_batched
+    assert plan_transform(None, form="array").out_form == "array"
+    assert not plan_transform(None, form="pil").is_batched
+
+
+def test_plan_is_the_same_for_the_source_and_for_the_store() -> None:
+    """What is prepared does not depend on whether the form named is that before or after the prepare part."""
+    transform = v2.Compose([v2.ToImage(), v2.Resize(4), v2.RandomHorizontalFlip()])
+    assert str(plan_transform(transform, form="pil")) == str(plan_transform(transform, form="tensor"))
+
+
+def test_finish_sample_gives_each_step_what_it_would_have_had() -> None:
+    """An unknown step gets a tv_tensors.Image after ToImage, a tensor after PILToTensor, else a PIL image."""
+    seen: list[type] = []
+
+    def look(sample: Any) -> Any:
+        seen.append(type(sample))
+        return sample
+
+    tensor = torch.zeros(3, 5, 6, dtype=torch.uint8)
+    plan_transform(v2.Compose([v2.ToImage(), look])).finish_sample(tensor)
+    plan_transform(v2.Compose([v2.PILToTensor(), look])).finish_sample(tensor)
+    plan_transform(v2.Compose([v2.RandomHorizontalFlip(), look])).finish_sample(image())
+    plan_transform(v2.Compose([v2.ToImage(), v2.ToPureTensor(), look])).finish_sample(tensor)
+    assert seen == [tv_tensors.Image, torch.Tensor, Image.Image, torch.Tensor]
+    assert plan_transform(v2.ToImage()).out_form == "tensor"
+    assert plan_transform(v2.Compose([v2.RandomHorizontalFlip(), look])).out_form == "pil"
+
+
+def test_prepare_sample_runs_the_users_objects() -> None:
+    """The prepared image is that of Resize and CenterCrop called in order."""
+    plan = plan_transform(v1.Compose([v1.Resize(4), v1.CenterCrop(3), v1.ToTensor()]))
+    expected = v1.CenterCrop(3)(v1.Resize(4)(image(9, 7)))
+    assert np.array_equal(np.asarray(plan.prepare_sample(image(9, 7))), np.asarray(expected))
+
+
+@pytest.mark.parametrize("version", [v1, v2])
+def test_a_resize_is_read(version: Any) -> None:
+    """Size and filter of bilinear and bicubic resizes are told, others are not taken for one."""
+    bicubic = version.Resize((4, 6), interpolation=version.InterpolationMode.BICUBIC)
+    assert read_resize(version.Resize(4)) == (4, "bilinear")
+    assert read_resize(version.Resize([5])) == (5, "bilinear")
+    assert read_resize(bicubic) == ((4, 6), "bicubic")
+    assert read_resize(version.Resize(4, max_size=9)) is None
+    assert read_resize(version.Resize(4, interpolation=version.InterpolationMode.NEAREST)) is None
+    assert read_resize(version.CenterCrop(4)) is None
+    assert read_center_crop(version.CenterCrop((3, 2))) == (3, 2)
+    assert read_center_crop(version.Resize(4)) is None
+
+
+def test_prepare_key_tells_preparations_apart() -> None:
+    """Equal steps have equal keys in different objects; other arguments, another API or another order do not."""
+    key = plan_transform(v1.Compose([v1.Resize(4), v1.CenterCrop(3), v1.ToTensor()])).prepare_key()
+    assert key == plan_transform(v1.Compose([v1.Resize(4), v1.CenterCrop(3), v1.RandomHorizontalFlip()])).prepare_key()
+    others = ([v1.Resize(5), v1.CenterCrop(3)], [v1.CenterCrop(3), v1.Resize(4)], [v2.Resize(4), v2.CenterCrop(3)], [])
+    keys = {plan_transform(v1.Compose(steps)).prepare_key() for steps in others}
+    assert len(keys | {key}) == 5
+    assert "" in keys
+
+
+def test_print_shows_the_three_parts() -> None:
+    """Each step of the user stands on the line of its part."""
+    plan = plan_transform(v1.Compose([v1.Resize(4), v1.RandomCrop(3), v1.RandomRotation(5), v1.ToTensor()]))
+    prepare, batch_ops, per_sample, because = str(plan).split("\n")
+    assert "Resize(size=4" in prepare
+    assert "RandomCrop(size=(3, 3)" in batch_ops
+    assert "RandomRotation" in per_sample
+    assert "ToTensor()" in per_sample
+    assert "because RandomRotation" in because
+    assert "served one by one" in str(plan_transform(None))
+
+
+def test_plan_pickles() -> None:
+    """A plan comes back equal in print, with torchvision's classes by reference."""
+    plan = plan_transform(v2.Compose([v2.Resize(4), v2.RandomHorizontalFlip(), v2.ToImage()]))
+    again = pickle.loads(pickle.dumps(plan))
+    assert str(again) == str(plan)
+    assert again.image_class is tv_tensors.Image
+    assert again.batch_ops == plan.batch_ops
+
+
+def test_torchvision_is_not_imported_by_the_package() -> None:
+    """In a fresh interpreter the plan module does not bring torchvision in."""
+    import subprocess
+
+    code = "import sys, fastdata.plan, fastdata.batchops; print('torchvision' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "False"
