@@ -1,0 +1,83 @@
+"""Batches of samples: the list torch's collate expects, which remembers the stacked tensors behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch.utils.data import default_collate
+
+__all__ = ["IndexBatch", "SampleBatch", "collate"]
+
+_T = TypeVar("_T")
+
+
+class IndexBatch(list[int]):
+    """The sample indices of one batch, and which visit to each sample this is.
+
+    Args:
+        indices: as the sampler gave them.
+        positions: int64 (B,), the same as positions in the fastdata dataset, which may lie behind a ``Subset``.
+        visits: int64 (B,), the number that random draws are made from: the epoch, and how often the sample came
+            before in the same epoch (as with ``WeightedRandomSampler``).
+    """
+
+    def __init__(self, indices: Iterable[int], positions: np.ndarray, visits: np.ndarray) -> None:
+        super().__init__(indices)
+        self.positions, self.visits = positions, visits
+
+
+class SampleBatch(list[tuple[torch.Tensor, Any]]):
+    """A list of (image, target) samples that are views of one stacked tensor.
+
+    torch's ``default_collate`` works on it as on any list; ``fastdata.collate`` takes the stacked tensors as they are.
+
+    Args:
+        images: (B, C, h, w); sample i is a view of ``images[i]``.
+        targets: what ``default_collate`` makes of the targets: int64 (B,) for class numbers.
+        each_target: one Python object per sample.
+
+    Attributes:
+        stacked: ``[images, targets]``, or None once the list was changed and no longer says the same.
+    """
+
+    stacked: list[Any] | None
+
+    def __init__(self, images: torch.Tensor, targets: Any, each_target: Iterable[Any]) -> None:
+        super().__init__(zip(images.unbind(0), each_target, strict=True))
+        self.stacked = [images, targets]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return list, (list(self),)
+
+
+def _forgetting(change: Callable[..., _T]) -> Callable[..., _T]:
+    def changed(self: SampleBatch, *args: Any, **kwargs: Any) -> _T:
+        self.stacked = None
+        return change(self, *args, **kwargs)
+
+    changed.__name__, changed.__doc__ = change.__name__, change.__doc__
+    return changed
+
+
+for _name in (
+    *("__setitem__", "__delitem__", "__iadd__", "__imul__", "append", "extend", "insert"),
+    *("pop", "remove", "clear", "reverse", "sort"),
+):
+    setattr(SampleBatch, _name, _forgetting(getattr(list, _name)))
+
+
+def collate(samples: list[Any]) -> Any:
+    """Turn a list of samples into a batch, as ``torch.utils.data.default_collate`` does, without copying a SampleBatch.
+
+    Example:
+        >>> images = torch.zeros(2, 3, 4, 4)
+        >>> batch = SampleBatch(images, torch.tensor([0, 1]), [0, 1])
+        >>> collate(batch)[0] is images
+        True
+    """
+    if isinstance(samples, SampleBatch) and samples.stacked is not None:
+        return samples.stacked
+    return default_collate(samples)

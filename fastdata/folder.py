@@ -1,0 +1,259 @@
+"""Datasets of image files: a folder per class, or a CSV file of paths and labels."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any, Literal
+
+from fastdata.dataset import CachedDataset, Steps
+from fastdata.decode import IMAGE_EXTENSIONS, FastLoader, Interpolation, Resize, Size, load_image, to_image
+from fastdata.ingest import OnError
+from fastdata.options import Options
+from fastdata.plan import read_center_crop, read_resize
+from fastdata.sources import FileSource, Source, find_classes, read_manifest, scan_folder
+from fastdata.table import ListView, SampleTable
+
+__all__ = ["ImageFolder", "ImageManifest"]
+
+
+class _ImageFiles(CachedDataset):
+    """What datasets of image files have in common."""
+
+    root: str
+    _table: SampleTable
+
+    def _build_files(
+        self,
+        table: SampleTable,
+        loader: Callable[[str], Any] | None,
+        options: Options,
+        transform: Callable[[Any], Any] | None,
+        target_transform: Callable[[Any], Any] | None,
+    ) -> None:
+        if loader is not None and options.fast_decode:
+            raise ValueError("fast_decode=True speeds up fastdata's own loader and cannot be combined with loader=")
+        self.loader = loader or load_image
+        source = FileSource(table.paths, table.targets, self.loader)
+        self._build(source, options, transform, target_transform, table=table)
+
+    def _road(self, source: Source, steps: tuple[Callable[[Any], Any], ...]) -> tuple[Source, Steps]:
+        if not self._options.fast_decode:
+            return super()._road(source, steps)
+        assert isinstance(source, FileSource)
+        loader, rest = _fast_loader(steps)
+        return FileSource(source.paths, source.targets, loader), Steps(rest)
+
+    @property
+    def samples(self) -> ListView[tuple[str, Any]]:
+        """(path, target) of every sample, in torchvision's order."""
+        return self._table.pairs
+
+    imgs = samples
+
+    @property
+    def classes(self) -> list[str]:
+        """Class names, sorted; empty where labels are plain numbers."""
+        return list(self.class_to_idx)
+
+    @property
+    def class_to_idx(self) -> dict[str, int]:
+        """Number of each class."""
+        return self._table.class_to_idx or {}
+
+    def _extra_repr(self) -> list[str]:
+        return [f"Root location: {self.root}"]
+
+
+def _fast_loader(steps: tuple[Callable[[Any], Any], ...]) -> tuple[FastLoader, tuple[Callable[[Any], Any], ...]]:
+    """Fold the leading resize, and the centre crop after it, into the loader; return the steps that are left."""
+    first, *rest = steps or (None,)
+    resize: tuple[Size, Interpolation] | None = (
+        (first.size, "bilinear") if isinstance(first, Resize) else read_resize(first)
+    )
+    if resize is None:
+        raise ValueError(
+            "fast_decode=True needs to know the size that images are resized to: begin the transform with a bilinear "
+            "or bicubic Resize, or give resize=."
+        )
+    crop = read_center_crop(rest[0]) if rest else None
+    if crop is not None:
+        rest = rest[1:]
+    return FastLoader(*resize, crop), (to_image, *rest) if rest else ()
+
+
+class ImageFolder(_ImageFiles):
+    """torchvision's ``ImageFolder``: one folder of images per class, prepared once and kept in shared memory.
+
+    Args:
+        root: holds one folder per class.
+        transform: as torchvision's. Its leading deterministic steps run once per image, before it is stored; see
+            ``print(dataset.plan)``.
+        target_transform: called on each class number when it is read.
+        loader: opens one path; default: as torchvision's own, the same pixels.
+        is_valid_file: tells image files from others; default: by extension.
+        allow_empty: accept class folders without images.
+        storage: see ``CachedDataset``, like every argument from here to ``num_workers``.
+        resize: see there.
+        fill: see there.
+        memory_limit: see there.
+        progress: see there.
+        seed: see there.
+        batch_ops: see there.
+        on_error: see there.
+        fast_decode: prepare about twice as fast with slightly different pixels: JPEGs much larger than the size they
+            are resized to are decoded at a fraction of their size, and torch's kernel resizes. See
+            ``fastdata.decode.load_resized`` for how far they differ.
+        num_workers: see there.
+
+    Attributes:
+        classes: sorted class names.
+        class_to_idx: class name -> class number.
+        samples: list-like of (path, class number); ``imgs`` is the same.
+        targets: list-like of class numbers.
+        skipped: with ``on_error="skip"``, the errors of the images left out.
+
+    Raises:
+        FileNotFoundError: no class folder, or one without images; as torchvision's.
+        SampleError: an image cannot be read.
+        MemoryBudgetError: ``storage="shared"`` does not fit.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> from PIL import Image
+        >>> with tempfile.TemporaryDirectory() as root:
+        ...     for name in ("cat", "dog"):
+        ...         (pathlib.Path(root) / name).mkdir()
+        ...         Image.new("RGB", (6, 5)).save(pathlib.Path(root) / name / "0.png")
+        ...     dataset = ImageFolder(root, progress=False)
+        >>> dataset.classes, dataset.targets, dataset[1][0].size
+        (['cat', 'dog'], [0, 1], (6, 5))
+    """
+
+    extensions = IMAGE_EXTENSIONS
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        transform: Callable[[Any], Any] | None = None,
+        target_transform: Callable[[Any], Any] | None = None,
+        loader: Callable[[str], Any] | None = None,
+        is_valid_file: Callable[[str], bool] | None = None,
+        allow_empty: bool = False,
+        *,
+        storage: Literal["auto", "shared", "none"] = "auto",
+        resize: Size | None = None,
+        fill: Literal["eager"] = "eager",
+        memory_limit: int | float | str | None = None,
+        progress: bool = True,
+        seed: int = 0,
+        batch_ops: Literal["auto", "off"] = "auto",
+        on_error: OnError = "raise",
+        fast_decode: bool = False,
+        num_workers: int | None = None,
+    ) -> None:
+        options = Options(
+            storage=storage,
+            resize=resize,
+            fill=fill,
+            memory_limit=memory_limit,
+            progress=progress,
+            seed=seed,
+            batch_ops=batch_ops,
+            on_error=on_error,
+            fast_decode=fast_decode,
+            num_workers=num_workers,
+        )
+        self.root = os.path.expanduser(root) if isinstance(root, str) else os.fspath(root)
+        _, class_to_idx = self.find_classes(self.root)
+        extensions = None if is_valid_file is not None else self.extensions
+        samples = scan_folder(self.root, class_to_idx, extensions, is_valid_file, allow_empty)
+        paths, targets = [path for path, _ in samples], [target for _, target in samples]
+        table = SampleTable(targets, paths=paths, class_to_idx=class_to_idx)
+        self._build_files(table, loader, options, transform, target_transform)
+
+    def find_classes(self, directory: str) -> tuple[list[str], dict[str, int]]:
+        """Class names and their numbers; override it to choose which folders are classes.
+
+        Raises:
+            FileNotFoundError: there is no class folder.
+        """
+        return find_classes(directory)
+
+
+class ImageManifest(_ImageFiles):
+    r"""Image files listed in a CSV file with a header line.
+
+    Args:
+        csv_path: comma-separated UTF-8.
+        root: folder that relative paths start from; default: the CSV file's own.
+        file: name of the column of paths.
+        label: name of the column of labels: whole numbers, taken as they are, or names, numbered in sorted order.
+        transform: see ``ImageFolder``, like every argument from here on.
+        target_transform: see there.
+        loader: see there.
+        storage: see there.
+        resize: see there.
+        fill: see there.
+        memory_limit: see there.
+        progress: see there.
+        seed: see there.
+        batch_ops: see there.
+        on_error: see there.
+        fast_decode: see there.
+        num_workers: see there.
+
+    Raises:
+        ValueError: the CSV file is malformed; names line and column.
+        SampleError: an image cannot be read.
+        MemoryBudgetError: ``storage="shared"`` does not fit.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> from PIL import Image
+        >>> with tempfile.TemporaryDirectory() as root:
+        ...     Image.new("RGB", (6, 5)).save(f"{root}/a.png")
+        ...     _ = pathlib.Path(root, "train.csv").write_text("file,label\na.png,cat\n")
+        ...     dataset = ImageManifest(f"{root}/train.csv", progress=False)
+        >>> dataset.classes, len(dataset)
+        (['cat'], 1)
+    """
+
+    def __init__(
+        self,
+        csv_path: str | os.PathLike[str],
+        *,
+        root: str | os.PathLike[str] | None = None,
+        file: str = "file",
+        label: str = "label",
+        transform: Callable[[Any], Any] | None = None,
+        target_transform: Callable[[Any], Any] | None = None,
+        loader: Callable[[str], Any] | None = None,
+        storage: Literal["auto", "shared", "none"] = "auto",
+        resize: Size | None = None,
+        fill: Literal["eager"] = "eager",
+        memory_limit: int | float | str | None = None,
+        progress: bool = True,
+        seed: int = 0,
+        batch_ops: Literal["auto", "off"] = "auto",
+        on_error: OnError = "raise",
+        fast_decode: bool = False,
+        num_workers: int | None = None,
+    ) -> None:
+        options = Options(
+            storage=storage,
+            resize=resize,
+            fill=fill,
+            memory_limit=memory_limit,
+            progress=progress,
+            seed=seed,
+            batch_ops=batch_ops,
+            on_error=on_error,
+            fast_decode=fast_decode,
+            num_workers=num_workers,
+        )
+        self.root = os.fspath(root) if root is not None else os.path.dirname(os.path.abspath(csv_path))
+        manifest = read_manifest(csv_path, root, file, label)
+        classes = None if manifest.classes is None else {name: i for i, name in enumerate(manifest.classes)}
+        table = SampleTable(manifest.targets, paths=manifest.paths, class_to_idx=classes)
+        self._build_files(table, loader, options, transform, target_transform)

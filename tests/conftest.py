@@ -1,0 +1,80 @@
+"""Fixtures of every test."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from leftovers import Holdings, wait_for_none
+from torchvision_ops import import_torchvision
+
+HAS_TORCHVISION = import_torchvision()
+
+FolderMaker = Callable[..., Path]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("cuda") is None or torch.cuda.is_available():
+        return
+    if os.environ.get("FASTDATA_REQUIRE_CUDA") == "1":
+        pytest.fail("FASTDATA_REQUIRE_CUDA=1 but torch sees no CUDA device")
+    pytest.skip("needs a CUDA device")
+
+
+@pytest.fixture(autouse=True)
+def no_leftovers() -> Iterator[None]:
+    """No thread, child process, descriptor or shared-memory file made by a test survives it."""
+    before = Holdings.now()
+    yield
+    left = wait_for_none(before)
+    if left:
+        pytest.fail("left behind by the test:\n  " + "\n  ".join(left), pytrace=False)
+
+
+@pytest.fixture
+def image_folder(tmp_path: Path) -> FolderMaker:
+    """Makes class folders of small JPEGs and returns their root.
+
+    ``image_folder(classes=("cat", "dog"), per_class=3, size=(12, 10), suffix=".jpg")``: the size is width, height; each
+    image has a level of its own and gradients in x and y, so that no two images and no two mirrored images are equal.
+    """
+
+    def make(
+        classes: tuple[str, ...] = ("cat", "dog"),
+        per_class: int = 3,
+        size: tuple[int, int] = (12, 10),
+        suffix: str = ".jpg",
+        root: str = "images",
+    ) -> Path:
+        folder = tmp_path / root
+        index = 0
+        for name in classes:
+            (folder / name).mkdir(parents=True)
+            for position in range(per_class):
+                save_image(folder / name / f"{position:03}{suffix}", index, size)
+                index += 1
+        return folder
+
+    return make
+
+
+def save_image(path: Path, index: int, size: tuple[int, int]) -> None:
+    """Write the ``index``-th test image, of width x height pixels."""
+    Image.fromarray(test_image(index, size)).save(path, **({"quality": 95} if path.suffix == ".jpg" else {}))
+
+
+def test_image(index: int, size: tuple[int, int]) -> np.ndarray:
+    """A gradient in x, in y, and a plane that tells ``index``: uint8 (height, width, 3)."""
+    width, height = size
+    x, y = np.meshgrid(np.linspace(0, 255, width), np.linspace(0, 255, height))
+    return np.stack([x, y, np.full_like(x, index * 37 % 256)], axis=-1).astype(np.uint8)
+
+
+test_image.__test__ = False

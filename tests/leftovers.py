@@ -1,0 +1,107 @@
+"""What a process holds that must not outlive a test: threads, children, descriptors, shared-memory files."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from dataclasses import dataclass
+from multiprocessing import forkserver, resource_tracker
+from pathlib import Path
+
+import psutil
+
+WAIT_S = 3.0
+KEPT_OPEN = (".ttf", ".otf")
+"""matplotlib keeps the font files that it has drawn with."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Holdings:
+    """What this process holds now."""
+
+    threads: frozenset[threading.Thread]
+    children: frozenset[psutil.Process]
+    descriptors: frozenset[tuple[int, str]]
+    shared_files: frozenset[str]
+
+    @staticmethod
+    def now() -> Holdings:
+        return Holdings(
+            threads=frozenset(threading.enumerate()),
+            children=frozenset(psutil.Process().children(recursive=True)),
+            descriptors=frozenset(open_descriptors()),
+            shared_files=frozenset(_shared_files()),
+        )
+
+    def left_since(self, before: Holdings) -> list[str]:
+        """What is held beyond ``before``, in words."""
+        kept = _kept_by_multiprocessing()
+        rows = [f"thread {thread.name}" for thread in self.threads - before.threads]
+        rows += [_describe(child) for child in self.children - before.children if child.pid not in kept.pids]
+        rows += [
+            f"descriptor {number} -> {target}"
+            for number, target in sorted(self.descriptors - before.descriptors)
+            if number not in kept.descriptors and not target.endswith(KEPT_OPEN)
+        ]
+        rows += [f"/dev/shm/{name}" for name in sorted(self.shared_files - before.shared_files)]
+        return rows
+
+
+def wait_for_none(before: Holdings) -> list[str]:
+    """What is still held beyond ``before`` after garbage collection and a short wait; empty when all is gone."""
+    left = Holdings.now().left_since(before)
+    deadline = time.monotonic() + WAIT_S
+    while left and time.monotonic() < deadline:
+        gc.collect()
+        now = Holdings.now()
+        for thread in now.threads - before.threads:
+            thread.join(timeout=0.1)
+        psutil.wait_procs(now.children - before.children, timeout=0.1)
+        left = Holdings.now().left_since(before)
+    return left
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Kept:
+    pids: frozenset[int | None]
+    descriptors: frozenset[int | None]
+
+
+def _kept_by_multiprocessing() -> _Kept:
+    """The helpers that multiprocessing starts at the first spawn or forkserver and keeps until the interpreter ends."""
+    tracker = resource_tracker._resource_tracker
+    server = forkserver._forkserver
+    return _Kept(
+        pids=frozenset({tracker._pid, server._forkserver_pid}),
+        descriptors=frozenset({tracker._fd, server._forkserver_alive_fd}),
+    )
+
+
+def open_descriptors() -> list[tuple[int, str]]:
+    """Number and target of every open descriptor; a memory mapping holds one of its own."""
+    rows = []
+    folder = Path("/proc/self/fd")
+    for entry in folder.iterdir() if folder.exists() else ():
+        try:
+            rows.append((int(entry.name), os.readlink(entry)))
+        except OSError:  # closed since, as the descriptor of this very listing is
+            continue
+    return rows
+
+
+def _shared_files() -> list[str]:
+    """Entries of /dev/shm of the kinds that this process may make; other processes of the machine make theirs."""
+    folder = Path("/dev/shm")
+    if not folder.exists():
+        return []
+    ours = ("fastdata", "psm_", f"torch_{os.getpid()}_", "pymp-")
+    return [entry.name for entry in folder.iterdir() if entry.name.startswith(ours)]
+
+
+def _describe(child: psutil.Process) -> str:
+    try:
+        return f"process {child.pid} ({' '.join(child.cmdline())[:80]})"
+    except psutil.Error:
+        return f"process {child.pid}"

@@ -1,0 +1,260 @@
+"""CachedDataset."""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.utils.data import default_collate
+from torchvision import transforms as v1
+
+from children import send_sample
+from fastdata import CachedDataset, FastDataError, SampleBatch, collate
+from fastdata.errors import StoreGoneError
+from leftovers import open_descriptors
+
+CROP = v1.Compose([v1.RandomCrop((4, 3)), v1.RandomHorizontalFlip(), v1.ToTensor()])
+
+
+class Images:
+    """PIL images of 6 x 5 pixels whose red plane tells their index."""
+
+    def __init__(self, count: int = 8, sizes: int = 1) -> None:
+        self.count, self.sizes = count, sizes
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> tuple[Image.Image, int]:
+        pixels = np.random.default_rng(index).integers(0, 256, (5, 6 + index % self.sizes, 3), np.uint8)
+        pixels[..., 0] = index
+        return Image.fromarray(pixels), index * 10
+
+
+def cached(dataset: Any, **options: Any) -> CachedDataset:
+    return CachedDataset(dataset, progress=False, **options)
+
+
+def memfd_count() -> int:
+    """Descriptors and mappings of shared-memory blocks that this process holds."""
+    return sum(target.startswith("/memfd:fastdata") for _, target in open_descriptors())
+
+
+@pytest.mark.parametrize("sizes", [1, 2], ids=["dense", "ragged"])
+def test_samples_equal_the_datasets_own(sizes: int) -> None:
+    """Without a transform each image and target is the wrapped dataset's, from a dense and from a ragged store."""
+    images = Images(40, sizes)
+    with cached(images) as dataset:
+        assert dataset.storage == "shared"
+        for index in (0, 7, 39, -1):
+            mine, target = dataset[index]
+            wanted, wanted_target = images[index % 40]
+            assert (mine.mode, target) == (wanted.mode, wanted_target)
+            np.testing.assert_array_equal(np.asarray(mine), np.asarray(wanted))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda i: torch.full((3, 4), i, dtype=torch.int16),
+        lambda i: torch.full((2, 4, 4), float(i)),
+        lambda i: np.full((5, 2), i, np.float64),
+        lambda i: np.full((3, 3, 3), i, np.uint8),
+        lambda i: Image.new("L", (3, 4), i),
+        lambda i: Image.new("RGBA", (3, 4), (i, 2, 3, 4)),
+        lambda i: Image.new("F", (3, 4), i / 7),
+        lambda i: Image.fromarray(np.full((4, 3), i * 1000, np.uint16)),
+    ],
+)
+def test_samples_of_any_type_come_back(make: Any) -> None:
+    """Tensors, arrays and PIL images of other modes keep type, dtype, shape and every value."""
+    with cached([(make(i), i) for i in range(5)]) as dataset:
+        for index in range(5):
+            mine, wanted = dataset[index][0], make(index)
+            assert type(mine) is type(wanted)
+            if isinstance(wanted, Image.Image):
+                assert mine.mode == wanted.mode
+            np.testing.assert_array_equal(np.asarray(mine), np.asarray(wanted))
+
+
+def test_changing_a_sample_does_not_change_the_store() -> None:
+    """What is handed out is the user's own, sample and batch alike."""
+    with cached([(torch.zeros(2), torch.zeros(1)) for _ in range(4)]) as dataset:
+        image, target = dataset[0]
+        image += 1
+        target += 1
+        batch = collate(dataset.__getitems__([0, 1]))
+        batch[0] += 1
+        assert dataset[0][0].tolist() == [0, 0]
+        assert dataset[0][1].tolist() == [0]
+        assert collate(dataset.__getitems__([0, 1]))[0].sum() == 0
+
+
+def test_prepare_runs_before_the_store_is_filled() -> None:
+    """prepare=, then resize=, then the transform's leading steps run once; what is stored is their result."""
+    images = Images(3)
+    options = {"prepare": lambda image: image.convert("L"), "resize": (8, 9), "transform": v1.CenterCrop(7)}
+    with cached(images, **options) as dataset:
+        wanted = v1.CenterCrop(7)(v1.Resize((8, 9))(images[2][0].convert("L")))
+        assert dataset[2][0].mode == "L"
+        np.testing.assert_array_equal(np.asarray(dataset[2][0]), np.asarray(wanted))
+
+
+@pytest.mark.parametrize("sizes", [1, 2], ids=["dense", "ragged"])
+def test_a_batch_is_its_samples(sizes: int) -> None:
+    """A batch holds what reading its samples one by one on the same visit gives, stacked."""
+    with (
+        cached(Images(8, sizes), transform=CROP, seed=5) as one,
+        cached(Images(8, sizes), transform=CROP, seed=5) as many,
+    ):
+        for _ in range(3):  # three visits
+            batch = many.__getitems__([3, 0, 6])
+            assert isinstance(batch, SampleBatch)
+            images, targets = collate(batch)
+            assert torch.equal(images, torch.stack([one[i][0] for i in (3, 0, 6)]))
+            assert targets.tolist() == [30, 0, 60]
+            by_torch = default_collate(batch)
+            assert torch.equal(by_torch[0], images)
+            assert torch.equal(by_torch[1], targets)
+
+
+def test_every_visit_draws_anew_and_a_seed_repeats_them() -> None:
+    """Visits differ, datasets with one seed agree, another seed differs; the global generators are left alone."""
+
+    def visits(seed: int) -> list[torch.Tensor]:
+        with cached(Images(8), transform=CROP, seed=seed) as dataset:
+            return [collate(dataset.__getitems__(list(range(8))))[0] for _ in range(3)]
+
+    state, numpy_state = torch.get_rng_state(), np.random.get_state()[1].copy()
+    first, again, other = visits(1), visits(1), visits(2)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert not torch.equal(first[0], first[1])
+    assert not torch.equal(first[0], other[0])
+    assert torch.equal(torch.get_rng_state(), state)
+    assert (np.random.get_state()[1] == numpy_state).all()
+
+
+def test_a_set_epoch_is_drawn_again() -> None:
+    """set_epoch makes the next visit that epoch's."""
+    with cached(Images(8), transform=CROP) as dataset:
+        batches = [collate(dataset.__getitems__([1, 2, 3]))[0] for _ in range(3)]
+        dataset.set_epoch(1)
+        assert torch.equal(collate(dataset.__getitems__([1, 2, 3]))[0], batches[1])
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_another_process_reads_the_same_store(method: str) -> None:
+    """A process started by any method reads the parent's memory."""
+    context = multiprocessing.get_context(method)
+    with cached([(torch.full((3,), i), i * 10) for i in range(8)]) as dataset:
+        connection, theirs = context.Pipe()
+        process = context.Process(target=send_sample, args=(dataset, 2, theirs))
+        process.start()
+        theirs.close()
+        assert connection.recv() == ([2, 2, 2], 20)
+        process.join()
+        process.close()
+        connection.close()
+
+
+def test_per_sample_steps_get_what_they_would_have_got() -> None:
+    """An unknown step after known ones gets a PIL image, or a tensor after ToTensor, and runs once per sample."""
+    seen: list[Any] = []
+
+    def look(sample: Any) -> Any:
+        seen.append(sample)
+        return sample
+
+    steps = [v1.Resize((5, 4)), v1.RandomHorizontalFlip(1.0), look]
+    with cached(Images(8), transform=v1.Compose([*steps, v1.ToTensor()])) as dataset:
+        wanted = v1.functional.to_tensor(v1.functional.hflip(v1.Resize((5, 4))(Images(8)[3][0])))
+        assert torch.equal(dataset[3][0], wanted)
+        assert isinstance(seen[0], Image.Image)
+        batch = dataset.__getitems__([1, 2])
+        assert not isinstance(batch, SampleBatch)
+        assert len(seen) == 3
+        assert dataset.batch_obstacle is not None
+        assert "per sample" in dataset.batch_obstacle
+
+
+def test_targets_of_a_batch_are_what_torch_makes_of_them() -> None:
+    """Whatever the targets, a batch of them is default_collate's, after target_transform."""
+    for targets in ([1, 2, 3], [0.5, 1.5, 2.5], ["a", "b", "c"], [torch.ones(2)] * 3, [{"x": 1}, {"x": 2}, {"x": 3}]):
+        with cached([(torch.zeros(1), target) for target in targets]) as dataset:
+            wanted = default_collate([(torch.zeros(1), target) for target in targets])[1]
+            found = collate(dataset.__getitems__([0, 1, 2]))[1]
+            assert type(found) is type(wanted)
+            assert str(found) == str(wanted)
+            assert getattr(found, "dtype", None) == getattr(wanted, "dtype", None)
+    with cached([(torch.zeros(1), i) for i in range(3)], target_transform=lambda target: target + 0.5) as dataset:
+        assert collate(dataset.__getitems__([2, 0]))[1].tolist() == [2.5, 0.5]
+        assert dataset[1][1] == 1.5
+        assert dataset.targets == [0, 1, 2]
+
+
+def test_a_changed_list_is_collated_as_it_is() -> None:
+    """A SampleBatch that was changed forgets the tensors it was made from."""
+    with cached([(torch.full((2,), i), i) for i in range(5)]) as dataset:
+        batch = dataset.__getitems__([0, 1, 2])
+        batch[1] = dataset[4]
+        assert collate(batch)[1].tolist() == [0, 4, 2]
+        batch = dataset.__getitems__([0, 1, 2])
+        batch.reverse()
+        assert collate(batch)[0][:, 0].tolist() == [2, 1, 0]
+
+
+def test_a_transform_may_be_replaced_if_it_begins_alike() -> None:
+    """A new transform with the same prepare part takes effect; another prepare part is refused."""
+    with cached(Images(4), transform=v1.Compose([v1.Resize((4, 4)), v1.RandomCrop(3), v1.ToTensor()])) as dataset:
+        dataset.transform = v1.Compose([v1.Resize((4, 4)), v1.ToTensor()])
+        assert dataset[0][0].shape == (3, 4, 4)
+        with pytest.raises(ValueError, match=r"stored after .*Resize.*begins with .*Grayscale"):
+            dataset.transform = v1.Compose([v1.Grayscale(), v1.ToTensor()])
+
+
+def test_wrong_indices_are_named() -> None:
+    """An index out of range is an IndexError that names it, so that iteration ends."""
+    with cached([(torch.zeros(1), 0)] * 3) as dataset:
+        assert len(list(dataset)) == 3
+        with pytest.raises(IndexError):
+            dataset[3]
+        with pytest.raises(IndexError, match="index -4 is out of range for a dataset of 3 samples"):
+            dataset.__getitems__([0, -4])
+
+
+def test_wrong_options_are_named() -> None:
+    """A misspelt option lists the choices."""
+    with pytest.raises(ValueError, match="storage='ram' is not one of 'auto', 'shared', 'none'"):
+        cached([(torch.zeros(1), 0)], storage="ram")
+    with pytest.raises(TypeError, match="has no __getitem__ and __len__"):
+        cached(iter([1]))
+
+
+def test_a_closed_dataset_says_so() -> None:
+    """Reading after close is an error; closing twice is not; the memory is free, batches served before stay valid."""
+    open_before = memfd_count()
+    dataset = cached([(torch.full((2,), i), i) for i in range(3)], transform=None)
+    batch = collate(dataset.__getitems__([1, 2]))
+    dataset.close()
+    dataset.close()
+    assert batch[0].tolist() == [[1, 1], [2, 2]]
+    assert memfd_count() == open_before
+    with pytest.raises(StoreGoneError, match="was closed"):
+        dataset[0]
+    with pytest.raises(FastDataError, match="was closed"):
+        pickle.dumps(dataset)
+
+
+def test_printing_tells_storage_and_transform() -> None:
+    """The repr shows length, storage with its reason, and the transform."""
+    with cached(Images(4), transform=v1.Compose([v1.Resize((4, 4)), v1.ToTensor()])) as dataset:
+        text = repr(dataset)
+    assert text.startswith(
+        "Dataset CachedDataset\n    Number of datapoints: 4\n    Storage: storage='shared': 192 B of "
+    )
+    assert "Resize(size=(4, 4)" in text

@@ -1,0 +1,246 @@
+"""ImageFolder and ImageManifest beside torchvision's ImageFolder."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torchvision import transforms as v1
+from torchvision.datasets import ImageFolder as TorchvisionFolder
+from torchvision.datasets.folder import IMG_EXTENSIONS
+from torchvision.transforms import v2
+
+from fastdata import FastDataWarning, ImageFolder, ImageManifest, MemoryBudgetError, SampleError
+
+Folder = Callable[..., Path]
+PREPARED = [v1.Resize(9), v1.CenterCrop(8)]
+
+
+def _pixels(image: Any) -> np.ndarray:
+    return np.asarray(image)
+
+
+@pytest.mark.parametrize("storage", ["shared", "none", "auto"])
+def test_it_has_torchvisions_face(image_folder: Folder, storage: Any) -> None:
+    """Names, numbers, order, length and paths are torchvision's."""
+    root = image_folder(classes=("b", "a", "c"), per_class=4)
+    (root / "a" / "deep" / "er").mkdir(parents=True)
+    os.rename(root / "a" / "001.jpg", root / "a" / "deep" / "er" / "0.JPG")
+    (root / "a" / "notes.txt").write_text("no image")
+    theirs = TorchvisionFolder(str(root))
+    with ImageFolder(str(root), storage=storage, progress=False) as ours:
+        for name in ("classes", "class_to_idx", "samples", "imgs", "targets", "root", "extensions"):
+            assert getattr(ours, name) == getattr(theirs, name)
+        assert len(ours) == len(theirs)
+        assert ours.extensions == IMG_EXTENSIONS
+        assert ours.find_classes(str(root)) == theirs.find_classes(str(root))
+
+
+@pytest.mark.parametrize("storage", ["shared", "none"])
+@pytest.mark.parametrize(
+    "transform",
+    [
+        None,
+        v1.Compose(PREPARED),
+        v1.Compose([*PREPARED, v1.ToTensor()]),
+        v1.Compose([*PREPARED, v1.PILToTensor(), v1.ConvertImageDtype(torch.float32)]),
+        v1.Compose([v1.Grayscale(), v1.Resize((7, 5)), v1.ToTensor()]),
+        v1.Compose([v1.Lambda(lambda image: image.rotate(90)), v1.ToTensor()]),
+        v2.Compose([v2.ToImage(), v2.Resize((6, 7), antialias=True), v2.ToDtype(torch.float32, scale=True)]),
+        v2.Compose([v2.PILToTensor(), v2.Resize(8, antialias=True), v2.CenterCrop(6)]),
+    ],
+    ids=repr,
+)
+def test_deterministic_transforms_give_torchvisions_pixels(image_folder: Folder, storage: Any, transform: Any) -> None:
+    """Without randomness every sample equals torchvision's in type, mode, dtype and every pixel."""
+    root = image_folder(size=(15, 11))
+    theirs = TorchvisionFolder(str(root), transform)
+    with ImageFolder(str(root), transform, storage=storage, progress=False) as ours:
+        for (mine, label), (wanted, wanted_label) in zip(ours, theirs, strict=True):
+            assert label == wanted_label
+            if isinstance(wanted, Image.Image):
+                assert mine.mode == wanted.mode
+            else:
+                assert (type(mine), mine.dtype) == (type(wanted), wanted.dtype)
+            np.testing.assert_array_equal(_pixels(mine), _pixels(wanted))
+
+
+def test_without_storage_the_random_draws_are_torchvisions_too(image_folder: Folder) -> None:
+    """With storage="none" and the same global seed, random transforms give torchvision's very pixels."""
+    root = image_folder(size=(15, 11))
+    transform = v1.Compose([v1.RandomResizedCrop(8), v1.RandomHorizontalFlip(), v1.ColorJitter(0.5), v1.ToTensor()])
+    theirs = TorchvisionFolder(str(root), transform)
+    with ImageFolder(str(root), transform, storage="none") as ours:
+        torch.manual_seed(3)
+        wanted = [theirs[i][0] for i in range(6)]
+        torch.manual_seed(3)
+        for image, expected in zip([ours[i][0] for i in range(6)], wanted, strict=True):
+            assert torch.equal(image, expected)
+
+
+def _save_zoo(folder: Path) -> None:
+    """Images that need PIL's care: CMYK, palette, alpha, 16 bit, 1 bit, EXIF-rotated, animated, gray, progressive."""
+    folder.mkdir(parents=True)
+    rng = np.random.default_rng(0)
+    rgb = Image.fromarray(rng.integers(0, 256, (9, 14, 3), np.uint8))
+    rgb.convert("CMYK").save(folder / "cmyk.jpg")
+    rgb.convert("L").save(folder / "gray.jpg")
+    rgb.save(folder / "progressive.jpg", progressive=True)
+    rgb.convert("P").save(folder / "palette.png")
+    rgb.convert("RGBA").save(folder / "alpha.png")
+    rgb.convert("LA").save(folder / "gray_alpha.png")
+    rgb.convert("1").save(folder / "one_bit.png")
+    Image.fromarray(rng.integers(0, 65536, (9, 14), np.uint16)).save(folder / "sixteen_bit.png")
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    rgb.save(folder / "rotated.jpg", exif=exif)
+    rgb.save(folder / "animated.webp", save_all=True, append_images=[rgb.rotate(180)])
+    rgb.save(folder / "plain.bmp")
+
+
+def test_unusual_images_are_torchvisions(tmp_path: Path) -> None:
+    """CMYK, palette, alpha, 16-bit, EXIF-rotated and animated images come out as torchvision's loader reads them."""
+    _save_zoo(tmp_path / "zoo")
+    theirs = TorchvisionFolder(str(tmp_path))
+    with ImageFolder(tmp_path, progress=False) as ours:
+        for (mine, _), (wanted, _), path in zip(ours, theirs, ours.samples, strict=True):
+            assert mine.mode == wanted.mode == "RGB"
+            np.testing.assert_array_equal(_pixels(mine), _pixels(wanted), err_msg=str(path))
+
+
+def test_a_loader_and_validity_of_the_users_own_are_used(image_folder: Folder) -> None:
+    """loader= and is_valid_file= work as in torchvision."""
+    root = image_folder()
+
+    def valid(path: str) -> bool:
+        return path.endswith("1.jpg")
+
+    def load(path: str) -> Image.Image:
+        return Image.new("L", (4, 3), len(path) % 256)
+
+    theirs = TorchvisionFolder(str(root), loader=load, is_valid_file=valid)
+    with ImageFolder(str(root), loader=load, is_valid_file=valid, progress=False) as ours:
+        assert ours.samples == theirs.samples
+        assert [image.mode for image, _ in ours] == ["L", "L"]
+        np.testing.assert_array_equal(_pixels(ours[0][0]), _pixels(theirs[0][0]))
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"allow_empty": True}, {"is_valid_file": lambda path: False}])
+def test_folder_errors_are_torchvisions(tmp_path: Path, kwargs: dict[str, Any]) -> None:
+    """No folder, no class and an empty class raise what torchvision raises, in its words."""
+    (tmp_path / "one" / "empty").mkdir(parents=True)
+    (tmp_path / "none").mkdir()
+    for root in ("one", "none", "missing"):
+        outcome = []
+        for make in (TorchvisionFolder, ImageFolder):
+            try:
+                outcome.append(len(make(str(tmp_path / root), **kwargs)))
+            except Exception as error:  # noqa: BLE001  # whatever it is, both must raise it
+                outcome.append((type(error), str(error)))
+        assert outcome[0] == outcome[1]
+
+
+def _spoil(root: Path) -> dict[int, Path]:
+    """Make four files of eight unreadable: empty, cut short, text, and a JPEG header alone."""
+    paths = sorted(root.glob("*/*.jpg"))
+    paths[1].write_bytes(b"")
+    paths[2].write_bytes(paths[2].read_bytes()[:-40])
+    paths[5].write_text("<html>404</html>")
+    paths[7].write_bytes(paths[7].read_bytes()[:20])
+    return {index: paths[index] for index in (1, 2, 5, 7)}
+
+
+def test_a_bad_file_is_named_with_the_cure(image_folder: Folder) -> None:
+    """The first unreadable file raises an error that names path, index and cure."""
+    root = image_folder(per_class=4)
+    spoilt = _spoil(root)
+    with pytest.raises(SampleError, match=r"sample 1, .*001\.jpg.*empty file.*on_error='skip'") as caught:
+        ImageFolder(root, transform=v1.Resize((5, 5)), progress=False)
+    assert (caught.value.index, caught.value.path) == (1, str(spoilt[1]))
+
+
+def test_bad_files_are_skipped_when_asked(image_folder: Folder) -> None:
+    """on_error="skip" leaves them out before training, warns once with their number, and lists them."""
+    root = image_folder(per_class=4)
+    spoilt = _spoil(root)
+    good = [path for path in sorted(map(str, root.glob("*/*.jpg"))) if Path(path) not in spoilt.values()]
+    with pytest.warns(FastDataWarning, match="4 of 8 samples cannot be prepared") as caught:
+        dataset = ImageFolder(
+            root, transform=v1.Compose([v1.Resize((5, 5)), v1.ToTensor()]), on_error="skip", progress=False
+        )
+    assert len(caught) == 1
+    assert [path for path, _ in dataset.samples] == good
+    assert dataset.targets == [0, 0, 1, 1]
+    assert [error.path for error in dataset.skipped] == [str(path) for path in spoilt.values()]
+    for (image, label), (path, wanted) in zip(dataset, dataset.samples, strict=True):
+        expected = v1.functional.to_tensor(v1.Resize((5, 5))(Image.open(path).convert("RGB")))
+        assert label == wanted
+        assert torch.equal(image, expected)
+    dataset.close()
+
+
+def test_a_store_beyond_the_budget_is_refused_or_avoided(image_folder: Folder) -> None:
+    """storage="shared" raises need, free and cure; "auto" keeps nothing, and says so once."""
+    root = image_folder()
+    with pytest.raises(
+        MemoryBudgetError, match=r"needs 2\.1 KiB but 1000 B is free \(memory_limit=.*Use a smaller resize="
+    ):
+        ImageFolder(root, storage="shared", memory_limit=1000, progress=False)
+    with pytest.warns(FastDataWarning, match="every epoch decodes again") as caught:
+        dataset = ImageFolder(root, memory_limit=1000, progress=False)
+    assert len(caught) == 1
+    assert (dataset.storage, len(dataset), dataset[0][0].size) == ("none", 6, (12, 10))
+    dataset.close()
+
+
+@pytest.mark.parametrize("storage", ["shared", "none"])
+def test_a_pickled_dataset_is_small(image_folder: Folder, storage: Any) -> None:
+    """However many samples and classes, the pickle stays under 4 KB and reads the same memory."""
+    root = image_folder(classes=tuple(f"class_{i:04}" for i in range(300)), per_class=1, size=(4, 3))
+    transform = v1.Compose([v1.RandomCrop(2), v1.ToTensor(), v1.Normalize((0.5,) * 3, (0.5,) * 3)])
+    with ImageFolder(root, transform, storage=storage, progress=False) as dataset:
+        data = pickle.dumps(dataset)
+        assert len(data) < 4096
+        with pickle.loads(data) as copy:
+            assert copy.samples == dataset.samples
+            assert copy.classes == dataset.classes
+            assert copy[299][0].shape == (3, 2, 2)
+
+
+def test_a_fast_decode_is_close(tmp_path: Path) -> None:
+    """fast_decode=True gives nearly the pixels of the exact road, and cannot replace a loader of the user's own."""
+    (tmp_path / "a").mkdir()
+    x, y = np.meshgrid(np.arange(300), np.arange(200))
+    smooth = np.stack([x % 256, y, (x + y) // 2], axis=-1).astype(np.uint8)
+    Image.fromarray(smooth).save(tmp_path / "a" / "0.jpg", quality=95)
+    transform = v1.Compose([v1.Resize(64), v1.CenterCrop(60)])
+    exact, fast = (ImageFolder(tmp_path, transform, fast_decode=fast, progress=False) for fast in (False, True))
+    difference = np.abs(_pixels(exact[0][0]).astype(int) - _pixels(fast[0][0]).astype(int))
+    assert fast[0][0].size == (60, 60)
+    assert difference.mean() < 3
+    exact.close()
+    fast.close()
+    with pytest.raises(ValueError, match="cannot be combined with loader="):
+        ImageFolder(tmp_path, loader=Image.open, fast_decode=True)
+
+
+@pytest.mark.parametrize("labels", [("cat", "dog", "cat"), (7, 3, 7)], ids=["names", "numbers"])
+def test_a_manifest_lists_its_rows(image_folder: Folder, labels: tuple[Any, ...]) -> None:
+    """Paths come from the CSV file in its order, names are numbered in sorted order, numbers are kept."""
+    root = image_folder()
+    files = ["dog/001.jpg", "cat/000.jpg", "dog/002.jpg"]
+    rows = [f'x,"{file}",{label}' for file, label in zip(files, labels, strict=True)]
+    (root / "train.csv").write_text("\n".join(["id,image,kind", *rows]))
+    with ImageManifest(root / "train.csv", file="image", label="kind", progress=False) as dataset:
+        assert [path for path, _ in dataset.samples] == [str(root / file) for file in files]
+        assert dataset.targets == ([0, 1, 0] if labels[0] == "cat" else [7, 3, 7])
+        assert dataset.classes == (["cat", "dog"] if labels[0] == "cat" else [])
+        for (image, _), (path, _) in zip(dataset, dataset.samples, strict=True):
+            np.testing.assert_array_equal(_pixels(image), _pixels(Image.open(path).convert("RGB")))

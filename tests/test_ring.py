@@ -1,0 +1,66 @@
+"""Reused host memory for batches."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import torch
+
+from fastdata.ring import BatchRing
+
+UINT8 = np.dtype("uint8")
+
+
+def test_memory_comes_back_when_the_last_tensor_dies() -> None:
+    """A buffer is reused only after every tensor over it, views included, is gone."""
+    ring = BatchRing(1)
+    tensor = torch.from_numpy(ring.take((2, 3), UINT8))
+    address, view = tensor.data_ptr(), tensor[1:]
+    del tensor
+    assert ring.take((2, 3), UINT8).ctypes.data != address
+    del view
+    assert ring.take((2, 3), UINT8).ctypes.data == address
+
+
+def test_a_held_batch_is_never_overwritten() -> None:
+    """Batches kept by the user keep their values however many more are taken."""
+    ring = BatchRing(2)
+    held = []
+    for value in range(6):
+        array = ring.take((4,), UINT8)
+        array[:] = value
+        held.append(torch.from_numpy(array))
+    assert [tensor.tolist() for tensor in held] == [[value] * 4 for value in range(6)]
+    assert ring.fresh_count == 4
+
+
+def test_a_smaller_batch_reuses_a_larger_buffer_and_a_larger_one_replaces_it() -> None:
+    """The last batch of an epoch costs no new memory; other dtypes fit in too."""
+    ring = BatchRing(1)
+    address = ring.take((8, 4), UINT8).ctypes.data
+    small = ring.take((2,), np.dtype("float32"))
+    assert (small.ctypes.data, small.dtype, small.shape) == (address, np.float32, (2,))
+    del small
+    assert ring.take((100,), UINT8).shape == (100,)
+    assert ring.fresh_count == 0
+
+
+def test_threads_never_share_a_buffer() -> None:
+    """Two threads that take and drop buffers at will each see only their own values."""
+    ring = BatchRing(3)
+    wrong: list[int] = []
+
+    def use(value: int) -> None:
+        for _ in range(2000):
+            array = ring.take((64,), UINT8)
+            array[:] = value
+            if not (array == value).all():
+                wrong.append(value)
+
+    threads = [threading.Thread(target=use, args=(value,)) for value in (1, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
