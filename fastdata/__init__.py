@@ -1,0 +1,37 @@
+"""Feed the GPU from an image folder: prepare images once, keep them in shared memory, serve whole batches.
+
+Swap two imports and keep the script::
+
+    from fastdata import DataLoader, ImageFolder     # were torch.utils.data's and torchvision.datasets'
+"""
+
+from fastdata.batch import SampleBatch, collate
+from fastdata.dataset import CachedDataset
+from fastdata.errors import (
+    FastDataError,
+    FastDataWarning,
+    IngestError,
+    MemoryBudgetError,
+    SampleError,
+    StoreGoneError,
+)
+from fastdata.folder import ImageFolder, ImageManifest
+from fastdata.loader import DataLoader
+from fastdata.plan import TransformPlan, plan_transform
+
+__all__ = [
+    "CachedDataset",
+    "DataLoader",
+    "FastDataError",
+    "FastDataWarning",
+    "ImageFolder",
+    "ImageManifest",
+    "IngestError",
+    "MemoryBudgetError",
+    "SampleBatch",
+    "SampleError",
+    "StoreGoneError",
+    "TransformPlan",
+    "collate",
+    "plan_transform",
+]

@@ -1,0 +1,141 @@
+"""The iterators of one epoch: torch's two, counted, and one that reads ahead with threads."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from typing import Any
+
+import torch
+from torch.utils.data import dataloader as torch_loader
+from torch.utils.data._utils.pin_memory import pin_memory as copy_to_pinned
+
+from fastdata.report import EpochReport
+from fastdata.ring import BatchRing
+
+__all__ = ["InlineIter", "ProcessIter", "Tally", "ThreadIter"]
+
+
+class Tally:
+    """Counts of the epoch in progress."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.batches = self.samples = 0
+        self.wait_s = self.busy_s = 0.0
+        self.left_at: float | None = None
+
+    def report(self, ring: BatchRing | None) -> EpochReport:
+        """The counts as the user sees them."""
+        return EpochReport(
+            path=self.path,
+            batches=self.batches,
+            samples=self.samples,
+            wait_s=self.wait_s,
+            busy_s=self.busy_s,
+            fresh_batches=ring.fresh_count if ring else 0,
+        )
+
+
+class Tallied(torch_loader._BaseDataLoaderIter):
+    """An iterator that counts what it hands over and how long it kept the user waiting."""
+
+    _tally = Tally("")
+
+    def __next__(self) -> Any:
+        tally, asked_at = self._tally, time.perf_counter()
+        if tally.left_at is not None:
+            tally.busy_s += asked_at - tally.left_at
+        try:
+            batch = super().__next__()
+            tally.batches += 1
+            tally.samples += _sample_count(batch)
+            return batch
+        finally:
+            tally.left_at = time.perf_counter()
+            tally.wait_s += tally.left_at - asked_at
+
+
+class InlineIter(Tallied, torch_loader._SingleProcessDataLoaderIter):
+    """torch's engine in the training loop, counted."""
+
+
+class ProcessIter(Tallied, torch_loader._MultiProcessingDataLoaderIter):
+    """torch's worker processes, counted."""
+
+
+class ThreadIter(Tallied):
+    """Batches read ahead by threads, or in the training loop when there are none; always in order.
+
+    An exception is raised where its batch would have come. Threads end with the epoch, on ``break`` as soon as the
+    iterator is dropped.
+
+    Args:
+        loader: the DataLoader.
+        read: turns a batch's indices into a batch, in any thread; it must not hold the iterator.
+        threads: how many, 0 to read in the caller's.
+    """
+
+    def __init__(self, loader: Any, read: Callable[[Any], Any], *, threads: int) -> None:
+        super().__init__(loader)
+        self._read = read
+        self._pending: deque[Future[Any]] = deque()
+        self._threads: ThreadPoolExecutor | None = None
+        if threads:
+            self._threads = ThreadPoolExecutor(threads, thread_name_prefix="fastdata-loader")
+            self._stop = weakref.finalize(self, _stop, self._threads)
+            for _ in range(threads * loader.prefetch_factor):
+                self._submit()
+
+    def _next_data(self) -> Any:
+        if self._threads is None:
+            batch = self._read(self._next_index())  # type: ignore[no-untyped-call]  # torch's
+        elif self._pending:
+            batch = self._receive(self._pending.popleft())
+        else:
+            self._stop()
+            raise StopIteration
+        return copy_to_pinned(batch) if self._pin_memory else batch  # type: ignore[no-untyped-call]  # torch's
+
+    def _receive(self, future: Future[Any]) -> Any:
+        try:
+            return future.result(self._timeout or None)
+        except FutureTimeoutError:
+            if future.done():  # the batch itself raised a TimeoutError
+                raise
+            raise RuntimeError(f"DataLoader timed out after {self._timeout} seconds") from None
+        finally:
+            del future  # an exception would keep it, and it the exception
+            self._submit()
+
+    def _submit(self) -> None:
+        """Start reading the next batch; an exception of the sampler takes the place of its batch."""
+        assert self._threads is not None
+        try:
+            indices = self._next_index()  # type: ignore[no-untyped-call]  # torch's
+        except StopIteration:
+            return
+        except Exception as error:  # noqa: BLE001  # any exception has its place in the order
+            failed: Future[Any] = Future()
+            failed.set_exception(error)
+            self._pending.append(failed)
+        else:
+            self._pending.append(self._threads.submit(self._read, indices))
+
+
+def _stop(threads: ThreadPoolExecutor) -> None:
+    """End the threads; batches not begun are dropped. A thread that drops the last reference cannot wait for itself."""
+    threads.shutdown(wait=threading.current_thread() not in threads._threads, cancel_futures=True)
+
+
+def _sample_count(batch: Any) -> int:
+    """Length of the first tensor in a batch; 0 if it has none."""
+    if isinstance(batch, torch.Tensor):
+        return len(batch) if batch.ndim else 1
+    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
+    return next((count for part in parts if (count := _sample_count(part))), 0)

@@ -1,0 +1,218 @@
+"""The DataLoader: torch's, with a thread engine for datasets that serve whole batches.
+
+Threads start in microseconds, share the dataset without copying anything, and hand batches over by reference. Kernels
+leave the GIL while they copy, so threads run side by side.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch.utils.data import Dataset, IterableDataset, Sampler
+from torch.utils.data import dataloader as torch_loader
+
+from fastdata import machine
+from fastdata.batch import IndexBatch, collate
+from fastdata.iterators import InlineIter, ProcessIter, Tally, ThreadIter
+from fastdata.report import EpochReport
+from fastdata.ring import BatchRing
+from fastdata.served import LoaderEpochs, Served, VisitedBatches
+
+__all__ = ["DataLoader"]
+
+Workers = Literal["auto", "thread", "process"]
+
+_TORCH_ARGUMENTS = inspect.signature(torch_loader.DataLoader.__init__).parameters
+_HELD_BY_USER = 2
+"""Batches that the training loop may hold without costing new memory: the current one and one looked ahead."""
+
+
+class DataLoader(torch_loader.DataLoader[Any]):
+    """torch's DataLoader with torch's arguments, and an engine of threads where the dataset serves whole batches.
+
+    Args:
+        dataset: any dataset. Whole batches are served by fastdata's datasets, and ``Subset`` of them, when no step of
+            the transform needs Python per sample.
+        batch_size: as in torch, like every argument up to ``in_order``.
+        shuffle: as in torch.
+        sampler: as in torch.
+        batch_sampler: as in torch.
+        num_workers: threads or processes; 0 reads in the training loop.
+        collate_fn: as in torch; the default is ``fastdata.collate``, which takes whole batches as they are.
+        pin_memory: as in torch.
+        drop_last: as in torch.
+        timeout: as in torch.
+        worker_init_fn: as in torch; called in worker processes only.
+        multiprocessing_context: as in torch.
+        generator: as in torch.
+        prefetch_factor: as in torch.
+        persistent_workers: as in torch; threads need no such thing.
+        pin_memory_device: as in torch.
+        in_order: as in torch; threads always keep the order.
+        workers: ``"thread"``, ``"process"``, or ``"auto"`` for threads where whole batches are served.
+
+    ``print(loader.report())`` says which road batches take and why, and how the latest epoch went.
+
+    Example:
+        >>> from fastdata import CachedDataset
+        >>> dataset = CachedDataset([(torch.full((1, 2, 2), i), i) for i in range(5)], progress=False)
+        >>> loader = DataLoader(dataset, batch_size=2, num_workers=1)
+        >>> [labels.tolist() for images, labels in loader]
+        [[0, 1], [2, 3], [4]]
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        batch_size: int | None = 1,
+        shuffle: bool | None = None,
+        sampler: Sampler[Any] | Iterable[Any] | None = None,
+        batch_sampler: Sampler[list[Any]] | Iterable[list[Any]] | None = None,
+        num_workers: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        pin_memory: bool = False,
+        drop_last: bool = False,
+        timeout: float = 0,
+        worker_init_fn: Callable[[int], None] | None = None,
+        multiprocessing_context: Any = None,
+        generator: torch.Generator | None = None,
+        *,
+        prefetch_factor: int | None = None,
+        persistent_workers: bool = False,
+        pin_memory_device: str = "",
+        in_order: bool = True,
+        workers: Workers = "auto",
+    ) -> None:
+        if workers not in ("auto", "thread", "process"):
+            raise ValueError(f"workers={workers!r} is not one of 'auto', 'thread', 'process'")
+        makes_batches = batch_size is not None or batch_sampler is not None
+        self.workers = workers
+        self._served = Served.find(dataset) if makes_batches else None
+        self._epochs = LoaderEpochs()
+        self._ring: BatchRing | None = None
+        super().__init__(
+            dataset,
+            batch_size,
+            shuffle,
+            sampler,
+            batch_sampler,
+            num_workers,
+            collate if collate_fn is None and makes_batches else collate_fn,
+            pin_memory,
+            drop_last,
+            timeout,
+            worker_init_fn,
+            multiprocessing_context,
+            generator,
+            prefetch_factor=prefetch_factor,
+            persistent_workers=persistent_workers,
+            pin_memory_device=pin_memory_device,
+            **({"in_order": in_order} if "in_order" in _TORCH_ARGUMENTS else {}),
+        )
+        self.in_order = in_order
+        self._tally = Tally(_choose_engine(self).path)
+
+    def __iter__(self) -> Any:
+        engine = _choose_engine(self)
+        if self._served:
+            self._epochs.begin(self._served.dataset)
+        iterator: Any = super().__iter__() if engine.kind == "process" else self._read_ahead(engine)
+        iterator._tally = self._tally = Tally(engine.path)
+        return iterator
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make the random draws of the coming epochs those of ``epoch``, until it is set again."""
+        self._epochs.set(epoch)
+
+    def report(self) -> EpochReport:
+        """How the latest epoch went, complete or not; ``.path`` says which road the batches take and why."""
+        return self._tally.report(self._ring)
+
+    def check_worker_number_rationality(self) -> None:
+        """Warn of more worker processes than cores, as torch does; threads are never more than cores."""
+        if _choose_engine(self).kind == "process":
+            super().check_worker_number_rationality()
+
+    def _read_ahead(self, engine: _Engine) -> ThreadIter:
+        if self._ring is None:
+            self._ring = BatchRing(engine.threads * (self.prefetch_factor or 0) + 1 + _HELD_BY_USER)
+        return ThreadIter(self, _reader(self, self._ring), threads=engine.threads)
+
+    def _get_iterator(self) -> Any:
+        return InlineIter(self) if self.num_workers == 0 else ProcessIter(self)
+
+    @property
+    def _index_sampler(self) -> Any:
+        """What torch's iterators draw indices from; here with the visits that random draws are made from."""
+        sampler = super()._index_sampler
+        return sampler if self._served is None else VisitedBatches(sampler, self._served, self._epochs)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Engine:
+    """Who reads batches: threads (0: the training loop itself) or, as in torch, processes."""
+
+    kind: Literal["thread", "process"]
+    path: str
+    threads: int = 0
+
+
+def _choose_engine(loader: DataLoader) -> _Engine:
+    obstacle = _thread_obstacle(loader)
+    if loader.workers == "process" or obstacle is not None:
+        reason = obstacle or "workers='process'"
+        processes = "1 worker process" if loader.num_workers == 1 else f"{loader.num_workers} worker processes"
+        where = processes if loader.num_workers else "the training loop"
+        return _Engine(kind="process", path=f"torch's engine in {where}: {reason}")
+    serves = "whole batches" if _serves_batches(loader) else "samples one by one"
+    if loader.num_workers == 0:
+        return _Engine(kind="thread", path=f"{serves}, read in the training loop: num_workers=0")
+    cores = machine.usable_cores()
+    threads = min(loader.num_workers, cores)
+    capped = f", as many as there are usable cores (num_workers={loader.num_workers})"
+    path = f"{serves}, read by {threads} {'thread' if threads == 1 else 'threads'}"
+    return _Engine(kind="thread", path=path + (capped if cores < loader.num_workers else ""), threads=threads)
+
+
+def _thread_obstacle(loader: DataLoader) -> str | None:
+    """Why threads cannot or should not read; None if they should."""
+    if isinstance(loader.dataset, IterableDataset):
+        return "an IterableDataset is read in order"
+    if loader.batch_sampler is None:
+        return "batch_size=None asks for single samples"
+    if loader.workers == "thread":
+        return None
+    if loader.worker_init_fn is not None:
+        return "worker_init_fn is for worker processes"
+    if loader._served is None:
+        return f"{type(loader.dataset).__name__} is no fastdata dataset"
+    return loader._served.obstacle
+
+
+def _serves_batches(loader: DataLoader) -> bool:
+    return loader._served is not None and loader._served.obstacle is None
+
+
+def _reader(loader: DataLoader, ring: BatchRing) -> Callable[[Any], Any]:
+    """Make the function that turns a batch's indices into a batch, from any thread; it must not hold the iterator."""
+    dataset, collate_fn, served = loader.dataset, loader.collate_fn, loader._served
+    assert collate_fn is not None
+    if served is None or not _serves_batches(loader):
+        return lambda indices: collate_fn(_read_samples(dataset, indices))
+
+    def read(indices: IndexBatch) -> Any:
+        if collate_fn is collate:
+            return served.dataset.read_batch(indices.positions, indices.visits, ring)
+        return collate_fn(served.dataset.sample_batch(indices.positions, indices.visits, ring))
+
+    return read
+
+
+def _read_samples(dataset: Any, indices: Any) -> list[Any]:
+    if getattr(dataset, "__getitems__", None):
+        return dataset.__getitems__(indices)  # type: ignore[no-any-return]
+    return [dataset[index] for index in indices]

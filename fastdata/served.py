@@ -1,0 +1,89 @@
+"""What a loader sees of a fastdata dataset: which samples, in which epoch, on which visit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch.utils.data import Subset
+
+from fastdata.batch import IndexBatch
+from fastdata.dataset import CachedDataset
+from fastdata.visits import EpochVisits
+
+__all__ = ["LoaderEpochs", "Served", "VisitedBatches"]
+
+
+class LoaderEpochs:
+    """Counts a loader's epochs, for the random draws.
+
+    A loader counts by itself, so that a second loader over the same data does not disturb it, but begins where earlier
+    loaders of the dataset have got to: a loader made anew each epoch must not repeat its draws.
+    """
+
+    def __init__(self) -> None:
+        self.current: int | None = None
+        self._set: int | None = None
+
+    def set(self, epoch: int) -> None:
+        """Stay at ``epoch``."""
+        self._set = epoch
+
+    def begin(self, dataset: CachedDataset) -> None:
+        """Go on to the epoch set here, else the one set on the dataset, else the next."""
+        self.current = dataset.begin_epoch(self.current) if self._set is None else self._set
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A fastdata dataset behind a loader, and which of its samples the loader sees: all, or those of a ``Subset``."""
+
+    dataset: CachedDataset
+    subset: np.ndarray | None
+
+    @classmethod
+    def find(cls, dataset: Any) -> Served | None:
+        """Look behind any ``Subset``; None if there is no fastdata dataset."""
+        subset: np.ndarray | None = None
+        while type(dataset) is Subset:
+            indices = np.asarray(dataset.indices, dtype=np.int64)
+            subset = indices if subset is None else indices[subset]
+            dataset = dataset.dataset
+        return cls(dataset, subset) if isinstance(dataset, CachedDataset) else None
+
+    @property
+    def obstacle(self) -> str | None:
+        """Why whole batches cannot be read; None if they can."""
+        return self.dataset.batch_obstacle
+
+    def positions(self, indices: list[int]) -> np.ndarray:
+        """Positions in the dataset (int64, B) of indices that a sampler gave.
+
+        Raises:
+            IndexError: an index is out of range.
+        """
+        index_B = np.asarray(indices, dtype=np.int64)
+        return self.dataset.positions(index_B if self.subset is None else self.subset[index_B])
+
+
+class VisitedBatches:
+    """A batch sampler whose batches know which visit to each sample they are.
+
+    It must not hold the loader: a persistent iterator, which the loader holds, holds it.
+    """
+
+    def __init__(self, batch_sampler: Any, served: Served, epochs: LoaderEpochs) -> None:
+        self._batch_sampler, self._served, self._epochs = batch_sampler, served, epochs
+
+    def __len__(self) -> int:
+        return len(self._batch_sampler)
+
+    def __iter__(self) -> Iterator[IndexBatch]:
+        visits = EpochVisits(len(self._served.dataset), self._epochs.current or 0)
+        return (self._visit(indices, visits) for indices in iter(self._batch_sampler))
+
+    def _visit(self, indices: list[int], visits: EpochVisits) -> IndexBatch:
+        positions = self._served.positions(indices)
+        return IndexBatch(indices, positions, visits.take(positions))

@@ -1,0 +1,419 @@
+"""DataLoader beside torch's."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    IterableDataset,
+    SequentialSampler,
+    Subset,
+    TensorDataset,
+    WeightedRandomSampler,
+    default_collate,
+    random_split,
+)
+from torch.utils.data import DataLoader as TorchLoader
+from torchvision import transforms as v1
+
+from fastdata import CachedDataset, DataLoader
+
+AUGMENT = v1.Compose([v1.RandomCrop((4, 3)), v1.RandomHorizontalFlip(), v1.ConvertImageDtype(torch.float32)])
+
+
+@pytest.fixture
+def images() -> Iterator[CachedDataset]:
+    """23 random 6 x 5 images with their index as target, augmented in whole batches."""
+    with _images() as dataset:
+        yield dataset
+
+
+def _images(transform: Any = AUGMENT, count: int = 23) -> CachedDataset:
+    pixels = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (count, 3, 6, 5), np.uint8))
+    return CachedDataset([(pixels[i], i) for i in range(count)], transform=transform, progress=False)
+
+
+def _labels(loader: Any) -> list[list[int]]:
+    return [labels.tolist() for _, labels in loader]
+
+
+def _equal(ours: list[Any], theirs: list[Any]) -> bool:
+    return len(ours) == len(theirs) and all(
+        torch.equal(x, wanted_x) and torch.equal(y, wanted_y)
+        for (x, y), (wanted_x, wanted_y) in zip(ours, theirs, strict=True)
+    )
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 3])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"batch_size": 5},
+        {"batch_size": 5, "drop_last": True},
+        {"batch_size": 4, "shuffle": True},
+        {"batch_size": 4, "shuffle": True, "generator": 11},
+        {"batch_size": 6, "sampler": [5, 3, 21, -1, 0, 7]},
+        {"batch_sampler": [[1, 2], [0], [7, 5, 4]]},
+        {"batch_sampler": BatchSampler(SequentialSampler(range(23)), 10, drop_last=False)},
+    ],
+    ids=repr,
+)
+def test_batches_are_torchs(num_workers: int, options: dict[str, Any]) -> None:
+    """For a seed, two epochs of our loader are torch's over an equal dataset: order, sizes, every pixel and draw."""
+    outcome = []
+    for make in (DataLoader, TorchLoader):
+        torch.manual_seed(4)
+        chosen = dict(options)
+        if "generator" in chosen:
+            chosen["generator"] = torch.Generator().manual_seed(chosen["generator"])
+        with _images() as dataset:
+            loader = make(dataset, num_workers=num_workers if make is DataLoader else 0, **chosen)
+            outcome.append([*loader, *loader])
+            assert len(loader) * 2 == len(outcome[-1])
+        outcome.append(torch.random.get_rng_state().tolist()[:16])
+    assert _equal(outcome[0], outcome[2])
+    assert outcome[1] == outcome[3]
+
+
+def test_worker_processes_and_threads_serve_the_same(images: CachedDataset) -> None:
+    """Threads, processes and torch's own loader with processes give equal epochs, draws included."""
+    epochs = []
+    for make, options in (
+        (DataLoader, {"workers": "thread"}),
+        (DataLoader, {"workers": "process"}),
+        (DataLoader, {"workers": "process", "persistent_workers": True}),
+        (TorchLoader, {}),
+    ):
+        with _images() as dataset:
+            loader = make(dataset, batch_size=4, num_workers=2, **options)
+            epochs.append([(x.clone(), y.clone()) for _ in range(2) for x, y in loader])
+            del loader
+    for other in epochs[1:]:
+        assert _equal(other, epochs[0])
+
+
+def test_repeated_samples_are_drawn_anew() -> None:
+    """A sampler with replacement gets other draws for each repetition, the same with any number of workers."""
+    epochs = []
+    for num_workers in (0, 2):
+        with _images() as dataset:
+            loader = DataLoader(dataset, batch_size=8, sampler=[3] * 24, num_workers=num_workers)
+            epochs.append(torch.cat([x for x, _ in loader]))
+    assert torch.equal(epochs[0], epochs[1])
+    assert len({tuple(image.flatten().tolist()) for image in epochs[0]}) > 5
+
+
+def test_an_early_break_does_not_change_the_next_epoch() -> None:
+    """Draws depend on the epoch, not on how many batches were read ahead of a break."""
+    epochs = []
+    for num_workers in (0, 3):
+        with _images() as dataset:
+            loader = DataLoader(dataset, batch_size=2, num_workers=num_workers)
+            next(iter(loader))
+            epochs.append(list(loader))
+    assert _equal(epochs[0], epochs[1])
+
+
+def test_a_new_loader_each_epoch_does_not_repeat_the_draws(images: CachedDataset) -> None:
+    """Loaders made anew over one dataset go on with the next epoch; set_epoch goes back."""
+    first, second = (list(DataLoader(images, batch_size=23)) for _ in range(2))
+    assert not _equal(first, second)
+    loader = DataLoader(images, batch_size=23, num_workers=1)
+    loader.set_epoch(0)
+    assert _equal(list(loader), first)
+    loader.set_epoch(1)
+    assert _equal(list(loader), second)
+
+
+def test_a_subset_is_served_whole(images: CachedDataset) -> None:
+    """Subset, nested, and random_split keep the fast road and give what torch's loader gives."""
+    subset = Subset(Subset(images, [4, 9, 2, 17]), [3, 0, 1])
+    loader = DataLoader(subset, batch_size=2, num_workers=1)
+    assert _labels(loader) == [[17, 4], [9]]
+    assert loader.report().path.startswith("whole batches")
+    parts = random_split(images, [10, 13], torch.Generator().manual_seed(0))
+    for part in parts:
+        assert _labels(DataLoader(part, batch_size=4)) == _labels(TorchLoader(part, batch_size=4))
+    with pytest.raises(IndexError):
+        list(DataLoader(subset, sampler=[3]))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_batch_belongs_to_the_user(images: CachedDataset, num_workers: int) -> None:
+    """Batches, and views of them, that the user keeps are never overwritten."""
+    loader = DataLoader(images, batch_size=3, num_workers=num_workers)
+    kept = [(x[1:], y, x.clone()) for _ in range(4) for x, y in loader]
+    assert all(torch.equal(view, copy[1:]) for view, _, copy in kept)
+    assert loader.report().fresh_batches > 0
+
+
+def test_memory_is_reused_when_the_user_lets_go(images: CachedDataset) -> None:
+    """A loop that drops its batches makes no new memory after the first ones."""
+    loader = DataLoader(images, batch_size=3, num_workers=2)
+    addresses = {x.data_ptr() for _ in range(10) for x, _ in loader}
+    assert loader.report().fresh_batches == 0
+    assert len(addresses) <= 7
+
+
+def test_a_collate_fn_gets_the_list_of_samples(images: CachedDataset) -> None:
+    """A collate function of the user's own sees (image, target) pairs, as with torch."""
+
+    def pick(samples: list[Any]) -> Any:
+        return [target for _, target in samples], torch.stack([image for image, _ in samples]).sum()
+
+    outcome = []
+    for make in (DataLoader, TorchLoader):
+        with _images() as dataset:
+            outcome.append(list(make(dataset, batch_size=4, collate_fn=pick)))
+    assert outcome[0] == outcome[1]
+
+
+class Flaky:
+    """Samples of which the fifth cannot be read."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        if index == 4:
+            raise FileNotFoundError(2, "sample 4, /data/4.jpg is gone")
+        return index
+
+
+def test_an_exception_comes_at_its_place() -> None:
+    """Batches before and after the bad one arrive; the exception keeps its type and text."""
+    iterator = iter(DataLoader(Flaky(), batch_size=2, num_workers=2, workers="thread"))
+    assert [next(iterator).tolist() for _ in range(2)] == [[0, 1], [2, 3]]
+    with pytest.raises(FileNotFoundError, match=r"sample 4, /data/4\.jpg is gone"):
+        next(iterator)
+    assert [batch.tolist() for batch in iterator] == [[6, 7]]
+
+
+def test_a_samplers_exception_comes_at_its_place(images: CachedDataset) -> None:
+    """A sampler that fails midway fails after the batches it gave."""
+
+    def sampler() -> Iterator[int]:
+        yield from range(3)
+        raise RuntimeError("no more")
+
+    class Once:
+        def __iter__(self) -> Iterator[int]:
+            return sampler()
+
+    iterator = iter(DataLoader(images, sampler=Once(), num_workers=2))
+    assert [next(iterator)[1].item() for _ in range(3)] == [0, 1, 2]
+    with pytest.raises(RuntimeError, match="no more"):
+        next(iterator)
+
+
+def _reader_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("fastdata-loader")]
+
+
+def _fail_in_the_first_batch(loader: Any) -> None:
+    for _ in loader:
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("how", ["exhausted", "break", "exception", "dropped"])
+def test_no_thread_outlives_an_epoch(images: CachedDataset, how: str) -> None:
+    """Threads end with the epoch, a break, an exception or the iterator itself, and the next epoch is whole."""
+    loader = DataLoader(images, batch_size=2, num_workers=3)
+    if how == "exhausted":
+        iterator = iter(loader)
+        assert len(list(iterator)) == 12
+    elif how == "break":
+        for _ in loader:
+            break
+    elif how == "exception":
+        with pytest.raises(ZeroDivisionError):
+            _fail_in_the_first_batch(loader)
+    else:
+        iterators = [iter(loader), iter(loader)]
+        assert _reader_threads()
+        del iterators
+    gc.collect()
+    assert _reader_threads() == []
+    assert [label for batch in _labels(loader) for label in batch] == list(range(23))
+
+
+@pytest.mark.parametrize("workers", ["thread", "process"])
+def test_a_dropped_loader_is_gone_at_once(images: CachedDataset, workers: Any) -> None:
+    """Loader and iterator are in no reference cycle: threads and persistent processes end when the last name goes."""
+    gc.disable()
+    try:
+        loader = DataLoader(images, batch_size=4, num_workers=2, workers=workers, persistent_workers=True)
+        iterator = iter(loader)
+        next(iterator)
+        gone = weakref.ref(loader), weakref.ref(iterator)
+        del loader, iterator
+        assert [reference() for reference in gone] == [None, None]
+        assert _reader_threads() == []
+    finally:
+        gc.enable()
+
+
+def test_two_epochs_can_run_at_once(images: CachedDataset) -> None:
+    """Two iterators of one loader do not disturb each other."""
+    loader = DataLoader(images, batch_size=4, num_workers=2)
+    pairs = list(zip(loader, loader, strict=True))
+    assert all(torch.equal(a[1], b[1]) for a, b in pairs)
+
+
+def test_a_slow_batch_times_out() -> None:
+    """timeout= raises torch's own message."""
+    release = threading.Event()
+
+    class Slow:
+        def __len__(self) -> int:
+            return 2
+
+        def __getitem__(self, index: int) -> int:
+            release.wait(10)
+            return index
+
+    loader = DataLoader(Slow(), num_workers=1, timeout=0.05, workers="thread")
+    iterator = iter(loader)
+    with pytest.raises(RuntimeError, match=r"DataLoader timed out after 0\.05 seconds"):
+        next(iterator)
+    release.set()
+
+
+class Stream(IterableDataset):  # type: ignore[type-arg]
+    """An iterable dataset."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(5))
+
+
+def test_other_datasets_take_torchs_road() -> None:
+    """Datasets, iterable ones and batch_size=None that fastdata cannot speed up behave as in torch, and are said."""
+    tensors = TensorDataset(torch.arange(7), torch.arange(7) * 2)
+    for dataset, options, reason in (
+        (tensors, {"batch_size": 3}, "TensorDataset is no fastdata dataset"),
+        (tensors, {"batch_size": 3, "num_workers": 2}, "2 worker processes: TensorDataset is no fastdata dataset"),
+        (tensors, {"batch_size": None}, "batch_size=None asks for single samples"),
+        (Stream(), {"batch_size": 2}, "an IterableDataset is read in order"),
+    ):
+        loader = DataLoader(dataset, **options)
+        ours, theirs = list(loader), list(TorchLoader(dataset, **options))
+        assert str(ours) == str(theirs)
+        assert reason in loader.report().path
+
+
+def test_the_road_is_told_with_its_reason(images: CachedDataset) -> None:
+    """report().path names engine and reason for every way a loader can be made."""
+    slow = v1.Compose([v1.Lambda(lambda image: image), v1.ConvertImageDtype(torch.float32)])
+    with _images(slow) as per_sample:
+        for dataset, options, path in (
+            (images, {"num_workers": 1}, "whole batches, read by 1 thread"),
+            (images, {}, "whole batches, read in the training loop: num_workers=0"),
+            (
+                images,
+                {"num_workers": 1, "workers": "process"},
+                "torch's engine in 1 worker process: workers='process'",
+            ),
+            (images, {"num_workers": 1, "worker_init_fn": print}, "worker_init_fn is for worker processes"),
+            (per_sample, {"num_workers": 1}, "the transform works per sample: Lambda"),
+            (per_sample, {"num_workers": 1, "workers": "thread"}, "samples one by one, read by 1 thread"),
+        ):
+            assert path in DataLoader(dataset, **options).report().path
+
+
+def test_the_report_counts_the_epoch(images: CachedDataset) -> None:
+    """Batches, samples and the time spent in the loop add up, and printing says so."""
+    loader = DataLoader(images, batch_size=4, num_workers=1)
+    for _ in loader:
+        time.sleep(0.002)
+    report = loader.report()
+    assert (report.batches, report.samples) == (6, 23)
+    assert report.busy_s >= 0.012
+    assert "6 batches, 23 samples" in str(report)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_workers": -1},
+        {"timeout": -1},
+        {"prefetch_factor": 2},
+        {"persistent_workers": True},
+        {"batch_size": 0},
+        {"shuffle": True, "sampler": [1]},
+        {"batch_sampler": [[1]], "batch_size": 2},
+        {"batch_size": None, "drop_last": True},
+        {"multiprocessing_context": "fork"},
+    ],
+    ids=repr,
+)
+def test_wrong_arguments_are_torchs_errors(images: CachedDataset, options: dict[str, Any]) -> None:
+    """Whatever torch refuses is refused with torch's type and words."""
+    with pytest.raises(Exception) as theirs:  # noqa: PT011
+        TorchLoader(images, **options)
+    with pytest.raises(theirs.type) as ours:
+        DataLoader(images, **options)
+    assert str(ours.value) == str(theirs.value)
+
+
+def test_an_unknown_engine_is_refused(images: CachedDataset) -> None:
+    """workers= lists its choices."""
+    with pytest.raises(ValueError, match="workers='threads' is not one of"):
+        DataLoader(images, workers="threads")  # type: ignore[arg-type]
+
+
+def test_samplers_are_reachable(images: CachedDataset) -> None:
+    """What frameworks look for is there: sampler, batch_sampler, dataset, and set_epoch on a distributed sampler."""
+    sampler = DistributedSampler(images, num_replicas=2, rank=1, shuffle=True)
+    loader = DataLoader(images, batch_size=4, sampler=sampler, num_workers=1)
+    assert loader.sampler is sampler
+    assert loader.batch_sampler.sampler is sampler  # type: ignore[union-attr]
+    sampler.set_epoch(3)
+    assert [y for batch in _labels(loader) for y in batch] == list(sampler)
+    weighted = WeightedRandomSampler([1.0] * 23, 50)
+    assert sum(map(len, _labels(DataLoader(images, batch_size=8, sampler=weighted, num_workers=2)))) == 50
+
+
+def test_no_warning_is_raised_for_threads_beyond_the_cores(images: CachedDataset) -> None:
+    """Torch warns of more processes than cores; threads are capped instead."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loader = DataLoader(images, batch_size=4, num_workers=500)
+        assert len(list(loader)) == 6
+    assert "as many as there are usable cores (num_workers=500)" in loader.report().path
+
+
+def test_the_collate_of_torch_works_too(images: CachedDataset) -> None:
+    """default_collate given by hand gives the same batches."""
+    with _images() as other:
+        mine = list(DataLoader(images, batch_size=5, num_workers=1))
+        assert _equal(list(DataLoader(other, batch_size=5, num_workers=1, collate_fn=default_collate)), mine)
+
+
+def test_ctrl_c_in_the_loop_leaves_at_once() -> None:
+    """KeyboardInterrupt ends a process that has reader threads, and nothing is said but the interrupt."""
+    script = """
+        import os, signal, torch
+        from fastdata import CachedDataset, DataLoader
+        dataset = CachedDataset([(torch.zeros(3, 64, 64), i) for i in range(500)], progress=False)
+        for images, labels in DataLoader(dataset, batch_size=2, num_workers=2):
+            os.kill(os.getpid(), signal.SIGINT)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stderr.strip().splitlines()[-1] == "KeyboardInterrupt"
+    assert done.returncode != 0

@@ -1,0 +1,66 @@
+"""The public face of the package."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import fastdata
+from fastdata import errors
+
+NAMES = {
+    "CachedDataset",
+    "DataLoader",
+    "ImageFolder",
+    "ImageManifest",
+    "SampleBatch",
+    "TransformPlan",
+    "collate",
+    "plan_transform",
+}
+
+
+def in_fresh_interpreter(code: str) -> str:
+    """What ``code`` prints in an interpreter of its own."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_public_names_are_exactly_these() -> None:
+    """``fastdata.__all__`` is the listed names and the errors, and each of them exists."""
+    assert set(fastdata.__all__) == NAMES | set(errors.__all__)
+    assert len(fastdata.__all__) == len(set(fastdata.__all__))
+    assert all(hasattr(fastdata, name) for name in fastdata.__all__)
+
+
+def test_public_names_are_documented() -> None:
+    """Every public class and function has a docstring of its own."""
+    for name in fastdata.__all__:
+        value = getattr(fastdata, name)
+        own = vars(value).get("__doc__") if isinstance(value, type) else value.__doc__
+        assert own, f"fastdata.{name} has no docstring"
+
+
+def test_importing_does_no_work() -> None:
+    """The import starts no thread or process and loads neither torchvision nor matplotlib."""
+    code = """
+import sys, threading, multiprocessing
+import fastdata
+print(threading.active_count(), len(multiprocessing.active_children()))
+print([name for name in ("torchvision", "matplotlib") if name in sys.modules])
+"""
+    assert in_fresh_interpreter(code) == "1 0\n[]\n"
+
+
+def test_importing_leaves_torch_as_it_was() -> None:
+    """Thread counts, random state and CUDA are as before the import."""
+    code = """
+import torch
+before = torch.get_num_threads(), torch.get_num_interop_threads(), torch.initial_seed(), torch.cuda.is_initialized()
+state = torch.get_rng_state()
+import fastdata
+after = torch.get_num_threads(), torch.get_num_interop_threads(), torch.initial_seed(), torch.cuda.is_initialized()
+print(before == after, torch.equal(state, torch.get_rng_state()))
+"""
+    assert in_fresh_interpreter(code) == "True True\n"
