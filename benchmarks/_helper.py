@@ -1,0 +1,197 @@
+"""What the benchmarks share: images, interleaved rounds, the table, the JSON.
+
+Real images are used where ``--images FOLDER`` or an environment variable (FASTDATA_IMAGENET, FASTDATA_CIFAR) names
+class folders of them; otherwise photo-like ones are drawn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.utils.data import DataLoader as TorchDataLoader
+
+from fastdata.bench.images import write_photos
+from fastdata.bench.measure import Spread, best_workers, images_per_s
+from fastdata.bench.show import machine_facts, versions
+from fastdata.machine import usable_cores
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from torchvision_ops import import_torchvision
+
+if not import_torchvision():
+    sys.exit(
+        "the benchmarks compare with torchvision, which is not installed: pip install -c constraints.txt '.[bench]'"
+    )
+
+from torchvision import datasets, transforms
+
+__all__ = [
+    "Row",
+    "class_folders",
+    "datasets",
+    "find_workers",
+    "in_turns",
+    "parser",
+    "print_rows",
+    "save_rows",
+    "transforms",
+    "vanilla_loader",
+]
+
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One measured quantity.
+
+    Args:
+        section: the question it belongs to.
+        name: what was measured.
+        unit: of the rounds.
+        rounds: one figure per round.
+        against: name of the row of the same section that its ratio refers to.
+        target: what the ratio or the figure should reach, in words.
+    """
+
+    section: str
+    name: str
+    unit: str
+    rounds: tuple[float, ...]
+    against: str = ""
+    target: str = ""
+
+    @property
+    def spread(self) -> Spread:
+        return Spread(rounds=self.rounds)
+
+
+def in_turns(competitors: dict[str, Callable[[], float]], rounds: int) -> dict[str, tuple[float, ...]]:
+    """One warm-up of each, then ``rounds`` rounds in which each has its turn."""
+    for measure in competitors.values():
+        measure()
+    figures: dict[str, list[float]] = {name: [] for name in competitors}
+    for _ in range(rounds):
+        for name, measure in competitors.items():
+            figures[name].append(measure())
+    return {name: tuple(row) for name, row in figures.items()}
+
+
+def seconds_of(action: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    action()
+    return time.perf_counter() - start
+
+
+def vanilla_loader(dataset: Any, batch_size: int, num_workers: int) -> TorchDataLoader[Any]:
+    """Torch's loader with workers that persist, so that rounds do not pay for starting them."""
+    return TorchDataLoader(
+        dataset, batch_size=batch_size, shuffle=True, num_workers=num_workers, persistent_workers=num_workers > 0
+    )
+
+
+def find_workers(make_loader: Callable[[int], Iterable[Any]], budget_s: float = 3.0) -> int:
+    """The best number of workers of 0 to the cores."""
+    return best_workers(make_loader, range(usable_cores() + 1), budget_s=budget_s)
+
+
+@contextmanager
+def class_folders(
+    given: Path | None, *, count: int | None, size: tuple[int, int] = (512, 384), variable: str = "FASTDATA_IMAGENET"
+) -> Iterator[tuple[Path, str]]:
+    """A folder of class folders with ``count`` files, real ones copied as often as needed, and words that say which.
+
+    The folder is temporary, except a given one when ``count`` is None.
+    """
+    source = given or (Path(os.environ[variable]) if variable in os.environ else None)
+    if source is not None and count is None:
+        yield source, f"images of {source.name}"
+        return
+    with tempfile.TemporaryDirectory(prefix="fastdata-benchmark-") as folder:
+        root = Path(folder)
+        if source is None:
+            write_photos(root, count=count or 400, size=size, progress=sys.stderr.isatty())
+            yield root, f"{count or 400} drawn images"
+        else:
+            found = sorted(path for path in source.rglob("*") if path.suffix.lower() in IMAGE_SUFFIXES)
+            _copy_to(root, found, count or len(found))
+            yield root, f"{len(found)} images of {source.name} copied to {count} files"
+
+
+def _copy_to(root: Path, found: list[Path], count: int) -> None:
+    if not found:
+        raise FileNotFoundError("the folder of images holds none")
+    for index in range(count):
+        path = found[index % len(found)]
+        target = root / path.parent.name / f"{index // len(found):03}_{path.name}"
+        target.parent.mkdir(exist_ok=True)
+        shutil.copyfile(path, target)
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    """The options that every script has."""
+    options = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    options.add_argument("--images", type=Path, help="class folders of images; also FASTDATA_IMAGENET")
+    options.add_argument("--rounds", type=int, default=5, help="measured rounds")
+    options.add_argument("--json", type=Path, help="keep every figure, with versions")
+    return options
+
+
+def print_rows(rows: list[Row]) -> None:
+    """A table of medians, ranges and ratios, section by section."""
+    facts = machine_facts()
+    print(f"{facts['cpu_model']}, {facts['usable_cores']} cores, torch {versions()['torch']}")
+    for section in dict.fromkeys(row.section for row in rows):
+        print(f"\n{section}")
+        members = {row.name: row for row in rows if row.section == section}
+        for row in members.values():
+            ratio = row.spread.median / members[row.against].spread.median if row.against else None
+            words = f"{ratio:8.2f} x {row.against}" if ratio is not None else ""
+            aim = f"  (to reach: {row.target})" if row.target else ""
+            print(
+                f"  {row.name:<34} {_figure(row.spread.median):>11} {row.unit:<9} {_range(row.spread):>22}{words}{aim}"
+            )
+
+
+def save_rows(rows: list[Row], path: Path | None, **settings: Any) -> None:
+    """Write rounds, medians, settings, versions and machine."""
+    if path is None:
+        return
+    figures = [
+        {
+            "section": row.section,
+            "name": row.name,
+            "unit": row.unit,
+            "median": row.spread.median,
+            "rounds": row.rounds,
+            "against": row.against,
+            "target": row.target,
+        }
+        for row in rows
+    ]
+    document = {"figures": figures, "settings": settings, "versions": versions(), "machine": machine_facts()}
+    path.write_text(json.dumps(document, indent=2, default=str) + "\n", "utf-8")
+
+
+def epoch_rate(loader: Iterable[Any], at_least_s: float = 0.0) -> Callable[[], float]:
+    """A measure of images a second over whole epochs."""
+    return lambda: images_per_s(loader, at_least_s=at_least_s)
+
+
+def _figure(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3f}"
+
+
+def _range(spread: Spread) -> str:
+    return f"{_figure(spread.lowest)} to {_figure(spread.highest)}"

@@ -1,0 +1,7 @@
+"""``python -m fastdata`` is the command ``fastdata``."""
+
+import sys
+
+from fastdata.cli import main
+
+sys.exit(main())
