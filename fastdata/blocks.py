@@ -124,7 +124,7 @@ class Block:
         Writing by descriptor spares the page faults of a fresh mapping and works for ranges that another process has
         reserved meanwhile.
         """
-        rest = memoryview(data.reshape(-1).view(np.uint8))
+        rest = memoryview(data.reshape(-1).view(np.uint8).data)
         if hasattr(os, "pwrite"):
             while rest.nbytes:
                 written = os.pwrite(self._fd, rest, offset)
@@ -285,8 +285,8 @@ def _reserve(fd: int, offset: int, size_bytes: int) -> None:
     available = machine.available_bytes()
     if size_bytes > available.bytes:
         raise MemoryBudgetError(
-            f"{size_bytes / _GIB:.2f} GiB of shared memory cannot be reserved: {available.bytes / _GIB:.2f} GiB is free "
-            f"({available.limited_by}). Use storage='none', a smaller resize=, or free some memory."
+            f"{size_bytes / _GIB:.2f} GiB of shared memory cannot be reserved: {available.bytes / _GIB:.2f} GiB is "
+            f"free ({available.limited_by}). Use storage='none', a smaller resize=, or free some memory."
         )
     try:
         if hasattr(os, "posix_fallocate"):

@@ -1,6 +1,7 @@
 """The errors fastdata raises on its own account.
 
-Each also derives from the built-in class that a caller would catch anyway, so swapping an import keeps existing handlers working.
+Each also derives from the built-in class that a caller would catch anyway, so that a swapped import keeps existing
+handlers working.
 """
 
 from __future__ import annotations

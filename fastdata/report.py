@@ -1,13 +1,17 @@
-"""What the user is told: progress of a preparation, and how an epoch went."""
+"""What the user is told: progress of a preparation, warnings, and how an epoch went."""
 
 from __future__ import annotations
 
+import inspect
 import logging
+import warnings
 from dataclasses import dataclass
 
 from tqdm.auto import tqdm
 
-__all__ = ["EpochReport", "log", "progress_bar"]
+from fastdata.errors import FastDataWarning
+
+__all__ = ["EpochReport", "log", "progress_bar", "warn_user"]
 
 log = logging.getLogger("fastdata")
 
@@ -19,6 +23,14 @@ class _Bar(tqdm):  # type: ignore[type-arg]
 def progress_bar(total: int, description: str, *, unit: str = "img", enabled: bool = True) -> tqdm:  # type: ignore[type-arg]
     """Return a progress bar on standard error; close it, or use it in a ``with`` statement."""
     return _Bar(total=total, desc=description, unit=unit, disable=not enabled, dynamic_ncols=True)
+
+
+def warn_user(message: str) -> None:
+    """Warn at the line of the user's script that led here."""
+    frame, depth = inspect.currentframe(), 1
+    while frame and frame.f_globals.get("__name__", "").startswith("fastdata."):
+        frame, depth = frame.f_back, depth + 1
+    warnings.warn(message, FastDataWarning, stacklevel=depth)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,7 +14,7 @@ import numpy as np
 __all__ = ["Form", "SampleSpec"]
 
 Form = Literal["pil", "tensor", "array"]
-"""What a sample was before it was stored, hence what per-sample code must be given: a PIL image, a tensor or an array."""
+"""What a sample was before it was stored, hence what per-sample code must be given."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import struct
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,17 +14,15 @@ import pytest
 import torch
 from PIL import Image, ImageFile, features
 
-from fastdata import decode
 from fastdata.decode import (
     Resize,
     decode_image,
-    decode_resized,
+    images,
     load_image,
     load_resized,
     present,
     sample_error,
     spec_of,
-    store_into,
     to_pil,
     to_stored,
 )
@@ -33,7 +32,7 @@ folder = pytest.importorskip("torchvision.datasets.folder", reason="the referenc
 functional = pytest.importorskip("torchvision.transforms.functional", reason="the reference is torchvision's")
 
 pil_loader = folder.pil_loader
-needs_simplejpeg = pytest.mark.skipif(decode.simplejpeg is None, reason="needs the extra [jpeg]")
+needs_simplejpeg = pytest.mark.skipif(images.simplejpeg is None, reason="needs the extra [jpeg]")
 
 
 def photo(mode: str = "RGB", size: tuple[int, int] = (53, 35), seed: int = 0) -> Image.Image:
@@ -51,6 +50,14 @@ def saved(image: Image.Image, kind: str, **options: Any) -> bytes:
     stream = io.BytesIO()
     image.save(stream, kind, **options)
     return stream.getvalue()
+
+
+def decode_resized(data: bytes, *args: Any, **options: Any) -> np.ndarray:
+    """``load_resized`` of a file that holds ``data``."""
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(data)
+        file.flush()
+        return load_resized(file.name, *args, **options)
 
 
 def with_marker(jpeg: bytes, code: int, payload: bytes) -> bytes:
@@ -130,8 +137,8 @@ def outcome(load: Callable[[Any], Image.Image], path: Any) -> Any:
 def road(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Both ways to decode JPEG."""
     if request.param == "pil":
-        monkeypatch.setattr(decode, "simplejpeg", None)
-    elif decode.simplejpeg is None:
+        monkeypatch.setattr(images, "simplejpeg", None)
+    elif images.simplejpeg is None:
         pytest.skip("needs the extra [jpeg]")
     return str(request.param)
 
@@ -160,7 +167,7 @@ def test_every_chroma_subsampling_gives_torchvisions_pixels(
     space = "GRAY" if subsampling == "Gray" else "RGB"
     pixels = np.ascontiguousarray(pixels[:, :, None] if subsampling == "Gray" else pixels)
     path = tmp_path / "x.jpg"
-    path.write_bytes(decode.simplejpeg.encode_jpeg(pixels, colorspace=space, colorsubsampling=subsampling))
+    path.write_bytes(images.simplejpeg.encode_jpeg(pixels, colorspace=space, colorsubsampling=subsampling))
     assert outcome(load_image, path) == outcome(pil_loader, path)
 
 
@@ -217,7 +224,7 @@ def test_decompression_bombs_are_pils_to_refuse(tmp_path: Path, road: str, monke
 def test_simplejpeg_decodes_only_ordinary_jpeg(name: str, decoded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """YCbCr and gray JPEG never reach PIL's decoder, everything else does."""
     data = FILES[name]()
-    decode._agreed_subsamplings()
+    images._agreed_subsamplings()
     opened: list[object] = []
     real = Image.open
     monkeypatch.setattr(Image, "open", lambda stream: opened.append(stream) or real(stream))
@@ -228,22 +235,22 @@ def test_simplejpeg_decodes_only_ordinary_jpeg(name: str, decoded: bool, monkeyp
 @needs_simplejpeg
 def test_simplejpeg_is_left_out_where_it_disagrees_with_pil(monkeypatch: pytest.MonkeyPatch) -> None:
     """A PIL built with another libjpeg decodes its own JPEGs: no pixel comes from simplejpeg."""
-    exact = decode.simplejpeg.decode_jpeg
-    decode._agreed_subsamplings.cache_clear()
-    monkeypatch.setattr(decode.simplejpeg, "decode_jpeg", lambda data, **options: exact(data, **options) ^ 1)
+    exact = images.simplejpeg.decode_jpeg
+    images._agreed_subsamplings.cache_clear()
+    monkeypatch.setattr(images.simplejpeg, "decode_jpeg", lambda data, **options: exact(data, **options) ^ 1)
     try:
-        assert decode._agreed_subsamplings() == frozenset()
+        assert images._agreed_subsamplings() == frozenset()
         data = FILES["baseline_420.jpg"]()
         assert decode_image(data).tobytes() == Image.open(io.BytesIO(data)).convert("RGB").tobytes()
     finally:
-        decode._agreed_subsamplings.cache_clear()
+        images._agreed_subsamplings.cache_clear()
 
 
 @needs_simplejpeg
 def test_simplejpeg_agrees_with_this_pil_where_both_are_turbo() -> None:
     """With libjpeg-turbo in both, the three samplings that cameras and ImageNet use are taken."""
     if features.check_feature("libjpeg_turbo"):
-        assert {"444", "422", "420", "Gray"} <= decode._agreed_subsamplings()
+        assert {"444", "422", "420", "Gray"} <= images._agreed_subsamplings()
 
 
 # Fast roads
@@ -340,7 +347,7 @@ def test_resize_refuses_what_is_no_image() -> None:
 
 def test_extensions_are_torchvisions() -> None:
     """The same files count as images."""
-    assert decode.IMAGE_EXTENSIONS == folder.IMG_EXTENSIONS
+    assert images.IMAGE_EXTENSIONS == folder.IMG_EXTENSIONS
 
 
 # Stored arrays
@@ -436,24 +443,10 @@ def test_samples_that_cannot_be_stored_say_why(sample: Any, message: str) -> Non
 @pytest.mark.parametrize(
     "sample", [photo(size=(6, 5)), torch.ones(3, 5, 6, dtype=torch.uint8), np.ones((3, 5, 6), np.uint8)]
 )
-def test_store_into_fills_the_callers_memory(sample: Any) -> None:
-    """Any strides are filled, neighbours are left alone, and shape and dtype are told beforehand."""
-    memory = np.zeros((3, 5, 12), np.uint8)
-    store_into(sample, memory[:, :, ::2])
-    assert np.array_equal(memory[:, :, ::2], to_stored(sample)[0])
-    assert not memory[:, :, 1::2].any()
+def test_the_spec_of_a_sample_is_that_of_its_array(sample: Any) -> None:
+    """Shape, dtype and form are told beforehand."""
     spec = spec_of(sample)
     assert (spec.shape, spec.dtype, spec.form) == ((3, 5, 6), "uint8", to_stored(sample)[1])
-
-
-@pytest.mark.parametrize(
-    "out", [np.zeros((3, 5, 7), np.uint8), np.zeros((1, 5, 6), np.uint8), np.zeros((3, 5, 6), np.int8)]
-)
-def test_store_into_never_broadcasts_or_casts(out: np.ndarray) -> None:
-    """A slot of another shape or dtype is an error that shows both, and stays untouched."""
-    with pytest.raises(ValueError, match=r"shape \(3, 5, 6\), uint8 does not go into a slot of shape"):
-        store_into(photo(size=(6, 5)), out)
-    assert not out.any()
 
 
 @pytest.mark.parametrize("array", [np.zeros((2, 5, 6), np.uint8), np.zeros((3, 5, 6), np.float32)])

@@ -26,7 +26,9 @@ def _as_they_are(sample: Any) -> Any:
     return sample
 
 
-def _fill(samples: Any, prepare: Any = _as_they_are, *, workers: int = 2, limit_bytes: int = PLENTY, **options: Any) -> Ingested:
+def _fill(
+    samples: Any, prepare: Any = _as_they_are, *, workers: int = 2, limit_bytes: int = PLENTY, **options: Any
+) -> Ingested:
     source = DatasetSource(samples)
     return ingest(
         source, prepare, forecast(source, prepare), limit_bytes=limit_bytes, workers=workers, progress=False, **options

@@ -14,7 +14,16 @@ from fastdata.table import SampleTable
 
 @pytest.mark.parametrize(
     "targets",
-    [[3, 1, 2], [0.5, 1.0], [True, False], ["cat", "dog"], [(1, "a"), None, {"box": [1, 2]}], [1, 2.5], [2**40, -1], []],
+    [
+        [3, 1, 2],
+        [0.5, 1.0],
+        [True, False],
+        ["cat", "dog"],
+        [(1, "a"), None, {"box": [1, 2]}],
+        [1, 2.5],
+        [2**40, -1],
+        [],
+    ],
     ids=repr,
 )
 def test_targets_come_back_as_they_were(targets: list[Any]) -> None:
@@ -51,7 +60,7 @@ def test_paths_and_pairs_behave_like_lists() -> None:
     assert list(table.paths) == paths
     assert table.paths[-1] == paths[-1]
     assert table.paths[:2] == paths[:2]
-    assert table.paths + ["z"] == [*paths, "z"]
+    assert table.paths.__add__(["z"]) == [*paths, "z"]
     assert table.pairs[1] == ("/a/b.jpg", 0)
     assert np.array(table.targets).tolist() == [0, 0, 1]
     assert table.class_to_idx == {"x": 0, "y": 1}

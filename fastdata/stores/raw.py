@@ -48,11 +48,13 @@ class DenseStore:
 
     def shape(self, index: int) -> tuple[int, ...]:
         """Shape of one sample."""
-        return self._samples.shape[1:]
+        shape: tuple[int, ...] = self._samples.shape[1:]
+        return shape
 
     def read(self, index: int) -> np.ndarray:
         """One sample: a read-only view."""
-        return self._samples[index if self._rows is None else self._rows[index]]
+        sample: np.ndarray = self._samples[index if self._rows is None else self._rows[index]]
+        return sample
 
     def gather_into(self, index_B: np.ndarray, out_B: np.ndarray) -> None:
         """Copy the chosen samples into ``out_B`` (B, *shape); one call, at memory speed."""
@@ -114,8 +116,10 @@ class RaggedStore:
 
     def read(self, index: int) -> np.ndarray:
         """One sample: a read-only view."""
-        shape = self.shape(index)
-        return np.ndarray(shape, self._spec.dtype, self._bytes, int(self._offsets[index]))
+        sample: np.ndarray = np.ndarray(
+            self.shape(index), self._spec.dtype, self._bytes.data, int(self._offsets[index])
+        )
+        return sample
 
     def gather_into(self, index_B: np.ndarray, out_B: np.ndarray) -> None:
         """Not for ragged samples."""

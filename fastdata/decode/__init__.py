@@ -1,0 +1,32 @@
+"""Files and bytes to images, images to stored arrays and back: the door to PIL and simplejpeg."""
+
+from fastdata.decode.images import (
+    IMAGE_EXTENSIONS,
+    FastLoader,
+    Interpolation,
+    Resize,
+    Size,
+    decode_image,
+    load_image,
+    load_resized,
+)
+from fastdata.decode.problems import sample_error
+from fastdata.decode.stored import Planes, present, spec_of, to_image, to_pil, to_stored
+
+__all__ = [
+    "IMAGE_EXTENSIONS",
+    "FastLoader",
+    "Interpolation",
+    "Planes",
+    "Resize",
+    "Size",
+    "decode_image",
+    "load_image",
+    "load_resized",
+    "present",
+    "sample_error",
+    "spec_of",
+    "to_image",
+    "to_pil",
+    "to_stored",
+]
