@@ -147,10 +147,11 @@ def check(steps: Sequence[Any], store: ArrayStore, *, atol: float = 0) -> None:
         assert np.array_equal(served(steps, store, index), np.stack(alone))
 
 
-@pytest.fixture(params=["chunks", "loop"])
+@pytest.fixture(params=["chunks", "mirrors", "loop"])
 def road(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Both roads of dense samples, whatever their size."""
+    """All roads of dense samples, whatever their size."""
     monkeypatch.setattr(program, "MAX_SAMPLE_BYTES", (1 << 30) if request.param == "chunks" else 0)
+    monkeypatch.setattr(program, "MAX_MIRRORED_BYTES", (1 << 30) if request.param == "mirrors" else 0)
     return str(request.param)
 
 

@@ -24,6 +24,7 @@ __all__ = ["Bytes", "Mirror", "Scratch", "check_reflects", "fill_borders", "mirr
 Bytes = npt.NDArray[np.uint8]
 
 BIG, LITTLE = np.dtype(">u8"), np.dtype("<u8")
+WORD_BYTES = BIG.itemsize
 
 
 class Scratch(threading.local):
@@ -65,24 +66,32 @@ class Mirror:
         self._right_end = rows[..., wide - width :]
         self._reversed_words = rows.view(BIG)[..., ::-1]
         self._out = out_BChw
-        self._is_whole = wide == width
-        self._mirrored = None if self._is_whole else scratch.take("mirrored", (channels, height, wide))
-        self._out_words = out_BChw.view(LITTLE) if self._is_whole else None
+        self._mirrored = None if wide == width else scratch.take("mirrored", (channels, height, wide))
 
     def put(self, b: int, crop_Chw: Bytes) -> None:
         """Copy one image to ``out[b]``."""
-        if self._out_words is not None:
-            words = crop_Chw.view(BIG) if crop_Chw.flags.c_contiguous else None
-            if words is not None and words.flags.aligned:
-                self._out_words[b] = words[..., ::-1]
-                return
-        self._right_end[...] = crop_Chw
-        if self._out_words is not None:
-            self._out_words[b] = self._reversed_words
-        else:
-            assert self._mirrored is not None
-            self._mirrored.view(LITTLE)[...] = self._reversed_words
-            self._out[b] = self._mirrored[..., : self._width]
+        self.put_all([(b, crop_Chw)])
+
+    def put_all(self, crops: list[tuple[int, Bytes]]) -> None:
+        """Copy image ``crop`` to ``out[b]`` for each (b, crop); whole images all, or windows of larger ones all."""
+        if not crops:
+            return
+        right_end, reversed_words = self._right_end, self._reversed_words
+        if self._mirrored is not None:
+            words, kept = self._mirrored.view(LITTLE), self._mirrored[..., : self._width]
+            for b, crop in crops:
+                right_end[...] = crop
+                words[...] = reversed_words
+                self._out[b] = kept
+            return
+        out_words = self._out.view(LITTLE)
+        if crops[0][1].flags.c_contiguous and crops[0][1].view(BIG).flags.aligned:
+            for b, crop in crops:
+                out_words[b] = crop.view(BIG)[..., ::-1]
+            return
+        for b, crop in crops:
+            right_end[...] = crop
+            out_words[b] = reversed_words
 
 
 def mirror_into(crop_Chw: Bytes, out_Chw: Bytes, scratch: Scratch) -> None:

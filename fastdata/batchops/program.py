@@ -12,8 +12,8 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from fastdata.batchops.chunks import MAX_SAMPLE_BYTES, PLAIN_SHARE, serve_chunks
-from fastdata.batchops.pixels import Bytes, Scratch, check_reflects
+from fastdata.batchops.chunks import MAX_MIRRORED_BYTES, MAX_SAMPLE_BYTES, PLAIN_SHARE, serve_chunks, serve_mirrored
+from fastdata.batchops.pixels import WORD_BYTES, Bytes, Scratch, check_reflects
 from fastdata.batchops.readable import Readable
 from fastdata.batchops.stages import BoxPass, GrayPass, Pass, WindowPass
 from fastdata.batchops.values import Values, gray_channels
@@ -30,7 +30,7 @@ from fastdata.batchops.windows import (
 )
 from fastdata.draws import UInt64s, sample_keys
 from fastdata.plan import TransformPlan
-from fastdata.plan.ops import Cast, Grayscale, Normalize, Op, RandomResizedCrop, Reform
+from fastdata.plan.ops import Cast, Flip, Grayscale, Normalize, Op, RandomResizedCrop, Reform
 from fastdata.spec import SampleSpec
 
 __all__ = ["Program", "compile_ops"]
@@ -131,6 +131,11 @@ class Program:
                 self._check_channels(shape[0], stage.padding)
                 serve_chunks(store, index_B, windows, stage.padding, self._values, out_BChw, self._scratch)
                 return
+            if self._only_mirrors(stage, shape) and self._values is None:
+                mirrored_B = self._place(cast("WindowStage", stage), shape[1], shape[2], keys_B, index_B).flip_h
+                assert mirrored_B is not None
+                serve_mirrored(store, index_B, mirrored_B, out_BChw, self._scratch)
+                return
         read = store.read
         self._serve([read(i) for i in index_B.tolist()], index_B, keys_B, out_BChw)
 
@@ -196,6 +201,11 @@ class Program:
         windows = place_windows(stage.ops, height_B, width_B, keys_B, index_B)
         check_reflects(stage.padding, (height_B, width_B), windows.borders, index_B)
         return windows
+
+    def _only_mirrors(self, stage: Stage, stored_shape: Shape) -> bool:
+        """Whether images of medium size are served whole, some mirrored left to right."""
+        flips = isinstance(stage, WindowStage) and all(isinstance(op, Flip) and not op.vertical for op in stage.ops)
+        return flips and math.prod(stored_shape) <= MAX_MIRRORED_BYTES and stored_shape[-1] % WORD_BYTES == 0
 
     def _is_small(self, stage: WindowStage, stored_shape: Shape, served_shape: Shape) -> bool:
         """Whether chunks are faster than a loop; measured, see ``chunks``."""

@@ -8,7 +8,6 @@ Shape letters: B batch, C channels, H W size before the pass, h w size after it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, Protocol
 
 import numpy as np
@@ -55,6 +54,8 @@ class WindowPass:
         self.is_padded = any(np.any(border) for border in windows.borders)
         left, top, right, bottom = (_numbers(border, count) for border in windows.borders)
         self.borders = list(zip(left, top, right, bottom, strict=True)) if self.is_padded else []
+        self.flips_v = windows.flip_v is not None
+        self.mirrored = [False] * count if windows.flip_h is None else windows.flip_h.tolist()
         self.boxes = list(
             zip(
                 _numbers(windows.top, count),
@@ -62,7 +63,7 @@ class WindowPass:
                 _numbers(windows.height, count),
                 _numbers(windows.width, count),
                 [False] * count if windows.flip_v is None else windows.flip_v.tolist(),
-                [False] * count if windows.flip_h is None else windows.flip_h.tolist(),
+                self.mirrored,
                 strict=True,
             )
         )
@@ -93,27 +94,33 @@ class WindowPass:
             out_BChw: of the shape that is served.
             scratch: the thread's.
         """
+        crops = self._cut(sources)
         if values is None:
-            mirror = Mirror(out_BChw, scratch)
-            for b, crop, is_mirrored in self._crops(sources):
-                if is_mirrored:
-                    mirror.put(b, crop)
-                else:
+            for b, crop in enumerate(crops):
+                if not self.mirrored[b]:
                     out_BChw[b] = crop
+            Mirror(out_BChw, scratch).put_all([(b, crop) for b, crop in enumerate(crops) if self.mirrored[b]])
             return
-        shape = (1, sources[0].shape[0], *out_BChw.shape[2:]) if sources else out_BChw.shape
-        mirrored = scratch.take(self.slot + "one", shape)
-        mirror = Mirror(mirrored, scratch)
-        for b, crop, is_mirrored in self._crops(sources):
-            if is_mirrored:
+        one = scratch.take(self.slot + "one", (1, *crops[0].shape) if crops else (1, 0, 0, 0))
+        mirror = Mirror(one, scratch)
+        for b, crop in enumerate(crops):
+            if self.mirrored[b]:
                 mirror.put(0, crop)
-                crop = mirrored[0]
-            values.apply(crop, out_BChw[b])
+            values.apply(one[0] if self.mirrored[b] else crop, out_BChw[b])
 
-    def _crops(self, sources: list[Bytes]) -> Iterator[tuple[int, Bytes, bool]]:
-        for b, (source, (top, left, height, width, flip_v, flip_h)) in enumerate(zip(sources, self.boxes, strict=True)):
-            crop = source[:, top : top + height, left : left + width]
-            yield b, crop[:, ::-1] if flip_v else crop, flip_h
+    def _cut(self, sources: list[Bytes]) -> list[Bytes]:
+        """The windows of dense sources, top and bottom exchanged already."""
+        if sources and self.is_whole(sources[0]):
+            return sources
+        return [
+            source[:, top : top + height, left : left + width][:, :: -1 if flip_v else 1]
+            for source, (top, left, height, width, flip_v, _) in zip(sources, self.boxes, strict=True)
+        ]
+
+    def is_whole(self, source_CHW: Bytes) -> bool:
+        """Whether all windows are whole dense images, at most mirrored left to right."""
+        height, width = self.size
+        return not self.flips_v and (height, width) == source_CHW.shape[1:]
 
     def _pad(self, source_CHW: Bytes, b: int, scratch: Scratch) -> Bytes:
         left, top, right, bottom = self.borders[b]
