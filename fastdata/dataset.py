@@ -158,8 +158,9 @@ class CachedDataset(Dataset[Any]):
         self._first_steps = tuple(step for step in (prepare, resize) if step is not None)
         self._plan = plan_transform(transform, batch_ops=options.batch_ops)
         self._transform = transform
+        self._table = table
         self._store: Store | None = None
-        self._source: Source | None = None
+        self._source: Source | None = source  # None once its samples are in the store
         self._epoch: int | None = None
         self._epochs_begun = 0
         self.skipped: list[SampleError] = []
@@ -169,15 +170,19 @@ class CachedDataset(Dataset[Any]):
 
     def _fill(self, source: Source, options: Options, table: SampleTable | None) -> StoragePlan:
         """Decide where samples are kept; keep them there unless the decision is ``"none"``."""
-        source, prepare = self._road(source, (*self._first_steps, *self._plan.prepare))
         if options.storage == "none" or len(source) == 0:
-            return self._keep_none(source, prepare, table, "storage='none': samples are prepared on every read")
+            if options.on_error == "skip":
+                warn_user(
+                    "on_error='skip' leaves out what cannot be prepared; storage='none' finds out only when it reads"
+                )
+            return StoragePlan(storage="none", reason="storage='none': samples are prepared on every read")
+        source, prepare = self._road(source, (*self._first_steps, *self._plan.prepare))
         expected = forecast(source, prepare)
         budget = budget_bytes(machine.available_bytes(), options.memory_limit)
         storage_plan = choose_storage(options.storage, expected.need_bytes, budget)
         if storage_plan.storage == "none":
-            warn_user(f"{storage_plan.reason}: every epoch decodes again")
-            return self._keep_none(source, prepare, table, storage_plan.reason)
+            warn_user(f"{storage_plan.reason}. Every epoch decodes again; a smaller resize= may fit.")
+            return storage_plan
         log.info("%s", storage_plan.reason)
         ingested = ingest(
             source,
@@ -190,15 +195,10 @@ class CachedDataset(Dataset[Any]):
             progress=options.progress,
             description=storage_plan.reason,
         )
-        self._store = ingested.store
+        self._store, self._source = ingested.store, None
         self._table = _table_of(ingested, table)
         self._note_skipped(ingested.skipped)
         return storage_plan
-
-    def _keep_none(self, source: Source, prepare: Steps, table: SampleTable | None, reason: str) -> StoragePlan:
-        self._source, self._prepare = source, prepare
-        self._table = table or SampleTable([source.read(i)[1] for i in range(len(source))])
-        return StoragePlan(storage="none", reason=reason)
 
     def _road(self, source: Source, steps: tuple[Callable[[Any], Any], ...]) -> tuple[Source, Steps]:
         """Where samples are read from and what prepares them."""
@@ -217,7 +217,9 @@ class CachedDataset(Dataset[Any]):
         self._program: Program | None = None
         self._served: tuple[tuple[int, ...], np.dtype[Any]] | None = None  # shape and dtype of every sample served
         if self._store is None:
+            assert self._source is not None
             self._plan = plan_transform(self._transform, batch_ops="off")
+            self._reader, self._prepare = self._road(self._source, (*self._first_steps, *self._plan.prepare))
             return
         spec, shape = self._store.spec, self._store.shape(0)
         batch_ops = self._options.batch_ops if len(shape) == 3 else "off"
@@ -249,7 +251,7 @@ class CachedDataset(Dataset[Any]):
     @property
     def targets(self) -> ListView[Any]:
         """Target of every sample, before ``target_transform``."""
-        return self._table.targets
+        return ListView(len(self), self._stored_target)
 
     @property
     def plan(self) -> TransformPlan:
@@ -262,7 +264,10 @@ class CachedDataset(Dataset[Any]):
         return self.storage_plan.storage
 
     def __len__(self) -> int:
-        return len(self._table)
+        if self._table is not None:
+            return len(self._table)
+        assert self._source is not None
+        return len(self._source)
 
     def __repr__(self) -> str:
         lines = [
@@ -289,7 +294,7 @@ class CachedDataset(Dataset[Any]):
         self._check_open()
         position = range(len(self))[index]
         visits = self._visits.take(np.array([position])) if self._program else None
-        return self._sample(position, visits), self._target(position)
+        return self._pair(position, visits)
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[Any, Any]]:
         """A whole batch: a ``SampleBatch`` if the transform allows, else a list of samples."""
@@ -301,7 +306,7 @@ class CachedDataset(Dataset[Any]):
         if self.batch_obstacle is None:
             return self.sample_batch(index_B, visits_B)
         return [
-            (self._sample(index, None if visits_B is None else visits_B[k : k + 1]), self._target(index))
+            self._pair(index, None if visits_B is None else visits_B[k : k + 1])
             for k, index in enumerate(index_B.tolist())
         ]
 
@@ -386,7 +391,8 @@ class CachedDataset(Dataset[Any]):
         """Give the memory back; batches already served stay valid. Idempotent."""
         if self._store:
             self._store.close()
-        self._table.close()
+        if self._table:
+            self._table.close()
         self._visits.close()
         self._closed = True
 
@@ -397,7 +403,7 @@ class CachedDataset(Dataset[Any]):
         self.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        derived = ("_plan", "_program", "_served", "skipped")
+        derived = ("_plan", "_program", "_served", "_reader", "_prepare", "skipped")
         return {name: value for name, value in self.__dict__.items() if name not in derived}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -407,30 +413,44 @@ class CachedDataset(Dataset[Any]):
 
     # One sample, one target
 
-    def _sample(self, index: int, visits: np.ndarray | None) -> Any:
+    def _pair(self, index: int, visits: np.ndarray | None) -> tuple[Any, Any]:
         if self._store is None:
-            return self._plan.finish_sample(self._prepared(index))
-        if self._program and visits is not None:
-            array = self._program.run_one(self._store, index, visits, self._options.seed)
+            sample, target = self._read_source(index)
         else:
-            array = self._store.read(index).copy()
-        return self._plan.finish_sample(present(array, self._plan.out_form))
+            sample, target = self._read_store(index, visits), self._stored_target(index)
+        return self._plan.finish_sample(sample), self._transform_target(target)
 
-    def _prepared(self, index: int) -> Any:
+    def _read_store(self, index: int, visits: np.ndarray | None) -> Any:
+        """One sample after the batch ops, as the rest of the transform wants it."""
+        assert self._store is not None
+        if self._program is None:
+            return present(self._store.read(index).copy(), self._plan.out_form)
+        assert visits is not None
+        return present(self._program.run_one(self._store, index, visits, self._options.seed), self._plan.out_form)
+
+    def _read_source(self, index: int) -> tuple[Any, Any]:
         """Read and prepare one sample that is kept nowhere."""
-        assert self._source is not None
         try:
-            sample, _ = self._source.read(index)
+            sample, target = self._reader.read(index)
         except OSError as cause:
-            raise sample_error(self._source.path(index), index, cause) from cause
+            raise sample_error(self._reader.path(index), index, cause) from cause
         prepared = self._prepare(sample)
-        return to_image(prepared) if isinstance(prepared, Planes) else prepared
+        return to_image(prepared) if isinstance(prepared, Planes) else prepared, target
 
-    def _target(self, index: int) -> Any:
-        target = self._table.targets[index]
+    def _stored_target(self, index: int) -> Any:
+        if self._table is not None:
+            return self._table.target(index)
+        assert self._source is not None
+        return self._source.read(index)[1]
+
+    def _transform_target(self, target: Any) -> Any:
         return target if self.target_transform is None else self.target_transform(target)
 
+    def _target(self, index: int) -> Any:
+        return self._transform_target(self._stored_target(index))
+
     def _targets(self, index_B: np.ndarray) -> Any:
+        assert self._table is not None
         array = self._table.target_array()
         if array is not None and self.target_transform is None:
             return torch.from_numpy(array[index_B])

@@ -24,13 +24,15 @@ __all__ = ["InlineIter", "ProcessIter", "Tally", "ThreadIter"]
 class Tally:
     """Counts of the epoch in progress."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, ring: BatchRing | None = None) -> None:
         self.path = path
+        self._ring = ring
+        self._fresh_before = ring.fresh_count if ring else 0
         self.batches = self.samples = 0
         self.wait_s = self.busy_s = 0.0
         self.left_at: float | None = None
 
-    def report(self, ring: BatchRing | None) -> EpochReport:
+    def report(self) -> EpochReport:
         """The counts as the user sees them."""
         return EpochReport(
             path=self.path,
@@ -38,7 +40,7 @@ class Tally:
             samples=self.samples,
             wait_s=self.wait_s,
             busy_s=self.busy_s,
-            fresh_batches=ring.fresh_count if ring else 0,
+            fresh_batches=self._ring.fresh_count - self._fresh_before if self._ring else 0,
         )
 
 

@@ -121,7 +121,7 @@ class DataLoader(torch_loader.DataLoader[Any]):
         if self._served:
             self._epochs.begin(self._served.dataset)
         iterator: Any = super().__iter__() if engine.kind == "process" else self._read_ahead(engine)
-        iterator._tally = self._tally = Tally(engine.path)
+        iterator._tally = self._tally = Tally(engine.path, self._ring if engine.kind == "thread" else None)
         return iterator
 
     def set_epoch(self, epoch: int) -> None:
@@ -130,7 +130,7 @@ class DataLoader(torch_loader.DataLoader[Any]):
 
     def report(self) -> EpochReport:
         """How the latest epoch went, complete or not; ``.path`` says which road the batches take and why."""
-        return self._tally.report(self._ring)
+        return self._tally.report()
 
     def check_worker_number_rationality(self) -> None:
         """Warn of more worker processes than cores, as torch does; threads are never more than cores."""

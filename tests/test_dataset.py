@@ -14,7 +14,7 @@ from torch.utils.data import default_collate
 from torchvision import transforms as v1
 
 from children import send_sample
-from fastdata import CachedDataset, FastDataError, SampleBatch, collate
+from fastdata import CachedDataset, FastDataError, FastDataWarning, SampleBatch, collate
 from fastdata.errors import StoreGoneError
 from leftovers import open_descriptors
 
@@ -215,6 +215,31 @@ def test_a_transform_may_be_replaced_if_it_begins_alike() -> None:
         assert dataset[0][0].shape == (3, 4, 4)
         with pytest.raises(ValueError, match=r"stored after .*Resize.*begins with .*Grayscale"):
             dataset.transform = v1.Compose([v1.Grayscale(), v1.ToTensor()])
+
+
+def test_without_storage_nothing_is_read_before_it_is_asked_for() -> None:
+    """storage="none" reads sample and target together, when asked for; targets alone are read one by one."""
+    reads: list[int] = []
+
+    class Counted(Images):
+        def __getitem__(self, index: int) -> tuple[Image.Image, int]:
+            reads.append(index)
+            return super().__getitem__(index)
+
+    with cached(Counted(8), storage="none", transform=v1.ToTensor()) as dataset:
+        assert (reads, len(dataset)) == ([], 8)
+        assert dataset[3][1] == 30
+        assert [target for _, target in dataset.__getitems__([1, 2])] == [10, 20]
+        assert reads == [3, 1, 2]
+        dataset.transform = v1.Compose([v1.Resize((3, 4)), v1.ToTensor()])
+        assert dataset[0][0].shape == (3, 3, 4)
+        assert dataset.targets[5] == 50
+
+
+def test_skipping_needs_storage() -> None:
+    """on_error="skip" with storage="none" is said to do nothing."""
+    with pytest.warns(FastDataWarning, match="storage='none' finds out only when it reads"):
+        cached(Images(4), storage="none", on_error="skip").close()
 
 
 def test_wrong_indices_are_named() -> None:

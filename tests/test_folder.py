@@ -193,7 +193,7 @@ def test_a_store_beyond_the_budget_is_refused_or_avoided(image_folder: Folder) -
         MemoryBudgetError, match=r"needs 2\.1 KiB but 1000 B is free \(memory_limit=.*Use a smaller resize="
     ):
         ImageFolder(root, storage="shared", memory_limit=1000, progress=False)
-    with pytest.warns(FastDataWarning, match="every epoch decodes again") as caught:
+    with pytest.warns(FastDataWarning, match="Every epoch decodes again; a smaller resize= may fit") as caught:
         dataset = ImageFolder(root, memory_limit=1000, progress=False)
     assert len(caught) == 1
     assert (dataset.storage, len(dataset), dataset[0][0].size) == ("none", 6, (12, 10))
