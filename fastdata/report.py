@@ -22,7 +22,7 @@ class _Bar(tqdm):  # type: ignore[type-arg]
 
 def progress_bar(total: int, description: str, *, unit: str = "img", enabled: bool = True) -> tqdm:  # type: ignore[type-arg]
     """Return a progress bar on standard error; close it, or use it in a ``with`` statement."""
-    return _Bar(total=total, desc=description, unit=unit, disable=not enabled, dynamic_ncols=True)
+    return _Bar(total=total, desc=description, unit=unit, disable=not enabled, dynamic_ncols=True, mininterval=0.5)
 
 
 def warn_user(message: str) -> None:
