@@ -14,14 +14,16 @@ import os
 import pickle
 import signal
 import sys
+import threading
 import traceback
 import warnings
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for_any
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -81,8 +83,11 @@ def _run_in_threads(job: Job[_T], tasks: Sequence[range], workers: int) -> Gener
 
 def _run_in_processes(job: Job[_T], tasks: Sequence[range], workers: int) -> Generator[_T, None, None]:
     queue = deque(tasks)
-    crew = [_Worker(job) for _ in range(workers)]
+    crew: list[_Worker] = []
     try:
+        with _interrupts_deferred():
+            for _ in range(workers):
+                crew.append(_Worker(job))  # noqa: PERF401  # one that cannot be forked must not lose the others
         for worker in crew * _TASKS_AHEAD:
             worker.give(queue)
         while any(worker.tasks for worker in crew):
@@ -94,6 +99,27 @@ def _run_in_processes(job: Job[_T], tasks: Sequence[range], workers: int) -> Gen
     finally:
         for worker in crew:
             worker.end()
+
+
+@contextlib.contextmanager
+def _interrupts_deferred() -> Iterator[None]:
+    """Hold Ctrl-C back until the block ends.
+
+    Python drops exceptions in the hooks that run around a fork: a KeyboardInterrupt there would be lost in the parent,
+    or leave a child half made.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or handler is None:
+        yield
+        return
+    received: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda number, frame: received.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if received and callable(handler):
+            handler(*received[0])
 
 
 class _Worker:
