@@ -2,59 +2,30 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset, default_collate
 
-from fastdata import machine
 from fastdata.batch import SampleBatch
 from fastdata.batchops import Program, compile_ops
 from fastdata.decode import Planes, Resize, Size, present, sample_error, to_image
-from fastdata.errors import SampleError, StoreGoneError
-from fastdata.ingest import Ingested, OnError, forecast, ingest
-from fastdata.memory import StoragePlan, budget_bytes, choose_storage
+from fastdata.errors import StoreGoneError
+from fastdata.ingest import OnError
 from fastdata.options import Options
 from fastdata.plan import TransformPlan, plan_transform
-from fastdata.report import log, warn_user
+from fastdata.preparation import Steps, prepare_storage
 from fastdata.ring import BatchRing
 from fastdata.sources import DatasetSource, Source
-from fastdata.stores.base import Store
 from fastdata.table import ListView, SampleTable
 from fastdata.visits import SharedVisits
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["CachedDataset", "Steps"]
-
-
-@dataclass(frozen=True, slots=True)
-class Steps:
-    """Functions called one after the other."""
-
-    steps: tuple[Callable[[Any], Any], ...]
-
-    def __call__(self, sample: Any) -> Any:
-        """Put one sample through all of them."""
-        for step in self.steps:
-            sample = step(sample)
-        return sample
-
-
-def _table_of(ingested: Ingested, table: SampleTable | None) -> SampleTable:
-    """The table of the samples that were kept."""
-    if table is None:
-        return SampleTable(ingested.targets or [])
-    if not ingested.skipped:
-        return table
-    with contextlib.closing(table):
-        paths, targets = [table.path(i) for i in ingested.kept], [table.target(i) for i in ingested.kept]
-        return SampleTable(targets, paths=paths, class_to_idx=table.class_to_idx)
+__all__ = ["CachedDataset"]
 
 
 def _collate_targets(targets: list[Any]) -> Any:
@@ -158,59 +129,18 @@ class CachedDataset(Dataset[Any]):
         self._first_steps = tuple(step for step in (prepare, resize) if step is not None)
         self._plan = plan_transform(transform, batch_ops=options.batch_ops)
         self._transform = transform
-        self._table = table
-        self._store: Store | None = None
-        self._source: Source | None = source  # None once its samples are in the store
         self._epoch: int | None = None
         self._epochs_begun = 0
-        self.skipped: list[SampleError] = []
-        self.storage_plan = self._fill(source, options, table)
+        prepared = prepare_storage(*self._road(source, (*self._first_steps, *self._plan.prepare)), options, table)
+        self.storage_plan, self.skipped = prepared.storage_plan, prepared.skipped
+        self._store, self._table = prepared.store, prepared.table
+        self._source = source if prepared.store is None else None
         self._visits = SharedVisits(len(self))
         self._compile()
-
-    def _fill(self, source: Source, options: Options, table: SampleTable | None) -> StoragePlan:
-        """Decide where samples are kept; keep them there unless the decision is ``"none"``."""
-        if options.storage == "none" or len(source) == 0:
-            if options.on_error == "skip":
-                warn_user(
-                    "on_error='skip' leaves out what cannot be prepared; storage='none' finds out only when it reads"
-                )
-            return StoragePlan(storage="none", reason="storage='none': samples are prepared on every read")
-        source, prepare = self._road(source, (*self._first_steps, *self._plan.prepare))
-        expected = forecast(source, prepare)
-        budget = budget_bytes(machine.available_bytes(), options.memory_limit)
-        storage_plan = choose_storage(options.storage, expected.need_bytes, budget)
-        if storage_plan.storage == "none":
-            warn_user(f"{storage_plan.reason}. Every epoch decodes again; a smaller resize= may fit.")
-            return storage_plan
-        log.info("%s", storage_plan.reason)
-        ingested = ingest(
-            source,
-            prepare,
-            expected,
-            limit_bytes=budget.bytes,
-            workers=machine.usable_cores() if options.num_workers is None else options.num_workers,
-            with_targets=table is None,
-            on_error=options.on_error,
-            progress=options.progress,
-            description=storage_plan.reason,
-        )
-        self._store, self._source = ingested.store, None
-        self._table = _table_of(ingested, table)
-        self._note_skipped(ingested.skipped)
-        return storage_plan
 
     def _road(self, source: Source, steps: tuple[Callable[[Any], Any], ...]) -> tuple[Source, Steps]:
         """Where samples are read from and what prepares them."""
         return source, Steps(steps)
-
-    def _note_skipped(self, skipped: list[SampleError]) -> None:
-        self.skipped = skipped
-        if skipped:
-            warn_user(
-                f"{len(skipped)} of {len(skipped) + len(self)} samples cannot be prepared and were left out; "
-                f"dataset.skipped lists them. The first: {skipped[0]}"
-            )
 
     def _compile(self) -> None:
         """Derive what serving needs from the plan and the store."""

@@ -6,11 +6,12 @@ import os
 from collections.abc import Callable
 from typing import Any, Literal
 
-from fastdata.dataset import CachedDataset, Steps
+from fastdata.dataset import CachedDataset
 from fastdata.decode import IMAGE_EXTENSIONS, FastLoader, Interpolation, Resize, Size, load_image, to_image
 from fastdata.ingest import OnError
 from fastdata.options import Options
 from fastdata.plan import read_center_crop, read_resize
+from fastdata.preparation import Steps
 from fastdata.sources import FileSource, Source, find_classes, read_manifest, scan_folder
 from fastdata.table import ListView, SampleTable
 

@@ -32,6 +32,7 @@ ORDER = (
     "crew",
     "ingest",
     "options",
+    "preparation",
     "ring",
     "batch",
     "dataset",
