@@ -101,7 +101,7 @@ def vanilla_loader(dataset: Any, batch_size: int, num_workers: int) -> TorchData
     )
 
 
-def find_workers(make_loader: Callable[[int], Iterable[Any]], budget_s: float = 3.0) -> int:
+def find_workers(make_loader: Callable[[int], Iterable[Any]], budget_s: float = 2.0) -> int:
     """The best number of workers of 0 to the cores."""
     return best_workers(make_loader, range(usable_cores() + 1), budget_s=budget_s)
 

@@ -122,14 +122,14 @@ def test_images_are_chosen_over_all_classes(image_folder: Callable[..., Path]) -
     assert not chosen(str(root / "a" / "003.jpg"))
 
 
-@pytest.mark.parametrize("dtype", ["uint8", "float32"])
+@pytest.mark.parametrize("options", [["--dtype", "uint8"], ["--dtype", "float32", "--num-workers", "1"]], ids=str)
 def test_bench_draws_and_measures(
-    dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Without a folder it draws images, prints the table, keeps the figures and removes the images."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     figures_file = tmp_path / "figures.json"
-    assert main([*TINY, "--dtype", dtype, "--json", str(figures_file)]) == 0
+    assert main([*TINY, *options, "--json", str(figures_file)]) == 0
     printed = capsys.readouterr().out
     for row in ("prepare, once", "first batch", "images/s, median", "ratio", "peak memory, PSS"):
         assert row in printed

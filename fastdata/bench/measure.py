@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain, repeat
 from typing import Any
 
 from fastdata.machine import tree_pss_bytes
@@ -59,7 +60,7 @@ def first_batch_s(make_loader: Callable[[], Loader]) -> float:
 
 
 def best_workers(make_loader: Callable[[int], Loader], candidates: Iterable[int], *, budget_s: float) -> int:
-    """The number of workers with the highest rate: the better of two passes, taken in turns, of at most ``budget_s``.
+    """The number of workers with the highest rate: the better of two passes, taken in turns, of ``budget_s`` each.
 
     Two passes, because on a shared machine one that is disturbed would choose badly for the whole run. A rate within
     two percent of a smaller number's is not worth its workers.
@@ -110,9 +111,10 @@ def peak_memory(every_s: float = 0.1) -> Iterator[PeakMemory]:
 
 
 def _rate_of_a_pass(loader: Loader, budget_s: float) -> float:
+    """Images a second until the budget is spent: part of an epoch, or several where one is too short to judge by."""
     images = 0
     start = time.perf_counter()
-    for batch in loader:
+    for batch in chain.from_iterable(repeat(loader)):
         images += len(batch[0])
         if time.perf_counter() - start > budget_s:
             break

@@ -162,7 +162,7 @@ def _enter_vanilla(settings: BenchSettings, name: str, originals: Dataset[Any]) 
             persistent_workers=workers > 0,
         )
 
-    workers = _choose_workers(settings, make_loader, budget_s=3.0)
+    workers = _choose_workers(settings, make_loader, budget_s=2 * settings.round_s)
     with peak_memory() as peak:
         images_per_s(make_loader(workers))
     return _Entrant(
