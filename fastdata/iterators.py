@@ -41,6 +41,7 @@ class Tally:
             wait_s=self.wait_s,
             busy_s=self.busy_s,
             fresh_batches=self._ring.fresh_count - self._fresh_before if self._ring else 0,
+            bytes_held=self._ring.bytes_held if self._ring else 0,
         )
 
 

@@ -44,6 +44,7 @@ class EpochReport:
         wait_s: seconds the training loop waited for a batch.
         busy_s: seconds the training loop spent between batches, in the user's code.
         fresh_batches: batches that got new memory because the user still held every reusable buffer.
+        bytes_held: memory that the loader keeps for reuse by coming batches, lent batches included.
     """
 
     path: str
@@ -52,6 +53,7 @@ class EpochReport:
     wait_s: float = 0.0
     busy_s: float = 0.0
     fresh_batches: int = 0
+    bytes_held: int = 0
 
     @property
     def samples_per_s(self) -> float:
