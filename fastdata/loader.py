@@ -29,6 +29,7 @@ Workers = Literal["auto", "thread", "process"]
 _TORCH_ARGUMENTS = inspect.signature(torch_loader.DataLoader.__init__).parameters
 _HELD_BY_USER = 2
 """Batches that the training loop may hold without costing new memory: the current one and one looked ahead."""
+_LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
 
 
 class DataLoader(torch_loader.DataLoader[Any]):
@@ -186,11 +187,18 @@ def _thread_obstacle(loader: DataLoader) -> str | None:
         return "batch_size=None asks for single samples"
     if loader.workers == "thread":
         return None
-    if loader.worker_init_fn is not None:
+    if loader.worker_init_fn is not None and not _only_seeds(loader.worker_init_fn):
         return "worker_init_fn is for worker processes"
     if loader._served is None:
         return f"{type(loader.dataset).__name__} is no fastdata dataset"
     return loader._served.obstacle
+
+
+def _only_seeds(worker_init_fn: Any) -> bool:
+    """Whether it is what Lightning's ``seed_everything(workers=True)`` sets; whole batches use no seeded generator."""
+    function = getattr(worker_init_fn, "func", worker_init_fn)
+    package = str(getattr(function, "__module__", "")).split(".")[0]
+    return package in _LIGHTNING and getattr(function, "__name__", "") == "pl_worker_init_function"
 
 
 def _serves_batches(loader: DataLoader) -> bool:
