@@ -8,7 +8,6 @@ comes back when the last tensor over it has died.
 from __future__ import annotations
 
 import math
-import threading
 import weakref
 from collections import deque
 
@@ -37,9 +36,12 @@ class BatchRing:
         self._free: deque[np.ndarray | None] = deque([None] * slots)  # None: a slot whose buffer is not allocated yet
         self.fresh_count = 0
         """How often all slots were lent and the batch got memory of its own."""
-        self.bytes_held = 0
+        self._grown_bytes: list[int] = []
+
+    @property
+    def bytes_held(self) -> int:
         """Memory of all slots, lent or free; batches with memory of their own are the user's."""
-        self._grow = threading.Lock()
+        return sum(self._grown_bytes)
 
     def take(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         """Lend an uninitialised C-contiguous array; a tensor made with ``torch.from_numpy`` keeps it lent."""
@@ -50,10 +52,8 @@ class BatchRing:
             self.fresh_count += 1
             return np.empty(shape, dtype)
         if buffer is None or buffer.nbytes < size_bytes:
-            grown_bytes = size_bytes - (0 if buffer is None else buffer.nbytes)
+            self._grown_bytes.append(size_bytes - (0 if buffer is None else buffer.nbytes))
             buffer = np.empty(size_bytes, np.uint8)
-            with self._grow:
-                self.bytes_held += grown_bytes
         lent = buffer[:size_bytes].view(dtype).reshape(shape)
         weakref.finalize(lent, self._free.append, buffer).atexit = False
         return lent
