@@ -312,6 +312,11 @@ class CachedDataset(Dataset[Any]):
         self._epochs_begun = max(self._epochs_begun, epoch + 1)
         return epoch
 
+    @property
+    def epochs_begun(self) -> int:
+        """How many epochs loaders have begun, and so the number of the coming one."""
+        return self._epochs_begun
+
     def set_epoch(self, epoch: int) -> None:
         """Make random draws those of ``epoch``, until it is set again."""
         self._epoch = epoch

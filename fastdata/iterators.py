@@ -6,7 +6,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any
@@ -16,6 +16,7 @@ from torch.utils.data import dataloader as torch_loader
 from torch.utils.data._utils.pin_memory import pin_memory as copy_to_pinned
 
 from fastdata.report import EpochReport
+from fastdata.resume import Progress
 from fastdata.ring import BatchRing
 
 __all__ = ["InlineIter", "ProcessIter", "Tally", "ThreadIter"]
@@ -48,7 +49,31 @@ class Tally:
 class Tallied(torch_loader._BaseDataLoaderIter):
     """An iterator that counts what it hands over and how long it kept the user waiting."""
 
-    _tally = Tally("")
+    def __init__(self, loader: Any) -> None:
+        self._tally = Tally("")
+        self._progress: Progress = loader._bookmark.progress
+        super().__init__(loader)
+
+    @property
+    def _base_seed(self) -> int:
+        """What torch seeds workers from; a resumed epoch's is the one it began with."""
+        assert self._progress.base_seed is not None
+        return self._progress.base_seed
+
+    @_base_seed.setter
+    def _base_seed(self, drawn: int) -> None:
+        if self._progress.base_seed is None:
+            self._progress.base_seed = drawn
+
+    def _unread(self) -> Collection[int]:
+        """Batches whose indices were drawn but that were not handed over."""
+        return ()
+
+    def _note_progress(self) -> None:
+        if self._dataset_kind == torch_loader._DatasetKind.Iterable:
+            self._progress.first = self._num_yielded
+        else:
+            self._progress.note(self._unread())
 
     def __next__(self) -> Any:
         tally, asked_at = self._tally, time.perf_counter()
@@ -59,7 +84,11 @@ class Tallied(torch_loader._BaseDataLoaderIter):
             tally.batches += 1
             tally.samples += _sample_count(batch)
             return batch
+        except StopIteration:
+            self._progress.is_finished = True
+            raise
         finally:
+            self._note_progress()
             tally.left_at = time.perf_counter()
             tally.wait_s += tally.left_at - asked_at
 
@@ -70,6 +99,9 @@ class InlineIter(Tallied, torch_loader._SingleProcessDataLoaderIter):
 
 class ProcessIter(Tallied, torch_loader._MultiProcessingDataLoaderIter):
     """torch's worker processes, counted."""
+
+    def _unread(self) -> Collection[int]:
+        return self._task_info.keys()
 
 
 class ThreadIter(Tallied):
@@ -99,22 +131,27 @@ class ThreadIter(Tallied):
         if self._threads is None:
             batch = self._read(self._next_index())  # type: ignore[no-untyped-call]  # torch's
         elif self._pending:
-            batch = self._receive(self._pending.popleft())
+            batch = self._receive()
         else:
             self._stop()
             raise StopIteration
         return copy_to_pinned(batch) if self._pin_memory else batch  # type: ignore[no-untyped-call]  # torch's
 
-    def _receive(self, future: Future[Any]) -> Any:
+    def _receive(self) -> Any:
+        future = self._pending[0]
         try:
-            return future.result(self._timeout or None)
+            future.exception(self._timeout or None)  # only waits: the batch's own TimeoutError is returned
         except FutureTimeoutError:
-            if future.done():  # the batch itself raised a TimeoutError
-                raise
             raise RuntimeError(f"DataLoader timed out after {self._timeout} seconds") from None
+        self._pending.popleft()
+        try:
+            return future.result()
         finally:
             del future  # an exception would keep it, and it the exception
             self._submit()
+
+    def _unread(self) -> Collection[int]:
+        return range(self._progress.drawn - len(self._pending), self._progress.drawn)
 
     def _submit(self) -> None:
         """Start reading the next batch; an exception of the sampler takes the place of its batch."""

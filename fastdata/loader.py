@@ -6,8 +6,10 @@ leave the GIL while they copy, so threads run side by side.
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,7 +20,9 @@ from torch.utils.data import dataloader as torch_loader
 from fastdata import machine
 from fastdata.batch import IndexBatch, collate
 from fastdata.iterators import InlineIter, ProcessIter, Tally, ThreadIter
+from fastdata.randomness import Randomness, undisturbed
 from fastdata.report import EpochReport
+from fastdata.resume import VERSION, Bookmark, IndexBatches, Progress, check_state
 from fastdata.ring import BatchRing
 from fastdata.served import LoaderEpochs, Served, VisitedBatches
 
@@ -94,6 +98,8 @@ class DataLoader(torch_loader.DataLoader[Any]):
         self.workers = workers
         self._served = Served.find(dataset) if makes_batches else None
         self._epochs = LoaderEpochs()
+        self._bookmark = Bookmark()
+        self._resumed: dict[str, Any] | None = None
         self._ring: BatchRing | None = None
         super().__init__(
             dataset,
@@ -119,15 +125,58 @@ class DataLoader(torch_loader.DataLoader[Any]):
 
     def __iter__(self) -> Any:
         engine = _choose_engine(self)
-        if self._served:
-            self._epochs.begin(self._served.dataset)
-        iterator: Any = super().__iter__() if engine.kind == "process" else self._read_ahead(engine)
+        progress = self._bookmark.progress = self._begin_epoch()
+        with undisturbed() if progress.is_begun else nullcontext():
+            seen = self._rewind_stream(progress) if isinstance(self.dataset, IterableDataset) else 0
+            iterator: Any = super().__iter__() if engine.kind == "process" else self._read_ahead(engine)
+            iterator._progress = progress
+            for _ in range(seen):
+                next(iterator, None)
         iterator._tally = self._tally = Tally(engine.path, self._ring if engine.kind == "thread" else None)
         return iterator
 
     def set_epoch(self, epoch: int) -> None:
         """Make the random draws of the coming epochs those of ``epoch``, until it is set again."""
         self._epochs.set(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the latest epoch stands, as a small dict of plain values.
+
+        Batches count once they are handed to the user, not when they are read ahead. After a whole epoch, or before
+        the first, the state is the beginning of the next. A sampler with a ``state_dict`` adds its own.
+        """
+        if self._resumed is not None:
+            return copy.deepcopy(self._resumed)
+        progress = self._bookmark.progress
+        if progress.is_finished:
+            progress = self._coming_epoch()
+        return {
+            "version": VERSION,
+            "num_yielded": progress.first,
+            "ahead": list(progress.ahead),
+            "is_begun": not self._bookmark.progress.is_finished,
+            "epoch": progress.epoch,
+            "base_seed": progress.base_seed,
+            "start": copy.deepcopy(progress.start) or self._randomness().capture(),
+            "loader": self._identity(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Let the next epoch be the one of ``state``, without the batches that were handed over before it was saved.
+
+        Their samples are not read again; an ``IterableDataset`` is read from its beginning, its first batches are
+        dropped. The global random generators are left as they are. Resumed are the order and fastdata's own draws;
+        what a transform draws in worker processes from global generators begins anew.
+
+        Args:
+            state: what ``state_dict`` returned, here or in another process; an empty dict forgets a loaded state.
+
+        Raises:
+            ValueError: the state is of a loader over another dataset, or with other batches.
+        """
+        if state:
+            check_state(state, self._identity())
+        self._resumed = copy.deepcopy(state) or None
 
     def report(self) -> EpochReport:
         """How the latest epoch went, complete or not; ``.path`` says which road the batches take and why."""
@@ -150,7 +199,74 @@ class DataLoader(torch_loader.DataLoader[Any]):
     def _index_sampler(self) -> Any:
         """What torch's iterators draw indices from; here with the visits that random draws are made from."""
         sampler = super()._index_sampler
-        return sampler if self._served is None else VisitedBatches(sampler, self._served, self._epochs)
+        if isinstance(self.dataset, IterableDataset):
+            return sampler
+        batches = sampler if self._served is None else VisitedBatches(sampler, self._served, self._epochs)
+        return IndexBatches(batches, self._randomness(), self._bookmark)
+
+    # Resuming
+
+    def _begin_epoch(self) -> Progress:
+        """Go on to the next epoch, or to the one of a loaded state."""
+        state, self._resumed = self._resumed, None
+        if state is None:
+            if self._served:
+                self._epochs.begin(self._served.dataset)
+            return Progress(epoch=self._epochs.current)
+        if self._served and state["epoch"] is not None:
+            self._epochs.resume(self._served.dataset, state["epoch"], is_begun=state["is_begun"])
+        return Progress(
+            epoch=self._epochs.current,
+            start=state["start"],
+            is_begun=state["is_begun"],
+            base_seed=state["base_seed"],
+            first=state["num_yielded"],
+            ahead=tuple(state["ahead"]),
+        )
+
+    def _coming_epoch(self) -> Progress:
+        """How the next epoch would begin if it began now."""
+        randomness = self._randomness()
+        keeps_workers = self.persistent_workers and self._iterator is not None
+        with undisturbed(randomness.generators):
+            seed = None if keeps_workers else torch.empty((), dtype=torch.int64).random_(generator=self.generator)
+            return Progress(
+                epoch=self._epochs.coming(self._served.dataset) if self._served else None,
+                start=randomness.capture(),
+                base_seed=None if seed is None else int(seed),
+            )
+
+    def _rewind_stream(self, progress: Progress) -> int:
+        """Draw from where a resumed stream began; return how many of its batches were seen."""
+        if progress.start is None or not progress.is_begun:
+            progress.start = self._randomness().capture()
+            return 0
+        self._randomness().restore(progress.start)
+        return progress.first
+
+    def _randomness(self) -> Randomness:
+        is_stream = isinstance(self.dataset, IterableDataset)
+        return Randomness.behind(None if is_stream else super()._index_sampler, self.generator)
+
+    def _identity(self) -> dict[str, Any]:
+        """What must be the same for a state to mean the same batches."""
+        randomness = self._randomness()
+        identity = {
+            "batch_size": self.batch_size,
+            "drop_last": self.drop_last,
+            "generators": len(randomness.generators),
+        }
+        if isinstance(self.dataset, IterableDataset):
+            return identity | {"num_workers": self.num_workers}
+        lengths = {"dataset_length": _length(self.dataset), "sampler_length": _length(self.sampler)}
+        return lengths | identity | {"sampler": randomness.name}
+
+
+def _length(sized: Any) -> int | None:
+    try:
+        return len(sized)
+    except (TypeError, NotImplementedError):
+        return None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

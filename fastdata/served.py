@@ -35,6 +35,17 @@ class LoaderEpochs:
         """Go on to the epoch set here, else the one set on the dataset, else the next."""
         self.current = dataset.begin_epoch(self.current) if self._set is None else self._set
 
+    def resume(self, dataset: CachedDataset, epoch: int, *, is_begun: bool) -> None:
+        """Go on with ``epoch`` itself if it has begun, else as after the one before it."""
+        self.current = epoch - 1
+        self.begin(dataset)
+        if is_begun:
+            self.current = epoch
+
+    def coming(self, dataset: CachedDataset) -> int:
+        """Number of the epoch that would begin now if none is set."""
+        return dataset.epochs_begun if self.current is None else self.current + 1
+
 
 @dataclass(frozen=True, slots=True)
 class Served:

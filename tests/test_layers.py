@@ -38,6 +38,8 @@ ORDER = (
     "dataset",
     "folder",
     "served",
+    "randomness",
+    "resume",
     "iterators",
     "loader",
     "bench",

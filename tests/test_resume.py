@@ -1,0 +1,430 @@
+"""Resuming inside an epoch."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    get_worker_info,
+)
+from torchvision import transforms as v1
+
+from fastdata import CachedDataset, DataLoader
+from fastdata.resume import Progress
+
+AUGMENT = v1.Compose([v1.RandomCrop((4, 3)), v1.RandomHorizontalFlip(), v1.ConvertImageDtype(torch.float32)])
+PIXELS = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (23, 3, 6, 5), np.uint8))
+
+INLINE = {"num_workers": 0}
+THREADS = {"num_workers": 2, "workers": "thread"}
+PROCESSES = {"num_workers": 2, "workers": "process"}
+PERSISTENT = {"num_workers": 2, "workers": "process", "persistent_workers": True}
+EVERY_ENGINE = pytest.mark.parametrize(
+    "engine", [INLINE, THREADS, PROCESSES, PERSISTENT], ids=["inline", "threads", "processes", "persistent"]
+)
+
+
+class PythonShuffle(Sampler[int]):
+    """An order from Python's and NumPy's global generators."""
+
+    def __iter__(self) -> Iterator[int]:
+        order = np.random.permutation(23).tolist()
+        random.shuffle(order)
+        return iter(order)
+
+    def __len__(self) -> int:
+        return 23
+
+
+class Counting(Sampler[int]):
+    """Starts at a number that grows with each epoch, and keeps a state of its own."""
+
+    def __init__(self) -> None:
+        self.start = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.start += 3
+        return iter([(self.start + i) % 23 for i in range(23)])
+
+    def __len__(self) -> int:
+        return 23
+
+    def state_dict(self) -> dict[str, int]:
+        return {"start": self.start}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.start = state["start"]
+
+
+def _distributed() -> DistributedSampler[Any]:
+    sampler: DistributedSampler[Any] = DistributedSampler(PIXELS, num_replicas=2, rank=1, shuffle=True)  # type: ignore[arg-type]
+    sampler.set_epoch(5)
+    return sampler
+
+
+ORDERS: dict[str, Callable[[], dict[str, Any]]] = {
+    "in sequence": lambda: {"batch_size": 4},
+    "shuffled": lambda: {"batch_size": 4, "shuffle": True},
+    "shuffled, drop_last": lambda: {"batch_size": 4, "shuffle": True, "drop_last": True},
+    "own generator": lambda: {"batch_size": 4, "shuffle": True, "generator": torch.Generator().manual_seed(3)},
+    "with replacement": lambda: {"batch_size": 4, "sampler": RandomSampler(range(23), replacement=True)},
+    "weighted": lambda: {"batch_size": 4, "sampler": WeightedRandomSampler([1.0] * 23, 40)},
+    "subset": lambda: {"batch_size": 2, "sampler": SubsetRandomSampler(range(3, 20))},
+    "distributed": lambda: {"batch_size": 2, "sampler": _distributed()},
+    "python and numpy": lambda: {"batch_size": 4, "sampler": PythonShuffle()},
+    "sampler with a state": lambda: {"batch_size": 4, "sampler": Counting()},
+    "batch sampler": lambda: {"batch_sampler": BatchSampler(RandomSampler(range(23)), 5, drop_last=False)},
+    "list of batches": lambda: {"batch_sampler": [[1, 2], [0], [7, 5, 4], [3], [20, 21]]},
+}
+
+
+def _seed(number: int) -> None:
+    torch.manual_seed(number)
+    random.seed(number)
+    np.random.seed(number)
+
+
+def _images() -> CachedDataset:
+    return CachedDataset([(PIXELS[i], i) for i in range(23)], transform=AUGMENT, progress=False)
+
+
+def _plain(batches: Any) -> list[Any]:
+    return [(images.tolist(), labels.tolist()) for images, labels in batches]
+
+
+def _through_json(state: dict[str, Any]) -> dict[str, Any]:
+    restored: dict[str, Any] = json.loads(json.dumps(state))
+    assert restored == state
+    return restored
+
+
+def _interrupted(options: dict[str, Any], seen: int, epochs: int = 1) -> tuple[dict[str, Any], list[Any], list[Any]]:
+    """State after ``seen`` batches of the last of some epochs, the rest of that epoch, and the epoch after it."""
+    with _images() as dataset:
+        loader = DataLoader(dataset, **options)
+        for _ in range(epochs - 1):
+            list(loader)
+        iterator = iter(loader)
+        for _ in range(seen):
+            next(iterator)
+        state = loader.state_dict()
+        return state, _plain(iterator), _plain(loader)
+
+
+def _resumed(options: dict[str, Any], state: dict[str, Any]) -> tuple[list[Any], list[Any]]:
+    with _images() as dataset:
+        loader = DataLoader(dataset, **options)
+        loader.load_state_dict(state)
+        return _plain(loader), _plain(loader)
+
+
+@EVERY_ENGINE
+@pytest.mark.parametrize("order", ["shuffled", "own generator", "sampler with a state"])
+def test_the_rest_of_an_epoch_is_resumed(engine: dict[str, Any], order: str) -> None:
+    """A new loader gives exactly the batches, pixels and draws that were still to come, with every engine."""
+    _seed(1)
+    state, rest, _ = _interrupted({**ORDERS[order](), **engine}, seen=2)
+    _seed(99)
+    assert _resumed({**ORDERS[order](), **engine}, _through_json(state))[0] == rest
+    assert len(rest) == 4
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("engine", [INLINE, THREADS], ids=["inline", "threads"])
+def test_every_order_is_resumed(engine: dict[str, Any], order: str) -> None:
+    """Whatever an order is drawn from, the second epoch's rest is found again in a process seeded otherwise."""
+    _seed(1)
+    state, rest, _ = _interrupted({**ORDERS[order](), **engine}, seen=3, epochs=2)
+    _seed(99)
+    assert _resumed({**ORDERS[order](), **engine}, _through_json(state))[0] == rest
+    assert rest
+
+
+@pytest.mark.parametrize("engine", [INLINE, THREADS], ids=["inline", "threads"])
+@pytest.mark.parametrize("order", ["own generator", "distributed", "sampler with a state"])
+def test_the_epoch_after_a_resumed_one_is_the_same_too(engine: dict[str, Any], order: str) -> None:
+    """Generators, samplers and draws go on from the resumed epoch as if nothing had happened."""
+    state, _, following = _interrupted({**ORDERS[order](), **engine}, seen=2)
+    assert _resumed({**ORDERS[order](), **engine}, state)[1] == following
+
+
+@EVERY_ENGINE
+def test_a_whole_epoch_leaves_the_next_one(engine: dict[str, Any]) -> None:
+    """A state saved between epochs gives the epoch that follows, whatever the seed of the new process."""
+    options = {"batch_size": 4, "shuffle": True, **engine}
+    _seed(1)
+    with _images() as dataset:
+        loader = DataLoader(dataset, **options)
+        list(loader)
+        state = loader.state_dict()
+        following = _plain(loader)
+    _seed(99)
+    assert _resumed(options, _through_json(state))[0] == following
+
+
+@pytest.mark.parametrize("engine", [INLINE, THREADS], ids=["inline", "threads"])
+def test_resuming_between_epochs_moves_the_global_generator(engine: dict[str, Any]) -> None:
+    """Where the user restores torch's generator, all epochs after a resume between epochs are as uninterrupted."""
+    options = {"batch_size": 4, "shuffle": True, **engine}
+    _seed(1)
+    with _images() as dataset:
+        loader = DataLoader(dataset, **options)
+        list(loader)
+        state, generator_state = loader.state_dict(), torch.get_rng_state()
+        following = [_plain(loader), _plain(loader)]
+    torch.set_rng_state(generator_state)
+    assert list(_resumed(options, state)) == following
+
+
+def test_a_state_of_a_new_loader_is_its_first_epoch() -> None:
+    """Before the first batch there is a state, and it fixes the order of the epoch to come."""
+    options = {"batch_size": 4, "shuffle": True}
+    _seed(1)
+    with _images() as dataset:
+        loader = DataLoader(dataset, **options)
+        state = loader.state_dict()
+        whole = _plain(loader)
+    _seed(99)
+    assert _resumed(options, state)[0] == whole
+    assert len(whole) == 6
+
+
+@EVERY_ENGINE
+def test_a_state_saved_at_the_last_batch_leaves_nothing(engine: dict[str, Any]) -> None:
+    """In the body of the last batch the epoch has no rest; the one after it is whole."""
+    options = {"batch_size": 4, "shuffle": True, "generator": torch.Generator().manual_seed(3), **engine}
+    state, rest, following = _interrupted(options, seen=6)
+    assert (rest, len(following)) == ([], 6)
+    assert _resumed(options | {"generator": torch.Generator()}, state) == ([], following)
+
+
+@EVERY_ENGINE
+def test_an_epoch_can_be_resumed_twice(engine: dict[str, Any]) -> None:
+    """A state saved in a resumed epoch stands for what is left of the first."""
+    options = {"batch_size": 4, "shuffle": True, **engine}
+    _seed(1)
+    state, rest, _ = _interrupted(options, seen=1)
+    with _images() as dataset:
+        loader = DataLoader(dataset, **options)
+        loader.load_state_dict(state)
+        assert loader.state_dict() == state
+        iterator = iter(loader)
+        assert loader.state_dict() == state
+        assert _plain(itertools.islice(iterator, 2)) == rest[:2]
+        state = loader.state_dict()
+        del iterator
+    assert _resumed(options, state)[0] == rest[2:]
+
+
+def test_resuming_leaves_the_global_generators_alone() -> None:
+    """No draw is made from torch's, Python's or NumPy's generator when an epoch is resumed inside."""
+    options = ORDERS["python and numpy"]() | THREADS
+    state, *_ = _interrupted(options, seen=2)
+    with _images() as dataset:
+        loader = DataLoader(dataset, **options)
+        loader.load_state_dict(state)
+        before = torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state())
+        list(loader)
+        assert (torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state())) == before
+
+
+def test_saving_leaves_the_generators_alone() -> None:
+    """state_dict() draws nothing, not even from the loader's generator."""
+    generator = torch.Generator().manual_seed(3)
+    with _images() as dataset:
+        loader = DataLoader(dataset, shuffle=True, generator=generator)
+        before = torch.get_rng_state().tolist(), generator.get_state().tolist()
+        loader.state_dict()
+        assert (torch.get_rng_state().tolist(), generator.get_state().tolist()) == before
+
+
+@pytest.mark.parametrize(("saved", "loaded"), list(itertools.permutations([INLINE, THREADS, PROCESSES], 2)), ids=str)
+def test_the_engine_may_change(saved: dict[str, Any], loaded: dict[str, Any]) -> None:
+    """A state saved with one number and kind of workers is resumed with another."""
+    order = {"batch_size": 4, "shuffle": True}
+    state, rest, _ = _interrupted(order | saved, seen=2)
+    assert _resumed(order | loaded, state)[0] == rest
+
+
+def test_after_a_break_the_state_is_of_the_batches_seen() -> None:
+    """A loop left after three batches is resumed with the fourth, although more were read ahead."""
+    with _images() as dataset:
+        loader = DataLoader(dataset, batch_size=2, num_workers=2)
+        for number, _ in enumerate(loader):
+            if number == 2:
+                break
+        state = loader.state_dict()
+        loader.load_state_dict(state)
+        assert next(labels.tolist() for _, labels in loader) == [6, 7]
+        assert len(loader) == 12
+
+
+class Noting(Dataset[int]):
+    """Numbers, which notes what is read."""
+
+    def __init__(self) -> None:
+        self.read: list[int] = []
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> int:
+        self.read.append(index)
+        if index == 4:
+            raise ValueError("sample 4 is bad")
+        return index
+
+
+@pytest.mark.parametrize("engine", [INLINE, THREADS], ids=["inline", "threads"])
+def test_batches_that_were_seen_are_not_read_again(engine: dict[str, Any]) -> None:
+    """Resuming passes over indices, not over samples."""
+    loader = DataLoader(Noting(), batch_size=1, sampler=[0, 1, 2, 3, 5, 6], **engine)
+    iterator = iter(loader)
+    next(iterator), next(iterator)
+    again = DataLoader(Noting(), batch_size=1, sampler=[0, 1, 2, 3, 5, 6], **engine)
+    again.load_state_dict(loader.state_dict())
+    assert [batch.item() for batch in again] == [2, 3, 5, 6]
+    assert sorted(again.dataset.read) == [2, 3, 5, 6]
+
+
+@EVERY_ENGINE
+def test_a_batch_that_failed_counts_as_seen(engine: dict[str, Any]) -> None:
+    """Resuming after an exception goes on behind it."""
+    loader = DataLoader(Noting(), batch_size=2, **engine)
+    iterator = iter(loader)
+    next(iterator), next(iterator)
+    with pytest.raises(ValueError, match="sample 4 is bad"):
+        next(iterator)
+    loader.load_state_dict(loader.state_dict())
+    del iterator
+    assert [batch.tolist() for batch in loader] == [[6, 7], [8, 9]]
+
+
+def test_single_samples_are_resumed() -> None:
+    """batch_size=None counts samples."""
+    loader = DataLoader(Noting(), batch_size=None, sampler=[3, 1, 7])
+    next(iter(loader))
+    loader.load_state_dict(loader.state_dict())
+    assert list(loader) == [1, 7]
+
+
+class Stream(IterableDataset[int]):
+    """Random numbers, split over the workers."""
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        first, step = (info.id, info.num_workers) if info else (0, 1)
+        return iter([100 * i + int(torch.randint(100, ())) for i in range(first, 13, step)])
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_stream_is_read_again_from_its_beginning(num_workers: int) -> None:
+    """An IterableDataset is replayed with the seeds it began with, and its first batches dropped."""
+    torch.manual_seed(1)
+    loader = DataLoader(Stream(), batch_size=2, num_workers=num_workers)
+    iterator = iter(loader)
+    next(iterator), next(iterator)
+    state = loader.state_dict()
+    rest = [batch.tolist() for batch in iterator]
+    torch.manual_seed(99)
+    again = DataLoader(Stream(), batch_size=2, num_workers=num_workers)
+    again.load_state_dict(_through_json(state))
+    assert [batch.tolist() for batch in again] == rest
+    assert again.report().batches == len(rest) == 5
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"dataset": range(9)}, "dataset_length is 9, in the state 10"),
+        ({"batch_size": 3}, "batch_size is 3, in the state 2"),
+        ({"drop_last": True}, "drop_last is True, in the state False"),
+        ({"shuffle": True}, "'BatchSampler > RandomSampler', in the state 'BatchSampler > SequentialSampler'"),
+        ({"sampler": SequentialSampler(range(5))}, "sampler_length is 5, in the state 10"),
+        ({"generator": torch.Generator()}, "generators is 1, in the state 0"),
+    ],
+    ids=str,
+)
+def test_a_state_of_another_loader_is_refused(other: dict[str, Any], message: str) -> None:
+    """The error names what differs, with both values."""
+    state = DataLoader(range(10), batch_size=2).state_dict()  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="the state is of another loader") as caught:
+        DataLoader(**{"dataset": range(10), "batch_size": 2, **other}).load_state_dict(state)
+    assert message in str(caught.value)
+
+
+def test_a_stream_is_not_resumed_with_other_workers() -> None:
+    """How many workers share a stream decides its order."""
+    state = DataLoader(Stream(), num_workers=2).state_dict()
+    with pytest.raises(ValueError, match="num_workers is 1, in the state 2"):
+        DataLoader(Stream(), num_workers=1).load_state_dict(state)
+
+
+def test_something_else_is_no_state() -> None:
+    """A dict of another library is refused; an empty one forgets what was loaded."""
+    loader = DataLoader(range(4))  # type: ignore[arg-type]
+    next(iter(loader))
+    with pytest.raises(ValueError, match=r"it has version None and the keys \['_num_yielded'\]"):
+        loader.load_state_dict({"_num_yielded": 3})
+    loader.load_state_dict(loader.state_dict())
+    loader.load_state_dict({})
+    assert len(list(loader)) == 4
+
+
+def test_a_state_is_small() -> None:
+    """A state is plain JSON: below 1 kB for an epoch in sequence, below 8 kB for a shuffled one of any length."""
+    for options, limit_bytes in (({}, 1000), ({"shuffle": True}, 8000)):
+        loader = DataLoader(range(100_000), batch_size=10, **options)  # type: ignore[arg-type]
+        next(iter(loader))
+        assert len(json.dumps(loader.state_dict())) < limit_bytes
+
+
+def test_a_state_does_not_change_afterwards() -> None:
+    """A saved state and the loader that gave or took it share nothing."""
+    loader = DataLoader(range(6), shuffle=True, generator=torch.Generator())  # type: ignore[arg-type]
+    iterator = iter(loader)
+    next(iterator)
+    state = loader.state_dict()
+    before = copy.deepcopy(state)
+    loader.load_state_dict(state)
+    list(iterator), list(loader)
+    assert state == before
+
+
+def test_batches_out_of_order_are_counted_one_by_one() -> None:
+    """Without in_order a later batch may come first; the state then holds both what is complete and what is ahead."""
+    progress = Progress()
+    progress.drawn = 5
+    progress.note({1, 4})
+    assert (progress.first, progress.ahead) == (1, (2, 3))
+    again = Progress(first=progress.first, ahead=progress.ahead)
+    again.drawn = 3  # numbers 1, 4 and 5
+    again.note({1})
+    assert (again.first, again.ahead) == (4, (5,))
+    again.note(())
+    assert (again.first, again.ahead) == (6, ())
+
+
+def test_what_came_ahead_does_not_come_again() -> None:
+    """A resumed epoch leaves out batches that were handed over before their turn."""
+    loader = DataLoader(range(6))  # type: ignore[arg-type]
+    state = loader.state_dict() | {"num_yielded": 1, "ahead": [2, 4], "is_begun": True}
+    loader.load_state_dict(state)
+    assert [batch.item() for batch in loader] == [1, 3, 5]
