@@ -1,0 +1,89 @@
+"""What clients are run over: images that tell their index and count their reads, and what a run saw of them."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from torchvision_ops import import_torchvision
+
+import_torchvision()
+
+from torchvision import transforms as v1  # noqa: E402  # only importable now
+
+from fastdata import CachedDataset  # noqa: E402
+from fastdata.blocks import Block  # noqa: E402
+
+COUNT = 23
+"""Samples: no multiple of a batch, nor of two ranks."""
+PIXELS = 4 * 3 * 3
+
+Batch = tuple[list[int], list[float]]
+"""Indices and pixel sums of the samples of a batch; the sum tells how a sample was cropped and flipped."""
+
+
+class CountingImages(CachedDataset):
+    """Random 6 x 5 images with their index as target, cropped and flipped in whole batches; counts how it is read."""
+
+    def __init__(self) -> None:
+        pixels = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (COUNT, 3, 6, 5), np.uint8))
+        self._calls = Block.create(2 * 8)
+        transform = v1.Compose([v1.RandomCrop((4, 3)), v1.RandomHorizontalFlip(), v1.ConvertImageDtype(torch.float32)])
+        super().__init__([(pixels[i], i) for i in range(COUNT)], transform=transform, progress=False)
+
+    @property
+    def reads(self) -> np.ndarray:
+        """int64 (2,), in memory that all processes share: calls for one sample, calls for a batch."""
+        return self._calls.array("int64", (2,))
+
+    def close(self) -> None:
+        super().close()
+        self._calls.close()
+
+    def __getitem__(self, index: int) -> tuple[Any, Any]:
+        self.reads[0] += 1
+        return super().__getitem__(index)
+
+    def __getitems__(self, indices: Sequence[int]) -> list[tuple[Any, Any]]:
+        self.reads[1] += 1
+        return super().__getitems__(indices)
+
+
+def see(batch: Any) -> Batch:
+    """What to remember of a batch."""
+    images, labels = batch
+    weights = torch.arange(1, PIXELS + 1, dtype=torch.float64)
+    return labels.tolist(), (images.flatten(1).double() @ weights).tolist()
+
+
+def labels_of(epoch: Iterable[Batch]) -> list[int]:
+    """Indices of an epoch's samples, in order."""
+    return [label for labels, _ in epoch for label in labels]
+
+
+def draws_of(epoch: Iterable[Batch]) -> dict[int, float]:
+    """How each of an epoch's samples was cropped and flipped, by index."""
+    return {label: draw for labels, draws in epoch for label, draw in zip(labels, draws, strict=True)}
+
+
+def repeated(epochs_of_ranks: Sequence[Sequence[Batch]]) -> int:
+    """How many samples came again in one epoch of all ranks; every one must have come."""
+    counts = Counter(label for epoch in epochs_of_ranks for label in labels_of(epoch))
+    assert sorted(counts) == list(range(COUNT))
+    return counts.total() - COUNT
+
+
+def save(folder: Path, rank: int, seen: dict[str, Any]) -> None:
+    """Keep what a rank saw, for ``load``."""
+    (folder / f"rank{rank}.json").write_text(json.dumps(seen))
+
+
+def load(folder: Path) -> list[dict[str, Any]]:
+    """What each of two ranks saw."""
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
