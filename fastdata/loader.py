@@ -46,7 +46,9 @@ class DataLoader(torch_loader.DataLoader[Any]):
         shuffle: as in torch.
         sampler: as in torch.
         batch_sampler: as in torch.
-        num_workers: threads or processes; 0 reads in the training loop.
+        num_workers: threads or processes; 0 reads in the training loop. ``"auto"`` takes the usable cores (affinity,
+            container quota) shared among the ranks of this machine (``LOCAL_WORLD_SIZE``), less one for the training
+            loop: 0 on a single core, but 1 where another argument asks for workers. The attribute is the number.
         collate_fn: as in torch; the default is ``fastdata.collate``, which takes whole batches as they are.
         pin_memory: as in torch.
         drop_last: as in torch.
@@ -77,7 +79,7 @@ class DataLoader(torch_loader.DataLoader[Any]):
         shuffle: bool | None = None,
         sampler: Sampler[Any] | Iterable[Any] | None = None,
         batch_sampler: Sampler[list[Any]] | Iterable[list[Any]] | None = None,
-        num_workers: int = 0,
+        num_workers: int | Literal["auto"] = 0,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         pin_memory: bool = False,
         drop_last: bool = False,
@@ -94,6 +96,13 @@ class DataLoader(torch_loader.DataLoader[Any]):
     ) -> None:
         if workers not in ("auto", "thread", "process"):
             raise ValueError(f"workers={workers!r} is not one of 'auto', 'thread', 'process'")
+        if isinstance(num_workers, str):
+            if num_workers != "auto":
+                raise ValueError(f"num_workers={num_workers!r} is neither a number nor 'auto'")
+            asks = (
+                prefetch_factor is not None or persistent_workers or multiprocessing_context is not None or timeout > 0
+            )
+            num_workers = choose_workers(machine.usable_cores(), machine.local_ranks(), asks_for_workers=asks)
         makes_batches = batch_size is not None or batch_sampler is not None
         self.workers = workers
         self._served = Served.find(dataset) if makes_batches else None
@@ -260,6 +269,18 @@ class DataLoader(torch_loader.DataLoader[Any]):
             return identity | {"num_workers": self.num_workers}
         lengths = {"dataset_length": _length(self.dataset), "sampler_length": _length(self.sampler)}
         return lengths | identity | {"sampler": randomness.name}
+
+
+def choose_workers(cores: int, ranks: int, *, asks_for_workers: bool = False) -> int:
+    """Decide ``num_workers="auto"``.
+
+    Args:
+        cores: usable by this process; where a launcher has pinned each rank to cores of its own they are shared once
+            more, because nothing tells the two apart.
+        ranks: that share them.
+        asks_for_workers: an argument was given that torch allows with workers only.
+    """
+    return max(int(asks_for_workers), cores // ranks - 1)
 
 
 def _length(sized: Any) -> int | None:

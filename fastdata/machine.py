@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-__all__ = ["Available", "available_bytes", "tree_pss_bytes", "usable_cores"]
+__all__ = ["Available", "available_bytes", "local_ranks", "tree_pss_bytes", "usable_cores"]
 
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 CGROUP_TABLE = Path("/proc/self/cgroup")
@@ -48,6 +48,23 @@ def usable_cores(*, root: Path = CGROUP_ROOT, table: Path = CGROUP_TABLE) -> int
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quotas = [quota for folder in cgroup_folders(root, _read(table), "cpu") if (quota := cpu_quota(folder)) is not None]
     return max(1, min([cores, *(math.ceil(quota) for quota in quotas)]))
+
+
+def local_ranks() -> int:
+    """Read how many ranks of a distributed run share this machine (``LOCAL_WORLD_SIZE``, as torchrun sets it).
+
+    Raises:
+        ValueError: the variable is no positive whole number.
+
+    Example:
+        >>> local_ranks() >= 1
+        True
+    """
+    text = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    ranks = _whole(text)
+    if not ranks:
+        raise ValueError(f"LOCAL_WORLD_SIZE={text!r} is no number of ranks; unset it, or set it to 1 or more")
+    return ranks
 
 
 def available_bytes(*, root: Path = CGROUP_ROOT, table: Path = CGROUP_TABLE) -> Available:
