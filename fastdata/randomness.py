@@ -74,8 +74,13 @@ class Randomness:
             "samplers": [_capture_sampler(link) for link in self.samplers],
         }
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Put back what ``capture`` returned, global generators included."""
+    def restore(self, state: dict[str, Any], *, with_epochs: bool = True) -> None:
+        """Put back what ``capture`` returned, global generators included.
+
+        Args:
+            state: from ``capture``.
+            with_epochs: whether samplers get back their epoch numbers too, or keep those set on them since.
+        """
         for library, packed in state["global"].items():
             _set_global(library, _unpack(packed))
         for generator, packed in zip(self.generators, state["generators"], strict=True):
@@ -83,7 +88,7 @@ class Randomness:
         for link, each in zip(self.samplers, state["samplers"], strict=True):
             if "state" in each:
                 link.load_state_dict(copy.deepcopy(each["state"]))
-            if "epoch" in each:
+            if with_epochs and "epoch" in each:
                 link.set_epoch(each["epoch"])
 
 

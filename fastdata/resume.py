@@ -113,7 +113,7 @@ class _Drawing(Iterator[Any]):
         if not progress.is_begun:
             next(iter(self._sampler), None)  # the global generators move on as at the start of any epoch
         with undisturbed():
-            self._randomness.restore(progress.start)
+            self._randomness.restore(progress.start, with_epochs=progress.is_begun)
             rest = _pass_over(iter(self._sampler), progress.first, progress.ahead)
             return itertools.chain(list(itertools.islice(rest, 1)), rest)  # samplers draw when first asked
 

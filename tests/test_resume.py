@@ -193,6 +193,21 @@ def test_resuming_between_epochs_moves_the_global_generator(engine: dict[str, An
     assert list(_resumed(options, state)) == following
 
 
+@EVERY_ENGINE
+def test_an_epoch_set_after_loading_is_kept(engine: dict[str, Any]) -> None:
+    """Between epochs, set_epoch on the sampler decides the next order, as in a run that was not interrupted."""
+    epochs, sampler = [], _distributed()
+    with _images() as dataset:
+        loader = DataLoader(dataset, batch_size=2, sampler=sampler, **engine)
+        for epoch in range(2):
+            state = loader.state_dict()
+            sampler.set_epoch(epoch)
+            epochs.append(_plain(loader))
+    resumed = _distributed()
+    resumed.set_epoch(1)
+    assert _resumed({"batch_size": 2, "sampler": resumed, **engine}, state)[0] == epochs[1]
+
+
 def test_a_state_of_a_new_loader_is_its_first_epoch() -> None:
     """Before the first batch there is a state, and it fixes the order of the epoch to come."""
     options = {"batch_size": 4, "shuffle": True}
