@@ -234,7 +234,7 @@ class CachedDataset(Dataset[Any]):
         if visits_B is None and self._program:
             visits_B = self._visits.take(index_B)
         if self.batch_obstacle is None:
-            return self.sample_batch(index_B, visits_B)
+            return self.sample_batch(index_B, visits_B, self.batch_ring)
         return [
             self._pair(index, None if visits_B is None else visits_B[k : k + 1])
             for k, index in enumerate(index_B.tolist())
@@ -338,7 +338,7 @@ class CachedDataset(Dataset[Any]):
         self.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        derived = ("_plan", "_program", "_served", "_reader", "_prepare", "skipped")
+        derived = ("_plan", "_program", "_served", "_reader", "_prepare", "skipped", "batch_ring")
         return {name: value for name, value in self.__dict__.items() if name not in derived}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -396,3 +396,5 @@ class CachedDataset(Dataset[Any]):
             raise StoreGoneError("the dataset was closed; create it again to read from it")
 
     _closed = False
+    batch_ring: BatchRing | None = None
+    """Where ``__getitems__`` takes memory from; set in worker processes."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 import weakref
@@ -18,14 +19,18 @@ from torch.utils.data._utils.pin_memory import pin_memory as copy_to_pinned
 from fastdata.report import EpochReport
 from fastdata.resume import Progress
 from fastdata.ring import BatchRing
+from fastdata.transport import Arrivals, RingCollate
 
-__all__ = ["InlineIter", "ProcessIter", "Tally", "ThreadIter"]
+__all__ = ["HELD_BY_USER", "InlineIter", "ProcessIter", "Tally", "ThreadIter"]
+
+HELD_BY_USER = 2
+"""Batches that the training loop may hold without costing new memory: the current one and one looked ahead."""
 
 
 class Tally:
     """Counts of the epoch in progress."""
 
-    def __init__(self, path: str, ring: BatchRing | None = None) -> None:
+    def __init__(self, path: str, ring: BatchRing | Arrivals | None = None) -> None:
         self.path = path
         self._ring = ring
         self._fresh_before = ring.fresh_count if ring else 0
@@ -98,10 +103,48 @@ class InlineIter(Tallied, torch_loader._SingleProcessDataLoaderIter):
 
 
 class ProcessIter(Tallied, torch_loader._MultiProcessingDataLoaderIter):
-    """torch's worker processes, counted."""
+    """torch's worker processes, counted, with batches that come through a shared ring."""
+
+    def __init__(self, loader: Any) -> None:
+        ring_collate = loader.collate_fn
+        if not isinstance(ring_collate, RingCollate):
+            ring_collate = RingCollate(ring_collate, slots=loader.prefetch_factor + 1 + HELD_BY_USER)
+        self.arrivals = ring_collate.arrivals
+        super().__init__(_WithCollate(loader, ring_collate))
+
+    def _next_data(self) -> Any:
+        try:
+            return super()._next_data()  # type: ignore[no-untyped-call]  # torch's
+        except RuntimeError as error:
+            dead = [_obituary(number, worker) for number, worker in enumerate(self._workers) if worker.exitcode]
+            if not dead:
+                raise
+            raise RuntimeError(f"{error} {' '.join(dead)}") from error
 
     def _unread(self) -> Collection[int]:
         return self._task_info.keys()
+
+
+class _WithCollate:
+    """A loader as torch's iterator sees it while it starts, with another collate function."""
+
+    def __init__(self, loader: Any, collate_fn: RingCollate) -> None:
+        self._loader, self.collate_fn = loader, collate_fn
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+
+def _obituary(number: int, worker: Any) -> str:
+    """Which worker ended how, in a sentence."""
+    code = worker.exitcode
+    if code > 0:
+        return f"Worker {number} (pid {worker.pid}) exited with status {code}."
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = "unknown"
+    return f"Worker {number} (pid {worker.pid}) was killed by signal {-code} ({name})."
 
 
 class ThreadIter(Tallied):

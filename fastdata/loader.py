@@ -19,7 +19,7 @@ from torch.utils.data import dataloader as torch_loader
 
 from fastdata import machine
 from fastdata.batch import IndexBatch, collate
-from fastdata.iterators import InlineIter, ProcessIter, Tally, ThreadIter
+from fastdata.iterators import HELD_BY_USER, InlineIter, ProcessIter, Tally, ThreadIter
 from fastdata.randomness import Randomness, undisturbed
 from fastdata.report import EpochReport
 from fastdata.resume import VERSION, Bookmark, IndexBatches, Progress, check_state
@@ -31,8 +31,6 @@ __all__ = ["DataLoader"]
 Workers = Literal["auto", "thread", "process"]
 
 _TORCH_ARGUMENTS = inspect.signature(torch_loader.DataLoader.__init__).parameters
-_HELD_BY_USER = 2
-"""Batches that the training loop may hold without costing new memory: the current one and one looked ahead."""
 _LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
 
 
@@ -141,7 +139,7 @@ class DataLoader(torch_loader.DataLoader[Any]):
             iterator._progress = progress
             for _ in range(seen):
                 next(iterator, None)
-        iterator._tally = self._tally = Tally(engine.path, self._ring if engine.kind == "thread" else None)
+        iterator._tally = self._tally = Tally(engine.path, getattr(iterator, "arrivals", self._ring))
         return iterator
 
     def set_epoch(self, epoch: int) -> None:
@@ -198,7 +196,7 @@ class DataLoader(torch_loader.DataLoader[Any]):
 
     def _read_ahead(self, engine: _Engine) -> ThreadIter:
         if self._ring is None:
-            self._ring = BatchRing(engine.threads * (self.prefetch_factor or 0) + 1 + _HELD_BY_USER)
+            self._ring = BatchRing(engine.threads * (self.prefetch_factor or 0) + 1 + HELD_BY_USER)
         return ThreadIter(self, _reader(self, self._ring), threads=engine.threads)
 
     def _get_iterator(self) -> Any:
@@ -304,8 +302,8 @@ def _choose_engine(loader: DataLoader) -> _Engine:
     if loader.workers == "process" or obstacle is not None:
         reason = obstacle or "workers='process'"
         processes = "1 worker process" if loader.num_workers == 1 else f"{loader.num_workers} worker processes"
-        where = processes if loader.num_workers else "the training loop"
-        return _Engine(kind="process", path=f"torch's engine in {where}: {reason}")
+        road = f"{processes} over a shared ring" if loader.num_workers else "torch's engine in the training loop"
+        return _Engine(kind="process", path=f"{road}: {reason}")
     serves = "whole batches" if _serves_batches(loader) else "samples one by one"
     if loader.num_workers == 0:
         return _Engine(kind="thread", path=f"{serves}, read in the training loop: num_workers=0")

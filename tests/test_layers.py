@@ -35,6 +35,7 @@ ORDER = (
     "preparation",
     "ring",
     "batch",
+    "transport",
     "dataset",
     "folder",
     "served",

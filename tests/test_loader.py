@@ -307,7 +307,7 @@ def test_other_datasets_take_torchs_road() -> None:
     tensors = TensorDataset(torch.arange(7), torch.arange(7) * 2)
     for dataset, options, reason in (
         (tensors, {"batch_size": 3}, "TensorDataset is no fastdata dataset"),
-        (tensors, {"batch_size": 3, "num_workers": 2}, "2 worker processes: TensorDataset is no fastdata dataset"),
+        (tensors, {"batch_size": 3, "num_workers": 2}, "2 worker processes over a shared ring: TensorDataset is no"),
         (tensors, {"batch_size": None}, "batch_size=None asks for single samples"),
         (Stream(), {"batch_size": 2}, "an IterableDataset is read in order"),
     ):
@@ -327,7 +327,7 @@ def test_the_road_is_told_with_its_reason(images: CachedDataset) -> None:
             (
                 images,
                 {"num_workers": 1, "workers": "process"},
-                "torch's engine in 1 worker process: workers='process'",
+                "1 worker process over a shared ring: workers='process'",
             ),
             (images, {"num_workers": 1, "worker_init_fn": print}, "worker_init_fn is for worker processes"),
             (per_sample, {"num_workers": 1}, "the transform works per sample: Lambda"),
