@@ -124,6 +124,14 @@ class ProcessIter(Tallied, torch_loader._MultiProcessingDataLoaderIter):
     def _unread(self) -> Collection[int]:
         return self._task_info.keys()
 
+    def _process_data(self, data: Any, worker_idx: int) -> Any:
+        try:
+            return super()._process_data(data, worker_idx)  # type: ignore[no-untyped-call]  # torch's
+        except Exception as error:  # noqa: BLE001  # raised again
+            # torch's frames hold the exception, and it them and this iterator: a cycle that the collector takes apart
+            # in an order in which ending the workers costs 5 s for each. The worker's traceback is in the message.
+            raise error.with_traceback(None)  # noqa: B904
+
 
 class _WithCollate:
     """A loader as torch's iterator sees it while it starts, with another collate function."""
@@ -160,6 +168,7 @@ class ThreadIter(Tallied):
     """
 
     def __init__(self, loader: Any, read: Callable[[Any], Any], *, threads: int) -> None:
+        _refuse_as_torch(loader)
         super().__init__(loader)
         self._read = read
         self._pending: deque[Future[Any]] = deque()
@@ -209,6 +218,14 @@ class ThreadIter(Tallied):
             self._pending.append(failed)
         else:
             self._pending.append(self._threads.submit(self._read, indices))
+
+
+def _refuse_as_torch(loader: Any) -> None:
+    """Raise what torch's iterators do for arguments that its loader lets pass."""
+    if loader.num_workers == 0 and loader.timeout != 0:
+        raise AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")
+    if loader.num_workers > 0 and loader.prefetch_factor <= 0:
+        raise AssertionError("prefetch_factor must be greater than 0 for MultiProcessingDataLoaderIter")
 
 
 def _stop(threads: ThreadPoolExecutor) -> None:

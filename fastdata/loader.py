@@ -200,7 +200,10 @@ class DataLoader(torch_loader.DataLoader[Any]):
         return ThreadIter(self, _reader(self, self._ring), threads=engine.threads)
 
     def _get_iterator(self) -> Any:
-        return InlineIter(self) if self.num_workers == 0 else ProcessIter(self)
+        if self.num_workers == 0:
+            return InlineIter(self)
+        self.check_worker_number_rationality()
+        return ProcessIter(self)
 
     @property
     def _index_sampler(self) -> Any:

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+import os
+import random
+from collections.abc import Iterator
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 
 def send_sample(dataset: Any, index: int, connection: Any) -> None:
@@ -10,3 +17,109 @@ def send_sample(dataset: Any, index: int, connection: Any) -> None:
     image, target = dataset[index]
     connection.send((image.tolist(), target))
     connection.close()
+
+
+class Numbers(Dataset[int]):
+    """The numbers below ``length``."""
+
+    def __init__(self, length: int = 11) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> int:
+        return range(self.length)[index]
+
+
+class Structures(Numbers):
+    """Samples of every kind that collate functions know."""
+
+    def __getitem__(self, index: int) -> Any:
+        return {
+            "tensor": torch.full((2, 3), float(index)),
+            "array": np.full(2, index, np.int16),
+            "pair": (index, index + 0.5),
+            "point": Point(index, -index),
+            "list": [index, index * index],
+            "text": "x" * index,
+            "bytes": b"y",
+        }
+
+
+class Point(NamedTuple):
+    """A named tuple."""
+
+    x: int
+    y: int
+
+
+class Failing(Numbers):
+    """Numbers of which the fifth raises."""
+
+    def __init__(self, error: type[Exception], words: str) -> None:
+        super().__init__()
+        self.error, self.words = error, words
+
+    def __getitem__(self, index: int) -> int:
+        if index == 4:
+            raise self.error(self.words)
+        return index
+
+
+class WhoReads(Numbers):
+    """Each sample tells the worker that read it: process, id, number of workers, what ``mark_worker`` left."""
+
+    marks: ClassVar[list[int]] = []
+
+    def __getitem__(self, index: int) -> tuple[int, int, int, int]:
+        info = get_worker_info()
+        assert info is not None
+        return os.getpid(), info.id, info.num_workers, sum(self.marks)
+
+
+def mark_worker(worker_id: int) -> None:
+    """Leave a mark that tells the id; a ``worker_init_fn``."""
+    WhoReads.marks.append(100 + worker_id)
+
+
+def fail_in_worker(worker_id: int) -> None:
+    """Fail; a ``worker_init_fn``."""
+    raise RuntimeError(f"worker {worker_id} has no data")
+
+
+class Draws(Numbers):
+    """Each sample is a draw from each global generator, and the seed of its worker."""
+
+    def __getitem__(self, index: int) -> tuple[float, float, float, int]:
+        info = get_worker_info()
+        assert info is not None
+        return torch.rand(()).item(), random.random(), float(np.random.rand()), info.seed
+
+
+class Waiting(Numbers):
+    """Numbers of which the first is read once ``release`` is set."""
+
+    def __init__(self, release: Any) -> None:
+        super().__init__(4)
+        self.release = release
+
+    def __getitem__(self, index: int) -> int:
+        if index == 0:
+            self.release.wait(30)
+        return index
+
+
+class Stream(IterableDataset[int]):
+    """Numbers, split over the workers as torch's documentation does; of a length that may be a lie."""
+
+    def __init__(self, length: int = 13) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        first, step = (info.id, info.num_workers) if info else (0, 1)
+        return iter(range(first, 13, step))
