@@ -10,7 +10,6 @@ import copy
 import inspect
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -19,6 +18,7 @@ from torch.utils.data import dataloader as torch_loader
 
 from fastdata import machine
 from fastdata.batch import IndexBatch, collate
+from fastdata.engine import Engine, Workers, choose_engine, choose_workers, serves_batches
 from fastdata.iterators import HELD_BY_USER, InlineIter, ProcessIter, Tally, ThreadIter
 from fastdata.randomness import Randomness, undisturbed
 from fastdata.report import EpochReport
@@ -28,10 +28,7 @@ from fastdata.served import LoaderEpochs, Served, VisitedBatches
 
 __all__ = ["DataLoader"]
 
-Workers = Literal["auto", "thread", "process"]
-
 _TORCH_ARGUMENTS = inspect.signature(torch_loader.DataLoader.__init__).parameters
-_LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
 
 
 class DataLoader(torch_loader.DataLoader[Any]):
@@ -128,10 +125,10 @@ class DataLoader(torch_loader.DataLoader[Any]):
             **({"in_order": in_order} if "in_order" in _TORCH_ARGUMENTS else {}),
         )
         self.in_order = in_order
-        self._tally = Tally(_choose_engine(self).path)
+        self._tally = Tally(choose_engine(self).path)
 
     def __iter__(self) -> Any:
-        engine = _choose_engine(self)
+        engine = choose_engine(self)
         progress = self._bookmark.progress = self._begin_epoch()
         with undisturbed() if progress.is_begun else nullcontext():
             seen = self._rewind_stream(progress) if isinstance(self.dataset, IterableDataset) else 0
@@ -191,10 +188,10 @@ class DataLoader(torch_loader.DataLoader[Any]):
 
     def check_worker_number_rationality(self) -> None:
         """Warn of more worker processes than cores, as torch does; threads are never more than cores."""
-        if _choose_engine(self).kind == "process":
+        if choose_engine(self).kind == "process":
             super().check_worker_number_rationality()
 
-    def _read_ahead(self, engine: _Engine) -> ThreadIter:
+    def _read_ahead(self, engine: Engine) -> ThreadIter:
         if self._ring is None:
             self._ring = BatchRing(engine.threads * (self.prefetch_factor or 0) + 1 + HELD_BY_USER)
         return ThreadIter(self, _reader(self, self._ring), threads=engine.threads)
@@ -272,18 +269,6 @@ class DataLoader(torch_loader.DataLoader[Any]):
         return lengths | identity | {"sampler": randomness.name}
 
 
-def choose_workers(cores: int, ranks: int, *, asks_for_workers: bool = False) -> int:
-    """Decide ``num_workers="auto"``.
-
-    Args:
-        cores: usable by this process; where a launcher has pinned each rank to cores of its own they are shared once
-            more, because nothing tells the two apart.
-        ranks: that share them.
-        asks_for_workers: an argument was given that torch allows with workers only.
-    """
-    return max(int(asks_for_workers), cores // ranks - 1)
-
-
 def _length(sized: Any) -> int | None:
     try:
         return len(sized)
@@ -291,63 +276,11 @@ def _length(sized: Any) -> int | None:
         return None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Engine:
-    """Who reads batches: threads (0: the training loop itself) or, as in torch, processes."""
-
-    kind: Literal["thread", "process"]
-    path: str
-    threads: int = 0
-
-
-def _choose_engine(loader: DataLoader) -> _Engine:
-    obstacle = _thread_obstacle(loader)
-    if loader.workers == "process" or obstacle is not None:
-        reason = obstacle or "workers='process'"
-        processes = "1 worker process" if loader.num_workers == 1 else f"{loader.num_workers} worker processes"
-        road = f"{processes} over a shared ring" if loader.num_workers else "torch's engine in the training loop"
-        return _Engine(kind="process", path=f"{road}: {reason}")
-    serves = "whole batches" if _serves_batches(loader) else "samples one by one"
-    if loader.num_workers == 0:
-        return _Engine(kind="thread", path=f"{serves}, read in the training loop: num_workers=0")
-    cores = machine.usable_cores()
-    threads = min(loader.num_workers, cores)
-    capped = f", as many as there are usable cores (num_workers={loader.num_workers})"
-    path = f"{serves}, read by {threads} {'thread' if threads == 1 else 'threads'}"
-    return _Engine(kind="thread", path=path + (capped if cores < loader.num_workers else ""), threads=threads)
-
-
-def _thread_obstacle(loader: DataLoader) -> str | None:
-    """Why threads cannot or should not read; None if they should."""
-    if isinstance(loader.dataset, IterableDataset):
-        return "an IterableDataset is read in order"
-    if loader.batch_sampler is None:
-        return "batch_size=None asks for single samples"
-    if loader.workers == "thread":
-        return None
-    if loader.worker_init_fn is not None and not _only_seeds(loader.worker_init_fn):
-        return "worker_init_fn is for worker processes"
-    if loader._served is None:
-        return f"{type(loader.dataset).__name__} is no fastdata dataset"
-    return loader._served.obstacle
-
-
-def _only_seeds(worker_init_fn: Any) -> bool:
-    """Whether it is what Lightning's ``seed_everything(workers=True)`` sets; whole batches use no seeded generator."""
-    function = getattr(worker_init_fn, "func", worker_init_fn)
-    package = str(getattr(function, "__module__", "")).split(".")[0]
-    return package in _LIGHTNING and getattr(function, "__name__", "") == "pl_worker_init_function"
-
-
-def _serves_batches(loader: DataLoader) -> bool:
-    return loader._served is not None and loader._served.obstacle is None
-
-
 def _reader(loader: DataLoader, ring: BatchRing) -> Callable[[Any], Any]:
     """Make the function that turns a batch's indices into a batch, from any thread; it must not hold the iterator."""
     dataset, collate_fn, served = loader.dataset, loader.collate_fn, loader._served
     assert collate_fn is not None
-    if served is None or not _serves_batches(loader):
+    if served is None or not serves_batches(loader):
         return lambda indices: collate_fn(_read_samples(dataset, indices))
 
     def read(indices: IndexBatch) -> Any:

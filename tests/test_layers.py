@@ -39,6 +39,7 @@ ORDER = (
     "dataset",
     "folder",
     "served",
+    "engine",
     "randomness",
     "resume",
     "iterators",

@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader as TorchLoader
 from torchvision import transforms as v1
 
 from fastdata import CachedDataset, DataLoader, machine
-from fastdata.loader import choose_workers
+from fastdata.engine import choose_workers
 
 AUGMENT = v1.Compose([v1.RandomCrop((4, 3)), v1.RandomHorizontalFlip(), v1.ConvertImageDtype(torch.float32)])
 

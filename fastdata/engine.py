@@ -1,0 +1,83 @@
+"""Who reads the batches of a loader: threads, processes or the training loop, how many, and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch.utils.data import IterableDataset
+
+from fastdata import machine
+
+__all__ = ["Engine", "Workers", "choose_engine", "choose_workers", "serves_batches"]
+
+Workers = Literal["auto", "thread", "process"]
+
+_LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Engine:
+    """Who reads batches: threads (0: the training loop itself) or, as in torch, processes."""
+
+    kind: Literal["thread", "process"]
+    path: str
+    threads: int = 0
+
+
+def choose_engine(loader: Any) -> Engine:
+    """Choose who reads the batches of a DataLoader, from its arguments and what its dataset serves."""
+    obstacle = _thread_obstacle(loader)
+    if loader.workers == "process" or obstacle is not None:
+        reason = obstacle or "workers='process'"
+        processes = "1 worker process" if loader.num_workers == 1 else f"{loader.num_workers} worker processes"
+        road = f"{processes} over a shared ring" if loader.num_workers else "torch's engine in the training loop"
+        return Engine(kind="process", path=f"{road}: {reason}")
+    serves = "whole batches" if serves_batches(loader) else "samples one by one"
+    if loader.num_workers == 0:
+        return Engine(kind="thread", path=f"{serves}, read in the training loop: num_workers=0")
+    cores = machine.usable_cores()
+    threads = min(loader.num_workers, cores)
+    capped = f", as many as there are usable cores (num_workers={loader.num_workers})"
+    path = f"{serves}, read by {threads} {'thread' if threads == 1 else 'threads'}"
+    return Engine(kind="thread", path=path + (capped if cores < loader.num_workers else ""), threads=threads)
+
+
+def _thread_obstacle(loader: Any) -> str | None:
+    """Why threads cannot or should not read; None if they should."""
+    if isinstance(loader.dataset, IterableDataset):
+        return "an IterableDataset is read in order"
+    if loader.batch_sampler is None:
+        return "batch_size=None asks for single samples"
+    if loader.workers == "thread":
+        return None
+    if loader.worker_init_fn is not None and not _only_seeds(loader.worker_init_fn):
+        return "worker_init_fn is for worker processes"
+    if loader._served is None:
+        return f"{type(loader.dataset).__name__} is no fastdata dataset"
+    obstacle: str | None = loader._served.obstacle
+    return obstacle
+
+
+def _only_seeds(worker_init_fn: Any) -> bool:
+    """Whether it is what Lightning's ``seed_everything(workers=True)`` sets; whole batches use no seeded generator."""
+    function = getattr(worker_init_fn, "func", worker_init_fn)
+    package = str(getattr(function, "__module__", "")).split(".")[0]
+    return package in _LIGHTNING and getattr(function, "__name__", "") == "pl_worker_init_function"
+
+
+def serves_batches(loader: Any) -> bool:
+    """Whether the dataset of a DataLoader serves whole batches."""
+    return loader._served is not None and loader._served.obstacle is None
+
+
+def choose_workers(cores: int, ranks: int, *, asks_for_workers: bool = False) -> int:
+    """Decide ``num_workers="auto"``.
+
+    Args:
+        cores: usable by this process; where a launcher has pinned each rank to cores of its own they are shared once
+            more, because nothing tells the two apart.
+        ranks: that share them.
+        asks_for_workers: an argument was given that torch allows with workers only.
+    """
+    return max(int(asks_for_workers), cores // ranks - 1)
