@@ -8,6 +8,7 @@ from typing import Any, Literal
 from torch.utils.data import IterableDataset
 
 from fastdata import machine
+from fastdata.report import Reader
 
 __all__ = ["Engine", "Workers", "choose_engine", "choose_workers", "serves_batches"]
 
@@ -18,11 +19,22 @@ _LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Engine:
-    """Who reads batches: threads (0: the training loop itself) or, as in torch, processes."""
+    """Who reads batches.
+
+    Args:
+        kind: fastdata's engine, ``"thread"``, or torch's, ``"process"``.
+        path: the road of the batches and why they take it, in one line.
+        workers: threads or processes; 0 is the training loop itself.
+    """
 
     kind: Literal["thread", "process"]
     path: str
-    threads: int = 0
+    workers: int = 0
+
+    @property
+    def reader(self) -> Reader:
+        """Where batches are read."""
+        return self.kind if self.workers else "inline"
 
 
 def choose_engine(loader: Any) -> Engine:
@@ -32,7 +44,7 @@ def choose_engine(loader: Any) -> Engine:
         reason = obstacle or "workers='process'"
         processes = "1 worker process" if loader.num_workers == 1 else f"{loader.num_workers} worker processes"
         road = f"{processes} over a shared ring" if loader.num_workers else "torch's engine in the training loop"
-        return Engine(kind="process", path=f"{road}: {reason}")
+        return Engine(kind="process", path=f"{road}: {reason}", workers=loader.num_workers)
     serves = "whole batches" if serves_batches(loader) else "samples one by one"
     if loader.num_workers == 0:
         return Engine(kind="thread", path=f"{serves}, read in the training loop: num_workers=0")
@@ -40,7 +52,7 @@ def choose_engine(loader: Any) -> Engine:
     threads = min(loader.num_workers, cores)
     capped = f", as many as there are usable cores (num_workers={loader.num_workers})"
     path = f"{serves}, read by {threads} {'thread' if threads == 1 else 'threads'}"
-    return Engine(kind="thread", path=path + (capped if cores < loader.num_workers else ""), threads=threads)
+    return Engine(kind="thread", path=path + (capped if cores < loader.num_workers else ""), workers=threads)
 
 
 def _thread_obstacle(loader: Any) -> str | None:

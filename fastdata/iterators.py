@@ -16,6 +16,7 @@ import torch
 from torch.utils.data import dataloader as torch_loader
 from torch.utils.data._utils.pin_memory import pin_memory as copy_to_pinned
 
+from fastdata.engine import Engine
 from fastdata.report import EpochReport
 from fastdata.resume import Progress
 from fastdata.ring import BatchRing
@@ -30,8 +31,8 @@ HELD_BY_USER = 2
 class Tally:
     """Counts of the epoch in progress."""
 
-    def __init__(self, path: str, ring: BatchRing | Arrivals | None = None) -> None:
-        self.path = path
+    def __init__(self, engine: Engine, ring: BatchRing | Arrivals | None = None) -> None:
+        self._engine = engine
         self._ring = ring
         self._fresh_before = ring.fresh_count if ring else 0
         self.batches = self.samples = 0
@@ -41,7 +42,9 @@ class Tally:
     def report(self) -> EpochReport:
         """The counts as the user sees them."""
         return EpochReport(
-            path=self.path,
+            path=self._engine.path,
+            engine=self._engine.reader,
+            workers=self._engine.workers,
             batches=self.batches,
             samples=self.samples,
             wait_s=self.wait_s,
@@ -55,7 +58,7 @@ class Tallied(torch_loader._BaseDataLoaderIter):
     """An iterator that counts what it hands over and how long it kept the user waiting."""
 
     def __init__(self, loader: Any) -> None:
-        self._tally = Tally("")
+        self._tally = Tally(Engine(kind="process", path=""))
         self._progress: Progress = loader._bookmark.progress
         super().__init__(loader)
 
@@ -87,7 +90,7 @@ class Tallied(torch_loader._BaseDataLoaderIter):
         try:
             batch = super().__next__()
             tally.batches += 1
-            tally.samples += _sample_count(batch)
+            tally.samples += _sample_count(batch) if self._auto_collation else 1
             return batch
         except StopIteration:
             self._progress.is_finished = True

@@ -125,7 +125,7 @@ class DataLoader(torch_loader.DataLoader[Any]):
             **({"in_order": in_order} if "in_order" in _TORCH_ARGUMENTS else {}),
         )
         self.in_order = in_order
-        self._tally = Tally(choose_engine(self).path)
+        self._tally = Tally(choose_engine(self))
 
     def __iter__(self) -> Any:
         engine = choose_engine(self)
@@ -136,7 +136,7 @@ class DataLoader(torch_loader.DataLoader[Any]):
             iterator._progress = progress
             for _ in range(seen):
                 next(iterator, None)
-        iterator._tally = self._tally = Tally(engine.path, getattr(iterator, "arrivals", self._ring))
+        iterator._tally = self._tally = Tally(engine, getattr(iterator, "arrivals", self._ring))
         return iterator
 
     def set_epoch(self, epoch: int) -> None:
@@ -193,8 +193,8 @@ class DataLoader(torch_loader.DataLoader[Any]):
 
     def _read_ahead(self, engine: Engine) -> ThreadIter:
         if self._ring is None:
-            self._ring = BatchRing(engine.threads * (self.prefetch_factor or 0) + 1 + HELD_BY_USER)
-        return ThreadIter(self, _reader(self, self._ring), threads=engine.threads)
+            self._ring = BatchRing(engine.workers * (self.prefetch_factor or 0) + 1 + HELD_BY_USER)
+        return ThreadIter(self, _reader(self, self._ring), threads=engine.workers)
 
     def _get_iterator(self) -> Any:
         if self.num_workers == 0:

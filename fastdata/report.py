@@ -6,14 +6,19 @@ import inspect
 import logging
 import warnings
 from dataclasses import dataclass
+from typing import Literal
 
 from tqdm.auto import tqdm
 
 from fastdata.errors import FastDataWarning
 
-__all__ = ["EpochReport", "log", "progress_bar", "warn_user"]
+__all__ = ["EpochReport", "Reader", "log", "progress_bar", "warn_user"]
+
+Reader = Literal["thread", "process", "inline"]
 
 log = logging.getLogger("fastdata")
+
+_MIB = 1 << 20
 
 
 class _Bar(tqdm):  # type: ignore[type-arg]
@@ -37,10 +42,15 @@ def warn_user(message: str) -> None:
 class EpochReport:
     """How the latest epoch of a loader went, complete or not.
 
+    How to read it: where the loop waits for data more than a few percent of the time, the loader is what limits
+    training, and ``path`` says what it does and why. Where it hardly waits, no faster loader would help.
+
     Args:
-        path: the road the batches took and why, in one line.
-        batches: batches handed over.
-        samples: samples in them.
+        path: the road the batches took and why, in one line; its wording may change.
+        engine: where batches were read: in a ``"thread"``, a ``"process"`` or, ``"inline"``, the training loop.
+        workers: how many threads or processes; 0 for ``"inline"``.
+        batches: batches handed over; after a resume, since then.
+        samples: samples in them, by the length of a batch's first tensor; with ``batch_size=None`` one for each.
         wait_s: seconds the training loop waited for a batch.
         busy_s: seconds the training loop spent between batches, in the user's code.
         fresh_batches: batches that got new memory because the user still held every reusable buffer.
@@ -48,6 +58,8 @@ class EpochReport:
     """
 
     path: str
+    engine: Reader = "inline"
+    workers: int = 0
     batches: int = 0
     samples: int = 0
     wait_s: float = 0.0
@@ -64,8 +76,10 @@ class EpochReport:
     def __str__(self) -> str:
         total_s = self.wait_s + self.busy_s
         waited = 100 * self.wait_s / total_s if total_s else 0.0
+        fresh = f"; {self.fresh_batches} batches got new memory, as all was in use" if self.fresh_batches else ""
         return (
             f"{self.path}\n"
             f"{self.batches} batches, {self.samples} samples, {self.samples_per_s:,.0f} samples/s\n"
-            f"waited for data {self.wait_s:.2f} s ({waited:.0f} %), in the training loop {self.busy_s:.2f} s"
+            f"waited for data {self.wait_s:.2f} s ({waited:.0f} %), in the training loop {self.busy_s:.2f} s\n"
+            f"holds {self.bytes_held / _MIB:.1f} MiB for batches{fresh}"
         )

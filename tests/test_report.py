@@ -1,0 +1,104 @@
+"""What a loader says of an epoch."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+from fastdata import CachedDataset, DataLoader
+from fastdata.report import EpochReport
+
+
+def test_the_fields_are_stable() -> None:
+    """Scripts that log a report find these fields, and no field is lost."""
+    names = [field.name for field in dataclasses.fields(EpochReport)]
+    assert names == [
+        *("path", "engine", "workers", "batches", "samples", "wait_s", "busy_s", "fresh_batches", "bytes_held"),
+    ]
+
+
+def test_a_report_reads_well() -> None:
+    """Printing gives road, counts, where the time went, and memory, a line each."""
+    report = EpochReport(
+        path="whole batches, read by 2 threads",
+        engine="thread",
+        workers=2,
+        batches=6,
+        samples=2300,
+        wait_s=0.5,
+        busy_s=1.5,
+        fresh_batches=3,
+        bytes_held=3 << 19,
+    )
+    assert str(report).splitlines() == [
+        "whole batches, read by 2 threads",
+        "6 batches, 2300 samples, 1,150 samples/s",
+        "waited for data 0.50 s (25 %), in the training loop 1.50 s",
+        "holds 1.5 MiB for batches; 3 batches got new memory, as all was in use",
+    ]
+
+
+def test_an_epoch_not_begun_has_no_rate() -> None:
+    """A report of nothing divides by nothing."""
+    report = DataLoader(TensorDataset(torch.arange(3))).report()
+    assert (report.batches, report.samples_per_s) == (0, 0.0)
+    assert "0 batches, 0 samples, 0 samples/s" in str(report)
+
+
+@pytest.mark.parametrize(
+    ("options", "engine", "workers"),
+    [
+        ({}, "inline", 0),
+        ({"num_workers": 1}, "thread", 1),
+        ({"workers": "process"}, "inline", 0),
+        ({"num_workers": 2, "workers": "process"}, "process", 2),
+    ],
+    ids=str,
+)
+def test_the_engine_is_told(options: dict[str, Any], engine: str, workers: int) -> None:
+    """Engine and workers say who read the batches, before an epoch and after it; counts start anew with each epoch."""
+    with CachedDataset([(torch.zeros(3, 4, 4), i) for i in range(5)], progress=False) as dataset:
+        loader = DataLoader(dataset, batch_size=2, **options)
+        assert (loader.report().engine, loader.report().workers) == (engine, workers)
+        for _ in range(2):
+            list(loader)
+            report = loader.report()
+            assert (report.engine, report.workers, report.batches, report.samples) == (engine, workers, 3, 5)
+
+
+def test_threads_tell_the_memory_they_hold() -> None:
+    """bytes_held is that of every buffer kept for reuse: a loop that keeps one batch needs few of them."""
+    with CachedDataset([(torch.zeros(3, 4, 4), i) for i in range(40)], progress=False) as dataset:
+        loader = DataLoader(dataset, batch_size=2)
+        for _ in loader:
+            pass
+        batch_bytes = 2 * 3 * 4 * 4 * 4
+        assert loader.report().bytes_held in (batch_bytes, 2 * batch_bytes, 3 * batch_bytes)
+
+
+@pytest.mark.parametrize(
+    ("collate_fn", "samples"),
+    [
+        (None, 5),
+        (lambda samples: {"x": [torch.stack([x for (x,) in samples])]}, 5),
+        (lambda samples: "no tensor", 0),
+        (lambda samples: torch.tensor(1.0), 3),
+    ],
+    ids=["default", "nested", "no tensor", "a scalar"],
+)
+def test_samples_are_counted_by_the_first_tensor(collate_fn: Any, samples: int) -> None:
+    """However a batch is nested, its first tensor's length counts; a scalar is one sample."""
+    loader = DataLoader(TensorDataset(torch.arange(5)), batch_size=2, collate_fn=collate_fn)
+    list(loader)
+    assert (loader.report().batches, loader.report().samples) == (3, samples)
+
+
+def test_single_samples_count_as_one() -> None:
+    """With batch_size=None an image of three planes is one sample."""
+    loader = DataLoader(TensorDataset(torch.zeros(4, 3, 2, 2)), batch_size=None)
+    list(loader)
+    assert loader.report().samples == 4
