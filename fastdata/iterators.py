@@ -176,13 +176,16 @@ class ThreadIter(Tallied):
         self._read = read
         self._pending: deque[Future[Any]] = deque()
         self._threads: ThreadPoolExecutor | None = None
+        self._ahead = 0
         if threads:
             self._threads = ThreadPoolExecutor(threads, thread_name_prefix="fastdata-loader")
             self._stop = weakref.finalize(self, _stop, self._threads)
-            for _ in range(threads * loader.prefetch_factor):
-                self._submit()
+            self._ahead = threads * loader.prefetch_factor
+            if not _may_be_set_an_epoch(loader):
+                self._start()
 
     def _next_data(self) -> Any:
+        self._start()
         if self._threads is None:
             batch = self._read(self._next_index())  # type: ignore[no-untyped-call]  # torch's
         elif self._pending:
@@ -191,6 +194,12 @@ class ThreadIter(Tallied):
             self._stop()
             raise StopIteration
         return copy_to_pinned(batch) if self._pin_memory else batch  # type: ignore[no-untyped-call]  # torch's
+
+    def _start(self) -> None:
+        """Begin to read ahead, once: at ``iter()``, or where its sampler may yet be told the epoch, at ``next()``."""
+        for _ in range(self._ahead):
+            self._submit()
+        self._ahead = 0
 
     def _receive(self) -> Any:
         future = self._pending[0]
@@ -221,6 +230,12 @@ class ThreadIter(Tallied):
             self._pending.append(failed)
         else:
             self._pending.append(self._threads.submit(self._read, indices))
+
+
+def _may_be_set_an_epoch(loader: Any) -> bool:
+    """Whether a sampler has ``set_epoch``; Lightning calls it after ``iter()`` when it resumes."""
+    samplers = (loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None))
+    return any(hasattr(sampler, "set_epoch") for sampler in samplers)
 
 
 def _refuse_as_torch(loader: Any) -> None:

@@ -253,6 +253,16 @@ def test_no_thread_outlives_an_epoch(images: CachedDataset, how: str) -> None:
     assert [label for batch in _labels(loader) for label in batch] == list(range(23))
 
 
+def test_an_epoch_set_after_iter_is_the_one_read(images: CachedDataset) -> None:
+    """With such a sampler threads begin at next(): Lightning calls set_epoch between iter() and next()."""
+    sampler: DistributedSampler[Any] = DistributedSampler(images, num_replicas=1, rank=0)
+    loader = DataLoader(images, batch_size=4, sampler=sampler, num_workers=2)
+    iterator = iter(loader)
+    sampler.set_epoch(1)
+    late = [labels.tolist() for _, labels in iterator]
+    assert late == _labels(loader)
+
+
 @pytest.mark.parametrize("workers", ["thread", "process"])
 def test_a_dropped_loader_is_gone_at_once(images: CachedDataset, workers: Any) -> None:
     """Loader and iterator are in no reference cycle: threads and persistent processes end when the last name goes."""
