@@ -90,10 +90,11 @@ class Tallied(torch_loader._BaseDataLoaderIter):
         try:
             batch = super().__next__()
             tally.batches += 1
+            self._progress.resumed_from = None
             tally.samples += _sample_count(batch) if self._auto_collation else 1
             return batch
         except StopIteration:
-            self._progress.is_finished = True
+            self._progress.is_finished, self._progress.resumed_from = True, None
             raise
         finally:
             self._note_progress()

@@ -146,19 +146,22 @@ class DataLoader(torch_loader.DataLoader[Any]):
     def state_dict(self) -> dict[str, Any]:
         """Return where the latest epoch stands, as a small dict of plain values.
 
-        Batches count once they are handed to the user, not when they are read ahead. After a whole epoch, or before
-        the first, the state is the beginning of the next. A sampler with a ``state_dict`` adds its own.
+        Batches count once they are handed to the user, not when they are read ahead. Once the last one is, or before
+        the first, the state is the beginning of the next epoch: Lightning goes on there, and an epoch without a batch
+        would end its fit. A sampler with a ``state_dict`` adds its own.
         """
-        if self._resumed is not None:
-            return copy.deepcopy(self._resumed)
+        held = self._resumed or self._bookmark.progress.resumed_from
+        if held is not None:
+            return copy.deepcopy(held)
         progress = self._bookmark.progress
-        if progress.is_finished:
+        is_over = progress.is_finished or (progress.first == _length(self._index_sampler) and not progress.ahead)
+        if is_over:
             progress = self._coming_epoch()
         return {
             "version": VERSION,
             "num_yielded": progress.first,
             "ahead": list(progress.ahead),
-            "is_begun": not self._bookmark.progress.is_finished,
+            "is_begun": not is_over,
             "epoch": progress.epoch,
             "base_seed": progress.base_seed,
             "start": copy.deepcopy(progress.start) or self._randomness().capture(),
@@ -168,6 +171,7 @@ class DataLoader(torch_loader.DataLoader[Any]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Let the next epoch be the one of ``state``, without the batches that were handed over before it was saved.
 
+        The state holds until a batch is handed over: Lightning may drop a first iterator without asking it for one.
         Their samples are not read again; an ``IterableDataset`` is read from its beginning, its first batches are
         dropped. The global random generators are left as they are. Resumed are the order and fastdata's own draws;
         what a transform draws in worker processes from global generators begins anew.
@@ -181,6 +185,7 @@ class DataLoader(torch_loader.DataLoader[Any]):
         if state:
             check_state(state, self._identity())
         self._resumed = copy.deepcopy(state) or None
+        self._bookmark.progress.resumed_from = None
 
     def report(self) -> EpochReport:
         """How the latest epoch went, complete or not; ``.path`` says which road the batches take and why."""
@@ -215,7 +220,7 @@ class DataLoader(torch_loader.DataLoader[Any]):
 
     def _begin_epoch(self) -> Progress:
         """Go on to the next epoch, or to the one of a loaded state."""
-        state, self._resumed = self._resumed, None
+        state, self._resumed = self._resumed or self._bookmark.progress.resumed_from, None
         if state is None:
             if self._served:
                 self._epochs.begin(self._served.dataset)
@@ -229,6 +234,7 @@ class DataLoader(torch_loader.DataLoader[Any]):
             base_seed=state["base_seed"],
             first=state["num_yielded"],
             ahead=tuple(state["ahead"]),
+            resumed_from=state,
         )
 
     def _coming_epoch(self) -> Progress:

@@ -40,6 +40,7 @@ class Progress:
     ahead: tuple[int, ...] = ()
     drawn: int = 0  # since the epoch was resumed
     is_finished: bool = False
+    resumed_from: dict[str, Any] | None = None  # holds until a batch is handed over
     _resumed_at: tuple[int, tuple[int, ...]] = field(init=False)
 
     def __post_init__(self) -> None:

@@ -108,6 +108,10 @@ def main(folder: Path) -> None:
     with CountingImages() as dataset:
         after = fit(dataset, resume=checkpoint, **two)
     seen["resumed"] = [*before.epochs[0], *before.epochs[1], *after.epochs.get(1, [])]
+    with CountingImages() as dataset:
+        fit(dataset, callbacks=[SaveAt(3, checkpoint)], **two)
+    with CountingImages() as dataset:
+        seen["next"] = fit(dataset, resume=checkpoint, **two).epochs.get(1, [])
     save(folder, rank, seen)
 
 

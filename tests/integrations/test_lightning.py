@@ -127,7 +127,8 @@ def _ordered_by_generator(dataset: CountingImages) -> DataLoader:
 
 
 @pytest.mark.parametrize(
-    ("step", "hook"), [(2, "on_train_batch_end"), (6, "on_validation_end"), (8, "on_train_batch_end")]
+    ("step", "hook"),
+    [(2, "on_train_batch_end"), (6, "on_train_batch_end"), (6, "on_validation_end"), (8, "on_train_batch_end")],
 )
 def test_a_resumed_fit_serves_what_remains(images: CountingImages, tmp_path: Path, step: int, hook: str) -> None:
     """Stopped after a step and resumed with all objects made anew, a fit sees the batches and draws it had not seen."""
@@ -170,7 +171,8 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What two ranks saw, launched by strategy="ddp"."""
     folder = tmp_path_factory.mktemp("ranks")
     script = Path(__file__).with_name("lightning_run.py")
-    environment = {**os.environ, "PYTHONPATH": str(script.parents[1]), "OMP_NUM_THREADS": "1"}
+    path = [str(script.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"}
     run = subprocess.run(
         [sys.executable, str(script), str(folder)], env=environment, timeout=100, capture_output=True, text=True
     )
@@ -217,3 +219,9 @@ def test_resumed_ranks_serve_what_remains(ranks: list[dict[str, Any]]) -> None:
     """Stopped in the second epoch and resumed, each rank sees the batches and draws that it had not seen."""
     for seen in ranks:
         assert seen["resumed"] == [*seen["epochs"][0], *seen["epochs"][1]]
+
+
+def test_ranks_resumed_between_epochs_serve_the_next_one(ranks: list[dict[str, Any]]) -> None:
+    """Stopped at the last batch of the first epoch and resumed, each rank sees the second, not the first again."""
+    for seen in ranks:
+        assert seen["next"] == seen["epochs"][1]
