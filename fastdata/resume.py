@@ -111,8 +111,9 @@ class _Drawing(Iterator[Any]):
         if progress.start is None:
             progress.start = self._randomness.capture()
             return iter(self._sampler)
-        if not progress.is_begun:
-            next(iter(self._sampler), None)  # the global generators move on as at the start of any epoch
+        if not progress.is_begun and self._randomness.libraries == ("torch",):
+            # torch's generator moves on as at the start of any epoch. A sampler that is not torch's is not asked twice.
+            next(iter(self._sampler), None)
         with undisturbed():
             self._randomness.restore(progress.start, with_epochs=progress.is_begun)
             rest = _pass_over(iter(self._sampler), progress.first, progress.ahead)

@@ -208,6 +208,23 @@ def test_an_epoch_set_after_loading_is_kept(engine: dict[str, Any]) -> None:
     assert _resumed({"batch_size": 2, "sampler": resumed, **engine}, state)[0] == epochs[1]
 
 
+def test_a_sampler_that_counts_its_epochs_is_asked_once() -> None:
+    """A resume between epochs begins a sampler of the user's own once, as an epoch does."""
+
+    class Begun(PythonShuffle):
+        count = 0
+
+        def __iter__(self) -> Iterator[int]:
+            self.count += 1
+            return super().__iter__()
+
+    sampler = Begun()
+    loader = DataLoader(range(23), batch_sampler=BatchSampler(sampler, 4, drop_last=False))  # type: ignore[arg-type]
+    loader.load_state_dict(loader.state_dict())
+    next(iter(loader))
+    assert sampler.count == 1
+
+
 def test_a_state_of_a_new_loader_is_its_first_epoch() -> None:
     """Before the first batch there is a state, and it fixes the order of the epoch to come."""
     options = {"batch_size": 4, "shuffle": True}
