@@ -26,6 +26,7 @@ from torch.utils.data import (
 )
 from torchvision import transforms as v1
 
+from children import Draws
 from fastdata import CachedDataset, DataLoader
 from fastdata.resume import Progress
 
@@ -206,6 +207,19 @@ def test_an_epoch_set_after_loading_is_kept(engine: dict[str, Any]) -> None:
     resumed = _distributed()
     resumed.set_epoch(1)
     assert _resumed({"batch_size": 2, "sampler": resumed, **engine}, state)[0] == epochs[1]
+
+
+def test_workers_are_seeded_as_in_the_epoch_that_follows() -> None:
+    """Resumed between epochs, worker processes draw from the global generators what they would have drawn."""
+    options = {"batch_size": 4, "num_workers": 2, "shuffle": True}
+    _seed(1)
+    loader = DataLoader(Draws(), **options)
+    list(loader)
+    state, following = loader.state_dict(), [torch.stack(batch).tolist() for batch in loader]
+    _seed(99)
+    again = DataLoader(Draws(), **options)
+    again.load_state_dict(state)
+    assert [torch.stack(batch).tolist() for batch in again] == following
 
 
 def test_a_sampler_that_counts_its_epochs_is_asked_once() -> None:
