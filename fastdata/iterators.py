@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from multiprocessing.connection import wait
 from typing import Any
 
 import torch
@@ -20,10 +21,11 @@ from fastdata.engine import Engine
 from fastdata.report import EpochReport
 from fastdata.resume import Progress
 from fastdata.ring import BatchRing
-from fastdata.transport import Arrivals, RingCollate
+from fastdata.transport import Arrivals, LostBatchError, RingCollate
 
 __all__ = ["HELD_BY_USER", "InlineIter", "ProcessIter", "Tally", "ThreadIter"]
 
+_LAST_BREATH_S = 1.0
 HELD_BY_USER = 2
 """Batches that the training loop may hold without costing new memory: the current one and one looked ahead."""
 
@@ -116,14 +118,17 @@ class ProcessIter(Tallied, torch_loader._MultiProcessingDataLoaderIter):
         self.arrivals = ring_collate.arrivals
         super().__init__(_WithCollate(loader, ring_collate))
 
-    def _next_data(self) -> Any:
+    def __next__(self) -> Any:
         try:
-            return super()._next_data()  # type: ignore[no-untyped-call]  # torch's
+            return super().__next__()
         except RuntimeError as error:
+            if isinstance(error, LostBatchError):
+                _await_one(self._workers)
             dead = [_obituary(number, worker) for number, worker in enumerate(self._workers) if worker.exitcode]
             if not dead:
                 raise
-            raise RuntimeError(f"{error} {' '.join(dead)}") from error
+            message = f"{error} {' '.join(dead)}"
+        raise RuntimeError(message)  # and not from torch's, whose frames would hold it and this iterator in a cycle
 
     def _unread(self) -> Collection[int]:
         return self._task_info.keys()
@@ -145,6 +150,13 @@ class _WithCollate:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
+
+
+def _await_one(workers: list[Any]) -> None:
+    """Wait until the process that has let go of its memory can also be asked how it ended."""
+    sentinels = [worker.sentinel for worker in workers]
+    for sentinel in wait(sentinels, timeout=_LAST_BREATH_S):
+        workers[sentinels.index(sentinel)].join(_LAST_BREATH_S)
 
 
 def _obituary(number: int, worker: Any) -> str:

@@ -37,7 +37,7 @@ from fastdata.batch import collate as default_collate
 from fastdata.blocks import Block
 from fastdata.errors import MemoryBudgetError, StoreGoneError
 
-__all__ = ["Arrivals", "RingCollate"]
+__all__ = ["Arrivals", "LostBatchError", "RingCollate"]
 
 _ALIGN_BYTES = 64
 _PAGE_BYTES = 4096
@@ -260,7 +260,7 @@ class _Filling:
         Raises:
             MemoryBudgetError: the slot is too small and there is no memory for a larger one.
         """
-        packer = _Packer()
+        packer = _Packer(self._lease)
         data = packer.pack(batch)
         starts, end = self._lay_out(packer.parts, self._lease)
         if end > self._lease.nbytes:
@@ -279,10 +279,11 @@ class _Filling:
         """Offsets of the parts, those in ``lease`` where they are and the others behind; and the end."""
         starts, end = [], self._end if lease is not None else _STATE_BYTES
         for part in parts:
-            start = -1 if lease is None else _address(part) - _address(lease)
-            if lease is None or start < 0 or start + part.nbytes > lease.nbytes:
-                start, end = end, _aligned(end + part.nbytes)
-            starts.append(start)
+            if lease is not None and _lies_in(part, lease):
+                starts.append(_address(part) - _address(lease))
+            else:
+                starts.append(end)
+                end = _aligned(end + part.nbytes)
         return starts, end
 
 
@@ -292,6 +293,11 @@ def _aligned(offset: int) -> int:
 
 def _address(array: np.ndarray) -> int:
     return int(array.__array_interface__["data"][0])
+
+
+def _lies_in(part: np.ndarray, whole: np.ndarray) -> bool:
+    start = _address(part) - _address(whole)
+    return start >= 0 and start + part.nbytes <= whole.nbytes
 
 
 @contextlib.contextmanager
@@ -332,9 +338,14 @@ class _StorageSharedError(Exception):
 
 
 class _Packer(pickle.Pickler):
-    """Pickles a batch, and puts the memory of its tensors and arrays aside as ``parts``: views, nothing is copied."""
+    """Pickles a batch, and puts the memory of its tensors and arrays aside as ``parts``: views, nothing is copied.
 
-    def __init__(self) -> None:
+    Args:
+        lease: memory that need not be copied to travel, so that storages in it always travel whole.
+    """
+
+    def __init__(self, lease: np.ndarray) -> None:
+        self._lease = lease
         self._file = io.BytesIO()
         parts: list[np.ndarray] = []
         self.parts = parts
@@ -354,14 +365,14 @@ class _Packer(pickle.Pickler):
             return NotImplemented
         size, strides, dtype = tuple(value.shape), value.stride(), value.dtype
         if not value.numel():
-            return torch.empty_strided, (size, strides, dtype)
+            return _tensor, (None, dtype, 0, size, strides)
         offset = value.storage_offset()
         storage = value.untyped_storage()
         key = storage.data_ptr()
         extent = 1 + sum((length - 1) * stride for length, stride in zip(size, strides, strict=True))
         if key not in self._storages:
             octets = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
-            if octets.nbytes > _WHOLE_STORAGE * extent * value.itemsize:
+            if octets.nbytes > _WHOLE_STORAGE * extent * value.itemsize and not _lies_in(octets, self._lease):
                 self._storages[key] = None
                 start = offset * value.itemsize
                 octets = octets[start : start + extent * value.itemsize]
@@ -373,14 +384,20 @@ class _Packer(pickle.Pickler):
 
 
 def _tensor(
-    octets: np.ndarray, dtype: torch.dtype, offset: int, size: tuple[int, ...], strides: tuple[int, ...]
+    octets: np.ndarray | None, dtype: torch.dtype, offset: int, size: tuple[int, ...], strides: tuple[int, ...]
 ) -> torch.Tensor:
-    """Make a tensor over ``octets``, which it keeps alive."""
+    """Make a tensor over ``octets``, which it keeps alive; None for a tensor without elements."""
+    if octets is None:
+        return torch.empty_strided(size, strides, dtype=dtype)
     storage = torch.frombuffer(octets, dtype=torch.uint8).untyped_storage()
     return torch.empty(0, dtype=dtype).set_(storage, offset, size, strides)
 
 
 # In the parent
+
+
+class LostBatchError(StoreGoneError):
+    """A batch arrived after the process that holds its memory had ended."""
 
 
 class _Mapped(NamedTuple):
@@ -446,7 +463,7 @@ def _receive(token: str, place: _Place | None, spans: list[tuple[int, int]], dat
         return arrivals.receive(place, spans, data)
     except StoreGoneError:
         pid = place.descriptor.split("/")[2]
-        lost = StoreGoneError(f"the worker process (pid {pid}) has ended, and this batch with it.")
+        lost = LostBatchError(f"the DataLoader worker (pid {pid}) has ended, and this batch with it.")
         return ExceptionWrapper((type(lost), lost, None), "when a batch was received")  # type: ignore[no-untyped-call]
 
 

@@ -1,0 +1,591 @@
+"""Batches from worker processes through a reused shared ring."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import pickle
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing import resource_sharer
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader as TorchLoader
+from torch.utils.data import Dataset, IterableDataset, Subset, default_collate, default_convert, get_worker_info
+
+from fastdata import CachedDataset, DataLoader, SampleBatch, collate
+from fastdata import transport as transport_module
+from fastdata.errors import MemoryBudgetError
+from fastdata.transport import Arrivals, RingCollate
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="blocks without a name need Linux")
+
+
+class Point(NamedTuple):
+    """A namedtuple in a batch."""
+
+    x: Any
+    y: Any
+
+
+@dataclass
+class Labelled:
+    """A dataclass in a batch."""
+
+    image: Any
+    name: str
+
+
+class Marked(torch.Tensor):
+    """A tensor subclass."""
+
+
+class Numbers(Dataset[Any]):
+    """Sample i is a 2 x 3 tensor full of i, and i."""
+
+    def __init__(self, length: int = 12, shape: tuple[int, ...] = (2, 3)) -> None:
+        self.length, self.shape = length, shape
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.full(self.shape, index), index
+
+
+class Made(Dataset[Any]):
+    """Sample i is what a function makes."""
+
+    def __init__(self, make: Callable[[], Any], length: int = 1) -> None:
+        self.make, self.length = make, length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        return self.make()
+
+
+def as_is(samples: Any) -> Any:
+    return samples
+
+
+def first(samples: list[Any]) -> Any:
+    return samples[0]
+
+
+def _epoch(loader: Any) -> list[tuple[list[Any], list[int]]]:
+    """Values of every batch, none of which is kept."""
+    return [(images.tolist(), labels.tolist()) for images, labels in loader]
+
+
+def _numbers(batches: list[list[int]], shape: tuple[int, ...] = (2, 3)) -> list[tuple[list[Any], list[int]]]:
+    return [(torch.stack([torch.full(shape, i) for i in batch]).tolist(), batch) for batch in batches]
+
+
+def _ring(collate_fn: RingCollate) -> Any:
+    """The worker's end of a ring, here in the same process; it lives as long as the collate function."""
+    collate_fn._ring = transport_module._Ring(collate_fn._token, collate_fn.slots)
+    return collate_fn._ring
+
+
+def _arrive(parcel: Any) -> Any:
+    return pickle.loads(ForkingPickler.dumps(parcel))
+
+
+def _torch_and_ring(make: Callable[[], Any]) -> list[Any]:
+    """What arrives of one batch in torch's way, and through the ring."""
+    return [
+        next(iter(TorchLoader(Made(make), num_workers=1, collate_fn=collate_fn)))
+        for collate_fn in (first, RingCollate(first))
+    ]
+
+
+@pytest.fixture
+def torchs_road_in_this_process() -> Iterator[None]:
+    """Ends the thread that torch's queue starts in a process that sends tensors."""
+    yield
+    resource_sharer.stop(timeout=5)
+
+
+# What arrives
+
+PLAIN = {
+    "uint8": lambda: torch.arange(24, dtype=torch.uint8).view(2, 3, 4),
+    "bool": lambda: torch.tensor([True, False]),
+    "bfloat16": lambda: torch.tensor([1.5, -2.0], dtype=torch.bfloat16),
+    "float16": lambda: torch.tensor([1.5, -2.0], dtype=torch.float16),
+    "complex64": lambda: torch.tensor([1 + 2j]),
+    "0-d": lambda: torch.tensor(7),
+    "empty": lambda: torch.empty(0, 3, dtype=torch.int16),
+    "channels-last": lambda: torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    "transposed": lambda: torch.arange(6).view(2, 3).t(),
+    "sliced": lambda: torch.arange(24).view(4, 6)[1:3, ::2],
+    "small part of a large storage": lambda: torch.arange(1000)[10:13],
+    "expanded": lambda: torch.arange(3).view(3, 1).expand(3, 4),
+}
+
+
+@pytest.mark.parametrize("make", PLAIN.values(), ids=PLAIN.keys())
+def test_a_plain_tensor_keeps_dtype_shape_and_strides(make: Callable[[], torch.Tensor]) -> None:
+    """A plain tensor comes through the ring as it left, in no way told from torch's own road."""
+    torch.manual_seed(3)
+    left = make()
+    collate_fn = RingCollate(first)
+    ring = _ring(collate_fn)
+    came = _arrive(ring.send(first, [left]))
+    assert (came.dtype, came.shape, came.stride()) == (left.dtype, left.shape, left.stride())
+    assert torch.equal(came, left)
+    assert not came._is_view()
+    assert collate_fn.arrivals.fresh_count == 0
+
+
+ODD = {
+    "sparse": lambda: torch.eye(3).to_sparse(),
+    "gradient-requiring": lambda: torch.ones(2, requires_grad=True),
+    "parameter": lambda: torch.nn.Parameter(torch.ones(2)),
+    "subclass": lambda: torch.ones(2).as_subclass(Marked),
+    "conjugate": lambda: torch.tensor([1 + 2j]).conj(),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
+@pytest.mark.parametrize("make", ODD.values(), ids=ODD.keys())
+def test_other_tensors_arrive_as_through_torchs_queue(make: Callable[[], Any]) -> None:
+    """Sparse, gradient-requiring tensors and subclasses, beside a plain one, are what torch's loader gives."""
+    theirs, ours = _torch_and_ring(lambda: {"odd": make(), "plain": torch.ones(3)})
+    assert type(ours["odd"]) is type(theirs["odd"])
+    assert repr(ours) == repr(theirs)
+    assert ours["odd"].layout == theirs["odd"].layout
+
+
+STRUCTURES = {
+    "list": lambda: [torch.ones(2), [torch.zeros(1)]],
+    "tuple": lambda: (torch.ones(2), 3, "a"),
+    "dict": lambda: {"a": torch.ones(2), 4: {"b": np.arange(3.0)}},
+    "namedtuple": lambda: Point(torch.ones(2), np.int64(4)),
+    "dataclass": lambda: Labelled(torch.ones(2), "x"),
+    "arrays": lambda: [np.arange(6).reshape(2, 3), np.asfortranarray(np.eye(2, 3)), np.array(["a", "bc"])],
+    "odd arrays": lambda: [np.zeros((0, 2)), np.array(5), np.array([{}], dtype=object), np.arange(8)[::2]],
+    "no tensors": lambda: ["a", 1.5, None, b"x"],
+    "bytes": lambda: [bytearray(b"abc"), torch.ones(1)],
+}
+
+
+@pytest.mark.parametrize("make", STRUCTURES.values(), ids=STRUCTURES.keys())
+def test_the_structure_arrives(make: Callable[[], Any]) -> None:
+    """Any nesting arrives with its types, and arrays are as writable as through torch's queue."""
+    theirs, ours = _torch_and_ring(make)
+    assert type(ours) is type(theirs)
+    assert repr(ours) == repr(theirs)
+    for a, b in zip(ours, theirs, strict=True) if isinstance(ours, list) else ():
+        if isinstance(a, np.ndarray):
+            assert (a.dtype, a.strides, a.flags.writeable) == (b.dtype, b.strides, b.flags.writeable)
+
+
+def test_tensors_that_share_memory_still_do() -> None:
+    """Halves of one tensor, the whole and an alias see each other's changes after the journey."""
+    whole = torch.arange(8)
+    collate_fn = RingCollate(as_is)
+    low, high, same, again = _arrive(_ring(collate_fn).send(as_is, [whole[:4], whole[4:], whole, whole]))
+    low[0], high[0] = 70, 80
+    assert same.tolist() == [70, 1, 2, 3, 80, 5, 6, 7]
+    assert same is again
+    assert collate_fn.arrivals.fresh_count == 0
+
+
+def test_small_parts_of_a_large_storage_take_torchs_road() -> None:
+    """Two small views of one large tensor share memory after the journey, which torch's queue makes."""
+    _, (a, b) = _torch_and_ring(lambda: (lambda whole: [whole[:4], whole[2:6]])(torch.arange(1000)))
+    a[2] = -1
+    assert b.tolist() == [-1, 3, 4, 5]
+
+
+def test_stacked_memory_is_the_memory_that_arrives() -> None:
+    """From the second batch of a slot on, default_collate stacks into what the parent gets; no copy in between."""
+    remembered = []
+
+    def remember(samples: list[Any]) -> Any:
+        batch = default_collate(samples)
+        remembered[:] = [batch]
+        return {"nested": batch}
+
+    collate_fn = RingCollate(remember)
+    ring = _ring(collate_fn)
+    samples = [torch.full((3,), i) for i in range(4)]
+    _arrive(ring.send(remember, samples))
+    remembered.clear()
+    came = _arrive(ring.send(remember, samples))["nested"]
+    assert came.tolist() == [[i] * 3 for i in range(4)]
+    came[0, 0] = 99
+    assert remembered[0][0, 0] == 99
+
+
+def test_a_fastdata_dataset_writes_into_the_memory_that_arrives() -> None:
+    """A whole batch, also behind a Subset, is gathered into the slot; as a list of samples it shares the slot too."""
+    with CachedDataset([(torch.full((1, 2, 2), i), i) for i in range(5)], progress=False) as dataset:
+        collate_fn = RingCollate()
+        ring = _ring(collate_fn)
+        ring.serve(Subset(dataset, [0]))
+        _arrive(ring.send(collate, dataset.__getitems__([1, 2])))
+        for collate_samples, images_of in ((collate, lambda batch: batch[0]), (as_is, lambda batch: batch[0][0])):
+            samples = dataset.__getitems__([3, 4])
+            assert isinstance(samples, SampleBatch)
+            came = images_of(_arrive(ring.send(collate_samples, samples)))
+            came.view(-1)[0] = 77
+            assert samples[0][0].view(-1)[0] == 77
+        assert collate_fn.arrivals.fresh_count == 0
+        dataset.batch_ring = None
+
+
+def test_default_collate_fails_as_in_torch() -> None:
+    """Samples of different shapes or unknown types raise torch's message."""
+    for samples in ([torch.ones(2), torch.ones(3)], [torch.eye(2).to_sparse()] * 2, [object()] * 2):
+        messages = []
+        for collate_samples in (default_collate, partial(_ring(RingCollate()).send, default_collate)):
+            with pytest.raises((RuntimeError, TypeError)) as caught:
+                collate_samples(samples)
+            messages.append(str(caught.value))
+        assert messages[0] == messages[1]
+
+
+def test_a_users_own_tensor_collation_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A function that the user put in default_collate_fn_map stays, and after a batch torch's own is back."""
+    functions = torch.utils.data._utils.collate.default_collate_fn_map
+    torchs = functions[torch.Tensor]
+    samples = [torch.ones(2), torch.ones(2)]
+    ring = _ring(RingCollate())
+    ring.send(collate, samples)
+    assert functions[torch.Tensor] is torchs
+    monkeypatch.setitem(functions, torch.Tensor, lambda batch, *, collate_fn_map: len(batch))
+    assert _arrive(ring.send(collate, samples)) == 2
+
+
+def test_a_batch_that_cannot_be_pickled_is_an_error() -> None:
+    """What torch's queue drops in a thread, so that the loop waits forever, is raised."""
+    loader = DataLoader(Made(lambda: lambda: 0), num_workers=1, collate_fn=first)
+    with pytest.raises(Exception, match="pickle"):
+        next(iter(loader))
+
+
+# Whose memory it is
+
+
+def test_memory_is_reused_when_the_last_tensor_dies(torchs_road_in_this_process: None) -> None:
+    """One slot carries batch after batch; while any tensor or array over it lives, a batch takes torch's road."""
+    collate_fn = RingCollate(as_is, slots=1)
+    ring = _ring(collate_fn)
+    batch = [torch.ones(3), np.ones(3)]
+    for keep in ((0,), (1,)):
+        came = _arrive(ring.send(as_is, batch))
+        kept = [came[index] for index in keep]
+        address = came[0].data_ptr()
+        del came
+        fresh = _arrive(ring.send(as_is, batch))
+        assert fresh[0].data_ptr() != address
+        del kept, fresh
+        assert _arrive(ring.send(as_is, batch))[0].data_ptr() == address
+    assert collate_fn.arrivals.fresh_count == 2
+
+
+@pytest.mark.parametrize("make_loader", [TorchLoader, DataLoader])
+def test_kept_batches_are_never_overwritten(make_loader: Any) -> None:
+    """All batches of two epochs, or views of them, kept past the loader and its workers, say what they said."""
+    collate_fn = RingCollate(slots=2) if make_loader is TorchLoader else None
+    loader = make_loader(Numbers(24), batch_size=2, num_workers=2, collate_fn=collate_fn)
+    kept = [(images[1:], labels) for _ in range(2) for images, labels in loader]
+    del loader, collate_fn
+    gc.collect()
+    assert [labels.tolist() for _, labels in kept] == [[i, i + 1] for i in range(0, 24, 2)] * 2
+    assert [images.unique().tolist() for images, _ in kept] == [[i + 1] for i in range(0, 24, 2)] * 2
+
+
+def test_a_batch_that_the_worker_remembers_is_not_overwritten(torchs_road_in_this_process: None) -> None:
+    """A collate function that keeps its last batch finds it unchanged, though the parent let go of it long ago."""
+    kept: list[torch.Tensor] = []
+
+    def keep(samples: list[Any]) -> Any:
+        batch = default_collate(samples)
+        kept.append(batch)
+        return batch
+
+    ring = _ring(collate_fn := RingCollate(keep, slots=3))
+    for i in range(8):
+        _arrive(ring.send(keep, [torch.full((4,), i)]))
+    assert [batch.unique().item() for batch in kept] == list(range(8))
+    assert collate_fn.arrivals.fresh_count > 0
+
+
+def test_a_forked_process_does_not_give_back_its_parents_slot() -> None:
+    """A child that drops the batch it inherited leaves the slot lent to its parent."""
+    ring = _ring(RingCollate(first, slots=1))
+    came = [_arrive(ring.send(first, [torch.ones(3)]))]
+
+    def drop() -> None:
+        came.clear()
+        gc.collect()
+        os._exit(0 if not ring._slots[0].is_free() else 1)
+
+    child = multiprocessing.get_context("fork").Process(target=drop)
+    child.start()
+    child.join()
+    assert child.exitcode == 0
+    came.clear()
+    assert ring._slots[0].is_free()
+
+
+def test_a_larger_batch_gets_a_larger_slot() -> None:
+    """Batches that grow and shrink arrive whole through one slot, and the parent lets go of its smaller memory."""
+    collate_fn = RingCollate(first, slots=1)
+    ring = _ring(collate_fn)
+    held = []
+    for length in (10, 5000, 3, 100_000, 20):
+        assert torch.equal(_arrive(ring.send(first, [torch.arange(length)])), torch.arange(length))
+        held.append(collate_fn.arrivals.bytes_held)
+    assert collate_fn.arrivals.fresh_count == 0
+    assert held[0] == 4096
+    assert held[2] == held[1] < held[3] == held[4] < 1_000_000
+
+
+def test_memory_that_cannot_be_reserved_leaves_torchs_road(
+    monkeypatch: pytest.MonkeyPatch, torchs_road_in_this_process: None
+) -> None:
+    """Where there is no memory for a slot the batch still arrives, and is counted."""
+
+    def refuse(size_bytes: int) -> Any:
+        raise MemoryBudgetError(f"{size_bytes} bytes are too many")
+
+    monkeypatch.setattr(transport_module.Block, "create", refuse)
+    ring = _ring(collate_fn := RingCollate(first))
+    assert _arrive(ring.send(first, [torch.arange(3)])).tolist() == [0, 1, 2]
+    assert collate_fn.arrivals.fresh_count == 1
+
+
+# Loaders of all kinds
+
+
+def test_in_the_training_loop_it_is_the_collate_function() -> None:
+    """Without workers the batch is the very object that the collate function returned."""
+    made = object()
+    assert RingCollate(lambda samples: made)([1]) is made
+    loader = TorchLoader(Numbers(2), batch_size=2, collate_fn=RingCollate(lambda samples: made))
+    assert list(loader) == [made]
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("make_loader", [TorchLoader, DataLoader])
+def test_every_start_method_works(make_loader: Any, method: str) -> None:
+    """Forked, spawned and fork-served workers serve the same batches through the ring."""
+    collate_fn = RingCollate()
+    options = {"multiprocessing_context": method, "collate_fn": collate_fn}
+    loader = make_loader(Numbers(5), batch_size=2, num_workers=1, **options)
+    assert _epoch(loader) == _numbers([[0, 1], [2, 3], [4]])
+    assert collate_fn.arrivals.fresh_count == 0
+
+
+def test_persistent_workers_keep_their_slots() -> None:
+    """Later epochs, whole or broken off, need no more memory, and the report says how much it is."""
+    loader = DataLoader(
+        Numbers(24), batch_size=2, num_workers=2, workers="process", persistent_workers=True, prefetch_factor=2
+    )
+    for _ in range(3):
+        assert len(_epoch(loader)) == 12
+        next(iter(loader))
+        report = loader.report()
+        assert 0 < report.bytes_held <= 2 * (2 + 3) * 4096
+        assert report.fresh_batches == 0
+
+
+def test_slots_of_ended_workers_are_let_go() -> None:
+    """An untouched torch loader that starts workers every epoch holds the memory of one epoch at most."""
+    collate_fn = RingCollate()
+    loader = TorchLoader(Numbers(24), batch_size=2, num_workers=2, collate_fn=collate_fn)
+    for _ in range(4):
+        assert len(_epoch(loader)) == 12
+        assert collate_fn.arrivals.bytes_held <= 2 * 8 * 4096
+        assert len(collate_fn.arrivals._rings) <= 2
+
+
+def test_an_iterator_dropped_midway_leaves_nothing() -> None:
+    """Batches that were never fetched vanish with their workers; the fixture finds no descriptor or process."""
+    collate_fn = RingCollate()
+    iterator = iter(TorchLoader(Numbers(24), batch_size=2, num_workers=2, collate_fn=collate_fn))
+    images, labels = next(iterator)
+    del iterator
+    gc.collect()
+    assert labels.tolist() == [0, 1]
+    del images, labels
+    assert collate_fn.arrivals.bytes_held == 0
+
+
+def test_several_loaders_share_a_collate_function() -> None:
+    """Four loaders at once, with one RingCollate and its copies, do not mix their batches."""
+    collate_fn = RingCollate()
+    copies = [collate_fn, pickle.loads(pickle.dumps(collate_fn)), collate_fn, RingCollate()]
+    assert copies[1].arrivals is collate_fn.arrivals
+    loaders = [TorchLoader(Numbers(6), batch_size=k, num_workers=1, collate_fn=c) for k, c in enumerate(copies, 1)]
+    iterators = [iter(loader) for loader in loaders]
+    seen: list[list[int]] = [[] for _ in loaders]
+    for _ in range(6):
+        for iterator, labels in zip(iterators, seen, strict=True):
+            labels += next(iterator, (None, torch.empty(0)))[1].tolist()
+    assert seen == [list(range(6))] * 4
+
+
+class Nested(Dataset[Any]):
+    """Reads its samples with a loader of its own, in the same process."""
+
+    def __init__(self, make_loader: Any) -> None:
+        self.loader = make_loader(Numbers(4), batch_size=2, collate_fn=RingCollate())
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.stack([labels for _, labels in self.loader])
+
+
+@pytest.mark.parametrize("make_loader", [TorchLoader, DataLoader])
+def test_a_loader_inside_a_worker_gets_batches(make_loader: Any) -> None:
+    """A loader in a worker process, made before the fork, has real batches and not parcels."""
+    loader = make_loader(Nested(make_loader), num_workers=1, collate_fn=RingCollate())
+    assert [batch.tolist() for batch in loader] == [[[[0, 1], [2, 3]]]] * 2
+
+
+def wrapped(samples: list[Any]) -> Any:
+    images, labels = WRAPPED(samples)
+    return images + 1, labels
+
+
+WRAPPED = RingCollate()
+
+
+def test_called_by_another_collate_function_it_is_a_plain_one() -> None:
+    """A collate function that calls a RingCollate gets a batch that it can go on with."""
+    loader = TorchLoader(Numbers(2), batch_size=2, num_workers=1, collate_fn=wrapped)
+    assert [labels.tolist() for _, labels in loader] == [[0, 1]]
+
+
+class Stream(IterableDataset[Any]):
+    """Three numbers for each worker."""
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        return iter(torch.arange(3) + 10 * (info.id if info else 0))
+
+
+@pytest.mark.parametrize("batch_size", [2, None])
+def test_streams_and_single_samples_come_through_the_ring(batch_size: int | None) -> None:
+    """An IterableDataset, batched or not, gives what torch gives, also after its first worker has ended."""
+    convert = collate if batch_size else default_convert
+    collate_fn = RingCollate(convert)
+    ours = DataLoader(Stream(), batch_size=batch_size, num_workers=2, collate_fn=collate_fn)
+    theirs = TorchLoader(Stream(), batch_size=batch_size, num_workers=2, collate_fn=convert)
+    assert str(list(ours)) == str(list(theirs))
+    assert collate_fn.arrivals.fresh_count == 0
+
+
+def test_another_thread_may_receive() -> None:
+    """Batches unpickled and copied by a thread, as pin_memory does, free their slots at once."""
+    ring = _ring(collate_fn := RingCollate(first, slots=1))
+    came: list[torch.Tensor] = []
+
+    def receive() -> None:
+        came.extend(_arrive(ring.send(first, [torch.full((3,), i)])).clone() for i in range(5))
+
+    thread = threading.Thread(target=receive)
+    thread.start()
+    thread.join()
+    assert [tensor.tolist() for tensor in came] == [[i] * 3 for i in range(5)]
+    assert collate_fn.arrivals.fresh_count == 0
+
+
+@pytest.mark.cuda
+def test_pinned_batches_are_whole() -> None:
+    """With pin_memory=True batches are pinned copies, and the slots behind them are reused."""
+    loader = DataLoader(Numbers(24), batch_size=2, num_workers=2, workers="process", pin_memory=True)
+    kept = list(loader)
+    assert all(images.is_pinned() for images, _ in kept)
+    assert [labels.tolist() for _, labels in kept] == [[i, i + 1] for i in range(0, 24, 2)]
+    assert loader.report().fresh_batches == 0
+
+
+def test_the_loader_keeps_the_users_collate_function() -> None:
+    """Clients that rebuild the loader find what the user gave, not the ring."""
+    loader = DataLoader(Numbers(4), num_workers=1, collate_fn=default_collate)
+    assert len(_epoch(loader)) == 4
+    assert loader.collate_fn is default_collate
+    assert loader.report().path.startswith("1 worker process over a shared ring: ")
+
+
+# Workers that die
+
+
+class Deadly(Numbers):
+    """A worker that reads sample 9 is killed; one that reads sample 8 waits until then."""
+
+    def __init__(self, by: signal.Signals) -> None:
+        super().__init__(16)
+        self.by = by
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 9:
+            os.kill(os.getpid(), self.by)
+            threading.Event().wait()
+        return super().__getitem__(index)
+
+
+@pytest.mark.usefixtures("capfd")
+@pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGSEGV])
+def test_a_killed_worker_is_named(by: signal.Signals) -> None:
+    """The error says which worker, its process and the signal, within 5 s; batches that came stay whole."""
+    loader = DataLoader(Deadly(by), batch_size=1, num_workers=2, workers="process")
+    kept = []
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match=rf"Worker 1 \(pid \d+\) was killed by signal {int(by)} \({by.name}\)"):
+        kept.extend(iter(loader))
+    assert time.monotonic() - start < 5
+    assert [labels.item() for _, labels in kept] == list(range(len(kept)))
+
+
+def test_a_killed_worker_of_an_untouched_loader_is_an_error() -> None:
+    """An untouched loader over the ring fails as without it, and its other batches are whole."""
+    loader = TorchLoader(Deadly(signal.SIGKILL), batch_size=1, num_workers=2, collate_fn=RingCollate())
+    with pytest.raises(RuntimeError, match="DataLoader worker"):
+        list(loader)
+
+
+def test_a_batch_whose_worker_is_gone_is_an_error() -> None:
+    """A parcel that arrives after its worker died unpickles as an error for the loader to raise."""
+    collate_fn = RingCollate(first)
+    parcel = ForkingPickler.dumps(_ring(collate_fn).send(first, [torch.ones(3)]))
+    collate_fn._ring = None
+    came = pickle.loads(parcel)
+    with pytest.raises(
+        RuntimeError, match=rf"DataLoader worker \(pid {os.getpid()}\) has ended, and this batch with it"
+    ):
+        came.reraise()
+    assert collate_fn.arrivals.bytes_held == 0
+
+
+def test_a_ring_without_slots_is_refused() -> None:
+    """slots=0 is an error at construction."""
+    with pytest.raises(ValueError, match="slots=0: a worker needs at least one slot"):
+        RingCollate(slots=0)
+
+
+def test_arrivals_are_forgotten_with_their_collate_function() -> None:
+    """Nothing of a RingCollate stays behind in the module."""
+    token = RingCollate()._token
+    gc.collect()
+    assert token not in transport_module._arrivals
+    assert Arrivals.of(token).bytes_held == 0
