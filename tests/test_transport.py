@@ -21,11 +21,11 @@ import pytest
 import torch
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset, IterableDataset, Subset, default_collate, default_convert, get_worker_info
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from fastdata import CachedDataset, DataLoader, SampleBatch, collate
-from fastdata import transport as transport_module
 from fastdata.errors import MemoryBudgetError
-from fastdata.transport import Arrivals, RingCollate
+from fastdata.transport import Arrivals, RingCollate, arrivals, slots
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="blocks without a name need Linux")
 
@@ -94,7 +94,7 @@ def _numbers(batches: list[list[int]], shape: tuple[int, ...] = (2, 3)) -> list[
 
 def _ring(collate_fn: RingCollate) -> Any:
     """The worker's end of a ring, here in the same process; it lives as long as the collate function."""
-    collate_fn._ring = transport_module._Ring(collate_fn._token, collate_fn.slots)
+    collate_fn._ring = slots.Ring(collate_fn._token, collate_fn.slots)
     return collate_fn._ring
 
 
@@ -364,7 +364,7 @@ def test_memory_that_cannot_be_reserved_leaves_torchs_road(
     def refuse(size_bytes: int) -> Any:
         raise MemoryBudgetError(f"{size_bytes} bytes are too many")
 
-    monkeypatch.setattr(transport_module.Block, "create", refuse)
+    monkeypatch.setattr(slots.Block, "create", refuse)
     ring = _ring(collate_fn := RingCollate(first))
     assert _arrive(ring.send(first, [torch.arange(3)])).tolist() == [0, 1, 2]
     assert collate_fn.arrivals.fresh_count == 1
@@ -531,20 +531,35 @@ def test_the_loader_keeps_the_users_collate_function() -> None:
 
 
 class Deadly(Numbers):
-    """A worker that reads sample 9 is killed; one that reads sample 8 waits until then."""
+    """The worker that reads sample 9 is killed, once it may."""
 
     def __init__(self, by: signal.Signals) -> None:
         super().__init__(16)
         self.by = by
+        self.may_die = multiprocessing.Event()
 
     def __getitem__(self, index: int) -> Any:
         if index == 9:
+            self.may_die.wait()
             os.kill(os.getpid(), self.by)
             threading.Event().wait()
         return super().__getitem__(index)
 
 
-@pytest.mark.usefixtures("capfd")
+@pytest.fixture
+def killed_while_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker of a ``Deadly`` dies while the loop waits for its batch: elsewhere torch's signal handler raises."""
+    original = _MultiProcessingDataLoaderIter._try_get_data
+
+    def try_get_data(self: Any, *args: Any) -> Any:
+        if self._rcvd_idx == 9:
+            self._dataset.may_die.set()
+        return original(self, *args)
+
+    monkeypatch.setattr(_MultiProcessingDataLoaderIter, "_try_get_data", try_get_data)
+
+
+@pytest.mark.usefixtures("capfd", "killed_while_awaited")
 @pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGSEGV])
 def test_a_killed_worker_is_named(by: signal.Signals) -> None:
     """The error says which worker, its process and the signal, within 5 s; batches that came stay whole."""
@@ -554,11 +569,13 @@ def test_a_killed_worker_is_named(by: signal.Signals) -> None:
     with pytest.raises(RuntimeError, match=rf"Worker 1 \(pid \d+\) was killed by signal {int(by)} \({by.name}\)"):
         kept.extend(iter(loader))
     assert time.monotonic() - start < 5
-    assert [labels.item() for _, labels in kept] == list(range(len(kept)))
+    assert [labels.item() for _, labels in kept] == list(range(9))
+    assert [images.unique().item() for images, _ in kept] == list(range(9))
 
 
+@pytest.mark.usefixtures("killed_while_awaited")
 def test_a_killed_worker_of_an_untouched_loader_is_an_error() -> None:
-    """An untouched loader over the ring fails as without it, and its other batches are whole."""
+    """An untouched loader over the ring fails as without it."""
     loader = TorchLoader(Deadly(signal.SIGKILL), batch_size=1, num_workers=2, collate_fn=RingCollate())
     with pytest.raises(RuntimeError, match="DataLoader worker"):
         list(loader)
@@ -587,5 +604,5 @@ def test_arrivals_are_forgotten_with_their_collate_function() -> None:
     """Nothing of a RingCollate stays behind in the module."""
     token = RingCollate()._token
     gc.collect()
-    assert token not in transport_module._arrivals
+    assert token not in arrivals._arrivals
     assert Arrivals.of(token).bytes_held == 0
