@@ -18,6 +18,7 @@ from fastdata.errors import (
 from fastdata.folder import ImageFolder, ImageManifest
 from fastdata.loader import DataLoader
 from fastdata.plan import TransformPlan, plan_transform
+from fastdata.transport import RingCollate
 
 __all__ = [
     "CachedDataset",
@@ -28,6 +29,7 @@ __all__ = [
     "ImageManifest",
     "IngestError",
     "MemoryBudgetError",
+    "RingCollate",
     "SampleBatch",
     "SampleError",
     "StoreGoneError",

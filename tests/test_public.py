@@ -13,6 +13,7 @@ NAMES = {
     "DataLoader",
     "ImageFolder",
     "ImageManifest",
+    "RingCollate",
     "SampleBatch",
     "TransformPlan",
     "collate",

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing import resource_sharer
 from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -361,13 +363,28 @@ def test_memory_that_cannot_be_reserved_leaves_torchs_road(
 ) -> None:
     """Where there is no memory for a slot the batch still arrives, and is counted."""
 
-    def refuse(size_bytes: int) -> Any:
+    def refuse(size_bytes: int, *, portable: bool) -> Any:
         raise MemoryBudgetError(f"{size_bytes} bytes are too many")
 
     monkeypatch.setattr(slots.Block, "create", refuse)
     ring = _ring(collate_fn := RingCollate(first))
     assert _arrive(ring.send(first, [torch.arange(3)])).tolist() == [0, 1, 2]
     assert collate_fn.arrivals.fresh_count == 1
+
+
+def test_a_block_with_a_name_serves_where_proc_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through temporary files, as on systems without memfd, batches arrive just so, and no file is left."""
+    create = slots.Block.create
+    monkeypatch.setattr(slots.Block, "create", lambda size_bytes, *, portable: create(size_bytes, portable=True))
+    folder = Path(tempfile.gettempdir())
+    before = set(folder.glob("fastdata-block-*"))
+    ring = _ring(collate_fn := RingCollate(first))
+    assert _arrive(ring.send(first, [torch.arange(3)])).tolist() == [0, 1, 2]
+    assert len(set(folder.glob("fastdata-block-*")) - before) == 1
+    assert collate_fn.arrivals.fresh_count == 0
+    del ring, collate_fn
+    gc.collect()
+    assert set(folder.glob("fastdata-block-*")) <= before
 
 
 # Loaders of all kinds

@@ -99,9 +99,11 @@ _arrivals: weakref.WeakValueDictionary[str, Arrivals] = weakref.WeakValueDiction
 
 def _receive(token: str, place: Place | None, spans: list[tuple[int, int]], data: bytes) -> Any:
     """Unpickle a parcel: the batch, or where its worker has died, an error for the loader to raise."""
+    if token == UNCOUNTED:
+        return pickle.loads(data)
     arrivals = Arrivals.of(token)
     if place is None:
-        arrivals.fresh_count += token != UNCOUNTED
+        arrivals.fresh_count += 1
         return pickle.loads(data)
     try:
         return arrivals.receive(place, spans, data)

@@ -33,6 +33,7 @@ class RingCollate:
     The batch may be any nesting that pickles. Plain CPU tensors and contiguous NumPy arrays in it travel through the
     ring and keep dtype, shape and strides; sparse, quantized, gradient-requiring tensors and tensor subclasses travel
     in torch's way. What the training loop receives is its own: memory is reused when the last tensor over it has died.
+    Only a process that is forked while a batch lives must copy what it uses after its parent has let go of it.
     ``default_collate``, also when called by ``collate``, stacks straight into the ring.
 
     Args:

@@ -51,7 +51,9 @@ class _Slot:
         Raises:
             MemoryBudgetError: there is not so much memory; the slot stays as it is.
         """
-        block = Block.create(-(-size_bytes // _PAGE_BYTES) * _PAGE_BYTES)
+        # Without /proc the parent could not find a block that has no name.
+        nameless = hasattr(os, "memfd_create") and os.path.exists("/proc/self/fd")
+        block = Block.create(-(-size_bytes // _PAGE_BYTES) * _PAGE_BYTES, portable=not nameless)
         if self.block:
             self.block.close()
         self.block, self.number = block, self.number + 1
