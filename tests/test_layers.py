@@ -15,6 +15,7 @@ PACKAGE = Path(fastdata.__file__).parent
 ORDER = (
     "errors",
     "spec",
+    "scratch",
     "report",
     "machine",
     "memory",

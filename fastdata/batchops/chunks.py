@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fastdata.batchops.pixels import BIG, LITTLE, Bytes, Scratch, fill_borders, round_up_8
+from fastdata.batchops.pixels import BIG, LITTLE, Bytes, fill_borders
 from fastdata.batchops.readable import Readable
 from fastdata.batchops.values import Values
 from fastdata.batchops.windows import Padding, Windows
+from fastdata.scratch import Scratch, round_up_8
 
 __all__ = ["MAX_MIRRORED_BYTES", "MAX_SAMPLE_BYTES", "PLAIN_SHARE", "serve_chunks", "serve_mirrored"]
 

@@ -11,40 +11,19 @@ Shape letters: C channels, H W size of the source, h w size of the window.
 from __future__ import annotations
 
 import functools
-import math
-import threading
 
 import numpy as np
 import numpy.typing as npt
 
 from fastdata.batchops.windows import Length, Padding
+from fastdata.scratch import Scratch, round_up_8
 
-__all__ = ["Bytes", "Mirror", "Scratch", "check_reflects", "fill_borders", "mirror_into", "pad_into", "round_up_8"]
+__all__ = ["Bytes", "Mirror", "check_reflects", "fill_borders", "mirror_into", "pad_into"]
 
 Bytes = npt.NDArray[np.uint8]
 
 BIG, LITTLE = np.dtype(">u8"), np.dtype("<u8")
 WORD_BYTES = BIG.itemsize
-
-
-class Scratch(threading.local):
-    """Memory that each thread keeps for its own intermediate images; grows to the largest need, then is reused."""
-
-    def __init__(self) -> None:
-        self._buffers: dict[str, Bytes] = {}
-
-    def take(self, name: str, shape: tuple[int, ...]) -> Bytes:
-        """Give the thread's buffer of that name; its contents are what was left in it, at first zeros."""
-        size = math.prod(shape)
-        buffer = self._buffers.get(name)
-        if buffer is None or buffer.size < size:
-            buffer = self._buffers[name] = np.zeros(round_up_8(size), np.uint8)
-        return buffer[:size].reshape(shape)
-
-
-def round_up_8(count: int) -> int:
-    """Return the next multiple of 8."""
-    return -(-count // 8) * 8
 
 
 class Mirror:

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fastdata.batchops.chunks import MAX_MIRRORED_BYTES, MAX_SAMPLE_BYTES, PLAIN_SHARE, serve_chunks, serve_mirrored
-from fastdata.batchops.pixels import WORD_BYTES, Bytes, Scratch, check_reflects
+from fastdata.batchops.pixels import WORD_BYTES, Bytes, check_reflects
 from fastdata.batchops.readable import Readable
 from fastdata.batchops.stages import BoxPass, GrayPass, Pass, WindowPass
 from fastdata.batchops.values import Values, gray_channels
@@ -31,6 +31,7 @@ from fastdata.batchops.windows import (
 from fastdata.draws import UInt64s, sample_keys
 from fastdata.plan import TransformPlan
 from fastdata.plan.ops import Cast, Flip, Grayscale, Normalize, Op, RandomResizedCrop, Reform
+from fastdata.scratch import Scratch
 from fastdata.spec import SampleSpec
 
 __all__ = ["Program", "compile_ops"]

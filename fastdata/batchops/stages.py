@@ -13,12 +13,13 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from fastdata.batchops.pixels import Bytes, Mirror, Scratch, mirror_into, pad_into
+from fastdata.batchops.pixels import Bytes, Mirror, mirror_into, pad_into
 from fastdata.batchops.resample import draw_boxes, resize_into
 from fastdata.batchops.values import Values, gray_channels, gray_into
 from fastdata.batchops.windows import Length, Padding, Windows
 from fastdata.draws import UInt64s
 from fastdata.plan.ops import Grayscale, RandomResizedCrop
+from fastdata.scratch import Scratch
 
 __all__ = ["BoxPass", "GrayPass", "Pass", "WindowPass"]
 
