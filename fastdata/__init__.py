@@ -8,6 +8,7 @@ Swap two imports and keep the script::
 from fastdata.batch import SampleBatch, collate
 from fastdata.dataset import CachedDataset
 from fastdata.errors import (
+    CodecError,
     FastDataError,
     FastDataWarning,
     IngestError,
@@ -22,6 +23,7 @@ from fastdata.transport import RingCollate
 
 __all__ = [
     "CachedDataset",
+    "CodecError",
     "DataLoader",
     "FastDataError",
     "FastDataWarning",

@@ -7,6 +7,7 @@ handlers working.
 from __future__ import annotations
 
 __all__ = [
+    "CodecError",
     "FastDataError",
     "FastDataWarning",
     "IngestError",
@@ -47,6 +48,10 @@ class SampleError(FastDataError, OSError):
 
 class IngestError(FastDataError, RuntimeError):
     """Preparation stopped for a reason that is no single sample's fault, such as a killed worker process."""
+
+
+class CodecError(FastDataError, ValueError):
+    """Encoded bytes are not what a sample of this shape and dtype was encoded to: damaged, cut off, or another's."""
 
 
 class StoreGoneError(FastDataError, RuntimeError):

@@ -224,7 +224,7 @@ def test_decompression_bombs_are_pils_to_refuse(tmp_path: Path, road: str, monke
 def test_simplejpeg_decodes_only_ordinary_jpeg(name: str, decoded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """YCbCr and gray JPEG never reach PIL's decoder, everything else does."""
     data = FILES[name]()
-    images._agreed_subsamplings()
+    images.agreed_subsamplings()
     opened: list[object] = []
     real = Image.open
     monkeypatch.setattr(Image, "open", lambda stream: opened.append(stream) or real(stream))
@@ -236,21 +236,21 @@ def test_simplejpeg_decodes_only_ordinary_jpeg(name: str, decoded: bool, monkeyp
 def test_simplejpeg_is_left_out_where_it_disagrees_with_pil(monkeypatch: pytest.MonkeyPatch) -> None:
     """A PIL built with another libjpeg decodes its own JPEGs: no pixel comes from simplejpeg."""
     exact = images.simplejpeg.decode_jpeg
-    images._agreed_subsamplings.cache_clear()
+    images.agreed_subsamplings.cache_clear()
     monkeypatch.setattr(images.simplejpeg, "decode_jpeg", lambda data, **options: exact(data, **options) ^ 1)
     try:
-        assert images._agreed_subsamplings() == frozenset()
+        assert images.agreed_subsamplings() == frozenset()
         data = FILES["baseline_420.jpg"]()
         assert decode_image(data).tobytes() == Image.open(io.BytesIO(data)).convert("RGB").tobytes()
     finally:
-        images._agreed_subsamplings.cache_clear()
+        images.agreed_subsamplings.cache_clear()
 
 
 @needs_simplejpeg
 def test_simplejpeg_agrees_with_this_pil_where_both_are_turbo() -> None:
     """With libjpeg-turbo in both, the three samplings that cameras and ImageNet use are taken."""
     if features.check_feature("libjpeg_turbo"):
-        assert {"444", "422", "420", "Gray"} <= images._agreed_subsamplings()
+        assert {"444", "422", "420", "Gray"} <= images.agreed_subsamplings()
 
 
 # Fast roads

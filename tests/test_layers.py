@@ -26,6 +26,7 @@ ORDER = (
     "plan",
     "batchops",
     "decode",
+    "codecs",
     "sources",
     "stores.base",
     "stores.raw",
@@ -59,6 +60,8 @@ DOORS = {
     "torchvision": {"bench"},
     "matplotlib": {"bench"},
     "simplejpeg": {"decode"},
+    "lz4": {"codecs"},
+    "zstandard": {"codecs"},
 }
 
 MODULES = sorted(PACKAGE.rglob("*.py"))

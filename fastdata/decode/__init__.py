@@ -10,6 +10,7 @@ from fastdata.decode.images import (
     load_image,
     load_resized,
 )
+from fastdata.decode.planar import decode_planes_into, encode_planes
 from fastdata.decode.problems import sample_error
 from fastdata.decode.stored import Planes, present, spec_of, to_image, to_pil, to_stored
 
@@ -21,6 +22,8 @@ __all__ = [
     "Resize",
     "Size",
     "decode_image",
+    "decode_planes_into",
+    "encode_planes",
     "load_image",
     "load_resized",
     "present",

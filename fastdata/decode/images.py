@@ -37,6 +37,7 @@ __all__ = [
     "Interpolation",
     "Resize",
     "Size",
+    "agreed_subsamplings",
     "decode_image",
     "load_image",
     "load_resized",
@@ -182,7 +183,7 @@ def _decode_turbo(data: bytes, fast_target: tuple[int, int] | None) -> Array | N
     min_height, min_width = (0, 0) if fast_target is None else _with_gap(fast_target)
     try:
         height, width, colours, subsampling = simplejpeg.decode_jpeg_header(data)
-        if colours not in ("YCbCr", "Gray") or subsampling not in _agreed_subsamplings() or _is_huge(height * width):
+        if colours not in ("YCbCr", "Gray") or subsampling not in agreed_subsamplings() or _is_huge(height * width):
             return None
         # Scales above 1/2 have no vectorised inverse DCT and take longer than a full decode, hence min_factor=2.
         # fastdct and fastupsample save 2 % and change every pixel by 1.1 levels on average: not used.
@@ -193,7 +194,7 @@ def _decode_turbo(data: bytes, fast_target: tuple[int, int] | None) -> Array | N
 
 
 @functools.cache
-def _agreed_subsamplings() -> frozenset[str]:
+def agreed_subsamplings() -> frozenset[str]:
     """The chroma subsamplings that simplejpeg decodes to PIL's pixels here; none if PIL is built with another libjpeg.
 
     Measured once per process (3 ms) on noise, where any difference in the inverse DCT, upsampling or colour conversion

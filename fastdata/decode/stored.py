@@ -15,7 +15,7 @@ from PIL import Image
 
 from fastdata.spec import Form, SampleSpec
 
-__all__ = ["Planes", "present", "spec_of", "to_image", "to_pil", "to_stored"]
+__all__ = ["Planes", "pack_planes", "present", "spec_of", "to_image", "to_pil", "to_stored"]
 
 Array = npt.NDArray[Any]
 PLANES = {"L": "L", "RGB": "RGB", "RGBA": "RGBA"}
@@ -68,7 +68,7 @@ def to_stored(sample: Any) -> tuple[Array, Form]:
         return _view(sample)
     spec = spec_of(sample)
     array = np.empty(spec.shape or (), spec.dtype)
-    _pack(sample, array)
+    pack_planes(sample, array)
     return array, "pil"
 
 
@@ -120,7 +120,8 @@ def _mode_of(bands: int, dtype: np.dtype[Any]) -> str:
     raise TypeError(f"an array of {bands} channels of {dtype} is no PIL image; give 1, 3 or 4 channels of uint8")
 
 
-def _pack(image: Image.Image, out_CHW: Array) -> None:
+def pack_planes(image: Image.Image, out_CHW: Array) -> None:
+    """Copy an image's pixels to planar memory of its size."""
     if image.mode in SCALARS:
         out_CHW[0] = np.asarray(image)
         return

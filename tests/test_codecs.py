@@ -1,0 +1,523 @@
+"""Every codec passes one contract; the byte formats do not change unseen."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import pickle
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fastdata.codecs import KNOWN_CODECS, Codec, JpegCodec, Lz4Codec, ZstdCodec, codec_of, find_codec
+from fastdata.codecs import lz4 as lz4_module
+from fastdata.codecs import zstd as zstd_module
+from fastdata.codecs.prediction import Filter, apply_filter, layout_of, undo_filter
+from fastdata.decode import planar
+from fastdata.errors import CodecError, FastDataError
+from fastdata.scratch import Scratch
+from fastdata.spec import SampleSpec
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+class Inverted:
+    """A user's codec that has nothing but the two methods."""
+
+    def encode(self, sample: np.ndarray) -> bytes:
+        return bytes(255 - byte for byte in sample.tobytes())
+
+    def decode(self, data: memoryview, out: np.ndarray) -> None:
+        out[...] = np.frombuffer(bytes(255 - byte for byte in data), out.dtype).reshape(out.shape)
+
+
+OWN = {
+    "lz4": Lz4Codec(),
+    "lz4 fast": Lz4Codec(level=8),
+    "lz4 high": Lz4Codec(level=12, high_compression=True),
+    "zstd": ZstdCodec(),
+    "zstd -5": ZstdCodec(level=-5),
+    "zstd 9": ZstdCodec(level=9),
+    "jpeg": JpegCodec(),
+    "jpeg 4:2:0": JpegCodec(quality=50, subsampling="4:2:0"),
+}
+CODECS: dict[str, Codec] = {**OWN, "user": find_codec(Inverted())}
+LOSSLESS = {name: codec for name, codec in CODECS.items() if codec.lossless}
+SHAPES = [
+    *((3, 5, 6), (3, 37, 41), (3, 16, 64), (1, 9, 33), (4, 7, 40), (2, 3, 4, 36)),
+    *((7, 50), (5, 1), (3, 70, 1), (19,), (1,), (), (0,), (3, 0, 6)),
+]
+DTYPES = [
+    *("uint8", "int8", "bool", "uint16", "int16", "int32", "int64", "float16", "float32", "float64"),
+    *("complex64", "complex128", "longdouble", ">u2", ">f8", "S3", "M8[s]"),
+]
+
+
+def sample_of(shape: tuple[int, ...], dtype: str = "uint8") -> np.ndarray:
+    """Smooth with some noise, so that filters gain and every element differs from its neighbours."""
+    rng = np.random.default_rng(7)
+    count = int(np.prod(shape))
+    values = np.cumsum(rng.integers(-3, 5, count)) % 251
+    return values.astype("M8[s]" if dtype == "M8[s]" else dtype).reshape(shape)
+
+
+def images_of(codec: Codec, shape: tuple[int, ...] = (3, 11, 14)) -> np.ndarray:
+    """A sample that any codec keeps."""
+    smooth = np.linspace(0, 255, int(np.prod(shape))).astype(np.uint8).reshape(shape)
+    assert codec.obstacle(SampleSpec(shape=shape, dtype="uint8", form="array")) is None
+    return smooth
+
+
+def decoded(codec: Codec, data: bytes | memoryview, like: np.ndarray) -> np.ndarray:
+    """Decode into memory that holds something else before."""
+    out = np.empty_like(like)
+    out.reshape(-1).view(np.uint8)[...] = 0xA5
+    codec.decode(memoryview(data), out)
+    return out
+
+
+def same_bits(found: np.ndarray, wanted: np.ndarray) -> bool:
+    return found.dtype == wanted.dtype and found.shape == wanted.shape and found.tobytes() == wanted.tobytes()
+
+
+@pytest.fixture(params=CODECS.values(), ids=CODECS)
+def codec(request: pytest.FixtureRequest) -> Codec:
+    return request.param
+
+
+@pytest.fixture(params=OWN.values(), ids=OWN)
+def own(request: pytest.FixtureRequest) -> Codec:
+    return request.param
+
+
+@pytest.mark.parametrize("name", LOSSLESS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_lossless_samples_come_back_bit_for_bit(name: str, shape: tuple[int, ...]) -> None:
+    """Any dtype, byte order and shape, odd widths, no axes and no elements included."""
+    for dtype in DTYPES:
+        sample = sample_of(shape, dtype)
+        assert same_bits(decoded(LOSSLESS[name], LOSSLESS[name].encode(sample), sample), sample), dtype
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        *(((3, 256, 256), "u1"), ((3, 200, 201), "u1"), ((200_001,), "u1"), ((90_000, 3), "u1")),
+        *(((3, 1, 50_001), "u1"), ((3, 90_000, 1), "u1"), ((200, 300), "f4"), ((64, 40, 40), "u2")),
+    ],
+)
+def test_large_samples_come_back_bit_for_bit(shape: tuple[int, ...], dtype: str) -> None:
+    """So they do where the filter is chosen on a strip."""
+    sample = sample_of(shape, dtype)
+    assert same_bits(decoded(ZstdCodec(), ZstdCodec().encode(sample), sample), sample)
+
+
+@pytest.mark.parametrize("dtype", ["u1", "u2", "f4", "f8"])
+@pytest.mark.parametrize("shape", [(3, 8, 40), (3, 9, 35), (3, 6, 2), (3, 1, 33)], ids=str)
+def test_every_filter_is_undone(dtype: str, shape: tuple[int, ...]) -> None:
+    """Each combination of filters gives the sample back, random bits and carries between bytes included."""
+    layout = layout_of(shape, np.dtype(dtype))
+    for chosen in range(1, 16):
+        raw = np.random.default_rng(chosen).integers(0, 256, int(np.prod(shape)) * np.dtype(dtype).itemsize, np.uint8)
+        filtered = np.zeros(layout.size, np.uint8)
+        filtered[...] = apply_filter(raw, layout, Filter(chosen))
+        out = np.full(raw.size, 0xA5, np.uint8)
+        undo_filter(filtered, layout, Filter(chosen), out, Scratch())
+        assert np.array_equal(out, raw), Filter(chosen)
+
+
+def test_the_filters_are_the_documented_arithmetic() -> None:
+    """ABOVE subtracts the row above and LEFT the left element of the word, both as little-endian integers."""
+    sample = np.random.default_rng(0).integers(0, 256, (2, 4, 40), np.uint8)
+    layout = layout_of(sample.shape, sample.dtype)
+    assert layout.words == (2, 4, 5)
+    words = [[[int.from_bytes(row[k : k + 8], "little") for k in range(0, 40, 8)] for row in plane] for plane in sample]
+    above = [
+        [[(w - (plane[r - 1][k] if r else 0)) % 2**64 for k, w in enumerate(row)] for r, row in enumerate(plane)]
+        for plane in words
+    ]
+    wanted = b"".join(((w - (w << 8)) % 2**64).to_bytes(8, "little") for plane in above for row in plane for w in row)
+    assert apply_filter(sample.reshape(-1), layout, Filter.ABOVE | Filter.LEFT).tobytes() == wanted
+
+
+def test_photographs_shrink_by_prediction() -> None:
+    """Smooth noisy colour takes the filter with all three steps; a mask of few values takes none."""
+    y, x = np.mgrid[:96, :96]
+    grey = 90 + 40 * np.sin(x / 9) * np.cos(y / 11) + np.random.default_rng(0).normal(0, 2, (96, 96))
+    photo = np.stack([grey + 20, grey, grey - 30]).clip(0, 255).astype(np.uint8)
+    codec = ZstdCodec()
+    assert codec.encode(photo)[0] == Filter.GREEN | Filter.ABOVE | Filter.LEFT
+    assert len(codec.encode(photo)) < 0.5 * photo.nbytes
+    mask = np.random.default_rng(0).integers(0, 3, (12, 12)).astype(np.uint8).repeat(8, 0).repeat(8, 1)
+    assert len(codec.encode(mask)) < 0.03 * mask.nbytes
+
+
+def test_wide_samples_shrink_by_prediction() -> None:
+    """A smooth 16-bit image takes less than half, where plain zstd gains little."""
+    y, x = np.mgrid[:96, :96]
+    depth = (20_000 + 90 * x + 55 * y + np.random.default_rng(0).normal(0, 9, (96, 96))).astype(np.uint16)
+    assert len(ZstdCodec().encode(depth)) < 0.5 * depth.nbytes < len(Lz4Codec().encode(depth))
+
+
+def test_jpeg_changes_little(own: Codec) -> None:
+    """A lossy codec's pixels are near the sample's; all others' are equal."""
+    sample = images_of(own, (3, 33, 47))
+    difference = np.abs(decoded(own, own.encode(sample), sample).astype(int) - sample)
+    assert difference.mean() <= (0 if own.lossless else 4)
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_both_jpeg_decoders_give_the_same_pixels(channels: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With simplejpeg and without it a file decodes to the pixels that PIL gives."""
+    sample = np.random.default_rng(0).integers(0, 256, (channels, 19, 23), np.uint8)
+    for subsampling in ("4:4:4", "4:2:2", "4:2:0"):
+        codec = JpegCodec(subsampling=subsampling)
+        data = codec.encode(sample)
+        here = decoded(codec, data, sample)
+        with monkeypatch.context() as without:
+            without.setattr(planar, "simplejpeg", None)
+            assert np.array_equal(decoded(codec, data, sample), here)
+
+
+def test_simplejpeg_decodes_where_it_agrees(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With simplejpeg installed, PIL decodes nothing of an ordinary file."""
+    pytest.importorskip("simplejpeg")
+    monkeypatch.setattr(planar, "_decode_pil", lambda data, out: pytest.fail("PIL was asked"))
+    for shape in ((3, 9, 13), (1, 9, 13)):
+        sample = np.full(shape, 77, np.uint8)
+        assert np.array_equal(decoded(JpegCodec(), JpegCodec().encode(sample), sample), sample)
+
+
+def test_data_may_lie_anywhere(codec: Codec) -> None:
+    """Data are decoded from a read-only view at an odd offset, into memory at an odd address."""
+    sample = images_of(codec, (3, 16, 64))
+    data = codec.encode(sample)
+    view = memoryview(b"x" * 3 + data + b"y" * 5)[3 : 3 + len(data)]
+    out = np.zeros(sample.size + 1, np.uint8)[1:].reshape(sample.shape)
+    codec.decode(view, out)
+    assert np.array_equal(out, decoded(codec, data, sample))
+
+
+def test_only_the_samples_memory_is_written(codec: Codec) -> None:
+    """Decoding into one sample of a batch leaves its neighbours as they were."""
+    sample = images_of(codec)
+    batch = np.full((3, *sample.shape), 0xA5, np.uint8)
+    codec.decode(memoryview(codec.encode(sample)), batch[1])
+    assert np.array_equal(batch[1], decoded(codec, codec.encode(sample), sample))
+    assert (batch[0] == 0xA5).all()
+    assert (batch[2] == 0xA5).all()
+
+
+def test_encode_leaves_the_sample_alone(codec: Codec) -> None:
+    """A read-only sample is encoded, and gives the same bytes again."""
+    sample = images_of(codec)
+    sample.flags.writeable = False
+    assert isinstance(codec.encode(sample), bytes)
+    assert codec.encode(sample) == codec.encode(sample)
+
+
+def test_threads_work_at_once(codec: Codec) -> None:
+    """Four threads that encode and decode different samples with one codec get what one thread gets."""
+    samples = [images_of(codec, (3, 16, 40)) // (k + 1) for k in range(4)]
+    alone = [decoded(codec, codec.encode(sample), sample) for sample in samples]
+    wrong: list[int] = []
+    start = threading.Barrier(4)
+
+    def work(k: int) -> None:
+        start.wait()
+        results = (decoded(codec, codec.encode(samples[k]), samples[k]) for _ in range(50))
+        wrong.extend(k for result in results if not np.array_equal(result, alone[k]))
+
+    threads = [threading.Thread(target=work, args=(k,)) for k in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def check_in_child(codec: Codec, data: bytes, wanted: np.ndarray) -> None:
+    """Exit with an error unless the codec works here."""
+    if not np.array_equal(decoded(codec, data, wanted), wanted) or codec.encode(wanted) is None:
+        raise SystemExit(3)
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_codecs_work_in_other_processes(method: str) -> None:
+    """A codec that was used before the fork, or is pickled to a new process, decodes there."""
+    codec = ZstdCodec()
+    sample = images_of(codec)
+    data = codec.encode(sample)
+    decoded(codec, data, sample)
+    child = multiprocessing.get_context(method).Process(target=check_in_child, args=(codec, data, sample))
+    child.start()
+    child.join()
+    assert child.exitcode == 0
+
+
+def test_codecs_pickle(codec: Codec) -> None:
+    """A copy decodes what the original encoded, and pickles in a few hundred bytes, however much it was used."""
+    sample = images_of(codec, (3, 64, 64))
+    data = codec.encode(sample)
+    pickled = pickle.dumps(codec)
+    assert len(pickled) < 300
+    assert np.array_equal(decoded(pickle.loads(pickled), data, sample), decoded(codec, data, sample))
+
+
+def test_cut_off_data_raise(own: Codec) -> None:
+    """Any number of bytes missing at the end is a CodecError, and the codec works on afterwards."""
+    sample = images_of(own, (3, 9, 40))
+    data = own.encode(sample)
+    for length in range(len(data) - 2 * (own.name == "jpeg")):  # without its end mark a JPEG is complete all the same
+        with pytest.raises(CodecError, match="repare the samples anew"):
+            decoded(own, data[:length], sample)
+    decoded(own, data, sample)
+
+
+def test_too_long_data_raise() -> None:
+    """Bytes behind the end are a CodecError; a JPEG ends with its own mark."""
+    for codec in (Lz4Codec(), ZstdCodec()):
+        sample = images_of(codec)
+        with pytest.raises(CodecError):
+            decoded(codec, codec.encode(sample) + b"\0\0", sample)
+
+
+def test_flipped_bits_never_crash(own: Codec) -> None:
+    """Each byte inverted in turn gives a CodecError or a whole sample, and writes nothing else."""
+    sample = images_of(own, (3, 6, 40))
+    data = bytearray(own.encode(sample))
+    batch = np.full((3, *sample.shape), 0xA5, np.uint8)
+    errors = 0
+    for position in range(len(data)):
+        data[position] ^= 0xFF
+        try:
+            own.decode(memoryview(data), batch[1])
+        except CodecError:
+            errors += 1
+        data[position] ^= 0xFF
+    assert errors
+    assert (batch[[0, 2]] == 0xA5).all()
+
+
+@pytest.mark.parametrize("shape", [(3, 11, 13), (3, 11, 15), (3, 12, 14), (1, 11, 14), (3, 110, 140)], ids=str)
+def test_another_size_raises(own: Codec, shape: tuple[int, ...]) -> None:
+    """Data of one sample do not fill memory of another size, smaller or larger."""
+    data = own.encode(images_of(own))
+    with pytest.raises(CodecError, match="damaged"):
+        decoded(own, data, np.empty(shape, np.uint8))
+
+
+def test_another_dtype_raises() -> None:
+    """Filtered data know whether elements have one byte or several."""
+    sample = sample_of((16, 64))
+    data = bytes((Filter.ABOVE,)) + ZstdCodec().encode(sample)[1:]
+    with pytest.raises(CodecError, match=r"filter 2, which samples of shape .16, 32. and uint16 cannot have"):
+        decoded(ZstdCodec(), data, np.empty((16, 32), np.uint16))
+    with pytest.raises(CodecError, match="filter 7"):
+        decoded(ZstdCodec(), bytes((7,)) + data[1:], sample)
+    with pytest.raises(CodecError, match="filter 200"):
+        decoded(ZstdCodec(), bytes((200,)) + data[1:], sample)
+
+
+def test_bombs_are_refused_before_memory_is_taken() -> None:
+    """A frame that claims more bytes than the sample has, or hides its size, is not decompressed."""
+    zstandard = pytest.importorskip("zstandard")
+    out = np.empty((3, 5, 6), np.uint8)
+    for frame, found in (
+        (zstandard.ZstdCompressor().compress(bytes(100_000_000)), "a frame of 100,000,000 bytes where 90"),
+        (zstandard.ZstdCompressor(write_content_size=False).compress(bytes(90)), "a frame of -1 bytes|no content size"),
+    ):
+        with pytest.raises(CodecError, match=found):
+            decoded(ZstdCodec(), b"\0" + len(frame).to_bytes(4, "little") + frame, out)
+
+
+def test_jpeg_headers_are_checked_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A JPEG whose header says 65,000 x 65,000 px is refused, with its size, and no pixel of it is decoded."""
+    data = bytearray(JpegCodec().encode(np.zeros((3, 8, 8), np.uint8)))
+    frame = data.index(b"\xff\xc0")
+    data[frame + 5 : frame + 9] = (65_000).to_bytes(2, "big") * 2
+    monkeypatch.setattr(planar, "pack_planes", lambda image, out: pytest.fail("decoded"))
+    with pytest.raises(CodecError, match="a JPEG of 65000 x 65000 px in mode RGB"):
+        decoded(JpegCodec(), bytes(data), np.zeros((3, 8, 8), np.uint8))
+
+
+def test_other_image_files_are_no_jpeg() -> None:
+    """PIL's other decoders are not reached by damaged data."""
+    with pytest.raises(CodecError, match="no JPEG file"):
+        decoded(JpegCodec(), b"\x89PNG\r\n\x1a\n" + bytes(50), np.zeros((3, 8, 8), np.uint8))
+
+
+def test_memory_that_cannot_be_filled_raises(own: Codec) -> None:
+    """Read-only memory and memory with gaps are a ValueError that is no CodecError."""
+    sample = images_of(own)
+    data = memoryview(own.encode(sample))
+    fixed = np.zeros_like(sample)
+    fixed.flags.writeable = False
+    for out, words in ((fixed, "read-only"), (np.zeros((3, 11, 28), np.uint8)[..., ::2], "not C-contiguous")):
+        with pytest.raises(ValueError, match=words) as raised:
+            own.decode(data, out)
+        assert not isinstance(raised.value, CodecError)
+    with pytest.raises(ValueError, match="not C-contiguous"):
+        own.encode(sample[..., ::-1])
+
+
+@pytest.mark.parametrize("codec", [Lz4Codec(), ZstdCodec()], ids=lambda codec: codec.name)
+def test_python_objects_are_refused(codec: Codec) -> None:
+    """Pointers are never written out."""
+    with pytest.raises(ValueError, match="Python objects"):
+        codec.encode(np.array([{}, None]))
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "words"),
+    [
+        ((3, 8, 8), "uint16", "JPEG keeps 8 bits, not uint16"),
+        ((8, 8), "uint8", "a lossy codec would change labels"),
+        ((4, 8, 8), "uint8", "images of 1 or 3 planes"),
+        ((3, 0, 8), "uint8", "sides of 1 to 65,500 px, not 0 x 8"),
+        (None, "float32", "JPEG keeps 8 bits"),
+    ],
+)
+def test_jpeg_refuses_what_it_would_spoil(shape: tuple[int, ...] | None, dtype: str, words: str) -> None:
+    """The reason is told of a spec beforehand, and raised for a sample, with the cure."""
+    reason = JpegCodec().obstacle(SampleSpec(shape=shape, dtype=dtype, form="array"))
+    assert reason is not None
+    assert words in reason
+    assert "codec='zstd'" in reason
+    if shape is not None:
+        with pytest.raises(ValueError, match="codec 'jpeg' cannot keep a sample of shape"):
+            JpegCodec().encode(np.zeros(shape, dtype))
+
+
+def test_huge_samples_are_refused_beforehand() -> None:
+    """More bytes than a format can count are an obstacle, any other shape and dtype none."""
+    for codec in (Lz4Codec(), ZstdCodec()):
+        huge = SampleSpec(shape=(5, 30_000, 30_000), dtype="uint8", form="array")
+        assert "4,500,000,000 bytes" in str(codec.obstacle(huge))
+        for shape, dtype in (((7,), "float64"), (None, "i8")):
+            assert codec.obstacle(SampleSpec(shape=shape, dtype=dtype, form="array")) is None
+
+
+def test_ragged_images_are_no_obstacle() -> None:
+    """Images that each have a size of their own may be JPEGs."""
+    assert JpegCodec().obstacle(SampleSpec(shape=None, dtype="uint8", form="pil")) is None
+
+
+def test_settings_rebuild_the_codec(own: Codec) -> None:
+    """Settings survive JSON, name the format's version, and give an equal codec."""
+    settings = json.loads(json.dumps(own.settings()))
+    assert settings["format"] == 1
+    assert codec_of(settings) == own
+
+
+def test_foreign_settings_are_refused() -> None:
+    """Another format, an unknown argument and an unknown codec each say what is known."""
+    settings = ZstdCodec().settings()
+    with pytest.raises(ValueError, match="format 2 of codec 'zstd', but this version of fastdata knows format 1"):
+        codec_of({**settings, "format": 2})
+    with pytest.raises(ValueError, match="codec 'zstd' does not know the settings"):
+        codec_of({**settings, "dictionary": "x"})
+    with pytest.raises(ValueError, match=r"'Inverted', which is none of fastdata's .lz4, zstd, jpeg."):
+        codec_of(find_codec(Inverted()).settings())
+
+
+def test_names_find_codecs() -> None:
+    """Each known name gives its codec, with arguments; a codec object is taken as it is."""
+    assert [find_codec(name).name for name in KNOWN_CODECS] == ["lz4", "zstd", "jpeg"]
+    assert find_codec("zstd", level=5) == ZstdCodec(level=5)
+    codec = JpegCodec(quality=80)
+    assert find_codec(codec) is codec
+    assert find_codec(find_codec(user := Inverted())).codec is user
+
+
+def test_wrong_codecs_are_explained() -> None:
+    """Unknown names, incomplete objects, classes and misplaced arguments each say what is needed."""
+    with pytest.raises(ValueError, match="codec='gzip' is not known; 'lz4', 'zstd', 'jpeg' are"):
+        find_codec("gzip")
+    with pytest.raises(TypeError, match="of type int is no codec: it has no method encode and no decode"):
+        find_codec(5)
+    with pytest.raises(TypeError, match="codec=Inverted is a class; give an instance of it"):
+        find_codec(Inverted)
+    with pytest.raises(TypeError, match="level: arguments are for a codec given by name"):
+        find_codec(Inverted(), level=1)
+    for name, level in (("zstd", 23), ("zstd", -131_073), ("lz4", -1)):
+        with pytest.raises(ValueError, match=f"level of codec '{name}' is {level}; it must be"):
+            find_codec(name, level=level)
+    with pytest.raises(ValueError, match="it must be 0 to 12 with high_compression"):
+        find_codec("lz4", level=13, high_compression=True)
+    for arguments in ({"quality": 0}, {"quality": 96}, {"subsampling": "4:4:0"}):
+        with pytest.raises(ValueError, match="of codec 'jpeg' is"):
+            find_codec("jpeg", **arguments)
+
+
+def test_missing_packages_name_the_cure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without its package a codec says what to install."""
+    monkeypatch.setattr(lz4_module, "lz4_block", None)
+    monkeypatch.setattr(zstd_module, "zstandard", None)
+    with pytest.raises(ImportError, match="pip install lz4"):
+        find_codec("lz4")
+    with pytest.raises(ImportError, match="pip install zstandard"):
+        find_codec("zstd")
+
+
+def test_users_objects_are_asked() -> None:
+    """A user's name, lossless and obstacle are used where there are any; encode is held to bytes."""
+    plain = find_codec(Inverted())
+    assert (plain.name, plain.lossless) == ("Inverted", True)
+    assert plain.obstacle(SampleSpec(shape=None, dtype="uint8", form="pil")) is None
+
+    class Rough(Inverted):
+        name, lossless = "rough", False
+
+        def obstacle(self, spec: SampleSpec) -> str:
+            return f"no {spec.dtype}"
+
+        def encode(self, sample: np.ndarray) -> bytes:
+            return sample.tolist()  # type: ignore[return-value]
+
+    rough = find_codec(Rough())
+    assert (rough.name, rough.lossless) == ("rough", False)
+    assert rough.obstacle(SampleSpec(shape=None, dtype="uint8", form="pil")) == "no uint8"
+    with pytest.raises(TypeError, match="encode of codec 'rough' gave a list; it must give bytes"):
+        rough.encode(np.zeros(3))
+
+
+def test_codec_errors_are_fastdatas() -> None:
+    """Damaged data are both a FastDataError and a ValueError."""
+    assert issubclass(CodecError, FastDataError)
+    assert issubclass(CodecError, ValueError)
+
+
+def golden_samples() -> dict[str, tuple[Codec, np.ndarray]]:
+    """What the files in tests/golden were encoded from, in integer arithmetic only."""
+    image = (np.arange(3 * 5 * 6) * 7 % 251).astype(np.uint8).reshape(3, 5, 6)
+    plane, y, x = np.indices((3, 24, 40))
+    photo = (90 + 3 * x + 2 * y + plane * 5 + (x * x + y * 7 + x * y) % 5).astype(np.uint8)
+    depth = (1000 + 37 * x + 59 * y + (x * y) % 7).astype(np.uint16)[0]
+    return {
+        "lz4_image.bin": (Lz4Codec(), image),
+        "lz4_depth.bin": (Lz4Codec(high_compression=True), depth),
+        "zstd_image.bin": (ZstdCodec(), image),
+        "zstd_photo.bin": (ZstdCodec(), photo),
+        "zstd_odd.bin": (ZstdCodec(), np.ascontiguousarray(photo[..., :35])),
+        "zstd_depth.bin": (ZstdCodec(), depth),
+        "zstd_empty.bin": (ZstdCodec(), np.empty((3, 0, 6), np.float32)),
+        "jpeg_image.bin": (JpegCodec(), image),
+        "jpeg_grey.bin": (JpegCodec(), image[:1]),
+    }
+
+
+@pytest.mark.parametrize("name", golden_samples())
+def test_golden_files_decode(name: str) -> None:
+    """Bytes that were written once decode to the same sample for ever; JPEG to its pixels within 1 level."""
+    codec, sample = golden_samples()[name]
+    sample = np.ascontiguousarray(sample)
+    out = decoded(codec, (GOLDEN / name).read_bytes(), sample)
+    if codec.lossless:
+        assert same_bits(out, sample)
+    else:
+        wanted = np.load(GOLDEN / name.replace(".bin", ".npy"))
+        assert np.abs(out.astype(int) - wanted).max() <= 1  # a libjpeg may round its inverse DCT otherwise
+    assert codec.encode(sample)
