@@ -6,7 +6,7 @@ Swap two imports and keep the script::
 """
 
 from fastdata.batch import SampleBatch, collate
-from fastdata.dataset import CachedDataset
+from fastdata.cached import CachedDataset
 from fastdata.errors import (
     CodecError,
     FastDataError,

@@ -151,6 +151,10 @@ class Block:
             with contextlib.suppress(OSError):  # somebody still maps it for writing: then only our views are read-only
                 fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE)
 
+    def fileno(self) -> int:
+        """The descriptor, while the block is open."""
+        return self._fd
+
     def close(self) -> None:
         """Give back the descriptor and the mapping; arrays handed out stay valid. Idempotent."""
         self._map = None
@@ -182,7 +186,11 @@ class Block:
 
 
 class ArrayBlock(Mapping[str, np.ndarray]):
-    """Named arrays packed into one sealed block; a read-only mapping that pickles as a handle.
+    """Named arrays packed into one block; a mapping that pickles as a handle.
+
+    Args:
+        arrays: copied into the block.
+        seal: whether they are read-only from then on, for everybody.
 
     Example:
         >>> with ArrayBlock({"targets": np.arange(3)}) as arrays:
@@ -190,21 +198,22 @@ class ArrayBlock(Mapping[str, np.ndarray]):
         [0, 1, 2]
     """
 
-    def __init__(self, arrays: Mapping[str, np.ndarray]) -> None:
+    def __init__(self, arrays: Mapping[str, np.ndarray], *, seal: bool = True) -> None:
         layout: dict[str, tuple[str, tuple[int, ...], int]] = {}
         end = 0
         for name, array in arrays.items():
             layout[name] = (array.dtype.str, array.shape, end)
             end += -(-array.nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
         self._layout = layout
-        self._block = Block.create(max(end, 1))
+        self.block = Block.create(max(end, 1))
         for name, (dtype, shape, offset) in layout.items():
-            self._block.array(dtype, shape, offset)[...] = arrays[name]
-        self._block.seal()
+            self.block.array(dtype, shape, offset)[...] = arrays[name]
+        if seal:
+            self.block.seal()
 
     def __getitem__(self, name: str) -> np.ndarray:
         dtype, shape, offset = self._layout[name]
-        return self._block.array(dtype, shape, offset)
+        return self.block.array(dtype, shape, offset)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._layout)
@@ -215,11 +224,11 @@ class ArrayBlock(Mapping[str, np.ndarray]):
     @property
     def size_bytes(self) -> int:
         """Bytes reserved."""
-        return self._block.size_bytes
+        return self.block.size_bytes
 
     def close(self) -> None:
         """Give back the block; arrays handed out stay valid. Idempotent."""
-        self._block.close()
+        self.block.close()
 
     def __enter__(self) -> ArrayBlock:
         return self

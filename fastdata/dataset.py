@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -11,21 +11,21 @@ from torch.utils.data import Dataset, default_collate
 
 from fastdata.batch import SampleBatch
 from fastdata.batchops import Program, compile_ops
-from fastdata.decode import Planes, Resize, Size, present, sample_error, to_image
+from fastdata.decode import Planes, Resize, present, sample_error, to_image
 from fastdata.errors import StoreGoneError
-from fastdata.ingest import OnError
 from fastdata.options import Options
 from fastdata.plan import TransformPlan, plan_transform
-from fastdata.preparation import Steps, prepare_storage
+from fastdata.preparation import Road, Steps, prepare_storage, report_storage
 from fastdata.ring import BatchRing
-from fastdata.sources import DatasetSource, Source
+from fastdata.sources import Source
+from fastdata.storage import StorageReport
 from fastdata.table import ListView, SampleTable
 from fastdata.visits import SharedVisits
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["CachedDataset"]
+__all__ = ["PreparedDataset"]
 
 
 def _collate_targets(targets: list[Any]) -> Any:
@@ -33,73 +33,8 @@ def _collate_targets(targets: list[Any]) -> Any:
     return default_collate([(target,) for target in targets])[0]
 
 
-class CachedDataset(Dataset[Any]):
-    """Any map-style dataset of (sample, target), prepared once and kept in shared memory.
-
-    Args:
-        dataset: has ``__len__`` and ``__getitem__`` giving (PIL image | tensor | array, target). Read once, from forked
-            worker processes; give it no transform of its own that should stay random.
-        prepare: called on each sample before it is stored, e.g. ``lambda image: image.convert("RGB")``.
-        transform: as torchvision's. Its leading deterministic steps run once per sample, before it is stored; see
-            ``plan``.
-        target_transform: called on each target when it is read.
-        storage: ``"shared"`` keeps prepared samples in shared memory; ``"none"`` keeps nothing and prepares on every
-            read; ``"auto"`` takes the first of these that fits the memory budget.
-        resize: size in pixels that images are resized to before they are stored, as torchvision's ``Resize``: an int
-            for the shorter side, or (height, width).
-        fill: ``"eager"`` prepares all samples now.
-        memory_limit: the most memory to use: bytes, ``"8GiB"``, or a fraction of what is free.
-        progress: show a progress bar on standard error.
-        seed: of the random draws of batch ops, which depend on (seed, epoch, sample) only.
-        batch_ops: ``"auto"`` runs known random transforms on whole batches, with fastdata's own draws; ``"off"`` runs
-            them per sample exactly as written.
-        on_error: ``"raise"``, or ``"skip"`` to leave out samples that cannot be prepared, with one warning.
-        num_workers: processes that prepare; default: all usable cores.
-
-    Raises:
-        SampleError: a sample cannot be read or prepared; names its path and index.
-        MemoryBudgetError: ``storage="shared"`` does not fit; raised before anything is allocated.
-
-    A pickled dataset is a handle of a few hundred bytes plus the transforms; it opens only on the same machine, while
-    the process that made it lives. ``close()`` gives the memory back; so does dropping the last reference.
-
-    Example:
-        >>> squares = [(torch.full((3, 4, 4), i, dtype=torch.uint8), i * i) for i in range(5)]
-        >>> with CachedDataset(squares, progress=False) as dataset:
-        ...     images, targets = dataset.__getitems__([1, 3]).stacked
-        >>> images.shape, targets
-        (torch.Size([2, 3, 4, 4]), tensor([1, 9]))
-    """
-
-    def __init__(
-        self,
-        dataset: Any,
-        *,
-        prepare: Callable[[Any], Any] | None = None,
-        transform: Callable[[Any], Any] | None = None,
-        target_transform: Callable[[Any], Any] | None = None,
-        storage: Literal["auto", "shared", "none"] = "auto",
-        resize: Size | None = None,
-        fill: Literal["eager"] = "eager",
-        memory_limit: int | float | str | None = None,
-        progress: bool = True,
-        seed: int = 0,
-        batch_ops: Literal["auto", "off"] = "auto",
-        on_error: OnError = "raise",
-        num_workers: int | None = None,
-    ) -> None:
-        options = Options(
-            storage=storage,
-            resize=resize,
-            fill=fill,
-            memory_limit=memory_limit,
-            progress=progress,
-            seed=seed,
-            batch_ops=batch_ops,
-            on_error=on_error,
-            num_workers=num_workers,
-        )
-        self._build(DatasetSource(dataset), options, transform, target_transform, prepare=prepare)
+class PreparedDataset(Dataset[Any]):
+    """What all datasets have in common once their source is known; made by its subclasses only."""
 
     # Building
 
@@ -131,28 +66,28 @@ class CachedDataset(Dataset[Any]):
         self._transform = transform
         self._epoch: int | None = None
         self._epochs_begun = 0
-        prepared = prepare_storage(*self._road(source, (*self._first_steps, *self._plan.prepare)), options, table)
+        prepared = prepare_storage(self._road(source, (*self._first_steps, *self._plan.prepare)), options, table)
         self.storage_plan, self.skipped = prepared.storage_plan, prepared.skipped
-        self._store, self._table = prepared.store, prepared.table
-        self._source = source if prepared.store is None else None
+        self._contents, self._table = prepared.contents, prepared.table
+        self._source = source if prepared.contents is None else None
         self._visits = SharedVisits(len(self))
         self._compile()
 
-    def _road(self, source: Source, steps: tuple[Callable[[Any], Any], ...]) -> tuple[Source, Steps]:
+    def _road(self, source: Source, steps: tuple[Callable[[Any], Any], ...]) -> Road:
         """Where samples are read from and what prepares them."""
-        return source, Steps(steps)
+        return Road(source=source, prepare=Steps(steps))
 
     def _compile(self) -> None:
         """Derive what serving needs from the plan and the store."""
         self._program: Program | None = None
         self._served: tuple[tuple[int, ...], np.dtype[Any]] | None = None  # shape and dtype of every sample served
-        if self._store is None:
+        if self._contents is None:
             assert self._source is not None
             self._plan = plan_transform(self._transform, batch_ops="off")
-            self._reader, self._prepare = self._road(self._source, (*self._first_steps, *self._plan.prepare))
+            self._reader = self._road(self._source, (*self._first_steps, *self._plan.prepare))
             return
-        spec, shape = self._store.spec, self._store.shape(0)
-        batch_ops = self._options.batch_ops if len(shape) == 3 else "off"
+        spec, shape = self._contents.images.spec, self._contents.images.shape(0)
+        batch_ops = self._options.batch_ops if len(shape) == 3 and not self._contents.is_tuple else "off"
         self._plan = plan_transform(self._transform, form=spec.form, dtype=spec.dtype, batch_ops=batch_ops)
         if self._plan.batch_ops:
             self._program = compile_ops(self._plan, spec)
@@ -170,7 +105,7 @@ class CachedDataset(Dataset[Any]):
     @transform.setter
     def transform(self, transform: Callable[[Any], Any] | None) -> None:
         plan = plan_transform(transform, batch_ops=self._options.batch_ops)
-        if self._store and plan.prepare_key() != self._plan.prepare_key():
+        if self._contents and plan.prepare_key() != self._plan.prepare_key():
             raise ValueError(
                 f"samples are stored after {self._plan.prepare_key() or 'no step'}, but the new transform begins with "
                 f"{plan.prepare_key() or 'none'}. Give it the same first steps, or make a new dataset."
@@ -190,8 +125,26 @@ class CachedDataset(Dataset[Any]):
 
     @property
     def storage(self) -> str:
-        """Where samples are kept: ``"shared"`` or ``"none"``."""
+        """Where samples are kept: ``"shared"``, ``"compressed"`` or ``"none"``."""
         return self.storage_plan.storage
+
+    def _trial_road(self) -> Road:
+        """Where samples to try codecs on come from."""
+        return self._reader if self._contents is None else Road(source=self._contents, prepare=Steps(()))
+
+    def filled_share(self, index: np.ndarray | None = None) -> float:
+        """How many of the samples, or of those of ``index``, are kept already, from 0 to 1.
+
+        Less than 1 only where ``fill`` is lazy; 0 where nothing is kept.
+        """
+        return 0.0 if self._contents is None else self._contents.filled_share(index)
+
+    def storage_report(self) -> StorageReport:
+        """Try every codec on samples spread over the dataset; ``print(dataset.storage_report())`` shows the outcome.
+
+        Takes about a second: up to 25 samples are read, encoded and decoded.
+        """
+        return report_storage(self._trial_road(), self._options)
 
     def __len__(self) -> int:
         if self._table is not None:
@@ -255,16 +208,17 @@ class CachedDataset(Dataset[Any]):
 
     def _read_images(self, index_B: np.ndarray, visits_B: np.ndarray | None, ring: BatchRing | None) -> torch.Tensor:
         self._check_open()
-        assert self._store is not None
+        assert self._contents is not None
         assert self._served is not None
         shape, dtype = self._served
         full_shape = (len(index_B), *shape)
         out = np.empty(full_shape, dtype) if ring is None else ring.take(full_shape, dtype)
-        if self._program:
-            assert visits_B is not None
-            self._program.run(self._store, index_B, visits_B, self._options.seed, out)
-        else:
-            self._store.gather_into(index_B, out)
+        with self._contents.naming_damage():
+            if self._program:
+                assert visits_B is not None
+                self._program.run(self._contents.images, index_B, visits_B, self._options.seed, out)
+            else:
+                self._contents.images.gather_into(index_B, out)
         return torch.from_numpy(out)
 
     def sample_batch(
@@ -278,8 +232,10 @@ class CachedDataset(Dataset[Any]):
     @property
     def batch_obstacle(self) -> str | None:
         """Why whole batches cannot be served without Python work per sample; None if they can."""
-        if self._store is None:
+        if self._contents is None:
             return "storage='none' prepares every sample when it is read"
+        if self._contents.is_tuple or self.transforms is not None:
+            return "samples have several parts, such as image and mask"
         if not self._plan.is_batched:
             return f"the transform works per sample: {self._plan.obstacle}"
         if self._served is None:
@@ -324,8 +280,8 @@ class CachedDataset(Dataset[Any]):
 
     def close(self) -> None:
         """Give the memory back; batches already served stay valid. Idempotent."""
-        if self._store:
-            self._store.close()
+        if self._contents:
+            self._contents.close()
         if self._table:
             self._table.close()
         self._visits.close()
@@ -338,7 +294,7 @@ class CachedDataset(Dataset[Any]):
         self.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        derived = ("_plan", "_program", "_served", "_reader", "_prepare", "skipped", "batch_ring")
+        derived = ("_plan", "_program", "_served", "_reader", "skipped", "batch_ring")
         return {name: value for name, value in self.__dict__.items() if name not in derived}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -349,30 +305,38 @@ class CachedDataset(Dataset[Any]):
     # One sample, one target
 
     def _pair(self, index: int, visits: np.ndarray | None) -> tuple[Any, Any]:
-        if self._store is None:
+        if self._contents is None:
             sample, target = self._read_source(index)
         else:
             sample, target = self._read_store(index, visits), self._stored_target(index)
+        if self.transforms is not None:
+            transformed: tuple[Any, Any] = self.transforms(sample, target)
+            return transformed
         return self._plan.finish_sample(sample), self._transform_target(target)
 
     def _read_store(self, index: int, visits: np.ndarray | None) -> Any:
         """One sample after the batch ops, as the rest of the transform wants it."""
-        assert self._store is not None
+        contents = self._contents
+        assert contents is not None
         if self._program is None:
-            return present(self._store.read(index).copy(), self._plan.out_form)
+            return contents.sample(index)
         assert visits is not None
-        return present(self._program.run_one(self._store, index, visits, self._options.seed), self._plan.out_form)
+        with contents.naming_damage():
+            pixels = self._program.run_one(contents.images, index, visits, self._options.seed)
+        return present(pixels, self._plan.out_form)
 
     def _read_source(self, index: int) -> tuple[Any, Any]:
         """Read and prepare one sample that is kept nowhere."""
         try:
-            sample, target = self._reader.read(index)
+            sample, target = self._reader.source.read(index)
         except OSError as cause:
-            raise sample_error(self._reader.path(index), index, cause) from cause
-        prepared = self._prepare(sample)
+            raise sample_error(self._reader.source.path(index), index, cause) from cause
+        prepared = self._reader.prepare(sample)
         return to_image(prepared) if isinstance(prepared, Planes) else prepared, target
 
     def _stored_target(self, index: int) -> Any:
+        if self._contents is not None:
+            return self._contents.target(index)
         if self._table is not None:
             return self._table.target(index)
         assert self._source is not None
@@ -385,16 +349,17 @@ class CachedDataset(Dataset[Any]):
         return self._transform_target(self._stored_target(index))
 
     def _targets(self, index_B: np.ndarray) -> Any:
-        assert self._table is not None
-        array = self._table.target_array()
-        if array is not None and self.target_transform is None:
-            return torch.from_numpy(array[index_B])
+        assert self._contents is not None
+        array = self._contents.target_array(index_B) if self.target_transform is None else None
+        if array is not None:
+            return torch.from_numpy(array)
         return _collate_targets([self._target(index) for index in index_B.tolist()])
 
     def _check_open(self) -> None:
         if self._closed:
             raise StoreGoneError("the dataset was closed; create it again to read from it")
 
+    transforms: Callable[[Any, Any], Any] | None = None
     _closed = False
     batch_ring: BatchRing | None = None
     """Where ``__getitems__`` takes memory from; set in worker processes."""

@@ -67,6 +67,8 @@ def _thread_obstacle(loader: Any) -> str | None:
         return "worker_init_fn is for worker processes"
     if loader._served is None:
         return f"{type(loader.dataset).__name__} is no fastdata dataset"
+    if loader.num_workers > 0 and loader._served.is_filling:
+        return "samples are prepared on their first read"
     obstacle: str | None = loader._served.obstacle
     return obstacle
 

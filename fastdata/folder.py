@@ -6,19 +6,28 @@ import os
 from collections.abc import Callable
 from typing import Any, Literal
 
-from fastdata.dataset import CachedDataset
-from fastdata.decode import IMAGE_EXTENSIONS, FastLoader, Interpolation, Resize, Size, load_image, to_image
+from fastdata.dataset import PreparedDataset
+from fastdata.decode import (
+    IMAGE_EXTENSIONS,
+    FastLoader,
+    Interpolation,
+    Resize,
+    Size,
+    decoder_of,
+    load_image,
+    to_image,
+)
 from fastdata.ingest import OnError
 from fastdata.options import Options
-from fastdata.plan import read_center_crop, read_resize
-from fastdata.preparation import Steps
+from fastdata.plan import read_center_crop, read_resize, shape_after
+from fastdata.preparation import Road, Steps
 from fastdata.sources import FileSource, Source, find_classes, read_manifest, scan_folder
 from fastdata.table import ListView, SampleTable
 
 __all__ = ["ImageFolder", "ImageManifest"]
 
 
-class _ImageFiles(CachedDataset):
+class _ImageFiles(PreparedDataset):
     """What datasets of image files have in common."""
 
     root: str
@@ -35,15 +44,26 @@ class _ImageFiles(CachedDataset):
         if loader is not None and options.fast_decode:
             raise ValueError("fast_decode=True speeds up fastdata's own loader and cannot be combined with loader=")
         self.loader = loader or load_image
-        source = FileSource(table.paths, table.targets, self.loader)
-        self._build(source, options, transform, target_transform, table=table)
+        self._table = table
+        self._build(self._origin(), options, transform, target_transform, table=table)
 
-    def _road(self, source: Source, steps: tuple[Callable[[Any], Any], ...]) -> tuple[Source, Steps]:
-        if not self._options.fast_decode:
-            return super()._road(source, steps)
+    def _origin(self) -> FileSource:
+        return FileSource(self._table.paths, self._table.targets, self.loader)
+
+    def _trial_road(self) -> Road:
+        return self._road(self._origin(), (*self._first_steps, *self._plan.prepare))
+
+    def _road(self, source: Source, steps: tuple[Callable[[Any], Any], ...]) -> Road:
         assert isinstance(source, FileSource)
-        loader, rest = _fast_loader(steps)
-        return FileSource(source.paths, source.targets, loader), Steps(rest)
+        loader: Callable[[str], Any] = source.loader
+        open_bytes, shape = decoder_of(loader), None
+        if open_bytes is not None:
+            shape = shape_after(steps)
+        if self._options.fast_decode:
+            loader, steps = _fast_loader(steps)
+            open_bytes = loader.decode
+        source = FileSource(source.paths, source.targets, loader)
+        return Road(source=source, prepare=Steps(steps), open_bytes=open_bytes, shape=shape)
 
     @property
     def samples(self) -> ListView[tuple[str, Any]]:
@@ -142,9 +162,10 @@ class ImageFolder(_ImageFiles):
         is_valid_file: Callable[[str], bool] | None = None,
         allow_empty: bool = False,
         *,
-        storage: Literal["auto", "shared", "none"] = "auto",
+        storage: Literal["auto", "shared", "compressed", "none"] = "auto",
+        codec: Any = "auto",
         resize: Size | None = None,
-        fill: Literal["eager"] = "eager",
+        fill: Literal["auto", "eager", "lazy"] = "auto",
         memory_limit: int | float | str | None = None,
         progress: bool = True,
         seed: int = 0,
@@ -155,6 +176,7 @@ class ImageFolder(_ImageFiles):
     ) -> None:
         options = Options(
             storage=storage,
+            codec=codec,
             resize=resize,
             fill=fill,
             memory_limit=memory_limit,
@@ -194,6 +216,7 @@ class ImageManifest(_ImageFiles):
         target_transform: see there.
         loader: see there.
         storage: see there.
+        codec: see there.
         resize: see there.
         fill: see there.
         memory_limit: see there.
@@ -230,9 +253,10 @@ class ImageManifest(_ImageFiles):
         transform: Callable[[Any], Any] | None = None,
         target_transform: Callable[[Any], Any] | None = None,
         loader: Callable[[str], Any] | None = None,
-        storage: Literal["auto", "shared", "none"] = "auto",
+        storage: Literal["auto", "shared", "compressed", "none"] = "auto",
+        codec: Any = "auto",
         resize: Size | None = None,
-        fill: Literal["eager"] = "eager",
+        fill: Literal["auto", "eager", "lazy"] = "auto",
         memory_limit: int | float | str | None = None,
         progress: bool = True,
         seed: int = 0,
@@ -243,6 +267,7 @@ class ImageManifest(_ImageFiles):
     ) -> None:
         options = Options(
             storage=storage,
+            codec=codec,
             resize=resize,
             fill=fill,
             memory_limit=memory_limit,

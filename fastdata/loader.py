@@ -129,6 +129,8 @@ class DataLoader(torch_loader.DataLoader[Any]):
 
     def __iter__(self) -> Any:
         engine = choose_engine(self)
+        if engine.kind == "thread":
+            self._iterator = None  # persistent worker processes that have done their part
         progress = self._bookmark.progress = self._begin_epoch()
         with undisturbed() if progress.is_begun else nullcontext():
             seen = self._rewind_stream(progress) if isinstance(self.dataset, IterableDataset) else 0

@@ -1,4 +1,4 @@
-"""How much memory prepared samples may take, and which storage follows from that.
+"""How much memory prepared samples may take.
 
 Pure functions of numbers: nothing here asks the machine or allocates.
 """
@@ -7,16 +7,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Literal
 
-from fastdata.errors import MemoryBudgetError
 from fastdata.machine import Available
 
-__all__ = ["Budget", "StoragePlan", "budget_bytes", "choose_storage", "format_bytes", "parse_bytes"]
+__all__ = ["Budget", "budget_bytes", "format_bytes", "parse_bytes"]
 
-Storage = Literal["shared", "none"]
-
-STORAGES = ("auto", "shared", "none")
 MIB = 1 << 20
 RESERVE_FLOOR_BYTES = 512 * MIB
 RESERVE_SHARE = 0.05
@@ -35,19 +30,13 @@ class Budget:
         bytes: what may be spent, the reserve already taken off.
         reserve_bytes: left alone for everything else on the machine.
         limited_by: ``"system memory"``, ``"cgroup limit"`` or ``"memory_limit="``.
+        ranks: processes that share what is available, each with samples of its own; ``bytes`` is the part of one.
     """
 
     bytes: int
     reserve_bytes: int
     limited_by: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StoragePlan:
-    """Where prepared samples are kept, and one line that says why."""
-
-    storage: Storage
-    reason: str
+    ranks: int = 1
 
 
 def parse_bytes(value: int | float | str, *, of: int) -> int:
@@ -88,7 +77,7 @@ def format_bytes(count: int) -> str:
     return f"{size / 1024:.1f} TiB"
 
 
-def budget_bytes(available: Available, memory_limit: int | float | str | None = None) -> Budget:
+def budget_bytes(available: Available, memory_limit: int | float | str | None = None, *, ranks: int = 1) -> Budget:
     """Decide how much of the available memory prepared samples may take.
 
     The larger of 512 MiB and 5 % of what is available stays in reserve: batches, workers and the page cache live on it.
@@ -97,48 +86,17 @@ def budget_bytes(available: Available, memory_limit: int | float | str | None = 
         available: what the machine can still give.
         memory_limit: the user's own bound, see ``parse_bytes``; a share refers to the available memory. It can only
             lower the budget.
+        ranks: processes of a distributed run that share it, each with samples of its own.
 
     Example:
         >>> budget_bytes(Available(bytes=20 << 30, limited_by="system memory"), "4GiB").bytes == 4 << 30
         True
     """
     reserve = max(RESERVE_FLOOR_BYTES, int(available.bytes * RESERVE_SHARE))
-    free = max(0, available.bytes - reserve)
+    free = max(0, available.bytes - reserve) // ranks
     if memory_limit is not None and (limit := parse_bytes(memory_limit, of=available.bytes)) < free:
         return Budget(bytes=limit, reserve_bytes=reserve, limited_by="memory_limit=")
-    return Budget(bytes=free, reserve_bytes=reserve, limited_by=available.limited_by)
-
-
-def choose_storage(storage: str, need_bytes: int, budget: Budget) -> StoragePlan:
-    """Pick where prepared samples are kept.
-
-    Args:
-        storage: ``"shared"``, ``"none"``, or ``"auto"`` for shared memory if it fits.
-        need_bytes: what all prepared samples take.
-        budget: what they may take.
-
-    Raises:
-        MemoryBudgetError: ``storage="shared"`` was asked for and does not fit.
-
-    Example:
-        >>> budget = Budget(bytes=20 << 30, reserve_bytes=1 << 30, limited_by="system memory")
-        >>> print(choose_storage("auto", 3 << 30, budget).reason)
-        storage='shared': 3.0 GiB of 20.0 GiB free
-    """
-    if storage not in STORAGES:
-        raise ValueError(f"storage={storage!r} is not known. Use one of {', '.join(map(repr, STORAGES))}.")
-    need, free = format_bytes(need_bytes), format_bytes(budget.bytes)
-    if storage == "none":
-        return StoragePlan(storage="none", reason="storage='none': nothing is kept, every epoch decodes again")
-    if need_bytes <= budget.bytes:
-        return StoragePlan(storage="shared", reason=f"storage='shared': {need} of {free} free")
-    bound = f"{budget.limited_by}, {format_bytes(budget.reserve_bytes)} kept in reserve"
-    if storage == "auto":
-        return StoragePlan(storage="none", reason=f"storage='none': {need} needed, {free} free ({bound})")
-    raise MemoryBudgetError(
-        f"storage='shared' needs {need} but {free} is free ({bound}). "
-        f"Use a smaller resize=, storage='none', or {_more_memory(budget.limited_by)}."
-    )
+    return Budget(bytes=free, reserve_bytes=reserve, limited_by=available.limited_by, ranks=ranks)
 
 
 def _amount(value: object, of: int) -> int | None:
@@ -154,9 +112,3 @@ def _amount(value: object, of: int) -> int | None:
     if match is None or match[2].upper() not in _FACTORS:
         return None
     return int(float(match[1]) * _FACTORS[match[2].upper()])
-
-
-def _more_memory(limited_by: str) -> str:
-    """The cure that fits the bound; raising another one would not help."""
-    cures = {"memory_limit=": "raise memory_limit=", "cgroup limit": "give the container or job more memory"}
-    return cures.get(limited_by, "free some memory on this machine")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from fastdata.decode import Size
 from fastdata.ingest import OnError
+from fastdata.storage import STORAGES
 
 __all__ = ["Options"]
 
@@ -15,9 +16,10 @@ __all__ = ["Options"]
 class Options:
     """How a dataset is prepared; the keyword arguments that all fastdata datasets share."""
 
-    storage: Literal["auto", "shared", "none"] = "auto"
+    storage: Literal["auto", "shared", "compressed", "none"] = "auto"
+    codec: Any = "auto"
     resize: Size | None = None
-    fill: Literal["eager"] = "eager"
+    fill: Literal["auto", "eager", "lazy"] = "auto"
     memory_limit: int | float | str | None = None
     progress: bool = True
     seed: int = 0
@@ -30,11 +32,16 @@ class Options:
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}={getattr(self, name)!r} is not one of {', '.join(map(repr, choices))}")
+        if self.fill == "lazy" and self.on_error == "skip":
+            raise ValueError(
+                "fill='lazy' finds a damaged sample only when it is read, too late for on_error='skip'; "
+                "use fill='eager', or on_error='raise'"
+            )
 
 
 _CHOICES = {
-    "storage": ("auto", "shared", "none"),
-    "fill": ("eager",),
+    "storage": STORAGES,
+    "fill": ("auto", "eager", "lazy"),
     "batch_ops": ("auto", "off"),
     "on_error": ("raise", "skip"),
 }

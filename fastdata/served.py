@@ -10,10 +10,13 @@ import numpy as np
 from torch.utils.data import Subset
 
 from fastdata.batch import IndexBatch
-from fastdata.dataset import CachedDataset
+from fastdata.dataset import PreparedDataset
 from fastdata.visits import EpochVisits
 
 __all__ = ["LoaderEpochs", "Served", "VisitedBatches"]
+
+
+MOSTLY_FILLED = 0.9
 
 
 class LoaderEpochs:
@@ -31,18 +34,18 @@ class LoaderEpochs:
         """Stay at ``epoch``."""
         self._set = epoch
 
-    def begin(self, dataset: CachedDataset) -> None:
+    def begin(self, dataset: PreparedDataset) -> None:
         """Go on to the epoch set here, else the one set on the dataset, else the next."""
         self.current = dataset.begin_epoch(self.current) if self._set is None else self._set
 
-    def resume(self, dataset: CachedDataset, epoch: int, *, is_begun: bool) -> None:
+    def resume(self, dataset: PreparedDataset, epoch: int, *, is_begun: bool) -> None:
         """Go on with ``epoch`` itself if it has begun, else as after the one before it."""
         self.current = epoch - 1
         self.begin(dataset)
         if is_begun:
             self.current = epoch
 
-    def coming(self, dataset: CachedDataset) -> int:
+    def coming(self, dataset: PreparedDataset) -> int:
         """Number of the epoch that would begin now if none is set."""
         return dataset.epochs_begun if self.current is None else self.current + 1
 
@@ -51,7 +54,7 @@ class LoaderEpochs:
 class Served:
     """A fastdata dataset behind a loader, and which of its samples the loader sees: all, or those of a ``Subset``."""
 
-    dataset: CachedDataset
+    dataset: PreparedDataset
     subset: np.ndarray | None
 
     @classmethod
@@ -62,12 +65,17 @@ class Served:
             indices = np.asarray(dataset.indices, dtype=np.int64)
             subset = indices if subset is None else indices[subset]
             dataset = dataset.dataset
-        return cls(dataset, subset) if isinstance(dataset, CachedDataset) else None
+        return cls(dataset, subset) if isinstance(dataset, PreparedDataset) else None
 
     @property
     def obstacle(self) -> str | None:
         """Why whole batches cannot be read; None if they can."""
         return self.dataset.batch_obstacle
+
+    @property
+    def is_filling(self) -> bool:
+        """Whether many of the samples will be prepared when they are read, which processes do better than threads."""
+        return self.obstacle is None and self.dataset.filled_share(self.subset) < MOSTLY_FILLED
 
     def positions(self, indices: list[int]) -> np.ndarray:
         """Positions in the dataset (int64, B) of indices that a sampler gave.

@@ -12,7 +12,18 @@ from itertools import repeat
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-__all__ = ["DatasetSource", "FileSource", "Manifest", "Source", "find_classes", "read_manifest", "scan_folder"]
+import numpy as np
+
+__all__ = [
+    "DatasetSource",
+    "FileBytes",
+    "FileSource",
+    "Manifest",
+    "Source",
+    "find_classes",
+    "read_manifest",
+    "scan_folder",
+]
 
 SCAN_THREADS = 16
 """Folders listed at once where listing waits, as on a network file system."""
@@ -67,6 +78,32 @@ class FileSource:
     def path(self, index: int) -> str:
         """Name the file of sample ``index``."""
         return self.paths[index]
+
+
+class FileBytes:
+    """The files of a ``FileSource`` as they are, unopened: uint8 (bytes,)."""
+
+    def __init__(self, files: FileSource) -> None:
+        self._files = files
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def read(self, index: int) -> tuple[np.ndarray, int]:
+        """All bytes of the file of sample ``index``, and its target."""
+        with open(self._files.paths[index], "rb") as stream:
+            return np.frombuffer(stream.read(), np.uint8), self._files.targets[index]
+
+    def path(self, index: int) -> str:
+        """Name the file of sample ``index``."""
+        return self._files.paths[index]
+
+    def size_bytes(self, index: int) -> int:
+        """Size of the file of sample ``index``; 0 where there is none."""
+        try:
+            return os.path.getsize(self._files.paths[index])
+        except OSError:
+            return 0
 
 
 class DatasetSource:

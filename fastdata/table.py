@@ -113,6 +113,11 @@ class SampleTable:
         return ListView(self._length, self.target)
 
     @property
+    def has_paths(self) -> bool:
+        """Whether the samples are files."""
+        return "path" in self._arrays
+
+    @property
     def paths(self) -> ListView[str]:
         """All paths; only if the samples are files."""
         return ListView(self._length, self.path)

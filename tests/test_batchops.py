@@ -29,8 +29,9 @@ ODD, EIGHTS, LARGE = (6, 5), (8, 16), (101, 99)
 class ArrayStore:
     """Samples in a list of arrays."""
 
-    def __init__(self, samples: Sequence[np.ndarray], form: Any = "pil") -> None:
+    def __init__(self, samples: Sequence[np.ndarray], form: Any = "pil", *, gives_views: bool = True) -> None:
         self.samples = list(samples)
+        self.gives_views = gives_views
         shapes = {sample.shape for sample in samples}
         self.spec = SampleSpec(shape=shapes.pop() if len(shapes) == 1 else None, dtype=samples[0].dtype.name, form=form)
 
@@ -38,6 +39,12 @@ class ArrayStore:
         view = self.samples[index].view()
         view.flags.writeable = False
         return view
+
+    def shape(self, index: int) -> tuple[int, ...]:
+        return self.samples[index].shape
+
+    def read_into(self, index: int, out: np.ndarray) -> None:
+        out[...] = self.samples[index]
 
     def gather_into(self, index_B: np.ndarray, out_B: np.ndarray) -> None:
         np.stack([self.samples[i] for i in index_B.tolist()], out=out_B)

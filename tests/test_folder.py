@@ -162,7 +162,7 @@ def test_a_bad_file_is_named_with_the_cure(image_folder: Folder) -> None:
     root = image_folder(per_class=4)
     spoilt = _spoil(root)
     with pytest.raises(SampleError, match=r"sample 1, .*001\.jpg.*empty file.*on_error='skip'") as caught:
-        ImageFolder(root, transform=v1.Resize((5, 5)), progress=False)
+        ImageFolder(root, transform=v1.Resize((5, 5)), fill="eager", progress=False)
     assert (caught.value.index, caught.value.path) == (1, str(spoilt[1]))
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import pytest
 from fastdata.errors import IngestError, MemoryBudgetError, SampleError
 from fastdata.ingest import Ingested, forecast, ingest
 from fastdata.sources import DatasetSource
+from fastdata.stores.writers import DenseWriter, RaggedWriter, Writer
 
 PLENTY = 1 << 30
 
@@ -30,9 +32,16 @@ def _fill(
     samples: Any, prepare: Any = _as_they_are, *, workers: int = 2, limit_bytes: int = PLENTY, **options: Any
 ) -> Ingested:
     source = DatasetSource(samples)
-    return ingest(
-        source, prepare, forecast(source, prepare), limit_bytes=limit_bytes, workers=workers, progress=False, **options
-    )
+    expected = forecast(source, prepare)
+    spec = expected.specs[0]
+
+    def make_writers(any_shapes: bool) -> list[Writer]:
+        if spec.is_dense and not any_shapes:
+            return [DenseWriter(spec, len(source))]
+        ragged = replace(spec, shape=None)
+        return [RaggedWriter(ragged, first_bytes=expected.need_bytes, limit_bytes=limit_bytes)]
+
+    return ingest(source, prepare, make_writers, workers=workers, progress=False, **options)
 
 
 def _dense(count: int) -> list[tuple[np.ndarray, int]]:
@@ -50,21 +59,21 @@ def test_every_sample_is_stored_at_its_index(make: Any, workers: int) -> None:
     samples = make(100)
     filled = _fill(samples, workers=workers)
     assert filled.targets == [target for _, target in samples]
-    assert len(filled.store) == 100
+    assert len(filled.stores[0]) == 100
     for index, (array, _) in enumerate(samples):
-        np.testing.assert_array_equal(filled.store.read(index), array)
-        assert filled.store.shape(index) == array.shape
-    assert filled.store.spec.is_dense == (make is _dense)
-    filled.store.close()
+        np.testing.assert_array_equal(filled.stores[0].read(index), array)
+        assert filled.stores[0].shape(index) == array.shape
+    assert filled.stores[0].spec.is_dense == (make is _dense)
+    filled.stores[0].close()
 
 
 def test_gathering_equals_reading_one_by_one() -> None:
     """A dense store copies chosen samples, repeated ones too, into the caller's memory."""
     filled = _fill(_dense(40))
     out = np.empty((3, 2, 3), np.int16)
-    filled.store.gather_into(np.array([7, 0, 7]), out)
+    filled.stores[0].gather_into(np.array([7, 0, 7]), out)
     assert out[:, 0, 0].tolist() == [7, 0, 7]
-    filled.store.close()
+    filled.stores[0].close()
 
 
 def test_samples_that_differ_late_make_the_store_ragged() -> None:
@@ -72,10 +81,10 @@ def test_samples_that_differ_late_make_the_store_ragged() -> None:
     samples = _dense(100)
     samples[37] = (np.full((5, 5), 9, np.int16), 370)
     filled = _fill(samples)
-    assert not filled.store.spec.is_dense
-    assert filled.store.read(37).tolist() == [[9] * 5] * 5
-    assert filled.store.read(99).tolist() == [[99] * 3] * 2
-    filled.store.close()
+    assert not filled.stores[0].spec.is_dense
+    assert filled.stores[0].read(37).tolist() == [[9] * 5] * 5
+    assert filled.stores[0].read(99).tolist() == [[99] * 3] * 2
+    filled.stores[0].close()
 
 
 class _Failing:
@@ -109,12 +118,12 @@ def test_bad_samples_are_left_out_when_asked() -> None:
     kept = [index for index in range(100) if index not in bad]
     assert list(filled.kept) == kept
     assert filled.targets == kept
-    assert [filled.store.read(k)[0] for k in range(96)] == kept
+    assert [filled.stores[0].read(k)[0] for k in range(96)] == kept
     out = np.empty((2, 2), np.uint8)
-    filled.store.gather_into(np.array([95, 0]), out)
+    filled.stores[0].gather_into(np.array([95, 0]), out)
     assert out[:, 0].tolist() == [98, 1]
     assert [error.index for error in filled.skipped] == sorted(bad)
-    filled.store.close()
+    filled.stores[0].close()
 
 
 def test_a_source_without_one_good_sample_is_an_error() -> None:
@@ -158,17 +167,19 @@ def test_a_killed_worker_is_named() -> None:
 SCRIPT = """
     import sys, time
     import numpy as np
-    from fastdata.ingest import forecast, ingest
+    from fastdata.ingest import ingest
     from fastdata.sources import DatasetSource
+    from fastdata.spec import SampleSpec
+    from fastdata.stores.writers import DenseWriter
 
     def slow(sample):
         time.sleep(0.05)
         return sample
 
     source = DatasetSource([(np.zeros(3, np.uint8), 0)] * 10_000)
-    expected = forecast(source, slow)
+    spec = SampleSpec(shape=(3,), dtype="uint8", form="array")
     print("begin", flush=True)
-    ingest(source, slow, expected, limit_bytes=1 << 30, workers=2, progress=False)
+    ingest(source, slow, lambda any_shapes: [DenseWriter(spec, 10_000)], workers=2, progress=False)
 """
 
 
@@ -203,14 +214,18 @@ def test_a_daemonic_process_prepares_with_threads(tmp_path: Path) -> None:
     script = """
         import multiprocessing
         import numpy as np
-        from fastdata.ingest import forecast, ingest
+        from fastdata.ingest import ingest
         from fastdata.sources import DatasetSource
+        from fastdata.spec import SampleSpec
+        from fastdata.stores.writers import RaggedWriter
 
         def work():
             source = DatasetSource([(np.full(1 + i % 2, i, np.uint8), i) for i in range(100)])
             same = lambda sample: sample
-            filled = ingest(source, same, forecast(source, same), limit_bytes=1 << 30, workers=2, progress=False)
-            assert [filled.store.read(i)[0] for i in range(100)] == list(range(100))
+            spec = SampleSpec(shape=None, dtype="uint8", form="array")
+            writer = RaggedWriter(spec, first_bytes=99, limit_bytes=1 << 30)
+            filled = ingest(source, same, lambda any_shapes: [writer], workers=2, progress=False)
+            assert [filled.stores[0].read(i)[0] for i in range(100)] == list(range(100))
 
         process = multiprocessing.get_context("fork").Process(target=work, daemon=True)
         process.start()

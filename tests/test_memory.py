@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from fastdata.errors import MemoryBudgetError
 from fastdata.machine import Available
-from fastdata.memory import Budget, budget_bytes, choose_storage, format_bytes, parse_bytes
+from fastdata.memory import Budget, budget_bytes, format_bytes, parse_bytes
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -78,50 +77,3 @@ def test_the_budget_keeps_a_reserve(
 
 
 BUDGET = Budget(bytes=4 * GIB, reserve_bytes=512 * MIB, limited_by="cgroup limit")
-
-
-@pytest.mark.parametrize(
-    ("storage", "need", "chosen", "reason"),
-    [
-        ("auto", GIB, "shared", "storage='shared': 1.0 GiB of 4.0 GiB free"),
-        ("auto", 4 * GIB, "shared", "storage='shared': 4.0 GiB of 4.0 GiB free"),
-        (
-            "auto",
-            4 * GIB + 1,
-            "none",
-            "storage='none': 4.0 GiB needed, 4.0 GiB free (cgroup limit, 512.0 MiB kept in reserve)",
-        ),
-        ("shared", GIB, "shared", "storage='shared': 1.0 GiB of 4.0 GiB free"),
-        ("none", GIB, "none", "storage='none': nothing is kept, every epoch decodes again"),
-    ],
-)
-def test_storage_is_chosen_by_need_and_budget(storage: str, need: int, chosen: str, reason: str) -> None:
-    """Auto shares what fits to the last byte, and every choice says why in one line."""
-    plan = choose_storage(storage, need, BUDGET)
-    assert (plan.storage, plan.reason) == (chosen, reason)
-
-
-@pytest.mark.parametrize(
-    ("limited_by", "cure"),
-    [
-        ("cgroup limit", "give the container or job more memory"),
-        ("system memory", "free some memory on this machine"),
-        ("memory_limit=", "raise memory_limit="),
-    ],
-)
-def test_shared_storage_that_does_not_fit_is_an_error_with_its_cure(limited_by: str, cure: str) -> None:
-    """The message has need, free, the bound and the cure for that bound."""
-    budget = Budget(bytes=4 * GIB, reserve_bytes=GIB, limited_by=limited_by)
-    with pytest.raises(MemoryBudgetError) as caught:
-        choose_storage("shared", int(9.3 * GIB), budget)
-    assert str(caught.value) == (
-        f"storage='shared' needs 9.3 GiB but 4.0 GiB is free ({limited_by}, 1.0 GiB kept in reserve). "
-        f"Use a smaller resize=, storage='none', or {cure}."
-    )
-    assert isinstance(caught.value, MemoryError)
-
-
-def test_an_unknown_storage_is_refused_with_the_known_ones() -> None:
-    """A misspelt storage= lists the choices."""
-    with pytest.raises(ValueError, match=r"storage='disk' is not known\. Use one of 'auto', 'shared', 'none'"):
-        choose_storage("disk", 1, BUDGET)

@@ -6,6 +6,7 @@ Shape letters: B batch, C channels, H W stored size, h w size served.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -137,8 +138,12 @@ class Program:
                 assert mirrored_B is not None
                 serve_mirrored(store, index_B, mirrored_B, out_BChw, self._scratch)
                 return
-        read = store.read
-        self._serve([read(i) for i in index_B.tolist()], index_B, keys_B, out_BChw)
+        if store.gives_views:
+            sources = [store.read(i) for i in index_B.tolist()]
+            self._serve(sources, [source.shape for source in sources], index_B, keys_B, out_BChw)
+        else:
+            decoded = (self._decode(store, i) for i in index_B.tolist())
+            self._serve(decoded, [store.shape(i) for i in index_B.tolist()], index_B, keys_B, out_BChw)
 
     def run_one(self, store: Readable, index: int, epoch: int | Int64s, seed: int) -> Array:
         """Serve one sample in fresh memory: the pixels that it has in a batch, in whatever shape it has."""
@@ -146,15 +151,29 @@ class Program:
         if not self._stages and not self._values:
             return cast("Array", source.copy())
         index_B = np.array([index], np.int64)
-        return cast("Array", self._serve([source], index_B, sample_keys(seed, epoch, index_B), None)[0])
+        keys_B = sample_keys(seed, epoch, index_B)
+        return cast("Array", self._serve([source], [source.shape], index_B, keys_B, None)[0])
 
-    def _serve(self, sources: list[Bytes], index_B: Int64s, keys_B: UInt64s, out_BChw: Array | None) -> Array:
+    def _decode(self, store: Readable, index: int) -> Bytes:
+        """One sample in scratch memory, until the next one."""
+        decoded = self._scratch.take("decoded", store.shape(index))
+        store.read_into(index, decoded)
+        return decoded
+
+    def _serve(
+        self,
+        sources: Iterable[Bytes],
+        shapes: list[Shape],
+        index_B: Int64s,
+        keys_B: UInt64s,
+        out_BChw: Array | None,
+    ) -> Array:
         """Run the passes sample by sample; without ``out``, for one sample, make it."""
-        height_B: Length = np.array([source.shape[1] for source in sources], np.int64)
-        width_B: Length = np.array([source.shape[2] for source in sources], np.int64)
+        height_B: Length = np.array([shape[1] for shape in shapes], np.int64)
+        width_B: Length = np.array([shape[2] for shape in shapes], np.int64)
         if self._spec.shape is not None:
             height_B, width_B = self._spec.shape[1:]
-        channels = sources[0].shape[0] if sources else 0
+        channels = shapes[0][0] if shapes else 0
         passes: list[Pass] = []
         for number, stage in enumerate(self._stages):
             made = self._begin(stage, (height_B, width_B), keys_B, index_B, f"{number} ")
@@ -167,11 +186,11 @@ class Program:
         self._loop(sources, index_B, passes, out_BChw)
         return out_BChw
 
-    def _loop(self, sources: list[Bytes], index_B: Int64s, passes: list[Pass], out_BChw: Array) -> None:
+    def _loop(self, sources: Iterable[Bytes], index_B: Int64s, passes: list[Pass], out_BChw: Array) -> None:
         values, scratch = self._values, self._scratch
         last = len(passes) - 1
         served_shape = out_BChw.shape[1:]
-        if self._spec.shape is not None and last == 0:
+        if self._spec.shape is not None and last == 0 and isinstance(sources, list):
             only = passes[0]
             if isinstance(only, WindowPass) and not only.is_padded:
                 only.run_all(sources, values, out_BChw, scratch)

@@ -20,8 +20,21 @@ class Readable(Protocol):
         """Shape and dtype of the samples."""
         ...
 
+    @property
+    def gives_views(self) -> bool:
+        """Whether ``read`` costs nothing."""
+        ...
+
+    def shape(self, index: int, /) -> tuple[int, ...]:
+        """Shape of one sample."""
+        ...
+
     def read(self, index: int, /) -> npt.NDArray[Any]:
         """One sample, read-only."""
+        ...
+
+    def read_into(self, index: int, out: npt.NDArray[Any], /) -> None:
+        """Put one sample into ``out``."""
         ...
 
     def gather_into(self, index_B: npt.NDArray[np.int64], out_B: npt.NDArray[Any], /) -> None:

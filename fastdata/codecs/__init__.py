@@ -4,6 +4,7 @@ from fastdata.codecs.base import Codec, OwnCodec, Settings
 from fastdata.codecs.find import KNOWN_CODECS, codec_of, find_codec
 from fastdata.codecs.jpeg import JpegCodec
 from fastdata.codecs.lz4 import Lz4Codec
+from fastdata.codecs.source import SourceDecoder
 from fastdata.codecs.zstd import ZstdCodec
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "Lz4Codec",
     "OwnCodec",
     "Settings",
+    "SourceDecoder",
     "ZstdCodec",
     "codec_of",
     "find_codec",

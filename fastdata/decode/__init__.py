@@ -7,12 +7,13 @@ from fastdata.decode.images import (
     Resize,
     Size,
     decode_image,
+    decoder_of,
     load_image,
     load_resized,
 )
 from fastdata.decode.planar import decode_planes_into, encode_planes
 from fastdata.decode.problems import sample_error
-from fastdata.decode.stored import Planes, present, spec_of, to_image, to_pil, to_stored
+from fastdata.decode.stored import Planes, is_image, present, spec_of, to_image, to_pil, to_stored
 
 __all__ = [
     "IMAGE_EXTENSIONS",
@@ -23,7 +24,9 @@ __all__ = [
     "Size",
     "decode_image",
     "decode_planes_into",
+    "decoder_of",
     "encode_planes",
+    "is_image",
     "load_image",
     "load_resized",
     "present",

@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import io
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, BinaryIO, Literal
 
@@ -39,6 +40,7 @@ __all__ = [
     "Size",
     "agreed_subsamplings",
     "decode_image",
+    "decoder_of",
     "load_image",
     "load_resized",
 ]
@@ -75,6 +77,13 @@ def load_image(path: str | os.PathLike[str], *, fast_target: tuple[int, int] | N
 def decode_image(data: bytes | memoryview, *, fast_target: tuple[int, int] | None = None) -> Image.Image:
     """Decode an encoded image like ``load_image`` does from a file."""
     return _open(io.BytesIO(data), fast_target)
+
+
+def decoder_of(loader: Callable[[str], Any]) -> Callable[[memoryview], Any] | None:
+    """What makes of a file's bytes what ``loader`` makes of the file; None for loaders of others."""
+    if loader is load_image:
+        return decode_image
+    return loader.decode if isinstance(loader, FastLoader) else None
 
 
 def load_resized(
@@ -124,6 +133,10 @@ class FastLoader:
         """Open one file."""
         return Planes(load_resized(path, self.resize, crop=self.crop, interpolation=self.interpolation, scaled=True))
 
+    def decode(self, data: bytes | memoryview) -> Planes:
+        """Open the bytes of one file."""
+        return Planes(_open_resized(io.BytesIO(data), self.resize, self.crop, self.interpolation, scaled=True))
+
 
 @dataclass(frozen=True, slots=True)
 class Resize:
@@ -138,6 +151,8 @@ class Resize:
     """
 
     size: Size
+
+    __torchvision_equal__ = "Resize"
 
     def __post_init__(self) -> None:
         sides: tuple[Any, ...] = (self.size, self.size) if isinstance(self.size, int) else tuple(self.size)

@@ -15,7 +15,7 @@ from PIL import Image
 
 from fastdata.spec import Form, SampleSpec
 
-__all__ = ["Planes", "pack_planes", "present", "spec_of", "to_image", "to_pil", "to_stored"]
+__all__ = ["Planes", "is_image", "pack_planes", "present", "spec_of", "to_image", "to_pil", "to_stored"]
 
 Array = npt.NDArray[Any]
 PLANES = {"L": "L", "RGB": "RGB", "RGBA": "RGBA"}
@@ -72,6 +72,13 @@ def to_stored(sample: Any) -> tuple[Array, Form]:
     return array, "pil"
 
 
+def is_image(value: Any) -> bool:
+    """Whether a value is an image of any kind, a mask too: a PIL image, or numbers in two or more dimensions."""
+    if isinstance(value, np.ndarray):
+        return value.ndim > 1 and not value.dtype.hasobject
+    return isinstance(value, Image.Image) or (isinstance(value, torch.Tensor) and value.ndim > 1)
+
+
 def to_pil(array_CHW: Array) -> Image.Image:
     """Make the PIL image that was stored as ``array_CHW``; it owns its pixels.
 
@@ -109,7 +116,7 @@ def _layout(mode: str) -> tuple[int, str]:
     stored = ", ".join([*PLANES, *SCALARS])
     raise TypeError(
         f"a PIL image of mode {mode!r} cannot be stored; modes {stored} can. "
-        "Convert it before it is stored: prepare=lambda im: im.convert('RGB')."
+        "Convert it before it is stored: prepare=lambda im: im.convert('RGB'), or np.array(im) for a mask of labels."
     )
 
 

@@ -1,6 +1,6 @@
 """The split of a transform into what runs once, what runs on whole batches, and what runs per sample."""
 
-from fastdata.plan.sizes import read_center_crop, read_resize
+from fastdata.plan.sizes import read_center_crop, read_resize, shape_after
 from fastdata.plan.split import TransformPlan, plan_transform
 
-__all__ = ["TransformPlan", "plan_transform", "read_center_crop", "read_resize"]
+__all__ = ["TransformPlan", "plan_transform", "read_center_crop", "read_resize", "shape_after"]

@@ -1,12 +1,15 @@
-"""Sizes in a user's resize and centre crop, for loaders that do both themselves."""
+"""Sizes that follow from a user's steps, without running them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Literal
 
 from fastdata.plan.steps import interpolation_name, pair, torchvision_name
 
-__all__ = ["read_center_crop", "read_resize"]
+__all__ = ["read_center_crop", "read_resize", "shape_after"]
+
+_SAME_SHAPE = ("Identity", "PILToTensor", "RGB", "ToImage", "ToPureTensor")
 
 
 def read_resize(step: Any) -> tuple[int | tuple[int, int], Literal["bilinear", "bicubic"]] | None:
@@ -23,3 +26,30 @@ def read_resize(step: Any) -> tuple[int | tuple[int, int], Literal["bilinear", "
 def read_center_crop(step: Any) -> tuple[int, int] | None:
     """(height, width) of a torchvision ``CenterCrop``; None for anything else."""
     return pair(step.size) if torchvision_name(step) == "CenterCrop" else None
+
+
+def shape_after(steps: Iterable[Any]) -> tuple[int, int, int] | None:
+    """Shape (C, H, W) that RGB images of any size have after deterministic steps; None where it depends on the image.
+
+    Example:
+        >>> shape_after([]) is None
+        True
+    """
+    channels, size = 3, None
+    for step in steps:
+        name = torchvision_name(step)
+        if name == "Resize":
+            sides = [step.size] if isinstance(step.size, int) else list(step.size or [])
+            if len(sides) == 2:
+                size = pair(sides)
+            elif size is None or size[0] != size[1] or len(sides) != 1:  # the shorter side: a square stays one
+                size = None
+            else:
+                size = (sides[0], sides[0])
+        elif name == "CenterCrop":
+            size = pair(step.size)
+        elif name == "Grayscale":
+            channels = step.num_output_channels
+        elif name not in _SAME_SHAPE:
+            return None
+    return None if size is None else (channels, *size)

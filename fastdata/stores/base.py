@@ -14,7 +14,8 @@ __all__ = ["Store"]
 class Store(Protocol):
     """Prepared samples, read by index; sealed, so safe from any number of threads and processes.
 
-    Pickles as a handle. Indices are positions in [0, N); they are checked by the dataset, not here.
+    Pickles as a handle. Indices are positions in [0, N); they are checked by the dataset, not here. What reads encoded
+    samples raises UndecodableError for one that is damaged; the others can still be read.
     """
 
     @property
@@ -27,6 +28,11 @@ class Store(Protocol):
         """Bytes of memory that the samples take."""
         ...
 
+    @property
+    def gives_views(self) -> bool:
+        """Whether ``read`` costs nothing, because samples lie there as they are served."""
+        ...
+
     def __len__(self) -> int: ...
 
     def shape(self, index: int) -> tuple[int, ...]:
@@ -37,8 +43,12 @@ class Store(Protocol):
         """One sample, read-only: a view where the store can, else a fresh array."""
         ...
 
+    def read_into(self, index: int, out: np.ndarray) -> None:
+        """Put one sample into ``out``, C-contiguous and of its shape."""
+        ...
+
     def gather_into(self, index_B: np.ndarray, out_B: np.ndarray) -> None:
-        """Copy the chosen samples into ``out_B`` (B, *shape), C-contiguous; dense stores only; allocates nothing."""
+        """Copy the chosen samples into ``out_B`` (B, *shape), C-contiguous; dense stores only."""
         ...
 
     def close(self) -> None:

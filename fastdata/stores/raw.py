@@ -14,11 +14,13 @@ class DenseStore:
     """Samples of one shape: one array (N, *shape) in a block.
 
     Args:
-        block: sealed; row r starts at byte ``r * spec.sample_bytes``.
+        block: row r starts at byte ``r * spec.sample_bytes``; sealed, unless samples are still to come.
         spec: dense.
         rows: int64 (N,), the row of each sample where some rows are not in use (skipped samples), else None.
         length: N.
     """
+
+    gives_views = True
 
     def __init__(self, block: Block, spec: SampleSpec, *, length: int, rows: np.ndarray | None = None) -> None:
         self._block = block
@@ -31,6 +33,7 @@ class DenseStore:
         assert self._spec.shape is not None
         row_count = self._block.size_bytes // max(self._spec.sample_bytes, 1)
         self._samples = self._block.array(self._spec.dtype, (row_count, *self._spec.shape))
+        self._samples.flags.writeable = False
         self._rows = None if self._index is None else self._index["rows"]
 
     @property
@@ -56,8 +59,12 @@ class DenseStore:
         sample: np.ndarray = self._samples[index if self._rows is None else self._rows[index]]
         return sample
 
+    def read_into(self, index: int, out: np.ndarray) -> None:
+        """Copy one sample."""
+        out[...] = self.read(index)
+
     def gather_into(self, index_B: np.ndarray, out_B: np.ndarray) -> None:
-        """Copy the chosen samples into ``out_B`` (B, *shape); one call, at memory speed."""
+        """Copy the chosen samples into ``out_B`` (B, *shape); one call, at memory speed; allocates nothing."""
         rows_B = index_B if self._rows is None else self._rows[index_B]
         np.take(self._samples, rows_B, axis=0, out=out_B, mode="clip")
 
@@ -81,20 +88,20 @@ class RaggedStore:
     """Samples that each have a shape of their own, in any order in a block.
 
     Args:
-        block: sealed.
+        block: sealed, unless samples are still to come.
         spec: ragged.
-        offsets: int64 (N,), the first byte of each sample.
-        shapes: int32 (N, ndim).
+        index: ``offsets``, int64 (N,), the first byte of each sample; ``shapes``, int32 (N, ndim).
     """
 
-    def __init__(self, block: Block, spec: SampleSpec, *, offsets: np.ndarray, shapes: np.ndarray) -> None:
-        self._block = block
-        self._spec = spec
-        self._index = ArrayBlock({"offsets": offsets, "shapes": shapes})
+    gives_views = True
+
+    def __init__(self, block: Block, spec: SampleSpec, index: ArrayBlock) -> None:
+        self._block, self._spec, self._index = block, spec, index
         self._open()
 
     def _open(self) -> None:
         self._bytes = self._block.array("uint8", (self._block.size_bytes,))
+        self._bytes.flags.writeable = False
         self._offsets, self._shapes = self._index["offsets"], self._index["shapes"]
 
     @property
@@ -120,6 +127,10 @@ class RaggedStore:
             self.shape(index), self._spec.dtype, self._bytes.data, int(self._offsets[index])
         )
         return sample
+
+    def read_into(self, index: int, out: np.ndarray) -> None:
+        """Copy one sample."""
+        out[...] = self.read(index)
 
     def gather_into(self, index_B: np.ndarray, out_B: np.ndarray) -> None:
         """Not for ragged samples."""

@@ -1,0 +1,97 @@
+"""Any dataset, prepared once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+from fastdata.dataset import PreparedDataset
+from fastdata.decode import Size
+from fastdata.ingest import OnError
+from fastdata.options import Options
+from fastdata.sources import DatasetSource
+
+__all__ = ["CachedDataset"]
+
+
+class CachedDataset(PreparedDataset):
+    """Any map-style dataset of (sample, target), prepared once and kept in shared memory.
+
+    Args:
+        dataset: has ``__len__`` and ``__getitem__`` giving (PIL image | tensor | array, target). Read once, from forked
+            worker processes; give it no transform of its own that should stay random. The sample may be a tuple of
+            these, and the target an image or array too, such as a mask: all of them are stored.
+        prepare: called on each sample before it is stored, e.g. ``lambda image: image.convert("RGB")``.
+        transform: as torchvision's. Its leading deterministic steps run once per sample, before it is stored; see
+            ``plan``.
+        target_transform: called on each target when it is read.
+        transforms: in place of both, called with sample and target together, as torchvision's: for masks.
+        storage: ``"shared"`` keeps prepared samples in shared memory; ``"compressed"`` keeps them encoded there, and
+            decodes on every read; ``"none"`` keeps nothing and prepares on every read; ``"auto"`` takes the first of
+            these that fits the memory budget.
+        codec: how ``"compressed"`` samples are encoded. ``"source"``: their own files as they are, prepared on every
+            read. ``"lz4"``, ``"zstd"``: lossless. ``"jpeg"``: lossy. An object with ``encode(array) -> bytes`` and
+            ``decode(memoryview, out)``. A tuple of these, one for each part of a sample. ``"auto"``: the lossless one
+            that decodes fastest of those that fit, tried on samples of the data; see ``storage_report``.
+        resize: size in pixels that images are resized to before they are stored, as torchvision's ``Resize``: an int
+            for the shorter side, or (height, width).
+        fill: ``"eager"`` prepares all samples now.
+        memory_limit: the most memory to use: bytes, ``"8GiB"``, or a fraction of what is free.
+        progress: show a progress bar on standard error.
+        seed: of the random draws of batch ops, which depend on (seed, epoch, sample) only.
+        batch_ops: ``"auto"`` runs known random transforms on whole batches, with fastdata's own draws; ``"off"`` runs
+            them per sample exactly as written.
+        on_error: ``"raise"``, or ``"skip"`` to leave out samples that cannot be prepared, with one warning.
+        num_workers: processes that prepare; default: all usable cores.
+
+    Raises:
+        SampleError: a sample cannot be read or prepared; names its path and index.
+        MemoryBudgetError: ``storage="shared"`` does not fit; raised before anything is allocated.
+
+    A pickled dataset is a handle of a few hundred bytes plus the transforms; it opens only on the same machine, while
+    the process that made it lives. ``close()`` gives the memory back; so does dropping the last reference.
+
+    Example:
+        >>> import torch
+        >>> squares = [(torch.full((3, 4, 4), i, dtype=torch.uint8), i * i) for i in range(5)]
+        >>> with CachedDataset(squares, progress=False) as dataset:
+        ...     images, targets = dataset.__getitems__([1, 3]).stacked
+        >>> images.shape, targets
+        (torch.Size([2, 3, 4, 4]), tensor([1, 9]))
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        prepare: Callable[[Any], Any] | None = None,
+        transform: Callable[[Any], Any] | None = None,
+        target_transform: Callable[[Any], Any] | None = None,
+        transforms: Callable[[Any, Any], Any] | None = None,
+        storage: Literal["auto", "shared", "compressed", "none"] = "auto",
+        codec: Any = "auto",
+        resize: Size | None = None,
+        fill: Literal["auto", "eager", "lazy"] = "auto",
+        memory_limit: int | float | str | None = None,
+        progress: bool = True,
+        seed: int = 0,
+        batch_ops: Literal["auto", "off"] = "auto",
+        on_error: OnError = "raise",
+        num_workers: int | None = None,
+    ) -> None:
+        options = Options(
+            storage=storage,
+            codec=codec,
+            resize=resize,
+            fill=fill,
+            memory_limit=memory_limit,
+            progress=progress,
+            seed=seed,
+            batch_ops=batch_ops,
+            on_error=on_error,
+            num_workers=num_workers,
+        )
+        if transforms is not None and (transform is not None or target_transform is not None):
+            raise ValueError("transforms= takes sample and target together; give it alone, or transform= and the like")
+        self.transforms = transforms
+        self._build(DatasetSource(dataset), options, transform, target_transform, prepare=prepare)

@@ -1,0 +1,123 @@
+"""Encoded samples end to end in a shared block, each decoded when it is read."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+
+from fastdata.blocks import ArrayBlock, Block
+from fastdata.spec import SampleSpec
+
+__all__ = ["Decoder", "EncodedStore", "UndecodableError"]
+
+
+class Decoder(Protocol):
+    """The half of a codec that reading needs; see ``fastdata.codecs.Codec``."""
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        ...
+
+    def decode(self, data: memoryview, out: np.ndarray) -> None:
+        """Fill ``out``, C-contiguous and of the sample's shape and dtype."""
+        ...
+
+
+class UndecodableError(Exception):
+    """A sample's bytes cannot be decoded; its cause is what the codec raised.
+
+    Attributes:
+        index: of the sample.
+        codec: name of the codec.
+    """
+
+    def __init__(self, message: str, *, index: int, codec: str) -> None:
+        super().__init__(message)
+        self.index, self.codec = index, codec
+
+
+class EncodedStore:
+    """Samples as a codec's bytes, decoded straight into the caller's memory.
+
+    Args:
+        block: sealed, unless samples are still to come.
+        spec: of the decoded samples, dense or ragged.
+        decoder: undoes what the samples were encoded with.
+        index: ``offsets`` and ``sizes``, int64 (N,), the first byte and the number of bytes of each encoded sample;
+            ``shapes``, int32 (N, ndim), of the decoded ones.
+    """
+
+    gives_views = False
+
+    def __init__(self, block: Block, spec: SampleSpec, decoder: Decoder, index: ArrayBlock) -> None:
+        self._block, self._spec, self._decoder, self._index = block, spec, decoder, index
+        self._open()
+
+    def _open(self) -> None:
+        self._bytes = self._block.array("uint8", (self._block.size_bytes,))
+        self._offsets, self._sizes, self._shapes = (self._index[name] for name in ("offsets", "sizes", "shapes"))
+
+    @property
+    def spec(self) -> SampleSpec:
+        """Shape, dtype and form of the decoded samples."""
+        return self._spec
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of memory that the encoded samples take."""
+        return self._block.size_bytes
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    def shape(self, index: int) -> tuple[int, ...]:
+        """Shape of one decoded sample."""
+        return self._spec.shape or tuple(self._shapes[index].tolist())
+
+    def encoded(self, index: int) -> memoryview:
+        """The bytes of one sample: a read-only view."""
+        start = int(self._offsets[index])
+        return self._bytes.data[start : start + int(self._sizes[index])].toreadonly()
+
+    def read(self, index: int) -> np.ndarray:
+        """One sample, decoded into fresh memory."""
+        out = np.empty(self.shape(index), self._spec.dtype)
+        self.read_into(index, out)
+        return out
+
+    def read_into(self, index: int, out: np.ndarray) -> None:
+        """Decode one sample.
+
+        Raises:
+            UndecodableError: its bytes are damaged.
+        """
+        data = self.encoded(index)
+        try:
+            self._decoder.decode(data, out)
+        except Exception as cause:  # decoders raise anything; all of it is named and kept
+            codec = self._decoder.name
+            what = f"{len(data):,} bytes of codec {codec!r} cannot be decoded to {out.dtype} {list(out.shape)}"
+            raise UndecodableError(f"{what}: {cause}", index=index, codec=codec) from cause
+
+    def gather_into(self, index_B: np.ndarray, out_B: np.ndarray) -> None:
+        """Decode the chosen samples, each to its place in ``out_B`` (B, *shape)."""
+        for b, index in enumerate(index_B.tolist()):
+            self.read_into(index, out_B[b])
+
+    def close(self) -> None:
+        """Give back the memory; arrays handed out stay valid. Idempotent."""
+        self._bytes = self._bytes[:0].copy()
+        self._offsets, self._sizes, self._shapes = (
+            array[:0].copy() for array in (self._offsets, self._sizes, self._shapes)
+        )
+        self._block.close()
+        self._index.close()
+
+    def __getstate__(self) -> tuple[Block, SampleSpec, Decoder, ArrayBlock]:
+        return self._block, self._spec, self._decoder, self._index
+
+    def __setstate__(self, state: tuple[Block, SampleSpec, Decoder, ArrayBlock]) -> None:
+        self._block, self._spec, self._decoder, self._index = state
+        self._open()

@@ -1,0 +1,351 @@
+"""Datasets whose samples are kept encoded, and samples of several parts."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torchvision import transforms as v1
+
+from fastdata import CachedDataset, DataLoader, ImageFolder, MemoryBudgetError, SampleError
+from fastdata.codecs import JpegCodec
+from fastdata.ingest import forecast
+from fastdata.preparation import Steps
+from fastdata.sources import DatasetSource
+
+Folder = Callable[..., Path]
+LOSSLESS = ["source", "lz4", "zstd"]
+OWN_STEP = [v1.RandomCrop(5), v1.Lambda(lambda image: np.asarray(image).copy())]
+"""Runs as written: in worker processes from generators of their own."""
+TRANSFORMS = [
+    [v1.PILToTensor()],
+    [v1.RandomCrop(5), v1.PILToTensor()],
+    [v1.RandomCrop(5), v1.RandomHorizontalFlip(), v1.ToTensor(), v1.Normalize([0.5] * 3, [0.2] * 3)],
+    [v1.RandomResizedCrop(4), v1.ToTensor()],
+    OWN_STEP,
+]
+
+
+def _batches(dataset: Any, **options: Any) -> list[torch.Tensor]:
+    return [images for images, _ in DataLoader(dataset, batch_size=4, **options)]
+
+
+@pytest.mark.parametrize(
+    ("steps", "num_workers"),
+    [(steps, workers) for steps in TRANSFORMS for workers in (0, 2) if steps is not OWN_STEP or not workers],
+)
+@pytest.mark.parametrize("codec", LOSSLESS)
+def test_a_lossless_codec_changes_no_pixel(image_folder: Folder, codec: str, steps: Any, num_workers: int) -> None:
+    """Batches and single samples are those of the raw store, whatever runs on them."""
+    root = image_folder(per_class=5, size=(13, 11))
+    transform = v1.Compose([v1.Resize((7, 9)), *steps])
+    with (
+        ImageFolder(root, transform, storage="shared", fill="eager", progress=False) as raw,
+        ImageFolder(root, transform, storage="compressed", codec=codec, progress=False) as ours,
+    ):
+        assert (ours.storage, ours.storage_plan.codec) == ("compressed", codec)
+        torch.manual_seed(0)
+        expected = _batches(raw)
+        torch.manual_seed(0)
+        assert all(map(torch.equal, _batches(ours, num_workers=num_workers), expected))
+        raw.set_epoch(5)
+        ours.set_epoch(5)
+        torch.manual_seed(0)
+        one = torch.as_tensor(raw[3][0])
+        torch.manual_seed(0)
+        assert torch.equal(torch.as_tensor(ours[3][0]), one)
+
+
+@pytest.mark.parametrize("codec", LOSSLESS)
+def test_samples_of_many_shapes_are_kept(image_folder: Folder, codec: str) -> None:
+    """Images of several sizes come back whole one by one, and as batches of crops."""
+    root = image_folder(classes=("a",), per_class=4, size=(12, 10))
+    image_folder(classes=("b",), per_class=4, size=(9, 14))
+    transform = v1.Compose([v1.RandomCrop(8), v1.PILToTensor()])
+    with (
+        ImageFolder(root, transform, progress=False) as raw,
+        ImageFolder(root, transform, storage="compressed", codec=codec, progress=False) as ours,
+    ):
+        assert all(map(torch.equal, _batches(raw), _batches(ours)))
+        ours.transform = raw.transform = None
+        assert all(np.array_equal(np.asarray(ours[i][0]), np.asarray(raw[i][0])) for i in range(8))
+        assert {ours[i][0].size for i in range(8)} == {(12, 10), (9, 14)}
+
+
+def test_jpeg_is_close_and_called_lossy(image_folder: Folder) -> None:
+    """The lossy codec keeps smooth images to a few levels and says what it is."""
+    root = image_folder(size=(64, 48))
+    transform = v1.Compose([v1.Resize((48, 64)), v1.PILToTensor()])
+    with (
+        ImageFolder(root, transform, progress=False) as raw,
+        ImageFolder(root, transform, storage="compressed", codec=JpegCodec(quality=90), progress=False) as ours,
+    ):
+        assert "codec='jpeg', lossy" in ours.storage_plan.reason
+        difference = (raw[1][0].int() - ours[1][0].int()).abs()
+        assert 0 < difference.max() < 12
+
+
+def test_workers_get_a_handle_of_the_encoded_samples(image_folder: Folder) -> None:
+    """A pickled dataset is small, and its copy reads the same samples."""
+    transform = v1.Compose([v1.Resize((48, 64)), v1.PILToTensor()])
+    with ImageFolder(
+        image_folder(per_class=9, size=(64, 48)), transform, storage="compressed", codec="zstd", progress=False
+    ) as dataset:
+        data = pickle.dumps(dataset)
+        assert len(data) < 3000
+        with pickle.loads(data) as copy:
+            assert torch.equal(copy[5][0], dataset[5][0])
+
+
+class Half:
+    """A user's codec: keeps the upper four bits of each byte."""
+
+    name = "half"
+    lossless = False
+
+    def encode(self, sample: np.ndarray) -> bytes:
+        return (sample >> 4).tobytes()
+
+    def decode(self, data: memoryview, out: np.ndarray) -> None:
+        out[...] = np.frombuffer(data, np.uint8).reshape(out.shape) << 4
+
+    def obstacle(self, spec: Any) -> str | None:
+        return None if spec.dtype == "uint8" else "it halves bytes"
+
+
+def test_a_users_own_codec_is_used() -> None:
+    """Any object with encode and decode will do, by its own name and word on loss."""
+    samples = [(np.full((2, 3), i * 16 + 5, np.uint8), i) for i in range(5)]
+    with CachedDataset(samples, storage="compressed", codec=Half(), progress=False) as dataset:
+        assert [int(dataset[i][0][0, 0]) for i in range(5)] == [i * 16 for i in range(5)]
+        assert "codec='half', lossy" in dataset.storage_plan.reason
+
+
+DTYPES = ["uint8", "bool", "uint16", "int16", "int32", "int64", "float16", "float32", "float64"]
+
+
+@pytest.mark.parametrize("codec", ["auto", "lz4", "zstd"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_any_dtype_and_shape_comes_back_bit_for_bit(dtype: str, codec: str) -> None:
+    """Volumes, masks and tables of all types, ragged ones too, are the same after encoding."""
+    random = np.random.default_rng(0)
+    shapes = [(3, 5, 6), (2, 4, 6), (1, 5, 7)]
+    arrays = [random.integers(0, 2, shapes[i % 3]).astype(dtype) * np.array(i + 1).astype(dtype) for i in range(12)]
+    with CachedDataset([(a, 0) for a in arrays], storage="compressed", codec=codec, progress=False) as dataset:
+        for index, array in enumerate(arrays):
+            read, _ = dataset[index]
+            assert read.dtype == array.dtype
+            assert read.tobytes() == array.tobytes()
+            assert read.flags.writeable
+
+
+# Pairs
+
+
+def _mask(index: int, size: tuple[int, int] = (6, 5)) -> Image.Image:
+    return Image.fromarray(np.full(size[::-1], index % 7, np.uint8))
+
+
+def _photo(index: int, size: tuple[int, int] = (6, 5)) -> Image.Image:
+    return Image.fromarray(np.full((*size[::-1], 3), index, np.uint8))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"storage": "shared"},
+        {"storage": "compressed"},
+        {"storage": "compressed", "codec": ("jpeg", "lz4")},
+        {"storage": "none"},
+    ],
+    ids=str,
+)
+def test_an_image_and_its_mask_come_back(options: Any) -> None:
+    """A target that is an image is stored like one, and given back as what it was; sizes may differ."""
+    pairs = [(_photo(i, (6 + i % 2, 5)), _mask(i, (6 + i % 2, 5))) for i in range(9)]
+    with CachedDataset(pairs, progress=False, **options) as dataset:
+        for index, (photo, mask) in enumerate(pairs):
+            got_photo, got_mask = dataset[index]
+            assert np.array_equal(np.asarray(got_photo), np.asarray(photo))
+            assert got_mask.mode == "L"
+            assert np.array_equal(np.asarray(got_mask), np.asarray(mask))
+
+
+def test_samples_may_be_tuples() -> None:
+    """((image, mask), label) keeps both parts and the label."""
+    items = [((_photo(i), np.full((5, 6), i, np.int64)), i) for i in range(9)]
+    with CachedDataset(items, storage="compressed", progress=False) as dataset:
+        (photo, mask), label = dataset[4]
+        assert photo.getpixel((0, 0)) == (4, 4, 4)
+        assert mask.dtype == np.int64
+        assert int(mask[0, 0]) == label == 4
+
+
+def test_masks_that_are_tensors_are_served_in_batches() -> None:
+    """Images and masks of one shape take the fast road, stacked as default_collate does."""
+    items = [(torch.full((3, 8, 8), i, dtype=torch.uint8), torch.full((8, 8), i)) for i in range(9)]
+    with CachedDataset(items, storage="compressed", progress=False) as dataset:
+        loader = DataLoader(dataset, batch_size=4)
+        images, masks = next(iter(loader))
+        assert loader.report().path.startswith("whole batches")
+        assert torch.equal(masks, torch.stack([mask for _, mask in items[:4]]))
+        assert torch.equal(images, torch.stack([image for image, _ in items[:4]]))
+
+
+def test_joint_transforms_get_image_and_mask() -> None:
+    """transforms= is called with both, as in torchvision, and turns off batches."""
+    items = [(_photo(i), _mask(i)) for i in range(9)]
+
+    def flip(image: Image.Image, mask: Image.Image) -> tuple[Any, Any]:
+        return np.asarray(image)[:, ::-1].copy(), np.asarray(mask)[:, ::-1].copy()
+
+    with CachedDataset(items, transforms=flip, progress=False) as dataset:
+        image, mask = dataset[3]
+        assert image.shape == (5, 6, 3)
+        assert mask.shape == (5, 6)
+        assert "several parts" in (dataset.batch_obstacle or "")
+    with pytest.raises(ValueError, match="transforms= takes sample and target together"):
+        CachedDataset(items, transforms=flip, transform=flip, progress=False)
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("samples", "codec", "reason"),
+    [
+        ([(np.zeros((3, 5, 6), np.float32), 0)], "jpeg", r"jpeg: .*8 bits"),
+        ([(np.zeros((5, 6), np.uint8), 0)], "jpeg", r"jpeg: .*labels"),
+        ([(np.zeros((3, 5, 6), np.uint8), np.zeros((5, 6), np.uint8))], "jpeg", r"codec=\('jpeg', 'zstd'\)"),
+        ([(np.zeros((3, 5, 6), np.uint8), 0)], "source", r"source: the samples are no files"),
+        ([(np.zeros((3, 5, 6), np.float32), 0)], Half(), r"half: it halves bytes"),
+    ],
+)
+def test_a_codec_that_would_harm_is_refused_with_the_reason(samples: Any, codec: Any, reason: str) -> None:
+    """Lossy codecs for masks and wide values, and files that are none: an error before anything is kept."""
+    with pytest.raises(ValueError, match=reason):
+        CachedDataset(samples * 3, storage="compressed", codec=codec, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("codec", "problem"),
+    [("lzma", "codec='lzma' is not known"), (7, "has no method encode"), (("lz4", "lz4"), "2 codecs, but .* 1 parts")],
+)
+def test_a_wrong_codec_is_named(codec: Any, problem: str) -> None:
+    """Misspelt names, objects without the methods, and tuples of the wrong length."""
+    with pytest.raises((ValueError, TypeError), match=problem):
+        CachedDataset([(np.zeros(3, np.uint8), 0)] * 3, storage="compressed", codec=codec, progress=False)
+
+
+def test_a_loader_of_ones_own_cannot_keep_files(image_folder: Folder) -> None:
+    """codec='source' opens bytes itself, which a user's loader cannot."""
+    with pytest.raises(ValueError, match="files are opened by your own loader="):
+        ImageFolder(image_folder(), loader=Image.open, storage="compressed", codec="source", progress=False)
+
+
+# Damage
+
+
+def _spoil(dataset: Any, index: int) -> None:
+    """Overwrite a sample's bytes in the sealed block, as a fault of the memory would."""
+    store = dataset._contents.images
+    data = np.array(store._bytes)
+    start, size = int(store._offsets[index]), int(store._sizes[index])
+    data[start : start + size] = 255
+    store._bytes = data
+
+
+@pytest.mark.parametrize("codec", ["source", "lz4", "zstd", "jpeg"])
+def test_a_damaged_sample_is_named_and_only_it_is_refused(image_folder: Folder, codec: str) -> None:
+    """Batches without it are served, those with it name its path and index."""
+    transform = v1.Compose([v1.Resize((16, 16)), v1.PILToTensor()])
+    with ImageFolder(
+        image_folder(per_class=4, size=(20, 18)), transform, storage="compressed", codec=codec, progress=False
+    ) as dataset:
+        _spoil(dataset, 5)
+        with pytest.raises(SampleError, match=r"sample 5, .*dog.001\.jpg, cannot be read") as caught:
+            dataset.__getitems__([1, 5, 2])
+        assert (caught.value.index, Path(caught.value.path or "").name) == (5, "001.jpg")
+        with pytest.raises(SampleError, match="sample 5"):
+            dataset[5]
+        assert len(dataset.__getitems__([1, 2, 6])) == 3
+
+
+def test_a_damaged_file_is_found_by_eager_filling_unless_files_are_kept(image_folder: Folder) -> None:
+    """Encoding opens every file; keeping files of known size does not, and names the damaged one when it is read."""
+    root = image_folder(per_class=30)
+    (root / "cat" / "001.jpg").write_bytes(b"\xff\xd8\xff nonsense")
+    with pytest.raises(SampleError, match=r"sample 1, .*001\.jpg"):
+        ImageFolder(root, v1.Resize((5, 6)), storage="compressed", codec="zstd", progress=False)
+    with pytest.raises(SampleError, match=r"sample 1, .*001\.jpg"):
+        ImageFolder(root, v1.Resize(5), storage="compressed", codec="source", progress=False)
+    with ImageFolder(root, v1.Resize((5, 6)), storage="compressed", codec="source", progress=False) as dataset:
+        with pytest.raises(SampleError, match=r"sample 1, .*001\.jpg, cannot be read: .*Delete or replace the file"):
+            dataset[1]
+        assert dataset[2][0].size == (6, 5)
+
+
+# Memory
+
+
+def _noise(count: int, sizes: Callable[[int], int]) -> list[tuple[np.ndarray, int]]:
+    random = np.random.default_rng(0)
+    return [(random.integers(0, 256, sizes(i), dtype=np.uint8), 0) for i in range(count)]
+
+
+def _late_large(index: int) -> int:
+    """Sizes of 101 samples, the two large ones of which are not among those looked at beforehand."""
+    return 1_000_000 + index if index in (2, 52) else 10 + index % 5
+
+
+def test_running_out_during_a_fill_says_what_would_fit() -> None:
+    """Samples larger than those looked at do not fit after all: an error with the cure, and nothing is left."""
+    samples = _noise(101, _late_large)
+    with pytest.raises(MemoryBudgetError, match=r"codec='lz4' need more than the .* free\. Use .*storage='none'"):
+        CachedDataset(samples, storage="compressed", codec="lz4", memory_limit="1MiB", progress=False)
+    with pytest.raises(MemoryBudgetError, match=r"many shapes need more than the 1\.0 MiB that is free\. Use .*codec="):
+        CachedDataset(samples, storage="shared", memory_limit="1MiB", progress=False)
+
+
+def test_auto_goes_on_to_the_next_storage_when_it_runs_out() -> None:
+    """What turns out not to fit raw is compressed, and what does not fit compressed is kept nowhere."""
+    zeros = [(np.zeros(_late_large(i), np.uint8), 0) for i in range(101)]
+    with CachedDataset(zeros, memory_limit="1MiB", progress=False) as dataset:
+        assert dataset.storage == "compressed"
+        assert dataset[52][0].size == 1_000_052
+    with pytest.warns(UserWarning, match="storage='none'"):
+        dataset = CachedDataset(_noise(101, _late_large), memory_limit="1MiB", progress=False)
+    with dataset:
+        assert dataset.storage == "none"
+        assert dataset[52][0].size == 1_000_052
+
+
+def test_a_report_tells_what_each_codec_makes_of_the_data(image_folder: Folder) -> None:
+    """Names, ratios and reasons are those of the data; also of a dataset that has let go of its source."""
+    transform = v1.Compose([v1.Resize((48, 64)), v1.PILToTensor()])
+    with ImageFolder(image_folder(size=(64, 48)), transform, progress=False) as dataset:
+        report = dataset.storage_report()
+        assert [trial.codec for trial in report.trials] == ["source", "lz4", "zstd", "jpeg"]
+        assert all(trial.obstacle is None and trial.ratio > 1 for trial in report.trials)
+        assert report.raw_bytes == 6 * 3 * 48 * 64
+    masks = [(np.zeros((50, 60), np.int32), 0)] * 9
+    with CachedDataset(masks, codec=Half(), progress=False) as cached:
+        trials = {trial.codec: trial for trial in cached.storage_report().trials}
+        assert trials["lz4"].ratio > 20
+        assert "8 bits" in str(trials["jpeg"].obstacle)
+        assert trials["source"].obstacle == "the samples are no files"
+        assert trials["half"].obstacle == "it halves bytes"
+
+
+def test_a_forecast_of_pairs_counts_both_parts() -> None:
+    """Bytes needed are those of images and masks together."""
+    pairs = [(np.zeros((3, 4), np.uint8), np.zeros((4, 4), np.int32))] * 5
+    expected = forecast(DatasetSource(pairs), Steps(()))
+    assert expected.part_bytes == (5 * 12, 5 * 64)
+    assert (expected.is_tuple, expected.target_is_part) == (False, True)
