@@ -115,7 +115,7 @@ def photos_uint8(root: Path, rounds: int) -> list[Row]:
     """Photographs, 224 crop and flip, uint8, batch 64: against the copy and against vanilla."""
     section = "224 crop + flip of 256x256, uint8, batch 64"
     vanilla, vanilla_workers = best_vanilla(root, photo_transform("uint8"), 64)
-    with ImageFolder(str(root), photo_transform("uint8"), storage="shared", progress=False) as prepared:
+    with ImageFolder(str(root), photo_transform("uint8"), storage="shared", fill="eager", progress=False) as prepared:
         ours, workers = best_loader(prepared, 64)
         rates = in_turns(
             {
@@ -144,7 +144,7 @@ def photos_uint8(root: Path, rounds: int) -> list[Row]:
 def photos_float32(root: Path, rounds: int) -> list[Row]:
     """Photographs, normalised to float32: against the bare conversion."""
     section = "224 crop + flip of 256x256, normalised float32, batch 64"
-    with ImageFolder(str(root), photo_transform("float32"), storage="shared", progress=False) as prepared:
+    with ImageFolder(str(root), photo_transform("float32"), storage="shared", fill="eager", progress=False) as prepared:
         ours, workers = best_loader(prepared, 64)
         rates = in_turns({"convert": convert(64, 224), "ours": epoch_rate(ours, ROUND_S)}, rounds)
     row = partial(Row, section=section, unit="images/s")
@@ -165,7 +165,7 @@ def small_112(cifar: Path, rounds: int) -> list[Row]:
     transform = transforms.Compose(
         [transforms.Resize(112), transforms.RandomHorizontalFlip(), transforms.PILToTensor()]
     )
-    with ImageFolder(str(cifar), transform, storage="shared", progress=False) as prepared:
+    with ImageFolder(str(cifar), transform, storage="shared", fill="eager", progress=False) as prepared:
         ours, workers = best_loader(prepared, 256)
         copy = copy_crops(len(prepared), 256, 112, 112)
         rates = in_turns({"copy": copy, "ours": epoch_rate(ours, ROUND_S)}, rounds)
@@ -186,7 +186,7 @@ def small_32(cifar: Path, rounds: int) -> list[Row]:
             transforms.Normalize((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
         ]
     )
-    with ImageFolder(str(cifar), transform, storage="shared", progress=False) as prepared:
+    with ImageFolder(str(cifar), transform, storage="shared", fill="eager", progress=False) as prepared:
         ours, workers = best_loader(prepared, 512)
         rates = in_turns({"ours": epoch_rate(ours, ROUND_S)}, rounds)
     return [
@@ -208,7 +208,12 @@ def preparing(root: Path, rounds: int) -> list[Row]:
     def prepare(fast_decode: bool) -> float:
         def build() -> None:
             ImageFolder(
-                str(root), photo_transform("uint8"), storage="shared", progress=False, fast_decode=fast_decode
+                str(root),
+                photo_transform("uint8"),
+                storage="shared",
+                fill="eager",
+                progress=False,
+                fast_decode=fast_decode,
             ).close()
 
         return count / seconds_of(build)
@@ -231,7 +236,7 @@ def first_batch_ms(make_loader: Callable[[], DataLoader]) -> float:
 
 def latency_and_threads(root: Path, rounds: int) -> list[Row]:
     """First batch after construction; one thread against two."""
-    with ImageFolder(str(root), photo_transform("uint8"), storage="shared", progress=False) as prepared:
+    with ImageFolder(str(root), photo_transform("uint8"), storage="shared", fill="eager", progress=False) as prepared:
         make = partial(loader_of, prepared, 64)
         first = in_turns({str(n): partial(first_batch_ms, partial(make, n)) for n in (1, 2)}, max(rounds, 5))
         rates = in_turns({str(n): epoch_rate(make(n), ROUND_S) for n in (0, 1, 2)}, rounds)
@@ -249,7 +254,7 @@ def memory(root: Path, rounds: int) -> list[Row]:
     after_epoch = []
     with (
         peak_memory() as peak,
-        ImageFolder(str(root), photo_transform("uint8"), storage="shared", progress=False) as data,
+        ImageFolder(str(root), photo_transform("uint8"), storage="shared", fill="eager", progress=False) as data,
     ):
         raw_bytes = len(data) * 3 * 256 * 256
         loader = loader_of(data, 64, 4)

@@ -30,7 +30,7 @@ def transform(request: pytest.FixtureRequest) -> Any:
 
 @pytest.fixture
 def prepared(photos: Path, transform: Any) -> Iterator[ImageFolder]:
-    with ImageFolder(str(photos), transform, storage="shared", progress=False) as dataset:
+    with ImageFolder(str(photos), transform, storage="shared", fill="eager", progress=False) as dataset:
         yield dataset
 
 
@@ -60,7 +60,7 @@ def test_preparation(benchmark: Any, photos: Path, transform: Any) -> None:
     """Decode and resize everything once."""
 
     def prepare() -> int:
-        with ImageFolder(str(photos), transform, storage="shared", progress=False) as dataset:
+        with ImageFolder(str(photos), transform, storage="shared", fill="eager", progress=False) as dataset:
             return len(dataset)
 
     assert benchmark.pedantic(prepare, rounds=3) == 400

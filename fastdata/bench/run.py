@@ -185,6 +185,7 @@ def _enter_fastdata(settings: BenchSettings, stack: ExitStack, root: str, transf
             is_valid_file=chosen,
             allow_empty=True,
             storage="shared",
+            fill="eager",
             progress=settings.progress,
         )
         prepare_s = time.perf_counter() - start

@@ -1,0 +1,236 @@
+"""What do compressed samples, the files' own bytes and lazy filling cost?
+
+Every section runs its competitors in turns. The limit of a codec is its decoder alone, over the same bytes; that of
+keeping files is torchvision's cold epoch over them.
+"""
+
+from __future__ import annotations
+
+import io
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lz4.block
+import numpy as np
+import torch
+from PIL import Image
+
+from _helper import (
+    Row,
+    class_folders,
+    datasets,
+    epoch_rate,
+    find_workers,
+    in_turns,
+    parser,
+    print_rows,
+    save_rows,
+    transforms,
+    vanilla_loader,
+)
+from fastdata import CachedDataset, DataLoader, ImageFolder
+from fastdata.bench.measure import images_per_s, peak_memory
+from fastdata.codecs import JpegCodec, ZstdCodec
+from fastdata.machine import usable_cores
+from serve import loader_of
+
+ROUND_S = 1.5
+SIDE_PX, CROP_PX, BATCH = 256, 224, 64
+MB = 1e6
+
+Measure = Callable[[], float]
+
+
+def photo_transform(*, dense: bool = True) -> Any:
+    resize = [transforms.Resize((SIDE_PX, SIDE_PX))] if dense else [transforms.Resize(SIDE_PX)]
+    rest = [transforms.RandomCrop(CROP_PX), transforms.RandomHorizontalFlip(), transforms.PILToTensor()]
+    return transforms.Compose([*resize, *rest])
+
+
+def decode_alone(decode: Callable[[Any], object], encoded: Sequence[Any]) -> Measure:
+    """Samples a second of a decoder on this thread, over everything it is given."""
+
+    def run() -> float:
+        decoded, start = 0, time.perf_counter()
+        while (seconds := time.perf_counter() - start) < ROUND_S:
+            decode(encoded[decoded % len(encoded)])
+            decoded += 1
+        return decoded / seconds
+
+    return run
+
+
+def open_with_pillow(data: bytes) -> np.ndarray:
+    return np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
+
+
+def encoded_of(dataset: Any) -> list[bytes]:
+    store = dataset._contents.images
+    return [bytes(store.encoded(index)) for index in range(len(store))]
+
+
+def jpeg(root: Path, rounds: int) -> list[Row]:
+    """Re-encoded as JPEG: against Pillow on one core over the same bytes."""
+    rows: list[Row] = []
+    for codec, name in ((JpegCodec(), "quality 92, 4:4:4"), (JpegCodec(quality=90, subsampling="4:2:0"), "90, 4:2:0")):
+        section = f"codec='jpeg', {name}: {CROP_PX} crop + flip of {SIDE_PX}x{SIDE_PX}, uint8, batch {BATCH}"
+        with ImageFolder(str(root), photo_transform(), storage="compressed", codec=codec, progress=False) as kept:
+            workers = find_workers(partial(loader_of, kept, BATCH), budget_s=ROUND_S)
+            ours = loader_of(kept, BATCH, workers)
+            pillow = decode_alone(open_with_pillow, encoded_of(kept))
+            rates = in_turns({"pillow": pillow, "ours": epoch_rate(ours, ROUND_S)}, rounds)
+            raw_bytes = len(kept) * 3 * SIDE_PX * SIDE_PX
+            kept_bytes = kept._contents.images.size_bytes
+        row = partial(Row, section=section, unit="images/s")
+        rows += [
+            row(name="Pillow alone, one core", rounds=rates["pillow"]),
+            row(
+                name=f"fastdata, {workers} workers",
+                rounds=rates["ours"],
+                against="Pillow alone, one core",
+                target="1.7, or 5,000 images/s",
+            ),
+            row(name="smaller than raw", unit="times", rounds=(raw_bytes / kept_bytes,), target="6 at quality 90"),
+        ]
+    return rows
+
+
+def zstd(root: Path, rounds: int) -> list[Row]:
+    """Lossless: ratio and speed of one core, alone and served."""
+    with ImageFolder(str(root), photo_transform(), storage="compressed", codec="zstd", progress=False) as kept:
+        encoded = [memoryview(data) for data in encoded_of(kept)]
+        out, codec = np.empty((3, SIDE_PX, SIDE_PX), np.uint8), ZstdCodec()
+        competitors = {
+            "alone": decode_alone(lambda data: codec.decode(data, out), encoded),
+            **{str(n): epoch_rate(loader_of(kept, BATCH, n), ROUND_S) for n in (1, 2)},
+        }
+        rates = in_turns(competitors, rounds)
+        ratio = len(kept) * 3 * SIDE_PX * SIDE_PX / kept._contents.images.size_bytes
+    row = partial(Row, section=f"codec='zstd', photographs of {SIDE_PX}x{SIDE_PX}", unit="images/s")
+    return [
+        row(name="smaller than raw", unit="times", rounds=(ratio,), target="1.7"),
+        row(name="decoder alone, one core", rounds=rates["alone"], target="2,500"),
+        *(row(name=f"fastdata, {n} workers", rounds=rates[n], against="decoder alone, one core") for n in ("1", "2")),
+    ]
+
+
+def lz4_masks(root: Path, rounds: int) -> list[Row]:
+    """Label masks: against LZ4's own rate on one core times cores."""
+    del root
+    rng = np.random.default_rng(0)
+    masks = [np.kron(rng.integers(0, 21, (16, 16)), np.ones((32, 32))).astype(np.uint8) for _ in range(500)]
+    items = [(torch.from_numpy(mask), 0) for mask in masks]
+    with CachedDataset(items, storage="compressed", codec="lz4", progress=False) as kept:
+        encoded = encoded_of(kept)
+        alone = decode_alone(lambda data: lz4.block.decompress(data, uncompressed_size=512 * 512), encoded)
+        competitors = {"alone": alone, **{str(n): epoch_rate(loader_of(kept, BATCH, n), ROUND_S) for n in (1, 2)}}
+        rates = in_turns(competitors, rounds)
+        ratio = 500 * 512 * 512 / kept._contents.images.size_bytes
+    cores = usable_cores()
+    row = partial(Row, section="codec='lz4', label masks of 512x512", unit="masks/s")
+    return [
+        row(name="smaller than raw", unit="times", rounds=(ratio,)),
+        row(name=f"lz4 alone, one core, times {cores}", rounds=tuple(cores * rate for rate in rates["alone"])),
+        *(
+            row(name=f"fastdata, {n} workers", rounds=rates[n], against=f"lz4 alone, one core, times {cores}")
+            for n in ("1", "2")
+        ),
+    ]
+
+
+def source(root: Path, rounds: int) -> list[Row]:
+    """The files' own bytes, prepared on each read: against torchvision's epoch over the files."""
+    rows = []
+    for dense in (True, False):
+        transform = photo_transform(dense=dense)
+        originals = datasets.ImageFolder(str(root), transform)
+        vanilla_workers = find_workers(partial(vanilla_loader, originals, BATCH), budget_s=4)
+        vanilla = vanilla_loader(originals, BATCH, vanilla_workers)
+        with ImageFolder(str(root), transform, storage="compressed", codec="source", progress=False) as kept:
+            competitors = {
+                "vanilla": epoch_rate(vanilla),
+                "threads": epoch_rate(loader_of(kept, BATCH, 2)),
+                "processes": epoch_rate(
+                    DataLoader(kept, BATCH, shuffle=True, num_workers=2, workers="process", persistent_workers=True)
+                ),
+            }
+            rates = in_turns(competitors, rounds)
+        name = "Resize((256, 256))" if dense else "Resize(256)"
+        row = partial(Row, section=f"codec='source', {name}, crop, flip, batch {BATCH}", unit="images/s")
+        against = f"vanilla, {vanilla_workers} workers"
+        rows += [
+            row(name=against, rounds=rates["vanilla"]),
+            row(name="fastdata, 2 threads", rounds=rates["threads"], against=against, target="1.1"),
+            row(name="fastdata, 2 processes", rounds=rates["processes"], against=against),
+        ]
+    return rows
+
+
+def lazy(root: Path, rounds: int) -> list[Row]:
+    """First epoch of a lazily filled store against storage='none', and the second against a filled one."""
+
+    def first_epoch(**options: Any) -> float:
+        with ImageFolder(str(root), photo_transform(), progress=False, **options) as dataset:
+            return images_per_s(loader_of(dataset, BATCH, usable_cores()))
+
+    def second_epoch(**options: Any) -> float:
+        with ImageFolder(str(root), photo_transform(), progress=False, **options) as dataset:
+            loader = loader_of(dataset, BATCH, usable_cores())
+            images_per_s(loader)
+            return images_per_s(loader, at_least_s=ROUND_S)
+
+    rates = in_turns(
+        {
+            "none": partial(first_epoch, storage="none"),
+            "lazy": partial(first_epoch, fill="lazy"),
+            "lazy again": partial(second_epoch, fill="lazy"),
+            "eager": partial(second_epoch, fill="eager"),
+        },
+        rounds,
+    )
+    row = partial(Row, section=f"lazy filling, {usable_cores()} workers, batch {BATCH}", unit="images/s")
+    return [
+        row(name="storage='none'", rounds=rates["none"]),
+        row(name="lazy, first epoch", rounds=rates["lazy"], against="storage='none'", target="0.95"),
+        row(name="eager, second epoch", rounds=rates["eager"]),
+        row(name="lazy, second epoch", rounds=rates["lazy again"], against="eager, second epoch", target="1"),
+    ]
+
+
+def memory(root: Path, rounds: int) -> list[Row]:
+    """Peak PSS of the process tree with 4 workers, against the encoded data."""
+    del rounds
+    options = {"storage": "compressed", "codec": "zstd", "progress": False}
+    with peak_memory() as peak, ImageFolder(str(root), photo_transform(), **options) as kept:
+        for _ in range(3):
+            images_per_s(loader_of(kept, BATCH, 4))
+        kept_bytes = kept._contents.images.size_bytes
+    row = partial(Row, section="memory with 4 workers over 3 epochs (PSS of the process tree)", unit="MB")
+    return [
+        row(name="encoded data", rounds=(kept_bytes / MB,)),
+        row(name="peak", rounds=(peak.size_bytes / MB,), target=f"{1.15 * kept_bytes / MB + 400:,.0f} MB at most"),
+    ]
+
+
+SECTIONS = {"memory": memory, "jpeg": jpeg, "zstd": zstd, "lz4": lz4_masks, "source": source, "lazy": lazy}
+
+
+def main() -> None:
+    options = parser(__doc__.splitlines()[0])
+    options.add_argument("--count", type=int, default=4000, help="files the photographs are copied to")
+    options.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
+    chosen = options.parse_args()
+    rows: list[Row] = []
+    with class_folders(chosen.images, count=chosen.count) as (root, what):
+        for name in chosen.sections:
+            rows += SECTIONS[name](root, chosen.rounds)
+    print(what)
+    print_rows(rows)
+    save_rows(rows, chosen.json, images=what, rounds=chosen.rounds)
+
+
+if __name__ == "__main__":
+    main()
