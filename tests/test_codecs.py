@@ -161,6 +161,30 @@ def test_wide_samples_shrink_by_prediction() -> None:
     assert len(ZstdCodec().encode(depth)) < 0.5 * depth.nbytes < len(Lz4Codec().encode(depth))
 
 
+def test_lz4_does_without_the_direct_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the library cannot be called directly, samples and errors are the same."""
+    sample = sample_of((3, 16, 64))
+    data = Lz4Codec().encode(sample)
+    monkeypatch.setattr(lz4_module, "_library_call", lambda: None)
+    assert same_bits(decoded(Lz4Codec(), data, sample), sample)
+    for damaged in (data[:-1], data + b"\0", b""):
+        with pytest.raises(CodecError, match="codec 'lz4' found"):
+            decoded(Lz4Codec(), damaged, sample)
+    for like in (sample[:2], sample_of((4, 16, 64))):
+        with pytest.raises(CodecError, match="codec 'lz4' found"):
+            decoded(Lz4Codec(), data, like)
+
+
+def test_lz4_copies_nothing_where_its_library_is_in_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The direct call is found in the package's extension, and then the package's own function is not used."""
+    if lz4_module._library_call() is None:
+        pytest.skip("this lz4 hides its library")
+    sample = sample_of((3, 16, 64))
+    data = Lz4Codec().encode(sample)
+    monkeypatch.setattr(lz4_module.lz4_block, "decompress", lambda *_, **__: pytest.fail("copied"))
+    assert same_bits(decoded(Lz4Codec(), data, sample), sample)
+
+
 def test_jpeg_changes_little(own: Codec) -> None:
     """A lossy codec's pixels are near the sample's; all others' are equal."""
     sample = images_of(own, (3, 33, 47))

@@ -95,7 +95,7 @@ def import_matplotlib() -> Any:
 
 def versions() -> dict[str, str | None]:
     """Versions of Python and of the packages that matter, None for those not installed."""
-    names = ("fastdata", "torch", "torchvision", "numpy", "pillow", "simplejpeg")
+    names = ("fastdata", "torch", "torchvision", "numpy", "pillow", "simplejpeg", "lz4", "zstandard")
     return {"python": platform.python_version()} | {name: _version(name) for name in names}
 
 
