@@ -7,31 +7,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from fastdata.batchops.chunks import MAX_MIRRORED_BYTES, MAX_SAMPLE_BYTES, PLAIN_SHARE, serve_chunks, serve_mirrored
-from fastdata.batchops.pixels import WORD_BYTES, Bytes, check_reflects
+from fastdata.batchops.fuse import (
+    Stage,
+    WindowStage,
+    channels_after,
+    check_fill,
+    fuse_ops,
+    place_stage,
+    size_after_stage,
+    values_of,
+)
+from fastdata.batchops.pixels import WORD_BYTES, Bytes
 from fastdata.batchops.readable import Readable
 from fastdata.batchops.stages import BoxPass, GrayPass, Pass, WindowPass
-from fastdata.batchops.values import Values, gray_channels
-from fastdata.batchops.windows import (
-    Length,
-    Padding,
-    Size,
-    WindowOp,
-    Windows,
-    joins,
-    padding_of,
-    place_windows,
-    size_after,
-)
+from fastdata.batchops.windows import Length, Padding, Size, padding_of
 from fastdata.draws import UInt64s, sample_keys
 from fastdata.plan import TransformPlan
-from fastdata.plan.ops import Cast, Flip, Grayscale, Normalize, Op, RandomResizedCrop, Reform
+from fastdata.plan.ops import Flip, Grayscale, Op, RandomResizedCrop, Reform
 from fastdata.scratch import Scratch
 from fastdata.spec import SampleSpec
 
@@ -40,17 +38,6 @@ __all__ = ["Program", "compile_ops"]
 Array = npt.NDArray[Any]
 Int64s = npt.NDArray[np.int64]
 Shape = tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class WindowStage:
-    """Crops, flips and at most one padding: one window per sample."""
-
-    ops: tuple[WindowOp, ...]
-    padding: Padding
-
-
-Stage = WindowStage | RandomResizedCrop | Grayscale
 
 
 def compile_ops(plan: TransformPlan, spec: SampleSpec) -> Program:
@@ -83,8 +70,8 @@ class Program:
     def __init__(self, ops: tuple[Op, ...], spec: SampleSpec) -> None:
         self._ops = ops
         self._spec = spec
-        self._stages = _fuse(ops, spec)
-        self._values = _values_of(ops)
+        self._stages = fuse_ops(ops, spec)
+        self._values = values_of(ops)
         self._scratch = Scratch()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -103,8 +90,8 @@ class Program:
             return None
         size = self._spec.shape[1:] if self._spec.shape is not None else None
         for stage in self._stages:
-            size = _size_after_stage(stage, cast("Size | None", size))
-        return None if size is None else ((self._channels(sample_shape[0]), *size), dtype)
+            size = size_after_stage(stage, cast("Size | None", size))
+        return None if size is None else ((channels_after(self._stages, self._values, sample_shape[0]), *size), dtype)
 
     def run(self, store: Readable, index_B: Int64s, epoch_B: int | Int64s, seed: int, out_BChw: Array) -> None:
         """Serve a batch into the caller's memory.
@@ -129,12 +116,12 @@ class Program:
         if shape is not None and len(self._stages) <= 1 and len(index_B):
             stage = self._stages[0] if self._stages else WindowStage((), Padding())
             if isinstance(stage, WindowStage) and self._is_small(stage, shape, out_BChw.shape[1:]):
-                windows = self._place(stage, shape[1], shape[2], keys_B, index_B)
-                self._check_channels(shape[0], stage.padding)
+                windows = place_stage(stage, (shape[1], shape[2]), keys_B, index_B)
+                check_fill(stage.padding, shape[0])
                 serve_chunks(store, index_B, windows, stage.padding, self._values, out_BChw, self._scratch)
                 return
             if self._only_mirrors(stage, shape) and self._values is None:
-                mirrored_B = self._place(cast("WindowStage", stage), shape[1], shape[2], keys_B, index_B).flip_h
+                mirrored_B = place_stage(cast("WindowStage", stage), (shape[1], shape[2]), keys_B, index_B).flip_h
                 assert mirrored_B is not None
                 serve_mirrored(store, index_B, mirrored_B, out_BChw, self._scratch)
                 return
@@ -182,7 +169,7 @@ class Program:
         if out_BChw is None:
             height, width = (int(np.broadcast_to(n, 1)[0]) for n in (height_B, width_B))
             dtype = self._values.dtype if self._values else np.uint8
-            out_BChw = np.empty((1, self._channels(channels), height, width), dtype)
+            out_BChw = np.empty((1, channels_after(self._stages, self._values, channels), height, width), dtype)
         self._loop(sources, index_B, passes, out_BChw)
         return out_BChw
 
@@ -213,14 +200,7 @@ class Program:
             return BoxPass(stage, *size, keys_B, slot)
         if isinstance(stage, Grayscale):
             return GrayPass(stage, *size, slot)
-        return WindowPass(self._place(stage, *size, keys_B, index_B), stage.padding, len(index_B), slot)
-
-    def _place(
-        self, stage: WindowStage, height_B: Length, width_B: Length, keys_B: UInt64s, index_B: Int64s
-    ) -> Windows:
-        windows = place_windows(stage.ops, height_B, width_B, keys_B, index_B)
-        check_reflects(stage.padding, (height_B, width_B), windows.borders, index_B)
-        return windows
+        return WindowPass(place_stage(stage, size, keys_B, index_B), stage.padding, len(index_B), slot)
 
     def _only_mirrors(self, stage: Stage, stored_shape: Shape) -> bool:
         """Whether images of medium size are served whole, some mirrored left to right."""
@@ -233,76 +213,9 @@ class Program:
         limit = MAX_SAMPLE_BYTES // (PLAIN_SHARE if is_plain else 1)
         return max(math.prod(stored_shape) // 2, math.prod(served_shape)) <= limit
 
-    def _channels(self, channels: int) -> int:
-        """Channels served for samples of so many."""
-        for stage in self._stages:
-            if isinstance(stage, WindowStage):
-                self._check_channels(channels, stage.padding)
-            elif isinstance(stage, Grayscale):
-                channels = gray_channels(stage, channels)
-        values = self._values
-        if values is None or values.channels in (1, channels):
-            return channels
-        if channels != 1 or not values.widens:
-            raise ValueError(f"Normalize has {values.channels} means, but the images have {channels} channels.")
-        return values.channels
-
-    def _check_channels(self, channels: int, padding: Padding) -> None:
-        if len(padding.fill) not in (1, channels):
-            raise ValueError(
-                f"fill={padding.fill} has {len(padding.fill)} values, but the images have {channels} channels."
-            )
-
     def _check_shape(self, source: Bytes, index: int, served_shape: Shape) -> None:
-        if self._channels(source.shape[0]) != served_shape[0]:
+        if channels_after(self._stages, self._values, source.shape[0]) != served_shape[0]:
             raise _wrong_shape(index, source.shape, served_shape)
-
-
-def _fuse(ops: tuple[Op, ...], spec: SampleSpec) -> tuple[Stage, ...]:
-    """Group what touches no values into as few stages as possible.
-
-    What comes after the conversion to floats is done before it: the plan admits only what commutes with it.
-    """
-    stages: list[Stage] = []
-    run: list[WindowOp] = []
-    size = cast("Size | None", None if spec.shape is None else spec.shape[1:])
-
-    def end_run() -> None:
-        if run:
-            stages.append(WindowStage(tuple(run), padding_of(tuple(run)) or Padding()))
-            run.clear()
-
-    for op in ops:
-        if isinstance(op, (Reform, Cast, Normalize)):
-            continue
-        if isinstance(op, (RandomResizedCrop, Grayscale)):
-            end_run()
-            stages.append(op)
-            size = _size_after_stage(op, size)
-            continue
-        if not joins(run, op, size):
-            end_run()
-        run.append(op)
-        size = size_after(op, size)
-    end_run()
-    return tuple(stages)
-
-
-def _values_of(ops: tuple[Op, ...]) -> Values | None:
-    normalizations = tuple(op for op in ops if isinstance(op, Normalize))
-    for op in ops:
-        if isinstance(op, Cast):
-            return Values(op, normalizations)
-    return None
-
-
-def _size_after_stage(stage: Stage, size: Size | None) -> Size | None:
-    if isinstance(stage, RandomResizedCrop):
-        return stage.height, stage.width
-    if isinstance(stage, WindowStage):
-        for op in stage.ops:
-            size = size_after(op, size)
-    return size
 
 
 def _wrong_shape(index: int, found: Shape, wanted: Shape) -> ValueError:

@@ -43,8 +43,8 @@ class Values:
             offset = (offset - np.array(step.mean)) / np.array(step.std)
         self.shift_C11 = self._constant(-offset / factor)
         self.scale_C11 = self._constant(factor)
-        self._shifts = bool(self.shift_C11.any())
-        self._scales = not bool((self.scale_C11 == 1).all())
+        self.shifts = bool(self.shift_C11.any())
+        self.scales = not bool((self.scale_C11 == 1).all())
         self._flat: dict[tuple[int, ...], tuple[Floats, Floats]] = {}
 
     def apply(self, source_CHW: Bytes, out_CHW: Floats) -> None:
@@ -66,9 +66,9 @@ class Values:
         if self.divisor is not None:
             out /= self.divisor
             return
-        if self._shifts:
+        if self.shifts:
             out -= shift
-        if self._scales:
+        if self.scales:
             out *= scale
 
     def _flat_constants(self, shape_KCHW: tuple[int, ...]) -> tuple[Floats, Floats]:
