@@ -16,9 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from fastdata.batchops.windows import Length, Padding
+from fastdata.plan.ops import PadMode
 from fastdata.scratch import Scratch, round_up_8
 
-__all__ = ["Bytes", "Mirror", "check_reflects", "fill_borders", "mirror_into", "pad_into"]
+__all__ = ["Bytes", "Mirror", "check_reflects", "fill_borders", "mirror_into", "pad_into", "source_positions"]
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -101,8 +102,8 @@ def fill_borders(padded: Bytes, inner: tuple[int, int, int, int], padding: Paddi
         for border in (padded[..., :top, :], padded[..., bottom:, :], padded[..., :left], padded[..., right:]):
             border[...] = fill
         return
-    from_columns = left + _reflected(width, left, columns - right, padding.mode)
-    from_rows = top + _reflected(height, top, rows - bottom, padding.mode)
+    from_columns = left + source_positions(width, left, columns - right, padding.mode)
+    from_rows = top + source_positions(height, top, rows - bottom, padding.mode)
     band = padded[..., top:bottom, :]
     band[..., :left] = band[..., from_columns[:left]]
     band[..., right:] = band[..., from_columns[right:]]
@@ -132,7 +133,8 @@ def check_reflects(
 
 
 @functools.lru_cache(maxsize=1024)
-def _reflected(length: int, before: int, after: int, mode: str) -> npt.NDArray[np.intp]:
-    """For each position along a padded axis, the position in the source that it repeats."""
-    positions: npt.NDArray[np.intp] = np.pad(np.arange(length), (before, after), mode=mode)  # type: ignore[call-overload]
+def source_positions(length: int, before: int, after: int, mode: PadMode) -> npt.NDArray[np.int64]:
+    """For each position along a padded axis, the one in the source that it repeats, or -1 for a constant border."""
+    options = {"constant_values": -1} if mode == "constant" else {}
+    positions: npt.NDArray[np.int64] = np.pad(np.arange(length), (before, after), mode, **options)  # type: ignore[call-overload]
     return positions

@@ -19,12 +19,12 @@ from fastdata.batchops.windows import Length
 from fastdata.draws import UInt64s, draw_integers, draw_uniform
 from fastdata.plan.ops import RandomResizedCrop
 
-__all__ = ["draw_boxes", "resize_into"]
+__all__ = ["BANDS_APART", "PIL_FILTERS", "draw_boxes", "pillow_chooses_order", "resize_into", "resizes_in_float"]
 
 Int64s = npt.NDArray[np.int64]
 
 TRIES = 10
-_PIL_FILTERS = {
+PIL_FILTERS = {
     "nearest": Image.Resampling.NEAREST,
     "nearest-exact": Image.Resampling.NEAREST,
     "bilinear": Image.Resampling.BILINEAR,
@@ -33,7 +33,7 @@ _PIL_FILTERS = {
     "hamming": Image.Resampling.HAMMING,
     "lanczos": Image.Resampling.LANCZOS,
 }
-_BANDS_APART = (1, 3)
+BANDS_APART = (1, 3)
 """Channel counts whose bands Pillow resizes independently; it multiplies the others by their alpha first."""
 
 
@@ -71,6 +71,11 @@ def resize_into(crop_Chw: Bytes, op: RandomResizedCrop, out_Chw: Bytes) -> None:
         _resize_tensor(crop_Chw, op, out_Chw)
 
 
+def resizes_in_float(op: RandomResizedCrop) -> bool:
+    """Whether torchvision converts tensors to float32 before it resizes them."""
+    return op.domain == "v1" or (op.interpolation == "bilinear" and not _has_uint8_bilinear())
+
+
 def _draw_shapes(op: RandomResizedCrop, area_B: Int64s, keys_B: UInt64s, draw: int) -> tuple[Int64s, Int64s]:
     low, high = op.scale
     target_area = area_B * (low + draw_uniform(keys_B, op.position, draw) * (high - low))
@@ -90,8 +95,8 @@ def _central_boxes(op: RandomResizedCrop, heights: Int64s, widths: Int64s) -> In
 
 
 def _resize_pil(crop_Chw: Bytes, op: RandomResizedCrop, out_Chw: Bytes) -> None:
-    size, resample = (op.width, op.height), _PIL_FILTERS[op.interpolation]
-    if crop_Chw.shape[0] not in _BANDS_APART:
+    size, resample = (op.width, op.height), PIL_FILTERS[op.interpolation]
+    if crop_Chw.shape[0] not in BANDS_APART:
         image = Image.fromarray(np.ascontiguousarray(crop_Chw.transpose(1, 2, 0)))
         out_Chw[...] = np.asarray(image.resize(size, resample)).transpose(2, 0, 1)
         return
@@ -104,7 +109,7 @@ def _resize_tensor(crop_Chw: Bytes, op: RandomResizedCrop, out_Chw: Bytes) -> No
     """Resize a tensor as torchvision does: v1 in float32, v2 in uint8 where torch has a fast kernel for it."""
     smooth = op.interpolation in ("bilinear", "bicubic")
     source = torch.from_numpy(np.ascontiguousarray(crop_Chw))[None]
-    in_float = op.domain == "v1" or (op.interpolation == "bilinear" and not _has_uint8_bilinear())
+    in_float = resizes_in_float(op)
     result = torch.nn.functional.interpolate(
         source.to(torch.float32) if in_float else source,
         size=[op.height, op.width],
@@ -115,6 +120,21 @@ def _resize_tensor(crop_Chw: Bytes, op: RandomResizedCrop, out_Chw: Bytes) -> No
     if in_float:
         result = result.clamp(0, 255).round().to(torch.uint8)
     out_Chw[...] = result[0].numpy()
+
+
+@functools.lru_cache(maxsize=1)
+def pillow_chooses_order() -> bool:
+    """Whether this Pillow resizes columns first where more than twice as much height as width is lost.
+
+    Older ones, up to 12 at least, always resize rows first. Each pass rounds to uint8, so it shows in the last bit.
+    ``horizontal_first`` in Pillow's src/libImaging/Resample.c is the source of the rule.
+    """
+    probe = Image.fromarray((np.arange(48) ** 2 * 37 % 256).astype(np.uint8).reshape(12, 4))
+    whole, columns_first, rows_first = (
+        image.resize((3, 3), Image.Resampling.BILINEAR).tobytes()
+        for image in (probe, *(probe.resize(size, Image.Resampling.BILINEAR) for size in ((4, 3), (3, 12))))
+    )
+    return whole == columns_first != rows_first
 
 
 @functools.lru_cache(maxsize=1)

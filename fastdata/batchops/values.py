@@ -13,11 +13,13 @@ import numpy.typing as npt
 from fastdata.batchops.pixels import Bytes
 from fastdata.plan.ops import Cast, Domain, Grayscale, Normalize
 
-__all__ = ["Values", "gray_channels", "gray_into"]
+__all__ = ["LUMA", "PIL_LUMA", "Values", "gray_channels", "gray_into"]
 
 Floats = npt.NDArray[Any]
 LUMA = (0.2989, 0.587, 0.114)
 """Weights of red, green and blue of torchvision's tensor functional; PIL has its own."""
+PIL_LUMA = (19595, 38470, 7471)
+"""Those of Pillow's ``convert("L")``, in 2**16ths: L24 in src/libImaging/Convert.c."""
 
 
 class Values:
@@ -29,6 +31,14 @@ class Values:
     Args:
         cast: the conversion.
         normalizations: in order.
+
+    Attributes:
+        dtype: what comes out.
+        channels: as many as there are means, 1 for any number of channels.
+        widens: whether one channel becomes as many as there are means.
+        divisor: what to divide by instead, where no other way is bit-equal; or None.
+        shift_C11: subtracted first, if ``shifts``.
+        scale_C11: multiplied by then, if ``scales``.
     """
 
     def __init__(self, cast: Cast, normalizations: tuple[Normalize, ...]) -> None:
@@ -103,9 +113,8 @@ def gray_into(source_CHW: Bytes, domain: Domain, out_CHW: Bytes) -> None:
 
 
 def _pil_luma(source_CHW: Bytes) -> npt.NDArray[np.uint32]:
-    """Pillow's ``convert("L")``: L24 in src/libImaging/Convert.c."""
     red, green, blue = (source_CHW[c].astype(np.uint32) for c in range(3))
-    luma: npt.NDArray[np.uint32] = (red * 19595 + green * 38470 + blue * 7471 + 0x8000) >> 16
+    luma: npt.NDArray[np.uint32] = (red * PIL_LUMA[0] + green * PIL_LUMA[1] + blue * PIL_LUMA[2] + 0x8000) >> 16
     return luma
 
 
