@@ -1,0 +1,157 @@
+"""How close to the speed of its memory does a GPU run batch ops?
+
+Each section is one batch of samples that lie on the device already. Its rows are the time of ``DeviceProgram.run``, of
+``gather_run`` from a store there, and the time in which the device copies as many bytes as the batch has when it is
+read and written once: the stored bytes of what is served, and the served ones. That copy is the limit, whatever the
+kernels. The last row is the drawing on the host, which happens beside all this.
+
+Without a GPU it compares the roads of the CPU at a small size instead: that shows that they work, and nothing of speed.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from _helper import Row, in_turns, parser, print_rows, save_rows, transforms
+from fastdata import plan_transform
+from fastdata.batchops import DeviceProgram, compile_device_ops, compile_ops
+from fastdata.bench.vanilla import IMAGENET_MEAN, IMAGENET_STD
+from fastdata.spec import SampleSpec
+
+BATCHES = 20
+"""Batches between two looks at the clock, of different samples, so that no cache holds them."""
+SEED = 0
+
+Measure = Callable[[], float]
+
+
+class Samples:
+    """Dense random images on a device, in batches."""
+
+    def __init__(self, device: torch.device, batch_size: int, side_px: int, batches: int) -> None:
+        self.device, self.batch_size, self.batches = device, batch_size, batches
+        self.spec = SampleSpec(shape=(3, side_px, side_px), dtype="uint8", form="pil")
+        self.store = torch.randint(0, 256, (batches * batch_size, 3, side_px, side_px), dtype=torch.uint8).to(device)
+        order = np.random.default_rng(0).permutation(len(self.store)).reshape(batches, batch_size)
+        self.index = list(order)
+        self.index_on_device = [torch.from_numpy(rows).to(device) for rows in order]
+
+    def read(self, index: int) -> np.ndarray:
+        return self.store[index].numpy()
+
+    def gather_into(self, index_B: np.ndarray, out_B: np.ndarray) -> None:
+        np.take(self.store.numpy(), index_B, axis=0, out=out_B)
+
+
+def milliseconds(device: torch.device, run: Callable[[int], object], batches: int) -> float:
+    """Mean time of a batch, by the device's clock where it has one."""
+    if device.type != "cuda":
+        start = time.perf_counter()
+        for number in range(batches):
+            run(number)
+        return 1000 * (time.perf_counter() - start) / batches
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize(device)
+    first.record()
+    for number in range(batches):
+        run(number)
+    last.record()
+    last.synchronize()
+    return first.elapsed_time(last) / batches
+
+
+def least_bytes(prog: DeviceProgram, batch_size: int) -> int:
+    """Of a batch: each pixel served is read once as uint8 and written once."""
+    shape, dtype = prog.output
+    return batch_size * int(np.prod(shape)) * (1 + dtype.itemsize)
+
+
+def copy_of(samples: Samples, size_bytes: int) -> Callable[[int], object]:
+    """Copy so many bytes, counted as read and as written, from one place of the device to another."""
+    source = torch.randint(0, 256, (samples.batches, size_bytes // 2), dtype=torch.uint8).to(samples.device)
+    target = torch.empty_like(source)
+    return lambda number: target[number].copy_(source[number])
+
+
+def section(title: str, steps: list[Any], samples: Samples, rounds: int, **options: Any) -> list[Row]:
+    plan = plan_transform(transforms.Compose(steps), form="pil")
+    prog = compile_device_ops(plan, samples.spec, **options)
+    draws = [prog.draw(index_B, 0, SEED).to(samples.device) for index_B in samples.index]
+    stored = [samples.store[index_B] for index_B in samples.index_on_device]
+    size_bytes = least_bytes(prog, samples.batch_size)
+    runs: dict[str, Callable[[int], object]] = {
+        "copy of as many bytes": copy_of(samples, size_bytes),
+        "run": lambda number: prog.run(stored[number], draws[number]),
+        "gather_run": lambda number: prog.gather_run(samples.store, samples.index_on_device[number], draws[number]),
+    }
+    if samples.device.type == "cpu":
+        runs["Program.run, on the CPU"] = cpu_run(plan, samples)
+    measures: dict[str, Measure] = {
+        name: partial(milliseconds, samples.device, run, samples.batches) for name, run in runs.items()
+    }
+    measures["draw, on the host"] = partial(
+        milliseconds, torch.device("cpu"), lambda number: prog.draw(samples.index[number], 0, SEED), samples.batches
+    )
+    figures = in_turns(measures, rounds)
+    words = f"{title}: {samples.batch_size} x {samples.spec.shape} to {prog.output[0]}, {size_bytes / 1e6:,.1f} MB"
+    return [
+        Row(
+            section=words,
+            name=name,
+            unit="ms",
+            rounds=figures[name],
+            against="copy of as many bytes" if name in ("run", "gather_run") else "",
+        )
+        for name in figures
+    ]
+
+
+def cpu_run(plan: Any, samples: Samples) -> Callable[[int], object]:
+    prog = compile_ops(plan, samples.spec)
+    shape, dtype = prog.output(samples.spec.shape) or ((), np.dtype(np.uint8))
+    out = np.empty((samples.batch_size, *shape), dtype)
+    return lambda number: prog.run(samples, samples.index[number], 0, SEED, out)
+
+
+def main() -> None:
+    options = parser(__doc__.splitlines()[0])
+    options.add_argument("--batch-size", type=int, default=256)
+    options.add_argument("--side", type=int, default=256, help="stored height and width")
+    options.add_argument("--crop", type=int, default=224, help="served height and width")
+    chosen = options.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    batch_size, batches = chosen.batch_size, BATCHES
+    if device.type == "cpu":
+        print("No CUDA device: 8 images a batch on the CPU, to see that it runs. These are no figures of a GPU.")
+        batch_size, batches = 8, 2
+    else:
+        print(torch.cuda.get_device_name(device), file=sys.stderr)
+    samples = Samples(device, batch_size, chosen.side, batches)
+    crop = [transforms.RandomCrop(chosen.crop), transforms.RandomHorizontalFlip()]
+    padded = [transforms.RandomCrop(chosen.crop, padding=16), crop[1]]
+    resized = [transforms.RandomResizedCrop(chosen.crop), transforms.RandomHorizontalFlip()]
+    floats = [transforms.ToTensor(), transforms.Normalize(IMAGENET_MEAN, IMAGENET_STD)]
+    half: dict[str, Any] = {"dtype": torch.float16}
+    last: dict[str, Any] = {"channels_last": True}
+    rows = [
+        *section("crop + flip, uint8", [*crop, transforms.PILToTensor()], samples, chosen.rounds),
+        *section("crop + flip, normalised float32", [*crop, *floats], samples, chosen.rounds),
+        *section("crop + flip, normalised float16", [*crop, *floats], samples, chosen.rounds, **half),
+        *section("the same, channels last", [*crop, *floats], samples, chosen.rounds, **half, **last),
+        *section("padded crop + flip, normalised float32", [*padded, *floats], samples, chosen.rounds),
+        *section("RandomResizedCrop + flip, normalised float32", [*resized, *floats], samples, chosen.rounds),
+        *section("RandomResizedCrop + flip, normalised float16", [*resized, *floats], samples, chosen.rounds, **half),
+    ]
+    print_rows(rows)
+    save_rows(rows, chosen.json, device=str(device), batch_size=batch_size, side_px=chosen.side, crop_px=chosen.crop)
+
+
+if __name__ == "__main__":
+    main()
