@@ -9,6 +9,7 @@ from fastdata.batch import SampleBatch, collate
 from fastdata.cached import CachedDataset
 from fastdata.errors import (
     CodecError,
+    DeviceError,
     FastDataError,
     FastDataWarning,
     IngestError,
@@ -19,12 +20,16 @@ from fastdata.errors import (
 from fastdata.folder import ImageFolder, ImageManifest
 from fastdata.loader import DataLoader
 from fastdata.plan import TransformPlan, plan_transform
+from fastdata.prefetch import CudaPrefetcher, DevicePrefetcher
 from fastdata.transport import RingCollate
 
 __all__ = [
     "CachedDataset",
     "CodecError",
+    "CudaPrefetcher",
     "DataLoader",
+    "DeviceError",
+    "DevicePrefetcher",
     "FastDataError",
     "FastDataWarning",
     "ImageFolder",

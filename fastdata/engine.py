@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 from torch.utils.data import IterableDataset
 
 from fastdata import machine
+from fastdata.memory import PinningPlan, budget_bytes, choose_pinning
 from fastdata.report import Reader
 
-__all__ = ["Engine", "Workers", "choose_engine", "choose_workers", "serves_batches"]
+__all__ = ["Engine", "Workers", "choose_engine", "choose_workers", "decide_pinning", "serves_batches"]
 
 Workers = Literal["auto", "thread", "process"]
 
@@ -95,3 +97,24 @@ def choose_workers(cores: int, ranks: int, *, asks_for_workers: bool = False) ->
         asks_for_workers: an argument was given that torch allows with workers only.
     """
     return max(int(asks_for_workers), cores // ranks - 1)
+
+
+def decide_pinning(loader: Any, asked: Any) -> PinningPlan:
+    """Decide ``pin_memory=`` of a DataLoader from what its dataset serves and what is free."""
+    if asked != "auto":
+        return PinningPlan(pin=asked, reason="", is_own_choice=False)
+    has_accelerator = torch.cuda.is_available() or torch.xpu.is_available()
+    batch_bytes = _batch_bytes(loader)
+    under_way = max(1, loader.num_workers * (loader.prefetch_factor or 0)) + 1
+    return choose_pinning(
+        has_accelerator=has_accelerator,
+        batch_bytes=batch_bytes,
+        pinned_bytes=(batch_bytes or 0) * under_way,
+        budget=budget_bytes(machine.available_bytes()),
+    )
+
+
+def _batch_bytes(loader: Any) -> int | None:
+    """Bytes of the images of a full batch; None where that is not known without reading one."""
+    sample_bytes = loader._served.sample_bytes if loader._served else None
+    return None if sample_bytes is None or loader.batch_size is None else sample_bytes * loader.batch_size

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 __all__ = [
     "CodecError",
+    "DeviceError",
     "FastDataError",
     "FastDataWarning",
     "IngestError",
@@ -27,6 +28,10 @@ class FastDataWarning(UserWarning):
 
 class MemoryBudgetError(FastDataError, MemoryError):
     """Prepared samples need more memory than the budget leaves; raised before anything is allocated."""
+
+
+class DeviceError(FastDataError, RuntimeError):
+    """A device was asked for that torch does not see on this machine."""
 
 
 class SampleError(FastDataError, OSError):

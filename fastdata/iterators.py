@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import dataclass
 from multiprocessing.connection import wait
 from typing import Any
 
@@ -18,23 +19,40 @@ from torch.utils.data import dataloader as torch_loader
 from torch.utils.data._utils.pin_memory import pin_memory as copy_to_pinned
 
 from fastdata.engine import Engine
+from fastdata.memory import PinningPlan
 from fastdata.report import EpochReport
 from fastdata.resume import Progress
 from fastdata.ring import BatchRing
 from fastdata.transport import Arrivals, LostBatchError, RingCollate
 
-__all__ = ["HELD_BY_USER", "InlineIter", "ProcessIter", "Tally", "ThreadIter"]
+__all__ = ["HELD_BY_USER", "InlineIter", "Prefetched", "ProcessIter", "Tally", "ThreadIter"]
 
 _LAST_BREATH_S = 1.0
 HELD_BY_USER = 2
 """Batches that the training loop may hold without costing new memory: the current one and one looked ahead."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prefetched:
+    """How a prefetcher reads an epoch.
+
+    Args:
+        ring: where threads gather batches.
+        held: batches that it and the user may hold at a time without costing new memory.
+    """
+
+    ring: BatchRing
+    held: int
+
+
 class Tally:
     """Counts of the epoch in progress."""
 
-    def __init__(self, engine: Engine, ring: BatchRing | Arrivals | None = None) -> None:
+    def __init__(
+        self, engine: Engine, ring: BatchRing | Arrivals | None = None, pinning: PinningPlan | None = None
+    ) -> None:
         self._engine = engine
+        self._pinning = pinning.reason if pinning else ""
         self._ring = ring
         self._fresh_before = ring.fresh_count if ring else 0
         self.batches = self.samples = 0
@@ -53,6 +71,7 @@ class Tally:
             busy_s=self.busy_s,
             fresh_batches=self._ring.fresh_count - self._fresh_before if self._ring else 0,
             bytes_held=self._ring.bytes_held if self._ring else 0,
+            pinning=self._pinning,
         )
 
 
@@ -111,12 +130,12 @@ class InlineIter(Tallied, torch_loader._SingleProcessDataLoaderIter):
 class ProcessIter(Tallied, torch_loader._MultiProcessingDataLoaderIter):
     """torch's worker processes, counted, with batches that come through a shared ring."""
 
-    def __init__(self, loader: Any) -> None:
+    def __init__(self, loader: Any, *, held: int = HELD_BY_USER, **instead: Any) -> None:
         ring_collate = loader.collate_fn
         if not isinstance(ring_collate, RingCollate):
-            ring_collate = RingCollate(ring_collate, slots=loader.prefetch_factor + 1 + HELD_BY_USER)
+            ring_collate = RingCollate(ring_collate, slots=loader.prefetch_factor + 1 + held)
         self.arrivals = ring_collate.arrivals
-        super().__init__(_WithCollate(loader, ring_collate))
+        super().__init__(_Starting(loader, collate_fn=ring_collate, **instead))
 
     def __next__(self) -> Any:
         try:
@@ -142,11 +161,12 @@ class ProcessIter(Tallied, torch_loader._MultiProcessingDataLoaderIter):
             raise error.with_traceback(None)  # noqa: B904
 
 
-class _WithCollate:
-    """A loader as torch's iterator sees it while it starts, with another collate function."""
+class _Starting:
+    """A loader as torch's iterator sees it while it starts, with other attributes in place of some."""
 
-    def __init__(self, loader: Any, collate_fn: RingCollate) -> None:
-        self._loader, self.collate_fn = loader, collate_fn
+    def __init__(self, loader: Any, **instead: Any) -> None:
+        self._loader = loader
+        self.__dict__.update(instead)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)

@@ -18,11 +18,11 @@ from torch.utils.data import dataloader as torch_loader
 
 from fastdata import machine
 from fastdata.batch import IndexBatch, collate
-from fastdata.engine import Engine, Workers, choose_engine, choose_workers, serves_batches
-from fastdata.iterators import HELD_BY_USER, InlineIter, ProcessIter, Tally, ThreadIter
+from fastdata.engine import Engine, Workers, choose_engine, choose_workers, decide_pinning, serves_batches
+from fastdata.iterators import HELD_BY_USER, InlineIter, Prefetched, ProcessIter, Tally, ThreadIter
 from fastdata.randomness import Randomness, undisturbed
 from fastdata.report import EpochReport
-from fastdata.resume import VERSION, Bookmark, IndexBatches, Progress, check_state
+from fastdata.resume import VERSION, Bookmark, IndexBatches, Progress, ReadAhead, check_state
 from fastdata.ring import BatchRing
 from fastdata.served import LoaderEpochs, Served, VisitedBatches
 
@@ -45,7 +45,9 @@ class DataLoader(torch_loader.DataLoader[Any]):
             container quota) shared among the ranks of this machine (``LOCAL_WORLD_SIZE``), less one for the training
             loop: 0 on a single core, but 1 where another argument asks for workers. The attribute is the number.
         collate_fn: as in torch; the default is ``fastdata.collate``, which takes whole batches as they are.
-        pin_memory: as in torch.
+        pin_memory: as in torch, or ``"auto"`` to pin if there is a CUDA or XPU device, batches are large enough to gain
+            from it, and all that are under way are a small part of the free memory; ``report()`` says what was decided
+            and why. The attribute is True or False. A ``CudaPrefetcher`` pins by itself.
         drop_last: as in torch.
         timeout: as in torch.
         worker_init_fn: as in torch; called in worker processes only.
@@ -76,7 +78,7 @@ class DataLoader(torch_loader.DataLoader[Any]):
         batch_sampler: Sampler[list[Any]] | Iterable[list[Any]] | None = None,
         num_workers: int | Literal["auto"] = 0,
         collate_fn: Callable[[list[Any]], Any] | None = None,
-        pin_memory: bool = False,
+        pin_memory: bool | Literal["auto"] = False,
         drop_last: bool = False,
         timeout: float = 0,
         worker_init_fn: Callable[[int], None] | None = None,
@@ -91,6 +93,8 @@ class DataLoader(torch_loader.DataLoader[Any]):
     ) -> None:
         if workers not in ("auto", "thread", "process"):
             raise ValueError(f"workers={workers!r} is not one of 'auto', 'thread', 'process'")
+        if isinstance(pin_memory, str) and pin_memory != "auto":
+            raise ValueError(f"pin_memory={pin_memory!r} is neither True, False nor 'auto'")
         if isinstance(num_workers, str):
             if num_workers != "auto":
                 raise ValueError(f"num_workers={num_workers!r} is neither a number nor 'auto'")
@@ -105,6 +109,7 @@ class DataLoader(torch_loader.DataLoader[Any]):
         self._bookmark = Bookmark()
         self._resumed: dict[str, Any] | None = None
         self._ring: BatchRing | None = None
+        self._prefetched: Prefetched | None = None
         super().__init__(
             dataset,
             batch_size,
@@ -113,7 +118,7 @@ class DataLoader(torch_loader.DataLoader[Any]):
             batch_sampler,
             num_workers,
             collate if collate_fn is None and makes_batches else collate_fn,
-            pin_memory,
+            False if pin_memory == "auto" else pin_memory,
             drop_last,
             timeout,
             worker_init_fn,
@@ -125,21 +130,44 @@ class DataLoader(torch_loader.DataLoader[Any]):
             **({"in_order": in_order} if "in_order" in _TORCH_ARGUMENTS else {}),
         )
         self.in_order = in_order
-        self._tally = Tally(choose_engine(self))
+        self._pinning = decide_pinning(self, pin_memory)
+        self.pin_memory = self._pinning.pin
+        self._tally = Tally(choose_engine(self), pinning=self._pinning)
 
     def __iter__(self) -> Any:
+        return self.iterate()
+
+    def iterate(self, prefetched: Prefetched | None = None) -> Any:
+        """Begin an epoch, as ``iter`` does.
+
+        Args:
+            prefetched: how, where a prefetcher reads it; then ``pin_memory="auto"`` leaves pinning to that.
+        """
         engine = choose_engine(self)
         if engine.kind == "thread":
             self._iterator = None  # persistent worker processes that have done their part
-        progress = self._bookmark.progress = self._begin_epoch()
+        self._prefetched = prefetched
+        self._bookmark.progress, self._bookmark.handed = self._begin_epoch(), None
+        progress = self._bookmark.progress
         with undisturbed() if progress.is_begun else nullcontext():
             seen = self._rewind_stream(progress) if isinstance(self.dataset, IterableDataset) else 0
             iterator: Any = super().__iter__() if engine.kind == "process" else self._read_ahead(engine)
             iterator._progress = progress
             for _ in range(seen):
                 next(iterator, None)
-        iterator._tally = self._tally = Tally(engine, getattr(iterator, "arrivals", self._ring))
+        if self._leaves_pinning:
+            iterator._pin_memory = False
+        ring = getattr(iterator, "arrivals", prefetched.ring if prefetched else self._ring)
+        iterator._tally = self._tally = Tally(engine, ring, self._pinning)
         return iterator
+
+    def ring_slots(self, held: int) -> int:
+        """How many buffers threads and a user who holds ``held`` batches need, so that none is allocated anew."""
+        return choose_engine(self).workers * (self.prefetch_factor or 0) + 1 + held
+
+    def read_ahead(self) -> ReadAhead:
+        """Count the batches of the epoch just begun where they are handed over; for a prefetcher."""
+        return ReadAhead(self._bookmark)
 
     def set_epoch(self, epoch: int) -> None:
         """Make the random draws of the coming epochs those of ``epoch``, until it is set again."""
@@ -152,10 +180,10 @@ class DataLoader(torch_loader.DataLoader[Any]):
         the first, the state is the beginning of the next epoch: Lightning goes on there, and an epoch without a batch
         would end its fit. A sampler with a ``state_dict`` adds its own.
         """
-        held = self._resumed or self._bookmark.progress.resumed_from
+        held = self._resumed or self._bookmark.seen.resumed_from
         if held is not None:
             return copy.deepcopy(held)
-        progress = self._bookmark.progress
+        progress = self._bookmark.seen
         is_over = progress.is_finished or (progress.first == _length(self._index_sampler) and not progress.ahead)
         if is_over:
             progress = self._coming_epoch()
@@ -187,7 +215,7 @@ class DataLoader(torch_loader.DataLoader[Any]):
         if state:
             check_state(state, self._identity())
         self._resumed = copy.deepcopy(state) or None
-        self._bookmark.progress.resumed_from = None
+        self._bookmark.progress.resumed_from = self._bookmark.seen.resumed_from = None
 
     def report(self) -> EpochReport:
         """How the latest epoch went, complete or not; ``.path`` says which road the batches take and why."""
@@ -199,15 +227,23 @@ class DataLoader(torch_loader.DataLoader[Any]):
             super().check_worker_number_rationality()
 
     def _read_ahead(self, engine: Engine) -> ThreadIter:
+        if self._prefetched is not None:
+            return ThreadIter(self, _reader(self, self._prefetched.ring), threads=engine.workers)
         if self._ring is None:
-            self._ring = BatchRing(engine.workers * (self.prefetch_factor or 0) + 1 + HELD_BY_USER)
+            self._ring = BatchRing(self.ring_slots(HELD_BY_USER))
         return ThreadIter(self, _reader(self, self._ring), threads=engine.workers)
 
     def _get_iterator(self) -> Any:
         if self.num_workers == 0:
             return InlineIter(self)
         self.check_worker_number_rationality()
-        return ProcessIter(self)
+        held = self._prefetched.held if self._prefetched else HELD_BY_USER
+        return ProcessIter(self, held=held, **({"pin_memory": False} if self._leaves_pinning else {}))
+
+    @property
+    def _leaves_pinning(self) -> bool:
+        """Whether a prefetcher pins what torch would pin once more."""
+        return self._pinning.is_own_choice and self._prefetched is not None
 
     @property
     def _index_sampler(self) -> Any:
@@ -222,7 +258,7 @@ class DataLoader(torch_loader.DataLoader[Any]):
 
     def _begin_epoch(self) -> Progress:
         """Go on to the next epoch, or to the one of a loaded state."""
-        state, self._resumed = self._resumed or self._bookmark.progress.resumed_from, None
+        state, self._resumed = self._resumed or self._bookmark.seen.resumed_from, None
         if state is None:
             if self._served:
                 self._epochs.begin(self._served.dataset)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from fastdata.machine import Available
 
-__all__ = ["Budget", "budget_bytes", "format_bytes", "parse_bytes"]
+__all__ = ["Budget", "PinningPlan", "budget_bytes", "choose_pinning", "format_bytes", "parse_bytes"]
 
 MIB = 1 << 20
 RESERVE_FLOOR_BYTES = 512 * MIB
@@ -97,6 +97,59 @@ def budget_bytes(available: Available, memory_limit: int | float | str | None = 
     if memory_limit is not None and (limit := parse_bytes(memory_limit, of=available.bytes)) < free:
         return Budget(bytes=limit, reserve_bytes=reserve, limited_by="memory_limit=")
     return Budget(bytes=free, reserve_bytes=reserve, limited_by=available.limited_by, ranks=ranks)
+
+
+# Pinning
+
+PINNING_FLOOR_BYTES = 64 << 10
+"""CUDA brings pageable memory up to this size to the device without waiting for it (CUDA C++ Programming Guide,
+asynchronous concurrent execution): pinning gains nothing."""
+PINNING_SHARE = 1 / 8
+"""Locked pages cannot be swapped or dropped: more than a small part of the free memory would starve the machine."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PinningPlan:
+    """Whether batches lie in pinned memory, and one line that says why.
+
+    Args:
+        pin: whether.
+        reason: why.
+        is_short: memory is all that is missing.
+        is_own_choice: nobody has asked for it by ``True`` or ``False``.
+    """
+
+    pin: bool
+    reason: str
+    is_short: bool = False
+    is_own_choice: bool = True
+
+
+def choose_pinning(*, has_accelerator: bool, batch_bytes: int | None, pinned_bytes: int, budget: Budget) -> PinningPlan:
+    """Decide whether memory for batches is pinned.
+
+    Args:
+        has_accelerator: there is a device that copies from pinned memory by itself.
+        batch_bytes: size of a batch; None where it is not known before one is read.
+        pinned_bytes: what would be pinned in all.
+        budget: what is free, with what is pinned already.
+
+    Example:
+        >>> budget = Budget(bytes=16 << 30, reserve_bytes=1 << 30, limited_by="system memory")
+        >>> choose_pinning(has_accelerator=True, batch_bytes=38 << 20, pinned_bytes=76 << 20, budget=budget).reason
+        'pinned: 76.0 MiB of 16.0 GiB free'
+    """
+    if not has_accelerator:
+        return PinningPlan(pin=False, reason="not pinned: there is no CUDA or XPU device")
+    if batch_bytes is None:
+        return PinningPlan(pin=False, reason="not pinned: how large batches are is not known before one is read")
+    if batch_bytes <= PINNING_FLOOR_BYTES:
+        return PinningPlan(pin=False, reason=f"not pinned: {format_bytes(batch_bytes)} a batch gain nothing from it")
+    need, free = format_bytes(pinned_bytes), format_bytes(budget.bytes)
+    if pinned_bytes > budget.bytes * PINNING_SHARE:
+        share = f"at most {PINNING_SHARE:.1%} of {free} free ({budget.limited_by}) is locked"
+        return PinningPlan(pin=False, reason=f"not pinned: {need} needed, {share}", is_short=True)
+    return PinningPlan(pin=True, reason=f"pinned: {need} of {free} free")
 
 
 def _amount(value: object, of: int) -> int | None:

@@ -55,6 +55,7 @@ class EpochReport:
         busy_s: seconds the training loop spent between batches, in the user's code.
         fresh_batches: batches that got new memory because the user still held every reusable buffer.
         bytes_held: memory that the loader keeps for reuse by coming batches, lent batches included.
+        pinning: whether batches lie in pinned memory, and why; empty where nobody asked.
     """
 
     path: str
@@ -66,6 +67,7 @@ class EpochReport:
     busy_s: float = 0.0
     fresh_batches: int = 0
     bytes_held: int = 0
+    pinning: str = ""
 
     @property
     def samples_per_s(self) -> float:
@@ -77,9 +79,10 @@ class EpochReport:
         total_s = self.wait_s + self.busy_s
         waited = 100 * self.wait_s / total_s if total_s else 0.0
         fresh = f"; {self.fresh_batches} batches got new memory, as all was in use" if self.fresh_batches else ""
+        pinning = f"\n{self.pinning}" if self.pinning else ""
         return (
             f"{self.path}\n"
             f"{self.batches} batches, {self.samples} samples, {self.samples_per_s:,.0f} samples/s\n"
             f"waited for data {self.wait_s:.2f} s ({waited:.0f} %), in the training loop {self.busy_s:.2f} s\n"
-            f"holds {self.bytes_held / _MIB:.1f} MiB for batches{fresh}"
+            f"holds {self.bytes_held / _MIB:.1f} MiB for batches{fresh}{pinning}"
         )

@@ -7,6 +7,7 @@ order again and passes over indices, never over samples.
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from typing import Any
 
 from fastdata.randomness import Randomness, undisturbed
 
-__all__ = ["VERSION", "Bookmark", "IndexBatches", "Progress", "check_state"]
+__all__ = ["VERSION", "Bookmark", "IndexBatches", "Progress", "ReadAhead", "check_state"]
 
 VERSION = 1
 
@@ -65,9 +66,42 @@ class Progress:
 
 @dataclass(slots=True)
 class Bookmark:
-    """The progress of the loader's latest epoch; shared with what draws its indices."""
+    """The progress of the loader's latest epoch; shared with what draws its indices.
+
+    Args:
+        progress: how far the loader has handed batches over.
+        handed: how far the user has got where a prefetcher reads ahead of them; None where none does.
+    """
 
     progress: Progress = field(default_factory=lambda: Progress(is_finished=True))
+    handed: Progress | None = None
+
+    @property
+    def seen(self) -> Progress:
+        """How far the user has got."""
+        return self.progress if self.handed is None else self.handed
+
+
+class ReadAhead:
+    """Counts the batches of an epoch where a prefetcher hands them over, not where it reads them.
+
+    The prefetcher's thread takes a mark with each batch; the user's thread gives it back with the batch. Nothing is
+    drawn or encoded in the thread: a mark is a copy of a few numbers. An epoch that has been left for a new one counts
+    no more.
+    """
+
+    def __init__(self, bookmark: Bookmark) -> None:
+        self._bookmark, self._progress = bookmark, bookmark.progress
+        bookmark.handed = self.mark()
+
+    def mark(self) -> Progress:
+        """How far the loader has read."""
+        return copy.copy(self._progress)
+
+    def hand_over(self, mark: Progress) -> None:
+        """Let the user be as far as the loader was at ``mark``."""
+        if self._bookmark.progress is self._progress:
+            self._bookmark.handed = mark
 
 
 class IndexBatches:

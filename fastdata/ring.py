@@ -10,14 +10,37 @@ from __future__ import annotations
 import math
 import weakref
 from collections import deque
+from typing import Protocol
 
 import numpy as np
 
-__all__ = ["BatchRing"]
+__all__ = ["BatchRing", "Memory"]
+
+
+class Memory(Protocol):
+    """Where a ring's buffers come from; called from the threads that take."""
+
+    def allocate(self, size_bytes: int) -> np.ndarray:
+        """Return uint8 memory of at least this size."""
+
+    def free(self, buffer: np.ndarray) -> None:
+        """Take back what ``allocate`` returned; nobody sees it any more."""
+
+
+class _OrdinaryMemory:
+    def allocate(self, size_bytes: int) -> np.ndarray:
+        return np.empty(size_bytes, np.uint8)
+
+    def free(self, buffer: np.ndarray) -> None:
+        pass
 
 
 class BatchRing:
     """Up to ``slots`` buffers, each lent as an array and back when that array dies.
+
+    Args:
+        slots: how many.
+        memory: where buffers come from; ordinary memory if None.
 
     Example:
         >>> ring = BatchRing(1)
@@ -32,7 +55,8 @@ class BatchRing:
     at any moment, also in a thread that is just taking one.
     """
 
-    def __init__(self, slots: int) -> None:
+    def __init__(self, slots: int, memory: Memory | None = None) -> None:
+        self._memory: Memory = memory or _OrdinaryMemory()
         self._free: deque[np.ndarray | None] = deque([None] * slots)  # None: a slot whose buffer is not allocated yet
         self.fresh_count = 0
         """How often all slots were lent and the batch got memory of its own."""
@@ -52,8 +76,11 @@ class BatchRing:
             self.fresh_count += 1
             return np.empty(shape, dtype)
         if buffer is None or buffer.nbytes < size_bytes:
-            self._grown_bytes.append(size_bytes - (0 if buffer is None else buffer.nbytes))
-            buffer = np.empty(size_bytes, np.uint8)
+            old_bytes = 0 if buffer is None else buffer.nbytes
+            if buffer is not None:
+                self._memory.free(buffer)
+            buffer = self._memory.allocate(size_bytes)
+            self._grown_bytes.append(buffer.nbytes - old_bytes)
         lent = buffer[:size_bytes].view(dtype).reshape(shape)
         weakref.finalize(lent, self._free.append, buffer).atexit = False
         return lent

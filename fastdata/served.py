@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -76,6 +77,12 @@ class Served:
     def is_filling(self) -> bool:
         """Whether many of the samples will be prepared when they are read, which processes do better than threads."""
         return self.obstacle is None and self.dataset.filled_share(self.subset) < MOSTLY_FILLED
+
+    @property
+    def sample_bytes(self) -> int | None:
+        """Size of the image of every sample; None where they differ, or where whole batches cannot be read."""
+        served = None if self.obstacle else self.dataset._served
+        return math.prod(served[0]) * served[1].itemsize if served else None
 
     def positions(self, indices: list[int]) -> np.ndarray:
         """Positions in the dataset (int64, B) of indices that a sampler gave.

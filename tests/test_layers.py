@@ -53,6 +53,7 @@ ORDER = (
     "resume",
     "iterators",
     "loader",
+    "prefetch",
     "bench",
     "cli",
     "__main__",

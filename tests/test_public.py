@@ -10,7 +10,9 @@ from fastdata import errors
 
 NAMES = {
     "CachedDataset",
+    "CudaPrefetcher",
     "DataLoader",
+    "DevicePrefetcher",
     "ImageFolder",
     "ImageManifest",
     "RingCollate",

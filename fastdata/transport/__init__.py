@@ -13,5 +13,6 @@ slots belong to the worker, so that those of a killed one are garbage that the k
 
 from fastdata.transport.arrivals import Arrivals, LostBatchError
 from fastdata.transport.collate import RingCollate
+from fastdata.transport.packing import address_of, is_plain
 
-__all__ = ["Arrivals", "LostBatchError", "RingCollate"]
+__all__ = ["Arrivals", "LostBatchError", "RingCollate", "address_of", "is_plain"]

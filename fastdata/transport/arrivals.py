@@ -66,7 +66,12 @@ class Arrivals:
     @property
     def bytes_held(self) -> int:
         """Memory of all slots that batches have come in, lent or free."""
-        return sum(slot.memory.nbytes for ring in list(self._rings.values()) for slot in list(ring.values()))
+        return sum(memory.nbytes for memory in self.slots)
+
+    @property
+    def slots(self) -> list[np.ndarray]:
+        """Memory of each slot, as long as no larger block has replaced it and its worker lives."""
+        return [slot.memory for ring in list(self._rings.values()) for slot in list(ring.values())]
 
     def receive(self, place: Place, spans: list[tuple[int, int]], data: bytes) -> Any:
         """Rebuild a batch over its slot; give the slot back when nothing sees it any more."""

@@ -1,0 +1,187 @@
+"""An accelerator made of CPU memory: it does everything as late as it may, and writes down what it was told.
+
+Nothing queued on a stream happens until somebody waits for an event behind it. A copy from pinned memory reads its
+source by address and keeps nothing alive, as the hardware does: what was overwritten or given back too early is seen in
+the values, or in ``violations``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+__all__ = ["RecordingBackend", "RecordingStream"]
+
+POISON = 0x5A
+
+
+class RecordingStream:
+    """A queue of work."""
+
+    def __init__(self, device: torch.device, name: str) -> None:
+        self.device, self.name = device, name
+        self.work: list[Callable[[], None]] = []
+        self.done = 0
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+class RecordingEvent:
+    """Done when ``stream`` has done ``position`` pieces of work."""
+
+    def __init__(self, stream: RecordingStream) -> None:
+        self.stream, self.position = stream, len(stream.work)
+
+
+class RecordingBackend:
+    """A backend of as many devices as one likes.
+
+    Args:
+        is_late: whether work waits until an event behind it is waited for; else it is done at once.
+    """
+
+    def __init__(self, *, is_late: bool = True, can_pin: bool = True) -> None:
+        self.is_late, self.can_pin = is_late, can_pin
+        self.log: list[tuple[Any, ...]] = []
+        self.violations: list[str] = []
+        self.streams: list[RecordingStream] = []
+        self.pinned: dict[int, int] = {}
+        self.registered = 0
+        self.allocated = 0
+        self.copied_from: dict[str, list[tuple[int, int]]] = {}
+        self._reads: list[tuple[int, int]] = []
+        self._defaults: dict[torch.device, RecordingStream] = {}
+        self._local = threading.local()
+        self._lock = threading.RLock()
+
+    # The protocol
+
+    def new_stream(self, device: torch.device) -> RecordingStream:
+        self.streams.append(RecordingStream(device, f"side {len(self.streams)}"))
+        return self.streams[-1]
+
+    def current_stream(self, device: torch.device) -> RecordingStream:
+        own = getattr(self._local, "streams", {})
+        if device in own:
+            return own[device]  # type: ignore[no-any-return]
+        return self._defaults.setdefault(device, RecordingStream(device, f"default {device}"))
+
+    @contextlib.contextmanager
+    def working_on(self, streams: Sequence[RecordingStream]) -> Iterator[None]:
+        before = getattr(self._local, "streams", {})
+        self._local.streams = before | {stream.device: stream for stream in streams}
+        yield
+        self._local.streams = before
+
+    def record(self, stream: RecordingStream) -> RecordingEvent:
+        with self._lock:
+            event = RecordingEvent(stream)
+            self.log.append(("record", stream, event))
+            return event
+
+    def wait(self, stream: RecordingStream, event: RecordingEvent) -> None:
+        self.log.append(("wait", stream, event))
+        self.queue(stream, lambda: self._run(event.stream, event.position))
+
+    def is_done(self, event: RecordingEvent) -> bool:
+        return event.stream.done >= event.position
+
+    def synchronize(self, event: RecordingEvent) -> None:
+        self.log.append(("synchronize", event))
+        self._run(event.stream, event.position)
+
+    def copy(self, source: torch.Tensor, device: torch.device) -> torch.Tensor:
+        target = torch.empty_like(source)
+        target.untyped_storage().fill_(POISON)
+        stream = self.current_stream(device)
+        address, size = source.data_ptr(), source.nbytes
+        with self._lock:
+            self.log.append(("copy", stream, id(target)))
+            self.copied_from.setdefault(str(device), []).append((address, size))
+        if not self.is_pinned(source):
+            now = source.clone()
+            self.queue(stream, lambda: target.copy_(now))
+            return target
+        self._reads.append((address, size))
+        self.queue(stream, lambda: self._read(target, address, size))
+        return target
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        return True
+
+    def record_stream(self, tensor: torch.Tensor, stream: RecordingStream) -> None:
+        self.log.append(("record_stream", id(tensor), stream))
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        return self._is_pinned(tensor.data_ptr(), tensor.nbytes)
+
+    def allocate_pinned(self, size_bytes: int) -> np.ndarray | None:
+        self.allocated += 1
+        memory = np.frombuffer(mmap.mmap(-1, size_bytes), np.uint8)
+        with self._lock:
+            self.pinned[memory.ctypes.data] = memory.nbytes
+        return memory
+
+    def free_pinned(self, memory: np.ndarray) -> None:
+        self._unpin(memory)
+
+    def register(self, memory: np.ndarray) -> bool:
+        self.registered += 1
+        if self._is_pinned(memory.ctypes.data, memory.nbytes):
+            self.violations.append("memory was registered twice")
+        with self._lock:
+            self.pinned[memory.ctypes.data] = memory.nbytes
+        return True
+
+    def unregister(self, memory: np.ndarray) -> None:
+        self._unpin(memory)
+
+    # What tests do with it
+
+    def queue(self, stream: RecordingStream, work: Callable[[], Any]) -> None:
+        with self._lock:
+            stream.work.append(work)
+            if not self.is_late:
+                self._run(stream, len(stream.work))
+
+    def finish(self, device: str = "cuda:0") -> None:
+        """Do all work of the calling thread's current stream, as a test that looks at values must."""
+        stream = self.current_stream(torch.device(device))
+        self._run(stream, len(stream.work))
+
+    def _run(self, stream: RecordingStream, position: int) -> None:
+        with self._lock:
+            while stream.done < position:
+                work, stream.work[stream.done] = stream.work[stream.done], _nothing
+                stream.done += 1
+                work()
+
+    def _read(self, target: torch.Tensor, address: int, size: int) -> None:
+        self._reads.remove((address, size))
+        if self._is_pinned(address, size):
+            ctypes.memmove(target.data_ptr(), address, size)
+        else:
+            self.violations.append("a copy reads memory that is no longer pinned")
+
+    def _unpin(self, memory: np.ndarray) -> None:
+        start = memory.ctypes.data
+        with self._lock:
+            size = self.pinned.pop(start)
+            if any(start <= address < start + size for address, _ in self._reads):
+                self.violations.append("memory was unpinned while a copy was to read it")
+
+    def _is_pinned(self, address: int, size: int) -> bool:
+        with self._lock:
+            return any(start <= address and address + size <= start + room for start, room in self.pinned.items())
+
+
+def _nothing() -> None:
+    pass

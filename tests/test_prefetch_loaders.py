@@ -1,0 +1,306 @@
+"""Prefetching from real loaders: straight from their rings, their face, their state."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader as TorchLoader
+from torch.utils.data import Dataset, DistributedSampler
+
+from fastdata import CachedDataset, CudaPrefetcher, DataLoader, RingCollate, memory
+from fastdata.prefetch import Prefetcher
+from recording import RecordingBackend
+
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.fixture(autouse=True)
+def small_batches_are_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "PINNING_FLOOR_BYTES", 0)
+
+
+@pytest.fixture
+def backend() -> Iterator[RecordingBackend]:
+    recording = RecordingBackend()
+    yield recording
+    gc.collect()
+    assert recording.violations == []
+
+
+@pytest.fixture
+def dataset() -> Iterator[CachedDataset]:
+    """Image i is 3 x 4 x 5 of value i."""
+    samples = [(torch.full((3, 4, 5), i, dtype=torch.uint8), i) for i in range(23)]
+    with CachedDataset(samples, progress=False) as cached:
+        yield cached
+
+
+class Numbers(Dataset[Any]):
+    """Sample i is a 2 x 3 tensor full of i, and i; the one at ``kill_at`` kills its worker."""
+
+    def __init__(self, length: int = 40, kill_at: int = -1) -> None:
+        self.length, self.kill_at = length, kill_at
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        if index == self.kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return torch.full((2, 3), float(index)), index
+
+
+def on_device(loader: Any, backend: RecordingBackend, **options: Any) -> Prefetcher:
+    return Prefetcher(loader, devices=[CUDA], backend=backend, **options)
+
+
+def values(batches: Any, backend: RecordingBackend) -> list[list[float]]:
+    """The number in each image, and that labels say the same."""
+    found = []
+    for images, labels in batches:
+        backend.finish()
+        assert images.flatten(1).unique(dim=1).flatten().tolist() == labels.tolist()
+        found.append(labels.tolist())
+        del images, labels
+    return found
+
+
+def in_batches(count: int, size: int) -> list[list[int]]:
+    return [list(range(count))[start : start + size] for start in range(0, count, size)]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 2])
+def test_gathered_images_are_written_once(dataset: CachedDataset, backend: RecordingBackend, num_workers: int) -> None:
+    """Threads gather into pinned memory and the device reads it there: only the labels are copied on the host."""
+    batches = on_device(DataLoader(dataset, batch_size=4, num_workers=num_workers), backend)
+    for _ in range(3):
+        assert values(batches, backend) == in_batches(23, 4)
+        report = batches.report()
+        assert (report.copies.in_place, report.copies.in_place_bytes) == (6, 23 * 60)
+        assert (report.copies.staged, report.copies.staged_bytes) == (6, 23 * 8)
+        assert (report.copies.pageable, report.fresh_batches) == (0, 0)
+    assert report.path.startswith("whole batches")
+
+
+def test_gathered_batches_that_are_held_are_never_overwritten(
+    dataset: CachedDataset, backend: RecordingBackend
+) -> None:
+    """All batches are right when their copies happen as late as they can."""
+    batches = list(on_device(DataLoader(dataset, batch_size=4, num_workers=2), backend))
+    backend.finish()
+    assert [images.unique().tolist() for images, _ in batches] == in_batches(23, 4)
+
+
+def test_plain_iteration_gets_no_pinned_memory(dataset: CachedDataset, backend: RecordingBackend) -> None:
+    """What the prefetcher pins is not what the loader hands to others, who may copy without waiting."""
+    loader = DataLoader(dataset, batch_size=4, num_workers=1)
+    batches = on_device(loader, backend)
+    next(iter(batches))
+    assert not any(backend.is_pinned(images) for images, _ in loader)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("torchs", [False, True])
+def test_batches_of_worker_processes_are_copied_from_their_slots(
+    backend: RecordingBackend, workers: int, torchs: bool
+) -> None:
+    """Nothing is copied on the host: slots are pinned where they lie, with fastdata's loader and with torch's."""
+    loader: Any = DataLoader(Numbers(), batch_size=4, num_workers=workers)
+    if torchs:
+        loader = TorchLoader(Numbers(), batch_size=4, num_workers=workers, collate_fn=RingCollate())
+    batches = on_device(loader, backend)
+    assert values(batches, backend) == in_batches(40, 4)
+    report = batches.report()
+    assert (report.copies.in_place, report.copies.staged, report.copies.pageable) == (20, 0, 0)
+    assert backend.registered > 0
+    assert backend.pinned == {}  # unpinned with the epoch: a user's own copies must not take slots for pinned
+
+
+def test_slots_that_are_in_flight_are_not_filled_again(backend: RecordingBackend) -> None:
+    """All batches are right when their copies happen as late as they can."""
+    batches = list(on_device(DataLoader(Numbers(), batch_size=4, num_workers=2), backend))
+    backend.finish()
+    assert [labels.tolist() for _, labels in batches] == in_batches(40, 4)
+    assert [images.flatten(1)[:, 0].tolist() for images, _ in batches] == in_batches(40, 4)
+
+
+def test_persistent_workers_serve_epoch_after_epoch(backend: RecordingBackend) -> None:
+    """Also after a break, and while an old iterator lives, which ends."""
+    loader = DataLoader(Numbers(12), batch_size=4, num_workers=1, persistent_workers=True)
+    batches = on_device(loader, backend)
+    old = iter(batches)
+    next(old)
+    assert values(batches, backend) == in_batches(12, 4)
+    assert next(old, "end") == "end"
+    for _ in batches:
+        break
+    assert values(batches, backend) == in_batches(12, 4)
+    loader._iterator = None
+
+
+def test_a_killed_worker_is_an_error(backend: RecordingBackend) -> None:
+    """The loop hears of it instead of waiting, and nothing is left behind."""
+    batches = on_device(DataLoader(Numbers(kill_at=13), batch_size=4, num_workers=1), backend)
+    with pytest.raises(RuntimeError, match=r"DataLoader worker|killed by signal"):
+        values(batches, backend)
+
+
+def test_growing_slots_are_pinned_anew(backend: RecordingBackend) -> None:
+    """A slot that a larger batch replaced is unpinned when nothing reads it, and its follower is pinned."""
+    lengths = [1, 3000, 2, 9000, 9000, 20000, 1]
+    samples = [torch.full((length,), 1.0) for length in lengths]
+    loader = DataLoader(samples, batch_size=1, num_workers=1)  # type: ignore[arg-type]
+    sums = []
+    batches = on_device(loader, backend)
+    for batch in batches:
+        backend.finish()
+        sums.append(int(batch.sum()))
+    assert sums == lengths
+    assert batches.report().copies.staged == 0
+
+
+# The face
+
+
+def test_the_loaders_attributes_reach_through(dataset: CachedDataset) -> None:
+    """What training scripts read of a loader, and nothing that it has not."""
+    loader = DataLoader(dataset, batch_size=4, num_workers=1, drop_last=True)
+    batches = CudaPrefetcher(loader, device="cpu")
+    assert len(batches) == len(loader) == 5
+    for name in ("dataset", "sampler", "batch_sampler", "batch_size", "drop_last", "num_workers", "pin_memory"):
+        assert getattr(batches, name) is getattr(loader, name)
+    plain = CudaPrefetcher([1, 2], device="cpu")
+    assert not hasattr(plain, "dataset")
+    assert not hasattr(plain, "state_dict")
+    assert not hasattr(plain, "load_state_dict")
+    with pytest.raises(TypeError):
+        len(CudaPrefetcher(iter([]), device="cpu"))
+
+
+def test_set_epoch_reaches_loader_and_sampler(dataset: CachedDataset) -> None:
+    """Each that can be told is told once; a loader that cannot is no error."""
+    sampler = DistributedSampler(dataset, num_replicas=2, rank=0)
+    loader = DataLoader(dataset, batch_size=4, sampler=sampler)
+    CudaPrefetcher(loader, device="cpu").set_epoch(7)
+    assert sampler.epoch == 7
+    assert loader._epochs._set == 7
+    CudaPrefetcher([], device="cpu").set_epoch(7)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("workers", ["thread", "process"])
+def test_the_state_counts_what_the_user_got(
+    dataset: CachedDataset, backend: RecordingBackend, num_workers: int, workers: Any
+) -> None:
+    """After each batch the state resumes with the very next one, although more were read ahead."""
+
+    def make() -> DataLoader:
+        torch.manual_seed(3)
+        return DataLoader(dataset, batch_size=4, shuffle=True, num_workers=num_workers, workers=workers)
+
+    whole = [labels.tolist() for _, labels in make()]
+    loader = make()
+    batches = on_device(loader, backend)
+    states = [batches.state_dict() for _ in batches]
+    assert [state["num_yielded"] if state["is_begun"] else "over" for state in states] == [1, 2, 3, 4, 5, "over"]
+    assert loader.state_dict() == states[-1]
+    for seen, state in enumerate(states[:-1], 1):
+        again = on_device(make(), backend)
+        again.load_state_dict(state)
+        assert again.state_dict() == state
+        assert values(again, backend) == whole[seen:]
+
+
+def test_a_state_holds_until_a_batch_is_handed_over(dataset: CachedDataset, backend: RecordingBackend) -> None:
+    """A resumed epoch that was begun but gave no batch is resumed again."""
+    loader = DataLoader(dataset, batch_size=4, num_workers=1)
+    batches = on_device(loader, backend)
+    for _ in batches:
+        break
+    state = batches.state_dict()
+    assert state["num_yielded"] == 1
+    batches.load_state_dict(state)
+    iter(batches)
+    assert values(batches, backend) == in_batches(23, 4)[1:]
+
+
+class Counting:
+    """A loader of another library that knows how far it was read."""
+
+    def __init__(self) -> None:
+        self.read = 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for self.read in range(self.read + 1, 9):
+            yield torch.tensor([self.read])
+
+    def state_dict(self) -> dict[str, int]:
+        return {"read": self.read}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.read = state["read"]
+
+
+def test_the_state_of_another_loader_is_that_of_the_users_batch(backend: RecordingBackend) -> None:
+    """It is taken with each batch and given with it."""
+    batches = on_device(Counting(), backend, depth=3)
+    epoch = iter(batches)
+    for number in (1, 2, 3):
+        next(epoch)
+        assert batches.state_dict() == {"read": number}
+    del epoch
+    batches.load_state_dict({"read": 6})
+    assert batches.state_dict() == {"read": 6}
+    moved = list(batches)
+    backend.finish()
+    assert [batch.item() for batch in moved] == [7, 8]
+
+
+def test_global_draws_of_an_epoch_are_those_of_the_bare_loader(
+    dataset: CachedDataset, backend: RecordingBackend
+) -> None:
+    """With the same seed the order is the loader's, and the user's draws after the epoch are the same."""
+    orders = []
+    for wrap in (lambda loader: loader, lambda loader: on_device(loader, backend)):
+        torch.manual_seed(11)
+        batches = wrap(DataLoader(dataset, batch_size=4, shuffle=True))
+        orders.append(([labels.tolist() for _, labels in batches], torch.rand(1).item()))
+        backend.finish()
+    assert orders[0][1] == orders[1][1]
+
+
+# pin_memory="auto"
+
+
+def test_auto_pinning_without_a_device_is_off_in_silence(dataset: CachedDataset) -> None:
+    """The attribute is False, the report says why, and torch does not warn."""
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    loader = DataLoader(dataset, batch_size=4, num_workers=1, pin_memory="auto")
+    assert loader.pin_memory is False
+    assert len(list(loader)) == 6
+    assert loader.report().pinning == "not pinned: there is no CUDA or XPU device"
+    assert loader.report().pinning in str(loader.report())
+
+
+def test_auto_pinning_with_a_device_goes_by_the_batch(dataset: CachedDataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches of known size that are worth it are pinned; others are not."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert DataLoader(dataset, batch_size=4, pin_memory="auto").pin_memory is True
+    unknown = DataLoader(Numbers(), batch_size=4, pin_memory="auto")
+    assert unknown.pin_memory is False
+    assert "not known" in unknown.report().pinning
+    monkeypatch.setattr(memory, "PINNING_FLOOR_BYTES", 10**6)
+    assert DataLoader(dataset, batch_size=4, pin_memory="auto").pin_memory is False
+
+
+def test_a_wrong_pin_memory_is_refused(dataset: CachedDataset) -> None:
+    """Only True, False and 'auto' are known."""
+    with pytest.raises(ValueError, match="pin_memory='yes'"):
+        DataLoader(dataset, pin_memory="yes")  # type: ignore[arg-type]
