@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("torchvision")
 
@@ -45,3 +46,10 @@ def test_cifar_learns_drawn_images() -> None:
     """Two epochs over drawn images recognise far more than the tenth that chance does."""
     accuracy = runpy.run_path(str(EXAMPLES / "cifar.py"))["main"](["--epochs", "2", "--per-class", "60"])
     assert accuracy > 0.2
+
+
+@pytest.mark.skipif(torch.cuda.device_count() >= 2, reason="this machine has two GPUs")
+def test_two_gpus_says_what_it_needs(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without two GPUs the example ends with a clear word."""
+    runpy.run_path(str(EXAMPLES / "two_gpus.py"))["main"]([])
+    assert capsys.readouterr().out.startswith(f"This example needs two GPUs; torch sees {torch.cuda.device_count()}.")

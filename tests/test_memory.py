@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fastdata.machine import Available
-from fastdata.memory import Budget, budget_bytes, format_bytes, parse_bytes
+from fastdata.memory import Budget, budget_bytes, choose_pinning, format_bytes, parse_bytes
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -76,4 +76,27 @@ def test_the_budget_keeps_a_reserve(
     assert budget == Budget(bytes=bytes_, reserve_bytes=reserve, limited_by=limited_by)
 
 
-BUDGET = Budget(bytes=4 * GIB, reserve_bytes=512 * MIB, limited_by="cgroup limit")
+BIG = Budget(bytes=16 * GIB, reserve_bytes=GIB, limited_by="system memory")
+
+
+@pytest.mark.parametrize(
+    ("has_accelerator", "batch_bytes", "pinned_bytes", "pin", "words", "is_short"),
+    [
+        (True, 38 << 20, 76 << 20, True, "pinned: 76.0 MiB of 16.0 GiB free", False),
+        (True, 1 * GIB, 2 * GIB, True, "pinned: 2.0 GiB", False),
+        (True, 1 * GIB, 2 * GIB + 1, False, "not pinned: 2.0 GiB needed, at most 12.5% of 16.0 GiB free", True),
+        (True, 64 << 10, 128 << 10, False, "64.0 KiB a batch gain nothing", False),
+        (True, (64 << 10) + 1, 128 << 10, True, "pinned: 128.0 KiB", False),
+        (True, None, 0, False, "not known before one is read", False),
+        (False, 38 << 20, 76 << 20, False, "no CUDA or XPU device", False),
+    ],
+)
+def test_pinning_follows_device_batch_and_free_memory(
+    has_accelerator: bool, batch_bytes: int | None, pinned_bytes: int, pin: bool, words: str, is_short: bool
+) -> None:
+    """Pinned are batches worth it, for a device, up to an eighth of the free memory; else the reason says what is not."""
+    plan = choose_pinning(
+        has_accelerator=has_accelerator, batch_bytes=batch_bytes, pinned_bytes=pinned_bytes, budget=BIG
+    )
+    assert (plan.pin, plan.is_short) == (pin, is_short)
+    assert words in plan.reason

@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from fastdata import CudaPrefetcher, DeviceError, DevicePrefetcher, SampleBatch, memory
 from fastdata.prefetch import Prefetcher
-from fastdata.prefetch.batches import is_dense, map_tensors, shard_sizes, split_batch, tensors_in
+from fastdata.prefetch.batches import is_dense, map_tensors, memory_of, shard_sizes, split_batch, tensors_in
 from fastdata.prefetch.finish import Finish
 from recording import RecordingBackend
 
@@ -102,6 +102,15 @@ def test_only_tensors_as_long_as_the_batch_are_cut() -> None:
     assert second[3] == "name"
 
 
+def test_memory_of_odd_tensors_is_that_of_their_parts() -> None:
+    """Indices and values of sparse tensors, data of packed ones: all that a stream must be known to use."""
+    eye = torch.eye(3)
+    assert [part.numel() for part in memory_of(eye)] == [9]
+    assert [part.numel() for part in memory_of(eye.to_sparse())] == [6, 3]
+    assert [part.numel() for part in memory_of(eye.to_sparse_csc())] == [4, 3, 3]
+    assert memory_of(pack_sequence([torch.ones(2)]))[0].tolist() == [1, 1]
+
+
 # On the way to a device
 
 
@@ -173,11 +182,11 @@ def test_odd_tensors_go_by_their_own_to(monkeypatch: pytest.MonkeyPatch) -> None
         calls.append((type(self).__name__, device))
         return self
 
-    monkeypatch.setattr(torch.Tensor, "to", to)
-    monkeypatch.setattr(PackedSequence, "to", to)
     sparse = torch.eye(3).to_sparse()
     learnt = torch.ones(2, requires_grad=True)
     packed = pack_sequence([torch.ones(2)])
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    monkeypatch.setattr(PackedSequence, "to", to)
     _, backend, _ = moved([sparse, learnt, packed])
     assert [name for name, _ in calls] == ["Tensor", "Tensor", "PackedSequence"]
     assert all(device == torch.device("cuda", 0) for _, device in calls)
@@ -196,7 +205,7 @@ def test_images_and_floats_are_cast_and_labels_are_not() -> None:
     """``dtype=`` casts floating-point tensors and uint8 images; ``channels_last`` is for four dimensions."""
     images = torch.zeros(2, 3, 4, 5, dtype=torch.uint8)
     batch = [images, torch.ones(2), torch.ones(2, dtype=torch.int64), torch.ones(2, dtype=torch.uint8)]
-    cast = list(CudaPrefetcher([batch], device="cpu", dtype=torch.bfloat16, channels_last=True))[0]
+    cast = next(iter(CudaPrefetcher([batch], device="cpu", dtype=torch.bfloat16, channels_last=True)))
     assert [t.dtype for t in cast] == [torch.bfloat16, torch.bfloat16, torch.int64, torch.uint8]
     assert cast[0].is_contiguous(memory_format=torch.channels_last)
 

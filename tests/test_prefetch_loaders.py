@@ -237,7 +237,8 @@ class Counting:
         self.read = 0
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        for self.read in range(self.read + 1, 9):
+        while self.read < 8:
+            self.read += 1
             yield torch.tensor([self.read])
 
     def state_dict(self) -> dict[str, int]:
@@ -262,17 +263,20 @@ def test_the_state_of_another_loader_is_that_of_the_users_batch(backend: Recordi
     assert [batch.item() for batch in moved] == [7, 8]
 
 
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("workers", ["thread", "process"])
 def test_global_draws_of_an_epoch_are_those_of_the_bare_loader(
-    dataset: CachedDataset, backend: RecordingBackend
+    dataset: CachedDataset, num_workers: int, workers: Any
 ) -> None:
-    """With the same seed the order is the loader's, and the user's draws after the epoch are the same."""
-    orders = []
-    for wrap in (lambda loader: loader, lambda loader: on_device(loader, backend)):
+    """With the same seed the order is the loader's, and so are the user's draws after each epoch."""
+    told = []
+    for is_prefetched in (False, True):
         torch.manual_seed(11)
-        batches = wrap(DataLoader(dataset, batch_size=4, shuffle=True))
-        orders.append(([labels.tolist() for _, labels in batches], torch.rand(1).item()))
-        backend.finish()
-    assert orders[0][1] == orders[1][1]
+        batches: Any = DataLoader(dataset, batch_size=4, shuffle=True, num_workers=num_workers, workers=workers)
+        if is_prefetched:
+            batches = on_device(batches, RecordingBackend(is_late=False))
+        told.append([([labels.tolist() for _, labels in batches], torch.rand(1).item()) for _ in range(2)])
+    assert told[0] == told[1]
 
 
 # pin_memory="auto"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
@@ -78,6 +79,7 @@ class StreamBackend:
 
     def __init__(self, module: Any, device: torch.device) -> None:
         self._module, self._device = module, device
+        self._local = threading.local()
 
     def new_stream(self, device: torch.device) -> Stream:
         """Make a stream of normal priority."""
@@ -89,11 +91,23 @@ class StreamBackend:
 
     @contextlib.contextmanager
     def working_on(self, streams: Sequence[Stream]) -> Iterator[None]:
-        """Enter the last one first: the current device is the one of the stream entered last."""
-        with contextlib.ExitStack() as stack:
-            for stream in reversed(streams):
-                stack.enter_context(self._module.stream(stream))
-            yield
+        """Enter the last one first: the current device is the one of the stream entered last.
+
+        A new thread begins on device 0 and is never set back to it: that would make a context there, which costs some
+        hundred megabytes of a device that this process may not use.
+        """
+        device_before = getattr(self._local, "device", None)
+        self._local.device = streams[0].device
+        self._module.set_device(streams[0].device)
+        try:
+            with contextlib.ExitStack() as stack:
+                for stream in reversed(streams):
+                    stack.enter_context(self._module.stream(stream))
+                yield
+        finally:
+            self._local.device = device_before
+            if device_before is not None:
+                self._module.set_device(device_before)
 
     def record(self, stream: Stream) -> Event:
         """Record a new event."""
@@ -120,8 +134,8 @@ class StreamBackend:
         return target
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether it is of this device type, with memory of its own."""
-        return tensor.device.type == self._device.type and tensor.layout is torch.strided
+        """Whether it is of this device type."""
+        return tensor.device.type == self._device.type
 
     def record_stream(self, tensor: torch.Tensor, stream: Stream) -> None:
         """Tell torch's allocator."""

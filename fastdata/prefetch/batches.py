@@ -14,7 +14,16 @@ from torch.nn.utils.rnn import PackedSequence
 from fastdata.batch import SampleBatch
 from fastdata.transport import is_plain
 
-__all__ = ["count_samples", "is_dense", "is_host_tensor", "map_tensors", "shard_sizes", "split_batch", "tensors_in"]
+__all__ = [
+    "count_samples",
+    "is_dense",
+    "is_host_tensor",
+    "map_tensors",
+    "memory_of",
+    "shard_sizes",
+    "split_batch",
+    "tensors_in",
+]
 
 Change = Callable[[Any], Any]
 
@@ -97,6 +106,21 @@ def is_dense(tensor: torch.Tensor) -> bool:
             return tensor.numel() == 0
         expected *= length
     return True
+
+
+def memory_of(tensor: Any) -> list[torch.Tensor]:
+    """The strided tensors that a tensor is made of: itself, or indices and values of a sparse or packed one."""
+    if isinstance(tensor, PackedSequence):
+        return [part for part in tensor if isinstance(part, torch.Tensor)]
+    if tensor.layout is torch.strided:
+        return [tensor]
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return [tensor.values(), tensor.offsets()] if tensor.layout is torch.jagged else []
 
 
 def _cut(tensor: Any, samples: int, start: int, size: int) -> Any:

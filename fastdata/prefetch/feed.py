@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import torch
 
 from fastdata.prefetch.backends import Backend, Event, Stream
-from fastdata.prefetch.batches import count_samples, is_host_tensor, map_tensors, split_batch, tensors_in
+from fastdata.prefetch.batches import count_samples, is_host_tensor, map_tensors, memory_of, split_batch, tensors_in
 from fastdata.prefetch.finish import Finish
 from fastdata.prefetch.staging import Flight, Staged, Staging
 
@@ -161,9 +161,9 @@ class Feed:
     def _leave_to(self, part: Any, stream: Stream) -> None:
         """Let the user's stream own the memory too: it is used again when the work queued there is done."""
         for tensor in tensors_in(part):
-            for whole in tensor if not isinstance(tensor, torch.Tensor) else (tensor,):
-                if isinstance(whole, torch.Tensor) and self._backend.holds(whole):
-                    self._backend.record_stream(whole, stream)
+            for strided in memory_of(tensor):
+                if self._backend.holds(strided):
+                    self._backend.record_stream(strided, stream)
 
     # In the thread
 

@@ -1,0 +1,235 @@
+"""What does it cost to bring batches to the GPU?
+
+python benchmarks/transfer.py [--batch-mib 38] [--steps 100] [--rounds 5] [--json FILE]
+
+1. Step time: a step of matrix products on each batch, against the same step on a batch that lies on the GPU already.
+   The loader is as fast as can be: batches in memory, gathered ones, and those of torch's ways.
+2. Bandwidth: bytes a second of the prefetcher with an empty step, against one pinned block copied again and again.
+3. Work on the device: what is registered in ``DEVICE_WORK``, a batch each time, against its bytes over the bandwidth of
+   the device's memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from _helper import Row, in_turns, print_rows, save_rows
+from fastdata import CachedDataset, CudaPrefetcher, DataLoader
+
+MIB = 1 << 20
+IMAGE_SHAPE = (3, 224, 224)
+DEVICE_WORK: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[torch.Tensor], int]]] = {
+    "cast to float16": (lambda images: images.to(torch.float16), lambda images: images.nbytes + 2 * images.numel()),
+}
+"""Name -> what runs on a uint8 batch on the device, and the bytes that it must read and write at least."""
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--batch-mib", type=int, default=38, help="size of a batch; 38 are 256 images of 224 x 224")
+    options.add_argument("--steps", type=int, default=100, help="batches a round")
+    options.add_argument("--step-ms", type=float, default=10.0, help="length of a step; more than a copy takes")
+    options.add_argument("--rounds", type=int, default=5)
+    options.add_argument("--json", help="keep every figure, with versions")
+    chosen = options.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("this benchmark needs a CUDA device, and torch sees none")
+    batch_size = max(1, chosen.batch_mib * MIB // (3 * 224 * 224))
+    batch = torch.randint(0, 256, (batch_size, *IMAGE_SHAPE), dtype=torch.uint8)
+    rows = [
+        *measure_steps(batch, chosen),
+        *measure_bandwidth(batch, chosen),
+        *measure_device_work(batch, chosen),
+    ]
+    print(torch.cuda.get_device_name())
+    print_rows(rows)
+    settings = vars(chosen) | {"gpu": torch.cuda.get_device_name(), "batch_bytes": batch.nbytes}
+    if chosen.json:
+        from pathlib import Path
+
+        save_rows(rows, Path(chosen.json), **settings)
+
+
+# 1. Steps
+
+
+def measure_steps(batch: torch.Tensor, chosen: argparse.Namespace) -> list[Row]:
+    step = make_step(chosen.step_ms)
+    steps = chosen.steps
+    pinned = batch.pin_memory()
+    resident = batch.cuda()
+    samples = [(image, 0) for image in batch]
+    with contextlib.ExitStack() as stack:
+        dataset = stack.enter_context(CachedDataset(samples, progress=False))
+        sampler = Repeated(len(dataset), steps)
+        loader = DataLoader(dataset, batch_sampler=sampler, num_workers=2)
+        prefetched = {
+            "prefetcher, pageable batches": stack.enter_context(CudaPrefetcher([batch] * steps)),
+            "prefetcher, pinned batches": stack.enter_context(CudaPrefetcher([pinned] * steps)),
+            "prefetcher, gathered by threads": stack.enter_context(CudaPrefetcher(loader)),
+        }
+        ways: dict[str, Callable[[], Iterable[Any]]] = {
+            "on the GPU already": lambda: (resident for _ in range(steps)),
+            **{name: (lambda batches=batches: map(first, batches)) for name, batches in prefetched.items()},
+            "to(device), pageable": lambda: (batch.to("cuda") for _ in range(steps)),
+            "to(device), pinned": lambda: (pinned.to("cuda") for _ in range(steps)),
+            "to(device, non_blocking), pinned": lambda: (pinned.to("cuda", non_blocking=True) for _ in range(steps)),
+        }
+        figures = in_turns(
+            {name: (lambda make=make: ms_per_step(make(), step, steps)) for name, make in ways.items()}, chosen.rounds
+        )
+        print(prefetched["prefetcher, gathered by threads"].report())
+    return [
+        Row(
+            section=f"a step of about {chosen.step_ms:g} ms and its batch of {batch.nbytes / MIB:.0f} MiB",
+            name=name,
+            unit="ms/step",
+            rounds=rounds,
+            against="" if name == "on the GPU already" else "on the GPU already",
+            target="1.02" if name.startswith("prefetcher") else "",
+        )
+        for name, rounds in figures.items()
+    ]
+
+
+class Repeated:
+    """A batch sampler that gives all samples, ``steps`` times."""
+
+    def __init__(self, samples: int, steps: int) -> None:
+        self.samples, self.steps = samples, steps
+
+    def __len__(self) -> int:
+        return self.steps
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return (list(range(self.samples)) for _ in range(self.steps))
+
+
+def first(batch: Any) -> torch.Tensor:
+    return batch[0] if isinstance(batch, (list, tuple)) else batch
+
+
+def make_step(step_ms: float) -> Callable[[torch.Tensor], None]:
+    """A step that reads the batch and then multiplies matrices for about so long."""
+    matrix = torch.randn(4096, 4096, device="cuda", dtype=torch.float16) / 64
+
+    def products(count: int) -> None:
+        product = matrix
+        for _ in range(count):
+            product = product @ matrix
+
+    products(20)
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    products(100)
+    torch.cuda.synchronize()
+    count = max(1, round(step_ms / (10 * (time.perf_counter() - start))))
+
+    def step(images: torch.Tensor) -> None:
+        images.view(-1)[::4096].sum()
+        products(count)
+
+    return step
+
+
+def ms_per_step(batches: Iterable[torch.Tensor], step: Callable[[torch.Tensor], None], steps: int) -> float:
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for images in batches:
+        step(images)
+    torch.cuda.synchronize()
+    return (time.perf_counter() - start) / steps * 1000
+
+
+# 2. Bandwidth
+
+
+def measure_bandwidth(batch: torch.Tensor, chosen: argparse.Namespace) -> list[Row]:
+    pinned = batch.pin_memory()
+    target = torch.empty_like(pinned, device="cuda")
+    samples = [(image, 0) for image in batch]
+    with contextlib.ExitStack() as stack:
+        dataset = stack.enter_context(CachedDataset(samples, progress=False))
+        loader = DataLoader(dataset, batch_sampler=Repeated(len(dataset), chosen.steps), num_workers="auto")
+        ways = {
+            "pinned block, copied again and again": lambda: (
+                target.copy_(pinned, non_blocking=True) for _ in range(chosen.steps)
+            ),
+            "prefetcher, pinned batches": stack.enter_context(CudaPrefetcher([pinned] * chosen.steps)).__iter__,
+            "prefetcher, pageable batches": stack.enter_context(CudaPrefetcher([batch] * chosen.steps)).__iter__,
+            "prefetcher, gathered by threads": stack.enter_context(CudaPrefetcher(loader)).__iter__,
+        }
+        figures = in_turns(
+            {
+                name: (lambda make=make: gb_per_s(make(), batch.nbytes * chosen.steps))  # type: ignore[misc]
+                for name, make in ways.items()
+            },
+            chosen.rounds,
+        )
+    peak = "pinned block, copied again and again"
+    return [
+        Row(
+            section="host to device, with an empty step",
+            name=name,
+            unit="GB/s",
+            rounds=rounds,
+            against="" if name == peak else peak,
+            target="0.9" if name == "prefetcher, pinned batches" else "",
+        )
+        for name, rounds in figures.items()
+    ]
+
+
+def gb_per_s(batches: Iterable[Any], size_bytes: int) -> float:
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in batches:
+        pass
+    torch.cuda.synchronize()
+    return size_bytes / (time.perf_counter() - start) / 1e9
+
+
+# 3. Work on the device
+
+
+def measure_device_work(batch: torch.Tensor, chosen: argparse.Namespace) -> list[Row]:
+    images = batch.cuda()
+    block = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    other = torch.empty_like(block)
+    copy = "copy of 1 GiB within the device"
+    ways = {copy: lambda: device_gb_per_s(lambda: other.copy_(block), 2 * block.nbytes)} | {
+        name: (lambda work=work, size=size: device_gb_per_s(lambda: work(images), size(images)))
+        for name, (work, size) in DEVICE_WORK.items()
+    }
+    figures = in_turns(ways, chosen.rounds)
+    return [
+        Row(
+            section="work on a batch on the device: its bytes a second",
+            name=name,
+            unit="GB/s",
+            rounds=rounds,
+            against="" if name == copy else copy,
+        )
+        for name, rounds in figures.items()
+    ]
+
+
+def device_gb_per_s(work: Callable[[], Any], size_bytes: int, repeats: int = 50) -> float:
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    for _ in range(repeats):
+        work()
+    end.record()
+    end.synchronize()
+    return size_bytes * repeats / begin.elapsed_time(end) / 1e6
+
+
+if __name__ == "__main__":
+    main()

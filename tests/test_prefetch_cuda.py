@@ -1,0 +1,274 @@
+"""Prefetching to a real GPU. A slow kernel is ``torch.cuda._sleep``, which spins for a number of clock cycles."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from fastdata import CachedDataset, CudaPrefetcher, DataLoader, DeviceError, DevicePrefetcher
+from fastdata.prefetch.backends import CudaBackend
+
+pytestmark = pytest.mark.cuda
+
+SLOW_CYCLES = 20_000_000
+"""About 10 ms at 2 GHz."""
+MIB = 1 << 20
+
+
+class Filled(Dataset[Any]):
+    """Sample i is 3 x 64 x 48 full of i % 251, and i."""
+
+    def __init__(self, length: int = 96) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.full((3, 64, 48), index % 251, dtype=torch.uint8), index
+
+
+@pytest.fixture
+def dataset() -> Iterator[CachedDataset]:
+    with CachedDataset(Filled(), progress=False) as cached:
+        yield cached
+
+
+def loaders(dataset: CachedDataset) -> dict[str, Any]:
+    """Every road of a batch: gathered by threads, in slots of workers, fresh, pinned by the loader."""
+    fresh = [(torch.full((32, 3, 64, 48), i, dtype=torch.uint8), torch.arange(32)) for i in range(6)]
+    return {
+        "threads": DataLoader(dataset, batch_size=32, num_workers=2),
+        "training loop": DataLoader(dataset, batch_size=32),
+        "processes": DataLoader(Filled(), batch_size=32, num_workers=2),
+        "pinned": DataLoader(Filled(), batch_size=32, num_workers=1, pin_memory=True),
+        "fresh": fresh,
+    }
+
+
+ROADS = ("threads", "training loop", "processes", "pinned", "fresh")
+
+
+@pytest.mark.parametrize("road", ROADS)
+def test_batches_arrive_whole(dataset: CachedDataset, road: str) -> None:
+    """Every batch lies on the GPU and is equal to the loader's, twice."""
+    loader = loaders(dataset)[road]
+    expected = [(images.clone(), labels.clone()) for images, labels in loader]
+    with CudaPrefetcher(loader) as batches:
+        for _ in range(2):
+            arrived = list(batches)
+            assert len(arrived) == len(expected)
+            for (images, labels), (right, numbers) in zip(arrived, expected, strict=True):
+                assert images.device.type == labels.device.type == "cuda"
+                assert torch.equal(images.cpu(), right)
+                assert torch.equal(labels.cpu(), numbers)
+        copies = batches.report().copies
+    assert copies.pageable == 0
+    assert copies.in_place == {"threads": 3, "training loop": 3, "processes": 6, "pinned": 6, "fresh": 0}[road]
+
+
+@pytest.mark.parametrize("road", ROADS)
+def test_a_slow_kernel_never_sees_later_memory(dataset: CachedDataset, road: str) -> None:
+    """A kernel reads a dropped batch late, and never sees the pattern that all freed memory is overwritten with."""
+    loader = loaders(dataset)[road]
+    right = [int(images.long().sum()) for images, _ in loader]
+
+    def poison(batch: Any) -> Any:
+        torch.full_like(batch[0], 255)  # takes the block of a batch that was freed too early, and drops it
+        return batch
+
+    sums = []
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream), CudaPrefetcher(loader, depth=1, transform=poison) as batches:
+        for _ in range(2):
+            for images, labels in batches:
+                torch.cuda._sleep(SLOW_CYCLES)
+                sums.append(images.long().sum())
+                del images, labels
+                torch.full((32, 3, 64, 48), 255, dtype=torch.uint8, device="cuda")
+    torch.cuda.synchronize()
+    assert [int(total) for total in sums] == right * 2
+
+
+def test_fifty_epochs_reserve_no_more_memory(dataset: CachedDataset) -> None:
+    """Device memory does not grow (a batch kept in each epoch would be 29 MiB), nor pinned memory beyond its rings."""
+    batch_bytes = 32 * 3 * 64 * 48
+    with CudaPrefetcher(DataLoader(dataset, batch_size=32, num_workers=2), dtype=torch.float16) as batches:
+        reserved = []
+        for _ in range(50):
+            for images, _ in batches:
+                images.mean()
+            torch.cuda.synchronize()
+            reserved.append(torch.cuda.memory_reserved())
+        slots = batches.ring_slots(3)
+        assert batches.report().pinned_bytes <= slots * batch_bytes + 2 * 4096
+    assert max(reserved[10:]) <= max(reserved[:10]) + 4 * MIB  # two segments of the allocator for small blocks
+
+
+def test_a_loop_that_runs_ahead_of_the_gpu_holds_few_batches() -> None:
+    """Device memory in use stays that of depth + 3 batches, although the loop waits for nothing."""
+    batch_bytes = 16 * MIB
+    batch = torch.zeros(batch_bytes, dtype=torch.uint8)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_stats()["active_bytes.all.current"]
+    with CudaPrefetcher([batch] * 40, depth=2) as batches:
+        for moved in batches:
+            torch.cuda._sleep(SLOW_CYCLES // 4)
+            moved.add_(1)
+            del moved
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_stats()["active_bytes.all.peak"] - before <= 5 * batch_bytes
+
+
+def test_copies_overlap_with_kernels() -> None:
+    """A loop of slow kernels takes about as long with batches to copy as without: copies run beside the kernels."""
+    batch = torch.zeros(64 * MIB, dtype=torch.uint8)
+    steps = 20
+
+    def run(batches: Any) -> float:
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize()
+        begin.record()
+        for _ in batches:
+            torch.cuda._sleep(SLOW_CYCLES)
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end)
+
+    with CudaPrefetcher([batch] * steps, depth=2) as batches:
+        run(batches)
+        resident = min(run(range(steps)) for _ in range(3))
+        prefetched = min(run(batches) for _ in range(3))
+    copying = run(batch.to("cuda") for _ in range(steps))
+    assert prefetched < resident * 1.25
+    assert prefetched < copying
+
+
+def test_the_side_stream_is_made_once(dataset: CachedDataset) -> None:
+    """All epochs and the transform use one stream, which is not the user's."""
+    seen: set[int] = set()
+
+    def note(batch: Any) -> Any:
+        seen.add(torch.cuda.current_stream().cuda_stream)
+        return batch
+
+    with CudaPrefetcher(DataLoader(dataset, batch_size=32), transform=note) as batches:
+        for _ in range(5):
+            list(batches)
+    assert len(seen) == 1
+    assert torch.cuda.current_stream().cuda_stream not in seen
+
+
+def test_what_is_registered_is_pinned_and_then_no_more() -> None:
+    """Torch takes registered memory for pinned, and after unregistering for ordinary memory."""
+    backend = CudaBackend(torch.device("cuda", torch.cuda.current_device()))
+    memory = backend.allocate_pinned(1 << 20)
+    assert memory is not None
+    tensor = torch.from_numpy(memory)
+    assert tensor.is_pinned()
+    assert tensor[4096:].is_pinned()
+    backend.free_pinned(memory)
+    assert not tensor.is_pinned()
+
+
+def test_a_failed_registration_leaves_no_error_behind() -> None:
+    """Memory that is pinned already cannot be registered; the next kernel does not hear of it."""
+    backend = CudaBackend(torch.device("cuda", torch.cuda.current_device()))
+    memory = backend.allocate_pinned(1 << 20)
+    assert memory is not None
+    assert not backend.register(memory)
+    assert torch.ones(3, device="cuda").sum().item() == 3
+    torch.cuda.synchronize()
+    backend.free_pinned(memory)
+
+
+def test_slots_of_workers_are_pinned_only_while_prefetched() -> None:
+    """The same loader without a prefetcher gives ordinary memory afterwards."""
+    loader = DataLoader(Filled(), batch_size=32, num_workers=1, persistent_workers=True)
+    with CudaPrefetcher(loader) as batches:
+        assert len(list(batches)) == 3
+        assert batches.report().copies.in_place == 6
+        assert not any(images.is_pinned() for images, _ in loader)
+    loader._iterator = None
+
+
+def test_casts_happen_on_the_gpu() -> None:
+    """Images come as float16 in channels-last order, labels as they were."""
+    batch = [torch.full((2, 3, 8, 6), 7, dtype=torch.uint8), torch.tensor([1, 2])]
+    ((images, labels),) = CudaPrefetcher([batch], dtype=torch.float16, channels_last=True)
+    assert images.dtype is torch.float16
+    assert images.is_contiguous(memory_format=torch.channels_last)
+    assert images.mean().item() == 7
+    assert labels.tolist() == [1, 2]
+    assert labels.dtype is torch.int64
+
+
+def test_odd_tensors_and_device_tensors_arrive() -> None:
+    """Sparse ones are moved, those on the GPU pass through."""
+    on_gpu = torch.ones(3, device="cuda")
+    ((sparse, passed, empty),) = CudaPrefetcher([[torch.eye(3).to_sparse(), on_gpu, torch.zeros(0, 3)]])
+    assert sparse.is_sparse
+    assert torch.equal(sparse.to_dense().cpu(), torch.eye(3))
+    assert passed is on_gpu
+    assert empty.shape == (0, 3)
+    assert empty.device.type == "cuda"
+
+
+def test_breaking_off_leaves_no_thread_and_no_memory(dataset: CachedDataset) -> None:
+    """After a break the thread is gone, and device memory is that of before."""
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    for _ in range(5):
+        for batch in CudaPrefetcher(DataLoader(dataset, batch_size=32, num_workers=2)):
+            del batch
+            break
+    torch.cuda.synchronize()
+    gc.collect()
+    assert not [thread for thread in threading.enumerate() if thread.name == "fastdata-prefetch"]
+    assert torch.cuda.memory_allocated() == before
+
+
+def test_device_prefetcher_takes_the_gpu() -> None:
+    """The machine's accelerator is the GPU."""
+    (batch,) = DevicePrefetcher([torch.ones(2)])
+    assert batch.device == torch.device("cuda", torch.cuda.current_device())
+
+
+def test_auto_pinning_pins_batches_worth_it(dataset: CachedDataset) -> None:
+    """The loader's own batches are pinned; a prefetcher of it pins in its own way, with no second copy."""
+    loader = DataLoader(dataset, batch_size=32, num_workers=1, pin_memory="auto")
+    assert loader.pin_memory is True
+    assert all(images.is_pinned() for images, _ in loader)
+    with CudaPrefetcher(loader) as batches:
+        list(batches)
+        assert batches.report().copies.in_place == 3
+
+
+def test_a_missing_device_is_an_error() -> None:
+    """A number too high says how many devices there are."""
+    with pytest.raises(DeviceError, match=f"torch sees {torch.cuda.device_count()} CUDA device"):
+        CudaPrefetcher([], device=f"cuda:{torch.cuda.device_count()}")
+
+
+def test_shards_go_to_their_devices() -> None:
+    """With two GPUs each holds its half; needs two."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    batch = torch.arange(10.0).view(5, 2)
+    ((first, second),) = CudaPrefetcher([batch], device=["cuda:0", "cuda:1"])
+    assert (first.device.index, second.device.index) == (0, 1)
+    assert torch.equal(torch.cat([first.cpu(), second.cpu()]), batch)
+
+
+def test_a_list_of_one_device_gives_lists() -> None:
+    """Parts come in a list, also a single one."""
+    (parts,) = CudaPrefetcher([torch.ones(4)], device=["cuda:0"])
+    assert [part.device.type for part in parts] == ["cuda"]
