@@ -16,6 +16,7 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ def main() -> None:
     options.add_argument("--steps", type=int, default=100, help="batches a round")
     options.add_argument("--step-ms", type=float, default=10.0, help="length of a step; more than a copy takes")
     options.add_argument("--rounds", type=int, default=5)
-    options.add_argument("--json", help="keep every figure, with versions")
+    options.add_argument("--json", type=Path, help="keep every figure, with versions")
     chosen = options.parse_args()
     if not torch.cuda.is_available():
         sys.exit("this benchmark needs a CUDA device, and torch sees none")
@@ -51,10 +52,7 @@ def main() -> None:
     print(torch.cuda.get_device_name())
     print_rows(rows)
     settings = vars(chosen) | {"gpu": torch.cuda.get_device_name(), "batch_bytes": batch.nbytes}
-    if chosen.json:
-        from pathlib import Path
-
-        save_rows(rows, Path(chosen.json), **settings)
+    save_rows(rows, chosen.json, **settings)
 
 
 # 1. Steps

@@ -159,6 +159,7 @@ class DataLoader(torch_loader.DataLoader[Any]):
             iterator._pin_memory = False
         ring = getattr(iterator, "arrivals", prefetched.ring if prefetched else self._ring)
         iterator._tally = self._tally = Tally(engine, ring, self._pinning)
+        self._prefetched = None
         return iterator
 
     def ring_slots(self, held: int) -> int:

@@ -94,7 +94,7 @@ BIG = Budget(bytes=16 * GIB, reserve_bytes=GIB, limited_by="system memory")
 def test_pinning_follows_device_batch_and_free_memory(
     has_accelerator: bool, batch_bytes: int | None, pinned_bytes: int, pin: bool, words: str, is_short: bool
 ) -> None:
-    """Pinned are batches worth it, for a device, up to an eighth of the free memory; else the reason says what is not."""
+    """Pinned are batches worth it, for a device, up to an eighth of the free memory; else the reason says why not."""
     plan = choose_pinning(
         has_accelerator=has_accelerator, batch_bytes=batch_bytes, pinned_bytes=pinned_bytes, budget=BIG
     )

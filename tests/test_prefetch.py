@@ -336,11 +336,14 @@ def test_ctrl_c_ends_the_thread(backend: RecordingBackend) -> None:
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
         yield torch.zeros(2)
 
+    def train(batches: Iterator[Any]) -> None:
+        next(batches)
+        threading.Event().wait(5)  # the signal comes here, or in the next line
+        next(batches)
+
     batches = iter(on_device(loader(), backend))
     with pytest.raises(KeyboardInterrupt):
-        for _ in range(3):
-            next(batches)
-            threading.Event().wait(1)
+        train(batches)
     del batches
     assert prefetch_threads() == []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
 import signal
@@ -308,3 +309,11 @@ def test_a_wrong_pin_memory_is_refused(dataset: CachedDataset) -> None:
     """Only True, False and 'auto' are known."""
     with pytest.raises(ValueError, match="pin_memory='yes'"):
         DataLoader(dataset, pin_memory="yes")  # type: ignore[arg-type]
+
+
+def test_a_prefetcher_is_copied_as_itself(dataset: CachedDataset) -> None:
+    """Special methods of the loader are not taken for the prefetcher's own."""
+    batches = CudaPrefetcher(DataLoader(dataset, batch_size=4), device="cpu")
+    with pytest.raises(AttributeError, match="__fspath__"):
+        batches.__fspath__  # noqa: B018
+    assert isinstance(copy.copy(batches), CudaPrefetcher)

@@ -113,7 +113,7 @@ def memory_of(tensor: Any) -> list[torch.Tensor]:
     if isinstance(tensor, PackedSequence):
         return [part for part in tensor if isinstance(part, torch.Tensor)]
     if tensor.layout is torch.strided:
-        return [tensor]
+        return [] if tensor.is_nested else [tensor]
     if tensor.layout is torch.sparse_coo:
         return [tensor._indices(), tensor._values()]
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):

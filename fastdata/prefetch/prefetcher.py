@@ -75,8 +75,8 @@ class Prefetcher:
 
     def __getattr__(self, name: str) -> Any:
         """Reach through to the loader: what it has not, a prefetcher of it must not seem to have."""
-        if name == "_loader":  # not set yet, as in a copy under construction
-            raise AttributeError(name)
+        if name == "_loader" or name.startswith("__"):  # how to copy or pickle a loader is no answer for its prefetcher
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         value = getattr(self._loader, name)
         own = {} if self._is_own else {"state_dict": self._user_state, "load_state_dict": self._load_user_state}
         return own.get(name, value)
@@ -221,7 +221,7 @@ class Prefetcher:
 
     def _warn_once(self) -> None:
         plan = self._pinned.plan if self._pinned else None
-        if plan is not None and plan.is_short and not self._has_warned:
+        if plan is not None and plan.is_short and self._counts.copies.pageable and not self._has_warned:
             self._has_warned = True
             warn_user(f"batches go to {self.device} from pageable memory, which takes longer: {plan.reason}")
 
