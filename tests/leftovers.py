@@ -15,6 +15,8 @@ import psutil
 WAIT_S = 3.0
 KEPT_OPEN = (".ttf", ".otf")
 """matplotlib keeps the font files that it has drawn with."""
+DRIVERS = ("/dev/nvidia",)
+"""CUDA opens its devices when it first needs them, and keeps them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,7 +45,7 @@ class Holdings:
         rows += [
             f"descriptor {number} -> {target}"
             for number, target in sorted(self.descriptors - before.descriptors)
-            if number not in kept.descriptors and not target.endswith(KEPT_OPEN)
+            if number not in kept.descriptors and not target.endswith(KEPT_OPEN) and not target.startswith(DRIVERS)
         ]
         rows += [f"/dev/shm/{name}" for name in sorted(self.shared_files - before.shared_files)]
         return rows

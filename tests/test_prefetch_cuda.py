@@ -21,6 +21,14 @@ SLOW_CYCLES = 20_000_000
 MIB = 1 << 20
 
 
+@pytest.fixture(scope="module", autouse=True)
+def cuda_is_up() -> None:
+    """Let CUDA open what it keeps open before a test counts descriptors."""
+    (batch,) = CudaPrefetcher([torch.ones(MIB)])
+    batch.sum().item()
+    torch.cuda.synchronize()
+
+
 class Filled(Dataset[Any]):
     """Sample i is 3 x 64 x 48 full of i % 251, and i."""
 
