@@ -214,6 +214,32 @@ def test_joint_transforms_get_image_and_mask() -> None:
         CachedDataset(items, transforms=flip, transform=flip, progress=False)
 
 
+def test_kept_files_are_decoded_fast_where_that_is_asked_for(image_folder: Folder) -> None:
+    """codec="source" with fast_decode=True gives the pixels that fast_decode=True gives raw."""
+    root = image_folder(size=(130, 100))
+    transform = v1.Compose([v1.Resize((24, 30)), v1.PILToTensor()])
+    options: dict[str, Any] = {"fast_decode": True, "progress": False}
+    with (
+        ImageFolder(root, transform, fill="eager", **options) as raw,
+        ImageFolder(root, transform, storage="compressed", codec="source", **options) as ours,
+    ):
+        assert all(torch.equal(raw[i][0], ours[i][0]) for i in range(6))
+
+
+@pytest.mark.parametrize("is_direct", [True, False])
+def test_lz4_batches_name_the_damaged_sample(is_direct: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Samples before it and after it in the batch do not matter, nor does how lz4 is called."""
+    if not is_direct:
+        monkeypatch.setattr("fastdata.codecs.lz4._library_call", lambda: None)
+    samples = [(np.full((4, 50), i, np.uint8), i) for i in range(9)]
+    with CachedDataset(samples, storage="compressed", codec="lz4", progress=False) as dataset:
+        batch = dataset.read_batch(np.array([8, 0, 3]), None)[0]
+        assert batch[:, 0, 0].tolist() == [8, 0, 3]
+        _spoil(dataset, 5)
+        with pytest.raises(SampleError, match="sample 5 cannot be read from the store"):
+            dataset.read_batch(np.array([1, 2, 5, 6]), None)
+
+
 # What is refused
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -22,6 +22,15 @@ class Decoder(Protocol):
 
     def decode(self, data: memoryview, out: np.ndarray) -> None:
         """Fill ``out``, C-contiguous and of the sample's shape and dtype."""
+        ...
+
+
+@runtime_checkable
+class BatchDecoder(Protocol):
+    """A decoder that does many samples for the price of few."""
+
+    def decode_batch(self, data: np.ndarray, starts_B: np.ndarray, sizes_B: np.ndarray, out_B: np.ndarray) -> int:
+        """Fill ``out_B`` from those parts of ``data``, uint8, up to the first damaged one; return how many it did."""
         ...
 
 
@@ -103,7 +112,10 @@ class EncodedStore:
 
     def gather_into(self, index_B: np.ndarray, out_B: np.ndarray) -> None:
         """Decode the chosen samples, each to its place in ``out_B`` (B, *shape)."""
-        for b, index in enumerate(index_B.tolist()):
+        decoded = 0
+        if isinstance(self._decoder, BatchDecoder):
+            decoded = self._decoder.decode_batch(self._bytes, self._offsets[index_B], self._sizes[index_B], out_B)
+        for b, index in enumerate(index_B.tolist()[decoded:], decoded):
             self.read_into(index, out_B[b])
 
     def close(self) -> None:
