@@ -38,13 +38,14 @@ class Contents:
     @property
     def images(self) -> Store:
         """The store of the first part."""
-        return self.stores[0]
+        return _settled(self.stores[0])
 
     def filled_share(self, index: np.ndarray | None = None) -> float:
         """How many of the samples, or of those of ``index``, are kept already; 1 unless they are prepared lazily."""
-        if not isinstance(self.images, LazyStore):
+        store = self.stores[0]
+        if not isinstance(store, LazyStore):
             return 1.0
-        filled = self.images.fill.filled
+        filled = store.fill.filled
         chosen = filled if index is None else filled[index]
         return float(np.count_nonzero(chosen) / max(chosen.size, 1))
 
@@ -112,6 +113,10 @@ class Contents:
         closing: Sequence[Any] = (*self.stores, self.table)
         for part in closing:
             part.close()
+
+
+def _settled(store: Store) -> Store:
+    return store.settled if isinstance(store, LazyStore) else store
 
 
 def _owned(store: Store, index: int) -> np.ndarray:

@@ -134,10 +134,15 @@ class LazyStore:
         return self._store.size_bytes
 
     @property
-    def gives_views(self) -> bool:
-        """Whether whole samples should be asked for: always while some may have to be prepared for it."""
+    def settled(self) -> Store:
+        """What to read from: the plain store once all samples are there, until then this one."""
         self._is_full = self._is_full or bool(self.fill.filled.all())
-        return self._store.gives_views or not self._is_full
+        return self._store if self._is_full else self
+
+    @property
+    def gives_views(self) -> bool:
+        """Whole samples should be asked for, because some may have to be prepared to know their shape."""
+        return True
 
     def __len__(self) -> int:
         return len(self.fill.filled)
