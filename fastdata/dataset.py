@@ -157,11 +157,15 @@ class PreparedDataset(Dataset[Any]):
             f"Dataset {type(self).__name__}",
             f"    Number of datapoints: {len(self)}",
             *(f"    {line}" for line in self._extra_repr()),
-            f"    Storage: {self.storage_plan.reason}",
+            f"    Storage: {self.storage_plan.reason}{self._fill_text()}",
         ]
         if self._transform is not None:
             lines.append("    Transform: " + repr(self._transform).replace("\n", "\n               "))
         return "\n".join(lines)
+
+    def _fill_text(self) -> str:
+        share = self.filled_share()
+        return f"; {share:.0%} prepared so far, the rest on first read" if self._contents and share < 1 else ""
 
     def _extra_repr(self) -> list[str]:
         return []

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from fastdata.codecs import KNOWN_CODECS
 from fastdata.decode import Size
 from fastdata.ingest import OnError
 from fastdata.storage import STORAGES
@@ -32,6 +33,10 @@ class Options:
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}={getattr(self, name)!r} is not one of {', '.join(map(repr, choices))}")
+        if isinstance(self.codec, str) and self.codec not in _CODECS:
+            raise ValueError(
+                f"codec={self.codec!r} is not one of {', '.join(map(repr, _CODECS))}, nor an object with encode and decode"
+            )
         if self.fill == "lazy" and self.on_error == "skip":
             raise ValueError(
                 "fill='lazy' finds a damaged sample only when it is read, too late for on_error='skip'; "
@@ -39,6 +44,7 @@ class Options:
             )
 
 
+_CODECS = ("auto", "source", *KNOWN_CODECS)
 _CHOICES = {
     "storage": STORAGES,
     "fill": ("auto", "eager", "lazy"),

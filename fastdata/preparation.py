@@ -189,11 +189,12 @@ class _Preparation:
         try:
             dimensions = [sample.array.ndim for sample in self._expected.looked_at[0].parts]
             fill = LazyFill(SampleRoad(source, prepare, tuple(writers)), len(source), dimensions)
+            stores = fill.stores()
         except BaseException:
             for writer in writers:
                 writer.close()
             raise
-        contents = Contents(fill.stores(), table, self._expected.is_tuple, self._expected.target_is_part)
+        contents = Contents(stores, table, self._expected.is_tuple, self._expected.target_is_part)
         return Prepared(storage_plan=plan, contents=contents, table=table)
 
     def _writers(self, plan: StoragePlan, any_shapes: bool) -> list[Writer]:

@@ -261,7 +261,11 @@ def test_a_codec_that_would_harm_is_refused_with_the_reason(samples: Any, codec:
 
 @pytest.mark.parametrize(
     ("codec", "problem"),
-    [("lzma", "codec='lzma' is not known"), (7, "has no method encode"), (("lz4", "lz4"), "2 codecs, but .* 1 parts")],
+    [
+        ("lzma", "codec='lzma' is not one of 'auto', 'source', 'lz4'"),
+        (7, "has no method encode"),
+        (("lz4", "lz4"), "2 codecs, but .* 1 parts"),
+    ],
 )
 def test_a_wrong_codec_is_named(codec: Any, problem: str) -> None:
     """Misspelt names, objects without the methods, and tuples of the wrong length."""
