@@ -34,9 +34,8 @@ class Options:
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}={getattr(self, name)!r} is not one of {', '.join(map(repr, choices))}")
         if isinstance(self.codec, str) and self.codec not in _CODECS:
-            raise ValueError(
-                f"codec={self.codec!r} is not one of {', '.join(map(repr, _CODECS))}, nor an object with encode and decode"
-            )
+            known = ", ".join(map(repr, _CODECS))
+            raise ValueError(f"codec={self.codec!r} is not one of {known}, nor an object with encode and decode")
         if self.fill == "lazy" and self.on_error == "skip":
             raise ValueError(
                 "fill='lazy' finds a damaged sample only when it is read, too late for on_error='skip'; "
