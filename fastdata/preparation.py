@@ -7,11 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from fastdata import machine
 from fastdata.codecs import SourceDecoder
 from fastdata.contents import Contents
 from fastdata.errors import MemoryBudgetError, SampleError
-from fastdata.ingest import Forecast, Ingested, SampleRoad, forecast, ingest
+from fastdata.ingest import Forecast, Ingested, ReadSample, SampleRoad, forecast, ingest
 from fastdata.lazy import LazyFill
 from fastdata.memory import Budget, budget_bytes
 from fastdata.options import Options
@@ -184,7 +186,7 @@ class _Preparation:
         return options.fill == "lazy" or (options.fill == "auto" and is_certain and options.on_error == "raise")
 
     def _fill_lazily(self, plan: StoragePlan, source: Source, prepare: Steps) -> Prepared:
-        table = _table_beforehand(source) if self._table is None else self._table
+        table = _table_beforehand(source, self._expected.looked_at) if self._table is None else self._table
         writers = self._writers(plan, any_shapes=False)
         try:
             dimensions = [sample.array.ndim for sample in self._expected.looked_at[0].parts]
@@ -290,18 +292,26 @@ def _try_source(road: Road, expected: Forecast) -> CodecTrial:
     return try_source(road.decoder, FileBytes(road.source), expected)
 
 
-def _table_beforehand(source: Source) -> SampleTable:
+def _table_beforehand(source: Source, looked_at: Sequence[ReadSample]) -> SampleTable:
     """The targets of a dataset that lists them.
 
     Raises:
-        ValueError: it does not, so that only reading the samples would tell.
+        ValueError: it does not, or lists others than its items have, so that only reading the samples would tell.
     """
-    targets = getattr(getattr(source, "dataset", None), "targets", None)
+    targets: Any = getattr(getattr(source, "dataset", None), "targets", None)
+    if hasattr(targets, "tolist"):
+        targets = targets.tolist()
     if targets is None or len(targets) != len(source):
         raise ValueError(
             "fill='lazy' needs the targets before samples are read, but the dataset has no attribute targets with one "
             "for each of its samples. Use fill='eager'."
         )
+    for sample in looked_at:
+        if not np.array_equal(targets[sample.position], sample.target):
+            raise ValueError(
+                f"fill='lazy' takes the dataset's own list of targets, but that has {targets[sample.position]!r} where "
+                f"item {sample.position} has {sample.target!r}, perhaps through a target_transform. Use fill='eager'."
+            )
     return SampleTable(list(targets))
 
 

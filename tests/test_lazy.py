@@ -219,7 +219,7 @@ def test_what_does_not_fit_is_prepared_on_every_read(tmp_path: Path) -> None:
         def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
             size = (1 << 18) if index % 10 == 2 else 10  # not among those looked at
             super().__getitem__(index)
-            return np.full((size, 1 + index // 10 % 2), index, np.uint8), 0
+            return np.full((size, 1 + index // 10 % 2), index, np.uint8), index * 10
 
     samples = Growing(tmp_path, count=81)
     with _lazily(samples) as dataset:
@@ -235,6 +235,17 @@ def test_targets_must_be_known_beforehand() -> None:
     """A dataset that does not list its targets cannot be filled lazily, and says how else."""
     with pytest.raises(ValueError, match=r"has no attribute targets .* Use fill='eager'"):
         _lazily([(np.zeros(3, np.uint8), 0)] * 3)
+
+
+def test_targets_that_items_do_not_have_are_refused(tmp_path: Path) -> None:
+    """A list of targets that a target_transform changes later is not taken for the targets; a tensor of them is."""
+    samples = Logged(tmp_path)
+    samples.targets = torch.arange(0, 400, 10)  # type: ignore[assignment]
+    with _lazily(samples) as dataset:
+        assert dataset.targets[3] == 30
+    samples.targets = list(range(40))
+    with pytest.raises(ValueError, match=r"that has 4 where item 5|that has 5 where item 5 has 50"):
+        _lazily(samples)
 
 
 def test_skipping_needs_eager() -> None:
