@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import lz4.block
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, ImageDraw
 
 from _helper import (
     Row,
@@ -34,6 +35,7 @@ from _helper import (
 from fastdata import CachedDataset, DataLoader, ImageFolder
 from fastdata.bench.measure import images_per_s, peak_memory
 from fastdata.codecs import JpegCodec, ZstdCodec
+from fastdata.decode import planar
 from fastdata.machine import usable_cores
 from serve import loader_of
 
@@ -73,29 +75,37 @@ def encoded_of(dataset: Any) -> list[bytes]:
 
 
 def jpeg(root: Path, rounds: int) -> list[Row]:
-    """Re-encoded as JPEG: against Pillow on one core over the same bytes."""
+    """Re-encoded as JPEG: against Pillow on one core over the same bytes, with simplejpeg and without."""
     rows: list[Row] = []
     for codec, name in ((JpegCodec(), "quality 92, 4:4:4"), (JpegCodec(quality=90, subsampling="4:2:0"), "90, 4:2:0")):
         section = f"codec='jpeg', {name}: {CROP_PX} crop + flip of {SIDE_PX}x{SIDE_PX}, uint8, batch {BATCH}"
         with ImageFolder(str(root), photo_transform(), storage="compressed", codec=codec, progress=False) as kept:
-            workers = find_workers(partial(loader_of, kept, BATCH), budget_s=ROUND_S)
-            ours = loader_of(kept, BATCH, workers)
-            pillow = decode_alone(open_with_pillow, encoded_of(kept))
-            rates = in_turns({"pillow": pillow, "ours": epoch_rate(ours, ROUND_S)}, rounds)
+            cores = usable_cores()
+            ours = epoch_rate(loader_of(kept, BATCH, cores), ROUND_S)
+            competitors = {"Pillow alone, one core": decode_alone(open_with_pillow, encoded_of(kept))}
+            competitors[f"fastdata without simplejpeg, {cores} workers"] = partial(without_simplejpeg, ours)
+            if planar.simplejpeg is not None:
+                competitors[f"fastdata, {cores} workers"] = ours
+            rates = in_turns(competitors, rounds)
             raw_bytes = len(kept) * 3 * SIDE_PX * SIDE_PX
             kept_bytes = kept._contents.images.size_bytes
         row = partial(Row, section=section, unit="images/s")
+        pillow, *fastdata = rates
+        rows.append(row(name=pillow, rounds=rates[pillow]))
         rows += [
-            row(name="Pillow alone, one core", rounds=rates["pillow"]),
-            row(
-                name=f"fastdata, {workers} workers",
-                rounds=rates["ours"],
-                against="Pillow alone, one core",
-                target="1.7, or 5,000 images/s",
-            ),
-            row(name="smaller than raw", unit="times", rounds=(raw_bytes / kept_bytes,), target="6 at quality 90"),
+            row(name=name, rounds=rates[name], against=pillow, target="1.7, or 5,000 images/s") for name in fastdata
         ]
+        times = (raw_bytes / kept_bytes,)
+        rows.append(row(name="smaller than raw", unit="times", rounds=times, target="6 at quality 90"))
     return rows
+
+
+def without_simplejpeg(measure: Measure) -> float:
+    binding, planar.simplejpeg = planar.simplejpeg, None
+    try:
+        return measure()
+    finally:
+        planar.simplejpeg = binding
 
 
 def zstd(root: Path, rounds: int) -> list[Row]:
@@ -117,28 +127,51 @@ def zstd(root: Path, rounds: int) -> list[Row]:
     ]
 
 
-def lz4_masks(root: Path, rounds: int) -> list[Row]:
-    """Label masks: against LZ4's own rate on one core times cores."""
+def lz4_drawings(root: Path, rounds: int) -> list[Row]:
+    """Label masks and drawings: against LZ4's own rate on one core times cores."""
     del root
-    rng = np.random.default_rng(0)
-    masks = [np.kron(rng.integers(0, 21, (16, 16)), np.ones((32, 32))).astype(np.uint8) for _ in range(500)]
-    items = [(torch.from_numpy(mask), 0) for mask in masks]
-    with CachedDataset(items, storage="compressed", codec="lz4", progress=False) as kept:
-        encoded = encoded_of(kept)
-        alone = decode_alone(lambda data: lz4.block.decompress(data, uncompressed_size=512 * 512), encoded)
-        competitors = {"alone": alone, **{str(n): epoch_rate(loader_of(kept, BATCH, n), ROUND_S) for n in (1, 2)}}
-        rates = in_turns(competitors, rounds)
-        ratio = 500 * 512 * 512 / kept._contents.images.size_bytes
+    rows: list[Row] = []
     cores = usable_cores()
-    row = partial(Row, section="codec='lz4', label masks of 512x512", unit="masks/s")
-    return [
-        row(name="smaller than raw", unit="times", rounds=(ratio,)),
-        row(name=f"lz4 alone, one core, times {cores}", rounds=tuple(cores * rate for rate in rates["alone"])),
-        *(
-            row(name=f"fastdata, {n} workers", rounds=rates[n], against=f"lz4 alone, one core, times {cores}")
-            for n in ("1", "2")
-        ),
-    ]
+    for kind, mode in (("label masks", "L"), ("drawings", "RGB")):
+        items = [(torch.from_numpy(drawn(seed, mode)), 0) for seed in range(300)]
+        with CachedDataset(items, storage="compressed", codec="lz4", progress=False) as kept:
+            size_bytes = items[0][0].nbytes
+            alone = decode_alone(partial(lz4.block.decompress, uncompressed_size=size_bytes), encoded_of(kept))
+            competitors = {
+                "alone": alone,
+                "two threads": partial(in_two_threads, alone),
+                **{str(n): epoch_rate(loader_of(kept, BATCH, n), ROUND_S) for n in (0, 1, 2)},
+            }
+            rates = in_turns(competitors, rounds)
+            ratio = len(kept) * size_bytes / kept._contents.images.size_bytes
+        row = partial(Row, section=f"codec='lz4', {kind} of 512x512", unit="samples/s")
+        against = f"lz4 alone, one core, times {cores}"
+        rows += [
+            row(name="smaller than raw", unit="times", rounds=(ratio,)),
+            row(name=against, rounds=tuple(cores * rate for rate in rates["alone"])),
+            row(name="lz4 alone, two threads", rounds=rates["two threads"], against=against),
+            *(row(name=f"fastdata, {n} workers", rounds=rates[n], against=against, target="0.7") for n in "012"),
+        ]
+    return rows
+
+
+def drawn(seed: int, mode: str) -> np.ndarray:
+    """Shapes: a mask (H, W) of labels, or a drawing (3, H, W) with antialiased edges."""
+    rng = np.random.default_rng(seed)
+    image = Image.new(mode, (1024, 1024), "white" if mode == "RGB" else 0)
+    pen = ImageDraw.Draw(image)
+    for label in range(1, 21):
+        x, y, width, height = rng.integers(0, 1024, 4) // (1, 1, 3, 3)
+        fill = tuple(rng.integers(0, 256, 3).tolist()) if mode == "RGB" else label
+        (pen.ellipse if label % 2 else pen.rectangle)((x, y, x + width, y + height), fill=fill)
+    smooth = Image.Resampling.BILINEAR if mode == "RGB" else Image.Resampling.NEAREST
+    pixels = np.asarray(image.resize((512, 512), smooth))
+    return np.ascontiguousarray(pixels.transpose(2, 0, 1)) if mode == "RGB" else pixels.copy()
+
+
+def in_two_threads(measure: Measure) -> float:
+    with ThreadPoolExecutor(2) as threads:
+        return sum(threads.map(lambda _: measure(), range(2)))
 
 
 def source(root: Path, rounds: int) -> list[Row]:
@@ -215,7 +248,7 @@ def memory(root: Path, rounds: int) -> list[Row]:
     ]
 
 
-SECTIONS = {"memory": memory, "jpeg": jpeg, "zstd": zstd, "lz4": lz4_masks, "source": source, "lazy": lazy}
+SECTIONS = {"memory": memory, "jpeg": jpeg, "zstd": zstd, "lz4": lz4_drawings, "source": source, "lazy": lazy}
 
 
 def main() -> None:
