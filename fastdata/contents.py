@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -14,9 +14,35 @@ from fastdata.errors import SampleError
 from fastdata.lazy import LazyStore
 from fastdata.stores.base import Store
 from fastdata.stores.encoded import UndecodableError
-from fastdata.table import SampleTable
 
-__all__ = ["Contents"]
+__all__ = ["Contents", "Table"]
+
+
+class Table(Protocol):
+    """The face of a ``SampleTable`` that serving needs."""
+
+    @property
+    def has_paths(self) -> bool:
+        """Whether the samples are files."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def path(self, index: int) -> str:
+        """Path of one sample."""
+        ...
+
+    def target(self, index: int) -> Any:
+        """The target of one sample."""
+        ...
+
+    def target_array(self) -> np.ndarray | None:
+        """All targets as one array; None where they are not kept as one."""
+        ...
+
+    def close(self) -> None:
+        """Give back the memory. Idempotent."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +57,7 @@ class Contents:
     """
 
     stores: tuple[Store, ...]
-    table: SampleTable
+    table: Table
     is_tuple: bool = False
     target_is_part: bool = False
 

@@ -24,22 +24,24 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for_any
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
 from fastdata.errors import IngestError
 
-__all__ = ["run_tasks"]
+__all__ = ["Crew", "run_tasks"]
 
 _T = TypeVar("_T")
-Job = Callable[[range], _T]
+Task = Any
+"""What a job is called with: a range of sample numbers, or anything that can be pickled and says as text what it is."""
+Job = Callable[[Task], _T]
 
 _TASKS_AHEAD = 2
 _PARENT_CHECK_S = 1.0
 
 
-def run_tasks(job: Job[_T], tasks: Sequence[range], workers: int) -> Generator[_T, None, None]:
+def run_tasks(job: Job[_T], tasks: Sequence[Task], workers: int) -> Generator[_T, None, None]:
     """Yield what ``job`` returns for each task, in any order; close the generator to end the workers.
 
     Args:
@@ -51,13 +53,67 @@ def run_tasks(job: Job[_T], tasks: Sequence[range], workers: int) -> Generator[_
         IngestError: a worker died.
         Exception: whatever the job raises; the other tasks are given up.
     """
-    workers = min(workers, len(tasks) // _TASKS_AHEAD)
-    if workers <= 1:
-        yield from map(job, tasks)
-    elif _can_fork():
-        yield from _run_in_processes(job, tasks, workers)
-    else:
-        yield from _run_in_threads(job, tasks, workers)
+    with contextlib.closing(Crew(job, min(workers, len(tasks) // _TASKS_AHEAD))) as crew:
+        yield from crew.run(tasks)
+
+
+class Crew(Generic[_T]):
+    """Workers that stay for several rounds of tasks; whoever makes it closes it.
+
+    Args:
+        job: called with one task, in a worker; its results are pickled between processes.
+        workers: processes, forked now; threads, started for each round, where the platform cannot fork. 1 or less runs
+            the job in the thread that calls ``run``.
+    """
+
+    def __init__(self, job: Job[_T], workers: int) -> None:
+        self._job, self._count = job, workers
+        self._workers: list[_Worker] = []
+        if workers <= 1 or not _can_fork():
+            return
+        try:
+            with _interrupts_deferred():
+                for _ in range(workers):
+                    self._workers.append(_Worker(job))
+        except BaseException:
+            self.close()
+            raise
+
+    def run(self, tasks: Sequence[Task]) -> Generator[_T, None, None]:
+        """Yield what the job returns for each task, in any order.
+
+        A round that is left early, or by an exception, is the crew's last.
+
+        Raises:
+            IngestError: a worker died.
+            Exception: whatever the job raises.
+        """
+        if self._workers:
+            yield from self._run_in_processes(tasks)
+        elif self._count > 1:
+            yield from _run_in_threads(self._job, tasks, self._count)
+        else:
+            yield from map(self._job, tasks)
+
+    def _run_in_processes(self, tasks: Sequence[Task]) -> Generator[_T, None, None]:
+        queue = deque(tasks)
+        for worker in self._workers * _TASKS_AHEAD:
+            worker.give(queue)
+        while by_handle := {worker.connection: worker for worker in self._workers if worker.tasks}:
+            for handle in wait_for_any(list(by_handle)):
+                worker = by_handle[handle]  # type: ignore[index]
+                yield worker.take()
+                worker.give(queue)
+
+    def kill(self) -> None:
+        """Let a round that another thread waits in fail now; close the crew when that has."""
+        for worker in self._workers:
+            worker.kill()
+
+    def close(self) -> None:
+        """Kill and reap the workers; they hold nothing that needs an orderly end. Idempotent."""
+        while self._workers:
+            self._workers.pop().end()
 
 
 def _can_fork() -> bool:
@@ -65,7 +121,7 @@ def _can_fork() -> bool:
     return sys.platform.startswith("linux") and not multiprocessing.current_process().daemon
 
 
-def _run_in_threads(job: Job[_T], tasks: Sequence[range], workers: int) -> Generator[_T, None, None]:
+def _run_in_threads(job: Job[_T], tasks: Sequence[Task], workers: int) -> Generator[_T, None, None]:
     queue = iter(tasks)
     executor = ThreadPoolExecutor(workers, thread_name_prefix="fastdata-ingest")
     try:
@@ -79,26 +135,6 @@ def _run_in_threads(job: Job[_T], tasks: Sequence[range], workers: int) -> Gener
                 yield future.result()
     finally:
         executor.shutdown(wait=True, cancel_futures=True)
-
-
-def _run_in_processes(job: Job[_T], tasks: Sequence[range], workers: int) -> Generator[_T, None, None]:
-    queue = deque(tasks)
-    crew: list[_Worker] = []
-    try:
-        with _interrupts_deferred():
-            for _ in range(workers):
-                crew.append(_Worker(job))  # noqa: PERF401  # one that cannot be forked must not lose the others
-        for worker in crew * _TASKS_AHEAD:
-            worker.give(queue)
-        while any(worker.tasks for worker in crew):
-            by_handle = {worker.connection: worker for worker in crew if worker.tasks}
-            for handle in wait_for_any(list(by_handle)):
-                worker = by_handle[handle]  # type: ignore[index]
-                yield worker.take()
-                worker.give(queue)
-    finally:
-        for worker in crew:
-            worker.end()
 
 
 @contextlib.contextmanager
@@ -128,7 +164,7 @@ class _Worker:
     def __init__(self, job: Job[Any]) -> None:
         context = multiprocessing.get_context("fork")
         self.connection, theirs = context.Pipe()
-        self.tasks: deque[range] = deque()
+        self.tasks: deque[Task] = deque()
         self._process = context.Process(
             target=_serve, args=(theirs, self.connection, job, os.getpid()), name="fastdata-ingest", daemon=True
         )
@@ -137,7 +173,7 @@ class _Worker:
             self._process.start()
         theirs.close()
 
-    def give(self, queue: deque[range]) -> None:
+    def give(self, queue: deque[Task]) -> None:
         """Send the next task, if there is one; a dead worker is noticed by ``take``."""
         if queue:
             self.tasks.append(queue.popleft())
@@ -152,11 +188,15 @@ class _Worker:
             raise self._death() from None
         task = self.tasks.popleft()
         if isinstance(result, _Failure):
-            raise result.error from IngestError(f"in a worker process, samples {task[0]} to {task[-1]}:\n{result.text}")
+            raise result.error from IngestError(f"in a worker process, {_in_words(task)}:\n{result.text}")
         return result
 
+    def kill(self) -> None:
+        """Kill the process without waiting for its end."""
+        self._process.kill()
+
     def end(self) -> None:
-        """Kill and reap the process; it holds nothing that needs an orderly end."""
+        """Kill and reap the process."""
         self._process.kill()
         self._process.join()
         self._process.close()
@@ -168,8 +208,12 @@ class _Worker:
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         cure = " Out of memory is the usual reason: use fewer num_workers= or a smaller resize=." if code == -9 else ""
         return IngestError(
-            f"worker process {self._process.pid} {how} while it prepared samples {task[0]} to {task[-1]}.{cure}"
+            f"worker process {self._process.pid} {how} while it prepared {_in_words(task)}.{cure}"
         )
+
+
+def _in_words(task: Task) -> str:
+    return f"samples {task[0]} to {task[-1]}" if isinstance(task, range) else str(task)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ from torch.utils.data import Dataset, default_collate
 
 from fastdata.batch import SampleBatch
 from fastdata.batchops import Program, compile_ops
+from fastdata.contents import Contents
 from fastdata.decode import Planes, Resize, present, sample_error, to_image
 from fastdata.errors import StoreGoneError
 from fastdata.options import Options
@@ -131,6 +133,47 @@ class PreparedDataset(Dataset[Any]):
     def _trial_road(self) -> Road:
         """Where samples to try codecs on come from."""
         return self._reader if self._contents is None else Road(source=self._contents, prepare=Steps(()))
+
+    def unkept_road(self) -> Road | None:
+        """How samples that are kept nowhere would be read to be kept, for a time; None where they are kept."""
+        if self._source is None:
+            return None
+        plan = plan_transform(self._transform, batch_ops=self._options.batch_ops)
+        return self._road(self._source, (*self._first_steps, *plan.prepare))
+
+    def served_from(self, contents: Contents) -> Self:
+        """This dataset over other contents of the same samples, such as some of them in memory; shares the rest.
+
+        Only what ``contents`` holds may be asked of it, and closing it is closing ``contents``' owner's business.
+        """
+        other = type(self).__new__(type(self))
+        other.__dict__.update(self.__dict__)
+        other._contents = contents
+        other._compile()
+        return other
+
+    @property
+    def kept(self) -> Contents | None:
+        """What the dataset serves from; None where it keeps nothing."""
+        return self._contents
+
+    @property
+    def options(self) -> Options:
+        """How the dataset is prepared, as given by the user."""
+        return self._options
+
+    @property
+    def table(self) -> SampleTable | None:
+        """Paths and targets; None where only reading the samples tells them."""
+        return self._table
+
+    @property
+    def served_bytes(self) -> int | None:
+        """Bytes of each sample in a whole batch; None where there are no whole batches."""
+        if self.batch_obstacle is not None or self._served is None:
+            return None
+        shape, dtype = self._served
+        return math.prod(shape) * dtype.itemsize
 
     def filled_share(self, index: np.ndarray | None = None) -> float:
         """How many of the samples, or of those of ``index``, are kept already, from 0 to 1.

@@ -101,6 +101,9 @@ class DenseWriter:
         self._block.write(index * self.spec.sample_bytes, np.ascontiguousarray(array))
         return Place(index, array.nbytes, array.shape)
 
+    def rewind(self) -> None:
+        """Forget what was written; the memory is written again. Nobody may be reading it."""
+
     def live(self, index: ArrayBlock) -> DenseStore:
         """See ``Writer``."""
         return DenseStore(self._block, self.spec, length=self._length)
@@ -169,6 +172,10 @@ class _Heap:
         self.block.seal()
         self._state_block.close()
 
+    def rewind(self) -> None:
+        """Begin again at the first byte, in the same memory."""
+        self._state[0] = 0
+
     def close(self) -> None:
         """Give up all of it. Idempotent."""
         self.block.close()
@@ -204,6 +211,10 @@ class RaggedWriter:
         """
         start = self._heap.append(np.ascontiguousarray(array), _ALIGN_BYTES)
         return Place(start, array.nbytes, array.shape)
+
+    def rewind(self) -> None:
+        """Forget what was written; the memory is written again. Nobody may be reading it."""
+        self._heap.rewind()
 
     def live(self, index: ArrayBlock) -> RaggedStore:
         """See ``Writer``."""
