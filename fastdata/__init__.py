@@ -7,6 +7,7 @@ Swap two imports and keep the script::
 
 from fastdata.batch import SampleBatch, collate
 from fastdata.cached import CachedDataset
+from fastdata.chunked import ChunkedLoader
 from fastdata.errors import (
     CodecError,
     DeviceError,
@@ -25,6 +26,7 @@ from fastdata.transport import RingCollate
 
 __all__ = [
     "CachedDataset",
+    "ChunkedLoader",
     "CodecError",
     "CudaPrefetcher",
     "DataLoader",

@@ -207,9 +207,7 @@ class _Worker:
         task, code = self.tasks[0], self._process.exitcode or 0
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         cure = " Out of memory is the usual reason: use fewer num_workers= or a smaller resize=." if code == -9 else ""
-        return IngestError(
-            f"worker process {self._process.pid} {how} while it prepared {_in_words(task)}.{cure}"
-        )
+        return IngestError(f"worker process {self._process.pid} {how} while it prepared {_in_words(task)}.{cure}")
 
 
 def _in_words(task: Task) -> str:

@@ -136,7 +136,7 @@ class PreparedDataset(Dataset[Any]):
 
     def unkept_road(self) -> Road | None:
         """How samples that are kept nowhere would be read to be kept, for a time; None where they are kept."""
-        if self._source is None:
+        if self._contents is not None or self._source is None:
             return None
         plan = plan_transform(self._transform, batch_ops=self._options.batch_ops)
         return self._road(self._source, (*self._first_steps, *plan.prepare))

@@ -304,7 +304,7 @@ class SampleRoad:
             SampleError: it cannot be read or prepared, or is not of the type that the stores keep.
         """
         sample = read_sample(self.source, self.prepare, index)
-        self._check(index, sample)
+        self.check(index, sample)
         return sample
 
     def write(self, sample: ReadSample) -> list[Place]:
@@ -326,7 +326,12 @@ class SampleRoad:
         except Exception as cause:  # an encoder raises anything; all of it is named and kept
             raise sample_error(self.source.path(index), index, cause) from cause
 
-    def _check(self, index: int, sample: ReadSample) -> None:
+    def check(self, index: int, sample: ReadSample) -> None:
+        """Check that a sample is of the type that the stores keep.
+
+        Raises:
+            SampleError: it is not.
+        """
         problem = None
         if len(sample.parts) != len(self.writers):
             problem = f"it has {len(sample.parts)} parts among samples of {len(self.writers)}"

@@ -25,7 +25,7 @@ from fastdata.resume import Progress
 from fastdata.ring import BatchRing
 from fastdata.transport import Arrivals, LostBatchError, RingCollate
 
-__all__ = ["HELD_BY_USER", "InlineIter", "Prefetched", "ProcessIter", "Tally", "ThreadIter"]
+__all__ = ["HELD_BY_USER", "InlineIter", "Prefetched", "ProcessIter", "Tally", "ThreadIter", "sample_count"]
 
 _LAST_BREATH_S = 1.0
 HELD_BY_USER = 2
@@ -112,7 +112,7 @@ class Tallied(torch_loader._BaseDataLoaderIter):
             batch = super().__next__()
             tally.batches += 1
             self._progress.resumed_from = None
-            tally.samples += _sample_count(batch) if self._auto_collation else 1
+            tally.samples += sample_count(batch) if self._auto_collation else 1
             return batch
         except StopIteration:
             self._progress.is_finished, self._progress.resumed_from = True, None
@@ -284,9 +284,9 @@ def _stop(threads: ThreadPoolExecutor) -> None:
     threads.shutdown(wait=threading.current_thread() not in threads._threads, cancel_futures=True)
 
 
-def _sample_count(batch: Any) -> int:
+def sample_count(batch: Any) -> int:
     """Length of the first tensor in a batch; 0 if it has none."""
     if isinstance(batch, torch.Tensor):
         return len(batch) if batch.ndim else 1
     parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
-    return next((count for part in parts if (count := _sample_count(part))), 0)
+    return next((count for part in parts if (count := sample_count(part))), 0)

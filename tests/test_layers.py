@@ -54,6 +54,7 @@ ORDER = (
     "iterators",
     "loader",
     "prefetch",
+    "chunked",
     "bench",
     "cli",
     "__main__",

@@ -11,6 +11,7 @@ from fastdata import errors
 NAMES = {
     "CachedDataset",
     "CudaPrefetcher",
+    "ChunkedLoader",
     "DataLoader",
     "DevicePrefetcher",
     "ImageFolder",

@@ -1,0 +1,214 @@
+"""A chunk of samples: put into a slot of reused memory by workers, and served from there."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fastdata.blocks import ArrayBlock
+from fastdata.chunked.readers import Layout, Reader
+from fastdata.chunked.store import ChunkStore, ChunkTargets
+from fastdata.contents import Contents
+from fastdata.dataset import PreparedDataset
+from fastdata.errors import SampleError
+from fastdata.ingest import SampleRoad
+from fastdata.spec import SampleSpec
+from fastdata.stores.writers import DenseWriter, Place, RaggedWriter
+
+__all__ = ["Chunk", "FillSlots", "Run", "Slot"]
+
+
+class Slot:
+    """Memory for one chunk, reused for many.
+
+    Args:
+        layout: of the samples.
+        rows: how many there is room for.
+    """
+
+    def __init__(self, layout: Layout, rows: int) -> None:
+        self.layout, self.rows = layout, rows
+        self.writers: list[DenseWriter | RaggedWriter] = []
+        self._indices: list[ArrayBlock] = []
+        with contextlib.ExitStack() as cleanup:
+            cleanup.callback(self.close)
+            for spec, shape, part_bytes in zip(layout.specs, layout.shapes, layout.part_bytes, strict=True):
+                self.writers.append(_writer(spec, rows, part_bytes))
+                zeros = np.zeros(rows, np.int64)
+                columns: dict[str, np.ndarray] = {
+                    "offsets": zeros,
+                    "sizes": zeros,
+                    "shapes": np.zeros((rows, len(shape)), np.int32),
+                }
+                self._indices.append(ArrayBlock(columns, seal=False))
+            self.stores = [writer.live(index) for writer, index in zip(self.writers, self._indices, strict=True)]
+            cleanup.pop_all()
+
+    def rewind(self) -> None:
+        """Make room for another chunk."""
+        for writer in self.writers:
+            writer.rewind()
+
+    def enter(self, row: int, places: Sequence[Place]) -> None:
+        """Note where a worker has put the parts of a sample."""
+        for index, place in zip(self._indices, places, strict=True):
+            index["offsets"][row], index["sizes"][row], index["shapes"][row] = place
+
+    def __enter__(self) -> Slot:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give the memory back. Idempotent."""
+        for writer in self.writers:
+            writer.close()
+        for index in self._indices:
+            index.close()
+
+
+def _writer(spec: SampleSpec, rows: int, part_bytes: float) -> DenseWriter | RaggedWriter:
+    if spec.is_dense:
+        return DenseWriter(spec, rows)
+    room = max(int(part_bytes * rows), 1)
+    return RaggedWriter(spec, first_bytes=room, limit_bytes=room)
+
+
+class Run(NamedTuple):
+    """A task of a worker: samples to put into neighbouring rows of a slot."""
+
+    slot: int
+    row: int
+    positions: list[int]
+
+    def __str__(self) -> str:
+        return f"samples {', '.join(map(str, self.positions))}"
+
+
+Results = list[tuple[int, "list[Place] | SampleError", "bytes | None"]]
+"""Row of a sample, what became of it, its pickled target if it is wanted."""
+
+
+@dataclass(frozen=True, slots=True)
+class FillSlots:
+    """What workers do: read samples and write them into a slot.
+
+    Args:
+        reader: of the samples.
+        roads: what writes into each slot.
+        with_targets: whether to bring the targets back.
+    """
+
+    reader: Reader
+    roads: tuple[SampleRoad, ...]
+    with_targets: bool
+
+    def __call__(self, run: Run) -> Results:
+        """Do one task."""
+        road = self.roads[run.slot]
+        results: Results = []
+        for row, position in enumerate(run.positions, run.row):
+            try:
+                sample = self.reader.read(position)
+                road.check(position, sample)
+                places = road.write(sample._replace(position=row))
+            except SampleError as error:
+                results.append((row, error, None))
+                continue
+            target = pickle.dumps(sample.target, protocol=5) if self.with_targets else None
+            results.append((row, places, target))
+        self.reader.drop(run.positions)
+        return results
+
+
+class Chunk:
+    """Some samples of the epoch, from the moment they begin to load until the last of their batches is served.
+
+    Args:
+        number: of the chunk in the epoch.
+        positions: int64, of the samples in the dataset, in the order in which they are read.
+        batches: how many are made of them.
+    """
+
+    def __init__(self, number: int, positions: np.ndarray, batches: int) -> None:
+        self.number, self.positions = number, positions
+        self.slot_number = -1
+        self._batches_left = batches
+        self._changed = threading.Condition()
+        self._failure: BaseException | None = None
+        self._there = np.zeros(len(positions), np.bool_)
+        self._row_of = dict(zip(positions.tolist(), range(len(positions)), strict=True))
+        self._targets: dict[int, Any] = {}
+        self.errors: dict[int, SampleError] = {}
+        self._view: PreparedDataset | None = None
+
+    def begin(self, slot_number: int, slot: Slot, dataset: PreparedDataset) -> PreparedDataset:
+        """Take the slot that the samples go to; return the dataset as it is served from there."""
+        slot.rewind()
+        self.slot_number, self._slot = slot_number, slot
+        layout, rows = slot.layout, self._row_of
+        stores = [ChunkStore(store, rows, shape) for store, shape in zip(slot.stores, layout.shapes, strict=True)]
+        table = dataset.table or ChunkTargets(len(dataset), self._targets)
+        self._view = dataset.served_from(Contents(tuple(stores), table, layout.is_tuple, layout.target_is_part))
+        return self._view
+
+    def tasks(self, samples_per_task: int) -> list[Run]:
+        """What workers have to do."""
+        positions = self.positions.tolist()
+        return [
+            Run(self.slot_number, row, positions[row : row + samples_per_task])
+            for row in range(0, len(positions), samples_per_task)
+        ]
+
+    def enter(self, results: Results) -> None:
+        """Note what a worker has done."""
+        with self._changed:
+            for row, outcome, target in results:
+                position = int(self.positions[row])
+                if isinstance(outcome, SampleError):
+                    self.errors[position] = outcome
+                else:
+                    self._slot.enter(row, outcome)
+                if target is not None:
+                    self._targets[position] = pickle.loads(target)  # of this process's own child
+                self._there[row] = True
+            self._changed.notify_all()
+
+    def fail(self, error: BaseException) -> None:
+        """Let who waits for samples that are not there have an error."""
+        with self._changed:
+            self._failure = self._failure or error
+            self._changed.notify_all()
+
+    def serve(self, positions: np.ndarray, make: Callable[[PreparedDataset], Any]) -> Any:
+        """Wait until the samples at these positions are there, and make a batch of them.
+
+        Raises:
+            Exception: the chunk failed before they were; what failed it.
+        """
+        rows = [self._row_of[position] for position in positions.tolist()]
+        with self._changed:
+            self._changed.wait_for(lambda: self._failure is not None or self._there[rows].all())
+            if not self._there[rows].all():
+                assert self._failure is not None
+                raise self._failure
+        assert self._view is not None
+        return make(self._view)
+
+    def leave(self) -> bool:
+        """Say that one batch has been made; whether it was the last, so that the slot is free."""
+        with self._changed:
+            self._batches_left -= 1
+            return self._batches_left == 0
+
+    def forget(self) -> None:
+        """Let go of what the chunk knows, once it is served."""
+        self._view = None
+        self._row_of, self._targets, self.positions = {}, {}, np.empty(0, np.int64)

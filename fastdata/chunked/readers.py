@@ -1,0 +1,220 @@
+"""Where the samples of a chunk are read from: a source that prepares them, or a store that keeps them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+
+from fastdata.contents import Contents
+from fastdata.dataset import PreparedDataset
+from fastdata.ingest import Part, ReadSample, forecast, read_sample
+from fastdata.preparation import Road
+from fastdata.sources import Source
+from fastdata.spec import SampleSpec
+
+__all__ = ["Layout", "Reader", "reader_of"]
+
+_PROBES = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """What a slot has room for.
+
+    Args:
+        specs: of each part of a sample; ragged where samples turned out to differ in shape.
+        shapes: of each part of some sample: its number of dimensions, and its channels, are those of all.
+        part_bytes: of each part of a sample; of ragged ones the mean of those looked at and some more.
+        is_tuple: whether samples are tuples of parts.
+        target_is_part: whether the last part is the target.
+    """
+
+    specs: tuple[SampleSpec, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    part_bytes: tuple[float, ...]
+    is_tuple: bool
+    target_is_part: bool
+
+    RAGGED_SLACK = 1.25
+    ALIGN_BYTES = 64
+
+    @classmethod
+    def of(
+        cls, specs: tuple[SampleSpec, ...], looked_at: Sequence[ReadSample], *, is_tuple: bool, target_is_part: bool
+    ) -> Layout:
+        """The layout of samples like those looked at, at least one."""
+        columns = zip(*(sample.parts for sample in looked_at), strict=True)
+        return cls(
+            specs=specs,
+            shapes=tuple(part.array.shape for part in looked_at[0].parts),
+            part_bytes=tuple(
+                spec.sample_bytes if spec.is_dense else cls._mean_bytes(column)
+                for spec, column in zip(specs, columns, strict=True)
+            ),
+            is_tuple=is_tuple,
+            target_is_part=target_is_part,
+        )
+
+    @classmethod
+    def _mean_bytes(cls, column: Sequence[Part]) -> float:
+        padded = [part.array.nbytes + cls.ALIGN_BYTES for part in column]
+        return cls.RAGGED_SLACK * sum(padded) / len(padded)
+
+    @property
+    def sample_bytes(self) -> float:
+        """Of all parts of a sample."""
+        return sum(self.part_bytes)
+
+    def with_room(self, factor: float) -> Layout:
+        """The layout of samples that are so much larger."""
+        return replace(self, part_bytes=tuple(factor * part_bytes for part_bytes in self.part_bytes))
+
+    def any_shapes(self) -> Layout:
+        """The layout of samples of which only some have the shape that those looked at have."""
+        return replace(self, specs=tuple(replace(spec, shape=None) for spec in self.specs))
+
+
+@runtime_checkable
+class ReadInSequence(Protocol):
+    """A store of samples on disk, best read many neighbours at a time."""
+
+    def drop(self, first: int, count: int) -> None:
+        """Let go of the memory that caches ``count`` samples from ``first`` on; they can be read again."""
+        ...
+
+
+class Reader(Protocol):
+    """Gives the parts of one sample as they are stored."""
+
+    @property
+    def source(self) -> Source:
+        """The same samples, for the names of their files."""
+        ...
+
+    def read(self, position: int) -> ReadSample:
+        """Read one sample.
+
+        Raises:
+            SampleError: it cannot be read or prepared.
+        """
+        ...
+
+    def drop(self, positions: Sequence[int]) -> None:
+        """Let go of what reading these has cached."""
+        ...
+
+    def look(self) -> Layout:
+        """Read a few samples to learn what a slot for such samples has room for.
+
+        Raises:
+            SampleError: none of them can be read; the first one's error.
+        """
+        ...
+
+    @property
+    def is_sequential(self) -> bool:
+        """Whether samples are best read many neighbours at a time."""
+        ...
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether reading is mere copying, so that one thread does it as fast as several processes."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedSamples:
+    """Samples that are kept nowhere: prepared whenever they are read."""
+
+    road: Road
+
+    @property
+    def source(self) -> Source:
+        """See ``Reader``."""
+        return self.road.source
+
+    def read(self, position: int) -> ReadSample:
+        """See ``Reader``."""
+        return read_sample(self.road.source, self.road.prepare, position)
+
+    def drop(self, positions: Sequence[int]) -> None:
+        """See ``Reader``; nothing is cached."""
+
+    def look(self) -> Layout:
+        """See ``Reader``."""
+        found = forecast(self.road.source, self.road.prepare)
+        samples, is_tuple = found.looked_at, found.is_tuple
+        return Layout.of(found.specs, samples, is_tuple=is_tuple, target_is_part=found.target_is_part)
+
+    @property
+    def is_sequential(self) -> bool:
+        """See ``Reader``."""
+        return False
+
+    @property
+    def is_copied(self) -> bool:
+        """See ``Reader``."""
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class StoredSamples:
+    """Samples of a dataset that keeps them."""
+
+    contents: Contents
+
+    @property
+    def source(self) -> Source:
+        """See ``Reader``."""
+        return self.contents
+
+    def read(self, position: int) -> ReadSample:
+        """See ``Reader``."""
+        contents = self.contents
+        with contents.naming_damage():
+            parts = tuple(Part(store.read(position), store.spec.form) for store in contents.stores)
+        return ReadSample(position, parts, None, contents.is_tuple, contents.target_is_part)
+
+    def drop(self, positions: Sequence[int]) -> None:
+        """See ``Reader``."""
+        for store in self.contents.stores:
+            if isinstance(store, ReadInSequence):
+                for first, count in _stretches(positions):
+                    store.drop(first, count)
+
+    def look(self) -> Layout:
+        """See ``Reader``."""
+        contents, count = self.contents, len(self.contents)
+        samples = [self.read(position) for position in sorted({k * (count - 1) // _PROBES for k in range(_PROBES + 1)})]
+        specs = tuple(store.spec for store in contents.stores)
+        return Layout.of(specs, samples, is_tuple=contents.is_tuple, target_is_part=contents.target_is_part)
+
+    @property
+    def is_sequential(self) -> bool:
+        """See ``Reader``."""
+        return isinstance(self.contents.images, ReadInSequence)
+
+    @property
+    def is_copied(self) -> bool:
+        """See ``Reader``."""
+        return self.contents.images.gives_views
+
+
+def reader_of(dataset: PreparedDataset) -> Reader:
+    """What reads the samples of a dataset, whether it keeps them or not."""
+    road = dataset.unkept_road()
+    if road is not None:
+        return PreparedSamples(road)
+    assert dataset.kept is not None
+    return StoredSamples(dataset.kept)
+
+
+def _stretches(positions: Sequence[int]) -> Iterable[tuple[int, int]]:
+    """First and length of each stretch of neighbours among ascending positions."""
+    index = np.asarray(positions)
+    cuts = np.flatnonzero(np.diff(index) != 1) + 1
+    for stretch in np.split(index, cuts):
+        yield int(stretch[0]), len(stretch)

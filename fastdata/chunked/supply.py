@@ -1,0 +1,183 @@
+"""Everything between a dataset and the pipelines of its epochs: what is planned once, and the memory that stays."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from fastdata import machine
+from fastdata.batch import IndexBatch, collate
+from fastdata.chunked.budget import CHUNKS_HELD, Needs, plan_chunks
+from fastdata.chunked.chunks import Chunk, Slot
+from fastdata.chunked.order import EpochOrder, plan_epoch
+from fastdata.chunked.pipeline import Flow, Pipeline, Way
+from fastdata.chunked.readers import reader_of
+from fastdata.dataset import PreparedDataset
+from fastdata.iterators import HELD_BY_USER
+from fastdata.memory import parse_bytes
+from fastdata.report import log
+from fastdata.ring import BatchRing
+from fastdata.served import Served
+from fastdata.stores.writers import ShapesDifferError
+
+__all__ = ["Supply", "Wishes"]
+
+_PIECES_PER_CHUNK = 32
+_MOST_BYTES = 256 << 20
+"""Of a chunk that is only read ahead: whatever its size, the order is the same, so that more would bring nothing."""
+_MOST_MIXED_BYTES = 4 << 30
+"""Of a chunk that is mixed: the larger, the better the order, but the later the first batch."""
+_FLOAT_BYTES = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wishes:
+    """The arguments of a ``ChunkedLoader`` that say how samples are supplied; see there."""
+
+    batch_size: int
+    memory_limit: int | float | str
+    chunk_samples: int | None
+    mix_chunks: int | None
+    num_workers: int | None
+    collate_fn: Callable[[list[Any]], Any]
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "chunk_samples", "mix_chunks", "num_workers"):
+            count = getattr(self, name)
+            if count is not None and count < 1:
+                raise ValueError(f"{name}={count} must be at least 1")
+
+
+class Supply:
+    """Supplies the batches of any epoch, from any batch on.
+
+    Args:
+        served: the dataset, and which of its samples.
+        order: of the epochs; where chunks are mixed, that is added here.
+        wishes: of the user.
+    """
+
+    def __init__(self, served: Served, order: EpochOrder, wishes: Wishes) -> None:
+        self._served, self._wishes = served, wishes
+        self._reader = reader_of(served.dataset)
+        self._layout = self._reader.look()
+        self._slots: list[Slot] = []
+        cores = machine.usable_cores() if wishes.num_workers is None else wishes.num_workers
+        with Slot(self._layout, 1) as slot:
+            probe = Chunk(0, np.zeros(1, np.int64), 1).begin(0, slot, served.dataset)
+        self._obstacle = probe.batch_obstacle
+        self._makers = 1 if self._obstacle else max(1, cores - 1 if self._reader.is_copied else cores // 4)
+        self.is_mixed = order.shuffle and (wishes.mix_chunks is not None or self._reader.is_sequential)
+        needs = self._needs(probe, order, 1 if self._reader.is_copied else cores)
+        total_bytes = machine.available_bytes().bytes + needs.in_use_bytes
+        self.plan = plan_chunks(needs, parse_bytes(wishes.memory_limit, of=total_bytes), wishes.chunk_samples)
+        log.info("%s", self.plan)
+        self._chunk_samples = self.plan.chunk_samples
+        if self.is_mixed:
+            piece = max(self.plan.chunk_samples // (wishes.mix_chunks or _PIECES_PER_CHUNK), 1)
+            order = replace(order, piece_samples=piece, chunk_samples=self.plan.chunk_samples)
+        self.order = order
+
+    def _needs(self, probe: PreparedDataset, order: EpochOrder, workers: int) -> Needs:
+        sample_bytes, batch_size = self._layout.sample_bytes, self._wishes.batch_size
+        served_bytes = probe.served_bytes
+        if served_bytes is None:  # samples one by one, then collated
+            served_bytes = 2 * _FLOAT_BYTES * math.ceil(sample_bytes)
+        return Needs(
+            in_use_bytes=machine.tree_pss_bytes(),
+            sample_bytes=sample_bytes,
+            batch_bytes=served_bytes * batch_size,
+            batches_held=self.batches_held,
+            order_bytes=2 * np.dtype(np.int64).itemsize * order.length,
+            batch_size=batch_size,
+            samples=order.rank_samples,
+            workers=workers,
+            most_bytes=_MOST_MIXED_BYTES if self.is_mixed else _MOST_BYTES,
+        )
+
+    @property
+    def threads(self) -> int:
+        """How many make batches."""
+        return self._makers
+
+    @property
+    def ahead(self) -> int:
+        """How many batches are made ahead."""
+        return 2 * self._makers
+
+    @property
+    def batches_held(self) -> int:
+        """How many batches exist at once."""
+        return self.ahead + 1 + HELD_BY_USER
+
+    @property
+    def path(self) -> str:
+        """The road of the batches, in one line."""
+        each = "whole batches" if self._obstacle is None else f"samples one by one ({self._obstacle})"
+        does = "copied" if self._reader.is_copied else "prepared"
+        workers = "a thread" if self.plan.workers == 1 else f"{self.plan.workers} processes"
+        makers = "a thread" if self.threads == 1 else f"{self.threads} threads"
+        return f"chunks of {self._chunk_samples} samples, {does} ahead by {workers}; {each}, made by {makers}"
+
+    def start(self, epoch: int, first_batch: int, batches: int, ring: BatchRing) -> Pipeline:
+        """Begin to supply an epoch."""
+        if not self._slots:
+            self._slots = [Slot(self._layout, self._chunk_samples) for _ in range(CHUNKS_HELD)]
+        stream = plan_epoch(self.order, epoch)
+        flow = Flow(
+            stream=stream if self._served.subset is None else self._served.subset[stream],
+            batch_size=self._wishes.batch_size,
+            batches=batches,
+            chunk_batches=self._chunk_samples // self._wishes.batch_size,
+            in_sequence=self.is_mixed,
+        )
+        way = Way(
+            dataset=self._served.dataset,
+            reader=self._reader,
+            make=_make_batch(self._wishes.collate_fn, epoch, ring),
+            workers=self.plan.workers,
+            threads=self.threads,
+        )
+        return Pipeline(flow, way, self._slots, first_batch)
+
+    def adapt(self, found: Exception) -> None:
+        """Change the slots after samples turned out not to be like those looked at; no pipeline may be running.
+
+        Raises:
+            Exception: ``found``, where there is nothing to change.
+        """
+        self.close()
+        if isinstance(found, ShapesDifferError):
+            log.info("%s; samples are kept with their own shapes", found)
+            self._layout = self._layout.any_shapes()
+            return
+        batches = self._chunk_samples // self._wishes.batch_size
+        if batches == 1:
+            raise found
+        log.info("%s; chunks of half as many samples are loaded", found)
+        rows = batches // 2 * self._wishes.batch_size
+        self._layout = self._layout.with_room(self._chunk_samples / rows)
+        self._chunk_samples = rows
+
+    def close(self) -> None:
+        """Give the memory back. Idempotent."""
+        while self._slots:
+            self._slots.pop().close()
+
+
+def _make_batch(
+    collate_fn: Callable[[list[Any]], Any], epoch: int, ring: BatchRing
+) -> Callable[[PreparedDataset, np.ndarray], Any]:
+    def make(dataset: PreparedDataset, index_B: np.ndarray) -> Any:
+        visits_B = np.full(len(index_B), epoch, np.int64)
+        if dataset.batch_obstacle is not None:
+            return collate_fn(dataset.__getitems__(IndexBatch(index_B.tolist(), index_B, visits_B)))
+        if collate_fn is collate:
+            return dataset.read_batch(index_B, visits_B, ring)
+        return collate_fn(dataset.sample_batch(index_B, visits_B, ring))
+
+    return make
