@@ -12,7 +12,7 @@ from torch.utils.data import Dataset, default_collate
 
 from fastdata.batch import SampleBatch
 from fastdata.batchops import Program, compile_ops
-from fastdata.contents import Contents
+from fastdata.contents import Contents, Table
 from fastdata.decode import Planes, Resize, present, sample_error, to_image
 from fastdata.errors import StoreGoneError
 from fastdata.options import Options
@@ -163,9 +163,9 @@ class PreparedDataset(Dataset[Any]):
         return self._options
 
     @property
-    def table(self) -> SampleTable | None:
+    def table(self) -> Table | None:
         """Paths and targets; None where only reading the samples tells them."""
-        return self._table
+        return self._table if self._contents is None else self._contents.table
 
     @property
     def served_bytes(self) -> int | None:

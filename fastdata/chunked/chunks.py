@@ -56,8 +56,8 @@ class Slot:
             writer.rewind()
 
     def enter(self, row: int, places: Sequence[Place]) -> None:
-        """Note where a worker has put the parts of a sample."""
-        for index, place in zip(self._indices, places, strict=True):
+        """Note where a worker has put the parts of a sample; no places where it went to its row."""
+        for index, place in zip(self._indices, places, strict=bool(places)):
             index["offsets"][row], index["sizes"][row], index["shapes"][row] = place
 
     def __enter__(self) -> Slot:
@@ -112,20 +112,34 @@ class FillSlots:
 
     def __call__(self, run: Run) -> Results:
         """Do one task."""
-        road = self.roads[run.slot]
-        results: Results = []
-        for row, position in enumerate(run.positions, run.row):
-            try:
-                sample = self.reader.read(position)
-                road.check(position, sample)
-                places = road.write(sample._replace(position=row))
-            except SampleError as error:
-                results.append((row, error, None))
-                continue
-            target = pickle.dumps(sample.target, protocol=5) if self.with_targets else None
-            results.append((row, places, target))
+        try:
+            results = self._copy(run) if self.reader.is_copied else None
+        except SampleError:  # of one of them: found out one by one
+            results = None
+        if results is None:
+            results = [self._one(run.slot, row, position) for row, position in enumerate(run.positions, run.row)]
         self.reader.drop(run.positions)
         return results
+
+    def _copy(self, run: Run) -> Results | None:
+        """Copy all samples of a task at once; None where they have no common shape."""
+        writers, count = self.roads[run.slot].writers, len(run.positions)
+        dense = [writer for writer in writers if isinstance(writer, DenseWriter)]
+        if len(dense) < len(writers):
+            return None
+        for part, writer in enumerate(dense):
+            self.reader.copy_part(part, run.positions, writer.rows(run.row, count))
+        return [(row, [], None) for row in range(run.row, run.row + count)]
+
+    def _one(self, slot: int, row: int, position: int) -> tuple[int, list[Place] | SampleError, bytes | None]:
+        road = self.roads[slot]
+        try:
+            sample = self.reader.read(position)
+            road.check(position, sample)
+            places = road.write(sample._replace(position=row))
+        except SampleError as error:
+            return row, error, None
+        return row, places, pickle.dumps(sample.target, protocol=5) if self.with_targets else None
 
 
 class Chunk:

@@ -26,7 +26,8 @@ from fastdata.preparation import Steps
 
 __all__ = ["Flow", "Pipeline", "Way"]
 
-_SAMPLES_PER_TASK = 8
+_PREPARED_PER_TASK = 8
+_COPIED_PER_TASK = 32
 
 MakeBatch = Callable[[PreparedDataset, np.ndarray], Any]
 
@@ -138,9 +139,10 @@ class Pipeline:
             number = self._free.get()
             if number is None or self._closed.is_set():
                 return
+            per_task = _COPIED_PER_TASK if self._way.reader.is_copied else _PREPARED_PER_TASK
             try:
                 chunk.begin(number, self._slots[number], self._way.dataset)
-                with contextlib.closing(self._crew.run(chunk.tasks(_SAMPLES_PER_TASK))) as finished:
+                with contextlib.closing(self._crew.run(chunk.tasks(per_task))) as finished:
                     for results in finished:
                         chunk.enter(results)
                         if self._closed.is_set():

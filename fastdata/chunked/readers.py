@@ -78,6 +78,15 @@ class Layout:
 
 
 @runtime_checkable
+class ReadsStretches(Protocol):
+    """A store that reads neighbouring samples in one go, past any mapping of theirs."""
+
+    def read_stretch(self, first: int, count: int, out_B: np.ndarray) -> None:
+        """Put ``count`` samples from ``first`` on into ``out_B`` (count, *shape), C-contiguous."""
+        ...
+
+
+@runtime_checkable
 class ReadInSequence(Protocol):
     """A store of samples on disk, best read many neighbours at a time."""
 
@@ -100,6 +109,10 @@ class Reader(Protocol):
         Raises:
             SampleError: it cannot be read or prepared.
         """
+        ...
+
+    def copy_part(self, part: int, positions: Sequence[int], out_B: np.ndarray) -> None:
+        """Put one part of some samples into ``out_B`` (B, *shape); only where ``is_copied``, of dense parts."""
         ...
 
     def drop(self, positions: Sequence[int]) -> None:
@@ -140,6 +153,10 @@ class PreparedSamples:
         """See ``Reader``."""
         return read_sample(self.road.source, self.road.prepare, position)
 
+    def copy_part(self, part: int, positions: Sequence[int], out_B: np.ndarray) -> None:
+        """See ``Reader``; nothing is copied."""
+        raise TypeError("samples that are prepared when they are read cannot be copied")
+
     def drop(self, positions: Sequence[int]) -> None:
         """See ``Reader``; nothing is cached."""
 
@@ -178,6 +195,17 @@ class StoredSamples:
             parts = tuple(Part(store.read(position), store.spec.form) for store in contents.stores)
         return ReadSample(position, parts, None, contents.is_tuple, contents.target_is_part)
 
+    def copy_part(self, part: int, positions: Sequence[int], out_B: np.ndarray) -> None:
+        """See ``Reader``."""
+        store = self.contents.stores[part]
+        if not isinstance(store, ReadsStretches):
+            store.gather_into(np.asarray(positions, np.int64), out_B)
+            return
+        done = 0
+        for first, count in _stretches(positions):
+            store.read_stretch(first, count, out_B[done : done + count])
+            done += count
+
     def drop(self, positions: Sequence[int]) -> None:
         """See ``Reader``."""
         for store in self.contents.stores:
@@ -199,8 +227,8 @@ class StoredSamples:
 
     @property
     def is_copied(self) -> bool:
-        """See ``Reader``."""
-        return self.contents.images.gives_views
+        """See ``Reader``; not while samples may have to be prepared on their first read."""
+        return self.contents.images.gives_views and self.contents.filled_share() == 1
 
 
 def reader_of(dataset: PreparedDataset) -> Reader:

@@ -101,6 +101,11 @@ class DenseWriter:
         self._block.write(index * self.spec.sample_bytes, np.ascontiguousarray(array))
         return Place(index, array.nbytes, array.shape)
 
+    def rows(self, first: int, count: int) -> np.ndarray:
+        """The memory of samples ``first`` to ``first + count``, to be written to: (count, *shape)."""
+        assert self.spec.shape is not None
+        return self._block.array(self.spec.dtype, (count, *self.spec.shape), first * self.spec.sample_bytes)
+
     def rewind(self) -> None:
         """Forget what was written; the memory is written again. Nobody may be reading it."""
 

@@ -1,0 +1,266 @@
+"""What does a memory limit cost? Data four times as large as the limit, against the same data without one.
+
+Every measurement is a process of its own, so that its memory (PSS of the tree, sampled all along) is its own. The
+photographs are prepared once into a file of raw images, repeated to the wanted size; one process serves a part of them
+from memory, one all of them through a mapping of the file without a limit, one all of them through ``ChunkedLoader``.
+"""
+
+from __future__ import annotations
+
+import mmap
+import multiprocessing
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from _helper import Row, class_folders, in_turns, parser, print_rows, save_rows, transforms
+from fastdata import CachedDataset, ChunkedLoader, DataLoader, ImageFolder
+from fastdata.bench.measure import images_per_s, peak_memory
+from fastdata.contents import Contents
+from fastdata.dataset import PreparedDataset
+from fastdata.machine import tree_pss_bytes
+from fastdata.spec import SampleSpec
+from fastdata.table import SampleTable
+
+GIB = 1 << 30
+SPEC = SampleSpec(shape=(3, 256, 256), dtype="uint8", form="tensor")
+BATCH = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Of one process: images/s, peak memory of its tree, and what it had before it began."""
+
+    images_per_s: float
+    peak_bytes: int
+    start_bytes: int
+    plan: str = ""
+
+
+class MappedStore:
+    """Raw images in a file, read through a mapping; see ``fastdata.stores.base.Store``.
+
+    Args:
+        path: of the file.
+        keep_cached: whether ``drop`` leaves the file in the system's cache, and only lets go of the mapping's pages.
+    """
+
+    gives_views = True
+    spec = SPEC
+
+    def __init__(self, path: Path, *, keep_cached: bool) -> None:
+        self._file = os.open(path, os.O_RDONLY)
+        self._map = mmap.mmap(self._file, 0, prot=mmap.PROT_READ)
+        self._images = np.frombuffer(self._map, np.uint8).reshape(-1, *SPEC.shape)
+        self._keep_cached = keep_cached
+        self.size_bytes = self._images.nbytes
+
+    def __len__(self) -> int:
+        return len(self._images)
+
+    def shape(self, index: int) -> tuple[int, ...]:
+        return SPEC.shape
+
+    def read(self, index: int) -> np.ndarray:
+        return self._images[index]
+
+    def read_into(self, index: int, out: np.ndarray) -> None:
+        out[...] = self._images[index]
+
+    def gather_into(self, index_B: np.ndarray, out_B: np.ndarray) -> None:
+        np.take(self._images, index_B, axis=0, out=out_B, mode="clip")
+
+    def read_stretch(self, first: int, count: int, out_B: np.ndarray) -> None:
+        rest, offset = memoryview(out_B.reshape(-1)), first * SPEC.sample_bytes
+        while rest.nbytes:
+            done = os.preadv(self._file, [rest], offset)
+            rest, offset = rest[done:], offset + done
+
+    def drop(self, first: int, count: int) -> None:
+        start, size = first * SPEC.sample_bytes, count * SPEC.sample_bytes
+        self._map.madvise(mmap.MADV_DONTNEED, start, size)
+        if not self._keep_cached:
+            os.posix_fadvise(self._file, start, size, os.POSIX_FADV_DONTNEED)
+
+    def close(self) -> None:
+        os.close(self._file)
+
+
+class RawImages(Dataset[Any]):
+    """The images of the file as tensors, for a dataset that keeps them."""
+
+    def __init__(self, path: Path, count: int | None = None) -> None:
+        self._images = np.memmap(path, np.uint8, "r").reshape(-1, *SPEC.shape)[:count]
+        self.targets = [0] * len(self._images)
+
+    def __len__(self) -> int:
+        return len(self._images)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return torch.from_numpy(self._images[index].copy()), 0
+
+
+def crop_and_flip() -> Any:
+    return transforms.Compose([transforms.RandomCrop(224), transforms.RandomHorizontalFlip()])
+
+
+def mapped(path: Path, *, keep_cached: bool) -> PreparedDataset:
+    store = MappedStore(path, keep_cached=keep_cached)
+    dataset = CachedDataset(RawImages(path), storage="none", transform=crop_and_flip(), progress=False)
+    return dataset.served_from(Contents((store,), SampleTable([0] * len(store))))
+
+
+def serve_from_memory(path: Path, count: int) -> Any:
+    dataset = CachedDataset(RawImages(path, count), storage="shared", transform=crop_and_flip(), progress=False)
+    return DataLoader(dataset, BATCH, shuffle=True, num_workers="auto")
+
+
+def serve_mapped(path: Path) -> Any:
+    return DataLoader(mapped(path, keep_cached=True), BATCH, shuffle=True, num_workers="auto")
+
+
+def serve_chunked(path: Path, limit_bytes: int, *, keep_cached: bool) -> Any:
+    return ChunkedLoader(mapped(path, keep_cached=keep_cached), BATCH, memory_limit=limit_bytes)
+
+
+def serve_folder(root: Path, limit_bytes: int) -> Any:
+    dataset = ImageFolder(str(root), photo_transform(), storage="none", progress=False)
+    return ChunkedLoader(dataset, BATCH, memory_limit=limit_bytes)
+
+
+def decode_folder(root: Path) -> Any:
+    dataset = ImageFolder(str(root), photo_transform(), storage="none", progress=False)
+    return DataLoader(dataset, BATCH, shuffle=True, num_workers=2)
+
+
+def photo_transform() -> Any:
+    return transforms.Compose(
+        [
+            transforms.Resize(256),
+            transforms.CenterCrop(256),
+            transforms.RandomCrop(224),
+            transforms.RandomHorizontalFlip(),
+            transforms.PILToTensor(),
+        ]
+    )
+
+
+def measure(make_loader: Callable[[], Any], seconds: float, connection: Any) -> None:
+    """Serve in this process: one epoch with its memory sampled, which slows it down, then some for the rate."""
+    start_bytes = tree_pss_bytes()
+    with peak_memory(every_s=0.05) as peak:
+        loader = make_loader()
+        images_per_s(loader)
+    rate = images_per_s(loader, at_least_s=seconds)
+    peak.sample()
+    plan = str(getattr(loader, "plan", ""))
+    connection.send(Outcome(rate, peak.size_bytes, start_bytes, plan))
+    connection.close()
+
+
+def in_own_process(make_loader: Callable[[], Any], seconds: float, outcomes: list[Outcome]) -> float:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=measure, args=(make_loader, seconds, theirs))
+    process.start()
+    theirs.close()
+    outcomes.append(ours.recv())
+    process.join()
+    return outcomes[-1].images_per_s
+
+
+def write_raw(root: Path, path: Path, size_bytes: int) -> int:
+    """Prepare the photographs into a file and repeat them up to its size; return how many there are."""
+    steps = transforms.Compose([transforms.Resize(256), transforms.CenterCrop(256)])
+    with ImageFolder(str(root), steps, storage="shared", fill="eager", progress=False) as photos:
+        assert photos.kept is not None
+        block = np.stack([photos.kept.images.read(index) for index in range(len(photos))])
+    count = size_bytes // SPEC.sample_bytes
+    with path.open("wb") as file:
+        for start in range(0, count, len(block)):
+            file.write(block[: count - start].tobytes())
+        file.flush()
+        os.fsync(file.fileno())
+    return count
+
+
+def compare(
+    title: str, competitors: dict[str, Callable[[], Any]], seconds: float, rounds: int, limit: int
+) -> list[Row]:
+    """Rates in turns, and the peaks of all rounds."""
+    outcomes: dict[str, list[Outcome]] = {name: [] for name in competitors}
+    rates = in_turns(
+        {name: partial(in_own_process, make, seconds, outcomes[name]) for name, make in competitors.items()}, rounds
+    )
+    for name in competitors:
+        if outcomes[name][0].plan:
+            print(f"{name}: {outcomes[name][0].plan}")
+    rate = partial(Row, section=title, unit="images/s")
+    peak = partial(Row, section=f"{title}: peak PSS of the process tree", unit="MiB")
+    first, *others = competitors
+    return [
+        rate(name=first, rounds=rates[first]),
+        *(rate(name=name, rounds=rates[name], against=first, target="0.60") for name in others),
+        *(
+            peak(
+                name=name,
+                rounds=tuple(outcome.peak_bytes / (1 << 20) for outcome in outcomes[name]),
+                target=f"under {limit / (1 << 20):,.0f}" if outcomes[name][0].plan else "",
+            )
+            for name in competitors
+        ),
+    ]
+
+
+def main() -> None:
+    options = parser(__doc__.splitlines()[0])
+    options.add_argument("--gib", type=float, default=4.0, help="size of the raw images")
+    options.add_argument("--limit-gib", type=float, default=1.0, help="memory_limit of the chunked loader")
+    options.add_argument("--seconds", type=float, default=5.0, help="of each measurement, whole epochs")
+    chosen = options.parse_args()
+    limit = int(chosen.limit_gib * GIB)
+    with (
+        class_folders(chosen.images, count=None if chosen.images else 500) as (root, what),
+        tempfile.TemporaryDirectory(prefix="fastdata-benchmark-") as folder,
+    ):
+        path = Path(folder) / "images.raw"
+        start = time.perf_counter()
+        count = write_raw(root, path, int(chosen.gib * GIB))
+        print(f"{what}: {count} raw images, {path.stat().st_size / GIB:.1f} GiB, {time.perf_counter() - start:.0f} s")
+        rows = compare(
+            f"raw images, {chosen.gib:g} GiB against {chosen.limit_gib:g} GiB, batch {BATCH}",
+            {
+                "in memory, a quarter of them": partial(serve_from_memory, path, count // 4),
+                "mapped file, no limit": partial(serve_mapped, path),
+                "chunked": partial(serve_chunked, path, limit, keep_cached=True),
+                "chunked, read from the disk": partial(serve_chunked, path, limit, keep_cached=False),
+            },
+            chosen.seconds,
+            chosen.rounds,
+            limit,
+        )
+        rows += compare(
+            f"JPEGs of a folder, decoded each epoch, against {chosen.limit_gib:g} GiB, batch {BATCH}",
+            {
+                "DataLoader, 2 workers": partial(decode_folder, root),
+                "chunked ": partial(serve_folder, root, limit),
+            },
+            chosen.seconds,
+            chosen.rounds,
+            limit,
+        )
+    print_rows(rows)
+    save_rows(rows, chosen.json, images=what, raw_images=count, limit_bytes=limit, rounds=chosen.rounds)
+
+
+if __name__ == "__main__":
+    main()
