@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
-__all__ = ["IndexBatch", "SampleBatch", "collate"]
+__all__ = ["IndexBatch", "SampleBatch", "collate", "collate_targets"]
 
 _T = TypeVar("_T")
 
@@ -81,3 +81,8 @@ def collate(samples: list[Any]) -> Any:
     if isinstance(samples, SampleBatch) and samples.stacked is not None:
         return samples.stacked
     return default_collate(samples)
+
+
+def collate_targets(targets: list[Any]) -> Any:
+    """Make of a batch's targets what ``default_collate`` makes of them in samples, where strings become a tuple."""
+    return default_collate([(target,) for target in targets])[0]

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import Dataset
 
-from fastdata.batch import SampleBatch
+from fastdata.batch import SampleBatch, collate_targets
 from fastdata.batchops import Program, compile_ops
 from fastdata.contents import Contents, Table
 from fastdata.decode import Planes, Resize, present, sample_error, to_image
@@ -28,11 +28,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 __all__ = ["PreparedDataset"]
-
-
-def _collate_targets(targets: list[Any]) -> Any:
-    """What ``default_collate`` makes of the targets of a batch; inside of samples, where strings become a tuple."""
-    return default_collate([(target,) for target in targets])[0]
 
 
 class PreparedDataset(Dataset[Any]):
@@ -142,10 +137,7 @@ class PreparedDataset(Dataset[Any]):
         return self._road(self._source, (*self._first_steps, *plan.prepare))
 
     def served_from(self, contents: Contents) -> Self:
-        """This dataset over other contents of the same samples, such as some of them in memory; shares the rest.
-
-        Only what ``contents`` holds may be asked of it, and closing it is closing ``contents``' owner's business.
-        """
+        """This dataset over other contents of the same samples, such as some of them in memory; never closed itself."""
         other = type(self).__new__(type(self))
         other.__dict__.update(self.__dict__)
         other._contents = contents
@@ -274,7 +266,7 @@ class PreparedDataset(Dataset[Any]):
         """Like ``read_batch``, as the list of samples that collate functions expect."""
         images = self._read_images(index_B, visits_B, ring)
         each_target = [self._target(index) for index in index_B.tolist()]
-        return SampleBatch(images, _collate_targets(each_target), each_target)
+        return SampleBatch(images, collate_targets(each_target), each_target)
 
     @property
     def batch_obstacle(self) -> str | None:
@@ -400,7 +392,7 @@ class PreparedDataset(Dataset[Any]):
         array = self._contents.target_array(index_B) if self.target_transform is None else None
         if array is not None:
             return torch.from_numpy(array)
-        return _collate_targets([self._target(index) for index in index_B.tolist()])
+        return collate_targets([self._target(index) for index in index_B.tolist()])
 
     def _check_open(self) -> None:
         if self._closed:

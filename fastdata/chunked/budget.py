@@ -13,8 +13,8 @@ CHUNKS_HELD = 2
 """One is served while the next one loads."""
 WORKER_BYTES = 48 << 20
 """Private memory of a process that decodes photographs: see benchmarks/chunked.py."""
-RESERVE_BYTES = 32 << 20
-RESERVE_SHARE = 0.04
+RESERVE_BYTES = 64 << 20
+RESERVE_SHARE = 0.05
 """Left for what nobody can foresee, such as the training loop's own growth."""
 _ENOUGH_BATCHES = 4
 """In a chunk; with fewer, workers are given up for memory."""

@@ -168,7 +168,9 @@ class Chunk:
         slot.rewind()
         self.slot_number, self._slot = slot_number, slot
         layout, rows = slot.layout, self._row_of
-        stores = [ChunkStore(store, rows, shape) for store, shape in zip(slot.stores, layout.shapes, strict=True)]
+        stores = [
+            ChunkStore(store, rows, self._there, shape) for store, shape in zip(slot.stores, layout.shapes, strict=True)
+        ]
         table = dataset.table or ChunkTargets(len(dataset), self._targets)
         self._view = dataset.served_from(Contents(tuple(stores), table, layout.is_tuple, layout.target_is_part))
         return self._view

@@ -74,7 +74,8 @@ class Layout:
 
     def any_shapes(self) -> Layout:
         """The layout of samples of which only some have the shape that those looked at have."""
-        return replace(self, specs=tuple(replace(spec, shape=None) for spec in self.specs))
+        specs = tuple(replace(spec, shape=None) for spec in self.specs)
+        return replace(self, specs=specs, part_bytes=tuple(size + self.ALIGN_BYTES for size in self.part_bytes))
 
 
 @runtime_checkable

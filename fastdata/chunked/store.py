@@ -18,13 +18,14 @@ class ChunkStore:
     Args:
         store: of the chunk's rows.
         rows: row of each position.
+        is_there: bool (rows,), whether the sample of each row has arrived; changes with the time.
         shape: of some sample.
     """
 
     gives_views = True
 
-    def __init__(self, store: Store, rows: dict[int, int], shape: tuple[int, ...]) -> None:
-        self._store, self._rows, self._some_shape = store, rows, shape
+    def __init__(self, store: Store, rows: dict[int, int], is_there: np.ndarray, shape: tuple[int, ...]) -> None:
+        self._store, self._rows, self._is_there, self._some_shape = store, rows, is_there, shape
 
     @property
     def spec(self) -> SampleSpec:
@@ -42,7 +43,7 @@ class ChunkStore:
     def shape(self, index: int) -> tuple[int, ...]:
         """Shape of one sample; where it is not here, of some other, with as many dimensions."""
         row = self._rows.get(index)
-        return self._some_shape if row is None else self._store.spec.shape or self._store.shape(row)
+        return self._some_shape if row is None or not self._is_there[row] else self._store.shape(row)
 
     def read(self, index: int) -> np.ndarray:
         """One sample: a read-only view."""

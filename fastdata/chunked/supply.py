@@ -17,6 +17,7 @@ from fastdata.chunked.order import EpochOrder, plan_epoch
 from fastdata.chunked.pipeline import Flow, Pipeline, Way
 from fastdata.chunked.readers import reader_of
 from fastdata.dataset import PreparedDataset
+from fastdata.errors import MemoryBudgetError
 from fastdata.iterators import HELD_BY_USER
 from fastdata.memory import parse_bytes
 from fastdata.report import log
@@ -148,7 +149,7 @@ class Supply:
         """Change the slots after samples turned out not to be like those looked at; no pipeline may be running.
 
         Raises:
-            Exception: ``found``, where there is nothing to change.
+            MemoryBudgetError: not even one batch fits.
         """
         self.close()
         if isinstance(found, ShapesDifferError):
@@ -157,7 +158,10 @@ class Supply:
             return
         batches = self._chunk_samples // self._wishes.batch_size
         if batches == 1:
-            raise found
+            raise MemoryBudgetError(
+                f"a chunk is down to one batch of {self._chunk_samples} samples: {found}. Raise memory_limit or "
+                "chunk_samples, or use a smaller batch_size or resize=."
+            ) from found
         log.info("%s; chunks of half as many samples are loaded", found)
         rows = batches // 2 * self._wishes.batch_size
         self._layout = self._layout.with_room(self._chunk_samples / rows)

@@ -1,0 +1,638 @@
+"""The loader for data larger than memory."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from torch.utils.data import IterableDataset, Subset
+from torchvision import transforms
+
+from conftest import FolderMaker
+from fastdata import (
+    CachedDataset,
+    ChunkedLoader,
+    DataLoader,
+    FastDataError,
+    ImageFolder,
+    IngestError,
+    MemoryBudgetError,
+    SampleError,
+)
+from fastdata.chunked.budget import CHUNKS_HELD, WORKER_BYTES, Needs, plan_chunks
+from fastdata.chunked.order import EpochOrder, plan_epoch, shuffle_quality
+from fastdata.contents import Contents
+from fastdata.machine import tree_pss_bytes
+from fastdata.spec import SampleSpec
+from fastdata.table import SampleTable
+
+MIB = 1 << 20
+LIMIT = "64GiB"  # far from binding: the machine of a test has less, and chunks are as small as the tests ask for
+
+
+def square(index: int, size: tuple[int, int] = (6, 5)) -> torch.Tensor:
+    """A tensor (1, H, W) whose values tell the index and the column."""
+    return (torch.arange(size[1]) + 8 * index).to(torch.uint8).expand(1, *size).contiguous()
+
+
+class Squares:
+    """``count`` tensors and their numbers, with a list of those that were read in this process."""
+
+    def __init__(self, count: int, size: tuple[int, int] = (6, 5)) -> None:
+        self.count, self.size = count, size
+        self.read: list[int] = []
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        self.read.append(index)
+        return square(index, self.size), index
+
+
+class Damaged(Squares):
+    """Squares of which some cannot be read."""
+
+    damaged = (4, 9)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        if index in self.damaged:
+            raise OSError("no such disk")
+        return super().__getitem__(index)
+
+
+def chunked(data: Any, batch_size: int = 4, **arguments: Any) -> ChunkedLoader:
+    """A loader with small chunks that reads in a thread of this process."""
+    return ChunkedLoader(data, batch_size, **{"memory_limit": LIMIT, "chunk_samples": 8, "num_workers": 1, **arguments})
+
+
+def labels(loader: Any) -> list[list[int]]:
+    """Targets of the batches of an epoch."""
+    return [targets.tolist() for _, targets in loader]
+
+
+def flat(batches: list[list[int]]) -> list[int]:
+    return [label for batch in batches for label in batch]
+
+
+def same(first: Any, second: Any) -> bool:
+    """Whether two epochs are equal in every pixel and target."""
+    pairs = list(zip(first, second, strict=True))
+    return all(torch.equal(a, b) for one, other in pairs for a, b in zip(one, other, strict=True))
+
+
+# What is served
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("mix", [None, 3])
+def test_every_sample_comes_once_an_epoch(workers: int, mix: int | None) -> None:
+    """Batches are full but the last, hold each sample once, its own pixels with its own target; epochs differ."""
+    with chunked(Squares(37), num_workers=workers, mix_chunks=mix) as loader:
+        epochs = []
+        for _ in range(2):
+            epoch = []
+            for images, targets in loader:
+                assert all(torch.equal(image, square(int(t))) for image, t in zip(images, targets, strict=True))
+                epoch.append(targets.tolist())
+            assert [len(batch) for batch in epoch] == [4] * 9 + [1]
+            assert sorted(flat(epoch)) == list(range(37))
+            epochs.append(flat(epoch))
+        assert len(loader) == 10
+    assert epochs[0] != epochs[1]
+    assert epochs[0] != sorted(epochs[0])
+
+
+def test_pixels_are_those_of_the_loader_in_memory(image_folder: FolderMaker) -> None:
+    """For the same seed and epoch, crops, mirrors and values equal those of a DataLoader in the same order."""
+    steps = transforms.Compose(
+        [
+            transforms.Resize((10, 12)),
+            transforms.RandomCrop((7, 9)),
+            transforms.RandomHorizontalFlip(),
+            transforms.ToTensor(),
+        ]
+    )
+    root = str(image_folder(per_class=9))
+    with (
+        ImageFolder(root, steps, storage="none", seed=5) as kept_nowhere,
+        ImageFolder(root, steps, storage="shared", seed=5, progress=False) as in_memory,
+        chunked(kept_nowhere, num_workers=2) as loader,
+        chunked(in_memory) as copying,
+    ):
+        order = plan_epoch(EpochOrder(length=18), 3).tolist()
+        usual = DataLoader(in_memory, batch_size=4, sampler=order)
+        for each in (usual, loader, copying):
+            each.set_epoch(3)
+        expected = list(usual)
+        assert same(loader, expected)
+        assert same(copying, expected)
+        loader.set_epoch(4)
+        assert not same(loader, expected)
+
+
+def test_images_of_many_sizes_are_cropped_to_one() -> None:
+    """Samples of different shapes keep their own in a chunk, and a crop makes batches of them."""
+    data = [(square(i, (6 + i % 3, 7 + i % 2)), i) for i in range(20)]
+    crop = transforms.RandomCrop((4, 5))
+    with (
+        CachedDataset(data, transform=crop, storage="none") as dataset,
+        CachedDataset(data, transform=crop, storage="shared", progress=False) as kept,
+        chunked(dataset, shuffle=False) as loader,
+    ):
+        usual = DataLoader(kept, batch_size=4)
+        assert same(loader, usual)
+
+
+class LateShape(Squares):
+    """Squares of one size, but for two that nobody looks at beforehand."""
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        sample, target = super().__getitem__(index)
+        return (square(index, (9, 11)) if index in (13, 14) else sample), target
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_sample_of_another_shape_costs_no_sample(workers: int) -> None:
+    """Chunks turn to samples of any shape in the middle of the epoch: all samples still come, once, in order."""
+    with (
+        CachedDataset(LateShape(40), transform=transforms.RandomCrop((6, 5)), storage="none") as dataset,
+        chunked(dataset, shuffle=False, num_workers=workers) as loader,
+    ):
+        assert flat(labels(loader)) == list(range(40))
+
+
+class LateGiants(Squares):
+    """Small samples of several shapes, and ten times larger ones that nobody looks at beforehand."""
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return square(index, (60, 55) if 20 < index < 30 else (6 + index % 2, 5)), index
+
+
+def test_chunks_become_smaller_when_samples_are_larger_than_foreseen() -> None:
+    """Samples that do not fit into a chunk halve it; none is lost, and no more memory is taken."""
+    with (
+        CachedDataset(LateGiants(80), transform=transforms.RandomCrop((6, 5)), storage="none") as dataset,
+        chunked(dataset, batch_size=2, chunk_samples=64, shuffle=False) as loader,
+    ):
+        held = [sum(writer._heap.block.size_bytes for writer in slot.writers) for slot in _slots(loader)]
+        assert flat(labels(loader)) == list(range(80))
+        after = [sum(writer._heap.block.size_bytes for writer in slot.writers) for slot in loader._supply._slots]
+        assert loader._supply._chunk_samples < 64
+    assert max(after) <= max(held)
+
+
+def test_a_batch_that_does_not_fit_says_so() -> None:
+    """Samples of which not even one batch fits are an error with its cure, at the batch where they come."""
+    with (
+        CachedDataset(LateGiants(80), transform=transforms.RandomCrop((6, 5)), storage="none") as dataset,
+        chunked(dataset, chunk_samples=4, shuffle=False) as loader,
+    ):
+        served = []
+        with pytest.raises(MemoryBudgetError, match=r"down to one batch of 4 samples.*Raise memory_limit"):
+            served += [targets.tolist() for _, targets in loader]
+        assert not served or served[-1][-1] < 24
+
+
+def _slots(loader: ChunkedLoader) -> list[Any]:
+    next(iter(loader))
+    return list(loader._supply._slots)
+
+
+def test_masks_travel_with_their_images() -> None:
+    """A target that is an image is kept beside the sample, and both come as the dataset gives them."""
+    data = [(square(i), square(i + 1)[0]) for i in range(10)]
+    with CachedDataset(data, storage="none") as dataset, chunked(dataset, shuffle=False) as loader:
+        batches = list(loader)
+    assert torch.equal(torch.cat([images for images, _ in batches]), torch.stack([image for image, _ in data]))
+    assert torch.equal(torch.cat([masks for _, masks in batches]), torch.stack([mask for _, mask in data]))
+
+
+def test_a_transform_per_sample_runs_on_each() -> None:
+    """A step that is not known runs as the user wrote it, and the report says why."""
+    with (
+        CachedDataset(Squares(10), transform=lambda image: image.float() + 0.5, storage="none") as dataset,
+        chunked(dataset, shuffle=False) as loader,
+    ):
+        images = torch.cat([images for images, _ in loader])
+        assert "samples one by one" in loader.report().path
+    assert torch.equal(images, torch.stack([square(i).float() + 0.5 for i in range(10)]))
+
+
+def test_a_subset_serves_its_own_samples() -> None:
+    """Of a Subset only its indices come."""
+    with CachedDataset(Squares(30), storage="none") as dataset, chunked(Subset(dataset, range(5, 16))) as loader:
+        assert sorted(flat(labels(loader))) == list(range(5, 16))
+
+
+def test_targets_of_any_kind_come_with_their_samples() -> None:
+    """Strings become a list, as in torch's loader, and follow their samples."""
+    with chunked([(square(i), f"name {i}") for i in range(9)], shuffle=False) as loader:
+        assert [name for _, names in loader for name in names] == [f"name {i}" for i in range(9)]
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_the_last_batch_is_dropped_only_on_request(drop_last: bool) -> None:
+    """Ten samples in fours are three batches, or two."""
+    with chunked(Squares(10), drop_last=drop_last) as loader:
+        assert [len(batch) for batch in labels(loader)] == ([4, 4] if drop_last else [4, 4, 2])
+        assert len(loader) == (2 if drop_last else 3)
+
+
+def test_an_empty_dataset_has_no_batches() -> None:
+    """Nothing is planned, nothing started."""
+    with ChunkedLoader([], 4, memory_limit="1GiB") as loader:
+        assert list(loader) == []
+        assert len(loader) == 0
+        assert loader.plan is None
+
+
+@pytest.mark.parametrize(("chunk_samples", "chunk"), [(1, 4), (7, 4), (8, 8), (1000, 12)])
+def test_chunks_are_whole_batches(chunk_samples: int, chunk: int) -> None:
+    """A chunk is rounded to batches, so that its end cuts none, and is no larger than an epoch."""
+    with chunked(Squares(11), chunk_samples=chunk_samples) as loader:
+        assert loader.plan.chunk_samples == chunk
+        assert [len(batch) for batch in labels(loader)] == [4, 4, 3]
+
+
+# Memory
+
+
+def test_two_chunks_are_all_that_is_in_memory() -> None:
+    """However long the epoch, the same two slots hold its samples."""
+    with chunked(Squares(200, (64, 64)), batch_size=8, chunk_samples=16) as loader:
+        slots = _slots(loader)
+        blocks = {id(writer._block) for slot in slots for writer in slot.writers}
+        assert sum(writer._block.size_bytes for slot in slots for writer in slot.writers) == 2 * 16 * 64 * 64
+        assert sorted(flat(labels(loader))) == list(range(200))
+        assert {id(writer._block) for slot in loader._supply._slots for writer in slot.writers} == blocks
+
+
+NEEDS = Needs(
+    in_use_bytes=300 * MIB,
+    sample_bytes=MIB,
+    batch_bytes=10 * MIB,
+    batches_held=5,
+    order_bytes=0,
+    batch_size=10,
+    samples=10_000,
+    workers=4,
+    most_bytes=1 << 40,
+)
+
+
+@pytest.mark.parametrize("limit_mib", [460, 600, 1024, 4096])
+def test_the_plan_stays_under_the_limit(limit_mib: int) -> None:
+    """What is expected at most, the reserve on top, is within the limit, and leaves no room for one batch more."""
+    plan = plan_chunks(NEEDS, limit_mib * MIB)
+    spare = limit_mib * MIB - plan.peak_bytes - plan.reserve_bytes
+    assert 0 <= spare < CHUNKS_HELD * 10 * MIB
+    assert plan.chunk_samples % 10 == 0
+
+
+def test_workers_are_given_up_where_memory_is_short() -> None:
+    """A few hundred MiB more give all four workers, a tight limit one thread."""
+    tight = NEEDS.fixed_bytes(1) + 64 * MIB + CHUNKS_HELD * 40 * MIB
+    assert plan_chunks(NEEDS, tight).workers == 1
+    assert plan_chunks(NEEDS, tight + 5 * WORKER_BYTES).workers == 4
+
+
+def test_a_limit_that_is_too_low_says_what_is_needed() -> None:
+    """The error names limit, need and cure, and nothing is started."""
+    with pytest.raises(MemoryBudgetError, match=r"memory_limit=1\.0 MiB .* at least .* Raise memory_limit"):
+        ChunkedLoader(Squares(10), 4, memory_limit=MIB)
+    with pytest.raises(MemoryBudgetError, match="chunk_samples"):
+        plan_chunks(NEEDS, 500 * MIB, chunk_samples=1000)
+
+
+def test_the_limit_counts_what_is_in_use() -> None:
+    """The same room beyond what the process has gives the same chunk, whatever the process has."""
+    room = 200 * MIB
+    plans = [plan_chunks(replace(NEEDS, in_use_bytes=used * MIB, workers=1), used * MIB + room) for used in (100, 300)]
+    assert plans[0].chunk_samples == plans[1].chunk_samples
+
+
+def test_data_several_times_the_room_stays_under_the_limit() -> None:
+    """While 160 MiB of samples pass through 24 MiB of chunks, the process grows by no more than the plan says."""
+    data = Squares(640, (512, 512))
+    limit = tree_pss_bytes() + 200 * MIB
+    with chunked(data, batch_size=8, memory_limit=limit, chunk_samples=48, mix_chunks=4) as loader:
+        peak = 0
+        for number, _ in enumerate(loader):
+            if number % 8 == 0:
+                peak = max(peak, tree_pss_bytes())
+        plan = loader.plan
+    assert plan.peak_bytes <= limit
+    assert peak <= plan.peak_bytes + plan.reserve_bytes
+
+
+class Mapped:
+    """A store as on disk: says what was read and what was dropped."""
+
+    gives_views = True
+    spec = SampleSpec(shape=(1, 6, 5), dtype="uint8", form="tensor")
+    size_bytes = 0
+
+    def __init__(self, count: int) -> None:
+        self._samples = np.stack([square(i).numpy() for i in range(count)])
+        self.stretches: list[tuple[int, int]] = []
+        self.dropped: list[tuple[int, int]] = []
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def shape(self, index: int) -> tuple[int, ...]:
+        return self._samples[index].shape
+
+    def read(self, index: int) -> np.ndarray:
+        return self._samples[index]
+
+    def read_into(self, index: int, out: np.ndarray) -> None:
+        out[...] = self._samples[index]
+
+    def gather_into(self, index_B: np.ndarray, out_B: np.ndarray) -> None:
+        out_B[...] = self._samples[index_B]
+
+    def read_stretch(self, first: int, count: int, out_B: np.ndarray) -> None:
+        self.stretches.append((first, count))
+        out_B[...] = self._samples[first : first + count]
+
+    def drop(self, first: int, count: int) -> None:
+        self.dropped.append((first, count))
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_store_on_disk_is_read_in_stretches_and_dropped() -> None:
+    """Pieces of neighbours are read in one go, each sample once, and everything read is dropped."""
+    store = Mapped(64)
+    with CachedDataset(Squares(64), storage="none") as dataset:
+        kept = dataset.served_from(Contents((store,), SampleTable(list(range(64)))))
+        with chunked(kept, chunk_samples=16, mix_chunks=4) as loader:
+            batches = list(loader)
+            assert loader.shuffle_quality().value < 1
+    assert sorted(int(t) for _, targets in batches for t in targets) == list(range(64))
+    assert all(
+        torch.equal(image, square(int(t))) for images, ts in batches for image, t in zip(images, ts, strict=True)
+    )
+    covered = [i for first, count in store.stretches for i in range(first, first + count)]
+    assert sorted(covered) == list(range(64))
+    assert len(store.stretches) <= 16
+    assert sorted(store.dropped) == sorted(store.stretches)
+
+
+# Order
+
+
+@pytest.mark.parametrize("piece", [1, 3])
+@pytest.mark.parametrize("length", [1, 7, 40])
+def test_an_order_is_a_permutation_and_follows_from_seed_and_epoch(piece: int, length: int) -> None:
+    """Each position once; the same again for the same seed and epoch, another for others."""
+    order = EpochOrder(length=length, piece_samples=piece, chunk_samples=12)
+    planned = plan_epoch(order, 2)
+    assert sorted(planned.tolist()) == list(range(length))
+    assert np.array_equal(planned, plan_epoch(order, 2))
+    if length == 40:
+        assert not np.array_equal(planned, plan_epoch(order, 3))
+        assert not np.array_equal(planned, plan_epoch(replace(order, seed=1), 2))
+
+
+def test_a_mixed_chunk_is_made_of_whole_pieces() -> None:
+    """Of 4 pieces of 5 in a chunk of 20, all 20 neighbours are there, and not side by side."""
+    planned = plan_epoch(EpochOrder(length=100, piece_samples=5, chunk_samples=20), 0)
+    for start in range(0, 100, 20):
+        chunk = planned[start : start + 20]
+        assert len(set((chunk // 5).tolist())) == 4
+        assert not np.array_equal(chunk // 5, np.sort(chunk // 5))
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("piece", [1, 4])
+@pytest.mark.parametrize("drop_last", [True, False])
+def test_ranks_share_every_epoch(shuffle: bool, piece: int, drop_last: bool) -> None:
+    """Three ranks have equally many samples, together all of 31 but the one dropped, or two of them twice."""
+    base = EpochOrder(
+        length=31, shuffle=shuffle, piece_samples=piece, chunk_samples=8, drop_last=drop_last, world_size=3
+    )
+    shares = [plan_epoch(replace(base, rank=rank), 1).tolist() for rank in range(3)]
+    assert [len(share) for share in shares] == [10 if drop_last else 11] * 3
+    together = [position for share in shares for position in share]
+    assert len(set(together)) == (30 if drop_last else 31)
+
+
+def test_ranks_in_order_are_those_of_torch() -> None:
+    """Without a shuffle, rank r has the samples that torch's DistributedSampler gives it."""
+    for rank in range(3):
+        theirs = torch.utils.data.DistributedSampler(range(10), num_replicas=3, rank=rank, shuffle=False)
+        with chunked(Squares(10), shuffle=False, rank=rank, world_size=3) as loader:
+            assert flat(labels(loader)) == list(theirs)
+
+
+def test_a_rank_is_taken_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torchrun's variables choose the share; a rank that there is not is an error."""
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with chunked(Squares(10), shuffle=False) as loader:
+        assert flat(labels(loader)) == [1, 3, 5, 7, 9]
+    with pytest.raises(ValueError, match="rank=2 is not one of the world_size=2"):
+        chunked(Squares(10), rank=2, world_size=2)
+
+
+def test_quality_tells_orders_apart() -> None:
+    """More pieces mixed are better, none is 0, a global shuffle 1; it is printed with its measure."""
+    base = EpochOrder(length=4096, chunk_samples=256)
+    values = [shuffle_quality(replace(base, piece_samples=256 // n), 0, 32).value for n in (1, 4, 16, 64, 256)]
+    assert values == sorted(values)
+    assert values[0] < 0.2
+    assert values[-1] == 1.0
+    assert shuffle_quality(replace(base, shuffle=False), 0, 32).value == 0.0
+    assert "Kolmogorov-Smirnov" in str(shuffle_quality(base, 0, 32))
+
+
+# Resuming
+
+
+@pytest.mark.parametrize("mix", [None, 3])
+@pytest.mark.parametrize("seen", [1, 2, 5, 9])
+def test_a_resumed_epoch_has_exactly_the_rest(seen: int, mix: int | None) -> None:
+    """After ``seen`` batches, another loader serves the others and then the same next epoch."""
+    data = Squares(37)
+    with chunked(data, mix_chunks=mix) as loader:
+        loader.set_epoch(3)
+        batches = iter(loader)
+        for _ in range(seen):
+            next(batches)
+        state = copy.deepcopy(loader.state_dict())
+        rest = [targets.tolist() for _, targets in batches]
+    with chunked(data, mix_chunks=mix) as resumed:
+        resumed.load_state_dict(state)
+        assert resumed.state_dict() == state
+        assert labels(resumed) == rest
+        following = labels(resumed)
+        resumed.set_epoch(4)
+        assert following == labels(resumed)
+
+
+def test_a_resumed_epoch_reads_only_the_rest() -> None:
+    """Samples of batches that were seen are not read again, but for those looked at beforehand."""
+    data = Squares(40)
+    with chunked(data, shuffle=False) as loader:
+        state = loader.state_dict() | {"epoch": 0, "num_yielded": 7, "is_begun": True}
+        loader.load_state_dict(state)
+        data.read.clear()
+        assert labels(loader)[0] == [28, 29, 30, 31]
+    assert sorted(data.read) == list(range(28, 40))
+
+
+def test_a_state_after_the_last_batch_is_the_next_epoch() -> None:
+    """Nothing of the finished epoch comes again."""
+    with chunked(Squares(10)) as loader:
+        first = labels(loader)
+        state = loader.state_dict()
+        second = labels(loader)
+    assert (state["epoch"], state["num_yielded"], state["is_begun"]) == (1, 0, False)
+    with chunked(Squares(10)) as resumed:
+        resumed.load_state_dict(state)
+        assert labels(resumed) == second != first
+
+
+def test_a_state_of_another_order_is_refused() -> None:
+    """What differs is named."""
+    with chunked(Squares(10)) as loader:
+        state = loader.state_dict()
+    with chunked(Squares(10), seed=1) as other, pytest.raises(ValueError, match="seed is 1, in the state 0"):
+        other.load_state_dict(state)
+
+
+# Errors and ends
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_damaged_sample_raises_where_its_batch_would_come(workers: int) -> None:
+    """Batches before it come first, the error names the sample, and the next batch can be asked for."""
+    with chunked(Damaged(24), shuffle=False, num_workers=workers) as loader:
+        batches = iter(loader)
+        assert next(batches)[1].tolist() == [0, 1, 2, 3]
+        for index in (4, 9):
+            with pytest.raises(SampleError, match="no such disk") as caught:
+                next(batches)
+            assert caught.value.index == index
+        assert next(batches)[1].tolist() == [12, 13, 14, 15]
+        del caught
+
+
+@pytest.mark.filterwarnings("ignore:on_error='skip':fastdata.FastDataWarning")
+def test_damaged_samples_are_left_out_on_request() -> None:
+    """Under on_error='skip' their batches are smaller and no other sample moves."""
+    with (
+        CachedDataset(Damaged(12), storage="none", on_error="skip") as dataset,
+        chunked(dataset, shuffle=False) as loader,
+    ):
+        assert labels(loader) == [[0, 1, 2, 3], [5, 6, 7], [8, 10, 11]]
+
+
+class Killing(Squares):
+    """Squares of which one ends the worker that reads it."""
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        if index == 21 and threading.current_thread() is threading.main_thread() and os.getppid() == self.parent:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(index)
+
+    parent = os.getpid()
+
+
+def test_a_killed_worker_is_named() -> None:
+    """The error tells signal and samples, comes where the batch would have, and ends the epoch."""
+    with chunked(Killing(64), shuffle=False, num_workers=2, chunk_samples=64, batch_size=16) as loader:
+        batches = iter(loader)
+        with pytest.raises(IngestError, match=r"was killed by SIGKILL while it prepared samples .*21"):
+            for _ in batches:
+                pass
+        with pytest.raises(RuntimeError, match="no more batches"):
+            next(batches)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_break_ends_threads_and_processes(workers: int) -> None:
+    """Once the iterator is gone, so is everything that worked for it, while the loader lives on."""
+    before = threading.active_count()
+    with chunked(Squares(400), num_workers=workers) as loader:
+        for _ in loader:
+            break
+        gc.collect()
+        assert threading.active_count() == before
+        assert not psutil.Process().children()
+        assert sorted(flat(labels(loader))) == list(range(400))
+        assert threading.active_count() == before  # at the end of an epoch too
+
+
+def test_a_second_iterator_ends_the_first() -> None:
+    """The new one serves a whole epoch; the old one says why it has no more."""
+    with chunked(Squares(40)) as loader:
+        first = iter(loader)
+        next(first)
+        assert len(labels(loader)) == 10
+        with pytest.raises(RuntimeError, match="another one of the same loader was begun"):
+            next(first)
+
+
+def test_a_closed_loader_serves_nothing_but_its_batches_live() -> None:
+    """Batches handed over keep their pixels; a new epoch is refused."""
+    loader = chunked(Squares(40), shuffle=False)
+    batch = next(iter(loader))
+    loader.close()
+    loader.close()
+    assert torch.equal(batch[0][3], square(3))
+    with pytest.raises(RuntimeError, match="was closed"):
+        iter(loader)
+
+
+def test_batches_kept_by_the_user_are_not_overwritten() -> None:
+    """All batches of an epoch kept at once hold their own samples."""
+    with chunked(Squares(60), chunk_samples=4) as loader:
+        kept = list(loader)
+    for images, targets in kept:
+        assert all(torch.equal(image, square(int(t))) for image, t in zip(images, targets, strict=True))
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+
+@pytest.mark.parametrize(
+    ("data", "words"), [(Stream(), "map-style"), ("a/folder", "is no dataset; open it first"), (3, "map-style")]
+)
+def test_what_cannot_be_read_by_index_is_refused(data: Any, words: str) -> None:
+    """A stream, a path and a number are refused with the cure."""
+    with pytest.raises(TypeError, match=words):
+        ChunkedLoader(data, 4, memory_limit="1GiB")
+
+
+@pytest.mark.parametrize("name", ["batch_size", "chunk_samples", "mix_chunks", "num_workers"])
+def test_counts_below_one_are_refused(name: str) -> None:
+    """The error names the argument."""
+    with pytest.raises(ValueError, match=f"{name}=0 must be at least 1"):
+        ChunkedLoader(Squares(4), **{"batch_size": 2, "memory_limit": LIMIT, name: 0})
+
+
+def test_the_report_counts_the_epoch() -> None:
+    """Batches and samples of the latest epoch, and the road they took."""
+    with chunked(Squares(10)) as loader:
+        list(loader)
+        report = loader.report()
+    assert (report.batches, report.samples) == (3, 10)
+    assert report.path.startswith("chunks of 8 samples, prepared ahead by a thread; whole batches")
+    assert issubclass(MemoryBudgetError, FastDataError)
