@@ -147,18 +147,19 @@ class Chunk:
 
     Args:
         number: of the chunk in the epoch.
-        positions: int64, of the samples in the dataset, in the order in which they are read.
+        positions: int64, of the samples in the dataset, in the order in which they are served.
         batches: how many are made of them.
+        in_sequence: whether to read them in the order of the dataset.
     """
 
-    def __init__(self, number: int, positions: np.ndarray, batches: int) -> None:
-        self.number, self.positions = number, positions
+    def __init__(self, number: int, positions: np.ndarray, batches: int, *, in_sequence: bool = False) -> None:
+        self.number, self.positions, self._in_sequence = number, positions, in_sequence
         self.slot_number = -1
         self._batches_left = batches
         self._changed = threading.Condition()
         self._failure: BaseException | None = None
-        self._there = np.zeros(len(positions), np.bool_)
-        self._row_of = dict(zip(positions.tolist(), range(len(positions)), strict=True))
+        self._there = np.zeros(0, np.bool_)
+        self._row_of: dict[int, int] = {}  # made when the chunk begins: an epoch's all at once would take gigabytes
         self._targets: dict[int, Any] = {}
         self.errors: dict[int, SampleError] = {}
         self._view: PreparedDataset | None = None
@@ -167,13 +168,19 @@ class Chunk:
         """Take the slot that the samples go to; return the dataset as it is served from there."""
         slot.rewind()
         self.slot_number, self._slot = slot_number, slot
+        positions = self.positions = np.sort(self.positions) if self._in_sequence else self.positions
+        self._there = np.zeros(len(positions), np.bool_)
+        self._row_of = dict(zip(positions.tolist(), range(len(positions)), strict=True))
         layout, rows = slot.layout, self._row_of
         stores = [
             ChunkStore(store, rows, self._there, shape) for store, shape in zip(slot.stores, layout.shapes, strict=True)
         ]
         table = dataset.table or ChunkTargets(len(dataset), self._targets)
-        self._view = dataset.served_from(Contents(tuple(stores), table, layout.is_tuple, layout.target_is_part))
-        return self._view
+        view = dataset.served_from(Contents(tuple(stores), table, layout.is_tuple, layout.target_is_part))
+        with self._changed:
+            self._view = view
+            self._changed.notify_all()
+        return view
 
     def tasks(self, samples_per_task: int) -> list[Run]:
         """What workers have to do."""
@@ -209,14 +216,15 @@ class Chunk:
         Raises:
             Exception: the chunk failed before they were; what failed it.
         """
-        rows = [self._row_of[position] for position in positions.tolist()]
         with self._changed:
+            self._changed.wait_for(lambda: self._failure is not None or self._view is not None)
+            rows = [self._row_of[position] for position in positions.tolist()] if self._view is not None else []
             self._changed.wait_for(lambda: self._failure is not None or self._there[rows].all())
-            if not self._there[rows].all():
+            view = self._view
+            if view is None or not self._there[rows].all():
                 assert self._failure is not None
                 raise self._failure
-        assert self._view is not None
-        return make(self._view)
+        return make(view)
 
     def leave(self) -> bool:
         """Say that one batch has been made; whether it was the last, so that the slot is free."""

@@ -18,6 +18,7 @@ Int64s = npt.NDArray[np.int64]
 
 _ORDER_SALT = 0x6F72646572
 """Keeps the order apart from what transforms draw with the same seed."""
+_KEYS_AT_ONCE = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,7 +81,7 @@ def plan_epoch(order: EpochOrder, epoch: int) -> Int64s:
 
 def _shuffle_pieces(order: EpochOrder, epoch: int) -> Int64s:
     size = order.piece_samples
-    pieces = np.argsort(_keys(order, epoch, np.arange(-(-order.length // size), dtype=np.int64)), kind="stable")
+    pieces = np.argsort(_piece_keys(order, epoch, -(-order.length // size)), kind="stable")
     if size == 1:
         return pieces
     stream = (pieces[:, None] * size + np.arange(size)).reshape(-1)
@@ -92,6 +93,15 @@ def _mix_chunks(order: EpochOrder, epoch: int, stream: Int64s) -> None:
     for start in range(0, len(stream), order.chunk_samples):
         chunk = stream[start : start + order.chunk_samples]
         chunk[:] = chunk[np.argsort(_keys(order, epoch, chunk + order.length), kind="stable")]
+
+
+def _piece_keys(order: EpochOrder, epoch: int, count: int) -> npt.NDArray[np.uint64]:
+    """The keys of all pieces, in steps: hashing takes several times the memory of what comes out."""
+    keys = np.empty(count, np.uint64)
+    for start in range(0, count, _KEYS_AT_ONCE):
+        end = min(start + _KEYS_AT_ONCE, count)
+        keys[start:end] = _keys(order, epoch, np.arange(start, end, dtype=np.int64))
+    return keys
 
 
 def _keys(order: EpochOrder, epoch: int, index: Int64s) -> npt.NDArray[np.uint64]:

@@ -67,7 +67,7 @@ class Flow:
         first = max(number * self.chunk_batches, first_batch)
         last = min((number + 1) * self.chunk_batches, self.batches)
         positions = self.stream[first * self.batch_size : last * self.batch_size]
-        return Chunk(number, np.sort(positions) if self.in_sequence else positions, last - first)
+        return Chunk(number, positions, last - first, in_sequence=self.in_sequence)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -33,6 +33,8 @@ _MOST_BYTES = 256 << 20
 _MOST_MIXED_BYTES = 4 << 30
 """Of a chunk that is mixed: the larger, the better the order, but the later the first batch."""
 _FLOAT_BYTES = 4
+_ORDER_BYTES = 24
+"""For each sample of the dataset while an epoch is planned: its key, its place, and sorting."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,7 +95,7 @@ class Supply:
             sample_bytes=sample_bytes,
             batch_bytes=served_bytes * batch_size,
             batches_held=self.batches_held,
-            order_bytes=2 * np.dtype(np.int64).itemsize * order.length,
+            order_bytes=_ORDER_BYTES * order.length,
             batch_size=batch_size,
             samples=order.rank_samples,
             workers=workers,
