@@ -259,6 +259,34 @@ def test_a_broken_epoch_does_not_disturb_the_next(backend: RecordingBackend) -> 
     assert [number for _, number in batches] == list(range(6))
 
 
+def test_a_batch_that_was_staged_in_vain_gives_its_buffer_back(backend: RecordingBackend) -> None:
+    """Epochs that are left while a batch waits in a pinned buffer do not use the buffers up."""
+    loader = Loader(100)
+    batches = on_device(loader, backend, depth=2)
+    for broken in range(1, 6):
+        epoch = iter(batches)
+        next(epoch)
+        wait_until(lambda broken=broken: loader.read == 4 * broken)  # one is handed over, two are there, one is staged
+        del epoch
+    assert len(list(batches)) == 100
+    assert backend.allocated == 2
+
+
+def test_a_batch_that_cannot_be_staged_gives_its_buffer_back(backend: RecordingBackend) -> None:
+    """Each failure comes in its batch's place, and those behind it still find a buffer."""
+
+    def failing(self: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        raise ValueError("no such memory")
+
+    epoch = iter(on_device([torch.zeros(3, 5) for _ in range(6)], backend, depth=2))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "copy_", failing)
+        for _ in range(4):
+            with pytest.raises(ValueError, match="no such memory"):
+                next(epoch)
+    assert len(list(epoch)) == 2
+
+
 def test_two_iterators_go_side_by_side(backend: RecordingBackend) -> None:
     """Each of two live iterators gives its own complete epoch, with right values."""
     batches = on_device(Loader(8), backend, depth=1)

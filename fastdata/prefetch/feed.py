@@ -103,7 +103,8 @@ class Feed:
         self._asked_again = threading.Semaphore(0)
         self._ready: SimpleQueue[Ready | Failed | Over] = SimpleQueue()
         self._number = 0
-        self._stopped = self._has_failed = False
+        self._has_failed = False
+        self._stopped = threading.Event()
         self._pid = os.getpid()
         self._thread: threading.Thread | None = None
 
@@ -137,7 +138,7 @@ class Feed:
         """End the thread; what it has read ahead is dropped. Idempotent; a forked process leaves it to its parent."""
         if os.getpid() != self._pid:
             return
-        self._stopped = True
+        self._stopped.set()
         self._places.release()
         self._asked_again.release()
         if self._thread is not None and self._thread is not threading.current_thread():
@@ -184,7 +185,7 @@ class Feed:
     def _bring_next(self) -> bool:
         """Bring one batch; whether another one may come."""
         self._flight.reap()
-        if self._stopped or self._iterator is None:
+        if self._stopped.is_set() or self._iterator is None:
             return False
         try:
             holder = [next(self._iterator)]
@@ -194,6 +195,8 @@ class Feed:
         except BaseException as error:  # noqa: BLE001  # it has its place in the order
             self._fail(error)
         else:
+            if self._stopped.is_set():
+                return False
             try:
                 item = self._bring(holder)
             except BaseException as error:  # noqa: BLE001  # so has this one
@@ -203,7 +206,7 @@ class Feed:
                     self._ready.put(item)
                 return item is not None
         self._asked_again.acquire()  # reading on after an exception is the user's to decide; nothing here holds it now
-        return not self._stopped
+        return not self._stopped.is_set()
 
     def _fail(self, error: BaseException) -> None:
         """Hand an exception over, without the frame of this thread's loop."""
@@ -216,19 +219,20 @@ class Feed:
         number, self._number = self._number, self._number + 1
         staged = self._staging.stage(holder.pop())
         self._take_place()
-        if self._stopped:
+        if self._stopped.is_set():
+            self._staging.drop(staged)
             return None
         left = self._left.popleft()
         try:
             for event in left:  # the batch before those in the queue: devices never hold more of them than that
                 self._backend.synchronize(event)
             parts, events = self._copy(staged)
-            del staged
             if not self._finish.is_nothing:
                 pairs = zip(parts, self._devices, strict=False)
                 parts = [self._finish_on(part, device, number) for part, device in pairs]
                 events = [self._backend.record(stream) for stream in self._streams[: len(parts)]]
         except BaseException:
+            self._staging.drop(staged)
             self._left.appendleft(left)
             self._places.release()
             raise
@@ -241,6 +245,7 @@ class Feed:
             self._places.acquire()
 
     def _copy(self, staged: Staged) -> tuple[list[Any], list[Event]]:
+        """Queue the copies of a batch, which the flight then holds in place of ``staged``."""
         shards = split_batch(staged.batch, staged.sizes)
         used = self._streams[: len(shards)]
         try:
@@ -248,7 +253,9 @@ class Feed:
             parts = [map_tensors(shard, partial(self._to, device=device)) for shard, device in pairs]
         finally:
             events = [self._backend.record(stream) for stream in used]
-            self._flight.add(events, tensors_in(staged.batch), staged.slot)
+            sources, slot = tensors_in(staged.batch), staged.slot
+            staged.batch = staged.slot = None
+            self._flight.add(events, sources, slot)
         return parts, events
 
     def _to(self, tensor: Any, device: torch.device) -> Any:

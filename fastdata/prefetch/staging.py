@@ -162,6 +162,12 @@ class Staging:
             self._count(tensor, is_in_place=id(tensor) in in_place, is_staged=id(tensor) in replaced)
         return Staged(map_tensors(batch, lambda t: replaced.get(id(t), t)), sizes, slot)
 
+    def drop(self, staged: Staged) -> None:
+        """Take back the buffer of a batch that is not to be copied. Idempotent."""
+        slot, staged.slot = staged.slot, None
+        if slot is not None:
+            self._flight.free.append(slot)
+
     def close(self) -> None:
         """Wait for all copies, and unpin what workers fill."""
         self._flight.drain()
@@ -203,12 +209,19 @@ class Staging:
             return None, {}
         octets = torch.from_numpy(slot.memory)
         copies = {}
-        for tensor, start in zip(tensors, starts, strict=True):
-            flat = octets[start : start + tensor.nbytes].view(tensor.dtype)
-            keeps = is_dense(tensor) and self._is_readable(tensor, sizes)
-            strides = tensor.stride() if keeps else _contiguous_strides(tensor)
-            copies[id(tensor)] = flat.as_strided(tensor.shape, strides).copy_(tensor)
+        try:
+            for tensor, start in zip(tensors, starts, strict=True):
+                flat = octets[start : start + tensor.nbytes].view(tensor.dtype)
+                copies[id(tensor)] = flat.as_strided(tensor.shape, self._strides(tensor, sizes)).copy_(tensor)
+        except BaseException:
+            self._flight.free.append(slot)
+            raise
         return slot, copies
+
+    def _strides(self, tensor: torch.Tensor, sizes: list[int]) -> tuple[int, ...]:
+        """Strides of a tensor's copy: its own, if it and its shards can then be copied in one piece."""
+        keeps = is_dense(tensor) and self._is_readable(tensor, sizes)
+        return tensor.stride() if keeps else torch.empty(tensor.shape, device="meta").stride()
 
     def _make_room(self, slot: Slot, size_bytes: int, batch_bytes: int) -> bool:
         if slot.memory is not None and slot.memory.nbytes >= size_bytes:
@@ -227,7 +240,3 @@ class Staging:
             counts.staged, counts.staged_bytes = counts.staged + 1, counts.staged_bytes + tensor.nbytes
         else:
             counts.pageable, counts.pageable_bytes = counts.pageable + 1, counts.pageable_bytes + tensor.nbytes
-
-
-def _contiguous_strides(tensor: torch.Tensor) -> tuple[int, ...]:
-    return torch.empty(tensor.shape, device="meta").stride()
