@@ -28,7 +28,8 @@ class CachedDataset(PreparedDataset):
         transforms: in place of both, called with sample and target together, as torchvision's: for masks.
         storage: ``"shared"`` keeps prepared samples in shared memory; ``"compressed"`` keeps them encoded there, and
             decodes on every read; ``"none"`` keeps nothing and prepares on every read; ``"auto"`` takes the first of
-            these that fits the memory budget.
+            these that fits the memory budget. ``"device"``: like ``"shared"``, and each ``CudaPrefetcher`` copies all
+            of them to its GPU once, to gather batches there; never chosen by ``"auto"``.
         codec: how ``"compressed"`` samples are encoded. ``"source"``: their own files as they are, prepared on every
             read. ``"lz4"``, ``"zstd"``: lossless. ``"jpeg"``: lossy. An object with ``encode(array) -> bytes`` and
             ``decode(memoryview, out)``. A tuple of these, one for each part of a sample. ``"auto"``: the lossless one
@@ -68,7 +69,7 @@ class CachedDataset(PreparedDataset):
         transform: Callable[[Any], Any] | None = None,
         target_transform: Callable[[Any], Any] | None = None,
         transforms: Callable[[Any, Any], Any] | None = None,
-        storage: Literal["auto", "shared", "compressed", "none"] = "auto",
+        storage: Literal["auto", "device", "shared", "compressed", "none"] = "auto",
         codec: Any = "auto",
         resize: Size | None = None,
         fill: Literal["auto", "eager", "lazy"] = "auto",

@@ -122,7 +122,7 @@ class PreparedDataset(Dataset[Any]):
 
     @property
     def storage(self) -> str:
-        """Where samples are kept: ``"shared"``, ``"compressed"`` or ``"none"``."""
+        """Where samples are kept: ``"device"``, ``"shared"``, ``"compressed"`` or ``"none"``."""
         return self.storage_plan.storage
 
     def _trial_road(self) -> Road:

@@ -9,10 +9,21 @@ import torch
 from torch.utils.data import IterableDataset
 
 from fastdata import machine
+from fastdata.batch import collate
 from fastdata.memory import PinningPlan, budget_bytes, choose_pinning
 from fastdata.report import Reader
+from fastdata.served import Served
+from fastdata.stored import stored_obstacle
 
-__all__ = ["Engine", "Workers", "choose_engine", "choose_workers", "decide_pinning", "serves_batches"]
+__all__ = [
+    "Engine",
+    "Workers",
+    "choose_engine",
+    "choose_workers",
+    "decide_pinning",
+    "serves_batches",
+    "stored_obstacle_of",
+]
 
 Workers = Literal["auto", "thread", "process"]
 
@@ -85,6 +96,21 @@ def _only_seeds(worker_init_fn: Any) -> bool:
 def serves_batches(loader: Any) -> bool:
     """Whether the dataset of a DataLoader serves whole batches."""
     return loader._served is not None and loader._served.obstacle is None
+
+
+def stored_obstacle_of(loader: Any, served: Served) -> str | None:
+    """Why batches of a loader cannot be had as they are stored, to be finished on a device; None if they can.
+
+    Args:
+        loader: any.
+        served: the fastdata dataset behind it.
+    """
+    if getattr(loader, "_served", None) is None:
+        return f"the loader is a {type(loader).__name__}, not fastdata's DataLoader in batches"
+    engine = choose_engine(loader)
+    if engine.kind == "process":
+        return f"batches come from {engine.path}"
+    return stored_obstacle(served.dataset) or (None if loader.collate_fn is collate else "collate_fn= is your own")
 
 
 def choose_workers(cores: int, ranks: int, *, asks_for_workers: bool = False) -> int:

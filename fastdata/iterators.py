@@ -23,6 +23,7 @@ from fastdata.memory import PinningPlan
 from fastdata.report import EpochReport
 from fastdata.resume import Progress
 from fastdata.ring import BatchRing
+from fastdata.stored import StoredReader
 from fastdata.transport import Arrivals, LostBatchError, RingCollate
 
 __all__ = ["HELD_BY_USER", "InlineIter", "Prefetched", "ProcessIter", "Tally", "ThreadIter", "sample_count"]
@@ -39,10 +40,12 @@ class Prefetched:
     Args:
         ring: where threads gather batches.
         held: batches that it and the user may hold at a time without costing new memory.
+        stored: reads batches in place of the dataset, where batch ops run on the device; threads only.
     """
 
     ring: BatchRing
     held: int
+    stored: StoredReader | None = None
 
 
 class Tally:

@@ -229,7 +229,7 @@ class DataLoader(torch_loader.DataLoader[Any]):
 
     def _read_ahead(self, engine: Engine) -> ThreadIter:
         if self._prefetched is not None:
-            return ThreadIter(self, _reader(self, self._prefetched.ring), threads=engine.workers)
+            return ThreadIter(self, _prefetched_reader(self, self._prefetched), threads=engine.workers)
         if self._ring is None:
             self._ring = BatchRing(self.ring_slots(HELD_BY_USER))
         return ThreadIter(self, _reader(self, self._ring), threads=engine.workers)
@@ -334,6 +334,14 @@ def _reader(loader: DataLoader, ring: BatchRing) -> Callable[[Any], Any]:
         return collate_fn(served.dataset.sample_batch(indices.positions, indices.visits, ring))
 
     return read
+
+
+def _prefetched_reader(loader: DataLoader, prefetched: Prefetched) -> Callable[[Any], Any]:
+    """Make the function for a prefetcher: it may finish batches on the device."""
+    stored, ring = prefetched.stored, prefetched.ring
+    if stored is None:
+        return _reader(loader, ring)
+    return lambda indices: stored.read(indices.positions, indices.visits, ring)
 
 
 def _read_samples(dataset: Any, indices: Any) -> list[Any]:

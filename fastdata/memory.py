@@ -8,9 +8,18 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from fastdata.errors import MemoryBudgetError
 from fastdata.machine import Available
 
-__all__ = ["Budget", "PinningPlan", "budget_bytes", "choose_pinning", "format_bytes", "parse_bytes"]
+__all__ = [
+    "Budget",
+    "PinningPlan",
+    "budget_bytes",
+    "check_device_room",
+    "choose_pinning",
+    "format_bytes",
+    "parse_bytes",
+]
 
 MIB = 1 << 20
 RESERVE_FLOOR_BYTES = 512 * MIB
@@ -150,6 +159,31 @@ def choose_pinning(*, has_accelerator: bool, batch_bytes: int | None, pinned_byt
         share = f"at most {PINNING_SHARE:.1%} of {free} free ({budget.limited_by}) is locked"
         return PinningPlan(pin=False, reason=f"not pinned: {need} needed, {share}", is_short=True)
     return PinningPlan(pin=True, reason=f"pinned: {need} of {free} free")
+
+
+# Devices
+
+DEVICE_SHARE = 1 / 2
+"""What samples may take of a device's free memory: the rest is for the model, its gradients and activations."""
+
+
+def check_device_room(need_bytes: int, free_bytes: int, device: str) -> None:
+    """Check that a copy of all samples may lie on a device.
+
+    Args:
+        need_bytes: of the copy.
+        free_bytes: on the device.
+        device: its name.
+
+    Raises:
+        MemoryBudgetError: it may not.
+    """
+    if need_bytes > free_bytes * DEVICE_SHARE:
+        raise MemoryBudgetError(
+            f"storage='device' needs {format_bytes(need_bytes)} on {device}, but takes at most {DEVICE_SHARE:.0%} of "
+            f"the {format_bytes(free_bytes)} that are free there, to leave room for the model. Use storage='shared', "
+            f"which sends each batch there, a smaller resize=, or free memory of the device."
+        )
 
 
 def _amount(value: object, of: int) -> int | None:

@@ -17,7 +17,7 @@ __all__ = ["Options"]
 class Options:
     """How a dataset is prepared; the keyword arguments that all fastdata datasets share."""
 
-    storage: Literal["auto", "shared", "compressed", "none"] = "auto"
+    storage: Literal["auto", "device", "shared", "compressed", "none"] = "auto"
     codec: Any = "auto"
     resize: Size | None = None
     fill: Literal["auto", "eager", "lazy"] = "auto"
@@ -40,6 +40,11 @@ class Options:
             raise ValueError(
                 "fill='lazy' finds a damaged sample only when it is read, too late for on_error='skip'; "
                 "use fill='eager', or on_error='raise'"
+            )
+        if self.fill == "lazy" and self.storage == "device":
+            raise ValueError(
+                "storage='device' copies all samples to the GPU at once, and fill='lazy' does not have them yet; use "
+                "fill='eager', or storage='shared'"
             )
 
 

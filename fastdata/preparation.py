@@ -183,6 +183,7 @@ class _Preparation:
         """Whether samples are prepared on their first read: on request, or where what they need is certain."""
         options = self._options
         is_certain = plan.codec is None and self._road.shape is not None and self._table is not None
+        is_certain = is_certain and plan.storage != "device"  # all of them are copied there at once
         return options.fill == "lazy" or (options.fill == "auto" and is_certain and options.on_error == "raise")
 
     def _fill_lazily(self, plan: StoragePlan, source: Source, prepare: Steps) -> Prepared:

@@ -14,9 +14,9 @@ from fastdata.memory import Budget, format_bytes
 
 __all__ = ["STORAGES", "CodecTrial", "Storage", "StoragePlan", "StorageReport", "choose_storage", "would_fit"]
 
-Storage = Literal["shared", "compressed", "none"]
+Storage = Literal["device", "shared", "compressed", "none"]
 
-STORAGES = ("auto", "shared", "compressed", "none")
+STORAGES = ("auto", "device", "shared", "compressed", "none")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,11 +96,15 @@ def choose_storage(
 ) -> StoragePlan:
     """Pick where prepared samples are kept.
 
+    ``"device"`` keeps them as ``"shared"`` does; it is a prefetcher that copies them to its device, and holds what they
+    take against what is free there. ``"auto"`` never chooses it: to ask a device for its free memory opens it in this
+    process, which worker processes could then not be forked from safely, and what the model will need is not known yet.
+
     ``"auto"`` keeps them raw where that fits, else by the lossless codec that decodes fastest among those that fit,
     else nowhere. A codec that loses something is used only when it is asked for by name.
 
     Args:
-        storage: ``"shared"`` (raw), ``"compressed"``, ``"none"`` or ``"auto"``.
+        storage: ``"shared"`` or ``"device"`` (raw), ``"compressed"``, ``"none"`` or ``"auto"``.
         raw_bytes: what all samples take as they are.
         budget: what they may take.
         trials: what codecs would make of them; needed only where they are to be compressed or do not fit raw.
@@ -120,10 +124,11 @@ def choose_storage(
     if storage == "none":
         return StoragePlan(storage="none", reason="storage='none': nothing is kept, every epoch decodes again")
     free = format_bytes(budget.bytes)
+    kept: Storage = "device" if storage == "device" else "shared"
     if storage != "compressed" and raw_bytes <= budget.bytes:
-        return StoragePlan(storage="shared", reason=f"storage='shared': {format_bytes(raw_bytes)} of {free} free")
-    if storage == "shared":
-        raise MemoryBudgetError(_too_large("storage='shared'", raw_bytes, budget, trials))
+        return StoragePlan(storage=kept, reason=f"storage={kept!r}: {format_bytes(raw_bytes)} of {free} free")
+    if storage == kept:
+        raise MemoryBudgetError(_too_large(f"storage={kept!r}", raw_bytes, budget, trials))
     usable = [trial for trial in trials if trial.obstacle is None]
     asked_for = [trial for trial in usable if trial.lossless or not only_lossless]
     fitting = [trial for trial in asked_for if trial.need_bytes <= budget.bytes]

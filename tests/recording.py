@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import mmap
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -56,6 +57,9 @@ class RecordingBackend:
         self.pinned: dict[int, int] = {}
         self.registered = 0
         self.allocated = 0
+        self.free: int | None = 1 << 30
+        self.made: list[weakref.ref[torch.Tensor]] = []
+        self._made_on: dict[int, torch.device] = {}
         self.copied_from: dict[str, list[tuple[int, int]]] = {}
         self._reads: list[tuple[int, int]] = []
         self._defaults: dict[torch.device, RecordingStream] = {}
@@ -101,6 +105,23 @@ class RecordingBackend:
     def copy(self, source: torch.Tensor, device: torch.device) -> torch.Tensor:
         target = torch.empty_like(source)
         target.untyped_storage().fill_(POISON)
+        self._queue_copy(source, target, device)
+        return target
+
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        made = torch.empty(shape, dtype=dtype)
+        made.untyped_storage().fill_(POISON)
+        self._made_on[made.untyped_storage().data_ptr()] = device
+        self.made.append(weakref.ref(made))
+        return made
+
+    def copy_into(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        self._queue_copy(source, target, self._made_on[target.untyped_storage().data_ptr()])
+
+    def free_bytes(self, device: torch.device) -> int | None:
+        return self.free
+
+    def _queue_copy(self, source: torch.Tensor, target: torch.Tensor, device: torch.device) -> None:
         stream = self.current_stream(device)
         address, size = source.data_ptr(), source.nbytes
         with self._lock:
@@ -109,10 +130,9 @@ class RecordingBackend:
         if not self.is_pinned(source):
             now = source.clone()
             self.queue(stream, lambda: target.copy_(now))
-            return target
+            return
         self._reads.append((address, size))
         self.queue(stream, lambda: self._read(target, address, size))
-        return target
 
     def holds(self, tensor: torch.Tensor) -> bool:
         return True

@@ -45,6 +45,7 @@ ORDER = (
     "batch",
     "transport",
     "dataset",
+    "stored",
     "cached",
     "folder",
     "served",

@@ -488,8 +488,8 @@ def test_finishing_work_runs_in_the_thread_on_its_stream(backend: RecordingBacke
     """Batch ops come first, then casts, then the user's transform; the event the user waits for is behind them."""
     calls: list[Any] = []
 
-    def note(name: str) -> Callable[[Any], Any]:
-        def call(batch: Any) -> Any:
+    def note(name: str) -> Callable[..., Any]:
+        def call(batch: Any, *device: Any) -> Any:
             calls.append((name, threading.current_thread().name, backend.current_stream(CUDA), batch[0].dtype))
             return batch
 

@@ -120,7 +120,7 @@ def test_a_codec_that_cannot_be_used_is_an_error_with_its_reason() -> None:
 def test_an_unknown_storage_is_refused_with_the_known_ones() -> None:
     """A misspelt storage= lists the choices."""
     with pytest.raises(
-        ValueError, match=r"storage='disk' is not known\. Use one of 'auto', 'shared', 'compressed', 'n"
+        ValueError, match=r"storage='disk' is not known\. Use one of 'auto', 'device', 'shared', 'compressed', 'n"
     ):
         choose_storage("disk", 1, BUDGET)
 

@@ -50,6 +50,15 @@ class Backend(Protocol):
         A pinned source is read until an event recorded afterwards is done; another one only before this returns.
         """
 
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Make an uninitialised contiguous tensor on a device, of the calling thread's current stream there."""
+
+    def copy_into(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Queue a copy as ``copy`` does, to a tensor on a device with the source's shape and strides."""
+
+    def free_bytes(self, device: torch.device) -> int | None:
+        """Memory of the device that a tensor could take; None where it does not tell."""
+
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor lies in an accelerator's memory that streams use."""
 
@@ -130,8 +139,25 @@ class StreamBackend:
     def copy(self, source: torch.Tensor, device: torch.device) -> torch.Tensor:
         """Copy as one transfer: a target with the source's strides needs no second host copy."""
         target = torch.empty_like(source, device=device)
-        target.copy_(source, non_blocking=self.is_pinned(source))
+        self.copy_into(source, target)
         return target
+
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Take it from torch's allocator."""
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    def copy_into(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy without waiting, if the source is pinned."""
+        target.copy_(source, non_blocking=self.is_pinned(source))
+
+    def free_bytes(self, device: torch.device) -> int | None:
+        """What the driver has free, and what torch's allocator holds unused and gives back when memory is short."""
+        try:
+            free: int = self._module.mem_get_info(device)[0]
+        except (AttributeError, RuntimeError):  # XPU: torch < 2.6, or a device that does not tell
+            return None
+        unused: int = self._module.memory_reserved(device) - self._module.memory_allocated(device)
+        return free + unused
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether it is of this device type."""
@@ -240,6 +266,18 @@ class BlockingBackend:
     def copy(self, source: torch.Tensor, device: torch.device) -> torch.Tensor:
         """Copy now."""
         return source.to(device)
+
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Allocate."""
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    def copy_into(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy now."""
+        target.copy_(source)
+
+    def free_bytes(self, device: torch.device) -> int | None:
+        """Memory is the host's."""
+        return None
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Nothing needs care."""

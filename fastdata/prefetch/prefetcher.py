@@ -17,11 +17,13 @@ from fastdata.prefetch.devices import DeviceLike, current_accelerator, current_c
 from fastdata.prefetch.epochs import Counts, Epoch, NoMarks, StateMarks, Unmoved
 from fastdata.prefetch.feed import Feed, Marks, Ready
 from fastdata.prefetch.finish import Finish
+from fastdata.prefetch.ops import BatchOps, WhereOps
 from fastdata.prefetch.pinning import PinnedMemory
 from fastdata.prefetch.report import PrefetchReport
 from fastdata.prefetch.staging import Flight, Slot, Staging
 from fastdata.report import EpochReport, warn_user
 from fastdata.ring import BatchRing
+from fastdata.stored import StoredReader
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -39,6 +41,7 @@ class Prefetcher:
         in_shards: whether a batch is a list of one part for each device.
         depth: batches on the devices that the training loop has not taken yet.
         finish: what is done to batches there.
+        batch_ops: where those of fastdata's loaders run.
     """
 
     def __init__(
@@ -50,9 +53,12 @@ class Prefetcher:
         in_shards: bool = False,
         depth: int = 2,
         finish: Finish | None = None,
+        batch_ops: WhereOps = "auto",
     ) -> None:
         if depth < 1:
             raise ValueError(f"depth={depth}: at least one batch must be on its way")
+        if batch_ops not in ("auto", "device", "cpu"):
+            raise ValueError(f"batch_ops={batch_ops!r} is not one of 'auto', 'device', 'cpu'")
         self._loader = loader
         self._devices, self._backend, self._in_shards, self.depth = devices, backend, in_shards, depth
         self._finish = finish or Finish()
@@ -60,12 +66,14 @@ class Prefetcher:
         self._rings: list[list[Slot]] = []
         self._gathering: BatchRing | None = None
         self._pinned: PinnedMemory | None = None
+        self._ops: BatchOps | None = None
         self._live: weakref.WeakSet[Epoch] = weakref.WeakSet()
         self._counts = Counts()
         self._marks: StateMarks | None = None
         self._has_warned = False
         if backend is not None:
             self._pinned = PinnedMemory(backend)
+            self._ops = BatchOps(loader, batch_ops, self._finish, backend, self._pinned)
             self._unpin = weakref.finalize(self, self._pinned.close)
 
     # The loader's face
@@ -150,12 +158,15 @@ class Prefetcher:
             devices=tuple(map(str, self._devices)) if pinned else ("cpu",),
             pinned_bytes=pinned.most_bytes if pinned else 0,
             copies=counts.copies,
+            batch_ops=self._ops.describe(self._devices) if self._ops else "",
         )
 
     def close(self) -> None:
-        """End live iterators and unpin all memory. Idempotent; a later epoch begins anew."""
+        """End live iterators, unpin all memory, drop copies of the store. Idempotent; a later epoch begins anew."""
         for epoch in list(self._live):
             epoch.close()
+        if self._ops is not None:
+            self._ops.close()
         self._rings, self._gathering = [], None
         if self._pinned is not None:
             self._pinned.close()
@@ -168,7 +179,9 @@ class Prefetcher:
 
     def _begin(self, backend: Backend) -> Epoch:
         assert self._pinned is not None
-        iterator, marks = self._open_loader()
+        assert self._ops is not None
+        on_device = self._ops.begin()
+        iterator, marks = self._open_loader(on_device[0] if on_device else None)
         if not self._streams:
             self._streams = [backend.new_stream(device) for device in self._devices]
         slots = self._rings.pop() if self._rings else [Slot() for _ in range(self.depth)]
@@ -189,12 +202,12 @@ class Prefetcher:
             depth=self.depth,
             staging=staging,
             flight=flight,
-            finish=self._finish,
+            finish=self._finish.with_ops(on_device[1]) if on_device else self._finish,
             marks=marks,
         )
         return Epoch(feed, self._counts, slots=slots, rings=self._rings, hand_out=self._hand_out)
 
-    def _open_loader(self) -> tuple[Iterator[Any], Marks]:
+    def _open_loader(self, stored: StoredReader | None) -> tuple[Iterator[Any], Marks]:
         loader: Any = self._loader
         if not self._is_own:
             iterator = iter(loader)
@@ -203,7 +216,7 @@ class Prefetcher:
         held = max(HELD_BY_USER, self.depth + 1)
         if self._gathering is None:
             self._gathering = BatchRing(loader.ring_slots(held), self._pinned)
-        iterator = loader.iterate(Prefetched(ring=self._gathering, held=held))
+        iterator = loader.iterate(Prefetched(ring=self._gathering, held=held, stored=stored))
         return iterator, loader.read_ahead()
 
     def _finish_unmoved(self, batch: Any, number: int) -> Any:
@@ -252,9 +265,15 @@ class CudaPrefetcher(Prefetcher):
         dtype: floating-point tensors, and uint8 tensors of four or more dimensions (images), are cast to it on the
             device, before ``transform``; others, such as int64 labels, keep their dtype.
         channels_last: give tensors of four dimensions this memory format, on the device, before ``transform``.
+        batch_ops: where the batch ops of fastdata's loaders run, first of all. ``"auto"``: on the device, with the
+            draws and pixels of the CPU (floats within 1e-6), if threads read whole batches and samples are not much
+            larger as they are stored, which is how they are sent then; else, and with ``"cpu"``, before they are sent.
+            ``"device"``: there, whatever is sent. ``report().batch_ops`` says where and why.
 
     Raises:
         DeviceError: torch does not see the device.
+        ValueError: when an epoch begins: batch ops are to run on the device and cannot.
+        MemoryBudgetError: in place of the first batch: ``storage="device"`` does not fit there.
 
     An exception of the loader or of ``transform`` is raised where its batch would have come. What a loader
     draws from global generators while it is read is drawn in the thread; what it draws for its first batch, in order.
@@ -276,6 +295,7 @@ class CudaPrefetcher(Prefetcher):
         transform: Callable[[Any], Any] | None = None,
         dtype: torch.dtype | None = None,
         channels_last: bool = False,
+        batch_ops: WhereOps = "auto",
     ) -> None:
         devices = resolve_devices(device, self._default_device)
         super().__init__(
@@ -285,6 +305,7 @@ class CudaPrefetcher(Prefetcher):
             in_shards=isinstance(device, (list, tuple)),
             depth=depth,
             finish=Finish(dtype=dtype, channels_last=channels_last, transform=transform),
+            batch_ops=batch_ops,
         )
 
     _default_device: Callable[[], torch.device] = staticmethod(current_cuda)

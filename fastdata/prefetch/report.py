@@ -22,11 +22,13 @@ class PrefetchReport(EpochReport):
         devices: where batches went; ``("cpu",)`` where nothing was moved.
         pinned_bytes: the most host memory that was pinned at a time, by this prefetcher.
         copies: copies of tensors, by where they were copied from.
+        batch_ops: where they ran, and why there if on the CPU; empty where the loader has none of fastdata's.
     """
 
     devices: tuple[str, ...] = ("cpu",)
     pinned_bytes: int = 0
     copies: CopyCounts = field(default_factory=CopyCounts)
+    batch_ops: str = ""
 
     def __str__(self) -> str:
         lines = super(PrefetchReport, self).__str__().splitlines()
@@ -41,5 +43,6 @@ class PrefetchReport(EpochReport):
                 f"{format_bytes(copies.staged_bytes)} by one more host copy ({copies.staged}), "
                 f"{format_bytes(copies.pageable_bytes)} from pageable memory ({copies.pageable})",
                 f"pinned at most {format_bytes(self.pinned_bytes)}",
+                *([f"batch ops: {self.batch_ops}"] if self.batch_ops else []),
             ]
         )

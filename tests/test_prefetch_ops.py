@@ -1,0 +1,524 @@
+"""Batch ops on the prefetcher's device, and stores that lie there: the batches of the CPU, fewer bytes on the bus."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader as TorchLoader
+from torch.utils.data import Subset
+from torchvision import transforms as v1
+from torchvision.transforms import v2
+
+from conftest import FolderMaker
+from fastdata import CachedDataset, DataLoader, FastDataWarning, ImageFolder, MemoryBudgetError, collate, memory
+from fastdata.prefetch import CudaPrefetcher, Prefetcher, mirror
+from fastdata.prefetch.finish import Finish
+from fastdata.prefetch.ops import DeviceOps, choose_ops
+from recording import RecordingBackend
+
+CUDA = torch.device("cuda", 0)
+TWO = [torch.device("cuda", 0), torch.device("cuda", 1)]
+LENGTH, SHAPE = 23, (3, 8, 6)
+STORED_BYTES = 3 * 8 * 6
+CROP = [v1.RandomCrop((7, 5), padding=1), v1.RandomHorizontalFlip()]
+FLOATS = [v1.ConvertImageDtype(torch.float32), v1.Normalize((0.4, 0.5, 0.6), (0.2, 0.3, 0.4))]
+STEPS: dict[str, Sequence[Any]] = {
+    "crop and flip, uint8": CROP,
+    "flip alone": [v2.RandomHorizontalFlip(), v2.RandomVerticalFlip()],
+    "crop and flip, normalised": [*CROP, *FLOATS],
+    "normalised": FLOATS,
+    "resized": [v2.RandomResizedCrop((5, 4), antialias=True), v2.RandomHorizontalFlip()],
+    "resized, normalised": [v2.RandomResizedCrop((5, 4), antialias=True), *FLOATS],
+    "grayscale": [v1.Grayscale(3), v1.RandomVerticalFlip()],
+    "several gathers": [v1.RandomCrop((7, 5)), v1.Pad(2, fill=9), v1.RandomCrop((8, 6)), v1.RandomHorizontalFlip()],
+}
+
+
+@pytest.fixture(autouse=True)
+def small_batches_are_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "PINNING_FLOOR_BYTES", 0)
+
+
+@pytest.fixture
+def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[RecordingBackend]:
+    """Copies happen as late as they may: where a kernel behind them on their stream must read them."""
+    recording = RecordingBackend()
+    run = DeviceOps.__call__
+
+    def behind_the_copies(self: DeviceOps, batch: Any, device: torch.device) -> Any:
+        recording.finish(str(device))
+        recording.log.append(("ops", recording.current_stream(device)))
+        return run(self, batch, device)
+
+    monkeypatch.setattr(DeviceOps, "__call__", behind_the_copies)
+    yield recording
+    gc.collect()
+    assert recording.violations == []
+
+
+def cached(steps: Sequence[Any], **options: Any) -> CachedDataset:
+    """Image i is random and i's own; its target is i."""
+    generator = torch.Generator().manual_seed(1)
+    samples = [(torch.randint(0, 256, SHAPE, dtype=torch.uint8, generator=generator), i) for i in range(LENGTH)]
+    transform = v1.Compose(list(steps)) if steps else None
+    return CachedDataset(samples, transform=transform, progress=False, **options)
+
+
+@pytest.fixture
+def dataset() -> Iterator[CachedDataset]:
+    with cached(STEPS["crop and flip, normalised"]) as made:
+        yield made
+
+
+def loader_of(dataset: Any, epoch: int = 3, **options: Any) -> DataLoader:
+    """The same batches each time."""
+    loader = DataLoader(dataset, **{"batch_size": 4, "generator": torch.Generator().manual_seed(5)} | options)
+    loader.set_epoch(epoch)
+    return loader
+
+
+def on_device(loader: Any, backend: RecordingBackend, **options: Any) -> Prefetcher:
+    return Prefetcher(loader, **{"devices": [CUDA], "backend": backend} | options)
+
+
+def taken(batches: Any, backend: RecordingBackend) -> list[Any]:
+    """All batches, looked at when their copies must be there."""
+    found = []
+    for batch in batches:
+        backend.finish()
+        found.append(batch)
+    return found
+
+
+def assert_same(found: Sequence[Any], expected: Sequence[Any]) -> None:
+    """As many batches, with the same shapes, dtypes, labels and pixels: floats within 1e-5, others to the bit."""
+    assert len(found) == len(expected)
+    for (images, labels), (right, numbers) in zip(found, expected, strict=True):
+        assert labels.tolist() == numbers.tolist()
+        assert (images.shape, images.dtype) == (right.shape, right.dtype)
+        if right.is_floating_point():
+            torch.testing.assert_close(images, right, rtol=0, atol=2e-3 if right.dtype is torch.float16 else 1e-5)
+        else:
+            assert torch.equal(images, right)
+
+
+def sent_bytes(backend: RecordingBackend, device: str = "cuda:0") -> int:
+    return sum(size for _, size in backend.copied_from[device])
+
+
+# The same batches
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 2])
+@pytest.mark.parametrize("steps", STEPS.values(), ids=STEPS.keys())
+@pytest.mark.parametrize("storage", ["shared", "device"])
+def test_batches_are_those_of_the_cpu(
+    backend: RecordingBackend, steps: Sequence[Any], num_workers: int, storage: Any
+) -> None:
+    """Shuffled, over two epochs, with a last batch that is smaller."""
+    with cached(steps, storage=storage) as dataset:
+        plain = loader_of(dataset, shuffle=True)
+        with on_device(loader_of(dataset, shuffle=True, num_workers=num_workers), backend) as batches:
+            for epoch in (3, 4):
+                plain.set_epoch(epoch)
+                batches.set_epoch(epoch)
+                expected = list(plain)
+                assert_same(taken(batches, backend), expected)
+            assert batches.report().batch_ops.startswith("on cuda:0")
+            assert (batches.report().samples, batches.report().fresh_batches) == (LENGTH, 0)
+    assert len({labels.tolist()[0] for _, labels in expected}) > 1
+    assert ("ops", backend.streams[0]) in backend.log
+
+
+@pytest.mark.parametrize("codec", ["lz4", "jpeg"])
+def test_encoded_samples_are_decoded_into_the_batch_that_is_sent(backend: RecordingBackend, codec: str) -> None:
+    """Ops run on the device behind a compressed store too."""
+    with cached(CROP, storage="compressed", codec=codec) as dataset:
+        expected = list(loader_of(dataset))
+        batches = on_device(loader_of(dataset, num_workers=1), backend)
+        assert_same(taken(batches, backend), expected)
+        assert batches.report().batch_ops == "on cuda:0"
+
+
+@pytest.mark.parametrize("storage", ["shared", "device"])
+def test_a_subset_gets_its_own_samples(backend: RecordingBackend, storage: Any) -> None:
+    """Indices of the loader are those of the subset, positions those of the store; repeats are drawn anew."""
+    with cached(CROP, storage=storage) as dataset:
+        subset = Subset(dataset, [22, 3, 3, 17, 8])
+        expected = list(loader_of(subset))
+        assert_same(taken(on_device(loader_of(subset, num_workers=1), backend), backend), expected)
+
+
+def test_batches_held_to_the_end_are_right(dataset: CachedDataset, backend: RecordingBackend) -> None:
+    """No buffer is filled again while its copy is under way."""
+    expected = list(loader_of(dataset))
+    found = list(on_device(loader_of(dataset, num_workers=2), backend, depth=3))
+    backend.finish()
+    assert_same(found, expected)
+
+
+@pytest.mark.parametrize("storage", ["shared", "device"])
+@pytest.mark.parametrize("name", ["crop and flip, normalised", "resized", "grayscale", "normalised"])
+def test_every_device_gets_the_draws_of_its_samples(backend: RecordingBackend, name: str, storage: Any) -> None:
+    """Parts on two devices are the batch in two; a batch of one sample is one part."""
+    with cached(STEPS[name], storage=storage) as dataset:
+        expected = list(loader_of(dataset, batch_size=11))
+        batches = on_device(loader_of(dataset, batch_size=11, num_workers=1), backend, devices=TWO, in_shards=True)
+        found = []
+        for parts in batches:
+            for device in ("cuda:0", "cuda:1"):
+                backend.finish(device)
+            assert [len(labels) for _, labels in parts] == ([1] if len(found) == 2 else [6, 5])
+            found.append([torch.cat(each) for each in zip(*parts, strict=True)])
+        assert_same(found, expected)
+        batches.close()
+
+
+@pytest.mark.parametrize("storage", ["shared", "device"])
+def test_a_resumed_epoch_goes_on_with_the_same_draws(backend: RecordingBackend, storage: Any) -> None:
+    """The state after two batches gives the others, whether they are made on the device or on the CPU."""
+    with cached(STEPS["crop and flip, normalised"], storage=storage) as dataset:
+        expected = list(loader_of(dataset, shuffle=True))
+        batches = on_device(loader_of(dataset, shuffle=True, num_workers=2), backend)
+        epoch = iter(batches)
+        first = [next(epoch), next(epoch)]
+        backend.finish()
+        state = batches.state_dict()
+        batches.close()
+        assert state["num_yielded"] == 2
+        assert_same(first, expected[:2])
+        for where in ("device", "cpu"):
+            again = on_device(loader_of(dataset, shuffle=True, num_workers=1), backend, batch_ops=where)
+            again.load_state_dict(state)
+            assert_same(taken(again, backend), expected[2:])
+            again.close()
+
+
+def test_casts_and_layout_are_those_of_the_cpus_batches(backend: RecordingBackend) -> None:
+    """dtype= and channels_last= give floats and uint8 images alike, and the user's transform gets a pair."""
+    seen: list[Any] = []
+
+    def note(batch: Any) -> Any:
+        seen.append([type(batch), *(part.dtype for part in batch)])
+        return batch
+
+    for steps in (STEPS["crop and flip, normalised"], CROP):
+        with cached(steps) as dataset:
+            finish = Finish(dtype=torch.float16, channels_last=True, transform=note)
+            made = taken(on_device(loader_of(dataset), backend, finish=finish), backend)
+            assert all(images.is_contiguous(memory_format=torch.channels_last) for images, _ in made)
+            assert_same(made, [[images.half(), labels] for images, labels in loader_of(dataset)])
+    assert all(entry == [list, torch.float16, torch.int64] for entry in seen)
+
+
+def test_a_new_transform_counts_from_the_next_epoch(backend: RecordingBackend) -> None:
+    """The program is made anew, and only then."""
+    with cached(CROP) as dataset:
+        batches = on_device(loader_of(dataset), backend)
+        assert_same(taken(batches, backend), list(loader_of(dataset)))
+        assert batches._ops is not None
+        compiled = batches._ops._compiled
+        list(batches)
+        assert batches._ops._compiled is compiled
+        dataset.transform = v1.Compose(FLOATS)
+        assert_same(taken(batches, backend), list(loader_of(dataset)))
+
+
+# The bus and the streams
+
+
+def test_uint8_crosses_the_bus(dataset: CachedDataset, backend: RecordingBackend) -> None:
+    """Stored samples, four int32 of draws each and labels are sent, and not the float32 that the CPU would send."""
+    list(on_device(loader_of(dataset, num_workers=1), backend))
+    assert sent_bytes(backend) == LENGTH * (STORED_BYTES + 4 * 4 + 8)
+    on_cpu = RecordingBackend()
+    list(on_device(loader_of(dataset), on_cpu, batch_ops="cpu"))
+    assert sent_bytes(on_cpu) == LENGTH * (3 * 7 * 5 * 4 + 8) > 2 * sent_bytes(backend)
+
+
+def test_stored_samples_are_sent_from_where_they_were_gathered(
+    dataset: CachedDataset, backend: RecordingBackend
+) -> None:
+    """Threads gather into pinned memory; draws and labels share one buffer."""
+    batches = on_device(loader_of(dataset, num_workers=2), backend)
+    list(batches)
+    copies = batches.report().copies
+    assert (copies.in_place, copies.in_place_bytes) == (6, LENGTH * STORED_BYTES)
+    assert (copies.staged, copies.pageable) == (12, 0)
+
+
+def test_ops_run_on_the_side_stream_between_copy_and_hand_over(
+    dataset: CachedDataset, backend: RecordingBackend
+) -> None:
+    """Copies, then ops, then the event that the user's stream waits for, then what it owns."""
+    user = backend.current_stream(CUDA)
+    ((images, _),) = list(on_device(loader_of(Subset(dataset, [1, 2])), backend))
+    (side,) = backend.streams
+    log = backend.log
+    copied = [i for i, entry in enumerate(log) if entry[0] == "copy"]
+    ops = log.index(("ops", side))
+    waited = next(i for i, entry in enumerate(log) if entry[:2] == ("wait", user))
+    recorded = log.index(("record", side, log[waited][2]))
+    owned = log.index(("record_stream", id(images), user))
+    assert len(copied) == 3
+    assert all(log[i][1] is side for i in copied)
+    assert max(copied) < ops < recorded < waited < owned
+
+
+# Where they run
+
+
+@pytest.mark.parametrize(
+    ("asked", "obstacle", "stored_bytes", "served_bytes", "resizes", "is_mirrored", "on_device"),
+    [
+        ("auto", None, 196_608, 602_112, False, False, True),  # 256 x 256 to 224 x 224 floats
+        ("auto", None, 196_608, 150_528, False, False, True),  # to 224 x 224 bytes
+        ("auto", None, 200, 100, False, False, True),
+        ("auto", None, 201, 100, False, False, False),
+        ("auto", None, 786_432, 3_072, False, False, False),  # 512 x 512 to 32 x 32
+        ("auto", None, 800, 100, True, False, True),
+        ("auto", None, 801, 100, True, False, False),
+        ("auto", None, 801, 100, False, True, True),
+        ("auto", "why", 1, 100, False, True, False),
+        ("device", None, 801, 100, False, False, True),
+        ("cpu", None, 1, 100, False, False, False),
+        ("cpu", "why", 1, 100, False, True, False),
+    ],
+)
+def test_ops_run_where_fewer_bytes_or_less_work_are_gained(
+    asked: Any,
+    obstacle: str | None,
+    stored_bytes: int,
+    served_bytes: int,
+    resizes: bool,
+    is_mirrored: bool,
+    on_device: bool,
+) -> None:
+    """The CPU keeps crops that leave little of a sample, and what cannot be done elsewhere."""
+    plan = choose_ops(
+        asked,
+        obstacle=obstacle,
+        stored_bytes=stored_bytes,
+        served_bytes=served_bytes,
+        resizes=resizes,
+        is_mirrored=is_mirrored,
+    )
+    assert plan.on_device is on_device
+    assert bool(plan.reason) is not on_device
+
+
+class PerSample:
+    def __call__(self, image: Any) -> Any:
+        return image.clone()
+
+
+@pytest.mark.parametrize(
+    ("steps", "options", "reason"),
+    [
+        (CROP, {"workers": "process", "num_workers": 1}, "batches come from 1 worker process over a shared ring: work"),
+        (CROP, {"workers": "process"}, "batches come from torch's engine in the training loop: workers='process'"),
+        (CROP, {"collate_fn": lambda samples: collate(samples)}, "collate_fn= is your own"),
+        ([*CROP, PerSample()], {"workers": "thread"}, "the transform works per sample: "),
+        ([v1.RandomCrop((2, 2))], {}, "a sample as stored is 144 B, after the batch ops 12 B"),
+    ],
+)
+def test_the_report_says_why_ops_run_on_the_cpu(
+    backend: RecordingBackend, steps: Sequence[Any], options: dict[str, Any], reason: str
+) -> None:
+    """Batches are the loader's own then."""
+    with cached(steps, batch_ops="auto") as dataset:
+        batches = on_device(loader_of(dataset, **options), backend)
+        if not isinstance(steps[-1], PerSample):
+            assert_same(taken(batches, backend), list(loader_of(dataset)))
+        list(batches)
+        report = batches.report()
+        assert report.batch_ops.startswith(f"on the CPU: {reason}")
+        assert f"batch ops: {report.batch_ops}" in str(report).splitlines()
+        assert not any(entry[0] == "ops" for entry in backend.log)
+
+
+def test_the_loader_of_torch_keeps_its_batches(dataset: CachedDataset, backend: RecordingBackend) -> None:
+    """Its batches are made on the CPU, which is said; a list of tensors has no batch ops to speak of."""
+    batches = on_device(TorchLoader(dataset, batch_size=4), backend)
+    assert len(list(batches)) == 6
+    assert batches.report().batch_ops.startswith("on the CPU: the loader is a DataLoader, not fastdata's")
+    plain = on_device([torch.zeros(2, 3)], backend)
+    list(plain)
+    assert plain.report().batch_ops == ""
+    assert "batch ops" not in str(plain.report())
+
+
+def test_samples_without_batch_ops_are_sent_as_ever(backend: RecordingBackend) -> None:
+    """Nothing is to be done on the device, and nothing is said."""
+    with cached(()) as dataset:
+        batches = on_device(loader_of(dataset), backend)
+        assert_same(taken(batches, backend), list(loader_of(dataset)))
+        assert batches.report().batch_ops == ""
+
+
+def test_a_device_that_cannot_pin_leaves_ops_to_the_cpu(dataset: CachedDataset) -> None:
+    """Unless it is asked to."""
+    backend = RecordingBackend(can_pin=False, is_late=False)
+    expected = list(loader_of(dataset))
+    for where, said in (("auto", "on the CPU: batches are not pinned"), ("device", "on cuda:0")):
+        batches = on_device(loader_of(dataset), backend, batch_ops=where)
+        assert_same(taken(batches, backend), expected)
+        assert batches.report().batch_ops.startswith(said)
+
+
+def test_ops_move_to_the_device_when_a_lazy_store_is_full(backend: RecordingBackend, image_folder: FolderMaker) -> None:
+    """The first epoch is prepared by worker processes; the next one takes the samples from the store."""
+    steps = [v1.Resize((8, 6)), v1.RandomHorizontalFlip(), v1.ToTensor()]
+    with ImageFolder(str(image_folder()), transform=v1.Compose(steps), fill="lazy", progress=False) as dataset:
+        batches = on_device(loader_of(dataset, num_workers=1), backend)
+        first = [[images.clone(), labels.clone()] for images, labels in taken(batches, backend)]
+        assert "samples are prepared on their first read" in batches.report().batch_ops
+        assert_same(taken(batches, backend), first)
+        assert batches.report().batch_ops == "on cuda:0"
+
+
+def test_ops_that_must_be_on_the_device_and_cannot_are_an_error(dataset: CachedDataset) -> None:
+    """The error says why; a word that is no place is refused."""
+    batches = on_device(loader_of(dataset, workers="process"), RecordingBackend(), batch_ops="device")
+    with pytest.raises(ValueError, match=r"batch_ops='device' is not possible here: batches come from torch's engine"):
+        iter(batches)
+    with pytest.raises(ValueError, match="batch_ops='gpu' is not one of 'auto', 'device', 'cpu'"):
+        CudaPrefetcher([], device="cpu", batch_ops="gpu")  # type: ignore[arg-type]
+
+
+def test_a_closed_dataset_is_an_error_on_the_device_road(dataset: CachedDataset, backend: RecordingBackend) -> None:
+    """The loop hears of it, as without a prefetcher."""
+    batches = iter(on_device(loader_of(dataset), backend))
+    dataset.close()
+    with pytest.raises(RuntimeError, match="the dataset was closed"):
+        next(batches)
+
+
+# storage="device"
+
+
+def mirrored(**options: Any) -> CachedDataset:
+    return cached(CROP, storage="device", **options)
+
+
+def test_a_store_on_the_device_is_sent_once(backend: RecordingBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In chunks through two pinned buffers that are given back; then positions, draws and labels are all there is."""
+    monkeypatch.setattr(mirror, "CHUNK_BYTES", 5 * STORED_BYTES + 7)
+    with mirrored() as dataset, on_device(loader_of(dataset, num_workers=1), backend) as batches:
+        expected = list(loader_of(dataset))
+        assert_same(taken(batches, backend), expected)
+        batch_bytes = LENGTH * (8 + 4 * 4 + 8)
+        assert sent_bytes(backend) == LENGTH * STORED_BYTES + batch_bytes
+        assert [size for _, size in backend.copied_from["cuda:0"]].count(5 * STORED_BYTES) == 4
+        assert_same(taken(batches, backend), expected)
+        assert sent_bytes(backend) == LENGTH * STORED_BYTES + 2 * batch_bytes
+        assert max(backend.pinned.values()) == 4096
+        assert dataset.storage == "device"
+        assert dataset[3][0].shape == (3, 7, 5)
+        assert batches.report().batch_ops == "on cuda:0, from a copy of the store there (3.2 KiB)"
+        assert len(backend.made) == 1
+
+
+def test_the_store_is_copied_on_the_stream_that_gathers_from_it(backend: RecordingBackend) -> None:
+    """Its memory is that of the side stream alone, so nobody else must be waited for when it is given back."""
+    with mirrored() as dataset, on_device(loader_of(dataset), backend) as batches:
+        list(batches)
+    (side,) = backend.streams
+    assert {entry[1] for entry in backend.log if entry[0] in ("copy", "ops")} == {side}
+
+
+def test_close_gives_the_device_memory_back(backend: RecordingBackend) -> None:
+    """So does dropping the prefetcher; an epoch after ``close`` copies the store again."""
+    with mirrored() as dataset:
+        batches = on_device(loader_of(dataset), backend)
+        epoch = iter(batches)
+        next(epoch)
+        (copy,) = backend.made
+        assert copy() is not None
+        batches.close()
+        assert copy() is None
+        assert len(list(batches)) == 6
+        assert len(backend.made) == 2
+        assert backend.made[1]() is not None
+        del epoch, batches
+        gc.collect()
+        assert backend.made[1]() is None
+
+
+def test_a_store_that_leaves_no_room_for_the_model_is_an_error(backend: RecordingBackend) -> None:
+    """Half of what is free is the most; the error says need, free and cure, and comes each time."""
+    need = LENGTH * STORED_BYTES
+    with mirrored() as dataset:
+        backend.free = 2 * need - 1
+        batches = on_device(loader_of(dataset), backend)
+        for _ in range(2):
+            with pytest.raises(MemoryBudgetError) as caught:
+                next(iter(batches))
+        assert str(caught.value) == (
+            "storage='device' needs 3.2 KiB on cuda:0, but takes at most 50% of the 6.5 KiB that are free there, to "
+            "leave room for the model. Use storage='shared', which sends each batch there, a smaller resize=, or free "
+            "memory of the device."
+        )
+        assert backend.made == []
+        for free in (2 * need, None):
+            backend.free = free
+            assert len(list(on_device(loader_of(dataset), backend))) == 6
+
+
+def test_a_device_store_that_is_not_used_is_said_once(backend: RecordingBackend) -> None:
+    """With worker processes batches come from the host's copy, right and with one warning; batch_ops='cpu' has none."""
+    with mirrored() as dataset:
+        batches = on_device(loader_of(dataset, workers="process"), backend)
+        with pytest.warns(
+            FastDataWarning, match=r"storage='device' has no effect, batches are made on the CPU: batche"
+        ):
+            assert_same(taken(batches, backend), list(loader_of(dataset)))
+        list(batches)
+        asked = on_device(loader_of(dataset), backend, batch_ops="cpu")
+        assert_same(taken(asked, backend), list(loader_of(dataset)))
+        assert backend.made == []
+
+
+def test_a_device_store_serves_without_a_device(dataset: CachedDataset) -> None:
+    """Loaders and prefetchers without one read the host's copy."""
+    with mirrored() as dataset:
+        expected = list(loader_of(dataset))
+        assert_same(list(CudaPrefetcher(loader_of(dataset, num_workers=1), device="cpu")), expected)
+
+
+def test_a_store_on_the_device_without_batch_ops_is_gathered_there(backend: RecordingBackend) -> None:
+    """Samples as they are stored."""
+    with cached((), storage="device") as dataset, on_device(loader_of(dataset), backend) as batches:
+        assert_same(taken(batches, backend), list(loader_of(dataset)))
+        assert sent_bytes(backend) == LENGTH * (STORED_BYTES + 8 + 8)
+
+
+def test_samples_left_out_are_left_out_on_the_device(backend: RecordingBackend, image_folder: FolderMaker) -> None:
+    """A store with unused rows is copied sample by sample, in the dataset's order."""
+    root = image_folder()
+    damaged = sorted(root.rglob("*.jpg"))[1]
+    damaged.write_bytes(b"no image")
+    steps = v1.Compose([v1.Resize((8, 6)), v1.RandomHorizontalFlip(), v1.PILToTensor()])
+    with pytest.warns(FastDataWarning, match="1 of 6 samples"):
+        dataset = ImageFolder(str(root), transform=steps, storage="device", on_error="skip", progress=False)
+    with dataset, on_device(loader_of(dataset), backend) as batches:
+        assert len(dataset) == 5
+        assert_same(taken(batches, backend), list(loader_of(dataset)))
+
+
+def test_a_device_store_is_filled_at_construction() -> None:
+    """fill='lazy' is refused: all samples are copied at once."""
+    with pytest.raises(ValueError, match=r"storage='device' copies all samples to the GPU at once, and fill='lazy'"):
+        mirrored(fill="lazy")
+
+
+def test_a_device_store_of_files_is_filled_at_construction(image_folder: FolderMaker) -> None:
+    """Where fill='auto' would wait for the first epoch."""
+    steps = v1.Compose([v1.Resize((8, 6)), v1.RandomHorizontalFlip(), v1.PILToTensor()])
+    with ImageFolder(str(image_folder()), transform=steps, storage="device", progress=False) as dataset:
+        assert dataset.filled_share() == 1
+        assert dataset.storage_plan.reason.startswith("storage='device': 864 B of ")
