@@ -7,6 +7,7 @@ python benchmarks/transfer.py [--batch-mib 38] [--steps 100] [--rounds 5] [--jso
 2. Bandwidth: bytes a second of the prefetcher with an empty step, against one pinned block copied again and again.
 3. Work on the device: what is registered in ``DEVICE_WORK``, a batch each time, against its bytes over the bandwidth of
    the device's memory.
+4. Batch ops: crop, flip and Normalize of 256 x 256 images on the CPU, on the device, and there from a store on it.
 """
 
 from __future__ import annotations
@@ -16,18 +17,56 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
+from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from _helper import Row, in_turns, print_rows, save_rows
-from fastdata import CachedDataset, CudaPrefetcher, DataLoader
+from _helper import Row, in_turns, print_rows, save_rows, transforms
+from fastdata import CachedDataset, CudaPrefetcher, DataLoader, plan_transform
+from fastdata.batchops import DeviceProgram, compile_device_ops
+from fastdata.bench.vanilla import IMAGENET_MEAN, IMAGENET_STD
+from fastdata.spec import SampleSpec
 
 MIB = 1 << 20
 IMAGE_SHAPE = (3, 224, 224)
+STORED_PX = 256
+FLIP_AND_FLOATS = [
+    transforms.RandomHorizontalFlip(),
+    transforms.ConvertImageDtype(torch.float32),
+    transforms.Normalize(IMAGENET_MEAN, IMAGENET_STD),
+]
+CROP_STEPS = [transforms.RandomCrop(192), *FLIP_AND_FLOATS]
+RESIZE_STEPS = [transforms.RandomResizedCrop(192, antialias=True), *FLIP_AND_FLOATS]
+
+
+def program_of(steps: list[Any]) -> DeviceProgram:
+    spec = SampleSpec(shape=IMAGE_SHAPE, dtype="uint8", form="tensor")
+    return compile_device_ops(plan_transform(transforms.Compose(steps), form="tensor"), spec)
+
+
+def ops_work(steps: list[Any]) -> tuple[Callable[[torch.Tensor], Any], Callable[[torch.Tensor], int]]:
+    """Batch ops with the draws of one batch, and what they must move: each pixel served, read and written once."""
+    program = program_of(steps)
+    shape, dtype = program.output
+
+    @cache
+    def draws(count: int, device: torch.device) -> torch.Tensor:
+        return program.draw(np.arange(count), 0, 0).to(device)
+
+    return (
+        lambda images: program.run(images, draws(len(images), images.device)),
+        lambda images: len(images) * prod(shape) * (1 + dtype.itemsize),
+    )
+
+
 DEVICE_WORK: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[torch.Tensor], int]]] = {
     "cast to float16": (lambda images: images.to(torch.float16), lambda images: images.nbytes + 2 * images.numel()),
+    "crop, flip, Normalize": ops_work(CROP_STEPS),
+    "RandomResizedCrop, flip, Normalize": ops_work(RESIZE_STEPS),
 }
 """Name -> what runs on a uint8 batch on the device, and the bytes that it must read and write at least."""
 
@@ -48,6 +87,7 @@ def main() -> None:
         *measure_steps(batch, chosen),
         *measure_bandwidth(batch, chosen),
         *measure_device_work(batch, chosen),
+        *measure_batch_ops(batch_size, chosen),
     ]
     print(torch.cuda.get_device_name())
     print_rows(rows)
@@ -227,6 +267,53 @@ def device_gb_per_s(work: Callable[[], Any], size_bytes: int, repeats: int = 50)
     end.record()
     end.synchronize()
     return size_bytes * repeats / begin.elapsed_time(end) / 1e6
+
+
+# 4. Batch ops
+
+
+def measure_batch_ops(batch_size: int, chosen: argparse.Namespace) -> list[Row]:
+    """Images a second of a loop with an empty step."""
+    noise = torch.randint(0, 256, (4 * batch_size, 3, STORED_PX, STORED_PX), dtype=torch.uint8)
+    samples = [(image, 0) for image in noise]
+    crop = transforms.Compose([transforms.RandomCrop(224), *FLIP_AND_FLOATS])
+    roads: dict[str, tuple[Any, Any]] = {
+        "on the CPU": ("shared", "cpu"),
+        "on the device": ("shared", "device"),
+        "on the device, storage='device'": ("device", "device"),
+    }
+    with contextlib.ExitStack() as stack:
+        ways = {}
+        for name, (storage, where) in roads.items():
+            dataset = stack.enter_context(CachedDataset(samples, transform=crop, storage=storage, progress=False))
+            loader = DataLoader(dataset, batch_size, shuffle=True, num_workers="auto")
+            ways[name] = stack.enter_context(CudaPrefetcher(loader, batch_ops=where))
+        figures = in_turns(
+            {name: (lambda batches=batches: images_per_s(batches, len(samples))) for name, batches in ways.items()},  # type: ignore[misc]
+            chosen.rounds,
+        )
+        for name, batches in ways.items():
+            print(f"{name}: {batches.report()}")
+    return [
+        Row(
+            section="224 crop, flip, Normalize of 256 x 256 images, with an empty step",
+            name=name,
+            unit="images/s",
+            rounds=rounds,
+            against="" if name == "on the CPU" else "on the CPU",
+        )
+        for name, rounds in figures.items()
+    ]
+
+
+def images_per_s(batches: Iterable[Any], samples: int, epochs: int = 5) -> float:
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(epochs):
+        for _ in batches:
+            pass
+    torch.cuda.synchronize()
+    return samples * epochs / (time.perf_counter() - start)
 
 
 if __name__ == "__main__":

@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.data import Dataset
+from torchvision import transforms as v1
+from torchvision.transforms import v2
 
-from fastdata import CachedDataset, CudaPrefetcher, DataLoader, DeviceError, DevicePrefetcher
+from fastdata import CachedDataset, CudaPrefetcher, DataLoader, DeviceError, DevicePrefetcher, MemoryBudgetError
+from fastdata.prefetch import mirror
 from fastdata.prefetch.backends import CudaBackend
 
 pytestmark = pytest.mark.cuda
@@ -280,3 +283,141 @@ def test_a_list_of_one_device_gives_lists() -> None:
     """Parts come in a list, also a single one."""
     (parts,) = CudaPrefetcher([torch.ones(4)], device=["cuda:0"])
     assert [part.device.type for part in parts] == ["cuda"]
+
+
+# Batch ops on the GPU
+
+CROP = [v1.RandomCrop((56, 40), padding=2), v1.RandomHorizontalFlip()]
+FLOATS = [v1.ConvertImageDtype(torch.float32), v1.Normalize((0.4, 0.5, 0.6), (0.2, 0.3, 0.4))]
+STEPS = {
+    "crop": CROP,
+    "crop, normalised": [*CROP, *FLOATS],
+    "resized": [v2.RandomResizedCrop((32, 24), antialias=True), v2.RandomHorizontalFlip()],
+    "grayscale": [v1.Grayscale(3), v1.RandomVerticalFlip(), *FLOATS],
+}
+
+
+def noisy(storage: Any, steps: Any) -> CachedDataset:
+    """Ninety-six random images of 3 x 64 x 48."""
+    generator = torch.Generator().manual_seed(1)
+    images = torch.randint(0, 256, (96, 3, 64, 48), dtype=torch.uint8, generator=generator)
+    samples = [(image, number) for number, image in enumerate(images)]
+    return CachedDataset(samples, transform=v1.Compose(steps), storage=storage, progress=False)
+
+
+def seeded(dataset: CachedDataset, **options: Any) -> DataLoader:
+    """The same batches each time; the last one is smaller."""
+    loader = DataLoader(dataset, 28, shuffle=True, generator=torch.Generator().manual_seed(5), **options)
+    loader.set_epoch(2)
+    return loader
+
+
+@pytest.mark.parametrize("storage", ["shared", "device"])
+@pytest.mark.parametrize("name", STEPS)
+def test_batch_ops_on_the_gpu_give_the_batches_of_the_cpu(name: str, storage: Any) -> None:
+    """Equal bytes and floats within 1e-5, with threads and without, epoch after epoch."""
+    with noisy(storage, STEPS[name]) as dataset:
+        expected = list(seeded(dataset))
+        for num_workers in (0, 2):
+            with CudaPrefetcher(seeded(dataset, num_workers=num_workers), batch_ops="device") as batches:
+                arrived = [(images.cpu(), labels.cpu()) for images, labels in batches]
+                assert batches.report().batch_ops.startswith("on cuda:")
+            assert len(arrived) == len(expected)
+            for (images, labels), (right, numbers) in zip(arrived, expected, strict=True):
+                assert labels.tolist() == numbers.tolist()
+                assert (images.shape, images.dtype) == (right.shape, right.dtype)
+                torch.testing.assert_close(images, right, rtol=0, atol=1e-5 if right.is_floating_point() else 0)
+
+
+@pytest.mark.parametrize("storage", ["shared", "device"])
+def test_a_slow_kernel_sees_what_batch_ops_made(storage: Any) -> None:
+    """Memory that the ops used on the way, and batches that were dropped, are not written to while they are read."""
+    with noisy(storage, CROP) as dataset:
+        right = [int(images.long().sum()) for images, _ in seeded(dataset)]
+        sums = []
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream), CudaPrefetcher(seeded(dataset, num_workers=2), depth=1) as batches:
+            for _ in range(2):
+                for images, labels in batches:
+                    torch.cuda._sleep(SLOW_CYCLES)
+                    sums.append(images.long().sum())
+                    del images, labels
+                batches.loader.generator.manual_seed(5)  # type: ignore[attr-defined]
+        torch.cuda.synchronize()
+        assert [int(total) for total in sums] == right * 2
+
+
+def test_a_store_on_the_gpu_is_copied_once_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In many chunks; its memory is there while the prefetcher is, and gone after ``close``."""
+    monkeypatch.setattr(mirror, "CHUNK_BYTES", 10 * 3 * 64 * 48)
+    store_bytes = 96 * 3 * 64 * 48
+    with noisy("device", CROP) as dataset:
+        gc.collect()
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        batches = CudaPrefetcher(seeded(dataset))
+        held = []
+        for _ in range(3):
+            for batch in batches:
+                del batch
+            torch.cuda.synchronize()
+            held.append(torch.cuda.memory_allocated() - before)
+        assert all(store_bytes <= size < store_bytes + MIB // 2 for size in held)
+        assert held[0] == held[2]
+        batches.close()
+        assert torch.cuda.memory_allocated() - before < MIB // 2
+        del batches
+        gc.collect()
+        assert torch.cuda.memory_allocated() == before
+
+
+def test_memory_that_torch_keeps_unused_counts_as_free() -> None:
+    """A store that was given back leaves as much room for the next one as it found."""
+    backend = CudaBackend(torch.device("cuda", torch.cuda.current_device()))
+    device = torch.device("cuda", torch.cuda.current_device())
+    gc.collect()
+    torch.cuda.synchronize()
+    before = backend.free_bytes(device)
+    block = torch.empty(512 * MIB, dtype=torch.uint8, device=device)
+    during = backend.free_bytes(device)
+    del block
+    after = backend.free_bytes(device)
+    assert before is not None
+    assert during is not None
+    assert after is not None
+    assert before - during >= 500 * MIB
+    assert abs(before - after) < 32 * MIB
+
+
+def test_a_store_too_large_for_the_gpu_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is allocated, and the error says what is free."""
+    monkeypatch.setattr("fastdata.memory.DEVICE_SHARE", 1e-9)
+    message = r"storage='device' needs 864\.0 KiB on cuda:\d, but takes at most"
+    with (
+        noisy("device", CROP) as dataset,
+        CudaPrefetcher(seeded(dataset)) as batches,
+        pytest.raises(MemoryBudgetError, match=message),
+    ):
+        next(iter(batches))
+
+
+def test_stored_samples_are_pinned_where_they_are_gathered() -> None:
+    """Only draws and labels are copied once more on the host."""
+    with noisy("shared", STEPS["crop, normalised"]) as dataset:
+        with CudaPrefetcher(seeded(dataset, num_workers=2)) as batches:
+            assert len(list(batches)) == 4
+            copies = batches.report().copies
+        assert (copies.in_place, copies.in_place_bytes) == (4, 96 * 3 * 64 * 48)
+        assert copies.pageable == 0
+
+
+def test_parts_on_two_gpus_have_the_draws_of_their_samples() -> None:
+    """Two halves are the batch; needs two GPUs."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    for storage in ("shared", "device"):
+        with noisy(storage, CROP) as dataset:
+            expected = list(seeded(dataset))
+            with CudaPrefetcher(seeded(dataset), device=["cuda:0", "cuda:1"]) as batches:
+                for ((first, _), (second, _)), (right, _) in zip(batches, expected, strict=True):
+                    assert torch.equal(torch.cat([first.cpu(), second.cpu()]), right)

@@ -34,6 +34,7 @@ TEN = 10 * GIB
         ("auto", TEN, (LZ4, JPEG), True, ("none", None)),
         ("auto", TEN, (JPEG,), False, ("compressed", "jpeg")),
         ("shared", GIB, (), True, ("shared", None)),
+        ("device", 4 * GIB, (ZSTD,), True, ("device", None)),
         ("compressed", GIB, (ZSTD, SOURCE, JPEG), True, ("compressed", "zstd")),
         ("compressed", GIB, (JPEG,), False, ("compressed", "jpeg")),
         ("none", GIB, (ZSTD,), True, ("none", None)),
@@ -55,6 +56,7 @@ def test_storage_is_chosen_by_need_budget_and_speed(
     ("storage", "raw_bytes", "trials", "reason"),
     [
         ("auto", GIB, (), "storage='shared': 1.0 GiB of 4.0 GiB free"),
+        ("device", GIB, (), "storage='device': 1.0 GiB of 4.0 GiB free"),
         ("none", GIB, (), "storage='none': nothing is kept, every epoch decodes again"),
         (
             "auto",
@@ -74,6 +76,14 @@ def test_storage_is_chosen_by_need_budget_and_speed(
 def test_a_choice_says_why(storage: str, raw_bytes: int, trials: Sequence[CodecTrial], reason: str) -> None:
     """One line has the numbers that decided."""
     assert choose_storage(storage, raw_bytes, BUDGET, trials, only_lossless=False).reason == reason
+
+
+def test_a_device_store_must_fit_the_host_too() -> None:
+    """Its samples lie in the host's memory as well."""
+    with pytest.raises(
+        MemoryBudgetError, match=r"storage='device' needs 10\.0 GiB but 4\.0 GiB is free \(cgroup limit"
+    ):
+        choose_storage("device", TEN, BUDGET, [ZSTD])
 
 
 @pytest.mark.parametrize(
