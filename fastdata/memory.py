@@ -134,7 +134,14 @@ class PinningPlan:
     is_own_choice: bool = True
 
 
-def choose_pinning(*, has_accelerator: bool, batch_bytes: int | None, pinned_bytes: int, budget: Budget) -> PinningPlan:
+def choose_pinning(
+    *,
+    has_accelerator: bool,
+    batch_bytes: int | None,
+    pinned_bytes: int,
+    budget: Budget,
+    copies_wait: bool = False,
+) -> PinningPlan:
     """Decide whether memory for batches is pinned.
 
     Args:
@@ -142,6 +149,8 @@ def choose_pinning(*, has_accelerator: bool, batch_bytes: int | None, pinned_byt
         batch_bytes: size of a batch; None where it is not known before one is read.
         pinned_bytes: what would be pinned in all.
         budget: what is free, with what is pinned already.
+        copies_wait: whether a copy from memory that is not pinned waits for all that its stream has to do, however
+            small it is, as torch's ``copy_`` does; then small batches gain from it too.
 
     Example:
         >>> budget = Budget(bytes=16 << 30, reserve_bytes=1 << 30, limited_by="system memory")
@@ -152,7 +161,7 @@ def choose_pinning(*, has_accelerator: bool, batch_bytes: int | None, pinned_byt
         return PinningPlan(pin=False, reason="not pinned: there is no CUDA or XPU device")
     if batch_bytes is None:
         return PinningPlan(pin=False, reason="not pinned: how large batches are is not known before one is read")
-    if batch_bytes <= PINNING_FLOOR_BYTES:
+    if batch_bytes <= PINNING_FLOOR_BYTES and not copies_wait:
         return PinningPlan(pin=False, reason=f"not pinned: {format_bytes(batch_bytes)} a batch gain nothing from it")
     need, free = format_bytes(pinned_bytes), format_bytes(budget.bytes)
     if pinned_bytes > budget.bytes * PINNING_SHARE:

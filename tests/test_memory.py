@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 
+from fastdata.errors import MemoryBudgetError
 from fastdata.machine import Available
-from fastdata.memory import Budget, budget_bytes, choose_pinning, format_bytes, parse_bytes
+from fastdata.memory import (
+    Budget,
+    budget_bytes,
+    check_device_room,
+    choose_pinning,
+    format_bytes,
+    parse_bytes,
+)
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -100,3 +110,16 @@ def test_pinning_follows_device_batch_and_free_memory(
     )
     assert (plan.pin, plan.is_short) == (pin, is_short)
     assert words in plan.reason
+
+
+def test_small_batches_are_pinned_where_a_copy_would_wait() -> None:
+    """The prefetcher's copies from pageable memory wait for their stream, however small they are."""
+    plan = choose_pinning(has_accelerator=True, batch_bytes=100, pinned_bytes=200, budget=BIG, copies_wait=True)
+    assert plan.pin
+
+
+@pytest.mark.parametrize(("free", "fits"), [(2 * GIB, True), (2 * GIB - 1, False)])
+def test_a_copy_of_all_samples_takes_half_of_a_device_at_most(free: int, fits: bool) -> None:
+    """To the byte; the other half is the model's."""
+    with nullcontext() if fits else pytest.raises(MemoryBudgetError, match=r"needs 1\.0 GiB on cuda:1, .*at most 50%"):
+        check_device_room(GIB, free, "cuda:1")

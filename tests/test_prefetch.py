@@ -17,18 +17,13 @@ from typing import Any
 import pytest
 import torch
 
-from fastdata import FastDataWarning, machine, memory
+from fastdata import FastDataWarning, machine
 from fastdata.machine import Available
 from fastdata.prefetch import Prefetcher
 from fastdata.prefetch.finish import Finish
 from recording import RecordingBackend
 
 CUDA = torch.device("cuda", 0)
-
-
-@pytest.fixture(autouse=True)
-def small_batches_are_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "PINNING_FLOOR_BYTES", 0)
 
 
 @pytest.fixture

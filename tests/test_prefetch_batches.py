@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from fastdata import CudaPrefetcher, DeviceError, DevicePrefetcher, SampleBatch, memory
+from fastdata import CudaPrefetcher, DeviceError, DevicePrefetcher, SampleBatch
 from fastdata.prefetch import Prefetcher
 from fastdata.prefetch.batches import is_dense, map_tensors, memory_of, shard_sizes, split_batch, tensors_in
 from fastdata.prefetch.finish import Finish
@@ -123,11 +123,6 @@ def moved(batch: Any, **options: Any) -> tuple[Any, RecordingBackend, Any]:
     batches.close()
     assert backend.violations == []
     return arrived, backend, report
-
-
-@pytest.fixture(autouse=True)
-def small_batches_are_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "PINNING_FLOOR_BYTES", 0)
 
 
 @pytest.mark.parametrize(

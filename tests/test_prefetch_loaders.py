@@ -21,11 +21,6 @@ from recording import RecordingBackend
 CUDA = torch.device("cuda", 0)
 
 
-@pytest.fixture(autouse=True)
-def small_batches_are_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "PINNING_FLOOR_BYTES", 0)
-
-
 @pytest.fixture
 def backend() -> Iterator[RecordingBackend]:
     recording = RecordingBackend()
@@ -297,6 +292,7 @@ def test_auto_pinning_without_a_device_is_off_in_silence(dataset: CachedDataset)
 def test_auto_pinning_with_a_device_goes_by_the_batch(dataset: CachedDataset, monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches of known size that are worth it are pinned; others are not."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(memory, "PINNING_FLOOR_BYTES", 0)
     assert DataLoader(dataset, batch_size=4, pin_memory="auto").pin_memory is True
     unknown = DataLoader(Numbers(), batch_size=4, pin_memory="auto")
     assert unknown.pin_memory is False

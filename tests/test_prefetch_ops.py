@@ -14,7 +14,7 @@ from torchvision import transforms as v1
 from torchvision.transforms import v2
 
 from conftest import FolderMaker
-from fastdata import CachedDataset, DataLoader, FastDataWarning, ImageFolder, MemoryBudgetError, collate, memory
+from fastdata import CachedDataset, DataLoader, FastDataWarning, ImageFolder, MemoryBudgetError, collate
 from fastdata.prefetch import CudaPrefetcher, Prefetcher, mirror
 from fastdata.prefetch.finish import Finish
 from fastdata.prefetch.ops import DeviceOps, choose_ops
@@ -36,11 +36,6 @@ STEPS: dict[str, Sequence[Any]] = {
     "grayscale": [v1.Grayscale(3), v1.RandomVerticalFlip()],
     "several gathers": [v1.RandomCrop((7, 5)), v1.Pad(2, fill=9), v1.RandomCrop((8, 6)), v1.RandomHorizontalFlip()],
 }
-
-
-@pytest.fixture(autouse=True)
-def small_batches_are_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "PINNING_FLOOR_BYTES", 0)
 
 
 @pytest.fixture

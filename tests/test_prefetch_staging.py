@@ -17,11 +17,6 @@ from recording import RecordingBackend
 CUDA = torch.device("cuda", 0)
 
 
-@pytest.fixture(autouse=True)
-def small_batches_are_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "PINNING_FLOOR_BYTES", 0)
-
-
 def workers_memory() -> np.ndarray:
     """A slot as worker processes fill it."""
     return np.frombuffer(mmap.mmap(-1, 4096), np.uint8)

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
 import torch
@@ -66,6 +66,29 @@ class Over:
     mark: Any
 
 
+class _Tokens:
+    """A semaphore without a lock: a finalizer may give at any moment, also in a thread that is just taking."""
+
+    def __init__(self, count: int) -> None:
+        self._queue: SimpleQueue[None] = SimpleQueue()
+        for _ in range(count):
+            self.give()
+
+    def give(self) -> None:
+        self._queue.put(None)
+
+    def take(self) -> None:
+        self._queue.get()
+
+    def take_at_once(self) -> bool:
+        """Take one if there is one; whether there was."""
+        try:
+            self._queue.get_nowait()
+        except Empty:
+            return False
+        return True
+
+
 class Feed:
     """Reads a loader's iterator in a thread and brings batches to devices, at most ``depth`` ahead.
 
@@ -97,10 +120,10 @@ class Feed:
         self._iterator: Iterator[Any] | None = iterator
         self._backend, self._devices, self._streams = backend, devices, streams
         self._staging, self._flight, self._finish, self._marks = staging, flight, finish, marks
-        self._places = threading.Semaphore(depth)
+        self._places = _Tokens(depth)
         self._left: deque[list[Event]] = deque([] for _ in range(depth))
         """For each free place in the queue: the events at which the devices are done with what came before."""
-        self._asked_again = threading.Semaphore(0)
+        self._asked_again = _Tokens(0)
         self._ready: SimpleQueue[Ready | Failed | Over] = SimpleQueue()
         self._number = 0
         self._has_failed = False
@@ -121,13 +144,13 @@ class Feed:
             self._start(left)
         elif self._has_failed:
             self._has_failed = False
-            self._asked_again.release()
+            self._asked_again.give()
         item = self._ready.get()
         if item.mark is not None:
             self._marks.hand_over(item.mark)
         if isinstance(item, Ready):
             self._left.append(left)
-            self._places.release()
+            self._places.give()
             for part, event, stream in zip(item.parts, item.events, streams, strict=False):
                 self._backend.wait(stream, event)
                 self._leave_to(part, stream)
@@ -139,8 +162,8 @@ class Feed:
         if os.getpid() != self._pid:
             return
         self._stopped.set()
-        self._places.release()
-        self._asked_again.release()
+        self._places.give()
+        self._asked_again.give()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(_PATIENCE_S)
         self._iterator = None
@@ -205,7 +228,7 @@ class Feed:
                 if item is not None:
                     self._ready.put(item)
                 return item is not None
-        self._asked_again.acquire()  # reading on after an exception is the user's to decide; nothing here holds it now
+        self._asked_again.take()  # reading on after an exception is the user's to decide; nothing here holds it now
         return not self._stopped.is_set()
 
     def _fail(self, error: BaseException) -> None:
@@ -234,15 +257,15 @@ class Feed:
         except BaseException:
             self._staging.drop(staged)
             self._left.appendleft(left)
-            self._places.release()
+            self._places.give()
             raise
         return Ready(parts, events, samples, mark)
 
     def _take_place(self) -> None:
         """Wait until the user has taken a batch; meanwhile let go of the memory of copies that are done."""
-        if not self._places.acquire(blocking=False):
+        if not self._places.take_at_once():
             self._flight.drain()
-            self._places.acquire()
+            self._places.take()
 
     def _copy(self, staged: Staged) -> tuple[list[Any], list[Event]]:
         """Queue the copies of a batch, which the flight then holds in place of ``staged``."""

@@ -28,7 +28,7 @@ class PinnedMemory:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._pid = os.getpid()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # the collector may call ``close`` in a thread that is in here
         self._own: dict[int, np.ndarray] = {}
         self._adopted: dict[Hashable, dict[int, np.ndarray]] = {}
         self._refused: set[tuple[int, int]] = set()
@@ -119,6 +119,7 @@ class PinnedMemory:
             batch_bytes=batch_bytes,
             pinned_bytes=held_bytes + more_bytes,
             budget=dataclasses.replace(free, bytes=free.bytes + held_bytes),  # what is pinned was free once
+            copies_wait=True,
         )
         if not self.plan.is_short:
             self.plan = plan
