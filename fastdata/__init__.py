@@ -9,6 +9,7 @@ from fastdata.batch import SampleBatch, collate
 from fastdata.cached import CachedDataset
 from fastdata.chunked import ChunkedLoader
 from fastdata.errors import (
+    CacheError,
     CodecError,
     DeviceError,
     FastDataError,
@@ -25,6 +26,7 @@ from fastdata.prefetch import CudaPrefetcher, DevicePrefetcher
 from fastdata.transport import RingCollate
 
 __all__ = [
+    "CacheError",
     "CachedDataset",
     "ChunkedLoader",
     "CodecError",

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any, Literal
 
+from fastdata.cache import describe_dataset, list_paths
 from fastdata.dataset import PreparedDataset
 from fastdata.decode import Size
 from fastdata.ingest import OnError
 from fastdata.options import Options
-from fastdata.sources import DatasetSource
+from fastdata.sources import DatasetSource, Source
 
 __all__ = ["CachedDataset"]
 
@@ -27,13 +29,15 @@ class CachedDataset(PreparedDataset):
         target_transform: called on each target when it is read.
         transforms: in place of both, called with sample and target together, as torchvision's: for masks.
         storage: ``"shared"`` keeps prepared samples in shared memory; ``"compressed"`` keeps them encoded there, and
-            decodes on every read; ``"none"`` keeps nothing and prepares on every read; ``"auto"`` takes the first of
-            these that fits the memory budget. ``"device"``: like ``"shared"``, and each ``CudaPrefetcher`` copies all
-            of them to its GPU once, to gather batches there; never chosen by ``"auto"``.
-        codec: how ``"compressed"`` samples are encoded. ``"source"``: their own files as they are, prepared on every
-            read. ``"lz4"``, ``"zstd"``: lossless. ``"jpeg"``: lossy. An object with ``encode(array) -> bytes`` and
-            ``decode(memoryview, out)``. A tuple of these, one for each part of a sample. ``"auto"``: the lossless one
-            that decodes fastest of those that fit, tried on samples of the data; see ``storage_report``.
+            decodes on every read; ``"disk"`` keeps them in ``cache_dir``; ``"none"`` keeps nothing and prepares on
+            every read; ``"auto"`` is ``"disk"`` where ``cache_dir`` is given, else takes the first of the others that
+            fits the memory budget. ``"device"``: like ``"shared"``, and each ``CudaPrefetcher`` copies all of them to
+            its GPU once, to gather batches there; never chosen by ``"auto"``.
+        codec: how ``"compressed"`` samples, or those on disk, are encoded. ``"source"``: their own files as they are,
+            prepared on every read. ``"lz4"``, ``"zstd"``: lossless. ``"jpeg"``: lossy. An object with
+            ``encode(array) -> bytes`` and ``decode(memoryview, out)``. A tuple of these, one for each part of a sample.
+            ``"auto"``: the lossless one that decodes fastest of those that fit, tried on samples of the data, see
+            ``storage_report``; on disk none where samples fit as they are.
         resize: size in pixels that images are resized to before they are stored, as torchvision's ``Resize``: an int
             for the shorter side, or (height, width).
         fill: ``"eager"`` prepares all samples now.
@@ -44,9 +48,17 @@ class CachedDataset(PreparedDataset):
             them per sample exactly as written.
         on_error: ``"raise"``, or ``"skip"`` to leave out samples that cannot be prepared, with one warning.
         num_workers: processes that prepare; default: all usable cores.
+        cache_dir: folder that keeps prepared samples for the next run, which maps them into memory and prepares only
+            those whose file has changed since. The page cache holds one copy for all workers, ranks and runs. It is
+            found by the prepare part, the codec and the files (relative path, size, time); any number of datasets may
+            share a folder. Not with a ``storage`` in memory. Every sample is held against a checksum when it is first
+            read.
+        cache_key: stands for what fastdata cannot see: the samples of a dataset that does not list its files in
+            ``samples``, and lambdas in ``prepare``. Change it whenever these change.
 
     Raises:
         SampleError: a sample cannot be read or prepared; names its path and index.
+        CacheError: ``cache_dir`` cannot be written, or its disk is full.
         MemoryBudgetError: ``storage="shared"`` does not fit; raised before anything is allocated.
 
     A pickled dataset is a handle of a few hundred bytes plus the transforms; it opens only on the same machine, while
@@ -69,7 +81,7 @@ class CachedDataset(PreparedDataset):
         transform: Callable[[Any], Any] | None = None,
         target_transform: Callable[[Any], Any] | None = None,
         transforms: Callable[[Any, Any], Any] | None = None,
-        storage: Literal["auto", "device", "shared", "compressed", "none"] = "auto",
+        storage: Literal["auto", "device", "shared", "compressed", "disk", "none"] = "auto",
         codec: Any = "auto",
         resize: Size | None = None,
         fill: Literal["auto", "eager", "lazy"] = "auto",
@@ -79,6 +91,8 @@ class CachedDataset(PreparedDataset):
         batch_ops: Literal["auto", "off"] = "auto",
         on_error: OnError = "raise",
         num_workers: int | None = None,
+        cache_dir: str | os.PathLike[str] | None = None,
+        cache_key: str | None = None,
     ) -> None:
         options = Options(
             storage=storage,
@@ -91,8 +105,19 @@ class CachedDataset(PreparedDataset):
             batch_ops=batch_ops,
             on_error=on_error,
             num_workers=num_workers,
+            cache_dir=cache_dir,
+            cache_key=cache_key,
         )
         if transforms is not None and (transform is not None or target_transform is not None):
             raise ValueError("transforms= takes sample and target together; give it alone, or transform= and the like")
         self.transforms = transforms
-        self._build(DatasetSource(dataset), options, transform, target_transform, prepare=prepare)
+        source = DatasetSource(dataset)
+        listing = None
+        if cache_dir is not None:
+            paths = [source.path(index) for index in range(len(source))]
+            listing = list_paths([path for path in paths if path is not None], "") if all(paths) else None
+        self._build(source, options, transform, target_transform, prepare=prepare, listing=listing)
+
+    def _source_text(self, source: Source) -> str:
+        assert isinstance(source, DatasetSource)
+        return describe_dataset(source.dataset, self._options.cache_key)

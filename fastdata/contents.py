@@ -125,11 +125,12 @@ class Contents:
             yield
         except UndecodableError as damaged:
             path = self.path(damaged.index)
-            if damaged.codec == "source" and damaged.__cause__ is not None:
+            if damaged.codec == "source" and damaged.__cause__ is not None:  # the decoder's own complaint of the file
                 raise sample_error(path, damaged.index, damaged.__cause__) from damaged.__cause__
             name = f"sample {damaged.index}" if path is None else f"sample {damaged.index}, {path},"
+            cure = "" if damaged.is_on_disk else "; make the dataset again to mend it"
             raise SampleError(
-                f"{name} cannot be read from the store: {damaged}. The others can; make the dataset again to mend it.",
+                f"{name} cannot be read from the store: {damaged}. The others can{cure}.",
                 index=damaged.index,
                 path=path,
             ) from damaged

@@ -12,6 +12,7 @@ from torch.utils.data import Dataset
 
 from fastdata.batch import SampleBatch, collate_targets
 from fastdata.batchops import Program, compile_ops
+from fastdata.cache import CacheOrigin, Listing, describe_steps, prepare_on_disk
 from fastdata.contents import Contents, Table
 from fastdata.decode import Planes, Resize, present, sample_error, to_image
 from fastdata.errors import StoreGoneError
@@ -44,6 +45,8 @@ class PreparedDataset(Dataset[Any]):
         *,
         prepare: Callable[[Any], Any] | None = None,
         table: SampleTable | None = None,
+        listing: Listing | None = None,
+        root: str = "",
     ) -> None:
         """Choose the storage and fill it.
 
@@ -54,6 +57,8 @@ class PreparedDataset(Dataset[Any]):
             target_transform: the user's.
             prepare: runs first, before ``resize`` and the leading part of the transform.
             table: paths and targets where they are known beforehand; else they come from the source.
+            listing: the files, for a cache; None where samples are no files.
+            root: their folder.
         """
         self.target_transform = target_transform
         self._options = options
@@ -63,7 +68,14 @@ class PreparedDataset(Dataset[Any]):
         self._transform = transform
         self._epoch: int | None = None
         self._epochs_begun = 0
-        prepared = prepare_storage(self._road(source, (*self._first_steps, *self._plan.prepare)), options, table)
+        steps = (*self._first_steps, *self._plan.prepare)
+        road = self._road(source, steps)
+        if options.cache_dir is None or len(source) == 0:
+            prepared = prepare_storage(road, options, table)
+        else:
+            text = describe_steps(steps, options.cache_key)
+            origin = CacheOrigin(root=root, source=self._source_text(source), steps=text, listing=listing)
+            prepared = prepare_on_disk(road, options, table, origin)
         self.storage_plan, self.skipped = prepared.storage_plan, prepared.skipped
         self._contents, self._table = prepared.contents, prepared.table
         self._source = source if prepared.contents is None else None
@@ -73,6 +85,10 @@ class PreparedDataset(Dataset[Any]):
     def _road(self, source: Source, steps: tuple[Callable[[Any], Any], ...]) -> Road:
         """Where samples are read from and what prepares them."""
         return Road(source=source, prepare=Steps(steps))
+
+    def _source_text(self, source: Source) -> str:
+        """What opens the samples, as text that tells a cache from others."""
+        raise NotImplementedError
 
     def _compile(self) -> None:
         """Derive what serving needs from the plan and the store."""
@@ -122,7 +138,7 @@ class PreparedDataset(Dataset[Any]):
 
     @property
     def storage(self) -> str:
-        """Where samples are kept: ``"device"``, ``"shared"``, ``"compressed"`` or ``"none"``."""
+        """Where samples are kept: ``"device"``, ``"shared"``, ``"compressed"``, ``"disk"`` or ``"none"``."""
         return self.storage_plan.storage
 
     def _trial_road(self) -> Road:

@@ -7,6 +7,7 @@ handlers working.
 from __future__ import annotations
 
 __all__ = [
+    "CacheError",
     "CodecError",
     "DeviceError",
     "FastDataError",
@@ -53,6 +54,10 @@ class SampleError(FastDataError, OSError):
 
 class IngestError(FastDataError, RuntimeError):
     """Preparation stopped for a reason that is no single sample's fault, such as a killed worker process."""
+
+
+class CacheError(FastDataError, OSError):
+    """A cache on disk cannot be written, or what it holds cannot be used."""
 
 
 class CodecError(FastDataError, ValueError):

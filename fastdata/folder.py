@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from typing import Any, Literal
 
+from fastdata.cache import Listing, describe_call, list_folder, list_paths
 from fastdata.dataset import PreparedDataset
 from fastdata.decode import (
     IMAGE_EXTENSIONS,
@@ -40,12 +41,19 @@ class _ImageFiles(PreparedDataset):
         options: Options,
         transform: Callable[[Any], Any] | None,
         target_transform: Callable[[Any], Any] | None,
+        listing: Listing | None = None,
     ) -> None:
         if loader is not None and options.fast_decode:
             raise ValueError("fast_decode=True speeds up fastdata's own loader and cannot be combined with loader=")
         self.loader = loader or load_image
         self._table = table
-        self._build(self._origin(), options, transform, target_transform, table=table)
+        if listing is None and options.cache_dir is not None:
+            listing = list_paths(table.paths, self.root)
+        self._build(self._origin(), options, transform, target_transform, table=table, listing=listing, root=self.root)
+
+    def _source_text(self, source: Source) -> str:
+        text = describe_call(self.loader, self._options.cache_key)
+        return f"{text}, fast_decode" if self._options.fast_decode else text
 
     def _origin(self) -> FileSource:
         return FileSource(self._table.paths, self._table.targets, self.loader)
@@ -126,6 +134,8 @@ class ImageFolder(_ImageFiles):
             are resized to are decoded at a fraction of their size, and torch's kernel resizes. See
             ``fastdata.decode.load_resized`` for how far they differ.
         num_workers: see there.
+        cache_dir: see there. The listing of the folder is kept as well, and holds while no directory's time changes.
+        cache_key: see there; it also stands for a ``loader`` that is a lambda.
 
     Attributes:
         classes: sorted class names.
@@ -162,7 +172,7 @@ class ImageFolder(_ImageFiles):
         is_valid_file: Callable[[str], bool] | None = None,
         allow_empty: bool = False,
         *,
-        storage: Literal["auto", "device", "shared", "compressed", "none"] = "auto",
+        storage: Literal["auto", "device", "shared", "compressed", "disk", "none"] = "auto",
         codec: Any = "auto",
         resize: Size | None = None,
         fill: Literal["auto", "eager", "lazy"] = "auto",
@@ -173,6 +183,8 @@ class ImageFolder(_ImageFiles):
         on_error: OnError = "raise",
         fast_decode: bool = False,
         num_workers: int | None = None,
+        cache_dir: str | os.PathLike[str] | None = None,
+        cache_key: str | None = None,
     ) -> None:
         options = Options(
             storage=storage,
@@ -186,14 +198,22 @@ class ImageFolder(_ImageFiles):
             on_error=on_error,
             fast_decode=fast_decode,
             num_workers=num_workers,
+            cache_dir=cache_dir,
+            cache_key=cache_key,
         )
         self.root = os.path.expanduser(root) if isinstance(root, str) else os.fspath(root)
         _, class_to_idx = self.find_classes(self.root)
-        extensions = None if is_valid_file is not None else self.extensions
-        samples = scan_folder(self.root, class_to_idx, extensions, is_valid_file, allow_empty)
-        paths, targets = [path for path, _ in samples], [target for _, target in samples]
-        table = SampleTable(targets, paths=paths, class_to_idx=class_to_idx)
-        self._build_files(table, loader, options, transform, target_transform)
+        listing = None
+        if cache_dir is not None and is_valid_file is None:
+            listing = list_folder(self.root, class_to_idx, self.extensions, allow_empty, cache_dir)
+            assert listing.targets is not None
+            table = SampleTable(listing.targets, paths=listing.paths, class_to_idx=class_to_idx)
+        else:
+            extensions = None if is_valid_file is not None else self.extensions
+            samples = scan_folder(self.root, class_to_idx, extensions, is_valid_file, allow_empty)
+            paths, targets = [path for path, _ in samples], [target for _, target in samples]
+            table = SampleTable(targets, paths=paths, class_to_idx=class_to_idx)
+        self._build_files(table, loader, options, transform, target_transform, listing)
 
     def find_classes(self, directory: str) -> tuple[list[str], dict[str, int]]:
         """Class names and their numbers; override it to choose which folders are classes.
@@ -226,6 +246,8 @@ class ImageManifest(_ImageFiles):
         on_error: see there.
         fast_decode: see there.
         num_workers: see there.
+        cache_dir: see there.
+        cache_key: see there.
 
     Raises:
         ValueError: the CSV file is malformed; names line and column.
@@ -253,7 +275,7 @@ class ImageManifest(_ImageFiles):
         transform: Callable[[Any], Any] | None = None,
         target_transform: Callable[[Any], Any] | None = None,
         loader: Callable[[str], Any] | None = None,
-        storage: Literal["auto", "device", "shared", "compressed", "none"] = "auto",
+        storage: Literal["auto", "device", "shared", "compressed", "disk", "none"] = "auto",
         codec: Any = "auto",
         resize: Size | None = None,
         fill: Literal["auto", "eager", "lazy"] = "auto",
@@ -264,6 +286,8 @@ class ImageManifest(_ImageFiles):
         on_error: OnError = "raise",
         fast_decode: bool = False,
         num_workers: int | None = None,
+        cache_dir: str | os.PathLike[str] | None = None,
+        cache_key: str | None = None,
     ) -> None:
         options = Options(
             storage=storage,
@@ -277,6 +301,8 @@ class ImageManifest(_ImageFiles):
             on_error=on_error,
             fast_decode=fast_decode,
             num_workers=num_workers,
+            cache_dir=cache_dir,
+            cache_key=cache_key,
         )
         self.root = os.fspath(root) if root is not None else os.path.dirname(os.path.abspath(csv_path))
         manifest = read_manifest(csv_path, root, file, label)

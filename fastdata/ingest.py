@@ -18,7 +18,7 @@ import numpy as np
 
 from fastdata.crew import run_tasks
 from fastdata.decode import is_image, sample_error, to_stored
-from fastdata.errors import IngestError, SampleError
+from fastdata.errors import CacheError, IngestError, SampleError
 from fastdata.report import log, progress_bar
 from fastdata.sources import Source
 from fastdata.spec import Form, SampleSpec
@@ -321,7 +321,7 @@ class SampleRoad:
     def _write(self, index: int, writer: Writer, part: Part) -> Place:
         try:
             return writer.write(index, part.array)
-        except (MemoryError, ShapesDifferError):
+        except (CacheError, MemoryError, ShapesDifferError):
             raise
         except Exception as cause:  # an encoder raises anything; all of it is named and kept
             raise sample_error(self.source.path(index), index, cause) from cause

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,7 +18,7 @@ __all__ = ["Options"]
 class Options:
     """How a dataset is prepared; the keyword arguments that all fastdata datasets share."""
 
-    storage: Literal["auto", "device", "shared", "compressed", "none"] = "auto"
+    storage: Literal["auto", "device", "shared", "compressed", "disk", "none"] = "auto"
     codec: Any = "auto"
     resize: Size | None = None
     fill: Literal["auto", "eager", "lazy"] = "auto"
@@ -28,6 +29,8 @@ class Options:
     on_error: OnError = "raise"
     fast_decode: bool = False
     num_workers: int | None = None
+    cache_dir: str | os.PathLike[str] | None = None
+    cache_key: str | None = None
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
@@ -46,6 +49,22 @@ class Options:
                 "storage='device' copies all samples to the GPU at once, and fill='lazy' does not have them yet; use "
                 "fill='eager', or storage='shared'"
             )
+        self._check_cache()
+
+    def _check_cache(self) -> None:
+        if self.cache_dir is None:
+            if self.storage == "disk":
+                raise ValueError("storage='disk' keeps samples in a folder; name it with cache_dir=")
+            if self.cache_key is not None:
+                raise ValueError("cache_key= says when a cache is still right; it needs cache_dir=")
+            return
+        if self.storage not in ("auto", "disk"):
+            raise ValueError(
+                f"cache_dir= keeps samples on disk, from where the page cache serves them; storage={self.storage!r} "
+                "does not. Leave one of them out; codec= compresses on disk as well."
+            )
+        if self.fill == "lazy":
+            raise ValueError("fill='lazy' prepares samples in memory; a cache is written whole. Leave out fill=.")
 
 
 _CODECS = ("auto", "source", *KNOWN_CODECS)

@@ -25,7 +25,16 @@ from fastdata.stores.writers import DenseWriter, EncodedWriter, FileWriter, Ragg
 from fastdata.table import SampleTable
 from fastdata.trial import choices_for, try_codecs, try_source
 
-__all__ = ["Prepared", "Road", "Steps", "prepare_storage", "report_storage"]
+__all__ = [
+    "Prepared",
+    "Road",
+    "Steps",
+    "look_longer",
+    "prepare_storage",
+    "report_storage",
+    "try_all",
+    "warn_of_skipped",
+]
 
 _TRIAL_SAMPLES = 24
 _SOURCE = "source"
@@ -149,7 +158,7 @@ class _Preparation:
 
     def _tried(self) -> list[CodecTrial]:
         if self._trials is None:
-            self._trials = _try_all(self._road, self._options, _look_longer(self._road))
+            self._trials = try_all(self._road, self._options, look_longer(self._road))
         return self._trials
 
     def _fill(self, plan: StoragePlan) -> Prepared:
@@ -170,11 +179,7 @@ class _Preparation:
             progress=options.progress,
             description=plan.reason,
         )
-        if ingested.skipped:
-            warn_user(
-                f"{len(ingested.skipped)} of {len(source)} samples cannot be prepared and were left out; "
-                f"dataset.skipped lists them. The first: {ingested.skipped[0]}"
-            )
+        warn_of_skipped(ingested.skipped, len(source))
         kept = _table_of(ingested, table)
         contents = Contents(ingested.stores, kept, expected.is_tuple, expected.target_is_part)
         return Prepared(storage_plan=plan, contents=contents, table=kept, skipped=ingested.skipped)
@@ -240,15 +245,24 @@ class _Preparation:
         return {"first_bytes": reserved_bytes, "limit_bytes": reserved_bytes}
 
 
+def warn_of_skipped(skipped: Sequence[SampleError], count: int) -> None:
+    """Say how many of the samples were left out, if any."""
+    if skipped:
+        warn_user(
+            f"{len(skipped)} of {count} samples cannot be prepared and were left out; dataset.skipped lists them. "
+            f"The first: {skipped[0]}"
+        )
+
+
 def report_storage(road: Road, options: Options) -> StorageReport:
     """Try all codecs on samples of the source, spread over it.
 
     Raises:
         SampleError: none of the samples looked at can be read.
     """
-    expected = _look_longer(road)
-    trials = _try_all(road, replace(options, codec="auto"), expected)
-    given = [] if options.codec == "auto" else _try_all(road, options, expected)
+    expected = look_longer(road)
+    trials = try_all(road, replace(options, codec="auto"), expected)
+    given = [] if options.codec == "auto" else try_all(road, options, expected)
     names = {trial.codec for trial in trials}
     return StorageReport(
         raw_bytes=expected.need_bytes,
@@ -262,12 +276,12 @@ def _budget(options: Options) -> Budget:
     return budget_bytes(machine.available_bytes(), options.memory_limit, ranks=machine.local_ranks())
 
 
-def _look_longer(road: Road) -> Forecast:
+def look_longer(road: Road) -> Forecast:
     """Sizes of encoded samples vary more than their shapes do."""
     return forecast(road.source, road.prepare, probes=_TRIAL_SAMPLES)
 
 
-def _try_all(road: Road, options: Options, expected: Forecast) -> list[CodecTrial]:
+def try_all(road: Road, options: Options, expected: Forecast) -> list[CodecTrial]:
     """Try the codecs that the user leaves open."""
     trials: list[CodecTrial] = []
     if options.codec in ("auto", _SOURCE):

@@ -175,6 +175,8 @@ def scan_folder(
     extensions: str | tuple[str, ...] | None = None,
     is_valid_file: Callable[[str], bool] | None = None,
     allow_empty: bool = False,
+    *,
+    visited: list[str] | None = None,
 ) -> list[tuple[str, int]]:
     """List the samples under a folder of class folders: torchvision's ``make_dataset``, order and errors, but faster.
 
@@ -187,6 +189,7 @@ def scan_folder(
         extensions: file name endings in lower case; exactly one of this and ``is_valid_file`` is given.
         is_valid_file: decides on a path.
         allow_empty: whether a class may have no file.
+        visited: gets the path of every folder that was listed.
 
     Raises:
         ValueError: ``class_to_idx`` is empty, or both or none of ``extensions`` and ``is_valid_file`` are given.
@@ -205,7 +208,9 @@ def scan_folder(
     samples: list[tuple[str, int]] = []
     empty: list[str] = []
     listings = _list_folders([os.path.join(folder, name) for name in names], endings)
-    for name, paths in zip(names, listings, strict=True):
+    for name, (folders, paths) in zip(names, listings, strict=True):
+        if visited is not None:
+            visited.extend(folders)
         valid: Iterable[str] = paths if is_valid_file is None else filter(is_valid_file, paths)
         before, index = len(samples), class_to_idx[name]
         samples.extend([(path, index) for path in valid])
@@ -256,23 +261,23 @@ class _Row(NamedTuple):
     label: str
 
 
-def _list_folders(tops: list[str], endings: str | tuple[str, ...] | None) -> Iterator[list[str]]:
+def _list_folders(tops: list[str], endings: str | tuple[str, ...] | None) -> Iterator[tuple[list[str], list[str]]]:
     """List folders one after the other, and the rest in threads once listing has waited more than it worked."""
     idle_s = 0.0
     for position, top in enumerate(tops, start=1):
         start_s, start_work_s = time.perf_counter(), time.thread_time()
-        paths = _list_files(top, endings)
+        listing = _list_files(top, endings)
         worked_s = time.thread_time() - start_work_s
         idle_s += time.perf_counter() - start_s - 2 * worked_s
-        yield paths
+        yield listing
         if idle_s > SCAN_PATIENCE_S and len(tops) > position + 1:
             with ThreadPoolExecutor(SCAN_THREADS) as threads:
                 yield from threads.map(_list_files, tops[position:], repeat(endings))
             return
 
 
-def _list_files(top: str, endings: str | tuple[str, ...] | None) -> list[str]:
-    """Paths of the files below ``top`` that end in one of ``endings``.
+def _list_files(top: str, endings: str | tuple[str, ...] | None) -> tuple[list[str], list[str]]:
+    """Folders below ``top`` and itself, and paths of the files there that end in one of ``endings``.
 
     In the order of ``sorted(os.walk(top, followlinks=True))``; folders that cannot be listed are passed over as there.
     """
@@ -287,7 +292,7 @@ def _list_files(top: str, endings: str | tuple[str, ...] | None) -> list[str]:
     for folder in sorted(files_of):
         prefix = os.path.join(folder, "")
         paths.extend([prefix + name for name in sorted(files_of[folder])])
-    return paths
+    return sorted(files_of), paths
 
 
 def _list_one(folder: str) -> tuple[list[str], list[str]]:

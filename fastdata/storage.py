@@ -14,9 +14,9 @@ from fastdata.memory import Budget, format_bytes
 
 __all__ = ["STORAGES", "CodecTrial", "Storage", "StoragePlan", "StorageReport", "choose_storage", "would_fit"]
 
-Storage = Literal["device", "shared", "compressed", "none"]
+Storage = Literal["device", "shared", "compressed", "disk", "none"]
 
-STORAGES = ("auto", "device", "shared", "compressed", "none")
+STORAGES = ("auto", "device", "shared", "compressed", "disk", "none")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,7 +104,8 @@ def choose_storage(
     else nowhere. A codec that loses something is used only when it is asked for by name.
 
     Args:
-        storage: ``"shared"`` or ``"device"`` (raw), ``"compressed"``, ``"none"`` or ``"auto"``.
+        storage: ``"shared"`` or ``"device"`` (raw), ``"compressed"``, ``"none"`` or ``"auto"``; ``"disk"`` is no choice
+            of memory.
         raw_bytes: what all samples take as they are.
         budget: what they may take.
         trials: what codecs would make of them; needed only where they are to be compressed or do not fit raw.
@@ -119,8 +120,9 @@ def choose_storage(
         >>> print(choose_storage("auto", 3 << 30, budget).reason)
         storage='shared': 3.0 GiB of 20.0 GiB free
     """
-    if storage not in STORAGES:
-        raise ValueError(f"storage={storage!r} is not known. Use one of {', '.join(map(repr, STORAGES))}.")
+    if storage not in STORAGES or storage == "disk":
+        in_memory = [name for name in STORAGES if name != "disk"]
+        raise ValueError(f"storage={storage!r} is not known. Use one of {', '.join(map(repr, in_memory))}.")
     if storage == "none":
         return StoragePlan(storage="none", reason="storage='none': nothing is kept, every epoch decodes again")
     free = format_bytes(budget.bytes)

@@ -255,7 +255,7 @@ def test_wrong_indices_are_named() -> None:
 def test_wrong_options_are_named() -> None:
     """A misspelt option lists the choices."""
     with pytest.raises(
-        ValueError, match="storage='ram' is not one of 'auto', 'device', 'shared', 'compressed', 'none'"
+        ValueError, match="storage='ram' is not one of 'auto', 'device', 'shared', 'compressed', 'disk', 'none'"
     ):
         cached([(torch.zeros(1), 0)], storage="ram")
     with pytest.raises(TypeError, match="has no __getitem__ and __len__"):

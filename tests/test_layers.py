@@ -33,6 +33,7 @@ ORDER = (
     "stores.base",
     "stores.raw",
     "stores.encoded",
+    "stores.disk",
     "stores",
     "crew",
     "ingest",
@@ -41,6 +42,7 @@ ORDER = (
     "trial",
     "options",
     "preparation",
+    "cache",
     "ring",
     "batch",
     "transport",
@@ -72,6 +74,7 @@ DOORS = {
     "simplejpeg": {"decode"},
     "lz4": {"codecs"},
     "zstandard": {"codecs"},
+    "filelock": {"cache"},
 }
 
 MODULES = sorted(PACKAGE.rglob("*.py"))

@@ -2,6 +2,7 @@
 
 from fastdata.decode.images import (
     IMAGE_EXTENSIONS,
+    CenterCrop,
     FastLoader,
     Interpolation,
     Resize,
@@ -17,6 +18,7 @@ from fastdata.decode.stored import Planes, is_image, present, spec_of, to_image,
 
 __all__ = [
     "IMAGE_EXTENSIONS",
+    "CenterCrop",
     "FastLoader",
     "Interpolation",
     "Planes",

@@ -34,6 +34,7 @@ except ImportError:  # the optional extra [jpeg]
 
 __all__ = [
     "IMAGE_EXTENSIONS",
+    "CenterCrop",
     "FastLoader",
     "Interpolation",
     "Resize",
@@ -167,6 +168,33 @@ class Resize:
         if (width, height) == image.size:
             return image
         return image.resize((width, height), Image.Resampling.BILINEAR)
+
+
+@dataclass(frozen=True, slots=True)
+class CenterCrop:
+    """Cuts the centre out of PIL images: the very pixels of torchvision's ``CenterCrop(size)``.
+
+    Args:
+        size: (height, width).
+
+    Example:
+        >>> CenterCrop((4, 6))(Image.new("RGB", (9, 5))).size
+        (6, 4)
+    """
+
+    size: tuple[int, int]
+
+    __torchvision_equal__ = "CenterCrop"
+
+    def __call__(self, image: Image.Image) -> Image.Image:
+        """Cut one image; a smaller one is padded with black."""
+        height, width = self.size
+        left = (image.width - width) / 2
+        top = (image.height - height) / 2
+        # torchvision pads first, the odd pixel right and below, and then rounds where the cut begins.
+        x = -((width - image.width) // 2) if image.width < width else round(left)
+        y = -((height - image.height) // 2) if image.height < height else round(top)
+        return image.crop((x, y, x + width, y + height))
 
 
 def _open(stream: BinaryIO, fast_target: tuple[int, int] | None) -> Image.Image:

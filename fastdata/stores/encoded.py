@@ -40,11 +40,12 @@ class UndecodableError(Exception):
     Attributes:
         index: of the sample.
         codec: name of the codec.
+        is_on_disk: whether the bytes are other ones than were written to disk; the message says how that is mended.
     """
 
-    def __init__(self, message: str, *, index: int, codec: str) -> None:
+    def __init__(self, message: str, *, index: int, codec: str, is_on_disk: bool = False) -> None:
         super().__init__(message)
-        self.index, self.codec = index, codec
+        self.index, self.codec, self.is_on_disk = index, codec, is_on_disk
 
 
 class EncodedStore:

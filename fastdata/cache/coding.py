@@ -1,0 +1,115 @@
+"""How the parts of samples are encoded on disk, and their writers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fastdata.cache.writers import HeapWriter, TableWriter, free_bytes
+from fastdata.codecs import Codec, SourceDecoder
+from fastdata.ingest import Forecast
+from fastdata.memory import format_bytes
+from fastdata.options import Options
+from fastdata.preparation import Road, look_longer, try_all
+from fastdata.report import log
+from fastdata.spec import SampleSpec
+from fastdata.trial import choices_for
+
+__all__ = ["SOURCE", "CacheWriter", "Coders", "Coding", "choose_coding", "make_writer", "make_writers"]
+
+SOURCE = "source"
+_SPARE_BYTES = 256 << 20
+"""Left on the disk where the choice is ours."""
+
+CacheWriter = TableWriter | HeapWriter
+Coders = tuple["Codec | SourceDecoder | None", ...]
+
+
+class Coding(NamedTuple):
+    """What encodes each part, None keeps it raw; its settings; and about what all its samples take."""
+
+    coders: Coders
+    settings: tuple[dict[str, Any] | None, ...]
+    part_bytes: tuple[int, ...]
+
+
+def choose_coding(road: Road, options: Options, expected: Forecast, cache_dir: Path) -> Coding:
+    """Keep samples raw where the disk has room for them, else by the fastest lossless codec, or as the user says.
+
+    Raises:
+        ValueError: the codec that the user wants cannot encode them.
+    """
+    parts = len(expected.specs)
+    free = max(free_bytes(cache_dir) - _SPARE_BYTES, 0)
+    raw = Coding((None,) * parts, (None,) * parts, expected.part_bytes)
+    is_free = options.codec == "auto"
+    if is_free and expected.need_bytes <= free:
+        return raw
+    trials = try_all(road, options, look_longer(road))
+    usable = [trial for trial in trials if trial.obstacle is None]
+    if not is_free and not usable:
+        raise ValueError(f"codec={options.codec!r} is not possible here: {trials[0].obstacle}")
+    fitting = [trial for trial in usable if not is_free or (trial.lossless and trial.need_bytes <= free)]
+    if not fitting:
+        return raw  # its writer says need, free and cure
+    best = max(fitting, key=lambda trial: trial.decode_per_s)
+    if is_free:
+        log.info("codec=%r: raw %s, %s free", best.codec, format_bytes(expected.need_bytes), format_bytes(free))
+    if best.codec == SOURCE:
+        return Coding((road.decoder,), ({"name": SOURCE},), best.part_bytes)
+    codecs = next(choice for choice in choices_for(options.codec, parts) if choice.name == best.codec).codecs
+    return Coding(codecs, tuple(dict(codec.settings()) for codec in codecs), best.part_bytes)
+
+
+def make_writers(
+    folder: Path,
+    expected: Forecast,
+    coding: Coding,
+    length: int,
+    shape: tuple[int, ...] | None,
+    any_shapes: bool,
+) -> list[CacheWriter]:
+    """Make the writer of each part, for samples of any shapes if they turned out not to have the expected ones."""
+    writers: list[CacheWriter] = []
+    try:
+        for part, spec in enumerate(expected.specs):
+            one = Coding(*(column[part : part + 1] for column in coding))  # type: ignore[arg-type]
+            is_certain = spec.shape == shape and not any_shapes
+            spec = replace(spec, shape=None) if any_shapes else spec
+            writers.append(make_writer(folder, part, spec, one, length, is_certain=is_certain))
+    except BaseException:
+        for writer in writers:
+            writer.close()
+        raise
+    return writers
+
+
+def make_writer(
+    folder: Path,
+    part: int,
+    spec: SampleSpec,
+    coding: Coding,
+    length: int,
+    first_shard: int = 0,
+    *,
+    is_certain: bool = False,
+) -> CacheWriter:
+    """Make the writer of one part.
+
+    Raises:
+        CacheError: the disk is too full.
+    """
+    if coding.coders[0] is None and spec.is_dense and spec.sample_bytes:
+        return TableWriter(folder, part, spec, length, first_shard=first_shard)
+    return HeapWriter(
+        folder,
+        part,
+        spec,
+        coding.coders[0],
+        length=length,
+        expected_bytes=coding.part_bytes[0],
+        settings=coding.settings[0],
+        is_certain=is_certain,
+        first_shard=first_shard,
+    )

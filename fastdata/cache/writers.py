@@ -1,0 +1,303 @@
+"""Writing samples into shards, from any worker; see ``fastdata.stores.writers.Writer``."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fastdata.blocks import ArrayBlock
+from fastdata.cache.manifest import Part, Shard, write_array
+from fastdata.cache.opening import open_part
+from fastdata.codecs import Codec, SourceDecoder
+from fastdata.errors import CacheError
+from fastdata.locks import ByteLocks
+from fastdata.memory import format_bytes
+from fastdata.spec import SampleSpec
+from fastdata.stores.base import Store
+from fastdata.stores.disk import checksum
+from fastdata.stores.writers import Place, Places, ShapesDifferError
+
+__all__ = ["HEAD_BYTES", "HeapWriter", "TableWriter"]
+
+SHARD_BYTES = 128 << 20
+MAX_SHARDS = 128
+"""Of a part as first written: every process keeps a descriptor open for each, and 1,024 is a usual limit."""
+HEAD_BYTES = 128
+"""Before the first row of a table: what NumPy writes for such arrays, a multiple of 64."""
+_ALIGN_BYTES = 64
+_SHARD_BITS = 44
+"""A place in a heap is the number of its shard, and below so many bits the byte there."""
+
+
+class TableWriter:
+    """Raw samples of one shape: sample i goes to row i of a row of ``.npy`` files.
+
+    The files are reserved at once, so that a full disk is found before anything is prepared.
+
+    Args:
+        folder: where to write.
+        part: which part of the samples this is.
+        spec: dense.
+        length: number of samples.
+        first_shard: number of the first file.
+
+    Raises:
+        CacheError: the disk is too full.
+    """
+
+    rows: np.ndarray
+
+    def __init__(self, folder: Path, part: int, spec: SampleSpec, length: int, *, first_shard: int = 0) -> None:
+        self.spec, self.part = spec, Part(name=f"part{part}", spec=spec, codec=None, shards=())
+        self._folder, self._length = folder, length
+        shard_bytes = max(SHARD_BYTES, spec.sample_bytes * length // MAX_SHARDS)
+        self._rows = max(shard_bytes // spec.sample_bytes, 1)
+        self._names = [f"part{part}-{first_shard + k:05}" for k in range(-(-length // self._rows))]
+        self._sums = ArrayBlock({"sums": np.zeros(max(length, 1), np.uint64)}, seal=False)
+        try:
+            _check_room(folder, spec.sample_bytes * length)
+            for k, name in enumerate(self._names):
+                self._reserve(f"{name}.npy", min(self._rows, length - k * self._rows))
+        except BaseException:
+            self._sums.close()
+            raise
+
+    def _reserve(self, name: str, rows: int) -> None:
+        assert self.spec.shape is not None
+        head = io.BytesIO()
+        what = {"descr": np.dtype(self.spec.dtype).str, "fortran_order": False, "shape": (rows, *self.spec.shape)}
+        np.lib.format.write_array_header_1_0(head, what)
+        assert len(head.getbuffer()) == HEAD_BYTES, "NumPy writes longer headers only for more dimensions than these"
+        size_bytes = HEAD_BYTES + rows * self.spec.sample_bytes
+        with (self._folder / name).open("wb") as file, _naming_full_disk(self._folder, size_bytes):
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(file.fileno(), 0, size_bytes)
+            else:
+                os.truncate(file.fileno(), size_bytes)
+            file.write(head.getbuffer())
+
+    def write(self, index: int, array: np.ndarray) -> Place:
+        """Store sample ``index``.
+
+        Raises:
+            ShapesDifferError: it is not of the common shape.
+            CacheError: the disk is full.
+        """
+        if array.shape != self.spec.shape:
+            raise ShapesDifferError(f"sample {index} has shape {array.shape}, those before it {self.spec.shape}")
+        data = _bytes_of(array)
+        shard, row = divmod(index, self._rows)
+        _write_at(self._folder / f"{self._names[shard]}.npy", HEAD_BYTES + row * self.spec.sample_bytes, data)
+        self._sums["sums"][index] = checksum(data)
+        return Place(index, array.nbytes, array.shape)
+
+    def live(self, index: ArrayBlock) -> Store:
+        """Not for caches: they are read when they are complete."""
+        raise TypeError("a cache is read when it is complete")
+
+    def finish(self, places: Places) -> Store:
+        """See ``Writer``; ``part`` and ``rows`` say afterwards what was written, and where."""
+        sums, shards = self._sums["sums"], []
+        for k, name in enumerate(self._names):
+            first, last = k * self._rows, min((k + 1) * self._rows, self._length)
+            path = self._folder / f"{name}.npy"
+            _sync(path)
+            arrays = {"sums": write_array(self._folder, f"{name}-sums.npy", sums[first:last])}
+            shards.append(Shard(name=path.name, size_bytes=path.stat().st_size, rows=last - first, arrays=arrays))
+        self.part, self.rows = replace(self.part, shards=tuple(shards)), places.starts
+        self._sums.close()
+        return open_part(self._folder, self.part, self.rows, None)
+
+    def close(self) -> None:
+        """Give up; the files are the folder's. Idempotent."""
+        self._sums.close()
+
+
+class HeapWriter:
+    """Samples of any sizes end to end in ``.bin`` files: encoded ones, files as they are, or raw ones of many shapes.
+
+    Args:
+        folder: where to write.
+        part: which part of the samples this is.
+        spec: of the samples as they are served.
+        codec: encodes them; None keeps them raw. A ``SourceDecoder`` keeps the bytes of files as they are.
+        length: number of samples.
+        expected_bytes: about what all of them take.
+        settings: of the codec, for the manifest.
+        is_certain: whether the spec of files kept as they are is dense for sure; else every file is opened once.
+        first_shard: number of the first file.
+
+    Raises:
+        CacheError: the disk is too full.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        part: int,
+        spec: SampleSpec,
+        codec: Codec | SourceDecoder | None,
+        *,
+        length: int,
+        expected_bytes: int,
+        settings: dict[str, Any] | None,
+        is_certain: bool = False,
+        first_shard: int = 0,
+    ) -> None:
+        self._is_certain = is_certain
+        is_source = isinstance(codec, SourceDecoder)
+        self.spec = SampleSpec(shape=None, dtype="uint8", form="array") if is_source else spec
+        self.part = Part(name=f"part{part}", spec=spec, codec=settings, shards=())
+        self._folder, self._codec, self._name, self._first_shard = folder, codec, f"part{part}", first_shard
+        self._shard_bytes = max(SHARD_BYTES, expected_bytes // MAX_SHARDS)
+        self._align_bytes = _ALIGN_BYTES if codec is None else 1
+        _check_room(folder, expected_bytes)
+        self._block = ArrayBlock(
+            {
+                "end": np.zeros(1, np.int64),
+                "sums": np.zeros(max(length, 1), np.uint64),
+                "starts": np.full(max(length, 1), -1, np.int64),
+            },
+            seal=False,
+        )
+        self._locks = ByteLocks(self._block.block)
+
+    def write(self, index: int, array: np.ndarray) -> Place:
+        """Encode a sample and store it behind those already there.
+
+        Raises:
+            ShapesDifferError: it is not of the common shape.
+            CacheError: the disk is full.
+        """
+        shape, data = self._encode(array)
+        if self.part.spec.shape not in (None, shape):
+            raise ShapesDifferError(f"sample {index} has shape {shape}, those before it {self.part.spec.shape}")
+        with self._locks.hold(0):
+            start = int(self._block["end"][0])
+            end = start + -(-data.nbytes // self._align_bytes) * self._align_bytes
+            if (end & ((1 << _SHARD_BITS) - 1)) >= self._shard_bytes:
+                end = ((end >> _SHARD_BITS) + 1) << _SHARD_BITS
+            self._block["end"][0] = end
+        _write_at(self._path(start >> _SHARD_BITS), start & ((1 << _SHARD_BITS) - 1), data)
+        self._block["sums"][index] = checksum(data)
+        self._block["starts"][index] = start
+        return Place(start, data.nbytes, shape)
+
+    def _encode(self, array: np.ndarray) -> tuple[tuple[int, ...], np.ndarray]:
+        """Shape of the sample as it is served, and the bytes to keep."""
+        if self._codec is None:
+            return array.shape, _bytes_of(array)
+        if not isinstance(self._codec, SourceDecoder):
+            return array.shape, np.frombuffer(self._codec.encode(np.ascontiguousarray(array)), np.uint8)
+        common = self.part.spec.shape
+        shape = common if self._is_certain and common is not None else self._codec.sample(array.data).shape
+        return shape, _bytes_of(array)
+
+    def _path(self, shard: int) -> Path:
+        return self._folder / f"{self._name}-{self._first_shard + shard:05}.bin"
+
+    def live(self, index: ArrayBlock) -> Store:
+        """Not for caches: they are read when they are complete."""
+        raise TypeError("a cache is read when it is complete")
+
+    def finish(self, places: Places) -> Store:
+        """See ``Writer``; ``part`` and ``rows`` say afterwards what was written, and where."""
+        starts = self._block["starts"]
+        by_start = np.argsort(starts, kind="stable")
+        sums = self._block["sums"][by_start[np.searchsorted(starts, places.starts, sorter=by_start)]]
+        order = np.argsort(places.starts, kind="stable")
+        shards = []
+        numbers = places.starts[order] >> _SHARD_BITS
+        for number in range(int(numbers[-1]) + 1 if len(numbers) else 0):
+            chosen = order[np.searchsorted(numbers, number) : np.searchsorted(numbers, number, "right")]
+            path = self._path(number)
+            path.touch()
+            _sync(path)
+            columns = {
+                "sums": sums[chosen],
+                "offsets": places.starts[chosen] & ((1 << _SHARD_BITS) - 1),
+                "sizes": places.sizes[chosen],
+                "shapes": places.shapes[chosen],
+            }
+            arrays = {name: write_array(self._folder, f"{path.stem}-{name}.npy", it) for name, it in columns.items()}
+            shards.append(Shard(name=path.name, size_bytes=path.stat().st_size, rows=len(chosen), arrays=arrays))
+        self.part = replace(self.part, shards=tuple(shards))
+        self.rows = np.empty(len(order), np.int64)
+        self.rows[order] = np.arange(len(order))
+        self._block.close()
+        return open_part(self._folder, self.part, self.rows, self._codec)
+
+    def close(self) -> None:
+        """Give up; the files are the folder's. Idempotent."""
+        self._block.close()
+
+
+class _naming_full_disk:  # noqa: N801  # read as a verb: with _naming_full_disk(...)
+    """Turn the system's complaint about a full disk into need, free and cure."""
+
+    def __init__(self, folder: Path, need_bytes: int) -> None:
+        self._folder, self._need_bytes = folder, need_bytes
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: object, problem: BaseException | None, __: object) -> None:
+        if isinstance(problem, OSError) and problem.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise _full(self._folder, self._need_bytes, str(problem.strerror)) from problem
+
+
+def _full(folder: Path, need_bytes: int, why: str) -> CacheError:
+    return CacheError(
+        f"the disk of {folder.parent} is too full for the cache ({why}): {format_bytes(need_bytes)} more are needed, "
+        f"{format_bytes(free_bytes(folder))} are free. Free some space, give another cache_dir=, codec='zstd' (about "
+        "half of the size) or a smaller resize=."
+    )
+
+
+def free_bytes(folder: Path) -> int:
+    """What the disk of a folder, or of the nearest folder above it that there is, can still take."""
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    if not hasattr(os, "statvfs"):
+        import shutil
+
+        return shutil.disk_usage(folder).free
+    found = os.statvfs(folder)
+    return found.f_bavail * found.f_frsize
+
+
+def _check_room(folder: Path, need_bytes: int) -> None:
+    if need_bytes > free_bytes(folder):
+        raise _full(folder, need_bytes, "looked at beforehand")
+
+
+def _bytes_of(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def _write_at(path: Path, offset: int, data: np.ndarray) -> None:
+    """Copy bytes to their place in a file that may be written by others at the same time."""
+    rest = memoryview(data.data)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0), 0o666)
+    try:
+        with _naming_full_disk(path.parent, rest.nbytes):
+            while rest.nbytes:
+                if hasattr(os, "pwrite"):
+                    written = os.pwrite(fd, rest, offset)
+                else:
+                    os.lseek(fd, offset, os.SEEK_SET)
+                    written = os.write(fd, rest)
+                rest, offset = rest[written:], offset + written
+    finally:
+        os.close(fd)
+
+
+def _sync(path: Path) -> None:
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())
