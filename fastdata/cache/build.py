@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from filelock import Timeout
 
 from fastdata import machine
 from fastdata.cache.chosen import ChosenSource, renumbered
@@ -101,10 +102,25 @@ class _Cache:
             return None
         for candidate in [found] if found is not None else self._moved():
             try:
-                return self._open(candidate)
+                prepared = self._open(candidate)
             except CacheError as damaged:
                 self._why = str(damaged)
+            else:
+                if candidate is found:
+                    self._tidy(candidate)
+                return prepared
         return None
+
+    def _tidy(self, found: Recalled) -> None:
+        """Remove what a writer left that died after its work was done, if nobody is writing now."""
+        belong = found.manifest.file_names()
+        beside_it = [beside(self._home, suffix) for suffix in (PARTIAL, REPLACED)]
+        if all(name in belong for name in os.listdir(found.folder)) and not any(map(os.path.exists, beside_it)):
+            return
+        with contextlib.suppress(OSError, Timeout), locked(self._home, wait=False):
+            remove_strays(found.folder, Manifest.read(found.folder))
+            for folder in beside_it:
+                shutil.rmtree(folder, ignore_errors=True)
 
     def _recall(self, folder: Path) -> Recalled | None:
         try:
@@ -340,7 +356,7 @@ class _Cache:
         skipped = [renumbered(error, int(missing[error.index])) for error in ingested.skipped]
         targets = None if ingested.targets is None else found.merged_targets(rows, missing, ingested)
         self._write_manifest(found.folder, parts, rows, targets, [*found.skipped(), *skipped], manifest)
-        for mark in found.marks:
+        for mark in found.marks:  # those whose rows no sample uses any more; a killed run leaves that to the next
             mark.unlink(missing_ok=True)
         remove_strays(found.folder, Manifest.read(found.folder))
         return True

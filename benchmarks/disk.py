@@ -1,0 +1,207 @@
+"""What does keeping prepared samples on disk cost, and how soon does the next run start?
+
+Building a cache runs in turns with filling shared memory; a run from a filled cache is timed in a process of its own
+(imports not counted); files that are read into memory are held against ``cat`` over the same files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from _helper import Row, class_folders, in_turns, parser, print_rows, save_rows, seconds_of, transforms
+from fastdata import CachedDataset, ImageFolder
+from fastdata.cache import list_folder
+from fastdata.machine import usable_cores
+
+START = """
+import sys, time
+from fastdata import ImageFolder
+start = time.perf_counter()
+dataset = ImageFolder(sys.argv[1], cache_dir=sys.argv[2], resize=(32, 32), progress=False)
+if sys.argv[3] == "batch":
+    dataset.__getitems__(range(0, len(dataset), len(dataset) // 64))
+print(time.perf_counter() - start)
+"""
+FOLDERS = 1000
+
+
+def building(root: Path, work: Path, rounds: int) -> list[Row]:
+    """Preparing photographs into shared memory and into a cache, on the same disk as the photographs."""
+    transform = transforms.Compose([transforms.Resize(256), transforms.CenterCrop(256)])
+    count = sum(1 for path in root.rglob("*") if path.is_file())
+    made = iter(range(10_000))
+
+    def build(on_disk: bool) -> float:
+        options = {"cache_dir": work / f"build-{next(made)}"} if on_disk else {"storage": "shared", "fill": "eager"}
+        return count / seconds_of(lambda: ImageFolder(str(root), transform, progress=False, **options).close())
+
+    rates = in_turns({"shared": partial(build, False), "disk": partial(build, True)}, rounds)
+    row = partial(Row, section=f"preparing {count} photographs at 256x256, all cores", unit="images/s")
+    return [
+        row(name="into shared memory", rounds=rates["shared"]),
+        row(name="into a cache, synced", rounds=rates["disk"], against="into shared memory", target="0.95"),
+    ]
+
+
+def starting(root: Path, work: Path, rounds: int, count: int) -> list[Row]:
+    """A run over many small images whose cache is filled: until the dataset is there, and the first batch out."""
+    many = _many_links(root, work / "many", count)
+    cache_dir = work / "start"
+    first_s = seconds_of(lambda: ImageFolder(str(many), cache_dir=cache_dir, resize=(32, 32), progress=False).close())
+    time.sleep(2.5)  # until the folders count as settled, see fastdata.cache.listing
+    ImageFolder(str(many), cache_dir=cache_dir, resize=(32, 32), progress=False).close()
+
+    def start(what: str) -> float:
+        command = [sys.executable, "-c", START, str(many), str(cache_dir), what]
+        return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+    seconds = in_turns({what: partial(start, what) for what in ("dataset", "batch")}, rounds)
+    row = partial(Row, section=f"start from a filled cache, {count:,} images, without imports", unit="s")
+    return [
+        row(name="first run, all prepared", rounds=(first_s,)),
+        row(name="dataset", rounds=seconds["dataset"]),
+        row(name="dataset and first batch", rounds=seconds["batch"], target="0.5 s at most"),
+    ]
+
+
+def listing(work: Path, rounds: int, count: int) -> list[Row]:
+    """Very many empty files in 1,000 folders: listed, and held against the last listing."""
+    root, cache_dir = work / "files", work / "listing"
+    names = [f"{number:04}" for number in range(FOLDERS)]
+    for name in names:
+        (root / name).mkdir(parents=True)
+        for number in range(count // FOLDERS):
+            os.close(os.open(root / name / f"{number:06}.jpg", os.O_CREAT | os.O_WRONLY))
+        os.utime(root / name, (1, 1))
+    classes = {name: number for number, name in enumerate(names)}
+    ask = partial(list_folder, str(root), classes, (".jpg",), False, cache_dir)
+    first_s = seconds_of(ask)
+    seconds = in_turns({"again": partial(seconds_of, ask)}, rounds)
+    row = partial(Row, section=f"listing of {count:,} files in {FOLDERS:,} folders", unit="s")
+    return [
+        row(name="first listing", rounds=(first_s,)),
+        row(name="validated again, every file", rounds=seconds["again"], target="5 s at most"),
+    ]
+
+
+def reading(work: Path, rounds: int, size_mib: int) -> list[Row]:
+    """Raw samples read in order, batch by batch into one buffer, from the page cache; first reads check each sample."""
+    side = 256
+    count = (size_mib << 20) // (3 * side * side)
+    images = _Noise(count, side)
+    options: dict[str, Any] = {"cache_dir": work / "reading", "cache_key": f"noise {count}", "progress": False}
+    CachedDataset(images, **options).close()
+    shards = [path for path in (work / "reading").glob("*/part0-*.npy") if "sums" not in path.name]
+    size_mb = sum(path.stat().st_size for path in shards) / 1e6
+    out = np.empty((64, 3, side, side), np.uint8)
+
+    def read(store: Any) -> None:
+        for first in range(0, count, len(out)):
+            index_B = np.arange(first, min(first + len(out), count))
+            store.gather_into(index_B, out[: len(index_B)])
+
+    def ours(is_again: bool) -> float:
+        with CachedDataset(images, **options) as dataset:
+            store = dataset._contents.images  # type: ignore[union-attr]  # what loaders read from
+            if is_again:
+                read(store)
+            return size_mb / seconds_of(lambda: read(store))
+
+    def cat(command: str) -> float:
+        return size_mb / seconds_of(lambda: subprocess.run(["sh", "-c", command, "-", *shards], check=True))
+
+    rates = in_turns(
+        {
+            "cat": partial(cat, 'cat "$@" > /dev/null'),
+            "first": partial(ours, False),
+            "again": partial(ours, True),
+        },
+        rounds,
+    )
+    row = partial(Row, section=f"raw samples in order from the page cache, {size_mb:,.0f} MB", unit="MB/s")
+    against = "cat to /dev/null"
+    return [
+        row(name=against, rounds=rates["cat"]),
+        row(name="first reads, each sample checked", rounds=rates["first"], against=against, target="0.5"),
+        row(name="later reads", rounds=rates["again"], against=against, target="0.5"),
+    ]
+
+
+class _Noise(Dataset[Any]):
+    """Images of noise, one like the other."""
+
+    def __init__(self, count: int, side: int) -> None:
+        self._count = count
+        self._image = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (3, side, side), np.uint8))
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return self._image, index
+
+
+def _many_links(root: Path, target: Path, count: int) -> Path:
+    """Class folders of ``count`` names for the files of ``root``."""
+    found = sorted(path for path in root.rglob("*") if path.is_file())
+    for index in range(count):
+        path = found[index % len(found)]
+        link = target / path.parent.name / f"{index // len(found):04}_{path.name}"
+        link.parent.mkdir(parents=True, exist_ok=True)
+        os.link(path, link)
+    return target
+
+
+def main() -> None:
+    options = parser(__doc__.splitlines()[0])
+    options.add_argument("--small", type=Path, help="class folders of small images; also FASTDATA_CIFAR")
+    options.add_argument("--count", type=int, default=2000, help="files the photographs are copied to")
+    options.add_argument("--small-count", type=int, default=60_000, help="names the small images get")
+    options.add_argument("--files", type=int, default=1_300_000, help="empty files to be listed")
+    options.add_argument("--read-mib", type=int, default=2048, help="raw samples to be read")
+    options.add_argument("--work", type=Path, help="folder to work in; a temporary one is made there")
+    options.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
+    chosen = options.parse_args()
+    rows: list[Row] = []
+    for name in chosen.sections:
+        with tempfile.TemporaryDirectory(prefix="fastdata-disk-", dir=chosen.work) as folder:
+            rows += SECTIONS[name](chosen, Path(folder))
+    print_rows(rows)
+    save_rows(rows, chosen.json, rounds=chosen.rounds, usable_cores=usable_cores())
+
+
+def _building(chosen: argparse.Namespace, work: Path) -> list[Row]:
+    with class_folders(chosen.images, count=chosen.count) as (root, _):
+        return building(root, work, chosen.rounds)
+
+
+def _starting(chosen: argparse.Namespace, work: Path) -> list[Row]:
+    with class_folders(chosen.small, count=2000, size=(32, 32), variable="FASTDATA_CIFAR") as (root, _):
+        return starting(root, work, chosen.rounds, chosen.small_count)
+
+
+def _listing(chosen: argparse.Namespace, work: Path) -> list[Row]:
+    return listing(work, chosen.rounds, chosen.files)
+
+
+def _reading(chosen: argparse.Namespace, work: Path) -> list[Row]:
+    return reading(work, chosen.rounds, chosen.read_mib)
+
+
+SECTIONS = {"building": _building, "starting": _starting, "listing": _listing, "reading": _reading}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,778 @@
+"""Datasets with cache_dir=: what the next run starts from, and what it makes of bad input."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import logging
+import multiprocessing
+import os
+import pickle
+import random
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torchvision import transforms as v1
+from torchvision.datasets import ImageFolder as TorchvisionFolder
+from torchvision.transforms import v2
+
+from children import send_sample
+from conftest import save_image
+from fastdata import CachedDataset, CacheError, DataLoader, ImageFolder, ImageManifest, SampleError, StoreGoneError
+from fastdata.cache import describe_call, describe_steps, inspect_caches, list_folder, prune_caches
+from fastdata.cache import listing as listing_module
+from fastdata.cache import writers as writers_module
+from fastdata.cache.folders import locked
+from fastdata.cache.manifest import MANIFEST, Manifest
+from fastdata.decode import CenterCrop, Resize, load_image
+
+Folder = Callable[..., Path]
+TRANSFORM = v1.Compose([v1.Resize((7, 9)), v1.RandomHorizontalFlip(), v1.PILToTensor()])
+CODECS = ["auto", "zstd", "source"]
+
+
+def upside_down(image: Image.Image) -> Image.Image:
+    return image.transpose(Image.Transpose.FLIP_TOP_BOTTOM)
+
+
+@pytest.fixture
+def prepared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[], list[str]]:
+    """The names of the files opened since it was last asked, in whatever process; and shards of a few samples."""
+    log, plain = tmp_path / "opened.txt", Image.open
+    monkeypatch.setattr(writers_module, "SHARD_BYTES", 1000)
+
+    def note(name: str) -> None:
+        with log.open("a") as stream:
+            stream.write(f"{name}\n")
+
+    def open_noting(stream: Any, *rest: Any, **options: Any) -> Any:
+        note(os.path.basename(getattr(stream, "name", "bytes")))
+        return plain(stream, *rest, **options)
+
+    monkeypatch.setattr("fastdata.decode.images.simplejpeg", None)
+    monkeypatch.setattr(Image, "open", open_noting)
+
+    def take() -> list[str]:
+        names = sorted(log.read_text().split()) if log.exists() else []
+        log.unlink(missing_ok=True)
+        return names
+
+    return take
+
+
+def cached(root: Path, **options: Any) -> ImageFolder:
+    options = {
+        "transform": TRANSFORM,
+        "cache_dir": root.parent / "cache",
+        "progress": False,
+        "num_workers": 1,
+    } | options
+    return ImageFolder(str(root), **options)
+
+
+def expected(root: Path, **options: Any) -> list[tuple[np.ndarray, int]]:
+    """Every sample as it is prepared without any store."""
+    with ImageFolder(str(root), v1.Resize((7, 9)), storage="none", progress=False, **options) as plain:
+        return [(np.asarray(image), target) for image, target in plain]
+
+
+def same(dataset: Any, wanted: list[tuple[np.ndarray, int]]) -> bool:
+    """Whether a dataset holds exactly these samples."""
+    if dataset.transform is not None:
+        dataset.transform = v1.Resize((7, 9))
+    return len(dataset) == len(wanted) and all(
+        np.array_equal(np.asarray(image), pixels) and target == number
+        for (image, target), (pixels, number) in zip(dataset, wanted, strict=True)
+    )
+
+
+def home_of(cache_dir: Path) -> Path:
+    (path,) = cache_dir.glob(f"*/{MANIFEST}")
+    return path.parent
+
+
+def files_of(cache_dir: Path) -> set[str]:
+    """What lies in the folder beside caches, listings and locks."""
+    homes = {path.parent.name for path in cache_dir.glob(f"*/{MANIFEST}")}
+    return {
+        entry.name for entry in cache_dir.iterdir() if entry.name not in homes and entry.suffix not in (".lock", ".npz")
+    }
+
+
+# The second run
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_the_second_run_opens_no_image(image_folder: Folder, prepared: Any, codec: str) -> None:
+    """It serves the batches of the first, which are those of a store in memory, from files alone."""
+    root = image_folder(per_class=9, size=(13, 11))
+    with ImageFolder(str(root), TRANSFORM, storage="shared", fill="eager", progress=False) as raw:
+        raw.set_epoch(3)
+        wanted = list(DataLoader(raw, batch_size=4, num_workers=1))
+    for run in range(2):
+        prepared()
+        with cached(root, codec=codec) as dataset:
+            assert dataset.storage == "disk"
+            assert dataset.storage_plan.codec == (None if codec == "auto" else codec)
+            assert (prepared() == []) == (run == 1)
+            dataset.set_epoch(3)
+            ours = list(DataLoader(dataset, batch_size=4, num_workers=1))
+            assert all(torch.equal(a, b) and torch.equal(c, d) for (a, c), (b, d) in zip(ours, wanted, strict=True))
+            assert dataset.samples == TorchvisionFolder(str(root)).samples
+
+
+def test_shards_are_plain_numpy_files(image_folder: Folder, prepared: Any) -> None:
+    """``np.load`` reads raw shards, which together hold the prepared images in order."""
+    root = image_folder(per_class=9, size=(13, 11))
+    with cached(root):
+        pass
+    shards = sorted(path for path in home_of(root.parent / "cache").glob("part0-*.npy") if "sums" not in path.name)
+    assert len(shards) > 1
+    pixels = np.concatenate([np.load(path, allow_pickle=False) for path in shards])
+    assert all(np.array_equal(a.transpose(1, 2, 0), b) for a, (b, _) in zip(pixels, expected(root), strict=True))
+
+
+def test_images_of_many_shapes_are_kept(image_folder: Folder, prepared: Any) -> None:
+    """Raw and encoded, each sample comes back with a shape of its own."""
+    root = image_folder(classes=("a",), per_class=3, size=(12, 10))
+    image_folder(classes=("b",), per_class=3, size=(9, 14))
+    plain = TorchvisionFolder(str(root))
+    for codec in CODECS:
+        for _ in range(2):
+            with cached(root, transform=None, codec=codec) as dataset:
+                assert all(np.array_equal(np.asarray(dataset[i][0]), np.asarray(plain[i][0])) for i in range(6))
+
+
+@pytest.mark.parametrize("codec", ["auto", ("zstd", "lz4")])
+def test_masks_are_kept_beside_images(tmp_path: Path, codec: Any) -> None:
+    """A sample of several parts comes back from both runs, its target part too."""
+    pairs = [(torch.full((3, 4, 5), i, dtype=torch.uint8), np.full((4, 5), i, np.int16)) for i in range(6)]
+    for _ in range(2):
+        options: dict[str, Any] = {"cache_dir": tmp_path / "c", "cache_key": "pairs", "progress": False}
+        with CachedDataset(pairs, codec=codec, **options) as dataset:
+            assert all(torch.equal(dataset[i][0], pairs[i][0]) for i in range(6))
+            assert all(np.array_equal(dataset[i][1], pairs[i][1]) for i in range(6))
+
+
+@pytest.mark.parametrize(
+    "targets",
+    [
+        [5, 6, 7],
+        [0.5, 1.5, 2.5],
+        ["a", "ö", "c"],
+        [{"x": [1, 2]}, {"x": []}, {}],
+        [torch.tensor([1, 2]), torch.tensor([3, 4]), torch.tensor([5, 6])],
+        [np.float32([1, 2]), np.float32([3, 4]), np.float32([5, 6])],
+    ],
+)
+def test_targets_are_kept_without_pickle(tmp_path: Path, targets: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers, arrays, texts and plain structures come back with their type."""
+    data = [(torch.zeros(2, 3, dtype=torch.uint8), target) for target in targets]
+    for _ in range(2):
+        with CachedDataset(data, cache_dir=tmp_path, cache_key="k", progress=False) as dataset:
+            assert [type(t) for t in dataset.targets] == [type(t) for t in targets]
+            assert all(np.array_equal(a, b) for a, b in zip(dataset.targets, targets, strict=True))
+
+
+def test_targets_that_files_cannot_keep_are_refused(tmp_path: Path) -> None:
+    """A target of another kind is an error before anything is prepared, and leaves nothing."""
+    with pytest.raises(ValueError, match=r"cache_dir= keeps targets that are numbers.*not tuple"):
+        CachedDataset([(torch.zeros(2), (1, 2))] * 3, cache_dir=tmp_path, cache_key="k", progress=False)
+    assert files_of(tmp_path) == set()
+
+
+def test_a_cache_is_found_again_under_another_root(image_folder: Folder, prepared: Any) -> None:
+    """Files moved to another folder with their times are the same files."""
+    root = image_folder(size=(13, 11))
+    cached(root).close()
+    moved = root.rename(root.parent / "elsewhere")
+    prepared()
+    with cached(moved) as dataset:
+        assert prepared() == []
+        assert same(dataset, expected(moved))
+
+
+# Changed files
+
+
+def test_a_changed_file_is_prepared_alone(image_folder: Folder, prepared: Any, caplog: Any) -> None:
+    """A file written anew, one added and one removed: two are opened, and all samples are right, now and later."""
+    root = image_folder(per_class=8, size=(13, 11))
+    cached(root).close()
+    save_image(root / "cat" / "003.jpg", 99, (15, 12))
+    save_image(root / "dog" / "new.jpg", 77, (13, 11))
+    (root / "dog" / "000.jpg").unlink()
+    for run in range(2):
+        prepared()
+        with caplog.at_level(logging.WARNING, "fastdata"), cached(root) as dataset:
+            assert prepared() == (["003.jpg", "new.jpg"] if run == 0 else [])
+            assert same(dataset, expected(root))
+    assert caplog.messages == ["2 of 16 samples are prepared anew: their files are new, were changed, or could not be "
+                               "prepared before"]  # fmt: skip
+    (found,) = inspect_caches(root.parent / "cache")
+    assert found.garbage_rows == 2
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_changes_come_in_every_codec(image_folder: Folder, prepared: Any, codec: str) -> None:
+    """Encoded samples are replaced one by one as well, again and again."""
+    root = image_folder(per_class=8, size=(13, 11))
+    for change in range(3):
+        with cached(root, codec=codec) as dataset:
+            assert same(dataset, expected(root))
+        save_image(root / "cat" / f"00{change}.jpg", 50 + change, (15, 12))
+
+
+def test_a_removed_file_costs_nothing(image_folder: Folder, prepared: Any) -> None:
+    """The others keep their samples, and nothing is written."""
+    root = image_folder(per_class=4, size=(13, 11))
+    cached(root).close()
+    before = (home_of(root.parent / "cache") / MANIFEST).stat().st_mtime_ns
+    (root / "cat" / "001.jpg").unlink()
+    prepared()
+    with cached(root) as dataset:
+        assert prepared() == []
+        assert same(dataset, expected(root))
+    assert (home_of(root.parent / "cache") / MANIFEST).stat().st_mtime_ns == before
+
+
+def test_many_changes_write_the_cache_anew(image_folder: Folder, prepared: Any) -> None:
+    """Where more than half is out of date, no old row stays."""
+    root = image_folder(per_class=3, size=(13, 11))
+    cached(root).close()
+    for index, path in enumerate(sorted(root.rglob("*.jpg"))[:4]):
+        save_image(path, 40 + index, (13, 11))
+    with cached(root) as dataset:
+        assert same(dataset, expected(root))
+    (found,) = inspect_caches(root.parent / "cache")
+    assert found.garbage_rows == 0
+
+
+def test_a_changed_image_of_another_shape_is_no_obstacle(image_folder: Folder, prepared: Any) -> None:
+    """Samples that had one shape until a file changed are written anew with shapes of their own."""
+    root = image_folder(per_class=4, size=(12, 10))
+    cached(root, transform=None).close()
+    save_image(root / "cat" / "001.jpg", 9, (6, 5))
+    with cached(root, transform=None) as dataset:
+        assert [dataset[i][0].size for i in range(3)] == [(12, 10), (6, 5), (12, 10)]
+
+
+def test_a_new_class_moves_the_targets(image_folder: Folder, prepared: Any) -> None:
+    """Targets are the folder's of now, with no image opened twice."""
+    root = image_folder(per_class=3, size=(13, 11))
+    cached(root).close()
+    image_folder(classes=("ant",), per_class=2, size=(13, 11))
+    with cached(root) as dataset:
+        assert dataset.targets == TorchvisionFolder(str(root)).targets
+        assert same(dataset, expected(root))
+
+
+def test_left_out_files_stay_left_out(image_folder: Folder, prepared: Any) -> None:
+    """The second run lists them without trying; ``on_error="raise"`` tries, and a mended file comes back."""
+    root = image_folder(per_class=4, size=(13, 11))
+    broken = root / "cat" / "002.jpg"
+    whole = broken.read_bytes()
+    broken.write_bytes(b"no image")
+    with pytest.warns(UserWarning, match="1 of 8 samples cannot be prepared"), cached(root, on_error="skip") as dataset:
+        assert len(dataset) == 7
+    prepared()
+    with cached(root, on_error="skip") as dataset:
+        assert [error.path for error in dataset.skipped] == [str(broken)]
+        assert len(dataset) == 7
+        assert prepared() == []
+    with pytest.raises(SampleError, match=r"sample 2, .*002.jpg, cannot be read"):
+        cached(root)
+    broken.write_bytes(whole)
+    with cached(root) as dataset:
+        assert same(dataset, expected(root))
+
+
+def test_changes_of_any_dataset_are_seen(image_folder: Folder, prepared: Any) -> None:
+    """A dataset that lists its files needs no ``cache_key``; its targets are merged with the new ones."""
+    root = image_folder(per_class=4, size=(13, 11))
+    options: dict[str, Any] = {
+        "cache_dir": root.parent / "cache",
+        "resize": (7, 9),
+        "progress": False,
+        "num_workers": 1,
+    }
+    CachedDataset(TorchvisionFolder(str(root)), **options).close()
+    save_image(root / "cat" / "001.jpg", 9, (6, 5))
+    for run in range(2):
+        prepared()
+        with CachedDataset(TorchvisionFolder(str(root)), **options) as dataset:
+            assert prepared() == (["001.jpg"] if run == 0 else [])
+            assert same(dataset, expected(root))
+
+
+def test_a_manifest_starts_from_its_cache(image_folder: Folder, prepared: Any) -> None:
+    """Files of a CSV are known by path, size and time; labels are those of now."""
+    root = image_folder(classes=("a",), per_class=4, size=(13, 11))
+    table = root.parent / "t.csv"
+    for label in ("5", "6"):
+        table.write_text("file,label\n" + "".join(f"a/{i:03}.jpg,{label}\n" for i in range(4)))
+        prepared()
+        options: dict[str, Any] = {"cache_dir": root.parent / "cache", "progress": False, "num_workers": 1}
+        with ImageManifest(table, root=root, resize=(7, 9), **options) as dataset:
+            assert list(dataset.targets) == [int(label)] * 4
+            assert (prepared() == []) == (label == "6")
+
+
+# The key
+
+
+def test_another_transform_or_codec_has_a_cache_of_its_own(image_folder: Folder, prepared: Any) -> None:
+    """Neither serves the other's samples, and both stay."""
+    root = image_folder(size=(13, 11))
+    runs: list[dict[str, Any]] = [
+        {},
+        {"transform": v1.Resize((9, 7))},
+        {"transform": v1.Compose([v1.Resize((7, 9)), v1.Grayscale()])},
+        {"codec": "zstd"},
+        {"fast_decode": True},
+    ]
+    for options in runs:
+        prepared()
+        cached(root, **options).close()
+        assert prepared()
+    for options in runs:
+        cached(root, **options).close()
+    assert prepared() == []
+    assert len(inspect_caches(root.parent / "cache")) == len(runs)
+
+
+def test_equal_steps_share_a_cache_whoever_wrote_them() -> None:
+    """Resize and centre crop of images: torchvision v1, v2 and fastdata's own; but not after a change of form."""
+    texts = {
+        describe_steps([v1.Resize(8), v1.CenterCrop(6)]),
+        describe_steps([v2.Resize(8), v2.CenterCrop([6, 6])]),
+        describe_steps([Resize(8), CenterCrop((6, 6))]),
+    }
+    assert len(texts) == 1
+    assert describe_steps([v2.ToImage(), v2.Resize(8)]) != describe_steps([v2.Resize(8), v2.ToImage()])
+    assert describe_steps([v2.ToImage(), v2.Resize(8)]) != describe_steps([v2.ToImage(), v2.Resize(8, antialias=False)])
+    assert describe_steps([v1.Resize(8)]) != describe_steps([v1.Resize((8, 8))])
+
+
+def test_what_cannot_be_told_apart_needs_a_cache_key(image_folder: Folder) -> None:
+    """A lambda is refused unless ``cache_key`` stands for it; a function of a module and its partials are not."""
+    data = [(torch.zeros(2), 0)] * 3
+    options: dict[str, Any] = {"cache_dir": image_folder().parent / "c", "progress": False}
+    with pytest.raises(ValueError, match=r"does not list their files in an attribute samples. Give cache_key="):
+        CachedDataset(data, **options)
+    with pytest.raises(ValueError, match=r"loader.*|lambda.*cache_key="):
+        ImageFolder(image_folder(root="other"), loader=lambda path: Image.open(path), **options)
+    assert describe_call(upside_down) != describe_call(partial(upside_down))
+    assert describe_call(upside_down) == describe_call(upside_down)
+    for call in (lambda image: image, partial(lambda image: image), object(), [].append):
+        with pytest.raises(ValueError, match="cannot be told from others"):
+            describe_call(call)
+    assert "cache_key='mine'" in describe_call(lambda image: image, "mine")
+
+
+def test_a_cache_key_tells_data_apart(tmp_path: Path) -> None:
+    """Another ``cache_key`` is another cache; the same one with another number of samples is written anew."""
+
+    def data(value: int, count: int) -> list[Any]:
+        return [(torch.full((2,), value), i) for i in range(count)]
+
+    for key, value, count in [("a", 1, 3), ("b", 2, 3), ("a", 1, 3), ("a", 3, 4)]:
+        with CachedDataset(data(value, count), cache_dir=tmp_path, cache_key=key, progress=False) as dataset:
+            assert [int(dataset[i][0][0]) for i in range(len(dataset))] == [value] * count
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"storage": "shared", "cache_dir": "c"}, "cache_dir= keeps samples on disk.*storage='shared'"),
+        ({"storage": "disk"}, "name it with cache_dir="),
+        ({"cache_key": "k"}, "it needs cache_dir="),
+        ({"fill": "lazy", "cache_dir": "c"}, "a cache is written whole"),
+    ],
+)
+def test_contradictions_are_refused(options: Any, words: str) -> None:
+    """What cannot be had together is said before anything is done."""
+    with pytest.raises(ValueError, match=words):
+        CachedDataset([(torch.zeros(2), 0)], **options)
+
+
+# Bad input
+
+
+def damage(path: Path, at: int, value: bytes = b"") -> None:
+    """Turn one byte over, or cut the file there."""
+    data = bytearray(path.read_bytes())
+    if value == b"cut":
+        del data[at:]
+    else:
+        data[at] ^= 0x10
+    path.unlink()
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("cut", [True, False])
+def test_a_damaged_small_file_or_a_cut_shard_is_a_rebuild(
+    image_folder: Folder, prepared: Any, codec: str, cut: bool, caplog: Any
+) -> None:
+    """Whichever file of the cache it is, the samples are right and one line says why they were prepared again."""
+    root = image_folder(per_class=3, size=(13, 11))
+    wanted = expected(root)
+    cached(root, codec=codec).close()
+    home = home_of(root.parent / "cache")
+    for name in sorted(path.name for path in home.iterdir()):
+        is_blob = name.endswith(".bin") or (name.startswith("part0") and name.count("-") == 1)
+        if is_blob and not cut:
+            continue
+        size = (home / name).stat().st_size
+        damage(home / name, size // 2 if cut else size - 2, b"cut" if cut else b"")
+        caplog.clear()
+        with cached(root, codec=codec) as dataset:
+            assert same(dataset, wanted)
+        assert len([line for line in caplog.messages if "the cache is written anew: " in line]) == 1, name
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("whole_batches", [True, False])
+def test_a_flipped_byte_is_found_on_the_first_read(
+    image_folder: Folder, prepared: Any, codec: str, whole_batches: bool
+) -> None:
+    """Never is it served: reading is an error that names the sample, and the next run mends it alone."""
+    root = image_folder(per_class=9, size=(13, 11))
+    wanted = expected(root)
+    cached(root, codec=codec).close()
+    home = home_of(root.parent / "cache")
+    blob = sorted(path for path in home.iterdir() if path.name.startswith("part0-00001") and path.name.count("-") == 1)
+    damage(blob[0], blob[0].stat().st_size - 70)
+    with cached(root, codec=codec) as dataset:
+        samples = DataLoader(dataset, batch_size=4, num_workers=1) if whole_batches else dataset
+        with pytest.raises(SampleError, match=r"sample \d+, .*jpg, cannot be read from the store: its bytes in .* not"):
+            list(samples)
+        prepared()
+    with cached(root, codec=codec) as dataset:
+        assert len(prepared()) == 1
+        assert same(dataset, wanted)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [("version", 2, "has version 2; this fastdata reads 1"), ("count", 5, "its checksum does not fit")],
+)
+def test_another_version_is_a_rebuild(
+    image_folder: Folder, prepared: Any, caplog: Any, field: str, value: int, words: str
+) -> None:
+    """A manifest of another version, or one that was edited, is not trusted."""
+    root = image_folder(size=(13, 11))
+    cached(root).close()
+    path = home_of(root.parent / "cache") / MANIFEST
+    path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
+    with cached(root) as dataset:
+        assert same(dataset, expected(root))
+    assert len([line for line in caplog.messages if words in line]) == 1
+
+
+def test_a_manifest_cannot_lead_out_of_its_folder(image_folder: Folder) -> None:
+    """File names with a path in them are refused even when the checksum fits."""
+    root = image_folder(size=(13, 11))
+    cached(root).close()
+    home = home_of(root.parent / "cache")
+    document = json.loads((home / MANIFEST).read_text())
+    document["parts"][0]["shards"][0]["name"] = "../../secret.npy"
+    del document["crc32"]
+    from fastdata.cache.manifest import _crc_of
+
+    (home / MANIFEST).write_text(json.dumps(document | {"crc32": _crc_of(document)}))
+    with pytest.raises(CacheError, match="is no plain file name"):
+        Manifest.read(home)
+
+
+def test_a_full_disk_is_an_error_before_any_image_is_prepared(
+    image_folder: Folder, prepared: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It says need, free and cure, and leaves nothing."""
+    root = image_folder(per_class=6, size=(13, 11))
+
+    reserve = os.posix_fallocate
+
+    def full(fd: int, *rest: int) -> None:
+        if os.readlink(f"/proc/self/fd/{fd}").endswith(".npy"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        reserve(fd, *rest)
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(
+        CacheError, match=r"too full for the cache .*needed, .* are free. Free some space, give another"
+    ):
+        cached(root)
+    assert files_of(root.parent / "cache") == set()
+    assert len(prepared()) < 12 + 2
+
+
+@pytest.mark.parametrize("on_error", ["raise", "skip"])
+def test_a_disk_that_fills_up_is_an_error(image_folder: Folder, monkeypatch: pytest.MonkeyPatch, on_error: Any) -> None:
+    """No sample is left out for it, and nothing stays."""
+    root = image_folder(per_class=6, size=(13, 11))
+
+    def full(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(writers_module.os, "pwrite", full)
+    with pytest.raises(CacheError, match="too full for the cache"):
+        cached(root, on_error=on_error, codec="zstd")
+    assert files_of(root.parent / "cache") == set()
+
+
+def test_a_disk_without_room_for_raw_samples_gets_encoded_ones(
+    image_folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``codec="auto"`` takes a lossless codec where raw samples do not fit."""
+    root = image_folder(per_class=20, size=(130, 110))
+    raw_bytes = 40 * 3 * 60 * 60
+    room = int(raw_bytes * 0.9) + (256 << 20)
+    monkeypatch.setattr("fastdata.cache.coding.free_bytes", lambda folder: room)
+    with cached(root, transform=v1.Resize((60, 60))) as dataset:
+        assert dataset.storage_plan.codec in ("zstd", "lz4", "source")
+
+
+def forbid_writing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the system refuse new files, as a file system mounted read-only does."""
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    for name in ("mkdir", "replace", "rename", "unlink"):
+        monkeypatch.setattr(os, name, refuse)
+    monkeypatch.setattr("fastdata.cache.folders.FileLock.acquire", refuse)
+
+
+def test_a_read_only_cache_is_served(image_folder: Folder, prepared: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it is up to date nothing is written, no lock either; where it is not, the error says so."""
+    root = image_folder(size=(13, 11))
+    wanted = expected(root)
+    cached(root).close()
+    save = (root / "cat" / "000.jpg").read_bytes()
+    forbid_writing(monkeypatch)
+    with cached(root) as dataset:
+        assert same(dataset, wanted)
+    (root / "cat" / "000.jpg").write_bytes(save)
+    with pytest.raises(
+        CacheError, match=r"cannot be written \(Read-only file system\), and it holds no cache of these"
+    ):
+        cached(root)
+
+
+def test_a_cache_deleted_while_in_use_goes_on(image_folder: Folder, prepared: Any) -> None:
+    """Mapped files stay; a process that opens it now is told what happened, and the next run builds it again."""
+    root = image_folder(size=(13, 11))
+    wanted = expected(root)
+    with cached(root) as dataset:
+        sent = pickle.dumps(dataset)
+        shutil.rmtree(root.parent / "cache")
+        with pytest.raises(StoreGoneError, match="deleted or changed while it was in use"):
+            pickle.loads(sent)
+        assert same(dataset, wanted)
+        with cached(root) as again:
+            assert same(again, wanted)
+        with pytest.raises(StoreGoneError, match=r"replaced while it was in use|deleted or changed"):
+            pickle.loads(sent)
+
+
+def test_it_opens_in_another_process(tmp_path: Path) -> None:
+    """A spawned process maps the same files."""
+    data = [(torch.full((2, 3), i, dtype=torch.uint8), i) for i in range(4)]
+    with CachedDataset(data, cache_dir=tmp_path, cache_key="k", progress=False) as dataset:
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        child = context.Process(target=send_sample, args=(dataset, 2, theirs))
+        child.start()
+        theirs.close()
+        assert ours.recv() == (data[2][0].tolist(), 2)
+        child.join()
+        child.close()
+        ours.close()
+
+
+# Several processes, and dead ones
+
+
+class Noting:
+    """Opens images, and notes each in a file."""
+
+    def __init__(self, log: Path) -> None:
+        self.log = log
+
+    def __repr__(self) -> str:
+        return "Noting()"
+
+    def __call__(self, path: str) -> Image.Image:
+        with self.log.open("a") as stream:
+            stream.write("x")
+        return load_image(path)
+
+
+def build(root: Path, codec: str, begin: Any = None) -> None:
+    """What a child process does."""
+    if begin is not None:
+        begin.wait()
+    options: dict[str, Any] = {"loader": Noting(root.parent / "log"), "num_workers": 2}
+    if codec == "source":
+        del options["loader"]
+    with cached(root, codec=codec, **options) as dataset:
+        assert same(dataset, expected(root))
+
+
+@contextlib.contextmanager
+def child(*arguments: Any) -> Iterator[Any]:
+    """A forked process that builds; killed at the end if it still runs."""
+    process = multiprocessing.get_context("fork").Process(target=build, args=arguments)
+    process.start()
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.join()
+        process.close()
+
+
+def test_two_processes_that_start_together_build_once(image_folder: Folder) -> None:
+    """Each sample is opened once, beside the few that are looked at beforehand, by one of them."""
+    root = image_folder(per_class=40, size=(13, 11))
+    begin = multiprocessing.get_context("fork").Event()
+    with child(root, "auto", begin) as one, child(root, "auto", begin) as two:
+        begin.set()
+        for process in (one, two):
+            process.join(timeout=60)
+            assert process.exitcode == 0
+    assert len((root.parent / "log").read_text()) <= 80 + 9
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_killed_build_leaves_nothing_wrong(image_folder: Folder, prepared: Any, codec: str) -> None:
+    """Killed at any moment, again and again, the next run ends with the right samples and without leftovers.
+
+    Every other time the cache is there already and some files have changed, so that an update is what is killed.
+    """
+    root = image_folder(per_class=30, size=(13, 11))
+    draw = random.Random(7)
+    for attempt in range(8):
+        if attempt == 4:
+            shutil.rmtree(root.parent / "cache")
+        with child(root, codec) as process:
+            process.join(timeout=draw.uniform(0.0, 0.25))
+        if attempt % 2:
+            build(root, codec)
+            home = home_of(root.parent / "cache")
+            assert files_of(root.parent / "cache") == set()
+            assert {path.name for path in home.iterdir()} == Manifest.read(home).file_names()
+            for index in range(attempt):
+                save_image(root / "cat" / f"00{index}.jpg", 100 + attempt, (13, 11))
+
+
+def test_the_lock_of_a_dead_process_is_free(image_folder: Folder) -> None:
+    """A process that is killed while it holds the lock keeps nobody waiting."""
+    root = image_folder(per_class=2, size=(13, 11))
+    cached(root).close()
+    home = home_of(root.parent / "cache")
+    shutil.rmtree(home)
+
+    def hold(ready: Any) -> None:
+        with locked(home):
+            ready.set()
+            signal.pause()
+
+    context = multiprocessing.get_context("fork")
+    ready = context.Event()
+    holder = context.Process(target=hold, args=(ready,))
+    holder.start()
+    ready.wait(timeout=30)
+    with pytest.raises(TimeoutError), locked(home, wait=False):
+        pass
+    holder.kill()
+    holder.join()
+    holder.close()
+    cached(root).close()
+
+
+# The listing
+
+
+def old_folders(root: Path) -> None:
+    """Give all directories a time long past, as those of a settled dataset have."""
+    for folder, _, _ in os.walk(root):
+        os.utime(folder, (1, time.time() - 100))
+
+
+def test_a_settled_folder_is_not_listed_again(image_folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The listing is kept while no directory has changed; a file added anywhere below is found."""
+    root = image_folder(size=(13, 11))
+    (root / "cat" / "empty").mkdir()
+    old_folders(root)
+    cache_dir, classes = root.parent / "c", {"cat": 0, "dog": 1}
+    wanted = list_folder(str(root), classes, (".jpg",), False, cache_dir)
+    with monkeypatch.context() as patch:
+        patch.setattr(listing_module, "scan_folder", None)
+        again = list_folder(str(root), classes, (".jpg",), False, cache_dir)
+    assert again.paths.names() == wanted.paths.names()
+    assert np.array_equal(again.mtimes_ns, wanted.mtimes_ns)
+    save_image(root / "cat" / "empty" / "x.jpg", 1, (5, 6))
+    now = list_folder(str(root), classes, (".jpg",), False, cache_dir)
+    assert b"cat/empty/x.jpg" in now.paths.names()
+    assert len(now) == len(wanted) + 1
+
+
+def test_a_folder_that_may_still_change_is_listed_again(image_folder: Folder) -> None:
+    """A listing made within the tick of a change is not trusted, nor a damaged one."""
+    root = image_folder(size=(13, 11))
+    cache_dir, classes = root.parent / "c", {"cat": 0, "dog": 1}
+    list_folder(str(root), classes, (".jpg",), False, cache_dir)
+    times = [(folder, os.stat(folder).st_mtime_ns) for folder, _, _ in os.walk(root)]
+    save_image(root / "cat" / "zzz.jpg", 1, (5, 6))
+    for folder, time_ns in times:
+        os.utime(folder, ns=(time_ns, time_ns))
+    assert len(list_folder(str(root), classes, (".jpg",), False, cache_dir)) == 7
+    old_folders(root)
+    list_folder(str(root), classes, (".jpg",), False, cache_dir)
+    (scan,) = cache_dir.glob("scan-*.npz")
+    damage(scan, scan.stat().st_size // 2)
+    assert len(list_folder(str(root), classes, (".jpg",), False, cache_dir)) == 7
+
+
+# Pruning
+
+
+def test_prune_removes_what_no_run_can_use(image_folder: Folder) -> None:
+    """What a dead writer left, a cache that cannot be read, one of a folder that is gone; and nothing else."""
+    root, gone = image_folder(size=(13, 11)), image_folder(root="gone", size=(13, 11))
+    cache_dir = root.parent / "cache"
+    for folder, resize in ((root, 5), (root, 6), (gone, 5)):
+        cached(folder, transform=v1.Resize((resize, 9))).close()
+    homes = {found.folder.name: found for found in inspect_caches(cache_dir)}
+    sound, unreadable = (found.folder for found in homes.values() if found.folder.name.startswith("images"))
+    (unreadable / MANIFEST).write_text("{")
+    (cache_dir / f"{sound.name}.partial").mkdir()
+    (sound / "part0-00009.npy").write_bytes(b"12345")
+    shutil.rmtree(gone)
+    assert len(prune_caches(cache_dir, dry_run=True)) == 4
+    assert (sound / "part0-00009.npy").exists()
+    assert len(prune_caches(cache_dir)) == 4
+    assert [found.folder for found in inspect_caches(cache_dir)] == [sound]
+    assert prune_caches(cache_dir) == []
+
+
+def test_center_crop_is_torchvisions(image_folder: Folder) -> None:
+    """Images larger and smaller than the cut, even and odd, give torchvision's pixels."""
+    for size in ((12, 10), (13, 11), (5, 4), (5, 14)):
+        image = Image.fromarray(np.random.default_rng(0).integers(1, 255, (size[1], size[0], 3), np.uint8))
+        for height, width in ((6, 8), (7, 9), (20, 3)):
+            ours, theirs = CenterCrop((height, width))(image), v1.CenterCrop((height, width))(image)
+            assert np.array_equal(np.asarray(ours), np.asarray(theirs)), (size, height, width)
