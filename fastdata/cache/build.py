@@ -17,14 +17,14 @@ from filelock import Timeout
 
 from fastdata import machine
 from fastdata.cache.chosen import ChosenSource, renumbered
-from fastdata.cache.coding import SOURCE, CacheWriter, Coders, Coding, choose_coding, make_writer, make_writers
-from fastdata.cache.folders import PARTIAL, REPLACED, beside, locked, remove_strays
+from fastdata.cache.coding import CacheWriter, Coders, Coding, choose_coding, coder_of, make_writer, make_writers
+from fastdata.cache.folders import PARTIAL, REPLACED, beside, locked, remove_strays, written_through
 from fastdata.cache.keys import describe_codec, hash_key
 from fastdata.cache.listing import Listing
 from fastdata.cache.manifest import MANIFEST, Manifest, Part, sync_folder, write_array
 from fastdata.cache.opening import open_part
 from fastdata.cache.recall import Recalled, keep_targets, listing_arrays, recall
-from fastdata.codecs import Codec, SourceDecoder, codec_of, find_codec
+from fastdata.codecs import SourceDecoder
 from fastdata.contents import Contents
 from fastdata.errors import CacheError, SampleError
 from fastdata.ingest import Forecast, Ingested, forecast, ingest, read_sample
@@ -87,8 +87,7 @@ class _Cache:
         self._road, self._options, self._table, self._origin = road, options, table, origin
         self._cache_dir = Path(options.cache_dir).expanduser().absolute()
         self._key = {"source": origin.source, "prepare": origin.steps, "codec": describe_codec(options.codec)}
-        root = os.path.abspath(os.path.expanduser(origin.root)) if origin.root else ""
-        self._root = root
+        self._root = root = os.path.abspath(os.path.expanduser(origin.root)) if origin.root else ""
         stem = re.sub(r"[^A-Za-z0-9._]+", "-", os.path.basename(root)).strip(".-") or "samples"
         self._home = self._cache_dir / f"{stem}-{hash_key({**self._key, 'root': root})}"
         self._why = ""
@@ -155,7 +154,9 @@ class _Cache:
         stores: list[DiskStore] = []
         with contextlib.ExitStack() as cleanup:
             for part, rows in zip(manifest.parts, found.rows, strict=True):
-                store = open_part(found.folder, part, rows[kept], self._coder(part, len(stores)))
+                store = open_part(
+                    found.folder, part, rows[kept], coder_of(part, len(stores), self._road, self._options)
+                )
                 cleanup.callback(store.close)
                 stores.append(store)
             if not stores or not len(kept):
@@ -171,28 +172,6 @@ class _Cache:
         log.info("%s", plan.reason)
         contents = Contents(tuple(stores), table, manifest.is_tuple, manifest.target_is_part)
         return Prepared(storage_plan=plan, contents=contents, table=table, skipped=found.skipped())
-
-    def _coder(self, part: Part, number: int) -> Codec | SourceDecoder | None:
-        """What encodes and decodes a part.
-
-        Raises:
-            CacheError: this run does not have it.
-        """
-        if part.codec is None:
-            return None
-        if part.codec["name"] == SOURCE:
-            if self._road.decoder is None:
-                raise CacheError("the cache holds image files as they are, which only fastdata's own loader prepares")
-            return self._road.decoder
-        given = self._options.codec
-        if given not in ("auto", SOURCE):
-            codec = find_codec(given[number] if isinstance(given, (tuple, list)) else given)
-            if codec.settings() == part.codec:
-                return codec
-        try:
-            return codec_of(part.codec)
-        except ValueError as unknown:
-            raise CacheError(str(unknown)) from unknown
 
     def _table_of(self, found: Recalled, kept: np.ndarray) -> SampleTable:
         table = self._table
@@ -301,7 +280,7 @@ class _Cache:
                 writers[:] = make_writers(partial, expected, coding, len(source), self._road.shape, any_shapes)
                 return writers
 
-            ingested = self._ingest(source, prepare, start, f"to {self._home}")
+            ingested = self._ingest(partial, source, prepare, start, f"to {self._home}")
             _close(ingested)
             rows = np.full((len(writers), len(source)), -1, np.int64)
             rows[:, ingested.kept] = [writer.rows for writer in writers]
@@ -323,7 +302,7 @@ class _Cache:
             return False
         log.warning("%d of %d samples are prepared anew: %s", missing.size, found.rows.shape[1], found.reason())
         remove_strays(found.folder, manifest)
-        coders = tuple(self._coder(part, number) for number, part in enumerate(manifest.parts))
+        coders = tuple(coder_of(part, number, self._road, self._options) for number, part in enumerate(manifest.parts))
         source, prepare = self._road_of(coders)
         writers: list[CacheWriter] = []
 
@@ -338,7 +317,9 @@ class _Cache:
 
         try:
             chosen = ChosenSource(source, missing.tolist())
-            ingested = self._ingest(chosen, prepare, start, f"{missing.size} changed samples to {self._home}")
+            ingested = self._ingest(
+                found.folder, chosen, prepare, start, f"{missing.size} changed samples to {self._home}"
+            )
         except ShapesDifferError as differ:
             self._why = str(differ)
             return False
@@ -368,18 +349,19 @@ class _Cache:
             return FileBytes(source), Steps(())
         return source, self._road.prepare
 
-    def _ingest(self, source: Source, prepare: Steps, make_writers: Any, what: str) -> Ingested:
+    def _ingest(self, folder: Path, source: Source, prepare: Steps, make_writers: Any, what: str) -> Ingested:
         options = self._options
-        return ingest(
-            source,
-            prepare,
-            make_writers,
-            workers=machine.usable_cores() if options.num_workers is None else options.num_workers,
-            with_targets=self._table is None,
-            on_error=options.on_error,
-            progress=options.progress,
-            description=f"storage='disk': {what}",
-        )
+        with written_through(folder):
+            return ingest(
+                source,
+                prepare,
+                make_writers,
+                workers=machine.usable_cores() if options.num_workers is None else options.num_workers,
+                with_targets=self._table is None,
+                on_error=options.on_error,
+                progress=options.progress,
+                description=f"storage='disk': {what}",
+            )
 
     def _write_manifest(
         self,

@@ -6,8 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fastdata.cache.manifest import Part
 from fastdata.cache.writers import HeapWriter, TableWriter, free_bytes
-from fastdata.codecs import Codec, SourceDecoder
+from fastdata.codecs import Codec, SourceDecoder, codec_of, find_codec
+from fastdata.errors import CacheError
 from fastdata.ingest import Forecast
 from fastdata.memory import format_bytes
 from fastdata.options import Options
@@ -16,7 +18,7 @@ from fastdata.report import log
 from fastdata.spec import SampleSpec
 from fastdata.trial import choices_for
 
-__all__ = ["SOURCE", "CacheWriter", "Coders", "Coding", "choose_coding", "make_writer", "make_writers"]
+__all__ = ["SOURCE", "CacheWriter", "Coders", "Coding", "choose_coding", "coder_of", "make_writer", "make_writers"]
 
 SOURCE = "source"
 _SPARE_BYTES = 256 << 20
@@ -60,6 +62,29 @@ def choose_coding(road: Road, options: Options, expected: Forecast, cache_dir: P
         return Coding((road.decoder,), ({"name": SOURCE},), best.part_bytes)
     codecs = next(choice for choice in choices_for(options.codec, parts) if choice.name == best.codec).codecs
     return Coding(codecs, tuple(dict(codec.settings()) for codec in codecs), best.part_bytes)
+
+
+def coder_of(part: Part, number: int, road: Road, options: Options) -> Codec | SourceDecoder | None:
+    """What encodes and decodes a part of a cache; None if it is raw.
+
+    Raises:
+        CacheError: this run does not have it.
+    """
+    if part.codec is None:
+        return None
+    if part.codec["name"] == SOURCE:
+        if road.decoder is None:
+            raise CacheError("the cache holds image files as they are, which only fastdata's own loader prepares")
+        return road.decoder
+    given = options.codec
+    if given not in ("auto", SOURCE):
+        codec = find_codec(given[number] if isinstance(given, (tuple, list)) else given)
+        if codec.settings() == part.codec:
+            return codec
+    try:
+        return codec_of(part.codec)
+    except ValueError as unknown:
+        raise CacheError(str(unknown)) from unknown
 
 
 def make_writers(

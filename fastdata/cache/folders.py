@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,11 +15,12 @@ from fastdata.memory import format_bytes
 from fastdata.report import log
 from fastdata.stores.disk import DAMAGE_PREFIX
 
-__all__ = ["PARTIAL", "REPLACED", "beside", "locked", "remove_strays"]
+__all__ = ["PARTIAL", "REPLACED", "beside", "locked", "remove_strays", "written_through"]
 
 PARTIAL, REPLACED = ".partial", ".replaced"
 """Endings of a cache that is being written, and of one whose place was taken."""
 _SAY_AGAIN_S = 30.0
+_SYNC_EVERY_S = 0.5
 
 
 def beside(home: Path, suffix: str) -> Path:
@@ -71,3 +73,34 @@ def remove_strays(folder: Path, manifest: Manifest) -> int:
             gained += entry.stat(follow_symlinks=False).st_size
             os.unlink(entry.path)
     return gained
+
+
+@contextlib.contextmanager
+def written_through(folder: Path) -> Iterator[None]:
+    """Write what gets into a folder's shards through to the disk all along, so that little is left to do at the end.
+
+    Left alone, the kernel begins after 30 s, and a build would end with waiting for the disk while all cores idle.
+    """
+    is_over = threading.Event()
+
+    def sync() -> None:
+        while not is_over.wait(_SYNC_EVERY_S):
+            with contextlib.suppress(OSError):  # files come and go; whoever needs them there syncs them himself
+                for entry in os.scandir(folder):
+                    _sync_data(entry.path)
+
+    thread = threading.Thread(target=sync, name="fastdata-sync", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+
+
+def _sync_data(path: str) -> None:
+    fd = os.open(path, os.O_RDWR)
+    try:
+        getattr(os, "fdatasync", os.fsync)(fd)
+    finally:
+        os.close(fd)

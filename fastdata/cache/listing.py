@@ -188,13 +188,18 @@ class _Asking:
         first = int(self.paths.ends[files.start - 1]) if files.start else 0
         blob = self.paths.blob[first : int(ends[-1])].tobytes()
         stops = (ends - first).tolist()
-        prefix, stat = self.paths.prefix, os.stat
-        asked: list[tuple[int, int]] = []
-        for start, stop in zip([0, *stops[:-1]], stops, strict=True):
-            try:
-                found = stat(prefix + blob[start:stop])
-            except (OSError, ValueError):
-                asked.append((_NO_FILE, _NO_FILE))
-            else:
-                asked.append((found.st_size, found.st_mtime_ns))
+        prefix = self.paths.prefix
+        names = [prefix + blob[start:stop] for start, stop in zip([0, *stops[:-1]], stops, strict=True)]
+        try:
+            asked = [(found.st_size, found.st_mtime_ns) for found in map(os.stat, names)]
+        except (OSError, ValueError):
+            asked = list(map(_ask, names))
         return files.start, np.array(asked, np.int64).reshape(-1, 2).T
+
+
+def _ask(name: bytes) -> tuple[int, int]:
+    try:
+        found = os.stat(name)
+    except (OSError, ValueError):  # no such file, or a name that cannot be one
+        return _NO_FILE, _NO_FILE
+    return found.st_size, found.st_mtime_ns

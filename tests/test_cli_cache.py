@@ -1,0 +1,79 @@
+"""``fastdata build``, ``inspect`` and ``prune``."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from torchvision import transforms as v1
+
+from fastdata import ImageFolder
+from fastdata.cli import main
+
+Folder = Callable[..., Path]
+
+
+def test_a_dataset_starts_from_what_was_built(
+    image_folder: Folder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``build`` prepares exactly what a transform that begins with these steps asks for."""
+    root = image_folder(size=(23, 21))
+    cache = root.parent / "cache"
+    assert main(["build", str(root), str(cache), "--resize", "12", "--crop", "8", "--num-workers", "1"]) == 0
+    assert "6 samples; storage='disk': " in capsys.readouterr().out
+    monkeypatch.setattr("fastdata.cache.build.ingest", None)
+    transform = v1.Compose([v1.Resize(12), v1.CenterCrop(8), v1.RandomHorizontalFlip(), v1.ToTensor()])
+    with (
+        ImageFolder(str(root), transform, cache_dir=cache, progress=False) as ours,
+        ImageFolder(str(root), v1.Compose([v1.Resize(12), v1.CenterCrop(8)]), storage="none") as plain,
+    ):
+        ours.transform = v1.Compose([v1.Resize(12), v1.CenterCrop(8)])
+        assert all(ours[i][0].tobytes() == plain[i][0].tobytes() for i in range(6))
+
+
+def test_inspect_tells_what_is_damaged(image_folder: Folder, capsys: pytest.CaptureFixture[str]) -> None:
+    """Status 0 and a table for a sound cache, 1 for one with a flipped byte or a cut file, 2 where there is none."""
+    root = image_folder(size=(13, 11))
+    cache = root.parent / "cache"
+    assert main(["inspect", str(cache)]) == 2
+    assert "there is no fastdata.json" in capsys.readouterr().err
+    main(["build", str(root), str(cache), "--resize", "7"])
+    capsys.readouterr()
+    assert main(["inspect", str(cache), "--verify"]) == 0
+    out = capsys.readouterr().out
+    assert "samples    6, 0 left out" in out
+    assert "resize 7 bilinear" in out
+    assert "every sample is as it was written" in out
+    (shard,) = cache.glob("*/part0-00000.npy")
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    assert main(["inspect", str(cache)]) == 0
+    capsys.readouterr()
+    assert main(["inspect", str(cache), "--verify"]) == 1
+    assert "sample 5, part0, row 5 is damaged" in capsys.readouterr().out
+    assert main(["inspect", str(cache)]) == 1
+    main(["build", str(root), str(cache), "--resize", "7"])
+    assert main(["inspect", str(cache), "--verify"]) == 0
+    shard.write_bytes(data[:-5])
+    capsys.readouterr()
+    assert main(["inspect", str(cache)]) == 1
+    assert "cannot be read" in capsys.readouterr().out
+
+
+def test_prune_says_what_it_removes(image_folder: Folder, capsys: pytest.CaptureFixture[str]) -> None:
+    """``--dry-run`` only says so; without it the cache of a folder that is gone goes."""
+    root = image_folder(size=(13, 11))
+    cache = root.parent / "cache"
+    main(["build", str(root), str(cache), "--resize", "7"])
+    assert main(["prune", str(cache)]) == 0
+    assert "0 B removed" in capsys.readouterr().out
+    shutil.rmtree(root)
+    for words, left in (("would be removed", 1), ("removed", 0)):
+        assert main(["prune", str(cache), *(["--dry-run"] if left else [])]) == 0
+        out = capsys.readouterr().out
+        assert "is not there any more" in out
+        assert words in out
+        assert len(list(cache.glob("*/fastdata.json"))) == left
