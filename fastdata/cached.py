@@ -112,12 +112,22 @@ class CachedDataset(PreparedDataset):
             raise ValueError("transforms= takes sample and target together; give it alone, or transform= and the like")
         self.transforms = transforms
         source = DatasetSource(dataset)
-        listing = None
+        root, listing = "", None
         if cache_dir is not None:
-            paths = [source.path(index) for index in range(len(source))]
-            listing = list_paths([path for path in paths if path is not None], "") if all(paths) else None
-        self._build(source, options, transform, target_transform, prepare=prepare, listing=listing)
+            paths = [path for index in range(len(source)) if (path := source.path(index)) is not None]
+            if paths and len(paths) == len(source):
+                root = _common_folder(paths)
+                listing = list_paths(paths, root)
+        self._build(source, options, transform, target_transform, prepare=prepare, listing=listing, root=root)
 
     def _source_text(self, source: Source) -> str:
         assert isinstance(source, DatasetSource)
         return describe_dataset(source.dataset, self._options.cache_key)
+
+
+def _common_folder(paths: list[str]) -> str:
+    """The folder that holds all files; empty where they have none in common."""
+    try:
+        return os.path.commonpath({os.path.dirname(path) for path in paths})
+    except ValueError:  # some paths are relative and some are not, or they lie on several drives
+        return ""

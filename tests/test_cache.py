@@ -315,6 +315,18 @@ def test_changes_of_any_dataset_are_seen(image_folder: Folder, prepared: Any) ->
             assert same(dataset, expected(root))
 
 
+def test_folders_of_one_kind_do_not_share_a_cache(image_folder: Folder, prepared: Any) -> None:
+    """Two datasets that differ in their folder alone, such as train and val, leave each other's cache alone."""
+    roots = [image_folder(root="train", size=(13, 11)), image_folder(root="val", size=(14, 11))]
+    for run in range(2):
+        for root in roots:
+            prepared()
+            options: dict[str, Any] = {"cache_dir": root.parent / "cache", "resize": (7, 9), "progress": False}
+            with CachedDataset(TorchvisionFolder(str(root)), **options) as dataset:
+                assert (prepared() == []) == (run == 1)
+                assert same(dataset, expected(root))
+
+
 def test_a_manifest_starts_from_its_cache(image_folder: Folder, prepared: Any) -> None:
     """Files of a CSV are known by path, size and time; labels are those of now."""
     root = image_folder(classes=("a",), per_class=4, size=(13, 11))

@@ -160,6 +160,11 @@ class DiskStore:
         """Whether samples lie in the files as they are served."""
         return self._decoder is None
 
+    @property
+    def shard_numbers(self) -> np.ndarray:
+        """Which file each sample lies in, int32 (N,): samples of one file, in order of index, are read in sequence."""
+        return self._shards
+
     def __len__(self) -> int:
         return len(self._offsets)
 
