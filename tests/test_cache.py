@@ -35,6 +35,7 @@ from fastdata.cache import writers as writers_module
 from fastdata.cache.folders import locked
 from fastdata.cache.manifest import MANIFEST, Manifest
 from fastdata.decode import CenterCrop, Resize, load_image
+from fastdata.stores.encoded import UndecodableError
 
 Folder = Callable[..., Path]
 TRANSFORM = v1.Compose([v1.Resize((7, 9)), v1.RandomHorizontalFlip(), v1.PILToTensor()])
@@ -476,6 +477,21 @@ def test_a_flipped_byte_is_found_on_the_first_read(
         assert same(dataset, wanted)
 
 
+def test_a_flipped_byte_is_found_in_a_batch_of_whole_words(tmp_path: Path) -> None:
+    """Rows of whole 64-bit words are checked all at once, and as strictly."""
+    data = [(torch.full((4, 8), i, dtype=torch.uint8), i) for i in range(6)]
+    options: dict[str, Any] = {"cache_dir": tmp_path, "cache_key": "k", "progress": False}
+    CachedDataset(data, **options).close()
+    damage(home_of(tmp_path) / "part0-00000.npy", 128 + 3 * 32 + 5)
+    with CachedDataset(data, **options) as dataset:
+        store = dataset._contents.images
+        out = np.empty((2, 4, 8), np.uint8)
+        store.gather_into(np.array([1, 5]), out)
+        assert out[:, 0, 0].tolist() == [1, 5]
+        with pytest.raises(UndecodableError, match="are not those that were written"):
+            store.gather_into(np.array([2, 3]), out)
+
+
 @pytest.mark.parametrize(
     ("field", "value", "words"),
     [("version", 2, "has version 2; this fastdata reads 1"), ("count", 5, "its checksum does not fit")],
@@ -688,6 +704,22 @@ def test_a_killed_build_leaves_nothing_wrong(image_folder: Folder, prepared: Any
             assert {path.name for path in home.iterdir()} == Manifest.read(home).file_names()
             for index in range(attempt):
                 save_image(root / "cat" / f"00{index}.jpg", 100 + attempt, (13, 11))
+
+
+def test_leftovers_of_a_finished_build_are_removed(image_folder: Folder) -> None:
+    """What a writer left that died after its cache was complete goes at the next opening, unless one writes now."""
+    root = image_folder(size=(13, 11))
+    cached(root).close()
+    home = home_of(root.parent / "cache")
+    for name in (".partial", ".replaced"):
+        home.with_name(home.name + name).mkdir()
+    (home / "samples-00009-rows.npy").write_bytes(b"")
+    with locked(home):
+        cached(root).close()
+        assert (home / "samples-00009-rows.npy").exists()
+    cached(root).close()
+    assert files_of(root.parent / "cache") == set()
+    assert {path.name for path in home.iterdir()} == Manifest.read(home).file_names()
 
 
 def test_the_lock_of_a_dead_process_is_free(image_folder: Folder) -> None:
