@@ -272,8 +272,8 @@ def test_ops_run_on_the_side_stream_between_copy_and_hand_over(
     [
         ("auto", None, 196_608, 602_112, False, False, True),  # 256 x 256 to 224 x 224 floats
         ("auto", None, 196_608, 150_528, False, False, True),  # to 224 x 224 bytes
-        ("auto", None, 200, 100, False, False, True),
-        ("auto", None, 201, 100, False, False, False),
+        ("auto", None, 150, 100, False, False, True),
+        ("auto", None, 151, 100, False, False, False),
         ("auto", None, 786_432, 3_072, False, False, False),  # 512 x 512 to 32 x 32
         ("auto", None, 800, 100, True, False, True),
         ("auto", None, 801, 100, True, False, False),
