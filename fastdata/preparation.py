@@ -135,7 +135,7 @@ class _Preparation:
                 return self._fill(plan)
             except MemoryBudgetError as error:
                 plan = self._next(plan, error)
-        warn_user(f"{plan.reason}. Every epoch decodes again; a smaller resize= may fit.")
+        warn_user(f"{plan.reason}. Every epoch decodes again; cache_dir= or a smaller resize= may help.")
         return Prepared(storage_plan=plan, table=self._table)
 
     def _choose(self, raw_bytes: int) -> StoragePlan:

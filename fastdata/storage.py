@@ -161,7 +161,7 @@ def _compressed(trial: CodecTrial, raw_bytes: int, budget: Budget, storage: str)
 def would_fit(trials: Sequence[CodecTrial], budget: Budget) -> str:
     """Say what to do where samples do not fit, in one sentence."""
     fitting = [trial for trial in trials if trial.obstacle is None and trial.need_bytes <= budget.bytes]
-    cures = ["a smaller resize=", "storage='none'"]
+    cures = ["cache_dir= to keep them on disk", "a smaller resize=", "storage='none'"]
     if fitting:
         best = max(fitting, key=lambda trial: (trial.lossless, trial.decode_per_s))
         needs = f"{'' if best.lossless else 'lossy, '}about {format_bytes(best.need_bytes)}"

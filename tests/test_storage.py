@@ -101,14 +101,14 @@ def test_shared_storage_that_does_not_fit_is_an_error_with_its_cure(limited_by: 
         choose_storage("shared", int(9.3 * GIB), budget)
     assert str(caught.value) == (
         f"storage='shared' needs 9.3 GiB but 4.0 GiB is free ({limited_by}, 1.0 GiB kept in reserve). "
-        f"Use a smaller resize=, storage='none', or {cure}."
+        f"Use cache_dir= to keep them on disk, a smaller resize=, storage='none', or {cure}."
     )
     assert isinstance(caught.value, MemoryError)
 
 
 def test_what_does_not_fit_names_the_storage_that_would() -> None:
     """A lossless codec is named before a lossy one, which is called so."""
-    with pytest.raises(MemoryBudgetError, match=r"Use storage='compressed' with codec='zstd' \(about 4\.0 GiB\), a sm"):
+    with pytest.raises(MemoryBudgetError, match=r"Use storage='compressed' with codec='zstd' \(about 4\.0 GiB\), ca"):
         choose_storage("shared", TEN, BUDGET, [JPEG, ZSTD])
     with pytest.raises(MemoryBudgetError, match=r"codec='lz4' needs 9\.0 GiB .* codec='jpeg' \(lossy, about 1\.0 GiB"):
         choose_storage("compressed", TEN, BUDGET, [JPEG, LZ4])
