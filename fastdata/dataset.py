@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch.utils.data import Dataset
 
-from fastdata.batch import SampleBatch, collate_targets
 from fastdata.batchops import Program, compile_ops
 from fastdata.cache import CacheOrigin, Listing, describe_steps, prepare_on_disk
 from fastdata.contents import Contents, Table
-from fastdata.decode import Planes, Resize, present, sample_error, to_image
-from fastdata.errors import StoreGoneError
+from fastdata.decode import Resize
 from fastdata.options import Options
 from fastdata.plan import TransformPlan, plan_transform
 from fastdata.preparation import Road, Steps, prepare_storage, report_storage
-from fastdata.ring import BatchRing
+from fastdata.serving import ServingDataset
 from fastdata.sources import Source
 from fastdata.storage import StorageReport
 from fastdata.table import ListView, SampleTable
@@ -31,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["PreparedDataset"]
 
 
-class PreparedDataset(Dataset[Any]):
+class PreparedDataset(ServingDataset):
     """What all datasets have in common once their source is known; made by its subclasses only."""
 
     # Building
@@ -175,14 +170,6 @@ class PreparedDataset(Dataset[Any]):
         """Paths and targets; None where only reading the samples tells them."""
         return self._table if self._contents is None else self._contents.table
 
-    @property
-    def served_bytes(self) -> int | None:
-        """Bytes of each sample in a whole batch; None where there are no whole batches."""
-        if self.batch_obstacle is not None or self._served is None:
-            return None
-        shape, dtype = self._served
-        return math.prod(shape) * dtype.itemsize
-
     def filled_share(self, index: np.ndarray | None = None) -> float:
         """How many of the samples, or of those of ``index``, are kept already, from 0 to 1.
 
@@ -196,12 +183,6 @@ class PreparedDataset(Dataset[Any]):
         Takes about a second: up to 25 samples are read, encoded and decoded.
         """
         return report_storage(self._trial_road(), self._options)
-
-    def __len__(self) -> int:
-        if self._table is not None:
-            return len(self._table)
-        assert self._source is not None
-        return len(self._source)
 
     def __repr__(self) -> str:
         lines = [
@@ -221,95 +202,7 @@ class PreparedDataset(Dataset[Any]):
     def _extra_repr(self) -> list[str]:
         return []
 
-    # Serving
-
-    def __getitem__(self, index: int) -> tuple[Any, Any]:
-        """Sample and target, transformed as the user's transforms say.
-
-        Raises:
-            IndexError: ``index`` is not in [-N, N).
-        """
-        self._check_open()
-        position = range(len(self))[index]
-        visits = self._visits.take(np.array([position])) if self._program else None
-        return self._pair(position, visits)
-
-    def __getitems__(self, indices: Sequence[int]) -> list[tuple[Any, Any]]:
-        """A whole batch: a ``SampleBatch`` if the transform allows, else a list of samples."""
-        self._check_open()
-        index_B = self.positions(np.asarray(indices, dtype=np.int64))
-        visits_B = getattr(indices, "visits", None)
-        if visits_B is None and self._program:
-            visits_B = self._visits.take(index_B)
-        if self.batch_obstacle is None:
-            return self.sample_batch(index_B, visits_B, self.batch_ring)
-        return [
-            self._pair(index, None if visits_B is None else visits_B[k : k + 1])
-            for k, index in enumerate(index_B.tolist())
-        ]
-
-    def read_batch(self, index_B: np.ndarray, visits_B: np.ndarray | None, ring: BatchRing | None = None) -> list[Any]:
-        """Read a batch in one go, as ``[images, targets]``; only if ``batch_obstacle`` is None.
-
-        Args:
-            index_B: int64, each in [0, N).
-            visits_B: int64, what random draws are made from; see ``IndexBatch``.
-            ring: where the batch's memory comes from; fresh memory if None.
-
-        Returns:
-            images (B, *shape) and what ``default_collate`` makes of the targets. Safe from several threads at once.
-        """
-        return [self._read_images(index_B, visits_B, ring), self._targets(index_B)]
-
-    def _read_images(self, index_B: np.ndarray, visits_B: np.ndarray | None, ring: BatchRing | None) -> torch.Tensor:
-        self._check_open()
-        assert self._contents is not None
-        assert self._served is not None
-        shape, dtype = self._served
-        full_shape = (len(index_B), *shape)
-        out = np.empty(full_shape, dtype) if ring is None else ring.take(full_shape, dtype)
-        with self._contents.naming_damage():
-            if self._program:
-                assert visits_B is not None
-                self._program.run(self._contents.images, index_B, visits_B, self._options.seed, out)
-            else:
-                self._contents.images.gather_into(index_B, out)
-        return torch.from_numpy(out)
-
-    def sample_batch(
-        self, index_B: np.ndarray, visits_B: np.ndarray | None, ring: BatchRing | None = None
-    ) -> SampleBatch:
-        """Like ``read_batch``, as the list of samples that collate functions expect."""
-        images = self._read_images(index_B, visits_B, ring)
-        each_target = [self._target(index) for index in index_B.tolist()]
-        return SampleBatch(images, collate_targets(each_target), each_target)
-
-    @property
-    def batch_obstacle(self) -> str | None:
-        """Why whole batches cannot be served without Python work per sample; None if they can."""
-        if self._contents is None:
-            return "storage='none' prepares every sample when it is read"
-        if self._contents.is_tuple or self.transforms is not None:
-            return "samples have several parts, such as image and mask"
-        if not self._plan.is_batched:
-            return f"the transform works per sample: {self._plan.obstacle}"
-        if self._served is None:
-            return "prepared samples differ in shape; a crop or resize to one size would make them batches"
-        return None
-
-    def positions(self, index_B: np.ndarray) -> np.ndarray:
-        """Check indices (int64, B) and make negative ones count from the end.
-
-        Raises:
-            IndexError: an index is not in [-N, N).
-        """
-        length = len(self)
-        if not (index_B.view(np.uint64) >= length).any():  # as unsigned numbers, negative ones are too large as well
-            return index_B
-        if not ((index_B >= -length) & (index_B < length)).all():
-            wrong = next(i for i in index_B.tolist() if not -length <= i < length)
-            raise IndexError(f"index {wrong} is out of range for a dataset of {length} samples")
-        return np.where(index_B < 0, index_B + length, index_B)
+    # Epochs
 
     def begin_epoch(self, last: int | None = None) -> int:
         """Number of the epoch that a loader begins: the one that was set, else the one after its last.
@@ -356,65 +249,3 @@ class PreparedDataset(Dataset[Any]):
         self.__dict__.update(state)
         self.skipped = []
         self._compile()
-
-    # One sample, one target
-
-    def _pair(self, index: int, visits: np.ndarray | None) -> tuple[Any, Any]:
-        if self._contents is None:
-            sample, target = self._read_source(index)
-        else:
-            sample, target = self._read_store(index, visits), self._stored_target(index)
-        if self.transforms is not None:
-            transformed: tuple[Any, Any] = self.transforms(sample, target)
-            return transformed
-        return self._plan.finish_sample(sample), self._transform_target(target)
-
-    def _read_store(self, index: int, visits: np.ndarray | None) -> Any:
-        """One sample after the batch ops, as the rest of the transform wants it."""
-        contents = self._contents
-        assert contents is not None
-        if self._program is None:
-            return contents.sample(index)
-        assert visits is not None
-        with contents.naming_damage():
-            pixels = self._program.run_one(contents.images, index, visits, self._options.seed)
-        return present(pixels, self._plan.out_form)
-
-    def _read_source(self, index: int) -> tuple[Any, Any]:
-        """Read and prepare one sample that is kept nowhere."""
-        try:
-            sample, target = self._reader.source.read(index)
-        except OSError as cause:
-            raise sample_error(self._reader.source.path(index), index, cause) from cause
-        prepared = self._reader.prepare(sample)
-        return to_image(prepared) if isinstance(prepared, Planes) else prepared, target
-
-    def _stored_target(self, index: int) -> Any:
-        if self._contents is not None:
-            return self._contents.target(index)
-        if self._table is not None:
-            return self._table.target(index)
-        assert self._source is not None
-        return self._source.read(index)[1]
-
-    def _transform_target(self, target: Any) -> Any:
-        return target if self.target_transform is None else self.target_transform(target)
-
-    def _target(self, index: int) -> Any:
-        return self._transform_target(self._stored_target(index))
-
-    def _targets(self, index_B: np.ndarray) -> Any:
-        assert self._contents is not None
-        array = self._contents.target_array(index_B) if self.target_transform is None else None
-        if array is not None:
-            return torch.from_numpy(array)
-        return collate_targets([self._target(index) for index in index_B.tolist()])
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise StoreGoneError("the dataset was closed; create it again to read from it")
-
-    transforms: Callable[[Any, Any], Any] | None = None
-    _closed = False
-    batch_ring: BatchRing | None = None
-    """Where ``__getitems__`` takes memory from; set in worker processes."""

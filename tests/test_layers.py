@@ -46,6 +46,7 @@ ORDER = (
     "ring",
     "batch",
     "transport",
+    "serving",
     "dataset",
     "stored",
     "cached",
