@@ -367,7 +367,7 @@ class Mapped:
         self.stretches.append((first, count))
         out_B[...] = self._samples[first : first + count]
 
-    def drop(self, first: int, count: int) -> None:
+    def drop(self, first: int, count: int, *, from_cache: bool = False) -> None:
         self.dropped.append((first, count))
 
     def close(self) -> None:

@@ -33,6 +33,7 @@ ORDER = (
     "stores.base",
     "stores.raw",
     "stores.encoded",
+    "stores.shards",
     "stores.disk",
     "stores",
     "crew",

@@ -17,7 +17,8 @@ from fastdata.cache.opening import read_columns
 from fastdata.cache.recall import read_listing
 from fastdata.errors import CacheError
 from fastdata.memory import format_bytes
-from fastdata.stores.disk import DAMAGE_PREFIX, ShardMap, checksum
+from fastdata.stores.disk import DAMAGE_PREFIX, checksum
+from fastdata.stores.shards import ShardMap
 
 __all__ = ["Found", "Removal", "inspect_caches", "prune_caches", "verify_cache"]
 

@@ -9,8 +9,9 @@ import numpy as np
 from fastdata.blocks import ArrayBlock
 from fastdata.cache.manifest import Part, Shard, read_array
 from fastdata.errors import CacheError
-from fastdata.stores.disk import DiskStore, ShardMap
+from fastdata.stores.disk import DiskStore
 from fastdata.stores.encoded import Decoder
+from fastdata.stores.shards import ShardMap
 
 __all__ = ["Columns", "open_part", "read_columns"]
 

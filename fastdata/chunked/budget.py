@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fastdata.errors import MemoryBudgetError
 from fastdata.memory import format_bytes
 
-__all__ = ["CHUNKS_HELD", "ChunkPlan", "Needs", "plan_chunks"]
+__all__ = ["CHUNKS_HELD", "ChunkPlan", "Needs", "empties_cache", "plan_chunks"]
 
 CHUNKS_HELD = 2
 """One is served while the next one loads."""
@@ -123,6 +123,21 @@ def plan_chunks(needs: Needs, limit_bytes: int, chunk_samples: int | None = None
         chunk_samples=batches * needs.batch_size,
         chunk_bytes=int(batches * batch_samples_bytes),
     )
+
+
+def empties_cache(disk_bytes: int, free_bytes: int, plan: ChunkPlan) -> bool:
+    """Decide whether the system's page cache is to let go of a file's pages once they are served.
+
+    Kept, they make the next epoch read memory instead of the disk: 15,210 against 4,499 images/s in
+    ``benchmarks/chunked.py``. Where they cannot all stay, they would push out what others need and count against a
+    cgroup's limit, and most of them would be gone when they are read again.
+
+    Args:
+        disk_bytes: of all files that an epoch reads.
+        free_bytes: of the machine or the cgroup before the loader takes its own.
+        plan: of the loader.
+    """
+    return disk_bytes > free_bytes - (plan.peak_bytes - plan.in_use_bytes) - plan.reserve_bytes
 
 
 def _too_little(needs: Needs, limit_bytes: int, reserve: int, batches: int) -> MemoryBudgetError:

@@ -113,7 +113,7 @@ class FillSlots:
     def __call__(self, run: Run) -> Results:
         """Do one task."""
         try:
-            results = self._copy(run) if self.reader.is_copied else None
+            results = self._copy(run) if self.reader.fills_rows else None
         except SampleError:  # of one of them: found out one by one
             results = None
         if results is None:
@@ -122,7 +122,7 @@ class FillSlots:
         return results
 
     def _copy(self, run: Run) -> Results | None:
-        """Copy all samples of a task at once; None where they have no common shape."""
+        """Put all samples of a task into their rows at once; None where they have no common shape."""
         writers, count = self.roads[run.slot].writers, len(run.positions)
         dense = [writer for writer in writers if isinstance(writer, DenseWriter)]
         if len(dense) < len(writers):

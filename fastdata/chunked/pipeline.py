@@ -139,7 +139,7 @@ class Pipeline:
             number = self._free.get()
             if number is None or self._closed.is_set():
                 return
-            per_task = _COPIED_PER_TASK if self._way.reader.is_copied else _PREPARED_PER_TASK
+            per_task = _COPIED_PER_TASK if self._way.reader.fills_rows else _PREPARED_PER_TASK
             try:
                 chunk.begin(number, self._slots[number], self._way.dataset)
                 with contextlib.closing(self._crew.run(chunk.tasks(per_task))) as finished:

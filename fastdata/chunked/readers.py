@@ -91,8 +91,11 @@ class ReadsStretches(Protocol):
 class ReadInSequence(Protocol):
     """A store of samples on disk, best read many neighbours at a time."""
 
-    def drop(self, first: int, count: int) -> None:
-        """Let go of the memory that caches ``count`` samples from ``first`` on; they can be read again."""
+    def drop(self, first: int, count: int, *, from_cache: bool = False) -> None:
+        """Let go of memory that caches ``count`` samples from ``first`` on; they can be read again.
+
+        That is memory of this process, and with ``from_cache`` also of the system.
+        """
         ...
 
 
@@ -113,7 +116,11 @@ class Reader(Protocol):
         ...
 
     def copy_part(self, part: int, positions: Sequence[int], out_B: np.ndarray) -> None:
-        """Put one part of some samples into ``out_B`` (B, *shape); only where ``is_copied``, of dense parts."""
+        """Put one part of some samples into ``out_B`` (B, *shape); only where ``fills_rows``, of dense parts.
+
+        Raises:
+            SampleError: one of them is damaged.
+        """
         ...
 
     def drop(self, positions: Sequence[int]) -> None:
@@ -131,6 +138,16 @@ class Reader(Protocol):
     @property
     def is_sequential(self) -> bool:
         """Whether samples are best read many neighbours at a time."""
+        ...
+
+    @property
+    def disk_bytes(self) -> int:
+        """Of the files that are read in sequence; 0 where there are none."""
+        ...
+
+    @property
+    def fills_rows(self) -> bool:
+        """Whether many samples of one shape are put into their places at once."""
         ...
 
     @property
@@ -173,6 +190,16 @@ class PreparedSamples:
         return False
 
     @property
+    def disk_bytes(self) -> int:
+        """See ``Reader``."""
+        return 0
+
+    @property
+    def fills_rows(self) -> bool:
+        """See ``Reader``."""
+        return False
+
+    @property
     def is_copied(self) -> bool:
         """See ``Reader``."""
         return False
@@ -180,9 +207,15 @@ class PreparedSamples:
 
 @dataclass(frozen=True, slots=True)
 class StoredSamples:
-    """Samples of a dataset that keeps them."""
+    """Samples of a dataset that keeps them.
+
+    Args:
+        contents: has them.
+        empties_cache: whether ``drop`` has the system's page cache let go as well.
+    """
 
     contents: Contents
+    empties_cache: bool = False
 
     @property
     def source(self) -> Source:
@@ -199,20 +232,21 @@ class StoredSamples:
     def copy_part(self, part: int, positions: Sequence[int], out_B: np.ndarray) -> None:
         """See ``Reader``."""
         store = self.contents.stores[part]
-        if not isinstance(store, ReadsStretches):
-            store.gather_into(np.asarray(positions, np.int64), out_B)
-            return
-        done = 0
-        for first, count in _stretches(positions):
-            store.read_stretch(first, count, out_B[done : done + count])
-            done += count
+        with self.contents.naming_damage():
+            if not isinstance(store, ReadsStretches):
+                store.gather_into(np.asarray(positions, np.int64), out_B)
+                return
+            done = 0
+            for first, count in _stretches(positions):
+                store.read_stretch(first, count, out_B[done : done + count])
+                done += count
 
     def drop(self, positions: Sequence[int]) -> None:
         """See ``Reader``."""
         for store in self.contents.stores:
             if isinstance(store, ReadInSequence):
                 for first, count in _stretches(positions):
-                    store.drop(first, count)
+                    store.drop(first, count, from_cache=self.empties_cache)
 
     def look(self) -> Layout:
         """See ``Reader``."""
@@ -227,18 +261,28 @@ class StoredSamples:
         return isinstance(self.contents.images, ReadInSequence)
 
     @property
+    def disk_bytes(self) -> int:
+        """See ``Reader``."""
+        return sum(store.size_bytes for store in self.contents.stores if isinstance(store, ReadInSequence))
+
+    @property
+    def fills_rows(self) -> bool:
+        """See ``Reader``."""
+        return self.is_copied or all(isinstance(store, ReadsStretches) for store in self.contents.stores)
+
+    @property
     def is_copied(self) -> bool:
         """See ``Reader``; not while samples may have to be prepared on their first read."""
         return self.contents.images.gives_views and self.contents.filled_share() == 1
 
 
-def reader_of(dataset: PreparedDataset) -> Reader:
-    """What reads the samples of a dataset, whether it keeps them or not."""
+def reader_of(dataset: PreparedDataset, *, empties_cache: bool = False) -> Reader:
+    """What reads the samples of a dataset, whether it keeps them or not; see ``StoredSamples``."""
     road = dataset.unkept_road()
     if road is not None:
         return PreparedSamples(road)
     assert dataset.kept is not None
-    return StoredSamples(dataset.kept)
+    return StoredSamples(dataset.kept, empties_cache)
 
 
 def _stretches(positions: Sequence[int]) -> Iterable[tuple[int, int]]:

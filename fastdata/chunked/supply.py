@@ -11,7 +11,7 @@ import numpy as np
 
 from fastdata import machine
 from fastdata.batch import IndexBatch, collate
-from fastdata.chunked.budget import CHUNKS_HELD, Needs, plan_chunks
+from fastdata.chunked.budget import CHUNKS_HELD, Needs, empties_cache, plan_chunks
 from fastdata.chunked.chunks import Chunk, Slot
 from fastdata.chunked.order import EpochOrder, plan_epoch
 from fastdata.chunked.pipeline import Flow, Pipeline, Way
@@ -76,8 +76,12 @@ class Supply:
         self._makers = 1 if self._obstacle else max(1, cores - 1 if self._reader.is_copied else cores // 4)
         self.is_mixed = order.shuffle and (wishes.mix_chunks is not None or self._reader.is_sequential)
         needs = self._needs(probe, order, 1 if self._reader.is_copied else cores)
-        total_bytes = machine.available_bytes().bytes + needs.in_use_bytes
-        self.plan = plan_chunks(needs, parse_bytes(wishes.memory_limit, of=total_bytes), wishes.chunk_samples)
+        free_bytes = machine.available_bytes().bytes
+        limit_bytes = parse_bytes(wishes.memory_limit, of=free_bytes + needs.in_use_bytes)
+        self.plan = plan_chunks(needs, limit_bytes, wishes.chunk_samples)
+        self._empties_cache = empties_cache(self._reader.disk_bytes, free_bytes, self.plan)
+        if self._empties_cache:
+            self._reader = reader_of(served.dataset, empties_cache=True)
         log.info("%s", self.plan)
         self._chunk_samples = self.plan.chunk_samples
         if self.is_mixed:
@@ -124,7 +128,8 @@ class Supply:
         does = "copied" if self._reader.is_copied else "prepared"
         workers = "a thread" if self.plan.workers == 1 else f"{self.plan.workers} processes"
         makers = "a thread" if self.threads == 1 else f"{self.threads} threads"
-        return f"chunks of {self._chunk_samples} samples, {does} ahead by {workers}; {each}, made by {makers}"
+        cache = ", the system's page cache emptied behind them" if self._empties_cache else ""
+        return f"chunks of {self._chunk_samples} samples, {does} ahead by {workers}{cache}; {each}, made by {makers}"
 
     def start(self, epoch: int, first_batch: int, batches: int, ring: BatchRing) -> Pipeline:
         """Begin to supply an epoch."""

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-import errno
-import mmap
-import os
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from fastdata.blocks import ArrayBlock
-from fastdata.errors import CacheError, StoreGoneError
 from fastdata.spec import SampleSpec
 from fastdata.stores.encoded import Decoder, UndecodableError
+from fastdata.stores.shards import ShardMap, runs_of
 
-__all__ = ["DAMAGE_PREFIX", "DiskStore", "ShardMap", "checksum"]
+__all__ = ["DAMAGE_PREFIX", "DiskStore", "checksum"]
 
 Bytes = npt.NDArray[np.uint8]
 
 DAMAGE_PREFIX = "damaged-"
 """Of the empty files that name rows found damaged, for the next run to prepare anew."""
 _WORD_BYTES = 8
+_SCRATCH_BYTES = 4 << 20
+"""Of encoded samples read at once; fewer reads would save nothing."""
+_GAP_BYTES = 64 << 10
+"""Between encoded samples that are still read at once: workers write them nearly in order."""
 
 
 def checksum(data: Bytes) -> int:
@@ -38,68 +38,6 @@ def checksum(data: Bytes) -> int:
     whole = data.size // _WORD_BYTES * _WORD_BYTES
     total = int(data[:whole].view("<u8").sum(dtype=np.uint64))
     return (total + int.from_bytes(data[whole:].tobytes(), "little")) & 0xFFFF_FFFF_FFFF_FFFF
-
-
-class ShardMap:
-    """The shards of one part, mapped read-only.
-
-    Pickles as their names: another process opens them again, and refuses others that have taken their place.
-
-    Args:
-        folder: holds them.
-        names: file of each.
-        sizes: bytes of each, as they were written.
-
-    Raises:
-        CacheError: a file is missing or has another size.
-    """
-
-    def __init__(self, folder: str, names: Sequence[str], sizes: Sequence[int]) -> None:
-        self.folder = folder
-        self._names, self._sizes = tuple(names), tuple(sizes)
-        self.inodes: tuple[int, ...] = ()
-        self.shards = self._open()
-
-    def _open(self) -> list[Bytes]:
-        shards, inodes = [], []
-        for name, size in zip(self._names, self._sizes, strict=True):
-            path = Path(self.folder, name)
-            try:
-                with path.open("rb") as stream:
-                    found = os.fstat(stream.fileno())
-                    if found.st_size != size:
-                        raise CacheError(f"{path} has {found.st_size:,} bytes where {size:,} were written")
-                    mapped = mmap.mmap(stream.fileno(), size, access=mmap.ACCESS_READ) if size else b""
-            except OSError as problem:
-                if isinstance(problem, CacheError):
-                    raise
-                many = "; raise the limit of open files (ulimit -n)" if problem.errno == errno.EMFILE else ""
-                raise CacheError(f"{path} cannot be opened ({problem.strerror}){many}") from problem
-            shards.append(np.frombuffer(mapped, np.uint8))
-            inodes.append(found.st_ino)
-        self.inodes = tuple(inodes)
-        return shards
-
-    @property
-    def size_bytes(self) -> int:
-        """Of all shards."""
-        return sum(self._sizes)
-
-    def close(self) -> None:
-        """Let go of the files; arrays handed out stay valid. Idempotent."""
-        self.shards = []
-
-    def __getstate__(self) -> tuple[str, tuple[str, ...], tuple[int, ...], tuple[int, ...]]:
-        return self.folder, self._names, self._sizes, self.inodes
-
-    def __setstate__(self, state: tuple[str, tuple[str, ...], tuple[int, ...], tuple[int, ...]]) -> None:
-        self.folder, self._names, self._sizes, inodes = state
-        try:
-            self.shards = self._open()
-        except CacheError as gone:
-            raise StoreGoneError(f"the cache was deleted or changed while it was in use: {gone}") from gone
-        if self.inodes != inodes:
-            raise StoreGoneError(f"the cache in {self.folder} was replaced while it was in use; make the dataset again")
 
 
 class DiskStore:
@@ -201,11 +139,13 @@ class DiskStore:
         if self._decoder is None:
             out[...] = self.read(index)
             return
-        data = self.stored(index)
+        self._decode(self._decoder, index, self.stored(index), out)
+
+    def _decode(self, decoder: Decoder, index: int, data: Bytes, out: np.ndarray) -> None:
         try:
-            self._decoder.decode(data.data, out)
+            decoder.decode(data.data, out)
         except Exception as cause:  # decoders raise anything; all of it is named and kept
-            codec = self._decoder.name
+            codec = decoder.name
             what = f"{len(data):,} bytes of codec {codec!r} cannot be decoded to {out.dtype} {list(out.shape)}"
             raise UndecodableError(f"{what}: {cause}", index=index, codec=codec) from cause
 
@@ -225,6 +165,58 @@ class DiskStore:
         unchecked_B = self._checked[index_B] == 0
         if unchecked_B.any():
             self._check_copies(index_B, out_B, np.flatnonzero(unchecked_B))
+
+    def read_stretch(self, first: int, count: int, out_B: np.ndarray) -> None:
+        """Put neighbouring samples of one shape into ``out_B`` (B, *shape), C-contiguous, past the mapping.
+
+        Files are read in as few and as large pieces as samples lie in them. Memory of the mapping, which would count as
+        this process's own, is not touched. Safe from several threads at once.
+
+        Raises:
+            UndecodableError: a sample is damaged; others may have been put there.
+        """
+        index_B = np.arange(first, first + count)
+        columns = self._shards[index_B], self._offsets[index_B], self._sizes[index_B]
+        if self._decoder is not None:
+            self._decode_stretch(self._decoder, first, columns, out_B)
+            return
+        if not out_B.size:
+            return
+        bytes_B = out_B.reshape(count, -1).view(np.uint8)
+        for run in runs_of(*columns):
+            self._files.read_into(run.shard, run.start, bytes_B[run.first : run.first + run.samples].reshape(-1))
+        unchecked_B = self._checked[index_B] == 0
+        if unchecked_B.any():
+            self._check_copies(index_B, out_B, np.flatnonzero(unchecked_B))
+
+    def _decode_stretch(
+        self, decoder: Decoder, first: int, columns: tuple[np.ndarray, np.ndarray, np.ndarray], out_B: np.ndarray
+    ) -> None:
+        shards, starts, sizes = columns
+        order = np.lexsort((starts, shards))
+        for run in runs_of(shards[order], starts[order], sizes[order], gap_bytes=_GAP_BYTES, most_bytes=_SCRATCH_BYTES):
+            scratch = np.empty(run.size_bytes, np.uint8)
+            self._files.read_into(run.shard, run.start, scratch)
+            for b in order[run.first : run.first + run.samples].tolist():
+                start, index = int(starts[b]) - run.start, first + b
+                data = scratch[start : start + int(sizes[b])]
+                if not self._checked[index]:
+                    self._enter(index, checksum(data))
+                self._decode(decoder, index, data, out_B[b])
+
+    def drop(self, first: int, count: int, *, from_cache: bool = False) -> None:
+        """Let go of the mapping's memory of neighbouring samples, which is read from the files again when needed.
+
+        Args:
+            first: of the samples.
+            count: how many.
+            from_cache: let the system's page cache go of them too, unless another process has them mapped.
+        """
+        chosen = slice(first, first + count)
+        shards, starts, sizes = self._shards[chosen], self._offsets[chosen], self._sizes[chosen]
+        order = np.lexsort((starts, shards))
+        for run in runs_of(shards[order], starts[order], sizes[order], gap_bytes=_GAP_BYTES):
+            self._files.drop(run.shard, run.start, run.size_bytes, from_cache=from_cache)
 
     def _check_copies(self, index_B: np.ndarray, out_B: np.ndarray, chosen: np.ndarray) -> None:
         """Hold copies that are warm from copying against the checksums; all in one call where rows are whole words."""
