@@ -7,12 +7,14 @@ import os
 import weakref
 from collections.abc import Callable
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import IterableDataset, Subset
 
 from fastdata.batch import collate
+from fastdata.cache import inspect_caches
 from fastdata.cached import CachedDataset
 from fastdata.chunked.budget import ChunkPlan
 from fastdata.chunked.iteration import ChunkedIter
@@ -250,15 +252,29 @@ def _find_served(dataset: Any) -> Served:
     Raises:
         TypeError: it cannot be read by index.
     """
+    if isinstance(dataset, (str, bytes, os.PathLike)):
+        raise TypeError(_path_refused(os.fsdecode(dataset)))
     if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
         raise TypeError(
             f"ChunkedLoader reads samples by index, which {type(dataset).__name__} has no way for. Give it a map-style "
             "dataset, such as fastdata.ImageFolder(root, storage='none')."
         )
-    if isinstance(dataset, (str, bytes)):
-        raise TypeError(f"{dataset!r} is no dataset; open it first, as in ImageFolder({dataset!r}, storage='none')")
     served = Served.find(dataset)
     return served or Served(CachedDataset(dataset, storage="none", progress=False), None)
+
+
+def _path_refused(path: str) -> str:
+    """What to give in place of a path: a cache knows neither the transform nor, of image files, the targets."""
+    try:
+        caches = inspect_caches(Path(path))
+    except OSError:
+        return f"{path!r} is no dataset; open it first, as in ImageFolder({path!r}, storage='none')"
+    home = path if len(caches) > 1 or str(caches[0].folder) != path else os.path.dirname(path)
+    roots = list(dict.fromkeys(cache.manifest.root for cache in caches if cache.manifest and cache.manifest.root))
+    opened = (
+        f"ImageFolder({roots[0]!r}, transform, " if len(roots) == 1 else "the dataset that it was made from, with ("
+    )
+    return f"{path!r} is a cache, which does not know the transform; open it as {opened}cache_dir={home!r})"
 
 
 def _ranks(rank: int | None, world_size: int | None) -> tuple[int, int]:

@@ -10,6 +10,7 @@ import numpy as np
 
 from fastdata.contents import Contents
 from fastdata.dataset import PreparedDataset
+from fastdata.errors import SampleError
 from fastdata.ingest import Part, ReadSample, forecast, read_sample
 from fastdata.preparation import Road
 from fastdata.sources import Source
@@ -251,9 +252,19 @@ class StoredSamples:
     def look(self) -> Layout:
         """See ``Reader``."""
         contents, count = self.contents, len(self.contents)
-        samples = [self.read(position) for position in sorted({k * (count - 1) // _PROBES for k in range(_PROBES + 1)})]
+        positions = sorted({k * (count - 1) // _PROBES for k in range(_PROBES + 1)})
+        samples, damaged = [], []
+        for position in positions:
+            try:
+                samples.append(self.read(position))
+            except SampleError as error:
+                damaged.append(error)
+        if not samples:
+            raise damaged[0]
         specs = tuple(store.spec for store in contents.stores)
-        return Layout.of(specs, samples, is_tuple=contents.is_tuple, target_is_part=contents.target_is_part)
+        layout = Layout.of(specs, samples, is_tuple=contents.is_tuple, target_is_part=contents.target_is_part)
+        self.drop(positions)
+        return layout
 
     @property
     def is_sequential(self) -> bool:

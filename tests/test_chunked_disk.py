@@ -1,0 +1,342 @@
+"""The loader for data larger than memory, over samples that lie on disk."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torchvision import transforms
+
+from conftest import FolderMaker, save_image
+from fastdata import CachedDataset, ChunkedLoader, DataLoader, ImageFolder, SampleError
+from fastdata.cache import writers as writers_module
+from fastdata.chunked.budget import ChunkPlan, empties_cache
+from fastdata.chunked.order import plan_epoch
+from fastdata.prefetch.prefetcher import Prefetcher
+from fastdata.stores.disk import DiskStore
+from fastdata.stores.shards import runs_of
+from recording import RecordingBackend
+
+CODECS = ["auto", "zstd", "source"]  # raw, encoded, and the files' own bytes
+STEPS = [transforms.RandomCrop((7, 9)), transforms.RandomHorizontalFlip(), transforms.ToTensor()]
+TO_ONE_SIZE = transforms.Compose([transforms.Resize((10, 12)), *STEPS])
+RAGGED = transforms.Compose([transforms.Resize(10), *STEPS])
+
+
+@pytest.fixture(autouse=True)
+def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shard holds a few samples, so that stretches cross from one to the next."""
+    monkeypatch.setattr(writers_module, "SHARD_BYTES", 2000)
+
+
+@pytest.fixture
+def stretches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, int]]]:
+    """First and length of every stretch that is read in this process."""
+    read: list[tuple[int, int]] = []
+    plain = DiskStore.read_stretch
+
+    def noting(self: DiskStore, first: int, count: int, out_B: np.ndarray) -> None:
+        read.append((first, count))
+        plain(self, first, count, out_B)
+
+    monkeypatch.setattr(DiskStore, "read_stretch", noting)
+    return read
+
+
+def on_disk(root: Path, transform: Any = TO_ONE_SIZE, **options: Any) -> ImageFolder:
+    return ImageFolder(
+        str(root), transform, cache_dir=root.parent / "cache", seed=5, progress=False, num_workers=1, **options
+    )
+
+
+def in_memory(root: Path, transform: Any = TO_ONE_SIZE) -> ImageFolder:
+    return ImageFolder(str(root), transform, storage="shared", fill="eager", seed=5, progress=False, num_workers=1)
+
+
+def chunked(data: Any, **arguments: Any) -> ChunkedLoader:
+    """A loader with small chunks, each of three pieces from all over the data, that reads in a thread."""
+    usual = {"batch_size": 4, "memory_limit": "64GiB", "chunk_samples": 12, "mix_chunks": 3, "num_workers": 1}
+    return ChunkedLoader(data, **{**usual, **arguments})
+
+
+def usual_batches(dataset: Any, loader: ChunkedLoader, epoch: int) -> list[Any]:
+    """What ``DataLoader`` serves of a dataset in memory in the order of a chunked loader's epoch."""
+    usual = DataLoader(dataset, batch_size=loader.batch_size, sampler=plan_epoch(loader._order, epoch).tolist())
+    usual.set_epoch(epoch)
+    return list(usual)
+
+
+def same(first: Any, second: Any) -> bool:
+    """Whether two epochs are equal in every pixel and target."""
+    pairs = list(zip(first, second, strict=True))
+    return all(torch.equal(a, b) for one, other in pairs for a, b in zip(one, other, strict=True))
+
+
+def mixed_sizes(root: Path) -> Path:
+    """Class folders of images of several shapes."""
+    for index in range(26):
+        folder = root / "images" / "ab"[index % 2]
+        folder.mkdir(parents=True, exist_ok=True)
+        save_image(folder / f"{index:02}.png", index, (14 + index % 3, 12 + index % 5))
+    return root / "images"
+
+
+def damage(folder: Path, pattern: str, at: int) -> None:
+    """Change one byte of the first file of a cache that fits."""
+    path = min(path for path in folder.rglob(pattern) if "-sums" not in path.name)
+    data = bytearray(path.read_bytes())
+    data[at] ^= 0x55
+    path.write_bytes(data)
+
+
+def mapped_bytes(folder: Path) -> int:
+    """Memory of this process that maps shards below a folder."""
+    entries = re.split(r"(?m)^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text())
+    shards = [entry for entry in entries if f"{folder}/" in entry.partition("\n")[0]]
+    assert shards
+    return sum(int(found) for entry in shards for found in re.findall(r"(?m)^Rss: +(\d+) kB", entry)) << 10
+
+
+# What is served
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("workers", [1, 2])
+def test_pixels_are_those_of_the_loader_in_memory(image_folder: FolderMaker, codec: str, workers: int) -> None:
+    """Each sample comes once, with the crop, mirror and values of a DataLoader over the data in memory."""
+    root = image_folder(per_class=13, size=(17, 14))
+    with (
+        on_disk(root, codec=codec) as dataset,
+        in_memory(root) as kept,
+        chunked(dataset, num_workers=workers) as loader,
+    ):
+        for epoch in (0, 1):
+            assert same(loader, usual_batches(kept, loader, epoch))
+        assert sorted(plan_epoch(loader._order, 0).tolist()) == list(range(26))
+        assert loader.shuffle_quality().value < 1
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("workers", [1, 2])
+def test_images_of_many_sizes_are_cropped_to_one(tmp_path: Path, codec: str, workers: int) -> None:
+    """Samples that differ in shape come from the disk as from memory."""
+    root = mixed_sizes(tmp_path)
+    with (
+        on_disk(root, RAGGED, codec=codec) as dataset,
+        in_memory(root, RAGGED) as kept,
+        chunked(dataset, num_workers=workers) as loader,
+    ):
+        assert same(loader, usual_batches(kept, loader, 0))
+
+
+@pytest.mark.parametrize("codec", ["auto", "zstd"])
+def test_masks_travel_with_their_images(tmp_path: Path, codec: str) -> None:
+    """Image and mask lie in files of their own, and come together."""
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randint(0, 255, (20, 3, 6, 5), generator=generator, dtype=torch.uint8)
+    masks = torch.arange(20).view(-1, 1, 1).expand(20, 6, 5).to(torch.int16).contiguous()
+    data = list(zip(images, masks, strict=True))
+    options = {"cache_dir": tmp_path / "cache", "cache_key": "pairs", "progress": False}
+    with CachedDataset(data, codec=codec, **options) as dataset, chunked(dataset) as loader:
+        batches = list(loader)
+        order = torch.from_numpy(plan_epoch(loader._order, 0))
+    assert torch.equal(torch.cat([batch for batch, _ in batches]), images[order])
+    assert torch.equal(torch.cat([batch for _, batch in batches]), masks[order])
+
+
+# How it is read
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_pieces_are_read_in_one_go(image_folder: FolderMaker, stretches: Any, codec: str) -> None:
+    """Each piece of neighbours is read at once, whatever the order within the chunk; each sample once."""
+    with on_disk(image_folder(per_class=18), codec=codec) as dataset, chunked(dataset) as loader:
+        list(loader)
+    assert sorted(i for first, count in stretches for i in range(first, first + count)) == list(range(36))
+    assert all(first % 4 == 0 and count % 4 == 0 for first, count in stretches)
+
+
+@pytest.mark.parametrize("transform", [TO_ONE_SIZE, RAGGED])
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="the system does not tell what is mapped")
+def test_an_epoch_leaves_nothing_of_the_files_in_this_process(tmp_path: Path, transform: Any, codec: str) -> None:
+    """However the samples are read, no page of the shards stays mapped, so none counts against the limit."""
+    with on_disk(mixed_sizes(tmp_path), transform, codec=codec) as dataset, chunked(dataset) as loader:
+        for index in range(len(dataset)):
+            dataset[index]
+        assert mapped_bytes(tmp_path / "cache") > 0
+        list(loader)
+        assert mapped_bytes(tmp_path / "cache") == 0
+
+
+@pytest.mark.parametrize("transform", [TO_ONE_SIZE, RAGGED])
+@pytest.mark.parametrize("codec", CODECS)
+def test_what_was_dropped_is_read_again(tmp_path: Path, transform: Any, codec: str) -> None:
+    """After all memory of a cache was let go, the page cache's too, samples are what they were."""
+    with on_disk(mixed_sizes(tmp_path), transform, codec=codec) as dataset:
+        store: Any = dataset._contents.images
+        views = [store.read(index) for index in range(len(store))]
+        copies = [view.copy() for view in views]
+        store.drop(0, len(store), from_cache=True)
+        for index, (view, copy) in enumerate(zip(views, copies, strict=True)):
+            assert np.array_equal(view, copy)
+            assert np.array_equal(store.read(index), copy)
+            store.drop(index, 1)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_any_stretch_is_what_single_reads_are(image_folder: FolderMaker, codec: str) -> None:
+    """Stretches within a shard, across several, of one sample and of all."""
+    with on_disk(image_folder(per_class=7, size=(17, 14)), codec=codec) as dataset:
+        store: Any = dataset._contents.images
+        assert len(set(store.shard_numbers.tolist())) > 1
+        for first, count in [(0, 14), (0, 1), (13, 1), (3, 7), (5, 0)]:
+            out = np.zeros((count, *store.spec.shape), np.uint8)
+            store.read_stretch(first, count, out)
+            assert all(np.array_equal(out[k], store.read(first + k)) for k in range(count))
+
+
+@pytest.mark.parametrize(
+    ("gap", "most", "expected"),
+    [
+        (0, None, [(0, 0, 8, 2), (0, 12, 4, 1), (1, 0, 10, 2), (1, 2, 4, 1)]),
+        (4, None, [(0, 0, 16, 3), (1, 0, 10, 2), (1, 2, 4, 1)]),
+        (4, 8, [(0, 0, 8, 2), (0, 12, 4, 1), (1, 0, 4, 1), (1, 4, 6, 1), (1, 2, 4, 1)]),
+        (4, 1, [(0, 0, 4, 1), (0, 4, 4, 1), (0, 12, 4, 1), (1, 0, 4, 1), (1, 4, 6, 1), (1, 2, 4, 1)]),
+    ],
+)
+def test_runs_end_where_the_file_does_not_go_on(gap: int, most: int | None, expected: list[Any]) -> None:
+    """At another shard, at a gap that is too wide, where it goes back, and where a run is long enough."""
+    shards, starts, sizes = (
+        np.array(values) for values in ([0, 0, 0, 1, 1, 1], [0, 4, 12, 0, 4, 2], [4, 4, 4, 4, 6, 4])
+    )
+    runs = list(runs_of(shards, starts, sizes, gap_bytes=gap, most_bytes=most))
+    assert [(run.shard, run.start, run.size_bytes, run.samples) for run in runs] == expected
+    assert [run.first for run in runs] == np.cumsum([0, *(run.samples for run in runs[:-1])]).tolist()
+
+
+# The page cache
+
+
+@pytest.mark.parametrize(
+    ("disk", "free", "is_emptied"), [(0, 0, True), (100, 650, False), (101, 650, True), (0, 550, False)]
+)
+def test_the_page_cache_is_kept_where_it_fits(disk: int, free: int, is_emptied: bool) -> None:
+    """Files of so many bytes beside the 500 that the loader takes and the 50 in reserve."""
+    plan = ChunkPlan(
+        limit_bytes=1000,
+        in_use_bytes=300,
+        reserve_bytes=50,
+        batches_bytes=100,
+        workers=1,
+        chunk_samples=4,
+        chunk_bytes=200,
+    )
+    assert empties_cache(disk, free, plan) == is_emptied
+
+
+@pytest.mark.parametrize("is_large", [True, False])
+def test_the_page_cache_is_emptied_where_memory_is_short(
+    image_folder: FolderMaker, monkeypatch: pytest.MonkeyPatch, is_large: bool
+) -> None:
+    """Every stretch that was read is dropped, from the system's cache only where that cannot hold them all."""
+    dropped: list[tuple[int, int, bool]] = []
+    with on_disk(image_folder(per_class=18)) as dataset:
+        if is_large:
+            monkeypatch.setattr(DiskStore, "size_bytes", 1 << 60)
+        monkeypatch.setattr(
+            DiskStore, "drop", lambda self, first, count, from_cache: dropped.append((first, count, from_cache))
+        )
+        with chunked(dataset) as loader:
+            dropped.clear()
+            list(loader)
+            assert ("page cache emptied" in loader.report().path) == is_large
+    assert sorted(i for first, count, _ in dropped for i in range(first, first + count)) == list(range(36))
+    assert {from_cache for *_, from_cache in dropped} == {is_large}
+
+
+# Damage
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_damaged_sample_is_named(image_folder: FolderMaker, codec: str, workers: int) -> None:
+    """Its batch raises with its path, all others come, and the next run mends it."""
+    root = image_folder(per_class=13, size=(17, 14))
+    with on_disk(root, codec=codec) as dataset:
+        wanted = dataset._contents.images.read(1).copy()
+        at = int(dataset._contents.images._offsets[1]) + 3
+    damage(root.parent / "cache", "part0-00000.*", at)
+    with on_disk(root, codec=codec) as dataset, chunked(dataset, shuffle=False, num_workers=workers) as loader:
+        batches = iter(loader)
+        with pytest.raises(SampleError, match=r"sample 1, .*cat.001\.jpg, cannot be read .* next run") as caught:
+            next(batches)
+        assert caught.value.index == 1
+        assert [targets.tolist() for _, targets in batches] == [[0] * 4] * 2 + [[0, 1, 1, 1]] + [[1] * 4] * 2 + [[1, 1]]
+        del caught
+    with on_disk(root, codec=codec) as dataset:
+        assert np.array_equal(dataset._contents.images.read(1), wanted)
+
+
+def test_a_damaged_sample_does_not_keep_a_loader_from_being_made(image_folder: FolderMaker) -> None:
+    """The first sample, which is looked at beforehand, may be the damaged one."""
+    root = image_folder(per_class=5)
+    on_disk(root).close()
+    damage(root.parent / "cache", "part0-00000.npy", 140)
+    with on_disk(root) as dataset, chunked(dataset, shuffle=False) as loader:
+        batches = iter(loader)
+        with pytest.raises(SampleError, match=r"sample 0, .*000\.jpg"):
+            next(batches)
+        assert [len(targets) for _, targets in batches] == [4, 2]
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_cache_that_is_deleted_in_use_is_served_to_the_end(
+    image_folder: FolderMaker, codec: str, workers: int
+) -> None:
+    """The files are mapped, so that their samples are there until the dataset is closed, in later epochs too."""
+    root = image_folder(per_class=13, size=(17, 14))
+    with (
+        on_disk(root, codec=codec) as dataset,
+        in_memory(root) as kept,
+        chunked(dataset, num_workers=workers) as loader,
+    ):
+        shutil.rmtree(root.parent / "cache")
+        for epoch in (0, 1):
+            assert same(loader, usual_batches(kept, loader, epoch))
+
+
+# With others
+
+
+def test_batches_reach_the_device_as_they_are(image_folder: FolderMaker) -> None:
+    """A prefetcher brings the same batches of every epoch, and copies from no memory that was reused."""
+    root = image_folder(per_class=13, size=(17, 14))
+    backend = RecordingBackend()
+    with on_disk(root) as dataset, in_memory(root) as kept, chunked(dataset) as loader:
+        prefetcher = Prefetcher(loader, devices=[torch.device("meta", 0)], backend=backend)
+        for epoch in (0, 1):
+            assert same(prefetcher, usual_batches(kept, loader, epoch))
+    assert backend.violations == []
+
+
+def test_the_path_of_a_cache_is_refused_with_the_cure(image_folder: FolderMaker) -> None:
+    """Whether it is the cache or the cache_dir, the error says what opens it."""
+    root = image_folder()
+    on_disk(root).close()
+    cache_dir = root.parent / "cache"
+    (home,) = (path.parent for path in cache_dir.glob("*/fastdata.json"))
+    for path in (home, str(home), cache_dir):
+        with pytest.raises(TypeError, match="is a cache") as caught:
+            ChunkedLoader(path, 4, memory_limit="1GiB")
+        assert f"ImageFolder({str(root)!r}, transform, cache_dir={str(cache_dir)!r})" in str(caught.value)
+    CachedDataset([(torch.zeros(1, 2, 2), 0)], cache_dir=root.parent / "own", cache_key="k", progress=False).close()
+    with pytest.raises(TypeError, match=r"is a cache.* the dataset that it was made from, with \(cache_dir="):
+        ChunkedLoader(root.parent / "own", 4, memory_limit="1GiB")
