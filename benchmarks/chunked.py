@@ -1,13 +1,13 @@
 """What does a memory limit cost? Data four times as large as the limit, against the same data without one.
 
 Every measurement is a process of its own, so that its memory (PSS of the tree, sampled all along) is its own. The
-photographs are prepared once into a file of raw images, repeated to the wanted size; one process serves a part of them
-from memory, one all of them through a mapping of the file without a limit, one all of them through ``ChunkedLoader``.
+photographs are prepared once and repeated to the wanted size, into caches on disk, raw and encoded. One process serves
+a part of them from memory, one all of them from the cache without a limit, one all through ``ChunkedLoader``. How
+reading a cache in sequence compares with ``cat`` is in ``benchmarks/disk.py``.
 """
 
 from __future__ import annotations
 
-import mmap
 import multiprocessing
 import os
 import tempfile
@@ -35,15 +35,14 @@ from _helper import (
 )
 from fastdata import CachedDataset, ChunkedLoader, DataLoader, ImageFolder
 from fastdata.bench.measure import images_per_s, peak_memory
-from fastdata.contents import Contents
-from fastdata.dataset import PreparedDataset
+from fastdata.chunked import supply
 from fastdata.machine import tree_pss_bytes
 from fastdata.spec import SampleSpec
-from fastdata.table import SampleTable
 
 GIB = 1 << 30
 SPEC = SampleSpec(shape=(3, 256, 256), dtype="uint8", form="tensor")
 BATCH = 64
+RAW = "auto"  # as codec, where the disk has room
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,55 +53,6 @@ class Outcome:
     peak_bytes: int
     start_bytes: int
     plan: str = ""
-
-
-class MappedStore:
-    """Raw images in a file, read through a mapping; see ``fastdata.stores.base.Store``.
-
-    Args:
-        path: of the file.
-        keep_cached: whether ``drop`` leaves the file in the system's cache, and only lets go of the mapping's pages.
-    """
-
-    gives_views = True
-    spec = SPEC
-
-    def __init__(self, path: Path, *, keep_cached: bool) -> None:
-        self._file = os.open(path, os.O_RDONLY)
-        self._map = mmap.mmap(self._file, 0, prot=mmap.PROT_READ)
-        self._images = np.frombuffer(self._map, np.uint8).reshape(-1, *SPEC.shape)
-        self._keep_cached = keep_cached
-        self.size_bytes = self._images.nbytes
-
-    def __len__(self) -> int:
-        return len(self._images)
-
-    def shape(self, index: int) -> tuple[int, ...]:
-        return SPEC.shape
-
-    def read(self, index: int) -> np.ndarray:
-        return self._images[index]
-
-    def read_into(self, index: int, out: np.ndarray) -> None:
-        out[...] = self._images[index]
-
-    def gather_into(self, index_B: np.ndarray, out_B: np.ndarray) -> None:
-        np.take(self._images, index_B, axis=0, out=out_B, mode="clip")
-
-    def read_stretch(self, first: int, count: int, out_B: np.ndarray) -> None:
-        rest, offset = memoryview(out_B.reshape(-1)), first * SPEC.sample_bytes
-        while rest.nbytes:
-            done = os.preadv(self._file, [rest], offset)
-            rest, offset = rest[done:], offset + done
-
-    def drop(self, first: int, count: int) -> None:
-        start, size = first * SPEC.sample_bytes, count * SPEC.sample_bytes
-        self._map.madvise(mmap.MADV_DONTNEED, start, size)
-        if not self._keep_cached:
-            os.posix_fadvise(self._file, start, size, os.POSIX_FADV_DONTNEED)
-
-    def close(self) -> None:
-        os.close(self._file)
 
 
 class RawImages(Dataset[Any]):
@@ -123,23 +73,32 @@ def crop_and_flip() -> Any:
     return transforms.Compose([transforms.RandomCrop(224), transforms.RandomHorizontalFlip()])
 
 
-def mapped(path: Path, *, keep_cached: bool) -> PreparedDataset:
-    store = MappedStore(path, keep_cached=keep_cached)
-    dataset = CachedDataset(RawImages(path), storage="none", transform=crop_and_flip(), progress=False)
-    return dataset.served_from(Contents((store,), SampleTable([0] * len(store))))
+def cached(path: Path, codec: str) -> CachedDataset:
+    """All images from the cache beside their file, which the first call writes."""
+    return CachedDataset(
+        RawImages(path),
+        transform=crop_and_flip(),
+        codec=codec,
+        cache_dir=path.with_name("cache"),
+        cache_key="photographs",
+        progress=False,
+    )
 
 
-def serve_from_memory(path: Path, count: int) -> Any:
-    dataset = CachedDataset(RawImages(path, count), storage="shared", transform=crop_and_flip(), progress=False)
+def serve_from_memory(path: Path, count: int, codec: str) -> Any:
+    options: dict[str, Any] = {"storage": "shared"} if codec == RAW else {"storage": "compressed", "codec": codec}
+    dataset = CachedDataset(RawImages(path, count), transform=crop_and_flip(), fill="eager", progress=False, **options)
     return DataLoader(dataset, BATCH, shuffle=True, num_workers="auto")
 
 
-def serve_mapped(path: Path) -> Any:
-    return DataLoader(mapped(path, keep_cached=True), BATCH, shuffle=True, num_workers="auto")
+def serve_from_disk(path: Path, codec: str) -> Any:
+    return DataLoader(cached(path, codec), BATCH, shuffle=True, num_workers="auto")
 
 
-def serve_chunked(path: Path, limit_bytes: int, *, keep_cached: bool) -> Any:
-    return ChunkedLoader(mapped(path, keep_cached=keep_cached), BATCH, memory_limit=limit_bytes)
+def serve_chunked(path: Path, limit_bytes: int, codec: str, *, empties_cache: bool = False) -> Any:
+    if empties_cache:  # as where memory is short
+        supply.empties_cache = lambda *_: True
+    return ChunkedLoader(cached(path, codec), BATCH, memory_limit=limit_bytes)
 
 
 def serve_folder(root: Path, limit_bytes: int) -> Any:
@@ -235,6 +194,7 @@ def main() -> None:
     options.add_argument("--gib", type=float, default=4.0, help="size of the raw images")
     options.add_argument("--limit-gib", type=float, default=1.0, help="memory_limit of the chunked loader")
     options.add_argument("--seconds", type=float, default=5.0, help="of each measurement, whole epochs")
+    options.add_argument("--codecs", nargs="*", default=[RAW, "zstd"], help="of the caches")
     chosen = options.parse_args()
     limit = int(chosen.limit_gib * GIB)
     with (
@@ -245,18 +205,23 @@ def main() -> None:
         start = time.perf_counter()
         count = write_raw(root, path, int(chosen.gib * GIB))
         print(f"{what}: {count} raw images, {path.stat().st_size / GIB:.1f} GiB, {time.perf_counter() - start:.0f} s")
-        rows = compare(
-            f"raw images, {chosen.gib:g} GiB against {chosen.limit_gib:g} GiB, batch {BATCH}",
-            {
-                "in memory, a quarter of them": partial(serve_from_memory, path, count // 4),
-                "mapped file, no limit": partial(serve_mapped, path),
-                "chunked": partial(serve_chunked, path, limit, keep_cached=True),
-                "chunked, read from the disk": partial(serve_chunked, path, limit, keep_cached=False),
-            },
-            chosen.seconds,
-            chosen.rounds,
-            limit,
-        )
+        rows: list[Row] = []
+        for codec in chosen.codecs:
+            start = time.perf_counter()
+            with cached(path, codec) as dataset:
+                print(f"{dataset.storage_plan.reason}, written in {time.perf_counter() - start:.0f} s")
+            rows += compare(
+                f"{codec if codec != RAW else 'raw'} images, {chosen.gib:g} GiB against {chosen.limit_gib:g} GiB",
+                {
+                    "in memory, a quarter of them": partial(serve_from_memory, path, count // 4, codec),
+                    "from disk, no limit": partial(serve_from_disk, path, codec),
+                    "chunked": partial(serve_chunked, path, limit, codec),
+                    "chunked, page cache emptied": partial(serve_chunked, path, limit, codec, empties_cache=True),
+                },
+                chosen.seconds,
+                chosen.rounds,
+                limit,
+            )
         rows += compare(
             f"JPEGs of a folder, decoded each epoch, against {chosen.limit_gib:g} GiB, batch {BATCH}",
             {

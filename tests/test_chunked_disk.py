@@ -20,6 +20,7 @@ from fastdata.chunked.budget import ChunkPlan, empties_cache
 from fastdata.chunked.order import plan_epoch
 from fastdata.prefetch.prefetcher import Prefetcher
 from fastdata.stores.disk import DiskStore
+from fastdata.stores.encoded import UndecodableError
 from fastdata.stores.shards import runs_of
 from recording import RecordingBackend
 
@@ -173,6 +174,21 @@ def test_an_epoch_leaves_nothing_of_the_files_in_this_process(tmp_path: Path, tr
         assert mapped_bytes(tmp_path / "cache") > 0
         list(loader)
         assert mapped_bytes(tmp_path / "cache") == 0
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="the system does not tell what is mapped")
+def test_what_is_mapped_around_a_sample_is_dropped_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel maps neighbours of a page that is touched; a dropped sample, or one looked at, leaves none of them."""
+    monkeypatch.setattr(writers_module, "SHARD_BYTES", 1 << 20)
+    data = [(torch.full((3, 50, 41), i, dtype=torch.uint8), i) for i in range(100)]
+    with CachedDataset(data, cache_dir=tmp_path, cache_key="k", progress=False) as dataset:
+        store: Any = dataset._contents.images
+        store.read(50).sum()
+        assert mapped_bytes(tmp_path) > 0
+        store.drop(50, 1)
+        assert mapped_bytes(tmp_path) == 0
+        with chunked(dataset):
+            assert mapped_bytes(tmp_path) == 0
 
 
 @pytest.mark.parametrize("transform", [TO_ONE_SIZE, RAGGED])
@@ -340,3 +356,30 @@ def test_the_path_of_a_cache_is_refused_with_the_cure(image_folder: FolderMaker)
     CachedDataset([(torch.zeros(1, 2, 2), 0)], cache_dir=root.parent / "own", cache_key="k", progress=False).close()
     with pytest.raises(TypeError, match=r"is a cache.* the dataset that it was made from, with \(cache_dir="):
         ChunkedLoader(root.parent / "own", 4, memory_limit="1GiB")
+
+
+class Mirror:
+    """A codec that takes any bytes of the right number."""
+
+    name = "mirror"
+
+    def encode(self, array: np.ndarray) -> bytes:
+        return array.tobytes()[::-1]
+
+    def decode(self, data: memoryview, out: np.ndarray) -> None:
+        out[...] = np.frombuffer(data, out.dtype)[::-1].reshape(out.shape)
+
+
+def test_bytes_that_a_codec_would_take_are_checked_too(tmp_path: Path) -> None:
+    """Every encoded sample of a stretch is held against its checksum, whatever its codec finds out by itself."""
+    data = [(torch.full((1, 6, 5), i, dtype=torch.uint8), i) for i in range(8)]
+    options: dict[str, Any] = {"cache_dir": tmp_path, "cache_key": "k", "codec": Mirror(), "progress": False}
+    CachedDataset(data, **options).close()
+    damage(tmp_path, "part0-00000.bin", 3)
+    with CachedDataset(data, **options) as dataset:
+        store: Any = dataset._contents.images
+        out = np.empty((8, 1, 6, 5), np.uint8)
+        with pytest.raises(UndecodableError, match="are not those that were written"):
+            store.read_stretch(0, 8, out)
+        store.read_stretch(1, 7, out[1:])
+        assert out[1:, 0, 0, 0].tolist() == list(range(1, 8))
