@@ -21,7 +21,7 @@ __all__ = ["Run", "ShardMap", "runs_of"]
 Bytes = npt.NDArray[np.uint8]
 
 _FAULT_BYTES = 64 << 10
-"""The kernel maps cached pages around the one that is touched: up to so many bytes, from a multiple of them on."""
+"""The kernel maps cached pages around the one that is touched: less than so many bytes before and after it."""
 
 
 class Run(NamedTuple):
@@ -139,8 +139,8 @@ class ShardMap:
         """
         mapped = self._maps[number] if self._maps else None
         if mapped is not None and hasattr(mmap, "MADV_DONTNEED"):
-            first = start // _FAULT_BYTES * _FAULT_BYTES
-            stop = min(-(-(start + size) // _FAULT_BYTES) * _FAULT_BYTES, len(mapped))
+            first = max(start - _FAULT_BYTES, 0) // mmap.PAGESIZE * mmap.PAGESIZE
+            stop = min(start + size + _FAULT_BYTES, len(mapped))
             mapped.madvise(mmap.MADV_DONTNEED, first, stop - first)
         if from_cache and hasattr(os, "posix_fadvise"):
             with self._reopened(number) as descriptor:
