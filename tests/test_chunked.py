@@ -568,15 +568,15 @@ def test_a_killed_worker_is_named() -> None:
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_break_ends_threads_and_processes(workers: int) -> None:
     """Once the iterator is gone, so is everything that worked for it, while the loader lives on."""
-    before, children = threading.active_count(), psutil.Process().children()
+    before, children = set(threading.enumerate()), psutil.Process().children()
     with chunked(Squares(400), num_workers=workers) as loader:
         for _ in loader:
             break
         gc.collect()
-        assert threading.active_count() == before
+        assert set(threading.enumerate()) <= before
         assert psutil.Process().children() == children
         assert sorted(flat(labels(loader))) == list(range(400))
-        assert threading.active_count() == before  # at the end of an epoch too
+        assert set(threading.enumerate()) <= before  # at the end of an epoch too
 
 
 def test_a_second_iterator_ends_the_first() -> None:
