@@ -19,6 +19,7 @@ from torchvision import transforms as v1  # noqa: E402  # only importable now
 
 from fastdata import CachedDataset  # noqa: E402
 from fastdata.blocks import Block  # noqa: E402
+from fastdata.locks import ByteLocks  # noqa: E402
 
 COUNT = 23
 """Samples: no multiple of a batch, nor of two ranks."""
@@ -34,6 +35,7 @@ class CountingImages(CachedDataset):
     def __init__(self) -> None:
         pixels = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (COUNT, 3, 6, 5), np.uint8))
         self._calls = Block.create(2 * 8)
+        self._locks = ByteLocks(self._calls)
         transform = v1.Compose([v1.RandomCrop((4, 3)), v1.RandomHorizontalFlip(), v1.ConvertImageDtype(torch.float32)])
         super().__init__([(pixels[i], i) for i in range(COUNT)], transform=transform, progress=False)
 
@@ -42,16 +44,20 @@ class CountingImages(CachedDataset):
         """int64 (2,), in memory that all processes share: calls for one sample, calls for a batch."""
         return self._calls.array("int64", (2,))
 
+    def _count(self, kind: int) -> None:
+        with self._locks.hold(kind):  # two workers that add at the same time would count once
+            self.reads[kind] += 1
+
     def close(self) -> None:
         super().close()
         self._calls.close()
 
     def __getitem__(self, index: int) -> tuple[Any, Any]:
-        self.reads[0] += 1
+        self._count(0)
         return super().__getitem__(index)
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[Any, Any]]:
-        self.reads[1] += 1
+        self._count(1)
         return super().__getitems__(indices)
 
 
