@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import threading
 import warnings
 from dataclasses import dataclass
 from typing import Literal
@@ -23,6 +24,9 @@ _MIB = 1 << 20
 
 class _Bar(tqdm):  # type: ignore[type-arg]
     monitor_interval = 0  # tqdm's monitor would be a thread that outlives the preparation
+    # tqdm's own lock is a semaphore that forked processes share: one that is killed while it draws, or only makes a
+    # bar, would leave it taken, and every later bar of its relatives would wait forever.
+    _lock = threading.RLock()
 
 
 def progress_bar(total: int, description: str, *, unit: str = "img", enabled: bool = True) -> tqdm:  # type: ignore[type-arg]

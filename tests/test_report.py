@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import multiprocessing
+import signal
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from fastdata import CachedDataset, DataLoader
-from fastdata.report import EpochReport
+from fastdata.report import EpochReport, progress_bar
 
 
 def test_the_fields_are_stable() -> None:
@@ -103,3 +105,24 @@ def test_single_samples_count_as_one() -> None:
     loader = DataLoader(TensorDataset(torch.zeros(4, 3, 2, 2)), batch_size=None)
     list(loader)
     assert loader.report().samples == 4
+
+
+@pytest.mark.timeout(30)
+def test_a_process_killed_while_it_draws_a_bar_holds_up_no_other() -> None:
+    """The lock that a forked process held when it was killed is not one that bars of this process wait for."""
+    context = multiprocessing.get_context("fork")
+    is_held = context.Event()
+
+    def hold() -> None:
+        with progress_bar(1, "theirs", enabled=False) as bar, bar.get_lock():
+            is_held.set()
+            signal.pause()
+
+    progress_bar(1, "before", enabled=False).close()
+    process = context.Process(target=hold)
+    process.start()
+    assert is_held.wait(10)
+    process.kill()
+    process.join()
+    process.close()
+    progress_bar(1, "ours", enabled=False).close()
