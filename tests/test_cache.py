@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from filelock import FileLock
 from PIL import Image
 from torchvision import transforms as v1
 from torchvision.datasets import ImageFolder as TorchvisionFolder
@@ -772,6 +773,25 @@ def test_a_settled_folder_is_not_listed_again(image_folder: Folder, monkeypatch:
     now = list_folder(str(root), classes, (".jpg",), False, cache_dir)
     assert b"cat/empty/x.jpg" in now.paths.names()
     assert len(now) == len(wanted) + 1
+
+
+@pytest.mark.parametrize("is_changed", [True, False])
+def test_a_listing_that_a_killed_process_left_is_removed(image_folder: Folder, is_changed: bool) -> None:
+    """By the next run, whether it writes one itself or not; one that is being written by another is left alone."""
+    root = image_folder(size=(13, 11))
+    old_folders(root)
+    cache_dir, classes = root.parent / "c", {"cat": 0, "dog": 1}
+    list_folder(str(root), classes, (".jpg",), False, cache_dir)
+    (scan,) = cache_dir.glob("scan-*.npz")
+    part = scan.with_suffix(".new")
+    part.write_bytes(b"half")
+    with FileLock(cache_dir / f".{scan.stem}.lock"):
+        assert len(list_folder(str(root), classes, (".jpg",), False, cache_dir)) == 6
+        assert part.exists()
+    if is_changed:
+        save_image(root / "cat" / "zzz.jpg", 1, (5, 6))
+    list_folder(str(root), classes, (".jpg",), False, cache_dir)
+    assert not part.exists()
 
 
 def test_a_folder_that_may_still_change_is_listed_again(image_folder: Folder) -> None:

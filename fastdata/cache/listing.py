@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from filelock import BaseFileLock, FileLock, Timeout
 
 from fastdata.crew import run_tasks
 from fastdata.machine import usable_cores
@@ -88,6 +89,8 @@ def list_folder(
     if scan is None:
         scan = _scan(prefix, class_to_idx, extensions, allow_empty)
         _write_scan(file, scan)
+    else:
+        _remove_part(file)
     paths = PackedPaths(scan["paths"], scan["ends"], os.fsencode(prefix))
     sizes, mtimes_ns = _ask_files(paths)
     return Listing(paths=paths, sizes=sizes, mtimes_ns=mtimes_ns, targets=scan["targets"])
@@ -154,16 +157,30 @@ def _is_packed(blob: np.ndarray, ends: np.ndarray) -> bool:
 
 def _write_scan(file: Path, scan: dict[str, np.ndarray]) -> None:
     """Keep a listing; a folder that cannot be written only costs the time of the next one."""
-    fresh = file.with_suffix(f".{os.getpid()}.new")
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, Timeout):  # another process writes the same one
         file.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with fresh.open("wb") as stream:
-                np.savez(stream, **scan)  # type: ignore[arg-type]  # its flag allow_pickle is not among the names
-            os.replace(fresh, file)
-        finally:
-            with contextlib.suppress(OSError):
-                fresh.unlink()
+        with _writer_lock(file):
+            try:
+                with _part_of(file).open("wb") as stream:
+                    np.savez(stream, **scan)  # type: ignore[arg-type]  # its flag allow_pickle is not among the names
+                os.replace(_part_of(file), file)
+            finally:
+                _part_of(file).unlink(missing_ok=True)
+
+
+def _remove_part(file: Path) -> None:
+    """Remove what a process left that was killed when it wrote a listing."""
+    if _part_of(file).exists():
+        with contextlib.suppress(OSError, Timeout), _writer_lock(file):
+            _part_of(file).unlink(missing_ok=True)
+
+
+def _part_of(file: Path) -> Path:
+    return file.with_suffix(".new")
+
+
+def _writer_lock(file: Path) -> BaseFileLock:
+    return FileLock(file.with_name(f".{file.stem}.lock"), timeout=0)
 
 
 def _ask_files(paths: PackedPaths) -> tuple[Int64s, Int64s]:
