@@ -30,18 +30,14 @@ class Choice:
 
     Args:
         codecs: one for each part of a sample.
-        obstacle: why it is none after all.
-        wanted: the name of one that could not be made.
     """
 
     codecs: tuple[Codec, ...]
-    obstacle: str | None = None
-    wanted: str = ""
 
     @property
     def name(self) -> str:
         """The codecs' names, each once."""
-        return self.wanted or "+".join(dict.fromkeys(codec.name for codec in self.codecs))
+        return "+".join(dict.fromkeys(codec.name for codec in self.codecs))
 
 
 def choices_for(codec: Any, parts: int) -> list[Choice]:
@@ -53,7 +49,6 @@ def choices_for(codec: Any, parts: int) -> list[Choice]:
 
     Raises:
         ValueError: an unknown name, or another number of codecs than of parts.
-        ImportError: a codec was asked for whose package is missing.
     """
     if codec == "auto":
         return [_choice_of(name, parts) for name in (*_LOSSLESS, *_LOSSY)]
@@ -66,10 +61,7 @@ def choices_for(codec: Any, parts: int) -> list[Choice]:
 
 def _choice_of(name: str, parts: int) -> Choice:
     """One of the built-in codecs for the first part, a lossless one for masks and the like."""
-    try:
-        return Choice((find_codec(name), *[find_codec(_SECOND_PART)] * (parts - 1)))
-    except ImportError as missing:
-        return Choice((), obstacle=str(missing), wanted=name)
+    return Choice((find_codec(name), *[find_codec(_SECOND_PART)] * (parts - 1)))
 
 
 def try_codecs(choice: Choice, expected: Forecast, count: int) -> CodecTrial:
@@ -80,7 +72,7 @@ def try_codecs(choice: Choice, expected: Forecast, count: int) -> CodecTrial:
         expected: whose samples are tried.
         count: number of samples of the whole dataset.
     """
-    obstacle = choice.obstacle or _obstacle(choice.codecs, expected)
+    obstacle = _obstacle(choice.codecs, expected)
     lossless = all(codec.lossless for codec in choice.codecs)
     if obstacle is not None:
         return CodecTrial(codec=choice.name, obstacle=obstacle, lossless=lossless)

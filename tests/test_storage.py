@@ -17,7 +17,7 @@ LZ4 = CodecTrial(codec="lz4", part_bytes=(9 * GIB,), ratio=1.1, decode_per_s=20_
 ZSTD = CodecTrial(codec="zstd", part_bytes=(4 * GIB,), ratio=2.5, decode_per_s=4_000)
 SOURCE = CodecTrial(codec="source", part_bytes=(3 * GIB, GIB), ratio=2.5, decode_per_s=300)
 JPEG = CodecTrial(codec="jpeg", part_bytes=(GIB,), ratio=10.0, decode_per_s=3_000, lossless=False)
-MISSING = CodecTrial(codec="zstd", obstacle="pip install zstandard")
+REFUSED = CodecTrial(codec="zstd", obstacle="a sample is too large")
 TEN = 10 * GIB
 
 
@@ -30,7 +30,7 @@ TEN = 10 * GIB
         ("auto", 4 * GIB + 1, (), True, ("none", None)),
         ("auto", TEN, (LZ4, ZSTD, SOURCE, JPEG), True, ("compressed", "zstd")),
         ("auto", TEN, (LZ4, SOURCE, JPEG), True, ("compressed", "source")),
-        ("auto", TEN, (LZ4, MISSING, SOURCE), True, ("compressed", "source")),
+        ("auto", TEN, (LZ4, REFUSED, SOURCE), True, ("compressed", "source")),
         ("auto", TEN, (LZ4, JPEG), True, ("none", None)),
         ("auto", TEN, (JPEG,), False, ("compressed", "jpeg")),
         ("shared", GIB, (), True, ("shared", None)),
@@ -123,8 +123,8 @@ def test_ranks_that_share_the_machine_are_named() -> None:
 
 def test_a_codec_that_cannot_be_used_is_an_error_with_its_reason() -> None:
     """Where no codec is left, each says why."""
-    with pytest.raises(ValueError, match=r"storage='compressed' is not possible here: zstd: pip install zstandard\."):
-        choose_storage("compressed", GIB, BUDGET, [MISSING])
+    with pytest.raises(ValueError, match=r"storage='compressed' is not possible here: zstd: a sample is too large\."):
+        choose_storage("compressed", GIB, BUDGET, [REFUSED])
 
 
 def test_an_unknown_storage_is_refused_with_the_known_ones() -> None:
@@ -137,12 +137,12 @@ def test_an_unknown_storage_is_refused_with_the_known_ones() -> None:
 
 def test_a_report_prints_as_a_table() -> None:
     """A line for each codec, in columns; an obstacle stands in place of figures."""
-    report = StorageReport(raw_bytes=TEN, budget=BUDGET, trials=(LZ4, MISSING, JPEG), looked_at=24)
+    report = StorageReport(raw_bytes=TEN, budget=BUDGET, trials=(LZ4, REFUSED, JPEG), looked_at=24)
     assert str(report).splitlines() == [
         "codec     bytes  ratio  decode/s per core  lossless  would fit",
         "(raw)  10.0 GiB   1.00                  -       yes  no",
         "lz4     9.0 GiB   1.10             20,000       yes  no",
-        "zstd          -      -                  -         -  no: pip install zstandard",
+        "zstd          -      -                  -         -  no: a sample is too large",
         "jpeg    1.0 GiB  10.00              3,000        no  yes",
         "4.0 GiB free (cgroup limit); figures from 24 samples",
     ]

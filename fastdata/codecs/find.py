@@ -28,7 +28,6 @@ def find_codec(codec: str | object, **settings: Any) -> Codec:
     Raises:
         ValueError: no codec has that name.
         TypeError: the object lacks a method, or the codec has no such argument.
-        ImportError: the package of the codec is not installed.
 
     Example:
         >>> find_codec("zstd", level=3)

@@ -8,16 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, cast
 
+import lz4.block as lz4_block
 import numpy as np
 import numpy.typing as npt
 
 from fastdata.codecs.base import Array, Settings, bytes_of, check_out, size_error, too_large
 from fastdata.spec import SampleSpec
-
-try:
-    import lz4.block as lz4_block
-except ImportError:  # said when a codec is made, not when fastdata is imported
-    lz4_block = None
 
 __all__ = ["Lz4Codec"]
 
@@ -59,8 +55,6 @@ class Lz4Codec:
     lossless: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if lz4_block is None:
-            raise ImportError("codec 'lz4' needs the package lz4, which is not installed: pip install lz4")
         if self.level < 0 or (self.high_compression and self.level > HIGHEST_LEVEL):
             most = f"{HIGHEST_LEVEL} with high_compression" if self.high_compression else "any acceleration"
             raise ValueError(f"level of codec 'lz4' is {self.level}; it must be 0 to {most}")

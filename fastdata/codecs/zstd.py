@@ -8,17 +8,13 @@ from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
+import zstandard
 
 from fastdata.codecs.base import Array, Settings, bytes_of, check_out, size_error, too_large
 from fastdata.codecs.prediction import Filter, Layout, apply_filter, layout_of, undo_filter
 from fastdata.errors import CodecError
 from fastdata.scratch import Scratch, round_up_8
 from fastdata.spec import SampleSpec
-
-try:
-    import zstandard
-except ImportError:  # said when a codec is made, not when fastdata is imported
-    zstandard = None  # type: ignore[assignment]
 
 __all__ = ["ZstdCodec"]
 
@@ -104,8 +100,6 @@ class ZstdCodec:
     lossless: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if zstandard is None:
-            raise ImportError("codec 'zstd' needs the package zstandard, which is not installed: pip install zstandard")
         if not LOWEST_LEVEL <= self.level <= HIGHEST_LEVEL:
             raise ValueError(f"level of codec 'zstd' is {self.level}; it must be {LOWEST_LEVEL:,} to {HIGHEST_LEVEL}")
 
