@@ -135,6 +135,7 @@ def check_reflects(
 @functools.lru_cache(maxsize=1024)
 def source_positions(length: int, before: int, after: int, mode: PadMode) -> npt.NDArray[np.int64]:
     """For each position along a padded axis, the one in the source that it repeats, or -1 for a constant border."""
-    options = {"constant_values": -1} if mode == "constant" else {}
-    positions: npt.NDArray[np.int64] = np.pad(np.arange(length), (before, after), mode, **options)  # type: ignore[call-overload]
-    return positions
+    positions = np.arange(length, dtype=np.int64)
+    if mode == "constant":
+        return np.pad(positions, (before, after), constant_values=-1)
+    return np.pad(positions, (before, after), mode)
