@@ -35,6 +35,10 @@ class Coding(NamedTuple):
     settings: tuple[dict[str, Any] | None, ...]
     part_bytes: tuple[int, ...]
 
+    def of_part(self, part: int) -> Coding:
+        """The same for one part alone."""
+        return Coding((self.coders[part],), (self.settings[part],), (self.part_bytes[part],))
+
 
 def choose_coding(road: Road, options: Options, expected: Forecast, cache_dir: Path) -> Coding:
     """Keep samples raw where the disk has room for them, else by the fastest lossless codec, or as the user says.
@@ -99,10 +103,9 @@ def make_writers(
     writers: list[CacheWriter] = []
     try:
         for part, spec in enumerate(expected.specs):
-            one = Coding(*(column[part : part + 1] for column in coding))  # type: ignore[arg-type]
             is_certain = spec.shape == shape and not any_shapes
             spec = replace(spec, shape=None) if any_shapes else spec
-            writers.append(make_writer(folder, part, spec, one, length, is_certain=is_certain))
+            writers.append(make_writer(folder, part, spec, coding.of_part(part), length, is_certain=is_certain))
     except BaseException:
         for writer in writers:
             writer.close()
