@@ -15,7 +15,7 @@ import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -162,7 +162,7 @@ def _write_scan(file: Path, scan: dict[str, np.ndarray]) -> None:
         with _writer_lock(file):
             try:
                 with _part_of(file).open("wb") as stream:
-                    np.savez(stream, **scan)  # type: ignore[arg-type]  # its flag allow_pickle is not among the names
+                    _write_arrays(stream, scan)
                 os.replace(_part_of(file), file)
             finally:
                 _part_of(file).unlink(missing_ok=True)
@@ -181,6 +181,14 @@ def _part_of(file: Path) -> Path:
 
 def _writer_lock(file: Path) -> BaseFileLock:
     return FileLock(file.with_name(f".{file.stem}.lock"), timeout=0)
+
+
+def _write_arrays(stream: BinaryIO, arrays: dict[str, np.ndarray]) -> None:
+    """Write an ``.npz`` as ``np.savez`` does, which would pickle what is no plain array."""
+    with zipfile.ZipFile(stream, "w") as archive:
+        for name, array in arrays.items():
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
+                np.lib.format.write_array(file, array, allow_pickle=False)
 
 
 def _ask_files(paths: PackedPaths) -> tuple[Int64s, Int64s]:
