@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import os
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -238,18 +240,19 @@ class HeapWriter:
         self._block.close()
 
 
-class _naming_full_disk:  # noqa: N801  # read as a verb: with _naming_full_disk(...)
-    """Turn the system's complaint about a full disk into need, free and cure."""
+@contextlib.contextmanager
+def _naming_full_disk(folder: Path, need_bytes: int) -> Iterator[None]:
+    """Turn the system's complaint about a full disk into need, free and cure.
 
-    def __init__(self, folder: Path, need_bytes: int) -> None:
-        self._folder, self._need_bytes = folder, need_bytes
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, _: object, problem: BaseException | None, __: object) -> None:
-        if isinstance(problem, OSError) and problem.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise _full(self._folder, self._need_bytes, str(problem.strerror)) from problem
+    Raises:
+        CacheError: in place of the system's own error.
+    """
+    try:
+        yield
+    except OSError as problem:
+        if problem.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        raise _full(folder, need_bytes, str(problem.strerror)) from problem
 
 
 def _full(folder: Path, need_bytes: int, why: str) -> CacheError:
