@@ -209,7 +209,7 @@ class _Filled:
         self._is_there = np.zeros(length, np.bool_)
         self._starts = np.zeros((parts, length), np.int64)
         self._sizes = np.zeros((parts, length), np.int64)
-        self._shapes: list[np.ndarray | None] = [None] * parts
+        self._shapes: dict[int, np.ndarray] = {}  # of each part, once the first sample tells its dimensions
         self._targets: dict[int, bytes] = {}
         self._errors: dict[int, SampleError] = {}
 
@@ -239,8 +239,8 @@ class _Filled:
         if errors and not len(kept):
             raise IngestError(f"none of the {len(errors)} samples can be prepared; the first: {errors[0]}")
         stores = [
-            writer.finish(Places(starts[kept], sizes[kept], shapes[kept]))  # type: ignore[index]  # all were noted
-            for writer, starts, sizes, shapes in zip(writers, self._starts, self._sizes, self._shapes, strict=True)
+            writer.finish(Places(self._starts[part, kept], self._sizes[part, kept], self._shapes[part][kept]))
+            for part, writer in enumerate(writers)
         ]
         return Ingested(
             stores=tuple(stores),
@@ -250,7 +250,7 @@ class _Filled:
         )
 
     def _note_shape(self, part: int, index: int, shape: tuple[int, ...]) -> None:
-        shapes = self._shapes[part]
+        shapes = self._shapes.get(part)
         if shapes is None:
             shapes = self._shapes[part] = np.zeros((len(self._is_there), len(shape)), np.int32)
         if len(shape) != shapes.shape[1]:
