@@ -99,9 +99,10 @@ class Crew(Generic[_T]):
         queue = deque(tasks)
         for worker in self._workers * _TASKS_AHEAD:
             worker.give(queue)
-        while by_handle := {worker.connection: worker for worker in self._workers if worker.tasks}:
-            for handle in wait_for_any(list(by_handle)):
-                worker = by_handle[handle]  # type: ignore[index]
+        by_handle: dict[object, _Worker] = {worker.connection: worker for worker in self._workers}
+        while busy := [worker.connection for worker in self._workers if worker.tasks]:
+            for handle in wait_for_any(busy):
+                worker = by_handle[handle]
                 yield worker.take()
                 worker.give(queue)
 
@@ -235,7 +236,7 @@ def _serve(connection: Connection, parents_end: Connection, job: Job[Any], paren
                 connection.send_bytes(_attempt(job, pickle.loads(connection.recv_bytes())))
 
 
-def _attempt(job: Job[Any], task: range) -> bytes:
+def _attempt(job: Job[Any], task: Task) -> bytes:
     try:
         return pickle.dumps(job(task), protocol=5)
     except Exception as error:  # noqa: BLE001  # whatever it is, the parent raises it
