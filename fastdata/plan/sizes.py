@@ -9,6 +9,8 @@ from fastdata.plan.steps import interpolation_name, pair, torchvision_name
 
 __all__ = ["read_center_crop", "read_resize", "shape_after"]
 
+_SMOOTH: dict[str, Literal["bilinear", "bicubic"]] = {"bilinear": "bilinear", "bicubic": "bicubic"}
+"""The filters that ``fastdata.decode`` knows, by torchvision's names."""
 _SAME_SHAPE = ("Identity", "PILToTensor", "RGB", "ToImage", "ToPureTensor")
 
 
@@ -16,11 +18,11 @@ def read_resize(step: Any) -> tuple[int | tuple[int, int], Literal["bilinear", "
     """Size, as ``fastdata.decode`` takes it, and filter of a torchvision ``Resize``; None for anything else."""
     if torchvision_name(step) != "Resize" or step.max_size is not None:
         return None
-    name = interpolation_name(step.interpolation)
-    if name not in ("bilinear", "bicubic"):
+    smooth = _SMOOTH.get(interpolation_name(step.interpolation))
+    if smooth is None:
         return None
     sides = [step.size] if isinstance(step.size, int) else list(step.size)
-    return (sides[0] if len(sides) == 1 else pair(sides)), name  # type: ignore[return-value]  # narrowed above
+    return (sides[0] if len(sides) == 1 else pair(sides)), smooth
 
 
 def read_center_crop(step: Any) -> tuple[int, int] | None:

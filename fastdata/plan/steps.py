@@ -34,6 +34,7 @@ __all__ = [
     "State",
     "UnknownStepError",
     "flatten",
+    "interpolation_name",
     "is_preparable",
     "is_reforming",
     "pair",
@@ -359,6 +360,7 @@ def _fill(step: Any, domain: Domain) -> tuple[int, ...]:
 
 
 def interpolation_name(mode: Any) -> str:
+    """Name of a filter as torchvision has it, given by that name, by PIL's number, or as torchvision's enum."""
     if isinstance(mode, int):
         return _PIL_INTERPOLATIONS[mode]
     return str(getattr(mode, "value", mode))
