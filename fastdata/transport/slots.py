@@ -59,7 +59,7 @@ class _Slot:
         self.block, self.number = block, self.number + 1
         self.memory = block.array("uint8", (block.size_bytes,))
         self.pickled = pickle.dumps(block)
-        self.descriptor = f"/proc/{os.getpid()}/fd/{block.__reduce__()[1][0].fd}"  # type: ignore[index]
+        self.descriptor = f"/proc/{os.getpid()}/fd/{block.fileno()}"
 
     def lend(self) -> np.ndarray:
         """Return the slot's memory as an array that keeps it from being taken again while anything sees it."""
