@@ -60,11 +60,12 @@ class RingCollate:
 
     def __call__(self, samples: Any) -> Any:
         """Collate; in a worker process return a ``Parcel`` that unpickles as the batch."""
-        if not _called_by_worker_loop():
+        worker = get_worker_info()
+        if worker is None or not _called_by_worker_loop():
             return self.collate(samples)
         if self._ring is None or self._ring.pid != os.getpid():
             self._ring = Ring(self._token, self.slots)
-            self._ring.serve(get_worker_info().dataset)  # type: ignore[union-attr]  # the worker loop has set it
+            self._ring.serve(worker.dataset)
         return self._ring.send(self.collate, samples)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -79,7 +80,5 @@ def _called_by_worker_loop() -> bool:
 
     Worker processes may also have loaders of their own, which hand batches to code in the same process.
     """
-    if get_worker_info() is None:
-        return False
     fetch = sys._getframe(2)
     return fetch.f_code in _FETCHES and fetch.f_back is not None and fetch.f_back.f_code is _worker_loop.__code__
