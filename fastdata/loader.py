@@ -346,5 +346,6 @@ def _prefetched_reader(loader: DataLoader, prefetched: Prefetched) -> Callable[[
 
 def _read_samples(dataset: Any, indices: Any) -> list[Any]:
     if getattr(dataset, "__getitems__", None):
-        return dataset.__getitems__(indices)  # type: ignore[no-any-return]
+        samples: list[Any] = dataset.__getitems__(indices)
+        return samples
     return [dataset[index] for index in indices]

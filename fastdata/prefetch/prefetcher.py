@@ -79,7 +79,8 @@ class Prefetcher:
     # The loader's face
 
     def __len__(self) -> int:
-        return len(self._loader)  # type: ignore[arg-type]  # as the loader's own
+        loader: Any = self._loader  # one without a length says so itself
+        return len(loader)
 
     def __getattr__(self, name: str) -> Any:
         """Reach through to the loader: what it has not, a prefetcher of it must not seem to have."""
