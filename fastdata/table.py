@@ -35,8 +35,6 @@ class ListView(Sequence[_T], Generic[_T]):
         ('999999', ['0', '1'], ['0', '1', '2', ... 999996 more ..., '999999'])
     """
 
-    __hash__ = None  # type: ignore[assignment]  # as for a list
-
     def __init__(self, length: int, item: Callable[[int], _T]) -> None:
         self._length, self._item = length, item
 
