@@ -158,10 +158,11 @@ class ProcessIter(Tallied, torch_loader._MultiProcessingDataLoaderIter):
     def _process_data(self, data: Any, worker_idx: int) -> Any:
         try:
             return super()._process_data(data, worker_idx)  # type: ignore[no-untyped-call]  # torch's
-        except Exception as error:  # noqa: BLE001  # raised again
+        except Exception as error:
             # torch's frames hold the exception, and it them and this iterator: a cycle that the collector takes apart
             # in an order in which ending the workers costs 5 s for each. The worker's traceback is in the message.
-            raise error.with_traceback(None)  # noqa: B904
+            error.__traceback__ = None
+            raise error
 
 
 class _Starting:
