@@ -157,7 +157,7 @@ class ProcessIter(Tallied, torch_loader._MultiProcessingDataLoaderIter):
 
     def _process_data(self, data: Any, worker_idx: int) -> Any:
         try:
-            return super()._process_data(data, worker_idx)  # type: ignore[no-untyped-call]  # torch's
+            return super()._process_data(data, worker_idx)
         except Exception as error:
             # torch's frames hold the exception, and it them and this iterator: a cycle that the collector takes apart
             # in an order in which ending the workers costs 5 s for each. The worker's traceback is in the message.
@@ -224,13 +224,13 @@ class ThreadIter(Tallied):
     def _next_data(self) -> Any:
         self._start()
         if self._threads is None:
-            batch = self._read(self._next_index())  # type: ignore[no-untyped-call]  # torch's
+            batch = self._read(self._next_index())
         elif self._pending:
             batch = self._receive()
         else:
             self._stop()
             raise StopIteration
-        return copy_to_pinned(batch) if self._pin_memory else batch  # type: ignore[no-untyped-call]  # torch's
+        return copy_to_pinned(batch) if self._pin_memory else batch
 
     def _start(self) -> None:
         """Begin to read ahead, once: at ``iter()``, or where its sampler may yet be told the epoch, at ``next()``."""
@@ -258,7 +258,7 @@ class ThreadIter(Tallied):
         """Start reading the next batch; an exception of the sampler takes the place of its batch."""
         assert self._threads is not None
         try:
-            indices = self._next_index()  # type: ignore[no-untyped-call]  # torch's
+            indices = self._next_index()
         except StopIteration:
             return
         except Exception as error:  # noqa: BLE001  # any exception has its place in the order

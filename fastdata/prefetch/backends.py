@@ -197,7 +197,7 @@ class CudaBackend(StreamBackend):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(torch.cuda, device)
-        self._runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch's
+        self._runtime: Any = torch.cuda.cudart()
 
     def allocate_pinned(self, size_bytes: int) -> np.ndarray | None:
         """Register a mapping of its own: exactly so many pages, and shared ones, which a fork does not copy.
@@ -232,7 +232,7 @@ class CudaBackend(StreamBackend):
                 torch.ones(1, device=self._device)
 
     def _event(self) -> Event:
-        return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # a waiting thread must not spin
+        return torch.cuda.Event(blocking=True)  # a waiting thread must not spin
 
 
 class BlockingBackend:

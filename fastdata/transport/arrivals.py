@@ -115,7 +115,7 @@ def _receive(token: str, place: Place | None, spans: list[tuple[int, int]], data
     except StoreGoneError:
         pid = place.descriptor.split("/")[2]
         lost = LostBatchError(f"the DataLoader worker (pid {pid}) has ended, and this batch with it.")
-        return ExceptionWrapper((type(lost), lost, None), "when a batch was received")  # type: ignore[no-untyped-call]
+        return ExceptionWrapper((type(lost), lost, None), "when a batch was received")
 
 
 def _give_back(mapped: _Mapped, pid: int, arrivals: weakref.ref[Arrivals], ring: str) -> None:
