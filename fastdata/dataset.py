@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["PreparedDataset"]
 
 
-class PreparedDataset(ServingDataset):
+class PreparedDataset(ServingDataset, ABC):
     """What all datasets have in common once their source is known; made by its subclasses only."""
 
     # Building
@@ -81,9 +82,9 @@ class PreparedDataset(ServingDataset):
         """Where samples are read from and what prepares them."""
         return Road(source=source, prepare=Steps(steps))
 
+    @abstractmethod
     def _source_text(self, source: Source) -> str:
         """What opens the samples, as text that tells a cache from others."""
-        raise NotImplementedError
 
     def _compile(self) -> None:
         """Derive what serving needs from the plan and the store."""
