@@ -7,7 +7,7 @@ import logging
 import threading
 import warnings
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from tqdm.auto import tqdm
 
@@ -22,14 +22,14 @@ log = logging.getLogger("fastdata")
 _MIB = 1 << 20
 
 
-class _Bar(tqdm):  # type: ignore[type-arg]
+class _Bar(tqdm):  # type: ignore[type-arg]  # generic in the stubs only
     monitor_interval = 0  # tqdm's monitor would be a thread that outlives the preparation
     # tqdm's own lock is a semaphore that forked processes share: one that is killed while it draws, or only makes a
     # bar, would leave it taken, and every later bar of its relatives would wait forever.
     _lock = threading.RLock()
 
 
-def progress_bar(total: int, description: str, *, unit: str = "img", enabled: bool = True) -> tqdm:  # type: ignore[type-arg]
+def progress_bar(total: int, description: str, *, unit: str = "img", enabled: bool = True) -> tqdm[Any]:
     """Return a progress bar on standard error; close it, or use it in a ``with`` statement."""
     return _Bar(total=total, desc=description, unit=unit, disable=not enabled, dynamic_ncols=True, mininterval=0.5)
 
