@@ -31,6 +31,7 @@ ORDER = (
     "storage",
     "locks",
     "stores.base",
+    "stores.heap",
     "stores.raw",
     "stores.encoded",
     "stores.shards",

@@ -8,6 +8,7 @@ import numpy as np
 
 from fastdata.blocks import ArrayBlock, Block
 from fastdata.spec import SampleSpec
+from fastdata.stores.heap import HeapStore
 
 __all__ = ["Decoder", "EncodedStore", "UndecodableError"]
 
@@ -48,7 +49,7 @@ class UndecodableError(Exception):
         self.index, self.codec, self.is_on_disk = index, codec, is_on_disk
 
 
-class EncodedStore:
+class EncodedStore(HeapStore):
     """Samples as a codec's bytes, decoded straight into the caller's memory.
 
     Args:
@@ -62,34 +63,13 @@ class EncodedStore:
     gives_views = False
 
     def __init__(self, block: Block, spec: SampleSpec, decoder: Decoder, index: ArrayBlock) -> None:
-        self._block, self._spec, self._decoder, self._index = block, spec, decoder, index
-        self._open()
-
-    def _open(self) -> None:
-        self._bytes = self._block.array("uint8", (self._block.size_bytes,))
-        self._offsets, self._sizes, self._shapes = (self._index[name] for name in ("offsets", "sizes", "shapes"))
-
-    @property
-    def spec(self) -> SampleSpec:
-        """Shape, dtype and form of the decoded samples."""
-        return self._spec
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of memory that the encoded samples take."""
-        return self._block.size_bytes
-
-    def __len__(self) -> int:
-        return len(self._offsets)
-
-    def shape(self, index: int) -> tuple[int, ...]:
-        """Shape of one decoded sample."""
-        return self._spec.shape or tuple(self._shapes[index].tolist())
+        super().__init__(block, spec, index)
+        self._decoder, self._sizes = decoder, index["sizes"]
 
     def encoded(self, index: int) -> memoryview:
         """The bytes of one sample: a read-only view."""
         start = int(self._offsets[index])
-        return self._bytes.data[start : start + int(self._sizes[index])].toreadonly()
+        return self._bytes.data[start : start + int(self._sizes[index])]
 
     def read(self, index: int) -> np.ndarray:
         """One sample, decoded into fresh memory."""
@@ -121,16 +101,8 @@ class EncodedStore:
 
     def close(self) -> None:
         """Give back the memory; arrays handed out stay valid. Idempotent."""
-        self._bytes = self._bytes[:0].copy()
-        self._offsets, self._sizes, self._shapes = (
-            array[:0].copy() for array in (self._offsets, self._sizes, self._shapes)
-        )
-        self._block.close()
-        self._index.close()
+        self._sizes = self._sizes[:0].copy()
+        super().close()
 
-    def __getstate__(self) -> tuple[Block, SampleSpec, Decoder, ArrayBlock]:
-        return self._block, self._spec, self._decoder, self._index
-
-    def __setstate__(self, state: tuple[Block, SampleSpec, Decoder, ArrayBlock]) -> None:
-        self._block, self._spec, self._decoder, self._index = state
-        self._open()
+    def __reduce__(self) -> tuple[object, ...]:
+        return EncodedStore, (self._block, self._spec, self._decoder, self._index)

@@ -6,6 +6,7 @@ import numpy as np
 
 from fastdata.blocks import ArrayBlock, Block
 from fastdata.spec import SampleSpec
+from fastdata.stores.heap import HeapStore
 
 __all__ = ["DenseStore", "RaggedStore"]
 
@@ -84,42 +85,10 @@ class DenseStore:
         self._open()
 
 
-class RaggedStore:
-    """Samples that each have a shape of their own, in any order in a block.
-
-    Args:
-        block: sealed, unless samples are still to come.
-        spec: ragged.
-        index: ``offsets``, int64 (N,), the first byte of each sample; ``shapes``, int32 (N, ndim).
-    """
+class RaggedStore(HeapStore):
+    """Samples that each have a shape of their own, in any order in a block; ``spec`` is ragged."""
 
     gives_views = True
-
-    def __init__(self, block: Block, spec: SampleSpec, index: ArrayBlock) -> None:
-        self._block, self._spec, self._index = block, spec, index
-        self._open()
-
-    def _open(self) -> None:
-        self._bytes = self._block.array("uint8", (self._block.size_bytes,))
-        self._bytes.flags.writeable = False
-        self._offsets, self._shapes = self._index["offsets"], self._index["shapes"]
-
-    @property
-    def spec(self) -> SampleSpec:
-        """Dtype and form of the samples; their shape is None."""
-        return self._spec
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of memory that the samples take."""
-        return self._block.size_bytes
-
-    def __len__(self) -> int:
-        return len(self._offsets)
-
-    def shape(self, index: int) -> tuple[int, ...]:
-        """Shape of one sample."""
-        return tuple(self._shapes[index].tolist())
 
     def read(self, index: int) -> np.ndarray:
         """One sample: a read-only view."""
@@ -136,16 +105,5 @@ class RaggedStore:
         """Not for ragged samples."""
         raise TypeError("ragged samples have no common shape to be gathered in")
 
-    def close(self) -> None:
-        """Give back the memory; arrays handed out stay valid. Idempotent."""
-        self._bytes = self._bytes[:0].copy()
-        self._offsets, self._shapes = self._offsets[:0].copy(), self._shapes[:0].copy()
-        self._block.close()
-        self._index.close()
-
-    def __getstate__(self) -> tuple[Block, SampleSpec, ArrayBlock]:
-        return self._block, self._spec, self._index
-
-    def __setstate__(self, state: tuple[Block, SampleSpec, ArrayBlock]) -> None:
-        self._block, self._spec, self._index = state
-        self._open()
+    def __reduce__(self) -> tuple[object, ...]:
+        return RaggedStore, (self._block, self._spec, self._index)
