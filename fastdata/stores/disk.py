@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from fastdata.blocks import ArrayBlock
 from fastdata.spec import SampleSpec
-from fastdata.stores.encoded import Decoder, UndecodableError
+from fastdata.stores.encoded import Decoder, UndecodableError, decode_sample
 from fastdata.stores.shards import ShardMap, runs_of
 
 __all__ = ["DAMAGE_PREFIX", "DiskStore", "checksum"]
@@ -139,15 +139,7 @@ class DiskStore:
         if self._decoder is None:
             out[...] = self.read(index)
             return
-        self._decode(self._decoder, index, self.stored(index), out)
-
-    def _decode(self, decoder: Decoder, index: int, data: Bytes, out: np.ndarray) -> None:
-        try:
-            decoder.decode(data.data, out)
-        except Exception as cause:  # decoders raise anything; all of it is named and kept
-            codec = decoder.name
-            what = f"{len(data):,} bytes of codec {codec!r} cannot be decoded to {out.dtype} {list(out.shape)}"
-            raise UndecodableError(f"{what}: {cause}", index=index, codec=codec) from cause
+        decode_sample(self._decoder, index, self.stored(index).data, out)
 
     def gather_into(self, index_B: np.ndarray, out_B: np.ndarray) -> None:
         """Put the chosen samples into ``out_B`` (B, *shape); one call where they lie in one shard."""
@@ -202,7 +194,7 @@ class DiskStore:
                 data = scratch[start : start + int(sizes[b])]
                 if not self._checked[index]:
                     self._enter(index, checksum(data))
-                self._decode(decoder, index, data, out_B[b])
+                decode_sample(decoder, index, data.data, out_B[b])
 
     def drop(self, first: int, count: int, *, from_cache: bool = False) -> None:
         """Let go of the mapping's memory of neighbouring samples, which is read from the files again when needed.

@@ -10,7 +10,7 @@ from fastdata.blocks import ArrayBlock, Block
 from fastdata.spec import SampleSpec
 from fastdata.stores.heap import HeapStore
 
-__all__ = ["Decoder", "EncodedStore", "UndecodableError"]
+__all__ = ["Decoder", "EncodedStore", "UndecodableError", "decode_sample"]
 
 
 class Decoder(Protocol):
@@ -49,6 +49,20 @@ class UndecodableError(Exception):
         self.index, self.codec, self.is_on_disk = index, codec, is_on_disk
 
 
+def decode_sample(decoder: Decoder, index: int, data: memoryview, out: np.ndarray) -> None:
+    """Decode the bytes of one sample.
+
+    Raises:
+        UndecodableError: they are damaged.
+    """
+    try:
+        decoder.decode(data, out)
+    except Exception as cause:  # decoders raise anything; all of it is named and kept
+        codec = decoder.name
+        what = f"{len(data):,} bytes of codec {codec!r} cannot be decoded to {out.dtype} {list(out.shape)}"
+        raise UndecodableError(f"{what}: {cause}", index=index, codec=codec) from cause
+
+
 class EncodedStore(HeapStore):
     """Samples as a codec's bytes, decoded straight into the caller's memory.
 
@@ -83,13 +97,7 @@ class EncodedStore(HeapStore):
         Raises:
             UndecodableError: its bytes are damaged.
         """
-        data = self.encoded(index)
-        try:
-            self._decoder.decode(data, out)
-        except Exception as cause:  # decoders raise anything; all of it is named and kept
-            codec = self._decoder.name
-            what = f"{len(data):,} bytes of codec {codec!r} cannot be decoded to {out.dtype} {list(out.shape)}"
-            raise UndecodableError(f"{what}: {cause}", index=index, codec=codec) from cause
+        decode_sample(self._decoder, index, self.encoded(index), out)
 
     def gather_into(self, index_B: np.ndarray, out_B: np.ndarray) -> None:
         """Decode the chosen samples, each to its place in ``out_B`` (B, *shape)."""
