@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from PIL import Image
 
 from leftovers import Holdings, wait_for_none
+from recording import RecordingBackend
 from torchvision_ops import import_torchvision
 
 HAS_TORCHVISION = import_torchvision()
@@ -36,6 +38,15 @@ def no_leftovers() -> Iterator[None]:
     left = wait_for_none(before)
     if left:
         pytest.fail("left behind by the test:\n  " + "\n  ".join(left), pytrace=False)
+
+
+@pytest.fixture
+def backend() -> Iterator[RecordingBackend]:
+    """An accelerator that copies as late as it may; nothing may have gone wrong at the end."""
+    recording = RecordingBackend()
+    yield recording
+    gc.collect()
+    assert recording.violations == []
 
 
 @pytest.fixture

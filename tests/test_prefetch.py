@@ -26,15 +26,6 @@ from recording import RecordingBackend
 CUDA = torch.device("cuda", 0)
 
 
-@pytest.fixture
-def backend() -> Iterator[RecordingBackend]:
-    """Copies as late as they may, and nothing may have gone wrong at the end."""
-    recording = RecordingBackend()
-    yield recording
-    gc.collect()
-    assert recording.violations == []
-
-
 def on_device(loader: Any, backend: RecordingBackend | None, **options: Any) -> Prefetcher:
     return Prefetcher(loader, devices=[CUDA], backend=backend, **options)
 

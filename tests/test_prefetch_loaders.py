@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -19,14 +18,6 @@ from fastdata.prefetch import Prefetcher
 from recording import RecordingBackend
 
 CUDA = torch.device("cuda", 0)
-
-
-@pytest.fixture
-def backend() -> Iterator[RecordingBackend]:
-    recording = RecordingBackend()
-    yield recording
-    gc.collect()
-    assert recording.violations == []
 
 
 @pytest.fixture
