@@ -165,6 +165,21 @@ def road(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 both_apis = pytest.mark.parametrize("api", [v1, v2], ids=["v1", "v2"])
 all_forms = pytest.mark.parametrize("form", ["pil", "tensor"])
 all_modes = pytest.mark.parametrize("mode", ["constant", "edge", "reflect", "symmetric"])
+all_conversions = pytest.mark.parametrize(
+    "steps",
+    [
+        [v1.ToTensor()],
+        [v1.PILToTensor(), v1.ConvertImageDtype(torch.float32)],
+        [v1.PILToTensor(), v1.ConvertImageDtype(torch.float64)],
+        [v2.ToImage(), v2.ToDtype(torch.float32, scale=True)],
+        [v2.ToImage(), v2.ToDtype(torch.float64, scale=True), v2.ToPureTensor()],
+        [v2.ToImage(), v2.ToDtype(torch.float32)],
+        [v2.PILToTensor(), v2.ConvertImageDtype()],
+    ],
+    ids=lambda steps: "+".join(type(s).__name__ for s in steps),
+)
+TELLING_COLOURS = ((20, 152, 7), (40, 244, 244), (110, 111, 26), (250, 9, 228))
+"""Of all 2**24 colours these have another luma with than without a fused multiply and add."""
 
 
 # Geometry
@@ -278,27 +293,14 @@ def test_grayscale_of_pil_images(api: Any, channels: int) -> None:
 def test_grayscale_of_tensors(api: Any, channels: int) -> None:
     """Luma equals that of torchvision's tensor functional, which differs between v1 and v2."""
     store = ArrayStore(images(6, (128, 129), channels=channels), "tensor")
-    # Of all 2**24 colours these come out differently with and without a fused multiply and add.
-    for row, colour in enumerate(((20, 152, 7), (40, 244, 244), (110, 111, 26), (250, 9, 228))):
+    for row, colour in enumerate(TELLING_COLOURS):
         store.samples[0][:, row] = np.array(colour)[:channels, None]
     for outputs in (1, 3):
         check([api.RandomVerticalFlip(), api.Grayscale(outputs)], store)
 
 
 @pytest.mark.parametrize("size", [ODD, EIGHTS, LARGE], ids=str)
-@pytest.mark.parametrize(
-    "steps",
-    [
-        [v1.ToTensor()],
-        [v1.PILToTensor(), v1.ConvertImageDtype(torch.float32)],
-        [v1.PILToTensor(), v1.ConvertImageDtype(torch.float64)],
-        [v2.ToImage(), v2.ToDtype(torch.float32, scale=True)],
-        [v2.ToImage(), v2.ToDtype(torch.float64, scale=True), v2.ToPureTensor()],
-        [v2.ToImage(), v2.ToDtype(torch.float32)],
-        [v2.PILToTensor(), v2.ConvertImageDtype()],
-    ],
-    ids=lambda steps: "+".join(type(s).__name__ for s in steps),
-)
+@all_conversions
 def test_conversions_are_bit_equal(road: str, steps: list[Any], size: tuple[int, int]) -> None:
     """Each way to floats gives exactly torchvision's, which divides in v1 and multiplies in v2, for all 256 values."""
     store = ArrayStore(images(5, size))

@@ -22,14 +22,22 @@ from fastdata.batchops.resample import pillow_chooses_order
 from fastdata.batchops.weights import LineWeights
 from fastdata.plan import plan_transform
 from fastdata.spec import SampleSpec
-from test_batchops import EPOCH, NORM, SEED, ArrayStore, images, served
+from test_batchops import (
+    EPOCH,
+    NORM,
+    SEED,
+    TELLING_COLOURS,
+    ArrayStore,
+    all_conversions,
+    all_forms,
+    all_modes,
+    both_apis,
+    images,
+    served,
+)
 
 SIZE = (37, 50)
 Steps = Sequence[Any]
-
-both_apis = pytest.mark.parametrize("api", [v1, v2], ids=["v1", "v2"])
-all_forms = pytest.mark.parametrize("form", ["pil", "tensor"])
-all_modes = pytest.mark.parametrize("mode", ["constant", "edge", "reflect", "symmetric"])
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
@@ -232,24 +240,13 @@ def test_sums_that_can_leave_the_range(weights: tuple[int, int], overshoots: boo
 def test_grayscale(device: torch.device, api: Any, form: str, channels: int, outputs: int) -> None:
     """Luma of all domains, also for colours at which fused and unfused additions differ, and between two stages."""
     store = store_of(form, size=(128, 129), channels=channels, count=6)
-    for row, colour in enumerate(((20, 152, 7), (40, 244, 244), (110, 111, 26), (250, 9, 228))):
+    for row, colour in enumerate(TELLING_COLOURS):
         store.samples[0][:, row] = np.array(colour)[:channels, None]
     check([api.RandomVerticalFlip(), api.Grayscale(outputs)], store, device)
     check([api.RandomVerticalFlip(), api.Grayscale(outputs), api.RandomCrop(20)], store, device, channels_last=True)
 
 
-@pytest.mark.parametrize(
-    "steps",
-    [
-        [v1.ToTensor()],
-        [v1.PILToTensor(), v1.ConvertImageDtype(torch.float32)],
-        [v1.PILToTensor(), v1.ConvertImageDtype(torch.float64)],
-        [v2.ToImage(), v2.ToDtype(torch.float32, scale=True)],
-        [v2.ToImage(), v2.ToDtype(torch.float64, scale=True), v2.ToPureTensor()],
-        [v2.ToImage(), v2.ToDtype(torch.float32)],
-    ],
-    ids=lambda steps: "+".join(type(s).__name__ for s in steps),
-)
+@all_conversions
 def test_conversions_are_bit_equal(device: torch.device, steps: list[Any]) -> None:
     """Each way to floats gives the CPU's for all 256 values, alone and after a crop."""
     store = store_of()
