@@ -26,7 +26,16 @@ from fastdata.ring import BatchRing
 from fastdata.stored import StoredReader
 from fastdata.transport import Arrivals, LostBatchError, RingCollate
 
-__all__ = ["HELD_BY_USER", "InlineIter", "Prefetched", "ProcessIter", "Tally", "ThreadIter", "sample_count"]
+__all__ = [
+    "HELD_BY_USER",
+    "InlineIter",
+    "LoopTimes",
+    "Prefetched",
+    "ProcessIter",
+    "Tally",
+    "ThreadIter",
+    "sample_count",
+]
 
 _LAST_BREATH_S = 1.0
 HELD_BY_USER = 2
@@ -48,19 +57,39 @@ class Prefetched:
     stored: StoredReader | None = None
 
 
-class Tally:
+@dataclass(slots=True)
+class LoopTimes:
+    """How long the training loop has waited for batches, and been busy between them."""
+
+    wait_s: float = 0.0
+    busy_s: float = 0.0
+    _left_at: float | None = None
+
+    def ask(self) -> float:
+        """Note that the loop asks for a batch, and return when."""
+        now = time.perf_counter()
+        if self._left_at is not None:
+            self.busy_s += now - self._left_at
+        return now
+
+    def answer(self, asked_at: float) -> None:
+        """Note that it was answered."""
+        self._left_at = time.perf_counter()
+        self.wait_s += self._left_at - asked_at
+
+
+class Tally(LoopTimes):
     """Counts of the epoch in progress."""
 
     def __init__(
         self, engine: Engine, ring: BatchRing | Arrivals | None = None, pinning: PinningPlan | None = None
     ) -> None:
+        super().__init__()
         self._engine = engine
         self._pinning = pinning.reason if pinning else ""
         self._ring = ring
         self._fresh_before = ring.fresh_count if ring else 0
         self.batches = self.samples = 0
-        self.wait_s = self.busy_s = 0.0
-        self.left_at: float | None = None
 
     def report(self) -> EpochReport:
         """The counts as the user sees them."""
@@ -108,9 +137,8 @@ class Tallied(torch_loader._BaseDataLoaderIter):
             self._progress.note(self._unread())
 
     def __next__(self) -> Any:
-        tally, asked_at = self._tally, time.perf_counter()
-        if tally.left_at is not None:
-            tally.busy_s += asked_at - tally.left_at
+        tally = self._tally
+        asked_at = tally.ask()
         try:
             batch = super().__next__()
             tally.batches += 1
@@ -122,8 +150,7 @@ class Tallied(torch_loader._BaseDataLoaderIter):
             raise
         finally:
             self._note_progress()
-            tally.left_at = time.perf_counter()
-            tally.wait_s += tally.left_at - asked_at
+            tally.answer(asked_at)
 
 
 class InlineIter(Tallied, torch_loader._SingleProcessDataLoaderIter):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -58,17 +57,15 @@ class ChunkedIter(Iterator[Any]):
         self._stop()
 
     def __next__(self) -> Any:
-        tally, asked_at = self._tally, time.perf_counter()
-        if tally.left_at is not None:
-            tally.busy_s += asked_at - tally.left_at
+        tally = self._tally
+        asked_at = tally.ask()
         try:
             batch = self._next_batch()
             tally.batches += 1
             tally.samples += sample_count(batch)
             return batch
         finally:
-            tally.left_at = time.perf_counter()
-            tally.wait_s += tally.left_at - asked_at
+            tally.answer(asked_at)
 
     def _next_batch(self) -> Any:
         if self._is_over:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from fastdata.iterators import LoopTimes
 from fastdata.prefetch.batches import count_samples
 from fastdata.prefetch.feed import Failed, Feed, Over, Ready
 from fastdata.prefetch.staging import CopyCounts, Slot
@@ -17,27 +17,12 @@ __all__ = ["Counts", "Epoch", "NoMarks", "StateMarks", "Unmoved"]
 
 
 @dataclasses.dataclass(slots=True)
-class Counts:
+class Counts(LoopTimes):
     """What the training loop got in an epoch."""
 
     batches: int = 0
     samples: int = 0
-    wait_s: float = 0.0
-    busy_s: float = 0.0
-    left_at: float | None = None
     copies: CopyCounts = dataclasses.field(default_factory=CopyCounts)
-
-    def ask(self) -> float:
-        """Note that the loop asks for a batch."""
-        now = time.perf_counter()
-        if self.left_at is not None:
-            self.busy_s += now - self.left_at
-        return now
-
-    def answer(self, asked_at: float) -> None:
-        """Note that it was answered."""
-        self.left_at = time.perf_counter()
-        self.wait_s += self.left_at - asked_at
 
 
 class Epoch(Iterator[Any]):
