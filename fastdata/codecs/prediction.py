@@ -33,7 +33,6 @@ from fastdata.scratch import Scratch, round_up_8
 __all__ = ["Filter", "Layout", "apply_filter", "layout_of", "undo_filter"]
 
 Bytes = npt.NDArray[np.uint8]
-Words = npt.NDArray[np.uint64]
 WORD = np.dtype("<u8")
 SHORTEST_ROW_BYTES = 32
 """Shorter rows are joined, because filling them up to whole words would cost more than prediction gains."""

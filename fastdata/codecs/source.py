@@ -28,7 +28,6 @@ class SourceDecoder:
     prepare: Callable[[Any], Any]
 
     name = "source"
-    lossless = True
 
     def sample(self, data: memoryview) -> np.ndarray:
         """Prepare the sample of one file; whatever the decoder raises for it."""

@@ -82,9 +82,6 @@ def _check_seen(device: torch.device) -> None:
         )
 
 
-_TOOLKITS = {"CUDA": "cuda", "ROCm": "hip"}
-
-
 def _what_torch_is() -> str:
     toolkits: dict[str, str | None] = {
         "CUDA": getattr(torch.version, "cuda", None),
