@@ -14,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["draw_integers", "draw_uniform", "sample_keys", "uniform"]
+__all__ = ["UInt64s", "draw_integers", "draw_uniform", "sample_keys"]
 
 UInt64s = npt.NDArray[np.uint64]
 
@@ -40,7 +40,14 @@ def sample_keys(seed: int, epoch_B: int | npt.NDArray[np.int64], index_B: npt.ND
 
 
 def draw_uniform(keys_B: UInt64s, op: int, draw: int) -> npt.NDArray[np.float64]:
-    """Draw number ``draw`` of op number ``op`` for each sample: multiples of 2**-53, uniform in [0, 1)."""
+    """Draw number ``draw`` of op number ``op`` for each sample: multiples of 2**-53, uniform in [0, 1).
+
+    Example:
+        >>> batch = draw_uniform(sample_keys(7, 0, np.array([3, 1, 2])), op=0, draw=0)
+        >>> alone = draw_uniform(sample_keys(7, 0, np.array([1])), op=0, draw=0)
+        >>> bool(batch[1] == alone[0])
+        True
+    """
     step = np.uint64(((op * _DRAWS_PER_OP + draw + 1) * _GAMMA) & _MASK)
     bits_B = _mix(keys_B + step)
     bits_B >>= np.uint64(11)
@@ -56,21 +63,6 @@ def draw_integers(
     scaled_B = draw_uniform(keys_B, op, draw)
     scaled_B *= count_B
     return scaled_B.astype(np.int64)
-
-
-def uniform(
-    seed: int, epoch_B: int | npt.NDArray[np.int64], index_B: npt.NDArray[np.int64], op: int, draw: int
-) -> npt.NDArray[np.float64]:
-    """Draw one float64 in [0, 1) for each sample.
-
-    Example:
-        >>> import numpy as np
-        >>> batch = uniform(7, 0, np.array([3, 1, 2]), op=0, draw=0)
-        >>> alone = uniform(7, 0, np.array([1]), op=0, draw=0)
-        >>> bool(batch[1] == alone[0])
-        True
-    """
-    return draw_uniform(sample_keys(seed, epoch_B, index_B), op, draw)
 
 
 def _mix(bits: UInt64s) -> UInt64s:

@@ -17,7 +17,7 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as F  # noqa: N812
 
 from fastdata.batchops import Program, compile_ops, program
-from fastdata.draws import uniform
+from fastdata.draws import draw_uniform, sample_keys
 from fastdata.plan import plan_transform
 from fastdata.spec import SampleSpec
 
@@ -70,7 +70,7 @@ def reference(steps: Sequence[Any], sample: Any, index: int) -> np.ndarray:
     for op, step in enumerate(steps):
 
         def draw(number: int, op: int = op) -> float:
-            return float(uniform(SEED, EPOCH, np.array([index]), op, number)[0])
+            return float(draw_uniform(sample_keys(SEED, EPOCH, np.array([index])), op, number)[0])
 
         name = type(step).__name__
         api = v2.functional if "v2" in type(step).__module__ else v1.functional

@@ -5,9 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fastdata.draws import draw_integers, draw_uniform, sample_keys, uniform
+from fastdata.draws import draw_integers, draw_uniform, sample_keys
 
 INDEX = np.arange(4096)
+
+
+def uniform(seed: int, epoch_B: int | np.ndarray, index_B: np.ndarray, op: int, draw: int) -> np.ndarray:
+    return draw_uniform(sample_keys(seed, epoch_B, index_B), op, draw)
 
 
 def splitmix64(state: int, steps: int) -> int:
