@@ -17,7 +17,8 @@ from torch.utils.data import Dataset
 
 from fastdata.bench.images import write_photos
 from fastdata.bench.measure import Loader, Spread, best_workers, first_batch_s, images_per_s, peak_memory
-from fastdata.bench.vanilla import EXTENSIONS, find_rival
+from fastdata.bench.vanilla import find_rival
+from fastdata.decode import IMAGE_EXTENSIONS
 from fastdata.folder import ImageFolder
 from fastdata.loader import DataLoader
 from fastdata.machine import tree_pss_bytes, usable_cores
@@ -259,12 +260,12 @@ def _choose_images(root: Path, most: int) -> _Chosen:
         if entry.is_dir()
         for folder, _, names in os.walk(entry, followlinks=True)
         for name in sorted(names)
-        if name.lower().endswith(EXTENSIONS)
+        if name.lower().endswith(IMAGE_EXTENSIONS)
     ]
     if not found:
         raise FileNotFoundError(
             f"{root} has no image in any class folder: images are expected as {root}/<class>/<name>.jpg "
-            f"(also {', '.join(EXTENSIONS[1:])})"
+            f"(also {', '.join(IMAGE_EXTENSIONS[1:])})"
         )
     if len(found) > most:
         found = [found[index * len(found) // most] for index in range(most)]

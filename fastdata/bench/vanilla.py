@@ -18,11 +18,12 @@ import torch
 from PIL import Image
 from torch.utils.data import Dataset
 
+from fastdata.decode import IMAGE_EXTENSIONS
+
 __all__ = ["Rival", "find_rival"]
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
-EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 
 
 class Compose:
@@ -216,4 +217,4 @@ class _Equal:
 
 
 def _is_image(path: str) -> bool:
-    return path.lower().endswith(EXTENSIONS)
+    return path.lower().endswith(IMAGE_EXTENSIONS)

@@ -34,6 +34,7 @@ except ImportError:  # the optional extra [jpeg]
 
 __all__ = [
     "IMAGE_EXTENSIONS",
+    "JPEG_START",
     "CenterCrop",
     "FastLoader",
     "Interpolation",

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 
+from fastdata.decode.images import JPEG_START
 from fastdata.errors import SampleError
 
 __all__ = ["sample_error"]
-
-_JPEG_START = b"\xff\xd8\xff"
 
 
 def sample_error(path: str | None, index: int, cause: BaseException) -> SampleError:
@@ -46,7 +45,7 @@ def _describe_file(path: str) -> str:
 
 
 def _kind(start: bytes, end: bytes) -> str:
-    if start.startswith(_JPEG_START):
+    if start.startswith(JPEG_START):
         return "a JPEG" if end == b"\xff\xd9" else "a JPEG without its end, probably cut off"
     if start.startswith(b"RIFF") and start[8:12] == b"WEBP":
         return "a damaged WebP"
