@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 from pathlib import Path
 
 import pytest
@@ -156,6 +157,16 @@ def test_heavy_libraries_come_through_their_doors(path: Path) -> None:
     for library, doors in DOORS.items():
         used = any(dotted == library or dotted.startswith(f"{library}.") for dotted in imported)
         assert not used or name.split(".")[0] in doors, f"fastdata.{name} imports {library}: only {sorted(doors)} may"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=module_name)
+def test_modules_import_what_others_offer(path: Path) -> None:
+    """What a module takes from another one stands in the other's ``__all__``, or is a module itself."""
+    for dotted in imports_of(path, types_too=True):
+        origin, _, name = dotted.rpartition(".")
+        if origin.startswith("fastdata.") and own_module(dotted) == own_module(origin):
+            offered = importlib.import_module(origin).__all__
+            assert name in offered, f"fastdata.{module_name(path)} imports {name}, which {origin} does not list"
 
 
 def test_every_entry_of_the_order_is_unique() -> None:

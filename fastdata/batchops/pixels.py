@@ -19,7 +19,18 @@ from fastdata.batchops.windows import Length, Padding
 from fastdata.plan.ops import PadMode
 from fastdata.scratch import Scratch, round_up_8
 
-__all__ = ["Bytes", "Mirror", "check_reflects", "fill_borders", "mirror_into", "pad_into", "source_positions"]
+__all__ = [
+    "BIG",
+    "LITTLE",
+    "WORD_BYTES",
+    "Bytes",
+    "Mirror",
+    "check_reflects",
+    "fill_borders",
+    "mirror_into",
+    "pad_into",
+    "source_positions",
+]
 
 Bytes = npt.NDArray[np.uint8]
 

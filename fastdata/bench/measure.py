@@ -14,7 +14,7 @@ from typing import Any
 
 from fastdata.machine import tree_pss_bytes
 
-__all__ = ["PeakMemory", "Spread", "best_workers", "first_batch_s", "images_per_s", "peak_memory"]
+__all__ = ["Loader", "PeakMemory", "Spread", "best_workers", "first_batch_s", "images_per_s", "peak_memory"]
 
 Loader = Iterable[Any]
 

@@ -14,7 +14,7 @@ from typing import Any
 from fastdata.bench.run import BenchResult, Road
 from fastdata.machine import usable_cores
 
-__all__ = ["machine_facts", "save_chart", "save_json", "table", "versions"]
+__all__ = ["import_matplotlib", "machine_facts", "save_chart", "save_json", "table", "versions"]
 
 MIB = 2**20
 

@@ -25,7 +25,7 @@ from fastdata.stores.base import Store
 from fastdata.stores.disk import checksum
 from fastdata.stores.writers import Place, Places, ShapesDifferError
 
-__all__ = ["HEAD_BYTES", "HeapWriter", "TableWriter"]
+__all__ = ["HeapWriter", "TableWriter", "free_bytes"]
 
 SHARD_BYTES = 128 << 20
 MAX_SHARDS = 128

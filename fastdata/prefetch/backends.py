@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.cuda
 
-__all__ = ["Backend", "BlockingBackend", "CudaBackend", "StreamBackend", "open_backend"]
+__all__ = ["Backend", "BlockingBackend", "CudaBackend", "Event", "Stream", "StreamBackend", "open_backend"]
 
 Stream = Any
 Event = Any

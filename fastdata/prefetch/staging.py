@@ -15,7 +15,7 @@ from fastdata.prefetch.batches import count_samples, is_dense, is_host_tensor, m
 from fastdata.prefetch.pinning import PinnedMemory
 from fastdata.transport import address_of
 
-__all__ = ["CopyCounts", "Flight", "Staged", "Staging"]
+__all__ = ["CopyCounts", "Flight", "Slot", "Staged", "Staging"]
 
 _ALIGN_BYTES = 64
 
