@@ -15,7 +15,7 @@ from fastdata.memory import format_bytes
 from fastdata.report import log
 from fastdata.stores.disk import DAMAGE_PREFIX
 
-__all__ = ["PARTIAL", "REPLACED", "beside", "locked", "remove_strays", "written_through"]
+__all__ = ["PARTIAL", "REPLACED", "beside", "locked", "remove_strays", "strays_in", "written_through"]
 
 PARTIAL, REPLACED = ".partial", ".replaced"
 """Endings of a cache that is being written, and of one whose place was taken."""
@@ -61,18 +61,22 @@ def _size_of(folder: Path) -> int:
     return 0
 
 
-def remove_strays(folder: Path, manifest: Manifest) -> int:
-    """Remove what a writer left that died; the bytes gained. Only with the writer's lock held."""
-    belong, gained = manifest.file_names(), 0
-    for entry in list(os.scandir(folder)):
-        if (
-            entry.name not in belong
-            and not entry.name.startswith(DAMAGE_PREFIX)
-            and entry.is_file(follow_symlinks=False)
-        ):
-            gained += entry.stat(follow_symlinks=False).st_size
-            os.unlink(entry.path)
-    return gained
+def strays_in(folder: Path, manifest: Manifest) -> list[Path]:
+    """Files that a writer left that died, or leaves that is still at work."""
+    belong = manifest.file_names()
+    return [
+        Path(entry.path)
+        for entry in os.scandir(folder)
+        if entry.name not in belong
+        and not entry.name.startswith(DAMAGE_PREFIX)
+        and entry.is_file(follow_symlinks=False)
+    ]
+
+
+def remove_strays(folder: Path, manifest: Manifest) -> None:
+    """Remove what a writer left that died. Only with the writer's lock held."""
+    for path in strays_in(folder, manifest):
+        path.unlink()
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from filelock import Timeout
 
-from fastdata.cache.folders import PARTIAL, REPLACED, locked, remove_strays
+from fastdata.cache.folders import PARTIAL, REPLACED, locked, remove_strays, strays_in
 from fastdata.cache.manifest import MANIFEST, Manifest, read_array
 from fastdata.cache.opening import read_columns
 from fastdata.cache.recall import read_listing
@@ -165,16 +165,12 @@ def _prune_one(folder: Path, *, is_leftover: bool, dry_run: bool) -> list[Remova
             shutil.rmtree(folder)
         return [Removal(path=folder, reason=reason, size_bytes=size_bytes)]
     assert found.manifest is not None
-    strays = [path for path in folder.iterdir() if _is_stray(path, found.manifest)]
+    strays = strays_in(folder, found.manifest)
     size_bytes = sum(path.stat().st_size for path in strays)
     if strays and not dry_run:
         remove_strays(folder, found.manifest)
     reason = f"{len(strays)} files left by a writer that died"
     return [Removal(path=folder, reason=reason, size_bytes=size_bytes)] if strays else []
-
-
-def _is_stray(path: Path, manifest: Manifest) -> bool:
-    return path.name not in manifest.file_names() and not path.name.startswith(DAMAGE_PREFIX) and path.is_file()
 
 
 def _prune_scans(cache_dir: Path, *, dry_run: bool) -> list[Removal]:
