@@ -13,12 +13,11 @@ from filelock import Timeout
 
 from fastdata.cache.folders import PARTIAL, REPLACED, locked, remove_strays, strays_in
 from fastdata.cache.manifest import MANIFEST, Manifest, read_array
-from fastdata.cache.opening import read_columns
+from fastdata.cache.opening import map_shards, read_columns
 from fastdata.cache.recall import read_listing
 from fastdata.errors import CacheError
 from fastdata.memory import format_bytes
 from fastdata.stores.disk import DAMAGE_PREFIX, checksum
-from fastdata.stores.shards import ShardMap
 
 __all__ = ["Found", "Removal", "inspect_caches", "prune_caches", "verify_cache"]
 
@@ -90,7 +89,7 @@ def _look(folder: Path) -> Found:
         manifest = Manifest.read(folder)
         for part in manifest.parts:
             read_columns(folder, part)
-            ShardMap(str(folder), [it.name for it in part.shards], [it.size_bytes for it in part.shards]).close()
+            map_shards(folder, part).close()
         read_array(folder, manifest.arrays["rows"], "int64", (len(manifest.parts), manifest.count))
         if "paths" in manifest.arrays:
             read_listing(folder, manifest)
@@ -112,8 +111,7 @@ def verify_cache(found: Found) -> list[str]:
     all_rows = read_array(folder, manifest.arrays["rows"], "int64", (len(manifest.parts), manifest.count))
     for part, rows in zip(manifest.parts, all_rows, strict=True):
         columns, _ = read_columns(folder, part)
-        shards = ShardMap(str(folder), [it.name for it in part.shards], [it.size_bytes for it in part.shards])
-        with contextlib.closing(shards):
+        with contextlib.closing(map_shards(folder, part)) as shards:
             for index in np.argsort(rows, kind="stable").tolist():
                 row = int(rows[index])
                 if row < 0:

@@ -13,7 +13,7 @@ from fastdata.stores.disk import DiskStore
 from fastdata.stores.encoded import Decoder
 from fastdata.stores.shards import ShardMap
 
-__all__ = ["Columns", "open_part", "read_columns"]
+__all__ = ["Columns", "map_shards", "open_part", "read_columns"]
 
 Columns = dict[str, np.ndarray]
 
@@ -33,11 +33,20 @@ def open_part(folder: Path, part: Part, rows: np.ndarray, decoder: Decoder | Non
     columns, heads = read_columns(folder, part)
     if len(rows) and not 0 <= rows.min() <= rows.max() < part.rows:
         raise CacheError(f"{folder} has {part.rows} rows, but its samples reach from {rows.min()} to {rows.max()}")
-    shards = ShardMap(str(folder), [shard.name for shard in part.shards], [shard.size_bytes for shard in part.shards])
+    shards = map_shards(folder, part)
     index = ArrayBlock({"rows": rows, **{name: column[rows] for name, column in columns.items()}})
     is_table = part.codec is None and len(heads) == 1 and None not in heads
     head_bytes = heads.pop() if is_table else None
     return DiskStore(shards, part.spec, index, name=part.name, decoder=decoder, head_bytes=head_bytes)
+
+
+def map_shards(folder: Path, part: Part) -> ShardMap:
+    """Map the files of a part.
+
+    Raises:
+        CacheError: one is missing, or of another size than was written.
+    """
+    return ShardMap(str(folder), [shard.name for shard in part.shards], [shard.size_bytes for shard in part.shards])
 
 
 def read_columns(folder: Path, part: Part) -> tuple[Columns, set[int | None]]:
