@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -334,8 +333,4 @@ def _table_of(ingested: Ingested, table: SampleTable | None) -> SampleTable:
     """The table of the samples that were kept."""
     if table is None:
         return SampleTable(ingested.targets or [])
-    if not ingested.skipped:
-        return table
-    with contextlib.closing(table):
-        paths, targets = [table.path(i) for i in ingested.kept], [table.target(i) for i in ingested.kept]
-        return SampleTable(targets, paths=paths, class_to_idx=table.class_to_idx)
+    return table.reduced_to(ingested.kept) if ingested.skipped else table

@@ -5,6 +5,7 @@ Lists of a million Python strings are copied into every worker by touching their
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
@@ -175,6 +176,12 @@ class SampleTable:
     def target_array(self) -> np.ndarray | None:
         """Targets with the samples on the first axis (read-only view), or None if they are no numbers."""
         return self._arrays.get("targets")
+
+    def reduced_to(self, kept: Sequence[int]) -> SampleTable:
+        """The table of these samples alone, which takes the place of this one: this one is closed."""
+        with contextlib.closing(self):
+            paths, targets = [self.path(index) for index in kept], [self.target(index) for index in kept]
+            return SampleTable(targets, paths=paths, class_to_idx=self.class_to_idx)
 
     def close(self) -> None:
         """Give back the block. Idempotent."""

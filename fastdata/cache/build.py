@@ -177,11 +177,7 @@ class _Cache:
         table = self._table
         if table is None:
             return found.stored_table(kept)
-        if len(kept) == len(table):
-            return table
-        with contextlib.closing(table):
-            paths, targets = [table.path(i) for i in kept.tolist()], [table.target(i) for i in kept.tolist()]
-            return SampleTable(targets, paths=paths, class_to_idx=table.class_to_idx)
+        return table if len(kept) == len(table) else table.reduced_to(kept.tolist())
 
     # Writing
 
