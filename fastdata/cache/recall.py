@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from fastdata.cache.listing import Listing
 from fastdata.cache.manifest import Manifest, read_array
@@ -96,8 +97,6 @@ class Recalled:
         if kind.startswith("number"):
             return array
         if kind.startswith("tensor"):
-            import torch
-
             return list(torch.from_numpy(array))
         return list(array)
 
