@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +15,8 @@ from fastdata.visits import EpochVisits
 
 __all__ = ["LoaderEpochs", "Served", "VisitedBatches"]
 
-
 MOSTLY_FILLED = 0.9
+"""Share of the samples from which on threads are worth it, although some of the rest are still to be prepared."""
 
 
 class LoaderEpochs:
@@ -81,8 +80,7 @@ class Served:
     @property
     def sample_bytes(self) -> int | None:
         """Size of the image of every sample; None where they differ, or where whole batches cannot be read."""
-        served = None if self.obstacle else self.dataset._served
-        return math.prod(served[0]) * served[1].itemsize if served else None
+        return self.dataset.served_bytes
 
     def positions(self, indices: list[int]) -> np.ndarray:
         """Positions in the dataset (int64, B) of indices that a sampler gave.
