@@ -49,13 +49,13 @@ class StoredReader:
         """Read one batch; its samples lie in memory of ``ring``. Arguments as of ``PreparedDataset.read_batch``."""
         dataset = self._dataset
         dataset._check_open()
-        draws_DB = self._program.draw(index_B, visits_B, dataset._options.seed)
+        draws_DB = self._program.draw(index_B, visits_B, dataset.options.seed)
         samples = torch.from_numpy(index_B.copy()) if self._only_places else self._gather(index_B, ring)
         draws_BD = draws_DB.t().contiguous() if len(draws_DB) else None
         return StoredBatch(samples, draws_BD, dataset._targets(index_B))
 
     def _gather(self, index_B: np.ndarray, ring: BatchRing) -> torch.Tensor:
-        contents = self._dataset._contents
+        contents = self._dataset.kept
         assert contents is not None
         shape = contents.images.spec.shape
         assert shape is not None
@@ -74,5 +74,5 @@ def stored_obstacle(dataset: PreparedDataset) -> str | None:
 
 def plan_and_spec(dataset: PreparedDataset) -> tuple[TransformPlan, SampleSpec]:
     """Give what ``compile_device_ops`` needs of a dataset that keeps its samples."""
-    assert dataset._contents is not None
-    return dataset.plan, dataset._contents.images.spec
+    assert dataset.kept is not None
+    return dataset.plan, dataset.kept.images.spec

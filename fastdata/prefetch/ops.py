@@ -179,7 +179,7 @@ class BatchOps:
         plan, spec = plan_and_spec(self._served.dataset)
         if self._compiled is None or self._compiled[0] is not plan:
             if is_mirrored and self._mirror is None:
-                contents = self._served.dataset._contents
+                contents = self._served.dataset.kept
                 assert contents is not None
                 self._mirror = Mirror(contents.images, self._backend, self._pinned)
             finish = self._finish
