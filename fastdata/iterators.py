@@ -37,7 +37,8 @@ __all__ = [
     "sample_count",
 ]
 
-_LAST_BREATH_S = 1.0
+_END_S = 1.0
+"""A process that has let go of its memory takes less to end."""
 HELD_BY_USER = 2
 """Batches that the training loop may hold without costing new memory: the current one and one looked ahead."""
 
@@ -173,7 +174,7 @@ class ProcessIter(Tallied, torch_loader._MultiProcessingDataLoaderIter):
         except RuntimeError as error:
             if isinstance(error, LostBatchError):
                 _await_one(self._workers)
-            dead = [_obituary(number, worker) for number, worker in enumerate(self._workers) if worker.exitcode]
+            dead = [_describe_end(number, worker) for number, worker in enumerate(self._workers) if worker.exitcode]
             if not dead:
                 raise
             message = f"{error} {' '.join(dead)}"
@@ -206,11 +207,11 @@ class _Starting:
 def _await_one(workers: list[Any]) -> None:
     """Wait until the process that has let go of its memory can also be asked how it ended."""
     sentinels = [worker.sentinel for worker in workers]
-    for sentinel in wait(sentinels, timeout=_LAST_BREATH_S):
-        workers[sentinels.index(sentinel)].join(_LAST_BREATH_S)
+    for sentinel in wait(sentinels, timeout=_END_S):
+        workers[sentinels.index(sentinel)].join(_END_S)
 
 
-def _obituary(number: int, worker: Any) -> str:
+def _describe_end(number: int, worker: Any) -> str:
     """Which worker ended how, in a sentence."""
     code = worker.exitcode
     if code > 0:
