@@ -103,7 +103,7 @@ class DeviceProgram:
 
         Args:
             index_B: which samples.
-            visits_B: how often each was visited before: one number for all, or one for each.
+            visits_B: what draws are made from, as of ``fastdata.visits``: one for all samples, or one for each.
             seed: of the draws.
 
         Returns:

@@ -93,13 +93,13 @@ class Program:
             size = size_after_stage(stage, cast("Size | None", size))
         return None if size is None else ((channels_after(self._stages, self._values, sample_shape[0]), *size), dtype)
 
-    def run(self, store: Readable, index_B: Int64s, epoch_B: int | Int64s, seed: int, out_BChw: Array) -> None:
+    def run(self, store: Readable, index_B: Int64s, visits_B: int | Int64s, seed: int, out_BChw: Array) -> None:
         """Serve a batch into the caller's memory.
 
         Args:
             store: its samples have the program's spec.
             index_B: which samples.
-            epoch_B: one epoch for all samples, or one for each.
+            visits_B: what draws are made from, as of ``fastdata.visits``: one for all samples, or one for each.
             seed: of the draws.
             out_BChw: C-contiguous, of the shape and dtype that ``output`` says; filled completely.
 
@@ -111,7 +111,7 @@ class Program:
         if not self._stages and not self._values:
             store.gather_into(index_B, out_BChw)
             return
-        keys_B = sample_keys(seed, epoch_B, index_B)
+        keys_B = sample_keys(seed, visits_B, index_B)
         shape = self._spec.shape
         if shape is not None and len(self._stages) <= 1 and len(index_B):
             stage = self._stages[0] if self._stages else WindowStage((), Padding())
@@ -132,13 +132,13 @@ class Program:
             decoded = (self._decode(store, i) for i in index_B.tolist())
             self._serve(decoded, [store.shape(i) for i in index_B.tolist()], index_B, keys_B, out_BChw)
 
-    def run_one(self, store: Readable, index: int, epoch: int | Int64s, seed: int) -> Array:
+    def run_one(self, store: Readable, index: int, visit: int | Int64s, seed: int) -> Array:
         """Serve one sample in fresh memory: the pixels that it has in a batch, in whatever shape it has."""
         source = store.read(index)
         if not self._stages and not self._values:
             return cast("Array", source.copy())
         index_B = np.array([index], np.int64)
-        keys_B = sample_keys(seed, epoch, index_B)
+        keys_B = sample_keys(seed, visit, index_B)
         return cast("Array", self._serve([source], [source.shape], index_B, keys_B, None)[0])
 
     def _decode(self, store: Readable, index: int) -> Bytes:
