@@ -40,7 +40,8 @@ class CachedDataset(PreparedDataset):
             ``storage_report``; on disk none where samples fit as they are.
         resize: size in pixels that images are resized to before they are stored, as torchvision's ``Resize``: an int
             for the shorter side, or (height, width).
-        fill: ``"eager"`` prepares all samples now.
+        fill: ``"eager"`` prepares all samples now, ``"lazy"`` each on its first read. ``"auto"`` is lazy where the
+            memory that samples need follows from the transform, as it may for image files, and eager elsewhere.
         memory_limit: the most memory to use: bytes, ``"8GiB"``, or a fraction of what is free.
         progress: show a progress bar on standard error.
         seed: of the random draws of batch ops, which depend on (seed, epoch, sample) only.

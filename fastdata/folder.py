@@ -123,6 +123,7 @@ class ImageFolder(_ImageFiles):
         is_valid_file: tells image files from others; default: by extension.
         allow_empty: accept class folders without images.
         storage: see ``CachedDataset``, like every argument from here to ``num_workers``.
+        codec: see there.
         resize: see there.
         fill: see there.
         memory_limit: see there.
