@@ -23,7 +23,7 @@ from fastdata.report import log, progress_bar
 from fastdata.sources import Source
 from fastdata.spec import Form, SampleSpec
 from fastdata.stores.base import Store
-from fastdata.stores.writers import Place, Places, ShapesDifferError, Writer
+from fastdata.stores.writers import ALIGN_BYTES, Place, Places, ShapesDifferError, Writer
 
 __all__ = ["Forecast", "Ingested", "OnError", "Part", "ReadSample", "SampleRoad", "forecast", "ingest", "read_sample"]
 
@@ -31,7 +31,6 @@ OnError = Literal["raise", "skip"]
 
 _SAMPLES_PER_TASK = 8
 _PROBES = 8
-_ALIGN_BYTES = 64
 
 
 class Part(NamedTuple):
@@ -141,7 +140,7 @@ def _spec_of(column: tuple[Part, ...]) -> SampleSpec:
 def _part_bytes(spec: SampleSpec, column: tuple[Part, ...], count: int) -> int:
     if spec.is_dense:
         return spec.sample_bytes * count
-    padded = [-(-part.array.nbytes // _ALIGN_BYTES) * _ALIGN_BYTES for part in column]
+    padded = [-(-part.array.nbytes // ALIGN_BYTES) * ALIGN_BYTES for part in column]
     return math.ceil(sum(padded) / len(padded) * count)
 
 

@@ -17,6 +17,7 @@ from fastdata.stores.encoded import EncodedStore
 from fastdata.stores.raw import DenseStore, RaggedStore
 
 __all__ = [
+    "ALIGN_BYTES",
     "DenseWriter",
     "EncodedWriter",
     "FileWriter",
@@ -27,7 +28,8 @@ __all__ = [
     "Writer",
 ]
 
-_ALIGN_BYTES = 64
+ALIGN_BYTES = 64
+"""Each raw sample of a shape of its own begins at a multiple of these."""
 _GROWTH = 1 / 16
 
 
@@ -214,7 +216,7 @@ class RaggedWriter:
         Raises:
             MemoryBudgetError: there is no room left within the limit.
         """
-        start = self._heap.append(np.ascontiguousarray(array), _ALIGN_BYTES)
+        start = self._heap.append(np.ascontiguousarray(array), ALIGN_BYTES)
         return Place(start, array.nbytes, array.shape)
 
     def rewind(self) -> None:
