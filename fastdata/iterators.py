@@ -289,7 +289,7 @@ class ThreadIter(Tallied):
             indices = self._next_index()
         except StopIteration:
             return
-        except Exception as error:  # noqa: BLE001  # any exception has its place in the order
+        except Exception as error:  # noqa: BLE001  # raised where its batch would have come
             failed: Future[Any] = Future()
             failed.set_exception(error)
             self._pending.append(failed)

@@ -215,14 +215,14 @@ class Feed:
         except StopIteration:
             self._ready.put(Over(self._marks.mark()))
             return False
-        except BaseException as error:  # noqa: BLE001  # it has its place in the order
+        except BaseException as error:  # noqa: BLE001  # raised where its batch would have come
             self._fail(error)
         else:
             if self._stopped.is_set():
                 return False
             try:
                 item = self._bring(holder)
-            except BaseException as error:  # noqa: BLE001  # so has this one
+            except BaseException as error:  # noqa: BLE001  # likewise
                 self._fail(error)
             else:
                 if item is not None:

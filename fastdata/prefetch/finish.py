@@ -76,5 +76,5 @@ def _numbered(error: Exception, number: int) -> Exception:
         return RuntimeError(message)
     try:
         return type(error)(message)
-    except Exception:  # noqa: BLE001  # the type is made of something else than a message
+    except Exception:  # noqa: BLE001  # a user's type may raise anything where it is made of a message
         return RuntimeError(message)
