@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 from typing import Any
 
@@ -68,6 +69,16 @@ def test_paths_and_pairs_behave_like_lists() -> None:
         table.paths[3]
     with pytest.raises(TypeError, match="unhashable"):
         hash(table.paths)
+
+
+def test_a_reduced_table_takes_the_place_of_the_whole() -> None:
+    """Paths, targets and classes are those of the samples kept, and the whole table is closed."""
+    whole = SampleTable([5, 6, 7], paths=["a", "b", "c"], class_to_idx={"x": 5})
+    with contextlib.closing(whole.reduced_to([2, 0])) as reduced:
+        assert list(reduced.pairs) == [("c", 7), ("a", 5)]
+        assert reduced.class_to_idx == {"x": 5}
+    with pytest.raises(KeyError):
+        whole.target(0)
 
 
 def test_a_pickled_table_or_view_is_a_handle() -> None:
