@@ -31,10 +31,7 @@ from fastdata import (
 )
 from fastdata.chunked.budget import CHUNKS_HELD, WORKER_BYTES, Needs, plan_chunks
 from fastdata.chunked.order import EpochOrder, plan_epoch, shuffle_quality
-from fastdata.contents import Contents
 from fastdata.machine import tree_pss_bytes
-from fastdata.spec import SampleSpec
-from fastdata.table import SampleTable
 
 MIB = 1 << 20
 LIMIT = "64GiB"  # far from binding: the machine of a test has less, and chunks are as small as the tests ask for
@@ -187,7 +184,7 @@ def test_chunks_become_smaller_when_samples_are_larger_than_foreseen() -> None:
     ):
         held = [sum(writer._heap.block.size_bytes for writer in slot.writers) for slot in _slots(loader)]
         assert flat(labels(loader)) == list(range(80))
-        after = [sum(writer._heap.block.size_bytes for writer in slot.writers) for slot in loader._supply._slots]
+        after = [sum(writer._heap.block.size_bytes for writer in slot.writers) for slot in loader._supply._rooms]
         assert loader._supply._chunk_samples < 64
     assert max(after) <= max(held)
 
@@ -206,7 +203,7 @@ def test_a_batch_that_does_not_fit_says_so() -> None:
 
 def _slots(loader: ChunkedLoader) -> list[Any]:
     next(iter(loader))
-    return list(loader._supply._slots)
+    return list(loader._supply._rooms)
 
 
 def test_masks_travel_with_their_images() -> None:
@@ -275,7 +272,7 @@ def test_two_chunks_are_all_that_is_in_memory() -> None:
         blocks = {id(writer._block) for slot in slots for writer in slot.writers}
         assert sum(writer._block.size_bytes for slot in slots for writer in slot.writers) == 2 * 16 * 64 * 64
         assert sorted(flat(labels(loader))) == list(range(200))
-        assert {id(writer._block) for slot in loader._supply._slots for writer in slot.writers} == blocks
+        assert {id(writer._block) for slot in loader._supply._rooms for writer in slot.writers} == blocks
 
 
 NEEDS = Needs(
@@ -283,7 +280,7 @@ NEEDS = Needs(
     sample_bytes=MIB,
     batch_bytes=10 * MIB,
     batches_held=5,
-    order_bytes=0,
+    epoch_bytes=0,
     batch_size=10,
     samples=10_000,
     workers=4,
@@ -334,63 +331,6 @@ def test_data_several_times_the_room_stays_under_the_limit() -> None:
         plan = loader.plan
     assert plan.peak_bytes <= limit
     assert peak <= plan.peak_bytes + plan.reserve_bytes
-
-
-class Mapped:
-    """A store as on disk: says what was read and what was dropped."""
-
-    gives_views = True
-    spec = SampleSpec(shape=(1, 6, 5), dtype="uint8", form="tensor")
-    size_bytes = 0
-
-    def __init__(self, count: int) -> None:
-        self._samples = np.stack([square(i).numpy() for i in range(count)])
-        self.stretches: list[tuple[int, int]] = []
-        self.dropped: list[tuple[int, int]] = []
-
-    def __len__(self) -> int:
-        return len(self._samples)
-
-    def shape(self, index: int) -> tuple[int, ...]:
-        return self._samples[index].shape
-
-    def read(self, index: int) -> np.ndarray:
-        return self._samples[index]
-
-    def read_into(self, index: int, out: np.ndarray) -> None:
-        out[...] = self._samples[index]
-
-    def gather_into(self, index_B: np.ndarray, out_B: np.ndarray) -> None:
-        out_B[...] = self._samples[index_B]
-
-    def read_stretch(self, first: int, count: int, out_B: np.ndarray) -> None:
-        self.stretches.append((first, count))
-        out_B[...] = self._samples[first : first + count]
-
-    def drop(self, first: int, count: int, *, from_cache: bool = False) -> None:
-        self.dropped.append((first, count))
-
-    def close(self) -> None:
-        pass
-
-
-def test_a_store_on_disk_is_read_in_stretches_and_dropped() -> None:
-    """Pieces of neighbours are read in one go, each sample once, and everything read is dropped."""
-    store = Mapped(64)
-    with CachedDataset(Squares(64), storage="none") as dataset:
-        kept = dataset.served_from(Contents((store,), SampleTable(list(range(64)))))
-        with chunked(kept, chunk_samples=16, mix_chunks=4) as loader:
-            store.dropped.clear()  # of the samples looked at beforehand
-            batches = list(loader)
-            assert loader.shuffle_quality().value < 1
-    assert sorted(int(t) for _, targets in batches for t in targets) == list(range(64))
-    assert all(
-        torch.equal(image, square(int(t))) for images, ts in batches for image, t in zip(images, ts, strict=True)
-    )
-    covered = [i for first, count in store.stretches for i in range(first, first + count)]
-    assert sorted(covered) == list(range(64))
-    assert len(store.stretches) <= 16
-    assert sorted(store.dropped) == sorted(store.stretches)
 
 
 # Order

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import re
 import shutil
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import Subset
 from torchvision import transforms
 
 from conftest import FolderMaker, save_image
@@ -19,8 +21,8 @@ from fastdata.cache import writers as writers_module
 from fastdata.chunked.budget import ChunkPlan, empties_cache
 from fastdata.chunked.order import plan_epoch
 from fastdata.prefetch.prefetcher import Prefetcher
+from fastdata.stores import shards as shards_module
 from fastdata.stores.disk import DiskStore
-from fastdata.stores.encoded import UndecodableError
 from fastdata.stores.shards import runs_of
 from recording import RecordingBackend
 
@@ -37,17 +39,17 @@ def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def stretches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, int]]]:
-    """First and length of every stretch that is read in this process."""
-    read: list[tuple[int, int]] = []
-    plain = DiskStore.read_stretch
+def brought(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, int]]]:
+    """First and length of every stretch that is brought into memory."""
+    stretches: list[tuple[int, int]] = []
+    plain = DiskStore.bring
 
-    def noting(self: DiskStore, first: int, count: int, out_B: np.ndarray) -> None:
-        read.append((first, count))
-        plain(self, first, count, out_B)
+    def noting(self: DiskStore, first: int, count: int) -> None:
+        stretches.append((first, count))
+        plain(self, first, count)
 
-    monkeypatch.setattr(DiskStore, "read_stretch", noting)
-    return read
+    monkeypatch.setattr(DiskStore, "bring", noting)
+    return stretches
 
 
 def on_disk(root: Path, transform: Any = TO_ONE_SIZE, **options: Any) -> ImageFolder:
@@ -154,13 +156,54 @@ def test_masks_travel_with_their_images(tmp_path: Path, codec: str) -> None:
 # How it is read
 
 
-@pytest.mark.parametrize("codec", CODECS)
-def test_pieces_are_read_in_one_go(image_folder: FolderMaker, stretches: Any, codec: str) -> None:
-    """Each piece of neighbours is read at once, whatever the order within the chunk; each sample once."""
+@pytest.mark.parametrize("codec", ["auto", "zstd"])
+def test_pieces_are_brought_in_one_go(image_folder: FolderMaker, brought: Any, codec: str) -> None:
+    """Each piece of neighbours is brought at once, whatever the order within the chunk; each sample once an epoch."""
     with on_disk(image_folder(per_class=18), codec=codec) as dataset, chunked(dataset) as loader:
-        list(loader)
-    assert sorted(i for first, count in stretches for i in range(first, first + count)) == list(range(36))
-    assert all(first % 4 == 0 and count % 4 == 0 for first, count in stretches)
+        for _ in range(2):
+            brought.clear()
+            list(loader)
+            assert "mapped ahead" in loader.report().path
+            assert sorted(i for first, count in brought for i in range(first, first + count)) == list(range(36))
+            assert all(first % 4 == 0 and count % 4 == 0 for first, count in brought)
+
+
+@pytest.mark.parametrize(
+    ("data", "arguments", "done"),
+    [
+        (lambda dataset: Subset(dataset, range(3, 30)), {}, "mapped"),
+        (lambda dataset: Subset(dataset, [7, 3, 30, 12, 8, 25]), {}, "copied"),  # each takes two pages
+        (lambda dataset: dataset, {"rank": 1, "world_size": 2}, "mapped"),
+        (lambda dataset: dataset, {"rank": 1, "world_size": 2, "shuffle": False, "mix_chunks": None}, "copied"),
+        (lambda dataset: dataset, {"mix_chunks": 2000}, "copied"),
+    ],
+    ids=["neighbours", "scattered", "rank", "every other", "single samples"],
+)
+def test_scattered_samples_are_copied(image_folder: FolderMaker, data: Any, arguments: Any, done: str) -> None:
+    """Where mapping samples would take much more memory than they do, they are copied; either way they are the same."""
+    root = image_folder(per_class=18, size=(17, 14))
+    with on_disk(root) as dataset, in_memory(root) as kept, chunked(data(dataset), **arguments) as loader:
+        batches = list(loader)
+        assert f", {done} ahead" in loader.report().path
+        assert same(batches, usual_batches(data(kept), loader, 0))
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="the system does not tell what is mapped")
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_no_more_than_two_chunks_are_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shuffle: bool) -> None:
+    """While 12 MiB of samples are served, the files take no more memory than the plan says; none after a break."""
+    monkeypatch.setattr(writers_module, "SHARD_BYTES", 5 << 20)
+    data = [(torch.full((3, 160, 160), i, dtype=torch.uint8), i) for i in range(160)]
+    with CachedDataset(data, cache_dir=tmp_path, cache_key="k", progress=False) as dataset:
+        pieces = 2 if shuffle else None
+        with chunked(dataset, chunk_samples=16, shuffle=shuffle, mix_chunks=pieces) as loader:
+            edges = (pieces or 1) * 2 * mmap.PAGESIZE
+            held = [mapped_bytes(tmp_path) for _ in loader]
+            assert 0 < max(held) <= 2 * (loader.plan.chunk_bytes + edges)
+            assert loader.plan.chunk_bytes == 16 * 3 * 160 * 160
+            for _ in loader:
+                break
+            assert mapped_bytes(tmp_path) == 0
 
 
 @pytest.mark.parametrize("transform", [TO_ONE_SIZE, RAGGED])
@@ -177,18 +220,30 @@ def test_an_epoch_leaves_nothing_of_the_files_in_this_process(tmp_path: Path, tr
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="the system does not tell what is mapped")
-def test_what_is_mapped_around_a_sample_is_dropped_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel maps neighbours of a page that is touched; a dropped sample, or one looked at, leaves none of them."""
+def test_nothing_is_mapped_around_a_sample_that_was_brought(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel maps neighbours of a page that is touched, but not of those brought; dropped, they leave nothing."""
     monkeypatch.setattr(writers_module, "SHARD_BYTES", 1 << 20)
     data = [(torch.full((3, 50, 41), i, dtype=torch.uint8), i) for i in range(100)]
     with CachedDataset(data, cache_dir=tmp_path, cache_key="k", progress=False) as dataset:
         store: Any = dataset._contents.images
+        store.bring(50, 1)
         store.read(50).sum()
-        assert mapped_bytes(tmp_path) > 0
+        assert 0 < mapped_bytes(tmp_path) <= 3 * 50 * 41 + 2 * mmap.PAGESIZE
         store.drop(50, 1)
         assert mapped_bytes(tmp_path) == 0
         with chunked(dataset):
             assert mapped_bytes(tmp_path) == 0
+
+
+@pytest.mark.parametrize("most", [0, 1])
+def test_too_many_pieces_only_take_more_memory(
+    image_folder: FolderMaker, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    """Where no more of the files may be told apart, the samples are the same."""
+    monkeypatch.setattr(shards_module, "_MOST_AREAS", most)
+    root = image_folder(per_class=13, size=(17, 14))
+    with on_disk(root) as dataset, in_memory(root) as kept, chunked(dataset) as loader:
+        assert same(loader, usual_batches(kept, loader, 0))
 
 
 @pytest.mark.parametrize("transform", [TO_ONE_SIZE, RAGGED])
@@ -206,35 +261,20 @@ def test_what_was_dropped_is_read_again(tmp_path: Path, transform: Any, codec: s
             store.drop(index, 1)
 
 
-@pytest.mark.parametrize("codec", CODECS)
-def test_any_stretch_is_what_single_reads_are(image_folder: FolderMaker, codec: str) -> None:
-    """Stretches within a shard, across several, of one sample and of all."""
-    with on_disk(image_folder(per_class=7, size=(17, 14)), codec=codec) as dataset:
-        store: Any = dataset._contents.images
-        assert len(set(store.shard_numbers.tolist())) > 1
-        for first, count in [(0, 14), (0, 1), (13, 1), (3, 7), (5, 0)]:
-            out = np.zeros((count, *store.spec.shape), np.uint8)
-            store.read_stretch(first, count, out)
-            assert all(np.array_equal(out[k], store.read(first + k)) for k in range(count))
-
-
 @pytest.mark.parametrize(
-    ("gap", "most", "expected"),
+    ("gap", "expected"),
     [
-        (0, None, [(0, 0, 8, 2), (0, 12, 4, 1), (1, 0, 10, 2), (1, 2, 4, 1)]),
-        (4, None, [(0, 0, 16, 3), (1, 0, 10, 2), (1, 2, 4, 1)]),
-        (4, 8, [(0, 0, 8, 2), (0, 12, 4, 1), (1, 0, 4, 1), (1, 4, 6, 1), (1, 2, 4, 1)]),
-        (4, 1, [(0, 0, 4, 1), (0, 4, 4, 1), (0, 12, 4, 1), (1, 0, 4, 1), (1, 4, 6, 1), (1, 2, 4, 1)]),
+        (0, [(0, 0, 8), (0, 12, 4), (1, 0, 10), (1, 2, 4)]),
+        (4, [(0, 0, 16), (1, 0, 10), (1, 2, 4)]),
     ],
 )
-def test_runs_end_where_the_file_does_not_go_on(gap: int, most: int | None, expected: list[Any]) -> None:
-    """At another shard, at a gap that is too wide, where it goes back, and where a run is long enough."""
+def test_runs_end_where_the_file_does_not_go_on(gap: int, expected: list[Any]) -> None:
+    """At another shard, at a gap that is too wide, and where it goes back."""
     shards, starts, sizes = (
         np.array(values) for values in ([0, 0, 0, 1, 1, 1], [0, 4, 12, 0, 4, 2], [4, 4, 4, 4, 6, 4])
     )
-    runs = list(runs_of(shards, starts, sizes, gap_bytes=gap, most_bytes=most))
-    assert [(run.shard, run.start, run.size_bytes, run.samples) for run in runs] == expected
-    assert [run.first for run in runs] == np.cumsum([0, *(run.samples for run in runs[:-1])]).tolist()
+    assert list(runs_of(shards, starts, sizes, gap_bytes=gap)) == expected
+    assert list(runs_of(shards[:0], starts[:0], sizes[:0])) == []
 
 
 # The page cache
@@ -371,15 +411,13 @@ class Mirror:
 
 
 def test_bytes_that_a_codec_would_take_are_checked_too(tmp_path: Path) -> None:
-    """Every encoded sample of a stretch is held against its checksum, whatever its codec finds out by itself."""
+    """Every encoded sample is held against its checksum, whatever its codec finds out by itself."""
     data = [(torch.full((1, 6, 5), i, dtype=torch.uint8), i) for i in range(8)]
     options: dict[str, Any] = {"cache_dir": tmp_path, "cache_key": "k", "codec": Mirror(), "progress": False}
     CachedDataset(data, **options).close()
     damage(tmp_path, "part0-00000.bin", 3)
-    with CachedDataset(data, **options) as dataset:
-        store: Any = dataset._contents.images
-        out = np.empty((8, 1, 6, 5), np.uint8)
-        with pytest.raises(UndecodableError, match="are not those that were written"):
-            store.read_stretch(0, 8, out)
-        store.read_stretch(1, 7, out[1:])
-        assert out[1:, 0, 0, 0].tolist() == list(range(1, 8))
+    with CachedDataset(data, **options) as dataset, chunked(dataset, shuffle=False, mix_chunks=None) as loader:
+        batches = iter(loader)
+        with pytest.raises(SampleError, match=r"sample 0 .* are not those that were written"):
+            next(batches)
+        assert [images[:, 0, 0, 0].tolist() for images, _ in batches] == [[4, 5, 6, 7]]

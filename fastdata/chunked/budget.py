@@ -29,7 +29,7 @@ class Needs:
         sample_bytes: of a sample in a chunk; for samples of many shapes, the mean of those looked at and some more.
         batch_bytes: of one served batch.
         batches_held: that exist at once.
-        order_bytes: of the epoch's order.
+        epoch_bytes: of the epoch's order, and of chunks besides their samples.
         batch_size: samples in a batch.
         samples: of an epoch.
         workers: processes that prepare samples, at most; 1 is none beside this one.
@@ -40,7 +40,7 @@ class Needs:
     sample_bytes: float
     batch_bytes: int
     batches_held: int
-    order_bytes: int
+    epoch_bytes: int
     batch_size: int
     samples: int
     workers: int
@@ -49,7 +49,7 @@ class Needs:
     def fixed_bytes(self, workers: int) -> int:
         """Everything but the chunks."""
         processes = WORKER_BYTES * (workers if workers > 1 else 0)
-        return self.in_use_bytes + self.batch_bytes * self.batches_held + self.order_bytes + processes
+        return self.in_use_bytes + self.batch_bytes * self.batches_held + self.epoch_bytes + processes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,7 +60,7 @@ class ChunkPlan:
         limit_bytes: ``memory_limit``, for all memory of this process and its children, Python and torch included.
         in_use_bytes: of these when the loader was made.
         reserve_bytes: left alone.
-        batches_bytes: of the batches that exist at once, and of the epoch's order.
+        batches_bytes: of the batches that exist at once, and of the epoch's order and the like.
         workers: processes that prepare samples; 1 is a thread of this process.
         chunk_samples: in one chunk, whole batches.
         chunk_bytes: of one chunk; two are in memory.
@@ -118,7 +118,7 @@ def plan_chunks(needs: Needs, limit_bytes: int, chunk_samples: int | None = None
         limit_bytes=limit_bytes,
         in_use_bytes=needs.in_use_bytes,
         reserve_bytes=reserve,
-        batches_bytes=needs.batch_bytes * needs.batches_held + needs.order_bytes,
+        batches_bytes=needs.batch_bytes * needs.batches_held + needs.epoch_bytes,
         workers=workers,
         chunk_samples=batches * needs.batch_size,
         chunk_bytes=int(batches * batch_samples_bytes),
@@ -143,7 +143,7 @@ def empties_cache(disk_bytes: int, free_bytes: int, plan: ChunkPlan) -> bool:
 def _too_little(needs: Needs, limit_bytes: int, reserve: int, batches: int) -> MemoryBudgetError:
     chunk_bytes = int(batches * needs.batch_size * needs.sample_bytes)
     need = needs.fixed_bytes(1) + reserve + CHUNKS_HELD * chunk_bytes
-    held = needs.batches_held * needs.batch_bytes + needs.order_bytes
+    held = needs.batches_held * needs.batch_bytes + needs.epoch_bytes
     return MemoryBudgetError(
         f"memory_limit={format_bytes(limit_bytes)} is for the whole process tree, and at least {format_bytes(need)} is "
         f"needed: {format_bytes(needs.in_use_bytes)} is in use already, {CHUNKS_HELD} chunks of "

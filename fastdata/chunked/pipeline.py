@@ -1,7 +1,7 @@
 """The flow of one epoch: a thread has chunks filled one after the other, others make batches of them.
 
 Batches never cross chunks, because chunks are whole batches. A batch is made as soon as its own samples are there, so
-that the first one waits for no whole chunk. A slot is free again when the last batch of its chunk is made: a batch is
+that the first one waits for no whole chunk. A room is free again when the last batch of its chunk is made: a batch is
 a copy.
 """
 
@@ -17,17 +17,11 @@ from typing import Any
 
 import numpy as np
 
-from fastdata.chunked.chunks import Chunk, FillSlots, Slot
-from fastdata.chunked.readers import Reader
+from fastdata.chunked.chunks import Chunk, Results, Room, Run
 from fastdata.crew import Crew
 from fastdata.dataset import PreparedDataset
-from fastdata.ingest import SampleRoad
-from fastdata.preparation import Steps
 
 __all__ = ["Flow", "Pipeline", "Way"]
-
-_PREPARED_PER_TASK = 8
-_COPIED_PER_TASK = 32
 
 MakeBatch = Callable[[PreparedDataset, np.ndarray], Any]
 
@@ -76,14 +70,16 @@ class Way:
 
     Args:
         dataset: whose samples they are.
-        reader: reads them.
+        load: what workers do with a run of samples.
+        samples_per_task: that a worker loads at once.
         make: makes a batch of positions, of a dataset that holds them.
-        workers: processes that read; 1 is a thread.
+        workers: processes that load; 1 is a thread.
         threads: that make batches.
     """
 
     dataset: PreparedDataset
-    reader: Reader
+    load: Callable[[Run], Results]
+    samples_per_task: int
     make: MakeBatch
     workers: int
     threads: int
@@ -95,22 +91,20 @@ class Pipeline:
     Args:
         flow: what comes when.
         way: how.
-        slots: where chunks go; they stay the caller's.
+        rooms: where chunks go; they stay the caller's.
         first_batch: batches before it are passed over.
     """
 
-    def __init__(self, flow: Flow, way: Way, slots: Sequence[Slot], first_batch: int) -> None:
-        self._flow, self._way, self._slots = flow, way, slots
+    def __init__(self, flow: Flow, way: Way, rooms: Sequence[Room], first_batch: int) -> None:
+        self._flow, self._way, self._rooms = flow, way, rooms
         self._first_chunk = flow.chunk_of(first_batch)
         last_chunk = flow.chunk_of(flow.batches - 1)
         self._chunks = [flow.chunk(number, first_batch) for number in range(self._first_chunk, last_chunk + 1)]
         self._free: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-        for number in range(len(slots)):
+        for number in range(len(rooms)):
             self._free.put(number)
         self._closed = threading.Event()
-        roads = tuple(SampleRoad(way.reader.source, Steps(()), tuple(slot.writers)) for slot in slots)
-        job = FillSlots(way.reader, roads, with_targets=way.dataset.table is None)
-        self._crew = Crew(job, way.workers)
+        self._crew = Crew(way.load, way.workers)
         self._filler = threading.Thread(target=self._fill, name="fastdata-chunks", daemon=True)
         self._makers = ThreadPoolExecutor(way.threads, thread_name_prefix="fastdata-batches")
         self._filler.start()
@@ -132,6 +126,8 @@ class Pipeline:
             self._filler.join()
         self._makers.shutdown(wait=threading.current_thread() not in self._makers._threads, cancel_futures=True)
         self._crew.close()
+        for chunk in self._chunks:
+            chunk.end()
 
     def _fill(self) -> None:
         """Have one chunk filled after the other, as slots come free."""
@@ -139,10 +135,9 @@ class Pipeline:
             number = self._free.get()
             if number is None or self._closed.is_set():
                 return
-            per_task = _COPIED_PER_TASK if self._way.reader.fills_rows else _PREPARED_PER_TASK
             try:
-                chunk.begin(number, self._slots[number], self._way.dataset)
-                with contextlib.closing(self._crew.run(chunk.tasks(per_task))) as finished:
+                chunk.begin(number, self._rooms[number], self._way.dataset)
+                with contextlib.closing(self._crew.run(chunk.tasks(self._way.samples_per_task))) as finished:
                     for results in finished:
                         chunk.enter(results)
                         if self._closed.is_set():
@@ -159,8 +154,8 @@ class Pipeline:
             return chunk.serve(positions, lambda view: self._way.make(view, self._undamaged(chunk, positions)))
         finally:
             if chunk.leave():
-                chunk.forget()
-                self._free.put(chunk.slot_number)
+                chunk.end()
+                self._free.put(chunk.room_number)
 
     def _undamaged(self, chunk: Chunk, positions: np.ndarray) -> np.ndarray:
         """Those of a batch's samples that could be prepared.

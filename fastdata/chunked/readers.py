@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import numpy as np
 
+from fastdata.codecs import KNOWN_CODECS
 from fastdata.contents import Contents
 from fastdata.dataset import PreparedDataset
 from fastdata.errors import SampleError
@@ -15,10 +16,13 @@ from fastdata.ingest import Part, ReadSample, forecast, read_sample
 from fastdata.preparation import Road
 from fastdata.sources import Source
 from fastdata.spec import SampleSpec
+from fastdata.stores.disk import DiskStore
 
-__all__ = ["Layout", "Reader", "reader_of"]
+__all__ = ["Layout", "Reader", "StoredSamples", "reader_of"]
 
 _PROBES = 8
+_NEIGHBOURS = 256
+"""Fewer than a chunk or a piece of one has, mostly: their mean is hardly above that of the heaviest so many."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,27 +83,6 @@ class Layout:
         return replace(self, specs=specs, part_bytes=tuple(size + self.ALIGN_BYTES for size in self.part_bytes))
 
 
-@runtime_checkable
-class ReadsStretches(Protocol):
-    """A store that reads neighbouring samples in one go, past any mapping of theirs."""
-
-    def read_stretch(self, first: int, count: int, out_B: np.ndarray) -> None:
-        """Put ``count`` samples from ``first`` on into ``out_B`` (count, *shape), C-contiguous."""
-        ...
-
-
-@runtime_checkable
-class ReadInSequence(Protocol):
-    """A store of samples on disk, best read many neighbours at a time."""
-
-    def drop(self, first: int, count: int, *, from_cache: bool = False) -> None:
-        """Let go of memory that caches ``count`` samples from ``first`` on; they can be read again.
-
-        That is memory of this process, and with ``from_cache`` also of the system.
-        """
-        ...
-
-
 class Reader(Protocol):
     """Gives the parts of one sample as they are stored."""
 
@@ -117,11 +100,15 @@ class Reader(Protocol):
         ...
 
     def copy_part(self, part: int, positions: Sequence[int], out_B: np.ndarray) -> None:
-        """Put one part of some samples into ``out_B`` (B, *shape); only where ``fills_rows``, of dense parts.
+        """Put one part of some samples into ``out_B`` (B, *shape); only where ``is_copied``, of dense parts.
 
         Raises:
             SampleError: one of them is damaged.
         """
+        ...
+
+    def bring(self, positions: Sequence[int]) -> None:
+        """Have what reading these needs in memory, where it is cached until they are dropped."""
         ...
 
     def drop(self, positions: Sequence[int]) -> None:
@@ -144,11 +131,6 @@ class Reader(Protocol):
     @property
     def disk_bytes(self) -> int:
         """Of the files that are read in sequence; 0 where there are none."""
-        ...
-
-    @property
-    def fills_rows(self) -> bool:
-        """Whether many samples of one shape are put into their places at once."""
         ...
 
     @property
@@ -176,6 +158,9 @@ class PreparedSamples:
         """See ``Reader``; nothing is copied."""
         raise TypeError("samples that are prepared when they are read cannot be copied")
 
+    def bring(self, positions: Sequence[int]) -> None:
+        """See ``Reader``; nothing is cached."""
+
     def drop(self, positions: Sequence[int]) -> None:
         """See ``Reader``; nothing is cached."""
 
@@ -194,11 +179,6 @@ class PreparedSamples:
     def disk_bytes(self) -> int:
         """See ``Reader``."""
         return 0
-
-    @property
-    def fills_rows(self) -> bool:
-        """See ``Reader``."""
-        return False
 
     @property
     def is_copied(self) -> bool:
@@ -232,54 +212,78 @@ class StoredSamples:
 
     def copy_part(self, part: int, positions: Sequence[int], out_B: np.ndarray) -> None:
         """See ``Reader``."""
-        store = self.contents.stores[part]
         with self.contents.naming_damage():
-            if not isinstance(store, ReadsStretches):
-                store.gather_into(np.asarray(positions, np.int64), out_B)
-                return
-            done = 0
+            self.contents.stores[part].gather_into(np.asarray(positions, np.int64), out_B)
+
+    def bring(self, positions: Sequence[int]) -> None:
+        """See ``Reader``."""
+        for store in self._on_disk:
             for first, count in _stretches(positions):
-                store.read_stretch(first, count, out_B[done : done + count])
-                done += count
+                store.bring(first, count)
+
+    def check(self, positions: Sequence[int]) -> None:
+        """Find out which samples on disk are damaged.
+
+        Raises:
+            SampleError: one of them is.
+        """
+        with self.contents.naming_damage():
+            for store in self._on_disk:
+                for first, count in _stretches(positions):
+                    store.check(first, count)
 
     def drop(self, positions: Sequence[int]) -> None:
         """See ``Reader``."""
-        for store in self.contents.stores:
-            if isinstance(store, ReadInSequence):
-                for first, count in _stretches(positions):
-                    store.drop(first, count, from_cache=self.empties_cache)
+        for store in self._on_disk:
+            for first, count in _stretches(positions):
+                store.drop(first, count, from_cache=self.empties_cache)
+
+    @property
+    def is_mapped(self) -> bool:
+        """Whether the samples are served from mapped files as fast as from any other memory, if only they are there.
+
+        Not where serving them is Python's work, of which processes do more than threads.
+        """
+        kept = [store for store in self._on_disk if store.codec in ("raw", *KNOWN_CODECS)]
+        return len(kept) == len(self.contents.stores)
+
+    @property
+    def mapped_bytes(self) -> float:
+        """Of a sample where ``is_mapped``: as a mean over neighbours, where they are largest."""
+        return sum(store.heaviest_bytes(_NEIGHBOURS) for store in self._on_disk)
+
+    @property
+    def _on_disk(self) -> list[DiskStore]:
+        return [store for store in self.contents.stores if isinstance(store, DiskStore)]
 
     def look(self) -> Layout:
         """See ``Reader``."""
         contents, count = self.contents, len(self.contents)
         positions = sorted({k * (count - 1) // _PROBES for k in range(_PROBES + 1)})
         samples, damaged = [], []
-        for position in positions:
-            try:
-                samples.append(self.read(position))
-            except SampleError as error:
-                damaged.append(error)
-        if not samples:
-            raise damaged[0]
-        specs = tuple(store.spec for store in contents.stores)
-        layout = Layout.of(specs, samples, is_tuple=contents.is_tuple, target_is_part=contents.target_is_part)
-        self.drop(positions)
-        return layout
+        self.bring(positions)
+        try:
+            for position in positions:
+                try:
+                    samples.append(self.read(position))
+                except SampleError as error:
+                    damaged.append(error)
+            if not samples:
+                raise damaged[0]
+            specs = tuple(store.spec for store in contents.stores)
+            return Layout.of(specs, samples, is_tuple=contents.is_tuple, target_is_part=contents.target_is_part)
+        finally:
+            self.drop(positions)
 
     @property
     def is_sequential(self) -> bool:
         """See ``Reader``."""
-        return isinstance(self.contents.images, ReadInSequence)
+        return bool(self._on_disk)
 
     @property
     def disk_bytes(self) -> int:
         """See ``Reader``."""
-        return sum(store.size_bytes for store in self.contents.stores if isinstance(store, ReadInSequence))
-
-    @property
-    def fills_rows(self) -> bool:
-        """See ``Reader``."""
-        return self.is_copied or all(isinstance(store, ReadsStretches) for store in self.contents.stores)
+        return sum(store.size_bytes for store in self._on_disk)
 
     @property
     def is_copied(self) -> bool:
@@ -287,13 +291,13 @@ class StoredSamples:
         return self.contents.images.gives_views and self.contents.filled_share() == 1
 
 
-def reader_of(dataset: PreparedDataset, *, empties_cache: bool = False) -> Reader:
-    """What reads the samples of a dataset, whether it keeps them or not; see ``StoredSamples``."""
+def reader_of(dataset: PreparedDataset) -> Reader:
+    """What reads the samples of a dataset, whether it keeps them or not."""
     road = dataset.unkept_road()
     if road is not None:
         return PreparedSamples(road)
     assert dataset.kept is not None
-    return StoredSamples(dataset.kept, empties_cache)
+    return StoredSamples(dataset.kept)
 
 
 def _stretches(positions: Sequence[int]) -> Iterable[tuple[int, int]]:

@@ -12,7 +12,8 @@ import numpy as np
 from fastdata import machine
 from fastdata.batch import IndexBatch, collate
 from fastdata.chunked.budget import CHUNKS_HELD, Needs, empties_cache, plan_chunks
-from fastdata.chunked.chunks import Chunk, Slot
+from fastdata.chunked.chunks import Room
+from fastdata.chunked.holding import InSlots, choose_holding, emptying_cache
 from fastdata.chunked.order import EpochOrder, plan_epoch
 from fastdata.chunked.pipeline import Flow, Pipeline, Way
 from fastdata.chunked.readers import reader_of
@@ -66,45 +67,42 @@ class Supply:
 
     def __init__(self, served: Served, order: EpochOrder, wishes: Wishes) -> None:
         self._served, self._wishes = served, wishes
-        self._reader = reader_of(served.dataset)
-        self._layout = self._reader.look()
-        self._slots: list[Slot] = []
+        reader = reader_of(served.dataset)
+        layout = reader.look()
+        self.is_mixed = order.shuffle and (wishes.mix_chunks is not None or reader.is_sequential)
+        pieces = (wishes.mix_chunks or _PIECES_PER_CHUNK) if self.is_mixed else 1
+        self._holding = holding = choose_holding(reader, layout, order, served.subset, pieces)
+        self._rooms: list[Room] = []
+        view = holding.view(served.dataset)
+        self._obstacle = view.batch_obstacle
         cores = machine.usable_cores() if wishes.num_workers is None else wishes.num_workers
-        with Slot(self._layout, 1) as slot:
-            probe = Chunk(0, np.zeros(1, np.int64), 1).begin(0, slot, served.dataset)
-        self._obstacle = probe.batch_obstacle
-        self._makers = 1 if self._obstacle else max(1, cores - 1 if self._reader.is_copied else cores // 4)
-        self.is_mixed = order.shuffle and (wishes.mix_chunks is not None or self._reader.is_sequential)
-        needs = self._needs(probe, order, 1 if self._reader.is_copied else cores)
+        self._makers = 1 if self._obstacle else holding.makers(cores)
+        served_bytes = view.served_bytes
+        if served_bytes is None:  # samples one by one, then collated
+            served_bytes = 2 * _FLOAT_BYTES * math.ceil(layout.sample_bytes)
+        needs = Needs(
+            in_use_bytes=machine.tree_pss_bytes(),
+            sample_bytes=holding.sample_bytes,
+            batch_bytes=served_bytes * wishes.batch_size,
+            batches_held=self.batches_held,
+            epoch_bytes=_ORDER_BYTES * order.length + CHUNKS_HELD * holding.chunk_bytes,
+            batch_size=wishes.batch_size,
+            samples=order.rank_samples,
+            workers=1 if holding.is_light else cores,
+            most_bytes=_MOST_MIXED_BYTES if self.is_mixed else _MOST_BYTES,
+        )
         free_bytes = machine.available_bytes().bytes
         limit_bytes = parse_bytes(wishes.memory_limit, of=free_bytes + needs.in_use_bytes)
         self.plan = plan_chunks(needs, limit_bytes, wishes.chunk_samples)
-        self._empties_cache = empties_cache(self._reader.disk_bytes, free_bytes, self.plan)
+        self._empties_cache = empties_cache(reader.disk_bytes, free_bytes, self.plan)
         if self._empties_cache:
-            self._reader = reader_of(served.dataset, empties_cache=True)
+            self._holding = emptying_cache(holding)
         log.info("%s", self.plan)
         self._chunk_samples = self.plan.chunk_samples
         if self.is_mixed:
-            piece = max(self.plan.chunk_samples // (wishes.mix_chunks or _PIECES_PER_CHUNK), 1)
+            piece = max(self.plan.chunk_samples // pieces, 1)
             order = replace(order, piece_samples=piece, chunk_samples=self.plan.chunk_samples)
         self.order = order
-
-    def _needs(self, probe: PreparedDataset, order: EpochOrder, workers: int) -> Needs:
-        sample_bytes, batch_size = self._layout.sample_bytes, self._wishes.batch_size
-        served_bytes = probe.served_bytes
-        if served_bytes is None:  # samples one by one, then collated
-            served_bytes = 2 * _FLOAT_BYTES * math.ceil(sample_bytes)
-        return Needs(
-            in_use_bytes=machine.tree_pss_bytes(),
-            sample_bytes=sample_bytes,
-            batch_bytes=served_bytes * batch_size,
-            batches_held=self.batches_held,
-            order_bytes=_ORDER_BYTES * order.length,
-            batch_size=batch_size,
-            samples=order.rank_samples,
-            workers=workers,
-            most_bytes=_MOST_MIXED_BYTES if self.is_mixed else _MOST_BYTES,
-        )
 
     @property
     def threads(self) -> int:
@@ -125,16 +123,16 @@ class Supply:
     def path(self) -> str:
         """The road of the batches, in one line."""
         each = "whole batches" if self._obstacle is None else f"samples one by one ({self._obstacle})"
-        does = "copied" if self._reader.is_copied else "prepared"
         workers = "a thread" if self.plan.workers == 1 else f"{self.plan.workers} processes"
         makers = "a thread" if self.threads == 1 else f"{self.threads} threads"
         cache = ", the system's page cache emptied behind them" if self._empties_cache else ""
-        return f"chunks of {self._chunk_samples} samples, {does} ahead by {workers}{cache}; {each}, made by {makers}"
+        chunks = f"chunks of {self._chunk_samples} samples, {self._holding.does} ahead by {workers}{cache}"
+        return f"{chunks}; {each}, made by {makers}"
 
     def start(self, epoch: int, first_batch: int, batches: int, ring: BatchRing) -> Pipeline:
         """Begin to supply an epoch."""
-        if not self._slots:
-            self._slots = [Slot(self._layout, self._chunk_samples) for _ in range(CHUNKS_HELD)]
+        dataset, holding = self._served.dataset, self._holding
+        self._rooms = self._rooms or holding.rooms(CHUNKS_HELD, self._chunk_samples)
         stream = plan_epoch(self.order, epoch)
         flow = Flow(
             stream=stream if self._served.subset is None else self._served.subset[stream],
@@ -144,13 +142,14 @@ class Supply:
             in_sequence=self.is_mixed,
         )
         way = Way(
-            dataset=self._served.dataset,
-            reader=self._reader,
+            dataset=dataset,
+            load=holding.load(self._rooms, with_targets=dataset.table is None),
+            samples_per_task=holding.samples_per_task,
             make=_make_batch(self._wishes.collate_fn, epoch, ring),
             workers=self.plan.workers,
             threads=self.threads,
         )
-        return Pipeline(flow, way, self._slots, first_batch)
+        return Pipeline(flow, way, self._rooms, first_batch)
 
     def adapt(self, found: Exception) -> None:
         """Change the slots after samples turned out not to be like those looked at; no pipeline may be running.
@@ -159,9 +158,11 @@ class Supply:
             MemoryBudgetError: not even one batch fits.
         """
         self.close()
+        if not isinstance(self._holding, InSlots):
+            raise found
         if isinstance(found, ShapesDifferError):
             log.info("%s; samples are kept with their own shapes", found)
-            self._layout = self._layout.any_shapes()
+            self._holding = replace(self._holding, layout=self._holding.layout.any_shapes())
             return
         batches = self._chunk_samples // self._wishes.batch_size
         if batches == 1:
@@ -171,13 +172,14 @@ class Supply:
             ) from found
         log.info("%s; chunks of half as many samples are loaded", found)
         rows = batches // 2 * self._wishes.batch_size
-        self._layout = self._layout.with_room(self._chunk_samples / rows)
+        roomier = self._holding.layout.with_room(self._chunk_samples / rows)
+        self._holding = replace(self._holding, layout=roomier)
         self._chunk_samples = rows
 
     def close(self) -> None:
         """Give the memory back. Idempotent."""
-        while self._slots:
-            self._slots.pop().close()
+        while self._rooms:
+            self._rooms.pop().close()
 
 
 def _make_batch(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ import numpy.typing as npt
 from fastdata.blocks import ArrayBlock
 from fastdata.spec import SampleSpec
 from fastdata.stores.encoded import Decoder, UndecodableError, decode_sample
-from fastdata.stores.shards import ShardMap, runs_of
+from fastdata.stores.shards import Run, ShardMap, runs_of
 
 __all__ = ["DAMAGE_PREFIX", "DiskStore", "checksum"]
 
@@ -19,10 +20,8 @@ Bytes = npt.NDArray[np.uint8]
 DAMAGE_PREFIX = "damaged-"
 """Of the empty files that name rows found damaged, for the next run to prepare anew."""
 _WORD_BYTES = 8
-_SCRATCH_BYTES = 4 << 20
-"""Of encoded samples read at once; fewer reads would save nothing."""
 _GAP_BYTES = 64 << 10
-"""Between encoded samples that are still read at once: workers write them nearly in order."""
+"""Between samples that are still brought and dropped as one piece."""
 
 
 def checksum(data: Bytes) -> int:
@@ -99,9 +98,15 @@ class DiskStore:
         return self._decoder is None
 
     @property
-    def shard_numbers(self) -> np.ndarray:
-        """Which file each sample lies in, int32 (N,): samples of one file, in order of index, are read in sequence."""
-        return self._shards
+    def codec(self) -> str:
+        """Name of what encoded the samples; "raw" if nothing did."""
+        return "raw" if self._decoder is None else self._decoder.name
+
+    def heaviest_bytes(self, samples: int) -> float:
+        """Bytes of a sample in the files, as the mean of so many neighbours, where they are largest."""
+        ends = np.concatenate(([0], np.cumsum(self._sizes)))
+        samples = min(samples, len(self))
+        return float((ends[samples:] - ends[: len(ends) - samples]).max() / samples)
 
     def __len__(self) -> int:
         return len(self._offsets)
@@ -158,43 +163,24 @@ class DiskStore:
         if unchecked_B.any():
             self._check_copies(index_B, out_B, np.flatnonzero(unchecked_B))
 
-    def read_stretch(self, first: int, count: int, out_B: np.ndarray) -> None:
-        """Put neighbouring samples of one shape into ``out_B`` (B, *shape), C-contiguous, past the mapping.
+    def bring(self, first: int, count: int) -> None:
+        """Have neighbouring samples in memory until they are dropped, and nothing else, however they are read.
 
-        Files are read in as few and as large pieces as samples lie in them. Memory of the mapping, which would count as
-        this process's own, is not touched. Safe from several threads at once.
+        Args:
+            first: of the samples.
+            count: how many.
+        """
+        for run in self._runs(first, count):
+            self._files.bring(run.shard, run.start, run.size_bytes)
+
+    def check(self, first: int, count: int) -> None:
+        """Hold those of neighbouring samples that were not read before against their checksums.
 
         Raises:
-            UndecodableError: a sample is damaged; others may have been put there.
+            UndecodableError: a sample is damaged.
         """
-        index_B = np.arange(first, first + count)
-        columns = self._shards[index_B], self._offsets[index_B], self._sizes[index_B]
-        if self._decoder is not None:
-            self._decode_stretch(self._decoder, first, columns, out_B)
-            return
-        if not out_B.size:
-            return
-        bytes_B = out_B.reshape(count, -1).view(np.uint8)
-        for run in runs_of(*columns):
-            self._files.read_into(run.shard, run.start, bytes_B[run.first : run.first + run.samples].reshape(-1))
-        unchecked_B = self._checked[index_B] == 0
-        if unchecked_B.any():
-            self._check_copies(index_B, out_B, np.flatnonzero(unchecked_B))
-
-    def _decode_stretch(
-        self, decoder: Decoder, first: int, columns: tuple[np.ndarray, np.ndarray, np.ndarray], out_B: np.ndarray
-    ) -> None:
-        shards, starts, sizes = columns
-        order = np.lexsort((starts, shards))
-        for run in runs_of(shards[order], starts[order], sizes[order], gap_bytes=_GAP_BYTES, most_bytes=_SCRATCH_BYTES):
-            scratch = np.empty(run.size_bytes, np.uint8)
-            self._files.read_into(run.shard, run.start, scratch)
-            for b in order[run.first : run.first + run.samples].tolist():
-                start, index = int(starts[b]) - run.start, first + b
-                data = scratch[start : start + int(sizes[b])]
-                if not self._checked[index]:
-                    self._enter(index, checksum(data))
-                decode_sample(decoder, index, data.data, out_B[b])
+        for index in (first + np.flatnonzero(self._checked[first : first + count] == 0)).tolist():
+            self.stored(index)
 
     def drop(self, first: int, count: int, *, from_cache: bool = False) -> None:
         """Let go of the mapping's memory of neighbouring samples, which is read from the files again when needed.
@@ -204,11 +190,15 @@ class DiskStore:
             count: how many.
             from_cache: let the system's page cache go of them too, unless another process has them mapped.
         """
+        for run in self._runs(first, count):
+            self._files.drop(run.shard, run.start, run.size_bytes, from_cache=from_cache)
+
+    def _runs(self, first: int, count: int) -> Iterator[Run]:
+        """Where neighbouring samples lie, in as few pieces as there are; workers write them nearly in order."""
         chosen = slice(first, first + count)
         shards, starts, sizes = self._shards[chosen], self._offsets[chosen], self._sizes[chosen]
         order = np.lexsort((starts, shards))
-        for run in runs_of(shards[order], starts[order], sizes[order], gap_bytes=_GAP_BYTES):
-            self._files.drop(run.shard, run.start, run.size_bytes, from_cache=from_cache)
+        return runs_of(shards[order], starts[order], sizes[order], gap_bytes=_GAP_BYTES)
 
     def _check_copies(self, index_B: np.ndarray, out_B: np.ndarray, chosen: np.ndarray) -> None:
         """Hold copies that are warm from copying against the checksums; all in one call where rows are whole words."""
@@ -236,7 +226,7 @@ class DiskStore:
         raise UndecodableError(
             f"its bytes in {folder} are not those that were written (a failing disk, or a foreign hand); {cure}",
             index=index,
-            codec="raw" if self._decoder is None else self._decoder.name,
+            codec=self.codec,
             is_on_disk=True,
         )
 

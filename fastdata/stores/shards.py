@@ -1,4 +1,4 @@
-"""The files of a part's samples, mapped read-only, and read past the mapping."""
+"""The files of a part's samples, mapped read-only."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import errno
 import itertools
 import mmap
 import os
+import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -20,28 +22,19 @@ __all__ = ["Run", "ShardMap", "runs_of"]
 
 Bytes = npt.NDArray[np.uint8]
 
-_FAULT_BYTES = 64 << 10
-"""The kernel maps cached pages around the one that is touched: less than so many bytes before and after it."""
+_MOST_AREAS = 8192
+"""Of the 65,530 that a process may have; what is brought beyond them maps more memory than it needs."""
 
 
 class Run(NamedTuple):
-    """Samples that are read from a shard in one go: so many of those given, from the ``first`` on."""
+    """A piece of a shard that samples lie in."""
 
     shard: int
     start: int
     size_bytes: int
-    first: int
-    samples: int
 
 
-def runs_of(
-    shards_B: np.ndarray,
-    starts_B: np.ndarray,
-    sizes_B: np.ndarray,
-    *,
-    gap_bytes: int = 0,
-    most_bytes: int | None = None,
-) -> Iterator[Run]:
+def runs_of(shards_B: np.ndarray, starts_B: np.ndarray, sizes_B: np.ndarray, *, gap_bytes: int = 0) -> Iterator[Run]:
     """Cut samples into runs that lie end to end in one shard.
 
     Args:
@@ -49,25 +42,30 @@ def runs_of(
         starts_B: its first byte there.
         sizes_B: its bytes.
         gap_bytes: that may lie between two samples of a run.
-        most_bytes: of a run, unless one sample alone is larger.
 
     Example:
         >>> runs = runs_of(np.array([0, 0, 1]), np.array([8, 12, 0]), np.array([4, 4, 4]))
-        >>> [(run.shard, run.start, run.size_bytes, run.samples) for run in runs]
-        [(0, 8, 8, 2), (1, 0, 4, 1)]
+        >>> [(run.shard, run.start, run.size_bytes) for run in runs]
+        [(0, 8, 8), (1, 0, 4)]
     """
     ends_B = starts_B + sizes_B
     gaps = starts_B[1:] - ends_B[:-1]
     is_cut = (shards_B[1:] != shards_B[:-1]) | (gaps < 0) | (gaps > gap_bytes)
-    firsts = [0, *(np.flatnonzero(is_cut) + 1).tolist(), len(starts_B)]
-    for first, stop in itertools.pairwise(firsts):
-        while first < stop:
-            start, last = int(starts_B[first]), stop
-            if most_bytes is not None:
-                fitting = int(np.searchsorted(ends_B[first:stop], start + most_bytes, side="right"))
-                last = first + max(fitting, 1)
-            yield Run(int(shards_B[first]), start, int(ends_B[last - 1]) - start, first, last - first)
-            first = last
+    cuts = np.flatnonzero(is_cut) + 1
+    if len(shards_B):
+        for first, stop in itertools.pairwise([0, *cuts.tolist(), len(shards_B)]):
+            yield Run(int(shards_B[first]), int(starts_B[first]), int(ends_B[stop - 1] - starts_B[first]))
+
+
+class _Areas:
+    """What of the shards one process has brought: shard and page that each of it begins or ends in, and how often.
+
+    Two of them can share such a page; all others are one's own.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.borders: Counter[tuple[int, int]] = Counter()
 
 
 class ShardMap:
@@ -112,21 +110,30 @@ class ShardMap:
             inodes.append(found.st_ino)
         self.shards = [np.frombuffer(b"" if mapped is None else mapped, np.uint8) for mapped in maps]
         self._maps, self.inodes = maps, tuple(inodes)
+        self._areas: dict[int, _Areas] = {}  # by process: a forked one must not wait for a thread of its parent
 
     @property
     def size_bytes(self) -> int:
         """Of all shards."""
         return sum(self._sizes)
 
-    def read_into(self, number: int, start: int, out: Bytes) -> None:
-        """Fill ``out`` with the bytes of a shard from ``start`` on; memory of the mapping is not touched.
+    def bring(self, number: int, start: int, size: int) -> None:
+        """Have bytes of a shard in memory until ``drop``, so that nobody waits for the disk when they are read.
 
-        Where the file has lost its name since, or the system cannot read so, the mapping still has them.
+        Reading them then maps their pages and no others. The kernel maps what it has around a page that is touched, up
+        to 2 MiB, but not across the border of an area with other flags: so they are made such an area.
         """
-        with self._reopened(number) as descriptor:
-            if descriptor is not None and hasattr(os, "preadv") and _read_all(descriptor, start, out):
-                return
-        out[:] = self.shards[number][start : start + out.size]
+        mapped = self._maps[number] if self._maps else None
+        if mapped is None or not size:
+            return
+        first, stop = _pages(start, size)
+        areas = self._areas.setdefault(os.getpid(), _Areas())
+        with areas.lock:
+            if len(areas.borders) < 2 * _MOST_AREAS:
+                _advise(mapped, "MADV_DONTDUMP", first, stop)
+            areas.borders.update({(number, first), (number, stop - 1)})
+        _advise(mapped, "MADV_WILLNEED", first, stop)
+        self.shards[number][first * mmap.PAGESIZE : start + size : mmap.PAGESIZE].max()
 
     def drop(self, number: int, start: int, size: int, *, from_cache: bool) -> None:
         """Let go of memory that caches bytes of a shard; nothing is lost, reading them again takes longer.
@@ -134,14 +141,19 @@ class ShardMap:
         Args:
             number: of the shard.
             start: the first byte.
-            size: how many; what the kernel maps with them goes as well.
+            size: how many.
             from_cache: let go of the system's page cache too; pages that any process has mapped stay.
         """
         mapped = self._maps[number] if self._maps else None
-        if mapped is not None and hasattr(mmap, "MADV_DONTNEED"):
-            first = max(start - _FAULT_BYTES, 0) // mmap.PAGESIZE * mmap.PAGESIZE
-            stop = min(start + size + _FAULT_BYTES, len(mapped))
-            mapped.madvise(mmap.MADV_DONTNEED, first, stop - first)
+        if mapped is not None and size:
+            first, stop = _pages(start, size)
+            areas = self._areas.setdefault(os.getpid(), _Areas())
+            with areas.lock:
+                areas.borders -= Counter({(number, first), (number, stop - 1)})
+                first += (number, first) in areas.borders
+                stop -= (number, stop - 1) in areas.borders
+                _advise(mapped, "MADV_DODUMP", first, stop)  # first, so that nobody maps the pages again from outside
+                _advise(mapped, "MADV_DONTNEED", first, stop)
         if from_cache and hasattr(os, "posix_fadvise"):
             with self._reopened(number) as descriptor:
                 if descriptor is not None:
@@ -180,15 +192,13 @@ class ShardMap:
             raise StoreGoneError(f"the cache in {self.folder} was replaced while it was in use; make the dataset again")
 
 
-def _read_all(descriptor: int, start: int, out: Bytes) -> bool:
-    """Fill ``out`` from a file; False where the disk fails or the file ends too early."""
-    rest = out.data
-    while rest.nbytes:
-        try:
-            done = os.preadv(descriptor, [rest], start)
-        except OSError:
-            return False
-        if not done:
-            return False
-        rest, start = rest[done:], start + done
-    return True
+def _pages(start: int, size: int) -> tuple[int, int]:
+    """The first page that bytes lie in, and the one behind the last."""
+    return start // mmap.PAGESIZE, -(-(start + size) // mmap.PAGESIZE)
+
+
+def _advise(mapped: mmap.mmap, advice: str, first: int, stop: int) -> None:
+    """Give the kernel advice on pages, where it takes any: it is about memory and time, never about what is read."""
+    if stop > first and hasattr(mmap, advice):
+        with contextlib.suppress(OSError):
+            mapped.madvise(getattr(mmap, advice), first * mmap.PAGESIZE, (stop - first) * mmap.PAGESIZE)
