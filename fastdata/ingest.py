@@ -29,7 +29,7 @@ __all__ = ["Forecast", "Ingested", "OnError", "Part", "ReadSample", "SampleRoad"
 
 OnError = Literal["raise", "skip"]
 
-_SAMPLES_PER_TASK = 8
+_SAMPLES_PER_TASK = 16
 _PROBES = 8
 
 
@@ -271,7 +271,9 @@ class _Job:
     with_targets: bool
 
     def __call__(self, indices: range) -> list[_Result]:
-        return [self._one(index) for index in indices]
+        results = [self._one(index) for index in indices]
+        self.road.flush()
+        return results
 
     def _one(self, index: int) -> _Result:
         try:
@@ -316,6 +318,15 @@ class SampleRoad:
         """
         pairs = zip(self.writers, sample.parts, strict=True)
         return [self._write(sample.position, writer, part) for writer, part in pairs]
+
+    def flush(self) -> None:
+        """Finish what this thread has written.
+
+        Raises:
+            CacheError: a disk is full.
+        """
+        for writer in self.writers:
+            writer.flush()
 
     def _write(self, index: int, writer: Writer, part: Part) -> Place:
         try:

@@ -775,6 +775,40 @@ def test_a_settled_folder_is_not_listed_again(image_folder: Folder, monkeypatch:
     assert len(now) == len(wanted) + 1
 
 
+class OneBuffer:
+    """Gives every sample in the same memory, and leaves some out."""
+
+    def __init__(self, count: int, damaged: tuple[int, ...]) -> None:
+        self._buffer, self._damaged = np.empty((2, 3), np.uint8), damaged
+        self.targets = list(range(count))
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
+        if index in self._damaged:
+            raise ValueError("damaged")
+        self._buffer[:] = index
+        return self._buffer, index
+
+
+@pytest.mark.filterwarnings("ignore:2 of 40 samples cannot be prepared")
+@pytest.mark.parametrize("pending_bytes", [1, 15, 1 << 20])
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_neighbours_that_are_written_at_once_stay_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pending_bytes: int, num_workers: int
+) -> None:
+    """However many rows wait to be written, across shards and gaps, each has its own pixels."""
+    monkeypatch.setattr(writers_module, "_PENDING_BYTES", pending_bytes)
+    monkeypatch.setattr(writers_module, "SHARD_BYTES", 60)
+    data = OneBuffer(40, (7, 21))
+    options: dict[str, Any] = {"on_error": "skip", "num_workers": num_workers, "progress": False}
+    with CachedDataset(data, cache_dir=tmp_path, cache_key="k", **options) as dataset:
+        kept = [index for index in range(40) if index not in (7, 21)]
+        assert list(dataset.targets) == kept
+        assert [sample.tolist() for sample, _ in dataset] == [[[i] * 3] * 2 for i in kept]
+
+
 @pytest.mark.parametrize("is_changed", [True, False])
 def test_a_listing_that_a_killed_process_left_is_removed(image_folder: Folder, is_changed: bool) -> None:
     """By the next run, whether it writes one itself or not; one that is being written by another is left alone."""

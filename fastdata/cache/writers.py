@@ -6,6 +6,7 @@ import contextlib
 import errno
 import io
 import os
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -32,9 +33,19 @@ MAX_SHARDS = 128
 """Of a part as first written: every process keeps a descriptor open for each, and 1,024 is a usual limit."""
 HEAD_BYTES = 128
 """Before the first row of a table: what NumPy writes for such arrays, a multiple of 64."""
+_PENDING_BYTES = 4 << 20
+"""Of neighbouring rows that are written at once, at most."""
 _ALIGN_BYTES = 64
 _SHARD_BITS = 44
 """A place in a heap is the number of its shard, and below so many bits the byte there."""
+
+
+class _Pending(threading.local):
+    """Neighbouring rows that a thread has yet to write."""
+
+    def __init__(self) -> None:
+        self.first, self.count = 0, 0
+        self.rows: np.ndarray | None = None
 
 
 class TableWriter:
@@ -58,6 +69,7 @@ class TableWriter:
     def __init__(self, folder: Path, part: int, spec: SampleSpec, length: int, *, first_shard: int = 0) -> None:
         self.spec, self.part = spec, Part(name=f"part{part}", spec=spec, codec=None, shards=())
         self._folder, self._length = folder, length
+        self._pending = _Pending()
         shard_bytes = max(SHARD_BYTES, spec.sample_bytes * length // MAX_SHARDS)
         self._rows = max(shard_bytes // spec.sample_bytes, 1)
         self._names = [f"part{part}-{first_shard + k:05}" for k in range(-(-length // self._rows))]
@@ -93,11 +105,31 @@ class TableWriter:
         """
         if array.shape != self.spec.shape:
             raise ShapesDifferError(f"sample {index} has shape {array.shape}, those before it {self.spec.shape}")
-        data = _bytes_of(array)
-        shard, row = divmod(index, self._rows)
-        _write_at(self._folder / f"{self._names[shard]}.npy", HEAD_BYTES + row * self.spec.sample_bytes, data)
-        self._sums["sums"][index] = checksum(data)
+        pending, size_bytes = self._pending, self.spec.sample_bytes
+        if pending.rows is None:
+            pending.rows = np.empty((max(_PENDING_BYTES // size_bytes, 1), size_bytes), np.uint8)
+        if index != pending.first + pending.count or index % self._rows == 0 or pending.count == len(pending.rows):
+            self.flush()
+            pending.first = index
+        row_B = pending.rows[pending.count]
+        row_B[:] = _bytes_of(array)
+        pending.count += 1
+        self._sums["sums"][index] = checksum(row_B)
         return Place(index, array.nbytes, array.shape)
+
+    def flush(self) -> None:
+        """See ``Writer``. Neighbours are written at once: the system then caches and maps them in larger pieces.
+
+        Raises:
+            CacheError: the disk is full.
+        """
+        pending = self._pending
+        if pending.rows is None or not pending.count:
+            return
+        shard, row = divmod(pending.first, self._rows)
+        offset = HEAD_BYTES + row * self.spec.sample_bytes
+        _write_at(self._folder / f"{self._names[shard]}.npy", offset, pending.rows[: pending.count].reshape(-1))
+        pending.count = 0
 
     def live(self, index: ArrayBlock) -> Store:
         """Not for caches: they are read when they are complete."""
@@ -203,6 +235,9 @@ class HeapWriter:
 
     def _path(self, shard: int) -> Path:
         return self._folder / f"{self._name}-{self._first_shard + shard:05}.bin"
+
+    def flush(self) -> None:
+        """See ``Writer``: everything is there at once."""
 
     def live(self, index: ArrayBlock) -> Store:
         """Not for caches: they are read when they are complete."""

@@ -115,6 +115,10 @@ class Reader(Protocol):
         """Let go of what reading these has cached."""
         ...
 
+    def release(self) -> None:
+        """Let go of all that anybody's reading has cached in this process."""
+        ...
+
     def look(self) -> Layout:
         """Read a few samples to learn what a slot for such samples has room for.
 
@@ -162,6 +166,9 @@ class PreparedSamples:
         """See ``Reader``; nothing is cached."""
 
     def drop(self, positions: Sequence[int]) -> None:
+        """See ``Reader``; nothing is cached."""
+
+    def release(self) -> None:
         """See ``Reader``; nothing is cached."""
 
     def look(self) -> Layout:
@@ -237,6 +244,11 @@ class StoredSamples:
         for store in self._on_disk:
             for first, count in _stretches(positions):
                 store.drop(first, count, from_cache=self.empties_cache)
+
+    def release(self) -> None:
+        """See ``Reader``."""
+        for store in self._on_disk:
+            store.release()
 
     @property
     def is_mapped(self) -> bool:

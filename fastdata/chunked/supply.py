@@ -69,6 +69,7 @@ class Supply:
         self._served, self._wishes = served, wishes
         reader = reader_of(served.dataset)
         layout = reader.look()
+        reader.release()  # it is no memory that is in use: chunks will be there in its place
         self.is_mixed = order.shuffle and (wishes.mix_chunks is not None or reader.is_sequential)
         pieces = (wishes.mix_chunks or _PIECES_PER_CHUNK) if self.is_mixed else 1
         self._holding = holding = choose_holding(reader, layout, order, served.subset, pieces)

@@ -193,6 +193,10 @@ class DiskStore:
         for run in self._runs(first, count):
             self._files.drop(run.shard, run.start, run.size_bytes, from_cache=from_cache)
 
+    def release(self) -> None:
+        """Let go of all memory of the mapping, whoever has read it; it is read from the files again when needed."""
+        self._files.release()
+
     def _runs(self, first: int, count: int) -> Iterator[Run]:
         """Where neighbouring samples lie, in as few pieces as there are; workers write them nearly in order."""
         chosen = slice(first, first + count)

@@ -22,6 +22,8 @@ __all__ = ["Run", "ShardMap", "runs_of"]
 
 Bytes = npt.NDArray[np.uint8]
 
+_FAULT_BYTES = 64 << 10
+"""The kernel maps about so much around a page that is touched."""
 _MOST_AREAS = 8192
 """Of the 65,530 that a process may have; what is brought beyond them maps more memory than it needs."""
 
@@ -121,7 +123,9 @@ class ShardMap:
         """Have bytes of a shard in memory until ``drop``, so that nobody waits for the disk when they are read.
 
         Reading them then maps their pages and no others. The kernel maps what it has around a page that is touched, up
-        to 2 MiB, but not across the border of an area with other flags: so they are made such an area.
+        to 2 MiB, but not across the border of an area with other flags: so they are made such an area. The flag says
+        that they are read in sequence, so that the disk reads ahead, and that others stay in the page cache rather
+        than they.
         """
         mapped = self._maps[number] if self._maps else None
         if mapped is None or not size:
@@ -130,10 +134,9 @@ class ShardMap:
         areas = self._areas.setdefault(os.getpid(), _Areas())
         with areas.lock:
             if len(areas.borders) < 2 * _MOST_AREAS:
-                _advise(mapped, "MADV_DONTDUMP", first, stop)
+                _advise(mapped, "MADV_SEQUENTIAL", first, stop)
             areas.borders.update({(number, first), (number, stop - 1)})
-        _advise(mapped, "MADV_WILLNEED", first, stop)
-        self.shards[number][first * mmap.PAGESIZE : start + size : mmap.PAGESIZE].max()
+        self.shards[number][first * mmap.PAGESIZE : start + size : _FAULT_BYTES].max()
 
     def drop(self, number: int, start: int, size: int, *, from_cache: bool) -> None:
         """Let go of memory that caches bytes of a shard; nothing is lost, reading them again takes longer.
@@ -152,12 +155,18 @@ class ShardMap:
                 areas.borders -= Counter({(number, first), (number, stop - 1)})
                 first += (number, first) in areas.borders
                 stop -= (number, stop - 1) in areas.borders
-                _advise(mapped, "MADV_DODUMP", first, stop)  # first, so that nobody maps the pages again from outside
+                _advise(mapped, "MADV_NORMAL", first, stop)  # first, so that nobody maps the pages again from outside
                 _advise(mapped, "MADV_DONTNEED", first, stop)
         if from_cache and hasattr(os, "posix_fadvise"):
             with self._reopened(number) as descriptor:
                 if descriptor is not None:
                     os.posix_fadvise(descriptor, start, size, os.POSIX_FADV_DONTNEED)
+
+    def release(self) -> None:
+        """Let go of all memory that the mappings take; what is read again is mapped again."""
+        for mapped in self._maps:
+            if mapped is not None:
+                _advise(mapped, "MADV_DONTNEED", *_pages(0, len(mapped)))
 
     @contextlib.contextmanager
     def _reopened(self, number: int) -> Iterator[int | None]:

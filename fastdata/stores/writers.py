@@ -59,7 +59,11 @@ class Writer(Protocol):
     spec: SampleSpec
 
     def write(self, index: int, array: np.ndarray) -> Place:
-        """Store sample ``index``."""
+        """Store sample ``index``; it is there when ``flush`` returns."""
+        ...
+
+    def flush(self) -> None:
+        """Finish what this thread has written."""
         ...
 
     def live(self, index: ArrayBlock) -> Store:
@@ -110,6 +114,9 @@ class DenseWriter:
 
     def rewind(self) -> None:
         """Forget what was written; the memory is written again. Nobody may be reading it."""
+
+    def flush(self) -> None:
+        """See ``Writer``: everything is there at once."""
 
     def live(self, index: ArrayBlock) -> DenseStore:
         """See ``Writer``."""
@@ -223,6 +230,9 @@ class RaggedWriter:
         """Forget what was written; the memory is written again. Nobody may be reading it."""
         self._heap.rewind()
 
+    def flush(self) -> None:
+        """See ``Writer``: everything is there at once."""
+
     def live(self, index: ArrayBlock) -> RaggedStore:
         """See ``Writer``."""
         return RaggedStore(self._heap.block, self.spec, index)
@@ -264,6 +274,9 @@ class EncodedWriter:
             raise ShapesDifferError(f"sample {index} has shape {array.shape}, those before it {self.spec.shape}")
         data = np.frombuffer(self._codec.encode(np.ascontiguousarray(array)), np.uint8)
         return Place(self._heap.append(data), data.nbytes, array.shape)
+
+    def flush(self) -> None:
+        """See ``Writer``: everything is there at once."""
 
     def live(self, index: ArrayBlock) -> EncodedStore:
         """See ``Writer``."""
@@ -313,6 +326,9 @@ class FileWriter:
         if common not in (None, shape):
             raise ShapesDifferError(f"sample {index} has shape {shape}, those before it {common}")
         return Place(self._heap.append(array), array.nbytes, shape)
+
+    def flush(self) -> None:
+        """See ``Writer``: everything is there at once."""
 
     def live(self, index: ArrayBlock) -> EncodedStore:
         """See ``Writer``."""
