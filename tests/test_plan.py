@@ -140,6 +140,16 @@ def test_batch_ops_off() -> None:
     assert "batch_ops='off'" in str(plan)
 
 
+def test_prepare_off() -> None:
+    """With prepare="off" deterministic steps at the front are batch ops where they can be, else run per sample."""
+    crop = v1.Compose([v1.CenterCrop(3), v1.RandomHorizontalFlip()])
+    assert parts(plan_transform(crop, prepare="off")) == ([], ["CenterCrop", "Flip"], [])
+    resize = plan_transform(v1.Compose([v1.Resize(4), v1.ToTensor()]), prepare="off")
+    assert parts(resize) == ([], [], ["Resize", "ToTensor"])
+    assert resize.kind == "pil"
+    assert resize.prepare_key() == ""
+
+
 def test_forms_that_batch_ops_do_not_know() -> None:
     """Arrays and samples that are not uint8 go through the user's own objects; bare they are batched as they are."""
     flip = v2.RandomHorizontalFlip()

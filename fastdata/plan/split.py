@@ -106,6 +106,7 @@ def plan_transform(
     form: Form = "pil",
     dtype: str = "uint8",
     batch_ops: Literal["auto", "off"] = "auto",
+    prepare: Literal["auto", "off"] = "auto",
 ) -> TransformPlan:
     """Cut a transform in what runs once per sample, on whole batches, and per sample.
 
@@ -114,6 +115,7 @@ def plan_transform(
         form: what the samples are: those of the source or, the same in effect, those in the store.
         dtype: of the stored samples; batch ops know uint8 only.
         batch_ops: ``"off"`` leaves all but the prepare part to run per sample.
+        prepare: ``"off"`` leaves that part empty: samples are stored already, and every step runs when they are read.
 
     Example:
         >>> plan = plan_transform(None)
@@ -121,10 +123,10 @@ def plan_transform(
         (False, 'the transform ends with a PIL image')
     """
     steps = flatten(transform)
-    prepare = _preparable_part(steps)
-    state = State(kind=_kind_after(prepare, form))
+    first = () if prepare == "off" else _preparable_part(steps)
+    state = State(kind=_kind_after(first, form))
     ops: list[Op] = []
-    known = len(prepare)
+    known = len(first)
     reason = ""
     while known < len(steps):
         try:
@@ -139,11 +141,11 @@ def plan_transform(
         ops.extend(more)
         known += 1
     return TransformPlan(
-        prepare=prepare,
+        prepare=first,
         batch_ops=tuple(ops),
         per_sample=steps[known:],
         kind=state.kind,
-        batch_texts=tuple(map(_text, steps[len(prepare) : known])),
+        batch_texts=tuple(map(_text, steps[len(first) : known])),
         reason=reason,
         image_class=_image_class() if state.kind == "image" else None,
     )
