@@ -173,6 +173,11 @@ class SampleTable:
         """Path and target of one sample."""
         return self.path(index), self.target(index)
 
+    @property
+    def target_kind(self) -> str:
+        """What each target is: a ``"number"``, a ``"tensor"``, an ``"array"``, or any other ``"object"``."""
+        return self._kind
+
     def target_array(self) -> np.ndarray | None:
         """Targets with the samples on the first axis (read-only view), or None if they are no numbers."""
         return self._arrays.get("targets")

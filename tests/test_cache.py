@@ -451,8 +451,12 @@ def test_a_damaged_small_file_or_a_cut_shard_is_a_rebuild(
         size = (home / name).stat().st_size
         damage(home / name, size // 2 if cut else size - 2, b"cut" if cut else b"")
         caplog.clear()
+        prepared()
         with cached(root, codec=codec) as dataset:
             assert same(dataset, wanted)
+        if name.endswith(("targets.npy", "classes.npy")):  # known without the cache, and written alone
+            assert (caplog.messages, prepared() if codec != "source" else []) == ([], []), name
+            continue
         assert len([line for line in caplog.messages if "the cache is written anew: " in line]) == 1, name
 
 

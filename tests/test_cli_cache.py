@@ -44,6 +44,7 @@ def test_inspect_tells_what_is_damaged(image_folder: Folder, capsys: pytest.Capt
     assert main(["inspect", str(cache), "--verify"]) == 0
     out = capsys.readouterr().out
     assert "samples    6, 0 left out" in out
+    assert "classes    2" in out
     assert "resize 7 bilinear" in out
     assert "every sample is as it was written" in out
     (shard,) = cache.glob("*/part0-00000.npy")

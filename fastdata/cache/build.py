@@ -21,20 +21,17 @@ from fastdata.cache.coding import CacheWriter, Coders, Coding, choose_coding, co
 from fastdata.cache.folders import PARTIAL, REPLACED, beside, locked, remove_strays, written_through
 from fastdata.cache.keys import describe_codec, hash_key
 from fastdata.cache.listing import Listing
-from fastdata.cache.manifest import MANIFEST, Manifest, Part, sync_folder, write_array
-from fastdata.cache.opening import open_part
-from fastdata.cache.recall import Recalled, keep_targets, listing_arrays, recall
+from fastdata.cache.manifest import MANIFEST, Manifest, Part, is_written, sync_folder, write_columns
+from fastdata.cache.mapped import map_found
+from fastdata.cache.recall import Recalled, listing_arrays, recall
+from fastdata.cache.targets import LABELS, keep_labels, keep_targets
 from fastdata.codecs import SourceDecoder
-from fastdata.contents import Contents
 from fastdata.errors import CacheError, SampleError
 from fastdata.ingest import Forecast, Ingested, forecast, ingest, read_sample
-from fastdata.memory import format_bytes
 from fastdata.options import Options
 from fastdata.preparation import Prepared, Road, Steps, warn_of_skipped
 from fastdata.report import log
 from fastdata.sources import FileBytes, FileSource, Source
-from fastdata.storage import StoragePlan
-from fastdata.stores.disk import DiskStore
 from fastdata.stores.writers import ShapesDifferError
 from fastdata.table import SampleTable
 
@@ -100,6 +97,8 @@ class _Cache:
         if found is not None and not found.is_complete:
             return None
         for candidate in [found] if found is not None else self._moved():
+            if candidate is found:
+                self._relabel(candidate)
             try:
                 prepared = self._open(candidate)
             except CacheError as damaged:
@@ -109,6 +108,21 @@ class _Cache:
                     self._tidy(candidate)
                 return prepared
         return None
+
+    def _relabel(self, found: Recalled) -> None:
+        """Keep the labels of now where other ones are kept of the same files, or damaged ones; if nobody is writing."""
+        old, table = found.manifest, self._table
+        if table is None or not np.array_equal(found.match, np.arange(old.count)):
+            return
+        kind, columns = keep_labels(table, np.flatnonzero(found.rows[0] >= 0))
+        if all(is_written(found.folder, old.arrays.get(name), columns.get(name)) for name in LABELS):
+            return
+        log.info("the labels in %s are brought up to date", found.folder)
+        with contextlib.suppress(OSError, Timeout), locked(self._home, wait=False):
+            if Manifest.read(found.folder) == old:
+                others = {name: file for name, file in old.arrays.items() if name not in LABELS}
+                arrays = others | write_columns(found.folder, old.generation + 1, columns)
+                replace(old, generation=old.generation + 1, arrays=arrays, target_kind=kind).write(found.folder)
 
     def _tidy(self, found: Recalled) -> None:
         """Remove what a writer left that died after its work was done, if nobody is writing now."""
@@ -149,34 +163,15 @@ class _Cache:
 
     def _open(self, found: Recalled) -> Prepared:
         """Map what was found complete."""
-        kept = np.flatnonzero(found.rows[0] >= 0)
-        manifest = found.manifest
-        stores: list[DiskStore] = []
-        with contextlib.ExitStack() as cleanup:
-            for part, rows in zip(manifest.parts, found.rows, strict=True):
-                store = open_part(
-                    found.folder, part, rows[kept], coder_of(part, len(stores), self._road, self._options)
-                )
-                cleanup.callback(store.close)
-                stores.append(store)
-            if not stores or not len(kept):
-                raise CacheError(f"{found.folder} holds no sample")
-            table = self._table_of(found, kept)
-            cleanup.pop_all()
-        what = "+".join(dict.fromkeys(part.codec["name"] if part.codec else "raw" for part in manifest.parts))
-        plan = StoragePlan(
-            storage="disk",
-            reason=f"storage='disk': {format_bytes(manifest.size_bytes)} {what} in {found.folder}",
-            codec=None if what == "raw" else what,
-        )
-        log.info("%s", plan.reason)
-        contents = Contents(tuple(stores), table, manifest.is_tuple, manifest.target_is_part)
-        return Prepared(storage_plan=plan, contents=contents, table=table, skipped=found.skipped())
+        return map_found(found, self._coders(found.manifest), lambda kept: self._table_of(found, kept))
+
+    def _coders(self, manifest: Manifest) -> Coders:
+        return tuple(coder_of(part, number, self._road, self._options) for number, part in enumerate(manifest.parts))
 
     def _table_of(self, found: Recalled, kept: np.ndarray) -> SampleTable:
         table = self._table
         if table is None:
-            return found.stored_table(kept)
+            return SampleTable(found.stored_targets(kept))
         return table if len(kept) == len(table) else table.reduced_to(kept.tolist())
 
     # Writing
@@ -264,7 +259,7 @@ class _Cache:
         partial.mkdir(parents=True)
         try:
             expected = forecast(self._road.source, self._road.prepare)
-            if self._table is None and not expected.target_is_part:
+            if not expected.target_is_part:
                 keep_targets([sample.target for sample in expected.looked_at])
             coding = choose_coding(self._road, self._options, expected, self._cache_dir)
             source, prepare = self._road_of(coding.coders)
@@ -298,7 +293,7 @@ class _Cache:
             return False
         log.warning("%d of %d samples are prepared anew: %s", missing.size, found.rows.shape[1], found.reason())
         remove_strays(found.folder, manifest)
-        coders = tuple(coder_of(part, number, self._road, self._options) for number, part in enumerate(manifest.parts))
+        coders = self._coders(manifest)
         source, prepare = self._road_of(coders)
         writers: list[CacheWriter] = []
 
@@ -369,14 +364,15 @@ class _Cache:
         like: Forecast | Manifest,
     ) -> None:
         generation = like.generation + 1 if isinstance(like, Manifest) else 0
-        target_kind, columns = (None, {}) if like.target_is_part or targets is None else keep_targets(targets)
+        target_kind: str | None = None
+        columns: dict[str, np.ndarray] = {}
+        if self._table is not None:
+            target_kind, columns = keep_labels(self._table, np.flatnonzero(rows[0] >= 0))
+        elif targets is not None and not like.target_is_part:
+            target_kind, columns = keep_targets(targets)
         if self._origin.listing is not None:
             columns |= listing_arrays(self._origin.listing)
-        columns["rows"] = rows
-        arrays = {
-            name: write_array(folder, f"samples-{generation:05}-{name}.npy", column) for name, column in columns.items()
-        }
-        sync_folder(folder)
+        arrays = write_columns(folder, generation, columns | {"rows": rows})
         Manifest(
             key=self._key,
             root=self._root,

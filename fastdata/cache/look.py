@@ -12,14 +12,15 @@ import numpy as np
 from filelock import Timeout
 
 from fastdata.cache.folders import PARTIAL, REPLACED, locked, remove_strays, strays_in
-from fastdata.cache.manifest import MANIFEST, Manifest, read_array
+from fastdata.cache.manifest import MANIFEST, Manifest
 from fastdata.cache.opening import map_shards, read_columns
-from fastdata.cache.recall import read_listing
+from fastdata.cache.recall import read_listing, read_rows
+from fastdata.cache.targets import read_classes, read_targets
 from fastdata.errors import CacheError
 from fastdata.memory import format_bytes
 from fastdata.stores.disk import DAMAGE_PREFIX, checksum
 
-__all__ = ["Found", "Removal", "inspect_caches", "prune_caches", "verify_cache"]
+__all__ = ["Found", "Removal", "cache_folders", "inspect_caches", "prune_caches", "verify_cache"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,16 +42,18 @@ class Found:
         """Rows of all parts that no sample uses any more."""
         if self.manifest is None:
             return 0
-        rows = read_array(self.folder, self.manifest.arrays["rows"], "int64", (len(self.manifest.parts), -1))
+        rows = read_rows(self.folder, self.manifest)
         return sum(part.rows for part in self.manifest.parts) - int((rows >= 0).sum())
 
     def __str__(self) -> str:
         if self.manifest is None:
             return f"{self.folder}\n  cannot be read: {self.problem}"
         manifest = self.manifest
+        classes = read_classes(self.folder, manifest)
         lines = [
             str(self.folder),
             f"  samples    {manifest.count - len(manifest.skipped):,}, {len(manifest.skipped):,} left out",
+            *([] if classes is None else [f"  classes    {len(classes):,}"]),
             f"  size       {format_bytes(manifest.size_bytes)}, {self.garbage_rows:,} rows not in use",
             f"  made from  {manifest.root or '(a dataset)'}",
             f"  opened by  {manifest.key.get('source', '')}",
@@ -78,10 +81,19 @@ def inspect_caches(folder: Path) -> list[Found]:
     Raises:
         FileNotFoundError: there is none.
     """
+    return [_look(path) for path in cache_folders(folder)]
+
+
+def cache_folders(folder: Path) -> list[Path]:
+    """The folder of a cache, or of all caches in a ``cache_dir``.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
     folders = [folder] if (folder / MANIFEST).exists() else sorted(path.parent for path in folder.glob(f"*/{MANIFEST}"))
     if not folders:
         raise FileNotFoundError(f"{folder} is no cache and holds none: there is no {MANIFEST} in it or one below it")
-    return [_look(path) for path in folders]
+    return folders
 
 
 def _look(folder: Path) -> Found:
@@ -90,9 +102,12 @@ def _look(folder: Path) -> Found:
         for part in manifest.parts:
             read_columns(folder, part)
             map_shards(folder, part).close()
-        read_array(folder, manifest.arrays["rows"], "int64", (len(manifest.parts), manifest.count))
+        rows = read_rows(folder, manifest)
         if "paths" in manifest.arrays:
             read_listing(folder, manifest)
+        if manifest.target_kind is not None:
+            read_targets(folder, manifest, int((rows[0] >= 0).sum()))
+        read_classes(folder, manifest)
     except (CacheError, FileNotFoundError, KeyError) as problem:
         return Found(folder=folder, manifest=None, problem=str(problem))
     marks = len(list(folder.glob(f"{DAMAGE_PREFIX}*")))
@@ -108,8 +123,7 @@ def verify_cache(found: Found) -> list[str]:
     if manifest is None:
         return [found.problem]
     damaged: list[str] = []
-    all_rows = read_array(folder, manifest.arrays["rows"], "int64", (len(manifest.parts), manifest.count))
-    for part, rows in zip(manifest.parts, all_rows, strict=True):
+    for part, rows in zip(manifest.parts, read_rows(folder, manifest), strict=True):
         columns, _ = read_columns(folder, part)
         with contextlib.closing(map_shards(folder, part)) as shards:
             for index in np.argsort(rows, kind="stable").tolist():
@@ -128,7 +142,8 @@ def verify_cache(found: Found) -> list[str]:
 def prune_caches(cache_dir: Path, *, dry_run: bool = False) -> list[Removal]:
     """Remove what no run can use any more; what another process is writing is left alone.
 
-    That is: what writers left that died, caches that cannot be read, and caches of folders that are not there any more.
+    That is: what writers left that died, caches that cannot be read, and caches of folders that are not there any more;
+    also copied ones, which could only be opened on their own.
 
     Args:
         cache_dir: holds caches.

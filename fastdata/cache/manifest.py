@@ -6,7 +6,8 @@ A cache is a folder of
   encoded samples or raw ones of many shapes, end to end;
 * beside each shard ``-sums.npy``, the checksum of each row (see ``fastdata.stores.disk.checksum``), and beside a
   ``.bin`` also ``-offsets.npy``, ``-sizes.npy`` and ``-shapes.npy``;
-* ``samples-00001-*.npy``: path, size and time of each file that was prepared, the row of its sample, and targets;
+* ``samples-00001-*.npy``: path, size and time of each file that was prepared, the row of its sample, the targets of
+  those that were kept, and the names of their classes;
 * ``fastdata.json``, written last, with the size and CRC-32 of every small file and a CRC-32 of itself.
 
 Nothing is ever unpickled. Files never change: an update adds some and replaces ``fastdata.json`` by renaming.
@@ -29,12 +30,25 @@ import numpy as np
 from fastdata.errors import CacheError
 from fastdata.spec import SampleSpec
 
-__all__ = ["MANIFEST", "VERSION", "ArrayFile", "Manifest", "Part", "Shard", "read_array", "sync_folder", "write_array"]
+__all__ = [
+    "MANIFEST",
+    "VERSION",
+    "ArrayFile",
+    "Manifest",
+    "Part",
+    "Shard",
+    "is_written",
+    "read_array",
+    "sync_folder",
+    "write_array",
+    "write_columns",
+]
 
 MANIFEST = "fastdata.json"
 FORMAT = "fastdata cache"
 VERSION = 1
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_TARGET_KIND = re.compile(r"number:([a-z]+[0-9]*):1|(?:tensor|array):([a-z]+[0-9]*):[1-8]")
 _MAX_DIMENSIONS = 8
 
 
@@ -106,8 +120,10 @@ class Manifest:
         generation: how often the cache was written; part of the names of ``arrays``.
         count: samples of the source, those that were left out included.
         arrays: ``rows``, int64 (parts, count), the row of each sample or -1; where samples are files ``paths``,
-            ``ends``, ``file_sizes`` and ``mtimes_ns``; where the source alone knows targets ``targets``.
-        target_kind: how ``targets`` are to be read; None if they are not kept here.
+            ``ends``, ``file_sizes`` and ``mtimes_ns``; ``targets`` of the samples that have rows, in their order,
+            unless the targets are a part; ``classes``, where classes have names, JSON of the number of each.
+        target_kind: how ``targets`` are to be read: ``"json"``, a list; or ``"number:int64:1"`` and the like, what each
+            is, dtype and dimensions; None if they are not kept here.
         parts: of the samples.
         is_tuple: whether samples are tuples of parts.
         target_is_part: whether the last part is the target.
@@ -188,11 +204,11 @@ def _manifest_of(document: dict[str, Any]) -> Manifest:
         generation=_whole(document["generation"]),
         count=count,
         arrays={name: _array_of(array) for name, array in document["arrays"].items()},
-        target_kind=document["target_kind"],
+        target_kind=_target_kind(document["target_kind"]),
         parts=parts,
         is_tuple=bool(document["is_tuple"]),
         target_is_part=bool(document["target_is_part"]),
-        skipped=list(document["skipped"]),
+        skipped=list(map(_skipped_of, document["skipped"])),
     )
 
 
@@ -219,6 +235,24 @@ def _array_of(entry: dict[str, Any]) -> ArrayFile:
     return ArrayFile(_plain(entry["name"]), _whole(entry["size_bytes"]), _whole(entry["crc32"]))
 
 
+def _skipped_of(entry: dict[str, Any]) -> dict[str, Any]:
+    path = entry["path"]
+    return {
+        "index": _whole(entry["index"]),
+        "path": None if path is None else str(path),
+        "message": str(entry["message"]),
+    }
+
+
+def _target_kind(kind: Any) -> str | None:
+    if kind is None or kind == "json":
+        return kind  # type: ignore[no-any-return]  # one of these two
+    found = _TARGET_KIND.fullmatch(kind)
+    if found is None or np.dtype(found[1] or found[2]).kind not in "iufb":
+        raise ValueError(f"targets of kind {kind!r} are not known")
+    return str(kind)
+
+
 def _whole(value: Any) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 62:
         raise ValueError(f"{value!r} is no count")
@@ -233,14 +267,37 @@ def _plain(name: Any) -> str:
 
 def write_array(folder: Path, name: str, array: np.ndarray) -> ArrayFile:
     """Write a small ``.npy`` file through to the disk."""
-    stream = io.BytesIO()
-    np.lib.format.write_array(stream, np.ascontiguousarray(array), version=(1, 0), allow_pickle=False)
-    data = stream.getbuffer()
+    data = _encoded(array)
     with (folder / name).open("wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
     return ArrayFile(name, data.nbytes, zlib.crc32(data))
+
+
+def _encoded(array: np.ndarray) -> memoryview:
+    stream = io.BytesIO()
+    np.lib.format.write_array(stream, np.ascontiguousarray(array), version=(1, 0), allow_pickle=False)
+    return stream.getbuffer()
+
+
+def write_columns(folder: Path, generation: int, columns: Mapping[str, np.ndarray]) -> dict[str, ArrayFile]:
+    """Write arrays of a manifest of this generation."""
+    arrays = {
+        name: write_array(folder, f"samples-{generation:05}-{name}.npy", column) for name, column in columns.items()
+    }
+    sync_folder(folder)
+    return arrays
+
+
+def is_written(folder: Path, file: ArrayFile | None, array: np.ndarray | None) -> bool:
+    """Whether a file holds just this array; None is no file."""
+    if file is None or array is None:
+        return file is None and array is None
+    try:
+        return (folder / file.name).read_bytes() == _encoded(array).tobytes()
+    except OSError:
+        return False
 
 
 def read_array(folder: Path, file: ArrayFile, dtype: str, shape: tuple[int, ...]) -> np.ndarray:

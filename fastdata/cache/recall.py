@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from fastdata.cache.listing import Listing
 from fastdata.cache.manifest import Manifest, read_array
+from fastdata.cache.targets import read_targets
 from fastdata.errors import CacheError, SampleError
 from fastdata.ingest import Ingested
 from fastdata.stores.disk import DAMAGE_PREFIX
 from fastdata.table import PackedPaths, SampleTable
 
-__all__ = ["Recalled", "keep_targets", "listing_arrays", "read_listing", "recall"]
+__all__ = ["Recalled", "listing_arrays", "read_listing", "read_rows", "recall", "recall_all"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,47 +64,26 @@ class Recalled:
                 errors.append(SampleError(str(entry["message"]), index=index, path=entry["path"]))
         return sorted(errors, key=lambda error: error.index)
 
-    def stored_table(self, kept: np.ndarray) -> SampleTable:
-        """The targets of these samples, which the cache keeps.
+    def stored_targets(self, kept: np.ndarray) -> Any:
+        """The targets of these samples, which the cache keeps: numbers in one array, else a list.
 
         Raises:
-            CacheError: they are damaged.
+            CacheError: they are damaged, or not there.
         """
         manifest = self.manifest
         if manifest.target_is_part:
-            return SampleTable(np.zeros(len(kept), np.int64))
-        stored = self._stored_targets()
-        all_rows = read_array(self.folder, manifest.arrays["rows"], "int64", (len(manifest.parts), manifest.count))
-        position = np.cumsum(all_rows[0] >= 0) - 1
-        chosen = position[self.match[kept]]
-        return SampleTable(stored[chosen] if isinstance(stored, np.ndarray) else [stored[i] for i in chosen.tolist()])
-
-    def _stored_targets(self) -> Any:
-        """Targets of the samples that were kept: numbers in one array, else a list."""
-        manifest = self.manifest
-        kind, file = manifest.target_kind, manifest.arrays.get("targets")
-        if file is None or kind is None:
-            raise CacheError(f"{self.folder} holds no targets")
-        if kind == "json":
-            data = read_array(self.folder, file, "uint8", (-1,))
-            targets = json.loads(data.tobytes())
-            if not isinstance(targets, list):
-                raise CacheError(f"{self.folder} holds no list of targets")
-            return targets
-        dtype, dimensions = str(manifest.target_kind).split(":")[1:]
-        array = read_array(self.folder, file, dtype, (-1,) * int(dimensions))
-        if kind.startswith("number"):
-            return array
-        if kind.startswith("tensor"):
-            return list(torch.from_numpy(array))
-        return list(array)
+            return np.zeros(len(kept), np.int64)
+        is_kept = read_rows(self.folder, manifest)[0] >= 0
+        stored = read_targets(self.folder, manifest, int(is_kept.sum()))
+        chosen = (np.cumsum(is_kept) - 1)[self.match[kept]]
+        return stored[chosen] if isinstance(stored, np.ndarray) else [stored[i] for i in chosen.tolist()]
 
     def merged_targets(self, rows: np.ndarray, missing: np.ndarray, ingested: Ingested) -> list[Any]:
         """Targets of all samples that have rows now: those of the cache, and the new ones."""
         assert ingested.targets is not None
         fresh = dict(zip(missing[ingested.kept].tolist(), ingested.targets, strict=True))
         old = np.flatnonzero((self.match >= 0) & (self.rows[0] >= 0))
-        with contextlib.closing(self.stored_table(old)) as table:
+        with contextlib.closing(SampleTable(self.stored_targets(old))) as table:
             known = dict(zip(old.tolist(), table.targets, strict=True))
         return [fresh[i] if i in fresh else known[i] for i in np.flatnonzero(rows[0] >= 0).tolist()]
 
@@ -123,11 +101,7 @@ def recall(folder: Path, manifest: Manifest, listing: Listing | None, count: int
     Raises:
         CacheError: the cache is damaged, or is of other samples.
     """
-    shape = (len(manifest.parts), manifest.count)
-    try:
-        rows = read_array(folder, manifest.arrays["rows"], "int64", shape)
-    except KeyError:
-        raise CacheError(f"{folder} does not say where its samples are") from None
+    rows = read_rows(folder, manifest)
     if listing is not None:
         match = listing.unchanged_in(read_listing(folder, manifest))
     elif manifest.count == count:
@@ -144,8 +118,30 @@ def recall(folder: Path, manifest: Manifest, listing: Listing | None, count: int
             if name == part.name and row.isdecimal():
                 is_bad |= rows[number] == int(row)
     match = np.where((match >= 0) & ~is_bad[match], match, -1) if manifest.count else match
-    now = np.where(match >= 0, rows[:, match], -1) if manifest.count else np.full((shape[0], count), -1)
+    now = np.where(match >= 0, rows[:, match], -1) if manifest.count else np.full((len(rows), count), -1)
     return Recalled(folder=folder, manifest=manifest, match=match, rows=now, marks=marks)
+
+
+def recall_all(folder: Path, manifest: Manifest) -> Recalled:
+    """Take a cache's own samples for those of now, damaged ones included.
+
+    Raises:
+        CacheError: the cache is damaged.
+    """
+    rows = read_rows(folder, manifest)
+    return Recalled(folder=folder, manifest=manifest, match=np.arange(manifest.count), rows=rows, marks=())
+
+
+def read_rows(folder: Path, manifest: Manifest) -> np.ndarray:
+    """The row of every sample in each part, int64 (parts, count); -1 where it was left out.
+
+    Raises:
+        CacheError: they are damaged.
+    """
+    try:
+        return read_array(folder, manifest.arrays["rows"], "int64", (len(manifest.parts), manifest.count))
+    except KeyError:
+        raise CacheError(f"{folder} does not say where its samples are") from None
 
 
 def listing_arrays(listing: Listing) -> dict[str, np.ndarray]:
@@ -169,34 +165,3 @@ def read_listing(folder: Path, manifest: Manifest) -> Listing:
     if len(ends) and (ends[0] < 0 or ends[-1] != len(blob) or (np.diff(ends) < 0).any()):
         raise CacheError(f"{folder} has file names that overlap")
     return Listing(paths=PackedPaths(blob, ends), sizes=sizes, mtimes_ns=mtimes_ns)
-
-
-def keep_targets(targets: list[Any]) -> tuple[str, dict[str, np.ndarray]]:
-    """Targets as arrays to be kept, and how they are to be read.
-
-    Raises:
-        ValueError: they are neither numbers, arrays of one shape, nor plain values that JSON keeps.
-    """
-    with contextlib.closing(SampleTable(targets)) as table:
-        array = table.target_array()
-        if array is not None:
-            kind = (
-                "number" if array.ndim == 1 and not hasattr(targets[0] if targets else 0, "shape") else _kind(targets)
-            )
-            return f"{kind}:{array.dtype.name}:{array.ndim}", {"targets": array.copy()}
-    try:
-        text = json.dumps(targets)
-        is_same = repr(json.loads(text)) == repr(targets)
-    except (TypeError, ValueError):
-        is_same = False
-    if not is_same:
-        kinds = ", ".join(sorted({type(target).__name__ for target in targets}))
-        raise ValueError(
-            f"cache_dir= keeps targets that are numbers, arrays of one shape, texts, or lists and dicts of these, and "
-            f"not {kinds}. Give such targets from the dataset, and make what you need of them in target_transform=."
-        )
-    return "json", {"targets": np.frombuffer(text.encode(), np.uint8)}
-
-
-def _kind(targets: list[Any]) -> str:
-    return "array" if isinstance(targets[0], np.ndarray) else "tensor"
