@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from fastdata.cache import describe_dataset, list_paths
+from fastdata.cache import describe_dataset, find_cache, list_paths, open_cache
 from fastdata.dataset import PreparedDataset
 from fastdata.decode import Size
 from fastdata.ingest import OnError
 from fastdata.options import Options
 from fastdata.sources import DatasetSource, Source
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = ["CachedDataset"]
 
@@ -57,6 +60,8 @@ class CachedDataset(PreparedDataset):
         cache_key: stands for what fastdata cannot see: the samples of a dataset that does not list its files in
             ``samples``, and lambdas in ``prepare``. Change it whenever these change.
 
+    ``CachedDataset.from_cache`` opens what ``cache_dir`` keeps without ``dataset``.
+
     Raises:
         SampleError: a sample cannot be read or prepared; names its path and index.
         CacheError: ``cache_dir`` cannot be written, or its disk is full.
@@ -73,6 +78,9 @@ class CachedDataset(PreparedDataset):
         >>> images.shape, targets
         (torch.Size([2, 3, 4, 4]), tensor([1, 9]))
     """
+
+    root: str
+    """Of ``from_cache``: the folder of the files when the cache was written; empty where samples were no files."""
 
     def __init__(
         self,
@@ -109,9 +117,7 @@ class CachedDataset(PreparedDataset):
             cache_dir=cache_dir,
             cache_key=cache_key,
         )
-        if transforms is not None and (transform is not None or target_transform is not None):
-            raise ValueError("transforms= takes sample and target together; give it alone, or transform= and the like")
-        self.transforms = transforms
+        self.transforms = _checked(transforms, transform, target_transform)
         source = DatasetSource(dataset)
         root, listing = "", None
         if cache_dir is not None:
@@ -121,9 +127,72 @@ class CachedDataset(PreparedDataset):
                 listing = list_paths(paths, root)
         self._build(source, options, transform, target_transform, prepare=prepare, listing=listing, root=root)
 
+    @classmethod
+    def from_cache(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        transform: Callable[[Any], Any] | None = None,
+        target_transform: Callable[[Any], Any] | None = None,
+        transforms: Callable[[Any, Any], Any] | None = None,
+        as_tensors: bool = False,
+        seed: int = 0,
+        batch_ops: Literal["auto", "off"] = "auto",
+    ) -> Self:
+        """Open a cache on its own: the dataset and the files that it was made from need not be there.
+
+        Serves what was kept when the cache was last brought up to date, in that order; ``skipped`` lists what was left
+        out. Where samples are files, ``samples``, ``classes`` and ``class_to_idx`` are those of the dataset then, and
+        ``root`` is the folder that it had.
+
+        Args:
+            path: a cache, or the ``cache_dir`` that holds only this one. Any dataset or ``fastdata build`` may have
+                written it, but not with ``codec="source"`` or a codec object of your own.
+            transform: called on each sample as the cache holds it. All of its steps run when a sample is read; those
+                that fastdata knows on whole batches.
+            target_transform: called on each target when it is read.
+            transforms: in place of both, called with sample and target together.
+            as_tensors: give images as tensors (C, H, W) of their stored pixels, those of torchvision's
+                ``PILToTensor``, and not as PIL images, which a ``transform`` would have to make tensors of.
+            seed: of the random draws of batch ops.
+            batch_ops: ``"off"`` runs known random transforms per sample exactly as written.
+
+        Raises:
+            FileNotFoundError: there is no cache.
+            ValueError: there are several; says which.
+            CacheError: it is damaged, or cannot be served without its dataset; says how to open it.
+
+        Example:
+            >>> import tempfile, torch
+            >>> squares = [(torch.full((3, 4, 4), i, dtype=torch.uint8), i * i) for i in range(5)]
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     CachedDataset(squares, cache_dir=folder, cache_key="squares", progress=False).close()
+            ...     with CachedDataset.from_cache(folder) as dataset:
+            ...         print(len(dataset), list(dataset.targets))
+            5 [0, 1, 4, 9, 16]
+        """
+        dataset = cls.__new__(cls)
+        dataset.transforms = _checked(transforms, transform, target_transform)
+        dataset._prepare = "off"
+        dataset._begin(Options(seed=seed, batch_ops=batch_ops), transform, target_transform)
+        prepared, dataset.root = open_cache(find_cache(path), as_tensors=as_tensors)
+        dataset._serve(prepared, source=None)
+        return dataset
+
     def _source_text(self, source: Source) -> str:
         assert isinstance(source, DatasetSource)
         return describe_dataset(source.dataset, self._options.cache_key)
+
+
+def _checked(transforms: Any, transform: Any, target_transform: Any) -> Any:
+    """``transforms`` as given.
+
+    Raises:
+        ValueError: it is not given alone.
+    """
+    if transforms is not None and (transform is not None or target_transform is not None):
+        raise ValueError("transforms= takes sample and target together; give it alone, or transform= and the like")
+    return transforms
 
 
 def _common_folder(paths: list[str]) -> str:

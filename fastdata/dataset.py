@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from fastdata.contents import Contents, Table
 from fastdata.decode import Resize
 from fastdata.options import Options
 from fastdata.plan import TransformPlan, plan_transform
-from fastdata.preparation import Road, Steps, prepare_storage, report_storage
+from fastdata.preparation import Prepared, Road, Steps, prepare_storage, report_storage
 from fastdata.serving import ServingDataset
 from fastdata.sources import Source
 from fastdata.storage import StorageReport
@@ -29,6 +29,11 @@ __all__ = ["PreparedDataset"]
 
 class PreparedDataset(ServingDataset, ABC):
     """What all datasets have in common once their source is known; made by its subclasses only."""
+
+    _table: SampleTable | None
+    _first_steps: tuple[Callable[[Any], Any], ...] = ()
+    _prepare: Literal["auto", "off"] = "auto"
+    """``"off"``: samples were prepared by others, and every step of the transform runs when they are read."""
 
     # Building
 
@@ -56,14 +61,9 @@ class PreparedDataset(ServingDataset, ABC):
             listing: the files, for a cache; None where samples are no files.
             root: their folder.
         """
-        self.target_transform = target_transform
-        self._options = options
         resize = None if options.resize is None else Resize(options.resize)
         self._first_steps = tuple(step for step in (prepare, resize) if step is not None)
-        self._plan = plan_transform(transform, batch_ops=options.batch_ops)
-        self._transform = transform
-        self._epoch: int | None = None
-        self._epochs_begun = 0
+        self._begin(options, transform, target_transform)
         steps = (*self._first_steps, *self._plan.prepare)
         road = self._road(source, steps)
         if options.cache_dir is None or len(source) == 0:
@@ -72,11 +72,30 @@ class PreparedDataset(ServingDataset, ABC):
             text = describe_steps(steps, options.cache_key)
             origin = CacheOrigin(root=root, source=self._source_text(source), steps=text, listing=listing)
             prepared = prepare_on_disk(road, options, table, origin)
+        self._serve(prepared, source)
+
+    def _begin(
+        self,
+        options: Options,
+        transform: Callable[[Any], Any] | None,
+        target_transform: Callable[[Any], Any] | None,
+    ) -> None:
+        """Take what the user gave."""
+        self._options, self.target_transform, self._transform = options, target_transform, transform
+        self._plan = self._plan_of(transform, batch_ops=options.batch_ops)
+        self._epoch: int | None = None
+        self._epochs_begun = 0
+
+    def _serve(self, prepared: Prepared, source: Source | None) -> None:
+        """Serve what was prepared, or where nothing is kept the source."""
         self.storage_plan, self.skipped = prepared.storage_plan, prepared.skipped
         self._contents, self._table = prepared.contents, prepared.table
         self._source = source if prepared.contents is None else None
         self._visits = SharedVisits(len(self))
         self._compile()
+
+    def _plan_of(self, transform: Callable[[Any], Any] | None, **facts: Any) -> TransformPlan:
+        return plan_transform(transform, prepare=self._prepare, **facts)
 
     def _road(self, source: Source, steps: tuple[Callable[[Any], Any], ...]) -> Road:
         """Where samples are read from and what prepares them."""
@@ -92,12 +111,12 @@ class PreparedDataset(ServingDataset, ABC):
         self._served: tuple[tuple[int, ...], np.dtype[Any]] | None = None  # shape and dtype of every sample served
         if self._contents is None:
             assert self._source is not None
-            self._plan = plan_transform(self._transform, batch_ops="off")
+            self._plan = self._plan_of(self._transform, batch_ops="off")
             self._reader = self._road(self._source, (*self._first_steps, *self._plan.prepare))
             return
         spec, shape = self._contents.images.spec, self._contents.images.shape(0)
         batch_ops = self._options.batch_ops if len(shape) == 3 and not self._contents.is_tuple else "off"
-        self._plan = plan_transform(self._transform, form=spec.form, dtype=spec.dtype, batch_ops=batch_ops)
+        self._plan = self._plan_of(self._transform, form=spec.form, dtype=spec.dtype, batch_ops=batch_ops)
         if self._plan.batch_ops:
             self._program = compile_ops(self._plan, spec)
             self._served = self._program.output(shape)
@@ -113,7 +132,7 @@ class PreparedDataset(ServingDataset, ABC):
 
     @transform.setter
     def transform(self, transform: Callable[[Any], Any] | None) -> None:
-        plan = plan_transform(transform, batch_ops=self._options.batch_ops)
+        plan = self._plan_of(transform, batch_ops=self._options.batch_ops)
         if self._contents and plan.prepare_key() != self._plan.prepare_key():
             raise ValueError(
                 f"samples are stored after {self._plan.prepare_key() or 'no step'}, but the new transform begins with "
@@ -126,6 +145,35 @@ class PreparedDataset(ServingDataset, ABC):
     def targets(self) -> ListView[Any]:
         """Target of every sample, before ``target_transform``."""
         return ListView(len(self), self._stored_target)
+
+    @property
+    def samples(self) -> ListView[tuple[str, Any]]:
+        """(path, target) of every sample, in torchvision's order; only where samples are files."""
+        return self._files("samples").pairs
+
+    imgs = samples
+
+    @property
+    def classes(self) -> list[str]:
+        """Class names, sorted; empty where labels are plain numbers. Only where samples are files."""
+        return list(self._files("classes").class_to_idx or ())
+
+    @property
+    def class_to_idx(self) -> dict[str, int]:
+        """Number of each class; only where samples are files."""
+        return self._files("class_to_idx").class_to_idx or {}
+
+    def _files(self, asked_for: str) -> SampleTable:
+        """The table, if it is one of files.
+
+        Raises:
+            StoreGoneError: the dataset was closed.
+            AttributeError: it is none, so that ``hasattr`` says what torchvision's own datasets would.
+        """
+        self._check_open()
+        if self._table is None or not self._table.has_paths:
+            raise AttributeError(f"{type(self).__name__} has no {asked_for}: it does not list files")
+        return self._table
 
     @property
     def plan(self) -> TransformPlan:
@@ -145,7 +193,7 @@ class PreparedDataset(ServingDataset, ABC):
         """How samples that are kept nowhere would be read to be kept, for a time; None where they are kept."""
         if self._contents is not None or self._source is None:
             return None
-        plan = plan_transform(self._transform, batch_ops=self._options.batch_ops)
+        plan = self._plan_of(self._transform, batch_ops=self._options.batch_ops)
         return self._road(self._source, (*self._first_steps, *plan.prepare))
 
     def served_from(self, contents: Contents) -> Self:

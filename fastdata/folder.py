@@ -23,7 +23,7 @@ from fastdata.options import Options
 from fastdata.plan import read_center_crop, read_resize, shape_after
 from fastdata.preparation import Road, Steps
 from fastdata.sources import FileSource, Source, find_classes, read_manifest, scan_folder
-from fastdata.table import ListView, SampleTable
+from fastdata.table import SampleTable
 
 __all__ = ["ImageFolder", "ImageManifest"]
 
@@ -72,23 +72,6 @@ class _ImageFiles(PreparedDataset):
             open_bytes = loader.decode
         source = FileSource(source.paths, source.targets, loader)
         return Road(source=source, prepare=Steps(steps), open_bytes=open_bytes, shape=shape)
-
-    @property
-    def samples(self) -> ListView[tuple[str, Any]]:
-        """(path, target) of every sample, in torchvision's order."""
-        return self._table.pairs
-
-    imgs = samples
-
-    @property
-    def classes(self) -> list[str]:
-        """Class names, sorted; empty where labels are plain numbers."""
-        return list(self.class_to_idx)
-
-    @property
-    def class_to_idx(self) -> dict[str, int]:
-        """Number of each class."""
-        return self._table.class_to_idx or {}
 
     def _extra_repr(self) -> list[str]:
         return [f"Root location: {self.root}"]

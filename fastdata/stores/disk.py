@@ -224,7 +224,7 @@ class DiskStore:
         folder = self._files.folder
         try:
             Path(folder, f"{DAMAGE_PREFIX}{self._name}-{row}").touch()
-            cure = "the next run prepares it anew"
+            cure = "the next run over its source prepares it anew"
         except OSError:
             cure = f"build {folder} anew"
         raise UndecodableError(

@@ -1,0 +1,464 @@
+"""Caches opened on their own, without the dataset that they were made from."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.utils.data import Subset
+from torchvision import transforms as v1
+from torchvision.datasets import ImageFolder as TorchvisionFolder
+
+from children import send_sample
+from conftest import save_image
+from fastdata import CachedDataset, CacheError, DataLoader, ImageFolder, ImageManifest, SampleError, StoreGoneError
+from fastdata.cache import alone as alone_module
+from fastdata.cache import find_cache, inspect_caches
+from fastdata.cache.folders import locked
+from fastdata.cache.manifest import MANIFEST, Manifest, write_array
+from fastdata.cli import main
+from fastdata.prefetch.prefetcher import Prefetcher
+from recording import RecordingBackend
+
+Folder = Callable[..., Path]
+RESIZE = v1.Resize((7, 9))
+
+
+def build(root: Path, transform: Any = RESIZE, **options: Any) -> Path:
+    """Write the cache of a folder, and give its ``cache_dir``."""
+    cache_dir = root.parent / "cache"
+    options = {"cache_dir": cache_dir, "progress": False, "num_workers": 1} | options
+    ImageFolder(str(root), transform, **options).close()
+    return cache_dir
+
+
+def build_of(data: Any, cache_dir: Path, **options: Any) -> Path:
+    """The same for any dataset."""
+    options = {"cache_dir": cache_dir, "cache_key": "k", "progress": False, "num_workers": 1} | options
+    CachedDataset(data, **options).close()
+    return cache_dir
+
+
+def build_csv(folder: Path, rows: list[tuple[str, str]], **options: Any) -> Path:
+    """The same for a CSV file of paths and labels."""
+    csv = folder / "train.csv"
+    csv.write_text("file,label\n" + "".join(f"{file},{label}\n" for file, label in rows))
+    options = {"transform": RESIZE, "cache_dir": folder / "cache", "progress": False, "num_workers": 1} | options
+    ImageManifest(csv, **options).close()
+    return folder / "cache"
+
+
+def images_of(root: Path) -> list[np.ndarray]:
+    """Every image of a folder as it is prepared."""
+    return [np.asarray(RESIZE(image)) for image, _ in TorchvisionFolder(str(root))]
+
+
+def rewrite(home: Path, **changed: Any) -> None:
+    """Change fields of a manifest, with the checksum that fits."""
+    manifest = Manifest.read(home)
+    for name, value in changed.items():
+        object.__setattr__(manifest, name, value)
+    manifest.write(home)
+
+
+# What is served
+
+
+@pytest.mark.parametrize("codec", ["auto", "lz4", "zstd"])
+def test_a_copied_cache_serves_what_its_folder_held(image_folder: Folder, tmp_path: Path, codec: str) -> None:
+    """Images, labels, class names and paths are those of the folder, which is gone, as is the cache's first place."""
+    root = image_folder(classes=("cat", "dog", "eel"), per_class=3, size=(13, 11))
+    wanted, theirs = images_of(root), TorchvisionFolder(str(root))
+    copy = Path(shutil.move(build(root, codec=codec), tmp_path / "elsewhere"))
+    shutil.rmtree(root)
+    with CachedDataset.from_cache(copy) as dataset:
+        assert isinstance(dataset, CachedDataset)
+        assert all(np.array_equal(image, pixels) for (image, _), pixels in zip(dataset, wanted, strict=True))
+        assert all(isinstance(image, Image.Image) for image, _ in dataset)
+        assert dataset.targets == theirs.targets
+        assert dataset.samples == dataset.imgs == theirs.samples
+        assert (dataset.classes, dataset.class_to_idx) == (theirs.classes, theirs.class_to_idx)
+        assert (dataset.root, dataset.storage, dataset.skipped) == (str(root), "disk", [])
+        assert str(copy) in repr(dataset)
+
+
+def test_a_lossy_cache_is_served_as_it_is(image_folder: Folder) -> None:
+    """What ``fastdata build`` wrote with codec jpeg comes back as the dataset over the folder serves it."""
+    root = image_folder(size=(40, 33))
+    cache = root.parent / "cache"
+    assert main(["build", str(root), str(cache), "--resize", "24", "--codec", "jpeg", "--num-workers", "1"]) == 0
+    with (
+        ImageFolder(str(root), resize=24, codec="jpeg", cache_dir=cache, progress=False) as ours,
+        CachedDataset.from_cache(cache) as dataset,
+    ):
+        assert all(a.tobytes() == b.tobytes() for (a, _), (b, _) in zip(ours, dataset, strict=True))
+
+
+def test_every_step_runs_when_a_sample_is_read(image_folder: Folder) -> None:
+    """Deterministic steps at the front see the image that the cache holds, for it was not prepared by them."""
+    root = image_folder(size=(13, 11))
+    small = v1.Compose([v1.Resize((4, 5)), v1.PILToTensor()])
+    wanted = [small(Image.fromarray(pixels)) for pixels in images_of(root)]
+    with CachedDataset.from_cache(build(root), transform=small) as dataset:
+        assert dataset.plan.prepare == ()
+        assert all(torch.equal(image, pixels) for (image, _), pixels in zip(dataset, wanted, strict=True))
+        dataset.transform = v1.Compose([v1.CenterCrop((3, 5)), v1.ToTensor()])
+        assert dataset.plan.is_batched
+        images, _ = dataset.__getitems__([0, 3]).stacked
+        assert images.shape == (2, 3, 3, 5)
+        assert torch.equal(images[1], dataset.transform(Image.fromarray(images_of(root)[3])))
+
+
+def test_whole_batches_have_the_draws_of_the_whole_dataset(image_folder: Folder) -> None:
+    """The same seed and epoch give the same crops and mirrors as over the folder itself, in threads and processes."""
+    root = image_folder(per_class=5, size=(13, 11))
+    steps = v1.Compose([v1.RandomCrop((5, 6)), v1.RandomHorizontalFlip(), v1.ToTensor()])
+    cache = build(root)
+    with (
+        ImageFolder(str(root), steps, resize=(7, 9), cache_dir=cache, seed=7, progress=False) as ours,
+        CachedDataset.from_cache(cache, transform=steps, seed=7) as dataset,
+    ):
+        for workers in ("thread", "process"):
+            for served in (ours, dataset):
+                served.set_epoch(2)
+            pairs = [DataLoader(d, batch_size=4, num_workers=1, workers=workers) for d in (ours, dataset)]
+            for (a, b), (c, d) in zip(*pairs, strict=True):
+                assert torch.equal(a, c)
+                assert torch.equal(b, d)
+
+
+def test_left_out_samples_stay_out(image_folder: Folder) -> None:
+    """Only samples that were kept are counted, with their own labels and paths; the others are listed."""
+    root = image_folder(per_class=3, size=(13, 11))
+    (root / "cat" / "001.jpg").write_bytes(b"no image")
+    with pytest.warns(UserWarning, match="1 of 6"):
+        cache = build(root, on_error="skip")
+    with CachedDataset.from_cache(cache) as dataset:
+        assert len(dataset) == 5
+        assert list(dataset.targets) == [0, 0, 1, 1, 1]
+        assert [os.path.basename(path) for path, _ in dataset.samples] == [f"00{i}.jpg" for i in (0, 2, 0, 1, 2)]
+        assert [error.path for error in dataset.skipped] == [str(root / "cat" / "001.jpg")]
+
+
+@pytest.mark.parametrize(
+    "targets",
+    [
+        [3, 1, 2],
+        [0.5, 1.0, 2.0],
+        ["a", "b", "ü"],
+        [{"boxes": [1, 2]}, {"boxes": []}, {"boxes": [3]}],
+        [torch.tensor([1, 2]), torch.tensor([3, 4]), torch.tensor([5, 6])],
+        [np.array([1.0]), np.array([2.0]), np.array([3.0])],
+    ],
+    ids=["whole", "real", "text", "dict", "tensor", "array"],
+)
+def test_targets_come_back_as_they_were(tmp_path: Path, targets: list[Any]) -> None:
+    """Of one type and value, whatever the dataset had; it lists no files, and so no classes."""
+    data = [(torch.full((1, 2, 3), i, dtype=torch.uint8), target) for i, target in enumerate(targets)]
+    with CachedDataset.from_cache(build_of(data, tmp_path), target_transform=lambda target: (target,)) as dataset:
+        for (sample, (target,)), (wanted, value) in zip(dataset, data, strict=True):
+            assert torch.equal(sample, wanted)
+            assert type(target) is type(value)
+            assert np.array_equal(target, value) if hasattr(value, "shape") else target == value
+        assert not any(hasattr(dataset, name) for name in ("samples", "imgs", "classes", "class_to_idx"))
+
+
+def test_masks_are_parts_of_the_cache(tmp_path: Path) -> None:
+    """An image and its mask come back together, and ``transforms`` is called with both."""
+    data = [(Image.new("RGB", (6, 5), (i, 0, 0)), Image.new("L", (6, 5), i)) for i in range(3)]
+    cache = build_of(data, tmp_path)
+    with CachedDataset.from_cache(cache, transforms=lambda image, mask: (mask, image)) as dataset:
+        assert [(m.getpixel((0, 0)), im.getpixel((0, 0))) for m, im in dataset] == [(i, (i, 0, 0)) for i in range(3)]
+    with CachedDataset.from_cache(cache, as_tensors=True) as dataset:
+        images, masks = next(iter(DataLoader(dataset, batch_size=3)))
+        assert (images.shape, masks.shape) == ((3, 3, 5, 6), (3, 1, 5, 6))
+    with pytest.raises(ValueError, match="transforms= takes sample and target together"):
+        CachedDataset.from_cache(cache, transform=v1.ToTensor(), transforms=lambda *both: both)
+
+
+def test_images_come_as_tensors_on_request(image_folder: Folder) -> None:
+    """Whole batches of the pixels that PILToTensor gives, without any transform."""
+    root = image_folder(size=(13, 11))
+    wanted = torch.stack([v1.PILToTensor()(Image.fromarray(pixels)) for pixels in images_of(root)])
+    with CachedDataset.from_cache(build(root), as_tensors=True) as dataset:
+        assert dataset.batch_obstacle is None
+        images, labels = next(iter(DataLoader(dataset, batch_size=6)))
+        assert torch.equal(images, wanted)
+        assert torch.equal(dataset[5][0], wanted[5])
+        assert labels.tolist() == [0, 0, 0, 1, 1, 1]
+
+
+def test_paths_outside_the_root_stay_as_they_are(image_folder: Folder, tmp_path: Path) -> None:
+    """A CSV file may name files elsewhere; only those below its folder are joined to it."""
+    root = image_folder(classes=("cat",), per_class=2, size=(13, 11))
+    here = tmp_path / "here"
+    here.mkdir()
+    save_image(here / "own.jpg", 9, (13, 11))
+    rows = [("own.jpg", "5"), (str(root / "cat" / "000.jpg"), "7")]
+    with CachedDataset.from_cache(build_csv(here, rows)) as dataset:
+        assert dataset.samples == [(str(here / "own.jpg"), 5), (str(root / "cat" / "000.jpg"), 7)]
+        assert dataset.classes == []
+
+
+# Labels through updates
+
+
+def test_labels_follow_files_that_come_and_go(image_folder: Folder) -> None:
+    """New classes shift the numbers of all others; a changed, a new and a removed file keep theirs in the cache."""
+    root = image_folder(per_class=4, size=(13, 11))
+    cache = build(root)
+    (root / "bat").mkdir()
+    save_image(root / "bat" / "0.jpg", 50, (13, 11))
+    save_image(root / "dog" / "001.jpg", 51, (13, 11))
+    os.utime(root / "dog" / "001.jpg", ns=(1, 1))
+    (root / "cat" / "002.jpg").unlink()
+    build(root)
+    theirs = TorchvisionFolder(str(root))
+    with CachedDataset.from_cache(cache) as dataset:
+        assert dataset.classes == ["bat", "cat", "dog"]
+        assert dataset.samples == theirs.samples
+        assert all(np.array_equal(image, pixels) for (image, _), pixels in zip(dataset, images_of(root), strict=True))
+
+
+def test_other_labels_of_the_same_files_are_kept_at_once(image_folder: Folder, monkeypatch: Any) -> None:
+    """Whoever corrects a label in the CSV file and runs again finds it in the cache; no image is prepared for it."""
+    root = image_folder(classes=("all",), per_class=3, size=(13, 11))
+    files = [f"all/00{i}.jpg" for i in range(3)]
+    cache = build_csv(root, [(file, "cat") for file in files])
+    monkeypatch.setattr("fastdata.cache.build.ingest", None)
+    for labels in (["cat", "dog", "cat"], ["1", "2", "3"], ["ant", "bee", "cow"]):
+        build_csv(root, list(zip(files, labels, strict=True)))
+        with CachedDataset.from_cache(cache) as dataset, ImageManifest(root / "train.csv", storage="none") as csv:
+            assert dataset.samples == csv.samples
+            assert dataset.class_to_idx == csv.class_to_idx
+        (found,) = inspect_caches(cache)
+        assert set(os.listdir(found.folder)) == found.manifest.file_names()
+    with locked(found.folder):  # another process is writing: nobody waits for it, the labels are kept by the next run
+        build_csv(root, [(file, "9") for file in files])
+    build_csv(root, [(files[0], "1")])  # some of the files: the others, and their labels, stay
+    with CachedDataset.from_cache(cache) as dataset:
+        assert dataset.classes == ["ant", "bee", "cow"]
+        assert list(dataset.targets) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("name", ["targets", "classes"])
+def test_damaged_labels_are_an_error_that_the_next_run_mends(image_folder: Folder, name: str) -> None:
+    """The cache alone says which file is damaged; the dataset, which knows the labels, writes it anew."""
+    root = image_folder(size=(13, 11))
+    cache = build(root)
+    (file,) = cache.glob(f"*/*-{name}.npy")
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    with pytest.raises(CacheError, match=f"{name}.npy is not what was written"):
+        CachedDataset.from_cache(cache)
+    assert main(["inspect", str(cache)]) == 1
+    build(root)
+    with CachedDataset.from_cache(cache) as dataset:
+        assert list(dataset.targets) == [0, 0, 0, 1, 1, 1]
+
+
+def test_a_cache_without_labels_is_an_error_with_the_cure(image_folder: Folder) -> None:
+    """One of an earlier version says so; opened once as its dataset, it has them."""
+    root = image_folder(size=(13, 11))
+    cache = build(root)
+    home = find_cache(cache)
+    arrays = {n: a for n, a in Manifest.read(home).arrays.items() if n not in ("targets", "classes")}
+    rewrite(home, arrays=arrays, target_kind=None)
+    with pytest.raises(CacheError, match=r"built by an earlier version of fastdata\. Build it again, or open"):
+        CachedDataset.from_cache(cache)
+    build(root)
+    with CachedDataset.from_cache(cache) as dataset:
+        assert dataset.classes == ["cat", "dog"]
+
+
+def test_an_update_meanwhile_is_read_again(image_folder: Folder, monkeypatch: Any) -> None:
+    """Files that another process replaces between two reads are no damage."""
+    root = image_folder(classes=("all",), per_class=2, size=(13, 11))
+    files = ["all/000.jpg", "all/001.jpg"]
+    cache = build_csv(root, [(file, "cat") for file in files])
+    plain, calls = alone_module.recall_all, []
+
+    def relabelling(*arguments: Any) -> Any:
+        found = plain(*arguments)
+        if not calls:
+            build_csv(root, list(zip(files, ("cat", "dog"), strict=True)))
+        calls.append(found)
+        return found
+
+    monkeypatch.setattr(alone_module, "recall_all", relabelling)
+    with CachedDataset.from_cache(cache) as dataset:
+        assert dataset.classes == ["cat", "dog"]
+    assert len(calls) == 2
+
+
+# What cannot be opened
+
+
+def test_one_cache_must_be_meant(image_folder: Folder, tmp_path: Path) -> None:
+    """None is a FileNotFoundError, several are listed with what they were made from, one readable one is taken."""
+    with pytest.raises(FileNotFoundError, match="is no cache and holds none"):
+        CachedDataset.from_cache(tmp_path / "missing")
+    root = image_folder(size=(13, 11))
+    cache = build(root)
+    home = find_cache(cache)
+    shutil.copytree(home, cache / f"{home.name}.replaced")
+    assert find_cache(str(cache)) == find_cache(home) == home
+    build(root, transform=v1.Resize((4, 5)), codec="zstd")
+    other = next(path.parent for path in cache.glob(f"*/{MANIFEST}") if path.parent.stem != home.stem)
+    with pytest.raises(ValueError, match="holds 2 caches; give the folder of the one that you mean") as several:
+        CachedDataset.from_cache(cache)
+    text = f"{home}: 6 samples of {root}, prepared: resize (7, 9) bilinear, codec: auto"
+    assert text in str(several.value)
+    assert str(other) in str(several.value)
+    (other / MANIFEST).write_text("{}")
+    CachedDataset.from_cache(cache).close()
+    (home / MANIFEST).write_text("{}")
+    with pytest.raises(CacheError, match=r"no cache that can be read; build it again:\n.*is no manifest"):
+        CachedDataset.from_cache(cache)
+    with pytest.raises(CacheError, match="is no manifest of a fastdata cache"):
+        CachedDataset.from_cache(home)
+
+
+def test_files_as_they_are_need_their_dataset(image_folder: Folder) -> None:
+    """With codec source only the dataset knows what prepares them."""
+    cache = build(image_folder(size=(13, 11)), codec="source")
+    with pytest.raises(CacheError, match=r"image files as they are.* open that, with cache_dir=") as caught:
+        CachedDataset.from_cache(cache)
+    assert repr(str(cache)) in str(caught.value)
+
+
+class Plain:
+    """A codec of the user's own."""
+
+    name = "plain"
+
+    def encode(self, array: np.ndarray) -> bytes:
+        return array.tobytes()
+
+    def decode(self, data: memoryview, out: np.ndarray) -> None:
+        out[...] = np.frombuffer(data, out.dtype).reshape(out.shape)
+
+
+def test_a_codec_of_the_users_own_needs_its_dataset(tmp_path: Path) -> None:
+    """The cache knows its name only."""
+    cache = build_of([(torch.zeros(1, 2, 2), 0)], tmp_path, codec=Plain())
+    with pytest.raises(CacheError, match=r"codec 'plain', which is none of fastdata's.* with cache_dir=.* and codec="):
+        CachedDataset.from_cache(cache)
+
+
+@pytest.mark.parametrize(
+    "kind", ["number:int64:2", "number:O:1", "number:U9:1", "pickle", "tensor:complex128:1", 3, "number:int999:1"]
+)
+def test_kinds_of_targets_that_are_not_known_are_refused(tmp_path: Path, kind: Any) -> None:
+    """A manifest with a right checksum is not believed either."""
+    cache = build_of([(torch.zeros(1, 2, 2), 0)], tmp_path)
+    rewrite(find_cache(cache), target_kind=kind)
+    with pytest.raises(CacheError, match="cannot be read"):
+        CachedDataset.from_cache(find_cache(cache))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "array", "words"),
+    [
+        ("targets", "number:int64:1", np.zeros(5, np.int64), r"int64\[5\] where int64\[6\] is needed"),
+        ("targets", "number:int64:1", np.zeros(6, np.float32), "float32"),
+        ("targets", "json", np.frombuffer(b"[0, 1]", np.uint8), "no list of 6 targets"),
+        ("targets", "json", np.frombuffer(b"[0, 1", np.uint8), "cannot be read"),
+        ("classes", "number:int64:1", np.frombuffer(b'["cat"]', np.uint8), "no numbers of classes"),
+        ("classes", "number:int64:1", np.frombuffer(b'{"cat": "x"}', np.uint8), "no numbers of classes"),
+        ("classes", "number:int64:1", np.frombuffer(b"[" * 100_000, np.uint8), "cannot be read"),
+    ],
+)
+def test_labels_that_do_not_fit_are_refused(
+    image_folder: Folder, name: str, kind: str, array: np.ndarray, words: str
+) -> None:
+    """Their number, type and form are checked against the samples before one is served."""
+    home = find_cache(build(image_folder(size=(13, 11))))
+    written = write_array(home, f"other-{name}.npy", array)
+    rewrite(home, arrays=Manifest.read(home).arrays | {name: written}, target_kind=kind)
+    with pytest.raises(CacheError, match=words):
+        CachedDataset.from_cache(home)
+
+
+def test_skipped_samples_are_checked_too(image_folder: Folder) -> None:
+    """An entry that is none of a sample's is damage, not a crash later."""
+    home = find_cache(build(image_folder(size=(13, 11))))
+    document = json.loads((home / MANIFEST).read_text())
+    assert document["skipped"] == []
+    rewrite(home, skipped=[{"index": "x", "path": None, "message": "m"}])
+    with pytest.raises(CacheError, match="'x' is no count"):
+        CachedDataset.from_cache(home)
+
+
+def test_a_damaged_sample_is_an_error_that_names_it(image_folder: Folder) -> None:
+    """The others are served, now and when the cache is opened again; the run of the whole dataset mends it."""
+    root = image_folder(size=(13, 11))
+    cache = build(root)
+    (shard,) = cache.glob("*/part0-00000.npy")
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    for _ in range(2):
+        with CachedDataset.from_cache(cache, as_tensors=True) as dataset:
+            assert len(dataset) == 6
+            with pytest.raises(SampleError, match="the next run over its source prepares it anew") as caught:
+                dataset.__getitems__(range(6))
+            assert (caught.value.index, caught.value.path) == (5, str(root / "dog" / "002.jpg"))
+            assert len(dataset.__getitems__(range(5))) == 5
+    build(root)
+    with CachedDataset.from_cache(cache) as dataset:
+        assert np.array_equal(dataset[5][0], images_of(root)[5])
+
+
+# In use
+
+
+def test_it_travels_to_other_processes(image_folder: Folder) -> None:
+    """A spawned process reads the pickled dataset, which is small; a copy keeps when its transform runs."""
+    root = image_folder(size=(13, 11))
+    with CachedDataset.from_cache(build(root, codec="zstd"), as_tensors=True) as dataset:
+        assert len(pickle.dumps(dataset)) < 4000
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        child = context.Process(target=send_sample, args=(dataset, 4, theirs))
+        child.start()
+        theirs.close()
+        image, label = ours.recv()
+        child.join()
+        ours.close()
+        child.close()
+        assert image == dataset[4][0].tolist()
+        assert label == 1
+        dataset.transform = v1.Compose([v1.Resize((4, 5)), v1.ConvertImageDtype(torch.float32)])
+        assert torch.equal(pickle.loads(pickle.dumps(dataset))[4][0], dataset[4][0])
+        assert dataset[4][0].shape == (3, 4, 5)
+
+
+def test_loaders_prefetchers_and_subsets_take_it(image_folder: Folder) -> None:
+    """As every other dataset: a subset in worker processes, batches on a device, a report; closed, it says so."""
+    root = image_folder(per_class=5, size=(13, 11))
+    with CachedDataset.from_cache(build(root), transform=v1.PILToTensor()) as dataset:
+        chosen = Subset(dataset, [1, 8, 3])
+        for workers in ("thread", "process"):
+            loader = DataLoader(chosen, batch_size=3, num_workers=1, workers=workers)
+            ((images, labels),) = loader
+            assert labels.tolist() == [0, 1, 0]
+            assert torch.equal(images, torch.stack([dataset[i][0] for i in (1, 8, 3)]))
+        backend = RecordingBackend()
+        prefetcher = Prefetcher(loader, devices=[torch.device("meta", 0)], backend=backend)
+        assert len(list(prefetcher)) == 1
+        assert "zstd" in str(dataset.storage_report())
+    with pytest.raises(StoreGoneError):
+        dataset[0]
+    with pytest.raises(StoreGoneError):
+        dataset.samples  # noqa: B018  # asking is the act
+    dataset.close()
