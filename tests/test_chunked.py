@@ -28,6 +28,7 @@ from fastdata import (
     IngestError,
     MemoryBudgetError,
     SampleError,
+    StoreGoneError,
 )
 from fastdata.chunked.budget import CHUNKS_HELD, WORKER_BYTES, Needs, plan_chunks
 from fastdata.chunked.order import EpochOrder, plan_epoch, shuffle_quality
@@ -548,13 +549,26 @@ def test_batches_kept_by_the_user_are_not_overwritten() -> None:
         assert all(torch.equal(image, square(int(t))) for image, t in zip(images, targets, strict=True))
 
 
+@pytest.mark.parametrize("data", [Squares(8), Subset(Squares(8), [1, 2, 5])], ids=["whole", "subset"])
+def test_what_the_loader_makes_it_closes(data: Any) -> None:
+    """A dataset that it wraps around any other goes with it; the user's own stays open."""
+    with chunked(data) as loader:
+        wrapped = loader._data
+    with pytest.raises(StoreGoneError):
+        wrapped[0]
+    with CachedDataset(data, progress=False) as own:
+        chunked(own).close()
+        assert int(own[0][1]) == int(data[0][1])
+
+
 class Stream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         return iter(())
 
 
 @pytest.mark.parametrize(
-    ("data", "words"), [(Stream(), "map-style"), ("a/folder", "is no dataset; open it first"), (3, "map-style")]
+    ("data", "words"),
+    [(Stream(), "map-style"), ("a/folder", "neither a dataset nor a cache; open it first"), (3, "map-style")],
 )
 def test_what_cannot_be_read_by_index_is_refused(data: Any, words: str) -> None:
     """A stream, a path and a number are refused with the cure."""

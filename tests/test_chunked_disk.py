@@ -16,7 +16,15 @@ from torch.utils.data import Subset
 from torchvision import transforms
 
 from conftest import FolderMaker, save_image
-from fastdata import CachedDataset, ChunkedLoader, DataLoader, ImageFolder, SampleError
+from fastdata import (
+    CachedDataset,
+    ChunkedLoader,
+    DataLoader,
+    ImageFolder,
+    MemoryBudgetError,
+    SampleError,
+    StoreGoneError,
+)
 from fastdata.cache import writers as writers_module
 from fastdata.chunked.budget import ChunkPlan, empties_cache
 from fastdata.chunked.order import plan_epoch
@@ -384,19 +392,37 @@ def test_batches_reach_the_device_as_they_are(image_folder: FolderMaker) -> None
     assert backend.violations == []
 
 
-def test_the_path_of_a_cache_is_refused_with_the_cure(image_folder: FolderMaker) -> None:
-    """Whether it is the cache or the cache_dir, the error says what opens it."""
-    root = image_folder()
-    on_disk(root).close()
+@pytest.mark.parametrize("codec", ["auto", "zstd"])
+def test_the_path_of_a_cache_is_enough(image_folder: FolderMaker, codec: str) -> None:
+    """Cache or cache_dir, its images come as the tensors that PILToTensor gives, when their folder is long gone."""
+    root = image_folder(per_class=13, size=(17, 14))
+    resize = transforms.Resize((10, 12))
+    with on_disk(root, resize, codec=codec) as dataset:
+        wanted = [(transforms.PILToTensor()(image), label) for image, label in dataset]
+    shutil.rmtree(root)
     cache_dir = root.parent / "cache"
     (home,) = (path.parent for path in cache_dir.glob("*/fastdata.json"))
-    for path in (home, str(home), cache_dir):
-        with pytest.raises(TypeError, match="is a cache") as caught:
-            ChunkedLoader(path, 4, memory_limit="1GiB")
-        assert f"ImageFolder({str(root)!r}, transform, cache_dir={str(cache_dir)!r})" in str(caught.value)
-    CachedDataset([(torch.zeros(1, 2, 2), 0)], cache_dir=root.parent / "own", cache_key="k", progress=False).close()
-    with pytest.raises(TypeError, match=r"is a cache.* the dataset that it was made from, with \(cache_dir="):
-        ChunkedLoader(root.parent / "own", 4, memory_limit="1GiB")
+    for path in (home, str(cache_dir), str(home).encode()):
+        with ChunkedLoader(path, 8, memory_limit="2GiB", chunk_samples=8, mix_chunks=2, num_workers=1) as loader:
+            batches = list(loader)
+            assert "whole batches" in loader.report().path
+            opened = loader.dataset
+            assert opened.classes == ["cat", "dog"]
+        assert isinstance(opened, CachedDataset)
+        with pytest.raises(StoreGoneError):  # whom the loader opened, it closes
+            opened[0]
+        images, labels = (torch.cat(column) for column in zip(*batches, strict=True))
+        assert images.dtype == torch.uint8
+        served = sorted((image.numpy().tobytes(), label) for image, label in zip(images, labels.tolist(), strict=True))
+        assert served == sorted((image.numpy().tobytes(), label) for image, label in wanted)
+
+
+def test_a_cache_that_the_loader_cannot_use_is_closed_again(image_folder: FolderMaker) -> None:
+    """Too low a limit leaves nothing open, though the loader had opened the cache."""
+    root = image_folder()
+    on_disk(root).close()
+    with pytest.raises(MemoryBudgetError):
+        ChunkedLoader(root.parent / "cache", 4, memory_limit="1MiB", num_workers=1)
 
 
 class Mirror:

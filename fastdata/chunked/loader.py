@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import weakref
 from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import IterableDataset, Subset
+from torch.utils.data import IterableDataset
 
 from fastdata.batch import collate
-from fastdata.cache import inspect_caches
 from fastdata.cached import CachedDataset
 from fastdata.chunked.budget import ChunkPlan
 from fastdata.chunked.iteration import ChunkedIter
@@ -44,7 +43,8 @@ class ChunkedLoader:
     Args:
         dataset: a fastdata dataset, ``Subset`` of one, or any map-style dataset of (sample, target). With
             ``storage="none"`` samples are prepared anew each epoch, by worker processes; else they are read from where
-            they are kept.
+            they are kept. A path is opened as ``CachedDataset.from_cache(path, as_tensors=True)``: images come as
+            tensors (C, H, W) of the pixels that the cache holds, uint8 of photographs, without any transform.
         batch_size: samples in a batch.
         memory_limit: for all memory of this process and its children, Python and torch included (the sum of their
             proportional set sizes): bytes, ``"1GiB"``, or a fraction of what is free. What is in use now, batches and
@@ -97,7 +97,7 @@ class ChunkedLoader:
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
-        self.dataset, self.batch_size, self.drop_last, self.shuffle = dataset, batch_size, drop_last, shuffle
+        self.batch_size, self.drop_last, self.shuffle = batch_size, drop_last, shuffle
         self.collate_fn = collate if collate_fn is None else collate_fn
         wishes = Wishes(
             batch_size=batch_size,
@@ -107,13 +107,7 @@ class ChunkedLoader:
             num_workers=num_workers,
             collate_fn=self.collate_fn,
         )
-        served = _find_served(dataset)
-        self._data = served.dataset
-        length = len(served.dataset) if served.subset is None else len(served.subset)
         rank, world_size = _ranks(rank, world_size)
-        self._order = EpochOrder(
-            length=length, shuffle=shuffle, seed=seed, drop_last=drop_last, rank=rank, world_size=world_size
-        )
         self._epochs = LoaderEpochs()
         self._progress = Progress(is_finished=True)
         self._resumed: dict[str, Any] | None = None
@@ -121,9 +115,19 @@ class ChunkedLoader:
         self._is_closed = False
         self._tally = Tally(Engine(kind="thread", path="no epoch has begun"))
         self._supply: Supply | None = None
-        if self._order.rank_samples:
-            self._supply = Supply(served, self._order, wishes)
-            self._order = self._supply.order
+        with contextlib.ExitStack() as cleanup:
+            if isinstance(dataset, (str, bytes, os.PathLike)):
+                dataset = cleanup.enter_context(_open_path(os.fsdecode(dataset)))
+            served = _find_served(dataset, cleanup)
+            self.dataset, self._data = dataset, served.dataset
+            length = len(served.dataset) if served.subset is None else len(served.subset)
+            self._order = EpochOrder(
+                length=length, shuffle=shuffle, seed=seed, drop_last=drop_last, rank=rank, world_size=world_size
+            )
+            if self._order.rank_samples:
+                self._supply = Supply(served, self._order, wishes)
+                self._order = self._supply.order
+            self._owned = cleanup.pop_all()
 
     # What the user sees
 
@@ -204,8 +208,7 @@ class ChunkedLoader:
         self._end_iterator("the loader was closed")
         if self._supply is not None:
             self._supply.close()
-        if self._data is not self.dataset and not isinstance(self.dataset, Subset):
-            self._data.close()  # made here
+        self._owned.close()
 
     def __enter__(self) -> Self:
         return self
@@ -246,35 +249,39 @@ def _raise(error: Exception) -> None:
     raise error
 
 
-def _find_served(dataset: Any) -> Served:
+def _find_served(dataset: Any, owned: contextlib.ExitStack) -> Served:
     """The fastdata dataset behind what the user gives, or one made of it.
+
+    Args:
+        dataset: as given.
+        owned: gets the close of a dataset that is made here.
 
     Raises:
         TypeError: it cannot be read by index.
     """
-    if isinstance(dataset, (str, bytes, os.PathLike)):
-        raise TypeError(_path_refused(os.fsdecode(dataset)))
     if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
         raise TypeError(
             f"ChunkedLoader reads samples by index, which {type(dataset).__name__} has no way for. Give it a map-style "
             "dataset, such as fastdata.ImageFolder(root, storage='none')."
         )
     served = Served.find(dataset)
-    return served or Served(CachedDataset(dataset, storage="none", progress=False), None)
+    if served is not None:
+        return served
+    return Served(owned.enter_context(CachedDataset(dataset, storage="none", progress=False)), None)
 
 
-def _path_refused(path: str) -> str:
-    """What to give in place of a path: a cache knows neither the transform nor, of image files, the targets."""
+def _open_path(path: str) -> CachedDataset:
+    """Open a cache; see ``CachedDataset.from_cache``.
+
+    Raises:
+        TypeError: the path is no cache; says what to give.
+    """
     try:
-        caches = inspect_caches(Path(path))
-    except OSError:
-        return f"{path!r} is no dataset; open it first, as in ImageFolder({path!r}, storage='none')"
-    home = path if len(caches) > 1 or str(caches[0].folder) != path else os.path.dirname(path)
-    roots = list(dict.fromkeys(cache.manifest.root for cache in caches if cache.manifest and cache.manifest.root))
-    opened = (
-        f"ImageFolder({roots[0]!r}, transform, " if len(roots) == 1 else "the dataset that it was made from, with ("
-    )
-    return f"{path!r} is a cache, which does not know the transform; open it as {opened}cache_dir={home!r})"
+        return CachedDataset.from_cache(path, as_tensors=True)
+    except FileNotFoundError as missing:
+        raise TypeError(
+            f"{path!r} is neither a dataset nor a cache; open it first, as in ImageFolder({path!r}, storage='none')"
+        ) from missing
 
 
 def _ranks(rank: int | None, world_size: int | None) -> tuple[int, int]:
