@@ -108,7 +108,7 @@ def _inspect(options: argparse.Namespace) -> int:
 
 
 def _prune(options: argparse.Namespace) -> int:
-    removals = prune_caches(options.cache, dry_run=options.dry_run)
+    removals = prune_caches(options.cache, gone=options.gone, dry_run=options.dry_run)
     for removal in removals:
         print(f"{removal.path}: {removal.reason} ({format_bytes(removal.size_bytes)})")
     what = "would be removed" if options.dry_run else "removed"
@@ -177,9 +177,10 @@ def _add_cache_commands(commands: argparse._SubParsersAction[argparse.ArgumentPa
     prune = commands.add_parser(
         "prune",
         help="remove caches that no run can use any more",
-        description="Removes what dead writers left, caches that cannot be read, and caches of folders that are gone.",
+        description="Removes what dead writers left, and caches that cannot be read.",
     )
     prune.add_argument("cache", type=Path, metavar="CACHE", help="folder that keeps caches")
+    prune.add_argument("--gone", action="store_true", help="also caches of folders that are not there now")
     prune.add_argument("--dry-run", action="store_true", help="only say what would go")
 
 

@@ -853,7 +853,7 @@ def test_a_folder_that_may_still_change_is_listed_again(image_folder: Folder) ->
 
 
 def test_prune_removes_what_no_run_can_use(image_folder: Folder) -> None:
-    """What a dead writer left, a cache that cannot be read, one of a folder that is gone; and nothing else."""
+    """What a dead writer left, a cache that cannot be read; on request one of a folder that is gone; nothing else."""
     root, gone = image_folder(size=(13, 11)), image_folder(root="gone", size=(13, 11))
     cache_dir = root.parent / "cache"
     for folder, resize in ((root, 5), (root, 6), (gone, 5)):
@@ -864,9 +864,12 @@ def test_prune_removes_what_no_run_can_use(image_folder: Folder) -> None:
     (cache_dir / f"{sound.name}.partial").mkdir()
     (sound / "part0-00009.npy").write_bytes(b"12345")
     shutil.rmtree(gone)
-    assert len(prune_caches(cache_dir, dry_run=True)) == 4
+    assert len(prune_caches(cache_dir, dry_run=True)) == 3
+    assert len(prune_caches(cache_dir, gone=True, dry_run=True)) == 4
     assert (sound / "part0-00009.npy").exists()
-    assert len(prune_caches(cache_dir)) == 4
+    assert len(prune_caches(cache_dir)) == 3
+    assert len(inspect_caches(cache_dir)) == 2
+    assert len(prune_caches(cache_dir, gone=True)) == 1
     assert [found.folder for found in inspect_caches(cache_dir)] == [sound]
     assert prune_caches(cache_dir) == []
 

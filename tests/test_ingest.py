@@ -160,7 +160,7 @@ def test_a_killed_worker_is_named() -> None:
     def prepare(sample: Any) -> Any:
         return _kill_self(sample) if os.getpid() != parent else sample
 
-    with pytest.raises(IngestError, match=r"was killed by SIGKILL while it prepared samples 64 to 71.*Out of memory"):
+    with pytest.raises(IngestError, match=r"was killed by SIGKILL while it prepared samples 64 to 79.*Out of memory"):
         _fill(_dense(100), prepare)
 
 

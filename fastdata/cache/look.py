@@ -139,14 +139,14 @@ def verify_cache(found: Found) -> list[str]:
     return damaged
 
 
-def prune_caches(cache_dir: Path, *, dry_run: bool = False) -> list[Removal]:
+def prune_caches(cache_dir: Path, *, gone: bool = False, dry_run: bool = False) -> list[Removal]:
     """Remove what no run can use any more; what another process is writing is left alone.
 
-    That is: what writers left that died, caches that cannot be read, and caches of folders that are not there any more;
-    also copied ones, which could only be opened on their own.
+    That is: what writers left that died, and caches that cannot be read.
 
     Args:
         cache_dir: holds caches.
+        gone: also caches of folders that are not there now, which can only be opened on their own.
         dry_run: only say what would go.
     """
     removals: list[Removal] = []
@@ -156,22 +156,22 @@ def prune_caches(cache_dir: Path, *, dry_run: bool = False) -> list[Removal]:
             continue
         try:
             with locked(home, wait=False):
-                removals += _prune_one(folder, is_leftover=folder != home, dry_run=dry_run)
+                removals += _prune_one(folder, is_leftover=folder != home, gone=gone, dry_run=dry_run)
         except Timeout:
             continue
     removals += _prune_scans(cache_dir, dry_run=dry_run)
     return removals
 
 
-def _prune_one(folder: Path, *, is_leftover: bool, dry_run: bool) -> list[Removal]:
+def _prune_one(folder: Path, *, is_leftover: bool, gone: bool, dry_run: bool) -> list[Removal]:
     found = _look(folder)
     reason = ""
     if is_leftover:
         reason = "left by a writer that died"
     elif found.manifest is None:
         reason = f"cannot be read: {found.problem}"
-    elif found.manifest.root and not os.path.isdir(found.manifest.root):
-        reason = f"{found.manifest.root} is not there any more"
+    elif gone and found.manifest.root and not os.path.isdir(found.manifest.root):
+        reason = f"{found.manifest.root} is not there"
     if reason:
         size_bytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
         if not dry_run:
