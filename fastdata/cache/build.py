@@ -18,7 +18,7 @@ from filelock import Timeout
 from fastdata import machine
 from fastdata.cache.chosen import ChosenSource, renumbered
 from fastdata.cache.coding import CacheWriter, Coders, Coding, choose_coding, coder_of, make_writer, make_writers
-from fastdata.cache.folders import PARTIAL, REPLACED, beside, locked, remove_strays, written_through
+from fastdata.cache.folders import PARTIAL, REPLACED, beside, locked, remove_folder, remove_strays, written_through
 from fastdata.cache.keys import describe_codec, hash_key
 from fastdata.cache.listing import Listing
 from fastdata.cache.manifest import MANIFEST, Manifest, Part, is_written, sync_folder, write_columns
@@ -255,7 +255,7 @@ class _Cache:
         elif found is not None:
             log.warning("the cache is written anew: %s of its samples are not up to date", found.missing.size)
         partial = beside(self._home, PARTIAL)
-        shutil.rmtree(partial, ignore_errors=True)
+        remove_folder(partial)
         partial.mkdir(parents=True)
         try:
             expected = forecast(self._road.source, self._road.prepare)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,11 +18,27 @@ from fastdata.memory import format_bytes
 from fastdata.report import log
 from fastdata.stores.disk import DAMAGE_PREFIX
 
-__all__ = ["PARTIAL", "REPLACED", "beside", "locked", "remove_strays", "strays_in", "written_through"]
+HAS_FLOCK = sys.platform != "win32"
+if HAS_FLOCK:
+    import fcntl
+
+__all__ = [
+    "PARTIAL",
+    "REPLACED",
+    "beside",
+    "locked",
+    "remove_folder",
+    "remove_strays",
+    "strays_in",
+    "written_through",
+]
 
 PARTIAL, REPLACED = ".partial", ".replaced"
 """Endings of a cache that is being written, and of one whose place was taken."""
 _SAY_AGAIN_S = 30.0
+_ASK_AGAIN_S = 0.05
+_ORPHANS_S = 60.0
+"""Workers of a dead writer end within a second and the samples they are at; what lives longer is no such worker."""
 _SYNC_EVERY_S = 0.5
 
 
@@ -30,7 +49,7 @@ def beside(home: Path, suffix: str) -> Path:
 
 @contextlib.contextmanager
 def locked(home: Path, *, wait: bool = True) -> Iterator[None]:
-    """Hold the lock of a cache's writer; the system frees it when its holder dies, however that comes.
+    """Hold the lock of a cache's writer; the system frees it when its holder and its workers die, however that comes.
 
     Args:
         home: folder of the cache, which need not be there.
@@ -50,9 +69,57 @@ def locked(home: Path, *, wait: bool = True) -> Iterator[None]:
             except Timeout:
                 log.warning("still waiting: %s are there", format_bytes(_size_of(beside(home, PARTIAL))))
     try:
-        yield
+        with _workers_awaited(home, wait=wait):
+            yield
     finally:
         lock.release()
+
+
+@contextlib.contextmanager
+def _workers_awaited(home: Path, *, wait: bool) -> Iterator[None]:
+    """Wait for workers whose writer was killed, and let the next writer wait for those forked meanwhile.
+
+    They live up to a second longer than the writer and write on into the same files, while ``FileLock`` is free with
+    its holder's death: it is closed in forked processes. This lock is inherited. Only with the writer's lock held.
+    """
+    if not HAS_FLOCK:
+        yield
+        return
+    path = home.with_name(f".{home.name}.workers")
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        _wait_for_workers(fd, _ORPHANS_S if wait else 0, path)
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                os.unlink(path)  # nobody looks at it without the writer's lock
+                fcntl.flock(fd, fcntl.LOCK_UN)
+    finally:
+        os.close(fd)
+
+
+def _wait_for_workers(fd: int, patience_s: float, path: Path) -> None:
+    give_up = time.monotonic() + patience_s
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if not patience_s:
+                raise Timeout(str(path)) from None
+        except OSError:  # a file system without such locks
+            return
+        if time.monotonic() > give_up:
+            log.warning("a process that a killed writer forked still holds %s after %.0f s", path, patience_s)
+            return
+        time.sleep(_ASK_AGAIN_S)
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove a folder and all in it, if it is there."""
+    with contextlib.suppress(FileNotFoundError):
+        shutil.rmtree(folder)
 
 
 def _size_of(folder: Path) -> int:

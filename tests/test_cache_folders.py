@@ -1,0 +1,64 @@
+"""Folders of caches: who writes them, and what becomes of a writer that fails, is killed or may not write."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastdata import ImageFolder
+from fastdata.cache.folders import locked
+
+Folder = Callable[..., Path]
+
+
+def cached(root: Path) -> ImageFolder:
+    return ImageFolder(root, cache_dir=root.parent / "cache", resize=(7, 9), progress=False, num_workers=2)
+
+
+def all_files(folder: Path) -> set[str]:
+    """Every file and folder but listings, which are written anew whenever directories change."""
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if not path.name.startswith("scan-")}
+
+
+def refuse(code: int) -> Callable[..., Any]:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise OSError(code, os.strerror(code))
+
+    return fail
+
+
+def test_workers_of_a_killed_writer_are_waited_for(tmp_path: Path) -> None:
+    """The lock of a writer that was killed is free only when the processes that it forked have ended as well."""
+    home = tmp_path / "home"
+    context = multiprocessing.get_context("fork")
+    theirs, ours = context.Pipe(duplex=False)
+    ready = context.Event()
+
+    def write() -> None:
+        with locked(home):
+            if os.fork() == 0:
+                ours.close()
+                ready.set()
+                theirs.poll(60)  # until the test lets go of its end
+                os._exit(0)
+            signal.pause()
+
+    writer = context.Process(target=write)
+    writer.start()
+    assert ready.wait(timeout=30)
+    writer.kill()
+    writer.join()
+    writer.close()
+    with pytest.raises(TimeoutError), locked(home, wait=False):
+        pass
+    ours.close()
+    theirs.close()
+    with locked(home):
+        pass
+    assert all_files(tmp_path) == {".home.lock"}
