@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from fastdata import ImageFolder
+from conftest import save_image
+from fastdata import ImageFolder, SampleError
 from fastdata.cache.folders import locked
 
 Folder = Callable[..., Path]
@@ -62,3 +63,16 @@ def test_workers_of_a_killed_writer_are_waited_for(tmp_path: Path) -> None:
     with locked(home):
         pass
     assert all_files(tmp_path) == {".home.lock"}
+
+
+def test_an_update_that_fails_leaves_the_cache_as_it_was(image_folder: Folder) -> None:
+    """What it wrote before a file that is no image goes at once, not only with a later run that succeeds."""
+    root = image_folder(per_class=6, size=(13, 11))
+    cached(root).close()
+    before = all_files(root.parent / "cache")
+    for number in range(3):
+        save_image(root / "cat" / f"00{number}.jpg", 100 + number, (13, 11))
+    (root / "cat" / "001.jpg").write_bytes(b"no image")
+    with pytest.raises(SampleError, match=r"001\.jpg"):
+        cached(root)
+    assert all_files(root.parent / "cache") == before

@@ -293,6 +293,15 @@ class _Cache:
             return False
         log.warning("%d of %d samples are prepared anew: %s", missing.size, found.rows.shape[1], found.reason())
         remove_strays(found.folder, manifest)
+        try:
+            return self._add(found)
+        finally:  # what went out of use, or what an error or Ctrl-C left half done
+            with contextlib.suppress(OSError):
+                remove_strays(found.folder, Manifest.read(found.folder))
+
+    def _add(self, found: Recalled) -> bool:
+        """Write shards of the samples that are not up to date; False where they do not go with the others."""
+        manifest, missing = found.manifest, found.missing
         coders = self._coders(manifest)
         source, prepare = self._road_of(coders)
         writers: list[CacheWriter] = []
@@ -330,7 +339,6 @@ class _Cache:
         self._write_manifest(found.folder, parts, rows, targets, [*found.skipped(), *skipped], manifest)
         for mark in found.marks:  # those whose rows no sample uses any more; a killed run leaves that to the next
             mark.unlink(missing_ok=True)
-        remove_strays(found.folder, Manifest.read(found.folder))
         return True
 
     def _road_of(self, coders: Coders) -> tuple[Source, Steps]:
