@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import signal
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from conftest import save_image
-from fastdata import ImageFolder, SampleError
+from fastdata import CacheError, ImageFolder, SampleError
 from fastdata.cache.folders import locked
 
 Folder = Callable[..., Path]
@@ -76,3 +77,20 @@ def test_an_update_that_fails_leaves_the_cache_as_it_was(image_folder: Folder) -
     with pytest.raises(SampleError, match=r"001\.jpg"):
         cached(root)
     assert all_files(root.parent / "cache") == before
+
+
+def test_no_room_for_the_last_small_files_is_said_so(image_folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Samples may just fit; the error says what is free, and nothing is left."""
+    root = image_folder(size=(13, 11))
+    monkeypatch.setattr("fastdata.cache.build.write_array", refuse(errno.ENOSPC))
+    with pytest.raises(CacheError, match=r"no room to finish the cache .* are free\. Free some space"):
+        cached(root)
+    assert {name for name in all_files(root.parent / "cache") if not name.endswith(".lock")} == set()
+
+
+def test_a_file_in_the_place_of_the_folder_is_named(image_folder: Folder) -> None:
+    """``cache_dir=`` of a file says that it is one."""
+    root = image_folder(size=(13, 11))
+    (root.parent / "cache").write_text("")
+    with pytest.raises(CacheError, match=r"cache' is no folder: .*cache is a file\. Name another one"):
+        cached(root)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import re
 import shutil
@@ -18,7 +17,16 @@ from filelock import Timeout
 from fastdata import machine
 from fastdata.cache.chosen import ChosenSource, renumbered
 from fastdata.cache.coding import CacheWriter, Coders, Coding, choose_coding, coder_of, make_writer, make_writers
-from fastdata.cache.folders import PARTIAL, REPLACED, beside, locked, remove_folder, remove_strays, written_through
+from fastdata.cache.folders import (
+    PARTIAL,
+    REPLACED,
+    beside,
+    locked,
+    remove_folder,
+    remove_strays,
+    writable,
+    written_through,
+)
 from fastdata.cache.keys import describe_codec, hash_key
 from fastdata.cache.listing import Listing
 from fastdata.cache.manifest import MANIFEST, Manifest, Part, is_written, sync_folder, write_columns
@@ -39,6 +47,7 @@ __all__ = ["CacheOrigin", "prepare_on_disk"]
 
 _MOST_CHANGED = 0.5
 _MOST_SHARDS = 256
+_NOT_THERE = "it holds no cache of these samples that is up to date"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -178,7 +187,7 @@ class _Cache:
 
     def written(self) -> Prepared:
         """Write what is missing, unless another process does so meanwhile, and serve from it."""
-        with self._writing(), locked(self._home):
+        with writable(self._cache_dir, lambda: self._why or _NOT_THERE), locked(self._home):
             self._why = ""
             found = self._recall(self._home)
             if found is None:
@@ -198,27 +207,6 @@ class _Cache:
             prepared = self._open(done)
         warn_of_skipped(prepared.skipped, len(self._road.source))
         return prepared
-
-    @contextlib.contextmanager
-    def _writing(self) -> Iterator[None]:
-        """Say of a folder that cannot be written what is wrong with its cache.
-
-        Raises:
-            CacheError: in place of the system's own error.
-        """
-        try:
-            self._cache_dir.mkdir(parents=True, exist_ok=True)
-            yield
-        except OSError as problem:
-            if isinstance(problem, (CacheError, SampleError)):
-                raise
-            if problem.errno not in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
-                raise
-            why = self._why or "it holds no cache of these samples that is up to date"
-            raise CacheError(
-                f"cache_dir={str(self._cache_dir)!r} cannot be written ({problem.strerror}), and {why}. Name a folder "
-                "that can be written, or run `fastdata build` where it can."
-            ) from problem
 
     def _open_if(self, found: Recalled | None) -> Prepared | None:
         if found is None or not found.is_complete:

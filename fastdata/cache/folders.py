@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
 from fastdata.cache.manifest import Manifest
+from fastdata.errors import CacheError, SampleError
 from fastdata.memory import format_bytes
 from fastdata.report import log
 from fastdata.stores.disk import DAMAGE_PREFIX
@@ -30,6 +32,7 @@ __all__ = [
     "remove_folder",
     "remove_strays",
     "strays_in",
+    "writable",
     "written_through",
 ]
 
@@ -114,6 +117,40 @@ def _wait_for_workers(fd: int, patience_s: float, path: Path) -> None:
             log.warning("a process that a killed writer forked still holds %s after %.0f s", path, patience_s)
             return
         time.sleep(_ASK_AGAIN_S)
+
+
+@contextlib.contextmanager
+def writable(cache_dir: Path, why: Callable[[], str]) -> Iterator[None]:
+    """Make a folder if it is not there, and say of one that cannot be written or is full what its cache needs.
+
+    Args:
+        cache_dir: the folder.
+        why: says why it has to be written at all.
+
+    Raises:
+        CacheError: in place of the system's own error.
+    """
+    try:
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as problem:
+        if isinstance(problem, (CacheError, SampleError)):
+            raise
+        shown = f"cache_dir={str(cache_dir)!r}"
+        if problem.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            free = f", {format_bytes(shutil.disk_usage(cache_dir).free)} are free" if cache_dir.is_dir() else ""
+            raise CacheError(
+                f"{shown} has no room to finish the cache ({problem.strerror}){free}. Free some space, or give "
+                "another cache_dir=, another codec= or a smaller resize=."
+            ) from problem
+        if problem.errno not in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
+            raise
+        if problem.errno in (errno.ENOTDIR, errno.EEXIST):
+            raise CacheError(f"{shown} is no folder: {problem.filename} is a file. Name another one.") from problem
+        raise CacheError(
+            f"{shown} cannot be written ({problem.strerror}), and {why()}. Name a folder that can be written, or run "
+            "`fastdata build` where it can."
+        ) from problem
 
 
 def remove_folder(folder: Path) -> None:
