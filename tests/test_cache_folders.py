@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import multiprocessing
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 
 from conftest import save_image
 from fastdata import CacheError, ImageFolder, SampleError
+from fastdata.cache import inspect_caches, prune_caches, verify_cache
 from fastdata.cache.folders import locked
 
 Folder = Callable[..., Path]
@@ -94,3 +96,30 @@ def test_a_file_in_the_place_of_the_folder_is_named(image_folder: Folder) -> Non
     (root.parent / "cache").write_text("")
     with pytest.raises(CacheError, match=r"cache' is no folder: .*cache is a file\. Name another one"):
         cached(root)
+
+
+def test_prune_of_a_read_only_folder_only_looks(image_folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``dry_run`` needs no lock where none can be made; to remove is an error that says why."""
+    root = image_folder(size=(13, 11))
+    cached(root).close()
+    shutil.rmtree(root)
+    monkeypatch.setattr("fastdata.cache.folders.FileLock.acquire", refuse(errno.EROFS))
+    assert len(prune_caches(root.parent / "cache", dry_run=True)) == 1
+    with pytest.raises(CacheError, match=r"cannot be removed or changed \(Read-only file system\)"):
+        prune_caches(root.parent / "cache")
+
+
+def test_damage_that_cannot_be_noted_is_said_so(image_folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``verify`` of a cache that cannot be written tells that the next run will not know."""
+    root = image_folder(size=(13, 11))
+    cached(root).close()
+    shard = next((root.parent / "cache").glob("*/part0-00000.npy"))
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    found = inspect_caches(root.parent / "cache")[0]
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "touch", refuse(errno.EROFS))
+        assert "cannot be noted (Read-only file system)" in verify_cache(found)[0]
+    assert "the next run prepares it anew" in verify_cache(found)[0]
+    assert "damaged: 1 row, which the next run prepares anew" in str(inspect_caches(root.parent / "cache")[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 from dataclasses import dataclass
@@ -47,7 +48,7 @@ class Found:
 
     def __str__(self) -> str:
         if self.manifest is None:
-            return f"{self.folder}\n  cannot be read: {self.problem}"
+            return f"{self.folder}\n  cannot be read: {self.problem}; the next run writes it anew"
         manifest = self.manifest
         classes = read_classes(self.folder, manifest)
         lines = [
@@ -62,7 +63,8 @@ class Found:
         for part in manifest.parts:
             shape = "x".join(map(str, part.spec.shape)) if part.spec.shape is not None else "of many shapes"
             codec = "raw" if part.codec is None else " ".join(f"{name}={value}" for name, value in part.codec.items())
-            lines.append(f"  {part.name:<9}  {part.spec.dtype} {shape}, {codec}, {len(part.shards)} shards")
+            shards = _count(len(part.shards), "shard")
+            lines.append(f"  {part.name:<9}  {part.spec.dtype} {shape}, {codec}, {shards}")
         return "\n".join([*lines, f"  problem    {self.problem}"] if self.problem else lines)
 
 
@@ -111,7 +113,8 @@ def _look(folder: Path) -> Found:
     except (CacheError, FileNotFoundError, KeyError) as problem:
         return Found(folder=folder, manifest=None, problem=str(problem))
     marks = len(list(folder.glob(f"{DAMAGE_PREFIX}*")))
-    return Found(folder=folder, manifest=manifest, problem=f"{marks} rows are damaged" if marks else "")
+    damage = f"damaged: {_count(marks, 'row')}, which the next run prepares anew" if marks else ""
+    return Found(folder=folder, manifest=manifest, problem=damage)
 
 
 def verify_cache(found: Found) -> list[str]:
@@ -133,10 +136,22 @@ def verify_cache(found: Found) -> list[str]:
                 start, size = int(columns["offsets"][row]), int(columns["sizes"][row])
                 data = shards.shards[int(columns["shards"][row])][start : start + size]
                 if checksum(data) != int(columns["sums"][row]):
-                    damaged.append(f"{folder}: sample {index}, {part.name}, row {row} is damaged")
-                    with contextlib.suppress(OSError):
-                        (folder / f"{DAMAGE_PREFIX}{part.name}-{row}").touch()
+                    cure = _mark(folder / f"{DAMAGE_PREFIX}{part.name}-{row}")
+                    damaged.append(f"{folder}: sample {index}, {part.name}, row {row} is damaged; {cure}")
     return damaged
+
+
+def _mark(mark: Path) -> str:
+    """Mark a damaged row; what comes of it."""
+    try:
+        mark.touch()
+    except OSError as problem:
+        return f"that cannot be noted ({problem.strerror}): verify it where the cache can be written"
+    return "the next run prepares it anew"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 def prune_caches(cache_dir: Path, *, gone: bool = False, dry_run: bool = False) -> list[Removal]:
@@ -148,19 +163,39 @@ def prune_caches(cache_dir: Path, *, gone: bool = False, dry_run: bool = False) 
         cache_dir: holds caches.
         gone: also caches of folders that are not there now, which can only be opened on their own.
         dry_run: only say what would go.
+
+    Raises:
+        CacheError: the folder cannot be written.
     """
     removals: list[Removal] = []
     for folder in sorted(path for path in cache_dir.iterdir() if path.is_dir()):
         home = folder.with_name(folder.name.removesuffix(PARTIAL).removesuffix(REPLACED))
         if folder == home and not (folder / MANIFEST).exists():
             continue
-        try:
-            with locked(home, wait=False):
-                removals += _prune_one(folder, is_leftover=folder != home, gone=gone, dry_run=dry_run)
-        except Timeout:
-            continue
+        removals += _prune_alone(folder, home, gone=gone, dry_run=dry_run)
     removals += _prune_scans(cache_dir, dry_run=dry_run)
     return removals
+
+
+def _prune_alone(folder: Path, home: Path, *, gone: bool, dry_run: bool) -> list[Removal]:
+    """Prune one folder if nobody is writing it.
+
+    Raises:
+        CacheError: it cannot be written.
+    """
+    try:
+        with locked(home, wait=False):
+            return _prune_one(folder, is_leftover=folder != home, gone=gone, dry_run=dry_run)
+    except Timeout:
+        return []
+    except OSError as problem:
+        if problem.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise
+        if dry_run:  # without a lock, which cannot be made there
+            return _prune_one(folder, is_leftover=folder != home, gone=gone, dry_run=True)
+        raise CacheError(
+            f"{folder} cannot be removed or changed ({problem.strerror}). Prune it where, and as who, it can be."
+        ) from problem
 
 
 def _prune_one(folder: Path, *, is_leftover: bool, gone: bool, dry_run: bool) -> list[Removal]:
@@ -182,7 +217,7 @@ def _prune_one(folder: Path, *, is_leftover: bool, gone: bool, dry_run: bool) ->
     size_bytes = sum(path.stat().st_size for path in strays)
     if strays and not dry_run:
         remove_strays(folder, found.manifest)
-    reason = f"{len(strays)} files left by a writer that died"
+    reason = f"{_count(len(strays), 'file')} left by a writer that died"
     return [Removal(path=folder, reason=reason, size_bytes=size_bytes)] if strays else []
 
 
