@@ -194,63 +194,83 @@ def _crc_of(document: Mapping[str, Any]) -> int:
 
 
 def _manifest_of(document: dict[str, Any]) -> Manifest:
-    parts = tuple(map(_part_of, document["parts"]))
-    count = _whole(document["count"])
-    if not parts or not all(isinstance(name, str) for item in document["key"].items() for name in item):
+    parts = tuple(_part_of(_entries(part)) for part in document["parts"])
+    key, target_kind, skipped = _entries(document["key"]), document["target_kind"], document["skipped"]
+    is_tuple, target_is_part = document["is_tuple"], document["target_is_part"]
+    if not parts or not all(isinstance(name, str) for item in key.items() for name in item):
         raise ValueError("it lacks parts or a key")
+    if not isinstance(is_tuple, bool) or not isinstance(target_is_part, bool) or len(parts) <= target_is_part:
+        raise ValueError(f"{len(parts)} parts are no samples, is_tuple={is_tuple!r}, target_is_part={target_is_part!r}")
+    if target_kind not in (None, "json"):
+        _check_target_kind(target_kind)
+    if not isinstance(skipped, list) or not all(map(_is_skipped, skipped)):
+        raise ValueError("its list of samples that were left out is none")
     return Manifest(
-        key=dict(document["key"]),
-        root=str(document["root"]),
+        key=dict(key),
+        root=_text(document["root"]),
         generation=_whole(document["generation"]),
-        count=count,
-        arrays={name: _array_of(array) for name, array in document["arrays"].items()},
-        target_kind=_target_kind(document["target_kind"]),
+        count=_whole(document["count"]),
+        arrays=_arrays_of(document),
+        target_kind=target_kind,
         parts=parts,
-        is_tuple=bool(document["is_tuple"]),
-        target_is_part=bool(document["target_is_part"]),
-        skipped=list(map(_skipped_of, document["skipped"])),
+        is_tuple=is_tuple,
+        target_is_part=target_is_part,
+        skipped=skipped,
     )
 
 
+def _check_target_kind(kind: Any) -> None:
+    found = _TARGET_KIND.fullmatch(kind) if isinstance(kind, str) else None
+    if found is None or np.dtype(found[1] or found[2]).kind not in "iufb":
+        raise ValueError(f"targets of kind {kind!r} are not known")
+
+
+def _is_skipped(entry: Any) -> bool:
+    if not isinstance(entry, dict) or not isinstance(entry.get("message"), str):
+        return False
+    index, path = entry.get("index"), entry.get("path", 0)
+    return isinstance(index, int) and index >= 0 and (path is None or isinstance(path, str))
+
+
 def _part_of(entry: dict[str, Any]) -> Part:
-    shape, form, dtype = entry["spec"]["shape"], entry["spec"]["form"], np.dtype(entry["spec"]["dtype"])
+    shape, form = entry["spec"]["shape"], entry["spec"]["form"]
+    dtype = np.dtype(_text(entry["spec"]["dtype"]))
     if form not in ("pil", "tensor", "array") or dtype.hasobject:
         raise ValueError(f"samples of {dtype} in form {form!r} are not known")
     if shape is not None and len(shape) > _MAX_DIMENSIONS:
         raise ValueError(f"samples of {len(shape)} dimensions are not known")
     spec = SampleSpec(shape=None if shape is None else tuple(map(_whole, shape)), dtype=dtype.name, form=form)
     codec = entry["codec"]
-    if codec is not None and not isinstance(codec.get("name"), str):
+    if codec is not None and not isinstance(_entries(codec).get("name"), str):
         raise ValueError(f"codec {codec!r} has no name")
-    return Part(name=_plain(entry["name"]), spec=spec, codec=codec, shards=tuple(map(_shard_of, entry["shards"])))
+    shards = tuple(_shard_of(_entries(shard)) for shard in entry["shards"])
+    return Part(name=_plain(entry["name"]), spec=spec, codec=codec, shards=shards)
 
 
 def _shard_of(entry: dict[str, Any]) -> Shard:
-    arrays = {name: _array_of(array) for name, array in entry["arrays"].items()}
+    arrays = _arrays_of(entry)
     size_bytes, rows = _whole(entry["size_bytes"]), _whole(entry["rows"])
     return Shard(name=_plain(entry["name"]), size_bytes=size_bytes, rows=rows, arrays=arrays)
+
+
+def _arrays_of(entry: dict[str, Any]) -> dict[str, ArrayFile]:
+    return {name: _array_of(_entries(array)) for name, array in _entries(entry["arrays"]).items()}
 
 
 def _array_of(entry: dict[str, Any]) -> ArrayFile:
     return ArrayFile(_plain(entry["name"]), _whole(entry["size_bytes"]), _whole(entry["crc32"]))
 
 
-def _skipped_of(entry: dict[str, Any]) -> dict[str, Any]:
-    path = entry["path"]
-    return {
-        "index": _whole(entry["index"]),
-        "path": None if path is None else str(path),
-        "message": str(entry["message"]),
-    }
+def _entries(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"a {type(value).__name__} is in the place of an object")
+    return value
 
 
-def _target_kind(kind: Any) -> str | None:
-    if kind is None or kind == "json":
-        return kind  # type: ignore[no-any-return]  # one of these two
-    found = _TARGET_KIND.fullmatch(kind)
-    if found is None or np.dtype(found[1] or found[2]).kind not in "iufb":
-        raise ValueError(f"targets of kind {kind!r} are not known")
-    return str(kind)
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"a {type(value).__name__} is in the place of a text")
+    return value
 
 
 def _whole(value: Any) -> int:
