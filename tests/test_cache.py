@@ -719,6 +719,7 @@ def test_leftovers_of_a_finished_build_are_removed(image_folder: Folder) -> None
     for name in (".partial", ".replaced"):
         home.with_name(home.name + name).mkdir()
     (home / "samples-00009-rows.npy").write_bytes(b"")
+    home.with_name(f".{home.name}.workers").write_bytes(b"")
     with locked(home):
         cached(root).close()
         assert (home / "samples-00009-rows.npy").exists()

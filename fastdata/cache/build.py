@@ -24,6 +24,7 @@ from fastdata.cache.folders import (
     locked,
     remove_folder,
     remove_strays,
+    workers_file,
     writable,
     written_through,
 )
@@ -137,7 +138,8 @@ class _Cache:
         """Remove what a writer left that died after its work was done, if nobody is writing now."""
         belong = found.manifest.file_names()
         beside_it = [beside(self._home, suffix) for suffix in (PARTIAL, REPLACED)]
-        if all(name in belong for name in os.listdir(found.folder)) and not any(map(os.path.exists, beside_it)):
+        is_tidy = not any(map(os.path.exists, [*beside_it, workers_file(self._home)]))
+        if is_tidy and all(name in belong for name in os.listdir(found.folder)):
             return
         with contextlib.suppress(OSError, Timeout), locked(self._home, wait=False):
             remove_strays(found.folder, Manifest.read(found.folder))

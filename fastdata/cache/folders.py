@@ -32,6 +32,7 @@ __all__ = [
     "remove_folder",
     "remove_strays",
     "strays_in",
+    "workers_file",
     "writable",
     "written_through",
 ]
@@ -48,6 +49,11 @@ _SYNC_EVERY_S = 0.5
 def beside(home: Path, suffix: str) -> Path:
     """Folder of a cache that is being written or was replaced."""
     return home.with_name(home.name + suffix)
+
+
+def workers_file(home: Path) -> Path:
+    """File whose lock the workers of a cache's writer hold; there only while it is written, or after it was killed."""
+    return home.with_name(f".{home.name}.workers")
 
 
 @contextlib.contextmanager
@@ -88,7 +94,7 @@ def _workers_awaited(home: Path, *, wait: bool) -> Iterator[None]:
     if not HAS_FLOCK:
         yield
         return
-    path = home.with_name(f".{home.name}.workers")
+    path = workers_file(home)
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         _wait_for_workers(fd, _ORPHANS_S if wait else 0, path)
