@@ -154,6 +154,7 @@ def ingest(
     on_error: OnError = "raise",
     progress: bool = True,
     description: str = "fastdata",
+    may_skip_all: bool = False,
 ) -> Ingested:
     """Fill stores with every sample of a source.
 
@@ -167,6 +168,7 @@ def ingest(
         on_error: ``"raise"`` at the first sample that cannot be prepared, or ``"skip"`` and list it.
         progress: whether to show a progress bar.
         description: in front of the bar.
+        may_skip_all: whether there are other samples, so that none of these need be fit.
 
     Raises:
         SampleError: a sample cannot be prepared; names its path and index.
@@ -180,7 +182,7 @@ def ingest(
                 cleanup.callback(writer.close)
             job = _Job(SampleRoad(source, prepare, tuple(writers)), with_targets)
             tasks = [range(i, min(i + _SAMPLES_PER_TASK, length)) for i in range(0, length, _SAMPLES_PER_TASK)]
-            filled = _Filled(length, len(writers), on_error)
+            filled = _Filled(length, len(writers), on_error, may_skip_all=may_skip_all)
             with (
                 contextlib.closing(run_tasks(job, tasks, workers)) as finished,
                 progress_bar(length, description, enabled=progress) as bar,
@@ -189,7 +191,8 @@ def ingest(
                     filled.enter(results)
                     bar.update(len(results))
             ingested = filled.finish(writers, with_targets)
-            cleanup.pop_all()
+            if ingested.stores:
+                cleanup.pop_all()
         return ingested
 
     length = len(source)
@@ -203,8 +206,8 @@ def ingest(
 class _Filled:
     """What is known of the samples written so far; compact, because there may be millions."""
 
-    def __init__(self, length: int, parts: int, on_error: OnError) -> None:
-        self._on_error = on_error
+    def __init__(self, length: int, parts: int, on_error: OnError, *, may_skip_all: bool) -> None:
+        self._on_error, self._may_skip_all = on_error, may_skip_all
         self._is_there = np.zeros(length, np.bool_)
         self._starts = np.zeros((parts, length), np.int64)
         self._sizes = np.zeros((parts, length), np.int64)
@@ -236,6 +239,8 @@ class _Filled:
         kept = np.flatnonzero(self._is_there)
         errors = [self._errors[index] for index in sorted(self._errors)]
         if errors and not len(kept):
+            if self._may_skip_all:
+                return Ingested(stores=(), kept=[], targets=[] if with_targets else None, skipped=errors)
             raise IngestError(f"none of the {len(errors)} samples can be prepared; the first: {errors[0]}")
         stores = [
             writer.finish(Places(self._starts[part, kept], self._sizes[part, kept], self._shapes[part][kept]))

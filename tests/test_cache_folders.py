@@ -123,3 +123,23 @@ def test_damage_that_cannot_be_noted_is_said_so(image_folder: Folder, monkeypatc
         assert "cannot be noted (Read-only file system)" in verify_cache(found)[0]
     assert "the next run prepares it anew" in verify_cache(found)[0]
     assert "damaged: 1 row, which the next run prepares anew" in str(inspect_caches(root.parent / "cache")[0])
+
+
+@pytest.mark.parametrize("codec", ["auto", "zstd", "source"])
+def test_the_only_new_file_may_be_no_image(image_folder: Folder, codec: str) -> None:
+    """Under ``on_error="skip"`` it is left out, the others are served, and the next run does not try it again."""
+    root = image_folder(per_class=4, size=(13, 11))
+    options: dict[str, Any] = {"cache_dir": root.parent / "cache", "resize": (7, 9), "progress": False, "codec": codec}
+    with ImageFolder(root, **options) as dataset:
+        count = len(dataset)
+    bad = root / "cat" / "999.jpg"
+    bad.write_bytes(b"no image")
+    with pytest.warns(UserWarning, match=r"1 of 9 samples cannot be prepared .*cat/999\.jpg"):
+        dataset = ImageFolder(root, on_error="skip", **options)
+    with dataset:
+        assert [(error.index, error.path) for error in dataset.skipped] == [(4, str(bad))]
+        assert len(list(dataset)) == count
+    before = all_files(root.parent / "cache")
+    with ImageFolder(root, on_error="skip", **options) as dataset:
+        assert len(dataset) == count
+    assert all_files(root.parent / "cache") == before

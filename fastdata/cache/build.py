@@ -307,9 +307,9 @@ class _Cache:
 
         try:
             chosen = ChosenSource(source, missing.tolist())
-            ingested = self._ingest(
-                found.folder, chosen, prepare, start, f"{missing.size} changed samples to {self._home}"
-            )
+            what = f"{missing.size} changed samples to {self._home}"
+            is_any_left = bool((found.rows >= 0).any())
+            ingested = self._ingest(found.folder, chosen, prepare, start, what, may_skip_all=is_any_left)
         except ShapesDifferError as differ:
             self._why = str(differ)
             return False
@@ -317,13 +317,12 @@ class _Cache:
             read_sample(source, prepare, missing[error.index])  # raises it again with the sample's own number
             raise
         _close(ingested)
-        rows = found.rows.copy()
-        for number, (writer, part) in enumerate(zip(writers, manifest.parts, strict=True)):
-            rows[number, missing[ingested.kept]] = writer.rows + part.rows
-        parts = tuple(
-            replace(part, shards=(*part.shards, *writer.part.shards))
-            for part, writer in zip(manifest.parts, writers, strict=True)
-        )
+        rows, parts = found.rows.copy(), manifest.parts
+        if ingested.kept:
+            for number, (writer, part) in enumerate(zip(writers, parts, strict=True)):
+                rows[number, missing[ingested.kept]] = writer.rows + part.rows
+            pairs = zip(parts, writers, strict=True)
+            parts = tuple(replace(part, shards=(*part.shards, *writer.part.shards)) for part, writer in pairs)
         skipped = [renumbered(error, int(missing[error.index])) for error in ingested.skipped]
         targets = None if ingested.targets is None else found.merged_targets(rows, missing, ingested)
         self._write_manifest(found.folder, parts, rows, targets, [*found.skipped(), *skipped], manifest)
@@ -338,7 +337,9 @@ class _Cache:
             return FileBytes(source), Steps(())
         return source, self._road.prepare
 
-    def _ingest(self, folder: Path, source: Source, prepare: Steps, make_writers: Any, what: str) -> Ingested:
+    def _ingest(
+        self, folder: Path, source: Source, prepare: Steps, make_writers: Any, what: str, *, may_skip_all: bool = False
+    ) -> Ingested:
         options = self._options
         with written_through(folder):
             return ingest(
@@ -350,6 +351,7 @@ class _Cache:
                 on_error=options.on_error,
                 progress=options.progress,
                 description=f"storage='disk': {what}",
+                may_skip_all=may_skip_all,
             )
 
     def _write_manifest(
