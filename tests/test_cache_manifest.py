@@ -59,3 +59,19 @@ def test_a_manifest_of_other_kinds_of_values_is_a_rebuild(
         Manifest.read(path.parent)
     assert np.array_equal(images(), wanted)
     assert "the cache is written anew" in caplog.text
+
+
+def test_a_shape_that_no_sample_has_is_a_rebuild(image_folder: Folder, caplog: pytest.LogCaptureFixture) -> None:
+    """Encoded samples of 288 GiB, as a manifest may have it, are not believed: no memory is taken for them."""
+    root = image_folder(size=(13, 11))
+    options: dict[str, Any] = {"cache_dir": root.parent / "cache", "resize": (7, 9), "codec": "zstd", "progress": False}
+    ImageFolder(root, **options).close()
+    path = next((root.parent / "cache").glob(f"*/{MANIFEST}"))
+    document = json.loads(path.read_text())
+    del document["crc32"]
+    document["parts"][0]["spec"]["shape"] = [3, 7, 1 << 40]
+    document["crc32"] = zlib.crc32(json.dumps(document, sort_keys=True).encode())
+    path.write_text(json.dumps(document))
+    with ImageFolder(root, **options) as dataset:
+        assert dataset[0][0].size == (9, 7)
+    assert "holds samples of other shapes than" in caplog.text

@@ -117,6 +117,9 @@ def _rows_of_heap(folder: Path, part: Part, shard: Shard) -> Columns:
         raise CacheError(f"{folder / shard.name} lacks its {missing}") from None
     offsets, sizes = (read_array(folder, files[name], "int64", (shard.rows,)) for name in ("offsets", "sizes"))
     shapes = read_array(folder, files["shapes"], "int32", (shard.rows, -1))
+    common = part.spec.shape
+    if common is not None and (shapes.shape[1] != len(common) or (shapes != np.array(common, np.int64)).any()):
+        raise CacheError(f"{folder / shard.name} holds samples of other shapes than {list(common)}")
     if shard.rows:
         is_wrong = (offsets < 0) | (sizes < 0) | (offsets > shard.size_bytes - sizes)
         if part.codec is None:
