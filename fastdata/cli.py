@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from fastdata.bench.run import BenchSettings, run_bench
@@ -39,13 +41,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--crop {options.crop} is larger than the prepared square, --resize {options.resize}")
     commands = {"bench": _bench, "build": _build, "inspect": _inspect, "prune": _prune}
     try:
-        return commands[options.command](options)
+        with _plain_warnings():
+            return commands[options.command](options)
     except KeyboardInterrupt:
         print("fastdata: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
     except (FastDataError, ImportError, OSError, ValueError) as error:
         print(f"fastdata: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT
+
+
+@contextlib.contextmanager
+def _plain_warnings() -> Iterator[None]:
+    """Show warnings as errors are shown: of a command, the line of code that led to them says nothing."""
+    before = warnings.formatwarning
+    warnings.formatwarning = lambda message, *_, **__: f"fastdata: {message}\n"
+    try:
+        yield
+    finally:
+        warnings.formatwarning = before
 
 
 def _bench(options: argparse.Namespace) -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -80,3 +82,13 @@ def test_prune_says_what_it_removes(image_folder: Folder, capsys: pytest.Capture
         assert "is not there" in out
         assert words in out
         assert len(list(cache.glob("*/fastdata.json"))) == left
+
+
+def test_warnings_of_a_command_are_one_plain_line(image_folder: Folder) -> None:
+    """What was left out is said without a line of the program's code."""
+    root = image_folder(size=(13, 11))
+    (root / "cat" / "000.jpg").write_bytes(b"no image")
+    words = ["build", str(root), str(root.parent / "cache"), "--resize", "7", "--on-error", "skip"]
+    done = subprocess.run([sys.executable, "-m", "fastdata", *words], capture_output=True, text=True, check=True)
+    assert done.stderr.startswith("fastdata: 1 of 6 samples cannot be prepared and were left out")
+    assert len(done.stderr.splitlines()) == 1
