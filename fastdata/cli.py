@@ -126,7 +126,7 @@ def _prune(options: argparse.Namespace) -> int:
     for removal in removals:
         print(f"{removal.path}: {removal.reason} ({format_bytes(removal.size_bytes)})")
     if not removals:
-        print("nothing to remove: no leftovers, and each cache can be read and has its folder of images")
+        print("nothing to remove: no leftovers, and each cache can be read")
         return 0
     what = "would be removed" if options.dry_run else "removed"
     print(f"{format_bytes(sum(removal.size_bytes for removal in removals))} {what}")

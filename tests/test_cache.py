@@ -544,11 +544,31 @@ def test_a_full_disk_is_an_error_before_any_image_is_prepared(
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(
-        CacheError, match=r"too full for the cache .*needed, .* are free. Free some space, give another"
+        CacheError,
+        match=r"too full for the cache: it ran out of room \(No space .* are free. Free some space, or",
     ):
         cached(root)
     assert files_of(root.parent / "cache") == set()
     assert len(prepared()) < 12 + 2
+
+
+def test_a_disk_that_cannot_hold_the_cache_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says what the cache takes and what is free."""
+    monkeypatch.setattr(writers_module, "free_bytes", lambda folder: 1 << 20)
+    data = [(np.random.default_rng(0).integers(0, 256, (1000, 1000), np.uint8), 0)] * 12
+    with pytest.raises(CacheError, match=r"too full for the cache: it takes 11\.\d MiB, 1\.0 MiB are free"):
+        CachedDataset(data, cache_dir=tmp_path, cache_key="k", codec="zstd", progress=False)
+
+
+def test_a_limit_of_file_sizes_is_named(image_folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk has room, but ``ulimit -f`` is lower than a shard."""
+
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.EFBIG, "File too large")
+
+    monkeypatch.setattr(writers_module.os, "pwrite", refuse)
+    with pytest.raises(CacheError, match=r"larger than this process may write. Raise the limit \(ulimit -f\)"):
+        cached(image_folder(size=(13, 11)), codec="zstd")
 
 
 @pytest.mark.parametrize("on_error", ["raise", "skip"])

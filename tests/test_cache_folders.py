@@ -84,7 +84,7 @@ def test_an_update_that_fails_leaves_the_cache_as_it_was(image_folder: Folder) -
 def test_no_room_for_the_last_small_files_is_said_so(image_folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     """Samples may just fit; the error says what is free, and nothing is left."""
     root = image_folder(size=(13, 11))
-    monkeypatch.setattr("fastdata.cache.build.write_array", refuse(errno.ENOSPC))
+    monkeypatch.setattr("fastdata.cache.manifest.write_array", refuse(errno.ENOSPC))
     with pytest.raises(CacheError, match=r"no room to finish the cache .* are free\. Free some space"):
         cached(root)
     assert {name for name in all_files(root.parent / "cache") if not name.endswith(".lock")} == set()
@@ -104,7 +104,7 @@ def test_prune_of_a_read_only_folder_only_looks(image_folder: Folder, monkeypatc
     cached(root).close()
     shutil.rmtree(root)
     monkeypatch.setattr("fastdata.cache.folders.FileLock.acquire", refuse(errno.EROFS))
-    assert len(prune_caches(root.parent / "cache", dry_run=True)) == 1
+    assert len(prune_caches(root.parent / "cache", gone=True, dry_run=True)) == 1
     with pytest.raises(CacheError, match=r"cannot be removed or changed \(Read-only file system\)"):
         prune_caches(root.parent / "cache")
 

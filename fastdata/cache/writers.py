@@ -89,7 +89,7 @@ class TableWriter:
         np.lib.format.write_array_header_1_0(head, what)
         assert len(head.getbuffer()) == HEAD_BYTES, "NumPy writes longer headers only for more dimensions than these"
         size_bytes = HEAD_BYTES + rows * self.spec.sample_bytes
-        with (self._folder / name).open("wb") as file, _naming_full_disk(self._folder, size_bytes):
+        with (self._folder / name).open("wb") as file, _naming_full_disk(self._folder):
             if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(file.fileno(), 0, size_bytes)
             else:
@@ -276,8 +276,8 @@ class HeapWriter:
 
 
 @contextlib.contextmanager
-def _naming_full_disk(folder: Path, need_bytes: int) -> Iterator[None]:
-    """Turn the system's complaint about a full disk into need, free and cure.
+def _naming_full_disk(folder: Path) -> Iterator[None]:
+    """Turn the system's complaint about a full disk into what is free, and the cure.
 
     Raises:
         CacheError: in place of the system's own error.
@@ -285,16 +285,21 @@ def _naming_full_disk(folder: Path, need_bytes: int) -> Iterator[None]:
     try:
         yield
     except OSError as problem:
-        if problem.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        if problem.errno == errno.EFBIG:
+            raise CacheError(
+                f"a file of the cache in {folder.parent} would be larger than this process may write. Raise the limit "
+                "(ulimit -f), or give codec='zstd' or a smaller resize=."
+            ) from problem
+        if problem.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        raise _full(folder, need_bytes, str(problem.strerror)) from problem
+        raise _full(folder, f"it ran out of room ({problem.strerror})") from problem
 
 
-def _full(folder: Path, need_bytes: int, why: str) -> CacheError:
+def _full(folder: Path, what: str) -> CacheError:
     return CacheError(
-        f"the disk of {folder.parent} is too full for the cache ({why}): {format_bytes(need_bytes)} more are needed, "
-        f"{format_bytes(free_bytes(folder))} are free. Free some space, give another cache_dir=, codec='zstd' (about "
-        "half of the size) or a smaller resize=."
+        f"the disk of {folder.parent} is too full for the cache: {what}, {format_bytes(free_bytes(folder))} are free. "
+        "Free some space, or give another cache_dir=, a smaller resize=, or codec='zstd', which about halves raw "
+        "samples."
     )
 
 
@@ -312,7 +317,7 @@ def free_bytes(folder: Path) -> int:
 
 def _check_room(folder: Path, need_bytes: int) -> None:
     if need_bytes > free_bytes(folder):
-        raise _full(folder, need_bytes, "looked at beforehand")
+        raise _full(folder, f"it takes {format_bytes(need_bytes)}")
 
 
 def _bytes_of(array: np.ndarray) -> np.ndarray:
@@ -324,7 +329,7 @@ def _write_at(path: Path, offset: int, data: np.ndarray) -> None:
     rest = memoryview(data.data)
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0), 0o666)
     try:
-        with _naming_full_disk(path.parent, rest.nbytes):
+        with _naming_full_disk(path.parent):
             while rest.nbytes:
                 if hasattr(os, "pwrite"):
                     written = os.pwrite(fd, rest, offset)
