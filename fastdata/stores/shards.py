@@ -24,6 +24,7 @@ Bytes = npt.NDArray[np.uint8]
 
 _FAULT_BYTES = 64 << 10
 """The kernel maps about so much around a page that is touched."""
+_HUGE_BYTES = 2 << 20
 _MOST_AREAS = 8192
 """Of the 65,530 that a process may have; what is brought beyond them maps more memory than it needs."""
 
@@ -60,13 +61,14 @@ def runs_of(shards_B: np.ndarray, starts_B: np.ndarray, sizes_B: np.ndarray, *, 
 
 
 class _Areas:
-    """What of the shards one process has brought: shard and page that each of it begins or ends in, and how often.
+    """What one process has brought: of which shards, and shard and page that each of it begins or ends in, how often.
 
     Two of them can share such a page; all others are one's own.
     """
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
+        self.shards: set[int] = set()
         self.borders: Counter[tuple[int, int]] = Counter()
 
 
@@ -123,9 +125,8 @@ class ShardMap:
         """Have bytes of a shard in memory until ``drop``, so that nobody waits for the disk when they are read.
 
         Reading them then maps their pages and no others. The kernel maps what it has around a page that is touched, up
-        to 2 MiB, but not across the border of an area with other flags: so they are made such an area. The flag says
-        that they are read in sequence, so that the disk reads ahead, and that others stay in the page cache rather
-        than they.
+        to 2 MiB, but not across the border of an area with other flags: so they are made such an area. Its flags let
+        the disk read ahead, and the page cache keep the file in huge pages, which are mapped at no cost.
         """
         mapped = self._maps[number] if self._maps else None
         if mapped is None or not size:
@@ -133,8 +134,12 @@ class ShardMap:
         first, stop = _pages(start, size)
         areas = self._areas.setdefault(os.getpid(), _Areas())
         with areas.lock:
+            if number not in areas.shards:
+                areas.shards.add(number)
+                _advise(mapped, "MADV_NOHUGEPAGE", *_pages(0, len(mapped)))
             if len(areas.borders) < 2 * _MOST_AREAS:
                 _advise(mapped, "MADV_SEQUENTIAL", first, stop)
+                _advise(mapped, "MADV_HUGEPAGE", first, stop)
             areas.borders.update({(number, first), (number, stop - 1)})
         self.shards[number][first * mmap.PAGESIZE : start + size : _FAULT_BYTES].max()
 
@@ -155,12 +160,14 @@ class ShardMap:
                 areas.borders -= Counter({(number, first), (number, stop - 1)})
                 first += (number, first) in areas.borders
                 stop -= (number, stop - 1) in areas.borders
-                _advise(mapped, "MADV_NORMAL", first, stop)  # first, so that nobody maps the pages again from outside
-                _advise(mapped, "MADV_DONTNEED", first, stop)
+                for advice in ("MADV_NOHUGEPAGE", "MADV_NORMAL", "MADV_DONTNEED"):  # unmapped when nobody can map again
+                    _advise(mapped, advice, first, stop)
         if from_cache and hasattr(os, "posix_fadvise"):
+            first_byte = start // _HUGE_BYTES * _HUGE_BYTES  # a huge page goes as a whole or not at all
+            stop_byte = -(-(start + size) // _HUGE_BYTES) * _HUGE_BYTES
             with self._reopened(number) as descriptor:
                 if descriptor is not None:
-                    os.posix_fadvise(descriptor, start, size, os.POSIX_FADV_DONTNEED)
+                    os.posix_fadvise(descriptor, first_byte, stop_byte - first_byte, os.POSIX_FADV_DONTNEED)
 
     def release(self) -> None:
         """Let go of all memory that the mappings take; what is read again is mapped again."""
