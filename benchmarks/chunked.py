@@ -2,8 +2,9 @@
 
 Every measurement is a process of its own, so that its memory (PSS of the tree, sampled all along) is its own. The
 photographs are prepared once and repeated to the wanted size, into caches on disk, raw and encoded. One process serves
-a part of them from memory, one all of them from the cache without a limit, one all through ``ChunkedLoader``. How
-reading a cache in sequence compares with ``cat`` is in ``benchmarks/disk.py``.
+a part of them from memory, one all of them from the cache without a limit, one all through ``ChunkedLoader``. Then the
+last two again with nothing of the files in the system's page cache when an epoch begins. How reading a cache in
+sequence compares with ``cat`` is in ``benchmarks/disk.py``.
 """
 
 from __future__ import annotations
@@ -122,23 +123,43 @@ def photo_transform() -> Any:
     )
 
 
-def measure(make_loader: Callable[[], Any], seconds: float, connection: Any) -> None:
+def measure(make_loader: Callable[[], Any], seconds: float, is_cold: bool, connection: Any) -> None:
     """Serve in this process: one epoch with its memory sampled, which slows it down, then some for the rate."""
     start_bytes = tree_pss_bytes()
     with peak_memory(every_s=0.05) as peak:
         loader = make_loader()
         images_per_s(loader)
-    rate = images_per_s(loader, at_least_s=seconds)
+    rate = cold_images_per_s(loader, seconds) if is_cold else images_per_s(loader, at_least_s=seconds)
     peak.sample()
     plan = str(getattr(loader, "plan", ""))
     connection.send(Outcome(rate, peak.size_bytes, start_bytes, plan))
     connection.close()
 
 
-def in_own_process(make_loader: Callable[[], Any], seconds: float, outcomes: list[Outcome]) -> float:
+def cold_images_per_s(loader: Any, seconds: float) -> float:
+    """Like ``images_per_s``, but before each epoch the system forgets the files; that takes no part of the time."""
+    images, spent_s = 0.0, 0.0
+    while spent_s < seconds:
+        forget_files(loader.dataset)
+        start = time.perf_counter()
+        images += sum(len(batch) for batch, _ in loader)
+        spent_s += time.perf_counter() - start
+    return images / spent_s
+
+
+def forget_files(dataset: Any) -> None:
+    """Let this process and the system's page cache go of the files that a dataset serves from."""
+    dataset.kept.images.release()
+    for path in Path(dataset.options.cache_dir).rglob("part*"):
+        descriptor = os.open(path, os.O_RDONLY)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
+def in_own_process(make_loader: Callable[[], Any], seconds: float, is_cold: bool, outcomes: list[Outcome]) -> float:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=measure, args=(make_loader, seconds, theirs))
+    process = context.Process(target=measure, args=(make_loader, seconds, is_cold, theirs))
     process.start()
     theirs.close()
     outcomes.append(ours.recv())
@@ -162,13 +183,20 @@ def write_raw(root: Path, path: Path, size_bytes: int) -> int:
 
 
 def compare(
-    title: str, competitors: dict[str, Callable[[], Any]], seconds: float, rounds: int, limit: int
+    title: str,
+    competitors: dict[str, Callable[[], Any]],
+    seconds: float,
+    rounds: int,
+    limit: int,
+    *,
+    is_cold: bool = False,
 ) -> list[Row]:
     """Rates in turns, and the peaks of all rounds."""
     outcomes: dict[str, list[Outcome]] = {name: [] for name in competitors}
-    rates = in_turns(
-        {name: partial(in_own_process, make, seconds, outcomes[name]) for name, make in competitors.items()}, rounds
-    )
+    turns = {
+        name: partial(in_own_process, make, seconds, is_cold, outcomes[name]) for name, make in competitors.items()
+    }
+    rates = in_turns(turns, rounds)
     for name in competitors:
         if outcomes[name][0].plan:
             print(f"{name}: {outcomes[name][0].plan}")
@@ -210,17 +238,28 @@ def main() -> None:
             start = time.perf_counter()
             with cached(path, codec) as dataset:
                 print(f"{dataset.storage_plan.reason}, written in {time.perf_counter() - start:.0f} s")
+            title = f"{codec if codec != RAW else 'raw'} images, {chosen.gib:g} GiB against {chosen.limit_gib:g} GiB"
             rows += compare(
-                f"{codec if codec != RAW else 'raw'} images, {chosen.gib:g} GiB against {chosen.limit_gib:g} GiB",
+                title,
                 {
                     "in memory, a quarter of them": partial(serve_from_memory, path, count // 4, codec),
                     "from disk, no limit": partial(serve_from_disk, path, codec),
                     "chunked": partial(serve_chunked, path, limit, codec),
+                },
+                chosen.seconds,
+                chosen.rounds,
+                limit,
+            )
+            rows += compare(
+                f"{title}, read from the disk each epoch",
+                {
+                    "from disk, no limit": partial(serve_from_disk, path, codec),
                     "chunked, page cache emptied": partial(serve_chunked, path, limit, codec, empties_cache=True),
                 },
                 chosen.seconds,
                 chosen.rounds,
                 limit,
+                is_cold=True,
             )
         rows += compare(
             f"JPEGs of a folder, decoded each epoch, against {chosen.limit_gib:g} GiB, batch {BATCH}",

@@ -24,6 +24,7 @@ Bytes = npt.NDArray[np.uint8]
 
 _FAULT_BYTES = 64 << 10
 """The kernel maps about so much around a page that is touched."""
+_TOUCHED_BYTES = 512
 _HUGE_BYTES = 2 << 20
 _MOST_AREAS = 8192
 """Of the 65,530 that a process may have; what is brought beyond them maps more memory than it needs."""
@@ -141,7 +142,7 @@ class ShardMap:
                 _advise(mapped, "MADV_SEQUENTIAL", first, stop)
                 _advise(mapped, "MADV_HUGEPAGE", first, stop)
             areas.borders.update({(number, first), (number, stop - 1)})
-        self.shards[number][first * mmap.PAGESIZE : start + size : _FAULT_BYTES].max()
+        _touch(self.shards[number][first * mmap.PAGESIZE : start + size])
 
     def drop(self, number: int, start: int, size: int, *, from_cache: bool) -> None:
         """Let go of memory that caches bytes of a shard; nothing is lost, reading them again takes longer.
@@ -206,6 +207,14 @@ class ShardMap:
             raise StoreGoneError(f"the cache was deleted or changed while it was in use: {gone}") from gone
         if self.inodes != inodes:
             raise StoreGoneError(f"the cache in {self.folder} was replaced while it was in use; make the dataset again")
+
+
+def _touch(data: Bytes) -> None:
+    """Read a little of every so many bytes, without the GIL: NumPy keeps it for less than 500 elements."""
+    whole = data.size // _FAULT_BYTES * _FAULT_BYTES
+    data[:whole].reshape(-1, _FAULT_BYTES)[:, :_TOUCHED_BYTES].max(initial=0)
+    data[whole:][:_TOUCHED_BYTES].max(initial=0)
+    data[-_TOUCHED_BYTES:].max(initial=0)
 
 
 def _pages(start: int, size: int) -> tuple[int, int]:
