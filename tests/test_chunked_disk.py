@@ -5,7 +5,6 @@ from __future__ import annotations
 import mmap
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,17 +46,17 @@ def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def brought(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, int]]]:
-    """First and length of every stretch that is brought into memory."""
-    stretches: list[tuple[int, int]] = []
+def brought(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """The samples that are brought into memory, as they are at once."""
+    together: list[list[int]] = []
     plain = DiskStore.bring
 
-    def noting(self: DiskStore, first: int, count: int) -> None:
-        stretches.append((first, count))
-        plain(self, first, count)
+    def noting(self: DiskStore, index_B: np.ndarray) -> None:
+        together.append(index_B.tolist())
+        plain(self, index_B)
 
     monkeypatch.setattr(DiskStore, "bring", noting)
-    return stretches
+    return together
 
 
 def on_disk(root: Path, transform: Any = TO_ONE_SIZE, **options: Any) -> ImageFolder:
@@ -166,14 +165,17 @@ def test_masks_travel_with_their_images(tmp_path: Path, codec: str) -> None:
 
 @pytest.mark.parametrize("codec", ["auto", "zstd"])
 def test_pieces_are_brought_in_one_go(image_folder: FolderMaker, brought: Any, codec: str) -> None:
-    """Each piece of neighbours is brought at once, whatever the order within the chunk; each sample once an epoch."""
+    """A chunk is brought piece by piece, whatever the order of its samples; each of them once an epoch."""
     with on_disk(image_folder(per_class=18), codec=codec) as dataset, chunked(dataset) as loader:
         for _ in range(2):
             brought.clear()
             list(loader)
             assert "mapped ahead" in loader.report().path
-            assert sorted(i for first, count in brought for i in range(first, first + count)) == list(range(36))
-            assert all(first % 4 == 0 and count % 4 == 0 for first, count in brought)
+            assert sorted(index for samples in brought for index in samples) == list(range(36))
+            for samples in brought:
+                assert samples == [first + k for first in samples[::4] for k in range(4)]
+                assert samples == sorted(samples)
+                assert {first % 4 for first in samples[::4]} == {0}
 
 
 @pytest.mark.parametrize(
@@ -234,10 +236,10 @@ def test_nothing_is_mapped_around_a_sample_that_was_brought(tmp_path: Path, monk
     data = [(torch.full((3, 50, 41), i, dtype=torch.uint8), i) for i in range(100)]
     with CachedDataset(data, cache_dir=tmp_path, cache_key="k", progress=False) as dataset:
         store: Any = dataset._contents.images
-        store.bring(50, 1)
+        store.bring(np.array([50]))
         store.read(50).sum()
         assert 0 < mapped_bytes(tmp_path) <= 3 * 50 * 41 + 2 * mmap.PAGESIZE
-        store.drop(50, 1)
+        store.drop(np.array([50]))
         assert mapped_bytes(tmp_path) == 0
         store.read(50).sum()
         with chunked(dataset):  # it counts only what it cannot have back
@@ -263,11 +265,11 @@ def test_what_was_dropped_is_read_again(tmp_path: Path, transform: Any, codec: s
         store: Any = dataset._contents.images
         views = [store.read(index) for index in range(len(store))]
         copies = [view.copy() for view in views]
-        store.drop(0, len(store), from_cache=True)
+        store.drop(np.arange(len(store)), from_cache=True)
         for index, (view, copy) in enumerate(zip(views, copies, strict=True)):
             assert np.array_equal(view, copy)
             assert np.array_equal(store.read(index), copy)
-            store.drop(index, 1)
+            store.drop(np.array([index]))
 
 
 @pytest.mark.parametrize(
@@ -310,20 +312,25 @@ def test_the_page_cache_is_kept_where_it_fits(disk: int, free: int, is_emptied: 
 def test_the_page_cache_is_emptied_where_memory_is_short(
     image_folder: FolderMaker, monkeypatch: pytest.MonkeyPatch, is_large: bool
 ) -> None:
-    """Every stretch that was read is dropped, from the system's cache only where that cannot hold them all."""
-    dropped: list[tuple[int, int, bool]] = []
+    """Every sample that was served is dropped, from the system's cache only where that cannot hold them all."""
+    dropped: list[int] = []
+    emptied: set[bool] = set()
+
+    def drop(self: DiskStore, index_B: np.ndarray, *, from_cache: bool) -> None:
+        dropped.extend(index_B.tolist())
+        emptied.add(from_cache)
+
     with on_disk(image_folder(per_class=18)) as dataset:
         if is_large:
             monkeypatch.setattr(DiskStore, "size_bytes", 1 << 60)
-        monkeypatch.setattr(
-            DiskStore, "drop", lambda self, first, count, from_cache: dropped.append((first, count, from_cache))
-        )
+        monkeypatch.setattr(DiskStore, "drop", drop)
         with chunked(dataset) as loader:
             dropped.clear()
+            emptied.clear()
             list(loader)
             assert ("page cache emptied" in loader.report().path) == is_large
-    assert sorted(i for first, count, _ in dropped for i in range(first, first + count)) == list(range(36))
-    assert {from_cache for *_, from_cache in dropped} == {is_large}
+    assert sorted(dropped) == list(range(36))
+    assert emptied == {is_large}
 
 
 # Damage

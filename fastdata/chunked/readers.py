@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -225,8 +225,7 @@ class StoredSamples:
     def bring(self, positions: Sequence[int]) -> None:
         """See ``Reader``."""
         for store in self._on_disk:
-            for first, count in _stretches(positions):
-                store.bring(first, count)
+            store.bring(np.asarray(positions, np.int64))
 
     def check(self, positions: Sequence[int]) -> None:
         """Find out which samples on disk are damaged.
@@ -236,14 +235,12 @@ class StoredSamples:
         """
         with self.contents.naming_damage():
             for store in self._on_disk:
-                for first, count in _stretches(positions):
-                    store.check(first, count)
+                store.check(np.asarray(positions, np.int64))
 
     def drop(self, positions: Sequence[int]) -> None:
         """See ``Reader``."""
         for store in self._on_disk:
-            for first, count in _stretches(positions):
-                store.drop(first, count, from_cache=self.empties_cache)
+            store.drop(np.asarray(positions, np.int64), from_cache=self.empties_cache)
 
     def release(self) -> None:
         """See ``Reader``."""
@@ -310,11 +307,3 @@ def reader_of(dataset: PreparedDataset) -> Reader:
         return PreparedSamples(road)
     assert dataset.kept is not None
     return StoredSamples(dataset.kept)
-
-
-def _stretches(positions: Sequence[int]) -> Iterable[tuple[int, int]]:
-    """First and length of each stretch of neighbours among ascending positions."""
-    index = np.asarray(positions)
-    cuts = np.flatnonzero(np.diff(index) != 1) + 1
-    for stretch in np.split(index, cuts):
-        yield int(stretch[0]), len(stretch)

@@ -163,44 +163,37 @@ class DiskStore:
         if unchecked_B.any():
             self._check_copies(index_B, out_B, np.flatnonzero(unchecked_B))
 
-    def bring(self, first: int, count: int) -> None:
-        """Have neighbouring samples in memory until they are dropped, and nothing else, however they are read.
-
-        Args:
-            first: of the samples.
-            count: how many.
-        """
-        for run in self._runs(first, count):
+    def bring(self, index_B: np.ndarray) -> None:
+        """Have samples in memory until they are dropped, and nothing else, however they are read."""
+        for run in self._runs(index_B):
             self._files.bring(run.shard, run.start, run.size_bytes)
 
-    def check(self, first: int, count: int) -> None:
-        """Hold those of neighbouring samples that were not read before against their checksums.
+    def check(self, index_B: np.ndarray) -> None:
+        """Hold those samples that were not read before against their checksums.
 
         Raises:
             UndecodableError: a sample is damaged.
         """
-        for index in (first + np.flatnonzero(self._checked[first : first + count] == 0)).tolist():
+        for index in index_B[self._checked[index_B] == 0].tolist():
             self.stored(index)
 
-    def drop(self, first: int, count: int, *, from_cache: bool = False) -> None:
-        """Let go of the mapping's memory of neighbouring samples, which is read from the files again when needed.
+    def drop(self, index_B: np.ndarray, *, from_cache: bool = False) -> None:
+        """Let go of the mapping's memory of samples, which is read from the files again when needed.
 
         Args:
-            first: of the samples.
-            count: how many.
+            index_B: int64 (B,), which; those that were brought at once are dropped at once.
             from_cache: let the system's page cache go of them too, unless another process has them mapped.
         """
-        for run in self._runs(first, count):
+        for run in self._runs(index_B):
             self._files.drop(run.shard, run.start, run.size_bytes, from_cache=from_cache)
 
     def release(self) -> None:
         """Let go of all memory of the mapping, whoever has read it; it is read from the files again when needed."""
         self._files.release()
 
-    def _runs(self, first: int, count: int) -> Iterator[Run]:
-        """Where neighbouring samples lie, in as few pieces as there are; workers write them nearly in order."""
-        chosen = slice(first, first + count)
-        shards, starts, sizes = self._shards[chosen], self._offsets[chosen], self._sizes[chosen]
+    def _runs(self, index_B: np.ndarray) -> Iterator[Run]:
+        """Where samples lie, in as few pieces as there are; workers write neighbours nearly in order."""
+        shards, starts, sizes = self._shards[index_B], self._offsets[index_B], self._sizes[index_B]
         order = np.lexsort((starts, shards))
         return runs_of(shards[order], starts[order], sizes[order], gap_bytes=_GAP_BYTES)
 

@@ -72,6 +72,13 @@ class _Areas:
         self.shards: set[int] = set()
         self.borders: Counter[tuple[int, int]] = Counter()
 
+    def leave(self, borders: set[tuple[int, int]]) -> None:
+        """Count one less of each."""
+        for border in borders:
+            self.borders[border] -= 1
+            if self.borders[border] <= 0:
+                del self.borders[border]
+
 
 class ShardMap:
     """The shards of one part, mapped read-only.
@@ -158,7 +165,7 @@ class ShardMap:
             first, stop = _pages(start, size)
             areas = self._areas.setdefault(os.getpid(), _Areas())
             with areas.lock:
-                areas.borders -= Counter({(number, first), (number, stop - 1)})
+                areas.leave({(number, first), (number, stop - 1)})
                 first += (number, first) in areas.borders
                 stop -= (number, stop - 1) in areas.borders
                 for advice in ("MADV_NOHUGEPAGE", "MADV_NORMAL", "MADV_DONTNEED"):  # unmapped when nobody can map again
