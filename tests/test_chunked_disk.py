@@ -23,6 +23,7 @@ from fastdata import (
     MemoryBudgetError,
     SampleError,
     StoreGoneError,
+    machine,
 )
 from fastdata.cache import writers as writers_module
 from fastdata.chunked.budget import ChunkPlan, empties_cache
@@ -286,6 +287,19 @@ def test_runs_end_where_the_file_does_not_go_on(gap: int, expected: list[Any]) -
     )
     assert list(runs_of(shards, starts, sizes, gap_bytes=gap)) == expected
     assert list(runs_of(shards[:0], starts[:0], sizes[:0])) == []
+
+
+def test_many_cores_do_not_take_the_memory_of_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With 64 cores batches ahead take a quarter of what is free, not all of it."""
+    monkeypatch.setattr(machine, "usable_cores", lambda: 64)
+    data = [(torch.full((3, 100, 100), i, dtype=torch.uint8), i) for i in range(64)]
+    with CachedDataset(data, cache_dir=tmp_path, cache_key="k", progress=False, num_workers=1) as dataset:
+        limit = machine.tree_pss_bytes() + (100 << 20)
+        arguments = {"batch_size": 32, "memory_limit": limit, "num_workers": None, "chunk_samples": None}
+        with chunked(dataset, **arguments) as loader:
+            assert 1 < loader._supply.threads < 64
+            assert loader.plan.batches_bytes < 50 << 20
+            assert sorted(int(label) for _, labels in loader for label in labels) == list(range(64))
 
 
 # The page cache

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fastdata.errors import MemoryBudgetError
 from fastdata.memory import format_bytes
 
-__all__ = ["CHUNKS_HELD", "ChunkPlan", "Needs", "empties_cache", "plan_chunks"]
+__all__ = ["CHUNKS_HELD", "ChunkPlan", "Needs", "empties_cache", "plan_chunks", "plan_makers"]
 
 CHUNKS_HELD = 2
 """One is served while the next one loads."""
@@ -16,6 +16,8 @@ WORKER_BYTES = 48 << 20
 RESERVE_BYTES = 64 << 20
 RESERVE_SHARE = 0.05
 """Left for what nobody can foresee, such as the training loop's own growth."""
+_BATCHES_SHARE = 0.25
+"""Of what is free for chunks and batches: more batches ahead bring less than larger chunks do."""
 _ENOUGH_BATCHES = 4
 """In a chunk; with fewer, workers are given up for memory."""
 
@@ -123,6 +125,21 @@ def plan_chunks(needs: Needs, limit_bytes: int, chunk_samples: int | None = None
         chunk_samples=batches * needs.batch_size,
         chunk_bytes=int(batches * batch_samples_bytes),
     )
+
+
+def plan_makers(most: int, batch_bytes: int, free_bytes: int) -> int:
+    """Decide how many threads make batches, each of them two ahead: at least one.
+
+    Args:
+        most: that could.
+        batch_bytes: of one batch.
+        free_bytes: for chunks and batches.
+
+    Example:
+        >>> plan_makers(64, batch_bytes=154 << 20, free_bytes=7 << 30)
+        5
+    """
+    return max(1, min(most, int(free_bytes * _BATCHES_SHARE) // (2 * max(batch_bytes, 1))))
 
 
 def empties_cache(disk_bytes: int, free_bytes: int, plan: ChunkPlan) -> bool:

@@ -11,7 +11,7 @@ import numpy as np
 
 from fastdata import machine
 from fastdata.batch import IndexBatch, collate
-from fastdata.chunked.budget import CHUNKS_HELD, Needs, empties_cache, plan_chunks
+from fastdata.chunked.budget import CHUNKS_HELD, Needs, empties_cache, plan_chunks, plan_makers
 from fastdata.chunked.chunks import Room
 from fastdata.chunked.holding import InSlots, choose_holding, emptying_cache
 from fastdata.chunked.order import EpochOrder, plan_epoch
@@ -77,14 +77,18 @@ class Supply:
         view = holding.view(served.dataset)
         self._obstacle = view.batch_obstacle
         cores = machine.usable_cores() if wishes.num_workers is None else wishes.num_workers
-        self._makers = 1 if self._obstacle else holding.makers(cores)
         served_bytes = view.served_bytes
         if served_bytes is None:  # samples one by one, then collated
             served_bytes = 2 * _FLOAT_BYTES * math.ceil(layout.sample_bytes)
+        batch_bytes = served_bytes * wishes.batch_size
+        in_use_bytes, free_bytes = machine.tree_pss_bytes(), machine.available_bytes().bytes
+        limit_bytes = parse_bytes(wishes.memory_limit, of=free_bytes + in_use_bytes)
+        most_makers = 1 if self._obstacle else holding.makers(cores)
+        self._makers = plan_makers(most_makers, batch_bytes, limit_bytes - in_use_bytes)
         needs = Needs(
-            in_use_bytes=machine.tree_pss_bytes(),
+            in_use_bytes=in_use_bytes,
             sample_bytes=holding.sample_bytes,
-            batch_bytes=served_bytes * wishes.batch_size,
+            batch_bytes=batch_bytes,
             batches_held=self.batches_held,
             epoch_bytes=_ORDER_BYTES * order.length + CHUNKS_HELD * holding.chunk_bytes,
             batch_size=wishes.batch_size,
@@ -92,8 +96,6 @@ class Supply:
             workers=1 if holding.is_light else cores,
             most_bytes=_MOST_MIXED_BYTES if self.is_mixed else _MOST_BYTES,
         )
-        free_bytes = machine.available_bytes().bytes
-        limit_bytes = parse_bytes(wishes.memory_limit, of=free_bytes + needs.in_use_bytes)
         self.plan = plan_chunks(needs, limit_bytes, wishes.chunk_samples)
         self._empties_cache = empties_cache(reader.disk_bytes, free_bytes, self.plan)
         if self._empties_cache:
