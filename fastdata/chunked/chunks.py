@@ -196,22 +196,22 @@ class FillSlots:
         """Do one task."""
         self.reader.bring(run.positions)
         try:
-            results = self._copy(run) if self.reader.is_copied else None
-        except SampleError:  # of one of them: found out one by one
-            results = None
-        if results is None:
-            results = [self._one(run.room, row, position) for row, position in enumerate(run.positions, run.row)]
-        self.reader.drop(run.positions)
-        return results
+            copied = self._copy(run) if self.reader.is_copied else None
+            return copied or [self._one(run.room, row, position) for row, position in enumerate(run.positions, run.row)]
+        finally:
+            self.reader.drop(run.positions)
 
     def _copy(self, run: Run) -> Results | None:
-        """Put all samples of a task into their rows at once; None where they have no common shape."""
+        """Put all samples of a task into their rows at once; None where one is damaged, or they differ in shape."""
         writers, count = self.roads[run.room].writers, len(run.positions)
         dense = [writer for writer in writers if isinstance(writer, DenseWriter)]
         if len(dense) < len(writers):
             return None
-        for part, writer in enumerate(dense):
-            self.reader.copy_part(part, run.positions, writer.rows(run.row, count))
+        try:
+            for part, writer in enumerate(dense):
+                self.reader.copy_part(part, run.positions, writer.rows(run.row, count))
+        except SampleError:  # of one of them: found out one by one
+            return None
         return [(row, [], None) for row in range(run.row, run.row + count)]
 
     def _one(self, slot: int, row: int, position: int) -> tuple[int, list[Place] | SampleError, bytes | None]:
