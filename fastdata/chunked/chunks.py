@@ -257,14 +257,13 @@ class Chunk:
     """Some samples of the epoch, from the moment they begin to load until the last of their batches is served.
 
     Args:
-        number: of the chunk in the epoch.
         positions: int64, of the samples in the dataset, in the order in which they are served.
         batches: how many are made of them.
         in_sequence: whether to read them in the order of the dataset.
     """
 
-    def __init__(self, number: int, positions: np.ndarray, batches: int, *, in_sequence: bool = False) -> None:
-        self.number, self.positions, self._in_sequence = number, positions, in_sequence
+    def __init__(self, positions: np.ndarray, batches: int, *, in_sequence: bool = False) -> None:
+        self.positions, self._in_sequence = positions, in_sequence
         self._batches_left = batches
         self._changed = threading.Condition()
         self._failure: BaseException | None = None

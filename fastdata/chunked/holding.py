@@ -66,7 +66,7 @@ class InSlots:
     def view(self, dataset: PreparedDataset) -> PreparedDataset:
         """The dataset as a chunk serves it, to be looked at, not read."""
         with Slot(self.layout, 1) as slot:
-            return Chunk(0, np.zeros(1, np.int64), 1).begin(0, slot, dataset)
+            return Chunk(np.zeros(1, np.int64), 1).begin(0, slot, dataset)
 
     def rooms(self, count: int, samples: int) -> list[Room]:
         """Room for so many chunks of so many samples."""

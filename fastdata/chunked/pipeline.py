@@ -61,7 +61,7 @@ class Flow:
         first = max(number * self.chunk_batches, first_batch)
         last = min((number + 1) * self.chunk_batches, self.batches)
         positions = self.stream[first * self.batch_size : last * self.batch_size]
-        return Chunk(number, positions, last - first, in_sequence=self.in_sequence)
+        return Chunk(positions, last - first, in_sequence=self.in_sequence)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
