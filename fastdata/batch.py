@@ -38,6 +38,7 @@ class SampleBatch(list[tuple[torch.Tensor, Any]]):
         images: (B, C, h, w); sample i is a view of ``images[i]``.
         targets: what ``default_collate`` makes of the targets: int64 (B,) for class numbers.
         each_target: one Python object per sample.
+        image_class: of the images in the list, such as ``tv_tensors.Image``.
 
     Attributes:
         stacked: ``[images, targets]``, or None once the list was changed and no longer says the same.
@@ -45,8 +46,17 @@ class SampleBatch(list[tuple[torch.Tensor, Any]]):
 
     stacked: list[Any] | None
 
-    def __init__(self, images: torch.Tensor, targets: Any, each_target: Iterable[Any]) -> None:
-        super().__init__(zip(images.unbind(0), each_target, strict=True))
+    def __init__(
+        self,
+        images: torch.Tensor,
+        targets: Any,
+        each_target: Iterable[Any],
+        image_class: type[torch.Tensor] = torch.Tensor,
+    ) -> None:
+        each_image: Iterable[torch.Tensor] = images.unbind(0)
+        if image_class is not torch.Tensor:
+            each_image = [image.as_subclass(image_class) for image in each_image]
+        super().__init__(zip(each_image, each_target, strict=True))
         self.stacked = [images, targets]
 
     def __reduce__(self) -> tuple[Any, ...]:

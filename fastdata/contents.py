@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from fastdata.decode import present, sample_error
+from fastdata.decode import present, sample_error, tensor_class
 from fastdata.errors import SampleError
 from fastdata.lazy import LazyStore
 from fastdata.stores.base import Store
@@ -74,6 +74,10 @@ class Contents:
         filled = store.fill.filled
         chosen = filled if index is None else filled[index]
         return float(np.count_nonzero(chosen) / max(chosen.size, 1))
+
+    def tensor_classes(self) -> list[type]:
+        """Those of the samples' parts: what a process needs to have imported before it reads them."""
+        return [tensor_class(store.spec.form) for store in self.stores]
 
     def sample(self, index: int) -> Any:
         """One sample as it was before it was stored, a tuple if it was one; its memory is the caller's own."""

@@ -292,9 +292,11 @@ class PreparedDataset(ServingDataset, ABC):
 
     def __getstate__(self) -> dict[str, Any]:
         derived = ("_plan", "_program", "_served", "_reader", "skipped", "batch_ring")
-        return {name: value for name, value in self.__dict__.items() if name not in derived}
+        state = {name: value for name, value in self.__dict__.items() if name not in derived}
+        return state | {"_imported": self._contents.tensor_classes() if self._contents else ()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        del state["_imported"]  # unpickling it has imported what samples are
         self.__dict__.update(state)
         self.skipped = []
         self._compile()

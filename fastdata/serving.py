@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 from fastdata.batch import SampleBatch, collate_targets
 from fastdata.batchops import Program
 from fastdata.contents import Contents, Table
-from fastdata.decode import Planes, present, sample_error, to_image
+from fastdata.decode import Planes, present, sample_error, tensor_class, to_image
 from fastdata.errors import StoreGoneError
 from fastdata.options import Options
 from fastdata.plan import TransformPlan
@@ -118,7 +118,7 @@ class ServingDataset(Dataset[Any]):
         """Like ``read_batch``, as the list of samples that collate functions expect."""
         images = self._read_images(index_B, visits_B, ring)
         each_target = [self._target(index) for index in index_B.tolist()]
-        return SampleBatch(images, collate_targets(each_target), each_target)
+        return SampleBatch(images, collate_targets(each_target), each_target, tensor_class(self._plan.kind))
 
     @property
     def batch_obstacle(self) -> str | None:
@@ -168,7 +168,7 @@ class ServingDataset(Dataset[Any]):
         assert visits is not None
         with contents.naming_damage():
             pixels = self._program.run_one(contents.images, index, visits, self._options.seed)
-        return present(pixels, self._plan.out_form)
+        return present(pixels, self._plan.kind)
 
     def _read_source(self, index: int) -> tuple[Any, Any]:
         """Read and prepare one sample that is kept nowhere."""

@@ -13,8 +13,9 @@ import numpy as np
 
 __all__ = ["Form", "SampleSpec"]
 
-Form = Literal["pil", "tensor", "array"]
-"""What a sample was before it was stored, hence what per-sample code must be given."""
+Form = Literal["pil", "tensor", "array", "image", "mask", "video"]
+"""What a sample was before it was stored, hence what per-sample code must be given; the last three are torchvision's
+``tv_tensors``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,8 +25,8 @@ class SampleSpec:
     Args:
         shape: of every sample, ``(C, H, W)`` for images; None when each sample has its own (ragged).
         dtype: element type as NumPy names it.
-        form: ``"pil"`` images are stored planar (C, H, W) and given back as PIL images; ``"tensor"`` and ``"array"``
-            samples are stored as they are.
+        form: ``"pil"`` images are stored planar (C, H, W) and given back as PIL images; all others
+            are stored as they are.
 
     Example:
         >>> SampleSpec(shape=(3, 256, 256), dtype="uint8", form="pil").sample_bytes

@@ -213,7 +213,7 @@ def _target_columns(targets: Sequence[Any] | np.ndarray) -> tuple[dict[str, np.n
     if not types or types == {int} or types == {bool} or types == {float}:
         array = np.array(targets, dtype=np.int64 if types <= {int} else None)
         return {"targets": array}, "number"
-    if len(types) == 1 and isinstance(targets[0], (torch.Tensor, np.ndarray)):
+    if types == {torch.Tensor} or (len(types) == 1 and isinstance(targets[0], np.ndarray)):
         arrays = [np.asarray(target) for target in targets]
         if len({(array.shape, array.dtype) for array in arrays}) == 1 and arrays[0].dtype.kind in "iufb":
             return {"targets": np.stack(arrays)}, "tensor" if isinstance(targets[0], torch.Tensor) else "array"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import pickle
 import random
+import sys
 from collections.abc import Iterator
 from typing import Any, ClassVar, NamedTuple
 
@@ -11,11 +13,23 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
+from torchvision_ops import import_torchvision
+
 
 def send_sample(dataset: Any, index: int, connection: Any) -> None:
     """Send sample ``index`` as plain values."""
     image, target = dataset[index]
     connection.send((image.tolist(), target))
+    connection.close()
+
+
+def send_class_of_target(pickled_dataset: bytes, connection: Any) -> None:
+    """Send the name of the class of the first target, from a process that has not imported torchvision's tensors."""
+    import_torchvision()
+    for name in [name for name in sys.modules if name.startswith("torchvision.tv_tensors")]:
+        del sys.modules[name]
+    dataset = pickle.loads(pickled_dataset)
+    connection.send(type(dataset[0][1]).__name__)
     connection.close()
 
 

@@ -499,7 +499,7 @@ def test_a_flipped_byte_is_found_in_a_batch_of_whole_words(tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     ("field", "value", "words"),
-    [("version", 2, "has version 2; this fastdata reads 1"), ("count", 5, "its checksum does not fit")],
+    [("version", 3, "has version 3; this fastdata reads 2"), ("count", 5, "its checksum does not fit")],
 )
 def test_another_version_is_a_rebuild(
     image_folder: Folder, prepared: Any, caplog: Any, field: str, value: int, words: str

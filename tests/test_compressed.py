@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,10 @@ import pytest
 import torch
 from PIL import Image
 from torchvision import transforms as v1
+from torchvision import tv_tensors
+from torchvision.transforms import v2
 
+from children import send_class_of_target
 from fastdata import CachedDataset, DataLoader, ImageFolder, MemoryBudgetError, SampleError
 from fastdata.codecs import JpegCodec
 from fastdata.ingest import forecast
@@ -212,6 +216,122 @@ def test_joint_transforms_get_image_and_mask() -> None:
         assert "several parts" in (dataset.batch_obstacle or "")
     with pytest.raises(ValueError, match="transforms= takes sample and target together"):
         CachedDataset(items, transforms=flip, transform=flip, progress=False)
+
+
+class _Segmentation(list[Any]):
+    """Random pixels: (image, mask), or ((image, mask), label) with a list of the labels; sizes may differ."""
+
+    def __init__(self, kind: Any, *, labelled: bool = False, sizes: int = 1) -> None:
+        draw = np.random.default_rng(0).integers
+        for i in range(6):
+            size = (9, 8 + i % sizes)
+            image, mask = draw(256, size=(*size, 3), dtype=np.uint8), tv_tensors.Mask(draw(5, size=size))
+            photo = Image.fromarray(image)
+            if kind is tv_tensors.Image:
+                photo = v2.functional.to_image(photo)
+            self.append(((photo, mask), i) if labelled else (photo, mask))
+        self.targets = list(range(6))
+
+
+KEPT = [
+    {"storage": "shared"},
+    {"storage": "compressed", "codec": "lz4"},
+    {"storage": "compressed", "codec": ("zstd", "lz4")},
+    {"storage": "disk", "cache_key": "masks"},
+    {"storage": "none"},
+]
+
+
+@pytest.mark.parametrize("sizes", [1, 2], ids=["dense", "ragged"])
+@pytest.mark.parametrize("kind", [Image.Image, tv_tensors.Image])
+@pytest.mark.parametrize("options", KEPT, ids=str)
+def test_masks_stay_in_step_with_their_images(options: Any, kind: Any, sizes: int, tmp_path: Path) -> None:
+    """Joint transforms of torchvision do to image and mask what they do without fastdata, wherever both are kept."""
+    items = _Segmentation(kind, sizes=sizes)
+    options = options | ({"cache_dir": tmp_path} if options["storage"] == "disk" else {})
+    to_float = v2.ToDtype({tv_tensors.Image: torch.float32, tv_tensors.Mask: torch.int64}, scale=True)
+    joint = v2.Compose([v2.RandomHorizontalFlip(1.0), v2.RandomResizedCrop(4), v2.ToImage(), to_float])
+    for _ in range(2):  # the second finds the cache
+        with CachedDataset(items, transforms=joint, progress=False, **options) as dataset:
+            for index, pair in enumerate(items):
+                torch.manual_seed(index)
+                wanted = joint(*pair)
+                torch.manual_seed(index)
+                found = dataset[index]
+                assert [type(part) for part in found] == [tv_tensors.Image, tv_tensors.Mask]
+                assert [part.dtype for part in found] == [torch.float32, torch.int64]
+                assert all(map(torch.equal, found, wanted))
+
+
+@pytest.mark.parametrize("fill", ["eager", "lazy"])
+def test_parts_keep_their_class(fill: Any) -> None:
+    """Of a sample (image, mask) both are torchvision's to a transform per sample, on the first read and on others."""
+    items = _Segmentation(tv_tensors.Image, labelled=True)
+    flip = v2.RandomHorizontalFlip(1.0)
+    with CachedDataset(items, transform=flip, fill=fill, progress=False) as dataset:
+        for _ in range(2):
+            for index, (pair, label) in enumerate(items):
+                found, target = dataset[index]
+                assert all(map(torch.equal, found, flip(pair)))
+                assert [type(part) for part in found] == [tv_tensors.Image, tv_tensors.Mask]
+                assert target == label
+
+
+def test_an_image_tensor_is_torchvisions_behind_a_prepared_step_and_a_batch_op(tmp_path: Path) -> None:
+    """After ToImage, a resize that is prepared and a flip on the batch, the user's step gets a tv_tensors.Image."""
+    seen: list[type] = []
+
+    def look(image: Any) -> Any:
+        seen.append(type(image))
+        return image
+
+    (tmp_path / "images" / "one").mkdir(parents=True)
+    Image.new("RGB", (9, 8)).save(tmp_path / "images" / "one" / "0.png")
+    geometry = [v2.ToImage(), v2.Resize((4, 4))]
+    for steps in ([*geometry, look], [*geometry, v2.RandomHorizontalFlip(), look], [v2.ToImage(), look]):
+        for options in ({"storage": "shared"}, {"storage": "compressed", "codec": "source"}, {"cache_dir": tmp_path}):
+            with ImageFolder(tmp_path / "images", v2.Compose(steps), progress=False, **options) as dataset:
+                dataset[0]
+    assert set(seen) == {tv_tensors.Image}
+
+
+def test_a_collate_function_gets_torchvisions_tensors() -> None:
+    """Samples of a whole batch are in the list what they are one by one; default_collate stacks them to a tensor."""
+    items = _Segmentation(tv_tensors.Image)
+    with CachedDataset(items, transform=v2.RandomHorizontalFlip(1.0), progress=False) as dataset:
+        loader = DataLoader(dataset, batch_size=2, collate_fn=list)
+        kinds = {type(part) for batch in loader for pair in batch for part in pair}
+        assert kinds == {tv_tensors.Image, tv_tensors.Mask}
+        assert {type(part) for batch in DataLoader(dataset, batch_size=2) for part in batch} == {torch.Tensor}
+
+
+def test_boxes_keep_format_and_canvas_as_targets(tmp_path: Path) -> None:
+    """Boxes flip with their image as targets, alone or in a dict; what would lose their canvas is refused."""
+    boxes = tv_tensors.BoundingBoxes([[0, 1, 2, 3]], format="XYWH", canvas_size=(5, 6))
+    flip = v2.RandomHorizontalFlip(1.0)
+    for target in (boxes, {"boxes": boxes, "label": 3}):
+        pair = (_photo(1), target)
+        with CachedDataset([pair], transforms=flip, progress=False) as dataset:
+            found, wanted = (each if target is boxes else each["boxes"] for each in (dataset[0][1], flip(*pair)[1]))
+            assert repr(found) == repr(wanted)
+        with pytest.raises(ValueError, match=r"cache_dir= keeps targets that are .* and not (BoundingBoxes|dict)"):
+            CachedDataset([pair], cache_dir=tmp_path, cache_key="boxes", progress=False)
+    with pytest.raises(SampleError, match=r"a BoundingBoxes cannot be stored .* Return it as or within the target"):
+        CachedDataset([((_photo(1), boxes), 3)], progress=False)
+
+
+def test_another_process_imports_what_samples_are() -> None:
+    """A mask is one in a process that has only unpickled the dataset."""
+    context = multiprocessing.get_context("spawn")
+    with CachedDataset(_Segmentation(tv_tensors.Image), progress=False) as dataset:
+        connection, theirs = context.Pipe()
+        process = context.Process(target=send_class_of_target, args=(pickle.dumps(dataset), theirs))
+        process.start()
+        theirs.close()
+        assert connection.recv() == "Mask"
+        process.join()
+        process.close()
+        connection.close()
 
 
 def test_kept_files_are_decoded_fast_where_that_is_asked_for(image_folder: Folder) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import math
 import struct
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -396,13 +398,9 @@ def test_other_modes_are_refused_with_their_cure(mode: str) -> None:
 
 
 def test_tensors_and_arrays_are_views() -> None:
-    """No copy is made, gradients and subclasses are looked through, and present gives the form back."""
-
-    class Sub(torch.Tensor):
-        pass
-
+    """No copy is made, gradients are looked through, and present gives the form back."""
     tensor = torch.arange(30.0).reshape(5, 6).requires_grad_()
-    array, form = to_stored(tensor.as_subclass(Sub))
+    array, form = to_stored(tensor)
     assert form == "tensor"
     array[0, 0] = 99
     assert tensor[0, 0] == 99
@@ -415,13 +413,24 @@ def test_tensors_and_arrays_are_views() -> None:
     assert present(np.zeros((3, 5, 6), np.uint8), "pil").size == (6, 5)
 
 
-def test_tv_tensors_are_stored_as_tensors() -> None:
-    """Torchvision's Image tensor gives its own memory."""
+@pytest.mark.parametrize(("name", "shape"), [("Image", (3, 5, 6)), ("Mask", (5, 6)), ("Video", (2, 3, 5, 6))])
+def test_tv_tensors_come_back_over_their_memory(name: str, shape: tuple[int, ...]) -> None:
+    """Torchvision's tensors give a view of their memory, and present gives their class back, if that is imported."""
     tv_tensors = pytest.importorskip("torchvision.tv_tensors", reason="the subject is torchvision's")
-    image = tv_tensors.Image(torch.arange(90, dtype=torch.uint8).reshape(3, 5, 6))
-    array, form = to_stored(image)
-    assert form == "tensor"
-    assert array.__array_interface__["data"][0] == image.data_ptr()
+    sample = getattr(tv_tensors, name)(torch.arange(math.prod(shape), dtype=torch.uint8).reshape(shape))
+    array, form = to_stored(sample)
+    assert array.__array_interface__["data"][0] == sample.data_ptr()
+    again = present(array, form)
+    assert type(again) is type(sample)
+    assert torch.equal(again, sample)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.delitem(sys.modules, "torchvision.tv_tensors")
+        with pytest.raises(ImportError, match=rf"tv_tensors\.{name}, which this process .* `import torchvision"):
+            present(array, form)
+
+
+class _Named(torch.Tensor):
+    """A user's own class."""
 
 
 @pytest.mark.parametrize(
@@ -431,8 +440,9 @@ def test_tv_tensors_are_stored_as_tensors() -> None:
         (np.array([None]), "array of Python objects cannot be stored"),
         (torch.zeros(2, dtype=torch.bfloat16), r"tensor of torch.bfloat16 cannot be stored"),
         (torch.zeros(2, device="meta"), r"tensor on meta cannot be stored; give .cpu\(\) of it"),
+        (torch.zeros(2).as_subclass(_Named), r"a _Named cannot be stored without .* give .as_subclass\(torch.Tensor\)"),
     ],
-    ids=["list", "objects", "bfloat16", "device"],
+    ids=["list", "objects", "bfloat16", "device", "subclass"],
 )
 def test_samples_that_cannot_be_stored_say_why(sample: Any, message: str) -> None:
     """Each refusal names what was found and what to do."""

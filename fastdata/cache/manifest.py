@@ -23,12 +23,12 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
 from fastdata.errors import CacheError
-from fastdata.spec import SampleSpec
+from fastdata.spec import Form, SampleSpec
 
 __all__ = [
     "MANIFEST",
@@ -46,7 +46,7 @@ __all__ = [
 
 MANIFEST = "fastdata.json"
 FORMAT = "fastdata cache"
-VERSION = 1
+VERSION = 2
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _TARGET_KIND = re.compile(r"number:([a-z]+[0-9]*):1|(?:tensor|array):([a-z]+[0-9]*):[1-8]")
 _MAX_DIMENSIONS = 8
@@ -235,7 +235,7 @@ def _is_skipped(entry: Any) -> bool:
 def _part_of(entry: dict[str, Any]) -> Part:
     shape, form = entry["spec"]["shape"], entry["spec"]["form"]
     dtype = np.dtype(_text(entry["spec"]["dtype"]))
-    if form not in ("pil", "tensor", "array") or dtype.hasobject:
+    if form not in get_args(Form) or dtype.hasobject:
         raise ValueError(f"samples of {dtype} in form {form!r} are not known")
     if shape is not None and len(shape) > _MAX_DIMENSIONS:
         raise ValueError(f"samples of {len(shape)} dimensions are not known")

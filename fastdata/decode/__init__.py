@@ -14,7 +14,7 @@ from fastdata.decode.images import (
 )
 from fastdata.decode.planar import decode_planes_into, encode_planes
 from fastdata.decode.problems import sample_error
-from fastdata.decode.stored import Planes, is_image, present, spec_of, to_image, to_pil, to_stored
+from fastdata.decode.stored import Planes, is_image, present, spec_of, tensor_class, to_image, to_pil, to_stored
 
 __all__ = [
     "IMAGE_EXTENSIONS",
@@ -34,6 +34,7 @@ __all__ = [
     "present",
     "sample_error",
     "spec_of",
+    "tensor_class",
     "to_image",
     "to_pil",
     "to_stored",

@@ -5,6 +5,7 @@ Shape letters: C channels, H W size of an image.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,13 +16,25 @@ from PIL import Image
 
 from fastdata.spec import Form, SampleSpec
 
-__all__ = ["Planes", "is_image", "pack_planes", "present", "spec_of", "to_image", "to_pil", "to_stored"]
+__all__ = [
+    "Planes",
+    "is_image",
+    "pack_planes",
+    "present",
+    "spec_of",
+    "tensor_class",
+    "to_image",
+    "to_pil",
+    "to_stored",
+]
 
 Array = npt.NDArray[Any]
 PLANES = {"L": "L", "RGB": "RGB", "RGBA": "RGBA"}
 """PIL modes of uint8 planes, and the raw mode that packs each plane."""
 SCALARS = {"I;16": "uint16", "I": "int32", "F": "float32"}
 """PIL modes of one wide channel, and its dtype."""
+CLASSES: dict[Form, str] = {"image": "Image", "mask": "Mask", "video": "Video"}
+"""Those of ``torchvision.tv_tensors`` that are nothing but their values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +86,15 @@ def to_stored(sample: Any) -> tuple[Array, Form]:
 
 
 def is_image(value: Any) -> bool:
-    """Whether a value is an image of any kind, a mask too: a PIL image, or numbers in two or more dimensions."""
+    """Whether a value is an image of any kind, a mask too: a PIL image, or numbers in two or more dimensions.
+
+    Tensors that are more than their values, such as ``BoundingBoxes``, are none.
+    """
     if isinstance(value, np.ndarray):
         return value.ndim > 1 and not value.dtype.hasobject
-    return isinstance(value, Image.Image) or (isinstance(value, torch.Tensor) and value.ndim > 1)
+    if isinstance(value, torch.Tensor):
+        return value.ndim > 1 and _form_of(value) is not None
+    return isinstance(value, Image.Image)
 
 
 def to_pil(array_CHW: Array) -> Image.Image:
@@ -104,7 +122,25 @@ def present(array: Array, form: Form) -> Any:
     """Give stored values the form that the sample had: a PIL image, or a tensor or array over ``array`` itself."""
     if form == "pil":
         return to_pil(array)
-    return torch.from_numpy(array) if form == "tensor" else array
+    return array if form == "array" else torch.from_numpy(array).as_subclass(tensor_class(form))
+
+
+def tensor_class(form: Form) -> type[torch.Tensor]:
+    """The class of tensors of a form.
+
+    Raises:
+        ImportError: it is torchvision's, which this process has not imported.
+    """
+    if form not in CLASSES:
+        return torch.Tensor
+    module = sys.modules.get("torchvision.tv_tensors")
+    if module is None:
+        raise ImportError(
+            f"samples are torchvision's tv_tensors.{CLASSES[form]}, which this process has not imported. Write "
+            "`import torchvision.tv_tensors` before the first of them is read."
+        )
+    found: type[torch.Tensor] = getattr(module, CLASSES[form])
+    return found
 
 
 def _layout(mode: str) -> tuple[int, str]:
@@ -149,7 +185,22 @@ def _view(sample: Any) -> tuple[Array, Form]:
         )
     if sample.device.type != "cpu":
         raise TypeError(f"a tensor on {sample.device} cannot be stored; give .cpu() of it")
+    form = _form_of(sample)
+    if form is None:
+        raise TypeError(
+            f"a {type(sample).__name__} cannot be stored without losing what it is beside its values. Return it as or "
+            "within the target, which is kept as it is, or give .as_subclass(torch.Tensor) of it."
+        )
     try:
-        return sample.detach().as_subclass(torch.Tensor).numpy(force=True), "tensor"
+        return sample.detach().as_subclass(torch.Tensor).numpy(force=True), form
     except TypeError as unsupported:
         raise TypeError(f"a tensor of {sample.dtype} cannot be stored: {unsupported}") from unsupported
+
+
+def _form_of(tensor: torch.Tensor) -> Form | None:
+    """What a tensor is; None for classes whose tensors may be more than their values."""
+    kind = type(tensor)
+    if kind in (torch.Tensor, torch.nn.Parameter):
+        return "tensor"
+    is_torchvisions = kind.__module__.startswith("torchvision.tv_tensors")
+    return next((form for form, name in CLASSES.items() if is_torchvisions and name == kind.__name__), None)

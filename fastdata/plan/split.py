@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, Literal
 
-import torch
-
 from fastdata.plan.ops import Op
 from fastdata.plan.steps import (
-    Kind,
     State,
     UnknownStepError,
     flatten,
@@ -39,21 +35,14 @@ class TransformPlan:
         kind: what a sample is after the batch ops.
         batch_texts: the steps behind ``batch_ops``, as the user wrote them.
         reason: why the first of ``per_sample`` is no batch op; empty if there is none.
-        image_class: ``tv_tensors.Image`` if ``kind`` is ``"image"``.
     """
 
     prepare: tuple[Step, ...]
     batch_ops: tuple[Op, ...]
     per_sample: tuple[Step, ...]
-    kind: Kind
+    kind: Form
     batch_texts: tuple[str, ...]
     reason: str
-    image_class: Callable[[torch.Tensor], torch.Tensor] | None
-
-    @property
-    def out_form(self) -> Form:
-        """What ``finish_sample`` takes: a tensor also where it makes a ``tv_tensors.Image`` of it."""
-        return "tensor" if self.kind == "image" else self.kind
 
     @property
     def is_batched(self) -> bool:
@@ -74,9 +63,7 @@ class TransformPlan:
         return image
 
     def finish_sample(self, sample: Any) -> Any:
-        """Run the per sample part on one sample of ``out_form`` that has been through the other two."""
-        if self.image_class is not None and type(sample) is torch.Tensor:
-            sample = self.image_class(sample)
+        """Run the per sample part on one sample of ``kind`` that has been through the other two."""
         for step in self.per_sample:
             sample = step(sample)
         return sample
@@ -147,7 +134,6 @@ def plan_transform(
         kind=state.kind,
         batch_texts=tuple(map(_text, steps[len(first) : known])),
         reason=reason,
-        image_class=_image_class() if state.kind == "image" else None,
     )
 
 
@@ -159,8 +145,8 @@ def _preparable_part(steps: tuple[Step, ...]) -> tuple[Step, ...]:
     return tuple(part)
 
 
-def _kind_after(prepare: tuple[Step, ...], form: Form) -> Kind:
-    kind: Kind = form
+def _kind_after(prepare: tuple[Step, ...], form: Form) -> Form:
+    kind = form
     for step in prepare:
         name = torchvision_name(step)
         if name == "ToImage":
@@ -168,11 +154,6 @@ def _kind_after(prepare: tuple[Step, ...], form: Form) -> Kind:
         elif (name, kind) in (("ToPureTensor", "image"), ("PILToTensor", "pil")):
             kind = "tensor"
     return kind
-
-
-def _image_class() -> Callable[[torch.Tensor], torch.Tensor] | None:
-    module = sys.modules.get("torchvision.tv_tensors")
-    return None if module is None else module.Image
 
 
 def _text(step: Any) -> str:

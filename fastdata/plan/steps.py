@@ -28,9 +28,9 @@ from fastdata.plan.ops import (
     RandomResizedCrop,
     Reform,
 )
+from fastdata.spec import Form
 
 __all__ = [
-    "Kind",
     "State",
     "UnknownStepError",
     "flatten",
@@ -41,9 +41,6 @@ __all__ = [
     "recognise",
     "torchvision_name",
 ]
-
-Kind = Literal["pil", "tensor", "image", "array"]
-"""What a sample is between two steps; ``"image"`` is torchvision's ``tv_tensors.Image``."""
 
 _DETERMINISTIC = frozenset({"Resize", "CenterCrop", "Grayscale", "Pad", "RGB", "Identity"})
 _REFORMING = frozenset({"ToImage", "PILToTensor", "ToPureTensor"})
@@ -60,7 +57,7 @@ class UnknownStepError(Exception):
 class State:
     """What a sample is before a step."""
 
-    kind: Kind
+    kind: Form
     dtype: str = "uint8"
     is_normalized: bool = False
 
@@ -117,8 +114,8 @@ def recognise(step: Any, position: int, state: State) -> tuple[tuple[Op, ...], S
     reader = _READERS.get(name or "")
     if reader is None:
         raise UnknownStepError("is not a known batch op")
-    if state.kind == "array":
-        raise UnknownStepError("gets arrays, which are no images to batch ops")
+    if state.kind in ("array", "mask", "video"):
+        raise UnknownStepError(f"gets {state.kind}s, which are no images to batch ops")
     try:
         return reader(step, position, state)
     except (AttributeError, TypeError, ValueError) as unread:
