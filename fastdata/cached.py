@@ -175,7 +175,8 @@ class CachedDataset(PreparedDataset):
         dataset.transforms = _checked(transforms, transform, target_transform)
         dataset._prepare = "off"
         dataset._begin(Options(seed=seed, batch_ops=batch_ops), transform, target_transform)
-        prepared, dataset.root = open_cache(find_cache(path), as_tensors=as_tensors)
+        prepared, manifest = open_cache(find_cache(path), as_tensors=as_tensors)
+        dataset.root, dataset._is_upright = manifest.root, "PIL.ImageOps.exif_transpose" in manifest.key["prepare"]
         dataset._serve(prepared, source=None)
         return dataset
 

@@ -14,6 +14,7 @@ from fastdata.contents import Contents, Table
 from fastdata.decode import Resize
 from fastdata.options import Options
 from fastdata.plan import TransformPlan, plan_transform
+from fastdata.plan.steps import torchvision_name
 from fastdata.preparation import Prepared, Road, Steps, prepare_storage, report_storage
 from fastdata.serving import ServingDataset
 from fastdata.sources import Source
@@ -65,6 +66,7 @@ class PreparedDataset(ServingDataset, ABC):
         self._first_steps = tuple(step for step in (prepare, resize) if step is not None)
         self._begin(options, transform, target_transform)
         steps = (*self._first_steps, *self._plan.prepare)
+        self._is_upright = "exif_transpose" in map(torchvision_name, steps)
         road = self._road(source, steps)
         if options.cache_dir is None or len(source) == 0:
             prepared = prepare_storage(road, options, table)
@@ -112,7 +114,9 @@ class PreparedDataset(ServingDataset, ABC):
         if self._contents is None:
             assert self._source is not None
             self._plan = self._plan_of(self._transform, batch_ops="off")
-            self._reader = self._road(self._source, (*self._first_steps, *self._plan.prepare))
+            steps = (*self._first_steps, *self._plan.prepare)
+            self._is_upright = "exif_transpose" in map(torchvision_name, steps)
+            self._reader = self._road(self._source, steps)
             return
         spec, shape = self._contents.images.spec, self._contents.images.shape(0)
         batch_ops = self._options.batch_ops if len(shape) == 3 and not self._contents.is_tuple else "off"

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 from fastdata.batch import SampleBatch, collate_targets
 from fastdata.batchops import Program
 from fastdata.contents import Contents, Table
-from fastdata.decode import Planes, present, sample_error, tensor_class, to_image
+from fastdata.decode import Planes, present, sample_error, tensor_class, to_image, without_exif
 from fastdata.errors import StoreGoneError
 from fastdata.options import Options
 from fastdata.plan import TransformPlan
@@ -38,6 +38,8 @@ class ServingDataset(Dataset[Any]):
     _visits: SharedVisits
     _plan: TransformPlan
     _program: Program | None
+    _is_upright = False
+    """Whether samples were turned as their EXIF says before they were stored, so that nothing of it is missed."""
     _served: tuple[tuple[int, ...], np.dtype[Any]] | None
     """Shape and dtype of every sample served; None where they differ."""
     transforms: Callable[[Any, Any], Any] | None = None
@@ -164,11 +166,13 @@ class ServingDataset(Dataset[Any]):
         contents = self._contents
         assert contents is not None
         if self._program is None:
-            return contents.sample(index)
-        assert visits is not None
-        with contents.naming_damage():
-            pixels = self._program.run_one(contents.images, index, visits, self._options.seed)
-        return present(pixels, self._plan.kind)
+            sample = contents.sample(index)
+        else:
+            assert visits is not None
+            with contents.naming_damage():
+                pixels = self._program.run_one(contents.images, index, visits, self._options.seed)
+            sample = present(pixels, self._plan.kind)
+        return sample if self._is_upright else without_exif(sample)
 
     def _read_source(self, index: int) -> tuple[Any, Any]:
         """Read and prepare one sample that is kept nowhere."""

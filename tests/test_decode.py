@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import pickle
 import struct
 import sys
 import tempfile
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image, ImageFile, features
+from PIL import Image, ImageFile, ImageOps, features
 
 from fastdata.decode import (
     Resize,
@@ -27,6 +28,7 @@ from fastdata.decode import (
     spec_of,
     to_pil,
     to_stored,
+    without_exif,
 )
 from fastdata.errors import SampleError
 
@@ -127,12 +129,12 @@ BAD_FILES: dict[str, Callable[[], bytes]] = {
 
 
 def outcome(load: Callable[[Any], Image.Image], path: Any) -> Any:
-    """Mode, size and pixels, or the error with its text."""
+    """Mode, size, pixels and what else is known of the image, or the error with its text."""
     try:
         image = load(path)
     except Exception as error:  # noqa: BLE001  the comparison is of whatever is raised
         return type(error).__name__, str(error)
-    return image.mode, image.size, image.tobytes()
+    return image.mode, image.size, image.tobytes(), image.info, dict(image.getexif())
 
 
 @pytest.fixture(params=["simplejpeg", "pil"])
@@ -148,7 +150,7 @@ def road(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.filterwarnings("ignore:Palette images with Transparency:UserWarning")
 def test_every_file_gives_torchvisions_pixels(tmp_path: Path, name: str, road: str) -> None:
-    """Mode, size and pixels equal torchvision's loader, from a file and from bytes."""
+    """Mode, size, pixels, info and EXIF equal torchvision's loader, from a file and from bytes."""
     path = tmp_path / name
     path.write_bytes(FILES[name]())
     expected = outcome(pil_loader, path)
@@ -228,8 +230,8 @@ def test_simplejpeg_decodes_only_ordinary_jpeg(name: str, decoded: bool, monkeyp
     data = FILES[name]()
     images.agreed_subsamplings()
     opened: list[object] = []
-    real = Image.open
-    monkeypatch.setattr(Image, "open", lambda stream: opened.append(stream) or real(stream))
+    real = images._open_with_pil
+    monkeypatch.setattr(images, "_open_with_pil", lambda *given: opened.append(given) or real(*given))
     decode_image(data)
     assert (not opened) == decoded
 
@@ -379,6 +381,30 @@ def test_wide_pil_images_keep_their_values(mode: str, dtype: str) -> None:
     assert np.array_equal(array[0], values)
     assert to_pil(array).mode == mode
     assert np.array_equal(np.asarray(to_pil(array)), values)
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        ImageOps.exif_transpose,
+        lambda image: image.copy().getexif(),
+        lambda image: image.crop((1, 1, 4, 3)).resize((9, 8)).convert("L").getexif(),
+        lambda image: image.info.get("exif") or b"",
+        lambda image: pickle.loads(pickle.dumps(image)).getexif(),
+    ],
+)
+def test_an_image_without_its_exif_says_so(look: Any) -> None:
+    """Whoever asks for it is told where to, also of images made from it; it can be written to any format."""
+    image, pair = to_pil(np.zeros((3, 5, 6), np.uint8)), (to_pil(np.zeros((1, 5, 6), np.uint8)), 3)
+    assert without_exif(image) is image
+    assert without_exif(pair) is pair
+    for lost in (image, pair[0]):
+        with pytest.raises(LookupError, match=r"a stored image has no EXIF data, .*exif_transpose itself as the first"):
+            look(lost)
+    assert pickle.loads(pickle.dumps(image)) == image
+    assert str(image.info) == "{'exif': <not stored>}"
+    for kind in ("JPEG", "PNG", "WEBP", "TIFF"):
+        assert saved(image, kind)
 
 
 def test_an_image_made_from_the_store_owns_its_pixels() -> None:

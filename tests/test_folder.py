@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 from torchvision import transforms as v1
 from torchvision.datasets import ImageFolder as TorchvisionFolder
 from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.transforms import v2
 
-from fastdata import FastDataWarning, ImageFolder, ImageManifest, MemoryBudgetError, SampleError
+from fastdata import CachedDataset, FastDataWarning, ImageFolder, ImageManifest, MemoryBudgetError, SampleError
 
 Folder = Callable[..., Path]
 PREPARED = [v1.Resize(9), v1.CenterCrop(8)]
@@ -113,6 +113,105 @@ def test_unusual_images_are_torchvisions(tmp_path: Path) -> None:
         for (mine, _), (wanted, _), path in zip(ours, theirs, ours.samples, strict=True):
             assert mine.mode == wanted.mode == "RGB"
             np.testing.assert_array_equal(_pixels(mine), _pixels(wanted), err_msg=str(path))
+
+
+def _save_turned(root: Path) -> None:
+    """Images of all eight orientations, the first one without EXIF."""
+    (root / "all").mkdir(parents=True)
+    for orientation in range(9):
+        exif = Image.Exif()
+        if orientation:
+            exif[0x0112] = orientation
+        pixels = np.random.default_rng(orientation).integers(0, 256, (10, 20, 3), np.uint8)
+        Image.fromarray(pixels).save(root / "all" / f"{orientation}.jpg", exif=exif)
+
+
+@pytest.mark.parametrize("rest", [[], [v1.RandomCrop(8)], [v1.Resize((7, 9))]], ids=["ragged", "cropped", "resized"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"storage": "none"},
+        {"storage": "shared", "fill": "eager"},
+        {"storage": "shared", "fill": "lazy"},
+        {"storage": "compressed", "codec": "source"},
+        {"storage": "compressed", "codec": "lz4"},
+        {"storage": "disk"},
+        {"storage": "disk", "codec": "source"},
+    ],
+    ids=str,
+)
+def test_images_are_turned_upright(tmp_path: Path, options: dict[str, Any], rest: list[Any]) -> None:
+    """PIL's exif_transpose at the beginning of a transform does what it does with torchvision, in every storage."""
+    _save_turned(tmp_path / "images")
+    if options["storage"] == "disk":
+        options = options | {"cache_dir": tmp_path / "cache"}
+    options = options | {"batch_ops": "off"}
+    transform = v1.Compose([ImageOps.exif_transpose, *rest, v1.PILToTensor()])
+    theirs = TorchvisionFolder(str(tmp_path / "images"), transform)
+    for _ in range(2):  # the second opens the cache
+        with ImageFolder(tmp_path / "images", transform, progress=False, **options) as ours:
+            for index in range(9):
+                torch.manual_seed(index)
+                wanted = theirs[index][0]
+                torch.manual_seed(index)
+                assert torch.equal(ours[index][0], wanted)
+
+
+def test_a_turn_before_a_resize_is_no_reason_to_prepare_beforehand(tmp_path: Path) -> None:
+    """Where a resize after it gives all images one size they are prepared on their first read."""
+    _save_turned(tmp_path)
+    for steps, share in (
+        ([ImageOps.exif_transpose, v1.Resize((7, 9))], 0),
+        ([v1.Resize((9, 9)), ImageOps.exif_transpose], 0),
+        ([v1.Resize((7, 9)), ImageOps.exif_transpose], 1),
+    ):
+        with ImageFolder(tmp_path, v1.Compose(steps), progress=False) as dataset:
+            assert dataset.filled_share() == share
+
+
+def test_a_step_that_cannot_see_the_orientation_is_told(tmp_path: Path) -> None:
+    """A step of the user's own gets torchvision's image where none is kept, else is refused what the store has not."""
+    _save_turned(tmp_path)
+
+    def turn(image: Image.Image) -> Image.Image:
+        return ImageOps.exif_transpose(image)
+
+    transform = v1.Compose([v1.CenterCrop((4, 6)), turn, v1.PILToTensor()])
+    theirs = TorchvisionFolder(str(tmp_path), transform)
+    with ImageFolder(tmp_path, transform, storage="none", progress=False) as ours:
+        assert all(torch.equal(ours[index][0], theirs[index][0]) for index in range(9))
+    with ImageFolder(tmp_path, storage="none", progress=False) as ours:
+        assert dict(ours[6][0].getexif()) == {0x0112: 6}
+    for options in ({"fill": "eager"}, {"fill": "lazy"}, {"storage": "compressed", "codec": "source"}):
+        with (
+            ImageFolder(tmp_path, transform, progress=False, **options) as ours,
+            pytest.raises(LookupError, match="a stored image has no EXIF data"),
+        ):
+            ours[6]
+    with pytest.raises(SampleError, match="a stored image has no EXIF data"):
+        ImageFolder(
+            tmp_path,
+            v1.Compose([v1.Resize(9), ImageOps.exif_transpose]),
+            fast_decode=True,
+            fill="eager",
+            progress=False,
+        )
+
+
+def test_an_image_that_was_turned_may_be_asked_for_its_exif(tmp_path: Path) -> None:
+    """Once images are stored upright, by the transform or prepare=, to turn them again changes nothing."""
+    _save_turned(tmp_path / "images")
+    cache = tmp_path / "cache"
+    again = v1.Compose([ImageOps.exif_transpose, v1.RandomCrop(10), v1.Lambda(ImageOps.exif_transpose)])
+    theirs = TorchvisionFolder(str(tmp_path / "images"))
+    with ImageFolder(tmp_path / "images", again, cache_dir=cache, progress=False) as dataset:
+        assert dataset[6][0].size == (10, 10)
+    with CachedDataset.from_cache(cache, transform=ImageOps.exif_transpose) as dataset:
+        assert dataset[6][0].size == (10, 20)
+    with CachedDataset(theirs, prepare=ImageOps.exif_transpose, progress=False) as dataset:
+        assert ImageOps.exif_transpose(dataset[6][0]).size == (10, 20)
+    with CachedDataset(theirs, progress=False) as dataset, pytest.raises(LookupError, match="no EXIF data"):
+        ImageOps.exif_transpose(dataset[6][0])
 
 
 def test_a_loader_and_validity_of_the_users_own_are_used(image_folder: Folder) -> None:

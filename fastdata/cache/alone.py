@@ -56,8 +56,8 @@ def _summary(manifest: Manifest) -> str:
     return f"{manifest.count:,} samples of {made_from}, prepared: {prepared}, codec: {manifest.key.get('codec')}"
 
 
-def open_cache(folder: Path, *, as_tensors: bool = False) -> tuple[Prepared, str]:
-    """Map a cache and all that it knows of its samples; also gives the folder that they came from.
+def open_cache(folder: Path, *, as_tensors: bool = False) -> tuple[Prepared, Manifest]:
+    """Map a cache and all that it knows of its samples; also gives its manifest.
 
     Args:
         folder: of the cache.
@@ -69,7 +69,7 @@ def open_cache(folder: Path, *, as_tensors: bool = False) -> tuple[Prepared, str
     while True:
         manifest = Manifest.read(folder)
         try:
-            return _mapped(folder, manifest, as_tensors), manifest.root
+            return _mapped(folder, manifest, as_tensors), manifest
         except CacheError:
             if Manifest.read(folder) == manifest:
                 raise

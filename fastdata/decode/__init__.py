@@ -14,7 +14,17 @@ from fastdata.decode.images import (
 )
 from fastdata.decode.planar import decode_planes_into, encode_planes
 from fastdata.decode.problems import sample_error
-from fastdata.decode.stored import Planes, is_image, present, spec_of, tensor_class, to_image, to_pil, to_stored
+from fastdata.decode.stored import (
+    Planes,
+    is_image,
+    present,
+    spec_of,
+    tensor_class,
+    to_image,
+    to_pil,
+    to_stored,
+    without_exif,
+)
 
 __all__ = [
     "IMAGE_EXTENSIONS",
@@ -38,4 +48,5 @@ __all__ = [
     "to_image",
     "to_pil",
     "to_stored",
+    "without_exif",
 ]

@@ -60,7 +60,7 @@ SCALE_GAP = 2.0
 
 
 def load_image(path: str | os.PathLike[str], *, fast_target: tuple[int, int] | None = None) -> Image.Image:
-    """Open an image file as torchvision's default loader does: mode RGB, EXIF orientation ignored, the same pixels.
+    """Open an image file as torchvision's default loader does: mode RGB, the same pixels and ``info``.
 
     Args:
         path: the file.
@@ -200,7 +200,12 @@ class CenterCrop:
 
 def _open(stream: BinaryIO, fast_target: tuple[int, int] | None) -> Image.Image:
     pixels = _turbo_pixels(stream, fast_target)
-    return Image.fromarray(pixels) if pixels is not None else _open_with_pil(stream, fast_target)
+    if pixels is None:
+        return _open_with_pil(stream, fast_target)
+    image = Image.fromarray(pixels)
+    stream.seek(0)
+    image.info = Image.open(stream).info  # 50 us, 100 us where there is EXIF
+    return image
 
 
 def _open_with_pil(stream: BinaryIO, fast_target: tuple[int, int] | None) -> Image.Image:

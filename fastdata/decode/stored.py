@@ -26,6 +26,7 @@ __all__ = [
     "to_image",
     "to_pil",
     "to_stored",
+    "without_exif",
 ]
 
 Array = npt.NDArray[Any]
@@ -113,9 +114,47 @@ def to_pil(array_CHW: Array) -> Image.Image:
     return Image.merge(mode, [Image.frombuffer("L", (width, height), plane, "raw", "L", 0, 1) for plane in planes])
 
 
+class _NoExif:
+    """Stands for the EXIF of images that come without it from a store, and of those made of them.
+
+    To answer that there is none would leave an image lying on its side that the user's own step turns upright.
+    """
+
+    def __bool__(self) -> bool:
+        raise LookupError(
+            "a stored image has no EXIF data, such as its orientation, any more. Give PIL.ImageOps.exif_transpose "
+            "itself as the first step of the transform, or as prepare=, to turn images upright before they are stored; "
+            "storage='none' keeps nothing and shows images as their files have them."
+        )
+
+    def __eq__(self, other: object) -> bool:
+        # What PIL's getexif, hence exif_transpose, does first with it is to see whether it is what was read before.
+        return self is other or (other is None and bool(self))
+
+    __hash__ = object.__hash__
+
+    def __repr__(self) -> str:
+        return "<not stored>"
+
+    def __reduce__(self) -> str:
+        return "_NO_EXIF"
+
+
+_NO_EXIF = _NoExif()
+
+
+def without_exif(sample: Any) -> Any:
+    """Make PIL images, the sample or in it, refuse to be asked for EXIF data that was lost."""
+    for part in sample if isinstance(sample, tuple) else (sample,):
+        if isinstance(part, Image.Image):
+            part.info["exif"] = _NO_EXIF
+    return sample
+
+
 def to_image(planes: Planes) -> Image.Image:
     """Make the PIL image of planes."""
-    return to_pil(planes.pixels)
+    image: Image.Image = without_exif(to_pil(planes.pixels))
+    return image
 
 
 def present(array: Array, form: Form) -> Any:

@@ -52,6 +52,8 @@ def shape_after(steps: Iterable[Any]) -> tuple[int, int, int] | None:
             size = pair(step.size)
         elif name == "Grayscale":
             channels = step.num_output_channels
+        elif name == "exif_transpose":
+            size = size if size and size[0] == size[1] else None
         elif name not in _SAME_SHAPE:
             return None
     return None if size is None else (channels, *size)

@@ -42,7 +42,7 @@ __all__ = [
     "torchvision_name",
 ]
 
-_DETERMINISTIC = frozenset({"Resize", "CenterCrop", "Grayscale", "Pad", "RGB", "Identity"})
+_DETERMINISTIC = frozenset({"Resize", "CenterCrop", "Grayscale", "Pad", "RGB", "Identity", "exif_transpose"})
 _REFORMING = frozenset({"ToImage", "PILToTensor", "ToPureTensor"})
 _PIL_INTERPOLATIONS = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")
 _TENSOR_INTERPOLATIONS = frozenset({"nearest", "nearest-exact", "bilinear", "bicubic"})
@@ -74,11 +74,13 @@ def flatten(transform: Any) -> tuple[Any, ...]:
 
 
 def torchvision_name(step: Any) -> str | None:
-    """Class name of torchvision's own transforms, v1 or v2; None for everything else.
+    """Class name of torchvision's own transforms, v1 or v2, and name of the functions of PIL's ImageOps; else None.
 
     A class that says ``__torchvision_equal__ = "RandomCrop"`` is taken at its word: same attributes, same pixels.
     """
     kind = type(step)
+    if getattr(step, "__module__", None) == "PIL.ImageOps":
+        return str(step.__name__)
     if kind.__module__.startswith("torchvision.transforms"):
         return kind.__name__
     name: str | None = vars(kind).get("__torchvision_equal__")  # vars: a subclass is not equal any more
