@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
 from fastdata.cache import describe_dataset, find_cache, list_paths, open_cache
@@ -11,6 +11,8 @@ from fastdata.dataset import PreparedDataset
 from fastdata.decode import Size
 from fastdata.ingest import OnError
 from fastdata.options import Options
+from fastdata.plan.steps import flatten, is_random
+from fastdata.report import warn_user
 from fastdata.sources import DatasetSource, Source
 
 if TYPE_CHECKING:
@@ -24,8 +26,9 @@ class CachedDataset(PreparedDataset):
 
     Args:
         dataset: has ``__len__`` and ``__getitem__`` giving (PIL image | tensor | array, target). Read once, from forked
-            worker processes; give it no transform of its own that should stay random. The sample may be a tuple of
-            these, and the target an image or array too, such as a mask: all of them are stored.
+            worker processes, so that what its own transforms draw would stay the same: those of torchvision that are
+            random are refused, those that fastdata does not know are warned of. The sample may be a tuple of these,
+            and the target an image or array too, such as a mask: all of them are stored.
         prepare: called on each sample before it is stored, e.g. ``lambda image: image.convert("RGB")``.
         transform: as torchvision's. Its leading deterministic steps run once per sample, before it is stored; see
             ``plan``.
@@ -119,6 +122,8 @@ class CachedDataset(PreparedDataset):
         )
         self.transforms = _checked(transforms, transform, target_transform)
         source = DatasetSource(dataset)
+        if storage != "none":
+            _refuse_frozen_draws(dataset)
         root, listing = "", None
         if cache_dir is not None:
             paths = [path for index in range(len(source)) if (path := source.path(index)) is not None]
@@ -194,6 +199,55 @@ def _checked(transforms: Any, transform: Any, target_transform: Any) -> Any:
     if transforms is not None and (transform is not None or target_transform is not None):
         raise ValueError("transforms= takes sample and target together; give it alone, or transform= and the like")
     return transforms
+
+
+def _refuse_frozen_draws(dataset: Any) -> None:
+    """See to it that what a dataset draws at random is not drawn once and kept.
+
+    Raises:
+        ValueError: it, or one inside of it, has a transform that is known to be random; says how to move it out.
+    """
+    steps = {id(step): (owner, name, step) for owner, name, step in _own_steps(dataset)}.values()
+    texts = {True: "", None: ""}
+    for owner, name, step in steps:
+        drawn = is_random(step)
+        if drawn or (drawn is None and name != "target_transform"):  # labels are renamed, not augmented
+            texts[drawn] += f"{', ' if texts[drawn] else ''}{' '.join(repr(step).split())} in {owner}.{name}"
+    if texts[True]:
+        raise ValueError(
+            f"{texts[True]}: random, but samples are kept as they are first read, so that every epoch would see the "
+            "same draws. Make the dataset without it, and give it to CachedDataset as transform=, or as transforms= "
+            "where it takes the target too; or use storage='none'."
+        )
+    if texts[None]:
+        warn_user(
+            f"{texts[None]}: not known to fastdata. If it draws at random, every epoch sees the same draws, because "
+            "samples are kept as they are first read. Make the dataset without it, and give it to CachedDataset as "
+            "transform= or transforms=; or as prepare= if it does the same each time."
+        )
+
+
+def _own_steps(dataset: Any) -> Iterator[tuple[str, str, Any]]:
+    """Steps of the transforms of a dataset and of those inside of it: class, name of the attribute, step."""
+    owner = type(dataset).__name__
+    for name in ("transforms", "transform", "target_transform"):
+        call: Any = getattr(dataset, name, None)
+        if type(call).__name__ != "StandardTransform":
+            yield from ((owner, name, step) for step in flatten(call))
+        elif _reads_transforms(dataset):
+            yield from ((owner, "transforms", step) for step in flatten(call.transform))
+            yield from ((owner, "target_transform", step) for step in flatten(call.target_transform))
+    parts = getattr(dataset, "datasets", None)
+    parts = parts.values() if isinstance(parts, dict) else parts if isinstance(parts, (list, tuple)) else ()
+    for part in (getattr(dataset, "dataset", None), *parts):
+        if part is not None:
+            yield from _own_steps(part)
+
+
+def _reads_transforms(dataset: Any) -> bool:
+    """Whether a torchvision dataset uses ``transforms``; others have it too, with what ``transform`` was at first."""
+    code = getattr(getattr(type(dataset), "__getitem__", None), "__code__", None)
+    return "transforms" in getattr(code, "co_names", ())
 
 
 def _common_folder(paths: list[str]) -> str:

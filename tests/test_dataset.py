@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
-from torch.utils.data import default_collate
+from PIL import Image, ImageOps
+from torch.utils.data import ConcatDataset, Subset, default_collate
 from torchvision import transforms as v1
+from torchvision.datasets import VisionDataset
+from torchvision.transforms import v2
 
 from children import send_sample
 from fastdata import CachedDataset, FastDataError, FastDataWarning, SampleBatch, collate
@@ -103,6 +105,112 @@ def test_prepare_runs_before_the_store_is_filled() -> None:
         wanted = v1.CenterCrop(7)(v1.Resize((8, 9))(images[2][0].convert("L")))
         assert dataset[2][0].mode == "L"
         np.testing.assert_array_equal(np.asarray(dataset[2][0]), np.asarray(wanted))
+
+
+class Pairs(VisionDataset):
+    """torchvision's own kind of dataset, which hands image and target to ``transforms``."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> tuple[Any, Any]:
+        pair = Image.new("RGB", (9, 8), (index, 0, 0)), index
+        return pair if self.transforms is None else self.transforms(*pair)
+
+
+class Single(Pairs):
+    """One that uses ``transform`` alone, as torchvision's folders and digits do."""
+
+    def __getitem__(self, index: int) -> tuple[Any, Any]:
+        image = Image.new("RGB", (9, 8), (index, 0, 0))
+        return image if self.transform is None else self.transform(image), index
+
+
+class Wrapping:
+    """A user's own dataset over another one."""
+
+    def __init__(self, dataset: Any, transform: Any = None) -> None:
+        self.dataset, self.transform = dataset, transform
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        image, target = self.dataset[index]
+        return image if self.transform is None else self.transform(image), target
+
+
+def turn(image: Any) -> Any:
+    """Is not known to fastdata."""
+    return image
+
+
+CROPPED = v1.Compose([v1.RandomResizedCrop(4), v1.ToTensor()])
+
+
+@pytest.mark.parametrize(
+    ("dataset", "named"),
+    [
+        (Single("", transform=CROPPED), r"RandomResizedCrop\(size=\(4, 4\).*\) in Single\.transform"),
+        (Pairs("", transform=CROPPED), r"RandomResizedCrop\(.*\) in Pairs\.transform"),
+        (Pairs("", transforms=v2.RandomHorizontalFlip()), r"RandomHorizontalFlip\(p=0\.5\) in Pairs\.transforms"),
+        (Pairs("", target_transform=v1.RandomCrop(4)), r"RandomCrop\(.*\) in Pairs\.target_transform"),
+        (Subset(Single("", transform=CROPPED), [1, 0]), r"RandomResizedCrop\(.*\) in Single\.transform"),
+        (
+            ConcatDataset([Pairs(""), Subset(Pairs("", transform=CROPPED), [0])]),
+            r"RandomResizedCrop\(.*\) in Pairs\.transform",
+        ),
+        (Wrapping(Wrapping(Single("")), torch.nn.Sequential(v2.ColorJitter(0.5))), r"ColorJitter\(.*Wrapping\.trans"),
+        (Single("", transform=v1.RandomApply([v1.Pad(1)])), r"RandomApply\(.*\) in Single\.transform"),
+        (Single("", transform=v1.GaussianBlur(3)), r"GaussianBlur\(.*\) in Single\.transform"),
+        (Single("", transform=v1.TrivialAugmentWide()), r"TrivialAugmentWide\(.*\) in Single\.transform"),
+    ],
+    ids=lambda given: given if isinstance(given, str) else type(given).__name__,
+)
+def test_frozen_draws_are_refused(dataset: Any, named: str) -> None:
+    """Random steps of torchvision in a wrapped dataset are named with the cure; where nothing is kept they may stay."""
+    with pytest.raises(ValueError, match=rf"^{named}.*: random, but .* as transform=, or as transforms=") as refused:
+        cached(dataset)
+    assert str(refused.value).count(" in ") == 1  # each step once
+    with cached(dataset, storage="none") as served:
+        assert len(served) == len(dataset)
+
+
+def test_unknown_steps_of_a_wrapped_dataset_are_warned_of() -> None:
+    """What fastdata does not know may be random; said once, at the line that made the dataset."""
+    for dataset in (
+        Single("", transform=v1.Compose([v1.Resize(4), turn, v1.ToTensor()])),
+        Pairs("", transforms=lambda image, target: (turn(image), target)),
+    ):
+        with pytest.warns(FastDataWarning, match=r"\.transforms?: not known to fastdata\. .* as prepare= if") as warned:
+            cached(dataset).close()
+        assert len(warned) == 1
+        assert warned[0].filename == __file__
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        Single("", transform=v1.Compose([v1.Resize(4), v1.ToTensor(), v1.Normalize([0.5] * 3, [0.2] * 3)])),
+        Single("", transform=v1.Compose([v1.GaussianBlur(3, sigma=1.0), v1.RandomRotation((90, 90))])),
+        Pairs("", transforms=v2.Compose([v2.ToImage(), v2.ToDtype(torch.float32, scale=True)])),
+        Pairs("", target_transform=lambda label: label + 1),
+        ConcatDataset([Pairs("", transform=ImageOps.exif_transpose), Subset(Wrapping(Pairs("")), [0])]),
+    ],
+)
+def test_steps_that_do_the_same_each_time_may_stay(dataset: Any) -> None:
+    """Neither refused nor warned of: deterministic steps of torchvision, and whatever renames labels."""
+    with cached(dataset) as kept:
+        assert len(kept) == len(dataset)
+
+
+def test_a_transform_that_was_replaced_is_looked_at_where_it_is_used() -> None:
+    """Torchvision keeps the first transform in ``transforms``, which only some of its datasets use."""
+    single, pairs = Single("", transform=CROPPED), Pairs("", transform=CROPPED)
+    single.transform = pairs.transform = v1.ToTensor()
+    cached(single).close()
+    with pytest.raises(ValueError, match=r"RandomResizedCrop\(.*\) in Pairs\.transforms: random"):
+        cached(pairs)
 
 
 @pytest.mark.parametrize("sizes", [1, 2], ids=["dense", "ragged"])

@@ -36,6 +36,7 @@ __all__ = [
     "flatten",
     "interpolation_name",
     "is_preparable",
+    "is_random",
     "is_reforming",
     "pair",
     "recognise",
@@ -44,6 +45,25 @@ __all__ = [
 
 _DETERMINISTIC = frozenset({"Resize", "CenterCrop", "Grayscale", "Pad", "RGB", "Identity", "exif_transpose"})
 _REFORMING = frozenset({"ToImage", "PILToTensor", "ToPureTensor"})
+_REPEATABLE = frozenset(
+    {
+        *_DETERMINISTIC,
+        *_REFORMING,
+        *("ClampBoundingBoxes", "ClampKeyPoints", "ConvertBoundingBoxFormat", "ConvertImageDtype", "FiveCrop"),
+        *("LinearTransformation", "Normalize", "SanitizeBoundingBoxes", "SanitizeKeyPoints", "SetClampingMode"),
+        *("TenCrop", "ToDtype", "ToPILImage", "ToTensor", "UniformTemporalSubsample"),
+    }
+)
+"""Torchvision's steps that do the same to the same sample each time."""
+_RANDOM = frozenset(
+    {
+        *("AugMix", "AutoAugment", "ColorJitter", "CutMix", "ElasticTransform", "GaussianNoise", "MixUp"),
+        *("RandAugment", "ScaleJitter", "TrivialAugmentWide"),
+    }
+)
+"""Those that draw, beside all whose names begin with Random."""
+_RANGES = {"GaussianBlur": "sigma", "JPEG": "quality", "RandomRotation": "degrees"}
+"""Those that draw from a range, and the attribute that holds it."""
 _PIL_INTERPOLATIONS = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")
 _TENSOR_INTERPOLATIONS = frozenset({"nearest", "nearest-exact", "bilinear", "bicubic"})
 _FLOATS = {torch.float32: "float32", torch.float64: "float64"}
@@ -90,6 +110,18 @@ def torchvision_name(step: Any) -> str | None:
 def is_preparable(step: Any) -> bool:
     """Whether a step may run once per sample, before it is stored: it is deterministic and keeps uint8."""
     return torchvision_name(step) in _DETERMINISTIC or is_reforming(step)
+
+
+def is_random(step: Any) -> bool | None:
+    """Whether a step draws at random; None where that is not known."""
+    name = torchvision_name(step)
+    if name is None:
+        return None
+    if name in _RANGES:
+        return len(set(getattr(step, _RANGES[name]))) > 1
+    if name in _RANDOM or name.startswith("Random"):
+        return True
+    return False if name in _REPEATABLE else None
 
 
 def is_reforming(step: Any) -> bool:
