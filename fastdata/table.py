@@ -24,7 +24,10 @@ _T = TypeVar("_T")
 
 
 class ListView(Sequence[_T], Generic[_T]):
-    """A read-only list whose items are made when asked for; slices and sums are real lists.
+    """A read-only list whose items are made when asked for; copies, slices and sums are real lists.
+
+    It is no ``list`` itself: C code reads a list's memory past its methods, and would find no item there. So
+    ``json.dumps(view, default=list)``.
 
     Args:
         length: number of items.
@@ -61,6 +64,13 @@ class ListView(Sequence[_T], Generic[_T]):
 
     def __add__(self, other: Iterable[_T]) -> list[_T]:
         return [*self, *other]
+
+    def __radd__(self, other: Iterable[_T]) -> list[_T]:
+        return [*other, *self]
+
+    def copy(self) -> list[_T]:
+        """All items, as a list."""
+        return list(self)
 
     def __repr__(self) -> str:
         if len(self) <= 6:
