@@ -72,6 +72,17 @@ def test_deterministic_transforms_give_torchvisions_pixels(image_folder: Folder,
             np.testing.assert_array_equal(_pixels(mine), _pixels(wanted))
 
 
+@pytest.mark.parametrize("given", ["a/path.jpg", None, {"image": 1}], ids=repr)
+def test_a_loader_that_gives_no_image_is_what_to_correct(image_folder: Folder, given: Any) -> None:
+    """The error says what came, and its cure is not to delete the file, of which nothing is wrong."""
+    with pytest.raises(SampleError) as raised:
+        ImageFolder(image_folder(), loader=lambda path: given, progress=False)
+    message = str(raised.value)
+    assert f"a sample of type {type(given).__name__} cannot be stored" in message
+    assert "Correct what opens or prepares it (loader=" in message
+    assert "Delete" not in message
+
+
 def test_without_storage_the_random_draws_are_torchvisions_too(image_folder: Folder) -> None:
     """With storage="none" and the same global seed, random transforms give torchvision's very pixels."""
     root = image_folder(size=(15, 11))

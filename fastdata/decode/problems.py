@@ -10,6 +10,10 @@ from fastdata.errors import SampleError
 __all__ = ["sample_error"]
 
 
+_WRONG_CODE = (TypeError, AttributeError, NameError, ImportError)
+"""What no content of a file raises, but the code that reads it."""
+
+
 def sample_error(path: str | None, index: int, cause: BaseException) -> SampleError:
     """Say why one sample cannot be read: which, what was found, and the cure.
 
@@ -21,6 +25,8 @@ def sample_error(path: str | None, index: int, cause: BaseException) -> SampleEr
     where = f"sample {index}" if path is None else f"sample {index}, {path},"
     found = "" if path is None else f"It is {_describe_file(path)}. "
     cure = "Correct the dataset" if path is None else "Delete or replace the file"
+    if path is not None and isinstance(cause, _WRONG_CODE):
+        cure, found = "Correct what opens or prepares it (loader=, prepare=, the transform's first steps)", ""
     problem = f"{type(cause).__name__}: {str(cause).rstrip('.')}"
     return SampleError(
         f"{where} cannot be read: {problem}. {found}{cure}, or leave it out with on_error='skip'.",
