@@ -31,7 +31,7 @@ __all__ = ["ImageFolder", "ImageManifest"]
 class _ImageFiles(PreparedDataset):
     """What datasets of image files have in common."""
 
-    root: str
+    root: str | os.PathLike[str]
     _table: SampleTable
 
     def _build_files(
@@ -46,10 +46,10 @@ class _ImageFiles(PreparedDataset):
         if loader is not None and options.fast_decode:
             raise ValueError("fast_decode=True speeds up fastdata's own loader and cannot be combined with loader=")
         self.loader = loader or load_image
-        self._table = table
+        self._table, root = table, os.fspath(self.root)
         if listing is None and options.cache_dir is not None:
-            listing = list_paths(table.paths, self.root)
-        self._build(self._origin(), options, transform, target_transform, table=table, listing=listing, root=self.root)
+            listing = list_paths(table.paths, root)
+        self._build(self._origin(), options, transform, target_transform, table=table, listing=listing, root=root)
 
     def _source_text(self, source: Source) -> str:
         text = describe_call(self.loader, self._options.cache_key)
@@ -185,21 +185,46 @@ class ImageFolder(_ImageFiles):
             cache_dir=cache_dir,
             cache_key=cache_key,
         )
-        self.root = os.path.expanduser(root) if isinstance(root, str) else os.fspath(root)
+        self.root = os.path.expanduser(root) if isinstance(root, str) else root
         _, class_to_idx = self.find_classes(self.root)
         listing = None
-        if cache_dir is not None and is_valid_file is None:
-            listing = list_folder(self.root, class_to_idx, self.extensions, allow_empty, cache_dir)
+        if cache_dir is not None and is_valid_file is None and self.make_dataset is ImageFolder.make_dataset:
+            listing = list_folder(os.fspath(self.root), class_to_idx, self.extensions, allow_empty, cache_dir)
             assert listing.targets is not None
             table = SampleTable(listing.targets, paths=listing.paths, class_to_idx=class_to_idx)
         else:
             extensions = None if is_valid_file is not None else self.extensions
-            samples = scan_folder(self.root, class_to_idx, extensions, is_valid_file, allow_empty)
+            samples = self.make_dataset(
+                self.root,
+                class_to_idx=class_to_idx,
+                extensions=extensions,
+                is_valid_file=is_valid_file,
+                allow_empty=allow_empty,
+            )
             paths, targets = [path for path, _ in samples], [target for _, target in samples]
             table = SampleTable(targets, paths=paths, class_to_idx=class_to_idx)
         self._build_files(table, loader, options, transform, target_transform, listing)
 
-    def find_classes(self, directory: str) -> tuple[list[str], dict[str, int]]:
+    @staticmethod
+    def make_dataset(
+        directory: str | os.PathLike[str],
+        class_to_idx: dict[str, int],
+        extensions: str | tuple[str, ...] | None = None,
+        is_valid_file: Callable[[str], bool] | None = None,
+        allow_empty: bool = False,
+    ) -> list[tuple[str, int]]:
+        """(path, class number) of every sample; override it to list them yourself. As torchvision's.
+
+        Raises:
+            ValueError: ``class_to_idx`` is empty or None, or both or none of ``extensions`` and ``is_valid_file`` are
+                given.
+            FileNotFoundError: a class has no valid file.
+        """
+        if class_to_idx is None:
+            raise ValueError("The class_to_idx parameter cannot be None.")
+        return scan_folder(directory, class_to_idx, extensions, is_valid_file, allow_empty)
+
+    def find_classes(self, directory: str | os.PathLike[str]) -> tuple[list[str], dict[str, int]]:
         """Class names and their numbers; override it to choose which folders are classes.
 
         Raises:

@@ -72,6 +72,38 @@ def test_deterministic_transforms_give_torchvisions_pixels(image_folder: Folder,
             np.testing.assert_array_equal(_pixels(mine), _pixels(wanted))
 
 
+@pytest.mark.parametrize("storage", ["shared", "none", "disk"])
+def test_a_path_as_root_stays_one(image_folder: Folder, tmp_path: Path, storage: Any) -> None:
+    """``root`` is the Path that was given, as torchvision's is, and a str has its ~ expanded."""
+    root, kept = image_folder(), {"cache_dir": tmp_path} if storage == "disk" else {}
+    with ImageFolder(root, storage=storage, progress=False, **kept) as ours:
+        assert (ours.root, ours.samples) == (root, TorchvisionFolder(root).samples)
+        assert f"Root location: {root}" in repr(ours)
+
+
+@pytest.mark.parametrize("is_cached", [False, True])
+def test_samples_are_those_of_make_dataset(image_folder: Folder, tmp_path: Path, is_cached: bool) -> None:
+    """A subclass's make_dataset lists the samples, and gets the arguments that torchvision's gets."""
+
+    class Half(ImageFolder):
+        @staticmethod
+        def make_dataset(directory: Any, class_to_idx: Any, *others: Any, **more: Any) -> Any:
+            return ImageFolder.make_dataset(directory, class_to_idx, *others, **more)[::2]
+
+    root = image_folder()
+    options = {"cache_dir": tmp_path / "cache"} if is_cached else {}
+    for kind in (Half, ImageFolder, Half):
+        with kind(root, progress=False, **options) as ours:
+            assert ours.samples == TorchvisionFolder(root).samples[:: 2 if kind is Half else 1]
+    for arguments in ((None, (".jpg",)), ({}, (".jpg",)), ({"cat": 0}, None), ({"cat": 0}, (".png",))):
+        errors = []
+        for kind in (TorchvisionFolder, ImageFolder):
+            with pytest.raises((ValueError, FileNotFoundError)) as raised:
+                kind.make_dataset(root, *arguments)
+            errors.append((raised.type, str(raised.value)))
+        assert errors[0] == errors[1]
+
+
 @pytest.mark.parametrize("given", ["a/path.jpg", None, {"image": 1}], ids=repr)
 def test_a_loader_that_gives_no_image_is_what_to_correct(image_folder: Folder, given: Any) -> None:
     """The error says what came, and its cure is not to delete the file, of which nothing is wrong."""
