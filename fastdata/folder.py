@@ -34,6 +34,12 @@ class _ImageFiles(PreparedDataset):
     root: str | os.PathLike[str]
     _table: SampleTable
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if any(base.__name__ == "VisionDatasetTVTensorWrapper" for base in cls.__bases__):
+            # torchvision's wrap_dataset_for_transforms_v2, which leaves image classification as it is
+            cls.__new__ = _unwrapped  # type: ignore[method-assign, assignment]
+
     def _build_files(
         self,
         table: SampleTable,
@@ -75,6 +81,17 @@ class _ImageFiles(PreparedDataset):
 
     def _extra_repr(self) -> list[str]:
         return [f"Root location: {self.root}"]
+
+
+def _unwrapped(cls: type, dataset: _ImageFiles, target_keys: Any = None) -> _ImageFiles:
+    """Give the dataset itself in place of what ``wrap_dataset_for_transforms_v2`` makes of it.
+
+    Raises:
+        ValueError: as torchvision's, for datasets whose targets have no keys.
+    """
+    if target_keys is not None:
+        raise ValueError(f"target_keys={target_keys!r} is for targets that are dicts, not {type(dataset).__name__}'s")
+    return dataset
 
 
 def _fast_loader(steps: tuple[Callable[[Any], Any], ...]) -> tuple[FastLoader, tuple[Callable[[Any], Any], ...]]:
