@@ -178,7 +178,7 @@ class CachedDataset(PreparedDataset):
         """
         dataset = cls.__new__(cls)
         dataset.transforms = _checked(transforms, transform, target_transform)
-        dataset._prepare = "off"
+        dataset._prepared = 0, ""
         dataset._begin(Options(seed=seed, batch_ops=batch_ops), transform, target_transform)
         prepared, manifest = open_cache(find_cache(path), as_tensors=as_tensors)
         dataset.root, dataset._is_upright = manifest.root, "PIL.ImageOps.exif_transpose" in manifest.key["prepare"]

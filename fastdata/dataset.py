@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from fastdata.cache import CacheOrigin, Listing, describe_steps, prepare_on_disk
 from fastdata.contents import Contents, Table
 from fastdata.decode import Resize
 from fastdata.options import Options
-from fastdata.plan import TransformPlan, plan_transform
+from fastdata.plan import TransformPlan, fingerprint, is_same, plan_transform
 from fastdata.plan.steps import torchvision_name
 from fastdata.preparation import Prepared, Road, Steps, prepare_storage, report_storage
 from fastdata.serving import ServingDataset
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 __all__ = ["PreparedDataset"]
 
 
-class PreparedDataset(ServingDataset, ABC):
+class PreparedDataset(ServingDataset):
     """What all datasets have in common once their source is known; made by its subclasses only."""
 
     _table: SampleTable | None
     _first_steps: tuple[Callable[[Any], Any], ...] = ()
-    _prepare: Literal["auto", "off"] = "auto"
-    """``"off"``: samples were prepared by others, and every step of the transform runs when they are read."""
+    _prepared: tuple[int, str] | None = None
+    """How many leading steps of the transform samples are stored after, and their text; None where none are stored."""
 
     # Building
 
@@ -92,12 +92,25 @@ class PreparedDataset(ServingDataset, ABC):
         """Serve what was prepared, or where nothing is kept the source."""
         self.storage_plan, self.skipped = prepared.storage_plan, prepared.skipped
         self._contents, self._table = prepared.contents, prepared.table
+        if prepared.contents is not None and self._prepared is None:
+            self._prepared = len(self._plan.prepare), self._plan.prepare_key()
         self._source = source if prepared.contents is None else None
         self._visits = SharedVisits(len(self))
         self._compile()
 
     def _plan_of(self, transform: Callable[[Any], Any] | None, **facts: Any) -> TransformPlan:
-        return plan_transform(transform, prepare=self._prepare, **facts)
+        """Split a transform.
+
+        Raises:
+            ValueError: it does not begin with the steps that samples are stored after.
+        """
+        plan = plan_transform(transform, prepared=self._prepared and self._prepared[0], **facts)
+        if self._prepared is not None and plan.prepare_key() != self._prepared[1]:
+            raise ValueError(
+                f"samples are stored after {self._prepared[1] or 'no step'}, but the transform now begins with "
+                f"{plan.prepare_key() or 'none'}. Give it the same first steps, or make a new dataset."
+            )
+        return plan
 
     def _road(self, source: Source, steps: tuple[Callable[[Any], Any], ...]) -> Road:
         """Where samples are read from and what prepares them."""
@@ -108,24 +121,35 @@ class PreparedDataset(ServingDataset, ABC):
         """What opens the samples, as text that tells a cache from others."""
 
     def _compile(self) -> None:
-        """Derive what serving needs from the plan and the store."""
-        self._program: Program | None = None
-        self._served: tuple[tuple[int, ...], np.dtype[Any]] | None = None  # shape and dtype of every sample served
+        """Derive what serving needs from the transform and the store; what fails changes nothing."""
+        seen = fingerprint(self._transform)
+        program: Program | None = None
+        served: tuple[tuple[int, ...], np.dtype[Any]] | None = None  # shape and dtype of every sample served
         if self._contents is None:
             assert self._source is not None
-            self._plan = self._plan_of(self._transform, batch_ops="off")
-            steps = (*self._first_steps, *self._plan.prepare)
+            plan = self._plan_of(self._transform, batch_ops="off")
+            steps = (*self._first_steps, *plan.prepare)
             self._is_upright = "exif_transpose" in map(torchvision_name, steps)
             self._reader = self._road(self._source, steps)
-            return
-        spec, shape = self._contents.images.spec, self._contents.images.shape(0)
-        batch_ops = self._options.batch_ops if len(shape) == 3 and not self._contents.is_tuple else "off"
-        self._plan = self._plan_of(self._transform, form=spec.form, dtype=spec.dtype, batch_ops=batch_ops)
-        if self._plan.batch_ops:
-            self._program = compile_ops(self._plan, spec)
-            self._served = self._program.output(shape)
-        elif spec.is_dense:
-            self._served = shape, np.dtype(spec.dtype)
+        else:
+            spec, shape = self._contents.images.spec, self._contents.images.shape(0)
+            batch_ops = self._options.batch_ops if len(shape) == 3 and not self._contents.is_tuple else "off"
+            plan = self._plan_of(self._transform, form=spec.form, dtype=spec.dtype, batch_ops=batch_ops)
+            if plan.batch_ops:
+                program = compile_ops(plan, spec)
+                served = program.output(shape)
+            elif spec.is_dense:
+                served = shape, np.dtype(spec.dtype)
+        self._plan, self._program, self._served, self._seen = plan, program, served, seen
+
+    def refresh(self) -> None:
+        """Serve what the transform says now, whose steps may have been changed in place; cheap where none were.
+
+        Raises:
+            ValueError: it no longer begins with the steps that samples are stored after.
+        """
+        if not is_same(fingerprint(self._transform), self._seen):
+            self._compile()
 
     # What torchvision's datasets show
 
@@ -136,12 +160,7 @@ class PreparedDataset(ServingDataset, ABC):
 
     @transform.setter
     def transform(self, transform: Callable[[Any], Any] | None) -> None:
-        plan = self._plan_of(transform, batch_ops=self._options.batch_ops)
-        if self._contents and plan.prepare_key() != self._plan.prepare_key():
-            raise ValueError(
-                f"samples are stored after {self._plan.prepare_key() or 'no step'}, but the new transform begins with "
-                f"{plan.prepare_key() or 'none'}. Give it the same first steps, or make a new dataset."
-            )
+        self._plan_of(transform)
         self._transform = transform
         self._compile()
 
@@ -199,6 +218,10 @@ class PreparedDataset(ServingDataset, ABC):
             return None
         plan = self._plan_of(self._transform, batch_ops=self._options.batch_ops)
         return self._road(self._source, (*self._first_steps, *plan.prepare))
+
+    def read_after(self) -> tuple[Source | None, str]:
+        """What ``unkept_road`` follows from: the source, and the text of the steps that samples are read after."""
+        return self._source, self._plan.prepare_key()
 
     def served_from(self, contents: Contents) -> Self:
         """This dataset over other contents of the same samples, such as some of them in memory; never closed itself."""
@@ -295,7 +318,8 @@ class PreparedDataset(ServingDataset, ABC):
         self.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        derived = ("_plan", "_program", "_served", "_reader", "skipped", "batch_ring")
+        self.refresh()  # what a copy cannot serve is said here, not where it is opened
+        derived = ("_plan", "_program", "_served", "_seen", "_reader", "skipped", "batch_ring")
         state = {name: value for name, value in self.__dict__.items() if name not in derived}
         return state | {"_imported": self._contents.tensor_classes() if self._contents else ()}
 

@@ -21,7 +21,6 @@ __all__ = [
     "choose_engine",
     "choose_workers",
     "decide_pinning",
-    "serves_batches",
     "stored_obstacle_of",
 ]
 
@@ -58,7 +57,7 @@ def choose_engine(loader: Any) -> Engine:
         processes = "1 worker process" if loader.num_workers == 1 else f"{loader.num_workers} worker processes"
         road = f"{processes} over a shared ring" if loader.num_workers else "torch's engine in the training loop"
         return Engine(kind="process", path=f"{road}: {reason}", workers=loader.num_workers)
-    serves = "whole batches" if serves_batches(loader) else "samples one by one"
+    serves = _served_text(loader._served)
     if loader.num_workers == 0:
         return Engine(kind="thread", path=f"{serves}, read in the training loop: num_workers=0")
     cores = machine.usable_cores()
@@ -93,9 +92,11 @@ def _only_seeds(worker_init_fn: Any) -> bool:
     return package in _LIGHTNING and getattr(function, "__name__", "") == "pl_worker_init_function"
 
 
-def serves_batches(loader: Any) -> bool:
-    """Whether the dataset of a DataLoader serves whole batches."""
-    return loader._served is not None and loader._served.obstacle is None
+def _served_text(served: Served | None) -> str:
+    """What the dataset of a DataLoader serves to threads."""
+    if served is None:
+        return "samples one by one"
+    return "whole batches" if served.obstacle is None else f"samples one by one ({served.obstacle})"
 
 
 def stored_obstacle_of(loader: Any, served: Served) -> str | None:

@@ -28,6 +28,9 @@ from fastdata.table import SampleTable
 __all__ = ["ImageFolder", "ImageManifest"]
 
 
+_FAST_ALONE = "fast_decode=True speeds up fastdata's own loader and cannot be combined with loader="
+
+
 class _ImageFiles(PreparedDataset):
     """What datasets of image files have in common."""
 
@@ -50,19 +53,37 @@ class _ImageFiles(PreparedDataset):
         listing: Listing | None = None,
     ) -> None:
         if loader is not None and options.fast_decode:
-            raise ValueError("fast_decode=True speeds up fastdata's own loader and cannot be combined with loader=")
-        self.loader = loader or load_image
+            raise ValueError(_FAST_ALONE)
+        self._loader = loader or load_image
         self._table, root = table, os.fspath(self.root)
         if listing is None and options.cache_dir is not None:
             listing = list_paths(table.paths, root)
         self._build(self._origin(), options, transform, target_transform, table=table, listing=listing, root=root)
 
+    @property
+    def loader(self) -> Callable[[str], Any]:
+        """What opens a file. It may be replaced where nothing is kept."""
+        return self._loader
+
+    @loader.setter
+    def loader(self, loader: Callable[[str], Any]) -> None:
+        if self._contents is not None:
+            raise ValueError(
+                "samples are kept as the loader that the dataset was made with opens them, and another one would not "
+                "be asked for them. Make a new dataset with loader=, or one with storage='none'."
+            )
+        if self._options.fast_decode:
+            raise ValueError(_FAST_ALONE)
+        self._loader = loader
+        self._source = self._origin()
+        self._compile()
+
     def _source_text(self, source: Source) -> str:
-        text = describe_call(self.loader, self._options.cache_key)
+        text = describe_call(self._loader, self._options.cache_key)
         return f"{text}, fast_decode" if self._options.fast_decode else text
 
     def _origin(self) -> FileSource:
-        return FileSource(self._table.paths, self._table.targets, self.loader)
+        return FileSource(self._table.paths, self._table.targets, self._loader)
 
     def _trial_road(self) -> Road:
         return self._road(self._origin(), (*self._first_steps, *self._plan.prepare))

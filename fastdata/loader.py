@@ -18,7 +18,7 @@ from torch.utils.data import dataloader as torch_loader
 
 from fastdata import machine
 from fastdata.batch import IndexBatch, collate
-from fastdata.engine import Engine, Workers, choose_engine, choose_workers, decide_pinning, serves_batches
+from fastdata.engine import Engine, Workers, choose_engine, choose_workers, decide_pinning
 from fastdata.iterators import HELD_BY_USER, InlineIter, Prefetched, ProcessIter, Tally, ThreadIter
 from fastdata.randomness import Randomness, undisturbed
 from fastdata.report import EpochReport
@@ -143,6 +143,8 @@ class DataLoader(torch_loader.DataLoader[Any]):
         Args:
             prefetched: how, where a prefetcher reads it; then ``pin_memory="auto"`` leaves pinning to that.
         """
+        if self._served:
+            self._served.dataset.refresh()
         engine = choose_engine(self)
         if engine.kind == "thread":
             self._iterator = None  # persistent worker processes that have done their part
@@ -325,10 +327,10 @@ def _reader(loader: DataLoader, ring: BatchRing) -> Callable[[Any], Any]:
     """Make the function that turns a batch's indices into a batch, from any thread; it must not hold the iterator."""
     dataset, collate_fn, served = loader.dataset, loader.collate_fn, loader._served
     assert collate_fn is not None
-    if served is None or not serves_batches(loader):
-        return lambda indices: collate_fn(_read_samples(dataset, indices))
 
     def read(indices: IndexBatch) -> Any:
+        if served is None or served.obstacle is not None:  # asked anew: the transform may have been replaced meanwhile
+            return collate_fn(_read_samples(dataset, indices))
         if collate_fn is collate:
             return served.dataset.read_batch(indices.positions, indices.visits, ring)
         return collate_fn(served.dataset.sample_batch(indices.positions, indices.visits, ring))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, get_worker_info
 
 from fastdata.batch import SampleBatch, collate_targets
 from fastdata.batchops import Program
@@ -25,7 +26,7 @@ from fastdata.visits import SharedVisits
 __all__ = ["ServingDataset"]
 
 
-class ServingDataset(Dataset[Any]):
+class ServingDataset(Dataset[Any], ABC):
     """How every dataset answers a loader, once it is known where its samples are and what is done to them."""
 
     target_transform: Callable[[Any], Any] | None
@@ -69,6 +70,7 @@ class ServingDataset(Dataset[Any]):
         """
         self._check_open()
         position = range(len(self))[index]
+        self.refresh()
         visits = self._visits.take(np.array([position])) if self._program else None
         return self._pair(position, visits)
 
@@ -77,6 +79,8 @@ class ServingDataset(Dataset[Any]):
         self._check_open()
         index_B = self.positions(np.asarray(indices, dtype=np.int64))
         visits_B = getattr(indices, "visits", None)
+        if visits_B is None or get_worker_info() is not None:  # else the epoch began with it, and other threads read
+            self.refresh()
         if visits_B is None and self._program:
             visits_B = self._visits.take(index_B)
         if self.batch_obstacle is None:
@@ -148,6 +152,10 @@ class ServingDataset(Dataset[Any]):
             wrong = next(i for i in index_B.tolist() if not -length <= i < length)
             raise IndexError(f"index {wrong} is out of range for a dataset of {length} samples")
         return np.where(index_B < 0, index_B + length, index_B)
+
+    @abstractmethod
+    def refresh(self) -> None:
+        """Serve what the transform says now."""
 
     # One sample, one target
 

@@ -341,7 +341,11 @@ def test_the_road_is_told_with_its_reason(images: CachedDataset) -> None:
             ),
             (images, {"num_workers": 1, "worker_init_fn": print}, "worker_init_fn is for worker processes"),
             (per_sample, {"num_workers": 1}, "the transform works per sample: Lambda"),
-            (per_sample, {"num_workers": 1, "workers": "thread"}, "samples one by one, read by 1 thread"),
+            (
+                per_sample,
+                {"num_workers": 1, "workers": "thread"},
+                "one by one (the transform works per sample: Lambda() is not a known batch op), read by 1 thread",
+            ),
         ):
             assert path in DataLoader(dataset, **options).report().path
 

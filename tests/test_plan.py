@@ -140,11 +140,11 @@ def test_batch_ops_off() -> None:
     assert "batch_ops='off'" in str(plan)
 
 
-def test_prepare_off() -> None:
-    """With prepare="off" deterministic steps at the front are batch ops where they can be, else run per sample."""
+def test_prepared_by_others() -> None:
+    """With prepared=0 deterministic steps at the front are batch ops where they can be, else run per sample."""
     crop = v1.Compose([v1.CenterCrop(3), v1.RandomHorizontalFlip()])
-    assert parts(plan_transform(crop, prepare="off")) == ([], ["CenterCrop", "Flip"], [])
-    resize = plan_transform(v1.Compose([v1.Resize(4), v1.ToTensor()]), prepare="off")
+    assert parts(plan_transform(crop, prepared=0)) == ([], ["CenterCrop", "Flip"], [])
+    resize = plan_transform(v1.Compose([v1.Resize(4), v1.ToTensor()]), prepared=0)
     assert parts(resize) == ([], [], ["Resize", "ToTensor"])
     assert resize.kind == "pil"
     assert resize.prepare_key() == ""

@@ -140,6 +140,8 @@ class ChunkedLoader:
         if self._is_closed:
             raise RuntimeError("the loader was closed; make it again to go on")
         self._end_iterator("another one of the same loader was begun")
+        if self._supply is not None:
+            self._supply.refresh()
         self._progress = progress = self._begin_epoch()
         supply, batches = self._supply, len(self)
         if supply is None:

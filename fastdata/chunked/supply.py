@@ -67,6 +67,8 @@ class Supply:
 
     def __init__(self, served: Served, order: EpochOrder, wishes: Wishes) -> None:
         self._served, self._wishes = served, wishes
+        served.dataset.refresh()
+        self._read_after = served.dataset.read_after()
         reader = reader_of(served.dataset)
         layout = reader.look()
         reader.release()  # it is no memory that is in use: chunks will be there in its place
@@ -131,6 +133,22 @@ class Supply:
         cache = ", the system's page cache emptied behind them" if self._empties_cache else ""
         chunks = f"chunks of {self._chunk_samples} samples, {self._holding.does} ahead by {workers}{cache}"
         return f"{chunks}; {each}, made by {makers}"
+
+    def refresh(self) -> None:
+        """Serve what the dataset's transform says now.
+
+        Raises:
+            ValueError: samples would have to be brought in another way.
+        """
+        dataset = self._served.dataset
+        dataset.refresh()
+        if dataset.read_after() != self._read_after:
+            raise ValueError(
+                "the dataset's loader, or what its transform begins with, was changed after this ChunkedLoader was "
+                f"made: it brings samples after {self._read_after[1] or 'no step'}, and the transform now begins with "
+                f"{dataset.read_after()[1] or 'none'}. Make the ChunkedLoader again."
+            )
+        self._obstacle = self._holding.view(dataset).batch_obstacle
 
     def start(self, epoch: int, first_batch: int, batches: int, ring: BatchRing) -> Pipeline:
         """Begin to supply an epoch."""

@@ -93,7 +93,7 @@ def plan_transform(
     form: Form = "pil",
     dtype: str = "uint8",
     batch_ops: Literal["auto", "off"] = "auto",
-    prepare: Literal["auto", "off"] = "auto",
+    prepared: int | None = None,
 ) -> TransformPlan:
     """Cut a transform in what runs once per sample, on whole batches, and per sample.
 
@@ -102,7 +102,8 @@ def plan_transform(
         form: what the samples are: those of the source or, the same in effect, those in the store.
         dtype: of the stored samples; batch ops know uint8 only.
         batch_ops: ``"off"`` leaves all but the prepare part to run per sample.
-        prepare: ``"off"`` leaves that part empty: samples are stored already, and every step runs when they are read.
+        prepared: how many of the leading steps samples are stored after, where they are stored already; all others run
+            when they are read.
 
     Example:
         >>> plan = plan_transform(None)
@@ -110,7 +111,7 @@ def plan_transform(
         (False, 'the transform ends with a PIL image')
     """
     steps = flatten(transform)
-    first = () if prepare == "off" else _preparable_part(steps)
+    first = _preparable_part(steps) if prepared is None else steps[:prepared]
     state = State(kind=_kind_after(first, form))
     ops: list[Op] = []
     known = len(first)

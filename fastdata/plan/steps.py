@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
+import numpy as np
 import torch
 
 from fastdata.plan.ops import (
@@ -33,11 +34,13 @@ from fastdata.spec import Form
 __all__ = [
     "State",
     "UnknownStepError",
+    "fingerprint",
     "flatten",
     "interpolation_name",
     "is_preparable",
     "is_random",
     "is_reforming",
+    "is_same",
     "pair",
     "recognise",
     "torchvision_name",
@@ -91,6 +94,34 @@ def flatten(transform: Any) -> tuple[Any, ...]:
     if type(transform) is torch.nn.Sequential:
         return tuple(step for part in transform for step in flatten(part))
     return (transform,)
+
+
+def fingerprint(transform: Any) -> tuple[Any, ...]:
+    """What a plan of the transform follows from: its steps, and the arguments of those that are recognised.
+
+    Cheap, so that it can be asked before every batch whether something was changed in place.
+    """
+    atoms: list[Any] = []
+    for step in flatten(transform):
+        atoms.append(step)
+        if torchvision_name(step) in _KNOWN:
+            values = vars(step).values()
+            atoms.extend(values)
+            for value in values:
+                kind = type(value)  # isinstance with Tensor would take longer than all the rest
+                if kind is list:
+                    atoms.extend(value)
+                elif kind is torch.Tensor or kind is np.ndarray:
+                    atoms.append(np.asarray(value).tobytes())
+    return tuple(atoms)
+
+
+def is_same(fingerprint: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
+    """Whether nothing was changed between two fingerprints."""
+    return len(fingerprint) == len(other) and all(
+        mine is theirs or (type(mine) is bytes and mine == theirs)
+        for mine, theirs in zip(fingerprint, other, strict=True)
+    )
 
 
 def torchvision_name(step: Any) -> str | None:
@@ -317,6 +348,8 @@ _READERS = {
     "ToPureTensor": _read_to_pure_tensor,
     "ToTensor": _read_to_tensor,
 }
+
+_KNOWN = frozenset({*_READERS, *_DETERMINISTIC, *_REFORMING})
 
 
 # Arguments

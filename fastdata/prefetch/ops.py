@@ -127,6 +127,8 @@ class BatchOps:
         Raises:
             ValueError: as ``choose_ops``.
         """
+        if self._served is not None:
+            self._served.dataset.refresh()
         self.plan = self._choose()
         if self.plan is None or not self.plan.on_device:
             self._warn_once()
