@@ -95,7 +95,7 @@ class PreparedDataset(ServingDataset):
         if prepared.contents is not None and self._prepared is None:
             self._prepared = len(self._plan.prepare), self._plan.prepare_key()
         self._source = source if prepared.contents is None else None
-        self._visits = SharedVisits(len(self))
+        self._visits = SharedVisits(self.sample_count)
         self._compile()
 
     def _plan_of(self, transform: Callable[[Any], Any] | None, **facts: Any) -> TransformPlan:
@@ -167,7 +167,7 @@ class PreparedDataset(ServingDataset):
     @property
     def targets(self) -> ListView[Any]:
         """Target of every sample, before ``target_transform``."""
-        return ListView(len(self), self._stored_target)
+        return ListView(self.sample_count, self._stored_target)
 
     @property
     def samples(self) -> ListView[tuple[str, Any]]:

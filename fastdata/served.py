@@ -87,8 +87,11 @@ class Served:
 
         Raises:
             IndexError: an index is out of range.
+            TypeError: an index is no number.
         """
         index_B = np.asarray(indices, dtype=np.int64)
+        if index_B.ndim != 1:
+            raise TypeError(f"a batch of sample numbers is needed, and the sampler gave {indices!r}")
         return self.dataset.positions(index_B if self.subset is None else self.subset[index_B])
 
 
@@ -104,10 +107,15 @@ class VisitedBatches:
     def __len__(self) -> int:
         return len(self._batch_sampler)
 
-    def __iter__(self) -> Iterator[IndexBatch]:
-        visits = EpochVisits(len(self._served.dataset), self._epochs.current or 0)
+    def __iter__(self) -> Iterator[list[int]]:
+        visits = EpochVisits(self._served.dataset.index_count, self._epochs.current or 0)
         return (self._visit(indices, visits) for indices in iter(self._batch_sampler))
 
-    def _visit(self, indices: list[int], visits: EpochVisits) -> IndexBatch:
-        positions = self._served.positions(indices)
+    def _visit(self, indices: list[int], visits: EpochVisits) -> list[int]:
+        try:
+            positions = self._served.positions(indices)
+        except (IndexError, TypeError, ValueError):
+            if self._served.dataset.own_reader is None:
+                raise
+            return indices
         return IndexBatch(indices, positions, visits.take(positions))

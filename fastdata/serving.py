@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ from fastdata.batch import SampleBatch, collate_targets
 from fastdata.batchops import Program
 from fastdata.contents import Contents, Table
 from fastdata.decode import Planes, present, sample_error, tensor_class, to_image, without_exif
+from fastdata.draws import sample_keys
 from fastdata.errors import StoreGoneError
 from fastdata.options import Options
 from fastdata.plan import TransformPlan
@@ -26,8 +29,39 @@ from fastdata.visits import SharedVisits
 __all__ = ["ServingDataset"]
 
 
+class _Item:
+    """The item of a batch that a subclass's own ``__getitem__`` is making: gives its reads their visits.
+
+    A dataset's first read is on the item's visit if it is of the same index. All others are on visits of their own that
+    follow from it, so that two crops of one image differ, and are the same whoever reads them.
+
+    Args:
+        index: of the item.
+        visit: int64 (1,), of the item.
+    """
+
+    def __init__(self, index: int, visit: np.ndarray) -> None:
+        self._index, self._visit = index, visit
+        self._reads: Counter[int] = Counter()
+
+    def visit_of(self, position: int, dataset: int) -> np.ndarray:
+        """Return the visit (int64, 1) of the next sample that is read from a dataset, given by its ``id``."""
+        read = self._reads[dataset]
+        self._reads[dataset] += 1
+        if read == 0 and position == self._index:
+            return self._visit
+        return sample_keys(read, self._visit, np.array([self._index])).view(np.int64)
+
+
+_ITEM: ContextVar[_Item | None] = ContextVar("fastdata_item", default=None)
+
+
 class ServingDataset(Dataset[Any], ABC):
-    """How every dataset answers a loader, once it is known where its samples are and what is done to them."""
+    """How every dataset answers a loader, once it is known where its samples are and what is done to them.
+
+    A subclass may have a ``__getitem__``, ``__getitems__`` or ``__len__`` of its own, over these: then they are asked
+    for every batch, and what an index means is theirs to say.
+    """
 
     target_transform: Callable[[Any], Any] | None
     _options: Options
@@ -49,6 +83,11 @@ class ServingDataset(Dataset[Any], ABC):
     """Where ``__getitems__`` takes memory from; set in worker processes."""
 
     def __len__(self) -> int:
+        return self.sample_count
+
+    @property
+    def sample_count(self) -> int:
+        """How many samples there are, whatever a subclass says that its length is."""
         if self._table is not None:
             return len(self._table)
         assert self._source is not None
@@ -69,7 +108,10 @@ class ServingDataset(Dataset[Any], ABC):
             IndexError: ``index`` is not in [-N, N).
         """
         self._check_open()
-        position = range(len(self))[index]
+        position = range(self.sample_count)[index]
+        item = _ITEM.get()
+        if item is not None:
+            return self._pair(position, item.visit_of(position, id(self)))
         self.refresh()
         visits = self._visits.take(np.array([position])) if self._program else None
         return self._pair(position, visits)
@@ -77,13 +119,15 @@ class ServingDataset(Dataset[Any], ABC):
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[Any, Any]]:
         """A whole batch: a ``SampleBatch`` if the transform allows, else a list of samples."""
         self._check_open()
-        index_B = self.positions(np.asarray(indices, dtype=np.int64))
         visits_B = getattr(indices, "visits", None)
         if visits_B is None or get_worker_info() is not None:  # else the epoch began with it, and other threads read
             self.refresh()
+        if self._has_own("__getitem__"):
+            return [self._own_item(index, visits_B, k) for k, index in enumerate(indices)]
+        index_B = self.positions(np.asarray(indices, dtype=np.int64))
         if visits_B is None and self._program:
             visits_B = self._visits.take(index_B)
-        if self.batch_obstacle is None:
+        if self._serving_obstacle is None:
             return self.sample_batch(index_B, visits_B, self.batch_ring)
         return [
             self._pair(index, None if visits_B is None else visits_B[k : k + 1])
@@ -129,6 +173,21 @@ class ServingDataset(Dataset[Any], ABC):
     @property
     def batch_obstacle(self) -> str | None:
         """Why whole batches cannot be served without Python work per sample; None if they can."""
+        own = self.own_reader
+        return self._serving_obstacle if own is None else f"{type(self).__name__} has a {own} of its own"
+
+    @property
+    def own_reader(self) -> str | None:
+        """The method of a subclass that knows what an index means; None where it is the number of a sample."""
+        return next((name for name in ("__getitem__", "__getitems__") if self._has_own(name)), None)
+
+    @property
+    def index_count(self) -> int:
+        """Indices from 0 to this, exclusive, may be asked for."""
+        return self.sample_count if self.own_reader is None else len(self)
+
+    @property
+    def _serving_obstacle(self) -> str | None:
         if self._contents is None:
             return "storage='none' prepares every sample when it is read"
         if self._contents.is_tuple or self.transforms is not None:
@@ -145,7 +204,7 @@ class ServingDataset(Dataset[Any], ABC):
         Raises:
             IndexError: an index is not in [-N, N).
         """
-        length = len(self)
+        length = self.index_count
         if not (index_B.view(np.uint64) >= length).any():  # as unsigned numbers, negative ones are too large as well
             return index_B
         if not ((index_B >= -length) & (index_B < length)).all():
@@ -157,7 +216,20 @@ class ServingDataset(Dataset[Any], ABC):
     def refresh(self) -> None:
         """Serve what the transform says now."""
 
+    def _has_own(self, name: str) -> bool:
+        return getattr(type(self), name) is not getattr(ServingDataset, name)
+
     # One sample, one target
+
+    def _own_item(self, index: Any, visits_B: np.ndarray | None, k: int) -> Any:
+        """What a subclass's own ``__getitem__`` makes of the k-th index of a batch."""
+        if visits_B is None:
+            return self[index]
+        token = _ITEM.set(_Item(int(index), visits_B[k : k + 1]))
+        try:
+            return self[index]
+        finally:
+            _ITEM.reset(token)
 
     def _pair(self, index: int, visits: np.ndarray | None) -> tuple[Any, Any]:
         if self._contents is None:

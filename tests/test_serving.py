@@ -1,4 +1,4 @@
-"""What batches obey: what is changed after a dataset was made."""
+"""What batches obey: methods of a subclass's own, and what is changed after a dataset was made."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch.utils.data import BatchSampler, SequentialSampler, Subset
 from torch.utils.data import DataLoader as TorchLoader
 from torchvision import transforms as v1
 from torchvision.transforms import v2
@@ -50,7 +51,164 @@ def epoch_of(loader: Any) -> list[torch.Tensor]:
     return [torch.cat([torch.as_tensor(part) for part in column]) for column in columns]
 
 
-# What is set, and changed in place
+class Numbered(CachedDataset):
+    """Gives the index as well, as many training scripts want it."""
+
+    def __getitem__(self, index: int) -> Any:
+        image, target = super().__getitem__(index)
+        return 255 - image, -target, index
+
+
+# Methods of a subclass's own
+
+
+@EVERY_LOADER
+@pytest.mark.parametrize("storage", ["shared", "none"])
+def test_batches_are_made_of_an_own_getitem(loader_of: Callable[..., Any], storage: str) -> None:
+    """A subclass's __getitem__ makes every sample of every batch, of what the dataset without it would serve."""
+    with cached(Numbered, v1.CenterCrop((7, 5)), storage=storage) as own, cached(storage=storage) as plain:
+        images, targets, numbers = epoch_of(loader_of(own))
+        wanted = torch.stack([255 - v1.CenterCrop((7, 5))(plain[i][0]) for i in range(LENGTH)])
+        assert torch.equal(images, wanted)
+        assert (targets.tolist(), numbers.tolist()) == ([-i for i in range(LENGTH)], list(range(LENGTH)))
+        subset = epoch_of(loader_of(Subset(own, [5, 2])))
+        assert torch.equal(subset[0], wanted[[5, 2]])
+        assert subset[2].tolist() == [5, 2]
+
+
+@pytest.mark.parametrize("storage", ["shared", "none", "disk"])
+def test_chunks_are_served_through_an_own_getitem(storage: str, tmp_path: Any) -> None:
+    """The chunked loader's batches are those of the DataLoader, own __getitem__ and random draws included."""
+    kept = {"cache_dir": tmp_path, "cache_key": "x"} if storage == "disk" else {"storage": storage}
+    with cached(Numbered, *CROP, **kept) as own, cached(Numbered, *CROP) as other, chunked(own) as loader:
+        plain = DataLoader(other, batch_size=4)
+        for epoch in (2, 0):
+            loader.set_epoch(epoch)
+            plain.set_epoch(epoch)
+            found, wanted = epoch_of(loader), epoch_of(plain)
+            assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, wanted, strict=True))
+        assert "Numbered has a __getitem__ of its own" in loader.report().path
+
+
+def test_an_own_getitem_draws_as_the_dataset_without_it() -> None:
+    """With any engine the crops under a subclass's __getitem__ are those of the plain dataset in the same epoch."""
+    with cached(Numbered, *CROP) as own, cached(CachedDataset, *CROP) as plain:
+        for epoch in (0, 5):
+            wanted = DataLoader(plain, batch_size=4)
+            wanted.set_epoch(epoch)
+            images, _ = epoch_of(wanted)
+            for name in ("inline", "threads", "processes"):
+                loader = LOADERS[name](own)
+                loader.set_epoch(epoch)
+                assert torch.equal(255 - epoch_of(loader)[0], images)
+
+
+class TwoCrops(CachedDataset):
+    """Two views of each image, and one of its neighbour."""
+
+    def __getitem__(self, index: int) -> Any:
+        neighbour = (index + 1) % self.sample_count
+        return super().__getitem__(index)[0], super().__getitem__(index)[0], super().__getitem__(neighbour)[0]
+
+
+def test_further_reads_of_an_own_getitem_are_drawn_anew() -> None:
+    """Two reads of one image in an item are two crops, and every engine makes the same ones."""
+    with cached(TwoCrops, v1.RandomCrop((3, 2))) as own:
+        epochs = []
+        for name in ("inline", "threads", "processes"):
+            loader = LOADERS[name](own)
+            loader.set_epoch(3)
+            epochs.append(epoch_of(loader))
+        first, second, neighbour = epochs[0]
+        assert sum(map(torch.equal, first, second)) < LENGTH / 2
+        assert sum(map(torch.equal, first.roll(-1, 0), neighbour)) < LENGTH / 2
+        assert all(torch.equal(a, b) for other in epochs[1:] for a, b in zip(epochs[0], other, strict=True))
+
+
+def test_chunks_refuse_an_own_getitem_that_reads_others() -> None:
+    """A sample that is not in the chunk is an error with a cure, never another sample's pixels."""
+    with cached(TwoCrops) as own, chunked(own) as loader, pytest.raises(LookupError, match=r"needs a DataLoader"):
+        list(loader)
+
+
+def test_the_report_names_the_own_method() -> None:
+    """report() says which method keeps batches from being read whole, whoever reads them."""
+
+    class Whole(CachedDataset):
+        def __getitems__(self, indices: Any) -> Any:
+            return [(image, -target) for image, target in super().__getitems__(indices)]
+
+    with cached(Numbered) as numbered, cached(Whole) as whole:
+        for workers in ("auto", "thread"):
+            loader = DataLoader(numbered, num_workers=1, workers=workers)
+            assert "Numbered has a __getitem__ of its own" in loader.report().path
+        loader = DataLoader(whole, batch_size=4)
+        assert epoch_of(loader)[1].tolist() == [-i for i in range(LENGTH)]
+        assert "Whole has a __getitems__ of its own" in loader.report().path
+        with chunked(whole) as chunks:
+            assert epoch_of(chunks)[1].tolist() == [-i for i in range(LENGTH)]
+
+
+class Shorter(CachedDataset):
+    def __len__(self) -> int:
+        return 5
+
+
+class Repeated(CachedDataset):
+    """Every sample comes three times an epoch."""
+
+    times = 3
+
+    def __len__(self) -> int:
+        return self.times * super().__len__()
+
+    def __getitem__(self, index: int) -> Any:
+        return super().__getitem__(index % super().__len__())
+
+
+@EVERY_LOADER
+def test_an_own_length_is_obeyed(loader_of: Callable[..., Any]) -> None:
+    """A shorter __len__ ends the epoch earlier; a longer one with its own __getitem__ serves samples several times."""
+    with cached(Shorter) as shorter, cached(Repeated, v1.RandomCrop((3, 2))) as repeated:
+        assert epoch_of(loader_of(shorter))[1].tolist() == [0, 1, 2, 3, 4]
+        images, targets = epoch_of(loader_of(repeated))
+        assert targets.tolist() == [*range(LENGTH)] * 3
+        assert sum(map(torch.equal, images[:LENGTH], images[LENGTH : 2 * LENGTH])) < LENGTH / 2
+
+
+def test_a_length_that_only_counts_more_raises() -> None:
+    """Where no __getitem__ says which samples the others are, they are an IndexError, never what lies behind."""
+
+    class Longer(CachedDataset):
+        def __len__(self) -> int:
+            return 20
+
+    with cached(Longer) as longer:
+        with pytest.raises(IndexError, match="out of range for a dataset of 11 samples"):
+            list(DataLoader(longer, batch_size=20))
+        with pytest.raises(IndexError):
+            longer[11]
+    with cached(Shorter) as shorter, chunked(shorter) as loader:
+        assert epoch_of(loader)[1].tolist() == [0, 1, 2, 3, 4]
+    with cached(Repeated) as repeated, pytest.raises(ValueError, match=r"33 indices and 11 samples.*DataLoader"):
+        chunked(repeated)
+
+
+@pytest.mark.parametrize("name", ["inline", "processes"])
+def test_an_own_getitem_may_take_any_index(name: str) -> None:
+    """What a sampler gives reaches a subclass's __getitem__ as it is: pairs of number and size, for one."""
+
+    class Sized(CachedDataset):
+        def __getitem__(self, index: Any) -> Any:
+            number, size = index
+            return super().__getitem__(number)[0][:, :size], size
+
+    pairs = [(i, 3 + i // 4) for i in range(8)]
+    with cached(Sized) as own:
+        sampler = BatchSampler(SequentialSampler(pairs), 4, drop_last=False)
+        batches = [[pairs[i] for i in batch] for batch in sampler]
+        loader = DataLoader(own, batch_sampler=batches, num_workers=2 * (name == "processes"))
+        assert [tuple(images.shape) for images, _ in loader] == [(4, 3, 3, 6), (4, 3, 4, 6)]
 
 
 @EVERY_LOADER
@@ -91,6 +249,9 @@ def test_a_loader_set_later_is_obeyed_or_refused(image_folder: FolderMaker) -> N
     fast = ImageFolder(root, v1.Resize(6), storage="none", fast_decode=True, progress=False)
     with fast, pytest.raises(ValueError, match="cannot be combined with loader="):
         fast.loader = black
+
+
+# Changes in place
 
 
 @EVERY_LOADER

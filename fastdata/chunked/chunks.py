@@ -136,7 +136,7 @@ class Slot:
             ChunkStore(store, arrived.rows, arrived.is_there, shape)
             for store, shape in zip(self.stores, layout.shapes, strict=True)
         ]
-        table = dataset.table or ChunkTargets(len(dataset), arrived.targets)
+        table = dataset.table or ChunkTargets(dataset.sample_count, arrived.targets)
         return dataset.served_from(Contents(tuple(stores), table, layout.is_tuple, layout.target_is_part))
 
     def drop(self, positions: np.ndarray) -> None:

@@ -121,6 +121,7 @@ class ChunkedLoader:
             served = _find_served(dataset, cleanup)
             self.dataset, self._data = dataset, served.dataset
             length = len(served.dataset) if served.subset is None else len(served.subset)
+            _check_indices(served)
             self._order = EpochOrder(
                 length=length, shuffle=shuffle, seed=seed, drop_last=drop_last, rank=rank, world_size=world_size
             )
@@ -270,6 +271,21 @@ def _find_served(dataset: Any, owned: contextlib.ExitStack) -> Served:
     if served is not None:
         return served
     return Served(owned.enter_context(CachedDataset(dataset, storage="none", progress=False)), None)
+
+
+def _check_indices(served: Served) -> None:
+    """Check that each index is a sample's.
+
+    Raises:
+        ValueError: there are more, which only the dataset's own ``__getitem__`` knows the samples of.
+    """
+    dataset = served.dataset
+    count = len(dataset) if served.subset is None else int(served.subset.max(initial=-1)) + 1
+    if count > dataset.sample_count:
+        raise ValueError(
+            f"ChunkedLoader brings the sample of each index, but {type(dataset).__name__} has {count} indices and "
+            f"{dataset.sample_count} samples. Use a DataLoader, or leave __len__ as it is."
+        )
 
 
 def _open_path(path: str) -> CachedDataset:

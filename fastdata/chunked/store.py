@@ -46,8 +46,15 @@ class ChunkStore:
         return self._some_shape if row is None or not self._is_there[row] else self._store.shape(row)
 
     def read(self, index: int) -> np.ndarray:
-        """One sample: a read-only view."""
-        return self._store.read(self._rows[index])
+        """One sample: a read-only view.
+
+        Raises:
+            LookupError: it is not here.
+        """
+        row = self._rows.get(index)
+        if row is None or not self._is_there[row]:
+            raise _not_here(index)
+        return self._store.read(row)
 
     def read_into(self, index: int, out: np.ndarray) -> None:
         """Copy one sample."""
@@ -79,6 +86,8 @@ class ChunkTargets:
 
     def target(self, index: int) -> Any:
         """The target of one sample."""
+        if index not in self._targets:
+            raise _not_here(index)
         return self._targets[index]
 
     def target_array(self) -> np.ndarray | None:
@@ -87,3 +96,10 @@ class ChunkTargets:
 
     def close(self) -> None:
         """Nothing: they go with the chunk."""
+
+
+def _not_here(index: int) -> LookupError:
+    return LookupError(
+        f"sample {index} is not in memory with the one asked for: a __getitem__ that reads other samples than its own "
+        "needs a DataLoader, not a ChunkedLoader"
+    )
