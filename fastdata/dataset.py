@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pickle
 from abc import abstractmethod
 from collections.abc import Callable
+from multiprocessing.context import get_spawning_popen
+from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,6 +15,7 @@ from fastdata.batchops import Program, compile_ops
 from fastdata.cache import CacheOrigin, Listing, describe_steps, prepare_on_disk
 from fastdata.contents import Contents, Table
 from fastdata.decode import Resize
+from fastdata.errors import StoreGoneError
 from fastdata.options import Options
 from fastdata.plan import TransformPlan, fingerprint, is_same, plan_transform
 from fastdata.plan.steps import torchvision_name
@@ -309,7 +313,7 @@ class PreparedDataset(ServingDataset):
         if self._table:
             self._table.close()
         self._visits.close()
-        self._closed = True
+        self._gone = "the dataset was closed; create it again to read from it"
 
     def __enter__(self) -> Self:
         return self
@@ -321,10 +325,22 @@ class PreparedDataset(ServingDataset):
         self.refresh()  # what a copy cannot serve is said here, not where it is opened
         derived = ("_plan", "_program", "_served", "_seen", "_reader", "skipped", "batch_ring")
         state = {name: value for name, value in self.__dict__.items() if name not in derived}
-        return state | {"_imported": self._contents.tensor_classes() if self._contents else ()}
+        state["_imported"] = self._contents.tensor_classes() if self._contents else ()
+        if get_spawning_popen() is not None:
+            # An error while a process starts would end it, and nobody would be told why: it is raised when it reads.
+            opened = {name: state.pop(name) for name in ("_contents", "_table", "_visits")}
+            state["_sent"] = bytes(ForkingPickler.dumps(opened))
+        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         del state["_imported"]  # unpickling it has imported what samples are
+        sent = state.pop("_sent", None)
         self.__dict__.update(state)
         self.skipped = []
-        self._compile()
+        try:
+            self.__dict__.update({} if sent is None else pickle.loads(sent))
+            self._compile()
+        except StoreGoneError as gone:
+            if sent is None:
+                raise
+            self._gone = str(gone)

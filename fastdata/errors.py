@@ -1,10 +1,13 @@
 """The errors fastdata raises on its own account.
 
 Each also derives from the built-in class that a caller would catch anyway, so that a swapped import keeps existing
-handlers working.
+handlers working, and can be made of its text alone: of an error in a worker process torch's loader sends no more than
+the class and the traceback as text.
 """
 
 from __future__ import annotations
+
+import re
 
 __all__ = [
     "CacheError",
@@ -17,6 +20,10 @@ __all__ = [
     "SampleError",
     "StoreGoneError",
 ]
+
+
+_NAMED = re.compile(r"^(?:[\w.]+: )?sample (\d+)(?:, (.+?),)? cannot be read", re.DOTALL | re.MULTILINE)
+"""How the text of a ``SampleError`` begins: index and path. A traceback has it last."""
 
 
 class FastDataError(Exception):
@@ -43,13 +50,17 @@ class SampleError(FastDataError, OSError):
         path: file of the sample, or None where the sample has none.
     """
 
-    def __init__(self, message: str, *, index: int, path: str | None = None) -> None:
+    def __init__(self, message: str, *, index: int | None = None, path: str | None = None) -> None:
+        if index is None:  # copied, unpickled or sent by torch: the text has the sample's index and path
+            named = _NAMED.findall(message)
+            if not named:
+                raise TypeError("SampleError needs index=, the position of the sample in its dataset")
+            index, path = int(named[-1][0]), named[-1][1] or None
+        elif not _NAMED.match(message):
+            message = f"sample {index}{f', {path},' if path else ''} cannot be read: {message}"
         super().__init__(message)
         self.index = index
         self.path = path
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return _restore_sample_error, (str(self), self.index, self.path)
 
 
 class IngestError(FastDataError, RuntimeError):
@@ -66,7 +77,3 @@ class CodecError(FastDataError, ValueError):
 
 class StoreGoneError(FastDataError, RuntimeError):
     """A pickled dataset was opened after the process that holds its samples had ended."""
-
-
-def _restore_sample_error(message: str, index: int, path: str | None) -> SampleError:
-    return SampleError(message, index=index, path=path)

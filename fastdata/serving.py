@@ -78,7 +78,8 @@ class ServingDataset(Dataset[Any], ABC):
     _served: tuple[tuple[int, ...], np.dtype[Any]] | None
     """Shape and dtype of every sample served; None where they differ."""
     transforms: Callable[[Any, Any], Any] | None = None
-    _closed = False
+    _gone = ""
+    """Why there is nothing to read from any more; empty while there is."""
     batch_ring: BatchRing | None = None
     """Where ``__getitems__`` takes memory from; set in worker processes."""
 
@@ -285,5 +286,5 @@ class ServingDataset(Dataset[Any], ABC):
         return collate_targets([self._target(index) for index in index_B.tolist()])
 
     def _check_open(self) -> None:
-        if self._closed:
-            raise StoreGoneError("the dataset was closed; create it again to read from it")
+        if self._gone:
+            raise StoreGoneError(self._gone)

@@ -1,0 +1,107 @@
+"""Errors of the package keep their type and what they say on the way from another process."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._utils import ExceptionWrapper
+from torch.utils.data import DataLoader as TorchLoader
+
+from fastdata import CachedDataset, DataLoader, ImageFolder, SampleError, StoreGoneError, errors
+from fastdata.decode import sample_error
+
+ODD_PATH = "/data/a, b: 'c'\nsample 7, d.jpg"
+
+
+def classes_of_errors() -> list[type[errors.FastDataError]]:
+    found = [getattr(errors, name) for name in errors.__all__]
+    return [each for each in found if issubclass(each, errors.FastDataError) and each is not SampleError]
+
+
+def raised_by_torch(error: Exception) -> Exception:
+    """What torch's loader raises where a worker process has raised ``error``."""
+    try:
+        try:
+            raise sample_error("/data/other.jpg", 8, ValueError("x"))
+        except SampleError as cause:
+            raise error from cause
+    except Exception:  # noqa: BLE001  # whatever it is
+        sent = pickle.dumps(ExceptionWrapper(where="in DataLoader worker process 0"))
+    try:
+        pickle.loads(sent).reraise()
+    except Exception as came:  # noqa: BLE001
+        return came
+    raise AssertionError
+
+
+@pytest.mark.parametrize("kind", classes_of_errors())
+def test_every_error_keeps_its_type(kind: type[errors.FastDataError]) -> None:
+    """An error of the package is of the same class after pickling, and as torch's loader raises it; so is its text."""
+    error = kind("what was found")
+    for copied in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
+        assert type(copied) is kind
+        assert str(copied) == "what was found"
+    came = raised_by_torch(error)
+    assert type(came) is kind
+    assert "what was found" in str(came)
+
+
+SAMPLE_ERRORS = {
+    "file": sample_error("/data/a.jpg", 3, OSError("cut off")),
+    "no file": sample_error(None, 3, KeyError("x")),
+    "odd path": sample_error(ODD_PATH, 3, OSError("cut off")),
+    "of another dataset": sample_error("/data/a.jpg", 3, sample_error("/data/b.jpg", 5, OSError("cut off"))),
+    "other words": SampleError("it is\nno image", index=3, path="/data/a.jpg"),
+    "other words, no file": SampleError("it is no image", index=3),
+}
+
+
+@pytest.mark.parametrize("error", SAMPLE_ERRORS.values(), ids=SAMPLE_ERRORS.keys())
+def test_a_sample_error_keeps_index_and_path(error: SampleError) -> None:
+    """Index and path are the same after pickling, and as torch's loader raises it; its text names both."""
+    came = raised_by_torch(error)
+    for each in (error, pickle.loads(pickle.dumps(error)), copy.copy(error), came, pickle.loads(pickle.dumps(came))):
+        assert isinstance(each, SampleError)
+        assert (each.index, each.path) == (3, error.path)
+        assert str(error) in str(each)
+    assert str(error).startswith("sample 3 " if error.path is None else f"sample 3, {error.path}, ")
+
+
+def test_a_sample_error_needs_an_index() -> None:
+    """Words that name no sample are refused without ``index=``."""
+    with pytest.raises(TypeError, match="needs index="):
+        SampleError("it is no image")
+
+
+@pytest.mark.parametrize("fill", ["lazy", "none"])
+@pytest.mark.parametrize("make_loader", [TorchLoader, DataLoader])
+def test_a_damaged_file_is_named_by_worker_processes(image_folder: Any, make_loader: Any, fill: str) -> None:
+    """A file that a worker process cannot read is a SampleError and an OSError with its index and path."""
+    root = image_folder()
+    path = root / "cat" / "001.jpg"
+    path.write_bytes(path.read_bytes()[:100])
+    options: Any = {"storage": "none"} if fill == "none" else {"storage": "shared", "fill": "lazy"}
+    with ImageFolder(root, resize=(8, 8), progress=False, **options) as dataset:
+        loader = make_loader(dataset, batch_size=2, num_workers=1, collate_fn=list)
+        with pytest.raises(OSError, match="in DataLoader worker process 0") as caught:
+            list(loader)
+        assert isinstance(caught.value, SampleError)
+        assert (caught.value.index, caught.value.path) == (1, str(path))
+
+
+@pytest.mark.parametrize("make_loader", [TorchLoader, DataLoader])
+def test_a_store_that_is_gone_is_told_by_a_spawned_worker(tmp_path: Path, make_loader: Any) -> None:
+    """A spawned worker that finds the cache deleted lets the loop raise StoreGoneError, as a pickled dataset does."""
+    data = [(torch.full((2, 3), i, dtype=torch.uint8), i) for i in range(4)]
+    with CachedDataset(data, cache_dir=tmp_path / "cache", cache_key="k", progress=False) as dataset:
+        shutil.rmtree(tmp_path / "cache")
+        options: Any = {} if make_loader is TorchLoader else {"workers": "process"}
+        loader = make_loader(dataset, batch_size=2, num_workers=1, multiprocessing_context="spawn", **options)
+        with pytest.raises(StoreGoneError, match="was deleted or changed while it was in use"):
+            list(loader)
