@@ -10,7 +10,7 @@ import copy
 import inspect
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch.utils.data import Dataset, IterableDataset, Sampler
@@ -28,10 +28,11 @@ from fastdata.served import LoaderEpochs, Served, VisitedBatches
 
 __all__ = ["DataLoader"]
 
+_T_co = TypeVar("_T_co", covariant=True)
 _TORCH_ARGUMENTS = inspect.signature(torch_loader.DataLoader.__init__).parameters
 
 
-class DataLoader(torch_loader.DataLoader[Any]):
+class DataLoader(torch_loader.DataLoader[_T_co]):
     """torch's DataLoader with torch's arguments, and an engine of threads where the dataset serves whole batches.
 
     Args:
@@ -71,7 +72,7 @@ class DataLoader(torch_loader.DataLoader[Any]):
 
     def __init__(
         self,
-        dataset: Dataset[Any],
+        dataset: Dataset[_T_co],
         batch_size: int | None = 1,
         shuffle: bool | None = None,
         sampler: Sampler[Any] | Iterable[Any] | None = None,
@@ -323,7 +324,7 @@ def _length(sized: Any) -> int | None:
         return None
 
 
-def _reader(loader: DataLoader, ring: BatchRing) -> Callable[[Any], Any]:
+def _reader(loader: DataLoader[Any], ring: BatchRing) -> Callable[[Any], Any]:
     """Make the function that turns a batch's indices into a batch, from any thread; it must not hold the iterator."""
     dataset, collate_fn, served = loader.dataset, loader.collate_fn, loader._served
     assert collate_fn is not None
@@ -338,7 +339,7 @@ def _reader(loader: DataLoader, ring: BatchRing) -> Callable[[Any], Any]:
     return read
 
 
-def _prefetched_reader(loader: DataLoader, prefetched: Prefetched) -> Callable[[Any], Any]:
+def _prefetched_reader(loader: DataLoader[Any], prefetched: Prefetched) -> Callable[[Any], Any]:
     """Make the function for a prefetcher: it may finish batches on the device."""
     stored, ring = prefetched.stored, prefetched.ring
     if stored is None:

@@ -91,6 +91,14 @@ def test_batches_are_torchs(num_workers: int, options: dict[str, Any]) -> None:
     assert outcome[1] == outcome[3]
 
 
+def test_it_is_generic_as_torchs() -> None:
+    """``DataLoader[int]`` is a type, and a loader once called, as torch's."""
+    for kind in (TorchLoader, DataLoader):
+        loader = kind[int](range(3))  # type: ignore[arg-type]
+        assert type(loader) is kind
+        assert [batch.tolist() for batch in loader] == [[0], [1], [2]]
+
+
 def test_worker_processes_and_threads_serve_the_same(images: CachedDataset) -> None:
     """Threads, processes and torch's own loader with processes give equal epochs, draws included."""
     epochs = []
