@@ -175,10 +175,14 @@ class ProcessIter(Tallied, torch_loader._MultiProcessingDataLoaderIter):
             if isinstance(error, LostBatchError):
                 _await_one(self._workers)
             dead = [_describe_end(number, worker) for number, worker in enumerate(self._workers) if worker.exitcode]
-            if not dead:
+            if not dead or type(error) not in (RuntimeError, LostBatchError):
                 raise
-            message = f"{error} {' '.join(dead)}"
-        raise RuntimeError(message)  # and not from torch's, whose frames would hold it and this iterator in a cycle
+            message, cause = f"{str(error).rstrip(' .')}. {' '.join(dead)}", error.__cause__
+        if cause is not None:
+            cause.__traceback__ = cause.__context__ = None
+        raise RuntimeError(
+            message
+        ) from cause  # without torch's frames, which would hold it and this iterator in a cycle
 
     def _unread(self) -> Collection[int]:
         return self._task_info.keys()

@@ -583,7 +583,8 @@ def test_a_killed_worker_is_named(by: signal.Signals) -> None:
     loader = DataLoader(Deadly(by), batch_size=1, num_workers=2, workers="process")
     kept = []
     start = time.monotonic()
-    with pytest.raises(RuntimeError, match=rf"Worker 1 \(pid \d+\) was killed by signal {int(by)} \({by.name}\)"):
+    ends = rf"exited unexpectedly\. Worker 1 \(pid \d+\) was killed by signal {int(by)} \({by.name}\)\.$"
+    with pytest.raises(RuntimeError, match=ends) as caught:
         kept.extend(iter(loader))
     assert time.monotonic() - start < 5
     assert [labels.item() for _, labels in kept] == list(range(9))
@@ -623,3 +624,4 @@ def test_arrivals_are_forgotten_with_their_collate_function() -> None:
     gc.collect()
     assert token not in arrivals._arrivals
     assert Arrivals.of(token).bytes_held == 0
+    assert "is killed by signal" in str(caught.value.__cause__)
