@@ -170,6 +170,16 @@ def test_other_tensors_arrive_as_through_torchs_queue(make: Callable[[], Any]) -
     assert ours["odd"].layout == theirs["odd"].layout
 
 
+def _swapped(array: np.ndarray) -> np.ndarray:
+    """Of the byte order that this machine has not."""
+    return array.astype(array.dtype.newbyteorder("S"))
+
+
+def _read_only(array: np.ndarray) -> np.ndarray:
+    array.flags.writeable = False
+    return array
+
+
 STRUCTURES = {
     "list": lambda: [torch.ones(2), [torch.zeros(1)]],
     "tuple": lambda: (torch.ones(2), 3, "a"),
@@ -178,6 +188,9 @@ STRUCTURES = {
     "dataclass": lambda: Labelled(torch.ones(2), "x"),
     "arrays": lambda: [np.arange(6).reshape(2, 3), np.asfortranarray(np.eye(2, 3)), np.array(["a", "bc"])],
     "odd arrays": lambda: [np.zeros((0, 2)), np.array(5), np.array([{}], dtype=object), np.arange(8)[::2]],
+    "empty arrays": lambda: [np.zeros((0, 2)), np.zeros(0, np.int16)],
+    "arrays of the other byte order": lambda: [_swapped(np.arange(6).reshape(2, 3)), _swapped(np.array(["a", "bc"]))],
+    "read-only arrays": lambda: [np.frombuffer(b"abcd", np.uint8), _read_only(np.asfortranarray(np.eye(2, 3)))],
     "no tensors": lambda: ["a", 1.5, None, b"x"],
     "bytes": lambda: [bytearray(b"abc"), torch.ones(1)],
 }

@@ -105,7 +105,7 @@ _arrivals: weakref.WeakValueDictionary[str, Arrivals] = weakref.WeakValueDiction
 def _receive(token: str, place: Place | None, spans: list[tuple[int, int]], data: bytes) -> Any:
     """Unpickle a parcel: the batch, or where its worker has died, an error for the loader to raise."""
     if token == UNCOUNTED:
-        return pickle.loads(data)
+        return pickle.loads(data, buffers=[bytearray() for _ in spans])
     arrivals = Arrivals.of(token)
     if place is None:
         arrivals.fresh_count += 1

@@ -63,7 +63,10 @@ class Packer(pickle.Pickler):
         return self._file.getvalue()
 
     def reducer_override(self, value: Any) -> Any:
-        """Reduce a plain tensor to the bytes behind it; the same bytes for tensors that share a storage."""
+        """Reduce plain tensors to the bytes behind them, the same for those that share a storage; arrays as torch's."""
+        if type(value) is np.ndarray and (not value.flags.writeable or value.dtype.byteorder in "<>"):
+            dtype = value.dtype if value.dtype.byteorder == "|" else value.dtype.newbyteorder("=")
+            return value.astype(dtype).__reduce_ex__(5)  # through torch's queue it is native and may be written to
         if type(value) is not torch.Tensor or not is_plain(value):
             return NotImplemented
         size, strides, dtype = tuple(value.shape), value.stride(), value.dtype

@@ -104,8 +104,8 @@ class Ring:
             spans, data = filling.pack(batch)
         except (MemoryBudgetError, StorageSharedError):
             return self._by_torch(batch)
-        if not spans:
-            return Parcel(UNCOUNTED, None, [], data)
+        if not any(size_bytes for _, size_bytes in spans):
+            return Parcel(UNCOUNTED, None, spans, data)
         slot = filling.slot
         slot.memory[0] = LENT
         place = Place(self.name, self._slots.index(slot), slot.number, slot.descriptor, slot.pickled)
