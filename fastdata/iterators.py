@@ -321,8 +321,15 @@ def _stop(threads: ThreadPoolExecutor) -> None:
 
 
 def sample_count(batch: Any) -> int:
-    """Length of the first tensor in a batch; 0 if it has none."""
+    """Length of the first tensor in a batch; 0 if it has none, or is of a kind that cannot tell."""
+    try:
+        return _first_length(batch)
+    except Exception:  # noqa: BLE001  # users' types raise anything, and what is only counted must stop nobody
+        return 0
+
+
+def _first_length(batch: Any) -> int:
     if isinstance(batch, torch.Tensor):
-        return len(batch) if batch.ndim else 1
+        return batch.size(0) if batch.ndim else 1
     parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
-    return next((count for part in parts if (count := sample_count(part))), 0)
+    return next((count for part in parts if (count := _first_length(part))), 0)

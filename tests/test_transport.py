@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset, IterableDataset, Subset, default_collate, default_convert, get_worker_info
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from fastdata import CachedDataset, DataLoader, SampleBatch, collate
+from fastdata import CachedDataset, CudaPrefetcher, DataLoader, SampleBatch, collate
 from fastdata.errors import MemoryBudgetError
 from fastdata.transport import Arrivals, RingCollate, arrivals, slots
 
@@ -290,6 +290,34 @@ def test_a_batch_that_cannot_be_pickled_is_an_error() -> None:
     loader = DataLoader(Made(lambda: lambda: 0), num_workers=1, collate_fn=first)
     with pytest.raises(Exception, match="pickle"):
         next(iter(loader))
+
+
+class Uncountable(dict[str, Any]):
+    """A mapping that does not show its values."""
+
+    def values(self) -> Any:
+        raise RuntimeError("its values are not known")
+
+
+UNCOUNTED: dict[str, tuple[Callable[[], Any], int]] = {
+    "nested": (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), 2),
+    "jagged": (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged), 2),
+    "a mapping of one's own": (lambda: Uncountable(a=torch.ones(2)), 0),
+    "a list that holds itself": (lambda: (lambda whole: [whole.extend([whole, whole]), whole][1])([]), 0),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize(("make", "samples"), UNCOUNTED.values(), ids=UNCOUNTED.keys())
+def test_counting_stops_no_batch(make: Callable[[], Any], samples: int, num_workers: int) -> None:
+    """A batch whose samples cannot be counted, or not in the usual way, arrives, also through a prefetcher."""
+    loader = DataLoader(Made(make), num_workers=num_workers, collate_fn=first, workers="process")
+    batches = list(loader)
+    assert type(batches[0]) is type(make())
+    assert loader.report().samples == samples
+    if isinstance(make(), torch.Tensor) and samples:
+        assert len(list(CudaPrefetcher(loader))) == 1
 
 
 # Whose memory it is
@@ -599,6 +627,7 @@ def test_a_killed_worker_is_named(by: signal.Signals) -> None:
     ends = rf"exited unexpectedly\. Worker 1 \(pid \d+\) was killed by signal {int(by)} \({by.name}\)\.$"
     with pytest.raises(RuntimeError, match=ends) as caught:
         kept.extend(iter(loader))
+    assert "is killed by signal" in str(caught.value.__cause__)
     assert time.monotonic() - start < 5
     assert [labels.item() for _, labels in kept] == list(range(9))
     assert [images.unique().item() for images, _ in kept] == list(range(9))
@@ -637,4 +666,3 @@ def test_arrivals_are_forgotten_with_their_collate_function() -> None:
     gc.collect()
     assert token not in arrivals._arrivals
     assert Arrivals.of(token).bytes_held == 0
-    assert "is killed by signal" in str(caught.value.__cause__)

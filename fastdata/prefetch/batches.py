@@ -58,7 +58,7 @@ def tensors_in(batch: Any) -> list[Any]:
 
 def count_samples(batch: Any) -> int:
     """Length of the first tensor that has one; 0 if none has."""
-    return next((len(t) for t in tensors_in(batch) if isinstance(t, torch.Tensor) and t.ndim), 0)
+    return next((t.size(0) for t in tensors_in(batch) if isinstance(t, torch.Tensor) and t.ndim), 0)
 
 
 def shard_sizes(samples: int, devices: int) -> list[int]:
