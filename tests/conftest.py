@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -38,6 +39,14 @@ def no_leftovers() -> Iterator[None]:
     left = wait_for_none(before)
     if left:
         pytest.fail("left behind by the test:\n  " + "\n  ".join(left), pytrace=False)
+
+
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """Ctrl-C interrupts this process and those it starts, also where tests run under nohup or in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture

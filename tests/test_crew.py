@@ -83,6 +83,7 @@ def test_closing_early_ends_the_workers(kind: str) -> None:
     finished.close()  # the fixture no_leftovers looks for processes and threads
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_in_the_middle_of_a_fork_is_not_lost() -> None:
     """An interrupt that arrives while a worker is forked is raised once all are, and none survives."""
     script = """

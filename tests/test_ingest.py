@@ -183,6 +183,7 @@ SCRIPT = """
 """
 
 
+@pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize("kill", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda s: s.name)
 def test_no_worker_survives_its_parent(kill: signal.Signals) -> None:
     """Ctrl-C, a polite kill and kill -9 of the parent end every worker."""

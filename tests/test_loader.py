@@ -427,6 +427,7 @@ def test_the_collate_of_torch_works_too(images: CachedDataset) -> None:
         assert _equal(list(DataLoader(other, batch_size=5, num_workers=1, collate_fn=default_collate)), mine)
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_in_the_loop_leaves_at_once() -> None:
     """KeyboardInterrupt ends a process that has reader threads, and nothing is said but the interrupt."""
     script = """

@@ -342,6 +342,7 @@ def test_an_exception_of_iter_is_raised_by_iter(backend: RecordingBackend) -> No
         iter(on_device(Broken(), backend))
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_ends_the_thread(backend: RecordingBackend) -> None:
     """A KeyboardInterrupt while the loop waits is raised there, and the thread is gone."""
 
