@@ -40,6 +40,24 @@ def test_draws_are_splitmix64_outputs() -> None:
         assert draw_uniform(keys, op, draw)[0] == expected
 
 
+@pytest.mark.parametrize(
+    ("seed", "epoch", "index", "key", "first", "late", "integer"),
+    [
+        (0, 0, 0, 0x33FE8BD4F9C57863, "0x1.67404d700e558p-3", "0x1.42d9b81866be6p-1", 521),
+        (7, 3, 1, 0x6BFC273DBACE04E7, "0x1.f5d0f661b462cp-2", "0x1.ca1baaacede0cp-2", 739),
+        (-1, 2**33 + 5, 12345678, 0x3544A906F512E777, "0x1.f9efd9884e366p-1", "0x1.041ddb8fcac96p-1", 774),
+    ],
+)
+def test_draws_are_those_of_every_version(
+    seed: int, epoch: int, index: int, key: int, first: str, late: str, integer: int
+) -> None:
+    """Written down once: other values would let every resumed run, and every seed, go on with other pixels."""
+    keys = sample_keys(seed, epoch, np.array([index]))
+    assert keys.tolist() == [key]
+    assert [draw_uniform(keys, 0, 0)[0].hex(), draw_uniform(keys, 2, 39)[0].hex()] == [first, late]
+    assert draw_integers(keys, 1, 1, 1000).tolist() == [integer]
+
+
 def test_a_draw_does_not_depend_on_its_batch() -> None:
     """A sample draws the same alone, in a batch, in any order and after other draws."""
     whole = uniform(3, 1, INDEX, 2, 4)
