@@ -34,6 +34,16 @@ def test_written_bytes_are_read_back(portable: bool) -> None:
 
 
 @KINDS
+def test_the_smallest_block_is_one_byte(portable: bool) -> None:
+    """A block of one byte holds it; one of none is refused."""
+    with Block.create(1, portable=portable) as block:
+        block.write(0, np.array([7], np.uint8))
+        assert block.array("uint8", (1,)).tolist() == [7]
+    with pytest.raises(ValueError, match="a block needs at least 1 byte, got 0"):
+        Block.create(0, portable=portable)
+
+
+@KINDS
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_another_process_writes_to_the_same_memory(portable: bool, method: str) -> None:
     """A process reached by any start method sees and changes the creator's memory, not a copy."""

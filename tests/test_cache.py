@@ -29,7 +29,16 @@ from torchvision.transforms import v2
 
 from children import send_sample
 from conftest import save_image
-from fastdata import CachedDataset, CacheError, DataLoader, ImageFolder, ImageManifest, SampleError, StoreGoneError
+from fastdata import (
+    CachedDataset,
+    CacheError,
+    DataLoader,
+    FastDataWarning,
+    ImageFolder,
+    ImageManifest,
+    SampleError,
+    StoreGoneError,
+)
 from fastdata.cache import describe_call, describe_steps, inspect_caches, list_folder, prune_caches
 from fastdata.cache import listing as listing_module
 from fastdata.cache import writers as writers_module
@@ -223,6 +232,32 @@ def test_a_changed_file_is_prepared_alone(image_folder: Folder, prepared: Any, c
                                "prepared before"]  # fmt: skip
     (found,) = inspect_caches(root.parent / "cache")
     assert found.garbage_rows == 2
+
+
+def test_either_size_or_time_tells_a_changed_file(image_folder: Folder, prepared: Any) -> None:
+    """One of another size but its old time, and one of its old size but another time, are prepared anew, no other."""
+    root = image_folder(per_class=8, size=(13, 11))
+    cached(root).close()
+    longer, later = root / "cat" / "002.jpg", root / "dog" / "005.jpg"
+    time_ns = longer.stat().st_mtime_ns
+    longer.write_bytes(longer.read_bytes() + b" ")
+    os.utime(longer, ns=(time_ns, time_ns))
+    os.utime(later, ns=(1, 1))
+    prepared()
+    cached(root).close()
+    assert prepared() == ["002.jpg", "005.jpg"]
+
+
+def test_an_empty_file_that_was_left_out_is_not_read_again(image_folder: Folder, prepared: Any, caplog: Any) -> None:
+    """It is as it was, and so it is left out again without a second look."""
+    root = image_folder(per_class=4, size=(13, 11))
+    (root / "cat" / "001.jpg").write_bytes(b"")
+    with pytest.warns(FastDataWarning, match="1 of 8"):
+        cached(root, on_error="skip").close()
+    caplog.clear()
+    with cached(root, on_error="skip") as dataset:
+        assert [error.index for error in dataset.skipped] == [1]
+    assert not [message for message in caplog.messages if "prepared anew" in message]
 
 
 @pytest.mark.parametrize("codec", CODECS)

@@ -60,6 +60,42 @@ def test_samples_equal_the_datasets_own(sizes: int) -> None:
             np.testing.assert_array_equal(np.asarray(mine), np.asarray(wanted))
 
 
+@pytest.mark.parametrize("api", [v1, v2], ids=["v1", "v2"])
+@pytest.mark.parametrize("sizes", [1, 2], ids=["dense", "ragged"])
+@pytest.mark.parametrize("size", [(3, 3), (2, 3), (8, 3), (2, 9), (8, 9)], ids=str)
+def test_a_mirrored_image_is_cropped_and_padded_as_torchvision_does(
+    api: Any, sizes: int, size: tuple[int, int]
+) -> None:
+    """A centre crop that leaves or adds an odd pixel does so on the side that was mirrored there, in whole batches."""
+    mirrored = [api.RandomVerticalFlip(1.0), api.RandomHorizontalFlip(1.0)]
+    transform = api.Compose([*mirrored, api.CenterCrop(size), api.PILToTensor()])
+    images = Images(4, sizes)
+    with cached(images, transform=transform) as dataset:
+        assert dataset.batch_obstacle is None
+        for index, (mine, _) in enumerate(dataset.__getitems__(range(4))):
+            assert torch.equal(mine, transform(images[index][0]))
+
+
+@pytest.mark.parametrize("sizes", [1, 2], ids=["dense", "ragged"])
+@pytest.mark.parametrize("size", [(5, 3), (3, 5), (5, 5)], ids=str)
+def test_a_crop_of_a_crop_is_padded_if_needed(sizes: int, size: tuple[int, int]) -> None:
+    """What a larger crop adds to a smaller one is the border, not what the smaller one cut away."""
+    flip, middle = v1.RandomVerticalFlip(1.0), v1.CenterCrop((3, 3))
+    images = Images(6, sizes)
+    transform = v1.Compose([flip, middle, v1.RandomCrop(size, pad_if_needed=True, fill=200), v1.PILToTensor()])
+    with cached(images, transform=transform) as dataset:
+        assert dataset.batch_obstacle is None
+        for index, (mine, _) in enumerate(dataset.__getitems__(range(6))):
+            more_h, more_v = size[1] - 3, size[0] - 3
+            padded = v1.functional.pad(middle(flip(images[index][0])), [more_h, more_v], fill=200)
+            crops = [
+                v1.functional.pil_to_tensor(v1.functional.crop(padded, top, left, *size))
+                for top in range(more_v + 1)
+                for left in range(more_h + 1)
+            ]
+            assert any(torch.equal(mine, crop) for crop in crops)
+
+
 @pytest.mark.parametrize(
     "make",
     [

@@ -204,6 +204,20 @@ def test_the_state_counts_what_the_user_got(
         assert values(again, backend) == whole[seen:]
 
 
+def test_an_epoch_that_was_left_for_a_new_one_counts_no_more(dataset: CachedDataset, backend: RecordingBackend) -> None:
+    """Batches that an older iterator still gives do not move the state of the new epoch."""
+    batches = on_device(DataLoader(dataset, batch_size=4), backend)
+    older = iter(batches)
+    next(older)
+    newer = iter(batches)
+    next(newer)
+    for _ in range(2):
+        next(older)
+    assert batches.state_dict()["num_yielded"] == 1
+    next(newer)
+    assert batches.state_dict()["num_yielded"] == 2
+
+
 def test_a_state_holds_until_a_batch_is_handed_over(dataset: CachedDataset, backend: RecordingBackend) -> None:
     """A resumed epoch that was begun but gave no batch is resumed again."""
     loader = DataLoader(dataset, batch_size=4, num_workers=1)
