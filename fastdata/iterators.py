@@ -114,11 +114,13 @@ class Tallied(torch_loader._BaseDataLoaderIter):
     def __init__(self, loader: Any) -> None:
         self._tally = Tally(Engine(kind="process", path=""))
         self._progress: Progress = loader._bookmark.progress
-        super().__init__(loader)
+        generator = torch.Generator() if self._progress.keeps_seed else loader.generator
+        starting: Any = _Starting(loader, generator=generator)
+        super().__init__(starting)
 
     @property
     def _base_seed(self) -> int:
-        """What torch seeds workers from; a resumed epoch's is the one it began with."""
+        """What torch seeds workers from; a resumed epoch's is the one it began with, persistent workers keep theirs."""
         assert self._progress.base_seed is not None
         return self._progress.base_seed
 

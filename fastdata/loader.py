@@ -20,7 +20,7 @@ from fastdata import machine
 from fastdata.batch import IndexBatch, collate
 from fastdata.engine import Engine, Workers, choose_engine, choose_workers, decide_pinning
 from fastdata.iterators import HELD_BY_USER, InlineIter, Prefetched, ProcessIter, Tally, ThreadIter
-from fastdata.randomness import Randomness, undisturbed
+from fastdata.randomness import Randomness, draw_base_seed, undisturbed
 from fastdata.report import EpochReport
 from fastdata.resume import VERSION, Bookmark, IndexBatches, Progress, ReadAhead, check_state
 from fastdata.ring import BatchRing
@@ -55,7 +55,7 @@ class DataLoader(torch_loader.DataLoader[_T_co]):
         multiprocessing_context: as in torch.
         generator: as in torch.
         prefetch_factor: as in torch.
-        persistent_workers: as in torch; threads need no such thing.
+        persistent_workers: as in torch; threads only draw their base seed once, as torch then does.
         pin_memory_device: as in torch.
         in_order: as in torch; threads always keep the order.
         workers: ``"thread"``, ``"process"``, or ``"auto"`` for threads where whole batches are served.
@@ -198,6 +198,7 @@ class DataLoader(torch_loader.DataLoader[_T_co]):
             "is_begun": not is_over,
             "epoch": progress.epoch,
             "base_seed": progress.base_seed,
+            "keeps_seed": progress.keeps_seed,
             "start": copy.deepcopy(progress.start) or self._randomness().capture(),
             "loader": self._identity(),
         }
@@ -263,10 +264,11 @@ class DataLoader(torch_loader.DataLoader[_T_co]):
     def _begin_epoch(self) -> Progress:
         """Go on to the next epoch, or to the one of a loaded state."""
         state, self._resumed = self._resumed or self._bookmark.seen.resumed_from, None
+        kept = self._kept_seed
         if state is None:
             if self._served:
                 self._epochs.begin(self._served.dataset)
-            return Progress(epoch=self._epochs.current)
+            return Progress(epoch=self._epochs.current, base_seed=kept, keeps_seed=kept is not None)
         if self._served and state["epoch"] is not None:
             self._epochs.resume(self._served.dataset, state["epoch"], is_begun=state["is_begun"])
         return Progress(
@@ -274,6 +276,7 @@ class DataLoader(torch_loader.DataLoader[_T_co]):
             start=state["start"],
             is_begun=state["is_begun"],
             base_seed=state["base_seed"],
+            keeps_seed=kept is not None or state["keeps_seed"],
             first=state["num_yielded"],
             ahead=tuple(state["ahead"]),
             resumed_from=state,
@@ -281,15 +284,20 @@ class DataLoader(torch_loader.DataLoader[_T_co]):
 
     def _coming_epoch(self) -> Progress:
         """How the next epoch would begin if it began now."""
-        randomness = self._randomness()
-        keeps_workers = self.persistent_workers and self._iterator is not None
+        randomness, kept = self._randomness(), self._kept_seed
         with undisturbed(randomness.generators):
-            seed = None if keeps_workers else torch.empty((), dtype=torch.int64).random_(generator=self.generator)
+            seed = draw_base_seed(self.generator) if kept is None else kept
             return Progress(
                 epoch=self._epochs.coming(self._served.dataset) if self._served else None,
                 start=randomness.capture(),
-                base_seed=None if seed is None else int(seed),
+                base_seed=seed,
+                keeps_seed=kept is not None,
             )
+
+    @property
+    def _kept_seed(self) -> int | None:
+        """The base seed of the latest epoch where workers persist, for which torch draws one only once."""
+        return self._bookmark.progress.base_seed if self.persistent_workers and self.num_workers > 0 else None
 
     def _rewind_stream(self, progress: Progress) -> int:
         """Draw from where a resumed stream began; return how many of its batches were seen."""

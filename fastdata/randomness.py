@@ -28,7 +28,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-__all__ = ["Randomness", "undisturbed"]
+__all__ = ["Randomness", "draw_base_seed", "undisturbed"]
 
 _DRAW_NOTHING = (BatchSampler, SequentialSampler, DistributedSampler, list, tuple, range, np.ndarray, torch.Tensor)
 _DRAW_FROM_TORCH = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
@@ -90,6 +90,11 @@ class Randomness:
                 link.load_state_dict(copy.deepcopy(each["state"]))
             if with_epochs and "epoch" in each:
                 link.set_epoch(each["epoch"])
+
+
+def draw_base_seed(generator: torch.Generator | None = None) -> int:
+    """Draw what torch's iterators draw at the beginning of each epoch."""
+    return int(torch.empty((), dtype=torch.int64).random_(generator=generator))
 
 
 @contextmanager

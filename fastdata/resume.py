@@ -29,6 +29,7 @@ class Progress:
         start: what the order is drawn from, or None until the first index is drawn.
         is_begun: whether it is resumed inside; then nothing more is drawn from the global generators.
         base_seed: what worker processes are seeded from, or None until it is drawn.
+        keeps_seed: whether that was drawn by an earlier epoch of workers that persist.
         first: batches before this one were handed over when the epoch was resumed.
         ahead: batches after it that were handed over too; only without ``in_order``.
     """
@@ -37,6 +38,7 @@ class Progress:
     start: dict[str, Any] | None = None
     is_begun: bool = False
     base_seed: int | None = None
+    keeps_seed: bool = False
     first: int = 0
     ahead: tuple[int, ...] = ()
     drawn: int = 0  # since the epoch was resumed

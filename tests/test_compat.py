@@ -125,6 +125,13 @@ def test_orders_are_torchs_in_worker_processes(order: str) -> None:
     _same(Numbers(), PROCESSES, ORDERS[order])
 
 
+@pytest.mark.parametrize("order", ["shuffled", "generator", "weighted"])
+@pytest.mark.parametrize("engine", [THREADS, PROCESSES], ids=["threads", "processes"])
+def test_orders_of_persistent_workers_are_torchs(engine: dict[str, Any], order: str) -> None:
+    """Workers that persist, threads too, are seeded once: the order of each later epoch is torch's as well."""
+    _same(Numbers(), engine, lambda: {**ORDERS[order](), "persistent_workers": True}, epochs=3)
+
+
 @EVERY_ENGINE
 def test_samples_of_every_kind_are_collated_alike(engine: dict[str, Any]) -> None:
     """Dicts, tuples, named tuples, lists, arrays, numbers, strings and bytes keep torch's types and dtypes."""

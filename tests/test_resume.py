@@ -37,8 +37,11 @@ INLINE = {"num_workers": 0}
 THREADS = {"num_workers": 2, "workers": "thread"}
 PROCESSES = {"num_workers": 2, "workers": "process"}
 PERSISTENT = {"num_workers": 2, "workers": "process", "persistent_workers": True}
+PERSISTENT_THREADS = THREADS | {"persistent_workers": True}
 EVERY_ENGINE = pytest.mark.parametrize(
-    "engine", [INLINE, THREADS, PROCESSES, PERSISTENT], ids=["inline", "threads", "processes", "persistent"]
+    "engine",
+    [INLINE, THREADS, PROCESSES, PERSISTENT, PERSISTENT_THREADS],
+    ids=["inline", "threads", "processes", "persistent", "persistent threads"],
 )
 
 
@@ -158,7 +161,7 @@ def test_every_order_is_resumed(engine: dict[str, Any], order: str) -> None:
     assert rest
 
 
-@pytest.mark.parametrize("engine", [INLINE, THREADS], ids=["inline", "threads"])
+@pytest.mark.parametrize("engine", [INLINE, THREADS, PERSISTENT_THREADS], ids=["inline", "threads", "persistent"])
 @pytest.mark.parametrize("order", ["own generator", "distributed", "sampler with a state"])
 def test_the_epoch_after_a_resumed_one_is_the_same_too(engine: dict[str, Any], order: str) -> None:
     """Generators, samplers and draws go on from the resumed epoch as if nothing had happened."""
@@ -180,7 +183,7 @@ def test_a_whole_epoch_leaves_the_next_one(engine: dict[str, Any]) -> None:
     assert _resumed(options, _through_json(state))[0] == following
 
 
-@pytest.mark.parametrize("engine", [INLINE, THREADS], ids=["inline", "threads"])
+@pytest.mark.parametrize("engine", [INLINE, THREADS, PERSISTENT_THREADS], ids=["inline", "threads", "persistent"])
 def test_resuming_between_epochs_moves_the_global_generator(engine: dict[str, Any]) -> None:
     """Where the user restores torch's generator, all epochs after a resume between epochs are as uninterrupted."""
     options = {"batch_size": 4, "shuffle": True, **engine}
