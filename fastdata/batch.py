@@ -15,18 +15,19 @@ _T = TypeVar("_T")
 
 
 class IndexBatch(list[int]):
-    """The sample indices of one batch, and which visit to each sample this is.
+    """The sample indices of one batch, and what the samples' random draws are made from.
 
     Args:
-        indices: as the sampler gave them.
-        positions: int64 (B,), the same as positions in the fastdata dataset, which may lie behind a ``Subset``.
-        visits: int64 (B,), the number that random draws are made from: the epoch, and how often the sample came
-            before in the same epoch (as with ``WeightedRandomSampler``).
+        indices: as the sampler gave them, or those in the fastdata dataset where that lies behind a ``Subset``.
+        positions: int64 (B,), the same, none of them negative.
+        visits: int64 (B,), which visit to each sample this is: the epoch, and how often the sample came before in the
+            same epoch (as with ``WeightedRandomSampler``).
+        seed: any integer.
     """
 
-    def __init__(self, indices: Iterable[int], positions: np.ndarray, visits: np.ndarray) -> None:
+    def __init__(self, indices: Iterable[int], positions: np.ndarray, visits: np.ndarray, seed: int) -> None:
         super().__init__(indices)
-        self.positions, self.visits = positions, visits
+        self.positions, self.visits, self.seed = positions, visits, seed
 
 
 class SampleBatch(list[tuple[torch.Tensor, Any]]):

@@ -115,7 +115,9 @@ class Tallied(torch_loader._BaseDataLoaderIter):
         self._tally = Tally(Engine(kind="process", path=""))
         self._progress: Progress = loader._bookmark.progress
         generator = torch.Generator() if self._progress.keeps_seed else loader.generator
-        starting: Any = _Starting(loader, generator=generator)
+        served = loader._served
+        dataset = loader.dataset if served is None else served.fetched(loader.dataset)
+        starting: Any = _Starting(loader, dataset=dataset, generator=generator)
         super().__init__(starting)
 
     @property

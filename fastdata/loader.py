@@ -24,7 +24,7 @@ from fastdata.randomness import Randomness, draw_base_seed, undisturbed
 from fastdata.report import EpochReport
 from fastdata.resume import VERSION, Bookmark, IndexBatches, Progress, ReadAhead, check_state
 from fastdata.ring import BatchRing
-from fastdata.served import LoaderEpochs, Served, VisitedBatches
+from fastdata.served import LoaderEpochs, Served
 
 __all__ = ["DataLoader"]
 
@@ -256,8 +256,7 @@ class DataLoader(torch_loader.DataLoader[_T_co]):
         sampler = super()._index_sampler
         if isinstance(self.dataset, IterableDataset):
             return sampler
-        batches = sampler if self._served is None else VisitedBatches(sampler, self._served, self._epochs)
-        return IndexBatches(batches, self._randomness(), self._bookmark)
+        return IndexBatches(sampler, self._served, self._randomness(), self._bookmark)
 
     # Resuming
 
@@ -334,15 +333,16 @@ def _length(sized: Any) -> int | None:
 
 def _reader(loader: DataLoader[Any], ring: BatchRing) -> Callable[[Any], Any]:
     """Make the function that turns a batch's indices into a batch, from any thread; it must not hold the iterator."""
-    dataset, collate_fn, served = loader.dataset, loader.collate_fn, loader._served
+    collate_fn, served = loader.collate_fn, loader._served
     assert collate_fn is not None
+    dataset = loader.dataset if served is None else served.fetched(loader.dataset)
 
     def read(indices: IndexBatch) -> Any:
         if served is None or served.obstacle is not None:  # asked anew: the transform may have been replaced meanwhile
             return collate_fn(_read_samples(dataset, indices))
         if collate_fn is collate:
-            return served.dataset.read_batch(indices.positions, indices.visits, ring)
-        return collate_fn(served.dataset.sample_batch(indices.positions, indices.visits, ring))
+            return served.dataset.read_batch(indices, ring)
+        return collate_fn(served.dataset.sample_batch(indices, ring))
 
     return read
 
@@ -352,7 +352,7 @@ def _prefetched_reader(loader: DataLoader[Any], prefetched: Prefetched) -> Calla
     stored, ring = prefetched.stored, prefetched.ring
     if stored is None:
         return _reader(loader, ring)
-    return lambda indices: stored.read(indices.positions, indices.visits, ring)
+    return lambda indices: stored.read(indices, ring)
 
 
 def _read_samples(dataset: Any, indices: Any) -> list[Any]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fastdata.randomness import Randomness, undisturbed
+from fastdata.served import Served
 
 __all__ = ["VERSION", "Bookmark", "IndexBatches", "Progress", "ReadAhead", "check_state"]
 
@@ -113,23 +114,24 @@ class IndexBatches:
 
     Args:
         sampler: gives the indices of each batch, or single ones.
+        served: what is read by them; None where that is no fastdata dataset, or no batches are made.
         randomness: what ``sampler`` draws from.
         bookmark: knows how far the epoch has come, and is told what is drawn.
     """
 
-    def __init__(self, sampler: Any, randomness: Randomness, bookmark: Bookmark) -> None:
-        self._sampler, self._randomness, self._bookmark = sampler, randomness, bookmark
+    def __init__(self, sampler: Any, served: Served | None, randomness: Randomness, bookmark: Bookmark) -> None:
+        self._sampler, self._served, self._randomness, self._bookmark = sampler, served, randomness, bookmark
 
     def __len__(self) -> int:
         return len(self._sampler)
 
     def __iter__(self) -> Iterator[Any]:
-        return _Drawing(self._sampler, self._randomness, self._bookmark.progress)
+        return _Drawing(self._sampler, self._served, self._randomness, self._bookmark.progress)
 
 
 class _Drawing(Iterator[Any]):
-    def __init__(self, sampler: Any, randomness: Randomness, progress: Progress) -> None:
-        self._sampler, self._randomness, self._progress = sampler, randomness, progress
+    def __init__(self, sampler: Any, served: Served | None, randomness: Randomness, progress: Progress) -> None:
+        self._sampler, self._served, self._randomness, self._progress = sampler, served, randomness, progress
         self._indices: Iterator[Any] | None = None
 
     def __next__(self) -> Any:
@@ -146,14 +148,18 @@ class _Drawing(Iterator[Any]):
         progress = self._progress
         if progress.start is None:
             progress.start = self._randomness.capture()
-            return iter(self._sampler)
+            return self._begin()
         if not progress.is_begun and self._randomness.libraries == ("torch",):
             # torch's generator moves on as at the start of any epoch. A sampler that is not torch's is not asked twice.
             next(iter(self._sampler), None)
         with undisturbed():
             self._randomness.restore(progress.start, with_epochs=progress.is_begun)
-            rest = _pass_over(iter(self._sampler), progress.first, progress.ahead)
+            rest = _pass_over(self._begin(), progress.first, progress.ahead)
             return itertools.chain(list(itertools.islice(rest, 1)), rest)  # samplers draw when first asked
+
+    def _begin(self) -> Iterator[Any]:
+        indices, progress = iter(self._sampler), self._progress
+        return indices if self._served is None else self._served.visit(indices, progress.epoch or 0)
 
 
 def _pass_over(indices: Iterator[Any], first: int, ahead: tuple[int, ...]) -> Iterator[Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from fastdata.batch import IndexBatch
 from fastdata.dataset import PreparedDataset
 from fastdata.visits import EpochVisits
 
-__all__ = ["LoaderEpochs", "Served", "VisitedBatches"]
+__all__ = ["LoaderEpochs", "Served"]
 
 MOSTLY_FILLED = 0.9
 """Share of the samples from which on threads are worth it, although some of the rest are still to be prepared."""
@@ -82,40 +82,48 @@ class Served:
         """Size of the image of every sample; None where they differ, or where whole batches cannot be read."""
         return self.dataset.served_bytes
 
-    def positions(self, indices: list[int]) -> np.ndarray:
-        """Positions in the dataset (int64, B) of indices that a sampler gave.
+    def visit(self, batches: Iterable[list[int]], epoch: int) -> Iterator[list[int]]:
+        """The batches of an epoch, with what random draws are made from.
+
+        One whose indices only the dataset's own methods know the meaning of stays as it is.
 
         Raises:
             IndexError: an index is out of range.
             TypeError: an index is no number.
         """
+        visits, seed = EpochVisits(self.dataset.index_count, epoch), self.dataset.options.seed
+        for indices in batches:
+            batch = indices
+            try:
+                batch = self._visit(indices, visits, seed)
+            except (IndexError, TypeError, ValueError):
+                if self.dataset.own_reader is None:
+                    raise
+            yield batch
+
+    def _visit(self, indices: list[int], visits: EpochVisits, seed: int) -> IndexBatch:
         index_B = np.asarray(indices, dtype=np.int64)
         if index_B.ndim != 1:
             raise TypeError(f"a batch of sample numbers is needed, and the sampler gave {indices!r}")
-        return self.dataset.positions(index_B if self.subset is None else self.subset[index_B])
+        if self.subset is not None:
+            index_B = self.subset[index_B]
+            indices = index_B.tolist()
+        positions_B = self.dataset.positions(index_B, self.dataset.index_count)
+        return IndexBatch(indices, positions_B, visits.take(positions_B), seed)
+
+    def fetched(self, dataset: Any) -> Any:
+        """What is read in place of a loader's ``dataset``, so that what batches know is not lost."""
+        return dataset if self.subset is None else _VisitedSubset(dataset, self.dataset)
 
 
-class VisitedBatches:
-    """A batch sampler whose batches know which visit to each sample they are.
+class _VisitedSubset(Subset[Any]):
+    """A ``Subset`` that hands batches to the dataset behind it as they are; torch's makes plain lists of them."""
 
-    It must not hold the loader: a persistent iterator, which the loader holds, holds it.
-    """
+    def __init__(self, subset: Subset[Any], behind: PreparedDataset) -> None:
+        super().__init__(subset.dataset, subset.indices)
+        self._behind = behind
 
-    def __init__(self, batch_sampler: Any, served: Served, epochs: LoaderEpochs) -> None:
-        self._batch_sampler, self._served, self._epochs = batch_sampler, served, epochs
-
-    def __len__(self) -> int:
-        return len(self._batch_sampler)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        visits = EpochVisits(self._served.dataset.index_count, self._epochs.current or 0)
-        return (self._visit(indices, visits) for indices in iter(self._batch_sampler))
-
-    def _visit(self, indices: list[int], visits: EpochVisits) -> list[int]:
-        try:
-            positions = self._served.positions(indices)
-        except (IndexError, TypeError, ValueError):
-            if self._served.dataset.own_reader is None:
-                raise
-            return indices
-        return IndexBatch(indices, positions, visits.take(positions))
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        if isinstance(indices, IndexBatch):
+            return self._behind.__getitems__(indices)
+        return super().__getitems__(indices)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, get_worker_info
 
-from fastdata.batch import SampleBatch, collate_targets
+from fastdata.batch import IndexBatch, SampleBatch, collate_targets
 from fastdata.batchops import Program
 from fastdata.contents import Contents, Table
 from fastdata.decode import Planes, present, sample_error, tensor_class, to_image, without_exif
@@ -30,27 +30,24 @@ __all__ = ["ServingDataset"]
 
 
 class _Item:
-    """The item of a batch that a subclass's own ``__getitem__`` is making: gives its reads their visits.
+    """The item of a batch that a subclass's own ``__getitem__`` is making: says what its reads are drawn from.
 
     A dataset's first read is on the item's visit if it is of the same index. All others are on visits of their own that
     follow from it, so that two crops of one image differ, and are the same whoever reads them.
-
-    Args:
-        index: of the item.
-        visit: int64 (1,), of the item.
     """
 
-    def __init__(self, index: int, visit: np.ndarray) -> None:
-        self._index, self._visit = index, visit
+    def __init__(self, batch: IndexBatch, k: int) -> None:
+        self._position, self._visit = batch.positions[k : k + 1], batch.visits[k : k + 1]
         self._reads: Counter[int] = Counter()
 
-    def visit_of(self, position: int, dataset: int) -> np.ndarray:
-        """Return the visit (int64, 1) of the next sample that is read from a dataset, given by its ``id``."""
-        read = self._reads[dataset]
-        self._reads[dataset] += 1
-        if read == 0 and position == self._index:
-            return self._visit
-        return sample_keys(read, self._visit, np.array([self._index])).view(np.int64)
+    def batch_of(self, position: int, dataset: ServingDataset) -> IndexBatch:
+        """A batch of the next sample that is read from a dataset."""
+        read = self._reads[id(dataset)]
+        self._reads[id(dataset)] += 1
+        visit = self._visit
+        if read or position != self._position[0]:
+            visit = sample_keys(read, self._visit, self._position).view(np.int64)
+        return IndexBatch([position], np.array([position]), visit, dataset._options.seed)
 
 
 _ITEM: ContextVar[_Item | None] = ContextVar("fastdata_item", default=None)
@@ -112,63 +109,61 @@ class ServingDataset(Dataset[Any], ABC):
         position = range(self.sample_count)[index]
         item = _ITEM.get()
         if item is not None:
-            return self._pair(position, item.visit_of(position, id(self)))
+            return self._pair(item.batch_of(position, self), 0)
         self.refresh()
-        visits = self._visits.take(np.array([position])) if self._program else None
-        return self._pair(position, visits)
+        return self._pair(self._visit([position]), 0)
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[Any, Any]]:
         """A whole batch: a ``SampleBatch`` if the transform allows, else a list of samples."""
         self._check_open()
-        visits_B = getattr(indices, "visits", None)
-        if visits_B is None or get_worker_info() is not None:  # else the epoch began with it, and other threads read
+        batch = indices if isinstance(indices, IndexBatch) else None
+        if batch is None or get_worker_info() is not None:  # else the epoch began with it, and other threads read
             self.refresh()
         if self._has_own("__getitem__"):
-            return [self._own_item(index, visits_B, k) for k, index in enumerate(indices)]
-        index_B = self.positions(np.asarray(indices, dtype=np.int64))
-        if visits_B is None and self._program:
-            visits_B = self._visits.take(index_B)
+            return [self[index] if batch is None else self._own_item(batch, k) for k, index in enumerate(indices)]
+        batch = self._visit(indices)
         if self._serving_obstacle is None:
-            return self.sample_batch(index_B, visits_B, self.batch_ring)
-        return [
-            self._pair(index, None if visits_B is None else visits_B[k : k + 1])
-            for k, index in enumerate(index_B.tolist())
-        ]
+            return self.sample_batch(batch, self.batch_ring)
+        return [self._pair(batch, k) for k in range(len(batch))]
 
-    def read_batch(self, index_B: np.ndarray, visits_B: np.ndarray | None, ring: BatchRing | None = None) -> list[Any]:
+    def read_batch(self, batch: IndexBatch, ring: BatchRing | None = None) -> list[Any]:
         """Read a batch in one go, as ``[images, targets]``; only if ``batch_obstacle`` is None.
 
         Args:
-            index_B: int64, each in [0, N).
-            visits_B: int64, what random draws are made from; see ``IndexBatch``.
+            batch: which samples, and what their random draws are made from.
             ring: where the batch's memory comes from; fresh memory if None.
 
         Returns:
             images (B, *shape) and what ``default_collate`` makes of the targets. Safe from several threads at once.
         """
-        return [self._read_images(index_B, visits_B, ring), self._targets(index_B)]
+        return [self._read_images(batch, ring), self._targets(batch.positions)]
 
-    def _read_images(self, index_B: np.ndarray, visits_B: np.ndarray | None, ring: BatchRing | None) -> torch.Tensor:
+    def _visit(self, indices: Sequence[int]) -> IndexBatch:
+        """The batch itself, or that of a reader that is told nothing but indices, such as torch's own loader."""
+        index_B = self.positions(np.asarray(indices, dtype=np.int64), self.sample_count)
+        if isinstance(indices, IndexBatch) and np.array_equal(index_B, indices.positions):  # else it was changed
+            return indices
+        visits_B = self._visits.take(index_B) if self._program else np.zeros_like(index_B)
+        return IndexBatch(indices, index_B, visits_B, self._options.seed)
+
+    def _read_images(self, batch: IndexBatch, ring: BatchRing | None) -> torch.Tensor:
         self._check_open()
         assert self._contents is not None
         assert self._served is not None
         shape, dtype = self._served
-        full_shape = (len(index_B), *shape)
+        full_shape = (len(batch), *shape)
         out = np.empty(full_shape, dtype) if ring is None else ring.take(full_shape, dtype)
         with self._contents.naming_damage():
             if self._program:
-                assert visits_B is not None
-                self._program.run(self._contents.images, index_B, visits_B, self._options.seed, out)
+                self._program.run(self._contents.images, batch.positions, batch.visits, batch.seed, out)
             else:
-                self._contents.images.gather_into(index_B, out)
+                self._contents.images.gather_into(batch.positions, out)
         return torch.from_numpy(out)
 
-    def sample_batch(
-        self, index_B: np.ndarray, visits_B: np.ndarray | None, ring: BatchRing | None = None
-    ) -> SampleBatch:
+    def sample_batch(self, batch: IndexBatch, ring: BatchRing | None = None) -> SampleBatch:
         """Like ``read_batch``, as the list of samples that collate functions expect."""
-        images = self._read_images(index_B, visits_B, ring)
-        each_target = [self._target(index) for index in index_B.tolist()]
+        images = self._read_images(batch, ring)
+        each_target = [self._target(index) for index in batch.positions.tolist()]
         return SampleBatch(images, collate_targets(each_target), each_target, tensor_class(self._plan.kind))
 
     @property
@@ -199,13 +194,13 @@ class ServingDataset(Dataset[Any], ABC):
             return "prepared samples differ in shape; a crop or resize to one size would make them batches"
         return None
 
-    def positions(self, index_B: np.ndarray) -> np.ndarray:
+    @staticmethod
+    def positions(index_B: np.ndarray, length: int) -> np.ndarray:
         """Check indices (int64, B) and make negative ones count from the end.
 
         Raises:
-            IndexError: an index is not in [-N, N).
+            IndexError: an index is not in [-length, length).
         """
-        length = self.index_count
         if not (index_B.view(np.uint64) >= length).any():  # as unsigned numbers, negative ones are too large as well
             return index_B
         if not ((index_B >= -length) & (index_B < length)).all():
@@ -222,36 +217,34 @@ class ServingDataset(Dataset[Any], ABC):
 
     # One sample, one target
 
-    def _own_item(self, index: Any, visits_B: np.ndarray | None, k: int) -> Any:
+    def _own_item(self, batch: IndexBatch, k: int) -> Any:
         """What a subclass's own ``__getitem__`` makes of the k-th index of a batch."""
-        if visits_B is None:
-            return self[index]
-        token = _ITEM.set(_Item(int(index), visits_B[k : k + 1]))
+        token = _ITEM.set(_Item(batch, k))
         try:
-            return self[index]
+            return self[batch[k]]
         finally:
             _ITEM.reset(token)
 
-    def _pair(self, index: int, visits: np.ndarray | None) -> tuple[Any, Any]:
+    def _pair(self, batch: IndexBatch, k: int) -> tuple[Any, Any]:
+        index = int(batch.positions[k])
         if self._contents is None:
             sample, target = self._read_source(index)
         else:
-            sample, target = self._read_store(index, visits), self._stored_target(index)
+            sample, target = self._read_store(index, batch.visits[k], batch.seed), self._stored_target(index)
         if self.transforms is not None:
             transformed: tuple[Any, Any] = self.transforms(sample, target)
             return transformed
         return self._plan.finish_sample(sample), self._transform_target(target)
 
-    def _read_store(self, index: int, visits: np.ndarray | None) -> Any:
+    def _read_store(self, index: int, visit: int, seed: int) -> Any:
         """One sample after the batch ops, as the rest of the transform wants it."""
         contents = self._contents
         assert contents is not None
         if self._program is None:
             sample = contents.sample(index)
         else:
-            assert visits is not None
             with contents.naming_damage():
-                pixels = self._program.run_one(contents.images, index, visits, self._options.seed)
+                pixels = self._program.run_one(contents.images, index, visit, seed)
             sample = present(pixels, self._plan.kind)
         return sample if self._is_upright else without_exif(sample)
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from fastdata.batch import IndexBatch
 from fastdata.batchops import DeviceProgram, device_obstacle
 from fastdata.dataset import PreparedDataset
 from fastdata.plan import TransformPlan
@@ -45,11 +46,11 @@ class StoredReader:
     def __init__(self, dataset: PreparedDataset, program: DeviceProgram, *, only_places: bool = False) -> None:
         self._dataset, self._program, self._only_places = dataset, program, only_places
 
-    def read(self, index_B: np.ndarray, visits_B: np.ndarray, ring: BatchRing) -> StoredBatch:
+    def read(self, batch: IndexBatch, ring: BatchRing) -> StoredBatch:
         """Read one batch; its samples lie in memory of ``ring``. Arguments as of ``PreparedDataset.read_batch``."""
-        dataset = self._dataset
+        dataset, index_B = self._dataset, batch.positions
         dataset._check_open()
-        draws_DB = self._program.draw(index_B, visits_B, dataset.options.seed)
+        draws_DB = self._program.draw(index_B, batch.visits, batch.seed)
         samples = torch.from_numpy(index_B.copy()) if self._only_places else self._gather(index_B, ring)
         draws_BD = draws_DB.t().contiguous() if len(draws_DB) else None
         return StoredBatch(samples, draws_BD, dataset._targets(index_B))

@@ -17,7 +17,7 @@ from torchvision import tv_tensors
 from torchvision.transforms import v2
 
 from children import send_class_of_target
-from fastdata import CachedDataset, DataLoader, ImageFolder, MemoryBudgetError, SampleError
+from fastdata import CachedDataset, DataLoader, ImageFolder, MemoryBudgetError, SampleError, collate
 from fastdata.codecs import JpegCodec
 from fastdata.ingest import forecast
 from fastdata.preparation import Steps
@@ -353,11 +353,11 @@ def test_lz4_batches_name_the_damaged_sample(is_direct: bool, monkeypatch: pytes
         monkeypatch.setattr("fastdata.codecs.lz4._library_call", lambda: None)
     samples = [(np.full((4, 50), i, np.uint8), i) for i in range(9)]
     with CachedDataset(samples, storage="compressed", codec="lz4", progress=False) as dataset:
-        batch = dataset.read_batch(np.array([8, 0, 3]), None)[0]
+        batch = collate(dataset.__getitems__([8, 0, 3]))[0]
         assert batch[:, 0, 0].tolist() == [8, 0, 3]
         _spoil(dataset, 5)
         with pytest.raises(SampleError, match="sample 5 cannot be read from the store"):
-            dataset.read_batch(np.array([1, 2, 5, 6]), None)
+            dataset.__getitems__([1, 2, 5, 6])
 
 
 # What is refused

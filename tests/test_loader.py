@@ -116,6 +116,21 @@ def test_worker_processes_and_threads_serve_the_same(images: CachedDataset) -> N
         assert _equal(other, epochs[0])
 
 
+@pytest.mark.parametrize("last", [v1.ConvertImageDtype(torch.float32), torch.Tensor.float], ids=["whole", "one by one"])
+def test_parts_of_a_dataset_are_drawn_alike(last: Any) -> None:
+    """Over a Subset of a Subset all engines give the draws of a set epoch, repetitions and negative indices too."""
+    epochs = []
+    for options in ({}, {"num_workers": 2, "workers": "thread"}, {"num_workers": 2, "workers": "process"}):
+        with _images(v1.Compose([v1.RandomCrop((4, 3)), last])) as dataset:
+            part = Subset(Subset(dataset, [20, 3, -4, 7]), [3, 1, 2])
+            loader = DataLoader(part, batch_size=2, sampler=[0, 1, 1, 2, 0, 2, 1], **options)
+            loader.set_epoch(5)
+            epochs.append([(images.clone(), labels.clone()) for images, labels in loader])
+    assert [label for _, labels in epochs[0] for label in labels.tolist()] == [7, 3, 3, 19, 7, 19, 3]
+    for other in epochs[1:]:
+        assert _equal(other, epochs[0])
+
+
 def test_repeated_samples_are_drawn_anew() -> None:
     """A sampler with replacement gets other draws for each repetition, the same with any number of workers."""
     epochs = []

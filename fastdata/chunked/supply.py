@@ -207,11 +207,11 @@ def _make_batch(
     collate_fn: Callable[[list[Any]], Any], epoch: int, ring: BatchRing
 ) -> Callable[[PreparedDataset, np.ndarray], Any]:
     def make(dataset: PreparedDataset, index_B: np.ndarray) -> Any:
-        visits_B = np.full(len(index_B), epoch, np.int64)
+        batch = IndexBatch(index_B.tolist(), index_B, np.full_like(index_B, epoch), dataset.options.seed)
         if dataset.batch_obstacle is not None:
-            return collate_fn(dataset.__getitems__(IndexBatch(index_B.tolist(), index_B, visits_B)))
+            return collate_fn(dataset.__getitems__(batch))
         if collate_fn is collate:
-            return dataset.read_batch(index_B, visits_B, ring)
-        return collate_fn(dataset.sample_batch(index_B, visits_B, ring))
+            return dataset.read_batch(batch, ring)
+        return collate_fn(dataset.sample_batch(batch, ring))
 
     return make

@@ -82,7 +82,7 @@ class Ring:
 
     def serve(self, dataset: Any) -> None:
         """Let a fastdata dataset, also behind ``Subset``, write its batches straight into slots."""
-        while type(dataset) is Subset:
+        while isinstance(dataset, Subset):
             dataset = dataset.dataset
         if hasattr(dataset, "batch_ring"):
             dataset.batch_ring = self
