@@ -22,7 +22,7 @@ class IndexBatch(list[int]):
         positions: int64 (B,), the same, none of them negative.
         visits: int64 (B,), which visit to each sample this is: the epoch, and how often the sample came before in the
             same epoch (as with ``WeightedRandomSampler``).
-        seed: any integer.
+        seed: the dataset's, or the epoch's base seed.
     """
 
     def __init__(self, indices: Iterable[int], positions: np.ndarray, visits: np.ndarray, seed: int) -> None:

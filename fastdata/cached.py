@@ -50,7 +50,9 @@ class CachedDataset(PreparedDataset):
             memory that samples need follows from the transform, as it may for image files, and eager elsewhere.
         memory_limit: the most memory to use: bytes, ``"8GiB"``, or a fraction of what is free.
         progress: show a progress bar on standard error.
-        seed: of the random draws of batch ops, which depend on (seed, epoch, sample) only.
+        seed: of the random draws of batch ops. ``None`` takes the base seed that torch's loaders draw in each epoch,
+            so that ``torch.manual_seed`` and ``generator=`` decide; with a number draws depend on it, the epoch and the
+            sample only.
         batch_ops: ``"auto"`` runs known random transforms on whole batches, with fastdata's own draws; ``"off"`` runs
             them per sample exactly as written.
         on_error: ``"raise"``, or ``"skip"`` to leave out samples that cannot be prepared, with one warning.
@@ -99,7 +101,7 @@ class CachedDataset(PreparedDataset):
         fill: Literal["auto", "eager", "lazy"] = "auto",
         memory_limit: int | float | str | None = None,
         progress: bool = True,
-        seed: int = 0,
+        seed: int | None = None,
         batch_ops: Literal["auto", "off"] = "auto",
         on_error: OnError = "raise",
         num_workers: int | None = None,
@@ -141,7 +143,7 @@ class CachedDataset(PreparedDataset):
         target_transform: Callable[[Any], Any] | None = None,
         transforms: Callable[[Any, Any], Any] | None = None,
         as_tensors: bool = False,
-        seed: int = 0,
+        seed: int | None = None,
         batch_ops: Literal["auto", "off"] = "auto",
     ) -> Self:
         """Open a cache on its own: the dataset and the files that it was made from need not be there.
@@ -159,7 +161,7 @@ class CachedDataset(PreparedDataset):
             transforms: in place of both, called with sample and target together.
             as_tensors: give images as tensors (C, H, W) of their stored pixels, those of torchvision's
                 ``PILToTensor``, and not as PIL images, which a ``transform`` would have to make tensors of.
-            seed: of the random draws of batch ops.
+            seed: of the random draws of batch ops; see the class.
             batch_ops: ``"off"`` runs known random transforms per sample exactly as written.
 
         Raises:

@@ -90,7 +90,6 @@ class PreparedDataset(ServingDataset):
         self._options, self.target_transform, self._transform = options, target_transform, transform
         self._plan = self._plan_of(transform, batch_ops=options.batch_ops)
         self._epoch: int | None = None
-        self._epochs_begun = 0
 
     def _serve(self, prepared: Prepared, source: Source | None) -> None:
         """Serve what was prepared, or where nothing is kept the source."""
@@ -284,22 +283,10 @@ class PreparedDataset(ServingDataset):
 
     # Epochs
 
-    def begin_epoch(self, last: int | None = None) -> int:
-        """Number of the epoch that a loader begins: the one that was set, else the one after its last.
-
-        Args:
-            last: the loader's last epoch; None for a new loader, which goes on where others have got to.
-        """
-        if self._epoch is not None:
-            return self._epoch
-        epoch = self._epochs_begun if last is None else last + 1
-        self._epochs_begun = max(self._epochs_begun, epoch + 1)
-        return epoch
-
     @property
-    def epochs_begun(self) -> int:
-        """How many epochs loaders have begun, and so the number of the coming one."""
-        return self._epochs_begun
+    def epoch(self) -> int | None:
+        """The epoch that was set; None where loaders count theirs."""
+        return self._epoch
 
     def set_epoch(self, epoch: int) -> None:
         """Make random draws those of ``epoch``, until it is set again."""

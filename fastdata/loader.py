@@ -174,7 +174,10 @@ class DataLoader(torch_loader.DataLoader[_T_co]):
         return ReadAhead(self._bookmark)
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the random draws of the coming epochs those of ``epoch``, until it is set again."""
+        """Make the random draws of the coming epochs those of ``epoch``, until it is set again.
+
+        Where the dataset's ``seed`` is None they still follow the base seed of each epoch.
+        """
         self._epochs.set(epoch)
 
     def state_dict(self) -> dict[str, Any]:
@@ -266,10 +269,10 @@ class DataLoader(torch_loader.DataLoader[_T_co]):
         kept = self._kept_seed
         if state is None:
             if self._served:
-                self._epochs.begin(self._served.dataset)
+                self._epochs.begin(self._coming_number(), self._served.dataset)
             return Progress(epoch=self._epochs.current, base_seed=kept, keeps_seed=kept is not None)
         if self._served and state["epoch"] is not None:
-            self._epochs.resume(self._served.dataset, state["epoch"], is_begun=state["is_begun"])
+            self._epochs.resume(state, self._served.dataset)
         return Progress(
             epoch=self._epochs.current,
             start=state["start"],
@@ -287,11 +290,17 @@ class DataLoader(torch_loader.DataLoader[_T_co]):
         with undisturbed(randomness.generators):
             seed = draw_base_seed(self.generator) if kept is None else kept
             return Progress(
-                epoch=self._epochs.coming(self._served.dataset) if self._served else None,
+                epoch=self._coming_number() if self._served else None,
                 start=randomness.capture(),
                 base_seed=seed,
                 keeps_seed=kept is not None,
             )
+
+    def _coming_number(self) -> int:
+        """Number of the epoch that would begin now, as random draws count it: those of a new base seed from 0."""
+        assert self._served is not None
+        follows_base = self._served.dataset.options.seed is None
+        return self._epochs.coming(is_counted_anew=follows_base and self._kept_seed is None)
 
     @property
     def _kept_seed(self) -> int | None:

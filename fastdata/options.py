@@ -24,7 +24,7 @@ class Options:
     fill: Literal["auto", "eager", "lazy"] = "auto"
     memory_limit: int | float | str | None = None
     progress: bool = True
-    seed: int = 0
+    seed: int | None = None
     batch_ops: Literal["auto", "off"] = "auto"
     on_error: OnError = "raise"
     fast_decode: bool = False

@@ -18,7 +18,7 @@ from fastdata.served import Served
 
 __all__ = ["VERSION", "Bookmark", "IndexBatches", "Progress", "ReadAhead", "check_state"]
 
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(slots=True)
@@ -29,7 +29,8 @@ class Progress:
         epoch: its number, which random draws are made from.
         start: what the order is drawn from, or None until the first index is drawn.
         is_begun: whether it is resumed inside; then nothing more is drawn from the global generators.
-        base_seed: what worker processes are seeded from, or None until it is drawn.
+        base_seed: what worker processes are seeded from, and random draws where the dataset has no seed; None until it
+            is drawn.
         keeps_seed: whether that was drawn by an earlier epoch of workers that persist.
         first: batches before this one were handed over when the epoch was resumed.
         ahead: batches after it that were handed over too; only without ``in_order``.
@@ -158,8 +159,12 @@ class _Drawing(Iterator[Any]):
             return itertools.chain(list(itertools.islice(rest, 1)), rest)  # samplers draw when first asked
 
     def _begin(self) -> Iterator[Any]:
-        indices, progress = iter(self._sampler), self._progress
-        return indices if self._served is None else self._served.visit(indices, progress.epoch or 0)
+        progress = self._progress
+        indices: Iterator[Any] = iter(self._sampler)
+        if self._served is None:
+            return indices
+        assert progress.base_seed is not None
+        return self._served.visit(indices, progress.epoch or 0, progress.base_seed)
 
 
 def _pass_over(indices: Iterator[Any], first: int, ahead: tuple[int, ...]) -> Iterator[Any]:

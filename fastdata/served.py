@@ -20,11 +20,7 @@ MOSTLY_FILLED = 0.9
 
 
 class LoaderEpochs:
-    """Counts a loader's epochs, for the random draws.
-
-    A loader counts by itself, so that a second loader over the same data does not disturb it, but begins where earlier
-    loaders of the dataset have got to: a loader made anew each epoch must not repeat its draws.
-    """
+    """Counts a loader's epochs from 0, for the random draws: those that follow a base seed, from 0 for each."""
 
     def __init__(self) -> None:
         self.current: int | None = None
@@ -34,20 +30,21 @@ class LoaderEpochs:
         """Stay at ``epoch``."""
         self._set = epoch
 
-    def begin(self, dataset: PreparedDataset) -> None:
-        """Go on to the epoch set here, else the one set on the dataset, else the next."""
-        self.current = dataset.begin_epoch(self.current) if self._set is None else self._set
+    def begin(self, epoch: int, dataset: PreparedDataset) -> None:
+        """Go on to the epoch set here, else the one set on the dataset, else ``epoch``."""
+        chosen = dataset.epoch if self._set is None else self._set
+        self.current = epoch if chosen is None else chosen
 
-    def resume(self, dataset: PreparedDataset, epoch: int, *, is_begun: bool) -> None:
-        """Go on with ``epoch`` itself if it has begun, else as after the one before it."""
-        self.current = epoch - 1
-        self.begin(dataset)
-        if is_begun:
-            self.current = epoch
+    def resume(self, state: dict[str, Any], dataset: PreparedDataset) -> None:
+        """Go on with the epoch of a loader's state: that one if it has begun, else as ``begin``."""
+        if state["is_begun"]:
+            self.current = state["epoch"]
+        else:
+            self.begin(state["epoch"], dataset)
 
-    def coming(self, dataset: PreparedDataset) -> int:
+    def coming(self, *, is_counted_anew: bool = False) -> int:
         """Number of the epoch that would begin now if none is set."""
-        return dataset.epochs_begun if self.current is None else self.current + 1
+        return 0 if self.current is None or is_counted_anew else self.current + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +79,7 @@ class Served:
         """Size of the image of every sample; None where they differ, or where whole batches cannot be read."""
         return self.dataset.served_bytes
 
-    def visit(self, batches: Iterable[list[int]], epoch: int) -> Iterator[list[int]]:
+    def visit(self, batches: Iterable[list[int]], epoch: int, base_seed: int) -> Iterator[list[int]]:
         """The batches of an epoch, with what random draws are made from.
 
         One whose indices only the dataset's own methods know the meaning of stays as it is.
@@ -91,7 +88,7 @@ class Served:
             IndexError: an index is out of range.
             TypeError: an index is no number.
         """
-        visits, seed = EpochVisits(self.dataset.index_count, epoch), self.dataset.options.seed
+        visits, seed = EpochVisits(self.dataset.index_count, epoch), self.dataset.seed_of(base_seed)
         for indices in batches:
             batch = indices
             try:

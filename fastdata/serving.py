@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
+from multiprocessing import current_process
 from typing import Any
 
 import numpy as np
@@ -37,7 +38,7 @@ class _Item:
     """
 
     def __init__(self, batch: IndexBatch, k: int) -> None:
-        self._position, self._visit = batch.positions[k : k + 1], batch.visits[k : k + 1]
+        self._position, self._visit, self._seed = batch.positions[k : k + 1], batch.visits[k : k + 1], batch.seed
         self._reads: Counter[int] = Counter()
 
     def batch_of(self, position: int, dataset: ServingDataset) -> IndexBatch:
@@ -47,7 +48,7 @@ class _Item:
         visit = self._visit
         if read or position != self._position[0]:
             visit = sample_keys(read, self._visit, self._position).view(np.int64)
-        return IndexBatch([position], np.array([position]), visit, dataset._options.seed)
+        return IndexBatch([position], np.array([position]), visit, dataset.seed_of(self._seed))
 
 
 _ITEM: ContextVar[_Item | None] = ContextVar("fastdata_item", default=None)
@@ -143,8 +144,15 @@ class ServingDataset(Dataset[Any], ABC):
         index_B = self.positions(np.asarray(indices, dtype=np.int64), self.sample_count)
         if isinstance(indices, IndexBatch) and np.array_equal(index_B, indices.positions):  # else it was changed
             return indices
-        visits_B = self._visits.take(index_B) if self._program else np.zeros_like(index_B)
-        return IndexBatch(indices, index_B, visits_B, self._options.seed)
+        base_seed, reader = _who_reads()
+        if self._options.seed is not None:
+            reader = 0  # all draw from one seed
+        visits_B = self._visits.take(index_B, reader) if self._program else np.zeros_like(index_B)
+        return IndexBatch(indices, index_B, visits_B, self.seed_of(base_seed))
+
+    def seed_of(self, base_seed: int) -> int:
+        """What random draws are made from in an epoch of this base seed: the user's ``seed``, if there is one."""
+        return base_seed if self._options.seed is None else self._options.seed
 
     def _read_images(self, batch: IndexBatch, ring: BatchRing | None) -> torch.Tensor:
         self._check_open()
@@ -281,3 +289,14 @@ class ServingDataset(Dataset[Any], ABC):
     def _check_open(self) -> None:
         if self._gone:
             raise StoreGoneError(self._gone)
+
+
+def _who_reads() -> tuple[int, int]:
+    """The base seed of the iterator of torch's that reads in this process, and a number that tells it from others.
+
+    torch starts an iterator's workers one after the other, and multiprocessing numbers processes as they are made.
+    """
+    worker = get_worker_info()
+    if worker is None:
+        return torch.initial_seed(), torch.initial_seed()
+    return worker.seed - worker.id, worker.id - getattr(current_process(), "_identity", (0,))[-1]

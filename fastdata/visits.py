@@ -31,16 +31,26 @@ class EpochVisits:
 class SharedVisits:
     """Visits counted per sample in shared memory; for readers that are told no epoch, such as torch's own loader.
 
-    Reading each sample once per epoch gives each epoch's number, whatever process reads it.
+    They are counted for each reader, such as an iterator with its workers: from 0 for a new one, on for one that
+    persists. Reading each sample once per epoch gives each epoch's number, whatever process reads it. A sample knows
+    its two latest readers, so that loaders may take turns and the visits of one that persists do not begin again.
     """
 
     def __init__(self, length: int) -> None:
         self._length = length
-        self._block = Block.create(8 + 4 * length)
+        self._block = Block.create(8 + 4 * length * 2 * 2)
 
-    def take(self, index_B: np.ndarray) -> np.ndarray:
-        """Return the visits (int64, B) of some samples and count them."""
-        visits_B: np.ndarray = self._epoch[0] + _count(self._seen, index_B)
+    def take(self, index_B: np.ndarray, reader: int) -> np.ndarray:
+        """Return the visits (int64, B) of a reader to some samples and count them."""
+        number = np.uint32(reader & 0xFFFFFFFF)
+        readers, seen = self._readers, self._seen
+        others = index_B[readers[0, index_B] != number]
+        if len(others):
+            others = np.unique(others)
+            known = np.where(readers[1, others] == number, seen[1, others], 0)
+            readers[1, others], seen[1, others] = readers[0, others], seen[0, others]
+            readers[0, others], seen[0, others] = number, known
+        visits_B: np.ndarray = self._epoch[0] + _count(seen[0], index_B)
         return visits_B
 
     def restart(self, epoch: int) -> None:
@@ -57,8 +67,14 @@ class SharedVisits:
         return self._block.array("int64", (1,))
 
     @property
+    def _readers(self) -> np.ndarray:
+        """Whose visits are counted, uint32 (2, N): the latest reader of each sample, and the one before."""
+        return self._block.array("uint32", (2, self._length), 8)
+
+    @property
     def _seen(self) -> np.ndarray:
-        return self._block.array("uint32", (self._length,), 8)
+        """How many of each of them, uint32 (2, N)."""
+        return self._block.array("uint32", (2, self._length), 8 + 4 * 2 * self._length)
 
 
 def _count(seen: np.ndarray, index_B: np.ndarray) -> np.ndarray:

@@ -127,12 +127,12 @@ def files_of(cache_dir: Path) -> set[str]:
 def test_the_second_run_opens_no_image(image_folder: Folder, prepared: Any, codec: str) -> None:
     """It serves the batches of the first, which are those of a store in memory, from files alone."""
     root = image_folder(per_class=9, size=(13, 11))
-    with ImageFolder(str(root), TRANSFORM, storage="shared", fill="eager", progress=False) as raw:
+    with ImageFolder(str(root), TRANSFORM, storage="shared", fill="eager", seed=0, progress=False) as raw:
         raw.set_epoch(3)
         wanted = list(DataLoader(raw, batch_size=4, num_workers=1))
     for run in range(2):
         prepared()
-        with cached(root, codec=codec) as dataset:
+        with cached(root, codec=codec, seed=0) as dataset:
             assert dataset.storage == "disk"
             assert dataset.storage_plan.codec == (None if codec == "auto" else codec)
             assert (prepared() == []) == (run == 1)

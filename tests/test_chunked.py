@@ -144,8 +144,8 @@ def test_images_of_many_sizes_are_cropped_to_one() -> None:
     data = [(square(i, (6 + i % 3, 7 + i % 2)), i) for i in range(20)]
     crop = transforms.RandomCrop((4, 5))
     with (
-        CachedDataset(data, transform=crop, storage="none") as dataset,
-        CachedDataset(data, transform=crop, storage="shared", progress=False) as kept,
+        CachedDataset(data, transform=crop, storage="none", seed=0) as dataset,
+        CachedDataset(data, transform=crop, storage="shared", seed=0, progress=False) as kept,
         chunked(dataset, shuffle=False) as loader,
     ):
         usual = DataLoader(kept, batch_size=4)

@@ -73,8 +73,8 @@ def test_samples_of_many_shapes_are_kept(image_folder: Folder, codec: str) -> No
     image_folder(classes=("b",), per_class=4, size=(9, 14))
     transform = v1.Compose([v1.RandomCrop(8), v1.PILToTensor()])
     with (
-        ImageFolder(root, transform, progress=False) as raw,
-        ImageFolder(root, transform, storage="compressed", codec=codec, progress=False) as ours,
+        ImageFolder(root, transform, seed=0, progress=False) as raw,
+        ImageFolder(root, transform, storage="compressed", codec=codec, seed=0, progress=False) as ours,
     ):
         assert all(map(torch.equal, _batches(raw), _batches(ours)))
         ours.transform = raw.transform = None

@@ -90,7 +90,7 @@ def test_workers_share_what_each_has_prepared(tmp_path: Path, workers: Any) -> N
 def test_a_spawned_process_fills_the_same_store(image_folder: Folder) -> None:
     """Workers that got the dataset as a pickle write where this process reads."""
     steps = vanilla.Compose([vanilla.Resize(8), vanilla.CenterCrop(6), vanilla.RandomCrop(5), vanilla.ToTensor()])
-    with ImageFolder(image_folder(per_class=6), steps, fill="lazy", progress=False) as dataset:
+    with ImageFolder(image_folder(per_class=6), steps, fill="lazy", seed=0, progress=False) as dataset:
         loader = DataLoader(dataset, batch_size=4, num_workers=2, multiprocessing_context="spawn", workers="process")
         first = [images for images, _ in loader]
         assert dataset.filled_share() == 1
@@ -124,7 +124,7 @@ def test_lazy_and_eager_give_the_same_batches(image_folder: Folder) -> None:
     root = image_folder(per_class=6)
     batches = []
     for fill in ("lazy", "eager"):
-        with ImageFolder(root, STEPS, fill=fill, progress=False) as dataset:  # type: ignore[arg-type]
+        with ImageFolder(root, STEPS, fill=fill, seed=0, progress=False) as dataset:  # type: ignore[arg-type]
             batches.append([images for images, _ in DataLoader(dataset, batch_size=5)])
     assert all(map(torch.equal, *batches))
 

@@ -22,6 +22,7 @@ from fastdata.chunked.pipeline import Pipeline
 from fastdata.chunked.supply import Supply, Wishes
 from fastdata.engine import Engine
 from fastdata.iterators import Tally
+from fastdata.randomness import draw_base_seed, undisturbed
 from fastdata.report import EpochReport
 from fastdata.resume import VERSION, Progress, check_state
 from fastdata.ring import BatchRing
@@ -37,8 +38,8 @@ class ChunkedLoader:
     """Trains on data larger than memory: chunk k + 1 loads in the background while chunk k is served, then is dropped.
 
     Every sample comes exactly once an epoch, with the pixels that ``DataLoader`` over the same dataset held in memory
-    would serve in that epoch. It is no subclass of torch's loader, but has ``__iter__`` and ``__len__``, ``dataset``,
-    ``batch_size`` and ``drop_last``.
+    would serve in the epoch that is set to the same number. It is no subclass of torch's loader, but has ``__iter__``
+    and ``__len__``, ``dataset``, ``batch_size`` and ``drop_last``.
 
     Args:
         dataset: a fastdata dataset, ``Subset`` of one, or any map-style dataset of (sample, target). With
@@ -60,7 +61,8 @@ class ChunkedLoader:
             shuffle is global.
         num_workers: processes that prepare samples, at most; by default the usable cores. Fewer where memory is short.
         collate_fn: as torch's; the default is ``fastdata.collate``.
-        seed: of the order. Random draws of transforms follow the dataset's own seed.
+        seed: of the order, which all ranks must share. Random draws of transforms follow the dataset's own seed; where
+            that is None, a base seed that is drawn for each epoch from torch's generator, as by torch's loader.
         rank: which share of each epoch to serve; by default that of ``torch.distributed``, or of the environment that
             torchrun sets.
         world_size: number of shares.
@@ -150,7 +152,7 @@ class ChunkedLoader:
         ring = BatchRing(supply.batches_held)
         self._tally = Tally(Engine(kind="thread", path=supply.path, workers=supply.threads), ring)
         iterator = ChunkedIter(
-            lambda first: supply.start(progress.epoch or 0, first, batches, ring),
+            lambda first: supply.start(progress, first, batches, ring),
             supply.adapt,
             progress=progress,
             batches=batches,
@@ -186,11 +188,14 @@ class ChunkedLoader:
             return copy.deepcopy(self._resumed)
         progress = self._progress
         is_over = progress.is_finished or progress.first >= len(self)
-        epoch, first = (self._epochs.coming(self._data), 0) if is_over else (progress.epoch, progress.first)
+        if is_over:
+            with undisturbed():
+                progress = Progress(epoch=self._epochs.coming(), base_seed=self._draw_base_seed())
         return {
             "version": VERSION,
-            "epoch": epoch,
-            "num_yielded": first,
+            "epoch": progress.epoch,
+            "base_seed": progress.base_seed,
+            "num_yielded": progress.first,
             "is_begun": not is_over,
             "loader": self._identity(),
         }
@@ -225,10 +230,16 @@ class ChunkedLoader:
         """Go on to the next epoch, or to the one of a loaded state."""
         state, self._resumed = self._resumed, None
         if state is None:
-            self._epochs.begin(self._data)
-            return Progress(epoch=self._epochs.current)
-        self._epochs.resume(self._data, state["epoch"], is_begun=state["is_begun"])
-        return Progress(epoch=self._epochs.current, first=state["num_yielded"])
+            self._epochs.begin(self._epochs.coming(), self._data)
+            return Progress(epoch=self._epochs.current, base_seed=self._draw_base_seed())
+        self._epochs.resume(state, self._data)
+        if not state["is_begun"]:
+            self._draw_base_seed()  # torch's generator moves on as at the start of any epoch
+        return Progress(epoch=self._epochs.current, base_seed=state["base_seed"], first=state["num_yielded"])
+
+    def _draw_base_seed(self) -> int | None:
+        """Draw from torch's generator as torch's loader does for an epoch, where random draws are made from it."""
+        return draw_base_seed() if self._data.options.seed is None else None
 
     def _end_iterator(self, reason: str) -> None:
         iterator = None if self._iterator is None else self._iterator()

@@ -22,6 +22,7 @@ from fastdata.errors import MemoryBudgetError
 from fastdata.iterators import HELD_BY_USER
 from fastdata.memory import parse_bytes
 from fastdata.report import log
+from fastdata.resume import Progress
 from fastdata.ring import BatchRing
 from fastdata.served import Served
 from fastdata.stores.writers import ShapesDifferError
@@ -150,8 +151,9 @@ class Supply:
             )
         self._obstacle = self._holding.view(dataset).batch_obstacle
 
-    def start(self, epoch: int, first_batch: int, batches: int, ring: BatchRing) -> Pipeline:
+    def start(self, progress: Progress, first_batch: int, batches: int, ring: BatchRing) -> Pipeline:
         """Begin to supply an epoch."""
+        epoch = progress.epoch or 0
         dataset, holding = self._served.dataset, self._holding
         self._rooms = self._rooms or holding.rooms(CHUNKS_HELD, self._chunk_samples)
         stream = plan_epoch(self.order, epoch)
@@ -166,7 +168,7 @@ class Supply:
             dataset=dataset,
             load=holding.load(self._rooms, with_targets=dataset.table is None),
             samples_per_task=holding.samples_per_task,
-            make=_make_batch(self._wishes.collate_fn, epoch, ring),
+            make=_make_batch(self._wishes.collate_fn, epoch, dataset.seed_of(progress.base_seed or 0), ring),
             workers=self.plan.workers,
             threads=self.threads,
         )
@@ -204,10 +206,10 @@ class Supply:
 
 
 def _make_batch(
-    collate_fn: Callable[[list[Any]], Any], epoch: int, ring: BatchRing
+    collate_fn: Callable[[list[Any]], Any], epoch: int, seed: int, ring: BatchRing
 ) -> Callable[[PreparedDataset, np.ndarray], Any]:
     def make(dataset: PreparedDataset, index_B: np.ndarray) -> Any:
-        batch = IndexBatch(index_B.tolist(), index_B, np.full_like(index_B, epoch), dataset.options.seed)
+        batch = IndexBatch(index_B.tolist(), index_B, np.full_like(index_B, epoch), seed)
         if dataset.batch_obstacle is not None:
             return collate_fn(dataset.__getitems__(batch))
         if collate_fn is collate:

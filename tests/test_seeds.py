@@ -1,0 +1,237 @@
+"""What random draws of batch ops follow: torch's seeds, or a number of the user's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader as TorchLoader
+from torch.utils.data import Subset
+from torchvision import transforms as v1
+
+from fastdata import CachedDataset, ChunkedLoader, DataLoader
+
+CROP = v1.Compose([v1.RandomCrop((4, 3)), v1.RandomHorizontalFlip()])
+PIXELS = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (23, 3, 9, 8), np.uint8))
+
+PERSIST = {"num_workers": 2, "persistent_workers": True}
+ENGINES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "inline": (DataLoader, {}),
+    "threads": (DataLoader, {"num_workers": 2, "workers": "thread"}),
+    "processes": (DataLoader, {"num_workers": 2, "workers": "process"}),
+    "torch, processes": (TorchLoader, {"num_workers": 2}),
+    "torch, one process": (TorchLoader, {"num_workers": 1}),
+    "persistent threads": (DataLoader, PERSIST | {"workers": "thread"}),
+    "persistent processes": (DataLoader, PERSIST | {"workers": "process"}),
+    "torch, persistent processes": (TorchLoader, PERSIST),
+}
+EVERY_ENGINE = pytest.mark.parametrize("engine", ENGINES)
+
+Epoch = list[Any]
+
+
+def _images(**options: Any) -> CachedDataset:
+    return CachedDataset([(image, i) for i, image in enumerate(PIXELS)], transform=CROP, progress=False, **options)
+
+
+@pytest.fixture
+def images() -> Iterator[CachedDataset]:
+    with _images() as dataset:
+        yield dataset
+
+
+def _epochs(dataset: Any, engine: str, count: int = 2, **options: Any) -> list[Epoch]:
+    loader_class, arguments = ENGINES[engine]
+    loader = loader_class(dataset, batch_size=5, **arguments, **options)
+    return [_plain(loader) for _ in range(count)]
+
+
+def _plain(loader: Any) -> Epoch:
+    return [(pixels.tolist(), labels.tolist()) for pixels, labels in loader]
+
+
+@EVERY_ENGINE
+def test_torchs_seed_decides_the_draws(images: CachedDataset, engine: str) -> None:
+    """Two loaders over one dataset draw alike for one manual_seed and otherwise for another; two epochs differ."""
+    outcome = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        outcome.append(_epochs(images, engine))
+    assert outcome[0] == outcome[1]
+    for a, b in ((outcome[0][0], outcome[0][1]), (outcome[0][0], outcome[2][0]), (outcome[0][1], outcome[2][1])):
+        assert all(x != y for x, y in zip(a, b, strict=True))
+
+
+@EVERY_ENGINE
+def test_the_loaders_generator_decides_the_draws(images: CachedDataset, engine: str) -> None:
+    """With generator= the global seed does not matter, that of the generator does."""
+    outcome = []
+    for number, seed in enumerate((1, 1, 2)):
+        torch.manual_seed(number)
+        outcome.append(_epochs(images, engine, generator=torch.Generator().manual_seed(seed), shuffle=True))
+    assert outcome[0] == outcome[1]
+    assert outcome[0] != outcome[2]
+
+
+def test_every_engine_draws_alike(images: CachedDataset) -> None:
+    """For one manual_seed all engines serve equal epochs; those whose workers persist draw a base seed only once."""
+    outcome = {}
+    for engine in ENGINES:
+        torch.manual_seed(1)
+        outcome[engine] = _epochs(Subset(images, range(20)), engine, count=3)
+    inline, persistent = outcome["inline"], outcome["persistent threads"]
+    for engine, epochs in outcome.items():
+        assert epochs == (persistent if "persistent" in engine else inline), engine
+    assert persistent[0] == inline[0]
+    assert persistent[1] != inline[1]
+
+
+def test_an_epoch_is_repeated_by_its_seed(images: CachedDataset) -> None:
+    """A loader seeded again before its next epoch serves the same one again, as torch's does."""
+    loader = DataLoader(images, batch_size=5, shuffle=True, num_workers=2)
+    outcome = []
+    for _ in range(2):
+        torch.manual_seed(1)
+        outcome.append(_plain(loader))
+    assert outcome[0] == outcome[1]
+
+
+def test_torchs_loader_without_workers() -> None:
+    """Each epoch of it draws otherwise, as does each manual_seed; a new dataset and the same seed draw alike."""
+    outcome = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        with _images() as dataset:
+            loader = TorchLoader(dataset, batch_size=5)
+            outcome.append([_plain(loader) for _ in range(3)])
+    assert outcome[0] == outcome[1]
+    assert all(a != b for a, b in zip(outcome[0], outcome[2], strict=True))
+    assert len({json.dumps(epoch) for epoch in outcome[0]}) == 3
+
+
+def test_loaders_that_take_turns_draw_anew(images: CachedDataset) -> None:
+    """A torch loader with persistent workers does not repeat its draws when another reads the samples in between."""
+    training, other = TorchLoader(images, batch_size=5, **PERSIST), TorchLoader(images, batch_size=5, num_workers=1)
+    epochs = []
+    for _ in range(3):
+        epochs += [_plain(training), _plain(other)]
+    assert len({json.dumps(epoch) for epoch in epochs}) == 6
+
+
+@EVERY_ENGINE
+def test_a_number_fixes_the_draws(engine: str) -> None:
+    """With a number torch's seeds do not matter; loaders over new datasets begin alike, and epochs differ."""
+    outcome = []
+    for seed, torchs_seed in ((5, 1), (5, 2), (6, 1)):
+        torch.manual_seed(torchs_seed)
+        with _images(seed=seed) as dataset:
+            outcome.append(_epochs(dataset, engine))
+    assert outcome[0] == outcome[1]
+    assert outcome[0][0] != outcome[0][1]
+    assert outcome[0][0] != outcome[2][0]
+
+
+def test_a_new_loader_begins_at_epoch_0() -> None:
+    """Epochs are counted by a loader, not by its dataset; one set on the dataset holds for all."""
+    with _images(seed=5) as dataset:
+        loader = DataLoader(dataset, batch_size=5)
+        first, second = _plain(loader), _plain(loader)
+        assert _plain(DataLoader(dataset, batch_size=5, num_workers=2)) == first
+        dataset.set_epoch(1)
+        assert _plain(DataLoader(dataset, batch_size=5)) == _plain(loader) == second
+
+
+@pytest.mark.parametrize("engine", ["inline", "threads", "processes", "torch, processes", "torch, one process"])
+def test_a_set_epoch_changes_the_draws_of_a_seed(images: CachedDataset, engine: str) -> None:
+    """Where torch's seed decides, set_epoch on the dataset chooses among the draws of one seed."""
+    outcome = []
+    for epoch in (0, 3, 3):
+        images.set_epoch(epoch)
+        torch.manual_seed(1)
+        outcome.append(_epochs(images, engine, count=1))
+    assert outcome[0] != outcome[1] == outcome[2]
+
+
+def test_single_samples_follow_torchs_seed(images: CachedDataset) -> None:
+    """Each visit to dataset[i] draws anew, otherwise for another manual_seed, and takes nothing from the generator."""
+
+    def visits(seed: int) -> list[Any]:
+        torch.manual_seed(seed)
+        state = torch.get_rng_state()
+        seen = [images[3][0].tolist() for _ in range(8)]
+        assert torch.equal(torch.get_rng_state(), state)
+        return seen
+
+    first, other = visits(1), visits(2)
+    assert len({json.dumps(pixels) for pixels in first}) > 4
+    assert first != other
+
+
+@pytest.mark.parametrize("seen", [2, 5], ids=["within", "after"])
+@pytest.mark.parametrize("epochs", [1, 3])
+@pytest.mark.parametrize("engine", [name for name, (loader_class, _) in ENGINES.items() if loader_class is DataLoader])
+def test_a_resume_keeps_the_draws(engine: str, epochs: int, seen: int) -> None:
+    """In a process seeded otherwise the rest of an epoch has its draws, and so have the epochs after it."""
+    generator = torch.Generator().manual_seed(1)
+    with _images() as dataset:
+        loader = DataLoader(dataset, batch_size=5, generator=generator, shuffle=True, **ENGINES[engine][1])
+        for _ in range(epochs - 1):
+            _plain(loader)
+        iterator = iter(loader)
+        for _ in range(seen):
+            next(iterator)
+        state = json.loads(json.dumps(loader.state_dict()))
+        rest = _plain(iterator)
+        expected = [*([rest] if rest else []), _plain(loader), _plain(loader)]
+    torch.manual_seed(99)
+    with _images() as dataset:
+        loader = DataLoader(dataset, batch_size=5, generator=torch.Generator(), shuffle=True, **ENGINES[engine][1])
+        loader.load_state_dict(state)
+        assert [_plain(loader) for _ in expected] == expected
+
+
+# Chunked
+
+
+def _chunked(dataset: Any) -> ChunkedLoader:
+    return ChunkedLoader(dataset, 5, memory_limit="64GiB", chunk_samples=10, num_workers=1)
+
+
+def test_a_chunked_loader_follows_torchs_seed(images: CachedDataset) -> None:
+    """It takes from torch what DataLoader takes, and draws alike in each set epoch; with a number it takes nothing."""
+
+    def two_epochs(loader: Any, seed: int) -> tuple[Epoch, Epoch, list[int]]:
+        torch.manual_seed(seed)
+        loader.set_epoch(1)
+        return _plain(loader), _plain(loader), torch.get_rng_state().tolist()
+
+    with _chunked(images) as loader:
+        ours, other = two_epochs(loader, 1), two_epochs(loader, 2)
+    order = [label for _, labels in ours[0] for label in labels]
+    assert ours == two_epochs(DataLoader(images, batch_size=5, sampler=order), 1)
+    assert ours[0] not in (ours[1], other[0])
+    with _images(seed=5) as fixed, _chunked(fixed) as loader:
+        before = torch.get_rng_state()
+        _plain(loader)
+        assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("seen", [2, 5], ids=["within", "after"])
+def test_a_resume_of_a_chunked_loader_keeps_the_draws(images: CachedDataset, seen: int) -> None:
+    """What is left of an epoch, or the next one, has the draws that it would have had."""
+    with _chunked(images) as loader:
+        iterator = iter(loader)
+        for _ in range(seen):
+            next(iterator)
+        before = torch.get_rng_state()
+        state = json.loads(json.dumps(loader.state_dict()))
+        assert torch.equal(torch.get_rng_state(), before)
+        expected = _plain(iterator) or _plain(loader)
+    torch.manual_seed(99)
+    with _images() as dataset, _chunked(dataset) as loader:
+        loader.load_state_dict(state)
+        assert _plain(loader) == expected
