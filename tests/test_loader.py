@@ -25,6 +25,7 @@ from torch.utils.data import (
     TensorDataset,
     WeightedRandomSampler,
     default_collate,
+    get_worker_info,
     random_split,
 )
 from torch.utils.data import DataLoader as TorchLoader
@@ -129,6 +130,17 @@ def test_parts_of_a_dataset_are_drawn_alike(last: Any) -> None:
     assert [label for _, labels in epochs[0] for label in labels.tolist()] == [7, 3, 3, 19, 7, 19, 3]
     for other in epochs[1:]:
         assert _equal(other, epochs[0])
+
+
+def test_a_worker_gathers_a_part_of_a_dataset_into_the_ring(images: CachedDataset) -> None:
+    """Behind a Subset too a worker process writes whole batches to the memory that they travel in."""
+    loader = DataLoader(Subset(images, range(9)), num_workers=1, workers="process", collate_fn=_has_ring)
+    assert list(loader) == [True] * 9
+
+
+def _has_ring(_: Any) -> bool:
+    worker: Any = get_worker_info()
+    return worker.dataset.dataset.batch_ring is not None
 
 
 def test_repeated_samples_are_drawn_anew() -> None:

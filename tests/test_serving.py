@@ -38,7 +38,8 @@ def samples(length: int = LENGTH) -> list[tuple[torch.Tensor, int]]:
 
 
 def cached(kind: type[CachedDataset] = CachedDataset, *steps: Any, **options: Any) -> Any:
-    return kind(samples(), transform=v1.Compose(list(steps)) if steps else None, progress=False, seed=0, **options)
+    options = {"progress": False, "seed": 0, **options}
+    return kind(samples(), transform=v1.Compose(list(steps)) if steps else None, **options)
 
 
 def chunked(data: Any) -> ChunkedLoader:
@@ -125,6 +126,48 @@ def test_further_reads_of_an_own_getitem_are_drawn_anew() -> None:
         assert all(torch.equal(a, b) for other in epochs[1:] for a, b in zip(epochs[0], other, strict=True))
 
 
+class Listed(CachedDataset):
+    """Gives the index as well, for whole batches."""
+
+    def __getitems__(self, indices: Any) -> Any:
+        return [
+            (255 - image, -target, i) for i, (image, target) in zip(indices, super().__getitems__(indices), strict=True)
+        ]
+
+
+@pytest.mark.parametrize("kind", [Numbered, Listed])
+@pytest.mark.parametrize("name", ["inline", "threads", "processes"])
+def test_own_methods_behind_a_subset_draw_as_the_dataset_without_them(name: str, kind: type[CachedDataset]) -> None:
+    """They get indices of the dataset, and the epoch's draws: those of a number, and those of torch's seed."""
+    chosen = [5, 2, -1, 5]
+    for seed in (0, None):
+        with cached(kind, *CROP, seed=seed) as own, cached(CachedDataset, *CROP, seed=seed) as plain:
+            epochs = []
+            for data in (plain, own, own):
+                torch.manual_seed(len(epochs) // 2)
+                loader = LOADERS[name](Subset(data, chosen))
+                loader.set_epoch(7)
+                epochs.append(epoch_of(loader))
+            assert torch.equal(255 - epochs[1][0], epochs[0][0])
+            assert torch.equal(epochs[2][0], epochs[1][0]) == (seed == 0)
+            assert epochs[1][1].tolist() == [-5, -2, -10, -5]
+            assert epochs[1][2].tolist() == chosen
+
+
+def test_a_batch_that_an_own_method_changes_is_read_as_changed() -> None:
+    """An own __getitems__ may sort, shorten or replace the indices: the samples are those that it asks for."""
+
+    class Sorted(CachedDataset):
+        def __getitems__(self, indices: Any) -> Any:
+            indices.sort(reverse=True)
+            indices.pop()
+            return super().__getitems__(indices)
+
+    with cached(Sorted, *CROP) as own:
+        for name in ("inline", "threads", "processes"):
+            assert epoch_of(LOADERS[name](own))[1].tolist() == [3, 2, 1, 7, 6, 5, 10, 9]
+
+
 def test_chunks_refuse_an_own_getitem_that_reads_others() -> None:
     """A sample that is not in the chunk is an error with a cure, never another sample's pixels."""
     with cached(TwoCrops) as own, chunked(own) as loader, pytest.raises(LookupError, match=r"needs a DataLoader"):
@@ -183,11 +226,16 @@ def test_a_length_that_only_counts_more_raises() -> None:
         def __len__(self) -> int:
             return 20
 
-    with cached(Longer) as longer:
-        with pytest.raises(IndexError, match="out of range for a dataset of 11 samples"):
-            list(DataLoader(longer, batch_size=20))
-        with pytest.raises(IndexError):
-            longer[11]
+    class LongerStill(Longer):
+        def __getitems__(self, indices: Any) -> Any:
+            return super().__getitems__(indices)
+
+    for kind in (Longer, LongerStill):
+        with cached(kind) as longer:
+            with pytest.raises(IndexError, match="out of range for a dataset of 11 samples"):
+                list(DataLoader(longer, batch_size=20))
+            with pytest.raises(IndexError):
+                longer[11]
     with cached(Shorter) as shorter, chunked(shorter) as loader:
         assert epoch_of(loader)[1].tolist() == [0, 1, 2, 3, 4]
     with cached(Repeated) as repeated, pytest.raises(ValueError, match=r"33 indices and 11 samples.*DataLoader"):
