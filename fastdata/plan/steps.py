@@ -105,7 +105,7 @@ def fingerprint(transform: Any) -> tuple[Any, ...]:
     for step in flatten(transform):
         atoms.append(step)
         if torchvision_name(step) in _KNOWN:
-            values = vars(step).values()
+            values = getattr(step, "__dict__", {}).values()  # those with slots are fastdata's own, and frozen
             atoms.extend(values)
             for value in values:
                 kind = type(value)  # isinstance with Tensor would take longer than all the rest
