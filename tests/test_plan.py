@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 from torchvision import transforms as v1
 from torchvision import tv_tensors
 from torchvision.transforms import v2
 
+from fastdata.bench import vanilla
 from fastdata.plan import TransformPlan, plan_transform, read_center_crop, read_resize
 
 NORM = ((0.5, 0.4, 0.3), (0.2, 0.3, 0.4))
@@ -210,6 +211,15 @@ def test_prepare_key_tells_preparations_apart() -> None:
     keys = {plan_transform(v1.Compose(steps)).prepare_key() for steps in others}
     assert len(keys | {key}) == 5
     assert "" in keys
+
+
+@pytest.mark.parametrize("steps", [[ImageOps.exif_transpose], [vanilla.Resize(4)]])
+def test_prepare_key_is_the_same_in_every_process(steps: Any) -> None:
+    """A function, or an object without a text of its own, is told by what it is and not by where it is."""
+    key = plan_transform(v1.Compose(steps)).prepare_key()
+    assert "0x" not in key
+    others = (ImageOps.exif_transpose, vanilla.Resize(4), vanilla.Resize(5), vanilla.CenterCrop(4))
+    assert [plan_transform(other).prepare_key() for other in others].count(key) == 1
 
 
 def test_print_shows_the_three_parts() -> None:

@@ -70,7 +70,7 @@ class TransformPlan:
 
     def prepare_key(self) -> str:
         """Text that is equal for two plans whose prepare parts do the same; empty if there is none."""
-        return " | ".join(f"{type(s).__module__}.{type(s).__qualname__}: {_text(s)}" for s in self.prepare)
+        return " | ".join(map(_key, self.prepare))
 
     def __str__(self) -> str:
         prepare = ", ".join(map(_text, self.prepare)) or "-"
@@ -155,6 +155,14 @@ def _kind_after(prepare: tuple[Step, ...], form: Form) -> Form:
         elif (name, kind) in (("ToPureTensor", "image"), ("PILToTensor", "pil")):
             kind = "tensor"
     return kind
+
+
+def _key(step: Any) -> str:
+    """What a step does, in every process."""
+    kind, text = type(step), _text(step)
+    if " at 0x" in text:  # says where it is
+        text = f"{getattr(step, '__name__', '')} {getattr(step, '__dict__', {})}"
+    return f"{kind.__module__}.{kind.__qualname__}: {text}"
 
 
 def _text(step: Any) -> str:
