@@ -364,6 +364,16 @@ def test_random_resized_crop_without_antialias(api: Any) -> None:
     check([api.RandomResizedCrop(9, antialias=False)], ArrayStore(images(6, (37, 50)), "tensor"))
 
 
+@both_apis
+def test_a_box_of_the_whole_image_is_resized_without_a_warning(api: Any) -> None:
+    """torch, which warns of read-only memory once, gets none of a store's."""
+    torch.set_warn_always(True)
+    try:
+        check([api.RandomResizedCrop(9, scale=(1, 1), ratio=(1, 1))], ArrayStore(images(2, (7, 7)), "tensor"))
+    finally:
+        torch.set_warn_always(False)
+
+
 @pytest.mark.parametrize("channels", [1, 2, 4])
 def test_random_resized_crop_of_other_channels(channels: int) -> None:
     """Gray images, and those with alpha, whose colours Pillow multiplies by it before it resizes."""

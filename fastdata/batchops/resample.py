@@ -108,7 +108,7 @@ def _resize_pil(crop_Chw: Bytes, op: RandomResizedCrop, out_Chw: Bytes) -> None:
 def _resize_tensor(crop_Chw: Bytes, op: RandomResizedCrop, out_Chw: Bytes) -> None:
     """Resize a tensor as torchvision does: v1 in float32, v2 in uint8 where torch has a fast kernel for it."""
     smooth = op.interpolation in ("bilinear", "bicubic")
-    source = torch.from_numpy(np.ascontiguousarray(crop_Chw))[None]
+    source = torch.from_numpy(np.require(crop_Chw, requirements=["C", "W"]))[None]  # torch warns of memory only read
     in_float = resizes_in_float(op)
     result = torch.nn.functional.interpolate(
         source.to(torch.float32) if in_float else source,
