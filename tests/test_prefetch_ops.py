@@ -57,7 +57,7 @@ def cached(steps: Sequence[Any], **options: Any) -> CachedDataset:
     generator = torch.Generator().manual_seed(1)
     samples = [(torch.randint(0, 256, SHAPE, dtype=torch.uint8, generator=generator), i) for i in range(LENGTH)]
     transform = v1.Compose(list(steps)) if steps else None
-    return CachedDataset(samples, transform=transform, progress=False, **options)
+    return CachedDataset(samples, transform=transform, seed=0, progress=False, **options)
 
 
 @pytest.fixture
@@ -365,7 +365,7 @@ def test_a_device_that_cannot_pin_leaves_ops_to_the_cpu(dataset: CachedDataset) 
 def test_ops_move_to_the_device_when_a_lazy_store_is_full(backend: RecordingBackend, image_folder: FolderMaker) -> None:
     """The first epoch is prepared by worker processes; the next one takes the samples from the store."""
     steps = [v1.Resize((8, 6)), v1.RandomHorizontalFlip(), v1.ToTensor()]
-    with ImageFolder(str(image_folder()), transform=v1.Compose(steps), fill="lazy", progress=False) as dataset:
+    with ImageFolder(str(image_folder()), transform=v1.Compose(steps), fill="lazy", seed=0, progress=False) as dataset:
         batches = on_device(loader_of(dataset, num_workers=1), backend)
         first = [[images.clone(), labels.clone()] for images, labels in taken(batches, backend)]
         assert "samples are prepared on their first read" in batches.report().batch_ops
