@@ -18,8 +18,10 @@ import_torchvision()
 from torchvision import transforms as v1  # noqa: E402  # only importable now
 
 from fastdata import CachedDataset  # noqa: E402
+from fastdata.batch import IndexBatch, SampleBatch  # noqa: E402
 from fastdata.blocks import Block  # noqa: E402
 from fastdata.locks import ByteLocks  # noqa: E402
+from fastdata.ring import BatchRing  # noqa: E402
 
 COUNT = 23
 """Samples: no multiple of a batch, nor of two ranks."""
@@ -30,7 +32,10 @@ Batch = tuple[list[int], list[float]]
 
 
 class CountingImages(CachedDataset):
-    """Random 6 x 5 images with their index as target, cropped and flipped in whole batches; counts how it is read."""
+    """Random 6 x 5 images with their index as target, cropped and flipped in whole batches; counts how it is read.
+
+    It has no ``__getitem__`` and ``__getitems__`` of its own, because these would make the batches.
+    """
 
     def __init__(self) -> None:
         pixels = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (COUNT, 3, 6, 5), np.uint8))
@@ -41,7 +46,7 @@ class CountingImages(CachedDataset):
 
     @property
     def reads(self) -> np.ndarray:
-        """int64 (2,), in memory that all processes share: calls for one sample, calls for a batch."""
+        """int64 (2,), in memory that all processes share: samples read one by one, lists of samples read whole."""
         return self._calls.array("int64", (2,))
 
     def _count(self, kind: int) -> None:
@@ -52,13 +57,13 @@ class CountingImages(CachedDataset):
         super().close()
         self._calls.close()
 
-    def __getitem__(self, index: int) -> tuple[Any, Any]:
+    def _pair(self, batch: IndexBatch, k: int) -> tuple[Any, Any]:
         self._count(0)
-        return super().__getitem__(index)
+        return super()._pair(batch, k)
 
-    def __getitems__(self, indices: Sequence[int]) -> list[tuple[Any, Any]]:
+    def sample_batch(self, batch: IndexBatch, ring: BatchRing | None = None) -> SampleBatch:
         self._count(1)
-        return super().__getitems__(indices)
+        return super().sample_batch(batch, ring)
 
 
 def see(batch: Any) -> Batch:
