@@ -211,8 +211,9 @@ class DataLoader(torch_loader.DataLoader[_T_co]):
 
         The state holds until a batch is handed over: Lightning may drop a first iterator without asking it for one.
         Their samples are not read again; an ``IterableDataset`` is read from its beginning, its first batches are
-        dropped. The global random generators are left as they are. Resumed are the order and fastdata's own draws;
-        what a transform draws in worker processes from global generators begins anew.
+        dropped. ``generator`` is put back to where it was; the global random generators are left as they are, and
+        decide later epochs. Resumed are the order and fastdata's own draws; what a transform draws in worker processes
+        from global generators begins anew.
 
         Args:
             state: what ``state_dict`` returned, here or in another process; an empty dict forgets a loaded state.

@@ -164,9 +164,10 @@ def test_every_order_is_resumed(engine: dict[str, Any], order: str) -> None:
 @pytest.mark.parametrize("engine", [INLINE, THREADS, PERSISTENT_THREADS], ids=["inline", "threads", "persistent"])
 @pytest.mark.parametrize("order", ["own generator", "distributed", "sampler with a state"])
 def test_the_epoch_after_a_resumed_one_is_the_same_too(engine: dict[str, Any], order: str) -> None:
-    """Generators, samplers and draws go on from the resumed epoch as if nothing had happened."""
-    state, _, following = _interrupted({**ORDERS[order](), **engine}, seen=2)
-    assert _resumed({**ORDERS[order](), **engine}, state)[1] == following
+    """The loader's generator, samplers and draws go on from the resumed epoch as if nothing had happened."""
+    generator = torch.Generator().manual_seed(3)
+    state, _, following = _interrupted({**ORDERS[order](), **engine, "generator": generator}, seen=2)
+    assert _resumed({**ORDERS[order](), **engine, "generator": torch.Generator()}, state)[1] == following
 
 
 @EVERY_ENGINE
