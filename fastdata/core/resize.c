@@ -1,0 +1,462 @@
+/* OP_RESIZE: boxes of images resized with the pixels of Pillow's Image.resize or of torch's interpolate.
+ *
+ * Both are separable: along an axis each pixel of the result has a first pixel that counts, and weights from there on.
+ * Integer weights (Pillow: 22 places; torch, uint8: what an int16 holds) are summed exactly in int32, rounded, shifted
+ * and clipped to uint8 after each axis. 22 places are split into high * 2048 + low, so that a 16-bit multiply-add takes
+ * two pixels at once. The pass along rows makes 16 columns of LANES rows at a time, each 128-bit lane of a vector from
+ * another row: a byte shuffle brings together what counts for four columns (or, where they lie far apart, for one).
+ */
+#include "core.h"
+
+#include <math.h>
+#include <string.h>
+
+#if defined(__clang__)
+#pragma STDC FP_CONTRACT OFF /* fused products would move weights off Pillow's; gcc needs -ffp-contract=off */
+#endif
+#define INLINE static inline __attribute__((always_inline))
+
+#define PI 3.14159265358979323846 /* C11 has none */
+
+enum { LOW_BITS = 11, LOW_MASK = (1 << LOW_BITS) - 1, PIL_BITS = 22, TORCH_MOST_BITS = 22 };
+enum { BLOCK = 16, PADDING = 64, STRIPE = 8 }; /* columns at a time; alignment of rows; rows at a time */
+
+#if defined(__AVX512BW__)
+#include <immintrin.h>
+#define LANES 4
+#define SPREAD(quad) ((Vec)_mm512_broadcast_i32x4((__m128i)(quad)))
+#define INSERT(v, quad, lane) ((Vec)_mm512_inserti32x4((__m512i)(v), (__m128i)(quad), lane))
+#define X(name, a, b) ((Vec)_mm512_##name((__m512i)(a), (__m512i)(b)))
+#elif defined(__AVX2__)
+#include <immintrin.h>
+#define LANES 2
+#define SPREAD(quad) ((Vec)_mm256_broadcastsi128_si256((__m128i)(quad)))
+#define INSERT(v, quad, lane) ((Vec)_mm256_inserti128_si256((__m256i)(v), (__m128i)(quad), lane))
+#define X(name, a, b) ((Vec)_mm256_##name((__m256i)(a), (__m256i)(b)))
+#elif defined(__SSSE3__)
+#include <tmmintrin.h>
+#define LANES 1
+#define SPREAD(quad) (quad)
+#define X(name, a, b) ((Vec)_mm_##name((__m128i)(a), (__m128i)(b)))
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#define LANES 1
+#define SPREAD(quad) (quad)
+#define X(name, a, b) ((Vec)name(a, b)) /* x86's operations under their names */
+#define shuffle_epi8(a, b) vqtbl1q_u8((uint8x16_t)(a), (uint8x16_t)(b))
+#define madd_epi16(a, b)                                                                                               \
+    vpaddq_s32(vmull_s16(vget_low_s16((int16x8_t)(a)), vget_low_s16((int16x8_t)(b))),                                  \
+               vmull_high_s16((int16x8_t)(a), (int16x8_t)(b)))
+#define packs_epi32(a, b) vcombine_s16(vqmovn_s32((int32x4_t)(a)), vqmovn_s32((int32x4_t)(b)))
+#define packus_epi16(a, b) vcombine_u8(vqmovun_s16((int16x8_t)(a)), vqmovun_s16((int16x8_t)(b)))
+#define unpacklo_epi8(a, b) vzip1q_u8((uint8x16_t)(a), (uint8x16_t)(b))
+#define unpackhi_epi8(a, b) vzip2q_u8((uint8x16_t)(a), (uint8x16_t)(b))
+#define unpacklo_epi32(a, b) vzip1q_s32((int32x4_t)(a), (int32x4_t)(b))
+#define unpackhi_epi32(a, b) vzip2q_s32((int32x4_t)(a), (int32x4_t)(b))
+#define unpacklo_epi64(a, b) vzip1q_s64((int64x2_t)(a), (int64x2_t)(b))
+#define unpackhi_epi64(a, b) vzip2q_s64((int64x2_t)(a), (int64x2_t)(b))
+#else
+#error "resize.c needs SSSE3 or NEON"
+#endif
+typedef int32_t Quad __attribute__((vector_size(16)));
+typedef int32_t Vec __attribute__((vector_size(16 * LANES)));
+typedef uint32_t Bits __attribute__((vector_size(16 * LANES)));
+typedef float Floats __attribute__((vector_size(16 * LANES)));
+
+#define AT(type, p) (((const struct { type v; } __attribute__((packed, may_alias)) *)(p))->v)
+
+/* From x on, 16 bytes of each row to a lane of their own, and back. */
+INLINE Vec gather(const uint8_t *const *rows, int64_t x) {
+    Vec v = SPREAD(AT(Quad, rows[0] + x));
+#if LANES > 1
+    v = INSERT(v, AT(Quad, rows[1] + x), 1);
+#endif
+#if LANES > 2
+    v = INSERT(v, AT(Quad, rows[2] + x), 2), v = INSERT(v, AT(Quad, rows[3] + x), 3);
+#endif
+    return v;
+}
+INLINE void scatter(Vec v, uint8_t *const *rows, int64_t x) {
+    for (int i = 0; i < LANES; i++) memcpy(rows[i] + x, (char *)&v + 16 * i, 16);
+}
+
+/* One axis: `from` pixels become `to`. Tables: (to); weight (taps, to); low and high, of two taps each, (steps, to). */
+typedef struct {
+    int64_t from, to, taps, steps;
+    int32_t bits, *start, *count;
+    uint32_t *low, *high; /* 16 bits of each tap; or the floats of even and of odd taps */
+    bool wide, single;    /* integers that need `high`; floats */
+    double most, *center, *total, *weight;
+} Axis;
+
+INLINE double sinc(double x) { return x == 0 ? 1 : sin(x * PI) / (x * PI); }
+
+INLINE double cubic(double x, double a) {
+    return x < 1 ? ((a + 2) * x - (a + 3)) * x * x + 1 : x < 2 ? ((a * x - 5 * a) * x + 8 * a) * x - 4 * a : 0;
+}
+
+static double support_of(int filter) { return filter == BOX ? 0.5 : filter == BICUBIC ? 2 : filter == LANCZOS ? 3 : 1; }
+
+/* Taps that there may be. */
+static int64_t reach_of(int64_t from, int64_t to, int filter) {
+    const double scale = (double)from / to;
+    return 2 * (int64_t)ceil(support_of(filter) * (scale < 1 ? 1 : scale)) + 1;
+}
+
+/* precompute_coeffs of Pillow's Resample.c; _compute_indices_min_size_weights_aa of torch's UpSampleKernel.cpp, which
+ * calculates in float32 for float32 images. */
+INLINE void weigh_smooth(Axis *a, int filter, bool single) {
+#define REAL(x) (single ? (double)(float)(x) : (double)(x))
+    const int64_t n = a->to, reach = reach_of(a->from, a->to, filter);
+    const double scale = REAL((double)a->from / a->to), stretch = scale < 1 ? 1 : scale;
+    const double support = REAL(support_of(filter) * stretch), inverse = REAL(1 / stretch);
+    int32_t *restrict start = a->start, *restrict count = a->count;
+    double *restrict center = a->center, *restrict total = a->total;
+    a->taps = 0;
+    for (int64_t i = 0; i < n; i++) {
+        double c = center[i] = REAL(scale * (i + 0.5));
+        int32_t first = (int32_t)(REAL(c - support) + 0.5), last = (int32_t)(REAL(c + support) + 0.5);
+        start[i] = first < 0 ? 0 : first;
+        count[i] = (last > a->from ? (int32_t)a->from : last) - start[i];
+        count[i] = count[i] > reach ? (int32_t)reach : count[i];
+        total[i] = 0;
+        if (count[i] > a->taps) a->taps = count[i];
+    }
+#define WEIGH(expression)                                                                                              \
+    for (int32_t k = 0; k < a->taps; k++) {                                                                            \
+        double *restrict w = a->weight + k * n;                                                                        \
+        for (int64_t i = 0; i < n; i++) {                                                                              \
+            const double s = REAL((REAL(k + start[i] - center[i]) + 0.5) * inverse);                                   \
+            w[i] = k < count[i] ? REAL(expression) : 0;                                                                \
+            total[i] = REAL(total[i] + w[i]);                                                                          \
+        }                                                                                                              \
+    }
+    switch (filter) {
+    case BOX: WEIGH(s > -0.5 && s <= 0.5 ? 1 : 0) break;
+    case BILINEAR: WEIGH(fabs(s) < 1 ? 1 - fabs(s) : 0) break;
+    case HAMMING: WEIGH(fabs(s) >= 1 ? 0 : s == 0 ? 1 : sinc(fabs(s)) * (0.54f + 0.46f * cos(fabs(s) * PI))) break;
+    case BICUBIC: WEIGH(cubic(fabs(s), -0.5)) break;
+    default: WEIGH(-3 <= s && s < 3 ? sinc(s) * sinc(s / 3) : 0) break;
+    }
+    for (int32_t k = 0; k < a->taps; k++) {
+        double *restrict w = a->weight + k * n;
+        for (int64_t i = 0; i < n; i++) w[i] = REAL(w[i] / (total[i] != 0 ? total[i] : 1));
+    }
+}
+
+/* _compute_indices_min_size_weights and compute_indices_weights of torch's UpSampleKernel.cpp: no antialiasing. */
+INLINE void weigh_sharp(Axis *a, int filter, bool single) {
+    const int64_t n = a->to, last = a->from - 1, taps = filter == BICUBIC ? 4 : 2, before = taps / 2 - 1;
+    const double scale = REAL((double)a->from / a->to);
+    a->taps = a->from < taps ? a->from : taps;
+    memset(a->weight, 0, sizeof(double) * n * a->taps);
+    for (int64_t i = 0; i < n; i++) {
+        double x = REAL(scale * (i + 0.5) - 0.5);
+        if (filter == BILINEAR && x < 0) x = 0;
+        int64_t index = (int64_t)floorf((float)x);
+        index = index > last ? last : index;
+        double part = REAL(x - index);
+        part = part < 0 ? 0 : part > 1 ? 1 : part;
+        int64_t first = index - before < 0 ? 0 : index - before;
+        first = first > a->from - a->taps ? a->from - a->taps : first;
+        a->start[i] = (int32_t)first;
+        for (int64_t k = 0; k < taps; k++) {
+            double distance = REAL(fabs(k - before - part));
+            int64_t at = index - before + k;
+            at = at < 0 ? 0 : at > last ? last : at;
+            double *w = &a->weight[(at - first) * n + i];
+            *w = REAL(*w + REAL(filter == BICUBIC ? cubic(distance, -0.75) : 1 - distance));
+            a->most = *w > a->most ? *w : a->most; /* of sums not yet complete too, as there */
+        }
+    }
+}
+
+/* normalize_coeffs_8bpc of Pillow's Resample.c; _compute_index_ranges_int16_weights of torch's UpSampleKernel.cpp. */
+static void round_weights(Axis *a) {
+    const int64_t n = a->to;
+    const uint32_t mask = a->wide ? LOW_MASK : 0xffff;
+    a->bits = PIL_BITS;
+    if (!a->wide) {
+        double most = a->most;
+        for (int64_t i = 0; i < a->taps * n; i++) most = a->weight[i] > most ? a->weight[i] : most;
+        for (a->bits = 0; a->bits < TORCH_MOST_BITS; a->bits++)
+            if ((int32_t)(0.5 + most * (1 << (a->bits + 1))) >= 1 << 15) break;
+    }
+    for (int64_t j = 0; j < a->steps; j++) {
+        const double *restrict even = a->weight + 2 * j * n, *restrict odd = even + n, unit = 1 << a->bits;
+        uint32_t *restrict low = a->low + j * n, *restrict high = a->high + j * n;
+        for (int64_t i = 0; i < n && a->single; i++) {
+            const float singles[2] = {(float)even[i], (float)odd[i]};
+            memcpy(&low[i], singles, 4), memcpy(&high[i], singles + 1, 4);
+        }
+        for (int64_t i = 0; i < n && !a->single; i++) {
+            const int32_t w0 = (int32_t)(even[i] * unit + (even[i] < 0 ? -0.5 : 0.5));
+            const int32_t w1 = (int32_t)(odd[i] * unit + (odd[i] < 0 ? -0.5 : 0.5));
+            low[i] = ((uint32_t)w0 & mask) | ((uint32_t)w1 & mask) << 16;
+            high[i] = ((uint32_t)(w0 >> LOW_BITS) & 0xffff) | (uint32_t)(w1 >> LOW_BITS) << 16;
+        }
+    }
+}
+
+static int64_t axis_bytes(int64_t from, int64_t to, int filter) {
+    return to * (12 * (reach_of(from, to, filter) + 3) + 24) + PADDING;
+}
+
+static void *weigh(Axis *a, void *memory, int64_t from, int64_t to, const Op *op) {
+    const int filter = op->n[6], domain = op->n[8] & 255;
+    const int64_t reach = reach_of(from, to, filter) + 3; /* even, and four at least */
+    *a = (Axis){.from = from, .to = to, .weight = memory, .wide = domain == PIL_DOMAIN, .single = domain == V1_DOMAIN};
+    a->center = a->weight + reach * to, a->total = a->center + to;
+    a->start = (int32_t *)(a->total + to), a->count = a->start + to;
+    a->low = (uint32_t *)(a->count + to), a->high = a->low + reach / 2 * to;
+    if (a->wide || op->n[7]) a->single ? weigh_smooth(a, filter, true) : weigh_smooth(a, filter, false);
+    else a->single ? weigh_sharp(a, filter, true) : weigh_sharp(a, filter, false);
+    a->steps = (a->taps + 1) / 2;
+    if (a->taps & 1) memset(a->weight + a->taps * to, 0, sizeof(double) * to);
+    round_weights(a);
+    return (char *)memory + axis_bytes(from, to, filter) / PADDING * PADDING;
+}
+
+/* Eight products: two taps of each of four columns, or ("far") eight taps of one. */
+typedef struct {
+    uint32_t index[4], low[4], high[4]; /* which of 16 bytes; weights, as floats those of even and of odd taps */
+    int32_t base;                       /* where the 16 bytes begin */
+    bool fresh;                         /* elsewhere than in the step before */
+} Step;
+
+/* The steps of all columns, the last one repeated to fill its block. Rows end at `end`, 16 bytes or more from their
+ * beginning. False where the pixels of four columns lie too far apart. */
+static bool plan_rows(const Axis *a, Step *step, bool far, int64_t end) {
+    const int64_t n = a->to, across = far ? 1 : 4, steps = far ? (a->steps + 3) / 4 : a->steps;
+    for (int64_t x = 0; x < n; x += BLOCK) {
+        int64_t base = INT32_MIN;
+        for (int64_t i = x; i < x + BLOCK; i += across)
+            for (int64_t j = 0; j < steps; j++, step++) {
+                const int64_t k = (far ? 8 : 2) * j, first = a->start[i < n ? i : n - 1] + k;
+                const int64_t last = far ? first + 7 : a->start[i + 3 < n ? i + 3 : n - 1] + k + 1;
+                step->fresh = first < base || last > base + 15;
+                if (step->fresh) base = first < end - 16 ? first : end - 16; /* past the end weights are 0 */
+                if (last > base + 15 && base < end - 16) return false;
+                step->base = (int32_t)base;
+                for (int64_t q = 0; q < 4; q++) {
+                    const int64_t column = far ? (i < n ? i : n - 1) : i + q < n ? i + q : n - 1;
+                    const int64_t pair = far ? 4 * j + q : j, at = (pair < a->steps ? pair : 0) * n + column;
+                    const uint32_t place = (uint32_t)(a->start[column] + 2 * pair - base) & 15;
+                    step->index[q] = 0x80018000 + place * 0x10001; /* bytes place, none, place + 1, none */
+                    step->low[q] = pair < a->steps ? a->low[at] : 0, step->high[q] = pair < a->steps ? a->high[at] : 0;
+                }
+            }
+    }
+    return true;
+}
+
+INLINE Vec finish(Vec low, Vec high, bool wide, int bits) {
+    return wide ? (low + (Vec)((Bits)high << LOW_BITS)) >> PIL_BITS : low >> bits;
+}
+INLINE Vec pack(const Vec v[4]) { return X(packus_epi16, X(packs_epi32, v[0], v[1]), X(packs_epi32, v[2], v[3])); }
+
+INLINE Vec add(Vec a, Vec b, bool single) { return single ? (Vec)((Floats)a + (Floats)b) : a + b; }
+
+INLINE Vec add_across(const Vec v[4], bool single) { /* in each lane, the sums of the four */
+    const Vec a = add(X(unpacklo_epi32, v[0], v[1]), X(unpackhi_epi32, v[0], v[1]), single);
+    const Vec b = add(X(unpacklo_epi32, v[2], v[3]), X(unpackhi_epi32, v[2], v[3]), single);
+    return add(X(unpacklo_epi64, a, b), X(unpackhi_epi64, a, b), single);
+}
+
+INLINE const Step *add_steps(const Step *s, int64_t steps, const uint8_t *const *rows, Vec *window, Vec *low, Vec *high,
+                             bool wide, bool single) {
+    for (const Step *end = s + steps; s < end; s++) {
+        if (s->fresh) *window = gather(rows, s->base);
+        const Vec pixels = X(shuffle_epi8, *window, SPREAD(AT(Quad, s->index)));
+        const Vec weight = SPREAD(AT(Quad, s->low)), weight1 = SPREAD(AT(Quad, s->high));
+        if (single) {
+            Floats sum = (Floats)*low + __builtin_convertvector(pixels & 0xffff, Floats) * (Floats)weight;
+            *low = (Vec)(sum + __builtin_convertvector(pixels >> 16, Floats) * (Floats)weight1);
+            continue;
+        }
+        *low += X(madd_epi16, pixels, weight);
+        if (wide) *high += X(madd_epi16, pixels, weight1);
+    }
+    return s;
+}
+
+/* The pass along rows, whose output has room for whole blocks, to uint8 or single floats. */
+INLINE void run_rows(const Axis *a, const Step *plan, bool far, int64_t steps, bool wide, bool single,
+                     const uint8_t *in, int64_t in_row, uint8_t *out, int64_t out_row, int64_t height) {
+    const Vec zero = {0}, half = single ? zero : zero + (1 << a->bits >> 1);
+    for (int64_t top = 0; top < height; top += STRIPE) {
+        const int64_t bottom = top + STRIPE < height ? top + STRIPE : height;
+        const Step *block = plan, *s = plan;
+        for (int64_t x = 0; x < a->to; x += BLOCK, block = s)
+            for (int64_t y = top; y < bottom; y += LANES) {
+                const uint8_t *from[LANES];
+                uint8_t *to[LANES];
+                for (int i = 0; i < LANES; i++) {
+                    const int64_t row = y + i < bottom ? y + i : bottom - 1;
+                    from[i] = in + row * in_row, to[i] = out + row * out_row;
+                    __builtin_prefetch(from[i] + STRIPE * in_row + block->base); /* 240 -> 175 us */
+                }
+                Vec sum[4], window = zero;
+                s = block;
+                for (int64_t i = 0; i < 4; i++) {
+                    Vec low = half, high = zero, lows[4] = {zero, zero, zero, zero};
+                    Vec highs[4] = {zero, zero, zero, zero};
+                    if (!far) s = add_steps(s, steps, from, &window, &low, &high, wide, single);
+                    for (int q = 0; q < 4 && far; q++)
+                        s = add_steps(s, steps, from, &window, &lows[q], &highs[q], wide, single);
+                    if (far) low = add(half, add_across(lows, single), single), high = add_across(highs, single);
+                    if (single) scatter(low, to, 4 * (x + 4 * i));
+                    else sum[i] = finish(low, high, wide, a->bits);
+                }
+                if (!single) scatter(pack(sum), to, x);
+            }
+    }
+}
+
+static void resize_rows(const Axis *a, const Step *plan, bool far, const uint8_t *in, int64_t in_row, uint8_t *out,
+                        int64_t out_row, int64_t height) {
+#define RUN(far, steps, wide, single) run_rows(a, plan, far, steps, wide, single, in, in_row, out, out_row, height)
+    if (far) a->single ? RUN(true, (a->steps + 3) / 4, false, true) : RUN(true, (a->steps + 3) / 4, a->wide, false);
+    else if (a->single) RUN(false, a->steps, false, true);
+    else if (a->wide) a->steps == 1 ? RUN(false, 1, true, false) : RUN(false, a->steps, true, false);
+    else a->steps == 1 ? RUN(false, 1, false, false) : RUN(false, a->steps, false, false);
+#undef RUN
+}
+
+/* The pass along columns. Rows of `in` that are narrower than PADDING may be read up to there. */
+INLINE void run_columns(const Axis *a, int64_t steps, bool wide, const uint8_t *in, int64_t in_row, uint8_t *out,
+                        int64_t out_row, int64_t width) {
+    const Vec zero = {0}, half = zero + (1 << a->bits >> 1);
+    const int64_t n = a->to, size = sizeof(Vec);
+    for (int64_t i = 0; i < n; i++, out += out_row) {
+        const uint8_t *from = in + a->start[i] * in_row;
+        const int64_t last = a->from - 1 - a->start[i];
+        for (int64_t x = 0; x < width; x += size) {
+            const int64_t at = x + size > width && width >= size ? width - size : x;
+            Vec low[4] = {half, half, half, half}, high[4] = {zero, zero, zero, zero};
+            for (int64_t j = 0; j < steps; j++) {
+                const int64_t k = 2 * j < last ? 2 * j : last, k1 = 2 * j + 1 < last ? 2 * j + 1 : last;
+                const Vec weight = zero + (int32_t)a->low[j * n + i], weight1 = zero + (int32_t)a->high[j * n + i];
+                const Vec even = AT(Vec, from + k * in_row + at), odd = AT(Vec, from + k1 * in_row + at);
+                const Vec left = X(unpacklo_epi8, even, odd), right = X(unpackhi_epi8, even, odd);
+                const Vec pixels[4] = {X(unpacklo_epi8, left, zero), X(unpackhi_epi8, left, zero),
+                                       X(unpacklo_epi8, right, zero), X(unpackhi_epi8, right, zero)};
+                for (int q = 0; q < 4; q++) {
+                    low[q] += X(madd_epi16, pixels[q], weight);
+                    if (wide) high[q] += X(madd_epi16, pixels[q], weight1);
+                }
+            }
+            for (int q = 0; q < 4; q++) low[q] = finish(low[q], high[q], wide, a->bits);
+            const Vec result = pack(low);
+            if (at + size <= width) memcpy(out + at, &result, sizeof result);
+            else memcpy(out + at, &result, (size_t)(width - at));
+        }
+    }
+}
+
+INLINE uint8_t clip(int32_t x) { return x < 0 ? 0 : x > 255 ? 255 : (uint8_t)x; }
+
+static void resize_columns(const Axis *a, const uint8_t *in, int64_t in_row, uint8_t *out, int64_t out_row,
+                           int64_t width) {
+#define RUN(steps, wide) run_columns(a, steps, wide, in, in_row, out, out_row, width)
+    if (a->wide) a->steps == 1 ? RUN(1, true) : RUN(a->steps, true);
+    else a->steps == 1 ? RUN(1, false) : RUN(a->steps, false);
+#undef RUN
+}
+
+/* The second pass in float32, rounded once, as torchvision does for uint8 tensors that torch has no kernel for. */
+static void round_columns(const Axis *a, const float *in, int64_t in_row, float *restrict sum, uint8_t *restrict out,
+                          int64_t width) {
+    for (int64_t i = 0; i < a->to; i++, out += width) {
+        memset(sum, 0, sizeof(float) * width);
+        for (int64_t k = 0; k < a->taps && a->start[i] + k < a->from; k++) {
+            const float *restrict from = in + (a->start[i] + k) * in_row, weight = (float)a->weight[k * a->to + i];
+            for (int64_t x = 0; x < width; x++) sum[x] += from[x] * weight;
+        }
+        for (int64_t x = 0; x < width; x++)
+            out[x] = clip((int32_t)rintf(sum[x] < -1 ? -1 : sum[x] > 256 ? 256 : sum[x]));
+    }
+}
+
+/* ImagingScaleAffine of Pillow's Geometry.c; nearest_idx, HelperInterpNearestExact and, where the result is small,
+ * nearest_neighbor_exact_compute_source_index of torch (see _use_vectorized_kernel_cond_2d). */
+static void index_nearest(int32_t *index, int64_t from, int64_t to, int filter, int domain, bool small) {
+    const double step = (double)from / to;
+    const float scale = (float)step;
+    double at = step * 0.5;
+    for (int64_t i = 0; i < to; i++, at += step) {
+        const float fused = (float)((double)scale * (i + 0.5) - 0.5), exact = (float)((double)scale * (i + 0.5));
+        const float central = small ? exact : (float)((fused < 0 ? 0 : fused) + 0.5);
+        const double place = domain == PIL_DOMAIN ? at : filter == NEAREST ? (float)i * scale : central;
+        index[i] = place < from - 1 ? (int32_t)place : (int32_t)from - 1;
+    }
+}
+
+static bool resize_nearest(const Op *op, const Image *in, const Image *out, Scratch *scratch) {
+    const int64_t h = op->n[4], w = op->n[5];
+    int32_t *index = take(scratch, SLOT_WORK, 4 * (h + w));
+    if (!index) return false;
+    index_nearest(index, op->n[2], h, op->n[6], op->n[8] & 255, h + w <= 128);
+    index_nearest(index + h, op->n[3], w, op->n[6], op->n[8] & 255, h + w <= 128);
+    for (int c = 0; c < in->channels; c++)
+        for (int64_t y = 0; y < h; y++) {
+            const uint8_t *from = in->data + c * in->plane + (op->n[0] + index[y]) * in->row + op->n[1];
+            uint8_t *to = out->data + (c * h + y) * w;
+            for (int64_t x = 0; x < w; x++) to[x] = from[index[h + x]];
+        }
+    return true;
+}
+
+INLINE int64_t padded(int64_t x) { return (x + PADDING - 1) / PADDING * PADDING; }
+
+/* ImagingResampleInner of Pillow's Resample.c (n[8] & 256: of Pillow 13, columns first where much height is lost); its
+ * Image.resize multiplies images of 2 and 4 channels by their alpha first (rgbA2rgba, rgba2rgbA of Convert.c). */
+bool resize(const Op *op, const Image *in, const Image *out, Scratch *scratch) {
+    const int64_t left = op->n[1], H = op->n[2], W = op->n[3], h = op->n[4], w = op->n[5], last = in->channels - 1;
+    const int filter = op->n[6], domain = op->n[8] & 255;
+    const bool same = H == h && W == w, single = domain == V1_DOMAIN && !same;
+    if ((filter == NEAREST || filter == NEAREST_EXACT) && !same) return resize_nearest(op, in, out, scratch);
+    const bool columns_first = op->n[8] & 256 && domain == PIL_DOMAIN && H > h && H - h > 2 * (W - w);
+    const bool columns_last = H != h && !columns_first, along_rows = W != w || single;
+    const bool alpha = domain == PIL_DOMAIN && last % 2 && !same, copied = alpha || (!same && W < PADDING);
+    const int64_t row_W = padded(W), row_w = padded(w) * (single ? 4 : 1), copy_bytes = copied ? H * row_W : 0;
+    const int64_t plan_bytes = (w / BLOCK + 1) * (2 * reach_of(W, w, filter) + 32) * (int64_t)sizeof(Step);
+    void *memory = take(scratch, SLOT_WORK, axis_bytes(H, h, filter) + axis_bytes(W, w, filter) + plan_bytes);
+    uint8_t *copy = take(scratch, SLOT_WORK_2, copy_bytes + (columns_first ? h * row_W : 0) + (H + 1) * row_w);
+    if (!memory || !copy) return false;
+    uint8_t *shorter = copy + copy_bytes, *narrower = shorter + (columns_first ? h * row_W : 0);
+    Axis rows, columns; /* the axis that numbers them */
+    bool far = false;
+    if (H != h || single) memory = weigh(&rows, memory, H, h, op);
+    Step *plan = memory;
+    if (along_rows) {
+        const int64_t end = copied || columns_first ? row_W : in->width - left;
+        plan = weigh(&columns, memory, W, w, op);
+        far = !plan_rows(&columns, plan, false, end) && plan_rows(&columns, plan, true, end);
+    }
+    for (int64_t c = 0; c <= last; c++) {
+        const uint8_t *from = in->data + c * in->plane + op->n[0] * in->row + left;
+        uint8_t *to = out->data + c * h * w;
+        int64_t row = in->row;
+        for (int64_t y = 0; copied && y < H; y++) {
+            const uint8_t *alphas = from + (last - c) * in->plane + y * row;
+            memcpy(copy + y * row_W, from + y * row, (size_t)W);
+            for (int64_t x = 0; alpha && c < last && x < W; x++) {
+                const uint32_t product = (uint32_t)from[y * row + x] * alphas[x] + 128;
+                copy[y * row_W + x] = (uint8_t)(((product >> 8) + product) >> 8);
+            }
+        }
+        if (copied) from = copy, row = row_W;
+        if (columns_first) resize_columns(&rows, from, row, shorter, row_W, W), from = shorter, row = row_W;
+        if (along_rows) resize_rows(&columns, plan, far, from, row, narrower, row_w, columns_first ? h : H);
+        if (along_rows) from = narrower, row = row_w;
+        if (single) round_columns(&rows, (float *)narrower, row_w / 4, (float *)(narrower + H * row_w), to, w);
+        else if (columns_last) resize_columns(&rows, from, row, to, w, w);
+        else for (int64_t y = 0; y < h; y++) memcpy(to + y * w, from + y * row, (size_t)w);
+    }
+    for (int64_t i = 0; alpha && i < last * h * w; i++) {
+        const uint8_t alpha_i = out->data[last * h * w + i % (h * w)];
+        if (alpha_i) out->data[i] = clip(255 * out->data[i] / alpha_i);
+    }
+    return true;
+}

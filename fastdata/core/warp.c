@@ -1,0 +1,305 @@
+/* Affine and perspective maps: for each pixel wanted, where it lies in the image, and what stands there.
+ *
+ * Up to three planes are first laid together as pixels of four bytes, the last of which says "image" (1). A row is
+ * worked off in runs: offsets into those pixels, the pixels around each, their weights, sums. Pixels are those of
+ * Pillow's Image.transform (libImaging/Geometry.c) and of torchvision's affine, rotate, perspective on uint8 tensors.
+ * Both round as they go, so the order of operations is theirs: build with -ffp-contract=off.
+ */
+#include "core.h"
+
+#include <math.h>
+#include <string.h>
+
+#ifdef __clang__
+#pragma STDC FP_CONTRACT OFF
+#endif
+
+/* Copied into each call, so that its constants make loops of their own. */
+#define SPECIAL static inline __attribute__((always_inline))
+
+enum { RUN = 128, BLOCK = 16, EDGE = 2, TAPS = 4 };
+
+typedef struct {
+    double x[RUN], y[RUN];           /* Pillow's places, then its shares of the right and lower neighbours */
+    float dx[RUN], dy[RUN];          /* these shares */
+    int32_t at[RUN];                 /* offset of the upper left pixel; 0: a block of pixels of the fill */
+    uint32_t tap[TAPS * TAPS][RUN];  /* the pixels there */
+    float weight[TAPS * TAPS][RUN];
+    uint32_t differs[RUN];           /* bits by which those that count differ */
+} Run;
+
+/* a * b + c rounded once, as torch is compiled. */
+SPECIAL float fused(float a, float b, float c) {
+#if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
+    return __builtin_fmaf(a, b, c);
+#else
+    return (float)((double)a * b + c);
+#endif
+}
+
+/* torch multiplies grids of at least 400 products with a library that fuses, smaller ones by itself. */
+SPECIAL float dot(float x, float y, const float t[3], bool fuse) {
+    return (fuse ? fused(y, t[1], x * t[0]) : x * t[0] + y * t[1]) + t[2];
+}
+
+/* torchvision's _gen_affine_grid, _affine_grid, _perspective_grid, then the places of torch's grid_sample. */
+static void split_torch(const Op *op, const Image *in, const Image *out, int32_t base, int64_t first, int64_t row,
+                        int64_t n, Run *restrict run) {
+    bool affine = op->code == OP_AFFINE, fuse = (int64_t)out->height * out->width * 6 >= 400;
+    float w = (float)in->width, h = (float)in->height, half_w = 0.5f * w, half_h = 0.5f * h, tx[3], ty[3];
+    float tz[3] = {(float)op->v[6], (float)op->v[7], 1}, x0 = 0.5f, y = (float)row + 0.5f;
+    float low = op->n[6] == NEAREST ? 0 : -1, magic = op->n[6] == NEAREST ? 0x1.8p23f : 0; /* to nearest even */
+    for (int k = 0; k < 3; k++) tx[k] = (float)op->v[k] / half_w, ty[k] = (float)op->v[3 + k] / half_h;
+    if (affine) x0 -= (float)out->width * 0.5f, y -= (float)out->height * 0.5f;
+    int32_t stride = in->width + 2 * EDGE;
+    for (int32_t i = 0; i < n; i++) {
+        float x = (float)((int32_t)first + i) + x0, gx = dot(x, y, tx, fuse), gy = dot(x, y, ty, fuse);
+        if (!affine) {
+            float z = dot(x, y, tz, fuse);
+            gx = gx / z - 1, gy = gy / z - 1;
+        }
+        float px = fused(gx + 1, half_w, -0.5f) + magic - magic, py = fused(gy + 1, half_h, -0.5f) + magic - magic;
+        bool ok = (px >= low) & (px < w) & (py >= low) & (py < h);
+        px = ok ? px : 0, py = ok ? py : 0;
+        float left = floorf(px), top = floorf(py);
+        run->dx[i] = px - left, run->dy[i] = py - top;
+        run->at[i] = ok ? (int32_t)top * stride + (int32_t)left + base : 0;
+    }
+}
+
+/* Pillow's affine_transform and perspective_transform. */
+static void place(bool affine, const double a[8], int64_t first, int64_t row, int64_t n, Run *restrict run) {
+    double y = (double)row + 0.5, x1 = a[1] * y, y1 = a[4] * y, z1 = a[7] * y;
+    for (int32_t i = 0; i < n; i++) {
+        double x = (double)((int32_t)first + i) + 0.5, px = a[0] * x + x1 + a[2], py = a[3] * x + y1 + a[5];
+        double z = affine ? 1 : a[6] * x + z1 + 1;
+        run->x[i] = affine ? px : px / z, run->y[i] = affine ? py : py / z;
+    }
+}
+
+/* Which places are inside, and the whole pixel at or before each of them less `shift`. */
+static void split(const Image *in, double shift, int32_t base, int64_t n, Run *restrict run) {
+    double w = in->width, h = in->height;
+    int32_t stride = in->width + 2 * EDGE;
+    for (int64_t i = 0; i < n; i++) {
+        bool ok = (run->x[i] >= 0) & (run->x[i] < w) & (run->y[i] >= 0) & (run->y[i] < h);
+        double x = ok ? run->x[i] - shift : 0, y = ok ? run->y[i] - shift : 0, left = floor(x), top = floor(y);
+        run->x[i] = x - left, run->y[i] = y - top;
+        run->dx[i] = (float)(x - left), run->dy[i] = (float)(y - top);
+        run->at[i] = ok ? (int32_t)top * stride + (int32_t)left + base : 0;
+    }
+}
+
+static uint32_t to_fixed(double v) {
+    v = floor(v * 65536.0 + 0.5);
+    return v >= -2147483648.0 && v < 2147483648.0 ? (uint32_t)(int32_t)v : 1u << 31;
+}
+
+/* Pillow's affine_fixed: 16.16 fixed point, which wraps around. */
+static void split_fixed(const double a[6], const Image *in, int32_t base, int64_t x, int64_t y, int64_t n, Run *run) {
+    uint32_t stepx = to_fixed(a[0]), stepy = to_fixed(a[3]), col = (uint32_t)x, row = (uint32_t)y;
+    uint32_t px = to_fixed(a[2] + a[0] * 0.5 + a[1] * 0.5) + col * stepx + row * to_fixed(a[1]);
+    uint32_t py = to_fixed(a[5] + a[3] * 0.5 + a[4] * 0.5) + col * stepy + row * to_fixed(a[4]);
+    uint32_t w = (uint32_t)in->width, h = (uint32_t)in->height;
+    int32_t stride = in->width + 2 * EDGE, *restrict at = run->at;
+    for (uint32_t i = 0; i < (uint32_t)n; i++) {
+        int32_t left = (int32_t)(px + i * stepx) >> 16, top = (int32_t)(py + i * stepy) >> 16;
+        bool ok = ((uint32_t)left < w) & ((uint32_t)top < h);
+        at[i] = ok ? top * stride + left + base : 0;
+    }
+}
+
+/* Whether ImagingTransformAffine takes fixed point. */
+static bool fits_fixed(const double a[6], double w, double h) {
+    bool fits = a[1] != 0 || a[3] != 0;
+    for (int k = 0; k < 4; k++) {
+        double x = k & 1 ? w : 0, y = k & 2 ? h : 0;
+        fits &= fabs(x * a[0] + y * a[1] + a[2]) < 32768.0 && fabs(x * a[3] + y * a[4] + a[5]) < 32768.0;
+    }
+    return fits;
+}
+
+/* The size x size pixels at each offset. */
+SPECIAL void gather(const uint32_t *pixels, int64_t stride, int size, int64_t n, Run *restrict run) {
+    uint32_t row[TAPS * RUN];
+    for (int k = 0; k < size; k++) {
+        for (int64_t i = 0; i < n; i++) memcpy(row + i * size, pixels + k * stride + run->at[i], 4 * (size_t)size);
+        for (int j = 0; j < size; j++)
+            for (int64_t i = 0; i < n; i++) run->tap[k * size + j][i] = row[i * size + j];
+    }
+}
+
+/* The sum of the pixels' byte `shift` with their weights, in torch's order. */
+SPECIAL void add_up(int taps, int shift, bool fuse, int64_t n, const Run *run, float *restrict out) {
+    uint32_t byte = 255u << shift;
+    float scale = 1.0f / (float)(1 << shift);
+    for (int64_t i = 0; i < n; i++) {
+        float sum = (float)(int32_t)(run->tap[0][i] & byte) * run->weight[0][i];
+        for (int t = 1; t < taps; t++) {
+            float level = (float)(int32_t)(run->tap[t][i] & byte), weight = run->weight[t][i];
+            sum = fuse ? fused(level, weight, sum) : level * weight + sum;
+        }
+        out[i] = sum * scale;
+    }
+}
+
+SPECIAL float near(float d) { return 1 + d * d * (d - 2); } /* Pillow's cubic, a = -1 */
+SPECIAL float far(float d) { return d * d * (d - 1); }
+
+SPECIAL void weigh(int size, int64_t n, Run *restrict run) {
+    int centre = size == 2 ? 0 : 1;
+    for (int64_t i = 0; i < n; i++) {
+        float w = run->dx[i], e = 1 - w, u = run->dy[i], s = 1 - u, wx[4] = {e, w}, wy[4] = {s, u};
+        if (size == 4) {
+            wx[0] = far(e), wx[1] = near(w), wx[2] = near(e), wx[3] = far(w);
+            wy[0] = far(s), wy[1] = near(u), wy[2] = near(s), wy[3] = far(u);
+        }
+        uint32_t differs = 0, same = run->tap[centre * size + centre][i];
+        uint32_t columns = w != 0 ? ~0u : 0, rows = u != 0 ? ~0u : 0;
+#ifdef __clang__
+#pragma clang loop unroll(full) /* else the loop around it is not vectorised: 2,600 us, not 640 */
+#endif
+        for (int t = 0; t < size * size; t++) {
+            int k = t / size, j = t % size;
+            run->weight[t][i] = wy[k] * wx[j];
+            differs |= (run->tap[t][i] ^ same) & (j == centre ? ~0u : columns) & (k == centre ? ~0u : rows);
+        }
+        run->differs[i] = differs;
+    }
+}
+
+SPECIAL double cubic(double p1, double p2, double p3, double p4, double d) {
+    return p1 + d * (p2 + d * (p3 + d * p4));
+}
+
+/* BILINEAR and BICUBIC of Geometry.c for a block of pixels. */
+SPECIAL void exact(int size, int shift, int64_t first, const Run *run, uint8_t *restrict out) {
+    double v[4][BLOCK];
+    for (int k = 0; k < size; k++)
+        for (int64_t i = 0; i < BLOCK; i++) {
+            int32_t p[4];
+            for (int j = 0; j < size; j++) p[j] = run->tap[k * size + j][first + i] >> shift & 255;
+            int32_t a = p[0], b = p[1], c = p[size - 2], d = p[size - 1];
+            double x = run->x[first + i];
+            v[k][i] = size == 2 ? a + (b - a) * x : cubic(b, -a + c, 2 * (a - b) + c - d, -a + b - c + d, x);
+        }
+    for (int64_t i = 0; i < BLOCK; i++) {
+        double a = v[0][i], b = v[1][i], c = v[size - 2][i], d = v[size - 1][i], y = run->y[first + i];
+        double level = size == 2 ? a + (b - a) * y : cubic(b, -a + c, 2 * (a - b) + c - d, -a + b - c + d, y);
+        out[first + i] = (uint8_t)(int32_t)(level < 0 ? 0 : level > 255 ? 255 : level);
+    }
+}
+
+/* Pillow's levels: where float32 sums decide them, from those. They are off by less than 2,100 (bilinear) and 25,100
+ * (bicubic) units of 2^-24, and `off` is more. Where all pixels that count are equal, so is the level. */
+SPECIAL void finish_pillow(int taps, int shift, int64_t n, const Run *run, const float *sum, uint8_t *restrict out) {
+    float off = taps == 4 ? 0x1p-12f : 0x1p-9f;
+    for (int64_t first = 0; first < n; first += BLOCK) {
+        uint32_t doubt = 0;
+        for (int64_t i = first; i < first + BLOCK; i++) {
+            int32_t high = (int32_t)(sum[i] + off), low = (int32_t)(sum[i] - off);
+            out[i] = (uint8_t)(high < 0 ? 0 : high > 255 ? 255 : high);
+            doubt |= high != low ? run->differs[i] : 0;
+        }
+        if (doubt >> shift & 255) exact(taps == 4 ? 2 : 4, shift, first, run, out);
+    }
+}
+
+/* _apply_grid_transform of _functional_tensor.py (v1) and v2's _geometry.py: blends with the fill, rounds. */
+static void finish_torch(float fill, int domain, int64_t n, const float *v, const float *mask, uint8_t *restrict out) {
+    for (int64_t i = 0; i < n; i++) {
+        float value = v[i];
+        if (mask && domain == V1_DOMAIN) value = value * mask[i] + (1 - mask[i]) * fill;
+        else if (mask) value = (value - fill) * mask[i] + fill;
+        out[i] = (uint8_t)(int32_t)(value + 0x1.8p23f - 0x1.8p23f);
+    }
+}
+
+/* Pixels of channels [c, c + count), with the nearest of them around for Pillow, else zeros; before them the fill's. */
+static void lay(const Image *in, int c, int count, uint32_t fill, bool repeat, uint32_t *restrict out) {
+    int64_t w = in->width, h = in->height, stride = w + 2 * EDGE;
+    for (int k = 0; k < TAPS * TAPS; k++) out[k / TAPS * stride + k % TAPS] = fill;
+    out += TAPS * stride + EDGE;
+    for (int64_t y = -EDGE; y < h + EDGE; y++, out += stride) {
+        if (!repeat && (y < 0 || y >= h)) {
+            memset(out - EDGE, 0, 4 * (size_t)stride);
+            continue;
+        }
+        const uint8_t *r = in->data + c * in->plane + (y < 0 ? 0 : y < h ? y : h - 1) * in->row;
+        const uint8_t *g = count > 1 ? r + in->plane : r, *b = count > 2 ? g + in->plane : r;
+        for (int64_t x = 0; x < w; x++) out[x] = r[x] | (uint32_t)g[x] << 8 | (uint32_t)b[x] << 16 | 1u << 24;
+        for (int k = 1; k <= EDGE; k++) out[-k] = repeat ? out[0] : 0, out[w - 1 + k] = repeat ? out[w - 1] : 0;
+    }
+}
+
+static uint32_t to_level(double fill) { return (uint32_t)(int64_t)(fill + 0x1.8p52 - 0x1.8p52) & 255; }
+
+/* Moves by whole pixels, to which both libraries' arithmetic comes back (torch's in images that are not too large). */
+static bool move(const Op *op, const Image *in, const Image *out) {
+    const double *a = op->v;
+    int64_t w = out->width, h = out->height;
+    bool pillow = op->n[8] == PIL_DOMAIN, same = w == in->width && h == in->height && w <= 1024 && h <= 1024;
+    if (op->code != OP_AFFINE || a[0] != 1 || a[1] != 0 || a[3] != 0 || a[4] != 1 || !(pillow || same)) return false;
+    if (!(fabs(a[2]) < 1e9 && fabs(a[5]) < 1e9) || a[2] != floor(a[2]) || a[5] != floor(a[5])) return false;
+    int64_t dx = (int64_t)a[2], dy = (int64_t)a[5], left = dx < 0 ? -dx : 0, right = in->width - dx;
+    right = right < w ? right : w;
+    for (int64_t k = 0; k < in->channels * h; k++) {
+        int64_t c = k / h, y = k % h + dy;
+        uint8_t *to = out->data + k * w;
+        memset(to, pillow || op->n[7] ? (int)to_level(a[8 + c]) : 0, (size_t)w);
+        if (left < right && y >= 0 && y < in->height)
+            memcpy(to + left, in->data + c * in->plane + y * in->row + left + dx, (size_t)(right - left));
+    }
+    return true;
+}
+
+bool warp(const Op *op, const Image *in, const Image *out, Scratch *scratch) {
+    const double *a = op->v, *fill = op->v + 8;
+    if (move(op, in, out)) return true;
+    int64_t w = out->width, h = out->height, stride = in->width + 2 * EDGE;
+    bool pillow = op->n[8] == PIL_DOMAIN, nearest = op->n[6] == NEAREST, bicubic = op->n[6] == BICUBIC;
+    bool affine = op->code == OP_AFFINE, masked = !pillow && op->n[7], sums = pillow && nearest && affine;
+    bool fixed = sums && fits_fixed(a, (double)w, (double)h);
+    int32_t base = (int32_t)((TAPS + EDGE - bicubic) * stride + EDGE - bicubic);
+    uint32_t *pixels = take(scratch, SLOT_WORK, 4 * stride * (in->height + TAPS + 2 * EDGE));
+    if (!pixels) return false;
+    Run run;
+    float sum[RUN], mask[RUN];
+    uint8_t level[RUN];
+    for (int c = 0; c < in->channels; c += 3) {
+        int count = in->channels - c < 3 ? in->channels - c : 3;
+        uint32_t block = 0;
+        if (pillow || (nearest && masked))
+            for (int k = 0; k < count; k++) block |= to_level(fill[c + k]) << 8 * k;
+        lay(in, c, count, block, pillow, pixels);
+        double x0 = a[2] + a[1] * 0.5 + a[0] * 0.5, y0 = a[5] + a[4] * 0.5 + a[3] * 0.5;
+        for (int64_t y = 0; y < h; y++, x0 += a[1], y0 += a[4]) {
+            double px = x0, py = y0;
+            for (int64_t first = 0; first < w; first += RUN) {
+                int64_t wanted = w - first < RUN ? w - first : RUN, n = (wanted + BLOCK - 1) / BLOCK * BLOCK;
+                if (fixed) split_fixed(a, in, base, first, y, n, &run);
+                else if (pillow) {
+                    if (sums) /* ImagingScaleAffine, and ImagingTransformAffine where numbers do not fit */
+                        for (int64_t i = 0; i < n; i++, px += a[0], py += a[3]) run.x[i] = px, run.y[i] = py;
+                    else place(affine, a, first, y, n, &run);
+                    split(in, nearest ? 0 : 0.5, base, n, &run);
+                } else split_torch(op, in, out, base, first, y, n, &run);
+                if (nearest) gather(pixels, stride, 1, n, &run);
+                else if (bicubic) gather(pixels, stride, 4, n, &run), weigh(4, n, &run);
+                else gather(pixels, stride, 2, n, &run), weigh(2, n, &run);
+                if (!nearest && masked) add_up(4, 24, true, n, &run, mask);
+                for (int k = 0; k < count; k++) {
+                    if (nearest)
+                        for (int64_t i = 0; i < n; i++) level[i] = (uint8_t)(run.tap[0][i] >> 8 * k);
+                    else if (bicubic) add_up(16, 8 * k, false, n, &run, sum);
+                    else add_up(4, 8 * k, !pillow, n, &run, sum);
+                    if (bicubic) finish_pillow(16, 8 * k, n, &run, sum, level);
+                    else if (pillow && !nearest) finish_pillow(4, 8 * k, n, &run, sum, level);
+                    else if (!nearest) finish_torch((float)fill[c + k], op->n[8], n, sum, masked ? mask : NULL, level);
+                    memcpy(out->data + ((c + k) * h + y) * w + first, level, (size_t)wanted);
+                }
+            }
+        }
+    }
+    return true;
+}

@@ -1,0 +1,93 @@
+"""The compiled core's door: which library is opened, and what is said where none can be."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fastdata.core import library
+
+CORE = Path(library.__file__).parent
+LIBRARIES = sorted(CORE.glob(f"core-level*{library.ENDING}"))
+MACHINES = {("linux", "x86_64"), ("linux", "aarch64"), ("darwin", "arm64"), ("win32", "AMD64")}
+
+needs_library = pytest.mark.skipif((sys.platform, platform.machine()) not in MACHINES, reason="no core is built here")
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """A copy of the folder with the libraries and their sources."""
+    return Path(shutil.copytree(CORE, tmp_path / "core"))
+
+
+@needs_library
+def test_the_core_is_there_wherever_it_is_built() -> None:
+    """What the tests import has a library that fits this machine, and it is opened once."""
+    assert library.obstacle() is None
+    assert library.load() is library.load()
+
+
+@needs_library
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc/cpuinfo is Linux's")
+def test_the_level_is_what_the_system_says_of_the_cpu() -> None:
+    """The level of x86-64 follows from the flags in /proc/cpuinfo; other machines have none of these, and level 1."""
+    flags = set(Path("/proc/cpuinfo").read_text().partition("\nflags")[2].partition("\n")[0].split())
+    expected = 1
+    for level, needed in enumerate(
+        ("ssse3 sse4_1 sse4_2 popcnt", "avx2 bmi1 bmi2 fma f16c movbe abm", "avx512bw avx512vl avx512vbmi")
+    ):
+        expected += expected == level + 1 and flags >= set(needed.split())
+    assert library.load().fastdata_cpu_level() == expected
+
+
+@needs_library
+def test_the_highest_level_that_the_cpu_has_is_opened(copy: Path) -> None:
+    """Without the libraries of higher levels the next lower one serves; with one of a level too high, none does."""
+    level = library.load().fastdata_cpu_level()
+    for each in reversed(LIBRARIES):
+        if int(each.stem[-1]) <= level:
+            assert library.open_library(copy)._name == str(copy / each.name)
+        (copy / each.name).unlink()
+    shutil.copy(LIBRARIES[0], copy / f"core-level9{library.ENDING}")
+    with pytest.raises(OSError, match=f"needs a CPU with x86-64-v9; this one has x86-64-v{level}"):
+        library.open_library(copy)
+
+
+@needs_library
+def test_a_library_of_other_sources_is_refused(copy: Path) -> None:
+    """After a change of a C file an editable install says that it must be built again."""
+    with (copy / "core.h").open("a") as file:
+        file.write("\n")
+    with pytest.raises(OSError, match=r"core-level\d\.\w+ was built of other sources than those beside it: install"):
+        library.open_library(copy)
+
+
+def test_a_missing_library_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing was built, the obstacle names folder, system and machine, and load raises the same words."""
+    monkeypatch.setattr(library, "__file__", str(tmp_path / "__init__.py"))
+    library._opened.cache_clear()
+    try:
+        assert f"{tmp_path} has no core-level" in (library.obstacle() or "")
+        with pytest.raises(OSError, match=f"without its compiled core.*this is {sys.platform}"):
+            library.load()
+    finally:
+        library._opened.cache_clear()
+
+
+def test_a_damaged_library_is_an_obstacle(tmp_path: Path) -> None:
+    """A file that is no library is an OSError that names it, as where there is none."""
+    (tmp_path / f"core-level1{library.ENDING}").write_bytes(b"not a library")
+    with pytest.raises(OSError, match=r"core-level1|not a valid"):
+        library.open_library(tmp_path)
+
+
+def test_importing_opens_no_library() -> None:
+    """`import fastdata` loads the core of no level."""
+    code = "import fastdata; from fastdata.core import library; print(library._opened.cache_info().currsize)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "0\n"
