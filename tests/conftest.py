@@ -13,6 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
+import fastdata
 from leftovers import Holdings, wait_for_none
 from recording import RecordingBackend
 from torchvision_ops import import_torchvision
@@ -29,6 +30,15 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if os.environ.get("FASTDATA_REQUIRE_CUDA") == "1":
         pytest.fail("FASTDATA_REQUIRE_CUDA=1 but torch sees no CUDA device")
     pytest.skip("needs a CUDA device")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def children_import_what_is_tested(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """``python -c`` in a child process finds this process's fastdata, not the sources in the folder of the clone."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("elsewhere"))
+        patch.setenv("PYTHONPATH", str(Path(fastdata.__file__).parents[1]), prepend=os.pathsep)
+        yield
 
 
 @pytest.fixture(autouse=True)

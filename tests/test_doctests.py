@@ -13,7 +13,11 @@ import fastdata
 
 MODULES = [
     "fastdata",
-    *(m.name for m in pkgutil.walk_packages(fastdata.__path__, "fastdata.") if not m.name.endswith("__main__")),
+    *(
+        module.name
+        for module in pkgutil.walk_packages(fastdata.__path__, "fastdata.")
+        if not module.name.endswith("__main__") and "core-level" not in module.name  # a library, not Python's
+    ),
 ]
 
 

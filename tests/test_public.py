@@ -46,6 +46,11 @@ def test_public_names_are_documented() -> None:
         assert own, f"fastdata.{name} has no docstring"
 
 
+def test_child_processes_import_the_same_package() -> None:
+    """A child of the tests imports the package that they test, the installed one, wherever pytest was started."""
+    assert in_fresh_interpreter("import fastdata; print(fastdata.__file__)") == f"{fastdata.__file__}\n"
+
+
 def test_importing_does_no_work() -> None:
     """The import starts no thread or process and loads neither torchvision nor matplotlib."""
     code = """
