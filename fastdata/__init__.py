@@ -21,8 +21,8 @@ from fastdata.errors import (
 )
 from fastdata.folder import ImageFolder, ImageManifest
 from fastdata.loader import DataLoader
-from fastdata.plan import TransformPlan, plan_transform
 from fastdata.prefetch import CudaPrefetcher, DevicePrefetcher
+from fastdata.transforms import TransformPlan, plan_transform
 from fastdata.transport import RingCollate
 
 __all__ = [

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from fastdata.cache import describe_dataset, find_cache, list_paths, open_cache
 from fastdata.dataset import PreparedDataset
-from fastdata.decode import Size
+from fastdata.decode import Bound
 from fastdata.ingest import OnError
 from fastdata.options import Options
-from fastdata.plan.steps import flatten, is_random
 from fastdata.report import warn_user
 from fastdata.sources import DatasetSource, Source
+from fastdata.transforms.steps import flatten, is_random
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -45,7 +45,7 @@ class CachedDataset(PreparedDataset):
             ``"auto"``: the lossless one that decodes fastest of those that fit, tried on samples of the data, see
             ``storage_report``; on disk none where samples fit as they are.
         resize: size in pixels that images are resized to before they are stored, as torchvision's ``Resize``: an int
-            for the shorter side, or (height, width).
+            for the shorter side, or (height, width); or ``"short:320"``, ``"long:500"``: at most that, never enlarged.
         fill: ``"eager"`` prepares all samples now, ``"lazy"`` each on its first read. ``"auto"`` is lazy where the
             memory that samples need follows from the transform, as it may for image files, and eager elsewhere.
         memory_limit: the most memory to use: bytes, ``"8GiB"``, or a fraction of what is free.
@@ -97,7 +97,7 @@ class CachedDataset(PreparedDataset):
         transforms: Callable[[Any, Any], Any] | None = None,
         storage: Literal["auto", "device", "shared", "compressed", "disk", "none"] = "auto",
         codec: Any = "auto",
-        resize: Size | None = None,
+        resize: Bound | None = None,
         fill: Literal["auto", "eager", "lazy"] = "auto",
         memory_limit: int | float | str | None = None,
         progress: bool = True,

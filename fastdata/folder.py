@@ -6,24 +6,28 @@ import os
 from collections.abc import Callable
 from typing import Any, Literal
 
+from fastdata import core
 from fastdata.cache import Listing, describe_call, list_folder, list_paths
 from fastdata.dataset import PreparedDataset
 from fastdata.decode import (
     IMAGE_EXTENSIONS,
+    Bound,
     FastLoader,
     Interpolation,
+    PixelLoader,
     Resize,
-    Size,
     decoder_of,
     load_image,
     to_image,
 )
 from fastdata.ingest import OnError
 from fastdata.options import Options
-from fastdata.plan import read_center_crop, read_resize, shape_after
 from fastdata.preparation import Road, Steps
 from fastdata.sources import FileSource, Source, find_classes, read_manifest, scan_folder
+from fastdata.spec import SampleSpec
 from fastdata.table import SampleTable
+from fastdata.transforms import plan_transform, read_center_crop, read_resize, shape_after
+from fastdata.transforms.cpu import Program
 
 __all__ = ["ImageFolder", "ImageManifest"]
 
@@ -88,7 +92,7 @@ class _ImageFiles(PreparedDataset):
     def _trial_road(self) -> Road:
         return self._road(self._origin(), (*self._first_steps, *self._plan.prepare))
 
-    def _road(self, source: Source, steps: tuple[Callable[[Any], Any], ...]) -> Road:
+    def _road(self, source: Source, steps: tuple[Callable[[Any], Any], ...], *, stores: bool = True) -> Road:
         assert isinstance(source, FileSource)
         loader: Callable[[str], Any] = source.loader
         open_bytes, shape = decoder_of(loader), None
@@ -97,8 +101,18 @@ class _ImageFiles(PreparedDataset):
         if self._options.fast_decode:
             loader, steps = _fast_loader(steps)
             open_bytes = loader.decode
+        elif stores and open_bytes is not None:
+            plan = plan_transform(steps, channels=3, prepared=0)
+            if plan.kind == "pil" and not plan.per_sample and core.obstacle() is None:
+                spec = SampleSpec(shape=None, dtype="uint8", form="pil")
+                loader, steps = PixelLoader(Program(plan.batch_ops, spec).prepare), ()
+                open_bytes = loader.decode
         source = FileSource(source.paths, source.targets, loader)
         return Road(source=source, prepare=Steps(steps), open_bytes=open_bytes, shape=shape)
+
+    @property
+    def _decodes_itself(self) -> bool:
+        return decoder_of(self.loader) is not None and not self._options.fast_decode
 
     def _extra_repr(self) -> list[str]:
         return [f"Root location: {self.root}"]
@@ -118,10 +132,10 @@ def _unwrapped(cls: type, dataset: _ImageFiles, target_keys: Any = None) -> _Ima
 def _fast_loader(steps: tuple[Callable[[Any], Any], ...]) -> tuple[FastLoader, tuple[Callable[[Any], Any], ...]]:
     """Fold the leading resize, and the centre crop after it, into the loader; return the steps that are left."""
     first, *rest = steps or (None,)
-    resize: tuple[Size, Interpolation] | None = (
+    resize: tuple[Bound, Interpolation] | None = (
         (first.size, "bilinear") if isinstance(first, Resize) else read_resize(first)
     )
-    if resize is None:
+    if resize is None or isinstance(resize[0], str):
         raise ValueError(
             "fast_decode=True needs to know the size that images are resized to: begin the transform with a bilinear "
             "or bicubic Resize, or give resize=."
@@ -129,7 +143,7 @@ def _fast_loader(steps: tuple[Callable[[Any], Any], ...]) -> tuple[FastLoader, t
     crop = read_center_crop(rest[0]) if rest else None
     if crop is not None:
         rest = rest[1:]
-    return FastLoader(*resize, crop), (to_image, *rest) if rest else ()
+    return FastLoader(resize[0], resize[1], crop), (to_image, *rest) if rest else ()
 
 
 class ImageFolder(_ImageFiles):
@@ -196,7 +210,7 @@ class ImageFolder(_ImageFiles):
         *,
         storage: Literal["auto", "device", "shared", "compressed", "disk", "none"] = "auto",
         codec: Any = "auto",
-        resize: Size | None = None,
+        resize: Bound | None = None,
         fill: Literal["auto", "eager", "lazy"] = "auto",
         memory_limit: int | float | str | None = None,
         progress: bool = True,
@@ -324,7 +338,7 @@ class ImageManifest(_ImageFiles):
         loader: Callable[[str], Any] | None = None,
         storage: Literal["auto", "device", "shared", "compressed", "disk", "none"] = "auto",
         codec: Any = "auto",
-        resize: Size | None = None,
+        resize: Bound | None = None,
         fill: Literal["auto", "eager", "lazy"] = "auto",
         memory_limit: int | float | str | None = None,
         progress: bool = True,

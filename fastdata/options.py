@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from fastdata.codecs import KNOWN_CODECS
-from fastdata.decode import Size
+from fastdata.decode import Bound
 from fastdata.ingest import OnError
 from fastdata.storage import STORAGES
 
@@ -20,7 +20,7 @@ class Options:
 
     storage: Literal["auto", "device", "shared", "compressed", "disk", "none"] = "auto"
     codec: Any = "auto"
-    resize: Size | None = None
+    resize: Bound | None = None
     fill: Literal["auto", "eager", "lazy"] = "auto"
     memory_limit: int | float | str | None = None
     progress: bool = True

@@ -72,7 +72,8 @@ class Served:
     @property
     def is_filling(self) -> bool:
         """Whether many of the samples will be prepared when they are read, which processes do better than threads."""
-        return self.obstacle is None and self.dataset.filled_share(self.subset) < MOSTLY_FILLED
+        is_kept = self.obstacle is None and self.dataset.kept is not None
+        return is_kept and self.dataset.filled_share(self.subset) < MOSTLY_FILLED
 
     @property
     def sample_bytes(self) -> int | None:

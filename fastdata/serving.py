@@ -8,23 +8,23 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from multiprocessing import current_process
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset, get_worker_info
 
 from fastdata.batch import IndexBatch, SampleBatch, collate_targets
-from fastdata.batchops import Program
 from fastdata.contents import Contents, Table
-from fastdata.decode import Planes, present, sample_error, tensor_class, to_image, without_exif
+from fastdata.decode import Planes, decode_pixels, present, sample_error, tensor_class, to_image, without_exif
 from fastdata.draws import sample_keys
 from fastdata.errors import StoreGoneError
 from fastdata.options import Options
-from fastdata.plan import TransformPlan
 from fastdata.preparation import Road
 from fastdata.ring import BatchRing
 from fastdata.sources import Source
+from fastdata.transforms import TransformPlan
+from fastdata.transforms.cpu import Program
 from fastdata.visits import SharedVisits
 
 __all__ = ["ServingDataset"]
@@ -125,7 +125,13 @@ class ServingDataset(Dataset[Any], ABC):
         batch = self._visit(indices)
         if self._serving_obstacle is None:
             return self.sample_batch(batch, self.batch_ring)
-        return [self._pair(batch, k) for k in range(len(batch))]
+        if self._program is None or self._served is None or self._contents is None or self.transforms is not None:
+            return [self._pair(batch, k) for k in range(len(batch))]
+        images = self._read_images(batch, None)  # what comes before the first step that is not served
+        finish, target = self._plan.finish_sample, self._target
+        return [
+            (finish(self._shown(image)), target(i)) for image, i in zip(images, batch.positions.tolist(), strict=True)
+        ]
 
     def read_batch(self, batch: IndexBatch, ring: BatchRing | None = None) -> list[Any]:
         """Read a batch in one go, as ``[images, targets]``; only if ``batch_obstacle`` is None.
@@ -156,17 +162,21 @@ class ServingDataset(Dataset[Any], ABC):
 
     def _read_images(self, batch: IndexBatch, ring: BatchRing | None) -> torch.Tensor:
         self._check_open()
-        assert self._contents is not None
         assert self._served is not None
         shape, dtype = self._served
         full_shape = (len(batch), *shape)
         out = np.empty(full_shape, dtype) if ring is None else ring.take(full_shape, dtype)
+        if self._contents is None:
+            assert self._program is not None
+            pixels = [self._decode(index) for index in batch.positions.tolist()]
+            self._program.run_decoded(pixels, batch.positions, batch.visits, batch.seed, out)
+            return self._program.as_tensor(out)
         with self._contents.naming_damage():
             if self._program:
                 self._program.run(self._contents.images, batch.positions, batch.visits, batch.seed, out)
             else:
                 self._contents.images.gather_into(batch.positions, out)
-        return torch.from_numpy(out)
+        return torch.from_numpy(out) if self._program is None else self._program.as_tensor(out)
 
     def sample_batch(self, batch: IndexBatch, ring: BatchRing | None = None) -> SampleBatch:
         """Like ``read_batch``, as the list of samples that collate functions expect."""
@@ -192,9 +202,9 @@ class ServingDataset(Dataset[Any], ABC):
 
     @property
     def _serving_obstacle(self) -> str | None:
-        if self._contents is None:
+        if self._contents is None and self._program is None:
             return "storage='none' prepares every sample when it is read"
-        if self._contents.is_tuple or self.transforms is not None:
+        if self.transforms is not None or (self._contents is not None and self._contents.is_tuple):
             return "samples have several parts, such as image and mask"
         if not self._plan.is_batched:
             return f"the transform works per sample: {self._plan.obstacle}"
@@ -235,7 +245,14 @@ class ServingDataset(Dataset[Any], ABC):
 
     def _pair(self, batch: IndexBatch, k: int) -> tuple[Any, Any]:
         index = int(batch.positions[k])
-        if self._contents is None:
+        if self._program is not None and self._contents is None:
+            shape, dtype = cast("tuple[tuple[int, ...], np.dtype[Any]]", self._served)
+            pixels, one = np.empty((1, *shape), dtype), slice(k, k + 1)
+            self._program.run_decoded(
+                [self._decode(index)], batch.positions[one], batch.visits[one], batch.seed, pixels
+            )
+            sample, target = self._shown(self._program.as_tensor(pixels[0])), self._stored_target(index)
+        elif self._contents is None:
             sample, target = self._read_source(index)
         else:
             sample, target = self._read_store(index, batch.visits[k], batch.seed), self._stored_target(index)
@@ -253,8 +270,26 @@ class ServingDataset(Dataset[Any], ABC):
         else:
             with contents.naming_damage():
                 pixels = self._program.run_one(contents.images, index, visit, seed)
-            sample = present(pixels, self._plan.kind)
+            return self._shown(self._program.as_tensor(pixels))
         return sample if self._is_upright else without_exif(sample)
+
+    def _shown(self, served: torch.Tensor) -> Any:
+        """A sample that the program served, as the rest of the transform wants it."""
+        kind = self._plan.kind
+        if kind == "pil":
+            image = present(served.numpy(), kind)
+            return image if self._is_upright else without_exif(image)
+        return served.as_subclass(tensor_class(kind))
+
+    def _decode(self, index: int) -> np.ndarray:
+        """The pixels of one file, (H, W, 3)."""
+        assert self._source is not None
+        path = cast("str", self._source.path(index))
+        try:
+            with open(path, "rb") as stream:
+                return decode_pixels(stream)
+        except OSError as cause:
+            raise sample_error(path, index, cause) from cause
 
     def _read_source(self, index: int) -> tuple[Any, Any]:
         """Read and prepare one sample that is kept nowhere."""
@@ -280,8 +315,9 @@ class ServingDataset(Dataset[Any], ABC):
         return self._transform_target(self._stored_target(index))
 
     def _targets(self, index_B: np.ndarray) -> Any:
-        assert self._contents is not None
-        array = self._contents.target_array(index_B) if self.target_transform is None else None
+        array = None
+        if self._contents is not None and self.target_transform is None:
+            array = self._contents.target_array(index_B)
         if array is not None:
             return torch.from_numpy(array)
         return collate_targets([self._target(index) for index in index_B.tolist()])

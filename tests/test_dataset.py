@@ -16,7 +16,7 @@ from torchvision.datasets import VisionDataset
 from torchvision.transforms import v2
 
 from children import send_sample
-from fastdata import CachedDataset, FastDataError, FastDataWarning, SampleBatch, collate
+from fastdata import CachedDataset, DataLoader, FastDataError, FastDataWarning, SampleBatch, collate
 from fastdata.errors import StoreGoneError
 from leftovers import open_descriptors
 
@@ -429,3 +429,17 @@ def test_printing_tells_storage_and_transform() -> None:
         "Dataset CachedDataset\n    Number of datapoints: 4\n    Storage: storage='shared': 192 B of "
     )
     assert "Resize(size=(4, 4)" in text
+
+
+def test_without_a_compiled_core_steps_run_as_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Samples are torchvision's, one by one, from memory, and the report and the plan say what is missing."""
+    monkeypatch.setattr("fastdata.core.obstacle", lambda: "there is no library")
+    images = [(Image.new("RGB", (8, 6), (index, 2 * index, 7)), index) for index in range(5)]
+    steps = v1.Compose([v1.Pad(1), v1.RandomHorizontalFlip(), v1.ToTensor()])
+    with CachedDataset(images, transform=steps, storage="shared", progress=False) as dataset:
+        loader = DataLoader(dataset, batch_size=5)
+        ((batch, labels),) = loader
+        assert "there is no library" in loader.report().path
+        assert "there is no library" in str(dataset.plan)
+    assert labels.tolist() == [0, 1, 2, 3, 4]
+    assert torch.equal(batch, torch.stack([v1.ToTensor()(v1.Pad(1)(image)) for image, _ in images]))

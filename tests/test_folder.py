@@ -18,7 +18,15 @@ from torchvision.datasets import wrap_dataset_for_transforms_v2
 from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.transforms import v2
 
-from fastdata import CachedDataset, FastDataWarning, ImageFolder, ImageManifest, MemoryBudgetError, SampleError
+from fastdata import (
+    CachedDataset,
+    DataLoader,
+    FastDataWarning,
+    ImageFolder,
+    ImageManifest,
+    MemoryBudgetError,
+    SampleError,
+)
 
 Folder = Callable[..., Path]
 PREPARED = [v1.Resize(9), v1.CenterCrop(8)]
@@ -129,16 +137,42 @@ def test_a_loader_that_gives_no_image_is_what_to_correct(image_folder: Folder, g
 
 
 def test_without_storage_the_random_draws_are_torchvisions_too(image_folder: Folder) -> None:
-    """With storage="none" and the same global seed, random transforms give torchvision's very pixels."""
+    """With nothing kept, batch_ops="off" and the same global seed, random transforms give torchvision's pixels."""
     root = image_folder(size=(15, 11))
     transform = v1.Compose([v1.RandomResizedCrop(8), v1.RandomHorizontalFlip(), v1.ColorJitter(0.5), v1.ToTensor()])
     theirs = TorchvisionFolder(str(root), transform)
-    with ImageFolder(str(root), transform, storage="none") as ours:
+    with ImageFolder(str(root), transform, storage="none", batch_ops="off") as ours:
         torch.manual_seed(3)
         wanted = [theirs[i][0] for i in range(6)]
         torch.manual_seed(3)
         for image, expected in zip([ours[i][0] for i in range(6)], wanted, strict=True):
             assert torch.equal(image, expected)
+
+
+@pytest.mark.parametrize("resize", [None, 9])
+def test_without_storage_batches_are_those_of_a_store(image_folder: Folder, resize: Any) -> None:
+    """Decoded anew for each batch or kept, whole batches and single samples have the same pixels and draws."""
+    root = image_folder(size=(15, 11))
+    transform = v1.Compose([v1.RandomResizedCrop(8), v1.RandomHorizontalFlip(), v1.ColorJitter(0.5), v1.ToTensor()])
+    with (
+        ImageFolder(root, transform, storage="none", seed=4, resize=resize) as none,
+        ImageFolder(root, transform, storage="shared", seed=4, resize=resize, progress=False) as shared,
+    ):
+        for workers in (0, 2):
+            batches = [list(DataLoader(each, batch_size=4, num_workers=workers)) for each in (none, shared)]
+            for (images, labels), (wanted, numbers) in zip(*batches, strict=True):
+                assert torch.equal(images, wanted)
+                assert torch.equal(labels, numbers)
+        assert DataLoader(none, batch_size=4).report().path.startswith("whole batches")
+        for each in (none, shared):
+            each.set_epoch(2)
+        assert torch.equal(none[3][0], shared[3][0])
+    with ImageFolder(root, transform, storage="none") as broken:
+        path = Path(broken.samples[1][0])
+        path.write_bytes(path.read_bytes()[:50])
+        with pytest.raises(SampleError, match=r"001\.jpg") as caught:
+            next(iter(DataLoader(broken, batch_size=4, num_workers=1)))
+    assert caught.value.index == 1
 
 
 def _save_zoo(folder: Path) -> None:
@@ -397,3 +431,37 @@ def test_a_manifest_lists_its_rows(image_folder: Folder, labels: tuple[Any, ...]
         assert dataset.classes == (["cat", "dog"] if labels[0] == "cat" else [])
         for (image, _), (path, _) in zip(dataset, dataset.samples, strict=True):
             np.testing.assert_array_equal(_pixels(image), _pixels(Image.open(path).convert("RGB")))
+
+
+@pytest.mark.parametrize("bound", ["short:20", "long:30", "short:500"])
+def test_a_bound_only_makes_images_smaller(image_folder: Callable[..., Path], bound: str) -> None:
+    """``resize="short:20"`` gives the pixels of Resize(20) where an image is larger, and leaves others alone."""
+    kind, limit = bound.split(":")
+    with ImageFolder(image_folder(size=(60, 25)), resize=bound, storage="shared", progress=False) as dataset:
+        for index, (path, _) in enumerate(dataset.samples):
+            whole = Image.open(path).convert("RGB")
+            short, long = sorted(whole.size)
+            side = short if kind == "short" else long
+            sizes = {"short:20": (48, 20), "long:30": (30, 12), "short:500": (60, 25)}
+            assert dataset[index][0].size == sizes[bound]
+            if side > int(limit):
+                whole = whole.resize(sizes[bound], Image.Resampling.BILINEAR)
+            assert dataset[index][0].tobytes() == whole.tobytes()
+
+
+def test_a_bound_that_is_none(image_folder: Callable[..., Path]) -> None:
+    """Words that are no bound are refused with examples of some."""
+    with pytest.raises(ValueError, match=r"resize='320' is no size.*\"short:320\""):
+        ImageFolder(image_folder(), resize="320", progress=False)
+
+
+def test_whole_images_kept_for_random_crops_name_the_way_to_less(image_folder: Callable[..., Path]) -> None:
+    """The line that says what is kept names a bound, what it would keep and gain; small images get no advice."""
+    steps = v1.Compose([v1.RandomResizedCrop(20), v1.ToTensor()])
+    for size, other in (((400, 600), (900, 512)), ((100, 90), (90, 60))):
+        root = image_folder(size=size, root=f"{size}")
+        Image.new("RGB", other).save(root / "cat" / "other.png")
+        with ImageFolder(root, steps, progress=False) as dataset:
+            advised = "resize='short:256' would keep" in dataset.storage_plan.reason
+            assert advised == (size[0] > 256)
+            assert advised == ("times as fast" in repr(dataset))

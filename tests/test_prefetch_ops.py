@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import re
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -31,11 +33,17 @@ STEPS: dict[str, Sequence[Any]] = {
     "flip alone": [v2.RandomHorizontalFlip(), v2.RandomVerticalFlip()],
     "crop and flip, normalised": [*CROP, *FLOATS],
     "normalised": FLOATS,
-    "resized": [v2.RandomResizedCrop((5, 4), antialias=True), v2.RandomHorizontalFlip()],
-    "resized, normalised": [v2.RandomResizedCrop((5, 4), antialias=True), *FLOATS],
     "grayscale": [v1.Grayscale(3), v1.RandomVerticalFlip()],
     "several gathers": [v1.RandomCrop((7, 5)), v1.Pad(2, fill=9), v1.RandomCrop((8, 6)), v1.RandomHorizontalFlip()],
 }
+ON_THE_CPU: dict[str, Sequence[Any]] = {
+    "resized": [v2.RandomResizedCrop((5, 4), antialias=True), v2.RandomHorizontalFlip()],
+    "resized, normalised": [v2.RandomHorizontalFlip(), v2.RandomResizedCrop((5, 4), antialias=True), *FLOATS],
+    "resized sometimes": [v2.RandomApply([v2.Resize((8, 6))]), *FLOATS],
+    "two colours": [v1.RandomHorizontalFlip(), v1.Pad(1, fill=9), v1.Pad(1)],
+}
+"""Steps that run in the core before the transfer."""
+RUNS_ON_THE_CPU = r"(RandomResizedCrop|RandomApply|Pad)\(.*\) runs on the CPU"
 
 
 @pytest.fixture
@@ -126,6 +134,30 @@ def test_batches_are_those_of_the_cpu(
     assert ("ops", backend.streams[0]) in backend.log
 
 
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("steps", ON_THE_CPU.values(), ids=ON_THE_CPU.keys())
+@pytest.mark.parametrize("storage", ["shared", "device"])
+def test_what_a_device_does_not_do_is_done_before_the_transfer(
+    backend: RecordingBackend, steps: Sequence[Any], num_workers: int, storage: Any
+) -> None:
+    """The uint8 served crosses the bus, and nothing else; a copy of the store is not made, which is said once."""
+    with cached(steps, storage=storage) as dataset:
+        expected = list(loader_of(dataset))
+        served_bytes = expected[0][0][0].numel()
+        batches = on_device(loader_of(dataset, num_workers=num_workers), backend)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                batches.set_epoch(3)
+                assert_same(taken(batches, backend), expected)
+        assert sent_bytes(backend) == 2 * LENGTH * (served_bytes + 8)
+        assert re.fullmatch(f"on cuda:0, the conversion only: {RUNS_ON_THE_CPU}", batches.report().batch_ops)
+        assert backend.made == []
+    assert [warning.category for warning in caught] == [FastDataWarning] * (storage == "device")
+    for warning in caught:
+        assert re.fullmatch(f"storage='device' has no effect: {RUNS_ON_THE_CPU}", str(warning.message))
+
+
 @pytest.mark.parametrize("codec", ["lz4", "jpeg"])
 def test_encoded_samples_are_decoded_into_the_batch_that_is_sent(backend: RecordingBackend, codec: str) -> None:
     """Ops run on the device behind a compressed store too."""
@@ -154,7 +186,7 @@ def test_batches_held_to_the_end_are_right(dataset: CachedDataset, backend: Reco
 
 
 @pytest.mark.parametrize("storage", ["shared", "device"])
-@pytest.mark.parametrize("name", ["crop and flip, normalised", "resized", "grayscale", "normalised"])
+@pytest.mark.parametrize("name", ["crop and flip, normalised", "flip alone", "grayscale", "normalised"])
 def test_every_device_gets_the_draws_of_its_samples(backend: RecordingBackend, name: str, storage: Any) -> None:
     """Parts on two devices are the batch in two; a batch of one sample is one part."""
     with cached(STEPS[name], storage=storage) as dataset:
@@ -224,9 +256,9 @@ def test_a_new_transform_counts_from_the_next_epoch(backend: RecordingBackend) -
 
 
 def test_uint8_crosses_the_bus(dataset: CachedDataset, backend: RecordingBackend) -> None:
-    """Stored samples, four int32 of draws each and labels are sent, and not the float32 that the CPU would send."""
+    """Stored samples, an int16 for each row and column, and labels, and not the float32 that the CPU would send."""
     list(on_device(loader_of(dataset, num_workers=1), backend))
-    assert sent_bytes(backend) == LENGTH * (STORED_BYTES + 4 * 4 + 8)
+    assert sent_bytes(backend) == LENGTH * (STORED_BYTES + 2 * (7 + 5) + 8)
     on_cpu = RecordingBackend()
     list(on_device(loader_of(dataset), on_cpu, batch_ops="cpu"))
     assert sent_bytes(on_cpu) == LENGTH * (3 * 7 * 5 * 4 + 8) > 2 * sent_bytes(backend)
@@ -265,20 +297,18 @@ def test_ops_run_on_the_side_stream_between_copy_and_hand_over(
 
 
 @pytest.mark.parametrize(
-    ("asked", "obstacle", "stored_bytes", "served_bytes", "resizes", "is_mirrored", "on_device"),
+    ("asked", "obstacle", "stored_bytes", "served_bytes", "is_mirrored", "on_device"),
     [
-        ("auto", None, 196_608, 602_112, False, False, True),  # 256 x 256 to 224 x 224 floats
-        ("auto", None, 196_608, 150_528, False, False, True),  # to 224 x 224 bytes
-        ("auto", None, 150, 100, False, False, True),
-        ("auto", None, 151, 100, False, False, False),
-        ("auto", None, 786_432, 3_072, False, False, False),  # 512 x 512 to 32 x 32
-        ("auto", None, 800, 100, True, False, True),
-        ("auto", None, 801, 100, True, False, False),
-        ("auto", None, 801, 100, False, True, True),
-        ("auto", "why", 1, 100, False, True, False),
-        ("device", None, 801, 100, False, False, True),
-        ("cpu", None, 1, 100, False, False, False),
-        ("cpu", "why", 1, 100, False, True, False),
+        ("auto", None, 196_608, 602_112, False, True),  # 256 x 256 to 224 x 224 floats
+        ("auto", None, 196_608, 150_528, False, True),  # to 224 x 224 bytes
+        ("auto", None, 150, 100, False, True),
+        ("auto", None, 151, 100, False, False),
+        ("auto", None, 786_432, 3_072, False, False),  # 512 x 512 to 32 x 32
+        ("auto", None, 801, 100, True, True),
+        ("auto", "why", 1, 100, True, False),
+        ("device", None, 801, 100, False, True),
+        ("cpu", None, 1, 100, False, False),
+        ("cpu", "why", 1, 100, True, False),
     ],
 )
 def test_ops_run_where_fewer_bytes_or_less_work_are_gained(
@@ -286,7 +316,6 @@ def test_ops_run_where_fewer_bytes_or_less_work_are_gained(
     obstacle: str | None,
     stored_bytes: int,
     served_bytes: int,
-    resizes: bool,
     is_mirrored: bool,
     on_device: bool,
 ) -> None:
@@ -296,7 +325,6 @@ def test_ops_run_where_fewer_bytes_or_less_work_are_gained(
         obstacle=obstacle,
         stored_bytes=stored_bytes,
         served_bytes=served_bytes,
-        resizes=resizes,
         is_mirrored=is_mirrored,
     )
     assert plan.on_device is on_device
@@ -403,7 +431,7 @@ def test_a_store_on_the_device_is_sent_once(backend: RecordingBackend, monkeypat
     with mirrored() as dataset, on_device(loader_of(dataset, num_workers=1), backend) as batches:
         expected = list(loader_of(dataset))
         assert_same(taken(batches, backend), expected)
-        batch_bytes = LENGTH * (8 + 4 * 4 + 8)
+        batch_bytes = LENGTH * (8 + 2 * (7 + 5) + 8)
         assert sent_bytes(backend) == LENGTH * STORED_BYTES + batch_bytes
         assert [size for _, size in backend.copied_from["cuda:0"]].count(5 * STORED_BYTES) == 4
         assert_same(taken(batches, backend), expected)

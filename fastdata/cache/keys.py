@@ -16,8 +16,8 @@ import numpy as np
 
 from fastdata.codecs import OwnCodec, find_codec
 from fastdata.decode import Resize
-from fastdata.plan import read_center_crop, read_resize
-from fastdata.plan.steps import torchvision_name
+from fastdata.transforms import read_center_crop, read_resize
+from fastdata.transforms.steps import known_name
 
 __all__ = ["describe_call", "describe_codec", "describe_dataset", "describe_steps", "hash_key"]
 
@@ -48,7 +48,7 @@ def describe_steps(steps: Iterable[Callable[[Any], Any]], cache_key: str | None 
         crop = read_center_crop(step)
         is_pil = is_pil and not (resize is None and crop is None)
         if is_pil and resize is not None:
-            size = resize[0] if isinstance(resize[0], int) else tuple(resize[0])
+            size = tuple(resize[0]) if isinstance(resize[0], (list, tuple)) else resize[0]
             texts.append(f"resize {size} {resize[1]}")
         elif is_pil and crop is not None:
             texts.append(f"centre crop {crop}")
@@ -87,7 +87,7 @@ def _text_of(call: Any) -> str | None:
     text = " ".join(repr(call).split())
     if inspect.ismethod(call) or " at 0x" in text:
         return None
-    if torchvision_name(call) is not None:
+    if known_name(call) is not None:
         return f"{type(call).__module__.partition('.')[0]} {text}"
     return f"{type(call).__module__}.{type(call).__qualname__}: {text} {_digest_of_source(type(call))}".rstrip()
 

@@ -2,15 +2,19 @@
 
 from fastdata.decode.images import (
     IMAGE_EXTENSIONS,
+    Bound,
     CenterCrop,
     FastLoader,
     Interpolation,
+    PixelLoader,
     Resize,
     Size,
     decode_image,
+    decode_pixels,
     decoder_of,
     load_image,
     load_resized,
+    pillow_chooses_order,
 )
 from fastdata.decode.planar import decode_planes_into, encode_planes
 from fastdata.decode.problems import sample_error
@@ -28,19 +32,23 @@ from fastdata.decode.stored import (
 
 __all__ = [
     "IMAGE_EXTENSIONS",
+    "Bound",
     "CenterCrop",
     "FastLoader",
     "Interpolation",
+    "PixelLoader",
     "Planes",
     "Resize",
     "Size",
     "decode_image",
+    "decode_pixels",
     "decode_planes_into",
     "decoder_of",
     "encode_planes",
     "is_image",
     "load_image",
     "load_resized",
+    "pillow_chooses_order",
     "present",
     "sample_error",
     "spec_of",

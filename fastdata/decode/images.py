@@ -29,22 +29,26 @@ from fastdata.decode.stored import Planes
 
 try:
     import simplejpeg
-except ImportError:  # the optional extra [jpeg]
+except ImportError:  # no wheel for this platform
     simplejpeg = None
 
 __all__ = [
     "IMAGE_EXTENSIONS",
     "JPEG_START",
+    "Bound",
     "CenterCrop",
     "FastLoader",
     "Interpolation",
+    "PixelLoader",
     "Resize",
     "Size",
     "agreed_subsamplings",
     "decode_image",
+    "decode_pixels",
     "decoder_of",
     "load_image",
     "load_resized",
+    "pillow_chooses_order",
 ]
 
 Array = npt.NDArray[Any]
@@ -53,6 +57,8 @@ IMAGE_EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".t
 Interpolation = Literal["bilinear", "bicubic"]
 Size = int | tuple[int, int]
 """Of a resize, as torchvision takes it: (height, width), or the length of the shorter side."""
+Bound = Size | str
+"""The same, or ``"short:320"`` or ``"long:500"``: no side of that kind is longer, and nothing is enlarged."""
 JPEG_START = b"\xff\xd8\xff"
 DRAFT_FORMATS = ("JPEG", "MPO")
 SCALE_GAP = 2.0
@@ -81,11 +87,22 @@ def decode_image(data: bytes | memoryview, *, fast_target: tuple[int, int] | Non
     return _open(io.BytesIO(data), fast_target)
 
 
+def decode_pixels(stream: BinaryIO) -> Array:
+    """The pixels of ``load_image`` alone, uint8 (H, W, 3), C-contiguous.
+
+    Raises:
+        OSError: whatever PIL raises for this file.
+    """
+    pixels = _turbo_pixels(stream, None)
+    return np.ascontiguousarray(_open_with_pil(stream, None)) if pixels is None else pixels
+
+
 def decoder_of(loader: Callable[[str], Any]) -> Callable[[memoryview], Any] | None:
     """What makes of a file's bytes what ``loader`` makes of the file; None for loaders of others."""
     if loader is load_image:
         return decode_image
-    return loader.decode if isinstance(loader, FastLoader) else None
+    decode: Callable[[memoryview], Any] | None = getattr(loader, "decode", None)
+    return decode if isinstance(loader, (FastLoader, PixelLoader)) else None
 
 
 def load_resized(
@@ -141,25 +158,56 @@ class FastLoader:
 
 
 @dataclass(frozen=True, slots=True)
+class PixelLoader:
+    """Opens an image file and prepares its pixels, without a PIL image in between.
+
+    Args:
+        prepare: makes uint8 planes (C, h, w) of pixels (H, W, 3).
+    """
+
+    prepare: Callable[[Array], Array]
+
+    def __call__(self, path: str) -> Planes:
+        """Open one file."""
+        with open(path, "rb") as stream:
+            return Planes(self.prepare(decode_pixels(stream)))
+
+    def decode(self, data: bytes | memoryview) -> Planes:
+        """Open the bytes of one file."""
+        return Planes(self.prepare(decode_pixels(io.BytesIO(data))))
+
+
+@dataclass(frozen=True, slots=True)
 class Resize:
     """Resizes PIL images to the very pixels of torchvision's ``Resize(size)``, bilinear.
 
     Args:
-        size: the length of the shorter side, or (height, width).
+        size: the length of the shorter side, or (height, width), or ``"short:320"``: at most that, never enlarged.
 
     Example:
         >>> Resize(25)(Image.new("RGB", (60, 50))).size
         (30, 25)
+        >>> Resize("short:320")(Image.new("RGB", (60, 50))).size
+        (60, 50)
     """
 
-    size: Size
+    size: Bound
 
     __torchvision_equal__ = "Resize"
+    interpolation = "bilinear"
+    max_size = None
+    antialias = True
 
     def __post_init__(self) -> None:
         sides: tuple[Any, ...] = (self.size, self.size) if isinstance(self.size, int) else tuple(self.size)
+        if isinstance(self.size, str):
+            kind, _, number = self.size.partition(":")
+            sides = (int(number), 1) if kind in ("short", "long") and number.isdecimal() else ()
         if len(sides) != 2 or any(not isinstance(side, int) or side < 1 for side in sides):
-            raise ValueError(f"resize={self.size!r} is no size. Give the shorter side in pixels or (height, width).")
+            raise ValueError(
+                f"resize={self.size!r} is no size. Give the shorter side in pixels, (height, width), or a bound "
+                'such as "short:320" or "long:500".'
+            )
 
     def __call__(self, image: Any) -> Image.Image:
         """Resize one image; one that has the size already is returned as it is."""
@@ -261,6 +309,21 @@ def agreed_subsamplings() -> frozenset[str]:
     )
 
 
+@functools.cache
+def pillow_chooses_order() -> bool:
+    """Whether this Pillow resizes columns first where more than twice as much height as width is lost.
+
+    Older ones, up to 12 at least, always resize rows first. Each pass rounds to uint8, so it shows in the last bit.
+    ``horizontal_first`` in Pillow's src/libImaging/Resample.c is the source of the rule.
+    """
+    probe = Image.fromarray((np.arange(48) ** 2 * 37 % 256).astype(np.uint8).reshape(12, 4))
+    whole, columns_first, rows_first = (
+        image.resize((3, 3), Image.Resampling.BILINEAR).tobytes()
+        for image in (probe, *(probe.resize(size, Image.Resampling.BILINEAR) for size in ((4, 3), (3, 12))))
+    )
+    return whole == columns_first != rows_first
+
+
 def _is_huge(pixels: int) -> bool:
     """Whether PIL would warn of a decompression bomb or refuse it."""
     return Image.MAX_IMAGE_PIXELS is not None and pixels > Image.MAX_IMAGE_PIXELS
@@ -297,8 +360,17 @@ def _image_size(stream: BinaryIO) -> tuple[int, int]:
     return image.height, image.width
 
 
-def _resized_size(height: int, width: int, resize: Size) -> tuple[int, int]:
+def _resized_size(height: int, width: int, resize: Bound) -> tuple[int, int]:
     """Output size of torchvision's Resize: the longer side is cut, not rounded."""
+    if isinstance(resize, str):
+        kind, _, number = resize.partition(":")
+        bound, shorter, longer = int(number), min(height, width), max(height, width)
+        if (shorter if kind == "short" else longer) <= bound:
+            return height, width
+        if kind == "short":
+            return _resized_size(height, width, bound)
+        other = max(1, int(bound * shorter / longer))
+        return (bound, other) if height > width else (other, bound)
     if not isinstance(resize, int):
         return resize
     if width <= height:

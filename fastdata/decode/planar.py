@@ -25,7 +25,7 @@ from fastdata.scratch import Scratch
 
 try:
     import simplejpeg
-except ImportError:  # the optional extra [jpeg]
+except ImportError:  # no wheel for this platform
     simplejpeg = None
 
 __all__ = ["decode_planes_into", "encode_planes"]

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
-from fastdata.batchops import DeviceProgram, compile_device_ops
 from fastdata.engine import stored_obstacle_of
 from fastdata.memory import format_bytes
-from fastdata.plan import TransformPlan
-from fastdata.plan.ops import RandomResizedCrop
 from fastdata.prefetch.backends import Backend
 from fastdata.prefetch.finish import Finish
 from fastdata.prefetch.mirror import Mirror
@@ -19,6 +17,8 @@ from fastdata.prefetch.pinning import PinnedMemory
 from fastdata.report import warn_user
 from fastdata.served import Served
 from fastdata.stored import StoredBatch, StoredReader, plan_and_spec
+from fastdata.transforms import TransformPlan
+from fastdata.transforms.device import DeviceProgram
 
 __all__ = ["BatchOps", "DeviceOps", "OpsPlan", "WhereOps", "choose_ops"]
 
@@ -27,8 +27,6 @@ WhereOps = Literal["auto", "device", "cpu"]
 MOST_TIMES_SERVED = 1.5
 """Up to so many times the bytes are sent. To gather 256 samples of 256 x 256 takes the host as long as to crop them to
 224 x 224 (9.0 and 8.5 ms on a thread), at 1.3 times the bytes: beyond that the device's work spares the host none."""
-MOST_TIMES_RESIZED = 8
-"""The same where the CPU would resize, which takes it 18 times as long as to gather them (155 ms)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +43,6 @@ def choose_ops(
     obstacle: str | None,
     stored_bytes: int,
     served_bytes: int,
-    resizes: bool = False,
     is_mirrored: bool = False,
 ) -> OpsPlan:
     """Decide where batch ops run.
@@ -53,9 +50,8 @@ def choose_ops(
     Args:
         asked: by the user.
         obstacle: why they cannot run on the device; None if they can.
-        stored_bytes: of a sample as it is stored, which is sent if they run on the device.
+        stored_bytes: of a sample as it is sent if they run on the device.
         served_bytes: of a sample after them, which is sent if they run on the CPU.
-        resizes: whether they resize.
         is_mirrored: whether the store is on the device, and no sample is sent.
 
     Raises:
@@ -71,8 +67,7 @@ def choose_ops(
         if asked == "device":
             raise ValueError(f"batch_ops='device' is not possible here: {obstacle}. Use batch_ops='auto'.")
         return OpsPlan(on_device=False, reason=obstacle)
-    most = MOST_TIMES_RESIZED if resizes else MOST_TIMES_SERVED
-    if asked == "device" or is_mirrored or stored_bytes <= served_bytes * most:
+    if asked == "device" or is_mirrored or stored_bytes <= served_bytes * MOST_TIMES_SERVED:
         return OpsPlan(on_device=True)
     stored, served = format_bytes(stored_bytes), format_bytes(served_bytes)
     return OpsPlan(on_device=False, reason=f"a sample as stored is {stored}, after the batch ops {served}")
@@ -94,10 +89,9 @@ class DeviceOps:
         if not isinstance(batch, StoredBatch):
             return batch
         samples, draws, targets = batch
-        draws_DB = torch.empty(0, 0, dtype=torch.int32) if draws is None else draws.t()
         if self.mirror is None:
-            return [self.program.run(samples, draws_DB), targets]
-        return [self.program.gather_run(self.mirror.on(device), samples, draws_DB), targets]
+            return [self.program.run(samples, draws), targets]
+        return [self.program.gather_run(self.mirror.on(device), samples, draws), targets]
 
 
 class BatchOps:
@@ -130,12 +124,11 @@ class BatchOps:
         if self._served is not None:
             self._served.dataset.refresh()
         self.plan = self._choose()
+        self._warn_once()
         if self.plan is None or not self.plan.on_device:
-            self._warn_once()
             return None
         assert self._served is not None
-        dataset = self._served.dataset
-        ops = self._compile(is_mirrored=dataset.storage == "device")
+        dataset, ops = self._served.dataset, self._compile()
         return StoredReader(dataset, ops.program, only_places=ops.mirror is not None), ops
 
     def describe(self, devices: list[torch.device]) -> str:
@@ -144,10 +137,13 @@ class BatchOps:
             return ""
         if not self.plan.on_device:
             return f"on the CPU: {self.plan.reason}"
-        where = f"on {', '.join(map(str, devices))}"
-        if self._mirror is None:
+        assert self._compiled is not None
+        where, ops = f"on {', '.join(map(str, devices))}", self._compiled[1]
+        if ops.program.host_step:
+            return f"{where}, the conversion only: {ops.program.host_step} runs on the CPU"
+        if ops.mirror is None:
             return where
-        return f"{where}, from a copy of the store there ({format_bytes(self._mirror.size_bytes)})"
+        return f"{where}, from a copy of the store there ({format_bytes(ops.mirror.size_bytes)})"
 
     def close(self) -> None:
         """Give back the memory on the devices. Idempotent."""
@@ -158,40 +154,45 @@ class BatchOps:
         if self._served is None:
             return None
         dataset, obstacle = self._served.dataset, stored_obstacle_of(self._loader, self._served)
-        is_mirrored = dataset.storage == "device"
         if obstacle is not None:
             return choose_ops(self._asked, obstacle=obstacle, stored_bytes=0, served_bytes=0)
-        plan, spec = plan_and_spec(dataset)
-        if not plan.batch_ops and not is_mirrored:
+        if not dataset.plan.batch_ops and dataset.storage != "device":
             return None
+        ops = self._compile()
+        is_mirrored = ops.mirror is not None
         if self._asked == "auto" and not self._backend.can_pin and not is_mirrored:
             obstacle = "batches are not pinned, so bytes that are not sent gain little"
         return choose_ops(
             self._asked,
             obstacle=obstacle,
-            stored_bytes=spec.sample_bytes,
+            stored_bytes=math.prod(ops.program.sent_shape),
             served_bytes=self._served.sample_bytes or 0,
-            resizes=any(isinstance(op, RandomResizedCrop) for op in plan.batch_ops),
             is_mirrored=is_mirrored,
         )
 
-    def _compile(self, *, is_mirrored: bool) -> DeviceOps:
+    def _compile(self) -> DeviceOps:
         """Compile the program once for each plan: what it needs is copied to the devices."""
         assert self._served is not None
-        plan, spec = plan_and_spec(self._served.dataset)
+        dataset, finish = self._served.dataset, self._finish
+        plan, spec = plan_and_spec(dataset)
         if self._compiled is None or self._compiled[0] is not plan:
-            if is_mirrored and self._mirror is None:
-                contents = self._served.dataset.kept
-                assert contents is not None
-                self._mirror = Mirror(contents.images, self._backend, self._pinned)
-            finish = self._finish
-            program = compile_device_ops(plan, spec, dtype=finish.dtype, channels_last=finish.channels_last)
-            self._compiled = plan, DeviceOps(program, self._mirror)
+            program = DeviceProgram(plan, spec, dtype=finish.dtype, channels_last=finish.channels_last)
+            if dataset.storage == "device" and program.host is None and self._mirror is None:
+                assert dataset.kept is not None
+                self._mirror = Mirror(dataset.kept.images, self._backend, self._pinned)
+            self._compiled = plan, DeviceOps(program, self._mirror if program.host is None else None)
         return self._compiled[1]
 
     def _warn_once(self) -> None:
-        is_in_vain = self._served is not None and self._served.dataset.storage == "device" and self._asked != "cpu"
-        if self.plan is None or not is_in_vain or self._has_warned:
+        if self._has_warned or self.plan is None or self._asked == "cpu":
             return
+        if self._served is None or self._served.dataset.storage != "device":
+            return
+        why = f", batches are made on the CPU: {self.plan.reason}"
+        if self.plan.on_device:
+            step = self._compile().program.host_step
+            if not step:
+                return
+            why = f": {step} runs on the CPU"
         self._has_warned = True
-        warn_user(f"storage='device' has no effect, batches are made on the CPU: {self.plan.reason}")
+        warn_user(f"storage='device' has no effect{why}")

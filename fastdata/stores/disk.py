@@ -163,6 +163,17 @@ class DiskStore:
         if unchecked_B.any():
             self._check_copies(index_B, out_B, np.flatnonzero(unchecked_B))
 
+    def addresses(self, index_B: np.ndarray) -> np.ndarray:
+        """Where the chosen raw samples lie in memory: int64 (B,).
+
+        Raises:
+            UndecodableError: one that was not read before is damaged.
+        """
+        self.check(index_B)
+        firsts = np.array([shard.__array_interface__["data"][0] for shard in self._files.shards], np.int64)
+        addresses_B: np.ndarray = firsts[self._shards[index_B]] + self._offsets[index_B]
+        return addresses_B
+
     def bring(self, index_B: np.ndarray) -> None:
         """Have samples in memory until they are dropped, and nothing else, however they are read."""
         for run in self._runs(index_B):

@@ -69,6 +69,12 @@ class DenseStore:
         rows_B = index_B if self._rows is None else self._rows[index_B]
         np.take(self._samples, rows_B, axis=0, out=out_B, mode="clip")
 
+    def addresses(self, index_B: np.ndarray) -> np.ndarray:
+        """Where the chosen samples lie in memory: int64 (B,)."""
+        rows_B = index_B if self._rows is None else self._rows[index_B]
+        addresses_B: np.ndarray = self._samples.__array_interface__["data"][0] + rows_B * self._spec.sample_bytes
+        return addresses_B
+
     def close(self) -> None:
         """Give back the memory; arrays handed out stay valid. Idempotent."""
         self._samples = self._samples[:0].copy()  # no view: a view would keep the mapping
@@ -104,6 +110,11 @@ class RaggedStore(HeapStore):
     def gather_into(self, index_B: np.ndarray, out_B: np.ndarray) -> None:
         """Not for ragged samples."""
         raise TypeError("ragged samples have no common shape to be gathered in")
+
+    def addresses(self, index_B: np.ndarray) -> np.ndarray:
+        """Where the chosen samples lie in memory: int64 (B,)."""
+        addresses_B: np.ndarray = self._bytes.__array_interface__["data"][0] + self._offsets[index_B]
+        return addresses_B
 
     def __reduce__(self) -> tuple[object, ...]:
         return RaggedStore, (self._block, self._spec, self._index)

@@ -1,27 +1,28 @@
-"""``plan_transform``: cut the user's transform in three."""
+"""``plan_transform``: cut the user's transform in what runs once, on whole batches, and per sample."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, Literal
 
-from fastdata.plan.ops import Op
-from fastdata.plan.steps import (
+from fastdata.spec import Form
+from fastdata.transforms.ops import Op
+from fastdata.transforms.steps import (
     State,
     UnknownStepError,
     flatten,
+    interpolation_name,
     is_preparable,
     is_reforming,
+    known_name,
+    pair,
     recognise,
-    torchvision_name,
 )
-from fastdata.spec import Form
-
-__all__ = ["TransformPlan", "plan_transform"]
 
 Step = Callable[[Any], Any]
+_SAME_SHAPE = ("Identity", "PILToTensor", "RGB", "ToImage", "ToPureTensor")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,8 +93,11 @@ def plan_transform(
     *,
     form: Form = "pil",
     dtype: str = "uint8",
+    channels: int | None = None,
     batch_ops: Literal["auto", "off"] = "auto",
     prepared: int | None = None,
+    obstacle: str | None = None,
+    first: int = 0,
 ) -> TransformPlan:
     """Cut a transform in what runs once per sample, on whole batches, and per sample.
 
@@ -101,9 +105,12 @@ def plan_transform(
         transform: a torchvision Compose (v1 or v2, nested or not), a single transform, ``nn.Sequential``, or None.
         form: what the samples are: those of the source or, the same in effect, those in the store.
         dtype: of the stored samples; batch ops know uint8 only.
+        channels: of the stored samples, where they are known; colours need 1 or 3.
         batch_ops: ``"off"`` leaves all but the prepare part to run per sample.
         prepared: how many of the leading steps samples are stored after, where they are stored already; all others run
             when they are read.
+        obstacle: why there are no batch ops on this machine.
+        first: number that random draws know the first step by.
 
     Example:
         >>> plan = plan_transform(None)
@@ -111,31 +118,80 @@ def plan_transform(
         (False, 'the transform ends with a PIL image')
     """
     steps = flatten(transform)
-    first = _preparable_part(steps) if prepared is None else steps[:prepared]
-    state = State(kind=_kind_after(first, form))
+    leading = _preparable_part(steps) if prepared is None else steps[:prepared]
+    state = State(kind=_kind_after(leading, form), channels=channels)
     ops: list[Op] = []
-    known = len(first)
+    known = len(leading)
     reason = ""
     while known < len(steps):
         try:
             if batch_ops == "off":
                 raise UnknownStepError("runs as written, because batch_ops='off'")
+            if obstacle is not None:
+                raise UnknownStepError(f"runs as written, because {obstacle}")
             if dtype != "uint8":
                 raise UnknownStepError(f"gets {dtype} samples, and batch ops know uint8 only")
-            more, state = recognise(steps[known], known, state)
+            more, state = recognise(steps[known], first + known, state)
         except UnknownStepError as unknown:
             reason = str(unknown)
             break
         ops.extend(more)
         known += 1
     return TransformPlan(
-        prepare=first,
+        prepare=leading,
         batch_ops=tuple(ops),
         per_sample=steps[known:],
         kind=state.kind,
-        batch_texts=tuple(map(_text, steps[len(first) : known])),
+        batch_texts=tuple(map(_text, steps[len(leading) : known])),
         reason=reason,
     )
+
+
+def read_resize(step: Any) -> tuple[int | tuple[int, int], Literal["bilinear", "bicubic"]] | None:
+    """Size, as ``fastdata.decode`` takes it, and filter of a torchvision ``Resize``; None for anything else."""
+    if known_name(step) != "Resize" or step.max_size is not None:
+        return None
+    smooth: Any = {"bilinear": "bilinear", "bicubic": "bicubic"}.get(interpolation_name(step.interpolation))
+    if smooth is None:
+        return None
+    sides = [step.size] if isinstance(step.size, int) else list(step.size)
+    return (sides[0] if len(sides) == 1 else pair(sides)), smooth
+
+
+def read_center_crop(step: Any) -> tuple[int, int] | None:
+    """(height, width) of a torchvision ``CenterCrop``; None for anything else."""
+    return pair(step.size) if known_name(step) == "CenterCrop" else None
+
+
+def shape_after(steps: Iterable[Any]) -> tuple[int, int, int] | None:
+    """Shape (C, H, W) that RGB images of any size have after deterministic steps; None where it depends on the image.
+
+    Example:
+        >>> shape_after([]) is None
+        True
+    """
+    channels, size = 3, None
+    for step in steps:
+        name = known_name(step)
+        if name == "Resize" and isinstance(step.size, str):
+            size = None
+        elif name == "Resize":
+            sides = [step.size] if isinstance(step.size, int) else list(step.size or [])
+            if len(sides) == 2:
+                size = pair(sides)
+            elif size is None or size[0] != size[1] or len(sides) != 1:  # the shorter side: a square stays one
+                size = None
+            else:
+                size = (sides[0], sides[0])
+        elif name == "CenterCrop":
+            size = pair(step.size)
+        elif name == "Grayscale":
+            channels = step.num_output_channels
+        elif name == "exif_transpose":
+            size = size if size and size[0] == size[1] else None
+        elif name not in _SAME_SHAPE:
+            return None
+    return None if size is None else (channels, *size)
 
 
 def _preparable_part(steps: tuple[Step, ...]) -> tuple[Step, ...]:
@@ -149,10 +205,10 @@ def _preparable_part(steps: tuple[Step, ...]) -> tuple[Step, ...]:
 def _kind_after(prepare: tuple[Step, ...], form: Form) -> Form:
     kind = form
     for step in prepare:
-        name = torchvision_name(step)
+        name = known_name(step)
         if name == "ToImage":
             kind = "image"
-        elif (name, kind) in (("ToPureTensor", "image"), ("PILToTensor", "pil")):
+        elif (name, kind) in (("ToPureTensor", "image"), ("PILToTensor", "pil"), ("timm.MaybePILToTensor", "pil")):
             kind = "tensor"
     return kind
 

@@ -1,0 +1,18 @@
+"""The user's transform: its split in three parts, the steps it is made of, and running them on whole batches.
+
+``ops`` and ``augment`` are steps as values, with what each draws for a batch; ``steps`` reads torchvision's and timm's
+as such; ``plan`` splits a transform; ``cpu`` and ``device`` run its batch part.
+"""
+
+from fastdata.transforms.plan import TransformPlan, plan_transform, read_center_crop, read_resize, shape_after
+from fastdata.transforms.steps import fingerprint, is_same
+
+__all__ = [
+    "TransformPlan",
+    "fingerprint",
+    "is_same",
+    "plan_transform",
+    "read_center_crop",
+    "read_resize",
+    "shape_after",
+]

@@ -1,0 +1,747 @@
+"""Every step that is served in batches gives torchvision's or timm's own pixels, and draws as they do.
+
+How far pixels may be off is what docs/served-steps.md says. A step with one outcome for given draws is held against
+itself. One with many is run along every path that its random draws can take, which gives all its outcomes and the
+chance of each: ours must be among them, as often.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import ImageFilter
+from torchvision import transforms as v1
+from torchvision.transforms import v2
+
+from fastdata.core import Code
+from fastdata.draws import draw_integers, sample_keys
+from fastdata.transforms import plan_transform
+from fastdata.transforms.cpu import Program, compile_ops
+from fastdata.transforms.ops import INTERPOLATIONS, Drawing, child
+from fastdata.transforms.steps import _READERS, known_name
+from test_transforms import EPOCH, SEED, ArrayStore, images, reference, to_array, to_form
+
+APIS = {"v1": v1, "v2": v2}
+BILINEAR, BICUBIC, NEAREST = (v1.InterpolationMode(name) for name in ("bilinear", "bicubic", "nearest"))
+NORM = ((0.5, 0.4, 0.3), (0.2, 0.3, 0.4))
+both_apis = pytest.mark.parametrize("api", [v1, v2], ids=["v1", "v2"])
+all_forms = pytest.mark.parametrize("form", ["pil", "tensor"])
+
+
+def read_table() -> dict[tuple[str, str, str], int]:
+    """Levels of each (step, API, form) that the docs name."""
+    table: dict[tuple[str, str, str], int] = {}
+    for line in Path(__file__).parents[1].joinpath("docs", "served-steps.md").read_text("utf-8").splitlines():
+        cells = [[part.strip() for part in cell.split(",")] for cell in line.strip("| ").split("|")]
+        if len(cells) == 4 and cells[-1][0].isdigit():
+            for step, api, form in itertools.product(*cells[:3]):
+                key = (step.removesuffix(" (and what is in them)"), api, form.lower())
+                assert key not in table, f"{key} stands twice in the table"
+                table[key] = int(cells[-1][0])
+    return table
+
+
+LEVELS = read_table()
+
+# A step, and after a comma what is special about it -> how to make it, so that it has one outcome for given draws.
+CASES: dict[str, Callable[[Any], Any]] = {
+    "CenterCrop": lambda api: api.CenterCrop((6, 40)),
+    "Pad": lambda api: api.Pad((1, 2, 3, 4), fill=9),
+    "Pad, mirrored": lambda api: api.Pad(3, padding_mode="reflect"),
+    "RandomCrop": lambda api: api.RandomCrop((7, 5), padding=(1, 2), fill=3),
+    "RandomHorizontalFlip": lambda api: api.RandomHorizontalFlip(),
+    "RandomVerticalFlip": lambda api: api.RandomVerticalFlip(),
+    "RandomResizedCrop": lambda api: api.RandomResizedCrop((11, 14), antialias=True),
+    "RandomResizedCrop, bicubic": lambda api: api.RandomResizedCrop(24, interpolation=BICUBIC, antialias=True),
+    "Resize": lambda api: api.Resize(23),
+    "Resize, longest": lambda api: api.Resize(23, max_size=25),
+    "Resize, bicubic": lambda api: api.Resize((20, 31), interpolation=BICUBIC),
+    "Resize, nearest": lambda api: api.Resize((50, 31), interpolation=NEAREST),
+    "RandomResize": lambda api: api.RandomResize(23, 24),
+    "RandomShortestSize": lambda api: api.RandomShortestSize([23], max_size=29),
+    "RandomRotation": lambda api: api.RandomRotation((33, 33)),
+    "RandomRotation, bilinear": lambda api: api.RandomRotation((-71, -71), interpolation=BILINEAR),
+    "RandomRotation, filled": lambda api: api.RandomRotation((10, 10), fill=9, center=(3, 4)),
+    "RandomAffine": lambda api: api.RandomAffine((20, 20), scale=(1.25, 1.25), shear=(5, 5, -7, -7)),
+    "RandomAffine, bilinear": lambda api: api.RandomAffine((8, 8), interpolation=BILINEAR, fill=77),
+    "RandomPerspective": lambda api: api.RandomPerspective(0.5, 1.0),
+    "RandomPerspective, nearest": lambda api: api.RandomPerspective(0.7, 1.0, interpolation=NEAREST, fill=5),
+    "ColorJitter: brightness": lambda api: api.ColorJitter(brightness=(1.4, 1.4)),
+    "ColorJitter: brightness, darker": lambda api: api.ColorJitter(brightness=(0.3, 0.3)),
+    "ColorJitter: contrast": lambda api: api.ColorJitter(contrast=(1.7, 1.7)),
+    "ColorJitter: contrast, flatter": lambda api: api.ColorJitter(contrast=(0.2, 0.2)),
+    "ColorJitter: saturation": lambda api: api.ColorJitter(saturation=(1.9, 1.9)),
+    "ColorJitter: saturation, grayer": lambda api: api.ColorJitter(saturation=(0.4, 0.4)),
+    "ColorJitter: hue": lambda api: api.ColorJitter(hue=(0.3, 0.3)),
+    "ColorJitter: hue, backwards": lambda api: api.ColorJitter(hue=(-0.1, -0.1)),
+    "Grayscale": lambda api: api.Grayscale(3),
+    "RandomGrayscale": lambda api: api.RandomGrayscale(1.0),
+    "RandomInvert": lambda api: api.RandomInvert(1.0),
+    "RandomPosterize": lambda api: api.RandomPosterize(3, 1.0),
+    "RandomSolarize": lambda api: api.RandomSolarize(130, 1.0),
+    "RandomAutocontrast": lambda api: api.RandomAutocontrast(1.0),
+    "RandomEqualize": lambda api: api.RandomEqualize(1.0),
+    "RandomAdjustSharpness": lambda api: api.RandomAdjustSharpness(1.8, 1.0),
+    "RandomAdjustSharpness, softer": lambda api: api.RandomAdjustSharpness(0.2, 1.0),
+    "GaussianBlur": lambda api: api.GaussianBlur((3, 7), (1.1, 1.1)),
+    "GaussianBlur, hardly": lambda api: api.GaussianBlur(3, (0.2, 0.2)),
+    "RandomApply": lambda api: api.RandomApply([api.RandomInvert(1.0), api.RandomPosterize(3, 1.0)], 1.0),
+    "RandomApply, never": lambda api: api.RandomApply([api.RandomInvert(1.0)], 0.0),
+    "ToTensor": lambda api: api.ToTensor(),
+    "PILToTensor": lambda api: api.PILToTensor(),
+    "ToImage": lambda api: api.ToImage(),
+    "ToPureTensor": lambda api: api.ToPureTensor(),
+    "Identity": lambda api: api.Identity(),
+    "ToDtype": lambda api: api.Compose([api.ToImage(), api.ToDtype(torch.float32, scale=True)]),
+    "ToDtype, half": lambda api: api.Compose([api.ToImage(), api.ToDtype(torch.float16, scale=True)]),
+    "ToDtype, unscaled": lambda api: api.Compose([api.ToImage(), api.ToDtype(torch.float32)]),
+    "ConvertImageDtype": lambda api: api.ConvertImageDtype(torch.float32),
+    "Normalize": lambda api: api.Compose([api.ConvertImageDtype(torch.float32), api.Normalize((0.4,), (0.3,))]),
+}
+ELSEWHERE = {
+    *("RandomChoice", "RandomOrder", "RandAugment", "TrivialAugmentWide", "AutoAugment", "AugMix", "RandomErasing"),
+    *("GaussianNoise", "RandomPhotometricDistort", "RandomChannelPermutation"),
+}
+"""Steps that have a test of their own below."""
+
+
+def step_of(case: str) -> str:
+    return case.split(",")[0]
+
+
+def test_the_docs_name_every_step_that_is_served() -> None:
+    """Each step of torchvision and timm that is recognised has its rows, and each row a test."""
+    named = {("timm." if api == "timm" else "") + step.split(":")[0] for step, api, _ in LEVELS}
+    assert named == {*_READERS} - {"timm.ToNumpy"}
+    tested = {step_of(case) for case in CASES} | ELSEWHERE
+    assert tested == {step for step, api, _ in LEVELS if api != "timm"}
+
+
+def program_of(step: Any, store: ArrayStore) -> Program:
+    """Of a step that is served, be it one that is usually prepared."""
+    plan = plan_transform(step, form=store.spec.form, channels=store.samples[0].shape[0], prepared=0)
+    assert not plan.per_sample, plan.obstacle
+    return compile_ops(plan, store.spec)
+
+
+def serve_many(step: Any, array: np.ndarray, form: str, count: int) -> np.ndarray:
+    """One image as ``count`` samples of one batch."""
+    store = ArrayStore([array] * count, form)
+    program = program_of(step, store)
+    shape, dtype = program.output(array.shape) or ((), np.dtype(np.uint8))
+    out = np.empty((count, *shape), dtype)
+    program.run(store, np.arange(count), EPOCH, SEED, out)
+    return out
+
+
+def smooth_image(size: tuple[int, int]) -> np.ndarray:
+    rng = np.random.default_rng(5)
+    grid = torch.from_numpy(rng.integers(0, 256, (1, 3, 5, 6)).astype(np.float32))
+    array: np.ndarray = torch.nn.functional.interpolate(grid, size, mode="bicubic").clamp(0, 255)[0].byte().numpy()
+    return array
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_steps_are_as_close_as_the_docs_say(case: str) -> None:
+    """Colour and gray images, noisy, smooth and plain ones of several sizes, come out as the step itself makes them."""
+    for (step_name, api, form), level in LEVELS.items():
+        if step_name != step_of(case) or api not in APIS:
+            continue
+        step = CASES[case](APIS[api])
+        for channels in (3, 1):
+            arrays = images(6, (37, 50), (8, 7), (64, 33), channels=channels)
+            arrays += [smooth_image((45, 61))[:channels], np.full((channels, 20, 30), 77, np.uint8)]
+            store = ArrayStore(arrays, form)
+            program = program_of(step, store)
+            for index, array in enumerate(arrays):
+                got, want = program.run_one(store, index, EPOCH, SEED), wanted(step, to_form(array, form), index)
+                assert (got.shape, got.dtype) == (want.shape, want.dtype)
+                worst = np.abs(got.astype(float) - want.astype(float)).max()
+                assert worst <= level, f"{api}, {form}: sample {index} with {channels} channels is off by {worst}"
+
+
+def wanted(step: Any, sample: Any, index: int) -> np.ndarray:
+    """The step with the parameters that fastdata draws for this sample."""
+    if type(step).__name__ != "RandomPerspective":
+        return reference([step], sample, index)
+    api = v2.functional if type(step).__module__.startswith("torchvision.transforms.v2") else v1.functional
+    width, height = (sample.shape[-1], sample.shape[-2]) if isinstance(sample, torch.Tensor) else sample.size
+    reach = [int(step.distortion_scale * (length // 2)) + 1 for length in (width, height)]
+    key = sample_keys(SEED, EPOCH, np.array([index]))
+    moved = [int(draw_integers(key, 0, k, reach[k % 2])[0]) for k in range(8)]
+    left, top, right, bottom = 0, 0, width - 1, height - 1
+    corners = [[left, top], [right, top], [right, bottom], [left, bottom]]
+    ends = [
+        [moved[2 * k] if x == 0 else width - reach[0] + moved[2 * k], moved[2 * k + 1] + (y > 0) * (height - reach[1])]
+        for k, (x, y) in enumerate(corners)
+    ]
+    return to_array(api.perspective(sample, corners, ends, step.interpolation, step.fill))
+
+
+# All outcomes of a step
+
+
+class Paths:
+    """Runs a function along every path that its random draws can take; knows the chance of the present one."""
+
+    def __init__(self) -> None:
+        self._path: list[list[int]] = []  # of each choice: what is taken, and of how many
+        self._at = 0
+        self.chance = 1.0
+
+    def choose(self, shares: Sequence[float]) -> int:
+        """Take one of several ways, of which those without a share are none."""
+        open_ways = [way for way, share in enumerate(shares) if share > 0]
+        if self._at == len(self._path):
+            self._path.append([0, len(open_ways)])
+        way = open_ways[self._path[self._at][0]]
+        self._at += 1
+        self.chance *= shares[way] / sum(shares)
+        return way
+
+    def run_all(self, run: Callable[[], Any]) -> Iterator[tuple[Any, float]]:
+        """Give what each path returns, and its chance."""
+        while True:
+            self._at, self.chance = 0, 1.0
+            yield run(), self.chance
+            while self._path and self._path[-1][0] + 1 == self._path[-1][1]:
+                self._path.pop()
+            if not self._path:
+                return
+            self._path[-1][0] += 1
+
+    # In the place of torch's, Python's and NumPy's functions.
+
+    def randint(self, *bounds: Any, low: int = 0, high: int = 0, size: Any = None, dtype: Any = None) -> torch.Tensor:
+        if bounds:
+            high, size = bounds
+        numbers = [low + self.choose([1] * (high - low)) for _ in range(int(np.prod(size)))]
+        return torch.tensor(numbers).reshape(size)
+
+    def rand(self, size: Any) -> Any:
+        return Uniform(self) if size in ((), 1) else [Uniform(self) for _ in range(*size)]
+
+    def randperm(self, count: int) -> torch.Tensor:
+        orders = list(itertools.permutations(range(count)))
+        return torch.tensor(orders[self.choose([1] * len(orders))])
+
+    def pick(self, values: Sequence[Any]) -> Any:
+        return values[self.choose([1] * len(values))]
+
+    def pick_several(self, values: Sequence[Any], count: int, replace: bool = True, p: Any = None) -> list[Any]:
+        assert replace or count == 1
+        return [values[self.choose([1] * len(values) if p is None else p)] for _ in range(count)]
+
+
+class Uniform:
+    """A number in [0, 1) that is only compared."""
+
+    def __init__(self, paths: Paths) -> None:
+        self._paths = paths
+
+    def __lt__(self, bound: float) -> bool:
+        return self._paths.choose([bound, 1 - bound]) == 0
+
+    def __gt__(self, bound: float) -> bool:
+        return not self < bound
+
+    __le__, __ge__ = __lt__, __gt__
+
+    def item(self) -> Uniform:
+        return self
+
+
+def outcomes_of(step: Any, sample: Any) -> dict[bytes, float]:
+    """All different outcomes of a step, and the chance of each."""
+    paths = Paths()
+    chances: dict[bytes, float] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("randint", "rand", "randperm"):
+            patch.setattr(torch, name, getattr(paths, name))
+        patch.setattr(random, "random", lambda: Uniform(paths))
+        patch.setattr(random, "choice", paths.pick)
+        patch.setattr(np.random, "choice", paths.pick_several)
+        for array, chance in paths.run_all(lambda: to_array(step(sample))):
+            chances[array.tobytes()] = chances.get(array.tobytes(), 0.0) + chance
+    assert sum(chances.values()) == pytest.approx(1)
+    return chances
+
+
+def assert_served(step: Any, array: np.ndarray, form: str, level: int, count: int) -> None:
+    """All that is served is an outcome of the step, within ``level``, and each occurs as often as it should.
+
+    A count is off by more than 5 deviations once in two million times, if draws are right.
+    """
+    outcomes = outcomes_of(step, to_form(array, form))
+    every = np.stack([np.frombuffer(outcome, np.uint8) for outcome in outcomes]).astype(np.int16)
+    chances, found = np.array([*outcomes.values()]), np.zeros(len(outcomes))
+    for served, times in Counter(got.tobytes() for got in serve_many(step, array, form, count)).items():
+        distances = np.abs(every - np.frombuffer(served, np.uint8))
+        nearest = int(distances.sum(axis=1).argmin())
+        assert distances[nearest].max() <= level, f"off by {distances[nearest].max()}"
+        found[nearest] += times
+    deviations = np.abs(found - count * chances) / np.sqrt(count * chances * (1 - chances) + 1)
+    worst = int(deviations.argmax())
+    assert deviations[worst] < 5, f"an outcome of chance {chances[worst]:.4f} came {found[worst]} times of {count}"
+
+
+def kolmogorov(a: Any, b: Any) -> float:
+    """Largest distance of two empirical distributions."""
+    a, b = np.sort(a), np.sort(b)
+    every = np.concatenate([a, b])
+    return float(
+        np.abs(np.searchsorted(a, every, "right") / len(a) - np.searchsorted(b, every, "right") / len(b)).max()
+    )
+
+
+@pytest.mark.parametrize(
+    ("api", "form"), [(api, form) for step, api, form in LEVELS if step == "AutoAugment" and api in APIS]
+)
+@pytest.mark.parametrize("policy", ["RandAugment", "TrivialAugmentWide", "AutoAugment", "AutoAugment, CIFAR10"])
+def test_automatic_augmentation(policy: str, api: str, form: str) -> None:
+    """Every outcome of a policy comes as often as torchvision's code makes it, with its pixels."""
+    name, _, which = policy.partition(", ")
+    options: dict[str, Any] = {"RandAugment": {"num_ops": 1}, "TrivialAugmentWide": {"num_magnitude_bins": 3}}.get(
+        name, {}
+    )
+    if which:
+        options = {"policy": v1.AutoAugmentPolicy[which], "interpolation": BILINEAR, "fill": 100}
+    step = getattr(APIS[api], name)(**options)
+    assert_served(step, smooth_image((13, 16)), form, LEVELS[name, api, form], 3000)
+
+
+@both_apis
+def test_several_ops_in_turn(api: Any) -> None:
+    """The ops of RandAugment follow one another, drawn independently."""
+    step = api.RandAugment(num_ops=2, magnitude=5)
+    assert_served(step, smooth_image((9, 8)), "pil", 0, 4000)
+
+
+@both_apis
+@all_forms
+def test_jitter_in_random_order(api: Any, form: str) -> None:
+    """ColorJitter applies its four factors in any of 24 orders, each about equally often."""
+    step = api.ColorJitter(**dict.fromkeys(("brightness", "contrast", "saturation"), (1.25, 1.25)), hue=(0.125, 0.125))
+    assert_served(step, smooth_image((13, 16)), form, 0 if form == "pil" else 4, 2000)
+
+
+@all_forms
+def test_photometric_distortion(form: str) -> None:
+    """Each of its steps and each order of channels comes as often as it should."""
+    fixed = dict.fromkeys(("brightness", "contrast", "saturation"), (1.25, 1.25))
+    step = v2.RandomPhotometricDistort(**fixed, hue=(0.125, 0.125), p=0.75)
+    assert_served(step, smooth_image((13, 16)), form, LEVELS["RandomPhotometricDistort", "v2", form], 3000)
+
+
+@all_forms
+def test_permuted_channels(form: str) -> None:
+    """Each order of channels is equally likely."""
+    assert_served(v2.RandomChannelPermutation(), smooth_image((4, 5)), form, 0, 1000)
+
+
+@both_apis
+@all_forms
+def test_choice_and_order(api: Any, form: str) -> None:
+    """RandomChoice takes each step as often as its weight says; RandomOrder takes both orders."""
+    gray = np.full((3, 4, 4), 100, np.uint8)
+    invert, brighter = api.RandomInvert(1.0), api.ColorJitter(brightness=(1.5, 1.5))
+    chosen = serve_many(api.RandomChoice([invert, brighter], p=[0.2, 0.8]), gray, form, 2000)[:, 0, 0, 0].tolist()
+    assert set(chosen) == {155, 150}
+    assert 0.16 < chosen.count(155) / 2000 < 0.24
+    ordered = serve_many(api.RandomOrder([invert, brighter]), gray, form, 2000)[:, 0, 0, 0].tolist()
+    assert set(ordered) == {232, 105}
+    assert 0.45 < ordered.count(232) / 2000 < 0.55
+    assert_served(api.RandomApply([invert, brighter], 0.25), gray, form, 0, 2000)
+
+
+# AugMix
+
+
+class Script:
+    """Torch's draws for one sample of AugMix, as fastdata draws them: depths, then op, magnitude and sign of each."""
+
+    def __init__(self, step: Any, program: Program, index: int, size: tuple[int, int]) -> None:
+        (op,) = program._given
+        key = sample_keys(SEED, EPOCH, np.array([index]))
+        lengths = [np.array([length]) for length in size]
+        self._drawing, self._severity = Drawing(key, np.array([index]), *lengths, 3), step.severity
+        self._position, self._chain, self._depth = op.position, -1, 0
+        self._shares = [op._dirichlet(self._drawing, 0, 2), op._dirichlet(self._drawing, 100, step.mixture_width)]
+
+    def dirichlet(self, params: torch.Tensor) -> torch.Tensor:
+        return torch.from_numpy(self._shares.pop(0)).float()
+
+    def randint(self, *bounds: Any, low: int = 0, high: int = 0, size: Any = None, dtype: Any = None) -> torch.Tensor:
+        if low:
+            self._chain, self._depth = self._chain + 1, 0
+            return torch.tensor([1 + self._integer(0, 3)])
+        if bounds[0] == 2:
+            return torch.tensor([self._is_negative()])
+        if bounds[0] == self._severity:
+            return torch.tensor(self._integer(4 * self._depth + 1, self._severity)).reshape(bounds[1])
+        self._depth += 1
+        return torch.tensor(self._integer(4 * self._depth, bounds[0])).reshape(bounds[1])
+
+    def rand(self, size: Any) -> torch.Tensor:
+        return torch.tensor(0.0 if self._is_negative() else 1.0)
+
+    def _is_negative(self) -> bool:
+        return bool(self._drawing.uniform(self._at(), 4 * self._depth + 2)[0] < 0.5)
+
+    def _integer(self, draw: int, count: int) -> int:
+        return int(self._drawing.integers(self._at(), draw, count)[0])
+
+    def _at(self) -> int:
+        return child(self._position, self._chain)
+
+
+@pytest.mark.parametrize("api", APIS)
+@all_forms
+def test_aug_mix(api: str, form: str) -> None:
+    """For the same draws AugMix gives torchvision's pixels, whatever the lengths of its chains."""
+    step, array = APIS[api].AugMix(severity=4), smooth_image((15, 18))
+    served = serve_many(step, array, form, 20).astype(int)
+    program = program_of(step, ArrayStore([array], form))
+    for index in range(20):
+        script = Script(step, program, index, (15, 18))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch, "randint", script.randint)
+            patch.setattr(torch, "rand", script.rand)
+            step._sample_dirichlet = script.dirichlet
+            want = to_array(step(to_form(array, form))).astype(int)
+        assert np.abs(served[index] - want).max() <= LEVELS["AugMix", api, form]
+
+
+@pytest.mark.parametrize("alpha", [0.4, 1.0, 3.0])
+def test_shares_of_aug_mix(alpha: float) -> None:
+    """They have a Dirichlet distribution: their sum is 1, and each has the right beta distribution."""
+    (op,) = plan_transform(v2.AugMix(alpha=alpha)).batch_ops
+    sizes = np.full(4000, 8)
+    drawing = Drawing(sample_keys(0, 0, np.arange(4000)), np.arange(4000), sizes, sizes, 3)
+    shares = op._dirichlet(drawing, 100, 3)
+    assert np.allclose(shares.sum(axis=1), 1)
+    wanted = np.random.default_rng(0).dirichlet([alpha] * 3, 40000)
+    for place in range(3):
+        assert kolmogorov(shares[:, place], wanted[:, place]) < 0.03
+
+
+# What is drawn from ranges
+
+
+def drawn_records(step: Any, size: tuple[int, int], count: int, form: str = "pil") -> np.ndarray:
+    """Records of ``count`` samples."""
+    program = program_of(step, ArrayStore([np.zeros((3, *size), np.uint8)] * 2, form))
+    shapes = np.broadcast_to(np.array([3, *size], np.int32), (count, 3))
+    return program._draw(np.arange(count), 0, 0, shapes).records()
+
+
+@both_apis
+def test_crop_boxes_are_distributed_as_torchvisions(api: Any) -> None:
+    """Top, left, height and width of RandomResizedCrop's boxes."""
+    step = api.RandomResizedCrop(8, scale=(0.1, 0.9))
+    boxes = drawn_records(step, (90, 120), 3000)[:, 0]["n"][:, :4]
+    torch.manual_seed(0)
+    sample = torch.zeros(3, 90, 120)
+    theirs = np.array([v1.RandomResizedCrop.get_params(sample, step.scale, step.ratio) for _ in range(3000)])
+    for ours, wanted in zip(boxes.T, theirs.T, strict=True):
+        assert kolmogorov(ours, wanted) < 0.045
+
+
+@both_apis
+def test_matrices_are_torchvisions(api: Any) -> None:
+    """An affine map is the very numbers that torchvision computes, for any angle, shear, scale and translation."""
+    step = api.RandomAffine((-180, 180), translate=(0.3, 0.4), scale=(0.5, 2.0), shear=(-30, 30, -30, 30))
+    size = (61, 83)
+    records = drawn_records(step, size, 500)[:, 0]
+    keys = sample_keys(0, 0, np.arange(500))
+    drawing = Drawing(keys, np.arange(500), np.full(500, size[0]), np.full(500, size[1]), 3)
+    limits = [
+        (-180, 180),
+        (-0.3 * size[1], 0.3 * size[1]),
+        (-0.4 * size[0], 0.4 * size[0]),
+        (0.5, 2),
+        (-30, 30),
+        (-30, 30),
+    ]
+    drawn = np.stack([drawing.uniform(0, number, *each) for number, each in enumerate(limits)], axis=1)
+    for record, (angle, x, y, scale, *shear) in zip(records, drawn.tolist(), strict=True):
+        middle = [size[1] * 0.5, size[0] * 0.5]
+        matrix = v1.functional._get_inverse_affine_matrix(middle, angle, [round(x), round(y)], scale, shear)
+        assert record["v"][:6].tolist() == matrix
+
+
+@both_apis
+@pytest.mark.parametrize("value", [0, (0.5, 1.5, 2.5), "random"])
+def test_erasing(api: Any, value: Any) -> None:
+    """A rectangle of normalised floats is replaced, of torchvision's sizes and values; the rest stays."""
+    step = api.RandomErasing(1.0, scale=(0.05, 0.3), value=value)
+    torch.manual_seed(0)
+    sample = torch.zeros(3, 40, 30)
+    theirs = [np.prod(v1.RandomErasing.get_params(sample, step.scale, step.ratio, [0.0])[2:4]) for _ in range(1500)]
+    boxes = erased_boxes(step)
+    assert kolmogorov([box[0].size for box in boxes], theirs) < 0.12
+    joined = np.concatenate([box.reshape(3, -1) for box in boxes], axis=1)
+    if value == "random":
+        assert kolmogorov(joined.ravel()[:20000], np.random.default_rng(0).standard_normal(20000)) < 0.02
+    else:
+        assert (joined == np.broadcast_to(np.array(value, np.float32), 3)[:, None]).all()
+
+
+def erased_boxes(step: Any) -> list[np.ndarray]:
+    """What each of 300 normalised images has in place of what was erased, where there is something."""
+    (array,) = images(1, (40, 30))
+    before = [v1.ToTensor(), v1.Normalize((0.5,), (0.25,))]
+    (plain,) = serve_many(v1.Compose(before), array, "pil", 1)
+    boxes = []
+    for got in serve_many(v1.Compose([*before, step]), array, "pil", 300):
+        changed = (got != plain).any(axis=0)
+        rows, columns = np.flatnonzero(changed.any(axis=1)), np.flatnonzero(changed.any(axis=0))
+        if len(rows):
+            boxes.append(got[:, rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1])
+    return boxes
+
+
+def test_erasing_before_normalize() -> None:
+    """What is erased before Normalize is normalised like everything else."""
+    store = ArrayStore(images(20, (12, 9)))
+    first = [v1.ToTensor(), v1.RandomErasing(1.0, value=0.25)]
+    norm = v1.Normalize((0.4, 0.5, 0.6), (0.2, 0.3, 0.4))
+    erased, both = (program_of(v1.Compose(steps), store) for steps in (first, [*first, norm]))
+    for index in range(20):
+        want = norm(torch.from_numpy(erased.run_one(store, index, 0, 0))).numpy()
+        np.testing.assert_allclose(both.run_one(store, index, 0, 0), want, atol=1e-6)
+
+
+def test_noise() -> None:
+    """GaussianNoise has its mean and deviation and is clipped, among uint8 and among floats."""
+    gray = np.full((3, 50, 40), 128, np.uint8)
+    (noisy,) = serve_many(v2.GaussianNoise(0.05, 0.1), gray, "tensor", 1)
+    assert abs(noisy.mean() - 128 - 0.05 * 255) < 1
+    assert abs(noisy.std() - 0.1 * 255) < 1
+    floats = [v2.ToDtype(torch.float32, scale=True), v2.GaussianNoise(0.0, 0.3), v2.Normalize((0.5,), (0.5,))]
+    (normal,) = serve_many(v2.Compose(floats), gray, "tensor", 1)
+    assert -1 == normal.min() < normal.max() == 1
+    assert abs(np.median(normal) - (128 / 255 - 0.5) / 0.5) < 0.05
+
+
+@both_apis
+def test_expanding_rotations(api: Any) -> None:
+    """An expanding rotation has the size that Pillow gives it."""
+    step = api.RandomRotation((25, 25), expand=True)
+    (array,) = images(1, (30, 41))
+    store = ArrayStore([array])
+    assert np.array_equal(program_of(step, store).run_one(store, 0, 0, 0), to_array(step(to_form(array, "pil"))))
+
+
+def test_sizes_are_drawn_from_the_whole_range() -> None:
+    """RandomResize and RandomShortestSize give every size that torchvision's give, and no other."""
+    store = ArrayStore(images(1, (20, 30)))
+    for step in (v2.RandomResize(5, 9), v2.RandomShortestSize([6, 11], max_size=14)):
+        program = program_of(step, store)
+        shapes = {program.run_one(store, 0, epoch, 3).shape for epoch in range(60)}
+        wanted = {to_array(step(to_form(store.samples[0], "pil"))).shape for _ in range(60)}
+        assert shapes == wanted
+
+
+# timm
+
+
+@pytest.fixture
+def timm_data() -> Any:
+    return pytest.importorskip("timm.data")
+
+
+TIMM_OPS = {
+    *("AutoContrast", "Equalize", "Invert", "Rotate", "Posterize", "PosterizeIncreasing", "PosterizeOriginal"),
+    *("Solarize", "SolarizeIncreasing", "SolarizeAdd", "Color", "ColorIncreasing", "Contrast", "ContrastIncreasing"),
+    *("Brightness", "BrightnessIncreasing", "Sharpness", "SharpnessIncreasing", "ShearX", "ShearY", "TranslateX"),
+    *("TranslateY", "TranslateXRel", "TranslateYRel", "Desaturate", "GaussianBlur", "GaussianBlurRand"),
+}
+
+
+def test_timm_has_no_other_ops(timm_data: Any) -> None:
+    """What its RandAugment and AutoAugment choose from is known here."""
+    assert {*timm_data.auto_augment.NAME_TO_OP} == TIMM_OPS
+
+
+@pytest.mark.parametrize("name", sorted(TIMM_OPS - {"GaussianBlurRand"}))
+def test_timm_ops(timm_data: Any, name: str) -> None:
+    """Each sign, filter and whether it is applied come as often as with timm, with its pixels."""
+    hparams = {"translate_const": 7, "img_mean": (124, 116, 104)}
+    for magnitude in (3, 6, 9):
+        op = timm_data.auto_augment.AugmentOp(name, 0.75, magnitude, hparams)
+        step = timm_data.auto_augment.RandAugment([op], num_layers=1)
+        assert_served(step, smooth_image((13, 16)), "pil", LEVELS["RandAugment", "timm", "pil"], 2000)
+
+
+def test_timm_op_that_blurs_at_random(timm_data: Any) -> None:
+    """The radius is uniform from 0.1 to twice the magnitude's share of 10, and the pixels are Pillow's."""
+    op = timm_data.auto_augment.AugmentOp("GaussianBlurRand", 1.0, 6)
+    step, array = timm_data.auto_augment.RandAugment([op], num_layers=1), smooth_image((13, 16))
+    store = ArrayStore([array] * 300)
+    program = program_of(step, store)
+    shapes = np.full((300, 3), array.shape, np.int32)
+    radius = program._draw(np.arange(300), EPOCH, SEED, shapes).records()[:, 0]["v"][:, 0]
+    assert kolmogorov(radius, np.linspace(0.1, 1.2, 300)) < 0.1
+    for got, each in zip(serve_many(step, array, "pil", 300)[:20], radius.tolist(), strict=False):
+        assert np.array_equal(got, to_array(to_form(array, "pil").filter(ImageFilter.GaussianBlur(each))))
+
+
+@pytest.mark.parametrize("name", ["original", "originalr", "v0r"])
+def test_timm_auto_augment(timm_data: Any, name: str) -> None:
+    """Each policy comes as often as with timm, with its pixels."""
+    step = timm_data.auto_augment_transform(name, {"translate_const": 7, "img_mean": (124, 116, 104)})
+    assert_served(step, smooth_image((9, 8)), "pil", LEVELS["AutoAugment", "timm", "pil"], 4000)
+
+
+@pytest.mark.parametrize("config", ["rand-m9-n1-inc1", "rand-m5-n1-tweights", "rand-m7-n1-p0.8-t3a"])
+def test_timm_rand_augment(timm_data: Any, config: str) -> None:
+    """Each op comes as often as with timm, weights included."""
+    step = timm_data.rand_augment_transform(config, {"translate_const": 7, "img_mean": (124, 116, 104)})
+    assert_served(step, smooth_image((13, 16)), "pil", LEVELS["RandAugment", "timm", "pil"], 3000)
+
+
+@pytest.mark.parametrize("config", ["rand-m9-mstd0.5-inc1", "rand-m9-mstd101-inc1", "rand-m4-mstd3-mmax12"])
+def test_timm_magnitudes(timm_data: Any, config: str) -> None:
+    """They are spread around their mean as timm spreads them."""
+    step = timm_data.rand_augment_transform(config, {"translate_const": 7})
+    (op,) = step.ops = [op for op in step.ops if op.name.startswith("Brightness")]
+    records = drawn_records(step, (20, 20), 20000)
+    factors: list[float] = []
+    op.prob, op.aug_fn = 1.0, lambda image, factor, **rest: factors.append(factor)
+    random.seed(0)
+    for _ in range(20000):
+        op(None)
+    assert kolmogorov(records["v"][..., 0][records["code"] == Code.BRIGHTNESS], factors) < 0.02
+
+
+def test_timm_layers(timm_data: Any) -> None:
+    """Each of two layers chooses among all 15 ops alike, and leaves half of the images as they are."""
+    records = drawn_records(timm_data.rand_augment_transform("rand-m9-mstd0.5-inc1"), (20, 20), 5000)
+    applied = (records["code"] > 0).sum(axis=1)
+    for count, share in enumerate((0.25, 0.5, 0.25)):
+        assert abs((applied == count).mean() - share) < 0.03
+    for code in (Code.BRIGHTNESS, Code.EQUALIZE, Code.SOLARIZE_ADD):
+        assert abs((records["code"] == code).sum() / 5000 - 1 / 15) < 0.015
+
+
+def test_timm_auto_augment_with_spread_magnitudes(timm_data: Any) -> None:
+    """With mstd images change about as far as with timm's own, on average and in spread."""
+    step, array = timm_data.auto_augment_transform("original-mstd0.5", {"translate_const": 7}), smooth_image((9, 8))
+    random.seed(0)
+    theirs = [np.abs(to_array(step(to_form(array, "pil"))).astype(int) - array).mean() for _ in range(1000)]
+    ours = np.abs(serve_many(step, array, "pil", 3000).astype(int) - array).mean(axis=(1, 2, 3))
+    assert kolmogorov(theirs, ours) < 0.06
+
+
+@pytest.mark.parametrize("interpolation", ["random", "bilinear", "bicubic", "nearest", "lanczos"])
+def test_timm_crop(timm_data: Any, interpolation: str) -> None:
+    """Boxes are distributed as timm's, filters alternate, and pixels are those of the same box and filter."""
+    step = timm_data.transforms.RandomResizedCropAndInterpolation(11, scale=(0.1, 0.9), interpolation=interpolation)
+    records = drawn_records(step, (90, 120), 3000)
+    boxes = records[records["code"] > 0]["n"]
+    random.seed(0)
+    theirs = np.array([step.get_params(torch.zeros(3, 90, 120), step.scale, step.ratio) for _ in range(3000)])
+    for ours, wanted in zip(boxes.T[:4], theirs.T, strict=True):
+        assert kolmogorov(ours, wanted) < 0.045
+    (array,) = images(1, (31, 40))
+    store = ArrayStore([array] * 40)
+    shapes = np.full((40, 3), array.shape, np.int32)
+    records = program_of(step, store)._draw(np.arange(40), EPOCH, SEED, shapes).records()
+    seen = set()
+    drawn = records[records["code"] > 0]["n"].tolist()
+    for got, record in zip(serve_many(step, array, "pil", 40), drawn, strict=True):
+        mode = v1.InterpolationMode(INTERPOLATIONS[record[6]])
+        seen.add(mode.value)
+        want = v1.functional.resized_crop(to_form(array, "pil"), *record[:4], step.size, mode)
+        assert np.array_equal(got, to_array(want))
+    assert seen == ({"bilinear", "bicubic"} if interpolation == "random" else {interpolation})
+
+
+@pytest.mark.parametrize("mode", ["const", "rand", "pixel"])
+def test_timm_erasing(timm_data: Any, mode: str) -> None:
+    """Rectangles are distributed as timm's; they hold 0, one normal number for each channel, or one for each pixel."""
+    erasing = timm_data.random_erasing.RandomErasing
+    boxes = erased_boxes(erasing(1.0, min_area=0.05, mode=mode, device="cpu"))
+    theirs = erasing(1.0, min_area=0.05, device="cpu")
+    random.seed(0)
+    areas = np.array([int((theirs(torch.ones(3, 40, 30))[0] == 0).sum()) for _ in range(1000)])
+    assert kolmogorov([box[0].size for box in boxes], areas[areas > 0]) < 0.12
+    pixels = [box.reshape(3, -1) for box in boxes]
+    if mode == "pixel":
+        joined = np.concatenate(pixels, axis=1).ravel()[:20000]
+        assert kolmogorov(joined, np.random.default_rng(0).standard_normal(20000)) < 0.02
+        return
+    assert all((box == box[:, :1]).all() for box in pixels)
+    colours = np.concatenate([box[:, 0] for box in pixels])
+    if mode == "const":
+        assert not colours.any()
+    else:
+        assert kolmogorov(colours, np.random.default_rng(0).standard_normal(20000)) < 0.06
+
+
+def test_timm_erases_several_rectangles(timm_data: Any) -> None:
+    """Their number and the share of the image that they cover are distributed as timm's."""
+    erasing = timm_data.random_erasing.RandomErasing(0.8, max_count=3, device="cpu")
+    random.seed(0)
+    theirs = [float((erasing(torch.ones(3, 40, 30))[0] == 0).sum()) for _ in range(2000)]
+    white = np.full((3, 40, 30), 255, np.uint8)
+    served = serve_many(v1.Compose([v1.ToTensor(), erasing]), white, "pil", 2000)
+    assert kolmogorov((served[:, 0] == 0).sum(axis=(1, 2)), theirs) < 0.05
+
+
+@all_forms
+def test_timm_conversions(timm_data: Any, form: str) -> None:
+    """MaybeToTensor and MaybePILToTensor give timm's bits; ToNumpy is named as what stays per sample."""
+    (array,) = images(1, (7, 6))
+    for step in (timm_data.transforms.MaybeToTensor(), timm_data.transforms.MaybePILToTensor()):
+        (got,) = serve_many(step, array, form, 1)
+        want = to_array(step(to_form(array, form)))
+        assert got.dtype == want.dtype
+        assert np.array_equal(got, want)
+    assert "MaybePILToTensor" in plan_transform(timm_data.transforms.ToNumpy()).reason
+
+
+def test_timm_training_transform(timm_data: Any) -> None:
+    """What timm's create_transform makes for training is served whole."""
+    options = {"auto_augment": "rand-m9-mstd0.5-inc1", "re_prob": 0.25, "re_mode": "pixel"}
+    plan = plan_transform(timm_data.create_transform(224, is_training=True, **options))
+    assert (plan.prepare, plan.per_sample, plan.is_batched) == ((), (), True)
+    assert plan_transform(timm_data.create_transform(224, is_training=True)).is_batched
+
+
+# What is not served
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        v2.ElasticTransform(),
+        v1.RandomApply([v1.Lambda(lambda image: image)]),
+        v1.RandomApply([v1.ToTensor()]),
+        v2.RandomZoomOut(),
+    ],
+    ids=lambda step: type(step).__name__,
+)
+def test_what_is_not_served_is_named(step: Any) -> None:
+    """The step and all after it run as written, and the plan says which one it was."""
+    plan = plan_transform(v1.Compose([v1.RandomHorizontalFlip(), step, v1.ToTensor()]))
+    assert plan.per_sample[0] is step
+    assert type(step).__name__ in str(plan.obstacle)
+
+
+def test_subclasses_stay_the_users() -> None:
+    """A class derived from a known one is not taken for it."""
+
+    class Mine(v1.RandomInvert):
+        pass
+
+    assert known_name(Mine()) is None

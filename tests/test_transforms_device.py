@@ -1,0 +1,436 @@
+"""Batch ops on a device give the draws and the pixels of batch ops on the CPU.
+
+Everything here runs on CPU tensors, and once more on a GPU where there is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torchvision import transforms as v1
+from torchvision.transforms import v2
+
+from fastdata.spec import SampleSpec
+from fastdata.transforms import plan_transform
+from fastdata.transforms.device import DeviceProgram, device_obstacle
+from test_transforms import (
+    EPOCH,
+    NORM,
+    SEED,
+    ArrayStore,
+    all_conversions,
+    all_forms,
+    all_modes,
+    both_apis,
+    images,
+    served,
+)
+
+SIZE = (37, 50)
+Steps = Sequence[Any]
+
+
+class OnDevice(TorchDispatchMode):
+    """Refuses what is right on the CPU and wrong or slow on a GPU; keeps each op that made a tensor, and that.
+
+    ``out=`` of another dtype than what is computed: CUDA computes in the dtype of ``out`` (pytorch#173110). An index of
+    several tensors: all of them are spread out over every pixel. Anything that brings a value to the host, or whose
+    shape only the device knows: the host waits.
+    """
+
+    WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "item", "is_nonzero", "equal", "unique")
+    VIEWS = (
+        "view",
+        "_unsafe_view",
+        "expand",
+        "permute",
+        "slice",
+        "unsqueeze",
+        "select",
+        "unbind",
+        "transpose",
+        "detach",
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[tuple[str, torch.Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, kwargs = func.overloadpacket.__name__, kwargs or {}
+        assert name not in self.WAITING, f"{name} makes the host wait"
+        if name == "index":
+            assert sum(each is not None for each in args[1]) < 2, "an index of several tensors"
+        if isinstance(kwargs.get("out"), torch.Tensor) and not kwargs["out"].is_floating_point():
+            inputs = [each for each in args if isinstance(each, torch.Tensor)]
+            promoted = inputs[0].dtype
+            for each in inputs[1:]:
+                promoted = torch.promote_types(promoted, each.dtype)
+            assert kwargs["out"].dtype == promoted, f"{name} computes {promoted} into {kwargs['out'].dtype}"
+        result = func(*args, **kwargs)
+        if isinstance(result, torch.Tensor) and name not in self.VIEWS:
+            assert result.dtype != torch.float64 or name == "lift_fresh", "float64, which not every device has"
+            self.made.append((name, result))
+        return result
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    return torch.device(request.param)
+
+
+def store_of(form: str = "pil", size: tuple[int, int] = SIZE, channels: int = 3, count: int = 24) -> ArrayStore:
+    return ArrayStore(images(count, size, channels=channels), form)
+
+
+def program_of(steps: Steps, store: ArrayStore, **options: Any) -> DeviceProgram:
+    """A program, of steps that end with a tensor."""
+    if store.spec.form == "pil" and not any("To" in type(step).__name__ for step in steps):
+        steps = [*steps, v1.PILToTensor()]
+    plan = plan_transform(v1.Compose(list(steps)), form=store.spec.form, channels=store.samples[0].shape[0])
+    assert not plan.per_sample, plan.obstacle
+    return DeviceProgram(plan, store.spec, **options)
+
+
+def sent(prog: DeviceProgram, store: ArrayStore, index_B: np.ndarray) -> torch.Tensor:
+    """What is sent to the device."""
+    if prog.host is None:
+        return torch.from_numpy(
+            np.stack([store.samples[i] for i in index_B] or [np.zeros(prog.sent_shape, np.uint8)])[: len(index_B)]
+        )
+    out = np.empty((len(index_B), *prog.sent_shape), np.uint8)
+    prog.host.run(store, index_B, EPOCH, SEED, out)
+    return torch.from_numpy(out)
+
+
+def run_both(
+    steps: Steps, store: ArrayStore, index: Sequence[int], device: torch.device, **options: Any
+) -> torch.Tensor:
+    """What ``run`` gives on what is sent; ``gather_run`` on all samples must give the same."""
+    prog = program_of(steps, store, **options)
+    index_B = np.array(index, np.int64)
+    draws = prog.draw(index_B, EPOCH, SEED)
+    draws = None if draws is None else draws.to(device)
+    batch = prog.run(sent(prog, store, index_B).to(device), draws)
+    if prog.host is None:
+        samples = torch.from_numpy(np.stack(store.samples)).to(device)
+        gathered = prog.gather_run(samples, torch.from_numpy(index_B).to(device), draws)
+        assert torch.equal(batch, gathered)
+        assert batch.stride() == gathered.stride() or not len(batch)
+    assert (tuple(batch.shape[1:]), batch.dtype) == prog.output
+    return batch.cpu()
+
+
+def check(steps: Steps, store: ArrayStore, device: torch.device, *, atol: float = 0, **options: Any) -> None:
+    """Batches equal those of the CPU's program, some samples twice."""
+    index = [*reversed(range(len(store.samples))), 0, 0]
+    expected = served(steps, store, index)
+    batch = run_both(steps, store, index, device, **options)
+    assert batch.is_contiguous(
+        memory_format=torch.channels_last if options.get("channels_last") else torch.contiguous_format
+    )
+    assert batch.shape == expected.shape
+    np.testing.assert_allclose(batch.numpy(), expected, rtol=0, atol=atol)
+    assert batch.dtype == torch.from_numpy(expected).dtype
+
+
+# Geometry
+
+
+@both_apis
+@all_forms
+@pytest.mark.parametrize("p", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("size", [(6, 5), (8, 16), SIZE], ids=str)
+def test_flips(device: torch.device, api: Any, form: str, p: float, size: tuple[int, int]) -> None:
+    """None, some and all mirrored, along one axis and along both."""
+    check([api.RandomHorizontalFlip(p), api.PILToTensor()][: 1 + (form == "pil")], store_of(form, size), device)
+    check([api.RandomVerticalFlip(p), api.RandomHorizontalFlip(0.5)], store_of(form, size), device)
+
+
+@both_apis
+@all_forms
+@all_modes
+@pytest.mark.parametrize("channels", [1, 3])
+def test_padded_crops(device: torch.device, api: Any, form: str, mode: str, channels: int) -> None:
+    """Uneven borders in all modes, mirrored along both axes."""
+    crop = api.RandomCrop((36, 50), padding=(1, 2, 3, 4), padding_mode=mode, fill=7)
+    steps = [crop, api.RandomHorizontalFlip(), api.RandomVerticalFlip()]
+    check(steps, store_of(form, channels=channels), device)
+    check(steps, store_of(form, channels=channels), device, channels_last=True)
+
+
+@both_apis
+@all_modes
+@pytest.mark.parametrize("padding", [None, (1, 0, 2, 1)])
+def test_pad_if_needed(device: torch.device, api: Any, mode: str, padding: Any) -> None:
+    """Images that are too small along one axis are padded there."""
+    crop = api.RandomCrop((9, 8), padding=padding, pad_if_needed=True, padding_mode=mode)
+    check([crop, api.RandomHorizontalFlip()], store_of(size=(6, 9)), device)
+
+
+@all_modes
+def test_stages_that_do_not_fuse(device: torch.device, mode: str) -> None:
+    """A border of a cropped image, then a crop of that, and another border."""
+    pad = v1.Pad((1, 0, 3, 2), padding_mode=mode)
+    steps = [v1.RandomCrop(8), pad, v1.RandomHorizontalFlip(), v1.RandomCrop(9), v1.RandomVerticalFlip(), pad]
+    check(steps, store_of(), device)
+
+
+@pytest.mark.parametrize("size", [(3, 2), (4, 3), (9, 8), (9, 2), (2, 10)], ids=str)
+def test_centre_crops(device: torch.device, size: tuple[int, int]) -> None:
+    """Smaller and larger than the image, along each axis."""
+    check([v1.RandomHorizontalFlip(), v1.CenterCrop(size)], store_of(size=(6, 5), channels=1), device)
+
+
+def test_colour_fill_and_repeated_reflection(device: torch.device) -> None:
+    """A fill per channel lands in its channel; PIL images are reflected again and again."""
+    steps = [v1.RandomCrop(6, padding=3, fill=(1, 128, 255)), v1.RandomHorizontalFlip()]
+    check(steps, store_of(size=(6, 5)), device)
+    check(steps, store_of(size=(6, 5)), device, channels_last=True)
+    check([v1.RandomCrop(5, padding=9, padding_mode="reflect")], store_of(size=(6, 5)), device)
+
+
+# Values
+
+
+@all_conversions
+def test_conversions_are_bit_equal(device: torch.device, steps: list[Any]) -> None:
+    """Each way to floats gives the CPU's for all 256 values, alone and after a crop."""
+    store = store_of()
+    store.samples[0].flat[:256] = np.arange(256)
+    check(steps, store, device)
+    check([v1.RandomCrop(20), *steps], store, device, channels_last=True)
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_normalize(device: torch.device, channels_last: bool) -> None:
+    """Normalised floats are within 1e-6 of the CPU's, twice too, without a conversion to 0..1, and widened."""
+    norm = v1.Normalize(*NORM)
+    scale = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True)]
+    for steps in (
+        [v1.RandomHorizontalFlip(), v1.ToTensor(), norm],
+        [v1.ToTensor(), norm, v1.Normalize((0.1,), (1.5,)), v1.RandomCrop(30), v1.Pad(2, padding_mode="edge")],
+        [v2.ToImage(), v2.ToDtype(torch.float32), v2.Normalize((127.0,), (64.0,))],
+        [v1.RandomResizedCrop(16), v1.RandomHorizontalFlip(), v1.Grayscale(3), v1.ToTensor(), norm],
+    ):
+        check(steps, store_of(), device, atol=1e-6, channels_last=channels_last)
+    check([*scale, v2.Normalize(*NORM)], store_of(channels=1), device, atol=1e-6, channels_last=channels_last)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_half_floats_are_rounded_once(device: torch.device, dtype: torch.dtype, channels_last: bool) -> None:
+    """What ``dtype=`` serves is the float32 batch, rounded; uint8 batches stay uint8."""
+    options: dict[str, Any] = {"channels_last": channels_last}
+    scale = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True)]
+    for steps, channels in (
+        ([v1.RandomCrop(20), v1.ToTensor(), v1.Normalize(*NORM)], 3),
+        ([v1.RandomCrop(20), v1.ToTensor()], 3),
+        ([v1.RandomCrop(20), *scale], 3),
+        ([*scale, v2.Normalize(*NORM)], 1),
+    ):
+        store = store_of(channels=channels)
+        whole = run_both(steps, store, range(24), device, **options)
+        half = run_both(steps, store, range(24), device, dtype=dtype, **options)
+        assert torch.equal(half, whole.to(dtype))
+        assert half.stride() == whole.stride()
+    assert program_of([v1.RandomCrop(20)], store_of(), dtype=dtype).output == ((3, 20, 20), torch.uint8)
+
+
+# Steps that the device has no form of
+
+AUGMENTATION = [
+    v1.RandomResizedCrop(24),
+    v1.RandomHorizontalFlip(),
+    v1.RandomCrop(24, padding=3),
+    v1.ToTensor(),
+    v1.Normalize(*NORM),
+]
+WINDOWS = [v1.RandomCrop(36), v1.RandomHorizontalFlip(), v1.ToTensor(), v1.Normalize(*NORM)]
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_other_steps_run_before_the_transfer(device: torch.device, channels_last: bool) -> None:
+    """Resizing and colours are done by the core, and only the uint8 that is served is sent."""
+    jitter = [v1.RandomResizedCrop(24), v1.ColorJitter(0.4, 0.4), v1.ToTensor(), v1.Normalize(*NORM)]
+    for steps in (AUGMENTATION, jitter):
+        check(steps, store_of(), device, atol=1e-6, channels_last=channels_last)
+        prog = program_of(steps, store_of())
+        assert prog.host is not None
+        assert prog.sent_shape == (3, 24, 24)
+        assert prog.draw(np.arange(24), EPOCH, SEED) is None
+
+
+def test_borders_of_two_colours_run_before_the_transfer(device: torch.device) -> None:
+    """One pass can fill with one colour."""
+    steps = [v1.RandomCrop(38, padding=5, fill=3), v1.RandomHorizontalFlip(), v1.Pad(2, fill=9)]
+    assert program_of(steps, store_of()).host is not None
+    check(steps, store_of(), device)
+
+
+# Batches
+
+
+def test_a_sample_does_not_depend_on_its_batch(device: torch.device) -> None:
+    """In batches of 0, 1 and more samples, in any order and company, a sample has the same pixels."""
+    store = store_of()
+    whole = run_both(WINDOWS, store, range(24), device)
+    for index in ([], [7], [3, 3, 21, 0], np.random.default_rng(1).permutation(24).tolist()):
+        assert torch.equal(run_both(WINDOWS, store, index, device), whole[index])
+
+
+def test_draws_are_one_small_tensor() -> None:
+    """A batch's draws are one int16 tensor, a place for each row and column, which one copy takes to the device."""
+    prog = program_of(WINDOWS, store_of())
+    draws = prog.draw(np.arange(24), EPOCH, SEED)
+    assert draws is not None
+    assert draws.dtype == torch.int16
+    assert draws.is_contiguous()
+    assert draws.shape == (24, 36 + 36)
+    mixed = prog.draw(np.arange(24), np.arange(24) % 2, SEED)
+    assert mixed is not None
+    assert not torch.equal(mixed, draws)
+    assert program_of([v1.ToTensor()], store_of()).draw(np.arange(24), EPOCH, SEED) is None
+
+
+def test_no_ops(device: torch.device) -> None:
+    """A plan that does nothing gives back the batch itself, and takes samples out of a store."""
+    store = store_of("tensor")
+    prog = DeviceProgram(plan_transform(None, form="tensor"), store.spec)
+    samples = torch.from_numpy(np.stack(store.samples)).to(device)
+    assert prog.run(samples, None) is samples
+    index_B = torch.tensor([2, 0], device=device)
+    assert torch.equal(prog.gather_run(samples, index_B, None), samples[index_B])
+    assert prog.output == ((3, *SIZE), torch.uint8)
+
+
+def test_the_stored_samples_are_only_read(device: torch.device) -> None:
+    """Nothing writes into the batch or the store that it is given."""
+    store = store_of()
+    samples = torch.from_numpy(np.stack(store.samples)).to(device)
+    prog = program_of([v1.RandomCrop(SIZE, padding=3), v1.ToTensor()], store)
+    draws = prog.draw(np.arange(24), EPOCH, SEED)
+    assert draws is not None
+    prog.run(samples, draws.to(device))
+    prog.gather_run(samples, torch.arange(24, device=device), draws.to(device))
+    assert torch.equal(samples.cpu(), torch.from_numpy(np.stack(store.samples)))
+
+
+# What it costs
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("dtype", [None, torch.float16])
+@pytest.mark.parametrize(
+    "steps",
+    [
+        WINDOWS,
+        [v1.RandomCrop(40, padding=4, padding_mode="reflect"), v1.ToTensor()],
+        [v1.RandomCrop(40, padding=4, fill=7), v1.PILToTensor()],
+        [v2.RandomHorizontalFlip(), v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(*NORM)],
+    ],
+    ids=["crop", "reflect", "fill", "v2"],
+)
+def test_a_device_is_asked_for_nothing_it_is_slow_or_wrong_at(
+    steps: list[Any], dtype: Any, channels_last: bool
+) -> None:
+    """No value comes back, no shape depends on one, no mixed dtypes go into ``out=``, no pixel its own index."""
+    store = store_of()
+    prog = program_of(steps, store, channels_last=channels_last, dtype=dtype)
+    draws = prog.draw(np.arange(24), EPOCH, SEED)
+    samples = torch.from_numpy(np.stack(store.samples))
+    index_B = torch.arange(24)
+    prog.run(samples, draws)  # makes the constants
+    with OnDevice() as ops:
+        prog.run(samples, draws)
+        prog.gather_run(samples, index_B, draws)
+    pixels = 24 * 3 * prog.output[0][1] * prog.output[0][2]
+    passes = [name for name, tensor in ops.made if tensor.numel() >= pixels and "empty" not in name]
+    assert len(passes) <= 2 * 10, passes
+
+
+def test_the_guard_sees_both_faults() -> None:
+    """What went wrong on a GPU is refused on the CPU too."""
+    pixels = torch.zeros(2, 3, dtype=torch.int32)
+    with OnDevice(), pytest.raises(AssertionError, match=r"computes .*int32 into"):
+        torch.bitwise_right_shift(pixels, pixels, out=torch.empty(2, 3, dtype=torch.uint8))
+    with OnDevice(), pytest.raises(AssertionError, match="several tensors"):
+        pixels[torch.zeros(2, 1, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)]
+    with OnDevice(), pytest.raises(AssertionError, match="the host wait"):
+        pixels.sum().item()
+
+
+@contextmanager
+def no_synchronisation() -> Iterator[None]:
+    """CUDA raises where the host waits; setting the mode warns once, which is no fault of the test."""
+    import warnings
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.cuda.set_sync_debug_mode("error")
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_no_host_synchronisation_on_a_gpu(channels_last: bool) -> None:
+    """After a first batch has brought the constants there, CUDA is never waited for."""
+    device = torch.device("cuda")
+    store = store_of()
+    prog = program_of(WINDOWS, store, channels_last=channels_last)
+    samples, index_B = torch.from_numpy(np.stack(store.samples)).to(device), torch.arange(24, device=device)
+    drawn = prog.draw(np.arange(24), EPOCH, SEED)
+    assert drawn is not None
+    draws = drawn.pin_memory()
+    prog.run(samples, draws.to(device))
+    torch.cuda.synchronize()
+    with no_synchronisation():
+        on_device = draws.to(device, non_blocking=True)
+        prog.run(samples, on_device)
+        prog.gather_run(samples, index_B, on_device)
+    torch.cuda.synchronize()
+
+
+# Errors and obstacles
+
+
+def test_batches_of_another_shape_or_dtype() -> None:
+    """A batch that is not as it should be sent is an error that names both."""
+    prog = program_of(WINDOWS, store_of())
+    draws = prog.draw(np.arange(2), EPOCH, SEED)
+    for wrong in (torch.zeros(2, 3, 50, 37, dtype=torch.uint8), torch.zeros(2, 3, 37, 50)):
+        with pytest.raises(ValueError, match=r"uint8 samples of shape \(3, 37, 50\), but got a batch of torch"):
+            prog.run(wrong, draws)
+        with pytest.raises(ValueError, match="Give it samples as they are stored"):
+            prog.gather_run(wrong, torch.arange(2), draws)
+
+
+@pytest.mark.parametrize(
+    ("steps", "spec", "reason"),
+    [
+        ([v1.RandomCrop(4), v1.ToTensor()], {"shape": None}, "the stored samples have different shapes"),
+        ([v1.PILToTensor()], {"shape": (3, 8, 9), "dtype": "float32"}, "the stored samples are float32 of shape"),
+        ([v1.RandomHorizontalFlip(), v1.Lambda(abs)], {"shape": (3, 8, 9)}, "Lambda.* is not a known batch op"),
+        ([v1.RandomHorizontalFlip()], {"shape": (3, 8, 9)}, "the transform ends with a PIL image"),
+        ([v1.ToTensor(), v1.Normalize(*NORM)], {"shape": (1, 8, 9)}, "Normalize has 3 means"),
+        ([v1.ToTensor(), v1.RandomErasing()], {"shape": (3, 8, 9)}, "erasing or noise comes after the conversion"),
+        ([v1.RandomRotation(9, expand=True), v1.ToTensor()], {"shape": (3, 8, 9)}, "differ in size"),
+    ],
+    ids=["ragged", "floats", "unknown", "pil", "channels", "erased", "sizes"],
+)
+def test_obstacles(steps: list[Any], spec: dict[str, Any], reason: str) -> None:
+    """What only the CPU can do is said, in words that compiling repeats."""
+    plan = plan_transform(v1.Compose(steps), form="pil")
+    stored = SampleSpec(**{"dtype": "uint8", "form": "pil", **spec})
+    assert device_obstacle(plan, stored) is not None
+    with pytest.raises(ValueError, match=f"^batch ops cannot run on the device: .*{reason}.*Run them on the CPU.$"):
+        DeviceProgram(plan, stored)
