@@ -27,9 +27,9 @@ import torch
 
 from _helper import Row, in_turns, print_rows, save_rows, transforms
 from fastdata import CachedDataset, CudaPrefetcher, DataLoader, plan_transform
-from fastdata.batchops import DeviceProgram, compile_device_ops
 from fastdata.bench.vanilla import IMAGENET_MEAN, IMAGENET_STD
 from fastdata.spec import SampleSpec
+from fastdata.transforms.device import DeviceProgram
 
 MIB = 1 << 20
 IMAGE_SHAPE = (3, 224, 224)
@@ -40,12 +40,11 @@ FLIP_AND_FLOATS = [
     transforms.Normalize(IMAGENET_MEAN, IMAGENET_STD),
 ]
 CROP_STEPS = [transforms.RandomCrop(192), *FLIP_AND_FLOATS]
-RESIZE_STEPS = [transforms.RandomResizedCrop(192, antialias=True), *FLIP_AND_FLOATS]
 
 
 def program_of(steps: list[Any]) -> DeviceProgram:
     spec = SampleSpec(shape=IMAGE_SHAPE, dtype="uint8", form="tensor")
-    return compile_device_ops(plan_transform(transforms.Compose(steps), form="tensor"), spec)
+    return DeviceProgram(plan_transform(transforms.Compose(steps), form="tensor"), spec)
 
 
 def ops_work(steps: list[Any]) -> tuple[Callable[[torch.Tensor], Any], Callable[[torch.Tensor], int]]:
@@ -66,7 +65,6 @@ def ops_work(steps: list[Any]) -> tuple[Callable[[torch.Tensor], Any], Callable[
 DEVICE_WORK: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[torch.Tensor], int]]] = {
     "cast to float16": (lambda images: images.to(torch.float16), lambda images: images.nbytes + 2 * images.numel()),
     "crop, flip, Normalize": ops_work(CROP_STEPS),
-    "RandomResizedCrop, flip, Normalize": ops_work(RESIZE_STEPS),
 }
 """Name -> what runs on a uint8 batch on the device, and the bytes that it must read and write at least."""
 
