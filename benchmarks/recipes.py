@@ -248,7 +248,7 @@ def memory_rows(rounds: int) -> list[Row]:
 
         pixels = torch.from_numpy(rng.integers(0, 256, (count, 3, side, side), np.uint8))
         samples = [(transforms.functional.to_pil_image(image), 0) for image in pixels]
-        with CachedDataset(samples, transforms.Compose(steps), storage="shared", progress=False) as dataset:
+        with CachedDataset(samples, transform=transforms.Compose(steps), storage="shared", progress=False) as dataset:
             make = partial(DataLoader, dataset, batch_size=batch, shuffle=True)
             limit = copy_crops(count, batch, side, crop) if "uint8" in name else convert(batch, crop)
             figures = in_turns(
