@@ -269,7 +269,7 @@ def memory_rows(rounds: int) -> list[Row]:
 
 
 def peers(root: Path) -> dict[str, Measure]:
-    """RandomResizedCrop and flip by other loaders, as far as they are installed."""
+    """RandomResizedCrop and flip by other loaders, as far as they are installed; no kept figures are of these yet."""
     found = {}
     if importlib.util.find_spec("nvidia.dali") if importlib.util.find_spec("nvidia") else None:
         found["DALI, CPU, from files"] = dali(root)
