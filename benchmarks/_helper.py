@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import shutil
+import statistics
 import sys
 import tempfile
 import time
@@ -21,10 +22,8 @@ from typing import Any
 
 from torch.utils.data import DataLoader as TorchDataLoader
 
-from fastdata.bench.images import write_photos
-from fastdata.bench.measure import Spread, best_workers, images_per_s
-from fastdata.bench.show import machine_facts, versions
-from fastdata.machine import usable_cores
+from fastdata.bench import best_workers, images_per_s, machine_facts, versions, write_photos
+from fastdata.memory import usable_cores
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from torchvision_ops import import_torchvision
@@ -50,6 +49,23 @@ __all__ = [
 ]
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Spread:
+    rounds: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.rounds)
+
+    @property
+    def lowest(self) -> float:
+        return min(self.rounds)
+
+    @property
+    def highest(self) -> float:
+        return max(self.rounds)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -34,11 +34,10 @@ from _helper import (
     transforms,
     vanilla_loader,
 )
-from fastdata import CachedDataset, ChunkedLoader, DataLoader, ImageFolder
-from fastdata.bench.measure import images_per_s, peak_memory
-from fastdata.chunked import supply
-from fastdata.machine import tree_pss_bytes
-from fastdata.spec import SampleSpec
+from fastdata import CachedDataset, ChunkedLoader, DataLoader, ImageFolder, chunked
+from fastdata.bench import images_per_s, peak_memory
+from fastdata.images import SampleSpec
+from fastdata.memory import tree_pss_bytes
 
 GIB = 1 << 30
 SPEC = SampleSpec(shape=(3, 256, 256), dtype="uint8", form="tensor")
@@ -98,7 +97,7 @@ def serve_from_disk(path: Path, codec: str) -> Any:
 
 def serve_chunked(path: Path, limit_bytes: int, codec: str, *, empties_cache: bool = False) -> Any:
     if empties_cache:  # as where memory is short
-        supply.empties_cache = lambda *_: True
+        chunked.empties_cache = lambda *_: True  # type: ignore[assignment]
     return ChunkedLoader(cached(path, codec), BATCH, memory_limit=limit_bytes)
 
 

@@ -22,7 +22,7 @@ from PIL import Image, ImageDraw
 from _helper import Row, class_folders, in_turns, parser, print_rows, save_rows, transforms
 from fastdata.codecs import Codec, JpegCodec, Lz4Codec, ZstdCodec
 from fastdata.codecs.prediction import Filter, apply_filter, layout_of, undo_filter
-from fastdata.scratch import Scratch
+from fastdata.images import Scratch
 
 SIDE = 256
 ROUND_S = 0.5

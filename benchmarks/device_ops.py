@@ -1,9 +1,9 @@
 """How close to the speed of its memory does a GPU run batch ops?
 
-Each section is one batch of samples that lie on the device already. Its rows are the time of ``DeviceProgram.run``, of
-``gather_run`` from a store there, and the time in which the device copies as many bytes as the batch has when it is
-read and written once: the stored bytes of what is served, and the served ones. That copy is the limit, whatever the
-kernels. The last row is the drawing on the host, which happens beside all this.
+Each section is one batch of samples that lie on the device already. Its rows are the time of ``DeviceProgram.run``,
+from a store there too, and the time in which the device copies as many bytes as the batch has when it is read and
+written once: the stored bytes of what is served, and the served ones. That copy is the limit, whatever the kernels. The
+last row is the drawing on the host, which happens beside all this.
 
 Without a GPU it compares the roads of the CPU at a small size instead: that shows that they work, and nothing of speed.
 """
@@ -21,9 +21,9 @@ import torch
 
 from _helper import Row, in_turns, parser, print_rows, save_rows, transforms
 from fastdata import plan_transform
-from fastdata.bench.vanilla import IMAGENET_MEAN, IMAGENET_STD
-from fastdata.spec import SampleSpec
-from fastdata.transforms.cpu import compile_ops
+from fastdata.bench import IMAGENET_MEAN, IMAGENET_STD
+from fastdata.images import SampleSpec
+from fastdata.transforms.cpu import Program
 from fastdata.transforms.device import DeviceProgram
 
 BATCHES = 20
@@ -90,7 +90,7 @@ def section(title: str, steps: list[Any], samples: Samples, rounds: int, **optio
     runs: dict[str, Callable[[int], object]] = {
         "copy of as many bytes": copy_of(samples, size_bytes),
         "run": lambda number: prog.run(stored[number], draws[number]),
-        "gather_run": lambda number: prog.gather_run(samples.store, samples.index_on_device[number], draws[number]),
+        "run, from a store": lambda number: prog.run(samples.store, draws[number], samples.index_on_device[number]),
     }
     if samples.device.type == "cpu":
         runs["Program.run, on the CPU"] = cpu_run(plan, samples)
@@ -108,14 +108,14 @@ def section(title: str, steps: list[Any], samples: Samples, rounds: int, **optio
             name=name,
             unit="ms",
             rounds=figures[name],
-            against="copy of as many bytes" if name in ("run", "gather_run") else "",
+            against="copy of as many bytes" if name in ("run", "run, from a store") else "",
         )
         for name in figures
     ]
 
 
 def cpu_run(plan: Any, samples: Samples) -> Callable[[int], object]:
-    prog = compile_ops(plan, samples.spec)
+    prog = Program(plan.batch_ops, samples.spec)
     shape, dtype = prog.output(samples.spec.shape) or ((), np.dtype(np.uint8))
     out = np.empty((samples.batch_size, *shape), dtype)
     return lambda number: prog.run(samples, samples.index[number], 0, SEED, out)

@@ -11,7 +11,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,8 +21,7 @@ from torch.utils.data import Dataset
 
 from _helper import Row, class_folders, in_turns, parser, print_rows, save_rows, seconds_of, transforms
 from fastdata import CachedDataset, ImageFolder
-from fastdata.cache import list_folder
-from fastdata.machine import usable_cores
+from fastdata.memory import usable_cores
 
 START = """
 import sys, time
@@ -34,7 +32,6 @@ if sys.argv[3] == "batch":
     dataset.__getitems__(range(0, len(dataset), len(dataset) // 64))
 print(time.perf_counter() - start)
 """
-FOLDERS = 1000
 
 
 def building(root: Path, work: Path, rounds: int) -> list[Row]:
@@ -60,8 +57,6 @@ def starting(root: Path, work: Path, rounds: int, count: int) -> list[Row]:
     many = _many_links(root, work / "many", count)
     cache_dir = work / "start"
     first_s = seconds_of(lambda: ImageFolder(str(many), cache_dir=cache_dir, resize=(32, 32), progress=False).close())
-    time.sleep(2.5)  # until the folders count as settled, see fastdata.cache.listing
-    ImageFolder(str(many), cache_dir=cache_dir, resize=(32, 32), progress=False).close()
 
     def start(what: str) -> float:
         command = [sys.executable, "-c", START, str(many), str(cache_dir), what]
@@ -76,26 +71,6 @@ def starting(root: Path, work: Path, rounds: int, count: int) -> list[Row]:
     ]
 
 
-def listing(work: Path, rounds: int, count: int) -> list[Row]:
-    """Very many empty files in 1,000 folders: listed, and held against the last listing."""
-    root, cache_dir = work / "files", work / "listing"
-    names = [f"{number:04}" for number in range(FOLDERS)]
-    for name in names:
-        (root / name).mkdir(parents=True)
-        for number in range(count // FOLDERS):
-            os.close(os.open(root / name / f"{number:06}.jpg", os.O_CREAT | os.O_WRONLY))
-        os.utime(root / name, (1, 1))
-    classes = {name: number for number, name in enumerate(names)}
-    ask = partial(list_folder, str(root), classes, (".jpg",), False, cache_dir)
-    first_s = seconds_of(ask)
-    seconds = in_turns({"again": partial(seconds_of, ask)}, rounds)
-    row = partial(Row, section=f"listing of {count:,} files in {FOLDERS:,} folders", unit="s")
-    return [
-        row(name="first listing", rounds=(first_s,)),
-        row(name="validated again, every file", rounds=seconds["again"], target="5 s at most"),
-    ]
-
-
 def reading(work: Path, rounds: int, size_mib: int) -> list[Row]:
     """Raw samples read in order, batch by batch into one buffer, from the page cache; first reads check each sample."""
     side = 256
@@ -103,8 +78,8 @@ def reading(work: Path, rounds: int, size_mib: int) -> list[Row]:
     images = _Noise(count, side)
     options: dict[str, Any] = {"cache_dir": work / "reading", "cache_key": f"noise {count}", "progress": False}
     CachedDataset(images, **options).close()
-    shards = [path for path in (work / "reading").glob("*/part0-*.npy") if "sums" not in path.name]
-    size_mb = sum(path.stat().st_size for path in shards) / 1e6
+    files = [path for path in (work / "reading").glob("*/part0-*.npy") if "sums" not in path.name]
+    size_mb = sum(path.stat().st_size for path in files) / 1e6
     out = np.empty((64, 3, side, side), np.uint8)
 
     def read(store: Any) -> None:
@@ -114,13 +89,13 @@ def reading(work: Path, rounds: int, size_mib: int) -> list[Row]:
 
     def ours(is_again: bool) -> float:
         with CachedDataset(images, **options) as dataset:
-            store = dataset._contents.images  # type: ignore[union-attr]  # what loaders read from
+            store = dataset.kept.images  # type: ignore[union-attr]  # what loaders read from
             if is_again:
                 read(store)
             return size_mb / seconds_of(lambda: read(store))
 
     def cat(command: str) -> float:
-        return size_mb / seconds_of(lambda: subprocess.run(["sh", "-c", command, "-", *shards], check=True))
+        return size_mb / seconds_of(lambda: subprocess.run(["sh", "-c", command, "-", *files], check=True))
 
     rates = in_turns(
         {
@@ -169,7 +144,6 @@ def main() -> None:
     options.add_argument("--small", type=Path, help="class folders of small images; also FASTDATA_CIFAR")
     options.add_argument("--count", type=int, default=2000, help="files the photographs are copied to")
     options.add_argument("--small-count", type=int, default=60_000, help="names the small images get")
-    options.add_argument("--files", type=int, default=1_300_000, help="empty files to be listed")
     options.add_argument("--read-mib", type=int, default=2048, help="raw samples to be read")
     options.add_argument("--work", type=Path, help="folder to work in; a temporary one is made there")
     options.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
@@ -192,15 +166,11 @@ def _starting(chosen: argparse.Namespace, work: Path) -> list[Row]:
         return starting(root, work, chosen.rounds, chosen.small_count)
 
 
-def _listing(chosen: argparse.Namespace, work: Path) -> list[Row]:
-    return listing(work, chosen.rounds, chosen.files)
-
-
 def _reading(chosen: argparse.Namespace, work: Path) -> list[Row]:
     return reading(work, chosen.rounds, chosen.read_mib)
 
 
-SECTIONS = {"building": _building, "starting": _starting, "listing": _listing, "reading": _reading}
+SECTIONS = {"building": _building, "starting": _starting, "reading": _reading}
 
 
 if __name__ == "__main__":

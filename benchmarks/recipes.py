@@ -30,8 +30,7 @@ from _helper import (
     vanilla_loader,
 )
 from fastdata import DataLoader, ImageFolder
-from fastdata.bench.measure import images_per_s
-from fastdata.bench.vanilla import IMAGENET_MEAN, IMAGENET_STD
+from fastdata.bench import IMAGENET_MEAN, IMAGENET_STD, images_per_s
 
 BATCH = 64
 ROUND_S = 2.0
@@ -206,7 +205,7 @@ def decode_all(root: Path) -> float:
 
     import simplejpeg
 
-    from fastdata.machine import usable_cores
+    from fastdata.memory import usable_cores
 
     paths = [path for path, _ in datasets.ImageFolder(str(root)).samples]
 

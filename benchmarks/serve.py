@@ -31,9 +31,8 @@ from _helper import (
     vanilla_loader,
 )
 from fastdata import DataLoader, ImageFolder
-from fastdata.bench.measure import first_batch_s, images_per_s, peak_memory
-from fastdata.bench.vanilla import IMAGENET_MEAN, IMAGENET_STD
-from fastdata.machine import tree_pss_bytes, usable_cores
+from fastdata.bench import IMAGENET_MEAN, IMAGENET_STD, first_batch_s, images_per_s, peak_memory
+from fastdata.memory import tree_pss_bytes, usable_cores
 
 ROUND_S = 1.0
 MB = 1e6

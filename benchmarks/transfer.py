@@ -1,10 +1,11 @@
 """What does it cost to bring batches to the GPU?
 
-python benchmarks/transfer.py [--batch-mib 38] [--steps 100] [--rounds 5] [--json FILE]
+python benchmarks/transfer.py [--batch-mib 38] [--steps 200] [--rounds 5] [--json FILE]
 
-1. Step time: a step of matrix products on each batch, against the same step on a batch that lies on the GPU already.
-   The loader is as fast as can be: batches in memory, gathered ones, and those of torch's ways.
-2. Bandwidth: bytes a second of the prefetcher with an empty step, against one pinned block copied again and again.
+1. Waiting: how long the GPU's stream stands between a step's end and its batch (CUDA events around ``next``), and how
+   long the step is, against the same step on batches that lie on the GPU already; with a step that keeps the GPU busy
+   and with one of many small kernels. Loaders are as fast as can be: batches in memory, gathered ones, torch's ways.
+2. Bandwidth: bytes a second of the prefetcher with an empty step, against pinned blocks copied in turn.
 3. Work on the device: what is registered in ``DEVICE_WORK``, a batch each time, against its bytes over the bandwidth of
    the device's memory.
 4. Batch ops: crop, flip and Normalize of 256 x 256 images on the CPU, on the device, and there from a store on it.
@@ -18,8 +19,10 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
+from itertools import cycle, islice
 from math import prod
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import numpy as np
@@ -27,13 +30,16 @@ import torch
 
 from _helper import Row, in_turns, print_rows, save_rows, transforms
 from fastdata import CachedDataset, CudaPrefetcher, DataLoader, plan_transform
-from fastdata.bench.vanilla import IMAGENET_MEAN, IMAGENET_STD
-from fastdata.spec import SampleSpec
+from fastdata.bench import IMAGENET_MEAN, IMAGENET_STD
+from fastdata.images import SampleSpec
 from fastdata.transforms.device import DeviceProgram
 
 MIB = 1 << 20
 IMAGE_SHAPE = (3, 224, 224)
 STORED_PX = 256
+BATCHES_IN_TURN = 8
+WARM_STEPS = 10
+RESIDENT = "on the GPU already"
 FLIP_AND_FLOATS = [
     transforms.RandomHorizontalFlip(),
     transforms.ConvertImageDtype(torch.float32),
@@ -72,7 +78,7 @@ DEVICE_WORK: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[torch.Tens
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--batch-mib", type=int, default=38, help="size of a batch; 38 are 256 images of 224 x 224")
-    options.add_argument("--steps", type=int, default=100, help="batches a round")
+    options.add_argument("--steps", type=int, default=200, help="batches a round")
     options.add_argument("--step-ms", type=float, default=10.0, help="length of a step; more than a copy takes")
     options.add_argument("--rounds", type=int, default=5)
     options.add_argument("--json", type=Path, help="keep every figure, with versions")
@@ -80,80 +86,113 @@ def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("this benchmark needs a CUDA device, and torch sees none")
     batch_size = max(1, chosen.batch_mib * MIB // (3 * 224 * 224))
-    batch = torch.randint(0, 256, (batch_size, *IMAGE_SHAPE), dtype=torch.uint8)
+    batches = [torch.randint(0, 256, (batch_size, *IMAGE_SHAPE), dtype=torch.uint8) for _ in range(BATCHES_IN_TURN)]
     rows = [
-        *measure_steps(batch, chosen),
-        *measure_bandwidth(batch, chosen),
-        *measure_device_work(batch, chosen),
+        *measure_waits(batches, chosen),
+        *measure_bandwidth(batches, chosen),
+        *measure_device_work(batches[0], chosen),
         *measure_batch_ops(batch_size, chosen),
     ]
     print(torch.cuda.get_device_name())
     print_rows(rows)
-    settings = vars(chosen) | {"gpu": torch.cuda.get_device_name(), "batch_bytes": batch.nbytes}
+    settings = vars(chosen) | {"gpu": torch.cuda.get_device_name(), "batch_bytes": batches[0].nbytes}
     save_rows(rows, chosen.json, **settings)
 
 
-# 1. Steps
+# 1. Waiting
 
 
-def measure_steps(batch: torch.Tensor, chosen: argparse.Namespace) -> list[Row]:
-    step = make_step(chosen.step_ms)
+def measure_waits(batches: list[torch.Tensor], chosen: argparse.Namespace) -> list[Row]:
+    """Milliseconds of each step that the GPU's stream waits for its batch, and the step's whole length."""
     steps = chosen.steps
-    pinned = batch.pin_memory()
-    resident = batch.cuda()
-    samples = [(image, 0) for image in batch]
+    pinned = [batch.pin_memory() for batch in batches]
+    resident = [batch.cuda() for batch in batches]
+    samples = [(image, 0) for batch in batches for image in batch]
+    rows = []
     with contextlib.ExitStack() as stack:
         dataset = stack.enter_context(CachedDataset(samples, progress=False))
-        sampler = Repeated(len(dataset), steps)
-        loader = DataLoader(dataset, batch_sampler=sampler, num_workers=2)
+        loader = DataLoader(dataset, batch_sampler=Repeated(len(dataset), len(batches[0]), steps), num_workers=2)
         prefetched = {
-            "prefetcher, pageable batches": stack.enter_context(CudaPrefetcher([batch] * steps)),
-            "prefetcher, pinned batches": stack.enter_context(CudaPrefetcher([pinned] * steps)),
+            "prefetcher, pageable batches": stack.enter_context(CudaPrefetcher(InTurn(batches, steps))),
+            "prefetcher, pinned batches": stack.enter_context(CudaPrefetcher(InTurn(pinned, steps))),
             "prefetcher, gathered by threads": stack.enter_context(CudaPrefetcher(loader)),
         }
         ways: dict[str, Callable[[], Iterable[Any]]] = {
-            "on the GPU already": lambda: (resident for _ in range(steps)),
-            **{name: (lambda batches=batches: map(first, batches)) for name, batches in prefetched.items()},
-            "to(device), pageable": lambda: (batch.to("cuda") for _ in range(steps)),
-            "to(device), pinned": lambda: (pinned.to("cuda") for _ in range(steps)),
-            "to(device, non_blocking), pinned": lambda: (pinned.to("cuda", non_blocking=True) for _ in range(steps)),
+            RESIDENT: InTurn(resident, steps).__iter__,
+            **{name: (lambda ahead=ahead: map(first, ahead)) for name, ahead in prefetched.items()},
+            "to(device), pageable": lambda: (batch.to("cuda") for batch in InTurn(batches, steps)),
+            "to(device), pinned": lambda: (batch.to("cuda") for batch in InTurn(pinned, steps)),
+            "to(device, non_blocking), pinned": lambda: (
+                batch.to("cuda", non_blocking=True) for batch in InTurn(pinned, steps)
+            ),
         }
-        figures = in_turns(
-            {name: (lambda make=make: ms_per_step(make(), step, steps)) for name, make in ways.items()}, chosen.rounds
-        )
-        print(prefetched["prefetcher, gathered by threads"].report())
-    return [
-        Row(
-            section=f"a step of about {chosen.step_ms:g} ms and its batch of {batch.nbytes / MIB:.0f} MiB",
-            name=name,
-            unit="ms/step",
-            rounds=rounds,
-            against="" if name == "on the GPU already" else "on the GPU already",
-            target="1.02" if name.startswith("prefetcher") else "",
-        )
-        for name, rounds in figures.items()
-    ]
+        for kind, step in {"busy": make_busy_step(chosen.step_ms), "launch-bound": make_launch_bound_step()}.items():
+            waits: dict[str, list[float]] = {name: [] for name in ways}
+            lengths = in_turns(
+                {
+                    name: (lambda make=make, step=step, wait=waits[name]: ms_per_step(make(), step, wait))  # type: ignore[misc]
+                    for name, make in ways.items()
+                },
+                chosen.rounds,
+            )
+            for name in ways:
+                rows.append(
+                    Row(
+                        section=f"the wait of a {kind} step for its batch of {batches[0].nbytes / MIB:.0f} MiB",
+                        name=name,
+                        unit="ms/step",
+                        rounds=tuple(waits[name][1:]),
+                        target="2 % of the step" if name.startswith("prefetcher") else "",
+                    )
+                )
+                rows.append(
+                    Row(
+                        section=f"the length of a {kind} step",
+                        name=name,
+                        unit="ms/step",
+                        rounds=lengths[name],
+                        against="" if name == RESIDENT else RESIDENT,
+                        target="1.02" if name.startswith("prefetcher") else "",
+                    )
+                )
+        for name, prefetcher in prefetched.items():
+            print(f"{name}: {prefetcher.report()}")
+    return rows
+
+
+class InTurn:
+    """``steps`` batches, these in turn: together they are larger than the device's cache."""
+
+    def __init__(self, batches: list[torch.Tensor], steps: int) -> None:
+        self.batches, self.steps = batches, steps
+
+    def __len__(self) -> int:
+        return self.steps
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return islice(cycle(self.batches), self.steps)
 
 
 class Repeated:
-    """A batch sampler that gives all samples, ``steps`` times."""
+    """A batch sampler that goes over all samples in order, again and again, for ``steps`` batches."""
 
-    def __init__(self, samples: int, steps: int) -> None:
-        self.samples, self.steps = samples, steps
+    def __init__(self, samples: int, batch_size: int, steps: int) -> None:
+        self.batches = [list(range(low, low + batch_size)) for low in range(0, samples, batch_size)]
+        self.steps = steps
 
     def __len__(self) -> int:
         return self.steps
 
     def __iter__(self) -> Iterator[list[int]]:
-        return (list(range(self.samples)) for _ in range(self.steps))
+        return islice(cycle(self.batches), self.steps)
 
 
 def first(batch: Any) -> torch.Tensor:
     return batch[0] if isinstance(batch, (list, tuple)) else batch
 
 
-def make_step(step_ms: float) -> Callable[[torch.Tensor], None]:
-    """A step that reads the batch and then multiplies matrices for about so long."""
+def make_busy_step(step_ms: float) -> Callable[[torch.Tensor], None]:
+    """A step that reads the batch and then multiplies matrices for about so long: the GPU is the limit."""
     matrix = torch.randn(4096, 4096, device="cuda", dtype=torch.float16) / 64
 
     def products(count: int) -> None:
@@ -175,41 +214,64 @@ def make_step(step_ms: float) -> Callable[[torch.Tensor], None]:
     return step
 
 
-def ms_per_step(batches: Iterable[torch.Tensor], step: Callable[[torch.Tensor], None], steps: int) -> float:
+def make_launch_bound_step(layers: int = 400) -> Callable[[torch.Tensor], None]:
+    """A step of kernels so small that launching them is the limit: it shows what the prefetcher's thread costs it."""
+    weight = torch.randn(64, 64, device="cuda") / 8
+
+    def step(images: torch.Tensor) -> None:
+        values = images.view(-1)[: 64 * 64].view(64, 64).float()
+        for _ in range(layers // 2):
+            values = torch.relu(values @ weight)
+
+    return step
+
+
+def ms_per_step(batches: Iterable[torch.Tensor], step: Callable[[torch.Tensor], None], waits: list[float]) -> float:
+    """Length of a step; adds to ``waits`` how long the device's stream stood between a step's end and its batch."""
+    iterator = iter(batches)
+    stamps = []
     torch.cuda.synchronize()
     start = time.perf_counter()
-    for images in batches:
+    while True:
+        asked, answered = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        asked.record()
+        images = next(iterator, None)
+        if images is None:
+            break
+        answered.record()
         step(images)
+        stamps.append((asked, answered))
     torch.cuda.synchronize()
-    return (time.perf_counter() - start) / steps * 1000
+    length_ms = (time.perf_counter() - start) / len(stamps) * 1000
+    waits.append(mean(asked.elapsed_time(answered) for asked, answered in stamps[WARM_STEPS:]))
+    return length_ms
 
 
 # 2. Bandwidth
 
 
-def measure_bandwidth(batch: torch.Tensor, chosen: argparse.Namespace) -> list[Row]:
-    pinned = batch.pin_memory()
-    target = torch.empty_like(pinned, device="cuda")
-    samples = [(image, 0) for image in batch]
+def measure_bandwidth(batches: list[torch.Tensor], chosen: argparse.Namespace) -> list[Row]:
+    pinned = [batch.pin_memory() for batch in batches]
+    target = torch.empty_like(pinned[0], device="cuda")
+    samples = [(image, 0) for batch in batches for image in batch]
+    peak = "pinned blocks, copied in turn"
     with contextlib.ExitStack() as stack:
         dataset = stack.enter_context(CachedDataset(samples, progress=False))
-        loader = DataLoader(dataset, batch_sampler=Repeated(len(dataset), chosen.steps), num_workers="auto")
+        sampler = Repeated(len(dataset), len(batches[0]), chosen.steps)
+        loader = DataLoader(dataset, batch_sampler=sampler, num_workers="auto")
         ways = {
-            "pinned block, copied again and again": lambda: (
-                target.copy_(pinned, non_blocking=True) for _ in range(chosen.steps)
-            ),
-            "prefetcher, pinned batches": stack.enter_context(CudaPrefetcher([pinned] * chosen.steps)).__iter__,
-            "prefetcher, pageable batches": stack.enter_context(CudaPrefetcher([batch] * chosen.steps)).__iter__,
+            peak: lambda: (target.copy_(batch, non_blocking=True) for batch in InTurn(pinned, chosen.steps)),
+            "prefetcher, pinned batches": stack.enter_context(CudaPrefetcher(InTurn(pinned, chosen.steps))).__iter__,
+            "prefetcher, pageable batches": stack.enter_context(CudaPrefetcher(InTurn(batches, chosen.steps))).__iter__,
             "prefetcher, gathered by threads": stack.enter_context(CudaPrefetcher(loader)).__iter__,
         }
         figures = in_turns(
             {
-                name: (lambda make=make: gb_per_s(make(), batch.nbytes * chosen.steps))  # type: ignore[misc]
+                name: (lambda make=make: gb_per_s(make(), batches[0].nbytes * chosen.steps))  # type: ignore[misc]
                 for name, make in ways.items()
             },
             chosen.rounds,
         )
-    peak = "pinned block, copied again and again"
     return [
         Row(
             section="host to device, with an empty step",

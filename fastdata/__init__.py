@@ -6,45 +6,26 @@ Swap two imports and keep the script::
 """
 
 from fastdata.batch import SampleBatch, collate
-from fastdata.cached import CachedDataset
 from fastdata.chunked import ChunkedLoader
-from fastdata.errors import (
-    CacheError,
-    CodecError,
-    DeviceError,
-    FastDataError,
-    FastDataWarning,
-    IngestError,
-    MemoryBudgetError,
-    SampleError,
-    StoreGoneError,
-)
+from fastdata.dataset import CachedDataset
+from fastdata.errors import FastDataError, FastDataWarning
 from fastdata.folder import ImageFolder, ImageManifest
 from fastdata.loader import DataLoader
-from fastdata.prefetch import CudaPrefetcher, DevicePrefetcher
-from fastdata.transforms import TransformPlan, plan_transform
-from fastdata.transport import RingCollate
+from fastdata.prefetch import CudaPrefetcher
+from fastdata.ring import RingCollate
+from fastdata.transforms import plan_transform
 
 __all__ = [
-    "CacheError",
     "CachedDataset",
     "ChunkedLoader",
-    "CodecError",
     "CudaPrefetcher",
     "DataLoader",
-    "DeviceError",
-    "DevicePrefetcher",
     "FastDataError",
     "FastDataWarning",
     "ImageFolder",
     "ImageManifest",
-    "IngestError",
-    "MemoryBudgetError",
     "RingCollate",
     "SampleBatch",
-    "SampleError",
-    "StoreGoneError",
-    "TransformPlan",
     "collate",
     "plan_transform",
 ]

@@ -1,4 +1,4 @@
-"""Batches of samples: the list torch's collate expects, which remembers the stacked tensors behind it."""
+"""Batches of samples: the list torch's collate expects, which remembers the stacked tensors behind it; and visits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-__all__ = ["IndexBatch", "SampleBatch", "collate", "collate_targets"]
+from fastdata.shared import ArrayBlock
 
 _T = TypeVar("_T")
 
@@ -101,9 +101,7 @@ def collate(samples: list[Any]) -> Any:
         >>> collate(batch)[0] is images
         True
     """
-    if isinstance(samples, SampleBatch) and samples.stacked is not None:
-        return samples.stacked
-    return default_collate(samples)
+    return default_collate(samples)  # which asks the function below about a SampleBatch
 
 
 def _collate_samples(samples: list[Any], *, collate_fn_map: Any = None) -> Any:
@@ -113,5 +111,73 @@ def _collate_samples(samples: list[Any], *, collate_fn_map: Any = None) -> Any:
 
 
 def collate_targets(targets: list[Any]) -> Any:
-    """Make of a batch's targets what ``default_collate`` makes of them in samples, where strings become a tuple."""
     return default_collate([(target,) for target in targets])[0]
+
+
+# Which visit to a sample this is: the number that its random draws are made from
+#
+# A visit is ``epoch + (k << 32)`` where k counts earlier visits to the sample in the same epoch. Samplers that repeat
+# samples thus get different draws for each repetition, and everyone else gets the epoch.
+
+_REPEAT_SHIFT = 32
+
+
+class EpochVisits:
+    """Visits of one epoch in the order in which a sampler draws them; for a loader that knows its epoch."""
+
+    def __init__(self, length: int, epoch: int) -> None:
+        self._epoch = epoch
+        self._seen = np.zeros(length, np.uint32)
+
+    def take(self, index_B: np.ndarray) -> np.ndarray:
+        visits_B: np.ndarray = self._epoch + (_count(self._seen, index_B) << _REPEAT_SHIFT)
+        return visits_B
+
+
+class SharedVisits:
+    """Visits counted per sample in shared memory; for readers that are told no epoch, such as torch's own loader.
+
+    They are counted for each reader, such as an iterator with its workers: from 0 for a new one, on for one that
+    persists. Reading each sample once per epoch gives each epoch's number, whatever process reads it. A sample knows
+    its two latest readers, so that loaders may take turns and the visits of one that persists do not begin again.
+    """
+
+    def __init__(self, length: int) -> None:
+        latest_two = np.zeros((2, length), np.uint32)
+        columns: dict[str, np.ndarray] = {"epoch": np.zeros(1, np.int64), "readers": latest_two, "seen": latest_two}
+        self._columns = ArrayBlock(columns, seal=False)
+
+    def take(self, index_B: np.ndarray, reader: int) -> np.ndarray:
+        """Return the visits (int64, B) of a reader to some samples and count them."""
+        number = np.uint32(reader & 0xFFFFFFFF)
+        readers, seen = self._columns["readers"], self._columns["seen"]
+        others = index_B[readers[0, index_B] != number]
+        if len(others):
+            others = np.unique(others)
+            known = np.where(readers[1, others] == number, seen[1, others], 0)
+            readers[1, others], seen[1, others] = readers[0, others], seen[0, others]
+            readers[0, others], seen[0, others] = number, known
+        visits_B: np.ndarray = self._columns["epoch"] + _count(seen[0], index_B)
+        return visits_B
+
+    def restart(self, epoch: int) -> None:
+        self._columns["epoch"][:], self._columns["seen"][:] = epoch, 0
+
+    def close(self) -> None:
+        self._columns.close()
+
+
+def _count(seen: np.ndarray, index_B: np.ndarray) -> np.ndarray:
+    """Return how often each index came before, earlier ones of the same batch included, and count it in ``seen``."""
+    before_B: np.ndarray = seen[index_B].astype(np.int64)
+    order = np.argsort(index_B, kind="stable")
+    sorted_B = index_B[order]
+    is_repeat_B = sorted_B[1:] == sorted_B[:-1]
+    if not is_repeat_B.any():
+        seen[index_B] += 1
+        return before_B
+    starts = np.flatnonzero(np.concatenate(([True], ~is_repeat_B)))
+    lengths = np.diff(np.append(starts, len(order)))
+    before_B[order] += np.arange(len(order)) - np.repeat(starts, lengths)
+    np.add.at(seen, index_B, 1)  # seven times slower than the line above, but counts repetitions
+    return before_B

@@ -1,43 +1,176 @@
-"""Datasets: torch map-style datasets over a store, read one sample or a whole batch at a time."""
+"""Datasets: torch map-style datasets composed of samples, kept or read anew, the plan of a transform, and its program.
+
+``CachedDataset`` is any dataset, prepared once; those of image files are in folder.py. ``LoaderView`` is what a loader
+sees of a dataset, ``DeviceBatchReader`` what a prefetcher reads whose device runs the batch ops.
+
+Shape letters: N stored samples, B batch, C channels, H W size sent, h w size served.
+"""
 
 from __future__ import annotations
 
-import logging
+import contextlib
+import inspect
+import math
+import os
 import pickle
 import time
-from abc import abstractmethod
-from collections.abc import Callable
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from multiprocessing import current_process
 from multiprocessing.context import get_spawning_popen
 from multiprocessing.reduction import ForkingPickler
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, TypeVar, cast
 
 import numpy as np
+import torch
+from torch.utils.data import Dataset, Subset, get_worker_info
 
 from fastdata import core
-from fastdata.cache import CacheOrigin, Listing, describe_steps, prepare_on_disk
-from fastdata.contents import Contents, Table
-from fastdata.decode import Resize
-from fastdata.errors import StoreGoneError
-from fastdata.memory import format_bytes
-from fastdata.options import Options
-from fastdata.preparation import Prepared, Road, Steps, prepare_storage, report_storage
-from fastdata.serving import ServingDataset
-from fastdata.sources import Source
-from fastdata.spec import SampleSpec
-from fastdata.storage import StorageReport
-from fastdata.table import ListView, SampleTable
+from fastdata.batch import EpochVisits, IndexBatch, SampleBatch, SharedVisits, collate_targets
+from fastdata.cache import (
+    Listing,
+    describe_call,
+    describe_dataset,
+    describe_steps,
+    find_cache,
+    list_paths,
+    open_cache,
+    prepare_on_disk,
+)
+from fastdata.draws import sample_keys
+from fastdata.errors import SampleError, StoreGoneError, sample_error
+from fastdata.images import (
+    Bound,
+    Planes,
+    Resize,
+    SampleSpec,
+    decode_pixels,
+    decoder_of,
+    present,
+    tensor_class,
+    to_image,
+    without_exif,
+)
+from fastdata.memory import StoragePlan, StorageReport, format_bytes
+from fastdata.prepare import (
+    KeptSamples,
+    OnError,
+    Options,
+    Prepared,
+    ReadPath,
+    Steps,
+    prepare_storage,
+    read_path,
+    report_storage,
+)
+from fastdata.report import log, warn_user
+from fastdata.ring import BatchRing
+from fastdata.shared import ListView, SampleTable
+from fastdata.sources import DatasetSource, FileSource, Source
 from fastdata.transforms import TransformPlan, fingerprint, is_same, plan_transform
-from fastdata.transforms.cpu import Program, compile_ops
-from fastdata.transforms.steps import known_name
-from fastdata.visits import SharedVisits
+from fastdata.transforms.cpu import Program
+from fastdata.transforms.device import DeviceProgram, device_obstacle
+from fastdata.transforms.steps import flatten, is_random, known_name
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing_extensions import Self, Unpack
 
-__all__ = ["PreparedDataset"]
+_Init = TypeVar("_Init", bound=Callable[..., None])
 
-log = logging.getLogger(__name__)
+
+class DatasetOptions(TypedDict, total=False):
+    """The keyword arguments that all fastdata datasets share.
+
+    Attributes:
+        storage: ``"shared"`` keeps prepared samples in shared memory; ``"compressed"`` keeps them encoded there, and
+            decodes on every read; ``"disk"`` keeps them in ``cache_dir``; ``"none"`` keeps nothing and prepares on
+            every read; ``"auto"`` (default) is ``"disk"`` where ``cache_dir`` is given, else takes the first of the
+            others that fits the memory budget. ``"device"``: like ``"shared"``, and each ``CudaPrefetcher`` copies all
+            of them to its GPU once, to gather batches there; never chosen by ``"auto"``.
+        codec: how ``"compressed"`` samples, or those on disk, are encoded. ``"source"``: their own files as they are,
+            prepared on every read. ``"lz4"``, ``"zstd"``: lossless. ``"jpeg"``: lossy. An object with
+            ``encode(array) -> bytes`` and ``decode(memoryview, out)``. A tuple of these, one for each part of a sample.
+            ``"auto"`` (default): the lossless one that decodes fastest of those that fit, tried on samples of the data,
+            see ``storage_report``; on disk none where samples fit as they are.
+        resize: size in pixels that images are resized to before they are stored, as torchvision's ``Resize``: an int
+            for the shorter side, or (height, width); or ``"short:320"``, ``"long:500"``: at most that, never enlarged.
+        fill: ``"eager"`` prepares all samples now, ``"lazy"`` each on its first read. ``"auto"`` (default) is lazy
+            where the memory that samples need follows from the transform, as it may for image files, else eager.
+        memory_limit: the most memory to use: bytes, ``"8GiB"``, or a fraction of what is free.
+        progress: show a progress bar on standard error; default: True.
+        seed: of the random draws of batch ops. ``None`` (default) takes the base seed that torch's loaders draw in each
+            epoch, so that ``torch.manual_seed`` and ``generator=`` decide; with a number draws depend on it, the epoch
+            and the sample only.
+        batch_ops: ``"auto"`` (default) runs known random transforms on whole batches, with fastdata's own draws;
+            ``"off"`` runs them per sample exactly as written.
+        on_error: ``"raise"`` (default), or ``"skip"`` to leave out samples that cannot be prepared, with one warning.
+        num_workers: processes that prepare; default: all usable cores.
+        cache_dir: folder that keeps prepared samples for the next run, which maps them into memory and prepares only
+            those whose file has changed since. The page cache holds one copy for all workers, ranks and runs. It is
+            found by the prepare part, the codec and the files (relative path, size, time); any number of datasets may
+            share a folder. Not with a ``storage`` in memory. Every sample is held against a checksum when it is first
+            read.
+        cache_key: stands for what fastdata cannot see: the samples of a dataset that does not list its files in
+            ``samples``, and lambdas in ``prepare`` or ``loader``. Change it whenever these change.
+    """
+
+    storage: Literal["auto", "device", "shared", "compressed", "disk", "none"]
+    codec: Any
+    resize: Bound | None
+    fill: Literal["auto", "eager", "lazy"]
+    memory_limit: int | float | str | None
+    progress: bool
+    seed: int | None
+    batch_ops: Literal["auto", "off"]
+    on_error: OnError
+    num_workers: int | None
+    cache_dir: str | os.PathLike[str] | None
+    cache_key: str | None
+
+
+def show_options(init: _Init) -> _Init:
+    """Have ``help`` and ``inspect.signature`` list the options of an ``__init__``, with their defaults."""
+    shown = inspect.signature(init)
+    own = [each for each in shown.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
+    options = inspect.signature(Options).parameters.values()
+    init.__signature__ = shown.replace(parameters=[*own, *options])  # type: ignore[attr-defined]
+    return init
+
+
+class _Item:
+    """The item of a batch that a subclass's own ``__getitem__`` is making: says what its reads are drawn from.
+
+    A dataset's first read is on the item's visit if it is of the same index. All others are on visits of their own that
+    follow from it, so that two crops of one image differ, and are the same whoever reads them.
+    """
+
+    def __init__(self, batch: IndexBatch, k: int) -> None:
+        self._position, self._visit, self._seed = batch.positions[k : k + 1], batch.visits[k : k + 1], batch.seed
+        self._reads: Counter[int] = Counter()
+
+    def batch_of(self, position: int, dataset: PreparedDataset) -> IndexBatch:
+        read = self._reads[id(dataset)]
+        self._reads[id(dataset)] += 1
+        visit = self._visit
+        if read or position != self._position[0]:
+            visit = sample_keys(read, self._visit, self._position).view(np.int64)
+        return IndexBatch([position], np.array([position]), visit, dataset.seed_of(self._seed))
+
+
+_ITEM: ContextVar[_Item | None] = ContextVar("fastdata_item", default=None)
+
+
+class _Compiled(NamedTuple):
+    """What follows from a dataset's transform and its samples."""
+
+    plan: TransformPlan
+    program: Program | None  # runs the batch ops; None where there are none
+    output: tuple[tuple[int, ...], np.dtype[Any]] | None  # of every sample served; None where they differ
+    reader: ReadPath | None  # of single samples that are kept nowhere
+    seen: Any  # of the transform, to notice steps that are changed in place
+
 
 _ADVISED_PX = 256
 """Shorter side of images that are prepared for crops of 224 px."""
@@ -46,15 +179,38 @@ _WORTH_SHARE = 0.8
 """Of the memory: what is saved beyond it is not worth a word."""
 
 
-class PreparedDataset(ServingDataset):
-    """What all datasets have in common once their source is known; made by its subclasses only."""
+class PreparedDataset(Dataset[Any]):
+    """What all fastdata datasets are, once their source is known; made by its subclasses only.
 
-    _table: SampleTable | None
+    A subclass of these may have a ``__getitem__``, ``__getitems__`` or ``__len__`` of its own, over those here: then
+    they are asked for every batch, and what an index means is theirs to say.
+    """
+
+    storage_plan: StoragePlan
+    skipped: list[SampleError]
+    target_transform: Callable[[Any], Any] | None
+    transforms: Callable[[Any, Any], Any] | None = None
+    epoch: int | None = None
+    """As set by ``set_epoch``; None where loaders count theirs."""
+    batch_ring: BatchRing | None = None
+    """Where ``__getitems__`` takes memory from; set in worker processes."""
+    options: Options
+    _samples: KeptSamples | Source
+    table: SampleTable | None
+    """Paths and targets; None where they are asked of the source."""
+    _visits: SharedVisits
+    _compiled: _Compiled
+    _transform: Callable[[Any], Any] | None
     _first_steps: tuple[Callable[[Any], Any], ...] = ()
-    _prepared: tuple[int, str] | None = None
+    _stored_after: tuple[int, str] | None = None
     """How many leading steps of the transform samples are stored after, and their text; None where none are stored."""
+    _is_upright = False
+    """Whether samples were turned as their EXIF says before they were stored, so that nothing of it is missed."""
+    _fast_decode = False
+    _gone = ""
+    """Why there is nothing to read from any more; empty while there is."""
 
-    # Building
+    # Making
 
     def _build(
         self,
@@ -68,50 +224,30 @@ class PreparedDataset(ServingDataset):
         listing: Listing | None = None,
         root: str = "",
     ) -> None:
-        """Choose the storage and fill it.
-
-        Args:
-            source: the samples.
-            options: as given by the user.
-            transform: the user's.
-            target_transform: the user's.
-            prepare: runs first, before ``resize`` and the leading part of the transform.
-            table: paths and targets where they are known beforehand; else they come from the source.
-            listing: the files, for a cache; None where samples are no files.
-            root: their folder.
-        """
+        """Choose the storage and fill it; ``listing`` and ``root`` are the files and their folder, for a cache."""
+        self.options, self._transform, self.target_transform = options, transform, target_transform
         resize = None if options.resize is None else Resize(options.resize)
         self._first_steps = tuple(step for step in (prepare, resize) if step is not None)
-        self._begin(options, transform, target_transform)
-        steps = (*self._first_steps, *self._plan.prepare)
+        plan = self._split(transform, batch_ops=options.batch_ops)
+        steps, path = self._steps(plan), self._path(source, plan)
         self._is_upright = "exif_transpose" in map(known_name, steps)
-        road = self._road(source, steps)
         if options.cache_dir is None or len(source) == 0:
-            prepared = prepare_storage(road, options, table)
+            prepared = prepare_storage(path, options, table)
         else:
+            if isinstance(source, FileSource):
+                opened = describe_call(source.loader, options.cache_key) + ", fast_decode" * self._fast_decode
+            else:
+                opened = describe_dataset(cast("DatasetSource", source).dataset, options.cache_key)
             text = describe_steps(steps, options.cache_key)
-            origin = CacheOrigin(root=root, source=self._source_text(source), steps=text, listing=listing)
-            prepared = prepare_on_disk(road, options, table, origin)
-        self._serve(prepared, source)
+            prepared = prepare_on_disk(path, options, table, opened=opened, steps=text, listing=listing, root=root)
+        if prepared.contents is not None:
+            self._stored_after = len(plan.prepare), plan.prepare_key()
+        self._serve(prepared, source, table)
 
-    def _begin(
-        self,
-        options: Options,
-        transform: Callable[[Any], Any] | None,
-        target_transform: Callable[[Any], Any] | None,
-    ) -> None:
-        """Take what the user gave."""
-        self._options, self.target_transform, self._transform = options, target_transform, transform
-        self._plan = self._plan_of(transform, batch_ops=options.batch_ops)
-        self._epoch: int | None = None
-
-    def _serve(self, prepared: Prepared, source: Source | None) -> None:
-        """Serve what was prepared, or where nothing is kept the source."""
-        self.storage_plan, self.skipped = prepared.storage_plan, prepared.skipped
-        self._contents, self._table = prepared.contents, prepared.table
-        if prepared.contents is not None and self._prepared is None:
-            self._prepared = len(self._plan.prepare), self._plan.prepare_key()
-        self._source = source if prepared.contents is None else None
+    def _serve(self, prepared: Prepared, source: Source, table: SampleTable | None) -> None:
+        """Serve what is kept, else the source, whose paths and targets the table has where they are known."""
+        self.storage_plan, self.skipped, kept = prepared.storage_plan, prepared.skipped, prepared.contents
+        self._samples, self.table = (source, table) if kept is None else (kept, kept.table)
         self._visits = SharedVisits(self.sample_count)
         self._compile()
         advice = self._resize_advice()
@@ -119,110 +255,316 @@ class PreparedDataset(ServingDataset):
             log.info("%s", advice)
             self.storage_plan = replace(self.storage_plan, reason=f"{self.storage_plan.reason}; {advice}")
 
-    def _resize_advice(self) -> str:
-        """What ``resize=`` would gain where whole images are kept for a random crop of them; empty elsewhere.
+    def _split(self, transform: Callable[[Any], Any] | None, **facts: Any) -> TransformPlan:
+        """Split a transform; a ValueError if it does not begin with the steps that samples are stored after."""
+        count, key = self._stored_after or (None, None)
+        plan = plan_transform(transform, prepared=count, **facts)
+        if key is not None and plan.prepare_key() != key:
+            raise ValueError(
+                f"samples are stored after {key or 'no step'}, but the transform now begins with "
+                f"{plan.prepare_key() or 'none'}. Give it the same first steps, or make a new dataset."
+            )
+        return plan
 
-        Measured on a few samples: 10 ms.
-        """
-        contents = self._contents
-        if not self._decodes_itself or contents is None or contents.images.spec.is_dense or self._program is None:
+    def _compile(self) -> None:
+        seen, options, samples = fingerprint(self._transform), self.options, self._samples
+        program, output, reader = None, None, None
+        if isinstance(samples, KeptSamples):
+            spec, shape = samples.images.spec, samples.images.shape(0)
+            is_image = len(shape) == 3
+            facts: dict[str, Any] = {"form": spec.form, "dtype": spec.dtype, "obstacle": core.obstacle()}
+            facts["channels"] = shape[0] if is_image else None
+            facts["batch_ops"] = options.batch_ops if is_image and not samples.is_tuple else "off"
+            plan = self._split(self._transform, **facts)
+            if plan.batch_texts:
+                program = Program(plan.batch_ops, spec)
+                output = program.output(shape)
+            elif spec.is_dense:
+                output = shape, np.dtype(spec.dtype)
+        else:
+            plan = self._split(self._transform, batch_ops="off")
+            self._is_upright = "exif_transpose" in map(known_name, self._steps(plan))
+            reader = self._path(samples, plan, pixels_only=False)
+            if self._decodes_itself and self.transforms is None and core.obstacle() is None:
+                every, before = (*self._first_steps, self._transform), -len(self._first_steps)
+                whole = plan_transform(every, channels=3, batch_ops=options.batch_ops, prepared=0, first=before)
+                spec = SampleSpec(shape=None, dtype="uint8", form="pil")
+                if whole.is_batched:
+                    output = Program(whole.batch_ops, spec).output((3, 1, 1))
+                if output is not None:
+                    plan, program = whole, Program(whole.batch_ops, spec)
+        self._compiled = _Compiled(plan, program, output, reader, seen)
+
+    def _steps(self, plan: TransformPlan) -> tuple[Callable[[Any], Any], ...]:
+        return (*self._first_steps, *plan.prepare)
+
+    def _path(self, source: Source, plan: TransformPlan, *, pixels_only: bool = True) -> ReadPath:
+        return read_path(source, self._steps(plan), fast_decode=self._fast_decode, pixels_only=pixels_only)
+
+    def refresh(self) -> None:
+        """Serve what the transform says now, whose steps may have been changed in place; cheap where none were."""
+        if not is_same(fingerprint(self._transform), self._compiled.seen):
+            self._compile()
+
+    def _origin(self) -> Source:
+        """What samples were read from, where that is still known, else the kept samples."""
+        return self._samples
+
+    @property
+    def _decodes_itself(self) -> bool:
+        """Whether fastdata alone decodes the files, so that batches can be made of them as they are read."""
+        source = self._origin()
+        return isinstance(source, FileSource) and decoder_of(source.loader) is not None and not self._fast_decode
+
+    def _resize_advice(self) -> str:
+        """What ``resize=`` would gain where whole images are kept for a random crop of them, measured in 10 ms."""
+        kept, program, output = self.kept, self._compiled.program, self._compiled.output
+        if kept is None or kept.images.spec.is_dense or program is None or not self._decodes_itself:
             return ""
-        store, step = contents.images, max(1, len(contents.images) // _LOOKED_AT)
+        store, step = kept.images, max(1, len(kept.images) // _LOOKED_AT)
         planes = [store.read(index) for index in range(0, len(store), step)][:_LOOKED_AT]
         whole = [np.ascontiguousarray(image.transpose(1, 2, 0)) for image in planes]
         small = plan_transform(Resize(f"short:{_ADVISED_PX}"), channels=planes[0].shape[0], prepared=0)
         shrink = Program(small.batch_ops, store.spec).prepare
         less = [np.ascontiguousarray(shrink(image).transpose(1, 2, 0)) for image in whole]
         share = sum(image.size for image in less) / sum(image.size for image in whole)
-        if share > _WORTH_SHARE or self._served is None:
+        if share > _WORTH_SHARE or output is None:
             return ""
-        out, index_B = np.empty((len(whole), *self._served[0]), self._served[1]), np.arange(len(whole))
+        out, index_B = np.empty((len(whole), *output[0]), output[1]), np.arange(len(whole))
         seconds = []
         for images in (whole, less, whole, less):
             start = time.perf_counter()
-            self._program.run_decoded(images, index_B, 0, 0, out)
+            program.run_decoded(images, index_B, 0, 0, out)
             seconds.append(time.perf_counter() - start)
-        kept, times = format_bytes(int(share * store.size_bytes)), min(seconds[::2]) / min(seconds[1::2])
+        bytes_then, times = format_bytes(int(share * store.size_bytes)), min(seconds[::2]) / min(seconds[1::2])
         bound = f"resize='short:{_ADVISED_PX}'"
-        return f"images are kept as decoded; {bound} would keep {kept}, served {times:.1f} times as fast"
+        return f"images are kept as decoded; {bound} would keep {bytes_then}, served {times:.1f} times as fast"
 
-    def _plan_of(self, transform: Callable[[Any], Any] | None, **facts: Any) -> TransformPlan:
-        """Split a transform.
+    # Serving
+
+    def __len__(self) -> int:
+        return self.sample_count
+
+    def __getitem__(self, index: int) -> tuple[Any, Any]:
+        """Sample and target, transformed as the user's transforms say.
 
         Raises:
-            ValueError: it does not begin with the steps that samples are stored after.
+            IndexError: ``index`` is not in [-N, N).
         """
-        plan = plan_transform(transform, prepared=self._prepared and self._prepared[0], **facts)
-        if self._prepared is not None and plan.prepare_key() != self._prepared[1]:
-            raise ValueError(
-                f"samples are stored after {self._prepared[1] or 'no step'}, but the transform now begins with "
-                f"{plan.prepare_key() or 'none'}. Give it the same first steps, or make a new dataset."
-            )
-        return plan
+        self._check_open()
+        position = range(self.sample_count)[index]
+        item = _ITEM.get()
+        if item is not None:
+            return self._pair(item.batch_of(position, self), 0)
+        self.refresh()
+        return self._pair(self._visit([position]), 0)
 
-    def _road(self, source: Source, steps: tuple[Callable[[Any], Any], ...], *, stores: bool = True) -> Road:
-        """Where samples are read from and what prepares them; ``stores``: only for their pixels, which are kept."""
-        return Road(source=source, prepare=Steps(steps))
+    def __getitems__(self, indices: Sequence[int]) -> list[tuple[Any, Any]]:
+        """A whole batch: a ``SampleBatch`` if the transform allows, else a list of samples."""
+        self._check_open()
+        batch = indices if isinstance(indices, IndexBatch) else None
+        if batch is None or get_worker_info() is not None:  # else the epoch began with it, and other threads read
+            self.refresh()
+        if self._has_own("__getitem__"):
+            return [self[index] if batch is None else self._own_item(batch, k) for k, index in enumerate(indices)]
+        batch, compiled = self._visit(indices), self._compiled
+        if self._serving_obstacle is None:
+            return self.sample_batch(batch, self.batch_ring)
+        if compiled.program is None or compiled.output is None or self.kept is None or self.transforms is not None:
+            return [self._pair(batch, k) for k in range(len(batch))]
+        images = self._read_images(batch, None)  # what comes before the first step that is not served
+        finish, positions = compiled.plan.finish_sample, batch.positions.tolist()
+        return [(finish(self._shown(image)), self._target(i)) for image, i in zip(images, positions, strict=True)]
+
+    def read_batch(self, batch: IndexBatch, ring: BatchRing | None = None) -> list[Any]:
+        """Images (B, *shape) and what ``default_collate`` makes of the targets; only if ``batch_obstacle`` is None.
+
+        Memory comes from ``ring``, or is fresh. Safe from several threads at once.
+        """
+        return [self._read_images(batch, ring), self.read_targets(batch.positions)]
+
+    def sample_batch(self, batch: IndexBatch, ring: BatchRing | None = None) -> SampleBatch:
+        images = self._read_images(batch, ring)
+        each_target = [self._target(index) for index in batch.positions.tolist()]
+        return SampleBatch(images, collate_targets(each_target), each_target, tensor_class(self.plan.kind))
+
+    def read_targets(self, index_B: np.ndarray) -> Any:
+        """What ``default_collate`` makes of the targets of a batch."""
+        kept, array = self.kept, None
+        if kept is not None and self.target_transform is None:
+            array = kept.target_array(index_B)
+        if array is not None:
+            return torch.from_numpy(array)
+        return collate_targets([self._target(index) for index in index_B.tolist()])
 
     @property
-    def _decodes_itself(self) -> bool:
-        """Whether samples are files that fastdata opens itself."""
-        return False
+    def sample_count(self) -> int:
+        return len(self._samples)
 
-    @abstractmethod
-    def _source_text(self, source: Source) -> str:
-        """What opens the samples, as text that tells a cache from others."""
+    @property
+    def batch_obstacle(self) -> str | None:
+        """Why whole batches cannot be served without Python work per sample; None if they can."""
+        own = self.own_reader
+        return self._serving_obstacle if own is None else f"{type(self).__name__} has a {own} of its own"
 
-    def _compile(self) -> None:
-        """Derive what serving needs from the transform and the store; what fails changes nothing."""
-        seen = fingerprint(self._transform)
-        program: Program | None = None
-        served: tuple[tuple[int, ...], np.dtype[Any]] | None = None  # shape and dtype of every sample served
-        if self._contents is None:
-            assert self._source is not None
-            plan = self._plan_of(self._transform, batch_ops="off")
-            steps = (*self._first_steps, *plan.prepare)
-            self._is_upright = "exif_transpose" in map(known_name, steps)
-            self._reader = self._road(self._source, steps, stores=False)
-            if self._decodes_itself and self.transforms is None and core.obstacle() is None:
-                every = (*self._first_steps, self._transform)
-                asked, before = self._options.batch_ops, -len(self._first_steps)
-                whole = plan_transform(every, channels=3, batch_ops=asked, prepared=0, first=before)
-                spec = SampleSpec(shape=None, dtype="uint8", form="pil")
-                if whole.is_batched and (served := Program(whole.batch_ops, spec).output((3, 1, 1))) is not None:
-                    plan, program = whole, compile_ops(whole, spec)
+    @property
+    def device_obstacle(self) -> str | None:
+        """Why batch ops cannot run on the device that batches are sent to; None if they can."""
+        if self.batch_obstacle is not None:
+            return self.batch_obstacle
+        if self.kept is None:
+            return "samples are kept nowhere, and files are decoded on the CPU"
+        return device_obstacle(self.plan, self.kept.images.spec)
+
+    @property
+    def served_bytes(self) -> int | None:
+        """Bytes of each sample in a whole batch; None where there are no whole batches."""
+        output = self._compiled.output
+        return None if self.batch_obstacle or output is None else math.prod(output[0]) * output[1].itemsize
+
+    @property
+    def own_reader(self) -> str | None:
+        """The method of a subclass that knows what an index means; None where it is the number of a sample."""
+        return next((name for name in ("__getitem__", "__getitems__") if self._has_own(name)), None)
+
+    @property
+    def index_count(self) -> int:
+        """Indices from 0 to this, exclusive, may be asked for."""
+        return self.sample_count if self.own_reader is None else len(self)
+
+    @property
+    def _serving_obstacle(self) -> str | None:
+        kept, plan = self.kept, self.plan
+        if kept is None and self._compiled.program is None:
+            return "storage='none' prepares every sample when it is read"
+        if self.transforms is not None or (kept is not None and kept.is_tuple):
+            return "samples have several parts, such as image and mask"
+        if not plan.is_batched:
+            return f"the transform works per sample: {plan.obstacle}"
+        if self._compiled.output is None:
+            return "prepared samples differ in shape; a crop or resize to one size would make them batches"
+        return None
+
+    @staticmethod
+    def positions(index_B: np.ndarray, length: int) -> np.ndarray:
+        """Check that indices (int64, B) are in [-length, length) and make negative ones count from the end."""
+        if not (index_B.view(np.uint64) >= length).any():  # as unsigned numbers, negative ones are too large as well
+            return index_B
+        wrong = index_B[(index_B < -length) | (index_B >= length)]
+        if len(wrong):
+            raise IndexError(f"index {wrong[0]} is out of range for a dataset of {length} samples")
+        return np.where(index_B < 0, index_B + length, index_B)
+
+    def seed_of(self, base_seed: int) -> int:
+        """What random draws are made from in an epoch of this base seed: the user's ``seed``, if there is one."""
+        return base_seed if self.options.seed is None else self.options.seed
+
+    def _has_own(self, name: str) -> bool:
+        return getattr(type(self), name) is not getattr(PreparedDataset, name)
+
+    def _own_item(self, batch: IndexBatch, k: int) -> Any:
+        token = _ITEM.set(_Item(batch, k))
+        try:
+            return self[batch[k]]
+        finally:
+            _ITEM.reset(token)
+
+    def _visit(self, indices: Sequence[int]) -> IndexBatch:
+        index_B = self.positions(np.asarray(indices, dtype=np.int64), self.sample_count)
+        if isinstance(indices, IndexBatch) and np.array_equal(index_B, indices.positions):  # else it was changed
+            return indices
+        # The base seed of the iterator of torch's that reads in this process, and a number that tells it from others:
+        # torch starts an iterator's workers one after the other, and multiprocessing numbers processes as they are made
+        worker = get_worker_info()
+        base_seed = reader = torch.initial_seed()
+        if worker is not None:
+            base_seed, reader = worker.seed - worker.id, worker.id - getattr(current_process(), "_identity", (0,))[-1]
+        if self.options.seed is not None:
+            reader = 0  # all draw from one seed
+        visits_B = self._visits.take(index_B, reader) if self._compiled.program else np.zeros_like(index_B)
+        return IndexBatch(indices, index_B, visits_B, self.seed_of(base_seed))
+
+    def _read_images(self, batch: IndexBatch, ring: BatchRing | None) -> torch.Tensor:
+        self._check_open()
+        samples, program, output = self._samples, self._compiled.program, self._compiled.output
+        assert output is not None
+        shape, dtype = (len(batch), *output[0]), output[1]
+        out = np.empty(shape, dtype) if ring is None else ring.take(shape, dtype)
+        if isinstance(samples, KeptSamples):
+            _serve_into(out, samples, program, batch)
         else:
-            spec, shape = self._contents.images.spec, self._contents.images.shape(0)
-            batch_ops = self._options.batch_ops if len(shape) == 3 and not self._contents.is_tuple else "off"
-            channels = shape[0] if len(shape) == 3 else None
-            facts: dict[str, Any] = {"dtype": spec.dtype, "channels": channels, "obstacle": core.obstacle()}
-            plan = self._plan_of(self._transform, form=spec.form, batch_ops=batch_ops, **facts)
-            if plan.batch_texts:
-                program = compile_ops(plan, spec)
-                served = program.output(shape)
-            elif spec.is_dense:
-                served = shape, np.dtype(spec.dtype)
-        self._plan, self._program, self._served, self._seen = plan, program, served, seen
+            assert program is not None
+            decoded = [self._decode(index) for index in batch.positions.tolist()]
+            program.run_decoded(decoded, batch.positions, batch.visits, batch.seed, out)
+        return torch.from_numpy(out) if program is None else program.as_tensor(out)
 
-    def refresh(self) -> None:
-        """Serve what the transform says now, whose steps may have been changed in place; cheap where none were.
+    def _decode(self, index: int) -> np.ndarray:
+        """The pixels of one file, (H, W, 3)."""
+        path = cast("str", self._samples.path(index))
+        try:
+            with open(path, "rb") as stream:
+                return decode_pixels(stream)
+        except OSError as cause:
+            raise sample_error(path, index, cause) from cause
 
-        Raises:
-            ValueError: it no longer begins with the steps that samples are stored after.
-        """
-        if not is_same(fingerprint(self._transform), self._seen):
-            self._compile()
+    def _pair(self, batch: IndexBatch, k: int) -> tuple[Any, Any]:
+        index, one = int(batch.positions[k]), slice(k, k + 1)
+        kept, program, reader = self.kept, self._compiled.program, self._compiled.reader
+        if reader is not None and program is None:
+            try:
+                sample, target = reader.source.read(index)
+            except OSError as cause:
+                raise sample_error(reader.source.path(index), index, cause) from cause
+            sample = reader.prepare(sample)
+            sample = to_image(sample) if isinstance(sample, Planes) else sample
+        else:
+            target = self._stored_target(index)
+            if kept is None:
+                alone = IndexBatch([index], batch.positions[one], batch.visits[one], batch.seed)
+                sample = self._shown(self._read_images(alone, None)[0])
+            elif program is None:
+                sample = kept.sample(index)
+                sample = sample if self._is_upright else without_exif(sample)
+            else:
+                with kept.naming_damage():
+                    pixels = program.run_one(kept.images, index, batch.visits[k], batch.seed)
+                sample = self._shown(program.as_tensor(pixels))
+        if self.transforms is not None:
+            transformed: tuple[Any, Any] = self.transforms(sample, target)
+            return transformed
+        sample = self.plan.finish_sample(sample)
+        return sample, target if self.target_transform is None else self.target_transform(target)
+
+    def _shown(self, served: torch.Tensor) -> Any:
+        """A sample after the batch ops, as the rest of the transform wants it."""
+        kind = self.plan.kind
+        if kind == "pil":
+            image = present(served.numpy(), kind)
+            return image if self._is_upright else without_exif(image)
+        return served.as_subclass(tensor_class(kind))
+
+    def _stored_target(self, index: int) -> Any:
+        if isinstance(self._samples, KeptSamples):
+            return self._samples.target(index)
+        return self._samples.read(index)[1] if self.table is None else self.table.target(index)
+
+    def _target(self, index: int) -> Any:
+        target = self._stored_target(index)
+        return target if self.target_transform is None else self.target_transform(target)
+
+    def _check_open(self) -> None:
+        if self._gone:
+            raise StoreGoneError(self._gone)
 
     # What torchvision's datasets show
 
     @property
     def transform(self) -> Callable[[Any], Any] | None:
-        """The user's transform. It may be replaced by one that begins with the same deterministic steps."""
         return self._transform
 
     @transform.setter
     def transform(self, transform: Callable[[Any], Any] | None) -> None:
-        self._plan_of(transform)
+        self._split(transform)
         self._transform = transform
         self._compile()
 
@@ -249,115 +591,82 @@ class PreparedDataset(ServingDataset):
         return self._files("class_to_idx").class_to_idx or {}
 
     def _files(self, asked_for: str) -> SampleTable:
-        """The table, if it is one of files.
-
-        Raises:
-            StoreGoneError: the dataset was closed.
-            AttributeError: it is none, so that ``hasattr`` says what torchvision's own datasets would.
-        """
         self._check_open()
-        if self._table is None or not self._table.has_paths:
+        if self.table is None or not self.table.has_paths:  # so that hasattr says what it would of torchvision's own
             raise AttributeError(f"{type(self).__name__} has no {asked_for}: it does not list files")
-        return self._table
+        return self.table
+
+    # What is kept, and why
 
     @property
     def plan(self) -> TransformPlan:
-        """How the transform is split; ``print(dataset.plan)`` shows it."""
-        return self._plan
+        return self._compiled.plan
 
     @property
     def storage(self) -> str:
-        """Where samples are kept: ``"device"``, ``"shared"``, ``"compressed"``, ``"disk"`` or ``"none"``."""
         return self.storage_plan.storage
 
-    def _trial_road(self) -> Road:
-        """Where samples to try codecs on come from."""
-        return self._reader if self._contents is None else Road(source=self._contents, prepare=Steps(()))
-
-    def unkept_road(self) -> Road | None:
-        """How samples that are kept nowhere would be read to be kept, for a time; None where they are kept."""
-        if self._contents is not None or self._source is None:
-            return None
-        plan = self._plan_of(self._transform, batch_ops=self._options.batch_ops)
-        return self._road(self._source, (*self._first_steps, *plan.prepare))
-
-    def read_after(self) -> tuple[Source | None, str]:
-        """What ``unkept_road`` follows from: the source, and the text of the steps that samples are read after."""
-        return self._source, self._plan.prepare_key()
-
-    def served_from(self, contents: Contents) -> Self:
-        """This dataset over other contents of the same samples, such as some of them in memory; never closed itself."""
-        other = type(self).__new__(type(self))
-        other.__dict__.update(self.__dict__)
-        other._contents = contents
-        other._compile()
-        return other
-
     @property
-    def kept(self) -> Contents | None:
+    def kept(self) -> KeptSamples | None:
         """What the dataset serves from; None where it keeps nothing."""
-        return self._contents
-
-    @property
-    def options(self) -> Options:
-        """How the dataset is prepared, as given by the user."""
-        return self._options
-
-    @property
-    def table(self) -> Table | None:
-        """Paths and targets; None where only reading the samples tells them."""
-        return self._table if self._contents is None else self._contents.table
+        return self._samples if isinstance(self._samples, KeptSamples) else None
 
     def filled_share(self, index: np.ndarray | None = None) -> float:
-        """How many of the samples, or of those of ``index``, are kept already, from 0 to 1.
+        """Share of the samples, or of those of ``index``, that are kept already; 0 where none ever are."""
+        return 0.0 if self.kept is None else self.kept.filled_share(index)
 
-        Less than 1 only where ``fill`` is lazy; 0 where nothing is kept.
-        """
-        return 0.0 if self._contents is None else self._contents.filled_share(index)
+    def unkept_path(self) -> ReadPath | None:
+        """How samples that are kept nowhere would be read to be kept, for a time; None where they are kept."""
+        if self.kept is not None:
+            return None
+        return self._path(self._samples, self._split(self._transform, batch_ops=self.options.batch_ops))
+
+    def read_after(self) -> tuple[Source | None, str]:
+        """What ``unkept_path`` follows from: the source, and the text of the steps that samples are read after."""
+        return None if self.kept is not None else self._samples, self.plan.prepare_key()
+
+    def served_from(self, kept: KeptSamples) -> Self:
+        """This dataset over other memory of the same samples, such as some of them; never closed itself."""
+        other = type(self).__new__(type(self))
+        other.__dict__.update(self.__dict__)
+        other._samples = kept
+        other._compile()
+        return other
 
     def storage_report(self) -> StorageReport:
         """Try every codec on samples spread over the dataset; ``print(dataset.storage_report())`` shows the outcome.
 
         Takes about a second: up to 25 samples are read, encoded and decoded.
         """
-        return report_storage(self._trial_road(), self._options)
+        source = self._origin()
+        path = ReadPath(source=source, prepare=Steps(())) if source is self.kept else self._path(source, self.plan)
+        return report_storage(path, self.options)
 
     def __repr__(self) -> str:
-        lines = [
-            f"Dataset {type(self).__name__}",
-            f"    Number of datapoints: {len(self)}",
-            *(f"    {line}" for line in self._extra_repr()),
-            f"    Storage: {self.storage_plan.reason}{self._fill_text()}",
-        ]
+        share = self.filled_share()
+        filling = f"; {share:.0%} prepared so far, the rest on first read" if self.kept and share < 1 else ""
+        lines = [f"Dataset {type(self).__name__}", f"    Number of datapoints: {len(self)}"]
+        lines += [f"    {line}" for line in self._extra_repr()]
+        lines.append(f"    Storage: {self.storage_plan.reason}{filling}")
         if self._transform is not None:
             lines.append("    Transform: " + repr(self._transform).replace("\n", "\n               "))
         return "\n".join(lines)
 
-    def _fill_text(self) -> str:
-        share = self.filled_share()
-        return f"; {share:.0%} prepared so far, the rest on first read" if self._contents and share < 1 else ""
-
     def _extra_repr(self) -> list[str]:
         return []
 
-    # Epochs
-
-    @property
-    def epoch(self) -> int | None:
-        """The epoch that was set; None where loaders count theirs."""
-        return self._epoch
+    # Epochs, and the end
 
     def set_epoch(self, epoch: int) -> None:
         """Make random draws those of ``epoch``, until it is set again."""
-        self._epoch = epoch
+        self.epoch = epoch
         self._visits.restart(epoch)
 
     def close(self) -> None:
         """Give the memory back; batches already served stay valid. Idempotent."""
-        if self._contents:
-            self._contents.close()
-        if self._table:
-            self._table.close()
+        opened = self.table if self.kept is None else self.kept
+        if opened is not None:
+            opened.close()
         self._visits.close()
         self._gone = "the dataset was closed; create it again to read from it"
 
@@ -369,12 +678,13 @@ class PreparedDataset(ServingDataset):
 
     def __getstate__(self) -> dict[str, Any]:
         self.refresh()  # what a copy cannot serve is said here, not where it is opened
-        derived = ("_plan", "_program", "_served", "_seen", "_reader", "skipped", "batch_ring")
+        derived = ("_compiled", "skipped", "batch_ring")
         state = {name: value for name, value in self.__dict__.items() if name not in derived}
-        state["_imported"] = self._contents.tensor_classes() if self._contents else ()
+        stores = self.kept.stores if self.kept else ()
+        state["_imported"] = [tensor_class(store.spec.form) for store in stores]
         if get_spawning_popen() is not None:
             # An error while a process starts would end it, and nobody would be told why: it is raised when it reads.
-            opened = {name: state.pop(name) for name in ("_contents", "_table", "_visits")}
+            opened = {name: state.pop(name) for name in ("_samples", "table", "_visits")}
             state["_sent"] = bytes(ForkingPickler.dumps(opened))
         return state
 
@@ -390,3 +700,319 @@ class PreparedDataset(ServingDataset):
             if sent is None:
                 raise
             self._gone = str(gone)
+
+
+class CachedDataset(PreparedDataset):
+    """Any map-style dataset of (sample, target), prepared once and kept in shared memory.
+
+    Args:
+        dataset: has ``__len__`` and ``__getitem__`` giving (PIL image | tensor | array, target). Read once, from forked
+            worker processes, so that what its own transforms draw would stay the same: those of torchvision that are
+            random are refused, those that fastdata does not know are warned of. The sample may be a tuple of these,
+            and the target an image or array too, such as a mask: all of them are stored.
+        prepare: called on each sample before it is stored, e.g. ``lambda image: image.convert("RGB")``.
+        transform: as torchvision's. Its leading deterministic steps run once per sample, before it is stored; see
+            ``plan``.
+        target_transform: called on each target when it is read.
+        transforms: in place of both, called with sample and target together, as torchvision's: for masks.
+        options: where and how samples are kept, and more: see ``fastdata.dataset.DatasetOptions``.
+
+    ``CachedDataset.from_cache`` opens what ``cache_dir`` keeps without ``dataset``.
+
+    Raises:
+        SampleError: a sample cannot be read or prepared; names its path and index.
+        CacheError: ``cache_dir`` cannot be written, or its disk is full.
+        MemoryBudgetError: ``storage="shared"`` does not fit; raised before anything is allocated.
+
+    A pickled dataset is a handle of a few hundred bytes plus the transforms; it opens only on the same machine, while
+    the process that made it lives. ``close()`` gives the memory back; so does dropping the last reference.
+
+    Example:
+        >>> import torch
+        >>> squares = [(torch.full((3, 4, 4), i, dtype=torch.uint8), i * i) for i in range(5)]
+        >>> with CachedDataset(squares, progress=False) as dataset:
+        ...     images, targets = dataset.__getitems__([1, 3]).stacked
+        >>> images.shape, targets
+        (torch.Size([2, 3, 4, 4]), tensor([1, 9]))
+    """
+
+    root: str
+    """Of ``from_cache``: the folder of the files when the cache was written; empty where samples were no files."""
+
+    @show_options
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        prepare: Callable[[Any], Any] | None = None,
+        transform: Callable[[Any], Any] | None = None,
+        target_transform: Callable[[Any], Any] | None = None,
+        transforms: Callable[[Any, Any], Any] | None = None,
+        **options: Unpack[DatasetOptions],
+    ) -> None:
+        chosen = Options(**options)
+        self.transforms = _checked(transforms, transform, target_transform)
+        source = DatasetSource(dataset)
+        if chosen.storage != "none":
+            _refuse_frozen_draws(dataset)
+        root, listing = "", None
+        if chosen.cache_dir is not None:
+            paths = [path for index in range(len(source)) if (path := source.path(index)) is not None]
+            if paths and len(paths) == len(source):
+                with contextlib.suppress(ValueError):  # relative paths and others, or several drives: no common folder
+                    root = os.path.commonpath({os.path.dirname(path) for path in paths})
+                listing = list_paths(paths, root)
+        self._build(source, chosen, transform, target_transform, prepare=prepare, listing=listing, root=root)
+
+    @classmethod
+    def from_cache(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        transform: Callable[[Any], Any] | None = None,
+        target_transform: Callable[[Any], Any] | None = None,
+        transforms: Callable[[Any, Any], Any] | None = None,
+        as_tensors: bool = False,
+        seed: int | None = None,
+        batch_ops: Literal["auto", "off"] = "auto",
+    ) -> Self:
+        """Open a cache on its own: the dataset and the files that it was made from need not be there.
+
+        Serves what was kept when the cache was last brought up to date, in that order; ``skipped`` lists what was left
+        out. Where samples are files, ``samples``, ``classes`` and ``class_to_idx`` are those of the dataset then, and
+        ``root`` is the folder that it had.
+
+        Args:
+            path: a cache, or the ``cache_dir`` that holds only this one. Any dataset or ``fastdata build`` may have
+                written it, but not with ``codec="source"`` or a codec object of your own.
+            transform: called on each sample as the cache holds it. All of its steps run when a sample is read; those
+                that fastdata knows on whole batches.
+            target_transform: called on each target when it is read.
+            transforms: in place of both, called with sample and target together.
+            as_tensors: give images as tensors (C, H, W) of their stored pixels, those of torchvision's
+                ``PILToTensor``, and not as PIL images, which a ``transform`` would have to make tensors of.
+            seed: of the random draws of batch ops; see ``fastdata.dataset.DatasetOptions``.
+            batch_ops: ``"off"`` runs known random transforms per sample exactly as written.
+
+        Raises:
+            FileNotFoundError: there is no cache.
+            ValueError: there are several; says which.
+            CacheError: it is damaged, or cannot be served without its dataset; says how to open it.
+
+        Example:
+            >>> import tempfile, torch
+            >>> squares = [(torch.full((3, 4, 4), i, dtype=torch.uint8), i * i) for i in range(5)]
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     CachedDataset(squares, cache_dir=folder, cache_key="squares", progress=False).close()
+            ...     with CachedDataset.from_cache(folder) as dataset:
+            ...         print(len(dataset), list(dataset.targets))
+            5 [0, 1, 4, 9, 16]
+        """
+        dataset = cls.__new__(cls)
+        dataset.transforms = _checked(transforms, transform, target_transform)
+        dataset.options, dataset._stored_after = Options(seed=seed, batch_ops=batch_ops), (0, "")
+        dataset._transform, dataset.target_transform = transform, target_transform
+        prepared, manifest = open_cache(find_cache(path), as_tensors=as_tensors)
+        assert prepared.contents is not None
+        dataset.root, dataset._is_upright = manifest.root, "PIL.ImageOps.exif_transpose" in manifest.key["prepare"]
+        dataset._serve(prepared, prepared.contents, None)
+        return dataset
+
+
+def _checked(transforms: Any, transform: Any, target_transform: Any) -> Any:
+    if transforms is not None and (transform is not None or target_transform is not None):
+        raise ValueError("transforms= takes sample and target together; give it alone, or transform= and the like")
+    return transforms
+
+
+def _refuse_frozen_draws(dataset: Any) -> None:
+    """See to it that what a dataset, or one inside of it, draws at random is not drawn once and kept."""
+    steps = {id(step): (owner, name, step) for owner, name, step in _own_steps(dataset)}.values()
+    texts = {True: "", None: ""}
+    for owner, name, step in steps:
+        drawn = is_random(step)
+        if drawn or (drawn is None and name != "target_transform"):  # labels are renamed, not augmented
+            texts[drawn] += f"{', ' if texts[drawn] else ''}{' '.join(repr(step).split())} in {owner}.{name}"
+    if texts[True]:
+        raise ValueError(
+            f"{texts[True]}: random, but samples are kept as they are first read, so that every epoch would see the "
+            "same draws. Make the dataset without it, and give it to CachedDataset as transform=, or as transforms= "
+            "where it takes the target too; or use storage='none'."
+        )
+    if texts[None]:
+        warn_user(
+            f"{texts[None]}: not known to fastdata. If it draws at random, every epoch sees the same draws, because "
+            "samples are kept as they are first read. Make the dataset without it, and give it to CachedDataset as "
+            "transform= or transforms=; or as prepare= if it does the same each time."
+        )
+
+
+def _own_steps(dataset: Any) -> Iterator[tuple[str, str, Any]]:
+    """The steps of a dataset's transforms and of those inside of it: whose, under which name, and the step."""
+    owner = type(dataset).__name__
+    code = getattr(getattr(type(dataset), "__getitem__", None), "__code__", None)
+    for name in ("transforms", "transform", "target_transform"):
+        call: Any = getattr(dataset, name, None)
+        if type(call).__name__ != "StandardTransform":
+            yield from ((owner, name, step) for step in flatten(call))
+        elif "transforms" in getattr(code, "co_names", ()):  # else it holds both, and its dataset asks for each
+            yield from ((owner, "transforms", step) for step in flatten(call.transform))
+            yield from ((owner, "target_transform", step) for step in flatten(call.target_transform))
+    parts = getattr(dataset, "datasets", None)
+    parts = parts.values() if isinstance(parts, dict) else parts if isinstance(parts, (list, tuple)) else ()
+    for part in (getattr(dataset, "dataset", None), *parts):
+        if part is not None:
+            yield from _own_steps(part)
+
+
+# What a loader sees
+
+MOSTLY_FILLED = 0.9
+"""Share of the samples from which on threads are worth it, although some of the rest are still to be prepared."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoaderView:
+    """A fastdata dataset behind a loader, and which of its samples the loader sees: all, or those of a ``Subset``."""
+
+    dataset: PreparedDataset
+    subset: np.ndarray | None
+
+    @classmethod
+    def find(cls, dataset: Any) -> LoaderView | None:
+        """Look behind any ``Subset``; None if there is no fastdata dataset."""
+        subset: np.ndarray | None = None
+        while type(dataset) is Subset:
+            indices = np.asarray(dataset.indices, dtype=np.int64)
+            subset = indices if subset is None else indices[subset]
+            dataset = dataset.dataset
+        return cls(dataset, subset) if isinstance(dataset, PreparedDataset) else None
+
+    @property
+    def obstacle(self) -> str | None:
+        """Why whole batches cannot be read; None if they can."""
+        return self.dataset.batch_obstacle
+
+    @property
+    def is_filling(self) -> bool:
+        """Whether many of the samples will be prepared when they are read, which processes do better than threads."""
+        is_kept = self.obstacle is None and self.dataset.kept is not None
+        return is_kept and self.dataset.filled_share(self.subset) < MOSTLY_FILLED
+
+    @property
+    def sample_bytes(self) -> int | None:
+        """Size of the image of every sample; None where they differ, or where whole batches cannot be read."""
+        return self.dataset.served_bytes
+
+    def visit(self, batches: Iterable[list[int]], epoch: int, base_seed: int) -> Iterator[list[int]]:
+        """The batches of an epoch, with what random draws are made from.
+
+        One whose indices only the dataset's own methods know the meaning of stays as it is; elsewhere an index that is
+        out of range or no number is an error.
+        """
+        visits, seed = EpochVisits(self.dataset.index_count, epoch), self.dataset.seed_of(base_seed)
+        for indices in batches:
+            batch = indices
+            try:
+                batch = self._visit(indices, visits, seed)
+            except (IndexError, TypeError, ValueError):
+                if self.dataset.own_reader is None:
+                    raise
+            yield batch
+
+    def _visit(self, indices: list[int], visits: EpochVisits, seed: int) -> IndexBatch:
+        index_B = np.asarray(indices, dtype=np.int64)
+        if index_B.ndim != 1:
+            raise TypeError(f"a batch of sample numbers is needed, and the sampler gave {indices!r}")
+        if self.subset is not None:
+            index_B = self.subset[index_B]
+            indices = index_B.tolist()
+        positions_B = self.dataset.positions(index_B, self.dataset.index_count)
+        return IndexBatch(indices, positions_B, visits.take(positions_B), seed)
+
+    def fetched(self, dataset: Any) -> Any:
+        """What is read in place of a loader's ``dataset``, so that what batches know is not lost."""
+        return dataset if self.subset is None else _VisitedSubset(dataset, self.dataset)
+
+
+class _VisitedSubset(Subset[Any]):
+    """A ``Subset`` that hands batches to the dataset behind it as they are; torch's makes plain lists of them."""
+
+    def __init__(self, subset: Subset[Any], behind: PreparedDataset) -> None:
+        super().__init__(subset.dataset, subset.indices)
+        self._behind = behind
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        if isinstance(indices, IndexBatch):
+            return self._behind.__getitems__(indices)
+        return super().__getitems__(indices)
+
+
+class LoaderEpochs:
+    """Counts a loader's epochs from 0, for the random draws: those that follow a base seed, from 0 for each."""
+
+    current: int | None = None
+    _set: int | None = None
+
+    def set(self, epoch: int) -> None:
+        self._set = epoch
+
+    def begin(self, epoch: int, dataset: PreparedDataset) -> None:
+        chosen = dataset.epoch if self._set is None else self._set
+        self.current = epoch if chosen is None else chosen
+
+    def resume(self, state: dict[str, Any], dataset: PreparedDataset) -> None:
+        """Go on with the epoch of a loader's state: that one if it has begun, else as ``begin``."""
+        if state["is_begun"]:
+            self.current = state["epoch"]
+        else:
+            self.begin(state["epoch"], dataset)
+
+    def coming(self, *, is_counted_anew: bool = False) -> int:
+        """Number of the epoch that would begin now if none is set."""
+        return 0 if self.current is None or is_counted_anew else self.current + 1
+
+
+# What a device finishes
+
+
+class DeviceBatch(NamedTuple):
+    """A batch that a ``DeviceProgram`` makes the images of. All its tensors have one row for each sample.
+
+    ``samples`` are uint8 (B, C, H, W) as stored or as the core made them, or int64 (B,), where they lie in a copy of
+    the store on the device; ``draws`` int16 (B, h + w), None where samples are served as they are sent.
+    """
+
+    samples: torch.Tensor
+    draws: torch.Tensor | None
+    targets: Any
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceBatchReader:
+    """Reads batches of a dataset without their batch ops, but with what those draw; safe from several threads.
+
+    The dataset has no ``device_obstacle``. With ``only_places`` the samples' positions in the store stand for them.
+    """
+
+    dataset: PreparedDataset
+    program: DeviceProgram
+    only_places: bool = False
+
+    def read(self, batch: IndexBatch, ring: BatchRing) -> DeviceBatch:
+        dataset, program, kept, index_B = self.dataset, self.program, self.dataset.kept, batch.positions
+        dataset._check_open()
+        assert kept is not None
+        draws, samples = program.draw(index_B, batch.visits, batch.seed), index_B.copy()
+        if not self.only_places:
+            samples = ring.take((len(index_B), *program.sent_shape), np.dtype(np.uint8))
+            _serve_into(samples, kept, program.host, batch)
+        return DeviceBatch(torch.from_numpy(samples), draws, dataset.read_targets(index_B))
+
+
+def _serve_into(out: np.ndarray, kept: KeptSamples, program: Program | None, batch: IndexBatch) -> None:
+    with kept.naming_damage():
+        if program is None:
+            kept.images.gather_into(batch.positions, out)
+        else:
+            program.run(kept.images, batch.positions, batch.visits, batch.seed, out)

@@ -14,33 +14,25 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["UInt64s", "draw_integers", "draw_uniform", "sample_keys"]
-
 UInt64s = npt.NDArray[np.uint64]
 
 _MASK = (1 << 64) - 1
 _GAMMA = 0x9E3779B97F4A7C15
-_MIX_1 = 0xBF58476D1CE4E5B9
-_MIX_2 = 0x94D049BB133111EB
 _DRAWS_PER_OP = 1 << 10
 """Distance in its stream between the draws of two neighbouring ops; RandomResizedCrop uses 40, no op more."""
 
 
 def sample_keys(seed: int, epoch_B: int | npt.NDArray[np.int64], index_B: npt.NDArray[np.int64]) -> UInt64s:
-    """Hash (seed, epoch, index) into the start of each sample's stream.
-
-    Args:
-        seed: any integer; taken modulo 2**64.
-        epoch_B: one epoch for all samples or one for each.
-        index_B: positions in the dataset.
-    """
-    start = np.uint64(_mix_scalar(seed + _GAMMA))
+    """Hash (seed modulo 2**64, epoch of all or of each, position in the dataset) into the start of each stream."""
+    start = _mix(np.array([(seed + _GAMMA) & _MASK], np.uint64))
     epoch_keys = _mix(np.atleast_1d(np.asarray(epoch_B, np.int64)).astype(np.uint64) * np.uint64(_GAMMA) + start)
     return _mix(index_B.astype(np.uint64) * np.uint64(_GAMMA) + epoch_keys)
 
 
-def draw_uniform(keys_B: UInt64s, op: int, draw: int) -> npt.NDArray[np.float64]:
+def draw_uniform(keys_B: UInt64s, op: int, draw: int | UInt64s) -> npt.NDArray[np.float64]:
     """Draw number ``draw`` of op number ``op`` for each sample: multiples of 2**-53, uniform in [0, 1).
+
+    Several numbers (D, 1) give as many rows (D, B).
 
     Example:
         >>> batch = draw_uniform(sample_keys(7, 0, np.array([3, 1, 2])), op=0, draw=0)
@@ -68,15 +60,8 @@ def draw_integers(
 def _mix(bits: UInt64s) -> UInt64s:
     """Finalise in place, on uint64 that wraps around."""
     bits ^= bits >> np.uint64(30)
-    bits *= np.uint64(_MIX_1)
+    bits *= np.uint64(0xBF58476D1CE4E5B9)
     bits ^= bits >> np.uint64(27)
-    bits *= np.uint64(_MIX_2)
+    bits *= np.uint64(0x94D049BB133111EB)
     bits ^= bits >> np.uint64(31)
     return bits
-
-
-def _mix_scalar(bits: int) -> int:
-    bits &= _MASK
-    bits = ((bits ^ (bits >> 30)) * _MIX_1) & _MASK
-    bits = ((bits ^ (bits >> 27)) * _MIX_2) & _MASK
-    return bits ^ (bits >> 31)

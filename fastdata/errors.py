@@ -7,6 +7,7 @@ the class and the traceback as text.
 
 from __future__ import annotations
 
+import os
 import re
 
 __all__ = [
@@ -77,3 +78,58 @@ class CodecError(FastDataError, ValueError):
 
 class StoreGoneError(FastDataError, RuntimeError):
     """A pickled dataset was opened after the process that holds its samples had ended."""
+
+
+def sample_error(path: str | None, index: int, cause: BaseException) -> SampleError:
+    """Say why one sample cannot be read: which, what was found, and the cure.
+
+    A sample's file is looked at again for its size and first bytes; ``path`` is None where it has none.
+    """
+    where = f"sample {index}" if path is None else f"sample {index}, {path},"
+    found = "" if path is None else f"It is {_describe_file(path)}. "
+    cure = "Correct the dataset" if path is None else "Delete or replace the file"
+    # What no content of a file raises, but the code that reads it.
+    if path is not None and isinstance(cause, (TypeError, AttributeError, NameError, ImportError)):
+        cure, found = "Correct what opens or prepares it (loader=, prepare=, the transform's first steps)", ""
+    problem = f"{type(cause).__name__}: {str(cause).rstrip('.')}"
+    message = f"{where} cannot be read: {problem}. {found}{cure}, or leave it out with on_error='skip'."
+    return SampleError(message, index=index, path=path)
+
+
+_SIGNATURES = {
+    b"\x89PNG": "a damaged PNG",
+    b"GIF8": "a damaged GIF",
+    b"BM": "a damaged BMP",
+    b"II*\0": "a damaged TIFF",
+    b"MM\0*": "a damaged TIFF",
+    b"<!doctype html": "an HTML page, probably a failed download",
+    b"<html": "an HTML page, probably a failed download",
+    b"version https://git-lfs": "a Git LFS pointer; fetch the file with `git lfs pull`",
+    b"%PDF": "a PDF",
+    b"PK\x03\x04": "a ZIP archive",
+    b"\x1f\x8b": "a gzip archive",
+}
+
+
+def _describe_file(path: str) -> str:
+    try:
+        with open(path, "rb") as stream:
+            start = stream.read(64)
+            size = stream.seek(0, os.SEEK_END)
+            stream.seek(max(0, size - 2))
+            end = stream.read()
+    except OSError as problem:
+        return f"a file that cannot be opened ({problem.strerror or problem})"
+    text = start.lstrip().lower()
+    if size == 0:
+        return "an empty file (0 bytes)"
+    if start.startswith(b"\xff\xd8\xff"):
+        kind = "a JPEG" if end == b"\xff\xd9" else "a JPEG without its end, probably cut off"
+    elif start.startswith(b"RIFF") and start[8:12] == b"WEBP":
+        kind = "a damaged WebP"
+    elif not start.strip(b"\0"):
+        kind = "only zeros at its start"
+    else:
+        unknown = f"no image: it starts with {start[:16]!r}"
+        kind = next((kind for sign, kind in _SIGNATURES.items() if text.startswith(sign.lower())), unknown)
+    return f"a file of {size:,} bytes, {kind}"

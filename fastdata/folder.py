@@ -4,42 +4,24 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from fastdata import core
-from fastdata.cache import Listing, describe_call, list_folder, list_paths
-from fastdata.dataset import PreparedDataset
-from fastdata.decode import (
-    IMAGE_EXTENSIONS,
-    Bound,
-    FastLoader,
-    Interpolation,
-    PixelLoader,
-    Resize,
-    decoder_of,
-    load_image,
-    to_image,
-)
-from fastdata.ingest import OnError
-from fastdata.options import Options
-from fastdata.preparation import Road, Steps
-from fastdata.sources import FileSource, Source, find_classes, read_manifest, scan_folder
-from fastdata.spec import SampleSpec
-from fastdata.table import SampleTable
-from fastdata.transforms import plan_transform, read_center_crop, read_resize, shape_after
-from fastdata.transforms.cpu import Program
+from fastdata.cache import list_paths
+from fastdata.dataset import DatasetOptions, PreparedDataset, show_options
+from fastdata.images import IMAGE_EXTENSIONS, load_image
+from fastdata.prepare import Options
+from fastdata.shared import SampleTable
+from fastdata.sources import FileSource, find_classes, read_manifest, scan_folder
 
-__all__ = ["ImageFolder", "ImageManifest"]
-
-
-_FAST_ALONE = "fast_decode=True speeds up fastdata's own loader and cannot be combined with loader="
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class _ImageFiles(PreparedDataset):
     """What datasets of image files have in common."""
 
     root: str | os.PathLike[str]
-    _table: SampleTable
+    table: SampleTable
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -49,20 +31,25 @@ class _ImageFiles(PreparedDataset):
 
     def _build_files(
         self,
-        table: SampleTable,
+        paths: list[str],
+        targets: list[int],
+        class_to_idx: dict[str, int] | None,
         loader: Callable[[str], Any] | None,
         options: Options,
         transform: Callable[[Any], Any] | None,
         target_transform: Callable[[Any], Any] | None,
-        listing: Listing | None = None,
+        *,
+        fast_decode: bool,
     ) -> None:
-        if loader is not None and options.fast_decode:
-            raise ValueError(_FAST_ALONE)
-        self._loader = loader or load_image
-        self._table, root = table, os.fspath(self.root)
-        if listing is None and options.cache_dir is not None:
-            listing = list_paths(table.paths, root)
+        self._fast_decode = fast_decode
+        self._open_by(loader or load_image)
+        table, root = SampleTable(targets, paths=paths, class_to_idx=class_to_idx), os.fspath(self.root)
+        self.table = table
+        listing = None if options.cache_dir is None else list_paths(paths, root)
         self._build(self._origin(), options, transform, target_transform, table=table, listing=listing, root=root)
+
+    def _origin(self) -> FileSource:
+        return FileSource(self.table.paths, self.table.targets, self._loader)
 
     @property
     def loader(self) -> Callable[[str], Any]:
@@ -71,79 +58,29 @@ class _ImageFiles(PreparedDataset):
 
     @loader.setter
     def loader(self, loader: Callable[[str], Any]) -> None:
-        if self._contents is not None:
+        if self.kept is not None:
             raise ValueError(
                 "samples are kept as the loader that the dataset was made with opens them, and another one would not "
                 "be asked for them. Make a new dataset with loader=, or one with storage='none'."
             )
-        if self._options.fast_decode:
-            raise ValueError(_FAST_ALONE)
-        self._loader = loader
-        self._source = self._origin()
+        self._open_by(loader)
+        self._samples = self._origin()
         self._compile()
 
-    def _source_text(self, source: Source) -> str:
-        text = describe_call(self._loader, self._options.cache_key)
-        return f"{text}, fast_decode" if self._options.fast_decode else text
-
-    def _origin(self) -> FileSource:
-        return FileSource(self._table.paths, self._table.targets, self._loader)
-
-    def _trial_road(self) -> Road:
-        return self._road(self._origin(), (*self._first_steps, *self._plan.prepare))
-
-    def _road(self, source: Source, steps: tuple[Callable[[Any], Any], ...], *, stores: bool = True) -> Road:
-        assert isinstance(source, FileSource)
-        loader: Callable[[str], Any] = source.loader
-        open_bytes, shape = decoder_of(loader), None
-        if open_bytes is not None:
-            shape = shape_after(steps)
-        if self._options.fast_decode:
-            loader, steps = _fast_loader(steps)
-            open_bytes = loader.decode
-        elif stores and open_bytes is not None:
-            plan = plan_transform(steps, channels=3, prepared=0)
-            if plan.kind == "pil" and not plan.per_sample and core.obstacle() is None:
-                spec = SampleSpec(shape=None, dtype="uint8", form="pil")
-                loader, steps = PixelLoader(Program(plan.batch_ops, spec).prepare), ()
-                open_bytes = loader.decode
-        source = FileSource(source.paths, source.targets, loader)
-        return Road(source=source, prepare=Steps(steps), open_bytes=open_bytes, shape=shape)
-
-    @property
-    def _decodes_itself(self) -> bool:
-        return decoder_of(self.loader) is not None and not self._options.fast_decode
+    def _open_by(self, loader: Callable[[str], Any]) -> None:
+        if self._fast_decode and loader is not load_image:
+            raise ValueError("fast_decode=True speeds up fastdata's own loader and cannot be combined with loader=")
+        self._loader = loader
 
     def _extra_repr(self) -> list[str]:
         return [f"Root location: {self.root}"]
 
 
 def _unwrapped(cls: type, dataset: _ImageFiles, target_keys: Any = None) -> _ImageFiles:
-    """Give the dataset itself in place of what ``wrap_dataset_for_transforms_v2`` makes of it.
-
-    Raises:
-        ValueError: as torchvision's, for datasets whose targets have no keys.
-    """
+    """Give the dataset itself in place of what ``wrap_dataset_for_transforms_v2`` makes of it."""
     if target_keys is not None:
         raise ValueError(f"target_keys={target_keys!r} is for targets that are dicts, not {type(dataset).__name__}'s")
     return dataset
-
-
-def _fast_loader(steps: tuple[Callable[[Any], Any], ...]) -> tuple[FastLoader, tuple[Callable[[Any], Any], ...]]:
-    """Fold the leading resize, and the centre crop after it, into the loader; return the steps that are left."""
-    first, *rest = steps or (None,)
-    resize: tuple[Bound, Interpolation] | None = (
-        (first.size, "bilinear") if isinstance(first, Resize) else read_resize(first)
-    )
-    if resize is None or isinstance(resize[0], str):
-        raise ValueError(
-            "fast_decode=True needs to know the size that images are resized to: begin the transform with a bilinear "
-            "or bicubic Resize, or give resize=."
-        )
-    crop = read_center_crop(rest[0]) if rest else None
-    if crop is not None:
-        rest = rest[1:]
-    return FastLoader(resize[0], resize[1], crop), (to_image, *rest) if rest else ()
 
 
 class ImageFolder(_ImageFiles):
@@ -157,21 +94,10 @@ class ImageFolder(_ImageFiles):
         loader: opens one path; default: as torchvision's own, the same pixels.
         is_valid_file: tells image files from others; default: by extension.
         allow_empty: accept class folders without images.
-        storage: see ``CachedDataset``, like every argument from here to ``num_workers``.
-        codec: see there.
-        resize: see there.
-        fill: see there.
-        memory_limit: see there.
-        progress: see there.
-        seed: see there.
-        batch_ops: see there.
-        on_error: see there.
         fast_decode: prepare about twice as fast with slightly different pixels: JPEGs much larger than the size they
             are resized to are decoded at a fraction of their size, and torch's kernel resizes. See
-            ``fastdata.decode.load_resized`` for how far they differ.
-        num_workers: see there.
-        cache_dir: see there. The listing of the folder is kept as well, and holds while no directory's time changes.
-        cache_key: see there; it also stands for a ``loader`` that is a lambda.
+            ``fastdata.images.FastLoader`` for how far they differ.
+        options: where and how images are kept, and more: see ``fastdata.dataset.DatasetOptions``.
 
     Attributes:
         classes: sorted class names.
@@ -199,6 +125,7 @@ class ImageFolder(_ImageFiles):
 
     extensions = IMAGE_EXTENSIONS
 
+    @show_options
     def __init__(
         self,
         root: str | os.PathLike[str],
@@ -208,54 +135,23 @@ class ImageFolder(_ImageFiles):
         is_valid_file: Callable[[str], bool] | None = None,
         allow_empty: bool = False,
         *,
-        storage: Literal["auto", "device", "shared", "compressed", "disk", "none"] = "auto",
-        codec: Any = "auto",
-        resize: Bound | None = None,
-        fill: Literal["auto", "eager", "lazy"] = "auto",
-        memory_limit: int | float | str | None = None,
-        progress: bool = True,
-        seed: int | None = None,
-        batch_ops: Literal["auto", "off"] = "auto",
-        on_error: OnError = "raise",
         fast_decode: bool = False,
-        num_workers: int | None = None,
-        cache_dir: str | os.PathLike[str] | None = None,
-        cache_key: str | None = None,
+        **options: Unpack[DatasetOptions],
     ) -> None:
-        options = Options(
-            storage=storage,
-            codec=codec,
-            resize=resize,
-            fill=fill,
-            memory_limit=memory_limit,
-            progress=progress,
-            seed=seed,
-            batch_ops=batch_ops,
-            on_error=on_error,
-            fast_decode=fast_decode,
-            num_workers=num_workers,
-            cache_dir=cache_dir,
-            cache_key=cache_key,
-        )
+        chosen = Options(**options)
         self.root = os.path.expanduser(root) if isinstance(root, str) else root
         _, class_to_idx = self.find_classes(self.root)
-        listing = None
-        if cache_dir is not None and is_valid_file is None and self.make_dataset is ImageFolder.make_dataset:
-            listing = list_folder(os.fspath(self.root), class_to_idx, self.extensions, allow_empty, cache_dir)
-            assert listing.targets is not None
-            table = SampleTable(listing.targets, paths=listing.paths, class_to_idx=class_to_idx)
-        else:
-            extensions = None if is_valid_file is not None else self.extensions
-            samples = self.make_dataset(
-                self.root,
-                class_to_idx=class_to_idx,
-                extensions=extensions,
-                is_valid_file=is_valid_file,
-                allow_empty=allow_empty,
-            )
-            paths, targets = [path for path, _ in samples], [target for _, target in samples]
-            table = SampleTable(targets, paths=paths, class_to_idx=class_to_idx)
-        self._build_files(table, loader, options, transform, target_transform, listing)
+        samples = self.make_dataset(
+            self.root,
+            class_to_idx=class_to_idx,
+            extensions=self.extensions if is_valid_file is None else None,
+            is_valid_file=is_valid_file,
+            allow_empty=allow_empty,
+        )
+        paths, targets = [path for path, _ in samples], [target for _, target in samples]
+        self._build_files(
+            paths, targets, class_to_idx, loader, chosen, transform, target_transform, fast_decode=fast_decode
+        )
 
     @staticmethod
     def make_dataset(
@@ -293,22 +189,7 @@ class ImageManifest(_ImageFiles):
         root: folder that relative paths start from; default: the CSV file's own.
         file: name of the column of paths.
         label: name of the column of labels: whole numbers, taken as they are, or names, numbered in sorted order.
-        transform: see ``ImageFolder``, like every argument from here on.
-        target_transform: see there.
-        loader: see there.
-        storage: see there.
-        codec: see there.
-        resize: see there.
-        fill: see there.
-        memory_limit: see there.
-        progress: see there.
-        seed: see there.
-        batch_ops: see there.
-        on_error: see there.
-        fast_decode: see there.
-        num_workers: see there.
-        cache_dir: see there.
-        cache_key: see there.
+        transform, target_transform, loader, fast_decode, options: see ``ImageFolder``.
 
     Raises:
         ValueError: the CSV file is malformed; names line and column.
@@ -326,6 +207,7 @@ class ImageManifest(_ImageFiles):
         (['cat'], 1)
     """
 
+    @show_options
     def __init__(
         self,
         csv_path: str | os.PathLike[str],
@@ -336,37 +218,20 @@ class ImageManifest(_ImageFiles):
         transform: Callable[[Any], Any] | None = None,
         target_transform: Callable[[Any], Any] | None = None,
         loader: Callable[[str], Any] | None = None,
-        storage: Literal["auto", "device", "shared", "compressed", "disk", "none"] = "auto",
-        codec: Any = "auto",
-        resize: Bound | None = None,
-        fill: Literal["auto", "eager", "lazy"] = "auto",
-        memory_limit: int | float | str | None = None,
-        progress: bool = True,
-        seed: int | None = None,
-        batch_ops: Literal["auto", "off"] = "auto",
-        on_error: OnError = "raise",
         fast_decode: bool = False,
-        num_workers: int | None = None,
-        cache_dir: str | os.PathLike[str] | None = None,
-        cache_key: str | None = None,
+        **options: Unpack[DatasetOptions],
     ) -> None:
-        options = Options(
-            storage=storage,
-            codec=codec,
-            resize=resize,
-            fill=fill,
-            memory_limit=memory_limit,
-            progress=progress,
-            seed=seed,
-            batch_ops=batch_ops,
-            on_error=on_error,
-            fast_decode=fast_decode,
-            num_workers=num_workers,
-            cache_dir=cache_dir,
-            cache_key=cache_key,
-        )
+        chosen = Options(**options)
         self.root = os.fspath(root) if root is not None else os.path.dirname(os.path.abspath(csv_path))
         manifest = read_manifest(csv_path, root, file, label)
         classes = None if manifest.classes is None else {name: i for i, name in enumerate(manifest.classes)}
-        table = SampleTable(manifest.targets, paths=manifest.paths, class_to_idx=classes)
-        self._build_files(table, loader, options, transform, target_transform)
+        self._build_files(
+            manifest.paths,
+            manifest.targets,
+            classes,
+            loader,
+            chosen,
+            transform,
+            target_transform,
+            fast_decode=fast_decode,
+        )

@@ -1,111 +1,333 @@
-"""How much memory prepared samples may take.
+"""What this process may use of the machine, and what follows from it: the storage of samples, and pinning.
 
-Pure functions of numbers: nothing here asks the machine or allocates.
+The only module that knows psutil and the files of Linux control groups (cgroups). Its first part asks the machine,
+starting from folders that a test can lay out; all after it are pure functions of numbers.
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
+import os
 import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import psutil
 
 from fastdata.errors import MemoryBudgetError
-from fastdata.machine import Available
 
-__all__ = [
-    "Budget",
-    "PinningPlan",
-    "budget_bytes",
-    "check_device_room",
-    "choose_pinning",
-    "format_bytes",
-    "parse_bytes",
-]
+# The machine
 
-MIB = 1 << 20
-RESERVE_FLOOR_BYTES = 512 * MIB
+CGROUP_ROOT = Path("/sys/fs/cgroup")
+CGROUP_TABLE = Path("/proc/self/cgroup")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Available:
+    """Memory that can be had now without swapping."""
+
+    bytes: int
+    limited_by: str  # "system memory" or "cgroup limit"
+
+
+def usable_cores(*, root: Path = CGROUP_ROOT, table: Path = CGROUP_TABLE) -> int:
+    """The least of the CPU affinity and the cgroups' quotas, rounded up: a container limited to 1.5 cores gets 2."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    for folder in cgroup_folders(root, _read(table), "cpu"):
+        quota, _, period = _read(folder / "cpu.max").partition(" ")
+        if not quota:  # version 1
+            quota, period = _read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")
+        quota_us, period_us = _whole(quota), _whole(period)
+        if quota_us is not None and period_us:
+            cores = min(cores, math.ceil(quota_us / period_us))
+    return max(1, cores)
+
+
+def local_ranks() -> int:
+    """How many ranks of a distributed run share this machine, as torchrun says it."""
+    text = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    ranks = _whole(text)
+    if not ranks:
+        raise ValueError(f"LOCAL_WORLD_SIZE={text!r} is no number of ranks; unset it, or set it to 1 or more")
+    return ranks
+
+
+def available_bytes(*, root: Path = CGROUP_ROOT, table: Path = CGROUP_TABLE) -> Available:
+    """What can still be allocated: the least over the system and every enclosing cgroup.
+
+    Version 2's ``memory.high`` counts as a limit: beyond it the kernel slows the process down instead of killing it.
+    Page cache that nobody used lately (``inactive_file``) counts as free: the kernel drops it before it fails anything.
+    """
+    available = Available(bytes=int(psutil.virtual_memory().available), limited_by="system memory")
+    for folder in cgroup_folders(root, _read(table), "memory"):
+        for limits, usage_name, cache_key in (
+            (("memory.max", "memory.high"), "memory.current", "inactive_file"),
+            (("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"),
+        ):
+            found = [limit for name in limits if (limit := _whole(_read(folder / name))) is not None]
+            usage = _whole(_read(folder / usage_name))
+            if found and usage is not None:
+                idle = re.search(rf"^{cache_key} (\d+)$", _read(folder / "memory.stat"), re.ASCII | re.MULTILINE)
+                free = max(0, min(found) - max(0, usage - int(idle[1] if idle else 0)))
+                if free < available.bytes:
+                    available = Available(bytes=free, limited_by="cgroup limit")
+    return available
+
+
+def tree_pss_bytes(pid: int | None = None) -> int:
+    """Sum the proportional set size (PSS) of a process, by default this one, and all its descendants.
+
+    PSS counts a page shared by n processes as 1/n in each, so the sum counts it once. Shared memory (memfd) counts
+    where it is mapped and touched, not where it merely exists. Where the system has no PSS, or denies it, resident
+    memory (RSS) stands in, which counts shared pages once per process. A descendant that ends meanwhile is left out.
+    """
+    try:
+        root = psutil.Process(pid)
+        tree = [root, *root.children(recursive=True)]
+    except psutil.NoSuchProcess as gone:
+        raise ProcessLookupError(f"no process with id {pid}") from gone
+    return sum(_pss_bytes(process) for process in tree)
+
+
+def _pss_bytes(process: psutil.Process) -> int:
+    for ask in (process.memory_full_info, process.memory_info):
+        with contextlib.suppress(psutil.Error, OSError, NotImplementedError):
+            found = ask()
+            return int(getattr(found, "pss", found.rss))
+    return 0
+
+
+def cgroup_folders(root: Path, table_text: str, controller: str) -> Iterator[Path]:
+    """Yield the folders whose limits on ``"cpu"`` or ``"memory"`` bind this process, innermost first.
+
+    The table has lines of ``id:controllers:path``, where no controllers means version 2. Inside a container the path
+    may be the host's, which is not there; then the mount's root, walked to last, is the container's own.
+    """
+    for line in table_text.splitlines():
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if not controllers:
+            mounts = [root, root / "unified"]
+        elif controller in controllers.split(","):
+            mounts = [root / controllers, root / controller]
+        else:
+            continue
+        parts = [part for part in path.split("/") if part not in ("", ".", "..")]
+        for mount in dict.fromkeys(mounts):
+            for depth in range(len(parts), -1, -1):
+                yield mount.joinpath(*parts[:depth])
+
+
+def _whole(text: str) -> int | None:
+    """A non-negative whole number; None for ``max``, ``-1`` (version 1: no quota) and a missing file's empty text."""
+    text = text.strip()
+    return int(text) if text.isascii() and text.isdigit() else None
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return ""
+
+
+def is_running(pid: int) -> bool:
+    return psutil.pid_exists(pid)
+
+
+_UNITS = ("", "K", "M", "G", "T")
+
+
+def parse_bytes(value: int | float | str, *, of: int) -> int:
+    """Read bytes as users write them: an int, a share of ``of`` as a float in (0, 1], or text with a unit."""
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(I)?)?B\s*", value, re.IGNORECASE | re.ASCII)
+        if match is not None:
+            return int(float(match[1]) * (1024 if match[3] else 1000) ** _UNITS.index((match[2] or "").upper()))
+    elif isinstance(value, float):
+        if 0 < value <= 1:
+            return int(value * of)
+    elif type(value) is int and value >= 0:  # no bool
+        return value
+    raise ValueError(
+        f"memory of {value!r} is not understood. "
+        "Give bytes as an int, a share of the free memory as a float in (0, 1], or text such as '8GiB' or '500MB'."
+    )
+
+
+def format_bytes(count: int) -> str:
+    """Write bytes for people, as ``'1.2 GiB'``."""
+    if count < 1024:
+        return f"{count} B"
+    power = 1
+    while power < len(_UNITS) - 1 and round(count / 1024**power, 1) >= 1024:
+        power += 1
+    return f"{count / 1024**power:.1f} {_UNITS[power]}iB"
+
+
+# The budget
+
+RESERVE_FLOOR_BYTES = 512 << 20
 RESERVE_SHARE = 0.05
-_FACTORS = {"B": 1} | {
-    f"{prefix}{unit}".upper(): base ** (power + 1)
-    for power, prefix in enumerate("KMGT")
-    for unit, base in (("B", 1000), ("iB", 1024))
-}
+"""Left to batches, workers and the page cache: this share of what is available, at least the floor."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Budget:
-    """Memory that prepared samples may take.
+    """Memory that prepared samples may take."""
 
-    Args:
-        bytes: what may be spent, the reserve already taken off.
-        reserve_bytes: left alone for everything else on the machine.
-        limited_by: ``"system memory"``, ``"cgroup limit"`` or ``"memory_limit="``.
-        ranks: processes that share what is available, each with samples of its own; ``bytes`` is the part of one.
-    """
-
-    bytes: int
-    reserve_bytes: int
-    limited_by: str
-    ranks: int = 1
-
-
-def parse_bytes(value: int | float | str, *, of: int) -> int:
-    """Read a number of bytes as users write it.
-
-    Args:
-        value: bytes as an int; a share of ``of`` as a float in (0, 1]; or a number with its unit, decimal (KB, MB, GB,
-            TB) or binary (KiB, MiB, GiB, TiB), in any case.
-        of: what a share refers to, in bytes.
-
-    Example:
-        >>> parse_bytes("500MB", of=0), parse_bytes(0.5, of=1000), parse_bytes("8 GiB", of=0)
-        (500000000, 500, 8589934592)
-    """
-    amount = _amount(value, of)
-    if amount is None:
-        raise ValueError(
-            f"memory of {value!r} is not understood. "
-            "Give bytes as an int, a share of the free memory as a float in (0, 1], or text such as '8GiB' or '500MB'."
-        )
-    return amount
-
-
-def format_bytes(count: int) -> str:
-    """Write a number of bytes for people, in binary units with one decimal.
-
-    Example:
-        >>> format_bytes(1_288_490_189)
-        '1.2 GiB'
-    """
-    if count < 1024:
-        return f"{count} B"
-    size = float(count)
-    for unit in ("KiB", "MiB", "GiB"):
-        size /= 1024
-        if round(size, 1) < 1024:
-            return f"{size:.1f} {unit}"
-    return f"{size / 1024:.1f} TiB"
+    bytes: int  # what may be spent, the reserve already taken off
+    reserve_bytes: int  # left alone for everything else on the machine
+    limited_by: str  # "system memory", "cgroup limit" or "memory_limit="
+    ranks: int = 1  # processes that share what is available, each with samples of its own; `bytes` is the part of one
 
 
 def budget_bytes(available: Available, memory_limit: int | float | str | None = None, *, ranks: int = 1) -> Budget:
-    """Decide how much of the available memory prepared samples may take.
-
-    The larger of 512 MiB and 5 % of what is available stays in reserve: batches, workers and the page cache live on it.
-
-    Args:
-        available: what the machine can still give.
-        memory_limit: the user's own bound, see ``parse_bytes``; a share refers to the available memory. It can only
-            lower the budget.
-        ranks: processes of a distributed run that share it, each with samples of its own.
-
-    Example:
-        >>> budget_bytes(Available(bytes=20 << 30, limited_by="system memory"), "4GiB").bytes == 4 << 30
-        True
-    """
+    """What samples may take; the user's ``memory_limit``, a share of what is available or bytes, can only lower it."""
     reserve = max(RESERVE_FLOOR_BYTES, int(available.bytes * RESERVE_SHARE))
     free = max(0, available.bytes - reserve) // ranks
     if memory_limit is not None and (limit := parse_bytes(memory_limit, of=available.bytes)) < free:
         return Budget(bytes=limit, reserve_bytes=reserve, limited_by="memory_limit=")
     return Budget(bytes=free, reserve_bytes=reserve, limited_by=available.limited_by, ranks=ranks)
+
+
+# The storage
+
+Storage = Literal["device", "shared", "compressed", "disk", "none"]
+STORAGES = ("auto", "device", "shared", "compressed", "disk", "none")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CodecTrial:
+    """What a codec made of a sample of the user's data."""
+
+    codec: str  # its name, or one name for each part of a sample, joined by "+"
+    part_bytes: tuple[int, ...] = ()  # of each part of all samples, encoded; an estimate
+    ratio: float = 0.0  # raw bytes over encoded bytes
+    decode_per_s: float = 0.0  # samples that one core decodes in a second
+    lossless: bool = True
+    obstacle: str | None = None  # why the codec cannot be used here; the figures are 0 then
+
+    @property
+    def need_bytes(self) -> int:
+        return sum(self.part_bytes)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoragePlan:
+    """Where prepared samples are kept, by which codec if any, and one line that says why."""
+
+    storage: Storage
+    reason: str
+    codec: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StorageReport:
+    """What each codec makes of the user's data; printed as a table."""
+
+    raw_bytes: int  # of all samples as they are
+    budget: Budget  # what they may take
+    trials: tuple[CodecTrial, ...]
+    looked_at: int  # how many samples were encoded and decoded for it
+
+    def __str__(self) -> str:
+        rows = [("codec", "bytes", "ratio", "decode/s per core", "lossless", "would fit")]
+        rows.append(("(raw)", format_bytes(self.raw_bytes), "1.00", "-", "yes", self._fits(self.raw_bytes)))
+        for trial in self.trials:
+            if trial.obstacle is not None:
+                rows.append((trial.codec, "-", "-", "-", "-", f"no: {trial.obstacle}"))
+                continue
+            lossless = "yes" if trial.lossless else "no"
+            figures = (format_bytes(trial.need_bytes), f"{trial.ratio:.2f}", f"{trial.decode_per_s:,.0f}")
+            rows.append((trial.codec, *figures, lossless, self._fits(trial.need_bytes)))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:5], widths[1:]), row[5]]) for row in rows]
+        free = f"{format_bytes(self.budget.bytes)} free ({self.budget.limited_by})"
+        return "\n".join([*lines, f"{free}; figures from {self.looked_at} samples"])
+
+    def _fits(self, need_bytes: int) -> str:
+        return "yes" if need_bytes <= self.budget.bytes else "no"
+
+
+def choose_storage(
+    storage: str, raw_bytes: int, budget: Budget, trials: Sequence[CodecTrial] = (), *, only_lossless: bool = True
+) -> StoragePlan:
+    """Pick where prepared samples are kept, of all but ``"disk"``, which is no choice of memory.
+
+    ``"auto"`` keeps them raw where that fits, else by the lossless codec that decodes fastest among those that fit,
+    else nowhere. A codec that loses something is used only when it is asked for by name. ``trials`` are needed only
+    where samples are to be compressed or do not fit raw.
+
+    ``"device"`` keeps them as ``"shared"`` does; it is a prefetcher that copies them to its device, and holds what they
+    take against what is free there. ``"auto"`` never chooses it: to ask a device for its free memory opens it in this
+    process, which worker processes could then not be forked from safely, and what the model will need is not known yet.
+
+    Example:
+        >>> budget = Budget(bytes=20 << 30, reserve_bytes=1 << 30, limited_by="system memory")
+        >>> print(choose_storage("auto", 3 << 30, budget).reason)
+        storage='shared': 3.0 GiB of 20.0 GiB free
+    """
+    if storage not in STORAGES or storage == "disk":
+        in_memory = [name for name in STORAGES if name != "disk"]
+        raise ValueError(f"storage={storage!r} is not known. Use one of {', '.join(map(repr, in_memory))}.")
+    if storage == "none":
+        return StoragePlan(storage="none", reason="storage='none': nothing is kept, every epoch decodes again")
+    raw, free = format_bytes(raw_bytes), format_bytes(budget.bytes)
+    kept: Storage = "device" if storage == "device" else "shared"
+    if storage != "compressed" and raw_bytes <= budget.bytes:
+        return StoragePlan(storage=kept, reason=f"storage={kept!r}: {raw} of {free} free")
+    sharing = f" shared by {budget.ranks} ranks" if budget.ranks > 1 else ""
+    bound = f"{budget.limited_by}{sharing}, {format_bytes(budget.reserve_bytes)} kept in reserve"
+    too_large = f"but {free} is free ({bound}). {would_fit(trials, budget)}"
+    if storage == kept:
+        raise MemoryBudgetError(f"storage={kept!r} needs {raw} {too_large}")
+
+    usable = [trial for trial in trials if trial.obstacle is None and (trial.lossless or not only_lossless)]
+    fitting = [trial for trial in usable if trial.need_bytes <= budget.bytes]
+    if fitting:
+        best = max(fitting, key=lambda trial: trial.decode_per_s)
+        what = f"storage='compressed', codec={best.codec!r}{'' if best.lossless else ', lossy'}"
+        instead = f"; raw needs {raw}" if storage == "auto" else ""
+        reason = f"{what}: about {format_bytes(best.need_bytes)} of {free} free{instead}"
+        return StoragePlan(storage="compressed", codec=best.codec, reason=reason)
+    if storage == "auto":
+        least = format_bytes(min([raw_bytes, *(trial.need_bytes for trial in usable)]))
+        return StoragePlan(storage="none", reason=f"storage='none': {least} needed, {free} free ({bound})")
+    if not usable:
+        reasons = "; ".join(f"{trial.codec}: {trial.obstacle}" for trial in trials)
+        raise ValueError(f"storage='compressed' is not possible here: {reasons}.")
+    smallest = min(usable, key=lambda trial: trial.need_bytes)
+    need = f"codec={smallest.codec!r} needs {format_bytes(smallest.need_bytes)}"
+    raise MemoryBudgetError(f"storage='compressed' with {need} {too_large}")
+
+
+def would_fit(trials: Sequence[CodecTrial], budget: Budget) -> str:
+    """Name what the user can do, the cure of the bound last: raising another one would not help."""
+    fitting = [trial for trial in trials if trial.obstacle is None and trial.need_bytes <= budget.bytes]
+    cures = ["cache_dir= to keep them on disk", "a smaller resize=", "storage='none'"]
+    if fitting:
+        best = max(fitting, key=lambda trial: (trial.lossless, trial.decode_per_s))
+        needs = f"{'' if best.lossless else 'lossy, '}about {format_bytes(best.need_bytes)}"
+        cures.insert(0, f"storage='compressed' with codec={best.codec!r} ({needs})")
+    more = {"memory_limit=": "raise memory_limit=", "cgroup limit": "give the container or job more memory"}
+    return f"Use {', '.join(cures)}, or {more.get(budget.limited_by, 'free some memory on this machine')}."
+
+
+DEVICE_SHARE = 1 / 2
+"""What samples may take of a device's free memory: the rest is for the model, its gradients and activations."""
+
+
+def check_device_room(need_bytes: int, free_bytes: int, device: str) -> None:
+    if need_bytes > free_bytes * DEVICE_SHARE:
+        raise MemoryBudgetError(
+            f"storage='device' needs {format_bytes(need_bytes)} on {device}, but takes at most {DEVICE_SHARE:.0%} of "
+            f"the {format_bytes(free_bytes)} that are free there, to leave room for the model. Use storage='shared', "
+            f"which sends each batch there, a smaller resize=, or free memory of the device."
+        )
 
 
 # Pinning
@@ -119,43 +341,26 @@ PINNING_SHARE = 1 / 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PinningPlan:
-    """Whether batches lie in pinned memory, and one line that says why.
-
-    Args:
-        pin: whether.
-        reason: why.
-        is_short: memory is all that is missing.
-        is_own_choice: nobody has asked for it by ``True`` or ``False``.
-    """
+    """Whether batches lie in pinned memory, and one line that says why."""
 
     pin: bool
     reason: str
-    is_short: bool = False
-    is_own_choice: bool = True
+    is_short: bool = False  # memory is all that is missing
+    is_own_choice: bool = True  # nobody has asked for it by True or False
 
 
 def choose_pinning(
-    *,
-    has_accelerator: bool,
-    batch_bytes: int | None,
-    pinned_bytes: int,
-    budget: Budget,
-    copies_wait: bool = False,
+    *, has_accelerator: bool, batch_bytes: int | None, pinned_bytes: int, budget: Budget, copies_wait: bool = False
 ) -> PinningPlan:
     """Decide whether memory for batches is pinned.
 
     Args:
         has_accelerator: there is a device that copies from pinned memory by itself.
-        batch_bytes: size of a batch; None where it is not known before one is read.
-        pinned_bytes: what would be pinned in all.
-        budget: what is free, with what is pinned already.
-        copies_wait: whether a copy from memory that is not pinned waits for all that its stream has to do, however
-            small it is, as torch's ``copy_`` does; then small batches gain from it too.
-
-    Example:
-        >>> budget = Budget(bytes=16 << 30, reserve_bytes=1 << 30, limited_by="system memory")
-        >>> choose_pinning(has_accelerator=True, batch_bytes=38 << 20, pinned_bytes=76 << 20, budget=budget).reason
-        'pinned: 76.0 MiB of 16.0 GiB free'
+        batch_bytes: None where it is not known before a batch is read.
+        pinned_bytes: in all.
+        budget: with what is pinned already.
+        copies_wait: a copy from memory that is not pinned waits for all that its stream has to do, however small it
+            is, as torch's ``copy_`` does; then small batches gain from it too.
     """
     if not has_accelerator:
         return PinningPlan(pin=False, reason="not pinned: there is no CUDA or XPU device")
@@ -168,43 +373,3 @@ def choose_pinning(
         share = f"at most {PINNING_SHARE:.1%} of {free} free ({budget.limited_by}) is locked"
         return PinningPlan(pin=False, reason=f"not pinned: {need} needed, {share}", is_short=True)
     return PinningPlan(pin=True, reason=f"pinned: {need} of {free} free")
-
-
-# Devices
-
-DEVICE_SHARE = 1 / 2
-"""What samples may take of a device's free memory: the rest is for the model, its gradients and activations."""
-
-
-def check_device_room(need_bytes: int, free_bytes: int, device: str) -> None:
-    """Check that a copy of all samples may lie on a device.
-
-    Args:
-        need_bytes: of the copy.
-        free_bytes: on the device.
-        device: its name.
-
-    Raises:
-        MemoryBudgetError: it may not.
-    """
-    if need_bytes > free_bytes * DEVICE_SHARE:
-        raise MemoryBudgetError(
-            f"storage='device' needs {format_bytes(need_bytes)} on {device}, but takes at most {DEVICE_SHARE:.0%} of "
-            f"the {format_bytes(free_bytes)} that are free there, to leave room for the model. Use storage='shared', "
-            f"which sends each batch there, a smaller resize=, or free memory of the device."
-        )
-
-
-def _amount(value: object, of: int) -> int | None:
-    if isinstance(value, bool):
-        return None
-    if isinstance(value, int):
-        return value if value >= 0 else None
-    if isinstance(value, float):
-        return int(value * of) if 0 < value <= 1 else None
-    if not isinstance(value, str):
-        return None
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?B)\s*", value, re.IGNORECASE | re.ASCII)
-    if match is None or match[2].upper() not in _FACTORS:
-        return None
-    return int(float(match[1]) * _FACTORS[match[2].upper()])

@@ -13,13 +13,9 @@ from tqdm.auto import tqdm
 
 from fastdata.errors import FastDataWarning
 
-__all__ = ["EpochReport", "Reader", "log", "progress_bar", "warn_user"]
-
 Reader = Literal["thread", "process", "inline"]
 
 log = logging.getLogger("fastdata")
-
-_MIB = 1 << 20
 
 
 class _Bar(tqdm):  # type: ignore[type-arg]  # generic in the stubs only
@@ -30,12 +26,11 @@ class _Bar(tqdm):  # type: ignore[type-arg]  # generic in the stubs only
 
 
 def progress_bar(total: int, description: str, *, unit: str = "img", enabled: bool = True) -> tqdm[Any]:
-    """Return a progress bar on standard error; close it, or use it in a ``with`` statement."""
     return _Bar(total=total, desc=description, unit=unit, disable=not enabled, dynamic_ncols=True, mininterval=0.5)
 
 
 def warn_user(message: str) -> None:
-    """Warn at the line of the user's script that led here."""
+    """Warn, naming the user's line that called into fastdata."""
     frame, depth = inspect.currentframe(), 1
     while frame and frame.f_globals.get("__name__", "").startswith("fastdata."):
         frame, depth = frame.f_back, depth + 1
@@ -50,7 +45,7 @@ class EpochReport:
     training, and ``path`` says what it does and why. Where it hardly waits, no faster loader would help.
 
     Args:
-        path: the road the batches took and why, in one line; its wording may change.
+        path: the way the batches took and why, in one line; its wording may change.
         engine: where batches were read: in a ``"thread"``, a ``"process"`` or, ``"inline"``, the training loop.
         workers: how many threads or processes; 0 for ``"inline"``.
         batches: batches handed over; after a resume, since then.
@@ -88,5 +83,5 @@ class EpochReport:
             f"{self.path}\n"
             f"{self.batches} batches, {self.samples} samples, {self.samples_per_s:,.0f} samples/s\n"
             f"waited for data {self.wait_s:.2f} s ({waited:.0f} %), in the training loop {self.busy_s:.2f} s\n"
-            f"holds {self.bytes_held / _MIB:.1f} MiB for batches{fresh}{pinning}"
+            f"holds {self.bytes_held / (1 << 20):.1f} MiB for batches{fresh}{pinning}"
         )

@@ -33,6 +33,29 @@ def send_class_of_target(pickled_dataset: bytes, connection: Any) -> None:
     connection.close()
 
 
+class Compose:
+    """torchvision's, for children that cannot import it."""
+
+    __torchvision_equal__ = "Compose"
+
+    def __init__(self, transforms: list[Any]) -> None:
+        self.transforms = transforms
+
+    def __call__(self, image: Any) -> Any:
+        for transform in self.transforms:
+            image = transform(image)
+        return image
+
+
+class PILToTensor:
+    """torchvision's, for children that cannot import it."""
+
+    __torchvision_equal__ = "PILToTensor"
+
+    def __call__(self, image: Any) -> torch.Tensor:
+        return torch.from_numpy(np.array(image)).permute(2, 0, 1)
+
+
 class Numbers(Dataset[int]):
     """The numbers below ``length``."""
 

@@ -41,6 +41,15 @@ def children_import_what_is_tested(tmp_path_factory: pytest.TempPathFactory) -> 
         yield
 
 
+@pytest.fixture(autouse=True, scope="session")
+def cuda_is_up() -> None:
+    """Let CUDA open the pipes that it keeps open before a test counts descriptors."""
+    if torch.cuda.is_available():
+        with fastdata.CudaPrefetcher([torch.ones(1 << 20)]) as batches:
+            next(iter(batches)).sum().item()
+        torch.cuda.synchronize()
+
+
 @pytest.fixture(autouse=True)
 def no_leftovers() -> Iterator[None]:
     """No thread, child process, descriptor or shared-memory file made by a test survives it."""

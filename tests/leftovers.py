@@ -15,8 +15,8 @@ import psutil
 WAIT_S = 3.0
 KEPT_OPEN = (".ttf", ".otf")
 """matplotlib keeps the font files that it has drawn with."""
-DRIVERS = ("/dev/nvidia",)
-"""CUDA opens its devices when it first needs them, and keeps them."""
+DRIVERS = ("/dev/nvidia", "anon_inode:[eventfd]")
+"""CUDA opens its devices and event descriptors when it first needs them, and keeps them; nobody else opens either."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["RecordingBackend", "RecordingStream"]
+__all__ = ["RecordingBackend", "RecordingStream", "place_of"]
 
 POISON = 0x5A
 
@@ -26,13 +26,17 @@ POISON = 0x5A
 class RecordingStream:
     """A queue of work."""
 
-    def __init__(self, device: torch.device, name: str) -> None:
-        self.device, self.name = device, name
+    def __init__(self, backend: RecordingBackend, device: torch.device, name: str) -> None:
+        self.backend, self.device, self.name = backend, device, name
         self.work: list[Callable[[], None]] = []
         self.done = 0
 
     def __repr__(self) -> str:
         return self.name
+
+    def wait_event(self, event: RecordingEvent) -> None:
+        self.backend.log.append(("wait", self, event))
+        self.backend.queue(self, lambda: self.backend.run(event.stream, event.position))
 
 
 class RecordingEvent:
@@ -41,23 +45,35 @@ class RecordingEvent:
     def __init__(self, stream: RecordingStream) -> None:
         self.stream, self.position = stream, len(stream.work)
 
+    def query(self) -> bool:
+        self.stream.backend.check()
+        return self.stream.done >= self.position
+
+    def synchronize(self) -> None:
+        self.stream.backend.check()
+        self.stream.backend.log.append(("synchronize", self))
+        self.stream.backend.run(self.stream, self.position)
+
 
 class RecordingBackend:
     """A backend of as many devices as one likes.
 
     Args:
         is_late: whether work waits until an event behind it is waited for; else it is done at once.
+
+    Attributes:
+        lost: text of an error that every call to the device raises from now on, as after an error of a kernel.
     """
 
-    def __init__(self, *, is_late: bool = True, can_pin: bool = True) -> None:
-        self.is_late, self.can_pin = is_late, can_pin
+    def __init__(self, *, is_late: bool = True) -> None:
+        self.is_late = is_late
+        self.lost = ""
         self.log: list[tuple[Any, ...]] = []
         self.violations: list[str] = []
         self.streams: list[RecordingStream] = []
         self.pinned: dict[int, int] = {}
         self.registered = 0
-        self.allocated = 0
-        self.free: int | None = 1 << 30
+        self.free = 1 << 30
         self.made: list[weakref.ref[torch.Tensor]] = []
         self._made_on: dict[int, torch.device] = {}
         self.copied_from: dict[str, list[tuple[int, int]]] = {}
@@ -66,17 +82,20 @@ class RecordingBackend:
         self._local = threading.local()
         self._lock = threading.RLock()
 
-    # The protocol
+    # The methods of a backend
+
+    def begin_thread(self) -> None:
+        self.log.append(("begin_thread", threading.current_thread().name))
 
     def new_stream(self, device: torch.device) -> RecordingStream:
-        self.streams.append(RecordingStream(device, f"side {len(self.streams)}"))
+        self.streams.append(RecordingStream(self, device, f"side {len(self.streams)}"))
         return self.streams[-1]
 
     def current_stream(self, device: torch.device) -> RecordingStream:
         own = getattr(self._local, "streams", {})
         if device in own:
             return own[device]  # type: ignore[no-any-return]
-        return self._defaults.setdefault(device, RecordingStream(device, f"default {device}"))
+        return self._defaults.setdefault(device, RecordingStream(self, device, f"default {device}"))
 
     @contextlib.contextmanager
     def working_on(self, streams: Sequence[RecordingStream]) -> Iterator[None]:
@@ -86,23 +105,14 @@ class RecordingBackend:
         self._local.streams = before
 
     def record(self, stream: RecordingStream) -> RecordingEvent:
+        self.check()
         with self._lock:
             event = RecordingEvent(stream)
             self.log.append(("record", stream, event))
             return event
 
-    def wait(self, stream: RecordingStream, event: RecordingEvent) -> None:
-        self.log.append(("wait", stream, event))
-        self.queue(stream, lambda: self._run(event.stream, event.position))
-
-    def is_done(self, event: RecordingEvent) -> bool:
-        return event.stream.done >= event.position
-
-    def synchronize(self, event: RecordingEvent) -> None:
-        self.log.append(("synchronize", event))
-        self._run(event.stream, event.position)
-
     def copy(self, source: torch.Tensor, device: torch.device) -> torch.Tensor:
+        self.check()
         target = torch.empty_like(source)
         target.untyped_storage().fill_(POISON)
         self._queue_copy(source, target, device)
@@ -118,14 +128,14 @@ class RecordingBackend:
     def copy_into(self, source: torch.Tensor, target: torch.Tensor) -> None:
         self._queue_copy(source, target, self._made_on[target.untyped_storage().data_ptr()])
 
-    def free_bytes(self, device: torch.device) -> int | None:
+    def free_bytes(self, device: torch.device) -> int:
         return self.free
 
     def _queue_copy(self, source: torch.Tensor, target: torch.Tensor, device: torch.device) -> None:
         stream = self.current_stream(device)
         address, size = source.data_ptr(), source.nbytes
         with self._lock:
-            self.log.append(("copy", stream, id(target)))
+            self.log.append(("copy", stream, place_of(target)))
             self.copied_from.setdefault(str(device), []).append((address, size))
         if not self.is_pinned(source):
             now = source.clone()
@@ -134,24 +144,11 @@ class RecordingBackend:
         self._reads.append((address, size))
         self.queue(stream, lambda: self._read(target, address, size))
 
-    def holds(self, tensor: torch.Tensor) -> bool:
-        return True
-
     def record_stream(self, tensor: torch.Tensor, stream: RecordingStream) -> None:
-        self.log.append(("record_stream", id(tensor), stream))
+        self.log.append(("record_stream", place_of(tensor), stream))
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         return self._is_pinned(tensor.data_ptr(), tensor.nbytes)
-
-    def allocate_pinned(self, size_bytes: int) -> np.ndarray | None:
-        self.allocated += 1
-        memory = np.frombuffer(mmap.mmap(-1, size_bytes), np.uint8)
-        with self._lock:
-            self.pinned[memory.ctypes.data] = memory.nbytes
-        return memory
-
-    def free_pinned(self, memory: np.ndarray) -> None:
-        self._unpin(memory)
 
     def register(self, memory: np.ndarray) -> bool:
         self.registered += 1
@@ -161,23 +158,37 @@ class RecordingBackend:
             self.pinned[memory.ctypes.data] = memory.nbytes
         return True
 
-    def unregister(self, memory: np.ndarray) -> None:
-        self._unpin(memory)
+    def unregister(self, address: int) -> None:
+        with self._lock:
+            size = self.pinned.pop(address)
+            if any(address <= read < address + size for read, _ in self._reads):
+                self.violations.append("memory was unpinned while a copy was to read it")
 
     # What tests do with it
+
+    def check(self) -> None:
+        if self.lost:
+            raise RuntimeError(self.lost)
+
+    def pinned_memory(self, size_bytes: int) -> np.ndarray:
+        """Memory that a user has pinned."""
+        memory = np.frombuffer(mmap.mmap(-1, size_bytes), np.uint8)
+        with self._lock:
+            self.pinned[memory.ctypes.data] = memory.nbytes
+        return memory
 
     def queue(self, stream: RecordingStream, work: Callable[[], Any]) -> None:
         with self._lock:
             stream.work.append(work)
             if not self.is_late:
-                self._run(stream, len(stream.work))
+                self.run(stream, len(stream.work))
 
     def finish(self, device: str = "cuda:0") -> None:
         """Do all work of the calling thread's current stream, as a test that looks at values must."""
         stream = self.current_stream(torch.device(device))
-        self._run(stream, len(stream.work))
+        self.run(stream, len(stream.work))
 
-    def _run(self, stream: RecordingStream, position: int) -> None:
+    def run(self, stream: RecordingStream, position: int) -> None:
         with self._lock:
             while stream.done < position:
                 work, stream.work[stream.done] = stream.work[stream.done], _nothing
@@ -191,16 +202,14 @@ class RecordingBackend:
         else:
             self.violations.append("a copy reads memory that is no longer pinned")
 
-    def _unpin(self, memory: np.ndarray) -> None:
-        start = memory.ctypes.data
-        with self._lock:
-            size = self.pinned.pop(start)
-            if any(start <= address < start + size for address, _ in self._reads):
-                self.violations.append("memory was unpinned while a copy was to read it")
-
     def _is_pinned(self, address: int, size: int) -> bool:
         with self._lock:
             return any(start <= address and address + size <= start + room for start, room in self.pinned.items())
+
+
+def place_of(tensor: torch.Tensor) -> int:
+    """Where the memory lies that the tensor is a part of."""
+    return tensor.untyped_storage().data_ptr()
 
 
 def _nothing() -> None:

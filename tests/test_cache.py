@@ -10,9 +10,9 @@ import multiprocessing
 import os
 import pickle
 import random
+import re
 import shutil
 import signal
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from filelock import FileLock
 from PIL import Image
 from torchvision import transforms as v1
 from torchvision.datasets import ImageFolder as TorchvisionFolder
@@ -29,23 +28,14 @@ from torchvision.transforms import v2
 
 from children import send_sample
 from conftest import save_image
-from fastdata import (
-    CachedDataset,
-    CacheError,
-    DataLoader,
-    FastDataWarning,
-    ImageFolder,
-    ImageManifest,
-    SampleError,
-    StoreGoneError,
-)
-from fastdata.cache import describe_call, describe_steps, inspect_caches, list_folder, prune_caches
-from fastdata.cache import listing as listing_module
-from fastdata.cache import writers as writers_module
-from fastdata.cache.folders import locked
+from fastdata import CachedDataset, DataLoader, FastDataWarning, ImageFolder, ImageManifest
+from fastdata.cache import describe_call, describe_steps, inspect_caches, prune_caches
+from fastdata.cache.build import locked
 from fastdata.cache.manifest import MANIFEST, Manifest
-from fastdata.decode import CenterCrop, Resize, load_image
-from fastdata.stores.encoded import UndecodableError
+from fastdata.errors import CacheError, SampleError, StoreGoneError
+from fastdata.images import CenterCrop, Resize, load_image
+from fastdata.stores import files as files_module
+from fastdata.stores.readers import UndecodableError
 
 Folder = Callable[..., Path]
 TRANSFORM = v1.Compose([v1.Resize((7, 9)), v1.RandomHorizontalFlip(), v1.PILToTensor()])
@@ -58,9 +48,8 @@ def upside_down(image: Image.Image) -> Image.Image:
 
 @pytest.fixture
 def prepared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[], list[str]]:
-    """The names of the files opened since it was last asked, in whatever process; and shards of a few samples."""
+    """The names of the files opened since it was last asked, in whatever process."""
     log, plain = tmp_path / "opened.txt", Image.open
-    monkeypatch.setattr(writers_module, "SHARD_BYTES", 1000)
 
     def note(name: str) -> None:
         with log.open("a") as stream:
@@ -70,7 +59,7 @@ def prepared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[], li
         note(os.path.basename(getattr(stream, "name", "bytes")))
         return plain(stream, *rest, **options)
 
-    monkeypatch.setattr("fastdata.decode.images.simplejpeg", None)
+    monkeypatch.setattr("fastdata.images.simplejpeg", None)
     monkeypatch.setattr(Image, "open", open_noting)
 
     def take() -> list[str]:
@@ -142,17 +131,6 @@ def test_the_second_run_opens_no_image(image_folder: Folder, prepared: Any, code
             assert dataset.samples == TorchvisionFolder(str(root)).samples
 
 
-def test_shards_are_plain_numpy_files(image_folder: Folder, prepared: Any) -> None:
-    """``np.load`` reads raw shards, which together hold the prepared images in order."""
-    root = image_folder(per_class=9, size=(13, 11))
-    with cached(root):
-        pass
-    shards = sorted(path for path in home_of(root.parent / "cache").glob("part0-*.npy") if "sums" not in path.name)
-    assert len(shards) > 1
-    pixels = np.concatenate([np.load(path, allow_pickle=False) for path in shards])
-    assert all(np.array_equal(a.transpose(1, 2, 0), b) for a, (b, _) in zip(pixels, expected(root), strict=True))
-
-
 def test_images_of_many_shapes_are_kept(image_folder: Folder, prepared: Any) -> None:
     """Raw and encoded, each sample comes back with a shape of its own."""
     root = image_folder(classes=("a",), per_class=3, size=(12, 10))
@@ -202,15 +180,12 @@ def test_targets_that_files_cannot_keep_are_refused(tmp_path: Path) -> None:
     assert files_of(tmp_path) == set()
 
 
-def test_a_cache_is_found_again_under_another_root(image_folder: Folder, prepared: Any) -> None:
-    """Files moved to another folder with their times are the same files."""
-    root = image_folder(size=(13, 11))
+def test_raw_samples_are_a_plain_numpy_file(image_folder: Folder) -> None:
+    """``np.load`` reads it: the prepared images in order."""
+    root = image_folder(per_class=9, size=(13, 11))
     cached(root).close()
-    moved = root.rename(root.parent / "elsewhere")
-    prepared()
-    with cached(moved) as dataset:
-        assert prepared() == []
-        assert same(dataset, expected(moved))
+    pixels = np.load(home_of(root.parent / "cache") / "part0-00000.npy", allow_pickle=False)
+    assert all(np.array_equal(a.transpose(1, 2, 0), b) for a, (b, _) in zip(pixels, expected(root), strict=True))
 
 
 # Changed files
@@ -479,33 +454,30 @@ def test_a_damaged_small_file_or_a_cut_shard_is_a_rebuild(
     wanted = expected(root)
     cached(root, codec=codec).close()
     home = home_of(root.parent / "cache")
-    for name in sorted(path.name for path in home.iterdir()):
-        is_blob = name.endswith(".bin") or (name.startswith("part0") and name.count("-") == 1)
-        if is_blob and not cut:
+    for kind in sorted(re.sub(r"\d{5}", "*", path.name) for path in home.iterdir()):
+        if kind in ("part0-*.npy", "part0-*.bin") and not cut:
             continue
-        size = (home / name).stat().st_size
-        damage(home / name, size // 2 if cut else size - 2, b"cut" if cut else b"")
+        (path,) = home.glob(kind.replace("*", "?????"))
+        name, size = path.name, path.stat().st_size
+        damage(path, size // 2 if cut else size - 2, b"cut" if cut else b"")
         caplog.clear()
         prepared()
         with cached(root, codec=codec) as dataset:
             assert same(dataset, wanted)
-        if name.endswith(("targets.npy", "classes.npy")):  # known without the cache, and written alone
-            assert (caplog.messages, prepared() if codec != "source" else []) == ([], []), name
-            continue
         assert len([line for line in caplog.messages if "the cache is written anew: " in line]) == 1, name
 
 
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("whole_batches", [True, False])
 def test_a_flipped_byte_is_found_on_the_first_read(
-    image_folder: Folder, prepared: Any, codec: str, whole_batches: bool
+    image_folder: Folder, prepared: Any, codec: str, whole_batches: bool, caplog: Any
 ) -> None:
     """Never is it served: reading is an error that names the sample, and the next run mends it alone."""
     root = image_folder(per_class=9, size=(13, 11))
     wanted = expected(root)
     cached(root, codec=codec).close()
     home = home_of(root.parent / "cache")
-    blob = sorted(path for path in home.iterdir() if path.name.startswith("part0-00001") and path.name.count("-") == 1)
+    blob = sorted(path for path in home.iterdir() if path.name.startswith("part0-00000") and path.name.count("-") == 1)
     damage(blob[0], blob[0].stat().st_size - 70)
     with cached(root, codec=codec) as dataset:
         samples = DataLoader(dataset, batch_size=4, num_workers=1) if whole_batches else dataset
@@ -513,6 +485,7 @@ def test_a_flipped_byte_is_found_on_the_first_read(
             list(samples)
         prepared()
     with cached(root, codec=codec) as dataset:
+        assert "1 of 18 samples are prepared anew: 1 were found damaged in the cache" in caplog.messages
         assert len(prepared()) == 1
         assert same(dataset, wanted)
 
@@ -524,7 +497,7 @@ def test_a_flipped_byte_is_found_in_a_batch_of_whole_words(tmp_path: Path) -> No
     CachedDataset(data, **options).close()
     damage(home_of(tmp_path) / "part0-00000.npy", 128 + 3 * 32 + 5)
     with CachedDataset(data, **options) as dataset:
-        store = dataset._contents.images
+        store = dataset.kept.images
         out = np.empty((2, 4, 8), np.uint8)
         store.gather_into(np.array([1, 5]), out)
         assert out[:, 0, 0].tolist() == [1, 5]
@@ -534,7 +507,7 @@ def test_a_flipped_byte_is_found_in_a_batch_of_whole_words(tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     ("field", "value", "words"),
-    [("version", 3, "has version 3; this fastdata reads 2"), ("count", 5, "its checksum does not fit")],
+    [("version", 2, "has version 2; this fastdata reads 3"), ("count", 5, "its checksum does not fit")],
 )
 def test_another_version_is_a_rebuild(
     image_folder: Folder, prepared: Any, caplog: Any, field: str, value: int, words: str
@@ -555,7 +528,7 @@ def test_a_manifest_cannot_lead_out_of_its_folder(image_folder: Folder) -> None:
     cached(root).close()
     home = home_of(root.parent / "cache")
     document = json.loads((home / MANIFEST).read_text())
-    document["parts"][0]["shards"][0]["name"] = "../../secret.npy"
+    document["parts"][0]["files"][0]["name"] = "../../secret.npy"
     del document["crc32"]
     from fastdata.cache.manifest import _crc_of
 
@@ -589,7 +562,7 @@ def test_a_full_disk_is_an_error_before_any_image_is_prepared(
 
 def test_a_disk_that_cannot_hold_the_cache_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It says what the cache takes and what is free."""
-    monkeypatch.setattr(writers_module, "free_bytes", lambda folder: 1 << 20)
+    monkeypatch.setattr(files_module, "free_bytes", lambda folder: 1 << 20)
     data = [(np.random.default_rng(0).integers(0, 256, (1000, 1000), np.uint8), 0)] * 12
     with pytest.raises(CacheError, match=r"too full for the cache: it takes 11\.\d MiB, 1\.0 MiB are free"):
         CachedDataset(data, cache_dir=tmp_path, cache_key="k", codec="zstd", progress=False)
@@ -601,7 +574,7 @@ def test_a_limit_of_file_sizes_is_named(image_folder: Folder, monkeypatch: pytes
     def refuse(*_: Any) -> None:
         raise OSError(errno.EFBIG, "File too large")
 
-    monkeypatch.setattr(writers_module.os, "pwrite", refuse)
+    monkeypatch.setattr(files_module.os, "pwrite", refuse)
     with pytest.raises(CacheError, match=r"larger than this process may write. Raise the limit \(ulimit -f\)"):
         cached(image_folder(size=(13, 11)), codec="zstd")
 
@@ -614,7 +587,7 @@ def test_a_disk_that_fills_up_is_an_error(image_folder: Folder, monkeypatch: pyt
     def full(*_: Any) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(writers_module.os, "pwrite", full)
+    monkeypatch.setattr(files_module.os, "pwrite", full)
     with pytest.raises(CacheError, match="too full for the cache"):
         cached(root, on_error=on_error, codec="zstd")
     assert files_of(root.parent / "cache") == set()
@@ -627,7 +600,7 @@ def test_a_disk_without_room_for_raw_samples_gets_encoded_ones(
     root = image_folder(per_class=20, size=(130, 110))
     raw_bytes = 40 * 3 * 60 * 60
     room = int(raw_bytes * 0.9) + (256 << 20)
-    monkeypatch.setattr("fastdata.cache.coding.free_bytes", lambda folder: room)
+    monkeypatch.setattr("fastdata.cache.build.free_bytes", lambda folder: room)
     with cached(root, transform=v1.Resize((60, 60))) as dataset:
         assert dataset.storage_plan.codec in ("zstd", "lz4", "source")
 
@@ -640,7 +613,7 @@ def forbid_writing(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for name in ("mkdir", "replace", "rename", "unlink"):
         monkeypatch.setattr(os, name, refuse)
-    monkeypatch.setattr("fastdata.cache.folders.FileLock.acquire", refuse)
+    monkeypatch.setattr("fastdata.cache.build.FileLock.acquire", refuse)
 
 
 def test_a_read_only_cache_is_served(image_folder: Folder, prepared: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -771,13 +744,10 @@ def test_leftovers_of_a_finished_build_are_removed(image_folder: Folder) -> None
     root = image_folder(size=(13, 11))
     cached(root).close()
     home = home_of(root.parent / "cache")
-    for name in (".partial", ".replaced"):
-        home.with_name(home.name + name).mkdir()
-    (home / "samples-00009-rows.npy").write_bytes(b"")
-    home.with_name(f".{home.name}.workers").write_bytes(b"")
+    (home / "index-00009.npz").write_bytes(b"")
     with locked(home):
         cached(root).close()
-        assert (home / "samples-00009-rows.npy").exists()
+        assert (home / "index-00009.npz").exists()
     cached(root).close()
     assert files_of(root.parent / "cache") == set()
     assert {path.name for path in home.iterdir()} == Manifest.read(home).file_names()
@@ -808,33 +778,6 @@ def test_the_lock_of_a_dead_process_is_free(image_folder: Folder) -> None:
     cached(root).close()
 
 
-# The listing
-
-
-def old_folders(root: Path) -> None:
-    """Give all directories a time long past, as those of a settled dataset have."""
-    for folder, _, _ in os.walk(root):
-        os.utime(folder, (1, time.time() - 100))
-
-
-def test_a_settled_folder_is_not_listed_again(image_folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The listing is kept while no directory has changed; a file added anywhere below is found."""
-    root = image_folder(size=(13, 11))
-    (root / "cat" / "empty").mkdir()
-    old_folders(root)
-    cache_dir, classes = root.parent / "c", {"cat": 0, "dog": 1}
-    wanted = list_folder(str(root), classes, (".jpg",), False, cache_dir)
-    with monkeypatch.context() as patch:
-        patch.setattr(listing_module, "scan_folder", None)
-        again = list_folder(str(root), classes, (".jpg",), False, cache_dir)
-    assert again.paths.names() == wanted.paths.names()
-    assert np.array_equal(again.mtimes_ns, wanted.mtimes_ns)
-    save_image(root / "cat" / "empty" / "x.jpg", 1, (5, 6))
-    now = list_folder(str(root), classes, (".jpg",), False, cache_dir)
-    assert b"cat/empty/x.jpg" in now.paths.names()
-    assert len(now) == len(wanted) + 1
-
-
 class OneBuffer:
     """Gives every sample in the same memory, and leaves some out."""
 
@@ -859,50 +802,13 @@ def test_neighbours_that_are_written_at_once_stay_apart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pending_bytes: int, num_workers: int
 ) -> None:
     """However many rows wait to be written, across shards and gaps, each has its own pixels."""
-    monkeypatch.setattr(writers_module, "_PENDING_BYTES", pending_bytes)
-    monkeypatch.setattr(writers_module, "SHARD_BYTES", 60)
+    monkeypatch.setattr(files_module, "_PENDING_BYTES", pending_bytes)
     data = OneBuffer(40, (7, 21))
     options: dict[str, Any] = {"on_error": "skip", "num_workers": num_workers, "progress": False}
     with CachedDataset(data, cache_dir=tmp_path, cache_key="k", **options) as dataset:
         kept = [index for index in range(40) if index not in (7, 21)]
         assert list(dataset.targets) == kept
         assert [sample.tolist() for sample, _ in dataset] == [[[i] * 3] * 2 for i in kept]
-
-
-@pytest.mark.parametrize("is_changed", [True, False])
-def test_a_listing_that_a_killed_process_left_is_removed(image_folder: Folder, is_changed: bool) -> None:
-    """By the next run, whether it writes one itself or not; one that is being written by another is left alone."""
-    root = image_folder(size=(13, 11))
-    old_folders(root)
-    cache_dir, classes = root.parent / "c", {"cat": 0, "dog": 1}
-    list_folder(str(root), classes, (".jpg",), False, cache_dir)
-    (scan,) = cache_dir.glob("scan-*.npz")
-    part = scan.with_suffix(".new")
-    part.write_bytes(b"half")
-    with FileLock(cache_dir / f".{scan.stem}.lock"):
-        assert len(list_folder(str(root), classes, (".jpg",), False, cache_dir)) == 6
-        assert part.exists()
-    if is_changed:
-        save_image(root / "cat" / "zzz.jpg", 1, (5, 6))
-    list_folder(str(root), classes, (".jpg",), False, cache_dir)
-    assert not part.exists()
-
-
-def test_a_folder_that_may_still_change_is_listed_again(image_folder: Folder) -> None:
-    """A listing made within the tick of a change is not trusted, nor a damaged one."""
-    root = image_folder(size=(13, 11))
-    cache_dir, classes = root.parent / "c", {"cat": 0, "dog": 1}
-    list_folder(str(root), classes, (".jpg",), False, cache_dir)
-    times = [(folder, os.stat(folder).st_mtime_ns) for folder, _, _ in os.walk(root)]
-    save_image(root / "cat" / "zzz.jpg", 1, (5, 6))
-    for folder, time_ns in times:
-        os.utime(folder, ns=(time_ns, time_ns))
-    assert len(list_folder(str(root), classes, (".jpg",), False, cache_dir)) == 7
-    old_folders(root)
-    list_folder(str(root), classes, (".jpg",), False, cache_dir)
-    (scan,) = cache_dir.glob("scan-*.npz")
-    damage(scan, scan.stat().st_size // 2)
-    assert len(list_folder(str(root), classes, (".jpg",), False, cache_dir)) == 7
 
 
 # Pruning
@@ -917,7 +823,9 @@ def test_prune_removes_what_no_run_can_use(image_folder: Folder) -> None:
     homes = {found.folder.name: found for found in inspect_caches(cache_dir)}
     sound, unreadable = (found.folder for found in homes.values() if found.folder.name.startswith("images"))
     (unreadable / MANIFEST).write_text("{")
-    (cache_dir / f"{sound.name}.partial").mkdir()
+    (cache_dir / "killed").mkdir()
+    (cache_dir / ".killed.lock").touch()
+    (cache_dir / "not ours").mkdir()
     (sound / "part0-00009.npy").write_bytes(b"12345")
     shutil.rmtree(gone)
     assert len(prune_caches(cache_dir, dry_run=True)) == 3
@@ -928,6 +836,7 @@ def test_prune_removes_what_no_run_can_use(image_folder: Folder) -> None:
     assert len(prune_caches(cache_dir, gone=True)) == 1
     assert [found.folder for found in inspect_caches(cache_dir)] == [sound]
     assert prune_caches(cache_dir) == []
+    assert (cache_dir / "not ours").exists()
 
 
 def test_center_crop_is_torchvisions(image_folder: Folder) -> None:

@@ -21,13 +21,13 @@ from torchvision.datasets import ImageFolder as TorchvisionFolder
 
 from children import send_sample
 from conftest import save_image
-from fastdata import CachedDataset, CacheError, DataLoader, ImageFolder, ImageManifest, SampleError, StoreGoneError
-from fastdata.cache import alone as alone_module
+from fastdata import CachedDataset, CudaPrefetcher, DataLoader, ImageFolder, ImageManifest
 from fastdata.cache import find_cache, inspect_caches
-from fastdata.cache.folders import locked
-from fastdata.cache.manifest import MANIFEST, Manifest, write_array
+from fastdata.cache import manifest as manifest_module
+from fastdata.cache.build import locked
+from fastdata.cache.manifest import MANIFEST, Manifest, Skipped, read_index
 from fastdata.cli import main
-from fastdata.prefetch.prefetcher import Prefetcher
+from fastdata.errors import CacheError, SampleError, StoreGoneError
 from recording import RecordingBackend
 
 Folder = Callable[..., Path]
@@ -63,12 +63,13 @@ def images_of(root: Path) -> list[np.ndarray]:
     return [np.asarray(RESIZE(image)) for image, _ in TorchvisionFolder(str(root))]
 
 
-def rewrite(home: Path, **changed: Any) -> None:
-    """Change fields of a manifest, with the checksum that fits."""
+def rewrite(home: Path, columns: Any = None, **changed: Any) -> None:
+    """Change fields of a manifest, or columns of its index, with checksums that fit."""
     manifest = Manifest.read(home)
+    columns = dict(read_index(home, manifest)) | (columns or {})
     for name, value in changed.items():
         object.__setattr__(manifest, name, value)
-    manifest.write(home)
+    manifest.write(home, {name: column for name, column in columns.items() if column is not None})
 
 
 # What is served
@@ -251,14 +252,13 @@ def test_other_labels_of_the_same_files_are_kept_at_once(image_folder: Folder, m
         assert list(dataset.targets) == [0, 1, 2]
 
 
-@pytest.mark.parametrize("name", ["targets", "classes"])
-def test_damaged_labels_are_an_error_that_the_next_run_mends(image_folder: Folder, name: str) -> None:
-    """The cache alone says which file is damaged; the dataset, which knows the labels, writes it anew."""
+def test_a_damaged_index_is_an_error_that_the_next_run_mends(image_folder: Folder) -> None:
+    """The cache alone says which file is damaged; the dataset writes it anew."""
     root = image_folder(size=(13, 11))
     cache = build(root)
-    (file,) = cache.glob(f"*/*-{name}.npy")
+    (file,) = cache.glob("*/index-*.npz")
     file.write_bytes(file.read_bytes()[:-1] + b"x")
-    with pytest.raises(CacheError, match=f"{name}.npy is not what was written"):
+    with pytest.raises(CacheError, match=r"index-00000\.npz is not what was written"):
         CachedDataset.from_cache(cache)
     assert main(["inspect", str(cache)]) == 1
     build(root)
@@ -266,38 +266,26 @@ def test_damaged_labels_are_an_error_that_the_next_run_mends(image_folder: Folde
         assert list(dataset.targets) == [0, 0, 0, 1, 1, 1]
 
 
-def test_a_cache_without_labels_is_an_error_with_the_cure(image_folder: Folder) -> None:
-    """One of an earlier version says so; opened once as its dataset, it has them."""
-    root = image_folder(size=(13, 11))
-    cache = build(root)
-    home = find_cache(cache)
-    arrays = {n: a for n, a in Manifest.read(home).arrays.items() if n not in ("targets", "classes")}
-    rewrite(home, arrays=arrays, target_kind=None)
-    with pytest.raises(CacheError, match=r"built by an earlier version of fastdata\. Build it again, or open"):
-        CachedDataset.from_cache(cache)
-    build(root)
-    with CachedDataset.from_cache(cache) as dataset:
-        assert dataset.classes == ["cat", "dog"]
-
-
-def test_an_update_meanwhile_is_read_again(image_folder: Folder, monkeypatch: Any) -> None:
-    """Files that another process replaces between two reads are no damage."""
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_an_update_meanwhile_is_read_again(image_folder: Folder, monkeypatch: Any, caplog: Any, is_alone: bool) -> None:
+    """Files that another process replaces between two reads are no damage, with the dataset and without."""
     root = image_folder(classes=("all",), per_class=2, size=(13, 11))
     files = ["all/000.jpg", "all/001.jpg"]
     cache = build_csv(root, [(file, "cat") for file in files])
-    plain, calls = alone_module.recall_all, []
+    plain, calls = manifest_module.read_index, []
 
     def relabelling(*arguments: Any) -> Any:
-        found = plain(*arguments)
         if not calls:
+            calls.append(None)
             build_csv(root, list(zip(files, ("cat", "dog"), strict=True)))
-        calls.append(found)
-        return found
+        return plain(*arguments)
 
-    monkeypatch.setattr(alone_module, "recall_all", relabelling)
+    monkeypatch.setattr(manifest_module, "read_index", relabelling)
+    if not is_alone:
+        build_csv(root, list(zip(files, ("cat", "dog"), strict=True)))
+        assert "written anew" not in caplog.text
     with CachedDataset.from_cache(cache) as dataset:
         assert dataset.classes == ["cat", "dog"]
-    assert len(calls) == 2
 
 
 # What cannot be opened
@@ -310,10 +298,9 @@ def test_one_cache_must_be_meant(image_folder: Folder, tmp_path: Path) -> None:
     root = image_folder(size=(13, 11))
     cache = build(root)
     home = find_cache(cache)
-    shutil.copytree(home, cache / f"{home.name}.replaced")
     assert find_cache(str(cache)) == find_cache(home) == home
     build(root, transform=v1.Resize((4, 5)), codec="zstd")
-    other = next(path.parent for path in cache.glob(f"*/{MANIFEST}") if path.parent.stem != home.stem)
+    other = next(path.parent for path in cache.glob(f"*/{MANIFEST}") if path.parent != home)
     with pytest.raises(ValueError, match="holds 2 caches; give the folder of the one that you mean") as several:
         CachedDataset.from_cache(cache)
     text = f"{home}: 6 samples of {root}, prepared: resize (7, 9) bilinear, codec: auto"
@@ -356,36 +343,60 @@ def test_a_codec_of_the_users_own_needs_its_dataset(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["number:int64:2", "number:O:1", "number:U9:1", "pickle", "tensor:complex128:1", 3, "number:int999:1"]
+    ("columns", "words"),
+    [
+        ({"targets.number": np.zeros(5, np.int64)}, r"int64\[5\] where numbers\[6\] are needed"),
+        ({"targets.number": np.zeros(6, "U1")}, "<U1"),
+        ({"targets.number": None}, "lacks the targets"),
+        ({"targets.json": np.frombuffer(b"[0, 1]", np.uint8)}, "no list of 6 targets"),
+        ({"targets.json": np.frombuffer(b"[0, 1", np.uint8)}, "cannot be read"),
+        ({"targets.json": np.frombuffer(b"[" * 100_000, np.uint8)}, "cannot be read"),
+        ({"rows": np.full((1, 6), 6)}, "has 6 rows, but its samples reach to 6"),
+        ({"rows": None}, "lacks the rows"),
+        ({"part0.sums": np.zeros(5, np.uint64)}, r"uint64\[5\] where uint64\[6\] are needed"),
+        ({"ends": np.arange(6)}, "file names overlap"),
+    ],
 )
-def test_kinds_of_targets_that_are_not_known_are_refused(tmp_path: Path, kind: Any) -> None:
-    """A manifest with a right checksum is not believed either."""
-    cache = build_of([(torch.zeros(1, 2, 2), 0)], tmp_path)
-    rewrite(find_cache(cache), target_kind=kind)
-    with pytest.raises(CacheError, match="cannot be read"):
-        CachedDataset.from_cache(find_cache(cache))
+def test_columns_that_do_not_fit_are_refused(image_folder: Folder, columns: dict[str, Any], words: str) -> None:
+    """Their number, type and form are checked against the samples before one is served; the checksums are right."""
+    home = find_cache(build(image_folder(size=(13, 11))))
+    rewrite(home, columns)
+    with pytest.raises(CacheError, match=words):
+        CachedDataset.from_cache(home)
 
 
 @pytest.mark.parametrize(
-    ("name", "kind", "array", "words"),
+    ("column", "value", "words"),
     [
-        ("targets", "number:int64:1", np.zeros(5, np.int64), r"int64\[5\] where int64\[6\] is needed"),
-        ("targets", "number:int64:1", np.zeros(6, np.float32), "float32"),
-        ("targets", "json", np.frombuffer(b"[0, 1]", np.uint8), "no list of 6 targets"),
-        ("targets", "json", np.frombuffer(b"[0, 1", np.uint8), "cannot be read"),
-        ("classes", "number:int64:1", np.frombuffer(b'["cat"]', np.uint8), "no numbers of classes"),
-        ("classes", "number:int64:1", np.frombuffer(b'{"cat": "x"}', np.uint8), "no numbers of classes"),
-        ("classes", "number:int64:1", np.frombuffer(b"[" * 100_000, np.uint8), "cannot be read"),
+        ("offsets", -1, "does not lie within"),
+        ("sizes", 1 << 40, "does not lie within"),
+        ("shapes", 8, "of other shapes than"),
     ],
 )
-def test_labels_that_do_not_fit_are_refused(
-    image_folder: Folder, name: str, kind: str, array: np.ndarray, words: str
-) -> None:
-    """Their number, type and form are checked against the samples before one is served."""
-    home = find_cache(build(image_folder(size=(13, 11))))
-    written = write_array(home, f"other-{name}.npy", array)
-    rewrite(home, arrays=Manifest.read(home).arrays | {name: written}, target_kind=kind)
+def test_samples_beyond_their_file_are_refused(image_folder: Folder, column: str, value: int, words: str) -> None:
+    """Where an encoded sample lies, and how large it is, is checked against the file before it is mapped."""
+    home = find_cache(build(image_folder(size=(13, 11)), codec="zstd"))
+    wrong = read_index(home, Manifest.read(home))[f"part0.{column}"].copy()
+    wrong[3] = value
+    rewrite(home, {f"part0.{column}": wrong})
     with pytest.raises(CacheError, match=words):
+        CachedDataset.from_cache(home)
+
+
+def test_a_compressed_index_is_refused(image_folder: Folder, monkeypatch: Any) -> None:
+    """Its columns take no more memory than the file has bytes."""
+    home = find_cache(build(image_folder(size=(13, 11))))
+    monkeypatch.setattr(np, "savez", np.savez_compressed)
+    rewrite(home)
+    with pytest.raises(CacheError, match="its columns are compressed"):
+        CachedDataset.from_cache(home)
+
+
+def test_classes_without_numbers_are_refused(image_folder: Folder) -> None:
+    """A manifest with a right checksum is not believed either."""
+    home = find_cache(build(image_folder(size=(13, 11))))
+    rewrite(home, classes={"cat": "x"})
+    with pytest.raises(CacheError, match="classes have no numbers"):
         CachedDataset.from_cache(home)
 
 
@@ -394,8 +405,8 @@ def test_skipped_samples_are_checked_too(image_folder: Folder) -> None:
     home = find_cache(build(image_folder(size=(13, 11))))
     document = json.loads((home / MANIFEST).read_text())
     assert document["skipped"] == []
-    rewrite(home, skipped=[{"index": "x", "path": None, "message": "m"}])
-    with pytest.raises(CacheError, match="its list of samples that were left out is none"):
+    rewrite(home, skipped=(Skipped(index="x", path=None, message="m"),))
+    with pytest.raises(CacheError, match="'x' is in the place of int"):
         CachedDataset.from_cache(home)
 
 
@@ -454,7 +465,7 @@ def test_loaders_prefetchers_and_subsets_take_it(image_folder: Folder) -> None:
             assert labels.tolist() == [0, 1, 0]
             assert torch.equal(images, torch.stack([dataset[i][0] for i in (1, 8, 3)]))
         backend = RecordingBackend()
-        prefetcher = Prefetcher(loader, devices=[torch.device("meta", 0)], backend=backend)
+        prefetcher = CudaPrefetcher(loader, "meta:0", backend=backend)
         assert len(list(prefetcher)) == 1
         assert "zstd" in str(dataset.storage_report())
     with pytest.raises(StoreGoneError):

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import errno
-import multiprocessing
 import os
 import shutil
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from conftest import save_image
-from fastdata import CacheError, ImageFolder, SampleError
+from fastdata import ImageFolder
 from fastdata.cache import inspect_caches, prune_caches, verify_cache
-from fastdata.cache.folders import locked
+from fastdata.errors import CacheError, SampleError
+from fastdata.stores.files import DiskFile
 
 Folder = Callable[..., Path]
 
@@ -26,8 +26,7 @@ def cached(root: Path) -> ImageFolder:
 
 
 def all_files(folder: Path) -> set[str]:
-    """Every file and folder but listings, which are written anew whenever directories change."""
-    return {str(path.relative_to(folder)) for path in folder.rglob("*") if not path.name.startswith("scan-")}
+    return {str(path.relative_to(folder)) for path in folder.rglob("*")}
 
 
 def refuse(code: int) -> Callable[..., Any]:
@@ -37,35 +36,19 @@ def refuse(code: int) -> Callable[..., Any]:
     return fail
 
 
-def test_workers_of_a_killed_writer_are_waited_for(tmp_path: Path) -> None:
-    """The lock of a writer that was killed is free only when the processes that it forked have ended as well."""
-    home = tmp_path / "home"
-    context = multiprocessing.get_context("fork")
-    theirs, ours = context.Pipe(duplex=False)
-    ready = context.Event()
-
-    def write() -> None:
-        with locked(home):
-            if os.fork() == 0:
-                ours.close()
-                ready.set()
-                theirs.poll(60)  # until the test lets go of its end
-                os._exit(0)
-            signal.pause()
-
-    writer = context.Process(target=write)
-    writer.start()
-    assert ready.wait(timeout=30)
-    writer.kill()
-    writer.join()
-    writer.close()
-    with pytest.raises(TimeoutError), locked(home, wait=False):
-        pass
-    ours.close()
-    theirs.close()
-    with locked(home):
-        pass
-    assert all_files(tmp_path) == {".home.lock"}
+def test_what_workers_of_a_killed_writer_still_write_reaches_no_later_file(tmp_path: Path) -> None:
+    """They have descriptors of a file without a name; and nobody opens for writing what another one has made."""
+    path = tmp_path / "part0-00000.bin"
+    orphan = DiskFile.reserve(path, 100)
+    with pytest.raises(FileExistsError):
+        DiskFile.reserve(path, 100)
+    path.unlink()
+    file = DiskFile.reserve(path, 100)
+    orphan.write(0, np.ones(100, np.uint8))
+    orphan.flush()
+    assert not file.array("uint8", (100,)).any()
+    orphan.close()
+    file.close()
 
 
 def test_an_update_that_fails_leaves_the_cache_as_it_was(image_folder: Folder) -> None:
@@ -84,8 +67,8 @@ def test_an_update_that_fails_leaves_the_cache_as_it_was(image_folder: Folder) -
 def test_no_room_for_the_last_small_files_is_said_so(image_folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     """Samples may just fit; the error says what is free, and nothing is left."""
     root = image_folder(size=(13, 11))
-    monkeypatch.setattr("fastdata.cache.manifest.write_array", refuse(errno.ENOSPC))
-    with pytest.raises(CacheError, match=r"no room to finish the cache .* are free\. Free some space"):
+    monkeypatch.setattr("fastdata.cache.manifest.np.savez", refuse(errno.ENOSPC))
+    with pytest.raises(CacheError, match=r"too full for the cache: it ran out of room .* are free\. Free some space"):
         cached(root)
     assert {name for name in all_files(root.parent / "cache") if not name.endswith(".lock")} == set()
 
@@ -103,7 +86,7 @@ def test_prune_of_a_read_only_folder_only_looks(image_folder: Folder, monkeypatc
     root = image_folder(size=(13, 11))
     cached(root).close()
     shutil.rmtree(root)
-    monkeypatch.setattr("fastdata.cache.folders.FileLock.acquire", refuse(errno.EROFS))
+    monkeypatch.setattr("fastdata.cache.build.FileLock.acquire", refuse(errno.EROFS))
     assert len(prune_caches(root.parent / "cache", gone=True, dry_run=True)) == 1
     with pytest.raises(CacheError, match=r"cannot be removed or changed \(Read-only file system\)"):
         prune_caches(root.parent / "cache")
@@ -121,7 +104,7 @@ def test_damage_that_cannot_be_noted_is_said_so(image_folder: Folder, monkeypatc
     with monkeypatch.context() as patch:
         patch.setattr(Path, "touch", refuse(errno.EROFS))
         assert "cannot be noted (Read-only file system)" in verify_cache(found)[0]
-    assert "the next run prepares it anew" in verify_cache(found)[0]
+    assert "the next run over its source prepares it anew" in verify_cache(found)[0]
     assert "damaged: 1 row, which the next run prepares anew" in str(inspect_caches(root.parent / "cache")[0])
 
 

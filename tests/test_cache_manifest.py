@@ -11,24 +11,23 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fastdata import CacheError, ImageFolder
+from fastdata import ImageFolder
 from fastdata.cache.manifest import MANIFEST, Manifest
+from fastdata.errors import CacheError
 
 Folder = Callable[..., Path]
 WRONG = [
-    (["arrays"], []),
-    (["arrays", "rows"], "rows"),
+    (["index_crc32"], "0"),
+    (["classes"], []),
     (["key"], "source"),
     (["root"], None),
     (["parts", 0], []),
     (["parts", 0, "codec"], 0),
     (["parts", 0, "spec", "dtype"], ["u1"]),
-    (["parts", 0, "shards", 0, "arrays"], -1),
-    (["parts", 0, "shards", 0, "rows"], float("nan")),
+    (["parts", 0, "files", 0], -1),
+    (["parts", 0, "files", 0, "rows"], float("nan")),
     (["is_tuple"], "yes"),
     (["target_is_part"], True),
-    (["target_kind"], "number:uint8:99999999"),
-    (["target_kind"], "array:object:1"),
     (["skipped"], "none"),
     (["skipped"], [{"index": "0"}]),
 ]

@@ -19,20 +19,11 @@ from torch.utils.data import IterableDataset, Subset
 from torchvision import transforms
 
 from conftest import FolderMaker
-from fastdata import (
-    CachedDataset,
-    ChunkedLoader,
-    DataLoader,
-    FastDataError,
-    ImageFolder,
-    IngestError,
-    MemoryBudgetError,
-    SampleError,
-    StoreGoneError,
-)
-from fastdata.chunked.budget import CHUNKS_HELD, WORKER_BYTES, Needs, plan_chunks
-from fastdata.chunked.order import EpochOrder, plan_epoch, shuffle_quality
-from fastdata.machine import tree_pss_bytes
+from fastdata import CachedDataset, ChunkedLoader, DataLoader, FastDataError, ImageFolder
+from fastdata.chunked.plan import CHUNKS_HELD, WORKER_BYTES, EpochOrder, plan_chunks, plan_epoch, shuffle_quality
+from fastdata.errors import IngestError, MemoryBudgetError, SampleError
+from fastdata.memory import tree_pss_bytes
+from fastdata.ring import BatchRing
 
 MIB = 1 << 20
 LIMIT = "64GiB"  # far from binding: the machine of a test has less, and chunks are as small as the tests ask for
@@ -183,11 +174,10 @@ def test_chunks_become_smaller_when_samples_are_larger_than_foreseen() -> None:
         CachedDataset(LateGiants(80), transform=transforms.RandomCrop((6, 5)), storage="none") as dataset,
         chunked(dataset, batch_size=2, chunk_samples=64, shuffle=False) as loader,
     ):
-        held = [sum(writer._heap.block.size_bytes for writer in slot.writers) for slot in _slots(loader)]
+        assert "chunks of 64 samples" in loader.report().path
         assert flat(labels(loader)) == list(range(80))
-        after = [sum(writer._heap.block.size_bytes for writer in slot.writers) for slot in loader._supply._rooms]
-        assert loader._supply._chunk_samples < 64
-    assert max(after) <= max(held)
+        assert "chunks of 64 samples" not in loader.report().path
+        assert flat(labels(loader)) == list(range(80))
 
 
 def test_a_batch_that_does_not_fit_says_so() -> None:
@@ -200,11 +190,6 @@ def test_a_batch_that_does_not_fit_says_so() -> None:
         with pytest.raises(MemoryBudgetError, match=r"down to one batch of 4 samples.*Raise memory_limit"):
             served += [targets.tolist() for _, targets in loader]
         assert not served or served[-1][-1] < 24
-
-
-def _slots(loader: ChunkedLoader) -> list[Any]:
-    next(iter(loader))
-    return list(loader._supply._rooms)
 
 
 def test_masks_travel_with_their_images() -> None:
@@ -247,6 +232,21 @@ def test_the_last_batch_is_dropped_only_on_request(drop_last: bool) -> None:
         assert len(loader) == (2 if drop_last else 3)
 
 
+def test_batches_are_gathered_in_the_memory_of_a_prefetcher() -> None:
+    """A ring given to ``iterate`` holds the batches, and the marks of ``read_ahead`` say what the user has got."""
+    with CachedDataset(Squares(20), progress=False) as dataset, chunked(dataset) as loader:
+        ring = BatchRing(loader.ring_slots(3))
+        batches = loader.iterate(ring, 3)
+        read_ahead = loader.read_ahead()
+        kept = [next(batches) for _ in range(2)]
+        assert ring.bytes_held >= 2 * 4 * 6 * 5
+        assert loader.state_dict()["num_yielded"] == 0
+        read_ahead.hand_over(read_ahead.mark())
+        assert loader.state_dict()["num_yielded"] == 2
+        kept += list(batches)
+    assert sorted(int(target) for _, targets in kept for target in targets) == list(range(20))
+
+
 def test_an_empty_dataset_has_no_batches() -> None:
     """Nothing is planned, nothing started."""
     with ChunkedLoader([], 4, memory_limit="1GiB") as loader:
@@ -266,33 +266,21 @@ def test_chunks_are_whole_batches(chunk_samples: int, chunk: int) -> None:
 # Memory
 
 
-def test_two_chunks_are_all_that_is_in_memory() -> None:
-    """However long the epoch, the same two slots hold its samples."""
-    with chunked(Squares(200, (64, 64)), batch_size=8, chunk_samples=16) as loader:
-        slots = _slots(loader)
-        blocks = {id(writer._block) for slot in slots for writer in slot.writers}
-        assert sum(writer._block.size_bytes for slot in slots for writer in slot.writers) == 2 * 16 * 64 * 64
-        assert sorted(flat(labels(loader))) == list(range(200))
-        assert {id(writer._block) for slot in loader._supply._rooms for writer in slot.writers} == blocks
-
-
-NEEDS = Needs(
-    in_use_bytes=300 * MIB,
-    sample_bytes=MIB,
-    batch_bytes=10 * MIB,
-    batches_held=5,
-    epoch_bytes=0,
-    batch_size=10,
-    samples=10_000,
-    workers=4,
-    most_bytes=1 << 40,
-)
+NEEDS: dict[str, Any] = {
+    "in_use_bytes": 300 * MIB,
+    "sample_bytes": MIB,
+    "batches_bytes": 50 * MIB,
+    "batch_size": 10,
+    "samples": 10_000,
+    "most_workers": 4,
+    "most_bytes": 1 << 40,
+}
 
 
 @pytest.mark.parametrize("limit_mib", [460, 600, 1024, 4096])
 def test_the_plan_stays_under_the_limit(limit_mib: int) -> None:
     """What is expected at most, the reserve on top, is within the limit, and leaves no room for one batch more."""
-    plan = plan_chunks(NEEDS, limit_mib * MIB)
+    plan = plan_chunks(limit_mib * MIB, **NEEDS)
     spare = limit_mib * MIB - plan.peak_bytes - plan.reserve_bytes
     assert 0 <= spare < CHUNKS_HELD * 10 * MIB
     assert plan.chunk_samples % 10 == 0
@@ -300,9 +288,9 @@ def test_the_plan_stays_under_the_limit(limit_mib: int) -> None:
 
 def test_workers_are_given_up_where_memory_is_short() -> None:
     """A few hundred MiB more give all four workers, a tight limit one thread."""
-    tight = NEEDS.fixed_bytes(1) + 64 * MIB + CHUNKS_HELD * 40 * MIB
-    assert plan_chunks(NEEDS, tight).workers == 1
-    assert plan_chunks(NEEDS, tight + 5 * WORKER_BYTES).workers == 4
+    tight = (300 + 50 + 64) * MIB + CHUNKS_HELD * 40 * MIB
+    assert plan_chunks(tight, **NEEDS).workers == 1
+    assert plan_chunks(tight + 5 * WORKER_BYTES, **NEEDS).workers == 4
 
 
 def test_a_limit_that_is_too_low_says_what_is_needed() -> None:
@@ -310,13 +298,13 @@ def test_a_limit_that_is_too_low_says_what_is_needed() -> None:
     with pytest.raises(MemoryBudgetError, match=r"memory_limit=1\.0 MiB .* at least .* Raise memory_limit"):
         ChunkedLoader(Squares(10), 4, memory_limit=MIB)
     with pytest.raises(MemoryBudgetError, match="chunk_samples"):
-        plan_chunks(NEEDS, 500 * MIB, chunk_samples=1000)
+        plan_chunks(500 * MIB, **NEEDS, chunk_samples=1000)
 
 
 def test_the_limit_counts_what_is_in_use() -> None:
     """The same room beyond what the process has gives the same chunk, whatever the process has."""
     room = 200 * MIB
-    plans = [plan_chunks(replace(NEEDS, in_use_bytes=used * MIB, workers=1), used * MIB + room) for used in (100, 300)]
+    plans = [plan_chunks(n * MIB + room, **NEEDS | {"in_use_bytes": n * MIB, "most_workers": 1}) for n in (100, 300)]
     assert plans[0].chunk_samples == plans[1].chunk_samples
 
 
@@ -496,13 +484,13 @@ class Killing(Squares):
 
 
 def test_a_killed_worker_is_named() -> None:
-    """The error tells signal and samples, comes where the batch would have, and ends the epoch."""
+    """The error tells signal and samples, and comes where its batch would have, and all later ones."""
     with chunked(Killing(64), shuffle=False, num_workers=2, chunk_samples=64, batch_size=16) as loader:
         batches = iter(loader)
         with pytest.raises(IngestError, match=r"was killed by SIGKILL while it prepared samples .*21"):
             for _ in batches:
                 pass
-        with pytest.raises(RuntimeError, match="no more batches"):
+        with pytest.raises(IngestError, match="was killed by SIGKILL"):
             next(batches)
 
 
@@ -521,13 +509,13 @@ def test_a_break_ends_threads_and_processes(workers: int) -> None:
 
 
 def test_a_second_iterator_ends_the_first() -> None:
-    """The new one serves a whole epoch; the old one says why it has no more."""
+    """The new one serves a whole epoch; the old one has what was made for it, then says why no more come."""
     with chunked(Squares(40)) as loader:
         first = iter(loader)
         next(first)
         assert len(labels(loader)) == 10
         with pytest.raises(RuntimeError, match="another one of the same loader was begun"):
-            next(first)
+            list(first)
 
 
 def test_a_closed_loader_serves_nothing_but_its_batches_live() -> None:
@@ -550,15 +538,12 @@ def test_batches_kept_by_the_user_are_not_overwritten() -> None:
 
 
 @pytest.mark.parametrize("data", [Squares(8), Subset(Squares(8), [1, 2, 5])], ids=["whole", "subset"])
-def test_what_the_loader_makes_it_closes(data: Any) -> None:
-    """A dataset that it wraps around any other goes with it; the user's own stays open."""
-    with chunked(data) as loader:
-        wrapped = loader._data
-    with pytest.raises(StoreGoneError):
-        wrapped[0]
+def test_a_dataset_of_the_users_own_stays_open(data: Any) -> None:
+    """What the loader makes around any other dataset goes with it, the user's own does not."""
     with CachedDataset(data, progress=False) as own:
         chunked(own).close()
         assert int(own[0][1]) == int(data[0][1])
+    chunked(data).close()
 
 
 class Stream(IterableDataset[Any]):

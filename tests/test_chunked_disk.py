@@ -15,35 +15,17 @@ from torch.utils.data import Subset
 from torchvision import transforms
 
 from conftest import FolderMaker, save_image
-from fastdata import (
-    CachedDataset,
-    ChunkedLoader,
-    DataLoader,
-    ImageFolder,
-    MemoryBudgetError,
-    SampleError,
-    StoreGoneError,
-    machine,
-)
-from fastdata.cache import writers as writers_module
-from fastdata.chunked.budget import ChunkPlan, empties_cache
-from fastdata.chunked.order import plan_epoch
-from fastdata.prefetch.prefetcher import Prefetcher
-from fastdata.stores import shards as shards_module
-from fastdata.stores.disk import DiskStore
-from fastdata.stores.shards import runs_of
+from fastdata import CachedDataset, ChunkedLoader, CudaPrefetcher, DataLoader, ImageFolder, memory
+from fastdata.chunked.plan import ChunkPlan, EpochOrder, empties_cache, plan_epoch
+from fastdata.errors import MemoryBudgetError, SampleError, StoreGoneError
+from fastdata.stores import files as files_module
+from fastdata.stores.readers import DiskStore
 from recording import RecordingBackend
 
 CODECS = ["auto", "zstd", "source"]  # raw, encoded, and the files' own bytes
 STEPS = [transforms.RandomCrop((7, 9)), transforms.RandomHorizontalFlip(), transforms.ToTensor()]
 TO_ONE_SIZE = transforms.Compose([transforms.Resize((10, 12)), *STEPS])
 RAGGED = transforms.Compose([transforms.Resize(10), *STEPS])
-
-
-@pytest.fixture(autouse=True)
-def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A shard holds a few samples, so that stretches cross from one to the next."""
-    monkeypatch.setattr(writers_module, "SHARD_BYTES", 2000)
 
 
 @pytest.fixture
@@ -76,9 +58,17 @@ def chunked(data: Any, **arguments: Any) -> ChunkedLoader:
     return ChunkedLoader(data, **{**usual, **arguments})
 
 
-def usual_batches(dataset: Any, loader: ChunkedLoader, epoch: int) -> list[Any]:
+def order_of(loader: ChunkedLoader, rank: int = 0) -> EpochOrder:
+    """What the epochs of a chunked loader follow from, as its state tells."""
+    fields = loader.state_dict()["loader"]
+    del fields["batch_size"]
+    return EpochOrder(**fields | {"chunk_samples": fields["chunk_samples"] or 1}, rank=rank)
+
+
+def usual_batches(dataset: Any, loader: ChunkedLoader, epoch: int, rank: int = 0) -> list[Any]:
     """What ``DataLoader`` serves of a dataset in memory in the order of a chunked loader's epoch."""
-    usual = DataLoader(dataset, batch_size=loader.batch_size, sampler=plan_epoch(loader._order, epoch).tolist())
+    order = plan_epoch(order_of(loader, rank), epoch).tolist()
+    usual = DataLoader(dataset, batch_size=loader.batch_size, sampler=order)
     usual.set_epoch(epoch)
     return list(usual)
 
@@ -129,7 +119,7 @@ def test_pixels_are_those_of_the_loader_in_memory(image_folder: FolderMaker, cod
     ):
         for epoch in (0, 1):
             assert same(loader, usual_batches(kept, loader, epoch))
-        assert sorted(plan_epoch(loader._order, 0).tolist()) == list(range(26))
+        assert sorted(plan_epoch(order_of(loader), 0).tolist()) == list(range(26))
         assert loader.shuffle_quality().value < 1
 
 
@@ -156,7 +146,7 @@ def test_masks_travel_with_their_images(tmp_path: Path, codec: str) -> None:
     options = {"cache_dir": tmp_path / "cache", "cache_key": "pairs", "progress": False}
     with CachedDataset(data, codec=codec, **options) as dataset, chunked(dataset) as loader:
         batches = list(loader)
-        order = torch.from_numpy(plan_epoch(loader._order, 0))
+        order = torch.from_numpy(plan_epoch(order_of(loader), 0))
     assert torch.equal(torch.cat([batch for batch, _ in batches]), images[order])
     assert torch.equal(torch.cat([batch for _, batch in batches]), masks[order])
 
@@ -180,38 +170,40 @@ def test_pieces_are_brought_in_one_go(image_folder: FolderMaker, brought: Any, c
 
 
 @pytest.mark.parametrize(
-    ("data", "arguments", "done"),
+    ("data", "arguments", "pages"),
     [
-        (lambda dataset: Subset(dataset, range(3, 30)), {}, "mapped"),
-        (lambda dataset: Subset(dataset, [7, 3, 30, 12, 8, 25]), {}, "copied"),  # each takes two pages
-        (lambda dataset: dataset, {"rank": 1, "world_size": 2}, "mapped"),
-        (lambda dataset: dataset, {"rank": 1, "world_size": 2, "shuffle": False, "mix_chunks": None}, "copied"),
-        (lambda dataset: dataset, {"mix_chunks": 2000}, "copied"),
+        (lambda dataset: Subset(dataset, range(3, 30)), {}, 0),
+        (lambda dataset: Subset(dataset, [7, 3, 30, 12, 8, 25]), {}, 2),
+        (lambda dataset: dataset, {"rank": 1, "world_size": 2}, 0),
+        (lambda dataset: dataset, {"rank": 1, "world_size": 2, "shuffle": False, "mix_chunks": None}, 2),
+        (lambda dataset: dataset, {"mix_chunks": 2000}, 0),
     ],
     ids=["neighbours", "scattered", "rank", "every other", "single samples"],
 )
-def test_scattered_samples_are_copied(image_folder: FolderMaker, data: Any, arguments: Any, done: str) -> None:
-    """Where mapping samples would take much more memory than they do, they are copied; either way they are the same."""
+def test_samples_without_neighbours_are_counted_with_the_pages_they_take(
+    image_folder: FolderMaker, data: Any, arguments: Any, pages: int
+) -> None:
+    """Which of the samples are served changes none of them; where no two are neighbours, the plan has more memory."""
     root = image_folder(per_class=18, size=(17, 14))
     with on_disk(root) as dataset, in_memory(root) as kept, chunked(data(dataset), **arguments) as loader:
-        batches = list(loader)
-        assert f", {done} ahead" in loader.report().path
-        assert same(batches, usual_batches(data(kept), loader, 0))
+        assert same(loader, usual_batches(data(kept), loader, 0, arguments.get("rank", 0)))
+        least = 3 * 10 * 12 + pages * mmap.PAGESIZE
+        assert least <= loader.plan.chunk_bytes / loader.plan.chunk_samples < least + 512
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="the system does not tell what is mapped")
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_no_more_than_two_chunks_are_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shuffle: bool) -> None:
     """While 12 MiB of samples are served, the files take no more memory than the plan says; none after a break."""
-    monkeypatch.setattr(writers_module, "SHARD_BYTES", 5 << 20)
     data = [(torch.full((3, 160, 160), i, dtype=torch.uint8), i) for i in range(160)]
     with CachedDataset(data, cache_dir=tmp_path, cache_key="k", progress=False) as dataset:
         pieces = 2 if shuffle else None
         with chunked(dataset, chunk_samples=16, shuffle=shuffle, mix_chunks=pieces) as loader:
             edges = (pieces or 1) * 2 * mmap.PAGESIZE
-            held = [mapped_bytes(tmp_path) for _ in loader]
+            # The least of three looks: a chunk may be dropped and the next one brought while the table is being read.
+            held = [min(mapped_bytes(tmp_path) for _ in range(3)) for _ in loader]
             assert 0 < max(held) <= 2 * (loader.plan.chunk_bytes + edges)
-            assert loader.plan.chunk_bytes == 16 * 3 * 160 * 160
+            assert loader.plan.chunk_bytes - 16 * 3 * 160 * 160 in range(16 * 512)
             for _ in loader:
                 break
             assert mapped_bytes(tmp_path) == 0
@@ -233,10 +225,9 @@ def test_an_epoch_leaves_nothing_of_the_files_in_this_process(tmp_path: Path, tr
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="the system does not tell what is mapped")
 def test_nothing_is_mapped_around_a_sample_that_was_brought(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel maps neighbours of a page that is touched, but not of those brought; dropped, they leave nothing."""
-    monkeypatch.setattr(writers_module, "SHARD_BYTES", 1 << 20)
     data = [(torch.full((3, 50, 41), i, dtype=torch.uint8), i) for i in range(100)]
     with CachedDataset(data, cache_dir=tmp_path, cache_key="k", progress=False) as dataset:
-        store: Any = dataset._contents.images
+        store: Any = dataset.kept.images
         store.bring(np.array([50]))
         store.read(50).sum()
         assert 0 < mapped_bytes(tmp_path) <= 3 * 50 * 41 + 2 * mmap.PAGESIZE
@@ -252,7 +243,7 @@ def test_too_many_pieces_only_take_more_memory(
     image_folder: FolderMaker, monkeypatch: pytest.MonkeyPatch, most: int
 ) -> None:
     """Where no more of the files may be told apart, the samples are the same."""
-    monkeypatch.setattr(shards_module, "_MOST_AREAS", most)
+    monkeypatch.setattr(files_module, "_MOST_AREAS", most)
     root = image_folder(per_class=13, size=(17, 14))
     with on_disk(root) as dataset, in_memory(root) as kept, chunked(dataset) as loader:
         assert same(loader, usual_batches(kept, loader, 0))
@@ -263,7 +254,7 @@ def test_too_many_pieces_only_take_more_memory(
 def test_what_was_dropped_is_read_again(tmp_path: Path, transform: Any, codec: str) -> None:
     """After all memory of a cache was let go, the page cache's too, samples are what they were."""
     with on_disk(mixed_sizes(tmp_path), transform, codec=codec) as dataset:
-        store: Any = dataset._contents.images
+        store: Any = dataset.kept.images
         views = [store.read(index) for index in range(len(store))]
         copies = [view.copy() for view in views]
         store.drop(np.arange(len(store)), from_cache=True)
@@ -273,33 +264,17 @@ def test_what_was_dropped_is_read_again(tmp_path: Path, transform: Any, codec: s
             store.drop(np.array([index]))
 
 
-@pytest.mark.parametrize(
-    ("gap", "expected"),
-    [
-        (0, [(0, 0, 8), (0, 12, 4), (1, 0, 10), (1, 2, 4)]),
-        (4, [(0, 0, 16), (1, 0, 10), (1, 2, 4)]),
-    ],
-)
-def test_runs_end_where_the_file_does_not_go_on(gap: int, expected: list[Any]) -> None:
-    """At another shard, at a gap that is too wide, and where it goes back."""
-    shards, starts, sizes = (
-        np.array(values) for values in ([0, 0, 0, 1, 1, 1], [0, 4, 12, 0, 4, 2], [4, 4, 4, 4, 6, 4])
-    )
-    assert list(runs_of(shards, starts, sizes, gap_bytes=gap)) == expected
-    assert list(runs_of(shards[:0], starts[:0], sizes[:0])) == []
-
-
 def test_many_cores_do_not_take_the_memory_of_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With 64 cores batches ahead take a quarter of what is free, not all of it."""
-    monkeypatch.setattr(machine, "usable_cores", lambda: 64)
+    monkeypatch.setattr(memory, "usable_cores", lambda: 64)
     data = [(torch.full((3, 100, 100), i, dtype=torch.uint8), i) for i in range(64)]
     with CachedDataset(data, cache_dir=tmp_path, cache_key="k", progress=False, num_workers=1) as dataset:
-        limit = machine.tree_pss_bytes() + (100 << 20)
+        limit = memory.tree_pss_bytes() + (100 << 20)
         arguments = {"batch_size": 32, "memory_limit": limit, "num_workers": None, "chunk_samples": None}
         with chunked(dataset, **arguments) as loader:
-            assert 1 < loader._supply.threads < 64
             assert loader.plan.batches_bytes < 50 << 20
             assert sorted(int(label) for _, labels in loader for label in labels) == list(range(64))
+            assert 1 < loader.report().workers < 64
 
 
 # The page cache
@@ -336,7 +311,7 @@ def test_the_page_cache_is_emptied_where_memory_is_short(
 
     with on_disk(image_folder(per_class=18)) as dataset:
         if is_large:
-            monkeypatch.setattr(DiskStore, "size_bytes", 1 << 60)
+            monkeypatch.setattr(dataset.kept.images, "size_bytes", 1 << 60)
         monkeypatch.setattr(DiskStore, "drop", drop)
         with chunked(dataset) as loader:
             dropped.clear()
@@ -356,18 +331,17 @@ def test_a_damaged_sample_is_named(image_folder: FolderMaker, codec: str, worker
     """Its batch raises with its path, all others come, and the next run mends it."""
     root = image_folder(per_class=13, size=(17, 14))
     with on_disk(root, codec=codec) as dataset:
-        wanted = dataset._contents.images.read(1).copy()
-        at = int(dataset._contents.images._offsets[1]) + 3
-    damage(root.parent / "cache", "part0-00000.*", at)
+        wanted = dataset.kept.images.read(0).copy()
+    damage(root.parent / "cache", "part0-00000.*", 140 if codec == "auto" else 3)
     with on_disk(root, codec=codec) as dataset, chunked(dataset, shuffle=False, num_workers=workers) as loader:
         batches = iter(loader)
-        with pytest.raises(SampleError, match=r"sample 1, .*cat.001\.jpg, cannot be read .* next run") as caught:
+        with pytest.raises(SampleError, match=r"sample 0, .*cat.000\.jpg, cannot be read .* next run") as caught:
             next(batches)
-        assert caught.value.index == 1
+        assert caught.value.index == 0
         assert [targets.tolist() for _, targets in batches] == [[0] * 4] * 2 + [[0, 1, 1, 1]] + [[1] * 4] * 2 + [[1, 1]]
         del caught
     with on_disk(root, codec=codec) as dataset:
-        assert np.array_equal(dataset._contents.images.read(1), wanted)
+        assert np.array_equal(dataset.kept.images.read(0), wanted)
 
 
 def test_a_damaged_sample_does_not_keep_a_loader_from_being_made(image_folder: FolderMaker) -> None:
@@ -407,7 +381,7 @@ def test_batches_reach_the_device_as_they_are(image_folder: FolderMaker) -> None
     root = image_folder(per_class=13, size=(17, 14))
     backend = RecordingBackend()
     with on_disk(root) as dataset, in_memory(root) as kept, chunked(dataset) as loader:
-        prefetcher = Prefetcher(loader, devices=[torch.device("meta", 0)], backend=backend)
+        prefetcher = CudaPrefetcher(loader, "meta:0", backend=backend)
         for epoch in (0, 1):
             assert same(prefetcher, usual_batches(kept, loader, epoch))
     assert backend.violations == []

@@ -12,13 +12,11 @@ import numpy as np
 import pytest
 import zstandard
 
+from fastdata import images
 from fastdata.codecs import KNOWN_CODECS, Codec, JpegCodec, Lz4Codec, ZstdCodec, codec_of, find_codec
-from fastdata.codecs import lz4 as lz4_module
 from fastdata.codecs.prediction import Filter, apply_filter, layout_of, undo_filter
-from fastdata.decode import planar
 from fastdata.errors import CodecError, FastDataError
-from fastdata.scratch import Scratch
-from fastdata.spec import SampleSpec
+from fastdata.images import SampleSpec, Scratch
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -161,30 +159,6 @@ def test_wide_samples_shrink_by_prediction() -> None:
     assert len(ZstdCodec().encode(depth)) < 0.5 * depth.nbytes < len(Lz4Codec().encode(depth))
 
 
-def test_lz4_does_without_the_direct_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the library cannot be called directly, samples and errors are the same."""
-    sample = sample_of((3, 16, 64))
-    data = Lz4Codec().encode(sample)
-    monkeypatch.setattr(lz4_module, "_library_call", lambda: None)
-    assert same_bits(decoded(Lz4Codec(), data, sample), sample)
-    for damaged in (data[:-1], data + b"\0", b""):
-        with pytest.raises(CodecError, match="codec 'lz4' found"):
-            decoded(Lz4Codec(), damaged, sample)
-    for like in (sample[:2], sample_of((4, 16, 64))):
-        with pytest.raises(CodecError, match="codec 'lz4' found"):
-            decoded(Lz4Codec(), data, like)
-
-
-def test_lz4_copies_nothing_where_its_library_is_in_reach(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The direct call is found in the package's extension, and then the package's own function is not used."""
-    if lz4_module._library_call() is None:
-        pytest.skip("this lz4 hides its library")
-    sample = sample_of((3, 16, 64))
-    data = Lz4Codec().encode(sample)
-    monkeypatch.setattr(lz4_module.lz4_block, "decompress", lambda *_, **__: pytest.fail("copied"))
-    assert same_bits(decoded(Lz4Codec(), data, sample), sample)
-
-
 def test_jpeg_changes_little(own: Codec) -> None:
     """A lossy codec's pixels are near the sample's; all others' are equal."""
     sample = images_of(own, (3, 33, 47))
@@ -201,14 +175,14 @@ def test_both_jpeg_decoders_give_the_same_pixels(channels: int, monkeypatch: pyt
         data = codec.encode(sample)
         here = decoded(codec, data, sample)
         with monkeypatch.context() as without:
-            without.setattr(planar, "simplejpeg", None)
+            without.setattr(images, "simplejpeg", None)
             assert np.array_equal(decoded(codec, data, sample), here)
 
 
 def test_simplejpeg_decodes_where_it_agrees(monkeypatch: pytest.MonkeyPatch) -> None:
     """With simplejpeg installed, PIL decodes nothing of an ordinary file."""
     pytest.importorskip("simplejpeg")
-    monkeypatch.setattr(planar, "_decode_pil", lambda data, out: pytest.fail("PIL was asked"))
+    monkeypatch.setattr(images, "JpegImageFile", lambda stream: pytest.fail("PIL was asked"))
     for shape in ((3, 9, 13), (1, 9, 13)):
         sample = np.full(shape, 77, np.uint8)
         assert np.array_equal(decoded(JpegCodec(), JpegCodec().encode(sample), sample), sample)
@@ -371,7 +345,7 @@ def test_jpeg_headers_are_checked_first(monkeypatch: pytest.MonkeyPatch) -> None
     data = bytearray(JpegCodec().encode(np.zeros((3, 8, 8), np.uint8)))
     frame = data.index(b"\xff\xc0")
     data[frame + 5 : frame + 9] = (65_000).to_bytes(2, "big") * 2
-    monkeypatch.setattr(planar, "pack_planes", lambda image, out: pytest.fail("decoded"))
+    monkeypatch.setattr(images, "_pack_planes", lambda image, out: pytest.fail("decoded"))
     with pytest.raises(CodecError, match="a JPEG of 65000 x 65000 px in mode RGB"):
         decoded(JpegCodec(), bytes(data), np.zeros((3, 8, 8), np.uint8))
 

@@ -39,7 +39,7 @@ from children import (
     fail_in_worker,
     mark_worker,
 )
-from fastdata import CachedDataset, DataLoader, machine
+from fastdata import CachedDataset, DataLoader, memory
 
 INLINE = {"num_workers": 0}
 THREADS = {"num_workers": 2, "workers": "thread"}
@@ -210,7 +210,7 @@ class Drawn(Sampler[int]):
 @pytest.mark.parametrize("prefetch_factor", [1, 3])
 def test_prefetch_factor(engine: dict[str, Any], prefetch_factor: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As many batches are ahead of the user as in torch: prefetch_factor per worker, one more drawn for each taken."""
-    monkeypatch.setattr(machine, "usable_cores", lambda: 2)
+    monkeypatch.setattr(memory, "usable_cores", lambda: 2)
     options = {"prefetch_factor": prefetch_factor} if engine["num_workers"] else {}
 
     def drawn(loader_class: Any, arguments: dict[str, Any]) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import multiprocessing
 import pickle
 from typing import Any
@@ -16,7 +17,17 @@ from torchvision.datasets import VisionDataset
 from torchvision.transforms import v2
 
 from children import send_sample
-from fastdata import CachedDataset, DataLoader, FastDataError, FastDataWarning, SampleBatch, collate
+from fastdata import (
+    CachedDataset,
+    DataLoader,
+    FastDataError,
+    FastDataWarning,
+    ImageFolder,
+    ImageManifest,
+    SampleBatch,
+    collate,
+)
+from fastdata.dataset import DatasetOptions
 from fastdata.errors import StoreGoneError
 from leftovers import open_descriptors
 
@@ -404,6 +415,19 @@ def test_wrong_options_are_named() -> None:
         cached([(torch.zeros(1), 0)], storage="ram")
     with pytest.raises(TypeError, match="has no __getitem__ and __len__"):
         cached(iter([1]))
+    with pytest.raises(TypeError, match="unexpected keyword argument 'storge'"):
+        cached([(torch.zeros(1), 0)], storge="shared")
+    with pytest.raises(TypeError, match="unexpected keyword argument 'fast_decode'"):
+        cached([(torch.zeros(1), 0)], fast_decode=True)
+
+
+@pytest.mark.parametrize("kind", [CachedDataset, ImageFolder, ImageManifest])
+def test_every_option_is_in_the_signature(kind: Any) -> None:
+    """What help() shows of a dataset are all options that are documented, each with its default."""
+    shown = inspect.signature(kind).parameters
+    assert all(shown[name].default is not inspect.Parameter.empty for name in DatasetOptions.__annotations__)
+    assert not any(each.kind is inspect.Parameter.VAR_KEYWORD for each in shown.values())
+    assert all(f"        {name}: " in (DatasetOptions.__doc__ or "") for name in DatasetOptions.__annotations__)
 
 
 def test_a_closed_dataset_says_so() -> None:

@@ -13,8 +13,8 @@ import torch
 from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader as TorchLoader
 
-from fastdata import CachedDataset, DataLoader, ImageFolder, SampleError, StoreGoneError, errors
-from fastdata.decode import sample_error
+from fastdata import CachedDataset, DataLoader, ImageFolder, errors
+from fastdata.errors import SampleError, StoreGoneError, sample_error
 
 ODD_PATH = "/data/a, b: 'c'\nsample 7, d.jpg"
 

@@ -18,15 +18,8 @@ from torchvision.datasets import wrap_dataset_for_transforms_v2
 from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.transforms import v2
 
-from fastdata import (
-    CachedDataset,
-    DataLoader,
-    FastDataWarning,
-    ImageFolder,
-    ImageManifest,
-    MemoryBudgetError,
-    SampleError,
-)
+from fastdata import CachedDataset, DataLoader, FastDataWarning, ImageFolder, ImageManifest
+from fastdata.errors import MemoryBudgetError, SampleError
 
 Folder = Callable[..., Path]
 PREPARED = [v1.Resize(9), v1.CenterCrop(8)]

@@ -17,9 +17,10 @@ import torch
 from torch.utils.data import Subset
 from torchvision import transforms as v1
 
-from fastdata import CachedDataset, DataLoader, FastDataWarning, ImageFolder, MemoryBudgetError, SampleError
-from fastdata.bench import vanilla
-from fastdata.errors import FastDataError
+from children import Compose, PILToTensor
+from fastdata import CachedDataset, DataLoader, FastDataWarning, ImageFolder
+from fastdata.errors import FastDataError, MemoryBudgetError, SampleError
+from fastdata.images import CenterCrop, Resize
 
 Folder = Callable[..., Path]
 STEPS = v1.Compose([v1.Resize((6, 8)), v1.RandomCrop(5), v1.ToTensor()])
@@ -89,7 +90,7 @@ def test_workers_share_what_each_has_prepared(tmp_path: Path, workers: Any) -> N
 
 def test_a_spawned_process_fills_the_same_store(image_folder: Folder) -> None:
     """Workers that got the dataset as a pickle write where this process reads."""
-    steps = vanilla.Compose([vanilla.Resize(8), vanilla.CenterCrop(6), vanilla.RandomCrop(5), vanilla.ToTensor()])
+    steps = Compose([Resize(8), CenterCrop((6, 6)), PILToTensor()])
     with ImageFolder(image_folder(per_class=6), steps, fill="lazy", seed=0, progress=False) as dataset:
         loader = DataLoader(dataset, batch_size=4, num_workers=2, multiprocessing_context="spawn", workers="process")
         first = [images for images, _ in loader]

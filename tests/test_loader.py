@@ -31,8 +31,7 @@ from torch.utils.data import (
 from torch.utils.data import DataLoader as TorchLoader
 from torchvision import transforms as v1
 
-from fastdata import CachedDataset, DataLoader, machine
-from fastdata.engine import choose_workers
+from fastdata import CachedDataset, DataLoader, memory
 
 AUGMENT = v1.Compose([v1.RandomCrop((4, 3)), v1.RandomHorizontalFlip(), v1.ConvertImageDtype(torch.float32)])
 
@@ -460,7 +459,7 @@ def test_ctrl_c_in_the_loop_leaves_at_once() -> None:
     """KeyboardInterrupt ends a process that has reader threads, and nothing is said but the interrupt."""
     script = """
         import os, signal, torch
-        from fastdata import CachedDataset, DataLoader
+        from fastdata import CachedDataset, DataLoader, memory
         dataset = CachedDataset([(torch.zeros(3, 64, 64), i) for i in range(500)], progress=False)
         for images, labels in DataLoader(dataset, batch_size=2, num_workers=2):
             os.kill(os.getpid(), signal.SIGINT)
@@ -474,39 +473,36 @@ def test_ctrl_c_in_the_loop_leaves_at_once() -> None:
 @pytest.mark.parametrize(
     ("cores", "ranks", "asks", "workers"),
     [
-        (1, 1, False, 0),
-        (1, 1, True, 1),
-        (2, 1, False, 1),
-        (2, 1, True, 1),
-        (8, 1, False, 7),
-        (8, 4, False, 1),
-        (8, 3, False, 1),
-        (64, 8, False, 7),
-        (2, 8, False, 0),
-        (2, 8, True, 1),
+        (1, 1, {}, 0),
+        (1, 1, {"persistent_workers": True}, 1),
+        (2, 1, {}, 1),
+        (2, 1, {"timeout": 3}, 1),
+        (8, 1, {}, 7),
+        (8, 4, {}, 1),
+        (8, 3, {}, 1),
+        (64, 8, {}, 7),
+        (2, 8, {}, 0),
+        (2, 8, {"prefetch_factor": 3}, 1),
+        (1, 1, {"multiprocessing_context": "fork"}, 1),
     ],
 )
-def test_auto_leaves_a_core_to_the_training_loop(cores: int, ranks: int, asks: bool, workers: int) -> None:
+def test_auto_leaves_a_core_to_the_training_loop(
+    cores: int, ranks: int, asks: dict[str, Any], workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """num_workers="auto" is each rank's share of the cores less one, and 0 only where no argument asks for workers."""
-    assert choose_workers(cores, ranks, asks_for_workers=asks) == workers
+    monkeypatch.setattr(memory, "usable_cores", lambda: cores)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    assert DataLoader(range(3), num_workers="auto", workers="thread", **asks).num_workers == workers  # type: ignore[arg-type]
 
 
 def test_auto_is_a_number_once_the_loader_is_made(images: CachedDataset, monkeypatch: pytest.MonkeyPatch) -> None:
     """The environment is read when a loader is made, and the attribute is what any loader can be made from."""
-    monkeypatch.setattr(machine, "usable_cores", lambda: 12)
+    monkeypatch.setattr(memory, "usable_cores", lambda: 12)
     assert DataLoader(images, num_workers="auto").num_workers == 11
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     loader = DataLoader(images, batch_size=4, num_workers="auto")
     assert (loader.num_workers, loader.prefetch_factor) == (2, 2)
     assert _labels(loader) == _labels(DataLoader(images, batch_size=4))
-
-
-def test_auto_keeps_arguments_that_need_workers(images: CachedDataset, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On one core a script with prefetch_factor= still runs, and without it reads in the training loop."""
-    monkeypatch.setattr(machine, "usable_cores", lambda: 1)
-    assert DataLoader(images, num_workers="auto").num_workers == 0
-    for option in ({"prefetch_factor": 3}, {"persistent_workers": True}, {"multiprocessing_context": "fork"}):
-        assert DataLoader(images, num_workers="auto", **option).num_workers == 1
 
 
 def test_other_words_for_num_workers_are_refused(images: CachedDataset, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,24 +1,217 @@
-"""Budget and storage choice, as tables of numbers."""
+"""What the machine gives, read from laid-out cgroup folders and this very process, and what follows from it."""
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+from collections.abc import Sequence
 from contextlib import nullcontext
+from pathlib import Path
 
+import numpy as np
+import psutil
 import pytest
 
 from fastdata.errors import MemoryBudgetError
-from fastdata.machine import Available
 from fastdata.memory import (
+    Available,
     Budget,
+    CodecTrial,
+    StorageReport,
+    available_bytes,
     budget_bytes,
+    cgroup_folders,
     check_device_room,
     choose_pinning,
+    choose_storage,
     format_bytes,
     parse_bytes,
+    tree_pss_bytes,
+    usable_cores,
 )
 
-GIB = 1 << 30
-MIB = 1 << 20
+MIB, GIB = 1 << 20, 1 << 30
+
+
+def lay_out(root: Path, files: dict[str, str]) -> Path:
+    """Write ``files``, path below root -> text."""
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Path:
+    return tmp_path / "table"
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "cgroup"
+
+
+@pytest.mark.parametrize(
+    ("files", "cores"),
+    [
+        ({"cpu.max": "250000 100000\n"}, 3),
+        ({"cpu.max": "10000 100000\n"}, 1),
+        ({"cpu.max": "900000 100000\n"}, 8),
+        ({"cpu.max": "max 100000\n"}, 8),
+        ({"cpu.cfs_quota_us": "150000\n", "cpu.cfs_period_us": "100000\n"}, 2),
+        ({"cpu.cfs_quota_us": "-1\n", "cpu.cfs_period_us": "100000\n"}, 8),
+        ({"cpu.cfs_quota_us": "50000\n"}, 8),
+        ({"cpu.max": "nonsense\n"}, 8),
+        ({"job/cpu.max": "100000 100000\n", "cpu.max": "200000 100000\n"}, 1),
+        ({}, 8),
+    ],
+)
+def test_cores_are_the_quotas_rounded_up(
+    root: Path, table: Path, files: dict[str, str], cores: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both versions bind 8 cores, a tenth of one counts as one; "max", -1, damaged and missing files bind nothing."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
+    table.write_text("0::/job\n")
+    assert usable_cores(root=lay_out(root, files), table=table) == cores
+
+
+@pytest.mark.parametrize(
+    ("files", "free_mib"),
+    [
+        ({"memory.max": f"{100 * MIB}", "memory.current": f"{60 * MIB}"}, 40),
+        (
+            {
+                "memory.max": f"{100 * MIB}",
+                "memory.current": f"{60 * MIB}",
+                "memory.stat": f"inactive_file {20 * MIB}\n",
+            },
+            60,
+        ),
+        ({"memory.max": "max", "memory.current": f"{60 * MIB}"}, None),
+        ({"memory.max": "max", "memory.high": f"{80 * MIB}", "memory.current": f"{60 * MIB}"}, 20),
+        ({"memory.max": f"{50 * MIB}", "memory.current": f"{60 * MIB}"}, 0),
+        ({"memory.max": f"{50 * MIB}"}, None),
+        ({"memory.limit_in_bytes": f"{100 * MIB}", "memory.usage_in_bytes": f"{30 * MIB}"}, 70),
+        (
+            {
+                "memory.limit_in_bytes": f"{100 * MIB}",
+                "memory.usage_in_bytes": f"{30 * MIB}",
+                "memory.stat": f"inactive_file 1\ntotal_inactive_file {10 * MIB}\n",
+            },
+            80,
+        ),
+        ({"memory.limit_in_bytes": "9223372036854771712", "memory.usage_in_bytes": "5"}, None),
+        ({}, None),
+    ],
+)
+def test_free_memory_of_one_cgroup(root: Path, table: Path, files: dict[str, str], free_mib: int | None) -> None:
+    """The limit less the usage, idle page cache counted as free and never below 0; without a limit the system's."""
+    table.write_text("0::/\n")
+    found = available_bytes(root=lay_out(root, files), table=table)
+    assert found.limited_by == ("system memory" if free_mib is None else "cgroup limit")
+    assert free_mib is None or found.bytes == free_mib * MIB
+
+
+def test_nested_cgroups_are_walked_up_in_both_versions() -> None:
+    """Every enclosing folder binds the process, from the innermost to the mount."""
+    folders = [
+        str(folder) for folder in cgroup_folders(Path("/c"), "4:memory:/a/b\n3:cpu,cpuacct:/x\n0::/s\n", "memory")
+    ]
+    assert folders == ["/c/memory/a/b", "/c/memory/a", "/c/memory", "/c/s", "/c", "/c/unified/s", "/c/unified"]
+    cpu = [str(folder) for folder in cgroup_folders(Path("/c"), "3:cpu,cpuacct:/x\n", "cpu")]
+    assert cpu == ["/c/cpu,cpuacct/x", "/c/cpu,cpuacct", "/c/cpu/x", "/c/cpu"]
+
+
+@pytest.mark.parametrize("text", ["", "garbage", "1:name=systemd:/\n"])
+def test_a_table_without_the_controller_binds_nothing(text: str) -> None:
+    """Lines of other controllers, damaged lines and an empty table name no memory folder of version 1."""
+    assert not [f for f in cgroup_folders(Path("/c"), text, "memory") if "memory" in f.parts]
+
+
+def test_the_tightest_enclosing_memory_limit_counts(root: Path, table: Path) -> None:
+    """A limit on an outer cgroup binds even if the inner one has a larger one."""
+    table.write_text("0::/job/step\n")
+    lay_out(
+        root,
+        {
+            "job/step/memory.max": str(900 * MIB),
+            "job/step/memory.current": "0",
+            "job/memory.max": str(2 * MIB),
+            "job/memory.current": str(MIB),
+        },
+    )
+    found = available_bytes(root=root, table=table)
+    assert (found.bytes, found.limited_by) == (MIB, "cgroup limit")
+
+
+def test_a_container_finds_its_limit_at_the_mount(root: Path, table: Path) -> None:
+    """Where the table names a path of the host that is not there, the mount's own files count."""
+    table.write_text("5:memory:/docker/0123abc\n")
+    lay_out(root, {"memory/memory.limit_in_bytes": str(8 * MIB), "memory/memory.usage_in_bytes": str(3 * MIB)})
+    assert available_bytes(root=root, table=table).bytes == 5 * MIB
+
+
+def test_without_cgroups_system_memory_counts(root: Path, table: Path) -> None:
+    """No table, or a limit above what the system has, leaves psutil's figure."""
+    found = available_bytes(root=root, table=table)
+    assert found.limited_by == "system memory"
+    assert 0 < found.bytes <= psutil.virtual_memory().total
+    table.write_text("0::/\n")
+    lay_out(root, {"memory.max": str(1 << 60), "memory.current": "0"})
+    assert available_bytes(root=root, table=table).limited_by == "system memory"
+
+
+def _hold(size_bytes: int, ready: object, done: object) -> None:
+    held = np.ones(size_bytes, np.uint8)
+    ready.set()  # type: ignore[attr-defined]
+    done.wait()  # type: ignore[attr-defined]
+    del held
+
+
+def test_memory_of_descendants_counts() -> None:
+    """A child that fills 64 MiB adds about as much to the tree, and the child's own tree is smaller than this one."""
+    before = tree_pss_bytes()
+    context = multiprocessing.get_context("fork")
+    ready, done = context.Event(), context.Event()
+    child = context.Process(target=_hold, args=(64 * MIB, ready, done))
+    child.start()
+    try:
+        assert ready.wait(60)
+        assert tree_pss_bytes() - before > 60 * MIB
+        assert child.pid is not None
+        assert tree_pss_bytes(child.pid) < tree_pss_bytes()
+    finally:
+        done.set()
+        child.join()
+        child.close()
+
+
+def test_resident_memory_stands_in_where_pss_is_denied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A system that refuses PSS gives RSS instead of an error."""
+
+    def deny(process: psutil.Process) -> object:
+        raise psutil.AccessDenied(process.pid)
+
+    monkeypatch.setattr(psutil.Process, "memory_full_info", deny)
+    monkeypatch.setattr(psutil.Process, "children", lambda self, recursive: [])
+    assert tree_pss_bytes() == pytest.approx(psutil.Process().memory_info().rss, rel=0.2)
+
+
+def test_a_process_that_vanishes_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A descendant that ends between listing and reading counts 0."""
+
+    def vanish(process: psutil.Process) -> object:
+        raise psutil.NoSuchProcess(process.pid)
+
+    monkeypatch.setattr(psutil.Process, "memory_full_info", vanish)
+    monkeypatch.setattr(psutil.Process, "memory_info", vanish)
+    assert tree_pss_bytes() == 0
+
+
+def test_a_missing_root_process_is_an_error() -> None:
+    """Asking for a tree that does not exist names the process."""
+    with pytest.raises(ProcessLookupError, match="no process with id 2147483646"):
+        tree_pss_bytes(2147483646)
 
 
 @pytest.mark.parametrize(
@@ -123,3 +316,140 @@ def test_a_copy_of_all_samples_takes_half_of_a_device_at_most(free: int, fits: b
     """To the byte; the other half is the model's."""
     with nullcontext() if fits else pytest.raises(MemoryBudgetError, match=r"needs 1\.0 GiB on cuda:1, .*at most 50%"):
         check_device_room(GIB, free, "cuda:1")
+
+
+BUDGET = Budget(bytes=4 * GIB, reserve_bytes=512 * MIB, limited_by="cgroup limit")
+
+LZ4 = CodecTrial(codec="lz4", part_bytes=(9 * GIB,), ratio=1.1, decode_per_s=20_000)
+ZSTD = CodecTrial(codec="zstd", part_bytes=(4 * GIB,), ratio=2.5, decode_per_s=4_000)
+SOURCE = CodecTrial(codec="source", part_bytes=(3 * GIB, GIB), ratio=2.5, decode_per_s=300)
+JPEG = CodecTrial(codec="jpeg", part_bytes=(GIB,), ratio=10.0, decode_per_s=3_000, lossless=False)
+REFUSED = CodecTrial(codec="zstd", obstacle="a sample is too large")
+TEN = 10 * GIB
+
+
+@pytest.mark.parametrize(
+    ("storage", "raw_bytes", "trials", "only_lossless", "chosen"),
+    [
+        ("auto", GIB, (), True, ("shared", None)),
+        ("auto", 4 * GIB, (), True, ("shared", None)),
+        ("auto", 4 * GIB, (ZSTD,), True, ("shared", None)),
+        ("auto", 4 * GIB + 1, (), True, ("none", None)),
+        ("auto", TEN, (LZ4, ZSTD, SOURCE, JPEG), True, ("compressed", "zstd")),
+        ("auto", TEN, (LZ4, SOURCE, JPEG), True, ("compressed", "source")),
+        ("auto", TEN, (LZ4, REFUSED, SOURCE), True, ("compressed", "source")),
+        ("auto", TEN, (LZ4, JPEG), True, ("none", None)),
+        ("auto", TEN, (JPEG,), False, ("compressed", "jpeg")),
+        ("shared", GIB, (), True, ("shared", None)),
+        ("device", 4 * GIB, (ZSTD,), True, ("device", None)),
+        ("compressed", GIB, (ZSTD, SOURCE, JPEG), True, ("compressed", "zstd")),
+        ("compressed", GIB, (JPEG,), False, ("compressed", "jpeg")),
+        ("none", GIB, (ZSTD,), True, ("none", None)),
+    ],
+)
+def test_storage_is_chosen_by_need_budget_and_speed(
+    storage: str,
+    raw_bytes: int,
+    trials: Sequence[CodecTrial],
+    only_lossless: bool,
+    chosen: tuple[str, str | None],
+) -> None:
+    """Raw if it fits to the last byte, else what decodes fastest of the lossless that fit; lossy only by name."""
+    plan = choose_storage(storage, raw_bytes, BUDGET, trials, only_lossless=only_lossless)
+    assert (plan.storage, plan.codec) == chosen
+
+
+@pytest.mark.parametrize(
+    ("storage", "raw_bytes", "trials", "reason"),
+    [
+        ("auto", GIB, (), "storage='shared': 1.0 GiB of 4.0 GiB free"),
+        ("device", GIB, (), "storage='device': 1.0 GiB of 4.0 GiB free"),
+        ("none", GIB, (), "storage='none': nothing is kept, every epoch decodes again"),
+        (
+            "auto",
+            TEN,
+            (ZSTD,),
+            "storage='compressed', codec='zstd': about 4.0 GiB of 4.0 GiB free; raw needs 10.0 GiB",
+        ),
+        ("compressed", GIB, (JPEG,), "storage='compressed', codec='jpeg', lossy: about 1.0 GiB of 4.0 GiB free"),
+        (
+            "auto",
+            TEN,
+            (LZ4,),
+            "storage='none': 9.0 GiB needed, 4.0 GiB free (cgroup limit, 512.0 MiB kept in reserve)",
+        ),
+    ],
+)
+def test_a_choice_says_why(storage: str, raw_bytes: int, trials: Sequence[CodecTrial], reason: str) -> None:
+    """One line has the numbers that decided."""
+    assert choose_storage(storage, raw_bytes, BUDGET, trials, only_lossless=False).reason == reason
+
+
+def test_a_device_store_must_fit_the_host_too() -> None:
+    """Its samples lie in the host's memory as well."""
+    with pytest.raises(
+        MemoryBudgetError, match=r"storage='device' needs 10\.0 GiB but 4\.0 GiB is free \(cgroup limit"
+    ):
+        choose_storage("device", TEN, BUDGET, [ZSTD])
+
+
+@pytest.mark.parametrize(
+    ("limited_by", "cure"),
+    [
+        ("cgroup limit", "give the container or job more memory"),
+        ("system memory", "free some memory on this machine"),
+        ("memory_limit=", "raise memory_limit="),
+    ],
+)
+def test_shared_storage_that_does_not_fit_is_an_error_with_its_cure(limited_by: str, cure: str) -> None:
+    """The message has need, free, the bound and the cure for that bound."""
+    budget = Budget(bytes=4 * GIB, reserve_bytes=GIB, limited_by=limited_by)
+    with pytest.raises(MemoryBudgetError) as caught:
+        choose_storage("shared", int(9.3 * GIB), budget)
+    assert str(caught.value) == (
+        f"storage='shared' needs 9.3 GiB but 4.0 GiB is free ({limited_by}, 1.0 GiB kept in reserve). "
+        f"Use cache_dir= to keep them on disk, a smaller resize=, storage='none', or {cure}."
+    )
+    assert isinstance(caught.value, MemoryError)
+
+
+def test_what_does_not_fit_names_the_storage_that_would() -> None:
+    """A lossless codec is named before a lossy one, which is called so."""
+    with pytest.raises(MemoryBudgetError, match=r"Use storage='compressed' with codec='zstd' \(about 4\.0 GiB\), ca"):
+        choose_storage("shared", TEN, BUDGET, [JPEG, ZSTD])
+    with pytest.raises(MemoryBudgetError, match=r"codec='lz4' needs 9\.0 GiB .* codec='jpeg' \(lossy, about 1\.0 GiB"):
+        choose_storage("compressed", TEN, BUDGET, [JPEG, LZ4])
+
+
+def test_ranks_that_share_the_machine_are_named() -> None:
+    """A budget that is small because eight ranks share it says so."""
+    budget = Budget(bytes=GIB, reserve_bytes=GIB, limited_by="system memory", ranks=8)
+    with pytest.raises(MemoryBudgetError, match=r"\(system memory shared by 8 ranks, "):
+        choose_storage("shared", TEN, budget)
+
+
+def test_a_codec_that_cannot_be_used_is_an_error_with_its_reason() -> None:
+    """Where no codec is left, each says why."""
+    with pytest.raises(ValueError, match=r"storage='compressed' is not possible here: zstd: a sample is too large\."):
+        choose_storage("compressed", GIB, BUDGET, [REFUSED])
+
+
+def test_an_unknown_storage_is_refused_with_the_known_ones() -> None:
+    """A misspelt storage= lists the choices."""
+    with pytest.raises(
+        ValueError, match=r"storage='disk' is not known\. Use one of 'auto', 'device', 'shared', 'compressed', 'n"
+    ):
+        choose_storage("disk", 1, BUDGET)
+
+
+def test_a_report_prints_as_a_table() -> None:
+    """A line for each codec, in columns; an obstacle stands in place of figures."""
+    report = StorageReport(raw_bytes=TEN, budget=BUDGET, trials=(LZ4, REFUSED, JPEG), looked_at=24)
+    assert str(report).splitlines() == [
+        "codec     bytes  ratio  decode/s per core  lossless  would fit",
+        "(raw)  10.0 GiB   1.00                  -       yes  no",
+        "lz4     9.0 GiB   1.10             20,000       yes  no",
+        "zstd          -      -                  -         -  no: a sample is too large",
+        "jpeg    1.0 GiB  10.00              3,000        no  yes",
+        "4.0 GiB free (cgroup limit); figures from 24 samples",
+    ]

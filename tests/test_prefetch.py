@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import mmap
 import os
 import signal
 import subprocess
@@ -14,20 +15,22 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from fastdata import FastDataWarning, machine
-from fastdata.machine import Available
-from fastdata.prefetch import Prefetcher
-from fastdata.prefetch.finish import Finish
-from recording import RecordingBackend
+from fastdata import CudaPrefetcher, FastDataWarning, memory
+from fastdata.memory import Available
+from fastdata.prefetch import copies
+from fastdata.prefetch.backend import CudaBackend
+from fastdata.prefetch.copies import PinnedMemory
+from recording import RecordingBackend, place_of
 
 CUDA = torch.device("cuda", 0)
 
 
-def on_device(loader: Any, backend: RecordingBackend | None, **options: Any) -> Prefetcher:
-    return Prefetcher(loader, devices=[CUDA], backend=backend, **options)
+def on_device(loader: Any, backend: Any, **options: Any) -> CudaPrefetcher:
+    return CudaPrefetcher(loader, CUDA, backend=backend, **options)
 
 
 def prefetch_threads() -> list[threading.Thread]:
@@ -95,14 +98,12 @@ def test_the_users_stream_waits_for_every_batch(backend: RecordingBackend) -> No
     user = backend.current_stream(CUDA)
     for images, _ in on_device(Loader(5), backend):
         (side,) = backend.streams
-        actions = [entry for entry in backend.log if entry[-1] == id(images) or entry[1] in (id(images), user)]
-        copied = backend.log.index(("copy", side, id(images)))
+        copied = backend.log.index(("copy", side, place_of(images)))
         waited = next(i for i in reversed(range(len(backend.log))) if backend.log[i][:2] == ("wait", user))
         event = backend.log[waited][2]
         recorded = backend.log.index(("record", side, event))
-        owned = max(i for i, entry in enumerate(backend.log) if entry == ("record_stream", id(images), user))
+        owned = max(i for i, entry in enumerate(backend.log) if entry == ("record_stream", place_of(images), user))
         assert copied < recorded < waited < owned
-        assert actions
 
 
 def test_the_side_stream_begins_after_what_the_user_has_queued(backend: RecordingBackend) -> None:
@@ -138,7 +139,7 @@ def test_one_stream_serves_all_epochs(backend: RecordingBackend) -> None:
     batches = on_device(Loader(3), backend, depth=2)
     for _ in range(50):
         assert len(list(batches)) == 3
-    assert (len(backend.streams), backend.allocated) == (1, 2)
+    assert (len(backend.streams), backend.registered) == (1, 2)
 
 
 def test_memory_is_bounded_over_a_thousand_batches(backend: RecordingBackend) -> None:
@@ -147,7 +148,7 @@ def test_memory_is_bounded_over_a_thousand_batches(backend: RecordingBackend) ->
     batches = on_device(loader, backend, depth=2)
     for images, _ in batches:
         del images
-    assert backend.allocated == 2
+    assert backend.registered == 2
     assert sum(backend.pinned.values()) == batches.report().pinned_bytes == 2 * 4096
     assert loader.most_alive <= 4
     assert len(loader.alive) == 0
@@ -175,8 +176,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 def test_pinned_memory_of_the_user_is_copied_from_in_place(backend: RecordingBackend) -> None:
     """A tensor that is pinned already needs no host copy, and lives until its copy is done."""
-    room = backend.allocate_pinned(4096)
-    assert room is not None
+    room = backend.pinned_memory(4096)
     pinned = torch.from_numpy(room[:60]).view(torch.float32).view(3, 5)
     pinned.fill_(7)
     batches = on_device([pinned], backend)
@@ -185,13 +185,13 @@ def test_pinned_memory_of_the_user_is_copied_from_in_place(backend: RecordingBac
     assert torch.equal(moved, torch.full((3, 5), 7.0))
     copies = batches.report().copies
     assert (copies.in_place, copies.staged, copies.pageable) == (1, 0, 0)
-    backend.free_pinned(room)
+    backend.unregister(room.ctypes.data)
 
 
 def test_a_source_lives_until_its_copy_is_done(backend: RecordingBackend) -> None:
     """A tensor copied in place is held until its event, and let go then, while the epoch still runs."""
-    rooms = [backend.allocate_pinned(4096) for _ in range(4)]
-    sources = [torch.from_numpy(room) for room in rooms if room is not None]
+    rooms = [backend.pinned_memory(4096) for _ in range(4)]
+    sources = [torch.from_numpy(room) for room in rooms]
     refs = [weakref.ref(source) for source in sources]
 
     def loader() -> Iterator[torch.Tensor]:
@@ -215,11 +215,74 @@ def test_a_source_lives_until_its_copy_is_done(backend: RecordingBackend) -> Non
     del batches
     assert [ref() for ref in refs] == [None] * 4
     for room in rooms:
-        assert room is not None
-        backend.free_pinned(room)
+        backend.unregister(room.ctypes.data)
+
+
+def test_the_next_copy_is_queued_before_the_last_one_is_done(
+    backend: RecordingBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the user is about to take a batch, the thread waits for that and not for copies; later it lets them go."""
+    monkeypatch.setattr(copies, "_LONG_WAIT_S", 60)
+    loader = Loader(100)
+    batches = iter(on_device(loader, backend, depth=2))
+    next(batches)
+    wait_until(lambda: loader.read == 4)
+    prefetch_threads()[0].join(0.05)
+    (side,) = backend.streams
+    assert side.done < len(side.work)
+
+
+def test_the_thread_prepares_itself_before_all_else(backend: RecordingBackend) -> None:
+    """Once an epoch, before it asks the device for anything."""
+    batches = on_device(Loader(3), backend)
+    for epochs in (1, 2):
+        list(batches)
+        assert backend.log.count(("begin_thread", "fastdata-prefetch")) == epochs
+    kinds = [entry[0] for entry in backend.log]
+    assert kinds.index("begin_thread") < kinds.index("copy")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="CUDA's runtime is looked up as Linux does")
+def test_the_thread_minds_no_capture_but_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA is told so, because a graph that the training loop captures would forbid the thread all it does."""
+    told: list[Any] = []
+
+    class Runtime:
+        def __init__(self, name: None) -> None: ...
+
+        def cudaThreadExchangeStreamCaptureMode(self, mode: Any) -> None:
+            told.append(mode._obj.value)
+
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: None)
+    monkeypatch.setattr(torch.cuda, "set_device", told.append)
+    monkeypatch.setattr("ctypes.CDLL", Runtime)
+    CudaBackend(CUDA).begin_thread()
+    assert told == [CUDA, 1]  # cudaStreamCaptureModeThreadLocal
 
 
 # How it ends
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_a_lost_device_ends_the_epoch_in_good_order(goes_on: bool) -> None:
+    """The loop gets the error, no exception leaves the thread, and memory is let go though no copy will be done."""
+    backend, loader = RecordingBackend(), Loader(100)
+    batches = on_device(loader, backend)
+    epoch = iter(batches)
+    next(epoch)
+    wait_until(lambda: loader.read == 4)
+    backend.lost = "CUDA error: an illegal memory access was encountered"
+    for _ in range(1 + goes_on):
+        with pytest.raises(RuntimeError, match="illegal memory access"):
+            next(epoch)
+        if not goes_on:
+            break
+        epoch = iter(batches)
+    del epoch
+    assert prefetch_threads() == []
+    assert len(loader.alive) == 0
+    batches.close()
+    assert backend.pinned == {}
 
 
 def test_an_empty_loader_gives_no_batch(backend: RecordingBackend) -> None:
@@ -255,22 +318,25 @@ def test_a_batch_that_was_staged_in_vain_gives_its_buffer_back(backend: Recordin
         wait_until(lambda broken=broken: loader.read == 4 * broken)  # one is handed over, two are there, one is staged
         del epoch
     assert len(list(batches)) == 100
-    assert backend.allocated == 2
+    assert backend.registered == 2
 
 
-def test_a_batch_that_cannot_be_staged_gives_its_buffer_back(backend: RecordingBackend) -> None:
-    """Each failure comes in its batch's place, and those behind it still find a buffer."""
+def test_failures_that_are_kept_hold_no_buffer(backend: RecordingBackend) -> None:
+    """Whoever collects the exceptions of a transform still gets the batches behind them from pinned memory."""
 
-    def failing(self: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-        raise ValueError("no such memory")
+    def transform(batch: Any) -> Any:
+        if batch[1] < 6:
+            raise ValueError("no such image")
+        return batch
 
-    epoch = iter(on_device([torch.zeros(3, 5) for _ in range(6)], backend, depth=2))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.Tensor, "copy_", failing)
-        for _ in range(4):
-            with pytest.raises(ValueError, match="no such memory"):
-                next(epoch)
-    assert len(list(epoch)) == 2
+    batches = on_device(Loader(10), backend, depth=2, transform=transform)
+    epoch, kept = iter(batches), []
+    for _ in range(6):
+        with pytest.raises(ValueError, match="no such image") as caught:
+            next(epoch)
+        kept.append(caught.value)
+    assert [number for _, number in epoch] == [6, 7, 8, 9]
+    assert (batches.report().copies.staged, batches.report().copies.pageable) == (10, 0)
 
 
 def test_two_iterators_go_side_by_side(backend: RecordingBackend) -> None:
@@ -410,9 +476,9 @@ def test_the_interpreter_ends_with_a_live_iterator() -> None:
     """A script that ends in the middle of an epoch ends, without a word."""
     code = """
 import torch
-from fastdata.prefetch import Prefetcher
+from fastdata import CudaPrefetcher
 from recording import RecordingBackend
-batches = iter(Prefetcher([torch.zeros(2)] * 50, devices=[torch.device("cuda", 0)], backend=RecordingBackend()))
+batches = iter(CudaPrefetcher([torch.zeros(2)] * 50, "cuda:0", backend=RecordingBackend()))
 next(batches)
 """
     paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
@@ -424,11 +490,80 @@ next(batches)
 # What is pinned
 
 
+class Slots:
+    """A loader whose batches lie in slots, as worker processes fill them; ``before(i)`` is called before each."""
+
+    def __init__(self, count: int, before: Callable[[int], Any] = lambda number: None) -> None:
+        self.slots = [new_slot()]
+        self.count, self.before = count, before
+        self.arrivals = self
+        self.collate_fn = self
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for number in range(self.count):
+            self.before(number)
+            batch = torch.from_numpy(self.slots[0][64:128])
+            batch.fill_(number)
+            yield batch
+            del batch
+
+
+def new_slot() -> np.ndarray:
+    return np.frombuffer(mmap.mmap(-1, 4096), np.uint8)
+
+
+def test_a_replaced_slot_is_pinned_as_long_as_a_copy_reads_it(backend: RecordingBackend) -> None:
+    """It is unpinned when its last reader lets go, and its follower is pinned; each is registered once."""
+
+    def replace(number: int) -> None:
+        loader.slots = [new_slot()]
+
+    loader = Slots(6, replace)
+    with CudaPrefetcher(loader, "cuda:0", depth=2, backend=backend) as batches:
+        arrived = list(batches)
+        backend.finish()
+        assert [batch.unique().tolist() for batch in arrived] == [[number] for number in range(6)]
+        assert list(backend.pinned) == [loader.slots[0].ctypes.data]
+        copies = batches.report().copies
+        assert (copies.in_place, copies.staged, backend.registered) == (6, 0, 6)
+    assert backend.pinned == {}
+
+
+def test_pinned_memory_ends_at_its_share(monkeypatch: pytest.MonkeyPatch, backend: RecordingBackend) -> None:
+    """Buffers are pinned up to an eighth of what is free without them; further ones are ordinary memory."""
+    reserve = memory.RESERVE_FLOOR_BYTES
+    pinned = PinnedMemory(backend)  # type: ignore[arg-type]
+    free = reserve + 8 * 8192
+    monkeypatch.setattr(memory, "available_bytes", lambda: Available(bytes=free - pinned.bytes, limited_by="cgroup"))
+    buffers = [pinned.allocate(4096) for _ in range(4)]
+    assert [buffer.ctypes.data in backend.pinned for buffer in buffers] == [True, True, False, False]
+    assert pinned.plan.is_short
+    pinned.free(buffers[0])
+    assert list(backend.pinned) == [buffers[1].ctypes.data]
+    pinned.close()
+    pinned.close()
+    assert backend.pinned == {}
+    assert pinned.most_bytes == 8192
+
+
+def test_a_driver_that_refuses_is_asked_once(monkeypatch: pytest.MonkeyPatch, backend: RecordingBackend) -> None:
+    """Memory that cannot be registered is not tried again with each batch, and batches come all the same."""
+    asked: list[int] = []
+    monkeypatch.setattr(backend, "register", lambda memory: asked.append(memory.ctypes.data))
+    loader = Slots(3)
+    batches = CudaPrefetcher(loader, "cuda:0", backend=backend)
+    with pytest.warns(UserWarning, match="from pageable memory, which takes longer: not pinned: the driver refuses to"):
+        assert len(list(batches)) == 3
+    assert asked.count(loader.slots[0].ctypes.data) == 1
+    assert len(asked) == 2
+    assert batches.report().copies.pageable == 3
+
+
 def test_too_little_memory_to_pin_is_said_once(backend: RecordingBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches come all the same, from pageable memory; one warning for all epochs, and the report says why."""
-    monkeypatch.setattr(machine, "available_bytes", lambda: Available(bytes=1000, limited_by="cgroup limit"))
+    monkeypatch.setattr(memory, "available_bytes", lambda: Available(bytes=1000, limited_by="cgroup limit"))
     batches = on_device(Loader(3), backend)
-    with pytest.warns(FastDataWarning, match=r"pageable memory.*128 B.*cgroup limit") as caught:
+    with pytest.warns(FastDataWarning, match=r"pageable memory.*64 B.*cgroup limit") as caught:
         values = [images for images, _ in batches] + [images for images, _ in batches]
     backend.finish()
     assert [images.unique().item() for images in values] == [0, 1, 2, 0, 1, 2]
@@ -437,13 +572,6 @@ def test_too_little_memory_to_pin_is_said_once(backend: RecordingBackend, monkey
     report = batches.report()
     assert (report.copies.pageable, report.copies.staged, report.pinned_bytes) == (3, 0, 0)
     assert "not pinned" in report.pinning
-
-
-def test_a_device_that_cannot_pin_gets_pageable_copies() -> None:
-    """Without a word: there is nothing to cure."""
-    backend = RecordingBackend(can_pin=False)
-    assert len(list(on_device(Loader(3), backend))) == 3
-    assert backend.allocated == backend.registered == 0
 
 
 def test_larger_batches_replace_the_buffers(backend: RecordingBackend) -> None:
@@ -472,23 +600,20 @@ def test_the_report_reads_well(backend: RecordingBackend) -> None:
 
 
 def test_finishing_work_runs_in_the_thread_on_its_stream(backend: RecordingBackend) -> None:
-    """Batch ops come first, then casts, then the user's transform; the event the user waits for is behind them."""
+    """Casts come first, then the user's transform, without gradients; what it makes is the user's stream's to keep."""
     calls: list[Any] = []
+    weight = torch.ones(5, requires_grad=True)
 
-    def note(name: str) -> Callable[..., Any]:
-        def call(batch: Any, *device: Any) -> Any:
-            calls.append((name, threading.current_thread().name, backend.current_stream(CUDA), batch[0].dtype))
-            return batch
+    def transform(batch: Any) -> Any:
+        backend.finish()
+        calls.append((threading.current_thread().name, backend.current_stream(CUDA), batch[0].dtype))
+        return batch[0] * weight
 
-        return call
-
-    finish = Finish(ops=note("ops"), transform=note("transform"), dtype=torch.float16)
-    list(on_device(Loader(1), backend, finish=finish))
+    (made,) = on_device(Loader(1), backend, transform=transform, dtype=torch.float16)
     (side,) = backend.streams
-    assert calls == [
-        ("ops", "fastdata-prefetch", side, torch.float32),
-        ("transform", "fastdata-prefetch", side, torch.float16),
-    ]
+    assert calls == [("fastdata-prefetch", side, torch.float16)]
+    assert not made.requires_grad
+    assert ("record_stream", place_of(made), backend.current_stream(CUDA)) in backend.log
 
 
 def test_a_failing_transform_names_the_batch(backend: RecordingBackend) -> None:
@@ -499,7 +624,7 @@ def test_a_failing_transform_names_the_batch(backend: RecordingBackend) -> None:
             raise ValueError("negative size")
         return batch
 
-    batches = iter(on_device(Loader(6), backend, finish=Finish(transform=transform)))
+    batches = iter(on_device(Loader(6), backend, transform=transform))
     assert [next(batches)[1] for _ in range(3)] == [0, 1, 2]
     with pytest.raises(ValueError, match="transform= failed on batch 3: ValueError: negative size") as caught:
         next(batches)
@@ -514,7 +639,7 @@ def test_a_transform_that_raises_stop_iteration_does_not_end_the_epoch(backend: 
         raise StopIteration
 
     with pytest.raises(RuntimeError, match="transform= failed on batch 0"):
-        list(on_device(Loader(2), backend, finish=Finish(transform=transform)))
+        list(on_device(Loader(2), backend, transform=transform))
 
 
 # Several devices
@@ -525,7 +650,7 @@ TWO = [torch.device("cuda", 0), torch.device("cuda", 1)]
 def test_each_device_gets_its_part_straight_from_pinned_memory(backend: RecordingBackend) -> None:
     """Parts are cut from one staged batch: one host copy, one device copy for each, each on a stream of its device."""
     images = torch.arange(15.0).view(5, 3)
-    batches = Prefetcher([(images, "names")], devices=TWO, backend=backend, in_shards=True)
+    batches = CudaPrefetcher([(images, "names")], TWO, backend=backend)
     ((first, second),) = batches
     backend.finish("cuda:0")
     backend.finish("cuda:1")
@@ -540,11 +665,11 @@ def test_each_device_gets_its_part_straight_from_pinned_memory(backend: Recordin
 
 def test_fewer_samples_than_devices_give_fewer_parts(backend: RecordingBackend) -> None:
     """One sample goes to the first device; an empty part is never made."""
-    batches = Prefetcher([torch.ones(1, 3), torch.ones(4, 3)], devices=TWO, backend=backend, in_shards=True)
+    batches = CudaPrefetcher([torch.ones(1, 3), torch.ones(4, 3)], TWO, backend=backend)
     assert [[len(part) for part in parts] for parts in batches] == [[1], [2, 2]]
 
 
 def test_depth_must_be_positive() -> None:
     """Zero batches ahead are refused."""
     with pytest.raises(ValueError, match="depth=0"):
-        on_device([], None, depth=0)
+        CudaPrefetcher([], depth=0)

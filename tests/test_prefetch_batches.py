@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, UserDict, defaultdict
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from fastdata import CudaPrefetcher, DeviceError, DevicePrefetcher, SampleBatch
-from fastdata.prefetch import Prefetcher
-from fastdata.prefetch.batches import is_dense, map_tensors, memory_of, shard_sizes, split_batch, tensors_in
-from fastdata.prefetch.finish import Finish
-from recording import RecordingBackend
+from fastdata import CudaPrefetcher, SampleBatch
+from fastdata.errors import DeviceError
+from recording import RecordingBackend, place_of
+
+TWO = ["cuda:0", "cuda:1"]
 
 
 class Point(NamedTuple):
@@ -28,60 +28,45 @@ class Labelled:
     name: str
 
 
-def plus_one(tensor: Any) -> Any:
-    return tensor + 1
+def moved(batch: Any, device: Any = "cuda:0", **options: Any) -> tuple[Any, RecordingBackend, Any]:
+    """What arrives of one batch, where, and the report."""
+    backend = RecordingBackend()
+    batches = CudaPrefetcher([batch], device, backend=backend, **options)
+    (arrived,) = batches
+    for name in TWO:
+        backend.finish(name)
+    report = batches.report()
+    batches.close()
+    assert backend.violations == []
+    return arrived, backend, report
 
 
 def test_structures_keep_their_types() -> None:
     """Every container comes back as what it was, and other values untouched."""
-    zero = torch.zeros(2)
-    default = defaultdict(list, {"a": zero})
-    batch = (Point(zero, "p"), Labelled(zero, "n"), OrderedDict(b=zero), default, [zero, b"x"], {"k": 3})
-    point, labelled, ordered, other, listed, plain = map_tensors(batch, plus_one)
-    assert (type(point), type(labelled), type(ordered), type(other)) == (Point, Labelled, OrderedDict, defaultdict)
+    one = torch.ones(2)
+    default = defaultdict(list, {"a": one})
+    mapping = UserDict({"u": one, "name": "v"})
+    batch = (Point(one, "p"), Labelled(one, "n"), OrderedDict(b=one), default, [one, b"x"], mapping, {"k": 3})
+    point, labelled, ordered, other, listed, user, plain = moved(batch)[0]
+    kinds = [type(each) for each in (point, labelled, ordered, other, user)]
+    assert kinds == [Point, Labelled, OrderedDict, defaultdict, UserDict]
     assert other.default_factory is list
-    assert (point.y, labelled.name, listed[1]) == ("p", "n", b"x")
-    for tensor in (point.x, labelled.image, ordered["b"], other["a"], listed[0]):
+    assert (point.y, labelled.name, listed[1], user["name"]) == ("p", "n", b"x", "v")
+    for tensor in (point.x, labelled.image, ordered["b"], other["a"], listed[0], user["u"]):
         assert tensor.tolist() == [1, 1]
+        assert tensor is not one
     assert plain is batch[-1]
-    assert default["a"] is zero
+    assert default["a"] is batch[1].image is mapping["u"] is one
 
 
 def test_a_sample_batch_stays_one() -> None:
-    """Its samples are views of the new images."""
-    samples = SampleBatch(torch.zeros(2, 3), torch.tensor([4, 5]), [4, 5])
-    changed = map_tensors(samples, plus_one)
-    assert isinstance(changed, SampleBatch)
-    assert changed.stacked is not None
-    assert changed.stacked[1].tolist() == [5, 6]
-    assert (changed[1][0].tolist(), changed[1][1]) == ([1, 1, 1], 5)
-    assert changed[1][0].untyped_storage().data_ptr() == changed.stacked[0].untyped_storage().data_ptr()
-
-
-def test_a_tensor_that_stands_twice_is_changed_once() -> None:
-    """Both places hold the same new tensor."""
-    zero = torch.zeros(2)
-    first, second = map_tensors([zero, zero], plus_one)
-    assert first is second
-    assert len(tensors_in([zero, zero])) == 1
-
-
-@pytest.mark.parametrize(
-    ("tensor", "dense"),
-    [
-        (torch.zeros(2, 3, 4), True),
-        (torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last), True),
-        (torch.zeros(2, 3).T, True),
-        (torch.zeros(4, 3)[::2], False),
-        (torch.zeros(1, 3).expand(2, 3), False),
-        (torch.zeros(()), True),
-        (torch.zeros(0, 3), True),
-        (torch.zeros(4, 4)[:, :1], False),
-    ],
-)
-def test_dense_tensors_fill_a_range_of_memory(tensor: torch.Tensor, dense: bool) -> None:
-    """Transposed ones do, strided and expanded ones do not."""
-    assert is_dense(tensor) is dense
+    """Its samples are views of the images on the device."""
+    arrived, _, _ = moved(SampleBatch(torch.zeros(2, 3), torch.tensor([4, 5]), [4, 5]))
+    assert isinstance(arrived, SampleBatch)
+    assert arrived.stacked is not None
+    assert arrived.stacked[1].tolist() == [4, 5]
+    assert (arrived[1][0].tolist(), arrived[1][1]) == ([0, 0, 0], 5)
+    assert place_of(arrived[1][0]) == place_of(arrived.stacked[0])
 
 
 @pytest.mark.parametrize(
@@ -89,40 +74,22 @@ def test_dense_tensors_fill_a_range_of_memory(tensor: torch.Tensor, dense: bool)
 )
 def test_shards_are_nearly_equal(samples: int, devices: int, sizes: list[int]) -> None:
     """They differ by one sample at most, and none is empty but that of an empty batch."""
-    assert shard_sizes(samples, devices) == sizes
+    (parts,) = CudaPrefetcher([torch.arange(samples)], ["cpu"] * devices)
+    assert [len(part) for part in parts] == sizes
+    assert torch.cat(parts).tolist() == list(range(samples))
 
 
 def test_only_tensors_as_long_as_the_batch_are_cut() -> None:
     """Class weights and scalars go to every shard whole."""
     weights, scale = torch.ones(7), torch.tensor(2.0)
-    first, second = split_batch([torch.arange(3), weights, scale, "name"], [2, 1])
+    (first, second), _, _ = moved([torch.arange(3), weights, scale, "name"], TWO)
     assert (first[0].tolist(), second[0].tolist()) == ([0, 1], [2])
-    assert first[1] is second[1] is weights
-    assert first[2] is second[2] is scale
+    assert first[1].tolist() == second[1].tolist() == [1] * 7
+    assert first[2].item() == second[2].item() == 2
     assert second[3] == "name"
 
 
-def test_memory_of_odd_tensors_is_that_of_their_parts() -> None:
-    """Indices and values of sparse tensors, data of packed ones: all that a stream must be known to use."""
-    eye = torch.eye(3)
-    assert [part.numel() for part in memory_of(eye)] == [9]
-    assert [part.numel() for part in memory_of(eye.to_sparse())] == [6, 3]
-    assert memory_of(pack_sequence([torch.ones(2)]))[0].tolist() == [1, 1]
-
-
 # On the way to a device
-
-
-def moved(batch: Any, **options: Any) -> tuple[Any, RecordingBackend, Any]:
-    """What arrives of one batch, where, and the report."""
-    backend = RecordingBackend()
-    batches = Prefetcher([batch], devices=[torch.device("cuda", 0)], backend=backend, **options)
-    (arrived,) = batches
-    backend.finish()
-    report = batches.report()
-    batches.close()
-    assert backend.violations == []
-    return arrived, backend, report
 
 
 @pytest.mark.parametrize(
@@ -145,18 +112,13 @@ def test_values_and_dense_strides_are_kept(tensor: torch.Tensor) -> None:
     arrived, _, _ = moved(tensor)
     assert (arrived.dtype, arrived.shape) == (tensor.dtype, tensor.shape)
     assert torch.equal(arrived, tensor)
-    if is_dense(tensor):
+    if tensor.stride() == torch.empty_like(tensor).stride():
         assert arrived.stride() == tensor.stride()
 
 
 def test_a_strided_tensor_whose_shards_are_single_samples_is_staged_whole() -> None:
     """Rows with gaps between them arrive right on every device."""
-    backend = RecordingBackend()
-    rows = torch.arange(16.0).view(4, 4)[::2]
-    devices = [torch.device("cuda", 0), torch.device("cuda", 1)]
-    ((first, second),) = Prefetcher([rows], devices=devices, backend=backend, in_shards=True)
-    backend.finish("cuda:0")
-    backend.finish("cuda:1")
+    (first, second), _, _ = moved(torch.arange(16.0).view(4, 4)[::2], TWO)
     assert (first.tolist(), second.tolist()) == ([[0, 1, 2, 3]], [[8, 9, 10, 11]])
 
 
@@ -166,6 +128,30 @@ def test_a_tensor_that_stands_twice_is_copied_once() -> None:
     (first, second), backend, report = moved([tensor, tensor])
     assert first is second
     assert sum(entry[0] == "copy" for entry in backend.log) == report.copies.staged == 1
+
+
+def test_small_tensors_go_in_one_copy() -> None:
+    """Labels, draws and other small tensors share a block on each device; a larger tensor's memory is its own."""
+    image = torch.arange(4 * 20_000).view(4, 20_000)
+    batch = {"image": image, "label": torch.arange(4), "weight": torch.arange(4.0), "flag": torch.tensor([True] * 4)}
+    for device in ("cuda:0", TWO):
+        arrived, backend, report = moved(batch, device)
+        parts = arrived if isinstance(arrived, list) else [arrived]
+        assert [len(copies) for copies in backend.copied_from.values()] == [2] * len(parts)
+        for name, tensor in batch.items():
+            assert torch.equal(torch.cat([part[name] for part in parts]), tensor)
+        for part in parts:
+            assert place_of(part["label"]) == place_of(part["weight"]) == place_of(part["flag"])
+            assert place_of(part["image"]) != place_of(part["label"])
+        assert (report.copies.staged, report.copies.staged_bytes) == (4, image.nbytes + 4 * (8 + 4 + 1))
+
+
+def test_memory_of_odd_tensors_is_kept_for_the_users_stream() -> None:
+    """Indices and values of sparse tensors, data of packed ones: all that the stream must be known to use."""
+    sparse, packed = torch.eye(3).to_sparse(), pack_sequence([torch.ones(2)])
+    _, backend, _ = moved(torch.ones(1), transform=lambda batch: [sparse, packed])
+    kept = {entry[1] for entry in backend.log if entry[0] == "record_stream"}
+    assert {place_of(part) for part in (sparse._indices(), sparse._values(), packed.data)} <= kept
 
 
 def test_odd_tensors_go_by_their_own_to(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,7 +176,7 @@ def test_odd_tensors_go_by_their_own_to(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_tensor_on_another_device_passes_through() -> None:
     """It is handed over as it is: not moved, not cast."""
     elsewhere = torch.empty(2, 3, device="meta")
-    (arrived,), backend, _ = moved([elsewhere], finish=Finish(dtype=torch.float16))
+    (arrived,), backend, _ = moved([elsewhere], dtype=torch.float16)
     assert arrived is elsewhere
     assert not any(entry[0] == "copy" for entry in backend.log)
 
@@ -214,16 +200,11 @@ def test_dtype_must_be_a_floating_point_one() -> None:
 # Without a device
 
 
-def no_accelerator() -> bool:
-    return not torch.cuda.is_available() and DevicePrefetcher([]).device.type == "cpu"
-
-
-@pytest.mark.skipif(not no_accelerator(), reason="this machine has an accelerator")
-@pytest.mark.parametrize("kind", [CudaPrefetcher, DevicePrefetcher])
-def test_without_a_device_batches_stay_what_they_are(kind: type[CudaPrefetcher]) -> None:
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_without_a_device_batches_stay_what_they_are() -> None:
     """The very objects of the loader come, and nothing is pinned."""
     batches = [torch.zeros(2), (torch.ones(2), "a")]
-    prefetcher = kind(batches)
+    prefetcher = CudaPrefetcher(batches)
     assert all(got is given for got, given in zip(prefetcher, batches, strict=True))
     report = prefetcher.report()
     assert (report.batches, report.samples, report.devices, report.pinned_bytes) == (2, 4, ("cpu",), 0)
@@ -231,9 +212,10 @@ def test_without_a_device_batches_stay_what_they_are(kind: type[CudaPrefetcher])
 
 
 def test_a_transform_works_without_a_device() -> None:
-    """It is called on each batch in order, and its exception names the batch."""
+    """It is called on each batch in order, without gradients as on a device, and its exception names the batch."""
 
     def transform(batch: torch.Tensor) -> torch.Tensor:
+        assert not torch.is_grad_enabled()
         if batch.item() == 2:
             raise KeyError("two")
         return batch * 10
@@ -243,12 +225,6 @@ def test_a_transform_works_without_a_device() -> None:
     with pytest.raises(KeyError, match="batch 2"):
         next(batches)
     assert next(batches).item() == 30
-
-
-def test_shards_without_devices() -> None:
-    """A list of CPU devices splits batches in the same way."""
-    (parts,) = CudaPrefetcher([torch.arange(5)], device=["cpu", "cpu"])
-    assert [part.tolist() for part in parts] == [[0, 1, 2], [3, 4]]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
@@ -267,9 +243,20 @@ def test_devices_that_do_not_go_together_are_refused(device: Any, words: str) ->
         CudaPrefetcher([], device=device)
 
 
+def test_another_kind_of_device_needs_a_backend() -> None:
+    """The error says so; with one of the user's own, it is served."""
+    with pytest.raises(DeviceError, match=r"device='xpu' is neither the CPU nor a CUDA device\..*pass backend="):
+        CudaPrefetcher([], device="xpu")
+    backend = RecordingBackend(is_late=False)
+    (batch,) = CudaPrefetcher([torch.ones(2)], device="xpu:0", backend=backend)
+    assert batch.tolist() == [1, 1]
+    assert list(backend.copied_from) == ["xpu:0"]
+
+
 def test_a_device_number_too_high_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """It says how many there are."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(DeviceError, match=r"device='cuda:5'.*torch sees 2 CUDA devices"):
         CudaPrefetcher([], device="cuda:5")

@@ -3,33 +3,32 @@
 from __future__ import annotations
 
 import gc
+import mmap
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset
 from torchvision import transforms as v1
 from torchvision.transforms import v2
 
-from fastdata import CachedDataset, CudaPrefetcher, DataLoader, DeviceError, DevicePrefetcher, MemoryBudgetError
-from fastdata.prefetch import mirror
-from fastdata.prefetch.backends import CudaBackend
+from fastdata import CachedDataset, CudaPrefetcher, DataLoader
+from fastdata.errors import DeviceError, MemoryBudgetError
+from fastdata.prefetch import device as prefetch_device
+from fastdata.prefetch.backend import CudaBackend
 
 pytestmark = pytest.mark.cuda
 
 SLOW_CYCLES = 20_000_000
 """About 10 ms at 2 GHz."""
 MIB = 1 << 20
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cuda_is_up() -> None:
-    """Let CUDA open what it keeps open before a test counts descriptors."""
-    (batch,) = CudaPrefetcher([torch.ones(MIB)])
-    batch.sum().item()
-    torch.cuda.synchronize()
 
 
 class Filled(Dataset[Any]):
@@ -43,6 +42,10 @@ class Filled(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         return torch.full((3, 64, 48), index % 251, dtype=torch.uint8), index
+
+
+def mapping(size_bytes: int) -> np.ndarray:
+    return np.frombuffer(mmap.mmap(-1, size_bytes), np.uint8)
 
 
 @pytest.fixture
@@ -181,24 +184,24 @@ def test_the_side_stream_is_made_once(dataset: CachedDataset) -> None:
 def test_what_is_registered_is_pinned_and_then_no_more() -> None:
     """Torch takes registered memory for pinned, and after unregistering for ordinary memory."""
     backend = CudaBackend(torch.device("cuda", torch.cuda.current_device()))
-    memory = backend.allocate_pinned(1 << 20)
-    assert memory is not None
+    memory = mapping(MIB)
+    assert backend.register(memory)
     tensor = torch.from_numpy(memory)
     assert tensor.is_pinned()
     assert tensor[4096:].is_pinned()
-    backend.free_pinned(memory)
+    backend.unregister(memory.ctypes.data)
     assert not tensor.is_pinned()
 
 
 def test_a_failed_registration_leaves_no_error_behind() -> None:
     """Memory that is pinned already cannot be registered; the next kernel does not hear of it."""
     backend = CudaBackend(torch.device("cuda", torch.cuda.current_device()))
-    memory = backend.allocate_pinned(1 << 20)
-    assert memory is not None
+    memory = mapping(MIB)
+    assert backend.register(memory)
     assert not backend.register(memory)
     assert torch.ones(3, device="cuda").sum().item() == 3
     torch.cuda.synchronize()
-    backend.free_pinned(memory)
+    backend.unregister(memory.ctypes.data)
 
 
 def test_slots_of_workers_are_pinned_only_while_prefetched() -> None:
@@ -247,12 +250,6 @@ def test_breaking_off_leaves_no_thread_and_no_memory(dataset: CachedDataset) -> 
     assert torch.cuda.memory_allocated() == before
 
 
-def test_device_prefetcher_takes_the_gpu() -> None:
-    """The machine's accelerator is the GPU."""
-    (batch,) = DevicePrefetcher([torch.ones(2)])
-    assert batch.device == torch.device("cuda", torch.cuda.current_device())
-
-
 def test_auto_pinning_pins_batches_worth_it(dataset: CachedDataset) -> None:
     """The loader's own batches are pinned; a prefetcher of it pins in its own way, with no second copy."""
     loader = DataLoader(dataset, batch_size=32, num_workers=1, pin_memory="auto")
@@ -283,6 +280,131 @@ def test_a_list_of_one_device_gives_lists() -> None:
     """Parts come in a list, also a single one."""
     (parts,) = CudaPrefetcher([torch.ones(4)], device=["cuda:0"])
     assert [part.device.type for part in parts] == ["cuda"]
+
+
+# Beside what training loops do
+
+
+@pytest.mark.parametrize("mode", ["global", "thread_local"])
+def test_a_graph_is_captured_beside_the_prefetcher(mode: str) -> None:
+    """Captures in the middle of an epoch succeed, and batches stay right, whatever the thread asks CUDA for."""
+    moving = torch.ones(MIB, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    seen = []
+    with CudaPrefetcher([torch.full((MIB,), i % 251, dtype=torch.uint8) for i in range(60)]) as batches:
+        for number, batch in enumerate(batches):
+            if number % 10 == 5:
+                with torch.cuda.graph(graph, capture_error_mode=mode):
+                    for _ in range(200):
+                        moving.mul_(1.0)
+                graph.replay()
+            seen.append(batch.max())
+    assert [int(value) for value in seen] == list(range(60))
+    assert moving.mean().item() == 1
+
+
+def test_a_compiled_net_with_graphs_gets_right_batches() -> None:
+    """``torch.compile(mode="reduce-overhead")`` captures and replays graphs in the loop."""
+    pytest.importorskip("triton")
+    layers = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8)).cuda()
+    net = torch.compile(layers, mode="reduce-overhead")
+    loader = [torch.full((32, 64), float(i % 7)) for i in range(40)]
+    with torch.no_grad(), CudaPrefetcher(loader) as batches:
+        for number, batch in enumerate(batches):
+            torch.testing.assert_close(net(batch).clone(), layers(loader[number].cuda()), rtol=1e-3, atol=1e-3)
+
+
+def test_a_loop_bound_by_launches_is_hardly_slowed() -> None:
+    """Hundreds of tiny kernels a step: the thread's share of the GIL costs the loop less than half as much again."""
+    batch, small = torch.zeros(MIB, dtype=torch.uint8), torch.ones(8, device="cuda")
+
+    def run(batches: Any) -> float:
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in batches:
+            for _ in range(300):
+                small.mul_(1.0)
+        torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+    with CudaPrefetcher([batch] * 100) as batches:
+        run(batches)
+        resident = min(run(range(100)) for _ in range(3))
+        assert min(run(batches) for _ in range(3)) < resident * 1.5
+
+
+def test_a_transform_has_neither_gradients_nor_the_loops_autocast() -> None:
+    """What it enters itself holds."""
+    weight = torch.ones(4, 4, device="cuda", requires_grad=True)
+    seen: list[Any] = []
+
+    def transform(batch: torch.Tensor) -> torch.Tensor:
+        seen.append((batch @ weight).dtype)
+        with torch.autocast("cuda", torch.bfloat16):
+            return batch @ weight
+
+    with torch.autocast("cuda", torch.float16), CudaPrefetcher([torch.ones(2, 4)] * 3, transform=transform) as batches:
+        made = list(batches)
+    assert seen == [torch.float32] * 3
+    assert all(batch.dtype is torch.bfloat16 and not batch.requires_grad for batch in made)
+    assert [batch.unique().item() for batch in made] == [4] * 3
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_batches_that_torch_has_pinned_are_copied_in_place(num_workers: int) -> None:
+    """The loader is torch's own with pin_memory=True, whose pinned memory its allocator may give to the next batch."""
+    loader = TorchLoader(Filled(), batch_size=32, num_workers=num_workers, pin_memory=True)
+    expected = [int(images.long().sum()) for images, _ in TorchLoader(Filled(), batch_size=32)]
+    with CudaPrefetcher(loader) as batches:
+        for _ in range(3):
+            sums = []
+            for images, _ in batches:
+                torch.cuda._sleep(SLOW_CYCLES // 4)
+                sums.append(images.long().sum())
+                del images
+            assert [int(total) for total in sums] == expected
+            assert (batches.report().copies.in_place, batches.report().copies.pageable) == (6, 0)
+
+
+def run_alone(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=110, check=False)
+
+
+@pytest.mark.parametrize("ending", ["", "sys.exit(3)", "raise ValueError('left')"])
+def test_a_process_ends_with_batches_in_flight(ending: str) -> None:
+    """In good order, with its own exit status and without a word of the prefetcher."""
+    done = run_alone(
+        f"""
+import sys, torch
+from fastdata import CudaPrefetcher
+batches = iter(CudaPrefetcher([torch.zeros(1 << 24, dtype=torch.uint8)] * 50))
+next(batches)
+torch.cuda._sleep({SLOW_CYCLES})
+{ending}
+"""
+    )
+    assert done.returncode == {"": 0, "sys.exit(3)": 3}.get(ending, 1)
+    assert "fastdata" not in done.stderr
+
+
+def test_a_lost_device_is_an_error_and_no_hang() -> None:
+    """After an illegal index in a kernel the loop gets CUDA's error, the thread ends, and so does the process."""
+    done = run_alone(
+        """
+import threading, torch
+from fastdata import CudaPrefetcher
+with CudaPrefetcher([torch.zeros(1 << 20)] * 50) as batches:
+    try:
+        for number, batch in enumerate(batches):
+            if number == 3:
+                batch[torch.tensor([1 << 40], device="cuda")]
+    except RuntimeError as error:
+        print("CUDA error" in str(error))
+print([thread.name for thread in threading.enumerate()])
+"""
+    )
+    assert done.stdout.splitlines() == ["True", "['MainThread']"]
+    assert "Exception in thread" not in done.stderr
 
 
 # Batch ops on the GPU
@@ -349,7 +471,7 @@ def test_a_slow_kernel_sees_what_batch_ops_made(storage: Any) -> None:
 
 def test_a_store_on_the_gpu_is_copied_once_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """In many chunks; its memory is there while the prefetcher is, and gone after ``close``."""
-    monkeypatch.setattr(mirror, "CHUNK_BYTES", 10 * 3 * 64 * 48)
+    monkeypatch.setattr(prefetch_device, "CHUNK_BYTES", 10 * 3 * 64 * 48)
     store_bytes = 96 * 3 * 64 * 48
     with noisy("device", CROP) as dataset:
         gc.collect()
@@ -382,9 +504,6 @@ def test_memory_that_torch_keeps_unused_counts_as_free() -> None:
     during = backend.free_bytes(device)
     del block
     after = backend.free_bytes(device)
-    assert before is not None
-    assert during is not None
-    assert after is not None
     assert before - during >= 500 * MIB
     assert abs(before - after) < 32 * MIB
 

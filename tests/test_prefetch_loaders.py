@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset, DistributedSampler
 
 from fastdata import CachedDataset, CudaPrefetcher, DataLoader, RingCollate, memory
-from fastdata.prefetch import Prefetcher
 from recording import RecordingBackend
 
 CUDA = torch.device("cuda", 0)
@@ -43,8 +42,8 @@ class Numbers(Dataset[Any]):
         return torch.full((2, 3), float(index)), index
 
 
-def on_device(loader: Any, backend: RecordingBackend, **options: Any) -> Prefetcher:
-    return Prefetcher(loader, devices=[CUDA], backend=backend, **options)
+def on_device(loader: Any, backend: Any, **options: Any) -> CudaPrefetcher:
+    return CudaPrefetcher(loader, CUDA, backend=backend, **options)
 
 
 def values(batches: Any, backend: RecordingBackend) -> list[list[float]]:
@@ -106,7 +105,8 @@ def test_batches_of_worker_processes_are_copied_from_their_slots(
     report = batches.report()
     assert (report.copies.in_place, report.copies.staged, report.copies.pageable) == (20, 0, 0)
     assert backend.registered > 0
-    assert backend.pinned == {}  # unpinned with the epoch: a user's own copies must not take slots for pinned
+    batches.close()
+    assert backend.pinned == {}
 
 
 def test_slots_that_are_in_flight_are_not_filled_again(backend: RecordingBackend) -> None:
@@ -128,6 +128,29 @@ def test_persistent_workers_serve_epoch_after_epoch(backend: RecordingBackend) -
     for _ in batches:
         break
     assert values(batches, backend) == in_batches(12, 4)
+    loader._iterator = None
+
+
+@pytest.mark.parametrize("torchs", [False, True])
+def test_slots_stay_pinned_between_epochs_but_not_for_others(backend: RecordingBackend, torchs: bool) -> None:
+    """Each is registered once for all epochs of the prefetcher; who reads the loader without it gets no pinned memory.
+
+    A copy of theirs that does not wait would read a slot while its worker fills it again.
+    """
+    options: dict[str, Any] = {"batch_size": 4, "num_workers": 1, "persistent_workers": True}
+    loader: Any = DataLoader(Numbers(12), **options)
+    if torchs:
+        loader = TorchLoader(Numbers(12), collate_fn=RingCollate(), **options)
+    batches = on_device(loader, backend)
+    for _ in range(6):
+        assert values(batches, backend) == in_batches(12, 4)
+    slots = len(backend.pinned)
+    assert 0 < slots == backend.registered
+    assert not any(backend.is_pinned(images) for images, _ in loader)
+    assert backend.pinned == {}
+    assert values(batches, backend) == in_batches(12, 4)
+    assert backend.pinned
+    assert batches.report().copies.in_place == 6
     loader._iterator = None
 
 

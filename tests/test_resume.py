@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
-import random
+import multiprocessing
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,13 +22,12 @@ from torch.utils.data import (
     SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
-    get_worker_info,
 )
+from torch.utils.data import DataLoader as TorchLoader
 from torchvision import transforms as v1
 
 from children import Draws
-from fastdata import CachedDataset, DataLoader
-from fastdata.resume import Progress
+from fastdata import CachedDataset, DataLoader, FastDataWarning
 
 AUGMENT = v1.Compose([v1.RandomCrop((4, 3)), v1.RandomHorizontalFlip(), v1.ConvertImageDtype(torch.float32)])
 PIXELS = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (23, 3, 6, 5), np.uint8))
@@ -45,13 +44,11 @@ EVERY_ENGINE = pytest.mark.parametrize(
 )
 
 
-class PythonShuffle(Sampler[int]):
-    """An order from Python's and NumPy's global generators."""
+class Shuffle(Sampler[int]):
+    """An order of the user's own, from torch's global generator."""
 
     def __iter__(self) -> Iterator[int]:
-        order = np.random.permutation(23).tolist()
-        random.shuffle(order)
-        return iter(order)
+        return iter(torch.randperm(23).tolist())
 
     def __len__(self) -> int:
         return 23
@@ -92,17 +89,11 @@ ORDERS: dict[str, Callable[[], dict[str, Any]]] = {
     "weighted": lambda: {"batch_size": 4, "sampler": WeightedRandomSampler([1.0] * 23, 40)},
     "subset": lambda: {"batch_size": 2, "sampler": SubsetRandomSampler(range(3, 20))},
     "distributed": lambda: {"batch_size": 2, "sampler": _distributed()},
-    "python and numpy": lambda: {"batch_size": 4, "sampler": PythonShuffle()},
+    "sampler of one's own": lambda: {"batch_size": 4, "sampler": Shuffle()},
     "sampler with a state": lambda: {"batch_size": 4, "sampler": Counting()},
     "batch sampler": lambda: {"batch_sampler": BatchSampler(RandomSampler(range(23)), 5, drop_last=False)},
     "list of batches": lambda: {"batch_sampler": [[1, 2], [0], [7, 5, 4], [3], [20, 21]]},
 }
-
-
-def _seed(number: int) -> None:
-    torch.manual_seed(number)
-    random.seed(number)
-    np.random.seed(number)
 
 
 def _images() -> CachedDataset:
@@ -143,9 +134,9 @@ def _resumed(options: dict[str, Any], state: dict[str, Any]) -> tuple[list[Any],
 @pytest.mark.parametrize("order", ["shuffled", "own generator", "sampler with a state"])
 def test_the_rest_of_an_epoch_is_resumed(engine: dict[str, Any], order: str) -> None:
     """A new loader gives exactly the batches, pixels and draws that were still to come, with every engine."""
-    _seed(1)
+    torch.manual_seed(1)
     state, rest, _ = _interrupted({**ORDERS[order](), **engine}, seen=2)
-    _seed(99)
+    torch.manual_seed(99)
     assert _resumed({**ORDERS[order](), **engine}, _through_json(state))[0] == rest
     assert len(rest) == 4
 
@@ -154,9 +145,9 @@ def test_the_rest_of_an_epoch_is_resumed(engine: dict[str, Any], order: str) -> 
 @pytest.mark.parametrize("engine", [INLINE, THREADS], ids=["inline", "threads"])
 def test_every_order_is_resumed(engine: dict[str, Any], order: str) -> None:
     """Whatever an order is drawn from, the second epoch's rest is found again in a process seeded otherwise."""
-    _seed(1)
+    torch.manual_seed(1)
     state, rest, _ = _interrupted({**ORDERS[order](), **engine}, seen=3, epochs=2)
-    _seed(99)
+    torch.manual_seed(99)
     assert _resumed({**ORDERS[order](), **engine}, _through_json(state))[0] == rest
     assert rest
 
@@ -174,13 +165,13 @@ def test_the_epoch_after_a_resumed_one_is_the_same_too(engine: dict[str, Any], o
 def test_a_whole_epoch_leaves_the_next_one(engine: dict[str, Any]) -> None:
     """A state saved between epochs gives the epoch that follows, whatever the seed of the new process."""
     options = {"batch_size": 4, "shuffle": True, **engine}
-    _seed(1)
+    torch.manual_seed(1)
     with _images() as dataset:
         loader = DataLoader(dataset, **options)
         list(loader)
         state = loader.state_dict()
         following = _plain(loader)
-    _seed(99)
+    torch.manual_seed(99)
     assert _resumed(options, _through_json(state))[0] == following
 
 
@@ -188,7 +179,7 @@ def test_a_whole_epoch_leaves_the_next_one(engine: dict[str, Any]) -> None:
 def test_resuming_between_epochs_moves_the_global_generator(engine: dict[str, Any]) -> None:
     """Where the user restores torch's generator, all epochs after a resume between epochs are as uninterrupted."""
     options = {"batch_size": 4, "shuffle": True, **engine}
-    _seed(1)
+    torch.manual_seed(1)
     with _images() as dataset:
         loader = DataLoader(dataset, **options)
         list(loader)
@@ -216,11 +207,11 @@ def test_an_epoch_set_after_loading_is_kept(engine: dict[str, Any]) -> None:
 def test_workers_are_seeded_as_in_the_epoch_that_follows() -> None:
     """Resumed between epochs, worker processes draw from the global generators what they would have drawn."""
     options = {"batch_size": 4, "num_workers": 2, "shuffle": True}
-    _seed(1)
+    torch.manual_seed(1)
     loader = DataLoader(Draws(), **options)
     list(loader)
     state, following = loader.state_dict(), [torch.stack(batch).tolist() for batch in loader]
-    _seed(99)
+    torch.manual_seed(99)
     again = DataLoader(Draws(), **options)
     again.load_state_dict(state)
     assert [torch.stack(batch).tolist() for batch in again] == following
@@ -229,7 +220,7 @@ def test_workers_are_seeded_as_in_the_epoch_that_follows() -> None:
 def test_a_sampler_that_counts_its_epochs_is_asked_once() -> None:
     """A resume between epochs begins a sampler of the user's own once, as an epoch does."""
 
-    class Begun(PythonShuffle):
+    class Begun(Shuffle):
         count = 0
 
         def __iter__(self) -> Iterator[int]:
@@ -246,12 +237,12 @@ def test_a_sampler_that_counts_its_epochs_is_asked_once() -> None:
 def test_a_state_of_a_new_loader_is_its_first_epoch() -> None:
     """Before the first batch there is a state, and it fixes the order of the epoch to come."""
     options = {"batch_size": 4, "shuffle": True}
-    _seed(1)
+    torch.manual_seed(1)
     with _images() as dataset:
         loader = DataLoader(dataset, **options)
         state = loader.state_dict()
         whole = _plain(loader)
-    _seed(99)
+    torch.manual_seed(99)
     assert _resumed(options, state)[0] == whole
     assert len(whole) == 6
 
@@ -282,7 +273,7 @@ def test_a_state_holds_until_a_batch_is_handed_over(engine: dict[str, Any]) -> N
 def test_an_epoch_can_be_resumed_twice(engine: dict[str, Any]) -> None:
     """A state saved in a resumed epoch stands for what is left of the first."""
     options = {"batch_size": 4, "shuffle": True, **engine}
-    _seed(1)
+    torch.manual_seed(1)
     state, rest, _ = _interrupted(options, seen=1)
     with _images() as dataset:
         loader = DataLoader(dataset, **options)
@@ -297,15 +288,15 @@ def test_an_epoch_can_be_resumed_twice(engine: dict[str, Any]) -> None:
 
 
 def test_resuming_leaves_the_global_generators_alone() -> None:
-    """No draw is made from torch's, Python's or NumPy's generator when an epoch is resumed inside."""
-    options = ORDERS["python and numpy"]() | THREADS
+    """No draw is made from torch's global generator when an epoch is resumed inside."""
+    options = ORDERS["sampler of one's own"]() | THREADS
     state, *_ = _interrupted(options, seen=2)
     with _images() as dataset:
         loader = DataLoader(dataset, **options)
         loader.load_state_dict(state)
-        before = torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state())
+        before = torch.get_rng_state()
         list(loader)
-        assert (torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state())) == before
+        assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_saving_leaves_the_generators_alone() -> None:
@@ -389,28 +380,23 @@ def test_single_samples_are_resumed() -> None:
 
 
 class Stream(IterableDataset[int]):
-    """Random numbers, split over the workers."""
+    """Three numbers."""
 
     def __iter__(self) -> Iterator[int]:
-        info = get_worker_info()
-        first, step = (info.id, info.num_workers) if info else (0, 1)
-        return iter([100 * i + int(torch.randint(100, ())) for i in range(first, 13, step)])
+        return iter(range(3))
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_stream_is_read_again_from_its_beginning(num_workers: int) -> None:
-    """An IterableDataset is replayed with the seeds it began with, and its first batches dropped."""
-    torch.manual_seed(1)
-    loader = DataLoader(Stream(), batch_size=2, num_workers=num_workers)
-    iterator = iter(loader)
-    next(iterator), next(iterator)
-    state = loader.state_dict()
-    rest = [batch.tolist() for batch in iterator]
-    torch.manual_seed(99)
-    again = DataLoader(Stream(), batch_size=2, num_workers=num_workers)
-    again.load_state_dict(_through_json(state))
-    assert [batch.tolist() for batch in again] == rest
-    assert again.report().batches == len(rest) == 5
+def test_a_stream_has_an_empty_state() -> None:
+    """A checkpoint of a loader over an IterableDataset says that nothing is resumed, and is taken back as nothing."""
+    loader = DataLoader(Stream())
+    next(iter(loader))
+    with pytest.warns(FastDataWarning, match="cannot resume an IterableDataset.*Save the dataset's own state"):
+        state = loader.state_dict()
+    assert state == {}
+    loader.load_state_dict(state)
+    assert [batch.item() for batch in loader] == [0, 1, 2]
+    with pytest.raises(ValueError, match="cannot resume an IterableDataset"):
+        loader.load_state_dict(DataLoader(range(3)).state_dict())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -431,13 +417,6 @@ def test_a_state_of_another_loader_is_refused(other: dict[str, Any], message: st
     with pytest.raises(ValueError, match="the state is of another loader") as caught:
         DataLoader(**{"dataset": range(10), "batch_size": 2, **other}).load_state_dict(state)
     assert message in str(caught.value)
-
-
-def test_a_stream_is_not_resumed_with_other_workers() -> None:
-    """How many workers share a stream decides its order."""
-    state = DataLoader(Stream(), num_workers=2).state_dict()
-    with pytest.raises(ValueError, match="num_workers is 1, in the state 2"):
-        DataLoader(Stream(), num_workers=1).load_state_dict(state)
 
 
 def test_something_else_is_no_state() -> None:
@@ -471,18 +450,43 @@ def test_a_state_does_not_change_afterwards() -> None:
     assert state == before
 
 
+class Slow(Dataset[int]):
+    """Numbers, of which one comes only after it may."""
+
+    def __init__(self, slow: int) -> None:
+        self.slow, self.may_come = slow, multiprocessing.get_context("fork").Event()
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> int:
+        if index == self.slow:
+            self.may_come.wait(30)
+        return index
+
+
+@pytest.mark.skipif("in_order" not in TorchLoader.__init__.__kwdefaults__, reason="this torch has no in_order")
 def test_batches_out_of_order_are_counted_one_by_one() -> None:
-    """Without in_order a later batch may come first; the state then holds both what is complete and what is ahead."""
-    progress = Progress()
-    progress.drawn = 5
-    progress.note({1, 4})
-    assert (progress.first, progress.ahead) == (1, (2, 3))
-    again = Progress(first=progress.first, ahead=progress.ahead)
-    again.drawn = 3  # numbers 1, 4 and 5
-    again.note({1})
-    assert (again.first, again.ahead) == (4, (5,))
-    again.note(())
-    assert (again.first, again.ahead) == (6, ())
+    """Without in_order a state holds both what is complete and what is ahead, also of an epoch resumed like that."""
+    options = {"num_workers": 2, "in_order": False}
+    dataset = Slow(1)
+    loader = DataLoader(dataset, **options)
+    iterator = iter(loader)
+    seen = [next(iterator).item() for _ in range(3)]
+    state = loader.state_dict()
+    dataset.may_come.set()
+    assert 1 not in seen
+    assert (state["num_yielded"], state["ahead"]) == (1, sorted(seen)[1:])
+    again = DataLoader(Slow(-1), **options)
+    again.load_state_dict(state)
+    iterator = iter(again)
+    while len(seen) < 6:
+        seen.append(next(iterator).item())
+        state = again.state_dict()
+        expected = next(number for number in range(7) if number not in seen)
+        if len(seen) < 6:
+            assert (state["num_yielded"], state["ahead"]) == (expected, sorted(n for n in seen if n > expected))
+    assert sorted(seen) == list(range(6))
 
 
 def test_what_came_ahead_does_not_come_again() -> None:

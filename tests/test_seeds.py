@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader as TorchLoader
-from torch.utils.data import Subset
+from torch.utils.data import Subset, default_collate
 from torchvision import transforms as v1
+from torchvision.transforms import v2
 
 from fastdata import CachedDataset, ChunkedLoader, DataLoader
 
@@ -235,3 +236,73 @@ def test_a_resume_of_a_chunked_loader_keeps_the_draws(images: CachedDataset, see
     with _images() as dataset, _chunked(dataset) as loader:
         loader.load_state_dict(state)
         assert _plain(loader) == expected
+
+
+MIX = v2.RandomChoice([v2.MixUp(num_classes=23), v2.CutMix(num_classes=23)])
+
+
+def _mixed(samples: list[Any]) -> Any:
+    images, labels = default_collate(samples)
+    return MIX(images.float(), labels)
+
+
+def _noisy(samples: list[Any]) -> Any:
+    images, labels = default_collate(samples)
+    return images + torch.rand(2)[0] + torch.randn(images.shape) * torch.nn.functional.dropout(images + 1.0), labels
+
+
+@pytest.mark.parametrize("collate_fn", [_mixed, _noisy])
+def test_a_collate_fn_draws_the_same_in_any_thread(images: CachedDataset, collate_fn: Any) -> None:
+    """Torch's draws in a collate_fn follow the base seed and the batch's number, whoever makes the batch."""
+    outcome = []
+    for threads, seed in ((0, 1), (1, 1), (3, 1), (3, 2)):
+        torch.manual_seed(seed)
+        loader = DataLoader(images, batch_size=5, num_workers=threads, workers="thread", collate_fn=collate_fn)
+        outcome.append([_plain(loader) for _ in range(2)])
+    assert outcome[0] == outcome[1] == outcome[2]
+    assert outcome[2] != outcome[3]
+    assert outcome[0][0] != outcome[0][1]
+
+
+def test_a_resumed_collate_fn_draws_what_it_would_have_drawn(images: CachedDataset) -> None:
+    """After a resume inside the epoch, each batch is mixed as without one."""
+    arguments: dict[str, Any] = {"batch_size": 5, "num_workers": 2, "workers": "thread", "collate_fn": _mixed}
+    loader = DataLoader(images, **arguments)
+    batches = iter(loader)
+    for _ in range(2):
+        next(batches)
+    state = loader.state_dict()
+    rest = _plain(batches)
+    again = DataLoader(images, **arguments)
+    again.load_state_dict(state)
+    assert _plain(again) == rest
+
+
+def test_a_collate_fn_leaves_the_users_generator_alone(images: CachedDataset) -> None:
+    """A loop that draws while batches are mixed draws what it does beside torch's own workers."""
+    after = []
+    for loader_class, threads in ((TorchLoader, 1), (DataLoader, 0), (DataLoader, 3)):
+        torch.manual_seed(1)
+        loader = loader_class(images, batch_size=5, num_workers=threads, collate_fn=_mixed)
+        after.append([torch.rand(()).item() for _ in loader])
+    assert after[0] == after[1] == after[2]
+
+
+def test_a_generator_given_to_a_draw_is_kept(images: CachedDataset) -> None:
+    """A collate_fn that draws from a generator of its own gets that one's numbers."""
+    own = torch.Generator().manual_seed(3)
+    loader = DataLoader(images, batch_size=5, collate_fn=lambda samples: torch.rand(2, generator=own))
+    drawn = [numbers.tolist() for numbers in loader]
+    own.manual_seed(3)
+    assert drawn == [torch.rand(2, generator=own).tolist() for _ in range(5)]
+
+
+def test_a_chunked_loaders_collate_fn_draws_the_same_each_run(images: CachedDataset) -> None:
+    """With one seed two loaders in chunks mix alike, with another one otherwise."""
+    outcome = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        with ChunkedLoader(images, 5, memory_limit="64GiB", chunk_samples=10, collate_fn=_mixed) as loader:
+            outcome.append(_plain(loader))
+    assert outcome[0] == outcome[1]
+    assert outcome[0] != outcome[2]

@@ -169,8 +169,12 @@ def test_a_batch_that_an_own_method_changes_is_read_as_changed() -> None:
 
 
 def test_chunks_refuse_an_own_getitem_that_reads_others() -> None:
-    """A sample that is not in the chunk is an error with a cure, never another sample's pixels."""
-    with cached(TwoCrops) as own, chunked(own) as loader, pytest.raises(LookupError, match=r"needs a DataLoader"):
+    """Where nothing is kept, a sample that is not in the chunk is an error with a cure, never another one's pixels."""
+    with (
+        cached(TwoCrops, storage="none") as own,
+        chunked(own) as loader,
+        pytest.raises(LookupError, match=r"needs a DataLoader"),
+    ):
         list(loader)
 
 

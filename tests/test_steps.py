@@ -24,9 +24,10 @@ from torchvision.transforms import v2
 from fastdata.core import Code
 from fastdata.draws import draw_integers, sample_keys
 from fastdata.transforms import plan_transform
-from fastdata.transforms.cpu import Program, compile_ops
+from fastdata.transforms.augment import draw_shares
+from fastdata.transforms.cpu import Program
 from fastdata.transforms.ops import INTERPOLATIONS, Drawing, child
-from fastdata.transforms.steps import _READERS, known_name
+from fastdata.transforms.steps import READERS, known_name
 from test_transforms import EPOCH, SEED, ArrayStore, images, reference, to_array, to_form
 
 APIS = {"v1": v1, "v2": v2}
@@ -120,7 +121,7 @@ def step_of(case: str) -> str:
 def test_the_docs_name_every_step_that_is_served() -> None:
     """Each step of torchvision and timm that is recognised has its rows, and each row a test."""
     named = {("timm." if api == "timm" else "") + step.split(":")[0] for step, api, _ in LEVELS}
-    assert named == {*_READERS} - {"timm.ToNumpy"}
+    assert named == {*READERS} - {"timm.ToNumpy"}
     tested = {step_of(case) for case in CASES} | ELSEWHERE
     assert tested == {step for step, api, _ in LEVELS if api != "timm"}
 
@@ -129,7 +130,7 @@ def program_of(step: Any, store: ArrayStore) -> Program:
     """Of a step that is served, be it one that is usually prepared."""
     plan = plan_transform(step, form=store.spec.form, channels=store.samples[0].shape[0], prepared=0)
     assert not plan.per_sample, plan.obstacle
-    return compile_ops(plan, store.spec)
+    return Program(plan.batch_ops, store.spec)
 
 
 def serve_many(step: Any, array: np.ndarray, form: str, count: int) -> np.ndarray:
@@ -176,7 +177,7 @@ def wanted(step: Any, sample: Any, index: int) -> np.ndarray:
     width, height = (sample.shape[-1], sample.shape[-2]) if isinstance(sample, torch.Tensor) else sample.size
     reach = [int(step.distortion_scale * (length // 2)) + 1 for length in (width, height)]
     key = sample_keys(SEED, EPOCH, np.array([index]))
-    moved = [int(draw_integers(key, 0, k, reach[k % 2])[0]) for k in range(8)]
+    moved = [int(draw_integers(key, child(0, 0), k, reach[k % 2])[0]) for k in range(8)]
     left, top, right, bottom = 0, 0, width - 1, height - 1
     corners = [[left, top], [right, top], [right, bottom], [left, bottom]]
     ends = [
@@ -369,12 +370,13 @@ class Script:
     """Torch's draws for one sample of AugMix, as fastdata draws them: depths, then op, magnitude and sign of each."""
 
     def __init__(self, step: Any, program: Program, index: int, size: tuple[int, int]) -> None:
-        (op,) = program._given
+        (op,) = program._ops
         key = sample_keys(SEED, EPOCH, np.array([index]))
         lengths = [np.array([length]) for length in size]
         self._drawing, self._severity = Drawing(key, np.array([index]), *lengths, 3), step.severity
-        self._position, self._chain, self._depth = op.position, -1, 0
-        self._shares = [op._dirichlet(self._drawing, 0, 2), op._dirichlet(self._drawing, 100, step.mixture_width)]
+        self._position, self._chain, self._depth = op.at, -1, 0
+        counts = ((0, 2), (100, step.mixture_width))
+        self._shares = [draw_shares(self._drawing, op.at, *count, step.alpha).T for count in counts]
 
     def dirichlet(self, params: torch.Tensor) -> torch.Tensor:
         return torch.from_numpy(self._shares.pop(0)).float()
@@ -423,10 +425,9 @@ def test_aug_mix(api: str, form: str) -> None:
 @pytest.mark.parametrize("alpha", [0.4, 1.0, 3.0])
 def test_shares_of_aug_mix(alpha: float) -> None:
     """They have a Dirichlet distribution: their sum is 1, and each has the right beta distribution."""
-    (op,) = plan_transform(v2.AugMix(alpha=alpha)).batch_ops
     sizes = np.full(4000, 8)
     drawing = Drawing(sample_keys(0, 0, np.arange(4000)), np.arange(4000), sizes, sizes, 3)
-    shares = op._dirichlet(drawing, 100, 3)
+    shares = draw_shares(drawing, 0, 100, 3, alpha).T
     assert np.allclose(shares.sum(axis=1), 1)
     wanted = np.random.default_rng(0).dirichlet([alpha] * 3, 40000)
     for place in range(3):
@@ -440,7 +441,7 @@ def drawn_records(step: Any, size: tuple[int, int], count: int, form: str = "pil
     """Records of ``count`` samples."""
     program = program_of(step, ArrayStore([np.zeros((3, *size), np.uint8)] * 2, form))
     shapes = np.broadcast_to(np.array([3, *size], np.int32), (count, 3))
-    return program._draw(np.arange(count), 0, 0, shapes).records()
+    return program.draw(np.arange(count), 0, 0, shapes).records.T
 
 
 @both_apis
@@ -589,7 +590,7 @@ def test_timm_op_that_blurs_at_random(timm_data: Any) -> None:
     store = ArrayStore([array] * 300)
     program = program_of(step, store)
     shapes = np.full((300, 3), array.shape, np.int32)
-    radius = program._draw(np.arange(300), EPOCH, SEED, shapes).records()[:, 0]["v"][:, 0]
+    radius = program.draw(np.arange(300), EPOCH, SEED, shapes).records[0]["v"][:, 0]
     assert kolmogorov(radius, np.linspace(0.1, 1.2, 300)) < 0.1
     for got, each in zip(serve_many(step, array, "pil", 300)[:20], radius.tolist(), strict=False):
         assert np.array_equal(got, to_array(to_form(array, "pil").filter(ImageFilter.GaussianBlur(each))))
@@ -655,7 +656,7 @@ def test_timm_crop(timm_data: Any, interpolation: str) -> None:
     (array,) = images(1, (31, 40))
     store = ArrayStore([array] * 40)
     shapes = np.full((40, 3), array.shape, np.int32)
-    records = program_of(step, store)._draw(np.arange(40), EPOCH, SEED, shapes).records()
+    records = program_of(step, store).draw(np.arange(40), EPOCH, SEED, shapes).records.T
     seen = set()
     drawn = records[records["code"] > 0]["n"].tolist()
     for got, record in zip(serve_many(step, array, "pil", 40), drawn, strict=True):

@@ -5,6 +5,7 @@ Everything here runs on CPU tensors, and once more on a GPU where there is one.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchvision import transforms as v1
 from torchvision.transforms import v2
 
-from fastdata.spec import SampleSpec
+from fastdata.images import SampleSpec
 from fastdata.transforms import plan_transform
 from fastdata.transforms.device import DeviceProgram, device_obstacle
 from test_transforms import (
@@ -112,7 +113,7 @@ def sent(prog: DeviceProgram, store: ArrayStore, index_B: np.ndarray) -> torch.T
 def run_both(
     steps: Steps, store: ArrayStore, index: Sequence[int], device: torch.device, **options: Any
 ) -> torch.Tensor:
-    """What ``run`` gives on what is sent; ``gather_run`` on all samples must give the same."""
+    """What is served of what is sent; of a store of all samples it must be the same."""
     prog = program_of(steps, store, **options)
     index_B = np.array(index, np.int64)
     draws = prog.draw(index_B, EPOCH, SEED)
@@ -120,7 +121,7 @@ def run_both(
     batch = prog.run(sent(prog, store, index_B).to(device), draws)
     if prog.host is None:
         samples = torch.from_numpy(np.stack(store.samples)).to(device)
-        gathered = prog.gather_run(samples, torch.from_numpy(index_B).to(device), draws)
+        gathered = prog.run(samples, draws, torch.from_numpy(index_B).to(device))
         assert torch.equal(batch, gathered)
         assert batch.stride() == gathered.stride() or not len(batch)
     assert (tuple(batch.shape[1:]), batch.dtype) == prog.output
@@ -306,7 +307,7 @@ def test_no_ops(device: torch.device) -> None:
     samples = torch.from_numpy(np.stack(store.samples)).to(device)
     assert prog.run(samples, None) is samples
     index_B = torch.tensor([2, 0], device=device)
-    assert torch.equal(prog.gather_run(samples, index_B, None), samples[index_B])
+    assert torch.equal(prog.run(samples, None, index_B), samples[index_B])
     assert prog.output == ((3, *SIZE), torch.uint8)
 
 
@@ -318,7 +319,7 @@ def test_the_stored_samples_are_only_read(device: torch.device) -> None:
     draws = prog.draw(np.arange(24), EPOCH, SEED)
     assert draws is not None
     prog.run(samples, draws.to(device))
-    prog.gather_run(samples, torch.arange(24, device=device), draws.to(device))
+    prog.run(samples, draws.to(device), torch.arange(24, device=device))
     assert torch.equal(samples.cpu(), torch.from_numpy(np.stack(store.samples)))
 
 
@@ -349,7 +350,7 @@ def test_a_device_is_asked_for_nothing_it_is_slow_or_wrong_at(
     prog.run(samples, draws)  # makes the constants
     with OnDevice() as ops:
         prog.run(samples, draws)
-        prog.gather_run(samples, index_B, draws)
+        prog.run(samples, draws, index_B)
     pixels = 24 * 3 * prog.output[0][1] * prog.output[0][2]
     passes = [name for name, tensor in ops.made if tensor.numel() >= pixels and "empty" not in name]
     assert len(passes) <= 2 * 10, passes
@@ -396,22 +397,11 @@ def test_no_host_synchronisation_on_a_gpu(channels_last: bool) -> None:
     with no_synchronisation():
         on_device = draws.to(device, non_blocking=True)
         prog.run(samples, on_device)
-        prog.gather_run(samples, index_B, on_device)
+        prog.run(samples, on_device, index_B)
     torch.cuda.synchronize()
 
 
 # Errors and obstacles
-
-
-def test_batches_of_another_shape_or_dtype() -> None:
-    """A batch that is not as it should be sent is an error that names both."""
-    prog = program_of(WINDOWS, store_of())
-    draws = prog.draw(np.arange(2), EPOCH, SEED)
-    for wrong in (torch.zeros(2, 3, 50, 37, dtype=torch.uint8), torch.zeros(2, 3, 37, 50)):
-        with pytest.raises(ValueError, match=r"uint8 samples of shape \(3, 37, 50\), but got a batch of torch"):
-            prog.run(wrong, draws)
-        with pytest.raises(ValueError, match="Give it samples as they are stored"):
-            prog.gather_run(wrong, torch.arange(2), draws)
 
 
 @pytest.mark.parametrize(
@@ -428,9 +418,7 @@ def test_batches_of_another_shape_or_dtype() -> None:
     ids=["ragged", "floats", "unknown", "pil", "channels", "erased", "sizes"],
 )
 def test_obstacles(steps: list[Any], spec: dict[str, Any], reason: str) -> None:
-    """What only the CPU can do is said, in words that compiling repeats."""
+    """What only the CPU can do is said."""
     plan = plan_transform(v1.Compose(steps), form="pil")
     stored = SampleSpec(**{"dtype": "uint8", "form": "pil", **spec})
-    assert device_obstacle(plan, stored) is not None
-    with pytest.raises(ValueError, match=f"^batch ops cannot run on the device: .*{reason}.*Run them on the CPU.$"):
-        DeviceProgram(plan, stored)
+    assert re.search(reason, device_obstacle(plan, stored) or "")

@@ -26,8 +26,9 @@ from torch.utils.data import Dataset, IterableDataset, Subset, default_collate, 
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from fastdata import CachedDataset, CudaPrefetcher, DataLoader, SampleBatch, collate
+from fastdata import ring as rings
 from fastdata.errors import MemoryBudgetError
-from fastdata.transport import Arrivals, RingCollate, arrivals, slots
+from fastdata.ring import Arrivals, RingCollate
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="blocks without a name need Linux")
 
@@ -94,9 +95,9 @@ def _numbers(batches: list[list[int]], shape: tuple[int, ...] = (2, 3)) -> list[
     return [(torch.stack([torch.full(shape, i) for i in batch]).tolist(), batch) for batch in batches]
 
 
-def _ring(collate_fn: RingCollate) -> Any:
+def _ring(collate_fn: RingCollate, dataset: Any = None) -> Any:
     """The worker's end of a ring, here in the same process; it lives as long as the collate function."""
-    collate_fn._ring = slots.Ring(collate_fn._token, collate_fn.slots)
+    collate_fn._ring = rings.WorkerRing(collate_fn._token, collate_fn.slots, dataset)
     return collate_fn._ring
 
 
@@ -249,8 +250,7 @@ def test_a_fastdata_dataset_writes_into_the_memory_that_arrives() -> None:
     """A whole batch, also behind a Subset, is gathered into the slot; as a list of samples it shares the slot too."""
     with CachedDataset([(torch.full((1, 2, 2), i), i) for i in range(5)], progress=False) as dataset:
         collate_fn = RingCollate()
-        ring = _ring(collate_fn)
-        ring.serve(Subset(dataset, [0]))
+        ring = _ring(collate_fn, Subset(dataset, [0]))
         _arrive(ring.send(collate, dataset.__getitems__([1, 2])))
         for collate_samples, images_of in ((collate, lambda batch: batch[0]), (as_is, lambda batch: batch[0][0])):
             samples = dataset.__getitems__([3, 4])
@@ -376,14 +376,14 @@ def test_a_forked_process_does_not_give_back_its_parents_slot() -> None:
     def drop() -> None:
         came.clear()
         gc.collect()
-        os._exit(0 if not ring._slots[0].is_free() else 1)
+        os._exit(0 if not ring._slots[0].is_free else 1)
 
     child = multiprocessing.get_context("fork").Process(target=drop)
     child.start()
     child.join()
     assert child.exitcode == 0
     came.clear()
-    assert ring._slots[0].is_free()
+    assert ring._slots[0].is_free
 
 
 def test_a_larger_batch_gets_a_larger_slot() -> None:
@@ -407,7 +407,7 @@ def test_memory_that_cannot_be_reserved_leaves_torchs_road(
     def refuse(size_bytes: int, *, portable: bool) -> Any:
         raise MemoryBudgetError(f"{size_bytes} bytes are too many")
 
-    monkeypatch.setattr(slots.Block, "create", refuse)
+    monkeypatch.setattr(rings.Block, "create", refuse)
     ring = _ring(collate_fn := RingCollate(first))
     assert _arrive(ring.send(first, [torch.arange(3)])).tolist() == [0, 1, 2]
     assert collate_fn.arrivals.fresh_count == 1
@@ -415,8 +415,8 @@ def test_memory_that_cannot_be_reserved_leaves_torchs_road(
 
 def test_a_block_with_a_name_serves_where_proc_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """Through temporary files, as on systems without memfd, batches arrive just so, and no file is left."""
-    create = slots.Block.create
-    monkeypatch.setattr(slots.Block, "create", lambda size_bytes, *, portable: create(size_bytes, portable=True))
+    create = rings.Block.create
+    monkeypatch.setattr(rings.Block, "create", lambda size_bytes, *, portable: create(size_bytes, portable=True))
     folder = Path(tempfile.gettempdir())
     before = set(folder.glob("fastdata-block-*"))
     ring = _ring(collate_fn := RingCollate(first))
@@ -664,5 +664,5 @@ def test_arrivals_are_forgotten_with_their_collate_function() -> None:
     """Nothing of a RingCollate stays behind in the module."""
     token = RingCollate()._token
     gc.collect()
-    assert token not in arrivals._arrivals
+    assert token not in rings._arrivals
     assert Arrivals.of(token).bytes_held == 0

@@ -6,7 +6,7 @@ import pickle
 
 import numpy as np
 
-from fastdata.visits import EpochVisits, SharedVisits
+from fastdata.batch import EpochVisits, SharedVisits
 
 REPEAT = 1 << 32
 

@@ -1,21 +1,22 @@
 """Prepared samples that outlive the run: caches on disk, found again by what they were made from."""
 
-from fastdata.cache.alone import find_cache, open_cache
-from fastdata.cache.build import CacheOrigin, prepare_on_disk
-from fastdata.cache.keys import describe_call, describe_dataset, describe_steps
-from fastdata.cache.listing import Listing, list_folder, list_paths
-from fastdata.cache.look import Found, inspect_caches, prune_caches, verify_cache
+from fastdata.cache.build import prepare_on_disk
+from fastdata.cache.inspect import find_cache, inspect_caches, open_cache, prune_caches, verify_cache
+from fastdata.cache.origin import (
+    Listing,
+    describe_call,
+    describe_dataset,
+    describe_steps,
+    list_paths,
+)
 
 __all__ = [
-    "CacheOrigin",
-    "Found",
     "Listing",
     "describe_call",
     "describe_dataset",
     "describe_steps",
     "find_cache",
     "inspect_caches",
-    "list_folder",
     "list_paths",
     "open_cache",
     "prepare_on_disk",

@@ -1,177 +1,179 @@
-"""``fastdata.json``: what a cache holds. Read without trust: a cache comes from a disk, and maybe from somebody else.
+"""The files of a cache. Read without trust: a cache comes from a disk, and maybe from somebody else.
 
 A cache is a folder of
 
-* shards: ``part0-00000.npy``, raw samples of one shape, an ordinary NumPy file (n, *shape); or ``part0-00000.bin``,
-  encoded samples or raw ones of many shapes, end to end;
-* beside each shard ``-sums.npy``, the checksum of each row (see ``fastdata.stores.disk.checksum``), and beside a
-  ``.bin`` also ``-offsets.npy``, ``-sizes.npy`` and ``-shapes.npy``;
-* ``samples-00001-*.npy``: path, size and time of each file that was prepared, the row of its sample, the targets of
-  those that were kept, and the names of their classes;
-* ``fastdata.json``, written last, with the size and CRC-32 of every small file and a CRC-32 of itself.
+* samples: ``part0-00000.npy``, raw ones of one shape, an ordinary NumPy file (n, *shape); or ``part0-00000.bin``,
+  encoded ones or raw ones of many shapes, end to end;
+* ``index-00000.npz``, small columns about them, see ``Manifest``;
+* ``fastdata.json``, written last, with the CRC-32 of the index and a CRC-32 of itself.
 
-Nothing is ever unpickled. Files never change: an update adds some and replaces ``fastdata.json`` by renaming.
+Nothing is ever unpickled. Files never change: a writer adds some, under the next number, and replaces
+``fastdata.json`` by renaming. What is not named there is a leftover of a writer that died.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import io
 import json
 import os
 import re
+import types
+import typing
+import zipfile
 import zlib
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, TypeVar
 
 import numpy as np
+import torch
 
 from fastdata.errors import CacheError
-from fastdata.spec import Form, SampleSpec
-
-__all__ = [
-    "MANIFEST",
-    "VERSION",
-    "ArrayFile",
-    "Manifest",
-    "Part",
-    "Shard",
-    "is_written",
-    "read_array",
-    "sync_folder",
-    "write_array",
-    "write_columns",
-]
+from fastdata.images import SampleSpec
+from fastdata.shared import ArrayBlock, SampleTable
+from fastdata.stores.files import DiskFile, naming_full_disk
+from fastdata.stores.readers import DAMAGE_PREFIX, Decoder, DenseStore, DiskStore, RaggedStore
 
 MANIFEST = "fastdata.json"
 FORMAT = "fastdata cache"
-VERSION = 2
+VERSION = 3
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-_TARGET_KIND = re.compile(r"number:([a-z]+[0-9]*):1|(?:tensor|array):([a-z]+[0-9]*):[1-8]")
 _MAX_DIMENSIONS = 8
+_NUMBERS = ("targets.number", "targets.tensor", "targets.array")
 
-
-@dataclass(frozen=True, slots=True)
-class ArrayFile:
-    """A small ``.npy`` file, read whole."""
-
-    name: str
-    size_bytes: int
-    crc32: int
+Columns = Mapping[str, np.ndarray]
+_Made = TypeVar("_Made")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Shard:
-    """One file of samples, and the arrays that say where they lie in it.
-
-    Args:
-        name: of the file.
-        size_bytes: of the file.
-        rows: number of samples in it, those that are not in use any more included.
-        arrays: ``sums``, and of a ``.bin`` file ``offsets``, ``sizes`` and ``shapes``.
-    """
+class SampleFile:
+    """One file of samples; ``rows`` are all in it, those that are not in use any more included."""
 
     name: str
     size_bytes: int
     rows: int
-    arrays: dict[str, ArrayFile]
 
-    @property
-    def is_table(self) -> bool:
-        """Whether it is a ``.npy`` file of rows of one shape."""
-        return self.name.endswith(".npy")
+    def __post_init__(self) -> None:
+        if not _PLAIN_NAME.fullmatch(self.name):
+            raise ValueError(f"{self.name!r} is no plain file name")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """All shards of one part of the samples.
+    """All files of one part of the samples.
 
     Args:
         name: ``part0`` of images, ``part1`` of what comes with them; its files' names begin with it.
         spec: of the samples as they are served.
         codec: settings of what encoded them; None if they are raw.
-        shards: in the order of row numbers.
+        files: in the order of row numbers; one, and one more for each time that some samples were prepared anew.
     """
 
     name: str
     spec: SampleSpec
     codec: dict[str, Any] | None
-    shards: tuple[Shard, ...]
+    files: tuple[SampleFile, ...]
+
+    def __post_init__(self) -> None:
+        dtype = np.dtype(self.spec.dtype)
+        if dtype.hasobject or dtype.name != self.spec.dtype or len(self.spec.shape or ()) > _MAX_DIMENSIONS:
+            raise ValueError(f"samples of {self.spec} are not known")
+        if self.codec is not None and not isinstance(self.codec.get("name"), str):
+            raise ValueError(f"codec {self.codec!r} has no name")
+
+    @property
+    def is_table(self) -> bool:
+        return self.codec is None and self.spec.is_dense
 
     @property
     def rows(self) -> int:
-        """Of all shards."""
-        return sum(shard.rows for shard in self.shards)
+        return sum(file.rows for file in self.files)
 
     @property
-    def next_shard(self) -> int:
-        """A number that none of the shards has."""
-        return max([int(Path(shard.name).stem.rpartition("-")[2]) + 1 for shard in self.shards], default=0)
+    def size_bytes(self) -> int:
+        return sum(file.size_bytes for file in self.files)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Skipped:
+    index: int
+    path: str | None
+    message: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """What a cache holds, and what it was made from.
+    """What a cache holds, and what it was made from: ``fastdata.json``.
+
+    An index has these columns:
+
+    * ``rows``, int64 (parts, count), the row of each sample in each part, or -1 where it was left out;
+    * of each part, by row, ``part0.sums``, uint64 (``stores.readers.checksum``), and unless it is a table also
+      ``part0.offsets`` and ``part0.sizes``, int64, and ``part0.shapes``, int32 (rows, dimensions);
+    * where samples are files ``paths``, ``ends``, ``file_sizes`` and ``mtimes_ns``, see ``list_paths``;
+    * unless they are a part or belong to nothing, the targets of the samples that have rows, in their order:
+      ``targets.number``, ``targets.tensor`` or ``targets.array``, or ``targets.json``, a list as text.
 
     Args:
-        key: what the samples depend on besides their files; see ``fastdata.cache.keys``.
+        key: what the samples depend on besides their files.
         root: folder of the files when it was written.
-        generation: how often the cache was written; part of the names of ``arrays``.
+        generation: how often the cache was written before; part of the names of its files.
         count: samples of the source, those that were left out included.
-        arrays: ``rows``, int64 (parts, count), the row of each sample or -1; where samples are files ``paths``,
-            ``ends``, ``file_sizes`` and ``mtimes_ns``; ``targets`` of the samples that have rows, in their order,
-            unless the targets are a part; ``classes``, where classes have names, JSON of the number of each.
-        target_kind: how ``targets`` are to be read: ``"json"``, a list; or ``"number:int64:1"`` and the like, what each
-            is, dtype and dimensions; None if they are not kept here.
+        index_crc32: of the whole file.
+        classes: number of each class, where classes have names.
         parts: of the samples.
         is_tuple: whether samples are tuples of parts.
         target_is_part: whether the last part is the target.
-        skipped: index, path and message of each sample that was left out.
+        skipped: the samples that were left out.
     """
 
     key: dict[str, str]
     root: str
     generation: int
     count: int
-    arrays: dict[str, ArrayFile]
-    target_kind: str | None
+    index_crc32: int = 0
+    classes: dict[str, Any] | None = None
     parts: tuple[Part, ...]
     is_tuple: bool
     target_is_part: bool
-    skipped: list[dict[str, Any]] = field(default_factory=list)
+    skipped: tuple[Skipped, ...] = ()
+
+    def __post_init__(self) -> None:
+        if len(self.parts) <= self.target_is_part:
+            raise ValueError(f"{len(self.parts)} parts are no samples, target_is_part={self.target_is_part}")
+        if not all(type(number) is int for number in (self.classes or {}).values()):
+            raise ValueError("classes have no numbers")
 
     @property
     def size_bytes(self) -> int:
-        """Of all shards."""
-        return sum(shard.size_bytes for part in self.parts for shard in part.shards)
+        return sum(part.size_bytes for part in self.parts)
+
+    @property
+    def index_name(self) -> str:
+        return f"index-{self.generation:05}.npz"
 
     def file_names(self) -> set[str]:
-        """Names of all files that belong to the cache."""
-        shards = [shard for part in self.parts for shard in part.shards]
-        arrays = [*self.arrays.values(), *(array for shard in shards for array in shard.arrays.values())]
-        return {MANIFEST, *(shard.name for shard in shards), *(array.name for array in arrays)}
+        return {MANIFEST, self.index_name, *(file.name for part in self.parts for file in part.files)}
 
-    def write(self, folder: Path) -> None:
-        """Put it in the place of the folder's manifest, all at once, when everything it names is on the disk."""
-        document = {"format": FORMAT, "version": VERSION, **asdict(self)}
+    def write(self, folder: Path, columns: Columns) -> None:
+        """Make this, with an index of these columns, what the cache in a folder holds, at once and for good."""
+        stream = io.BytesIO()
+        np.savez(stream, **columns)  # type: ignore[arg-type]  # of numbers, which are not pickled
+        _write_synced(folder / self.index_name, stream.getbuffer())
+        crc32 = zlib.crc32(stream.getbuffer())
+        document = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(self), "index_crc32": crc32}
         document["crc32"] = _crc_of(document)
-        fresh = folder / f"{MANIFEST}.new"
-        with fresh.open("w", encoding="utf-8") as stream:
-            json.dump(document, stream, indent=1)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(fresh, folder / MANIFEST)
-        sync_folder(folder)
+        _sync_folder(folder)
+        _write_synced(folder / f"{MANIFEST}.new", json.dumps(document, indent=1).encode())
+        os.replace(folder / f"{MANIFEST}.new", folder / MANIFEST)
+        _sync_folder(folder)
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """Read and check the manifest of a cache.
-
-        Raises:
-            FileNotFoundError: there is none.
-            CacheError: it is damaged, or of a version that this one cannot read.
-        """
+        """Read and check the manifest of a cache; FileNotFoundError where there is none, CacheError where it is bad."""
         path = folder / MANIFEST
         try:
             document = json.loads(path.read_bytes())
@@ -179,10 +181,10 @@ class Manifest:
                 raise CacheError(f"{path} is no manifest of a fastdata cache")
             if document.get("version") != VERSION:
                 raise CacheError(f"{path} has version {document.get('version')!r}; this fastdata reads {VERSION}")
-            crc = document.pop("crc32", None)
-            if crc != _crc_of(document):
+            if document.pop("crc32", None) != _crc_of(document):
                 raise CacheError(f"{path} was changed after it was written: its checksum does not fit")
-            return _manifest_of(document)
+            manifest: Manifest = _typed(cls, document)
+            return manifest
         except (FileNotFoundError, CacheError):
             raise
         except (OSError, KeyError, TypeError, ValueError, RecursionError) as problem:
@@ -193,170 +195,200 @@ def _crc_of(document: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(document, sort_keys=True).encode())
 
 
-def _manifest_of(document: dict[str, Any]) -> Manifest:
-    parts = tuple(_part_of(_entries(part)) for part in document["parts"])
-    key, target_kind, skipped = _entries(document["key"]), document["target_kind"], document["skipped"]
-    is_tuple, target_is_part = document["is_tuple"], document["target_is_part"]
-    if not parts or not all(isinstance(name, str) for item in key.items() for name in item):
-        raise ValueError("it lacks parts or a key")
-    if not isinstance(is_tuple, bool) or not isinstance(target_is_part, bool) or len(parts) <= target_is_part:
-        raise ValueError(f"{len(parts)} parts are no samples, is_tuple={is_tuple!r}, target_is_part={target_is_part!r}")
-    if target_kind not in (None, "json"):
-        _check_target_kind(target_kind)
-    if not isinstance(skipped, list) or not all(map(_is_skipped, skipped)):
-        raise ValueError("its list of samples that were left out is none")
-    return Manifest(
-        key=dict(key),
-        root=_text(document["root"]),
-        generation=_whole(document["generation"]),
-        count=_whole(document["count"]),
-        arrays=_arrays_of(document),
-        target_kind=target_kind,
-        parts=parts,
-        is_tuple=is_tuple,
-        target_is_part=target_is_part,
-        skipped=skipped,
-    )
-
-
-def _check_target_kind(kind: Any) -> None:
-    found = _TARGET_KIND.fullmatch(kind) if isinstance(kind, str) else None
-    if found is None or np.dtype(found[1] or found[2]).kind not in "iufb":
-        raise ValueError(f"targets of kind {kind!r} are not known")
-
-
-def _is_skipped(entry: Any) -> bool:
-    if not isinstance(entry, dict) or not isinstance(entry.get("message"), str):
-        return False
-    index, path = entry.get("index"), entry.get("path", 0)
-    return isinstance(index, int) and index >= 0 and (path is None or isinstance(path, str))
-
-
-def _part_of(entry: dict[str, Any]) -> Part:
-    shape, form = entry["spec"]["shape"], entry["spec"]["form"]
-    dtype = np.dtype(_text(entry["spec"]["dtype"]))
-    if form not in get_args(Form) or dtype.hasobject:
-        raise ValueError(f"samples of {dtype} in form {form!r} are not known")
-    if shape is not None and len(shape) > _MAX_DIMENSIONS:
-        raise ValueError(f"samples of {len(shape)} dimensions are not known")
-    spec = SampleSpec(shape=None if shape is None else tuple(map(_whole, shape)), dtype=dtype.name, form=form)
-    codec = entry["codec"]
-    if codec is not None and not isinstance(_entries(codec).get("name"), str):
-        raise ValueError(f"codec {codec!r} has no name")
-    shards = tuple(_shard_of(_entries(shard)) for shard in entry["shards"])
-    return Part(name=_plain(entry["name"]), spec=spec, codec=codec, shards=shards)
-
-
-def _shard_of(entry: dict[str, Any]) -> Shard:
-    arrays = _arrays_of(entry)
-    size_bytes, rows = _whole(entry["size_bytes"]), _whole(entry["rows"])
-    return Shard(name=_plain(entry["name"]), size_bytes=size_bytes, rows=rows, arrays=arrays)
-
-
-def _arrays_of(entry: dict[str, Any]) -> dict[str, ArrayFile]:
-    return {name: _array_of(_entries(array)) for name, array in _entries(entry["arrays"]).items()}
-
-
-def _array_of(entry: dict[str, Any]) -> ArrayFile:
-    return ArrayFile(_plain(entry["name"]), _whole(entry["size_bytes"]), _whole(entry["crc32"]))
-
-
-def _entries(value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise ValueError(f"a {type(value).__name__} is in the place of an object")
+def _typed(kind: Any, value: Any) -> Any:
+    """A value of JSON as this type, dataclasses included; ValueError for another one, or a number that is no count."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if kind is Any:
+        return value
+    if origin in (types.UnionType, typing.Union):
+        return None if value is None else _typed(arguments[0], value)
+    if origin is Literal and isinstance(value, str) and value in arguments:
+        return value
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind) and isinstance(value, dict):
+        return kind(**{name: _typed(hint, value[name]) for name, hint in typing.get_type_hints(kind).items()})
+    if origin is tuple and isinstance(value, list):
+        return tuple(_typed(arguments[0], item) for item in value)
+    if origin is dict and isinstance(value, dict):
+        return {name: _typed(arguments[1], item) for name, item in value.items()}
+    if type(value) is not kind or (kind is int and not 0 <= value < 1 << 62):
+        raise ValueError(f"{value!r} is in the place of {getattr(kind, '__name__', kind)}")
     return value
 
 
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"a {type(value).__name__} is in the place of a text")
-    return value
+def strays_in(folder: Path, belong: set[str]) -> list[Path]:
+    """Files of a cache beside those that belong to it, and the marks of damaged rows of these."""
+    marks = {path for path, name, _ in marks_in(folder) if name in belong}
+    others = [path for path in folder.iterdir() if path.name not in belong and path not in marks]
+    return [path for path in others if path.is_file() and not path.is_symlink()]
 
 
-def _whole(value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 62:
-        raise ValueError(f"{value!r} is no count")
-    return value
+def marks_in(folder: Path) -> list[tuple[Path, str, int]]:
+    """The marks of damaged rows: each with the file of samples and the row in it that it names."""
+    paths = sorted(folder.glob(f"{DAMAGE_PREFIX}*"))
+    names = [path.name.removeprefix(DAMAGE_PREFIX).rpartition("-") for path in paths]
+    return [
+        (path, name, int(row) if row.isdecimal() else -1) for path, (name, _, row) in zip(paths, names, strict=True)
+    ]
 
 
-def _plain(name: Any) -> str:
-    if not isinstance(name, str) or not _PLAIN_NAME.fullmatch(name):
-        raise ValueError(f"{name!r} is no plain file name")
-    return name
+def _sync_folder(folder: Path) -> None:
+    if os.name != "nt":
+        fd = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
 
 
-def write_array(folder: Path, name: str, array: np.ndarray) -> ArrayFile:
-    """Write a small ``.npy`` file through to the disk."""
-    data = _encoded(array)
-    with (folder / name).open("wb") as file:
+def _write_synced(path: Path, data: bytes | memoryview) -> None:
+    with naming_full_disk(path.parent), path.open("wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-    return ArrayFile(name, data.nbytes, zlib.crc32(data))
 
 
-def _encoded(array: np.ndarray) -> memoryview:
-    stream = io.BytesIO()
-    np.lib.format.write_array(stream, np.ascontiguousarray(array), version=(1, 0), allow_pickle=False)
-    return stream.getbuffer()
-
-
-def write_columns(folder: Path, generation: int, columns: Mapping[str, np.ndarray]) -> dict[str, ArrayFile]:
-    """Write arrays of a manifest of this generation."""
-    arrays = {
-        name: write_array(folder, f"samples-{generation:05}-{name}.npy", column) for name, column in columns.items()
-    }
-    sync_folder(folder)
-    return arrays
-
-
-def is_written(folder: Path, file: ArrayFile | None, array: np.ndarray | None) -> bool:
-    """Whether a file holds just this array; None is no file."""
-    if file is None or array is None:
-        return file is None and array is None
-    try:
-        return (folder / file.name).read_bytes() == _encoded(array).tobytes()
-    except OSError:
-        return False
-
-
-def read_array(folder: Path, file: ArrayFile, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
-    """Read a small ``.npy`` file whole, and hold it against what was written.
-
-    Args:
-        folder: of the cache.
-        file: what was written.
-        dtype: what it must hold.
-        shape: what it must hold; -1 for a length that is not known.
+def read_settled(folder: Path, use: Callable[[Manifest, Columns], _Made]) -> _Made:
+    """Make something of a cache; once more where another process has meanwhile brought it up to date.
 
     Raises:
-        CacheError: it is missing, damaged, or holds something else.
+        FileNotFoundError: there is none.
+        CacheError: it is damaged.
     """
-    path = folder / file.name
+    while True:
+        manifest = Manifest.read(folder)
+        try:
+            return use(manifest, read_index(folder, manifest))
+        except CacheError:
+            if Manifest.read(folder) == manifest:
+                raise
+
+
+def read_index(folder: Path, manifest: Manifest) -> Columns:
+    """Read all columns. Types, sizes and offsets are checked here, whatever they are used for later."""
+    path = folder / manifest.index_name
     try:
         data = path.read_bytes()
-    except OSError as problem:
-        raise CacheError(f"{path} cannot be read ({problem.strerror})") from problem
-    if len(data) != file.size_bytes or zlib.crc32(data) != file.crc32:
-        raise CacheError(f"{path} is not what was written ({len(data):,} bytes, {file.size_bytes:,} written)")
-    try:
-        array: np.ndarray = np.lib.format.read_array(io.BytesIO(data), allow_pickle=False)
-    except (ValueError, OSError) as problem:
-        raise CacheError(f"{path} is no array: {problem}") from problem
-    fits = len(array.shape) == len(shape) and all(
-        want in (-1, is_) for want, is_ in zip(shape, array.shape, strict=True)
+        if zlib.crc32(data) != manifest.index_crc32:
+            raise CacheError(f"{path} is not what was written")
+        with np.load(io.BytesIO(data), allow_pickle=False) as stored:
+            if any(entry.compress_type != zipfile.ZIP_STORED for entry in stored.zip.infolist()):
+                raise ValueError("its columns are compressed, to whatever size")
+            columns = {name: np.asarray(column) for name, column in stored.items()}
+        _check(manifest, columns)
+    except CacheError:
+        raise
+    except (OSError, EOFError, TypeError, ValueError, RecursionError, zipfile.BadZipFile, zlib.error) as problem:
+        raise CacheError(f"{path} cannot be read: {problem}") from problem
+    return columns
+
+
+def _check(manifest: Manifest, columns: Columns) -> None:
+    """Raise a ValueError for columns that do not fit each other or the sizes of the files."""
+
+    def need(name: str, dtype: str, *shape: int) -> np.ndarray:
+        if name not in columns:
+            raise ValueError(f"it lacks the {name} of its samples")
+        column = columns[name]
+        wanted = tuple(size if want == -1 else want for want, size in zip(shape, column.shape, strict=False))
+        if column.dtype != np.dtype(dtype) or column.ndim != len(shape) or column.shape != wanted:
+            raise ValueError(f"{name} are {column.dtype}{list(column.shape)} where {dtype}{list(shape)} are needed")
+        return column
+
+    rows = need("rows", "int64", len(manifest.parts), manifest.count)
+    if ((rows < 0) != (rows[0] < 0)).any():
+        raise ValueError("samples have rows in some parts only")
+    for part, part_rows in zip(manifest.parts, rows, strict=True):
+        if part_rows.max(initial=-1) >= part.rows:
+            raise ValueError(f"{part.name} has {part.rows} rows, but its samples reach to {part_rows.max()}")
+        need(f"{part.name}.sums", "uint64", part.rows)
+        if part.is_table:
+            misfits = [file for file in part.files if file.size_bytes < file.rows * part.spec.sample_bytes]
+            if misfits:
+                raise ValueError(f"{misfits[0].size_bytes:,} bytes do not hold the {misfits[0].rows} rows of a table")
+            continue
+        offsets, sizes = (need(f"{part.name}.{name}", "int64", part.rows) for name in ("offsets", "sizes"))
+        shapes, common = need(f"{part.name}.shapes", "int32", part.rows, -1), part.spec.shape
+        if common is not None and (shapes.shape[1] != len(common) or (shapes != np.array(common, np.int64)).any()):
+            raise ValueError(f"{part.name} holds samples of other shapes than {list(common)}")
+        file_bytes = np.repeat([file.size_bytes for file in part.files], [file.rows for file in part.files])
+        is_wrong = (offsets < 0) | (sizes < 0) | (offsets > file_bytes - sizes)
+        if part.codec is None:
+            item_bytes = np.dtype(part.spec.dtype).itemsize
+            is_wrong |= (shapes < 0).any(axis=1) | (shapes.astype(np.float64).prod(axis=1) * item_bytes != sizes)
+            is_wrong |= offsets % item_bytes != 0
+        if is_wrong.any():
+            raise ValueError(f"row {int(is_wrong.argmax())} of {part.name} does not lie within its file")
+    if "paths" in columns:
+        blob = need("paths", "uint8", -1)
+        ends, _, _ = (need(name, "int64", manifest.count) for name in ("ends", "file_sizes", "mtimes_ns"))
+        if len(ends) and (ends[0] < 0 or ends[-1] != len(blob) or (np.diff(ends) < 0).any()):
+            raise ValueError("file names overlap")
+    kept = int((rows[0] >= 0).sum())
+    targets = [column for name, column in columns.items() if name in _NUMBERS]
+    if "targets.json" in columns:
+        texts = json.loads(columns["targets.json"].tobytes())
+        if not isinstance(texts, list) or len(texts) != kept:
+            raise ValueError(f"targets.json holds no list of {kept} targets")
+    elif not targets and not manifest.target_is_part:
+        raise ValueError("it lacks the targets of its samples")
+    for column in targets:
+        if column.dtype.kind not in "iufb" or column.shape[:1] != (kept,):
+            raise ValueError(f"targets are {column.dtype}{list(column.shape)} where numbers[{kept}] are needed")
+
+
+def target_columns(table: SampleTable, chosen: np.ndarray) -> Columns:
+    """The targets of chosen samples as the column of an index.
+
+    Raises:
+        ValueError: they are neither numbers, arrays of one shape, nor plain values that JSON keeps.
+    """
+    array = table.target_array()
+    if array is not None:
+        return {f"targets.{table.target_kind}": array[chosen]}
+    targets = [table.target(i) for i in chosen.tolist()]
+    with contextlib.suppress(TypeError, ValueError):
+        text = json.dumps(targets)
+        if repr(json.loads(text)) == repr(targets):
+            return {"targets.json": np.frombuffer(text.encode(), np.uint8)}
+    kinds = ", ".join(sorted({type(target).__name__ for target in targets}))
+    raise ValueError(
+        f"cache_dir= keeps targets that are numbers, arrays of one shape, texts, or lists and dicts of these, and "
+        f"not {kinds}. Give such targets from the dataset, and make what you need of them in target_transform=."
     )
-    if array.dtype != np.dtype(dtype) or not fits:
-        raise CacheError(f"{path} holds {array.dtype}{list(array.shape)} where {dtype}{list(shape)} is needed")
-    return array
 
 
-def sync_folder(folder: Path) -> None:
-    """Write the folder's own entries through to the disk, where the platform can."""
-    if os.name == "nt":
-        return
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+def targets_of(columns: Columns) -> Any:
+    """Targets of the samples that were kept, in their order: numbers in one array, else a list."""
+    if "targets.number" in columns:
+        return columns["targets.number"]
+    if "targets.json" in columns:
+        return json.loads(columns["targets.json"].tobytes())
+    if "targets.tensor" in columns:
+        return list(torch.from_numpy(columns["targets.tensor"]))
+    return list(columns["targets.array"])
+
+
+def open_part(folder: Path, part: Part, columns: Columns, rows: np.ndarray, decoder: Decoder | None) -> DiskStore:
+    """Map the files of a part as the store of the samples in these rows, int64 (N,), counted over all files.
+
+    Columns are checked; a file that is missing or of another size is a CacheError.
+    """
+    firsts = np.cumsum([0, *(file.rows for file in part.files)])
+    numbers = np.searchsorted(firsts, rows, side="right") - 1
+    stores: list[DenseStore | RaggedStore] = []
+    with contextlib.ExitStack() as cleanup:
+        for file, first in zip(part.files, firsts.tolist(), strict=False):
+            on_disk = DiskFile.open(folder / file.name, file.size_bytes)
+            cleanup.callback(on_disk.close)
+            if part.is_table:
+                head_bytes = file.size_bytes - file.rows * part.spec.sample_bytes
+                stores.append(DenseStore(on_disk, part.spec, file.rows, None, head_bytes))
+                continue
+            names = ("offsets", "sizes", "shapes")
+            index = ArrayBlock({name: columns[f"{part.name}.{name}"][first : first + file.rows] for name in names})
+            cleanup.callback(index.close)
+            stores.append(RaggedStore(on_disk, part.spec, index, decoder))
+        sums = columns[f"{part.name}.sums"][rows]
+        index = ArrayBlock({"files": numbers.astype(np.int32), "rows": rows - firsts[numbers], "sums": sums})
+        cleanup.pop_all()
+    return DiskStore(stores, part.spec, index, "raw" if decoder is None else decoder.name)

@@ -28,9 +28,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fastdata.scratch import Scratch, round_up_8
-
-__all__ = ["Filter", "Layout", "apply_filter", "layout_of", "undo_filter"]
+from fastdata.images import Scratch, round_up_8
 
 Bytes = npt.NDArray[np.uint8]
 WORD = np.dtype("<u8")
@@ -54,21 +52,14 @@ class Filter(IntFlag):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """How a sample's bytes are laid out as words.
-
-    Args:
-        planes, rows, row_bytes: of the sample; a sample of one axis is one row.
-        lane: bytes of an element, 1, 2, 4 or 8.
-        wide: bytes of a row filled up to whole words.
-        green: whether there are 3 planes of equal size, so that ``Filter.GREEN`` is possible.
-    """
+    """How a sample's bytes are laid out as words."""
 
     planes: int
-    rows: int
+    rows: int  # of a plane; a sample of one axis is one row
     row_bytes: int
-    lane: int
-    wide: int
-    green: bool
+    lane: int  # bytes of an element, 1, 2, 4 or 8
+    wide: int  # bytes of a row filled up to whole words
+    green: bool  # whether there are 3 planes of equal size, so that Filter.GREEN is possible
 
     @property
     def words(self) -> tuple[int, int, int]:
@@ -79,28 +70,15 @@ class Layout:
 
     @property
     def is_whole(self) -> bool:
-        """Whether rows need no filling up."""
         return self.wide == self.row_bytes
 
     @property
     def size(self) -> int:
-        """Bytes of all words."""
         return self.planes * self.rows * self.wide
-
-    @property
-    def ones(self) -> int:
-        """1 in each element of a word: times this undoes ``Filter.LEFT``."""
-        return sum(1 << shift for shift in range(0, 64, 8 * self.lane))
 
 
 @functools.lru_cache(maxsize=256)
 def layout_of(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Layout:
-    """Lay out samples of a shape and dtype.
-
-    Example:
-        >>> layout_of((3, 256, 250), np.dtype("u1")).words
-        (3, 256, 32)
-    """
     lane = dtype.itemsize // 2 if dtype.kind == "c" else dtype.itemsize
     lane = lane if lane in (1, 2, 4, 8) else 1
     axes, row = list(shape), dtype.itemsize
@@ -137,22 +115,16 @@ def apply_filter(sample: Bytes, layout: Layout, chosen: Filter) -> Bytes:
 
 
 def undo_filter(filtered: Bytes, layout: Layout, chosen: Filter, out: Bytes, scratch: Scratch) -> None:
-    """Undo ``apply_filter``.
+    """Undo ``apply_filter``, in long calls on whole arrays: NumPy gives up the GIL during each of them.
 
-    Args:
-        filtered: ``layout.size`` bytes that begin on a multiple of 8; overwritten. May be ``out`` itself.
-        layout: of the sample.
-        chosen: not ``Filter.NONE``.
-        out: the sample's memory.
-        scratch: the thread's; its buffer "joined" is used.
-
-    Long calls on whole arrays: NumPy gives up the GIL during each of them.
+    ``filtered``, ``layout.size`` bytes that begin on a multiple of 8, is overwritten and may be ``out`` itself.
     """
     if Filter.SPLIT in chosen:
         filtered = _join(filtered, layout.lane, scratch)
     words = filtered.view(WORD).reshape(layout.words)
     if Filter.LEFT in chosen and layout.lane < WORD.itemsize:
-        np.multiply(words, np.uint64(layout.ones), out=words)
+        ones = sum(1 << shift for shift in range(0, 64, 8 * layout.lane))  # 1 in each element of a word
+        np.multiply(words, np.uint64(ones), out=words)
     if Filter.ABOVE in chosen:
         np.add.accumulate(words, axis=1, out=words)
     if filtered.ctypes.data != out.ctypes.data:
@@ -165,7 +137,6 @@ def undo_filter(filtered: Bytes, layout: Layout, chosen: Filter, out: Bytes, scr
 
 
 def _bias(lane: int) -> Any:
-    """Half a byte's range in each byte but the highest: a residual of either sign then has equal high bytes."""
     return np.dtype(f"<u{lane}").type(sum(0x80 << shift for shift in range(0, 8 * lane - 8, 8)))
 
 

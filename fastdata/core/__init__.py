@@ -1,193 +1,149 @@
-"""The door to the compiled core: its records, and the call that serves a batch.
+"""The door to the compiled core: its library, its records, and the call that serves a batch.
 
 The library is plain C without Python's C API, opened by ctypes, which lets go of the GIL for the whole call. What a
-record means stands in core.h, and how a batch is served in serve.c.
+record means stands in core.h, and how a batch is served in serve.c. hatch_build.py makes one library for each level of
+instruction set and puts it beside the C files; nothing is opened on import.
 
-Shape letters: B batch, C channels, H W size before, h w size served.
+Shape letters: B batch, S steps, C channels, H W size before, h w size served.
 """
 
 from __future__ import annotations
 
 import ctypes
 import enum
+import functools
+import platform
+import sys
+import zlib
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from fastdata.core.library import load, obstacle
-
-__all__ = ["OUTPUTS", "RECORD", "Batch", "Code", "CoreError", "Values", "load", "make_values", "obstacle", "serve"]
-
+ENDING = {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
 RECORD = np.dtype([("code", "<i4"), ("n", "<i4", 9), ("v", "<f8", 12)])
 """``Op`` of core.h: one step for one sample."""
-
-
-class Code(enum.IntEnum):
-    """What a record does, in core.h's order."""
-
-    NOTHING = 0
-    WINDOW = enum.auto()
-    RESIZE = enum.auto()
-    AFFINE = enum.auto()
-    PERSPECTIVE = enum.auto()
-    TURN = enum.auto()
-    BRIGHTNESS = enum.auto()
-    CONTRAST = enum.auto()
-    SOLARIZE = enum.auto()
-    SOLARIZE_ADD = enum.auto()
-    POSTERIZE = enum.auto()
-    INVERT = enum.auto()
-    AUTOCONTRAST = enum.auto()
-    EQUALIZE = enum.auto()
-    GRAYSCALE = enum.auto()
-    SATURATION = enum.auto()
-    HUE = enum.auto()
-    SHARPNESS = enum.auto()
-    BLUR = enum.auto()
-    BOX_BLUR = enum.auto()
-    PERMUTE = enum.auto()
-    NOISE = enum.auto()
-    ERASE = enum.auto()
-    MIX_BEGIN = enum.auto()
-    MIX_ADD = enum.auto()
-    MIX_END = enum.auto()
-    CAST = enum.auto()
-
-
 OUTPUTS = {"uint8": 0, "float32": 1, "float64": 2, "float16": 3, "bfloat16": 4}
 """What can be served."""
+REASONS = ("", "memory", "outside", "shape", "op")
+
+Code = enum.IntEnum(
+    "Code",
+    "NOTHING WINDOW RESIZE AFFINE PERSPECTIVE TURN BRIGHTNESS CONTRAST SOLARIZE SOLARIZE_ADD POSTERIZE INVERT "
+    "AUTOCONTRAST EQUALIZE GRAYSCALE SATURATION HUE SHARPNESS BLUR BOX_BLUR PERMUTE NOISE ERASE "
+    "MIX_BEGIN MIX_ADD MIX_END CAST",
+    start=0,
+)
+"""What a record does, in core.h's order."""
 
 
 class Values(ctypes.Structure):
-    """``Values`` of serve.c: how uint8 becomes what is served.
-
-    Made by ``make_values``; keeps the arrays that it points to.
-    """
+    """``Values`` of serve.c: how uint8 becomes what is served; ``kept`` are the arrays that it points to."""
 
     _fields_ = (
-        ("dtype", ctypes.c_int32),
-        ("by_formula", ctypes.c_int32),
-        ("divides", ctypes.c_int32),
-        ("normalizes", ctypes.c_int32),
+        *((name, ctypes.c_int32) for name in ("dtype", "by_formula", "divides", "widens")),
         ("factor", ctypes.c_float),
-        ("mean_C", ctypes.c_void_p),
-        ("std_C", ctypes.c_void_p),
-        ("table_C256", ctypes.c_void_p),
+        *((name, ctypes.c_void_p) for name in ("mean_C", "std_C", "table_C256")),
     )
-    kept: tuple[Any, ...] = ()
+    kept: list[Any]
+
+    @classmethod
+    def make(cls, dtype: str, table_C256: Any, mean_C: Any, std_C: Any, by: tuple[bool, bool, bool, float]) -> Values:
+        """Say how uint8 becomes one of ``OUTPUTS``: channel c's value x becomes ``table_C256[c, x]``.
+
+        ``by`` is (by_formula, divides, widens, factor). By formula the core computes ``(x / factor - mean) / std`` in
+        float32, or with ``x * factor``, where that gives the table's very values, which is faster.
+        """
+        kept: list[Any] = [np.array(each, np.float32) for each in (mean_C, std_C)]
+        kept.append(np.array(table_C256, np.float64))
+        values = cls(OUTPUTS[dtype], *by, *(array.ctypes.data for array in kept))
+        values.kept = kept
+        return values
 
 
 class Batch(ctypes.Structure):
     """``Batch`` of serve.c."""
 
     _fields_ = (
-        ("sources_B", ctypes.c_void_p),
-        ("shapes_B3", ctypes.c_void_p),
-        ("ops_BS", ctypes.c_void_p),
-        ("ops_per_sample", ctypes.c_int32),
-        ("interleaved", ctypes.c_int32),
-        ("out_B", ctypes.c_void_p),
-        ("channels", ctypes.c_int32),
-        ("height", ctypes.c_int32),
-        ("width", ctypes.c_int32),
-        ("channels_last", ctypes.c_int32),
+        *((name, ctypes.c_void_p) for name in ("sources_B", "shapes_B3", "ops_SB", "out_B")),
+        *((name, ctypes.c_int32) for name in ("samples", "steps", "interleaved", "channels", "height", "width")),
         ("values", Values),
     )
 
 
 class CoreError(Exception):
-    """The core refused a sample.
-
-    Attributes:
-        place: of the sample in the batch.
-        reason: ``"memory"``, ``"outside"``, ``"shape"`` or ``"op"``.
-    """
+    """The core refused the sample at ``place`` of a batch; ``reason``: ``"outside"``, ``"shape"`` or ``"op"``."""
 
     def __init__(self, place: int, reason: str) -> None:
         super().__init__(f"the compiled core refused sample {place} of a batch: {reason}")
         self.place, self.reason = place, reason
 
 
-REASONS = ("", "memory", "outside", "shape", "op")
+def load() -> ctypes.CDLL:
+    """Give the library, opened once; its functions run without the GIL. OSError where there is an obstacle."""
+    if isinstance(opened := _opened(), str):
+        raise OSError(opened)
+    return opened
 
 
-def make_values(
-    dtype: str, table_C256: npt.NDArray[np.float64], formula: tuple[bool, float, Any, Any] | None = None
-) -> Values:
-    """Say how uint8 becomes floats: channel c's value x becomes ``table_C256[c, x]``.
+def obstacle() -> str | None:
+    """Say why the library cannot be loaded, or None if it can."""
+    return opened if isinstance(opened := _opened(), str) else None
 
-    Args:
-        dtype: one of ``OUTPUTS``.
-        table_C256: one row for each channel served.
-        formula: (divides, factor, mean_C, std_C): where ``(x / factor - mean) / std`` in float32, or with
-            ``x * factor``, gives the table's very values, the core computes them, which is faster. ``mean_C`` and
-            ``std_C`` may be None.
-    """
-    table_C256 = np.ascontiguousarray(table_C256, np.float64)
-    values = Values(OUTPUTS[dtype], 0, table_C256=table_C256.ctypes.data)
-    values.kept = (table_C256,)
-    if formula is None:
-        return values
-    divides, factor, mean_C, std_C = formula
-    quick = Values(OUTPUTS[dtype], 1, divides, mean_C is not None, factor, table_C256=table_C256.ctypes.data)
-    quick.kept = (table_C256,)
-    if mean_C is not None:
-        arrays = np.ascontiguousarray(mean_C, np.float32), np.ascontiguousarray(std_C, np.float32)
-        quick.mean_C, quick.std_C = arrays[0].ctypes.data, arrays[1].ctypes.data
-        quick.kept += arrays
-    every_C256 = np.broadcast_to(np.arange(256, dtype=np.uint8), (len(table_C256), 1, 256)).copy()
-    outcomes = []
-    for each in (values, quick):
-        out = np.empty((1, *every_C256.shape), "uint16" if dtype.endswith("16") else dtype)
-        sources, shapes = np.array([every_C256.ctypes.data]), np.array([every_C256.shape], np.int32)
-        serve(sources, shapes, np.zeros((1, 0), RECORD), each, out.ctypes.data, every_C256.shape)
-        outcomes.append(out)
-    return quick if np.array_equal(outcomes[0], outcomes[1]) else values
+
+@functools.cache
+def _opened() -> ctypes.CDLL | str:
+    try:
+        return open_library(Path(__file__).parent)
+    except OSError as error:
+        return str(error)
+
+
+def open_library(folder: Path) -> ctypes.CDLL:
+    """Open the library of the highest level of instruction set that this CPU has."""
+    files = {int(file.stem[-1]): file for file in folder.glob(f"core-level?{ENDING}")}
+    if not files:
+        raise OSError(
+            f"fastdata was installed without its compiled core: {folder} has no core-level*{ENDING}. pip makes it on "
+            f"x86-64 (Linux, Windows) and arm64 (Linux, macOS); this is {sys.platform} on {platform.machine()}."
+        )
+    level = ctypes.CDLL(str(files[min(files)])).fastdata_cpu_level()
+    if level < min(files):
+        raise OSError(f"the compiled core needs a CPU with x86-64-v{min(files)}; this one has x86-64-v{level}.")
+    file = files[max(each for each in files if each <= level)]
+    library = ctypes.CDLL(str(file))
+    library.fastdata_sources.restype = ctypes.c_uint32
+    library.fastdata_serve.restype = ctypes.c_int64
+    library.fastdata_serve.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
+    if library.fastdata_sources() != zlib.crc32(b"".join(path.read_bytes() for path in sorted(folder.glob("*.[ch]")))):
+        raise OSError(f"{file} was built of other sources than those beside it: install fastdata again.")
+    return library
 
 
 def serve(
     sources_B: npt.NDArray[np.int64],
     shapes_B3: npt.NDArray[np.int32],
-    records_BS: npt.NDArray[Any],
+    records_SB: npt.NDArray[Any],
     values: Values,
     out: int,
     shape: tuple[int, ...],
     *,
     first: int = 0,
     last: int | None = None,
-    channels_last: bool = False,
     interleaved: bool = False,
 ) -> None:
-    """Serve samples [first, last) of a batch.
+    """Serve samples [first, last) of a batch of uint8 into ``out``, the address of (B, C, h, w), filled completely.
 
-    Args:
-        sources_B: address of each sample, uint8.
-        shapes_B3: channels, height and width of each.
-        records_BS: what is done to each, C-contiguous.
-        values: of what is served.
-        out: address of the batch, (B, C, h, w), or (B, h, w, C) if ``channels_last``; filled completely.
-        shape: (C, h, w).
-        first: where to begin.
-        last: where to end; None: at the last sample.
-        channels_last: how the batch lies in memory.
-        interleaved: samples are (H, W, C) in memory.
+    ``sources_B`` are the addresses of the samples, ``shapes_B3`` channels, height and width of each, ``records_SB``
+    what is done to them, C-contiguous; ``shape`` is (C, h, w). ``interleaved`` samples are (H, W, C) in memory.
 
     Raises:
         CoreError: a sample does not come out in that shape, or its records do not fit it.
         MemoryError: there is no memory for an image.
     """
-    batch = Batch(
-        sources_B.ctypes.data,
-        shapes_B3.ctypes.data,
-        records_BS.ctypes.data,
-        records_BS.shape[1],
-        interleaved,
-        out,
-        *shape,
-        channels_last,
-        values,
-    )
+    arrays = (array.ctypes.data for array in (sources_B, shapes_B3, records_SB))
+    batch = Batch(*arrays, out, len(sources_B), len(records_SB), interleaved, *shape, values)
     outcome = load().fastdata_serve(ctypes.byref(batch), first, len(sources_B) if last is None else last)
     if outcome < 0:
         return

@@ -1,7 +1,7 @@
 /* Values of pixels: tables, colour, sharpness and blur.
  *
- * Pillow and torch round each product and each sum: build with -ffp-contract=off (gcc ignores the pragma); `fused`
- * stands where torch fuses the two.
+ * Pillow and torch round each product and each sum: build with -ffp-contract=off; `fused` stands where torch fuses the
+ * two.
  */
 #include "core.h"
 
@@ -10,11 +10,6 @@
 #if defined(__AVX512VBMI__)
 #include <immintrin.h>
 #endif
-#if defined(__clang__)
-#pragma STDC FP_CONTRACT OFF
-#endif
-
-#define INLINE static inline __attribute__((always_inline))
 
 enum { V2_SHARP = 3 }; /* a further domain: v2 adjust_sharpness_image sums in an order of its own */
 enum { BLOCK = 1024 }; /* pixels between two passes, in the first cache */
@@ -34,14 +29,6 @@ INLINE int64_t area(const Image *image) { return (int64_t)image->height * image-
 INLINE uint8_t clip(float x) {
     x = x > 0.0f ? x : 0.0f;
     return (uint8_t)(int32_t)(x < 255.0f ? x : 255.0f);
-}
-
-INLINE float fused(float a, float b, float c) {
-#if defined(__FMA__) || defined(__aarch64__)
-    return fmaf(a, b, c);
-#else
-    return a * b + c;
-#endif
 }
 
 /* Pillow: Blend.c ImagingBlend(other, value, ratio); torchvision: _blend. rest is 1 - ratio. */
@@ -188,7 +175,7 @@ void grayscale(const Op *op, Image *image) {
 }
 
 /* Pillow: ImageEnhance.Color; torchvision: adjust_saturation. One channel stays as it is. */
-void saturate(const Op *op, const Image *image) {
+void saturate(const Op *op, Image *image) {
     const int64_t size = area(image);
     const float ratio = (float)op->v[0], rest = (float)(1.0 - op->v[0]);
     uint8_t buffer[BLOCK];
@@ -281,7 +268,7 @@ INLINE void paint(const Wheel *restrict w, uint8_t *restrict r, uint8_t *restric
 }
 
 /* torchvision: adjust_hue. One channel stays as it is. */
-void shift_hue(const Op *op, const Image *image) {
+void shift_hue(const Op *op, Image *image) {
     const int64_t size = area(image);
     Wheel w;
     memset(&w, 0, sizeof w);
@@ -412,27 +399,11 @@ static void box_pass(const uint8_t *in, uint8_t *out, int64_t height, int64_t wi
     }
 }
 
-INLINE void swap_corners(uint64_t row[8], int step, uint64_t mask) {
-    for (int j = 0; j < 8; j++) {
-        if (j & step) continue;
-        const uint64_t swap = (row[j] >> (8 * step) ^ row[j + step]) & mask;
-        row[j] ^= swap << (8 * step);
-        row[j + step] ^= swap;
-    }
-}
-
 /* In tiles of 8 x 8; both sides are multiples of 8. */
 static void transpose(const uint8_t *restrict in, uint8_t *restrict out, int64_t height, int64_t width) {
-    for (int64_t y = 0; y < height; y += 8) {
-        for (int64_t x = 0; x < width; x += 8) {
-            uint64_t row[8];
-            for (int j = 0; j < 8; j++) memcpy(&row[j], in + (y + j) * width + x, 8);
-            swap_corners(row, 4, 0x00000000FFFFFFFF);
-            swap_corners(row, 2, 0x0000FFFF0000FFFF);
-            swap_corners(row, 1, 0x00FF00FF00FF00FF);
-            for (int j = 0; j < 8; j++) memcpy(out + (x + j) * height + y, &row[j], 8);
-        }
-    }
+    for (int64_t y = 0; y < height; y += 8)
+        for (int64_t x = 0; x < width; x += 8)
+            for (int i = 0; i < 64; i++) out[(x + i / 8) * height + y + i % 8] = in[(y + i % 8) * width + x + i / 8];
 }
 
 /* Pillow: BoxBlur.c ImagingGaussianBlur with 3 passes each way. */

@@ -2,7 +2,7 @@
  *
  * A sample is a planar uint8 image (C, H, W). Its program is a row of `Op` records, drawn by Python for the whole batch;
  * `fastdata_serve` (serve.c) runs them one after the other through a few buffers that stay in the cache, and writes the
- * result to its place in the batch. Nothing here knows torch, Python or a random generator other than `draw_normal`.
+ * result to its place in the batch. Nothing here knows torch or Python.
  *
  * "Domain" says whose pixels are wanted: PIL_DOMAIN those of Pillow, V1_DOMAIN and V2_DOMAIN those of torchvision's
  * functions on uint8 tensors.
@@ -19,6 +19,18 @@
 #else
 #define EXPORT __attribute__((visibility("default"))) /* all else is hidden */
 #endif
+
+/* Copied into each call, so that its constants make loops of their own. */
+#define INLINE static inline __attribute__((always_inline))
+
+/* a * b + c rounded once, as torch is compiled. */
+INLINE float fused(float a, float b, float c) {
+#if defined(__FMA__) || defined(__aarch64__)
+    return __builtin_fmaf(a, b, c);
+#else
+    return (float)((double)a * b + c);
+#endif
+}
 
 enum { MAX_CHANNELS = 4 };
 enum { PIL_DOMAIN, V1_DOMAIN, V2_DOMAIN };
@@ -46,9 +58,8 @@ enum {
     /* Geometry */
     OP_WINDOW,    /* n[0..3] borders left, top, right, bottom added first (mode n[8] >> 8, fill); n[4..7] top, left, height,
                      width of the window in the bordered image; n[8] & 1 mirrors it left to right, n[8] & 2 top to bottom */
-    OP_RESIZE,    /* n[0..3] top, left, height, width of the box; n[4..5] height, width wanted; n[6] interpolation;
-                     n[7] whether antialiased (always in PIL_DOMAIN); domain in n[8] & 255, n[8] & 256: Pillow may
-                     begin with the columns */
+    OP_RESIZE,    /* n[0..3] top, left, height, width of the box; n[4..5] height, width wanted; n[6] interpolation,
+                     antialiased; domain in n[8] & 255, n[8] & 256: Pillow may begin with the columns */
     OP_AFFINE,    /* n[0..1] height, width wanted; n[6] interpolation NEAREST, BILINEAR or BICUBIC; domain; v[0..5] the matrix
                      from output to input: PIL_DOMAIN the six numbers given to Image.transform(AFFINE), else the theta that
                      torchvision gives to _affine_grid; fill; n[7] whether a fill was given (tensors: else zeros, unmasked) */
@@ -64,7 +75,7 @@ enum {
     OP_AUTOCONTRAST, /* domain */
     OP_EQUALIZE,     /* domain */
     /* Values that need a pixel's channels or its neighbours */
-    OP_GRAYSCALE,  /* n[0] channels wanted: 1 or 3, or 0 for as many as there are; domain */
+    OP_GRAYSCALE,  /* n[0] channels wanted: 1 or 3; domain */
     OP_SATURATION, /* v[0] factor; domain */
     OP_HUE,        /* v[0] in [-0.5, 0.5]; domain */
     OP_SHARPNESS,  /* v[0] factor; domain */
@@ -78,7 +89,7 @@ enum {
     /* AugMix: keeps the image, adds weighted versions of it */
     OP_MIX_BEGIN, /* v[0] weight of the image itself */
     OP_MIX_ADD,   /* v[0] weight of the current image; the kept one is current again */
-    OP_MIX_END,   /* the sum, truncated, or rounded if n[0], is current */
+    OP_MIX_END,   /* the sum, truncated, is current */
     /* Values to the batch */
     OP_CAST,      /* what follows works on the floats served: OP_ERASE with fill in their units, or with normal values */
 };
@@ -95,8 +106,8 @@ typedef struct {
 void *take(Scratch *scratch, int slot, int64_t bytes);
 
 /* Kernels. `in` has pixel == 1, any row and plane stride; `out` is packed, its data, channels, height and width are set by
- * the caller, and it never overlaps `in`. False: no memory. The caller has checked boxes against the image. */
-bool resize(const Op *op, const Image *in, const Image *out, Scratch *scratch);
+ * the caller, and it never overlaps `in`. False: no memory. */
+bool resize(const Op *op, const Image *in, const Image *out, Scratch *scratch); /* `in` is the box */
 bool warp(const Op *op, const Image *in, const Image *out, Scratch *scratch); /* OP_AFFINE, OP_PERSPECTIVE */
 bool sharpen(const Op *op, const Image *in, const Image *out, Scratch *scratch);
 bool blur(const Op *op, const Image *in, const Image *out, Scratch *scratch); /* OP_BLUR, OP_BOX_BLUR */
@@ -105,10 +116,7 @@ bool blur(const Op *op, const Image *in, const Image *out, Scratch *scratch); /*
 void make_table(const Op *op, const Image *image, uint8_t table_C256[MAX_CHANNELS][256]); /* OP_BRIGHTNESS .. OP_EQUALIZE */
 void apply_table(const Image *image, uint8_t table_C256[MAX_CHANNELS][256]);
 void grayscale(const Op *op, Image *image); /* 3 -> 1 shrinks image->channels; 1 -> 3 has room for 3 */
-void saturate(const Op *op, const Image *image);
-void shift_hue(const Op *op, const Image *image);
-
-/* Standard normal numbers that follow from a key: numbers [first, first + count) of its stream. */
-void draw_normal(uint64_t key, int64_t first, int64_t count, float *out);
+void saturate(const Op *op, Image *image);
+void shift_hue(const Op *op, Image *image);
 
 #endif

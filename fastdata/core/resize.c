@@ -5,16 +5,13 @@
  * and clipped to uint8 after each axis. 22 places are split into high * 2048 + low, so that a 16-bit multiply-add takes
  * two pixels at once. The pass along rows makes 16 columns of LANES rows at a time, each 128-bit lane of a vector from
  * another row: a byte shuffle brings together what counts for four columns (or, where they lie far apart, for one).
+ * Fused products would move weights off Pillow's: build with -ffp-contract=off.
  */
 #include "core.h"
 
 #include <math.h>
 #include <string.h>
 
-#if defined(__clang__)
-#pragma STDC FP_CONTRACT OFF /* fused products would move weights off Pillow's; gcc needs -ffp-contract=off */
-#endif
-#define INLINE static inline __attribute__((always_inline))
 
 #define PI 3.14159265358979323846 /* C11 has none */
 
@@ -61,7 +58,6 @@ enum { BLOCK = 16, PADDING = 64, STRIPE = 8 }; /* columns at a time; alignment o
 typedef int32_t Quad __attribute__((vector_size(16)));
 typedef int32_t Vec __attribute__((vector_size(16 * LANES)));
 typedef uint32_t Bits __attribute__((vector_size(16 * LANES)));
-typedef float Floats __attribute__((vector_size(16 * LANES)));
 
 #define AT(type, p) (((const struct { type v; } __attribute__((packed, may_alias)) *)(p))->v)
 
@@ -84,9 +80,9 @@ INLINE void scatter(Vec v, uint8_t *const *rows, int64_t x) {
 typedef struct {
     int64_t from, to, taps, steps;
     int32_t bits, *start, *count;
-    uint32_t *low, *high; /* 16 bits of each tap; or the floats of even and of odd taps */
-    bool wide, single;    /* integers that need `high`; floats */
-    double most, *center, *total, *weight;
+    uint32_t *low, *high; /* 16 bits of each tap */
+    bool wide;            /* whether they need `high` */
+    double *center, *total, *weight;
 } Axis;
 
 INLINE double sinc(double x) { return x == 0 ? 1 : sin(x * PI) / (x * PI); }
@@ -144,31 +140,8 @@ INLINE void weigh_smooth(Axis *a, int filter, bool single) {
     }
 }
 
-/* _compute_indices_min_size_weights and compute_indices_weights of torch's UpSampleKernel.cpp: no antialiasing. */
-INLINE void weigh_sharp(Axis *a, int filter, bool single) {
-    const int64_t n = a->to, last = a->from - 1, taps = filter == BICUBIC ? 4 : 2, before = taps / 2 - 1;
-    const double scale = REAL((double)a->from / a->to);
-    a->taps = a->from < taps ? a->from : taps;
-    memset(a->weight, 0, sizeof(double) * n * a->taps);
-    for (int64_t i = 0; i < n; i++) {
-        double x = REAL(scale * (i + 0.5) - 0.5);
-        if (filter == BILINEAR && x < 0) x = 0;
-        int64_t index = (int64_t)floorf((float)x);
-        index = index > last ? last : index;
-        double part = REAL(x - index);
-        part = part < 0 ? 0 : part > 1 ? 1 : part;
-        int64_t first = index - before < 0 ? 0 : index - before;
-        first = first > a->from - a->taps ? a->from - a->taps : first;
-        a->start[i] = (int32_t)first;
-        for (int64_t k = 0; k < taps; k++) {
-            double distance = REAL(fabs(k - before - part));
-            int64_t at = index - before + k;
-            at = at < 0 ? 0 : at > last ? last : at;
-            double *w = &a->weight[(at - first) * n + i];
-            *w = REAL(*w + REAL(filter == BICUBIC ? cubic(distance, -0.75) : 1 - distance));
-            a->most = *w > a->most ? *w : a->most; /* of sums not yet complete too, as there */
-        }
-    }
+INLINE int32_t whole(double weight, int bits) {
+    return (int32_t)(weight * (1 << bits) + (weight < 0 ? -0.5 : 0.5));
 }
 
 /* normalize_coeffs_8bpc of Pillow's Resample.c; _compute_index_ranges_int16_weights of torch's UpSampleKernel.cpp. */
@@ -177,21 +150,16 @@ static void round_weights(Axis *a) {
     const uint32_t mask = a->wide ? LOW_MASK : 0xffff;
     a->bits = PIL_BITS;
     if (!a->wide) {
-        double most = a->most;
+        double most = 0;
         for (int64_t i = 0; i < a->taps * n; i++) most = a->weight[i] > most ? a->weight[i] : most;
         for (a->bits = 0; a->bits < TORCH_MOST_BITS; a->bits++)
             if ((int32_t)(0.5 + most * (1 << (a->bits + 1))) >= 1 << 15) break;
     }
     for (int64_t j = 0; j < a->steps; j++) {
-        const double *restrict even = a->weight + 2 * j * n, *restrict odd = even + n, unit = 1 << a->bits;
+        const double *restrict even = a->weight + 2 * j * n, *restrict odd = even + n;
         uint32_t *restrict low = a->low + j * n, *restrict high = a->high + j * n;
-        for (int64_t i = 0; i < n && a->single; i++) {
-            const float singles[2] = {(float)even[i], (float)odd[i]};
-            memcpy(&low[i], singles, 4), memcpy(&high[i], singles + 1, 4);
-        }
-        for (int64_t i = 0; i < n && !a->single; i++) {
-            const int32_t w0 = (int32_t)(even[i] * unit + (even[i] < 0 ? -0.5 : 0.5));
-            const int32_t w1 = (int32_t)(odd[i] * unit + (odd[i] < 0 ? -0.5 : 0.5));
+        for (int64_t i = 0; i < n; i++) {
+            const int32_t w0 = whole(even[i], a->bits), w1 = whole(odd[i], a->bits);
             low[i] = ((uint32_t)w0 & mask) | ((uint32_t)w1 & mask) << 16;
             high[i] = ((uint32_t)(w0 >> LOW_BITS) & 0xffff) | (uint32_t)(w1 >> LOW_BITS) << 16;
         }
@@ -205,12 +173,11 @@ static int64_t axis_bytes(int64_t from, int64_t to, int filter) {
 static void *weigh(Axis *a, void *memory, int64_t from, int64_t to, const Op *op) {
     const int filter = op->n[6], domain = op->n[8] & 255;
     const int64_t reach = reach_of(from, to, filter) + 3; /* even, and four at least */
-    *a = (Axis){.from = from, .to = to, .weight = memory, .wide = domain == PIL_DOMAIN, .single = domain == V1_DOMAIN};
+    *a = (Axis){.from = from, .to = to, .weight = memory, .wide = domain == PIL_DOMAIN};
     a->center = a->weight + reach * to, a->total = a->center + to;
     a->start = (int32_t *)(a->total + to), a->count = a->start + to;
     a->low = (uint32_t *)(a->count + to), a->high = a->low + reach / 2 * to;
-    if (a->wide || op->n[7]) a->single ? weigh_smooth(a, filter, true) : weigh_smooth(a, filter, false);
-    else a->single ? weigh_sharp(a, filter, true) : weigh_sharp(a, filter, false);
+    domain == V1_DOMAIN ? weigh_smooth(a, filter, true) : weigh_smooth(a, filter, false);
     a->steps = (a->taps + 1) / 2;
     if (a->taps & 1) memset(a->weight + a->taps * to, 0, sizeof(double) * to);
     round_weights(a);
@@ -219,7 +186,7 @@ static void *weigh(Axis *a, void *memory, int64_t from, int64_t to, const Op *op
 
 /* Eight products: two taps of each of four columns, or ("far") eight taps of one. */
 typedef struct {
-    uint32_t index[4], low[4], high[4]; /* which of 16 bytes; weights, as floats those of even and of odd taps */
+    uint32_t index[4], low[4], high[4]; /* which of 16 bytes; weights */
     int32_t base;                       /* where the 16 bytes begin */
     bool fresh;                         /* elsewhere than in the step before */
 } Step;
@@ -255,35 +222,16 @@ INLINE Vec finish(Vec low, Vec high, bool wide, int bits) {
 }
 INLINE Vec pack(const Vec v[4]) { return X(packus_epi16, X(packs_epi32, v[0], v[1]), X(packs_epi32, v[2], v[3])); }
 
-INLINE Vec add(Vec a, Vec b, bool single) { return single ? (Vec)((Floats)a + (Floats)b) : a + b; }
-
-INLINE Vec add_across(const Vec v[4], bool single) { /* in each lane, the sums of the four */
-    const Vec a = add(X(unpacklo_epi32, v[0], v[1]), X(unpackhi_epi32, v[0], v[1]), single);
-    const Vec b = add(X(unpacklo_epi32, v[2], v[3]), X(unpackhi_epi32, v[2], v[3]), single);
-    return add(X(unpacklo_epi64, a, b), X(unpackhi_epi64, a, b), single);
+INLINE Vec add_across(const Vec v[4]) { /* in each lane, the sums of the four */
+    const Vec a = X(unpacklo_epi32, v[0], v[1]) + X(unpackhi_epi32, v[0], v[1]);
+    const Vec b = X(unpacklo_epi32, v[2], v[3]) + X(unpackhi_epi32, v[2], v[3]);
+    return X(unpacklo_epi64, a, b) + X(unpackhi_epi64, a, b);
 }
 
-INLINE const Step *add_steps(const Step *s, int64_t steps, const uint8_t *const *rows, Vec *window, Vec *low, Vec *high,
-                             bool wide, bool single) {
-    for (const Step *end = s + steps; s < end; s++) {
-        if (s->fresh) *window = gather(rows, s->base);
-        const Vec pixels = X(shuffle_epi8, *window, SPREAD(AT(Quad, s->index)));
-        const Vec weight = SPREAD(AT(Quad, s->low)), weight1 = SPREAD(AT(Quad, s->high));
-        if (single) {
-            Floats sum = (Floats)*low + __builtin_convertvector(pixels & 0xffff, Floats) * (Floats)weight;
-            *low = (Vec)(sum + __builtin_convertvector(pixels >> 16, Floats) * (Floats)weight1);
-            continue;
-        }
-        *low += X(madd_epi16, pixels, weight);
-        if (wide) *high += X(madd_epi16, pixels, weight1);
-    }
-    return s;
-}
-
-/* The pass along rows, whose output has room for whole blocks, to uint8 or single floats. */
-INLINE void run_rows(const Axis *a, const Step *plan, bool far, int64_t steps, bool wide, bool single,
-                     const uint8_t *in, int64_t in_row, uint8_t *out, int64_t out_row, int64_t height) {
-    const Vec zero = {0}, half = single ? zero : zero + (1 << a->bits >> 1);
+/* The pass along rows, whose output has room for whole blocks. */
+INLINE void run_rows(const Axis *a, const Step *plan, bool far, int64_t steps, bool wide, const uint8_t *in,
+                     int64_t in_row, uint8_t *out, int64_t out_row, int64_t height) {
+    const Vec zero = {0}, half = zero + (1 << a->bits >> 1);
     for (int64_t top = 0; top < height; top += STRIPE) {
         const int64_t bottom = top + STRIPE < height ? top + STRIPE : height;
         const Step *block = plan, *s = plan;
@@ -298,30 +246,33 @@ INLINE void run_rows(const Axis *a, const Step *plan, bool far, int64_t steps, b
                 }
                 Vec sum[4], window = zero;
                 s = block;
-                for (int64_t i = 0; i < 4; i++) {
-                    Vec low = half, high = zero, lows[4] = {zero, zero, zero, zero};
-                    Vec highs[4] = {zero, zero, zero, zero};
-                    if (!far) s = add_steps(s, steps, from, &window, &low, &high, wide, single);
-                    for (int q = 0; q < 4 && far; q++)
-                        s = add_steps(s, steps, from, &window, &lows[q], &highs[q], wide, single);
-                    if (far) low = add(half, add_across(lows, single), single), high = add_across(highs, single);
-                    if (single) scatter(low, to, 4 * (x + 4 * i));
-                    else sum[i] = finish(low, high, wide, a->bits);
+                for (int i = 0; i < 4; i++) {
+                    Vec low[4] = {zero, zero, zero, zero}, high[4] = {zero, zero, zero, zero};
+                    for (int q = 0; q < (far ? 4 : 1); q++)
+                        for (const Step *end = s + steps; s < end; s++) {
+                            if (s->fresh) window = gather(from, s->base);
+                            const Vec pixels = X(shuffle_epi8, window, SPREAD(AT(Quad, s->index)));
+                            low[q] += X(madd_epi16, pixels, SPREAD(AT(Quad, s->low)));
+                            if (wide) high[q] += X(madd_epi16, pixels, SPREAD(AT(Quad, s->high)));
+                        }
+                    if (far) low[0] = add_across(low), high[0] = add_across(high);
+                    sum[i] = finish(half + low[0], high[0], wide, a->bits);
                 }
-                if (!single) scatter(pack(sum), to, x);
+                scatter(pack(sum), to, x);
             }
     }
 }
 
 static void resize_rows(const Axis *a, const Step *plan, bool far, const uint8_t *in, int64_t in_row, uint8_t *out,
                         int64_t out_row, int64_t height) {
-#define RUN(far, steps, wide, single) run_rows(a, plan, far, steps, wide, single, in, in_row, out, out_row, height)
-    if (far) a->single ? RUN(true, (a->steps + 3) / 4, false, true) : RUN(true, (a->steps + 3) / 4, a->wide, false);
-    else if (a->single) RUN(false, a->steps, false, true);
-    else if (a->wide) a->steps == 1 ? RUN(false, 1, true, false) : RUN(false, a->steps, true, false);
-    else a->steps == 1 ? RUN(false, 1, false, false) : RUN(false, a->steps, false, false);
+#define RUN(far, steps, wide) run_rows(a, plan, far, steps, wide, in, in_row, out, out_row, height)
+    if (far) RUN(true, (a->steps + 3) / 4, a->wide);
+    else if (a->wide) a->steps == 1 ? RUN(false, 1, true) : RUN(false, a->steps, true);
+    else a->steps == 1 ? RUN(false, 1, false) : RUN(false, a->steps, false);
 #undef RUN
 }
+
+INLINE uint8_t clip(int32_t x) { return x < 0 ? 0 : x > 255 ? 255 : (uint8_t)x; }
 
 /* The pass along columns. Rows of `in` that are narrower than PADDING may be read up to there. */
 INLINE void run_columns(const Axis *a, int64_t steps, bool wide, const uint8_t *in, int64_t in_row, uint8_t *out,
@@ -354,8 +305,6 @@ INLINE void run_columns(const Axis *a, int64_t steps, bool wide, const uint8_t *
     }
 }
 
-INLINE uint8_t clip(int32_t x) { return x < 0 ? 0 : x > 255 ? 255 : (uint8_t)x; }
-
 static void resize_columns(const Axis *a, const uint8_t *in, int64_t in_row, uint8_t *out, int64_t out_row,
                            int64_t width) {
 #define RUN(steps, wide) run_columns(a, steps, wide, in, in_row, out, out_row, width)
@@ -364,17 +313,26 @@ static void resize_columns(const Axis *a, const uint8_t *in, int64_t in_row, uin
 #undef RUN
 }
 
-/* The second pass in float32, rounded once, as torchvision does for uint8 tensors that torch has no kernel for. */
-static void round_columns(const Axis *a, const float *in, int64_t in_row, float *restrict sum, uint8_t *restrict out,
-                          int64_t width) {
-    for (int64_t i = 0; i < a->to; i++, out += width) {
-        memset(sum, 0, sizeof(float) * width);
-        for (int64_t k = 0; k < a->taps && a->start[i] + k < a->from; k++) {
-            const float *restrict from = in + (a->start[i] + k) * in_row, weight = (float)a->weight[k * a->to + i];
-            for (int64_t x = 0; x < width; x++) sum[x] += from[x] * weight;
+/* Both passes in float32, rounded once, as torchvision does for uint8 tensors that torch has no kernel for. `sum` has
+ * room for a row of the result, and after it for H of them. */
+static void resize_floats(const Axis *rows, const Axis *columns, const uint8_t *in, int64_t in_row, float *sum,
+                          uint8_t *restrict out) {
+    const int64_t w = columns->to;
+    float *restrict narrow = sum + w;
+    for (int64_t i = 0; i < rows->from * w; i++) {
+        const int64_t x = i % w;
+        const uint8_t *restrict from = in + i / w * in_row + columns->start[x];
+        narrow[i] = 0;
+        for (int64_t k = 0; k < columns->count[x]; k++) narrow[i] += from[k] * (float)columns->weight[k * w + x];
+    }
+    for (int64_t i = 0; i < rows->to; i++, out += w) {
+        memset(sum, 0, sizeof(float) * w);
+        for (int64_t k = 0; k < rows->count[i]; k++) {
+            const float *restrict from = narrow + (rows->start[i] + k) * w;
+            const float weight = (float)rows->weight[k * rows->to + i];
+            for (int64_t x = 0; x < w; x++) sum[x] += from[x] * weight;
         }
-        for (int64_t x = 0; x < width; x++)
-            out[x] = clip((int32_t)rintf(sum[x] < -1 ? -1 : sum[x] > 256 ? 256 : sum[x]));
+        for (int64_t x = 0; x < w; x++) out[x] = clip((int32_t)rintf(sum[x] < -1 ? -1 : sum[x] > 256 ? 256 : sum[x]));
     }
 }
 
@@ -393,14 +351,14 @@ static void index_nearest(int32_t *index, int64_t from, int64_t to, int filter, 
 }
 
 static bool resize_nearest(const Op *op, const Image *in, const Image *out, Scratch *scratch) {
-    const int64_t h = op->n[4], w = op->n[5];
+    const int64_t h = out->height, w = out->width;
     int32_t *index = take(scratch, SLOT_WORK, 4 * (h + w));
     if (!index) return false;
-    index_nearest(index, op->n[2], h, op->n[6], op->n[8] & 255, h + w <= 128);
-    index_nearest(index + h, op->n[3], w, op->n[6], op->n[8] & 255, h + w <= 128);
+    index_nearest(index, in->height, h, op->n[6], op->n[8] & 255, h + w <= 128);
+    index_nearest(index + h, in->width, w, op->n[6], op->n[8] & 255, h + w <= 128);
     for (int c = 0; c < in->channels; c++)
         for (int64_t y = 0; y < h; y++) {
-            const uint8_t *from = in->data + c * in->plane + (op->n[0] + index[y]) * in->row + op->n[1];
+            const uint8_t *from = in->data + c * in->plane + index[y] * in->row;
             uint8_t *to = out->data + (c * h + y) * w;
             for (int64_t x = 0; x < w; x++) to[x] = from[index[h + x]];
         }
@@ -412,30 +370,30 @@ INLINE int64_t padded(int64_t x) { return (x + PADDING - 1) / PADDING * PADDING;
 /* ImagingResampleInner of Pillow's Resample.c (n[8] & 256: of Pillow 13, columns first where much height is lost); its
  * Image.resize multiplies images of 2 and 4 channels by their alpha first (rgbA2rgba, rgba2rgbA of Convert.c). */
 bool resize(const Op *op, const Image *in, const Image *out, Scratch *scratch) {
-    const int64_t left = op->n[1], H = op->n[2], W = op->n[3], h = op->n[4], w = op->n[5], last = in->channels - 1;
+    const int64_t H = in->height, W = in->width, h = out->height, w = out->width, last = in->channels - 1;
     const int filter = op->n[6], domain = op->n[8] & 255;
-    const bool same = H == h && W == w, single = domain == V1_DOMAIN && !same;
-    if ((filter == NEAREST || filter == NEAREST_EXACT) && !same) return resize_nearest(op, in, out, scratch);
+    if (filter == NEAREST || filter == NEAREST_EXACT) return resize_nearest(op, in, out, scratch);
+    const bool single = domain == V1_DOMAIN, alpha = domain == PIL_DOMAIN && last % 2, copied = alpha || W < PADDING;
     const bool columns_first = op->n[8] & 256 && domain == PIL_DOMAIN && H > h && H - h > 2 * (W - w);
     const bool columns_last = H != h && !columns_first, along_rows = W != w || single;
-    const bool alpha = domain == PIL_DOMAIN && last % 2 && !same, copied = alpha || (!same && W < PADDING);
-    const int64_t row_W = padded(W), row_w = padded(w) * (single ? 4 : 1), copy_bytes = copied ? H * row_W : 0;
+    const int64_t row_W = padded(W), row_w = padded(w), copy_bytes = copied ? H * row_W : 0;
     const int64_t plan_bytes = (w / BLOCK + 1) * (2 * reach_of(W, w, filter) + 32) * (int64_t)sizeof(Step);
     void *memory = take(scratch, SLOT_WORK, axis_bytes(H, h, filter) + axis_bytes(W, w, filter) + plan_bytes);
-    uint8_t *copy = take(scratch, SLOT_WORK_2, copy_bytes + (columns_first ? h * row_W : 0) + (H + 1) * row_w);
+    const int64_t shorter_bytes = columns_first ? h * row_W : 0, narrower_bytes = (H + 1) * row_w * (single ? 4 : 1);
+    uint8_t *copy = take(scratch, SLOT_WORK_2, copy_bytes + shorter_bytes + narrower_bytes);
     if (!memory || !copy) return false;
-    uint8_t *shorter = copy + copy_bytes, *narrower = shorter + (columns_first ? h * row_W : 0);
+    uint8_t *shorter = copy + copy_bytes, *narrower = shorter + shorter_bytes;
     Axis rows, columns; /* the axis that numbers them */
     bool far = false;
     if (H != h || single) memory = weigh(&rows, memory, H, h, op);
     Step *plan = memory;
     if (along_rows) {
-        const int64_t end = copied || columns_first ? row_W : in->width - left;
+        const int64_t end = copied || columns_first ? row_W : W;
         plan = weigh(&columns, memory, W, w, op);
-        far = !plan_rows(&columns, plan, false, end) && plan_rows(&columns, plan, true, end);
+        far = !single && !plan_rows(&columns, plan, false, end) && plan_rows(&columns, plan, true, end);
     }
     for (int64_t c = 0; c <= last; c++) {
-        const uint8_t *from = in->data + c * in->plane + op->n[0] * in->row + left;
+        const uint8_t *from = in->data + c * in->plane;
         uint8_t *to = out->data + c * h * w;
         int64_t row = in->row;
         for (int64_t y = 0; copied && y < H; y++) {
@@ -448,10 +406,13 @@ bool resize(const Op *op, const Image *in, const Image *out, Scratch *scratch) {
         }
         if (copied) from = copy, row = row_W;
         if (columns_first) resize_columns(&rows, from, row, shorter, row_W, W), from = shorter, row = row_W;
+        if (single) {
+            resize_floats(&rows, &columns, from, row, (float *)narrower, to);
+            continue;
+        }
         if (along_rows) resize_rows(&columns, plan, far, from, row, narrower, row_w, columns_first ? h : H);
         if (along_rows) from = narrower, row = row_w;
-        if (single) round_columns(&rows, (float *)narrower, row_w / 4, (float *)(narrower + H * row_w), to, w);
-        else if (columns_last) resize_columns(&rows, from, row, to, w, w);
+        if (columns_last) resize_columns(&rows, from, row, to, w, w);
         else for (int64_t y = 0; y < h; y++) memcpy(to + y * w, from + y * row, (size_t)w);
     }
     for (int64_t i = 0; alpha && i < last * h * w; i++) {

@@ -1,17 +1,21 @@
 /* One batch: each sample's program, step by step through buffers in the cache, then its values to the batch. */
 #include "core.h"
 
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
 enum { UINT8, FLOAT32, FLOAT64, FLOAT16, BFLOAT16 };
+enum { CHUNK = 512 }; /* values between two passes */
+enum { BUFFER = 4096, SHORT_ROW = 128 }; /* bytes: rows shorter than that are converted several at a time */
 enum { OK, NO_MEMORY, OUTSIDE, WRONG_SHAPE, UNKNOWN_OP };
 
 /* How uint8 becomes what is served. This and Batch are mirrored by fastdata/core/__init__.py. */
 typedef struct {
     int32_t dtype;
-    int32_t by_formula; /* floats are (x / factor - mean) / std, or with x * factor if not `divides`; else of the table */
-    int32_t divides, normalizes; /* whether there are mean and std */
+    int32_t by_formula; /* floats are (x / factor - mean) / std, or with x * factor if not `divides`, where that gives the
+                           very values of the table; else these */
+    int32_t divides, widens; /* whether one channel may become several */
     float factor;
     const float *mean_C, *std_C;
     const double *table_C256;
@@ -20,11 +24,10 @@ typedef struct {
 typedef struct {
     const uint8_t *const *sources_B; /* first byte of each sample, uint8 */
     const int32_t *shapes_B3;        /* channels, height, width */
-    const Op *ops_BS;
-    int32_t ops_per_sample;
-    int32_t interleaved; /* sources are (H, W, C), not (C, H, W) */
-    uint8_t *out_B;      /* (B, C, h, w), or (B, h, w, C) if channels_last */
-    int32_t channels, height, width, channels_last;
+    const Op *ops_SB;
+    uint8_t *out_B; /* (B, C, h, w) */
+    int32_t samples, steps, interleaved; /* B; S; whether sources are (H, W, C), not (C, H, W) */
+    int32_t channels, height, width;
     Values values;
 } Batch;
 
@@ -147,25 +150,20 @@ static void fill_window(const Op *op, const Image *in, int64_t top, int64_t left
     int64_t before = left < 0 ? (-left < out->width ? -left : out->width) : 0; /* columns before the image */
     int64_t after = in->width - left < out->width ? in->width - left : out->width; /* where it ends */
     if (after < before) after = before;
-    for (int32_t c = 0; c < out->channels; c++)
-        for (int32_t y = 0; y < out->height; y++) {
-            uint8_t *to = out->data + c * out->plane + y * out->row, fill = (uint8_t)op->v[8 + (c < 4 ? c : 3)];
+    for (int32_t c = 0; c < out->channels; c++) {
+        uint8_t *to = out->data + c * out->plane;
+        if (mode == PAD_CONSTANT) memset(to, (uint8_t)op->v[8 + (c < 4 ? c : 3)], out->plane);
+        for (int32_t y = 0; y < out->height; y++, to += out->row) {
             int64_t from_y = source_place(top + y, in->height, mode);
-            if (from_y < 0) {
-                memset(to, fill, out->width);
-                continue;
-            }
+            if (from_y < 0) continue;
             const uint8_t *from = in->data + c * in->plane + from_y * in->row;
             copy_row(from + (left + before) * in->pixel, in->pixel, after - before, to + before);
-            if (mode == PAD_CONSTANT) {
-                memset(to, fill, before);
-                memset(to + after, fill, out->width - after);
-                continue;
-            }
+            if (mode == PAD_CONSTANT) continue;
             for (int64_t x = 0; x < before; x++) to[x] = from[source_place(left + x, in->width, mode) * in->pixel];
             for (int64_t x = after; x < out->width; x++)
                 to[x] = from[source_place(left + x, in->width, mode) * in->pixel];
         }
+    }
 }
 
 static int window(Sample *sample, const Op *op) {
@@ -195,22 +193,15 @@ static int window(Sample *sample, const Op *op) {
     return OK;
 }
 
-/* Quarter turns: Image.transpose(ROTATE_90, _180, _270). */
+/* Quarter turns counterclockwise: Image.transpose(ROTATE_90, _180, _270). */
 static int turn(Sample *sample, int quarters) {
-    Image *image = &sample->image, out;
-    int64_t row = image->row, pixel = image->pixel, height = image->height, width = image->width;
-    if (quarters == 2) {
-        image->data += (height - 1) * row + (width - 1) * pixel;
-        image->row = -row, image->pixel = -pixel;
-        return OK;
+    Image *image = &sample->image;
+    for (; quarters > 0; quarters--) {
+        const Image before = *image;
+        image->data += (before.width - 1) * before.pixel;
+        image->row = -before.pixel, image->pixel = before.row;
+        image->height = before.width, image->width = before.height;
     }
-    image->data += quarters == 1 ? (width - 1) * pixel : (height - 1) * row;
-    image->row = quarters == 1 ? -pixel : pixel;
-    image->pixel = quarters == 1 ? row : -row;
-    image->height = (int32_t)width, image->width = (int32_t)height;
-    if (!room(sample, image->channels, image->height, image->width, &out)) return NO_MEMORY;
-    copy_image(image, &out);
-    become(sample, &out);
     return OK;
 }
 
@@ -226,17 +217,21 @@ static int remake(Sample *sample, const Op *op, int32_t height, int32_t width,
     return OK;
 }
 
+/* Whether n[0..3], top, left, height and width, lie in an image. */
+static bool is_inside(const Op *op, int32_t height, int32_t width) {
+    const int32_t *n = op->n;
+    return n[0] >= 0 && n[1] >= 0 && n[2] >= 0 && n[3] >= 0 && n[0] + (int64_t)n[2] <= height &&
+           n[1] + (int64_t)n[3] <= width;
+}
+
 static int resized(Sample *sample, const Op *op) {
     const int32_t *n = op->n;
     Image *image = &sample->image;
-    if (n[0] < 0 || n[1] < 0 || n[2] < 1 || n[3] < 1) return OUTSIDE;
-    if (n[0] + (int64_t)n[2] > image->height || n[1] + (int64_t)n[3] > image->width) return OUTSIDE;
+    if (!is_inside(op, image->height, image->width) || n[2] < 1 || n[3] < 1) return OUTSIDE;
     image->data += n[0] * image->row + n[1] * image->pixel;
     image->height = n[2], image->width = n[3];
     if (n[2] == n[4] && n[3] == n[5]) return OK;
-    Op whole = *op; /* the view is the box already */
-    whole.n[0] = whole.n[1] = 0;
-    return remake(sample, &whole, n[4], n[5], resize);
+    return remake(sample, op, n[4], n[5], resize); /* the view is the box already */
 }
 
 static int permute(Sample *sample, const int32_t *n) {
@@ -270,34 +265,60 @@ static int mix(Sample *sample, const Op *op) {
         for (int64_t i = 0; i < size; i++) sum[i] += weight * data[i];
         memcpy(data, kept, size);
     } else {
-        for (int64_t i = 0; i < size; i++) {
-            float value = op->n[0] ? __builtin_rintf(sum[i]) : sum[i];
-            data[i] = value < 0 ? 0 : value > 255 ? 255 : (uint8_t)value;
-        }
+        for (int64_t i = 0; i < size; i++) data[i] = sum[i] < 0 ? 0 : sum[i] > 255 ? 255 : (uint8_t)sum[i];
     }
     return OK;
 }
 
-static int in_place(Sample *sample, const Op *op) {
+static int in_place(Sample *sample, const Op *op, void (*kernel)(const Op *, Image *)) {
     if (sample->image.channels != 1 && sample->image.channels != 3) return UNKNOWN_OP;
     if (!settle(sample) || !own(sample)) return NO_MEMORY;
-    if (op->code == OP_GRAYSCALE) {
-        Op gray = *op;
-        if (gray.n[0] == 0) gray.n[0] = sample->image.channels;
-        grayscale(&gray, &sample->image);
-    }
-    if (op->code == OP_SATURATION) saturate(op, &sample->image);
-    if (op->code == OP_HUE) shift_hue(op, &sample->image);
+    kernel(op, &sample->image);
     return OK;
+}
+
+/* Noise, in the streams of draws.py. */
+
+/* Number n of a stream: SplitMix64, as _mix in draws.py. */
+static uint64_t hash(uint64_t key, int64_t n) {
+    uint64_t bits = key + (uint64_t)(n + 1) * 0x9E3779B97F4A7C15u;
+    bits = (bits ^ bits >> 30) * 0xBF58476D1CE4E5B9u;
+    bits = (bits ^ bits >> 27) * 0x94D049BB133111EBu;
+    return bits ^ bits >> 31;
+}
+
+/* The inverse of the normal distribution at p = (2 * bits + 1) / 2^33 below and, mirrored, above the middle: a polynomial
+ * in sqrt(5 - log(4 p (1 - p))), after the form of M. Giles, "Approximating the erfinv function", 2011, fitted so that no
+ * number is off by more than 4e-5; the largest is 6.3. */
+static float normal(uint32_t bits) {
+    const float p = ((float)(int32_t)(bits & 0x7FFFFFFF) + 0.5f) * 0x1p-32f, y = 4.0f * p * (1.0f - p);
+    int32_t exponent, mantissa;
+    memcpy(&mantissa, &y, 4);
+    exponent = (mantissa - 0x3F2AAAAB) & (int32_t)0xFF800000; /* y = 2^exponent * (1 + f), f in [-1/3, 1/3] */
+    mantissa -= exponent;
+    float f, log_y, u, z;
+    memcpy(&f, &mantissa, 4);
+    f -= 1.0f;
+    log_y = ((((-0.201713483f * f + 0.230738461f) * f - 0.247217585f) * f + 0.331607216f) * f - 0.50006475f) * f;
+    log_y = (log_y + 1.00002285f) * f + (float)exponent * (0.693147181f * 0x1p-23f);
+    u = sqrtf(5.0f - log_y) - 3.7f;
+    z = (((0.00130432012f * u - 0.00333003918f) * u - 0.00354536808f) * u + 0.0186475359f) * u - 0.0198215155f;
+    z = ((((z * u + 0.0015663323f) * u + 0.0319934818f) * u - 0.113794969f) * u + 1.77593848f) * u + 3.93262777f;
+    z *= 1.0f - 2.0f * p;
+    return bits >> 31 ? z : -z;
+}
+
+/* Standard normal numbers that follow from a key. */
+static void draw_normal(uint64_t key, int64_t count, float *out) {
+    uint32_t bits[CHUNK];
+    for (int64_t start = 0; start < count; start += CHUNK) {
+        const int64_t size = count - start < CHUNK ? count - start : CHUNK;
+        for (int64_t i = 0; i < size; i++) bits[i] = (uint32_t)(hash(key, start + i) >> 32);
+        for (int64_t i = 0; i < size; i++) out[start + i] = normal(bits[i]);
+    }
 }
 
 static uint64_t key_of(const Op *op) { return (uint32_t)op->n[4] | (uint64_t)(uint32_t)op->n[5] << 32; }
-
-static bool is_inside(const Op *op, int32_t height, int32_t width) {
-    const int32_t *n = op->n;
-    return n[0] >= 0 && n[1] >= 0 && n[2] >= 0 && n[3] >= 0 && n[0] + (int64_t)n[2] <= height &&
-           n[1] + (int64_t)n[3] <= width;
-}
 
 /* Noise on uint8: gaussian_noise_image in torchvision's v2/functional/_misc.py. */
 static int add_noise(Sample *sample, const Op *op) {
@@ -305,7 +326,7 @@ static int add_noise(Sample *sample, const Op *op) {
     int64_t size = size_of(&sample->image);
     float *noise = take(sample->scratch, SLOT_WORK, size * (int64_t)sizeof(float));
     if (!noise) return NO_MEMORY;
-    draw_normal(key_of(op), 0, size, noise);
+    draw_normal(key_of(op), size, noise);
     uint8_t *data = sample->image.data;
     for (int64_t i = 0; i < size; i++) {
         float value = data[i] + 255 * ((float)op->v[0] + noise[i] * (float)op->v[1]);
@@ -336,7 +357,9 @@ static int run_op(Sample *sample, const Op *op) {
     case OP_TURN: return turn(sample, op->n[0]);
     case OP_BRIGHTNESS: case OP_CONTRAST: case OP_SOLARIZE: case OP_SOLARIZE_ADD: case OP_POSTERIZE: case OP_INVERT:
     case OP_AUTOCONTRAST: case OP_EQUALIZE: return mapped(sample, op);
-    case OP_GRAYSCALE: case OP_SATURATION: case OP_HUE: return in_place(sample, op);
+    case OP_GRAYSCALE: return in_place(sample, op, grayscale);
+    case OP_SATURATION: return in_place(sample, op, saturate);
+    case OP_HUE: return in_place(sample, op, shift_hue);
     case OP_SHARPNESS: return remake(sample, op, image->height, image->width, sharpen);
     case OP_BLUR: case OP_BOX_BLUR: return remake(sample, op, image->height, image->width, blur);
     case OP_PERMUTE: return permute(sample, op->n);
@@ -355,7 +378,7 @@ static uint16_t to_bfloat16(float value) { /* to the nearest, halves to even; th
     return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
-/* a / b, rounded correctly for the few values that occur; Python holds every one of the 256 against the division. */
+/* a / b, rounded correctly for the few values that occur; `agrees` holds every one of the 256 against the table. */
 static inline float divide(float a, float b, float inverse) {
 #if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
     float quotient = a * inverse;
@@ -366,140 +389,116 @@ static inline float divide(float a, float b, float inverse) {
 #endif
 }
 
-typedef struct {
-    float factor, inverse, mean, std, inverse_std;
-    bool divides, normalizes;
-    const double *table_256;
-} Floats;
-
 /* ToTensor / ToDtype, then Normalize: torchvision's transforms/_functional_tensor.py and v2/functional/_misc.py. */
-static inline __attribute__((always_inline)) void convert(const Floats *f, const uint8_t *restrict in, int64_t count,
-                                                         float *restrict out, bool divides, bool normalizes) {
-    float factor = f->factor, inverse = f->inverse, mean = f->mean, std = f->std, inverse_std = f->inverse_std;
-    for (int64_t i = 0; i < count; i++) {
-        float value = divides ? divide(in[i], factor, inverse) : in[i] * factor;
-        out[i] = normalizes ? divide(value - mean, std, inverse_std) : value;
-    }
+INLINE void convert(const Values *v, int32_t c, const uint8_t *restrict in, int64_t count, float *restrict out,
+                    bool divides) {
+    float factor = v->factor, inverse = 1 / factor, mean = v->mean_C[c], std = v->std_C[c], inverse_std = 1 / std;
+    for (int64_t i = 0; i < count; i++)
+        out[i] = divide((divides ? divide(in[i], factor, inverse) : in[i] * factor) - mean, std, inverse_std);
 }
 
-static void to_floats(const Floats *f, const uint8_t *restrict in, int64_t count, float *restrict out) {
-    if (f->table_256)
-        for (int64_t i = 0; i < count; i++) out[i] = (float)f->table_256[in[i]];
-    else if (f->divides)
-        f->normalizes ? convert(f, in, count, out, true, true) : convert(f, in, count, out, true, false);
+static void to_floats(const Values *v, int32_t c, const uint8_t *restrict in, int64_t count, float *restrict out) {
+    if (!v->by_formula)
+        for (int64_t i = 0; i < count; i++) out[i] = (float)v->table_C256[256 * c + in[i]];
     else
-        f->normalizes ? convert(f, in, count, out, false, true) : convert(f, in, count, out, false, false);
+        v->divides ? convert(v, c, in, count, out, true) : convert(v, c, in, count, out, false);
 }
 
-enum { CHUNK = 512 };
+/* Whether the formula gives what the table has. */
+static bool agrees(const Values *v, int32_t channels) {
+    uint8_t every[256];
+    float values[256];
+    for (int x = 0; x < 256; x++) every[x] = (uint8_t)x;
+    for (int32_t c = 0; c < channels; c++) {
+        to_floats(v, c, every, 256, values);
+        for (int x = 0; x < 256; x++)
+            if (values[x] != (float)v->table_C256[256 * c + x]) return false;
+    }
+    return true;
+}
 
-/* `count` values at places `step` apart; `in` is one row of a plane, or several that lie end to end. */
-static void write_values(const Batch *batch, const Floats *f, const uint8_t *in, int64_t count, uint8_t *out, int64_t step) {
-    float floats[CHUNK];
-    for (int64_t from = 0; from < count; from += CHUNK) {
-        int64_t part = count - from < CHUNK ? count - from : CHUNK;
-        const uint8_t *values = in + from;
-        if (batch->values.dtype == UINT8) {
-            for (int64_t i = 0; i < part; i++) out[(from + i) * step] = values[i];
-            continue;
-        }
-        if (batch->values.dtype == FLOAT64) {
-            for (int64_t i = 0; i < part; i++) ((double *)out)[(from + i) * step] = f->table_256[values[i]];
-            continue;
-        }
-        to_floats(f, values, part, floats);
-        if (batch->values.dtype == FLOAT32)
-            for (int64_t i = 0; i < part; i++) ((float *)out)[(from + i) * step] = floats[i];
-        else if (batch->values.dtype == FLOAT16)
-            for (int64_t i = 0; i < part; i++) ((_Float16 *)out)[(from + i) * step] = (_Float16)floats[i];
-        else
-            for (int64_t i = 0; i < part; i++) ((uint16_t *)out)[(from + i) * step] = to_bfloat16(floats[i]);
+/* Floats to what is served, and back. */
+static void store(int32_t dtype, const float *restrict in, int64_t count, uint8_t *out) {
+    for (int64_t i = 0; i < count && dtype == FLOAT32; i++) ((float *)out)[i] = in[i];
+    for (int64_t i = 0; i < count && dtype == FLOAT64; i++) ((double *)out)[i] = in[i];
+    for (int64_t i = 0; i < count && dtype == FLOAT16; i++) ((_Float16 *)out)[i] = (_Float16)in[i];
+    for (int64_t i = 0; i < count && dtype == BFLOAT16; i++) ((uint16_t *)out)[i] = to_bfloat16(in[i]);
+}
+
+static void load(int32_t dtype, const uint8_t *in, int64_t count, float *restrict out) {
+    for (int64_t i = 0; i < count && dtype == FLOAT32; i++) out[i] = ((const float *)in)[i];
+    for (int64_t i = 0; i < count && dtype == FLOAT64; i++) out[i] = (float)((const double *)in)[i];
+    for (int64_t i = 0; i < count && dtype == FLOAT16; i++) out[i] = (float)((const _Float16 *)in)[i];
+    for (int64_t i = 0; i < count && dtype == BFLOAT16; i++) {
+        uint32_t bits = (uint32_t)((const uint16_t *)in)[i] << 16;
+        memcpy(out + i, &bits, 4);
     }
 }
 
-static int64_t item_bytes(const Batch *batch) {
-    return batch->values.dtype == UINT8 ? 1 : batch->values.dtype == FLOAT32 ? 4 : batch->values.dtype == FLOAT64 ? 8 : 2;
+/* Values of one row of a plane, or of several that lie end to end. */
+static void write_values(const Values *v, int32_t c, const uint8_t *in, int64_t count, uint8_t *out) {
+    float floats[CHUNK];
+    if (v->dtype == FLOAT32) to_floats(v, c, in, count, (float *)out);
+    for (int64_t i = 0; i < count && v->dtype == FLOAT64; i++) ((double *)out)[i] = v->table_C256[256 * c + in[i]];
+    for (int64_t from = 0; from < count && (v->dtype == FLOAT16 || v->dtype == BFLOAT16); from += CHUNK) {
+        int64_t part = count - from < CHUNK ? count - from : CHUNK;
+        to_floats(v, c, in + from, part, floats);
+        store(v->dtype, floats, part, out + 2 * from);
+    }
 }
 
-static void write_plane(const Batch *batch, const Image *image, int32_t c, uint8_t *out, uint8_t *row_buffer) {
-    float mean = batch->values.normalizes ? batch->values.mean_C[c] : 0, std = batch->values.normalizes ? batch->values.std_C[c] : 1;
-    Floats floats = {batch->values.factor, 1 / batch->values.factor, mean, std, 1 / std, batch->values.divides,
-                     batch->values.normalizes, batch->values.by_formula ? NULL : batch->values.table_C256 + 256 * (int64_t)c};
-    int64_t bytes = item_bytes(batch), width = image->width, height = image->height;
-    int64_t step = batch->channels_last ? batch->channels : 1;
-    out += (batch->channels_last ? c : c * height * width) * bytes;
-    const uint8_t *plane = image->data + (image->channels == 1 ? 0 : c) * image->plane;
+static const int64_t ITEM_BYTES[] = {[UINT8] = 1, [FLOAT32] = 4, [FLOAT64] = 8, [FLOAT16] = 2, [BFLOAT16] = 2};
+
+static void write_plane(const Batch *batch, const Image *image, int32_t c, uint8_t *out, uint8_t *buffer) {
+    const Values *v = &batch->values;
+    int64_t bytes = ITEM_BYTES[v->dtype], width = image->width, height = image->height, rows;
+    out += c * height * width * bytes;
+    const uint8_t *row = image->data + (image->channels == 1 ? 0 : c) * image->plane;
     if (image->pixel == 1 && image->row == width) width *= height, height = 1;
-    for (int64_t y = 0; y < height; y++, out += width * step * bytes) {
-        const uint8_t *row = plane + y * image->row;
-        if (batch->values.dtype == UINT8 && step == 1) {
-            copy_row(row, image->pixel, width, out);
-            continue;
-        }
-        if (image->pixel != 1) {
-            copy_row(row, image->pixel, width, row_buffer);
-            row = row_buffer;
-        }
-        if (batch->values.dtype == FLOAT32 && step == 1)
-            to_floats(&floats, row, width, (float *)out);
-        else
-            write_values(batch, &floats, row, width, out, step);
+    bool copies = v->dtype == UINT8 || image->pixel != 1 || width < SHORT_ROW;
+    for (int64_t y = 0; y < height; y += rows, row += rows * image->row, out += rows * width * bytes) {
+        rows = copies && width < BUFFER ? BUFFER / width : 1;
+        if (rows > height - y) rows = height - y;
+        uint8_t *to = v->dtype == UINT8 ? out : buffer;
+        for (int64_t k = 0; k < rows && copies; k++) copy_row(row + k * image->row, image->pixel, width, to + k * width);
+        if (v->dtype != UINT8) write_values(v, c, copies ? buffer : row, rows * width, out);
     }
 }
 
 /* Erasing and noise among the floats: torchvision's RandomErasing and GaussianNoise behind the conversion, timm's too. */
-static void write_float(const Batch *batch, uint8_t *out, int64_t at, float value) {
-    if (batch->values.dtype == FLOAT32)
-        ((float *)out)[at] = value;
-    else if (batch->values.dtype == FLOAT64)
-        ((double *)out)[at] = value;
-    else if (batch->values.dtype == FLOAT16)
-        ((_Float16 *)out)[at] = (_Float16)value;
-    else
-        ((uint16_t *)out)[at] = to_bfloat16(value);
-}
-
 static int erase_floats(const Batch *batch, const Op *op, uint8_t *out, Scratch *scratch) {
-    const int32_t *n = op->n;
-    if (!is_inside(op, batch->height, batch->width) || batch->values.dtype == UINT8) return OUTSIDE;
-    int64_t count = (int64_t)n[2] * n[3], area = (int64_t)batch->height * batch->width;
-    float *noise = take(scratch, SLOT_WORK, (n[6] == 1 ? batch->channels * count : batch->channels) * (int64_t)sizeof(float));
-    if (!noise) return NO_MEMORY;
-    if (n[6]) draw_normal(key_of(op), 0, n[6] == 1 ? batch->channels * count : batch->channels, noise);
-    for (int32_t c = 0; c < batch->channels; c++)
-        for (int64_t y = 0; y < n[2]; y++)
-            for (int64_t x = 0; x < n[3]; x++) {
-                int64_t place = (n[0] + y) * batch->width + n[1] + x;
-                int64_t at = batch->channels_last ? place * batch->channels + c : c * area + place;
-                float value = n[6] == 1 ? noise[c * count + y * n[3] + x] : n[6] ? noise[c] : (float)op->v[8 + (c < 4 ? c : 3)];
-                write_float(batch, out, at, value);
-            }
+    const int32_t *n = op->n, dtype = batch->values.dtype, channels = batch->channels;
+    if (!is_inside(op, batch->height, batch->width) || dtype == UINT8) return OUTSIDE;
+    int64_t count = (int64_t)n[2] * n[3];
+    float *values = take(scratch, SLOT_WORK, channels * (count + 1) * (int64_t)sizeof(float));
+    if (!values) return NO_MEMORY;
+    float *each = values + channels * count;
+    if (n[6]) draw_normal(key_of(op), n[6] == 1 ? channels * count : channels, n[6] == 1 ? values : each);
+    for (int32_t c = 0; c < channels; c++, values += count) {
+        for (int64_t i = 0; i < count && n[6] != 1; i++) values[i] = n[6] ? each[c] : (float)op->v[8 + (c < 4 ? c : 3)];
+        for (int64_t y = 0; y < n[2]; y++) {
+            int64_t at = ((int64_t)c * batch->height + n[0] + y) * batch->width + n[1];
+            store(dtype, values + y * n[3], n[3], out + at * ITEM_BYTES[dtype]);
+        }
+    }
     return OK;
 }
 
-static float read_float(const Batch *batch, const uint8_t *out, int64_t at) {
-    if (batch->values.dtype == FLOAT32) return ((const float *)out)[at];
-    if (batch->values.dtype == FLOAT64) return (float)((const double *)out)[at];
-    if (batch->values.dtype == FLOAT16) return (float)((const _Float16 *)out)[at];
-    uint32_t bits = (uint32_t)((const uint16_t *)out)[at] << 16;
-    float value;
-    memcpy(&value, &bits, 4);
-    return value;
-}
-
 static int add_noise_to_floats(const Batch *batch, const Op *op, uint8_t *out, Scratch *scratch) {
-    int64_t area = (int64_t)batch->height * batch->width, size = batch->channels * area;
-    float *noise = take(scratch, SLOT_WORK, size * (int64_t)sizeof(float));
-    if (!noise) return NO_MEMORY;
+    int64_t area = (int64_t)batch->height * batch->width, bytes = area * ITEM_BYTES[batch->values.dtype];
+    float *values = take(scratch, SLOT_WORK, (batch->channels + 1) * area * (int64_t)sizeof(float));
+    if (!values) return NO_MEMORY;
+    float *noise = values + area;
     if (batch->channels > MAX_CHANNELS || batch->values.dtype == UINT8) return UNKNOWN_OP;
-    draw_normal(key_of(op), 0, size, noise);
-    for (int32_t c = 0; c < batch->channels; c++) {
+    draw_normal(key_of(op), batch->channels * area, noise);
+    for (int32_t c = 0; c < batch->channels; c++, out += bytes, noise += area) {
         float scale = (float)op->v[2 + c], low = (float)op->v[6 + c], high = low + scale;
-        for (int64_t place = 0; place < area; place++) {
-            int64_t at = batch->channels_last ? place * batch->channels + c : c * area + place;
-            float value = read_float(batch, out, at) + ((float)op->v[0] + noise[c * area + place] * (float)op->v[1]) * scale;
-            write_float(batch, out, at, !op->n[0] ? value : value < low ? low : value > high ? high : value);
+        load(batch->values.dtype, out, area, values);
+        for (int64_t i = 0; i < area; i++) {
+            float value = values[i] + ((float)op->v[0] + noise[i] * (float)op->v[1]) * scale;
+            values[i] = !op->n[0] ? value : value < low ? low : value > high ? high : value;
         }
+        store(batch->values.dtype, values, area, out);
     }
     return OK;
 }
@@ -514,21 +513,21 @@ static int serve_one(const Batch *batch, int64_t b, Scratch *scratch) {
     sample.image.row = batch->interleaved ? width * channels : width;
     sample.image.pixel = batch->interleaved ? channels : 1;
 
-    const Op *op = batch->ops_BS + b * batch->ops_per_sample, *end = op + batch->ops_per_sample;
-    for (; op < end && op->code != OP_CAST; op++) {
+    const Op *op = batch->ops_SB + b, *end = op + (int64_t)batch->steps * batch->samples;
+    for (; op < end && op->code != OP_CAST; op += batch->samples) {
         int problem = run_op(&sample, op);
         if (problem) return problem;
     }
     const Image *image = &sample.image;
-    bool widens = image->channels == 1 && batch->channels > 1 && batch->values.normalizes;
+    bool widens = image->channels == 1 && batch->values.widens;
     if (image->height != batch->height || image->width != batch->width) return WRONG_SHAPE;
     if (image->channels != batch->channels && !widens) return WRONG_SHAPE;
     if (!settle(&sample)) return NO_MEMORY;
-    uint8_t *row_buffer = take(scratch, SLOT_WORK, image->width);
-    if (!row_buffer) return NO_MEMORY;
-    uint8_t *out = batch->out_B + b * batch->channels * batch->height * batch->width * item_bytes(batch);
-    for (int32_t c = 0; c < batch->channels; c++) write_plane(batch, image, c, out, row_buffer);
-    for (; op < end; op++) {
+    uint8_t *buffer = take(scratch, SLOT_WORK, image->width + BUFFER);
+    if (!buffer) return NO_MEMORY;
+    uint8_t *out = batch->out_B + b * batch->channels * batch->height * batch->width * ITEM_BYTES[batch->values.dtype];
+    for (int32_t c = 0; c < batch->channels; c++) write_plane(batch, image, c, out, buffer);
+    for (; op < end; op += batch->samples) {
         int problem = op->code == OP_NOTHING || op->code == OP_CAST ? OK
                       : op->code == OP_ERASE                        ? erase_floats(batch, op, out, scratch)
                       : op->code == OP_NOISE                        ? add_noise_to_floats(batch, op, out, scratch)
@@ -539,11 +538,13 @@ static int serve_one(const Batch *batch, int64_t b, Scratch *scratch) {
 }
 
 /* Serve samples [first, last) of a batch. Returns -1, or 8 * (the sample that failed) + why. */
-EXPORT int64_t fastdata_serve(const Batch *batch, int64_t first, int64_t last) {
+EXPORT int64_t fastdata_serve(const Batch *asked, int64_t first, int64_t last) {
+    Batch batch = *asked;
+    batch.values.by_formula = batch.values.by_formula && agrees(&batch.values, batch.channels);
     Scratch scratch = {0};
     int64_t outcome = -1;
     for (int64_t b = first; b < last && outcome < 0; b++) {
-        int problem = serve_one(batch, b, &scratch);
+        int problem = serve_one(&batch, b, &scratch);
         if (problem) outcome = 8 * b + problem;
     }
     for (int slot = 0; slot < SLOT_COUNT; slot++) free(scratch.data[slot]);

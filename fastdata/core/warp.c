@@ -10,13 +10,6 @@
 #include <math.h>
 #include <string.h>
 
-#ifdef __clang__
-#pragma STDC FP_CONTRACT OFF
-#endif
-
-/* Copied into each call, so that its constants make loops of their own. */
-#define SPECIAL static inline __attribute__((always_inline))
-
 enum { RUN = 128, BLOCK = 16, EDGE = 2, TAPS = 4 };
 
 typedef struct {
@@ -28,17 +21,8 @@ typedef struct {
     uint32_t differs[RUN];           /* bits by which those that count differ */
 } Run;
 
-/* a * b + c rounded once, as torch is compiled. */
-SPECIAL float fused(float a, float b, float c) {
-#if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
-    return __builtin_fmaf(a, b, c);
-#else
-    return (float)((double)a * b + c);
-#endif
-}
-
 /* torch multiplies grids of at least 400 products with a library that fuses, smaller ones by itself. */
-SPECIAL float dot(float x, float y, const float t[3], bool fuse) {
+INLINE float dot(float x, float y, const float t[3], bool fuse) {
     return (fuse ? fused(y, t[1], x * t[0]) : x * t[0] + y * t[1]) + t[2];
 }
 
@@ -120,7 +104,7 @@ static bool fits_fixed(const double a[6], double w, double h) {
 }
 
 /* The size x size pixels at each offset. */
-SPECIAL void gather(const uint32_t *pixels, int64_t stride, int size, int64_t n, Run *restrict run) {
+INLINE void gather(const uint32_t *pixels, int64_t stride, int size, int64_t n, Run *restrict run) {
     uint32_t row[TAPS * RUN];
     for (int k = 0; k < size; k++) {
         for (int64_t i = 0; i < n; i++) memcpy(row + i * size, pixels + k * stride + run->at[i], 4 * (size_t)size);
@@ -130,7 +114,7 @@ SPECIAL void gather(const uint32_t *pixels, int64_t stride, int size, int64_t n,
 }
 
 /* The sum of the pixels' byte `shift` with their weights, in torch's order. */
-SPECIAL void add_up(int taps, int shift, bool fuse, int64_t n, const Run *run, float *restrict out) {
+INLINE void add_up(int taps, int shift, bool fuse, int64_t n, const Run *run, float *restrict out) {
     uint32_t byte = 255u << shift;
     float scale = 1.0f / (float)(1 << shift);
     for (int64_t i = 0; i < n; i++) {
@@ -143,10 +127,10 @@ SPECIAL void add_up(int taps, int shift, bool fuse, int64_t n, const Run *run, f
     }
 }
 
-SPECIAL float near(float d) { return 1 + d * d * (d - 2); } /* Pillow's cubic, a = -1 */
-SPECIAL float far(float d) { return d * d * (d - 1); }
+INLINE float near(float d) { return 1 + d * d * (d - 2); } /* Pillow's cubic, a = -1 */
+INLINE float far(float d) { return d * d * (d - 1); }
 
-SPECIAL void weigh(int size, int64_t n, Run *restrict run) {
+INLINE void weigh(int size, int64_t n, Run *restrict run) {
     int centre = size == 2 ? 0 : 1;
     for (int64_t i = 0; i < n; i++) {
         float w = run->dx[i], e = 1 - w, u = run->dy[i], s = 1 - u, wx[4] = {e, w}, wy[4] = {s, u};
@@ -168,12 +152,12 @@ SPECIAL void weigh(int size, int64_t n, Run *restrict run) {
     }
 }
 
-SPECIAL double cubic(double p1, double p2, double p3, double p4, double d) {
+INLINE double cubic(double p1, double p2, double p3, double p4, double d) {
     return p1 + d * (p2 + d * (p3 + d * p4));
 }
 
 /* BILINEAR and BICUBIC of Geometry.c for a block of pixels. */
-SPECIAL void exact(int size, int shift, int64_t first, const Run *run, uint8_t *restrict out) {
+INLINE void exact(int size, int shift, int64_t first, const Run *run, uint8_t *restrict out) {
     double v[4][BLOCK];
     for (int k = 0; k < size; k++)
         for (int64_t i = 0; i < BLOCK; i++) {
@@ -192,7 +176,7 @@ SPECIAL void exact(int size, int shift, int64_t first, const Run *run, uint8_t *
 
 /* Pillow's levels: where float32 sums decide them, from those. They are off by less than 2,100 (bilinear) and 25,100
  * (bicubic) units of 2^-24, and `off` is more. Where all pixels that count are equal, so is the level. */
-SPECIAL void finish_pillow(int taps, int shift, int64_t n, const Run *run, const float *sum, uint8_t *restrict out) {
+INLINE void finish_pillow(int taps, int shift, int64_t n, const Run *run, const float *sum, uint8_t *restrict out) {
     float off = taps == 4 ? 0x1p-12f : 0x1p-9f;
     for (int64_t first = 0; first < n; first += BLOCK) {
         uint32_t doubt = 0;

@@ -1,1 +1,1 @@
-"""Stores: where prepared samples are kept and read from by index."""
+"""Prepared samples, read by index. A store is a file, in memory or on disk, with one writer and one reader."""

@@ -1,27 +1,27 @@
-"""Automatic augmentation: the policies of torchvision (RandAugment, TrivialAugmentWide, AutoAugment, AugMix) and timm.
+"""Warps, and what draws among them and colours: the policies of torchvision (RandAugment, AugMix and others) and timm.
 
-The tables of magnitudes are those of the user's own step, asked for each size of image; none is repeated here.
+A warp is for each sample the matrix from the image wanted to the one there is. The tables of magnitudes are those of
+the user's own step, asked for each size of image; none is repeated here.
 
-Shape letters: B batch.
+Shape letters: B batch, N ops to choose from.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from fastdata.core import Code
-from fastdata.transforms.ops import INTERPOLATIONS, Domain, Drawing, Flags, Op, child
-from fastdata.transforms.warps import add_affine, add_matrix, add_rotation, as_python
+from fastdata.transforms.ops import INTERPOLATIONS, Domain, Drawing, Fill, Flags, Float64s, Int64s, child, draw_several
 
-Float64s = npt.NDArray[np.float64]
-Int64s = npt.NDArray[np.int64]
-
+Center = tuple[float, float] | None
+Pair = tuple[Any, Any]
+_PILLOW_PLACES = 15
+"""To which Image.rotate rounds sine and cosine."""
 _FACTORS = {
     "Brightness": Code.BRIGHTNESS,
     "Color": Code.SATURATION,
@@ -31,297 +31,409 @@ _FACTORS = {
 _PLAIN = {"AutoContrast": Code.AUTOCONTRAST, "Equalize": Code.EQUALIZE, "Invert": Code.INVERT}
 _CODES = {**_FACTORS, **_PLAIN, "Posterize": Code.POSTERIZE, "Solarize": Code.SOLARIZE}
 _WARPS = ("Identity", "ShearX", "ShearY", "TranslateX", "TranslateY", "Rotate")
+_TIMM_CODES = {**_CODES, "Desaturate": Code.SATURATION, "SolarizeAdd": Code.SOLARIZE_ADD}
+_TIMM_CODES |= dict.fromkeys(("GaussianBlur", "GaussianBlurRand"), Code.BOX_BLUR)
 _GAMMA_TRIES = 8
 _AUTO_BINS = 10
 
 
-@dataclass(frozen=True, slots=True)
-class Table:
-    """What a step of torchvision chooses from, for one size of image.
+# Warps
 
-    Attributes:
-        names: of the ops.
-        levels: magnitudes (N, bins), 0 where an op has none.
-        signed: (N,), whether an op takes a sign.
+
+def draw_rotation(drawing: Drawing, at: int, degrees: Pair, **warp: Any) -> None:
+    add_rotation(drawing, drawing.uniform(at, 0, *degrees), **warp)
+
+
+def draw_affine(
+    drawing: Drawing, at: int, degrees: Pair, translate: Pair, scale: Pair, shear: Sequence[Pair], **warp: Any
+) -> None:
+    """RandomAffine; ``translate`` in shares of the width and height, ``shear`` in degrees along x and y."""
+    angle_B, scale_B = drawing.uniform(at, 0, *degrees), drawing.uniform(at, 3, *scale)
+    most_x, most_y = translate[0] * drawing.width_B, translate[1] * drawing.height_B
+    moved = np.rint(drawing.uniform(at, 1, -most_x, most_x)), np.rint(drawing.uniform(at, 2, -most_y, most_y))
+    sheared = drawing.uniform(at, 4, *shear[0]), drawing.uniform(at, 5, *shear[1])
+    add_affine(drawing, angle_B, moved, scale_B, sheared, **warp)
+
+
+def draw_perspective(drawing: Drawing, at: int, distortion: float, **warp: Any) -> None:
+    """RandomPerspective; ``distortion`` is the share of half a side that a corner moves by."""
+    height_B, width_B = drawing.height_B, drawing.width_B
+    reach_v = (distortion * (height_B // 2)).astype(np.int64) + 1
+    reach_h = (distortion * (width_B // 2)).astype(np.int64) + 1
+    moved = (draw_several(drawing.keys_B, at, range(8)) * ([reach_h, reach_v] * 4)).astype(np.int64)
+    corners = []  # top left, top right, bottom right, bottom left
+    for number, (right, bottom) in enumerate(((False, False), (True, False), (True, True), (False, True))):
+        x_B, y_B = moved[2 * number : 2 * number + 2]
+        corners.append((x_B + right * (width_B - reach_h), y_B + bottom * (height_B - reach_v)))
+    add_matrix(drawing, _perspective(corners, height_B, width_B), **warp)
+
+
+def add_matrix(
+    drawing: Drawing, matrix_BN: Float64s, *, interpolation: Any, fill: Fill | None, domain: Domain, size: Any = None
+) -> None:
+    """Add a map by its 6 numbers, or 8 of a perspective, as Image.transform, _affine_grid, _perspective_grid take them.
+
+    ``interpolation`` is a name, or numbers of the core (B,); ``fill`` None: black, and for tensors blended with it at
+    the edge; ``size`` (h, w) None: it stays.
     """
+    height, width = size or (drawing.height_B, drawing.width_B)
+    which = INTERPOLATIONS.index(interpolation) if isinstance(interpolation, str) else interpolation
+    code = Code.AFFINE if matrix_BN.shape[1] == 6 else Code.PERSPECTIVE
+    drawing.add(code, (height, width, 0, 0, 0, 0, which, fill is not None), matrix_BN.T, domain, fill or (0,))
+    if size is not None:
+        drawing.resized(height, width, is_drawn=True)
 
-    names: tuple[str, ...]
-    levels: Float64s
-    signed: Flags
+
+def add_affine(
+    drawing: Drawing, angle_B: Any, translate: Pair, scale: Any, shear: Pair, center: Center = None, **warp: Any
+) -> None:
+    """Torchvision's ``_get_inverse_affine_matrix``."""
+    middle: Pair = (drawing.width_B * 0.5, drawing.height_B * 0.5)
+    cx, cy = middle
+    if warp["domain"] != "pil":  # tensors: from the centre of the image
+        cx, cy = (0.0, 0.0) if center is None else (center[0] - middle[0], center[1] - middle[1])
+    elif center is not None:
+        cx, cy = center
+    rotation, sx, sy = np.radians(angle_B), np.radians(shear[0]), np.radians(shear[1])
+    (tx, ty), turned = translate, rotation - sy
+    cosine, sine = partial(as_python, math.cos), partial(as_python, math.sin)
+    tangent, squeezed = as_python(math.tan, sx), cosine(sy)
+    a = cosine(turned) / squeezed
+    b = -cosine(turned) * tangent / squeezed - sine(rotation)
+    c = sine(turned) / squeezed
+    d = -sine(turned) * tangent / squeezed + cosine(rotation)
+    matrix = [d / scale, -b / scale, -c / scale, a / scale]
+    x = matrix[0] * (-cx - tx) + matrix[1] * (-cy - ty) + cx
+    y = matrix[2] * (-cx - tx) + matrix[3] * (-cy - ty) + cy
+    rows = np.broadcast_arrays(matrix[0], matrix[1], x, matrix[2], matrix[3], y)
+    add_matrix(drawing, np.stack(rows, axis=1), **warp)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Augment(Op):
-    """torchvision's RandAugment, TrivialAugmentWide or AutoAugment.
+def add_rotation(
+    drawing: Drawing, angle_B: Float64s, *, expand: bool = False, center: Center = None, **warp: Any
+) -> None:
+    if warp["domain"] != "pil":
+        none = 0.0, 0.0
+        turned_B = angle_B % 360 != 0
+        drawing.each((turned_B, lambda part: add_affine(part, -part.of(angle_B), none, 1.0, none, center, **warp)))
+        return
+    which_B = warp.pop("interpolation")
+    angle_B = np.asarray(angle_B) % 360.0
+    is_square_B = (drawing.height_B == drawing.width_B) | expand
+    quarters_B = np.where((angle_B % 180 == 0) | ((angle_B % 90 == 0) & is_square_B), angle_B // 90, 4)
+    quarters_B = quarters_B if center is None else np.full_like(angle_B, 4)
 
-    Attributes:
-        step: the user's own, for its tables.
-    """
+    def turn(part: Drawing, quarters: int) -> None:
+        part.add(Code.TURN, [quarters])
+        if expand and quarters != 2:
+            part.resized(part.width_B, part.height_B)
 
-    step: Any
-    domain: Domain
-    interpolation: str
-    fill: tuple[float, ...] | None
-    tables: dict[tuple[int, int], Table] = field(default_factory=dict, compare=False, repr=False)
+    def rotate(part: Drawing) -> None:
+        matrix_B6, size = _pillow_rotation(part.of(angle_B), part.height_B, part.width_B, expand, center)
+        interpolation = which_B if isinstance(which_B, str) else part.of(which_B)
+        add_matrix(part, matrix_B6, size=size, interpolation=interpolation, **warp)
 
-    def draw(self, drawing: Drawing) -> None:
-        policies = getattr(self.step, "policies", None) or getattr(self.step, "_policies", None)
-        if policies:
-            self._draw_policy(drawing, policies)
-            return
-        bins, fixed = self.step.num_magnitude_bins, getattr(self.step, "magnitude", None)
-        for layer in range(getattr(self.step, "num_ops", 1)):
-            bin_B = drawing.integers(self.position, 4 * layer + 1, bins) if fixed is None else np.array(fixed)
-            self._draw_one(drawing, self.position, 4 * layer, bins, np.broadcast_to(bin_B, drawing.keys_B.shape))
+    turns = [(quarters_B == k, partial(turn, quarters=k)) for k in (1, 2, 3)]
+    drawing.each(*turns, (quarters_B == 4, rotate))
 
-    def _draw_one(self, drawing: Drawing, position: int, first: int, bins: int, bin_B: Int64s) -> None:
-        """One op of all, each equally likely."""
-        negative_B = drawing.uniform(position, first + 2) < 0.5
-        for table, where_B in self._tables(drawing, bins):
-            which_B = drawing.integers(position, first, len(table.names))
-            self._add(drawing, table, which_B, table.levels[which_B, bin_B], negative_B, where_B)
 
-    def _draw_policy(self, drawing: Drawing, policies: Any) -> None:
-        policy_B = drawing.integers(self.position, 0, len(policies))
+def _pillow_rotation(
+    angle_B: Float64s, height_B: Any, width_B: Any, expand: bool, center: Center
+) -> tuple[Float64s, Pair | None]:
+    """``Image.rotate`` of Pillow's Image.py: the matrix, and the size if it expands."""
+    radians_B = -np.radians(angle_B)
+    cosine_B, sine_B = (
+        np.array([round(value, _PILLOW_PLACES) for value in as_python(function, radians_B).tolist()])
+        for function in (math.cos, math.sin)
+    )
+    cx, cy = (width_B / 2, height_B / 2) if center is None else center
+    x_B = cosine_B * -cx + sine_B * -cy + 0.0 + cx
+    y_B = -sine_B * -cx + cosine_B * -cy + 0.0 + cy
+    size = None
+    if expand:
+        corners = [(0.0, 0.0), (width_B, 0.0), (width_B, height_B), (0.0, height_B)]
+        xs = np.stack([cosine_B * x + sine_B * y + x_B for x, y in corners])
+        ys = np.stack([-sine_B * x + cosine_B * y + y_B for x, y in corners])
+        wide_B, high_B = (np.ceil(each.max(axis=0)) - np.floor(each.min(axis=0)) for each in (xs, ys))
+        dx, dy = -(wide_B - width_B) / 2.0, -(high_B - height_B) / 2.0
+        x_B, y_B = cosine_B * dx + sine_B * dy + x_B, -sine_B * dx + cosine_B * dy + y_B
+        size = high_B.astype(np.int64), wide_B.astype(np.int64)
+    return np.stack([cosine_B, sine_B, x_B, -sine_B, cosine_B, y_B], axis=1), size
+
+
+def as_python(function: Callable[[float], float], values: Any) -> Any:
+    """Python's own functions, whose last bits may be others than NumPy's."""
+    if isinstance(values, float):
+        return function(values)
+    return np.array([function(value) for value in values.tolist()])
+
+
+def _perspective(corners: list[Pair], height_B: Any, width_B: Any) -> Float64s:
+    """``_get_perspective_coeffs`` of torchvision's transforms/functional.py, which rounds to float32."""
+    zero_B, one_B = np.zeros(len(height_B)), np.ones(len(height_B))
+    ends = ((zero_B, zero_B), (width_B - 1, zero_B), (width_B - 1, height_B - 1), (zero_B, height_B - 1))
+    rows, wanted = [], []
+    for (x, y), (to_x, to_y) in zip(corners, ends, strict=True):
+        rows.append(np.stack([x, y, one_B, zero_B, zero_B, zero_B, -to_x * x, -to_x * y], axis=1))
+        rows.append(np.stack([zero_B, zero_B, zero_B, x, y, one_B, -to_y * x, -to_y * y], axis=1))
+        wanted += [to_x, to_y]
+    equations_B88 = np.stack(rows, axis=1)
+    solution_B8 = (np.linalg.pinv(equations_B88) @ np.stack(wanted, axis=1)[:, :, None])[:, :, 0]
+    coefficients_B8: Float64s = solution_B8.astype(np.float32).astype(np.float64)
+    return coefficients_B8
+
+
+# Policies of torchvision
+
+
+class Space:
+    """What a step of torchvision, the user's own, chooses from, and how far: it depends on the size of the image."""
+
+    def __init__(self, step: Any) -> None:
+        self.step = step
+        self._tables: dict[tuple[int, int, int], dict[str, tuple[Float64s, bool]]] = {}
+
+    def table(self, bins: int, height: int, width: int) -> dict[str, tuple[Float64s, bool]]:
+        """Names of ops, the same for all sizes -> magnitudes (bins,), 0 where it has none, and if it takes a sign."""
+        size, step = (bins, height, width), self.step
+        if size not in self._tables:
+            if hasattr(step, "_AUGMENTATION_SPACE"):  # v2
+                every = getattr(step, "all_ops", True)
+                space = step._AUGMENTATION_SPACE if every else step._PARTIAL_AUGMENTATION_SPACE
+                drawn = {name: (function(bins, height, width), signed) for name, (function, signed) in space.items()}
+            elif hasattr(step, "magnitude") or hasattr(step, "policies") or hasattr(step, "severity"):
+                drawn = step._augmentation_space(bins, (height, width))
+            else:
+                drawn = step._augmentation_space(bins)
+            unknown = [name for name in drawn if name not in _CODES and name not in _WARPS]
+            if unknown:
+                raise ValueError(
+                    f"{type(step).__name__} has the op {unknown[0]!r}, which is not known. Use batch_ops='off'."
+                )
+            self._tables[size] = {
+                name: (np.zeros(bins) + (0.0 if values is None else values.double().numpy()), bool(signed))
+                for name, (values, signed) in drawn.items()
+            }
+        return self._tables[size]
+
+
+def draw_augment(drawing: Drawing, at: int, space: Space, **warp: Any) -> None:
+    """RandAugment, TrivialAugmentWide or AutoAugment."""
+    step = space.step
+    policies = getattr(step, "policies", None) or getattr(step, "_policies", None)
+    if policies:
+        policy_B = drawing.integers(at, 0, len(policies))
         for place in range(2):
-            does_B = drawing.uniform(self.position, 1 + 2 * place)
-            negative_B = drawing.uniform(self.position, 2 + 2 * place) < 0.5
-            for table, where_B in self._tables(drawing, _AUTO_BINS):
-                ops = [policy[place] for policy in policies]
-                which_B = np.array([table.names.index(name) for name, *_ in ops])[policy_B]
-                level_B = np.array([0 if level is None else level for *_, level in ops])[policy_B]
-                chosen_B = where_B & (does_B < np.array([p for _, p, _ in ops])[policy_B])
-                self._add(drawing, table, which_B, table.levels[which_B, level_B], negative_B, chosen_B)
-
-    def _tables(self, drawing: Drawing, bins: int) -> Iterator[tuple[Table, Flags]]:
-        """The step's table for every size of image, and which samples have it."""
-        sizes_B = drawing.height_B << 32 | drawing.width_B
-        for both in np.unique(sizes_B).tolist():
-            size = both >> 32, both & 0xFFFFFFFF
-            if size not in self.tables:
-                self.tables[size] = self._table(bins, *size)
-            yield self.tables[size], sizes_B == both
-
-    def _table(self, bins: int, height: int, width: int) -> Table:
-        step = self.step
-        if hasattr(step, "_AUGMENTATION_SPACE"):  # v2
-            every = getattr(step, "all_ops", True)
-            space = step._AUGMENTATION_SPACE if every else step._PARTIAL_AUGMENTATION_SPACE
-            drawn = {name: (function(bins, height, width), signed) for name, (function, signed) in space.items()}
-        elif hasattr(step, "magnitude") or hasattr(step, "policies") or hasattr(step, "severity"):
-            drawn = step._augmentation_space(bins, (height, width))
-        else:
-            drawn = step._augmentation_space(bins)
-        unknown = [name for name in drawn if name not in _CODES and name not in _WARPS]
-        if unknown:
-            raise ValueError(
-                f"{type(step).__name__} has the op {unknown[0]!r}, which is not known. Use batch_ops='off'."
-            )
-        levels = np.zeros((len(drawn), bins))
-        for row, (values, _) in zip(levels, drawn.values(), strict=True):
-            row[:] = 0.0 if values is None else values.double().numpy()
-        return Table(tuple(drawn), levels, np.array([signed for _, signed in drawn.values()]))
-
-    def _add(
-        self,
-        drawing: Drawing,
-        table: Table,
-        which_B: Int64s,
-        level_B: Float64s,
-        negative_B: Flags,
-        chosen_B: Flags,
-    ) -> None:
-        """``_apply_op`` of torchvision's transforms/autoaugment.py."""
-        level_B = np.where(table.signed[which_B] & negative_B, -level_B, level_B)
-        rest: dict[str, Any] = {"interpolation": self.interpolation, "fill": self.fill, "domain": self.domain}
-
-        def of(*names: str) -> Flags:
-            return np.array([name in names for name in table.names])[which_B]
-
-        code_B = np.array([int(_CODES.get(name, 0)) for name in table.names])[which_B]
-        bound = 255.0 if hasattr(self.step, "_AUGMENTATION_SPACE") else 1.0
-        threshold_B = level_B * bound
-        if self.domain != "pil":
-            threshold_B = threshold_B.astype(np.float32)  # as torch compares it with uint8
-        value_B = np.where(of("Solarize"), threshold_B, 1.0 + level_B)
-        sheared_B, moved_B = of("ShearX", "ShearY"), of("TranslateX", "TranslateY")
-        with drawing.one_column():
-            with drawing.only(chosen_B & (code_B > 0)):
-                drawing.add(code_B, {0: level_B.astype(np.int64)}, {0: value_B}, self.domain)
-            with drawing.only(chosen_B & (sheared_B | moved_B)):
-                if not drawing.is_idle:
-                    angle_B = np.degrees(as_python(math.atan, level_B)) * sheared_B
-                    pixels_B = np.trunc(level_B) * moved_B
-                    is_x_B = of("ShearX", "TranslateX")
-                    shear = (np.where(is_x_B, angle_B, 0.0), np.where(is_x_B, 0.0, angle_B))
-                    move = (np.where(is_x_B, pixels_B, 0.0), np.where(is_x_B, 0.0, pixels_B))
-                    # A translation is the same about any centre.
-                    add_affine(drawing, np.zeros_like(level_B), move, shear=shear, center=(0.0, 0.0), **rest)
-            with drawing.only(chosen_B & of("Rotate")):
-                if not drawing.is_idle:
-                    add_rotation(drawing, level_B, **rest)
+            names, p, bins = zip(*(policy[place] for policy in policies), strict=True)
+            applied_B = drawing.uniform(at, 1 + 2 * place) < np.array(p)[policy_B]
+            negative_B = drawing.uniform(at, 2 + 2 * place) < 0.5
+            bin_B = np.array([bin or 0 for bin in bins])[policy_B]
+            _add(drawing, space, _AUTO_BINS, names, policy_B, bin_B, negative_B, applied_B, warp)
+        return
+    bins, fixed = step.num_magnitude_bins, getattr(step, "magnitude", None)
+    for layer in range(getattr(step, "num_ops", 1)):
+        bin_B = drawing.integers(at, 4 * layer + 1, bins) if fixed is None else np.full(len(drawing.keys_B), fixed)
+        _draw_one(drawing, at, 4 * layer, space, bins, bin_B, True, warp)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AugMix(Augment):
-    """torchvision's AugMix: a weighted sum of the image and of chains of ops over it."""
-
-    def draw(self, drawing: Drawing) -> None:
-        step = self.step
-        kept_B2 = self._dirichlet(drawing, 0, 2)
-        share_BW = self._dirichlet(drawing, 100, step.mixture_width) * kept_B2[:, 1:]
-        drawing.add(Code.MIX_BEGIN, v={0: kept_B2[:, 0]})
-        for chain in range(step.mixture_width):
-            at = child(self.position, chain)
-            depth_B = drawing.integers(at, 0, 3) + 1
-            for depth in range(step.chain_depth if step.chain_depth > 0 else 3):
-                first = 4 * (depth + 1)
-                with drawing.only((depth < depth_B) | (step.chain_depth > 0)):
-                    self._draw_one(drawing, at, first, _AUTO_BINS, drawing.integers(at, first + 1, step.severity))
-            drawing.add(Code.MIX_ADD, v={0: share_BW[:, chain]})
-        drawing.add(Code.MIX_END)
-
-    def _dirichlet(self, drawing: Drawing, first: int, count: int) -> Float64s:
-        draws = 4 * _GAMMA_TRIES
-        gammas = [_draw_gamma(drawing, self.position, first + draws * k, self.step.alpha) for k in range(count)]
-        gamma_BK = np.stack(gammas, axis=1)
-        share_BK: Float64s = gamma_BK / gamma_BK.sum(axis=1, keepdims=True)
-        return share_BK
+def draw_aug_mix(drawing: Drawing, at: int, space: Space, **warp: Any) -> None:
+    """A weighted sum of the image and of chains of ops over it."""
+    step = space.step
+    kept_2B = draw_shares(drawing, at, 0, 2, step.alpha)
+    share_WB = draw_shares(drawing, at, 100, step.mixture_width, step.alpha) * kept_2B[1]
+    drawing.add(Code.MIX_BEGIN, v=[kept_2B[0]])
+    for chain, share_B in enumerate(share_WB):
+        here = child(at, chain)
+        depth_B = drawing.integers(here, 0, 3) + 1
+        for depth in range(step.chain_depth if step.chain_depth > 0 else 3):
+            bin_B = drawing.integers(here, 4 * depth + 5, step.severity)
+            applied_B = (depth < depth_B) | (step.chain_depth > 0)
+            _draw_one(drawing, here, 4 * depth + 4, space, _AUTO_BINS, bin_B, applied_B, warp)
+        drawing.add(Code.MIX_ADD, v=[share_B])
+    drawing.add(Code.MIX_END)
 
 
-def _draw_gamma(drawing: Drawing, position: int, first: int, alpha: float) -> Float64s:
+def draw_shares(drawing: Drawing, at: int, first: int, count: int, alpha: float) -> Float64s:
+    """Draw from a Dirichlet distribution, (count, B)."""
+    gamma_NB = np.stack([_draw_gamma(drawing, at, first + 4 * _GAMMA_TRIES * k, alpha) for k in range(count)])
+    share_NB: Float64s = gamma_NB / gamma_NB.sum(axis=0)
+    return share_NB
+
+
+def _draw_gamma(drawing: Drawing, at: int, first: int, alpha: float) -> Float64s:
     """Gamma(alpha) by G. Marsaglia and W. Tsang, "A simple method for generating gamma variables", 2000."""
     d = max(alpha, alpha + 1 if alpha < 1 else alpha) - 1 / 3
     result_B = np.full(len(drawing.keys_B), d)
     pending_B = np.ones(len(drawing.keys_B), bool)
     for draw in range(first, first + 4 * _GAMMA_TRIES - 4, 4):
-        normal_B = drawing.normal(position, draw)
+        normal_B = drawing.normal(at, draw)
         cube_B = np.maximum(1 + normal_B / np.sqrt(9 * d), 0.0) ** 3
         with np.errstate(divide="ignore"):
             bound_B = normal_B**2 / 2 + d - d * cube_B + d * np.log(cube_B)
-            accepted_B = pending_B & (cube_B > 0) & (np.log(1 - drawing.uniform(position, draw + 2)) < bound_B)
+            accepted_B = pending_B & (cube_B > 0) & (np.log(1 - drawing.uniform(at, draw + 2)) < bound_B)
         result_B = np.where(accepted_B, d * cube_B, result_B)
         pending_B &= ~accepted_B
     if alpha < 1:
-        result_B = result_B * (1 - drawing.uniform(position, first + 4 * _GAMMA_TRIES - 4)) ** (1 / alpha)
+        result_B = result_B * (1 - drawing.uniform(at, first + 4 * _GAMMA_TRIES - 4)) ** (1 / alpha)
     return result_B
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TimmOp(Op):
-    """One ``AugmentOp`` of timm's data/auto_augment.py, on PIL images.
+def _draw_one(
+    drawing: Drawing, at: int, first: int, space: Space, bins: int, bin_B: Int64s, applied_B: Any, warp: dict[str, Any]
+) -> None:
+    names = [*space.table(bins, 1, 1)]
+    which_B, negative_B = drawing.integers(at, first, len(names)), drawing.uniform(at, first + 2) < 0.5
+    _add(drawing, space, bins, names, which_B, bin_B, negative_B, applied_B, warp)
 
-    Attributes:
-        name: as timm's.
-        p: how often.
-        magnitude: its mean.
-        deviation: of the magnitude, normal; infinite: it is uniform between 0 and ``magnitude``.
-        most: bound of the magnitude.
-        fill: colour of what comes in from outside.
-        interpolations: numbers of the core, one of which is drawn.
-        translate: most pixels, or share of the image, that a translation moves by.
-    """
+
+def _add(
+    drawing: Drawing,
+    space: Space,
+    bins: int,
+    names: Sequence[str],
+    which_B: Int64s,
+    bin_B: Int64s,
+    negative_B: Flags,
+    applied_B: Any,
+    warp: dict[str, Any],
+) -> None:
+    """Where it is applied, that of the named ops which is drawn, with the magnitude and the sign drawn for it."""
+    sizes, table_B = np.unique(drawing.height_B << 32 | drawing.width_B, return_inverse=True)
+    tables = [space.table(bins, size >> 32, size & 0xFFFFFFFF) for size in sizes.tolist()]
+    level_B = np.array([[table[name][0] for name in names] for table in tables])[table_B, which_B, bin_B]
+    signed_B = np.array([tables[0][name][1] for name in names])[which_B]
+    level_B = np.where(signed_B & negative_B, -level_B, level_B)
+    code_B = np.array([int(_CODES.get(name, 0)) for name in names])[which_B]
+    domain = warp["domain"]
+
+    def of(*some: str) -> Any:
+        return applied_B & np.array([name in some for name in names])[which_B]
+
+    def change(part: Drawing) -> None:
+        change_B, threshold_B = part.of(level_B), part.of(level_B)
+        threshold_B = threshold_B * (255.0 if hasattr(space.step, "_AUGMENTATION_SPACE") else 1.0)
+        if domain != "pil":
+            threshold_B = threshold_B.astype(np.float32)  # as torch compares it with uint8
+        value_B = np.where(part.of(of("Solarize")), threshold_B, 1.0 + change_B)
+        part.add(part.of(code_B), [change_B], [value_B], domain)
+
+    def move(part: Drawing) -> None:
+        amount_B, is_sheared_B, is_x_B = (part.of(each) for each in (level_B, shears_B, of("ShearX", "TranslateX")))
+        angle_B = np.degrees(as_python(math.atan, amount_B)) * is_sheared_B
+        pixels_B = np.trunc(amount_B) * ~is_sheared_B
+        # A translation is the same about any centre.
+        along = [(values_B * is_x_B, values_B * ~is_x_B) for values_B in (pixels_B, angle_B)]
+        add_affine(part, np.zeros_like(amount_B), along[0], 1.0, along[1], center=(0.0, 0.0), **warp)
+
+    shears_B = of("ShearX", "ShearY")
+    drawing.each(
+        (applied_B & (code_B > 0), change),
+        (shears_B | of("TranslateX", "TranslateY"), move),
+        (of("Rotate"), lambda part: add_rotation(part, part.of(level_B), **warp)),
+    )
+
+
+# Policies of timm
+
+
+class TimmOp(NamedTuple):
+    """One ``AugmentOp`` of timm's data/auto_augment.py, on PIL images."""
 
     name: str
     p: float
-    magnitude: float
-    deviation: float
-    most: float
-    fill: tuple[float, ...]
-    interpolations: tuple[int, ...]
-    translate: float
-
-    @staticmethod
-    def read(op: Any, position: int) -> TimmOp:
-        """Take what an ``AugmentOp`` says.
-
-        Raises:
-            ValueError: its name is not known.
-        """
-        base = op.name.removesuffix("Increasing").removesuffix("Original").removesuffix("Rel")
-        if base not in _TIMM_NAMES:
-            raise ValueError(f"the op {op.name!r} is not known")
-        hparams, resample = op.hparams, op.kwargs["resample"]
-        several = resample if isinstance(resample, (list, tuple)) else (resample,)
-        names = ("nearest", "lanczos", "bilinear", "bicubic")
-        fill = op.kwargs["fillcolor"]
-        is_relative = op.name.endswith("Rel")
-        return TimmOp(
-            position=position,
-            name=op.name,
-            p=float(op.prob),
-            magnitude=float(op.magnitude),
-            deviation=float(op.magnitude_std),
-            most=float(op.magnitude_max or 10.0),
-            fill=tuple(map(float, fill if isinstance(fill, (list, tuple)) else (fill,))),
-            interpolations=tuple(INTERPOLATIONS.index(names[int(mode)]) for mode in several),
-            translate=float(hparams.get("translate_pct", 0.45) if is_relative else hparams.get("translate_const", 250)),
-        )
-
-    def draw(self, drawing: Drawing) -> None:
-        at = self.position
-        with drawing.only(drawing.uniform(at, 0) < self.p):
-            if drawing.is_idle:
-                return
-            level_B = np.full(len(drawing.keys_B), self.magnitude)
-            if self.deviation == float("inf"):
-                level_B = drawing.uniform(at, 1, 0.0, self.magnitude)
-            elif self.deviation > 0:
-                level_B = self.magnitude + self.deviation * drawing.normal(at, 1)
-            level_B = np.clip(level_B, 0.0, self.most) / 10.0
-            self._add(drawing, level_B, np.where(drawing.uniform(at, 3) > 0.5, -level_B, level_B))
-
-    def _add(self, drawing: Drawing, level_B: Float64s, signed_B: Float64s) -> None:
-        """``LEVEL_TO_ARG`` and ``NAME_TO_OP``; ``level_B`` is a share of 10."""
-        name, base = self.name, self.name.removesuffix("Increasing").removesuffix("Original")
-        is_increasing = name.endswith("Increasing")
-        if base in _PLAIN:
-            drawing.add(_PLAIN[base])
-        elif base in _FACTORS:
-            factor_B = np.maximum(0.1, 1.0 + signed_B * 0.9) if is_increasing else level_B * 1.8 + 0.1
-            drawing.add(_FACTORS[base], v={0: factor_B})
-        elif base == "Desaturate":
-            strength_B = np.clip(0.5 + 0.5 * level_B, 0.5, 1.0)
-            drawing.add(Code.SATURATION, v={0: np.clip(1.0 - strength_B, 0.0, 1.0)})
-        elif base == "Posterize":
-            bits_B = (level_B * 4).astype(np.int64)
-            bits_B = 4 - bits_B if is_increasing else bits_B + 4 * name.endswith("Original")
-            drawing.add(Code.POSTERIZE, {0: np.minimum(bits_B, 8)})
-        elif base == "Solarize":
-            threshold_B = np.minimum(256, (level_B * 256).astype(np.int64))
-            drawing.add(Code.SOLARIZE, v={0: 256 - threshold_B if is_increasing else threshold_B})
-        elif base == "SolarizeAdd":
-            drawing.add(Code.SOLARIZE_ADD, {0: np.minimum(128, (level_B * 110).astype(np.int64)), 1: 128})
-        elif base.startswith("GaussianBlur"):
-            radius_B = np.clip(0.1 + 1.9 * level_B, 0.1, 2.0)
-            if base == "GaussianBlurRand":
-                radius_B = drawing.uniform(self.position, 5, 0.1, 2.0 * np.clip(level_B, 0.0, 1.0))
-            drawing.add(Code.BOX_BLUR, v={0: radius_B})
-        else:
-            which_B = drawing.integers(self.position, 4, len(self.interpolations))
-            self._warp(drawing, signed_B, np.array(self.interpolations)[which_B])
-
-    def _warp(self, drawing: Drawing, signed_B: Float64s, interpolation_B: npt.NDArray[np.int64]) -> None:
-        if self.name == "Rotate":
-            add_rotation(drawing, signed_B * 30.0, interpolation=interpolation_B, fill=self.fill, domain="pil")
-            return
-        matrix_B6 = np.zeros((len(signed_B), 6))
-        matrix_B6[:, (0, 4)] = 1.0
-        is_relative = self.name.endswith("Rel")
-        if self.name == "ShearX":
-            matrix_B6[:, 1] = signed_B * 0.3
-        elif self.name == "ShearY":
-            matrix_B6[:, 3] = signed_B * 0.3
-        elif self.name.startswith("TranslateX"):
-            matrix_B6[:, 2] = signed_B * self.translate * (drawing.width_B if is_relative else 1)
-        else:
-            matrix_B6[:, 5] = signed_B * self.translate * (drawing.height_B if is_relative else 1)
-        add_matrix(drawing, matrix_B6, interpolation=interpolation_B, fill=self.fill, domain="pil")
+    magnitude: float  # its mean
+    deviation: float  # of the magnitude, normal; infinite: it is uniform between 0 and ``magnitude``
+    most: float  # bound of the magnitude
+    fill: Fill
+    interpolations: tuple[int, ...]  # numbers of the core, one of which is drawn
+    translate: float  # most pixels, or share of the image, that a translation moves by
 
 
-_TIMM_NAMES = {
-    *_FACTORS,
-    *_PLAIN,
-    *("Desaturate", "Posterize", "Solarize", "SolarizeAdd", "GaussianBlur", "GaussianBlurRand"),
-    *("Rotate", "ShearX", "ShearY", "TranslateX", "TranslateY"),
-}
+def read_timm_op(op: Any) -> TimmOp:
+    """Take what an ``AugmentOp`` says.
+
+    Raises:
+        ValueError: its name is not known.
+    """
+    is_relative = op.name.endswith("Rel")
+    base = op.name.removesuffix("Increasing").removesuffix("Original").removesuffix("Rel")
+    if base not in _TIMM_CODES and base not in _WARPS[1:]:
+        raise ValueError(f"the op {op.name!r} is not known")
+    resample, fill = op.kwargs["resample"], op.kwargs["fillcolor"]
+    several = resample if isinstance(resample, (list, tuple)) else (resample,)
+    names = ("nearest", "lanczos", "bilinear", "bicubic")
+    return TimmOp(
+        op.name,
+        float(op.prob),
+        float(op.magnitude),
+        float(op.magnitude_std),
+        float(op.magnitude_max or 10.0),
+        tuple(map(float, fill if isinstance(fill, (list, tuple)) else (fill,))),
+        tuple(INTERPOLATIONS.index(names[int(mode)]) for mode in several),
+        float(op.hparams.get(*(("translate_pct", 0.45) if is_relative else ("translate_const", 250)))),
+    )
+
+
+def draw_timm(drawing: Drawing, at: int, policies: tuple[tuple[TimmOp, ...], ...], upto: tuple[float, ...]) -> None:
+    """One of timm's policies, each op of it with a probability; ``upto``: where in [0, 1) that of each policy ends."""
+    policy_B = np.searchsorted(upto, drawing.uniform(at, 0), side="right")
+    for place in range(max(map(len, policies))):
+        first = 1 + 8 * place
+        ops = [policy[place] if place < len(policy) else policy[0]._replace(p=0.0) for policy in policies]
+        p_B, mean_B, deviation_B, most_B = np.array([op[1:5] for op in ops]).T[:, policy_B]
+        applied_B = drawing.uniform(at, first) < p_B
+        is_uniform_B = np.isinf(deviation_B)
+        spread_B = np.where(is_uniform_B, 0.0, deviation_B) * drawing.normal(at, first + 1)
+        level_B = np.where(is_uniform_B, drawing.uniform(at, first + 3, 0.0, mean_B), mean_B + spread_B)
+        level_B = np.clip(level_B, 0.0, most_B) / 10.0
+        signed_B = np.where(drawing.uniform(at, first + 4) > 0.5, -level_B, level_B)
+        parts = [
+            (applied_B & (policy_B == number), partial(_add_timm, at=at, first=first, op=op, both=(level_B, signed_B)))
+            for number, op in enumerate(ops)
+        ]
+        drawing.each(*parts)
+
+
+def _add_timm(drawing: Drawing, at: int, first: int, op: TimmOp, both: tuple[Float64s, Float64s]) -> None:
+    """``LEVEL_TO_ARG`` and ``NAME_TO_OP``; ``both`` are shares of 10 without and with a sign."""
+    level_B, signed_B = map(drawing.of, both)
+    base, is_increasing = op.name.removesuffix("Increasing").removesuffix("Original"), op.name.endswith("Increasing")
+    number_B: Any = 0
+    value_B: Any = 0.0
+    if base in _FACTORS:
+        value_B = np.maximum(0.1, 1.0 + signed_B * 0.9) if is_increasing else level_B * 1.8 + 0.1
+    elif base == "Desaturate":
+        value_B = 1.0 - np.clip(0.5 + 0.5 * level_B, 0.5, 1.0)
+    elif base == "Posterize":
+        bits_B = (level_B * 4).astype(np.int64)
+        number_B = np.minimum(8, 4 - bits_B if is_increasing else bits_B + 4 * op.name.endswith("Original"))
+    elif base == "Solarize":
+        threshold_B = np.minimum(256, (level_B * 256).astype(np.int64))
+        value_B = 256 - threshold_B if is_increasing else threshold_B
+    elif base == "SolarizeAdd":
+        number_B = np.minimum(128, level_B * 110)
+    elif base == "GaussianBlur":
+        value_B = np.clip(0.1 + 1.9 * level_B, 0.1, 2.0)
+    elif base == "GaussianBlurRand":
+        value_B = drawing.uniform(at, first + 5, 0.1, 2.0 * np.clip(level_B, 0.0, 1.0))
+    elif base not in _PLAIN:
+        which_B = drawing.integers(at, first + 6, len(op.interpolations))
+        _warp_timm(drawing, op, signed_B, np.array(op.interpolations)[which_B])
+        return
+    drawing.add(_TIMM_CODES[base], (number_B, 128), [value_B])
+
+
+def _warp_timm(drawing: Drawing, op: TimmOp, signed_B: Float64s, interpolation_B: Int64s) -> None:
+    warp: dict[str, Any] = {"interpolation": interpolation_B, "fill": op.fill, "domain": "pil"}
+    if op.name == "Rotate":
+        add_rotation(drawing, signed_B * 30.0, **warp)
+        return
+    matrix_B6 = np.zeros((len(signed_B), 6))
+    matrix_B6[:, (0, 4)] = 1.0
+    if op.name.startswith("Shear"):
+        matrix_B6[:, 1 if op.name == "ShearX" else 3] = signed_B * 0.3
+    else:
+        is_x, is_relative = op.name.startswith("TranslateX"), op.name.endswith("Rel")
+        length_B = (drawing.width_B if is_x else drawing.height_B) if is_relative else 1
+        matrix_B6[:, 2 if is_x else 5] = signed_B * op.translate * length_B
+    add_matrix(drawing, matrix_B6, **warp)

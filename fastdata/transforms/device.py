@@ -16,39 +16,38 @@ import numpy.typing as npt
 import torch
 
 from fastdata.core import Code
-from fastdata.draws import sample_keys
-from fastdata.spec import SampleSpec
-from fastdata.transforms.cpu import Program, finish_noise
-from fastdata.transforms.ops import MODES, Cast, CenterCrop, Drawing, Flip, Normalize, Pad, step_position
+from fastdata.images import SampleSpec
+from fastdata.transforms.cpu import Program
+from fastdata.transforms.ops import (
+    MODES,
+    WINDOWS,
+    Int64s,
+    draw_cast,
+    draw_center_crop,
+    draw_flip,
+    size_after,
+    step_number,
+)
 from fastdata.transforms.plan import TransformPlan
 
 Tensor = torch.Tensor
-Int64s = npt.NDArray[np.int64]
 Shape = tuple[int, ...]
 
 
 def device_obstacle(plan: TransformPlan, spec: SampleSpec) -> str | None:
-    """Say why the batch ops of a plan cannot run on a device; None if they can.
-
-    Args:
-        plan: of the dataset.
-        spec: of its stored samples.
-    """
+    """Say why the batch ops of a plan cannot run on a device, on samples of this spec; None if they can."""
     if plan.obstacle is not None:
         return plan.obstacle
     if spec.shape is None:
         return "the stored samples have different shapes"
     if spec.dtype != "uint8" or len(spec.shape) != 3:
         return f"the stored samples are {spec.dtype} of shape {spec.shape}, and not uint8 images (C, H, W)"
-    ops, _ = finish_noise(plan.batch_ops)
-    if any(isinstance(op, Cast) for op in ops):
+    if any(op.draw is draw_cast for op in plan.batch_ops[:-1]):
         return "erasing or noise comes after the conversion to floats"
     try:
-        for op in plan.batch_ops:
-            op.channels_after(spec.shape[0])
+        return None if Program(plan.batch_ops, spec).output(spec.shape) else "the images that are served differ in size"
     except ValueError as error:
         return str(error).rstrip(".")
-    return None if Program(plan.batch_ops, spec).output(spec.shape) else "the images that are served differ in size"
 
 
 class DeviceProgram:
@@ -67,115 +66,76 @@ class DeviceProgram:
         spec: of the samples.
         dtype: of what is served, instead of the plan's float32 or float64; rounded once. Uint8 stays uint8.
         channels_last: whether batches lie in memory with their channels last.
-
-    Raises:
-        ValueError: ``device_obstacle`` says why not.
     """
 
     def __init__(
-        self,
-        plan: TransformPlan,
-        spec: SampleSpec,
-        *,
-        dtype: torch.dtype | None = None,
-        channels_last: bool = False,
+        self, plan: TransformPlan, spec: SampleSpec, *, dtype: torch.dtype | None = None, channels_last: bool = False
     ) -> None:
-        obstacle = device_obstacle(plan, spec)
-        if obstacle is not None:
-            raise ValueError(f"batch ops cannot run on the device: {obstacle}. Run them on the CPU.")
         assert spec.shape is not None
-        self._channels_last = channels_last
-        ops, normalizations = finish_noise(plan.batch_ops)
-        casts = [op for op in plan.batch_ops if isinstance(op, Cast)]
-        self._spec, self._windows = spec, ops
+        ops, self._layout = plan.batch_ops, torch.channels_last if channels_last else torch.contiguous_format
+        self._floats: _Floats | None = None
+        if ops and ops[-1].draw is draw_cast:
+            self._floats, ops = _Floats(dtype, **ops[-1].arguments), ops[:-1]
+        served = Program(plan.batch_ops, spec).output(spec.shape)
+        assert served is not None
+        self.output: tuple[Shape, torch.dtype] = (served[0], self._floats.dtype if self._floats else torch.uint8)
         self.host: Program | None = None
         self.host_step = ""
         self._fill: tuple[float, ...] | None = None
-        others = [op for op in ops if not isinstance(op, (Pad, Flip, CenterCrop))]
-        if others or not self._fits():
-            self.host, self._windows = Program(ops, spec), ()
-            asking = others[0] if others else max(ops, key=lambda op: isinstance(op, Pad))
-            self.host_step = plan.batch_texts[step_position(asking.position) - len(plan.prepare)]
-        served = (self.host or Program(ops, spec)).output(spec.shape)
-        assert served is not None
-        self.sent_shape: Shape = served[0] if self.host else spec.shape
-        self._floats = _Floats(casts[0], normalizations, dtype) if casts else None
-        size = served[0][1:]
-        channels = spec.shape[0]
-        for op in plan.batch_ops:
-            channels = op.channels_after(channels)
-        self.output: tuple[Shape, torch.dtype] = (
-            (channels, *size),
-            self._floats.dtype if self._floats else torch.uint8,
-        )
+        self._windows = Program(ops, spec)
+        self.sent_shape: Shape = spec.shape
+        others = [op for op in ops if op.draw not in WINDOWS]
+        self._draws = bool(ops)
+        if others or not self._fits(spec.shape):
+            self.host, self._draws = self._windows, False
+            channels, _ = size_after(ops, spec.shape[0], None)
+            self.sent_shape = (channels, *served[0][1:])
+            asking = next((op for op in others or ops if op.draw not in (draw_center_crop, draw_flip)), ops[0])
+            self.host_step = plan.batch_texts[step_number(asking.at) - len(plan.prepare)]
 
     def draw(self, index_B: Int64s, visits_B: int | Int64s, seed: int) -> Tensor | None:
-        """Draw where the rows and columns of a batch come from, on the host.
-
-        Args:
-            index_B: which samples.
-            visits_B: what draws are made from, as of ``fastdata.visits``: one for all samples, or one for each.
-            seed: of the draws.
+        """Draw where the rows and columns of a batch come from, on the host, for what ``Program.run`` is given.
 
         Returns:
             int16 (B, h + w), -1 for what is filled; None where samples are served whole as they are sent.
         """
-        if not self._windows:
+        if not self._draws:
             return None
         if not len(index_B):
             return torch.empty((0, sum(self.output[0][1:])), dtype=torch.int16)
-        records = self._draw(index_B, visits_B, seed)
-        axes = (_positions(records, self.sent_shape[1], 0), _positions(records, self.sent_shape[2], 1))
+        records_SB = self._records(index_B, visits_B, seed, self.sent_shape)
+        axes = [_positions(records_SB, self.sent_shape[1 + axis], axis) for axis in (0, 1)]
         return torch.from_numpy(np.concatenate(axes, axis=1).astype(np.int16))
 
-    def run(self, sent_BCHW: Tensor, draws: Tensor | None) -> Tensor:
-        """Serve a batch.
+    def run(self, stored_NCHW: Tensor, draws: Tensor | None, index_B: Tensor | None = None) -> Tensor:
+        """Serve a batch, uint8 as stored or as ``host`` made it, which is only read; draws lie on the same device.
 
-        Args:
-            sent_BCHW: uint8, as stored or as ``host`` made it; only read.
-            draws: from ``draw``, on the same device.
+        ``index_B``, int64 and on the same device, chooses from a store there, contiguous, whose samples are not copied
+        whole; it is not checked to be in [0, N), which would wait for the device.
 
         Returns:
             (B, C, h, w) of ``output``'s dtype, in fresh memory; the batch itself where there is nothing to do.
         """
-        self._check(sent_BCHW)
-        if draws is None:
-            return self._finish(sent_BCHW)
-        return self._finish(self._cut(sent_BCHW, None, draws))
+        batch = stored_NCHW
+        if draws is not None:
+            batch = self._cut(stored_NCHW, index_B, draws)
+        elif index_B is not None:
+            batch = stored_NCHW.index_select(0, index_B)
+        batch = self._floats.convert(batch) if self._floats else batch
+        return batch.contiguous(memory_format=self._layout)
 
-    def gather_run(self, store_NCHW: Tensor, index_B: Tensor, draws: Tensor | None) -> Tensor:
-        """Serve a batch from a store on the device; rows are taken from there, without a copy of samples.
+    def _records(self, index_B: Int64s, visits_B: int | Int64s, seed: int, shape: Shape) -> npt.NDArray[Any]:
+        shapes_B3 = np.full((len(index_B), 3), shape, np.int32)
+        return self._windows.draw(index_B, visits_B, seed, shapes_B3).records
 
-        Args:
-            store_NCHW: uint8, contiguous; only read.
-            index_B: int64, on the same device, each in [0, N); not checked, that would wait for the device.
-            draws: from ``draw`` for these indices, on the same device.
-        """
-        self._check(store_NCHW)
-        if draws is None:
-            return self._finish(store_NCHW.index_select(0, index_B))
-        return self._finish(self._cut(store_NCHW, index_B, draws))
-
-    def _draw(self, index_B: Int64s, visits_B: int | Int64s, seed: int) -> npt.NDArray[Any]:
-        shape = self._spec.shape
-        assert shape is not None
-        height_B, width_B = (np.full(len(index_B), length, np.int64) for length in shape[1:])
-        drawing = Drawing(sample_keys(seed, visits_B, index_B), index_B, height_B, width_B, shape[0])
-        for op in self._windows:
-            op.draw(drawing)
-        return drawing.records()
-
-    def _fits(self) -> bool:
-        """Whether windows can be one list of rows and one of columns: all constant borders have one fill."""
-        assert self._spec.shape is not None
-        records = self._draw(np.zeros(1, np.int64), 0, 0)[0]
+    def _fits(self, shape: Shape) -> bool:
+        records = self._records(np.zeros(1, np.int64), 0, 0, shape)[:, 0]
         filled = [r for r in records if r["n"][:4].any() and r["n"][8] >> 8 == MODES.index("constant")]
-        fills = {tuple(record["v"][8 : 8 + min(4, self._spec.shape[0])].tolist()) for record in filled}
+        fills = {tuple(record["v"][8 : 8 + min(4, shape[0])].tolist()) for record in filled}
         self._fill = next(iter(fills), None)
-        return len(fills) < 2 and max(self._spec.shape[1:]) < 1 << 15
+        return len(fills) < 2 and max(shape[1:]) < 1 << 15
 
     def _cut(self, stored_NCHW: Tensor, index_B: Tensor | None, draws: Tensor) -> Tensor:
-        """Take all rows, then all columns of those: two indices at once would be spread out over every pixel."""
         count, channels, height, width = stored_NCHW.shape
         rows = self.output[0][1]
         places = draws.to(torch.int64)
@@ -194,32 +154,20 @@ class DeviceProgram:
             cut[:, c].masked_fill_(outside[:, 0], int(self._fill[min(c, len(self._fill) - 1)]))
         return cut
 
-    def _finish(self, batch: Tensor) -> Tensor:
-        if self._floats:
-            batch = self._floats.convert(batch)
-        return batch.contiguous(memory_format=torch.channels_last if self._channels_last else torch.contiguous_format)
-
-    def _check(self, sent: Tensor) -> None:
-        if sent.dtype != torch.uint8 or sent.shape[1:] != self.sent_shape:
-            raise ValueError(
-                f"the program is for uint8 samples of shape {self.sent_shape}, but got a batch of {sent.dtype} "
-                f"and shape {tuple(sent.shape)}. Give it samples as they are stored."
-            )
-
 
 class _Floats:
     """Conversion to floats and normalisation in one pass over the pixels."""
 
-    def __init__(self, cast: Cast, normalizations: tuple[Normalize, ...], dtype: torch.dtype | None) -> None:
-        served: torch.dtype = getattr(torch, cast.dtype)
+    def __init__(self, asked: torch.dtype | None, dtype: str, scaling: str, normalizations: Any) -> None:
+        served: torch.dtype = getattr(torch, dtype)
         self._computed = torch.float64 if served == torch.float64 else torch.float32
-        self.dtype = dtype or served
-        self._channels = max((len(step.mean) for step in normalizations), default=1)
-        self._divides = cast.scaling == "divide" and not normalizations
-        scale = np.full(self._channels, 1.0 if cast.scaling == "none" else 1 / 255)
+        self.dtype = asked or served
+        self._channels = max((len(mean) for mean, *_ in normalizations), default=1)
+        self._divides = scaling == "divide" and not normalizations
+        scale = np.full(self._channels, 1.0 if scaling == "none" else 1 / 255)
         offset = np.zeros(self._channels)
-        for step in normalizations:
-            scale, offset = scale / np.array(step.std), (offset - np.array(step.mean)) / np.array(step.std)
+        for mean, std, _ in normalizations:
+            scale, offset = scale / np.array(std), (offset - np.array(mean)) / np.array(std)
         # A divisor that lies on the device: by a number of the host, CUDA multiplies with its rounded inverse.
         self._host = [torch.tensor([255.0], dtype=self._computed)]
         self._host += [torch.tensor(each, dtype=self._computed)[:, None, None] for each in (scale, offset)]
@@ -243,17 +191,15 @@ class _Floats:
         return torch.mul(source_BChw, scale, out=out)
 
 
-def _positions(records_BS: npt.NDArray[Any], length: int, axis: int) -> Int64s:
+def _positions(records_SB: npt.NDArray[Any], length: int, axis: int) -> Int64s:
     """Where each row (axis 0) or column (axis 1) served comes from; -1 for what is filled."""
-    place_BL = np.broadcast_to(np.arange(length, dtype=np.int64), (len(records_BS), length))
-    for record_B in records_BS.T:
+    place_BL = np.broadcast_to(np.arange(length, dtype=np.int64), (records_SB.shape[1], length))
+    for record_B in records_SB[records_SB["code"][:, 0] == Code.WINDOW]:
         n = record_B["n"].astype(np.int64)
-        applies_B = record_B["code"] == Code.WINDOW
-        before_B, first_B = n[:, 1 - axis], n[:, 4 + axis]
         wanted = int(n[0, 6 + axis])
         step = np.arange(wanted)
-        is_mirrored_B = (n[:, 8] & (2 if axis == 0 else 1)).astype(bool) & applies_B
-        at_BL = first_B[:, None] + np.where(is_mirrored_B[:, None], wanted - 1 - step, step) - before_B[:, None]
+        is_mirrored_B = (n[:, 8] & (2 if axis == 0 else 1)).astype(bool)
+        at_BL = np.where(is_mirrored_B[:, None], wanted - 1 - step, step) + (n[:, 4 + axis] - n[:, 1 - axis])[:, None]
         at_BL = _mirrored_into(at_BL, place_BL.shape[1], MODES[int(n[0, 8]) >> 8])
         place_BL = np.where(at_BL < 0, -1, np.take_along_axis(place_BL, np.maximum(at_BL, 0), axis=1))
     return place_BL

@@ -1,40 +1,40 @@
 """The steps of a transform as values, and what each draws for a batch: columns of the core's records.
 
-An op knows nothing of torchvision's classes and touches no pixel. ``Drawing`` collects the records of a batch while its
-ops draw, one after the other, and keeps the sizes that the images have so far.
-
-``position`` numbers an op's random draws. ``domain`` tells which of torchvision's functions the user would have run:
+An op knows nothing of torchvision's classes and touches no pixel: it is a ``draw_...`` function and its arguments. Of
+these ``at`` numbers its random draws, and ``domain`` tells which of torchvision's functions the user would have run:
 ``"pil"`` on PIL images, ``"v1"`` or ``"v2"`` on tensors.
 
-Shape letters: B batch, C channels, N ops to choose from.
+Shape letters: B batch, C channels, N ops to choose from, T tries.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
+import itertools
 import platform
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from fastdata.core import RECORD, Code
-from fastdata.decode import pillow_chooses_order
 from fastdata.draws import UInt64s, draw_integers, draw_uniform, sample_keys
+from fastdata.images import pillow_chooses_order
 
 Domain = Literal["pil", "v1", "v2"]
-PadMode = Literal["constant", "edge", "reflect", "symmetric"]
-Borders = tuple[int, int, int, int]
-"""Pixels at the left, top, right and bottom, in torchvision's order."""
 Size = tuple[int, int]
-Int64s = npt.NDArray[np.int64]
-Lengths: TypeAlias = "int | Int64s"
-Floats: TypeAlias = "float | npt.NDArray[Any]"
+Range = tuple[float, float]
 Flags = npt.NDArray[np.bool_]
+Int64s = npt.NDArray[np.int64]
+Float64s = npt.NDArray[np.float64]
+Fill = tuple[float, ...]
+"""One value, or one for each channel."""
+Borders = tuple[Any, Any, Any, Any]
+"""Pixels at the left, top, right and bottom, in torchvision's order: of all samples, or int64 (B,)."""
 
 DOMAINS = ("pil", "v1", "v2")
 MODES = ("constant", "edge", "reflect", "symmetric")
@@ -42,122 +42,147 @@ INTERPOLATIONS = ("nearest", "box", "bilinear", "hamming", "bicubic", "lanczos",
 """In the core's order."""
 TRIES = 10
 _CHILDREN = 1 << 10
+_ANY_PX = 1 << 10
+"""Stands for a side that is not known."""
 
 
-def child(position: int, number: int) -> int:
-    """Position of an op inside of another one."""
-    return (position + 1) * _CHILDREN + number
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One step: ``draw(drawing, at, **arguments)`` adds its records."""
+
+    draw: Callable[..., None]
+    at: int
+    arguments: dict[str, Any]
 
 
-def step_position(position: int) -> int:
-    """Position of the step that an op belongs to, however deep inside of it."""
-    while position >= _CHILDREN:
-        position = position // _CHILDREN - 1
-    return position
+def child(at: int, number: int) -> int:
+    return (at + 1) * _CHILDREN + number
+
+
+def step_number(at: int) -> int:
+    """The place in the transform of a step, by a number of it or of its children."""
+    while at >= _CHILDREN:
+        at = at // _CHILDREN - 1
+    return at
 
 
 class Drawing:
-    """The records of a batch while they are drawn.
+    """The records of a batch, or of some of its samples, while its ops draw one after the other.
+
+    A probe refuses no size and follows every choice. It keeps the ``size`` (h, w) that all samples have, whatever is
+    drawn; None where it differs.
 
     Args:
         keys_B: from ``draws.sample_keys``.
         index_B: positions of the samples, for errors.
-        height_B: of the samples as stored.
-        width_B: likewise.
+        height_B, width_B: of the samples as stored.
         channels: of all samples.
     """
 
     def __init__(self, keys_B: UInt64s, index_B: Int64s, height_B: Int64s, width_B: Int64s, channels: int) -> None:
         self.keys_B, self.index_B, self.channels = keys_B, index_B, channels
         self.height_B, self.width_B = height_B, width_B
-        self._columns: list[npt.NDArray[Any]] = []
-        self._chosen_B: Flags | None = None
-        self._shared: list[npt.NDArray[Any]] | None = None
+        self.size: Size | None = None
+        self.is_probe = False
+        self._root, self._next, self._window = self, 0, -1
+        self._records: npt.NDArray[Any] = np.empty((0, len(keys_B)), RECORD)
+        self._rows: Any = slice(None)  # of the columns
+        self._taken: Any = slice(None)  # of the batch or part that this is a part of
 
-    def records(self) -> npt.NDArray[Any]:
-        """All records: (B, columns)."""
-        if not self._columns:
-            return np.zeros((len(self.keys_B), 0), RECORD)
-        return np.stack(self._columns, axis=1)
-
-    def uniform(self, op: int, draw: int, low: Floats = 0.0, high: Floats = 1.0) -> npt.NDArray[np.float64]:
-        """Draw number ``draw`` of an op for each sample, in [low, high)."""
-        return low + draw_uniform(self.keys_B, op, draw) * (np.asarray(high) - low)
-
-    def normal(self, op: int, draw: int) -> npt.NDArray[np.float64]:
-        """Draws ``draw`` and the next one as a standard normal number, by Box and Muller."""
-        radius_B = np.sqrt(-2.0 * np.log(1.0 - self.uniform(op, draw)))
-        normal_B: npt.NDArray[np.float64] = radius_B * np.cos(2.0 * np.pi * self.uniform(op, draw + 1))
-        return normal_B
-
-    def integers(self, op: int, draw: int, count_B: Lengths) -> Int64s:
-        """Draw integers in [0, count)."""
-        return draw_integers(self.keys_B, op, draw, count_B)
-
-    @contextmanager
-    def only(self, chosen_B: Flags) -> Iterator[None]:
-        """What is added meanwhile is for the chosen samples; none of the others change."""
-        outer = self._chosen_B
-        self._chosen_B = chosen_B if outer is None else outer & chosen_B
-        try:
-            yield
-        finally:
-            self._chosen_B = outer
+    def draw(self, ops: tuple[Op, ...]) -> None:
+        for op in ops:
+            op.draw(self, op.at, **op.arguments)
 
     @property
-    def is_idle(self) -> bool:
-        """Whether no sample is chosen."""
-        return self._chosen_B is not None and not self._chosen_B.any()
+    def records(self) -> npt.NDArray[Any]:
+        """What is done to each sample, (steps, B), once all is drawn."""
+        return self._records[: self._next]
 
-    def add(
-        self,
-        code: int | Int64s,
-        n: Mapping[int, Any] | None = None,
-        v: Mapping[int, Any] | None = None,
-        domain: Any = 0,
-    ) -> None:
-        """Add a record for each chosen sample; the numbers are those that core.h names, one each or one for all."""
-        shared = self._shared
-        column = np.zeros(len(self.keys_B), RECORD) if not shared else shared[0]
-        where: Any = True if self._chosen_B is None else self._chosen_B
-        numbers, values = column["n"], column["v"]
-        np.copyto(column["code"], code, where=where)
-        np.copyto(numbers[:, 8], DOMAINS.index(domain) if isinstance(domain, str) else domain, where=where)
-        for place, number in (n or {}).items():
-            np.copyto(numbers[:, place], number, where=where, casting="unsafe")
-        for place, value in (v or {}).items():
-            np.copyto(values[:, place], value, where=where)
-        if not shared:
-            self._columns.append(column)
-            if shared is not None:
-                shared.append(column)
+    def uniform(self, at: int, draw: int, low: Any = 0.0, high: Any = 1.0) -> Float64s:
+        drawn_B: Float64s = low + draw_uniform(self.keys_B, at, draw) * (high - low)
+        return drawn_B
 
-    @contextmanager
-    def one_column(self) -> Iterator[None]:
-        """What is added meanwhile, for samples of which no two are the same, shares a column."""
-        self._shared = []
-        try:
-            yield
-        finally:
-            self._shared = None
+    def normal(self, at: int, draw: int) -> Float64s:
+        """Draw normal numbers; takes draw + 1 too."""
+        radius_B = np.sqrt(-2.0 * np.log(1.0 - self.uniform(at, draw)))
+        normal_B: Float64s = radius_B * np.cos(2.0 * np.pi * self.uniform(at, draw + 1))
+        return normal_B
 
-    def resized(self, height: Lengths, width: Lengths) -> None:
-        """Say what size the chosen samples have now."""
-        if self._chosen_B is None:
-            self.height_B, self.width_B = (np.broadcast_to(n, self.keys_B.shape) for n in (height, width))
-        else:
-            self.height_B = np.where(self._chosen_B, height, self.height_B)
-            self.width_B = np.where(self._chosen_B, width, self.width_B)
+    def integers(self, at: int, draw: int, count_B: Any) -> Int64s:
+        """Draw integers in [0, count)."""
+        return draw_integers(self.keys_B, at, draw, count_B)
+
+    def order(self, at: int, count: int) -> Int64s:
+        """Draw permutations, (count, B)."""
+        order_NB: Int64s = np.argsort(draw_several(self.keys_B, at, range(count)), axis=0)
+        return order_NB
+
+    def each(self, *parts: tuple[Flags, Callable[[Drawing], None]], is_whole: bool = False) -> None:
+        """Draw for parts of the batch that have no sample in common, all into the same columns.
+
+        ``parts`` are which samples, and what draws for them; ``is_whole``: together they are always the whole batch.
+        """
+        height_B, width_B, first = self.height_B.copy(), self.width_B.copy(), self._next
+        sizes = set() if is_whole else {self.size}
+        for chosen_B, draw in parts:
+            rows = np.flatnonzero(chosen_B | self.is_probe)
+            if not len(rows):
+                continue
+            part = copy.copy(self)
+            part.keys_B, part.index_B = self.keys_B[rows], self.index_B[rows]
+            part.height_B, part.width_B = self.height_B[rows], self.width_B[rows]
+            part._next, part._window, part._taken = first, -1, rows
+            part._rows = rows if isinstance(self._rows, slice) else self._rows[rows]
+            draw(part)
+            height_B[rows], width_B[rows] = part.height_B, part.width_B
+            self._next = max(self._next, part._next)
+            sizes.add(part.size)
+        self.height_B, self.width_B = height_B, width_B
+        self.size = sizes.pop() if len(sizes) == 1 else None
+
+    def of(self, values_B: npt.NDArray[Any]) -> Any:
+        """Those of a part, out of the values of what it is a part of."""
+        return values_B[self._taken]
+
+    def add(self, code: Any, n: Any = (), v: Any = (), domain: Any = 0, fill: Fill = (0,), name: str = "") -> None:
+        """Add a column, whose numbers are those of all samples or (B,).
+
+        Raises:
+            ValueError: the fill is for another number of channels.
+        """
+        if len(fill) not in (1, self.channels):
+            name = name or f"fill={fill}"
+            raise ValueError(f"{name} has {len(fill)} values, but the images have {self.channels} channels.")
+        root, rows = self._root, self._rows
+        if self._next == len(root._records):
+            more = np.zeros((self._next or 2, len(root.keys_B)), RECORD)
+            root._records = np.concatenate([root._records, more]) if self._next else more
+        column = root._records[self._next]
+        self._next += 1
+        column["code"][rows] = code
+        column["n"][rows, 8] = DOMAINS.index(domain) if isinstance(domain, str) else domain
+        for field, numbers in (("n", n), ("v", v)):
+            for place, number in enumerate(numbers):
+                column[field][rows, place] = number
+        if any(fill):
+            column["v"][rows, 8:] = fill * (4 // len(fill)) if len(fill) != 3 else (*fill, fill[-1])
+
+    def resized(self, height: Any, width: Any, *, is_drawn: bool = False) -> None:
+        """Say how large images are now: all of them, or (B,); ``is_drawn``: that differs from sample to sample."""
+        self.height_B, self.width_B = (np.broadcast_to(n, self.keys_B.shape) for n in (height, width))
+        if self.is_probe:
+            is_known = not is_drawn and (self.size is not None or (isinstance(height, int) and isinstance(width, int)))
+            self.size = (int(self.height_B[0]), int(self.width_B[0])) if is_known else None
 
     def window(
         self,
-        height: Lengths,
-        width: Lengths,
-        top: Lengths = 0,
-        left: Lengths = 0,
-        borders: tuple[Lengths, ...] = (0, 0, 0, 0),
-        mode: PadMode = "constant",
-        fill: tuple[float, ...] = (0,),
+        height: Any,
+        width: Any,
+        top: Any = 0,
+        left: Any = 0,
+        borders: Borders = (0, 0, 0, 0),
+        mode: str = "constant",
+        fill: Fill = (0,),
         domain: Domain = "pil",
     ) -> None:
         """Cut a window out of the image with borders around it.
@@ -186,278 +211,92 @@ class Drawing:
                     "Use padding_mode='edge' or a smaller padding."
                 ),
             )
-        numbers = {**dict(enumerate(borders)), 4: top, 5: left, 6: height, 7: width}
-        self.add(Code.WINDOW, numbers, fills(fill), MODES.index(mode) << 8)
+        self.add(Code.WINDOW, (*borders, top, left, height, width), (), MODES.index(mode) << 8, fill)
+        self._window = self._next
         self.resized(height, width)
 
+    def mirror(self, flipped_B: Flags, bit: int) -> None:
+        """Mirror left and right (bit 1) or top and bottom (2), with the window before it if there is one."""
+        if self._window == self._next:
+            self._root._records[self._next - 1]["n"][self._rows, 8] ^= flipped_B * np.int32(bit)
+            return
+        self.add(Code.WINDOW, (0, 0, 0, 0, 0, 0, self.height_B, self.width_B), domain=flipped_B * bit)
+        self._window = self._next
+
     def refuse(self, wrong_B: Flags, words: Callable[[int], str]) -> None:
-        """Raise ValueError for the first chosen sample that is wrong."""
-        wrong_B = wrong_B if self._chosen_B is None else wrong_B & self._chosen_B
-        if wrong_B.any():
+        """Raise ValueError for the first sample that is wrong."""
+        if wrong_B.any() and not self.is_probe:
             raise ValueError(words(int(np.argmax(wrong_B))))
 
 
-def fills(fill: tuple[float, ...]) -> dict[int, float]:
-    """One value for each channel, where records have them."""
-    return {8 + c: fill[min(c, len(fill) - 1)] for c in range(4)}
+def draw_several(keys_B: UInt64s, at: int, draws: range) -> Float64s:
+    """Draw uniform numbers, (draws, B)."""
+    return draw_uniform(keys_B, at, np.array(draws, np.uint64)[:, None])
 
 
-def _pick(numbers: tuple[Lengths, ...], b: int) -> tuple[int, ...]:
+def _pick(numbers: tuple[Any, ...], b: int) -> tuple[int, ...]:
     return tuple(int(n[b] if isinstance(n, np.ndarray) and n.ndim else n) for n in numbers)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Op:
-    """One step."""
+def size_after(ops: tuple[Op, ...], channels: int, size: Size | None) -> tuple[int, Size | None]:
+    """Channels, and size (h, w), that ops make of images; no size where it is not the same for all of them.
 
-    position: int
-
-    def draw(self, drawing: Drawing) -> None:
-        """Add the step's records."""
-
-    def size_after(self, size: Size | None) -> Size | None:
-        """(h, w) after it, of (H, W) before; None where that is not the same for all samples."""
-        return size
-
-    def channels_after(self, channels: int) -> int:
-        """Channels after it.
-
-        Raises:
-            ValueError: it is for another number of channels.
-        """
-        return channels
+    Raises:
+        ValueError: an op is for another number of channels.
+    """
+    one, (height, width) = np.zeros(1, np.int64), size or (_ANY_PX, _ANY_PX)
+    probe = Drawing(sample_keys(0, 0, one), one, one + height, one + width, channels)
+    probe.size, probe.is_probe = size, True
+    probe.draw(ops)
+    return probe.channels, probe.size
 
 
 # Geometry
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Filled(Op):
-    """What may show a border; ``fill`` has one value or one for each channel."""
-
-    fill: tuple[float, ...] = (0,)
-    domain: Domain
-
-    def channels_after(self, channels: int) -> int:
-        if len(self.fill) not in (1, channels):
-            raise ValueError(f"fill={self.fill} has {len(self.fill)} values, but the images have {channels} channels.")
-        return channels
+def draw_pad(drawing: Drawing, at: int, borders: Borders, **border: Any) -> None:
+    left, top, right, bottom = borders
+    height_B, width_B = drawing.height_B + top + bottom, drawing.width_B + left + right
+    drawing.window(height_B, width_B, 0, 0, borders, **border)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Pad(_Filled):
-    """Add borders."""
-
-    borders: Borders
-    mode: PadMode
-
-    def draw(self, drawing: Drawing) -> None:
-        left, top, right, bottom = self.borders
-        height_B, width_B = drawing.height_B + top + bottom, drawing.width_B + left + right
-        drawing.window(height_B, width_B, 0, 0, self.borders, self.mode, self.fill, self.domain)
-
-    def size_after(self, size: Size | None) -> Size | None:
-        left, top, right, bottom = self.borders
-        return None if size is None else (size[0] + top + bottom, size[1] + left + right)
+def draw_crop(
+    drawing: Drawing, at: int, height: int, width: int, borders: Borders, pad_if_needed: bool, **border: Any
+) -> None:
+    left, top, right, bottom = borders
+    if pad_if_needed:  # torchvision adds the missing length on both sides: the place of the image stays random
+        more_v = np.maximum(height - (drawing.height_B + top + bottom), 0)
+        more_h = np.maximum(width - (drawing.width_B + left + right), 0)
+        left, top, right, bottom = left + more_h, top + more_v, right + more_h, bottom + more_v
+    down_B, right_B = draw_several(drawing.keys_B, at, range(2))
+    y_B = down_B * (drawing.height_B + (top + bottom - height + 1))
+    x_B = right_B * (drawing.width_B + (left + right - width + 1))
+    drawing.window(height, width, y_B, x_B, (left, top, right, bottom), **border)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RandomCrop(Pad):
-    """A window at a random place of the (padded) image."""
-
-    height: int
-    width: int
-    pad_if_needed: bool
-
-    def draw(self, drawing: Drawing) -> None:
-        left, top, right, bottom = self.borders
-        more_v: Lengths = 0
-        more_h: Lengths = 0
-        if self.pad_if_needed:  # torchvision adds the missing length on both sides: the place of the image stays random
-            more_v = np.maximum(self.height - (drawing.height_B + top + bottom), 0)
-            more_h = np.maximum(self.width - (drawing.width_B + left + right), 0)
-        borders = (left + more_h, top + more_v, right + more_h, bottom + more_v)
-        room_v = drawing.height_B + borders[1] + borders[3] - self.height + 1
-        room_h = drawing.width_B + borders[0] + borders[2] - self.width + 1
-        y_B = drawing.integers(self.position, 0, room_v)
-        x_B = drawing.integers(self.position, 1, room_h)
-        drawing.window(self.height, self.width, y_B, x_B, borders, self.mode, self.fill, self.domain)
-
-    def size_after(self, size: Size | None) -> Size | None:
-        return self.height, self.width
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CenterCrop(Op):
+def draw_center_crop(drawing: Drawing, at: int, height: int, width: int) -> None:
     """The window in the middle; an image that is too small is padded with 0 first."""
-
-    height: int
-    width: int
-
-    def draw(self, drawing: Drawing) -> None:
-        miss_v = np.maximum(self.height - drawing.height_B, 0)
-        miss_h = np.maximum(self.width - drawing.width_B, 0)
-        # Halves to the even number, as Python's round, which torchvision takes.
-        top_B = np.rint((drawing.height_B + miss_v - self.height) / 2).astype(np.int64)
-        left_B = np.rint((drawing.width_B + miss_h - self.width) / 2).astype(np.int64)
-        borders = (miss_h // 2, miss_v // 2, (miss_h + 1) // 2, (miss_v + 1) // 2)
-        drawing.window(self.height, self.width, top_B, left_B, borders)
-
-    def size_after(self, size: Size | None) -> Size | None:
-        return self.height, self.width
+    miss_v, miss_h = np.maximum(height - drawing.height_B, 0), np.maximum(width - drawing.width_B, 0)
+    # Halves to the even number, as Python's round, which torchvision takes.
+    top_B = np.rint((drawing.height_B + miss_v - height) / 2).astype(np.int64)
+    left_B = np.rint((drawing.width_B + miss_h - width) / 2).astype(np.int64)
+    drawing.window(height, width, top_B, left_B, (miss_h // 2, miss_v // 2, (miss_h + 1) // 2, (miss_v + 1) // 2))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Flip(Op):
-    """Mirror left and right, or top and bottom, with probability ``p``."""
-
-    vertical: bool
-    p: float
-
-    def draw(self, drawing: Drawing) -> None:
-        flipped_B = drawing.uniform(self.position, 0) < self.p
-        drawing.add(Code.WINDOW, {6: drawing.height_B, 7: drawing.width_B}, domain=flipped_B * (1 + self.vertical))
+def draw_flip(drawing: Drawing, at: int, vertical: bool, p: float) -> None:
+    drawing.mirror(drawing.uniform(at, 0) < p, 1 + vertical)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Resampled(Op):
-    interpolation: str
-    antialias: bool
-    domain: Domain
-
-    def _resize(self, drawing: Drawing, box: tuple[Lengths, ...], height: Lengths, width: Lengths) -> None:
-        numbers = {**dict(enumerate(box)), 4: height, 5: width, 6: INTERPOLATIONS.index(self.interpolation)}
-        domain = DOMAINS.index(resize_domain(self.domain, self.interpolation))
-        drawing.add(Code.RESIZE, {**numbers, 7: self.antialias}, domain=domain + 256 * pillow_chooses_order())
-        drawing.resized(height, width)
+WINDOWS = (draw_pad, draw_crop, draw_center_crop, draw_flip)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RandomResizedCrop(_Resampled):
-    """A random box, resized."""
-
-    height: int
-    width: int
-    scale: tuple[float, float]
-    ratio: tuple[float, float]
-
-    def draw(self, drawing: Drawing) -> None:
-        low, high = min(self.ratio), max(self.ratio)
-        height_B, width_B = drawing.height_B, drawing.width_B
-        shape_B = width_B / height_B
-        h_B = np.where(shape_B < low, np.rint(width_B / low).astype(np.int64), height_B)
-        w_B = np.where(shape_B > high, np.rint(height_B * high).astype(np.int64), width_B)
-        central = np.stack([(height_B - h_B) // 2, (width_B - w_B) // 2, h_B, w_B])
-        box = draw_boxes(drawing, self.position, self.scale, self.ratio, central, wide=True)
-        self._resize(drawing, tuple(box), self.height, self.width)
-
-    def size_after(self, size: Size | None) -> Size | None:
-        return self.height, self.width
-
-
-def draw_boxes(
-    drawing: Drawing,
-    position: int,
-    scale: tuple[float, float],
-    ratio: tuple[float, float],
-    otherwise: Int64s,
-    *,
-    wide: bool,
-    first: int = 0,
-) -> Int64s:
-    """Draw boxes as torchvision's RandomResizedCrop and RandomErasing do: ten tries to fit into the image.
-
-    Args:
-        drawing: knows the sizes of the images.
-        position: of the op.
-        scale: their share of the area.
-        ratio: width / height if ``wide``, else height / width; uniform in its logarithm.
-        otherwise: int64 (4, B), what is taken where no try fits.
-        wide: whether a box may be as large as the image.
-        first: number of the first draw.
-
-    Returns:
-        int64 (4, B): top, left, height, width in pixels.
-    """
-    boxes: Int64s = otherwise.copy()
-    keys_B, heights, widths = drawing.keys_B, drawing.height_B, drawing.width_B
-    logarithms = np.log(ratio)
-    pending = np.arange(len(keys_B))
-    for draw in range(first, first + 4 * TRIES, 4):
-        H, W, keys = heights[pending], widths[pending], keys_B[pending]
-        area = H * W * (scale[0] + draw_uniform(keys, position, draw) * (scale[1] - scale[0]))
-        stretch = np.exp(logarithms[0] + draw_uniform(keys, position, draw + 1) * (logarithms[1] - logarithms[0]))
-        sides = np.rint(np.sqrt(area * stretch)).astype(np.int64), np.rint(np.sqrt(area / stretch)).astype(np.int64)
-        w, h = sides if wide else sides[::-1]
-        fits = (w > 0) & (w <= W) & (h > 0) & (h <= H) if wide else (w < W) & (h < H)
-        H, W, keys, h, w = H[fits], W[fits], keys[fits], h[fits], w[fits]
-        top = draw_integers(keys, position, draw + 2, H - h + 1)
-        left = draw_integers(keys, position, draw + 3, W - w + 1)
-        boxes[:, pending[fits]] = top, left, h, w
-        pending = pending[~fits]
-        if not len(pending):
-            break
-    return boxes
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Resize(_Resampled):
-    """A new size: ``size``, or one in which the shorter side has one of several lengths.
-
-    Attributes:
-        size: (h, w); None: the shorter side is drawn from ``shorter``.
-        longest: the longer side is no longer than that; None for any length.
-        by_factor: both sides are multiplied and cut, as RandomShortestSize does.
-        bound: of the ``"short"`` or the ``"long"`` side, which is in ``shorter`` then; nothing is enlarged.
-    """
-
-    size: Size | None = None
-    shorter: tuple[int, ...] = ()
-    longest: int | None = None
-    by_factor: bool = False
-    bound: str = ""
-
-    def draw(self, drawing: Drawing) -> None:
-        height_B, width_B = drawing.height_B, drawing.width_B
-        new_h: Lengths
-        new_w: Lengths
-        if self.size is not None:
-            new_h, new_w = self.size
-        else:
-            which_B = drawing.integers(self.position, 0, len(self.shorter)) if len(self.shorter) > 1 else 0
-            new_h, new_w = self._sides(height_B, width_B, np.array(self.shorter)[which_B])
-        self._resize(drawing, (0, 0, height_B, width_B), new_h, new_w)
-
-    def _sides(self, height_B: Int64s, width_B: Int64s, shorter_B: Int64s) -> tuple[Lengths, Lengths]:
-        short_B, long_B = np.minimum(height_B, width_B), np.maximum(height_B, width_B)
-        if self.bound == "long":
-            shorter_B = np.maximum(1, (shorter_B * short_B / long_B).astype(np.int64))
-        if self.bound:
-            shorter_B = np.minimum(shorter_B, short_B)
-        if self.by_factor:
-            factor_B = shorter_B / short_B
-            if self.longest is not None:
-                factor_B = np.minimum(factor_B, self.longest / long_B)
-            return (height_B * factor_B).astype(np.int64), (width_B * factor_B).astype(np.int64)
-        longer_B = (shorter_B * long_B / short_B).astype(np.int64)
-        if self.longest is not None:
-            too_long_B = longer_B > self.longest
-            shorter_B = np.where(too_long_B, (self.longest * shorter_B / longer_B).astype(np.int64), shorter_B)
-            longer_B = np.where(too_long_B, self.longest, longer_B)
-        if self.bound == "long":
-            longer_B = np.minimum(self.shorter[0], long_B)
-        is_wide_B = width_B > height_B
-        return np.where(is_wide_B, shorter_B, longer_B), np.where(is_wide_B, longer_B, shorter_B)
-
-    def size_after(self, size: Size | None) -> Size | None:
-        if self.size is not None or size is None or len(self.shorter) > 1:
-            return self.size
-        height, width = self._sides(np.array([size[0]]), np.array([size[1]]), np.array(self.shorter))
-        return int(np.ravel(height)[0]), int(np.ravel(width)[0])
+def _resize(drawing: Drawing, box: Any, height: Any, width: Any, *, interpolation: str, domain: Domain) -> None:
+    whose = DOMAINS.index(_resize_domain(domain, interpolation)) + 256 * pillow_chooses_order()
+    drawing.add(Code.RESIZE, (*box, height, width, INTERPOLATIONS.index(interpolation)), (), whose)
 
 
 @functools.cache
-def resize_domain(domain: Domain, interpolation: str) -> Domain:
+def _resize_domain(domain: Domain, interpolation: str) -> Domain:
     """Whose arithmetic resizes: torchvision's v2 takes float32 (v1's way) where torch has no fast kernel for uint8."""
     if domain != "v2" or interpolation != "bilinear":
         return domain
@@ -465,239 +304,206 @@ def resize_domain(domain: Domain, interpolation: str) -> Domain:
     return "v2" if fast else "v1"
 
 
+def draw_resized_crop(
+    drawing: Drawing, at: int, height: int, width: int, scale: Range, ratio: Range, **filters: Any
+) -> None:
+    low, high = min(ratio), max(ratio)
+    height_B, width_B = drawing.height_B, drawing.width_B
+    shape_B = width_B / height_B
+    h_B = np.where(shape_B < low, np.rint(width_B / low).astype(np.int64), height_B)
+    w_B = np.where(shape_B > high, np.rint(height_B * high).astype(np.int64), width_B)
+    central = np.stack([(height_B - h_B) // 2, (width_B - w_B) // 2, h_B, w_B])
+    _resize(drawing, draw_boxes(drawing, at, scale, ratio, central, is_crop=True), height, width, **filters)
+    drawing.resized(height, width)
+
+
+def draw_boxes(
+    drawing: Drawing,
+    at: int,
+    scale: Range,
+    ratio: Range,
+    otherwise: Int64s,
+    *,
+    is_crop: bool,
+    first: int = 0,
+    share_B: Any = 1,
+) -> Int64s:
+    """Draw boxes as torchvision's RandomResizedCrop and RandomErasing do: ten tries to fit into the image.
+
+    ``ratio`` is width / height of a crop, else height / width, and uniform in its logarithm. ``otherwise``, (4, B), is
+    taken where no try fits; ``share_B`` boxes share ``scale`` of the area; ``first`` is the number of the first draw.
+
+    Returns:
+        int64 (4, B): top, left, height, width in pixels.
+    """
+    boxes: Int64s = otherwise.copy()
+    low, high = np.log(ratio)
+    pending = np.arange(len(drawing.keys_B))
+    area_B = drawing.height_B * drawing.width_B / share_B
+    for tries in (range(1), range(1, TRIES)):  # one is enough for most samples
+        H, W, keys = drawing.height_B[pending], drawing.width_B[pending], drawing.keys_B[pending]
+        draws = range(first + 4 * tries.start, first + 4 * tries.stop)
+        sized_T, shaped_T, down_T, right_T = draw_several(keys, at, draws).reshape(-1, 4, len(keys)).swapaxes(0, 1)
+        area_T = area_B[pending] * (scale[0] + sized_T * (scale[1] - scale[0]))
+        stretch_T = np.exp(low + shaped_T * (high - low))
+        w, h = np.rint(np.sqrt([area_T * stretch_T, area_T / stretch_T])).astype(np.int64)
+        if is_crop:
+            fits = (w > 0) & (w <= W) & (h > 0) & (h <= H)
+        else:
+            w, h = h, w
+            fits = (w < W) & (h < H)
+        try_, which = fits.argmax(axis=0), np.flatnonzero(fits.any(axis=0))
+        chosen = try_[which], which
+        h, w = h[chosen], w[chosen]
+        top, left = down_T[chosen] * (H[which] - h + 1), right_T[chosen] * (W[which] - w + 1)
+        boxes[:, pending[which]] = top.astype(np.int64), left.astype(np.int64), h, w
+        pending = np.delete(pending, which)
+        if not len(pending):
+            break
+    return boxes
+
+
+def draw_resize(
+    drawing: Drawing,
+    at: int,
+    size: Size | None = None,
+    shorter: tuple[int, ...] = (),
+    longest: int | None = None,
+    by_factor: bool = False,
+    bound: str = "",
+    **filters: Any,
+) -> None:
+    """A new size (h, w), or one in which the shorter side has one of several lengths, and the longer at most another.
+
+    ``by_factor``: both sides are multiplied and cut, as RandomShortestSize does. ``bound`` is of the ``"short"`` or the
+    ``"long"`` side, whose length is in ``shorter`` then; nothing is enlarged.
+    """
+    height_B, width_B = drawing.height_B, drawing.width_B
+    height, width = size or (0, 0)
+    is_drawn = len(shorter) > 1
+    if size is None:
+        which_B = drawing.integers(at, 0, len(shorter)) if is_drawn else 0
+        height, width = _sides(height_B, width_B, np.array(shorter)[which_B], longest, by_factor, bound)
+    _resize(drawing, (0, 0, height_B, width_B), height, width, **filters)
+    drawing.resized(height, width, is_drawn=is_drawn)
+
+
+def _sides(height_B: Int64s, width_B: Int64s, shorter_B: Any, longest: int | None, by_factor: bool, bound: str) -> Any:
+    short_B, long_B = np.minimum(height_B, width_B), np.maximum(height_B, width_B)
+    wanted_B, most = shorter_B, longest or 1 << 40
+    if by_factor:
+        factor_B = np.minimum(shorter_B / short_B, most / long_B)
+        return (height_B * factor_B).astype(np.int64), (width_B * factor_B).astype(np.int64)
+    if bound == "long":
+        shorter_B = np.maximum(1, (wanted_B * short_B / long_B).astype(np.int64))
+    if bound:
+        shorter_B = np.minimum(shorter_B, short_B)
+    longer_B = (shorter_B * long_B / short_B).astype(np.int64)
+    shorter_B = np.where(longer_B > most, (most * shorter_B / longer_B).astype(np.int64), shorter_B)
+    longer_B = np.minimum(longer_B, most).astype(np.int64)
+    if bound == "long":
+        longer_B = np.minimum(wanted_B, long_B)
+    is_wide_B = width_B > height_B
+    return np.where(is_wide_B, shorter_B, longer_B), np.where(is_wide_B, longer_B, shorter_B)
+
+
 # Values
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Value(Op):
-    """One number between two, or that number: brightness, contrast, saturation, hue, sharpness, a threshold.
-
-    Attributes:
-        code: of the core.
-        low: of the number, uniform.
-        high: likewise.
-        number: a whole number that the code needs.
-    """
-
-    code: int
-    domain: Domain
-    low: float = 0.0
-    high: float = 0.0
-    number: int = 0
-
-    def draw(self, drawing: Drawing) -> None:
-        value_B: Any = self.low
-        if self.low != self.high:
-            value_B = drawing.uniform(self.position, 0, self.low, self.high)
-        drawing.add(self.code, {0: self.number}, {0: value_B}, self.domain)
+def draw_value(drawing: Drawing, at: int, code: int, domain: Domain, low: float = 0.0, high: float = 0.0) -> None:
+    """What needs one number, uniform between two: a factor, a threshold, how many bits."""
+    value_B: Any = drawing.uniform(at, 0, low, high) if low != high else low
+    drawing.add(code, [int(low)], [value_B], domain)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Grayscale(Op):
+def draw_grayscale(drawing: Drawing, at: int, channels: int, domain: Domain) -> None:
     """Luma in one or three equal channels, or 0: in as many as there are."""
-
-    channels: int
-    domain: Domain
-
-    def draw(self, drawing: Drawing) -> None:
-        drawing.channels = after = self.channels_after(drawing.channels)
-        drawing.add(Code.GRAYSCALE, {0: after if self.channels else 0}, domain=self.domain)
-
-    def channels_after(self, channels: int) -> int:
-        if self.domain == "v1" and channels == 1:
-            return 1  # v1 leaves such tensors as they are
-        return self.channels or channels
+    if domain != "v1" or drawing.channels > 1:  # v1 leaves tensors of one channel as they are
+        drawing.channels = channels or drawing.channels
+    drawing.add(Code.GRAYSCALE, [drawing.channels], domain=domain)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Blur(Op):
-    """torchvision's GaussianBlur, with one sigma for both axes."""
-
-    kernel_width: int
-    kernel_height: int
-    sigma: tuple[float, float]
-
-    def draw(self, drawing: Drawing) -> None:
-        width, height = self.kernel_width, self.kernel_height
-        drawing.refuse(
-            (drawing.width_B <= width // 2) | (drawing.height_B <= height // 2),
-            lambda b: (
-                f"GaussianBlur with kernel_size=({width}, {height}) needs images of more than {height // 2} x "
-                f"{width // 2} px (height x width), but sample {drawing.index_B[b]} has {drawing.height_B[b]} x "
-                f"{drawing.width_B[b]}. Use a smaller kernel or a larger resize."
-            ),
-        )
-        sigma_B = drawing.uniform(self.position, 0, *self.sigma)
-        drawing.add(Code.BLUR, {0: width, 1: height}, {0: sigma_B, 1: sigma_B})
+def draw_blur(drawing: Drawing, at: int, width: int, height: int, sigma: Range) -> None:
+    """Torchvision's GaussianBlur, with one sigma for both axes."""
+    drawing.refuse(
+        (drawing.width_B <= width // 2) | (drawing.height_B <= height // 2),
+        lambda b: (
+            f"GaussianBlur with kernel_size=({width}, {height}) needs images of more than {height // 2} x "
+            f"{width // 2} px (height x width), but sample {drawing.index_B[b]} has {drawing.height_B[b]} x "
+            f"{drawing.width_B[b]}. Use a smaller kernel or a larger resize."
+        ),
+    )
+    sigma_B = drawing.uniform(at, 0, *sigma)
+    drawing.add(Code.BLUR, (width, height), (sigma_B, sigma_B))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Permute(Op):
-    """The channels in random order."""
-
-    def draw(self, drawing: Drawing) -> None:
-        drawing.add(Code.PERMUTE, dict(enumerate(draw_order(drawing, self.position, drawing.channels).T)))
+def draw_permutation(drawing: Drawing, at: int) -> None:
+    drawing.add(Code.PERMUTE, drawing.order(at, drawing.channels))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Noise(Op):
-    """Normal noise on uint8, or if ``scale`` is given on the floats served.
-
-    Attributes:
-        scale: what a Normalize after it multiplies the noise by, for each channel.
-        low: what it makes of 0, where values are clipped, for each channel.
-    """
-
-    mean: float
-    sigma: float
-    clip: bool
-    scale: tuple[float, ...] = ()
-    low: tuple[float, ...] = ()
-
-    def draw(self, drawing: Drawing) -> None:
-        values = {0: self.mean, 1: self.sigma}
-        for c in range(4 if self.scale else 0):
-            values |= {2 + c: self.scale[min(c, len(self.scale) - 1)], 6 + c: self.low[min(c, len(self.low) - 1)]}
-        drawing.add(Code.NOISE, {0: self.clip, **key_halves(drawing.keys_B, self.position)}, values)
+def draw_noise(
+    drawing: Drawing, at: int, mean: float, sigma: float, clip: bool, gain: Fill = (), low: Fill = ()
+) -> None:
+    """Normal noise on uint8; among floats a Normalize after it made ``low`` of 0, and noise ``gain`` times as large."""
+    each = ((*values, *values[-1:] * 4)[:4] for values in (gain, low))
+    drawing.add(Code.NOISE, (clip, 0, 0, 0, *_key_halves(drawing.keys_B, at)), (mean, sigma, *itertools.chain(*each)))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Erase(Op):
+def draw_erase(
+    drawing: Drawing, at: int, p: float, scale: Range, ratio: Range, fill: Fill | None, per_pixel: bool, counts: Size
+) -> None:
     """Random rectangles.
 
-    Attributes:
-        p: how often.
-        scale: their share of the area.
-        ratio: of height to width.
-        fill: one value or one for each channel, in the units of what is erased; None for normal numbers.
-        per_pixel: whether these are drawn for each pixel, or one for each channel.
-        counts: fewest and most rectangles, which share the area.
+    ``ratio`` is of height to width; ``fill`` in the units of what is erased, None for normal numbers, which are drawn
+    for each channel or even ``per_pixel``; ``counts`` are the fewest and most rectangles, which share the area.
     """
+    fewest, most = counts
+    mode = 0 if fill is not None else 1 if per_pixel else 2
+    erased_B = drawing.uniform(at, 0) < p
+    count_B = fewest + drawing.integers(at, 1, most - fewest + 1)
 
-    p: float
-    scale: tuple[float, float]
-    ratio: tuple[float, float]
-    fill: tuple[float, ...] | None
-    per_pixel: bool = True
-    counts: tuple[int, int] = (1, 1)
+    def rectangle(part: Drawing, number: int) -> None:
+        nothing, first = np.zeros((4, len(part.keys_B)), np.int64), 2 + 4 * TRIES * number
+        box = draw_boxes(part, at, scale, ratio, nothing, is_crop=False, first=first, share_B=part.of(count_B))
+        key = _key_halves(part.keys_B, child(at, number)) if mode else (0, 0)
+        part.add(Code.ERASE, (*box, *key, mode), fill=fill or (0,), name="erasing")
 
-    def draw(self, drawing: Drawing) -> None:
-        fewest, most = self.counts
-        erased_B = drawing.uniform(self.position, 0) < self.p
-        count_B = fewest + drawing.integers(self.position, 1, most - fewest + 1)
-        nothing = np.zeros((4, len(erased_B)), np.int64)
-        mode = 0 if self.fill is not None else 1 if self.per_pixel else 2
-        for number in range(most):
-            with drawing.only(erased_B & (number < count_B)):
-                box = self._boxes(drawing, count_B, nothing, 2 + 4 * TRIES * number)
-                numbers = {**dict(enumerate(box)), 6: mode, **key_halves(drawing.keys_B, child(self.position, number))}
-                drawing.add(Code.ERASE, numbers, fills(self.fill or (0,)))
-
-    def _boxes(self, drawing: Drawing, count_B: Int64s, nothing: Int64s, first: int) -> Int64s:
-        boxes = nothing
-        for count in np.unique(count_B).tolist():
-            scale = (self.scale[0] / count, self.scale[1] / count)
-            drawn = draw_boxes(drawing, self.position, scale, self.ratio, nothing, wide=False, first=first)
-            boxes = np.where(count_B == count, drawn, boxes)
-        return boxes
-
-    def channels_after(self, channels: int) -> int:
-        if self.fill is not None and len(self.fill) not in (1, channels):
-            raise ValueError(f"erasing has {len(self.fill)} values, but the images have {channels} channels.")
-        return channels
+    for number in range(most):
+        drawing.each((erased_B & (number < count_B), functools.partial(rectangle, number=number)))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Cast(Op):
-    """uint8 to floating point; ``scaling`` is how torchvision maps 255 to 1, if it does."""
-
-    dtype: str
-    scaling: Literal["divide", "multiply", "none"]
-
-    def draw(self, drawing: Drawing) -> None:
-        drawing.add(Code.CAST)
+def _key_halves(keys_B: UInt64s, at: int) -> Any:
+    """The low and the high half of what normal numbers follow from, (2, B)."""
+    return (keys_B ^ sample_keys(at, 0, np.zeros(1, np.int64))).view(np.int32).reshape(-1, 2).T
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Normalize(Op):
-    """(x - mean) / std per channel; ``widens`` says that one channel becomes as many as there are means."""
+def draw_cast(
+    drawing: Drawing, at: int, dtype: str, scaling: str, normalizations: tuple[tuple[Fill, Fill, bool], ...] = ()
+) -> None:
+    """uint8 to floats. ``scaling`` is how 255 becomes 1: ``"divide"``, ``"multiply"`` or ``"none"``, it does not.
 
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    widens: bool
-
-    def channels_after(self, channels: int) -> int:
-        means = len(self.mean)
-        if means in (1, channels):
-            return channels
-        if channels != 1 or not self.widens:
-            raise ValueError(f"Normalize has {means} means, but the images have {channels} channels.")
-        return means
+    ``normalizations`` are mean and std, and whether one channel becomes as many as there are means.
+    """
+    for mean, _, widens in normalizations:
+        if len(mean) not in (1, drawing.channels):
+            if drawing.channels != 1 or not widens:
+                raise ValueError(f"Normalize has {len(mean)} means, but the images have {drawing.channels} channels.")
+            drawing.channels = len(mean)
+    drawing.add(Code.CAST)
 
 
 # Ops of ops
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Choice(Op):
-    """One of several sequences of ops, or with a probability none.
-
-    Attributes:
-        sequences: of ops.
-        upto: where in [0, 1) the probability of each ends; what lies beyond the last is for none.
-    """
-
-    sequences: tuple[tuple[Op, ...], ...]
-    upto: tuple[float, ...]
-
-    def draw(self, drawing: Drawing) -> None:
-        chosen_B = np.searchsorted(self.upto, drawing.uniform(self.position, 0), side="right")
-        for number, sequence in enumerate(self.sequences):
-            draw_some(drawing, sequence, chosen_B == number)
-
-    def size_after(self, size: Size | None) -> Size | None:
-        sizes = {self._size(sequence, size) for sequence in self.sequences}
-        if self.upto[-1] < 1:
-            sizes.add(size)
-        return sizes.pop() if len(sizes) == 1 else None
-
-    def _size(self, sequence: tuple[Op, ...], size: Size | None) -> Size | None:
-        for op in sequence:
-            size = op.size_after(size)
-        return size
+def draw_choice(drawing: Drawing, at: int, sequences: tuple[tuple[Op, ...], ...], upto: tuple[float, ...]) -> None:
+    """One of several sequences of ops, or none; ``upto``: where in [0, 1) the probability of each ends."""
+    chosen_B = np.searchsorted(upto, drawing.uniform(at, 0), side="right")
+    parts = [(chosen_B == number, functools.partial(Drawing.draw, ops=ops)) for number, ops in enumerate(sequences)]
+    drawing.each(*parts, is_whole=upto[-1] >= 1)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Order(Op):
-    """Several ops in random order."""
-
-    ops: tuple[tuple[Op, ...], ...]
-
-    def draw(self, drawing: Drawing) -> None:
-        for which_B in draw_order(drawing, self.position, len(self.ops)).T:
-            for number, sequence in enumerate(self.ops):
-                draw_some(drawing, sequence, which_B == number)
-
-    def size_after(self, size: Size | None) -> Size | None:
-        keeps = all(op.size_after((97, 89)) == (97, 89) for sequence in self.ops for op in sequence)
-        return size if keeps else None
-
-
-def draw_some(drawing: Drawing, sequence: tuple[Op, ...], chosen_B: Flags) -> None:
-    """Draw ops for some samples."""
-    with drawing.only(chosen_B):
-        if not drawing.is_idle:
-            for op in sequence:
-                op.draw(drawing)
-
-
-def draw_order(drawing: Drawing, position: int, count: int) -> Int64s:
-    """Permutations of ``count`` numbers, each equally likely: (B, count)."""
-    order_BN: Int64s = np.argsort(np.stack([drawing.uniform(position, k) for k in range(count)], axis=1), axis=1)
-    return order_BN
-
-
-def key_halves(keys_B: UInt64s, position: int) -> dict[int, npt.NDArray[np.int32]]:
-    """The key of each sample's noise, where records have it."""
-    halves = (keys_B ^ sample_keys(position, 0, np.zeros(1, np.int64))).view(np.int32).reshape(-1, 2)
-    return {4: halves[:, 0], 5: halves[:, 1]}
+def draw_in_order(drawing: Drawing, at: int, ops: tuple[tuple[Op, ...], ...]) -> None:
+    """Several sequences of ops in random order."""
+    steps = [functools.partial(Drawing.draw, ops=sequence) for sequence in ops]
+    for which_B in drawing.order(at, len(ops)):
+        drawing.each(*((which_B == number, step) for number, step in enumerate(steps)))

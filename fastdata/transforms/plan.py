@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, Literal
 
-from fastdata.spec import Form
-from fastdata.transforms.ops import Op
+from fastdata.images import Form
+from fastdata.transforms.ops import Op, size_after
 from fastdata.transforms.steps import (
     State,
     UnknownStepError,
@@ -22,7 +23,6 @@ from fastdata.transforms.steps import (
 )
 
 Step = Callable[[Any], Any]
-_SAME_SHAPE = ("Identity", "PILToTensor", "RGB", "ToImage", "ToPureTensor")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,12 +56,6 @@ class TransformPlan:
         if self.per_sample:
             return f"{_text(self.per_sample[0])} {self.reason}"
         return "the transform ends with a PIL image" if self.kind == "pil" else None
-
-    def prepare_sample(self, image: Any) -> Any:
-        """Run the prepare part on one decoded image."""
-        for step in self.prepare:
-            image = step(image)
-        return image
 
     def finish_sample(self, sample: Any) -> Any:
         """Run the per sample part on one sample of ``kind`` that has been through the other two."""
@@ -118,37 +112,38 @@ def plan_transform(
         (False, 'the transform ends with a PIL image')
     """
     steps = flatten(transform)
-    leading = _preparable_part(steps) if prepared is None else steps[:prepared]
-    state = State(kind=_kind_after(leading, form), channels=channels)
-    ops: list[Op] = []
-    known = len(leading)
-    reason = ""
-    while known < len(steps):
+    leading = tuple(takewhile(is_preparable, steps)) if prepared is None else steps[:prepared]
+    while prepared is None and leading and is_reforming(leading[-1]):  # a part of it only if more geometry follows
+        leading = leading[:-1]
+    state, known, reason = State(kind=form), len(leading), ""
+    for step in leading:
+        with suppress(UnknownStepError):  # which are of ImageOps, or change nothing of such samples
+            state = recognise(step, 0, state)
+    state = State(kind=state.kind, channels=channels)
+    if batch_ops == "off":
+        reason = "runs as written, because batch_ops='off'"
+    elif obstacle is not None:
+        reason = f"runs as written, because {obstacle}"
+    elif dtype != "uint8":
+        reason = f"gets {dtype} samples, and batch ops know uint8 only"
+    while known < len(steps) and not reason:
         try:
-            if batch_ops == "off":
-                raise UnknownStepError("runs as written, because batch_ops='off'")
-            if obstacle is not None:
-                raise UnknownStepError(f"runs as written, because {obstacle}")
-            if dtype != "uint8":
-                raise UnknownStepError(f"gets {dtype} samples, and batch ops know uint8 only")
-            more, state = recognise(steps[known], first + known, state)
+            state = recognise(steps[known], first + known, state)
+            known += 1
         except UnknownStepError as unknown:
             reason = str(unknown)
-            break
-        ops.extend(more)
-        known += 1
     return TransformPlan(
         prepare=leading,
-        batch_ops=tuple(ops),
+        batch_ops=(*state.ops, *state.floats),
         per_sample=steps[known:],
         kind=state.kind,
         batch_texts=tuple(map(_text, steps[len(leading) : known])),
-        reason=reason,
+        reason=reason if steps[known:] else "",
     )
 
 
 def read_resize(step: Any) -> tuple[int | tuple[int, int], Literal["bilinear", "bicubic"]] | None:
-    """Size, as ``fastdata.decode`` takes it, and filter of a torchvision ``Resize``; None for anything else."""
+    """Size, as ``fastdata.images`` takes it, and filter of a torchvision ``Resize``; None for anything else."""
     if known_name(step) != "Resize" or step.max_size is not None:
         return None
     smooth: Any = {"bilinear": "bilinear", "bicubic": "bicubic"}.get(interpolation_name(step.interpolation))
@@ -173,48 +168,17 @@ def shape_after(steps: Iterable[Any]) -> tuple[int, int, int] | None:
     channels, size = 3, None
     for step in steps:
         name = known_name(step)
-        if name == "Resize" and isinstance(step.size, str):
-            size = None
-        elif name == "Resize":
-            sides = [step.size] if isinstance(step.size, int) else list(step.size or [])
-            if len(sides) == 2:
-                size = pair(sides)
-            elif size is None or size[0] != size[1] or len(sides) != 1:  # the shorter side: a square stays one
-                size = None
-            else:
-                size = (sides[0], sides[0])
-        elif name == "CenterCrop":
-            size = pair(step.size)
-        elif name == "Grayscale":
-            channels = step.num_output_channels
-        elif name == "exif_transpose":
+        if name == "exif_transpose":
             size = size if size and size[0] == size[1] else None
-        elif name not in _SAME_SHAPE:
-            return None
+        elif name != "RGB":
+            try:
+                channels, size = size_after(recognise(step, 0, State(kind="pil")).ops, channels, size)
+            except UnknownStepError:
+                return None
     return None if size is None else (channels, *size)
 
 
-def _preparable_part(steps: tuple[Step, ...]) -> tuple[Step, ...]:
-    """The leading deterministic steps; a change of form belongs to them only if more geometry follows it."""
-    part = list(takewhile(is_preparable, steps))
-    while part and is_reforming(part[-1]):
-        part.pop()
-    return tuple(part)
-
-
-def _kind_after(prepare: tuple[Step, ...], form: Form) -> Form:
-    kind = form
-    for step in prepare:
-        name = known_name(step)
-        if name == "ToImage":
-            kind = "image"
-        elif (name, kind) in (("ToPureTensor", "image"), ("PILToTensor", "pil"), ("timm.MaybePILToTensor", "pil")):
-            kind = "tensor"
-    return kind
-
-
 def _key(step: Any) -> str:
-    """What a step does, in every process."""
     kind, text = type(step), _text(step)
     if " at 0x" in text:  # says where it is
         text = f"{getattr(step, '__name__', '')} {getattr(step, '__dict__', {})}"
@@ -222,5 +186,4 @@ def _key(step: Any) -> str:
 
 
 def _text(step: Any) -> str:
-    """One line for a step."""
     return " ".join(repr(step).split()).replace("( ", "(").replace(" )", ")")

@@ -9,63 +9,43 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, cast
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 
 from fastdata.core import Code
-from fastdata.spec import Form
-from fastdata.transforms.augment import Augment, AugMix, TimmOp
-from fastdata.transforms.ops import (
-    INTERPOLATIONS,
-    Blur,
-    Borders,
-    Cast,
-    CenterCrop,
-    Choice,
-    Domain,
-    Erase,
-    Flip,
-    Grayscale,
-    Noise,
-    Normalize,
-    Op,
-    Order,
-    Pad,
-    PadMode,
-    Permute,
-    RandomCrop,
-    RandomResizedCrop,
-    Resize,
-    Value,
-    child,
+from fastdata.images import Form
+from fastdata.transforms import ops as draws
+from fastdata.transforms.augment import (
+    Space,
+    draw_affine,
+    draw_aug_mix,
+    draw_augment,
+    draw_perspective,
+    draw_rotation,
+    draw_timm,
+    read_timm_op,
 )
-from fastdata.transforms.warps import Affine, Perspective, Rotation
+from fastdata.transforms.ops import INTERPOLATIONS, MODES, Borders, Domain, Fill, Op, child
 
 _DETERMINISTIC = frozenset({"Resize", "CenterCrop", "Grayscale", "Pad", "RGB", "Identity", "exif_transpose"})
 _REFORMING = frozenset({"ToImage", "PILToTensor", "ToPureTensor", "timm.MaybePILToTensor"})
-_REPEATABLE = frozenset(
-    {
-        *_DETERMINISTIC,
-        *_REFORMING,
-        *("ClampBoundingBoxes", "ClampKeyPoints", "ConvertBoundingBoxFormat", "ConvertImageDtype", "FiveCrop"),
-        *("LinearTransformation", "Normalize", "SanitizeBoundingBoxes", "SanitizeKeyPoints", "SetClampingMode"),
-        *("TenCrop", "ToDtype", "ToPILImage", "ToTensor", "UniformTemporalSubsample"),
-    }
-)
+_REPEATABLE = {
+    *("ClampBoundingBoxes", "ClampKeyPoints", "ConvertBoundingBoxFormat", "ConvertImageDtype", "FiveCrop"),
+    *("LinearTransformation", "Normalize", "SanitizeBoundingBoxes", "SanitizeKeyPoints", "SetClampingMode", "TenCrop"),
+    *("ToDtype", "ToPILImage", "ToTensor", "UniformTemporalSubsample", *_DETERMINISTIC, *_REFORMING),
+}
 """Torchvision's steps that do the same to the same sample each time."""
-_RANDOM = frozenset(
-    {
-        *("AugMix", "AutoAugment", "ColorJitter", "CutMix", "ElasticTransform", "GaussianNoise", "MixUp"),
-        *("RandAugment", "ScaleJitter", "TrivialAugmentWide"),
-    }
-)
-"""Those that draw, beside all whose names begin with Random."""
+_RANDOM = {
+    *("AugMix", "AutoAugment", "ColorJitter", "CutMix", "ElasticTransform", "GaussianNoise", "MixUp", "ScaleJitter")
+}
+"""Those that draw, beside all whose names begin with Rand or Trivial."""
 _RANGES = {"GaussianBlur": "sigma", "JPEG": "quality", "RandomRotation": "degrees"}
 """Those that draw from a range, and the attribute that holds it."""
 _PIL_INTERPOLATIONS = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")
-_TENSOR_INTERPOLATIONS = frozenset({"nearest", "nearest-exact", "bilinear", "bicubic"})
+_TENSOR_INTERPOLATIONS = ("nearest", "nearest-exact", "bilinear", "bicubic")
 _FLOATS = {torch.float32: "float32", torch.float64: "float64", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
 
@@ -75,29 +55,49 @@ class UnknownStepError(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class State:
-    """What a sample is before a step; ``is_noisy`` once random numbers lie among its floats."""
+    """What a sample is before a step, and the ops that made it so."""
 
     kind: Form
-    dtype: str = "uint8"
     channels: int | None = None
-    is_normalized: bool = False
-    is_erased: bool = False
-    is_noisy: bool = False
+    ops: tuple[Op, ...] = ()
+    """On uint8."""
+    floats: tuple[Op, ...] = ()
+    """The conversion to floats, with all normalisations, and what runs after it."""
 
+    @property
+    def dtype(self) -> str:
+        return str(self.floats[0].arguments["dtype"]) if self.floats else "uint8"
 
-_Read = tuple[tuple[Op, ...], State]
+    @property
+    def is_normalized(self) -> bool:
+        return bool(self.floats and self.floats[0].arguments["normalizations"])
+
+    @property
+    def is_erased(self) -> bool:
+        """Whether rectangles among the floats are."""
+        return any(op.draw is draws.draw_erase for op in self.floats)
+
+    @property
+    def is_noisy(self) -> bool:
+        """Whether random numbers lie among the floats."""
+        return any(op.draw is draws.draw_noise or op.arguments.get("fill", ()) is None for op in self.floats)
+
+    def add(self, draw: Callable[..., None], at: int, **arguments: Any) -> State:
+        op = Op(draw, at, arguments)
+        if draw is draws.draw_cast or (self.floats and draw in (draws.draw_erase, draws.draw_noise)):
+            return replace(self, floats=(*self.floats, op))
+        # What moves pixels is done before the conversion, with which it commutes: its reader admits nothing else.
+        return replace(self, ops=(*self.ops, op))
 
 
 def flatten(transform: Any) -> tuple[Any, ...]:
     """List the steps of a transform: of nested Compose and Sequential, of several in a tuple, a single one, or None."""
     if transform is None:
         return ()
-    if type(transform) is tuple:
-        return tuple(step for part in transform for step in flatten(part))
-    if known_name(transform) == "Compose":
-        return tuple(step for part in transform.transforms for step in flatten(part))
-    if type(transform) is torch.nn.Sequential:
-        return tuple(step for part in transform for step in flatten(part))
+    is_nest = type(transform) in (tuple, torch.nn.Sequential)
+    if is_nest or known_name(transform) == "Compose":
+        parts = transform if is_nest else transform.transforms
+        return tuple(step for part in parts for step in flatten(part))
     return (transform,)
 
 
@@ -122,7 +122,6 @@ def fingerprint(transform: Any) -> tuple[Any, ...]:
 
 
 def is_same(fingerprint: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
-    """Whether nothing was changed between two fingerprints."""
     return len(fingerprint) == len(other) and all(
         mine is theirs or (type(mine) is bytes and mine == theirs)
         for mine, theirs in zip(fingerprint, other, strict=True)
@@ -157,7 +156,8 @@ def is_random(step: Any) -> bool | None:
         return None
     if name in _RANGES:
         return len(set(getattr(step, _RANGES[name]))) > 1
-    if name in _RANDOM or name.removeprefix("timm.").startswith("Rand") or name == "timm.AutoAugment":
+    plain = name.removeprefix("timm.")
+    if plain in _RANDOM or plain.startswith(("Rand", "Trivial")):
         return True
     return False if name in _REPEATABLE else None
 
@@ -168,512 +168,412 @@ def is_reforming(step: Any) -> bool:
     return name in _REFORMING or (name in ("ToDtype", "ConvertImageDtype") and step.dtype == torch.uint8)
 
 
-def recognise(step: Any, position: int, state: State) -> _Read:
-    """Read one step as ops.
-
-    Args:
-        step: one of the user's objects.
-        position: its place in the flattened transform.
-        state: what a sample is before it.
-
-    Returns:
-        The ops, and what a sample is after them.
+def recognise(step: Any, at: int, state: State) -> State:
+    """Read one of the user's objects: the state after it, with its ops, whose draws ``at`` numbers.
 
     Raises:
         UnknownStepError: it has to run as it is.
     """
-    reader = _READERS.get(known_name(step) or "")
+    reader = READERS.get(known_name(step) or "")
     if reader is None:
         raise UnknownStepError("is not a known batch op")
     if state.kind in ("array", "mask", "video"):
         raise UnknownStepError(f"gets {state.kind}s, which are no images to batch ops")
     try:
-        return reader(step, position, state)
+        return reader(step, at, state)
     except (AttributeError, TypeError, ValueError) as unread:
         raise UnknownStepError(f"has arguments that are not served: {unread}") from unread
 
 
-# Readers of one class each: (step, position, state) -> (ops, state after)
+# Geometry
 
 
-def _flip(step: Any, position: int, state: State) -> _Read:
-    _check_movable(state)
-    return (Flip(position=position, vertical="Vertical" in type(step).__name__, p=float(step.p)),), state
-
-
-def _center_crop(step: Any, position: int, state: State) -> _Read:
-    _check_movable(state)
-    if state.is_normalized:
-        raise UnknownStepError("may pad with 0 after Normalize")
+def _center_crop(step: Any, at: int, state: State) -> State:
+    _refuse(state.is_normalized, "may pad with 0 after Normalize")
     height, width = pair(step.size)
-    return (CenterCrop(position=position, height=height, width=width),), state
+    return _movable(state).add(draws.draw_center_crop, at, height=height, width=width)
 
 
-def _pad(step: Any, position: int, state: State) -> _Read:
-    domain = _domain(step, state)
-    fill = _fill(step, domain, _mode(step))
-    _check_commutes(step, fill, state)
-    op = Pad(position=position, borders=_borders(step.padding), mode=_mode(step), fill=fill, domain=domain)
-    return (op,), state
-
-
-def _random_crop(step: Any, position: int, state: State) -> _Read:
-    _check_movable(state)
-    domain = _domain(step, state)
+def _random_crop(step: Any, at: int, state: State) -> State:
+    _movable(state)
     height, width = pair(step.size)
     borders = _borders(step.padding)
     if _is_v2(step) and step.padding is not None:
         left, right, top, bottom = step.padding
         borders = _borders((left, top, right, bottom))
-    pads = any(borders) or bool(step.pad_if_needed)
-    mode = _mode(step) if pads else "constant"
-    fill = _fill(step, domain, mode) if pads else (0,)
-    if pads:
-        _check_commutes(step, fill, state)
-    before: tuple[Op, ...] = ()
-    if not _is_v2(step) and mode != "constant" and any(borders) and step.pad_if_needed:
-        # v1 pads the padded image again, v2 pads once by the sum; it shows in all modes but constant.
-        before = (Pad(position=position, borders=borders, mode=mode, fill=fill, domain=domain),)
-        borders = (0, 0, 0, 0)
-    crop = RandomCrop(
-        position=position,
-        height=height,
-        width=width,
-        borders=borders,
-        pad_if_needed=bool(step.pad_if_needed),
-        mode=mode,
-        fill=fill,
-        domain=domain,
+    pads_more, border = bool(step.pad_if_needed), {}
+    if pads_more or any(borders):
+        border = _border(step, state)
+        if not _is_v2(step) and border["mode"] != "constant" and any(borders) and pads_more:
+            # v1 pads the padded image again, v2 pads once by the sum; it shows in all modes but constant.
+            state, borders = state.add(draws.draw_pad, at, borders=borders, **border), (0, 0, 0, 0)
+    return state.add(
+        draws.draw_crop, at, height=height, width=width, borders=borders, pad_if_needed=pads_more, **border
     )
-    return (*before, crop), state
 
 
-def _resampled(step: Any, state: State, interpolation: Any) -> dict[str, Any]:
-    """What all that resize have in common."""
-    _check_uint8(state)
-    domain, name = _domain(step, state), interpolation_name(interpolation)
-    if domain != "pil" and name not in _TENSOR_INTERPOLATIONS:
-        raise UnknownStepError(f"resizes tensors with interpolation={name!r}")
-    antialias = domain == "pil" or bool(step.antialias)
-    return {"interpolation": name, "antialias": antialias, "domain": domain}
-
-
-def _resized_crop(step: Any, position: int, state: State) -> _Read:
+def _resized_crop(step: Any, at: int, state: State) -> State:
     names = step.interpolation
-    several = tuple(names) if isinstance(names, (list, tuple)) else (names,)  # timm draws one of two
+    several = names if isinstance(names, (list, tuple)) else [names]  # timm draws one of two
     (height, width), scale, ratio = pair(step.size), _range(step.scale), _range(step.ratio)
-    if ratio[0] <= 0:
-        raise UnknownStepError(f"has ratio={ratio}")
-    crops = [
-        RandomResizedCrop(
-            position=position, height=height, width=width, scale=scale, ratio=ratio, **_resampled(step, state, name)
-        )
-        for name in several
-    ]
+    _refuse(ratio[0] <= 0, f"has ratio={ratio}")
+    box = {"height": height, "width": width, "scale": scale, "ratio": ratio}
+    crops = [Op(draws.draw_resized_crop, at, {**box, **_filters(step, state, name)}) for name in several]
     if len(crops) == 1:
-        return tuple(crops), state
-    return (_one_of([(crop,) for crop in crops], child(position, 0)),), state
+        return state.add(draws.draw_resized_crop, at, **crops[0].arguments)
+    return _one_of([(crop,) for crop in crops], child(at, 0), state)
 
 
-def _resize(step: Any, position: int, state: State) -> _Read:
-    common = _resampled(step, state, step.interpolation)
+def _resize(step: Any, at: int, state: State) -> State:
+    resize = partial(state.add, draws.draw_resize, at, **_filters(step, state, step.interpolation))
     name = known_name(step)
     if name == "RandomResize":
-        return (Resize(position=position, shorter=tuple(range(step.min_size, step.max_size)), **common),), state
+        return resize(shorter=tuple(range(step.min_size, step.max_size)))
     if name == "RandomShortestSize":
-        sizes = tuple(step.min_size)
-        return (Resize(position=position, shorter=sizes, longest=step.max_size, by_factor=True, **common),), state
+        return resize(shorter=tuple(step.min_size), longest=step.max_size, by_factor=True)
     if isinstance(step.size, str):  # fastdata's own
         bound, _, number = step.size.partition(":")
-        return (Resize(position=position, shorter=(int(number),), bound=bound, **common),), state
+        return resize(shorter=(int(number),), bound=bound)
     sides = [step.size] if isinstance(step.size, int) else list(step.size or [])
     if len(sides) == 2:
-        return (Resize(position=position, size=pair(sides), **common),), state
-    if len(sides) != 1:
-        raise UnknownStepError(f"has size={step.size!r}")
-    return (Resize(position=position, shorter=(int(sides[0]),), longest=step.max_size, **common),), state
+        return resize(size=pair(sides))
+    _refuse(len(sides) != 1, f"has size={step.size!r}")
+    return resize(shorter=(int(sides[0]),), longest=step.max_size)
 
 
-def _grayscale(step: Any, position: int, state: State) -> _Read:
-    _check_colours(state)
-    channels, domain = step.num_output_channels, _domain(step, state)
-    if channels not in (1, 3):
-        raise UnknownStepError(f"has num_output_channels={channels!r}")
-    op = Grayscale(position=position, channels=channels, domain=domain)
-    return (op,), replace(state, channels=op.channels_after(state.channels or 3))
+def _rotation(step: Any, at: int, state: State) -> State:
+    _refuse(step.expand and _domain(step, state) != "pil", "expands tensors")
+    warp = {"expand": bool(step.expand), "center": step.center and _range(step.center), **_warped(step, state)}
+    return state.add(draw_rotation, at, degrees=_range(step.degrees), **warp)
 
 
-def _random_grayscale(step: Any, position: int, state: State) -> _Read:
-    _check_colours(state)
-    gray = Grayscale(position=child(position, 0), channels=0, domain=_domain(step, state))
-    return (_sometimes(step.p, (gray,), position),), state
+def _affine(step: Any, at: int, state: State) -> State:
+    moves = {"degrees": step.degrees, "translate": step.translate or (0, 0), "scale": step.scale or (1, 1)}
+    shear = (*(step.shear or ()), 0, 0, 0, 0)
+    warp = {"center": step.center and _range(step.center), **_warped(step, state)}
+    ranges = {name: _range(values) for name, values in moves.items()}
+    return state.add(draw_affine, at, shear=(_range(shear[:2]), _range(shear[2:4])), **ranges, **warp)
 
 
-def _value(code: int, attribute: str | None, number: str | None = None) -> Callable[[Any, int, State], _Read]:
-    """Reader of a step that applies one code with probability ``p``."""
+# Values
 
-    def read(step: Any, position: int, state: State) -> _Read:
-        _check_colours(state)
-        value = 0.0 if attribute is None else float(getattr(step, attribute))
-        whole = 0 if number is None else int(getattr(step, number))
-        op = Value(position=position, code=code, domain=_domain(step, state), low=value, high=value, number=whole)
-        return (_sometimes(step.p, (op,), position),), state
-
-    return read
+_JITTERED = {name: Code[name.upper()] for name in ("brightness", "contrast", "saturation", "hue")}
 
 
-def _jitters(step: Any, position: int, state: State) -> list[Op | None]:
-    """Brightness, contrast, saturation and hue of a step that has ranges of these; None for those that it leaves."""
-    _check_colours(state)
-    codes = (Code.BRIGHTNESS, Code.CONTRAST, Code.SATURATION, Code.HUE)
-    ops: list[Op | None] = []
-    for number, (code, name) in enumerate(zip(codes, ("brightness", "contrast", "saturation", "hue"), strict=True)):
+def _jitters(step: Any, at: int, state: State) -> list[tuple[Op, ...]]:
+    """Brightness, contrast, saturation and hue of a step that has ranges of these; none for those that it leaves."""
+    ops: list[tuple[Op, ...]] = []
+    domain = _domain(step, _colours(state))
+    for number, (name, code) in enumerate(_JITTERED.items()):
         limits = getattr(step, name)
-        if limits is None:
-            ops.append(None)
-            continue
-        low, high = _range(limits)
-        ops.append(Value(position=child(position, number), code=code, domain=_domain(step, state), low=low, high=high))
+        low, high = (0.0, 0.0) if limits is None else _range(limits)
+        op = Op(draws.draw_value, child(at, number), {"code": code, "domain": domain, "low": low, "high": high})
+        ops.append(() if limits is None else (op,))
     return ops
 
 
-def _color_jitter(step: Any, position: int, state: State) -> _Read:
-    ops = tuple((op,) for op in _jitters(step, position, state) if op is not None)
-    return (Order(position=position, ops=ops),) if ops else (), state
+def _color_jitter(step: Any, at: int, state: State) -> State:
+    ops = tuple(filter(None, _jitters(step, at, state)))
+    return state.add(draws.draw_in_order, at, ops=ops) if ops else state
 
 
-def _photometric_distort(step: Any, position: int, state: State) -> _Read:
-    ops = [cast("Op", op) for op in _jitters(step, position, state)]
-    sometimes = [_sometimes(step.p, (op,), child(position, 10 + k)) for k, op in enumerate(ops)]
-    contrast, middle = sometimes[1], (sometimes[2], sometimes[3])
-    order = _one_of([(contrast, *middle), (*middle, contrast)], child(position, 20))
-    permute = _sometimes(step.p, (Permute(position=child(position, 21)),), child(position, 22))
-    return (sometimes[0], order, permute), state
+def _photometric_distort(step: Any, at: int, state: State) -> State:
+    def maybe(number: int, ops: tuple[Op, ...]) -> tuple[Op, ...]:
+        return (Op(draws.draw_choice, child(at, number), {"sequences": (ops,), "upto": (float(step.p),)}),)
+
+    brightness, contrast, *others = (maybe(10 + k, ops) for k, ops in enumerate(_jitters(step, at, state)))
+    middle = (*others[0], *others[1])
+    state = replace(state, ops=(*state.ops, *brightness))
+    state = _one_of([(*contrast, *middle), (*middle, *contrast)], child(at, 20), state)
+    return replace(state, ops=(*state.ops, *maybe(22, (Op(draws.draw_permutation, child(at, 21), {}),))))
 
 
-def _permute(step: Any, position: int, state: State) -> _Read:
-    _check_uint8(state)
-    if (state.channels or 3) > 4:
-        raise UnknownStepError(f"permutes {state.channels} channels")
-    return (Permute(position=position),), state
+def _grayscale(step: Any, at: int, state: State) -> State:
+    _colours(state)
+    channels, domain = step.num_output_channels, _domain(step, state)
+    _refuse(channels not in (1, 3), f"has num_output_channels={channels!r}")
+    state = state.add(draws.draw_grayscale, at, channels=channels, domain=domain)
+    return state if domain == "v1" and state.channels == 1 else replace(state, channels=channels)
 
 
-def _blur(step: Any, position: int, state: State) -> _Read:
-    _check_colours(state)
+def _permute(step: Any, at: int, state: State) -> State:
+    _refuse((state.channels or 3) > 4, f"permutes {state.channels} channels")
+    return _uint8(state).add(draws.draw_permutation, at)
+
+
+def _blur(step: Any, at: int, state: State) -> State:
     width, height = step.kernel_size
-    return (Blur(position=position, kernel_width=width, kernel_height=height, sigma=_range(step.sigma)),), state
+    return _colours(state).add(draws.draw_blur, at, width=width, height=height, sigma=_range(step.sigma))
 
 
-def _noise(step: Any, position: int, state: State) -> _Read:
-    if state.kind == "pil":
-        raise UnknownStepError("does not accept PIL images")
-    if state.is_normalized or state.is_erased:
-        raise UnknownStepError("comes after Normalize or erasing")
-    if state.dtype == "uint8":
-        _check_colours(state)
-        return (Noise(position=position, mean=step.mean, sigma=step.sigma, clip=bool(step.clip)),), state
-    op = Noise(position=position, mean=step.mean, sigma=step.sigma, clip=bool(step.clip), scale=(1.0,), low=(0.0,))
-    return (op,), replace(state, is_noisy=True)
+def _noise(step: Any, at: int, state: State) -> State:
+    _refuse(state.kind == "pil", "does not accept PIL images")
+    _refuse(state.is_normalized or state.is_erased, "comes after Normalize or erasing")
+    if not state.floats:
+        _colours(state)
+    among = {"gain": (1.0,), "low": (0.0,)} if state.floats else {}
+    return state.add(draws.draw_noise, at, mean=step.mean, sigma=step.sigma, clip=bool(step.clip), **among)
 
 
-def _erasing(step: Any, position: int, state: State) -> _Read:
-    if state.kind == "pil":
-        raise UnknownStepError("does not accept PIL images")
+def _erasing(step: Any, at: int, state: State) -> State:
+    _refuse(state.kind == "pil", "does not accept PIL images")
+    fill: Fill | None
+    per_pixel, counts = True, (1, 1)
     if known_name(step) == "timm.RandomErasing":
-        if step.num_splits > 1:
-            raise UnknownStepError("erases only some splits of a batch")
-        low, high = step.log_aspect_ratio
-        fill: tuple[float, ...] | None = None if step.per_pixel or step.rand_color else (0.0,)
-        erase = Erase(
-            position=position,
-            p=float(step.probability),
-            scale=(step.min_area, step.max_area),
-            ratio=(math.exp(low), math.exp(high)),
-            fill=fill,
-            per_pixel=bool(step.per_pixel),
-            counts=(step.min_count, step.max_count),
-        )
+        _refuse(step.num_splits > 1, "erases only some splits of a batch")
+        p, scale = step.probability, (step.min_area, step.max_area)
+        low, high = map(math.exp, step.log_aspect_ratio)
+        fill, per_pixel = None if step.per_pixel or step.rand_color else (0.0,), bool(step.per_pixel)
+        ratio, counts = (low, high), (step.min_count, step.max_count)
     else:
-        value = step.value
-        is_random = value is None or isinstance(value, str)
-        values = () if is_random else tuple(value) if isinstance(value, (list, tuple)) else (value,)
-        fill = None if is_random else tuple(map(float, values))
-        scale, ratio = _range(step.scale), _range(step.ratio)
-        erase = Erase(position=position, p=float(step.p), scale=scale, ratio=ratio, fill=fill)
-    if state.dtype == "uint8" and (fill is None or not all(0 <= v <= 255 for v in fill)):
+        p, scale, ratio, value = step.p, _range(step.scale), _range(step.ratio), step.value
+        values = value if isinstance(value, (list, tuple)) else (value,)
+        fill = None if value is None or isinstance(value, str) else tuple(map(float, values))
+    if not state.floats and (fill is None or not all(0 <= v <= 255 for v in fill)):
         raise UnknownStepError("erases uint8 with random values, or with others than 0 to 255")
-    return (erase,), replace(state, is_erased=True, is_noisy=state.is_noisy or fill is None)
+    which = {"p": float(p), "scale": scale, "ratio": ratio, "counts": counts}
+    return state.add(draws.draw_erase, at, **which, fill=fill, per_pixel=per_pixel)
 
 
-def _rotation(step: Any, position: int, state: State) -> _Read:
-    if step.expand and _domain(step, state) != "pil":
-        raise UnknownStepError("expands tensors")
-    op = Rotation(
-        position=position,
-        degrees=_range(step.degrees),
-        expand=bool(step.expand),
-        center=_center(step),
-        **_warped(step, state),
-    )
-    return (op,), state
+# Automatic augmentation
 
 
-def _affine(step: Any, position: int, state: State) -> _Read:
-    op = Affine(
-        position=position,
-        degrees=_range(step.degrees),
-        translate=None if step.translate is None else _range(step.translate),
-        scale=None if step.scale is None else _range(step.scale),
-        shear=tuple(map(float, step.shear or ())),
-        center=_center(step),
-        **_warped(step, state),
-    )
-    return (op,), state
-
-
-def _perspective(step: Any, position: int, state: State) -> _Read:
-    op = Perspective(position=position, distortion=float(step.distortion_scale), **_warped(step, state))
-    return (_sometimes(step.p, (op,), child(position, 0)),), state
-
-
-def _warped(step: Any, state: State) -> dict[str, Any]:
-    """What all warps have in common."""
-    _check_colours(state)
-    domain, name = _domain(step, state), interpolation_name(step.interpolation)
-    if name not in ("nearest", "bilinear", "bicubic") or (domain != "pil" and name == "bicubic"):
-        raise UnknownStepError(f"has interpolation={name!r}")
-    fill = None if step.fill is None else _fill(step, "pil", "constant")
-    return {"domain": domain, "interpolation": name, "fill": fill}
-
-
-def _center(step: Any) -> tuple[float, float] | None:
-    return None if step.center is None else _range(step.center)
-
-
-def _auto_augment(step: Any, position: int, state: State) -> _Read:
-    common = _warped(step, state)
-    if known_name(step) == "AugMix" and common["domain"] == "pil":
-        common["domain"] = "v2" if _is_v2(step) else "v1"  # it makes tensors of PIL images
-    kind = AugMix if known_name(step) == "AugMix" else Augment
-    return (kind(position=position, step=step, **common),), state
-
-
-def _timm_op(op: Any, position: int, state: State) -> Op:
-    _check_colours(state)
-    if state.kind != "pil":
-        raise UnknownStepError("does not accept tensors")
-    return TimmOp.read(op, position)
-
-
-def _timm_rand_augment(step: Any, position: int, state: State) -> _Read:
-    layers = []
-    for layer in range(step.num_layers):
-        if step.choice_weights is not None and step.num_layers > 1:
-            raise UnknownStepError("chooses without replacement")
-        at = child(position, layer)
-        ops = [(_timm_op(op, child(at, number), state),) for number, op in enumerate(step.ops)]
-        layers.append(_one_of(ops, at, step.choice_weights))
-    return tuple(layers), state
-
-
-def _timm_auto_augment(step: Any, position: int, state: State) -> _Read:
-    policies = [
-        tuple(_timm_op(op, child(child(position, k), j), state) for j, op in enumerate(policy))
-        for k, policy in enumerate(step.policy)
-    ]
-    return (_one_of(policies, position),), state
+def _auto_augment(step: Any, at: int, state: State) -> State:
+    warp = _warped(step, state)
+    if known_name(step) != "AugMix":
+        return state.add(draw_augment, at, space=Space(step), **warp)
+    if warp["domain"] == "pil":
+        warp["domain"] = "v2" if _is_v2(step) else "v1"  # it makes tensors of PIL images
+    return state.add(draw_aug_mix, at, space=Space(step), **warp)
 
 
 # Steps of steps
 
 
-def _inner(steps: Sequence[Any], position: int, state: State) -> tuple[Op, ...]:
+def _inners(step: Any, at: int, state: State) -> list[tuple[Op, ...]]:
+    return [_inner([part], child(at, number), state) for number, part in enumerate(step.transforms)]
+
+
+def _inner(steps: Sequence[Any], at: int, state: State) -> tuple[Op, ...]:
     """Ops of steps that only some samples take, and so leave what a sample is as it was."""
-    ops: list[Op] = []
-    after = state
+    before = after = replace(state, ops=())
     for number, step in enumerate(step for part in steps for step in flatten(part)):
         try:
-            more, after = recognise(step, child(position, number), after)
+            after = recognise(step, child(at, number), after)
         except UnknownStepError as unknown:
             raise UnknownStepError(f"contains {type(step).__name__}, which {unknown}") from unknown
-        ops.extend(more)
-    if after != state:
-        raise UnknownStepError("changes what only some samples are")
-    return tuple(ops)
+    _refuse(replace(after, ops=()) != before, "changes what only some samples are")
+    return after.ops
 
 
-def _apply(step: Any, position: int, state: State) -> _Read:
-    return (_sometimes(step.p, _inner(list(step.transforms), position, state), position),), state
+def _one_of(sequences: Sequence[tuple[Op, ...]], at: int, state: State, weights: Any = None) -> State:
+    upto = _shares(len(sequences), weights)
+    return state.add(draws.draw_choice, at, sequences=tuple(sequences), upto=upto)
 
 
-def _choice(step: Any, position: int, state: State) -> _Read:
-    inner = [_inner([part], child(position, number), state) for number, part in enumerate(step.transforms)]
-    return (_one_of(inner, position, step.p),), state
-
-
-def _order(step: Any, position: int, state: State) -> _Read:
-    inner = [_inner([part], child(position, number), state) for number, part in enumerate(step.transforms)]
-    return (Order(position=position, ops=tuple(inner)),), state
-
-
-def _sometimes(p: float, ops: tuple[Op, ...], position: int) -> Op:
-    return Choice(position=position, sequences=(ops,), upto=(float(p),))
-
-
-def _one_of(sequences: Sequence[tuple[Op, ...]], position: int, weights: Any = None) -> Op:
-    shares = [1.0] * len(sequences) if weights is None else [float(weight) for weight in weights]
-    upto = [sum(shares[: number + 1]) / sum(shares) for number in range(len(shares))]
-    return Choice(position=position, sequences=tuple(sequences), upto=(*upto[:-1], 1.0))
+def _shares(count: int, weights: Any = None) -> tuple[float, ...]:
+    """Where in [0, 1) the share of each ends."""
+    ends = np.cumsum([1.0] * count if weights is None else [float(weight) for weight in weights])
+    return (*(ends[:-1] / ends[-1]).tolist(), 1.0)
 
 
 # Forms and floats
 
 
-def _reform(kind: Form | None) -> Callable[[Any, int, State], _Read]:
-    """Reader of a step that changes what a sample is, and none of its values."""
-
-    def read(step: Any, position: int, state: State) -> _Read:
-        return (), state if kind is None else replace(state, kind=kind)
-
-    return read
-
-
-def _to_tensor(step: Any, position: int, state: State) -> _Read:
+def _reform(step: Any, at: int, state: State) -> State:
+    name = (known_name(step) or "").removeprefix("timm.")
+    if name == "ToImage":
+        return replace(state, kind="image")
+    if name == "ToPureTensor":
+        return replace(state, kind="tensor" if state.kind == "image" else state.kind)
+    if name == "Identity":
+        return state
+    _refuse(name == "ToNumpy", "makes NumPy arrays (timm's fast collate then stacks them); use MaybePILToTensor")
     if state.kind != "pil":
-        return _pass_through(step, state)
-    dtype = _float_name(torch.get_default_dtype())
-    return (Cast(position=position, dtype=dtype, scaling="divide"),), replace(state, kind="tensor", dtype=dtype)
+        _refuse(not (_is_v2(step) or name.startswith("Maybe")), "does not accept tensors")
+        return state
+    state = replace(state, kind="tensor")
+    return state if name.endswith("PILToTensor") else _cast(at, state, torch.get_default_dtype(), "divide")
 
 
-def _pil_to_tensor(step: Any, position: int, state: State) -> _Read:
-    if state.kind != "pil":
-        return _pass_through(step, state)
-    return (), replace(state, kind="tensor")
-
-
-def _to_numpy(step: Any, position: int, state: State) -> _Read:
-    raise UnknownStepError("makes NumPy arrays (timm's fast collate then stacks them); use MaybePILToTensor")
-
-
-def _to_pure_tensor(step: Any, position: int, state: State) -> _Read:
-    return (), replace(state, kind="tensor" if state.kind == "image" else state.kind)
-
-
-def _dtype(step: Any, position: int, state: State) -> _Read:
-    is_to_dtype = known_name(step) == "ToDtype"
-    dtype = step.dtype
-    if isinstance(dtype, dict):
-        raise UnknownStepError("has a dict of dtypes")
+def _dtype(step: Any, at: int, state: State) -> State:
+    is_to_dtype, dtype = known_name(step) == "ToDtype", step.dtype
+    _refuse(isinstance(dtype, dict), "has a dict of dtypes")
     if state.kind == "pil":
-        if is_to_dtype:  # leaves everything but tensors as it is
-            return (), state
-        raise UnknownStepError("does not accept PIL images")
+        _refuse(not is_to_dtype, "does not accept PIL images")
+        return state  # ToDtype leaves everything but tensors as it is
     if dtype == getattr(torch, state.dtype):
-        return (), state
-    if state.dtype != "uint8":
-        raise UnknownStepError(f"converts {state.dtype} to {dtype}")
-    name = _float_name(dtype)
-    scaling: Literal["divide", "multiply", "none"] = "multiply" if _is_v2(step) else "divide"
-    if is_to_dtype and not step.scale:
-        scaling = "none"
-    return (Cast(position=position, dtype=name, scaling=scaling),), replace(state, dtype=name)
+        return state
+    _refuse(state.dtype != "uint8", f"converts {state.dtype} to {dtype}")
+    scaling = "multiply" if _is_v2(step) else "divide"
+    return _cast(at, state, dtype, "none" if is_to_dtype and not step.scale else scaling)
 
 
-def _normalize(step: Any, position: int, state: State) -> _Read:
-    if state.kind == "pil" or state.dtype == "uint8":
-        raise UnknownStepError("does not accept PIL images" if state.kind == "pil" else "does not accept uint8")
-    if state.is_noisy and state.is_erased:
-        raise UnknownStepError("comes after random values")
+def _cast(at: int, state: State, dtype: Any, scaling: str) -> State:
+    _refuse(dtype not in _FLOATS, f"converts to {dtype}")
+    return state.add(draws.draw_cast, at, dtype=_FLOATS[dtype], scaling=scaling, normalizations=())
+
+
+def _normalize(step: Any, at: int, state: State) -> State:
+    _refuse(state.kind == "pil", "does not accept PIL images")
+    _refuse(not state.floats, "does not accept uint8")
+    _refuse(state.is_noisy and state.is_erased, "comes after random values")
     dtype = getattr(torch, state.dtype)
     mean, std = (torch.as_tensor(values, dtype=dtype).reshape(-1).tolist() for values in (step.mean, step.std))
     lengths_agree = len(mean) == len(std) or 1 in (len(mean), len(std))
     if not (lengths_agree and all(map(math.isfinite, (*mean, *std))) and all(std)):
         raise UnknownStepError(f"has mean={step.mean} and std={step.std}")
     count = max(len(mean), len(std))
-    op = Normalize(
-        position=position,
-        mean=tuple(mean) * (count // len(mean)),
-        std=tuple(std) * (count // len(std)),
-        widens=_is_v2(step) and not step.inplace,
-    )
-    return (op,), replace(state, is_normalized=True)
+    mean, std = mean * (count // len(mean)), std * (count // len(std))
+    cast, *others = state.floats
+    normalizations = (*cast.arguments["normalizations"], (tuple(mean), tuple(std), _is_v2(step) and not step.inplace))
+    cast = replace(cast, arguments={**cast.arguments, "normalizations": normalizations})
+    return replace(state, floats=(cast, *(_normalized(op, mean, std) for op in others)))
 
 
-_READERS: dict[str, Callable[[Any, int, State], _Read]] = {
-    "AugMix": _auto_augment,
-    "AutoAugment": _auto_augment,
+def _normalized(op: Op, mean: Sequence[float], std: Sequence[float]) -> Op:
+    """An op among floats after a Normalize that comes later."""
+    arguments = dict(op.arguments)
+    for name, offset in (("fill", mean), ("low", mean), ("gain", [0.0] * len(mean))):
+        values = arguments.get(name)
+        if values is not None:
+            count = max(len(mean), len(values))
+            each = zip(*(list(given) * (count // len(given)) for given in (values, offset, std)), strict=True)
+            arguments[name] = tuple((value - less) / by for value, less, by in each)
+    return replace(op, arguments=arguments)
+
+
+def _timm_policies(step: Any, at: int, state: State) -> State:
+    _refuse(_colours(state).kind != "pil", "does not accept tensors")
+    if known_name(step) == "timm.AutoAugment":
+        policies = tuple(tuple(read_timm_op(op) for op in policy) for policy in step.policy)
+        return state.add(draw_timm, at, policies=policies, upto=_shares(len(policies)))
+    for layer in range(step.num_layers):
+        _refuse(step.choice_weights is not None and step.num_layers > 1, "chooses without replacement")
+        policies = tuple((read_timm_op(op),) for op in step.ops)
+        upto = _shares(len(policies), step.choice_weights)
+        state = state.add(draw_timm, child(at, layer), policies=policies, upto=upto)
+    return state
+
+
+_Reader = Callable[[Any, int, State], State]
+
+
+def _sometimes(read: _Reader) -> _Reader:
+    """Read what a step with a probability ``p`` does."""
+
+    def reader(step: Any, at: int, state: State) -> State:
+        ops = read(step, child(at, 0), replace(state, ops=())).ops
+        return state.add(draws.draw_choice, at, sequences=(ops,), upto=(float(step.p),))
+
+    return reader
+
+
+def _value(code: Code, attribute: str = "") -> _Reader:
+    """Read a step that has one number."""
+
+    def reader(step: Any, at: int, state: State) -> State:
+        number = float(getattr(step, attribute, 0.0))
+        return _colours(state).add(
+            draws.draw_value, at, code=code, domain=_domain(step, state), low=number, high=number
+        )
+
+    return _sometimes(reader)
+
+
+def _flip(vertical: bool) -> _Reader:
+    return lambda step, at, state: _movable(state).add(draws.draw_flip, at, vertical=vertical, p=float(step.p))
+
+
+READERS: dict[str, _Reader] = {
+    # Geometry
     "CenterCrop": _center_crop,
+    "Pad": lambda step, at, state: state.add(
+        draws.draw_pad, at, borders=_borders(step.padding), **_border(step, state)
+    ),
+    "RandomAffine": _affine,
+    "RandomCrop": _random_crop,
+    "RandomHorizontalFlip": _flip(vertical=False),
+    "RandomPerspective": _sometimes(
+        lambda step, at, state: state.add(
+            draw_perspective, at, distortion=float(step.distortion_scale), **_warped(step, state)
+        )
+    ),
+    "RandomResizedCrop": _resized_crop,
+    "RandomRotation": _rotation,
+    "RandomVerticalFlip": _flip(vertical=True),
+    **dict.fromkeys(("Resize", "RandomResize", "RandomShortestSize"), _resize),
+    "timm.RandomResizedCropAndInterpolation": _resized_crop,
+    # Values
     "ColorJitter": _color_jitter,
-    "ConvertImageDtype": _dtype,
     "GaussianBlur": _blur,
     "GaussianNoise": _noise,
     "Grayscale": _grayscale,
-    "Identity": _reform(None),
-    "Normalize": _normalize,
-    "PILToTensor": _pil_to_tensor,
-    "Pad": _pad,
-    "RandAugment": _auto_augment,
     "RandomAdjustSharpness": _value(Code.SHARPNESS, "sharpness_factor"),
-    "RandomAffine": _affine,
-    "RandomApply": _apply,
-    "RandomAutocontrast": _value(Code.AUTOCONTRAST, None),
+    "RandomAutocontrast": _value(Code.AUTOCONTRAST),
     "RandomChannelPermutation": _permute,
-    "RandomChoice": _choice,
-    "RandomCrop": _random_crop,
-    "RandomEqualize": _value(Code.EQUALIZE, None),
-    "RandomErasing": _erasing,
-    "RandomGrayscale": _random_grayscale,
-    "RandomHorizontalFlip": _flip,
-    "RandomInvert": _value(Code.INVERT, None),
-    "RandomOrder": _order,
-    "RandomPerspective": _perspective,
+    "RandomEqualize": _value(Code.EQUALIZE),
+    "RandomGrayscale": _sometimes(
+        lambda step, at, state: _colours(state).add(draws.draw_grayscale, at, channels=0, domain=_domain(step, state))
+    ),
+    "RandomInvert": _value(Code.INVERT),
     "RandomPhotometricDistort": _photometric_distort,
-    "RandomPosterize": _value(Code.POSTERIZE, None, "bits"),
-    "RandomResize": _resize,
-    "RandomResizedCrop": _resized_crop,
-    "RandomRotation": _rotation,
-    "RandomShortestSize": _resize,
+    "RandomPosterize": _value(Code.POSTERIZE, "bits"),
     "RandomSolarize": _value(Code.SOLARIZE, "threshold"),
-    "RandomVerticalFlip": _flip,
-    "Resize": _resize,
-    "ToDtype": _dtype,
-    "ToImage": _reform("image"),
-    "ToPureTensor": _to_pure_tensor,
-    "ToTensor": _to_tensor,
-    "TrivialAugmentWide": _auto_augment,
-    "timm.AutoAugment": _timm_auto_augment,
-    "timm.MaybePILToTensor": _pil_to_tensor,
-    "timm.MaybeToTensor": _to_tensor,
-    "timm.RandAugment": _timm_rand_augment,
-    "timm.RandomErasing": _erasing,
-    "timm.RandomResizedCropAndInterpolation": _resized_crop,
-    "timm.ToNumpy": _to_numpy,
+    **dict.fromkeys(("RandomErasing", "timm.RandomErasing"), _erasing),
+    # Steps of steps
+    **dict.fromkeys(("AugMix", "AutoAugment", "RandAugment", "TrivialAugmentWide"), _auto_augment),
+    **dict.fromkeys(("timm.AutoAugment", "timm.RandAugment"), _timm_policies),
+    "RandomApply": _sometimes(lambda step, at, state: replace(state, ops=_inner(list(step.transforms), at, state))),
+    "RandomChoice": lambda step, at, state: _one_of(_inners(step, at, state), at, state, step.p),
+    "RandomOrder": lambda step, at, state: state.add(draws.draw_in_order, at, ops=tuple(_inners(step, at, state))),
+    # Forms and floats
+    **dict.fromkeys(("ConvertImageDtype", "ToDtype"), _dtype),
+    **dict.fromkeys(("Identity", "PILToTensor", "ToImage", "ToPureTensor", "ToTensor"), _reform),
+    **dict.fromkeys(("timm.MaybePILToTensor", "timm.MaybeToTensor", "timm.ToNumpy"), _reform),
+    "Normalize": _normalize,
 }
-
-_KNOWN = frozenset({*_READERS, *_DETERMINISTIC, *_REFORMING})
+_KNOWN = frozenset({*READERS, *_DETERMINISTIC, *_REFORMING})
 
 
 # Arguments
 
 
 def pair(size: Any) -> tuple[int, int]:
-    """(height, width) of a size given as one number, or as one or two in a sequence."""
     values = [size] if isinstance(size, int) else list(size)
-    if len(values) not in (1, 2) or not all(isinstance(v, int) for v in values):
-        raise UnknownStepError(f"has size={size!r}")
+    _refuse(len(values) not in (1, 2) or not all(isinstance(v, int) for v in values), f"has size={size!r}")
     return values[0], values[-1]
 
 
 def interpolation_name(mode: Any) -> str:
-    """Name of a filter as torchvision has it, given by that name, by PIL's number, or as torchvision's enum."""
     name = _PIL_INTERPOLATIONS[mode] if isinstance(mode, int) else str(getattr(mode, "value", mode))
-    if name not in INTERPOLATIONS:
-        raise UnknownStepError(f"has interpolation={mode!r}")
+    _refuse(name not in INTERPOLATIONS, f"has interpolation={mode!r}")
     return name
+
+
+def _refuse(wrong: Any, reason: str) -> None:
+    if wrong:
+        raise UnknownStepError(reason)
 
 
 def _is_v2(step: Any) -> bool:
     return type(step).__module__.startswith("torchvision.transforms.v2")
+
+
+def _uint8(state: State) -> State:
+    _refuse(state.floats, f"comes after the conversion to {state.dtype}")
+    return state
+
+
+def _colours(state: State) -> State:
+    _refuse(state.channels not in (None, 1, 3), f"gets images of {state.channels} channels")
+    return _uint8(state)
+
+
+def _movable(state: State) -> State:
+    """Geometry written after the conversion is done before it; erased rectangles and noise would not move along."""
+    _refuse(state.is_erased or state.is_noisy, "comes after erasing or noise among floats")
+    return state
 
 
 def _domain(step: Any, state: State) -> Domain:
@@ -682,46 +582,37 @@ def _domain(step: Any, state: State) -> Domain:
     return "v2" if _is_v2(step) else "v1"
 
 
-def _pass_through(step: Any, state: State) -> _Read:
-    if not (_is_v2(step) or known_name(step) in ("timm.MaybeToTensor", "timm.MaybePILToTensor")):
-        raise UnknownStepError("does not accept tensors")
-    return (), state
+def _filters(step: Any, state: State, interpolation: Any) -> dict[str, Any]:
+    _uint8(state)
+    domain, name = _domain(step, state), interpolation_name(interpolation)
+    _refuse(domain != "pil" and name not in _TENSOR_INTERPOLATIONS, f"resizes tensors with interpolation={name!r}")
+    _refuse(domain != "pil" and "nearest" not in name and not step.antialias, "resizes tensors without antialias")
+    return {"interpolation": name, "domain": domain}
 
 
-def _check_uint8(state: State) -> None:
-    if state.dtype != "uint8":
-        raise UnknownStepError(f"comes after the conversion to {state.dtype}")
+def _warped(step: Any, state: State) -> dict[str, Any]:
+    _colours(state)
+    domain, name = _domain(step, state), interpolation_name(step.interpolation)
+    if name not in ("nearest", "bilinear", "bicubic") or (domain != "pil" and name == "bicubic"):
+        raise UnknownStepError(f"has interpolation={name!r}")
+    fill = None if step.fill is None else _fill(step, "pil", "constant")
+    return {"domain": domain, "interpolation": name, "fill": fill}
 
 
-def _check_colours(state: State) -> None:
-    _check_uint8(state)
-    if state.channels not in (None, 1, 3):
-        raise UnknownStepError(f"gets images of {state.channels} channels")
-
-
-def _check_movable(state: State) -> None:
-    """Geometry written after the conversion is done before it; erased rectangles and noise would not move along."""
-    if state.dtype != "uint8" and (state.is_erased or state.is_noisy):
-        raise UnknownStepError("comes after erasing or noise among floats")
-
-
-def _check_commutes(step: Any, fill: tuple[float, ...], state: State) -> None:
-    """Padding after a conversion is done before it, where that gives the same."""
-    _check_movable(state)
-    if state.dtype != "uint8" and _mode(step) == "constant" and (any(fill) or state.is_normalized):
+def _border(step: Any, state: State) -> dict[str, Any]:
+    """How a border is filled. Padding after a conversion is done before it, where that gives the same."""
+    _movable(state)
+    domain, mode = _domain(step, state), step.padding_mode
+    _refuse(mode not in MODES, f"has padding_mode={mode!r}")
+    fill = _fill(step, domain, mode)
+    if state.floats and mode == "constant" and (any(fill) or state.is_normalized):
         raise UnknownStepError(
             f"pads with a constant after {'Normalize' if state.is_normalized else 'the conversion to float'}"
         )
-
-
-def _mode(step: Any) -> PadMode:
-    if step.padding_mode not in ("constant", "edge", "reflect", "symmetric"):
-        raise UnknownStepError(f"has padding_mode={step.padding_mode!r}")
-    return cast("PadMode", step.padding_mode)
+    return {"mode": mode, "fill": fill, "domain": domain}
 
 
 def _borders(padding: Any) -> Borders:
-    """Left, top, right, bottom from what torchvision accepts."""
     values = [0] if padding is None else [padding] if isinstance(padding, int) else list(padding)
     if len(values) not in (1, 2, 4) or not all(isinstance(v, int) and v >= 0 for v in values):
         raise UnknownStepError(f"has padding={padding!r}")
@@ -729,10 +620,9 @@ def _borders(padding: Any) -> Borders:
     return left, top, right, bottom
 
 
-def _fill(step: Any, domain: Domain, mode: PadMode) -> tuple[float, ...]:
+def _fill(step: Any, domain: Domain, mode: str) -> Fill:
     fill = step.fill
-    if isinstance(fill, dict):
-        raise UnknownStepError("has a dict of fill values")
+    _refuse(isinstance(fill, dict), "has a dict of fill values")
     is_sequence = isinstance(fill, (list, tuple))
     if is_sequence and (domain == "v1" or (domain == "v2" and mode != "constant" and len(fill) > 1)):
         raise UnknownStepError(f"has fill={fill!r} for tensors")
@@ -748,9 +638,3 @@ def _fill(step: Any, domain: Domain, mode: PadMode) -> tuple[float, ...]:
 def _range(values: Sequence[float]) -> tuple[float, float]:
     low, high = values
     return float(low), float(high)
-
-
-def _float_name(dtype: Any) -> str:
-    if dtype not in _FLOATS:
-        raise UnknownStepError(f"converts to {dtype}")
-    return _FLOATS[dtype]

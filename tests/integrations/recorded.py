@@ -19,9 +19,8 @@ from torchvision import transforms as v1  # noqa: E402  # only importable now
 
 from fastdata import CachedDataset  # noqa: E402
 from fastdata.batch import IndexBatch, SampleBatch  # noqa: E402
-from fastdata.blocks import Block  # noqa: E402
-from fastdata.locks import ByteLocks  # noqa: E402
 from fastdata.ring import BatchRing  # noqa: E402
+from fastdata.shared import Block, ByteLocks  # noqa: E402
 
 COUNT = 23
 """Samples: no multiple of a batch, nor of two ranks."""

@@ -1,0 +1,70 @@
+"""Draws the charts of docs/benchmarks.md from what benchmarks/results/ keeps: ``python benchmarks/charts.py``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from html import escape
+from pathlib import Path
+
+RESULTS = Path(__file__).parent / "results"
+CHARTS = Path(__file__).parents[1] / "docs" / "charts"
+COLOURS = ("#9aa5b1", "#2f7ed8", "#7cb5ec")
+FORMS = ("torchvision + torch, from files", "fastdata, 256x256 in memory", "fastdata, storage='none'")
+ROW_PX, LABEL_PX, BARS_PX, FIGURE_PX = 15, 260, 380, 60
+
+Group = tuple[str, list[tuple[str, float]]]  # its name; (what a bar is, its length)
+
+
+def bars(title: str, unit: str, groups: Iterable[Group]) -> str:
+    """An SVG of groups of horizontal bars from zero; a legend where bars of several groups have the same names."""
+    groups = list(groups)
+    names = list(dict.fromkeys(name for _, members in groups for name, _ in members))
+    longest = max(length for _, members in groups for _, length in members)
+    marks, y = [f'<text x="0" y="14" font-weight="bold">{escape(title)}, {unit}</text>'], 26
+    for x, (name, colour) in zip((0, 230, 460), zip(names, COLOURS, strict=False), strict=False):
+        marks.append(f'<rect x="{x}" y="{y}" width="10" height="10" fill="{colour}"/>')
+        marks.append(f'<text x="{x + 15}" y="{y + 9}">{escape(name)}</text>')
+    y += 24
+    for group, members in groups:
+        marks.append(f'<text x="0" y="{y + ROW_PX * len(members) / 2 + 4:g}">{escape(group)}</text>')
+        for name, length in members:
+            colour, width = COLOURS[names.index(name)], max(1, round(BARS_PX * length / longest))
+            marks.append(f'<rect x="{LABEL_PX}" y="{y}" width="{width}" height="{ROW_PX - 3}" fill="{colour}"/>')
+            marks.append(f'<text x="{LABEL_PX + width + 5}" y="{y + 10}">{length:,.0f}</text>')
+            y += ROW_PX
+        y += ROW_PX // 2
+    size = f'width="{LABEL_PX + BARS_PX + FIGURE_PX}" height="{y}"'
+    style = 'font-family="sans-serif" font-size="11" fill="#808890"'
+    return "\n".join([f'<svg xmlns="http://www.w3.org/2000/svg" {size} {style}>', *marks, "</svg>", ""])
+
+
+def medians(file: str) -> dict[str, dict[str, float]]:
+    """Median of each row of each section."""
+    sections: dict[str, dict[str, float]] = {}
+    for row in json.loads((RESULTS / file).read_text("utf-8"))["figures"]:
+        sections.setdefault(row["section"], {})[row["name"]] = row["median"]
+    return sections
+
+
+def recipes() -> str:
+    groups = [(name, rows) for name, rows in medians("recipes.json").items() if set(FORMS) <= set(rows)]
+    return bars("Recipes", "images/s", [(name, [(form, rows[form]) for form in FORMS]) for name, rows in groups])
+
+
+def larger_than_ram() -> str:
+    rows = medians("chunked.json")["raw images, 4 GiB against 1 GiB: peak PSS of the process tree"]
+    names = {
+        "from disk, no limit": "all of it mapped, no limit",
+        "in memory, a quarter of them": "a quarter of it in memory",
+        "chunked": "ChunkedLoader, memory_limit='1GiB'",
+    }
+    groups = [(shown, [("4 GiB of raw images", rows[name])]) for name, shown in names.items()]
+    return bars("Peak memory of the process tree", "MiB", groups)
+
+
+CHARTS_BY_NAME = {"recipes.svg": recipes, "larger-than-ram.svg": larger_than_ram}
+
+if __name__ == "__main__":
+    for name, draw in CHARTS_BY_NAME.items():
+        (CHARTS / name).write_text(draw(), "utf-8")

@@ -1,0 +1,252 @@
+"""Caches without the dataset that they were made from: opened alone, looked over, verified, pruned."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from filelock import Timeout
+
+from fastdata.cache.build import Found, kept_targets, lock_file, locked, serve
+from fastdata.cache.manifest import (
+    MANIFEST,
+    Columns,
+    Manifest,
+    marks_in,
+    open_part,
+    read_index,
+    read_settled,
+    strays_in,
+)
+from fastdata.errors import CacheError
+from fastdata.memory import format_bytes
+from fastdata.prepare import Prepared
+from fastdata.shared import PackedPaths, SampleTable
+from fastdata.stores.readers import UndecodableError
+
+
+def find_cache(path: str | os.PathLike[str]) -> Path:
+    """The cache that a path means: its own folder, or a ``cache_dir`` that holds only this one.
+
+    Raises:
+        FileNotFoundError: there is no cache.
+        CacheError: none of the caches there can be read.
+        ValueError: there are several; says which.
+    """
+    home = Path(path).expanduser().absolute()
+    folders = _cache_folders(home)
+    if folders == [home]:
+        return home
+    readable: list[Path] = []
+    lines = ""
+    for folder in folders:
+        try:
+            manifest = Manifest.read(folder)
+        except CacheError as damaged:
+            lines += f"\n  {folder}: cannot be read: {damaged}"
+            continue
+        readable.append(folder)
+        made_from, prepared = manifest.root or "a dataset", manifest.key.get("prepare") or "as they are"
+        lines += f"\n  {folder}: {manifest.count:,} samples of {made_from}, prepared: {prepared}, "
+        lines += f"codec: {manifest.key.get('codec')}"
+    if len(readable) == 1:
+        return readable[0]
+    if readable:
+        raise ValueError(f"{home} holds {len(readable)} caches; give the folder of the one that you mean:{lines}")
+    raise CacheError(f"{home} holds no cache that can be read; build it again:{lines}")
+
+
+def _cache_folders(folder: Path) -> list[Path]:
+    folders = [folder] if (folder / MANIFEST).exists() else sorted(path.parent for path in folder.glob(f"*/{MANIFEST}"))
+    if not folders:
+        raise FileNotFoundError(f"{folder} is no cache and holds none: there is no {MANIFEST} in it or one below it")
+    return folders
+
+
+def open_cache(folder: Path, *, as_tensors: bool = False) -> tuple[Prepared, Manifest]:
+    """Map a cache and all that it knows of its samples; also gives its manifest. Nobody prepares or writes anything.
+
+    Args:
+        folder: of the cache.
+        as_tensors: give images as tensors of their stored pixels, not as PIL images.
+
+    Raises:
+        CacheError: it is damaged, or cannot be served without its dataset.
+    """
+
+    def use(manifest: Manifest, columns: Columns) -> tuple[Prepared, Manifest]:
+        parts = tuple(
+            replace(part, spec=replace(part.spec, form="tensor")) if as_tensors and part.spec.form == "pil" else part
+            for part in manifest.parts
+        )
+        rows = columns["rows"]
+        found = Found(folder, replace(manifest, parts=parts), columns, np.arange(manifest.count), rows)
+        kept = np.flatnonzero(rows[0] >= 0)
+        paths = _paths_of(found, kept) if "paths" in columns and not manifest.target_is_part else None
+        table = SampleTable(kept_targets(found, kept), paths=paths, class_to_idx=manifest.classes)
+        return serve(found, (), table), manifest
+
+    return read_settled(folder, use)
+
+
+def _paths_of(found: Found, kept: np.ndarray) -> PackedPaths:
+    packed = PackedPaths(found.columns["paths"], found.columns["ends"])
+    root = os.path.join(os.fsencode(found.manifest.root), b"")
+    starts = np.concatenate([[0], packed.ends[:-1]]).astype(np.int64)
+    is_absolute = (packed.blob[starts[starts < len(packed.blob)]] == ord(os.sep)).any()
+    if len(kept) == len(packed) and not is_absolute:
+        return replace(packed, prefix=root)
+    names = packed.names()
+    return PackedPaths.of([os.fsdecode(os.path.join(root, names[i])) for i in kept.tolist()])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Inspected:
+    """A cache, or what is left of one.
+
+    Args:
+        folder: where it is.
+        manifest: what it holds; None if that cannot be read.
+        problem: why it cannot be used, in one line; empty if nothing is known against it.
+        garbage_rows: that no sample uses any more.
+    """
+
+    folder: Path
+    manifest: Manifest | None
+    problem: str = ""
+    garbage_rows: int = 0
+
+    def __str__(self) -> str:
+        if self.manifest is None:
+            return f"{self.folder}\n  cannot be read: {self.problem}; the next run writes it anew"
+        manifest = self.manifest
+        lines = [
+            str(self.folder),
+            f"  samples    {manifest.count - len(manifest.skipped):,}, {len(manifest.skipped):,} left out",
+            *([] if manifest.classes is None else [f"  classes    {len(manifest.classes):,}"]),
+            f"  size       {format_bytes(manifest.size_bytes)}, {self.garbage_rows:,} rows not in use",
+            f"  made from  {manifest.root or '(a dataset)'}",
+            f"  opened by  {manifest.key.get('source', '')}",
+            f"  prepared   {manifest.key.get('prepare') or '-'}",
+        ]
+        for part in manifest.parts:
+            shape = "x".join(map(str, part.spec.shape)) if part.spec.shape is not None else "of many shapes"
+            codec = "raw" if part.codec is None else " ".join(f"{name}={value}" for name, value in part.codec.items())
+            lines.append(f"  {part.name:<9}  {part.spec.dtype} {shape}, {codec}, {_count(len(part.files), 'file')}")
+        return "\n".join([*lines, f"  problem    {self.problem}"] if self.problem else lines)
+
+
+def inspect_caches(folder: Path) -> list[Inspected]:
+    """Read all but the samples of a cache, or of all caches in a ``cache_dir``; FileNotFoundError if there is none."""
+    return [_look(path) for path in _cache_folders(folder)]
+
+
+def _look(folder: Path) -> Inspected:
+    def use(manifest: Manifest, columns: Columns) -> Inspected:
+        for part, rows in zip(manifest.parts, columns["rows"], strict=True):
+            open_part(folder, part, columns, rows[rows >= 0], None).close()
+        marks = len(marks_in(folder))
+        return Inspected(
+            folder=folder,
+            manifest=manifest,
+            problem=f"damaged: {_count(marks, 'row')}, which the next run prepares anew" if marks else "",
+            garbage_rows=sum(part.rows for part in manifest.parts) - int((columns["rows"] >= 0).sum()),
+        )
+
+    try:
+        return read_settled(folder, use)
+    except (CacheError, FileNotFoundError) as problem:
+        return Inspected(folder=folder, manifest=None, problem=str(problem))
+
+
+def verify_cache(found: Inspected) -> list[str]:
+    """Read every sample of a cache and hold it against its checksum; a line for each that is damaged.
+
+    They are marked, so that the next run prepares them anew.
+    """
+    manifest, folder = found.manifest, found.folder
+    if manifest is None:
+        return [found.problem]
+    lines: list[str] = []
+    columns = read_index(folder, manifest)
+    for part, rows in zip(manifest.parts, columns["rows"], strict=True):
+        kept = np.flatnonzero(rows >= 0)
+        with contextlib.closing(open_part(folder, part, columns, rows[kept], None)) as store:
+            for number in np.argsort(rows[kept], kind="stable").tolist():
+                try:
+                    store.check(np.array([number]))
+                except UndecodableError as damaged:
+                    row = rows[kept[number]]
+                    lines.append(f"sample {kept[number]}, {part.name}, row {row} is damaged: {damaged}")
+    return lines
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Removal:
+    """Something that was removed, or would be."""
+
+    path: Path
+    reason: str
+    size_bytes: int
+
+
+def prune_caches(cache_dir: Path, *, gone: bool = False, dry_run: bool = False) -> list[Removal]:
+    """Remove what no run can use any more: what writers left that died, and caches that cannot be read.
+
+    What another process is writing is left alone.
+
+    Args:
+        cache_dir: holds caches.
+        gone: also caches of folders that are not there now, which can only be opened on their own.
+        dry_run: only say what would go.
+    """
+    removals = []
+    for folder in sorted(path for path in cache_dir.iterdir() if path.is_dir()):
+        if not (folder / MANIFEST).exists() and not lock_file(folder).exists():
+            continue  # none of ours
+        try:
+            with locked(folder, wait=False):
+                removals += _prune(folder, gone=gone, dry_run=dry_run)
+        except Timeout:
+            continue
+        except OSError as problem:
+            if problem.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+                raise
+            if not dry_run:
+                what = f"{folder} cannot be removed or changed ({problem.strerror})"
+                raise CacheError(f"{what}. Prune it where, and as who, it can be.") from problem
+            removals += _prune(folder, gone=gone, dry_run=True)  # without a lock, which cannot be made there
+    return removals
+
+
+def _prune(folder: Path, *, gone: bool, dry_run: bool) -> list[Removal]:
+    found = _look(folder)
+    reason = ""
+    if not (folder / MANIFEST).exists():
+        reason = "left by a writer that died"
+    elif found.manifest is None:
+        reason = f"cannot be read: {found.problem}"
+    elif gone and found.manifest.root and not os.path.isdir(found.manifest.root):
+        reason = f"{found.manifest.root} is not there"
+    if reason or found.manifest is None:
+        size_bytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        if not dry_run:
+            shutil.rmtree(folder)
+        return [Removal(path=folder, reason=reason, size_bytes=size_bytes)]
+    strays = strays_in(folder, found.manifest.file_names())
+    if not strays:
+        return []
+    size_bytes = sum(path.stat().st_size for path in strays)
+    for path in strays if not dry_run else ():
+        path.unlink()
+    reason = f"{_count(len(strays), 'file')} left by a writer that died"
+    return [Removal(path=folder, reason=reason, size_bytes=size_bytes)]

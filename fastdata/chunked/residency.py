@@ -1,0 +1,417 @@
+"""Which samples of an epoch are in memory: two chunks, one being served while a thread brings the next.
+
+Batches never cross chunks, because chunks are whole batches. A batch is made as soon as its own samples are there, so
+that the first one waits for no whole chunk. A chunk is dropped when its last batch is made: a batch is a copy.
+
+Samples that are kept are served from where they lie; of files on disk, a chunk is mapped. Others are prepared, or
+decoded in Python, by worker processes that put them into one of two slots of shared memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain, dropwhile, islice
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fastdata.batch import IndexBatch
+from fastdata.chunked.plan import CHUNKS_HELD
+from fastdata.codecs import KNOWN_CODECS
+from fastdata.dataset import PreparedDataset
+from fastdata.errors import MemoryBudgetError, SampleError
+from fastdata.images import SampleSpec
+from fastdata.loader.epochs import make_batch
+from fastdata.prepare import KeptSamples, ReadPath, Steps, WritePath, forecast
+from fastdata.report import log
+from fastdata.ring import BatchRing
+from fastdata.stores.readers import DiskStore, Store
+from fastdata.stores.writers import ALIGN_BYTES, Place, RaggedWriter
+from fastdata.workers import WorkerPool
+
+_PREPARED_PER_TASK = 8
+_MAPPED_PER_TASK = 128
+_RAGGED_SLACK = 1.25  # room for samples of many shapes, as a multiple of the mean of those looked at
+
+
+class _Task(NamedTuple):
+    """Samples that a worker brings at once, and the slot of their chunk."""
+
+    slot: int
+    positions: list[int]
+
+    def __str__(self) -> str:
+        return f"samples {', '.join(map(str, self.positions))}"
+
+
+class _Result(NamedTuple):
+    """What became of a sample: where its parts lie, if it is copied, or why it is not there."""
+
+    position: int
+    places: Sequence[Place] = ()
+    error: SampleError | MemoryBudgetError | None = None
+    target: Any = None  # where only reading the sample tells it
+
+
+class _Here(dict[int, Any]):
+    """What is known of samples that are in memory, by position."""
+
+    def __missing__(self, index: int) -> Any:
+        raise LookupError(
+            f"sample {index} is not in memory with the one asked for: a __getitem__ that reads other samples than its "
+            "own needs a DataLoader, not a ChunkedLoader"
+        )
+
+
+@dataclass(eq=False, slots=True)
+class Chunk:
+    slot: int = 0
+    positions: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))  # in the order they are brought in
+    batches: dict[int, list[int]] = field(default_factory=dict)  # positions of those still to be made, by number
+    parts: _Here = field(default_factory=_Here)  # arrays of the samples that are there; none where they are not copied
+    targets: _Here = field(default_factory=_Here)
+    errors: dict[int, SampleError] = field(default_factory=dict)
+    lack: MemoryBudgetError | None = None  # why some samples are not there
+    readers: set[int] = field(default_factory=set)  # threads that are making batches
+    view: PreparedDataset = field(init=False)
+
+    def has(self, batch: int) -> bool:
+        return all(position in self.parts or position in self.errors for position in self.batches[batch])
+
+
+class Samples:
+    """How a dataset's samples are brought into memory and dropped.
+
+    Attributes:
+        on_disk: the parts of samples that lie in mapped files.
+        is_copied: whether samples are put into slots; else they are served from where they lie.
+        slot_bytes: of a sample in a slot.
+        chunk_batches: batches in a chunk; fewer once samples have turned out larger than foreseen.
+        empties_cache: whether the system's page cache lets go of samples that are dropped, too.
+
+    Raises:
+        SampleError: none of the samples looked at can be read.
+    """
+
+    def __init__(self, dataset: PreparedDataset) -> None:
+        self.dataset, self.chunk_batches, self.empties_cache = dataset, 1, False
+        kept = dataset.kept
+        stores: tuple[Store, ...] = () if kept is None else kept.stores
+        self.on_disk = [store for store in stores if isinstance(store, DiskStore)]
+        road = dataset.unkept_path() if kept is None else ReadPath(source=kept, prepare=Steps(()))
+        assert road is not None
+        self._road, self._found = road, forecast(road.source, road.prepare)
+        for store in self.on_disk:
+            store.release()  # it is no memory that is in use: chunks will be there in its place
+        codecs = {getattr(store, "codec", dataset.storage_plan.codec or "raw") for store in stores}
+        # Of work in Python processes do more than threads.
+        self.is_copied = dataset.filled_share() < 1 or not codecs <= {"raw", *KNOWN_CODECS}
+        self._specs = self._found.specs
+        self._some_shapes = [part.array.shape for part in self._found.looked_at[0].parts]
+        self._part_bytes = [
+            total / len(road.source) * (1 if spec.is_dense else _RAGGED_SLACK) + ALIGN_BYTES
+            for spec, total in zip(self._specs, self._found.part_bytes, strict=True)
+        ]
+        self.slot_bytes = sum(self._part_bytes)
+        self._slots: list[list[RaggedWriter]] = []
+
+    def open(self, samples: int) -> None:
+        """Reserve the memory of two chunks."""
+        try:
+            while self.is_copied and len(self._slots) < CHUNKS_HELD:
+                self._slots.append([])
+                for spec, part_bytes in zip(self._specs, self._part_bytes, strict=True):
+                    spec, size_bytes = replace(spec, shape=None), int(part_bytes * samples)
+                    self._slots[-1].append(RaggedWriter(spec, first_bytes=size_bytes, limit_bytes=size_bytes))
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Give the memory back. Idempotent."""
+        while self._slots:
+            for writer in self._slots.pop():
+                writer.close()
+
+    def view(self, chunk: Chunk) -> PreparedDataset:
+        """What batches of a chunk are read from."""
+        if not self.is_copied:
+            return self.dataset
+        shapes = enumerate(self._some_shapes)
+        stores = tuple(_ChunkStore(self._specs[part], chunk.parts, part, shape) for part, shape in shapes)
+        table = self.dataset.table or _ChunkTargets(self.dataset.sample_count, chunk.targets)
+        return self.dataset.served_from(KeptSamples(stores, table, self._found.is_tuple, self._found.target_is_part))
+
+    def begin(self, chunk: Chunk) -> list[_Task]:
+        chunk.view = self.view(chunk)
+        for writer in self._slots[chunk.slot] if self.is_copied else ():
+            writer.rewind()
+        size = _PREPARED_PER_TASK if self.is_copied else _MAPPED_PER_TASK
+        positions = chunk.positions.tolist()
+        return [_Task(chunk.slot, positions[start : start + size]) for start in range(0, len(positions), size)]
+
+    def enter(self, chunk: Chunk, result: _Result) -> bool:
+        """Note what became of a sample; return whether views are to change, because it has another shape."""
+        if isinstance(result.error, MemoryBudgetError):
+            chunk.lack = result.error
+        elif result.error is not None:
+            chunk.errors[result.position] = result.error
+        elif not self.is_copied:
+            chunk.parts[result.position] = ()
+        else:
+            pairs = zip(self._slots[chunk.slot], result.places, strict=True)
+            arrays = [writer.file.array(writer.spec.dtype, place.shape, place.start) for writer, place in pairs]
+            for array in arrays:
+                array.flags.writeable = False
+            chunk.parts[result.position] = arrays
+            if self.dataset.table is None:
+                chunk.targets[result.position] = result.target
+            if any(spec.shape not in (None, array.shape) for spec, array in zip(self._specs, arrays, strict=True)):
+                log.info("sample %d has another shape than those before it; each keeps its own", result.position)
+                self._specs = tuple(replace(spec, shape=None) for spec in self._specs)
+                return True
+        return False
+
+    def load(self, task: _Task) -> list[_Result]:
+        """Bring samples, in a worker; those that are served from where they lie stay there until they are dropped."""
+        index_B = np.array(task.positions, np.int64)
+        for store in self.on_disk:
+            store.bring(index_B)
+        if not self.is_copied:
+            return self._check(index_B)
+        road = WritePath(self._road.source, self._road.prepare, tuple(self._slots[task.slot]))
+        try:
+            return [self._prepare(road, position) for position in task.positions]
+        finally:
+            self.drop(index_B)
+
+    def drop(self, index_B: np.ndarray) -> None:
+        for start in range(0, len(index_B), _MAPPED_PER_TASK):  # those that were brought at once, at once
+            for store in self.on_disk:
+                store.drop(index_B[start : start + _MAPPED_PER_TASK], from_cache=self.empties_cache)
+
+    def _prepare(self, road: WritePath, position: int) -> _Result:
+        try:
+            sample = road.read(position)
+            return _Result(position, road.write(sample), target=sample.target)
+        except (SampleError, MemoryBudgetError) as error:
+            return _Result(position, error=error)
+
+    def _check(self, index_B: np.ndarray) -> list[_Result]:
+        """Find out which samples on disk are damaged."""
+        try:
+            with self.dataset.kept.naming_damage() if self.dataset.kept else contextlib.nullcontext():
+                for store in self.on_disk:
+                    store.check(index_B)
+        except SampleError as error:
+            if len(index_B) == 1:
+                return [_Result(int(index_B[0]), error=error)]
+            return [result for index in index_B for result in self._check(np.array([index]))]
+        return [_Result(position) for position in index_B.tolist()]
+
+
+class _ChunkStore:
+    """One part of a chunk's samples, by their positions in the dataset; see ``fastdata.stores.readers.Store``."""
+
+    gives_views, size_bytes = True, 0
+
+    def __init__(self, spec: SampleSpec, parts: _Here, part: int, some_shape: tuple[int, ...]) -> None:
+        self.spec, self._parts, self._part, self._some_shape = spec, parts, part, some_shape
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def shape(self, index: int) -> tuple[int, ...]:
+        return self.read(index).shape if index in self._parts else self._some_shape
+
+    def read(self, index: int) -> np.ndarray:
+        array: np.ndarray = self._parts[index][self._part]
+        return array
+
+    def read_into(self, index: int, out: np.ndarray) -> None:
+        out[...] = self.read(index)
+
+    def gather_into(self, index_B: np.ndarray, out_B: np.ndarray) -> None:
+        for index, out in zip(index_B.tolist(), out_B, strict=True):
+            out[...] = self.read(index)
+
+    def close(self) -> None: ...
+
+
+class _ChunkTargets:
+    """The targets of a chunk's samples where only reading these tells them, with the face of a ``SampleTable``."""
+
+    has_paths = False
+
+    def __init__(self, length: int, targets: _Here) -> None:
+        self._length, self.target = length, targets.__getitem__
+
+    def __len__(self) -> int:
+        return self._length
+
+    def path(self, index: int) -> str:
+        raise LookupError(f"sample {index} is no file")
+
+    def target_array(self) -> np.ndarray | None: ...
+
+    def close(self) -> None: ...
+
+
+class Residency:
+    """Brings the chunks of one epoch, one ahead of the one that is served, and drops each with its last batch.
+
+    Batches are asked for in any thread, each once. Whoever makes it closes it.
+
+    Args:
+        samples: of the dataset; ``samples.open`` was called.
+        collate_fn: the user's.
+        batch_size: samples in a batch; the last one may have fewer.
+        workers: processes that prepare samples; 1 is the thread that brings them.
+        in_sequence: whether a chunk is brought in the order of the dataset, not in that of the batches.
+    """
+
+    def __init__(
+        self, samples: Samples, collate_fn: Callable[[Any], Any], batch_size: int, workers: int, *, in_sequence: bool
+    ) -> None:
+        self._samples, self._collate_fn = samples, collate_fn
+        self._batch_size, self._workers, self._in_sequence = batch_size, workers, in_sequence
+        self._changed = threading.Condition()  # guards what follows
+        self._open: list[Chunk] = []
+        self._ended: BaseException | None = None  # why no more chunks come
+        self._is_closed = False
+        self._crew: WorkerPool[list[_Result]] | None = None
+        self._filler = threading.Thread(target=self._fill, name="fastdata-chunks", daemon=True)
+
+    def begin(self, stream: np.ndarray, first_batch: int, epoch: int, seed: int) -> None:
+        """Start with a batch of an epoch, whose samples are at the positions of ``stream``: int64, in their order."""
+        self._stream, self._epoch, self._seed = stream, epoch, seed
+        self._coming: Iterator[int] = iter(range(first_batch, -(-len(stream) // self._batch_size)))
+        self._crew = WorkerPool(self._samples.load, self._workers)
+        self._filler.start()
+
+    def close(self, reason: str) -> None:
+        """End what works for it; who asks for a batch is told the reason. Idempotent."""
+        with self._changed:
+            self._is_closed = True
+            self._ended = self._ended or RuntimeError(f"this iterator has no more batches: {reason}")
+            if self._crew is not None:
+                self._crew.kill()
+            self._changed.notify_all()
+        if self._filler.is_alive() and self._filler is not threading.current_thread():
+            self._filler.join()
+        with self._changed:
+            chunks, self._open = self._open, []
+            own = {threading.get_ident()}  # of the last one to let go of an iterator, whose batch nobody gets
+            self._changed.wait_for(lambda: all(chunk.readers <= own for chunk in chunks))
+        for chunk in chunks:
+            self._samples.drop(chunk.positions)
+
+    def read(self, numbers: Sequence[int], ring: BatchRing) -> Any:
+        """Make a batch, in memory of ``ring``, once its samples are there; they have these numbers in the epoch.
+
+        Raises:
+            SampleError: one is damaged, and may not be left out.
+            Exception: no more chunks come; why.
+        """
+        number = numbers[0] // self._batch_size
+        with self._changed:
+            self._changed.wait_for(lambda: self._ended is not None or self._holder(number) is not None)
+            chunk = self._holder(number)
+            if chunk is None:
+                assert self._ended is not None
+                raise copy.copy(self._ended) from self._ended.__cause__  # a raised one holds on to whom it reaches
+            positions = chunk.batches.pop(number)
+            chunk.readers.add(threading.get_ident())
+        try:
+            return self._make(chunk, number, positions, ring)
+        finally:
+            with self._changed:
+                chunk.readers.discard(threading.get_ident())
+                is_over = not chunk.batches and not chunk.readers
+            if is_over:
+                self._samples.drop(chunk.positions)
+            with self._changed:
+                self._open = [each for each in self._open if each is not chunk or not is_over]
+                self._changed.notify_all()
+
+    def _holder(self, number: int) -> Chunk | None:
+        """The chunk that has all samples of a batch; None while they are not there."""
+        for chunk in self._open:
+            if number in chunk.batches and chunk.has(number):
+                return chunk
+        return None
+
+    def _make(self, chunk: Chunk, number: int, positions: list[int], ring: BatchRing) -> Any:
+        view, damaged = chunk.view, [position for position in positions if position in chunk.errors]
+        if damaged and (view.options.on_error == "raise" or len(damaged) == len(positions)):
+            raise copy.copy(chunk.errors[damaged[0]])
+        index_B = np.array([position for position in positions if position not in chunk.errors], np.int64)
+        batch = IndexBatch(index_B.tolist(), index_B, np.full_like(index_B, self._epoch), self._seed)
+        return make_batch(view, view, batch, ring, self._collate_fn, (self._seed, self._epoch, number))
+
+    # In the thread that brings chunks
+
+    def _fill(self) -> None:
+        assert self._crew is not None
+        try:
+            while numbers := list(islice(self._coming, self._samples.chunk_batches)):
+                with self._changed:
+                    self._changed.wait_for(lambda: len(self._open) < CHUNKS_HELD or self._ended is not None)
+                    if self._ended is not None:
+                        return
+                    (slot, *_) = {*range(CHUNKS_HELD)} - {chunk.slot for chunk in self._open}
+                self._bring(self._chunk_of(numbers, slot), self._crew)
+        except BaseException as error:  # noqa: BLE001  # raised where the batches would have come
+            with self._changed:
+                self._ended = self._ended or error.with_traceback(None)
+                self._changed.notify_all()
+        finally:
+            with self._changed:
+                self._crew.close()
+
+    def _chunk_of(self, numbers: list[int], slot: int) -> Chunk:
+        size = self._batch_size
+        batches = {number: self._stream[number * size : (number + 1) * size].tolist() for number in numbers}
+        positions = np.array([*chain.from_iterable(batches.values())], np.int64)
+        return Chunk(slot, np.sort(positions) if self._in_sequence else positions, batches)
+
+    def _bring(self, chunk: Chunk, crew: WorkerPool[list[_Result]]) -> None:
+        tasks = self._samples.begin(chunk)
+        with self._changed:
+            self._open.append(chunk)
+        with contextlib.closing(crew.run(tasks)) as finished:
+            for results in finished:
+                with self._changed:
+                    has_changed = [self._samples.enter(chunk, result) for result in results]
+                    for each in self._open if any(has_changed) else ():
+                        each.view = self._samples.view(each)
+                    self._changed.notify_all()
+                    if self._is_closed:
+                        return
+        if chunk.lack is not None:
+            self._cut(chunk, chunk.lack)
+
+    def _cut(self, chunk: Chunk, lack: MemoryBudgetError) -> None:
+        """Leave the first batch that has samples without room, and all after it, to the next chunks, which are smaller.
+
+        Raises:
+            MemoryBudgetError: not even one batch fits.
+        """
+        with self._changed:
+            if self._samples.chunk_batches == 1:
+                raise MemoryBudgetError(
+                    f"a chunk is down to one batch of {self._batch_size} samples: {lack}. Raise memory_limit or "
+                    "chunk_samples, or use a smaller batch_size or resize=."
+                )
+            log.info("%s; chunks of half as many samples are loaded", lack)
+            self._samples.chunk_batches //= 2
+            rest = list(dropwhile(chunk.has, sorted(chunk.batches)))
+            self._coming = chain(rest, self._coming)
+            for number in rest:
+                del chunk.batches[number]
+            if not chunk.batches and not chunk.readers:
+                self._open.remove(chunk)

@@ -1,0 +1,309 @@
+"""The DataLoader: torch's, with a thread engine for datasets that serve whole batches.
+
+Threads start in microseconds, share the dataset without copying anything, and hand batches over by reference. Kernels
+leave the GIL while they copy, so threads run side by side.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch.utils.data import Dataset, IterableDataset, Sampler
+from torch.utils.data import dataloader as torch_loader
+
+from fastdata import memory
+from fastdata.batch import collate
+from fastdata.dataset import LoaderEpochs, LoaderView
+from fastdata.loader import epochs
+from fastdata.loader.epochs import HELD_BY_USER, Counted, Engine, Tally, TorchView
+from fastdata.loader.resume import Checkpoints, Progress, length_of, undisturbed
+from fastdata.memory import PinningPlan, budget_bytes, choose_pinning
+from fastdata.report import EpochReport, warn_user
+from fastdata.ring import BatchRing
+
+_T_co = TypeVar("_T_co", covariant=True)
+_TORCHS = inspect.signature(torch_loader.DataLoader).parameters
+_NO_STREAM = (
+    "a DataLoader cannot resume an IterableDataset, which alone knows where it stands: its epochs begin anew. Save the "
+    "dataset's own state beside the loader's, or use a map-style dataset."
+)
+
+
+class DataLoader(torch_loader.DataLoader[_T_co]):
+    """torch's DataLoader with torch's arguments, and an engine of threads where the dataset serves whole batches.
+
+    The arguments up to ``in_order`` are torch's. What there is to say of some:
+
+    - ``dataset``: any. Whole batches are served by fastdata's datasets, and ``Subset`` of them, when no step of the
+      transform needs Python per sample.
+    - ``num_workers``: threads or processes; 0 reads in the training loop. ``"auto"`` takes the usable cores (affinity,
+      container quota) shared among the ranks of this machine (``LOCAL_WORLD_SIZE``), less one for the training loop:
+      0 on a single core, but 1 where another argument asks for workers. The attribute is the number.
+    - ``collate_fn``: the default is ``fastdata.collate``, which takes whole batches as they are. What another one draws
+      from torch's global generator, as MixUp and CutMix do, follows from the base seed and the batch's number where
+      threads or the training loop call it: any number of threads gives the same batches.
+    - ``pin_memory``: ``"auto"`` pins if there is a CUDA or XPU device, batches are large enough to gain from it, and
+      all that are under way are a small part of the free memory; ``report()`` says what was decided and why. The
+      attribute is True or False. A ``CudaPrefetcher`` pins by itself.
+    - ``worker_init_fn``: called in worker processes only.
+    - ``persistent_workers``: threads only draw their base seed once, as torch then does.
+    - ``in_order``: threads always keep the order.
+    - ``workers``: ``"thread"``, ``"process"``, or ``"auto"`` for threads where whole batches are served.
+
+    ``print(loader.report())`` says which road batches take and why, and how the latest epoch went.
+
+    Example:
+        >>> from fastdata import CachedDataset
+        >>> dataset = CachedDataset([(torch.full((1, 2, 2), i), i) for i in range(5)], progress=False)
+        >>> loader = DataLoader(dataset, batch_size=2, num_workers=1)
+        >>> [labels.tolist() for images, labels in loader]
+        [[0, 1], [2, 3], [4]]
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[_T_co],
+        batch_size: int | None = 1,
+        shuffle: bool | None = None,
+        sampler: Sampler[Any] | Iterable[Any] | None = None,
+        batch_sampler: Sampler[list[Any]] | Iterable[list[Any]] | None = None,
+        num_workers: int | Literal["auto"] = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        pin_memory: bool | Literal["auto"] = False,
+        drop_last: bool = False,
+        timeout: float = 0,
+        worker_init_fn: Callable[[int], None] | None = None,
+        multiprocessing_context: Any = None,
+        generator: torch.Generator | None = None,
+        *,
+        prefetch_factor: int | None = None,
+        persistent_workers: bool = False,
+        pin_memory_device: str = "",
+        in_order: bool = True,
+        workers: Literal["auto", "thread", "process"] = "auto",
+    ) -> None:
+        if workers not in ("auto", "thread", "process"):
+            raise ValueError(f"workers={workers!r} is not one of 'auto', 'thread', 'process'")
+        if isinstance(pin_memory, str) and pin_memory != "auto":
+            raise ValueError(f"pin_memory={pin_memory!r} is neither True, False nor 'auto'")
+        if isinstance(num_workers, str):
+            if num_workers != "auto":
+                raise ValueError(f"num_workers={num_workers!r} is neither a number nor 'auto'")
+            asks = prefetch_factor is not None or persistent_workers or multiprocessing_context or timeout > 0
+            num_workers = max(int(bool(asks)), memory.usable_cores() // memory.local_ranks() - 1)
+        makes_batches = batch_size is not None or batch_sampler is not None
+        if collate_fn is None and makes_batches:
+            collate_fn = collate
+        arguments = {name: value for name, value in locals().items() if name in _TORCHS}  # ``in_order`` is torch 2.6's
+        self.workers = workers
+        self._served = LoaderView.find(dataset) if makes_batches else None
+        self._ring: BatchRing | None = None
+        super().__init__(**arguments | {"pin_memory": pin_memory is True})
+        self.in_order = in_order
+        self._epochs = LoaderEpochs()
+        sampler = super()._index_sampler
+        self._checkpoints = Checkpoints(sampler, self._served, self._epochs, seeds_once=persistent_workers)
+        self._pinning = self._choose_pinning(pin_memory)
+        self.pin_memory = self._pinning.pin
+        self._tally = Tally(self._choose_engine(), pinning=self._pinning)
+
+    def __iter__(self) -> Any:
+        return self.iterate()
+
+    def iterate(
+        self,
+        ring: BatchRing | None = None,
+        held: int = HELD_BY_USER,
+        read: Callable[[Any, BatchRing], Any] | None = None,
+    ) -> Any:
+        """Begin an epoch, as ``iter`` does.
+
+        Args:
+            ring: a prefetcher's, where threads gather batches; ``pin_memory="auto"`` leaves pinning to it.
+            held: batches that whoever takes them may hold at a time without costing new memory.
+            read: makes a batch of indices in place of the dataset; threads only.
+        """
+        if self._served:
+            self._served.dataset.refresh()
+        is_prefetched = ring is not None
+        if ring is None:
+            ring = self._ring = self._ring or BatchRing(self.ring_slots(held))
+        engine, progress = self._choose_engine(), self._checkpoints.begin()
+        view = TorchView(
+            self,
+            dataset=self._served.fetched(self.dataset) if self._served else self.dataset,
+            generator=torch.Generator() if progress.keeps_seed else self.generator,
+            pin_memory=self.pin_memory and not (self._pinning.is_own_choice and is_prefetched),
+        )
+        with undisturbed() if progress.is_begun else nullcontext():
+            if engine.kind == "process":
+                iterator = self._iterate_torch(view, progress, held)
+            else:
+                self._iterator = None  # persistent worker processes that have done their part
+                reader = self._reader(view.dataset, ring, progress, read)
+                iterator = epochs.ThreadIter(view, progress, ring, reader, threads=engine.workers)
+        iterator.tally = self._tally = Tally(engine, iterator.ring, self._pinning)
+        return iterator
+
+    def _iterate_torch(self, view: TorchView, progress: Progress, held: int) -> Counted:
+        if self.num_workers == 0:
+            return epochs.InlineIter(view, progress)
+        iterator: Any = self._iterator  # of workers that persist
+        if iterator is not None:
+            iterator.progress = progress
+            iterator._reset(self)
+        else:
+            self.check_worker_number_rationality()
+            iterator = epochs.ProcessIter(view, progress, held=held)
+        self._iterator = iterator if self.persistent_workers else None
+        counted: Counted = iterator
+        return counted
+
+    def _reader(self, dataset: Any, ring: BatchRing, progress: Progress, read: Any) -> Callable[[Any, int], Any]:
+        """Make what turns indices and number of a batch into it, from any thread; holds neither loader nor iterator."""
+        served, collate_fn = self._served.dataset if self._served else None, self.collate_fn
+        assert collate_fn is not None
+        if read is not None:
+            return lambda indices, number: read(indices, ring)
+
+        def make(indices: Any, number: int) -> Any:
+            seed = progress.base_seed or 0
+            draws = served.seed_of(seed) if served else seed, progress.epoch or 0, number
+            return epochs.make_batch(dataset, served, indices, ring, collate_fn, draws)
+
+        return make
+
+    @property
+    def _index_sampler(self) -> Any:
+        sampler = super()._index_sampler
+        return sampler if isinstance(self.dataset, IterableDataset) else self._checkpoints.order(self.generator)
+
+    def check_worker_number_rationality(self) -> None:
+        """Warn of more worker processes than cores, as torch does; threads are never more than cores."""
+        if self._choose_engine().kind == "process":
+            super().check_worker_number_rationality()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make the random draws of coming epochs those of ``epoch``, and of their base seed if the dataset has none."""
+        self._epochs.set(epoch)
+
+    def report(self) -> EpochReport:
+        """How the latest epoch went, complete or not; ``.path`` says which road the batches take and why."""
+        return self._tally.report()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the latest epoch stands, as a small dict of plain values.
+
+        Batches count once they are handed to the user, not when they are read ahead. Once the last one is, or before
+        the first, the state is the beginning of the next epoch: Lightning goes on there, and an epoch without a batch
+        would end its fit. A sampler with a ``state_dict`` adds its own. What a sampler of one's own draws from
+        Python's or NumPy's global generators is not found again. An ``IterableDataset`` alone knows where it stands:
+        the state of a loader over one is empty, which is said, and its epochs begin anew.
+        """
+        if isinstance(self.dataset, IterableDataset):  # no error: Lightning asks every loader, resumed or not
+            warn_user(_NO_STREAM)
+            return {}
+        return self._checkpoints.state(self.generator, self._identity())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Let the next epoch be the one of ``state``, without the batches that were handed over before it was saved.
+
+        The state holds until a batch is handed over: Lightning may drop a first iterator without asking it for one.
+        Their samples are not read again. ``generator`` is put back to where it was; the global random generators are
+        left as they are, and decide later epochs. Resumed are the order and fastdata's own draws; what a transform
+        draws in worker processes from global generators begins anew.
+
+        Args:
+            state: what ``state_dict`` returned, here or in another process; an empty dict forgets a loaded state.
+
+        Raises:
+            ValueError: the state is of a loader over another dataset, or with other batches.
+        """
+        if state and isinstance(self.dataset, IterableDataset):
+            raise ValueError(_NO_STREAM)
+        self._checkpoints.load(state, self._identity())
+
+    def _identity(self) -> dict[str, Any]:
+        order = self._checkpoints.order(self.generator)
+        return {
+            "dataset_length": length_of(self.dataset),
+            "sampler_length": length_of(self.sampler),
+            "batch_size": self.batch_size,
+            "drop_last": self.drop_last,
+            "generators": len(order.generators),
+            "sampler": order.name,
+        }
+
+    # For a prefetcher
+
+    def ring_slots(self, held: int) -> int:
+        """How many buffers threads and a user who holds ``held`` batches need, so that none is allocated anew."""
+        return self._choose_engine().workers * (self.prefetch_factor or 0) + 1 + held
+
+    def read_ahead(self) -> Progress:
+        """Count the batches of the epoch just begun where they are handed over, by its marks."""
+        progress = self._checkpoints.progress
+        progress.hand_over(progress.mark())
+        return progress
+
+    def device_obstacle(self) -> str | None:
+        """Why batches cannot be had as they are stored, to be finished on a device; None if they can."""
+        if self._served is None:
+            return f"the loader is a {type(self).__name__}, not fastdata's DataLoader in batches"
+        engine = self._choose_engine()
+        if engine.kind == "process":
+            return f"batches come from {engine.path}"
+        obstacle = self._served.dataset.device_obstacle
+        return obstacle or (None if self.collate_fn is collate else "collate_fn= is your own")
+
+    # Decisions
+
+    def _choose_engine(self) -> Engine:
+        served, count = self._served, self.num_workers
+        obstacle = self._thread_obstacle()
+        if obstacle is not None:
+            road = f"{count} worker process{'es' * (count > 1)} over a shared ring"
+            road = road if count else "torch's engine in the training loop"
+            return Engine(kind="process", path=f"{road}: {obstacle}", workers=count)
+        serves = "whole batches"
+        if served is None or served.obstacle is not None:
+            serves = "samples one by one" + (f" ({served.obstacle})" if served else "")
+        if count == 0:
+            return Engine(kind="thread", path=f"{serves}, read in the training loop: num_workers=0")
+        threads = min(count, memory.usable_cores())
+        capped = f", as many as there are usable cores (num_workers={count})" if threads < count else ""
+        path = f"{serves}, read by {threads} thread{'s' * (threads > 1)}{capped}"
+        return Engine(kind="thread", path=path, workers=threads)
+
+    def _thread_obstacle(self) -> str | None:
+        if isinstance(self.dataset, IterableDataset):
+            return "an IterableDataset is read in order"
+        if self.batch_sampler is None:
+            return "batch_size=None asks for single samples"
+        if self.workers != "auto":
+            return "workers='process'" if self.workers == "process" else None
+        init = getattr(self.worker_init_fn, "func", self.worker_init_fn)
+        if init is not None and getattr(init, "__name__", "") != "pl_worker_init_function":  # Lightning's only seeds
+            return "worker_init_fn is for worker processes"
+        if self._served is None:
+            return f"{type(self.dataset).__name__} is no fastdata dataset"
+        if self.num_workers > 0 and self._served.is_filling:
+            return "samples are prepared on their first read"
+        return self._served.obstacle
+
+    def _choose_pinning(self, asked: bool | Literal["auto"]) -> PinningPlan:
+        if asked != "auto":
+            return PinningPlan(pin=asked, reason="", is_own_choice=False)
+        sample_bytes = self._served.sample_bytes if self._served else None
+        batch_bytes = None if sample_bytes is None or self.batch_size is None else sample_bytes * self.batch_size
+        under_way = max(1, self.num_workers * (self.prefetch_factor or 0)) + 1
+        return choose_pinning(
+            has_accelerator=torch.cuda.is_available() or torch.xpu.is_available(),
+            batch_bytes=batch_bytes,
+            pinned_bytes=(batch_bytes or 0) * under_way,
+            budget=budget_bytes(memory.available_bytes()),
+        )

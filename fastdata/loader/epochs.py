@@ -1,0 +1,335 @@
+"""One epoch of a loader: who reads its batches and why, and the iterators that hand them over and count them."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cache
+from multiprocessing.connection import wait
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import dataloader as torch_loader
+from torch.utils.data._utils.pin_memory import pin_memory as copy_to_pinned
+
+from fastdata.batch import collate
+from fastdata.dataset import PreparedDataset
+from fastdata.draws import sample_keys
+from fastdata.loader.resume import Progress
+from fastdata.memory import PinningPlan
+from fastdata.report import EpochReport
+from fastdata.ring import Arrivals, BatchRing, LostBatchError, RingCollate
+
+Ring = BatchRing | Arrivals
+HELD_BY_USER = 2
+"""Batches that the training loop may hold without costing new memory: the current one and one looked ahead."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Engine:
+    """Who reads batches: fastdata's threads or torch's processes, how many (0: the training loop), and why."""
+
+    kind: Literal["thread", "process"]
+    path: str
+    workers: int = 0
+
+
+class BatchDraws(TorchDispatchMode):
+    """Within, and in this thread only, what would draw from torch's global generator draws from one of the batch's own.
+
+    So what a ``collate_fn`` draws is the same in any thread, and the user's generator is left alone. What is drawn on a
+    device, and from Python's or NumPy's generators, is drawn as ever.
+    """
+
+    def __init__(self, seed: int, epoch: int, number: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._generator = torch.Generator().manual_seed(int(sample_keys(seed, epoch, np.array([number]))[0]))
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not _can_be_seeded(function):
+            return function(*args, **kwargs)
+        given = *args, *kwargs.values()
+        if not any(isinstance(it, torch.Generator) for it in given):
+            devices = [it.device if isinstance(it, torch.Tensor) else it for it in given]
+            if all(it.type == "cpu" for it in devices if isinstance(it, torch.device)):
+                return function.overloadpacket(*args, **kwargs | {"generator": self._generator})
+        return function(*args, **kwargs)
+
+
+@cache
+def _can_be_seeded(function: Any) -> bool:
+    """Whether an operation draws random numbers, and it or another of its name takes a generator."""
+    names = [*(argument.name for argument in function._schema.arguments), *function.overloadpacket.overloads()]
+    return torch.Tag.nondeterministic_seeded in function.tags and any("generator" in name for name in names)
+
+
+def make_batch(
+    dataset: Any,
+    served: PreparedDataset | None,
+    indices: Any,
+    ring: BatchRing,
+    collate_fn: Callable[[Any], Any],
+    draws: tuple[int, int, int],
+) -> Any:
+    """Read a batch, from the fastdata dataset behind the loader's as a whole where that can be, and collate it.
+
+    ``draws`` is what a ``collate_fn`` of the user's draws from: seed, epoch and number of the batch.
+    """
+    if served is None or served.batch_obstacle is not None:  # asked anew: the transform may have been replaced
+        whole = getattr(dataset, "__getitems__", None)
+        samples = whole(indices) if whole else [dataset[index] for index in indices]
+    elif collate_fn is collate:
+        return served.read_batch(indices, ring)
+    else:
+        samples = served.sample_batch(indices, ring)
+    with nullcontext() if collate_fn is collate else BatchDraws(*draws):
+        return collate_fn(samples)
+
+
+@dataclass(slots=True)
+class LoopTimes:
+    """How long the training loop has waited for batches, and been busy between them."""
+
+    wait_s: float = 0.0
+    busy_s: float = 0.0
+    _left_at: float | None = None
+
+    def ask(self) -> float:
+        now = time.perf_counter()
+        if self._left_at is not None:
+            self.busy_s += now - self._left_at
+        return now
+
+    def answer(self, asked_at: float) -> None:
+        self._left_at = time.perf_counter()
+        self.wait_s += self._left_at - asked_at
+
+
+class Tally(LoopTimes):
+    """Counts of the epoch in progress."""
+
+    def __init__(self, engine: Engine, ring: Ring | None = None, pinning: PinningPlan | None = None) -> None:
+        super().__init__()
+        self._engine, self._ring, self._pinning = engine, ring, pinning
+        self._fresh_before = ring.fresh_count if ring else 0
+        self.batches = self.samples = 0
+
+    def report(self) -> EpochReport:
+        return EpochReport(
+            path=self._engine.path,
+            engine=self._engine.kind if self._engine.workers else "inline",
+            workers=self._engine.workers,
+            batches=self.batches,
+            samples=self.samples,
+            wait_s=self.wait_s,
+            busy_s=self.busy_s,
+            fresh_batches=self._ring.fresh_count - self._fresh_before if self._ring else 0,
+            bytes_held=self._ring.bytes_held if self._ring else 0,
+            pinning=self._pinning.reason if self._pinning else "",
+        )
+
+
+def sample_count(batch: Any) -> int:
+    """Length of the first tensor in a batch; 0 if it has none, or is of a kind that cannot tell."""
+    try:
+        return _first_length(batch)
+    except Exception:  # noqa: BLE001  # users' types raise anything, and what is only counted must stop nobody
+        return 0
+
+
+def _first_length(batch: Any) -> int:
+    if isinstance(batch, torch.Tensor):
+        return batch.size(0) if batch.ndim else 1
+    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
+    return next((count for part in parts if (count := _first_length(part))), 0)
+
+
+class TorchView:
+    """A loader as torch's iterators see it while they start, with other attributes in place of some."""
+
+    collate_fn: Any
+
+    def __init__(self, loader: torch_loader.DataLoader[Any], **instead: Any) -> None:
+        self._loader = loader
+        self.__dict__.update(instead)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+
+class Counted(torch_loader._BaseDataLoaderIter):
+    """An iterator that counts what it hands over and how long it kept the user waiting."""
+
+    tally: Tally  # of the epoch, as ``progress``; an iterator of workers that persist gets new ones for the next
+    ring: Ring | None = None  # that batches come through
+
+    def __init__(self, view: TorchView, progress: Progress) -> None:
+        self.progress = progress
+        super().__init__(view)  # type: ignore[arg-type]
+
+    @property
+    def _base_seed(self) -> int:
+        assert self.progress.base_seed is not None
+        return self.progress.base_seed
+
+    @_base_seed.setter
+    def _base_seed(self, drawn: int) -> None:
+        if self.progress.base_seed is None:
+            self.progress.base_seed = drawn
+
+    def _unread(self) -> Collection[int]:
+        return ()  # of the batches drawn in this epoch
+
+    def __next__(self) -> Any:
+        tally, progress = self.tally, self.progress
+        asked_at = tally.ask()
+        try:
+            batch = super().__next__()
+            tally.batches += 1
+            progress.resumed_from = None
+            tally.samples += sample_count(batch) if self._auto_collation else 1
+            return batch
+        except StopIteration:
+            progress.is_finished, progress.resumed_from = True, None
+            raise
+        finally:
+            progress.note(self._unread())
+            tally.answer(asked_at)
+
+
+class InlineIter(Counted, torch_loader._SingleProcessDataLoaderIter):
+    """torch's engine in the training loop, counted."""
+
+
+class ProcessIter(Counted, torch_loader._MultiProcessingDataLoaderIter):
+    """torch's worker processes, counted, with batches that come through a shared ring."""
+
+    def __init__(self, view: TorchView, progress: Progress, *, held: int) -> None:
+        if not isinstance(view.collate_fn, RingCollate):
+            view.collate_fn = RingCollate(view.collate_fn, slots=view.prefetch_factor + 1 + held)
+        self.ring = self.arrivals = view.collate_fn.arrivals
+        super().__init__(view, progress)
+
+    def __next__(self) -> Any:
+        try:
+            return super().__next__()
+        except RuntimeError as error:
+            if isinstance(error, LostBatchError):  # who has let go of its memory can soon be asked how it ended
+                ended = wait([worker.sentinel for worker in self._workers], timeout=1.0)
+                for worker in self._workers:
+                    worker.join(1.0 if worker.sentinel in ended else 0)
+            dead = [_describe_end(number, worker) for number, worker in enumerate(self._workers) if worker.exitcode]
+            if not dead or type(error) not in (RuntimeError, LostBatchError):
+                raise
+            message, cause = f"{str(error).rstrip(' .')}. {' '.join(dead)}", error.__cause__
+        if cause is not None:  # without torch's frames, which would hold it and this iterator in a cycle
+            cause.__traceback__ = cause.__context__ = None
+        raise RuntimeError(message) from cause
+
+    def _unread(self) -> Collection[int]:
+        return self._task_info.keys()
+
+    def _process_data(self, data: Any, worker_idx: int) -> Any:
+        try:
+            return super()._process_data(data, worker_idx)  # type: ignore[no-untyped-call]
+        except Exception as error:
+            # torch's frames hold the exception, and it them and this iterator: a cycle that the collector takes apart
+            # in an order in which ending the workers costs 5 s for each. The worker's traceback is in the message.
+            error.__traceback__ = None
+            raise error
+
+
+def _describe_end(number: int, worker: Any) -> str:
+    code = worker.exitcode
+    if code > 0:
+        return f"Worker {number} (pid {worker.pid}) exited with status {code}."
+    name = {each.value: each.name for each in signal.Signals}.get(-code, "unknown")
+    return f"Worker {number} (pid {worker.pid}) was killed by signal {-code} ({name})."
+
+
+class ThreadIter(Counted):
+    """Batches read ahead by threads, or in the training loop when there are none; always in order.
+
+    An exception is raised where its batch would have come. Threads end with the epoch, on ``break`` as soon as the
+    iterator is dropped, so that ``read``, which turns indices and number of a batch into it, must not hold it.
+    """
+
+    def __init__(
+        self, view: TorchView, progress: Progress, ring: BatchRing, read: Callable[[Any, int], Any], *, threads: int
+    ) -> None:
+        if view.num_workers == 0 and view.timeout != 0:  # what torch's loader lets pass, and its iterators do not
+            raise AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")
+        if view.num_workers > 0 and view.prefetch_factor <= 0:
+            raise AssertionError("prefetch_factor must be greater than 0 for MultiProcessingDataLoaderIter")
+        super().__init__(view, progress)
+        self.ring, self._read, self._ahead = ring, read, 0
+        self._pending: deque[Future[Any]] = deque()
+        self._threads: ThreadPoolExecutor | None = None
+        if threads:
+            self._threads = ThreadPoolExecutor(threads, thread_name_prefix="fastdata-loader")
+            self._stop = weakref.finalize(self, _stop, self._threads)
+            self._ahead = threads * view.prefetch_factor
+            samplers = (view.sampler, view.batch_sampler, getattr(view.batch_sampler, "sampler", None))
+            if not any(hasattr(sampler, "set_epoch") for sampler in samplers):
+                self._start()  # else at ``next``: Lightning calls ``set_epoch`` after ``iter()`` when it resumes
+
+    def _next_data(self) -> Any:
+        self._start()
+        if self._threads is None:
+            batch = self._read(self._next_index(), self.progress.latest)  # type: ignore[no-untyped-call]
+        elif self._pending:
+            batch = self._receive()
+        else:
+            self._stop()
+            raise StopIteration
+        return copy_to_pinned(batch) if self._pin_memory else batch
+
+    def _start(self) -> None:
+        for _ in range(self._ahead):
+            self._submit()
+        self._ahead = 0
+
+    def _receive(self) -> Any:
+        future = self._pending[0]
+        try:
+            future.exception(self._timeout or None)  # only waits: the batch's own TimeoutError is returned
+        except FutureTimeoutError:
+            raise RuntimeError(f"DataLoader timed out after {self._timeout} seconds") from None
+        self._pending.popleft()
+        try:
+            return future.result()
+        finally:
+            del future  # an exception would keep it, and it the exception
+            self._submit()
+
+    def _unread(self) -> Collection[int]:
+        return range(self.progress.drawn - len(self._pending), self.progress.drawn)
+
+    def _submit(self) -> None:
+        assert self._threads is not None
+        try:
+            indices = self._next_index()  # type: ignore[no-untyped-call]
+        except StopIteration:
+            return
+        except Exception as error:  # noqa: BLE001  # raised where its batch would have come
+            failed: Future[Any] = Future()
+            failed.set_exception(error)
+            self._pending.append(failed)
+        else:
+            self._pending.append(self._threads.submit(self._read, indices, self.progress.latest))
+
+
+def _stop(threads: ThreadPoolExecutor) -> None:
+    """End the threads; batches not begun are dropped. A thread that drops the last reference cannot wait for itself."""
+    threads.shutdown(wait=threading.current_thread() not in threads._threads, cancel_futures=True)

@@ -1,0 +1,174 @@
+"""Batch ops of a prefetched loader: on its devices, or on the CPU before batches are sent there; and stores kept there.
+
+Shape letters: N stored samples, C channels, H W stored size.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from fastdata.dataset import DeviceBatch, DeviceBatchReader, LoaderView
+from fastdata.loader import DataLoader
+from fastdata.memory import check_device_room, format_bytes
+from fastdata.prefetch.copies import PinnedMemory
+from fastdata.report import warn_user
+from fastdata.ring import BatchRing
+from fastdata.stores.readers import Store
+from fastdata.transforms import TransformPlan
+from fastdata.transforms.device import DeviceProgram
+
+WhereOps = Literal["auto", "device", "cpu"]
+Ops = Callable[[Any, torch.device], Any]
+
+CHUNK_BYTES = 32 << 20
+"""What of a store is copied at a time, from one of two pinned buffers while the other one is filled."""
+MOST_TIMES_SERVED = 1.5
+"""Up to so many times the bytes are sent. To gather 256 samples of 256 x 256 takes the host as long as to crop them to
+224 x 224 (9.0 and 8.5 ms on a thread), at 1.3 times the bytes: beyond that the device's work spares the host none."""
+
+
+def fallback_reason(
+    asked: WhereOps, obstacle: str | None, *, stored_bytes: int, served_bytes: int, is_mirrored: bool = False
+) -> str | None:
+    """Say why batch ops run on the CPU; None if on the device, where samples are sent as stored, or lie (mirrored).
+
+    Raises:
+        ValueError: they are to run on the device, and there is an obstacle.
+
+    Example:
+        >>> fallback_reason("auto", None, stored_bytes=786_432, served_bytes=3_072)
+        'a sample as stored is 768.0 KiB, after the batch ops 3.0 KiB'
+    """
+    if asked == "cpu":
+        return "batch_ops='cpu'"
+    if obstacle is not None and asked == "device":
+        raise ValueError(f"batch_ops='device' is not possible here: {obstacle}. Use batch_ops='auto'.")
+    if obstacle is not None or asked == "device" or is_mirrored or stored_bytes <= served_bytes * MOST_TIMES_SERVED:
+        return obstacle
+    stored, served = format_bytes(stored_bytes), format_bytes(served_bytes)
+    return f"a sample as stored is {stored}, after the batch ops {served}"
+
+
+class DeviceOps:
+    """The batch ops of a prefetcher's loader, epoch after epoch, and the copies of its store on devices.
+
+    ``pinned`` serves to copy a store there; ``options`` are those of ``DeviceProgram``.
+    """
+
+    def __init__(
+        self, loader: Any, asked: WhereOps, devices: list[torch.device], pinned: PinnedMemory, **options: Any
+    ) -> None:
+        self._loader, self._asked, self._devices, self._pinned = loader, asked, devices, pinned
+        self._served = LoaderView.find(getattr(loader, "dataset", None))
+        self._options = options
+        self._compiled: tuple[TransformPlan, DeviceProgram] | None = None
+        self._lock = threading.Lock()
+        self._mirrors: dict[torch.device, torch.Tensor] = {}
+        self._has_warned = False
+        self.described = ""  # where they run in the latest epoch, and why; empty where the loader has none
+
+    def begin(self) -> tuple[DeviceBatchReader, Ops] | None:
+        """Say what reads the batches of an epoch and what finishes them; None if the CPU does it all.
+
+        Raises:
+            ValueError: as ``fallback_reason``.
+        """
+        self.described = ""
+        if self._served is None:
+            return None
+        dataset = self._served.dataset
+        dataset.refresh()
+        obstacle: str | None = f"the loader is a {type(self._loader).__name__}, not fastdata's DataLoader in batches"
+        if isinstance(self._loader, DataLoader):
+            obstacle = self._loader.device_obstacle()
+        is_on_device = dataset.storage == "device"
+        if obstacle is None and not dataset.plan.batch_ops and not is_on_device:
+            return None
+        program: DeviceProgram | None = None
+        if obstacle is None:
+            assert dataset.kept is not None
+            if self._compiled is None or self._compiled[0] is not dataset.plan:  # the user may have replaced it
+                self._compiled = dataset.plan, DeviceProgram(dataset.plan, dataset.kept.images.spec, **self._options)
+            program = self._compiled[1]
+        is_mirrored = is_on_device and program is not None and program.host is None
+        stored_bytes = math.prod(program.sent_shape) if program else 0
+        served_bytes = self._served.sample_bytes or 0
+        reason = fallback_reason(
+            self._asked, obstacle, stored_bytes=stored_bytes, served_bytes=served_bytes, is_mirrored=is_mirrored
+        )
+        if program is None or reason is not None:
+            self.described = f"on the CPU: {reason}"
+            if is_on_device and self._asked != "cpu":
+                self._warn_once(f", batches are made on the CPU: {reason}")
+            return None
+        store: Store | None = None
+        self.described = f"on {', '.join(map(str, self._devices))}"
+        if program.host_step:
+            self.described += f", the conversion only: {program.host_step} runs on the CPU"
+            if is_on_device:
+                self._warn_once(f": {program.host_step} runs on the CPU")
+        elif is_mirrored:
+            assert dataset.kept is not None
+            store = dataset.kept.images
+            self.described += f", from a copy of the store there ({format_bytes(_size_bytes(store))})"
+        return DeviceBatchReader(dataset, program, only_places=is_mirrored), partial(self.run, program, store)
+
+    def run(self, program: DeviceProgram, store: Store | None, batch: Any, device: torch.device) -> Any:
+        """Make the images of a stored batch on the device that it lies on; of samples there, if there is a store."""
+        if not isinstance(batch, DeviceBatch):
+            return batch
+        if store is None:
+            return [program.run(batch.samples, batch.draws), batch.targets]
+        with self._lock:
+            if device not in self._mirrors:
+                self._mirrors[device] = self._upload(store, device)
+            store_NCHW = self._mirrors[device]
+        return [program.run(store_NCHW, batch.draws, batch.samples), batch.targets]
+
+    def close(self) -> None:
+        """Give back the memory on the devices. Idempotent; a later epoch copies again."""
+        with self._lock:
+            self._mirrors.clear()
+
+    def _warn_once(self, why: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            warn_user(f"storage='device' has no effect{why}")
+
+    def _upload(self, store: Store, device: torch.device) -> torch.Tensor:
+        """Copy a dense uint8 store to (N, C, H, W) on the caller's current stream, which owns the memory; blocks.
+
+        Raises:
+            MemoryBudgetError: there is too little memory on the device.
+        """
+        backend, spec = self._pinned.backend, store.spec
+        check_device_room(_size_bytes(store), backend.free_bytes(device), str(device))
+        assert spec.shape is not None
+        copy_NCHW = backend.allocate((len(store), *spec.shape), torch.uint8, device)
+        rows = max(1, CHUNK_BYTES // max(spec.sample_bytes, 1))
+        ring, under_way = BatchRing(2, self._pinned), deque[tuple[Any, np.ndarray]]()
+        try:
+            for start in range(0, len(store), rows):
+                if len(under_way) == 2:
+                    under_way.popleft()[0].synchronize()
+                index = np.arange(start, min(start + rows, len(store)))
+                chunk = ring.take((len(index), *spec.shape), np.dtype(np.uint8))
+                store.gather_into(index, chunk)
+                backend.copy_into(torch.from_numpy(chunk), copy_NCHW[start : start + len(index)])
+                under_way.append((backend.record(backend.current_stream(device)), chunk))
+        finally:
+            for event, _ in under_way:
+                event.synchronize()
+        return copy_NCHW
+
+
+def _size_bytes(store: Store) -> int:
+    return len(store) * store.spec.sample_bytes

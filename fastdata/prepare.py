@@ -1,0 +1,798 @@
+"""Prepare: Source -> decode, resize -> Store, once per dataset, on all usable cores. The only writer of stores.
+
+``prepare_storage`` forecasts what samples will take, tries codecs where that matters, acts out the choice of memory.py
+and goes on to the next one where samples turn out larger. ``ingest`` fills the stores: this process hands runs of
+sample numbers to workers.py and shows progress; workers read, prepare and write straight into the stores' memory.
+Whatever happens, a killed worker or Ctrl-C included, no worker outlives it and unfinished memory is freed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import pickle
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from fastdata import core, memory
+from fastdata.codecs import KNOWN_CODECS, Codec, SourceDecoder, find_codec
+from fastdata.errors import CacheError, IngestError, MemoryBudgetError, SampleError, sample_error
+from fastdata.images import (
+    Bound,
+    FastLoader,
+    Form,
+    Interpolation,
+    PixelLoader,
+    Resize,
+    SampleSpec,
+    decoder_of,
+    is_image,
+    present,
+    to_image,
+    to_stored,
+)
+from fastdata.memory import (
+    STORAGES,
+    Budget,
+    CodecTrial,
+    StoragePlan,
+    StorageReport,
+    budget_bytes,
+    choose_storage,
+    would_fit,
+)
+from fastdata.report import log, progress_bar, warn_user
+from fastdata.shared import SampleTable
+from fastdata.sources import FileBytes, FileSource, Source
+from fastdata.stores.readers import Decoder, Store, UndecodableError
+from fastdata.stores.writers import (
+    ALIGN_BYTES,
+    DenseWriter,
+    LazyFill,
+    Place,
+    Places,
+    RaggedWriter,
+    ShapesDifferError,
+    Writer,
+)
+from fastdata.transforms import plan_transform, read_center_crop, read_resize, shape_after
+from fastdata.transforms.cpu import Program
+from fastdata.workers import run_tasks
+
+OnError = Literal["raise", "skip"]
+_SOURCE = "source"
+_CHOICES = {
+    "storage": STORAGES,
+    "fill": ("auto", "eager", "lazy"),
+    "batch_ops": ("auto", "off"),
+    "on_error": ("raise", "skip"),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """What the user chooses of any dataset; ``fastdata.dataset.DatasetOptions`` documents it."""
+
+    storage: Literal["auto", "device", "shared", "compressed", "disk", "none"] = "auto"
+    codec: Any = "auto"
+    resize: Bound | None = None
+    fill: Literal["auto", "eager", "lazy"] = "auto"
+    memory_limit: int | float | str | None = None
+    progress: bool = True
+    seed: int | None = None
+    batch_ops: Literal["auto", "off"] = "auto"
+    on_error: OnError = "raise"
+    num_workers: int | None = None
+    cache_dir: str | os.PathLike[str] | None = None
+    cache_key: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name}={getattr(self, name)!r} is not one of {', '.join(map(repr, choices))}")
+        codecs = ("auto", _SOURCE, *KNOWN_CODECS)
+        if isinstance(self.codec, str) and self.codec not in codecs:
+            known = ", ".join(map(repr, codecs))
+            raise ValueError(f"codec={self.codec!r} is not one of {known}, nor an object with encode and decode")
+        if self.fill == "lazy" and self.on_error == "skip":
+            raise ValueError(
+                "fill='lazy' finds a damaged sample only when it is read, too late for on_error='skip'; "
+                "use fill='eager', or on_error='raise'"
+            )
+        if self.fill == "lazy" and self.storage == "device":
+            raise ValueError(
+                "storage='device' copies all samples to the GPU at once, and fill='lazy' does not have them yet; use "
+                "fill='eager', or storage='shared'"
+            )
+        if self.cache_dir is None and self.storage == "disk":
+            raise ValueError("storage='disk' keeps samples in a folder; name it with cache_dir=")
+        if self.cache_dir is None and self.cache_key is not None:
+            raise ValueError("cache_key= says when a cache is still right; it needs cache_dir=")
+        if self.cache_dir is not None and self.storage not in ("auto", "disk"):
+            raise ValueError(
+                f"cache_dir= keeps samples on disk, from where the page cache serves them; storage={self.storage!r} "
+                "does not. Leave one of them out; codec= compresses on disk as well."
+            )
+        if self.cache_dir is not None and self.fill == "lazy":
+            raise ValueError("fill='lazy' prepares samples in memory; a cache is written whole. Leave out fill=.")
+
+
+# One sample
+
+
+class Part(NamedTuple):
+    array: np.ndarray
+    form: Form  # what the values were
+
+
+class ReadSample(NamedTuple):
+    """One prepared sample, taken apart.
+
+    Most samples have one part. A tuple such as (image, mask) has one for each; a target that is an image or an array of
+    two or more dimensions is the last part, and ``target`` None.
+    """
+
+    position: int
+    parts: tuple[Part, ...]
+    target: Any
+    is_tuple: bool
+    target_is_part: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    steps: tuple[Callable[[Any], Any], ...]
+
+    def __call__(self, sample: Any) -> Any:
+        for step in self.steps:
+            sample = step(sample)
+        return sample
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReadPath:
+    """Where samples come from, and what is done to each before it is stored.
+
+    ``open_bytes`` makes of a file's bytes what the source makes of the file; None where the samples are no files, or
+    are opened by the user's own loader. ``shape`` is that of every prepared sample, where it follows from the steps.
+    """
+
+    source: Source
+    prepare: Steps
+    open_bytes: Callable[[memoryview], Any] | None = None
+    shape: tuple[int, ...] | None = None
+
+    @property
+    def decoder(self) -> SourceDecoder | None:
+        return None if self.open_bytes is None else SourceDecoder(self.open_bytes, self.prepare)
+
+
+def read_path(
+    source: Source, steps: tuple[Callable[[Any], Any], ...], *, fast_decode: bool = False, pixels_only: bool = True
+) -> ReadPath:
+    """How samples are read and prepared: image files by the compiled core, where it knows all steps.
+
+    ``pixels_only``: nothing else is wanted of images, because they are to be stored.
+    """
+    if not isinstance(source, FileSource):
+        return ReadPath(source=source, prepare=Steps(steps))
+    loader = source.loader
+    open_bytes = decoder_of(loader)
+    shape = None if open_bytes is None else shape_after(steps)
+    if fast_decode:
+        loader, steps = _fast_loader(steps)
+        open_bytes = loader.decode
+    elif pixels_only and open_bytes is not None:
+        plan = plan_transform(steps, channels=3, prepared=0)
+        if plan.kind == "pil" and not plan.per_sample and core.obstacle() is None:
+            spec = SampleSpec(shape=None, dtype="uint8", form="pil")
+            loader, steps = PixelLoader(Program(plan.batch_ops, spec).prepare), ()
+            open_bytes = loader.decode
+    files = FileSource(source.paths, source.targets, loader)
+    return ReadPath(source=files, prepare=Steps(steps), open_bytes=open_bytes, shape=shape)
+
+
+def _fast_loader(
+    steps: tuple[Callable[[Any], Any], ...],
+) -> tuple[FastLoader, tuple[Callable[[Any], Any], ...]]:
+    """Fold the leading resize, and the centre crop after it, into the loader; return the steps that are left."""
+    first, *rest = steps or (None,)
+    resize: tuple[Bound, Interpolation] | None
+    resize = (first.size, "bilinear") if isinstance(first, Resize) else read_resize(first)
+    if resize is None or isinstance(resize[0], str):
+        raise ValueError(
+            "fast_decode=True needs to know the size that images are resized to: begin the transform with a bilinear "
+            "or bicubic Resize, or give resize=."
+        )
+    crop = read_center_crop(rest[0]) if rest else None
+    rest = rest if crop is None else rest[1:]
+    return FastLoader(resize[0], resize[1], crop), (to_image, *rest) if rest else ()
+
+
+def read_sample(source: Source, prepare: Callable[[Any], Any], index: int) -> ReadSample:
+    """Read and prepare one sample; whatever goes wrong is a SampleError that names path and index."""
+    try:
+        sample, target = source.read(index)
+        prepared = prepare(sample)
+        is_tuple = isinstance(prepared, (tuple, list))
+        parts = [Part(*to_stored(part)) for part in (prepared if is_tuple else [prepared])]
+        target_is_part = is_image(target)
+        if target_is_part:
+            parts.append(Part(*to_stored(target)))
+    except (MemoryError, SampleError):
+        raise
+    except Exception as cause:  # user code and decoders raise anything; all of it is named and kept
+        raise sample_error(source.path(index), index, cause) from cause
+    return ReadSample(index, tuple(parts), None if target_is_part else target, is_tuple, target_is_part)
+
+
+@dataclass(frozen=True, slots=True)
+class WritePath:
+    """The way of one sample from its source through ``prepare`` to the writers of its parts."""
+
+    source: Source
+    prepare: Callable[[Any], Any]
+    writers: tuple[Writer, ...]
+
+    def read(self, index: int) -> ReadSample:
+        """Read and prepare one sample; a SampleError, too, if it is not of the type that the stores keep."""
+        sample, problem = read_sample(self.source, self.prepare, index), None
+        if len(sample.parts) != len(self.writers):
+            problem = f"it has {len(sample.parts)} parts among samples of {len(self.writers)}"
+        for (array, form), writer in zip(sample.parts, self.writers, strict=False):
+            if (array.dtype.name, form) != (writer.spec.dtype, writer.spec.form):
+                problem = f"it is a {array.dtype.name} {form} sample among {writer.spec.dtype} {writer.spec.form} ones"
+        if problem is not None:
+            cause = TypeError(f"{problem}; give all samples one type in prepare=")
+            raise sample_error(self.source.path(index), index, cause)
+        return sample
+
+    def write(self, sample: ReadSample) -> list[Place]:
+        """Put the parts of one sample into the stores; what is no error of a writer is a SampleError."""
+        index, pairs = sample.position, zip(self.writers, sample.parts, strict=True)
+        try:
+            return [writer.write(index, part.array) for writer, part in pairs]
+        except (CacheError, MemoryError, ShapesDifferError):
+            raise
+        except Exception as cause:  # an encoder raises anything; all of it is named and kept
+            raise sample_error(self.source.path(index), index, cause) from cause
+
+
+# All samples
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Forecast:
+    """What the stores of a source will look like, told from a few samples spread over it.
+
+    ``specs`` are dense if all samples looked at have one shape; ``part_bytes``, of each part of all samples as they
+    are, is exact then, else the mean of those looked at times N.
+    """
+
+    specs: tuple[SampleSpec, ...]
+    part_bytes: tuple[int, ...]
+    looked_at: tuple[ReadSample, ...] = ()
+    is_tuple: bool = False
+    target_is_part: bool = False
+
+    @property
+    def need_bytes(self) -> int:
+        return sum(self.part_bytes)
+
+    def column(self, part: int) -> list[np.ndarray]:
+        return [sample.parts[part].array for sample in self.looked_at]
+
+
+def forecast(source: Source, prepare: Callable[[Any], Any], *, probes: int = 8) -> Forecast:
+    """Prepare ``probes`` + 1 samples; the first one's error is raised if none of them can be."""
+    count = len(source)
+    if count == 0:
+        return Forecast(specs=(SampleSpec(shape=(0,), dtype="uint8", form="array"),), part_bytes=(0,))
+    samples: list[ReadSample] = []
+    errors: list[SampleError] = []
+    for index in _spread(count, probes):
+        try:
+            samples.append(read_sample(source, prepare, index))
+        except SampleError as error:
+            errors.append(error)
+    if not samples:
+        raise errors[0]
+    first = samples[0]
+    alike = tuple(sample for sample in samples if len(sample.parts) == len(first.parts))
+    specs: list[SampleSpec] = []
+    part_bytes: list[int] = []
+    for column in zip(*(sample.parts for sample in alike), strict=True):
+        (array, form), shapes = column[0], {part.array.shape for part in column}
+        spec = SampleSpec(shape=array.shape if len(shapes) == 1 else None, dtype=array.dtype.name, form=form)
+        padded_bytes = sum(-(-part.array.nbytes // ALIGN_BYTES) * ALIGN_BYTES for part in column)
+        specs.append(spec)
+        part_bytes.append(spec.sample_bytes * count if spec.is_dense else math.ceil(padded_bytes / len(column) * count))
+    return Forecast(
+        specs=tuple(specs),
+        part_bytes=tuple(part_bytes),
+        looked_at=alike,
+        is_tuple=first.is_tuple,
+        target_is_part=first.target_is_part,
+    )
+
+
+def _spread(count: int, probes: int) -> list[int]:
+    return sorted({round(k * (count - 1) / probes) for k in range(probes + 1)})
+
+
+class Ingested(NamedTuple):
+    """Filled, sealed stores, one for each part, of the samples at the positions ``kept`` of the source."""
+
+    stores: tuple[Store, ...]
+    kept: list[int]
+    targets: list[Any]  # of those kept, as the source gave them; empty if they were not asked for
+    skipped: list[SampleError]  # one for each of the others
+
+
+_SAMPLES_PER_TASK = 16
+_Result = tuple[int, "list[Place] | SampleError", "bytes | None"]
+"""Index of a sample, what became of it, its pickled target if it is wanted."""
+
+
+def ingest(
+    source: Source,
+    prepare: Callable[[Any], Any],
+    make_writers: Callable[[bool], Sequence[Writer]],
+    options: Options,
+    *,
+    with_targets: bool,
+    description: str,
+    may_skip_all: bool = False,
+) -> Ingested:
+    """Fill stores with every sample of a source, each read once.
+
+    ``make_writers`` makes the writer of each part; it is called again with True, for writers that take samples of any
+    shapes, if samples turn out to differ in shape. ``description`` stands in front of the progress bar. With
+    ``may_skip_all`` there are other samples, so that none of these need be fit.
+
+    Raises:
+        SampleError: a sample cannot be prepared; names its path and index.
+        MemoryBudgetError: samples turned out larger than the writers may store.
+        IngestError: a worker died, or no sample at all could be prepared.
+    """
+    length = len(source)
+    tasks = [range(i, min(i + _SAMPLES_PER_TASK, length)) for i in range(0, length, _SAMPLES_PER_TASK)]
+    workers = memory.usable_cores() if options.num_workers is None else options.num_workers
+
+    def fill(writers: Sequence[Writer]) -> Ingested:
+        path = WritePath(source, prepare, tuple(writers))
+
+        def job(indices: range) -> list[_Result]:
+            results: list[_Result] = []
+            for index in indices:
+                try:
+                    sample = path.read(index)
+                    places = path.write(sample)
+                except SampleError as error:
+                    results.append((index, error, None))
+                    continue
+                results.append((index, places, pickle.dumps(sample.target, protocol=5) if with_targets else None))
+            for writer in writers:
+                writer.flush()
+            return results
+
+        filled = _Filled(length, options.on_error)
+        with contextlib.ExitStack() as cleanup:
+            for writer in writers:
+                cleanup.callback(writer.close)
+            with (
+                contextlib.closing(run_tasks(job, tasks, workers)) as finished,
+                progress_bar(length, description, enabled=options.progress) as bar,
+            ):
+                for results in finished:
+                    filled.enter(results)
+                    bar.update(len(results))
+            ingested = filled.finish(writers, with_targets, may_skip_all)
+            if ingested.stores:
+                cleanup.pop_all()
+        return ingested
+
+    try:
+        return fill(make_writers(False))
+    except ShapesDifferError as found:
+        log.info("%s; samples are stored one by one with their own shapes", found)
+    return fill(make_writers(True))
+
+
+class _Filled:
+    """What is known of the samples written so far; compact, because there may be millions."""
+
+    def __init__(self, length: int, on_error: OnError) -> None:
+        self._on_error = on_error
+        self._is_there = np.zeros(length, np.bool_)
+        self._places: list[Places] = []  # of each part, once the first sample tells its dimensions
+        self._targets: dict[int, bytes] = {}
+        self._errors: dict[int, SampleError] = {}
+
+    def enter(self, results: list[_Result]) -> None:
+        length = len(self._is_there)
+        for index, outcome, target in results:
+            if isinstance(outcome, SampleError):
+                if self._on_error == "raise":
+                    raise outcome
+                self._errors[index] = outcome
+                continue
+            if not self._places:
+                for place in outcome:
+                    starts, sizes = np.zeros((2, length), np.int64)
+                    self._places.append(Places(starts, sizes, np.zeros((length, len(place.shape)), np.int32)))
+            self._is_there[index] = True
+            for (start, size_bytes, shape), places in zip(outcome, self._places, strict=True):
+                if len(shape) != places.shapes.shape[1]:
+                    counts = f"{len(shape)} dimensions, those before it {places.shapes.shape[1]}"
+                    raise IngestError(f"sample {index} has {counts}; make them alike")
+                places.starts[index], places.sizes[index], places.shapes[index] = start, size_bytes, shape
+            if target is not None:
+                self._targets[index] = target
+
+    def finish(self, writers: Sequence[Writer], with_targets: bool, may_skip_all: bool) -> Ingested:
+        kept = np.flatnonzero(self._is_there)
+        errors = [self._errors[index] for index in sorted(self._errors)]
+        if not len(kept) and not may_skip_all:
+            raise IngestError(f"none of the {len(errors)} samples can be prepared; the first: {errors[0]}")
+        pairs = zip(writers, self._places, strict=bool(len(kept)))
+        filled = [
+            writer.finish(Places(starts[kept], sizes[kept], shapes[kept])) for writer, (starts, sizes, shapes) in pairs
+        ]
+        targets = [pickle.loads(self._targets[index]) for index in kept.tolist()] if with_targets else []
+        return Ingested(tuple(filled), kept.tolist(), targets, errors)
+
+
+# What is kept
+
+
+@dataclass(frozen=True, slots=True)
+class KeptSamples:
+    """The kept samples of a dataset, one store for each of their parts, and their targets; a source of them, too.
+
+    Samples are tuples of parts if ``is_tuple``. The targets are the last part if ``target_is_part``, else the table's.
+    """
+
+    stores: tuple[Store, ...]
+    table: SampleTable | Any
+    """Or what has its ``has_paths``, ``path``, ``target``, ``target_array``, ``close`` and length."""
+    is_tuple: bool = False
+    target_is_part: bool = False
+
+    @property
+    def images(self) -> Store:
+        """The first part; without the detour over what fills it, once all of it is there."""
+        images: Store = getattr(self.stores[0], "settled", self.stores[0])
+        return images
+
+    def filled_share(self, index: np.ndarray | None = None) -> float:
+        """How many of the samples, or of those of ``index``, are kept already; 1 unless they are prepared lazily."""
+        fill = getattr(self.stores[0], "fill", None)
+        if fill is None:
+            return 1.0
+        chosen = fill.is_there if index is None else fill.is_there[index]
+        return float(np.count_nonzero(chosen) / max(chosen.size, 1))
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def path(self, index: int) -> str | None:
+        return self.table.path(index) if self.table.has_paths else None
+
+    def read(self, index: int) -> tuple[Any, Any]:
+        return self.sample(index), self.target(index)
+
+    def sample(self, index: int) -> Any:
+        """One sample as it was before it was stored, a tuple if it was one; its memory is the caller's own."""
+        stores = self.stores[:-1] if self.target_is_part else self.stores
+        parts = tuple(self._owned(store, index) for store in stores)
+        return parts if self.is_tuple else parts[0]
+
+    def target(self, index: int) -> Any:
+        return self._owned(self.stores[-1], index) if self.target_is_part else self.table.target(index)
+
+    def target_array(self, index_B: np.ndarray) -> np.ndarray | None:
+        """The targets of a batch stacked, where they are numbers or arrays of one shape; else None."""
+        if not self.target_is_part:
+            array = self.table.target_array()
+            return None if array is None else array[index_B]
+        store = self.stores[-1]
+        if store.spec.shape is None or store.spec.form == "pil":
+            return None
+        out = np.empty((len(index_B), *store.spec.shape), store.spec.dtype)
+        with self.naming_damage():
+            store.gather_into(index_B, out)
+        return out
+
+    def _owned(self, store: Store, index: int) -> Any:
+        with self.naming_damage():
+            array = store.read(index)
+        return present(array.copy() if store.gives_views else array, store.spec.form)
+
+    @contextlib.contextmanager
+    def naming_damage(self) -> Iterator[None]:
+        """Raise a SampleError that says which sample is damaged, in place of a store's own error."""
+        try:
+            yield
+        except UndecodableError as damaged:
+            path = self.path(damaged.index)
+            if damaged.codec == _SOURCE and damaged.__cause__ is not None:  # the decoder's own complaint of the file
+                raise sample_error(path, damaged.index, damaged.__cause__) from damaged.__cause__
+            name = f"sample {damaged.index}" if path is None else f"sample {damaged.index}, {path},"
+            cure = "" if damaged.is_on_disk else "; make the dataset again to mend it"
+            text = f"{name} cannot be read from the store: {damaged}. The others can{cure}."
+            raise SampleError(text, index=damaged.index, path=path) from damaged
+
+    def close(self) -> None:
+        for store in self.stores:
+            store.close()
+        self.table.close()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prepared:
+    """What a dataset serves from; nothing kept where the source is to be asked."""
+
+    storage_plan: StoragePlan
+    contents: KeptSamples | None = None
+    skipped: list[SampleError] = field(default_factory=list)
+
+
+# The choice of storage, acted out
+
+_LAZY_SLACK = 1.1
+_LAZY_FLOOR_BYTES = 1 << 20
+"""Reserved beyond what samples of unknown size are expected to take, because every process maps it once."""
+
+
+def prepare_storage(path: ReadPath, options: Options, table: SampleTable | None) -> Prepared:
+    """Decide where samples are kept; keep them there unless the decision is ``"none"``.
+
+    ``table`` has paths and targets where they are known beforehand; else targets come from the source.
+    """
+    if options.storage == "none" or len(path.source) == 0:
+        if options.on_error == "skip":
+            warn_user("on_error='skip' leaves out what cannot be prepared; storage='none' finds out only when it reads")
+        plan = StoragePlan(storage="none", reason="storage='none': samples are prepared on every read")
+        return Prepared(storage_plan=plan)
+    return _Preparation(path, options, table).run()
+
+
+class _Preparation:
+    """One run of ``prepare_storage``; codecs are tried when it is first needed."""
+
+    def __init__(self, path: ReadPath, options: Options, table: SampleTable | None) -> None:
+        self._path, self._options, self._table = path, options, table
+        self._expected, self._budget = forecast(path.source, path.prepare), _budget(options)
+        self._trials: list[CodecTrial] | None = None
+
+    def run(self) -> Prepared:
+        plan = self._choose(self._expected.need_bytes)
+        while plan.storage != "none":
+            log.info("%s", plan.reason)
+            try:
+                return self._fill(plan)
+            except MemoryBudgetError as error:  # samples turned out larger than those looked at
+                others = [trial for trial in self._tried() if trial.codec != plan.codec]
+                if self._options.storage != "auto":
+                    raise MemoryBudgetError(f"{error}. {would_fit(others, self._budget)}") from error
+                self._trials = others
+                log.info("%s; the next storage is tried", error)
+            plan = self._choose(self._budget.bytes + 1)
+        warn_user(f"{plan.reason}. Every epoch decodes again; cache_dir= or a smaller resize= may help.")
+        return Prepared(storage_plan=plan)
+
+    def _choose(self, raw_bytes: int) -> StoragePlan:
+        options, budget = self._options, self._budget
+        trials = self._tried() if options.storage == "compressed" or raw_bytes > budget.bytes else []
+        return choose_storage(options.storage, raw_bytes, budget, trials, only_lossless=options.codec == "auto")
+
+    def _tried(self) -> list[CodecTrial]:
+        if self._trials is None:
+            self._trials = try_all(self._path, self._options, look_longer(self._path))
+        return self._trials
+
+    def _fill(self, plan: StoragePlan) -> Prepared:
+        source, prepare = self._path.source, self._path.prepare
+        if plan.codec == _SOURCE:
+            assert isinstance(source, FileSource)
+            source, prepare = FileBytes(source), Steps(())
+        options, table, expected = self._options, self._table, self._expected
+        skipped: list[SampleError] = []
+        is_certain = plan.codec is None and self._path.shape is not None and table is not None
+        is_certain = is_certain and plan.storage != "device"  # all of them are copied there at once
+        if options.fill == "lazy" or (options.fill == "auto" and is_certain and options.on_error == "raise"):
+            table = _table_beforehand(source, expected.looked_at) if table is None else table
+            writers = tuple(self._writers(plan, is_lazy=True))
+            dimensions = [sample.array.ndim for sample in expected.looked_at[0].parts]
+            stores: tuple[Store, ...] = LazyFill(WritePath(source, prepare, writers), len(source), dimensions).stores()
+        else:
+            stores, kept, targets, skipped = ingest(
+                source,
+                prepare,
+                lambda any_shapes: self._writers(plan, any_shapes=any_shapes),
+                options,
+                with_targets=table is None,
+                description=plan.reason,
+            )
+            warn_of_skipped(skipped, len(source))
+            if table is None:
+                table = SampleTable(targets)
+            elif skipped:
+                table = table.reduced_to(kept)
+        contents = KeptSamples(stores, table, expected.is_tuple, expected.target_is_part)
+        return Prepared(storage_plan=plan, contents=contents, skipped=skipped)
+
+    def _writers(self, plan: StoragePlan, *, any_shapes: bool = False, is_lazy: bool = False) -> list[Writer]:
+        """The writer of each part, for samples of any shapes if they turned out not to have the expected ones."""
+        expected, path, codec, part_bytes = self._expected, self._path, plan.codec, self._expected.part_bytes
+        coders: Sequence[Decoder | None] = [None] * len(expected.specs)
+        if codec is not None:
+            part_bytes = next(trial.part_bytes for trial in self._tried() if trial.codec == codec)
+            coders = [path.decoder] if codec == _SOURCE else choices_for(self._options.codec, len(coders))[codec]
+        free_bytes = self._budget.bytes - sum(part_bytes)
+        writers: list[Writer] = []
+        with contextlib.ExitStack() as cleanup:
+            for spec, coder, first_bytes in zip(expected.specs, coders, part_bytes, strict=True):
+                spec = replace(spec, shape=None) if any_shapes else spec
+                limit_bytes = max(free_bytes + first_bytes, 1)
+                if is_lazy:
+                    first_bytes = limit_bytes = min(int(first_bytes * _LAZY_SLACK) + _LAZY_FLOOR_BYTES, limit_bytes)
+                if coder is None and spec.is_dense:
+                    writers.append(DenseWriter(spec, len(path.source)))
+                else:
+                    room = {"first_bytes": first_bytes, "limit_bytes": limit_bytes}
+                    writers.append(RaggedWriter(spec, coder, spec.shape == path.shape, **room))
+                cleanup.callback(writers[-1].close)
+            cleanup.pop_all()
+        return writers
+
+
+def _budget(options: Options) -> Budget:
+    return budget_bytes(memory.available_bytes(), options.memory_limit, ranks=memory.local_ranks())
+
+
+def warn_of_skipped(skipped: Sequence[SampleError], count: int) -> None:
+    if skipped:
+        left_out = f"{len(skipped)} of {count} samples cannot be prepared and were left out"
+        warn_user(f"{left_out}; dataset.skipped lists them. The first: {skipped[0]}")
+
+
+def _table_beforehand(source: Source, looked_at: Sequence[ReadSample]) -> SampleTable:
+    """The targets that a dataset lists, if they are those that its items have."""
+    targets: Any = getattr(getattr(source, "dataset", None), "targets", None)
+    if hasattr(targets, "tolist"):
+        targets = targets.tolist()
+    if targets is None or len(targets) != len(source):
+        raise ValueError(
+            "fill='lazy' needs the targets before samples are read, but the dataset has no attribute targets with one "
+            "for each of its samples. Use fill='eager'."
+        )
+    for sample in looked_at:
+        if not np.array_equal(targets[sample.position], sample.target):
+            raise ValueError(
+                f"fill='lazy' takes the dataset's own list of targets, but that has {targets[sample.position]!r} where "
+                f"item {sample.position} has {sample.target!r}, perhaps through a target_transform. Use fill='eager'."
+            )
+    return SampleTable(list(targets))
+
+
+# Codecs tried on a few of the user's samples: how small they make them, and how fast they give them back
+
+_TRIAL_SAMPLES = 24
+_SECOND_PART = "zstd"
+_ROUNDS = 3
+_FILE_SIZES = 256
+
+
+def choices_for(codec: Any, parts: int) -> dict[str, tuple[Codec, ...]]:
+    """What ``codec=`` leaves open, the source's own bytes aside: by name a codec for each of a sample's parts."""
+    if codec == "auto":
+        others = (find_codec(_SECOND_PART),) * (parts - 1)
+        choices = [(find_codec(name), *others) for name in ("lz4", "zstd", "jpeg")]
+    elif isinstance(codec, (tuple, list)):
+        if len(codec) != parts:
+            raise ValueError(f"codec= has {len(codec)} codecs, but samples have {parts} parts; give one for each")
+        choices = [tuple(map(find_codec, codec))]
+    else:
+        choices = [(find_codec(codec),) * parts]
+    return {"+".join(dict.fromkeys(codec.name for codec in codecs)): codecs for codecs in choices}
+
+
+def look_longer(path: ReadPath) -> Forecast:
+    """Sizes of encoded samples vary more than their shapes do."""
+    return forecast(path.source, path.prepare, probes=_TRIAL_SAMPLES)
+
+
+def try_all(path: ReadPath, options: Options, expected: Forecast) -> list[CodecTrial]:
+    """Encode and decode the samples looked at, on one core, by every codec that ``codec=`` leaves open."""
+    trials: list[CodecTrial] = []
+    if options.codec in ("auto", _SOURCE):
+        trials.append(_try_source(path, expected))
+    if options.codec != _SOURCE:
+        choices = choices_for(options.codec, len(expected.specs)).items()
+        trials += [_try_codecs(name, codecs, expected, len(path.source)) for name, codecs in choices]
+    return trials
+
+
+def report_storage(path: ReadPath, options: Options) -> StorageReport:
+    expected = look_longer(path)
+    trials = try_all(path, replace(options, codec="auto"), expected)
+    given = [] if options.codec == "auto" else try_all(path, options, expected)
+    names = {trial.codec for trial in trials}
+    return StorageReport(
+        raw_bytes=expected.need_bytes,
+        budget=_budget(options),
+        trials=(*trials, *(trial for trial in given if trial.codec not in names)),
+        looked_at=len(expected.looked_at),
+    )
+
+
+def _try_codecs(name: str, codecs: Sequence[Codec], expected: Forecast, count: int) -> CodecTrial:
+    obstacle, lossless = _obstacle(codecs, expected), all(codec.lossless for codec in codecs)
+    if obstacle is not None:
+        return CodecTrial(codec=name, obstacle=obstacle, lossless=lossless)
+    columns = [list(map(np.ascontiguousarray, expected.column(part))) for part in range(len(codecs))]
+    encodings = [list(map(codec.encode, column)) for codec, column in zip(codecs, columns, strict=True)]
+    part_bytes = [math.ceil(sum(map(len, column)) / len(column) * count) for column in encodings]
+    trial = _measured(name, codecs, encodings, columns, part_bytes, _ROUNDS)
+    return replace(trial, lossless=lossless)
+
+
+def _try_source(path: ReadPath, expected: Forecast) -> CodecTrial:
+    decoder, source = path.decoder, path.source
+    if len(expected.specs) > 1:
+        return CodecTrial(codec=_SOURCE, obstacle="samples have several parts")
+    if not isinstance(source, FileSource):
+        return CodecTrial(codec=_SOURCE, obstacle="the samples are no files")
+    if decoder is None:
+        return CodecTrial(codec=_SOURCE, obstacle="files are opened by your own loader=")
+    files, count = FileBytes(source), len(source)
+    sizes = [files.size_bytes(index) for index in _spread(count, _FILE_SIZES)]
+    encodings = [files.read(sample.position)[0].data for sample in expected.looked_at]
+    part_bytes = [math.ceil(sum(sizes) / len(sizes) * count)]
+    return _measured(_SOURCE, [decoder], [encodings], [expected.column(0)], part_bytes, 1)
+
+
+def _obstacle(codecs: Sequence[Codec], expected: Forecast) -> str | None:
+    for part, (codec, spec) in enumerate(zip(codecs, expected.specs, strict=True)):
+        shapes = dict.fromkeys(array.shape for array in expected.column(part))
+        obstacle = next(filter(None, (codec.obstacle(replace(spec, shape=shape)) for shape in shapes)), None)
+        if obstacle is not None and part:
+            names = ", ".join(map(repr, [codecs[0].name, *[_SECOND_PART] * (len(codecs) - 1)]))
+            obstacle += f" (part {part + 1} of each sample; one codec for each part: codec=({names}))"
+        if obstacle is not None:
+            return obstacle
+    return None
+
+
+def _measured(
+    name: str,
+    decoders: Sequence[Decoder],
+    encodings: Sequence[Sequence[bytes | memoryview]],
+    columns: Sequence[Sequence[np.ndarray]],
+    part_bytes: Sequence[int],
+    rounds: int,
+) -> CodecTrial:
+    """Decode samples, by part, and say how small and how fast that was, in the best of so many rounds for each."""
+    seconds = 0.0
+    for decoder, encoded, samples in zip(decoders, encodings, columns, strict=True):
+        outs, times = [np.zeros_like(sample, order="C") for sample in samples], []
+        for _ in range(rounds):
+            begun = time.perf_counter()
+            for encoding, out in zip(encoded, outs, strict=True):
+                decoder.decode(memoryview(encoding), out)
+            times.append(time.perf_counter() - begun)
+        seconds += max(min(times), 1e-9)
+    raw_bytes = sum(sample.nbytes for samples in columns for sample in samples)
+    return CodecTrial(
+        codec=name,
+        part_bytes=tuple(part_bytes),
+        ratio=raw_bytes / max(sum(len(encoding) for encoded in encodings for encoding in encoded), 1),
+        decode_per_s=len(columns[0]) / seconds,
+    )

@@ -1,0 +1,471 @@
+"""Memory that processes share and nothing leaves behind: blocks, lists packed in them, and locks on their bytes.
+
+On Linux a block is a ``memfd``: it has no name, so the kernel frees it with its last user whatever happens (kill -9
+included), and the size of ``/dev/shm`` does not matter. Elsewhere it is a memory-mapped temporary file, removed by its
+creator and, should that die first, swept by the next process that creates a block.
+
+A forked process inherits a block. Pickling one (spawn, forkserver, other ranks of the machine) sends a handle of about
+a hundred bytes; unpickling opens the creator's descriptor and copies nothing.
+
+Lists of a million Python strings are copied into every worker by touching their reference counts; arrays are not. So
+the paths, targets and class names of samples are a ``SampleTable`` in a block, with list-like views over it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import math
+import mmap
+import os
+import pickle
+import secrets
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar, overload
+
+import numpy as np
+import torch
+
+from fastdata import memory
+from fastdata.errors import MemoryBudgetError, StoreGoneError
+
+if sys.platform != "win32":
+    import fcntl
+
+_T = TypeVar("_T")
+_ALIGN_BYTES = 64
+_FILE_PREFIX = "fastdata-block-"
+_GIB = 1 << 30
+_LOCK_RETRY_S = 0.001
+OPEN_FLAGS = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+
+
+class Block:
+    """A range of memory shared between processes.
+
+    Lifecycle: ``create`` -> ``write`` or write through ``array()`` -> ``seal`` -> read through ``array()``. Once sealed
+    the memory cannot be written by anybody; arrays handed out before sealing must be gone by then.
+
+    Arrays keep the memory alive by themselves; ``close`` gives back the descriptor and this object's mapping.
+    """
+
+    def __init__(self, fd: int, size_bytes: int, path: str | None, *, sealed: bool = False, owner: bool) -> None:
+        self.size_bytes = size_bytes
+        self._fd, self._path, self._sealed = fd, path, sealed
+        self._map: mmap.mmap | None = None
+        self._close = weakref.finalize(self, _release, fd, path if owner else None, os.getpid())
+
+    @classmethod
+    def create(cls, size_bytes: int, *, portable: bool = not hasattr(os, "memfd_create")) -> Block:
+        """Reserve memory, which reads as zeros, in a temporary file if ``portable``, else in a memfd."""
+        if size_bytes < 1:
+            raise ValueError(f"a block needs at least 1 byte, got {size_bytes}")
+        flags = 0 if portable else os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+        fd, path = _open_file() if portable else (os.memfd_create("fastdata", flags), None)
+        try:
+            _reserve(fd, 0, size_bytes)
+        except BaseException:
+            _release(fd, path, os.getpid())
+            raise
+        return cls(fd, size_bytes, path, owner=True)
+
+    @property
+    def closed(self) -> bool:
+        return not self._close.alive
+
+    def grow(self, size_bytes: int) -> None:
+        """Reserve up to ``size_bytes`` in total, or fail and change nothing; arrays handed out keep their range."""
+        if size_bytes > self.size_bytes:
+            _reserve(self._fd, self.size_bytes, size_bytes - self.size_bytes)
+            self.size_bytes, self._map = size_bytes, None
+
+    def trim(self, size_bytes: int) -> None:
+        if size_bytes < self.size_bytes:
+            self.size_bytes, self._map = max(size_bytes, 1), None  # nothing cannot be mapped
+            os.ftruncate(self._fd, self.size_bytes)
+
+    def write(self, offset: int, data: np.ndarray) -> None:
+        """Copy a C-contiguous array to byte ``offset``.
+
+        By descriptor: that spares the page faults of a fresh mapping and works where another process has grown the
+        block meanwhile.
+        """
+        rest = memoryview(data.reshape(-1).view(np.uint8).data)
+        if hasattr(os, "pwrite"):
+            while rest.nbytes:
+                written = os.pwrite(self._fd, rest, offset)
+                rest, offset = rest[written:], offset + written
+        else:
+            self.array("uint8", (rest.nbytes,), offset)[:] = rest
+
+    def array(self, dtype: str, shape: tuple[int, ...], offset: int = 0) -> np.ndarray:
+        """View ``shape`` elements of ``dtype`` from byte ``offset`` on: no copy; read-only once the block is sealed."""
+        count = math.prod(shape)
+        if offset < 0 or offset + count * np.dtype(dtype).itemsize > self.size_bytes:
+            raise ValueError(f"{dtype}{list(shape)} at byte {offset} exceeds the block of {self.size_bytes} bytes")
+        return np.frombuffer(self._mapping(), dtype, count, offset).reshape(shape)
+
+    def seal(self) -> None:
+        """Make the block read-only for everybody; on Linux the kernel enforces it."""
+        if self._sealed:
+            return
+        self._map, self._sealed = None, True
+        if self._path is None and sys.platform != "win32":
+            with contextlib.suppress(OSError):  # somebody still maps it for writing: then only our views are read-only
+                fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE)
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def close(self) -> None:
+        """Give back the descriptor and the mapping; arrays handed out stay valid. Idempotent."""
+        self._map = None
+        self._close()
+
+    def __enter__(self) -> Block:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _attach, (os.getpid(), self._fd, self._inode(), self.size_bytes, self._path, self._sealed)
+
+    def _inode(self) -> int:
+        if self.closed:
+            raise StoreGoneError("the dataset was closed; a closed dataset cannot be sent to another process")
+        return os.fstat(self._fd).st_ino
+
+    def _mapping(self) -> mmap.mmap:
+        if self.closed:
+            raise StoreGoneError("the dataset was closed; create it again to read from it")
+        if self._map is None:
+            self._map = self._open_map()
+        return self._map
+
+    def _open_map(self) -> mmap.mmap:
+        if self._sealed and sys.platform != "win32":
+            # A private mapping: kernels before 6.7 refuse shared ones of a write-sealed memfd, even read-only ones.
+            return mmap.mmap(self._fd, self.size_bytes, mmap.MAP_PRIVATE, mmap.PROT_READ)
+        return mmap.mmap(self._fd, self.size_bytes, access=mmap.ACCESS_READ if self._sealed else mmap.ACCESS_WRITE)
+
+
+def _attach(pid: int, fd: int, inode: int, size_bytes: int, path: str | None, sealed: bool) -> Block:
+    """Open another process's block: ``/proc/PID/fd/FD``, or the file ``path`` where there is no memfd.
+
+    ``inode`` guards against a recycled process number: a descriptor that leads to another file is refused.
+    """
+    try:
+        fd = os.open(path or f"/proc/{pid}/fd/{fd}", (os.O_RDONLY if sealed else os.O_RDWR) | OPEN_FLAGS)
+    except OSError as error:
+        raise StoreGoneError(
+            f"process {pid}, which holds the prepared samples, cannot be reached ({error.strerror}). A pickled "
+            f"dataset is a handle: it works only on the same machine while that process lives."
+        ) from None
+    found = os.fstat(fd)
+    if found.st_ino != inode or found.st_size < size_bytes:
+        os.close(fd)
+        raise StoreGoneError(
+            f"process {pid}, which held the prepared samples, has ended and its number was given to another."
+        )
+    return Block(fd, size_bytes, path, sealed=sealed, owner=False)
+
+
+def _open_file() -> tuple[int, str]:
+    """Create the temporary file of a portable block, after sweeping those of processes that are gone."""
+    folder = Path(tempfile.gettempdir())
+    for stale in folder.glob(f"{_FILE_PREFIX}*"):
+        pid = stale.name.removeprefix(_FILE_PREFIX).partition("-")[0]
+        if pid.isdigit() and not memory.is_running(int(pid)):
+            with contextlib.suppress(OSError):
+                stale.unlink()
+    path = folder / f"{_FILE_PREFIX}{os.getpid()}-{secrets.token_hex(8)}"
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | OPEN_FLAGS, 0o600), str(path)
+
+
+def _reserve(fd: int, offset: int, size_bytes: int) -> None:
+    """Make the kernel set the memory aside now, so that running out is an error here and no bus error later.
+
+    A memfd has no limit of its own: asked for more than there is, the kernel would fill the machine and then kill.
+    """
+    available = memory.available_bytes()
+    refusal = f"{size_bytes / _GIB:.2f} GiB of shared memory cannot be reserved"
+    cure = "Use storage='none', a smaller resize=, or free some memory."
+    if size_bytes > available.bytes:
+        free = f"{available.bytes / _GIB:.2f} GiB is free ({available.limited_by})"
+        raise MemoryBudgetError(f"{refusal}: {free}. {cure}")
+    try:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(fd, offset, size_bytes)
+        else:
+            os.ftruncate(fd, offset + size_bytes)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
+            raise
+        os.ftruncate(fd, offset)
+        raise MemoryBudgetError(f"{refusal} ({error.strerror}). {cure}") from None
+
+
+def _release(fd: int, path: str | None, creator_pid: int) -> None:
+    with contextlib.suppress(OSError):
+        os.close(fd)
+    if path is not None and os.getpid() == creator_pid:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+
+
+class ArrayBlock(Mapping[str, np.ndarray]):
+    """Named arrays copied into one block, which is sealed unless told; a mapping that pickles as a handle."""
+
+    def __init__(self, arrays: Mapping[str, np.ndarray], *, seal: bool = True) -> None:
+        self._layout: dict[str, tuple[str, tuple[int, ...], int]] = {}
+        end = 0
+        for name, array in arrays.items():
+            self._layout[name] = (array.dtype.str, array.shape, end)
+            end += -(-array.nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
+        self.block = Block.create(max(end, 1))
+        for name, array in arrays.items():
+            self[name][...] = array
+        if seal:
+            self.block.seal()
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return self.block.array(*self._layout[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._layout)
+
+    def __len__(self) -> int:
+        return len(self._layout)
+
+    def close(self) -> None:
+        """Give back the block; arrays handed out stay valid. Idempotent."""
+        self.block.close()
+
+
+class ListView(Sequence[_T], Generic[_T]):
+    """A read-only list whose items are made when asked for; copies, slices and sums are real lists.
+
+    It is no ``list`` itself: C code reads a list's memory past its methods, and would find no item there. So
+    ``json.dumps(view, default=list)``. ``item`` is a method of the table: a pickled view is a pickled table.
+    """
+
+    def __init__(self, length: int, item: Callable[[int], _T]) -> None:
+        self._length, self._item = length, item
+
+    def __len__(self) -> int:
+        return self._length
+
+    @overload
+    def __getitem__(self, index: int) -> _T: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[_T]: ...
+    def __getitem__(self, index: int | slice) -> _T | list[_T]:
+        chosen = range(self._length)[index]  # range has list's own rules for negative and wrong indices
+        return list(map(self._item, chosen)) if isinstance(chosen, range) else self._item(chosen)
+
+    def __iter__(self) -> Iterator[_T]:
+        return map(self._item, range(self._length))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, (list, ListView)):
+            return NotImplemented
+        return len(self) == len(other) and all(mine == theirs for mine, theirs in zip(self, other, strict=True))
+
+    def __add__(self, other: Iterable[_T]) -> list[_T]:
+        return [*self, *other]
+
+    def __radd__(self, other: Iterable[_T]) -> list[_T]:
+        return [*other, *self]
+
+    def copy(self) -> list[_T]:
+        return list(self)
+
+    def __repr__(self) -> str:
+        if len(self) <= 6:
+            return repr(list(self))
+        return f"[{', '.join(map(repr, self[:3]))}, ... {len(self) - 4} more ..., {self[-1]!r}]"
+
+
+@dataclass(frozen=True, slots=True)
+class PackedPaths:
+    """File names end to end: name i is ``prefix`` and the bytes of ``blob`` from ``ends[i - 1]`` to ``ends[i]``.
+
+    A million of them are checked and copied without one Python string.
+    """
+
+    blob: np.ndarray
+    ends: np.ndarray
+    prefix: bytes = b""
+
+    @classmethod
+    def of(cls, paths: Iterable[str]) -> PackedPaths:
+        return cls(*_pack([os.fsencode(path) for path in paths]))
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def names(self) -> list[bytes]:
+        """All names without the prefix."""
+        blob, ends = self.blob.tobytes(), self.ends.tolist()
+        return [blob[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+
+
+class SampleTable:
+    """Paths (where samples are files), targets and class names of all samples; pickles as a handle.
+
+    Targets that are numbers, or arrays or tensors of one shape and dtype, become one array; all others are pickled.
+    """
+
+    def __init__(
+        self,
+        targets: Sequence[Any] | np.ndarray,
+        *,
+        paths: Sequence[str] | PackedPaths | None = None,
+        class_to_idx: Mapping[str, int] | None = None,
+    ) -> None:
+        columns, kind = _target_columns(targets)
+        if paths is not None:
+            packed = paths if isinstance(paths, PackedPaths) else PackedPaths.of(paths)
+            prefix = np.frombuffer(packed.prefix, np.uint8)
+            columns |= {"path": packed.blob, "path_ends": packed.ends, "path_prefix": prefix}
+        if class_to_idx is not None:
+            columns["classes"] = np.frombuffer(json.dumps(dict(class_to_idx)).encode(), np.uint8)
+        self.__setstate__((kind, len(targets), ArrayBlock(columns)))
+
+    def __getstate__(self) -> tuple[str, int, ArrayBlock]:
+        return self.target_kind, self._length, self._block
+
+    def __setstate__(self, state: tuple[str, int, ArrayBlock]) -> None:
+        self.target_kind, self._length, self._block = state
+        self._arrays = dict(self._block)
+        self._prefix = self._arrays["path_prefix"].tobytes() if self.has_paths else b""
+
+    def __len__(self) -> int:
+        return self._length
+
+    @property
+    def class_to_idx(self) -> dict[str, int] | None:
+        return json.loads(self._arrays["classes"].tobytes()) if "classes" in self._arrays else None
+
+    @property
+    def targets(self) -> ListView[Any]:
+        return ListView(self._length, self.target)
+
+    @property
+    def has_paths(self) -> bool:
+        return "path" in self._arrays
+
+    @property
+    def paths(self) -> ListView[str]:
+        return ListView(self._length, self.path)
+
+    @property
+    def pairs(self) -> ListView[tuple[str, Any]]:
+        return ListView(self._length, self.pair)
+
+    def target(self, index: int) -> Any:
+        if self.target_kind == "object":  # pickled by this process's family, in memory that nobody else can write
+            return pickle.loads(self._bytes("object", index))
+        value = self._arrays["targets"][index]
+        if self.target_kind == "number":
+            return value.item()
+        return torch.from_numpy(value.copy()) if self.target_kind == "tensor" else value.copy()
+
+    def path(self, index: int) -> str:
+        return os.fsdecode(self._prefix + self._bytes("path", index))
+
+    def pair(self, index: int) -> tuple[str, Any]:
+        return self.path(index), self.target(index)
+
+    def target_array(self) -> np.ndarray | None:
+        """Targets with the samples on the first axis, a read-only view; None if they are no numbers."""
+        return self._arrays.get("targets")
+
+    def reduced_to(self, kept: Sequence[int]) -> SampleTable:
+        """The table of some samples; this one is closed."""
+        with contextlib.closing(self):
+            paths, targets = [self.path(index) for index in kept], [self.target(index) for index in kept]
+            return SampleTable(targets, paths=paths, class_to_idx=self.class_to_idx)
+
+    def close(self) -> None:
+        self._arrays = {}
+        self._block.close()
+
+    def _bytes(self, column: str, index: int) -> bytes:
+        blob, ends = self._arrays[column], self._arrays[f"{column}_ends"]
+        return blob[int(ends[index - 1]) if index else 0 : int(ends[index])].tobytes()
+
+
+def _target_columns(targets: Sequence[Any] | np.ndarray) -> tuple[dict[str, np.ndarray], str]:
+    if isinstance(targets, np.ndarray) and targets.ndim == 1:
+        return {"targets": targets}, "number"
+    types = {type(target) for target in targets}
+    if not types or types == {int} or types == {bool} or types == {float}:
+        return {"targets": np.array(targets, dtype=np.int64 if types <= {int} else None)}, "number"
+    if types == {torch.Tensor} or (len(types) == 1 and isinstance(targets[0], np.ndarray)):
+        arrays = [np.asarray(target) for target in targets]
+        if len({(array.shape, array.dtype) for array in arrays}) == 1 and arrays[0].dtype.kind in "iufb":
+            return {"targets": np.stack(arrays)}, "tensor" if isinstance(targets[0], torch.Tensor) else "array"
+    blob, ends = _pack([pickle.dumps(target, protocol=5) for target in targets])
+    return {"object": blob, "object_ends": ends}, "object"
+
+
+def _pack(strings: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
+    """Lay byte strings end to end: string i reaches from ``ends[i - 1]`` to ``ends[i]``."""
+    return np.frombuffer(b"".join(strings), np.uint8), np.cumsum([len(string) for string in strings], dtype=np.int64)
+
+
+class ByteLocks:
+    """A lock for each byte of a block, held by one thread of one process at a time.
+
+    Between processes they are POSIX record locks, which the kernel drops when their holder dies, however that comes; no
+    byte is written. The block must not be closed while a lock is held. Pickles as the block does.
+
+    Where there are no record locks (Windows), only threads lock each other out.
+    """
+
+    def __init__(self, block: Block) -> None:
+        self._block = block
+        self._held: dict[int, tuple[threading.Condition, set[int]]] = {}
+
+    @contextlib.contextmanager
+    def hold(self, byte: int) -> Iterator[None]:
+        """Wait for the lock of one byte, and hold it; not twice in one thread."""
+        # Record locks are the whole process's, so its threads wait here; a forked process holds none of its parent's.
+        changed, held = self._held.setdefault(os.getpid(), (threading.Condition(), set()))
+        with changed:
+            changed.wait_for(lambda: byte not in held)
+            held.add(byte)
+        try:
+            self._lock_record(byte)
+            yield
+        finally:
+            if sys.platform != "win32" and not self._block.closed:
+                fcntl.lockf(self._block.fileno(), fcntl.LOCK_UN, 1, byte)
+            with changed:
+                held.discard(byte)
+                changed.notify_all()
+
+    def _lock_record(self, byte: int) -> None:
+        while sys.platform != "win32":
+            try:
+                fcntl.lockf(self._block.fileno(), fcntl.LOCK_EX, 1, byte)
+                return
+            except OSError as error:
+                # Processes, not threads, own records: two that each hold one and wait for one look deadlocked to the
+                # kernel although other threads hold than wait.
+                if error.errno != errno.EDEADLK:
+                    raise
+                time.sleep(_LOCK_RETRY_S)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return ByteLocks, (self._block,)

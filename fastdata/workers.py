@@ -1,0 +1,181 @@
+"""A pool of workers: forked processes, or threads where the platform cannot fork.
+
+Forked workers share all memory of the parent as it was, so that a job needs no pickling, only its tasks and results.
+They are killed when the pool is closed, whatever the reason, and end by themselves within a second of the parent. A
+``ProcessPoolExecutor`` cannot tell which task a killed worker was at, waits for running ones when it is shut down, and
+leaves its workers behind a killed parent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import threading
+import traceback
+import warnings
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import wait as wait_for_any
+from types import FrameType
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from fastdata.errors import IngestError
+
+_T = TypeVar("_T")
+_TASKS_AHEAD = 2
+_PARENT_CHECK_S = 1.0
+
+
+class WorkerPool(Generic[_T]):
+    """Workers that stay for several rounds of tasks; whoever makes it closes it.
+
+    Args:
+        job: called with one task, in a worker.
+        workers: at most so many; 1 or less runs the job in the thread that calls ``run``.
+    """
+
+    def __init__(self, job: Callable[[Any], _T], workers: int) -> None:
+        self._job, self._count = job, workers
+        self._workers: list[_Worker] = []
+        if workers <= 1 or not sys.platform.startswith("linux") or multiprocessing.current_process().daemon:
+            return
+        try:
+            with _interrupts_deferred():
+                for _ in range(workers):
+                    self._workers.append(_Worker(job))
+        except BaseException:
+            self.close()
+            raise
+
+    def run(self, tasks: Sequence[Any]) -> Generator[_T, None, None]:
+        """Yield what the job returns for each task, in any order; a round that is left early is the pool's last.
+
+        Tasks are ranges of sample numbers, or anything that can be pickled and says as text what it is. What the job
+        raises is raised here; a worker that died is an IngestError.
+        """
+        if self._workers:
+            queue = deque(tasks)
+            for worker in self._workers * _TASKS_AHEAD:
+                worker.give(queue)
+            of_connection: dict[object, _Worker] = {worker.connection: worker for worker in self._workers}
+            while busy := [worker.connection for worker in self._workers if worker.tasks]:
+                for worker in map(of_connection.__getitem__, wait_for_any(busy)):
+                    yield worker.take()
+                    worker.give(queue)
+        elif self._count > 1:
+            with ThreadPoolExecutor(self._count, thread_name_prefix="fastdata-ingest") as threads:
+                yield from threads.map(self._job, tasks)  # which cancels those not begun when it is left early
+        else:
+            yield from map(self._job, tasks)
+
+    def kill(self) -> None:
+        """Let a round that another thread waits in fail now; close the pool when that has."""
+        for worker in self._workers:
+            worker.process.kill()
+
+    def close(self) -> None:
+        """Kill and reap the workers; they hold nothing that needs an orderly end. Idempotent."""
+        while self._workers:
+            worker = self._workers.pop()
+            worker.process.kill()
+            worker.process.join()
+            worker.process.close()
+            worker.connection.close()
+
+
+def run_tasks(job: Callable[[Any], _T], tasks: Sequence[Any], workers: int) -> Generator[_T, None, None]:
+    """A round of a pool of its own; close the generator to end the workers."""
+    with contextlib.closing(WorkerPool(job, min(workers, len(tasks) // _TASKS_AHEAD))) as pool:
+        yield from pool.run(tasks)
+
+
+@contextlib.contextmanager
+def _interrupts_deferred() -> Iterator[None]:
+    """Hold Ctrl-C back until the block ends.
+
+    Python drops exceptions in the hooks that run around a fork: a KeyboardInterrupt there would be lost in the parent,
+    or leave a child half made.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or handler is None:
+        yield
+        return
+    received: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda number, frame: received.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if received and callable(handler):
+            handler(*received[0])
+
+
+class _Worker:
+    """A forked process that runs tasks sent over a pipe."""
+
+    def __init__(self, job: Callable[[Any], Any]) -> None:
+        context = multiprocessing.get_context("fork")
+        self.connection, theirs = context.Pipe()
+        self.tasks: deque[Any] = deque()
+        arguments = (theirs, self.connection, job, os.getpid())
+        self.process = context.Process(target=_work, args=arguments, name="fastdata-ingest", daemon=True)
+        with warnings.catch_warnings():  # Python 3.12 warns of forking beside threads; the child runs only our loop
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self.process.start()
+        theirs.close()
+
+    def give(self, queue: deque[Any]) -> None:
+        """Send the next task, if there is one; a dead worker is noticed by ``take``."""
+        if queue:
+            self.tasks.append(queue.popleft())
+            with contextlib.suppress(BrokenPipeError):
+                self.connection.send_bytes(pickle.dumps(self.tasks[-1]))
+
+    def take(self) -> Any:
+        """Receive a finished task, or raise what the worker raised."""
+        task = self.tasks[0]
+        what = f"samples {task[0]} to {task[-1]}" if isinstance(task, range) else str(task)
+        try:
+            result, error, text = pickle.loads(self.connection.recv_bytes())
+        except (EOFError, ConnectionResetError):
+            self.process.join()
+            code = self.process.exitcode or 0
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+            usual = " Out of memory is the usual reason: use fewer num_workers= or a smaller resize="
+            cure = f"{usual}." if code == -signal.SIGKILL else ""
+            raise IngestError(f"worker process {self.process.pid} {how} while it prepared {what}.{cure}") from None
+        self.tasks.popleft()
+        if error is not None:
+            raise error from IngestError(f"in a worker process, {what}:\n{text}")
+        return result
+
+
+def _work(connection: Any, inherited: Any, job: Callable[[Any], Any], parent_pid: int) -> None:
+    inherited.close()  # the parent's end, so that its death ends the pipe
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends this process
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    gc.freeze()  # what the parent left to its garbage collector is the parent's to finalise
+    torch.set_num_threads(1)  # this process only: a forked OpenMP pool would hang
+    with contextlib.suppress(EOFError, OSError):  # the parent is gone
+        while os.getppid() == parent_pid:
+            if connection.poll(_PARENT_CHECK_S):
+                connection.send_bytes(_attempt(job, pickle.loads(connection.recv_bytes())))
+
+
+def _attempt(job: Callable[[Any], Any], task: Any) -> bytes:
+    """What the job returns, or else the error that it raises and its traceback, pickled."""
+    try:
+        return pickle.dumps((job(task), None, ""), protocol=5)
+    except Exception as error:  # noqa: BLE001  # whatever it is, the parent raises it
+        text = traceback.format_exc()
+        with contextlib.suppress(Exception):  # an error that cannot be pickled travels as text
+            return pickle.dumps((None, error, text))
+        return pickle.dumps((None, IngestError(text), text))

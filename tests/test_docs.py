@@ -1,0 +1,222 @@
+"""The code in README.md and docs/ runs, what they quote is said, and what is drawn is what was measured."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import gc
+import importlib
+import os
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fastdata
+from fastdata import errors
+from fastdata.cli import main
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FENCE = re.compile(r"^(?:<!-- (?P<mark>.+) -->\n)?```(?P<language>\w+)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
+
+# Names that blocks use without making them, in the order that each may need those above it.
+GIVEN = {
+    "train_transform": """
+from torchvision.transforms import CenterCrop, Compose, RandomCrop, RandomHorizontalFlip, Resize, ToTensor
+train_transform = Compose([Resize(32), CenterCrop(28), RandomCrop(24), RandomHorizontalFlip(), ToTensor()])
+""",
+    "train": """
+import fastdata
+train = fastdata.ImageFolder("imagenet/train", transform=train_transform, fill="eager", progress=False)
+""",
+    "loader": """
+import fastdata
+loader = fastdata.DataLoader(train, batch_size=4, shuffle=True)
+""",
+}
+SMALL = {"bench": ["--images", "8", "--batch-size", "4", "--rounds", "1", "--num-workers", "0"]}
+
+
+@dataclass(frozen=True)
+class Block:
+    page: Path
+    line: int
+    language: str
+    code: str
+    mark: str
+
+    def __str__(self) -> str:
+        return f"{self.page.name}:{self.line}"
+
+
+def blocks(*languages: str) -> list[Any]:
+    found = []
+    for page in PAGES:
+        text = page.read_text("utf-8")
+        for match in FENCE.finditer(text):
+            line = text.count("\n", 0, match.start("code")) + 1
+            block = Block(page, line, match["language"], match["code"], match["mark"] or "")
+            marks = [pytest.mark.cuda] if block.mark == "needs a GPU" else []
+            if block.language in languages:
+                found.append(pytest.param(block, id=str(block), marks=marks))
+    return found
+
+
+@pytest.fixture
+def place(image_folder: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with what the blocks name: class folders, a CSV; ``/data`` stands for a folder in it."""
+    monkeypatch.chdir(tmp_path)
+    image_folder(root="imagenet/train", per_class=6, size=(40, 36))
+    image_folder(root="images", per_class=6, size=(40, 36))
+    rows = [f"{path.relative_to('images')},{path.parent.name}" for path in sorted(Path("images").rglob("*.jpg"))]
+    Path("train.csv").write_text("\n".join(["file,label", *rows]) + "\n")
+    return tmp_path
+
+
+def unmade_names(code: str) -> set[str]:
+    """Names that the code reads and nowhere makes."""
+    tree = ast.walk(ast.parse(code))
+    names = [(node.id, isinstance(node.ctx, ast.Load)) for node in tree if isinstance(node, ast.Name)]
+    made = {name for name, is_read in names if not is_read} | set(dir(builtins))
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            made |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.FunctionDef):
+            made |= {node.name, *(argument.arg for argument in node.args.args)}
+        elif isinstance(node, ast.Lambda):
+            made |= {argument.arg for argument in node.args.args}
+    return {name for name, is_read in names if is_read} - made
+
+
+@pytest.mark.parametrize("block", blocks("python"))
+def test_python_runs(block: Block, place: Path) -> None:
+    """Each block runs by itself, given the dataset and the loader that it does not make."""
+    if block.mark == "with a cache":
+        assert main(["build", "imagenet/train", f"{place}/data/fastdata", "--resize", "32", "--crop", "24"]) == 0
+    code = given(block.code) + block.code.replace('"/data/', f'"{place}/data/')
+    if block.mark == "as a rank":
+        run_as_rank(code, place)
+        return
+    namespace: dict[str, Any] = {"__name__": "docs"}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "This DataLoader will create")  # 8 workers, on a machine with fewer cores
+        exec(compile(code, str(block), "exec"), namespace)
+        namespace.clear()
+        gc.collect()
+
+
+def given(code: str) -> str:
+    """What makes the names that the code reads and does not make."""
+    wanted = unmade_names(code)
+    for name in reversed(GIVEN):
+        if name in wanted:
+            wanted |= unmade_names(GIVEN[name])
+    assert wanted <= set(GIVEN)
+    return "".join(GIVEN[name] for name in GIVEN if name in wanted)
+
+
+def run_as_rank(code: str, place: Path) -> None:
+    """Run the code in the environment that torchrun gives the only rank of a run."""
+    rank = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    rank["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    code = f"from torchvision_ops import import_torchvision\nimport_torchvision()\n{code}"
+    subprocess.run([sys.executable, "-c", code], env=os.environ | rank, cwd=place, check=True, timeout=100)
+
+
+@pytest.mark.parametrize("block", blocks("bash"))
+def test_commands_exist(block: Block, place: Path) -> None:
+    """Commands of fastdata run, on a small scale; of others the files, extras and options that they name exist."""
+    for line in block.code.replace("\\\n", "").splitlines():
+        for command in line.split("&&"):
+            words = shlex.split(command.replace("/data/", f"{place}/data/"), comments=True)
+            check_command(words)
+
+
+def check_command(words: list[str]) -> None:
+    match words:
+        case []:
+            pass
+        case ["fastdata", name, *rest]:
+            assert main([name, *rest, *SMALL.get(name, [])]) == 0
+        case ["pip", "install", *rest]:
+            extras = re.findall(r"^([\w-]+) = \[", (ROOT / "pyproject.toml").read_text("utf-8"), re.MULTILINE)
+            asked = [extra for word in rest for extra in re.findall(r"[\w-]+", "".join(re.findall(r"\[(.*)\]", word)))]
+            assert set(asked) <= set(extras)
+            assert all((ROOT / word).exists() for word in rest if word.endswith(".txt"))
+        case ["python", script, *rest] if script.endswith(".py"):
+            known = (ROOT / script).read_text("utf-8") + (ROOT / "benchmarks" / "_helper.py").read_text("utf-8")
+            assert all(f'"{word}"' in known for word in rest if word.startswith("--"))
+        case ["python", "-m", "venv", _] | [".", ".venv/bin/activate"] | ["pytest"]:
+            pass
+        case ["torchrun", *_]:
+            importlib.import_module("torch.distributed.run")
+        case _:
+            pytest.fail(f"{words} is not known: check it, or have this test know it")
+
+
+def said_texts() -> list[str]:
+    """The texts in the package's sources, with ``…`` for what is filled in."""
+    texts = []
+    for path in Path(fastdata.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+            if all(isinstance(part, ast.Constant | ast.FormattedValue) for part in parts):
+                texts.append("".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in parts))
+    return texts
+
+
+def test_quoted_errors_are_said() -> None:
+    """Each clause that the page on troubleshooting quotes is, between its gaps, a text of the package."""
+    texts = "\0".join(said_texts())
+    text = (ROOT / "docs" / "troubleshooting.md").read_text("utf-8")
+    quoted = [match["code"].strip() for match in FENCE.finditer(text) if match["language"] == "text"]
+    assert len(quoted) > 30
+    clauses = [part.strip(" .,;:()") for quote in quoted for part in re.split(r"…|[.;:] ", quote)]
+    assert [clause for clause in clauses if clause not in texts] == []
+
+
+def test_readme_is_short_and_its_links_lead_somewhere() -> None:
+    """README has at most 160 lines, and each file that it links to is there."""
+    text = (ROOT / "README.md").read_text("utf-8")
+    assert text.count("\n") <= 160
+    assert [link for link in re.findall(r"\]\((?!http)([^)#]+)", text) if not (ROOT / link).exists()] == []
+
+
+def test_api_names_exist() -> None:
+    """Every name and member that the API page documents is there, and it documents every public name."""
+    page = (ROOT / "docs" / "api.md").read_text("utf-8")
+    entries = re.findall(r"^::: (\S+)\n(?:    options:\n      members: (.*))?", page, re.MULTILINE)
+    documented = {name.rpartition(".")[2] for name, _ in entries}
+    assert set(fastdata.__all__) - set(errors.__all__) <= documented >= {"errors"}
+    for name, members in entries:
+        module, _, attribute = name.rpartition(".")
+        value = getattr(importlib.import_module(module), attribute)
+        assert [
+            member for member in re.findall(r"\w+", members.replace("false", "")) if not hasattr(value, member)
+        ] == []
+
+
+def test_files_that_the_house_names_are_there() -> None:
+    """The page for those who change the house, and README's tree, name files of the package that exist."""
+    package = Path(fastdata.__file__).parent
+    named = re.findall(r"`((?:\w+/)?\w+(?:\.py|/))`", (ROOT / "docs" / "house.md").read_text("utf-8"))
+    tree = re.findall(r"^  ([\w.]+/?) ", (ROOT / "README.md").read_text("utf-8"), re.MULTILINE)
+    assert len(named) > 15
+    assert len(tree) > 15
+    assert [name for name in {*named, *tree} if not (package / name).exists() and not (ROOT / name).exists()] == []
+
+
+def test_charts_show_what_was_measured() -> None:
+    """The charts in docs/ are those that the script draws of the results."""
+    drawn = runpy.run_path(str(ROOT / "benchmarks" / "charts.py"))
+    for name, draw in drawn["CHARTS_BY_NAME"].items():
+        assert (drawn["CHARTS"] / name).read_text("utf-8") == draw()

@@ -1,0 +1,511 @@
+"""Decoding against torchvision's loader, pixel for pixel, and the way to stored arrays and back."""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+import struct
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageFile, ImageOps, features
+
+from fastdata import images
+from fastdata.errors import SampleError, sample_error
+from fastdata.images import FastLoader, Resize, decode_image, load_image, present, to_pil, to_stored, without_exif
+
+folder = pytest.importorskip("torchvision.datasets.folder", reason="the reference is torchvision's")
+functional = pytest.importorskip("torchvision.transforms.functional", reason="the reference is torchvision's")
+
+pil_loader = folder.pil_loader
+needs_simplejpeg = pytest.mark.skipif(images.simplejpeg is None, reason="needs simplejpeg")
+
+
+def photo(mode: str = "RGB", size: tuple[int, int] = (53, 35), seed: int = 0) -> Image.Image:
+    """Smooth structure with noise, so that every JPEG coefficient is in use."""
+    width, height = size
+    y, x = np.mgrid[0:height, 0:width]
+    bands = len(Image.new(mode, (1, 1)).getbands())
+    waves = [127 + 80 * np.sin(x / (3 + band)) * np.cos(y / (5 - band / 2)) for band in range(bands)]
+    noise = np.random.default_rng(seed).normal(0, 20, (height, width, bands))
+    pixels = np.clip(np.stack(waves, axis=2) + noise, 0, 255).astype(np.uint8)
+    return Image.fromarray(pixels[:, :, 0] if bands == 1 else pixels, mode=None if bands in (1, 3) else mode)
+
+
+def saved(image: Image.Image, kind: str, **options: Any) -> bytes:
+    stream = io.BytesIO()
+    image.save(stream, kind, **options)
+    return stream.getvalue()
+
+
+def with_marker(jpeg: bytes, code: int, payload: bytes) -> bytes:
+    """The JPEG with one more segment after its start."""
+    return jpeg[:2] + struct.pack(">BBH", 0xFF, code, len(payload) + 2) + payload + jpeg[2:]
+
+
+def adobe_rgb() -> bytes:
+    """A JPEG whose components are R, G and B: no JFIF segment, and Adobe's transform 0."""
+    return saved(photo(), "JPEG", keep_rgb=True, quality=90)
+
+
+def rotated() -> bytes:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    return saved(photo(), "JPEG", exif=exif)
+
+
+FILES: dict[str, Callable[[], bytes]] = {
+    "baseline_420.jpg": lambda: saved(photo(), "JPEG", quality=85, subsampling=2),
+    "422.jpg": lambda: saved(photo(), "JPEG", quality=95, subsampling=1),
+    "444.jpg": lambda: saved(photo(), "JPEG", quality=50, subsampling=0),
+    "progressive.jpg": lambda: saved(photo(), "JPEG", progressive=True),
+    "optimised.jpg": lambda: saved(photo(), "JPEG", optimize=True, restart_marker_blocks=2),
+    "gray.jpg": lambda: saved(photo("L"), "JPEG"),
+    "cmyk.jpg": lambda: saved(photo("CMYK"), "JPEG"),
+    "adobe_rgb.jpg": adobe_rgb,
+    "adobe_ycc.jpg": lambda: with_marker(saved(photo(), "JPEG"), 0xEE, b"Adobe\0\x64\0\0\0\0\x01"),
+    "icc.jpg": lambda: saved(photo(), "JPEG", icc_profile=b"not a real profile" * 20),
+    "exif_rotated.jpg": rotated,
+    "one_pixel.jpg": lambda: saved(photo(size=(1, 1)), "JPEG"),
+    "one_column.jpg": lambda: saved(photo(size=(1, 50)), "JPEG", subsampling=2),
+    "one_row.jpg": lambda: saved(photo(size=(17, 1)), "JPEG", subsampling=2),
+    "trailing_bytes.jpg": lambda: saved(photo(), "JPEG") + b"and more" * 10,
+    "two_in_one.mpo": lambda: saved(photo(), "MPO", save_all=True, append_images=[photo(seed=1)]),
+    "rgb.png": lambda: saved(photo(), "PNG"),
+    "alpha.png": lambda: saved(photo("RGBA"), "PNG"),
+    "la.png": lambda: saved(photo("LA"), "PNG"),
+    "palette.png": lambda: saved(photo().quantize(16), "PNG"),
+    "palette_transparent.png": lambda: saved(photo().quantize(16), "PNG", transparency=3),
+    "bilevel.png": lambda: saved(photo("L").convert("1"), "PNG"),
+    "16bit.png": lambda: saved(Image.fromarray(np.arange(35 * 53, dtype=np.uint16).reshape(35, 53) * 7), "PNG"),
+    "animated.gif": lambda: saved(photo(), "GIF", save_all=True, append_images=[photo(seed=1)]),
+    "lossy.webp": lambda: saved(photo(), "WEBP", quality=70),
+    "alpha.webp": lambda: saved(photo("RGBA"), "WEBP", lossless=True),
+    "rgb.bmp": lambda: saved(photo(), "BMP"),
+    "gray.pgm": lambda: saved(photo("L"), "PPM"),
+    "deflate.tif": lambda: saved(photo(), "TIFF", compression="tiff_deflate"),
+    "cmyk.tif": lambda: saved(photo("CMYK"), "TIFF"),
+    "float.tif": lambda: saved(photo("L").convert("F"), "TIFF"),
+    "jpeg.tif": lambda: saved(photo(), "TIFF", compression="jpeg"),
+    "png_named.jpg": lambda: saved(photo(), "PNG"),
+}
+
+BAD_FILES: dict[str, Callable[[], bytes]] = {
+    "zero.jpg": lambda: b"",
+    "text.jpg": lambda: b"hello, I am no image at all\n" * 20,
+    "start_only.jpg": lambda: b"\xff\xd8\xff",
+    "header_cut.jpg": lambda: saved(photo(), "JPEG")[:200],
+    "data_cut.jpg": lambda: saved(photo(), "JPEG")[:-200],
+    "cut.png": lambda: saved(photo(), "PNG")[:-300],
+    "html.png": lambda: b"<!DOCTYPE html><html>404</html>",
+    "zeros.jpg": lambda: bytes(1000),
+}
+
+
+def outcome(load: Callable[[Any], Image.Image], path: Any) -> Any:
+    """Mode, size, pixels and what else is known of the image, or the error with its text."""
+    try:
+        image = load(path)
+    except Exception as error:  # noqa: BLE001  the comparison is of whatever is raised
+        return type(error).__name__, str(error)
+    return image.mode, image.size, image.tobytes(), image.info, dict(image.getexif())
+
+
+@pytest.fixture(params=["simplejpeg", "pil"])
+def road(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both ways to decode JPEG."""
+    if request.param == "pil":
+        monkeypatch.setattr(images, "simplejpeg", None)
+    elif images.simplejpeg is None:
+        pytest.skip("needs simplejpeg")
+    return str(request.param)
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.filterwarnings("ignore:Palette images with Transparency:UserWarning")
+def test_every_file_gives_torchvisions_pixels(tmp_path: Path, name: str, road: str) -> None:
+    """Mode, size, pixels, info and EXIF equal torchvision's loader, from a file and from bytes."""
+    path = tmp_path / name
+    path.write_bytes(FILES[name]())
+    expected = outcome(pil_loader, path)
+    assert expected[0] == "RGB"
+    assert outcome(load_image, path) == expected
+    assert outcome(decode_image, path.read_bytes()) == expected
+    assert outcome(decode_image, memoryview(path.read_bytes())) == expected
+
+
+@needs_simplejpeg
+@pytest.mark.parametrize("subsampling", ["444", "422", "420", "440", "411", "Gray"])
+@pytest.mark.parametrize("size", [(1, 1), (8, 8), (16, 9), (17, 33), (64, 50)])
+def test_every_chroma_subsampling_gives_torchvisions_pixels(
+    tmp_path: Path, subsampling: str, size: tuple[int, int]
+) -> None:
+    """Odd and even sizes agree in every sampling, whichever road they take."""
+    pixels = np.asarray(photo("L" if subsampling == "Gray" else "RGB", size))
+    space = "GRAY" if subsampling == "Gray" else "RGB"
+    pixels = np.ascontiguousarray(pixels[:, :, None] if subsampling == "Gray" else pixels)
+    path = tmp_path / "x.jpg"
+    path.write_bytes(images.simplejpeg.encode_jpeg(pixels, colorspace=space, colorsubsampling=subsampling))
+    assert outcome(load_image, path) == outcome(pil_loader, path)
+
+
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_every_bad_file_gives_torchvisions_error(tmp_path: Path, name: str, road: str) -> None:
+    """Type and text of the error are PIL's, on both roads."""
+    path = tmp_path / name
+    path.write_bytes(BAD_FILES[name]())
+    ours, theirs = outcome(load_image, path), outcome(pil_loader, path)
+    assert theirs[0] in {"OSError", "UnidentifiedImageError", "SyntaxError"}
+    # PIL's message about an unknown format ends in the stream's name, in which only the address could differ.
+    assert ours == theirs
+
+
+def test_a_missing_file_is_not_found(tmp_path: Path) -> None:
+    """As with torchvision, not an unidentified image."""
+    with pytest.raises(FileNotFoundError, match=r"gone\.jpg"):
+        load_image(tmp_path / "gone.jpg")
+
+
+def test_truncated_files_load_where_pil_is_told_so(tmp_path: Path, road: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PIL's LOAD_TRUNCATED_IMAGES is respected, with its very pixels."""
+    monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True)
+    path = tmp_path / "cut.jpg"
+    path.write_bytes(BAD_FILES["data_cut.jpg"]())
+    expected = outcome(pil_loader, path)
+    assert expected[0] == "RGB"
+    assert outcome(load_image, path) == expected
+
+
+def test_decompression_bombs_are_pils_to_refuse(tmp_path: Path, road: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A JPEG of more than twice PIL's limit raises PIL's error."""
+    path = tmp_path / "bomb.jpg"
+    path.write_bytes(FILES["444.jpg"]())
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    with pytest.raises(Image.DecompressionBombError):
+        load_image(path)
+
+
+@needs_simplejpeg
+@pytest.mark.parametrize(
+    ("name", "decoded"),
+    [
+        ("baseline_420.jpg", True),
+        ("progressive.jpg", True),
+        ("gray.jpg", True),
+        ("exif_rotated.jpg", True),
+        ("cmyk.jpg", False),
+        ("adobe_rgb.jpg", False),
+        ("rgb.png", False),
+        ("png_named.jpg", False),
+    ],
+)
+def test_simplejpeg_decodes_only_ordinary_jpeg(name: str, decoded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """YCbCr and gray JPEG never reach PIL's decoder, everything else does."""
+    data = FILES[name]()
+    images.agreed_subsamplings()
+    opened: list[object] = []
+    real = images._open_with_pil
+    monkeypatch.setattr(images, "_open_with_pil", lambda *given: opened.append(given) or real(*given))
+    decode_image(data)
+    assert (not opened) == decoded
+
+
+@needs_simplejpeg
+def test_simplejpeg_is_left_out_where_it_disagrees_with_pil(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A PIL built with another libjpeg decodes its own JPEGs: no pixel comes from simplejpeg."""
+    exact = images.simplejpeg.decode_jpeg
+    images.agreed_subsamplings.cache_clear()
+    monkeypatch.setattr(images.simplejpeg, "decode_jpeg", lambda data, **options: exact(data, **options) ^ 1)
+    try:
+        assert images.agreed_subsamplings() == frozenset()
+        data = FILES["baseline_420.jpg"]()
+        assert decode_image(data).tobytes() == Image.open(io.BytesIO(data)).convert("RGB").tobytes()
+    finally:
+        images.agreed_subsamplings.cache_clear()
+
+
+@needs_simplejpeg
+def test_simplejpeg_agrees_with_this_pil_where_both_are_turbo() -> None:
+    """With libjpeg-turbo in both, the three samplings that cameras and ImageNet use are taken."""
+    if features.check_feature("libjpeg_turbo"):
+        assert {"444", "422", "420", "Gray"} <= images.agreed_subsamplings()
+
+
+# Fast roads
+
+
+@pytest.mark.parametrize(
+    ("size", "target"), [((400, 300), (20, 30)), ((401, 299), (37, 37)), ((300, 400), (149, 199)), ((50, 40), (80, 90))]
+)
+def test_scaled_decoding_stays_above_the_target(
+    road: str, size: tuple[int, int], target: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is resized is never smaller than the target, nor than it was if that is smaller; far larger ones are."""
+    decoded: list[tuple[int, ...]] = []
+    resize = torch.nn.functional.interpolate
+    monkeypatch.setattr(
+        torch.nn.functional,
+        "interpolate",
+        lambda planes, *given, **how: decoded.append(tuple(planes.shape[2:])) or resize(planes, *given, **how),
+    )
+    assert FastLoader(target).decode(saved(photo(size=size), "JPEG")).pixels.shape == (3, *target)
+    ((height, width),) = decoded
+    assert height >= min(target[0], size[1])
+    assert width >= min(target[1], size[0])
+    reducible = min(size[1] // target[0], size[0] // target[1]) >= 4
+    assert ((width, height) != size) == reducible
+
+
+def test_scaled_decoding_leaves_other_formats_alone() -> None:
+    """A PNG is decoded in full."""
+    data = FILES["rgb.png"]()
+    assert np.abs(FastLoader(2).decode(data).pixels.astype(int) - reference(data, 2, None)).max() <= 2
+
+
+def reference(data: bytes, resize: Any, crop: tuple[int, int] | None, bicubic: bool = False) -> np.ndarray:
+    """Torchvision's Resize and CenterCrop on its loader's image."""
+    mode = functional.InterpolationMode.BICUBIC if bicubic else functional.InterpolationMode.BILINEAR
+    image = functional.resize(
+        Image.open(io.BytesIO(data)).convert("RGB"), [resize] if isinstance(resize, int) else resize, mode
+    )
+    return np.asarray(image if crop is None else functional.center_crop(image, list(crop))).transpose(2, 0, 1)
+
+
+@pytest.mark.parametrize("name", ["baseline_420.jpg", "alpha.png", "cmyk.jpg", "gray.jpg"])
+@pytest.mark.parametrize(
+    ("resize", "crop"),
+    [(24, None), (24, (20, 21)), ((18, 30), None), (35, (35, 35)), (60, (50, 50)), (20, (24, 41)), ((35, 53), None)],
+)
+def test_resized_pixels_are_within_two_levels(name: str, resize: Any, crop: Any, road: str) -> None:
+    """Shape equals torchvision's Resize and CenterCrop, padding included, and no value is off by more than 2 of 255."""
+    data = FILES[name]()
+    expected = reference(data, resize, crop)
+    found = FastLoader(resize, crop=crop).decode(data).pixels
+    assert found.shape == expected.shape
+    assert found.flags.c_contiguous
+    assert found.flags.writeable
+    assert np.abs(found.astype(int) - expected).max() <= 2
+
+
+def test_bicubic_is_within_three_levels() -> None:
+    """The other filter of torch's kernel follows PIL's as well."""
+    data = FILES["444.jpg"]()
+    found = FastLoader(24, "bicubic").decode(data).pixels
+    assert np.abs(found.astype(int) - reference(data, 24, None, bicubic=True)).max() <= 3
+
+
+@pytest.mark.parametrize("size", [(403, 299), (299, 403), (400, 400), (314, 299)])
+def test_scaled_and_resized_keeps_the_shape(tmp_path: Path, size: tuple[int, int], road: str) -> None:
+    """Scaled decoding changes neither the output's shape nor, for a smooth image, its values by more than 4."""
+    width, height = size
+    y, x = np.mgrid[0:height, 0:width]
+    smooth = np.stack([x * 255 // width, y * 255 // height, (x + y) * 255 // (width + height)], axis=2).astype(np.uint8)
+    path = tmp_path / "x.jpg"
+    path.write_bytes(saved(Image.fromarray(smooth), "JPEG", quality=95))
+    found = FastLoader(40)(str(path)).pixels
+    expected = reference(path.read_bytes(), 40, None)
+    assert found.shape == expected.shape
+    assert np.abs(found.astype(int) - expected).max() <= 4
+    assert FastLoader((20, 30), crop=(20, 20))(str(path)).pixels.shape == (3, 20, 20)
+
+
+@pytest.mark.parametrize("size", [20, 35, 60, (20, 30), (35, 53)])
+def test_resize_gives_torchvisions_pixels(size: Any) -> None:
+    """An int is the shorter side, a pair is (height, width), bit for bit."""
+    image = photo()
+    expected = functional.resize(image, [size] if isinstance(size, int) else size)
+    assert Resize(size)(image).tobytes() == expected.tobytes()
+    assert Resize(size)(image).size == expected.size
+
+
+@pytest.mark.parametrize("size", [0, -3, (3, 3, 3), (3,), (), (20, 0), (2.5, 3), "64"])
+def test_resize_refuses_what_is_no_size(size: Any) -> None:
+    """The error shows what was given, at once and not at the first sample."""
+    with pytest.raises(ValueError, match=r"is no size\. Give the shorter side in pixels, ") as caught:
+        Resize(size)
+    assert repr(size) in str(caught.value)
+
+
+def test_resize_refuses_what_is_no_image() -> None:
+    """A tensor is not resized in silence by another rule."""
+    with pytest.raises(TypeError, match="resize= works on PIL images, not on a Tensor; resize it in prepare="):
+        Resize(4)(torch.zeros(3, 5, 6))
+
+
+def test_extensions_are_torchvisions() -> None:
+    """The same files count as images."""
+    assert images.IMAGE_EXTENSIONS == folder.IMG_EXTENSIONS
+
+
+# Stored arrays
+
+
+@pytest.mark.parametrize("mode", ["RGB", "RGBA", "L"])
+def test_pil_images_are_stored_planar_and_come_back(mode: str) -> None:
+    """Planes are the channels in order; to_pil restores every pixel from strided memory too."""
+    image = photo(mode, (6, 5))
+    array, form = to_stored(image)
+    bands = len(image.getbands())
+    assert form == "pil"
+    assert array.flags.c_contiguous
+    assert np.array_equal(array, np.asarray(image).reshape(5, 6, bands).transpose(2, 0, 1))
+    back = to_pil(array)
+    assert (back.mode, back.size, back.tobytes()) == (image.mode, image.size, image.tobytes())
+    mirrored = to_pil(array[:, :, ::-1])
+    assert mirrored.tobytes() == image.transpose(Image.Transpose.FLIP_LEFT_RIGHT).tobytes()
+
+
+@pytest.mark.parametrize(("mode", "dtype"), [("I;16", "uint16"), ("I", "int32"), ("F", "float32")])
+def test_wide_pil_images_keep_their_values(mode: str, dtype: str) -> None:
+    """One channel of 16 or 32 bits goes to (1, H, W) and back unchanged."""
+    values = (np.arange(30).reshape(5, 6) * 2001).astype(dtype)
+    array, form = to_stored(Image.fromarray(values))
+    assert (array.shape, array.dtype.name, form) == ((1, 5, 6), dtype, "pil")
+    assert np.array_equal(array[0], values)
+    assert to_pil(array).mode == mode
+    assert np.array_equal(np.asarray(to_pil(array)), values)
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        ImageOps.exif_transpose,
+        lambda image: image.copy().getexif(),
+        lambda image: image.crop((1, 1, 4, 3)).resize((9, 8)).convert("L").getexif(),
+        lambda image: image.info.get("exif") or b"",
+        lambda image: pickle.loads(pickle.dumps(image)).getexif(),
+    ],
+)
+def test_an_image_without_its_exif_says_so(look: Any) -> None:
+    """Whoever asks for it is told where to, also of images made from it; it can be written to any format."""
+    image, pair = to_pil(np.zeros((3, 5, 6), np.uint8)), (to_pil(np.zeros((1, 5, 6), np.uint8)), 3)
+    assert without_exif(image) is image
+    assert without_exif(pair) is pair
+    for lost in (image, pair[0]):
+        with pytest.raises(LookupError, match=r"a stored image has no EXIF data, .*exif_transpose itself as the first"):
+            look(lost)
+    assert pickle.loads(pickle.dumps(image)) == image
+    assert str(image.info) == "{'exif': <not stored>}"
+    for kind in ("JPEG", "PNG", "WEBP", "TIFF"):
+        assert saved(image, kind)
+
+
+def test_an_image_made_from_the_store_owns_its_pixels() -> None:
+    """Overwriting the array later does not change the image."""
+    for bands in (1, 3):
+        array = np.full((bands, 5, 6), 7, np.uint8)
+        image = to_pil(array)
+        array[:] = 9
+        assert np.asarray(image).max() == 7
+
+
+@pytest.mark.parametrize("mode", ["P", "1", "CMYK", "LA", "YCbCr", "HSV"])
+def test_other_modes_are_refused_with_their_cure(mode: str) -> None:
+    """The error names the mode, the modes that work and the prepare= that converts."""
+    with pytest.raises(TypeError, match=rf"mode '{mode}' cannot be stored.*prepare=lambda im: im.convert\('RGB'\)"):
+        to_stored(Image.new(mode, (6, 5)))
+
+
+def test_tensors_and_arrays_are_views() -> None:
+    """No copy is made, gradients are looked through, and present gives the form back."""
+    tensor = torch.arange(30.0).reshape(5, 6).requires_grad_()
+    array, form = to_stored(tensor)
+    assert form == "tensor"
+    array[0, 0] = 99
+    assert tensor[0, 0] == 99
+    assert torch.equal(present(array, "tensor"), tensor.detach())
+    values = np.arange(4)
+    array, form = to_stored(values)
+    assert array is values
+    assert form == "array"
+    assert present(values, "array") is values
+    assert present(np.zeros((3, 5, 6), np.uint8), "pil").size == (6, 5)
+
+
+@pytest.mark.parametrize(("name", "shape"), [("Image", (3, 5, 6)), ("Mask", (5, 6)), ("Video", (2, 3, 5, 6))])
+def test_tv_tensors_come_back_over_their_memory(name: str, shape: tuple[int, ...]) -> None:
+    """Torchvision's tensors give a view of their memory, and present gives their class back, if that is imported."""
+    tv_tensors = pytest.importorskip("torchvision.tv_tensors", reason="the subject is torchvision's")
+    sample = getattr(tv_tensors, name)(torch.arange(math.prod(shape), dtype=torch.uint8).reshape(shape))
+    array, form = to_stored(sample)
+    assert array.__array_interface__["data"][0] == sample.data_ptr()
+    again = present(array, form)
+    assert type(again) is type(sample)
+    assert torch.equal(again, sample)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.delitem(sys.modules, "torchvision.tv_tensors")
+        with pytest.raises(ImportError, match=rf"tv_tensors\.{name}, which this process .* `import torchvision"):
+            present(array, form)
+
+
+class _Named(torch.Tensor):
+    """A user's own class."""
+
+
+@pytest.mark.parametrize(
+    ("sample", "message"),
+    [
+        ([1, 2], r"sample of type list cannot be stored; PIL images, tensors and NumPy arrays can"),
+        (np.array([None]), "array of Python objects cannot be stored"),
+        (torch.zeros(2, dtype=torch.bfloat16), r"tensor of torch.bfloat16 cannot be stored"),
+        (torch.zeros(2, device="meta"), r"tensor on meta cannot be stored; give .cpu\(\) of it"),
+        (torch.zeros(2).as_subclass(_Named), r"a _Named cannot be stored without .* give .as_subclass\(torch.Tensor\)"),
+    ],
+    ids=["list", "objects", "bfloat16", "device", "subclass"],
+)
+def test_samples_that_cannot_be_stored_say_why(sample: Any, message: str) -> None:
+    """Each refusal names what was found and what to do."""
+    with pytest.raises(TypeError, match=message):
+        to_stored(sample)
+
+
+@pytest.mark.parametrize("array", [np.zeros((2, 5, 6), np.uint8), np.zeros((3, 5, 6), np.float32)])
+def test_arrays_that_are_no_image_are_refused(array: np.ndarray) -> None:
+    """Two channels, or three of float, have no PIL mode."""
+    with pytest.raises(TypeError, match="is no PIL image; give 1, 3 or 4 channels of uint8"):
+        to_pil(array)
+
+
+# Errors of one sample
+
+
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [
+        (b"", "an empty file (0 bytes)"),
+        (b"hello world, no image", "a file of 21 bytes, no image: it starts with b'hello world, no '"),
+        (BAD_FILES["data_cut.jpg"](), "a JPEG without its end, probably cut off"),
+        (FILES["444.jpg"](), "a JPEG."),
+        (BAD_FILES["cut.png"](), "a damaged PNG"),
+        (FILES["lossy.webp"]()[:-50], "a damaged WebP"),
+        (b"\n <HTML><body>404", "an HTML page, probably a failed download"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "a Git LFS pointer; fetch the file with `git lfs pull`"),
+        (bytes(4096), "a file of 4,096 bytes, only zeros at its start"),
+        (None, "a file that cannot be opened (No such file or directory)"),
+    ],
+    ids=lambda value: value.split(",")[0][-24:] if isinstance(value, str) else "",
+)
+def test_a_bad_file_is_described(tmp_path: Path, content: bytes | None, found: str) -> None:
+    """The error has index, path, PIL's words, what the file is, and the cure."""
+    path = tmp_path / "x.jpg"
+    if content is not None:
+        path.write_bytes(content)
+    error = sample_error(str(path), 17, OSError("broken data stream."))
+    assert isinstance(error, SampleError)
+    assert (error.index, error.path) == (17, str(path))
+    assert str(error).startswith(f"sample 17, {path}, cannot be read: OSError: broken data stream. It is ")
+    assert found in str(error)
+    assert str(error).endswith("Delete or replace the file, or leave it out with on_error='skip'.")
+
+
+def test_a_sample_without_a_file_is_described() -> None:
+    """Without a path the dataset is what to correct."""
+    assert str(sample_error(None, 3, KeyError("x"))) == (
+        "sample 3 cannot be read: KeyError: 'x'. Correct the dataset, or leave it out with on_error='skip'."
+    )

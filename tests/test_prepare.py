@@ -1,0 +1,269 @@
+"""Preparing: every sample read once by several workers, whatever becomes of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from fastdata import CachedDataset
+from fastdata.errors import CacheError, IngestError, MemoryBudgetError, SampleError
+
+PARENT = os.getpid()
+
+
+def cached(samples: Any, **options: Any) -> CachedDataset:
+    """Prepared by two workers, unless the options say otherwise."""
+    return CachedDataset(samples, **{"progress": False, "num_workers": 2, "storage": "shared", **options})
+
+
+def dense(count: int) -> list[tuple[np.ndarray, int]]:
+    return [(np.full((2, 3), i, np.int16), i * 10) for i in range(count)]
+
+
+def ragged(count: int) -> list[tuple[np.ndarray, int]]:
+    return [(np.full((1 + i % 3, 2), i, np.int16), i * 10) for i in range(count)]
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("make", [dense, ragged])
+def test_every_sample_is_stored_at_its_index(make: Any, workers: int) -> None:
+    """Whatever the number of workers, sample and target i of the dataset are those of the source."""
+    samples = make(100)
+    with cached(samples, num_workers=workers) as dataset:
+        assert dataset.targets == [target for _, target in samples]
+        for (mine, _), (array, _) in zip(dataset, samples, strict=True):
+            np.testing.assert_array_equal(mine, array)
+        assert (dataset.batch_obstacle is None) == (make is dense)
+
+
+def test_samples_that_differ_late_are_stored_with_their_own_shapes() -> None:
+    """A shape that none of the samples looked at had is found during the fill, and nothing is lost."""
+    samples = dense(100)
+    samples[37] = (np.full((5, 5), 9, np.int16), 370)
+    with cached(samples) as dataset:
+        assert "differ in shape" in str(dataset.batch_obstacle)
+        assert dataset[37][0].tolist() == [[9] * 5] * 5
+        assert dataset[99][0].tolist() == [[99] * 3] * 2
+
+
+def test_each_sample_is_prepared_once_and_by_every_worker() -> None:
+    """The values tell who made them: two processes, neither of them this one."""
+
+    def who(sample: np.ndarray) -> np.ndarray:
+        time.sleep(0.001)
+        return np.full(1, os.getpid())
+
+    with cached(dense(100), prepare=who) as dataset:
+        makers = {int(sample[0]) for sample, _ in dataset}
+    assert len(makers) == 2
+    assert PARENT not in makers
+
+
+class Failing:
+    """Samples of which some cannot be read."""
+
+    def __init__(self, count: int, bad: set[int]) -> None:
+        self.count, self.bad = count, bad
+        self.samples = [f"/data/{i}.jpg" for i in range(count)]
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
+        if index in self.bad:
+            raise ValueError("broken pixels")
+        return np.full((2,), index, np.uint8), index
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_bad_sample_is_named(workers: int) -> None:
+    """The error names path, index and cause, and no worker survives it."""
+    with pytest.raises(SampleError, match=r"sample 61, .*/data/61\.jpg.*broken pixels") as caught:
+        cached(Failing(100, {61}), num_workers=workers)
+    assert (caught.value.index, caught.value.path) == (61, "/data/61.jpg")
+
+
+def test_bad_samples_are_left_out_when_asked() -> None:
+    """With on_error="skip" the rest keeps its order, and the errors are listed."""
+    bad = {0, 7, 50, 99}
+    kept = [index for index in range(100) if index not in bad]
+    with pytest.warns(match="4 of 100 samples"):
+        dataset = cached(Failing(100, bad), on_error="skip")
+    with dataset:
+        assert dataset.targets == kept
+        assert [int(sample[0]) for sample, _ in dataset] == kept
+        assert [sample.tolist() for sample, _ in dataset.__getitems__([95, 0])] == [[98, 98], [1, 1]]
+        assert [error.index for error in dataset.skipped] == sorted(bad)
+
+
+def test_a_source_without_one_good_sample_is_an_error() -> None:
+    """Skipping everything is no data set."""
+    with pytest.raises(SampleError, match="broken pixels"):
+        cached(Failing(30, set(range(30))), on_error="skip")
+
+
+def test_samples_of_another_type_are_bad_samples() -> None:
+    """One float sample among int16 ones, and one with more dimensions among ragged ones, are named."""
+    samples = dense(40)
+    samples[9] = (np.zeros((2, 3), np.float32), 0)
+    with pytest.raises(SampleError, match=r"sample 9 .*float32 array sample among int16 array ones"):
+        cached(samples)
+    samples = ragged(40)
+    samples[9] = (np.zeros((2, 3, 4), np.int16), 0)
+    with pytest.raises(IngestError, match=r"has \d dimensions, those before it \d; make them alike"):
+        cached(samples)
+
+
+def test_ragged_samples_beyond_the_budget_stop_the_fill() -> None:
+    """Ragged samples that turn out larger than the limit raise, name the limit, and free the block."""
+    samples = [(np.zeros(100_000 if i % 10 == 3 else 10 + i % 2, np.uint8), 0) for i in range(200)]
+    with pytest.raises(MemoryBudgetError, match=r"more than the 1\.0 MiB that is free.*Use storage='compressed'"):
+        cached(samples, memory_limit="1MiB")
+
+
+def test_a_killed_worker_is_named() -> None:
+    """A worker that dies is an error with its signal and samples at once, not a hang."""
+
+    def prepare(sample: Any) -> Any:
+        if os.getpid() != PARENT and sample[0, 0] == 70:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return sample
+
+    with pytest.raises(IngestError, match=r"was killed by SIGKILL while it prepared samples 64 to 79.*Out of memory"):
+        cached(dense(100), prepare=prepare)
+
+
+class OddError(MemoryError):
+    """Cannot be pickled."""
+
+    def __reduce__(self) -> Any:
+        raise TypeError("not me")
+
+
+@pytest.mark.parametrize("error", [MemoryError, OddError])
+def test_an_error_that_is_no_samples_fault_comes_with_its_traceback(error: type[Exception]) -> None:
+    """It keeps its type and text, the worker's traceback is its cause; one that cannot be pickled is told as text."""
+
+    def prepare(sample: Any) -> Any:
+        if os.getpid() != PARENT and sample[0, 0] == 70:
+            raise error("no such thing")
+        return sample
+
+    with pytest.raises((MemoryError, IngestError), match="no such thing") as caught:
+        cached(dense(100), prepare=prepare)
+    assert (caught.type is error) == (error is MemoryError)
+    assert "in a worker process, samples 64 to 79" in str(caught.value.__cause__)
+
+
+def test_a_full_disk_is_no_samples_fault(tmp_path: Any) -> None:
+    """What cannot be written to a cache is a CacheError, not a sample that is left out."""
+    (tmp_path / "cache").write_text("a file")
+    with pytest.raises((CacheError, OSError)):
+        cached(dense(10), storage="auto", cache_dir=tmp_path / "cache", cache_key="k", on_error="skip")
+
+
+SCRIPT = """
+    import sys, time
+    import numpy as np
+    from fastdata import CachedDataset
+
+    def slow(sample):
+        time.sleep(0.05)
+        return sample
+
+    print("begin", flush=True)
+    CachedDataset([(np.zeros(3, np.uint8), 0)] * 10_000, prepare=slow, num_workers=2, progress=False, storage="shared")
+"""
+
+
+@pytest.mark.usefixtures("ctrl_c")
+@pytest.mark.parametrize("kill", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda s: s.name)
+def test_no_worker_survives_its_parent(kill: signal.Signals) -> None:
+    """Ctrl-C, a polite kill and kill -9 of the parent end every worker."""
+    command = [sys.executable, "-c", textwrap.dedent(SCRIPT)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"begin\n"
+        workers = _children(process.pid, 2)
+        if kill is signal.SIGINT:
+            os.killpg(process.pid, kill)  # as a terminal does
+        else:
+            process.send_signal(kill)
+        process.communicate(timeout=20)
+    _, alive = psutil.wait_procs(workers, timeout=10)
+    assert alive == []
+
+
+def _children(pid: int, count: int) -> list[psutil.Process]:
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        children = psutil.Process(pid).children()
+        if len(children) == count:
+            return children
+    raise AssertionError(f"process {pid} has {len(children)} workers, not {count}")
+
+
+@pytest.mark.usefixtures("ctrl_c")
+def test_ctrl_c_in_the_middle_of_a_fork_is_not_lost() -> None:
+    """An interrupt that arrives while a worker is forked is raised once all are, and none survives."""
+    script = """
+        import os, signal
+        import numpy as np
+        from fastdata import CachedDataset
+        os.register_at_fork(after_in_parent=lambda: os.kill(os.getpid(), signal.SIGINT))
+        CachedDataset([(np.zeros(3, np.uint8), 0)] * 1000, num_workers=2, progress=False)
+    """
+    done = _run(script, check=False)
+    assert done.returncode == -signal.SIGINT
+    assert "ignored" not in done.stderr
+    assert done.stderr.strip().endswith("KeyboardInterrupt")
+
+
+def test_a_daemonic_process_prepares_with_threads() -> None:
+    """Where no process may be forked, as in a DataLoader worker, threads fill the store just as well."""
+    script = """
+        import multiprocessing, os, threading
+        import numpy as np
+        from fastdata import CachedDataset
+        from fastdata.errors import SampleError
+
+        def work():
+            both = threading.Barrier(2, timeout=30)
+
+            def meet(sample):
+                if threading.current_thread() is not threading.main_thread() and sample[0] in (3, 20):
+                    both.wait()  # samples of two tasks: two threads are at them
+                return sample
+
+            samples = [(np.full(1 + i % 2, i, np.uint8), i) for i in range(100)]
+            with CachedDataset(samples, prepare=meet, num_workers=2, progress=False) as dataset:
+                assert [int(sample[0]) for sample, _ in dataset] == list(range(100))
+            samples[70] = samples[70][0].astype(np.float32), 70
+            try:
+                CachedDataset(samples, num_workers=2, progress=False)
+            except SampleError as error:
+                assert error.index == 70
+            else:
+                raise AssertionError("no error")
+            assert threading.active_count() == 1
+
+        process = multiprocessing.get_context("fork").Process(target=work, daemon=True)
+        process.start()
+        process.join()
+        raise SystemExit(process.exitcode)
+    """
+    _run(script, check=True)
+
+
+def _run(script: str, *, check: bool) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=check)

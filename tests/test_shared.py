@@ -1,0 +1,351 @@
+"""Blocks that processes share, the table of samples in one, and locks on their bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fastdata.errors import MemoryBudgetError, StoreGoneError
+from fastdata.shared import ArrayBlock, Block, ByteLocks, SampleTable
+
+KINDS = pytest.mark.parametrize("portable", [False, True], ids=["memfd", "file"])
+
+
+def _add_one(block: Block, done: object) -> None:
+    block.array("uint8", (4,))[:] += 1
+    done.set()  # type: ignore[attr-defined]
+
+
+@KINDS
+def test_written_bytes_are_read_back(portable: bool) -> None:
+    """What is written at an offset is read there, and the rest of the block is zero."""
+    with Block.create(100, portable=portable) as block:
+        block.write(10, np.arange(6, dtype=np.uint16).reshape(2, 3))
+        assert block.array("uint16", (2, 3), 10).tolist() == [[0, 1, 2], [3, 4, 5]]
+        assert block.array("uint8", (10,)).tolist() == [0] * 10
+
+
+@KINDS
+def test_the_smallest_block_is_one_byte(portable: bool) -> None:
+    """A block of one byte holds it; one of none is refused."""
+    with Block.create(1, portable=portable) as block:
+        block.write(0, np.array([7], np.uint8))
+        assert block.array("uint8", (1,)).tolist() == [7]
+    with pytest.raises(ValueError, match="a block needs at least 1 byte, got 0"):
+        Block.create(0, portable=portable)
+
+
+@KINDS
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_another_process_writes_to_the_same_memory(portable: bool, method: str) -> None:
+    """A process reached by any start method sees and changes the creator's memory, not a copy."""
+    context = multiprocessing.get_context(method)
+    with Block.create(4, portable=portable) as block:
+        mine = block.array("uint8", (4,))
+        mine[:] = 7
+        done = context.Event()
+        process = context.Process(target=_add_one, args=(block, done))
+        process.start()
+        process.join(60)
+        assert process.exitcode == 0
+        process.close()
+        assert mine.tolist() == [8] * 4
+        del mine
+
+
+@KINDS
+def test_a_pickled_block_is_small_whatever_its_size(portable: bool) -> None:
+    """A handle does not grow with the memory behind it."""
+    with Block.create(1 << 20, portable=portable) as block:
+        assert len(pickle.dumps(block)) < 300
+
+
+@KINDS
+def test_a_sealed_block_cannot_be_written(portable: bool) -> None:
+    """Sealing makes arrays read-only, in this process and in one that attaches later."""
+    with Block.create(8, portable=portable) as block:
+        block.write(0, np.arange(8, dtype=np.uint8))
+        block.seal()
+        with pickle.loads(pickle.dumps(block)) as attached:
+            for view in (block, attached):
+                array = view.array("uint8", (8,))
+                assert array.tolist() == list(range(8))
+                with pytest.raises(ValueError, match="read-only"):
+                    array[0] = 1
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs memfd")
+def test_the_kernel_refuses_writes_to_a_sealed_block() -> None:
+    """Not even a write by descriptor changes sealed memory."""
+    with Block.create(8) as block:
+        block.seal()
+        with pytest.raises(PermissionError):
+            block.write(0, np.ones(1, np.uint8))
+
+
+@KINDS
+def test_a_block_grows_and_is_trimmed(portable: bool) -> None:
+    """Growing keeps what was written; trimming gives back the rest."""
+    with Block.create(4, portable=portable) as block:
+        block.write(0, np.full(4, 5, np.uint8))
+        block.grow(100)
+        block.write(96, np.full(4, 6, np.uint8))
+        assert block.array("uint8", (100,))[[0, 3, 50, 99]].tolist() == [5, 5, 0, 6]
+        block.trim(10)
+        assert block.size_bytes == 10
+        with pytest.raises(ValueError, match=r"uint8\[11\] at byte 0 exceeds the block of 10 bytes"):
+            block.array("uint8", (11,))
+
+
+def test_arrays_outlive_a_closed_block() -> None:
+    """Closing gives back the descriptor, but an array in use stays valid; a second close does nothing."""
+    block = Block.create(4)
+    block.write(0, np.full(4, 9, np.uint8))
+    array = block.array("uint8", (4,))
+    block.close()
+    block.close()
+    assert array.tolist() == [9] * 4
+    with pytest.raises(StoreGoneError, match="was closed"):
+        block.array("uint8", (4,))
+    with pytest.raises(StoreGoneError, match="was closed"):
+        pickle.dumps(block)
+
+
+def test_a_handle_of_an_ended_process_is_refused() -> None:
+    """Opening a block whose creator is gone says so."""
+    script = "import pickle, sys, fastdata.shared as b; k = b.Block.create(4); sys.stdout.buffer.write(pickle.dumps(k))"
+    handle = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True).stdout
+    with pytest.raises(StoreGoneError, match="cannot be reached"):
+        pickle.loads(handle)
+
+
+def test_a_handle_of_a_recycled_process_number_is_refused() -> None:
+    """A descriptor that now leads to another file is not taken for the block."""
+    with Block.create(4) as block:
+        function, (pid, fd, inode, *rest) = block.__reduce__()
+        with pytest.raises(StoreGoneError, match="number was given to another"):
+            function(pid, fd, inode + 1, *rest)
+
+
+def test_too_large_a_block_is_an_error_and_leaves_nothing() -> None:
+    """Memory that cannot be had is refused when it is reserved, not when it is written."""
+    with pytest.raises(MemoryBudgetError, match="cannot be reserved"):
+        Block.create(1 << 62)
+
+
+def test_a_file_left_by_a_killed_process_is_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next portable block removes the file of a creator that died without closing it, and no living one's."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    script = (
+        "import os, sys, fastdata.shared as b; k = b.Block.create(4, portable=True); print('made', flush=True);"
+        "sys.stdin.read()"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"made\n"
+        with Block.create(4, portable=True):
+            assert len(list(tmp_path.iterdir())) == 2
+        process.send_signal(signal.SIGKILL)
+    assert len(list(tmp_path.iterdir())) == 1
+    Block.create(4, portable=True).close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_array_block_gives_back_its_arrays() -> None:
+    """Arrays of any dtype and shape, empty ones too, come back equal and through a handle of bounded size."""
+    arrays = {"a": np.arange(7, dtype=np.int64), "b": np.zeros((0, 3), np.float32), "c": np.ones((2, 2), np.uint8)}
+    with closing(ArrayBlock(arrays)) as block, closing(pickle.loads(pickle.dumps(block))) as attached:
+        assert list(attached) == ["a", "b", "c"]
+        for name, array in arrays.items():
+            np.testing.assert_array_equal(attached[name], array)
+            assert attached[name].dtype == array.dtype
+
+
+@pytest.mark.parametrize(
+    "targets",
+    [
+        [3, 1, 2],
+        [0.5, 1.0],
+        [True, False],
+        ["cat", "dog"],
+        [(1, "a"), None, {"box": [1, 2]}],
+        [1, 2.5],
+        [2**40, -1],
+        [],
+    ],
+    ids=repr,
+)
+def test_targets_come_back_as_they_were(targets: list[Any]) -> None:
+    """Each target has the value and the type it was given with, here and in a copy sent elsewhere."""
+    table = SampleTable(targets)
+    for view in (table.targets, pickle.loads(pickle.dumps(table)).targets):
+        assert view == targets
+        assert [type(target) for target in view] == [type(target) for target in targets]
+
+
+@pytest.mark.parametrize("make", [torch.tensor, np.array], ids=["tensor", "array"])
+def test_array_targets_come_back_as_copies(make: Any) -> None:
+    """A tensor or array target can be changed by the user without changing the table."""
+    table = SampleTable([make([1.0, 2.0]), make([3.0, 4.0])])
+    first = table.target(0)
+    first[0] = 99
+    assert type(first) is type(make([1.0]))
+    assert table.target(0).tolist() == [1.0, 2.0]
+    assert table.target_array() is not None
+
+
+def test_ragged_array_targets_are_kept_as_objects() -> None:
+    """Arrays of different shapes are no column of numbers."""
+    table = SampleTable([torch.zeros(2), torch.zeros(3)])
+    assert table.target_array() is None
+    assert [len(target) for target in table.targets] == [2, 3]
+
+
+def test_paths_and_pairs_behave_like_lists() -> None:
+    """Negative indices, slices, iteration, equality, sums, copies and errors are a list's."""
+    paths = ["/a/é.jpg", "/a/b.jpg", "/c\udcff.jpg"]
+    table = SampleTable([0, 0, 1], paths=paths, class_to_idx={"x": 0, "y": 1})
+    assert table.paths == paths
+    assert list(table.paths) == paths
+    assert table.paths[-1] == paths[-1]
+    assert table.paths[:2] == paths[:2]
+    more = ["z"]
+    assert table.paths + more == [*paths, "z"]
+    assert more + table.paths == ["z", *paths]
+    assert table.paths + table.paths == paths * 2
+    copy = table.paths.copy()
+    copy.append("z")
+    assert copy == [*paths, "z"]
+    assert json.loads(json.dumps({"targets": table.targets}, default=list)) == {"targets": [0, 0, 1]}
+    assert table.pairs[1] == ("/a/b.jpg", 0)
+    assert np.array(table.targets).tolist() == [0, 0, 1]
+    assert table.class_to_idx == {"x": 0, "y": 1}
+    with pytest.raises(IndexError):
+        table.paths[3]
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(table.paths)
+
+
+def test_a_reduced_table_takes_the_place_of_the_whole() -> None:
+    """Paths, targets and classes are those of the samples kept, and the whole table is closed."""
+    whole = SampleTable([5, 6, 7], paths=["a", "b", "c"], class_to_idx={"x": 5})
+    with contextlib.closing(whole.reduced_to([2, 0])) as reduced:
+        assert list(reduced.pairs) == [("c", 7), ("a", 5)]
+        assert reduced.class_to_idx == {"x": 5}
+    with pytest.raises(KeyError):
+        whole.target(0)
+
+
+def test_a_pickled_table_or_view_is_a_handle() -> None:
+    """Neither the table nor a view of it carries the samples along."""
+    table = SampleTable(list(range(5000)), paths=[f"/some/folder/{i}.jpg" for i in range(5000)])
+    assert len(pickle.dumps(table)) < 1000
+    assert len(pickle.dumps(table.pairs)) < 1000
+    assert pickle.loads(pickle.dumps(table.pairs))[4999] == ("/some/folder/4999.jpg", 4999)
+
+
+FORK = multiprocessing.get_context("fork")
+
+
+@pytest.fixture
+def block() -> Any:
+    with Block.create(8) as block:
+        yield block
+
+
+def _hold(locks: ByteLocks, byte: int, is_held: Any, may_end: Any) -> None:
+    with locks.hold(byte):
+        is_held.set()
+        may_end.wait()
+
+
+def test_a_byte_is_held_by_one_thread_at_a_time(block: Block) -> None:
+    """Additions that would be lost without the lock are all there."""
+    locks, total = ByteLocks(block), [0]
+
+    def add() -> None:
+        for _ in range(300):
+            with locks.hold(3):
+                seen = total[0]
+                os.stat(".")  # lets go of the GIL
+                total[0] = seen + 1
+
+    threads = [threading.Thread(target=add) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert total == [1200]
+
+
+@pytest.mark.parametrize("pickled", [False, True])
+def test_a_byte_is_held_by_one_process_at_a_time(block: Block, pickled: bool) -> None:
+    """Another process waits for the same byte and not for another one, also where it got the locks as a pickle."""
+    locks = ByteLocks(block)
+    theirs = pickle.loads(pickle.dumps(locks)) if pickled else locks
+    is_held, may_end = FORK.Event(), FORK.Event()
+    process = FORK.Process(target=_hold, args=(theirs, 3, is_held, may_end))
+    process.start()
+    assert is_held.wait(10)
+    with locks.hold(4):
+        pass
+    got_it = threading.Event()
+    waiting = threading.Thread(target=_hold, args=(locks, 3, got_it, may_end))
+    waiting.start()
+    assert not got_it.wait(0.2)
+    may_end.set()
+    assert got_it.wait(10)
+    waiting.join()
+    process.join()
+
+
+def test_a_killed_holder_lets_go(block: Block) -> None:
+    """Kill -9 of the process that holds a byte frees it."""
+    locks = ByteLocks(block)
+    is_held, never = FORK.Event(), FORK.Event()
+    process = FORK.Process(target=_hold, args=(locks, 0, is_held, never))
+    process.start()
+    assert is_held.wait(10)
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGKILL)
+    with locks.hold(0):
+        pass
+    process.join()
+
+
+def test_a_forked_process_does_not_hold_what_its_parent_holds(block: Block) -> None:
+    """Its own threads get a byte that a thread of the parent held when it forked, once that lets go."""
+    locks = ByteLocks(block)
+    is_held, may_end = FORK.Event(), FORK.Event()
+    may_end.set()
+    with locks.hold(0):
+        process = FORK.Process(target=_hold, args=(locks, 0, is_held, may_end))
+        process.start()
+        assert not is_held.wait(0.2)
+    assert is_held.wait(10)
+    process.join()
+    assert process.exitcode == 0
+
+
+def test_an_error_lets_go(block: Block) -> None:
+    """An exception while a byte is held frees it."""
+    locks = ByteLocks(block)
+    with pytest.raises(ZeroDivisionError), locks.hold(0):
+        raise ZeroDivisionError
+    with locks.hold(0):
+        pass
