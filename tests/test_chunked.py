@@ -7,6 +7,7 @@ import gc
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -476,8 +477,10 @@ class Killing(Squares):
     """Squares of which one ends the worker that reads it."""
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        if index == 21 and threading.current_thread() is threading.main_thread() and os.getppid() == self.parent:
-            os.kill(os.getpid(), signal.SIGKILL)
+        if index in (0, 21) and threading.current_thread() is threading.main_thread() and os.getppid() == self.parent:
+            time.sleep(0.3)  # the other worker gets and prepares the samples of all later batches
+            if index == 21:
+                os.kill(os.getpid(), signal.SIGKILL)
         return super().__getitem__(index)
 
     parent = os.getpid()

@@ -82,6 +82,13 @@ class Chunk:
     def has(self, batch: int) -> bool:
         return all(position in self.parts or position in self.errors for position in self.batches[batch])
 
+    def cut(self) -> list[int]:
+        """Let go of the first batch that has samples missing, and of all after it; return their numbers."""
+        rest = list(dropwhile(self.has, sorted(self.batches)))
+        for number in rest:
+            del self.batches[number]
+        return rest
+
 
 class Samples:
     """How a dataset's samples are brought into memory and dropped.
@@ -104,7 +111,7 @@ class Samples:
         self.on_disk = [store for store in stores if isinstance(store, DiskStore)]
         road = dataset.unkept_path() if kept is None else ReadPath(source=kept, prepare=Steps(()))
         assert road is not None
-        self._road, self._found = road, forecast(road.source, road.prepare)
+        self._path, self._found = road, forecast(road.source, road.prepare)
         for store in self.on_disk:
             store.release()  # it is no memory that is in use: chunks will be there in its place
         codecs = {getattr(store, "codec", dataset.storage_plan.codec or "raw") for store in stores}
@@ -183,7 +190,7 @@ class Samples:
             store.bring(index_B)
         if not self.is_copied:
             return self._check(index_B)
-        road = WritePath(self._road.source, self._road.prepare, tuple(self._slots[task.slot]))
+        road = WritePath(self._path.source, self._path.prepare, tuple(self._slots[task.slot]))
         try:
             return [self._prepare(road, position) for position in task.positions]
         finally:
@@ -283,14 +290,14 @@ class Residency:
         self._open: list[Chunk] = []
         self._ended: BaseException | None = None  # why no more chunks come
         self._is_closed = False
-        self._crew: WorkerPool[list[_Result]] | None = None
+        self._pool: WorkerPool[list[_Result]] | None = None
         self._filler = threading.Thread(target=self._fill, name="fastdata-chunks", daemon=True)
 
     def begin(self, stream: np.ndarray, first_batch: int, epoch: int, seed: int) -> None:
         """Start with a batch of an epoch, whose samples are at the positions of ``stream``: int64, in their order."""
         self._stream, self._epoch, self._seed = stream, epoch, seed
         self._coming: Iterator[int] = iter(range(first_batch, -(-len(stream) // self._batch_size)))
-        self._crew = WorkerPool(self._samples.load, self._workers)
+        self._pool = WorkerPool(self._samples.load, self._workers)
         self._filler.start()
 
     def close(self, reason: str) -> None:
@@ -298,8 +305,8 @@ class Residency:
         with self._changed:
             self._is_closed = True
             self._ended = self._ended or RuntimeError(f"this iterator has no more batches: {reason}")
-            if self._crew is not None:
-                self._crew.kill()
+            if self._pool is not None:
+                self._pool.kill()
             self._changed.notify_all()
         if self._filler.is_alive() and self._filler is not threading.current_thread():
             self._filler.join()
@@ -356,7 +363,7 @@ class Residency:
     # In the thread that brings chunks
 
     def _fill(self) -> None:
-        assert self._crew is not None
+        assert self._pool is not None
         try:
             while numbers := list(islice(self._coming, self._samples.chunk_batches)):
                 with self._changed:
@@ -364,14 +371,16 @@ class Residency:
                     if self._ended is not None:
                         return
                     (slot, *_) = {*range(CHUNKS_HELD)} - {chunk.slot for chunk in self._open}
-                self._bring(self._chunk_of(numbers, slot), self._crew)
+                self._bring(self._chunk_of(numbers, slot), self._pool)
         except BaseException as error:  # noqa: BLE001  # raised where the batches would have come
             with self._changed:
                 self._ended = self._ended or error.with_traceback(None)
+                for chunk in self._open:
+                    chunk.cut()  # batches that are there behind one that never comes are not served in its place
                 self._changed.notify_all()
         finally:
             with self._changed:
-                self._crew.close()
+                self._pool.close()
 
     def _chunk_of(self, numbers: list[int], slot: int) -> Chunk:
         size = self._batch_size
@@ -379,11 +388,11 @@ class Residency:
         positions = np.array([*chain.from_iterable(batches.values())], np.int64)
         return Chunk(slot, np.sort(positions) if self._in_sequence else positions, batches)
 
-    def _bring(self, chunk: Chunk, crew: WorkerPool[list[_Result]]) -> None:
+    def _bring(self, chunk: Chunk, pool: WorkerPool[list[_Result]]) -> None:
         tasks = self._samples.begin(chunk)
         with self._changed:
             self._open.append(chunk)
-        with contextlib.closing(crew.run(tasks)) as finished:
+        with contextlib.closing(pool.run(tasks)) as finished:
             for results in finished:
                 with self._changed:
                     has_changed = [self._samples.enter(chunk, result) for result in results]
@@ -409,9 +418,6 @@ class Residency:
                 )
             log.info("%s; chunks of half as many samples are loaded", lack)
             self._samples.chunk_batches //= 2
-            rest = list(dropwhile(chunk.has, sorted(chunk.batches)))
-            self._coming = chain(rest, self._coming)
-            for number in rest:
-                del chunk.batches[number]
+            self._coming = chain(chunk.cut(), self._coming)
             if not chunk.batches and not chunk.readers:
                 self._open.remove(chunk)
