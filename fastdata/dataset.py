@@ -289,10 +289,10 @@ class PreparedDataset(Dataset[Any]):
                 every, before = (*self._first_steps, self._transform), -len(self._first_steps)
                 whole = plan_transform(every, channels=3, batch_ops=options.batch_ops, prepared=0, first=before)
                 spec = SampleSpec(shape=None, dtype="uint8", form="pil")
-                if whole.is_batched:
-                    output = Program(whole.batch_ops, spec).output((3, 1, 1))
+                decoding = Program(whole.batch_ops, spec)
+                output = decoding.output((3, 1, 1)) if whole.is_batched else None
                 if output is not None:
-                    plan, program = whole, Program(whole.batch_ops, spec)
+                    plan, program = whole, decoding
         self._compiled = _Compiled(plan, program, output, reader, seen)
 
     def _steps(self, plan: TransformPlan) -> tuple[Callable[[Any], Any], ...]:
@@ -889,20 +889,10 @@ class LoaderView:
         return cls(dataset, subset) if isinstance(dataset, PreparedDataset) else None
 
     @property
-    def obstacle(self) -> str | None:
-        """Why whole batches cannot be read; None if they can."""
-        return self.dataset.batch_obstacle
-
-    @property
     def is_filling(self) -> bool:
         """Whether many of the samples will be prepared when they are read, which processes do better than threads."""
-        is_kept = self.obstacle is None and self.dataset.kept is not None
+        is_kept = self.dataset.batch_obstacle is None and self.dataset.kept is not None
         return is_kept and self.dataset.filled_share(self.subset) < MOSTLY_FILLED
-
-    @property
-    def sample_bytes(self) -> int | None:
-        """Size of the image of every sample; None where they differ, or where whole batches cannot be read."""
-        return self.dataset.served_bytes
 
     def visit(self, batches: Iterable[list[int]], epoch: int, base_seed: int) -> Iterator[list[int]]:
         """The batches of an epoch, with what random draws are made from.
@@ -946,31 +936,6 @@ class _VisitedSubset(Subset[Any]):
         if isinstance(indices, IndexBatch):
             return self._behind.__getitems__(indices)
         return super().__getitems__(indices)
-
-
-class LoaderEpochs:
-    """Counts a loader's epochs from 0, for the random draws: those that follow a base seed, from 0 for each."""
-
-    current: int | None = None
-    _set: int | None = None
-
-    def set(self, epoch: int) -> None:
-        self._set = epoch
-
-    def begin(self, epoch: int, dataset: PreparedDataset) -> None:
-        chosen = dataset.epoch if self._set is None else self._set
-        self.current = epoch if chosen is None else chosen
-
-    def resume(self, state: dict[str, Any], dataset: PreparedDataset) -> None:
-        """Go on with the epoch of a loader's state: that one if it has begun, else as ``begin``."""
-        if state["is_begun"]:
-            self.current = state["epoch"]
-        else:
-            self.begin(state["epoch"], dataset)
-
-    def coming(self, *, is_counted_anew: bool = False) -> int:
-        """Number of the epoch that would begin now if none is set."""
-        return 0 if self.current is None or is_counted_anew else self.current + 1
 
 
 # What a device finishes

@@ -29,10 +29,10 @@ from fastdata.chunked.plan import (
     shuffle_quality,
 )
 from fastdata.chunked.residency import Chunk, Residency, Samples
-from fastdata.dataset import CachedDataset, LoaderEpochs, LoaderView
+from fastdata.dataset import CachedDataset, LoaderView
 from fastdata.loader import DataLoader
 from fastdata.loader.epochs import HELD_BY_USER
-from fastdata.loader.resume import Progress, check_state
+from fastdata.loader.resume import LoaderEpochs, Progress, check_state
 from fastdata.memory import parse_bytes
 from fastdata.report import EpochReport, log
 from fastdata.ring import BatchRing
@@ -247,7 +247,7 @@ class ChunkedLoader:
         return shuffle_quality(self._order, epoch, self.batch_size)
 
     def report(self) -> EpochReport:
-        """How the latest epoch went, complete or not; ``.path`` says which road the batches take."""
+        """How the latest epoch went, complete or not; ``.path`` says how batches are read, and why."""
         report, samples, plan = self._loader.report(), self._samples, self.plan
         if samples is None or plan is None:
             return report

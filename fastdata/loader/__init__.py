@@ -17,10 +17,10 @@ from torch.utils.data import dataloader as torch_loader
 
 from fastdata import memory
 from fastdata.batch import collate
-from fastdata.dataset import LoaderEpochs, LoaderView
+from fastdata.dataset import LoaderView
 from fastdata.loader import epochs
 from fastdata.loader.epochs import HELD_BY_USER, Counted, Engine, Tally, TorchView
-from fastdata.loader.resume import Checkpoints, Progress, length_of, undisturbed
+from fastdata.loader.resume import Checkpoints, LoaderEpochs, Progress, length_of, undisturbed
 from fastdata.memory import PinningPlan, budget_bytes, choose_pinning
 from fastdata.report import EpochReport, warn_user
 from fastdata.ring import BatchRing
@@ -54,7 +54,7 @@ class DataLoader(torch_loader.DataLoader[_T_co]):
     - ``in_order``: threads always keep the order.
     - ``workers``: ``"thread"``, ``"process"``, or ``"auto"`` for threads where whole batches are served.
 
-    ``print(loader.report())`` says which road batches take and why, and how the latest epoch went.
+    ``print(loader.report())`` says how batches are read and why, and how the latest epoch went.
 
     Example:
         >>> from fastdata import CachedDataset
@@ -192,7 +192,7 @@ class DataLoader(torch_loader.DataLoader[_T_co]):
         self._epochs.set(epoch)
 
     def report(self) -> EpochReport:
-        """How the latest epoch went, complete or not; ``.path`` says which road the batches take and why."""
+        """How the latest epoch went, complete or not; ``.path`` says how batches are read, and why."""
         return self._tally.report()
 
     def state_dict(self) -> dict[str, Any]:
@@ -266,12 +266,12 @@ class DataLoader(torch_loader.DataLoader[_T_co]):
         served, count = self._served, self.num_workers
         obstacle = self._thread_obstacle()
         if obstacle is not None:
-            road = f"{count} worker process{'es' * (count > 1)} over a shared ring"
-            road = road if count else "torch's engine in the training loop"
-            return Engine(kind="process", path=f"{road}: {obstacle}", workers=count)
+            path = f"{count} worker process{'es' * (count > 1)} over a shared ring"
+            path = path if count else "torch's engine in the training loop"
+            return Engine(kind="process", path=f"{path}: {obstacle}", workers=count)
         serves = "whole batches"
-        if served is None or served.obstacle is not None:
-            serves = "samples one by one" + (f" ({served.obstacle})" if served else "")
+        if served is None or served.dataset.batch_obstacle is not None:
+            serves = "samples one by one" + (f" ({served.dataset.batch_obstacle})" if served else "")
         if count == 0:
             return Engine(kind="thread", path=f"{serves}, read in the training loop: num_workers=0")
         threads = min(count, memory.usable_cores())
@@ -293,12 +293,12 @@ class DataLoader(torch_loader.DataLoader[_T_co]):
             return f"{type(self.dataset).__name__} is no fastdata dataset"
         if self.num_workers > 0 and self._served.is_filling:
             return "samples are prepared on their first read"
-        return self._served.obstacle
+        return self._served.dataset.batch_obstacle
 
     def _choose_pinning(self, asked: bool | Literal["auto"]) -> PinningPlan:
         if asked != "auto":
             return PinningPlan(pin=asked, reason="", is_own_choice=False)
-        sample_bytes = self._served.sample_bytes if self._served else None
+        sample_bytes = self._served.dataset.served_bytes if self._served else None
         batch_bytes = None if sample_bytes is None or self.batch_size is None else sample_bytes * self.batch_size
         under_way = max(1, self.num_workers * (self.prefetch_factor or 0)) + 1
         return choose_pinning(

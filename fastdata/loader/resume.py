@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch.utils import data as torch_data
 
-from fastdata.dataset import LoaderEpochs, LoaderView
+from fastdata.dataset import LoaderView, PreparedDataset
 
 VERSION = 3
 
@@ -94,6 +94,31 @@ class Progress:
 
     def hand_over(self, mark: Progress) -> None:
         self.handed = mark
+
+
+class LoaderEpochs:
+    """Counts a loader's epochs from 0, for the random draws: those that follow a base seed, from 0 for each."""
+
+    current: int | None = None
+    _set: int | None = None
+
+    def set(self, epoch: int) -> None:
+        self._set = epoch
+
+    def begin(self, epoch: int, dataset: PreparedDataset) -> None:
+        chosen = dataset.epoch if self._set is None else self._set
+        self.current = epoch if chosen is None else chosen
+
+    def resume(self, state: dict[str, Any], dataset: PreparedDataset) -> None:
+        """Go on with the epoch of a loader's state: that one if it has begun, else as ``begin``."""
+        if state["is_begun"]:
+            self.current = state["epoch"]
+        else:
+            self.begin(state["epoch"], dataset)
+
+    def coming(self, *, is_counted_anew: bool = False) -> int:
+        """Number of the epoch that would begin now if none is set."""
+        return 0 if self.current is None or is_counted_anew else self.current + 1
 
 
 class Checkpoints:

@@ -100,7 +100,7 @@ class DeviceOps:
             program = self._compiled[1]
         is_mirrored = is_on_device and program is not None and program.host is None
         stored_bytes = math.prod(program.sent_shape) if program else 0
-        served_bytes = self._served.sample_bytes or 0
+        served_bytes = self._served.dataset.served_bytes or 0
         reason = fallback_reason(
             self._asked, obstacle, stored_bytes=stored_bytes, served_bytes=served_bytes, is_mirrored=is_mirrored
         )
