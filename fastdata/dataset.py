@@ -14,6 +14,7 @@ import math
 import os
 import pickle
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
@@ -196,6 +197,10 @@ class PreparedDataset(Dataset[Any]):
     """Where ``__getitems__`` takes memory from; set in worker processes."""
     options: Options
     _samples: KeptSamples | Source
+    _source: Source | None = None
+    """What samples were read from, to prepare them again for another transform; copies elsewhere do not know it."""
+    _views: weakref.WeakSet[PreparedDataset]
+    """The datasets over the same kept samples; the last one to be closed gives their memory back."""
     table: SampleTable | None
     """Paths and targets; None where they are asked of the source."""
     _visits: SharedVisits
@@ -221,14 +226,16 @@ class PreparedDataset(Dataset[Any]):
         *,
         prepare: Callable[[Any], Any] | None = None,
         table: SampleTable | None = None,
-        listing: Listing | None = None,
-        root: str = "",
     ) -> None:
-        """Choose the storage and fill it; ``listing`` and ``root`` are the files and their folder, for a cache."""
+        """Choose the storage and fill it; the table has paths and targets where they are known beforehand."""
         self.options, self._transform, self.target_transform = options, transform, target_transform
         resize = None if options.resize is None else Resize(options.resize)
         self._first_steps = tuple(step for step in (prepare, resize) if step is not None)
-        plan = self._split(transform, batch_ops=options.batch_ops)
+        self._prepare(source, table)
+
+    def _prepare(self, source: Source, table: SampleTable | None) -> None:
+        options, self._source = self.options, source
+        plan = self._split(self._transform, batch_ops=options.batch_ops)
         steps, path = self._steps(plan), self._path(source, plan)
         self._is_upright = "exif_transpose" in map(known_name, steps)
         if options.cache_dir is None or len(source) == 0:
@@ -239,16 +246,20 @@ class PreparedDataset(Dataset[Any]):
             else:
                 opened = describe_dataset(cast("DatasetSource", source).dataset, options.cache_key)
             text = describe_steps(steps, options.cache_key)
+            listing, root = self._list_files(source)
             prepared = prepare_on_disk(path, options, table, opened=opened, steps=text, listing=listing, root=root)
-        if prepared.contents is not None:
-            self._stored_after = len(plan.prepare), plan.prepare_key()
+        self._stored_after = None if prepared.contents is None else (len(plan.prepare), plan.prepare_key())
         self._serve(prepared, source, table)
+
+    def _list_files(self, source: Source) -> tuple[Listing | None, str]:
+        """The files of a source and their folder, for a cache; nothing where samples are no files."""
+        return None, ""
 
     def _serve(self, prepared: Prepared, source: Source, table: SampleTable | None) -> None:
         """Serve what is kept, else the source, whose paths and targets the table has where they are known."""
         self.storage_plan, self.skipped, kept = prepared.storage_plan, prepared.skipped, prepared.contents
         self._samples, self.table = (source, table) if kept is None else (kept, kept.table)
-        self._visits = SharedVisits(self.sample_count)
+        self._visits, self._views = SharedVisits(self.sample_count), weakref.WeakSet([self])
         self._compile()
         advice = self._resize_advice()
         if advice:
@@ -262,7 +273,8 @@ class PreparedDataset(Dataset[Any]):
         if key is not None and plan.prepare_key() != key:
             raise ValueError(
                 f"samples are stored after {key or 'no step'}, but the transform now begins with "
-                f"{plan.prepare_key() or 'none'}. Give it the same first steps, or make a new dataset."
+                f"{plan.prepare_key() or 'none'}. Give it the same first steps, or assign another transform to "
+                "dataset.transform in the process that made the dataset, which prepares samples again."
             )
         return plan
 
@@ -308,7 +320,7 @@ class PreparedDataset(Dataset[Any]):
 
     def _origin(self) -> Source:
         """What samples were read from, where that is still known, else the kept samples."""
-        return self._samples
+        return self._source or self._samples
 
     @property
     def _decodes_itself(self) -> bool:
@@ -564,9 +576,60 @@ class PreparedDataset(Dataset[Any]):
 
     @transform.setter
     def transform(self, transform: Callable[[Any], Any] | None) -> None:
-        self._split(transform)
-        self._transform = transform
-        self._compile()
+        before, self._transform = self._transform, transform
+        try:
+            if self._is_to_prepare_again():
+                self._prepare_again()
+            else:
+                self._compile()
+        except BaseException:
+            self._transform = before
+            raise
+
+    def with_transform(self, transform: Callable[[Any], Any] | None) -> Self:
+        """The same samples under another transform: a second view of one store, as for training and validation.
+
+        A transform that begins with other steps than those that samples are stored after gets a store of its own. The
+        memory is given back when the last view is closed or let go.
+
+        Example:
+            >>> import torch
+            >>> squares = [(torch.full((3, 4, 4), i, dtype=torch.uint8), i * i) for i in range(5)]
+            >>> with CachedDataset(squares, progress=False) as train:
+            ...     val = train.with_transform(lambda image: image / 2)
+            ...     print(train[3][0].max().item(), val[3][0].max().item())
+            3 1.5
+        """
+        other = self._copied()
+        other._visits = SharedVisits(self.sample_count)
+        self._views.add(other)
+        other.transform = transform
+        return other
+
+    def _is_to_prepare_again(self) -> bool:
+        """Whether samples are stored after steps that the transform does not begin with, or none is stored yet."""
+        if self._stored_after is None:
+            return False
+        count, stored_key = self._stored_after
+        if plan_transform(self._transform, prepared=count).prepare_key() != stored_key:
+            return True
+        is_empty = self._source is not None and self.filled_share() == 0
+        return is_empty and plan_transform(self._transform).prepare_key() != stored_key
+
+    def _prepare_again(self) -> None:
+        source, stored = self._origin(), self._stored_after
+        if source is self._samples or stored is None:
+            self._compile()  # which says what is wrong
+            return
+        if self.filled_share() > 0:
+            first = ", ".join(map(repr, self.plan.prepare))
+            log.warning("samples are prepared again: the new transform does not begin with %s", first)
+        table, self._stored_after = self.table if isinstance(source, FileSource) else None, None
+        self._views.discard(self)
+        self._gone = "the dataset could not be prepared again for another transform; create it anew"
+        self._samples = source  # lets go of the store before room for the next one is looked for
+        self._prepare(source, table)
+        self._gone = ""
 
     @property
     def targets(self) -> ListView[Any]:
@@ -627,10 +690,14 @@ class PreparedDataset(Dataset[Any]):
 
     def served_from(self, kept: KeptSamples) -> Self:
         """This dataset over other memory of the same samples, such as some of them; never closed itself."""
-        other = type(self).__new__(type(self))
-        other.__dict__.update(self.__dict__)
+        other = self._copied()
         other._samples = kept
         other._compile()
+        return other
+
+    def _copied(self) -> Self:
+        other = type(self).__new__(type(self))
+        other.__dict__.update(self.__dict__)
         return other
 
     def storage_report(self) -> StorageReport:
@@ -663,9 +730,10 @@ class PreparedDataset(Dataset[Any]):
         self._visits.restart(epoch)
 
     def close(self) -> None:
-        """Give the memory back; batches already served stay valid. Idempotent."""
+        """Give the memory back, unless other views are open; batches already served stay valid. Idempotent."""
+        self._views.discard(self)
         opened = self.table if self.kept is None else self.kept
-        if opened is not None:
+        if opened is not None and not self._views:
             opened.close()
         self._visits.close()
         self._gone = "the dataset was closed; create it again to read from it"
@@ -678,7 +746,7 @@ class PreparedDataset(Dataset[Any]):
 
     def __getstate__(self) -> dict[str, Any]:
         self.refresh()  # what a copy cannot serve is said here, not where it is opened
-        derived = ("_compiled", "skipped", "batch_ring")
+        derived = ("_compiled", "skipped", "batch_ring", "_source", "_views")
         state = {name: value for name, value in self.__dict__.items() if name not in derived}
         stores = self.kept.stores if self.kept else ()
         state["_imported"] = [tensor_class(store.spec.form) for store in stores]
@@ -692,7 +760,7 @@ class PreparedDataset(Dataset[Any]):
         del state["_imported"]  # unpickling it has imported what samples are
         sent = state.pop("_sent", None)
         self.__dict__.update(state)
-        self.skipped = []
+        self.skipped, self._views = [], weakref.WeakSet([self])
         try:
             self.__dict__.update({} if sent is None else pickle.loads(sent))
             self._compile()
@@ -755,14 +823,15 @@ class CachedDataset(PreparedDataset):
         source = DatasetSource(dataset)
         if chosen.storage != "none":
             _refuse_frozen_draws(dataset)
-        root, listing = "", None
-        if chosen.cache_dir is not None:
-            paths = [path for index in range(len(source)) if (path := source.path(index)) is not None]
-            if paths and len(paths) == len(source):
-                with contextlib.suppress(ValueError):  # relative paths and others, or several drives: no common folder
-                    root = os.path.commonpath({os.path.dirname(path) for path in paths})
-                listing = list_paths(paths, root)
-        self._build(source, chosen, transform, target_transform, prepare=prepare, listing=listing, root=root)
+        self._build(source, chosen, transform, target_transform, prepare=prepare)
+
+    def _list_files(self, source: Source) -> tuple[Listing | None, str]:
+        root, paths = "", [path for index in range(len(source)) if (path := source.path(index)) is not None]
+        if not paths or len(paths) < len(source):
+            return None, ""
+        with contextlib.suppress(ValueError):  # relative paths and others, or several drives: no common folder
+            root = os.path.commonpath({os.path.dirname(path) for path in paths})
+        return list_paths(paths, root), root
 
     @classmethod
     def from_cache(

@@ -6,12 +6,12 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from fastdata.cache import list_paths
+from fastdata.cache import Listing, list_paths
 from fastdata.dataset import DatasetOptions, PreparedDataset, show_options
 from fastdata.images import IMAGE_EXTENSIONS, load_image
 from fastdata.prepare import Options
 from fastdata.shared import SampleTable
-from fastdata.sources import FileSource, find_classes, read_manifest, scan_folder
+from fastdata.sources import FileSource, Source, find_classes, read_manifest, scan_folder
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -43,10 +43,12 @@ class _ImageFiles(PreparedDataset):
     ) -> None:
         self._fast_decode = fast_decode
         self._open_by(loader or load_image)
-        table, root = SampleTable(targets, paths=paths, class_to_idx=class_to_idx), os.fspath(self.root)
-        self.table = table
-        listing = None if options.cache_dir is None else list_paths(paths, root)
-        self._build(self._origin(), options, transform, target_transform, table=table, listing=listing, root=root)
+        self.table = SampleTable(targets, paths=paths, class_to_idx=class_to_idx)
+        self._build(self._origin(), options, transform, target_transform, table=self.table)
+
+    def _list_files(self, source: Source) -> tuple[Listing | None, str]:
+        root = os.fspath(self.root)
+        return list_paths(self.table.all_paths(), root), root
 
     def _origin(self) -> FileSource:
         return FileSource(self.table.paths, self.table.targets, self._loader)

@@ -28,7 +28,7 @@ from fastdata import (
     collate,
 )
 from fastdata.dataset import DatasetOptions
-from fastdata.errors import StoreGoneError
+from fastdata.errors import SampleError, StoreGoneError
 from leftovers import open_descriptors
 
 CROP = v1.Compose([v1.RandomCrop((4, 3)), v1.RandomHorizontalFlip(), v1.ToTensor()])
@@ -363,13 +363,61 @@ def test_a_changed_list_is_collated_as_it_is() -> None:
         assert collate(batch)[0][:, 0].tolist() == [2, 1, 0]
 
 
-def test_a_transform_may_be_replaced_if_it_begins_alike() -> None:
-    """A new transform with the same prepare part takes effect; another prepare part is refused."""
+def test_a_transform_that_begins_alike_is_served_from_the_same_store(caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing is prepared again where only what follows the stored steps is another."""
     with cached(Images(4), transform=v1.Compose([v1.Resize((4, 4)), v1.RandomCrop(3), v1.ToTensor()])) as dataset:
+        stores = dataset.kept.stores
         dataset.transform = v1.Compose([v1.Resize((4, 4)), v1.ToTensor()])
         assert dataset[0][0].shape == (3, 4, 4)
-        with pytest.raises(ValueError, match=r"stored after .*Resize.*begins with .*Grayscale"):
-            dataset.transform = v1.Compose([v1.Grayscale(), v1.ToTensor()])
+        assert dataset.kept.stores is stores
+        assert not caplog.records
+
+
+def test_a_transform_that_begins_otherwise_has_samples_prepared_again(caplog: pytest.LogCaptureFixture) -> None:
+    """Samples and batches are then those of a dataset made with it, and one line says so."""
+    other = v1.Compose([v1.Grayscale(), v1.Resize((2, 3)), v1.ToTensor()])
+    with (
+        cached(Images(4), transform=v1.Compose([v1.Resize((4, 4)), v1.ToTensor()])) as dataset,
+        cached(Images(4), transform=other) as wanted,
+    ):
+        dataset.transform = other
+        assert "samples are prepared again: the new transform does not begin with Resize" in caplog.text
+        assert str(dataset.plan) == str(wanted.plan)
+        assert all(torch.equal(mine[0], theirs[0]) for mine, theirs in zip(dataset, wanted, strict=True))
+        assert torch.equal(dataset.__getitems__([2, 0]).stacked[0], wanted.__getitems__([2, 0]).stacked[0])
+        assert dataset.targets == wanted.targets
+
+
+def test_a_dataset_that_cannot_be_prepared_again_says_so() -> None:
+    """The error is raised where the transform is assigned, and by each read after it."""
+    images = Images(4)
+    with cached(images, transform=v1.Resize((4, 4))) as dataset:
+        del images.sizes
+        with pytest.raises(SampleError, match="sizes"):
+            dataset.transform = v1.Resize((5, 5))
+        with pytest.raises(StoreGoneError, match="could not be prepared again"):
+            dataset[0]
+
+
+def test_two_views_serve_one_store() -> None:
+    """Each has its own transform; the memory is given back with the last of them."""
+    train = cached(Images(4), transform=v1.Compose([v1.Resize((4, 4)), v1.RandomHorizontalFlip(1), v1.ToTensor()]))
+    val = train.with_transform(v1.Compose([v1.Resize((4, 4)), v1.ToTensor()]))
+    assert val.kept is train.kept
+    assert torch.equal(train[1][0].flip(-1), val[1][0])
+    train.close()
+    with pytest.raises(StoreGoneError):
+        train[1]
+    assert val[1][0].shape == (3, 4, 4)
+    val.close()
+    assert val.kept.stores[0].file.closed
+
+
+def test_a_view_that_begins_otherwise_has_a_store_of_its_own() -> None:
+    """The first view goes on serving what it did."""
+    with cached(Images(4), transform=v1.Resize((4, 4))) as train, train.with_transform(v1.Resize((2, 2))) as val:
+        assert (train[0][0].size, val[0][0].size) == ((4, 4), (2, 2))
+        assert val.kept is not train.kept
 
 
 def test_without_storage_nothing_is_read_before_it_is_asked_for() -> None:

@@ -45,6 +45,19 @@ def test_it_has_torchvisions_face(image_folder: Folder, storage: Any) -> None:
         assert ours.find_classes(str(root)) == theirs.find_classes(str(root))
 
 
+def test_before_images_are_prepared_a_transform_that_is_assigned_decides_what_is_stored(image_folder: Folder) -> None:
+    """Nothing is lost then, so that the dataset is as if it had been made with it."""
+    root = image_folder(size=(15, 11))
+    with (
+        ImageFolder(str(root), v1.Resize((9, 9)), progress=False) as late,
+        ImageFolder(str(root), v1.Compose([v1.Resize((9, 9)), v1.CenterCrop(7)]), progress=False) as at_once,
+    ):
+        late.transform = at_once.transform
+        assert late.plan.prepare == at_once.plan.prepare
+        assert (late.samples, late.classes) == (at_once.samples, at_once.classes)
+        assert np.array_equal(_pixels(late[1][0]), _pixels(at_once[1][0]))
+
+
 @pytest.mark.parametrize("storage", ["shared", "none"])
 @pytest.mark.parametrize(
     "transform",

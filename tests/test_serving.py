@@ -364,7 +364,7 @@ def test_stored_steps_changed_in_place_are_refused() -> None:
         ]
         for read in reads:
             with pytest.raises(
-                ValueError, match=r"stored after .*CenterCrop.*4, 6.* now begins with .*2, 2.*new dataset"
+                ValueError, match=r"stored after .*CenterCrop.*4, 6.* now begins with .*2, 2.*assign another transform"
             ):
                 read()
         steps[0].size = (4, 6)
