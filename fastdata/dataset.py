@@ -48,6 +48,7 @@ from fastdata.images import (
     Resize,
     SampleSpec,
     decode_pixels,
+    decoded_shape,
     decoder_of,
     present,
     tensor_class,
@@ -168,6 +169,7 @@ class _Compiled(NamedTuple):
 
     plan: TransformPlan
     program: Program | None  # runs the batch ops; None where there are none
+    last: Program | None  # runs the batch ops after steps that are not known
     output: tuple[tuple[int, ...], np.dtype[Any]] | None  # of every sample served; None where they differ
     reader: ReadPath | None  # of single samples that are kept nowhere
     seen: Any  # of the transform, to notice steps that are changed in place
@@ -294,7 +296,8 @@ class PreparedDataset(Dataset[Any]):
             elif spec.is_dense:
                 output = shape, np.dtype(spec.dtype)
         else:
-            plan = self._split(self._transform, batch_ops="off")
+            known = "last" if options.batch_ops == "auto" and core.obstacle() is None else "off"
+            plan = self._split(self._transform, batch_ops=known)
             self._is_upright = "exif_transpose" in map(known_name, self._steps(plan))
             reader = self._path(samples, plan, pixels_only=False)
             if self._decodes_itself and self.transforms is None and core.obstacle() is None:
@@ -305,7 +308,8 @@ class PreparedDataset(Dataset[Any]):
                 output = decoding.output((3, 1, 1)) if whole.is_batched else None
                 if output is not None:
                     plan, program = whole, decoding
-        self._compiled = _Compiled(plan, program, output, reader, seen)
+        last = Program(plan.last_ops, SampleSpec(shape=None, dtype="uint8", form="pil")) if plan.last_steps else None
+        self._compiled = _Compiled(plan, program, last, output, reader, seen)
 
     def _steps(self, plan: TransformPlan) -> tuple[Callable[[Any], Any], ...]:
         return (*self._first_steps, *plan.prepare)
@@ -382,11 +386,33 @@ class PreparedDataset(Dataset[Any]):
         batch, compiled = self._visit(indices), self._compiled
         if self._serving_obstacle is None:
             return self.sample_batch(batch, self.batch_ring)
-        if compiled.program is None or compiled.output is None or self.kept is None or self.transforms is not None:
+        if self.transforms is not None:
             return [self._pair(batch, k) for k in range(len(batch))]
-        images = self._read_images(batch, None)  # what comes before the first step that is not served
-        finish, positions = compiled.plan.finish_sample, batch.positions.tolist()
-        return [(finish(self._shown(image)), self._target(i)) for image, i in zip(images, positions, strict=True)]
+        if compiled.program is None or compiled.output is None or self.kept is None:
+            samples, targets = map(list, zip(*(self._read(batch, k) for k in range(len(batch))), strict=True))
+        else:  # what comes before the first step that is not served
+            samples = [self._shown(image) for image in self._read_images(batch, None)]
+            targets = [self._stored_target(index) for index in batch.positions.tolist()]
+        samples = [compiled.plan.run_unknown(sample) for sample in samples]
+        if self.target_transform is not None:
+            targets = [self.target_transform(target) for target in targets]
+        images = self._run_last(samples, batch, self.batch_ring)
+        if images is not None:
+            return SampleBatch(images, collate_targets(targets), targets, tensor_class(compiled.plan.last_kind))
+        return list(zip(map(compiled.plan.run_last, samples), targets, strict=True))
+
+    def _run_last(self, samples: Sequence[Any], batch: IndexBatch, ring: BatchRing | None) -> torch.Tensor | None:
+        """Run the batch ops behind steps that are not known on what these give; None where that is not for them."""
+        last, shapes = self._compiled.last, {decoded_shape(sample) for sample in samples}
+        shape = shapes.pop() if last is not None and len(shapes) == 1 else None
+        output = None if last is None or shape is None else last.output(shape, is_of_all=True)
+        if last is None or shape is None or output is None:
+            return None
+        decoded = [np.ascontiguousarray(image).reshape(*shape[1:], shape[0]) for image in samples]
+        batch_shape = (len(samples), *output[0])
+        out = np.empty(batch_shape, output[1]) if ring is None else ring.take(batch_shape, output[1])
+        last.run_decoded(decoded, batch.positions, batch.visits, batch.seed, out)
+        return last.as_tensor(out)
 
     def read_batch(self, batch: IndexBatch, ring: BatchRing | None = None) -> list[Any]:
         """Images (B, *shape) and what ``default_collate`` makes of the targets; only if ``batch_obstacle`` is None.
@@ -493,7 +519,8 @@ class PreparedDataset(Dataset[Any]):
             base_seed, reader = worker.seed - worker.id, worker.id - getattr(current_process(), "_identity", (0,))[-1]
         if self.options.seed is not None:
             reader = 0  # all draw from one seed
-        visits_B = self._visits.take(index_B, reader) if self._compiled.program else np.zeros_like(index_B)
+        draws = self._compiled.program or self._compiled.last
+        visits_B = self._visits.take(index_B, reader) if draws else np.zeros_like(index_B)
         return IndexBatch(indices, index_B, visits_B, self.seed_of(base_seed))
 
     def _read_images(self, batch: IndexBatch, ring: BatchRing | None) -> torch.Tensor:
@@ -520,6 +547,19 @@ class PreparedDataset(Dataset[Any]):
             raise sample_error(path, index, cause) from cause
 
     def _pair(self, batch: IndexBatch, k: int) -> tuple[Any, Any]:
+        one, plan = slice(k, k + 1), self.plan
+        sample, target = self._read(batch, k)
+        if self.transforms is not None:
+            transformed: tuple[Any, Any] = self.transforms(sample, target)
+            return transformed
+        sample = plan.run_unknown(sample)
+        alone = IndexBatch([batch[k]], batch.positions[one], batch.visits[one], batch.seed)
+        images = self._run_last([sample], alone, None)
+        sample = plan.run_last(sample) if images is None else images[0].as_subclass(tensor_class(plan.last_kind))
+        return sample, target if self.target_transform is None else self.target_transform(target)
+
+    def _read(self, batch: IndexBatch, k: int) -> tuple[Any, Any]:
+        """A sample as it is before the steps that are not known, and its target before any."""
         index, one = int(batch.positions[k]), slice(k, k + 1)
         kept, program, reader = self.kept, self._compiled.program, self._compiled.reader
         if reader is not None and program is None:
@@ -541,11 +581,7 @@ class PreparedDataset(Dataset[Any]):
                 with kept.naming_damage():
                     pixels = program.run_one(kept.images, index, batch.visits[k], batch.seed)
                 sample = self._shown(program.as_tensor(pixels))
-        if self.transforms is not None:
-            transformed: tuple[Any, Any] = self.transforms(sample, target)
-            return transformed
-        sample = self.plan.finish_sample(sample)
-        return sample, target if self.target_transform is None else self.target_transform(target)
+        return sample, target
 
     def _shown(self, served: torch.Tensor) -> Any:
         """A sample after the batch ops, as the rest of the transform wants it."""

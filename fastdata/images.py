@@ -111,6 +111,13 @@ def to_stored(sample: Any) -> tuple[Array, Form]:
         raise TypeError(f"a tensor of {sample.dtype} cannot be stored: {unsupported}") from unsupported
 
 
+def decoded_shape(sample: Any) -> tuple[int, int, int] | None:
+    """Shape (C, H, W) of a PIL image of 1 or 3 channels of uint8; None of anything else."""
+    if not isinstance(sample, Image.Image) or sample.mode not in ("L", "RGB"):
+        return None
+    return _MODES[sample.mode][0], sample.height, sample.width
+
+
 def is_image(value: Any) -> bool:
     """Whether a value is a PIL image, or numbers in two or more dimensions that are nothing but their values."""
     if isinstance(value, np.ndarray):
@@ -415,6 +422,19 @@ class CenterCrop:
         height, width = self.size
         left, top = _cut_start(image.width, width), _cut_start(image.height, height)
         return image.crop((left, top, left + width, top + height))
+
+
+@dataclass(frozen=True, slots=True)
+class RGB:
+    """Converts PIL images to mode RGB, as ``image.convert("RGB")`` within a transform does."""
+
+    __torchvision_equal__ = "RGB"
+
+    def __call__(self, image: Image.Image) -> Image.Image:
+        return image.convert("RGB")
+
+
+TO_RGB = RGB()
 
 
 def _cut_start(there: int, wanted: int) -> int:

@@ -189,7 +189,7 @@ class Wrapping:
 
 def turn(image: Any) -> Any:
     """Is not known to fastdata."""
-    return image
+    return (image, 0)[0]
 
 
 CROPPED = v1.Compose([v1.RandomResizedCrop(4), v1.ToTensor()])
@@ -317,6 +317,29 @@ def test_another_process_reads_the_same_store(method: str) -> None:
         connection.close()
 
 
+@pytest.mark.parametrize("storage", ["shared", "none"])
+def test_known_steps_behind_an_unknown_one_have_torchvisions_pixels(storage: Any) -> None:
+    """Whole batches are served of what it gives, the same one by one; other than PIL images as is written."""
+
+    def turn(sample: Image.Image) -> Image.Image:
+        return sample.transpose(Image.Transpose.ROTATE_90)
+
+    last = [v1.Resize((7, 8)), v1.CenterCrop(4), v1.ToTensor(), v1.Normalize((0.5,), (0.25,))]
+    steps = v1.Compose([v1.Resize((5, 4)), turn, *last])
+    with cached(Images(6), transform=steps, storage=storage) as dataset:
+        batch = dataset.__getitems__([4, 1])
+        assert isinstance(batch, SampleBatch)
+        for k, index in enumerate((4, 1)):
+            wanted = steps(Images(6)[index][0])
+            assert torch.equal(batch[k][0], wanted)
+            assert torch.equal(dataset[index][0], wanted)
+        assert collate(batch)[1].tolist() == [40, 10]
+        dataset.transform = v1.Compose([v1.Resize((5, 4)), np.array, v1.ToTensor()])
+        batch = dataset.__getitems__([4, 1])
+        assert not isinstance(batch, SampleBatch)
+        assert torch.equal(batch[0][0], dataset.transform(Images(6)[4][0]))
+
+
 def test_per_sample_steps_get_what_they_would_have_got() -> None:
     """An unknown step after known ones gets a PIL image, or a tensor after ToTensor, and runs once per sample."""
     seen: list[Any] = []
@@ -331,7 +354,7 @@ def test_per_sample_steps_get_what_they_would_have_got() -> None:
         assert torch.equal(dataset[3][0], wanted)
         assert isinstance(seen[0], Image.Image)
         batch = dataset.__getitems__([1, 2])
-        assert not isinstance(batch, SampleBatch)
+        assert isinstance(batch, SampleBatch)
         assert len(seen) == 3
         assert dataset.batch_obstacle is not None
         assert "per sample" in dataset.batch_obstacle

@@ -270,7 +270,7 @@ def test_a_step_that_cannot_see_the_orientation_is_told(tmp_path: Path) -> None:
     _save_turned(tmp_path)
 
     def turn(image: Image.Image) -> Image.Image:
-        return ImageOps.exif_transpose(image)
+        return ImageOps.exif_transpose(image).copy()
 
     transform = v1.Compose([v1.CenterCrop((4, 6)), turn, v1.PILToTensor()])
     theirs = TorchvisionFolder(str(tmp_path), transform)

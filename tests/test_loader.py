@@ -364,7 +364,7 @@ def test_other_datasets_take_torchs_road() -> None:
 
 def test_the_road_is_told_with_its_reason(images: CachedDataset) -> None:
     """report().path names engine and reason for every way a loader can be made."""
-    slow = v1.Compose([v1.Lambda(lambda image: image), v1.ConvertImageDtype(torch.float32)])
+    slow = v1.Compose([v1.Lambda(lambda image: +image), v1.ConvertImageDtype(torch.float32)])
     with _images(slow) as per_sample:
         for dataset, options, path in (
             (images, {"num_workers": 1}, "whole batches, read by 1 thread"),

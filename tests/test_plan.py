@@ -13,6 +13,7 @@ from PIL import Image, ImageOps
 from torchvision import transforms as v1
 from torchvision import tv_tensors
 from torchvision.transforms import v2
+from torchvision.transforms._presets import ImageClassification
 
 from fastdata.transforms import TransformPlan, plan_transform, read_center_crop, read_resize
 
@@ -87,10 +88,94 @@ def test_unknown_step_and_all_after_it_run_per_sample() -> None:
     assert "is not a known batch op" in plan.obstacle
 
 
+def test_known_steps_behind_an_unknown_one_are_batch_ops_again() -> None:
+    """They are if the unknown step gets PIL images, and may so give some."""
+    behind = [v1.RandomCrop(4), v1.ToTensor(), v1.Normalize(*NORM)]
+    plan = plan_transform(v1.Compose([v1.Resize(8), MyFlip(), v1.Pad(1), MyFlip(), *behind]))
+    assert (plan.last_steps, plan.last_kind, len(plan.last_ops)) == (3, "tensor", 2)
+    assert plan_transform(v1.Compose([v1.ToTensor(), MyFlip(), v1.Normalize(*NORM)])).last_steps == 0
+    assert plan_transform(v1.Compose([MyFlip(), *behind]), batch_ops="off").last_steps == 0
+
+
+class Reference:
+    """A preset as torchvision's references have them."""
+
+    def __init__(self) -> None:
+        self.transforms = v1.Compose([v1.Resize(8), v1.RandomCrop(4), v1.ToTensor()])
+
+    def __call__(self, image: Any) -> Any:
+        return self.transforms(image)
+
+
+class Forward(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = torch.nn.Sequential(v2.Resize(8), v2.RandomCrop(4)), v1.ToTensor()
+
+    def forward(self, image: Any) -> Any:
+        image = self.first(image)
+        return self.last(image)
+
+
+def around(inner: Any) -> Any:
+    return lambda image: inner(image.convert("RGB"))
+
+
+@pytest.mark.parametrize(
+    ("transform", "prepared"),
+    [
+        (Reference(), ["Resize"]),
+        (Reference().__call__, ["Resize"]),
+        (Forward(), ["Resize"]),
+        (around(Reference()), ["RGB", "Resize"]),
+        (v1.Compose([v1.Lambda(lambda image: image.convert("RGB")), Reference()]), ["RGB", "Resize"]),
+    ],
+    ids=["preset", "method", "module", "lambda", "Lambda"],
+)
+def test_what_only_calls_steps_is_seen_through(transform: Any, prepared: list[str]) -> None:
+    """A callable's steps are those that it calls, if that is all it does."""
+    assert parts(plan_transform(transform)) == (prepared, ["RandomCrop", "ToTensor"], [])
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda image: Reference()(image),
+        lambda image: v1.functional.hflip(image, 1),
+        lambda image, more=1: image,
+        lambda *images: images,
+    ],
+)
+def test_what_does_more_than_to_call_steps_stays_as_it_is(transform: Any) -> None:
+    """A computed value, a second argument or a missing step is the user's own work."""
+    assert plan_transform(transform).per_sample[-1] is not None
+    assert not plan_transform(transform).is_batched
+
+
+def test_a_hidden_step_is_named() -> None:
+    """The reason names the attribute that may hold what is wanted."""
+
+    class Prints(Reference):
+        def __call__(self, image: Any) -> Any:
+            return self.transforms(image) * 1
+
+    assert "does more than to call its 'transforms'; give that itself" in (plan_transform(Prints()).obstacle or "")
+
+
+def test_the_transform_of_weights_is_seen_through() -> None:
+    """weights.transforms() gives the pixels of torchvision's, in batches, and the same steps each time."""
+    preset = ImageClassification(crop_size=4, resize_size=6)
+    plan = plan_transform(preset)
+    assert parts(plan) == (["Resize", "CenterCrop"], ["PILToTensor", "ConvertImageDtype", "Normalize"], [])
+    assert plan_transform(preset).prepare[0] is plan.prepare[0]
+    stepwise = v1.Compose([*plan.prepare, *plan_transform(preset, batch_ops="off").per_sample])
+    assert torch.equal(stepwise(image(9, 12)), preset(image(9, 12)))
+
+
 @pytest.mark.parametrize(
     ("steps", "reason"),
     [
-        ([lambda x: x], "is not a known batch op"),
+        ([lambda x: +x], "is not a known batch op"),
         ([MyFlip()], "is not a known batch op"),
         ([v2.ToImage(), v2.ToDtype({tv_tensors.Image: torch.float32})], "dict of dtypes"),
         ([v2.ToImage(), v2.ToDtype(torch.int32)], "converts to torch.int32"),
@@ -233,12 +318,12 @@ def test_prepare_key_is_the_same_in_every_process(steps: Any) -> None:
 def test_print_shows_the_three_parts() -> None:
     """Each step of the user stands on the line of its part."""
     plan = plan_transform(v1.Compose([v1.Resize(4), v1.RandomCrop(3), v1.ElasticTransform(), v1.ToTensor()]))
-    prepare, batch_ops, per_sample, because = str(plan).split("\n")
+    prepare, batch_ops, per_sample, because, last = str(plan).split("\n")
     assert "Resize(size=4" in prepare
     assert "RandomCrop(size=(3, 3)" in batch_ops
     assert "ElasticTransform" in per_sample
-    assert "ToTensor()" in per_sample
     assert "because ElasticTransform" in because
+    assert "ToTensor()" in last
     assert "served one by one" in str(plan_transform(None))
 
 

@@ -101,6 +101,7 @@ CASES: dict[str, Callable[[Any], Any]] = {
     "ToImage": lambda api: api.ToImage(),
     "ToPureTensor": lambda api: api.ToPureTensor(),
     "Identity": lambda api: api.Identity(),
+    "RGB": lambda api: api.RGB(),
     "ToDtype": lambda api: api.Compose([api.ToImage(), api.ToDtype(torch.float32, scale=True)]),
     "ToDtype, half": lambda api: api.Compose([api.ToImage(), api.ToDtype(torch.float16, scale=True)]),
     "ToDtype, unscaled": lambda api: api.Compose([api.ToImage(), api.ToDtype(torch.float32)]),
@@ -726,7 +727,7 @@ def test_timm_training_transform(timm_data: Any) -> None:
     "step",
     [
         v2.ElasticTransform(),
-        v1.RandomApply([v1.Lambda(lambda image: image)]),
+        v1.RandomApply([v1.Lambda(lambda image: +image)]),
         v1.RandomApply([v1.ToTensor()]),
         v2.RandomZoomOut(),
     ],

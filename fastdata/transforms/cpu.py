@@ -63,15 +63,15 @@ class Program:
     def __reduce__(self) -> tuple[Any, ...]:
         return Program, (self._ops, self._spec)
 
-    def output(self, sample_shape: Shape | None) -> tuple[Shape, np.dtype[Any]] | None:
+    def output(self, sample_shape: Shape | None, *, is_of_all: bool = False) -> tuple[Shape, np.dtype[Any]] | None:
         """Shape and dtype of each served sample; None if the shape is not the same for all of them.
 
-        ``sample_shape`` is that of any stored sample, whose channels count for all.
+        ``sample_shape`` is that of any stored sample, whose channels count for all, or else ``is_of_all`` samples.
 
         Raises:
             ValueError: an op is for another number of channels.
         """
-        stored = self._spec.shape
+        stored = sample_shape if is_of_all else self._spec.shape
         if not self._ops:
             return None if stored is None else (stored, self._dtype)
         if sample_shape is None:

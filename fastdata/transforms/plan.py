@@ -36,6 +36,8 @@ class TransformPlan:
         kind: what a sample is after the batch ops.
         batch_texts: the steps behind ``batch_ops``, as the user wrote them.
         reason: why the first of ``per_sample`` is no batch op; empty if there is none.
+        last_steps: how many steps at the end of ``per_sample`` are known again. Where the steps before them give PIL
+            images, ``last_ops`` run on whole batches in their place, whose samples are of ``last_kind`` then.
     """
 
     prepare: tuple[Step, ...]
@@ -44,6 +46,9 @@ class TransformPlan:
     kind: Form
     batch_texts: tuple[str, ...]
     reason: str
+    last_steps: int = 0
+    last_ops: tuple[Op, ...] = ()
+    last_kind: Form = "pil"
 
     @property
     def is_batched(self) -> bool:
@@ -57,9 +62,19 @@ class TransformPlan:
             return f"{_text(self.per_sample[0])} {self.reason}"
         return "the transform ends with a PIL image" if self.kind == "pil" else None
 
-    def finish_sample(self, sample: Any) -> Any:
-        """Run the per sample part on one sample of ``kind`` that has been through the other two."""
-        for step in self.per_sample:
+    @property
+    def _unknown(self) -> tuple[Step, ...]:
+        return self.per_sample[: len(self.per_sample) - self.last_steps]
+
+    def run_unknown(self, sample: Any) -> Any:
+        """Run the per sample part, but for its last steps, on one sample of ``kind``, after the batch ops."""
+        for step in self._unknown:
+            sample = step(sample)
+        return sample
+
+    def run_last(self, sample: Any) -> Any:
+        """Run the last steps as they are written, on a sample that ``last_ops`` are not for."""
+        for step in self.per_sample[len(self._unknown) :]:
             sample = step(sample)
         return sample
 
@@ -69,7 +84,7 @@ class TransformPlan:
 
     def __str__(self) -> str:
         prepare = ", ".join(map(_text, self.prepare)) or "-"
-        per_sample = ", ".join(map(_text, self.per_sample)) or "-"
+        per_sample = ", ".join(map(_text, self._unknown)) or "-"
         lines = [
             f"prepare, once per sample:     {prepare}",
             f"batch ops, on whole batches:  {', '.join(self.batch_texts) or '-'}",
@@ -77,6 +92,9 @@ class TransformPlan:
         ]
         if self.per_sample:
             lines.append(f"    because {self.obstacle}")
+            if self.last_steps:
+                last = ", ".join(map(_text, self.per_sample[-self.last_steps :]))
+                lines.append(f"after them, on whole batches:  {last}")
         elif self.obstacle:
             lines.append(f"    served one by one, because {self.obstacle}")
         return "\n".join(lines)
@@ -88,7 +106,7 @@ def plan_transform(
     form: Form = "pil",
     dtype: str = "uint8",
     channels: int | None = None,
-    batch_ops: Literal["auto", "off"] = "auto",
+    batch_ops: Literal["auto", "last", "off"] = "auto",
     prepared: int | None = None,
     obstacle: str | None = None,
     first: int = 0,
@@ -100,7 +118,8 @@ def plan_transform(
         form: what the samples are: those of the source or, the same in effect, those in the store.
         dtype: of the stored samples; batch ops know uint8 only.
         channels: of the stored samples, where they are known; colours need 1 or 3.
-        batch_ops: ``"off"`` leaves all but the prepare part to run per sample.
+        batch_ops: ``"off"`` leaves all but the prepare part to run per sample, ``"last"`` all but the known steps at the
+            end.
         prepared: how many of the leading steps samples are stored after, where they are stored already; all others run
             when they are read.
         obstacle: why there are no batch ops on this machine.
@@ -120,8 +139,12 @@ def plan_transform(
         with suppress(UnknownStepError):  # which are of ImageOps, or change nothing of such samples
             state = recognise(step, 0, state)
     state = State(kind=state.kind, channels=channels)
+    last_steps, last = 0, state
     if batch_ops == "off":
         reason = "runs as written, because batch_ops='off'"
+    elif batch_ops == "last":
+        reason = "gets samples that are read one by one"
+        last_steps, last = _read_last(steps, known - 1, first, state)
     elif obstacle is not None:
         reason = f"runs as written, because {obstacle}"
     elif dtype != "uint8":
@@ -132,6 +155,7 @@ def plan_transform(
             known += 1
         except UnknownStepError as unknown:
             reason = str(unknown)
+            last_steps, last = _read_last(steps, known, first, state)
     return TransformPlan(
         prepare=leading,
         batch_ops=(*state.ops, *state.floats),
@@ -139,7 +163,26 @@ def plan_transform(
         kind=state.kind,
         batch_texts=tuple(map(_text, steps[len(leading) : known])),
         reason=reason if steps[known:] else "",
+        last_steps=last_steps,
+        last_ops=(*last.ops, *last.floats) if last_steps else (),
+        last_kind=last.kind,
     )
+
+
+def _read_last(steps: tuple[Step, ...], unknown: int, first: int, before: State) -> tuple[int, State]:
+    """How many steps at the end are known again behind one that is not, if that keeps PIL images; and their ops."""
+    nothing = State(kind="pil", channels=before.channels)
+    if before.kind == "pil":
+        for start in range(unknown + 1, len(steps)):
+            state = nothing
+            try:
+                for at in range(start, len(steps)):
+                    state = recognise(steps[at], first + at, state)
+            except UnknownStepError:
+                continue
+            if state.kind != "pil":
+                return len(steps) - start, state
+    return 0, nothing
 
 
 def read_resize(step: Any) -> tuple[int | tuple[int, int], Literal["bilinear", "bicubic"]] | None:

@@ -6,17 +6,22 @@ stays the user's.
 
 from __future__ import annotations
 
+import dis
+import inspect
 import math
+import sys
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 import numpy as np
 import torch
 
 from fastdata.core import Code
-from fastdata.images import Form
+from fastdata.images import TO_RGB, Form
 from fastdata.transforms import ops as draws
 from fastdata.transforms.augment import (
     Space,
@@ -46,6 +51,9 @@ _RANGES = {"GaussianBlur": "sigma", "JPEG": "quality", "RandomRotation": "degree
 """Those that draw from a range, and the attribute that holds it."""
 _PIL_INTERPOLATIONS = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")
 _TENSOR_INTERPOLATIONS = ("nearest", "nearest-exact", "bilinear", "bicubic")
+_IDLE = {"RESUME", "PUSH_NULL", "PRECALL", "COPY_FREE_VARS", "CACHE", "NOP", "EXTENDED_ARG"}
+"""Bytecode, of some Python or other, that neither makes a value nor takes one."""
+_VARIADIC = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS | inspect.CO_GENERATOR | inspect.CO_COROUTINE
 _FLOATS = {torch.float32: "float32", torch.float64: "float64", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
 
@@ -91,14 +99,112 @@ class State:
 
 
 def flatten(transform: Any) -> tuple[Any, ...]:
-    """List the steps of a transform: of nested Compose and Sequential, of several in a tuple, a single one, or None."""
+    """List the steps of a transform: of nested Compose and Sequential, of several in a tuple, a single one, or None.
+
+    Functions, and objects with a ``__call__`` or ``forward`` of their own, are seen through where they do nothing but
+    call steps one after the other, as a lambda around a Compose and torchvision's reference presets.
+    """
     if transform is None:
         return ()
-    is_nest = type(transform) in (tuple, torch.nn.Sequential)
-    if is_nest or known_name(transform) == "Compose":
-        parts = transform if is_nest else transform.transforms
-        return tuple(step for part in parts for step in flatten(part))
-    return (transform,)
+    parts: Any = transform if type(transform) in (tuple, torch.nn.Sequential) else None
+    name = None if parts is not None else known_name(transform)
+    if name == "Compose":
+        parts = transform.transforms
+    elif name == "ImageClassification":
+        parts = _preset_steps(transform)
+    elif name == "Lambda" and getattr(transform, "types", (object,)) == (object,):
+        parts = _called(transform.lambd)
+    elif name is None and parts is None:
+        parts = _called(transform)
+    return (transform,) if parts is None else tuple(step for part in parts for step in flatten(part))
+
+
+_PRESETS: weakref.WeakKeyDictionary[Any, tuple[Any, ...]] = weakref.WeakKeyDictionary()
+
+
+def _preset_steps(preset: Any) -> tuple[Any, ...]:
+    """The steps of what ``weights.transforms()`` gives, torchvision's transforms/_presets.py; the same at each call."""
+    if preset not in _PRESETS:
+        theirs = sys.modules["torchvision.transforms"]  # which the preset is a part of
+        resize = theirs.Resize(preset.resize_size, interpolation=preset.interpolation, antialias=preset.antialias)
+        convert = theirs.PILToTensor(), theirs.ConvertImageDtype(torch.float)
+        normalize = theirs.Normalize(preset.mean, preset.std)
+        _PRESETS[preset] = (resize, theirs.CenterCrop(preset.crop_size), *convert, normalize)
+    return _PRESETS[preset]
+
+
+def _called(call: Any) -> tuple[Any, ...] | None:
+    """What a callable calls one after the other, where it does nothing else; None where it does or nothing is known."""
+    function, owner = (call.__func__, call.__self__) if isinstance(call, MethodType) else (call, None)
+    if not isinstance(function, FunctionType):
+        kind, owner = type(call), call
+        if isinstance(call, torch.nn.Module):
+            has_hooks = any(value for name, value in vars(call).items() if name.endswith("_hooks"))
+            function = None if has_hooks or "__call__" in vars(kind) else kind.forward
+        else:
+            function = vars(kind).get("__call__")
+    if not isinstance(function, FunctionType):
+        return None
+    paths = _read_calls(function.__code__, owner is not None)
+    try:
+        return None if paths is None else tuple(_look_up(path, function, owner) for path in paths)
+    except LookupError:  # a name that is not defined yet, an attribute that is computed
+        return None
+
+
+def _look_up(path: tuple[str, ...], function: FunctionType, owner: Any) -> Any:
+    scope, *names = path
+    if scope == "convert":
+        return TO_RGB
+    if scope == "closure":
+        cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+        value = cells[names[0]].cell_contents
+    else:
+        value = owner if scope == "self" else function.__globals__[names[0]]
+    for name in names[scope != "self" :]:
+        held = vars(value)
+        value = held[name] if name in held else held["_modules"][name]
+    return value
+
+
+@cache
+def _read_calls(code: CodeType, is_method: bool) -> tuple[tuple[str, ...], ...] | None:
+    """Read bytecode that only hands its argument through calls: the paths of names to what it calls; else None."""
+    if code.co_argcount != 1 + is_method or code.co_kwonlyargcount or code.co_flags & _VARIADIC:
+        return None
+    known: dict[str, Any] = {code.co_varnames[is_method]: []}  # what calls have made of the argument is a list of paths
+    if is_method:
+        known[code.co_varnames[0]] = ("self",)
+    stack: list[Any] = []
+    for step in dis.get_instructions(code):
+        name, value = step.opname, step.argval
+        if name in _IDLE:
+            continue
+        if name.startswith("LOAD_FAST"):
+            stack += [known.get(each) for each in (value if isinstance(value, tuple) else (value,))]
+        elif name in ("LOAD_DEREF", "LOAD_GLOBAL"):
+            stack.append(("closure" if name == "LOAD_DEREF" else "global", value))
+        elif name == "LOAD_CONST":
+            stack.append(value)
+        elif name in ("LOAD_ATTR", "LOAD_METHOD") and isinstance(stack[-1], tuple):
+            stack[-1] = (*stack[-1], value)
+        elif name in ("LOAD_ATTR", "LOAD_METHOD") and isinstance(stack[-1], list) and value == "convert":
+            stack.append("convert")
+        elif name.startswith("CALL") and step.arg == 1:
+            given, called = stack.pop(), stack.pop()
+            if isinstance(called, tuple) and isinstance(given, list):
+                stack.append([*given, called])
+            elif called == "convert" and given == "RGB":
+                stack[-1] = [*stack[-1], ("convert",)]
+            else:
+                return None
+        elif name == "STORE_FAST" and isinstance(stack[-1], list):
+            known[value] = stack.pop()
+        elif name == "RETURN_VALUE":
+            return tuple(stack[-1]) if isinstance(stack[-1], list) else None
+        else:
+            return None
+    return None
 
 
 def fingerprint(transform: Any) -> tuple[Any, ...]:
@@ -176,7 +282,9 @@ def recognise(step: Any, at: int, state: State) -> State:
     """
     reader = READERS.get(known_name(step) or "")
     if reader is None:
-        raise UnknownStepError("is not a known batch op")
+        inner = next((name for name in ("transforms", "transform") if hasattr(step, name)), None)
+        hidden = f", and does more than to call its {inner!r}; give that itself" if inner else ""
+        raise UnknownStepError(f"is not a known batch op{hidden}")
     if state.kind in ("array", "mask", "video"):
         raise UnknownStepError(f"gets {state.kind}s, which are no images to batch ops")
     try:
@@ -294,6 +402,14 @@ def _grayscale(step: Any, at: int, state: State) -> State:
     _refuse(channels not in (1, 3), f"has num_output_channels={channels!r}")
     state = state.add(draws.draw_grayscale, at, channels=channels, domain=domain)
     return state if domain == "v1" and state.channels == 1 else replace(state, channels=channels)
+
+
+def _rgb(step: Any, at: int, state: State) -> State:
+    _refuse(state.channels not in (1, 3), "makes RGB of images whose mode is not known")
+    if state.channels == 3:
+        return state
+    state = state.add(draws.draw_grayscale, at, channels=3, domain=_domain(step, _colours(state)))
+    return replace(state, channels=3)
 
 
 def _permute(step: Any, at: int, state: State) -> State:
@@ -509,6 +625,7 @@ READERS: dict[str, _Reader] = {
     "GaussianBlur": _blur,
     "GaussianNoise": _noise,
     "Grayscale": _grayscale,
+    "RGB": _rgb,
     "RandomAdjustSharpness": _value(Code.SHARPNESS, "sharpness_factor"),
     "RandomAutocontrast": _value(Code.AUTOCONTRAST),
     "RandomChannelPermutation": _permute,
