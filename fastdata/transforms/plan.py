@@ -118,8 +118,8 @@ def plan_transform(
         form: what the samples are: those of the source or, the same in effect, those in the store.
         dtype: of the stored samples; batch ops know uint8 only.
         channels: of the stored samples, where they are known; colours need 1 or 3.
-        batch_ops: ``"off"`` leaves all but the prepare part to run per sample, ``"last"`` all but the known steps at the
-            end.
+        batch_ops: ``"off"`` leaves all but the prepare part to run per sample; ``"last"`` all but that and the known
+            steps at the end.
         prepared: how many of the leading steps samples are stored after, where they are stored already; all others run
             when they are read.
         obstacle: why there are no batch ops on this machine.
