@@ -71,6 +71,7 @@ from fastdata.report import log, warn_user
 from fastdata.ring import BatchRing
 from fastdata.shared import ListView, SampleTable
 from fastdata.sources import DatasetSource, FileSource, Source
+from fastdata.stores.readers import Store
 from fastdata.transforms import TransformPlan, fingerprint, is_same, plan_transform
 from fastdata.transforms.cpu import Program
 from fastdata.transforms.device import DeviceProgram, device_obstacle
@@ -195,6 +196,8 @@ class PreparedDataset(Dataset[Any]):
     transforms: Callable[[Any, Any], Any] | None = None
     epoch: int | None = None
     """As set by ``set_epoch``; None where loaders count theirs."""
+    is_fallback_said = False
+    """Whether a loader has warned of what keeps whole batches from being served."""
     batch_ring: BatchRing | None = None
     """Where ``__getitems__`` takes memory from; set in worker processes."""
     options: Options
@@ -286,9 +289,10 @@ class PreparedDataset(Dataset[Any]):
         if isinstance(samples, KeptSamples):
             spec, shape = samples.images.spec, samples.images.shape(0)
             is_image = len(shape) == 3
-            facts: dict[str, Any] = {"form": spec.form, "dtype": spec.dtype, "obstacle": core.obstacle()}
+            obstacle = "samples have several parts" if samples.is_tuple else core.obstacle()
+            facts: dict[str, Any] = {"form": spec.form, "dtype": spec.dtype, "batch_ops": options.batch_ops}
             facts["channels"] = shape[0] if is_image else None
-            facts["batch_ops"] = options.batch_ops if is_image and not samples.is_tuple else "off"
+            facts["obstacle"] = obstacle or (None if is_image else f"samples have {len(shape)} dimensions")
             plan = self._split(self._transform, **facts)
             if plan.batch_texts:
                 program = Program(plan.batch_ops, spec)
@@ -296,8 +300,8 @@ class PreparedDataset(Dataset[Any]):
             elif spec.is_dense:
                 output = shape, np.dtype(spec.dtype)
         else:
-            known = "last" if options.batch_ops == "auto" and core.obstacle() is None else "off"
-            plan = self._split(self._transform, batch_ops=known)
+            known = "last" if options.batch_ops == "auto" else "off"
+            plan = self._split(self._transform, batch_ops=known, obstacle=core.obstacle())
             self._is_upright = "exif_transpose" in map(known_name, self._steps(plan))
             reader = self._path(samples, plan, pixels_only=False)
             if self._decodes_itself and self.transforms is None and core.obstacle() is None:
@@ -308,6 +312,8 @@ class PreparedDataset(Dataset[Any]):
                 output = decoding.output((3, 1, 1)) if whole.is_batched else None
                 if output is not None:
                     plan, program = whole, decoding
+        if self.transforms is not None:
+            plan = plan_transform(self.transforms, obstacle="it takes sample and target together", prepared=0)
         last = Program(plan.last_ops, SampleSpec(shape=None, dtype="uint8", form="pil")) if plan.last_steps else None
         self._compiled = _Compiled(plan, program, last, output, reader, seen)
 
@@ -444,6 +450,46 @@ class PreparedDataset(Dataset[Any]):
         """Why whole batches cannot be served without Python work per sample; None if they can."""
         own = self.own_reader
         return self._serving_obstacle if own is None else f"{type(self).__name__} has a {own} of its own"
+
+    def fallback_notice(self) -> str:
+        """Which code of the user's own runs on each sample unasked, what that costs and the way back; else empty.
+
+        None of it is run to find out.
+        """
+        own, kept = self.own_reader, self.kept
+        if own is not None:
+            return (
+                f"{type(self).__name__}.{own} is called for each sample. Write what it does as transform= or "
+                "target_transform= instead."
+            )
+        is_asked_for = self.options.batch_ops == "off" or self.transforms is not None
+        if is_asked_for or kept is None or kept.is_tuple or not self.plan.per_sample:
+            return ""
+        rate = self._rate_without_unknown(kept.images)
+        cost = f" Without it one core would serve {rate:,.0f} samples/s." if rate else ""
+        return (
+            f"{self.plan.obstacle}, so that it runs in Python on each sample.{cost} Give it as prepare= if it does the "
+            "same each time, or as CudaPrefetcher(transform=) if it can take whole batches."
+        )
+
+    def _rate_without_unknown(self, store: Store) -> float | None:
+        """Samples a second that one core serves by the steps that are known, measured on a few; None if by none."""
+        plan, shape = self.plan, store.shape(0)
+        steps = flatten(self._transform)
+        known = steps[: len(steps) - len(plan.per_sample)] + steps[len(steps) - plan.last_steps :]
+        facts: dict[str, Any] = {"form": store.spec.form, "dtype": store.spec.dtype, "obstacle": core.obstacle()}
+        whole = plan_transform(known, prepared=len(plan.prepare), channels=shape[0], **facts)
+        program = Program(whole.batch_ops, store.spec) if whole.batch_ops and whole.is_batched else None
+        output = None if program is None else program.output(shape)
+        if program is None or output is None:
+            return None
+        index_B, seconds = np.arange(min(_LOOKED_AT, len(store))), []
+        out = np.empty((len(index_B), *output[0]), output[1])
+        for _ in range(2):
+            start = time.perf_counter()
+            program.run(store, index_B, 0, 0, out)
+            seconds.append(time.perf_counter() - start)
+        return len(index_B) / min(seconds)
 
     @property
     def device_obstacle(self) -> str | None:

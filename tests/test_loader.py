@@ -31,7 +31,7 @@ from torch.utils.data import (
 from torch.utils.data import DataLoader as TorchLoader
 from torchvision import transforms as v1
 
-from fastdata import CachedDataset, DataLoader, memory
+from fastdata import CachedDataset, DataLoader, FastDataWarning, memory
 
 AUGMENT = v1.Compose([v1.RandomCrop((4, 3)), v1.RandomHorizontalFlip(), v1.ConvertImageDtype(torch.float32)])
 
@@ -374,7 +374,12 @@ def test_the_road_is_told_with_its_reason(images: CachedDataset) -> None:
                 {"num_workers": 1, "workers": "process"},
                 "1 worker process over a shared ring: workers='process'",
             ),
-            (images, {"num_workers": 1, "worker_init_fn": print}, "worker_init_fn is for worker processes"),
+            (images, {"num_workers": 1, "worker_init_fn": print}, "by 1 thread; worker_init_fn= is not called"),
+            (
+                images,
+                {"num_workers": 1, "worker_init_fn": print, "collate_fn": list},
+                "worker_init_fn is for worker processes",
+            ),
             (per_sample, {"num_workers": 1}, "the transform works per sample: Lambda"),
             (
                 per_sample,
@@ -383,6 +388,43 @@ def test_the_road_is_told_with_its_reason(images: CachedDataset) -> None:
             ),
         ):
             assert path in DataLoader(dataset, **options).report().path
+
+
+def test_a_lost_fast_path_is_said_once() -> None:
+    """The warning names the step, what its loss costs and the way back, at the line that began the epoch."""
+    steps = [v1.RandomCrop(4), v1.Lambda(lambda image: +image), v1.ConvertImageDtype(torch.float32)]
+    with _images(v1.Compose(steps)) as dataset:
+        text = r"whole: Lambda\(\) is not a known batch op, so that it runs in Python on each sample\. "
+        rate = r"Without it one core would serve [\d,]+ samples/s\. "
+        with pytest.warns(FastDataWarning, match=f"{text}{rate}Give it as prepare=") as said:
+            list(DataLoader(dataset, batch_size=4))
+        assert said[0].filename == __file__
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            list(DataLoader(dataset, batch_size=4))
+
+
+class Own(CachedDataset):
+    """A subclass that reads samples its own way."""
+
+    def __getitem__(self, index: int) -> Any:
+        return super().__getitem__(index)
+
+
+def test_a_reader_of_ones_own_is_said_to_cost_the_fast_path() -> None:
+    """It is named; what the user asked for is not warned of."""
+    samples = [(torch.full((3, 4, 4), i, dtype=torch.uint8), i) for i in range(4)]
+    with Own(samples, progress=False) as own, pytest.warns(FastDataWarning, match=r"Own\.__getitem__ is called"):
+        list(DataLoader(own))
+    transform = v1.Lambda(lambda image: +image)
+    with (
+        warnings.catch_warnings(),
+        CachedDataset(samples, transform=transform, batch_ops="off", progress=False) as asked,
+        CachedDataset(samples, transform=transform, progress=False) as processes,
+    ):
+        warnings.simplefilter("error")
+        list(DataLoader(asked))
+        list(DataLoader(processes, num_workers=1, workers="process"))
 
 
 def test_the_report_counts_the_epoch(images: CachedDataset) -> None:
@@ -459,7 +501,7 @@ def test_ctrl_c_in_the_loop_leaves_at_once() -> None:
     """KeyboardInterrupt ends a process that has reader threads, and nothing is said but the interrupt."""
     script = """
         import os, signal, torch
-        from fastdata import CachedDataset, DataLoader, memory
+        from fastdata import CachedDataset, DataLoader, FastDataWarning, memory
         dataset = CachedDataset([(torch.zeros(3, 64, 64), i) for i in range(500)], progress=False)
         for images, labels in DataLoader(dataset, batch_size=2, num_workers=2):
             os.kill(os.getpid(), signal.SIGINT)

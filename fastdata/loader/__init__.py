@@ -12,12 +12,12 @@ from contextlib import nullcontext
 from typing import Any, Literal, TypeVar
 
 import torch
-from torch.utils.data import Dataset, IterableDataset, Sampler
+from torch.utils.data import Dataset, IterableDataset, Sampler, default_collate
 from torch.utils.data import dataloader as torch_loader
 
 from fastdata import memory
 from fastdata.batch import collate
-from fastdata.dataset import LoaderView
+from fastdata.dataset import LoaderView, PreparedDataset
 from fastdata.loader import epochs
 from fastdata.loader.epochs import HELD_BY_USER, Counted, Engine, Tally, TorchView
 from fastdata.loader.resume import Checkpoints, LoaderEpochs, Progress, length_of, undisturbed
@@ -49,7 +49,8 @@ class DataLoader(torch_loader.DataLoader[_T_co]):
     - ``pin_memory``: ``"auto"`` pins if there is a CUDA or XPU device, batches are large enough to gain from it, and
       all that are under way are a small part of the free memory; ``report()`` says what was decided and why. The
       attribute is True or False. A ``CudaPrefetcher`` pins by itself.
-    - ``worker_init_fn``: called in worker processes only.
+    - ``worker_init_fn``: called in worker processes only; it asks for them where a ``collate_fn`` or a
+      ``target_transform`` of your own may need it.
     - ``persistent_workers``: threads only draw their base seed once, as torch then does.
     - ``in_order``: threads always keep the order.
     - ``workers``: ``"thread"``, ``"process"``, or ``"auto"`` for threads where whole batches are served.
@@ -129,6 +130,7 @@ class DataLoader(torch_loader.DataLoader[_T_co]):
         """
         if self._served:
             self._served.dataset.refresh()
+            self._say_fallback(self._served.dataset)
         is_prefetched = ring is not None
         if ring is None:
             ring = self._ring = self._ring or BatchRing(self.ring_slots(held))
@@ -148,6 +150,13 @@ class DataLoader(torch_loader.DataLoader[_T_co]):
                 iterator = epochs.ThreadIter(view, progress, ring, reader, threads=engine.workers)
         iterator.tally = self._tally = Tally(engine, iterator.ring, self._pinning)
         return iterator
+
+    def _say_fallback(self, served: PreparedDataset) -> None:
+        """Warn once of what keeps a dataset from being served in whole batches, where the user has not asked for it."""
+        notice = "" if served.is_fallback_said or self.workers == "process" else served.fallback_notice()
+        served.is_fallback_said = True
+        if notice:
+            warn_user(f"batches are not served whole: {notice}")
 
     def _iterate_torch(self, view: TorchView, progress: Progress, held: int) -> Counted:
         if self.num_workers == 0:
@@ -276,7 +285,8 @@ class DataLoader(torch_loader.DataLoader[_T_co]):
             return Engine(kind="thread", path=f"{serves}, read in the training loop: num_workers=0")
         threads = min(count, memory.usable_cores())
         capped = f", as many as there are usable cores (num_workers={count})" if threads < count else ""
-        path = f"{serves}, read by {threads} thread{'s' * (threads > 1)}{capped}"
+        uncalled = "; worker_init_fn= is not called, they draw from no global generator" if self.worker_init_fn else ""
+        path = f"{serves}, read by {threads} thread{'s' * (threads > 1)}{capped}{uncalled}"
         return Engine(kind="thread", path=path, workers=threads)
 
     def _thread_obstacle(self) -> str | None:
@@ -286,14 +296,20 @@ class DataLoader(torch_loader.DataLoader[_T_co]):
             return "batch_size=None asks for single samples"
         if self.workers != "auto":
             return "workers='process'" if self.workers == "process" else None
-        init = getattr(self.worker_init_fn, "func", self.worker_init_fn)
-        if init is not None and getattr(init, "__name__", "") != "pl_worker_init_function":  # Lightning's only seeds
-            return "worker_init_fn is for worker processes"
         if self._served is None:
             return f"{type(self.dataset).__name__} is no fastdata dataset"
+        if self.worker_init_fn is not None and not self._draws_alone(self._served.dataset):
+            return "worker_init_fn is for worker processes"
         if self.num_workers > 0 and self._served.is_filling:
             return "samples are prepared on their first read"
         return self._served.dataset.batch_obstacle
+
+    def _draws_alone(self, served: PreparedDataset) -> bool:
+        """Whether nothing of the user's own runs for whole batches that a ``worker_init_fn`` might have prepared."""
+        init = getattr(self.worker_init_fn, "func", self.worker_init_fn)
+        if getattr(init, "__name__", "") == "pl_worker_init_function":  # Lightning's only seeds
+            return True
+        return self.collate_fn in (collate, default_collate) and served.target_transform is None
 
     def _choose_pinning(self, asked: bool | Literal["auto"]) -> PinningPlan:
         if asked != "auto":

@@ -142,11 +142,11 @@ def plan_transform(
     last_steps, last = 0, state
     if batch_ops == "off":
         reason = "runs as written, because batch_ops='off'"
+    elif obstacle is not None:
+        reason = f"runs as written, because {obstacle}"
     elif batch_ops == "last":
         reason = "gets samples that are read one by one"
         last_steps, last = _read_last(steps, known - 1, first, state)
-    elif obstacle is not None:
-        reason = f"runs as written, because {obstacle}"
     elif dtype != "uint8":
         reason = f"gets {dtype} samples, and batch ops know uint8 only"
     while known < len(steps) and not reason:
