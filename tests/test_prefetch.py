@@ -260,6 +260,21 @@ def test_the_thread_minds_no_capture_but_its_own(monkeypatch: pytest.MonkeyPatch
     assert told == [CUDA, 1]  # cudaStreamCaptureModeThreadLocal
 
 
+def test_a_runtime_that_cannot_be_told_is_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where CUDA's function is not found, the log says what to do, and the thread begins all the same."""
+    devices: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: None)
+    monkeypatch.setattr(torch.cuda, "set_device", devices.append)
+    monkeypatch.setattr("ctypes.CDLL", lambda name: None)
+    with caplog.at_level("INFO", logger="fastdata"):
+        CudaBackend(CUDA).begin_thread()
+    assert devices == [CUDA]
+    (message,) = caplog.messages
+    assert "cudaThreadExchangeStreamCaptureMode is not found: capture CUDA graphs before iter()" in message
+
+
 # How it ends
 
 

@@ -44,7 +44,7 @@ class PrefetchReport(EpochReport):
     """How the latest epoch of a prefetcher went, complete or not.
 
     Batches, samples and times are those of the training loop; ``wait_s`` is how long it waited for the prefetcher.
-    What the loader says of itself (road, engine, workers, memory) is the loader's.
+    What the loader says of itself (path, engine, workers, memory) is the loader's.
 
     Args:
         devices: where batches went; ``("cpu",)`` where nothing was moved.
