@@ -399,6 +399,18 @@ def test_an_exception_comes_after_the_batches_before_it(backend: RecordingBacken
     assert [number for _, number in batches] == [3, 4]
 
 
+def test_nothing_is_read_behind_an_exception_until_the_loop_asks(backend: RecordingBackend) -> None:
+    """The thread has ended by then: a loop that gives up waits for no further batch of a slow loader."""
+    loader = Loader(5, fail_at=2)
+    batches = iter(on_device(loader, backend))
+    for _ in range(2):
+        next(batches)
+    with pytest.raises(LookupError, match="batch 2 is missing"):
+        next(batches)
+    assert (loader.read, prefetch_threads()) == (2, [])
+    del batches
+
+
 def test_a_failed_epoch_keeps_nothing_alive(backend: RecordingBackend) -> None:
     """Without the cycle collector, thread and batches go with the iterator and the exception."""
     loader = Loader(5, fail_at=2)

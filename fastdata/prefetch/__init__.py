@@ -78,29 +78,10 @@ class Epoch(Iterator[Any]):
 
     def __init__(self, feed: Feed, hand_out: Callable[[list[Any]], Any]) -> None:
         self._feed, self._hand_out = feed, hand_out  # which keeps the prefetcher alive
-        self._end = weakref.finalize(self, feed.stop)
+        self.close = weakref.finalize(self, feed.stop)
 
     def __next__(self) -> Any:
-        if not self._end.alive:
-            raise StopIteration
-        try:
-            outcome = self._feed.receive()
-        except BaseException:  # Ctrl-C, or torch's word on a killed worker
-            self.close()
-            raise
-        if outcome is None:
-            self.close()
-            raise StopIteration
-        if isinstance(outcome, BaseException):
-            try:
-                raise outcome
-            finally:
-                del outcome  # the exception would keep this frame, and it the exception
-        return self._hand_out(outcome)
-
-    def close(self) -> None:
-        """End the thread and let go of what it has read ahead. Idempotent."""
-        self._end()
+        return self._hand_out(self._feed.receive())
 
 
 class CudaPrefetcher:

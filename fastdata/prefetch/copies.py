@@ -262,17 +262,19 @@ class PinnedMemory:
 
 # The thread
 
-Arrival = tuple[Any, "list[Any] | BaseException | None", list[Event], list[list[torch.Tensor]], int]
-"""How far the loader was read; a batch's parts, one for each of the first devices, or an exception in their place, or
-None at the end; when each part is there; the memory of each; samples."""
-_OVER: Arrival = (None, None, [], [], 0)
+Arrival = tuple[Any, list[Any], list[Event], list[list[torch.Tensor]], int]
+"""How far the loader was read; a batch's parts, one for each of the first devices; when each part is there; the memory
+of each; samples."""
+Outcome = Arrival | BaseException | None
+"""What comes of reading a batch; None at the end."""
 
 
 @dataclasses.dataclass(eq=False)
 class Feed:
     """One epoch: reads a loader's iterator in a thread and brings batches to devices, at most ``depth`` ahead.
 
-    Where nothing is pinned, there is no thread: batches stay where they are, and are read where they are asked for.
+    The thread ends with the loader, or where something fails; it begins anew if the user asks again. Where nothing is
+    pinned, there is none: batches stay where they are, and are read where they are asked for.
     """
 
     iterator: Iterator[Any] | None  # the loader's, made in the user's thread
@@ -283,7 +285,7 @@ class Feed:
     depth: int = 0
     rings: list[BatchRing] = dataclasses.field(default_factory=list)  # staging buffers that no epoch uses
     arrivals: Arrivals | None = None  # slots of the loader's workers
-    mark: Callable[[], Any] = lambda: None  # how far the loader has read; called in the thread
+    mark: Callable[[], Any] = lambda: None  # how far the loader has read; called by who reads it
     hand_over: Callable[[Any], Any] = lambda mark: None  # the user is there now; called in the user's thread
 
     def __post_init__(self) -> None:
@@ -299,50 +301,62 @@ class Feed:
         """Each free place in the queue: the events at which the devices are done with what came before."""
         for _ in range(self.depth):
             self._places.put([])
-        self._ready: SimpleQueue[Arrival] = SimpleQueue()
-        self._asked_again: SimpleQueue[None] = SimpleQueue()
-        self._has_failed = False
+        self._ready: SimpleQueue[Outcome] = SimpleQueue()
         self._stopped = threading.Event()
         self._pid = os.getpid()
         self._thread: threading.Thread | None = None
 
     # In the user's thread
 
-    def receive(self) -> list[Any] | BaseException | None:
-        """Return the parts of the next batch, or an exception in its place, or None at the end.
+    def receive(self) -> list[Any]:
+        """Return the parts of the next batch, or raise the exception in its place, or StopIteration at the end.
 
         The calling thread's streams are made to wait for it. The prefetcher's thread starts here and not before: what a
         loader draws for its first batch is drawn while the user waits.
         """
+        if self._stopped.is_set():
+            raise StopIteration
         asked_at = self.times.ask()
         try:
-            mark, outcome, _, _, samples = self._read_here() if self.pinned is None else self._take()
+            outcome = self._read_here() if self.pinned is None else self._take()
+        except BaseException:  # Ctrl-C, or torch's word on a killed worker
+            self.stop()
+            raise
         finally:
             self.times.answer(asked_at)
+        if self._stopped.is_set():  # by another thread, while this one waited
+            raise StopIteration
+        mark, parts, _, _, samples = outcome if isinstance(outcome, tuple) else (self.mark(), [], [], [], 0)
         if mark is not None:
             self.seen = mark
             self.hand_over(mark)
-        if isinstance(outcome, list):
-            self.batches, self.samples = self.batches + 1, self.samples + samples
-        return outcome
+        if isinstance(outcome, BaseException):
+            try:
+                raise outcome
+            finally:
+                del outcome  # the exception would keep this frame, and it the exception
+        if outcome is None:
+            self.stop()
+            raise StopIteration
+        self.batches, self.samples = self.batches + 1, self.samples + samples
+        return parts
 
     def stop(self) -> None:
-        """End the thread, and drop what was read ahead. A forked process leaves both to its parent."""
-        if os.getpid() != self._pid:
+        """End the thread, and drop what was read ahead. Idempotent. A forked process leaves both to its parent."""
+        if os.getpid() != self._pid or self._stopped.is_set():
             return
         self._stopped.set()
         self._places.put([])
-        self._asked_again.put(None)
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(_PATIENCE_S)
         self.iterator = self.arrivals = None
         while not self._ready.empty():
             self._ready.get()
-        self._ready.put(_OVER)
+        self._ready.put(None)
         if self._thread is None or not self._thread.is_alive():
             self.rings.append(self._staging)
 
-    def _read_here(self) -> Arrival:
+    def _read_here(self) -> Outcome:
         try:
             batch = next(self.iterator or iter(()))
             number, self._number = self._number, self._number + 1
@@ -353,11 +367,11 @@ class Feed:
                 parts = [self.finish(*each, number) for each in zip(parts, self.devices, strict=False)]
             return None, parts, [], [], count_samples(tensors)
         except StopIteration:
-            return _OVER
+            return None
         except Exception as error:  # noqa: BLE001  # raised where the batch would have come
-            return None, error, [], [], 0
+            return error
 
-    def _take(self) -> Arrival:
+    def _take(self) -> Outcome:
         if os.getpid() != self._pid:
             raise RuntimeError("an iterator of a prefetcher works in the process that made it; call iter() in this one")
         streams = [self._backend.current_stream(device) for device in self.devices]
@@ -367,17 +381,17 @@ class Feed:
                 stream.wait_event(event)  # what a loader or transform reads may have been made on the user's
             self._thread = threading.Thread(target=self._run, name="fastdata-prefetch", daemon=True)
             self._thread.start()
-        elif self._has_failed:
-            self._asked_again.put(None)
-        arrival = self._ready.get()
-        self._has_failed = isinstance(arrival[1], BaseException)
-        if isinstance(arrival[1], list):
+        outcome = self._ready.get()
+        if isinstance(outcome, tuple):
             self._places.put(left)
-        for stream, event, memory in zip(streams, *arrival[2:4], strict=False):
-            stream.wait_event(event)
-            for tensor in memory:
-                self._backend.record_stream(tensor, stream)
-        return arrival
+            for stream, event, memory in zip(streams, *outcome[2:4], strict=False):
+                stream.wait_event(event)
+                for tensor in memory:
+                    self._backend.record_stream(tensor, stream)
+        elif outcome is not None:  # the last that its thread has done
+            self._thread.join()
+            self._thread = None
+        return outcome
 
     # In the thread
 
@@ -388,40 +402,32 @@ class Feed:
             with self._backend.working_on(self.streams):
                 while self._bring_next():
                     pass
-        except BaseException as error:  # noqa: BLE001  # whatever it is, the user's thread raises it
-            failure = error
-        self.iterator = None
+            self.iterator = None
+        except BaseException as error:  # noqa: BLE001  # raised where its batch would have come
+            failure = error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)  # without this frame
         while self._in_flight:
             try:
                 self._wait_for_oldest()
             except Exception as error:  # noqa: BLE001  # the device is lost, and reads nothing any more
                 failure = failure or error
-        if failure is not None:
-            self._ready.put((None, failure, [], [], 0))
-        failure = None  # it would keep this frame, and this frame it
-        self._ready.put(_OVER)  # nobody waits for a thread that has ended
+        self._ready.put(failure)
+        del failure  # it would keep this frame, and this frame it
 
     def _bring_next(self) -> bool:
-        """Bring one batch; whether to go on."""
+        """Bring one batch; whether there was one, and it is wanted."""
         while self._in_flight and all(event.query() for event in self._in_flight[0][0]):
             self._wait_for_oldest()
         if self._stopped.is_set() or self.iterator is None:
             return False
         try:
-            arrival = self._bring([next(self.iterator)])
+            holder = [next(self.iterator)]
         except StopIteration:
-            arrival = self.mark(), None, [], [], 0
-        except BaseException as error:  # noqa: BLE001  # raised where its batch would have come
-            traceback = error.__traceback__ and error.__traceback__.tb_next  # without the frame of this loop
-            arrival = self.mark(), error.with_traceback(traceback), [], [], 0
-        is_end, has_failed = arrival[1] is None, isinstance(arrival[1], BaseException)
+            return False
+        arrival = self._bring(holder)
         self._ready.put(arrival)
-        del arrival
-        if has_failed:  # reading on is the user's to decide; nothing here holds the exception now
-            self._asked_again.get()
-        return not is_end
+        return arrival is not None
 
-    def _bring(self, holder: list[Any]) -> Arrival:
+    def _bring(self, holder: list[Any]) -> Arrival | None:
         """Bring the batch in ``holder``, which is emptied: nobody else may keep it alive while this waits."""
         mark, number, self._number = self.mark(), self._number, self._number + 1
         tensors, build = flatten(holder.pop())
@@ -429,7 +435,7 @@ class Feed:
         blocks = self._stage(tensors, shards)
         tensors, streams, place = [], self.streams[: len(shards)], self._take_place()
         if self._stopped.is_set():
-            return _OVER
+            return None
         try:
             for event in place:  # the batch before those in the queue: devices never hold more of them than that
                 event.synchronize()
