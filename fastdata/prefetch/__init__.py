@@ -27,7 +27,7 @@ from fastdata.loader.epochs import HELD_BY_USER
 from fastdata.memory import format_bytes
 from fastdata.prefetch.backend import CPU, CudaBackend, DeviceLike, Stream, resolve_devices
 from fastdata.prefetch.copies import CopyCounts, Feed, PinnedMemory, flatten
-from fastdata.prefetch.device import DeviceOps, Ops, WhereOps
+from fastdata.prefetch.device import DeviceOps, Ops, WhereOps, is_own
 from fastdata.report import EpochReport, warn_user
 from fastdata.ring import BatchRing
 
@@ -181,7 +181,7 @@ class CudaPrefetcher:
         if name == "loader" or name.startswith("__"):  # how to copy or pickle a loader is no answer for its prefetcher
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         value = getattr(self.loader, name)
-        own = {} if self._is_own else {"state_dict": self._user_state, "load_state_dict": self._load_user_state}
+        own = {} if is_own(self.loader) else {"state_dict": self._user_state, "load_state_dict": self._load_user_state}
         return own.get(name, value)
 
     def set_epoch(self, epoch: int) -> None:
@@ -190,12 +190,6 @@ class CudaPrefetcher:
         listeners: list[Any] = [self.loader, getattr(self.loader, "sampler", None), batch_sampler, inner]
         for listener in {id(one): one for one in listeners if hasattr(one, "set_epoch")}.values():
             listener.set_epoch(epoch)
-
-    @property
-    def _is_own(self) -> bool:
-        """Whether it is fastdata's: who defines how it is iterated also says how it is read into given memory."""
-        definer = next((kind for kind in type(self.loader).__mro__ if "__iter__" in vars(kind)), object)
-        return "iterate" in vars(definer)
 
     def _user_state(self) -> Any:
         loader: Any = self.loader
@@ -212,7 +206,7 @@ class CudaPrefetcher:
         if getattr(self.loader, "persistent_workers", False) or isinstance(self.loader, Iterator):
             for epoch in list(self._live):  # both would read the same iterator
                 epoch.close()
-        reader, ops = (self._ops.begin() if self._pinned else None) or (None, None)
+        read, ops = (self._ops.begin() if self._pinned else None) or (None, None)
         finish = partial(_finish, ops=ops, **self._finishing) if ops or any(self._finishing.values()) else None
         loader: Any = self.loader
         if self._pinned is None:
@@ -224,11 +218,10 @@ class CudaPrefetcher:
         reset = getattr(getattr(loader, "_iterator", None), "_reset", None)
         if isinstance(reset, partial) and reset.args[0] is self._pinned:
             del loader._iterator._reset
-        if self._is_own:
+        if is_own(loader):
             held = max(HELD_BY_USER, self.depth + 1)
-            if self._gathering is None:
-                self._gathering = BatchRing(loader.ring_slots(held), self._pinned)
-            iterator = loader.iterate(self._gathering, held, reader.read if reader else None)
+            self._gathering = self._gathering or BatchRing(loader.ring_slots(held), self._pinned)
+            iterator = loader.iterate(self._gathering, held, read)
             read_ahead = loader.read_ahead()
             marks = {"mark": read_ahead.mark, "hand_over": read_ahead.hand_over}
         else:
