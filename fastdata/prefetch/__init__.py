@@ -229,17 +229,8 @@ class CudaPrefetcher:
         if getattr(loader, "_iterator", None) is not None:
             loader._iterator._reset = partial(_reset_for_others, self._pinned, self._live)
         self._streams = self._streams or [self._pinned.backend.new_stream(device) for device in self._devices]
-        self._feed = Feed(
-            iterator,
-            self._devices,
-            finish,
-            pinned=self._pinned,
-            streams=self._streams,
-            depth=self.depth,
-            rings=self._rings,
-            arrivals=_arrivals(loader, iterator),
-            **marks,
-        )
+        pinning = {"pinned": self._pinned, "rings": self._rings, "arrivals": _arrivals(loader, iterator)}
+        self._feed = Feed(iterator, self._devices, finish, streams=self._streams, depth=self.depth, **pinning, **marks)
         epoch = Epoch(self._feed, self._hand_out)
         self._live.add(epoch)
         return epoch
@@ -249,18 +240,13 @@ class CudaPrefetcher:
         said = asked() if callable(asked) else None
         base = said if isinstance(said, EpochReport) else EpochReport(path=f"batches of {type(self.loader).__name__}")
         feed, pinned = self._feed, self._pinned
-        said_of_loader = {field.name: getattr(base, field.name) for field in dataclasses.fields(EpochReport)}
-        counts = {"batches": feed.batches, "samples": feed.samples}
-        fields = said_of_loader | counts | {"wait_s": feed.times.wait_s, "busy_s": feed.times.busy_s}
-        if pinned is None:
-            return PrefetchReport(**fields)
-        return PrefetchReport(
-            **fields | {"pinning": pinned.plan.reason},
-            devices=tuple(map(str, self._devices)),
-            pinned_bytes=pinned.most_bytes,
-            copies=feed.copies,
-            batch_ops=self._ops.described,
-        )
+        fields: dict[str, Any] = {field.name: getattr(base, field.name) for field in dataclasses.fields(EpochReport)}
+        fields |= {"batches": feed.batches, "samples": feed.samples}
+        fields |= {"wait_s": feed.times.wait_s, "busy_s": feed.times.busy_s}
+        if pinned is not None:
+            fields |= {"pinning": pinned.plan.reason, "pinned_bytes": pinned.most_bytes, "copies": feed.copies}
+            fields |= {"devices": tuple(map(str, self._devices)), "batch_ops": self._ops.described}
+        return PrefetchReport(**fields)
 
     def close(self) -> None:
         """End live iterators, unpin all memory, drop copies of the store. Idempotent; a later epoch begins anew."""
@@ -301,10 +287,9 @@ def _finish(
             return transform(batch)
     except Exception as error:
         message = f"transform= failed on batch {number}: {type(error).__name__}: {error}"
-        if isinstance(error, StopIteration):  # would end the training loop's epoch in silence
-            raise RuntimeError(message) from error
+        kind = RuntimeError if isinstance(error, StopIteration) else type(error)  # the former ends epochs in silence
         try:
-            named = type(error)(message)
+            named = kind(message)
         except Exception:  # noqa: BLE001  # a user's type may raise anything where it is made of a message
             named = RuntimeError(message)
         raise named from error
