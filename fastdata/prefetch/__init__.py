@@ -23,10 +23,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fastdata.batch import flatten
 from fastdata.loader.epochs import HELD_BY_USER
 from fastdata.memory import format_bytes
 from fastdata.prefetch.backend import CPU, CudaBackend, DeviceLike, Stream, resolve_devices
-from fastdata.prefetch.copies import CopyCounts, Feed, PinnedMemory, flatten
+from fastdata.prefetch.copies import CopyCounts, Feed, PinnedMemory
 from fastdata.prefetch.device import DeviceOps, Ops, WhereOps, is_own
 from fastdata.report import EpochReport, warn_user
 from fastdata.ring import BatchRing
