@@ -158,7 +158,8 @@ class CudaPrefetcher:
         if backend is None and self.device != CPU:
             backend = CudaBackend(self.device)
         self._in_shards = isinstance(device, (list, tuple))
-        self._finishing: dict[str, Any] = {"dtype": dtype, "channels_last": channels_last, "transform": transform}
+        casts: dict[str, Any] = {"dtype": dtype, "channels_last": channels_last}
+        self._finishing = {**casts, "transform": transform}
         self._streams: list[Stream] = []
         self._rings: list[BatchRing] = []
         self._gathering: BatchRing | None = None
@@ -168,7 +169,6 @@ class CudaPrefetcher:
         self._pinned: PinnedMemory | None = None
         if backend is not None:
             self._pinned = PinnedMemory(backend)
-            casts = {"dtype": dtype, "channels_last": channels_last}
             self._ops = DeviceOps(loader, batch_ops, self._devices, self._pinned, **casts)
             weakref.finalize(self, self._pinned.close)
 

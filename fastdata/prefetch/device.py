@@ -124,9 +124,8 @@ class DeviceOps:
             warn_user(f"storage='device' has no effect{unused}")
         if program is None or reason is not None:
             return None
-        return partial(read_for_device, dataset, program, only_places=store is not None), partial(
-            self.run, program, store
-        )
+        read = partial(read_for_device, dataset, program, only_places=store is not None)
+        return read, partial(self.run, program, store)
 
     def _compile(self, dataset: PreparedDataset) -> DeviceProgram:
         assert dataset.kept is not None
