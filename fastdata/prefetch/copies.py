@@ -122,14 +122,14 @@ class PinnedMemory:
         """
         if size_bytes:
             memory = np.frombuffer(mmap.mmap(-1, -(-size_bytes // _PAGE_BYTES) * _PAGE_BYTES), np.uint8)
-            if self._pin(memory, (0, size_bytes), size_bytes):
+            if self._pin(memory, (0, size_bytes)):
                 return memory
         return np.empty(size_bytes, np.uint8)
 
     def adopt(self, memory: np.ndarray) -> bool:
         """Pin memory of others; whether it is pinned."""
         key = address_of(memory), memory.nbytes
-        return key[0] in self._unpins or self._pin(memory, key, memory.nbytes)
+        return key[0] in self._unpins or self._pin(memory, key)
 
     def free(self, memory: np.ndarray) -> None:
         """Unpin memory, which no copy may read any more, before it dies."""
@@ -140,11 +140,11 @@ class PinnedMemory:
         for unpin in list(self._unpins.values()):
             unpin()
 
-    def _pin(self, buffer: np.ndarray, key: tuple[int, int], size_bytes: int) -> bool:
+    def _pin(self, buffer: np.ndarray, key: tuple[int, int]) -> bool:
         with self._lock:
             if key in self.refused:
                 return False
-            free = budget_bytes(host_memory.available_bytes())
+            size_bytes, free = key[1], budget_bytes(host_memory.available_bytes())
             plan = choose_pinning(
                 has_accelerator=True,
                 batch_bytes=size_bytes,
@@ -321,7 +321,7 @@ class Feed:
             failure = error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)  # without this frame
         while self._in_flight:
             try:
-                self._wait_for_oldest()
+                self._let_go(0)
             except Exception as error:  # noqa: BLE001  # the device is lost, and reads nothing any more
                 failure = failure or error
         self._ready.put(failure)
@@ -330,7 +330,7 @@ class Feed:
     def _bring_next(self) -> bool:
         """Bring one batch; whether there was one, and it is wanted."""
         while self._in_flight and all(event.query() for event in self._in_flight[0][0]):
-            self._wait_for_oldest()
+            self._let_go(len(self._in_flight) - 1)
         if self._stopped.is_set() or self.iterator is None:
             return False
         try:
@@ -338,7 +338,8 @@ class Feed:
         except StopIteration:
             return False
         arrival = self._bring(holder)
-        self._ready.put(arrival)
+        if arrival is not None:
+            self._ready.put(arrival)
         return arrival is not None
 
     def _bring(self, holder: list[Any]) -> Arrival | None:
@@ -360,8 +361,7 @@ class Feed:
             finally:
                 events += [self._backend.record(stream) for stream in streams]
             del blocks  # of the staging buffer
-            while len(self._in_flight) > self.depth:
-                self._wait_for_oldest()
+            self._let_go(self.depth)
             parts = [build(tensors) for tensors in moved]
             if self.finish is not None:
                 for part, stream in enumerate(streams):
@@ -382,8 +382,7 @@ class Feed:
         try:
             return self._places.get(timeout=_LONG_WAIT_S)
         except Empty:
-            while self._in_flight:
-                self._wait_for_oldest()
+            self._let_go(0)
             return self._places.get()
 
     def _stage(self, tensors: list[Any], shards: list[list[Any]]) -> list[Any]:
@@ -403,8 +402,7 @@ class Feed:
                 end += -(-size_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
         octets = torch.empty(0, dtype=torch.uint8)
         if spans:
-            while len(self._in_flight) >= self.depth:  # they may have all of the ring's buffers
-                self._wait_for_oldest()
+            self._let_go(self.depth - 1)  # batches in flight may have all of the ring's buffers
             octets = torch.from_numpy(self._staging.take((end,), np.dtype(np.uint8)))
         is_pinned, staged = bool(spans) and self._backend.is_pinned(octets), {k for _, k, _ in spans}
         for k, tensor in enumerate(tensors):
@@ -444,11 +442,12 @@ class Feed:
                 moved.append(self._backend.copy(tensor, device))
         return moved
 
-    def _wait_for_oldest(self) -> None:
-        """Wait for the copies of the oldest batch, and let go of what they read, also where the device is lost."""
-        events, shards = self._in_flight.popleft()
-        try:
-            for event in events:
-                event.synchronize()
-        finally:
-            shards.clear()  # an exception keeps this frame
+    def _let_go(self, most: int) -> None:
+        """Wait until at most so many batches are in flight, and let go of what older ones read, lost device or not."""
+        while len(self._in_flight) > most:
+            events, shards = self._in_flight.popleft()
+            try:
+                for event in events:
+                    event.synchronize()
+            finally:
+                shards.clear()  # an exception keeps this frame
