@@ -1,12 +1,16 @@
-"""Batches of samples: the list torch's collate expects, which remembers the stacked tensors behind it; and visits."""
+"""Batches: the list of samples that torch's collate expects, the tensors behind it; visits; batches as trees."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import copy
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
@@ -181,3 +185,89 @@ def _count(seen: np.ndarray, index_B: np.ndarray) -> np.ndarray:
     before_B[order] += np.arange(len(order)) - np.repeat(starts, lengths)
     np.add.at(seen, index_B, 1)  # seven times slower than the line above, but counts repetitions
     return before_B
+
+
+# Batches as trees
+
+Build = Callable[[Sequence[Any]], Any]
+
+
+def flatten(batch: Any) -> tuple[list[Any], Build]:
+    """Return the tensors in a batch, each once, and what makes the same batch of others; that holds none of them.
+
+    Tuples, namedtuples, lists, mappings, dataclasses and ``SampleBatch`` keep their type; one that holds no tensor is
+    passed on as it is, like every other value. A ``PackedSequence`` counts as a tensor.
+
+    Example:
+        >>> tensors, build = flatten({"image": torch.zeros(2), "name": "a"})
+        >>> len(tensors), build(["another"])
+        (1, {'image': 'another', 'name': 'a'})
+    """
+    numbered: dict[int, tuple[int, Any]] = {}
+    build = _flatten(batch, numbered)
+    return [tensor for _, tensor in numbered.values()], build or (lambda _: batch)
+
+
+def _flatten(value: Any, numbered: dict[int, tuple[int, Any]]) -> Build | None:
+    """Number the tensors of a value; None where it holds none."""
+    if isinstance(value, (torch.Tensor, PackedSequence)):
+        number = numbered.setdefault(id(value), (len(numbered), value))[0]
+        return lambda tensors: tensors[number]
+    parts: dict[Any, Any]
+    make: Callable[[dict[Any, Any]], Any]
+    if isinstance(value, SampleBatch) and value.stacked is not None:
+        parts = dict(enumerate([*value.stacked, [target for _, target in value]]))
+        make = partial(_make_sequence, type(value))
+    elif isinstance(value, Mapping):
+        parts, make = dict(value), dict
+        if type(value) is not dict and isinstance(value, MutableMapping):
+            shell = copy.copy(value)
+            shell.clear()  # such a class may not take None for a tensor
+            make = partial(_fill, shell)
+    elif isinstance(value, (list, tuple)):
+        kind = list if type(value) is SampleBatch else type(value)  # one that was changed is a list
+        parts, make = dict(enumerate(value)), partial(_make_sequence, kind)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+        parts = {name: getattr(value, name) for name in names}
+        make = partial(_fill, _fill(value, dict.fromkeys(parts)))
+    else:
+        return None
+    builds = {key: build for key, part in parts.items() if (build := _flatten(part, numbered)) is not None}
+    rest = parts | dict.fromkeys(builds)
+    return (lambda tensors: make(rest | {key: build(tensors) for key, build in builds.items()})) if builds else None
+
+
+def _make_sequence(kind: Any, parts: dict[int, Any]) -> Any:
+    if hasattr(kind, "_fields") or kind is SampleBatch:
+        return kind(*parts.values())
+    try:
+        return kind(parts.values())
+    except TypeError:  # a subclass that is made otherwise
+        return tuple(parts.values()) if issubclass(kind, tuple) else list(parts.values())
+
+
+def _fill(old: Any, parts: dict[Any, Any]) -> Any:
+    """Copy a mapping or dataclass with other values; it keeps what it knows besides, such as a default factory."""
+    new = copy.copy(old)
+    for key, part in parts.items():
+        if isinstance(new, MutableMapping):
+            new[key] = part
+        else:
+            object.__setattr__(new, key, part)  # a frozen one too: nobody else sees the copy yet
+    return new
+
+
+def memory_of(tensor: Any) -> list[torch.Tensor]:
+    """The strided tensors that one of any layout consists of."""
+    if isinstance(tensor, PackedSequence):
+        return [part for part in tensor if isinstance(part, torch.Tensor)]
+    if tensor.layout is torch.strided:
+        return [] if tensor.is_nested else [tensor]
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return [tensor.values(), tensor.offsets()] if tensor.layout is torch.jagged else []

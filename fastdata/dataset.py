@@ -1,7 +1,7 @@
 """Datasets: torch map-style datasets composed of samples, kept or read anew, the plan of a transform, and its program.
 
 ``CachedDataset`` is any dataset, prepared once; those of image files are in folder.py. ``LoaderView`` is what a loader
-sees of a dataset, ``DeviceBatchReader`` what a prefetcher reads whose device runs the batch ops.
+sees of a dataset, ``read_for_device`` what a prefetcher reads whose device runs the batch ops.
 
 Shape letters: N stored samples, B batch, C channels, H W size sent, h w size served.
 """
@@ -1104,26 +1104,21 @@ class DeviceBatch(NamedTuple):
     targets: Any
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceBatchReader:
-    """Reads batches of a dataset without their batch ops, but with what those draw; safe from several threads.
+def read_for_device(
+    dataset: PreparedDataset, program: DeviceProgram, batch: IndexBatch, ring: BatchRing, *, only_places: bool = False
+) -> DeviceBatch:
+    """Read a batch without its batch ops, but with what those draw; safe from several threads.
 
     The dataset has no ``device_obstacle``. With ``only_places`` the samples' positions in the store stand for them.
     """
-
-    dataset: PreparedDataset
-    program: DeviceProgram
-    only_places: bool = False
-
-    def read(self, batch: IndexBatch, ring: BatchRing) -> DeviceBatch:
-        dataset, program, kept, index_B = self.dataset, self.program, self.dataset.kept, batch.positions
-        dataset._check_open()
-        assert kept is not None
-        draws, samples = program.draw(index_B, batch.visits, batch.seed), index_B.copy()
-        if not self.only_places:
-            samples = ring.take((len(index_B), *program.sent_shape), np.dtype(np.uint8))
-            _serve_into(samples, kept, program.host, batch)
-        return DeviceBatch(torch.from_numpy(samples), draws, dataset.read_targets(index_B))
+    dataset._check_open()
+    kept, index_B = dataset.kept, batch.positions
+    assert kept is not None
+    draws, samples = program.draw(index_B, batch.visits, batch.seed), index_B.copy()
+    if not only_places:
+        samples = ring.take((len(index_B), *program.sent_shape), np.dtype(np.uint8))
+        _serve_into(samples, kept, program.host, batch)
+    return DeviceBatch(torch.from_numpy(samples), draws, dataset.read_targets(index_B))
 
 
 def _serve_into(out: np.ndarray, kept: KeptSamples, program: Program | None, batch: IndexBatch) -> None:

@@ -15,6 +15,7 @@ slots belong to the worker, so that those of a killed one are garbage that the k
 
 from __future__ import annotations
 
+import contextlib
 import io
 import math
 import os
@@ -44,6 +45,7 @@ _ALIGN_BYTES, _PAGE_BYTES = 64, 4096
 _STATE_BYTES = _ALIGN_BYTES  # the first byte of a slot has a cache line of its own before the data
 _WHOLE_STORAGE = 4  # a tensor travels with its whole storage, as in torch, up to so many times its own extent
 _UNCOUNTED = ""  # token of a parcel that holds nothing that could travel through a ring
+_NOTHING = np.empty(0, np.uint8)
 
 
 class BatchRing:
@@ -143,7 +145,7 @@ def _called_by_worker_loop() -> bool:
 
 
 class WorkerRing:
-    """The slots of one worker: shared blocks that it fills with batches again and again."""
+    """The slots of one worker, shared blocks: one at a time is filled, from front to back, again and again."""
 
     def __init__(self, token: str, slot_limit: int, dataset: Any = None) -> None:
         self.pid = os.getpid()
@@ -151,47 +153,102 @@ class WorkerRing:
         self._token, self._slot_limit = token, slot_limit
         self._slots: list[_Slot] = []
         self._largest_bytes = 0
-        self._next: _Filling | None = None
+        self._filled: _Slot | None = None
+        self._lease, self._end = _NOTHING, 0
         while isinstance(dataset, Subset):
             dataset = dataset.dataset
         if hasattr(dataset, "batch_ring"):
             dataset.batch_ring = self  # it gathers its batches straight into a slot, by ``take``
 
     def take(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        self._next = self._begin()
-        memory = self._next.reserve(math.prod(shape) * dtype.itemsize) if self._next else None
+        self._begin()
+        memory = self._reserve(math.prod(shape) * dtype.itemsize)
         return np.empty(shape, dtype) if memory is None else np.frombuffer(memory, dtype).reshape(shape)
 
     def send(self, collate: Callable[[Any], Any], samples: Any) -> Parcel:
-        filling, self._next = self._next or self._begin(), None
-        if filling is None:
-            return self._by_torch(collate(samples))
-        batch = filling.collate(collate, samples)
+        if self._filled is None:
+            self._begin()
         try:
-            spans, data = filling.pack(batch)
-        except (MemoryBudgetError, _StorageSharedError):
-            return self._by_torch(batch)
-        if not any(size_bytes for _, size_bytes in spans):
-            return Parcel(_UNCOUNTED, None, spans, data)
-        self._largest_bytes = max(self._largest_bytes, *map(sum, spans))
-        filling.slot.memory[0] = _LENT
-        return Parcel(self._token, filling.slot.place, spans, data)
+            batch = self._collate(collate, samples)
+            return self._pack(batch) or Parcel(self._token, None, [], bytes(ForkingPickler.dumps(batch)))
+        finally:
+            self._filled, self._lease = None, _NOTHING
 
-    def _by_torch(self, batch: Any) -> Parcel:
-        return Parcel(self._token, None, [], bytes(ForkingPickler.dumps(batch)))
-
-    def _begin(self) -> _Filling | None:
-        """Start to fill a free slot; None if all are lent or there is no memory for another one."""
+    def _begin(self) -> None:
+        """Choose a free slot to fill; none if all are lent or there is no memory for another one."""
+        self._filled, self._lease = None, _NOTHING  # what was taken for a batch that never came
         slot = next((slot for slot in self._slots if slot.is_free), None)
-        if slot is None:
-            if len(self._slots) == self._slot_limit:
-                return None
-            try:
+        if slot is None and len(self._slots) < self._slot_limit:
+            with contextlib.suppress(MemoryBudgetError):
                 slot = _Slot(self._name, len(self._slots), self._largest_bytes)
-            except MemoryBudgetError:
+                self._slots.append(slot)
+        if slot is not None:
+            self._filled, self._lease, self._end = slot, slot.lend(), _STATE_BYTES
+
+    def _reserve(self, size_bytes: int) -> memoryview | None:
+        """Memory in the slot, or None if it is full."""
+        start, end = self._end, self._end + size_bytes
+        if end > self._lease.nbytes:
+            return None
+        self._end = _aligned(end)
+        return self._lease.data[start:end]
+
+    def _collate(self, collate: Callable[[Any], Any], samples: Any) -> Any:
+        """Collate; where that calls torch's ``default_collate``, it stacks tensors straight into the slot."""
+        functions: Any = torch_collate.default_collate_fn_map
+        is_torchs = functions.get(torch.Tensor) is torch_collate.collate_tensor_fn  # or the user has set their own
+        if self._filled is None or not is_torchs:
+            return collate(samples)
+        functions[torch.Tensor] = self._stack
+        try:
+            return collate(samples)
+        finally:
+            functions[torch.Tensor] = torch_collate.collate_tensor_fn
+
+    def _stack(self, batch: Any, *, collate_fn_map: Any = None) -> Any:
+        first = batch[0]
+        if not all(type(sample) is torch.Tensor and is_plain(sample) for sample in batch) or not first.numel():
+            return torch_collate.collate_tensor_fn(batch, collate_fn_map=collate_fn_map)
+        memory = self._reserve(len(batch) * first.numel() * first.itemsize)
+        out = torch.frombuffer(memory, dtype=first.dtype) if memory else first.new_empty(len(batch) * first.numel())
+        return torch.stack(tuple(batch), 0, out=out.view(len(batch), *first.shape))
+
+    def _pack(self, batch: Any) -> Parcel | None:
+        """Bring every part of the batch into the slot; None where it has to go torch's way."""
+        slot, packer = self._filled, _Packer(self._lease)
+        if slot is None:
+            return None
+        try:
+            packer.dump(batch)
+            spans = self._lay_out(packer.parts)
+            if spans is None:
+                needed = _STATE_BYTES + sum(_aligned(part.nbytes) for part in packer.parts)
+                is_first = slot.place.block_number < 0
+                slot.replace(needed if is_first else needed + needed // 8)  # batches differ in size: leave room
+                self._lease, self._end = slot.lend(), _STATE_BYTES
+                spans = self._lay_out(packer.parts)
+        except (MemoryBudgetError, _StorageSharedError):
+            return None
+        assert spans is not None
+        if not any(size_bytes for _, size_bytes in spans):
+            return Parcel(_UNCOUNTED, None, spans, packer.file.getvalue())
+        self._largest_bytes = max(self._largest_bytes, *map(sum, spans))
+        slot.memory[0] = _LENT
+        return Parcel(self._token, slot.place, spans, packer.file.getvalue())
+
+    def _lay_out(self, parts: list[np.ndarray]) -> list[tuple[int, int]] | None:
+        """Copy to the slot what does not lie there, and return (offset, bytes) of all; None if it is full."""
+        spans = []
+        for part in parts:
+            start = self._end
+            if _lies_in(part, self._lease):
+                start = address_of(part) - address_of(self._lease)
+            elif (memory := self._reserve(part.nbytes)) is None:
                 return None
-            self._slots.append(slot)
-        return _Filling(slot)
+            else:
+                memory[:] = part.data
+            spans.append((start, part.nbytes))
+        return spans
 
 
 class _Slot:
@@ -227,68 +284,6 @@ class _Slot:
         lease = self.memory[:]
         self._lease = weakref.ref(lease)
         return lease
-
-
-class _Filling:
-    """A slot that a batch is being written to, from front to back."""
-
-    def __init__(self, slot: _Slot) -> None:
-        self.slot = slot
-        self._lease, self._end = slot.lend(), _STATE_BYTES
-
-    def reserve(self, size_bytes: int) -> memoryview | None:
-        """Memory in the slot, or None if it is full."""
-        start, end = self._end, self._end + size_bytes
-        if end > self._lease.nbytes:
-            return None
-        self._end = _aligned(end)
-        return self._lease.data[start:end]
-
-    def collate(self, collate: Callable[[Any], Any], samples: Any) -> Any:
-        """Collate; where that calls torch's ``default_collate``, it stacks tensors straight into the slot."""
-        functions: Any = torch_collate.default_collate_fn_map
-        if functions.get(torch.Tensor) is not torch_collate.collate_tensor_fn:  # the user has set their own
-            return collate(samples)
-        functions[torch.Tensor] = self._stack
-        try:
-            return collate(samples)
-        finally:
-            functions[torch.Tensor] = torch_collate.collate_tensor_fn
-
-    def _stack(self, batch: Any, *, collate_fn_map: Any = None) -> Any:
-        first = batch[0]
-        if not all(type(sample) is torch.Tensor and is_plain(sample) for sample in batch) or not first.numel():
-            return torch_collate.collate_tensor_fn(batch, collate_fn_map=collate_fn_map)
-        memory = self.reserve(len(batch) * first.numel() * first.itemsize)
-        out = torch.frombuffer(memory, dtype=first.dtype) if memory else first.new_empty(len(batch) * first.numel())
-        return torch.stack(tuple(batch), 0, out=out.view(len(batch), *first.shape))
-
-    def pack(self, batch: Any) -> tuple[list[tuple[int, int]], bytes]:
-        """Bring every part of the batch into the slot; return their (offset, bytes), and the pickle of all else."""
-        packer = _Packer(self._lease)
-        packer.dump(batch)
-        parts, (starts, end) = packer.parts, self._lay_out(packer.parts)
-        if end > self._lease.nbytes:
-            needed = _STATE_BYTES + sum(_aligned(part.nbytes) for part in parts)
-            is_first = self.slot.place.block_number < 0
-            self.slot.replace(needed if is_first else needed + needed // 8)  # batches differ in size: leave room
-            self._lease, self._end = self.slot.lend(), _STATE_BYTES
-            starts, _ = self._lay_out(parts)
-        base = address_of(self._lease)
-        for part, start in zip(parts, starts, strict=True):
-            if address_of(part) != base + start:
-                self._lease[start : start + part.nbytes] = part
-        return [(start, part.nbytes) for start, part in zip(starts, parts, strict=True)], packer.file.getvalue()
-
-    def _lay_out(self, parts: list[np.ndarray]) -> tuple[list[int], int]:
-        starts, end = [], self._end
-        for part in parts:
-            if _lies_in(part, self._lease):
-                starts.append(address_of(part) - address_of(self._lease))
-            else:
-                starts.append(end)
-                end = _aligned(end + part.nbytes)
-        return starts, end
 
 
 def _aligned(offset: int) -> int:
@@ -440,14 +435,11 @@ _arrivals: weakref.WeakValueDictionary[str, Arrivals] = weakref.WeakValueDiction
 
 def _receive(token: str, place: Place | None, spans: list[tuple[int, int]], data: bytes) -> Any:
     """Unpickle a parcel: the batch, or where its worker has died, an error for the loader to raise."""
-    if token == _UNCOUNTED:  # only parts without bytes
-        return pickle.loads(data, buffers=[bytearray() for _ in spans])
-    arrivals = Arrivals.of(token)
     if place is None:
-        arrivals.fresh_count += 1
-        return pickle.loads(data)
+        Arrivals.of(token).fresh_count += token != _UNCOUNTED
+        return pickle.loads(data, buffers=[bytearray() for _ in spans])  # of parts without bytes, if any
     try:
-        return arrivals.receive(place, spans, data)
+        return Arrivals.of(token).receive(place, spans, data)
     except StoreGoneError:
         pid = place.descriptor.split("/")[2]
         lost = LostBatchError(f"the DataLoader worker (pid {pid}) has ended, and this batch with it.")

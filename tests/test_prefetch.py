@@ -260,6 +260,21 @@ def test_the_thread_minds_no_capture_but_its_own(monkeypatch: pytest.MonkeyPatch
     assert told == [CUDA, 1]  # cudaStreamCaptureModeThreadLocal
 
 
+def test_a_runtime_that_cannot_be_told_is_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where CUDA's function is not found, the log says what to do, and the thread begins all the same."""
+    devices: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: None)
+    monkeypatch.setattr(torch.cuda, "set_device", devices.append)
+    monkeypatch.setattr("ctypes.CDLL", lambda name: None)
+    with caplog.at_level("INFO", logger="fastdata"):
+        CudaBackend(CUDA).begin_thread()
+    assert devices == [CUDA]
+    (message,) = caplog.messages
+    assert "cudaThreadExchangeStreamCaptureMode is not found: capture CUDA graphs before iter()" in message
+
+
 # How it ends
 
 
@@ -382,6 +397,18 @@ def test_an_exception_comes_after_the_batches_before_it(backend: RecordingBacken
         next(batches)
     assert any(entry.name == "__next__" and "test_prefetch" in str(entry.path) for entry in caught.traceback[1:])
     assert [number for _, number in batches] == [3, 4]
+
+
+def test_nothing_is_read_behind_an_exception_until_the_loop_asks(backend: RecordingBackend) -> None:
+    """The thread has ended by then: a loop that gives up waits for no further batch of a slow loader."""
+    loader = Loader(5, fail_at=2)
+    batches = iter(on_device(loader, backend))
+    for _ in range(2):
+        next(batches)
+    with pytest.raises(LookupError, match="batch 2 is missing"):
+        next(batches)
+    assert (loader.read, prefetch_threads()) == (2, [])
+    del batches
 
 
 def test_a_failed_epoch_keeps_nothing_alive(backend: RecordingBackend) -> None:

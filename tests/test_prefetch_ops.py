@@ -371,6 +371,20 @@ def test_the_loader_of_torch_keeps_its_batches(dataset: CachedDataset, backend: 
     assert "batch ops" not in str(plain.report())
 
 
+def test_a_loader_that_is_iterated_in_a_way_of_its_own_keeps_its_batches(
+    dataset: CachedDataset, backend: RecordingBackend
+) -> None:
+    """A subclass with an ``__iter__`` is read by it, and the report does not say that the device makes its batches."""
+
+    class Renamed(DataLoader):
+        def __iter__(self) -> Iterator[Any]:
+            return ({"images": images, "labels": labels} for images, labels in super().__iter__())
+
+    batches = on_device(Renamed(dataset, batch_size=4), backend)
+    assert [sorted(batch) for batch in batches] == [["images", "labels"]] * 6
+    assert batches.report().batch_ops.startswith("on the CPU: the loader is a Renamed, not fastdata's DataLoader")
+
+
 def test_samples_without_batch_ops_are_sent_as_ever(backend: RecordingBackend) -> None:
     """Nothing is to be done on the device, and nothing is said."""
     with cached(()) as dataset:

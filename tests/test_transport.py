@@ -262,6 +262,26 @@ def test_a_fastdata_dataset_writes_into_the_memory_that_arrives() -> None:
         dataset.batch_ring = None
 
 
+@pytest.mark.usefixtures("torchs_road_in_this_process")
+@pytest.mark.parametrize("slots", [1, 2])
+def test_a_collate_function_may_read_more_samples_of_the_dataset(slots: int) -> None:
+    """They take the slot that comes next, or none; both batches arrive right, and every slot is free again."""
+    with CachedDataset([(torch.full((1, 2, 2), i), i) for i in range(5)], progress=False) as dataset:
+
+        def with_more(samples: Any) -> Any:
+            return [collate(samples), collate(dataset.__getitems__([4]))]
+
+        ring = _ring(RingCollate(slots=slots), dataset)
+        _arrive(ring.send(collate, dataset.__getitems__([1, 2])))
+        for _ in range(3):
+            (images, labels), (more, number) = _arrive(ring.send(with_more, dataset.__getitems__([1, 2])))
+            assert (labels.tolist(), images.flatten(1).tolist()) == ([1, 2], [[1] * 4, [2] * 4])
+            assert (number.tolist(), more.flatten(1).tolist()) == ([4], [[4] * 4])
+            del images, labels, more, number
+        assert all(slot.is_free for slot in ring._slots)
+        dataset.batch_ring = None
+
+
 def test_default_collate_fails_as_in_torch() -> None:
     """Samples of different shapes or unknown types raise torch's message."""
     for samples in ([torch.ones(2), torch.ones(3)], [torch.eye(2).to_sparse()] * 2, [object()] * 2):

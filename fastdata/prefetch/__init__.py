@@ -23,11 +23,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fastdata.batch import flatten
 from fastdata.loader.epochs import HELD_BY_USER
 from fastdata.memory import format_bytes
 from fastdata.prefetch.backend import CPU, CudaBackend, DeviceLike, Stream, resolve_devices
-from fastdata.prefetch.copies import CopyCounts, Feed, PinnedMemory, flatten
-from fastdata.prefetch.device import DeviceOps, Ops, WhereOps
+from fastdata.prefetch.copies import CopyCounts, Feed, PinnedMemory
+from fastdata.prefetch.device import DeviceOps, Ops, WhereOps, is_own
 from fastdata.report import EpochReport, warn_user
 from fastdata.ring import BatchRing
 
@@ -44,7 +45,7 @@ class PrefetchReport(EpochReport):
     """How the latest epoch of a prefetcher went, complete or not.
 
     Batches, samples and times are those of the training loop; ``wait_s`` is how long it waited for the prefetcher.
-    What the loader says of itself (road, engine, workers, memory) is the loader's.
+    What the loader says of itself (path, engine, workers, memory) is the loader's.
 
     Args:
         devices: where batches went; ``("cpu",)`` where nothing was moved.
@@ -78,29 +79,10 @@ class Epoch(Iterator[Any]):
 
     def __init__(self, feed: Feed, hand_out: Callable[[list[Any]], Any]) -> None:
         self._feed, self._hand_out = feed, hand_out  # which keeps the prefetcher alive
-        self._end = weakref.finalize(self, feed.stop)
+        self.close = weakref.finalize(self, feed.stop)
 
     def __next__(self) -> Any:
-        if not self._end.alive:
-            raise StopIteration
-        try:
-            outcome = self._feed.receive()
-        except BaseException:  # Ctrl-C, or torch's word on a killed worker
-            self.close()
-            raise
-        if outcome is None:
-            self.close()
-            raise StopIteration
-        if isinstance(outcome, BaseException):
-            try:
-                raise outcome
-            finally:
-                del outcome  # the exception would keep this frame, and it the exception
-        return self._hand_out(outcome)
-
-    def close(self) -> None:
-        """End the thread and let go of what it has read ahead. Idempotent."""
-        self._end()
+        return self._hand_out(self._feed.receive())
 
 
 class CudaPrefetcher:
@@ -176,7 +158,8 @@ class CudaPrefetcher:
         if backend is None and self.device != CPU:
             backend = CudaBackend(self.device)
         self._in_shards = isinstance(device, (list, tuple))
-        self._finishing: dict[str, Any] = {"dtype": dtype, "channels_last": channels_last, "transform": transform}
+        casts: dict[str, Any] = {"dtype": dtype, "channels_last": channels_last}
+        self._finishing = {**casts, "transform": transform}
         self._streams: list[Stream] = []
         self._rings: list[BatchRing] = []
         self._gathering: BatchRing | None = None
@@ -186,7 +169,6 @@ class CudaPrefetcher:
         self._pinned: PinnedMemory | None = None
         if backend is not None:
             self._pinned = PinnedMemory(backend)
-            casts = {"dtype": dtype, "channels_last": channels_last}
             self._ops = DeviceOps(loader, batch_ops, self._devices, self._pinned, **casts)
             weakref.finalize(self, self._pinned.close)
 
@@ -200,7 +182,7 @@ class CudaPrefetcher:
         if name == "loader" or name.startswith("__"):  # how to copy or pickle a loader is no answer for its prefetcher
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         value = getattr(self.loader, name)
-        own = {} if self._is_own else {"state_dict": self._user_state, "load_state_dict": self._load_user_state}
+        own = {} if is_own(self.loader) else {"state_dict": self._user_state, "load_state_dict": self._load_user_state}
         return own.get(name, value)
 
     def set_epoch(self, epoch: int) -> None:
@@ -209,12 +191,6 @@ class CudaPrefetcher:
         listeners: list[Any] = [self.loader, getattr(self.loader, "sampler", None), batch_sampler, inner]
         for listener in {id(one): one for one in listeners if hasattr(one, "set_epoch")}.values():
             listener.set_epoch(epoch)
-
-    @property
-    def _is_own(self) -> bool:
-        """Whether it is fastdata's: who defines how it is iterated also says how it is read into given memory."""
-        definer = next((kind for kind in type(self.loader).__mro__ if "__iter__" in vars(kind)), object)
-        return "iterate" in vars(definer)
 
     def _user_state(self) -> Any:
         loader: Any = self.loader
@@ -231,7 +207,7 @@ class CudaPrefetcher:
         if getattr(self.loader, "persistent_workers", False) or isinstance(self.loader, Iterator):
             for epoch in list(self._live):  # both would read the same iterator
                 epoch.close()
-        reader, ops = (self._ops.begin() if self._pinned else None) or (None, None)
+        read, ops = (self._ops.begin() if self._pinned else None) or (None, None)
         finish = partial(_finish, ops=ops, **self._finishing) if ops or any(self._finishing.values()) else None
         loader: Any = self.loader
         if self._pinned is None:
@@ -243,11 +219,10 @@ class CudaPrefetcher:
         reset = getattr(getattr(loader, "_iterator", None), "_reset", None)
         if isinstance(reset, partial) and reset.args[0] is self._pinned:
             del loader._iterator._reset
-        if self._is_own:
+        if is_own(loader):
             held = max(HELD_BY_USER, self.depth + 1)
-            if self._gathering is None:
-                self._gathering = BatchRing(loader.ring_slots(held), self._pinned)
-            iterator = loader.iterate(self._gathering, held, reader.read if reader else None)
+            self._gathering = self._gathering or BatchRing(loader.ring_slots(held), self._pinned)
+            iterator = loader.iterate(self._gathering, held, read)
             read_ahead = loader.read_ahead()
             marks = {"mark": read_ahead.mark, "hand_over": read_ahead.hand_over}
         else:
@@ -255,17 +230,8 @@ class CudaPrefetcher:
         if getattr(loader, "_iterator", None) is not None:
             loader._iterator._reset = partial(_reset_for_others, self._pinned, self._live)
         self._streams = self._streams or [self._pinned.backend.new_stream(device) for device in self._devices]
-        self._feed = Feed(
-            iterator,
-            self._devices,
-            finish,
-            pinned=self._pinned,
-            streams=self._streams,
-            depth=self.depth,
-            rings=self._rings,
-            arrivals=_arrivals(loader, iterator),
-            **marks,
-        )
+        pinning = {"pinned": self._pinned, "rings": self._rings, "arrivals": _arrivals(loader, iterator)}
+        self._feed = Feed(iterator, self._devices, finish, streams=self._streams, depth=self.depth, **pinning, **marks)
         epoch = Epoch(self._feed, self._hand_out)
         self._live.add(epoch)
         return epoch
@@ -275,18 +241,13 @@ class CudaPrefetcher:
         said = asked() if callable(asked) else None
         base = said if isinstance(said, EpochReport) else EpochReport(path=f"batches of {type(self.loader).__name__}")
         feed, pinned = self._feed, self._pinned
-        said_of_loader = {field.name: getattr(base, field.name) for field in dataclasses.fields(EpochReport)}
-        counts = {"batches": feed.batches, "samples": feed.samples}
-        fields = said_of_loader | counts | {"wait_s": feed.times.wait_s, "busy_s": feed.times.busy_s}
-        if pinned is None:
-            return PrefetchReport(**fields)
-        return PrefetchReport(
-            **fields | {"pinning": pinned.plan.reason},
-            devices=tuple(map(str, self._devices)),
-            pinned_bytes=pinned.most_bytes,
-            copies=feed.copies,
-            batch_ops=self._ops.described,
-        )
+        fields: dict[str, Any] = {field.name: getattr(base, field.name) for field in dataclasses.fields(EpochReport)}
+        fields |= {"batches": feed.batches, "samples": feed.samples}
+        fields |= {"wait_s": feed.times.wait_s, "busy_s": feed.times.busy_s}
+        if pinned is not None:
+            fields |= {"pinning": pinned.plan.reason, "pinned_bytes": pinned.most_bytes, "copies": feed.copies}
+            fields |= {"devices": tuple(map(str, self._devices)), "batch_ops": self._ops.described}
+        return PrefetchReport(**fields)
 
     def close(self) -> None:
         """End live iterators, unpin all memory, drop copies of the store. Idempotent; a later epoch begins anew."""
@@ -327,10 +288,9 @@ def _finish(
             return transform(batch)
     except Exception as error:
         message = f"transform= failed on batch {number}: {type(error).__name__}: {error}"
-        if isinstance(error, StopIteration):  # would end the training loop's epoch in silence
-            raise RuntimeError(message) from error
+        kind = RuntimeError if isinstance(error, StopIteration) else type(error)  # the former ends epochs in silence
         try:
-            named = type(error)(message)
+            named = kind(message)
         except Exception:  # noqa: BLE001  # a user's type may raise anything where it is made of a message
             named = RuntimeError(message)
         raise named from error

@@ -16,12 +16,14 @@ import torch
 import torch.cuda
 
 from fastdata.errors import DeviceError
+from fastdata.report import log
 
 Stream = Any
 Event = Any
 DeviceLike = str | int | torch.device
 
 CPU = torch.device("cpu")
+_EXCHANGE_MODE = "cudaThreadExchangeStreamCaptureMode"
 _THREAD_LOCAL = 1  # cudaStreamCaptureModeThreadLocal
 
 
@@ -31,6 +33,10 @@ class CudaBackend:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._runtime: Any = torch.cuda.cudart()
+        names = ctypes.CDLL(None) if os.name == "posix" else None  # torch loads libcudart for all to see
+        self._exchange_mode: Any = getattr(names, _EXCHANGE_MODE, None)
+        if self._exchange_mode is None:
+            log.info("%s is not found: capture CUDA graphs before iter() of a CudaPrefetcher", _EXCHANGE_MODE)
 
     def begin_thread(self) -> None:
         """Prepare the calling thread, which is the prefetcher's own.
@@ -40,10 +46,8 @@ class CudaBackend:
         or register, unless it has declared to mind only captures of its own.
         """
         torch.cuda.set_device(self._device)
-        runtime = ctypes.CDLL(None) if os.name == "posix" else None  # torch loads libcudart for all to see
-        exchange = getattr(runtime, "cudaThreadExchangeStreamCaptureMode", None)
-        if exchange is not None:
-            exchange(ctypes.byref(ctypes.c_int(_THREAD_LOCAL)))
+        if self._exchange_mode is not None:
+            self._exchange_mode(ctypes.byref(ctypes.c_int(_THREAD_LOCAL)))
 
     def new_stream(self, device: torch.device) -> Stream:
         return torch.cuda.Stream(device)

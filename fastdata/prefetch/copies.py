@@ -9,24 +9,21 @@ and the training loop's stream waits for the event, not its thread.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import mmap
 import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
 from queue import Empty, SimpleQueue
 from typing import Any
 
 import numpy as np
 import torch
-from torch.nn.utils.rnn import PackedSequence
 
 from fastdata import memory as host_memory
-from fastdata.batch import SampleBatch
+from fastdata.batch import flatten, memory_of
 from fastdata.loader.epochs import LoopTimes
 from fastdata.memory import PinningPlan, budget_bytes, choose_pinning
 from fastdata.prefetch.backend import CudaBackend, Event, Stream
@@ -42,75 +39,7 @@ _LONG_WAIT_S = 0.05
 _PATIENCE_S = 10.0
 """How long the end of an epoch waits for a loader that does not answer; the thread then ends with the process."""
 
-# Batches as trees
-
-Build = Callable[[Sequence[Any]], Any]
-
-
-def flatten(batch: Any) -> tuple[list[Any], Build]:
-    """Return the tensors in a batch, each once, and what makes the same batch of others; that holds none of them.
-
-    Tuples, namedtuples, lists, mappings, dataclasses and ``SampleBatch`` keep their type; one that holds no tensor is
-    passed on as it is, like every other value. A ``PackedSequence`` counts as a tensor.
-
-    Example:
-        >>> tensors, build = flatten({"image": torch.zeros(2), "name": "a"})
-        >>> len(tensors), build(["another"])
-        (1, {'image': 'another', 'name': 'a'})
-    """
-    numbered: dict[int, tuple[int, Any]] = {}
-    build = _flatten(batch, numbered)
-    return [tensor for _, tensor in numbered.values()], build or (lambda _: batch)
-
-
-def _flatten(value: Any, numbered: dict[int, tuple[int, Any]]) -> Build | None:
-    """Number the tensors of a value; None where it holds none."""
-    if isinstance(value, (torch.Tensor, PackedSequence)):
-        number = numbered.setdefault(id(value), (len(numbered), value))[0]
-        return lambda tensors: tensors[number]
-    parts: dict[Any, Any]
-    make: Callable[[dict[Any, Any]], Any]
-    if isinstance(value, SampleBatch) and value.stacked is not None:
-        parts = dict(enumerate([*value.stacked, [target for _, target in value]]))
-        make = partial(_make_sequence, type(value))
-    elif isinstance(value, Mapping):
-        parts, make = dict(value), dict
-        if type(value) is not dict and isinstance(value, MutableMapping):
-            shell = copy.copy(value)
-            shell.clear()  # such a class may not take None for a tensor
-            make = partial(_fill, shell)
-    elif isinstance(value, (list, tuple)):
-        kind = list if type(value) is SampleBatch else type(value)  # one that was changed is a list
-        parts, make = dict(enumerate(value)), partial(_make_sequence, kind)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
-        parts = {name: getattr(value, name) for name in names}
-        make = partial(_fill, _fill(value, dict.fromkeys(parts)))
-    else:
-        return None
-    builds = {key: build for key, part in parts.items() if (build := _flatten(part, numbered)) is not None}
-    rest = parts | dict.fromkeys(builds)
-    return (lambda tensors: make(rest | {key: build(tensors) for key, build in builds.items()})) if builds else None
-
-
-def _make_sequence(kind: Any, parts: dict[int, Any]) -> Any:
-    if hasattr(kind, "_fields") or kind is SampleBatch:
-        return kind(*parts.values())
-    try:
-        return kind(parts.values())
-    except TypeError:  # a subclass that is made otherwise
-        return tuple(parts.values()) if issubclass(kind, tuple) else list(parts.values())
-
-
-def _fill(old: Any, parts: dict[Any, Any]) -> Any:
-    """Copy a mapping or dataclass with other values; it keeps what it knows besides, such as a default factory."""
-    new = copy.copy(old)
-    for key, part in parts.items():
-        if isinstance(new, MutableMapping):
-            new[key] = part
-        else:
-            object.__setattr__(new, key, part)  # a frozen one too: nobody else sees the copy yet
-    return new
+# Batches as lists of tensors
 
 
 def count_samples(tensors: Sequence[Any]) -> int:
@@ -144,21 +73,6 @@ def _view(octets: torch.Tensor, tensor: torch.Tensor, strides: tuple[int, ...]) 
 def _is_host_tensor(value: Any) -> bool:
     """Whether it is a CPU tensor that its bytes, dtype, shape and strides tell all about."""
     return type(value) is torch.Tensor and is_plain(value)
-
-
-def memory_of(tensor: Any) -> list[torch.Tensor]:
-    """The strided tensors that one of any layout consists of."""
-    if isinstance(tensor, PackedSequence):
-        return [part for part in tensor if isinstance(part, torch.Tensor)]
-    if tensor.layout is torch.strided:
-        return [] if tensor.is_nested else [tensor]
-    if tensor.layout is torch.sparse_coo:
-        return [tensor._indices(), tensor._values()]
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
-    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-    return [tensor.values(), tensor.offsets()] if tensor.layout is torch.jagged else []
 
 
 # Pinned memory
@@ -208,14 +122,14 @@ class PinnedMemory:
         """
         if size_bytes:
             memory = np.frombuffer(mmap.mmap(-1, -(-size_bytes // _PAGE_BYTES) * _PAGE_BYTES), np.uint8)
-            if self._pin(memory, (0, size_bytes), size_bytes):
+            if self._pin(memory, (0, size_bytes)):
                 return memory
         return np.empty(size_bytes, np.uint8)
 
     def adopt(self, memory: np.ndarray) -> bool:
         """Pin memory of others; whether it is pinned."""
         key = address_of(memory), memory.nbytes
-        return key[0] in self._unpins or self._pin(memory, key, memory.nbytes)
+        return key[0] in self._unpins or self._pin(memory, key)
 
     def free(self, memory: np.ndarray) -> None:
         """Unpin memory, which no copy may read any more, before it dies."""
@@ -226,11 +140,11 @@ class PinnedMemory:
         for unpin in list(self._unpins.values()):
             unpin()
 
-    def _pin(self, buffer: np.ndarray, key: tuple[int, int], size_bytes: int) -> bool:
+    def _pin(self, buffer: np.ndarray, key: tuple[int, int]) -> bool:
         with self._lock:
             if key in self.refused:
                 return False
-            free = budget_bytes(host_memory.available_bytes())
+            size_bytes, free = key[1], budget_bytes(host_memory.available_bytes())
             plan = choose_pinning(
                 has_accelerator=True,
                 batch_bytes=size_bytes,
@@ -262,17 +176,19 @@ class PinnedMemory:
 
 # The thread
 
-Arrival = tuple[Any, "list[Any] | BaseException | None", list[Event], list[list[torch.Tensor]], int]
-"""How far the loader was read; a batch's parts, one for each of the first devices, or an exception in their place, or
-None at the end; when each part is there; the memory of each; samples."""
-_OVER: Arrival = (None, None, [], [], 0)
+Arrival = tuple[Any, list[Any], list[Event], list[list[torch.Tensor]], int]
+"""How far the loader was read; a batch's parts, one for each of the first devices; when each part is there; the memory
+of each; samples."""
+Outcome = Arrival | BaseException | None
+"""What comes of reading a batch; None at the end."""
 
 
 @dataclasses.dataclass(eq=False)
 class Feed:
     """One epoch: reads a loader's iterator in a thread and brings batches to devices, at most ``depth`` ahead.
 
-    Where nothing is pinned, there is no thread: batches stay where they are, and are read where they are asked for.
+    The thread ends with the loader, or where something fails; it begins anew if the user asks again. Where nothing is
+    pinned, there is none: batches stay where they are, and are read where they are asked for.
     """
 
     iterator: Iterator[Any] | None  # the loader's, made in the user's thread
@@ -283,7 +199,7 @@ class Feed:
     depth: int = 0
     rings: list[BatchRing] = dataclasses.field(default_factory=list)  # staging buffers that no epoch uses
     arrivals: Arrivals | None = None  # slots of the loader's workers
-    mark: Callable[[], Any] = lambda: None  # how far the loader has read; called in the thread
+    mark: Callable[[], Any] = lambda: None  # how far the loader has read; called by who reads it
     hand_over: Callable[[Any], Any] = lambda mark: None  # the user is there now; called in the user's thread
 
     def __post_init__(self) -> None:
@@ -299,50 +215,62 @@ class Feed:
         """Each free place in the queue: the events at which the devices are done with what came before."""
         for _ in range(self.depth):
             self._places.put([])
-        self._ready: SimpleQueue[Arrival] = SimpleQueue()
-        self._asked_again: SimpleQueue[None] = SimpleQueue()
-        self._has_failed = False
+        self._ready: SimpleQueue[Outcome] = SimpleQueue()
         self._stopped = threading.Event()
         self._pid = os.getpid()
         self._thread: threading.Thread | None = None
 
     # In the user's thread
 
-    def receive(self) -> list[Any] | BaseException | None:
-        """Return the parts of the next batch, or an exception in its place, or None at the end.
+    def receive(self) -> list[Any]:
+        """Return the parts of the next batch, or raise the exception in its place, or StopIteration at the end.
 
         The calling thread's streams are made to wait for it. The prefetcher's thread starts here and not before: what a
         loader draws for its first batch is drawn while the user waits.
         """
+        if self._stopped.is_set():
+            raise StopIteration
         asked_at = self.times.ask()
         try:
-            mark, outcome, _, _, samples = self._read_here() if self.pinned is None else self._take()
+            outcome = self._read_here() if self.pinned is None else self._take()
+        except BaseException:  # Ctrl-C, or torch's word on a killed worker
+            self.stop()
+            raise
         finally:
             self.times.answer(asked_at)
+        if self._stopped.is_set():  # by another thread, while this one waited
+            raise StopIteration
+        mark, parts, _, _, samples = outcome if isinstance(outcome, tuple) else (self.mark(), [], [], [], 0)
         if mark is not None:
             self.seen = mark
             self.hand_over(mark)
-        if isinstance(outcome, list):
-            self.batches, self.samples = self.batches + 1, self.samples + samples
-        return outcome
+        if isinstance(outcome, BaseException):
+            try:
+                raise outcome
+            finally:
+                del outcome  # the exception would keep this frame, and it the exception
+        if outcome is None:
+            self.stop()
+            raise StopIteration
+        self.batches, self.samples = self.batches + 1, self.samples + samples
+        return parts
 
     def stop(self) -> None:
-        """End the thread, and drop what was read ahead. A forked process leaves both to its parent."""
-        if os.getpid() != self._pid:
+        """End the thread, and drop what was read ahead. Idempotent. A forked process leaves both to its parent."""
+        if os.getpid() != self._pid or self._stopped.is_set():
             return
         self._stopped.set()
         self._places.put([])
-        self._asked_again.put(None)
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(_PATIENCE_S)
         self.iterator = self.arrivals = None
         while not self._ready.empty():
             self._ready.get()
-        self._ready.put(_OVER)
+        self._ready.put(None)
         if self._thread is None or not self._thread.is_alive():
             self.rings.append(self._staging)
 
-    def _read_here(self) -> Arrival:
+    def _read_here(self) -> Outcome:
         try:
             batch = next(self.iterator or iter(()))
             number, self._number = self._number, self._number + 1
@@ -353,11 +281,11 @@ class Feed:
                 parts = [self.finish(*each, number) for each in zip(parts, self.devices, strict=False)]
             return None, parts, [], [], count_samples(tensors)
         except StopIteration:
-            return _OVER
+            return None
         except Exception as error:  # noqa: BLE001  # raised where the batch would have come
-            return None, error, [], [], 0
+            return error
 
-    def _take(self) -> Arrival:
+    def _take(self) -> Outcome:
         if os.getpid() != self._pid:
             raise RuntimeError("an iterator of a prefetcher works in the process that made it; call iter() in this one")
         streams = [self._backend.current_stream(device) for device in self.devices]
@@ -367,17 +295,17 @@ class Feed:
                 stream.wait_event(event)  # what a loader or transform reads may have been made on the user's
             self._thread = threading.Thread(target=self._run, name="fastdata-prefetch", daemon=True)
             self._thread.start()
-        elif self._has_failed:
-            self._asked_again.put(None)
-        arrival = self._ready.get()
-        self._has_failed = isinstance(arrival[1], BaseException)
-        if isinstance(arrival[1], list):
+        outcome = self._ready.get()
+        if isinstance(outcome, tuple):
             self._places.put(left)
-        for stream, event, memory in zip(streams, *arrival[2:4], strict=False):
-            stream.wait_event(event)
-            for tensor in memory:
-                self._backend.record_stream(tensor, stream)
-        return arrival
+            for stream, event, memory in zip(streams, *outcome[2:4], strict=False):
+                stream.wait_event(event)
+                for tensor in memory:
+                    self._backend.record_stream(tensor, stream)
+        elif outcome is not None:  # the last that its thread has done
+            self._thread.join()
+            self._thread = None
+        return outcome
 
     # In the thread
 
@@ -388,40 +316,33 @@ class Feed:
             with self._backend.working_on(self.streams):
                 while self._bring_next():
                     pass
-        except BaseException as error:  # noqa: BLE001  # whatever it is, the user's thread raises it
-            failure = error
-        self.iterator = None
+            self.iterator = None
+        except BaseException as error:  # noqa: BLE001  # raised where its batch would have come
+            failure = error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)  # without this frame
         while self._in_flight:
             try:
-                self._wait_for_oldest()
+                self._let_go(0)
             except Exception as error:  # noqa: BLE001  # the device is lost, and reads nothing any more
                 failure = failure or error
-        if failure is not None:
-            self._ready.put((None, failure, [], [], 0))
-        failure = None  # it would keep this frame, and this frame it
-        self._ready.put(_OVER)  # nobody waits for a thread that has ended
+        self._ready.put(failure)
+        del failure  # it would keep this frame, and this frame it
 
     def _bring_next(self) -> bool:
-        """Bring one batch; whether to go on."""
+        """Bring one batch; whether there was one, and it is wanted."""
         while self._in_flight and all(event.query() for event in self._in_flight[0][0]):
-            self._wait_for_oldest()
+            self._let_go(len(self._in_flight) - 1)
         if self._stopped.is_set() or self.iterator is None:
             return False
         try:
-            arrival = self._bring([next(self.iterator)])
+            holder = [next(self.iterator)]
         except StopIteration:
-            arrival = self.mark(), None, [], [], 0
-        except BaseException as error:  # noqa: BLE001  # raised where its batch would have come
-            traceback = error.__traceback__ and error.__traceback__.tb_next  # without the frame of this loop
-            arrival = self.mark(), error.with_traceback(traceback), [], [], 0
-        is_end, has_failed = arrival[1] is None, isinstance(arrival[1], BaseException)
-        self._ready.put(arrival)
-        del arrival
-        if has_failed:  # reading on is the user's to decide; nothing here holds the exception now
-            self._asked_again.get()
-        return not is_end
+            return False
+        arrival = self._bring(holder)
+        if arrival is not None:
+            self._ready.put(arrival)
+        return arrival is not None
 
-    def _bring(self, holder: list[Any]) -> Arrival:
+    def _bring(self, holder: list[Any]) -> Arrival | None:
         """Bring the batch in ``holder``, which is emptied: nobody else may keep it alive while this waits."""
         mark, number, self._number = self.mark(), self._number, self._number + 1
         tensors, build = flatten(holder.pop())
@@ -429,7 +350,7 @@ class Feed:
         blocks = self._stage(tensors, shards)
         tensors, streams, place = [], self.streams[: len(shards)], self._take_place()
         if self._stopped.is_set():
-            return _OVER
+            return None
         try:
             for event in place:  # the batch before those in the queue: devices never hold more of them than that
                 event.synchronize()
@@ -440,8 +361,7 @@ class Feed:
             finally:
                 events += [self._backend.record(stream) for stream in streams]
             del blocks  # of the staging buffer
-            while len(self._in_flight) > self.depth:
-                self._wait_for_oldest()
+            self._let_go(self.depth)
             parts = [build(tensors) for tensors in moved]
             if self.finish is not None:
                 for part, stream in enumerate(streams):
@@ -462,8 +382,7 @@ class Feed:
         try:
             return self._places.get(timeout=_LONG_WAIT_S)
         except Empty:
-            while self._in_flight:
-                self._wait_for_oldest()
+            self._let_go(0)
             return self._places.get()
 
     def _stage(self, tensors: list[Any], shards: list[list[Any]]) -> list[Any]:
@@ -483,8 +402,7 @@ class Feed:
                 end += -(-size_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
         octets = torch.empty(0, dtype=torch.uint8)
         if spans:
-            while len(self._in_flight) >= self.depth:  # they may have all of the ring's buffers
-                self._wait_for_oldest()
+            self._let_go(self.depth - 1)  # batches in flight may have all of the ring's buffers
             octets = torch.from_numpy(self._staging.take((end,), np.dtype(np.uint8)))
         is_pinned, staged = bool(spans) and self._backend.is_pinned(octets), {k for _, k, _ in spans}
         for k, tensor in enumerate(tensors):
@@ -524,11 +442,12 @@ class Feed:
                 moved.append(self._backend.copy(tensor, device))
         return moved
 
-    def _wait_for_oldest(self) -> None:
-        """Wait for the copies of the oldest batch, and let go of what they read, also where the device is lost."""
-        events, shards = self._in_flight.popleft()
-        try:
-            for event in events:
-                event.synchronize()
-        finally:
-            shards.clear()  # an exception keeps this frame
+    def _let_go(self, most: int) -> None:
+        """Wait until at most so many batches are in flight, and let go of what older ones read, lost device or not."""
+        while len(self._in_flight) > most:
+            events, shards = self._in_flight.popleft()
+            try:
+                for event in events:
+                    event.synchronize()
+            finally:
+                shards.clear()  # an exception keeps this frame

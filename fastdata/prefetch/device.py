@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from fastdata.dataset import DeviceBatch, DeviceBatchReader, LoaderView
+from fastdata.dataset import DeviceBatch, LoaderView, PreparedDataset, read_for_device
 from fastdata.loader import DataLoader
 from fastdata.memory import check_device_room, format_bytes
 from fastdata.prefetch.copies import PinnedMemory
@@ -26,6 +26,7 @@ from fastdata.transforms import TransformPlan
 from fastdata.transforms.device import DeviceProgram
 
 WhereOps = Literal["auto", "device", "cpu"]
+Read = Callable[[Any, BatchRing], DeviceBatch]
 Ops = Callable[[Any, torch.device], Any]
 
 CHUNK_BYTES = 32 << 20
@@ -33,6 +34,12 @@ CHUNK_BYTES = 32 << 20
 MOST_TIMES_SERVED = 1.5
 """Up to so many times the bytes are sent. To gather 256 samples of 256 x 256 takes the host as long as to crop them to
 224 x 224 (9.0 and 8.5 ms on a thread), at 1.3 times the bytes: beyond that the device's work spares the host none."""
+
+
+def is_own(loader: Any) -> bool:
+    """Whether it is fastdata's: who defines how it is iterated also says how it is read into given memory."""
+    definer = next((kind for kind in type(loader).__mro__ if "__iter__" in vars(kind)), object)
+    return "iterate" in vars(definer)
 
 
 def fallback_reason(
@@ -75,7 +82,7 @@ class DeviceOps:
         self._has_warned = False
         self.described = ""  # where they run in the latest epoch, and why; empty where the loader has none
 
-    def begin(self) -> tuple[DeviceBatchReader, Ops] | None:
+    def begin(self) -> tuple[Read, Ops] | None:
         """Say what reads the batches of an epoch and what finishes them; None if the CPU does it all.
 
         Raises:
@@ -87,44 +94,47 @@ class DeviceOps:
         dataset = self._served.dataset
         dataset.refresh()
         obstacle: str | None = f"the loader is a {type(self._loader).__name__}, not fastdata's DataLoader in batches"
-        if isinstance(self._loader, DataLoader):
+        if isinstance(self._loader, DataLoader) and is_own(self._loader):
             obstacle = self._loader.device_obstacle()
-        is_on_device = dataset.storage == "device"
-        if obstacle is None and not dataset.plan.batch_ops and not is_on_device:
+        is_kept_there = dataset.storage == "device"
+        if obstacle is None and not dataset.plan.batch_ops and not is_kept_there:
             return None
-        program: DeviceProgram | None = None
-        if obstacle is None:
-            assert dataset.kept is not None
-            if self._compiled is None or self._compiled[0] is not dataset.plan:  # the user may have replaced it
-                self._compiled = dataset.plan, DeviceProgram(dataset.plan, dataset.kept.images.spec, **self._options)
-            program = self._compiled[1]
-        is_mirrored = is_on_device and program is not None and program.host is None
-        stored_bytes = math.prod(program.sent_shape) if program else 0
-        served_bytes = self._served.dataset.served_bytes or 0
+        program = self._compile(dataset) if obstacle is None else None
         reason = fallback_reason(
-            self._asked, obstacle, stored_bytes=stored_bytes, served_bytes=served_bytes, is_mirrored=is_mirrored
+            self._asked,
+            obstacle,
+            stored_bytes=math.prod(program.sent_shape) if program else 0,
+            served_bytes=self._served.dataset.served_bytes or 0,
+            is_mirrored=is_kept_there and program is not None and program.host is None,
         )
-        if program is None or reason is not None:
-            self.described = f"on the CPU: {reason}"
-            if is_on_device and self._asked != "cpu":
-                self._warn_once(f", batches are made on the CPU: {reason}")
-            return None
         store: Store | None = None
-        self.described = f"on {', '.join(map(str, self._devices))}"
-        if program.host_step:
-            self.described += f", the conversion only: {program.host_step} runs on the CPU"
-            if is_on_device:
-                self._warn_once(f": {program.host_step} runs on the CPU")
-        elif is_mirrored:
+        where, unused = f"on {', '.join(map(str, self._devices))}", ""
+        if program is None or reason is not None:
+            where, unused = f"on the CPU: {reason}", f", batches are made on the CPU: {reason}"
+        elif program.host is not None:
+            unused = f": {program.host_step} runs on the CPU"
+            where += f", the conversion only{unused}"
+        elif is_kept_there:
             assert dataset.kept is not None
             store = dataset.kept.images
-            self.described += f", from a copy of the store there ({format_bytes(_size_bytes(store))})"
-        return DeviceBatchReader(dataset, program, only_places=is_mirrored), partial(self.run, program, store)
+            where += f", from a copy of the store there ({format_bytes(_size_bytes(store))})"
+        self.described = where
+        if unused and is_kept_there and self._asked != "cpu" and not self._has_warned:
+            self._has_warned = True
+            warn_user(f"storage='device' has no effect{unused}")
+        if program is None or reason is not None:
+            return None
+        read = partial(read_for_device, dataset, program, only_places=store is not None)
+        return read, partial(self.run, program, store)
 
-    def run(self, program: DeviceProgram, store: Store | None, batch: Any, device: torch.device) -> Any:
+    def _compile(self, dataset: PreparedDataset) -> DeviceProgram:
+        assert dataset.kept is not None
+        if self._compiled is None or self._compiled[0] is not dataset.plan:  # the user may have replaced it
+            self._compiled = dataset.plan, DeviceProgram(dataset.plan, dataset.kept.images.spec, **self._options)
+        return self._compiled[1]
+
+    def run(self, program: DeviceProgram, store: Store | None, batch: DeviceBatch, device: torch.device) -> Any:
         """Make the images of a stored batch on the device that it lies on; of samples there, if there is a store."""
-        if not isinstance(batch, DeviceBatch):
-            return batch
         if store is None:
             return [program.run(batch.samples, batch.draws), batch.targets]
         with self._lock:
@@ -137,11 +147,6 @@ class DeviceOps:
         """Give back the memory on the devices. Idempotent; a later epoch copies again."""
         with self._lock:
             self._mirrors.clear()
-
-    def _warn_once(self, why: str) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            warn_user(f"storage='device' has no effect{why}")
 
     def _upload(self, store: Store, device: torch.device) -> torch.Tensor:
         """Copy a dense uint8 store to (N, C, H, W) on the caller's current stream, which owns the memory; blocks.
