@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import subprocess
+import sys
 import tarfile
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -35,7 +37,7 @@ from _helper import (
     vanilla_loader,
 )
 from fastdata import DataLoader, ImageFolder
-from fastdata.bench import IMAGENET_MEAN, IMAGENET_STD
+from fastdata.bench import IMAGENET_MEAN, IMAGENET_STD, first_batch_s
 from fastdata.memory import usable_cores
 
 BATCH = 64
@@ -273,6 +275,48 @@ def memory_rows(rounds: int) -> list[Row]:
     return rows
 
 
+def start_rows(root: Path, rounds: int) -> list[Row]:
+    """What ``import fastdata`` adds to torch's own import, and when a new loader's first batch is there."""
+    steps, workers = transforms.Compose([*crop_and_flip(), *last_steps()]), usable_cores()
+    originals = datasets.ImageFolder(str(root), steps)
+
+    def first_ms(make_loader: Callable[[], Any]) -> float:
+        return 1000 * first_batch_s(make_loader)
+
+    with (
+        TemporaryDirectory(prefix="fastdata-compiled-") as compiled,
+        ImageFolder(str(root), steps, storage="shared", resize=(256, 256), fill="eager", progress=False) as prepared,
+    ):
+        make = partial(DataLoader, prepared, batch_size=BATCH, shuffle=True, num_workers=workers)
+        figures = in_turns(
+            {
+                "import fastdata, after torch": partial(import_ms, compiled),
+                "torchvision + torch": partial(first_ms, partial(vanilla_loader, originals, BATCH, workers)),
+                "fastdata": partial(first_ms, make),
+            },
+            rounds,
+        )
+    added, theirs, mine = figures
+    row = partial(Row, section="first batch from a new loader, batch 64", unit="ms")
+    return [
+        Row(section="start", name=added, unit="ms", rounds=figures[added], target="30 at most"),
+        row(name=theirs, rounds=figures[theirs]),
+        row(name=mine, rounds=figures[mine], target="under 50"),
+    ]
+
+
+def import_ms(compiled: str) -> float:
+    """In a new process, with modules compiled before, as pip does, wherever they lie."""
+    code = f"""
+import sys, time, torch
+sys.dont_write_bytecode, sys.pycache_prefix = False, {compiled!r}
+start = time.perf_counter()
+import fastdata
+print(1000 * (time.perf_counter() - start))
+"""
+    return float(subprocess.check_output([sys.executable, "-c", code], cwd=Path(__file__).parent))
+
+
 def peer_rows(root: Path, rounds: int) -> list[Row]:
     """The crop recipe as float32 by the loaders of other projects, as far as they are installed, beside fastdata's."""
     steps = [*crop_and_flip(), *last_steps()]
@@ -405,12 +449,14 @@ def dali(originals: Any, work: Path) -> dict[str, Any]:
 def main() -> None:
     options = parser(__doc__ or "")
     options.add_argument("--count", type=int, default=2000, help="files, copied as often as needed")
-    options.add_argument("--sections", nargs="+", default=["memory", "forms", "first", "recipes", "peers"])
+    options.add_argument("--sections", nargs="+", default=["start", "memory", "forms", "first", "recipes", "peers"])
     args = options.parse_args()
     rows: list[Row] = []
     if "memory" in args.sections:
         rows += memory_rows(args.rounds)
     with class_folders(args.images, count=args.count) as (root, words):
+        if "start" in args.sections:
+            rows += start_rows(root, args.rounds)
         if "forms" in args.sections:
             rows += form_rows(root, args.rounds)
         if "first" in args.sections:
