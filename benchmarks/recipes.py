@@ -1,16 +1,23 @@
 """How fast are the recipes that people publish, beside torchvision and torch, FFCV, DALI and TurboLoader?
 
 Every recipe runs from images prepared at 256x256 in memory, and with nothing kept: fastdata, and torchvision with
-torch's DataLoader over the original files, in turns. Peers serve the crop recipe where they are installed. PIL steps,
-as training scripts have them.
+torch's DataLoader over the original files, in turns. PIL steps, as training scripts have them. The peers serve the
+crop recipe where they are installed: ``pip install ffcv nvidia-dali-cuda120 turboloader``; FFCV compiles itself and
+needs OpenCV and libjpeg-turbo with their headers, and pkg-config.
 """
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+import itertools
+import subprocess
+import sys
+import tarfile
+from collections.abc import Callable, Iterator
 from functools import partial
+from importlib import metadata
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -30,11 +37,15 @@ from _helper import (
     vanilla_loader,
 )
 from fastdata import DataLoader, ImageFolder
-from fastdata.bench import IMAGENET_MEAN, IMAGENET_STD, images_per_s
+from fastdata.bench import IMAGENET_MEAN, IMAGENET_STD, first_batch_s
+from fastdata.memory import usable_cores
 
 BATCH = 64
+PEERS = ("ffcv", "nvidia-dali", "turboloader")
 ROUND_S = 2.0
 SIDE_PX = 224
+
+VANILLA, MEMORY, UNKEPT = "torchvision + torch, from files", "fastdata, 256x256 in memory", "fastdata, storage='none'"
 
 Measure = Callable[[], float]
 
@@ -117,18 +128,18 @@ def recipe_rows(root: Path, name: str, target: int, rounds: int) -> list[Row]:
         print(f"{name}: {loader.report().path}; {unkept_loader.report().path}")
         rates = in_turns(
             {
-                "torchvision + torch, from files": epoch_rate(vanilla(root, steps), ROUND_S),
-                "fastdata, 256x256 in memory": epoch_rate(loader, ROUND_S),
-                "fastdata, storage='none'": epoch_rate(unkept_loader, ROUND_S),
+                VANILLA: epoch_rate(vanilla(root, steps), ROUND_S),
+                MEMORY: epoch_rate(loader, ROUND_S),
+                UNKEPT: epoch_rate(unkept_loader, ROUND_S),
             },
             rounds,
         )
-    base, memory, none = rates
     times = 4.0 if "SimCLR" in name else 1.8
+    row = partial(Row, section=name, unit="images/s")
     return [
-        Row(section=name, name=base, unit="images/s", rounds=rates[base]),
-        Row(section=name, name=memory, unit="images/s", rounds=rates[memory], against=base, target=f"{target:,}, 10 x"),
-        Row(section=name, name=none, unit="images/s", rounds=rates[none], against=base, target=f"{times} x"),
+        row(name=VANILLA, rounds=rates[VANILLA]),
+        row(name=MEMORY, rounds=rates[MEMORY], against=VANILLA, target=f"{target:,}, 10 x"),
+        row(name=UNKEPT, rounds=rates[UNKEPT], against=VANILLA, target=f"{times} x"),
     ]
 
 
@@ -149,7 +160,6 @@ def form_rows(root: Path, rounds: int) -> list[Row]:
     dataset, loader = ours(root, forms["PIL steps, float32"][0], storage="shared", fill="eager")
     opened.append(dataset)
     rates["PIL steps, from images as decoded"] = epoch_rate(loader, ROUND_S)
-    rates |= peers(root)
     figures = in_turns(rates, rounds)
     for dataset in opened:
         dataset.close()
@@ -204,8 +214,6 @@ def decode_all(root: Path) -> float:
     from concurrent.futures import ThreadPoolExecutor
 
     import simplejpeg
-
-    from fastdata.memory import usable_cores
 
     paths = [path for path, _ in datasets.ImageFolder(str(root)).samples]
 
@@ -267,67 +275,188 @@ def memory_rows(rounds: int) -> list[Row]:
     return rows
 
 
-def peers(root: Path) -> dict[str, Measure]:
-    """RandomResizedCrop and flip by other loaders, as far as they are installed; no kept figures are of these yet."""
-    found = {}
-    if importlib.util.find_spec("nvidia.dali") if importlib.util.find_spec("nvidia") else None:
-        found["DALI, CPU, from files"] = dali(root)
-    if importlib.util.find_spec("ffcv"):
-        found["FFCV, raw 256x256"] = ffcv(root)
+def start_rows(root: Path, rounds: int) -> list[Row]:
+    """What ``import fastdata`` adds to torch's own import, and when a new loader's first batch is there."""
+    steps, workers = transforms.Compose([*crop_and_flip(), *last_steps()]), usable_cores()
+    originals = datasets.ImageFolder(str(root), steps)
+
+    def first_ms(make_loader: Callable[[], Any]) -> float:
+        return 1000 * first_batch_s(make_loader)
+
+    with (
+        TemporaryDirectory(prefix="fastdata-compiled-") as compiled,
+        ImageFolder(str(root), steps, storage="shared", resize=(256, 256), fill="eager", progress=False) as prepared,
+    ):
+        make = partial(DataLoader, prepared, batch_size=BATCH, shuffle=True, num_workers=workers)
+        figures = in_turns(
+            {
+                "import fastdata, after torch": partial(import_ms, compiled),
+                "torchvision + torch": partial(first_ms, partial(vanilla_loader, originals, BATCH, workers)),
+                "fastdata": partial(first_ms, make),
+            },
+            rounds,
+        )
+    added, theirs, mine = figures
+    row = partial(Row, section="first batch from a new loader, batch 64", unit="ms")
+    return [
+        Row(section="start", name=added, unit="ms", rounds=figures[added], target="30 at most"),
+        row(name=theirs, rounds=figures[theirs]),
+        row(name=mine, rounds=figures[mine], target="under 50"),
+    ]
+
+
+def import_ms(compiled: str) -> float:
+    """In a new process, with modules compiled before, as pip does, wherever they lie."""
+    code = f"""
+import sys, time, torch
+sys.dont_write_bytecode, sys.pycache_prefix = False, {compiled!r}
+start = time.perf_counter()
+import fastdata
+print(1000 * (time.perf_counter() - start))
+"""
+    return float(subprocess.check_output([sys.executable, "-c", code], cwd=Path(__file__).parent))
+
+
+def peer_rows(root: Path, rounds: int) -> list[Row]:
+    """The crop recipe as float32 by the loaders of other projects, as far as they are installed, beside fastdata's."""
+    steps = [*crop_and_flip(), *last_steps()]
+    prepared, loader = ours(root, steps, storage="shared", resize=(256, 256), fill="eager")
+    unkept, unkept_loader = ours(root, steps, storage="none")
+    with prepared, unkept, TemporaryDirectory(prefix="fastdata-peers-") as work:
+        loaders = {VANILLA: vanilla(root, steps), MEMORY: loader, UNKEPT: unkept_loader}
+        loaders |= peer_loaders(datasets.ImageFolder(str(root), transforms.Resize((256, 256))), Path(work))
+        figures = in_turns({name: epoch_rate(loader, ROUND_S) for name, loader in loaders.items()}, rounds)
+    row = partial(Row, section="RandomResizedCrop, flip: peers", unit="images/s")
+    against = {VANILLA: "", MEMORY: VANILLA, UNKEPT: VANILLA}
+    return [
+        row(name=name, rounds=rates, against=against.get(name, MEMORY if "256x256" in name else UNKEPT))
+        for name, rates in figures.items()
+    ]
+
+
+def peer_loaders(originals: Any, work: Path) -> dict[str, Any]:
+    """Loaders by what they read; a name says so where pixels differ from those of torchvision's antialiased filter."""
+    found: dict[str, Any] = {}
+    # DALI last: after its turn it prepares two batches of its next epoch, which the slow vanilla loader minds least.
+    for module, loaders in {"ffcv": ffcv, "turboloader": turboloader, "nvidia.dali": dali}.items():
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            print(f"no rows of {module}: {error}")
+        else:
+            found |= loaders(originals, work)
     return found
 
 
-def dali(root: Path) -> Measure:
-    from nvidia.dali import fn, pipeline_def, types
-    from nvidia.dali.plugin.pytorch import DALIGenericIterator
+class Epochs:
+    """A loader whose epochs a function starts."""
 
-    @pipeline_def(batch_size=BATCH, num_threads=torch.get_num_threads(), device_id=None)
-    def pipeline() -> Any:
-        files, labels = fn.readers.file(file_root=str(root), random_shuffle=True, name="files")
-        images = fn.decoders.image(files, output_type=types.RGB)
-        images = fn.random_resized_crop(images, size=SIDE_PX)
-        scale = {"mean": [255 * m for m in IMAGENET_MEAN], "std": [255 * s for s in IMAGENET_STD]}
-        return fn.crop_mirror_normalize(images, mirror=fn.random.coin_flip(), **scale), labels
+    def __init__(self, start: Callable[[], Iterator[Any]]) -> None:
+        self.start = start
 
-    built = pipeline()
-    built.build()
-    loader = DALIGenericIterator([built], ["images", "labels"], reader_name="files", auto_reset=True)
-    return lambda: images_per_s([batch[0]["images"], batch[0]["labels"]] for batch in loader)
+    def __iter__(self) -> Iterator[Any]:
+        return self.start()
 
 
-def ffcv(root: Path) -> Measure:
-    import tempfile
-
+def ffcv(originals: Any, work: Path) -> dict[str, Any]:
     from ffcv.fields import IntField, RGBImageField
     from ffcv.fields.decoders import IntDecoder, RandomResizedCropRGBImageDecoder
     from ffcv.loader import Loader, OrderOption
-    from ffcv.transforms import RandomHorizontalFlip, ToTensor, ToTorchImage
+    from ffcv.transforms import NormalizeImage, RandomHorizontalFlip, Squeeze, ToTensor, ToTorchImage
     from ffcv.writer import DatasetWriter
 
-    file = tempfile.NamedTemporaryFile(suffix=".beton", delete=False).name  # noqa: SIM115 - kept for the whole run
-    originals = datasets.ImageFolder(str(root), transforms.Resize((256, 256)))
+    file = str(work / "images.beton")
     fields = {"image": RGBImageField(write_mode="raw"), "label": IntField()}
-    DatasetWriter(file, fields).from_indexed_dataset(originals)
-    image = [RandomResizedCropRGBImageDecoder((SIDE_PX, SIDE_PX)), RandomHorizontalFlip(), ToTensor(), ToTorchImage()]
+    DatasetWriter(file, fields, num_workers=usable_cores()).from_indexed_dataset(originals)
+    crop = [RandomResizedCropRGBImageDecoder((SIDE_PX, SIDE_PX)), RandomHorizontalFlip()]
+    normalize = NormalizeImage(255 * np.array(IMAGENET_MEAN), 255 * np.array(IMAGENET_STD), np.float32)
     loader = Loader(
         file,
         batch_size=BATCH,
-        num_workers=torch.get_num_threads(),
+        num_workers=usable_cores(),
+        os_cache=True,
         order=OrderOption.RANDOM,
-        pipelines={"image": image, "label": [IntDecoder(), ToTensor()]},
+        drop_last=False,
+        pipelines={
+            "image": [*crop, normalize, ToTensor(), ToTorchImage()],
+            "label": [IntDecoder(), ToTensor(), Squeeze()],
+        },
     )
-    return epoch_rate(loader, ROUND_S)
+    return {"FFCV, 256x256 mapped, area filter": loader}
+
+
+def turboloader(originals: Any, work: Path) -> dict[str, Any]:
+    from turboloader import DataLoader, ImageNetNormalize, preprocess_to_tbl
+
+    files, prepared = str(work / "files.tar"), str(work / "images.tbl")
+    with tarfile.open(files, "w") as tar:
+        for index, (path, _) in enumerate(originals.samples):
+            tar.add(path, f"{index:08}.jpg")
+    preprocess_to_tbl(files, prepared, image_size=256, num_workers=usable_cores())
+    labels = torch.tensor(originals.targets)
+
+    def epochs(file: str, **how: Any) -> Epochs:
+        how |= {"output_format": "pytorch", "image_size": SIDE_PX, "train_aug": True, "transform": ImageNetNormalize()}
+        loader, numbers = DataLoader(file, BATCH, usable_cores(), shuffle=True, **how), itertools.count()
+
+        def start() -> Iterator[Any]:
+            loader.set_epoch(next(numbers))
+            for images, about in loader:
+                yield torch.from_numpy(images), labels[about["indices"]]
+
+        return Epochs(start)
+
+    return {
+        "TurboLoader, 256x256, no antialias": epochs(prepared),
+        "TurboLoader, from a tar of files": epochs(files, antialias=True),
+    }
+
+
+def dali(originals: Any, work: Path) -> dict[str, Any]:
+    from nvidia.dali import Pipeline, fn
+    from nvidia.dali.plugin.pytorch import DALIGenericIterator, LastBatchPolicy
+
+    pixels = [np.asarray(image) for image, _ in originals]
+    targets = np.array(originals.targets)[:, None]
+
+    def batches() -> Iterator[Any]:
+        for chosen in torch.randperm(len(pixels)).split(BATCH):
+            yield [pixels[index] for index in chosen], list(targets[chosen])
+
+    def from_memory() -> Any:
+        images, labels = fn.external_source(Epochs(batches), 2, cycle="raise", no_copy=True, layout=["HWC", ""])
+        return fn.random_resized_crop(images, size=SIDE_PX), labels
+
+    def from_files() -> Any:
+        files, labels = fn.readers.file(file_root=originals.root, random_shuffle=True, name="files")
+        images = fn.decoders.image_random_crop(files, random_area=[0.08, 1.0], random_aspect_ratio=[3 / 4, 4 / 3])
+        return fn.resize(images, size=[SIDE_PX, SIDE_PX]), labels
+
+    def epochs(read: Callable[[], Any], **how: Any) -> Epochs:
+        with Pipeline(BATCH, usable_cores(), None) as pipeline:
+            images, labels = read()
+            scale = {"mean": [255 * mean for mean in IMAGENET_MEAN], "std": [255 * std for std in IMAGENET_STD]}
+            pipeline.set_outputs(fn.crop_mirror_normalize(images, mirror=fn.random.coin_flip(), **scale), labels)
+        loader = DALIGenericIterator([pipeline], ["images", "labels"], auto_reset=True, **how)
+        return Epochs(lambda: ((batch["images"], batch["labels"]) for [batch] in loader))
+
+    return {
+        "DALI, 256x256 in memory": epochs(from_memory),
+        "DALI, from files": epochs(from_files, reader_name="files", last_batch_policy=LastBatchPolicy.PARTIAL),
+    }
 
 
 def main() -> None:
     options = parser(__doc__ or "")
     options.add_argument("--count", type=int, default=2000, help="files, copied as often as needed")
-    options.add_argument("--sections", nargs="+", default=["memory", "forms", "first", "recipes"])
+    options.add_argument("--sections", nargs="+", default=["start", "memory", "forms", "first", "recipes", "peers"])
     args = options.parse_args()
     rows: list[Row] = []
     if "memory" in args.sections:
         rows += memory_rows(args.rounds)
     with class_folders(args.images, count=args.count) as (root, words):
+        if "start" in args.sections:
+            rows += start_rows(root, args.rounds)
         if "forms" in args.sections:
             rows += form_rows(root, args.rounds)
         if "first" in args.sections:
@@ -335,8 +464,11 @@ def main() -> None:
         if "recipes" in args.sections:
             for name, target in zip(RECIPES, TARGETS, strict=True):
                 rows += recipe_rows(root, name, target, args.rounds)
+        if "peers" in args.sections:
+            rows += peer_rows(root, args.rounds)
     print_rows(rows)
-    save_rows(rows, args.json, images=words, batch_size=BATCH, count=args.count)
+    peers = {found.name: found.version for found in metadata.distributions() if found.name.startswith(PEERS)}
+    save_rows(rows, args.json, images=words, batch_size=BATCH, count=args.count, peers=peers)
 
 
 if __name__ == "__main__":

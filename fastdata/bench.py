@@ -302,8 +302,9 @@ def images_per_s(loader: Loader, *, at_least_s: float = 0.0, whole_epochs: bool 
 
 def first_batch_s(make_loader: Callable[[], Loader]) -> float:
     start = time.perf_counter()
-    next(iter(make_loader()))
-    return time.perf_counter() - start
+    batches = iter(make_loader())
+    next(batches)
+    return time.perf_counter() - start  # before the loader ends, which waits for its workers
 
 
 def best_workers(make_loader: Callable[[int], Loader], candidates: Iterable[int], *, budget_s: float) -> int:

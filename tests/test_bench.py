@@ -23,6 +23,7 @@ from fastdata.bench import (
     StandIns,
     best_workers,
     choose_images,
+    first_batch_s,
     images_per_s,
     peak_memory,
     photo,
@@ -68,6 +69,22 @@ def test_rate_counts_whole_epochs() -> None:
     assert images_per_s([], at_least_s=10.0) == 0.0
     images_per_s(Loader(), at_least_s=0.0, whole_epochs=False)
     assert epochs[-1] == 1
+
+
+def test_first_batch_does_not_wait_for_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a loader takes to end after its first batch does not count."""
+    now_s = [0.0]
+
+    def batches() -> Any:
+        now_s[0] += 1.0
+        try:
+            yield torch.zeros(5)
+        finally:
+            now_s[0] += 10.0
+
+    monkeypatch.setattr("fastdata.bench.time.perf_counter", lambda: now_s[0])
+    assert first_batch_s(batches) == 1.0
+    assert now_s == [11.0]
 
 
 def test_more_workers_need_a_gain(monkeypatch: pytest.MonkeyPatch) -> None:
