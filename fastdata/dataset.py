@@ -715,15 +715,30 @@ class PreparedDataset(Dataset[Any]):
 
     @property
     def targets(self) -> ListView[Any]:
-        """Target of every sample, before ``target_transform``."""
+        """Target of every sample, before ``target_transform``; read-only."""
         return ListView(self.sample_count, self._stored_target)
+
+    @targets.setter
+    def targets(self, _: object) -> None:
+        self._refuse_list("targets")
 
     @property
     def samples(self) -> ListView[tuple[str, Any]]:
-        """(path, target) of every sample, in torchvision's order; only where samples are files."""
+        """(path, target) of every sample, in torchvision's order; only where samples are files. Read-only."""
         return self._files("samples").pairs
 
+    @samples.setter
+    def samples(self, _: object) -> None:
+        self._refuse_list("samples")
+
     imgs = samples
+
+    def _refuse_list(self, name: str) -> None:
+        raise AttributeError(
+            f"{name} of a {type(self).__name__} cannot be assigned: samples are kept by their number. Take some "
+            "of them by torch.utils.data.Subset(dataset, indices), other labels by target_transform= or by "
+            "ImageManifest([(path, label), ...])."
+        )
 
     @property
     def classes(self) -> list[str]:
@@ -827,6 +842,11 @@ class PreparedDataset(Dataset[Any]):
         self.close()
 
     def __getstate__(self) -> dict[str, Any]:
+        if get_spawning_popen() is None and _is_saved_by_torch():
+            raise TypeError(
+                f"a {type(self).__name__} cannot be saved: it is a handle to samples in this process's memory. Give it "
+                "cache_dir= to keep them on disk, from where the next run serves them at once, and make it anew there."
+            )
         self.refresh()  # what a copy cannot serve is said here, not where it is opened
         derived = ("_compiled", "skipped", "batch_ring", "_source", "_views")
         state = {name: value for name, value in self.__dict__.items() if name not in derived}
@@ -968,6 +988,13 @@ class CachedDataset(PreparedDataset):
         dataset.root, dataset._is_upright = manifest.root, "PIL.ImageOps.exif_transpose" in manifest.key["prepare"]
         dataset._serve(prepared, prepared.contents, None)
         return dataset
+
+
+def _is_saved_by_torch() -> bool:
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__") != "torch.serialization":
+        frame = frame.f_back
+    return frame is not None
 
 
 def _checked(transforms: Any, transform: Any, target_transform: Any) -> Any:

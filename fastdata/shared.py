@@ -168,7 +168,7 @@ def _attach(pid: int, fd: int, inode: int, size_bytes: int, path: str | None, se
     except OSError as error:
         raise StoreGoneError(
             f"process {pid}, which holds the prepared samples, cannot be reached ({error.strerror}). A pickled "
-            f"dataset is a handle: it works only on the same machine while that process lives."
+            "dataset is a handle: it works only on the same machine while that process lives. cache_dir= keeps samples."
         ) from None
     found = os.fstat(fd)
     if found.st_ino != inode or found.st_size < size_bytes:
