@@ -376,14 +376,15 @@ class SampleTable:
         return ListView(self._length, self.pair)
 
     def target(self, index: int) -> Any:
-        if self.target_places:
-            return tuple(place.target(index) for place in self.target_places)
-        if self.target_kind == "object":  # pickled by this process's family, in memory that nobody else can write
+        kind = self.target_kind
+        if kind == "number":
+            return self._arrays["targets"][index].item()
+        if kind == "object":  # pickled by this process's family, in memory that nobody else can write
             return pickle.loads(self._bytes("object", index))
-        value = self._arrays["targets"][index]
-        if self.target_kind == "number":
-            return value.item()
-        return torch.from_numpy(value.copy()) if self.target_kind == "tensor" else value.copy()
+        if kind == "tuple":
+            return tuple(place.target(index) for place in self.target_places)
+        row = np.array(self._arrays["targets"][index])  # of no dimensions too
+        return torch.from_numpy(row) if kind == "tensor" else row
 
     def path(self, index: int) -> str:
         return os.fsdecode(self._prefix + self._bytes("path", index))

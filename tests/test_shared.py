@@ -252,6 +252,14 @@ def test_a_closed_table_of_tuples_holds_nothing() -> None:
             closed.target(0)
 
 
+@pytest.mark.parametrize("make", [torch.tensor, np.array], ids=["tensor", "array"])
+def test_targets_without_dimensions_stay_tensors_and_arrays(make: Any) -> None:
+    """A tensor or array of one number comes back as one, alone and in a tuple."""
+    for targets in ([make(3), make(4)], [(make(3), 1), (make(4), 2)]):
+        with contextlib.closing(SampleTable(targets)) as table:
+            assert repr(list(table.targets)) == repr(targets)
+
+
 def test_ragged_array_targets_are_kept_as_objects() -> None:
     """Arrays of different shapes are no column of numbers."""
     table = SampleTable([torch.zeros(2), torch.zeros(3)])
