@@ -403,7 +403,9 @@ class SampleTable:
         array = self.target_array()
         if array is not None:
             return torch.from_numpy(array[index_B])
-        return collate_targets([self.target(index) for index in index_B.tolist()])
+        blob, ends = self._arrays["object"].data, self._arrays["object_ends"]
+        spans = zip(np.where(index_B > 0, ends[index_B - 1], 0).tolist(), ends[index_B].tolist(), strict=True)
+        return collate_targets([pickle.loads(blob[start:end]) for start, end in spans])
 
     def reduced_to(self, kept: Sequence[int]) -> SampleTable:
         """The table of some samples; this one is closed."""
