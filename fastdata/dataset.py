@@ -29,7 +29,7 @@ import torch
 from torch.utils.data import Dataset, Subset, get_worker_info
 
 from fastdata import core
-from fastdata.batch import EpochVisits, IndexBatch, SampleBatch, SharedVisits, collate_targets
+from fastdata.batch import EpochVisits, IndexBatch, SampleBatch, SharedVisits
 from fastdata.cache import (
     Listing,
     describe_call,
@@ -69,7 +69,7 @@ from fastdata.prepare import (
 )
 from fastdata.report import log, warn_user
 from fastdata.ring import BatchRing
-from fastdata.shared import ListView, SampleTable
+from fastdata.shared import ListView, SampleTable, collate_targets
 from fastdata.sources import DatasetSource, FileSource, Source
 from fastdata.stores.readers import Store
 from fastdata.transforms import TransformPlan, fingerprint, is_same, plan_transform
@@ -434,11 +434,9 @@ class PreparedDataset(Dataset[Any]):
 
     def read_targets(self, index_B: np.ndarray) -> Any:
         """What ``default_collate`` makes of the targets of a batch."""
-        kept, array = self.kept, None
-        if kept is not None and self.target_transform is None:
-            array = kept.target_array(index_B)
-        if array is not None:
-            return torch.from_numpy(array)
+        listed = self.table if self.kept is None else self.kept
+        if listed is not None and self.target_transform is None:
+            return listed.collated_targets(index_B)
         return collate_targets([self._target(index) for index in index_B.tolist()])
 
     @property

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+import torch
 
 from fastdata import core, memory
 from fastdata.codecs import KNOWN_CODECS, Codec, SourceDecoder, find_codec
@@ -47,7 +48,7 @@ from fastdata.memory import (
     would_fit,
 )
 from fastdata.report import log, progress_bar, warn_user
-from fastdata.shared import SampleTable
+from fastdata.shared import SampleTable, collate_targets
 from fastdata.sources import FileBytes, FileSource, Source
 from fastdata.stores.readers import Decoder, Store, UndecodableError
 from fastdata.stores.writers import (
@@ -460,7 +461,7 @@ class KeptSamples:
 
     stores: tuple[Store, ...]
     table: SampleTable | Any
-    """Or what has its ``has_paths``, ``path``, ``target``, ``target_array``, ``close`` and length."""
+    """Or what has its ``has_paths``, ``path``, ``target``, ``collated_targets``, ``close`` and length."""
     is_tuple: bool = False
     target_is_part: bool = False
 
@@ -496,18 +497,17 @@ class KeptSamples:
     def target(self, index: int) -> Any:
         return self._owned(self.stores[-1], index) if self.target_is_part else self.table.target(index)
 
-    def target_array(self, index_B: np.ndarray) -> np.ndarray | None:
-        """The targets of a batch stacked, where they are numbers or arrays of one shape; else None."""
+    def collated_targets(self, index_B: np.ndarray) -> Any:
+        """What ``default_collate`` makes of the targets of a batch."""
         if not self.target_is_part:
-            array = self.table.target_array()
-            return None if array is None else array[index_B]
+            return self.table.collated_targets(index_B)
         store = self.stores[-1]
         if store.spec.shape is None or store.spec.form == "pil":
-            return None
+            return collate_targets([self.target(index) for index in index_B.tolist()])
         out = np.empty((len(index_B), *store.spec.shape), store.spec.dtype)
         with self.naming_damage():
             store.gather_into(index_B, out)
-        return out
+        return torch.from_numpy(out)
 
     def _owned(self, store: Store, index: int) -> Any:
         with self.naming_damage():

@@ -162,6 +162,8 @@ def test_masks_are_kept_beside_images(tmp_path: Path, codec: Any) -> None:
         [{"x": [1, 2]}, {"x": []}, {}],
         [torch.tensor([1, 2]), torch.tensor([3, 4]), torch.tensor([5, 6])],
         [np.float32([1, 2]), np.float32([3, 4]), np.float32([5, 6])],
+        [(1, "a"), (2, "ö"), (3, "c")],
+        [((1, 2), ("a", "b")), ((3, 4), ("c", "d")), ((5, 6), ("e", "f"))],
     ],
 )
 def test_targets_are_kept_without_pickle(tmp_path: Path, targets: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,8 +177,8 @@ def test_targets_are_kept_without_pickle(tmp_path: Path, targets: list[Any], mon
 
 def test_targets_that_files_cannot_keep_are_refused(tmp_path: Path) -> None:
     """A target of another kind is an error before anything is prepared, and leaves nothing."""
-    with pytest.raises(ValueError, match=r"cache_dir= keeps targets that are numbers.*not tuple"):
-        CachedDataset([(torch.zeros(2), (1, 2))] * 3, cache_dir=tmp_path, cache_key="k", progress=False)
+    with pytest.raises(ValueError, match=r"cache_dir= keeps targets that are numbers.*not set"):
+        CachedDataset([(torch.zeros(2), {1, 2})] * 3, cache_dir=tmp_path, cache_key="k", progress=False)
     assert files_of(tmp_path) == set()
 
 

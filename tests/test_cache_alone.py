@@ -347,6 +347,10 @@ def test_a_codec_of_the_users_own_needs_its_dataset(tmp_path: Path) -> None:
     [
         ({"targets.number": np.zeros(5, np.int64)}, r"int64\[5\] where numbers\[6\] are needed"),
         ({"targets.number": np.zeros(6, "U1")}, "<U1"),
+        ({"targets.number": np.zeros(6, ">i8")}, r">i8\[6\] where"),
+        ({"targets.number": None, "targets.pickle": np.zeros(6, np.int64)}, "targets.pickle are targets of no known"),
+        ({"targets.number": None, "targets.0.number": np.zeros((5, 2))}, r"float64\[5, 2\] where numbers\[6\]"),
+        ({"targets.number": None, "targets.0.json": np.frombuffer(b"[0]", np.uint8)}, "targets.0.json holds no list"),
         ({"targets.number": None}, "lacks the targets"),
         ({"targets.json": np.frombuffer(b"[0, 1]", np.uint8)}, "no list of 6 targets"),
         ({"targets.json": np.frombuffer(b"[0, 1", np.uint8)}, "cannot be read"),

@@ -42,7 +42,6 @@ FORMAT = "fastdata cache"
 VERSION = 3
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _MAX_DIMENSIONS = 8
-_NUMBERS = ("targets.number", "targets.tensor", "targets.array")
 
 Columns = Mapping[str, np.ndarray]
 _Made = TypeVar("_Made")
@@ -115,7 +114,8 @@ class Manifest:
       ``part0.offsets`` and ``part0.sizes``, int64, and ``part0.shapes``, int32 (rows, dimensions);
     * where samples are files ``paths``, ``ends``, ``file_sizes`` and ``mtimes_ns``, see ``list_paths``;
     * unless they are a part or belong to nothing, the targets of the samples that have rows, in their order:
-      ``targets.number``, ``targets.tensor`` or ``targets.array``, or ``targets.json``, a list as text.
+      ``targets.number``, ``targets.tensor`` or ``targets.array``, or ``targets.json``, a list as text; of tuples
+      ``targets.0.number`` and the like, one for each place, in order.
 
     Args:
         key: what the samples depend on besides their files.
@@ -324,24 +324,30 @@ def _check(manifest: Manifest, columns: Columns) -> None:
         if len(ends) and (ends[0] < 0 or ends[-1] != len(blob) or (np.diff(ends) < 0).any()):
             raise ValueError("file names overlap")
     kept = int((rows[0] >= 0).sum())
-    targets = [column for name, column in columns.items() if name in _NUMBERS]
-    if "targets.json" in columns:
-        texts = json.loads(columns["targets.json"].tobytes())
-        if not isinstance(texts, list) or len(texts) != kept:
-            raise ValueError(f"targets.json holds no list of {kept} targets")
-    elif not targets and not manifest.target_is_part:
+    targets = {name: column for name, column in columns.items() if name.startswith("targets.")}
+    if not targets and not manifest.target_is_part:
         raise ValueError("it lacks the targets of its samples")
-    for column in targets:
-        if column.dtype.kind not in "iufb" or column.shape[:1] != (kept,):
-            raise ValueError(f"targets are {column.dtype}{list(column.shape)} where numbers[{kept}] are needed")
+    for name, column in targets.items():
+        kind, dtype = name.rpartition(".")[2], column.dtype
+        if kind == "json":
+            texts = json.loads(column.tobytes())
+            if not isinstance(texts, list) or len(texts) != kept:
+                raise ValueError(f"{name} holds no list of {kept} targets")
+        elif kind not in ("number", "tensor", "array"):
+            raise ValueError(f"{name} are targets of no known kind")
+        elif dtype.kind not in "iufb" or dtype.itemsize > 8 or not dtype.isnative or column.shape[:1] != (kept,):
+            raise ValueError(f"targets are {dtype}{list(column.shape)} where numbers[{kept}] are needed")
 
 
 def target_columns(table: SampleTable, chosen: np.ndarray) -> Columns:
     """The targets of chosen samples as the column of an index.
 
     Raises:
-        ValueError: they are neither numbers, arrays of one shape, nor plain values that JSON keeps.
+        ValueError: they are neither numbers, arrays of one shape, plain values that JSON keeps, nor tuples of these.
     """
+    if table.target_places:
+        places = [target_columns(place, chosen) for place in table.target_places]
+        return {name.replace(".", f".{i}.", 1): them for i, place in enumerate(places) for name, them in place.items()}
     array = table.target_array()
     if array is not None:
         return {f"targets.{table.target_kind}": array[chosen]}
@@ -352,20 +358,25 @@ def target_columns(table: SampleTable, chosen: np.ndarray) -> Columns:
             return {"targets.json": np.frombuffer(text.encode(), np.uint8)}
     kinds = ", ".join(sorted({type(target).__name__ for target in targets}))
     raise ValueError(
-        f"cache_dir= keeps targets that are numbers, arrays of one shape, texts, or lists and dicts of these, and "
-        f"not {kinds}. Give such targets from the dataset, and make what you need of them in target_transform=."
+        f"cache_dir= keeps targets that are numbers, arrays of one shape, texts, lists and dicts of these, or tuples "
+        f"of one length, and not {kinds}. Give such targets from the dataset, and make what you need of them in "
+        "target_transform=."
     )
 
 
-def targets_of(columns: Columns) -> Any:
+def targets_of(columns: Columns, prefix: str = "targets.") -> Any:
     """Targets of the samples that were kept, in their order: numbers in one array, else a list."""
-    if "targets.number" in columns:
-        return columns["targets.number"]
-    if "targets.json" in columns:
-        return json.loads(columns["targets.json"].tobytes())
-    if "targets.tensor" in columns:
-        return list(torch.from_numpy(columns["targets.tensor"]))
-    return list(columns["targets.array"])
+    mine = {name.removeprefix(prefix): column for name, column in columns.items() if name.startswith(prefix)}
+    if "number" in mine:
+        return mine["number"]
+    if "json" in mine:
+        return json.loads(mine["json"].tobytes())
+    if "tensor" in mine:
+        return list(torch.from_numpy(mine["tensor"]))
+    if "array" in mine:
+        return list(mine["array"])
+    places = [targets_of(mine, f"{number}.") for number in dict.fromkeys(name.partition(".")[0] for name in mine)]
+    return list(zip(*(them.tolist() if isinstance(them, np.ndarray) else them for them in places), strict=True))
 
 
 def open_part(folder: Path, part: Part, columns: Columns, rows: np.ndarray, decoder: Decoder | None) -> DiskStore:

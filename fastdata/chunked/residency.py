@@ -29,6 +29,7 @@ from fastdata.loader.epochs import make_batch
 from fastdata.prepare import KeptSamples, ReadPath, Steps, WritePath, forecast
 from fastdata.report import log
 from fastdata.ring import BatchRing
+from fastdata.shared import collate_targets
 from fastdata.stores.readers import DiskStore, Store
 from fastdata.stores.writers import ALIGN_BYTES, Place, RaggedWriter
 from fastdata.workers import WorkerPool
@@ -263,7 +264,8 @@ class _ChunkTargets:
     def path(self, index: int) -> str:
         raise LookupError(f"sample {index} is no file")
 
-    def target_array(self) -> np.ndarray | None: ...
+    def collated_targets(self, index_B: np.ndarray) -> Any:
+        return collate_targets([self.target(index) for index in index_B.tolist()])
 
     def close(self) -> None: ...
 
