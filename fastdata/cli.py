@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _bench(*, json: Path | None, plot: Path | None, **settings: Any) -> int:
     if plot:
         import_extra("matplotlib", "plot", feature="--plot")  # before the minutes of measuring, not after
-    document = run_bench(BenchSettings(**settings, progress=sys.stderr.isatty()))
+    document = run_bench(BenchSettings(**settings, progress=True))
     print(table(document))
     if json:
         json.write_text(dumps(document, indent=2, default=str) + "\n", "utf-8")
@@ -61,7 +61,7 @@ def _bench(*, json: Path | None, plot: Path | None, **settings: Any) -> int:
 
 def _build(*, folder: Path, cache: Path, crop: int | None, **options: Any) -> int:
     centre = None if crop is None else CenterCrop((crop, crop))
-    with ImageFolder(folder, centre, cache_dir=cache, progress=sys.stderr.isatty(), **options) as dataset:
+    with ImageFolder(folder, centre, cache_dir=cache, **options) as dataset:
         print(f"{len(dataset):,} samples; {dataset.storage_plan.reason}")
     return 0
 

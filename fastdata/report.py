@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import sys
 import threading
 import warnings
 from dataclasses import dataclass
@@ -25,7 +26,24 @@ class _Bar(tqdm):  # type: ignore[type-arg]  # generic in the stubs only
     _lock = threading.RLock()
 
 
+class _Log(_Bar):
+    """Progress where nobody watches, as in a file: a line for every tenth, of whoever has set logging up for them."""
+
+    def __init__(self, total: int, description: str) -> None:
+        super().__init__(disable=True)
+        self._total, self._description = total, description
+
+    def update(self, n: float | None = 1) -> None:
+        before, self.n = self.n, self.n + (n or 0)
+        if 10 * self.n // self._total > 10 * before // self._total:
+            log.info("%s: %d of %d (%d %%)", self._description, self.n, self._total, 100 * self.n // self._total)
+
+
 def progress_bar(total: int, description: str, *, unit: str = "img", enabled: bool = True) -> tqdm[Any]:
+    """A bar in a terminal or a notebook, elsewhere lines by ``logging``; nothing at all unless ``enabled``."""
+    is_watched = sys.stderr.isatty() or any(base.__module__ == "tqdm.notebook" for base in _Bar.__mro__)
+    if enabled and not is_watched:
+        return _Log(total, description)
     return _Bar(total=total, desc=description, unit=unit, disable=not enabled, dynamic_ncols=True, mininterval=0.5)
 
 
