@@ -73,6 +73,7 @@ class EpochReport:
         fresh_batches: batches that got new memory because the user still held every reusable buffer.
         bytes_held: memory that the loader keeps for reuse by coming batches, lent batches included.
         pinning: whether batches lie in pinned memory, and why; empty where nobody asked.
+        prepared: share of the samples that are prepared by now; less than 1 while they are on their first read.
     """
 
     path: str
@@ -85,6 +86,7 @@ class EpochReport:
     fresh_batches: int = 0
     bytes_held: int = 0
     pinning: str = ""
+    prepared: float = 1.0
 
     @property
     def samples_per_s(self) -> float:
@@ -97,9 +99,10 @@ class EpochReport:
         waited = 100 * self.wait_s / total_s if total_s else 0.0
         fresh = f"; {self.fresh_batches} batches got new memory, as all was in use" if self.fresh_batches else ""
         pinning = f"\n{self.pinning}" if self.pinning else ""
+        prepared = f"\n{self.prepared:.0%} of the samples are prepared so far" if self.prepared < 1 else ""
         return (
             f"{self.path}\n"
             f"{self.batches} batches, {self.samples} samples, {self.samples_per_s:,.0f} samples/s\n"
             f"waited for data {self.wait_s:.2f} s ({waited:.0f} %), in the training loop {self.busy_s:.2f} s\n"
-            f"holds {self.bytes_held / (1 << 20):.1f} MiB for batches{fresh}{pinning}"
+            f"holds {self.bytes_held / (1 << 20):.1f} MiB for batches{fresh}{pinning}{prepared}"
         )

@@ -21,7 +21,7 @@ def test_the_fields_are_stable() -> None:
     names = [field.name for field in dataclasses.fields(EpochReport)]
     assert names == [
         *("path", "engine", "workers", "batches", "samples", "wait_s", "busy_s", "fresh_batches", "bytes_held"),
-        "pinning",
+        *("pinning", "prepared"),
     ]
 
 
