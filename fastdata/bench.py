@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset
 
 from fastdata import images
+from fastdata.errors import refuse_remote
 from fastdata.folder import ImageFolder
 from fastdata.images import IMAGE_EXTENSIONS
 from fastdata.loader import DataLoader
@@ -238,6 +239,7 @@ def import_extra(name: str, extra: str, *, feature: str) -> Any:
 
 def choose_images(root: Path, most: int) -> list[str]:
     """Absolute paths of at most so many images, spread evenly over the class folders."""
+    refuse_remote(root)
     if not root.is_dir():
         raise FileNotFoundError(f"{root} is no folder: give the root of class folders of images")
     files = glob.glob(os.path.join(glob.escape(os.path.abspath(root)), "*", "**", "*"), recursive=True)

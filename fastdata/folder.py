@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastdata.cache import list_paths
 from fastdata.dataset import DatasetOptions, PreparedDataset, show_options
+from fastdata.errors import refuse_remote
 from fastdata.images import IMAGE_EXTENSIONS, load_image
 from fastdata.prepare import Options
 from fastdata.shared import SampleTable
@@ -139,6 +140,7 @@ class ImageFolder(_ImageFiles):
         **options: Unpack[DatasetOptions],
     ) -> None:
         chosen = Options(**options)
+        refuse_remote(root)
         self.root = os.path.expanduser(root) if isinstance(root, str) else root
         _, class_to_idx = self.find_classes(self.root)
         samples = self.make_dataset(
@@ -222,6 +224,8 @@ class ImageManifest(_ImageFiles):
         **options: Unpack[DatasetOptions],
     ) -> None:
         chosen = Options(**options)
+        refuse_remote(csv_path)
+        refuse_remote(root or "")
         self.root = os.fspath(root) if root is not None else os.path.dirname(os.path.abspath(csv_path))
         manifest = read_manifest(csv_path, root, file, label)
         classes = None if manifest.classes is None else {name: i for i, name in enumerate(manifest.classes)}

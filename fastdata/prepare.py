@@ -21,7 +21,7 @@ import numpy as np
 
 from fastdata import core, memory
 from fastdata.codecs import KNOWN_CODECS, Codec, SourceDecoder, find_codec
-from fastdata.errors import CacheError, IngestError, MemoryBudgetError, SampleError, sample_error
+from fastdata.errors import CacheError, IngestError, MemoryBudgetError, SampleError, refuse_remote, sample_error
 from fastdata.images import (
     Bound,
     FastLoader,
@@ -109,6 +109,7 @@ class Options:
                 "storage='device' copies all samples to the GPU at once, and fill='lazy' does not have them yet; use "
                 "fill='eager', or storage='shared'"
             )
+        refuse_remote(self.cache_dir or "")
         if self.cache_dir is None and self.storage == "disk":
             raise ValueError("storage='disk' keeps samples in a folder; name it with cache_dir=")
         if self.cache_dir is None and self.cache_key is not None:

@@ -66,6 +66,19 @@ def test_inspect_tells_what_is_damaged(image_folder: Folder, capsys: pytest.Capt
     assert "cannot be read" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    "words",
+    [["bench", "s3://b/x"], ["build", "s3://b/x", "c"], ["build", "x", "s3://b/c"], ["inspect", "s3://b/c"]],
+    ids=lambda words: " ".join(words),
+)
+def test_urls_are_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """A remote folder or cache exits with 2 and one line that says what to do."""
+    assert main(words) == 2
+    said = capsys.readouterr().err
+    assert "is a URL, and remote roots and caches are not supported yet. Copy the files" in said
+    assert said.count("\n") == 1
+
+
 def test_prune_says_what_it_removes(image_folder: Folder, capsys: pytest.CaptureFixture[str]) -> None:
     """``--dry-run`` only says so; without it the cache of a folder that is gone goes, if that is asked for."""
     root = image_folder(size=(13, 11))
