@@ -79,6 +79,29 @@ def test_urls_are_refused(words: list[str], capsys: pytest.CaptureFixture[str]) 
     assert said.count("\n") == 1
 
 
+def test_errors_speak_of_flags(image_folder: Folder, capsys: pytest.CaptureFixture[str]) -> None:
+    """The cure is what can be typed, not an argument of the library; so is what a warning says."""
+    root = image_folder(size=(13, 11))
+    (root / "cat" / "000.jpg").write_bytes(b"no image")
+    assert main(["build", str(root), str(root.parent / "cache"), "--num-workers", "1"]) == 2
+    assert "or leave it out with --on-error skip.\n" in capsys.readouterr().err
+    (root.parent / "file").touch()
+    assert main(["build", str(root), str(root.parent / "file"), "--on-error", "skip", "--num-workers", "1"]) == 2
+    said = capsys.readouterr().err
+    assert f"CACHE '{root.parent / 'file'}'" in said
+    assert "=" not in said
+
+
+def test_help_shows_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each default is one that is used; None is nobody's."""
+    for command in ("bench", "build"):
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        shown = " ".join(capsys.readouterr().out.split())
+        assert "None" not in shown
+        assert {"bench": "images in a batch; default: 64", "build": "no image; default: raise"}[command] in shown
+
+
 def test_prune_says_what_it_removes(image_folder: Folder, capsys: pytest.CaptureFixture[str]) -> None:
     """``--dry-run`` only says so; without it the cache of a folder that is gone goes, if that is asked for."""
     root = image_folder(size=(13, 11))
