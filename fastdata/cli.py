@@ -12,7 +12,7 @@ from json import dumps
 from pathlib import Path
 from typing import Any
 
-from fastdata.bench import BenchSettings, import_extra, run_bench, save_chart, table, versions
+from fastdata.bench import RECIPES, BenchSettings, import_extra, run_bench, save_chart, table, versions
 from fastdata.cache import inspect_caches, prune_caches, verify_cache
 from fastdata.codecs import KNOWN_CODECS
 from fastdata.errors import FastDataError
@@ -113,7 +113,10 @@ def _parser() -> argparse.ArgumentParser:
     bench.set_defaults(command=_bench)
     add = bench.add_argument
     add("folder", nargs="?", type=Path, metavar="FOLDER", help="class folders of images; without it images are drawn")
-    add("--images", type=_positive, metavar="N", help="images at most; by default 4000, or 400 drawn ones")
+    add("--images", type=_positive, metavar="N", help="images at most; by default 1000, or 400 drawn ones")
+    recipes = "what to measure, several times if need be; by default all of them"
+    add("--recipe", action="append", choices=RECIPES, help=recipes)
+    add("--transform", metavar="MODULE:NAME", help="a transform of your own, such as train:train_transform")
     size = partial(add, type=_positive, metavar="PX")
     size(
         "--resize",
@@ -124,7 +127,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     size("--crop", dest="crop_px", default=224, help="side of the random crop; default: %(default)s")
     add("--batch-size", type=_positive, default=64, metavar="N", help="images in a batch; default: %(default)s")
-    add("--rounds", type=_positive, default=5, metavar="N", help="measured rounds; default: %(default)s")
+    add("--rounds", type=_positive, default=3, metavar="N", help="measured rounds; default: %(default)s")
     add("--dtype", choices=("uint8", "float32"), default="uint8", help="float32 is normalised; default: %(default)s")
     add("--num-workers", type=_whole, metavar="N", help="of both loaders; by default the best for each")
     add("--plot", type=Path, metavar="FILE", help="draw a bar chart (extra: plot)")
