@@ -26,7 +26,7 @@ def test_the_fields_are_stable() -> None:
 
 
 def test_a_report_reads_well() -> None:
-    """Printing gives road, counts, where the time went, and memory, a line each."""
+    """Printing gives path, counts, where the time went, and memory, a line each."""
     report = EpochReport(
         path="whole batches, read by 2 threads",
         engine="thread",

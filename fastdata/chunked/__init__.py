@@ -247,7 +247,7 @@ class ChunkedLoader:
         return shuffle_quality(self._order, epoch, self.batch_size)
 
     def report(self) -> EpochReport:
-        """How the latest epoch went, complete or not; ``.path`` says which road the batches take."""
+        """How the latest epoch went, complete or not; ``.path`` says which way the batches take."""
         report, samples, plan = self._loader.report(), self._samples, self.plan
         if samples is None or plan is None:
             return report
