@@ -411,31 +411,27 @@ def best_workers(
 class PeakMemory:
     """The highest PSS of this process and all below it so far: pages that several of them share count once."""
 
-    size_bytes: int = 0
-
-    def sample(self) -> None:
-        self.size_bytes = max(self.size_bytes, tree_pss_bytes())
+    size_bytes: int
 
 
 @contextmanager
 def peak_memory(every_s: float = 0.1) -> Iterator[PeakMemory]:
     """Watch memory from a thread until the block ends; each look takes milliseconds, so time no epochs meanwhile."""
-    peak = PeakMemory()
-    ended = threading.Event()
+    peak, ended = PeakMemory(tree_pss_bytes()), threading.Event()
 
     def watch() -> None:
-        while not ended.wait(every_s):
-            peak.sample()
+        is_over = False
+        while not is_over:
+            is_over = ended.wait(every_s)
+            peak.size_bytes = max(peak.size_bytes, tree_pss_bytes())
 
     thread = threading.Thread(target=watch, name="fastdata-peak-memory", daemon=True)
-    peak.sample()
     thread.start()
     try:
         yield peak
     finally:
         ended.set()
         thread.join()
-        peak.sample()
 
 
 def table(document: dict[str, Any]) -> str:
