@@ -397,12 +397,14 @@ def best_workers(
     """The smallest number of workers whose rate is within two percent of the highest.
 
     A rate is the better of two passes, taken in turns, of ``budget_s`` each: on a shared machine one that is disturbed
-    would choose badly for the whole run.
+    would choose badly for the whole run. Of ``whole_epochs`` the second one is by workers that have started.
     """
     rates = dict.fromkeys(candidates, 0.0)
+    loaders = {count: make_loader(count) for count in rates if whole_epochs}
     for _ in range(2):
         for count in rates:
-            rate = images_per_s(make_loader(count), at_least_s=budget_s, whole_epochs=whole_epochs)
+            loader = loaders[count] if whole_epochs else make_loader(count)  # an epoch that was left would linger
+            rate = images_per_s(loader, at_least_s=budget_s, whole_epochs=whole_epochs)
             rates[count] = max(rates[count], rate)
     return min(count for count, rate in rates.items() if rate * 1.02 >= max(rates.values()))
 
