@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastdata.cache import Listing, list_paths
 from fastdata.dataset import DatasetOptions, PreparedDataset, show_options
+from fastdata.errors import refuse_remote
 from fastdata.images import IMAGE_EXTENSIONS, load_image
 from fastdata.prepare import Options
 from fastdata.shared import SampleTable
@@ -141,6 +142,7 @@ class ImageFolder(_ImageFiles):
         **options: Unpack[DatasetOptions],
     ) -> None:
         chosen = Options(**options)
+        refuse_remote(root)
         self.root = os.path.expanduser(root) if isinstance(root, str) else root
         _, class_to_idx = self.find_classes(self.root)
         samples = self.make_dataset(
@@ -239,6 +241,9 @@ class ImageManifest(_ImageFiles):
         **options: Unpack[DatasetOptions],
     ) -> None:
         chosen = Options(**options)
+        for place in (manifest, root):
+            if isinstance(place, str | os.PathLike):
+                refuse_remote(place)
         beside = os.path.dirname(manifest) if isinstance(manifest, str | os.PathLike) else ""
         self.root = os.path.abspath(os.path.expanduser(beside)) if root is None else os.fspath(root)
         listed = read_manifest(manifest, root, file, label, id)

@@ -184,6 +184,14 @@ class Budget:
     limited_by: str  # "system memory", "cgroup limit" or "memory_limit="
     ranks: int = 1  # processes that share what is available, each with samples of its own; `bytes` is the part of one
 
+    def __str__(self) -> str:
+        """What there is and why not more, as the rest of a sentence."""
+        if self.limited_by == "memory_limit=":  # which is below what is free: that, and the reserve, have no say
+            return f"memory_limit= allows {format_bytes(self.bytes)}"
+        sharing = f" shared by {self.ranks} ranks" if self.ranks > 1 else ""
+        reserve = f"{format_bytes(self.reserve_bytes)} kept in reserve"
+        return f"{format_bytes(self.bytes)} is free ({self.limited_by}{sharing}, {reserve})"
+
 
 def budget_bytes(available: Available, memory_limit: int | float | str | None = None, *, ranks: int = 1) -> Budget:
     """What samples may take; the user's ``memory_limit``, a share of what is available or bytes, can only lower it."""
@@ -280,9 +288,7 @@ def choose_storage(
     kept: Storage = "device" if storage == "device" else "shared"
     if storage != "compressed" and raw_bytes <= budget.bytes:
         return StoragePlan(storage=kept, reason=f"storage={kept!r}: {raw} of {free} free")
-    sharing = f" shared by {budget.ranks} ranks" if budget.ranks > 1 else ""
-    bound = f"{budget.limited_by}{sharing}, {format_bytes(budget.reserve_bytes)} kept in reserve"
-    too_large = f"but {free} is free ({bound}). {would_fit(trials, budget)}"
+    too_large = f"but {budget}. {would_fit(trials, budget)}"
     if storage == kept:
         raise MemoryBudgetError(f"storage={kept!r} needs {raw} {too_large}")
 
@@ -296,7 +302,7 @@ def choose_storage(
         return StoragePlan(storage="compressed", codec=best.codec, reason=reason)
     if storage == "auto":
         least = format_bytes(min([raw_bytes, *(trial.need_bytes for trial in usable)]))
-        return StoragePlan(storage="none", reason=f"storage='none': {least} needed, {free} free ({bound})")
+        return StoragePlan(storage="none", reason=f"storage='none': {least} needed, but {budget}")
     if not usable:
         reasons = "; ".join(f"{trial.codec}: {trial.obstacle}" for trial in trials)
         raise ValueError(f"storage='compressed' is not possible here: {reasons}.")

@@ -22,7 +22,7 @@ import torch
 
 from fastdata import core, memory
 from fastdata.codecs import KNOWN_CODECS, Codec, SourceDecoder, find_codec
-from fastdata.errors import CacheError, IngestError, MemoryBudgetError, SampleError, sample_error
+from fastdata.errors import CacheError, IngestError, MemoryBudgetError, SampleError, refuse_remote, sample_error
 from fastdata.images import (
     Bound,
     FastLoader,
@@ -110,6 +110,7 @@ class Options:
                 "storage='device' copies all samples to the GPU at once, and fill='lazy' does not have them yet; use "
                 "fill='eager', or storage='shared'"
             )
+        refuse_remote(self.cache_dir or "")
         if self.cache_dir is None and self.storage == "disk":
             raise ValueError("storage='disk' keeps samples in a folder; name it with cache_dir=")
         if self.cache_dir is None and self.cache_key is not None:
@@ -347,14 +348,13 @@ def ingest(
     options: Options,
     *,
     with_targets: bool,
-    description: str,
     may_skip_all: bool = False,
 ) -> Ingested:
     """Fill stores with every sample of a source, each read once.
 
     ``make_writers`` makes the writer of each part; it is called again with True, for writers that take samples of any
-    shapes, if samples turn out to differ in shape. ``description`` stands in front of the progress bar. With
-    ``may_skip_all`` there are other samples, so that none of these need be fit.
+    shapes, if samples turn out to differ in shape. With ``may_skip_all`` there are other samples, so that none of these
+    need be fit.
 
     Raises:
         SampleError: a sample cannot be prepared; names its path and index.
@@ -388,7 +388,7 @@ def ingest(
                 cleanup.callback(writer.close)
             with (
                 contextlib.closing(run_tasks(job, tasks, workers)) as finished,
-                progress_bar(length, description, enabled=options.progress) as bar,
+                progress_bar(length, f"preparing {length:,} images", enabled=options.progress) as bar,
             ):
                 for results in finished:
                     filled.enter(results)
@@ -618,7 +618,6 @@ class _Preparation:
                 lambda any_shapes: self._writers(plan, any_shapes=any_shapes),
                 options,
                 with_targets=table is None,
-                description=plan.reason,
             )
             warn_of_skipped(skipped, len(source))
             if table is None:

@@ -44,7 +44,6 @@ if sys.platform != "win32":
 _T = TypeVar("_T")
 _ALIGN_BYTES = 64
 _FILE_PREFIX = "fastdata-block-"
-_GIB = 1 << 30
 _LOCK_RETRY_S = 0.001
 OPEN_FLAGS = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 
@@ -198,10 +197,10 @@ def _reserve(fd: int, offset: int, size_bytes: int) -> None:
     A memfd has no limit of its own: asked for more than there is, the kernel would fill the machine and then kill.
     """
     available = memory.available_bytes()
-    refusal = f"{size_bytes / _GIB:.2f} GiB of shared memory cannot be reserved"
+    refusal = f"{memory.format_bytes(size_bytes)} of shared memory cannot be reserved"
     cure = "Use storage='none', a smaller resize=, or free some memory."
     if size_bytes > available.bytes:
-        free = f"{available.bytes / _GIB:.2f} GiB is free ({available.limited_by})"
+        free = f"{memory.format_bytes(available.bytes)} is free ({available.limited_by})"
         raise MemoryBudgetError(f"{refusal}: {free}. {cure}")
     try:
         if hasattr(os, "posix_fallocate"):

@@ -470,7 +470,6 @@ def _ingest(
             make_writers,
             options,
             with_targets=wanted.table is None,
-            description=f"storage='disk': {'' if is_all else f'{len(chosen)} changed samples '}to {folder}",
             may_skip_all=not is_all,
         )
     except SampleError as error:
