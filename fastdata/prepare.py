@@ -252,11 +252,14 @@ class WritePath:
             raise sample_error(self.source.path(index), index, cause)
         return sample
 
-    def write(self, sample: ReadSample) -> list[Place]:
-        """Put the parts of one sample into the stores; what is no error of a writer is a SampleError."""
+    def write(self, sample: ReadSample, row: int | None = None) -> list[Place]:
+        """Put the parts of one sample into the stores, at its position if at no other row.
+
+        What is no error of a writer is a SampleError.
+        """
         index, pairs = sample.position, zip(self.writers, sample.parts, strict=True)
         try:
-            return [writer.write(index, part.array) for writer, part in pairs]
+            return [writer.write(index if row is None else row, part.array) for writer, part in pairs]
         except (CacheError, MemoryError, ShapesDifferError):
             raise
         except Exception as cause:  # an encoder raises anything; all of it is named and kept
@@ -326,17 +329,29 @@ def _spread(count: int, probes: int) -> list[int]:
 
 
 class Ingested(NamedTuple):
-    """Filled, sealed stores, one for each part, of the samples at the positions ``kept`` of the source."""
+    """Filled, sealed stores, one for each part."""
 
     stores: tuple[Store, ...]
-    kept: list[int]
+    kept: list[int]  # rows that samples were written to
     targets: list[Any]  # of those kept, as the source gave them; empty if they were not asked for
     skipped: list[SampleError]  # one for each of the others
 
 
 _SAMPLES_PER_TASK = 16
 _Result = tuple[int, "list[Place] | SampleError", "bytes | None"]
-"""Index of a sample, what became of it, its pickled target if it is wanted."""
+"""Row of a sample, what became of it, its pickled target if it is wanted."""
+
+
+class _Task(NamedTuple):
+    """Samples at some positions of a source, for the rows from ``first_row`` on."""
+
+    first_row: int
+    positions: Sequence[int]
+
+    def __str__(self) -> str:
+        if isinstance(self.positions, range):
+            return f"samples {self.positions[0]} to {self.positions[-1]}"
+        return f"samples {', '.join(map(str, self.positions))}"
 
 
 def ingest(
@@ -347,36 +362,37 @@ def ingest(
     *,
     with_targets: bool,
     description: str,
-    may_skip_all: bool = False,
+    chosen: Sequence[int] | None = None,
 ) -> Ingested:
-    """Fill stores with every sample of a source, each read once.
+    """Fill stores with every sample of a source, each read once; or with some: ``chosen[row]`` becomes row ``row``.
 
     ``make_writers`` makes the writer of each part; it is called again with True, for writers that take samples of any
-    shapes, if samples turn out to differ in shape. ``description`` stands in front of the progress bar. With
-    ``may_skip_all`` there are other samples, so that none of these need be fit.
+    shapes, if samples turn out to differ in shape. ``description`` stands in front of the progress bar. Of chosen
+    samples, beside which there are others, none need be fit.
 
     Raises:
         SampleError: a sample cannot be prepared; names its path and index.
         MemoryBudgetError: samples turned out larger than the writers may store.
         IngestError: a worker died, or no sample at all could be prepared.
     """
-    length = len(source)
-    tasks = [range(i, min(i + _SAMPLES_PER_TASK, length)) for i in range(0, length, _SAMPLES_PER_TASK)]
+    positions = range(len(source)) if chosen is None else chosen
+    length, size = len(positions), _SAMPLES_PER_TASK
+    tasks = [_Task(first, positions[first : first + size]) for first in range(0, length, size)]
     workers = memory.usable_cores() if options.num_workers is None else options.num_workers
 
     def fill(writers: Sequence[Writer]) -> Ingested:
         path = WritePath(source, prepare, tuple(writers))
 
-        def job(indices: range) -> list[_Result]:
+        def job(task: _Task) -> list[_Result]:
             results: list[_Result] = []
-            for index in indices:
+            for row, index in enumerate(task.positions, task.first_row):
                 try:
                     sample = path.read(index)
-                    places = path.write(sample)
+                    places = path.write(sample, row)
                 except SampleError as error:
-                    results.append((index, error, None))
+                    results.append((row, error, None))
                     continue
-                results.append((index, places, pickle.dumps(sample.target, protocol=5) if with_targets else None))
+                results.append((row, places, pickle.dumps(sample.target, protocol=5) if with_targets else None))
             for writer in writers:
                 writer.flush()
             return results
@@ -392,7 +408,7 @@ def ingest(
                 for results in finished:
                     filled.enter(results)
                     bar.update(len(results))
-            ingested = filled.finish(writers, with_targets, may_skip_all)
+            ingested = filled.finish(writers, with_targets, may_skip_all=chosen is not None)
             if ingested.stores:
                 cleanup.pop_all()
         return ingested
@@ -435,7 +451,7 @@ class _Filled:
             if target is not None:
                 self._targets[index] = target
 
-    def finish(self, writers: Sequence[Writer], with_targets: bool, may_skip_all: bool) -> Ingested:
+    def finish(self, writers: Sequence[Writer], with_targets: bool, *, may_skip_all: bool) -> Ingested:
         kept = np.flatnonzero(self._is_there)
         errors = [self._errors[index] for index in sorted(self._errors)]
         if not len(kept) and not may_skip_all:

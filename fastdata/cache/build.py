@@ -53,7 +53,7 @@ from fastdata.prepare import (
 )
 from fastdata.report import log
 from fastdata.shared import SampleTable
-from fastdata.sources import FileBytes, FileSource, Source
+from fastdata.sources import FileBytes, FileSource
 from fastdata.stores.files import free_bytes, naming_full_disk
 from fastdata.stores.writers import DenseWriter, RaggedWriter, ShapesDifferError, Writer
 
@@ -399,7 +399,7 @@ def _fill(wanted: _Wanted, found: Found, part_bytes: Sequence[int]) -> None:
         parts[number] = replace(part, files=(*part.files, new))
     columns |= {"rows": rows, **(wanted.listing or {})}
     columns |= _targets(wanted, found, rows, dict(zip(kept.tolist(), ingested.targets, strict=False)))
-    skipped = [*_skipped_of(found), *(_renumbered(error, missing) for error in ingested.skipped)]
+    skipped = [*_skipped_of(found), *ingested.skipped]
     replace(
         manifest,
         generation=manifest.generation + 1,
@@ -463,41 +463,16 @@ def _ingest(
             cleanup.pop_all()
         return writers
 
-    try:
-        ingested = ingest(
-            source if is_all else _ChosenSource(source, chosen.tolist()),
-            prepare,
-            make_writers,
-            options,
-            with_targets=wanted.table is None,
-            description=f"storage='disk': {'' if is_all else f'{len(chosen)} changed samples '}to {folder}",
-            may_skip_all=not is_all,
-        )
-    except SampleError as error:
-        raise _renumbered(error, chosen) from error.__cause__
+    ingested = ingest(
+        source,
+        prepare,
+        make_writers,
+        options,
+        with_targets=wanted.table is None,
+        description=f"storage='disk': {'' if is_all else f'{len(chosen)} changed samples '}to {folder}",
+        chosen=None if is_all else chosen.tolist(),
+    )
     return ingested, parts, writers
-
-
-class _ChosenSource:
-    """Some of a source's samples, under numbers of their own."""
-
-    def __init__(self, source: Source, chosen: list[int]) -> None:
-        self._source, self._chosen = source, chosen
-
-    def __len__(self) -> int:
-        return len(self._chosen)
-
-    def read(self, index: int) -> tuple[Any, Any]:
-        return self._source.read(self._chosen[index])
-
-    def path(self, index: int) -> str | None:
-        return self._source.path(self._chosen[index])
-
-
-def _renumbered(error: SampleError, chosen: np.ndarray) -> SampleError:
-    index = int(chosen[error.index])
-    message = str(error).replace(f"sample {error.index}", f"sample {index}", 1)
-    return SampleError(message, index=index, path=error.path)
 
 
 def _choose_codecs(
