@@ -311,10 +311,10 @@ def _check(manifest: Manifest, columns: Columns) -> None:
         if common is not None and (shapes.shape[1] != len(common) or (shapes != np.array(common, np.int64)).any()):
             raise ValueError(f"{part.name} holds samples of other shapes than {list(common)}")
         file_bytes = np.repeat([file.size_bytes for file in part.files], [file.rows for file in part.files])
-        is_wrong = (offsets < 0) | (sizes < 0) | (offsets > file_bytes - sizes)
+        is_wrong = (offsets < 0) | (sizes < 0) | (offsets > file_bytes - sizes) | (shapes < 0).any(axis=1)
         if part.codec is None:
             item_bytes = np.dtype(part.spec.dtype).itemsize
-            is_wrong |= (shapes < 0).any(axis=1) | (shapes.astype(np.float64).prod(axis=1) * item_bytes != sizes)
+            is_wrong |= shapes.astype(np.float64).prod(axis=1) * item_bytes != sizes
             is_wrong |= offsets % item_bytes != 0
         if is_wrong.any():
             raise ValueError(f"row {int(is_wrong.argmax())} of {part.name} does not lie within its file")
