@@ -367,7 +367,7 @@ def _begin(wanted: _Wanted) -> tuple[Found, Sequence[int]]:
         is_tuple=expected.is_tuple,
         target_is_part=expected.target_is_part,
     )
-    return Found(wanted.home, manifest, {}, np.full(count, -1), np.full((len(parts), count), -1)), part_bytes
+    return Found(wanted.home, manifest, Columns(), np.full(count, -1), np.full((len(parts), count), -1)), part_bytes
 
 
 def _fill(wanted: _Wanted, found: Found, part_bytes: Sequence[int]) -> None:
@@ -416,7 +416,7 @@ def _path_of(folder: Path, part: Part, prefix: str) -> Path:
     return folder / f"{part.name}-{prefix}.{'npy' if part.is_table else 'bin'}"
 
 
-def _targets(wanted: _Wanted, found: Found, rows: np.ndarray, fresh: dict[int, Any]) -> Columns:
+def _targets(wanted: _Wanted, found: Found, rows: np.ndarray, fresh: dict[int, Any]) -> dict[str, np.ndarray]:
     """The targets of all samples that are in the cache now, those that were just prepared by their index."""
     chosen = np.flatnonzero(rows[0] >= 0)
     if wanted.table is not None:

@@ -23,7 +23,7 @@ import types
 import typing
 import zipfile
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -44,8 +44,13 @@ _PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _MAX_DIMENSIONS = 8
 _NUMBERS = ("targets.number", "targets.tensor", "targets.array")
 
-Columns = Mapping[str, np.ndarray]
 _Made = TypeVar("_Made")
+
+
+class Columns(dict[str, np.ndarray]):
+    """Those of an index, by name; ``texts`` are what ``targets.json`` says, which takes long to parse."""
+
+    texts: Sequence[Any] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -158,7 +163,7 @@ class Manifest:
     def file_names(self) -> set[str]:
         return {MANIFEST, self.index_name, *(file.name for part in self.parts for file in part.files)}
 
-    def write(self, folder: Path, columns: Columns) -> None:
+    def write(self, folder: Path, columns: Mapping[str, np.ndarray]) -> None:
         """Make this, with an index of these columns, what the cache in a folder holds, at once and for good."""
         stream = io.BytesIO()
         np.savez(stream, **columns)  # type: ignore[arg-type]  # of numbers, which are not pickled
@@ -273,7 +278,9 @@ def read_index(folder: Path, manifest: Manifest) -> Columns:
         with np.load(io.BytesIO(data), allow_pickle=False) as stored:
             if any(entry.compress_type != zipfile.ZIP_STORED for entry in stored.zip.infolist()):
                 raise ValueError("its columns are compressed, to whatever size")
-            columns = {name: np.asarray(column) for name, column in stored.items()}
+            columns = Columns((name, np.asarray(column)) for name, column in stored.items())
+        if "targets.json" in columns:
+            columns.texts = json.loads(columns["targets.json"].tobytes())
         _check(manifest, columns)
     except CacheError:
         raise
@@ -326,8 +333,7 @@ def _check(manifest: Manifest, columns: Columns) -> None:
     kept = int((rows[0] >= 0).sum())
     targets = [column for name, column in columns.items() if name in _NUMBERS]
     if "targets.json" in columns:
-        texts = json.loads(columns["targets.json"].tobytes())
-        if not isinstance(texts, list) or len(texts) != kept:
+        if not isinstance(columns.texts, list) or len(columns.texts) != kept:
             raise ValueError(f"targets.json holds no list of {kept} targets")
     elif not targets and not manifest.target_is_part:
         raise ValueError("it lacks the targets of its samples")
@@ -336,7 +342,7 @@ def _check(manifest: Manifest, columns: Columns) -> None:
             raise ValueError(f"targets are {column.dtype}{list(column.shape)} where numbers[{kept}] are needed")
 
 
-def target_columns(table: SampleTable, chosen: np.ndarray) -> Columns:
+def target_columns(table: SampleTable, chosen: np.ndarray) -> dict[str, np.ndarray]:
     """The targets of chosen samples as the column of an index.
 
     Raises:
@@ -362,7 +368,7 @@ def targets_of(columns: Columns) -> Any:
     if "targets.number" in columns:
         return columns["targets.number"]
     if "targets.json" in columns:
-        return json.loads(columns["targets.json"].tobytes())
+        return columns.texts
     if "targets.tensor" in columns:
         return list(torch.from_numpy(columns["targets.tensor"]))
     return list(columns["targets.array"])
