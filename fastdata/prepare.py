@@ -555,7 +555,7 @@ class Prepared:
     """What a dataset serves from; nothing kept where the source is to be asked."""
 
     storage_plan: StoragePlan
-    contents: KeptSamples | None = None
+    kept: KeptSamples | None = None
     skipped: list[SampleError] = field(default_factory=list)
 
 
@@ -641,8 +641,8 @@ class _Preparation:
                 table = SampleTable(targets)
             elif skipped:
                 table = table.reduced_to(kept)
-        contents = KeptSamples(stores, table, expected.is_tuple, expected.target_is_part)
-        return Prepared(storage_plan=plan, contents=contents, skipped=skipped)
+        samples = KeptSamples(stores, table, expected.is_tuple, expected.target_is_part)
+        return Prepared(storage_plan=plan, kept=samples, skipped=skipped)
 
     def _writers(self, plan: StoragePlan, *, any_shapes: bool = False, is_lazy: bool = False) -> list[Writer]:
         """The writer of each part, for samples of any shapes if they turned out not to have the expected ones."""

@@ -71,7 +71,7 @@ class _Wanted:
     """The samples that are to be served: where they come from, and where their cache is if there is one.
 
     Args:
-        road: of the samples.
+        path: that samples are read by.
         options: as given by the user, with ``cache_dir``.
         table: paths and targets where they are known beforehand; else they are kept in the cache.
         listing: the files, where samples are files.
@@ -80,7 +80,7 @@ class _Wanted:
         home: folder of the cache.
     """
 
-    road: ReadPath
+    path: ReadPath
     options: Options
     table: SampleTable | None
     listing: Listing | None
@@ -91,7 +91,7 @@ class _Wanted:
     @property
     def coders(self) -> list[Codec | SourceDecoder]:
         """Those that a cache's own words may not be enough to make."""
-        given, decoder = self.options.codec, self.road.decoder
+        given, decoder = self.options.codec, self.path.decoder
         codecs = given if isinstance(given, (tuple, list)) else () if given in ("auto", SOURCE) else (given,)
         return [*map(find_codec, codecs), *([] if decoder is None else [decoder])]
 
@@ -113,7 +113,7 @@ class Found(NamedTuple):
 
 
 def prepare_on_disk(
-    road: ReadPath,
+    path: ReadPath,
     options: Options,
     table: SampleTable | None,
     *,
@@ -137,7 +137,7 @@ def prepare_on_disk(
     stem = re.sub(r"[^A-Za-z0-9._]+", "-", os.path.basename(root)).strip(".-") or "samples"
     cache_dir = Path(options.cache_dir).expanduser().absolute()
     home = cache_dir / f"{stem}-{hash_key({**key, 'root': root})}"
-    wanted = _Wanted(road, options, table, listing, key, root, home)
+    wanted = _Wanted(path, options, table, listing, key, root, home)
     prepared, why = _opened(wanted)
     if prepared is None:
         with _writable(cache_dir, why or "it holds no cache of these samples that is up to date"), locked(home):
@@ -147,7 +147,7 @@ def prepare_on_disk(
                 prepared, why = _opened(wanted)
         if prepared is None:
             raise CacheError(f"{home} was written but cannot be read: {why or 'files changed meanwhile'}")
-        warn_of_skipped(prepared.skipped, len(road.source))
+        warn_of_skipped(prepared.skipped, len(path.source))
     return prepared
 
 
@@ -175,7 +175,7 @@ def _serve_complete(wanted: _Wanted, manifest: Manifest, columns: Columns) -> Pr
 
 def _hold_against(wanted: _Wanted, manifest: Manifest, columns: Columns) -> Found:
     """A cache against the samples as they are now; CacheError where it is another one's."""
-    folder, count = wanted.home, len(wanted.road.source)
+    folder, count = wanted.home, len(wanted.path.source)
     if manifest.key != wanted.key or (wanted.listing is not None and "paths" not in columns):
         raise CacheError(f"{folder} was made in another way")
     if wanted.listing is not None:
@@ -249,7 +249,7 @@ def serve(found: Found, known: Sequence[Codec | SourceDecoder], table: SampleTab
     log.info("%s", reason)
     return Prepared(
         storage_plan=StoragePlan(storage="disk", reason=reason, codec=None if what == "raw" else what),
-        contents=KeptSamples(tuple(stores), table, manifest.is_tuple, manifest.target_is_part),
+        kept=KeptSamples(tuple(stores), table, manifest.is_tuple, manifest.target_is_part),
         skipped=_skipped_of(found),
     )
 
@@ -347,8 +347,8 @@ def _sweep(folder: Path) -> None:
 
 def _begin(wanted: _Wanted) -> tuple[Found, Sequence[int]]:
     """A cache that has no samples yet, and about how many bytes those of each part will take."""
-    source, count = wanted.road.source, len(wanted.road.source)
-    expected = forecast(source, wanted.road.prepare)
+    source, count = wanted.path.source, len(wanted.path.source)
+    expected = forecast(source, wanted.path.prepare)
     if not expected.target_is_part:
         with contextlib.closing(SampleTable([sample.target for sample in expected.looked_at])) as table:
             target_columns(table, np.arange(len(table)))  # an error now, if they cannot be kept
@@ -435,9 +435,9 @@ def _ingest(
     wanted: _Wanted, parts: Sequence[Part], part_bytes: Sequence[int], chosen: np.ndarray, prefix: str
 ) -> tuple[Ingested, list[Part], list[Writer]]:
     """Prepare samples into new files of these parts, which come back ragged if the samples turn out to be."""
-    options, road, folder = wanted.options, wanted.road, wanted.home
+    options, read_path, folder = wanted.options, wanted.path, wanted.home
     coders = [_coder_of(folder, part, wanted.coders) for part in parts]
-    source, prepare, parts = road.source, road.prepare, list(parts)
+    source, prepare, parts = read_path.source, read_path.prepare, list(parts)
     if any(isinstance(coder, SourceDecoder) for coder in coders):
         assert isinstance(source, FileSource)
         source, prepare = FileBytes(source), Steps(())
@@ -453,7 +453,7 @@ def _ingest(
         writers.clear()
         with contextlib.ExitStack() as cleanup:
             for part, coder, need_bytes in zip(parts, coders, part_bytes, strict=True):
-                path, is_certain = _path_of(folder, part, prefix), is_all and part.spec.shape == road.shape
+                path, is_certain = _path_of(folder, part, prefix), is_all and part.spec.shape == read_path.shape
                 if part.is_table:
                     writers.append(DenseWriter(part.spec, len(chosen), path))
                 else:
@@ -483,12 +483,12 @@ def _choose_codecs(
     Returns:
         The settings of what encodes each part, None for raw ones, and about what all its samples take.
     """
-    road, codec, raw = wanted.road, wanted.options.codec, [None] * len(specs)
+    read_path, codec, raw = wanted.path, wanted.options.codec, [None] * len(specs)
     free = max(free_bytes(wanted.home) - _SPARE_BYTES, 0)
     is_free = codec == "auto"
     if is_free and sum(raw_bytes) <= free:
         return raw, raw_bytes
-    trials = try_all(road, wanted.options, look_longer(road))
+    trials = try_all(read_path, wanted.options, look_longer(read_path))
     usable = [trial for trial in trials if trial.obstacle is None]
     if not is_free and not usable:
         raise ValueError(f"codec={codec!r} is not possible here: {trials[0].obstacle}")

@@ -241,15 +241,15 @@ class LazyFill:
     dies leaves the sample to the next one.
 
     Args:
-        road: of the samples, a ``prepare.WritePath``; what its writers write to is reserved.
+        path: of the samples, a ``prepare.WritePath``; what its writers write to is reserved.
         length: number of samples.
         dimensions: of each part's samples.
     """
 
-    def __init__(self, road: Any, length: int, dimensions: Sequence[int]) -> None:
-        self._road = road
+    def __init__(self, path: Any, length: int, dimensions: Sequence[int]) -> None:
+        self._path = path
         self._is_out_of_room = False
-        self._live = [writer.live(length, count) for writer, count in zip(road.writers, dimensions, strict=True)]
+        self._live = [writer.live(length, count) for writer, count in zip(path.writers, dimensions, strict=True)]
         self._marks = ArrayBlock({"is_there": np.zeros(length, np.bool_)}, seal=False)
         self._locks = ByteLocks(self._marks.block)
         self.is_there = self._marks["is_there"]  # (N,), for every process to see
@@ -268,14 +268,14 @@ class LazyFill:
         with self._locks.hold(index):
             if self.is_there[index]:
                 return None
-            sample = self._road.read(index)
+            sample = self._path.read(index)
             if self._is_out_of_room:
                 return sample
             try:
-                places = self._road.write(sample)
+                places = self._path.write(sample)
             except ShapesDifferError as found:
                 cause = ValueError(f"{found}, and fill='lazy' has taken these for the shape of all; use fill='eager'")
-                raise sample_error(self._road.source.path(index), index, cause) from None
+                raise sample_error(self._path.source.path(index), index, cause) from None
             except MemoryBudgetError:
                 self._is_out_of_room = True
                 there = f"{int(np.count_nonzero(self.is_there))} of {len(self.is_there)} samples"
@@ -290,7 +290,7 @@ class LazyFill:
     def close(self) -> None:
         """Give the memory back. Idempotent."""
         self.is_there = self.is_there[:0].copy()
-        for part in (self._marks, *self._road.writers, *self._live):
+        for part in (self._marks, *self._path.writers, *self._live):
             part.close()
 
     def __getstate__(self) -> dict[str, object]:
