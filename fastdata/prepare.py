@@ -189,7 +189,10 @@ def read_path(
         open_bytes = loader.decode
     elif pixels_only and open_bytes is not None:
         plan = plan_transform(steps, channels=3, prepared=0)
-        if plan.kind == "pil" and not plan.per_sample and core.obstacle() is None:
+        is_known, obstacle = plan.kind == "pil" and not plan.per_sample, core.obstacle()
+        if is_known and obstacle is not None:
+            log.info("Pillow prepares the images, which takes longer: %s", obstacle)
+        elif is_known:
             spec = SampleSpec(shape=None, dtype="uint8", form="pil")
             loader, steps = PixelLoader(Program(plan.batch_ops, spec).prepare), ()
             open_bytes = loader.decode
