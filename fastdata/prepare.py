@@ -49,16 +49,15 @@ from fastdata.memory import (
 from fastdata.report import log, progress_bar, warn_user
 from fastdata.shared import SampleTable
 from fastdata.sources import FileBytes, FileSource, Source
-from fastdata.stores.readers import Decoder, Store, UndecodableError
+from fastdata.stores.readers import Decoder, FileStore, Store, UndecodableError
 from fastdata.stores.writers import (
     ALIGN_BYTES,
-    DenseWriter,
     LazyFill,
     Place,
-    Places,
-    RaggedWriter,
     ShapesDifferError,
     Writer,
+    WriterPlan,
+    open_writers,
 )
 from fastdata.transforms import plan_transform, read_center_crop, read_resize, shape_after
 from fastdata.transforms.cpu import Program
@@ -242,6 +241,15 @@ class WritePath:
     prepare: Callable[[Any], Any]
     writers: tuple[Writer, ...]
 
+    @classmethod
+    def open(cls, path: ReadPath, plans: Sequence[WriterPlan], length: int) -> WritePath:
+        """With a new writer for each part; the files themselves are read where they are to be kept as they are."""
+        source, prepare = path.source, path.prepare
+        if any(isinstance(plan.codec, SourceDecoder) for plan in plans):
+            assert isinstance(source, FileSource)
+            source, prepare = FileBytes(source), Steps(())
+        return cls(source, prepare, open_writers(plans, length))
+
     def read(self, index: int) -> ReadSample:
         """Read and prepare one sample; a SampleError, too, if it is not of the type that the stores keep."""
         sample, problem = read_sample(self.source, self.prepare, index), None
@@ -334,15 +342,15 @@ def _spread(count: int, probes: int) -> list[int]:
 class Ingested(NamedTuple):
     """Filled, sealed stores, one for each part."""
 
-    stores: tuple[Store, ...]
-    kept: list[int]  # rows that samples were written to
+    stores: tuple[FileStore, ...]
+    kept: np.ndarray  # int64, rows that samples were written to
     targets: list[Any]  # of those kept, as the source gave them; empty if they were not asked for
     skipped: list[SampleError]  # one for each of the others
 
 
 _SAMPLES_PER_TASK = 16
-_Result = tuple[int, "list[Place] | SampleError", "bytes | None"]
-"""Row of a sample, what became of it, its pickled target if it is wanted."""
+_Result = tuple[int, "SampleError | None", "bytes | None"]
+"""Row of a sample, why it is not there, its pickled target if it is wanted."""
 
 
 class _Task(NamedTuple):
@@ -358,9 +366,8 @@ class _Task(NamedTuple):
 
 
 def ingest(
-    source: Source,
-    prepare: Callable[[Any], Any],
-    make_writers: Callable[[bool], Sequence[Writer]],
+    path: ReadPath,
+    plans: Sequence[WriterPlan],
     options: Options,
     *,
     with_targets: bool,
@@ -369,102 +376,83 @@ def ingest(
 ) -> Ingested:
     """Fill stores with every sample of a source, each read once; or with some: ``chosen[row]`` becomes row ``row``.
 
-    ``make_writers`` makes the writer of each part; it is called again with True, for writers that take samples of any
-    shapes, if samples turn out to differ in shape. ``description`` stands in front of the progress bar. Of chosen
-    samples, beside which there are others, none need be fit.
+    There is a plan for each part of samples; if these turn out to differ in shape, stores are written for any shapes.
+    ``description`` stands in front of the progress bar. Of chosen samples, beside which there are others, none need be
+    fit, but all must have the planned shapes.
 
     Raises:
         SampleError: a sample cannot be prepared; names its path and index.
         MemoryBudgetError: samples turned out larger than the writers may store.
         IngestError: a worker died, or no sample at all could be prepared.
+        ShapesDifferError: a chosen sample has another shape.
     """
-    positions = range(len(source)) if chosen is None else chosen
+    try:
+        return _fill(path, plans, options, chosen, description, with_targets=with_targets)
+    except ShapesDifferError as found:
+        if chosen is not None:
+            raise
+        log.info("%s; samples are stored one by one with their own shapes", found)
+    plans = [plan.of_any_shapes() for plan in plans]
+    try:
+        return _fill(path, plans, options, chosen, description, with_targets=with_targets)
+    except ShapesDifferError as found:
+        raise IngestError(f"{found}; make them alike") from None
+
+
+def _fill(
+    path: ReadPath,
+    plans: Sequence[WriterPlan],
+    options: Options,
+    chosen: Sequence[int] | None,
+    description: str,
+    *,
+    with_targets: bool,
+) -> Ingested:
+    positions = range(len(path.source)) if chosen is None else chosen
     length, size = len(positions), _SAMPLES_PER_TASK
     tasks = [_Task(first, positions[first : first + size]) for first in range(0, length, size)]
     workers = memory.usable_cores() if options.num_workers is None else options.num_workers
-
-    def fill(writers: Sequence[Writer]) -> Ingested:
-        path = WritePath(source, prepare, tuple(writers))
+    is_there, targets, errors = np.ones(length, np.bool_), dict[int, bytes](), dict[int, SampleError]()
+    with contextlib.ExitStack() as cleanup:
+        to_write = WritePath.open(path, plans, length)
+        for writer in to_write.writers:
+            cleanup.callback(writer.close)
 
         def job(task: _Task) -> list[_Result]:
             results: list[_Result] = []
             for row, index in enumerate(task.positions, task.first_row):
                 try:
-                    sample = path.read(index)
-                    places = path.write(sample, row)
+                    sample = to_write.read(index)
+                    to_write.write(sample, row)
                 except SampleError as error:
                     results.append((row, error, None))
                     continue
-                results.append((row, places, pickle.dumps(sample.target, protocol=5) if with_targets else None))
-            for writer in writers:
+                results.append((row, None, pickle.dumps(sample.target, protocol=5) if with_targets else None))
+            for writer in to_write.writers:
                 writer.flush()
             return results
 
-        filled = _Filled(length, options.on_error)
-        with contextlib.ExitStack() as cleanup:
-            for writer in writers:
-                cleanup.callback(writer.close)
-            with (
-                contextlib.closing(run_tasks(job, tasks, workers)) as finished,
-                progress_bar(length, description, enabled=options.progress) as bar,
-            ):
-                for results in finished:
-                    filled.enter(results)
-                    bar.update(len(results))
-            ingested = filled.finish(writers, with_targets, may_skip_all=chosen is not None)
-            if ingested.stores:
-                cleanup.pop_all()
-        return ingested
-
-    try:
-        return fill(make_writers(False))
-    except ShapesDifferError as found:
-        log.info("%s; samples are stored one by one with their own shapes", found)
-    return fill(make_writers(True))
-
-
-class _Filled:
-    """What is known of the samples written so far; compact, because there may be millions."""
-
-    def __init__(self, length: int, on_error: OnError) -> None:
-        self._on_error = on_error
-        self._is_there = np.zeros(length, np.bool_)
-        self._places: list[Places] = []  # of each part, once the first sample tells its dimensions
-        self._targets: dict[int, bytes] = {}
-        self._errors: dict[int, SampleError] = {}
-
-    def enter(self, results: list[_Result]) -> None:
-        length = len(self._is_there)
-        for index, outcome, target in results:
-            if isinstance(outcome, SampleError):
-                if self._on_error == "raise":
-                    raise outcome
-                self._errors[index] = outcome
-                continue
-            if not self._places:
-                for place in outcome:
-                    starts, sizes = np.zeros((2, length), np.int64)
-                    self._places.append(Places(starts, sizes, np.zeros((length, len(place.shape)), np.int32)))
-            self._is_there[index] = True
-            for (start, size_bytes, shape), places in zip(outcome, self._places, strict=True):
-                if len(shape) != places.shapes.shape[1]:
-                    counts = f"{len(shape)} dimensions, those before it {places.shapes.shape[1]}"
-                    raise IngestError(f"sample {index} has {counts}; make them alike")
-                places.starts[index], places.sizes[index], places.shapes[index] = start, size_bytes, shape
-            if target is not None:
-                self._targets[index] = target
-
-    def finish(self, writers: Sequence[Writer], with_targets: bool, *, may_skip_all: bool) -> Ingested:
-        kept = np.flatnonzero(self._is_there)
-        errors = [self._errors[index] for index in sorted(self._errors)]
-        if not len(kept) and not may_skip_all:
-            raise IngestError(f"none of the {len(errors)} samples can be prepared; the first: {errors[0]}")
-        pairs = zip(writers, self._places, strict=bool(len(kept)))
-        filled = [
-            writer.finish(Places(starts[kept], sizes[kept], shapes[kept])) for writer, (starts, sizes, shapes) in pairs
-        ]
-        targets = [pickle.loads(self._targets[index]) for index in kept.tolist()] if with_targets else []
-        return Ingested(tuple(filled), kept.tolist(), targets, errors)
+        with (
+            contextlib.closing(run_tasks(job, tasks, workers)) as finished,
+            progress_bar(length, description, enabled=options.progress) as bar,
+        ):
+            for results in finished:
+                for row, error, target in results:
+                    if error is not None:
+                        if options.on_error == "raise":
+                            raise error
+                        is_there[row], errors[row] = False, error
+                    elif target is not None:
+                        targets[row] = target
+                bar.update(len(results))
+        kept, skipped = np.flatnonzero(is_there), [errors[row] for row in sorted(errors)]
+        if not len(kept):
+            if chosen is None:
+                raise IngestError(f"none of the {length} samples can be prepared; the first: {skipped[0]}")
+            return Ingested((), kept, [], skipped)
+        stores = tuple(writer.finish(kept) for writer in to_write.writers)
+        cleanup.pop_all()
+    return Ingested(stores, kept, [pickle.loads(targets[row]) for row in kept.tolist() if with_targets], skipped)
 
 
 # What is kept
@@ -486,16 +474,11 @@ class KeptSamples:
     @property
     def images(self) -> Store:
         """The first part; without the detour over what fills it, once all of it is there."""
-        images: Store = getattr(self.stores[0], "settled", self.stores[0])
-        return images
+        return self.stores[0].settled
 
     def filled_share(self, index: np.ndarray | None = None) -> float:
         """How many of the samples, or of those of ``index``, are kept already; 1 unless they are prepared lazily."""
-        fill = getattr(self.stores[0], "fill", None)
-        if fill is None:
-            return 1.0
-        chosen = fill.is_there if index is None else fill.is_there[index]
-        return float(np.count_nonzero(chosen) / max(chosen.size, 1))
+        return self.stores[0].filled_share(index)
 
     def __len__(self) -> int:
         return len(self.table)
@@ -617,59 +600,47 @@ class _Preparation:
         return self._trials
 
     def _fill(self, plan: StoragePlan) -> Prepared:
-        source, prepare = self._path.source, self._path.prepare
-        if plan.codec == _SOURCE:
-            assert isinstance(source, FileSource)
-            source, prepare = FileBytes(source), Steps(())
-        options, table, expected = self._options, self._table, self._expected
+        path, options, table, expected = self._path, self._options, self._table, self._expected
         skipped: list[SampleError] = []
-        is_certain = plan.codec is None and self._path.shape is not None and table is not None
+        is_certain = plan.codec is None and path.shape is not None and table is not None
         is_certain = is_certain and plan.storage != "device"  # all of them are copied there at once
         if options.fill == "lazy" or (options.fill == "auto" and is_certain and options.on_error == "raise"):
-            table = _table_beforehand(source, expected.looked_at) if table is None else table
-            writers = tuple(self._writers(plan, is_lazy=True))
-            dimensions = [sample.array.ndim for sample in expected.looked_at[0].parts]
-            stores: tuple[Store, ...] = LazyFill(WritePath(source, prepare, writers), len(source), dimensions).stores()
+            table = _table_beforehand(path.source, expected.looked_at) if table is None else table
+            to_write = WritePath.open(path, self._writer_plans(plan, is_lazy=True), len(path.source))
+            stores: tuple[Store, ...] = LazyFill(to_write, len(path.source)).stores()
         else:
-            stores, kept, targets, skipped = ingest(
-                source,
-                prepare,
-                lambda any_shapes: self._writers(plan, any_shapes=any_shapes),
-                options,
-                with_targets=table is None,
-                description=plan.reason,
-            )
-            warn_of_skipped(skipped, len(source))
+            plans, description = self._writer_plans(plan), plan.reason
+            ingested = ingest(path, plans, options, with_targets=table is None, description=description)
+            stores, skipped = ingested.stores, ingested.skipped
+            warn_of_skipped(skipped, len(path.source))
             if table is None:
-                table = SampleTable(targets)
+                table = SampleTable(ingested.targets)
             elif skipped:
-                table = table.reduced_to(kept)
+                table = table.reduced_to(ingested.kept.tolist())
         samples = KeptSamples(stores, table, expected.is_tuple, expected.target_is_part)
         return Prepared(storage_plan=plan, kept=samples, skipped=skipped)
 
-    def _writers(self, plan: StoragePlan, *, any_shapes: bool = False, is_lazy: bool = False) -> list[Writer]:
-        """The writer of each part, for samples of any shapes if they turned out not to have the expected ones."""
-        expected, path, codec, part_bytes = self._expected, self._path, plan.codec, self._expected.part_bytes
-        coders: Sequence[Decoder | None] = [None] * len(expected.specs)
-        if codec is not None:
-            part_bytes = next(trial.part_bytes for trial in self._tried() if trial.codec == codec)
-            coders = [path.decoder] if codec == _SOURCE else choices_for(self._options.codec, len(coders))[codec]
-        free_bytes = self._budget.bytes - sum(part_bytes)
-        writers: list[Writer] = []
-        with contextlib.ExitStack() as cleanup:
-            for spec, coder, first_bytes in zip(expected.specs, coders, part_bytes, strict=True):
-                spec = replace(spec, shape=None) if any_shapes else spec
-                limit_bytes = max(free_bytes + first_bytes, 1)
-                if is_lazy:
-                    first_bytes = limit_bytes = min(int(first_bytes * _LAZY_SLACK) + _LAZY_FLOOR_BYTES, limit_bytes)
-                if coder is None and spec.is_dense:
-                    writers.append(DenseWriter(spec, len(path.source)))
-                else:
-                    room = {"first_bytes": first_bytes, "limit_bytes": limit_bytes}
-                    writers.append(RaggedWriter(spec, coder, spec.shape == path.shape, **room))
-                cleanup.callback(writers[-1].close)
-            cleanup.pop_all()
-        return writers
+    def _writer_plans(self, plan: StoragePlan, *, is_lazy: bool = False) -> list[WriterPlan]:
+        expected, path, part_bytes = self._expected, self._path, self._expected.part_bytes
+        if plan.codec is not None:
+            part_bytes = next(trial.part_bytes for trial in self._tried() if trial.codec == plan.codec)
+        coders = coders_of(plan.codec, path, self._options.codec, len(part_bytes))
+        free_bytes, plans = self._budget.bytes - sum(part_bytes), []
+        parts = expected.looked_at[0].parts
+        for part, spec, coder, first_bytes in zip(parts, expected.specs, coders, part_bytes, strict=True):
+            limit_bytes = max(free_bytes + first_bytes, 1)
+            if is_lazy:
+                first_bytes = limit_bytes = min(int(first_bytes * _LAZY_SLACK) + _LAZY_FLOOR_BYTES, limit_bytes)
+            writer_plan = WriterPlan(
+                spec=spec,
+                dimensions=part.array.ndim,
+                codec=coder,
+                is_certain=spec.shape == path.shape,
+                first_bytes=first_bytes,
+                limit_bytes=limit_bytes,
+            )
+            plans.append(writer_plan)
+        return plans
 
 
 def _budget(options: Options) -> Budget:
@@ -721,6 +692,13 @@ def choices_for(codec: Any, parts: int) -> dict[str, tuple[Codec, ...]]:
     else:
         choices = [(find_codec(codec),) * parts]
     return {"+".join(dict.fromkeys(codec.name for codec in codecs)): codecs for codecs in choices}
+
+
+def coders_of(name: str | None, path: ReadPath, codec: Any, parts: int) -> Sequence[Decoder | None]:
+    """What encodes each part of samples by the choice of this name that ``codec=`` leaves open; None: nothing does."""
+    if name is None:
+        return [None] * parts
+    return [path.decoder] if name == _SOURCE else choices_for(codec, parts)[name]
 
 
 def look_longer(path: ReadPath) -> Forecast:

@@ -35,7 +35,7 @@ from fastdata.errors import CacheError
 from fastdata.images import SampleSpec
 from fastdata.shared import ArrayBlock, SampleTable
 from fastdata.stores.files import DiskFile, naming_full_disk
-from fastdata.stores.readers import DAMAGE_PREFIX, Decoder, DenseStore, DiskStore, RaggedStore
+from fastdata.stores.readers import DAMAGE_PREFIX, Decoder, DiskStore
 
 MANIFEST = "fastdata.json"
 FORMAT = "fastdata cache"
@@ -381,20 +381,22 @@ def open_part(folder: Path, part: Part, columns: Columns, rows: np.ndarray, deco
     """
     firsts = np.cumsum([0, *(file.rows for file in part.files)])
     numbers = np.searchsorted(firsts, rows, side="right") - 1
-    stores: list[DenseStore | RaggedStore] = []
+    index = {
+        "files": numbers.astype(np.int32),
+        "rows": rows - firsts[numbers],
+        "sums": columns[f"{part.name}.sums"][rows],
+    }
+    if part.is_table:
+        row_bytes = part.spec.sample_bytes
+        heads = np.array([file.size_bytes - file.rows * row_bytes for file in part.files])
+        index["offsets"] = heads[numbers] + index["rows"] * row_bytes
+    else:
+        index |= {name: columns[f"{part.name}.{name}"][rows] for name in ("offsets", "sizes", "shapes")}
     with contextlib.ExitStack() as cleanup:
-        for file, first in zip(part.files, firsts.tolist(), strict=False):
-            on_disk = DiskFile.open(folder / file.name, file.size_bytes)
-            cleanup.callback(on_disk.close)
-            if part.is_table:
-                head_bytes = file.size_bytes - file.rows * part.spec.sample_bytes
-                stores.append(DenseStore(on_disk, part.spec, file.rows, None, head_bytes))
-                continue
-            names = ("offsets", "sizes", "shapes")
-            index = ArrayBlock({name: columns[f"{part.name}.{name}"][first : first + file.rows] for name in names})
-            cleanup.callback(index.close)
-            stores.append(RaggedStore(on_disk, part.spec, index, decoder))
-        sums = columns[f"{part.name}.sums"][rows]
-        index = ArrayBlock({"files": numbers.astype(np.int32), "rows": rows - firsts[numbers], "sums": sums})
+        files = []
+        for file in part.files:
+            files.append(DiskFile.open(folder / file.name, file.size_bytes))
+            cleanup.callback(files[-1].close)
+        store = DiskStore(files, part.spec, ArrayBlock(index), decoder)
         cleanup.pop_all()
-    return DiskStore(stores, part.spec, index, "raw" if decoder is None else decoder.name)
+    return store

@@ -30,7 +30,7 @@ from fastdata.prepare import KeptSamples, ReadPath, Steps, WritePath, forecast
 from fastdata.report import log
 from fastdata.ring import BatchRing
 from fastdata.stores.readers import DiskStore, Store
-from fastdata.stores.writers import ALIGN_BYTES, Place, RaggedWriter
+from fastdata.stores.writers import ALIGN_BYTES, Place, Writer, WriterPlan
 from fastdata.workers import WorkerPool
 
 _PREPARED_PER_TASK = 8
@@ -124,7 +124,7 @@ class Samples:
             for spec, total in zip(self._specs, self._found.part_bytes, strict=True)
         ]
         self.slot_bytes = sum(self._part_bytes)
-        self._slots: list[list[RaggedWriter]] = []
+        self._slots: list[list[Writer]] = []
 
     def open(self, samples: int) -> None:
         """Reserve the memory of two chunks."""
@@ -133,7 +133,8 @@ class Samples:
                 self._slots.append([])
                 for spec, part_bytes in zip(self._specs, self._part_bytes, strict=True):
                     spec, size_bytes = replace(spec, shape=None), int(part_bytes * samples)
-                    self._slots[-1].append(RaggedWriter(spec, first_bytes=size_bytes, limit_bytes=size_bytes))
+                    plan = WriterPlan(spec=spec, first_bytes=size_bytes, limit_bytes=size_bytes)
+                    self._slots[-1].append(Writer(plan))
         except BaseException:
             self.close()
             raise
@@ -221,7 +222,7 @@ class Samples:
         return [_Result(position) for position in index_B.tolist()]
 
 
-class _ChunkStore:
+class _ChunkStore(Store):
     """One part of a chunk's samples, by their positions in the dataset; see ``fastdata.stores.readers.Store``."""
 
     gives_views, size_bytes = True, 0
@@ -241,10 +242,6 @@ class _ChunkStore:
 
     def read_into(self, index: int, out: np.ndarray) -> None:
         out[...] = self.read(index)
-
-    def gather_into(self, index_B: np.ndarray, out_B: np.ndarray) -> None:
-        for index, out in zip(index_B.tolist(), out_B, strict=True):
-            out[...] = self.read(index)
 
     def close(self) -> None: ...
 
