@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from fastdata import core, memory
-from fastdata.codecs import KNOWN_CODECS, Codec, SourceDecoder, find_codec
+from fastdata.codecs import KNOWN_CODECS, SourceDecoder, find_codec
 from fastdata.errors import CacheError, IngestError, MemoryBudgetError, SampleError, sample_error
 from fastdata.images import (
     Bound,
@@ -596,7 +596,7 @@ class _Preparation:
 
     def _tried(self) -> list[CodecTrial]:
         if self._trials is None:
-            self._trials = try_all(self._path, self._options, look_longer(self._path))
+            self._trials = try_all(self._path, look_longer(self._path), self._options.codec)
         return self._trials
 
     def _fill(self, plan: StoragePlan) -> Prepared:
@@ -680,25 +680,24 @@ _ROUNDS = 3
 _FILE_SIZES = 256
 
 
-def choices_for(codec: Any, parts: int) -> dict[str, tuple[Codec, ...]]:
-    """What ``codec=`` leaves open, the source's own bytes aside: by name a codec for each of a sample's parts."""
+def _choices(codec: Any, path: ReadPath, parts: int) -> dict[str, tuple[Decoder | None, ...]]:
+    """What ``codec=`` leaves open: by name what encodes each part of samples; None for files that cannot be kept."""
+    choices: dict[str, tuple[Decoder | None, ...]] = {_SOURCE: (path.decoder,)} if codec in ("auto", _SOURCE) else {}
     if codec == "auto":
         others = (find_codec(_SECOND_PART),) * (parts - 1)
-        choices = [(find_codec(name), *others) for name in ("lz4", "zstd", "jpeg")]
+        found = [(find_codec(name), *others) for name in ("lz4", "zstd", "jpeg")]
     elif isinstance(codec, (tuple, list)):
         if len(codec) != parts:
             raise ValueError(f"codec= has {len(codec)} codecs, but samples have {parts} parts; give one for each")
-        choices = [tuple(map(find_codec, codec))]
+        found = [tuple(map(find_codec, codec))]
     else:
-        choices = [(find_codec(codec),) * parts]
-    return {"+".join(dict.fromkeys(codec.name for codec in codecs)): codecs for codecs in choices}
+        found = [] if codec == _SOURCE else [(find_codec(codec),) * parts]
+    return choices | {"+".join(dict.fromkeys(codec.name for codec in codecs)): codecs for codecs in found}
 
 
-def coders_of(name: str | None, path: ReadPath, codec: Any, parts: int) -> Sequence[Decoder | None]:
+def coders_of(name: str | None, path: ReadPath, codec: Any, parts: int) -> tuple[Decoder | None, ...]:
     """What encodes each part of samples by the choice of this name that ``codec=`` leaves open; None: nothing does."""
-    if name is None:
-        return [None] * parts
-    return [path.decoder] if name == _SOURCE else choices_for(codec, parts)[name]
+    return (None,) * parts if name is None else _choices(codec, path, parts)[name]
 
 
 def look_longer(path: ReadPath) -> Forecast:
@@ -706,90 +705,83 @@ def look_longer(path: ReadPath) -> Forecast:
     return forecast(path.source, path.prepare, probes=_TRIAL_SAMPLES)
 
 
-def try_all(path: ReadPath, options: Options, expected: Forecast) -> list[CodecTrial]:
-    """Encode and decode the samples looked at, on one core, by every codec that ``codec=`` leaves open."""
-    trials: list[CodecTrial] = []
-    if options.codec in ("auto", _SOURCE):
-        trials.append(_try_source(path, expected))
-    if options.codec != _SOURCE:
-        choices = choices_for(options.codec, len(expected.specs)).items()
-        trials += [_try_codecs(name, codecs, expected, len(path.source)) for name, codecs in choices]
-    return trials
+def try_all(path: ReadPath, expected: Forecast, *codecs: Any) -> list[CodecTrial]:
+    """Encode and decode the samples looked at, on one core, by every codec that one of ``codec=`` leaves open."""
+    choices: dict[str, tuple[Decoder | None, ...]] = {}
+    for codec in codecs:
+        for name, coders in _choices(codec, path, len(expected.specs)).items():
+            choices.setdefault(name, coders)
+    return [_try(name, coders, path, expected) for name, coders in choices.items()]
 
 
 def report_storage(path: ReadPath, options: Options) -> StorageReport:
     expected = look_longer(path)
-    trials = try_all(path, replace(options, codec="auto"), expected)
-    given = [] if options.codec == "auto" else try_all(path, options, expected)
-    names = {trial.codec for trial in trials}
     return StorageReport(
         raw_bytes=expected.need_bytes,
         budget=_budget(options),
-        trials=(*trials, *(trial for trial in given if trial.codec not in names)),
+        trials=tuple(try_all(path, expected, "auto", options.codec)),
         looked_at=len(expected.looked_at),
     )
 
 
-def _try_codecs(name: str, codecs: Sequence[Codec], expected: Forecast, count: int) -> CodecTrial:
-    obstacle, lossless = _obstacle(codecs, expected), all(codec.lossless for codec in codecs)
+def _try(name: str, coders: Sequence[Decoder | None], path: ReadPath, expected: Forecast) -> CodecTrial:
+    obstacle, known = _obstacle(coders, path, expected), [coder for coder in coders if coder is not None]
+    lossless = all(coder.lossless for coder in known)
     if obstacle is not None:
         return CodecTrial(codec=name, obstacle=obstacle, lossless=lossless)
-    columns = [list(map(np.ascontiguousarray, expected.column(part))) for part in range(len(codecs))]
-    encodings = [list(map(codec.encode, column)) for codec, column in zip(codecs, columns, strict=True)]
-    part_bytes = [math.ceil(sum(map(len, column)) / len(column) * count) for column in encodings]
-    trial = _measured(name, codecs, encodings, columns, part_bytes, _ROUNDS)
-    return replace(trial, lossless=lossless)
+    columns = [list(map(np.ascontiguousarray, expected.column(part))) for part in range(len(known))]
+    part_bytes, raw_bytes, encoded_bytes, seconds = [], 0, 0, 0.0
+    for coder, samples in zip(known, columns, strict=True):
+        encodings, sizes = _encoded(coder, samples, path, expected)
+        part_bytes.append(math.ceil(sum(sizes) / len(sizes) * len(path.source)))
+        raw_bytes += sum(sample.nbytes for sample in samples)
+        encoded_bytes += sum(map(len, encodings))
+        seconds += _decode_s(coder, encodings, samples)
+    return CodecTrial(
+        codec=name,
+        part_bytes=tuple(part_bytes),
+        ratio=raw_bytes / max(encoded_bytes, 1),
+        decode_per_s=len(columns[0]) / seconds,
+        lossless=lossless,
+    )
 
 
-def _try_source(path: ReadPath, expected: Forecast) -> CodecTrial:
-    decoder, source = path.decoder, path.source
-    if len(expected.specs) > 1:
-        return CodecTrial(codec=_SOURCE, obstacle="samples have several parts")
-    if not isinstance(source, FileSource):
-        return CodecTrial(codec=_SOURCE, obstacle="the samples are no files")
-    if decoder is None:
-        return CodecTrial(codec=_SOURCE, obstacle="files are opened by your own loader=")
-    files, count = FileBytes(source), len(source)
-    sizes = [files.size_bytes(index) for index in _spread(count, _FILE_SIZES)]
-    encodings = [files.read(sample.position)[0].data for sample in expected.looked_at]
-    part_bytes = [math.ceil(sum(sizes) / len(sizes) * count)]
-    return _measured(_SOURCE, [decoder], [encodings], [expected.column(0)], part_bytes, 1)
-
-
-def _obstacle(codecs: Sequence[Codec], expected: Forecast) -> str | None:
-    for part, (codec, spec) in enumerate(zip(codecs, expected.specs, strict=True)):
+def _obstacle(coders: Sequence[Decoder | None], path: ReadPath, expected: Forecast) -> str | None:
+    for part, (coder, spec) in enumerate(zip(coders, expected.specs, strict=False)):
+        if coder is None or isinstance(coder, SourceDecoder):
+            if len(expected.specs) > 1:
+                return "samples have several parts"
+            if not isinstance(path.source, FileSource):
+                return "the samples are no files"
+            return "files are opened by your own loader=" if coder is None else None
         shapes = dict.fromkeys(array.shape for array in expected.column(part))
-        obstacle = next(filter(None, (codec.obstacle(replace(spec, shape=shape)) for shape in shapes)), None)
+        obstacle = next(filter(None, (coder.obstacle(replace(spec, shape=shape)) for shape in shapes)), None)
         if obstacle is not None and part:
-            names = ", ".join(map(repr, [codecs[0].name, *[_SECOND_PART] * (len(codecs) - 1)]))
+            names = ", ".join(map(repr, [getattr(coders[0], "name", ""), *[_SECOND_PART] * (len(coders) - 1)]))
             obstacle += f" (part {part + 1} of each sample; one codec for each part: codec=({names}))"
         if obstacle is not None:
             return obstacle
     return None
 
 
-def _measured(
-    name: str,
-    decoders: Sequence[Decoder],
-    encodings: Sequence[Sequence[bytes | memoryview]],
-    columns: Sequence[Sequence[np.ndarray]],
-    part_bytes: Sequence[int],
-    rounds: int,
-) -> CodecTrial:
-    """Decode samples, by part, and say how small and how fast that was, in the best of so many rounds for each."""
-    seconds = 0.0
-    for decoder, encoded, samples in zip(decoders, encodings, columns, strict=True):
-        outs, times = [np.zeros_like(sample, order="C") for sample in samples], []
-        for _ in range(rounds):
-            begun = time.perf_counter()
-            for encoding, out in zip(encoded, outs, strict=True):
-                decoder.decode(memoryview(encoding), out)
-            times.append(time.perf_counter() - begun)
-        seconds += max(min(times), 1e-9)
-    raw_bytes = sum(sample.nbytes for samples in columns for sample in samples)
-    return CodecTrial(
-        codec=name,
-        part_bytes=tuple(part_bytes),
-        ratio=raw_bytes / max(sum(len(encoding) for encoded in encodings for encoding in encoded), 1),
-        decode_per_s=len(columns[0]) / seconds,
-    )
+def _encoded(
+    coder: Decoder, samples: Sequence[np.ndarray], path: ReadPath, expected: Forecast
+) -> tuple[Sequence[bytes | memoryview], Sequence[int]]:
+    """Samples looked at as they would be kept, and the sizes from which those of all are told."""
+    if not isinstance(coder, SourceDecoder):
+        encodings = list(map(coder.encode, samples))
+        return encodings, list(map(len, encodings))
+    assert isinstance(path.source, FileSource)
+    files = FileBytes(path.source)
+    sizes = [files.size_bytes(index) for index in _spread(len(files), _FILE_SIZES)]
+    return [files.read(sample.position)[0].data for sample in expected.looked_at], sizes
+
+
+def _decode_s(decoder: Decoder, encodings: Sequence[bytes | memoryview], samples: Sequence[np.ndarray]) -> float:
+    outs, times = list(map(np.zeros_like, samples)), []
+    for _ in range(1 if isinstance(decoder, SourceDecoder) else _ROUNDS):
+        begun = time.perf_counter()
+        for encoding, out in zip(encodings, outs, strict=True):
+            decoder.decode(memoryview(encoding), out)
+        times.append(time.perf_counter() - begun)
+    return max(min(times), 1e-9)

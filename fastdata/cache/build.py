@@ -33,7 +33,7 @@ from fastdata.cache.manifest import (
     targets_of,
 )
 from fastdata.cache.origin import Listing, describe_codec, hash_key, unchanged
-from fastdata.codecs import SourceDecoder, codec_of, find_codec
+from fastdata.codecs import codec_of, find_codec
 from fastdata.errors import CacheError, SampleError
 from fastdata.memory import StoragePlan, fastest_fitting, format_bytes
 from fastdata.prepare import (
@@ -256,12 +256,11 @@ def _coder_of(folder: Path, part: Part, known: Sequence[Decoder]) -> Decoder | N
     """What encodes and decodes a part; None where it is raw."""
     if part.codec is None:
         return None
-    is_source = part.codec["name"] == SOURCE
     for coder in known:
-        if is_source if isinstance(coder, SourceDecoder) else coder.settings() == part.codec:
+        if coder.settings() == part.codec:
             return coder
     its_dataset = f"open that, with cache_dir={str(folder.parent)!r}"
-    if is_source:
+    if part.codec["name"] == SOURCE:
         raise CacheError(
             f"{folder} holds image files as they are, and what prepares them on every read is known to their dataset "
             f"alone; {its_dataset}, or build a cache with another codec"
@@ -354,7 +353,7 @@ def _begin(wanted: _Wanted) -> tuple[Found, Sequence[int]]:
     choice, part_bytes = _choose_codec(wanted, expected)
     coders = coders_of(choice, wanted.path, wanted.options.codec, len(expected.specs))
     parts = tuple(
-        Part(name=f"part{number}", spec=spec, codec=_settings_of(coder), files=())
+        Part(name=f"part{number}", spec=spec, codec=None if coder is None else dict(coder.settings()), files=())
         for number, (spec, coder) in enumerate(zip(expected.specs, coders, strict=True))
     )
     shapes = [np.zeros((0, part.array.ndim), np.int32) for part in expected.looked_at[0].parts]
@@ -370,12 +369,6 @@ def _begin(wanted: _Wanted) -> tuple[Found, Sequence[int]]:
         target_is_part=expected.target_is_part,
     )
     return Found(wanted.home, manifest, columns, np.full(count, -1), np.full((len(parts), count), -1)), part_bytes
-
-
-def _settings_of(coder: Decoder | None) -> dict[str, Any] | None:
-    if coder is None:
-        return None
-    return {"name": SOURCE} if isinstance(coder, SourceDecoder) else dict(coder.settings())
 
 
 def _fill(wanted: _Wanted, found: Found, part_bytes: Sequence[int]) -> None:
@@ -474,7 +467,7 @@ def _choose_codec(wanted: _Wanted, expected: Forecast) -> tuple[str | None, Sequ
     is_free, free = codec == "auto", max(free_bytes(wanted.home) - _SPARE_BYTES, 0)
     if is_free and expected.need_bytes <= free:
         return raw
-    trials = try_all(wanted.path, wanted.options, look_longer(wanted.path))
+    trials = try_all(wanted.path, look_longer(wanted.path), codec)
     best = fastest_fitting(trials, free if is_free else None, only_lossless=is_free)
     if best is None and not is_free:
         raise ValueError(f"codec={codec!r} is not possible here: {trials[0].obstacle}")
