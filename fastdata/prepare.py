@@ -349,8 +349,6 @@ class Ingested(NamedTuple):
 
 
 _SAMPLES_PER_TASK = 16
-_Result = tuple[int, "SampleError | None", "bytes | None"]
-"""Row of a sample, why it is not there, its pickled target if it is wanted."""
 
 
 class _Task(NamedTuple):
@@ -386,73 +384,69 @@ def ingest(
         IngestError: a worker died, or no sample at all could be prepared.
         ShapesDifferError: a chosen sample has another shape.
     """
-    try:
-        return _fill(path, plans, options, chosen, description, with_targets=with_targets)
-    except ShapesDifferError as found:
-        if chosen is not None:
-            raise
-        log.info("%s; samples are stored one by one with their own shapes", found)
-    plans = [plan.of_any_shapes() for plan in plans]
-    try:
-        return _fill(path, plans, options, chosen, description, with_targets=with_targets)
-    except ShapesDifferError as found:
-        raise IngestError(f"{found}; make them alike") from None
-
-
-def _fill(
-    path: ReadPath,
-    plans: Sequence[WriterPlan],
-    options: Options,
-    chosen: Sequence[int] | None,
-    description: str,
-    *,
-    with_targets: bool,
-) -> Ingested:
     positions = range(len(path.source)) if chosen is None else chosen
+    while True:
+        with contextlib.ExitStack() as cleanup:
+            to_write = WritePath.open(path, plans, len(positions))
+            for writer in to_write.writers:
+                cleanup.callback(writer.close)
+            try:
+                targets, errors = _write_all(to_write, positions, options, description, with_targets=with_targets)
+            except ShapesDifferError as found:
+                if chosen is not None:
+                    raise
+                if not any(plan.spec.is_dense for plan in plans):
+                    raise IngestError(f"{found}; make them alike") from None
+                log.info("%s; samples are stored one by one with their own shapes", found)
+                plans = [plan.of_any_shapes() for plan in plans]
+                continue
+            skipped = [errors[row] for row in sorted(errors)]
+            kept = np.delete(np.arange(len(positions)), sorted(errors))
+            if not len(kept) and chosen is None:
+                raise IngestError(f"none of the {len(skipped)} samples can be prepared; the first: {skipped[0]}")
+            stores = tuple(writer.finish(kept) for writer in to_write.writers if len(kept))
+            if stores:
+                cleanup.pop_all()
+            return Ingested(stores, kept, [pickle.loads(targets[row]) for row in sorted(targets)], skipped)
+
+
+def _write_all(
+    to_write: WritePath, positions: Sequence[int], options: Options, description: str, *, with_targets: bool
+) -> tuple[dict[int, bytes], dict[int, SampleError]]:
+    """Write samples by all workers; give pickled targets and errors, by row."""
     length, size = len(positions), _SAMPLES_PER_TASK
     tasks = [_Task(first, positions[first : first + size]) for first in range(0, length, size)]
     workers = memory.usable_cores() if options.num_workers is None else options.num_workers
-    is_there, targets, errors = np.ones(length, np.bool_), dict[int, bytes](), dict[int, SampleError]()
-    with contextlib.ExitStack() as cleanup:
-        to_write = WritePath.open(path, plans, length)
+    targets: dict[int, bytes] = {}
+    errors: dict[int, SampleError] = {}
+
+    def job(task: _Task) -> list[tuple[int, SampleError | bytes | None]]:
+        results: list[tuple[int, SampleError | bytes | None]] = []
+        for row, index in enumerate(task.positions, task.first_row):
+            try:
+                sample = to_write.read(index)
+                to_write.write(sample, row)
+                results.append((row, pickle.dumps(sample.target, protocol=5) if with_targets else None))
+            except SampleError as error:
+                results.append((row, error))
         for writer in to_write.writers:
-            cleanup.callback(writer.close)
+            writer.flush()
+        return results
 
-        def job(task: _Task) -> list[_Result]:
-            results: list[_Result] = []
-            for row, index in enumerate(task.positions, task.first_row):
-                try:
-                    sample = to_write.read(index)
-                    to_write.write(sample, row)
-                except SampleError as error:
-                    results.append((row, error, None))
-                    continue
-                results.append((row, None, pickle.dumps(sample.target, protocol=5) if with_targets else None))
-            for writer in to_write.writers:
-                writer.flush()
-            return results
-
-        with (
-            contextlib.closing(run_tasks(job, tasks, workers)) as finished,
-            progress_bar(length, description, enabled=options.progress) as bar,
-        ):
-            for results in finished:
-                for row, error, target in results:
-                    if error is not None:
-                        if options.on_error == "raise":
-                            raise error
-                        is_there[row], errors[row] = False, error
-                    elif target is not None:
-                        targets[row] = target
-                bar.update(len(results))
-        kept, skipped = np.flatnonzero(is_there), [errors[row] for row in sorted(errors)]
-        if not len(kept):
-            if chosen is None:
-                raise IngestError(f"none of the {length} samples can be prepared; the first: {skipped[0]}")
-            return Ingested((), kept, [], skipped)
-        stores = tuple(writer.finish(kept) for writer in to_write.writers)
-        cleanup.pop_all()
-    return Ingested(stores, kept, [pickle.loads(targets[row]) for row in kept.tolist() if with_targets], skipped)
+    with (
+        contextlib.closing(run_tasks(job, tasks, workers)) as finished,
+        progress_bar(length, description, enabled=options.progress) as bar,
+    ):
+        for results in finished:
+            for row, result in results:
+                if isinstance(result, bytes):
+                    targets[row] = result
+                elif result is not None:
+                    errors[row] = result
+                    if options.on_error == "raise":
+                        raise result
+            bar.update(len(results))
+    return targets, errors
 
 
 # What is kept
