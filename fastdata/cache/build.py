@@ -191,10 +191,8 @@ def _hold_against(wanted: _Wanted, manifest: Manifest, columns: Columns) -> Foun
             names = [file.name for file in part.files]
             if name in names:
                 is_bad |= part_rows == row + sum(file.rows for file in part.files[: names.index(name)])
-    if not manifest.count:
-        return Found(folder, manifest, columns, match, np.full((len(rows), count), -1))
-    match = np.where((match >= 0) & ~is_bad[match], match, -1)
-    rows = np.where(match >= 0, rows[:, match], -1)
+    match = np.where(np.append(is_bad, True)[match], -1, match)  # -1 finds what is appended
+    rows = np.append(rows, np.full((len(rows), 1), -1), axis=1)[:, match]
     return Found(folder, manifest, columns, match, rows, [path for path, _, _ in marks])
 
 

@@ -108,6 +108,7 @@ class Writer:
             path = plan.path.with_name(plan.path.name + (".npy" if plan.is_table else ".bin"))
             self.file = DiskFile.reserve(path, max(size_bytes, 1))
         self._index, self._length = ArrayBlock(index, seal=False), length
+        self._columns = dict(self._index)  # to find a view takes longer than to use it
         self._locks = ByteLocks(self._index.block)
         self.file.write(0, np.frombuffer(head, np.uint8))
         self.flush()  # by this process, not by those that are forked
@@ -128,7 +129,7 @@ class Writer:
             raise ShapesDifferError(f"sample {row} has shape {shape}, those before it {common}")
         if codec is not None and not isinstance(codec, SourceDecoder):
             data = np.frombuffer(codec.encode(data), np.uint8)
-        start: int = self._index["offsets"][row].item() if self._plan.is_table else self._take(data.nbytes)
+        start: int = self._columns["offsets"][row].item() if self._plan.is_table else self._take(data.nbytes)
         self.file.write(start, data)
         if self._length:
             self._enter(row, start, data, shape)
@@ -139,11 +140,11 @@ class Writer:
         align_bytes = ALIGN_BYTES if self._plan.codec is None else 1
         with self._locks.hold(0):
             start: int
-            start, reserved_bytes = self._index["used and reserved"].tolist()
+            start, reserved_bytes = self._columns["used and reserved"].tolist()
             end = start + max(-(-size_bytes // align_bytes) * align_bytes, 1)
             if end > reserved_bytes:
                 self._grow(end)
-            self._index["used and reserved"][0] = end
+            self._columns["used and reserved"][0] = end
         return start
 
     def _grow(self, end: int) -> None:
@@ -156,10 +157,10 @@ class Writer:
             raise MemoryBudgetError(f"{what} need more than the {format_bytes(limit_bytes)} that is free")
         size_bytes = min(end + max(int(self._plan.first_bytes * _GROWTH), 1 << 20), limit_bytes)
         self.file.grow(size_bytes)
-        self._index["used and reserved"][1] = size_bytes
+        self._columns["used and reserved"][1] = size_bytes
 
     def _enter(self, row: int, start: int, data: np.ndarray, shape: tuple[int, ...]) -> None:
-        index = self._index
+        index = self._columns
         if not self._plan.is_table:
             if len(shape) != index["shapes"].shape[1]:
                 counts = f"{len(shape)} dimensions, those before it {index['shapes'].shape[1]}"
@@ -175,7 +176,7 @@ class Writer:
 
     def rewind(self) -> None:
         """Begin again, over what was written."""
-        self._index["used and reserved"][0] = 0
+        self._columns["used and reserved"][0] = 0
 
     def live(self) -> FileStore:
         """A store over memory while it is written to; rows that were not written yet must not be read."""
@@ -183,21 +184,32 @@ class Writer:
 
     def finish(self, rows: np.ndarray) -> FileStore:
         """Seal the file, and give the samples in these rows, all that were written, as a store."""
-        used_bytes, reserved_bytes = self._index["used and reserved"].tolist()
+        used_bytes, reserved_bytes = self._columns["used and reserved"].tolist()
         if not self._plan.is_table:
             self.file.grow(reserved_bytes)  # by other processes so far
             self.file.trim(used_bytes)
         self.file.seal()
-        columns = {name: column[rows] for name, column in self._index.items() if name != "used and reserved"}
-        self._index.close()
+        columns = {name: column[rows] for name, column in self._columns.items() if name != "used and reserved"}
+        self._let_go()
         return FileStore((self.file,), self._plan.spec, ArrayBlock(columns), self._plan.codec)
 
     def close(self) -> None:
         """Give up what was written, a file on disk included. Idempotent."""
         self.file.close()
-        self._index.close()
+        self._let_go()
         if isinstance(self.file, DiskFile):
             self.file.path.unlink(missing_ok=True)
+
+    def _let_go(self) -> None:
+        self._columns = {}
+        self._index.close()
+
+    def __getstate__(self) -> dict[str, object]:
+        return {name: value for name, value in vars(self).items() if name != "_columns"}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        vars(self).update(state)
+        self._columns = dict(self._index)
 
 
 def open_writers(plans: Sequence[WriterPlan], length: int) -> tuple[Writer, ...]:
