@@ -253,7 +253,7 @@ class PreparedDataset(Dataset[Any]):
             text = describe_steps(steps, options.cache_key)
             listing, root = self._list_files(source)
             prepared = prepare_on_disk(path, options, table, opened=opened, steps=text, listing=listing, root=root)
-        self._stored_after = None if prepared.contents is None else (len(plan.prepare), plan.prepare_key())
+        self._stored_after = None if prepared.kept is None else (len(plan.prepare), plan.prepare_key())
         self._serve(prepared, source, table)
 
     def _list_files(self, source: Source) -> tuple[Listing | None, str]:
@@ -262,7 +262,7 @@ class PreparedDataset(Dataset[Any]):
 
     def _serve(self, prepared: Prepared, source: Source, table: SampleTable | None) -> None:
         """Serve what is kept, else the source, whose paths and targets the table has where they are known."""
-        self.storage_plan, self.skipped, kept = prepared.storage_plan, prepared.skipped, prepared.contents
+        self.storage_plan, self.skipped, kept = prepared.storage_plan, prepared.skipped, prepared.kept
         self._samples, self.table = (source, table) if kept is None else (kept, kept.table)
         self._visits, self._views = SharedVisits(self.sample_count), weakref.WeakSet([self])
         self._compile()
@@ -982,9 +982,9 @@ class CachedDataset(PreparedDataset):
         dataset.options, dataset._stored_after = Options(seed=seed, batch_ops=batch_ops), (0, "")
         dataset._transform, dataset.target_transform = transform, target_transform
         prepared, manifest = open_cache(find_cache(path), as_tensors=as_tensors)
-        assert prepared.contents is not None
+        assert prepared.kept is not None
         dataset.root, dataset._is_upright = manifest.root, "PIL.ImageOps.exif_transpose" in manifest.key["prepare"]
-        dataset._serve(prepared, prepared.contents, None)
+        dataset._serve(prepared, prepared.kept, None)
         return dataset
 
 

@@ -292,14 +292,13 @@ def choose_storage(
     if storage == kept:
         raise MemoryBudgetError(f"storage={kept!r} needs {raw} {too_large}")
 
-    usable = [trial for trial in trials if trial.obstacle is None and (trial.lossless or not only_lossless)]
-    fitting = [trial for trial in usable if trial.need_bytes <= budget.bytes]
-    if fitting:
-        best = max(fitting, key=lambda trial: trial.decode_per_s)
+    best = fastest_fitting(trials, budget.bytes, only_lossless=only_lossless)
+    if best is not None:
         what = f"storage='compressed', codec={best.codec!r}{'' if best.lossless else ', lossy'}"
         instead = f"; raw needs {raw}" if storage == "auto" else ""
         reason = f"{what}: about {format_bytes(best.need_bytes)} of {free} free{instead}"
         return StoragePlan(storage="compressed", codec=best.codec, reason=reason)
+    usable = [trial for trial in trials if trial.obstacle is None and (trial.lossless or not only_lossless)]
     if storage == "auto":
         least = format_bytes(min([raw_bytes, *(trial.need_bytes for trial in usable)]))
         return StoragePlan(storage="none", reason=f"storage='none': {least} needed, but {budget}")
@@ -309,6 +308,13 @@ def choose_storage(
     smallest = min(usable, key=lambda trial: trial.need_bytes)
     need = f"codec={smallest.codec!r} needs {format_bytes(smallest.need_bytes)}"
     raise MemoryBudgetError(f"storage='compressed' with {need} {too_large}")
+
+
+def fastest_fitting(trials: Sequence[CodecTrial], free_bytes: int | None, *, only_lossless: bool) -> CodecTrial | None:
+    """The codec that decodes fastest of those that can be used and need no more than what is free; None: anything."""
+    usable = [trial for trial in trials if trial.obstacle is None and (trial.lossless or not only_lossless)]
+    fitting = [trial for trial in usable if free_bytes is None or trial.need_bytes <= free_bytes]
+    return max(fitting, key=lambda trial: trial.decode_per_s, default=None)
 
 
 def would_fit(trials: Sequence[CodecTrial], budget: Budget) -> str:

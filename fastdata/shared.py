@@ -308,7 +308,12 @@ class PackedPaths:
 
     @classmethod
     def of(cls, paths: Iterable[str]) -> PackedPaths:
-        return cls(*_pack([os.fsencode(path) for path in paths]))
+        texts = list(map(os.fspath, paths))
+        text = "".join(texts)
+        if not text.isascii():
+            return cls(*_pack(list(map(os.fsencode, texts))))
+        ends = np.cumsum(np.fromiter(map(len, texts), np.int64, len(texts)))  # a character is a byte
+        return cls(np.frombuffer(text.encode("ascii"), np.uint8), ends)
 
     def __len__(self) -> int:
         return len(self.ends)

@@ -32,7 +32,7 @@ from fastdata import CachedDataset, DataLoader, FastDataWarning, ImageFolder, Im
 from fastdata.cache import describe_call, describe_steps, inspect_caches, prune_caches
 from fastdata.cache.build import locked
 from fastdata.cache.manifest import MANIFEST, Manifest
-from fastdata.errors import CacheError, SampleError, StoreGoneError
+from fastdata.errors import CacheError, IngestError, SampleError, StoreGoneError
 from fastdata.images import CenterCrop, Resize, load_image
 from fastdata.stores import files as files_module
 from fastdata.stores.readers import UndecodableError
@@ -245,6 +245,36 @@ def test_changes_come_in_every_codec(image_folder: Folder, prepared: Any, codec:
         with cached(root, codec=codec) as dataset:
             assert same(dataset, expected(root))
         save_image(root / "cat" / f"00{change}.jpg", 50 + change, (15, 12))
+
+
+class Files:
+    """Items that are the bytes of the files that it lists; one of them kills who reads it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.samples = [(str(path), 0) for path in sorted(folder.iterdir())]
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
+        data = Path(self.samples[index][0]).read_bytes()
+        if data == b"kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return np.frombuffer(data, np.uint8), 0
+
+
+def test_a_worker_killed_over_changed_files_is_named(tmp_path: Path) -> None:
+    """The error has the numbers that the samples have in the dataset, not among those that changed."""
+    folder = tmp_path / "files"
+    folder.mkdir()
+    for index in range(160):
+        (folder / f"{index:03}").write_bytes(b"%04d" % index)
+    options: dict[str, Any] = {"cache_dir": tmp_path / "cache", "num_workers": 2, "progress": False}
+    CachedDataset(Files(folder), **options).close()
+    for index in range(1, 140, 2):
+        (folder / f"{index:03}").write_bytes(b"kill" if index == 81 else b"%04d" % -index)
+    with pytest.raises(IngestError, match=r"was killed by SIGKILL while it prepared samples 65, 67, .* 95"):
+        CachedDataset(Files(folder), **options)
 
 
 def test_a_removed_file_costs_nothing(image_folder: Folder, prepared: Any) -> None:

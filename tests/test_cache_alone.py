@@ -387,6 +387,17 @@ def test_samples_beyond_their_file_are_refused(image_folder: Folder, column: str
         CachedDataset.from_cache(home)
 
 
+@pytest.mark.parametrize("codec", ["auto", "zstd"])
+def test_shapes_that_no_sample_has_are_refused(tmp_path: Path, codec: str) -> None:
+    """Nothing has a negative side, whether raw or encoded."""
+    samples = [(np.zeros((2, 3 + index), np.uint8), 0) for index in range(4)]
+    home = find_cache(build_of(samples, tmp_path, codec=codec))
+    shapes = read_index(home, Manifest.read(home))["part0.shapes"].copy()
+    rewrite(home, {"part0.shapes": shapes * -1})
+    with pytest.raises(CacheError, match="row 0 of part0 does not lie within its file"):
+        CachedDataset.from_cache(home)
+
+
 def test_a_compressed_index_is_refused(image_folder: Folder, monkeypatch: Any) -> None:
     """Its columns take no more memory than the file has bytes."""
     home = find_cache(build(image_folder(size=(13, 11))))

@@ -59,6 +59,21 @@ def test_before_images_are_prepared_a_transform_that_is_assigned_decides_what_is
         assert np.array_equal(_pixels(late[1][0]), _pixels(at_once[1][0]))
 
 
+def test_preparing_without_the_core_is_said(
+    image_folder: Folder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once, and with the reason; the pixels are the same."""
+    root = image_folder(size=(15, 11))
+    with ImageFolder(root, v1.Compose(PREPARED), fill="eager", progress=False) as dataset:
+        wanted = [_pixels(image) for image, _ in dataset]
+    monkeypatch.setattr("fastdata.core._opened", lambda: "no core was built here.")
+    caplog.set_level("INFO", "fastdata")
+    with ImageFolder(root, v1.Compose(PREPARED), fill="eager", progress=False) as dataset:
+        assert all(np.array_equal(_pixels(image), it) for (image, _), it in zip(dataset, wanted, strict=True))
+    said = [message for message in caplog.messages if "Pillow" in message]
+    assert said == ["Pillow prepares the images, which takes longer: no core was built here."]
+
+
 @pytest.mark.parametrize("storage", ["shared", "none"])
 @pytest.mark.parametrize(
     "transform",

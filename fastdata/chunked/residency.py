@@ -31,7 +31,7 @@ from fastdata.report import log
 from fastdata.ring import BatchRing
 from fastdata.shared import collate_targets
 from fastdata.stores.readers import DiskStore, Store
-from fastdata.stores.writers import ALIGN_BYTES, Place, RaggedWriter
+from fastdata.stores.writers import ALIGN_BYTES, Place, Writer, WriterPlan
 from fastdata.workers import WorkerPool
 
 _PREPARED_PER_TASK = 8
@@ -124,7 +124,7 @@ class Samples:
             for spec, total in zip(self._specs, self._found.part_bytes, strict=True)
         ]
         self.slot_bytes = sum(self._part_bytes)
-        self._slots: list[list[RaggedWriter]] = []
+        self._slots: list[list[Writer]] = []
 
     def open(self, samples: int) -> None:
         """Reserve the memory of two chunks."""
@@ -133,7 +133,8 @@ class Samples:
                 self._slots.append([])
                 for spec, part_bytes in zip(self._specs, self._part_bytes, strict=True):
                     spec, size_bytes = replace(spec, shape=None), int(part_bytes * samples)
-                    self._slots[-1].append(RaggedWriter(spec, first_bytes=size_bytes, limit_bytes=size_bytes))
+                    plan = WriterPlan(spec=spec, first_bytes=size_bytes, limit_bytes=size_bytes)
+                    self._slots[-1].append(Writer(plan))
         except BaseException:
             self.close()
             raise
