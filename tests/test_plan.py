@@ -112,6 +112,7 @@ def test_unknown_step_and_all_after_it_run_per_sample() -> None:
         ([v2.ToImage(), v2.RandomResizedCrop(3, interpolation="lanczos")], "interpolation='lanczos'"),
         ([v2.ToImage(), v2.RandomResizedCrop(3, antialias=False)], "resizes tensors without antialias"),
         ([v1.ToTensor(), v1.Normalize((0.5,), (0.0,))], "std=(0.0,)"),
+        ([v2.AugMix(interpolation=v1.InterpolationMode.BICUBIC)], "has interpolation='bicubic'"),
     ],
 )
 def test_unserved_steps_say_why(steps: list[Any], reason: str) -> None:
