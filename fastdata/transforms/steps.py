@@ -311,8 +311,10 @@ def _noise(step: Any, at: int, state: State) -> State:
     _refuse(state.is_normalized or state.is_erased, "comes after Normalize or erasing")
     if not state.floats:
         _colours(state)
-    among = {"gain": (1.0,), "low": (0.0,)} if state.floats else {}
-    return state.add(draws.draw_noise, at, mean=step.mean, sigma=step.sigma, clip=bool(step.clip), **among)
+    gain = 1.0 if state.floats else 255.0
+    return state.add(
+        draws.draw_noise, at, mean=step.mean, sigma=step.sigma, clip=bool(step.clip), gain=(gain,), low=(0.0,)
+    )
 
 
 def _erasing(step: Any, at: int, state: State) -> State:
