@@ -343,7 +343,7 @@ def _erasing(step: Any, at: int, state: State) -> State:
 def _auto_augment(step: Any, at: int, state: State) -> State:
     mixes = known_name(step) == "AugMix"  # which makes tensors of PIL images
     warp = _warped(step, replace(state, kind="tensor") if mixes else state)
-    return state.add(draw_aug_mix if mixes else draw_augment, at, space=Space(step), **warp)
+    return state.add(draw_aug_mix if mixes else draw_augment, at, space=Space(step, warp))
 
 
 # Steps of steps
