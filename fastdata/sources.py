@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+import torch
 
 SCAN_THREADS = 16
 """Folders listed at once where listing waits, as on a network file system."""
@@ -74,6 +75,16 @@ class DatasetSource:
     """The items of any map-style dataset of ``(sample, target)``; its own transform runs inside ``read``."""
 
     def __init__(self, dataset: Any) -> None:
+        if isinstance(dataset, (str, bytes, os.PathLike)):
+            raise TypeError(
+                f"{dataset!r} is a path, not a dataset. Give fastdata.ImageFolder the folder of class folders, "
+                "fastdata.ImageManifest the CSV file, or CachedDataset.from_cache the cache."
+            )
+        if isinstance(dataset, (np.ndarray, torch.Tensor)):
+            raise TypeError(
+                f"a {type(dataset).__name__} of shape {tuple(dataset.shape)} has no targets. Give both: "
+                "TensorDataset(images, targets) of torch.utils.data for tensors, list(zip(images, targets)) for arrays."
+            )
         if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
             raise TypeError(
                 f"{type(dataset).__name__} has no __getitem__ and __len__, so its samples cannot be read by index. "

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image, ImageOps
-from torch.utils.data import ConcatDataset, Subset, default_collate
+from torch.utils.data import ConcatDataset, Subset, TensorDataset, default_collate
 from torchvision import transforms as v1
 from torchvision.datasets import VisionDataset
 from torchvision.transforms import v2
@@ -460,6 +460,15 @@ def test_without_storage_nothing_is_read_before_it_is_asked_for() -> None:
         dataset.transform = v1.Compose([v1.Resize((3, 4)), v1.ToTensor()])
         assert dataset[0][0].shape == (3, 3, 4)
         assert dataset.targets[5] == 50
+
+
+def test_a_tensor_dataset_is_one_of_samples_and_targets() -> None:
+    """A TensorDataset of images and labels is prepared as it is, and comes back in whole batches."""
+    images, labels = torch.arange(4 * 3 * 6 * 5, dtype=torch.uint8).view(4, 3, 6, 5), torch.tensor([7, 5, 3, 1])
+    with cached(TensorDataset(images, labels)) as dataset:
+        [batch] = DataLoader(dataset, batch_size=4)
+        assert torch.equal(batch[0], images)
+        assert torch.equal(batch[1], labels)
 
 
 def test_skipping_needs_storage() -> None:

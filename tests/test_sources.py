@@ -7,7 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from fastdata import sources
 from fastdata.sources import DatasetSource, FileSource, find_classes, read_manifest, scan_folder
@@ -225,3 +227,14 @@ def test_dataset_source_refuses_what_has_no_index_or_no_pairs() -> None:
         DatasetSource([(1, 2, 3)]).read(0)
     with pytest.raises(TypeError, match="item 0 of list is a int, not"):
         DatasetSource([1]).read(0)
+
+
+def test_dataset_source_refuses_what_is_no_dataset(tmp_path: Path) -> None:
+    """A path has an index and a length too, and an array has no targets: both are named, with what to give instead."""
+    for path in (str(tmp_path), tmp_path):
+        with pytest.raises(TypeError, match=r"is a path, not a dataset. Give fastdata.ImageFolder the folder"):
+            DatasetSource(path)
+    with pytest.raises(TypeError, match=r"a ndarray of shape \(2, 3\) has no targets.*list\(zip\(images, targets\)\)"):
+        DatasetSource(np.zeros((2, 3)))
+    with pytest.raises(TypeError, match=r"a Tensor of shape \(2,\) has no targets.*TensorDataset\(images, targets\)"):
+        DatasetSource(torch.zeros(2))
