@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 import math
 import os
 import pickle
@@ -26,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, TypeVar, 
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, Subset, get_worker_info
+from torch.utils.data import ConcatDataset, Dataset, Subset, get_worker_info
 
 from fastdata import core
 from fastdata.batch import EpochVisits, IndexBatch, SampleBatch, SharedVisits, collate_targets
@@ -388,7 +389,7 @@ class PreparedDataset(Dataset[Any]):
         if batch is None or get_worker_info() is not None:  # else the epoch began with it, and other threads read
             self.refresh()
         if self._has_own("__getitem__"):
-            return [self[index] if batch is None else self._own_item(batch, k) for k, index in enumerate(indices)]
+            return [self[index] if batch is None else self.own_item(batch, k) for k, index in enumerate(indices)]
         batch, compiled = self._visit(indices), self._compiled
         if self._serving_obstacle is None:
             return self.sample_batch(batch, self.batch_ring)
@@ -429,17 +430,21 @@ class PreparedDataset(Dataset[Any]):
 
     def sample_batch(self, batch: IndexBatch, ring: BatchRing | None = None) -> SampleBatch:
         images = self._read_images(batch, ring)
-        each_target = [self._target(index) for index in batch.positions.tolist()]
+        each_target = self.targets_of(batch.positions)
         return SampleBatch(images, collate_targets(each_target), each_target, tensor_class(self.plan.kind))
 
     def read_targets(self, index_B: np.ndarray) -> Any:
         """What ``default_collate`` makes of the targets of a batch."""
-        kept, array = self.kept, None
-        if kept is not None and self.target_transform is None:
-            array = kept.target_array(index_B)
-        if array is not None:
-            return torch.from_numpy(array)
-        return collate_targets([self._target(index) for index in index_B.tolist()])
+        array = self.target_array(index_B)
+        return collate_targets(self.targets_of(index_B)) if array is None else torch.from_numpy(array)
+
+    def target_array(self, index_B: np.ndarray) -> np.ndarray | None:
+        """The targets of a batch stacked, where they are kept as numbers or arrays of one shape; else None."""
+        kept = self.kept
+        return None if kept is None or self.target_transform is not None else kept.target_array(index_B)
+
+    def targets_of(self, index_B: np.ndarray) -> list[Any]:
+        return [self._target(index) for index in index_B.tolist()]
 
     @property
     def sample_count(self) -> int:
@@ -450,6 +455,16 @@ class PreparedDataset(Dataset[Any]):
         """Why whole batches cannot be served without Python work per sample; None if they can."""
         own = self.own_reader
         return self._serving_obstacle if own is None else f"{type(self).__name__} has a {own} of its own"
+
+    def is_filling(self, index: np.ndarray | None) -> bool:
+        """Whether many of these samples will be prepared when they are read, which processes do better than threads."""
+        return self.batch_obstacle is None and self.kept is not None and self.filled_share(index) < MOSTLY_FILLED
+
+    @property
+    def image_form(self) -> str:
+        """Shape and type of each image in a whole batch."""
+        tensor = self.as_tensor(self.room(0, None))
+        return f"{tensor_class(self.plan.kind).__name__}{tuple(tensor.shape[1:])} of {str(tensor.dtype)[6:]}"
 
     def fallback_notice(self) -> str:
         """Which code of the user's own runs on each sample unasked, what that costs and the way back; else empty.
@@ -546,7 +561,8 @@ class PreparedDataset(Dataset[Any]):
     def _has_own(self, name: str) -> bool:
         return getattr(type(self), name) is not getattr(PreparedDataset, name)
 
-    def _own_item(self, batch: IndexBatch, k: int) -> Any:
+    def own_item(self, batch: IndexBatch, k: int) -> Any:
+        """What a subclass's own ``__getitem__`` makes of index ``k`` of a batch; its reads are drawn from its visit."""
         token = _ITEM.set(_Item(batch, k))
         try:
             return self[batch[k]]
@@ -570,18 +586,31 @@ class PreparedDataset(Dataset[Any]):
         return IndexBatch(indices, index_B, visits_B, self.seed_of(base_seed))
 
     def _read_images(self, batch: IndexBatch, ring: BatchRing | None) -> torch.Tensor:
-        self._check_open()
-        samples, program, output = self._samples, self._compiled.program, self._compiled.output
+        out = self.room(len(batch), ring)
+        self.read_into(out, batch)
+        return self.as_tensor(out)
+
+    def room(self, count: int, ring: BatchRing | None) -> np.ndarray:
+        """Memory for the images of a whole batch of so many samples."""
+        output = self._compiled.output
         assert output is not None
-        shape, dtype = (len(batch), *output[0]), output[1]
-        out = np.empty(shape, dtype) if ring is None else ring.take(shape, dtype)
+        shape, dtype = (count, *output[0]), output[1]
+        return np.empty(shape, dtype) if ring is None else ring.take(shape, dtype)
+
+    def read_into(self, out: np.ndarray, batch: IndexBatch, rows_B: np.ndarray | None = None) -> None:
+        """Read the images of a batch into ``room`` for it; or for a larger one, where ``rows_B`` says which rows."""
+        self._check_open()
+        samples, program = self._samples, self._compiled.program
         if isinstance(samples, KeptSamples):
-            _serve_into(out, samples, program, batch)
+            _serve_into(out, samples, program, batch, rows_B)
         else:
             assert program is not None
             decoded = [self._decode(index) for index in batch.positions.tolist()]
-            program.run_decoded(decoded, batch.positions, batch.visits, batch.seed, out)
-        return torch.from_numpy(out) if program is None else program.as_tensor(out)
+            program.run_decoded(decoded, batch.positions, batch.visits, batch.seed, out, rows_B)
+
+    def as_tensor(self, images: np.ndarray) -> torch.Tensor:
+        program = self._compiled.program
+        return torch.from_numpy(images) if program is None else program.as_tensor(images)
 
     def _decode(self, index: int) -> np.ndarray:
         """The pixels of one file, (H, W, 3)."""
@@ -1022,28 +1051,148 @@ MOSTLY_FILLED = 0.9
 """Share of the samples from which on threads are worth it, although some of the rest are still to be prepared."""
 
 
+class JoinedDatasets:
+    """The fastdata datasets in a ``ConcatDataset`` as a loader asks them: as one, whose indices are theirs in a row.
+
+    Each is read with its own transform, targets and draws, into its rows of the batch. One without a ``seed`` draws
+    from that of the first that has one.
+    """
+
+    own_reader = None
+    is_fallback_said = False
+    batch_ring: BatchRing | None = None
+
+    def __init__(self, parts: Sequence[PreparedDataset]) -> None:
+        self.parts = parts
+        self._ends = np.cumsum([part.index_count for part in parts])
+        self.options = next((part.options for part in parts if part.options.seed is not None), parts[0].options)
+
+    def _pieces(self, index_B: np.ndarray) -> Iterator[tuple[PreparedDataset, np.ndarray, np.ndarray]]:
+        """Each dataset that indices are of, which of them those are, and their positions in it."""
+        number_B = np.searchsorted(self._ends, index_B, side="right")
+        for number in np.unique(number_B).tolist():
+            part, row_B = self.parts[number], np.flatnonzero(number_B == number)
+            start = self._ends[number - 1] if number else 0
+            yield part, row_B, part.positions(index_B[row_B] - start, part.index_count)
+
+    def _batches(self, batch: IndexBatch) -> Iterator[tuple[PreparedDataset, np.ndarray, IndexBatch]]:
+        for part, row_B, position_B in self._pieces(batch.positions):
+            seed = part.seed_of(batch.seed)
+            yield part, row_B, IndexBatch(position_B.tolist(), position_B, batch.visits[row_B], seed)
+
+    # What ``PreparedDataset`` has of the same name
+
+    def __getitems__(self, batch: IndexBatch) -> list[Any]:
+        if self.batch_obstacle is None:
+            return self.sample_batch(batch, self.batch_ring)
+        samples: list[Any] = [None] * len(batch)
+        for part, row_B, piece in self._batches(batch):
+            is_own = part.own_reader is not None
+            read = [part.own_item(piece, k) for k in range(len(piece))] if is_own else part.__getitems__(piece)
+            for row, sample in zip(row_B.tolist(), read, strict=True):
+                samples[row] = sample
+        return samples
+
+    def read_batch(self, batch: IndexBatch, ring: BatchRing | None = None) -> list[Any]:
+        return [self._read_images(batch, ring), self._read_targets(batch.positions)]
+
+    def sample_batch(self, batch: IndexBatch, ring: BatchRing | None = None) -> SampleBatch:
+        images, each_target = self._read_images(batch, ring), self._targets_of(batch.positions)
+        return SampleBatch(images, collate_targets(each_target), each_target, tensor_class(self.parts[0].plan.kind))
+
+    def _read_images(self, batch: IndexBatch, ring: BatchRing | None) -> torch.Tensor:
+        out = self.parts[0].room(len(batch), ring)
+        for part, row_B, piece in self._batches(batch):
+            part.read_into(out, piece, row_B)
+        return self.parts[0].as_tensor(out)
+
+    def _read_targets(self, index_B: np.ndarray) -> Any:
+        found = [(row_B, part.target_array(position_B)) for part, row_B, position_B in self._pieces(index_B)]
+        arrays = [array for _, array in found if array is not None]
+        if len(arrays) < len(found) or len({(array.dtype, array.shape[1:]) for array in arrays}) != 1:
+            return collate_targets(self._targets_of(index_B))
+        targets = np.empty((len(index_B), *arrays[0].shape[1:]), arrays[0].dtype)
+        for (row_B, _), array in zip(found, arrays, strict=True):
+            targets[row_B] = array
+        return torch.from_numpy(targets)
+
+    def _targets_of(self, index_B: np.ndarray) -> list[Any]:
+        targets: list[Any] = [None] * len(index_B)
+        for part, row_B, position_B in self._pieces(index_B):
+            for row, target in zip(row_B.tolist(), part.targets_of(position_B), strict=True):
+                targets[row] = target
+        return targets
+
+    @property
+    def index_count(self) -> int:
+        return int(self._ends[-1])
+
+    @property
+    def batch_obstacle(self) -> str | None:
+        obstacle = next(filter(None, (part.batch_obstacle for part in self.parts)), None)
+        forms = {} if obstacle else dict.fromkeys(part.image_form for part in self.parts)
+        return f"the datasets serve images that differ, {' and '.join(forms)}" if len(forms) > 1 else obstacle
+
+    @property
+    def device_obstacle(self) -> str:
+        return self.batch_obstacle or "the samples of a ConcatDataset lie in several stores"
+
+    @property
+    def served_bytes(self) -> int | None:
+        return None if self.batch_obstacle else self.parts[0].served_bytes
+
+    @property
+    def target_transform(self) -> Callable[[Any], Any] | None:
+        return next(filter(None, (part.target_transform for part in self.parts)), None)
+
+    @property
+    def epoch(self) -> int | None:
+        return next((part.epoch for part in self.parts if part.epoch is not None), None)
+
+    def seed_of(self, base_seed: int) -> int:
+        return base_seed if self.options.seed is None else self.options.seed
+
+    def refresh(self) -> None:
+        for part in self.parts:
+            part.refresh()
+
+    def fallback_notice(self) -> str:
+        return next(filter(None, (part.fallback_notice() for part in self.parts)), "")
+
+    def is_filling(self, index: np.ndarray | None) -> bool:
+        assert index is not None
+        return any(part.is_filling(position_B) for part, _, position_B in self._pieces(index))
+
+
+Served = PreparedDataset | JoinedDatasets
+
+
 @dataclass(frozen=True, slots=True)
 class LoaderView:
-    """A fastdata dataset behind a loader, and which of its samples the loader sees: all, or those of a ``Subset``."""
+    """What is fastdata's behind a loader, and which of its samples the loader sees; None: all of them as they are."""
 
-    dataset: PreparedDataset
+    dataset: Served
     subset: np.ndarray | None
 
     @classmethod
     def find(cls, dataset: Any) -> LoaderView | None:
-        """Look behind any ``Subset``; None if there is no fastdata dataset."""
+        """Look behind any ``Subset`` and ``ConcatDataset``; None if there is anything but fastdata datasets."""
         subset: np.ndarray | None = None
         while type(dataset) is Subset:
             indices = np.asarray(dataset.indices, dtype=np.int64)
             subset = indices if subset is None else indices[subset]
             dataset = dataset.dataset
-        return cls(dataset, subset) if isinstance(dataset, PreparedDataset) else None
+        if isinstance(dataset, PreparedDataset):
+            return cls(dataset, subset)
+        parts: list[PreparedDataset] = []
+        joined = _joined(dataset, parts) if type(dataset) is ConcatDataset else None
+        if joined is None:
+            return None
+        return cls(parts[0] if len(parts) == 1 else JoinedDatasets(parts), joined if subset is None else joined[subset])
 
     @property
     def is_filling(self) -> bool:
-        """Whether many of the samples will be prepared when they are read, which processes do better than threads."""
-        is_kept = self.dataset.batch_obstacle is None and self.dataset.kept is not None
-        return is_kept and self.dataset.filled_share(self.subset) < MOSTLY_FILLED
+        return self.dataset.is_filling(self.subset)
 
     def visit(self, batches: Iterable[list[int]], epoch: int, base_seed: int) -> Iterator[list[int]]:
         """The batches of an epoch, with what random draws are made from.
@@ -1068,25 +1217,57 @@ class LoaderView:
         if self.subset is not None:
             index_B = self.subset[index_B]
             indices = index_B.tolist()
-        positions_B = self.dataset.positions(index_B, self.dataset.index_count)
+        positions_B = PreparedDataset.positions(index_B, self.dataset.index_count)
         return IndexBatch(indices, positions_B, visits.take(positions_B), seed)
 
     def fetched(self, dataset: Any) -> Any:
         """What is read in place of a loader's ``dataset``, so that what batches know is not lost."""
+        if type(dataset) is ConcatDataset:
+            return _VisitedConcat(dataset, self.dataset)
         return dataset if self.subset is None else _VisitedSubset(dataset, self.dataset)
 
 
-class _VisitedSubset(Subset[Any]):
-    """A ``Subset`` that hands batches to the dataset behind it as they are; torch's makes plain lists of them."""
+def _joined(dataset: Any, parts: list[PreparedDataset]) -> np.ndarray | None:
+    """The indices of a dataset's samples among those of all ``parts`` in a row, which those behind it are added to.
 
-    def __init__(self, subset: Subset[Any], behind: PreparedDataset) -> None:
-        super().__init__(subset.dataset, subset.indices)
-        self._behind = behind
+    None if there is anything but fastdata datasets, or one that is as long as a subclass of one's own says.
+    """
+    if isinstance(dataset, PreparedDataset) and len(dataset) == dataset.index_count:
+        if not any(dataset is part for part in parts):
+            parts.append(dataset)
+        before = itertools.takewhile(lambda part: part is not dataset, parts)
+        return np.arange(len(dataset)) + sum(part.index_count for part in before)
+    if type(dataset) is Subset:
+        behind = _joined(dataset.dataset, parts)
+        return None if behind is None else behind[np.asarray(dataset.indices, dtype=np.int64)]
+    if type(dataset) is ConcatDataset:
+        found = [indices for part in dataset.datasets if (indices := _joined(part, parts)) is not None]
+        return np.concatenate(found) if len(found) == len(dataset.datasets) else None
+    return None
+
+
+class _Visited(Dataset[Any]):
+    """Hands batches to what is ``behind`` as they are, where torch's own would make plain lists or samples of them."""
+
+    behind: Served
 
     def __getitems__(self, indices: list[int]) -> list[Any]:
         if isinstance(indices, IndexBatch):
-            return self._behind.__getitems__(indices)
-        return super().__getitems__(indices)
+            return self.behind.__getitems__(indices)
+        whole = getattr(super(), "__getitems__", None)
+        return whole(indices) if whole else [self[index] for index in indices]
+
+
+class _VisitedSubset(_Visited, Subset[Any]):
+    def __init__(self, subset: Subset[Any], behind: Served) -> None:
+        super().__init__(subset.dataset, subset.indices)
+        self.behind = behind
+
+
+class _VisitedConcat(_Visited, ConcatDataset[Any]):
+    def __init__(self, concat: ConcatDataset[Any], behind: Served) -> None:
+        super().__init__(concat.datasets)
+        self.behind = behind
 
 
 # What a device finishes
@@ -1121,9 +1302,13 @@ def read_for_device(
     return DeviceBatch(torch.from_numpy(samples), draws, dataset.read_targets(index_B))
 
 
-def _serve_into(out: np.ndarray, kept: KeptSamples, program: Program | None, batch: IndexBatch) -> None:
+def _serve_into(
+    out: np.ndarray,
+    kept: KeptSamples,
+    program: Program | None,
+    batch: IndexBatch,
+    rows_B: np.ndarray | None = None,
+) -> None:
+    program = program or Program((), kept.images.spec)
     with kept.naming_damage():
-        if program is None:
-            kept.images.gather_into(batch.positions, out)
-        else:
-            program.run(kept.images, batch.positions, batch.visits, batch.seed, out)
+        program.run(kept.images, batch.positions, batch.visits, batch.seed, out, rows_B)

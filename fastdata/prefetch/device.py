@@ -91,8 +91,9 @@ class DeviceOps:
         self.described = ""
         if self._served is None:
             return None
-        dataset = self._served.dataset
-        dataset.refresh()
+        served = self._served.dataset
+        served.refresh()
+        dataset = served if isinstance(served, PreparedDataset) else served.parts[0]  # these have an obstacle
         obstacle: str | None = f"the loader is a {type(self._loader).__name__}, not fastdata's DataLoader in batches"
         if isinstance(self._loader, DataLoader) and is_own(self._loader):
             obstacle = self._loader.device_obstacle()
@@ -104,7 +105,7 @@ class DeviceOps:
             self._asked,
             obstacle,
             stored_bytes=math.prod(program.sent_shape) if program else 0,
-            served_bytes=self._served.dataset.served_bytes or 0,
+            served_bytes=served.served_bytes or 0,
             is_mirrored=is_kept_there and program is not None and program.host is None,
         )
         store: Store | None = None
