@@ -30,7 +30,7 @@ import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset, get_worker_info
 
 from fastdata import core
-from fastdata.batch import EpochVisits, IndexBatch, SampleBatch, SharedVisits, collate_targets
+from fastdata.batch import EpochVisits, IndexBatch, SampleBatch, SharedVisits, collate_targets, stacked
 from fastdata.cache import (
     Listing,
     describe_call,
@@ -45,6 +45,7 @@ from fastdata.draws import sample_keys
 from fastdata.errors import SampleError, StoreGoneError, sample_error
 from fastdata.images import (
     Bound,
+    Form,
     Planes,
     Resize,
     SampleSpec,
@@ -71,7 +72,7 @@ from fastdata.prepare import (
 from fastdata.report import log, warn_user
 from fastdata.ring import BatchRing
 from fastdata.shared import ListView, SampleTable
-from fastdata.sources import DatasetSource, FileSource, Source
+from fastdata.sources import DatasetSource, FileSource, ItemKeys, Source
 from fastdata.stores.readers import Store
 from fastdata.transforms import TransformPlan, fingerprint, is_same, plan_transform
 from fastdata.transforms.cpu import Program
@@ -368,8 +369,8 @@ class PreparedDataset(Dataset[Any]):
     def __len__(self) -> int:
         return self.sample_count
 
-    def __getitem__(self, index: int) -> tuple[Any, Any]:
-        """Sample and target, transformed as the user's transforms say.
+    def __getitem__(self, index: int) -> Any:
+        """Sample and target, transformed as the user's transforms say; a dict where the items are dicts.
 
         Raises:
             IndexError: ``index`` is not in [-N, N).
@@ -382,7 +383,7 @@ class PreparedDataset(Dataset[Any]):
         self.refresh()
         return self._pair(self._visit([position]), 0)
 
-    def __getitems__(self, indices: Sequence[int]) -> list[tuple[Any, Any]]:
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """A whole batch: a ``SampleBatch`` if the transform allows, else a list of samples."""
         self._check_open()
         batch = indices if isinstance(indices, IndexBatch) else None
@@ -405,8 +406,8 @@ class PreparedDataset(Dataset[Any]):
             targets = [self.target_transform(target) for target in targets]
         images = self._run_last(samples, batch, self.batch_ring)
         if images is not None:
-            return SampleBatch(images, collate_targets(targets), targets, tensor_class(compiled.plan.last_kind))
-        return list(zip(map(compiled.plan.run_last, samples), targets, strict=True))
+            return self.as_batch(images, targets, compiled.plan.last_kind)
+        return list(map(self._item, map(compiled.plan.run_last, samples), targets))
 
     def _run_last(self, samples: Sequence[Any], batch: IndexBatch, ring: BatchRing | None) -> torch.Tensor | None:
         """Run the batch ops behind steps that are not known on what these give; None where that is not for them."""
@@ -421,17 +422,28 @@ class PreparedDataset(Dataset[Any]):
         last.run_decoded(decoded, batch.positions, batch.visits, batch.seed, out)
         return last.as_tensor(out)
 
-    def read_batch(self, batch: IndexBatch, ring: BatchRing | None = None) -> list[Any]:
+    def read_batch(self, batch: IndexBatch, ring: BatchRing | None = None) -> Any:
         """Images (B, *shape) and what ``default_collate`` makes of the targets; only if ``batch_obstacle`` is None.
 
         Memory comes from ``ring``, or is fresh. Safe from several threads at once.
         """
-        return [self._read_images(batch, ring), self.read_targets(batch.positions)]
+        return stacked(self._read_images(batch, ring), self.read_targets(batch.positions), self.item_keys)
 
     def sample_batch(self, batch: IndexBatch, ring: BatchRing | None = None) -> SampleBatch:
-        images = self._read_images(batch, ring)
-        each_target = self.targets_of(batch.positions)
-        return SampleBatch(images, collate_targets(each_target), each_target, tensor_class(self.plan.kind))
+        return self.as_batch(self._read_images(batch, ring), self.targets_of(batch.positions))
+
+    def as_batch(self, images: torch.Tensor, targets: list[Any], kind: Form | None = None) -> SampleBatch:
+        image_class = tensor_class(kind or self.plan.kind)
+        return SampleBatch(images, collate_targets(targets), targets, image_class, self.item_keys)
+
+    @property
+    def item_keys(self) -> ItemKeys | None:
+        """The keys of items that are dicts, as far as that is known."""
+        return self._samples.keys
+
+    def _item(self, sample: Any, target: Any) -> Any:
+        keys = self.item_keys
+        return (sample, target) if keys is None else keys.join(sample, target)
 
     def read_targets(self, index_B: np.ndarray) -> Any:
         """What ``default_collate`` makes of the targets of a batch."""
@@ -464,7 +476,8 @@ class PreparedDataset(Dataset[Any]):
     def image_form(self) -> str:
         """Shape and type of each image in a whole batch."""
         tensor = self.as_tensor(self.room(0, None))
-        return f"{tensor_class(self.plan.kind).__name__}{tuple(tensor.shape[1:])} of {str(tensor.dtype)[6:]}"
+        form = f"{tensor_class(self.plan.kind).__name__}{tuple(tensor.shape[1:])} of {str(tensor.dtype)[6:]}"
+        return form if self.item_keys is None else f"{form} in {self.item_keys}"
 
     def fallback_notice(self) -> str:
         """Which code of the user's own runs on each sample unasked, what that costs and the way back; else empty.
@@ -621,17 +634,17 @@ class PreparedDataset(Dataset[Any]):
         except OSError as cause:
             raise sample_error(path, index, cause) from cause
 
-    def _pair(self, batch: IndexBatch, k: int) -> tuple[Any, Any]:
+    def _pair(self, batch: IndexBatch, k: int) -> Any:
         one, plan = slice(k, k + 1), self.plan
         sample, target = self._read(batch, k)
         if self.transforms is not None:
             transformed: tuple[Any, Any] = self.transforms(sample, target)
-            return transformed
+            return transformed if self.item_keys is None else self._item(*transformed)
         sample = plan.run_unknown(sample)
         alone = IndexBatch([batch[k]], batch.positions[one], batch.visits[one], batch.seed)
         images = self._run_last([sample], alone, None)
         sample = plan.run_last(sample) if images is None else images[0].as_subclass(tensor_class(plan.last_kind))
-        return sample, target if self.target_transform is None else self.target_transform(target)
+        return self._item(sample, target if self.target_transform is None else self.target_transform(target))
 
     def _read(self, batch: IndexBatch, k: int) -> tuple[Any, Any]:
         """A sample as it is before the steps that are not known, and its target before any."""
@@ -882,13 +895,15 @@ class PreparedDataset(Dataset[Any]):
 
 
 class CachedDataset(PreparedDataset):
-    """Any map-style dataset of (sample, target), prepared once and kept in shared memory.
+    """Any map-style dataset of (sample, target) or of dicts, prepared once and kept in shared memory.
 
     Args:
         dataset: has ``__len__`` and ``__getitem__`` giving (PIL image | tensor | array, target). Read once, from forked
             worker processes, so that what its own transforms draw would stay the same: those of torchvision that are
             random are refused, those that fastdata does not know are warned of. The sample may be a tuple of these,
-            and the target an image or array too, such as a mask: all of them are stored.
+            and the target an image or array too, such as a mask: all of them are stored. Of an item that is a dict the
+            one value that is an image is the sample, and the target that of the other key, or a dict of several; items
+            and batches are dicts of the same keys then.
         prepare: called on each sample before it is stored, e.g. ``lambda image: image.convert("RGB")``.
         transform: as torchvision's. Its leading deterministic steps run once per sample, before it is stored; see
             ``plan``.
@@ -1020,16 +1035,21 @@ def _refuse_frozen_draws(dataset: Any) -> None:
             "where it takes the target too; or use storage='none'."
         )
     if texts[None]:
-        warn_user(
+        advice = (
             f"{texts[None]}: not known to fastdata. If it draws at random, every epoch sees the same draws, because "
             "samples are kept as they are first read. Make the dataset without it, and give it to CachedDataset as "
             "transform= or transforms=; or as prepare= if it does the same each time."
         )
+        if any(name == "set_transform" for _, name, _ in steps):
+            advice += " What set_transform calls takes a batch of items; these take one image."
+        warn_user(advice)
 
 
 def _own_steps(dataset: Any) -> Iterator[tuple[str, str, Any]]:
     """The steps of a dataset's transforms and of those inside of it: whose, under which name, and the step."""
-    owner = type(dataset).__name__
+    owner, shown = type(dataset).__name__, getattr(dataset, "format", None)
+    if isinstance(shown, dict) and shown.get("type") == "custom":  # Hugging Face's, by ``set_transform``
+        yield owner, "set_transform", shown.get("format_kwargs", {}).get("transform")
     code = getattr(getattr(type(dataset), "__getitem__", None), "__code__", None)
     for name in ("transforms", "transform", "target_transform"):
         call: Any = getattr(dataset, name, None)
@@ -1093,12 +1113,11 @@ class JoinedDatasets:
                 samples[row] = sample
         return samples
 
-    def read_batch(self, batch: IndexBatch, ring: BatchRing | None = None) -> list[Any]:
-        return [self._read_images(batch, ring), self._read_targets(batch.positions)]
+    def read_batch(self, batch: IndexBatch, ring: BatchRing | None = None) -> Any:
+        return stacked(self._read_images(batch, ring), self._read_targets(batch.positions), self.parts[0].item_keys)
 
     def sample_batch(self, batch: IndexBatch, ring: BatchRing | None = None) -> SampleBatch:
-        images, each_target = self._read_images(batch, ring), self._targets_of(batch.positions)
-        return SampleBatch(images, collate_targets(each_target), each_target, tensor_class(self.parts[0].plan.kind))
+        return self.parts[0].as_batch(self._read_images(batch, ring), self._targets_of(batch.positions))
 
     def _read_images(self, batch: IndexBatch, ring: BatchRing | None) -> torch.Tensor:
         out = self.parts[0].room(len(batch), ring)
@@ -1283,6 +1302,7 @@ class DeviceBatch(NamedTuple):
     samples: torch.Tensor
     draws: torch.Tensor | None
     targets: Any
+    keys: ItemKeys | None
 
 
 def read_for_device(
@@ -1299,7 +1319,7 @@ def read_for_device(
     if not only_places:
         samples = ring.take((len(index_B), *program.sent_shape), np.dtype(np.uint8))
         _serve_into(samples, kept, program.host, batch)
-    return DeviceBatch(torch.from_numpy(samples), draws, dataset.read_targets(index_B))
+    return DeviceBatch(torch.from_numpy(samples), draws, dataset.read_targets(index_B), dataset.item_keys)
 
 
 def _serve_into(

@@ -48,7 +48,7 @@ from fastdata.memory import (
 )
 from fastdata.report import log, progress_bar, warn_user
 from fastdata.shared import SampleTable
-from fastdata.sources import FileBytes, FileSource, Source
+from fastdata.sources import FileBytes, FileSource, ItemKeys, Source
 from fastdata.stores.readers import Decoder, Store, UndecodableError
 from fastdata.stores.writers import (
     ALIGN_BYTES,
@@ -279,6 +279,7 @@ class Forecast:
     looked_at: tuple[ReadSample, ...] = ()
     is_tuple: bool = False
     target_is_part: bool = False
+    keys: ItemKeys | None = None
 
     @property
     def need_bytes(self) -> int:
@@ -318,6 +319,7 @@ def forecast(source: Source, prepare: Callable[[Any], Any], *, probes: int = 8) 
         looked_at=alike,
         is_tuple=first.is_tuple,
         target_is_part=first.target_is_part,
+        keys=source.keys,
     )
 
 
@@ -463,6 +465,7 @@ class KeptSamples:
     """Or what has its ``has_paths``, ``path``, ``target``, ``target_array``, ``close`` and length."""
     is_tuple: bool = False
     target_is_part: bool = False
+    keys: ItemKeys | None = None
 
     @property
     def images(self) -> Store:
@@ -625,7 +628,7 @@ class _Preparation:
                 table = SampleTable(targets)
             elif skipped:
                 table = table.reduced_to(kept)
-        contents = KeptSamples(stores, table, expected.is_tuple, expected.target_is_part)
+        contents = KeptSamples(stores, table, expected.is_tuple, expected.target_is_part, expected.keys)
         return Prepared(storage_plan=plan, contents=contents, skipped=skipped)
 
     def _writers(self, plan: StoragePlan, *, any_shapes: bool = False, is_lazy: bool = False) -> list[Writer]:

@@ -219,6 +219,17 @@ def test_a_subset_serves_its_own_samples() -> None:
         assert sorted(flat(labels(loader))) == list(range(5, 16))
 
 
+@pytest.mark.parametrize("storage", ["none", "shared"])
+def test_dicts_are_served(storage: Any) -> None:
+    """Items that are dicts come in batches of their keys, whether they are kept or not."""
+    samples = [{"number": i, "image": square(i)} for i in range(9)]
+    with CachedDataset(samples, storage=storage) as dataset, chunked(dataset, shuffle=False) as loader:
+        batches = list(loader)
+    assert [list(batch) for batch in batches] == [["number", "image"]] * 3
+    assert [number for batch in batches for number in batch["number"].tolist()] == list(range(9))
+    assert torch.equal(torch.cat([batch["image"] for batch in batches]), torch.stack([square(i) for i in range(9)]))
+
+
 def test_joined_datasets_are_served() -> None:
     """Of a ConcatDataset each sample comes."""
     with (

@@ -182,6 +182,19 @@ def test_a_subset_gets_its_own_samples(backend: RecordingBackend, storage: Any) 
         assert_same(taken(on_device(loader_of(subset, num_workers=1), backend), backend), expected)
 
 
+@pytest.mark.parametrize("storage", ["shared", "device"])
+def test_batches_of_dicts_are_dicts(backend: RecordingBackend, storage: Any) -> None:
+    """Items that are dicts come from the device in batches of their keys."""
+    samples = [{"label": i, "image": torch.full(SHAPE, i, dtype=torch.uint8)} for i in range(8)]
+    with CachedDataset(samples, transform=v1.Compose(CROP), seed=0, storage=storage, progress=False) as dataset:
+        expected = [(batch["image"], batch["label"]) for batch in loader_of(dataset)]
+        batches = on_device(loader_of(dataset, num_workers=1), backend)
+        found = taken(batches, backend)
+        assert batches.report().batch_ops.startswith("on cuda:0")
+    assert [list(batch) for batch in found] == [["label", "image"]] * 2
+    assert_same([(batch["image"], batch["label"]) for batch in found], expected)
+
+
 def test_joined_datasets_are_finished_on_the_cpu(dataset: CachedDataset, backend: RecordingBackend) -> None:
     """Stores of several datasets are read on the host; the report says so, and who asks for the device is told."""
     with dataset.with_transform(dataset.transform) as other:

@@ -249,7 +249,7 @@ def serve(found: Found, known: Sequence[Codec | SourceDecoder], table: SampleTab
     log.info("%s", reason)
     return Prepared(
         storage_plan=StoragePlan(storage="disk", reason=reason, codec=None if what == "raw" else what),
-        contents=KeptSamples(tuple(stores), table, manifest.is_tuple, manifest.target_is_part),
+        contents=KeptSamples(tuple(stores), table, manifest.is_tuple, manifest.target_is_part, manifest.keys),
         skipped=_skipped_of(found),
     )
 
@@ -366,6 +366,7 @@ def _begin(wanted: _Wanted) -> tuple[Found, Sequence[int]]:
         parts=parts,
         is_tuple=expected.is_tuple,
         target_is_part=expected.target_is_part,
+        keys=expected.keys,
     )
     return Found(wanted.home, manifest, {}, np.full(count, -1), np.full((len(parts), count), -1)), part_bytes
 
@@ -482,7 +483,7 @@ class _ChosenSource:
     """Some of a source's samples, under numbers of their own."""
 
     def __init__(self, source: Source, chosen: list[int]) -> None:
-        self._source, self._chosen = source, chosen
+        self._source, self._chosen, self.keys = source, chosen, source.keys
 
     def __len__(self) -> int:
         return len(self._chosen)

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from fastdata.batch import stacked
 from fastdata.dataset import DeviceBatch, LoaderView, PreparedDataset, read_for_device
 from fastdata.loader import DataLoader
 from fastdata.memory import check_device_room, format_bytes
@@ -137,12 +138,12 @@ class DeviceOps:
     def run(self, program: DeviceProgram, store: Store | None, batch: DeviceBatch, device: torch.device) -> Any:
         """Make the images of a stored batch on the device that it lies on; of samples there, if there is a store."""
         if store is None:
-            return [program.run(batch.samples, batch.draws), batch.targets]
+            return stacked(program.run(batch.samples, batch.draws), batch.targets, batch.keys)
         with self._lock:
             if device not in self._mirrors:
                 self._mirrors[device] = self._upload(store, device)
             store_NCHW = self._mirrors[device]
-        return [program.run(store_NCHW, batch.draws, batch.samples), batch.targets]
+        return stacked(program.run(store_NCHW, batch.draws, batch.samples), batch.targets, batch.keys)
 
     def close(self) -> None:
         """Give back the memory on the devices. Idempotent; a later epoch copies again."""
