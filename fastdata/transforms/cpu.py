@@ -79,20 +79,33 @@ class Program:
         channels, size = size_after(self._ops, sample_shape[0], None if stored is None else (stored[1], stored[2]))
         return None if size is None else ((channels, *size), self._dtype)
 
-    def run(self, store: Readable, index_B: Int64s, visits_B: int | Int64s, seed: int, out_BChw: Array) -> None:
+    def run(
+        self,
+        store: Readable,
+        index_B: Int64s,
+        visits_B: int | Int64s,
+        seed: int,
+        out_BChw: Array,
+        rows_B: Int64s | None = None,
+    ) -> None:
         """Serve a batch into the caller's memory, C-contiguous, of ``output``'s shape and dtype; filled completely.
 
         Draws are made from the seed and ``visits_B``, as of ``SharedVisits``: one for all samples, or one for each.
+        With ``rows_B`` samples are written to these rows of memory for more, and no others.
 
         Raises:
             ValueError: an image is smaller than its crop, or not of the shape that ``out`` has room for.
         """
         if not out_BChw.flags.c_contiguous:
             raise ValueError("the memory for a batch must be C-contiguous")
-        if not self._ops:
+        if self._ops:
+            if len(index_B):
+                self._serve(store, index_B, visits_B, seed, out_BChw, rows_B)
+        elif rows_B is None:
             store.gather_into(index_B, out_BChw)
-        elif len(index_B):
-            self._serve(store, index_B, visits_B, seed, out_BChw)
+        else:
+            for row, index in zip(rows_B.tolist(), index_B.tolist(), strict=True):
+                store.read_into(index, out_BChw[row])
 
     def run_one(self, store: Readable, index: int, visit: int | Int64s, seed: int) -> Array:
         """Serve one sample in fresh memory: the pixels that it has in a batch, in whatever shape it has."""
@@ -102,7 +115,13 @@ class Program:
         return served
 
     def run_decoded(
-        self, images: Sequence[Array], index_B: Int64s, visits_B: int | Int64s, seed: int, out_BChw: Array | None
+        self,
+        images: Sequence[Array],
+        index_B: Int64s,
+        visits_B: int | Int64s,
+        seed: int,
+        out_BChw: Array | None,
+        rows_B: Int64s | None = None,
     ) -> Array:
         """Serve a batch of images as they are decoded, uint8 (H, W, C) each, C-contiguous; else as ``run``.
 
@@ -113,7 +132,7 @@ class Program:
         shapes_B3 = np.ascontiguousarray(np.array([image.shape for image in images], np.int32)[:, (2, 0, 1)])
         drawing = self.draw(index_B, visits_B, seed, shapes_B3)
         out = self._room(drawing) if out_BChw is None else out_BChw
-        self._call(_addresses_of(images), shapes_B3, drawing, out, interleaved=True)
+        self._call(_addresses_of(images), shapes_B3, drawing, out, rows_B=rows_B, interleaved=True)
         return out
 
     def prepare(self, pixels_HWC: Array) -> Array:
@@ -136,7 +155,13 @@ class Program:
         return np.empty((1, drawing.channels, int(drawing.height_B[0]), int(drawing.width_B[0])), self._dtype)
 
     def _serve(
-        self, store: Readable, index_B: Int64s, visits_B: int | Int64s, seed: int, out_BChw: Array | None
+        self,
+        store: Readable,
+        index_B: Int64s,
+        visits_B: int | Int64s,
+        seed: int,
+        out_BChw: Array | None,
+        rows_B: Int64s | None = None,
     ) -> Array:
         if self._spec.shape is not None:
             shapes_B3 = np.full((len(index_B), 3), self._spec.shape, np.int32)
@@ -147,7 +172,7 @@ class Program:
         if store.gives_views:
             addresses = getattr(store, "addresses", None)
             kept = [] if addresses else [store.read(i) for i in index_B.tolist()]
-            self._call(addresses(index_B) if addresses else _addresses_of(kept), shapes_B3, drawing, out)
+            self._call(addresses(index_B) if addresses else _addresses_of(kept), shapes_B3, drawing, out, rows_B=rows_B)
             return out
         decoded = [self._scratch.take(f"decoded {b % _AHEAD}", store.shape(i)) for b, i in enumerate(index_B.tolist())]
         sources_B = _addresses_of(decoded)
@@ -155,16 +180,16 @@ class Program:
             last = min(first + _AHEAD, len(decoded))
             for b in range(first, last):
                 store.read_into(int(index_B[b]), decoded[b])
-            self._call(sources_B, shapes_B3, drawing, out, first=first, last=last)
+            self._call(sources_B, shapes_B3, drawing, out, rows_B=rows_B, first=first, last=last)
         return out
 
-    def _call(self, sources_B: Int64s, shapes_B3: Int32s, drawing: Drawing, out_BChw: Array, **part: Any) -> None:
+    def _call(self, sources_B: Int64s, shapes_B3: Int32s, drawing: Drawing, out_BChw: Array, **which: Any) -> None:
         shape = out_BChw.shape[1:]
         if shape[0] not in self._values:
             self._values[shape[0]] = _make_values(shape[0], **self._cast)
         try:
             core.serve(
-                sources_B, shapes_B3, drawing.records, self._values[shape[0]], out_BChw.ctypes.data, shape, **part
+                sources_B, shapes_B3, drawing.records, self._values[shape[0]], out_BChw.ctypes.data, shape, **which
             )
         except core.CoreError as refused:
             if refused.reason != "shape":
