@@ -18,7 +18,7 @@ from torch.utils.data import dataloader as torch_loader
 
 from fastdata import memory
 from fastdata.batch import collate
-from fastdata.dataset import LoaderView, Served
+from fastdata.dataset import LoaderView, PreparedDataset, Served
 from fastdata.loader import epochs
 from fastdata.loader.epochs import HELD_BY_USER, Counted, Engine, Tally, TorchView
 from fastdata.loader.resume import Checkpoints, LoaderEpochs, Progress, length_of, undisturbed
