@@ -1103,7 +1103,6 @@ class JoinedDatasets:
     """
 
     own_reader = None
-    is_fallback_said = False
     batch_ring: BatchRing | None = None
 
     def __init__(self, parts: Sequence[PreparedDataset]) -> None:
@@ -1198,6 +1197,15 @@ class JoinedDatasets:
     def refresh(self) -> None:
         for part in self.parts:
             part.refresh()
+
+    @property
+    def is_fallback_said(self) -> bool:
+        return all(part.is_fallback_said for part in self.parts)
+
+    @is_fallback_said.setter
+    def is_fallback_said(self, is_said: bool) -> None:
+        for part in self.parts:
+            part.is_fallback_said = is_said
 
     def fallback_notice(self) -> str:
         return next(filter(None, (part.fallback_notice() for part in self.parts)), "")
