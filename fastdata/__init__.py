@@ -5,8 +5,9 @@ Swap two imports and keep the script::
     from fastdata import DataLoader, ImageFolder     # were torch.utils.data's and torchvision.datasets'
 """
 
+from typing import TYPE_CHECKING
+
 from fastdata.batch import SampleBatch, collate
-from fastdata.chunked import ChunkedLoader
 from fastdata.dataset import CachedDataset
 from fastdata.errors import FastDataError, FastDataWarning
 from fastdata.folder import ImageFolder, ImageManifest
@@ -29,3 +30,18 @@ __all__ = [
     "collate",
     "plan_transform",
 ]
+
+if TYPE_CHECKING:
+    from fastdata.chunked import ChunkedLoader
+else:
+
+    def __getattr__(name: str) -> object:
+        """Import the room of ChunkedLoader when it is asked for, since most scripts do without (PEP 562)."""
+        if name != "ChunkedLoader":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from fastdata.chunked import ChunkedLoader
+
+        return ChunkedLoader
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

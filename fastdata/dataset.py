@@ -30,16 +30,6 @@ from torch.utils.data import Dataset, Subset, get_worker_info
 
 from fastdata import core
 from fastdata.batch import EpochVisits, IndexBatch, SampleBatch, SharedVisits, collate_targets
-from fastdata.cache import (
-    Listing,
-    describe_call,
-    describe_dataset,
-    describe_steps,
-    find_cache,
-    list_paths,
-    open_cache,
-    prepare_on_disk,
-)
 from fastdata.draws import sample_keys
 from fastdata.errors import SampleError, StoreGoneError, sample_error
 from fastdata.images import (
@@ -79,6 +69,8 @@ from fastdata.transforms.steps import flatten, is_random, known_name
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
+
+    from fastdata.cache import Listing
 
 _Init = TypeVar("_Init", bound=Callable[..., None])
 
@@ -246,6 +238,9 @@ class PreparedDataset(Dataset[Any]):
         if options.cache_dir is None or len(source) == 0:
             prepared = prepare_storage(path, options, table)
         else:
+            # 20 ms with filelock, which only caches take
+            from fastdata.cache import describe_call, describe_dataset, describe_steps, prepare_on_disk
+
             if isinstance(source, FileSource):
                 opened = describe_call(source.loader, options.cache_key) + ", fast_decode" * self._fast_decode
             else:
@@ -908,6 +903,8 @@ class CachedDataset(PreparedDataset):
         self._build(source, chosen, transform, target_transform, prepare=prepare)
 
     def _list_files(self, source: Source) -> tuple[Listing | None, str]:
+        from fastdata.cache import list_paths
+
         root, paths = "", [path for index in range(len(source)) if (path := source.path(index)) is not None]
         if not paths or len(paths) < len(source):
             return None, ""
@@ -959,6 +956,8 @@ class CachedDataset(PreparedDataset):
             ...         print(len(dataset), list(dataset.targets))
             5 [0, 1, 4, 9, 16]
         """
+        from fastdata.cache import find_cache, open_cache
+
         dataset = cls.__new__(cls)
         dataset.transforms = _checked(transforms, transform, target_transform)
         dataset.options, dataset._stored_after = Options(seed=seed, batch_ops=batch_ops), (0, "")

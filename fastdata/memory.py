@@ -13,11 +13,12 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
-
-import psutil
+from typing import TYPE_CHECKING, Literal
 
 from fastdata.errors import MemoryBudgetError
+
+if TYPE_CHECKING:
+    import psutil  # 7 ms, which only those functions take that ask it
 
 # The machine
 
@@ -61,6 +62,8 @@ def available_bytes(*, root: Path = CGROUP_ROOT, table: Path = CGROUP_TABLE) -> 
     Version 2's ``memory.high`` counts as a limit: beyond it the kernel slows the process down instead of killing it.
     Page cache that nobody used lately (``inactive_file``) counts as free: the kernel drops it before it fails anything.
     """
+    import psutil
+
     available = Available(bytes=int(psutil.virtual_memory().available), limited_by="system memory")
     for folder in cgroup_folders(root, _read(table), "memory"):
         for limits, usage_name, cache_key in (
@@ -84,6 +87,8 @@ def tree_pss_bytes(pid: int | None = None) -> int:
     where it is mapped and touched, not where it merely exists. Where the system has no PSS, or denies it, resident
     memory (RSS) stands in, which counts shared pages once per process. A descendant that ends meanwhile is left out.
     """
+    import psutil
+
     try:
         root = psutil.Process(pid)
         tree = [root, *root.children(recursive=True)]
@@ -93,6 +98,8 @@ def tree_pss_bytes(pid: int | None = None) -> int:
 
 
 def _pss_bytes(process: psutil.Process) -> int:
+    import psutil
+
     for ask in (process.memory_full_info, process.memory_info):
         with contextlib.suppress(psutil.Error, OSError, NotImplementedError):
             found = ask()
@@ -135,6 +142,8 @@ def _read(path: Path) -> str:
 
 
 def is_running(pid: int) -> bool:
+    import psutil
+
     return psutil.pid_exists(pid)
 
 
