@@ -15,12 +15,11 @@ import pickle
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
 from fastdata import core, memory
-from fastdata.codecs import KNOWN_CODECS, Codec, SourceDecoder, find_codec
 from fastdata.errors import CacheError, IngestError, MemoryBudgetError, SampleError, sample_error
 from fastdata.images import (
     Bound,
@@ -30,6 +29,7 @@ from fastdata.images import (
     PixelLoader,
     Resize,
     SampleSpec,
+    SourceDecoder,
     decoder_of,
     is_image,
     present,
@@ -64,6 +64,9 @@ from fastdata.transforms import plan_transform, read_center_crop, read_resize, s
 from fastdata.transforms.cpu import Program
 from fastdata.workers import run_tasks
 
+if TYPE_CHECKING:
+    from fastdata.codecs import Codec
+
 OnError = Literal["raise", "skip"]
 _SOURCE = "source"
 _CHOICES = {
@@ -95,10 +98,12 @@ class Options:
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}={getattr(self, name)!r} is not one of {', '.join(map(repr, choices))}")
-        codecs = ("auto", _SOURCE, *KNOWN_CODECS)
-        if isinstance(self.codec, str) and self.codec not in codecs:
-            known = ", ".join(map(repr, codecs))
-            raise ValueError(f"codec={self.codec!r} is not one of {known}, nor an object with encode and decode")
+        if isinstance(self.codec, str) and self.codec not in ("auto", _SOURCE):
+            from fastdata.codecs import KNOWN_CODECS
+
+            if self.codec not in KNOWN_CODECS:
+                known = ", ".join(map(repr, ("auto", _SOURCE, *KNOWN_CODECS)))
+                raise ValueError(f"codec={self.codec!r} is not one of {known}, nor an object with encode and decode")
         if self.fill == "lazy" and self.on_error == "skip":
             raise ValueError(
                 "fill='lazy' finds a damaged sample only when it is read, too late for on_error='skip'; "
@@ -692,6 +697,8 @@ _FILE_SIZES = 256
 
 def choices_for(codec: Any, parts: int) -> dict[str, tuple[Codec, ...]]:
     """What ``codec=`` leaves open, the source's own bytes aside: by name a codec for each of a sample's parts."""
+    from fastdata.codecs import find_codec
+
     if codec == "auto":
         others = (find_codec(_SECOND_PART),) * (parts - 1)
         choices = [(find_codec(name), *others) for name in ("lz4", "zstd", "jpeg")]

@@ -33,9 +33,9 @@ from fastdata.cache.manifest import (
     targets_of,
 )
 from fastdata.cache.origin import Listing, describe_codec, hash_key, unchanged
-from fastdata.codecs import Codec, SourceDecoder, codec_of, find_codec
+from fastdata.codecs import Codec, codec_of, find_codec
 from fastdata.errors import CacheError, SampleError
-from fastdata.images import SampleSpec
+from fastdata.images import SampleSpec, SourceDecoder
 from fastdata.memory import StoragePlan, format_bytes
 from fastdata.prepare import (
     Ingested,
