@@ -18,7 +18,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
 from multiprocessing import current_process
 from multiprocessing.context import get_spawning_popen
 from multiprocessing.reduction import ForkingPickler
@@ -264,7 +263,7 @@ class PreparedDataset(Dataset[Any]):
         advice = self._resize_advice()
         if advice:
             log.info("%s", advice)
-            self.storage_plan = replace(self.storage_plan, reason=f"{self.storage_plan.reason}; {advice}")
+            self.storage_plan = self.storage_plan._replace(reason=f"{self.storage_plan.reason}; {advice}")
 
     def _split(self, transform: Callable[[Any], Any] | None, **facts: Any) -> TransformPlan:
         """Split a transform; a ValueError if it does not begin with the steps that samples are stored after."""
@@ -1021,8 +1020,7 @@ MOSTLY_FILLED = 0.9
 """Share of the samples from which on threads are worth it, although some of the rest are still to be prepared."""
 
 
-@dataclass(frozen=True, slots=True)
-class LoaderView:
+class LoaderView(NamedTuple):
     """A fastdata dataset behind a loader, and which of its samples the loader sees: all, or those of a ``Subset``."""
 
     dataset: PreparedDataset

@@ -11,9 +11,8 @@ import math
 import os
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from fastdata.errors import MemoryBudgetError
 
@@ -26,8 +25,7 @@ CGROUP_ROOT = Path("/sys/fs/cgroup")
 CGROUP_TABLE = Path("/proc/self/cgroup")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Available:
+class Available(NamedTuple):
     """Memory that can be had now without swapping."""
 
     bytes: int
@@ -184,8 +182,7 @@ RESERVE_SHARE = 0.05
 """Left to batches, workers and the page cache: this share of what is available, at least the floor."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Budget:
+class Budget(NamedTuple):
     """Memory that prepared samples may take."""
 
     bytes: int  # what may be spent, the reserve already taken off
@@ -209,8 +206,7 @@ Storage = Literal["device", "shared", "compressed", "disk", "none"]
 STORAGES = ("auto", "device", "shared", "compressed", "disk", "none")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CodecTrial:
+class CodecTrial(NamedTuple):
     """What a codec made of a sample of the user's data."""
 
     codec: str  # its name, or one name for each part of a sample, joined by "+"
@@ -225,8 +221,7 @@ class CodecTrial:
         return sum(self.part_bytes)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StoragePlan:
+class StoragePlan(NamedTuple):
     """Where prepared samples are kept, by which codec if any, and one line that says why."""
 
     storage: Storage
@@ -234,8 +229,7 @@ class StoragePlan:
     codec: str | None = None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StorageReport:
+class StorageReport(NamedTuple):
     """What each codec makes of the user's data; printed as a table."""
 
     raw_bytes: int  # of all samples as they are
@@ -348,8 +342,7 @@ PINNING_SHARE = 1 / 8
 """Locked pages cannot be swapped or dropped: more than a small part of the free memory would starve the machine."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PinningPlan:
+class PinningPlan(NamedTuple):
     """Whether batches lie in pinned memory, and one line that says why."""
 
     pin: bool

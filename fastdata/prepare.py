@@ -159,8 +159,7 @@ class Steps:
         return sample
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ReadPath:
+class ReadPath(NamedTuple):
     """Where samples come from, and what is done to each before it is stored.
 
     ``open_bytes`` makes of a file's bytes what the source makes of the file; None where the samples are no files, or
@@ -236,8 +235,7 @@ def read_sample(source: Source, prepare: Callable[[Any], Any], index: int) -> Re
     return ReadSample(index, tuple(parts), None if target_is_part else target, is_tuple, target_is_part)
 
 
-@dataclass(frozen=True, slots=True)
-class WritePath:
+class WritePath(NamedTuple):
     """The way of one sample from its source through ``prepare`` to the writers of its parts."""
 
     source: Source
@@ -271,8 +269,7 @@ class WritePath:
 # All samples
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Forecast:
+class Forecast(NamedTuple):
     """What the stores of a source will look like, told from a few samples spread over it.
 
     ``specs`` are dense if all samples looked at have one shape; ``part_bytes``, of each part of all samples as they
@@ -748,7 +745,7 @@ def _try_codecs(name: str, codecs: Sequence[Codec], expected: Forecast, count: i
     encodings = [list(map(codec.encode, column)) for codec, column in zip(codecs, columns, strict=True)]
     part_bytes = [math.ceil(sum(map(len, column)) / len(column) * count) for column in encodings]
     trial = _measured(name, codecs, encodings, columns, part_bytes, _ROUNDS)
-    return replace(trial, lossless=lossless)
+    return trial._replace(lossless=lossless)
 
 
 def _try_source(path: ReadPath, expected: Forecast) -> CodecTrial:
