@@ -19,7 +19,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
 from multiprocessing import current_process
 from multiprocessing.context import get_spawning_popen
 from multiprocessing.reduction import ForkingPickler
@@ -31,16 +30,6 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, get_worker_info
 
 from fastdata import core
 from fastdata.batch import EpochVisits, IndexBatch, SampleBatch, SharedVisits, stacked
-from fastdata.cache import (
-    Listing,
-    describe_call,
-    describe_dataset,
-    describe_steps,
-    find_cache,
-    list_paths,
-    open_cache,
-    prepare_on_disk,
-)
 from fastdata.draws import sample_keys
 from fastdata.errors import SampleError, StoreGoneError, sample_error
 from fastdata.images import (
@@ -81,6 +70,8 @@ from fastdata.transforms.steps import flatten, is_random, known_name
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
+
+    from fastdata.cache import Listing
 
 _Init = TypeVar("_Init", bound=Callable[..., None])
 
@@ -248,6 +239,9 @@ class PreparedDataset(Dataset[Any]):
         if options.cache_dir is None or len(source) == 0:
             prepared = prepare_storage(path, options, table)
         else:
+            # 20 ms with filelock, which only caches take
+            from fastdata.cache import describe_call, describe_dataset, describe_steps, prepare_on_disk
+
             if isinstance(source, FileSource):
                 opened = describe_call(source.loader, options.cache_key) + ", fast_decode" * self._fast_decode
             else:
@@ -271,7 +265,7 @@ class PreparedDataset(Dataset[Any]):
         advice = self._resize_advice()
         if advice:
             log.info("%s", advice)
-            self.storage_plan = replace(self.storage_plan, reason=f"{self.storage_plan.reason}; {advice}")
+            self.storage_plan = self.storage_plan._replace(reason=f"{self.storage_plan.reason}; {advice}")
 
     def _split(self, transform: Callable[[Any], Any] | None, **facts: Any) -> TransformPlan:
         """Split a transform; a ValueError if it does not begin with the steps that samples are stored after."""
@@ -969,6 +963,8 @@ class CachedDataset(PreparedDataset):
         self._build(source, chosen, transform, target_transform, prepare=prepare)
 
     def _list_files(self, source: Source) -> tuple[Listing | None, str]:
+        from fastdata.cache import list_paths
+
         root, paths = "", [path for index in range(len(source)) if (path := source.path(index)) is not None]
         if not paths or len(paths) < len(source):
             return None, ""
@@ -1020,6 +1016,8 @@ class CachedDataset(PreparedDataset):
             ...         print(len(dataset), list(dataset.targets))
             5 [0, 1, 4, 9, 16]
         """
+        from fastdata.cache import find_cache, open_cache
+
         dataset = cls.__new__(cls)
         dataset.transforms = _checked(transforms, transform, target_transform)
         dataset.options, dataset._stored_after = Options(seed=seed, batch_ops=batch_ops), (0, "")
@@ -1218,8 +1216,7 @@ class JoinedDatasets:
 Served = PreparedDataset | JoinedDatasets
 
 
-@dataclass(frozen=True, slots=True)
-class LoaderView:
+class LoaderView(NamedTuple):
     """What is fastdata's behind a loader, and which of its samples the loader sees; None: all of them as they are."""
 
     dataset: Served
