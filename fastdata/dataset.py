@@ -1042,12 +1042,15 @@ def _checked(transforms: Any, transform: Any, target_transform: Any) -> Any:
     return transforms
 
 
+_USUAL_NAMES = ("transforms", "transform", "target_transform")
+
+
 def _refuse_frozen_draws(dataset: Any) -> None:
     """See to it that what a dataset, or one inside of it, draws at random is not drawn once and kept."""
     steps = {id(step): (owner, name, step) for owner, name, step in _own_steps(dataset)}.values()
     texts = {True: "", None: ""}
     for owner, name, step in steps:
-        drawn = is_random(step)
+        drawn = is_random(step) if name in _USUAL_NAMES else None  # under another name it may stay unused
         if drawn or (drawn is None and name != "target_transform"):  # labels are renamed, not augmented
             texts[drawn] += f"{', ' if texts[drawn] else ''}{' '.join(repr(step).split())} in {owner}.{name}"
     if texts[True]:
@@ -1058,7 +1061,7 @@ def _refuse_frozen_draws(dataset: Any) -> None:
         )
     if texts[None]:
         advice = (
-            f"{texts[None]}: not known to fastdata. If it draws at random, every epoch sees the same draws, because "
+            f"{texts[None]}: what it does is not known to fastdata. If it draws at random, every epoch sees the same draws, because "
             "samples are kept as they are first read. Make the dataset without it, and give it to CachedDataset as "
             "transform= or transforms=; or as prepare= if it does the same each time."
         )
@@ -1073,13 +1076,18 @@ def _own_steps(dataset: Any) -> Iterator[tuple[str, str, Any]]:
     if isinstance(shown, dict) and shown.get("type") == "custom":  # Hugging Face's, by ``set_transform``
         yield owner, "set_transform", shown.get("format_kwargs", {}).get("transform")
     code = getattr(getattr(type(dataset), "__getitem__", None), "__code__", None)
-    for name in ("transforms", "transform", "target_transform"):
+    for name in _USUAL_NAMES:
         call: Any = getattr(dataset, name, None)
         if type(call).__name__ != "StandardTransform":
             yield from ((owner, name, step) for step in flatten(call))
         elif "transforms" in getattr(code, "co_names", ()):  # else it holds both, and its dataset asks for each
             yield from ((owner, "transforms", step) for step in flatten(call.transform))
             yield from ((owner, "target_transform", step) for step in flatten(call.target_transform))
+    others = (
+        {name: call for name, call in vars(dataset).items() if callable(call)} if hasattr(dataset, "__dict__") else {}
+    )
+    for name in others.keys() - {*_USUAL_NAMES, "dataset"}:
+        yield from ((owner, name, step) for step in flatten(others[name]) if is_random(step))
     parts = getattr(dataset, "datasets", None)
     parts = parts.values() if isinstance(parts, dict) else parts if isinstance(parts, (list, tuple)) else ()
     for part in (getattr(dataset, "dataset", None), *parts):
