@@ -1061,9 +1061,9 @@ def _refuse_frozen_draws(dataset: Any) -> None:
         )
     if texts[None]:
         advice = (
-            f"{texts[None]}: what it does is not known to fastdata. If it draws at random, every epoch sees the same draws, because "
-            "samples are kept as they are first read. Make the dataset without it, and give it to CachedDataset as "
-            "transform= or transforms=; or as prepare= if it does the same each time."
+            f"{texts[None]}: what it does is not known to fastdata. If it draws at random, every epoch sees the same "
+            "draws, because samples are kept as they are first read. Make the dataset without it, and give it to "
+            "CachedDataset as transform= or transforms=; or as prepare= if it does the same each time."
         )
         if any(name == "set_transform" for _, name, _ in steps):
             advice += " What set_transform calls takes a batch of items; these take one image."
@@ -1083,11 +1083,9 @@ def _own_steps(dataset: Any) -> Iterator[tuple[str, str, Any]]:
         elif "transforms" in getattr(code, "co_names", ()):  # else it holds both, and its dataset asks for each
             yield from ((owner, "transforms", step) for step in flatten(call.transform))
             yield from ((owner, "target_transform", step) for step in flatten(call.target_transform))
-    others = (
-        {name: call for name, call in vars(dataset).items() if callable(call)} if hasattr(dataset, "__dict__") else {}
-    )
-    for name in others.keys() - {*_USUAL_NAMES, "dataset"}:
-        yield from ((owner, name, step) for step in flatten(others[name]) if is_random(step))
+    for name, call in getattr(dataset, "__dict__", {}).items():
+        if name not in _USUAL_NAMES and callable(call):
+            yield from ((owner, name, step) for step in flatten(call) if is_random(step))
     parts = getattr(dataset, "datasets", None)
     parts = parts.values() if isinstance(parts, dict) else parts if isinstance(parts, (list, tuple)) else ()
     for part in (getattr(dataset, "dataset", None), *parts):
