@@ -189,6 +189,7 @@ class PreparedDataset(Dataset[Any]):
     transforms: Callable[[Any, Any], Any] | None = None
     epoch: int | None = None
     """As set by ``set_epoch``; None where loaders count theirs."""
+    _was_read = False
     is_fallback_said = False
     """Whether a loader has warned of what keeps whole batches from being served."""
     batch_ring: BatchRing | None = None
@@ -249,6 +250,7 @@ class PreparedDataset(Dataset[Any]):
             text = describe_steps(steps, options.cache_key)
             listing, root = self._list_files(source)
             prepared = prepare_on_disk(path, options, table, opened=opened, steps=text, listing=listing, root=root)
+        self._was_read = False
         self._stored_after = None if prepared.kept is None else (len(plan.prepare), plan.prepare_key())
         self._serve(prepared, source, table)
 
@@ -321,6 +323,7 @@ class PreparedDataset(Dataset[Any]):
 
     def refresh(self) -> None:
         """Serve what the transform says now, whose steps may have been changed in place; cheap where none were."""
+        self._was_read = True
         if not is_same(fingerprint(self._transform), self._compiled.seen):
             self._compile()
 
@@ -716,27 +719,30 @@ class PreparedDataset(Dataset[Any]):
             3 1.5
         """
         other = self._copied()
-        other._visits = SharedVisits(self.sample_count)
+        other._visits, other._was_read = SharedVisits(self.sample_count), True  # by the first view, maybe
         self._views.add(other)
         other.transform = transform
         return other
 
     def _is_to_prepare_again(self) -> bool:
-        """Whether samples are stored after steps that the transform does not begin with, or none is stored yet."""
+        """Whether the store is after steps that the transform does not begin with, or another would be better, unused.
+
+        timm makes a dataset without a transform and assigns one later: images were kept whole, and nobody has read any.
+        """
         if self._stored_after is None:
             return False
         count, stored_key = self._stored_after
         if plan_transform(self._transform, prepared=count).prepare_key() != stored_key:
             return True
-        is_empty = self._source is not None and self.filled_share() == 0
-        return is_empty and plan_transform(self._transform).prepare_key() != stored_key
+        is_unused = self.filled_share() == 0 or (not stored_key and not self._was_read)
+        return is_unused and self._source is not None and plan_transform(self._transform).prepare_key() != stored_key
 
     def _prepare_again(self) -> None:
         source, stored = self._origin(), self._stored_after
         if source is self._samples or stored is None:
             self._compile()  # which says what is wrong
             return
-        if self.filled_share() > 0:
+        if self.filled_share() > 0 and (self._was_read or stored[1]):
             first = ", ".join(map(repr, self.plan.prepare))
             log.warning("samples are prepared again: the new transform does not begin with %s", first)
         table, self._stored_after = self.table if isinstance(source, FileSource) else None, None
