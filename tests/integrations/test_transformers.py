@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import Trainer, TrainingArguments
 
-from fastdata import DataLoader, collate
+from fastdata import CachedDataset, DataLoader, collate
 from recorded import COUNT, PIXELS, Batch, CountingImages, draws_of, labels_of, see
 
 BATCHES = 6
@@ -48,7 +48,9 @@ def as_dict(samples: list[Any]) -> dict[str, Any]:
     return dict(zip(("pixel_values", "labels"), collate(samples), strict=True))
 
 
-def _train(folder: Path, images: CountingImages, trainer_class: type[Trainer] = Trainer, **options: Any) -> Recorder:
+def _train(
+    folder: Path, images: Any, trainer_class: type[Trainer] = Trainer, collator: Any = None, **options: Any
+) -> Recorder:
     """Train and evaluate for two epochs."""
     silent = {"report_to": "none", "save_strategy": "no", "logging_strategy": "no", "disable_tqdm": True}
     sizes = dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size"), 4)
@@ -56,7 +58,7 @@ def _train(folder: Path, images: CountingImages, trainer_class: type[Trainer] = 
         str(folder), num_train_epochs=2, eval_strategy="epoch", use_cpu=True, **silent, **sizes, **options
     )
     model = Recorder()
-    trainer_class(model, arguments, data_collator=as_dict, train_dataset=images, eval_dataset=images).train()
+    trainer_class(model, arguments, data_collator=collator, train_dataset=images, eval_dataset=images).train()
     return model
 
 
@@ -65,10 +67,19 @@ def test_every_epoch_is_read_in_whole_batches(
     tmp_path: Path, images: CountingImages, trainer_class: type[Trainer], num_workers: int
 ) -> None:
     """Training and evaluation see every sample once an epoch, training in new orders and draws, by whole batches."""
-    model = _train(tmp_path, images, trainer_class, dataloader_num_workers=num_workers)
+    model = _train(tmp_path, images, trainer_class, as_dict, dataloader_num_workers=num_workers)
     first, second = model.trained[:BATCHES], model.trained[BATCHES:]
     assert sorted(labels_of(first)) == sorted(labels_of(second)) == list(range(COUNT))
     assert labels_of(first) != labels_of(second)
     assert len(set(draws_of(first).items()) - set(draws_of(second).items())) > COUNT // 2
     assert labels_of(model.evaluated) == [*range(COUNT), *range(COUNT)]
     assert images.reads.tolist() == [0, 4 * BATCHES]
+
+
+def test_items_that_are_dicts_need_no_collator(tmp_path: Path) -> None:
+    """Items with the names that the model takes go through the Trainer's own collator, which asks for a label."""
+    items = [{"pixel_values": torch.full((4, 3, 3), i, dtype=torch.uint8), "label": i} for i in range(COUNT)]
+    with CachedDataset(items, transform=lambda image: image.float(), progress=False) as dataset:
+        model = _train(tmp_path, dataset)
+    assert sorted(labels_of(model.trained)) == sorted([*range(COUNT), *range(COUNT)])
+    assert {draw / max(label, 1) for label, draw in draws_of(model.evaluated).items()} == {0, sum(range(1, PIXELS + 1))}
