@@ -19,7 +19,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
 from multiprocessing import current_process
 from multiprocessing.context import get_spawning_popen
 from multiprocessing.reduction import ForkingPickler
@@ -31,16 +30,6 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, get_worker_info
 
 from fastdata import core
 from fastdata.batch import EpochVisits, IndexBatch, SampleBatch, SharedVisits, stacked
-from fastdata.cache import (
-    Listing,
-    describe_call,
-    describe_dataset,
-    describe_steps,
-    find_cache,
-    list_paths,
-    open_cache,
-    prepare_on_disk,
-)
 from fastdata.draws import sample_keys
 from fastdata.errors import SampleError, StoreGoneError, sample_error
 from fastdata.images import (
@@ -81,6 +70,8 @@ from fastdata.transforms.steps import flatten, is_random, known_name
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
+
+    from fastdata.cache import Listing
 
 _Init = TypeVar("_Init", bound=Callable[..., None])
 
@@ -248,6 +239,9 @@ class PreparedDataset(Dataset[Any]):
         if options.cache_dir is None or len(source) == 0:
             prepared = prepare_storage(path, options, table)
         else:
+            # 20 ms with filelock, which only caches take
+            from fastdata.cache import describe_call, describe_dataset, describe_steps, prepare_on_disk
+
             if isinstance(source, FileSource):
                 opened = describe_call(source.loader, options.cache_key) + ", fast_decode" * self._fast_decode
             else:
@@ -271,7 +265,7 @@ class PreparedDataset(Dataset[Any]):
         advice = self._resize_advice()
         if advice:
             log.info("%s", advice)
-            self.storage_plan = replace(self.storage_plan, reason=f"{self.storage_plan.reason}; {advice}")
+            self.storage_plan = self.storage_plan._replace(reason=f"{self.storage_plan.reason}; {advice}")
 
     def _split(self, transform: Callable[[Any], Any] | None, **facts: Any) -> TransformPlan:
         """Split a transform; a ValueError if it does not begin with the steps that samples are stored after."""
@@ -969,6 +963,8 @@ class CachedDataset(PreparedDataset):
         self._build(source, chosen, transform, target_transform, prepare=prepare)
 
     def _list_files(self, source: Source) -> tuple[Listing | None, str]:
+        from fastdata.cache import list_paths
+
         root, paths = "", [path for index in range(len(source)) if (path := source.path(index)) is not None]
         if not paths or len(paths) < len(source):
             return None, ""
@@ -1020,6 +1016,8 @@ class CachedDataset(PreparedDataset):
             ...         print(len(dataset), list(dataset.targets))
             5 [0, 1, 4, 9, 16]
         """
+        from fastdata.cache import find_cache, open_cache
+
         dataset = cls.__new__(cls)
         dataset.transforms = _checked(transforms, transform, target_transform)
         dataset.options, dataset._stored_after = Options(seed=seed, batch_ops=batch_ops), (0, "")
@@ -1044,12 +1042,15 @@ def _checked(transforms: Any, transform: Any, target_transform: Any) -> Any:
     return transforms
 
 
+_USUAL_NAMES = ("transforms", "transform", "target_transform")
+
+
 def _refuse_frozen_draws(dataset: Any) -> None:
     """See to it that what a dataset, or one inside of it, draws at random is not drawn once and kept."""
     steps = {id(step): (owner, name, step) for owner, name, step in _own_steps(dataset)}.values()
     texts = {True: "", None: ""}
     for owner, name, step in steps:
-        drawn = is_random(step)
+        drawn = is_random(step) if name in _USUAL_NAMES else None  # under another name it may stay unused
         if drawn or (drawn is None and name != "target_transform"):  # labels are renamed, not augmented
             texts[drawn] += f"{', ' if texts[drawn] else ''}{' '.join(repr(step).split())} in {owner}.{name}"
     if texts[True]:
@@ -1060,7 +1061,7 @@ def _refuse_frozen_draws(dataset: Any) -> None:
         )
     if texts[None]:
         advice = (
-            f"{texts[None]}: not known to fastdata. If it draws at random, every epoch sees the same draws, because "
+            f"{texts[None]}: what it does is not known to fastdata. If it draws at random, every epoch sees the same draws, because "
             "samples are kept as they are first read. Make the dataset without it, and give it to CachedDataset as "
             "transform= or transforms=; or as prepare= if it does the same each time."
         )
@@ -1075,13 +1076,18 @@ def _own_steps(dataset: Any) -> Iterator[tuple[str, str, Any]]:
     if isinstance(shown, dict) and shown.get("type") == "custom":  # Hugging Face's, by ``set_transform``
         yield owner, "set_transform", shown.get("format_kwargs", {}).get("transform")
     code = getattr(getattr(type(dataset), "__getitem__", None), "__code__", None)
-    for name in ("transforms", "transform", "target_transform"):
+    for name in _USUAL_NAMES:
         call: Any = getattr(dataset, name, None)
         if type(call).__name__ != "StandardTransform":
             yield from ((owner, name, step) for step in flatten(call))
         elif "transforms" in getattr(code, "co_names", ()):  # else it holds both, and its dataset asks for each
             yield from ((owner, "transforms", step) for step in flatten(call.transform))
             yield from ((owner, "target_transform", step) for step in flatten(call.target_transform))
+    others = (
+        {name: call for name, call in vars(dataset).items() if callable(call)} if hasattr(dataset, "__dict__") else {}
+    )
+    for name in others.keys() - {*_USUAL_NAMES, "dataset"}:
+        yield from ((owner, name, step) for step in flatten(others[name]) if is_random(step))
     parts = getattr(dataset, "datasets", None)
     parts = parts.values() if isinstance(parts, dict) else parts if isinstance(parts, (list, tuple)) else ()
     for part in (getattr(dataset, "dataset", None), *parts):
@@ -1103,7 +1109,6 @@ class JoinedDatasets:
     """
 
     own_reader = None
-    is_fallback_said = False
     batch_ring: BatchRing | None = None
 
     def __init__(self, parts: Sequence[PreparedDataset]) -> None:
@@ -1199,6 +1204,15 @@ class JoinedDatasets:
         for part in self.parts:
             part.refresh()
 
+    @property
+    def is_fallback_said(self) -> bool:
+        return all(part.is_fallback_said for part in self.parts)
+
+    @is_fallback_said.setter
+    def is_fallback_said(self, is_said: bool) -> None:
+        for part in self.parts:
+            part.is_fallback_said = is_said
+
     def fallback_notice(self) -> str:
         return next(filter(None, (part.fallback_notice() for part in self.parts)), "")
 
@@ -1210,8 +1224,7 @@ class JoinedDatasets:
 Served = PreparedDataset | JoinedDatasets
 
 
-@dataclass(frozen=True, slots=True)
-class LoaderView:
+class LoaderView(NamedTuple):
     """What is fastdata's behind a loader, and which of its samples the loader sees; None: all of them as they are."""
 
     dataset: Served
