@@ -70,13 +70,13 @@ def test_a_library_of_other_sources_is_refused(copy: Path) -> None:
 def test_a_missing_library_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where nothing was built, the obstacle names folder, system and machine, and load raises the same words."""
     monkeypatch.setattr(core, "__file__", str(tmp_path / "__init__.py"))
-    core._opened.cache_clear()
+    core.load.cache_clear()
     try:
         assert f"{tmp_path} has no core-level" in (core.obstacle() or "")
         with pytest.raises(OSError, match=f"without its compiled core.*this is {sys.platform}"):
             core.load()
     finally:
-        core._opened.cache_clear()
+        core.load.cache_clear()
 
 
 def test_a_damaged_library_is_an_obstacle(tmp_path: Path) -> None:
@@ -88,6 +88,6 @@ def test_a_damaged_library_is_an_obstacle(tmp_path: Path) -> None:
 
 def test_importing_opens_no_library() -> None:
     """`import fastdata` loads the core of no level."""
-    code = "import fastdata; from fastdata import core; print(core._opened.cache_info().currsize)"
+    code = "import fastdata; from fastdata import core; print(core.load.cache_info().currsize)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "0\n"

@@ -197,6 +197,7 @@ def test_the_transform_of_weights_is_seen_through() -> None:
         ([v2.ToImage(), v2.RandomResizedCrop(3, interpolation="lanczos")], "interpolation='lanczos'"),
         ([v2.ToImage(), v2.RandomResizedCrop(3, antialias=False)], "resizes tensors without antialias"),
         ([v1.ToTensor(), v1.Normalize((0.5,), (0.0,))], "std=(0.0,)"),
+        ([v2.AugMix(interpolation=v1.InterpolationMode.BICUBIC)], "has interpolation='bicubic'"),
     ],
 )
 def test_unserved_steps_say_why(steps: list[Any], reason: str) -> None:

@@ -48,19 +48,6 @@ class Values(ctypes.Structure):
     )
     kept: list[Any]
 
-    @classmethod
-    def make(cls, dtype: str, table_C256: Any, mean_C: Any, std_C: Any, by: tuple[bool, bool, bool, float]) -> Values:
-        """Say how uint8 becomes one of ``OUTPUTS``: channel c's value x becomes ``table_C256[c, x]``.
-
-        ``by`` is (by_formula, divides, widens, factor). By formula the core computes ``(x / factor - mean) / std`` in
-        float32, or with ``x * factor``, where that gives the table's very values, which is faster.
-        """
-        kept: list[Any] = [np.array(each, np.float32) for each in (mean_C, std_C)]
-        kept.append(np.array(table_C256, np.float64))
-        values = cls(OUTPUTS[dtype], *by, *(array.ctypes.data for array in kept))
-        values.kept = kept
-        return values
-
 
 class Batch(ctypes.Structure):
     """``Batch`` of serve.c."""
@@ -80,24 +67,19 @@ class CoreError(Exception):
         self.place, self.reason = place, reason
 
 
+@functools.cache
 def load() -> ctypes.CDLL:
     """Give the library, opened once; its functions run without the GIL. OSError where there is an obstacle."""
-    if isinstance(opened := _opened(), str):
-        raise OSError(opened)
-    return opened
+    return open_library(Path(__file__).parent)
 
 
 def obstacle() -> str | None:
     """Say why the library cannot be loaded, or None if it can."""
-    return opened if isinstance(opened := _opened(), str) else None
-
-
-@functools.cache
-def _opened() -> ctypes.CDLL | str:
     try:
-        return open_library(Path(__file__).parent)
+        load()
     except OSError as error:
         return str(error)
+    return None
 
 
 def open_library(folder: Path) -> ctypes.CDLL:

@@ -83,7 +83,7 @@ enum {
     OP_BOX_BLUR,   /* v[0] radius: Pillow's ImageFilter.GaussianBlur(radius), which timm and DINO use */
     OP_PERMUTE,    /* n[0..3] the channel that each channel comes from */
     OP_NOISE,      /* v[0] mean, v[1] sigma in [0, 1] units, n[0] whether clipped; n[4], n[5] low and high half of the
-                      key. Among the floats: times v[2..5], clipped to v[6..9] and v[2..5] more, for each channel */
+                      key. Times v[2..5], clipped to v[6..9] and v[2..5] more, for each channel */
     OP_ERASE,      /* n[0..3] top, left, height, width; n[6] 0: fill, 1: normal values for each pixel and channel, 2: one
                      normal value for each channel; n[4], n[5] low and high half of the key */
     /* AugMix: keeps the image, adds weighted versions of it */

@@ -277,6 +277,34 @@ static int in_place(Sample *sample, const Op *op, void (*kernel)(const Op *, Ima
     return OK;
 }
 
+static const int64_t ITEM_BYTES[] = {[UINT8] = 1, [FLOAT32] = 4, [FLOAT64] = 8, [FLOAT16] = 2, [BFLOAT16] = 2};
+
+static uint16_t to_bfloat16(float value) { /* to the nearest, halves to even; there are no NaNs here */
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+/* Floats to values of an image or of a batch, and back. */
+static void store(int32_t dtype, const float *restrict in, int64_t count, uint8_t *out) {
+    for (int64_t i = 0; i < count && dtype == UINT8; i++) out[i] = (uint8_t)(int64_t)in[i];
+    for (int64_t i = 0; i < count && dtype == FLOAT32; i++) ((float *)out)[i] = in[i];
+    for (int64_t i = 0; i < count && dtype == FLOAT64; i++) ((double *)out)[i] = in[i];
+    for (int64_t i = 0; i < count && dtype == FLOAT16; i++) ((_Float16 *)out)[i] = (_Float16)in[i];
+    for (int64_t i = 0; i < count && dtype == BFLOAT16; i++) ((uint16_t *)out)[i] = to_bfloat16(in[i]);
+}
+
+static void load(int32_t dtype, const uint8_t *in, int64_t count, float *restrict out) {
+    for (int64_t i = 0; i < count && dtype == UINT8; i++) out[i] = in[i];
+    for (int64_t i = 0; i < count && dtype == FLOAT32; i++) out[i] = ((const float *)in)[i];
+    for (int64_t i = 0; i < count && dtype == FLOAT64; i++) out[i] = (float)((const double *)in)[i];
+    for (int64_t i = 0; i < count && dtype == FLOAT16; i++) out[i] = (float)((const _Float16 *)in)[i];
+    for (int64_t i = 0; i < count && dtype == BFLOAT16; i++) {
+        uint32_t bits = (uint32_t)((const uint16_t *)in)[i] << 16;
+        memcpy(out + i, &bits, 4);
+    }
+}
+
 /* Noise, in the streams of draws.py. */
 
 /* Number n of a stream: SplitMix64, as _mix in draws.py. */
@@ -308,41 +336,46 @@ static float normal(uint32_t bits) {
     return bits >> 31 ? z : -z;
 }
 
-/* Standard normal numbers that follow from a key. */
-static void draw_normal(uint64_t key, int64_t count, float *out) {
+/* Standard normal numbers that follow from a key, from number `first` on; of CHUNK at most, whole vectors. */
+static void draw_normal(uint64_t key, int64_t first, int64_t count, float out[CHUNK]) {
     uint32_t bits[CHUNK];
-    for (int64_t start = 0; start < count; start += CHUNK) {
-        const int64_t size = count - start < CHUNK ? count - start : CHUNK;
-        for (int64_t i = 0; i < size; i++) bits[i] = (uint32_t)(hash(key, start + i) >> 32);
-        for (int64_t i = 0; i < size; i++) out[start + i] = normal(bits[i]);
-    }
+    count = (count + 15) / 16 * 16;
+    for (int64_t i = 0; i < count; i++) bits[i] = (uint32_t)(hash(key, first + i) >> 32);
+    for (int64_t i = 0; i < count; i++) out[i] = normal(bits[i]);
 }
 
-static uint64_t key_of(const Op *op) { return (uint32_t)op->n[4] | (uint64_t)(uint32_t)op->n[5] << 32; }
-
-/* Noise on uint8: gaussian_noise_image in torchvision's v2/functional/_misc.py. */
-static int add_noise(Sample *sample, const Op *op) {
-    if (!settle(sample) || !own(sample)) return NO_MEMORY;
-    int64_t size = size_of(&sample->image);
-    float *noise = take(sample->scratch, SLOT_WORK, size * (int64_t)sizeof(float));
-    if (!noise) return NO_MEMORY;
-    draw_normal(key_of(op), size, noise);
-    uint8_t *data = sample->image.data;
-    for (int64_t i = 0; i < size; i++) {
-        float value = data[i] + 255 * ((float)op->v[0] + noise[i] * (float)op->v[1]);
-        data[i] = op->n[0] ? (value < 0 ? 0 : value > 255 ? 255 : (uint8_t)value) : (uint8_t)(int64_t)value;
+/* OP_ERASE and OP_NOISE on a packed image of uint8 or, behind the conversion, of the floats served: torchvision's
+ * RandomErasing and gaussian_noise_image (v2/functional/_misc.py), timm's RandomErasing. */
+static int rewrite(const Op *op, const Image *image, int32_t dtype) {
+    const bool erases = op->code == OP_ERASE;
+    const int32_t whole[] = {0, 0, image->height, image->width}, *box = erases ? op->n : whole;
+    const int32_t mode = erases ? op->n[6] : 1;
+    const int64_t width = box[3], ahead = width < 1 || width > CHUNK ? 1 : CHUNK / width; /* rows drawn at a time */
+    const uint64_t key = (uint32_t)op->n[4] | (uint64_t)(uint32_t)op->n[5] << 32;
+    float values[CHUNK], drawn[CHUNK] = {0};
+    if (!erases && op->code != OP_NOISE) return UNKNOWN_OP;
+    if (erases && (!is_inside(op, image->height, image->width) || (dtype == UINT8 && mode))) return OUTSIDE;
+    for (int64_t k = 0; k < (int64_t)image->channels * box[2]; k++) {
+        const int64_t c = k / box[2], y = box[0] + k % box[2], channel = c < 4 ? c : 3;
+        const float scale = (float)op->v[2 + channel], low = (float)op->v[6 + channel], high = low + scale;
+        if (mode == 2) draw_normal(key, c, 1, drawn);
+        const float fill = mode ? drawn[0] : (float)op->v[8 + channel];
+        for (int64_t x = 0; x < width; x += CHUNK) {
+            const int64_t count = width - x < CHUNK ? width - x : CHUNK;
+            uint8_t *at = image->data + ((c * image->height + y) * image->width + box[1] + x) * ITEM_BYTES[dtype];
+            float *out = drawn + k % ahead * width;
+            if (mode != 1) for (int64_t i = 0; i < count; i++) out[i] = fill;
+            else if (out == drawn) draw_normal(key, k * width + x, ahead > 1 ? ahead * width : count, drawn);
+            if (!erases) {
+                load(dtype, at, count, values);
+                for (int64_t i = 0; i < count; i++) {
+                    const float value = values[i] + ((float)op->v[0] + out[i] * (float)op->v[1]) * scale;
+                    out[i] = !op->n[0] ? value : value < low ? low : value > high ? high : value;
+                }
+            }
+            store(dtype, out, count, at);
+        }
     }
-    return OK;
-}
-
-static int erase(Sample *sample, const Op *op) {
-    const int32_t *n = op->n;
-    Image *image = &sample->image;
-    if (!is_inside(op, image->height, image->width) || n[6]) return OUTSIDE;
-    if (!settle(sample) || !own(sample)) return NO_MEMORY;
-    for (int32_t c = 0; c < image->channels; c++)
-        for (int32_t y = n[0]; y < n[0] + n[2]; y++)
-            memset(image->data + c * image->plane + y * image->row + n[1], (int)op->v[8 + (c < 4 ? c : 3)], n[3]);
     return OK;
 }
 
@@ -363,20 +396,13 @@ static int run_op(Sample *sample, const Op *op) {
     case OP_SHARPNESS: return remake(sample, op, image->height, image->width, sharpen);
     case OP_BLUR: case OP_BOX_BLUR: return remake(sample, op, image->height, image->width, blur);
     case OP_PERMUTE: return permute(sample, op->n);
-    case OP_NOISE: return add_noise(sample, op);
-    case OP_ERASE: return erase(sample, op);
+    case OP_NOISE: case OP_ERASE: return settle(sample) && own(sample) ? rewrite(op, image, UINT8) : NO_MEMORY;
     case OP_MIX_BEGIN: case OP_MIX_ADD: case OP_MIX_END: return mix(sample, op);
     default: return UNKNOWN_OP;
     }
 }
 
 /* Values to the batch */
-
-static uint16_t to_bfloat16(float value) { /* to the nearest, halves to even; there are no NaNs here */
-    uint32_t bits;
-    memcpy(&bits, &value, 4);
-    return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-}
 
 /* a / b, rounded correctly for the few values that occur; `agrees` holds every one of the 256 against the table. */
 static inline float divide(float a, float b, float inverse) {
@@ -417,24 +443,6 @@ static bool agrees(const Values *v, int32_t channels) {
     return true;
 }
 
-/* Floats to what is served, and back. */
-static void store(int32_t dtype, const float *restrict in, int64_t count, uint8_t *out) {
-    for (int64_t i = 0; i < count && dtype == FLOAT32; i++) ((float *)out)[i] = in[i];
-    for (int64_t i = 0; i < count && dtype == FLOAT64; i++) ((double *)out)[i] = in[i];
-    for (int64_t i = 0; i < count && dtype == FLOAT16; i++) ((_Float16 *)out)[i] = (_Float16)in[i];
-    for (int64_t i = 0; i < count && dtype == BFLOAT16; i++) ((uint16_t *)out)[i] = to_bfloat16(in[i]);
-}
-
-static void load(int32_t dtype, const uint8_t *in, int64_t count, float *restrict out) {
-    for (int64_t i = 0; i < count && dtype == FLOAT32; i++) out[i] = ((const float *)in)[i];
-    for (int64_t i = 0; i < count && dtype == FLOAT64; i++) out[i] = (float)((const double *)in)[i];
-    for (int64_t i = 0; i < count && dtype == FLOAT16; i++) out[i] = (float)((const _Float16 *)in)[i];
-    for (int64_t i = 0; i < count && dtype == BFLOAT16; i++) {
-        uint32_t bits = (uint32_t)((const uint16_t *)in)[i] << 16;
-        memcpy(out + i, &bits, 4);
-    }
-}
-
 /* Values of one row of a plane, or of several that lie end to end. */
 static void write_values(const Values *v, int32_t c, const uint8_t *in, int64_t count, uint8_t *out) {
     float floats[CHUNK];
@@ -446,8 +454,6 @@ static void write_values(const Values *v, int32_t c, const uint8_t *in, int64_t 
         store(v->dtype, floats, part, out + 2 * from);
     }
 }
-
-static const int64_t ITEM_BYTES[] = {[UINT8] = 1, [FLOAT32] = 4, [FLOAT64] = 8, [FLOAT16] = 2, [BFLOAT16] = 2};
 
 static void write_plane(const Batch *batch, const Image *image, int32_t c, uint8_t *out, uint8_t *buffer) {
     const Values *v = &batch->values;
@@ -463,44 +469,6 @@ static void write_plane(const Batch *batch, const Image *image, int32_t c, uint8
         for (int64_t k = 0; k < rows && copies; k++) copy_row(row + k * image->row, image->pixel, width, to + k * width);
         if (v->dtype != UINT8) write_values(v, c, copies ? buffer : row, rows * width, out);
     }
-}
-
-/* Erasing and noise among the floats: torchvision's RandomErasing and GaussianNoise behind the conversion, timm's too. */
-static int erase_floats(const Batch *batch, const Op *op, uint8_t *out, Scratch *scratch) {
-    const int32_t *n = op->n, dtype = batch->values.dtype, channels = batch->channels;
-    if (!is_inside(op, batch->height, batch->width) || dtype == UINT8) return OUTSIDE;
-    int64_t count = (int64_t)n[2] * n[3];
-    float *values = take(scratch, SLOT_WORK, channels * (count + 1) * (int64_t)sizeof(float));
-    if (!values) return NO_MEMORY;
-    float *each = values + channels * count;
-    if (n[6]) draw_normal(key_of(op), n[6] == 1 ? channels * count : channels, n[6] == 1 ? values : each);
-    for (int32_t c = 0; c < channels; c++, values += count) {
-        for (int64_t i = 0; i < count && n[6] != 1; i++) values[i] = n[6] ? each[c] : (float)op->v[8 + (c < 4 ? c : 3)];
-        for (int64_t y = 0; y < n[2]; y++) {
-            int64_t at = ((int64_t)c * batch->height + n[0] + y) * batch->width + n[1];
-            store(dtype, values + y * n[3], n[3], out + at * ITEM_BYTES[dtype]);
-        }
-    }
-    return OK;
-}
-
-static int add_noise_to_floats(const Batch *batch, const Op *op, uint8_t *out, Scratch *scratch) {
-    int64_t area = (int64_t)batch->height * batch->width, bytes = area * ITEM_BYTES[batch->values.dtype];
-    float *values = take(scratch, SLOT_WORK, (batch->channels + 1) * area * (int64_t)sizeof(float));
-    if (!values) return NO_MEMORY;
-    float *noise = values + area;
-    if (batch->channels > MAX_CHANNELS || batch->values.dtype == UINT8) return UNKNOWN_OP;
-    draw_normal(key_of(op), batch->channels * area, noise);
-    for (int32_t c = 0; c < batch->channels; c++, out += bytes, noise += area) {
-        float scale = (float)op->v[2 + c], low = (float)op->v[6 + c], high = low + scale;
-        load(batch->values.dtype, out, area, values);
-        for (int64_t i = 0; i < area; i++) {
-            float value = values[i] + ((float)op->v[0] + noise[i] * (float)op->v[1]) * scale;
-            values[i] = !op->n[0] ? value : value < low ? low : value > high ? high : value;
-        }
-        store(batch->values.dtype, values, area, out);
-    }
-    return OK;
 }
 
 static int serve_one(const Batch *batch, int64_t b, Scratch *scratch) {
@@ -527,11 +495,9 @@ static int serve_one(const Batch *batch, int64_t b, Scratch *scratch) {
     if (!buffer) return NO_MEMORY;
     uint8_t *out = batch->out_B + b * batch->channels * batch->height * batch->width * ITEM_BYTES[batch->values.dtype];
     for (int32_t c = 0; c < batch->channels; c++) write_plane(batch, image, c, out, buffer);
+    const Image served = {.data = out, .channels = batch->channels, .height = batch->height, .width = batch->width};
     for (; op < end; op += batch->samples) {
-        int problem = op->code == OP_NOTHING || op->code == OP_CAST ? OK
-                      : op->code == OP_ERASE                        ? erase_floats(batch, op, out, scratch)
-                      : op->code == OP_NOISE                        ? add_noise_to_floats(batch, op, out, scratch)
-                                                                    : UNKNOWN_OP;
+        int problem = op->code == OP_NOTHING || op->code == OP_CAST ? OK : rewrite(op, &served, batch->values.dtype);
         if (problem) return problem;
     }
     return OK;

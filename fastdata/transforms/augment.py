@@ -187,22 +187,26 @@ def _perspective(corners: list[Pair], height_B: Any, width_B: Any) -> Float64s:
 
 
 class Space:
-    """What a step of torchvision, the user's own, chooses from, and how far: it depends on the size of the image."""
+    """What a step of torchvision, the user's own, chooses from, and how far: it depends on the size of the image.
 
-    def __init__(self, step: Any) -> None:
-        self.step = step
-        self._tables: dict[tuple[int, int, int], dict[str, tuple[Float64s, bool]]] = {}
+    ``bins`` are the magnitudes of each op, ``warp`` what all its warps have in common.
+    """
 
-    def table(self, bins: int, height: int, width: int) -> dict[str, tuple[Float64s, bool]]:
+    def __init__(self, step: Any, warp: dict[str, Any]) -> None:
+        self.step, self.warp = step, warp
+        self.bins = getattr(step, "num_magnitude_bins", _AUTO_BINS)
+        self._tables: dict[tuple[int, int], dict[str, tuple[Float64s, bool]]] = {}
+
+    def table(self, height: int, width: int) -> dict[str, tuple[Float64s, bool]]:
         """Names of ops, the same for all sizes -> magnitudes (bins,), 0 where it has none, and if it takes a sign."""
-        size, step = (bins, height, width), self.step
+        size, step, bins = (height, width), self.step, self.bins
         if size not in self._tables:
             if hasattr(step, "_AUGMENTATION_SPACE"):  # v2
                 every = getattr(step, "all_ops", True)
                 space = step._AUGMENTATION_SPACE if every else step._PARTIAL_AUGMENTATION_SPACE
                 drawn = {name: (function(bins, height, width), signed) for name, (function, signed) in space.items()}
             elif hasattr(step, "magnitude") or hasattr(step, "policies") or hasattr(step, "severity"):
-                drawn = step._augmentation_space(bins, (height, width))
+                drawn = step._augmentation_space(bins, size)
             else:
                 drawn = step._augmentation_space(bins)
             unknown = [name for name in drawn if name not in _CODES and name not in _WARPS]
@@ -217,7 +221,7 @@ class Space:
         return self._tables[size]
 
 
-def draw_augment(drawing: Drawing, at: int, space: Space, **warp: Any) -> None:
+def draw_augment(drawing: Drawing, at: int, space: Space) -> None:
     """RandAugment, TrivialAugmentWide or AutoAugment."""
     step = space.step
     policies = getattr(step, "policies", None) or getattr(step, "_policies", None)
@@ -226,17 +230,17 @@ def draw_augment(drawing: Drawing, at: int, space: Space, **warp: Any) -> None:
         for place in range(2):
             names, p, bins = zip(*(policy[place] for policy in policies), strict=True)
             applied_B = drawing.uniform(at, 1 + 2 * place) < np.array(p)[policy_B]
-            negative_B = drawing.uniform(at, 2 + 2 * place) < 0.5
             bin_B = np.array([bin or 0 for bin in bins])[policy_B]
-            _add(drawing, space, _AUTO_BINS, names, policy_B, bin_B, negative_B, applied_B, warp)
+            drawn = policy_B, bin_B, drawing.uniform(at, 2 + 2 * place) < 0.5
+            _add(drawing, space, names, drawn, applied_B)
         return
-    bins, fixed = step.num_magnitude_bins, getattr(step, "magnitude", None)
-    for layer in range(getattr(step, "num_ops", 1)):
-        bin_B = drawing.integers(at, 4 * layer + 1, bins) if fixed is None else np.full(len(drawing.keys_B), fixed)
-        _draw_one(drawing, at, 4 * layer, space, bins, bin_B, True, warp)
+    fixed = getattr(step, "magnitude", None)
+    for first in range(0, 4 * getattr(step, "num_ops", 1), 4):
+        bin_B = drawing.integers(at, first + 1, space.bins) if fixed is None else np.full(len(drawing.keys_B), fixed)
+        _draw_one(drawing, at, first, space, bin_B, True)
 
 
-def draw_aug_mix(drawing: Drawing, at: int, space: Space, **warp: Any) -> None:
+def draw_aug_mix(drawing: Drawing, at: int, space: Space) -> None:
     """A weighted sum of the image and of chains of ops over it."""
     step = space.step
     kept_2B = draw_shares(drawing, at, 0, 2, step.alpha)
@@ -247,8 +251,7 @@ def draw_aug_mix(drawing: Drawing, at: int, space: Space, **warp: Any) -> None:
         depth_B = drawing.integers(here, 0, 3) + 1
         for depth in range(step.chain_depth if step.chain_depth > 0 else 3):
             bin_B = drawing.integers(here, 4 * depth + 5, step.severity)
-            applied_B = (depth < depth_B) | (step.chain_depth > 0)
-            _draw_one(drawing, here, 4 * depth + 4, space, _AUTO_BINS, bin_B, applied_B, warp)
+            _draw_one(drawing, here, 4 * depth + 4, space, bin_B, (depth < depth_B) | (step.chain_depth > 0))
         drawing.add(Code.MIX_ADD, v=[share_B])
     drawing.add(Code.MIX_END)
 
@@ -278,33 +281,24 @@ def _draw_gamma(drawing: Drawing, at: int, first: int, alpha: float) -> Float64s
     return result_B
 
 
-def _draw_one(
-    drawing: Drawing, at: int, first: int, space: Space, bins: int, bin_B: Int64s, applied_B: Any, warp: dict[str, Any]
-) -> None:
-    names = [*space.table(bins, 1, 1)]
+def _draw_one(drawing: Drawing, at: int, first: int, space: Space, bin_B: Int64s, applied_B: Any) -> None:
+    names = [*space.table(1, 1)]
     which_B, negative_B = drawing.integers(at, first, len(names)), drawing.uniform(at, first + 2) < 0.5
-    _add(drawing, space, bins, names, which_B, bin_B, negative_B, applied_B, warp)
+    _add(drawing, space, names, (which_B, bin_B, negative_B), applied_B)
 
 
 def _add(
-    drawing: Drawing,
-    space: Space,
-    bins: int,
-    names: Sequence[str],
-    which_B: Int64s,
-    bin_B: Int64s,
-    negative_B: Flags,
-    applied_B: Any,
-    warp: dict[str, Any],
+    drawing: Drawing, space: Space, names: Sequence[str], drawn: tuple[Int64s, Int64s, Flags], applied_B: Any
 ) -> None:
-    """Where it is applied, that of the named ops which is drawn, with the magnitude and the sign drawn for it."""
+    """Where it is applied, one of the named ops; ``drawn`` are which, its magnitude, and whether that is negative."""
+    which_B, bin_B, negative_B = drawn
     sizes, table_B = np.unique(drawing.height_B << 32 | drawing.width_B, return_inverse=True)
-    tables = [space.table(bins, size >> 32, size & 0xFFFFFFFF) for size in sizes.tolist()]
+    tables = [space.table(size >> 32, size & 0xFFFFFFFF) for size in sizes.tolist()]
     level_B = np.array([[table[name][0] for name in names] for table in tables])[table_B, which_B, bin_B]
     signed_B = np.array([tables[0][name][1] for name in names])[which_B]
     level_B = np.where(signed_B & negative_B, -level_B, level_B)
     code_B = np.array([int(_CODES.get(name, 0)) for name in names])[which_B]
-    domain = warp["domain"]
+    warp = space.warp
 
     def of(*some: str) -> Any:
         return applied_B & np.array([name in some for name in names])[which_B]
@@ -312,10 +306,10 @@ def _add(
     def change(part: Drawing) -> None:
         change_B, threshold_B = part.of(level_B), part.of(level_B)
         threshold_B = threshold_B * (255.0 if hasattr(space.step, "_AUGMENTATION_SPACE") else 1.0)
-        if domain != "pil":
+        if warp["domain"] != "pil":
             threshold_B = threshold_B.astype(np.float32)  # as torch compares it with uint8
         value_B = np.where(part.of(of("Solarize")), threshold_B, 1.0 + change_B)
-        part.add(part.of(code_B), [change_B], [value_B], domain)
+        part.add(part.of(code_B), [change_B], [value_B], warp["domain"])
 
     def move(part: Drawing) -> None:
         amount_B, is_sheared_B, is_x_B = (part.of(each) for each in (level_B, shears_B, of("ShearX", "TranslateX")))

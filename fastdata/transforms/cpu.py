@@ -160,15 +160,12 @@ class Program:
 
     def _call(self, sources_B: Int64s, shapes_B3: Int32s, drawing: Drawing, out_BChw: Array, **part: Any) -> None:
         shape = out_BChw.shape[1:]
-        wrong_B = (drawing.height_B != shape[1]) | (drawing.width_B != shape[2])
-        b = int(np.argmax(wrong_B))
+        if shape[0] not in self._values:
+            self._values[shape[0]] = _make_values(shape[0], **self._cast)
         try:
-            if wrong_B[b]:
-                raise core.CoreError(b, "shape")
-            if shape[0] not in self._values:
-                self._values[shape[0]] = _make_values(shape[0], **self._cast)
-            values = self._values[shape[0]]
-            core.serve(sources_B, shapes_B3, drawing.records, values, out_BChw.ctypes.data, shape, **part)
+            core.serve(
+                sources_B, shapes_B3, drawing.records, self._values[shape[0]], out_BChw.ctypes.data, shape, **part
+            )
         except core.CoreError as refused:
             if refused.reason != "shape":
                 raise
@@ -184,18 +181,24 @@ class Program:
 def _make_values(
     channels: int, dtype: str, scaling: str = "none", normalizations: Sequence[tuple[Fill, Fill, bool]] = ()
 ) -> core.Values:
-    """How values become what is served; asked of torchvision's own arithmetic, for all 256 of them."""
+    """Let channel c's value x become ``table_C256[c, x]``, by torchvision's own arithmetic.
+
+    The core computes it, as (x / factor - mean) / std in float32, where that gives the very values of the table.
+    """
     computed = np.float64 if dtype == "float64" else np.float32
-    table = np.broadcast_to(np.arange(256, dtype=computed), (channels, 256))
     divides, factor = scaling == "divide", computed({"divide": 255, "multiply": 1 / 255, "none": 1}[scaling])
-    table = table / factor if divides else table * factor
-    mean_C, std_C = np.zeros(channels, computed), np.ones(channels, computed)
-    for mean, std, _ in normalizations:
+    table_C256 = np.broadcast_to(np.arange(256, dtype=computed), (channels, 256))
+    table_C256 = table_C256 / factor if divides else table_C256 * factor
+    mean_C, std_C, widens = np.zeros(channels, computed), np.ones(channels, computed), False
+    for mean, std, widens_too in normalizations:
         mean_C, std_C = (np.broadcast_to(np.array(each, computed), channels) for each in (mean, std))
-        table = (table - mean_C[:, None]) / std_C[:, None]
-    by_formula = len(normalizations) < 2 and computed is np.float32
-    widens = any(widens for *_, widens in normalizations)
-    return core.Values.make(dtype, table, mean_C, std_C, (by_formula, divides, widens, factor))
+        table_C256, widens = (table_C256 - mean_C[:, None]) / std_C[:, None], widens or widens_too
+    kept: list[Array] = [np.array(each, np.float32) for each in (mean_C, std_C)]
+    kept.append(np.array(table_C256, np.float64, order="C"))
+    addresses = (array.ctypes.data for array in kept)
+    values = core.Values(core.OUTPUTS[dtype], computed is np.float32, divides, widens, factor, *addresses)
+    values.kept = kept
+    return values
 
 
 def _addresses_of(samples: Sequence[Array]) -> Int64s:

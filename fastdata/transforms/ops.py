@@ -441,10 +441,8 @@ def draw_permutation(drawing: Drawing, at: int) -> None:
     drawing.add(Code.PERMUTE, drawing.order(at, drawing.channels))
 
 
-def draw_noise(
-    drawing: Drawing, at: int, mean: float, sigma: float, clip: bool, gain: Fill = (), low: Fill = ()
-) -> None:
-    """Normal noise on uint8; among floats a Normalize after it made ``low`` of 0, and noise ``gain`` times as large."""
+def draw_noise(drawing: Drawing, at: int, mean: float, sigma: float, clip: bool, gain: Fill, low: Fill) -> None:
+    """Normal noise; what is there goes from ``low`` over ``gain``: of uint8, or of floats and what Normalize made."""
     each = ((*values, *values[-1:] * 4)[:4] for values in (gain, low))
     drawing.add(Code.NOISE, (clip, 0, 0, 0, *_key_halves(drawing.keys_B, at)), (mean, sigma, *itertools.chain(*each)))
 

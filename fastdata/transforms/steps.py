@@ -427,8 +427,10 @@ def _noise(step: Any, at: int, state: State) -> State:
     _refuse(state.is_normalized or state.is_erased, "comes after Normalize or erasing")
     if not state.floats:
         _colours(state)
-    among = {"gain": (1.0,), "low": (0.0,)} if state.floats else {}
-    return state.add(draws.draw_noise, at, mean=step.mean, sigma=step.sigma, clip=bool(step.clip), **among)
+    gain = 1.0 if state.floats else 255.0
+    return state.add(
+        draws.draw_noise, at, mean=step.mean, sigma=step.sigma, clip=bool(step.clip), gain=(gain,), low=(0.0,)
+    )
 
 
 def _erasing(step: Any, at: int, state: State) -> State:
@@ -455,12 +457,9 @@ def _erasing(step: Any, at: int, state: State) -> State:
 
 
 def _auto_augment(step: Any, at: int, state: State) -> State:
-    warp = _warped(step, state)
-    if known_name(step) != "AugMix":
-        return state.add(draw_augment, at, space=Space(step), **warp)
-    if warp["domain"] == "pil":
-        warp["domain"] = "v2" if _is_v2(step) else "v1"  # it makes tensors of PIL images
-    return state.add(draw_aug_mix, at, space=Space(step), **warp)
+    mixes = known_name(step) == "AugMix"  # which makes tensors of PIL images
+    warp = _warped(step, replace(state, kind="tensor") if mixes else state)
+    return state.add(draw_aug_mix if mixes else draw_augment, at, space=Space(step, warp))
 
 
 # Steps of steps
