@@ -51,10 +51,11 @@ class SampleBatch(list[Any]):
     that calls the former, as those of MixUp and CutMix do, copies nothing.
 
     Args:
-        images: (B, C, h, w); sample i is a view of ``images[i]``.
+        images: (B, C, h, w); sample i is a view of ``images[i]``. Or a list of such tensors, several views of it.
         targets: what ``default_collate`` makes of the targets: int64 (B,) for class numbers.
         each_target: one Python object per sample.
         image_class: of the images in the list, such as ``tv_tensors.Image``.
+        made: of what type a sample's views are.
 
     Attributes:
         stacked: ``[images, targets]``, or None once the list was changed and no longer says the same.
@@ -64,14 +65,16 @@ class SampleBatch(list[Any]):
 
     def __init__(
         self,
-        images: torch.Tensor,
+        images: torch.Tensor | list[torch.Tensor],
         targets: Any,
         each_target: Iterable[Any],
         image_class: type[torch.Tensor] = torch.Tensor,
+        made: type = list,
     ) -> None:
-        each_image: Iterable[torch.Tensor] = images.unbind(0)
+        views: Any = [each.unbind(0) for each in (images if isinstance(images, list) else [images])]
         if image_class is not torch.Tensor:
-            each_image = [image.as_subclass(image_class) for image in each_image]
+            views = [[image.as_subclass(image_class) for image in view] for view in views]
+        each_image = map(made, zip(*views, strict=True)) if isinstance(images, list) else views[0]
         super().__init__(map(Sample, zip(each_image, each_target, strict=True)))
         self.stacked = [images, targets]
         default_collate_fn_map.setdefault(Sample, _collate_samples)  # torch's own way to say how a class is collated

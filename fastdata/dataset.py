@@ -165,20 +165,37 @@ class _Item:
 _ITEM: ContextVar[_Item | None] = ContextVar("fastdata_item", default=None)
 
 
+class _Lane(NamedTuple):
+    """What makes one of the tensors of a whole batch."""
+
+    program: Program | None  # runs the batch ops; None where there are none
+    output: tuple[tuple[int, ...], np.dtype[Any]] | None  # of every sample served; None where they differ
+
+
 class _Compiled(NamedTuple):
     """What follows from a dataset's transform and its samples."""
 
     plan: TransformPlan
-    program: Program | None  # runs the batch ops; None where there are none
+    lanes: tuple[_Lane, ...]  # one for each view of a sample
     last: Program | None  # runs the batch ops after steps that are not known
-    output: tuple[tuple[int, ...], np.dtype[Any]] | None  # of every sample served; None where they differ
     reader: ReadPath | None  # of single samples that are kept nowhere
     seen: Any  # of the transform, to notice steps that are changed in place
+
+    @property
+    def program(self) -> Program | None:
+        return self.lanes[0].program
+
+    @property
+    def outputs(self) -> list[tuple[tuple[int, ...], np.dtype[Any]]] | None:
+        """Of every lane; None where samples differ in one."""
+        outputs = [lane.output for lane in self.lanes if lane.output is not None]
+        return outputs if len(outputs) == len(self.lanes) else None
 
 
 _ADVISED_PX = 256
 """Shorter side of images that are prepared for crops of 224 px."""
 _LOOKED_AT = 8
+_ALIGN_BYTES = 64
 _WORTH_SHARE = 0.8
 """Of the memory: what is saved beyond it is not worth a word."""
 
@@ -285,7 +302,8 @@ class PreparedDataset(Dataset[Any]):
 
     def _compile(self) -> None:
         seen, options, samples = fingerprint(self._transform), self.options, self._samples
-        program, output, reader = None, None, None
+        lanes: tuple[_Lane, ...] = (_Lane(None, None),)
+        reader = None
         if isinstance(samples, KeptSamples):
             spec, shape = samples.images.spec, samples.images.shape(0)
             is_image = len(shape) == 3
@@ -294,11 +312,10 @@ class PreparedDataset(Dataset[Any]):
             facts["channels"] = shape[0] if is_image else None
             facts["obstacle"] = obstacle or (None if is_image else f"samples have {len(shape)} dimensions")
             plan = self._split(self._transform, **facts)
-            if plan.batch_texts:
-                program = Program(plan.batch_ops, spec)
-                output = program.output(shape)
+            if plan.batch_texts or plan.views:
+                lanes = _lanes(plan, spec, shape)
             elif spec.is_dense:
-                output = shape, np.dtype(spec.dtype)
+                lanes = (_Lane(None, (shape, np.dtype(spec.dtype))),)
         else:
             known = "last" if options.batch_ops == "auto" else "off"
             plan = self._split(self._transform, batch_ops=known, obstacle=core.obstacle())
@@ -308,14 +325,13 @@ class PreparedDataset(Dataset[Any]):
                 every, before = (*self._first_steps, self._transform), -len(self._first_steps)
                 whole = plan_transform(every, channels=3, batch_ops=options.batch_ops, prepared=0, first=before)
                 spec = SampleSpec(shape=None, dtype="uint8", form="pil")
-                decoding = Program(whole.batch_ops, spec)
-                output = decoding.output((3, 1, 1)) if whole.is_batched else None
-                if output is not None:
-                    plan, program = whole, decoding
+                decoding = _lanes(whole, spec, (3, 1, 1))
+                if whole.is_batched and all(lane.output for lane in decoding):
+                    plan, lanes = whole, decoding
         if self.transforms is not None:
             plan = plan_transform(self.transforms, obstacle="it takes sample and target together", prepared=0)
         last = Program(plan.last_ops, SampleSpec(shape=None, dtype="uint8", form="pil")) if plan.last_steps else None
-        self._compiled = _Compiled(plan, program, last, output, reader, seen)
+        self._compiled = _Compiled(plan, lanes, last, reader, seen)
 
     def _steps(self, plan: TransformPlan) -> tuple[Callable[[Any], Any], ...]:
         return (*self._first_steps, *plan.prepare)
@@ -340,7 +356,7 @@ class PreparedDataset(Dataset[Any]):
 
     def _resize_advice(self) -> str:
         """What ``resize=`` would gain where whole images are kept for a random crop of them, measured in 10 ms."""
-        kept, program, output = self.kept, self._compiled.program, self._compiled.output
+        kept, (program, output) = self.kept, self._compiled.lanes[0]
         if kept is None or kept.images.spec.is_dense or program is None or not self._decodes_itself:
             return ""
         store, step = kept.images, max(1, len(kept.images) // _LOOKED_AT)
@@ -394,10 +410,10 @@ class PreparedDataset(Dataset[Any]):
             return self.sample_batch(batch, self.batch_ring)
         if self.transforms is not None:
             return [self._pair(batch, k) for k in range(len(batch))]
-        if compiled.program is None or compiled.output is None or self.kept is None:
+        if compiled.program is None or compiled.outputs is None or self.kept is None:
             samples, targets = map(list, zip(*(self._read(batch, k) for k in range(len(batch))), strict=True))
         else:  # what comes before the first step that is not served
-            samples = [self._shown(image) for image in self._read_images(batch, None)]
+            samples = [self._shown(image) for image in self._read_images(batch, None)[0]]
             targets = [self._stored_target(index) for index in batch.positions.tolist()]
         samples = [compiled.plan.run_unknown(sample) for sample in samples]
         if self.target_transform is not None:
@@ -425,12 +441,14 @@ class PreparedDataset(Dataset[Any]):
 
         Memory comes from ``ring``, or is fresh. Safe from several threads at once.
         """
-        return [self._read_images(batch, ring), self.read_targets(batch.positions)]
+        images = self._read_images(batch, ring)
+        return [images if self.plan.views else images[0], self.read_targets(batch.positions)]
 
     def sample_batch(self, batch: IndexBatch, ring: BatchRing | None = None) -> SampleBatch:
-        images = self._read_images(batch, ring)
+        plan, images = self.plan, self._read_images(batch, ring)
         each_target = [self._target(index) for index in batch.positions.tolist()]
-        return SampleBatch(images, collate_targets(each_target), each_target, tensor_class(self.plan.kind))
+        stacked = images if plan.views else images[0]
+        return SampleBatch(stacked, collate_targets(each_target), each_target, tensor_class(plan.kind), plan.made)
 
     def read_targets(self, index_B: np.ndarray) -> Any:
         """What ``default_collate`` makes of the targets of a batch."""
@@ -498,13 +516,15 @@ class PreparedDataset(Dataset[Any]):
             return self.batch_obstacle
         if self.kept is None:
             return "samples are kept nowhere, and files are decoded on the CPU"
+        if self.plan.views:
+            return "several views of each image are made on the CPU"
         return device_obstacle(self.plan, self.kept.images.spec)
 
     @property
     def served_bytes(self) -> int | None:
         """Bytes of each sample in a whole batch; None where there are no whole batches."""
-        output = self._compiled.output
-        return None if self.batch_obstacle or output is None else math.prod(output[0]) * output[1].itemsize
+        outputs = None if self.batch_obstacle else self._compiled.outputs
+        return None if outputs is None else sum(math.prod(shape) * dtype.itemsize for shape, dtype in outputs)
 
     @property
     def own_reader(self) -> str | None:
@@ -525,7 +545,7 @@ class PreparedDataset(Dataset[Any]):
             return "samples have several parts, such as image and mask"
         if not plan.is_batched:
             return f"the transform works per sample: {plan.obstacle}"
-        if self._compiled.output is None:
+        if self._compiled.outputs is None:
             return "prepared samples differ in shape; a crop or resize to one size would make them batches"
         return None
 
@@ -569,19 +589,21 @@ class PreparedDataset(Dataset[Any]):
         visits_B = self._visits.take(index_B, reader) if draws else np.zeros_like(index_B)
         return IndexBatch(indices, index_B, visits_B, self.seed_of(base_seed))
 
-    def _read_images(self, batch: IndexBatch, ring: BatchRing | None) -> torch.Tensor:
+    def _read_images(self, batch: IndexBatch, ring: BatchRing | None) -> list[torch.Tensor]:
+        """A tensor of each view."""
         self._check_open()
-        samples, program, output = self._samples, self._compiled.program, self._compiled.output
-        assert output is not None
-        shape, dtype = (len(batch), *output[0]), output[1]
-        out = np.empty(shape, dtype) if ring is None else ring.take(shape, dtype)
+        samples, outputs = self._samples, self._compiled.outputs
+        assert outputs is not None
+        outs = _take([((len(batch), *shape), dtype) for shape, dtype in outputs], ring)
+        pairs = [(lane.program, out) for lane, out in zip(self._compiled.lanes, outs, strict=True)]
         if isinstance(samples, KeptSamples):
-            _serve_into(out, samples, program, batch)
+            _serve_into(pairs, samples, batch)
         else:
-            assert program is not None
             decoded = [self._decode(index) for index in batch.positions.tolist()]
-            program.run_decoded(decoded, batch.positions, batch.visits, batch.seed, out)
-        return torch.from_numpy(out) if program is None else program.as_tensor(out)
+            for program, out in pairs:
+                assert program is not None
+                program.run_decoded(decoded, batch.positions, batch.visits, batch.seed, out)
+        return [torch.from_numpy(out) if program is None else program.as_tensor(out) for program, out in pairs]
 
     def _decode(self, index: int) -> np.ndarray:
         """The pixels of one file, (H, W, 3)."""
@@ -619,15 +641,21 @@ class PreparedDataset(Dataset[Any]):
             target = self._stored_target(index)
             if kept is None:
                 alone = IndexBatch([index], batch.positions[one], batch.visits[one], batch.seed)
-                sample = self._shown(self._read_images(alone, None)[0])
+                sample = self._together([images[0] for images in self._read_images(alone, None)])
             elif program is None:
                 sample = kept.sample(index)
                 sample = sample if self._is_upright else without_exif(sample)
             else:
+                programs = [lane.program for lane in self._compiled.lanes if lane.program is not None]
                 with kept.naming_damage():
-                    pixels = program.run_one(kept.images, index, batch.visits[k], batch.seed)
-                sample = self._shown(program.as_tensor(pixels))
+                    served = [each.run_one(kept.images, index, batch.visits[k], batch.seed) for each in programs]
+                sample = self._together([each.as_tensor(pixels) for each, pixels in zip(programs, served, strict=True)])
         return sample, target
+
+    def _together(self, served: list[torch.Tensor]) -> Any:
+        """A sample after the batch ops: one image, or the views of it."""
+        shown = map(self._shown, served)
+        return self.plan.made(shown) if self.plan.views else next(shown)
 
     def _shown(self, served: torch.Tensor) -> Any:
         """A sample after the batch ops, as the rest of the transform wants it."""
@@ -1117,13 +1145,34 @@ def read_for_device(
     draws, samples = program.draw(index_B, batch.visits, batch.seed), index_B.copy()
     if not only_places:
         samples = ring.take((len(index_B), *program.sent_shape), np.dtype(np.uint8))
-        _serve_into(samples, kept, program.host, batch)
+        _serve_into([(program.host, samples)], kept, batch)
     return DeviceBatch(torch.from_numpy(samples), draws, dataset.read_targets(index_B))
 
 
-def _serve_into(out: np.ndarray, kept: KeptSamples, program: Program | None, batch: IndexBatch) -> None:
+def _serve_into(pairs: list[Any], kept: KeptSamples, batch: IndexBatch) -> None:
+    """Serve a batch by each program, or as it is stored where that is None, into its memory."""
+    (program, out), *others = pairs
     with kept.naming_damage():
         if program is None:
             kept.images.gather_into(batch.positions, out)
         else:
-            program.run(kept.images, batch.positions, batch.visits, batch.seed, out)
+            program.run(kept.images, batch.positions, batch.visits, batch.seed, out, others)
+
+
+def _lanes(plan: TransformPlan, spec: SampleSpec, shape: tuple[int, ...]) -> tuple[_Lane, ...]:
+    programs = [Program(view.batch_ops, spec) for view in plan.views or (plan,)]
+    return tuple(_Lane(program, program.output(shape)) for program in programs)
+
+
+def _take(wanted: list[tuple[tuple[int, ...], np.dtype[Any]]], ring: BatchRing | None) -> list[np.ndarray]:
+    """Memory for arrays of these shapes and dtypes: one piece of the ring's, or fresh."""
+    take = np.empty if ring is None else ring.take
+    if len(wanted) == 1:
+        return [take(*wanted[0])]
+    counts = [math.prod(shape) for shape, _ in wanted]
+    sizes = [count * dtype.itemsize for count, (_, dtype) in zip(counts, wanted, strict=True)]
+    ends = np.cumsum([-(-size // _ALIGN_BYTES) * _ALIGN_BYTES for size in sizes]).tolist()
+    # By its buffer: a view of an array refers to what lies behind that, and the ring would take the memory back.
+    whole = take((ends[-1],), np.dtype(np.uint8)).data
+    parts = zip(wanted, counts, [0, *ends], strict=False)
+    return [np.frombuffer(whole, dtype, count, start).reshape(shape) for (shape, dtype), count, start in parts]

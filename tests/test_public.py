@@ -18,6 +18,7 @@ NAMES = {
     "ImageManifest",
     "RingCollate",
     "SampleBatch",
+    "Views",
     "collate",
     "plan_transform",
 }

@@ -16,7 +16,7 @@ from torchvision import transforms as v1
 from torchvision.transforms import v2
 
 from conftest import FolderMaker
-from fastdata import CachedDataset, ChunkedLoader, CudaPrefetcher, DataLoader, ImageFolder
+from fastdata import CachedDataset, ChunkedLoader, CudaPrefetcher, DataLoader, ImageFolder, Views
 
 LENGTH, SHAPE = 11, (3, 8, 6)
 CROP = [v1.RandomCrop((7, 5), padding=1), v1.RandomHorizontalFlip()]
@@ -395,3 +395,102 @@ def test_a_transform_replaced_within_an_epoch_is_never_half_obeyed() -> None:
         dataset.transform = v1.Lambda(lambda image: image // 2)
         images, _ = next(batches)
         assert torch.equal(images, torch.stack([image // 2 for image, _ in samples()[4:8]]))
+
+
+# Several views of an image
+
+HALF = v1.Compose([v1.RandomCrop((4, 3)), v1.ConvertImageDtype(torch.float32)])
+SMALL = v1.Compose([v1.CenterCrop(6), v1.ToTensor()])
+VIEWS = Views(v1.Compose([v1.RandomResizedCrop((7, 5), antialias=True), v1.RandomInvert()]), *[HALF] * 2)
+
+
+def views_of(loader: Any) -> list[torch.Tensor]:
+    """Each view of all samples of an epoch."""
+    batches = [images for images, _ in loader]
+    assert {type(views) for views in batches} == {list}
+    return [torch.cat(view) for view in zip(*batches, strict=True)]
+
+
+@EVERY_LOADER
+@pytest.mark.parametrize("storage", ["shared", "compressed"])
+def test_views_are_whole_batches_of_their_own(loader_of: Callable[..., Any], storage: str) -> None:
+    """Each view is one tensor of its own shape and dtype, a sample's own at that, whatever reads it; all draw anew."""
+    with cached(storage=storage).with_transform(VIEWS) as dataset:
+        assert dataset.batch_obstacle is None
+        views = views_of(loader_of(dataset))
+        assert [(view.shape, view.dtype) for view in views] == [
+            ((LENGTH, 3, 7, 5), torch.uint8),
+            *[((LENGTH, 3, 4, 3), torch.float32)] * 2,
+        ]
+        assert not torch.equal(views[1], views[2])
+        dataset.set_epoch(0)
+        alone = [dataset[i][0] for i in range(LENGTH)]
+        assert all(
+            torch.equal(torch.stack(each), view) for each, view in zip(zip(*alone, strict=True), views, strict=True)
+        )
+        with dataset.with_transform(VIEWS.transforms[0]) as first:
+            assert torch.equal(epoch_of(loader_of(first))[0], views[0])
+
+
+class Crops:
+    """MoCo's two crops, as its users write them."""
+
+    def __init__(self, base_transform: Any) -> None:
+        self.base_transform = base_transform
+
+    def __call__(self, image: Any) -> Any:
+        q = self.base_transform(image)
+        k = self.base_transform(image)
+        return [q, k]
+
+
+@pytest.mark.parametrize(
+    ("transform", "kind"),
+    [
+        (Crops(HALF), list),
+        (lambda image: (HALF(image), HALF(image)), tuple),
+        (v1.Compose([v1.Pad(1), Views(HALF, HALF)]), list),
+    ],
+)
+def test_callables_that_return_several_crops_are_read_as_views(transform: Any, kind: type) -> None:
+    """Two calls in one list or tuple, and views behind steps that all share, are served as Views of these."""
+    with cached().with_transform(transform) as dataset, cached(batch_ops="off").with_transform(transform) as plain:
+        assert dataset.batch_obstacle is None
+        assert plain.batch_obstacle is not None
+        assert type(dataset[0][0]) is type(plain[0][0]) is kind
+        assert [view.shape for view in views_of(DataLoader(dataset, batch_size=4))] == [(LENGTH, 3, 4, 3)] * 2
+
+
+def test_encoded_samples_are_decoded_once_for_all_views() -> None:
+    """A codec is asked once for each sample of a batch, however many views are made of it."""
+    decoded = []
+
+    class Counting:
+        def encode(self, array: np.ndarray) -> bytes:
+            return array.tobytes()
+
+        def decode(self, data: memoryview, out: np.ndarray) -> None:
+            decoded.append(len(data))
+            out[...] = np.frombuffer(data, out.dtype).reshape(out.shape)
+
+    with cached(storage="compressed", codec=Counting(), num_workers=1).with_transform(VIEWS) as dataset:
+        decoded.clear()
+        dataset.__getitems__([0, 3, 5])
+        assert len(decoded) == 3
+
+
+def test_files_that_are_kept_nowhere_give_whole_batches_of_views(image_folder: FolderMaker) -> None:
+    """Without storage each view is what the core makes of the decoded file, as the store would serve it."""
+    root, views = image_folder(), Views(v1.Compose([v1.Resize(9), v1.RandomCrop(8), v1.PILToTensor()]), SMALL)
+    with ImageFolder(root, transform=views, storage="none", seed=0, progress=False) as read:
+        assert read.batch_obstacle is None
+        with ImageFolder(root, transform=views, storage="shared", seed=0, progress=False) as kept:
+            for mine, theirs in zip(*(views_of(DataLoader(each, batch_size=4)) for each in (read, kept)), strict=True):
+                assert torch.equal(mine, theirs)
+
+
+def test_an_argument_changed_in_a_view_is_noticed() -> None:
+    """The steps within views are looked at before each epoch, as those of any transform."""
+    with cached().with_transform(Views(v1.CenterCrop(4), v1.CenterCrop(3))) as dataset:
+        dataset.transform.transforms[1].size = (2, 2)
+        assert views_of(DataLoader(dataset, batch_size=4))[1].shape == (LENGTH, 3, 2, 2)

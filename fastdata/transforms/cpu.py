@@ -79,26 +79,38 @@ class Program:
         channels, size = size_after(self._ops, sample_shape[0], None if stored is None else (stored[1], stored[2]))
         return None if size is None else ((channels, *size), self._dtype)
 
-    def run(self, store: Readable, index_B: Int64s, visits_B: int | Int64s, seed: int, out_BChw: Array) -> None:
+    def run(
+        self,
+        store: Readable,
+        index_B: Int64s,
+        visits_B: int | Int64s,
+        seed: int,
+        out_BChw: Array,
+        others: Sequence[tuple[Program, Array]] = (),
+    ) -> None:
         """Serve a batch into the caller's memory, C-contiguous, of ``output``'s shape and dtype; filled completely.
 
         Draws are made from the seed and ``visits_B``, as of ``SharedVisits``: one for all samples, or one for each.
+        ``others`` serve the same samples into memory of their own, and none is decoded again for them.
 
         Raises:
             ValueError: an image is smaller than its crop, or not of the shape that ``out`` has room for.
         """
-        if not out_BChw.flags.c_contiguous:
+        every = [(self, out_BChw), *others]
+        if not all(out.flags.c_contiguous for _, out in every):
             raise ValueError("the memory for a batch must be C-contiguous")
-        if not self._ops:
-            store.gather_into(index_B, out_BChw)
-        elif len(index_B):
-            self._serve(store, index_B, visits_B, seed, out_BChw)
+        for program, out in every:
+            if not program._ops:
+                store.gather_into(index_B, out)
+        every = [each for each in every if each[0]._ops]
+        if every and len(index_B):
+            self._serve(store, index_B, visits_B, seed, every)
 
     def run_one(self, store: Readable, index: int, visit: int | Int64s, seed: int) -> Array:
         """Serve one sample in fresh memory: the pixels that it has in a batch, in whatever shape it has."""
         if not self._ops:
             return np.array(store.read(index))
-        served: Array = self._serve(store, np.array([index], np.int64), visit, seed, None)[0]
+        served: Array = self._serve(store, np.array([index], np.int64), visit, seed, [(self, None)])[0]
         return served
 
     def run_decoded(
@@ -136,27 +148,38 @@ class Program:
         return np.empty((1, drawing.channels, int(drawing.height_B[0]), int(drawing.width_B[0])), self._dtype)
 
     def _serve(
-        self, store: Readable, index_B: Int64s, visits_B: int | Int64s, seed: int, out_BChw: Array | None
+        self,
+        store: Readable,
+        index_B: Int64s,
+        visits_B: int | Int64s,
+        seed: int,
+        every: Sequence[tuple[Program, Array | None]],
     ) -> Array:
+        """Serve a batch by several programs; gives the first one's."""
         if self._spec.shape is not None:
             shapes_B3 = np.full((len(index_B), 3), self._spec.shape, np.int32)
         else:
             shapes_B3 = np.array([store.shape(i) for i in index_B.tolist()], np.int32)
-        drawing = self.draw(index_B, visits_B, seed, shapes_B3)
-        out = self._room(drawing) if out_BChw is None else out_BChw
+        calls: list[tuple[Program, Drawing, Array]] = []
+        for program, out in every:
+            drawing = program.draw(index_B, visits_B, seed, shapes_B3)
+            calls.append((program, drawing, program._room(drawing) if out is None else out))
         if store.gives_views:
             addresses = getattr(store, "addresses", None)
             kept = [] if addresses else [store.read(i) for i in index_B.tolist()]
-            self._call(addresses(index_B) if addresses else _addresses_of(kept), shapes_B3, drawing, out)
-            return out
+            sources_B = addresses(index_B) if addresses else _addresses_of(kept)
+            for program, drawing, out in calls:
+                program._call(sources_B, shapes_B3, drawing, out)
+            return calls[0][2]
         decoded = [self._scratch.take(f"decoded {b % _AHEAD}", store.shape(i)) for b, i in enumerate(index_B.tolist())]
         sources_B = _addresses_of(decoded)
         for first in range(0, len(decoded), _AHEAD):  # a few at a time, while their pixels are in the cache
             last = min(first + _AHEAD, len(decoded))
             for b in range(first, last):
                 store.read_into(int(index_B[b]), decoded[b])
-            self._call(sources_B, shapes_B3, drawing, out, first=first, last=last)
-        return out
+            for program, drawing, out in calls:
+                program._call(sources_B, shapes_B3, drawing, out, first=first, last=last)
+        return calls[0][2]
 
     def _call(self, sources_B: Int64s, shapes_B3: Int32s, drawing: Drawing, out_BChw: Array, **part: Any) -> None:
         shape = out_BChw.shape[1:]

@@ -57,6 +57,42 @@ _VARIADIC = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS | inspect.CO_GENERATOR |
 _FLOATS = {torch.float32: "float32", torch.float64: "float64", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
 
+class Views:
+    """Several transforms of one image: what each makes of it, in a list, as contrastive training takes it.
+
+    As ``transform=`` or the last step of one, batches are lists of one stacked tensor for each transform, whose shapes
+    need not agree. All of them are made of the same prepared samples, by draws of their own. Anywhere else, as in
+    torchvision's datasets, it is a callable like others.
+
+    Args:
+        transforms: each is called with the image; one may stand there several times.
+
+    Example:
+        >>> crops = Views(lambda image: image + 1, *[lambda image: image * 2] * 2)
+        >>> crops(5)
+        [6, 10, 10]
+    """
+
+    def __init__(self, *transforms: Any) -> None:
+        if not transforms:
+            raise ValueError("Views() needs one transform or more")
+        self.transforms = transforms
+        self.kind: type = list
+
+    def __call__(self, image: Any) -> Any:
+        return self.kind(run_steps(transform, image) for transform in self.transforms)
+
+    def __repr__(self) -> str:
+        return f"Views({', '.join(map(repr, self.transforms))})"
+
+
+def run_steps(transform: Any, sample: Any) -> Any:
+    """Call a transform, or those of a tuple one after the other."""
+    for step in transform if type(transform) is tuple else (transform,):
+        sample = step(sample)
+    return sample
+
+
 class UnknownStepError(Exception):
     """A step that must run as the user wrote it; the message says why."""
 
@@ -102,7 +138,8 @@ def flatten(transform: Any) -> tuple[Any, ...]:
     """List the steps of a transform: of nested Compose and Sequential, of several in a tuple, a single one, or None.
 
     Functions, and objects with a ``__call__`` or ``forward`` of their own, are seen through where they do nothing but
-    call steps one after the other, as a lambda around a Compose and torchvision's reference presets.
+    call steps one after the other, as a lambda around a Compose and torchvision's reference presets. One that returns
+    several such results, as MoCo's two crops, is read as ``Views``.
     """
     if transform is None:
         return ()
@@ -145,11 +182,19 @@ def _called(call: Any) -> tuple[Any, ...] | None:
             function = vars(kind).get("__call__")
     if not isinstance(function, FunctionType):
         return None
-    paths = _read_calls(function.__code__, owner is not None)
+    read = _read_calls(function.__code__, owner is not None)
     try:
-        return None if paths is None else tuple(_look_up(path, function, owner) for path in paths)
+        if read is None:
+            return None
+        made, several = read
+        each = [tuple(_look_up(path, function, owner) for path in paths) for paths in several]
     except LookupError:  # a name that is not defined yet, an attribute that is computed
         return None
+    if made is None:
+        return each[0]
+    views = Views(*each)
+    views.kind = made
+    return (views,)
 
 
 def _look_up(path: tuple[str, ...], function: FunctionType, owner: Any) -> Any:
@@ -168,8 +213,11 @@ def _look_up(path: tuple[str, ...], function: FunctionType, owner: Any) -> Any:
 
 
 @cache
-def _read_calls(code: CodeType, is_method: bool) -> tuple[tuple[str, ...], ...] | None:
-    """Read bytecode that only hands its argument through calls: the paths of names to what it calls; else None."""
+def _read_calls(code: CodeType, is_method: bool) -> tuple[type | None, list[list[tuple[str, ...]]]] | None:
+    """Read bytecode that only hands its argument through calls: the paths of names to what it calls; else None.
+
+    There is one list of paths, or several with the type, tuple or list, in which their results are returned.
+    """
     if code.co_argcount != 1 + is_method or code.co_kwonlyargcount or code.co_flags & _VARIADIC:
         return None
     known: dict[str, Any] = {code.co_varnames[is_method]: []}  # what calls have made of the argument is a list of paths
@@ -200,8 +248,14 @@ def _read_calls(code: CodeType, is_method: bool) -> tuple[tuple[str, ...], ...] 
                 return None
         elif name == "STORE_FAST" and isinstance(stack[-1], list):
             known[value] = stack.pop()
+        elif (
+            name in ("BUILD_LIST", "BUILD_TUPLE") and value == len(stack) and all(type(each) is list for each in stack)
+        ):
+            made, stack = stack, [list if name == "BUILD_LIST" else tuple]
+        elif name == "RETURN_VALUE" and isinstance(stack[-1], type):
+            return stack[-1], made
         elif name == "RETURN_VALUE":
-            return tuple(stack[-1]) if isinstance(stack[-1], list) else None
+            return (None, [stack[-1]]) if isinstance(stack[-1], list) else None
         else:
             return None
     return None
@@ -214,6 +268,10 @@ def fingerprint(transform: Any) -> tuple[Any, ...]:
     """
     atoms: list[Any] = []
     for step in flatten(transform):
+        if type(step) is Views:
+            for view in step.transforms:
+                atoms.extend((Views, *fingerprint(view)))
+            continue
         atoms.append(step)
         if known_name(step) in _KNOWN:
             values = getattr(step, "__dict__", {}).values()  # fastdata's own equals have slots and are frozen
@@ -257,6 +315,9 @@ def is_preparable(step: Any) -> bool:
 
 def is_random(step: Any) -> bool | None:
     """Whether a step draws at random; None where that is not known."""
+    if type(step) is Views:
+        drawn = {is_random(each) for transform in step.transforms for each in flatten(transform)}
+        return True if True in drawn else None if None in drawn else False
     name = known_name(step)
     if name is None:
         return None
@@ -281,6 +342,7 @@ def recognise(step: Any, at: int, state: State) -> State:
         UnknownStepError: it has to run as it is.
     """
     reader = READERS.get(known_name(step) or "")
+    _refuse(type(step) is Views, "gives several views, which only the last step may")
     if reader is None:
         inner = next((name for name in ("transforms", "transform") if hasattr(step, name)), None)
         hidden = f", and does more than to call its {inner!r}; give that itself" if inner else ""
