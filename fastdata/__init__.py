@@ -5,6 +5,8 @@ Swap two imports and keep the script::
     from fastdata import DataLoader, ImageFolder     # were torch.utils.data's and torchvision.datasets'
 """
 
+from typing import TYPE_CHECKING, Any
+
 from fastdata.batch import SampleBatch, collate
 from fastdata.chunked import ChunkedLoader
 from fastdata.dataset import CachedDataset
@@ -30,3 +32,14 @@ __all__ = [
     "collate",
     "plan_transform",
 ]
+
+if TYPE_CHECKING:
+    __version__: str
+else:
+
+    def __getattr__(name: str) -> Any:
+        if name != "__version__":
+            raise AttributeError(f"module 'fastdata' has no attribute {name!r}")
+        from importlib.metadata import version  # reads files, which an import must not wait for
+
+        return version("fastdata")

@@ -117,10 +117,6 @@ def _collate_samples(samples: list[Any], *, collate_fn_map: Any = None) -> Any:
     return default_collate([tuple(sample) for sample in samples])
 
 
-def collate_targets(targets: list[Any]) -> Any:
-    return default_collate([(target,) for target in targets])[0]
-
-
 # Which visit to a sample this is: the number that its random draws are made from
 #
 # A visit is ``epoch + (k << 32)`` where k counts earlier visits to the sample in the same epoch. Samplers that repeat

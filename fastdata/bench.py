@@ -1,4 +1,4 @@
-"""``fastdata bench``: one training transform over one folder, by torchvision and torch (vanilla) and by fastdata."""
+"""``fastdata bench``: training transforms over one folder, by torchvision and torch (vanilla) and by fastdata."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import importlib
 import importlib.metadata
 import os
 import platform
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,9 +25,10 @@ import numpy.typing as npt
 import torch
 from PIL import Image
 from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset
 
 from fastdata import images
+from fastdata.errors import MemoryBudgetError, refuse_remote
 from fastdata.folder import ImageFolder
 from fastdata.images import IMAGE_EXTENSIONS
 from fastdata.loader import DataLoader
@@ -35,6 +37,7 @@ from fastdata.report import progress_bar
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
+RECIPES = ("crop", "rrc", "trivial", "randaug", "simclr")
 
 Loader = Iterable[Any]
 
@@ -52,85 +55,166 @@ class BenchSettings:
     dtype: Literal["uint8", "float32"]
     num_workers: int | None
     progress: bool
-    round_s: float = 0.5  # fastdata's epochs are repeated for so long in each round: one can be too short to time
+    recipe: Sequence[str] | None = None  # by default all, or none beside a transform
+    transform: str | None = None
+    round_s: float = 0.5  # epochs are repeated for so long in each round: one can be too short to time
 
 
 def run_bench(settings: BenchSettings) -> dict[str, Any]:
     """Measure both in turns and return what ``--json`` keeps; leaves no file, process or thread."""
-    vanilla_name, transforms, vanilla_folder = find_vanilla()
-    transform = training_transform(transforms, settings)
+    vanilla_name, v1, vanilla_folder = find_vanilla()
+    transforms = chosen_transforms(settings, v1)
     with ExitStack() as stack:
         folder = settings.folder
         if folder is None:
             folder = Path(stack.enter_context(TemporaryDirectory(prefix="fastdata-bench-")))
             write_photos(folder, count=settings.images or 400, progress=settings.progress)
-        root, paths = os.path.abspath(folder), choose_images(folder, settings.images or 4000)
+        root, paths = os.path.abspath(folder), choose_images(folder, settings.images or 1000)
         chosen: dict[str, Any] = {"is_valid_file": frozenset(paths).__contains__, "allow_empty": True}
-        mean_file_bytes = sum(map(os.path.getsize, paths)) // len(paths)
-        start_pss_bytes = tree_pss_bytes()
-        bar = progress_bar(settings.rounds + 3, "measuring", unit="step", enabled=settings.progress)
-        step = stack.enter_context(bar).update
-
-        originals = vanilla_folder(root, transform, **chosen)
-        vanilla, make_vanilla = _enter(settings, TorchDataLoader, originals, budget_s=2 * settings.round_s)
-        step()
-        with peak_memory() as preparing:
-            start = time.perf_counter()
-            chosen |= {"storage": "shared", "fill": "eager", "progress": settings.progress}
-            prepared = stack.enter_context(ImageFolder(root, transform, **chosen))
-            prepare_s = time.perf_counter() - start
-        ours, make_ours = _enter(settings, DataLoader, prepared, budget_s=settings.round_s)
-        ours["peak_pss_bytes"] = max(ours["peak_pss_bytes"], preparing.size_bytes)
-        step()
-
-        loaders = [(make_vanilla(), 0.0), (make_ours(), settings.round_s)]
-        for loader, _ in loaders:
-            images_per_s(loader)
-        step()
-        rounds = []
-        for _ in range(settings.rounds):
-            rounds.append([images_per_s(loader, at_least_s=seconds) for loader, seconds in loaders])
-            step()
-
-    vanilla_rates, our_rates = zip(*rounds, strict=True)
-    vanilla |= {"name": vanilla_name, "prepare_s": 0.0, "images_per_s": {"rounds": vanilla_rates}}
-    ours |= {"name": "fastdata", "prepare_s": prepare_s, "images_per_s": {"rounds": our_rates}}
-    figures = {
-        "settings": asdict(settings),
-        "images": len(paths),
-        "mean_file_bytes": mean_file_bytes,
-        "start_pss_bytes": start_pss_bytes,
-        "vanilla": vanilla,
-        "fastdata": ours,
-        "ratio": median(our_rates) / median(vanilla_rates),
-    }
+        figures: dict[str, Any] = {
+            "settings": asdict(settings),
+            "images": len(paths),
+            "mean_file_bytes": sum(map(os.path.getsize, paths)) // len(paths),
+            "start_pss_bytes": tree_pss_bytes(),
+            "vanilla": {"name": vanilla_name},
+            "fastdata": {"name": "fastdata"},
+            "recipes": {},
+        }
+        steps = len(transforms) * (settings.rounds + 1)
+        bar = stack.enter_context(progress_bar(steps, "measuring", unit="step", enabled=settings.progress))
+        for name, transform in transforms.items():
+            is_sized = name in ("crop", settings.transform)  # it begins with the size that images are prepared at
+            size = None if is_sized else (settings.resize_px, settings.resize_px)
+            originals = vanilla_folder(root, transform, **chosen)
+            prepare = partial(ImageFolder, root, transform, resize=size, progress=settings.progress, **chosen)
+            figures["recipes"][name] = _measure(settings, figures, originals, prepare, bar.update)
     return {"figures": figures, "versions": versions(), "machine": machine_facts()}
 
 
-def _enter(
-    settings: BenchSettings, kind: Callable[..., Loader], dataset: Any, *, budget_s: float
-) -> tuple[dict[str, Any], Callable[[], Loader]]:
+def _measure(
+    settings: BenchSettings,
+    figures: dict[str, Any],
+    originals: Any,
+    prepare: Callable[..., ImageFolder],
+    step: Callable[[], object],
+) -> dict[str, Any]:
+    """Measure a recipe; what is the same for all of them is looked at with the first and added to ``figures``."""
+    vanilla, ours = figures["vanilla"], figures["fastdata"]
+    make_vanilla = partial(_loader, settings, TorchDataLoader, originals)
+    if "num_workers" not in vanilla:
+        vanilla |= _look(settings, make_vanilla)
+    with ExitStack() as stack:
+        with peak_memory() as preparing:
+            start = time.perf_counter()
+            try:
+                prepared = stack.enter_context(prepare(storage="shared", fill="eager"))
+            except MemoryBudgetError as error:
+                problem = str(error).partition(". Use ")[0]
+                raise MemoryBudgetError(f"{problem}. Use fewer --images or a smaller --resize.") from error
+            prepare_s = time.perf_counter() - start
+        make_ours = partial(_loader, settings, DataLoader, prepared, images=len(prepared))
+        if "num_workers" not in ours:
+            ours |= {"prepare_s": prepare_s, **_look(settings, make_ours)}
+            ours["peak_pss_bytes"] = max(ours["peak_pss_bytes"], preparing.size_bytes)
+
+        loaders = [make_vanilla(vanilla["num_workers"]), make_ours(ours["num_workers"])]
+        images = int(images_per_s(loaders[0]) * settings.round_s)
+        if images > 2 * settings.batch_size * max(1, vanilla["num_workers"]):
+            loaders[0] = make_vanilla(vanilla["num_workers"], images=images)
+            images_per_s(loaders[0])
+        images_per_s(loaders[1])
+        step()
+        rounds = []
+        for _ in range(settings.rounds):
+            rounds.append([images_per_s(loader, at_least_s=settings.round_s) for loader in loaders])
+            step()
+    rates = [{"images_per_s": {"rounds": rate}} for rate in zip(*rounds, strict=True)]
+    ratios = [our_rate / rate for rate, our_rate in rounds]
+    return {
+        "vanilla": rates[0],
+        "fastdata": rates[1] | {"prepare_s": prepare_s},
+        "ratio": median(our_rate for _, our_rate in rounds) / median(rate for rate, _ in rounds),
+        "ratios": {"rounds": ratios},
+    }
+
+
+def _loader(
+    settings: BenchSettings, kind: Callable[..., Loader], dataset: Any, workers: int, *, images: int = 0
+) -> Loader:
+    """A loader of so many images, or else of a batch for each worker: of a slow recipe all would take minutes.
+
+    Its workers persist, so that rounds do not pay for starting them, and all have equally many batches.
+    """
+    lot = settings.batch_size * max(1, workers)
+    images = max(images // lot, 1) * lot
+    if images < len(dataset):
+        dataset = Subset(dataset, range(0, len(dataset) // images * images, len(dataset) // images))
+    return kind(dataset, settings.batch_size, shuffle=True, num_workers=workers, persistent_workers=workers > 0)
+
+
+def _look(settings: BenchSettings, make_loader: Callable[[int], Loader]) -> dict[str, Any]:
     """Choose the number of workers, then look at memory and at the first batch."""
-
-    def make_loader(workers: int) -> Loader:  # whose workers persist, so that rounds do not pay for starting them
-        persistent = workers > 0
-        return kind(dataset, settings.batch_size, shuffle=True, num_workers=workers, persistent_workers=persistent)
-
     workers = settings.num_workers
     if workers is None:
-        workers = best_workers(make_loader, range(usable_cores() + 1), budget_s=budget_s)
-    make = partial(make_loader, workers)
+        cores = usable_cores()
+        candidates = sorted({0, cores, *(1 << power for power in range(cores.bit_length()))})
+        workers = best_workers(make_loader, candidates, budget_s=settings.round_s, whole_epochs=True)
     with peak_memory() as peak:
-        images_per_s(make())
-    return {"num_workers": workers, "peak_pss_bytes": peak.size_bytes, "first_batch_s": first_batch_s(make)}, make
+        images_per_s(make_loader(workers))
+    first_s = first_batch_s(partial(make_loader, workers))
+    return {"num_workers": workers, "peak_pss_bytes": peak.size_bytes, "first_batch_s": first_s}
 
 
-def training_transform(v1: Any, settings: BenchSettings) -> Any:
-    """Resize and centre crop to a square, then random crop and flip, as uint8 or as normalised float32."""
-    square = [v1.Resize(settings.resize_px), v1.CenterCrop(settings.resize_px)]
-    random = [v1.RandomCrop(settings.crop_px), v1.RandomHorizontalFlip()]
+def chosen_transforms(settings: BenchSettings, v1: Any) -> dict[str, Any]:
+    """The transform of each recipe, under its name: those asked for, by default all that can be made."""
+    names = settings.recipe or (() if settings.transform else RECIPES)
+    missing = [name for name in names if v1 is StandIns and name != "crop"]
+    if missing and settings.recipe:
+        raise ImportError(f"--recipe {missing[0]} {_NEEDS_TORCHVISION}")
+    found = {name: training_transform(v1, settings, name) for name in names if name not in missing}
+    if settings.transform:
+        found[settings.transform] = _import_transform(settings.transform)
+    return found
+
+
+_NEEDS_TORCHVISION = "needs torchvision, which cannot be imported here: pip install 'fastdata[bench]'"
+
+
+def _import_transform(words: str) -> Any:
+    module, _, name = words.partition(":")
+    if not (module and name):
+        raise ValueError(f"--transform {words} is not module:name, as in --transform train:train_transform")
+    sys.path.insert(0, os.getcwd())
+    try:
+        return getattr(importlib.import_module(module), name)
+    except AttributeError as missing:
+        raise ImportError(f"--transform {words}: {missing}") from missing
+    finally:
+        sys.path.remove(os.getcwd())
+
+
+def training_transform(v1: Any, settings: BenchSettings, recipe: str = "crop") -> Any:
+    """One of ``RECIPES``, as uint8 or as normalised float32."""
+    side_px, flip = settings.crop_px, v1.RandomHorizontalFlip()
     as_float = [v1.ToTensor(), v1.Normalize(IMAGENET_MEAN, IMAGENET_STD)]
-    return v1.Compose([*square, *random, *(as_float if settings.dtype == "float32" else [v1.PILToTensor()])])
+    last = as_float if settings.dtype == "float32" else [v1.PILToTensor()]
+    if recipe == "crop":
+        square = [v1.Resize(settings.resize_px), v1.CenterCrop(settings.resize_px)]
+        return v1.Compose([*square, v1.RandomCrop(side_px), flip, *last])
+    steps: dict[str, Callable[[], list[Any]]] = {
+        "rrc": list,
+        "trivial": lambda: [v1.TrivialAugmentWide()],
+        "randaug": lambda: [v1.RandAugment()],
+        "simclr": lambda: [  # the view of its paper, as public reimplementations write it
+            v1.RandomApply([v1.ColorJitter(0.8, 0.8, 0.8, 0.2)], 0.8),
+            v1.RandomGrayscale(0.2),
+            v1.RandomApply([v1.GaussianBlur(side_px // 20 * 2 + 1, (0.1, 2.0))], 0.5),
+        ],
+    }
+    return v1.Compose([v1.RandomResizedCrop(side_px), flip, *steps[recipe](), *last])
+
+
+STAND_INS = "torchvision's equal + torch"
 
 
 def find_vanilla() -> tuple[str, Any, Callable[..., Any]]:
@@ -138,7 +222,7 @@ def find_vanilla() -> tuple[str, Any, Callable[..., Any]]:
     try:
         torchvision = importlib.import_module("torchvision")
     except (ImportError, RuntimeError):  # RuntimeError: it was built for another torch
-        return "torchvision's equal + torch", StandIns, PillowFolder
+        return STAND_INS, StandIns, PillowFolder
     return "torchvision + torch", torchvision.transforms, torchvision.datasets.ImageFolder
 
 
@@ -238,6 +322,7 @@ def import_extra(name: str, extra: str, *, feature: str) -> Any:
 
 def choose_images(root: Path, most: int) -> list[str]:
     """Absolute paths of at most so many images, spread evenly over the class folders."""
+    refuse_remote(root)
     if not root.is_dir():
         raise FileNotFoundError(f"{root} is no folder: give the root of class folders of images")
     files = glob.glob(os.path.join(glob.escape(os.path.abspath(root)), "*", "**", "*"), recursive=True)
@@ -307,16 +392,20 @@ def first_batch_s(make_loader: Callable[[], Loader]) -> float:
     return time.perf_counter() - start  # before the loader ends, which waits for its workers
 
 
-def best_workers(make_loader: Callable[[int], Loader], candidates: Iterable[int], *, budget_s: float) -> int:
+def best_workers(
+    make_loader: Callable[[int], Loader], candidates: Iterable[int], *, budget_s: float, whole_epochs: bool = False
+) -> int:
     """The smallest number of workers whose rate is within two percent of the highest.
 
     A rate is the better of two passes, taken in turns, of ``budget_s`` each: on a shared machine one that is disturbed
-    would choose badly for the whole run.
+    would choose badly for the whole run. Of ``whole_epochs`` the second one is by workers that have started.
     """
     rates = dict.fromkeys(candidates, 0.0)
+    loaders = {count: make_loader(count) for count in rates if whole_epochs}
     for _ in range(2):
         for count in rates:
-            rate = images_per_s(make_loader(count), at_least_s=budget_s, whole_epochs=False)
+            loader = loaders[count] if whole_epochs else make_loader(count)  # an epoch that was left would linger
+            rate = images_per_s(loader, at_least_s=budget_s, whole_epochs=whole_epochs)
             rates[count] = max(rates[count], rate)
     return min(count for count, rate in rates.items() if rate * 1.02 >= max(rates.values()))
 
@@ -325,80 +414,104 @@ def best_workers(make_loader: Callable[[int], Loader], candidates: Iterable[int]
 class PeakMemory:
     """The highest PSS of this process and all below it so far: pages that several of them share count once."""
 
-    size_bytes: int = 0
-
-    def sample(self) -> None:
-        self.size_bytes = max(self.size_bytes, tree_pss_bytes())
+    size_bytes: int
 
 
 @contextmanager
 def peak_memory(every_s: float = 0.1) -> Iterator[PeakMemory]:
     """Watch memory from a thread until the block ends; each look takes milliseconds, so time no epochs meanwhile."""
-    peak = PeakMemory()
-    ended = threading.Event()
+    peak, ended = PeakMemory(tree_pss_bytes()), threading.Event()
 
     def watch() -> None:
-        while not ended.wait(every_s):
-            peak.sample()
+        is_over = False
+        while not is_over:
+            is_over = ended.wait(every_s)
+            peak.size_bytes = max(peak.size_bytes, tree_pss_bytes())
 
     thread = threading.Thread(target=watch, name="fastdata-peak-memory", daemon=True)
-    peak.sample()
     thread.start()
     try:
         yield peak
     finally:
         ended.set()
         thread.join()
-        peak.sample()
 
 
 def table(document: dict[str, Any]) -> str:
+    """The figures as text: a row for each recipe, then what was looked at with the first one only."""
     figures, machine = document["figures"], document["machine"]
     settings, both = figures["settings"], [figures["vanilla"], figures["fastdata"]]
-    rates = [side["images_per_s"]["rounds"] for side in both]
-    first_s = [side["prepare_s"] + figures["images"] / median(rate) for side, rate in zip(both, rates, strict=True)]
-    rows = [
-        ("", *(side["name"] for side in both)),
-        ("num_workers, the best", *(str(side["num_workers"]) for side in both)),
-        ("prepare, once", "-", f"{both[1]['prepare_s']:.2f} s"),
-        ("first batch", *(f"{side['first_batch_s'] * 1000:,.0f} ms" for side in both)),
-        ("images/s, median", *(f"{median(rate):,.0f}" for rate in rates)),
-        ("  lowest to highest", *(f"{min(rate):,.0f} to {max(rate):,.0f}" for rate in rates)),
-        ("ratio", "1.0", f"{figures['ratio']:.1f}"),
-        ("peak memory, PSS", *(f"{side['peak_pss_bytes'] / 2**20:,.0f} MiB" for side in both)),
-        ("first epoch, all told", *(f"{seconds:.2f} s" for seconds in first_s)),
+    names = [side["name"] for side in both]
+    rates = {
+        name: [median(recipe[side]["images_per_s"]["rounds"]) for side in ("vanilla", "fastdata")]
+        for name, recipe in figures["recipes"].items()
+    }
+    rows = [("images/s, median", *names, "ratio", "lowest to highest")]
+    for name, recipe in figures["recipes"].items():
+        ratios = recipe["ratios"]["rounds"]
+        figure = [f"{rate:,.0f}" for rate in rates[name]]
+        rows.append((name, *figure, f"{recipe['ratio']:.1f}", f"{min(ratios):.1f} to {max(ratios):.1f}"))
+    first = next(iter(rates))
+    prepare_s = both[1]["prepare_s"]
+    first_s = [wait_s + figures["images"] / rate for wait_s, rate in zip((0, prepare_s), rates[first], strict=True)]
+    rows += [
+        ("", "", "", "", ""),
+        (f"with {first}", *names, "", ""),
+        ("num_workers, the best", *(str(side["num_workers"]) for side in both), "", ""),
+        ("prepare, once", "-", f"{prepare_s:.2f} s", "", ""),
+        ("first batch", *(f"{side['first_batch_s'] * 1000:,.0f} ms" for side in both), "", ""),
+        ("peak memory, PSS", *(f"{side['peak_pss_bytes'] / 2**20:,.0f} MiB" for side in both), "", ""),
+        ("first epoch, all told", *(f"{seconds:.2f} s" for seconds in first_s), "", ""),
     ]
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    lines = [
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows]
+    head = [
         f"{figures['images']:,} images ({settings['folder'] or 'drawn for this run'}), "
-        f"{figures['mean_file_bytes'] / 1000:.0f} kB a file",
-        f"Resize + CenterCrop {settings['resize_px']}, RandomCrop {settings['crop_px']} + flip, {settings['dtype']}, "
-        f"batch {settings['batch_size']}; {settings['rounds']} rounds in turns",
+        f"{figures['mean_file_bytes'] / 1000:.0f} kB a file; {settings['dtype']}, batch {settings['batch_size']}; "
+        f"{settings['rounds']} rounds in turns",
         f"{machine['cpu_model']}, {machine['usable_cores']} cores",
-        "",
-        *(f"{a:<{widths[0]}}  {b:>{widths[1]}}  {c:>{widths[2]}}" for a, b, c in rows),
-        "",
-        "First epoch: preparation and one epoch, files in the page cache. "
-        f"Memory before either: {figures['start_pss_bytes'] / 2**20:,.0f} MiB.",
     ]
-    return "\n".join(lines)
+    notes = [
+        "First epoch: preparation and one epoch, files in the page cache. "
+        f"Memory before either: {figures['start_pss_bytes'] / 2**20:,.0f} MiB."
+    ]
+    if not {*RECIPES}.isdisjoint(rates):
+        square, side_px = settings["resize_px"], settings["crop_px"]
+        notes += [
+            f"crop: Resize and CenterCrop {square}, RandomCrop {side_px}, flip. The others: RandomResizedCrop, flip,",
+            f"and what their name says; {names[0]} reads the files, fastdata squares of {square}, prepared once.",
+        ]
+    left_out = [name for name in RECIPES if name not in rates]
+    if left_out and names[0] == STAND_INS:
+        notes.append(f"Each of {', '.join(left_out)} {_NEEDS_TORCHVISION}.")
+    return "\n".join([*head, "", *lines, "", *notes])
 
 
 def save_chart(document: dict[str, Any], path: Path) -> None:
-    """Draw images/s, median with its range, as bars from zero."""
+    """Draw images/s of each recipe, median with its range, as bars on a logarithmic axis."""
     import_extra("matplotlib", "plot", feature="--plot").use("Agg")
     pyplot = importlib.import_module("matplotlib.pyplot")
-    figures = document["figures"]
-    rates = {side["name"]: side["images_per_s"]["rounds"] for side in (figures["vanilla"], figures["fastdata"])}
-    medians = [median(rate) for rate in rates.values()]
-    below_above = [[median(rate) - min(rate), max(rate) - median(rate)] for rate in rates.values()]
-    figure, axes = pyplot.subplots(figsize=(6.4, 4.0), layout="constrained")
-    bars = axes.bar(list(rates), medians, yerr=np.transpose(below_above), capsize=6, color=["#9aa5b1", "#2f7ed8"])
-    axes.bar_label(bars, [f"{rate:,.0f}" for rate in medians], padding=6)
-    axes.margins(y=0.15)
-    axes.set_ylabel("images/s")
+    figures, machine = document["figures"], document["machine"]
+    recipes = figures["recipes"]
+    figure, axes = pyplot.subplots(figsize=(4.0 + 1.2 * len(recipes), 4.0), layout="constrained")
+    for offset, side, colour in ((-0.2, "vanilla", "#9aa5b1"), (0.2, "fastdata", "#2f7ed8")):
+        rates = [recipe[side]["images_per_s"]["rounds"] for recipe in recipes.values()]
+        medians = [median(rate) for rate in rates]
+        below_above = [[median(rate) - min(rate), max(rate) - median(rate)] for rate in rates]
+        places = [place + offset for place in range(len(recipes))]
+        errors, name = np.transpose(below_above), figures[side]["name"]
+        bars = axes.bar(places, medians, 0.38, yerr=errors, capsize=4, color=colour, label=name)
+        axes.bar_label(bars, [f"{rate:,.0f}" for rate in medians], padding=4)
+    labels = [f"{name}\n{recipe['ratio']:.0f} times" for name, recipe in recipes.items()]
+    axes.set_xticks(range(len(recipes)), labels)
+    axes.set_yscale("log")
+    axes.margins(y=0.2)
+    axes.set_ylabel("images/s, logarithmic")
     batch_size = figures["settings"]["batch_size"]
-    axes.set_title(f"{figures['images']:,} images, batch {batch_size}: {figures['ratio']:.0f} times")
+    axes.set_title(
+        f"{machine['cpu_model']}, {machine['usable_cores']} cores\n{figures['images']:,} images, batch {batch_size}"
+    )
+    axes.legend()
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
 

@@ -29,7 +29,7 @@ import torch
 from torch.utils.data import Dataset, Subset, get_worker_info
 
 from fastdata import core
-from fastdata.batch import EpochVisits, IndexBatch, SampleBatch, SharedVisits, collate_targets
+from fastdata.batch import EpochVisits, IndexBatch, SampleBatch, SharedVisits
 from fastdata.cache import (
     Listing,
     describe_call,
@@ -69,7 +69,7 @@ from fastdata.prepare import (
 )
 from fastdata.report import log, warn_user
 from fastdata.ring import BatchRing
-from fastdata.shared import ListView, SampleTable
+from fastdata.shared import ListView, SampleTable, collate_targets
 from fastdata.sources import DatasetSource, FileSource, Source
 from fastdata.stores.readers import Store
 from fastdata.transforms import TransformPlan, fingerprint, is_same, plan_transform
@@ -270,7 +270,7 @@ class PreparedDataset(Dataset[Any]):
             text = describe_steps(steps, options.cache_key)
             listing, root = self._list_files(source)
             prepared = prepare_on_disk(path, options, table, opened=opened, steps=text, listing=listing, root=root)
-        self._stored_after = None if prepared.contents is None else (len(plan.prepare), plan.prepare_key())
+        self._stored_after = None if prepared.kept is None else (len(plan.prepare), plan.prepare_key())
         self._serve(prepared, source, table)
 
     def _list_files(self, source: Source) -> tuple[Listing | None, str]:
@@ -279,7 +279,7 @@ class PreparedDataset(Dataset[Any]):
 
     def _serve(self, prepared: Prepared, source: Source, table: SampleTable | None) -> None:
         """Serve what is kept, else the source, whose paths and targets the table has where they are known."""
-        self.storage_plan, self.skipped, kept = prepared.storage_plan, prepared.skipped, prepared.contents
+        self.storage_plan, self.skipped, kept = prepared.storage_plan, prepared.skipped, prepared.kept
         self._samples, self.table = (source, table) if kept is None else (kept, kept.table)
         self._visits, self._views = SharedVisits(self.sample_count), weakref.WeakSet([self])
         self._compile()
@@ -452,11 +452,9 @@ class PreparedDataset(Dataset[Any]):
 
     def read_targets(self, index_B: np.ndarray) -> Any:
         """What ``default_collate`` makes of the targets of a batch."""
-        kept, array = self.kept, None
-        if kept is not None and self.target_transform is None:
-            array = kept.target_array(index_B)
-        if array is not None:
-            return torch.from_numpy(array)
+        listed = self.table if self.kept is None else self.kept
+        if listed is not None and self.target_transform is None:
+            return listed.collated_targets(index_B)
         return collate_targets([self._target(index) for index in index_B.tolist()])
 
     @property
@@ -743,15 +741,30 @@ class PreparedDataset(Dataset[Any]):
 
     @property
     def targets(self) -> ListView[Any]:
-        """Target of every sample, before ``target_transform``."""
+        """Target of every sample, before ``target_transform``; read-only."""
         return ListView(self.sample_count, self._stored_target)
+
+    @targets.setter
+    def targets(self, _: object) -> None:
+        self._refuse_list("targets")
 
     @property
     def samples(self) -> ListView[tuple[str, Any]]:
-        """(path, target) of every sample, in torchvision's order; only where samples are files."""
+        """(path, target) of every sample, in torchvision's order; only where samples are files. Read-only."""
         return self._files("samples").pairs
 
+    @samples.setter
+    def samples(self, _: object) -> None:
+        self._refuse_list("samples")
+
     imgs = samples
+
+    def _refuse_list(self, name: str) -> None:
+        raise AttributeError(
+            f"{name} of a {type(self).__name__} cannot be assigned: samples are kept by their number. Take some "
+            "of them by torch.utils.data.Subset(dataset, indices), other labels by target_transform= or by "
+            "ImageManifest([(path, label), ...])."
+        )
 
     @property
     def classes(self) -> list[str]:
@@ -855,6 +868,11 @@ class PreparedDataset(Dataset[Any]):
         self.close()
 
     def __getstate__(self) -> dict[str, Any]:
+        if get_spawning_popen() is None and _is_saved_by_torch():
+            raise TypeError(
+                f"a {type(self).__name__} cannot be saved: it is a handle to samples in this process's memory. Give it "
+                "cache_dir= to keep them on disk, from where the next run serves them at once, and make it anew there."
+            )
         self.refresh()  # what a copy cannot serve is said here, not where it is opened
         derived = ("_compiled", "skipped", "batch_ring", "_source", "_views")
         state = {name: value for name, value in self.__dict__.items() if name not in derived}
@@ -992,10 +1010,17 @@ class CachedDataset(PreparedDataset):
         dataset.options, dataset._stored_after = Options(seed=seed, batch_ops=batch_ops), (0, "")
         dataset._transform, dataset.target_transform = transform, target_transform
         prepared, manifest = open_cache(find_cache(path), as_tensors=as_tensors)
-        assert prepared.contents is not None
+        assert prepared.kept is not None
         dataset.root, dataset._is_upright = manifest.root, "PIL.ImageOps.exif_transpose" in manifest.key["prepare"]
-        dataset._serve(prepared, prepared.contents, None)
+        dataset._serve(prepared, prepared.kept, None)
         return dataset
+
+
+def _is_saved_by_torch() -> bool:
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__") != "torch.serialization":
+        frame = frame.f_back
+    return frame is not None
 
 
 def _checked(transforms: Any, transform: Any, target_transform: Any) -> Any:

@@ -29,10 +29,10 @@ def sample_keys(seed: int, epoch_B: int | npt.NDArray[np.int64], index_B: npt.ND
     return _mix(index_B.astype(np.uint64) * np.uint64(_GAMMA) + epoch_keys)
 
 
-def draw_uniform(keys_B: UInt64s, op: int, draw: int | UInt64s) -> npt.NDArray[np.float64]:
+def draw_uniform(keys_B: UInt64s, op: int, draw: int | range) -> npt.NDArray[np.float64]:
     """Draw number ``draw`` of op number ``op`` for each sample: multiples of 2**-53, uniform in [0, 1).
 
-    Several numbers (D, 1) give as many rows (D, B).
+    A range of numbers gives as many rows, (D, B).
 
     Example:
         >>> batch = draw_uniform(sample_keys(7, 0, np.array([3, 1, 2])), op=0, draw=0)
@@ -40,7 +40,8 @@ def draw_uniform(keys_B: UInt64s, op: int, draw: int | UInt64s) -> npt.NDArray[n
         >>> bool(batch[1] == alone[0])
         True
     """
-    step = np.uint64(((op * _DRAWS_PER_OP + draw + 1) * _GAMMA) & _MASK)
+    draws = np.array(draw, np.uint64)[:, None] if isinstance(draw, range) else draw
+    step = np.uint64(((op * _DRAWS_PER_OP + draws + 1) * _GAMMA) & _MASK)
     bits_B = _mix(keys_B + step)
     bits_B >>= np.uint64(11)
     uniform_B: npt.NDArray[np.float64] = bits_B.astype(np.float64)

@@ -80,6 +80,19 @@ class StoreGoneError(FastDataError, RuntimeError):
     """A pickled dataset was opened after the process that holds its samples had ended."""
 
 
+_URL = re.compile(r"[A-Za-z][\w+.-]+:/")
+"""With one slash, which is what ``Path`` leaves of two; a drive of Windows has one letter."""
+
+
+def refuse_remote(path: str | os.PathLike[str]) -> None:
+    """Raise ``ValueError`` for a URL where a folder or a file of this machine is needed."""
+    if _URL.match(text := os.fsdecode(path)) and not os.path.exists(text):
+        raise ValueError(
+            f"{text} is a URL, and remote roots and caches are not supported yet. Copy the files to a local disk, or "
+            "mount them, as with mountpoint-s3 or gcsfuse, and give the folder."
+        )
+
+
 def sample_error(path: str | None, index: int, cause: BaseException) -> SampleError:
     """Say why one sample cannot be read: which, what was found, and the cure.
 

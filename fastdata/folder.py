@@ -1,13 +1,14 @@
-"""Datasets of image files: a folder per class, or a CSV file of paths and labels."""
+"""Datasets of image files: a folder per class, or a list of paths and labels."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fastdata.cache import Listing, list_paths
 from fastdata.dataset import DatasetOptions, PreparedDataset, show_options
+from fastdata.errors import refuse_remote
 from fastdata.images import IMAGE_EXTENSIONS, load_image
 from fastdata.prepare import Options
 from fastdata.shared import SampleTable
@@ -32,7 +33,7 @@ class _ImageFiles(PreparedDataset):
     def _build_files(
         self,
         paths: list[str],
-        targets: list[int],
+        targets: Sequence[Any],
         class_to_idx: dict[str, int] | None,
         loader: Callable[[str], Any] | None,
         options: Options,
@@ -141,6 +142,7 @@ class ImageFolder(_ImageFiles):
         **options: Unpack[DatasetOptions],
     ) -> None:
         chosen = Options(**options)
+        refuse_remote(root)
         self.root = os.path.expanduser(root) if isinstance(root, str) else root
         _, class_to_idx = self.find_classes(self.root)
         samples = self.make_dataset(
@@ -184,17 +186,31 @@ class ImageFolder(_ImageFiles):
 
 
 class ImageManifest(_ImageFiles):
-    r"""Image files listed in a CSV file with a header line.
+    r"""Image files listed with their labels in a CSV file, a pandas frame, or a list.
 
     Args:
-        csv_path: comma-separated UTF-8.
-        root: folder that relative paths start from; default: the CSV file's own.
+        manifest: the path of a CSV file (comma-separated UTF-8, with a header line); a pandas frame; or a list of
+            (path, label), of (path, label, id) with ``id``, and of paths with ``label=None``.
+        root: folder that relative paths start from; default: the CSV file's own, else the current one.
         file: name of the column of paths.
-        label: name of the column of labels: whole numbers, taken as they are, or names, numbered in sorted order.
-        transform, target_transform, loader, fast_decode, options: see ``ImageFolder``.
+        label: name of the column of labels; of several, or of one of lists, for a vector; None where there are none.
+        id: name of a column to pass through beside the label, such as the key of a submission. It may be ``file``'s.
+        target_transform: called on each target when it is read, with ``id`` on both.
+        transform, loader, fast_decode, options: see ``ImageFolder``.
+
+    A target, and what a batch of them is, follows from all labels together:
+
+    * whole numbers: an int, as it stands; int64 (B,).
+    * numbers of which one has a decimal point: a float; float64 (B,), as ``default_collate`` has it.
+    * names: an int, the name's place in ``classes``, which are sorted; int64 (B,).
+    * several labels: a tensor, int64 if all are whole numbers, else float32; (B, labels).
+    * ``label=None``: the id; without ``id`` the sample's place in the manifest, from 0; int64 (B,).
+    * with ``id`` and ``label``: a tuple (label, id); a list of both.
+
+    Ids are texts as the CSV file has them ("007"), or the values of the frame or list; a batch of texts is a tuple.
 
     Raises:
-        ValueError: the CSV file is malformed; names line and column.
+        ValueError: a value or column is missing or malformed; names line and column.
         SampleError: an image cannot be read.
         MemoryBudgetError: ``storage="shared"`` does not fit.
 
@@ -212,11 +228,12 @@ class ImageManifest(_ImageFiles):
     @show_options
     def __init__(
         self,
-        csv_path: str | os.PathLike[str],
+        manifest: str | os.PathLike[str] | Any,
         *,
         root: str | os.PathLike[str] | None = None,
         file: str = "file",
-        label: str = "label",
+        label: str | Sequence[str] | None = "label",
+        id: str | None = None,
         transform: Callable[[Any], Any] | None = None,
         target_transform: Callable[[Any], Any] | None = None,
         loader: Callable[[str], Any] | None = None,
@@ -224,12 +241,16 @@ class ImageManifest(_ImageFiles):
         **options: Unpack[DatasetOptions],
     ) -> None:
         chosen = Options(**options)
-        self.root = os.fspath(root) if root is not None else os.path.dirname(os.path.abspath(csv_path))
-        manifest = read_manifest(csv_path, root, file, label)
-        classes = None if manifest.classes is None else {name: i for i, name in enumerate(manifest.classes)}
+        for place in (manifest, root):
+            if isinstance(place, str | os.PathLike):
+                refuse_remote(place)
+        beside = os.path.dirname(manifest) if isinstance(manifest, str | os.PathLike) else ""
+        self.root = os.path.abspath(os.path.expanduser(beside)) if root is None else os.fspath(root)
+        listed = read_manifest(manifest, root, file, label, id)
+        classes = None if listed.classes is None else {name: i for i, name in enumerate(listed.classes)}
         self._build_files(
-            manifest.paths,
-            manifest.targets,
+            listed.paths,
+            listed.targets,
             classes,
             loader,
             chosen,

@@ -184,6 +184,14 @@ class Budget:
     limited_by: str  # "system memory", "cgroup limit" or "memory_limit="
     ranks: int = 1  # processes that share what is available, each with samples of its own; `bytes` is the part of one
 
+    def __str__(self) -> str:
+        """What there is and why not more, as the rest of a sentence."""
+        if self.limited_by == "memory_limit=":  # which is below what is free: that, and the reserve, have no say
+            return f"memory_limit= allows {format_bytes(self.bytes)}"
+        sharing = f" shared by {self.ranks} ranks" if self.ranks > 1 else ""
+        reserve = f"{format_bytes(self.reserve_bytes)} kept in reserve"
+        return f"{format_bytes(self.bytes)} is free ({self.limited_by}{sharing}, {reserve})"
+
 
 def budget_bytes(available: Available, memory_limit: int | float | str | None = None, *, ranks: int = 1) -> Budget:
     """What samples may take; the user's ``memory_limit``, a share of what is available or bytes, can only lower it."""
@@ -280,29 +288,33 @@ def choose_storage(
     kept: Storage = "device" if storage == "device" else "shared"
     if storage != "compressed" and raw_bytes <= budget.bytes:
         return StoragePlan(storage=kept, reason=f"storage={kept!r}: {raw} of {free} free")
-    sharing = f" shared by {budget.ranks} ranks" if budget.ranks > 1 else ""
-    bound = f"{budget.limited_by}{sharing}, {format_bytes(budget.reserve_bytes)} kept in reserve"
-    too_large = f"but {free} is free ({bound}). {would_fit(trials, budget)}"
+    too_large = f"but {budget}. {would_fit(trials, budget)}"
     if storage == kept:
         raise MemoryBudgetError(f"storage={kept!r} needs {raw} {too_large}")
 
-    usable = [trial for trial in trials if trial.obstacle is None and (trial.lossless or not only_lossless)]
-    fitting = [trial for trial in usable if trial.need_bytes <= budget.bytes]
-    if fitting:
-        best = max(fitting, key=lambda trial: trial.decode_per_s)
+    best = fastest_fitting(trials, budget.bytes, only_lossless=only_lossless)
+    if best is not None:
         what = f"storage='compressed', codec={best.codec!r}{'' if best.lossless else ', lossy'}"
         instead = f"; raw needs {raw}" if storage == "auto" else ""
         reason = f"{what}: about {format_bytes(best.need_bytes)} of {free} free{instead}"
         return StoragePlan(storage="compressed", codec=best.codec, reason=reason)
+    usable = [trial for trial in trials if trial.obstacle is None and (trial.lossless or not only_lossless)]
     if storage == "auto":
         least = format_bytes(min([raw_bytes, *(trial.need_bytes for trial in usable)]))
-        return StoragePlan(storage="none", reason=f"storage='none': {least} needed, {free} free ({bound})")
+        return StoragePlan(storage="none", reason=f"storage='none': {least} needed, but {budget}")
     if not usable:
         reasons = "; ".join(f"{trial.codec}: {trial.obstacle}" for trial in trials)
         raise ValueError(f"storage='compressed' is not possible here: {reasons}.")
     smallest = min(usable, key=lambda trial: trial.need_bytes)
     need = f"codec={smallest.codec!r} needs {format_bytes(smallest.need_bytes)}"
     raise MemoryBudgetError(f"storage='compressed' with {need} {too_large}")
+
+
+def fastest_fitting(trials: Sequence[CodecTrial], free_bytes: int | None, *, only_lossless: bool) -> CodecTrial | None:
+    """The codec that decodes fastest of those that can be used and need no more than what is free; None: anything."""
+    usable = [trial for trial in trials if trial.obstacle is None and (trial.lossless or not only_lossless)]
+    fitting = [trial for trial in usable if free_bytes is None or trial.need_bytes <= free_bytes]
+    return max(fitting, key=lambda trial: trial.decode_per_s, default=None)
 
 
 def would_fit(trials: Sequence[CodecTrial], budget: Budget) -> str:

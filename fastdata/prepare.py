@@ -18,10 +18,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+import torch
 
 from fastdata import core, memory
-from fastdata.codecs import KNOWN_CODECS, Codec, SourceDecoder, find_codec
-from fastdata.errors import CacheError, IngestError, MemoryBudgetError, SampleError, sample_error
+from fastdata.codecs import KNOWN_CODECS, SourceDecoder, find_codec
+from fastdata.errors import CacheError, IngestError, MemoryBudgetError, SampleError, refuse_remote, sample_error
 from fastdata.images import (
     Bound,
     FastLoader,
@@ -47,18 +48,17 @@ from fastdata.memory import (
     would_fit,
 )
 from fastdata.report import log, progress_bar, warn_user
-from fastdata.shared import SampleTable
+from fastdata.shared import SampleTable, collate_targets
 from fastdata.sources import FileBytes, FileSource, Source
-from fastdata.stores.readers import Decoder, Store, UndecodableError
+from fastdata.stores.readers import Decoder, FileStore, Store, UndecodableError
 from fastdata.stores.writers import (
     ALIGN_BYTES,
-    DenseWriter,
     LazyFill,
     Place,
-    Places,
-    RaggedWriter,
     ShapesDifferError,
     Writer,
+    WriterPlan,
+    open_writers,
 )
 from fastdata.transforms import plan_transform, read_center_crop, read_resize, shape_after
 from fastdata.transforms.cpu import Program
@@ -109,6 +109,7 @@ class Options:
                 "storage='device' copies all samples to the GPU at once, and fill='lazy' does not have them yet; use "
                 "fill='eager', or storage='shared'"
             )
+        refuse_remote(self.cache_dir or "")
         if self.cache_dir is None and self.storage == "disk":
             raise ValueError("storage='disk' keeps samples in a folder; name it with cache_dir=")
         if self.cache_dir is None and self.cache_key is not None:
@@ -189,7 +190,10 @@ def read_path(
         open_bytes = loader.decode
     elif pixels_only and open_bytes is not None:
         plan = plan_transform(steps, channels=3, prepared=0)
-        if plan.kind == "pil" and not plan.per_sample and core.obstacle() is None:
+        is_known, obstacle = plan.kind == "pil" and not plan.per_sample, core.obstacle()
+        if is_known and obstacle is not None:
+            log.info("Pillow prepares the images, which takes longer: %s", obstacle)
+        elif is_known:
             spec = SampleSpec(shape=None, dtype="uint8", form="pil")
             loader, steps = PixelLoader(Program(plan.batch_ops, spec).prepare), ()
             open_bytes = loader.decode
@@ -239,6 +243,15 @@ class WritePath:
     prepare: Callable[[Any], Any]
     writers: tuple[Writer, ...]
 
+    @classmethod
+    def open(cls, path: ReadPath, plans: Sequence[WriterPlan], length: int) -> WritePath:
+        """With a new writer for each part; the files themselves are read where they are to be kept as they are."""
+        source, prepare = path.source, path.prepare
+        if any(isinstance(plan.codec, SourceDecoder) for plan in plans):
+            assert isinstance(source, FileSource)
+            source, prepare = FileBytes(source), Steps(())
+        return cls(source, prepare, open_writers(plans, length))
+
     def read(self, index: int) -> ReadSample:
         """Read and prepare one sample; a SampleError, too, if it is not of the type that the stores keep."""
         sample, problem = read_sample(self.source, self.prepare, index), None
@@ -252,11 +265,14 @@ class WritePath:
             raise sample_error(self.source.path(index), index, cause)
         return sample
 
-    def write(self, sample: ReadSample) -> list[Place]:
-        """Put the parts of one sample into the stores; what is no error of a writer is a SampleError."""
+    def write(self, sample: ReadSample, row: int | None = None) -> list[Place]:
+        """Put the parts of one sample into the stores, at its position if at no other row.
+
+        What is no error of a writer is a SampleError.
+        """
         index, pairs = sample.position, zip(self.writers, sample.parts, strict=True)
         try:
-            return [writer.write(index, part.array) for writer, part in pairs]
+            return [writer.write(index if row is None else row, part.array) for writer, part in pairs]
         except (CacheError, MemoryError, ShapesDifferError):
             raise
         except Exception as cause:  # an encoder raises anything; all of it is named and kept
@@ -326,126 +342,111 @@ def _spread(count: int, probes: int) -> list[int]:
 
 
 class Ingested(NamedTuple):
-    """Filled, sealed stores, one for each part, of the samples at the positions ``kept`` of the source."""
+    """Filled, sealed stores, one for each part."""
 
-    stores: tuple[Store, ...]
-    kept: list[int]
+    stores: tuple[FileStore, ...]
+    kept: np.ndarray  # int64, rows that samples were written to
     targets: list[Any]  # of those kept, as the source gave them; empty if they were not asked for
     skipped: list[SampleError]  # one for each of the others
 
 
 _SAMPLES_PER_TASK = 16
-_Result = tuple[int, "list[Place] | SampleError", "bytes | None"]
-"""Index of a sample, what became of it, its pickled target if it is wanted."""
+
+
+class _Task(NamedTuple):
+    """Samples at some positions of a source, for the rows from ``first_row`` on."""
+
+    first_row: int
+    positions: Sequence[int]
+
+    def __str__(self) -> str:
+        if isinstance(self.positions, range):
+            return f"samples {self.positions[0]} to {self.positions[-1]}"
+        return f"samples {', '.join(map(str, self.positions))}"
 
 
 def ingest(
-    source: Source,
-    prepare: Callable[[Any], Any],
-    make_writers: Callable[[bool], Sequence[Writer]],
+    path: ReadPath,
+    plans: Sequence[WriterPlan],
     options: Options,
     *,
     with_targets: bool,
-    description: str,
-    may_skip_all: bool = False,
+    chosen: Sequence[int] | None = None,
 ) -> Ingested:
-    """Fill stores with every sample of a source, each read once.
+    """Fill stores with every sample of a source, each read once; or with some: ``chosen[row]`` becomes row ``row``.
 
-    ``make_writers`` makes the writer of each part; it is called again with True, for writers that take samples of any
-    shapes, if samples turn out to differ in shape. ``description`` stands in front of the progress bar. With
-    ``may_skip_all`` there are other samples, so that none of these need be fit.
+    There is a plan for each part of samples; if these turn out to differ in shape, stores are written for any shapes.
+    Of chosen samples, beside which there are others, none need be fit, but all must have the planned shapes.
 
     Raises:
         SampleError: a sample cannot be prepared; names its path and index.
         MemoryBudgetError: samples turned out larger than the writers may store.
         IngestError: a worker died, or no sample at all could be prepared.
+        ShapesDifferError: a chosen sample has another shape.
     """
-    length = len(source)
-    tasks = [range(i, min(i + _SAMPLES_PER_TASK, length)) for i in range(0, length, _SAMPLES_PER_TASK)]
-    workers = memory.usable_cores() if options.num_workers is None else options.num_workers
-
-    def fill(writers: Sequence[Writer]) -> Ingested:
-        path = WritePath(source, prepare, tuple(writers))
-
-        def job(indices: range) -> list[_Result]:
-            results: list[_Result] = []
-            for index in indices:
-                try:
-                    sample = path.read(index)
-                    places = path.write(sample)
-                except SampleError as error:
-                    results.append((index, error, None))
-                    continue
-                results.append((index, places, pickle.dumps(sample.target, protocol=5) if with_targets else None))
-            for writer in writers:
-                writer.flush()
-            return results
-
-        filled = _Filled(length, options.on_error)
+    positions = range(len(path.source)) if chosen is None else chosen
+    while True:
         with contextlib.ExitStack() as cleanup:
-            for writer in writers:
+            to_write = WritePath.open(path, plans, len(positions))
+            for writer in to_write.writers:
                 cleanup.callback(writer.close)
-            with (
-                contextlib.closing(run_tasks(job, tasks, workers)) as finished,
-                progress_bar(length, description, enabled=options.progress) as bar,
-            ):
-                for results in finished:
-                    filled.enter(results)
-                    bar.update(len(results))
-            ingested = filled.finish(writers, with_targets, may_skip_all)
-            if ingested.stores:
-                cleanup.pop_all()
-        return ingested
-
-    try:
-        return fill(make_writers(False))
-    except ShapesDifferError as found:
-        log.info("%s; samples are stored one by one with their own shapes", found)
-    return fill(make_writers(True))
-
-
-class _Filled:
-    """What is known of the samples written so far; compact, because there may be millions."""
-
-    def __init__(self, length: int, on_error: OnError) -> None:
-        self._on_error = on_error
-        self._is_there = np.zeros(length, np.bool_)
-        self._places: list[Places] = []  # of each part, once the first sample tells its dimensions
-        self._targets: dict[int, bytes] = {}
-        self._errors: dict[int, SampleError] = {}
-
-    def enter(self, results: list[_Result]) -> None:
-        length = len(self._is_there)
-        for index, outcome, target in results:
-            if isinstance(outcome, SampleError):
-                if self._on_error == "raise":
-                    raise outcome
-                self._errors[index] = outcome
+            try:
+                targets, errors = _write_all(to_write, positions, options, with_targets=with_targets)
+            except ShapesDifferError as found:
+                if chosen is not None:
+                    raise
+                if not any(plan.spec.is_dense for plan in plans):
+                    raise IngestError(f"{found}; make them alike") from None
+                log.info("%s; samples are stored one by one with their own shapes", found)
+                plans = [plan.of_any_shapes() for plan in plans]
                 continue
-            if not self._places:
-                for place in outcome:
-                    starts, sizes = np.zeros((2, length), np.int64)
-                    self._places.append(Places(starts, sizes, np.zeros((length, len(place.shape)), np.int32)))
-            self._is_there[index] = True
-            for (start, size_bytes, shape), places in zip(outcome, self._places, strict=True):
-                if len(shape) != places.shapes.shape[1]:
-                    counts = f"{len(shape)} dimensions, those before it {places.shapes.shape[1]}"
-                    raise IngestError(f"sample {index} has {counts}; make them alike")
-                places.starts[index], places.sizes[index], places.shapes[index] = start, size_bytes, shape
-            if target is not None:
-                self._targets[index] = target
+            skipped = [errors[row] for row in sorted(errors)]
+            kept = np.delete(np.arange(len(positions)), sorted(errors))
+            if not len(kept) and chosen is None:
+                raise IngestError(f"none of the {len(skipped)} samples can be prepared; the first: {skipped[0]}")
+            stores = tuple(writer.finish(kept) for writer in to_write.writers if len(kept))
+            if stores:
+                cleanup.pop_all()
+            return Ingested(stores, kept, [pickle.loads(targets[row]) for row in sorted(targets)], skipped)
 
-    def finish(self, writers: Sequence[Writer], with_targets: bool, may_skip_all: bool) -> Ingested:
-        kept = np.flatnonzero(self._is_there)
-        errors = [self._errors[index] for index in sorted(self._errors)]
-        if not len(kept) and not may_skip_all:
-            raise IngestError(f"none of the {len(errors)} samples can be prepared; the first: {errors[0]}")
-        pairs = zip(writers, self._places, strict=bool(len(kept)))
-        filled = [
-            writer.finish(Places(starts[kept], sizes[kept], shapes[kept])) for writer, (starts, sizes, shapes) in pairs
-        ]
-        targets = [pickle.loads(self._targets[index]) for index in kept.tolist()] if with_targets else []
-        return Ingested(tuple(filled), kept.tolist(), targets, errors)
+
+def _write_all(
+    to_write: WritePath, positions: Sequence[int], options: Options, *, with_targets: bool
+) -> tuple[dict[int, bytes], dict[int, SampleError]]:
+    """Write samples by all workers; give pickled targets and errors, by row."""
+    length, size = len(positions), _SAMPLES_PER_TASK
+    tasks = [_Task(first, positions[first : first + size]) for first in range(0, length, size)]
+    workers = memory.usable_cores() if options.num_workers is None else options.num_workers
+    targets: dict[int, bytes] = {}
+    errors: dict[int, SampleError] = {}
+
+    def job(task: _Task) -> list[tuple[int, SampleError | bytes | None]]:
+        results: list[tuple[int, SampleError | bytes | None]] = []
+        for row, index in enumerate(task.positions, task.first_row):
+            try:
+                sample = to_write.read(index)
+                to_write.write(sample, row)
+                results.append((row, pickle.dumps(sample.target, protocol=5) if with_targets else None))
+            except SampleError as error:
+                results.append((row, error))
+        for writer in to_write.writers:
+            writer.flush()
+        return results
+
+    with (
+        contextlib.closing(run_tasks(job, tasks, workers)) as finished,
+        progress_bar(length, f"preparing {length:,} images", enabled=options.progress) as bar,
+    ):
+        for results in finished:
+            for row, result in results:
+                if isinstance(result, bytes):
+                    targets[row] = result
+                elif result is not None:
+                    errors[row] = result
+                    if options.on_error == "raise":
+                        raise result
+            bar.update(len(results))
+    return targets, errors
 
 
 # What is kept
@@ -460,23 +461,18 @@ class KeptSamples:
 
     stores: tuple[Store, ...]
     table: SampleTable | Any
-    """Or what has its ``has_paths``, ``path``, ``target``, ``target_array``, ``close`` and length."""
+    """Or what has its ``has_paths``, ``path``, ``target``, ``collated_targets``, ``close`` and length."""
     is_tuple: bool = False
     target_is_part: bool = False
 
     @property
     def images(self) -> Store:
         """The first part; without the detour over what fills it, once all of it is there."""
-        images: Store = getattr(self.stores[0], "settled", self.stores[0])
-        return images
+        return self.stores[0].settled
 
     def filled_share(self, index: np.ndarray | None = None) -> float:
         """How many of the samples, or of those of ``index``, are kept already; 1 unless they are prepared lazily."""
-        fill = getattr(self.stores[0], "fill", None)
-        if fill is None:
-            return 1.0
-        chosen = fill.is_there if index is None else fill.is_there[index]
-        return float(np.count_nonzero(chosen) / max(chosen.size, 1))
+        return self.stores[0].filled_share(index)
 
     def __len__(self) -> int:
         return len(self.table)
@@ -496,18 +492,17 @@ class KeptSamples:
     def target(self, index: int) -> Any:
         return self._owned(self.stores[-1], index) if self.target_is_part else self.table.target(index)
 
-    def target_array(self, index_B: np.ndarray) -> np.ndarray | None:
-        """The targets of a batch stacked, where they are numbers or arrays of one shape; else None."""
+    def collated_targets(self, index_B: np.ndarray) -> Any:
+        """What ``default_collate`` makes of the targets of a batch."""
         if not self.target_is_part:
-            array = self.table.target_array()
-            return None if array is None else array[index_B]
+            return self.table.collated_targets(index_B)
         store = self.stores[-1]
         if store.spec.shape is None or store.spec.form == "pil":
-            return None
+            return collate_targets([self.target(index) for index in index_B.tolist()])
         out = np.empty((len(index_B), *store.spec.shape), store.spec.dtype)
         with self.naming_damage():
             store.gather_into(index_B, out)
-        return out
+        return torch.from_numpy(out)
 
     def _owned(self, store: Store, index: int) -> Any:
         with self.naming_damage():
@@ -539,7 +534,7 @@ class Prepared:
     """What a dataset serves from; nothing kept where the source is to be asked."""
 
     storage_plan: StoragePlan
-    contents: KeptSamples | None = None
+    kept: KeptSamples | None = None
     skipped: list[SampleError] = field(default_factory=list)
 
 
@@ -594,63 +589,50 @@ class _Preparation:
 
     def _tried(self) -> list[CodecTrial]:
         if self._trials is None:
-            self._trials = try_all(self._path, self._options, look_longer(self._path))
+            self._trials = try_all(self._path, look_longer(self._path), self._options.codec)
         return self._trials
 
     def _fill(self, plan: StoragePlan) -> Prepared:
-        source, prepare = self._path.source, self._path.prepare
-        if plan.codec == _SOURCE:
-            assert isinstance(source, FileSource)
-            source, prepare = FileBytes(source), Steps(())
-        options, table, expected = self._options, self._table, self._expected
+        path, options, table, expected = self._path, self._options, self._table, self._expected
         skipped: list[SampleError] = []
-        is_certain = plan.codec is None and self._path.shape is not None and table is not None
+        is_certain = plan.codec is None and path.shape is not None and table is not None
         is_certain = is_certain and plan.storage != "device"  # all of them are copied there at once
         if options.fill == "lazy" or (options.fill == "auto" and is_certain and options.on_error == "raise"):
-            table = _table_beforehand(source, expected.looked_at) if table is None else table
-            writers = tuple(self._writers(plan, is_lazy=True))
-            dimensions = [sample.array.ndim for sample in expected.looked_at[0].parts]
-            stores: tuple[Store, ...] = LazyFill(WritePath(source, prepare, writers), len(source), dimensions).stores()
+            table = _table_beforehand(path.source, expected.looked_at) if table is None else table
+            to_write = WritePath.open(path, self._writer_plans(plan, is_lazy=True), len(path.source))
+            stores: tuple[Store, ...] = LazyFill(to_write, len(path.source)).stores()
         else:
-            stores, kept, targets, skipped = ingest(
-                source,
-                prepare,
-                lambda any_shapes: self._writers(plan, any_shapes=any_shapes),
-                options,
-                with_targets=table is None,
-                description=plan.reason,
-            )
-            warn_of_skipped(skipped, len(source))
+            ingested = ingest(path, self._writer_plans(plan), options, with_targets=table is None)
+            stores, skipped = ingested.stores, ingested.skipped
+            warn_of_skipped(skipped, len(path.source))
             if table is None:
-                table = SampleTable(targets)
+                table = SampleTable(ingested.targets)
             elif skipped:
-                table = table.reduced_to(kept)
-        contents = KeptSamples(stores, table, expected.is_tuple, expected.target_is_part)
-        return Prepared(storage_plan=plan, contents=contents, skipped=skipped)
+                table = table.reduced_to(ingested.kept.tolist())
+        samples = KeptSamples(stores, table, expected.is_tuple, expected.target_is_part)
+        return Prepared(storage_plan=plan, kept=samples, skipped=skipped)
 
-    def _writers(self, plan: StoragePlan, *, any_shapes: bool = False, is_lazy: bool = False) -> list[Writer]:
-        """The writer of each part, for samples of any shapes if they turned out not to have the expected ones."""
-        expected, path, codec, part_bytes = self._expected, self._path, plan.codec, self._expected.part_bytes
-        coders: Sequence[Decoder | None] = [None] * len(expected.specs)
-        if codec is not None:
-            part_bytes = next(trial.part_bytes for trial in self._tried() if trial.codec == codec)
-            coders = [path.decoder] if codec == _SOURCE else choices_for(self._options.codec, len(coders))[codec]
-        free_bytes = self._budget.bytes - sum(part_bytes)
-        writers: list[Writer] = []
-        with contextlib.ExitStack() as cleanup:
-            for spec, coder, first_bytes in zip(expected.specs, coders, part_bytes, strict=True):
-                spec = replace(spec, shape=None) if any_shapes else spec
-                limit_bytes = max(free_bytes + first_bytes, 1)
-                if is_lazy:
-                    first_bytes = limit_bytes = min(int(first_bytes * _LAZY_SLACK) + _LAZY_FLOOR_BYTES, limit_bytes)
-                if coder is None and spec.is_dense:
-                    writers.append(DenseWriter(spec, len(path.source)))
-                else:
-                    room = {"first_bytes": first_bytes, "limit_bytes": limit_bytes}
-                    writers.append(RaggedWriter(spec, coder, spec.shape == path.shape, **room))
-                cleanup.callback(writers[-1].close)
-            cleanup.pop_all()
-        return writers
+    def _writer_plans(self, plan: StoragePlan, *, is_lazy: bool = False) -> list[WriterPlan]:
+        expected, path, part_bytes = self._expected, self._path, self._expected.part_bytes
+        if plan.codec is not None:
+            part_bytes = next(trial.part_bytes for trial in self._tried() if trial.codec == plan.codec)
+        coders = coders_of(plan.codec, path, self._options.codec, len(part_bytes))
+        free_bytes, plans = self._budget.bytes - sum(part_bytes), []
+        parts = expected.looked_at[0].parts
+        for part, spec, coder, first_bytes in zip(parts, expected.specs, coders, part_bytes, strict=True):
+            limit_bytes = max(free_bytes + first_bytes, 1)
+            if is_lazy:
+                first_bytes = limit_bytes = min(int(first_bytes * _LAZY_SLACK) + _LAZY_FLOOR_BYTES, limit_bytes)
+            writer_plan = WriterPlan(
+                spec=spec,
+                dimensions=part.array.ndim,
+                codec=coder,
+                is_certain=spec.shape == path.shape,
+                first_bytes=first_bytes,
+                limit_bytes=limit_bytes,
+            )
+            plans.append(writer_plan)
+        return plans
 
 
 def _budget(options: Options) -> Budget:
@@ -690,18 +672,24 @@ _ROUNDS = 3
 _FILE_SIZES = 256
 
 
-def choices_for(codec: Any, parts: int) -> dict[str, tuple[Codec, ...]]:
-    """What ``codec=`` leaves open, the source's own bytes aside: by name a codec for each of a sample's parts."""
+def _choices(codec: Any, path: ReadPath, parts: int) -> dict[str, tuple[Decoder | None, ...]]:
+    """What ``codec=`` leaves open: by name what encodes each part of samples; None for files that cannot be kept."""
+    choices: dict[str, tuple[Decoder | None, ...]] = {_SOURCE: (path.decoder,)} if codec in ("auto", _SOURCE) else {}
     if codec == "auto":
         others = (find_codec(_SECOND_PART),) * (parts - 1)
-        choices = [(find_codec(name), *others) for name in ("lz4", "zstd", "jpeg")]
+        found = [(find_codec(name), *others) for name in ("lz4", "zstd", "jpeg")]
     elif isinstance(codec, (tuple, list)):
         if len(codec) != parts:
             raise ValueError(f"codec= has {len(codec)} codecs, but samples have {parts} parts; give one for each")
-        choices = [tuple(map(find_codec, codec))]
+        found = [tuple(map(find_codec, codec))]
     else:
-        choices = [(find_codec(codec),) * parts]
-    return {"+".join(dict.fromkeys(codec.name for codec in codecs)): codecs for codecs in choices}
+        found = [] if codec == _SOURCE else [(find_codec(codec),) * parts]
+    return choices | {"+".join(dict.fromkeys(codec.name for codec in codecs)): codecs for codecs in found}
+
+
+def coders_of(name: str | None, path: ReadPath, codec: Any, parts: int) -> tuple[Decoder | None, ...]:
+    """What encodes each part of samples by the choice of this name that ``codec=`` leaves open; None: nothing does."""
+    return (None,) * parts if name is None else _choices(codec, path, parts)[name]
 
 
 def look_longer(path: ReadPath) -> Forecast:
@@ -709,90 +697,83 @@ def look_longer(path: ReadPath) -> Forecast:
     return forecast(path.source, path.prepare, probes=_TRIAL_SAMPLES)
 
 
-def try_all(path: ReadPath, options: Options, expected: Forecast) -> list[CodecTrial]:
-    """Encode and decode the samples looked at, on one core, by every codec that ``codec=`` leaves open."""
-    trials: list[CodecTrial] = []
-    if options.codec in ("auto", _SOURCE):
-        trials.append(_try_source(path, expected))
-    if options.codec != _SOURCE:
-        choices = choices_for(options.codec, len(expected.specs)).items()
-        trials += [_try_codecs(name, codecs, expected, len(path.source)) for name, codecs in choices]
-    return trials
+def try_all(path: ReadPath, expected: Forecast, *codecs: Any) -> list[CodecTrial]:
+    """Encode and decode the samples looked at, on one core, by every codec that one of ``codec=`` leaves open."""
+    choices: dict[str, tuple[Decoder | None, ...]] = {}
+    for codec in codecs:
+        for name, coders in _choices(codec, path, len(expected.specs)).items():
+            choices.setdefault(name, coders)
+    return [_try(name, coders, path, expected) for name, coders in choices.items()]
 
 
 def report_storage(path: ReadPath, options: Options) -> StorageReport:
     expected = look_longer(path)
-    trials = try_all(path, replace(options, codec="auto"), expected)
-    given = [] if options.codec == "auto" else try_all(path, options, expected)
-    names = {trial.codec for trial in trials}
     return StorageReport(
         raw_bytes=expected.need_bytes,
         budget=_budget(options),
-        trials=(*trials, *(trial for trial in given if trial.codec not in names)),
+        trials=tuple(try_all(path, expected, "auto", options.codec)),
         looked_at=len(expected.looked_at),
     )
 
 
-def _try_codecs(name: str, codecs: Sequence[Codec], expected: Forecast, count: int) -> CodecTrial:
-    obstacle, lossless = _obstacle(codecs, expected), all(codec.lossless for codec in codecs)
+def _try(name: str, coders: Sequence[Decoder | None], path: ReadPath, expected: Forecast) -> CodecTrial:
+    obstacle, known = _obstacle(coders, path, expected), [coder for coder in coders if coder is not None]
+    lossless = all(coder.lossless for coder in known)
     if obstacle is not None:
         return CodecTrial(codec=name, obstacle=obstacle, lossless=lossless)
-    columns = [list(map(np.ascontiguousarray, expected.column(part))) for part in range(len(codecs))]
-    encodings = [list(map(codec.encode, column)) for codec, column in zip(codecs, columns, strict=True)]
-    part_bytes = [math.ceil(sum(map(len, column)) / len(column) * count) for column in encodings]
-    trial = _measured(name, codecs, encodings, columns, part_bytes, _ROUNDS)
-    return replace(trial, lossless=lossless)
+    columns = [list(map(np.ascontiguousarray, expected.column(part))) for part in range(len(known))]
+    part_bytes, raw_bytes, encoded_bytes, seconds = [], 0, 0, 0.0
+    for coder, samples in zip(known, columns, strict=True):
+        encodings, sizes = _encoded(coder, samples, path, expected)
+        part_bytes.append(math.ceil(sum(sizes) / len(sizes) * len(path.source)))
+        raw_bytes += sum(sample.nbytes for sample in samples)
+        encoded_bytes += sum(map(len, encodings))
+        seconds += _decode_s(coder, encodings, samples)
+    return CodecTrial(
+        codec=name,
+        part_bytes=tuple(part_bytes),
+        ratio=raw_bytes / max(encoded_bytes, 1),
+        decode_per_s=len(columns[0]) / seconds,
+        lossless=lossless,
+    )
 
 
-def _try_source(path: ReadPath, expected: Forecast) -> CodecTrial:
-    decoder, source = path.decoder, path.source
-    if len(expected.specs) > 1:
-        return CodecTrial(codec=_SOURCE, obstacle="samples have several parts")
-    if not isinstance(source, FileSource):
-        return CodecTrial(codec=_SOURCE, obstacle="the samples are no files")
-    if decoder is None:
-        return CodecTrial(codec=_SOURCE, obstacle="files are opened by your own loader=")
-    files, count = FileBytes(source), len(source)
-    sizes = [files.size_bytes(index) for index in _spread(count, _FILE_SIZES)]
-    encodings = [files.read(sample.position)[0].data for sample in expected.looked_at]
-    part_bytes = [math.ceil(sum(sizes) / len(sizes) * count)]
-    return _measured(_SOURCE, [decoder], [encodings], [expected.column(0)], part_bytes, 1)
-
-
-def _obstacle(codecs: Sequence[Codec], expected: Forecast) -> str | None:
-    for part, (codec, spec) in enumerate(zip(codecs, expected.specs, strict=True)):
+def _obstacle(coders: Sequence[Decoder | None], path: ReadPath, expected: Forecast) -> str | None:
+    for part, (coder, spec) in enumerate(zip(coders, expected.specs, strict=False)):
+        if coder is None or isinstance(coder, SourceDecoder):
+            if len(expected.specs) > 1:
+                return "samples have several parts"
+            if not isinstance(path.source, FileSource):
+                return "the samples are no files"
+            return "files are opened by your own loader=" if coder is None else None
         shapes = dict.fromkeys(array.shape for array in expected.column(part))
-        obstacle = next(filter(None, (codec.obstacle(replace(spec, shape=shape)) for shape in shapes)), None)
+        obstacle = next(filter(None, (coder.obstacle(replace(spec, shape=shape)) for shape in shapes)), None)
         if obstacle is not None and part:
-            names = ", ".join(map(repr, [codecs[0].name, *[_SECOND_PART] * (len(codecs) - 1)]))
+            names = ", ".join(map(repr, [getattr(coders[0], "name", ""), *[_SECOND_PART] * (len(coders) - 1)]))
             obstacle += f" (part {part + 1} of each sample; one codec for each part: codec=({names}))"
         if obstacle is not None:
             return obstacle
     return None
 
 
-def _measured(
-    name: str,
-    decoders: Sequence[Decoder],
-    encodings: Sequence[Sequence[bytes | memoryview]],
-    columns: Sequence[Sequence[np.ndarray]],
-    part_bytes: Sequence[int],
-    rounds: int,
-) -> CodecTrial:
-    """Decode samples, by part, and say how small and how fast that was, in the best of so many rounds for each."""
-    seconds = 0.0
-    for decoder, encoded, samples in zip(decoders, encodings, columns, strict=True):
-        outs, times = [np.zeros_like(sample, order="C") for sample in samples], []
-        for _ in range(rounds):
-            begun = time.perf_counter()
-            for encoding, out in zip(encoded, outs, strict=True):
-                decoder.decode(memoryview(encoding), out)
-            times.append(time.perf_counter() - begun)
-        seconds += max(min(times), 1e-9)
-    raw_bytes = sum(sample.nbytes for samples in columns for sample in samples)
-    return CodecTrial(
-        codec=name,
-        part_bytes=tuple(part_bytes),
-        ratio=raw_bytes / max(sum(len(encoding) for encoded in encodings for encoding in encoded), 1),
-        decode_per_s=len(columns[0]) / seconds,
-    )
+def _encoded(
+    coder: Decoder, samples: Sequence[np.ndarray], path: ReadPath, expected: Forecast
+) -> tuple[Sequence[bytes | memoryview], Sequence[int]]:
+    """Samples looked at as they would be kept, and the sizes from which those of all are told."""
+    if not isinstance(coder, SourceDecoder):
+        encodings = list(map(coder.encode, samples))
+        return encodings, list(map(len, encodings))
+    assert isinstance(path.source, FileSource)
+    files = FileBytes(path.source)
+    sizes = [files.size_bytes(index) for index in _spread(len(files), _FILE_SIZES)]
+    return [files.read(sample.position)[0].data for sample in expected.looked_at], sizes
+
+
+def _decode_s(decoder: Decoder, encodings: Sequence[bytes | memoryview], samples: Sequence[np.ndarray]) -> float:
+    outs, times = list(map(np.zeros_like, samples)), []
+    for _ in range(1 if isinstance(decoder, SourceDecoder) else _ROUNDS):
+        begun = time.perf_counter()
+        for encoding, out in zip(encodings, outs, strict=True):
+            decoder.decode(memoryview(encoding), out)
+        times.append(time.perf_counter() - begun)
+    return max(min(times), 1e-9)

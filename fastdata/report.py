@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import sys
 import threading
 import warnings
 from dataclasses import dataclass
@@ -25,7 +26,24 @@ class _Bar(tqdm):  # type: ignore[type-arg]  # generic in the stubs only
     _lock = threading.RLock()
 
 
+class _Log(_Bar):
+    """Progress where nobody watches, as in a file: a line for every tenth, of whoever has set logging up for them."""
+
+    def __init__(self, total: int, description: str) -> None:
+        super().__init__(disable=True)
+        self._total, self._description = total, description
+
+    def update(self, n: float | None = 1) -> None:
+        before, self.n = self.n, self.n + (n or 0)
+        if 10 * self.n // self._total > 10 * before // self._total:
+            log.info("%s: %d of %d (%d %%)", self._description, self.n, self._total, 100 * self.n // self._total)
+
+
 def progress_bar(total: int, description: str, *, unit: str = "img", enabled: bool = True) -> tqdm[Any]:
+    """A bar in a terminal or a notebook, elsewhere lines by ``logging``; nothing at all unless ``enabled``."""
+    is_watched = sys.stderr.isatty() or any(base.__module__ == "tqdm.notebook" for base in _Bar.__mro__)
+    if enabled and not is_watched:
+        return _Log(total, description)
     return _Bar(total=total, desc=description, unit=unit, disable=not enabled, dynamic_ncols=True, mininterval=0.5)
 
 
@@ -55,6 +73,7 @@ class EpochReport:
         fresh_batches: batches that got new memory because the user still held every reusable buffer.
         bytes_held: memory that the loader keeps for reuse by coming batches, lent batches included.
         pinning: whether batches lie in pinned memory, and why; empty where nobody asked.
+        prepared: share of the samples that are prepared by now; less than 1 while they are on their first read.
     """
 
     path: str
@@ -67,6 +86,7 @@ class EpochReport:
     fresh_batches: int = 0
     bytes_held: int = 0
     pinning: str = ""
+    prepared: float = 1.0
 
     @property
     def samples_per_s(self) -> float:
@@ -79,9 +99,10 @@ class EpochReport:
         waited = 100 * self.wait_s / total_s if total_s else 0.0
         fresh = f"; {self.fresh_batches} batches got new memory, as all was in use" if self.fresh_batches else ""
         pinning = f"\n{self.pinning}" if self.pinning else ""
+        prepared = f"\n{self.prepared:.0%} of the samples are prepared so far" if self.prepared < 1 else ""
         return (
             f"{self.path}\n"
             f"{self.batches} batches, {self.samples} samples, {self.samples_per_s:,.0f} samples/s\n"
             f"waited for data {self.wait_s:.2f} s ({waited:.0f} %), in the training loop {self.busy_s:.2f} s\n"
-            f"holds {self.bytes_held / (1 << 20):.1f} MiB for batches{fresh}{pinning}"
+            f"holds {self.bytes_held / (1 << 20):.1f} MiB for batches{fresh}{pinning}{prepared}"
         )

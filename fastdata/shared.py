@@ -33,6 +33,7 @@ from typing import Any, Generic, TypeVar, overload
 
 import numpy as np
 import torch
+from torch.utils.data import default_collate
 
 from fastdata import memory
 from fastdata.errors import MemoryBudgetError, StoreGoneError
@@ -43,7 +44,6 @@ if sys.platform != "win32":
 _T = TypeVar("_T")
 _ALIGN_BYTES = 64
 _FILE_PREFIX = "fastdata-block-"
-_GIB = 1 << 30
 _LOCK_RETRY_S = 0.001
 OPEN_FLAGS = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 
@@ -168,7 +168,7 @@ def _attach(pid: int, fd: int, inode: int, size_bytes: int, path: str | None, se
     except OSError as error:
         raise StoreGoneError(
             f"process {pid}, which holds the prepared samples, cannot be reached ({error.strerror}). A pickled "
-            f"dataset is a handle: it works only on the same machine while that process lives."
+            "dataset is a handle: it works only on the same machine while that process lives. cache_dir= keeps samples."
         ) from None
     found = os.fstat(fd)
     if found.st_ino != inode or found.st_size < size_bytes:
@@ -197,10 +197,10 @@ def _reserve(fd: int, offset: int, size_bytes: int) -> None:
     A memfd has no limit of its own: asked for more than there is, the kernel would fill the machine and then kill.
     """
     available = memory.available_bytes()
-    refusal = f"{size_bytes / _GIB:.2f} GiB of shared memory cannot be reserved"
+    refusal = f"{memory.format_bytes(size_bytes)} of shared memory cannot be reserved"
     cure = "Use storage='none', a smaller resize=, or free some memory."
     if size_bytes > available.bytes:
-        free = f"{available.bytes / _GIB:.2f} GiB is free ({available.limited_by})"
+        free = f"{memory.format_bytes(available.bytes)} is free ({available.limited_by})"
         raise MemoryBudgetError(f"{refusal}: {free}. {cure}")
     try:
         if hasattr(os, "posix_fallocate"):
@@ -308,7 +308,12 @@ class PackedPaths:
 
     @classmethod
     def of(cls, paths: Iterable[str]) -> PackedPaths:
-        return cls(*_pack([os.fsencode(path) for path in paths]))
+        texts = list(map(os.fspath, paths))
+        text = "".join(texts)
+        if not text.isascii():
+            return cls(*_pack(list(map(os.fsencode, texts))))
+        ends = np.cumsum(np.fromiter(map(len, texts), np.int64, len(texts)))  # a character is a byte
+        return cls(np.frombuffer(text.encode("ascii"), np.uint8), ends)
 
     def __len__(self) -> int:
         return len(self.ends)
@@ -322,30 +327,32 @@ class PackedPaths:
 class SampleTable:
     """Paths (where samples are files), targets and class names of all samples; pickles as a handle.
 
-    Targets that are numbers, or arrays or tensors of one shape and dtype, become one array; all others are pickled.
+    Targets that are numbers, or arrays or tensors of one shape and dtype, become one array; tuples of one length become
+    a table for each of their places; all others are pickled.
     """
 
     def __init__(
         self,
-        targets: Sequence[Any] | np.ndarray,
+        targets: Sequence[Any] | np.ndarray | torch.Tensor,
         *,
         paths: Sequence[str] | PackedPaths | None = None,
         class_to_idx: Mapping[str, int] | None = None,
     ) -> None:
         columns, kind = _target_columns(targets)
+        places = tuple(map(SampleTable, zip(*targets, strict=True))) if kind == "tuple" else ()
         if paths is not None:
             packed = paths if isinstance(paths, PackedPaths) else PackedPaths.of(paths)
             prefix = np.frombuffer(packed.prefix, np.uint8)
             columns |= {"path": packed.blob, "path_ends": packed.ends, "path_prefix": prefix}
         if class_to_idx is not None:
             columns["classes"] = np.frombuffer(json.dumps(dict(class_to_idx)).encode(), np.uint8)
-        self.__setstate__((kind, len(targets), ArrayBlock(columns)))
+        self.__setstate__((kind, len(targets), ArrayBlock(columns), places))
 
-    def __getstate__(self) -> tuple[str, int, ArrayBlock]:
-        return self.target_kind, self._length, self._block
+    def __getstate__(self) -> tuple[str, int, ArrayBlock, tuple[SampleTable, ...]]:
+        return self.target_kind, self._length, self._block, self.target_places
 
-    def __setstate__(self, state: tuple[str, int, ArrayBlock]) -> None:
-        self.target_kind, self._length, self._block = state
+    def __setstate__(self, state: tuple[str, int, ArrayBlock, tuple[SampleTable, ...]]) -> None:
+        self.target_kind, self._length, self._block, self.target_places = state
         self._arrays = dict(self._block)
         self._prefix = self._arrays["path_prefix"].tobytes() if self.has_paths else b""
 
@@ -373,12 +380,15 @@ class SampleTable:
         return ListView(self._length, self.pair)
 
     def target(self, index: int) -> Any:
-        if self.target_kind == "object":  # pickled by this process's family, in memory that nobody else can write
+        kind = self.target_kind
+        if kind == "number":
+            return self._arrays["targets"][index].item()
+        if kind == "object":  # pickled by this process's family, in memory that nobody else can write
             return pickle.loads(self._bytes("object", index))
-        value = self._arrays["targets"][index]
-        if self.target_kind == "number":
-            return value.item()
-        return torch.from_numpy(value.copy()) if self.target_kind == "tensor" else value.copy()
+        if kind == "tuple":
+            return tuple(place.target(index) for place in self.target_places)
+        row = np.array(self._arrays["targets"][index])  # of no dimensions too
+        return torch.from_numpy(row) if kind == "tensor" else row
 
     def path(self, index: int) -> str:
         return os.fsdecode(self._prefix + self._bytes("path", index))
@@ -395,6 +405,17 @@ class SampleTable:
         """Targets with the samples on the first axis, a read-only view; None if they are no numbers."""
         return self._arrays.get("targets")
 
+    def collated_targets(self, index_B: np.ndarray) -> Any:
+        """What ``default_collate`` makes of the targets of a batch."""
+        if self.target_places:
+            return [place.collated_targets(index_B) for place in self.target_places]
+        array = self.target_array()
+        if array is not None:
+            return torch.from_numpy(array[index_B])
+        blob, ends = self._arrays["object"].data, self._arrays["object_ends"]
+        spans = zip(np.where(index_B > 0, ends[index_B - 1], 0).tolist(), ends[index_B].tolist(), strict=True)
+        return collate_targets([pickle.loads(blob[start:end]) for start, end in spans])
+
     def reduced_to(self, kept: Sequence[int]) -> SampleTable:
         """The table of some samples; this one is closed."""
         with contextlib.closing(self):
@@ -404,13 +425,21 @@ class SampleTable:
     def close(self) -> None:
         self._arrays = {}
         self._block.close()
+        for place in self.target_places:
+            place.close()
 
     def _bytes(self, column: str, index: int) -> bytes:
         blob, ends = self._arrays[column], self._arrays[f"{column}_ends"]
         return blob[int(ends[index - 1]) if index else 0 : int(ends[index])].tobytes()
 
 
-def _target_columns(targets: Sequence[Any] | np.ndarray) -> tuple[dict[str, np.ndarray], str]:
+def collate_targets(targets: list[Any]) -> Any:
+    return default_collate([(target,) for target in targets])[0]
+
+
+def _target_columns(targets: Sequence[Any] | np.ndarray | torch.Tensor) -> tuple[dict[str, np.ndarray], str]:
+    if isinstance(targets, torch.Tensor):
+        return {"targets": targets.numpy()}, "tensor"
     if isinstance(targets, np.ndarray) and targets.ndim == 1:
         return {"targets": targets}, "number"
     types = {type(target) for target in targets}
@@ -420,6 +449,8 @@ def _target_columns(targets: Sequence[Any] | np.ndarray) -> tuple[dict[str, np.n
         arrays = [np.asarray(target) for target in targets]
         if len({(array.shape, array.dtype) for array in arrays}) == 1 and arrays[0].dtype.kind in "iufb":
             return {"targets": np.stack(arrays)}, "tensor" if isinstance(targets[0], torch.Tensor) else "array"
+    if types == {tuple} and targets[0] and len({len(target) for target in targets}) == 1:
+        return {}, "tuple"
     blob, ends = _pack([pickle.dumps(target, protocol=5) for target in targets])
     return {"object": blob, "object_ends": ends}, "object"
 

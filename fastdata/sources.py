@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+import torch
 
 SCAN_THREADS = 16
 """Folders listed at once where listing waits, as on a network file system."""
@@ -36,7 +37,7 @@ class Source(Protocol):
 class FileSource:
     """One file per sample, opened by ``loader``; paths and targets are any sequences, read by index only."""
 
-    def __init__(self, paths: Sequence[str], targets: Sequence[int], loader: Callable[[str], Any]) -> None:
+    def __init__(self, paths: Sequence[str], targets: Sequence[Any], loader: Callable[[str], Any]) -> None:
         if len(paths) != len(targets):
             raise ValueError(f"{len(paths)} paths but {len(targets)} targets; each sample needs both")
         self.paths, self.targets, self.loader = paths, targets, loader
@@ -44,7 +45,7 @@ class FileSource:
     def __len__(self) -> int:
         return len(self.paths)
 
-    def read(self, index: int) -> tuple[Any, int]:
+    def read(self, index: int) -> tuple[Any, Any]:
         return self.loader(self.paths[index]), self.targets[index]
 
     def path(self, index: int) -> str:
@@ -208,75 +209,166 @@ def _is_dir(entry: os.DirEntry[str]) -> bool:
         return False
 
 
-# CSV manifests
+# Manifests: CSV files, frames, lists
+
+_WHOLE = re.compile(r"[+-]?\d+", re.ASCII)
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.ASCII | re.IGNORECASE)
+_FLAGS = {"False": "0", "True": "1"}
+_MISSING = ("None", "nan", "NaT", "<NA>")
+"""How a frame's values that stand for none show themselves; text that reads so is text."""
 
 
 class Manifest(NamedTuple):
-    """Samples listed in a CSV file; ``classes`` is None where its labels are numbers already."""
+    """Samples that a user lists, targets as ``SampleTable`` takes them; ``classes`` is None where none are names."""
 
     paths: list[str]
-    targets: list[int]
+    targets: Any
     classes: list[str] | None
 
 
+class _Table(NamedTuple):
+    """Columns by name. Messages call it ``title``, and its rows ``row`` and a number, such as ``line 3``."""
+
+    title: str
+    row: str
+    numbers: Sequence[int]
+    columns: dict[str, Sequence[Any]]
+
+    def place(self, index: int, column: str) -> str:
+        return f"{self.title}, {self.row} {self.numbers[index]}, column {column!r}"
+
+    def texts(self, column: str) -> list[str]:
+        values = self.columns[column]
+        texts = [value if isinstance(value, str) else "" if str(value) in _MISSING else str(value) for value in values]
+        texts = [text.strip() for text in texts]
+        if "" in texts:
+            raise ValueError(f"{self.place(texts.index(''), column)}: the value is missing")
+        return texts
+
+
 def read_manifest(
-    csv_path: str | os.PathLike[str],
+    manifest: Any,
     root: str | os.PathLike[str] | None = None,
     file: str = "file",
-    label: str = "label",
+    label: str | Sequence[str] | None = "label",
+    id: str | None = None,
 ) -> Manifest:
-    """Read a CSV file (comma-separated UTF-8) with a header line and a column each of sample paths and labels.
+    """Read paths and targets from what ``ImageManifest`` takes; see there."""
+    labels = [label] if isinstance(label, str) else [] if label is None else list(label)
+    names = list(dict.fromkeys([file, *labels, *([] if id is None else [id])]))
+    folder = ""
+    if isinstance(manifest, str | os.PathLike):
+        csv_path = Path(manifest).expanduser()
+        table, folder = _read_csv(csv_path, names), os.fspath(csv_path.parent)
+    else:
+        table = _read_frame(manifest, names) if hasattr(manifest, "columns") else _read_list(manifest, names)
+    folder = folder if root is None else os.path.expanduser(root)
+    if not table.numbers:
+        raise ValueError(f"{table.title} lists no samples{' below its header line' if table.row == 'line' else ''}")
+    paths = [os.path.join(folder, name) for name in table.texts(file)]
+    targets: Any = range(len(paths))
+    classes = None
+    if isinstance(label, str):
+        targets, classes = _read_labels(table, label)
+    elif labels:
+        targets = _read_vectors(table, labels)
+    if id is not None:
+        table.texts(id)  # none is missing
+        targets = list(zip(targets, table.columns[id], strict=True)) if labels else table.columns[id]
+    return Manifest(paths, targets, classes)
 
-    Labels are whole numbers, kept as targets, or names, whose sorted order gives the targets. ``root`` is the folder of
-    relative paths, by default the CSV file's own.
-    """
-    csv_path = Path(csv_path).expanduser()
-    folder = os.path.expanduser(root) if root is not None else os.fspath(csv_path.parent)
+
+def _read_csv(csv_path: Path, names: list[str]) -> _Table:
     with open(csv_path, newline="", encoding="utf-8-sig") as stream:
         reader = csv.reader(stream)
         try:
             header = next(reader, [])
-            columns = [_column(csv_path, header, name) for name in (file, label)]
+            columns = [_column(str(csv_path), header, name) for name in names]
             rows = [_row(csv_path, reader.line_num, cells, header, columns) for cells in reader if cells]
         except csv.Error as broken:
             raise ValueError(f"{csv_path}, line {reader.line_num}: {broken}") from broken
         except UnicodeDecodeError as broken:
             raise ValueError(f"{csv_path} is not UTF-8 text after line {reader.line_num}; save it as UTF-8") from broken
-    if not rows:
-        raise ValueError(f"{csv_path} lists no samples below its header line")
-    lines, names, labels = zip(*rows, strict=True)
-    paths = [os.path.join(folder, name) for name in names]
-    is_number = [re.fullmatch(r"[+-]?\d+", found, re.ASCII) is not None for found in labels]
-    if all(is_number):
-        return Manifest(paths, list(map(int, labels)), None)
-    if any(is_number):
-        name, number = is_number.index(False), is_number.index(True)
-        raise ValueError(
-            f"{csv_path}, line {lines[name]}, column {label!r}: {labels[name]!r} is a name, but "
-            f"{labels[number]!r} in line {lines[number]} is a number. Write all labels as whole numbers or all as "
-            "names, such as 'class_7'."
-        )
-    classes = sorted(set(labels))
-    index = {name: position for position, name in enumerate(classes)}
-    return Manifest(paths, [index[found] for found in labels], classes)
+    numbers, *values = zip(*rows, strict=True) if rows else [()] * (len(names) + 1)
+    return _Table(str(csv_path), "line", numbers, dict(zip(names, values, strict=True)))
 
 
-def _column(csv_path: Path, header: list[str], name: str) -> int:
+def _column(title: str, header: list[str], name: str) -> int:
     if header.count(name) == 1:
         return header.index(name)
     there = ", ".join(map(repr, header)) or "none, the file is empty"
     problem = "no column" if name not in header else "several columns"
-    raise ValueError(f"{csv_path} has {problem} {name!r}; its columns are: {there}. Choose with file= and label=.")
+    raise ValueError(
+        f"{title} has {problem} {name!r}; its columns are: {there}. Choose with file= and label=, or label=None where "
+        "there are no labels."
+    )
 
 
-def _row(csv_path: Path, line: int, cells: list[str], header: list[str], columns: list[int]) -> tuple[int, str, str]:
+def _row(csv_path: Path, line: int, cells: list[str], header: list[str], columns: list[int]) -> tuple[Any, ...]:
     if len(cells) > len(header):
         raise ValueError(
             f"{csv_path}, line {line}: {len(cells)} values for {len(header)} columns. "
             'Put quotes around a value that holds a comma: "a,b.jpg".'
         )
-    file, label = (cells[column].strip() if column < len(cells) else "" for column in columns)
-    if not (file and label):
-        missing = header[columns[0] if not file else columns[1]]
-        raise ValueError(f"{csv_path}, line {line}, column {missing!r}: the value is missing")
-    return line, file, label
+    return line, *[cells[column].strip() if column < len(cells) else "" for column in columns]
+
+
+def _read_frame(frame: Any, names: list[str]) -> _Table:
+    """Of pandas, or any library whose frames have ``columns``, each of them by its name, such as Polars."""
+    title = f"the {type(frame).__name__}"
+    for name in names:
+        _column(title, list(frame.columns), name)
+    return _Table(title, "row", range(len(frame)), {name: list(frame[name]) for name in names})
+
+
+def _read_list(samples: Iterable[Any], names: list[str]) -> _Table:
+    rows = [(row,) if isinstance(row, str | os.PathLike) else row for row in samples]
+    for index, row in enumerate(rows):
+        if not isinstance(row, tuple | list) or len(row) != len(names):
+            raise ValueError(
+                f"the list, item {index}: {row!r} has not the values {', '.join(names)}, in this order. Leave out what "
+                "there is not by label=None and id=None, or give a frame or the path of a CSV file."
+            )
+    columns = zip(*rows, strict=True)
+    return _Table("the list", "item", range(len(rows)), dict(zip(names, columns, strict=False)))
+
+
+def _read_labels(table: _Table, label: str) -> tuple[Any, list[str] | None]:
+    """Targets, and the class names where labels are names."""
+    values = [value.tolist() if hasattr(value, "tolist") else value for value in table.columns[label]]
+    if isinstance(values[0], tuple | list):
+        columns = [f"{label}[{k}]" for k in range(len(values[0]))]
+        for index, value in enumerate(values):
+            if not isinstance(value, tuple | list) or len(value) != len(columns):
+                raise ValueError(
+                    f"{table.place(index, label)}: {value!r} are not {len(columns)} numbers as in the first"
+                )
+        vectors = table._replace(columns=dict(zip(columns, zip(*values, strict=True), strict=True)))
+        return _read_vectors(vectors, columns), None
+    labels = table._replace(columns={label: values}).texts(label)
+    is_number = [_NUMBER.fullmatch(found) is not None for found in labels]
+    if all(is_number):
+        return list(map(int if all(map(_WHOLE.fullmatch, labels)) else float, labels)), None
+    if any(is_number):
+        name, number = is_number.index(False), is_number.index(True)
+        raise ValueError(
+            f"{table.place(name, label)}: {labels[name]!r} is a name, but {labels[number]!r} in {table.row} "
+            f"{table.numbers[number]} is a number. Write all labels as numbers or all as names, such as 'class_7'."
+        )
+    classes = sorted(set(labels))
+    numbers = {name: position for position, name in enumerate(classes)}
+    return [numbers[found] for found in labels], classes
+
+
+def _read_vectors(table: _Table, columns: Sequence[str]) -> torch.Tensor:
+    """int64 (samples, columns) where all are whole numbers, else float32."""
+    texts = [[_FLAGS.get(text, text) for text in table.texts(column)] for column in columns]
+    for column, found in zip(columns, texts, strict=True):
+        for index, text in enumerate(found):
+            if not _NUMBER.fullmatch(text):
+                raise ValueError(
+                    f"{table.place(index, column)}: {text!r} is no number, and several labels are a vector of numbers. "
+                    "Write numbers, or name one column of class names."
+                )
+    is_whole = all(_WHOLE.fullmatch(text) for found in texts for text in found)
+    return torch.from_numpy(np.array(texts).T.astype(np.int64 if is_whole else np.float32, order="C"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import statistics
 import sys
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from torchvision import transforms as v1
 
 from fastdata import plan_transform
 from fastdata.bench import (
+    RECIPES,
     BenchSettings,
     PillowFolder,
     StandIns,
@@ -31,6 +33,7 @@ from fastdata.bench import (
     write_photos,
 )
 from fastdata.cli import main
+from fastdata.memory import Available
 
 TINY = ["bench", "--images", "12", "--rounds", "1", "--batch-size", "4", "--resize", "32", "--crop", "24"]
 
@@ -134,8 +137,11 @@ def test_bench_draws_and_measures(
     document = json.loads(figures_file.read_text())
     figures = document["figures"]
     assert figures["settings"]["batch_size"] == 4
-    rates = [statistics.median(figures[road]["images_per_s"]["rounds"]) for road in ("vanilla", "fastdata")]
-    assert figures["ratio"] == pytest.approx(rates[1] / rates[0])
+    assert list(figures["recipes"]) == list(RECIPES)
+    for name, recipe in figures["recipes"].items():
+        rates = [statistics.median(recipe[side]["images_per_s"]["rounds"]) for side in ("vanilla", "fastdata")]
+        assert recipe["ratio"] == pytest.approx(rates[1] / rates[0])
+        assert re.search(rf"^{name} .* {recipe['ratio']:.1f} ", printed, re.MULTILINE)
     assert figures["images"] == 12
     assert set(document["versions"]) >= {"python", "torch", "torchvision", "numpy", "pillow", "fastdata"}
     assert document["machine"]["usable_cores"] >= 1
@@ -149,7 +155,7 @@ def test_bench_measures_a_folder(
     pytest.importorskip("matplotlib")
     root = image_folder(per_class=6, size=(40, 36))
     chart = tmp_path / "chart.png"
-    assert main([*TINY, str(root), "--num-workers", "0", "--plot", str(chart)]) == 0
+    assert main([*TINY, str(root), "--recipe", "crop", "--num-workers", "0", "--plot", str(chart)]) == 0
     assert f"12 images ({root})" in capsys.readouterr().out.replace("\n", " ")
     with Image.open(chart) as image:
         assert image.width > 300
@@ -207,14 +213,55 @@ def test_bench_runs_without_torchvision(monkeypatch: pytest.MonkeyPatch, capsys:
     """Where torchvision cannot be imported, the baseline is its equal, and the table says so."""
     monkeypatch.setitem(sys.modules, "torchvision", None)
     assert main(TINY) == 0
-    assert "torchvision's equal + torch" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "torchvision's equal + torch" in printed
+    assert "Each of rrc, trivial, randaug, simclr needs torchvision, which cannot be imported here: pip in" in printed
+    assert main([*TINY, "--recipe", "simclr"]) == 2
+    assert "fastdata: --recipe simclr needs torchvision, which cannot be" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("dtype", ["uint8", "float32"])
-@pytest.mark.parametrize("size", [(50, 40), (40, 50)], ids=["wide", "high"])
-def test_stand_ins_equal_torchvision(image_folder: Callable[..., Path], dtype: Any, size: tuple[int, int]) -> None:
-    """What stands in for torchvision's classes has their samples, pixels and draws, and is served in whole batches."""
-    settings = BenchSettings(
+def test_bench_measures_a_transform_of_ones_own(
+    image_folder: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """``module:name`` is imported from the working directory, and stands alone unless recipes are asked for, too."""
+    monkeypatch.chdir(tmp_path)
+    Path("own_steps.py").write_text(
+        "from torchvision import transforms\n"
+        "train = transforms.Compose([transforms.Resize((9, 8)), transforms.PILToTensor()])\n"
+    )
+    root, options = str(image_folder(size=(40, 36))), ["--num-workers", "0", "--json", "figures.json"]
+    assert main([*TINY, root, "--transform", "own_steps:train", *options]) == 0
+    assert "\nown_steps:train " in capsys.readouterr().out
+    assert list(json.loads(Path("figures.json").read_text())["figures"]["recipes"]) == ["own_steps:train"]
+    for words, message in (
+        ("own_steps", "--transform own_steps is not module:name"),
+        ("own_steps:test", "--transform own_steps:test: module 'own_steps' has no attribute 'test'"),
+        ("own_step:train", "No module named 'own_step'"),
+    ):
+        assert main([*TINY, root, "--transform", words]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_recipes_are_served_in_whole_batches() -> None:
+    """No recipe is measured as steps per sample, as uint8 or float32."""
+    for dtype in ("uint8", "float32"):
+        for recipe in RECIPES:
+            assert plan_transform(training_transform(v1, settings_of(dtype), recipe)).is_batched, recipe
+
+
+def test_what_does_not_fit_names_flags(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The cure for a lack of memory is one of this command's flags."""
+    monkeypatch.setattr("fastdata.memory.available_bytes", lambda: Available(bytes=1, limited_by="cgroup limit"))
+    assert main([*TINY, "--recipe", "crop", "--num-workers", "0"]) == 2
+    said = capsys.readouterr().err
+    assert "is free (cgroup limit). Use fewer --images or a smaller --resize.\n" in said
+
+
+def settings_of(dtype: Any) -> BenchSettings:
+    return BenchSettings(
         folder=None,
         images=None,
         resize_px=32,
@@ -225,6 +272,13 @@ def test_stand_ins_equal_torchvision(image_folder: Callable[..., Path], dtype: A
         num_workers=0,
         progress=False,
     )
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "float32"])
+@pytest.mark.parametrize("size", [(50, 40), (40, 50)], ids=["wide", "high"])
+def test_stand_ins_equal_torchvision(image_folder: Callable[..., Path], dtype: Any, size: tuple[int, int]) -> None:
+    """What stands in for torchvision's classes has their samples, pixels and draws, and is served in whole batches."""
+    settings = settings_of(dtype)
     root, made = str(image_folder(size=size)), []
     for transforms, folder in ((v1, datasets.ImageFolder), (StandIns, PillowFolder)):
         torch.manual_seed(7)

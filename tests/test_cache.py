@@ -32,7 +32,7 @@ from fastdata import CachedDataset, DataLoader, FastDataWarning, ImageFolder, Im
 from fastdata.cache import describe_call, describe_steps, inspect_caches, prune_caches
 from fastdata.cache.build import locked
 from fastdata.cache.manifest import MANIFEST, Manifest
-from fastdata.errors import CacheError, SampleError, StoreGoneError
+from fastdata.errors import CacheError, IngestError, SampleError, StoreGoneError
 from fastdata.images import CenterCrop, Resize, load_image
 from fastdata.stores import files as files_module
 from fastdata.stores.readers import UndecodableError
@@ -162,6 +162,8 @@ def test_masks_are_kept_beside_images(tmp_path: Path, codec: Any) -> None:
         [{"x": [1, 2]}, {"x": []}, {}],
         [torch.tensor([1, 2]), torch.tensor([3, 4]), torch.tensor([5, 6])],
         [np.float32([1, 2]), np.float32([3, 4]), np.float32([5, 6])],
+        [(1, "a"), (2, "ö"), (3, "c")],
+        [((1, 2), ("a", "b")), ((3, 4), ("c", "d")), ((5, 6), ("e", "f"))],
     ],
 )
 def test_targets_are_kept_without_pickle(tmp_path: Path, targets: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,8 +177,8 @@ def test_targets_are_kept_without_pickle(tmp_path: Path, targets: list[Any], mon
 
 def test_targets_that_files_cannot_keep_are_refused(tmp_path: Path) -> None:
     """A target of another kind is an error before anything is prepared, and leaves nothing."""
-    with pytest.raises(ValueError, match=r"cache_dir= keeps targets that are numbers.*not tuple"):
-        CachedDataset([(torch.zeros(2), (1, 2))] * 3, cache_dir=tmp_path, cache_key="k", progress=False)
+    with pytest.raises(ValueError, match=r"cache_dir= keeps targets that are numbers.*not set"):
+        CachedDataset([(torch.zeros(2), {1, 2})] * 3, cache_dir=tmp_path, cache_key="k", progress=False)
     assert files_of(tmp_path) == set()
 
 
@@ -243,6 +245,36 @@ def test_changes_come_in_every_codec(image_folder: Folder, prepared: Any, codec:
         with cached(root, codec=codec) as dataset:
             assert same(dataset, expected(root))
         save_image(root / "cat" / f"00{change}.jpg", 50 + change, (15, 12))
+
+
+class Files:
+    """Items that are the bytes of the files that it lists; one of them kills who reads it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.samples = [(str(path), 0) for path in sorted(folder.iterdir())]
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
+        data = Path(self.samples[index][0]).read_bytes()
+        if data == b"kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return np.frombuffer(data, np.uint8), 0
+
+
+def test_a_worker_killed_over_changed_files_is_named(tmp_path: Path) -> None:
+    """The error has the numbers that the samples have in the dataset, not among those that changed."""
+    folder = tmp_path / "files"
+    folder.mkdir()
+    for index in range(160):
+        (folder / f"{index:03}").write_bytes(b"%04d" % index)
+    options: dict[str, Any] = {"cache_dir": tmp_path / "cache", "num_workers": 2, "progress": False}
+    CachedDataset(Files(folder), **options).close()
+    for index in range(1, 140, 2):
+        (folder / f"{index:03}").write_bytes(b"kill" if index == 81 else b"%04d" % -index)
+    with pytest.raises(IngestError, match=r"was killed by SIGKILL while it prepared samples 65, 67, .* 95"):
+        CachedDataset(Files(folder), **options)
 
 
 def test_a_removed_file_costs_nothing(image_folder: Folder, prepared: Any) -> None:

@@ -347,6 +347,10 @@ def test_a_codec_of_the_users_own_needs_its_dataset(tmp_path: Path) -> None:
     [
         ({"targets.number": np.zeros(5, np.int64)}, r"int64\[5\] where numbers\[6\] are needed"),
         ({"targets.number": np.zeros(6, "U1")}, "<U1"),
+        ({"targets.number": np.zeros(6, ">i8")}, r">i8\[6\] where"),
+        ({"targets.number": None, "targets.pickle": np.zeros(6, np.int64)}, "targets.pickle are targets of no known"),
+        ({"targets.number": None, "targets.0.number": np.zeros((5, 2))}, r"float64\[5, 2\] where numbers\[6\]"),
+        ({"targets.number": None, "targets.0.json": np.frombuffer(b"[0]", np.uint8)}, "targets.0.json holds no list"),
         ({"targets.number": None}, "lacks the targets"),
         ({"targets.json": np.frombuffer(b"[0, 1]", np.uint8)}, "no list of 6 targets"),
         ({"targets.json": np.frombuffer(b"[0, 1", np.uint8)}, "cannot be read"),
@@ -380,6 +384,17 @@ def test_samples_beyond_their_file_are_refused(image_folder: Folder, column: str
     wrong[3] = value
     rewrite(home, {f"part0.{column}": wrong})
     with pytest.raises(CacheError, match=words):
+        CachedDataset.from_cache(home)
+
+
+@pytest.mark.parametrize("codec", ["auto", "zstd"])
+def test_shapes_that_no_sample_has_are_refused(tmp_path: Path, codec: str) -> None:
+    """Nothing has a negative side, whether raw or encoded."""
+    samples = [(np.zeros((2, 3 + index), np.uint8), 0) for index in range(4)]
+    home = find_cache(build_of(samples, tmp_path, codec=codec))
+    shapes = read_index(home, Manifest.read(home))["part0.shapes"].copy()
+    rewrite(home, {"part0.shapes": shapes * -1})
+    with pytest.raises(CacheError, match="row 0 of part0 does not lie within its file"):
         CachedDataset.from_cache(home)
 
 

@@ -572,7 +572,7 @@ def test_counts_below_one_are_refused(name: str) -> None:
 
 
 def test_the_report_counts_the_epoch() -> None:
-    """Batches and samples of the latest epoch, and the road they took."""
+    """Batches and samples of the latest epoch, and the way they took."""
     with chunked(Squares(10)) as loader:
         list(loader)
         report = loader.report()

@@ -66,6 +66,42 @@ def test_inspect_tells_what_is_damaged(image_folder: Folder, capsys: pytest.Capt
     assert "cannot be read" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    "words",
+    [["bench", "s3://b/x"], ["build", "s3://b/x", "c"], ["build", "x", "s3://b/c"], ["inspect", "s3://b/c"]],
+    ids=lambda words: " ".join(words),
+)
+def test_urls_are_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """A remote folder or cache exits with 2 and one line that says what to do."""
+    assert main(words) == 2
+    said = capsys.readouterr().err
+    assert "is a URL, and remote roots and caches are not supported yet. Copy the files" in said
+    assert said.count("\n") == 1
+
+
+def test_errors_speak_of_flags(image_folder: Folder, capsys: pytest.CaptureFixture[str]) -> None:
+    """The cure is what can be typed, not an argument of the library; so is what a warning says."""
+    root = image_folder(size=(13, 11))
+    (root / "cat" / "000.jpg").write_bytes(b"no image")
+    assert main(["build", str(root), str(root.parent / "cache"), "--num-workers", "1"]) == 2
+    assert "or leave it out with --on-error skip.\n" in capsys.readouterr().err
+    (root.parent / "file").touch()
+    assert main(["build", str(root), str(root.parent / "file"), "--on-error", "skip", "--num-workers", "1"]) == 2
+    said = capsys.readouterr().err
+    assert f"CACHE '{root.parent / 'file'}'" in said
+    assert "=" not in said
+
+
+def test_help_shows_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each default is one that is used; None is nobody's."""
+    for command in ("bench", "build"):
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        shown = " ".join(capsys.readouterr().out.split())
+        assert "None" not in shown
+        assert {"bench": "images in a batch; default: 64", "build": "no image; default: raise"}[command] in shown
+
+
 def test_prune_says_what_it_removes(image_folder: Folder, capsys: pytest.CaptureFixture[str]) -> None:
     """``--dry-run`` only says so; without it the cache of a folder that is gone goes, if that is asked for."""
     root = image_folder(size=(13, 11))

@@ -402,10 +402,10 @@ def test_a_loader_of_ones_own_cannot_keep_files(image_folder: Folder) -> None:
 def _spoil(dataset: Any, index: int) -> None:
     """Overwrite a sample's bytes in the sealed block, as a fault of the memory would."""
     store = dataset.kept.images
-    data = np.array(store._bytes)
+    data = np.array(store._bytes[0])
     start, size = int(store._offsets[index]), int(store._sizes[index])
     data[start : start + size] = 255
-    store._bytes = data
+    store._bytes = [data]
 
 
 @pytest.mark.parametrize("codec", ["source", "lz4", "zstd", "jpeg"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import multiprocessing
 import pickle
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -426,6 +427,7 @@ def test_a_dataset_that_cannot_be_prepared_again_says_so() -> None:
 
 def test_two_views_serve_one_store() -> None:
     """Each has its own transform; the memory is given back with the last of them."""
+    before = memfd_count()
     train = cached(Images(4), transform=v1.Compose([v1.Resize((4, 4)), v1.RandomHorizontalFlip(1), v1.ToTensor()]))
     val = train.with_transform(v1.Compose([v1.Resize((4, 4)), v1.ToTensor()]))
     assert val.kept is train.kept
@@ -435,7 +437,7 @@ def test_two_views_serve_one_store() -> None:
         train[1]
     assert val[1][0].shape == (3, 4, 4)
     val.close()
-    assert val.kept.stores[0].file.closed
+    assert memfd_count() == before
 
 
 def test_a_view_that_begins_otherwise_has_a_store_of_its_own() -> None:
@@ -443,6 +445,24 @@ def test_a_view_that_begins_otherwise_has_a_store_of_its_own() -> None:
     with cached(Images(4), transform=v1.Resize((4, 4))) as train, train.with_transform(v1.Resize((2, 2))) as val:
         assert (train[0][0].size, val[0][0].size) == ((4, 4), (2, 2))
         assert val.kept is not train.kept
+
+
+@pytest.mark.parametrize("name", ["samples", "targets"])
+def test_lists_are_not_assigned(name: str) -> None:
+    """What torchvision's datasets let scripts overwrite is refused at once, with the cure."""
+    with (
+        cached(Images(4)) as dataset,
+        pytest.raises(AttributeError, match=rf"{name} of a Cached.*Subset"),
+    ):
+        setattr(dataset, name, [])
+
+
+def test_saving_a_dataset_is_refused(tmp_path: Path) -> None:
+    """torch.save would keep a handle that the next run cannot open; a copy to a worker process still travels."""
+    with cached(Images(4)) as dataset:
+        with pytest.raises(TypeError, match=r"cannot be saved: it is a handle .* cache_dir="):
+            torch.save((dataset, "train"), tmp_path / "dataset.pt")
+        assert pickle.loads(pickle.dumps(dataset))[1][1] == 10
 
 
 def test_without_storage_nothing_is_read_before_it_is_asked_for() -> None:

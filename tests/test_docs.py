@@ -78,7 +78,8 @@ def place(image_folder: Callable[..., Path], tmp_path: Path, monkeypatch: pytest
     image_folder(root="imagenet/train", per_class=6, size=(40, 36))
     image_folder(root="images", per_class=6, size=(40, 36))
     rows = [f"{path.relative_to('images')},{path.parent.name}" for path in sorted(Path("images").rglob("*.jpg"))]
-    Path("train.csv").write_text("\n".join(["file,label", *rows]) + "\n")
+    for name in ("train.csv", "test.csv"):
+        Path(name).write_text("\n".join(["file,label", *rows]) + "\n")
     return tmp_path
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import torch
 from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader as TorchLoader
 
-from fastdata import CachedDataset, DataLoader, ImageFolder, errors
+from fastdata import CachedDataset, ChunkedLoader, DataLoader, ImageFolder, ImageManifest, errors
 from fastdata.errors import SampleError, StoreGoneError, sample_error
 
 ODD_PATH = "/data/a, b: 'c'\nsample 7, d.jpg"
@@ -105,3 +107,29 @@ def test_a_store_that_is_gone_is_told_by_a_spawned_worker(tmp_path: Path, make_l
         loader = make_loader(dataset, batch_size=2, num_workers=1, multiprocessing_context="spawn", **options)
         with pytest.raises(StoreGoneError, match="was deleted or changed while it was in use"):
             list(loader)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        ImageFolder,
+        ImageManifest,
+        CachedDataset.from_cache,
+        lambda root: ImageManifest("train.csv", root=root),
+        lambda root: CachedDataset([], cache_dir=root),
+        lambda root: ChunkedLoader(root, 1, memory_limit="1GiB"),
+    ],
+    ids=["folder", "manifest", "from_cache", "manifest root", "cache_dir", "chunked"],
+)
+@pytest.mark.parametrize("root", ["s3://bucket/train", Path("gs://bucket/train")], ids=["text", "path"])
+def test_a_remote_root_is_refused(make: Callable[[object], object], root: str | Path) -> None:
+    """A URL is an error that names the cure, also one that ``Path`` has taken a slash from; not a missing folder."""
+    with pytest.raises(ValueError, match=r"^(s3|gs):/+bucket/train is a URL, and remote .* or mount them"):
+        make(root)
+
+
+def test_a_folder_that_looks_like_a_url_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What exists is a folder, whatever its name."""
+    monkeypatch.chdir(tmp_path)
+    os.makedirs("s3:/bucket/cat")
+    assert ImageFolder("s3://bucket", allow_empty=True, progress=False).classes == ["cat"]

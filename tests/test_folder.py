@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image, ImageOps
+from torch.utils.data import DataLoader as TorchLoader
 from torchvision import transforms as v1
 from torchvision.datasets import ImageFolder as TorchvisionFolder
 from torchvision.datasets import wrap_dataset_for_transforms_v2
 from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.transforms import v2
 
-from fastdata import CachedDataset, DataLoader, FastDataWarning, ImageFolder, ImageManifest
+from fastdata import CachedDataset, CudaPrefetcher, DataLoader, FastDataWarning, ImageFolder, ImageManifest
 from fastdata.errors import MemoryBudgetError, SampleError
 
 Folder = Callable[..., Path]
@@ -56,6 +57,21 @@ def test_before_images_are_prepared_a_transform_that_is_assigned_decides_what_is
         assert late.plan.prepare == at_once.plan.prepare
         assert (late.samples, late.classes) == (at_once.samples, at_once.classes)
         assert np.array_equal(_pixels(late[1][0]), _pixels(at_once[1][0]))
+
+
+def test_preparing_without_the_core_is_said(
+    image_folder: Folder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once, and with the reason; the pixels are the same."""
+    root = image_folder(size=(15, 11))
+    with ImageFolder(root, v1.Compose(PREPARED), fill="eager", progress=False) as dataset:
+        wanted = [_pixels(image) for image, _ in dataset]
+    monkeypatch.setattr("fastdata.core._opened", lambda: "no core was built here.")
+    caplog.set_level("INFO", "fastdata")
+    with ImageFolder(root, v1.Compose(PREPARED), fill="eager", progress=False) as dataset:
+        assert all(np.array_equal(_pixels(image), it) for (image, _), it in zip(dataset, wanted, strict=True))
+    said = [message for message in caplog.messages if "Pillow" in message]
+    assert said == ["Pillow prepares the images, which takes longer: no core was built here."]
 
 
 @pytest.mark.parametrize("storage", ["shared", "none"])
@@ -384,7 +400,7 @@ def test_bad_files_are_skipped_when_asked(image_folder: Folder) -> None:
 def test_a_store_beyond_the_budget_is_refused_or_avoided(image_folder: Folder) -> None:
     """storage="shared" raises need, free and cure; "auto" keeps nothing, and says so once."""
     root = image_folder()
-    with pytest.raises(MemoryBudgetError, match=r"needs 2\.1 KiB but 1000 B is free \(memory_limit=.*Use cache_dir= "):
+    with pytest.raises(MemoryBudgetError, match=r"needs 2\.1 KiB but memory_limit= allows 1000 B\. Use cache_dir= "):
         ImageFolder(root, storage="shared", memory_limit=1000, progress=False)
     with pytest.warns(FastDataWarning, match="Every epoch decodes again; cache_dir= or a smaller") as caught:
         dataset = ImageFolder(root, memory_limit=1000, progress=False)
@@ -437,6 +453,87 @@ def test_a_manifest_lists_its_rows(image_folder: Folder, labels: tuple[Any, ...]
         assert dataset.classes == (["cat", "dog"] if labels[0] == "cat" else [])
         for (image, _), (path, _) in zip(dataset, dataset.samples, strict=True):
             np.testing.assert_array_equal(_pixels(image), _pixels(Image.open(path).convert("RGB")))
+
+
+LABELS: list[dict[str, Any]] = [
+    {"label": "x"},
+    {"label": ["x", "y"]},
+    {"label": ["n", "m"]},
+    {"label": None},
+    {"label": None, "id": "key"},
+    {"label": "kind", "id": "key"},
+    {"label": ["x", "y"], "id": "key"},
+]
+
+
+@pytest.fixture
+def labelled(image_folder: Folder) -> Path:
+    """A CSV of six images with columns of all kinds."""
+    root = image_folder()
+    rows = [
+        f"{path.relative_to(root)},{path.parent.name},00{i},{i}.5,{i},{i % 2},{1 - i % 2}"
+        for i, path in enumerate(sorted(root.rglob("*.jpg")))
+    ]
+    (root / "train.csv").write_text("\n".join(["file,kind,key,x,y,n,m", *rows]))
+    return root / "train.csv"
+
+
+@pytest.mark.parametrize("options", LABELS, ids=str)
+@pytest.mark.parametrize("workers", ["none", "thread", "process"])
+def test_batches_of_labels_are_those_of_a_plain_dataset(labelled: Path, options: dict[str, Any], workers: str) -> None:
+    """Floats, vectors, ids and none: whole batches have the values and dtypes that torch's loader has."""
+    count, kind = (0, "auto") if workers == "none" else (1, workers)
+    storage = "none" if workers == "none" else "shared"
+    with ImageManifest(labelled, transform=v1.ToTensor(), storage=storage, progress=False, **options) as dataset:
+        plain = [(torch.zeros(1), dataset[index][1]) for index in range(6)]
+        loader = DataLoader(dataset, batch_size=4, num_workers=count, workers=kind)
+        found = [targets for _, targets in CudaPrefetcher(loader)]
+        wanted = [targets for _, targets in TorchLoader(plain, batch_size=4)]
+    assert repr(found) == repr(wanted)
+    assert [dtypes_of(targets) for targets in found] == [dtypes_of(targets) for targets in wanted]
+
+
+@pytest.mark.parametrize("options", LABELS, ids=str)
+def test_labels_of_any_kind_are_kept_in_a_cache(labelled: Path, options: dict[str, Any]) -> None:
+    """The cache alone, and the next run with it, have the targets of the first run, in type and dtype."""
+    cache = labelled.parent / "cache"
+    with ImageManifest(labelled, storage="none", **options) as dataset:
+        wanted = [repr((path, target, dtypes_of(target))) for path, target in dataset.samples]
+    for _ in range(2):
+        with ImageManifest(labelled, cache_dir=cache, progress=False, **options) as dataset:
+            assert [repr((path, target, dtypes_of(target))) for path, target in dataset.samples] == wanted
+    with CachedDataset.from_cache(cache) as dataset:
+        assert [repr((path, target, dtypes_of(target))) for path, target in dataset.samples] == wanted
+
+
+def dtypes_of(targets: Any) -> Any:
+    parts = targets if isinstance(targets, (tuple, list)) else [targets]
+    return [getattr(part, "dtype", type(part)) for part in parts]
+
+
+def test_a_skipped_image_takes_its_label_and_id_along(labelled: Path) -> None:
+    """With on_error="skip" the others keep theirs, and their place in the manifest."""
+    (labelled.parent / "cat" / "001.jpg").write_bytes(b"no image")
+    options: dict[str, Any] = {"on_error": "skip", "fill": "eager", "progress": False}
+    for chosen, targets in (
+        ({"label": None}, [0, 2, 3, 4, 5]),
+        ({"label": "n", "id": "key"}, [(0, "000"), (0, "002"), (1, "003"), (0, "004"), (1, "005")]),
+    ):
+        with pytest.warns(FastDataWarning), ImageManifest(labelled, **chosen, **options) as dataset:
+            assert dataset.targets == targets
+
+
+def test_a_list_is_a_manifest(image_folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Samples are served as listed; relative paths start from the folder that the program runs in, or root=."""
+    root = image_folder()
+    pairs = [("dog/000.jpg", [0.5, 1.5]), ("cat/001.jpg", [2.5, 3.5])]
+    monkeypatch.chdir(root)
+    for start in (None, root):
+        with ImageManifest(pairs, root=start, progress=False) as dataset:
+            assert dataset.root == (os.getcwd() if start is None else str(root))
+            for (image, target), (name, label) in zip(dataset, pairs, strict=True):
+                np.testing.assert_array_equal(_pixels(image), _pixels(Image.open(root / name).convert("RGB")))
+                assert torch.equal(target, torch.tensor(label))
 
 
 @pytest.mark.parametrize("bound", ["short:20", "long:30", "short:500"])

@@ -109,6 +109,18 @@ def test_the_first_epoch_is_read_by_processes_and_the_next_by_threads(image_fold
         assert loader.report().engine == "thread"
 
 
+def test_the_report_tells_how_much_is_prepared(image_folder: Folder) -> None:
+    """In the middle of a first epoch a share of the loader's own samples; nothing is said once all are there."""
+    with ImageFolder(image_folder(per_class=6), STEPS, progress=False) as dataset:
+        loader = DataLoader(Subset(dataset, range(4)), batch_size=1)
+        next(iter(loader))
+        assert loader.report().prepared == 0.25
+        assert str(loader.report()).splitlines()[-1] == "25% of the samples are prepared so far"
+        list(loader)
+        assert loader.report().prepared == 1
+        assert "prepared so far" not in str(loader.report())
+
+
 def test_a_subset_that_is_filled_is_served_by_threads(image_folder: Folder) -> None:
     """Samples that a loader does not see need not be there."""
     with ImageFolder(image_folder(per_class=6), STEPS, progress=False) as dataset:

@@ -376,7 +376,7 @@ def test_storage_is_chosen_by_need_budget_and_speed(
             "auto",
             TEN,
             (LZ4,),
-            "storage='none': 9.0 GiB needed, 4.0 GiB free (cgroup limit, 512.0 MiB kept in reserve)",
+            "storage='none': 9.0 GiB needed, but 4.0 GiB is free (cgroup limit, 512.0 MiB kept in reserve)",
         ),
     ],
 )
@@ -394,20 +394,28 @@ def test_a_device_store_must_fit_the_host_too() -> None:
 
 
 @pytest.mark.parametrize(
-    ("limited_by", "cure"),
+    ("limited_by", "bound", "cure"),
     [
-        ("cgroup limit", "give the container or job more memory"),
-        ("system memory", "free some memory on this machine"),
-        ("memory_limit=", "raise memory_limit="),
+        (
+            "cgroup limit",
+            "4.0 GiB is free (cgroup limit, 1.0 GiB kept in reserve)",
+            "give the container or job more memory",
+        ),
+        (
+            "system memory",
+            "4.0 GiB is free (system memory, 1.0 GiB kept in reserve)",
+            "free some memory on this machine",
+        ),
+        ("memory_limit=", "memory_limit= allows 4.0 GiB", "raise memory_limit="),
     ],
 )
-def test_shared_storage_that_does_not_fit_is_an_error_with_its_cure(limited_by: str, cure: str) -> None:
-    """The message has need, free, the bound and the cure for that bound."""
+def test_shared_storage_that_does_not_fit_is_an_error_with_its_cure(limited_by: str, bound: str, cure: str) -> None:
+    """The message has need, the bound, with free memory and reserve where these are it, and the cure for that bound."""
     budget = Budget(bytes=4 * GIB, reserve_bytes=GIB, limited_by=limited_by)
     with pytest.raises(MemoryBudgetError) as caught:
         choose_storage("shared", int(9.3 * GIB), budget)
     assert str(caught.value) == (
-        f"storage='shared' needs 9.3 GiB but 4.0 GiB is free ({limited_by}, 1.0 GiB kept in reserve). "
+        f"storage='shared' needs 9.3 GiB but {bound}. "
         f"Use cache_dir= to keep them on disk, a smaller resize=, storage='none', or {cure}."
     )
     assert isinstance(caught.value, MemoryError)

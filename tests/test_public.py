@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import subprocess
 import sys
+
+import pytest
 
 import fastdata
 
@@ -44,6 +47,13 @@ def test_public_names_are_documented() -> None:
         value = getattr(fastdata, name)
         own = vars(value).get("__doc__") if isinstance(value, type) else value.__doc__
         assert own, f"fastdata.{name} has no docstring"
+
+
+def test_the_version_is_the_installed_one() -> None:
+    """``fastdata.__version__`` is what pip installed; other names that do not exist are an error as of any module."""
+    assert fastdata.__version__ == importlib.metadata.version("fastdata")
+    with pytest.raises(AttributeError, match="module 'fastdata' has no attribute 'ImageFolders'"):
+        fastdata.ImageFolders  # noqa: B018
 
 
 def test_child_processes_import_the_same_package() -> None:

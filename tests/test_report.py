@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import multiprocessing
 import signal
 from typing import Any
@@ -20,12 +21,12 @@ def test_the_fields_are_stable() -> None:
     names = [field.name for field in dataclasses.fields(EpochReport)]
     assert names == [
         *("path", "engine", "workers", "batches", "samples", "wait_s", "busy_s", "fresh_batches", "bytes_held"),
-        "pinning",
+        *("pinning", "prepared"),
     ]
 
 
 def test_a_report_reads_well() -> None:
-    """Printing gives road, counts, where the time went, and memory, a line each."""
+    """Printing gives path, counts, where the time went, and memory, a line each."""
     report = EpochReport(
         path="whole batches, read by 2 threads",
         engine="thread",
@@ -105,6 +106,33 @@ def test_single_samples_count_as_one() -> None:
     loader = DataLoader(TensorDataset(torch.zeros(4, 3, 2, 2)), batch_size=None)
     list(loader)
     assert loader.report().samples == 4
+
+
+def prepare_and_tell(count: int) -> None:
+    CachedDataset([(torch.zeros(3, 4, 4), i) for i in range(count)], fill="eager", num_workers=1).close()
+
+
+def test_a_file_gets_a_line_for_every_tenth(
+    caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where standard error is no terminal there is no bar, but ten lines that name the task, by logging."""
+    with caplog.at_level(logging.INFO, "fastdata"):
+        prepare_and_tell(2000)
+    lines = [line for line in caplog.messages if line.startswith("preparing 2,000 images: ")]
+    assert len(lines) == 10
+    assert lines[-1] == "preparing 2,000 images: 2000 of 2000 (100 %)"
+    assert capsys.readouterr().err == ""
+
+
+def test_a_terminal_gets_a_bar(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """There the bar has the same words, and nothing is logged for it."""
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    with caplog.at_level(logging.INFO, "fastdata"):
+        prepare_and_tell(20)
+    assert "preparing 20 images: 100%" in capsys.readouterr().err
+    assert not [line for line in caplog.messages if line.startswith("preparing")]
 
 
 @pytest.mark.timeout(30)

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import default_collate
 
 from fastdata.errors import MemoryBudgetError, StoreGoneError
 from fastdata.shared import ArrayBlock, Block, ByteLocks, SampleTable
@@ -185,6 +186,9 @@ def test_an_array_block_gives_back_its_arrays() -> None:
         ["cat", "dog"],
         [(1, "a"), None, {"box": [1, 2]}],
         [1, 2.5],
+        [(1, "a"), (2, "b")],
+        [(0.5, (1, [2])), (1.5, (3, []))],
+        [(), ()],
         [2**40, -1],
         [],
     ],
@@ -207,6 +211,53 @@ def test_array_targets_come_back_as_copies(make: Any) -> None:
     assert type(first) is type(make([1.0]))
     assert table.target(0).tolist() == [1.0, 2.0]
     assert table.target_array() is not None
+
+
+@pytest.mark.parametrize(
+    "targets",
+    [
+        [1, 2, 3],
+        [0.5, 1.5, 2.5],
+        ["a", "b", "c"],
+        [torch.tensor([i, 1.5]) for i in range(3)],
+        [np.array([i, 1]) for i in range(3)],
+        [(i, f"id {i}") for i in range(3)],
+        [(torch.tensor([i, 1]), (i / 2, {"x": i})) for i in range(3)],
+    ],
+    ids=str,
+)
+def test_targets_are_collated_as_torch_does(targets: list[Any]) -> None:
+    """A batch of them is what ``default_collate`` makes of a plain dataset's, in value, type and dtype."""
+    with contextlib.closing(SampleTable(targets)) as table:
+        found = table.collated_targets(np.array([2, 0, 2]))
+    wanted = default_collate([(torch.zeros(1), targets[index]) for index in (2, 0, 2)])[1]
+    assert type(found) is type(wanted)
+    assert repr(found) == repr(wanted)
+    assert getattr(found, "dtype", None) == getattr(wanted, "dtype", None)
+
+
+def test_a_tensor_gives_a_target_for_each_of_its_rows() -> None:
+    """A table is made of a whole tensor as of its rows."""
+    with contextlib.closing(SampleTable(torch.tensor([[1, 2], [3, 4]]))) as table:
+        assert len(table) == 2
+        assert torch.equal(table.target(1), torch.tensor([3, 4]))
+
+
+def test_a_closed_table_of_tuples_holds_nothing() -> None:
+    """What the places of its tuples are kept in is closed too."""
+    table = SampleTable([(1, "a"), (2, "b")])
+    table.close()
+    for closed in (table, *table.target_places):
+        with pytest.raises(KeyError):
+            closed.target(0)
+
+
+@pytest.mark.parametrize("make", [torch.tensor, np.array], ids=["tensor", "array"])
+def test_targets_without_dimensions_stay_tensors_and_arrays(make: Any) -> None:
+    """A tensor or array of one number comes back as one, alone and in a tuple."""
+    for targets in ([make(3), make(4)], [(make(3), 1), (make(4), 2)]):
+        with contextlib.closing(SampleTable(targets)) as table:
+            assert repr(list(table.targets)) == repr(targets)
 
 
 def test_ragged_array_targets_are_kept_as_objects() -> None:

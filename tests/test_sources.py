@@ -7,7 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from fastdata import sources
 from fastdata.sources import DatasetSource, FileSource, find_classes, read_manifest, scan_folder
@@ -140,6 +142,105 @@ def test_manifest_with_names_numbers_the_sorted_classes(tmp_path: Path) -> None:
     assert manifest == (["/r/1.jpg", "/r/2.jpg", "/r/3.jpg"], [1, 0, 1], ["cat", "dog"])
 
 
+def test_manifest_with_a_decimal_point_has_floats(tmp_path: Path) -> None:
+    """One number with a point or an exponent makes all targets floats."""
+    path = write(tmp_path / "m.csv", "file,label\na,1\nb,-.5\nc,2.5e1\n")
+    targets = read_manifest(path).targets
+    assert targets == [1.0, -0.5, 25.0]
+    assert {type(target) for target in targets} == {float}
+
+
+@pytest.mark.parametrize(
+    ("rows", "targets"),
+    [
+        ("0,1", torch.tensor([[0, 1], [1, 0]])),
+        ("False,True", torch.tensor([[0, 1], [1, 0]])),
+        ("2.5,1", torch.tensor([[2.5, 1.0], [1.0, 2.5]])),
+    ],
+)
+def test_manifest_with_several_labels_has_vectors(tmp_path: Path, rows: str, targets: torch.Tensor) -> None:
+    """Whole numbers and flags are int64, else float32, whichever column has the point; in the order asked for."""
+    path = write(tmp_path / "m.csv", f"file,x,y\na,{rows}\nb,{','.join(reversed(rows.split(',')))}\n")
+    found = read_manifest(path, label=["x", "y"]).targets
+    assert found.dtype == targets.dtype
+    assert torch.equal(found, targets)
+    assert torch.equal(read_manifest(path, label=["y", "x"]).targets, targets.flip(1))
+    assert torch.equal(read_manifest(path, label=["y"]).targets, targets[:, 1:])
+
+
+def test_manifest_passes_ids_through(tmp_path: Path) -> None:
+    """An id stays the text it is, alone, beside the label, and where it is the path; without one, rows are counted."""
+    path = write(tmp_path / "m.csv", "id,label,file\n007,cat,a.jpg\nx,ant,b.jpg\n")
+    assert list(read_manifest(path, label=None).targets) == [0, 1]
+    assert list(read_manifest(path, label=None, id="id").targets) == ["007", "x"]
+    assert list(read_manifest(path, label=None, id="file").targets) == ["a.jpg", "b.jpg"]
+    assert read_manifest(path, id="id")[1:] == ([(1, "007"), (0, "x")], ["ant", "cat"])
+
+
+def test_manifest_from_a_frame_is_that_of_its_csv(tmp_path: Path) -> None:
+    """Rows of a pandas frame give what they give when it is written and read, and ids keep their type."""
+    pandas = pytest.importorskip("pandas")
+    columns = {"file": ["a.jpg", "b.jpg"], "kind": ["dog", "cat"], "n": [3, 7], "x": [0.1, 2.0], "on": [True, False]}
+    frame = pandas.DataFrame(columns, index=[5, 5])
+    frame.to_csv(tmp_path / "m.csv")
+    for label in ("kind", "n", "x", "on", ["n", "x"], ["on", "n"], frame.columns[2:4], None):
+        found, wanted = (read_manifest(it, "/r", label=label) for it in (frame, tmp_path / "m.csv"))
+        assert found.paths == wanted.paths == ["/r/a.jpg", "/r/b.jpg"]
+        assert repr(found[1:]) == repr(wanted[1:])
+    assert list(read_manifest(frame, label=None, id="n").targets) == [3, 7]
+    frame["points"] = [np.array([0.5, 1]), [2, 3]]
+    assert torch.equal(read_manifest(frame, label="points").targets, torch.tensor([[0.5, 1], [2, 3]]))
+    for missing in (None, float("nan"), pandas.NA, pandas.NaT, " "):
+        frame["kind"] = pandas.Series(["dog", missing], index=frame.index, dtype=object)
+        with pytest.raises(ValueError, match="the DataFrame, row 1, column 'kind': the value is missing"):
+            read_manifest(frame, label="kind")
+    with pytest.raises(ValueError, match="the DataFrame has no column 'label'; its columns are: 'file', 'kind'"):
+        read_manifest(frame)
+    with pytest.raises(ValueError, match="the DataFrame lists no samples"):
+        read_manifest(frame[:0], label="n")
+
+
+@pytest.mark.parametrize(
+    ("samples", "options", "targets"),
+    [
+        ([("a", 3), ("b", 4)], {}, [3, 4]),
+        ([["a", "dog"], (Path("b"), "cat")], {}, [1, 0]),
+        ([("a", np.float32(0.5)), ("b", torch.tensor(2))], {}, [0.5, 2.0]),
+        ([("a", [0, 1]), ("b", np.array([1, 0]))], {}, torch.tensor([[0, 1], [1, 0]])),
+        ([("a", 1, 2.5), ("b", 3, 4)], {"label": ["x", "y"]}, torch.tensor([[1, 2.5], [3, 4]])),
+        ([("a", 3, "k"), ("b", 4, "l")], {"id": "id"}, [(3, "k"), (4, "l")]),
+        (["a", Path("b")], {"label": None}, [0, 1]),
+        (["a", "b"], {"label": None, "id": "file"}, ["a", "b"]),
+        (zip("ab", [5, 6], strict=True), {}, [5, 6]),
+    ],
+    ids=str,
+)
+def test_manifest_from_a_list(samples: Any, options: Any, targets: Any) -> None:
+    """Pairs, with labels of any kind, ids in the third place and bare paths; paths start where they are told to."""
+    found = read_manifest(samples, "/r", **options)
+    assert found.paths == ["/r/a", "/r/b"]
+    assert repr(found.targets if isinstance(targets, torch.Tensor) else list(found.targets)) == repr(targets)
+
+
+@pytest.mark.parametrize(
+    ("samples", "options", "message"),
+    [
+        (["a"], {}, r"the list, item 0: \('a',\) has not the values file, label, in this order. .* label=None"),
+        ([("a", 1), ("b", 2, 3)], {}, r"item 1: \('b', 2, 3\) has not the values"),
+        ([("a", 1)], {"label": None}, "has not the values file, in this order"),
+        ([("a", 1), ("b", "cat")], {}, r"item 1, column 'label': 'cat' is a name, but '1' in item 0 is a number"),
+        ([("a", [1, 2]), ("b", [3])], {}, r"item 1, column 'label': \[3\] are not 2 numbers as in the first"),
+        ([("a", [1, 2]), ("b", [3, "x"])], {}, r"item 1, column 'label\[1\]': 'x' is no number"),
+        ([("a", 1, None)], {"id": "key"}, "item 0, column 'key': the value is missing"),
+        ([], {}, "the list lists no samples"),
+    ],
+)
+def test_errors_of_lists_say_where_and_what(samples: Any, options: Any, message: str) -> None:
+    """Each fault names the item, and what its place in it is called."""
+    with pytest.raises(ValueError, match=message):
+        read_manifest(samples, **options)
+
+
 def test_manifest_understands_bom_quotes_crlf_and_blank_lines(tmp_path: Path) -> None:
     """What spreadsheets write is read."""
     text = '\ufefffile,label\r\n"a, ""b"".jpg",1\r\n\r\n"c.jpg", 2\r\n'
@@ -170,6 +271,25 @@ def test_manifest_errors_say_where_and_what(tmp_path: Path, text: str | bytes, m
     path = write(tmp_path / "m.csv", text)
     with pytest.raises(ValueError, match=message) as caught:
         read_manifest(path)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "message"),
+    [
+        ("file,x,y\na,1,2\nb,1,cat\n", {"label": ["x", "y"]}, r"line 3, column 'y': 'cat' is no number, .* name one"),
+        ("file,x,y\na,1,2\nb,,1\n", {"label": ["x", "y"]}, r"line 3, column 'x': the value is missing"),
+        ("file,label,id\na,1,\n", {"id": "id"}, r"line 2, column 'id': the value is missing"),
+        ("file,label\na,1\n", {"id": "id"}, r"has no column 'id'; its columns are: 'file', 'label'"),
+        ("file\na\n", {}, r"has no column 'label'; .* or label=None where there are no labels"),
+        ("file,label\na,1.5\nb,nan\n", {}, r"line 3, column 'label': 'nan' is a name, but '1.5' in line 2 is a number"),
+    ],
+)
+def test_errors_of_vectors_and_ids_say_where_and_what(tmp_path: Path, text: str, options: Any, message: str) -> None:
+    """Each fault names the file, the line and the column it is in."""
+    path = write(tmp_path / "m.csv", text)
+    with pytest.raises(ValueError, match=message) as caught:
+        read_manifest(path, **options)
     assert str(path) in str(caught.value)
 
 

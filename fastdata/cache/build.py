@@ -33,18 +33,16 @@ from fastdata.cache.manifest import (
     targets_of,
 )
 from fastdata.cache.origin import Listing, describe_codec, hash_key, unchanged
-from fastdata.codecs import Codec, SourceDecoder, codec_of, find_codec
+from fastdata.codecs import codec_of, find_codec
 from fastdata.errors import CacheError, SampleError
-from fastdata.images import SampleSpec
-from fastdata.memory import StoragePlan, format_bytes
+from fastdata.memory import StoragePlan, fastest_fitting, format_bytes
 from fastdata.prepare import (
-    Ingested,
+    Forecast,
     KeptSamples,
     Options,
     Prepared,
     ReadPath,
-    Steps,
-    choices_for,
+    coders_of,
     forecast,
     ingest,
     look_longer,
@@ -53,9 +51,9 @@ from fastdata.prepare import (
 )
 from fastdata.report import log
 from fastdata.shared import SampleTable
-from fastdata.sources import FileBytes, FileSource, Source
-from fastdata.stores.files import free_bytes, naming_full_disk
-from fastdata.stores.writers import DenseWriter, RaggedWriter, ShapesDifferError, Writer
+from fastdata.stores.files import DiskFile, free_bytes, naming_full_disk
+from fastdata.stores.readers import Decoder, FileStore
+from fastdata.stores.writers import ShapesDifferError, WriterPlan
 
 SOURCE = "source"
 _MOST_CHANGED = 0.5
@@ -71,7 +69,7 @@ class _Wanted:
     """The samples that are to be served: where they come from, and where their cache is if there is one.
 
     Args:
-        road: of the samples.
+        path: that samples are read by.
         options: as given by the user, with ``cache_dir``.
         table: paths and targets where they are known beforehand; else they are kept in the cache.
         listing: the files, where samples are files.
@@ -80,7 +78,7 @@ class _Wanted:
         home: folder of the cache.
     """
 
-    road: ReadPath
+    path: ReadPath
     options: Options
     table: SampleTable | None
     listing: Listing | None
@@ -89,9 +87,9 @@ class _Wanted:
     home: Path
 
     @property
-    def coders(self) -> list[Codec | SourceDecoder]:
+    def coders(self) -> list[Decoder]:
         """Those that a cache's own words may not be enough to make."""
-        given, decoder = self.options.codec, self.road.decoder
+        given, decoder = self.options.codec, self.path.decoder
         codecs = given if isinstance(given, (tuple, list)) else () if given in ("auto", SOURCE) else (given,)
         return [*map(find_codec, codecs), *([] if decoder is None else [decoder])]
 
@@ -113,7 +111,7 @@ class Found(NamedTuple):
 
 
 def prepare_on_disk(
-    road: ReadPath,
+    path: ReadPath,
     options: Options,
     table: SampleTable | None,
     *,
@@ -137,7 +135,7 @@ def prepare_on_disk(
     stem = re.sub(r"[^A-Za-z0-9._]+", "-", os.path.basename(root)).strip(".-") or "samples"
     cache_dir = Path(options.cache_dir).expanduser().absolute()
     home = cache_dir / f"{stem}-{hash_key({**key, 'root': root})}"
-    wanted = _Wanted(road, options, table, listing, key, root, home)
+    wanted = _Wanted(path, options, table, listing, key, root, home)
     prepared, why = _opened(wanted)
     if prepared is None:
         with _writable(cache_dir, why or "it holds no cache of these samples that is up to date"), locked(home):
@@ -147,7 +145,7 @@ def prepare_on_disk(
                 prepared, why = _opened(wanted)
         if prepared is None:
             raise CacheError(f"{home} was written but cannot be read: {why or 'files changed meanwhile'}")
-        warn_of_skipped(prepared.skipped, len(road.source))
+        warn_of_skipped(prepared.skipped, len(path.source))
     return prepared
 
 
@@ -175,7 +173,7 @@ def _serve_complete(wanted: _Wanted, manifest: Manifest, columns: Columns) -> Pr
 
 def _hold_against(wanted: _Wanted, manifest: Manifest, columns: Columns) -> Found:
     """A cache against the samples as they are now; CacheError where it is another one's."""
-    folder, count = wanted.home, len(wanted.road.source)
+    folder, count = wanted.home, len(wanted.path.source)
     if manifest.key != wanted.key or (wanted.listing is not None and "paths" not in columns):
         raise CacheError(f"{folder} was made in another way")
     if wanted.listing is not None:
@@ -193,10 +191,8 @@ def _hold_against(wanted: _Wanted, manifest: Manifest, columns: Columns) -> Foun
             names = [file.name for file in part.files]
             if name in names:
                 is_bad |= part_rows == row + sum(file.rows for file in part.files[: names.index(name)])
-    if not manifest.count:
-        return Found(folder, manifest, columns, match, np.full((len(rows), count), -1))
-    match = np.where((match >= 0) & ~is_bad[match], match, -1)
-    rows = np.where(match >= 0, rows[:, match], -1)
+    match = np.where(np.append(is_bad, True)[match], -1, match)  # -1 finds what is appended
+    rows = np.append(rows, np.full((len(rows), 1), -1), axis=1)[:, match]
     return Found(folder, manifest, columns, match, rows, [path for path, _, _ in marks])
 
 
@@ -223,7 +219,7 @@ def _plain(column: np.ndarray) -> tuple[str, tuple[int, ...], bytes]:
     return column.dtype.str, column.shape, column.tobytes()
 
 
-def serve(found: Found, known: Sequence[Codec | SourceDecoder], table: SampleTable | None) -> Prepared:
+def serve(found: Found, known: Sequence[Decoder], table: SampleTable | None) -> Prepared:
     """Map the samples of a cache that are up to date and were not left out.
 
     Args:
@@ -249,21 +245,20 @@ def serve(found: Found, known: Sequence[Codec | SourceDecoder], table: SampleTab
     log.info("%s", reason)
     return Prepared(
         storage_plan=StoragePlan(storage="disk", reason=reason, codec=None if what == "raw" else what),
-        contents=KeptSamples(tuple(stores), table, manifest.is_tuple, manifest.target_is_part),
+        kept=KeptSamples(tuple(stores), table, manifest.is_tuple, manifest.target_is_part),
         skipped=_skipped_of(found),
     )
 
 
-def _coder_of(folder: Path, part: Part, known: Sequence[Codec | SourceDecoder]) -> Codec | SourceDecoder | None:
+def _coder_of(folder: Path, part: Part, known: Sequence[Decoder]) -> Decoder | None:
     """What encodes and decodes a part; None where it is raw."""
     if part.codec is None:
         return None
-    is_source = part.codec["name"] == SOURCE
     for coder in known:
-        if is_source if isinstance(coder, SourceDecoder) else coder.settings() == part.codec:
+        if coder.settings() == part.codec:
             return coder
     its_dataset = f"open that, with cache_dir={str(folder.parent)!r}"
-    if is_source:
+    if part.codec["name"] == SOURCE:
         raise CacheError(
             f"{folder} holds image files as they are, and what prepares them on every read is known to their dataset "
             f"alone; {its_dataset}, or build a cache with another codec"
@@ -347,17 +342,21 @@ def _sweep(folder: Path) -> None:
 
 def _begin(wanted: _Wanted) -> tuple[Found, Sequence[int]]:
     """A cache that has no samples yet, and about how many bytes those of each part will take."""
-    source, count = wanted.road.source, len(wanted.road.source)
-    expected = forecast(source, wanted.road.prepare)
+    source, count = wanted.path.source, len(wanted.path.source)
+    expected = forecast(source, wanted.path.prepare)
     if not expected.target_is_part:
         with contextlib.closing(SampleTable([sample.target for sample in expected.looked_at])) as table:
             target_columns(table, np.arange(len(table)))  # an error now, if they cannot be kept
     numbers = [int(number) for name in os.listdir(wanted.home) for number in re.findall(r"-(\d{5})[.-]", name)]
-    codecs, part_bytes = _choose_codecs(wanted, expected.specs, expected.part_bytes)
+    choice, part_bytes = _choose_codec(wanted, expected)
+    coders = coders_of(choice, wanted.path, wanted.options.codec, len(expected.specs))
     parts = tuple(
-        Part(name=f"part{number}", spec=spec, codec=codec, files=())
-        for number, (spec, codec) in enumerate(zip(expected.specs, codecs, strict=True))
+        Part(name=f"part{number}", spec=spec, codec=None if coder is None else dict(coder.settings()), files=())
+        for number, (spec, coder) in enumerate(zip(expected.specs, coders, strict=True))
     )
+    shapes = [np.zeros((0, part.array.ndim), np.int32) for part in expected.looked_at[0].parts]
+    pairs = zip(parts, shapes, strict=True)
+    columns = Columns({f"{part.name}.shapes": none for part, none in pairs if not part.is_table})
     manifest = Manifest(
         key=wanted.key,
         root=wanted.root,
@@ -367,7 +366,7 @@ def _begin(wanted: _Wanted) -> tuple[Found, Sequence[int]]:
         is_tuple=expected.is_tuple,
         target_is_part=expected.target_is_part,
     )
-    return Found(wanted.home, manifest, {}, np.full(count, -1), np.full((len(parts), count), -1)), part_bytes
+    return Found(wanted.home, manifest, columns, np.full(count, -1), np.full((len(parts), count), -1)), part_bytes
 
 
 def _fill(wanted: _Wanted, found: Found, part_bytes: Sequence[int]) -> None:
@@ -382,24 +381,33 @@ def _fill(wanted: _Wanted, found: Found, part_bytes: Sequence[int]) -> None:
         ShapesDifferError: they have other shapes than those that are there.
     """
     folder, manifest, missing = wanted.home, found.manifest, np.flatnonzero(found.match < 0)
-    prefix = f"{manifest.generation + 1:05}"
-    ingested, parts, writers = _ingest(wanted, manifest.parts, part_bytes, missing, prefix)
-    rows, kept = found.rows.copy(), missing[ingested.kept]
+    is_all = not any(part.files for part in manifest.parts)
+    plans = [
+        WriterPlan(
+            spec=part.spec,
+            dimensions=0 if part.is_table else found.columns[f"{part.name}.shapes"].shape[1],
+            codec=_coder_of(folder, part, wanted.coders),
+            is_certain=is_all and part.spec.shape == wanted.path.shape,
+            path=folder / f"{part.name}-{manifest.generation + 1:05}",
+            first_bytes=first_bytes,
+        )
+        for part, first_bytes in zip(manifest.parts, part_bytes, strict=True)
+    ]
+    ingested = ingest(
+        wanted.path,
+        plans,
+        wanted.options,
+        with_targets=wanted.table is None,
+        chosen=None if is_all else missing.tolist(),
+    )
+    parts, rows, kept = list(manifest.parts), found.rows.copy(), missing[ingested.kept]
     columns = {name: column for name, column in found.columns.items() if name.startswith("part")}
-    for number, (part, writer, store) in enumerate(zip(parts, writers, ingested.stores, strict=False)):
-        store.close()
-        rows[number, kept] = part.rows + (np.array(ingested.kept) if part.is_table else np.arange(len(kept)))
-        for name, column in writer.columns.items():
-            old = columns.get(f"{part.name}.{name}", column[:0])
-            if old.shape[1:] != column.shape[1:]:
-                raise ShapesDifferError
-            columns[f"{part.name}.{name}"] = np.concatenate((old, column))
-        path = _path_of(folder, part, prefix)
-        new = SampleFile(name=path.name, size_bytes=store.size_bytes, rows=len(writer.columns["sums"]))
-        parts[number] = replace(part, files=(*part.files, new))
+    for number, store in enumerate(ingested.stores):
+        with contextlib.closing(store):
+            parts[number], rows[number, kept] = _joined(parts[number], store, columns, ingested.kept, len(missing))
     columns |= {"rows": rows, **(wanted.listing or {})}
     columns |= _targets(wanted, found, rows, dict(zip(kept.tolist(), ingested.targets, strict=False)))
-    skipped = [*_skipped_of(found), *(_renumbered(error, missing) for error in ingested.skipped)]
+    skipped = [*_skipped_of(found), *ingested.skipped]
     replace(
         manifest,
         generation=manifest.generation + 1,
@@ -412,11 +420,26 @@ def _fill(wanted: _Wanted, found: Found, part_bytes: Sequence[int]) -> None:
         mark.unlink(missing_ok=True)
 
 
-def _path_of(folder: Path, part: Part, prefix: str) -> Path:
-    return folder / f"{part.name}-{prefix}.{'npy' if part.is_table else 'bin'}"
+def _joined(
+    part: Part, store: FileStore, columns: dict[str, np.ndarray], kept: np.ndarray, written: int
+) -> tuple[Part, np.ndarray]:
+    """A part and the file of a new store, whose columns are joined to those of an index; and the rows of its samples.
+
+    ``kept`` are the samples that the store has of so many that were to be written: all of these have a row in a table.
+    """
+    (file,), part = store.files, replace(part, spec=store.spec)
+    assert isinstance(file, DiskFile)
+    rows, count = (kept, written) if part.is_table else (np.arange(len(kept)), len(kept))
+    for name in ("sums",) if part.is_table else ("sums", "offsets", "sizes", "shapes"):
+        key, found = f"{part.name}.{name}", store.index[name]
+        column = np.zeros((count, *found.shape[1:]), found.dtype)
+        column[rows] = found
+        columns[key] = np.concatenate((columns.get(key, column[:0]), column))
+    new = SampleFile(name=file.path.name, size_bytes=store.size_bytes, rows=count)
+    return replace(part, files=(*part.files, new)), part.rows + rows
 
 
-def _targets(wanted: _Wanted, found: Found, rows: np.ndarray, fresh: dict[int, Any]) -> Columns:
+def _targets(wanted: _Wanted, found: Found, rows: np.ndarray, fresh: dict[int, Any]) -> dict[str, np.ndarray]:
     """The targets of all samples that are in the cache now, those that were just prepared by their index."""
     chosen = np.flatnonzero(rows[0] >= 0)
     if wanted.table is not None:
@@ -431,101 +454,25 @@ def _targets(wanted: _Wanted, found: Found, rows: np.ndarray, fresh: dict[int, A
         return target_columns(table, np.arange(len(chosen)))
 
 
-def _ingest(
-    wanted: _Wanted, parts: Sequence[Part], part_bytes: Sequence[int], chosen: np.ndarray, prefix: str
-) -> tuple[Ingested, list[Part], list[Writer]]:
-    """Prepare samples into new files of these parts, which come back ragged if the samples turn out to be."""
-    options, road, folder = wanted.options, wanted.road, wanted.home
-    coders = [_coder_of(folder, part, wanted.coders) for part in parts]
-    source, prepare, parts = road.source, road.prepare, list(parts)
-    if any(isinstance(coder, SourceDecoder) for coder in coders):
-        assert isinstance(source, FileSource)
-        source, prepare = FileBytes(source), Steps(())
-    is_all = not any(part.files for part in parts)
-    writers: list[Writer] = []
-
-    def make_writers(any_shapes: bool) -> list[Writer]:
-        if any_shapes:
-            if not is_all:
-                raise ShapesDifferError
-            parts[:] = [replace(part, spec=replace(part.spec, shape=None)) for part in parts]
-            _sweep(folder)
-        writers.clear()
-        with contextlib.ExitStack() as cleanup:
-            for part, coder, need_bytes in zip(parts, coders, part_bytes, strict=True):
-                path, is_certain = _path_of(folder, part, prefix), is_all and part.spec.shape == road.shape
-                if part.is_table:
-                    writers.append(DenseWriter(part.spec, len(chosen), path))
-                else:
-                    sizes = {"first_bytes": need_bytes, "length": len(chosen)}
-                    writers.append(RaggedWriter(part.spec, coder, is_certain, path, **sizes))
-                cleanup.callback(writers[-1].close)
-            cleanup.pop_all()
-        return writers
-
-    try:
-        ingested = ingest(
-            source if is_all else _ChosenSource(source, chosen.tolist()),
-            prepare,
-            make_writers,
-            options,
-            with_targets=wanted.table is None,
-            description=f"storage='disk': {'' if is_all else f'{len(chosen)} changed samples '}to {folder}",
-            may_skip_all=not is_all,
-        )
-    except SampleError as error:
-        raise _renumbered(error, chosen) from error.__cause__
-    return ingested, parts, writers
-
-
-class _ChosenSource:
-    """Some of a source's samples, under numbers of their own."""
-
-    def __init__(self, source: Source, chosen: list[int]) -> None:
-        self._source, self._chosen = source, chosen
-
-    def __len__(self) -> int:
-        return len(self._chosen)
-
-    def read(self, index: int) -> tuple[Any, Any]:
-        return self._source.read(self._chosen[index])
-
-    def path(self, index: int) -> str | None:
-        return self._source.path(self._chosen[index])
-
-
-def _renumbered(error: SampleError, chosen: np.ndarray) -> SampleError:
-    index = int(chosen[error.index])
-    message = str(error).replace(f"sample {error.index}", f"sample {index}", 1)
-    return SampleError(message, index=index, path=error.path)
-
-
-def _choose_codecs(
-    wanted: _Wanted, specs: Sequence[SampleSpec], raw_bytes: Sequence[int]
-) -> tuple[Sequence[dict[str, Any] | None], Sequence[int]]:
+def _choose_codec(wanted: _Wanted, expected: Forecast) -> tuple[str | None, Sequence[int]]:
     """Keep samples raw where the disk has room for them, else by the fastest lossless codec, or as the user says.
 
     Returns:
-        The settings of what encodes each part, None for raw ones, and about what all its samples take.
+        The name of what encodes them, None for raw ones, and about how many bytes all samples take of each part.
     """
-    road, codec, raw = wanted.road, wanted.options.codec, [None] * len(specs)
-    free = max(free_bytes(wanted.home) - _SPARE_BYTES, 0)
-    is_free = codec == "auto"
-    if is_free and sum(raw_bytes) <= free:
-        return raw, raw_bytes
-    trials = try_all(road, wanted.options, look_longer(road))
-    usable = [trial for trial in trials if trial.obstacle is None]
-    if not is_free and not usable:
+    codec, raw = wanted.options.codec, (None, expected.part_bytes)
+    is_free, free = codec == "auto", max(free_bytes(wanted.home) - _SPARE_BYTES, 0)
+    if is_free and expected.need_bytes <= free:
+        return raw
+    trials = try_all(wanted.path, look_longer(wanted.path), codec)
+    best = fastest_fitting(trials, free if is_free else None, only_lossless=is_free)
+    if best is None and not is_free:
         raise ValueError(f"codec={codec!r} is not possible here: {trials[0].obstacle}")
-    fitting = [trial for trial in usable if not is_free or (trial.lossless and trial.need_bytes <= free)]
-    if not fitting:
-        return raw, raw_bytes  # its writer says need, free and cure
-    best = max(fitting, key=lambda trial: trial.decode_per_s)
+    if best is None:
+        return raw  # its writer says need, free and cure
     if is_free:
-        log.info("codec=%r: raw %s, %s free", best.codec, format_bytes(sum(raw_bytes)), format_bytes(free))
-    if best.codec == SOURCE:
-        return [{"name": SOURCE}], best.part_bytes
-    return [dict(codec.settings()) for codec in choices_for(codec, len(specs))[best.codec]], best.part_bytes
+        log.info("codec=%r: raw %s, %s free", best.codec, format_bytes(expected.need_bytes), format_bytes(free))
+    return best.codec, best.part_bytes
 
 
 def lock_file(home: Path) -> Path:

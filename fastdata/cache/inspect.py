@@ -23,7 +23,7 @@ from fastdata.cache.manifest import (
     read_settled,
     strays_in,
 )
-from fastdata.errors import CacheError
+from fastdata.errors import CacheError, refuse_remote
 from fastdata.memory import format_bytes
 from fastdata.prepare import Prepared
 from fastdata.shared import PackedPaths, SampleTable
@@ -38,6 +38,7 @@ def find_cache(path: str | os.PathLike[str]) -> Path:
         CacheError: none of the caches there can be read.
         ValueError: there are several; says which.
     """
+    refuse_remote(path)
     home = Path(path).expanduser().absolute()
     folders = _cache_folders(home)
     if folders == [home]:
@@ -143,6 +144,7 @@ class Inspected:
 
 def inspect_caches(folder: Path) -> list[Inspected]:
     """Read all but the samples of a cache, or of all caches in a ``cache_dir``; FileNotFoundError if there is none."""
+    refuse_remote(folder)
     return [_look(path) for path in _cache_folders(folder)]
 
 
@@ -209,6 +211,7 @@ def prune_caches(cache_dir: Path, *, gone: bool = False, dry_run: bool = False) 
         gone: also caches of folders that are not there now, which can only be opened on their own.
         dry_run: only say what would go.
     """
+    refuse_remote(cache_dir)
     removals = []
     for folder in sorted(path for path in cache_dir.iterdir() if path.is_dir()):
         if not (folder / MANIFEST).exists() and not lock_file(folder).exists():

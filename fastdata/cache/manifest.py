@@ -35,17 +35,21 @@ from fastdata.errors import CacheError
 from fastdata.images import SampleSpec
 from fastdata.shared import ArrayBlock, SampleTable
 from fastdata.stores.files import DiskFile, naming_full_disk
-from fastdata.stores.readers import DAMAGE_PREFIX, Decoder, DenseStore, DiskStore, RaggedStore
+from fastdata.stores.readers import DAMAGE_PREFIX, Decoder, DiskStore
 
 MANIFEST = "fastdata.json"
 FORMAT = "fastdata cache"
 VERSION = 3
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _MAX_DIMENSIONS = 8
-_NUMBERS = ("targets.number", "targets.tensor", "targets.array")
 
-Columns = Mapping[str, np.ndarray]
 _Made = TypeVar("_Made")
+
+
+class Columns(dict[str, np.ndarray]):
+    """Those of an index, by name; ``texts`` are what those of JSON say, which takes long to parse."""
+
+    texts: Mapping[str, Any] = types.MappingProxyType({})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,7 +119,8 @@ class Manifest:
       ``part0.offsets`` and ``part0.sizes``, int64, and ``part0.shapes``, int32 (rows, dimensions);
     * where samples are files ``paths``, ``ends``, ``file_sizes`` and ``mtimes_ns``, see ``list_paths``;
     * unless they are a part or belong to nothing, the targets of the samples that have rows, in their order:
-      ``targets.number``, ``targets.tensor`` or ``targets.array``, or ``targets.json``, a list as text.
+      ``targets.number``, ``targets.tensor`` or ``targets.array``, or ``targets.json``, a list as text; of tuples
+      ``targets.0.number`` and the like, one for each place, in order.
 
     Args:
         key: what the samples depend on besides their files.
@@ -158,7 +163,7 @@ class Manifest:
     def file_names(self) -> set[str]:
         return {MANIFEST, self.index_name, *(file.name for part in self.parts for file in part.files)}
 
-    def write(self, folder: Path, columns: Columns) -> None:
+    def write(self, folder: Path, columns: Mapping[str, np.ndarray]) -> None:
         """Make this, with an index of these columns, what the cache in a folder holds, at once and for good."""
         stream = io.BytesIO()
         np.savez(stream, **columns)  # type: ignore[arg-type]  # of numbers, which are not pickled
@@ -273,7 +278,9 @@ def read_index(folder: Path, manifest: Manifest) -> Columns:
         with np.load(io.BytesIO(data), allow_pickle=False) as stored:
             if any(entry.compress_type != zipfile.ZIP_STORED for entry in stored.zip.infolist()):
                 raise ValueError("its columns are compressed, to whatever size")
-            columns = {name: np.asarray(column) for name, column in stored.items()}
+            columns = Columns((name, np.asarray(column)) for name, column in stored.items())
+        texts = {name: json.loads(column.tobytes()) for name, column in columns.items() if name.endswith(".json")}
+        columns.texts = texts
         _check(manifest, columns)
     except CacheError:
         raise
@@ -311,10 +318,10 @@ def _check(manifest: Manifest, columns: Columns) -> None:
         if common is not None and (shapes.shape[1] != len(common) or (shapes != np.array(common, np.int64)).any()):
             raise ValueError(f"{part.name} holds samples of other shapes than {list(common)}")
         file_bytes = np.repeat([file.size_bytes for file in part.files], [file.rows for file in part.files])
-        is_wrong = (offsets < 0) | (sizes < 0) | (offsets > file_bytes - sizes)
+        is_wrong = (offsets < 0) | (sizes < 0) | (offsets > file_bytes - sizes) | (shapes < 0).any(axis=1)
         if part.codec is None:
             item_bytes = np.dtype(part.spec.dtype).itemsize
-            is_wrong |= (shapes < 0).any(axis=1) | (shapes.astype(np.float64).prod(axis=1) * item_bytes != sizes)
+            is_wrong |= shapes.astype(np.float64).prod(axis=1) * item_bytes != sizes
             is_wrong |= offsets % item_bytes != 0
         if is_wrong.any():
             raise ValueError(f"row {int(is_wrong.argmax())} of {part.name} does not lie within its file")
@@ -324,24 +331,30 @@ def _check(manifest: Manifest, columns: Columns) -> None:
         if len(ends) and (ends[0] < 0 or ends[-1] != len(blob) or (np.diff(ends) < 0).any()):
             raise ValueError("file names overlap")
     kept = int((rows[0] >= 0).sum())
-    targets = [column for name, column in columns.items() if name in _NUMBERS]
-    if "targets.json" in columns:
-        texts = json.loads(columns["targets.json"].tobytes())
-        if not isinstance(texts, list) or len(texts) != kept:
-            raise ValueError(f"targets.json holds no list of {kept} targets")
-    elif not targets and not manifest.target_is_part:
+    targets = {name: column for name, column in columns.items() if name.startswith("targets.")}
+    if not targets and not manifest.target_is_part:
         raise ValueError("it lacks the targets of its samples")
-    for column in targets:
-        if column.dtype.kind not in "iufb" or column.shape[:1] != (kept,):
-            raise ValueError(f"targets are {column.dtype}{list(column.shape)} where numbers[{kept}] are needed")
+    for name, column in targets.items():
+        kind, dtype = name.rpartition(".")[2], column.dtype
+        if kind == "json":
+            texts = columns.texts[name]
+            if not isinstance(texts, list) or len(texts) != kept:
+                raise ValueError(f"{name} holds no list of {kept} targets")
+        elif kind not in ("number", "tensor", "array"):
+            raise ValueError(f"{name} are targets of no known kind")
+        elif dtype.kind not in "iufb" or dtype.itemsize > 8 or not dtype.isnative or column.shape[:1] != (kept,):
+            raise ValueError(f"targets are {dtype}{list(column.shape)} where numbers[{kept}] are needed")
 
 
-def target_columns(table: SampleTable, chosen: np.ndarray) -> Columns:
+def target_columns(table: SampleTable, chosen: np.ndarray) -> dict[str, np.ndarray]:
     """The targets of chosen samples as the column of an index.
 
     Raises:
-        ValueError: they are neither numbers, arrays of one shape, nor plain values that JSON keeps.
+        ValueError: they are neither numbers, arrays of one shape, plain values that JSON keeps, nor tuples of these.
     """
+    if table.target_places:
+        places = [target_columns(place, chosen) for place in table.target_places]
+        return {name.replace(".", f".{i}.", 1): them for i, place in enumerate(places) for name, them in place.items()}
     array = table.target_array()
     if array is not None:
         return {f"targets.{table.target_kind}": array[chosen]}
@@ -352,20 +365,28 @@ def target_columns(table: SampleTable, chosen: np.ndarray) -> Columns:
             return {"targets.json": np.frombuffer(text.encode(), np.uint8)}
     kinds = ", ".join(sorted({type(target).__name__ for target in targets}))
     raise ValueError(
-        f"cache_dir= keeps targets that are numbers, arrays of one shape, texts, or lists and dicts of these, and "
-        f"not {kinds}. Give such targets from the dataset, and make what you need of them in target_transform=."
+        f"cache_dir= keeps targets that are numbers, arrays of one shape, texts, lists and dicts of these, or tuples "
+        f"of one length, and not {kinds}. Give such targets from the dataset, and make what you need of them in "
+        "target_transform=."
     )
 
 
 def targets_of(columns: Columns) -> Any:
     """Targets of the samples that were kept, in their order: numbers in one array, else a list."""
-    if "targets.number" in columns:
-        return columns["targets.number"]
-    if "targets.json" in columns:
-        return json.loads(columns["targets.json"].tobytes())
-    if "targets.tensor" in columns:
-        return list(torch.from_numpy(columns["targets.tensor"]))
-    return list(columns["targets.array"])
+    return _targets_of({**columns, **columns.texts}, "targets.")
+
+
+def _targets_of(values: Mapping[str, Any], prefix: str) -> Any:
+    mine = {name.removeprefix(prefix): value for name, value in values.items() if name.startswith(prefix)}
+    for kind in ("number", "json"):
+        if kind in mine:
+            return mine[kind]
+    if "tensor" in mine:
+        return list(torch.from_numpy(mine["tensor"]))
+    if "array" in mine:
+        return list(mine["array"])
+    places = [_targets_of(mine, f"{number}.") for number in dict.fromkeys(name.partition(".")[0] for name in mine)]
+    return list(zip(*(them.tolist() if isinstance(them, np.ndarray) else them for them in places), strict=True))
 
 
 def open_part(folder: Path, part: Part, columns: Columns, rows: np.ndarray, decoder: Decoder | None) -> DiskStore:
@@ -375,20 +396,22 @@ def open_part(folder: Path, part: Part, columns: Columns, rows: np.ndarray, deco
     """
     firsts = np.cumsum([0, *(file.rows for file in part.files)])
     numbers = np.searchsorted(firsts, rows, side="right") - 1
-    stores: list[DenseStore | RaggedStore] = []
+    index = {
+        "files": numbers.astype(np.int32),
+        "rows": rows - firsts[numbers],
+        "sums": columns[f"{part.name}.sums"][rows],
+    }
+    if part.is_table:
+        row_bytes = part.spec.sample_bytes
+        heads = np.array([file.size_bytes - file.rows * row_bytes for file in part.files])
+        index["offsets"] = heads[numbers] + index["rows"] * row_bytes
+    else:
+        index |= {name: columns[f"{part.name}.{name}"][rows] for name in ("offsets", "sizes", "shapes")}
     with contextlib.ExitStack() as cleanup:
-        for file, first in zip(part.files, firsts.tolist(), strict=False):
-            on_disk = DiskFile.open(folder / file.name, file.size_bytes)
-            cleanup.callback(on_disk.close)
-            if part.is_table:
-                head_bytes = file.size_bytes - file.rows * part.spec.sample_bytes
-                stores.append(DenseStore(on_disk, part.spec, file.rows, None, head_bytes))
-                continue
-            names = ("offsets", "sizes", "shapes")
-            index = ArrayBlock({name: columns[f"{part.name}.{name}"][first : first + file.rows] for name in names})
-            cleanup.callback(index.close)
-            stores.append(RaggedStore(on_disk, part.spec, index, decoder))
-        sums = columns[f"{part.name}.sums"][rows]
-        index = ArrayBlock({"files": numbers.astype(np.int32), "rows": rows - firsts[numbers], "sums": sums})
+        files = []
+        for file in part.files:
+            files.append(DiskFile.open(folder / file.name, file.size_bytes))
+            cleanup.callback(files[-1].close)
+        store = DiskStore(files, part.spec, ArrayBlock(index), decoder)
         cleanup.pop_all()
-    return DiskStore(stores, part.spec, index, "raw" if decoder is None else decoder.name)
+    return store

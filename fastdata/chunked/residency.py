@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, dropwhile, islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -29,8 +29,9 @@ from fastdata.loader.epochs import make_batch
 from fastdata.prepare import KeptSamples, ReadPath, Steps, WritePath, forecast
 from fastdata.report import log
 from fastdata.ring import BatchRing
+from fastdata.shared import collate_targets
 from fastdata.stores.readers import DiskStore, Store
-from fastdata.stores.writers import ALIGN_BYTES, Place, RaggedWriter
+from fastdata.stores.writers import ALIGN_BYTES, Place, Writer, WriterPlan
 from fastdata.workers import WorkerPool
 
 _PREPARED_PER_TASK = 8
@@ -57,10 +58,10 @@ class _Result(NamedTuple):
     target: Any = None  # where only reading the sample tells it
 
 
-class _Here(dict[int, Any]):
-    """What is known of samples that are in memory, by position."""
+class _Here(dict[int, tuple[Sequence[np.ndarray], Any]]):
+    """Samples in memory, by position: parts, none where they are not copied, and target, if only reading tells it."""
 
-    def __missing__(self, index: int) -> Any:
+    def __missing__(self, index: int) -> NoReturn:
         raise LookupError(
             f"sample {index} is not in memory with the one asked for: a __getitem__ that reads other samples than its "
             "own needs a DataLoader, not a ChunkedLoader"
@@ -72,15 +73,14 @@ class Chunk:
     slot: int = 0
     positions: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))  # in the order they are brought in
     batches: dict[int, list[int]] = field(default_factory=dict)  # positions of those still to be made, by number
-    parts: _Here = field(default_factory=_Here)  # arrays of the samples that are there; none where they are not copied
-    targets: _Here = field(default_factory=_Here)
+    there: _Here = field(default_factory=_Here)
     errors: dict[int, SampleError] = field(default_factory=dict)
     lack: MemoryBudgetError | None = None  # why some samples are not there
     readers: set[int] = field(default_factory=set)  # threads that are making batches
     view: PreparedDataset = field(init=False)
 
     def has(self, batch: int) -> bool:
-        return all(position in self.parts or position in self.errors for position in self.batches[batch])
+        return all(position in self.there or position in self.errors for position in self.batches[batch])
 
     def cut(self) -> list[int]:
         """Let go of the first batch that has samples missing, and of all after it; return their numbers."""
@@ -109,9 +109,9 @@ class Samples:
         kept = dataset.kept
         stores: tuple[Store, ...] = () if kept is None else kept.stores
         self.on_disk = [store for store in stores if isinstance(store, DiskStore)]
-        road = dataset.unkept_path() if kept is None else ReadPath(source=kept, prepare=Steps(()))
-        assert road is not None
-        self._path, self._found = road, forecast(road.source, road.prepare)
+        path = dataset.unkept_path() if kept is None else ReadPath(source=kept, prepare=Steps(()))
+        assert path is not None
+        self._path, self._found = path, forecast(path.source, path.prepare)
         for store in self.on_disk:
             store.release()  # it is no memory that is in use: chunks will be there in its place
         codecs = {getattr(store, "codec", dataset.storage_plan.codec or "raw") for store in stores}
@@ -120,11 +120,11 @@ class Samples:
         self._specs = self._found.specs
         self._some_shapes = [part.array.shape for part in self._found.looked_at[0].parts]
         self._part_bytes = [
-            total / len(road.source) * (1 if spec.is_dense else _RAGGED_SLACK) + ALIGN_BYTES
+            total / len(path.source) * (1 if spec.is_dense else _RAGGED_SLACK) + ALIGN_BYTES
             for spec, total in zip(self._specs, self._found.part_bytes, strict=True)
         ]
         self.slot_bytes = sum(self._part_bytes)
-        self._slots: list[list[RaggedWriter]] = []
+        self._slots: list[list[Writer]] = []
 
     def open(self, samples: int) -> None:
         """Reserve the memory of two chunks."""
@@ -133,7 +133,8 @@ class Samples:
                 self._slots.append([])
                 for spec, part_bytes in zip(self._specs, self._part_bytes, strict=True):
                     spec, size_bytes = replace(spec, shape=None), int(part_bytes * samples)
-                    self._slots[-1].append(RaggedWriter(spec, first_bytes=size_bytes, limit_bytes=size_bytes))
+                    plan = WriterPlan(spec=spec, first_bytes=size_bytes, limit_bytes=size_bytes)
+                    self._slots[-1].append(Writer(plan))
         except BaseException:
             self.close()
             raise
@@ -149,8 +150,8 @@ class Samples:
         if not self.is_copied:
             return self.dataset
         shapes = enumerate(self._some_shapes)
-        stores = tuple(_ChunkStore(self._specs[part], chunk.parts, part, shape) for part, shape in shapes)
-        table = self.dataset.table or _ChunkTargets(self.dataset.sample_count, chunk.targets)
+        stores = tuple(_ChunkStore(self._specs[part], chunk.there, part, shape) for part, shape in shapes)
+        table = self.dataset.table or _ChunkTargets(self.dataset.sample_count, chunk.there)
         return self.dataset.served_from(KeptSamples(stores, table, self._found.is_tuple, self._found.target_is_part))
 
     def begin(self, chunk: Chunk) -> list[_Task]:
@@ -168,15 +169,13 @@ class Samples:
         elif result.error is not None:
             chunk.errors[result.position] = result.error
         elif not self.is_copied:
-            chunk.parts[result.position] = ()
+            chunk.there[result.position] = (), None
         else:
             pairs = zip(self._slots[chunk.slot], result.places, strict=True)
             arrays = [writer.file.array(writer.spec.dtype, place.shape, place.start) for writer, place in pairs]
             for array in arrays:
                 array.flags.writeable = False
-            chunk.parts[result.position] = arrays
-            if self.dataset.table is None:
-                chunk.targets[result.position] = result.target
+            chunk.there[result.position] = arrays, result.target
             if any(spec.shape not in (None, array.shape) for spec, array in zip(self._specs, arrays, strict=True)):
                 log.info("sample %d has another shape than those before it; each keeps its own", result.position)
                 self._specs = tuple(replace(spec, shape=None) for spec in self._specs)
@@ -190,9 +189,9 @@ class Samples:
             store.bring(index_B)
         if not self.is_copied:
             return self._check(index_B)
-        road = WritePath(self._path.source, self._path.prepare, tuple(self._slots[task.slot]))
+        path = WritePath(self._path.source, self._path.prepare, tuple(self._slots[task.slot]))
         try:
-            return [self._prepare(road, position) for position in task.positions]
+            return [self._prepare(path, position) for position in task.positions]
         finally:
             self.drop(index_B)
 
@@ -201,10 +200,11 @@ class Samples:
             for store in self.on_disk:
                 store.drop(index_B[start : start + _MAPPED_PER_TASK], from_cache=self.empties_cache)
 
-    def _prepare(self, road: WritePath, position: int) -> _Result:
+    def _prepare(self, path: WritePath, position: int) -> _Result:
         try:
-            sample = road.read(position)
-            return _Result(position, road.write(sample), target=sample.target)
+            sample = path.read(position)
+            is_told = self.dataset.table is not None  # beforehand, so that the target need not be sent
+            return _Result(position, path.write(sample), target=None if is_told else sample.target)
         except (SampleError, MemoryBudgetError) as error:
             return _Result(position, error=error)
 
@@ -221,30 +221,25 @@ class Samples:
         return [_Result(position) for position in index_B.tolist()]
 
 
-class _ChunkStore:
-    """One part of a chunk's samples, by their positions in the dataset; see ``fastdata.stores.readers.Store``."""
+class _ChunkStore(Store):
+    """One part of a chunk's samples, by their positions in the dataset."""
 
     gives_views, size_bytes = True, 0
 
-    def __init__(self, spec: SampleSpec, parts: _Here, part: int, some_shape: tuple[int, ...]) -> None:
-        self.spec, self._parts, self._part, self._some_shape = spec, parts, part, some_shape
+    def __init__(self, spec: SampleSpec, there: _Here, part: int, some_shape: tuple[int, ...]) -> None:
+        self.spec, self._there, self._part, self._some_shape = spec, there, part, some_shape
 
     def __len__(self) -> int:
-        return len(self._parts)
+        return len(self._there)
 
     def shape(self, index: int) -> tuple[int, ...]:
-        return self.read(index).shape if index in self._parts else self._some_shape
+        return self.read(index).shape if index in self._there else self._some_shape
 
     def read(self, index: int) -> np.ndarray:
-        array: np.ndarray = self._parts[index][self._part]
-        return array
+        return self._there[index][0][self._part]
 
     def read_into(self, index: int, out: np.ndarray) -> None:
         out[...] = self.read(index)
-
-    def gather_into(self, index_B: np.ndarray, out_B: np.ndarray) -> None:
-        for index, out in zip(index_B.tolist(), out_B, strict=True):
-            out[...] = self.read(index)
 
     def close(self) -> None: ...
 
@@ -254,16 +249,17 @@ class _ChunkTargets:
 
     has_paths = False
 
-    def __init__(self, length: int, targets: _Here) -> None:
-        self._length, self.target = length, targets.__getitem__
+    def __init__(self, length: int, there: _Here) -> None:
+        self._length, self._there = length, there
 
     def __len__(self) -> int:
         return self._length
 
-    def path(self, index: int) -> str:
-        raise LookupError(f"sample {index} is no file")
+    def target(self, index: int) -> Any:
+        return self._there[index][1]
 
-    def target_array(self) -> np.ndarray | None: ...
+    def collated_targets(self, index_B: np.ndarray) -> Any:
+        return collate_targets([self.target(index) for index in index_B.tolist()])
 
     def close(self) -> None: ...
 

@@ -350,7 +350,11 @@ class SourceDecoder:
     open_bytes: Callable[[memoryview], Any]
     prepare: Callable[[Any], Any]  # of what the file was opened as makes a PIL image, an array or a tensor
 
-    name = "source"
+    name: ClassVar[str] = "source"
+    lossless: ClassVar[bool] = True
+
+    def settings(self) -> Settings:
+        return {"name": self.name}
 
     def sample(self, data: memoryview) -> np.ndarray:
         return to_stored(self.prepare(self.open_bytes(data)))[0]

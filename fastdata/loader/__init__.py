@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -202,7 +203,10 @@ class DataLoader(torch_loader.DataLoader[_T_co]):
 
     def report(self) -> EpochReport:
         """How the latest epoch went, complete or not; ``.path`` says how batches are read, and why."""
-        return self._tally.report()
+        report, served = self._tally.report(), self._served
+        if served is None or served.dataset.kept is None:
+            return report
+        return replace(report, prepared=served.dataset.filled_share(served.subset))
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the latest epoch stands, as a small dict of plain values.

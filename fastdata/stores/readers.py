@@ -1,11 +1,11 @@
-"""Reading samples: dense ones, which have one shape; ragged ones, encoded or not; and either from files on disk."""
+"""Reading samples, of one shape or of many, raw or encoded, from memory or from files on disk."""
 
 from __future__ import annotations
 
 import itertools
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -47,6 +47,15 @@ class Store(Protocol):
     def close(self) -> None:
         """Give back the memory; arrays handed out stay valid. Idempotent."""
 
+    @property
+    def settled(self) -> Store:
+        """What to read from, of a store that is filled as it is read; else itself."""
+        return self
+
+    def filled_share(self, index_B: np.ndarray | None = None) -> float:
+        """How many of the samples, or of those chosen, are there; 1 unless they are prepared when they are read."""
+        return 1.0
+
     def shape(self, index: int) -> tuple[int, ...]:
         return self.spec.shape or self.read(index).shape
 
@@ -76,122 +85,58 @@ class UndecodableError(Exception):
         self.index, self.codec, self.is_on_disk = index, codec, is_on_disk
 
 
-class _FileStore(Store):
-    """Samples end to end in one file, which is sealed unless samples are still to come."""
-
-    def __init__(self, file: Block, spec: SampleSpec, index: ArrayBlock | None) -> None:
-        self.file, self.spec, self.size_bytes, self._index = file, spec, file.size_bytes, index
-        self._bytes: Bytes = file.array("uint8", (file.size_bytes,))
-        self._bytes.flags.writeable = False
-
-    @property
-    def address(self) -> int:
-        """Where the file's first byte is in memory."""
-        address: int = self._bytes.__array_interface__["data"][0]
-        return address
-
-    @abstractmethod
-    def spans(self, index_B: Any) -> tuple[np.ndarray, np.ndarray]:
-        """First byte in the file and number of bytes of the chosen samples: int64 (B,) each."""
-
-    def stored(self, index: int) -> Bytes:
-        """The bytes of one sample: a read-only view."""
-        start, size = map(int, self.spans(index))
-        return self._bytes[start : start + size]
-
-    def addresses(self, index_B: np.ndarray) -> np.ndarray:
-        """Where the chosen raw samples lie in memory: int64 (B,)."""
-        addresses_B: np.ndarray = self.address + self.spans(index_B)[0]
-        return addresses_B
-
-    def close(self) -> None:
-        let_go(self)
-        self.file.close()
-        if self._index is not None:
-            self._index.close()
-
-
-class DenseStore(_FileStore):
-    """Samples of one shape: one array (rows, *shape).
+class FileStore(Store):
+    """Samples in files: raw, of one shape or each of its own, or the bytes of a codec for each.
 
     Args:
-        file: row r starts at byte ``head_bytes + r * spec.sample_bytes``.
-        spec: dense.
-        length: number of rows.
-        index: ``rows``, int64 (N,), the row of each sample where some are not in use (skipped samples), else None.
-        head_bytes: before the first row.
-    """
-
-    gives_views = True
-
-    def __init__(
-        self, file: Block, spec: SampleSpec, length: int, index: ArrayBlock | None = None, head_bytes: int = 0
-    ) -> None:
-        super().__init__(file, spec, index)
-        assert spec.shape is not None
-        self._samples = file.array(spec.dtype, (length, *spec.shape), head_bytes)
-        self._samples.flags.writeable = False
-        self._rows = None if index is None else index["rows"]
-        self._length, self._head_bytes = length, head_bytes
-
-    def __len__(self) -> int:
-        return len(self._samples if self._rows is None else self._rows)
-
-    def spans(self, index_B: Any) -> tuple[np.ndarray, np.ndarray]:
-        rows_B = index_B if self._rows is None else self._rows[index_B]
-        starts_B: np.ndarray = self._head_bytes + rows_B * self.spec.sample_bytes
-        return starts_B, np.full_like(starts_B, self.spec.sample_bytes)
-
-    def read(self, index: int) -> np.ndarray:
-        sample: np.ndarray = self._samples[index if self._rows is None else self._rows[index]]
-        return sample
-
-    def read_into(self, index: int, out: np.ndarray) -> None:
-        out[...] = self.read(index)
-
-    def gather_into(self, index_B: np.ndarray, out_B: np.ndarray) -> None:
-        """Copy the chosen samples into ``out_B`` (B, *shape); one call, at memory speed; allocates nothing."""
-        rows_B = index_B if self._rows is None else self._rows[index_B]
-        np.take(self._samples, rows_B, axis=0, out=out_B, mode="clip")
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return DenseStore, (self.file, self.spec, self._length, self._index, self._head_bytes)
-
-
-class RaggedStore(_FileStore):
-    """Raw samples that each have a shape of their own, or the bytes of a codec for each.
-
-    Args:
-        file: has them in any order.
-        spec: of the samples as they are served; ragged if they are raw.
-        index: ``offsets`` and ``sizes``, int64 (N,), first byte and size of each; ``shapes``, int32 (N, ndim).
+        files: sealed, unless samples are still to come.
+        spec: of the samples as they are served.
+        index: by sample ``offsets``, int64 (N,), its first byte. Unless they are raw and of one shape, so that they lie
+            as rows of a table, ``sizes``, int64 (N,), its bytes, and ``shapes``, int32 (N, ndim). Of several files
+            ``files``, int32 (N,), the one that it is in.
         decoder: decodes samples straight into the caller's memory; None for raw ones.
     """
 
-    def __init__(self, file: Block, spec: SampleSpec, index: ArrayBlock, decoder: Decoder | None = None) -> None:
-        super().__init__(file, spec, index)
-        self._offsets, self._sizes, self._shapes = index["offsets"], index["sizes"], index["shapes"]
-        self._decoder = decoder
+    def __init__(
+        self, files: Sequence[Block], spec: SampleSpec, index: ArrayBlock, decoder: Decoder | None = None
+    ) -> None:
+        self.files, self.spec, self.index, self._decoder = tuple(files), spec, index, decoder
+        self.size_bytes, self._dtype = sum(file.size_bytes for file in files), np.dtype(spec.dtype)
         self.gives_views = decoder is None
+        self._bytes = [file.array("uint8", (file.size_bytes,)) for file in files]
+        for data in self._bytes:
+            data.flags.writeable = False
+        self._addresses = np.array([data.__array_interface__["data"][0] for data in self._bytes], np.int64)
+        self._row_bytes = spec.sample_bytes if decoder is None and spec.is_dense else 0  # of a table
+        self._offsets, self._shapes = index["offsets"], index.get("shapes")
+        length = self._offsets.shape
+        self._sizes = index["sizes"] if "sizes" in index else np.broadcast_to(np.int64(spec.sample_bytes), length)
+        self._of = index["files"] if "files" in index else np.broadcast_to(np.int32(0), length)
 
     def __len__(self) -> int:
         return len(self._offsets)
 
     def shape(self, index: int) -> tuple[int, ...]:
-        return self.spec.shape or tuple(self._shapes[index].tolist())
+        if self.spec.shape is not None or self._shapes is None:
+            return self.spec.shape or ()
+        return tuple(self._shapes[index].tolist())
 
-    def enter(self, index: int, start: int, size_bytes: int, shape: tuple[int, ...]) -> None:
-        """Say where a sample lies, of one over memory that is still written to."""
-        self._offsets[index], self._sizes[index], self._shapes[index] = start, size_bytes, shape
+    def stored(self, index: int) -> Bytes:
+        """The bytes of one sample: a read-only view."""
+        start = int(self._offsets[index])
+        data: Bytes = self._bytes[self._of[index]][start : start + int(self._sizes[index])]
+        return data
 
-    def spans(self, index_B: Any) -> tuple[np.ndarray, np.ndarray]:
-        return self._offsets[index_B], self._sizes[index_B]
+    def addresses(self, index_B: np.ndarray) -> np.ndarray:
+        """Where the chosen raw samples lie in memory: int64 (B,)."""
+        addresses_B: np.ndarray = self._addresses[self._of[index_B]] + self._offsets[index_B]
+        return addresses_B
 
     def read(self, index: int) -> np.ndarray:
         if not self.gives_views:
             return super().read(index)
-        start = int(self._offsets[index])
-        sample: np.ndarray = np.ndarray(self.shape(index), self.spec.dtype, self._bytes.data, start)
+        data, shape = self._bytes[self._of[index]].data, self.spec.shape or self.shape(index)
+        sample: np.ndarray = np.ndarray(shape, self._dtype, data, self._offsets[index])
         return sample
 
     def read_into(self, index: int, out: np.ndarray) -> None:
@@ -206,90 +151,78 @@ class RaggedStore(_FileStore):
             what = f"{len(data):,} bytes of codec {codec!r} cannot be decoded to {out.dtype} {list(out.shape)}"
             raise UndecodableError(f"{what}: {cause}", index=index, codec=codec) from cause
 
+    def gather_into(self, index_B: np.ndarray, out_B: np.ndarray) -> None:
+        """Put the chosen samples into ``out_B`` (B, *shape); one call, at memory speed, where one table has them."""
+        row_bytes = self._row_bytes if len(out_B) else 0
+        number = int(self._of[index_B[0]]) if row_bytes else 0
+        if not row_bytes or (len(self._bytes) > 1 and (self._of[index_B] != number).any()):
+            super().gather_into(index_B, out_B)
+            return
+        data, starts_B = self._bytes[number], self._offsets[index_B]
+        first = int(starts_B[0]) % row_bytes
+        shape = (len(data) - first) // row_bytes, *out_B.shape[1:]
+        table: np.ndarray = np.ndarray(shape, self._dtype, data.data, first)
+        np.take(table, (starts_B - first) // row_bytes, axis=0, out=out_B, mode="clip")
+
+    def close(self) -> None:
+        self._bytes = []
+        vars(self).update({name: it[:0].copy() for name, it in vars(self).items() if isinstance(it, np.ndarray)})
+        for file in self.files:
+            file.close()
+        self.index.close()
+
     def __reduce__(self) -> tuple[object, ...]:
-        return RaggedStore, (self.file, self.spec, self._index, self._decoder)
+        return FileStore, (self.files, self.spec, self.index, self._decoder)
 
 
-class DiskStore(Store):
+class DiskStore(FileStore):
     """Samples in files on disk, each held against its checksum when it is first read, by whichever process that is.
 
     Whatever reads a sample raises UndecodableError where its bytes are not those that were written.
 
     Args:
-        stores: over one file each, in which all samples are encoded alike.
-        spec: of the samples as they are served.
-        index: for each sample ``files``, which store has it; ``rows``, its index there; ``sums``, its checksum.
-        codec: name of what encoded the samples; "raw" if nothing did.
+        files, spec, index, decoder: as of ``FileStore``; by sample also ``rows``, its number in its file, and ``sums``,
+            its checksum.
         marks: a byte for each sample that says whether it was read before; made where there are none.
     """
 
     def __init__(
         self,
-        stores: Sequence[DenseStore | RaggedStore],
+        files: Sequence[DiskFile],
         spec: SampleSpec,
         index: ArrayBlock,
-        codec: str = "raw",
+        decoder: Decoder | None = None,
         marks: ArrayBlock | None = None,
     ) -> None:
-        self._stores, self.spec, self._index, self.codec = tuple(stores), spec, index, codec
-        self._of, self._rows, self._sums = index["files"], index["rows"], index["sums"]
-        self._marks = marks or ArrayBlock({"checked": np.zeros(max(len(self._rows), 1), np.uint8)}, seal=False)
+        super().__init__(files, spec, index, decoder)
+        self._disk_files, self.codec = tuple(files), "raw" if decoder is None else decoder.name
+        self._rows, self._sums = index["rows"], index["sums"]
+        self._marks = marks or ArrayBlock({"checked": np.zeros(max(len(self), 1), np.uint8)}, seal=False)
         self._checked = self._marks["checked"]
-        self.gives_views, self.size_bytes = codec == "raw", sum(store.size_bytes for store in self._stores)
-        self._files = [store.file for store in self._stores if isinstance(store.file, DiskFile)]
 
     def heaviest_bytes(self, samples: int) -> float:
         """The mean size of those so many neighbours that are the heaviest."""
-        _, _, sizes = self.spans(np.arange(len(self)))
-        ends = np.concatenate(([0], np.cumsum(sizes)))
+        ends = np.concatenate(([0], np.cumsum(self._sizes)))
         samples = min(samples, len(self))
         return float((ends[samples:] - ends[: len(ends) - samples]).max() / samples)
 
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def shape(self, index: int) -> tuple[int, ...]:
-        return self.spec.shape or self._stores[self._of[index]].shape(self._rows[index])
-
-    def spans(self, index_B: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """File, first byte there and number of bytes of the chosen samples: int64 (B,) each."""
-        files_B, starts_B, sizes_B = self._of[index_B], np.empty_like(index_B), np.empty_like(index_B)
-        for number, store in enumerate(self._stores):
-            is_there = files_B == number
-            starts_B[is_there], sizes_B[is_there] = store.spans(self._rows[index_B[is_there]])
-        return files_B, starts_B, sizes_B
-
     def read(self, index: int) -> np.ndarray:
-        if not self.gives_views:
-            return super().read(index)
         self._check(index)
-        store: Store = self._stores[self._of[index]]
-        return store.read(self._rows[index])
+        return super().read(index)
 
     def read_into(self, index: int, out: np.ndarray) -> None:
         self._check(index)
-        try:
-            self._stores[self._of[index]].read_into(self._rows[index], out)
-        except UndecodableError as damaged:
-            damaged.index = index
-            raise
+        super().read_into(index, out)
 
     def gather_into(self, index_B: np.ndarray, out_B: np.ndarray) -> None:
-        """Put the chosen samples into ``out_B`` (B, *shape); one call where they lie raw in one file."""
-        files_B = self._of[index_B]
-        if not (self.gives_views and len(files_B) and (files_B == files_B[0]).all()):
-            super().gather_into(index_B, out_B)
-            return
-        unchecked = np.flatnonzero(self._checked[index_B] == 0)
-        self._stores[files_B[0]].gather_into(self._rows[index_B], out_B)
+        super().gather_into(index_B, out_B)
+        unchecked = np.flatnonzero(self._checked[index_B] == 0)  # those that were copied in one call
         if len(unchecked):
             self._check_copies(index_B, out_B, unchecked)
 
     def addresses(self, index_B: np.ndarray) -> np.ndarray:
         self.check(index_B)
-        files_B, starts_B, _ = self.spans(index_B)
-        addresses_B: np.ndarray = np.array([store.address for store in self._stores])[files_B] + starts_B
-        return addresses_B
+        return super().addresses(index_B)
 
     def check(self, index_B: np.ndarray) -> None:
         """Hold those samples that were not read before against their checksums."""
@@ -298,7 +231,7 @@ class DiskStore(Store):
 
     def _check(self, index: int) -> None:
         if not self._checked[index]:
-            self._enter(index, checksum(self._stores[self._of[index]].stored(self._rows[index])))
+            self._enter(index, checksum(self.stored(index)))
 
     def _check_copies(self, index_B: np.ndarray, out_B: np.ndarray, chosen: np.ndarray) -> None:
         """Hold copies that are warm from copying against the checksums; all in one call where rows are whole words."""
@@ -315,7 +248,7 @@ class DiskStore(Store):
         if found == int(self._sums[index]):
             self._checked[index] = 1
             return
-        path = self._files[self._of[index]].path
+        path = self._disk_files[self._of[index]].path
         try:
             path.with_name(f"{DAMAGE_PREFIX}{path.name}-{self._rows[index]}").touch()
             cure = "the next run over its source prepares it anew"
@@ -337,33 +270,25 @@ class DiskStore(Store):
             file.drop(start, size, from_cache=from_cache)
 
     def release(self) -> None:
-        for file in self._files:
+        for file in self._disk_files:
             file.release()
 
     def _runs(self, index_B: np.ndarray) -> Iterator[tuple[DiskFile, int, int]]:
         """File, first byte and size of each piece of a file in which chosen samples lie end to end."""
-        numbers, starts, sizes = self.spans(index_B)
+        numbers, starts, sizes = self._of[index_B], self._offsets[index_B], self._sizes[index_B]
         order = np.lexsort((starts, numbers))
         numbers, starts, ends = numbers[order], starts[order], (starts + sizes)[order]
         gaps = starts[1:] - ends[:-1]
         cuts = np.flatnonzero((numbers[1:] != numbers[:-1]) | (gaps < 0) | (gaps > _GAP_BYTES)) + 1
         for first, stop in itertools.pairwise([0, *cuts.tolist(), len(order)] if len(order) else []):
-            yield self._files[numbers[first]], int(starts[first]), int(ends[stop - 1] - starts[first])
+            yield self._disk_files[numbers[first]], int(starts[first]), int(ends[stop - 1] - starts[first])
 
     def close(self) -> None:
-        for store in self._stores:
-            store.close()
-        let_go(self)
-        self._index.close()
+        super().close()
         self._marks.close()
 
     def __reduce__(self) -> tuple[object, ...]:
-        return DiskStore, (self._stores, self.spec, self._index, self.codec, self._marks)
-
-
-def let_go(owner: object) -> None:
-    """Empty all arrays that are attributes, and keep no view: that would keep its mapping."""
-    vars(owner).update({name: it[:0].copy() for name, it in vars(owner).items() if isinstance(it, np.ndarray)})
+        return DiskStore, (self.files, self.spec, self.index, self._decoder, self._marks)
 
 
 def checksum(data: Bytes) -> int:

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fastdata.core import Code
-from fastdata.transforms.ops import INTERPOLATIONS, Domain, Drawing, Fill, Flags, Float64s, Int64s, child, draw_several
+from fastdata.draws import draw_uniform
+from fastdata.transforms.ops import INTERPOLATIONS, Domain, Drawing, Fill, Flags, Float64s, Int64s, child
 
 Center = tuple[float, float] | None
 Pair = tuple[Any, Any]
@@ -60,7 +61,7 @@ def draw_perspective(drawing: Drawing, at: int, distortion: float, **warp: Any) 
     height_B, width_B = drawing.height_B, drawing.width_B
     reach_v = (distortion * (height_B // 2)).astype(np.int64) + 1
     reach_h = (distortion * (width_B // 2)).astype(np.int64) + 1
-    moved = (draw_several(drawing.keys_B, at, range(8)) * ([reach_h, reach_v] * 4)).astype(np.int64)
+    moved = (draw_uniform(drawing.keys_B, at, range(8)) * ([reach_h, reach_v] * 4)).astype(np.int64)
     corners = []  # top left, top right, bottom right, bottom left
     for number, (right, bottom) in enumerate(((False, False), (True, False), (True, True), (False, True))):
         x_B, y_B = moved[2 * number : 2 * number + 2]

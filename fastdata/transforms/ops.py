@@ -114,7 +114,7 @@ class Drawing:
 
     def order(self, at: int, count: int) -> Int64s:
         """Draw permutations, (count, B)."""
-        order_NB: Int64s = np.argsort(draw_several(self.keys_B, at, range(count)), axis=0)
+        order_NB: Int64s = np.argsort(draw_uniform(self.keys_B, at, range(count)), axis=0)
         return order_NB
 
     def each(self, *parts: tuple[Flags, Callable[[Drawing], None]], is_whole: bool = False) -> None:
@@ -169,7 +169,7 @@ class Drawing:
 
     def resized(self, height: Any, width: Any, *, is_drawn: bool = False) -> None:
         """Say how large images are now: all of them, or (B,); ``is_drawn``: that differs from sample to sample."""
-        self.height_B, self.width_B = (np.broadcast_to(n, self.keys_B.shape) for n in (height, width))
+        self.height_B, self.width_B = (np.full(len(self.keys_B), n, np.int64) for n in (height, width))
         if self.is_probe:
             is_known = not is_drawn and (self.size is not None or (isinstance(height, int) and isinstance(width, int)))
             self.size = (int(self.height_B[0]), int(self.width_B[0])) if is_known else None
@@ -229,11 +229,6 @@ class Drawing:
             raise ValueError(words(int(np.argmax(wrong_B))))
 
 
-def draw_several(keys_B: UInt64s, at: int, draws: range) -> Float64s:
-    """Draw uniform numbers, (draws, B)."""
-    return draw_uniform(keys_B, at, np.array(draws, np.uint64)[:, None])
-
-
 def _pick(numbers: tuple[Any, ...], b: int) -> tuple[int, ...]:
     return tuple(int(n[b] if isinstance(n, np.ndarray) and n.ndim else n) for n in numbers)
 
@@ -268,7 +263,7 @@ def draw_crop(
         more_v = np.maximum(height - (drawing.height_B + top + bottom), 0)
         more_h = np.maximum(width - (drawing.width_B + left + right), 0)
         left, top, right, bottom = left + more_h, top + more_v, right + more_h, bottom + more_v
-    down_B, right_B = draw_several(drawing.keys_B, at, range(2))
+    down_B, right_B = draw_uniform(drawing.keys_B, at, range(2))
     y_B = down_B * (drawing.height_B + (top + bottom - height + 1))
     x_B = right_B * (drawing.width_B + (left + right - width + 1))
     drawing.window(height, width, y_B, x_B, (left, top, right, bottom), **border)
@@ -343,7 +338,7 @@ def draw_boxes(
     for tries in (range(1), range(1, TRIES)):  # one is enough for most samples
         H, W, keys = drawing.height_B[pending], drawing.width_B[pending], drawing.keys_B[pending]
         draws = range(first + 4 * tries.start, first + 4 * tries.stop)
-        sized_T, shaped_T, down_T, right_T = draw_several(keys, at, draws).reshape(-1, 4, len(keys)).swapaxes(0, 1)
+        sized_T, shaped_T, down_T, right_T = draw_uniform(keys, at, draws).reshape(-1, 4, len(keys)).swapaxes(0, 1)
         area_T = area_B[pending] * (scale[0] + sized_T * (scale[1] - scale[0]))
         stretch_T = np.exp(low + shaped_T * (high - low))
         w, h = np.rint(np.sqrt([area_T * stretch_T, area_T / stretch_T])).astype(np.int64)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import takewhile
+from textwrap import shorten
 from typing import Any, Literal
 
 from fastdata.images import Form
@@ -26,6 +27,8 @@ from fastdata.transforms.steps import (
 )
 
 Step = Callable[[Any], Any]
+_SHOWN_LETTERS = 100
+"""Of a step within a reason."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +69,7 @@ class TransformPlan:
     def obstacle(self) -> str | None:
         """Why batches cannot be served as one tensor; None if they can."""
         if self.per_sample:
-            return f"{_text(self.per_sample[0])} {self.reason}"
+            return f"{shorten(_text(self.per_sample[0]), _SHOWN_LETTERS, placeholder=' ...')} {self.reason}"
         return "the transform ends with a PIL image" if self.kind == "pil" else None
 
     @property

@@ -147,8 +147,10 @@ def flatten(transform: Any) -> tuple[Any, ...]:
     name = None if parts is not None else known_name(transform)
     if name == "Compose":
         parts = transform.transforms
-    elif name == "ImageClassification":
-        parts = _preset_steps(transform)
+    elif name == "ImageClassification" or type(transform).__module__.startswith("albumentations."):
+        if transform not in _INSTEAD:
+            _INSTEAD[transform] = _preset_steps(transform) if name else (_Named(transform),)
+        parts = _INSTEAD[transform]
     elif name == "Lambda" and getattr(transform, "types", (object,)) == (object,):
         parts = _called(transform.lambd)
     elif name is None and parts is None:
@@ -156,18 +158,29 @@ def flatten(transform: Any) -> tuple[Any, ...]:
     return (transform,) if parts is None else tuple(step for part in parts for step in flatten(part))
 
 
-_PRESETS: weakref.WeakKeyDictionary[Any, tuple[Any, ...]] = weakref.WeakKeyDictionary()
+_INSTEAD: weakref.WeakKeyDictionary[Any, tuple[Any, ...]] = weakref.WeakKeyDictionary()
+"""Steps that stand for one of the user's; kept, so that they are the same at each call."""
 
 
 def _preset_steps(preset: Any) -> tuple[Any, ...]:
-    """The steps of what ``weights.transforms()`` gives, torchvision's transforms/_presets.py; the same at each call."""
-    if preset not in _PRESETS:
-        theirs = sys.modules["torchvision.transforms"]  # which the preset is a part of
-        resize = theirs.Resize(preset.resize_size, interpolation=preset.interpolation, antialias=preset.antialias)
-        convert = theirs.PILToTensor(), theirs.ConvertImageDtype(torch.float)
-        normalize = theirs.Normalize(preset.mean, preset.std)
-        _PRESETS[preset] = (resize, theirs.CenterCrop(preset.crop_size), *convert, normalize)
-    return _PRESETS[preset]
+    """The steps of what ``weights.transforms()`` gives, torchvision's transforms/_presets.py."""
+    theirs = sys.modules["torchvision.transforms"]  # which the preset is a part of
+    resize = theirs.Resize(preset.resize_size, interpolation=preset.interpolation, antialias=preset.antialias)
+    convert = theirs.PILToTensor(), theirs.ConvertImageDtype(torch.float)
+    return resize, theirs.CenterCrop(preset.crop_size), *convert, theirs.Normalize(preset.mean, preset.std)
+
+
+@dataclass(frozen=True)
+class _Named:
+    """An albumentations transform, which takes arrays by name and gives dicts, as a step."""
+
+    step: Any
+
+    def __call__(self, image: Any) -> Any:
+        return self.step(image=np.asarray(image))["image"]
+
+    def __repr__(self) -> str:
+        return repr(self.step)
 
 
 def _called(call: Any) -> tuple[Any, ...] | None:
