@@ -72,7 +72,7 @@ from fastdata.ring import BatchRing
 from fastdata.shared import ListView, SampleTable, collate_targets
 from fastdata.sources import DatasetSource, FileSource, Source
 from fastdata.stores.readers import Store
-from fastdata.transforms import TransformPlan, fingerprint, is_same, plan_transform
+from fastdata.transforms import TransformPlan, fingerprint, is_same, plan_pairs, plan_transform
 from fastdata.transforms.cpu import Program
 from fastdata.transforms.device import DeviceProgram, device_obstacle
 from fastdata.transforms.steps import flatten, is_random, known_name
@@ -170,13 +170,14 @@ class _Lane(NamedTuple):
 
     program: Program | None  # runs the batch ops; None where there are none
     output: tuple[tuple[int, ...], np.dtype[Any]] | None  # of every sample served; None where they differ
+    part: int = 0  # of a sample that it reads
 
 
 class _Compiled(NamedTuple):
     """What follows from a dataset's transform and its samples."""
 
     plan: TransformPlan
-    lanes: tuple[_Lane, ...]  # one for each view of a sample
+    lanes: tuple[_Lane, ...]  # one for each view of a sample, or for image and mask
     last: Program | None  # runs the batch ops after steps that are not known
     reader: ReadPath | None  # of single samples that are kept nowhere
     seen: Any  # of the transform, to notice steps that are changed in place
@@ -301,7 +302,7 @@ class PreparedDataset(Dataset[Any]):
         return plan
 
     def _compile(self) -> None:
-        seen, options, samples = fingerprint(self._transform), self.options, self._samples
+        seen, options, samples = fingerprint((self._transform, self.transforms)), self.options, self._samples
         lanes: tuple[_Lane, ...] = (_Lane(None, None),)
         reader = None
         if isinstance(samples, KeptSamples):
@@ -329,9 +330,30 @@ class PreparedDataset(Dataset[Any]):
                 if whole.is_batched and all(lane.output for lane in decoding):
                     plan, lanes = whole, decoding
         if self.transforms is not None:
-            plan = plan_transform(self.transforms, obstacle="it takes sample and target together", prepared=0)
+            plan = self._plan_pairs()
+            lanes = (_Lane(None, None),)
+            if plan.mask is not None and isinstance(samples, KeptSamples):
+                image, mask = samples.stores
+                programs = Program(plan.batch_ops, image.spec), Program(plan.mask.batch_ops, mask.spec)
+                outputs = (each.output(store.shape(0)) for each, store in zip(programs, samples.stores, strict=True))
+                lanes = tuple(map(_Lane, programs, outputs, (0, 1)))
         last = Program(plan.last_ops, SampleSpec(shape=None, dtype="uint8", form="pil")) if plan.last_steps else None
         self._compiled = _Compiled(plan, lanes, last, reader, seen)
+
+    def _plan_pairs(self) -> TransformPlan:
+        """Split ``transforms``, which takes sample and target together."""
+        kept, obstacle = self.kept, core.obstacle()
+        if self.options.batch_ops == "off":
+            obstacle = "batch_ops='off'"
+        if kept is None or kept.is_tuple or not kept.target_is_part:
+            return plan_pairs(self.transforms, obstacle="samples are not kept as image and mask")
+        image, mask = kept.stores
+        if (image.spec.dtype, mask.spec.dtype, mask.spec.form) != ("uint8", "uint8", "mask"):
+            obstacle = "only uint8 is served, and targets that are tv_tensors.Mask"
+        channels, *size = image.shape(0)
+        if obstacle is None and (len(size) != 2 or mask.shape(0)[:-2] not in ((), (1,))):
+            obstacle = f"images of shape {image.shape(0)} and masks of {mask.shape(0)} are not served"
+        return plan_pairs(self.transforms, form=image.spec.form, channels=channels, obstacle=obstacle)
 
     def _steps(self, plan: TransformPlan) -> tuple[Callable[[Any], Any], ...]:
         return (*self._first_steps, *plan.prepare)
@@ -341,7 +363,7 @@ class PreparedDataset(Dataset[Any]):
 
     def refresh(self) -> None:
         """Serve what the transform says now, whose steps may have been changed in place; cheap where none were."""
-        if not is_same(fingerprint(self._transform), self._compiled.seen):
+        if not is_same(fingerprint((self._transform, self.transforms)), self._compiled.seen):
             self._compile()
 
     def _origin(self) -> Source:
@@ -356,7 +378,7 @@ class PreparedDataset(Dataset[Any]):
 
     def _resize_advice(self) -> str:
         """What ``resize=`` would gain where whole images are kept for a random crop of them, measured in 10 ms."""
-        kept, (program, output) = self.kept, self._compiled.lanes[0]
+        kept, (program, output, _) = self.kept, self._compiled.lanes[0]
         if kept is None or kept.images.spec.is_dense or program is None or not self._decodes_itself:
             return ""
         store, step = kept.images, max(1, len(kept.images) // _LOOKED_AT)
@@ -442,10 +464,15 @@ class PreparedDataset(Dataset[Any]):
         Memory comes from ``ring``, or is fresh. Safe from several threads at once.
         """
         images = self._read_images(batch, ring)
+        if self.plan.mask:
+            return images
         return [images if self.plan.views else images[0], self.read_targets(batch.positions)]
 
     def sample_batch(self, batch: IndexBatch, ring: BatchRing | None = None) -> SampleBatch:
         plan, images = self.plan, self._read_images(batch, ring)
+        if plan.mask:
+            masks = [mask.as_subclass(tensor_class(plan.mask.kind)) for mask in images[1].unbind(0)]
+            return SampleBatch(images[0], images[1], masks, tensor_class(plan.kind))
         each_target = [self._target(index) for index in batch.positions.tolist()]
         stacked = images if plan.views else images[0]
         return SampleBatch(stacked, collate_targets(each_target), each_target, tensor_class(plan.kind), plan.made)
@@ -514,8 +541,8 @@ class PreparedDataset(Dataset[Any]):
             return self.batch_obstacle
         if self.kept is None:
             return "samples are kept nowhere, and files are decoded on the CPU"
-        if self.plan.views:
-            return "several views of each image are made on the CPU"
+        if len(self._compiled.lanes) > 1:
+            return "several views of an image, or image and mask, are made on the CPU"
         return device_obstacle(self.plan, self.kept.images.spec)
 
     @property
@@ -539,8 +566,10 @@ class PreparedDataset(Dataset[Any]):
         kept, plan = self.kept, self.plan
         if kept is None and self._compiled.program is None:
             return "storage='none' prepares every sample when it is read"
-        if self.transforms is not None or (kept is not None and kept.is_tuple):
+        if kept is not None and kept.is_tuple:
             return "samples have several parts, such as image and mask"
+        if self.transforms is not None and plan.mask is None:
+            return f"samples have several parts, such as image and mask, and {plan.obstacle}"
         if not plan.is_batched:
             return f"the transform works per sample: {plan.obstacle}"
         if self._compiled.outputs is None:
@@ -588,20 +617,39 @@ class PreparedDataset(Dataset[Any]):
         return IndexBatch(indices, index_B, visits_B, self.seed_of(base_seed))
 
     def _read_images(self, batch: IndexBatch, ring: BatchRing | None) -> list[torch.Tensor]:
-        """A tensor of each view."""
+        """A tensor of each view, or of images and masks."""
         self._check_open()
         samples, outputs = self._samples, self._compiled.outputs
         assert outputs is not None
         outs = _take([((len(batch), *shape), dtype) for shape, dtype in outputs], ring)
-        pairs = [(lane.program, out) for lane, out in zip(self._compiled.lanes, outs, strict=True)]
+        lanes = self._compiled.lanes
+        pairs = [(lane.program, out) for lane, out in zip(lanes, outs, strict=True)]
+        if self.plan.mask:
+            self._refuse_other_sizes(batch.positions)
         if isinstance(samples, KeptSamples):
-            _serve_into(pairs, samples, batch)
+            for part in sorted({lane.part for lane in lanes}):
+                of_part = [pair for pair, lane in zip(pairs, lanes, strict=True) if lane.part == part]
+                _serve_into(of_part, samples, batch, part)
         else:
             decoded = [self._decode(index) for index in batch.positions.tolist()]
             for program, out in pairs:
                 assert program is not None
                 program.run_decoded(decoded, batch.positions, batch.visits, batch.seed, out)
         return [torch.from_numpy(out) if program is None else program.as_tensor(out) for program, out in pairs]
+
+    def _refuse_other_sizes(self, index_B: np.ndarray) -> None:
+        """Raise ValueError where a mask is not as large as its image: what is drawn for one would not fit the other."""
+        kept = self.kept
+        assert kept is not None
+        image, mask = kept.stores
+        is_dense = image.spec.shape is not None and mask.spec.shape is not None
+        for index in index_B[:1].tolist() if is_dense else index_B.tolist():
+            sizes = image.shape(index)[-2:], mask.shape(index)[-2:]
+            if sizes[0] != sizes[1]:
+                raise ValueError(
+                    f"sample {index} has an image of {sizes[0]} and a mask of {sizes[1]} (height, width); a transform "
+                    "of both needs one size."
+                )
 
     def _decode(self, index: int) -> np.ndarray:
         """The pixels of one file, (H, W, 3)."""
@@ -615,6 +663,8 @@ class PreparedDataset(Dataset[Any]):
     def _pair(self, batch: IndexBatch, k: int) -> tuple[Any, Any]:
         one, plan = slice(k, k + 1), self.plan
         sample, target = self._read(batch, k)
+        if plan.mask:
+            return sample, target
         if self.transforms is not None:
             transformed: tuple[Any, Any] = self.transforms(sample, target)
             return transformed
@@ -644,11 +694,22 @@ class PreparedDataset(Dataset[Any]):
                 sample = kept.sample(index)
                 sample = sample if self._is_upright else without_exif(sample)
             else:
-                programs = [lane.program for lane in self._compiled.lanes if lane.program is not None]
-                with kept.naming_damage():
-                    served = [each.run_one(kept.images, index, batch.visits[k], batch.seed) for each in programs]
-                sample = self._together([each.as_tensor(pixels) for each, pixels in zip(programs, served, strict=True)])
+                served = self._read_alone(kept, index, batch.visits[k], batch.seed)
+                if self.plan.mask:
+                    return self._shown(served[0]), served[1].as_subclass(tensor_class(self.plan.mask.kind))
+                sample = self._together(served)
         return sample, target
+
+    def _read_alone(self, kept: KeptSamples, index: int, visit: int, seed: int) -> list[torch.Tensor]:
+        """What ``_read_images`` gives of one sample, in whatever shape it has."""
+        if self.plan.mask:
+            self._refuse_other_sizes(np.array([index]))
+        served = []
+        with kept.naming_damage():
+            for program, _, part in self._compiled.lanes:
+                assert program is not None
+                served.append(program.as_tensor(program.run_one(kept.stores[part].settled, index, visit, seed)))
+        return served
 
     def _together(self, served: list[torch.Tensor]) -> Any:
         """A sample after the batch ops: one image, or the views of it."""
@@ -910,7 +971,8 @@ class CachedDataset(PreparedDataset):
         transform: as torchvision's. Its leading deterministic steps run once per sample, before it is stored; see
             ``plan``.
         target_transform: called on each target when it is read.
-        transforms: in place of both, called with sample and target together, as torchvision's: for masks.
+        transforms: in place of both, called with sample and target together, as torchvision's: for masks. One of v2's
+            known steps, on images with a ``tv_tensors.Mask``, runs on whole batches.
         options: where and how samples are kept, and more: see ``fastdata.dataset.DatasetOptions``.
 
     ``CachedDataset.from_cache`` opens what ``cache_dir`` keeps without ``dataset``.
@@ -1174,14 +1236,14 @@ def read_for_device(
     return DeviceBatch(torch.from_numpy(samples), draws, dataset.read_targets(index_B))
 
 
-def _serve_into(pairs: list[Any], kept: KeptSamples, batch: IndexBatch) -> None:
-    """Serve a batch by each program, or as it is stored where that is None, into its memory."""
+def _serve_into(pairs: list[Any], kept: KeptSamples, batch: IndexBatch, part: int = 0) -> None:
+    """Serve a part of a batch's samples by each program, or as stored where that is None, into its memory."""
     (program, out), *others = pairs
     with kept.naming_damage():
         if program is None:
-            kept.images.gather_into(batch.positions, out)
+            kept.stores[part].settled.gather_into(batch.positions, out)
         else:
-            program.run(kept.images, batch.positions, batch.visits, batch.seed, out, others)
+            program.run(kept.stores[part].settled, batch.positions, batch.visits, batch.seed, out, others)
 
 
 def _lanes(plan: TransformPlan, spec: SampleSpec, shape: tuple[int, ...]) -> tuple[_Lane, ...]:

@@ -178,7 +178,7 @@ def test_the_transform_of_weights_is_seen_through() -> None:
     [
         ([lambda x: +x], "is not a known batch op"),
         ([MyFlip()], "is not a known batch op"),
-        ([v2.ToImage(), v2.ToDtype({tv_tensors.Image: torch.float32})], "dict of dtypes"),
+        ([v2.ToImage(), v2.ToDtype({tv_tensors.Mask: torch.int64})], "dict of dtypes"),
         ([v2.ToImage(), v2.ToDtype(torch.int32)], "converts to torch.int32"),
         ([v1.ToTensor(), v1.ConvertImageDtype(torch.float16)], "converts float32 to torch.float16"),
         ([v1.ConvertImageDtype(torch.float32)], "does not accept PIL images"),
@@ -190,7 +190,7 @@ def test_the_transform_of_weights_is_seen_through() -> None:
         ([v1.ToTensor(), v1.RandomCrop(3, padding=1, fill=1)], "pads with a constant after the conversion"),
         ([v1.ToTensor(), v1.RandomResizedCrop(3)], "comes after the conversion to float32"),
         ([v1.ToTensor(), v1.Grayscale()], "comes after the conversion to float32"),
-        ([v2.RandomCrop(3, padding=1, fill={"others": 1})], "dict of fill values"),
+        ([v2.RandomCrop(3, padding=1, fill={tv_tensors.Mask: 1})], "dict of fill values"),
         ([v1.RandomCrop(3, padding=1, fill=300)], "fill=300"),
         ([v1.PILToTensor(), v1.RandomCrop(3, padding=1, fill=(1, 2, 3))], "fill=(1, 2, 3) for tensors"),
         ([v1.RandomCrop(3, padding=-1)], "padding=-1"),

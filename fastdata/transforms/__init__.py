@@ -4,7 +4,14 @@
 as such; ``plan`` splits a transform; ``cpu`` and ``device`` run its batch part.
 """
 
-from fastdata.transforms.plan import TransformPlan, plan_transform, read_center_crop, read_resize, shape_after
+from fastdata.transforms.plan import (
+    TransformPlan,
+    plan_pairs,
+    plan_transform,
+    read_center_crop,
+    read_resize,
+    shape_after,
+)
 from fastdata.transforms.steps import Views, fingerprint, is_same
 
 __all__ = [
@@ -12,6 +19,7 @@ __all__ = [
     "Views",
     "fingerprint",
     "is_same",
+    "plan_pairs",
     "plan_transform",
     "read_center_crop",
     "read_resize",

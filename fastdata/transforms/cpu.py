@@ -49,7 +49,8 @@ class Program:
     """
 
     def __init__(self, ops: tuple[Op, ...], spec: SampleSpec) -> None:
-        if ops and (spec.dtype != "uint8" or (spec.shape is not None and len(spec.shape) != 3)):
+        dimensions = (2, 3) if spec.form == "mask" else (3,)
+        if ops and (spec.dtype != "uint8" or (spec.shape is not None and len(spec.shape) not in dimensions)):
             raise ValueError(
                 f"batch ops need uint8 images (C, H, W), but the samples are {spec.dtype} of shape {spec.shape}. "
                 "Use batch_ops='off'."
@@ -57,6 +58,9 @@ class Program:
         self._ops, self._spec = ops, spec
         self._cast = next((op.arguments for op in ops if op.draw is draw_cast), {"dtype": spec.dtype})
         self._dtype = _FLOAT16S.get(self._cast["dtype"]) or np.dtype(self._cast["dtype"])
+        self._is_widened = bool(ops) and self._cast["dtype"] not in core.OUTPUTS  # of masks, to int64
+        if self._is_widened:
+            self._cast = {"dtype": "uint8"}
         self._values: dict[int, core.Values] = {}
         self._scratch = Scratch()
 
@@ -76,8 +80,9 @@ class Program:
             return None if stored is None else (stored, self._dtype)
         if sample_shape is None:
             return None
-        channels, size = size_after(self._ops, sample_shape[0], None if stored is None else (stored[1], stored[2]))
-        return None if size is None else ((channels, *size), self._dtype)
+        known = None if stored is None else (stored[-2], stored[-1])
+        channels, size = size_after(self._ops, _planes(sample_shape)[0], known)
+        return None if size is None else ((channels, *size)[3 - len(sample_shape) :], self._dtype)
 
     def run(
         self,
@@ -111,7 +116,7 @@ class Program:
         if not self._ops:
             return np.array(store.read(index))
         served: Array = self._serve(store, np.array([index], np.int64), visit, seed, [(self, None)])[0]
-        return served
+        return served if len(store.shape(index)) == 3 else served[0]
 
     def run_decoded(
         self, images: Sequence[Array], index_B: Int64s, visits_B: int | Int64s, seed: int, out_BChw: Array | None
@@ -157,9 +162,9 @@ class Program:
     ) -> Array:
         """Serve a batch by several programs; gives the first one's."""
         if self._spec.shape is not None:
-            shapes_B3 = np.full((len(index_B), 3), self._spec.shape, np.int32)
+            shapes_B3 = np.full((len(index_B), 3), _planes(self._spec.shape), np.int32)
         else:
-            shapes_B3 = np.array([store.shape(i) for i in index_B.tolist()], np.int32)
+            shapes_B3 = np.array([_planes(store.shape(i)) for i in index_B.tolist()], np.int32)
         calls: list[tuple[Program, Drawing, Array]] = []
         for program, out in every:
             drawing = program.draw(index_B, visits_B, seed, shapes_B3)
@@ -182,13 +187,13 @@ class Program:
         return calls[0][2]
 
     def _call(self, sources_B: Int64s, shapes_B3: Int32s, drawing: Drawing, out_BChw: Array, **part: Any) -> None:
-        shape = out_BChw.shape[1:]
+        shape, made = _planes(out_BChw.shape[1:]), out_BChw
+        if self._is_widened:
+            made = self._scratch.take("not widened", made.shape)
         if shape[0] not in self._values:
             self._values[shape[0]] = _make_values(shape[0], **self._cast)
         try:
-            core.serve(
-                sources_B, shapes_B3, drawing.records, self._values[shape[0]], out_BChw.ctypes.data, shape, **part
-            )
+            core.serve(sources_B, shapes_B3, drawing.records, self._values[shape[0]], made.ctypes.data, shape, **part)
         except core.CoreError as refused:
             if refused.reason != "shape":
                 raise
@@ -199,6 +204,9 @@ class Program:
                 f"sample {int(drawing.index_B[b])} comes out as {found}, but the batch has room for {shape} each. "
                 "Crop or resize to one size, and convert all images to one number of channels."
             ) from None
+        if self._is_widened:
+            rows = slice(part.get("first"), part.get("last"))
+            out_BChw[rows] = made[rows]
 
 
 def _make_values(
@@ -222,6 +230,11 @@ def _make_values(
     values = core.Values(core.OUTPUTS[dtype], computed is np.float32, divides, widens, factor, *addresses)
     values.kept = kept
     return values
+
+
+def _planes(shape: Shape) -> Shape:
+    """As (C, H, W); a mask may be (H, W)."""
+    return shape if len(shape) == 3 else (1, *shape)
 
 
 def _addresses_of(samples: Sequence[Array]) -> Int64s:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from textwrap import shorten
 from typing import Any, Literal
@@ -20,6 +20,7 @@ from fastdata.transforms.steps import (
     is_preparable,
     is_random,
     is_reforming,
+    joint_steps,
     known_name,
     pair,
     recognise,
@@ -46,6 +47,7 @@ class TransformPlan:
             images, ``last_ops`` run on whole batches in their place, whose samples are of ``last_kind`` then.
         views: the plans of several views of each sample, in place of ``batch_ops``; each has the same ``prepare`` part.
         made: of what type several views of a sample are, list or tuple.
+        mask: what becomes of the mask beside an image, where one transform takes both.
     """
 
     prepare: tuple[Step, ...]
@@ -59,6 +61,7 @@ class TransformPlan:
     last_kind: Form = "pil"
     views: tuple[TransformPlan, ...] = ()
     made: type = list
+    mask: TransformPlan | None = None
 
     @property
     def is_batched(self) -> bool:
@@ -100,6 +103,8 @@ class TransformPlan:
             lines[1:] = [
                 f"view {n}, on whole batches:     {', '.join(v.batch_texts)}" for n, v in enumerate(self.views)
             ]
+        if self.mask:
+            lines.append(f"    masks are moved along:        nearest, served as {self.mask.kind}")
         if self.per_sample:
             lines.append(f"    because {self.obstacle}")
             if self.last_steps:
@@ -211,6 +216,34 @@ def _plan_views(
         views=() if reason else tuple(plans),
         made=views.kind,
     )
+
+
+def plan_pairs(
+    transforms: Any, *, form: Form = "pil", channels: int | None = None, obstacle: str | None = None
+) -> TransformPlan:
+    """Plan a transform of v2 that takes an image and its ``tv_tensors.Mask`` together: all on whole batches, or none.
+
+    Args:
+        transforms: the transform, or any callable that takes both.
+        form: what images are.
+        channels: of images, where they are known.
+        obstacle: why it runs as written in any case.
+    """
+    image, mask = State(kind=form, channels=channels), State(kind="mask", channels=1, is_beside=True)
+    steps, reason = joint_steps(transforms), f"runs as written, because {obstacle}" if obstacle else ""
+    for at, step in enumerate(steps if not reason else ()):
+        try:
+            image, mask = recognise(step, at, image), recognise(step, at, mask)
+        except UnknownStepError as unknown:
+            reason = reason or (f"contains {_text(step)}, which {unknown}" if len(steps) > 1 else str(unknown))
+    if not reason and image.kind == "pil":
+        reason = "leaves images that are PIL's"
+    plan = TransformPlan(prepare=(), batch_ops=(), per_sample=(), kind=form, batch_texts=(), reason=reason)
+    if reason:
+        return replace(plan, per_sample=(transforms,))
+    along = replace(plan, batch_ops=(*mask.ops, *mask.floats), kind=mask.kind)
+    texts = tuple(map(_text, steps))
+    return replace(plan, batch_ops=(*image.ops, *image.floats), kind=image.kind, batch_texts=texts, mask=along)
 
 
 def _read_last(steps: tuple[Step, ...], unknown: int, first: int, before: State) -> tuple[int, State]:

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from fastdata.core import Code
-from fastdata.images import TO_RGB, Form
+from fastdata.images import TO_RGB, Form, tensor_class
 from fastdata.transforms import ops as draws
 from fastdata.transforms.augment import (
     Space,
@@ -54,6 +54,7 @@ _TENSOR_INTERPOLATIONS = ("nearest", "nearest-exact", "bilinear", "bicubic")
 _IDLE = {"RESUME", "PUSH_NULL", "PRECALL", "COPY_FREE_VARS", "CACHE", "NOP", "EXTENDED_ARG"}
 """Bytecode, of some Python or other, that neither makes a value nor takes one."""
 _VARIADIC = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS | inspect.CO_GENERATOR | inspect.CO_COROUTINE
+_MASK_DTYPES = {torch.int64: "int64", torch.int32: "int32", torch.float32: "float32", torch.uint8: "uint8"}
 _FLOATS = {torch.float32: "float32", torch.float64: "float64", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
 
@@ -107,6 +108,8 @@ class State:
     """On uint8."""
     floats: tuple[Op, ...] = ()
     """The conversion to floats, with all normalisations, and what runs after it."""
+    is_beside: bool = False
+    """Whether it is the mask of an image that v2 takes the same steps with."""
 
     @property
     def dtype(self) -> str:
@@ -156,6 +159,13 @@ def flatten(transform: Any) -> tuple[Any, ...]:
     elif name is None and parts is None:
         parts = _called(transform)
     return (transform,) if parts is None else tuple(step for part in parts for step in flatten(part))
+
+
+def joint_steps(transforms: Any) -> tuple[Any, ...]:
+    """The steps of v2's nested Compose: whatever else ``flatten`` sees through takes one sample at a time."""
+    if known_name(transforms) != "Compose" or not _is_v2(transforms):
+        return (transforms,)
+    return tuple(step for part in transforms.transforms for step in joint_steps(part))
 
 
 _INSTEAD: weakref.WeakKeyDictionary[Any, tuple[Any, ...]] = weakref.WeakKeyDictionary()
@@ -291,8 +301,8 @@ def fingerprint(transform: Any) -> tuple[Any, ...]:
             atoms.extend(values)
             for value in values:
                 kind = type(value)  # isinstance with Tensor would take longer than all the rest
-                if kind is list:
-                    atoms.extend(value)
+                if kind is list or kind is dict:
+                    atoms.extend(value if kind is list else value.values())
                 elif kind is torch.Tensor or kind is np.ndarray:
                     atoms.append(np.asarray(value).tobytes())
     return tuple(atoms)
@@ -360,12 +370,32 @@ def recognise(step: Any, at: int, state: State) -> State:
         inner = next((name for name in ("transforms", "transform") if hasattr(step, name)), None)
         hidden = f", and does more than to call its {inner!r}; give that itself" if inner else ""
         raise UnknownStepError(f"is not a known batch op{hidden}")
-    if state.kind in ("array", "mask", "video"):
+    if state.is_beside:
+        reader = _beside(step, state)
+    elif state.kind in ("array", "mask", "video"):
         raise UnknownStepError(f"gets {state.kind}s, which are no images to batch ops")
     try:
         return reader(step, at, state)
     except (AttributeError, TypeError, ValueError) as unread:
         raise UnknownStepError(f"has arguments that are not served: {unread}") from unread
+
+
+_MOVING = {
+    *("CenterCrop", "Pad", "RandomAffine", "RandomCrop", "RandomHorizontalFlip", "RandomPerspective", "RandomResize"),
+    *("RandomResizedCrop", "RandomRotation", "RandomShortestSize", "RandomVerticalFlip", "Resize"),
+    *("RandomApply", "RandomChoice", "RandomOrder", "ToDtype"),
+}
+"""What v2 does to a mask as well, drawn once for both; of the others it leaves masks as they are."""
+
+
+def _beside(step: Any, state: State) -> _Reader:
+    """The reader of what v2 does to a mask beside its image."""
+    name = known_name(step) or ""
+    _refuse(not _is_v2(step), "is not of torchvision.transforms.v2, and takes no masks")
+    _refuse(READERS[name] is _auto_augment, "does not accept masks")
+    if name == "ToPureTensor":
+        return lambda step, at, state: replace(state, kind="tensor")
+    return READERS[name] if name in _MOVING and state.kind == "mask" else lambda step, at, state: state
 
 
 # Geometry
@@ -547,7 +577,8 @@ def _inners(step: Any, at: int, state: State) -> list[tuple[Op, ...]]:
 def _inner(steps: Sequence[Any], at: int, state: State) -> tuple[Op, ...]:
     """Ops of steps that only some samples take, and so leave what a sample is as it was."""
     before = after = replace(state, ops=())
-    for number, step in enumerate(step for part in steps for step in flatten(part)):
+    steps_of = joint_steps if state.is_beside else flatten
+    for number, step in enumerate(step for part in steps for step in steps_of(part)):
         try:
             after = recognise(step, child(at, number), after)
         except UnknownStepError as unknown:
@@ -587,8 +618,13 @@ def _reform(step: Any, at: int, state: State) -> State:
 
 
 def _dtype(step: Any, at: int, state: State) -> State:
-    is_to_dtype, dtype = known_name(step) == "ToDtype", step.dtype
-    _refuse(isinstance(dtype, dict), "has a dict of dtypes")
+    is_to_dtype, dtype = known_name(step) == "ToDtype", _of_kind(step.dtype, state, "dtypes")
+    if state.is_beside and dtype is not None and isinstance(step.dtype, dict):
+        _refuse(state.floats or dtype not in _MASK_DTYPES, f"converts masks to {dtype}")
+        cast = {"dtype": _MASK_DTYPES[dtype], "scaling": "none", "normalizations": ()}
+        return replace(state, floats=(Op(draws.draw_cast, at, cast),))
+    if dtype is None or state.is_beside:
+        return state
     if state.kind == "pil":
         _refuse(not is_to_dtype, "does not accept PIL images")
         return state  # ToDtype leaves everything but tensors as it is
@@ -767,6 +803,18 @@ def _movable(state: State) -> State:
     return state
 
 
+def _of_kind(value: Any, state: State, what: str) -> Any:
+    """What a step of v2 says of such a sample, where it has a dict by types."""
+    if not isinstance(value, dict):
+        return value
+    kind = "PIL.Image" if state.kind == "pil" else tensor_class(state.kind)
+    for key, given in value.items():
+        if kind in (key, getattr(key, "__module__", None)):
+            return given
+    _refuse("others" not in value, f"has a dict of {what} with none for such samples")
+    return value["others"]
+
+
 def _domain(step: Any, state: State) -> Domain:
     if state.kind == "pil":
         return "pil"
@@ -775,6 +823,8 @@ def _domain(step: Any, state: State) -> Domain:
 
 def _filters(step: Any, state: State, interpolation: Any) -> dict[str, Any]:
     _uint8(state)
+    if state.is_beside:
+        return {"interpolation": "nearest", "domain": "v2"}
     domain, name = _domain(step, state), interpolation_name(interpolation)
     _refuse(domain != "pil" and name not in _TENSOR_INTERPOLATIONS, f"resizes tensors with interpolation={name!r}")
     _refuse(domain != "pil" and "nearest" not in name and not step.antialias, "resizes tensors without antialias")
@@ -784,9 +834,10 @@ def _filters(step: Any, state: State, interpolation: Any) -> dict[str, Any]:
 def _warped(step: Any, state: State) -> dict[str, Any]:
     _colours(state)
     domain, name = _domain(step, state), interpolation_name(step.interpolation)
+    name = "nearest" if state.is_beside else name
     if name not in ("nearest", "bilinear", "bicubic") or (domain != "pil" and name == "bicubic"):
         raise UnknownStepError(f"has interpolation={name!r}")
-    fill = None if step.fill is None else _fill(step, "pil", "constant")
+    fill = None if _of_kind(step.fill, state, "fill values") is None else _fill(step, state, "pil", "constant")
     return {"domain": domain, "interpolation": name, "fill": fill}
 
 
@@ -795,7 +846,7 @@ def _border(step: Any, state: State) -> dict[str, Any]:
     _movable(state)
     domain, mode = _domain(step, state), step.padding_mode
     _refuse(mode not in MODES, f"has padding_mode={mode!r}")
-    fill = _fill(step, domain, mode)
+    fill = _fill(step, state, domain, mode)
     if state.floats and mode == "constant" and (any(fill) or state.is_normalized):
         raise UnknownStepError(
             f"pads with a constant after {'Normalize' if state.is_normalized else 'the conversion to float'}"
@@ -811,10 +862,10 @@ def _borders(padding: Any) -> Borders:
     return left, top, right, bottom
 
 
-def _fill(step: Any, domain: Domain, mode: str) -> Fill:
-    fill = step.fill
-    _refuse(isinstance(fill, dict), "has a dict of fill values")
+def _fill(step: Any, state: State, domain: Domain, mode: str) -> Fill:
+    fill = _of_kind(step.fill, state, "fill values")
     is_sequence = isinstance(fill, (list, tuple))
+    _refuse(is_sequence and state.is_beside, f"has fill={fill!r} for masks")
     if is_sequence and (domain == "v1" or (domain == "v2" and mode != "constant" and len(fill) > 1)):
         raise UnknownStepError(f"has fill={fill!r} for tensors")
     if mode != "constant":
