@@ -15,6 +15,7 @@ from torch.utils.data import default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from fastdata.shared import ArrayBlock
+from fastdata.sources import ItemKeys
 
 _T = TypeVar("_T")
 
@@ -44,6 +45,20 @@ class Sample(tuple[Any, ...]):
         return tuple, (tuple(self),)
 
 
+class SampleDict(dict[str, Any]):
+    """One item of a ``SampleBatch`` whose items are dicts; as ``Sample``."""
+
+    __slots__ = ()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)
+
+
+def stacked(images: torch.Tensor | list[torch.Tensor], targets: Any, keys: ItemKeys | None) -> Any:
+    """What ``default_collate`` makes of samples whose images and targets it makes these of."""
+    return [images, targets] if keys is None else keys.join(images, targets)
+
+
 class SampleBatch(list[Any]):
     """A list of (image, target) samples that are views of one stacked tensor.
 
@@ -55,13 +70,15 @@ class SampleBatch(list[Any]):
         targets: what ``default_collate`` makes of the targets: int64 (B,) for class numbers.
         each_target: one Python object per sample.
         image_class: of the images in the list, such as ``tv_tensors.Image``.
+        keys: of samples that are dicts; None where they are tuples.
         made: of what type a sample's views are.
 
     Attributes:
-        stacked: ``[images, targets]``, or None once the list was changed and no longer says the same.
+        stacked: ``[images, targets]``, or a dict of the samples' keys, or None once the list was changed and no longer
+            says the same.
     """
 
-    stacked: list[Any] | None
+    stacked: Any
 
     def __init__(
         self,
@@ -69,15 +86,20 @@ class SampleBatch(list[Any]):
         targets: Any,
         each_target: Iterable[Any],
         image_class: type[torch.Tensor] = torch.Tensor,
+        keys: ItemKeys | None = None,
         made: type = list,
     ) -> None:
+        each_target = list(each_target)
+        self._parts = images, targets, each_target, image_class, keys, made
         views: Any = [each.unbind(0) for each in (images if isinstance(images, list) else [images])]
         if image_class is not torch.Tensor:
             views = [[image.as_subclass(image_class) for image in view] for view in views]
         each_image = map(made, zip(*views, strict=True)) if isinstance(images, list) else views[0]
-        super().__init__(map(Sample, zip(each_image, each_target, strict=True)))
-        self.stacked = [images, targets]
-        default_collate_fn_map.setdefault(Sample, _collate_samples)  # torch's own way to say how a class is collated
+        pairs = zip(each_image, each_target, strict=True)
+        super().__init__(map(Sample, pairs) if keys is None else (SampleDict(keys.join(*pair)) for pair in pairs))
+        self.stacked = stacked(images, targets, keys)
+        for kind in (Sample, SampleDict):
+            default_collate_fn_map.setdefault(kind, _collate_samples)  # torch's own way to say how a class is collated
 
     def __reduce__(self) -> tuple[Any, ...]:
         return list, (list(self),)
@@ -114,7 +136,7 @@ def collate(samples: list[Any]) -> Any:
 def _collate_samples(samples: list[Any], *, collate_fn_map: Any = None) -> Any:
     if isinstance(samples, SampleBatch) and samples.stacked is not None:
         return samples.stacked
-    return default_collate([tuple(sample) for sample in samples])
+    return default_collate([dict(sample) if isinstance(sample, dict) else tuple(sample) for sample in samples])
 
 
 # Which visit to a sample this is: the number that its random draws are made from
@@ -215,7 +237,7 @@ def _flatten(value: Any, numbered: dict[int, tuple[int, Any]]) -> Build | None:
     parts: dict[Any, Any]
     make: Callable[[dict[Any, Any]], Any]
     if isinstance(value, SampleBatch) and value.stacked is not None:
-        parts = dict(enumerate([*value.stacked, [target for _, target in value]]))
+        parts = dict(enumerate(value._parts))
         make = partial(_make_sequence, type(value))
     elif isinstance(value, Mapping):
         parts, make = dict(value), dict

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 import math
 import os
 import pickle
@@ -26,10 +27,10 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, TypeVar, 
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, Subset, get_worker_info
+from torch.utils.data import ConcatDataset, Dataset, Subset, get_worker_info
 
 from fastdata import core
-from fastdata.batch import EpochVisits, IndexBatch, SampleBatch, SharedVisits
+from fastdata.batch import EpochVisits, IndexBatch, SampleBatch, SharedVisits, stacked
 from fastdata.cache import (
     Listing,
     describe_call,
@@ -44,6 +45,7 @@ from fastdata.draws import sample_keys
 from fastdata.errors import SampleError, StoreGoneError, sample_error
 from fastdata.images import (
     Bound,
+    Form,
     Planes,
     Resize,
     SampleSpec,
@@ -70,7 +72,7 @@ from fastdata.prepare import (
 from fastdata.report import log, warn_user
 from fastdata.ring import BatchRing
 from fastdata.shared import ListView, SampleTable, collate_targets
-from fastdata.sources import DatasetSource, FileSource, Source
+from fastdata.sources import DatasetSource, FileSource, ItemKeys, Source
 from fastdata.stores.readers import Store
 from fastdata.transforms import TransformPlan, fingerprint, is_same, plan_pairs, plan_transform
 from fastdata.transforms.cpu import Program
@@ -346,10 +348,10 @@ class PreparedDataset(Dataset[Any]):
         if self.options.batch_ops == "off":
             obstacle = "batch_ops='off'"
         if kept is None or kept.is_tuple or not kept.target_is_part:
-            return plan_pairs(self.transforms, obstacle="samples are not kept as image and mask")
+            return plan_pairs(self.transforms, obstacle="only images with a tv_tensors.Mask are served")
         image, mask = kept.stores
         if (image.spec.dtype, mask.spec.dtype, mask.spec.form) != ("uint8", "uint8", "mask"):
-            obstacle = "only uint8 is served, and targets that are tv_tensors.Mask"
+            obstacle = "only uint8 images with a uint8 tv_tensors.Mask are served"
         channels, *size = image.shape(0)
         if obstacle is None and (len(size) != 2 or mask.shape(0)[:-2] not in ((), (1,))):
             obstacle = f"images of shape {image.shape(0)} and masks of {mask.shape(0)} are not served"
@@ -405,8 +407,8 @@ class PreparedDataset(Dataset[Any]):
     def __len__(self) -> int:
         return self.sample_count
 
-    def __getitem__(self, index: int) -> tuple[Any, Any]:
-        """Sample and target, transformed as the user's transforms say.
+    def __getitem__(self, index: int) -> Any:
+        """Sample and target, transformed as the user's transforms say; a dict where the items are dicts.
 
         Raises:
             IndexError: ``index`` is not in [-N, N).
@@ -419,14 +421,14 @@ class PreparedDataset(Dataset[Any]):
         self.refresh()
         return self._pair(self._visit([position]), 0)
 
-    def __getitems__(self, indices: Sequence[int]) -> list[tuple[Any, Any]]:
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """A whole batch: a ``SampleBatch`` if the transform allows, else a list of samples."""
         self._check_open()
         batch = indices if isinstance(indices, IndexBatch) else None
         if batch is None or get_worker_info() is not None:  # else the epoch began with it, and other threads read
             self.refresh()
         if self._has_own("__getitem__"):
-            return [self[index] if batch is None else self._own_item(batch, k) for k, index in enumerate(indices)]
+            return [self[index] if batch is None else self.own_item(batch, k) for k, index in enumerate(indices)]
         batch, compiled = self._visit(indices), self._compiled
         if self._serving_obstacle is None:
             return self.sample_batch(batch, self.batch_ring)
@@ -435,15 +437,15 @@ class PreparedDataset(Dataset[Any]):
         if compiled.program is None or compiled.outputs is None or self.kept is None:
             samples, targets = map(list, zip(*(self._read(batch, k) for k in range(len(batch))), strict=True))
         else:  # what comes before the first step that is not served
-            samples = [self._shown(image) for image in self._read_images(batch, None)[0]]
+            samples = [self._shown(image) for image in self._read_tensors(batch, None)[0]]
             targets = [self._stored_target(index) for index in batch.positions.tolist()]
         samples = [compiled.plan.run_unknown(sample) for sample in samples]
         if self.target_transform is not None:
             targets = [self.target_transform(target) for target in targets]
         images = self._run_last(samples, batch, self.batch_ring)
         if images is not None:
-            return SampleBatch(images, collate_targets(targets), targets, tensor_class(compiled.plan.last_kind))
-        return list(zip(map(compiled.plan.run_last, samples), targets, strict=True))
+            return self.as_batch([images], lambda: targets, compiled.plan.last_kind)
+        return list(map(self._item, map(compiled.plan.run_last, samples), targets))
 
     def _run_last(self, samples: Sequence[Any], batch: IndexBatch, ring: BatchRing | None) -> torch.Tensor | None:
         """Run the batch ops behind steps that are not known on what these give; None where that is not for them."""
@@ -458,31 +460,53 @@ class PreparedDataset(Dataset[Any]):
         last.run_decoded(decoded, batch.positions, batch.visits, batch.seed, out)
         return last.as_tensor(out)
 
-    def read_batch(self, batch: IndexBatch, ring: BatchRing | None = None) -> list[Any]:
+    def read_batch(self, batch: IndexBatch, ring: BatchRing | None = None) -> Any:
         """Images (B, *shape) and what ``default_collate`` makes of the targets; only if ``batch_obstacle`` is None.
 
         Memory comes from ``ring``, or is fresh. Safe from several threads at once.
         """
-        images = self._read_images(batch, ring)
-        if self.plan.mask:
-            return images
-        return [images if self.plan.views else images[0], self.read_targets(batch.positions)]
+        tensors = self._read_tensors(batch, ring)
+        return self.joined(tensors, lambda: self.read_targets(batch.positions))
 
     def sample_batch(self, batch: IndexBatch, ring: BatchRing | None = None) -> SampleBatch:
-        plan, images = self.plan, self._read_images(batch, ring)
+        return self.as_batch(self._read_tensors(batch, ring), lambda: self.targets_of(batch.positions))
+
+    def joined(self, tensors: list[torch.Tensor], read_targets: Callable[[], Any]) -> Any:
+        """The batch of these tensors, one for each view, and of their targets; masks are tensors among them."""
+        images: Any = tensors if self.plan.views else tensors[0]
+        return stacked(images, tensors[1] if self.plan.mask else read_targets(), self.item_keys)
+
+    def as_batch(
+        self, tensors: list[torch.Tensor], read_targets: Callable[[], list[Any]], kind: Form | None = None
+    ) -> SampleBatch:
+        """As ``joined``, with a list of the samples."""
+        plan, keys = self.plan, self.item_keys
+        image_class = tensor_class(kind or plan.kind)
         if plan.mask:
-            masks = [mask.as_subclass(tensor_class(plan.mask.kind)) for mask in images[1].unbind(0)]
-            return SampleBatch(images[0], images[1], masks, tensor_class(plan.kind))
-        each_target = [self._target(index) for index in batch.positions.tolist()]
-        stacked = images if plan.views else images[0]
-        return SampleBatch(stacked, collate_targets(each_target), each_target, tensor_class(plan.kind), plan.made)
+            masks = [mask.as_subclass(tensor_class(plan.mask.kind)) for mask in tensors[1].unbind(0)]
+            return SampleBatch(tensors[0], tensors[1], masks, image_class, keys)
+        targets = read_targets()
+        images = tensors if plan.views else tensors[0]
+        return SampleBatch(images, collate_targets(targets), targets, image_class, keys, plan.made)
+
+    @property
+    def item_keys(self) -> ItemKeys | None:
+        """The keys of items that are dicts, as far as that is known."""
+        return self._samples.keys
+
+    def _item(self, sample: Any, target: Any) -> Any:
+        keys = self.item_keys
+        return (sample, target) if keys is None else keys.join(sample, target)
 
     def read_targets(self, index_B: np.ndarray) -> Any:
         """What ``default_collate`` makes of the targets of a batch."""
         listed = self.table if self.kept is None else self.kept
         if listed is not None and self.target_transform is None:
             return listed.collated_targets(index_B)
-        return collate_targets([self._target(index) for index in index_B.tolist()])
+        return collate_targets(self.targets_of(index_B))
+
+    def targets_of(self, index_B: np.ndarray) -> list[Any]:
+        return [self._target(index) for index in index_B.tolist()]
 
     @property
     def sample_count(self) -> int:
@@ -493,6 +517,21 @@ class PreparedDataset(Dataset[Any]):
         """Why whole batches cannot be served without Python work per sample; None if they can."""
         own = self.own_reader
         return self._serving_obstacle if own is None else f"{type(self).__name__} has a {own} of its own"
+
+    def is_filling(self, index: np.ndarray | None) -> bool:
+        """Whether many of these samples will be prepared when they are read, which processes do better than threads."""
+        return self.batch_obstacle is None and self.kept is not None and self.filled_share(index) < MOSTLY_FILLED
+
+    @property
+    def image_form(self) -> str:
+        """Shape and type of each image in a whole batch."""
+        kinds = (
+            [self.plan.kind, self.plan.mask.kind] if self.plan.mask else [self.plan.kind] * len(self._compiled.lanes)
+        )
+        names = [tensor_class(kind).__name__ for kind in kinds]
+        pairs = zip(names, self.as_tensors(self.room(0, None)), strict=True)
+        form = ", ".join(f"{name}{tuple(each.shape[1:])} of {str(each.dtype)[6:]}" for name, each in pairs)
+        return form if self.item_keys is None else f"{form} in {self.item_keys}"
 
     def fallback_notice(self) -> str:
         """Which code of the user's own runs on each sample unasked, what that costs and the way back; else empty.
@@ -593,7 +632,8 @@ class PreparedDataset(Dataset[Any]):
     def _has_own(self, name: str) -> bool:
         return getattr(type(self), name) is not getattr(PreparedDataset, name)
 
-    def _own_item(self, batch: IndexBatch, k: int) -> Any:
+    def own_item(self, batch: IndexBatch, k: int) -> Any:
+        """What a subclass's own ``__getitem__`` makes of index ``k`` of a batch; its reads are drawn from its visit."""
         token = _ITEM.set(_Item(batch, k))
         try:
             return self[batch[k]]
@@ -616,25 +656,37 @@ class PreparedDataset(Dataset[Any]):
         visits_B = self._visits.take(index_B, reader) if draws else np.zeros_like(index_B)
         return IndexBatch(indices, index_B, visits_B, self.seed_of(base_seed))
 
-    def _read_images(self, batch: IndexBatch, ring: BatchRing | None) -> list[torch.Tensor]:
-        """A tensor of each view, or of images and masks."""
-        self._check_open()
-        samples, outputs = self._samples, self._compiled.outputs
+    def _read_tensors(self, batch: IndexBatch, ring: BatchRing | None) -> list[torch.Tensor]:
+        outs = self.room(len(batch), ring)
+        self.read_into(outs, batch)
+        return self.as_tensors(outs)
+
+    def room(self, count: int, ring: BatchRing | None) -> list[np.ndarray]:
+        """Memory for a whole batch of so many samples: for each view of images, or for images and masks."""
+        outputs = self._compiled.outputs
         assert outputs is not None
-        outs = _take([((len(batch), *shape), dtype) for shape, dtype in outputs], ring)
-        lanes = self._compiled.lanes
+        return _take([((count, *shape), dtype) for shape, dtype in outputs], ring)
+
+    def read_into(self, outs: list[np.ndarray], batch: IndexBatch, rows_B: np.ndarray | None = None) -> None:
+        """Read the images of a batch into ``room`` for it; or for a larger one, where ``rows_B`` says which rows."""
+        self._check_open()
+        samples, lanes = self._samples, self._compiled.lanes
         pairs = [(lane.program, out) for lane, out in zip(lanes, outs, strict=True)]
         if self.plan.mask:
             self._refuse_other_sizes(batch.positions)
         if isinstance(samples, KeptSamples):
             for part in sorted({lane.part for lane in lanes}):
                 of_part = [pair for pair, lane in zip(pairs, lanes, strict=True) if lane.part == part]
-                _serve_into(of_part, samples, batch, part)
+                _serve_into(of_part, samples, batch, rows_B, part)
         else:
             decoded = [self._decode(index) for index in batch.positions.tolist()]
             for program, out in pairs:
                 assert program is not None
-                program.run_decoded(decoded, batch.positions, batch.visits, batch.seed, out)
+                program.run_decoded(decoded, batch.positions, batch.visits, batch.seed, out, rows_B)
+
+    def as_tensors(self, outs: list[np.ndarray]) -> list[torch.Tensor]:
+        programs = [lane.program for lane in self._compiled.lanes]
+        pairs = zip(programs, outs, strict=True)
         return [torch.from_numpy(out) if program is None else program.as_tensor(out) for program, out in pairs]
 
     def _refuse_other_sizes(self, index_B: np.ndarray) -> None:
@@ -660,19 +712,19 @@ class PreparedDataset(Dataset[Any]):
         except OSError as cause:
             raise sample_error(path, index, cause) from cause
 
-    def _pair(self, batch: IndexBatch, k: int) -> tuple[Any, Any]:
+    def _pair(self, batch: IndexBatch, k: int) -> Any:
         one, plan = slice(k, k + 1), self.plan
         sample, target = self._read(batch, k)
         if plan.mask:
-            return sample, target
+            return self._item(sample, target)
         if self.transforms is not None:
             transformed: tuple[Any, Any] = self.transforms(sample, target)
-            return transformed
+            return transformed if self.item_keys is None else self._item(*transformed)
         sample = plan.run_unknown(sample)
         alone = IndexBatch([batch[k]], batch.positions[one], batch.visits[one], batch.seed)
         images = self._run_last([sample], alone, None)
         sample = plan.run_last(sample) if images is None else images[0].as_subclass(tensor_class(plan.last_kind))
-        return sample, target if self.target_transform is None else self.target_transform(target)
+        return self._item(sample, target if self.target_transform is None else self.target_transform(target))
 
     def _read(self, batch: IndexBatch, k: int) -> tuple[Any, Any]:
         """A sample as it is before the steps that are not known, and its target before any."""
@@ -689,7 +741,7 @@ class PreparedDataset(Dataset[Any]):
             target = self._stored_target(index)
             if kept is None:
                 alone = IndexBatch([index], batch.positions[one], batch.visits[one], batch.seed)
-                sample = self._together([images[0] for images in self._read_images(alone, None)])
+                sample = self._together([images[0] for images in self._read_tensors(alone, None)])
             elif program is None:
                 sample = kept.sample(index)
                 sample = sample if self._is_upright else without_exif(sample)
@@ -701,7 +753,7 @@ class PreparedDataset(Dataset[Any]):
         return sample, target
 
     def _read_alone(self, kept: KeptSamples, index: int, visit: int, seed: int) -> list[torch.Tensor]:
-        """What ``_read_images`` gives of one sample, in whatever shape it has."""
+        """What ``_read_tensors`` gives of one sample, in whatever shape it has."""
         if self.plan.mask:
             self._refuse_other_sizes(np.array([index]))
         served = []
@@ -960,13 +1012,15 @@ class PreparedDataset(Dataset[Any]):
 
 
 class CachedDataset(PreparedDataset):
-    """Any map-style dataset of (sample, target), prepared once and kept in shared memory.
+    """Any map-style dataset of (sample, target) or of dicts, prepared once and kept in shared memory.
 
     Args:
         dataset: has ``__len__`` and ``__getitem__`` giving (PIL image | tensor | array, target). Read once, from forked
             worker processes, so that what its own transforms draw would stay the same: those of torchvision that are
             random are refused, those that fastdata does not know are warned of. The sample may be a tuple of these,
-            and the target an image or array too, such as a mask: all of them are stored.
+            and the target an image or array too, such as a mask: all of them are stored. Of an item that is a dict the
+            one value that is an image is the sample, and the target that of the other key, or a dict of several; items
+            and batches are dicts of the same keys then.
         prepare: called on each sample before it is stored, e.g. ``lambda image: image.convert("RGB")``.
         transform: as torchvision's. Its leading deterministic steps run once per sample, before it is stored; see
             ``plan``.
@@ -1106,16 +1160,21 @@ def _refuse_frozen_draws(dataset: Any) -> None:
             "where it takes the target too; or use storage='none'."
         )
     if texts[None]:
-        warn_user(
+        advice = (
             f"{texts[None]}: not known to fastdata. If it draws at random, every epoch sees the same draws, because "
             "samples are kept as they are first read. Make the dataset without it, and give it to CachedDataset as "
             "transform= or transforms=; or as prepare= if it does the same each time."
         )
+        if any(name == "set_transform" for _, name, _ in steps):
+            advice += " What set_transform calls takes a batch of items; these take one image."
+        warn_user(advice)
 
 
 def _own_steps(dataset: Any) -> Iterator[tuple[str, str, Any]]:
     """The steps of a dataset's transforms and of those inside of it: whose, under which name, and the step."""
-    owner = type(dataset).__name__
+    owner, shown = type(dataset).__name__, getattr(dataset, "format", None)
+    if isinstance(shown, dict) and shown.get("type") == "custom":  # Hugging Face's, by ``set_transform``
+        yield owner, "set_transform", shown.get("format_kwargs", {}).get("transform")
     code = getattr(getattr(type(dataset), "__getitem__", None), "__code__", None)
     for name in ("transforms", "transform", "target_transform"):
         call: Any = getattr(dataset, name, None)
@@ -1137,28 +1196,147 @@ MOSTLY_FILLED = 0.9
 """Share of the samples from which on threads are worth it, although some of the rest are still to be prepared."""
 
 
+class JoinedDatasets:
+    """The fastdata datasets in a ``ConcatDataset`` as a loader asks them: as one, whose indices are theirs in a row.
+
+    Each is read with its own transform, targets and draws, into its rows of the batch. One without a ``seed`` draws
+    from that of the first that has one.
+    """
+
+    own_reader = None
+    is_fallback_said = False
+    batch_ring: BatchRing | None = None
+
+    def __init__(self, parts: Sequence[PreparedDataset]) -> None:
+        self.parts = parts
+        self._ends = np.cumsum([part.index_count for part in parts])
+        self.options = next((part.options for part in parts if part.options.seed is not None), parts[0].options)
+
+    def _pieces(self, index_B: np.ndarray) -> Iterator[tuple[PreparedDataset, np.ndarray, np.ndarray]]:
+        """Each dataset that indices are of, which of them those are, and their positions in it."""
+        number_B = np.searchsorted(self._ends, index_B, side="right")
+        for number in np.unique(number_B).tolist():
+            part, row_B = self.parts[number], np.flatnonzero(number_B == number)
+            start = self._ends[number - 1] if number else 0
+            yield part, row_B, part.positions(index_B[row_B] - start, part.index_count)
+
+    def _batches(self, batch: IndexBatch) -> Iterator[tuple[PreparedDataset, np.ndarray, IndexBatch]]:
+        for part, row_B, position_B in self._pieces(batch.positions):
+            seed = part.seed_of(batch.seed)
+            yield part, row_B, IndexBatch(position_B.tolist(), position_B, batch.visits[row_B], seed)
+
+    # What ``PreparedDataset`` has of the same name
+
+    def __getitems__(self, batch: IndexBatch) -> list[Any]:
+        if self.batch_obstacle is None:
+            return self.sample_batch(batch, self.batch_ring)
+        samples: list[Any] = [None] * len(batch)
+        for part, row_B, piece in self._batches(batch):
+            is_own = part.own_reader is not None
+            read = [part.own_item(piece, k) for k in range(len(piece))] if is_own else part.__getitems__(piece)
+            for row, sample in zip(row_B.tolist(), read, strict=True):
+                samples[row] = sample
+        return samples
+
+    def read_batch(self, batch: IndexBatch, ring: BatchRing | None = None) -> Any:
+        return self.parts[0].joined(self._read_tensors(batch, ring), lambda: self._read_targets(batch.positions))
+
+    def sample_batch(self, batch: IndexBatch, ring: BatchRing | None = None) -> SampleBatch:
+        return self.parts[0].as_batch(self._read_tensors(batch, ring), lambda: self._targets_of(batch.positions))
+
+    def _read_tensors(self, batch: IndexBatch, ring: BatchRing | None) -> list[torch.Tensor]:
+        outs = self.parts[0].room(len(batch), ring)
+        for part, row_B, piece in self._batches(batch):
+            part.read_into(outs, piece, row_B)
+        return self.parts[0].as_tensors(outs)
+
+    def _read_targets(self, index_B: np.ndarray) -> Any:
+        found = [(row_B, part.read_targets(position_B)) for part, row_B, position_B in self._pieces(index_B)]
+        tensors = [target for _, target in found if isinstance(target, torch.Tensor)]
+        if len(tensors) < len(found) or len({(tensor.dtype, tensor.shape[1:]) for tensor in tensors}) != 1:
+            return collate_targets(self._targets_of(index_B))
+        targets = tensors[0].new_empty((len(index_B), *tensors[0].shape[1:]))
+        for (row_B, _), tensor in zip(found, tensors, strict=True):
+            targets[torch.from_numpy(row_B)] = tensor
+        return targets
+
+    def _targets_of(self, index_B: np.ndarray) -> list[Any]:
+        targets: list[Any] = [None] * len(index_B)
+        for part, row_B, position_B in self._pieces(index_B):
+            for row, target in zip(row_B.tolist(), part.targets_of(position_B), strict=True):
+                targets[row] = target
+        return targets
+
+    @property
+    def index_count(self) -> int:
+        return int(self._ends[-1])
+
+    @property
+    def batch_obstacle(self) -> str | None:
+        obstacle = next(filter(None, (part.batch_obstacle for part in self.parts)), None)
+        forms = {} if obstacle else dict.fromkeys(part.image_form for part in self.parts)
+        return f"the datasets serve images that differ, {' and '.join(forms)}" if len(forms) > 1 else obstacle
+
+    @property
+    def device_obstacle(self) -> str:
+        return self.batch_obstacle or "the samples of a ConcatDataset lie in several stores"
+
+    @property
+    def served_bytes(self) -> int | None:
+        return None if self.batch_obstacle else self.parts[0].served_bytes
+
+    @property
+    def target_transform(self) -> Callable[[Any], Any] | None:
+        return next(filter(None, (part.target_transform for part in self.parts)), None)
+
+    @property
+    def epoch(self) -> int | None:
+        return next((part.epoch for part in self.parts if part.epoch is not None), None)
+
+    def seed_of(self, base_seed: int) -> int:
+        return base_seed if self.options.seed is None else self.options.seed
+
+    def refresh(self) -> None:
+        for part in self.parts:
+            part.refresh()
+
+    def fallback_notice(self) -> str:
+        return next(filter(None, (part.fallback_notice() for part in self.parts)), "")
+
+    def is_filling(self, index: np.ndarray | None) -> bool:
+        assert index is not None
+        return any(part.is_filling(position_B) for part, _, position_B in self._pieces(index))
+
+
+Served = PreparedDataset | JoinedDatasets
+
+
 @dataclass(frozen=True, slots=True)
 class LoaderView:
-    """A fastdata dataset behind a loader, and which of its samples the loader sees: all, or those of a ``Subset``."""
+    """What is fastdata's behind a loader, and which of its samples the loader sees; None: all of them as they are."""
 
-    dataset: PreparedDataset
+    dataset: Served
     subset: np.ndarray | None
 
     @classmethod
     def find(cls, dataset: Any) -> LoaderView | None:
-        """Look behind any ``Subset``; None if there is no fastdata dataset."""
+        """Look behind any ``Subset`` and ``ConcatDataset``; None if there is anything but fastdata datasets."""
         subset: np.ndarray | None = None
         while type(dataset) is Subset:
             indices = np.asarray(dataset.indices, dtype=np.int64)
             subset = indices if subset is None else indices[subset]
             dataset = dataset.dataset
-        return cls(dataset, subset) if isinstance(dataset, PreparedDataset) else None
+        if isinstance(dataset, PreparedDataset):
+            return cls(dataset, subset)
+        parts: list[PreparedDataset] = []
+        joined = _joined(dataset, parts) if type(dataset) is ConcatDataset else None
+        if joined is None:
+            return None
+        return cls(parts[0] if len(parts) == 1 else JoinedDatasets(parts), joined if subset is None else joined[subset])
 
     @property
     def is_filling(self) -> bool:
-        """Whether many of the samples will be prepared when they are read, which processes do better than threads."""
-        is_kept = self.dataset.batch_obstacle is None and self.dataset.kept is not None
-        return is_kept and self.dataset.filled_share(self.subset) < MOSTLY_FILLED
+        return self.dataset.is_filling(self.subset)
 
     def visit(self, batches: Iterable[list[int]], epoch: int, base_seed: int) -> Iterator[list[int]]:
         """The batches of an epoch, with what random draws are made from.
@@ -1183,25 +1361,57 @@ class LoaderView:
         if self.subset is not None:
             index_B = self.subset[index_B]
             indices = index_B.tolist()
-        positions_B = self.dataset.positions(index_B, self.dataset.index_count)
+        positions_B = PreparedDataset.positions(index_B, self.dataset.index_count)
         return IndexBatch(indices, positions_B, visits.take(positions_B), seed)
 
     def fetched(self, dataset: Any) -> Any:
         """What is read in place of a loader's ``dataset``, so that what batches know is not lost."""
+        if type(dataset) is ConcatDataset:
+            return _VisitedConcat(dataset, self.dataset)
         return dataset if self.subset is None else _VisitedSubset(dataset, self.dataset)
 
 
-class _VisitedSubset(Subset[Any]):
-    """A ``Subset`` that hands batches to the dataset behind it as they are; torch's makes plain lists of them."""
+def _joined(dataset: Any, parts: list[PreparedDataset]) -> np.ndarray | None:
+    """The indices of a dataset's samples among those of all ``parts`` in a row, which those behind it are added to.
 
-    def __init__(self, subset: Subset[Any], behind: PreparedDataset) -> None:
-        super().__init__(subset.dataset, subset.indices)
-        self._behind = behind
+    None if there is anything but fastdata datasets, or one that is as long as a subclass of one's own says.
+    """
+    if isinstance(dataset, PreparedDataset) and len(dataset) == dataset.index_count:
+        if not any(dataset is part for part in parts):
+            parts.append(dataset)
+        before = itertools.takewhile(lambda part: part is not dataset, parts)
+        return np.arange(len(dataset)) + sum(part.index_count for part in before)
+    if type(dataset) is Subset:
+        behind = _joined(dataset.dataset, parts)
+        return None if behind is None else behind[np.asarray(dataset.indices, dtype=np.int64)]
+    if type(dataset) is ConcatDataset:
+        found = [indices for part in dataset.datasets if (indices := _joined(part, parts)) is not None]
+        return np.concatenate(found) if len(found) == len(dataset.datasets) else None
+    return None
+
+
+class _Visited(Dataset[Any]):
+    """Hands batches to what is ``behind`` as they are, where torch's own would make plain lists or samples of them."""
+
+    behind: Served
 
     def __getitems__(self, indices: list[int]) -> list[Any]:
         if isinstance(indices, IndexBatch):
-            return self._behind.__getitems__(indices)
-        return super().__getitems__(indices)
+            return self.behind.__getitems__(indices)
+        whole = getattr(super(), "__getitems__", None)
+        return whole(indices) if whole else [self[index] for index in indices]
+
+
+class _VisitedSubset(_Visited, Subset[Any]):
+    def __init__(self, subset: Subset[Any], behind: Served) -> None:
+        super().__init__(subset.dataset, subset.indices)
+        self.behind = behind
+
+
+class _VisitedConcat(_Visited, ConcatDataset[Any]):
+    def __init__(self, concat: ConcatDataset[Any], behind: Served) -> None:
+        super().__init__(concat.datasets)
+        self.behind = behind
 
 
 # What a device finishes
@@ -1217,6 +1427,7 @@ class DeviceBatch(NamedTuple):
     samples: torch.Tensor
     draws: torch.Tensor | None
     targets: Any
+    keys: ItemKeys | None
 
 
 def read_for_device(
@@ -1233,17 +1444,17 @@ def read_for_device(
     if not only_places:
         samples = ring.take((len(index_B), *program.sent_shape), np.dtype(np.uint8))
         _serve_into([(program.host, samples)], kept, batch)
-    return DeviceBatch(torch.from_numpy(samples), draws, dataset.read_targets(index_B))
+    return DeviceBatch(torch.from_numpy(samples), draws, dataset.read_targets(index_B), dataset.item_keys)
 
 
-def _serve_into(pairs: list[Any], kept: KeptSamples, batch: IndexBatch, part: int = 0) -> None:
+def _serve_into(
+    pairs: list[Any], kept: KeptSamples, batch: IndexBatch, rows_B: np.ndarray | None = None, part: int = 0
+) -> None:
     """Serve a part of a batch's samples by each program, or as stored where that is None, into its memory."""
-    (program, out), *others = pairs
+    store = kept.stores[part].settled
+    (program, out), *others = [(program or Program((), store.spec), out) for program, out in pairs]
     with kept.naming_damage():
-        if program is None:
-            kept.stores[part].settled.gather_into(batch.positions, out)
-        else:
-            program.run(kept.stores[part].settled, batch.positions, batch.visits, batch.seed, out, others)
+        program.run(store, batch.positions, batch.visits, batch.seed, out, rows_B, others)
 
 
 def _lanes(plan: TransformPlan, spec: SampleSpec, shape: tuple[int, ...]) -> tuple[_Lane, ...]:

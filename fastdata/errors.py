@@ -101,11 +101,14 @@ def sample_error(path: str | None, index: int, cause: BaseException) -> SampleEr
     where = f"sample {index}" if path is None else f"sample {index}, {path},"
     found = "" if path is None else f"It is {_describe_file(path)}. "
     cure = "Correct the dataset" if path is None else "Delete or replace the file"
-    # What no content of a file raises, but the code that reads it.
-    if path is not None and isinstance(cause, (TypeError, AttributeError, NameError, ImportError)):
-        cure, found = "Correct what opens or prepares it (loader=, prepare=, the transform's first steps)", ""
+    # What no content of a sample raises, but the code that reads it: leaving samples out would leave out all of them.
+    if isinstance(cause, (TypeError, AttributeError, NameError, ImportError)):
+        opener = "what opens or prepares it (loader=, prepare=, the transform's first steps)"
+        cure, found = f"Correct {'the dataset' if path is None else opener}", ""
+    else:
+        cure += ", or leave it out with on_error='skip'"
     problem = f"{type(cause).__name__}: {str(cause).rstrip('.')}"
-    message = f"{where} cannot be read: {problem}. {found}{cure}, or leave it out with on_error='skip'."
+    message = f"{where} cannot be read: {problem}. {found}{cure}."
     return SampleError(message, index=index, path=path)
 
 

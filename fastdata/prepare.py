@@ -49,7 +49,7 @@ from fastdata.memory import (
 )
 from fastdata.report import log, progress_bar, warn_user
 from fastdata.shared import SampleTable, collate_targets
-from fastdata.sources import FileBytes, FileSource, Source
+from fastdata.sources import FileBytes, FileSource, ItemKeys, Source
 from fastdata.stores.readers import Decoder, FileStore, Store, UndecodableError
 from fastdata.stores.writers import (
     ALIGN_BYTES,
@@ -295,6 +295,7 @@ class Forecast:
     looked_at: tuple[ReadSample, ...] = ()
     is_tuple: bool = False
     target_is_part: bool = False
+    keys: ItemKeys | None = None
 
     @property
     def need_bytes(self) -> int:
@@ -334,6 +335,7 @@ def forecast(source: Source, prepare: Callable[[Any], Any], *, probes: int = 8) 
         looked_at=alike,
         is_tuple=first.is_tuple,
         target_is_part=first.target_is_part,
+        keys=source.keys,
     )
 
 
@@ -464,6 +466,7 @@ class KeptSamples:
     """Or what has its ``has_paths``, ``path``, ``target``, ``collated_targets``, ``close`` and length."""
     is_tuple: bool = False
     target_is_part: bool = False
+    keys: ItemKeys | None = None
 
     @property
     def images(self) -> Store:
@@ -609,7 +612,7 @@ class _Preparation:
                 table = SampleTable(ingested.targets)
             elif skipped:
                 table = table.reduced_to(ingested.kept.tolist())
-        samples = KeptSamples(stores, table, expected.is_tuple, expected.target_is_part)
+        samples = KeptSamples(stores, table, expected.is_tuple, expected.target_is_part, expected.keys)
         return Prepared(storage_plan=plan, kept=samples, skipped=skipped)
 
     def _writer_plans(self, plan: StoragePlan, *, is_lazy: bool = False) -> list[WriterPlan]:

@@ -155,6 +155,7 @@ class WorkerRing:
         self._largest_bytes = 0
         self._filled: _Slot | None = None
         self._lease, self._end = _NOTHING, 0
+        dataset = getattr(dataset, "behind", dataset)
         while isinstance(dataset, Subset):
             dataset = dataset.dataset
         if hasattr(dataset, "batch_ring"):

@@ -6,14 +6,17 @@ import csv
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from itertools import repeat
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
+
+from fastdata.images import is_image
 
 SCAN_THREADS = 16
 """Folders listed at once where listing waits, as on a network file system."""
@@ -22,13 +25,39 @@ SCAN_PATIENCE_S = 0.02
 100 folders of a local disk take 37 ms in one thread, 61 ms in eight, and torchvision 65 ms."""
 
 
+@dataclass(frozen=True, slots=True)
+class ItemKeys:
+    """The keys of items that are dicts, in their order, and whose value is the sample; the rest is the target.
+
+    If there is one other key, its value is the target; else a dict.
+    """
+
+    names: tuple[str, ...]
+    image: str
+
+    def __post_init__(self) -> None:
+        if self.image not in self.names or len(set(self.names)) < len(self.names):
+            raise ValueError(f"{self.image!r} is not one of the different keys {self.names}")
+
+    def split(self, item: Mapping[str, Any]) -> tuple[Any, Any]:
+        others = {name: item[name] for name in self.names if name != self.image}
+        return item[self.image], others.popitem()[1] if len(others) == 1 else others
+
+    def join(self, sample: Any, target: Any) -> dict[str, Any]:
+        """The item again; or a batch, of samples and targets."""
+        others = dict.fromkeys(self.names, target) if len(self.names) == 2 else target
+        return {name: sample if name == self.image else others[name] for name in self.names}
+
+
 class Source(Protocol):
     """Samples by index in [0, len), each read anew whenever it is asked for.
 
     ``read`` gives (sample, target), from several threads at once if the source's parts allow it. ``path`` names the
-    sample's file, for messages; None where it has none.
+    sample's file, for messages; None where it has none. ``keys`` are those of items that are dicts, once one was read.
     """
 
+    @property
+    def keys(self) -> ItemKeys | None: ...
     def __len__(self) -> int: ...
     def read(self, index: int) -> tuple[Any, Any]: ...
     def path(self, index: int) -> str | None: ...
@@ -36,6 +65,8 @@ class Source(Protocol):
 
 class FileSource:
     """One file per sample, opened by ``loader``; paths and targets are any sequences, read by index only."""
+
+    keys = None
 
     def __init__(self, paths: Sequence[str], targets: Sequence[Any], loader: Callable[[str], Any]) -> None:
         if len(paths) != len(targets):
@@ -72,9 +103,21 @@ def _read_bytes(path: str) -> np.ndarray:
 
 
 class DatasetSource:
-    """The items of any map-style dataset of ``(sample, target)``; its own transform runs inside ``read``."""
+    """The items of any map-style dataset of pairs or dicts; its own transform runs inside ``read``."""
+
+    keys: ItemKeys | None = None
 
     def __init__(self, dataset: Any) -> None:
+        if isinstance(dataset, (str, bytes, os.PathLike)):
+            raise TypeError(
+                f"{dataset!r} is a path, not a dataset. Give fastdata.ImageFolder the folder of class folders, "
+                "fastdata.ImageManifest the CSV file, or CachedDataset.from_cache the cache."
+            )
+        if isinstance(dataset, (np.ndarray, torch.Tensor)):
+            raise TypeError(
+                f"a {type(dataset).__name__} of shape {tuple(dataset.shape)} has no targets. Give both: "
+                "TensorDataset(images, targets) of torch.utils.data for tensors, list(zip(images, targets)) for arrays."
+            )
         if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
             raise TypeError(
                 f"{type(dataset).__name__} has no __getitem__ and __len__, so its samples cannot be read by index. "
@@ -86,12 +129,18 @@ class DatasetSource:
         return len(self.dataset)
 
     def read(self, index: int) -> tuple[Any, Any]:
-        item = self.dataset[index]
-        if not isinstance(item, tuple | list) or len(item) != 2:
+        item, which = self.dataset[index], f"item {index} of {type(self.dataset).__name__}"
+        if isinstance(item, Mapping):
+            self.keys = keys = self.keys or _keys_of(item, which)
+            if set(item) != set(keys.names):
+                raise TypeError(f"{which} has the keys {', '.join(item)}, another one {', '.join(keys.names)}")
+            return keys.split(item)
+        if not isinstance(item, tuple | list) or len(item) != 2 or self.keys is not None:
             size = f" of length {len(item)}" if isinstance(item, tuple | list) else ""
+            wanted = "a dict as others are" if self.keys else "a (sample, target) pair, nor a dict with an image"
             raise TypeError(
-                f"item {index} of {type(self.dataset).__name__} is a {type(item).__name__}{size}, "
-                "not a (sample, target) pair. Wrap the dataset in one whose __getitem__ returns two values."
+                f"{which} is a {type(item).__name__}{size}, not {wanted}. Wrap the dataset in one whose __getitem__ "
+                "returns two values."
             )
         return item[0], item[1]
 
@@ -106,6 +155,19 @@ class DatasetSource:
         sample = samples[index]
         first = sample[0] if isinstance(sample, tuple | list) and sample else sample
         return os.fspath(first) if isinstance(first, str | os.PathLike) else None
+
+
+def _keys_of(item: Mapping[Any, Any], which: str) -> ItemKeys:
+    names = tuple(item)
+    images = [name for name, value in item.items() if is_image(value)]
+    if len(images) != 1 or not all(isinstance(name, str) for name in names):
+        found = f"the images {', '.join(map(str, images))}"
+        found = found if images else f"no image among {', '.join(map(str, names))}"
+        raise TypeError(
+            f"{which} is a dict with {found}; one under a name is needed: a PIL image, array or tensor. Wrap the "
+            "dataset in one whose __getitem__ returns ((image, mask), target), or the like."
+        )
+    return ItemKeys(names, images[0])
 
 
 # Folders of class folders

@@ -28,6 +28,8 @@ WRONG = [
     (["parts", 0, "files", 0, "rows"], float("nan")),
     (["is_tuple"], "yes"),
     (["target_is_part"], True),
+    (["keys"], {"names": ["image", "label"], "image": "pixels"}),
+    (["keys"], {"names": ["image", "image"], "image": "image"}),
     (["skipped"], "none"),
     (["skipped"], [{"index": "0"}]),
 ]

@@ -16,7 +16,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from torch.utils.data import IterableDataset, Subset
+from torch.utils.data import ConcatDataset, IterableDataset, Subset
 from torchvision import transforms
 
 from conftest import FolderMaker
@@ -217,6 +217,27 @@ def test_a_subset_serves_its_own_samples() -> None:
     """Of a Subset only its indices come."""
     with CachedDataset(Squares(30), storage="none") as dataset, chunked(Subset(dataset, range(5, 16))) as loader:
         assert sorted(flat(labels(loader))) == list(range(5, 16))
+
+
+@pytest.mark.parametrize("storage", ["none", "shared"])
+def test_dicts_are_served(storage: Any) -> None:
+    """Items that are dicts come in batches of their keys, whether they are kept or not."""
+    samples = [{"number": i, "image": square(i)} for i in range(9)]
+    with CachedDataset(samples, storage=storage) as dataset, chunked(dataset, shuffle=False) as loader:
+        batches = list(loader)
+    assert [list(batch) for batch in batches] == [["number", "image"]] * 3
+    assert [number for batch in batches for number in batch["number"].tolist()] == list(range(9))
+    assert torch.equal(torch.cat([batch["image"] for batch in batches]), torch.stack([square(i) for i in range(9)]))
+
+
+def test_joined_datasets_are_served() -> None:
+    """Of a ConcatDataset each sample comes."""
+    with (
+        CachedDataset(Squares(9)) as one,
+        CachedDataset(Squares(30)) as other,
+        chunked(ConcatDataset([one, Subset(other, range(9, 20))])) as loader,
+    ):
+        assert sorted(flat(labels(loader))) == list(range(20))
 
 
 def test_targets_of_any_kind_come_with_their_samples() -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image, ImageOps
-from torch.utils.data import ConcatDataset, Subset, default_collate
+from torch.utils.data import ConcatDataset, Subset, TensorDataset, default_collate
 from torchvision import transforms as v1
 from torchvision.datasets import VisionDataset
 from torchvision.transforms import v2
@@ -482,6 +482,111 @@ def test_without_storage_nothing_is_read_before_it_is_asked_for() -> None:
         dataset.transform = v1.Compose([v1.Resize((3, 4)), v1.ToTensor()])
         assert dataset[0][0].shape == (3, 3, 4)
         assert dataset.targets[5] == 50
+
+
+class Dicts(Images):
+    """The same as dicts, with the values of ``keys`` beside the image."""
+
+    def __init__(self, *keys: str) -> None:
+        super().__init__(8)
+        self.keys = keys
+
+    def __getitem__(self, index: int) -> Any:
+        image, target = super().__getitem__(index)
+        values = {"image": image, "label": target, "name": f"name {index}", "boxes": torch.tensor([index, 1.5])}
+        return {key: values[key] for key in self.keys}
+
+
+class Transformed(Dicts):
+    """What torch's own loader reads."""
+
+    def __getitem__(self, index: int) -> Any:
+        item = super().__getitem__(index)
+        return item | {"image": v1.functional.to_tensor(item["image"])}
+
+
+KEYS = [("image", "label"), ("label", "image"), ("name", "image", "boxes"), ("image",)]
+STORAGES: tuple[dict[str, Any], ...] = ({"storage": "shared"}, {"storage": "compressed"}, {"storage": "none"})
+
+
+@pytest.mark.parametrize("keys", KEYS, ids=str)
+@pytest.mark.parametrize("options", STORAGES, ids=str)
+def test_dicts_stay_dicts(keys: tuple[str, ...], options: dict[str, Any]) -> None:
+    """Items, lists of them and batches have the keys of the dataset's own items, in their order, as torch's loader."""
+    wanted = [default_collate([Transformed(*keys)[i] for i in order]) for order in ([3, 1, 7], [0, 2])]
+    with cached(Dicts(*keys), transform=v1.ToTensor(), **options) as dataset:
+        assert list(dataset[2]) == list(keys)
+        more: dict[str, Any]
+        for more in ({}, {"num_workers": 2}, {"num_workers": 2, "workers": "process"}, {"collate_fn": _collate_items}):
+            batches = list(DataLoader(dataset, batch_sampler=[[3, 1, 7], [0, 2]], **more))
+            assert [list(batch) for batch in batches] == [list(keys)] * 2
+            for batch, right in zip(batches, wanted, strict=True):
+                assert all(np.array_equal(batch[key], right[key]) for key in keys)
+        if options["storage"] != "none":
+            assert DataLoader(dataset).report().path.startswith("whole batches")
+            copy = pickle.loads(pickle.dumps(dataset.__getitems__([1, 2])))
+            assert [type(item) for item in copy] == [dict, dict]
+
+
+def _collate_items(items: list[dict[str, Any]]) -> dict[str, Any]:
+    return {key: default_collate([item[key] for item in items]) for key in items[0]}
+
+
+def test_dicts_are_transformed() -> None:
+    """Each transform gets the image, the target or both, and what it returns stands under their keys."""
+    with cached(Dicts("label", "image"), transform=turn, target_transform=lambda label: label + 1) as dataset:
+        assert np.array_equal(dataset[3]["image"], turn(Images()[3][0]))
+        assert (list(dataset[3]), dataset[3]["label"]) == (["label", "image"], 31)
+        assert [item["label"] for item in dataset.__getitems__([1, 2])] == [11, 21]
+    with cached(Dicts("label", "image"), transforms=lambda image, label: (image.size, -label)) as dataset:
+        assert dataset[3] == {"label": -30, "image": (6, 5)}
+
+
+def test_dicts_are_kept_in_a_cache(tmp_path: Any) -> None:
+    """They are dicts when the cache serves them again, with the dataset and on its own."""
+    for names in (("image", "label"), ("name", "image", "label")):
+        options: dict[str, Any] = {"cache_dir": tmp_path / str(len(names)), "cache_key": "k"}
+        for _ in range(2):
+            with cached(Dicts(*names), **options) as dataset:
+                assert (list(dataset[3]), dataset[3]["label"]) == (list(names), 30)
+        with CachedDataset.from_cache(options["cache_dir"], transform=v1.ToTensor()) as dataset:
+            [batch] = DataLoader(dataset, batch_size=8)
+            assert (list(batch), batch["label"].tolist()) == (list(names), list(range(0, 80, 10)))
+
+
+def test_dicts_that_have_no_image_are_refused() -> None:
+    """The error says what there is and what to do; leaving out samples would not help."""
+    with pytest.raises(SampleError, match=r"dict with no image among label; .* Correct the dataset\.$") as refused:
+        cached(Dicts("label"))
+    assert "on_error" not in str(refused.value)
+
+
+def test_dicts_beside_pairs_come_one_by_one() -> None:
+    """A ConcatDataset of both is no whole batch."""
+    with cached(Dicts("image", "label"), transform=CROP) as dicts, cached(Images(), transform=CROP) as pairs:
+        loader = DataLoader(ConcatDataset([dicts, pairs]), collate_fn=list, batch_size=16)
+        [items] = loader
+        assert [isinstance(item, dict) for item in items] == [True] * 8 + [False] * 8
+        assert "serve images that differ" in loader.report().path
+        twice: Any = DataLoader(ConcatDataset([dicts, Subset(dicts, [1])]), batch_size=9)
+        assert [batch["label"].tolist() for batch in twice] == [[*range(0, 80, 10), 10]]
+
+
+def test_a_function_of_batches_is_warned_of() -> None:
+    """What a dataset of Hugging Face calls on its own batches is seen, and where its steps belong is said."""
+    dataset: Any = Dicts("image", "label")
+    dataset.format = {"type": "custom", "format_kwargs": {"transform": turn}}
+    with pytest.warns(FastDataWarning, match=r"turn.* in Dicts\.set_transform: .* takes a batch of items; these take"):
+        cached(dataset).close()
+
+
+def test_a_tensor_dataset_is_one_of_samples_and_targets() -> None:
+    """A TensorDataset of images and labels is prepared as it is, and comes back in whole batches."""
+    images, labels = torch.arange(4 * 3 * 6 * 5, dtype=torch.uint8).view(4, 3, 6, 5), torch.tensor([7, 5, 3, 1])
+    with cached(TensorDataset(images, labels)) as dataset:
+        [batch] = DataLoader(dataset, batch_size=4)
+        assert torch.equal(batch[0], images)
+        assert torch.equal(batch[1], labels)
 
 
 def test_skipping_needs_storage() -> None:

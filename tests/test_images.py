@@ -509,3 +509,11 @@ def test_a_sample_without_a_file_is_described() -> None:
     assert str(sample_error(None, 3, KeyError("x"))) == (
         "sample 3 cannot be read: KeyError: 'x'. Correct the dataset, or leave it out with on_error='skip'."
     )
+
+
+@pytest.mark.parametrize("path", [None, "x.jpg"])
+def test_a_type_is_not_cured_by_leaving_samples_out(path: str | None) -> None:
+    """What only code raises is for the code to mend: on_error="skip" would leave out every sample."""
+    text = str(sample_error(path, 3, TypeError("a sample of type dict cannot be stored")))
+    assert "Correct " in text
+    assert "on_error" not in text

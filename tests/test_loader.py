@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch.utils.data import (
     BatchSampler,
+    ConcatDataset,
     DistributedSampler,
     IterableDataset,
     SequentialSampler,
@@ -187,6 +188,139 @@ def test_a_subset_is_served_whole(images: CachedDataset) -> None:
         assert _labels(DataLoader(part, batch_size=4)) == _labels(TorchLoader(part, batch_size=4))
     with pytest.raises(IndexError):
         list(DataLoader(subset, sampler=[3]))
+
+
+CENTER = v1.Compose([v1.CenterCrop((4, 3)), v1.ConvertImageDtype(torch.float32)])
+
+
+def _half(first: int, transform: Any = AUGMENT, target: Any = None, **options: Any) -> CachedDataset:
+    """Eleven of 22 images of 6 x 5 pixels, with their number as target or what ``target`` makes of it."""
+    pixels = torch.from_numpy(np.random.default_rng(first).integers(0, 256, (11, 3, 6, 5), np.uint8))
+    samples = [(pixels[i], (target or int)(first + i)) for i in range(11)]
+    return CachedDataset(samples, transform=transform, progress=False, **{"seed": 0} | options)
+
+
+def _twice(_: Any) -> Any:
+    both = [_half(0, CENTER), _half(11, CENTER)]  # torch's loader would draw a sample's second visit otherwise
+    return ConcatDataset([Subset(both[0], [3, -1, 3]), ConcatDataset([both[1], Subset(ConcatDataset(both), [4, 15])])])
+
+
+JOINED: dict[str, Any] = {
+    "two": lambda options: ConcatDataset([_half(0, **options), _half(11, **options)]),
+    "part": lambda options: Subset(ConcatDataset([_half(0, **options), _half(11)]), [21, 0, -4, 5, 12, 11]),
+    "nested, and again": _twice,
+    "one, and again": lambda _: ConcatDataset([each := _half(0, CENTER), Subset(each, [4, 2])]),
+    "seeds": lambda options: ConcatDataset([_half(0, **options), _half(11, seed=3)]),
+    "transforms": lambda options: ConcatDataset([_half(0, **options), _half(11, CENTER)]),
+    "targets": lambda options: ConcatDataset([_half(0, **options), _half(11, target_transform=lambda target: -target)]),
+    "types of target": lambda _: ConcatDataset([_half(0, target=float), _half(11, target=np.float32)]),
+    "lists of targets": lambda _: ConcatDataset([_half(0, target=lambda i: [i, -i]) for _ in range(2)]),
+    "target arrays": lambda _: ConcatDataset([_half(0, target=lambda i: np.full((2, 2), i)) for _ in range(2)]),
+    "no step": lambda options: ConcatDataset([_half(0, None, **options), _half(11, None)]),
+    "encoded": lambda options: ConcatDataset([_half(0, storage="compressed", codec="lz4"), _half(11)]),
+    "bfloat16": lambda _: ConcatDataset([_half(i, v1.ConvertImageDtype(torch.bfloat16)) for i in (0, 11)]),
+}
+JOINED["random_split"] = lambda options: random_split(JOINED["two"](options), [9, 13], torch.Generator())[0]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("name", JOINED)
+def test_joined_datasets_are_served_whole(name: str, num_workers: int) -> None:
+    """Two epochs over a ConcatDataset are torch's, in whole batches: order, pixels, targets, the draws of each part."""
+    epochs: list[list[Any]] = []
+    for make in (DataLoader, TorchLoader):
+        torch.manual_seed(4)
+        chosen = {"num_workers": num_workers} if make is DataLoader else {}
+        loader = make(JOINED[name]({}), batch_size=4, shuffle=True, **chosen)
+        epochs.append([[*loader], [*loader]])
+        if make is DataLoader:
+            assert loader.report().path.startswith("whole batches")
+    for ours, theirs in zip(*epochs, strict=True):
+        assert len(ours) == len(theirs)
+        for mine, wanted in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(mine, wanted, rtol=0, atol=0)
+
+
+def test_joined_datasets_draw_alike_in_every_engine() -> None:
+    """With one manual_seed threads and processes give the same epoch, to a collate_fn of the user's too."""
+    epochs = []
+    for options in (
+        {},
+        {"num_workers": 2},
+        {"num_workers": 2, "collate_fn": _collate_samples},
+        {"num_workers": 2, "workers": "process"},
+    ):
+        torch.manual_seed(4)
+        loader = DataLoader(JOINED["two"]({"seed": None}), batch_size=4, shuffle=True, **options)
+        loader.set_epoch(3)
+        epochs.append([(images.clone(), labels.clone()) for images, labels in loader])
+    for other in epochs[1:]:
+        assert _equal(other, epochs[0])
+
+
+def _collate_samples(samples: list[Any]) -> Any:
+    return default_collate([(image, target) for image, target in samples])
+
+
+def test_joined_datasets_go_to_spawned_processes() -> None:
+    """A process that is not forked opens each of them."""
+    options: dict[str, Any] = {"num_workers": 1, "workers": "process", "multiprocessing_context": "spawn"}
+    assert _labels(DataLoader(JOINED["no step"]({}), batch_size=11, **options)) == [[*range(11)], [*range(11, 22)]]
+
+
+def test_a_worker_gathers_joined_datasets_into_the_ring() -> None:
+    """A worker process writes whole batches of a ConcatDataset to the memory that they travel in."""
+    loader = DataLoader(JOINED["two"]({}), num_workers=1, workers="process", collate_fn=_has_joined_ring)
+    assert list(loader) == [True] * 22
+
+
+def _has_joined_ring(samples: Any) -> bool:
+    worker: Any = get_worker_info()
+    return worker.dataset.behind.batch_ring is not None and samples.stacked is not None
+
+
+class Doubled(CachedDataset):
+    """With a ``__getitem__`` of its own."""
+
+    def __getitem__(self, index: int) -> Any:
+        image, target = super().__getitem__(index)
+        return image * 2, target
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_joined_datasets_that_differ_come_one_by_one(num_workers: int) -> None:
+    """What differs is in the report, and samples and draws are those that torch's loader gets."""
+    samples = [(torch.full((3, 6, 5), i, dtype=torch.uint8), i) for i in range(5)]
+    for make, why in (
+        (lambda: _half(11, v1.RandomCrop(3)), r"differ, Tensor(3, 4, 3) of float32 and Tensor(3, 3, 3) of uint8"),
+        (lambda: Doubled(samples, transform=AUGMENT, seed=0, progress=False), "Doubled has a __getitem__ of its own"),
+        (lambda: _half(11, lambda pixels: pixels + 1), "the transform works per sample"),
+    ):
+        epochs = []
+        for loader_of, options in ((DataLoader, {"num_workers": num_workers}), (TorchLoader, {})):
+            loader = loader_of(ConcatDataset([_half(0), make()]), collate_fn=list, batch_size=3, **options)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FastDataWarning)
+                epochs.append([(image.clone(), target) for batch in loader for image, target in batch])
+            if loader_of is DataLoader:
+                assert why in loader.report().path
+        for (image, target), (wanted_image, wanted_target) in zip(*epochs, strict=True):
+            assert torch.equal(image, wanted_image)
+            assert target == wanted_target
+
+
+def test_joined_datasets_of_others_are_torchs(images: CachedDataset) -> None:
+    """A ConcatDataset of others too, or of a dataset that is shorter than its samples, is read as torch reads it."""
+
+    class Short(CachedDataset):
+        def __len__(self) -> int:
+            return 3
+
+    with Short([(torch.zeros(3, 4, 3), i) for i in range(5)], progress=False) as short:
+        for other in (short, TensorDataset(torch.zeros(3, 3, 4, 3), torch.arange(3))):
+            loader = DataLoader(ConcatDataset([images, other]), batch_size=26)
+            assert _labels(loader) == [[*range(23), 0, 1, 2]]
+            assert "ConcatDataset is no fastdata dataset" in loader.report().path
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

@@ -12,6 +12,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from fastdata import CudaPrefetcher, SampleBatch
 from fastdata.errors import DeviceError
+from fastdata.sources import ItemKeys
 from recording import RecordingBackend, place_of
 
 TWO = ["cuda:0", "cuda:1"]
@@ -67,6 +68,15 @@ def test_a_sample_batch_stays_one() -> None:
     assert arrived.stacked[1].tolist() == [4, 5]
     assert (arrived[1][0].tolist(), arrived[1][1]) == ([0, 0, 0], 5)
     assert place_of(arrived[1][0]) == place_of(arrived.stacked[0])
+
+
+def test_a_sample_batch_of_dicts_stays_one() -> None:
+    """Its items are dicts whose images are views of those on the device."""
+    keys = ItemKeys(("label", "image"), "image")
+    arrived, _, _ = moved(SampleBatch(torch.zeros(2, 3), torch.tensor([4, 5]), [4, 5], torch.Tensor, keys))
+    assert isinstance(arrived, SampleBatch)
+    assert (list(arrived.stacked), arrived[1]["label"]) == (["label", "image"], 5)
+    assert place_of(arrived[1]["image"]) == place_of(arrived.stacked["image"])
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import ConcatDataset, Subset
 from torch.utils.data import DataLoader as TorchLoader
-from torch.utils.data import Subset
 from torchvision import transforms as v1
 from torchvision.transforms import v2
 
@@ -180,6 +180,31 @@ def test_a_subset_gets_its_own_samples(backend: RecordingBackend, storage: Any) 
         subset = Subset(dataset, [22, 3, 3, 17, 8])
         expected = list(loader_of(subset))
         assert_same(taken(on_device(loader_of(subset, num_workers=1), backend), backend), expected)
+
+
+@pytest.mark.parametrize("storage", ["shared", "device"])
+def test_batches_of_dicts_are_dicts(backend: RecordingBackend, storage: Any) -> None:
+    """Items that are dicts come from the device in batches of their keys."""
+    samples = [{"label": i, "image": torch.full(SHAPE, i, dtype=torch.uint8)} for i in range(8)]
+    with CachedDataset(samples, transform=v1.Compose(CROP), seed=0, storage=storage, progress=False) as dataset:
+        expected = [(batch["image"], batch["label"]) for batch in loader_of(dataset)]
+        batches = on_device(loader_of(dataset, num_workers=1), backend)
+        found = taken(batches, backend)
+        assert batches.report().batch_ops.startswith("on cuda:0")
+    assert [list(batch) for batch in found] == [["label", "image"]] * 2
+    assert_same([(batch["image"], batch["label"]) for batch in found], expected)
+
+
+def test_joined_datasets_are_finished_on_the_cpu(dataset: CachedDataset, backend: RecordingBackend) -> None:
+    """Stores of several datasets are read on the host; the report says so, and who asks for the device is told."""
+    with dataset.with_transform(dataset.transform) as other:
+        joined = ConcatDataset([dataset, other])
+        expected = list(loader_of(joined))
+        batches = on_device(loader_of(joined, num_workers=1), backend)
+        assert_same(taken(batches, backend), expected)
+        assert batches.report().batch_ops == "on the CPU: the samples of a ConcatDataset lie in several stores"
+        with pytest.raises(ValueError, match="batch_ops='device' is not possible here: the samples of a ConcatDataset"):
+            list(on_device(loader_of(joined, num_workers=1), backend, batch_ops="device"))
 
 
 def test_batches_held_to_the_end_are_right(dataset: CachedDataset, backend: RecordingBackend) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch.utils.data import BatchSampler, SequentialSampler, Subset
+from torch.utils.data import BatchSampler, ConcatDataset, SequentialSampler, Subset
 from torch.utils.data import DataLoader as TorchLoader
 from torchvision import transforms as v1
 from torchvision import tv_tensors
@@ -617,8 +617,8 @@ class OwnStep(v2.Transform):
         (v1.Compose([v2.ToImage()]), pairs(), "is not a known batch op"),
         (v2.RandomHorizontalFlip(), pairs(), "leaves images that are PIL's"),
         (lambda image, mask: (len(mask), 0), pairs(), "is not a known batch op"),
-        (v2.Compose(TO_PAIR), [(image, image) for image, _ in pairs()], "targets that are tv_tensors.Mask"),
-        (v2.Compose(TO_PAIR), [(image, 3) for image, _ in pairs()], "not kept as image and mask"),
+        (v2.Compose(TO_PAIR), [(image, image) for image, _ in pairs()], "images with a uint8 tv_tensors.Mask"),
+        (v2.Compose(TO_PAIR), [(image, 3) for image, _ in pairs()], "only images with a tv_tensors.Mask"),
         (v2.Compose(TO_PAIR), [(image, MASK(mask.expand(2, -1, -1))) for image, mask in pairs()], "(2, 20, 18)"),
     ],
 )
@@ -647,3 +647,25 @@ def test_transforms_changed_in_place_are_noticed() -> None:
         assert epoch_of(DataLoader(dataset))[1][0, 0, 0] == 4
         dataset.transforms = v2.Compose([v2.CenterCrop(3)])
         assert epoch_of(DataLoader(dataset))[0].shape == (5, 3, 3, 3)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: cached().with_transform(VIEWS),
+        lambda: paired(pairs("tensor"), v2.RandomCrop(4), *TO_PAIR),
+        lambda: paired(pairs("tensor", (30, 31)), v2.RandomCrop(4), *TO_PAIR, storage="compressed"),
+    ],
+)
+def test_views_and_pairs_of_several_datasets_share_batches(make: Callable[[], Any]) -> None:
+    """Batches over a ConcatDataset have the views, or images and masks, of each dataset in their rows."""
+
+    def tensors(data: Any) -> list[torch.Tensor]:
+        loader = DataLoader(data, batch_size=4, num_workers=1)
+        batches = [first if isinstance(first, list) else [first, second] for first, second in loader]
+        assert loader.report().path.startswith("whole batches")
+        return [torch.cat(column) for column in zip(*batches, strict=True)]
+
+    with make() as one, make() as two:
+        alone, joined = tensors(one), tensors(ConcatDataset([one, two]))
+        assert all(torch.equal(torch.cat([mine, mine]), both) for mine, both in zip(alone, joined, strict=True))

@@ -345,3 +345,32 @@ def test_dataset_source_refuses_what_has_no_index_or_no_pairs() -> None:
         DatasetSource([(1, 2, 3)]).read(0)
     with pytest.raises(TypeError, match="item 0 of list is a int, not"):
         DatasetSource([1]).read(0)
+
+
+def test_dataset_source_refuses_dicts_that_it_cannot_take_apart() -> None:
+    """There is one image, and the keys are those of all items."""
+    image = np.zeros((2, 2))
+    for item, found in (
+        ({"label": 3}, "item 0 of list is a dict with no image among label; one under a name is needed"),
+        ({"image": image, "mask": image}, "item 0 of list is a dict with the images image, mask; one"),
+        ({0: image}, "item 0 of list is a dict with the images 0; one under a name"),
+    ):
+        with pytest.raises(TypeError, match=found):
+            DatasetSource([item]).read(0)
+    source = DatasetSource([{"image": image}, {"image": image, "label": 3}, (image, 3)])
+    assert source.read(0)[1] == {}
+    with pytest.raises(TypeError, match="item 1 of list has the keys image, label, another one image"):
+        source.read(1)
+    with pytest.raises(TypeError, match="item 2 of list is a tuple of length 2, not a dict as others are"):
+        source.read(2)
+
+
+def test_dataset_source_refuses_what_is_no_dataset(tmp_path: Path) -> None:
+    """A path has an index and a length too, and an array has no targets: both are named, with what to give instead."""
+    for path in (str(tmp_path), tmp_path):
+        with pytest.raises(TypeError, match=r"is a path, not a dataset. Give fastdata.ImageFolder the folder"):
+            DatasetSource(path)
+    with pytest.raises(TypeError, match=r"a ndarray of shape \(2, 3\) has no targets.*list\(zip\(images, targets\)\)"):
+        DatasetSource(np.zeros((2, 3)))
+    with pytest.raises(TypeError, match=r"a Tensor of shape \(2,\) has no targets.*TensorDataset\(images, targets\)"):
+        DatasetSource(torch.zeros(2))

@@ -245,7 +245,7 @@ def serve(found: Found, known: Sequence[Decoder], table: SampleTable | None) -> 
     log.info("%s", reason)
     return Prepared(
         storage_plan=StoragePlan(storage="disk", reason=reason, codec=None if what == "raw" else what),
-        kept=KeptSamples(tuple(stores), table, manifest.is_tuple, manifest.target_is_part),
+        kept=KeptSamples(tuple(stores), table, manifest.is_tuple, manifest.target_is_part, manifest.keys),
         skipped=_skipped_of(found),
     )
 
@@ -365,6 +365,7 @@ def _begin(wanted: _Wanted) -> tuple[Found, Sequence[int]]:
         parts=parts,
         is_tuple=expected.is_tuple,
         target_is_part=expected.target_is_part,
+        keys=expected.keys,
     )
     return Found(wanted.home, manifest, columns, np.full(count, -1), np.full((len(parts), count), -1)), part_bytes
 

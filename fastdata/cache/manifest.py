@@ -34,6 +34,7 @@ import torch
 from fastdata.errors import CacheError
 from fastdata.images import SampleSpec
 from fastdata.shared import ArrayBlock, SampleTable
+from fastdata.sources import ItemKeys
 from fastdata.stores.files import DiskFile, naming_full_disk
 from fastdata.stores.readers import DAMAGE_PREFIX, Decoder, DiskStore
 
@@ -132,6 +133,7 @@ class Manifest:
         parts: of the samples.
         is_tuple: whether samples are tuples of parts.
         target_is_part: whether the last part is the target.
+        keys: of items that are dicts.
         skipped: the samples that were left out.
     """
 
@@ -144,6 +146,7 @@ class Manifest:
     parts: tuple[Part, ...]
     is_tuple: bool
     target_is_part: bool
+    keys: ItemKeys | None = None
     skipped: tuple[Skipped, ...] = ()
 
     def __post_init__(self) -> None:
@@ -188,7 +191,7 @@ class Manifest:
                 raise CacheError(f"{path} has version {document.get('version')!r}; this fastdata reads {VERSION}")
             if document.pop("crc32", None) != _crc_of(document):
                 raise CacheError(f"{path} was changed after it was written: its checksum does not fit")
-            manifest: Manifest = _typed(cls, document)
+            manifest: Manifest = _typed(cls, {"keys": None} | document)  # not in caches that were written before
             return manifest
         except (FileNotFoundError, CacheError):
             raise

@@ -29,7 +29,7 @@ from fastdata.chunked.plan import (
     shuffle_quality,
 )
 from fastdata.chunked.residency import Chunk, Residency, Samples
-from fastdata.dataset import CachedDataset, LoaderView
+from fastdata.dataset import CachedDataset, LoaderView, PreparedDataset
 from fastdata.loader import DataLoader
 from fastdata.loader.epochs import HELD_BY_USER
 from fastdata.loader.resume import LoaderEpochs, Progress, check_state
@@ -137,7 +137,7 @@ class ChunkedLoader:
         with contextlib.ExitStack() as cleanup:
             if isinstance(dataset, (str, bytes, os.PathLike)):
                 dataset = cleanup.enter_context(_open_path(os.fsdecode(dataset)))
-            self.dataset, self._behind = dataset, _find_served(dataset, cleanup)
+            self.dataset, (self._behind, self._subset) = dataset, _find_served(dataset, cleanup)
             self._order = EpochOrder(
                 length=len(dataset), shuffle=shuffle, seed=seed, drop_last=drop_last, rank=rank, world_size=world_size
             )
@@ -150,14 +150,14 @@ class ChunkedLoader:
                 batch_size,
                 num_workers=threads,
                 drop_last=drop_last,
-                generator=None if self._behind.dataset.options.seed is None else torch.Generator(),
+                generator=None if self._behind.options.seed is None else torch.Generator(),
                 workers="thread",
             )
             self._owned = cleanup.pop_all()
 
     def _plan(self, memory_limit: int | float | str, chunk_samples: int | None, mix: int | None, cores: int) -> int:
         """Plan chunks and batches, and return how many threads make batches."""
-        dataset, order = self._behind.dataset, self._order
+        dataset, order = self._behind, self._order
         dataset.refresh()
         self._read_after = dataset.read_after()
         self._samples = samples = Samples(dataset)
@@ -171,7 +171,7 @@ class ChunkedLoader:
         threads = plan_threads(most_threads, served_bytes * self.batch_size, limit_bytes - in_use_bytes)
         batches_bytes = served_bytes * self.batch_size * (2 * threads + 1 + HELD_BY_USER)
         mapped_bytes = sum(store.heaviest_bytes(_NEIGHBOURS) for store in samples.on_disk)
-        mapped_bytes += _lone_share(order, self._behind.subset) * pages
+        mapped_bytes += _lone_share(order, self._subset) * pages
         most_bytes = _MOST_MIXED_BYTES if self._is_mixed else _MOST_BYTES
         self.plan = plan = plan_chunks(
             limit_bytes,
@@ -206,7 +206,7 @@ class ChunkedLoader:
             return self._loader.iterate(ring, held)
         if self._residency is not None:
             self._residency.close("another one of the same loader was begun")
-        behind = self._behind.dataset
+        behind = self._behind
         behind.refresh()
         if behind.read_after() != self._read_after:
             raise ValueError(
@@ -228,7 +228,7 @@ class ChunkedLoader:
         return iterator
 
     def _begin_epoch(self, residency: Residency, progress: Progress) -> None:
-        dataset, subset = self._behind.dataset, self._behind.subset
+        dataset, subset = self._behind, self._subset
         if progress.resumed_from is None:
             self._epochs.begin(self._epochs.coming(), dataset)
         else:
@@ -310,23 +310,24 @@ class ChunkedLoader:
         self.close()
 
 
-def _find_served(dataset: Any, owned: contextlib.ExitStack) -> LoaderView:
-    """The fastdata dataset behind what the user gives, or one made of it, which ``owned`` closes."""
+def _find_served(dataset: Any, owned: contextlib.ExitStack) -> tuple[PreparedDataset, np.ndarray | None]:
+    """The fastdata dataset behind what the user gives, or one made of it, which ``owned`` closes; and its samples."""
     if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
         raise TypeError(
             f"ChunkedLoader reads samples by index, which {type(dataset).__name__} has no way for. Give it a map-style "
             "dataset, such as fastdata.ImageFolder(root, storage='none')."
         )
-    served = LoaderView.find(dataset)
-    if served is None:
-        return LoaderView(owned.enter_context(CachedDataset(dataset, storage="none", progress=False)), None)
-    count = len(dataset) if served.subset is None else int(served.subset.max(initial=-1)) + 1
-    if count > served.dataset.sample_count:
+    view = LoaderView.find(dataset)
+    if view is None or not isinstance(view.dataset, PreparedDataset):
+        return owned.enter_context(CachedDataset(dataset, storage="none", progress=False)), None
+    served, subset = view.dataset, view.subset
+    count = len(dataset) if subset is None else int(subset.max(initial=-1)) + 1
+    if count > served.sample_count:
         raise ValueError(
-            f"ChunkedLoader brings the sample of each index, but {type(served.dataset).__name__} has {count} indices "
-            f"and {served.dataset.sample_count} samples. Use a DataLoader, or leave __len__ as it is."
+            f"ChunkedLoader brings the sample of each index, but {type(served).__name__} has {count} indices "
+            f"and {served.sample_count} samples. Use a DataLoader, or leave __len__ as it is."
         )
-    return served
+    return served, subset
 
 
 def _open_path(path: str) -> CachedDataset:

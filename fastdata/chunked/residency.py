@@ -152,7 +152,8 @@ class Samples:
         shapes = enumerate(self._some_shapes)
         stores = tuple(_ChunkStore(self._specs[part], chunk.there, part, shape) for part, shape in shapes)
         table = self.dataset.table or _ChunkTargets(self.dataset.sample_count, chunk.there)
-        return self.dataset.served_from(KeptSamples(stores, table, self._found.is_tuple, self._found.target_is_part))
+        found = self._found
+        return self.dataset.served_from(KeptSamples(stores, table, found.is_tuple, found.target_is_part, found.keys))
 
     def begin(self, chunk: Chunk) -> list[_Task]:
         chunk.view = self.view(chunk)

@@ -53,7 +53,7 @@ class Batch(ctypes.Structure):
     """``Batch`` of serve.c."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("sources_B", "shapes_B3", "ops_SB", "out_B")),
+        *((name, ctypes.c_void_p) for name in ("sources_B", "shapes_B3", "ops_SB", "out_B", "rows_B")),
         *((name, ctypes.c_int32) for name in ("samples", "steps", "interleaved", "channels", "height", "width")),
         ("values", Values),
     )
@@ -111,6 +111,7 @@ def serve(
     out: int,
     shape: tuple[int, ...],
     *,
+    rows_B: npt.NDArray[np.int64] | None = None,
     first: int = 0,
     last: int | None = None,
     interleaved: bool = False,
@@ -118,14 +119,16 @@ def serve(
     """Serve samples [first, last) of a batch of uint8 into ``out``, the address of (B, C, h, w), filled completely.
 
     ``sources_B`` are the addresses of the samples, ``shapes_B3`` channels, height and width of each, ``records_SB``
-    what is done to them, C-contiguous; ``shape`` is (C, h, w). ``interleaved`` samples are (H, W, C) in memory.
+    what is done to them, C-contiguous; ``shape`` is (C, h, w). ``interleaved`` samples are (H, W, C) in memory. With
+    ``rows_B`` only these rows of ``out``, which may have more than B, are filled.
 
     Raises:
         CoreError: a sample does not come out in that shape, or its records do not fit it.
         MemoryError: there is no memory for an image.
     """
     arrays = (array.ctypes.data for array in (sources_B, shapes_B3, records_SB))
-    batch = Batch(*arrays, out, len(sources_B), len(records_SB), interleaved, *shape, values)
+    rows = None if rows_B is None else rows_B.ctypes.data
+    batch = Batch(*arrays, out, rows, len(sources_B), len(records_SB), interleaved, *shape, values)
     outcome = load().fastdata_serve(ctypes.byref(batch), first, len(sources_B) if last is None else last)
     if outcome < 0:
         return

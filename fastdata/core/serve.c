@@ -25,7 +25,8 @@ typedef struct {
     const uint8_t *const *sources_B; /* first byte of each sample, uint8 */
     const int32_t *shapes_B3;        /* channels, height, width */
     const Op *ops_SB;
-    uint8_t *out_B; /* (B, C, h, w) */
+    uint8_t *out_B;        /* (B, C, h, w), or more rows */
+    const int64_t *rows_B; /* which of them each sample is written to; NULL: its own number */
     int32_t samples, steps, interleaved; /* B; S; whether sources are (H, W, C), not (C, H, W) */
     int32_t channels, height, width;
     Values values;
@@ -493,7 +494,8 @@ static int serve_one(const Batch *batch, int64_t b, Scratch *scratch) {
     if (!settle(&sample)) return NO_MEMORY;
     uint8_t *buffer = take(scratch, SLOT_WORK, image->width + BUFFER);
     if (!buffer) return NO_MEMORY;
-    uint8_t *out = batch->out_B + b * batch->channels * batch->height * batch->width * ITEM_BYTES[batch->values.dtype];
+    int64_t row = batch->rows_B ? batch->rows_B[b] : b;
+    uint8_t *out = batch->out_B + row * batch->channels * batch->height * batch->width * ITEM_BYTES[batch->values.dtype];
     for (int32_t c = 0; c < batch->channels; c++) write_plane(batch, image, c, out, buffer);
     const Image served = {.data = out, .channels = batch->channels, .height = batch->height, .width = batch->width};
     for (; op < end; op += batch->samples) {

@@ -18,7 +18,7 @@ from torch.utils.data import dataloader as torch_loader
 
 from fastdata import memory
 from fastdata.batch import collate
-from fastdata.dataset import LoaderView, PreparedDataset
+from fastdata.dataset import LoaderView, PreparedDataset, Served
 from fastdata.loader import epochs
 from fastdata.loader.epochs import HELD_BY_USER, Counted, Engine, Tally, TorchView
 from fastdata.loader.resume import Checkpoints, LoaderEpochs, Progress, length_of, undisturbed
@@ -39,8 +39,8 @@ class DataLoader(torch_loader.DataLoader[_T_co]):
 
     The arguments up to ``in_order`` are torch's. What there is to say of some:
 
-    - ``dataset``: any. Whole batches are served by fastdata's datasets, and ``Subset`` of them, when no step of the
-      transform needs Python per sample.
+    - ``dataset``: any. Whole batches are served by fastdata's datasets, and by ``Subset`` and ``ConcatDataset`` of
+      them, when no step of the transform needs Python per sample.
     - ``num_workers``: threads or processes; 0 reads in the training loop. ``"auto"`` takes the usable cores (affinity,
       container quota) shared among the ranks of this machine (``LOCAL_WORLD_SIZE``), less one for the training loop:
       0 on a single core, but 1 where another argument asks for workers. The attribute is the number.
@@ -152,7 +152,7 @@ class DataLoader(torch_loader.DataLoader[_T_co]):
         iterator.tally = self._tally = Tally(engine, iterator.ring, self._pinning)
         return iterator
 
-    def _say_fallback(self, served: PreparedDataset) -> None:
+    def _say_fallback(self, served: Served) -> None:
         """Warn once of what keeps a dataset from being served in whole batches, where the user has not asked for it."""
         notice = "" if served.is_fallback_said or self.workers == "process" else served.fallback_notice()
         served.is_fallback_said = True
@@ -204,7 +204,7 @@ class DataLoader(torch_loader.DataLoader[_T_co]):
     def report(self) -> EpochReport:
         """How the latest epoch went, complete or not; ``.path`` says how batches are read, and why."""
         report, served = self._tally.report(), self._served
-        if served is None or served.dataset.kept is None:
+        if served is None or not isinstance(served.dataset, PreparedDataset) or served.dataset.kept is None:
             return report
         return replace(report, prepared=served.dataset.filled_share(served.subset))
 
@@ -308,7 +308,7 @@ class DataLoader(torch_loader.DataLoader[_T_co]):
             return "samples are prepared on their first read"
         return self._served.dataset.batch_obstacle
 
-    def _draws_alone(self, served: PreparedDataset) -> bool:
+    def _draws_alone(self, served: Served) -> bool:
         """Whether nothing of the user's own runs for whole batches that a ``worker_init_fn`` might have prepared."""
         init = getattr(self.worker_init_fn, "func", self.worker_init_fn)
         if getattr(init, "__name__", "") == "pl_worker_init_function":  # Lightning's only seeds

@@ -23,7 +23,7 @@ from torch.utils.data import dataloader as torch_loader
 from torch.utils.data._utils.pin_memory import pin_memory as copy_to_pinned
 
 from fastdata.batch import collate
-from fastdata.dataset import PreparedDataset
+from fastdata.dataset import Served
 from fastdata.draws import sample_keys
 from fastdata.loader.resume import Progress
 from fastdata.memory import PinningPlan
@@ -76,7 +76,7 @@ def _can_be_seeded(function: Any) -> bool:
 
 def make_batch(
     dataset: Any,
-    served: PreparedDataset | None,
+    served: Served | None,
     indices: Any,
     ring: BatchRing,
     collate_fn: Callable[[Any], Any],

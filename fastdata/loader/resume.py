@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch.utils import data as torch_data
 
-from fastdata.dataset import LoaderView, PreparedDataset
+from fastdata.dataset import LoaderView, Served
 
 VERSION = 3
 
@@ -105,11 +105,11 @@ class LoaderEpochs:
     def set(self, epoch: int) -> None:
         self._set = epoch
 
-    def begin(self, epoch: int, dataset: PreparedDataset) -> None:
+    def begin(self, epoch: int, dataset: Served) -> None:
         chosen = dataset.epoch if self._set is None else self._set
         self.current = epoch if chosen is None else chosen
 
-    def resume(self, state: dict[str, Any], dataset: PreparedDataset) -> None:
+    def resume(self, state: dict[str, Any], dataset: Served) -> None:
         """Go on with the epoch of a loader's state: that one if it has begun, else as ``begin``."""
         if state["is_begun"]:
             self.current = state["epoch"]

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from fastdata.batch import stacked
 from fastdata.dataset import DeviceBatch, LoaderView, PreparedDataset, read_for_device
 from fastdata.loader import DataLoader
 from fastdata.memory import check_device_room, format_bytes
@@ -91,8 +92,9 @@ class DeviceOps:
         self.described = ""
         if self._served is None:
             return None
-        dataset = self._served.dataset
-        dataset.refresh()
+        served = self._served.dataset
+        served.refresh()
+        dataset = served if isinstance(served, PreparedDataset) else served.parts[0]  # these have an obstacle
         obstacle: str | None = f"the loader is a {type(self._loader).__name__}, not fastdata's DataLoader in batches"
         if isinstance(self._loader, DataLoader) and is_own(self._loader):
             obstacle = self._loader.device_obstacle()
@@ -104,7 +106,7 @@ class DeviceOps:
             self._asked,
             obstacle,
             stored_bytes=math.prod(program.sent_shape) if program else 0,
-            served_bytes=self._served.dataset.served_bytes or 0,
+            served_bytes=served.served_bytes or 0,
             is_mirrored=is_kept_there and program is not None and program.host is None,
         )
         store: Store | None = None
@@ -136,12 +138,12 @@ class DeviceOps:
     def run(self, program: DeviceProgram, store: Store | None, batch: DeviceBatch, device: torch.device) -> Any:
         """Make the images of a stored batch on the device that it lies on; of samples there, if there is a store."""
         if store is None:
-            return [program.run(batch.samples, batch.draws), batch.targets]
+            return stacked(program.run(batch.samples, batch.draws), batch.targets, batch.keys)
         with self._lock:
             if device not in self._mirrors:
                 self._mirrors[device] = self._upload(store, device)
             store_NCHW = self._mirrors[device]
-        return [program.run(store_NCHW, batch.draws, batch.samples), batch.targets]
+        return stacked(program.run(store_NCHW, batch.draws, batch.samples), batch.targets, batch.keys)
 
     def close(self) -> None:
         """Give back the memory on the devices. Idempotent; a later epoch copies again."""

@@ -91,11 +91,13 @@ class Program:
         visits_B: int | Int64s,
         seed: int,
         out_BChw: Array,
+        rows_B: Int64s | None = None,
         others: Sequence[tuple[Program, Array]] = (),
     ) -> None:
         """Serve a batch into the caller's memory, C-contiguous, of ``output``'s shape and dtype; filled completely.
 
         Draws are made from the seed and ``visits_B``, as of ``SharedVisits``: one for all samples, or one for each.
+        With ``rows_B`` samples are written to these rows of memory for more, and no others.
         ``others`` serve the same samples into memory of their own, and none is decoded again for them.
 
         Raises:
@@ -104,12 +106,15 @@ class Program:
         every = [(self, out_BChw), *others]
         if not all(out.flags.c_contiguous for _, out in every):
             raise ValueError("the memory for a batch must be C-contiguous")
-        for program, out in every:
-            if not program._ops:
+        for out in (out for program, out in every if not program._ops):
+            if rows_B is None:
                 store.gather_into(index_B, out)
+                continue
+            for row, index in zip(rows_B.tolist(), index_B.tolist(), strict=True):
+                store.read_into(index, out[row])
         every = [each for each in every if each[0]._ops]
         if every and len(index_B):
-            self._serve(store, index_B, visits_B, seed, every)
+            self._serve(store, index_B, visits_B, seed, every, rows_B)
 
     def run_one(self, store: Readable, index: int, visit: int | Int64s, seed: int) -> Array:
         """Serve one sample in fresh memory: the pixels that it has in a batch, in whatever shape it has."""
@@ -119,7 +124,13 @@ class Program:
         return served if len(store.shape(index)) == 3 else served[0]
 
     def run_decoded(
-        self, images: Sequence[Array], index_B: Int64s, visits_B: int | Int64s, seed: int, out_BChw: Array | None
+        self,
+        images: Sequence[Array],
+        index_B: Int64s,
+        visits_B: int | Int64s,
+        seed: int,
+        out_BChw: Array | None,
+        rows_B: Int64s | None = None,
     ) -> Array:
         """Serve a batch of images as they are decoded, uint8 (H, W, C) each, C-contiguous; else as ``run``.
 
@@ -130,7 +141,7 @@ class Program:
         shapes_B3 = np.ascontiguousarray(np.array([image.shape for image in images], np.int32)[:, (2, 0, 1)])
         drawing = self.draw(index_B, visits_B, seed, shapes_B3)
         out = self._room(drawing) if out_BChw is None else out_BChw
-        self._call(_addresses_of(images), shapes_B3, drawing, out, interleaved=True)
+        self._call(_addresses_of(images), shapes_B3, drawing, out, rows_B=rows_B, interleaved=True)
         return out
 
     def prepare(self, pixels_HWC: Array) -> Array:
@@ -159,6 +170,7 @@ class Program:
         visits_B: int | Int64s,
         seed: int,
         every: Sequence[tuple[Program, Array | None]],
+        rows_B: Int64s | None = None,
     ) -> Array:
         """Serve a batch by several programs; gives the first one's."""
         if self._spec.shape is not None:
@@ -174,7 +186,7 @@ class Program:
             kept = [] if addresses else [store.read(i) for i in index_B.tolist()]
             sources_B = addresses(index_B) if addresses else _addresses_of(kept)
             for program, drawing, out in calls:
-                program._call(sources_B, shapes_B3, drawing, out)
+                program._call(sources_B, shapes_B3, drawing, out, rows_B=rows_B)
             return calls[0][2]
         decoded = [self._scratch.take(f"decoded {b % _AHEAD}", store.shape(i)) for b, i in enumerate(index_B.tolist())]
         sources_B = _addresses_of(decoded)
@@ -183,17 +195,17 @@ class Program:
             for b in range(first, last):
                 store.read_into(int(index_B[b]), decoded[b])
             for program, drawing, out in calls:
-                program._call(sources_B, shapes_B3, drawing, out, first=first, last=last)
+                program._call(sources_B, shapes_B3, drawing, out, rows_B=rows_B, first=first, last=last)
         return calls[0][2]
 
-    def _call(self, sources_B: Int64s, shapes_B3: Int32s, drawing: Drawing, out_BChw: Array, **part: Any) -> None:
+    def _call(self, sources_B: Int64s, shapes_B3: Int32s, drawing: Drawing, out_BChw: Array, **which: Any) -> None:
         shape, made = _planes(out_BChw.shape[1:]), out_BChw
         if self._is_widened:
             made = self._scratch.take("not widened", made.shape)
         if shape[0] not in self._values:
             self._values[shape[0]] = _make_values(shape[0], **self._cast)
         try:
-            core.serve(sources_B, shapes_B3, drawing.records, self._values[shape[0]], made.ctypes.data, shape, **part)
+            core.serve(sources_B, shapes_B3, drawing.records, self._values[shape[0]], made.ctypes.data, shape, **which)
         except core.CoreError as refused:
             if refused.reason != "shape":
                 raise
@@ -205,7 +217,8 @@ class Program:
                 "Crop or resize to one size, and convert all images to one number of channels."
             ) from None
         if self._is_widened:
-            rows = slice(part.get("first"), part.get("last"))
+            these = slice(which.get("first"), which.get("last"))
+            rows = these if which.get("rows_B") is None else which["rows_B"][these]
             out_BChw[rows] = made[rows]
 
 
