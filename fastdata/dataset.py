@@ -185,8 +185,6 @@ class _Compiled(NamedTuple):
         return outputs if len(outputs) == len(self.lanes) else None
 
 
-_MOSTLY_FILLED = 0.9
-"""Share of the samples from which on threads are worth it, although some of the rest are still to be prepared."""
 _ADVISED_PX = 256
 """Shorter side of images that are prepared for crops of 224 px."""
 _LOOKED_AT = 8
@@ -516,9 +514,9 @@ class PreparedDataset(Dataset[Any]):
         own = self.own_reader
         return self._serving_obstacle if own is None else f"{type(self).__name__} has a {own} of its own"
 
-    def is_filling(self, index: np.ndarray | None) -> bool:
-        """Whether many of these samples will be prepared when they are read, which processes do better than threads."""
-        return self.batch_obstacle is None and self.kept is not None and self.filled_share(index) < _MOSTLY_FILLED
+    def prepared_share(self, index: np.ndarray | None) -> float:
+        """Share of the samples, or of those of ``index``, that will not be prepared and kept when they are read."""
+        return 1.0 if self.kept is None else self.filled_share(index)
 
     @property
     def image_form(self) -> str:

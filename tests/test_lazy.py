@@ -109,6 +109,15 @@ def test_the_first_epoch_is_read_by_processes_and_the_next_by_threads(image_fold
         assert loader.report().engine == "thread"
 
 
+def test_who_prepares_nothing_more_is_served_by_threads(image_folder: Folder) -> None:
+    """A rank's sampler never reads the samples of the others, so that they are never prepared."""
+    with ImageFolder(image_folder(per_class=6), STEPS, progress=False) as dataset:
+        loader = DataLoader(dataset, batch_size=4, num_workers=2, sampler=range(6))
+        engines = [len(list(loader)) and loader.report().engine for _ in range(3)]
+        assert engines == ["process", "process", "thread"]
+        assert dataset.filled_share() == 0.5
+
+
 def test_the_report_tells_how_much_is_prepared(image_folder: Folder) -> None:
     """In the middle of a first epoch a share of the loader's own samples; nothing is said once all are there."""
     with ImageFolder(image_folder(per_class=6), STEPS, progress=False) as dataset:

@@ -22,7 +22,7 @@ from fastdata.dataset import PreparedDataset
 from fastdata.loader import epochs
 from fastdata.loader.epochs import HELD_BY_USER, Counted, Engine, Tally, TorchView
 from fastdata.loader.resume import Checkpoints, LoaderEpochs, Progress, length_of, undisturbed
-from fastdata.loader.view import LoaderView, Served
+from fastdata.loader.view import MOSTLY_PREPARED, LoaderView, Served
 from fastdata.memory import PinningPlan, budget_bytes, choose_pinning
 from fastdata.report import EpochReport, warn_user
 from fastdata.ring import BatchRing
@@ -105,6 +105,8 @@ class DataLoader(torch_loader.DataLoader[_T_co]):
         self.workers = workers
         self._served = LoaderView.find(dataset) if makes_batches else None
         self._ring: BatchRing | None = None
+        self._is_filling = self._served is not None and self._served.prepared_share < MOSTLY_PREPARED
+        self._share_before = -1.0
         super().__init__(**arguments | {"pin_memory": pin_memory is True})
         self.in_order = in_order
         self._epochs = LoaderEpochs()
@@ -133,6 +135,9 @@ class DataLoader(torch_loader.DataLoader[_T_co]):
         if self._served:
             self._served.dataset.refresh()
             self._say_fallback(self._served.dataset)
+            share = self._served.prepared_share
+            was_idle = share == self._share_before and self._tally.batches > 0  # as of a rank, which reads its own only
+            self._is_filling, self._share_before = share < MOSTLY_PREPARED and not was_idle, share
         is_prefetched = ring is not None
         if ring is None:
             ring = self._ring = self._ring or BatchRing(self.ring_slots(held))
@@ -305,7 +310,7 @@ class DataLoader(torch_loader.DataLoader[_T_co]):
             return f"{type(self.dataset).__name__} is no fastdata dataset"
         if self.worker_init_fn is not None and not self._draws_alone(self._served.dataset):
             return "worker_init_fn is for worker processes"
-        if self.num_workers > 0 and self._served.is_filling:
+        if self.num_workers > 0 and self._is_filling and self._served.dataset.batch_obstacle is None:
             return "samples are prepared on their first read"
         return self._served.dataset.batch_obstacle
 

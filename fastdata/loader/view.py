@@ -15,6 +15,9 @@ from fastdata.dataset import PreparedDataset
 from fastdata.ring import BatchRing
 from fastdata.shared import collate_targets
 
+MOSTLY_PREPARED = 0.9
+"""Share of the samples from which on threads are worth it, although some of the rest are still to be prepared."""
+
 
 class JoinedDatasets:
     """The fastdata datasets in a ``ConcatDataset`` as a loader asks them: as one, whose indices are theirs in a row.
@@ -131,9 +134,10 @@ class JoinedDatasets:
     def fallback_notice(self) -> str:
         return next(filter(None, (part.fallback_notice() for part in self.parts)), "")
 
-    def is_filling(self, index: np.ndarray | None) -> bool:
+    def prepared_share(self, index: np.ndarray | None) -> float:
         assert index is not None
-        return any(part.is_filling(position_B) for part, _, position_B in self._pieces(index))
+        pieces = [(part.prepared_share(position_B), len(position_B)) for part, _, position_B in self._pieces(index)]
+        return sum(share * count for share, count in pieces) / max(len(index), 1)
 
 
 Served = PreparedDataset | JoinedDatasets
@@ -162,8 +166,8 @@ class LoaderView(NamedTuple):
         return cls(parts[0] if len(parts) == 1 else JoinedDatasets(parts), joined if subset is None else joined[subset])
 
     @property
-    def is_filling(self) -> bool:
-        return self.dataset.is_filling(self.subset)
+    def prepared_share(self) -> float:
+        return self.dataset.prepared_share(self.subset)
 
     def visit(self, batches: Iterable[list[int]], epoch: int, base_seed: int) -> Iterator[list[int]]:
         """The batches of an epoch, with what random draws are made from.
