@@ -14,7 +14,7 @@ from fastdata.folder import ImageFolder, ImageManifest
 from fastdata.loader import DataLoader
 from fastdata.prefetch import CudaPrefetcher
 from fastdata.ring import RingCollate
-from fastdata.transforms import plan_transform
+from fastdata.transforms import Views, plan_transform
 
 __all__ = [
     "CachedDataset",
@@ -27,6 +27,7 @@ __all__ = [
     "ImageManifest",
     "RingCollate",
     "SampleBatch",
+    "Views",
     "collate",
     "plan_transform",
 ]

@@ -55,7 +55,7 @@ class SampleDict(dict[str, Any]):
         return dict, (dict(self),)
 
 
-def stacked(images: torch.Tensor, targets: Any, keys: ItemKeys | None) -> Any:
+def stacked(images: torch.Tensor | list[torch.Tensor], targets: Any, keys: ItemKeys | None) -> Any:
     """What ``default_collate`` makes of samples whose images and targets it makes these of."""
     return [images, targets] if keys is None else keys.join(images, targets)
 
@@ -67,11 +67,12 @@ class SampleBatch(list[Any]):
     that calls the former, as those of MixUp and CutMix do, copies nothing.
 
     Args:
-        images: (B, C, h, w); sample i is a view of ``images[i]``.
+        images: (B, C, h, w); sample i is a view of ``images[i]``. Or a list of such tensors, several views of it.
         targets: what ``default_collate`` makes of the targets: int64 (B,) for class numbers.
         each_target: one Python object per sample.
         image_class: of the images in the list, such as ``tv_tensors.Image``.
         keys: of samples that are dicts; None where they are tuples.
+        made: of what type a sample's views are.
 
     Attributes:
         stacked: ``[images, targets]``, or a dict of the samples' keys, or None once the list was changed and no longer
@@ -82,17 +83,19 @@ class SampleBatch(list[Any]):
 
     def __init__(
         self,
-        images: torch.Tensor,
+        images: torch.Tensor | list[torch.Tensor],
         targets: Any,
         each_target: Iterable[Any],
         image_class: type[torch.Tensor] = torch.Tensor,
         keys: ItemKeys | None = None,
+        made: type = list,
     ) -> None:
         each_target = list(each_target)
-        self._parts = images, targets, each_target, image_class, keys
-        each_image: Iterable[torch.Tensor] = images.unbind(0)
+        self._parts = images, targets, each_target, image_class, keys, made
+        views: Any = [each.unbind(0) for each in (images if isinstance(images, list) else [images])]
         if image_class is not torch.Tensor:
-            each_image = [image.as_subclass(image_class) for image in each_image]
+            views = [[image.as_subclass(image_class) for image in view] for view in views]
+        each_image = map(made, zip(*views, strict=True)) if isinstance(images, list) else views[0]
         pairs = zip(each_image, each_target, strict=True)
         super().__init__(map(Sample, pairs) if keys is None else (SampleDict(keys.join(*pair)) for pair in pairs))
         self.stacked = stacked(images, targets, keys)

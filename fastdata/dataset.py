@@ -63,7 +63,7 @@ from fastdata.ring import BatchRing
 from fastdata.shared import ListView, SampleTable, collate_targets
 from fastdata.sources import DatasetSource, FileSource, ItemKeys, Source
 from fastdata.stores.readers import Store
-from fastdata.transforms import TransformPlan, fingerprint, is_same, plan_transform
+from fastdata.transforms import TransformPlan, fingerprint, is_same, plan_pairs, plan_transform
 from fastdata.transforms.cpu import Program
 from fastdata.transforms.device import DeviceProgram, device_obstacle
 from fastdata.transforms.steps import flatten, is_random, known_name
@@ -158,20 +158,38 @@ class _Item:
 _ITEM: ContextVar[_Item | None] = ContextVar("fastdata_item", default=None)
 
 
+class _Lane(NamedTuple):
+    """What makes one of the tensors of a whole batch."""
+
+    program: Program | None  # runs the batch ops; None where there are none
+    output: tuple[tuple[int, ...], np.dtype[Any]] | None  # of every sample served; None where they differ
+    part: int = 0  # of a sample that it reads
+
+
 class _Compiled(NamedTuple):
     """What follows from a dataset's transform and its samples."""
 
     plan: TransformPlan
-    program: Program | None  # runs the batch ops; None where there are none
+    lanes: tuple[_Lane, ...]  # one for each view of a sample, or for image and mask
     last: Program | None  # runs the batch ops after steps that are not known
-    output: tuple[tuple[int, ...], np.dtype[Any]] | None  # of every sample served; None where they differ
     reader: ReadPath | None  # of single samples that are kept nowhere
     seen: Any  # of the transform, to notice steps that are changed in place
+
+    @property
+    def program(self) -> Program | None:
+        return self.lanes[0].program
+
+    @property
+    def outputs(self) -> list[tuple[tuple[int, ...], np.dtype[Any]]] | None:
+        """Of every lane; None where samples differ in one."""
+        outputs = [lane.output for lane in self.lanes if lane.output is not None]
+        return outputs if len(outputs) == len(self.lanes) else None
 
 
 _ADVISED_PX = 256
 """Shorter side of images that are prepared for crops of 224 px."""
 _LOOKED_AT = 8
+_ALIGN_BYTES = 64
 _WORTH_SHARE = 0.8
 """Of the memory: what is saved beyond it is not worth a word."""
 
@@ -282,8 +300,9 @@ class PreparedDataset(Dataset[Any]):
         return plan
 
     def _compile(self) -> None:
-        seen, options, samples = fingerprint(self._transform), self.options, self._samples
-        program, output, reader = None, None, None
+        seen, options, samples = fingerprint((self._transform, self.transforms)), self.options, self._samples
+        lanes: tuple[_Lane, ...] = (_Lane(None, None),)
+        reader = None
         if isinstance(samples, KeptSamples):
             spec, shape = samples.images.spec, samples.images.shape(0)
             is_image = len(shape) == 3
@@ -292,11 +311,10 @@ class PreparedDataset(Dataset[Any]):
             facts["channels"] = shape[0] if is_image else None
             facts["obstacle"] = obstacle or (None if is_image else f"samples have {len(shape)} dimensions")
             plan = self._split(self._transform, **facts)
-            if plan.batch_texts:
-                program = Program(plan.batch_ops, spec)
-                output = program.output(shape)
+            if plan.batch_texts or plan.views:
+                lanes = _lanes(plan, spec, shape)
             elif spec.is_dense:
-                output = shape, np.dtype(spec.dtype)
+                lanes = (_Lane(None, (shape, np.dtype(spec.dtype))),)
         else:
             known = "last" if options.batch_ops == "auto" else "off"
             plan = self._split(self._transform, batch_ops=known, obstacle=core.obstacle())
@@ -306,14 +324,34 @@ class PreparedDataset(Dataset[Any]):
                 every, before = (*self._first_steps, self._transform), -len(self._first_steps)
                 whole = plan_transform(every, channels=3, batch_ops=options.batch_ops, prepared=0, first=before)
                 spec = SampleSpec(shape=None, dtype="uint8", form="pil")
-                decoding = Program(whole.batch_ops, spec)
-                output = decoding.output((3, 1, 1)) if whole.is_batched else None
-                if output is not None:
-                    plan, program = whole, decoding
+                decoding = _lanes(whole, spec, (3, 1, 1))
+                if whole.is_batched and all(lane.output for lane in decoding):
+                    plan, lanes = whole, decoding
         if self.transforms is not None:
-            plan = plan_transform(self.transforms, obstacle="it takes sample and target together", prepared=0)
+            plan = self._plan_pairs()
+            lanes = (_Lane(None, None),)
+            if plan.mask is not None and isinstance(samples, KeptSamples):
+                image, mask = samples.stores
+                programs = Program(plan.batch_ops, image.spec), Program(plan.mask.batch_ops, mask.spec)
+                outputs = (each.output(store.shape(0)) for each, store in zip(programs, samples.stores, strict=True))
+                lanes = tuple(map(_Lane, programs, outputs, (0, 1)))
         last = Program(plan.last_ops, SampleSpec(shape=None, dtype="uint8", form="pil")) if plan.last_steps else None
-        self._compiled = _Compiled(plan, program, last, output, reader, seen)
+        self._compiled = _Compiled(plan, lanes, last, reader, seen)
+
+    def _plan_pairs(self) -> TransformPlan:
+        """Split ``transforms``, which takes sample and target together."""
+        kept, obstacle = self.kept, core.obstacle()
+        if self.options.batch_ops == "off":
+            obstacle = "batch_ops='off'"
+        if kept is None or kept.is_tuple or not kept.target_is_part:
+            return plan_pairs(self.transforms, obstacle="only images with a tv_tensors.Mask are served")
+        image, mask = kept.stores
+        if (image.spec.dtype, mask.spec.dtype, mask.spec.form) != ("uint8", "uint8", "mask"):
+            obstacle = "only uint8 images with a uint8 tv_tensors.Mask are served"
+        channels, *size = image.shape(0)
+        if obstacle is None and (len(size) != 2 or mask.shape(0)[:-2] not in ((), (1,))):
+            obstacle = f"images of shape {image.shape(0)} and masks of {mask.shape(0)} are not served"
+        return plan_pairs(self.transforms, form=image.spec.form, channels=channels, obstacle=obstacle)
 
     def _steps(self, plan: TransformPlan) -> tuple[Callable[[Any], Any], ...]:
         return (*self._first_steps, *plan.prepare)
@@ -324,7 +362,7 @@ class PreparedDataset(Dataset[Any]):
     def refresh(self) -> None:
         """Serve what the transform says now, whose steps may have been changed in place; cheap where none were."""
         self._was_read = True
-        if not is_same(fingerprint(self._transform), self._compiled.seen):
+        if not is_same(fingerprint((self._transform, self.transforms)), self._compiled.seen):
             self._compile()
 
     def _origin(self) -> Source:
@@ -339,7 +377,7 @@ class PreparedDataset(Dataset[Any]):
 
     def _resize_advice(self) -> str:
         """What ``resize=`` would gain where whole images are kept for a random crop of them, measured in 10 ms."""
-        kept, program, output = self.kept, self._compiled.program, self._compiled.output
+        kept, (program, output, _) = self.kept, self._compiled.lanes[0]
         if kept is None or kept.images.spec.is_dense or program is None or not self._decodes_itself:
             return ""
         store, step = kept.images, max(1, len(kept.images) // _LOOKED_AT)
@@ -393,17 +431,17 @@ class PreparedDataset(Dataset[Any]):
             return self.sample_batch(batch, self.batch_ring)
         if self.transforms is not None:
             return [self._pair(batch, k) for k in range(len(batch))]
-        if compiled.program is None or compiled.output is None or self.kept is None:
+        if compiled.program is None or compiled.outputs is None or self.kept is None:
             samples, targets = map(list, zip(*(self._read(batch, k) for k in range(len(batch))), strict=True))
         else:  # what comes before the first step that is not served
-            samples = [self._shown(image) for image in self._read_images(batch, None)]
+            samples = [self._shown(image) for image in self._read_tensors(batch, None)[0]]
             targets = [self._stored_target(index) for index in batch.positions.tolist()]
         samples = [compiled.plan.run_unknown(sample) for sample in samples]
         if self.target_transform is not None:
             targets = [self.target_transform(target) for target in targets]
         images = self._run_last(samples, batch, self.batch_ring)
         if images is not None:
-            return self.as_batch(images, targets, compiled.plan.last_kind)
+            return self.as_batch([images], lambda: targets, compiled.plan.last_kind)
         return list(map(self._item, map(compiled.plan.run_last, samples), targets))
 
     def _run_last(self, samples: Sequence[Any], batch: IndexBatch, ring: BatchRing | None) -> torch.Tensor | None:
@@ -424,14 +462,29 @@ class PreparedDataset(Dataset[Any]):
 
         Memory comes from ``ring``, or is fresh. Safe from several threads at once.
         """
-        return stacked(self._read_images(batch, ring), self.read_targets(batch.positions), self.item_keys)
+        tensors = self._read_tensors(batch, ring)
+        return self.joined(tensors, lambda: self.read_targets(batch.positions))
 
     def sample_batch(self, batch: IndexBatch, ring: BatchRing | None = None) -> SampleBatch:
-        return self.as_batch(self._read_images(batch, ring), self.targets_of(batch.positions))
+        return self.as_batch(self._read_tensors(batch, ring), lambda: self.targets_of(batch.positions))
 
-    def as_batch(self, images: torch.Tensor, targets: list[Any], kind: Form | None = None) -> SampleBatch:
-        image_class = tensor_class(kind or self.plan.kind)
-        return SampleBatch(images, collate_targets(targets), targets, image_class, self.item_keys)
+    def joined(self, tensors: list[torch.Tensor], read_targets: Callable[[], Any]) -> Any:
+        """The batch of these tensors, one for each view, and of their targets; masks are tensors among them."""
+        images: Any = tensors if self.plan.views else tensors[0]
+        return stacked(images, tensors[1] if self.plan.mask else read_targets(), self.item_keys)
+
+    def as_batch(
+        self, tensors: list[torch.Tensor], read_targets: Callable[[], list[Any]], kind: Form | None = None
+    ) -> SampleBatch:
+        """As ``joined``, with a list of the samples."""
+        plan, keys = self.plan, self.item_keys
+        image_class = tensor_class(kind or plan.kind)
+        if plan.mask:
+            masks = [mask.as_subclass(tensor_class(plan.mask.kind)) for mask in tensors[1].unbind(0)]
+            return SampleBatch(tensors[0], tensors[1], masks, image_class, keys)
+        targets = read_targets()
+        images = tensors if plan.views else tensors[0]
+        return SampleBatch(images, collate_targets(targets), targets, image_class, keys, plan.made)
 
     @property
     def item_keys(self) -> ItemKeys | None:
@@ -469,8 +522,12 @@ class PreparedDataset(Dataset[Any]):
     @property
     def image_form(self) -> str:
         """Shape and type of each image in a whole batch."""
-        tensor = self.as_tensor(self.room(0, None))
-        form = f"{tensor_class(self.plan.kind).__name__}{tuple(tensor.shape[1:])} of {str(tensor.dtype)[6:]}"
+        kinds = (
+            [self.plan.kind, self.plan.mask.kind] if self.plan.mask else [self.plan.kind] * len(self._compiled.lanes)
+        )
+        names = [tensor_class(kind).__name__ for kind in kinds]
+        pairs = zip(names, self.as_tensors(self.room(0, None)), strict=True)
+        form = ", ".join(f"{name}{tuple(each.shape[1:])} of {str(each.dtype)[6:]}" for name, each in pairs)
         return form if self.item_keys is None else f"{form} in {self.item_keys}"
 
     def fallback_notice(self) -> str:
@@ -520,13 +577,15 @@ class PreparedDataset(Dataset[Any]):
             return self.batch_obstacle
         if self.kept is None:
             return "samples are kept nowhere, and files are decoded on the CPU"
+        if len(self._compiled.lanes) > 1:
+            return "several views of an image, or image and mask, are made on the CPU"
         return device_obstacle(self.plan, self.kept.images.spec)
 
     @property
     def served_bytes(self) -> int | None:
         """Bytes of each sample in a whole batch; None where there are no whole batches."""
-        output = self._compiled.output
-        return None if self.batch_obstacle or output is None else math.prod(output[0]) * output[1].itemsize
+        outputs = None if self.batch_obstacle else self._compiled.outputs
+        return None if outputs is None else sum(math.prod(shape) * dtype.itemsize for shape, dtype in outputs)
 
     @property
     def own_reader(self) -> str | None:
@@ -543,11 +602,13 @@ class PreparedDataset(Dataset[Any]):
         kept, plan = self.kept, self.plan
         if kept is None and self._compiled.program is None:
             return "storage='none' prepares every sample when it is read"
-        if self.transforms is not None or (kept is not None and kept.is_tuple):
+        if kept is not None and kept.is_tuple:
             return "samples have several parts, such as image and mask"
+        if self.transforms is not None and plan.mask is None:
+            return f"samples have several parts, such as image and mask, and {plan.obstacle}"
         if not plan.is_batched:
             return f"the transform works per sample: {plan.obstacle}"
-        if self._compiled.output is None:
+        if self._compiled.outputs is None:
             return "prepared samples differ in shape; a crop or resize to one size would make them batches"
         return None
 
@@ -592,32 +653,52 @@ class PreparedDataset(Dataset[Any]):
         visits_B = self._visits.take(index_B, reader) if draws else np.zeros_like(index_B)
         return IndexBatch(indices, index_B, visits_B, self.seed_of(base_seed))
 
-    def _read_images(self, batch: IndexBatch, ring: BatchRing | None) -> torch.Tensor:
-        out = self.room(len(batch), ring)
-        self.read_into(out, batch)
-        return self.as_tensor(out)
+    def _read_tensors(self, batch: IndexBatch, ring: BatchRing | None) -> list[torch.Tensor]:
+        outs = self.room(len(batch), ring)
+        self.read_into(outs, batch)
+        return self.as_tensors(outs)
 
-    def room(self, count: int, ring: BatchRing | None) -> np.ndarray:
-        """Memory for the images of a whole batch of so many samples."""
-        output = self._compiled.output
-        assert output is not None
-        shape, dtype = (count, *output[0]), output[1]
-        return np.empty(shape, dtype) if ring is None else ring.take(shape, dtype)
+    def room(self, count: int, ring: BatchRing | None) -> list[np.ndarray]:
+        """Memory for a whole batch of so many samples: for each view of images, or for images and masks."""
+        outputs = self._compiled.outputs
+        assert outputs is not None
+        return _take([((count, *shape), dtype) for shape, dtype in outputs], ring)
 
-    def read_into(self, out: np.ndarray, batch: IndexBatch, rows_B: np.ndarray | None = None) -> None:
+    def read_into(self, outs: list[np.ndarray], batch: IndexBatch, rows_B: np.ndarray | None = None) -> None:
         """Read the images of a batch into ``room`` for it; or for a larger one, where ``rows_B`` says which rows."""
         self._check_open()
-        samples, program = self._samples, self._compiled.program
+        samples, lanes = self._samples, self._compiled.lanes
+        pairs = [(lane.program, out) for lane, out in zip(lanes, outs, strict=True)]
+        if self.plan.mask:
+            self._refuse_other_sizes(batch.positions)
         if isinstance(samples, KeptSamples):
-            _serve_into(out, samples, program, batch, rows_B)
+            for part in sorted({lane.part for lane in lanes}):
+                of_part = [pair for pair, lane in zip(pairs, lanes, strict=True) if lane.part == part]
+                _serve_into(of_part, samples, batch, rows_B, part)
         else:
-            assert program is not None
             decoded = [self._decode(index) for index in batch.positions.tolist()]
-            program.run_decoded(decoded, batch.positions, batch.visits, batch.seed, out, rows_B)
+            for program, out in pairs:
+                assert program is not None
+                program.run_decoded(decoded, batch.positions, batch.visits, batch.seed, out, rows_B)
 
-    def as_tensor(self, images: np.ndarray) -> torch.Tensor:
-        program = self._compiled.program
-        return torch.from_numpy(images) if program is None else program.as_tensor(images)
+    def as_tensors(self, outs: list[np.ndarray]) -> list[torch.Tensor]:
+        programs = [lane.program for lane in self._compiled.lanes]
+        pairs = zip(programs, outs, strict=True)
+        return [torch.from_numpy(out) if program is None else program.as_tensor(out) for program, out in pairs]
+
+    def _refuse_other_sizes(self, index_B: np.ndarray) -> None:
+        """Raise ValueError where a mask is not as large as its image: what is drawn for one would not fit the other."""
+        kept = self.kept
+        assert kept is not None
+        image, mask = kept.stores
+        is_dense = image.spec.shape is not None and mask.spec.shape is not None
+        for index in index_B[:1].tolist() if is_dense else index_B.tolist():
+            sizes = image.shape(index)[-2:], mask.shape(index)[-2:]
+            if sizes[0] != sizes[1]:
+                raise ValueError(
+                    f"sample {index} has an image of {sizes[0]} and a mask of {sizes[1]} (height, width); a transform "
+                    "of both needs one size."
+                )
 
     def _decode(self, index: int) -> np.ndarray:
         """The pixels of one file, (H, W, 3)."""
@@ -631,6 +712,8 @@ class PreparedDataset(Dataset[Any]):
     def _pair(self, batch: IndexBatch, k: int) -> Any:
         one, plan = slice(k, k + 1), self.plan
         sample, target = self._read(batch, k)
+        if plan.mask:
+            return self._item(sample, target)
         if self.transforms is not None:
             transformed: tuple[Any, Any] = self.transforms(sample, target)
             return transformed if self.item_keys is None else self._item(*transformed)
@@ -655,15 +738,32 @@ class PreparedDataset(Dataset[Any]):
             target = self._stored_target(index)
             if kept is None:
                 alone = IndexBatch([index], batch.positions[one], batch.visits[one], batch.seed)
-                sample = self._shown(self._read_images(alone, None)[0])
+                sample = self._together([images[0] for images in self._read_tensors(alone, None)])
             elif program is None:
                 sample = kept.sample(index)
                 sample = sample if self._is_upright else without_exif(sample)
             else:
-                with kept.naming_damage():
-                    pixels = program.run_one(kept.images, index, batch.visits[k], batch.seed)
-                sample = self._shown(program.as_tensor(pixels))
+                served = self._read_alone(kept, index, batch.visits[k], batch.seed)
+                if self.plan.mask:
+                    return self._shown(served[0]), served[1].as_subclass(tensor_class(self.plan.mask.kind))
+                sample = self._together(served)
         return sample, target
+
+    def _read_alone(self, kept: KeptSamples, index: int, visit: int, seed: int) -> list[torch.Tensor]:
+        """What ``_read_tensors`` gives of one sample, in whatever shape it has."""
+        if self.plan.mask:
+            self._refuse_other_sizes(np.array([index]))
+        served = []
+        with kept.naming_damage():
+            for program, _, part in self._compiled.lanes:
+                assert program is not None
+                served.append(program.as_tensor(program.run_one(kept.stores[part].settled, index, visit, seed)))
+        return served
+
+    def _together(self, served: list[torch.Tensor]) -> Any:
+        """A sample after the batch ops: one image, or the views of it."""
+        shown = map(self._shown, served)
+        return self.plan.made(shown) if self.plan.views else next(shown)
 
     def _shown(self, served: torch.Tensor) -> Any:
         """A sample after the batch ops, as the rest of the transform wants it."""
@@ -925,7 +1025,8 @@ class CachedDataset(PreparedDataset):
         transform: as torchvision's. Its leading deterministic steps run once per sample, before it is stored; see
             ``plan``.
         target_transform: called on each target when it is read.
-        transforms: in place of both, called with sample and target together, as torchvision's: for masks.
+        transforms: in place of both, called with sample and target together, as torchvision's: for masks. One of v2's
+            known steps, on images with a ``tv_tensors.Mask``, runs on whole batches.
         options: where and how samples are kept, and more: see ``fastdata.dataset.DatasetOptions``.
 
     ``CachedDataset.from_cache`` opens what ``cache_dir`` keeps without ``dataset``.
@@ -1147,16 +1248,16 @@ class JoinedDatasets:
         return samples
 
     def read_batch(self, batch: IndexBatch, ring: BatchRing | None = None) -> Any:
-        return stacked(self._read_images(batch, ring), self._read_targets(batch.positions), self.parts[0].item_keys)
+        return self.parts[0].joined(self._read_tensors(batch, ring), lambda: self._read_targets(batch.positions))
 
     def sample_batch(self, batch: IndexBatch, ring: BatchRing | None = None) -> SampleBatch:
-        return self.parts[0].as_batch(self._read_images(batch, ring), self._targets_of(batch.positions))
+        return self.parts[0].as_batch(self._read_tensors(batch, ring), lambda: self._targets_of(batch.positions))
 
-    def _read_images(self, batch: IndexBatch, ring: BatchRing | None) -> torch.Tensor:
-        out = self.parts[0].room(len(batch), ring)
+    def _read_tensors(self, batch: IndexBatch, ring: BatchRing | None) -> list[torch.Tensor]:
+        outs = self.parts[0].room(len(batch), ring)
         for part, row_B, piece in self._batches(batch):
-            part.read_into(out, piece, row_B)
-        return self.parts[0].as_tensor(out)
+            part.read_into(outs, piece, row_B)
+        return self.parts[0].as_tensors(outs)
 
     def _read_targets(self, index_B: np.ndarray) -> Any:
         found = [(row_B, part.read_targets(position_B)) for part, row_B, position_B in self._pieces(index_B)]
@@ -1359,17 +1460,34 @@ def read_for_device(
     draws, samples = program.draw(index_B, batch.visits, batch.seed), index_B.copy()
     if not only_places:
         samples = ring.take((len(index_B), *program.sent_shape), np.dtype(np.uint8))
-        _serve_into(samples, kept, program.host, batch)
+        _serve_into([(program.host, samples)], kept, batch)
     return DeviceBatch(torch.from_numpy(samples), draws, dataset.read_targets(index_B), dataset.item_keys)
 
 
 def _serve_into(
-    out: np.ndarray,
-    kept: KeptSamples,
-    program: Program | None,
-    batch: IndexBatch,
-    rows_B: np.ndarray | None = None,
+    pairs: list[Any], kept: KeptSamples, batch: IndexBatch, rows_B: np.ndarray | None = None, part: int = 0
 ) -> None:
-    program = program or Program((), kept.images.spec)
+    """Serve a part of a batch's samples by each program, or as stored where that is None, into its memory."""
+    store = kept.stores[part].settled
+    (program, out), *others = [(program or Program((), store.spec), out) for program, out in pairs]
     with kept.naming_damage():
-        program.run(kept.images, batch.positions, batch.visits, batch.seed, out, rows_B)
+        program.run(store, batch.positions, batch.visits, batch.seed, out, rows_B, others)
+
+
+def _lanes(plan: TransformPlan, spec: SampleSpec, shape: tuple[int, ...]) -> tuple[_Lane, ...]:
+    programs = [Program(view.batch_ops, spec) for view in plan.views or (plan,)]
+    return tuple(_Lane(program, program.output(shape)) for program in programs)
+
+
+def _take(wanted: list[tuple[tuple[int, ...], np.dtype[Any]]], ring: BatchRing | None) -> list[np.ndarray]:
+    """Memory for arrays of these shapes and dtypes: one piece of the ring's, or fresh."""
+    take = np.empty if ring is None else ring.take
+    if len(wanted) == 1:
+        return [take(*wanted[0])]
+    counts = [math.prod(shape) for shape, _ in wanted]
+    sizes = [count * dtype.itemsize for count, (_, dtype) in zip(counts, wanted, strict=True)]
+    ends = np.cumsum([-(-size // _ALIGN_BYTES) * _ALIGN_BYTES for size in sizes]).tolist()
+    # By its buffer: a view of an array refers to what lies behind that, and the ring would take the memory back.
+    whole = take((ends[-1],), np.dtype(np.uint8)).data
+    parts = zip(wanted, counts, [0, *ends], strict=False)
+    return [np.frombuffer(whole, dtype, count, start).reshape(shape) for (shape, dtype), count, start in parts]

@@ -26,6 +26,7 @@ from fastdata import (
     ImageFolder,
     ImageManifest,
     SampleBatch,
+    Views,
     collate,
 )
 from fastdata.dataset import DatasetOptions
@@ -210,6 +211,7 @@ CROPPED = v1.Compose([v1.RandomResizedCrop(4), v1.ToTensor()])
         ),
         (Wrapping(Wrapping(Single("")), torch.nn.Sequential(v2.ColorJitter(0.5))), r"ColorJitter\(.*Wrapping\.trans"),
         (Single("", transform=v1.RandomApply([v1.Pad(1)])), r"RandomApply\(.*\) in Single\.transform"),
+        (Single("", transform=Views(v1.ToTensor(), CROPPED)), r"Views\(.*\) in Single\.transform"),
         (Single("", transform=v1.GaussianBlur(3)), r"GaussianBlur\(.*\) in Single\.transform"),
         (Single("", transform=v1.TrivialAugmentWide()), r"TrivialAugmentWide\(.*\) in Single\.transform"),
     ],

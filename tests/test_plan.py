@@ -15,6 +15,7 @@ from torchvision import tv_tensors
 from torchvision.transforms import v2
 from torchvision.transforms._presets import ImageClassification
 
+from fastdata import Views
 from fastdata.transforms import TransformPlan, plan_transform, read_center_crop, read_resize
 
 NORM = ((0.5, 0.4, 0.3), (0.2, 0.3, 0.4))
@@ -177,7 +178,7 @@ def test_the_transform_of_weights_is_seen_through() -> None:
     [
         ([lambda x: +x], "is not a known batch op"),
         ([MyFlip()], "is not a known batch op"),
-        ([v2.ToImage(), v2.ToDtype({tv_tensors.Image: torch.float32})], "dict of dtypes"),
+        ([v2.ToImage(), v2.ToDtype({tv_tensors.Mask: torch.int64})], "dict of dtypes"),
         ([v2.ToImage(), v2.ToDtype(torch.int32)], "converts to torch.int32"),
         ([v1.ToTensor(), v1.ConvertImageDtype(torch.float16)], "converts float32 to torch.float16"),
         ([v1.ConvertImageDtype(torch.float32)], "does not accept PIL images"),
@@ -189,7 +190,7 @@ def test_the_transform_of_weights_is_seen_through() -> None:
         ([v1.ToTensor(), v1.RandomCrop(3, padding=1, fill=1)], "pads with a constant after the conversion"),
         ([v1.ToTensor(), v1.RandomResizedCrop(3)], "comes after the conversion to float32"),
         ([v1.ToTensor(), v1.Grayscale()], "comes after the conversion to float32"),
-        ([v2.RandomCrop(3, padding=1, fill={"others": 1})], "dict of fill values"),
+        ([v2.RandomCrop(3, padding=1, fill={tv_tensors.Mask: 1})], "dict of fill values"),
         ([v1.RandomCrop(3, padding=1, fill=300)], "fill=300"),
         ([v1.PILToTensor(), v1.RandomCrop(3, padding=1, fill=(1, 2, 3))], "fill=(1, 2, 3) for tensors"),
         ([v1.RandomCrop(3, padding=-1)], "padding=-1"),
@@ -206,6 +207,45 @@ def test_unserved_steps_say_why(steps: list[Any], reason: str) -> None:
     assert plan.per_sample == (steps[-1],)
     assert reason in plan.reason
     assert reason in str(plan)
+
+
+def test_views_are_prepared_by_what_all_begin_with() -> None:
+    """Equal deterministic steps at the front of every view run once, even as objects of their own."""
+    tail = [v1.RandomCrop(3), v1.PILToTensor()]
+    views = Views(v1.Compose([v1.Resize(9), v1.CenterCrop(5), *tail]), v1.Compose([v1.Resize(9), v1.Pad(1), *tail]))
+    plan = plan_transform(views)
+    assert names(plan.prepare) == ["Resize"]
+    assert [names(view.prepare) for view in plan.views] == [["Resize"]] * 2
+    assert plan.is_batched
+    assert "view 1, on whole batches:     Pad(" in str(plan)
+    assert len({op.at for view in plan.views for op in view.batch_ops}) == 4
+
+
+@pytest.mark.parametrize(
+    ("transform", "reason"),
+    [
+        (Views(v1.ToTensor(), v1.Compose([v1.ToTensor(), MyFlip()])), "leads to a view that is not served: MyFlip"),
+        (v1.Compose([v1.RandomVerticalFlip(), Views(v1.ToTensor())]), "leads to views that share a random step"),
+        (Views(v1.ToTensor(), v2.ToImage()), "leads to views of several types"),
+        (v1.Compose([Views(v1.ToTensor()), v1.Lambda(len)]), "gives several views, which only the last step may"),
+        (Views(v1.RandomVerticalFlip()), "the transform ends with a PIL image"),
+    ],
+)
+def test_unserved_views_say_why(transform: Any, reason: str) -> None:
+    """Views that cannot be batches run as written, on samples that the steps all share were run on once."""
+    plan = plan_transform(transform)
+    assert not plan.is_batched
+    assert reason in (plan.obstacle or "")
+    image = Image.new("RGB", (6, 5), (9, 8, 7))
+    written, planned = transform(image), plan.run_unknown(image)
+    assert type(written) is type(planned)
+    if isinstance(written, list):
+        assert [type(view) for view in written] == [type(view) for view in planned]
+
+
+def test_no_views_are_refused() -> None:
+    with pytest.raises(ValueError, match="needs one transform or more"):
+        Views()
 
 
 def test_commuting_geometry_after_conversion_is_known() -> None:

@@ -21,6 +21,7 @@ NAMES = {
     "ImageManifest",
     "RingCollate",
     "SampleBatch",
+    "Views",
     "collate",
     "plan_transform",
 }

@@ -10,15 +10,17 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch.utils.data import BatchSampler, SequentialSampler, Subset
+from torch.utils.data import BatchSampler, ConcatDataset, SequentialSampler, Subset
 from torch.utils.data import DataLoader as TorchLoader
 from torchvision import transforms as v1
+from torchvision import tv_tensors
 from torchvision.transforms import v2
 
 from conftest import FolderMaker
-from fastdata import CachedDataset, ChunkedLoader, CudaPrefetcher, DataLoader, ImageFolder
+from fastdata import CachedDataset, ChunkedLoader, CudaPrefetcher, DataLoader, ImageFolder, Views
 
 LENGTH, SHAPE = 11, (3, 8, 6)
+NORM = (0.5, 0.4, 0.3), (0.2, 0.3, 0.4)
 CROP = [v1.RandomCrop((7, 5), padding=1), v1.RandomHorizontalFlip()]
 LOADERS: dict[str, Callable[..., Any]] = {
     "inline": lambda data: DataLoader(data, batch_size=4),
@@ -395,3 +397,275 @@ def test_a_transform_replaced_within_an_epoch_is_never_half_obeyed() -> None:
         dataset.transform = v1.Lambda(lambda image: image // 2)
         images, _ = next(batches)
         assert torch.equal(images, torch.stack([image // 2 for image, _ in samples()[4:8]]))
+
+
+# Several views of an image
+
+HALF = v1.Compose([v1.RandomCrop((4, 3)), v1.ConvertImageDtype(torch.float32)])
+SMALL = v1.Compose([v1.CenterCrop(6), v1.ToTensor()])
+VIEWS = Views(v1.Compose([v1.RandomResizedCrop((7, 5), antialias=True), v1.RandomInvert()]), *[HALF] * 2)
+
+
+def views_of(loader: Any) -> list[torch.Tensor]:
+    """Each view of all samples of an epoch."""
+    batches = [images for images, _ in loader]
+    assert {type(views) for views in batches} == {list}
+    return [torch.cat(view) for view in zip(*batches, strict=True)]
+
+
+@EVERY_LOADER
+@pytest.mark.parametrize("storage", ["shared", "compressed"])
+def test_views_are_whole_batches_of_their_own(loader_of: Callable[..., Any], storage: str) -> None:
+    """Each view is one tensor of its own shape and dtype, a sample's own at that, whatever reads it; all draw anew."""
+    with cached(storage=storage).with_transform(VIEWS) as dataset:
+        assert dataset.batch_obstacle is None
+        views = views_of(loader_of(dataset))
+        assert [(view.shape, view.dtype) for view in views] == [
+            ((LENGTH, 3, 7, 5), torch.uint8),
+            *[((LENGTH, 3, 4, 3), torch.float32)] * 2,
+        ]
+        assert not torch.equal(views[1], views[2])
+        dataset.set_epoch(0)
+        alone = [dataset[i][0] for i in range(LENGTH)]
+        assert all(
+            torch.equal(torch.stack(each), view) for each, view in zip(zip(*alone, strict=True), views, strict=True)
+        )
+        with dataset.with_transform(VIEWS.transforms[0]) as first:
+            assert torch.equal(epoch_of(loader_of(first))[0], views[0])
+
+
+class Crops:
+    """MoCo's two crops, as its users write them."""
+
+    def __init__(self, base_transform: Any) -> None:
+        self.base_transform = base_transform
+
+    def __call__(self, image: Any) -> Any:
+        q = self.base_transform(image)
+        k = self.base_transform(image)
+        return [q, k]
+
+
+@pytest.mark.parametrize(
+    ("transform", "kind"),
+    [
+        (Crops(HALF), list),
+        (lambda image: (HALF(image), HALF(image)), tuple),
+        (v1.Compose([v1.Pad(1), Views(HALF, HALF)]), list),
+    ],
+)
+def test_callables_that_return_several_crops_are_read_as_views(transform: Any, kind: type) -> None:
+    """Two calls in one list or tuple, and views behind steps that all share, are served as Views of these."""
+    with cached().with_transform(transform) as dataset, cached(batch_ops="off").with_transform(transform) as plain:
+        assert dataset.batch_obstacle is None
+        assert plain.batch_obstacle is not None
+        assert type(dataset[0][0]) is type(plain[0][0]) is kind
+        assert [view.shape for view in views_of(DataLoader(dataset, batch_size=4))] == [(LENGTH, 3, 4, 3)] * 2
+
+
+def test_encoded_samples_are_decoded_once_for_all_views() -> None:
+    """A codec is asked once for each sample of a batch, however many views are made of it."""
+    decoded = []
+
+    class Counting:
+        def encode(self, array: np.ndarray) -> bytes:
+            return array.tobytes()
+
+        def decode(self, data: memoryview, out: np.ndarray) -> None:
+            decoded.append(len(data))
+            out[...] = np.frombuffer(data, out.dtype).reshape(out.shape)
+
+    with cached(storage="compressed", codec=Counting(), num_workers=1).with_transform(VIEWS) as dataset:
+        decoded.clear()
+        dataset.__getitems__([0, 3, 5])
+        assert len(decoded) == 3
+
+
+def test_files_that_are_kept_nowhere_give_whole_batches_of_views(image_folder: FolderMaker) -> None:
+    """Without storage each view is what the core makes of the decoded file, as the store would serve it."""
+    root, views = image_folder(), Views(v1.Compose([v1.Resize(9), v1.RandomCrop(8), v1.PILToTensor()]), SMALL)
+    with ImageFolder(root, transform=views, storage="none", seed=0, progress=False) as read:
+        assert read.batch_obstacle is None
+        with ImageFolder(root, transform=views, storage="shared", seed=0, progress=False) as kept:
+            for mine, theirs in zip(*(views_of(DataLoader(each, batch_size=4)) for each in (read, kept)), strict=True):
+                assert torch.equal(mine, theirs)
+
+
+def test_an_argument_changed_in_a_view_is_noticed() -> None:
+    """The steps within views are looked at before each epoch, as those of any transform."""
+    with cached().with_transform(Views(v1.CenterCrop(4), v1.CenterCrop(3))) as dataset:
+        dataset.transform.transforms[1].size = (2, 2)
+        assert views_of(DataLoader(dataset, batch_size=4))[1].shape == (LENGTH, 3, 2, 2)
+
+
+# Image and mask
+
+MASK, NEAREST = tv_tensors.Mask, v1.InterpolationMode.NEAREST
+FILLED = {MASK: 255, "others": 7}
+TO_PAIR = [
+    v2.ToImage(),
+    v2.ToDtype({tv_tensors.Image: torch.float32, MASK: torch.int64, "others": None}, scale=True),
+    v2.Normalize(NORM[0], NORM[1]),
+    v2.ToPureTensor(),
+]
+FIXED: dict[str, Any] = {
+    "CenterCrop": v2.CenterCrop((6, 25)),
+    "Pad": v2.Pad((1, 2, 3, 4), fill=FILLED),
+    "Pad, mirrored": v2.Pad(3, padding_mode="reflect"),
+    "RandomCrop": v2.RandomCrop((26, 22), padding=(1, 2, 3, 4), fill=FILLED),
+    "RandomHorizontalFlip": v2.RandomHorizontalFlip(1.0),
+    "RandomVerticalFlip": v2.RandomVerticalFlip(1.0),
+    "RandomResizedCrop": v2.RandomResizedCrop((11, 14), (1.0, 1.0), (18 / 20, 18 / 20)),
+    "Resize": v2.Resize(23),
+    "Resize, smaller": v2.Resize((7, 13), interpolation=v1.InterpolationMode.BICUBIC),
+    "RandomResize": v2.RandomResize(31, 32),
+    "RandomShortestSize": v2.RandomShortestSize([23], max_size=29),
+    "RandomRotation": v2.RandomRotation((33, 33), v1.InterpolationMode.BILINEAR, fill=FILLED),
+    "RandomAffine": v2.RandomAffine((20, 20), scale=(1.25, 1.25), shear=(5, 5, -7, -7), fill=5),
+    "RandomApply": v2.RandomApply([v2.RandomVerticalFlip(1.0), v2.RandomInvert(1.0), v2.Pad(1)], p=1.0),
+    "colours": v2.Compose([v2.RandomSolarize(130, 1.0), v2.Grayscale(3), v2.RandomPosterize(3, 1.0)]),
+}
+
+
+def pairs(kind: str = "pil", size: tuple[int, int] = (20, 18), length: int = 5) -> list[tuple[Any, Any]]:
+    """Random images, as PIL's or tensors, and masks of 21 classes."""
+    generator = torch.Generator().manual_seed(2)
+    made = []
+    for _ in range(length):
+        image = torch.randint(0, 256, (3, *size), dtype=torch.uint8, generator=generator)
+        mask = torch.randint(0, 21, (1, *size), dtype=torch.uint8, generator=generator)
+        shown: Any = Image.fromarray(image.permute(1, 2, 0).numpy()) if kind == "pil" else tv_tensors.Image(image)
+        made.append((shown, MASK(mask if kind == "pil" else mask[0])))
+    return made
+
+
+def paired(samples: Any, *steps: Any, **options: Any) -> CachedDataset:
+    return CachedDataset(samples, transforms=v2.Compose(list(steps)), progress=False, **{"seed": 0, **options})
+
+
+@pytest.mark.parametrize("kind", ["pil", "tensor"])
+@pytest.mark.parametrize("step", FIXED.values(), ids=FIXED)
+def test_masks_move_as_torchvision_moves_them(step: Any, kind: str) -> None:
+    """Where nothing is left to chance, the masks of a batch are bit-equal to those of v2, and its images as ever."""
+    with paired(pairs(kind), step, *TO_PAIR) as dataset:
+        assert dataset.batch_obstacle is None
+        images, masks = next(iter(DataLoader(dataset, batch_size=5)))
+        wanted = [v2.Compose([step, *TO_PAIR])(*pair) for pair in pairs(kind)]
+        assert masks.dtype == torch.int64
+        assert torch.equal(masks, torch.stack([mask for _, mask in wanted]))
+        exactly = 0 if kind == "pil" else 1 / 255 / 0.2 + 1e-5
+        torch.testing.assert_close(images, torch.stack([image for image, _ in wanted]), rtol=0, atol=exactly)
+
+
+@EVERY_LOADER
+@pytest.mark.parametrize(
+    "steps",
+    [
+        [v2.RandomResizedCrop((9, 7), interpolation=NEAREST), v2.RandomHorizontalFlip()],
+        [v2.RandomResize(12, 40, interpolation=NEAREST), v2.RandomCrop(16, pad_if_needed=True, fill=3)],
+        [v2.RandomAffine(40, (0.1, 0.3), (0.5, 1.5), 20, fill=9), v2.RandomPerspective(interpolation=NEAREST, fill=1)],
+        [
+            v2.RandomOrder([v2.RandomRotation(30), v2.RandomVerticalFlip()]),
+            v2.RandomApply([v2.RandomCrop((20, 18), 3)]),
+        ],
+        [v2.RandomChoice([v2.RandomHorizontalFlip(1.0), v2.RandomRotation(90), v2.GaussianNoise(0.0, 0.0)])],
+    ],
+)
+def test_image_and_mask_share_their_draws(steps: list[Any], loader_of: Callable[..., Any]) -> None:
+    """An image that shows its mask still does after any random geometry, and a sample alone is that of its batch."""
+    shown = [(tv_tensors.Image(mask.expand(3, -1, -1)), mask) for _, mask in pairs("tensor", length=LENGTH)]
+    with paired(shown, *steps) as dataset:
+        images, masks = epoch_of(loader_of(dataset))
+        assert torch.equal(images, masks[:, None].expand(-1, 3, -1, -1))
+        assert not torch.equal(masks, torch.stack([mask for _, mask in shown]))
+        dataset.set_epoch(0)
+        image, mask = dataset[3]
+        assert (type(image), type(mask)) == (tv_tensors.Image, MASK)
+        assert torch.equal(image, images[3])
+        assert torch.equal(mask, masks[3])
+
+
+def test_pairs_of_many_sizes_are_whole_batches() -> None:
+    """Images and masks that are kept in their own sizes, or encoded, come out as they do one by one."""
+    samples = [pairs("tensor", (14 + i, 20 - i), 1)[0] for i in range(8)]
+    steps = [v2.RandomResizedCrop((9, 7)), v2.RandomHorizontalFlip(), *TO_PAIR]
+    batches = []
+    for options in ({}, {"storage": "compressed"}, {"storage": "compressed", "codec": ("lz4", "zstd")}):
+        with paired(samples, *steps, **options) as dataset:
+            batches.append(next(iter(DataLoader(dataset, batch_size=8))))
+            dataset.set_epoch(0)
+            assert all(torch.equal(mine, whole[5]) for mine, whole in zip(dataset[5], batches[-1], strict=True))
+    assert all(torch.equal(a, b) for other in batches[1:] for a, b in zip(batches[0], other, strict=True))
+
+
+class OwnStep(v2.Transform):
+    """A user's own step of v2."""
+
+
+@pytest.mark.parametrize(
+    ("transforms", "samples", "reason"),
+    [
+        (v2.Compose([OwnStep(), *TO_PAIR]), pairs(), "contains OwnStep(), which is not a known batch op"),
+        (v2.Compose([v2.RandAugment(), *TO_PAIR]), pairs(), "which does not accept masks"),
+        (v2.Compose([v2.Pad(1, fill=(1, 2, 3)), *TO_PAIR]), pairs(), "has fill=(1, 2, 3) for masks"),
+        (
+            v2.Compose([v2.Pad(1, fill={MASK: 1}), *TO_PAIR]),
+            pairs(),
+            "a dict of fill values with none for such samples",
+        ),
+        (v2.RandomApply([v2.Lambda(v2.RandomVerticalFlip())]), pairs(), "contains Lambda, which is not a known"),
+        (v1.Compose([v2.ToImage()]), pairs(), "is not a known batch op"),
+        (v2.RandomHorizontalFlip(), pairs(), "leaves images that are PIL's"),
+        (lambda image, mask: (len(mask), 0), pairs(), "is not a known batch op"),
+        (v2.Compose(TO_PAIR), [(image, image) for image, _ in pairs()], "images with a uint8 tv_tensors.Mask"),
+        (v2.Compose(TO_PAIR), [(image, 3) for image, _ in pairs()], "only images with a tv_tensors.Mask"),
+        (v2.Compose(TO_PAIR), [(image, MASK(mask.expand(2, -1, -1))) for image, mask in pairs()], "(2, 20, 18)"),
+    ],
+)
+def test_unserved_pairs_say_why(transforms: Any, samples: Any, reason: str) -> None:
+    """What is not for whole batches of image and mask runs as written on each pair, and the plan says why."""
+    with CachedDataset(samples, transforms=transforms, progress=False) as dataset:
+        assert reason in (dataset.batch_obstacle or "")
+        assert dataset.plan.per_sample == (transforms,)
+
+
+def test_a_mask_of_another_size_is_refused() -> None:
+    """Where a mask is not as large as its image, what is drawn for both would be wrong for one."""
+    (image, _), (_, mask) = pairs("tensor")[0], pairs("tensor", (20, 17))[0]
+    with paired([(image, mask)], v2.RandomCrop(4)) as dataset:
+        for read in (lambda: dataset[0], lambda: dataset.__getitems__([0])):
+            with pytest.raises(ValueError, match=r"sample 0 has an image of \(20, 18\) and a mask of \(20, 17\)"):
+                read()
+
+
+def test_transforms_changed_in_place_are_noticed() -> None:
+    """A joint transform, and a fill in its dict, may be changed between epochs like any other."""
+    pad = v2.Pad(1, fill=dict(FILLED))
+    with paired(pairs("tensor"), pad) as dataset:
+        assert epoch_of(DataLoader(dataset))[1][0, 0, 0] == 255
+        pad.fill[MASK] = 4
+        assert epoch_of(DataLoader(dataset))[1][0, 0, 0] == 4
+        dataset.transforms = v2.Compose([v2.CenterCrop(3)])
+        assert epoch_of(DataLoader(dataset))[0].shape == (5, 3, 3, 3)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: cached().with_transform(VIEWS),
+        lambda: paired(pairs("tensor"), v2.RandomCrop(4), *TO_PAIR),
+        lambda: paired(pairs("tensor", (30, 31)), v2.RandomCrop(4), *TO_PAIR, storage="compressed"),
+    ],
+)
+def test_views_and_pairs_of_several_datasets_share_batches(make: Callable[[], Any]) -> None:
+    """Batches over a ConcatDataset have the views, or images and masks, of each dataset in their rows."""
+
+    def tensors(data: Any) -> list[torch.Tensor]:
+        loader = DataLoader(data, batch_size=4, num_workers=1)
+        batches = [first if isinstance(first, list) else [first, second] for first, second in loader]
+        assert loader.report().path.startswith("whole batches")
+        return [torch.cat(column) for column in zip(*batches, strict=True)]
+
+    with make() as one, make() as two:
+        alone, joined = tensors(one), tensors(ConcatDataset([one, two]))
+        assert all(torch.equal(torch.cat([mine, mine]), both) for mine, both in zip(alone, joined, strict=True))

@@ -360,6 +360,10 @@ static bool resize_nearest(const Op *op, const Image *in, const Image *out, Scra
         for (int64_t y = 0; y < h; y++) {
             const uint8_t *from = in->data + c * in->plane + index[y] * in->row;
             uint8_t *to = out->data + (c * h + y) * w;
+            if (y && index[y] == index[y - 1]) {
+                memcpy(to, to - w, (size_t)w);
+                continue;
+            }
             for (int64_t x = 0; x < w; x++) to[x] = from[index[h + x]];
         }
     return true;

@@ -4,13 +4,22 @@
 as such; ``plan`` splits a transform; ``cpu`` and ``device`` run its batch part.
 """
 
-from fastdata.transforms.plan import TransformPlan, plan_transform, read_center_crop, read_resize, shape_after
-from fastdata.transforms.steps import fingerprint, is_same
+from fastdata.transforms.plan import (
+    TransformPlan,
+    plan_pairs,
+    plan_transform,
+    read_center_crop,
+    read_resize,
+    shape_after,
+)
+from fastdata.transforms.steps import Views, fingerprint, is_same
 
 __all__ = [
     "TransformPlan",
+    "Views",
     "fingerprint",
     "is_same",
+    "plan_pairs",
     "plan_transform",
     "read_center_crop",
     "read_resize",

@@ -49,7 +49,8 @@ class Program:
     """
 
     def __init__(self, ops: tuple[Op, ...], spec: SampleSpec) -> None:
-        if ops and (spec.dtype != "uint8" or (spec.shape is not None and len(spec.shape) != 3)):
+        dimensions = (2, 3) if spec.form == "mask" else (3,)
+        if ops and (spec.dtype != "uint8" or (spec.shape is not None and len(spec.shape) not in dimensions)):
             raise ValueError(
                 f"batch ops need uint8 images (C, H, W), but the samples are {spec.dtype} of shape {spec.shape}. "
                 "Use batch_ops='off'."
@@ -57,6 +58,9 @@ class Program:
         self._ops, self._spec = ops, spec
         self._cast = next((op.arguments for op in ops if op.draw is draw_cast), {"dtype": spec.dtype})
         self._dtype = _FLOAT16S.get(self._cast["dtype"]) or np.dtype(self._cast["dtype"])
+        self._is_widened = bool(ops) and self._cast["dtype"] not in core.OUTPUTS  # of masks, to int64
+        if self._is_widened:
+            self._cast = {"dtype": "uint8"}
         self._values: dict[int, core.Values] = {}
         self._scratch = Scratch()
 
@@ -76,8 +80,9 @@ class Program:
             return None if stored is None else (stored, self._dtype)
         if sample_shape is None:
             return None
-        channels, size = size_after(self._ops, sample_shape[0], None if stored is None else (stored[1], stored[2]))
-        return None if size is None else ((channels, *size), self._dtype)
+        known = None if stored is None else (stored[-2], stored[-1])
+        channels, size = size_after(self._ops, _planes(sample_shape)[0], known)
+        return None if size is None else ((channels, *size)[3 - len(sample_shape) :], self._dtype)
 
     def run(
         self,
@@ -87,32 +92,36 @@ class Program:
         seed: int,
         out_BChw: Array,
         rows_B: Int64s | None = None,
+        others: Sequence[tuple[Program, Array]] = (),
     ) -> None:
         """Serve a batch into the caller's memory, C-contiguous, of ``output``'s shape and dtype; filled completely.
 
         Draws are made from the seed and ``visits_B``, as of ``SharedVisits``: one for all samples, or one for each.
         With ``rows_B`` samples are written to these rows of memory for more, and no others.
+        ``others`` serve the same samples into memory of their own, and none is decoded again for them.
 
         Raises:
             ValueError: an image is smaller than its crop, or not of the shape that ``out`` has room for.
         """
-        if not out_BChw.flags.c_contiguous:
+        every = [(self, out_BChw), *others]
+        if not all(out.flags.c_contiguous for _, out in every):
             raise ValueError("the memory for a batch must be C-contiguous")
-        if self._ops:
-            if len(index_B):
-                self._serve(store, index_B, visits_B, seed, out_BChw, rows_B)
-        elif rows_B is None:
-            store.gather_into(index_B, out_BChw)
-        else:
+        for out in (out for program, out in every if not program._ops):
+            if rows_B is None:
+                store.gather_into(index_B, out)
+                continue
             for row, index in zip(rows_B.tolist(), index_B.tolist(), strict=True):
-                store.read_into(index, out_BChw[row])
+                store.read_into(index, out[row])
+        every = [each for each in every if each[0]._ops]
+        if every and len(index_B):
+            self._serve(store, index_B, visits_B, seed, every, rows_B)
 
     def run_one(self, store: Readable, index: int, visit: int | Int64s, seed: int) -> Array:
         """Serve one sample in fresh memory: the pixels that it has in a batch, in whatever shape it has."""
         if not self._ops:
             return np.array(store.read(index))
-        served: Array = self._serve(store, np.array([index], np.int64), visit, seed, None)[0]
-        return served
+        served: Array = self._serve(store, np.array([index], np.int64), visit, seed, [(self, None)])[0]
+        return served if len(store.shape(index)) == 3 else served[0]
 
     def run_decoded(
         self,
@@ -160,37 +169,43 @@ class Program:
         index_B: Int64s,
         visits_B: int | Int64s,
         seed: int,
-        out_BChw: Array | None,
+        every: Sequence[tuple[Program, Array | None]],
         rows_B: Int64s | None = None,
     ) -> Array:
+        """Serve a batch by several programs; gives the first one's."""
         if self._spec.shape is not None:
-            shapes_B3 = np.full((len(index_B), 3), self._spec.shape, np.int32)
+            shapes_B3 = np.full((len(index_B), 3), _planes(self._spec.shape), np.int32)
         else:
-            shapes_B3 = np.array([store.shape(i) for i in index_B.tolist()], np.int32)
-        drawing = self.draw(index_B, visits_B, seed, shapes_B3)
-        out = self._room(drawing) if out_BChw is None else out_BChw
+            shapes_B3 = np.array([_planes(store.shape(i)) for i in index_B.tolist()], np.int32)
+        calls: list[tuple[Program, Drawing, Array]] = []
+        for program, out in every:
+            drawing = program.draw(index_B, visits_B, seed, shapes_B3)
+            calls.append((program, drawing, program._room(drawing) if out is None else out))
         if store.gives_views:
             addresses = getattr(store, "addresses", None)
             kept = [] if addresses else [store.read(i) for i in index_B.tolist()]
-            self._call(addresses(index_B) if addresses else _addresses_of(kept), shapes_B3, drawing, out, rows_B=rows_B)
-            return out
+            sources_B = addresses(index_B) if addresses else _addresses_of(kept)
+            for program, drawing, out in calls:
+                program._call(sources_B, shapes_B3, drawing, out, rows_B=rows_B)
+            return calls[0][2]
         decoded = [self._scratch.take(f"decoded {b % _AHEAD}", store.shape(i)) for b, i in enumerate(index_B.tolist())]
         sources_B = _addresses_of(decoded)
         for first in range(0, len(decoded), _AHEAD):  # a few at a time, while their pixels are in the cache
             last = min(first + _AHEAD, len(decoded))
             for b in range(first, last):
                 store.read_into(int(index_B[b]), decoded[b])
-            self._call(sources_B, shapes_B3, drawing, out, rows_B=rows_B, first=first, last=last)
-        return out
+            for program, drawing, out in calls:
+                program._call(sources_B, shapes_B3, drawing, out, rows_B=rows_B, first=first, last=last)
+        return calls[0][2]
 
     def _call(self, sources_B: Int64s, shapes_B3: Int32s, drawing: Drawing, out_BChw: Array, **which: Any) -> None:
-        shape = out_BChw.shape[1:]
+        shape, made = _planes(out_BChw.shape[1:]), out_BChw
+        if self._is_widened:
+            made = self._scratch.take("not widened", made.shape)
         if shape[0] not in self._values:
             self._values[shape[0]] = _make_values(shape[0], **self._cast)
         try:
-            core.serve(
-                sources_B, shapes_B3, drawing.records, self._values[shape[0]], out_BChw.ctypes.data, shape, **which
-            )
+            core.serve(sources_B, shapes_B3, drawing.records, self._values[shape[0]], made.ctypes.data, shape, **which)
         except core.CoreError as refused:
             if refused.reason != "shape":
                 raise
@@ -201,6 +216,10 @@ class Program:
                 f"sample {int(drawing.index_B[b])} comes out as {found}, but the batch has room for {shape} each. "
                 "Crop or resize to one size, and convert all images to one number of channels."
             ) from None
+        if self._is_widened:
+            these = slice(which.get("first"), which.get("last"))
+            rows = these if which.get("rows_B") is None else which["rows_B"][these]
+            out_BChw[rows] = made[rows]
 
 
 def _make_values(
@@ -224,6 +243,11 @@ def _make_values(
     values = core.Values(core.OUTPUTS[dtype], computed is np.float32, divides, widens, factor, *addresses)
     values.kept = kept
     return values
+
+
+def _planes(shape: Shape) -> Shape:
+    """As (C, H, W); a mask may be (H, W)."""
+    return shape if len(shape) == 3 else (1, *shape)
 
 
 def _addresses_of(samples: Sequence[Array]) -> Int64s:

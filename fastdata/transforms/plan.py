@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from textwrap import shorten
 from typing import Any, Literal
@@ -14,13 +14,17 @@ from fastdata.transforms.ops import Op, size_after
 from fastdata.transforms.steps import (
     State,
     UnknownStepError,
+    Views,
     flatten,
     interpolation_name,
     is_preparable,
+    is_random,
     is_reforming,
+    joint_steps,
     known_name,
     pair,
     recognise,
+    run_steps,
 )
 
 Step = Callable[[Any], Any]
@@ -41,6 +45,9 @@ class TransformPlan:
         reason: why the first of ``per_sample`` is no batch op; empty if there is none.
         last_steps: how many steps at the end of ``per_sample`` are known again. Where the steps before them give PIL
             images, ``last_ops`` run on whole batches in their place, whose samples are of ``last_kind`` then.
+        views: the plans of several views of each sample, in place of ``batch_ops``; each has the same ``prepare`` part.
+        made: of what type several views of a sample are, list or tuple.
+        mask: what becomes of the mask beside an image, where one transform takes both.
     """
 
     prepare: tuple[Step, ...]
@@ -52,6 +59,9 @@ class TransformPlan:
     last_steps: int = 0
     last_ops: tuple[Op, ...] = ()
     last_kind: Form = "pil"
+    views: tuple[TransformPlan, ...] = ()
+    made: type = list
+    mask: TransformPlan | None = None
 
     @property
     def is_batched(self) -> bool:
@@ -71,15 +81,11 @@ class TransformPlan:
 
     def run_unknown(self, sample: Any) -> Any:
         """Run the per sample part, but for its last steps, on one sample of ``kind``, after the batch ops."""
-        for step in self._unknown:
-            sample = step(sample)
-        return sample
+        return run_steps(self._unknown, sample)
 
     def run_last(self, sample: Any) -> Any:
         """Run the last steps as they are written, on a sample that ``last_ops`` are not for."""
-        for step in self.per_sample[len(self._unknown) :]:
-            sample = step(sample)
-        return sample
+        return run_steps(self.per_sample[len(self._unknown) :], sample)
 
     def prepare_key(self) -> str:
         """Text that is equal for two plans whose prepare parts do the same; empty if there is none."""
@@ -93,6 +99,12 @@ class TransformPlan:
             f"batch ops, on whole batches:  {', '.join(self.batch_texts) or '-'}",
             f"per sample, as written:       {per_sample}",
         ]
+        if self.views:
+            lines[1:] = [
+                f"view {n}, on whole batches:     {', '.join(v.batch_texts)}" for n, v in enumerate(self.views)
+            ]
+        if self.mask:
+            lines.append(f"    masks are moved along:        nearest, served as {self.mask.kind}")
         if self.per_sample:
             lines.append(f"    because {self.obstacle}")
             if self.last_steps:
@@ -134,6 +146,9 @@ def plan_transform(
         (False, 'the transform ends with a PIL image')
     """
     steps = flatten(transform)
+    if steps and isinstance(steps[-1], Views):
+        facts = {"form": form, "dtype": dtype, "channels": channels, "batch_ops": batch_ops, "obstacle": obstacle}
+        return _plan_views(steps[:-1], steps[-1], prepared, first, facts)
     leading = tuple(takewhile(is_preparable, steps)) if prepared is None else steps[:prepared]
     while prepared is None and leading and is_reforming(leading[-1]):  # a part of it only if more geometry follows
         leading = leading[:-1]
@@ -170,6 +185,65 @@ def plan_transform(
         last_ops=(*last.ops, *last.floats) if last_steps else (),
         last_kind=last.kind,
     )
+
+
+def _plan_views(
+    before: tuple[Step, ...], views: Views, prepared: int | None, first: int, facts: dict[str, Any]
+) -> TransformPlan:
+    """Plan each view by itself, behind what all of them begin with, with numbers of its own for what it draws."""
+    each = [(*before, *flatten(transform)) for transform in views.transforms]
+    alike = takewhile(lambda steps: len(set(map(_key, steps))) == 1, zip(*each, strict=False))
+    common = tuple(steps[0] for steps in alike)
+    prepare = plan_transform(common).prepare if prepared is None else common[:prepared]
+    plans: list[TransformPlan] = []
+    for steps in each:
+        plans.append(plan_transform(steps, prepared=len(prepare), first=first, **facts))
+        first += len(steps)
+    reason = next((f"leads to a view that is not served: {plan.obstacle}" for plan in plans if plan.obstacle), "")
+    if any(is_random(step) is not False for step in before):
+        reason = "leads to views that share a random step; write it in each of them"
+    elif not reason and len({plan.kind for plan in plans}) > 1:
+        reason = "leads to views of several types"
+    rest = Views(*(steps[max(len(before), len(prepare)) :] for steps in each))
+    rest.kind = views.kind
+    return TransformPlan(
+        prepare=prepare,
+        batch_ops=(),
+        per_sample=(*before[len(prepare) :], rest) if reason else (),
+        kind=facts["form"] if reason else plans[0].kind,
+        batch_texts=(),
+        reason=reason,
+        views=() if reason else tuple(plans),
+        made=views.kind,
+    )
+
+
+def plan_pairs(
+    transforms: Any, *, form: Form = "pil", channels: int | None = None, obstacle: str | None = None
+) -> TransformPlan:
+    """Plan a transform of v2 that takes an image and its ``tv_tensors.Mask`` together: all on whole batches, or none.
+
+    Args:
+        transforms: the transform, or any callable that takes both.
+        form: what images are.
+        channels: of images, where they are known.
+        obstacle: why it runs as written in any case.
+    """
+    image, mask = State(kind=form, channels=channels), State(kind="mask", channels=1, is_beside=True)
+    steps, reason = joint_steps(transforms), f"runs as written, because {obstacle}" if obstacle else ""
+    for at, step in enumerate(steps if not reason else ()):
+        try:
+            image, mask = recognise(step, at, image), recognise(step, at, mask)
+        except UnknownStepError as unknown:
+            reason = reason or (f"contains {_text(step)}, which {unknown}" if len(steps) > 1 else str(unknown))
+    if not reason and image.kind == "pil":
+        reason = "leaves images that are PIL's"
+    plan = TransformPlan(prepare=(), batch_ops=(), per_sample=(), kind=form, batch_texts=(), reason=reason)
+    if reason:
+        return replace(plan, per_sample=(transforms,))
+    along = replace(plan, batch_ops=(*mask.ops, *mask.floats), kind=mask.kind)
+    texts = tuple(map(_text, steps))
+    return replace(plan, batch_ops=(*image.ops, *image.floats), kind=image.kind, batch_texts=texts, mask=along)
 
 
 def _read_last(steps: tuple[Step, ...], unknown: int, first: int, before: State) -> tuple[int, State]:

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from fastdata.core import Code
-from fastdata.images import TO_RGB, Form
+from fastdata.images import TO_RGB, Form, tensor_class
 from fastdata.transforms import ops as draws
 from fastdata.transforms.augment import (
     Space,
@@ -54,7 +54,44 @@ _TENSOR_INTERPOLATIONS = ("nearest", "nearest-exact", "bilinear", "bicubic")
 _IDLE = {"RESUME", "PUSH_NULL", "PRECALL", "COPY_FREE_VARS", "CACHE", "NOP", "EXTENDED_ARG"}
 """Bytecode, of some Python or other, that neither makes a value nor takes one."""
 _VARIADIC = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS | inspect.CO_GENERATOR | inspect.CO_COROUTINE
+_MASK_DTYPES = {torch.int64: "int64", torch.int32: "int32", torch.float32: "float32", torch.uint8: "uint8"}
 _FLOATS = {torch.float32: "float32", torch.float64: "float64", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+
+
+class Views:
+    """Several transforms of one image: what each makes of it, in a list, as contrastive training takes it.
+
+    As ``transform=`` or the last step of one, batches are lists of one stacked tensor for each transform, whose shapes
+    need not agree. All of them are made of the same prepared samples, by draws of their own. Anywhere else, as in
+    torchvision's datasets, it is a callable like others.
+
+    Args:
+        transforms: each is called with the image; one may stand there several times.
+
+    Example:
+        >>> crops = Views(lambda image: image + 1, *[lambda image: image * 2] * 2)
+        >>> crops(5)
+        [6, 10, 10]
+    """
+
+    def __init__(self, *transforms: Any) -> None:
+        if not transforms:
+            raise ValueError("Views() needs one transform or more")
+        self.transforms = transforms
+        self.kind: type = list
+
+    def __call__(self, image: Any) -> Any:
+        return self.kind(run_steps(transform, image) for transform in self.transforms)
+
+    def __repr__(self) -> str:
+        return f"Views({', '.join(map(repr, self.transforms))})"
+
+
+def run_steps(transform: Any, sample: Any) -> Any:
+    """Call a transform, or those of a tuple one after the other."""
+    for step in transform if type(transform) is tuple else (transform,):
+        sample = step(sample)
+    return sample
 
 
 class UnknownStepError(Exception):
@@ -71,6 +108,8 @@ class State:
     """On uint8."""
     floats: tuple[Op, ...] = ()
     """The conversion to floats, with all normalisations, and what runs after it."""
+    is_beside: bool = False
+    """Whether it is the mask of an image that v2 takes the same steps with."""
 
     @property
     def dtype(self) -> str:
@@ -102,7 +141,8 @@ def flatten(transform: Any) -> tuple[Any, ...]:
     """List the steps of a transform: of nested Compose and Sequential, of several in a tuple, a single one, or None.
 
     Functions, and objects with a ``__call__`` or ``forward`` of their own, are seen through where they do nothing but
-    call steps one after the other, as a lambda around a Compose and torchvision's reference presets.
+    call steps one after the other, as a lambda around a Compose and torchvision's reference presets. One that returns
+    several such results, as MoCo's two crops, is read as ``Views``.
     """
     if transform is None:
         return ()
@@ -119,6 +159,13 @@ def flatten(transform: Any) -> tuple[Any, ...]:
     elif name is None and parts is None:
         parts = _called(transform)
     return (transform,) if parts is None else tuple(step for part in parts for step in flatten(part))
+
+
+def joint_steps(transforms: Any) -> tuple[Any, ...]:
+    """The steps of v2's nested Compose: whatever else ``flatten`` sees through takes one sample at a time."""
+    if known_name(transforms) != "Compose" or not _is_v2(transforms):
+        return (transforms,)
+    return tuple(step for part in transforms.transforms for step in joint_steps(part))
 
 
 _INSTEAD: weakref.WeakKeyDictionary[Any, tuple[Any, ...]] = weakref.WeakKeyDictionary()
@@ -158,11 +205,19 @@ def _called(call: Any) -> tuple[Any, ...] | None:
             function = vars(kind).get("__call__")
     if not isinstance(function, FunctionType):
         return None
-    paths = _read_calls(function.__code__, owner is not None)
+    read = _read_calls(function.__code__, owner is not None)
     try:
-        return None if paths is None else tuple(_look_up(path, function, owner) for path in paths)
+        if read is None:
+            return None
+        made, several = read
+        each = [tuple(_look_up(path, function, owner) for path in paths) for paths in several]
     except LookupError:  # a name that is not defined yet, an attribute that is computed
         return None
+    if made is None:
+        return each[0]
+    views = Views(*each)
+    views.kind = made
+    return (views,)
 
 
 def _look_up(path: tuple[str, ...], function: FunctionType, owner: Any) -> Any:
@@ -181,8 +236,11 @@ def _look_up(path: tuple[str, ...], function: FunctionType, owner: Any) -> Any:
 
 
 @cache
-def _read_calls(code: CodeType, is_method: bool) -> tuple[tuple[str, ...], ...] | None:
-    """Read bytecode that only hands its argument through calls: the paths of names to what it calls; else None."""
+def _read_calls(code: CodeType, is_method: bool) -> tuple[type | None, list[list[tuple[str, ...]]]] | None:
+    """Read bytecode that only hands its argument through calls: the paths of names to what it calls; else None.
+
+    There is one list of paths, or several with the type, tuple or list, in which their results are returned.
+    """
     if code.co_argcount != 1 + is_method or code.co_kwonlyargcount or code.co_flags & _VARIADIC:
         return None
     known: dict[str, Any] = {code.co_varnames[is_method]: []}  # what calls have made of the argument is a list of paths
@@ -213,8 +271,14 @@ def _read_calls(code: CodeType, is_method: bool) -> tuple[tuple[str, ...], ...] 
                 return None
         elif name == "STORE_FAST" and isinstance(stack[-1], list):
             known[value] = stack.pop()
+        elif (
+            name in ("BUILD_LIST", "BUILD_TUPLE") and value == len(stack) and all(type(each) is list for each in stack)
+        ):
+            made, stack = stack, [list if name == "BUILD_LIST" else tuple]
+        elif name == "RETURN_VALUE" and isinstance(stack[-1], type):
+            return stack[-1], made
         elif name == "RETURN_VALUE":
-            return tuple(stack[-1]) if isinstance(stack[-1], list) else None
+            return (None, [stack[-1]]) if isinstance(stack[-1], list) else None
         else:
             return None
     return None
@@ -227,14 +291,18 @@ def fingerprint(transform: Any) -> tuple[Any, ...]:
     """
     atoms: list[Any] = []
     for step in flatten(transform):
+        if type(step) is Views:
+            for view in step.transforms:
+                atoms.extend((Views, *fingerprint(view)))
+            continue
         atoms.append(step)
         if known_name(step) in _KNOWN:
             values = getattr(step, "__dict__", {}).values()  # fastdata's own equals have slots and are frozen
             atoms.extend(values)
             for value in values:
                 kind = type(value)  # isinstance with Tensor would take longer than all the rest
-                if kind is list:
-                    atoms.extend(value)
+                if kind is list or kind is dict:
+                    atoms.extend(value if kind is list else value.values())
                 elif kind is torch.Tensor or kind is np.ndarray:
                     atoms.append(np.asarray(value).tobytes())
     return tuple(atoms)
@@ -270,6 +338,9 @@ def is_preparable(step: Any) -> bool:
 
 def is_random(step: Any) -> bool | None:
     """Whether a step draws at random; None where that is not known."""
+    if type(step) is Views:
+        drawn = {is_random(each) for transform in step.transforms for each in flatten(transform)}
+        return True if True in drawn else None if None in drawn else False
     name = known_name(step)
     if name is None:
         return None
@@ -294,16 +365,37 @@ def recognise(step: Any, at: int, state: State) -> State:
         UnknownStepError: it has to run as it is.
     """
     reader = READERS.get(known_name(step) or "")
+    _refuse(type(step) is Views, "gives several views, which only the last step may")
     if reader is None:
         inner = next((name for name in ("transforms", "transform") if hasattr(step, name)), None)
         hidden = f", and does more than to call its {inner!r}; give that itself" if inner else ""
         raise UnknownStepError(f"is not a known batch op{hidden}")
-    if state.kind in ("array", "mask", "video"):
+    if state.is_beside:
+        reader = _beside(step, state)
+    elif state.kind in ("array", "mask", "video"):
         raise UnknownStepError(f"gets {state.kind}s, which are no images to batch ops")
     try:
         return reader(step, at, state)
     except (AttributeError, TypeError, ValueError) as unread:
         raise UnknownStepError(f"has arguments that are not served: {unread}") from unread
+
+
+_MOVING = {
+    *("CenterCrop", "Pad", "RandomAffine", "RandomCrop", "RandomHorizontalFlip", "RandomPerspective", "RandomResize"),
+    *("RandomResizedCrop", "RandomRotation", "RandomShortestSize", "RandomVerticalFlip", "Resize"),
+    *("RandomApply", "RandomChoice", "RandomOrder", "ToDtype"),
+}
+"""What v2 does to a mask as well, drawn once for both; of the others it leaves masks as they are."""
+
+
+def _beside(step: Any, state: State) -> _Reader:
+    """The reader of what v2 does to a mask beside its image."""
+    name = known_name(step) or ""
+    _refuse(not _is_v2(step), "is not of torchvision.transforms.v2, and takes no masks")
+    _refuse(READERS[name] is _auto_augment, "does not accept masks")
+    if name == "ToPureTensor":
+        return lambda step, at, state: replace(state, kind="tensor")
+    return READERS[name] if name in _MOVING and state.kind == "mask" else lambda step, at, state: state
 
 
 # Geometry
@@ -485,7 +577,8 @@ def _inners(step: Any, at: int, state: State) -> list[tuple[Op, ...]]:
 def _inner(steps: Sequence[Any], at: int, state: State) -> tuple[Op, ...]:
     """Ops of steps that only some samples take, and so leave what a sample is as it was."""
     before = after = replace(state, ops=())
-    for number, step in enumerate(step for part in steps for step in flatten(part)):
+    steps_of = joint_steps if state.is_beside else flatten
+    for number, step in enumerate(step for part in steps for step in steps_of(part)):
         try:
             after = recognise(step, child(at, number), after)
         except UnknownStepError as unknown:
@@ -525,8 +618,13 @@ def _reform(step: Any, at: int, state: State) -> State:
 
 
 def _dtype(step: Any, at: int, state: State) -> State:
-    is_to_dtype, dtype = known_name(step) == "ToDtype", step.dtype
-    _refuse(isinstance(dtype, dict), "has a dict of dtypes")
+    is_to_dtype, dtype = known_name(step) == "ToDtype", _of_kind(step.dtype, state, "dtypes")
+    if state.is_beside and dtype is not None and isinstance(step.dtype, dict):
+        _refuse(state.floats or dtype not in _MASK_DTYPES, f"converts masks to {dtype}")
+        cast = {"dtype": _MASK_DTYPES[dtype], "scaling": "none", "normalizations": ()}
+        return replace(state, floats=(Op(draws.draw_cast, at, cast),))
+    if dtype is None or state.is_beside:
+        return state
     if state.kind == "pil":
         _refuse(not is_to_dtype, "does not accept PIL images")
         return state  # ToDtype leaves everything but tensors as it is
@@ -705,6 +803,18 @@ def _movable(state: State) -> State:
     return state
 
 
+def _of_kind(value: Any, state: State, what: str) -> Any:
+    """What a step of v2 says of such a sample, where it has a dict by types."""
+    if not isinstance(value, dict):
+        return value
+    kind = "PIL.Image" if state.kind == "pil" else tensor_class(state.kind)
+    for key, given in value.items():
+        if kind in (key, getattr(key, "__module__", None)):
+            return given
+    _refuse("others" not in value, f"has a dict of {what} with none for such samples")
+    return value["others"]
+
+
 def _domain(step: Any, state: State) -> Domain:
     if state.kind == "pil":
         return "pil"
@@ -713,6 +823,8 @@ def _domain(step: Any, state: State) -> Domain:
 
 def _filters(step: Any, state: State, interpolation: Any) -> dict[str, Any]:
     _uint8(state)
+    if state.is_beside:
+        return {"interpolation": "nearest", "domain": "v2"}
     domain, name = _domain(step, state), interpolation_name(interpolation)
     _refuse(domain != "pil" and name not in _TENSOR_INTERPOLATIONS, f"resizes tensors with interpolation={name!r}")
     _refuse(domain != "pil" and "nearest" not in name and not step.antialias, "resizes tensors without antialias")
@@ -722,9 +834,10 @@ def _filters(step: Any, state: State, interpolation: Any) -> dict[str, Any]:
 def _warped(step: Any, state: State) -> dict[str, Any]:
     _colours(state)
     domain, name = _domain(step, state), interpolation_name(step.interpolation)
+    name = "nearest" if state.is_beside else name
     if name not in ("nearest", "bilinear", "bicubic") or (domain != "pil" and name == "bicubic"):
         raise UnknownStepError(f"has interpolation={name!r}")
-    fill = None if step.fill is None else _fill(step, "pil", "constant")
+    fill = None if _of_kind(step.fill, state, "fill values") is None else _fill(step, state, "pil", "constant")
     return {"domain": domain, "interpolation": name, "fill": fill}
 
 
@@ -733,7 +846,7 @@ def _border(step: Any, state: State) -> dict[str, Any]:
     _movable(state)
     domain, mode = _domain(step, state), step.padding_mode
     _refuse(mode not in MODES, f"has padding_mode={mode!r}")
-    fill = _fill(step, domain, mode)
+    fill = _fill(step, state, domain, mode)
     if state.floats and mode == "constant" and (any(fill) or state.is_normalized):
         raise UnknownStepError(
             f"pads with a constant after {'Normalize' if state.is_normalized else 'the conversion to float'}"
@@ -749,10 +862,10 @@ def _borders(padding: Any) -> Borders:
     return left, top, right, bottom
 
 
-def _fill(step: Any, domain: Domain, mode: str) -> Fill:
-    fill = step.fill
-    _refuse(isinstance(fill, dict), "has a dict of fill values")
+def _fill(step: Any, state: State, domain: Domain, mode: str) -> Fill:
+    fill = _of_kind(step.fill, state, "fill values")
     is_sequence = isinstance(fill, (list, tuple))
+    _refuse(is_sequence and state.is_beside, f"has fill={fill!r} for masks")
     if is_sequence and (domain == "v1" or (domain == "v2" and mode != "constant" and len(fill) > 1)):
         raise UnknownStepError(f"has fill={fill!r} for tensors")
     if mode != "constant":
