@@ -62,11 +62,12 @@ def test_training_is_served_in_whole_batches(root: Path, options: dict[str, Any]
 
 @pytest.mark.parametrize("options", ROADS)
 def test_evaluation_is_timms(root: Path, options: dict[str, Any]) -> None:
-    """For evaluation every batch has the bits that timm gives over torchvision's ImageFolder, in both epochs."""
+    """Evaluation has the bits of timm over torchvision's ImageFolder in both epochs; Resize and CenterCrop run once."""
     theirs = list(_loader(root, "val", **options))
     loader = _our_loader(root, "val", **options)
     with loader.dataset as dataset:
         assert dataset.batch_obstacle is None
+        assert [type(step).__name__ for step in dataset.plan.prepare] == ["Resize", "CenterCrop"]
         for _ in range(2):
             ours = list(loader)
             assert [labels.tolist() for _, labels in ours] == [labels.tolist() for _, labels in theirs]
