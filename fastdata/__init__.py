@@ -8,7 +8,6 @@ Swap two imports and keep the script::
 from typing import TYPE_CHECKING, Any
 
 from fastdata.batch import SampleBatch, collate
-from fastdata.chunked import ChunkedLoader
 from fastdata.dataset import CachedDataset
 from fastdata.errors import FastDataError, FastDataWarning
 from fastdata.folder import ImageFolder, ImageManifest
@@ -34,12 +33,22 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from fastdata.chunked import ChunkedLoader
+
     __version__: str
 else:
 
     def __getattr__(name: str) -> Any:
-        if name != "__version__":
-            raise AttributeError(f"module 'fastdata' has no attribute {name!r}")
-        from importlib.metadata import version  # reads files, which an import must not wait for
+        """Import what most scripts do without when it is asked for (PEP 562)."""
+        if name == "ChunkedLoader":
+            from fastdata.chunked import ChunkedLoader
 
-        return version("fastdata")
+            return ChunkedLoader
+        if name == "__version__":
+            from importlib.metadata import version  # reads files
+
+            return version("fastdata")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

@@ -24,7 +24,8 @@ class IndexBatch(list[int]):
     """The sample indices of one batch, and what the samples' random draws are made from.
 
     Args:
-        indices: as the sampler gave them, or those in the fastdata dataset where that lies behind a ``Subset``.
+        indices: as the sampler gave them, or those in the fastdata dataset where that lies behind a ``Subset``; of
+            several in a ``ConcatDataset``, those in all of them in a row.
         positions: int64 (B,), the same, none of them negative.
         visits: int64 (B,), which visit to each sample this is: the epoch, and how often the sample came before in the
             same epoch (as with ``WeightedRandomSampler``).
@@ -60,7 +61,7 @@ def stacked(images: torch.Tensor | list[torch.Tensor], targets: Any, keys: ItemK
 
 
 class SampleBatch(list[Any]):
-    """A list of (image, target) samples that are views of one stacked tensor.
+    """A list of (image, target) samples, or dicts of both, that are views of one stacked tensor.
 
     torch's ``default_collate`` and ``fastdata.collate`` take the stacked tensors as they are, so that a ``collate_fn``
     that calls the former, as those of MixUp and CutMix do, copies nothing.

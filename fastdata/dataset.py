@@ -19,7 +19,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
 from multiprocessing import current_process
 from multiprocessing.context import get_spawning_popen
 from multiprocessing.reduction import ForkingPickler
@@ -31,16 +30,6 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, get_worker_info
 
 from fastdata import core
 from fastdata.batch import EpochVisits, IndexBatch, SampleBatch, SharedVisits, stacked
-from fastdata.cache import (
-    Listing,
-    describe_call,
-    describe_dataset,
-    describe_steps,
-    find_cache,
-    list_paths,
-    open_cache,
-    prepare_on_disk,
-)
 from fastdata.draws import sample_keys
 from fastdata.errors import SampleError, StoreGoneError, sample_error
 from fastdata.images import (
@@ -81,6 +70,8 @@ from fastdata.transforms.steps import flatten, is_random, known_name
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
+
+    from fastdata.cache import Listing
 
 _Init = TypeVar("_Init", bound=Callable[..., None])
 
@@ -211,6 +202,7 @@ class PreparedDataset(Dataset[Any]):
     transforms: Callable[[Any, Any], Any] | None = None
     epoch: int | None = None
     """As set by ``set_epoch``; None where loaders count theirs."""
+    _was_read = False
     is_fallback_said = False
     """Whether a loader has warned of what keeps whole batches from being served."""
     batch_ring: BatchRing | None = None
@@ -261,6 +253,9 @@ class PreparedDataset(Dataset[Any]):
         if options.cache_dir is None or len(source) == 0:
             prepared = prepare_storage(path, options, table)
         else:
+            # 20 ms with filelock, which only caches take
+            from fastdata.cache import describe_call, describe_dataset, describe_steps, prepare_on_disk
+
             if isinstance(source, FileSource):
                 opened = describe_call(source.loader, options.cache_key) + ", fast_decode" * self._fast_decode
             else:
@@ -268,6 +263,7 @@ class PreparedDataset(Dataset[Any]):
             text = describe_steps(steps, options.cache_key)
             listing, root = self._list_files(source)
             prepared = prepare_on_disk(path, options, table, opened=opened, steps=text, listing=listing, root=root)
+        self._was_read = False
         self._stored_after = None if prepared.kept is None else (len(plan.prepare), plan.prepare_key())
         self._serve(prepared, source, table)
 
@@ -284,7 +280,7 @@ class PreparedDataset(Dataset[Any]):
         advice = self._resize_advice()
         if advice:
             log.info("%s", advice)
-            self.storage_plan = replace(self.storage_plan, reason=f"{self.storage_plan.reason}; {advice}")
+            self.storage_plan = self.storage_plan._replace(reason=f"{self.storage_plan.reason}; {advice}")
 
     def _split(self, transform: Callable[[Any], Any] | None, **facts: Any) -> TransformPlan:
         """Split a transform; a ValueError if it does not begin with the steps that samples are stored after."""
@@ -360,6 +356,7 @@ class PreparedDataset(Dataset[Any]):
 
     def refresh(self) -> None:
         """Serve what the transform says now, whose steps may have been changed in place; cheap where none were."""
+        self._was_read = True
         if not is_same(fingerprint((self._transform, self.transforms)), self._compiled.seen):
             self._compile()
 
@@ -816,27 +813,30 @@ class PreparedDataset(Dataset[Any]):
             3 1.5
         """
         other = self._copied()
-        other._visits = SharedVisits(self.sample_count)
+        other._visits, other._was_read = SharedVisits(self.sample_count), True  # by the first view, maybe
         self._views.add(other)
         other.transform = transform
         return other
 
     def _is_to_prepare_again(self) -> bool:
-        """Whether samples are stored after steps that the transform does not begin with, or none is stored yet."""
+        """Whether the store is after steps that the transform does not begin with, or another would be better, unused.
+
+        timm makes a dataset without a transform and assigns one later: images were kept whole, and nobody has read any.
+        """
         if self._stored_after is None:
             return False
         count, stored_key = self._stored_after
         if plan_transform(self._transform, prepared=count).prepare_key() != stored_key:
             return True
-        is_empty = self._source is not None and self.filled_share() == 0
-        return is_empty and plan_transform(self._transform).prepare_key() != stored_key
+        is_unused = self.filled_share() == 0 or (not stored_key and not self._was_read)
+        return is_unused and self._source is not None and plan_transform(self._transform).prepare_key() != stored_key
 
     def _prepare_again(self) -> None:
         source, stored = self._origin(), self._stored_after
         if source is self._samples or stored is None:
             self._compile()  # which says what is wrong
             return
-        if self.filled_share() > 0:
+        if self.filled_share() > 0 and (self._was_read or stored[1]):
             first = ", ".join(map(repr, self.plan.prepare))
             log.warning("samples are prepared again: the new transform does not begin with %s", first)
         table, self._stored_after = self.table if isinstance(source, FileSource) else None, None
@@ -1064,6 +1064,8 @@ class CachedDataset(PreparedDataset):
         self._build(source, chosen, transform, target_transform, prepare=prepare)
 
     def _list_files(self, source: Source) -> tuple[Listing | None, str]:
+        from fastdata.cache import list_paths
+
         root, paths = "", [path for index in range(len(source)) if (path := source.path(index)) is not None]
         if not paths or len(paths) < len(source):
             return None, ""
@@ -1115,6 +1117,8 @@ class CachedDataset(PreparedDataset):
             ...         print(len(dataset), list(dataset.targets))
             5 [0, 1, 4, 9, 16]
         """
+        from fastdata.cache import find_cache, open_cache
+
         dataset = cls.__new__(cls)
         dataset.transforms = _checked(transforms, transform, target_transform)
         dataset.options, dataset._stored_after = Options(seed=seed, batch_ops=batch_ops), (0, "")
@@ -1139,12 +1143,15 @@ def _checked(transforms: Any, transform: Any, target_transform: Any) -> Any:
     return transforms
 
 
+_USUAL_NAMES = ("transforms", "transform", "target_transform")
+
+
 def _refuse_frozen_draws(dataset: Any) -> None:
     """See to it that what a dataset, or one inside of it, draws at random is not drawn once and kept."""
     steps = {id(step): (owner, name, step) for owner, name, step in _own_steps(dataset)}.values()
     texts = {True: "", None: ""}
     for owner, name, step in steps:
-        drawn = is_random(step)
+        drawn = is_random(step) if name in _USUAL_NAMES else None  # under another name it may stay unused
         if drawn or (drawn is None and name != "target_transform"):  # labels are renamed, not augmented
             texts[drawn] += f"{', ' if texts[drawn] else ''}{' '.join(repr(step).split())} in {owner}.{name}"
     if texts[True]:
@@ -1155,9 +1162,9 @@ def _refuse_frozen_draws(dataset: Any) -> None:
         )
     if texts[None]:
         advice = (
-            f"{texts[None]}: not known to fastdata. If it draws at random, every epoch sees the same draws, because "
-            "samples are kept as they are first read. Make the dataset without it, and give it to CachedDataset as "
-            "transform= or transforms=; or as prepare= if it does the same each time."
+            f"{texts[None]}: what it does is not known to fastdata. If it draws at random, every epoch sees the same "
+            "draws, because samples are kept as they are first read. Make the dataset without it, and give it to "
+            "CachedDataset as transform= or transforms=; or as prepare= if it does the same each time."
         )
         if any(name == "set_transform" for _, name, _ in steps):
             advice += " What set_transform calls takes a batch of items; these take one image."
@@ -1170,13 +1177,16 @@ def _own_steps(dataset: Any) -> Iterator[tuple[str, str, Any]]:
     if isinstance(shown, dict) and shown.get("type") == "custom":  # Hugging Face's, by ``set_transform``
         yield owner, "set_transform", shown.get("format_kwargs", {}).get("transform")
     code = getattr(getattr(type(dataset), "__getitem__", None), "__code__", None)
-    for name in ("transforms", "transform", "target_transform"):
+    for name in _USUAL_NAMES:
         call: Any = getattr(dataset, name, None)
         if type(call).__name__ != "StandardTransform":
             yield from ((owner, name, step) for step in flatten(call))
         elif "transforms" in getattr(code, "co_names", ()):  # else it holds both, and its dataset asks for each
             yield from ((owner, "transforms", step) for step in flatten(call.transform))
             yield from ((owner, "target_transform", step) for step in flatten(call.target_transform))
+    for name, call in getattr(dataset, "__dict__", {}).items():
+        if name not in _USUAL_NAMES and callable(call):
+            yield from ((owner, name, step) for step in flatten(call) if is_random(step))
     parts = getattr(dataset, "datasets", None)
     parts = parts.values() if isinstance(parts, dict) else parts if isinstance(parts, (list, tuple)) else ()
     for part in (getattr(dataset, "dataset", None), *parts):
@@ -1198,7 +1208,6 @@ class JoinedDatasets:
     """
 
     own_reader = None
-    is_fallback_said = False
     batch_ring: BatchRing | None = None
 
     def __init__(self, parts: Sequence[PreparedDataset]) -> None:
@@ -1294,6 +1303,15 @@ class JoinedDatasets:
         for part in self.parts:
             part.refresh()
 
+    @property
+    def is_fallback_said(self) -> bool:
+        return all(part.is_fallback_said for part in self.parts)
+
+    @is_fallback_said.setter
+    def is_fallback_said(self, is_said: bool) -> None:
+        for part in self.parts:
+            part.is_fallback_said = is_said
+
     def fallback_notice(self) -> str:
         return next(filter(None, (part.fallback_notice() for part in self.parts)), "")
 
@@ -1305,8 +1323,7 @@ class JoinedDatasets:
 Served = PreparedDataset | JoinedDatasets
 
 
-@dataclass(frozen=True, slots=True)
-class LoaderView:
+class LoaderView(NamedTuple):
     """What is fastdata's behind a loader, and which of its samples the loader sees; None: all of them as they are."""
 
     dataset: Served

@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from fastdata.cache import Listing, list_paths
 from fastdata.dataset import DatasetOptions, PreparedDataset, show_options
 from fastdata.errors import refuse_remote
 from fastdata.images import IMAGE_EXTENSIONS, load_image
@@ -16,6 +15,8 @@ from fastdata.sources import FileSource, Source, find_classes, read_manifest, sc
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+    from fastdata.cache import Listing
 
 
 class _ImageFiles(PreparedDataset):
@@ -48,6 +49,8 @@ class _ImageFiles(PreparedDataset):
         self._build(self._origin(), options, transform, target_transform, table=self.table)
 
     def _list_files(self, source: Source) -> tuple[Listing | None, str]:
+        from fastdata.cache import list_paths
+
         root = os.fspath(self.root)
         return list_paths(self.table.all_paths(), root), root
 

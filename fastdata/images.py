@@ -16,18 +16,19 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, BinaryIO, Literal
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from PIL import Image
-from PIL.JpegImagePlugin import JpegImageFile
 
 try:
     import simplejpeg
 except ImportError:  # no wheel for this platform
     simplejpeg = None
+
+if TYPE_CHECKING:
+    from PIL import Image  # 10 ms, which only those functions take that make images
 
 Array = npt.NDArray[Any]
 IMAGE_EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
@@ -78,7 +79,7 @@ def to_stored(sample: Any) -> tuple[Array, Form]:
     """Give a sample's values, and what the sample was: of a PIL image new memory (C, H, W), of all others a view."""
     if isinstance(sample, Planes):
         return sample.pixels, "pil"
-    if isinstance(sample, Image.Image):
+    if _is_pil(sample):
         if sample.mode not in _MODES:
             raise TypeError(
                 f"a PIL image of mode {sample.mode!r} cannot be stored; modes {', '.join(_MODES)} can. Convert it "
@@ -111,9 +112,14 @@ def to_stored(sample: Any) -> tuple[Array, Form]:
         raise TypeError(f"a tensor of {sample.dtype} cannot be stored: {unsupported}") from unsupported
 
 
+def _is_pil(value: Any) -> TypeGuard[Image.Image]:
+    # As long as nobody has imported PIL there is no image of it; a module that is being imported may lack the class.
+    return isinstance(value, getattr(sys.modules.get("PIL.Image"), "Image", ()))
+
+
 def decoded_shape(sample: Any) -> tuple[int, int, int] | None:
     """Shape (C, H, W) of a PIL image of 1 or 3 channels of uint8; None of anything else."""
-    if not isinstance(sample, Image.Image) or sample.mode not in ("L", "RGB"):
+    if not _is_pil(sample) or sample.mode not in ("L", "RGB"):
         return None
     return _MODES[sample.mode][0], sample.height, sample.width
 
@@ -124,7 +130,7 @@ def is_image(value: Any) -> bool:
         return value.ndim > 1 and not value.dtype.hasobject
     if isinstance(value, torch.Tensor):
         return value.ndim > 1 and _form_of(value) is not None
-    return isinstance(value, Image.Image)
+    return _is_pil(value)
 
 
 def _form_of(tensor: torch.Tensor) -> Form | None:
@@ -147,6 +153,8 @@ def _pack_planes(image: Image.Image, out_CHW: Array) -> None:
 
 def to_pil(array_CHW: Array) -> Image.Image:
     """Make the PIL image that was stored as ``array_CHW``; it owns its pixels."""
+    from PIL import Image
+
     bands, height, width = array_CHW.shape
     mode = next((mode for mode, stored in _MODES.items() if stored == (bands, array_CHW.dtype.name)), None)
     if mode is None:
@@ -192,7 +200,7 @@ _NO_EXIF = _NoExif()
 def without_exif(sample: Any) -> Any:
     """Let a stored image, or those in a tuple, say so when it is asked for its EXIF."""
     for part in sample if isinstance(sample, tuple) else (sample,):
-        if isinstance(part, Image.Image):
+        if _is_pil(part):
             part.info["exif"] = _NO_EXIF
     return sample
 
@@ -236,6 +244,8 @@ def decode_image(data: bytes | memoryview) -> Image.Image:
 
 
 def _open(stream: BinaryIO) -> Image.Image:
+    from PIL import Image
+
     pixels = _turbo_pixels(stream)
     if pixels is None:
         return _open_with_pil(stream)
@@ -294,6 +304,8 @@ class FastLoader(_PlanesLoader):
     def _open(self, stream: BinaryIO) -> Array:
         target = self.resize
         if isinstance(target, int):
+            from PIL import Image
+
             header = Image.open(stream)
             stream.seek(0)
             target = _resized_size(header.height, header.width, target)
@@ -322,11 +334,40 @@ def decoder_of(loader: Callable[[str], Any]) -> Callable[[memoryview], Any] | No
     return loader.decode if isinstance(loader, _PlanesLoader) else None
 
 
+@dataclass(frozen=True, slots=True)
+class SourceDecoder:
+    """Codec ``"source"``: a sample is kept as the bytes of its own file, and prepared anew on each read.
+
+    Exact, and as slow as opening the file. There is nothing to encode.
+    """
+
+    open_bytes: Callable[[memoryview], Any]
+    prepare: Callable[[Any], Any]  # of what the file was opened as makes a PIL image, an array or a tensor
+
+    name = "source"
+    lossless = True
+
+    def settings(self) -> dict[str, Any]:
+        return {"name": self.name}
+
+    def sample(self, data: memoryview) -> Array:
+        return to_stored(self.prepare(self.open_bytes(data)))[0]
+
+    def decode(self, data: memoryview, out: Array) -> None:
+        """Prepare the sample of one file into ``out``, or raise ``ValueError`` for another shape or dtype."""
+        sample = self.sample(data)
+        if sample.shape != out.shape or sample.dtype != out.dtype:
+            raise ValueError(f"it comes out as {sample.dtype} {list(sample.shape)}; all samples must be alike")
+        out[...] = sample
+
+
 _SCALE_GAP = 2
 """A scaled decode stays at least this much larger than the target, the rule of PIL's ``reducing_gap``."""
 
 
 def _open_with_pil(stream: BinaryIO, least: tuple[int, int] | None = None) -> Image.Image:
+    from PIL import Image
+
     image: Image.Image = Image.open(stream)
     if least is not None and image.format in ("JPEG", "MPO"):
         image.draft("RGB", least[::-1])
@@ -335,6 +376,8 @@ def _open_with_pil(stream: BinaryIO, least: tuple[int, int] | None = None) -> Im
 
 def _turbo_pixels(stream: BinaryIO, least: tuple[int, int] | None = None) -> Array | None:
     """Decode with simplejpeg, (H, W, 3), at the smallest scale not below ``least``; None, rewound, where PIL must."""
+    from PIL import Image
+
     start = b"\xff\xd8\xff"
     if simplejpeg is not None and stream.read(len(start)) == start:
         limit = math.inf if Image.MAX_IMAGE_PIXELS is None else Image.MAX_IMAGE_PIXELS
@@ -368,6 +411,8 @@ def agreed_subsamplings() -> frozenset[str]:
     Measured once per process (3 ms) on noise, where any difference in the inverse DCT, upsampling or colour conversion
     shows.
     """
+    from PIL import Image
+
     noise = np.random.default_rng(0).integers(0, 256, (35, 53, 3), dtype=np.uint8)
     files = {name: simplejpeg.encode_jpeg(noise, colorsubsampling=name) for name in ("444", "422", "420", "440", "411")}
     files["Gray"] = simplejpeg.encode_jpeg(noise[:, :, :1].copy(), colorspace="GRAY", colorsubsampling="Gray")
@@ -404,6 +449,8 @@ class Resize:
             )
 
     def __call__(self, image: Any) -> Image.Image:
+        from PIL import Image
+
         if not isinstance(image, Image.Image):
             raise TypeError(f"resize= works on PIL images, not on a {type(image).__name__}; resize it in prepare=")
         height, width = _resized_size(image.height, image.width, self.size)
@@ -466,6 +513,8 @@ def pillow_chooses_order() -> bool:
     Older ones, up to 12 at least, always resize rows first. Each pass rounds to uint8, so it shows in the last bit.
     ``horizontal_first`` in Pillow's src/libImaging/Resample.c is the source of the rule.
     """
+    from PIL import Image
+
     probe = Image.fromarray((np.arange(48) ** 2 * 37 % 256).astype(np.uint8).reshape(12, 4))
     whole, columns_first, rows_first = (
         image.resize((3, 3), Image.Resampling.BILINEAR).tobytes()
@@ -529,6 +578,8 @@ def decode_planes_into(data: memoryview, out_CHW: Array) -> None:
             if channels == 3:
                 out_CHW[...] = pixels_HWC.transpose(2, 0, 1)
             return
+    from PIL.JpegImagePlugin import JpegImageFile
+
     try:
         # Not Image.open: only JPEG is meant, and its size is held against ``out`` rather than a limit of pixels.
         image = JpegImageFile(io.BytesIO(data))

@@ -11,13 +11,13 @@ import math
 import os
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
-
-import psutil
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from fastdata.errors import MemoryBudgetError
+
+if TYPE_CHECKING:
+    import psutil  # 7 ms, which only those functions take that ask it
 
 # The machine
 
@@ -25,8 +25,7 @@ CGROUP_ROOT = Path("/sys/fs/cgroup")
 CGROUP_TABLE = Path("/proc/self/cgroup")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Available:
+class Available(NamedTuple):
     """Memory that can be had now without swapping."""
 
     bytes: int
@@ -61,6 +60,8 @@ def available_bytes(*, root: Path = CGROUP_ROOT, table: Path = CGROUP_TABLE) -> 
     Version 2's ``memory.high`` counts as a limit: beyond it the kernel slows the process down instead of killing it.
     Page cache that nobody used lately (``inactive_file``) counts as free: the kernel drops it before it fails anything.
     """
+    import psutil
+
     available = Available(bytes=int(psutil.virtual_memory().available), limited_by="system memory")
     for folder in cgroup_folders(root, _read(table), "memory"):
         for limits, usage_name, cache_key in (
@@ -84,6 +85,8 @@ def tree_pss_bytes(pid: int | None = None) -> int:
     where it is mapped and touched, not where it merely exists. Where the system has no PSS, or denies it, resident
     memory (RSS) stands in, which counts shared pages once per process. A descendant that ends meanwhile is left out.
     """
+    import psutil
+
     try:
         root = psutil.Process(pid)
         tree = [root, *root.children(recursive=True)]
@@ -93,6 +96,8 @@ def tree_pss_bytes(pid: int | None = None) -> int:
 
 
 def _pss_bytes(process: psutil.Process) -> int:
+    import psutil
+
     for ask in (process.memory_full_info, process.memory_info):
         with contextlib.suppress(psutil.Error, OSError, NotImplementedError):
             found = ask()
@@ -135,6 +140,8 @@ def _read(path: Path) -> str:
 
 
 def is_running(pid: int) -> bool:
+    import psutil
+
     return psutil.pid_exists(pid)
 
 
@@ -175,8 +182,7 @@ RESERVE_SHARE = 0.05
 """Left to batches, workers and the page cache: this share of what is available, at least the floor."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Budget:
+class Budget(NamedTuple):
     """Memory that prepared samples may take."""
 
     bytes: int  # what may be spent, the reserve already taken off
@@ -208,8 +214,7 @@ Storage = Literal["device", "shared", "compressed", "disk", "none"]
 STORAGES = ("auto", "device", "shared", "compressed", "disk", "none")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CodecTrial:
+class CodecTrial(NamedTuple):
     """What a codec made of a sample of the user's data."""
 
     codec: str  # its name, or one name for each part of a sample, joined by "+"
@@ -224,8 +229,7 @@ class CodecTrial:
         return sum(self.part_bytes)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StoragePlan:
+class StoragePlan(NamedTuple):
     """Where prepared samples are kept, by which codec if any, and one line that says why."""
 
     storage: Storage
@@ -233,8 +237,7 @@ class StoragePlan:
     codec: str | None = None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StorageReport:
+class StorageReport(NamedTuple):
     """What each codec makes of the user's data; printed as a table."""
 
     raw_bytes: int  # of all samples as they are
@@ -351,8 +354,7 @@ PINNING_SHARE = 1 / 8
 """Locked pages cannot be swapped or dropped: more than a small part of the free memory would starve the machine."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PinningPlan:
+class PinningPlan(NamedTuple):
     """Whether batches lie in pinned memory, and one line that says why."""
 
     pin: bool

@@ -21,7 +21,6 @@ import numpy as np
 import torch
 
 from fastdata import core, memory
-from fastdata.codecs import KNOWN_CODECS, SourceDecoder, find_codec
 from fastdata.errors import CacheError, IngestError, MemoryBudgetError, SampleError, refuse_remote, sample_error
 from fastdata.images import (
     Bound,
@@ -31,6 +30,7 @@ from fastdata.images import (
     PixelLoader,
     Resize,
     SampleSpec,
+    SourceDecoder,
     decoder_of,
     is_image,
     present,
@@ -95,10 +95,12 @@ class Options:
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}={getattr(self, name)!r} is not one of {', '.join(map(repr, choices))}")
-        codecs = ("auto", _SOURCE, *KNOWN_CODECS)
-        if isinstance(self.codec, str) and self.codec not in codecs:
-            known = ", ".join(map(repr, codecs))
-            raise ValueError(f"codec={self.codec!r} is not one of {known}, nor an object with encode and decode")
+        if isinstance(self.codec, str) and self.codec not in ("auto", _SOURCE):
+            from fastdata.codecs import KNOWN_CODECS
+
+            if self.codec not in KNOWN_CODECS:
+                known = ", ".join(map(repr, ("auto", _SOURCE, *KNOWN_CODECS)))
+                raise ValueError(f"codec={self.codec!r} is not one of {known}, nor an object with encode and decode")
         if self.fill == "lazy" and self.on_error == "skip":
             raise ValueError(
                 "fill='lazy' finds a damaged sample only when it is read, too late for on_error='skip'; "
@@ -155,8 +157,7 @@ class Steps:
         return sample
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ReadPath:
+class ReadPath(NamedTuple):
     """Where samples come from, and what is done to each before it is stored.
 
     ``open_bytes`` makes of a file's bytes what the source makes of the file; None where the samples are no files, or
@@ -235,8 +236,7 @@ def read_sample(source: Source, prepare: Callable[[Any], Any], index: int) -> Re
     return ReadSample(index, tuple(parts), None if target_is_part else target, is_tuple, target_is_part)
 
 
-@dataclass(frozen=True, slots=True)
-class WritePath:
+class WritePath(NamedTuple):
     """The way of one sample from its source through ``prepare`` to the writers of its parts."""
 
     source: Source
@@ -282,8 +282,7 @@ class WritePath:
 # All samples
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Forecast:
+class Forecast(NamedTuple):
     """What the stores of a source will look like, told from a few samples spread over it.
 
     ``specs`` are dense if all samples looked at have one shape; ``part_bytes``, of each part of all samples as they
@@ -678,6 +677,8 @@ _FILE_SIZES = 256
 def _choices(codec: Any, path: ReadPath, parts: int) -> dict[str, tuple[Decoder | None, ...]]:
     """What ``codec=`` leaves open: by name what encodes each part of samples; None for files that cannot be kept."""
     choices: dict[str, tuple[Decoder | None, ...]] = {_SOURCE: (path.decoder,)} if codec in ("auto", _SOURCE) else {}
+    from fastdata.codecs import find_codec
+
     if codec == "auto":
         others = (find_codec(_SECOND_PART),) * (parts - 1)
         found = [(find_codec(name), *others) for name in ("lz4", "zstd", "jpeg")]

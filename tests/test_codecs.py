@@ -182,7 +182,8 @@ def test_both_jpeg_decoders_give_the_same_pixels(channels: int, monkeypatch: pyt
 def test_simplejpeg_decodes_where_it_agrees(monkeypatch: pytest.MonkeyPatch) -> None:
     """With simplejpeg installed, PIL decodes nothing of an ordinary file."""
     pytest.importorskip("simplejpeg")
-    monkeypatch.setattr(images, "JpegImageFile", lambda stream: pytest.fail("PIL was asked"))
+    images.agreed_subsamplings()  # asks PIL, once per process
+    monkeypatch.setattr("PIL.JpegImagePlugin.JpegImageFile", lambda stream: pytest.fail("PIL was asked"))
     for shape in ((3, 9, 13), (1, 9, 13)):
         sample = np.full(shape, 77, np.uint8)
         assert np.array_equal(decoded(JpegCodec(), JpegCodec().encode(sample), sample), sample)

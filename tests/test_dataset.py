@@ -232,10 +232,22 @@ def test_unknown_steps_of_a_wrapped_dataset_are_warned_of() -> None:
         Single("", transform=v1.Compose([v1.Resize(4), turn, v1.ToTensor()])),
         Pairs("", transforms=lambda image, target: (turn(image), target)),
     ):
-        with pytest.warns(FastDataWarning, match=r"\.transforms?: not known to fastdata\. .* as prepare= if") as warned:
+        with pytest.warns(
+            FastDataWarning, match=r"\.transforms?: what .* not known to fastdata\. .* as prepare= if"
+        ) as warned:
             cached(dataset).close()
         assert len(warned) == 1
         assert warned[0].filename == __file__
+
+
+def test_random_steps_under_another_name_are_warned_of() -> None:
+    """A dataset may call its transform as it likes, and may hold some that it does not call."""
+    dataset = Single("")
+    dataset.image_transform = v1.Compose([v1.RandomCrop(2), v1.ToTensor()])
+    dataset.loader, dataset.to_size = turn, v1.Resize(4)
+    named = r"RandomCrop\(size=\(2, 2\), padding=None\) in Single\.image_transform: what it does"
+    with pytest.warns(FastDataWarning, match=f"^{named}"):
+        cached(dataset).close()
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,20 @@ def test_before_images_are_prepared_a_transform_that_is_assigned_decides_what_is
         assert np.array_equal(_pixels(late[1][0]), _pixels(at_once[1][0]))
 
 
+def test_a_first_transform_that_is_assigned_decides_what_is_stored(
+    image_folder: Folder, caplog: pytest.LogCaptureFixture
+) -> None:
+    """So timm does it: made without one, images are kept whole, but none was read. Once one was, they stay so."""
+    root = image_folder(size=(15, 11))
+    with ImageFolder(str(root), progress=False) as unread, ImageFolder(str(root), progress=False) as read:
+        assert read[0][0].size == (15, 11)
+        unread.transform = read.transform = v1.Compose([*PREPARED, v1.ToTensor()])
+        assert not caplog.records
+        assert (unread.plan.prepare, read.plan.prepare) == (tuple(PREPARED), ())
+        for mine, theirs in zip(unread, read, strict=True):
+            assert torch.equal(mine[0], theirs[0])
+
+
 def test_preparing_without_the_core_is_said(
     image_folder: Folder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

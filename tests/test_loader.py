@@ -309,6 +309,23 @@ def test_joined_datasets_that_differ_come_one_by_one(num_workers: int) -> None:
             assert target == wanted_target
 
 
+def test_joined_datasets_warn_once() -> None:
+    """What keeps one of them from being served whole is said by the first loader, not by each."""
+    joined = ConcatDataset([_half(0), _half(11, lambda pixels: pixels.float())])
+    with pytest.warns(FastDataWarning, match="batches are not served whole: .*runs in Python on each sample"):
+        iter(DataLoader(joined))
+    iter(DataLoader(joined))  # a warning would be an error
+
+
+def test_a_resume_over_joined_datasets_keeps_the_draws() -> None:
+    """What is left of an epoch has the samples and draws that it would have had."""
+    loaders = [DataLoader(JOINED["two"]({"seed": None}), batch_size=4, shuffle=True, num_workers=1) for _ in range(2)]
+    batches = iter(loaders[0])
+    next(batches)
+    loaders[1].load_state_dict(loaders[0].state_dict())
+    assert _equal(list(loaders[1]), list(batches))
+
+
 def test_joined_datasets_of_others_are_torchs(images: CachedDataset) -> None:
     """A ConcatDataset of others too, or of a dataset that is shorter than its samples, is read as torch reads it."""
 

@@ -72,6 +72,29 @@ print([name for name in ("torchvision", "matplotlib") if name in sys.modules])
     assert in_fresh_interpreter(code) == "1 0\n[]\n"
 
 
+def test_importing_loads_what_all_scripts_need() -> None:
+    """The rooms of caches, codecs and ChunkedLoader, and the libraries behind doors, wait until they are asked for."""
+    code = """
+import sys, torch
+before = set(sys.modules)
+from fastdata import CudaPrefetcher, DataLoader, ImageFolder
+names = "PIL filelock lz4 psutil zstandard fastdata.cache fastdata.chunked fastdata.codecs"
+print([name for name in names.split() if name in sys.modules.keys() - before])
+"""
+    assert in_fresh_interpreter(code) == "[]\n"
+
+
+def test_names_that_wait_are_found() -> None:
+    """``dir`` and ``import *`` know public names before they are loaded; what is none is an AttributeError."""
+    code = """
+import fastdata
+print(set(fastdata.__all__) <= set(dir(fastdata)), hasattr(fastdata, "ChunkedLoaders"))
+from fastdata import *
+print(ChunkedLoader is fastdata.ChunkedLoader)
+"""
+    assert in_fresh_interpreter(code) == "True False\nTrue\n"
+
+
 def test_importing_leaves_torch_as_it_was() -> None:
     """Thread counts, random state and CUDA are as before the import."""
     code = """

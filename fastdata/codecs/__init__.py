@@ -17,7 +17,7 @@ import zstandard
 
 from fastdata.codecs.prediction import Bytes, Filter, Layout, apply_filter, layout_of, undo_filter
 from fastdata.errors import CodecError
-from fastdata.images import Array, SampleSpec, Scratch, decode_planes_into, encode_planes, round_up_8, to_stored
+from fastdata.images import Array, SampleSpec, Scratch, decode_planes_into, encode_planes, round_up_8
 
 Settings = dict[str, "int | str | bool"]
 """Plain values that JSON keeps: ``name``, ``format`` (the version of the byte format), and the codec's arguments."""
@@ -338,33 +338,6 @@ class JpegCodec:
         spec = SampleSpec(shape=sample.shape, dtype=sample.dtype.name, form="array")
         if (reason := self.obstacle(spec)) is not None:
             raise ValueError(f"codec 'jpeg' cannot keep a sample of shape {sample.shape} and {sample.dtype}: {reason}")
-
-
-@dataclass(frozen=True, slots=True)
-class SourceDecoder:
-    """Codec ``"source"``: a sample is kept as the bytes of its own file, and prepared anew on each read.
-
-    Exact, and as slow as opening the file. There is nothing to encode.
-    """
-
-    open_bytes: Callable[[memoryview], Any]
-    prepare: Callable[[Any], Any]  # of what the file was opened as makes a PIL image, an array or a tensor
-
-    name: ClassVar[str] = "source"
-    lossless: ClassVar[bool] = True
-
-    def settings(self) -> Settings:
-        return {"name": self.name}
-
-    def sample(self, data: memoryview) -> np.ndarray:
-        return to_stored(self.prepare(self.open_bytes(data)))[0]
-
-    def decode(self, data: memoryview, out: np.ndarray) -> None:
-        """Prepare the sample of one file into ``out``, or raise ``ValueError`` for another shape or dtype."""
-        sample = self.sample(data)
-        if sample.shape != out.shape or sample.dtype != out.dtype:
-            raise ValueError(f"it comes out as {sample.dtype} {list(sample.shape)}; all samples must be alike")
-        out[...] = sample
 
 
 @dataclass(frozen=True, slots=True)

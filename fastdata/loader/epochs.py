@@ -14,7 +14,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from multiprocessing.connection import wait
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -35,8 +35,7 @@ HELD_BY_USER = 2
 """Batches that the training loop may hold without costing new memory: the current one and one looked ahead."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Engine:
+class Engine(NamedTuple):
     """Who reads batches: fastdata's threads or torch's processes, how many (0: the training loop), and why."""
 
     kind: Literal["thread", "process"]

@@ -149,7 +149,7 @@ class PinnedMemory:
                 has_accelerator=True,
                 batch_bytes=size_bytes,
                 pinned_bytes=self.bytes + size_bytes,
-                budget=dataclasses.replace(free, bytes=free.bytes + self.bytes),  # what is pinned was free once
+                budget=free._replace(bytes=free.bytes + self.bytes),  # what is pinned was free once
                 copies_wait=True,
             )
             if plan.pin and not self.backend.register(buffer):

@@ -5,16 +5,18 @@ from __future__ import annotations
 import itertools
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import numpy as np
 
-from fastdata.codecs import Codec, SourceDecoder
-from fastdata.images import SampleSpec
+from fastdata.images import SampleSpec, SourceDecoder
 from fastdata.shared import ArrayBlock, Block
 from fastdata.stores.files import Bytes, DiskFile
 
-Decoder = Codec | SourceDecoder
+if TYPE_CHECKING:
+    from fastdata.codecs import Codec
+
+Decoder: TypeAlias = "Codec | SourceDecoder"
 
 DAMAGE_PREFIX = "damaged-"
 """Of the empty files that name rows found damaged, for the next run to prepare anew."""

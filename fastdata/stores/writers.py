@@ -10,18 +10,20 @@ import io
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from fastdata.codecs import Codec, SourceDecoder
 from fastdata.errors import MemoryBudgetError, sample_error
-from fastdata.images import SampleSpec
+from fastdata.images import SampleSpec, SourceDecoder
 from fastdata.memory import format_bytes
 from fastdata.report import warn_user
 from fastdata.shared import ArrayBlock, Block, ByteLocks
 from fastdata.stores.files import DiskFile
 from fastdata.stores.readers import FileStore, Store, checksum
+
+if TYPE_CHECKING:
+    from fastdata.codecs import Codec
 
 ALIGN_BYTES = 64
 """Each raw sample of a shape of its own begins at a multiple of these."""
