@@ -29,10 +29,11 @@ from fastdata.chunked.plan import (
     shuffle_quality,
 )
 from fastdata.chunked.residency import Chunk, Residency, Samples
-from fastdata.dataset import CachedDataset, LoaderView, PreparedDataset
+from fastdata.dataset import CachedDataset, PreparedDataset
 from fastdata.loader import DataLoader
 from fastdata.loader.epochs import HELD_BY_USER
 from fastdata.loader.resume import LoaderEpochs, Progress, check_state
+from fastdata.loader.view import LoaderView
 from fastdata.memory import parse_bytes
 from fastdata.report import EpochReport, log
 from fastdata.ring import BatchRing

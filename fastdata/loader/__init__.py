@@ -18,10 +18,11 @@ from torch.utils.data import dataloader as torch_loader
 
 from fastdata import memory
 from fastdata.batch import collate
-from fastdata.dataset import LoaderView, PreparedDataset, Served
+from fastdata.dataset import PreparedDataset
 from fastdata.loader import epochs
 from fastdata.loader.epochs import HELD_BY_USER, Counted, Engine, Tally, TorchView
 from fastdata.loader.resume import Checkpoints, LoaderEpochs, Progress, length_of, undisturbed
+from fastdata.loader.view import LoaderView, Served
 from fastdata.memory import PinningPlan, budget_bytes, choose_pinning
 from fastdata.report import EpochReport, warn_user
 from fastdata.ring import BatchRing

@@ -23,9 +23,9 @@ from torch.utils.data import dataloader as torch_loader
 from torch.utils.data._utils.pin_memory import pin_memory as copy_to_pinned
 
 from fastdata.batch import collate
-from fastdata.dataset import Served
 from fastdata.draws import sample_keys
 from fastdata.loader.resume import Progress
+from fastdata.loader.view import Served
 from fastdata.memory import PinningPlan
 from fastdata.report import EpochReport
 from fastdata.ring import Arrivals, BatchRing, LostBatchError, RingCollate

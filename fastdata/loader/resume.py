@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch.utils import data as torch_data
 
-from fastdata.dataset import LoaderView, Served
+from fastdata.loader.view import LoaderView, Served
 
 VERSION = 3
 

@@ -16,8 +16,9 @@ import numpy as np
 import torch
 
 from fastdata.batch import stacked
-from fastdata.dataset import DeviceBatch, LoaderView, PreparedDataset, read_for_device
+from fastdata.dataset import DeviceBatch, PreparedDataset, read_for_device
 from fastdata.loader import DataLoader
+from fastdata.loader.view import LoaderView
 from fastdata.memory import check_device_room, format_bytes
 from fastdata.prefetch.copies import PinnedMemory
 from fastdata.report import warn_user

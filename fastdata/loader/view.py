@@ -1,0 +1,241 @@
+"""What a loader sees of the datasets behind ``Subset`` and ``ConcatDataset``: one, whose batches know their draws."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils.data import ConcatDataset, Dataset, Subset
+
+from fastdata.batch import EpochVisits, IndexBatch, SampleBatch
+from fastdata.dataset import PreparedDataset
+from fastdata.ring import BatchRing
+from fastdata.shared import collate_targets
+
+
+class JoinedDatasets:
+    """The fastdata datasets in a ``ConcatDataset`` as a loader asks them: as one, whose indices are theirs in a row.
+
+    Each is read with its own transform, targets and draws, into its rows of the batch. One without a ``seed`` draws
+    from that of the first that has one.
+    """
+
+    own_reader = None
+    batch_ring: BatchRing | None = None
+
+    def __init__(self, parts: Sequence[PreparedDataset]) -> None:
+        self.parts = parts
+        self._ends = np.cumsum([part.index_count for part in parts])
+        self.options = next((part.options for part in parts if part.options.seed is not None), parts[0].options)
+
+    def _pieces(self, index_B: np.ndarray) -> Iterator[tuple[PreparedDataset, np.ndarray, np.ndarray]]:
+        """Each dataset that indices are of, which of them those are, and their positions in it."""
+        number_B = np.searchsorted(self._ends, index_B, side="right")
+        for number in np.unique(number_B).tolist():
+            part, row_B = self.parts[number], np.flatnonzero(number_B == number)
+            start = self._ends[number - 1] if number else 0
+            yield part, row_B, part.positions(index_B[row_B] - start, part.index_count)
+
+    def _batches(self, batch: IndexBatch) -> Iterator[tuple[PreparedDataset, np.ndarray, IndexBatch]]:
+        for part, row_B, position_B in self._pieces(batch.positions):
+            seed = part.seed_of(batch.seed)
+            yield part, row_B, IndexBatch(position_B.tolist(), position_B, batch.visits[row_B], seed)
+
+    # What ``PreparedDataset`` has of the same name
+
+    def __getitems__(self, batch: IndexBatch) -> list[Any]:
+        if self.batch_obstacle is None:
+            return self.sample_batch(batch, self.batch_ring)
+        samples: list[Any] = [None] * len(batch)
+        for part, row_B, piece in self._batches(batch):
+            is_own = part.own_reader is not None
+            read = [part.own_item(piece, k) for k in range(len(piece))] if is_own else part.__getitems__(piece)
+            for row, sample in zip(row_B.tolist(), read, strict=True):
+                samples[row] = sample
+        return samples
+
+    def read_batch(self, batch: IndexBatch, ring: BatchRing | None = None) -> Any:
+        return self.parts[0].joined(self._read_tensors(batch, ring), lambda: self._read_targets(batch.positions))
+
+    def sample_batch(self, batch: IndexBatch, ring: BatchRing | None = None) -> SampleBatch:
+        return self.parts[0].as_batch(self._read_tensors(batch, ring), lambda: self._targets_of(batch.positions))
+
+    def _read_tensors(self, batch: IndexBatch, ring: BatchRing | None) -> list[torch.Tensor]:
+        outs = self.parts[0].room(len(batch), ring)
+        for part, row_B, piece in self._batches(batch):
+            part.read_into(outs, piece, row_B)
+        return self.parts[0].as_tensors(outs)
+
+    def _read_targets(self, index_B: np.ndarray) -> Any:
+        found = [(row_B, part.read_targets(position_B)) for part, row_B, position_B in self._pieces(index_B)]
+        tensors = [target for _, target in found if isinstance(target, torch.Tensor)]
+        if len(tensors) < len(found) or len({(tensor.dtype, tensor.shape[1:]) for tensor in tensors}) != 1:
+            return collate_targets(self._targets_of(index_B))
+        targets = tensors[0].new_empty((len(index_B), *tensors[0].shape[1:]))
+        for (row_B, _), tensor in zip(found, tensors, strict=True):
+            targets[torch.from_numpy(row_B)] = tensor
+        return targets
+
+    def _targets_of(self, index_B: np.ndarray) -> list[Any]:
+        targets: list[Any] = [None] * len(index_B)
+        for part, row_B, position_B in self._pieces(index_B):
+            for row, target in zip(row_B.tolist(), part.targets_of(position_B), strict=True):
+                targets[row] = target
+        return targets
+
+    @property
+    def index_count(self) -> int:
+        return int(self._ends[-1])
+
+    @property
+    def batch_obstacle(self) -> str | None:
+        obstacle = next(filter(None, (part.batch_obstacle for part in self.parts)), None)
+        forms = {} if obstacle else dict.fromkeys(part.image_form for part in self.parts)
+        return f"the datasets serve images that differ, {' and '.join(forms)}" if len(forms) > 1 else obstacle
+
+    @property
+    def device_obstacle(self) -> str:
+        return self.batch_obstacle or "the samples of a ConcatDataset lie in several stores"
+
+    @property
+    def served_bytes(self) -> int | None:
+        return None if self.batch_obstacle else self.parts[0].served_bytes
+
+    @property
+    def target_transform(self) -> Callable[[Any], Any] | None:
+        return next(filter(None, (part.target_transform for part in self.parts)), None)
+
+    @property
+    def epoch(self) -> int | None:
+        return next((part.epoch for part in self.parts if part.epoch is not None), None)
+
+    def seed_of(self, base_seed: int) -> int:
+        return base_seed if self.options.seed is None else self.options.seed
+
+    def refresh(self) -> None:
+        for part in self.parts:
+            part.refresh()
+
+    @property
+    def is_fallback_said(self) -> bool:
+        return all(part.is_fallback_said for part in self.parts)
+
+    @is_fallback_said.setter
+    def is_fallback_said(self, is_said: bool) -> None:
+        for part in self.parts:
+            part.is_fallback_said = is_said
+
+    def fallback_notice(self) -> str:
+        return next(filter(None, (part.fallback_notice() for part in self.parts)), "")
+
+    def is_filling(self, index: np.ndarray | None) -> bool:
+        assert index is not None
+        return any(part.is_filling(position_B) for part, _, position_B in self._pieces(index))
+
+
+Served = PreparedDataset | JoinedDatasets
+
+
+class LoaderView(NamedTuple):
+    """What is fastdata's behind a loader, and which of its samples the loader sees; None: all of them as they are."""
+
+    dataset: Served
+    subset: np.ndarray | None
+
+    @classmethod
+    def find(cls, dataset: Any) -> LoaderView | None:
+        """Look behind any ``Subset`` and ``ConcatDataset``; None if there is anything but fastdata datasets."""
+        subset: np.ndarray | None = None
+        while type(dataset) is Subset:
+            indices = np.asarray(dataset.indices, dtype=np.int64)
+            subset = indices if subset is None else indices[subset]
+            dataset = dataset.dataset
+        if isinstance(dataset, PreparedDataset):
+            return cls(dataset, subset)
+        parts: list[PreparedDataset] = []
+        joined = _joined(dataset, parts) if type(dataset) is ConcatDataset else None
+        if joined is None:
+            return None
+        return cls(parts[0] if len(parts) == 1 else JoinedDatasets(parts), joined if subset is None else joined[subset])
+
+    @property
+    def is_filling(self) -> bool:
+        return self.dataset.is_filling(self.subset)
+
+    def visit(self, batches: Iterable[list[int]], epoch: int, base_seed: int) -> Iterator[list[int]]:
+        """The batches of an epoch, with what random draws are made from.
+
+        One whose indices only the dataset's own methods know the meaning of stays as it is; elsewhere an index that is
+        out of range or no number is an error.
+        """
+        visits, seed = EpochVisits(self.dataset.index_count, epoch), self.dataset.seed_of(base_seed)
+        for indices in batches:
+            batch = indices
+            try:
+                batch = self._visit(indices, visits, seed)
+            except (IndexError, TypeError, ValueError):
+                if self.dataset.own_reader is None:
+                    raise
+            yield batch
+
+    def _visit(self, indices: list[int], visits: EpochVisits, seed: int) -> IndexBatch:
+        index_B = np.asarray(indices, dtype=np.int64)
+        if index_B.ndim != 1:
+            raise TypeError(f"a batch of sample numbers is needed, and the sampler gave {indices!r}")
+        if self.subset is not None:
+            index_B = self.subset[index_B]
+            indices = index_B.tolist()
+        positions_B = PreparedDataset.positions(index_B, self.dataset.index_count)
+        return IndexBatch(indices, positions_B, visits.take(positions_B), seed)
+
+    def fetched(self, dataset: Any) -> Any:
+        """What is read in place of a loader's ``dataset``, so that what batches know is not lost."""
+        if type(dataset) is ConcatDataset:
+            return _VisitedConcat(dataset, self.dataset)
+        return dataset if self.subset is None else _VisitedSubset(dataset, self.dataset)
+
+
+def _joined(dataset: Any, parts: list[PreparedDataset]) -> np.ndarray | None:
+    """The indices of a dataset's samples among those of all ``parts`` in a row, which those behind it are added to.
+
+    None if there is anything but fastdata datasets, or one that is as long as a subclass of one's own says.
+    """
+    if isinstance(dataset, PreparedDataset) and len(dataset) == dataset.index_count:
+        if not any(dataset is part for part in parts):
+            parts.append(dataset)
+        before = itertools.takewhile(lambda part: part is not dataset, parts)
+        return np.arange(len(dataset)) + sum(part.index_count for part in before)
+    if type(dataset) is Subset:
+        behind = _joined(dataset.dataset, parts)
+        return None if behind is None else behind[np.asarray(dataset.indices, dtype=np.int64)]
+    if type(dataset) is ConcatDataset:
+        found = [indices for part in dataset.datasets if (indices := _joined(part, parts)) is not None]
+        return np.concatenate(found) if len(found) == len(dataset.datasets) else None
+    return None
+
+
+class _Visited(Dataset[Any]):
+    """Hands batches to what is ``behind`` as they are, where torch's own would make plain lists or samples of them."""
+
+    behind: Served
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        if isinstance(indices, IndexBatch):
+            return self.behind.__getitems__(indices)
+        whole = getattr(super(), "__getitems__", None)
+        return whole(indices) if whole else [self[index] for index in indices]
+
+
+class _VisitedSubset(_Visited, Subset[Any]):
+    def __init__(self, subset: Subset[Any], behind: Served) -> None:
+        super().__init__(subset.dataset, subset.indices)
+        self.behind = behind
+
+
+class _VisitedConcat(_Visited, ConcatDataset[Any]):
+    def __init__(self, concat: ConcatDataset[Any], behind: Served) -> None:
+        super().__init__(concat.datasets)
+        self.behind = behind
