@@ -80,7 +80,7 @@ def test_preparing_without_the_core_is_said(
     root = image_folder(size=(15, 11))
     with ImageFolder(root, v1.Compose(PREPARED), fill="eager", progress=False) as dataset:
         wanted = [_pixels(image) for image, _ in dataset]
-    monkeypatch.setattr("fastdata.core._opened", lambda: "no core was built here.")
+    monkeypatch.setattr("fastdata.core.obstacle", lambda: "no core was built here.")
     caplog.set_level("INFO", "fastdata")
     with ImageFolder(root, v1.Compose(PREPARED), fill="eager", progress=False) as dataset:
         assert all(np.array_equal(_pixels(image), it) for (image, _), it in zip(dataset, wanted, strict=True))
