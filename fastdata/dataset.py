@@ -173,16 +173,11 @@ class _Compiled(NamedTuple):
     last: Program | None  # runs the batch ops after steps that are not known
     reader: ReadPath | None  # of single samples that are kept nowhere
     seen: Any  # of the transform, to notice steps that are changed in place
+    outputs: list[tuple[tuple[int, ...], np.dtype[Any]]] | None  # of every lane; None where samples differ in one
 
     @property
     def program(self) -> Program | None:
         return self.lanes[0].program
-
-    @property
-    def outputs(self) -> list[tuple[tuple[int, ...], np.dtype[Any]]] | None:
-        """Of every lane; None where samples differ in one."""
-        outputs = [lane.output for lane in self.lanes if lane.output is not None]
-        return outputs if len(outputs) == len(self.lanes) else None
 
 
 _ADVISED_PX = 256
@@ -323,19 +318,19 @@ class PreparedDataset(Dataset[Any]):
                 every, before = (*self._first_steps, self._transform), -len(self._first_steps)
                 whole = plan_transform(every, channels=3, batch_ops=options.batch_ops, prepared=0, first=before)
                 spec = SampleSpec(shape=None, dtype="uint8", form="pil")
-                decoding = _lanes(whole, spec, (3, 1, 1))
-                if whole.is_batched and all(lane.output for lane in decoding):
+                decoding = _lanes(whole, spec, (3, 1, 1)) if whole.is_batched else ()
+                if decoding and all(lane.output for lane in decoding):
                     plan, lanes = whole, decoding
         if self.transforms is not None:
             plan = self._plan_pairs()
             lanes = (_Lane(None, None),)
             if plan.mask is not None and isinstance(samples, KeptSamples):
                 image, mask = samples.stores
-                programs = Program(plan.batch_ops, image.spec), Program(plan.mask.batch_ops, mask.spec)
-                outputs = (each.output(store.shape(0)) for each, store in zip(programs, samples.stores, strict=True))
-                lanes = tuple(map(_Lane, programs, outputs, (0, 1)))
+                lanes = _lanes(plan, image.spec, image.shape(0)) + _lanes(plan.mask, mask.spec, mask.shape(0), part=1)
         last = Program(plan.last_ops, SampleSpec(shape=None, dtype="uint8", form="pil")) if plan.last_steps else None
-        self._compiled = _Compiled(plan, lanes, last, reader, seen)
+        outputs = [lane.output for lane in lanes if lane.output is not None]
+        all_outputs = outputs if len(outputs) == len(lanes) else None
+        self._compiled = _Compiled(plan, lanes, last, reader, seen, all_outputs)
 
     def _plan_pairs(self) -> TransformPlan:
         """Split ``transforms``, which takes sample and target together."""
@@ -668,12 +663,11 @@ class PreparedDataset(Dataset[Any]):
         self._check_open()
         samples, lanes = self._samples, self._compiled.lanes
         pairs = [(lane.program, out) for lane, out in zip(lanes, outs, strict=True)]
-        if self.plan.mask:
-            self._refuse_other_sizes(batch.positions)
         if isinstance(samples, KeptSamples):
-            for part in sorted({lane.part for lane in lanes}):
-                of_part = [pair for pair, lane in zip(pairs, lanes, strict=True) if lane.part == part]
-                _serve_into(of_part, samples, batch, rows_B, part)
+            if self.plan.mask:
+                self._refuse_other_sizes(batch.positions)
+                _serve_into([pairs.pop()], samples, batch, rows_B, part=1)
+            _serve_into(pairs, samples, batch, rows_B)
         else:
             decoded = [self._decode(index) for index in batch.positions.tolist()]
             for program, out in pairs:
@@ -1242,9 +1236,9 @@ def _serve_into(
         program.run(store, batch.positions, batch.visits, batch.seed, out, rows_B, others)
 
 
-def _lanes(plan: TransformPlan, spec: SampleSpec, shape: tuple[int, ...]) -> tuple[_Lane, ...]:
+def _lanes(plan: TransformPlan, spec: SampleSpec, shape: tuple[int, ...], part: int = 0) -> tuple[_Lane, ...]:
     programs = [Program(view.batch_ops, spec) for view in plan.views or (plan,)]
-    return tuple(_Lane(program, program.output(shape)) for program in programs)
+    return tuple(_Lane(program, program.output(shape), part) for program in programs)
 
 
 def _take(wanted: list[tuple[tuple[int, ...], np.dtype[Any]]], ring: BatchRing | None) -> list[np.ndarray]:

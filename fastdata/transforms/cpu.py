@@ -103,18 +103,19 @@ class Program:
         Raises:
             ValueError: an image is smaller than its crop, or not of the shape that ``out`` has room for.
         """
-        every = [(self, out_BChw), *others]
-        if not all(out.flags.c_contiguous for _, out in every):
-            raise ValueError("the memory for a batch must be C-contiguous")
-        for out in (out for program, out in every if not program._ops):
-            if rows_B is None:
+        with_ops = []
+        for program, out in ((self, out_BChw), *others):
+            if not out.flags.c_contiguous:
+                raise ValueError("the memory for a batch must be C-contiguous")
+            if program._ops:
+                with_ops.append((program, out))
+            elif rows_B is None:
                 store.gather_into(index_B, out)
-                continue
-            for row, index in zip(rows_B.tolist(), index_B.tolist(), strict=True):
-                store.read_into(index, out[row])
-        every = [each for each in every if each[0]._ops]
-        if every and len(index_B):
-            self._serve(store, index_B, visits_B, seed, every, rows_B)
+            else:
+                for row, index in zip(rows_B.tolist(), index_B.tolist(), strict=True):
+                    store.read_into(index, out[row])
+        if with_ops and len(index_B):
+            self._serve(store, index_B, visits_B, seed, with_ops, rows_B)
 
     def run_one(self, store: Readable, index: int, visit: int | Int64s, seed: int) -> Array:
         """Serve one sample in fresh memory: the pixels that it has in a batch, in whatever shape it has."""
