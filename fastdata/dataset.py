@@ -976,7 +976,7 @@ class PreparedDataset(Dataset[Any]):
     def __getstate__(self) -> dict[str, Any]:
         if get_spawning_popen() is None and _is_saved_by_torch():
             raise TypeError(
-                f"this {type(self).__name__} cannot be saved: it is a handle to samples in this process's memory. Give it "
+                f"this {type(self).__name__} cannot be saved: it is a handle to samples in this process's memory. Give "
                 "cache_dir= to keep them on disk, from where the next run serves them at once, and make it anew there."
             )
         self.refresh()  # what a copy cannot serve is said here, not where it is opened
