@@ -105,8 +105,7 @@ class DataLoader(torch_loader.DataLoader[_T_co]):
         self.workers = workers
         self._served = LoaderView.find(dataset) if makes_batches else None
         self._ring: BatchRing | None = None
-        self._is_filling = self._served is not None and self._served.prepared_share < MOSTLY_PREPARED
-        self._share_before = -1.0
+        self._share_begun = -1.0  # of the samples, that were prepared when the latest epoch began
         super().__init__(**arguments | {"pin_memory": pin_memory is True})
         self.in_order = in_order
         self._epochs = LoaderEpochs()
@@ -135,9 +134,6 @@ class DataLoader(torch_loader.DataLoader[_T_co]):
         if self._served:
             self._served.dataset.refresh()
             self._say_fallback(self._served.dataset)
-            share = self._served.prepared_share
-            was_idle = share == self._share_before and self._tally.batches > 0  # as of a rank, which reads its own only
-            self._is_filling, self._share_before = share < MOSTLY_PREPARED and not was_idle, share
         is_prefetched = ring is not None
         if ring is None:
             ring = self._ring = self._ring or BatchRing(self.ring_slots(held))
@@ -156,6 +152,7 @@ class DataLoader(torch_loader.DataLoader[_T_co]):
                 reader = self._reader(view.dataset, ring, progress, read)
                 iterator = epochs.ThreadIter(view, progress, ring, reader, threads=engine.workers)
         iterator.tally = self._tally = Tally(engine, iterator.ring, self._pinning)
+        self._share_begun = self._served.prepared_share if self._served else 1.0
         return iterator
 
     def _say_fallback(self, served: Served) -> None:
@@ -310,9 +307,18 @@ class DataLoader(torch_loader.DataLoader[_T_co]):
             return f"{type(self.dataset).__name__} is no fastdata dataset"
         if self.worker_init_fn is not None and not self._draws_alone(self._served.dataset):
             return "worker_init_fn is for worker processes"
-        if self.num_workers > 0 and self._is_filling and self._served.dataset.batch_obstacle is None:
+        if self.num_workers > 0 and self._is_filling(self._served):
             return "samples are prepared on their first read"
         return self._served.dataset.batch_obstacle
+
+    def _is_filling(self, served: LoaderView) -> bool:
+        """Whether many samples will be prepared when they are read, which processes do better than threads.
+
+        Not after an epoch that has prepared none: a rank reads its own samples only.
+        """
+        share = served.prepared_share
+        was_idle = share == self._share_begun and self._tally.batches > 0
+        return served.dataset.batch_obstacle is None and share < MOSTLY_PREPARED and not was_idle
 
     def _draws_alone(self, served: Served) -> bool:
         """Whether nothing of the user's own runs for whole batches that a ``worker_init_fn`` might have prepared."""
