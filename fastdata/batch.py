@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-from fastdata.shared import ArrayBlock
+from fastdata.shared import ArrayBlock, collate_targets
 from fastdata.sources import ItemKeys
 
 _T = TypeVar("_T")
@@ -68,18 +68,16 @@ class SampleBatch(list[Any]):
 
     Args:
         images: (B, C, h, w); sample i is a view of ``images[i]``. Or a list of such tensors, several views of it.
-        targets: what ``default_collate`` makes of the targets: int64 (B,) for class numbers.
+        targets: what ``default_collate`` makes of the targets: int64 (B,) for class numbers. None: it is made when
+            it is asked for, if it can be.
         each_target: one Python object per sample.
         image_class: of the images in the list, such as ``tv_tensors.Image``.
         keys: of samples that are dicts; None where they are tuples.
         made: of what type a sample's views are.
-
-    Attributes:
-        stacked: ``[images, targets]``, or a dict of the samples' keys, or None once the list was changed and no longer
-            says the same.
     """
 
-    stacked: Any
+    is_changed = False
+    """Whether the list was changed, and no longer says the same as the tensors."""
 
     def __init__(
         self,
@@ -98,9 +96,19 @@ class SampleBatch(list[Any]):
         each_image = map(made, zip(*views, strict=True)) if isinstance(images, list) else views[0]
         pairs = zip(each_image, each_target, strict=True)
         super().__init__(map(Sample, pairs) if keys is None else (SampleDict(keys.join(*pair)) for pair in pairs))
-        self.stacked = stacked(images, targets, keys)
         for kind in (Sample, SampleDict):
             default_collate_fn_map.setdefault(kind, _collate_samples)  # torch's own way to say how a class is collated
+
+    @property
+    def stacked(self) -> Any:
+        """``[images, targets]``, or a dict of the samples' keys; None once the list was changed.
+
+        Raises what ``default_collate`` raises of targets that it cannot collate.
+        """
+        images, targets, each_target, _, keys, _ = self._parts
+        if self.is_changed:
+            return None
+        return stacked(images, collate_targets(each_target) if targets is None else targets, keys)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return list, (list(self),)
@@ -108,7 +116,7 @@ class SampleBatch(list[Any]):
 
 def _forgetting(change: Callable[..., _T]) -> Callable[..., _T]:
     def changed(self: SampleBatch, *args: Any, **kwargs: Any) -> _T:
-        self.stacked = None
+        self.is_changed = True
         return change(self, *args, **kwargs)
 
     changed.__name__, changed.__doc__ = change.__name__, change.__doc__
@@ -135,7 +143,7 @@ def collate(samples: list[Any]) -> Any:
 
 
 def _collate_samples(samples: list[Any], *, collate_fn_map: Any = None) -> Any:
-    if isinstance(samples, SampleBatch) and samples.stacked is not None:
+    if isinstance(samples, SampleBatch) and not samples.is_changed:
         return samples.stacked
     return default_collate([dict(sample) if isinstance(sample, dict) else tuple(sample) for sample in samples])
 
@@ -237,7 +245,7 @@ def _flatten(value: Any, numbered: dict[int, tuple[int, Any]]) -> Build | None:
         return lambda tensors: tensors[number]
     parts: dict[Any, Any]
     make: Callable[[dict[Any, Any]], Any]
-    if isinstance(value, SampleBatch) and value.stacked is not None:
+    if isinstance(value, SampleBatch) and not value.is_changed:
         parts = dict(enumerate(value._parts))
         make = partial(_make_sequence, type(value))
     elif isinstance(value, Mapping):

@@ -63,6 +63,7 @@ from fastdata.shared import ListView, SampleTable, collate_targets
 from fastdata.sources import DatasetSource, FileSource, ItemKeys, Source
 from fastdata.stores.readers import Store
 from fastdata.transforms import TransformPlan, fingerprint, is_same, plan_pairs, plan_transform
+from fastdata.transforms.boxes import BoxProgram, boxes_obstacle
 from fastdata.transforms.cpu import Program
 from fastdata.transforms.device import DeviceProgram, device_obstacle
 from fastdata.transforms.steps import flatten, is_random, known_name
@@ -170,6 +171,7 @@ class _Compiled(NamedTuple):
 
     plan: TransformPlan
     lanes: tuple[_Lane, ...]  # one for each view of a sample, or for image and mask
+    boxes: BoxProgram | None  # makes the targets, where the boxes in them are moved along with their image
     last: Program | None  # runs the batch ops after steps that are not known
     reader: ReadPath | None  # of single samples that are kept nowhere
     seen: Any  # of the transform, to notice steps that are changed in place
@@ -321,31 +323,43 @@ class PreparedDataset(Dataset[Any]):
                 decoding = _lanes(whole, spec, (3, 1, 1)) if whole.is_batched else ()
                 if decoding and all(lane.output for lane in decoding):
                     plan, lanes = whole, decoding
+        boxes = None
         if self.transforms is not None:
             plan = self._plan_pairs()
             lanes = (_Lane(None, None),)
+            if plan.batch_texts and isinstance(samples, KeptSamples):
+                lanes = _lanes(plan, samples.images.spec, samples.images.shape(0))
             if plan.mask is not None and isinstance(samples, KeptSamples):
-                image, mask = samples.stores
-                lanes = _lanes(plan, image.spec, image.shape(0)) + _lanes(plan.mask, mask.spec, mask.shape(0), part=1)
+                mask = samples.stores[1]
+                lanes += _lanes(plan.mask, mask.spec, mask.shape(0), part=1)
+            if plan.boxes is not None and isinstance(samples, KeptSamples):
+                boxes = BoxProgram(plan.boxes.batch_ops, samples.table, is_pure=plan.boxes.kind == "tensor")
         last = Program(plan.last_ops, SampleSpec(shape=None, dtype="uint8", form="pil")) if plan.last_steps else None
         outputs = [lane.output for lane in lanes if lane.output is not None]
         all_outputs = outputs if len(outputs) == len(lanes) else None
-        self._compiled = _Compiled(plan, lanes, last, reader, seen, all_outputs)
+        self._compiled = _Compiled(plan, lanes, boxes, last, reader, seen, all_outputs)
 
     def _plan_pairs(self) -> TransformPlan:
         """Split ``transforms``, which takes sample and target together."""
         kept, obstacle = self.kept, core.obstacle()
         if self.options.batch_ops == "off":
             obstacle = "batch_ops='off'"
-        if kept is None or kept.is_tuple or not kept.target_is_part:
-            return plan_pairs(self.transforms, obstacle="only images with a tv_tensors.Mask are served")
-        image, mask = kept.stores
+        if kept is None or kept.is_tuple:
+            return plan_pairs(self.transforms, obstacle=boxes_obstacle(None))
+        image = kept.images
+        channels, *size = image.shape(0)
+        how: dict[str, Any] = {"form": image.spec.form, "channels": channels}
+        if not kept.target_is_part:
+            obstacle = obstacle or boxes_obstacle(kept.table)
+            if obstacle is None and (image.spec.dtype != "uint8" or len(size) != 2):
+                obstacle = f"{image.spec.dtype} images of shape {image.shape(0)} are not served"
+            return plan_pairs(self.transforms, beside="boxes", obstacle=obstacle, **how)
+        mask = kept.stores[1]
         if (image.spec.dtype, mask.spec.dtype, mask.spec.form) != ("uint8", "uint8", "mask"):
             obstacle = "only uint8 images with a uint8 tv_tensors.Mask are served"
-        channels, *size = image.shape(0)
         if obstacle is None and (len(size) != 2 or mask.shape(0)[:-2] not in ((), (1,))):
             obstacle = f"images of shape {image.shape(0)} and masks of {mask.shape(0)} are not served"
-        return plan_pairs(self.transforms, form=image.spec.form, channels=channels, obstacle=obstacle)
+        return plan_pairs(self.transforms, obstacle=obstacle, **how)
 
     def _steps(self, plan: TransformPlan) -> tuple[Callable[[Any], Any], ...]:
         return (*self._first_steps, *plan.prepare)
@@ -457,10 +471,10 @@ class PreparedDataset(Dataset[Any]):
         Memory comes from ``ring``, or is fresh. Safe from several threads at once.
         """
         tensors = self._read_tensors(batch, ring)
-        return self.joined(tensors, lambda: self.read_targets(batch.positions))
+        return self.joined(tensors, lambda: self.read_targets(batch))
 
     def sample_batch(self, batch: IndexBatch, ring: BatchRing | None = None) -> SampleBatch:
-        return self.as_batch(self._read_tensors(batch, ring), lambda: self.targets_of(batch.positions))
+        return self.as_batch(self._read_tensors(batch, ring), lambda: self.targets_of(batch))
 
     def joined(self, tensors: list[torch.Tensor], read_targets: Callable[[], Any]) -> Any:
         """The batch of these tensors, one for each view, and of their targets; masks are tensors among them."""
@@ -476,9 +490,8 @@ class PreparedDataset(Dataset[Any]):
         if plan.mask:
             masks = [mask.as_subclass(tensor_class(plan.mask.kind)) for mask in tensors[1].unbind(0)]
             return SampleBatch(tensors[0], tensors[1], masks, image_class, keys)
-        targets = read_targets()
         images = tensors if plan.views else tensors[0]
-        return SampleBatch(images, collate_targets(targets), targets, image_class, keys, plan.made)
+        return SampleBatch(images, None, read_targets(), image_class, keys, plan.made)
 
     @property
     def item_keys(self) -> ItemKeys | None:
@@ -489,15 +502,19 @@ class PreparedDataset(Dataset[Any]):
         keys = self.item_keys
         return (sample, target) if keys is None else keys.join(sample, target)
 
-    def read_targets(self, index_B: np.ndarray) -> Any:
+    def read_targets(self, batch: IndexBatch) -> Any:
         """What ``default_collate`` makes of the targets of a batch."""
         listed = self.table if self.kept is None else self.kept
-        if listed is not None and self.target_transform is None:
-            return listed.collated_targets(index_B)
-        return collate_targets(self.targets_of(index_B))
+        if listed is not None and self.target_transform is None and self._compiled.boxes is None:
+            return listed.collated_targets(batch.positions)
+        return collate_targets(self.targets_of(batch))
 
-    def targets_of(self, index_B: np.ndarray) -> list[Any]:
-        return [self._target(index) for index in index_B.tolist()]
+    def targets_of(self, batch: IndexBatch) -> list[Any]:
+        boxes, kept, index_B = self._compiled.boxes, self.kept, batch.positions
+        if boxes is None or kept is None:
+            return [self._target(index) for index in index_B.tolist()]
+        height_B, width_B = np.array([kept.images.shape(index)[-2:] for index in index_B.tolist()], np.int64).T
+        return boxes.run(index_B, batch.visits, batch.seed, height_B, width_B)
 
     @property
     def sample_count(self) -> int:
@@ -522,6 +539,7 @@ class PreparedDataset(Dataset[Any]):
         names = [tensor_class(kind).__name__ for kind in kinds]
         pairs = zip(names, self.as_tensors(self.room(0, None)), strict=True)
         form = ", ".join(f"{name}{tuple(each.shape[1:])} of {str(each.dtype)[6:]}" for name, each in pairs)
+        form += " with boxes" if self.plan.boxes else ""
         return form if self.item_keys is None else f"{form} in {self.item_keys}"
 
     def fallback_notice(self) -> str:
@@ -598,7 +616,7 @@ class PreparedDataset(Dataset[Any]):
             return "storage='none' prepares every sample when it is read"
         if kept is not None and kept.is_tuple:
             return "samples have several parts, such as image and mask"
-        if self.transforms is not None and plan.mask is None:
+        if self.transforms is not None and plan.per_sample:
             return f"samples have several parts, such as image and mask, and {plan.obstacle}"
         if not plan.is_batched:
             return f"the transform works per sample: {plan.obstacle}"
@@ -705,7 +723,7 @@ class PreparedDataset(Dataset[Any]):
     def _pair(self, batch: IndexBatch, k: int) -> Any:
         one, plan = slice(k, k + 1), self.plan
         sample, target = self._read(batch, k)
-        if plan.mask:
+        if plan.mask or plan.boxes:
             return self._item(sample, target)
         if self.transforms is not None:
             transformed: tuple[Any, Any] = self.transforms(sample, target)
@@ -740,6 +758,9 @@ class PreparedDataset(Dataset[Any]):
                 if self.plan.mask:
                     return self._shown(served[0]), served[1].as_subclass(tensor_class(self.plan.mask.kind))
                 sample = self._together(served)
+                if self.plan.boxes:
+                    alone = IndexBatch([index], batch.positions[one], batch.visits[one], batch.seed)
+                    target = self.targets_of(alone)[0]
         return sample, target
 
     def _read_alone(self, kept: KeptSamples, index: int, visit: int, seed: int) -> list[torch.Tensor]:
@@ -1223,7 +1244,7 @@ def read_for_device(
     if not only_places:
         samples = ring.take((len(index_B), *program.sent_shape), np.dtype(np.uint8))
         _serve_into([(program.host, samples)], kept, batch)
-    return DeviceBatch(torch.from_numpy(samples), draws, dataset.read_targets(index_B), dataset.item_keys)
+    return DeviceBatch(torch.from_numpy(samples), draws, dataset.read_targets(batch), dataset.item_keys)
 
 
 def _serve_into(

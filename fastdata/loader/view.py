@@ -61,10 +61,10 @@ class JoinedDatasets:
         return samples
 
     def read_batch(self, batch: IndexBatch, ring: BatchRing | None = None) -> Any:
-        return self.parts[0].joined(self._read_tensors(batch, ring), lambda: self._read_targets(batch.positions))
+        return self.parts[0].joined(self._read_tensors(batch, ring), lambda: self._read_targets(batch))
 
     def sample_batch(self, batch: IndexBatch, ring: BatchRing | None = None) -> SampleBatch:
-        return self.parts[0].as_batch(self._read_tensors(batch, ring), lambda: self._targets_of(batch.positions))
+        return self.parts[0].as_batch(self._read_tensors(batch, ring), lambda: self._targets_of(batch))
 
     def _read_tensors(self, batch: IndexBatch, ring: BatchRing | None) -> list[torch.Tensor]:
         outs = self.parts[0].room(len(batch), ring)
@@ -72,20 +72,20 @@ class JoinedDatasets:
             part.read_into(outs, piece, row_B)
         return self.parts[0].as_tensors(outs)
 
-    def _read_targets(self, index_B: np.ndarray) -> Any:
-        found = [(row_B, part.read_targets(position_B)) for part, row_B, position_B in self._pieces(index_B)]
+    def _read_targets(self, batch: IndexBatch) -> Any:
+        found = [(row_B, part.read_targets(piece)) for part, row_B, piece in self._batches(batch)]
         tensors = [target for _, target in found if isinstance(target, torch.Tensor)]
         if len(tensors) < len(found) or len({(tensor.dtype, tensor.shape[1:]) for tensor in tensors}) != 1:
-            return collate_targets(self._targets_of(index_B))
-        targets = tensors[0].new_empty((len(index_B), *tensors[0].shape[1:]))
+            return collate_targets(self._targets_of(batch))
+        targets = tensors[0].new_empty((len(batch), *tensors[0].shape[1:]))
         for (row_B, _), tensor in zip(found, tensors, strict=True):
             targets[torch.from_numpy(row_B)] = tensor
         return targets
 
-    def _targets_of(self, index_B: np.ndarray) -> list[Any]:
-        targets: list[Any] = [None] * len(index_B)
-        for part, row_B, position_B in self._pieces(index_B):
-            for row, target in zip(row_B.tolist(), part.targets_of(position_B), strict=True):
+    def _targets_of(self, batch: IndexBatch) -> list[Any]:
+        targets: list[Any] = [None] * len(batch)
+        for part, row_B, piece in self._batches(batch):
+            for row, target in zip(row_B.tolist(), part.targets_of(piece), strict=True):
                 targets[row] = target
         return targets
 

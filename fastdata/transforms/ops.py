@@ -174,6 +174,15 @@ class Drawing:
             is_known = not is_drawn and (self.size is not None or (isinstance(height, int) and isinstance(width, int)))
             self.size = (int(self.height_B[0]), int(self.width_B[0])) if is_known else None
 
+    def resize(
+        self, box: Int64s | None, height: Any, width: Any, *, interpolation: str, domain: Domain, is_drawn: bool = False
+    ) -> None:
+        """Resize the image, or a box of it: top, left, height, width (4, B)."""
+        whose = DOMAINS.index(_resize_domain(domain, interpolation)) + 256 * pillow_chooses_order()
+        place: Any = (0, 0, self.height_B, self.width_B) if box is None else box
+        self.add(Code.RESIZE, (*place, height, width, INTERPOLATIONS.index(interpolation)), (), whose)
+        self.resized(height, width, is_drawn=is_drawn)
+
     def window(
         self,
         height: Any,
@@ -285,11 +294,6 @@ def draw_flip(drawing: Drawing, at: int, vertical: bool, p: float) -> None:
 WINDOWS = (draw_pad, draw_crop, draw_center_crop, draw_flip)
 
 
-def _resize(drawing: Drawing, box: Any, height: Any, width: Any, *, interpolation: str, domain: Domain) -> None:
-    whose = DOMAINS.index(_resize_domain(domain, interpolation)) + 256 * pillow_chooses_order()
-    drawing.add(Code.RESIZE, (*box, height, width, INTERPOLATIONS.index(interpolation)), (), whose)
-
-
 @functools.cache
 def _resize_domain(domain: Domain, interpolation: str) -> Domain:
     """Whose arithmetic resizes: torchvision's v2 takes float32 (v1's way) where torch has no fast kernel for uint8."""
@@ -308,8 +312,7 @@ def draw_resized_crop(
     h_B = np.where(shape_B < low, np.rint(width_B / low).astype(np.int64), height_B)
     w_B = np.where(shape_B > high, np.rint(height_B * high).astype(np.int64), width_B)
     central = np.stack([(height_B - h_B) // 2, (width_B - w_B) // 2, h_B, w_B])
-    _resize(drawing, draw_boxes(drawing, at, scale, ratio, central, is_crop=True), height, width, **filters)
-    drawing.resized(height, width)
+    drawing.resize(draw_boxes(drawing, at, scale, ratio, central, is_crop=True), height, width, **filters)
 
 
 def draw_boxes(
@@ -379,8 +382,7 @@ def draw_resize(
     if size is None:
         which_B = drawing.integers(at, 0, len(shorter)) if is_drawn else 0
         height, width = _sides(height_B, width_B, np.array(shorter)[which_B], longest, by_factor, bound)
-    _resize(drawing, (0, 0, height_B, width_B), height, width, **filters)
-    drawing.resized(height, width, is_drawn=is_drawn)
+    drawing.resize(None, height, width, is_drawn=is_drawn, **filters)
 
 
 def _sides(height_B: Int64s, width_B: Int64s, shorter_B: Any, longest: int | None, by_factor: bool, bound: str) -> Any:

@@ -33,6 +33,7 @@ from fastdata.transforms.augment import (
     draw_timm,
     read_timm_op,
 )
+from fastdata.transforms.boxes import FORMATS, draw_clamp, draw_convert, draw_sanitize
 from fastdata.transforms.ops import INTERPOLATIONS, MODES, Borders, Domain, Fill, Op, child
 
 _DETERMINISTIC = frozenset({"Resize", "CenterCrop", "Grayscale", "Pad", "RGB", "Identity", "exif_transpose"})
@@ -109,7 +110,7 @@ class State:
     floats: tuple[Op, ...] = ()
     """The conversion to floats, with all normalisations, and what runs after it."""
     is_beside: bool = False
-    """Whether it is the mask of an image that v2 takes the same steps with."""
+    """Whether it is the mask of an image, or the boxes in it, that v2 takes the same steps with."""
 
     @property
     def dtype(self) -> str:
@@ -364,14 +365,14 @@ def recognise(step: Any, at: int, state: State) -> State:
     Raises:
         UnknownStepError: it has to run as it is.
     """
-    reader = READERS.get(known_name(step) or "")
+    reader = (_BOX_READERS if state.kind == "boxes" and is_for_boxes(step) else READERS).get(known_name(step) or "")
     _refuse(type(step) is Views, "gives several views, which only the last step may")
     if reader is None:
         inner = next((name for name in ("transforms", "transform") if hasattr(step, name)), None)
         hidden = f", and does more than to call its {inner!r}; give that itself" if inner else ""
         raise UnknownStepError(f"is not a known batch op{hidden}")
     if state.is_beside:
-        reader = _beside(step, state)
+        reader = reader if is_for_boxes(step) else _beside(step, state)
     elif state.kind in ("array", "mask", "video"):
         raise UnknownStepError(f"gets {state.kind}s, which are no images to batch ops")
     try:
@@ -380,22 +381,32 @@ def recognise(step: Any, at: int, state: State) -> State:
         raise UnknownStepError(f"has arguments that are not served: {unread}") from unread
 
 
-_MOVING = {
-    *("CenterCrop", "Pad", "RandomAffine", "RandomCrop", "RandomHorizontalFlip", "RandomPerspective", "RandomResize"),
-    *("RandomResizedCrop", "RandomRotation", "RandomShortestSize", "RandomVerticalFlip", "Resize"),
-    *("RandomApply", "RandomChoice", "RandomOrder", "ToDtype"),
+_CUTTING = {
+    *("CenterCrop", "Pad", "RandomCrop", "RandomHorizontalFlip", "RandomResize", "RandomResizedCrop"),
+    *("RandomShortestSize", "RandomVerticalFlip", "Resize", "RandomApply", "RandomChoice", "RandomOrder", "ToDtype"),
 }
-"""What v2 does to a mask as well, drawn once for both; of the others it leaves masks as they are."""
+_WARPING = {"RandomAffine", "RandomPerspective", "RandomRotation"}
+"""With the former what v2 does to masks and boxes as well, drawn once for all; others leave these as they are."""
+
+
+def is_for_boxes(step: Any) -> bool:
+    """Whether a step of v2 does something to boxes alone."""
+    return known_name(step) in _BOX_READERS and _is_v2(step)
 
 
 def _beside(step: Any, state: State) -> _Reader:
-    """The reader of what v2 does to a mask beside its image."""
+    """The reader of what v2 does to a mask, or to boxes, beside its image."""
     name = known_name(step) or ""
-    _refuse(not _is_v2(step), "is not of torchvision.transforms.v2, and takes no masks")
-    _refuse(READERS[name] is _auto_augment, "does not accept masks")
+    _refuse(not _is_v2(step), f"is not of torchvision.transforms.v2, and takes no {_BESIDE[state.kind]}")
+    _refuse(READERS[name] is _auto_augment, f"does not accept {_BESIDE[state.kind]}")
     if name == "ToPureTensor":
         return lambda step, at, state: replace(state, kind="tensor")
-    return READERS[name] if name in _MOVING and state.kind == "mask" else lambda step, at, state: state
+    _refuse(name in _WARPING and state.kind == "boxes", "moves boxes one by one")
+    moves = name in _CUTTING | _WARPING and state.kind in ("mask", "boxes")
+    return READERS[name] if moves else lambda step, at, state: state
+
+
+_BESIDE = {"mask": "masks", "boxes": "boxes", "tensor": "masks or boxes"}
 
 
 # Geometry
@@ -620,6 +631,7 @@ def _reform(step: Any, at: int, state: State) -> State:
 def _dtype(step: Any, at: int, state: State) -> State:
     is_to_dtype, dtype = known_name(step) == "ToDtype", _of_kind(step.dtype, state, "dtypes")
     if state.is_beside and dtype is not None and isinstance(step.dtype, dict):
+        _refuse(state.kind == "boxes", "converts boxes")
         _refuse(state.floats or dtype not in _MASK_DTYPES, f"converts masks to {dtype}")
         cast = {"dtype": _MASK_DTYPES[dtype], "scaling": "none", "normalizations": ()}
         return replace(state, floats=(Op(draws.draw_cast, at, cast),))
@@ -760,7 +772,33 @@ READERS: dict[str, _Reader] = {
     **dict.fromkeys(("timm.MaybePILToTensor", "timm.MaybeToTensor", "timm.ToNumpy"), _reform),
     "Normalize": _normalize,
 }
-_KNOWN = frozenset({*READERS, *_DETERMINISTIC, *_REFORMING})
+
+
+def _sanitize(step: Any, at: int, state: State) -> State:
+    _refuse(step.labels_getter not in ("default", None), "has a labels_getter of its own")
+    area = getattr(step, "min_area", 0.0)
+    return state.add(
+        draw_sanitize, at, min_size=step.min_size, min_area=area, with_labels=step.labels_getter is not None
+    )
+
+
+def _convert(step: Any, at: int, state: State) -> State:
+    name = getattr(step.format, "name", str(step.format).upper())
+    _refuse(name not in FORMATS, f"makes boxes of format {name}")
+    return state.add(draw_convert, at, format=name)
+
+
+def _clamp(step: Any, at: int, state: State) -> State:
+    _refuse(getattr(step, "clamping_mode", "auto") != "auto", "has a clamping_mode")
+    return state.add(draw_clamp, at)
+
+
+_BOX_READERS: dict[str, _Reader] = {
+    "ClampBoundingBoxes": _clamp,
+    "ConvertBoundingBoxFormat": _convert,
+    "SanitizeBoundingBoxes": _sanitize,
+}
+_KNOWN = frozenset({*READERS, *_BOX_READERS, *_DETERMINISTIC, *_REFORMING})
 
 
 # Arguments
@@ -846,6 +884,9 @@ def _border(step: Any, state: State) -> dict[str, Any]:
     _movable(state)
     domain, mode = _domain(step, state), step.padding_mode
     _refuse(mode not in MODES, f"has padding_mode={mode!r}")
+    if state.kind == "boxes":
+        _refuse(mode != "constant", f"has padding_mode={mode!r}, which takes no boxes")
+        return {}
     fill = _fill(step, state, domain, mode)
     if state.floats and mode == "constant" and (any(fill) or state.is_normalized):
         raise UnknownStepError(
