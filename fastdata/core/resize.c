@@ -58,6 +58,7 @@ enum { BLOCK = 16, PADDING = 64, STRIPE = 8 }; /* columns at a time; alignment o
 typedef int32_t Quad __attribute__((vector_size(16)));
 typedef int32_t Vec __attribute__((vector_size(16 * LANES)));
 typedef uint32_t Bits __attribute__((vector_size(16 * LANES)));
+typedef float Floats __attribute__((vector_size(16 * LANES)));
 
 #define AT(type, p) (((const struct { type v; } __attribute__((packed, may_alias)) *)(p))->v)
 
@@ -81,7 +82,7 @@ typedef struct {
     int64_t from, to, taps, steps;
     int32_t bits, *start, *count;
     uint32_t *low, *high; /* 16 bits of each tap */
-    bool wide;            /* whether they need `high` */
+    bool wide, single;    /* whether they need `high`; whether they are the float32 of even and odd taps */
     double *center, *total, *weight;
 } Axis;
 
@@ -147,6 +148,12 @@ INLINE int32_t whole(double weight, int bits) {
 /* normalize_coeffs_8bpc of Pillow's Resample.c; _compute_index_ranges_int16_weights of torch's UpSampleKernel.cpp. */
 static void round_weights(Axis *a) {
     const int64_t n = a->to;
+    for (int64_t j = 0; a->single && j < a->steps; j++)
+        for (int64_t i = 0; i < n; i++) {
+            const float pair[2] = {(float)a->weight[2 * j * n + i], (float)a->weight[(2 * j + 1) * n + i]};
+            memcpy(a->low + j * n + i, pair, 4), memcpy(a->high + j * n + i, pair + 1, 4);
+        }
+    if (a->single) return;
     const uint32_t mask = a->wide ? LOW_MASK : 0xffff;
     a->bits = PIL_BITS;
     if (!a->wide) {
@@ -173,11 +180,11 @@ static int64_t axis_bytes(int64_t from, int64_t to, int filter) {
 static void *weigh(Axis *a, void *memory, int64_t from, int64_t to, const Op *op) {
     const int filter = op->n[6], domain = op->n[8] & 255;
     const int64_t reach = reach_of(from, to, filter) + 3; /* even, and four at least */
-    *a = (Axis){.from = from, .to = to, .weight = memory, .wide = domain == PIL_DOMAIN};
+    *a = (Axis){.from = from, .to = to, .weight = memory, .wide = domain == PIL_DOMAIN, .single = domain == V1_DOMAIN};
     a->center = a->weight + reach * to, a->total = a->center + to;
     a->start = (int32_t *)(a->total + to), a->count = a->start + to;
     a->low = (uint32_t *)(a->count + to), a->high = a->low + reach / 2 * to;
-    domain == V1_DOMAIN ? weigh_smooth(a, filter, true) : weigh_smooth(a, filter, false);
+    a->single ? weigh_smooth(a, filter, true) : weigh_smooth(a, filter, false);
     a->steps = (a->taps + 1) / 2;
     if (a->taps & 1) memset(a->weight + a->taps * to, 0, sizeof(double) * to);
     round_weights(a);
@@ -313,22 +320,49 @@ static void resize_columns(const Axis *a, const uint8_t *in, int64_t in_row, uin
 #undef RUN
 }
 
+/* The pass along rows in float32, in torch's order of sums. */
+static void sum_rows(const Axis *a, const Step *plan, const uint8_t *in, int64_t in_row, float *out, int64_t out_row,
+                     int64_t height) {
+    for (int64_t y = 0; y < height; y += LANES) {
+        const uint8_t *from[LANES];
+        uint8_t *to[LANES];
+        for (int i = 0; i < LANES; i++) {
+            const int64_t row = y + i < height ? y + i : height - 1;
+            from[i] = in + row * in_row, to[i] = (uint8_t *)(out + row * out_row);
+        }
+        const Step *s = plan;
+        Vec window = {0};
+        for (int64_t x = 0; x < (a->to + BLOCK - 1) / BLOCK * BLOCK; x += 4) {
+            Floats sum = {0};
+            for (const Step *end = s + a->steps; s < end; s++) {
+                if (s->fresh) window = gather(from, s->base);
+                const Bits pixels = (Bits)X(shuffle_epi8, window, SPREAD(AT(Quad, s->index)));
+                sum += __builtin_convertvector((Vec)(pixels & 0xffff), Floats) * (Floats)SPREAD(AT(Quad, s->low));
+                sum += __builtin_convertvector((Vec)(pixels >> 16), Floats) * (Floats)SPREAD(AT(Quad, s->high));
+            }
+            scatter((Vec)sum, to, 4 * x);
+        }
+    }
+}
+
 /* Both passes in float32, rounded once, as torchvision does for uint8 tensors that torch has no kernel for. `sum` has
- * room for a row of the result, and after it for H of them. */
-static void resize_floats(const Axis *rows, const Axis *columns, const uint8_t *in, int64_t in_row, float *sum,
-                          uint8_t *restrict out) {
+ * room for a row of the result, and after it for H of them. No plan: pixels lie too far apart. */
+static void resize_floats(const Axis *rows, const Axis *columns, const Step *plan, const uint8_t *in, int64_t in_row,
+                          float *sum, int64_t row_w, uint8_t *restrict out) {
     const int64_t w = columns->to;
-    float *restrict narrow = sum + w;
-    for (int64_t i = 0; i < rows->from * w; i++) {
-        const int64_t x = i % w;
-        const uint8_t *restrict from = in + i / w * in_row + columns->start[x];
-        narrow[i] = 0;
-        for (int64_t k = 0; k < columns->count[x]; k++) narrow[i] += from[k] * (float)columns->weight[k * w + x];
+    float *restrict narrow = sum + row_w;
+    if (plan) sum_rows(columns, plan, in, in_row, narrow, row_w, rows->from);
+    for (int64_t i = 0; !plan && i < rows->from * w; i++) {
+        const int64_t x = i % w, y = i / w;
+        const uint8_t *restrict from = in + y * in_row + columns->start[x];
+        float total = 0;
+        for (int64_t k = 0; k < columns->count[x]; k++) total += from[k] * (float)columns->weight[k * w + x];
+        narrow[y * row_w + x] = total;
     }
     for (int64_t i = 0; i < rows->to; i++, out += w) {
         memset(sum, 0, sizeof(float) * w);
         for (int64_t k = 0; k < rows->count[i]; k++) {
-            const float *restrict from = narrow + (rows->start[i] + k) * w;
+            const float *restrict from = narrow + (rows->start[i] + k) * row_w;
             const float weight = (float)rows->weight[k * rows->to + i];
             for (int64_t x = 0; x < w; x++) sum[x] += from[x] * weight;
         }
@@ -388,13 +422,14 @@ bool resize(const Op *op, const Image *in, const Image *out, Scratch *scratch) {
     if (!memory || !copy) return false;
     uint8_t *shorter = copy + copy_bytes, *narrower = shorter + shorter_bytes;
     Axis rows, columns; /* the axis that numbers them */
-    bool far = false;
+    bool far = false, near = false;
     if (H != h || single) memory = weigh(&rows, memory, H, h, op);
     Step *plan = memory;
     if (along_rows) {
         const int64_t end = copied || columns_first ? row_W : W;
         plan = weigh(&columns, memory, W, w, op);
-        far = !single && !plan_rows(&columns, plan, false, end) && plan_rows(&columns, plan, true, end);
+        near = plan_rows(&columns, plan, false, end);
+        far = !near && !single && plan_rows(&columns, plan, true, end);
     }
     for (int64_t c = 0; c <= last; c++) {
         const uint8_t *from = in->data + c * in->plane;
@@ -411,7 +446,7 @@ bool resize(const Op *op, const Image *in, const Image *out, Scratch *scratch) {
         if (copied) from = copy, row = row_W;
         if (columns_first) resize_columns(&rows, from, row, shorter, row_W, W), from = shorter, row = row_W;
         if (single) {
-            resize_floats(&rows, &columns, from, row, (float *)narrower, to);
+            resize_floats(&rows, &columns, near ? plan : NULL, from, row, (float *)narrower, row_w, to);
             continue;
         }
         if (along_rows) resize_rows(&columns, plan, far, from, row, narrower, row_w, columns_first ? h : H);
