@@ -107,7 +107,7 @@ void *take(Scratch *scratch, int slot, int64_t bytes);
 
 /* Kernels. `in` has pixel == 1, any row and plane stride; `out` is packed, its data, channels, height and width are set by
  * the caller, and it never overlaps `in`. False: no memory. */
-bool resize(const Op *op, const Image *in, const Image *out, Scratch *scratch); /* `in` is the box */
+bool resize(const Op *op, const Image *in, const Image *out, Scratch *scratch); /* `in` is the box; see there */
 bool warp(const Op *op, const Image *in, const Image *out, Scratch *scratch); /* OP_AFFINE, OP_PERSPECTIVE */
 bool sharpen(const Op *op, const Image *in, const Image *out, Scratch *scratch);
 bool blur(const Op *op, const Image *in, const Image *out, Scratch *scratch); /* OP_BLUR, OP_BOX_BLUR */

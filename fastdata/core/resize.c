@@ -77,9 +77,10 @@ INLINE void scatter(Vec v, uint8_t *const *rows, int64_t x) {
     for (int i = 0; i < LANES; i++) memcpy(rows[i] + x, (char *)&v + 16 * i, 16);
 }
 
-/* One axis: `from` pixels become `to`. Tables: (to); weight (taps, to); low and high, of two taps each, (steps, to). */
+/* One axis: `from` pixels become `to`, which are all that there are or, once cut, some of them. Tables: (to); weight
+ * (taps, stride); low and high, of two taps each, (steps, stride). */
 typedef struct {
-    int64_t from, to, taps, steps;
+    int64_t from, to, stride, taps, steps;
     int32_t bits, *start, *count;
     uint32_t *low, *high; /* 16 bits of each tap */
     bool wide, single;    /* whether they need `high`; whether they are the float32 of even and odd taps */
@@ -180,7 +181,7 @@ static int64_t axis_bytes(int64_t from, int64_t to, int filter) {
 static void *weigh(Axis *a, void *memory, int64_t from, int64_t to, const Op *op) {
     const int filter = op->n[6], domain = op->n[8] & 255;
     const int64_t reach = reach_of(from, to, filter) + 3; /* even, and four at least */
-    *a = (Axis){.from = from, .to = to, .weight = memory, .wide = domain == PIL_DOMAIN, .single = domain == V1_DOMAIN};
+    *a = (Axis){.from = from, .to = to, .stride = to, .weight = memory, .wide = domain == PIL_DOMAIN, .single = domain == V1_DOMAIN};
     a->center = a->weight + reach * to, a->total = a->center + to;
     a->start = (int32_t *)(a->total + to), a->count = a->start + to;
     a->low = (uint32_t *)(a->count + to), a->high = a->low + reach / 2 * to;
@@ -189,6 +190,15 @@ static void *weigh(Axis *a, void *memory, int64_t from, int64_t to, const Op *op
     if (a->taps & 1) memset(a->weight + a->taps * to, 0, sizeof(double) * to);
     round_weights(a);
     return (char *)memory + axis_bytes(from, to, filter) / PADDING * PADDING;
+}
+
+/* Leave all but `count` pixels of the result, and of the source all before the first that counts: gives its place. */
+static int64_t cut(Axis *a, int64_t first, int64_t count) {
+    a->start += first, a->count += first, a->low += first, a->high += first, a->weight += first, a->to = count;
+    const int64_t begin = a->start[0];
+    a->from = a->start[count - 1] + a->count[count - 1] - begin;
+    for (int64_t i = 0; i < count; i++) a->start[i] -= (int32_t)begin;
+    return begin;
 }
 
 /* Eight products: two taps of each of four columns, or ("far") eight taps of one. */
@@ -214,7 +224,7 @@ static bool plan_rows(const Axis *a, Step *step, bool far, int64_t end) {
                 step->base = (int32_t)base;
                 for (int64_t q = 0; q < 4; q++) {
                     const int64_t column = far ? (i < n ? i : n - 1) : i + q < n ? i + q : n - 1;
-                    const int64_t pair = far ? 4 * j + q : j, at = (pair < a->steps ? pair : 0) * n + column;
+                    const int64_t pair = far ? 4 * j + q : j, at = (pair < a->steps ? pair : 0) * a->stride + column;
                     const uint32_t place = (uint32_t)(a->start[column] + 2 * pair - base) & 15;
                     step->index[q] = 0x80018000 + place * 0x10001; /* bytes place, none, place + 1, none */
                     step->low[q] = pair < a->steps ? a->low[at] : 0, step->high[q] = pair < a->steps ? a->high[at] : 0;
@@ -294,7 +304,8 @@ INLINE void run_columns(const Axis *a, int64_t steps, bool wide, const uint8_t *
             Vec low[4] = {half, half, half, half}, high[4] = {zero, zero, zero, zero};
             for (int64_t j = 0; j < steps; j++) {
                 const int64_t k = 2 * j < last ? 2 * j : last, k1 = 2 * j + 1 < last ? 2 * j + 1 : last;
-                const Vec weight = zero + (int32_t)a->low[j * n + i], weight1 = zero + (int32_t)a->high[j * n + i];
+                const Vec weight = zero + (int32_t)a->low[j * a->stride + i];
+                const Vec weight1 = zero + (int32_t)a->high[j * a->stride + i];
                 const Vec even = AT(Vec, from + k * in_row + at), odd = AT(Vec, from + k1 * in_row + at);
                 const Vec left = X(unpacklo_epi8, even, odd), right = X(unpackhi_epi8, even, odd);
                 const Vec pixels[4] = {X(unpacklo_epi8, left, zero), X(unpackhi_epi8, left, zero),
@@ -356,14 +367,14 @@ static void resize_floats(const Axis *rows, const Axis *columns, const Step *pla
         const int64_t x = i % w, y = i / w;
         const uint8_t *restrict from = in + y * in_row + columns->start[x];
         float total = 0;
-        for (int64_t k = 0; k < columns->count[x]; k++) total += from[k] * (float)columns->weight[k * w + x];
+        for (int64_t k = 0; k < columns->count[x]; k++) total += from[k] * (float)columns->weight[k * columns->stride + x];
         narrow[y * row_w + x] = total;
     }
     for (int64_t i = 0; i < rows->to; i++, out += w) {
         memset(sum, 0, sizeof(float) * w);
         for (int64_t k = 0; k < rows->count[i]; k++) {
             const float *restrict from = narrow + (rows->start[i] + k) * row_w;
-            const float weight = (float)rows->weight[k * rows->to + i];
+            const float weight = (float)rows->weight[k * rows->stride + i];
             for (int64_t x = 0; x < w; x++) sum[x] += from[x] * weight;
         }
         for (int64_t x = 0; x < w; x++) out[x] = clip((int32_t)rintf(sum[x] < -1 ? -1 : sum[x] > 256 ? 256 : sum[x]));
@@ -385,51 +396,61 @@ static void index_nearest(int32_t *index, int64_t from, int64_t to, int filter, 
 }
 
 static bool resize_nearest(const Op *op, const Image *in, const Image *out, Scratch *scratch) {
-    const int64_t h = out->height, w = out->width;
-    int32_t *index = take(scratch, SLOT_WORK, 4 * (h + w));
-    if (!index) return false;
-    index_nearest(index, in->height, h, op->n[6], op->n[8] & 255, h + w <= 128);
-    index_nearest(index + h, in->width, w, op->n[6], op->n[8] & 255, h + w <= 128);
+    const int64_t whole_h = op->n[4], whole_w = op->n[5], h = out->height, w = out->width;
+    int32_t *rows = take(scratch, SLOT_WORK, 4 * (whole_h + whole_w)), *columns = rows + whole_h;
+    if (!rows) return false;
+    index_nearest(rows, in->height, whole_h, op->n[6], op->n[8] & 255, whole_h + whole_w <= 128);
+    index_nearest(columns, in->width, whole_w, op->n[6], op->n[8] & 255, whole_h + whole_w <= 128);
+    rows += op->n[0], columns += op->n[1];
     for (int c = 0; c < in->channels; c++)
         for (int64_t y = 0; y < h; y++) {
-            const uint8_t *from = in->data + c * in->plane + index[y] * in->row;
+            const uint8_t *from = in->data + c * in->plane + rows[y] * in->row;
             uint8_t *to = out->data + (c * h + y) * w;
-            if (y && index[y] == index[y - 1]) {
+            if (y && rows[y] == rows[y - 1]) {
                 memcpy(to, to - w, (size_t)w);
                 continue;
             }
-            for (int64_t x = 0; x < w; x++) to[x] = from[index[h + x]];
+            for (int64_t x = 0; x < w; x++) to[x] = from[columns[x]];
         }
     return true;
 }
 
 INLINE int64_t padded(int64_t x) { return (x + PADDING - 1) / PADDING * PADDING; }
 
-/* ImagingResampleInner of Pillow's Resample.c (n[8] & 256: of Pillow 13, columns first where much height is lost); its
+/* Rows from n[0] and columns from n[1] on of the image resized to n[4] and n[5], as many as `out` has; all of those where
+ * one length stays as it was. ImagingResampleInner of Pillow's Resample.c (n[8] & 256: of Pillow 13, columns first where much height is lost); its
  * Image.resize multiplies images of 2 and 4 channels by their alpha first (rgbA2rgba, rgba2rgbA of Convert.c). */
 bool resize(const Op *op, const Image *in, const Image *out, Scratch *scratch) {
-    const int64_t H = in->height, W = in->width, h = out->height, w = out->width, last = in->channels - 1;
+    const int64_t H = in->height, W = in->width, whole_h = op->n[4], whole_w = op->n[5], last = in->channels - 1;
+    const int64_t h = out->height, w = out->width;
     const int filter = op->n[6], domain = op->n[8] & 255;
     if (filter == NEAREST || filter == NEAREST_EXACT) return resize_nearest(op, in, out, scratch);
     const bool single = domain == V1_DOMAIN, alpha = domain == PIL_DOMAIN && last % 2, copied = alpha || W < PADDING;
-    const bool columns_first = op->n[8] & 256 && domain == PIL_DOMAIN && H > h && H - h > 2 * (W - w);
-    const bool columns_last = H != h && !columns_first, along_rows = W != w || single;
+    const bool columns_first =
+        op->n[8] & 256 && domain == PIL_DOMAIN && H > whole_h && H - whole_h > 2 * (W - whole_w);
+    const bool along_columns = H != whole_h || single, along_rows = W != whole_w || single;
     const int64_t row_W = padded(W), row_w = padded(w), copy_bytes = copied ? H * row_W : 0;
-    const int64_t plan_bytes = (w / BLOCK + 1) * (2 * reach_of(W, w, filter) + 32) * (int64_t)sizeof(Step);
-    void *memory = take(scratch, SLOT_WORK, axis_bytes(H, h, filter) + axis_bytes(W, w, filter) + plan_bytes);
+    const int64_t plan_bytes = (w / BLOCK + 1) * (2 * reach_of(W, whole_w, filter) + 32) * (int64_t)sizeof(Step);
+    void *memory =
+        take(scratch, SLOT_WORK, axis_bytes(H, whole_h, filter) + axis_bytes(W, whole_w, filter) + plan_bytes);
     const int64_t shorter_bytes = columns_first ? h * row_W : 0, narrower_bytes = (H + 1) * row_w * (single ? 4 : 1);
     uint8_t *copy = take(scratch, SLOT_WORK_2, copy_bytes + shorter_bytes + narrower_bytes);
     if (!memory || !copy) return false;
     uint8_t *shorter = copy + copy_bytes, *narrower = shorter + shorter_bytes;
     Axis rows, columns; /* the axis that numbers them */
     bool far = false, near = false;
-    if (H != h || single) memory = weigh(&rows, memory, H, h, op);
+    int64_t top = 0, left = 0, height = H; /* of what is read */
+    if (along_columns) {
+        memory = weigh(&rows, memory, H, whole_h, op);
+        top = cut(&rows, op->n[0], h), height = rows.from;
+    }
     Step *plan = memory;
     if (along_rows) {
         const int64_t end = copied || columns_first ? row_W : W;
-        plan = weigh(&columns, memory, W, w, op);
-        near = plan_rows(&columns, plan, false, end);
-        far = !near && !single && plan_rows(&columns, plan, true, end);
+        plan = weigh(&columns, memory, W, whole_w, op);
+        left = cut(&columns, op->n[1], w);
+        near = plan_rows(&columns, plan, false, end - left);
+        far = !near && !single && plan_rows(&columns, plan, true, end - left);
     }
     for (int64_t c = 0; c <= last; c++) {
         const uint8_t *from = in->data + c * in->plane;
@@ -444,14 +465,16 @@ bool resize(const Op *op, const Image *in, const Image *out, Scratch *scratch) {
             }
         }
         if (copied) from = copy, row = row_W;
+        from += top * row;
         if (columns_first) resize_columns(&rows, from, row, shorter, row_W, W), from = shorter, row = row_W;
+        from += left;
         if (single) {
             resize_floats(&rows, &columns, near ? plan : NULL, from, row, (float *)narrower, row_w, to);
             continue;
         }
-        if (along_rows) resize_rows(&columns, plan, far, from, row, narrower, row_w, columns_first ? h : H);
+        if (along_rows) resize_rows(&columns, plan, far, from, row, narrower, row_w, columns_first ? h : height);
         if (along_rows) from = narrower, row = row_w;
-        if (columns_last) resize_columns(&rows, from, row, to, w, w);
+        if (along_columns && !columns_first) resize_columns(&rows, from, row, to, w, w);
         else for (int64_t y = 0; y < h; y++) memcpy(to + y * w, from + y * row, (size_t)w);
     }
     for (int64_t i = 0; alpha && i < last * h * w; i++) {

@@ -225,14 +225,23 @@ static bool is_inside(const Op *op, int32_t height, int32_t width) {
            n[1] + (int64_t)n[3] <= width;
 }
 
-static int resized(Sample *sample, const Op *op) {
+/* A resize, and of the window that may come next, which is an op of our own then, all but that it mirrors. */
+static int resized(Sample *sample, const Op *op, Op *next) {
     const int32_t *n = op->n;
+    int32_t *cut = next->n;
     Image *image = &sample->image;
     if (!is_inside(op, image->height, image->width) || n[2] < 1 || n[3] < 1) return OUTSIDE;
     image->data += n[0] * image->row + n[1] * image->pixel;
     image->height = n[2], image->width = n[3];
     if (n[2] == n[4] && n[3] == n[5]) return OK;
-    return remake(sample, op, n[4], n[5], resize); /* the view is the box already */
+    Op part = *op; /* the view is the box already */
+    part.n[0] = part.n[1] = 0;
+    const bool has_borders = cut[0] || cut[1] || cut[2] || cut[3], resizes_both = n[2] != n[4] && n[3] != n[5];
+    if (next->code != OP_WINDOW || has_borders || !resizes_both || cut[4] < 0 || cut[5] < 0 || cut[6] < 1 || cut[7] < 1 ||
+        cut[4] + (int64_t)cut[6] > n[4] || cut[5] + (int64_t)cut[7] > n[5])
+        return remake(sample, &part, n[4], n[5], resize);
+    part.n[0] = cut[4], part.n[1] = cut[5], cut[4] = cut[5] = 0;
+    return remake(sample, &part, cut[6], cut[7], resize);
 }
 
 static int permute(Sample *sample, const int32_t *n) {
@@ -380,12 +389,12 @@ static int rewrite(const Op *op, const Image *image, int32_t dtype) {
     return OK;
 }
 
-static int run_op(Sample *sample, const Op *op) {
+static int run_op(Sample *sample, const Op *op, Op *next) {
     const Image *image = &sample->image;
     switch (op->code) {
     case OP_NOTHING: return OK;
     case OP_WINDOW: return window(sample, op);
-    case OP_RESIZE: return resized(sample, op);
+    case OP_RESIZE: return resized(sample, op, next);
     case OP_AFFINE:
     case OP_PERSPECTIVE: return remake(sample, op, op->n[0], op->n[1], warp);
     case OP_TURN: return turn(sample, op->n[0]);
@@ -483,8 +492,10 @@ static int serve_one(const Batch *batch, int64_t b, Scratch *scratch) {
     sample.image.pixel = batch->interleaved ? channels : 1;
 
     const Op *op = batch->ops_SB + b, *end = op + (int64_t)batch->steps * batch->samples;
+    Op now, next = op < end ? *op : (Op){0};
     for (; op < end && op->code != OP_CAST; op += batch->samples) {
-        int problem = run_op(&sample, op);
+        now = next, next = op + batch->samples < end ? op[batch->samples] : (Op){0};
+        int problem = run_op(&sample, &now, &next);
         if (problem) return problem;
     }
     const Image *image = &sample.image;
