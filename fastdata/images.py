@@ -255,9 +255,9 @@ def _open(stream: BinaryIO) -> Image.Image:
     return image
 
 
-def decode_pixels(stream: BinaryIO) -> Array:
-    """The pixels of ``load_image`` alone, uint8 (H, W, 3), C-contiguous."""
-    pixels = _turbo_pixels(stream)
+def decode_pixels(stream: BinaryIO, *, into: Callable[[tuple[int, ...]], Array] | None = None) -> Array:
+    """The pixels of ``load_image`` alone, uint8 (H, W, 3), C-contiguous; ``into`` gives memory for a shape."""
+    pixels = _turbo_pixels(stream, into=into)
     return np.ascontiguousarray(_open_with_pil(stream)) if pixels is None else pixels
 
 
@@ -281,7 +281,7 @@ class PixelLoader(_PlanesLoader):
     prepare: Callable[[Array], Array]  # of (H, W, 3) makes planes (C, h, w), uint8
 
     def _open(self, stream: BinaryIO) -> Array:
-        return self.prepare(decode_pixels(stream))
+        return self.prepare(decode_pixels(stream, into=functools.partial(_scratch.take, "decoded")))
 
 
 @dataclass(frozen=True)
@@ -374,7 +374,9 @@ def _open_with_pil(stream: BinaryIO, least: tuple[int, int] | None = None) -> Im
     return image.convert("RGB")
 
 
-def _turbo_pixels(stream: BinaryIO, least: tuple[int, int] | None = None) -> Array | None:
+def _turbo_pixels(
+    stream: BinaryIO, least: tuple[int, int] | None = None, *, into: Callable[[tuple[int, ...]], Array] | None = None
+) -> Array | None:
     """Decode with simplejpeg, (H, W, 3), at the smallest scale not below ``least``; None, rewound, where PIL must."""
     from PIL import Image
 
@@ -385,19 +387,25 @@ def _turbo_pixels(stream: BinaryIO, least: tuple[int, int] | None = None) -> Arr
         # Scales above 1/2 have no vectorised inverse DCT and take longer than a full decode, hence min_factor=2.
         # fastdct and fastupsample save 2 % and change every pixel by 1.1 levels on average: not used.
         scale = {"min_height": min_height, "min_width": min_width, "min_factor": 2}
-        pixels = _decode_turbo(start + stream.read(), lambda height, width, _: height * width <= limit, **scale)
+        pixels = _decode_turbo(start + stream.read(), lambda height, width, _: height * width <= limit, into, **scale)
         if pixels is not None:
             return pixels
     stream.seek(0)
     return None
 
 
-def _decode_turbo(data: bytes | memoryview, fits: Callable[[int, int, str], bool], **options: Any) -> Array | None:
+def _decode_turbo(
+    data: bytes | memoryview,
+    fits: Callable[[int, int, str], bool],
+    into: Callable[[tuple[int, ...]], Array] | None = None,
+    **options: Any,
+) -> Array | None:
     """Pixels of a JPEG whose height, width and colours fit, if they are PIL's; None for others, damaged ones too."""
     try:
         *found, subsampling = simplejpeg.decode_jpeg_header(data)
         if found[2] in ("YCbCr", "Gray") and subsampling in agreed_subsamplings() and fits(*found):
-            pixels: Array = simplejpeg.decode_jpeg(data, **options)
+            buffer = None if into is None else into((*found[:2], 3))
+            pixels: Array = simplejpeg.decode_jpeg(data, buffer=buffer, **options)
             return pixels
     except (ValueError, KeyError, RuntimeError):  # PIL decides whether a damaged file is an error, and words it
         pass
@@ -573,8 +581,10 @@ def decode_planes_into(data: memoryview, out_CHW: Array) -> None:
     mode, colours, target = {1: ("L", "Gray", "GRAY"), 3: ("RGB", "YCbCr", "RGB")}[channels]
     if simplejpeg is not None:
         pixels_HWC = _scratch.take("pixels", (height, width, 3)) if channels == 3 else out_CHW
-        options = {"colorspace": target, "buffer": pixels_HWC}
-        if _decode_turbo(data, lambda *found: found == (height, width, colours), **options) is not None:
+        decoded = _decode_turbo(
+            data, lambda *found: found == (height, width, colours), lambda _: pixels_HWC, colorspace=target
+        )
+        if decoded is not None:
             if channels == 3:
                 out_CHW[...] = pixels_HWC.transpose(2, 0, 1)
             return
