@@ -84,7 +84,7 @@ static void copy_row(const uint8_t *restrict in, int64_t pixel, int64_t count, u
     if (pixel == 1)
         memcpy(out, in, count);
     else if (pixel == -1)
-        for (int64_t x = 0; x < count; x++) out[x] = in[-x];
+        for (int64_t x = 0; x < count; x++) out[count - 1 - x] = in[x - (count - 1)];
     else if (pixel == 3)
         for (int64_t x = 0; x < count; x++) out[x] = in[3 * x];
     else
