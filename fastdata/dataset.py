@@ -327,13 +327,12 @@ class PreparedDataset(Dataset[Any]):
         if self.transforms is not None:
             plan = self._plan_pairs()
             lanes = (_Lane(None, None),)
-            if plan.batch_texts and isinstance(samples, KeptSamples):
+            if isinstance(samples, KeptSamples) and not plan.per_sample:
                 lanes = _lanes(plan, samples.images.spec, samples.images.shape(0))
-            if plan.mask is not None and isinstance(samples, KeptSamples):
-                mask = samples.stores[1]
-                lanes += _lanes(plan.mask, mask.spec, mask.shape(0), part=1)
-            if plan.boxes is not None and isinstance(samples, KeptSamples):
-                boxes = BoxProgram(plan.boxes.batch_ops, samples.table, is_pure=plan.boxes.kind == "tensor")
+                if plan.mask is not None:
+                    lanes += _lanes(plan.mask, samples.stores[1].spec, samples.stores[1].shape(0), part=1)
+                if plan.boxes is not None:
+                    boxes = BoxProgram(plan.boxes.batch_ops, samples.table, is_pure=plan.boxes.kind == "tensor")
         last = Program(plan.last_ops, SampleSpec(shape=None, dtype="uint8", form="pil")) if plan.last_steps else None
         outputs = [lane.output for lane in lanes if lane.output is not None]
         all_outputs = outputs if len(outputs) == len(lanes) else None
@@ -1039,8 +1038,8 @@ class CachedDataset(PreparedDataset):
         transform: as torchvision's. Its leading deterministic steps run once per sample, before it is stored; see
             ``plan``.
         target_transform: called on each target when it is read.
-        transforms: in place of both, called with sample and target together, as torchvision's: for masks. One of v2's
-            known steps, on images with a ``tv_tensors.Mask``, runs on whole batches.
+        transforms: in place of both, called with sample and target together, as torchvision's: for masks and boxes. One
+            of v2's known steps, on images with a ``tv_tensors.Mask`` or ``BoundingBoxes``, runs on whole batches.
         options: where and how samples are kept, and more: see ``fastdata.dataset.DatasetOptions``.
 
     ``CachedDataset.from_cache`` opens what ``cache_dir`` keeps without ``dataset``.

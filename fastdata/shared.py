@@ -505,20 +505,21 @@ def _target_columns(targets: Sequence[Any] | np.ndarray | torch.Tensor) -> tuple
     types = {type(target) for target in targets}
     if not types or types == {int} or types == {bool} or types == {float}:
         return {"targets": np.array(targets, dtype=np.int64 if types <= {int} else None)}, "number"
-    if types == {torch.Tensor} or (len(types) == 1 and isinstance(targets[0], np.ndarray)):
-        arrays = [np.asarray(target) for target in targets]
-        if len({(array.shape, array.dtype) for array in arrays}) == 1 and arrays[0].dtype.kind in "iufb":
-            return {"targets": np.stack(arrays)}, "tensor" if isinstance(targets[0], torch.Tensor) else "array"
-        if types == {torch.Tensor} and _are_rows(arrays):
-            return _rows(arrays), "rows"
-    if len(types) == 1 and _is_boxes(targets[0]):
-        arrays = [target.numpy() for target in targets]
-        formats = {(target.format, getattr(target, "clamping_mode", None)) for target in targets}
-        if len(formats) == 1 and _are_rows(arrays):
-            none = torch.from_numpy(np.empty_like(arrays[0], shape=(0, *arrays[0].shape[1:])))
-            like = pickle.dumps(sys.modules[_TV_TENSORS].wrap(none, like=targets[0]))
-            canvas = np.array([target.canvas_size for target in targets], np.int32)
-            return {**_rows(arrays), "canvas": canvas, "like": np.frombuffer(like, np.uint8)}, "boxes"
+    with contextlib.suppress(TypeError, RuntimeError):  # bfloat16, gradients, other devices: what NumPy does not know
+        if types == {torch.Tensor} or (len(types) == 1 and isinstance(targets[0], np.ndarray)):
+            arrays = [np.asarray(target) for target in targets]
+            if len({(array.shape, array.dtype) for array in arrays}) == 1 and arrays[0].dtype.kind in "iufb":
+                return {"targets": np.stack(arrays)}, "tensor" if isinstance(targets[0], torch.Tensor) else "array"
+            if types == {torch.Tensor} and _are_rows(arrays):
+                return _rows(arrays), "rows"
+        formats = {(it.format, getattr(it, "clamping_mode", None)) for it in targets if _is_boxes(it)}
+        if len(types) == 1 and len(formats) == 1:
+            arrays = [target.numpy() for target in targets]
+            if _are_rows(arrays):
+                canvas = np.array([target.canvas_size for target in targets], np.int32)
+                none = torch.from_numpy(np.empty_like(arrays[0], shape=(0, *arrays[0].shape[1:])))
+                like = pickle.dumps(sys.modules[_TV_TENSORS].wrap(none, like=targets[0]))
+                return {**_rows(arrays), "canvas": canvas, "like": np.frombuffer(like, np.uint8)}, "boxes"
     if types == {dict} and any(map(_is_boxes, targets[0].values())) and len({tuple(target) for target in targets}) == 1:
         return {}, "dict"
     if types == {tuple} and targets[0] and len({len(target) for target in targets}) == 1:

@@ -241,6 +241,17 @@ def test_boxes_of_another_canvas_are_refused() -> None:
         CachedDataset(without, transforms=both, progress=False)
 
 
+def test_values_that_numpy_does_not_know_are_kept() -> None:
+    """A bfloat16 or a tensor with a gradient beside boxes, or as the target, comes back as it was."""
+    odd = [torch.ones(2, dtype=torch.bfloat16), torch.ones(2, requires_grad=True)]
+    for value in odd:
+        targets = [it | {"value": value} for _, it in samples()]
+        for table in (SampleTable(targets), SampleTable([value] * 3)):
+            found = table.target(1)
+            assert torch.equal(found["value"] if isinstance(found, dict) else found, value)
+            table.close()
+
+
 def test_targets_of_several_lengths_are_kept_without_pickles() -> None:
     """Boxes, labels and what else is in a dict come back as they were, in a copy elsewhere too."""
     targets = [it for _, it in samples()]
