@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tarfile
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -320,11 +321,15 @@ print(1000 * (time.perf_counter() - start))
 def peer_rows(root: Path, rounds: int) -> list[Row]:
     """The crop recipe as float32 by the loaders of other projects, as far as they are installed, beside fastdata's."""
     steps = [*crop_and_flip(), *last_steps()]
-    prepared, loader = ours(root, steps, storage="shared", resize=(256, 256), fill="eager")
-    unkept, unkept_loader = ours(root, steps, storage="none")
-    with prepared, unkept, TemporaryDirectory(prefix="fastdata-peers-") as work:
-        loaders = {VANILLA: vanilla(root, steps), MEMORY: loader, UNKEPT: unkept_loader}
-        loaders |= peer_loaders(datasets.ImageFolder(str(root), transforms.Resize((256, 256))), Path(work))
+    with TemporaryDirectory(prefix="fastdata-peers-") as work, ExitStack() as opened:
+        peers = peer_loaders(datasets.ImageFolder(str(root), transforms.Resize((256, 256))), Path(work))
+        if not peers:
+            return []
+        prepared, loader = ours(root, steps, storage="shared", resize=(256, 256), fill="eager")
+        unkept, unkept_loader = ours(root, steps, storage="none")
+        for dataset in (prepared, unkept):
+            opened.enter_context(dataset)
+        loaders = {VANILLA: vanilla(root, steps), MEMORY: loader, UNKEPT: unkept_loader, **peers}
         figures = in_turns({name: epoch_rate(loader, ROUND_S) for name, loader in loaders.items()}, rounds)
     row = partial(Row, section="RandomResizedCrop, flip: peers", unit="images/s")
     against = {VANILLA: "", MEMORY: VANILLA, UNKEPT: VANILLA}

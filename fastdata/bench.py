@@ -170,14 +170,22 @@ def chosen_transforms(settings: BenchSettings, v1: Any) -> dict[str, Any]:
     names = settings.recipe or (() if settings.transform else RECIPES)
     missing = [name for name in names if v1 is StandIns and name != "crop"]
     if missing and settings.recipe:
-        raise ImportError(f"--recipe {missing[0]} {_NEEDS_TORCHVISION}")
+        raise ImportError(f"--recipe {missing[0]} {_needs_torchvision()}")
     found = {name: training_transform(v1, settings, name) for name in names if name not in missing}
     if settings.transform:
         found[settings.transform] = _import_transform(settings.transform)
     return found
 
 
-_NEEDS_TORCHVISION = "needs torchvision, which cannot be imported here: pip install 'fastdata[bench]'"
+def _needs_torchvision() -> str:
+    cure = "pip install 'fastdata[bench]'"
+    try:
+        importlib.import_module("torchvision")
+    except ImportError:
+        pass
+    except RuntimeError as error:
+        cure = f"it is for another torch than this {torch.__version__} ({error}); install the two that belong together"
+    return f"needs torchvision, which cannot be imported here: {cure}"
 
 
 def _import_transform(words: str) -> Any:
@@ -483,7 +491,7 @@ def table(document: dict[str, Any]) -> str:
         ]
     left_out = [name for name in RECIPES if name not in rates]
     if left_out and names[0] == STAND_INS:
-        notes.append(f"Each of {', '.join(left_out)} {_NEEDS_TORCHVISION}.")
+        notes.append(f"Each of {', '.join(left_out)} {_needs_torchvision()}.")
     return "\n".join([*head, "", *lines, "", *notes])
 
 

@@ -220,6 +220,21 @@ def test_bench_runs_without_torchvision(monkeypatch: pytest.MonkeyPatch, capsys:
     assert "fastdata: --recipe simclr needs torchvision, which cannot be" in capsys.readouterr().err
 
 
+def test_a_torchvision_for_another_torch_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What its import raises, and which torch is there: to install the extra would not help."""
+    broken = "raise RuntimeError('operator torchvision::nms does not exist')"
+    (tmp_path / "torchvision.py").write_text(broken, "utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "torchvision")
+    assert main([*TINY, "--recipe", "rrc"]) == 2
+    words = (
+        rf"is for another torch than this {re.escape(torch.__version__)} \(operator torchvision::nms does not exist\)"
+    )
+    assert re.search(words, capsys.readouterr().err)
+
+
 def test_bench_measures_a_transform_of_ones_own(
     image_folder: Callable[..., Path],
     tmp_path: Path,
