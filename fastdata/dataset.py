@@ -225,6 +225,8 @@ class PreparedDataset(Dataset[Any]):
     _is_upright = False
     """Whether samples were turned as their EXIF says before they were stored, so that nothing of it is missed."""
     _fast_decode = False
+    _list_name = ""
+    """Of the file that lists the samples, where there is one: those of several in a folder have caches of their own."""
     _gone = ""
     """Why there is nothing to read from any more; empty while there is."""
 
@@ -259,6 +261,7 @@ class PreparedDataset(Dataset[Any]):
 
             if isinstance(source, FileSource):
                 opened = describe_call(source.loader, options.cache_key) + ", fast_decode" * self._fast_decode
+                opened += f", {self._list_name}" if self._list_name else ""
             else:
                 opened = describe_dataset(cast("DatasetSource", source).dataset, options.cache_key)
             text = describe_steps(steps, options.cache_key)
@@ -278,7 +281,9 @@ class PreparedDataset(Dataset[Any]):
         self._samples, self.table = (source, table) if kept is None else (kept, kept.table)
         self._visits, self._views = SharedVisits(self.sample_count), weakref.WeakSet([self])
         self._compile()
-        advice = self._resize_advice()
+        advice = ""
+        with contextlib.suppress(ValueError, SampleError):  # of a sample, which whoever reads it is told
+            advice = self._resize_advice()
         if advice:
             log.info("%s", advice)
             self.storage_plan = self.storage_plan._replace(reason=f"{self.storage_plan.reason}; {advice}")
@@ -304,7 +309,7 @@ class PreparedDataset(Dataset[Any]):
             is_image = len(shape) == 3
             obstacle = "samples have several parts" if samples.is_tuple else core.obstacle()
             facts: dict[str, Any] = {"form": spec.form, "dtype": spec.dtype, "batch_ops": options.batch_ops}
-            facts["channels"] = shape[0] if is_image else None
+            facts["channels"] = _channels_of(samples.images) if is_image else None
             facts["obstacle"] = obstacle or (None if is_image else f"samples have {len(shape)} dimensions")
             plan = self._split(self._transform, **facts)
             if plan.batch_texts or plan.views:
@@ -346,10 +351,10 @@ class PreparedDataset(Dataset[Any]):
         if kept is None or kept.is_tuple:
             return plan_pairs(self.transforms, obstacle=boxes_obstacle(None))
         image = kept.images
-        channels, *size = image.shape(0)
-        how: dict[str, Any] = {"form": image.spec.form, "channels": channels}
+        size = image.shape(0)[1:]
+        how: dict[str, Any] = {"form": image.spec.form, "channels": _channels_of(image)}
         if not kept.target_is_part:
-            obstacle = obstacle or boxes_obstacle(kept.table)
+            obstacle = obstacle or boxes_obstacle(kept.table, image.shapes())
             if obstacle is None and (image.spec.dtype != "uint8" or len(size) != 2):
                 obstacle = f"{image.spec.dtype} images of shape {image.shape(0)} are not served"
             return plan_pairs(self.transforms, beside="boxes", obstacle=obstacle, **how)
@@ -490,7 +495,11 @@ class PreparedDataset(Dataset[Any]):
             masks = [mask.as_subclass(tensor_class(plan.mask.kind)) for mask in tensors[1].unbind(0)]
             return SampleBatch(tensors[0], tensors[1], masks, image_class, keys)
         images = tensors if plan.views else tensors[0]
-        return SampleBatch(images, None, read_targets(), image_class, keys, plan.made)
+        targets, collated = read_targets(), None
+        if not plan.boxes:
+            with contextlib.suppress(RuntimeError, TypeError, KeyError):  # of several shapes: a collate_fn's to collate
+                collated = collate_targets(targets)
+        return SampleBatch(images, collated, targets, image_class, keys, plan.made)
 
     @property
     def item_keys(self) -> ItemKeys | None:
@@ -716,7 +725,9 @@ class PreparedDataset(Dataset[Any]):
         try:
             with open(path, "rb") as stream:
                 return decode_pixels(stream)
-        except OSError as cause:
+        except MemoryError:
+            raise
+        except Exception as cause:  # damaged files make decoders raise anything
             raise sample_error(path, index, cause) from cause
 
     def _pair(self, batch: IndexBatch, k: int) -> Any:
@@ -836,6 +847,9 @@ class PreparedDataset(Dataset[Any]):
         self._views.add(other)
         other.transform = transform
         return other
+
+    def __copy__(self) -> Self:
+        return self.with_transform(self._transform)
 
     def _is_to_prepare_again(self) -> bool:
         """Whether the store is after steps that the transform does not begin with, or another would be better, unused.
@@ -1254,6 +1268,15 @@ def _serve_into(
     (program, out), *others = [(program or Program((), store.spec), out) for program, out in pairs]
     with kept.naming_damage():
         program.run(store, batch.positions, batch.visits, batch.seed, out, rows_B, others)
+
+
+def _channels_of(images: Store) -> int | None:
+    """Of all images; None where they differ."""
+    if images.spec.shape is not None:
+        return images.spec.shape[0]
+    shapes = images.shapes()
+    channels = {images.shape(0)[0]} if shapes is None else set(np.unique(shapes[:, 0]).tolist())
+    return channels.pop() if len(channels) == 1 else None
 
 
 def _lanes(plan: TransformPlan, spec: SampleSpec, shape: tuple[int, ...], part: int = 0) -> tuple[_Lane, ...]:

@@ -249,6 +249,7 @@ class ImageManifest(_ImageFiles):
                 refuse_remote(place)
         beside = os.path.dirname(manifest) if isinstance(manifest, str | os.PathLike) else ""
         self.root = os.path.abspath(os.path.expanduser(beside)) if root is None else os.fspath(root)
+        self._list_name = os.path.basename(manifest) if isinstance(manifest, str | os.PathLike) else ""
         listed = read_manifest(manifest, root, file, label, id)
         classes = None if listed.classes is None else {name: i for i, name in enumerate(listed.classes)}
         self._build_files(

@@ -35,6 +35,8 @@ IMAGE_EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".t
 """File name endings of images, torchvision's ``IMG_EXTENSIONS``."""
 Interpolation = Literal["bilinear", "bicubic"]
 Size = int | tuple[int, int]  # of a resize, as torchvision takes it: the shorter side, or (height, width)
+Room = Callable[[tuple[int, ...]], Array | None]  # memory for an array of a shape, where there is any
+_MOST_KEPT_BYTES = 1 << 25
 Bound = Size | str  # or "short:320" or "long:500": no side of that kind is longer, and nothing is enlarged
 
 
@@ -255,7 +257,7 @@ def _open(stream: BinaryIO) -> Image.Image:
     return image
 
 
-def decode_pixels(stream: BinaryIO, *, into: Callable[[tuple[int, ...]], Array] | None = None) -> Array:
+def decode_pixels(stream: BinaryIO, *, into: Room | None = None) -> Array:
     """The pixels of ``load_image`` alone, uint8 (H, W, 3), C-contiguous; ``into`` gives memory for a shape."""
     pixels = _turbo_pixels(stream, into=into)
     return np.ascontiguousarray(_open_with_pil(stream)) if pixels is None else pixels
@@ -281,7 +283,7 @@ class PixelLoader(_PlanesLoader):
     prepare: Callable[[Array], Array]  # of (H, W, 3) makes planes (C, h, w), uint8
 
     def _open(self, stream: BinaryIO) -> Array:
-        return self.prepare(decode_pixels(stream, into=functools.partial(_scratch.take, "decoded")))
+        return self.prepare(decode_pixels(stream, into=_decoded_room))
 
 
 @dataclass(frozen=True)
@@ -374,9 +376,7 @@ def _open_with_pil(stream: BinaryIO, least: tuple[int, int] | None = None) -> Im
     return image.convert("RGB")
 
 
-def _turbo_pixels(
-    stream: BinaryIO, least: tuple[int, int] | None = None, *, into: Callable[[tuple[int, ...]], Array] | None = None
-) -> Array | None:
+def _turbo_pixels(stream: BinaryIO, least: tuple[int, int] | None = None, *, into: Room | None = None) -> Array | None:
     """Decode with simplejpeg, (H, W, 3), at the smallest scale not below ``least``; None, rewound, where PIL must."""
     from PIL import Image
 
@@ -397,7 +397,7 @@ def _turbo_pixels(
 def _decode_turbo(
     data: bytes | memoryview,
     fits: Callable[[int, int, str], bool],
-    into: Callable[[tuple[int, ...]], Array] | None = None,
+    into: Room | None = None,
     **options: Any,
 ) -> Array | None:
     """Pixels of a JPEG whose height, width and colours fit, if they are PIL's; None for others, damaged ones too."""
@@ -554,6 +554,11 @@ class Scratch(threading.local):
         if buffer is None or buffer.size < size:
             buffer = self._buffers[name] = np.zeros(round_up_8(size), np.uint8)
         return buffer[:size].reshape(shape)
+
+
+def _decoded_room(shape: tuple[int, ...]) -> Array | None:
+    """Memory that the thread keeps, unless an image is unusually large."""
+    return _scratch.take("decoded", shape) if math.prod(shape) <= _MOST_KEPT_BYTES else None
 
 
 def round_up_8(count: int) -> int:

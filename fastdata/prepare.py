@@ -657,6 +657,8 @@ def _table_beforehand(source: Source, looked_at: Sequence[ReadSample]) -> Sample
             "fill='lazy' needs the targets before samples are read, but the dataset has no attribute targets with one "
             "for each of its samples. Use fill='eager'."
         )
+    if looked_at[0].target_is_part:
+        raise ValueError("fill='lazy' keeps images, and targets that are images too only with fill='eager'. Use that.")
     for sample in looked_at:
         if not np.array_equal(targets[sample.position], sample.target):
             raise ValueError(

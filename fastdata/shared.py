@@ -34,6 +34,7 @@ from typing import Any, Generic, TypeVar, overload
 
 import numpy as np
 import torch
+from torch.utils import _pytree as pytree
 from torch.utils.data import default_collate
 
 from fastdata import memory
@@ -47,6 +48,7 @@ _ALIGN_BYTES = 64
 _FILE_PREFIX = "fastdata-block-"
 _LOCK_RETRY_S = 0.001
 _TV_TENSORS = "torchvision.tv_tensors"
+_PLAIN_KINDS = ("number", "tensor", "rows", "boxes")
 OPEN_FLAGS = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 
 
@@ -338,6 +340,8 @@ class SampleTable:
     target_places: tuple[SampleTable, ...]
     target_keys: tuple[Any, ...]
     """Of the places, where targets are dicts."""
+    key_of_images: Any
+    """Of the first place whose values hold tensors, arrays or images that have no columns of their own; else None."""
     _length: int
     _arrays: dict[str, np.ndarray]
     _like: Any = None
@@ -359,13 +363,17 @@ class SampleTable:
             columns |= {"path": packed.blob, "path_ends": packed.ends, "path_prefix": prefix}
         if class_to_idx is not None:
             columns["classes"] = np.frombuffer(json.dumps(dict(class_to_idx)).encode(), np.uint8)
-        self.__setstate__((kind, len(targets), ArrayBlock(columns), places, keys))
+        mixed = (key for key, place in zip(keys, places, strict=False) if place.target_kind not in _PLAIN_KINDS)
+        hidden = next((key for key in mixed if _hold_images([target[key] for target in targets])), None)
+        self.__setstate__((kind, len(targets), ArrayBlock(columns), places, keys, hidden))
 
     def __getstate__(self) -> tuple[Any, ...]:
-        return self.target_kind, self._length, self._block, self.target_places, self.target_keys
+        places = self.target_places, self.target_keys, self.key_of_images
+        return self.target_kind, self._length, self._block, *places
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        self.target_kind, self._length, self._block, self.target_places, self.target_keys = state
+        self.target_kind, self._length, self._block, *places = state
+        self.target_places, self.target_keys, self.key_of_images = places
         self._arrays = dict(self._block)
         self._prefix = self._arrays["path_prefix"].tobytes() if self.has_paths else b""
 
@@ -503,9 +511,10 @@ def _target_columns(targets: Sequence[Any] | np.ndarray | torch.Tensor) -> tuple
     if isinstance(targets, np.ndarray) and targets.ndim == 1:
         return {"targets": targets}, "number"
     types = {type(target) for target in targets}
-    if not types or types == {int} or types == {bool} or types == {float}:
-        return {"targets": np.array(targets, dtype=np.int64 if types <= {int} else None)}, "number"
-    with contextlib.suppress(TypeError, RuntimeError):  # bfloat16, gradients, other devices: what NumPy does not know
+    # Numbers beyond int64; bfloat16, gradients, other devices: what NumPy does not know.
+    with contextlib.suppress(OverflowError, TypeError, RuntimeError):
+        if not types or types == {int} or types == {bool} or types == {float}:
+            return {"targets": np.array(targets, dtype=np.int64 if types <= {int} else None)}, "number"
         if types == {torch.Tensor} or (len(types) == 1 and isinstance(targets[0], np.ndarray)):
             arrays = [np.asarray(target) for target in targets]
             if len({(array.shape, array.dtype) for array in arrays}) == 1 and arrays[0].dtype.kind in "iufb":
@@ -530,6 +539,11 @@ def _target_columns(targets: Sequence[Any] | np.ndarray | torch.Tensor) -> tuple
 
 def _is_boxes(value: Any) -> bool:
     return type(value).__name__ == "BoundingBoxes" and type(value).__module__.startswith(_TV_TENSORS)
+
+
+def _hold_images(values: Sequence[Any]) -> bool:
+    leaves = (leaf for value in values for leaf in pytree.tree_leaves(value))
+    return any(isinstance(it, (torch.Tensor, np.ndarray)) or type(it).__module__.startswith("PIL.") for it in leaves)
 
 
 def _are_rows(arrays: Sequence[np.ndarray]) -> bool:

@@ -145,7 +145,10 @@ def test_bench_draws_and_measures(
     assert figures["images"] == 12
     assert set(document["versions"]) >= {"python", "torch", "torchvision", "numpy", "pillow", "fastdata"}
     assert document["machine"]["usable_cores"] >= 1
-    assert [path.name for path in tmp_path.iterdir()] == ["figures.json"]
+    kept = {path.name for path in tmp_path.iterdir()}
+    assert {name for name in kept if not name.startswith("pymp-")} == {
+        "figures.json"
+    }  # of vanilla's workers, if killed
 
 
 def test_bench_measures_a_folder(

@@ -207,7 +207,7 @@ def test_boxes_alone_are_a_target() -> None:
             {"more": tv_tensors.BoundingBoxes([0, 0, 1, 1], format="XYXY", canvas_size=SIZE)},
             "or with one tv_tensors.BoundingBoxes",
         ),
-        ([], {"mask": tv_tensors.Mask(torch.zeros(1, 2, 2))}, "targets hold Mask as 'mask'"),
+        ([], {"mask": tv_tensors.Mask(torch.zeros(1, 2, 2))}, "targets hold other images, .* as 'mask'"),
         (
             [],
             {"boxes": tv_tensors.BoundingBoxes([0.0] * 5, format="XYWHR", canvas_size=SIZE)},
@@ -223,13 +223,32 @@ def test_what_is_not_served_says_why(steps: list[Any], change: dict[str, Any], r
         assert re.search(reason, dataset.plan.obstacle or "")
 
 
-def test_boxes_of_another_canvas_are_refused() -> None:
-    """Whoever resized only the images is told; so is who has not one label for each box."""
+def test_boxes_of_another_canvas_run_as_written() -> None:
+    """Where only the images were resized, v2 moves boxes by their own canvas, and so do we."""
+    both = v2.Compose([v2.Resize((80, 120)), *TO_FLOAT])
+    with CachedDataset(samples(), transforms=both, prepare=v2.Resize((20, 30)), progress=False) as dataset:
+        assert "boxes of sample 0 lie on a canvas of another size" in (dataset.plan.obstacle or "")
+        given = samples()[3]
+        check_boxes(dataset[3][1]["boxes"], both(*given)[1]["boxes"], exactly=True)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"pair": (tv_tensors.Mask(torch.zeros(2, 2)), 3)}, {"crowd": {"boxes": target(1, 1)["boxes"]}}, {"late": None}],
+)
+def test_what_v2_would_move_is_never_left_behind(more: dict[str, Any]) -> None:
+    """Masks and boxes in tuples, in dicts, or in some targets only, keep all of it to v2."""
+    data = [(image, it | more) for image, it in samples()]
+    if "late" in more:
+        data[5][1]["late"] = target(2, 2)["boxes"]
+    both = v2.Compose([v2.RandomHorizontalFlip(1.0), *TO_FLOAT])
+    with CachedDataset(data, transforms=both, progress=False) as dataset:
+        assert f"as {next(iter(more))!r}" in (dataset.plan.obstacle or "")
+
+
+def test_labels_of_another_number_than_boxes_are_an_error() -> None:
+    """Which sample has them is said; and at once, that there are none."""
     both = v2.Compose([v2.SanitizeBoundingBoxes(), *TO_FLOAT])
-    shrunk = CachedDataset(samples(), transforms=both, prepare=v2.Resize((20, 30)), progress=False)
-    words = r"sample 0 has an image of \(20, 30\) and boxes on a canvas of \(40, 60\)"
-    with shrunk, pytest.raises(ValueError, match=words):
-        shrunk[0]
     short = CachedDataset([(image, it | {"labels": torch.zeros(1)}) for image, it in samples()], transforms=both)
     with (
         short,
@@ -237,18 +256,20 @@ def test_boxes_of_another_canvas_are_refused() -> None:
     ):
         short.__getitems__([1, 2])
     without = [(image, {"boxes": it["boxes"], "name": "x"}) for image, it in samples()]
-    with pytest.raises(ValueError, match=r"needs a tensor with 'label' in its key .* found \['boxes', 'name'\]"):
+    with pytest.raises(ValueError, match=r"needs a tensor with 'label' in its key, but found \['boxes', 'name'\]"):
         CachedDataset(without, transforms=both, progress=False)
 
 
 def test_values_that_numpy_does_not_know_are_kept() -> None:
-    """A bfloat16 or a tensor with a gradient beside boxes, or as the target, comes back as it was."""
-    odd = [torch.ones(2, dtype=torch.bfloat16), torch.ones(2, requires_grad=True)]
+    """A bfloat16, a gradient or a number beyond int64 beside boxes, or as the target, comes back as it was."""
+    odd = [torch.ones(2, dtype=torch.bfloat16), torch.ones(2, requires_grad=True), 2**64 - 1]
     for value in odd:
         targets = [it | {"value": value} for _, it in samples()]
         for table in (SampleTable(targets), SampleTable([value] * 3)):
             found = table.target(1)
-            assert torch.equal(found["value"] if isinstance(found, dict) else found, value)
+            found = found["value"] if isinstance(found, dict) else found
+            assert type(found) is type(value)
+            assert torch.equal(torch.as_tensor(found, dtype=torch.float64), torch.as_tensor(value, dtype=torch.float64))
             table.close()
 
 

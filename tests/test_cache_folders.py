@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from conftest import save_image
-from fastdata import ImageFolder
+from fastdata import CachedDataset, ImageFolder, ImageManifest
 from fastdata.cache import inspect_caches, prune_caches, verify_cache
 from fastdata.errors import CacheError, SampleError
 from fastdata.stores.files import DiskFile
@@ -126,3 +127,40 @@ def test_the_only_new_file_may_be_no_image(image_folder: Folder, codec: str) -> 
     with ImageFolder(root, on_error="skip", **options) as dataset:
         assert len(dataset) == count
     assert all_files(root.parent / "cache") == before
+
+
+def test_lists_in_one_folder_have_caches_of_their_own(image_folder: Folder) -> None:
+    """A run with the training list leaves the cache of the validation list as it is."""
+    root = image_folder()
+    names = sorted(str(path.relative_to(root)) for path in root.rglob("*.jpg"))
+    lists = {"train.csv": names[:4], "val.csv": names[3:]}
+    for name, files in lists.items():
+        (root / name).write_text("file,label\n" + "".join(f"{file},1\n" for file in files), "utf-8")
+    cache = root.parent / "cache"
+    kept = []
+    for name in (*lists, *lists):
+        with ImageManifest(root / name, cache_dir=cache, progress=False) as dataset:
+            assert len(dataset) == len(lists[name])
+        kept.append(all_files(cache))
+    assert kept[1] == kept[2] == kept[3]
+
+
+def test_labels_in_samples_are_part_of_what_a_cache_is_of(tmp_path: Path) -> None:
+    """A dataset that lists (path, label) and no targets is cached anew when a label changes."""
+
+    class Listed:
+        def __init__(self, samples: list[tuple[str, int]]) -> None:
+            self.samples = samples
+
+        def __len__(self) -> int:
+            return len(self.samples)
+
+        def __getitem__(self, index: int) -> tuple[Any, int]:
+            path, label = self.samples[index]
+            return Image.open(path).convert("RGB"), label
+
+    save_image(tmp_path / "a.png", 0, (6, 5))
+    for label in (1, 2):
+        listed = Listed([(str(tmp_path / "a.png"), label)])
+        with CachedDataset(listed, cache_dir=tmp_path / "cache", progress=False) as dataset:
+            assert list(dataset.targets) == [label]

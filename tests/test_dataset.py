@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import multiprocessing
 import pickle
@@ -677,3 +678,41 @@ def test_without_a_compiled_core_steps_run_as_written(monkeypatch: pytest.Monkey
         assert "there is no library" in str(dataset.plan)
     assert labels.tolist() == [0, 1, 2, 3, 4]
     assert torch.equal(batch, torch.stack([v1.ToTensor()(v1.Pad(1)(image)) for image, _ in images]))
+
+
+@pytest.mark.parametrize("modes", [["L", "RGB"], ["RGB", "L"], ["RGB", "RGBA"]], ids="-".join)
+def test_images_of_several_modes_are_converted_each(modes: list[str]) -> None:
+    """A conversion to RGB is no batch op where some images need it and others do not."""
+    pixels = np.random.default_rng(0).integers(0, 256, (8, 9, 3), np.uint8)
+    samples = [(Image.fromarray(pixels).convert(mode), n) for n, mode in enumerate(modes)]
+    transform = v1.Compose([v1.RandomResizedCrop((8, 9), (1, 1), (1.125, 1.125)), v2.RGB(), v1.PILToTensor()])
+    with cached(samples, transform=transform) as dataset:
+        for image, (wanted, _) in zip(dataset, samples, strict=True):
+            assert torch.equal(image[0], v1.functional.pil_to_tensor(wanted.convert("RGB")))
+
+
+def test_a_copy_is_a_view_of_its_own() -> None:
+    """``copy.copy`` gives a second dataset over the same store, which outlives it when it is closed."""
+    with cached(Images()) as dataset:
+        other = copy.copy(dataset)
+        other.transform = v1.PILToTensor()
+        assert isinstance(other[1][0], torch.Tensor)
+        other.close()
+        assert isinstance(dataset[1][0], Image.Image)
+
+
+def test_an_image_that_cannot_be_served_is_named() -> None:
+    """Where a step leaves nothing of an image, the error says which it is, and its shape."""
+    samples = [Images()[0], (Image.new("RGB", (300, 1)), 1)]
+    transform = v1.Compose([v1.RandomHorizontalFlip(), v1.Resize(32, max_size=60), v1.PILToTensor()])
+    words = r"sample 1, of shape \(3, 1, 300\), cannot be served: a step would leave no pixel of it"
+    with cached(samples, transform=transform) as dataset, pytest.raises(ValueError, match=words):
+        dataset[1]
+
+
+def test_advice_is_not_worth_an_error(image_folder: Any) -> None:
+    """One image that is smaller than the crop is an error when it is read, not when the dataset is made."""
+    root = image_folder(("a",), 24, (300, 280))
+    Image.new("RGB", (3, 3)).save(sorted((root / "a").iterdir())[3])
+    with ImageFolder(root, v1.RandomCrop(4), storage="shared", fill="eager", progress=False) as dataset:
+        assert len(dataset) == 24

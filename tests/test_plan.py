@@ -138,6 +138,27 @@ def test_what_only_calls_steps_is_seen_through(transform: Any, prepared: list[st
     assert parts(plan_transform(transform)) == (prepared, ["RandomCrop", "ToTensor"], [])
 
 
+LOOKED_UP, LEADING = np.arange(256), Reference()
+
+
+class Methods:
+    @classmethod
+    def of_the_class(cls, image: Any) -> Any:
+        return image
+
+
+def careful(image: Any) -> Any:
+    try:
+        return LEADING(image)
+    except ValueError:
+        return image
+
+
+def patched(module: torch.nn.Module) -> torch.nn.Module:
+    module.forward = lambda image: image  # type: ignore[method-assign]
+    return module
+
+
 @pytest.mark.parametrize(
     "transform",
     [
@@ -145,10 +166,15 @@ def test_what_only_calls_steps_is_seen_through(transform: Any, prepared: list[st
         lambda image: v1.functional.hflip(image, 1),
         lambda image, more=1: image,
         lambda *images: images,
+        lambda image: LOOKED_UP.take(image),
+        lambda image: LOOKED_UP.nothing(image),
+        lambda image: Methods.of_the_class(image),
+        careful,
+        patched(Forward()),
     ],
 )
 def test_what_does_more_than_to_call_steps_stays_as_it_is(transform: Any) -> None:
-    """A computed value, a second argument or a missing step is the user's own work."""
+    """A computed value, a second argument, a missing step, what catches errors or is replaced: the user's own work."""
     assert plan_transform(transform).per_sample[-1] is not None
     assert not plan_transform(transform).is_batched
 

@@ -190,12 +190,17 @@ def describe_dataset(dataset: Any, cache_key: str | None = None) -> str:
     for name in ("transform", "target_transform", "transforms", "loader"):
         if (call := getattr(inner, name, None)) is not None:
             words.append(f"{name}={describe_steps(getattr(call, 'transforms', None) or [call], cache_key)}")
-    if (targets := getattr(inner, "targets", None)) is not None:
-        words.append(f"targets {_digest_of_values(targets)}")
+    targets = getattr(inner, "targets", None)
+    if targets is None:  # what ``samples`` has beside the paths
+        targets = [item[1:] for item in getattr(inner, "samples", ()) if isinstance(item, (tuple, list))]
+    words.append(f"targets {_digest_of_values(targets)}")
     return " ".join(words)
 
 
 def _digest_of_values(values: Any) -> str:
-    array = np.asarray(values)
+    try:
+        array = np.asarray(values)
+    except ValueError:  # of several lengths
+        array = np.empty(0, object)
     data = array.tobytes() if array.dtype.kind in "iufbU" else repr(list(values)).encode()
     return hashlib.sha256(data).hexdigest()[:_NAME_CHARACTERS]

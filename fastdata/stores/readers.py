@@ -61,6 +61,11 @@ class Store(Protocol):
     def shape(self, index: int) -> tuple[int, ...]:
         return self.spec.shape or self.read(index).shape
 
+    def shapes(self) -> np.ndarray | None:
+        """The shape of every sample, (N, ndim); None where not all are known yet."""
+        shape = self.spec.shape
+        return None if shape is None else np.broadcast_to(np.array(shape), (len(self), len(shape)))
+
     def read(self, index: int) -> np.ndarray:
         """One sample, read-only: a view where the store can, else a fresh array."""
         out = np.empty(self.shape(index), self.spec.dtype)
@@ -122,6 +127,9 @@ class FileStore(Store):
         if self.spec.shape is not None or self._shapes is None:
             return self.spec.shape or ()
         return tuple(self._shapes[index].tolist())
+
+    def shapes(self) -> np.ndarray | None:
+        return super().shapes() if self._shapes is None else self._shapes
 
     def stored(self, index: int) -> Bytes:
         """The bytes of one sample: a read-only view."""

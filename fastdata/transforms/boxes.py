@@ -1,7 +1,8 @@
 """What v2 does to the boxes beside images: their ops draw the same for boxes as for images, and move them here.
 
 Coordinates are torchvision's in the format XYXY, to the rounding of float32 in others; whole numbers as CXCYWH may be
-off by 1.
+off by 1. A RandomCrop that leaves the image as it is cuts off what lies outside of it, too; and a CenterCrop that pads
+moves boxes with their pixels, where torchvision's rounds them otherwise.
 
 Shape letters: B batch, M boxes of all its samples.
 """
@@ -13,10 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.utils import _pytree as pytree
 
 from fastdata.draws import sample_keys
-from fastdata.images import is_image
 from fastdata.shared import SampleTable
 from fastdata.transforms.ops import Borders, Drawing, Flags, Int64s, Op
 
@@ -169,10 +168,9 @@ class BoxProgram:
         """Move boxes by what is drawn for images of these sizes.
 
         Raises:
-            ValueError: boxes and image of a sample are not of one size, or there is not one label for each box.
+            ValueError: there is not one label for each box.
         """
         boxes, keys_B = self._boxes, sample_keys(seed, visits_B, index_B)
-        self._refuse_other_sizes(index_B, height_B, width_B)
         rows_M4, count_B = boxes.rows_of(index_B)
         owner_M = np.repeat(np.arange(len(index_B)), count_B)
         is_clamped = getattr(boxes.like, "clamping_mode", "soft") is not None
@@ -198,15 +196,6 @@ class BoxProgram:
                     target[self._labels] = labels[torch.from_numpy(is_kept)]
         return targets
 
-    def _refuse_other_sizes(self, index_B: Int64s, height_B: Int64s, width_B: Int64s) -> None:
-        canvas_B2, size_B2 = self._boxes.canvas_of(index_B), np.stack([height_B, width_B], axis=1)
-        wrong = np.flatnonzero((canvas_B2 != size_B2).any(axis=1))
-        for b in wrong[:1].tolist():
-            raise ValueError(
-                f"sample {index_B[b]} has an image of {tuple(size_B2[b].tolist())} and boxes on a canvas of "
-                f"{tuple(canvas_B2[b].tolist())} (height, width); a transform of both needs one size."
-            )
-
 
 def _boxes_in(table: SampleTable) -> tuple[Any, SampleTable]:
     if table.target_kind == "boxes":
@@ -215,8 +204,8 @@ def _boxes_in(table: SampleTable) -> tuple[Any, SampleTable]:
     return next((key, place) for key, place in places if place.target_kind == "boxes")
 
 
-def boxes_obstacle(table: Any) -> str | None:
-    """Why boxes among targets are not moved along with images in batches; None if they are."""
+def boxes_obstacle(table: Any, shapes: npt.NDArray[Any] | None = None) -> str | None:
+    """Why boxes among targets are not moved along with images of these shapes in batches; None if they are."""
     kinds = [table.target_kind] if isinstance(table, SampleTable) else []  # as chunks have none
     kinds = [place.target_kind for place in table.target_places] if kinds == ["dict"] else kinds
     if kinds.count("boxes") != 1:
@@ -224,10 +213,13 @@ def boxes_obstacle(table: Any) -> str | None:
             "only images with a tv_tensors.Mask are served, or with one tv_tensors.BoundingBoxes, in dicts of the same "
             "keys and of one format and dtype throughout"
         )
-    for key, place in zip(table.target_keys, table.target_places, strict=True):
-        found = pytree.tree_leaves(place.target(0)) if place.target_kind == "object" else ()
-        moved = next((each for each in found if is_image(each) or isinstance(each, torch.Tensor)), None)
-        if moved is not None:
-            return f"targets hold {type(moved).__name__} as {key!r}"
-    like = _boxes_in(table)[1].like
+    if table.key_of_images is not None:
+        return f"targets hold other images, or tensors of several kinds, as {table.key_of_images!r}"
+    boxes = _boxes_in(table)[1]
+    like = boxes.like
+    if shapes is None:
+        return "boxes are moved along only with images whose sizes are known: use fill='eager'"
+    wrong = np.flatnonzero((boxes.canvas_of(np.arange(len(table))) != shapes[:, -2:]).any(axis=1))
+    if len(wrong):
+        return f"boxes of sample {wrong[0]} lie on a canvas of another size than its image"
     return None if like.format.name in FORMATS and like.ndim == 2 else f"boxes are of format {like.format.name}"

@@ -23,6 +23,7 @@ Shape = tuple[int, ...]
 
 _AHEAD = 4
 """Encoded samples that are decoded before the core takes them."""
+_REFUSALS = {"outside": "a step would leave no pixel of it", "op": "a step is not for its number of channels"}
 _MOST_SHAPES = 1000
 """Of images whose drawing is remembered."""
 _FLOAT16S = {"float16": np.dtype("float16"), "bfloat16": np.dtype("uint16")}
@@ -220,9 +221,12 @@ class Program:
         try:
             core.serve(sources_B, shapes_B3, drawing.records, self._values[shape[0]], made.ctypes.data, shape, **which)
         except core.CoreError as refused:
-            if refused.reason != "shape":
-                raise
             b = refused.place
+            if refused.reason != "shape":
+                raise ValueError(
+                    f"sample {int(drawing.index_B[b])}, of shape {tuple(shapes_B3[b].tolist())}, cannot be served: "
+                    f"{_REFUSALS[refused.reason]}. Use batch_ops='off', or leave it out."
+                ) from None
             channels, _ = size_after(self._ops, int(shapes_B3[b, 0]), None)
             found = (channels, int(drawing.height_B[b]), int(drawing.width_B[b]))
             raise ValueError(

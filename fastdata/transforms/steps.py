@@ -201,7 +201,8 @@ def _called(call: Any) -> tuple[Any, ...] | None:
         kind, owner = type(call), call
         if isinstance(call, torch.nn.Module):
             has_hooks = any(value for name, value in vars(call).items() if name.endswith("_hooks"))
-            function = None if has_hooks or "__call__" in vars(kind) else kind.forward
+            is_usual = not has_hooks and "__call__" not in vars(kind) and "forward" not in vars(call)
+            function = kind.forward if is_usual else None
         else:
             function = vars(kind).get("__call__")
     if not isinstance(function, FunctionType):
@@ -212,7 +213,9 @@ def _called(call: Any) -> tuple[Any, ...] | None:
             return None
         made, several = read
         each = [tuple(_look_up(path, function, owner) for path in paths) for paths in several]
-    except LookupError:  # a name that is not defined yet, an attribute that is computed
+    except (LookupError, TypeError, ValueError):  # a name or cell without a value, an attribute that is computed
+        return None
+    if not all(callable(step) for steps in each for step in steps):
         return None
     if made is None:
         return each[0]
@@ -243,6 +246,8 @@ def _read_calls(code: CodeType, is_method: bool) -> tuple[type | None, list[list
     There is one list of paths, or several with the type, tuple or list, in which their results are returned.
     """
     if code.co_argcount != 1 + is_method or code.co_kwonlyargcount or code.co_flags & _VARIADIC:
+        return None
+    if getattr(code, "co_exceptiontable", b""):  # of ``try`` and ``with``; Python 3.10 has instructions for them
         return None
     known: dict[str, Any] = {code.co_varnames[is_method]: []}  # what calls have made of the argument is a list of paths
     if is_method:
