@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -251,9 +252,7 @@ def _flatten(value: Any, numbered: dict[int, tuple[int, Any]]) -> Build | None:
     elif isinstance(value, Mapping):
         parts, make = dict(value), dict
         if type(value) is not dict and isinstance(value, MutableMapping):
-            shell = copy.copy(value)
-            shell.clear()  # such a class may not take None for a tensor
-            make = partial(_fill, shell)
+            make = _refill(value)
     elif isinstance(value, (list, tuple)):
         kind = list if type(value) is SampleBatch else type(value)  # one that was changed is a list
         parts, make = dict(enumerate(value)), partial(_make_sequence, kind)
@@ -266,6 +265,18 @@ def _flatten(value: Any, numbered: dict[int, tuple[int, Any]]) -> Build | None:
     builds = {key: build for key, part in parts.items() if (build := _flatten(part, numbered)) is not None}
     rest = parts | dict.fromkeys(builds)
     return (lambda tensors: make(rest | {key: build(tensors) for key, build in builds.items()})) if builds else None
+
+
+def _refill(value: MutableMapping[Any, Any]) -> Callable[[dict[Any, Any]], Any]:
+    """What fills an empty copy, as such a class may not take None for a tensor; a dict where it has no such copies."""
+    parts = dict(value)
+    with suppress(Exception):
+        shell = copy.copy(value)
+        shell.clear()
+        if len(value) == len(parts):
+            return partial(_fill, shell)
+        value.update(parts)  # what a copy shares with it
+    return dict
 
 
 def _make_sequence(kind: Any, parts: dict[int, Any]) -> Any:

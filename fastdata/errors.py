@@ -93,8 +93,8 @@ def refuse_remote(path: str | os.PathLike[str]) -> None:
         )
 
 
-def sample_error(path: str | None, index: int, cause: BaseException) -> SampleError:
-    """Say why one sample cannot be read: which, what was found, and the cure.
+def sample_error(path: str | None, index: int, cause: BaseException, *, is_read: bool = False) -> SampleError:
+    """Say why one sample cannot be read, or prepared once it ``is_read``: which, what was found, and the cure.
 
     A sample's file is looked at again for its size and first bytes; ``path`` is None where it has none.
     """
@@ -102,10 +102,11 @@ def sample_error(path: str | None, index: int, cause: BaseException) -> SampleEr
     found = "" if path is None else f"It is {_describe_file(path)}. "
     cure = "Correct the dataset" if path is None else "Delete or replace the file"
     # What no content of a sample raises, but the code that reads it: leaving samples out would leave out all of them.
-    if isinstance(cause, (TypeError, AttributeError, NameError, ImportError)):
+    is_code = isinstance(cause, (TypeError, AttributeError, NameError, ImportError))
+    if is_code or (is_read and not isinstance(cause, OSError)):  # which pixels that are read only now raise
         opener = "what opens or prepares it (loader=, prepare=, the transform's first steps)"
         cure, found = f"Correct {'the dataset' if path is None else opener}", ""
-    else:
+    if not is_code:
         cure += ", or leave it out with on_error='skip'"
     problem = f"{type(cause).__name__}: {str(cause).rstrip('.')}"
     message = f"{where} cannot be read: {problem}. {found}{cure}."

@@ -221,8 +221,10 @@ def _fast_loader(
 
 def read_sample(source: Source, prepare: Callable[[Any], Any], index: int) -> ReadSample:
     """Read and prepare one sample; whatever goes wrong is a SampleError that names path and index."""
+    is_read = False
     try:
         sample, target = source.read(index)
+        is_read = True
         prepared = prepare(sample)
         is_tuple = isinstance(prepared, (tuple, list))
         parts = [Part(*to_stored(part)) for part in (prepared if is_tuple else [prepared])]
@@ -232,7 +234,7 @@ def read_sample(source: Source, prepare: Callable[[Any], Any], index: int) -> Re
     except (MemoryError, SampleError):
         raise
     except Exception as cause:  # user code and decoders raise anything; all of it is named and kept
-        raise sample_error(source.path(index), index, cause) from cause
+        raise sample_error(source.path(index), index, cause, is_read=is_read) from cause
     return ReadSample(index, tuple(parts), None if target_is_part else target, is_tuple, target_is_part)
 
 

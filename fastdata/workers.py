@@ -43,7 +43,7 @@ class WorkerPool(Generic[_T]):
     """
 
     def __init__(self, job: Callable[[Any], _T], workers: int) -> None:
-        self._job, self._count = job, workers
+        self._job, self._count, self._pid = job, workers, os.getpid()
         self._workers: list[_Worker] = []
         if workers <= 1 or not sys.platform.startswith("linux") or multiprocessing.current_process().daemon:
             return
@@ -78,11 +78,16 @@ class WorkerPool(Generic[_T]):
 
     def kill(self) -> None:
         """Let a round that another thread waits in fail now; close the pool when that has."""
-        for worker in self._workers:
+        for worker in self._workers if os.getpid() == self._pid else ():
             worker.process.kill()
 
     def close(self) -> None:
-        """Kill and reap the workers; they hold nothing that needs an orderly end. Idempotent."""
+        """Kill and reap the workers; they hold nothing that needs an orderly end. Idempotent.
+
+        A forked process lets its parent's go.
+        """
+        if os.getpid() != self._pid:
+            self._workers.clear()
         while self._workers:
             worker = self._workers.pop()
             worker.process.kill()
@@ -144,14 +149,15 @@ class _Worker:
         task = self.tasks[0]
         what = f"samples {task[0]} to {task[-1]}" if isinstance(task, range) else str(task)
         try:
-            result, error, text = pickle.loads(self.connection.recv_bytes())
-        except (EOFError, ConnectionResetError):
+            received = self.connection.recv_bytes()
+        except (EOFError, OSError):  # also in the middle of a result
             self.process.join()
             code = self.process.exitcode or 0
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
             usual = " Out of memory is the usual reason: use fewer num_workers= or a smaller resize="
             cure = f"{usual}." if code == -signal.SIGKILL else ""
             raise IngestError(f"worker process {self.process.pid} {how} while it prepared {what}.{cure}") from None
+        result, error, text = pickle.loads(received)
         self.tasks.popleft()
         if error is not None:
             raise error from IngestError(f"in a worker process, {what}:\n{text}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import multiprocessing
 import os
 import signal
 import threading
@@ -600,3 +601,48 @@ def test_the_report_counts_the_epoch() -> None:
     assert (report.batches, report.samples) == (3, 10)
     assert report.path.startswith("chunks of 8 samples, prepared ahead by a thread; whole batches")
     assert issubclass(MemoryBudgetError, FastDataError)
+
+
+def test_a_resume_after_a_killed_worker_loses_nothing() -> None:
+    """The batch that could not come, and those behind it, do not count as handed over."""
+    with chunked(Killing(64), shuffle=False, num_workers=2, chunk_samples=64, batch_size=16) as loader:
+        found: list[int] = []
+        with pytest.raises(IngestError):
+            found.extend(label for _, targets in loader for label in targets.tolist())
+        state = loader.state_dict()
+    with chunked(Squares(64), shuffle=False, num_workers=2, chunk_samples=64, batch_size=16) as resumed:
+        resumed.load_state_dict(state)
+        assert found + flat(labels(resumed)) == [Squares(64)[n][1] for n in range(64)]
+
+
+def test_repeated_and_negative_indices_are_a_loaders() -> None:
+    """Each repetition in a Subset is drawn anew, and -1 is the last sample, as in a DataLoader."""
+    pixels = torch.arange(3 * 400).reshape(1, 3, 20, 20).to(torch.uint8).expand(4, -1, -1, -1)
+    crop = transforms.RandomCrop(2)
+    data = [(image, n) for n, image in enumerate(pixels)]
+    indices = [1, 1, 1, -1, 1]
+    with CachedDataset(data, transform=crop, seed=3, progress=False) as dataset:
+        wanted, _ = next(iter(DataLoader(Subset(dataset, indices), batch_size=5)))
+    unkept = CachedDataset(data, transform=crop, seed=3, storage="none", progress=False)
+    with unkept, chunked(Subset(unkept, indices), shuffle=False, batch_size=5) as loader:
+        found, targets = next(iter(loader))
+    assert torch.equal(found, wanted)
+    assert targets.tolist() == [1, 1, 1, 3, 1]
+
+
+def test_a_forked_process_leaves_the_parents_workers_alone() -> None:
+    """One that iterates the same loader, and ends, ends what it began itself."""
+    context = multiprocessing.get_context("fork")
+    with chunked(Squares(80), num_workers=2, shuffle=False) as loader:
+        batches = iter(loader)
+        first = next(batches)[1].tolist()
+        child = context.Process(target=_read_a_batch, args=(loader,))
+        child.start()
+        child.join(60)
+        assert child.exitcode == 0
+        rest = [targets.tolist() for _, targets in batches]
+        assert len(flat([first, *rest])) == 80
+
+
+def _read_a_batch(loader: Any) -> None:
+    next(iter(loader))

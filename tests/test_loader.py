@@ -705,3 +705,33 @@ def test_other_words_for_num_workers_are_refused(images: CachedDataset, monkeypa
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "0")
     with pytest.raises(ValueError, match="LOCAL_WORLD_SIZE='0' is no number of ranks"):
         DataLoader(images, num_workers="auto")
+
+
+def test_a_subsets_indices_may_change_between_epochs(images: CachedDataset) -> None:
+    """As torch's loader does, and as active learning needs: those that it has when the epoch begins."""
+    part = Subset(images, [0, 1, 2])
+    loader = DataLoader(part, batch_size=2)
+    assert _labels(loader) == [[0, 1], [2]]
+    part.indices = [5, 6, 7]
+    assert _labels(loader) == [[5, 6], [7]]
+
+
+def test_a_subset_of_another_dataset_has_any_indices() -> None:
+    """Keys that are no numbers are for the dataset to know."""
+
+    class Named(torch.utils.data.Dataset[int]):
+        def __getitem__(self, index: Any) -> int:
+            return {"a": 1, "b": 2}[index]
+
+    loader = DataLoader(Subset(Named(), ["a", "b"]), batch_size=2)  # type: ignore[list-item]
+    assert [batch.tolist() for batch in loader] == [[1, 2]]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_batches_behind_a_wrong_index_still_come(images: CachedDataset, num_workers: int) -> None:
+    """The error comes in the place of its batch, as in torch's iterators."""
+    batches = iter(DataLoader(images, batch_sampler=[[0, 1], [99, 2], [3, 4]], num_workers=num_workers))
+    assert next(batches)[1].tolist() == [0, 1]
+    with pytest.raises(IndexError, match="index 99 is out of range"):
+        next(batches)
+    assert next(batches)[1].tolist() == [3, 4]

@@ -495,3 +495,19 @@ def test_what_came_ahead_does_not_come_again() -> None:
     state = loader.state_dict() | {"num_yielded": 1, "ahead": [2, 4], "is_begun": True}
     loader.load_state_dict(state)
     assert [batch.item() for batch in loader] == [1, 3, 5]
+
+
+@EVERY_ENGINE
+def test_a_state_of_the_last_batch_is_where_the_next_epoch_begins(engine: dict[str, Any]) -> None:
+    """Taken in its body, before the loop asks for more: RandomSampler has drawn all that it draws."""
+
+    def make() -> Any:
+        generator = torch.Generator().manual_seed(1)
+        return DataLoader(list(range(12)), batch_size=3, shuffle=True, generator=generator, **engine)
+
+    uninterrupted, stopped, resumed = make(), make(), make()
+    epochs = [[batch.tolist() for batch in uninterrupted] for _ in range(2)]
+    for number, _ in enumerate(stopped):
+        if number == len(stopped) - 1:
+            resumed.load_state_dict(_through_json(stopped.state_dict()))
+    assert [batch.tolist() for batch in resumed] == epochs[1]

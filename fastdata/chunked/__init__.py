@@ -328,7 +328,7 @@ def _find_served(dataset: Any, owned: contextlib.ExitStack) -> tuple[PreparedDat
             f"ChunkedLoader brings the sample of each index, but {type(served).__name__} has {count} indices "
             f"and {served.sample_count} samples. Use a DataLoader, or leave __len__ as it is."
         )
-    return served, subset
+    return served, subset if subset is None else served.positions(subset, served.sample_count)
 
 
 def _open_path(path: str) -> CachedDataset:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,7 +20,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from fastdata.batch import IndexBatch
+from fastdata.batch import EpochVisits, IndexBatch
 from fastdata.chunked.plan import CHUNKS_HELD
 from fastdata.codecs import KNOWN_CODECS
 from fastdata.dataset import PreparedDataset
@@ -286,19 +287,22 @@ class Residency:
         self._changed = threading.Condition()  # guards what follows
         self._open: list[Chunk] = []
         self._ended: BaseException | None = None  # why no more chunks come
-        self._is_closed = False
+        self._is_closed, self._pid = False, os.getpid()
         self._pool: WorkerPool[list[_Result]] | None = None
         self._filler = threading.Thread(target=self._fill, name="fastdata-chunks", daemon=True)
 
     def begin(self, stream: np.ndarray, first_batch: int, epoch: int, seed: int) -> None:
         """Start with a batch of an epoch, whose samples are at the positions of ``stream``: int64, in their order."""
         self._stream, self._epoch, self._seed = stream, epoch, seed
+        self._visits = EpochVisits(int(stream.max(initial=-1)) + 1, epoch).take(stream)
         self._coming: Iterator[int] = iter(range(first_batch, -(-len(stream) // self._batch_size)))
         self._pool = WorkerPool(self._samples.load, self._workers)
         self._filler.start()
 
     def close(self, reason: str) -> None:
-        """End what works for it; who asks for a batch is told the reason. Idempotent."""
+        """End what works for it; who asks for a batch is told the reason. Idempotent; nothing in a forked process."""
+        if os.getpid() != self._pid:
+            return
         with self._changed:
             self._is_closed = True
             self._ended = self._ended or RuntimeError(f"this iterator has no more batches: {reason}")
@@ -353,8 +357,10 @@ class Residency:
         view, damaged = chunk.view, [position for position in positions if position in chunk.errors]
         if damaged and (view.options.on_error == "raise" or len(damaged) == len(positions)):
             raise copy.copy(chunk.errors[damaged[0]])
-        index_B = np.array([position for position in positions if position not in chunk.errors], np.int64)
-        batch = IndexBatch(index_B.tolist(), index_B, np.full_like(index_B, self._epoch), self._seed)
+        is_sound_B = np.array([position not in chunk.errors for position in positions], np.bool_)
+        index_B, first = np.array(positions, np.int64)[is_sound_B], number * self._batch_size
+        visits_B = self._visits[first : first + len(positions)][is_sound_B]
+        batch = IndexBatch(index_B.tolist(), index_B, visits_B, self._seed)
         return make_batch(view, view, batch, ring, self._collate_fn, (self._seed, self._epoch, number))
 
     # In the thread that brings chunks

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
 import torch
-from torch.utils.data import Dataset, IterableDataset, Sampler, default_collate
+from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Sampler, Subset, default_collate
 from torch.utils.data import dataloader as torch_loader
 
 from fastdata import memory
@@ -131,6 +131,8 @@ class DataLoader(torch_loader.DataLoader[_T_co]):
             held: batches that whoever takes them may hold at a time without costing new memory.
             read: makes a batch of indices in place of the dataset; threads only.
         """
+        if self._served and type(self.dataset) in (Subset, ConcatDataset):  # whose indices may be others now
+            self._served = self._checkpoints.served = LoaderView.find(self.dataset)
         if self._served:
             self._served.dataset.refresh()
             self._say_fallback(self._served.dataset)

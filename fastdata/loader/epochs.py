@@ -24,6 +24,7 @@ from torch.utils.data._utils.pin_memory import pin_memory as copy_to_pinned
 
 from fastdata.batch import collate
 from fastdata.draws import sample_keys
+from fastdata.errors import IngestError, MemoryBudgetError
 from fastdata.loader.resume import Progress
 from fastdata.loader.view import Served
 from fastdata.memory import PinningPlan
@@ -305,12 +306,15 @@ class ThreadIter(Counted):
             future.exception(self._timeout or None)  # only waits: the batch's own TimeoutError is returned
         except FutureTimeoutError:
             raise RuntimeError(f"DataLoader timed out after {self._timeout} seconds") from None
-        self._pending.popleft()
+        is_lost = isinstance(future.exception(), (IngestError, MemoryBudgetError))  # and no batch comes after it
+        if not is_lost:
+            self._pending.popleft()
         try:
             return future.result()
         finally:
             del future  # an exception would keep it, and it the exception
-            self._submit()
+            if not is_lost:
+                self._submit()
 
     def _unread(self) -> Collection[int]:
         return range(self.progress.drawn - len(self._pending), self.progress.drawn)

@@ -17,6 +17,7 @@ import zlib
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -130,22 +131,22 @@ class Checkpoints:
 
     def __init__(self, sampler: Any, served: LoaderView | None, epochs: LoaderEpochs, *, seeds_once: bool) -> None:
         self.progress = Progress(is_finished=True)
-        self._sampler, self._served, self._epochs, self._seeds_once = sampler, served, epochs, seeds_once
+        self._sampler, self.served, self._epochs, self._seeds_once = sampler, served, epochs, seeds_once
         self._loaded: dict[str, Any] | None = None
 
     def order(self, generator: torch.Generator | None) -> Order:
-        return Order(self._sampler, self._served, generator, lambda: self.progress)
+        return Order(self._sampler, self.served, generator, lambda: self.progress)
 
     def begin(self) -> Progress:
         state, self._loaded = self._loaded or self._seen.resumed_from, None
         kept, epochs = self._kept_seed, self._epochs
         if state is None:
-            if self._served:
-                epochs.begin(self._coming_number(self._served), self._served.dataset)
+            if self.served:
+                epochs.begin(self._coming_number(self.served), self.served.dataset)
             self.progress = Progress(epoch=epochs.current, base_seed=kept, keeps_seed=kept is not None)
             return self.progress
-        if self._served and state["epoch"] is not None:
-            epochs.resume(state, self._served.dataset)
+        if self.served and state["epoch"] is not None:
+            epochs.resume(state, self.served.dataset)
         self.progress = Progress(
             epoch=epochs.current,
             start=state["start"],
@@ -165,7 +166,7 @@ class Checkpoints:
             return copy.deepcopy(held)
         is_over = progress.is_finished or (progress.first == length_of(self._sampler) and not progress.ahead)
         if is_over:  # how the next epoch would begin if it began now
-            kept, epoch = self._kept_seed, self._coming_number(self._served) if self._served else None
+            kept, epoch = self._kept_seed, self._coming_number(self.served) if self.served else None
             with undisturbed(*order.generators):
                 seed = draw_base_seed(generator) if kept is None else kept
                 progress = Progress(epoch, order.capture(), base_seed=seed, keeps_seed=kept is not None)
@@ -235,10 +236,14 @@ class Order(Iterator[Any]):
             self._indices = self._open(self._progress)
         self._progress.drawn += 1  # a sampler that fails has drawn a batch that cannot be had
         try:
-            return next(self._indices)
+            indices = next(self._indices)
         except StopIteration:
             self._progress.drawn -= 1
             raise
+        if self._is_torchs and self._progress.drawn == length_of(self._sampler):
+            # RandomSampler draws once more after its last index: now, before a state is taken of where that leaves it.
+            self._indices = itertools.chain(list(itertools.islice(self._indices, 1)), self._indices)
+        return indices
 
     @property
     def name(self) -> str:
@@ -266,7 +271,7 @@ class Order(Iterator[Any]):
                 if "epoch" in saved and progress.is_begun:  # else it keeps one that was set on it since
                     sampler.set_epoch(saved["epoch"])
             numbered, ahead = itertools.islice(enumerate(self._begin(progress)), progress.first, None), progress.ahead
-            rest = (indices for number, indices in numbered if number not in ahead)
+            rest = map(itemgetter(1), filter(lambda each: each[0] not in ahead, numbered))
             return itertools.chain(list(itertools.islice(rest, 1)), rest)  # samplers draw when first asked
 
     def _begin(self, progress: Progress) -> Iterator[Any]:

@@ -152,17 +152,21 @@ class LoaderView(NamedTuple):
     @classmethod
     def find(cls, dataset: Any) -> LoaderView | None:
         """Look behind any ``Subset`` and ``ConcatDataset``; None if there is anything but fastdata datasets."""
-        subset: np.ndarray | None = None
+        subsets: list[Subset[Any]] = []
         while type(dataset) is Subset:
-            indices = np.asarray(dataset.indices, dtype=np.int64)
-            subset = indices if subset is None else indices[subset]
+            subsets.append(dataset)
             dataset = dataset.dataset
-        if isinstance(dataset, PreparedDataset):
-            return cls(dataset, subset)
         parts: list[PreparedDataset] = []
         joined = _joined(dataset, parts) if type(dataset) is ConcatDataset else None
-        if joined is None:
+        if joined is None and not isinstance(dataset, PreparedDataset):
             return None
+        subset: np.ndarray | None = None
+        for each in subsets:  # another dataset's indices may be anything
+            indices = np.asarray(each.indices, dtype=np.int64)
+            subset = indices if subset is None else indices[subset]
+        if isinstance(dataset, PreparedDataset):
+            return cls(dataset, subset)
+        assert joined is not None
         return cls(parts[0] if len(parts) == 1 else JoinedDatasets(parts), joined if subset is None else joined[subset])
 
     @property
@@ -176,14 +180,16 @@ class LoaderView(NamedTuple):
         out of range or no number is an error.
         """
         visits, seed = EpochVisits(self.dataset.index_count, epoch), self.dataset.seed_of(base_seed)
-        for indices in batches:
-            batch = indices
+
+        def visited(indices: list[int]) -> list[int]:
             try:
-                batch = self._visit(indices, visits, seed)
+                return self._visit(indices, visits, seed)
             except (IndexError, TypeError, ValueError):
                 if self.dataset.own_reader is None:
                     raise
-            yield batch
+                return indices
+
+        return map(visited, batches)  # which goes on after an error, as torch's iterators do
 
     def _visit(self, indices: list[int], visits: EpochVisits, seed: int) -> IndexBatch:
         index_B = np.asarray(indices, dtype=np.int64)
