@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import signal
 import threading
 import time
@@ -27,13 +29,14 @@ from fastdata.draws import sample_keys
 from fastdata.errors import IngestError, MemoryBudgetError
 from fastdata.loader.resume import Progress
 from fastdata.loader.view import Served
-from fastdata.memory import PinningPlan
+from fastdata.memory import PinningPlan, is_running
 from fastdata.report import EpochReport
 from fastdata.ring import Arrivals, BatchRing, LostBatchError, RingCollate
 
 Ring = BatchRing | Arrivals
 HELD_BY_USER = 2
 """Batches that the training loop may hold without costing new memory: the current one and one looked ahead."""
+_PARENT_CHECK_S = 0.5
 
 
 class Engine(NamedTuple):
@@ -159,6 +162,7 @@ class TorchView:
     """A loader as torch's iterators see it while they start, with other attributes in place of some."""
 
     collate_fn: Any
+    multiprocessing_context: Any
 
     def __init__(self, loader: torch_loader.DataLoader[Any], **instead: Any) -> None:
         self._loader = loader
@@ -212,6 +216,35 @@ class InlineIter(Counted, torch_loader._SingleProcessDataLoaderIter):
     """torch's engine in the training loop, counted."""
 
 
+class _Context:
+    """A context of multiprocessing whose processes end with their parent.
+
+    torch's workers look every 5 s whether their parent is another than at their start, and stay for ever where that was
+    killed just then.
+    """
+
+    def __init__(self, context: Any) -> None:
+        self._context = context
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
+
+    def Process(self, *, target: Callable[..., None], args: tuple[Any, ...]) -> Any:  # multiprocessing's
+        return self._context.Process(target=_work, args=(target, args))
+
+
+def _work(target: Callable[..., None], args: tuple[Any, ...]) -> None:
+    threading.Thread(target=_end_with_parent, name="fastdata-parent", daemon=True).start()
+    target(*args)
+
+
+def _end_with_parent() -> None:
+    parent, above = multiprocessing.parent_process(), os.getppid()
+    while os.getppid() == above and (parent is None or parent.pid is None or is_running(parent.pid)):
+        time.sleep(_PARENT_CHECK_S)
+    os._exit(1)
+
+
 class ProcessIter(Counted, torch_loader._MultiProcessingDataLoaderIter):
     """torch's worker processes, counted, with batches that come through a shared ring."""
 
@@ -219,6 +252,7 @@ class ProcessIter(Counted, torch_loader._MultiProcessingDataLoaderIter):
         if not isinstance(view.collate_fn, RingCollate):
             view.collate_fn = RingCollate(view.collate_fn, slots=view.prefetch_factor + 1 + held)
         self.ring = self.arrivals = view.collate_fn.arrivals
+        view.multiprocessing_context = _Context(view.multiprocessing_context or torch.multiprocessing)
         super().__init__(view, progress)
 
     def __next__(self) -> Any:
