@@ -110,6 +110,8 @@ class DatasetOptions(TypedDict, total=False):
             read.
         cache_key: stands for what fastdata cannot see: the samples of a dataset that does not list its files in
             ``samples``, and lambdas in ``prepare`` or ``loader``. Change it whenever these change.
+        share: ``"auto"`` (default): ranks of one machine (torchrun, mpirun, srun, ``mp.spawn``, Lightning, Accelerate)
+            that make the same dataset prepare it together and hold one copy. ``"off"``: each its own.
     """
 
     storage: Literal["auto", "device", "shared", "compressed", "disk", "none"]
@@ -124,6 +126,7 @@ class DatasetOptions(TypedDict, total=False):
     num_workers: int | None
     cache_dir: str | os.PathLike[str] | None
     cache_key: str | None
+    share: Literal["auto", "off"]
 
 
 def show_options(init: _Init) -> _Init:
@@ -670,7 +673,7 @@ class PreparedDataset(Dataset[Any]):
         if self.options.seed is not None:
             reader = 0  # all draw from one seed
         draws = self._compiled.program or self._compiled.last
-        visits_B = self._visits.take(index_B, reader) if draws else np.zeros_like(index_B)
+        visits_B = self._visits.take(index_B, reader, indices) if draws else np.zeros_like(index_B)
         return IndexBatch(indices, index_B, visits_B, self.seed_of(base_seed))
 
     def _read_tensors(self, batch: IndexBatch, ring: BatchRing | None) -> list[torch.Tensor]:

@@ -45,15 +45,6 @@ def usable_cores(*, root: Path = CGROUP_ROOT, table: Path = CGROUP_TABLE) -> int
     return max(1, cores)
 
 
-def local_ranks() -> int:
-    """How many ranks of a distributed run share this machine, as torchrun says it."""
-    text = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    ranks = _whole(text)
-    if not ranks:
-        raise ValueError(f"LOCAL_WORLD_SIZE={text!r} is no number of ranks; unset it, or set it to 1 or more")
-    return ranks
-
-
 def available_bytes(*, root: Path = CGROUP_ROOT, table: Path = CGROUP_TABLE) -> Available:
     """What can still be allocated: the least over the system and every enclosing cgroup.
 

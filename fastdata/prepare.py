@@ -9,16 +9,18 @@ Whatever happens, a killed worker or Ctrl-C included, no worker outlives it and 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import math
 import os
 import pickle
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
+from torch.utils import _pytree as pytree
 
 from fastdata import core, memory
 from fastdata.errors import CacheError, IngestError, MemoryBudgetError, SampleError, refuse_remote, sample_error
@@ -47,6 +49,7 @@ from fastdata.memory import (
     choose_storage,
     would_fit,
 )
+from fastdata.ranks import Guest, Host, Notice, find_run, local_ranks, meet, post_notice, read_notice
 from fastdata.report import log, progress_bar, warn_user
 from fastdata.shared import SampleTable, collate_targets
 from fastdata.sources import FileBytes, FileSource, ItemKeys, Source
@@ -62,7 +65,7 @@ from fastdata.stores.writers import (
 )
 from fastdata.transforms import plan_transform, read_center_crop, read_resize, shape_after
 from fastdata.transforms.cpu import Program
-from fastdata.workers import run_tasks
+from fastdata.workers import WorkerPool, run_tasks
 
 OnError = Literal["raise", "skip"]
 _SOURCE = "source"
@@ -71,6 +74,7 @@ _CHOICES = {
     "fill": ("auto", "eager", "lazy"),
     "batch_ops": ("auto", "off"),
     "on_error": ("raise", "skip"),
+    "share": ("auto", "off"),
 }
 
 
@@ -90,6 +94,7 @@ class Options:
     num_workers: int | None = None
     cache_dir: str | os.PathLike[str] | None = None
     cache_key: str | None = None
+    share: Literal["auto", "off"] = "auto"
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
@@ -248,11 +253,15 @@ class WritePath(NamedTuple):
     @classmethod
     def open(cls, path: ReadPath, plans: Sequence[WriterPlan], length: int) -> WritePath:
         """With a new writer for each part; the files themselves are read where they are to be kept as they are."""
+        return cls.over(path, open_writers(plans, length))
+
+    @classmethod
+    def over(cls, path: ReadPath, writers: tuple[Writer, ...]) -> WritePath:
         source, prepare = path.source, path.prepare
-        if any(isinstance(plan.codec, SourceDecoder) for plan in plans):
+        if any(isinstance(writer.plan.codec, SourceDecoder) for writer in writers):
             assert isinstance(source, FileSource)
             source, prepare = FileBytes(source), Steps(())
-        return cls(source, prepare, open_writers(plans, length))
+        return cls(source, prepare, writers)
 
     def read(self, index: int) -> ReadSample:
         """Read and prepare one sample; a SampleError, too, if it is not of the type that the stores keep."""
@@ -354,6 +363,7 @@ class Ingested(NamedTuple):
 
 
 _SAMPLES_PER_TASK = 16
+_Written: TypeAlias = "SampleError | bytes | None"
 
 
 class _Task(NamedTuple):
@@ -375,11 +385,13 @@ def ingest(
     *,
     with_targets: bool,
     chosen: Sequence[int] | None = None,
+    tell: Callable[[tuple[Writer, ...]], Host | None] = lambda writers: None,
 ) -> Ingested:
     """Fill stores with every sample of a source, each read once; or with some: ``chosen[row]`` becomes row ``row``.
 
     There is a plan for each part of samples; if these turn out to differ in shape, stores are written for any shapes.
-    Of chosen samples, beside which there are others, none need be fit, but all must have the planned shapes.
+    Of chosen samples, beside which there are others, none need be fit, but all must have the planned shapes. ``tell``
+    makes the writers known to ranks that help, and returns their host.
 
     Raises:
         SampleError: a sample cannot be prepared; names its path and index.
@@ -394,7 +406,8 @@ def ingest(
             for writer in to_write.writers:
                 cleanup.callback(writer.close)
             try:
-                targets, errors = _write_all(to_write, positions, options, with_targets=with_targets)
+                host = tell(to_write.writers)
+                targets, errors = _write_all(to_write, positions, options, with_targets=with_targets, host=host)
             except ShapesDifferError as found:
                 if chosen is not None:
                     raise
@@ -414,30 +427,16 @@ def ingest(
 
 
 def _write_all(
-    to_write: WritePath, positions: Sequence[int], options: Options, *, with_targets: bool
+    to_write: WritePath, positions: Sequence[int], options: Options, *, with_targets: bool, host: Host | None
 ) -> tuple[dict[int, bytes], dict[int, SampleError]]:
     """Write samples by all workers; give pickled targets and errors, by row."""
     length, size = len(positions), _SAMPLES_PER_TASK
     tasks = [_Task(first, positions[first : first + size]) for first in range(0, length, size)]
-    workers = memory.usable_cores() if options.num_workers is None else options.num_workers
+    job, workers = writing_job(to_write, with_targets=with_targets), _workers(options)
     targets: dict[int, bytes] = {}
     errors: dict[int, SampleError] = {}
-
-    def job(task: _Task) -> list[tuple[int, SampleError | bytes | None]]:
-        results: list[tuple[int, SampleError | bytes | None]] = []
-        for row, index in enumerate(task.positions, task.first_row):
-            try:
-                sample = to_write.read(index)
-                to_write.write(sample, row)
-                results.append((row, pickle.dumps(sample.target, protocol=5) if with_targets else None))
-            except SampleError as error:
-                results.append((row, error))
-        for writer in to_write.writers:
-            writer.flush()
-        return results
-
     with (
-        contextlib.closing(run_tasks(job, tasks, workers)) as finished,
+        contextlib.closing(run_tasks(job, tasks, workers, host)) as finished,
         progress_bar(length, f"preparing {length:,} images", enabled=options.progress) as bar,
     ):
         for results in finished:
@@ -450,6 +449,29 @@ def _write_all(
                         raise result
             bar.update(len(results))
     return targets, errors
+
+
+def _workers(options: Options) -> int:
+    return memory.usable_cores() if options.num_workers is None else options.num_workers
+
+
+def writing_job(to_write: WritePath, *, with_targets: bool) -> Callable[[_Task], list[tuple[int, _Written]]]:
+    """What a worker does: write the samples of a task; give, by row, their pickled targets, errors, or nothing."""
+
+    def job(task: _Task) -> list[tuple[int, _Written]]:
+        results: list[tuple[int, _Written]] = []
+        for row, index in enumerate(task.positions, task.first_row):
+            try:
+                sample = to_write.read(index)
+                to_write.write(sample, row)
+                results.append((row, pickle.dumps(sample.target, protocol=5) if with_targets else None))
+            except SampleError as error:
+                results.append((row, error))
+        for writer in to_write.writers:
+            writer.flush()
+        return results
+
+    return job
 
 
 # What is kept
@@ -468,6 +490,8 @@ class KeptSamples:
     is_tuple: bool = False
     target_is_part: bool = False
     keys: ItemKeys | None = None
+    shared_by: Host | Notice | None = None
+    """What tells other ranks of the machine where they lie."""
 
     @property
     def images(self) -> Store:
@@ -528,6 +552,8 @@ class KeptSamples:
             raise SampleError(text, index=damaged.index, path=path) from damaged
 
     def close(self) -> None:
+        if self.shared_by is not None:
+            self.shared_by.close()
         for store in self.stores:
             store.close()
         self.table.close()
@@ -559,7 +585,8 @@ def prepare_storage(path: ReadPath, options: Options, table: SampleTable | None)
             warn_user("on_error='skip' leaves out what cannot be prepared; storage='none' finds out only when it reads")
         plan = StoragePlan(storage="none", reason="storage='none': samples are prepared on every read")
         return Prepared(storage_plan=plan)
-    return _Preparation(path, options, table).run()
+    preparation = _Preparation(path, options, table)
+    return preparation.run() if options.share == "off" else preparation.run_with_others()
 
 
 class _Preparation:
@@ -570,12 +597,90 @@ class _Preparation:
         self._expected, self._budget = forecast(path.source, path.prepare), _budget(options)
         self._trials: list[CodecTrial] | None = None
 
-    def run(self) -> Prepared:
+    def run_with_others(self) -> Prepared:
+        """Prepare, or have it from, or together with, the other ranks of this machine that make the same dataset."""
+        run, key, known = find_run(), self._key(), self._known()
+        if run is None:
+            prepared = self.run()
+            return _shared_by(post_notice(key, prepared, known), prepared)
+        if run.is_subprocess and (found := read_notice(key, known)) is not None:
+            return self._attached(found, "the process that started this one")
+        while isinstance(place := meet(run, key), Guest):
+            with contextlib.closing(place):
+                joined = self._join(place, known)
+            if joined is not None:
+                return joined
+        if place is None:
+            return self.run()
+        try:
+            prepared = self.run(place)
+            place.tell("prepared", prepared, known)
+        except BaseException as error:
+            place.refuse(error)
+            raise
+        if prepared.kept is None:
+            place.close()
+        else:
+            place.serve()
+        return _shared_by(place, prepared)
+
+    def _join(self, guest: Guest, known: Mapping[str, Any]) -> Prepared | None:
+        """Lend workers to the host until all is prepared; None where it has left before it said anything."""
+        workers, helping = _workers(self._options), contextlib.ExitStack()
+        with helping:
+            while True:
+                kind, value = guest.receive(known)
+                helping.close()
+                if kind == "left":
+                    return None
+                if kind == "prepared":
+                    return self._attached(value, guest.host)
+                writers, with_targets = value
+                for writer in writers:
+                    helping.callback(writer.close)
+                if workers > 1:
+                    job = writing_job(WritePath.over(self._path, writers), with_targets=with_targets)
+                    pool = WorkerPool(job, -(-workers // local_ranks()))
+                    helping.enter_context(contextlib.closing(pool))
+                    guest.lend(pool.lend())
+
+    def _attached(self, prepared: Prepared, host: str) -> Prepared:
+        if self._table is not None and prepared.kept is not None:
+            self._table.close()  # there is the host's
+        reason = f"{prepared.storage_plan.reason}; one copy for the ranks of this machine, prepared with {host}"
+        log.info("%s", reason)
+        return replace(prepared, storage_plan=prepared.storage_plan._replace(reason=reason))
+
+    def _key(self) -> str:
+        """What the samples of all who have the same in common."""
+        options, expected = self._options, self._expected
+        digest = hashlib.blake2b(digest_size=16)
+        codec = [getattr(it, "name", it) for it in _listed(options.codec)]
+        what = (options.storage, codec, options.fill, options.on_error, options.memory_limit, expected.specs)
+        digest.update(repr((len(self._path.source), what, expected.is_tuple, expected.keys)).encode())
+        for column in self._table.columns() if self._table is not None else ():
+            digest.update(np.ascontiguousarray(column).data)
+        for sample in expected.looked_at:
+            targets = pytree.tree_leaves(sample.target)
+            for leaf in (*(part.array for part in sample.parts), *targets):
+                is_array = isinstance(leaf, (np.ndarray, torch.Tensor))
+                digest.update(np.ascontiguousarray(leaf).data if is_array else repr(leaf).encode())
+        return digest.hexdigest()
+
+    def _known(self) -> dict[str, Any]:
+        """The user's own objects, of which every rank has its own."""
+        path = self._path
+        codecs = {f"codec {k}": codec for k, codec in enumerate(_listed(self._options.codec))}
+        steps = {"prepare": path.prepare, "open_bytes": path.open_bytes}
+        source = {name: getattr(path.source, name, None) for name in ("loader", "dataset")}
+        return {**steps, **source, **{name: it for name, it in codecs.items() if not isinstance(it, str)}}
+
+    def run(self, host: Host | None = None) -> Prepared:
         plan = self._choose(self._expected.need_bytes)
         while plan.storage != "none":
             log.info("%s", plan.reason)
             try:
-                return self._fill(plan)
+                return self._fill(plan, host)
             except MemoryBudgetError as error:  # samples turned out larger than those looked at
                 others = [trial for trial in self._tried() if trial.codec != plan.codec]
                 if self._options.storage != "auto":
@@ -596,7 +701,7 @@ class _Preparation:
             self._trials = try_all(self._path, look_longer(self._path), self._options.codec)
         return self._trials
 
-    def _fill(self, plan: StoragePlan) -> Prepared:
+    def _fill(self, plan: StoragePlan, host: Host | None) -> Prepared:
         path, options, table, expected = self._path, self._options, self._table, self._expected
         skipped: list[SampleError] = []
         is_certain = plan.codec is None and path.shape is not None and table is not None
@@ -606,7 +711,13 @@ class _Preparation:
             to_write = WritePath.open(path, self._writer_plans(plan, is_lazy=True), len(path.source))
             stores: tuple[Store, ...] = LazyFill(to_write, len(path.source)).stores()
         else:
-            ingested = ingest(path, self._writer_plans(plan), options, with_targets=table is None)
+
+            def tell(writers: tuple[Writer, ...]) -> Host | None:
+                if host is not None:
+                    host.tell("help", (writers, table is None), self._known())
+                return host
+
+            ingested = ingest(path, self._writer_plans(plan), options, with_targets=table is None, tell=tell)
             stores, skipped = ingested.stores, ingested.skipped
             warn_of_skipped(skipped, len(path.source))
             if table is None:
@@ -639,8 +750,17 @@ class _Preparation:
         return plans
 
 
+def _shared_by(place: Host | Notice | None, prepared: Prepared) -> Prepared:
+    return prepared if prepared.kept is None else replace(prepared, kept=replace(prepared.kept, shared_by=place))
+
+
+def _listed(codec: Any) -> Sequence[Any]:
+    return codec if isinstance(codec, (tuple, list)) else [codec]
+
+
 def _budget(options: Options) -> Budget:
-    return budget_bytes(memory.available_bytes(), options.memory_limit, ranks=memory.local_ranks())
+    ranks = 1 if options.share == "auto" and find_run() is not None else local_ranks()
+    return budget_bytes(memory.available_bytes(), options.memory_limit, ranks=ranks)
 
 
 def warn_of_skipped(skipped: Sequence[SampleError], count: int) -> None:

@@ -63,7 +63,7 @@ class Block:
 
     def __init__(self, fd: int, size_bytes: int, path: str | None, *, sealed: bool = False, owner: bool) -> None:
         self.size_bytes = size_bytes
-        self._fd, self._path, self._sealed = fd, path, sealed
+        self._fd, self._path, self.is_sealed = fd, path, sealed
         self._map: mmap.mmap | None = None
         self._close = weakref.finalize(self, _release, fd, path if owner else None, os.getpid())
 
@@ -119,9 +119,9 @@ class Block:
 
     def seal(self) -> None:
         """Make the block read-only for everybody; on Linux the kernel enforces it."""
-        if self._sealed:
+        if self.is_sealed:
             return
-        self._map, self._sealed = None, True
+        self._map, self.is_sealed = None, True
         if self._path is None and sys.platform != "win32":
             with contextlib.suppress(OSError):  # somebody still maps it for writing: then only our views are read-only
                 fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE)
@@ -141,7 +141,7 @@ class Block:
         self.close()
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _attach, (os.getpid(), self._fd, self._inode(), self.size_bytes, self._path, self._sealed)
+        return _attach, (os.getpid(), self._fd, self._inode(), self.size_bytes, self._path, self.is_sealed)
 
     def _inode(self) -> int:
         if self.closed:
@@ -156,10 +156,10 @@ class Block:
         return self._map
 
     def _open_map(self) -> mmap.mmap:
-        if self._sealed and sys.platform != "win32":
+        if self.is_sealed and sys.platform != "win32":
             # A private mapping: kernels before 6.7 refuse shared ones of a write-sealed memfd, even read-only ones.
             return mmap.mmap(self._fd, self.size_bytes, mmap.MAP_PRIVATE, mmap.PROT_READ)
-        return mmap.mmap(self._fd, self.size_bytes, access=mmap.ACCESS_READ if self._sealed else mmap.ACCESS_WRITE)
+        return mmap.mmap(self._fd, self.size_bytes, access=mmap.ACCESS_READ if self.is_sealed else mmap.ACCESS_WRITE)
 
 
 def _attach(pid: int, fd: int, inode: int, size_bytes: int, path: str | None, sealed: bool) -> Block:
@@ -379,6 +379,12 @@ class SampleTable:
 
     def __len__(self) -> int:
         return self._length
+
+    def columns(self) -> Iterator[np.ndarray]:
+        """All that it holds."""
+        yield from self._arrays.values()
+        for place in self.target_places:
+            yield from place.columns()
 
     @property
     def class_to_idx(self) -> dict[str, int] | None:

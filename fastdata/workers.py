@@ -28,6 +28,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from fastdata.errors import IngestError
+from fastdata.ranks import Host, Lent, how_ended
 
 _T = TypeVar("_T")
 _TASKS_AHEAD = 2
@@ -50,36 +51,53 @@ class WorkerPool(Generic[_T]):
         try:
             with _interrupts_deferred():
                 for _ in range(workers):
-                    self._workers.append(_Worker(job))
+                    self._workers.append(_ForkedWorker(job))
         except BaseException:
             self.close()
             raise
 
-    def run(self, tasks: Sequence[Any]) -> Generator[_T, None, None]:
+    def run(self, tasks: Sequence[Any], host: Host | None = None) -> Generator[_T, None, None]:
         """Yield what the job returns for each task, in any order; a round that is left early is the pool's last.
 
         Tasks are ranges of sample numbers, or anything that can be pickled and says as text what it is. What the job
-        raises is raised here; a worker that died is an IngestError.
+        raises is raised here; a worker that died is an IngestError. Workers that the guests of a ``host`` lend take
+        part, each in place of one of the pool's own unless it has cores of its own.
         """
         if self._workers:
             queue = deque(tasks)
             for worker in self._workers * _TASKS_AHEAD:
                 worker.give(queue)
-            of_connection: dict[object, _Worker] = {worker.connection: worker for worker in self._workers}
-            while busy := [worker.connection for worker in self._workers if worker.tasks]:
-                for worker in map(of_connection.__getitem__, wait_for_any(busy)):
-                    yield worker.take()
-                    worker.give(queue)
+            while busy := {worker.connection: worker for worker in self._workers if worker.tasks}:
+                for ready in wait_for_any([*busy, *(host.to_watch() if host else ())]):
+                    if ready in busy:
+                        yield busy[ready].take()
+                        busy[ready].give(queue)
+                    elif host is not None:
+                        self._take_on(host.answer(ready), queue)
         elif self._count > 1:
             with ThreadPoolExecutor(self._count, thread_name_prefix="fastdata-ingest") as threads:
                 yield from threads.map(self._job, tasks)  # which cancels those not begun when it is left early
         else:
             yield from map(self._job, tasks)
 
+    def _take_on(self, lent: Sequence[Lent], queue: deque[Any]) -> None:
+        for each in lent:
+            worker = _LentWorker(each)
+            own = [it for it in self._workers if isinstance(it, _ForkedWorker) and not it.is_retired]
+            if not each.is_extra and len(own) > 1:
+                own[-1].is_retired = True
+            self._workers.append(worker)
+            for _ in range(_TASKS_AHEAD):
+                worker.give(queue)
+
+    def lend(self) -> list[tuple[int, int]]:
+        """The descriptor of each worker's connection, and its process: for another process to give them tasks."""
+        return [(worker.connection.fileno(), worker.pid) for worker in self._workers]
+
     def kill(self) -> None:
         """Let a round that another thread waits in fail now; close the pool when that has."""
         for worker in self._workers if os.getpid() == self._pid else ():
-            worker.process.kill()
+            worker.kill()
 
     def close(self) -> None:
         """Kill and reap the workers; they hold nothing that needs an orderly end. Idempotent.
@@ -90,16 +108,16 @@ class WorkerPool(Generic[_T]):
             self._workers.clear()
         while self._workers:
             worker = self._workers.pop()
-            worker.process.kill()
-            worker.process.join()
-            worker.process.close()
-            worker.connection.close()
+            worker.kill()
+            worker.close()
 
 
-def run_tasks(job: Callable[[Any], _T], tasks: Sequence[Any], workers: int) -> Generator[_T, None, None]:
+def run_tasks(
+    job: Callable[[Any], _T], tasks: Sequence[Any], workers: int, host: Host | None = None
+) -> Generator[_T, None, None]:
     """A round of a pool of its own; close the generator to end the workers."""
     with contextlib.closing(WorkerPool(job, min(workers, len(tasks) // _TASKS_AHEAD))) as pool:
-        yield from pool.run(tasks)
+        yield from pool.run(tasks, host)
 
 
 @contextlib.contextmanager
@@ -124,22 +142,18 @@ def _interrupts_deferred() -> Iterator[None]:
 
 
 class _Worker:
-    """A forked process that runs tasks sent over a pipe."""
+    """A process that runs tasks sent over a connection."""
 
-    def __init__(self, job: Callable[[Any], Any]) -> None:
-        context = multiprocessing.get_context("fork")
-        self.connection, theirs = context.Pipe()
+    name = "worker process"
+
+    def __init__(self, connection: Any, pid: int) -> None:
+        self.connection, self.pid = connection, pid
         self.tasks: deque[Any] = deque()
-        arguments = (theirs, self.connection, job, os.getpid())
-        self.process = context.Process(target=_work, args=arguments, name="fastdata-ingest", daemon=True)
-        with warnings.catch_warnings():  # Python 3.12 warns of forking beside threads; the child runs only our loop
-            warnings.simplefilter("ignore", DeprecationWarning)
-            self.process.start()
-        theirs.close()
+        self.is_retired = False
 
     def give(self, queue: deque[Any]) -> None:
         """Send the next task, if there is one; a dead worker is noticed by ``take``."""
-        if queue:
+        if queue and not self.is_retired:
             self.tasks.append(queue.popleft())
             with contextlib.suppress(BrokenPipeError):
                 self.connection.send_bytes(pickle.dumps(self.tasks[-1]))
@@ -151,17 +165,57 @@ class _Worker:
         try:
             received = self.connection.recv_bytes()
         except (EOFError, OSError):  # also in the middle of a result
-            self.process.join()
-            code = self.process.exitcode or 0
-            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+            how = self.ended()
             usual = " Out of memory is the usual reason: use fewer num_workers= or a smaller resize="
-            cure = f"{usual}." if code == -signal.SIGKILL else ""
-            raise IngestError(f"worker process {self.process.pid} {how} while it prepared {what}.{cure}") from None
+            cure = f"{usual}." if "SIGKILL" in how else ""
+            raise IngestError(f"{self.name} {self.pid} {how} while it prepared {what}.{cure}") from None
         result, error, text = pickle.loads(received)
         self.tasks.popleft()
         if error is not None:
-            raise error from IngestError(f"in a worker process, {what}:\n{text}")
+            raise error from IngestError(f"in a {self.name}, {what}:\n{text}")
         return result
+
+    def ended(self) -> str:
+        return how_ended(self.pid)
+
+    def kill(self) -> None: ...
+
+    def close(self) -> None:
+        self.connection.close()
+
+
+class _LentWorker(_Worker):
+    """One of another rank, which ends it."""
+
+    def __init__(self, lent: Lent) -> None:
+        super().__init__(lent.connection, lent.pid)
+        self.name = f"worker process of rank {lent.rank},"
+
+
+class _ForkedWorker(_Worker):
+    def __init__(self, job: Callable[[Any], Any]) -> None:
+        context = multiprocessing.get_context("fork")
+        connection, theirs = context.Pipe()
+        arguments = (theirs, connection, job, os.getpid())
+        self._process = context.Process(target=_work, args=arguments, name="fastdata-ingest", daemon=True)
+        with warnings.catch_warnings():  # Python 3.12 warns of forking beside threads; the child runs only our loop
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self._process.start()
+        theirs.close()
+        super().__init__(connection, self._process.pid or 0)
+
+    def ended(self) -> str:
+        self._process.join()
+        code = self._process.exitcode or 0
+        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def close(self) -> None:
+        self._process.join()
+        self._process.close()
+        super().close()
 
 
 def _work(connection: Any, inherited: Any, job: Callable[[Any], Any], parent_pid: int) -> None:

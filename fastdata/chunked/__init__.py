@@ -35,6 +35,7 @@ from fastdata.loader.epochs import HELD_BY_USER
 from fastdata.loader.resume import LoaderEpochs, Progress, check_state
 from fastdata.loader.view import LoaderView
 from fastdata.memory import parse_bytes
+from fastdata.ranks import find_rank, local_ranks
 from fastdata.report import EpochReport, log
 from fastdata.ring import BatchRing
 
@@ -131,7 +132,7 @@ class ChunkedLoader:
                 raise ValueError(f"{name}={count} must be at least 1")
         self.batch_size, self.drop_last, self.shuffle = batch_size, drop_last, shuffle
         self.collate_fn = collate if collate_fn is None else collate_fn
-        rank, world_size = _ranks(rank, world_size)
+        rank, world_size = find_rank(rank, world_size)
         self._epochs, self._is_closed = LoaderEpochs(), False
         self._samples: Samples | None = None
         self._residency: Residency | None = None
@@ -166,7 +167,7 @@ class ChunkedLoader:
         self._is_mixed = order.shuffle and (mix is not None or bool(samples.on_disk))
         pieces = (mix or _PIECES_PER_CHUNK) if self._is_mixed else 1
         in_use_bytes, free_bytes = memory.tree_pss_bytes(), memory.available_bytes().bytes
-        limit_bytes = parse_bytes(memory_limit, of=free_bytes + in_use_bytes)
+        limit_bytes = parse_bytes(memory_limit, of=free_bytes // local_ranks() + in_use_bytes)
         served_bytes = view.served_bytes or 2 * 4 * math.ceil(samples.slot_bytes)  # floats one by one, then collated
         most_threads = 1 if view.batch_obstacle else max(1, cores // 4 if samples.is_copied else cores)
         threads = plan_threads(most_threads, served_bytes * self.batch_size, limit_bytes - in_use_bytes)
@@ -338,17 +339,6 @@ def _open_path(path: str) -> CachedDataset:
         raise TypeError(
             f"{path!r} is neither a dataset nor a cache; open it first, as in ImageFolder({path!r}, storage='none')"
         ) from missing
-
-
-def _ranks(rank: int | None, world_size: int | None) -> tuple[int, int]:
-    is_running = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if world_size is None:
-        world_size = torch.distributed.get_world_size() if is_running else int(os.environ.get("WORLD_SIZE", "1"))
-    if rank is None:
-        rank = torch.distributed.get_rank() if is_running else int(os.environ.get("RANK", "0"))
-    if not 0 <= rank < world_size:
-        raise ValueError(f"rank={rank} is not one of the world_size={world_size} ranks, which count from 0")
-    return rank, world_size
 
 
 def _lone_share(order: EpochOrder, subset: np.ndarray | None) -> float:

@@ -106,14 +106,14 @@ class DiskFile(Block):
 
     def seal(self) -> None:
         """See to it that all of it is on the disk."""
-        self._map, self._sealed = None, True
+        self._map, self.is_sealed = None, True
         with naming_full_disk(self.path.parent):
             os.fsync(self._fd)
 
     # Reading
 
     def _open_map(self) -> mmap.mmap:
-        access = mmap.ACCESS_READ if self._sealed else mmap.ACCESS_WRITE
+        access = mmap.ACCESS_READ if self.is_sealed else mmap.ACCESS_WRITE
         return mmap.mmap(self._fd, self.size_bytes, access=access)
 
     def bring(self, start: int, size: int) -> None:

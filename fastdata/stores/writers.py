@@ -91,7 +91,7 @@ class Writer:
     """
 
     def __init__(self, plan: WriterPlan, length: int = 0) -> None:
-        self._plan, self.spec, head = plan, plan.spec, b""
+        self.plan, self.spec, head = plan, plan.spec, b""
         index = {"offsets": np.zeros(length, np.int64)}
         if isinstance(plan.codec, SourceDecoder):
             self.spec = SampleSpec(shape=None, dtype="uint8", form="array")
@@ -124,14 +124,14 @@ class Writer:
             CacheError: the disk is full.
             Exception: it cannot be encoded; or the file was opened and is damaged.
         """
-        codec, common, shape, data = self._plan.codec, self._plan.spec.shape, array.shape, np.ascontiguousarray(array)
+        codec, common, shape, data = self.plan.codec, self.plan.spec.shape, array.shape, np.ascontiguousarray(array)
         if isinstance(codec, SourceDecoder):
-            shape = common if self._plan.is_certain and common is not None else codec.sample(array.data).shape
+            shape = common if self.plan.is_certain and common is not None else codec.sample(array.data).shape
         if common not in (None, shape):
             raise ShapesDifferError(f"sample {row} has shape {shape}, those before it {common}")
         if codec is not None and not isinstance(codec, SourceDecoder):
             data = np.frombuffer(codec.encode(data), np.uint8)
-        start: int = self._columns["offsets"][row].item() if self._plan.is_table else self._take(data.nbytes)
+        start: int = self._columns["offsets"][row].item() if self.plan.is_table else self._take(data.nbytes)
         self.file.write(start, data)
         if self._length:
             self._enter(row, start, data, shape)
@@ -139,7 +139,7 @@ class Writer:
 
     def _take(self, size_bytes: int) -> int:
         """The first byte of so many that are nobody else's."""
-        align_bytes = ALIGN_BYTES if self._plan.codec is None else 1
+        align_bytes = ALIGN_BYTES if self.plan.codec is None else 1
         with self._locks.hold(0):
             start: int
             start, reserved_bytes = self._columns["used and reserved"].tolist()
@@ -150,20 +150,20 @@ class Writer:
         return start
 
     def _grow(self, end: int) -> None:
-        codec, limit_bytes = self._plan.codec, self._plan.limit_bytes
+        codec, limit_bytes = self.plan.codec, self.plan.limit_bytes
         if end > limit_bytes:
             what = "prepared samples of many shapes"
             if codec is not None:
                 is_source = isinstance(codec, SourceDecoder)
                 what = "the files' own bytes" if is_source else f"samples encoded by codec={codec.name!r}"
             raise MemoryBudgetError(f"{what} need more than the {format_bytes(limit_bytes)} that is free")
-        size_bytes = min(end + max(int(self._plan.first_bytes * _GROWTH), 1 << 20), limit_bytes)
+        size_bytes = min(end + max(int(self.plan.first_bytes * _GROWTH), 1 << 20), limit_bytes)
         self.file.grow(size_bytes)
         self._columns["used and reserved"][1] = size_bytes
 
     def _enter(self, row: int, start: int, data: np.ndarray, shape: tuple[int, ...]) -> None:
         index = self._columns
-        if not self._plan.is_table:
+        if not self.plan.is_table:
             if len(shape) != index["shapes"].shape[1]:
                 counts = f"{len(shape)} dimensions, those before it {index['shapes'].shape[1]}"
                 raise ShapesDifferError(f"sample {row} has {counts}")
@@ -182,18 +182,18 @@ class Writer:
 
     def live(self) -> FileStore:
         """A store over memory while it is written to; rows that were not written yet must not be read."""
-        return FileStore((self.file,), self._plan.spec, self._index, self._plan.codec)
+        return FileStore((self.file,), self.plan.spec, self._index, self.plan.codec)
 
     def finish(self, rows: np.ndarray) -> FileStore:
         """Seal the file, and give the samples in these rows, all that were written, as a store."""
         used_bytes, reserved_bytes = self._columns["used and reserved"].tolist()
-        if not self._plan.is_table:
+        if not self.plan.is_table:
             self.file.grow(reserved_bytes)  # by other processes so far
             self.file.trim(used_bytes)
         self.file.seal()
         columns = {name: column[rows] for name, column in self._columns.items() if name != "used and reserved"}
         self._let_go()
-        return FileStore((self.file,), self._plan.spec, ArrayBlock(columns), self._plan.codec)
+        return FileStore((self.file,), self.plan.spec, ArrayBlock(columns), self.plan.codec)
 
     def close(self) -> None:
         """Give up what was written, a file on disk included. Idempotent."""

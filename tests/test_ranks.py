@@ -1,0 +1,453 @@
+"""Ranks: who they are, how those of a machine meet, prepare together and hold one copy, and what is left of them."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from fastdata import CachedDataset, ImageFolder
+from fastdata.errors import IngestError, SampleError
+from fastdata.ranks import Rank, find_rank, find_run, how_ended, local_ranks
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="ranks meet on Linux only")
+
+FORK = multiprocessing.get_context("fork")
+WAIT_S = 15
+LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_STEP_ID", "PMIX_NAMESPACE")
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name in LAUNCHERS or name.startswith(("TORCHELASTIC_", "OMPI_"))]:
+        monkeypatch.delenv(name)
+
+
+class Numbered(Dataset[Any]):
+    """Images of 6 x 5 pixels whose values tell their index; notes in a file who read which.
+
+    Workers that prepare wait at their first sample for as long as there is a file of the log's name and ".hold".
+    """
+
+    def __init__(self, length: int, log: Path, *, ragged: bool = False, broken: tuple[int, ...] = ()) -> None:
+        self.length, self.log, self.ragged, self.broken = length, log, ragged, broken
+        self.hold = Path(f"{log}.hold")
+        log.touch()
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        is_worker = multiprocessing.current_process().name == "fastdata-ingest"
+        with self.log.open("a") as file:
+            file.write(f"{os.environ.get('RANK')} {index} {is_worker:d}\n")
+        while is_worker and self.hold.exists():
+            time.sleep(0.01)
+        if index in self.broken:
+            raise OSError("no such luck")
+        return torch.full((3, 6 + (index % 3 if self.ragged else 0), 5), index % 251, dtype=torch.uint8), index
+
+    def reads(self) -> list[tuple[str, int]]:
+        """Rank and index of each sample read to be stored."""
+        lines = map(str.split, self.log.read_text().splitlines())
+        return [(who, int(index)) for who, index, is_worker in lines if is_worker == "1"]
+
+    def wait_for_workers_of(self, *ranks: str) -> None:
+        while {who for who, _ in self.reads()} < set(ranks):
+            time.sleep(0.01)
+
+
+class Ranks:
+    """Forked processes that are ranks of one run, each of which runs a function and sends what it returns."""
+
+    def __init__(self, count: int, work: Callable[[int, Any], Any], *, run: str = "1") -> None:
+        self.pipes, self.processes = [], []
+        for rank in range(count):
+            mine, theirs = FORK.Pipe()
+            self.processes.append(FORK.Process(target=_be_rank, args=(rank, count, run, work, theirs)))
+            self.processes[-1].start()
+            theirs.close()
+            self.pipes.append(mine)
+
+    def receive(self, rank: int) -> Any:
+        assert self.pipes[rank].poll(WAIT_S), f"rank {rank} says nothing"
+        return self.pipes[rank].recv()
+
+    def receive_all(self) -> list[Any]:
+        return [self.receive(rank) for rank in range(len(self.pipes))]
+
+    def send_all(self, value: Any) -> None:
+        for pipe in self.pipes:
+            pipe.send(value)
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        for process, pipe in zip(self.processes, self.pipes, strict=True):
+            pipe.close()
+            process.join(WAIT_S if kind is None else 0)
+            process.kill()
+            process.join()
+            process.close()
+
+
+def _be_rank(rank: int, count: int, run: str, work: Callable[[int, Any], Any], pipe: Any) -> None:
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(count), "MASTER_ADDR": "localhost", "MASTER_PORT": run}
+    torch.set_num_threads(1)
+    try:
+        pipe.send(work(rank, pipe))
+    except Exception as error:  # noqa: BLE001  # for the test to look at
+        pipe.send(error)
+
+
+def made(dataset: CachedDataset) -> dict[str, Any]:
+    """What the samples of a dataset are, and where they lie."""
+    assert dataset.kept is not None
+    store = dataset.kept.stores[0].settled
+    return {
+        "samples": [int(image.reshape(-1)[0]) for image, _ in dataset],
+        "shapes": {tuple(image.shape) for image, _ in dataset},
+        "targets": [int(target) for _, target in dataset],
+        "inodes": [os.fstat(file.fileno()).st_ino for file in store.files],
+        "reason": dataset.storage_plan.reason,
+        "skipped": [error.index for error in dataset.skipped],
+    }
+
+
+def expected(length: int) -> dict[str, Any]:
+    return {"samples": [index % 251 for index in range(length)], "targets": list(range(length))}
+
+
+@pytest.mark.parametrize("options", [{}, {"storage": "compressed", "codec": "zstd"}], ids=["shared", "zstd"])
+@pytest.mark.parametrize("ragged", [False, True])
+def test_ranks_prepare_together_and_hold_one_copy(tmp_path: Path, options: dict[str, Any], ragged: bool) -> None:
+    """Three ranks read every sample once between them, and all of them serve it from the same memory."""
+    source = Numbered(400, tmp_path / "log", ragged=ragged)
+
+    def work(rank: int, pipe: Any) -> Any:
+        with CachedDataset(source, progress=False, num_workers=3, **options) as dataset:
+            pipe.send("made")
+            pipe.recv()  # until all have attached
+            return made(dataset)
+
+    with Ranks(3, work) as run:
+        assert run.receive_all() == ["made"] * 3
+        run.send_all("go")
+        found = run.receive_all()
+    assert all({**each, **expected(400)} == each for each in found)
+    assert len({tuple(each["inodes"]) for each in found}) == 1
+    assert sum("one copy for the ranks of this machine" in each["reason"] for each in found) == 2
+    read = [index for _, index in source.reads()]
+    assert set(read) == set(range(400))
+    assert len(read) == 400 or (ragged and len(read) < 800)  # begun anew when their shapes are found to differ
+
+
+def test_each_rank_prepares_a_share(tmp_path: Path) -> None:
+    """Workers of a rank that comes while another one prepares take over samples."""
+    source = Numbered(400, tmp_path / "log")
+    source.hold.touch()
+
+    def work(rank: int, pipe: Any) -> Any:
+        with CachedDataset(source, progress=False, num_workers=4) as dataset:
+            pipe.send("made")
+            pipe.recv()
+            return made(dataset)
+
+    with Ranks(2, work) as run:
+        source.wait_for_workers_of("0", "1")
+        source.hold.unlink()
+        assert run.receive_all() == ["made"] * 2
+        run.send_all("go")
+        found = run.receive_all()
+    assert all({**each, **expected(400)} == each for each in found)
+    assert sorted(index for _, index in source.reads()) == list(range(400))
+
+
+def test_a_sample_that_one_rank_reads_is_there_for_all(images: Path, tmp_path: Path) -> None:
+    """With lazy filling each file is opened by one rank only."""
+    opened = tmp_path / "opened"
+
+    def loader(path: str) -> Any:
+        with opened.open("a") as file:
+            file.write(f"{path}\n")
+        return load(path)
+
+    def work(rank: int, pipe: Any) -> Any:
+        with ImageFolder(images, loader=loader, fill="lazy", progress=False) as dataset:
+            pipe.send("made")
+            pipe.recv()
+            first = [np.asarray(dataset[index][0]).tolist() for index in range(len(dataset))]
+            pipe.send(dataset.filled_share())
+            pipe.recv()
+            return first
+
+    from fastdata.images import load_image as load
+
+    with Ranks(2, work) as run:
+        assert run.receive_all() == ["made"] * 2
+        before = len(opened.read_text().splitlines())
+        run.send_all("go")
+        assert run.receive_all() == [1.0, 1.0]
+        run.send_all("go")
+        first, second = run.receive_all()
+    assert first == second
+    assert len(opened.read_text().splitlines()) - before == len(first)
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> Path:
+    from PIL import Image
+
+    for index in range(12):
+        folder = tmp_path / "images" / f"class{index % 2}"
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (6, 5), (index, 0, 0)).save(folder / f"{index}.png")
+    return tmp_path / "images"
+
+
+def test_a_rank_outlives_the_one_that_prepared(tmp_path: Path) -> None:
+    """A guest serves on when its host has been killed, and who comes then prepares anew."""
+    source = Numbered(100, tmp_path / "log")
+
+    def work(rank: int, pipe: Any) -> Any:
+        pipe.recv()
+        with CachedDataset(source, progress=False) as dataset:
+            pipe.send("made")
+            pipe.recv()
+            return made(dataset)
+
+    with Ranks(3, work) as run:
+        for rank in (0, 1):
+            run.pipes[rank].send("make")
+            assert run.receive(rank) == "made"
+        run.processes[0].kill()
+        run.processes[0].join()
+        before = len(source.reads())
+        run.pipes[2].send("make")
+        assert run.receive(2) == "made"
+        assert len(source.reads()) - before >= 100
+        for rank in (1, 2):
+            run.pipes[rank].send("go")
+        one, two = run.receive(1), run.receive(2)
+    assert {**one, **expected(100)} == one
+    assert {**two, **expected(100)} == two
+    assert one["inodes"] != two["inodes"]
+
+
+@pytest.mark.parametrize("victim", ["host", "guest"])
+def test_a_rank_that_is_killed_while_filling_is_an_error_on_the_others(tmp_path: Path, victim: str) -> None:
+    """The others' error names its rank and its signal, and nobody waits."""
+    source = Numbered(300, tmp_path / "log")
+    source.hold.touch()
+
+    def work(rank: int, pipe: Any) -> Any:
+        if rank:
+            pipe.recv()
+        CachedDataset(source, progress=False, num_workers=4)
+
+    with Ranks(3, work) as run:
+        source.wait_for_workers_of("0")
+        run.pipes[1].send("come")
+        run.pipes[2].send("come")
+        source.wait_for_workers_of("0", "1", "2")
+        number = 0 if victim == "host" else 1
+        begun = time.monotonic()
+        os.kill(run.processes[number].pid, signal.SIGKILL)
+        others = [run.receive(rank) for rank in range(3) if rank != number]
+        assert time.monotonic() - begun < 10
+        source.hold.unlink()
+    for error in others:
+        assert isinstance(error, IngestError), error
+        assert f"rank {number} (process" in str(error)
+        assert "was killed by SIGKILL" in str(error)
+
+
+@pytest.mark.parametrize("on_error", ["raise", "skip"])
+def test_a_damaged_sample_is_told_to_every_rank(tmp_path: Path, on_error: Any) -> None:
+    """All ranks raise the same error, or leave out the same samples."""
+    source = Numbered(300, tmp_path / "log", broken=(77, 177))
+    source.hold.touch()
+
+    def work(rank: int, pipe: Any) -> Any:
+        warnings.simplefilter("ignore")  # of samples left out
+        with CachedDataset(source, progress=False, num_workers=4, on_error=on_error) as dataset:
+            pipe.send("made")
+            pipe.recv()
+            return made(dataset)
+
+    with Ranks(3, work) as run:
+        source.wait_for_workers_of("0", "1", "2")
+        source.hold.unlink()
+        found = run.receive_all()
+        if on_error == "skip":
+            run.send_all("go")
+            found = run.receive_all()
+    if on_error == "skip":
+        assert [each["skipped"] for each in found] == [[77, 177]] * 3
+        assert [len(each["targets"]) for each in found] == [298] * 3
+    else:
+        assert {type(error) for error in found} == {SampleError}
+        assert {error.index for error in found} <= {77, 177}
+
+
+def test_datasets_that_differ_are_not_shared(tmp_path: Path) -> None:
+    """Ranks that each cache their own part of the data keep their own parts, also where these are equally long."""
+
+    class Part(Dataset[Any]):
+        def __init__(self, first: int) -> None:
+            self.first = first
+
+        def __len__(self) -> int:
+            return 40
+
+        def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+            return torch.full((3, 6, 5), self.first + range(40)[index], dtype=torch.uint8), self.first
+
+    def work(rank: int, pipe: Any) -> Any:
+        with CachedDataset(Part(100 * rank), progress=False) as dataset:
+            pipe.send("made")
+            pipe.recv()
+            return made(dataset)
+
+    with Ranks(2, work) as run:
+        run.receive_all()
+        run.send_all("go")
+        found = run.receive_all()
+    assert [each["samples"][0] for each in found] == [0, 100]
+    assert found[0]["inodes"] != found[1]["inodes"]
+
+
+@pytest.mark.parametrize(("share", "runs"), [("off", ("1", "1")), ("auto", ("1", "2"))], ids=["off", "another run"])
+def test_ranks_that_shall_not_meet_do_not(tmp_path: Path, share: Any, runs: tuple[str, str]) -> None:
+    """With share="off", or in two runs that only their port tells apart, each process has memory of its own."""
+    source = Numbered(40, tmp_path / "log")
+
+    def work(rank: int, pipe: Any) -> Any:
+        os.environ |= {"MASTER_PORT": runs[rank]}
+        with CachedDataset(source, progress=False, share=share) as dataset:
+            pipe.send("made")
+            pipe.recv()
+            return made(dataset)
+
+    with Ranks(2, work) as run:
+        run.receive_all()
+        run.send_all("go")
+        found = run.receive_all()
+    assert found[0]["inodes"] != found[1]["inodes"]
+    assert not any("one copy" in each["reason"] for each in found)
+
+
+def test_nothing_is_in_the_file_system_and_no_socket_outlives_its_dataset(tmp_path: Path) -> None:
+    """Where ranks meet is no file, and is gone when the dataset is closed; also while its forked workers live."""
+    source = Numbered(40, tmp_path / "log")
+
+    def work(rank: int, pipe: Any) -> Any:
+        before = meeting_places()
+        dataset = CachedDataset(source, progress=False)
+        during = meeting_places() - before
+        child = FORK.Process(target=time.sleep, args=(60,))
+        child.start()
+        dataset.close()
+        after = meeting_places() - before
+        child.kill()
+        child.join()
+        pipe.send((during, after))
+        return sorted(each.name for each in tmp_path.iterdir())
+
+    with Ranks(2, work) as run:
+        (during, after), _ = run.receive_all()
+        assert len(during) == 1
+        assert not after
+        assert run.receive_all() == [["log"]] * 2
+
+
+def meeting_places() -> set[str]:
+    lines = Path("/proc/net/unix").read_text().splitlines()
+    return {line.split()[-1] for line in lines if "@fastdata-" in line and line.split()[3] == "00010000"}
+
+
+PARENT = """
+import os, subprocess, sys
+from fastdata import ImageFolder
+dataset = ImageFolder(sys.argv[1], fill="eager", progress=False)
+inode = os.fstat(dataset.kept.stores[0].files[0].fileno()).st_ino
+ranks = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+command = [sys.executable, "-c", sys.argv[2], sys.argv[1]]
+found = subprocess.run(command, env=os.environ | ranks, capture_output=True, text=True)
+print(found.stderr, found.stdout.split() == [str(inode), "parent"], found.stdout)
+"""
+CHILD = """
+import os, sys
+from fastdata import ImageFolder
+dataset = ImageFolder(sys.argv[1], fill="eager", progress=False)
+inode = os.fstat(dataset.kept.stores[0].files[0].fileno()).st_ino
+print(inode, "parent" if "prepared with the process that started this one" in dataset.storage_plan.reason else "own")
+"""
+
+
+def test_ranks_that_a_rank_starts_share_what_it_has_prepared(images: Path) -> None:
+    """As with Lightning, whose first rank makes the dataset before it starts the others: /proc/PID/fd leads there."""
+    command = [sys.executable, "-c", PARENT, str(images), CHILD]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert found.stdout.split()[0] == "True", found.stdout + found.stderr
+
+
+ENVIRONMENTS = {
+    "torchrun": {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"},
+    "Open MPI": {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
+    "MPICH": {"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALNRANKS": "2"},
+    "srun": {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "2(x2)"},
+}
+
+
+@pytest.mark.parametrize("environment", ENVIRONMENTS.values(), ids=list(ENVIRONMENTS))
+def test_rank_is_what_the_launcher_says(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun, mpirun and srun name a process's rank, how many there are, and how many on this machine."""
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert find_rank() == Rank(1, 4)
+    assert local_ranks() == 2
+
+
+def test_batch_script_of_slurm_is_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script that sbatch runs for a job of many tasks is alone, as no srun has started it."""
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    monkeypatch.setenv("SLURM_NTASKS", "8")
+    assert find_rank() == Rank(0, 1)
+    assert find_run() is None
+
+
+def test_given_rank_is_checked() -> None:
+    """A rank beyond their number is refused with both."""
+    assert find_rank(1, 3) == Rank(1, 3)
+    with pytest.raises(ValueError, match="rank=3 is not one of the world_size=3 ranks"):
+        find_rank(3, 3)
+
+
+def test_how_a_process_ended_is_told_before_and_after_it_is_reaped() -> None:
+    """A killed process is said to have been, by its signal, whoever its parent is; one that lives has left."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        pidfd = os.pidfd_open(child.pid)
+        try:
+            assert how_ended(child.pid, pidfd) == "has left"
+            child.send_signal(signal.SIGTERM)
+            while how_ended(child.pid, pidfd) == "has left":
+                pass
+            assert how_ended(child.pid, pidfd) == "was killed by SIGTERM"
+            child.wait()
+            assert how_ended(child.pid, pidfd) in ("was killed by SIGTERM", "has ended")  # the latter before Linux 6.15
+        finally:
+            os.close(pidfd)
