@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -56,7 +56,7 @@ class SampleDict(dict[str, Any]):
         return dict, (dict(self),)
 
 
-def stacked(images: torch.Tensor | list[torch.Tensor], targets: Any, keys: ItemKeys | None) -> Any:
+def stacked(images: torch.Tensor | list[torch.Tensor] | Padded, targets: Any, keys: ItemKeys | None) -> Any:
     """What ``default_collate`` makes of samples whose images and targets it makes these of."""
     return [images, targets] if keys is None else keys.join(images, targets)
 
@@ -131,8 +131,41 @@ for _name in (
     setattr(SampleBatch, _name, _forgetting(getattr(list, _name)))
 
 
-def collate(samples: list[Any]) -> Any:
+class Padded(NamedTuple):
+    """Images of several sizes as one tensor, each at the top left; what ``collate(samples, pad=...)`` makes of them.
+
+    Attributes:
+        images: (B, C, H, W), as high as the highest and as wide as the widest.
+        sizes: int64 (B, 2), height and width of each without what was padded.
+
+    Example:
+        >>> batch = collate([(torch.ones(3, 2, 4), 7), (torch.ones(3, 4, 2), 8)], pad=0)
+        >>> batch[0].images.shape, batch[0].sizes.tolist(), batch[0].padded_share, batch[1]
+        (torch.Size([2, 3, 4, 4]), [[2, 4], [4, 2]], 0.5, tensor([7, 8]))
+    """
+
+    images: torch.Tensor
+    sizes: torch.Tensor
+
+    @property
+    def padded_share(self) -> float:
+        """How many of the pixels are padded, in [0, 1)."""
+        count, _, height_px, width_px = self.images.shape
+        return 1 - int(self.sizes.prod(dim=1).sum()) / max(count * height_px * width_px, 1)
+
+
+def collate(samples: list[Any], *, pad: float | None = None) -> Any:
     """Turn a list of samples into a batch, as ``torch.utils.data.default_collate`` does, without copying a SampleBatch.
+
+    Args:
+        samples: of one kind, as torch's.
+        pad: where images differ in size, the value that fills the right and the bottom of smaller ones. The images of
+            the batch are then a ``Padded``, always: its ``images``, the ``sizes`` before, and the ``padded_share``.
+            Images are (C, H, W) tensors: the samples themselves, the first value of a tuple, or the only such one in a
+            dict. For a loader: ``collate_fn=functools.partial(collate, pad=0)``.
+
+    Raises:
+        TypeError: with ``pad``, images are no tensors, or differ in more than height and width.
 
     Example:
         >>> images = torch.zeros(2, 3, 4, 4)
@@ -140,7 +173,51 @@ def collate(samples: list[Any]) -> Any:
         >>> collate(batch)[0] is images
         True
     """
-    return default_collate(samples)  # which asks the function below about a SampleBatch
+    if pad is None:
+        return default_collate(samples)  # which asks the function below about a SampleBatch
+    if isinstance(samples, SampleBatch) and not samples.is_changed:
+        images, targets, each_target, _, keys, _ = samples._parts
+        if isinstance(images, torch.Tensor):
+            padded = Padded(images, torch.tensor(images.shape[-2:]).repeat(len(images), 1))
+            return stacked(padded, collate_targets(each_target) if targets is None else targets, keys)
+    first = samples[0]
+    if isinstance(first, Mapping):
+        key = _image_key(first)
+        rest = default_collate([{name: sample[name] for name in first if name != key} for sample in samples])
+        padded = _pad([sample[key] for sample in samples], pad)
+        return {name: padded if name == key else rest[name] for name in first}
+    if isinstance(first, (list, tuple)):
+        parts = _pad([sample[0] for sample in samples], pad), *default_collate([tuple(s[1:]) for s in samples])
+        return type(first)(*parts) if hasattr(first, "_fields") else list(parts)
+    return _pad(samples, pad)
+
+
+def _image_key(sample: Mapping[Any, Any]) -> Any:
+    images = [key for key, value in sample.items() if isinstance(value, torch.Tensor) and value.ndim == 3]
+    if len(images) != 1:
+        found = ", ".join(map(str, images)) or f"none among {', '.join(map(str, sample))}"
+        raise TypeError(f"pad= needs one image, a tensor (C, H, W), in each sample, and finds {found}")
+    return images[0]
+
+
+def _pad(images: list[Any], value: float) -> Padded:
+    wrong = next((image for image in images if not isinstance(image, torch.Tensor) or image.ndim != 3), None)
+    if wrong is not None:
+        found = f"one of shape {tuple(wrong.shape)}" if isinstance(wrong, torch.Tensor) else type(wrong).__name__
+        raise TypeError(
+            f"pad= needs images that are tensors (C, H, W), not {found}; end the transform with a step that makes "
+            "tensors, such as ToTensor or PILToTensor."
+        )
+    kinds = {(image.dtype, image.shape[0]) for image in images}
+    if len(kinds) > 1:
+        found = " and ".join(sorted(f"{dtype} of {channels} channels" for dtype, channels in kinds))
+        raise TypeError(f"the images of one batch are {found}: pad= makes height and width alike, and nothing else")
+    sizes = torch.tensor([image.shape[-2:] for image in images])
+    batch = images[0].new_full((len(images), images[0].shape[0], *sizes.amax(dim=0).tolist()), value)
+    batch = batch.as_subclass(torch.Tensor)  # as torch stacks images that are tv_tensors
+    for row, image in zip(batch, images, strict=True):
+        row[:, : image.shape[1], : image.shape[2]] = image.as_subclass(torch.Tensor)
+    return Padded(batch, sizes)
 
 
 def _collate_samples(samples: list[Any], *, collate_fn_map: Any = None) -> Any:
@@ -157,6 +234,25 @@ def _collate_samples(samples: list[Any], *, collate_fn_map: Any = None) -> Any:
 _REPEAT_SHIFT = 32
 
 
+class RepeatedIndex(int):
+    """An index that came before in its epoch, whichever rank that was on: so that no two draw the same.
+
+    Attributes:
+        occurrence: how often, 1 or more.
+    """
+
+    occurrence: int
+
+    @classmethod
+    def mark(cls, index: int, occurrence: int) -> int:
+        """The index, as it is where this is its first occurrence."""
+        if not occurrence:
+            return index
+        marked = cls(index)
+        marked.occurrence = occurrence
+        return marked
+
+
 class EpochVisits:
     """Visits of one epoch in the order in which a sampler draws them; for a loader that knows its epoch."""
 
@@ -164,9 +260,20 @@ class EpochVisits:
         self._epoch = epoch
         self._seen = np.zeros(length, np.uint32)
 
-    def take(self, index_B: np.ndarray) -> np.ndarray:
-        visits_B: np.ndarray = self._epoch + (_count(self._seen, index_B) << _REPEAT_SHIFT)
+    def take(self, index_B: np.ndarray, given: Any = ()) -> np.ndarray:
+        """Return the visits (int64, B) to some samples and count them; those of a RepeatedIndex it knows itself."""
+        before_B = count_earlier(self._seen, index_B)
+        for k, occurrence in _occurrences(given):
+            before_B[k] = occurrence
+        visits_B: np.ndarray = self._epoch + (before_B << _REPEAT_SHIFT)
         return visits_B
+
+
+def _occurrences(given: Any) -> list[tuple[int, int]]:
+    """Place and occurrence of each RepeatedIndex."""
+    if not isinstance(given, list) or RepeatedIndex not in set(map(type, given)):
+        return []
+    return [(k, index.occurrence) for k, index in enumerate(given) if isinstance(index, RepeatedIndex)]
 
 
 class SharedVisits:
@@ -182,8 +289,11 @@ class SharedVisits:
         columns: dict[str, np.ndarray] = {"epoch": np.zeros(1, np.int64), "readers": latest_two, "seen": latest_two}
         self._columns = ArrayBlock(columns, seal=False)
 
-    def take(self, index_B: np.ndarray, reader: int) -> np.ndarray:
-        """Return the visits (int64, B) of a reader to some samples and count them."""
+    def take(self, index_B: np.ndarray, reader: int, given: Any = ()) -> np.ndarray:
+        """Return the visits (int64, B) of a reader to some samples and count them.
+
+        Those of a RepeatedIndex lie apart, as other ranks may have the same sample.
+        """
         number = np.uint32(reader & 0xFFFFFFFF)
         readers, seen = self._columns["readers"], self._columns["seen"]
         others = index_B[readers[0, index_B] != number]
@@ -192,7 +302,9 @@ class SharedVisits:
             known = np.where(readers[1, others] == number, seen[1, others], 0)
             readers[1, others], seen[1, others] = readers[0, others], seen[0, others]
             readers[0, others], seen[0, others] = number, known
-        visits_B: np.ndarray = self._columns["epoch"] + _count(seen[0], index_B)
+        visits_B: np.ndarray = self._columns["epoch"] + count_earlier(seen[0], index_B)
+        for k, occurrence in _occurrences(given):
+            visits_B[k] += occurrence << _REPEAT_SHIFT
         return visits_B
 
     def restart(self, epoch: int) -> None:
@@ -202,7 +314,7 @@ class SharedVisits:
         self._columns.close()
 
 
-def _count(seen: np.ndarray, index_B: np.ndarray) -> np.ndarray:
+def count_earlier(seen: np.ndarray, index_B: np.ndarray) -> np.ndarray:
     """Return how often each index came before, earlier ones of the same batch included, and count it in ``seen``."""
     before_B: np.ndarray = seen[index_B].astype(np.int64)
     order = np.argsort(index_B, kind="stable")

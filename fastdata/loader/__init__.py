@@ -24,8 +24,10 @@ from fastdata.loader.epochs import HELD_BY_USER, Counted, Engine, Tally, TorchVi
 from fastdata.loader.resume import Checkpoints, LoaderEpochs, Progress, length_of, undisturbed
 from fastdata.loader.view import MOSTLY_PREPARED, LoaderView, Served
 from fastdata.memory import PinningPlan, budget_bytes, choose_pinning
+from fastdata.ranks import local_ranks
 from fastdata.report import EpochReport, warn_user
 from fastdata.ring import BatchRing
+from fastdata.samplers import RankSampler, Uneven
 
 _T_co = TypeVar("_T_co", covariant=True)
 _TORCHS = inspect.signature(torch_loader.DataLoader).parameters
@@ -56,6 +58,12 @@ class DataLoader(torch_loader.DataLoader[_T_co]):
     - ``persistent_workers``: threads only draw their base seed once, as torch then does.
     - ``in_order``: threads always keep the order.
     - ``workers``: ``"thread"``, ``"process"``, or ``"auto"`` for threads where whole batches are served.
+    - ``distributed``: ``"auto"`` shares each epoch among the ranks of ``torch.distributed``, or of the launcher's
+      variables, by a ``fastdata.samplers.RankSampler``, which is the loader's ``sampler``: equally many batches for
+      all, a few samples repeated, or with ``drop_last`` left out. ``"exact"`` gives each sample once, so that some
+      ranks may have a batch more: for evaluation. The order follows from the dataset's ``seed`` (None: 0) and the
+      epoch, which is counted; a state goes on with another number of ranks, workers, or another ``batch_size``. A
+      ``sampler`` or ``batch_sampler`` of your own is taken as it is.
 
     ``print(loader.report())`` says how batches are read and why, and how the latest epoch went.
 
@@ -88,29 +96,35 @@ class DataLoader(torch_loader.DataLoader[_T_co]):
         pin_memory_device: str = "",
         in_order: bool = True,
         workers: Literal["auto", "thread", "process"] = "auto",
+        distributed: Literal["off", "auto", "exact"] = "off",
     ) -> None:
         if workers not in ("auto", "thread", "process"):
             raise ValueError(f"workers={workers!r} is not one of 'auto', 'thread', 'process'")
+        if distributed not in ("off", "auto", "exact"):
+            raise ValueError(f"distributed={distributed!r} is not one of 'off', 'auto', 'exact'")
+        if distributed != "off" and sampler is None and batch_sampler is None:
+            sampler, shuffle = _share(dataset, bool(shuffle), drop_last, distributed), None
         if isinstance(pin_memory, str) and pin_memory != "auto":
             raise ValueError(f"pin_memory={pin_memory!r} is neither True, False nor 'auto'")
         if isinstance(num_workers, str):
             if num_workers != "auto":
                 raise ValueError(f"num_workers={num_workers!r} is neither a number nor 'auto'")
             asks = prefetch_factor is not None or persistent_workers or multiprocessing_context or timeout > 0
-            num_workers = max(int(bool(asks)), memory.usable_cores() // memory.local_ranks() - 1)
+            num_workers = max(int(bool(asks)), memory.usable_cores() // local_ranks() - 1)
         makes_batches = batch_size is not None or batch_sampler is not None
         if collate_fn is None and makes_batches:
             collate_fn = collate
         arguments = {name: value for name, value in locals().items() if name in _TORCHS}  # ``in_order`` is torch 2.6's
-        self.workers = workers
+        self.workers, self.distributed = workers, distributed
         self._served = LoaderView.find(dataset) if makes_batches else None
         self._ring: BatchRing | None = None
         self._share_begun = -1.0  # of the samples, that were prepared when the latest epoch began
         super().__init__(**arguments | {"pin_memory": pin_memory is True})
         self.in_order = in_order
         self._epochs = LoaderEpochs()
-        sampler = super()._index_sampler
-        self._checkpoints = Checkpoints(sampler, self._served, self._epochs, seeds_once=persistent_workers)
+        self._checkpoints = Checkpoints(
+            super()._index_sampler, self._served, self._epochs, seeds_once=persistent_workers
+        )
         self._pinning = self._choose_pinning(pin_memory)
         self.pin_memory = self._pinning.pin
         self._tally = Tally(self._choose_engine(), pinning=self._pinning)
@@ -203,8 +217,14 @@ class DataLoader(torch_loader.DataLoader[_T_co]):
             super().check_worker_number_rationality()
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the random draws of coming epochs those of ``epoch``, and of their base seed if the dataset has none."""
+        """Make the random draws of coming epochs those of ``epoch``, and of their base seed if the dataset has none.
+
+        A sampler of ``fastdata.samplers`` is told too.
+        """
         self._epochs.set(epoch)
+        counted = self._checkpoints.order(None).counted
+        if counted is not None:
+            counted.set_epoch(epoch)
 
     def report(self) -> EpochReport:
         """How the latest epoch went, complete or not; ``.path`` says how batches are read, and why."""
@@ -219,8 +239,10 @@ class DataLoader(torch_loader.DataLoader[_T_co]):
         Batches count once they are handed to the user, not when they are read ahead. Once the last one is, or before
         the first, the state is the beginning of the next epoch: Lightning goes on there, and an epoch without a batch
         would end its fit. A sampler with a ``state_dict`` adds its own. What a sampler of one's own draws from
-        Python's or NumPy's global generators is not found again. An ``IterableDataset`` alone knows where it stands:
-        the state of a loader over one is empty, which is said, and its epochs begin anew.
+        Python's or NumPy's global generators is not found again. With one of ``fastdata.samplers`` the state is the
+        place in the order of all ranks: rank 0's does for any number of them, and for other batches. An
+        ``IterableDataset`` alone knows where it stands: the state of a loader over one is empty, which is said, and
+        its epochs begin anew.
         """
         if isinstance(self.dataset, IterableDataset):  # no error: Lightning asks every loader, resumed or not
             warn_user(_NO_STREAM)
@@ -247,6 +269,9 @@ class DataLoader(torch_loader.DataLoader[_T_co]):
 
     def _identity(self) -> dict[str, Any]:
         order = self._checkpoints.order(self.generator)
+        counted, shared = order.counted, order.sharing
+        if counted is not None:
+            shared |= {"world_size": counted.num_replicas, "order": counted.identity}
         return {
             "dataset_length": length_of(self.dataset),
             "sampler_length": length_of(self.sampler),
@@ -254,7 +279,7 @@ class DataLoader(torch_loader.DataLoader[_T_co]):
             "drop_last": self.drop_last,
             "generators": len(order.generators),
             "sampler": order.name,
-        }
+        } | shared
 
     # For a prefetcher
 
@@ -341,3 +366,17 @@ class DataLoader(torch_loader.DataLoader[_T_co]):
             pinned_bytes=(batch_bytes or 0) * under_way,
             budget=budget_bytes(memory.available_bytes()),
         )
+
+
+def _share(dataset: Any, shuffle: bool, drop_last: bool, distributed: Literal["auto", "exact"]) -> RankSampler:
+    if isinstance(dataset, IterableDataset):
+        raise ValueError(
+            f"distributed={distributed!r} shares out samples by their index, and an IterableDataset has none. Let it "
+            "read its own rank's share, and leave distributed= out."
+        )
+    if distributed == "exact" and drop_last:
+        raise ValueError("distributed='exact' gives every sample once, and drop_last=True would drop some: choose one")
+    found = LoaderView.find(dataset)
+    seed = None if found is None else found.dataset.options.seed  # torch's generators may differ between ranks
+    uneven: Uneven = "keep" if distributed == "exact" else "drop" if drop_last else "pad"
+    return RankSampler(dataset, shuffle=shuffle, seed=seed or 0, uneven=uneven)

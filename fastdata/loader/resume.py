@@ -2,7 +2,8 @@
 
 Batches are read ahead of the user, and so is the sampler: what it says of itself is not what the user has seen. A state
 therefore holds what the epoch's order was drawn from, and how many batches were handed over. Resuming draws the same
-order again and passes over indices, never over samples.
+order again and passes over indices, never over samples. fastdata's own samplers begin anywhere: of them a state holds
+the place in the order of all ranks that the batches handed over lead to, so that other ranks and batches can go on.
 
 Only what an order can be drawn from is recorded: for an epoch in sequence nothing, for torch's own samplers their
 generators, for one that nobody knows also torch's global one; Python's and NumPy's never.
@@ -25,6 +26,7 @@ import torch
 from torch.utils import data as torch_data
 
 from fastdata.loader.view import LoaderView, Served
+from fastdata.samplers import BucketSampler, EpochSampler
 
 VERSION = 3
 
@@ -59,6 +61,7 @@ class Progress:
     keeps_seed: bool = False  # that was drawn by an earlier epoch of workers that persist
     first: int = 0  # batches before this one were handed over
     ahead: tuple[int, ...] = ()  # batches after it that were handed over too; only without ``in_order``
+    passed: int = 0  # batches handed over before a sampler of fastdata's went on, which gives only later ones
     drawn: int = 0  # since the epoch was begun or resumed
     is_finished: bool = False
     resumed_from: dict[str, Any] | None = None  # holds until a batch is handed over
@@ -78,7 +81,7 @@ class Progress:
     @property
     def latest(self) -> int:
         """Number of the batch that was drawn last."""
-        return self._number(self.drawn - 1)
+        return self.passed + self._number(self.drawn - 1)
 
     def _number(self, drawn: int) -> int:
         first, ahead = self._resumed_at
@@ -133,12 +136,15 @@ class Checkpoints:
         self.progress = Progress(is_finished=True)
         self._sampler, self.served, self._epochs, self._seeds_once = sampler, served, epochs, seeds_once
         self._loaded: dict[str, Any] | None = None
+        self._before: dict[str, Any] = {}  # where a sampler that counts its epochs stood before one was loaded
 
     def order(self, generator: torch.Generator | None) -> Order:
         return Order(self._sampler, self.served, generator, lambda: self.progress)
 
     def begin(self) -> Progress:
         state, self._loaded = self._loaded or self._seen.resumed_from, None
+        state = state and self._put_back(state)
+        is_passed = state is not None and bool(self.order(None).sharing) and not state["ahead"]
         kept, epochs = self._kept_seed, self._epochs
         if state is None:
             if self.served:
@@ -153,8 +159,9 @@ class Checkpoints:
             is_begun=state["is_begun"],
             base_seed=state["base_seed"],
             keeps_seed=kept is not None or state["keeps_seed"],
-            first=state["num_yielded"],
+            first=0 if is_passed else state["num_yielded"],
             ahead=tuple(state["ahead"]),
+            passed=state["num_yielded"] if is_passed else 0,
             resumed_from=state,
         )
         return self.progress
@@ -164,29 +171,49 @@ class Checkpoints:
         held = self._loaded or progress.resumed_from
         if held is not None:
             return copy.deepcopy(held)
-        is_over = progress.is_finished or (progress.first == length_of(self._sampler) and not progress.ahead)
+        is_over = progress.is_finished or (progress.first == order.batches(progress.start) and not progress.ahead)
         if is_over:  # how the next epoch would begin if it began now
             kept, epoch = self._kept_seed, self._coming_number(self.served) if self.served else None
             with undisturbed(*order.generators):
                 seed = draw_base_seed(generator) if kept is None else kept
                 progress = Progress(epoch, order.capture(), base_seed=seed, keeps_seed=kept is not None)
+        start, first = copy.deepcopy(progress.start) or order.capture(), progress.first
+        if order.sharing and not progress.ahead:
+            start["samplers"][-1]["state"] |= order.reached(start, first)
+            first += progress.passed
         return {
             "version": VERSION,
-            "num_yielded": progress.first,
+            "num_yielded": first,
             "ahead": list(progress.ahead),
             "is_begun": not is_over,
             "epoch": progress.epoch,
             "base_seed": progress.base_seed,
             "keeps_seed": progress.keeps_seed,
-            "start": copy.deepcopy(progress.start) or order.capture(),
+            "start": start,
             "loader": identity,
         }
 
     def load(self, state: dict[str, Any], identity: dict[str, Any]) -> None:
+        order, held = self.order(None), self._loaded or self._seen.resumed_from
         if state:
-            check_state(state, identity)
+            check_state(state, identity, order.sharing)
         self._loaded = copy.deepcopy(state) or None
         self.progress.resumed_from = self._seen.resumed_from = None
+        if order.counted and (state or held):  # now, so that an epoch can be set on it afterwards
+            self._before = self._before if held else order.counted.coming()
+            order.counted.load_state_dict(state["start"]["samplers"][-1]["state"] if state else self._before)
+
+    def _put_back(self, state: dict[str, Any]) -> dict[str, Any] | None:
+        """Where a sampler that counts its epochs was asked in vain, let it go on with a state all the same.
+
+        None where it was told to begin another epoch in place of the one that the state stands in.
+        """
+        counted, saved = self.order(None).counted, state["start"]["samplers"][-1:]
+        if counted is None:
+            return state
+        if counted.has_begun:
+            counted.load_state_dict(saved[0]["state"])
+        return None if state["is_begun"] and counted.coming() != saved[0]["state"] else state
 
     @property
     def _seen(self) -> Progress:
@@ -216,12 +243,44 @@ class Order(Iterator[Any]):
             self._samplers.append(sampler)
             inner = getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)
             sampler = None if _keeps_state(sampler) else inner
-        self._is_torchs = all(type(each) in (*_DRAW_NOTHING, *_PLAIN, *_DRAW_FROM_TORCH) for each in self._samplers)
+        last = self._samplers[-1] if self._samplers else None
+        self.counted = last if isinstance(last, EpochSampler) else None
+        self._is_torchs = all(
+            type(each) in (*_DRAW_NOTHING, *_PLAIN, *_DRAW_FROM_TORCH) or each is self.counted
+            for each in self._samplers
+        )
         found = [generator, *(getattr(each, "generator", None) for each in self._samplers)]
         if not self._is_torchs or any(type(s) in _DRAW_FROM_TORCH and s.generator is None for s in self._samplers):
             found.append(torch.default_generator)
         # Each once, torch's global one among them where it may be drawn from.
         self.generators = list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())
+
+    @property
+    def sharing(self) -> dict[str, Any]:
+        """Into what ranks and batches a sampler of fastdata's is shared out; nothing where that cannot be known."""
+        counted: Any = self.counted
+        outer = self._sampler
+        is_known = outer is counted or (type(outer) is torch_data.BatchSampler and outer.sampler is counted)
+        if counted is None or not is_known:
+            return {}
+        if not counted.has_begun:
+            counted.find_ranks()
+        size = outer.batch_size if isinstance(outer, (BucketSampler, torch_data.BatchSampler)) else 1
+        return {"batch_size": size, "world_size": counted.num_replicas}
+
+    def batches(self, start: dict[str, Any] | None) -> int | None:
+        """How many batches an epoch has that begins with ``start``."""
+        sharing = self.sharing
+        if self.counted is None or start is None or not sharing:
+            return length_of(self._sampler)
+        drop_last = self._sampler is not self.counted and self._sampler.drop_last
+        position = start["samplers"][-1]["state"]["position"]
+        return self.counted.batches_left(position, sharing["batch_size"], drop_last=drop_last)
+
+    def reached(self, start: dict[str, Any], batches: int) -> dict[str, Any]:
+        """Where so many batches of an epoch that began with ``start`` lead to."""
+        position = start["samplers"][-1]["state"]["position"]
+        return {"position": self.counted.advance(position, batches, self.sharing["batch_size"])} if self.counted else {}
 
     def __len__(self) -> int:
         return len(self._sampler)
@@ -259,14 +318,16 @@ class Order(Iterator[Any]):
         if progress.start is None:
             progress.start = self.capture()
             return self._begin(progress)
-        if not progress.is_begun and self._is_torchs:
+        if self.counted:  # another epoch may have been set on it since
+            progress.start = progress.start | {"samplers": self.capture()["samplers"]}
+        elif not progress.is_begun and self._is_torchs:
             # torch's generator moves on as at the start of any epoch. A sampler that is not torch's is not asked twice.
             next(iter(self._sampler), None)
         with undisturbed():
             for generator, packed in zip(self.generators, progress.start["generators"], strict=True):
                 generator.set_state(_unpack(packed))
             for sampler, saved in zip(self._samplers, progress.start["samplers"], strict=True):
-                if "state" in saved:
+                if "state" in saved and sampler is not self.counted:
                     sampler.load_state_dict(copy.deepcopy(saved["state"]))
                 if "epoch" in saved and progress.is_begun:  # else it keeps one that was set on it since
                     sampler.set_epoch(saved["epoch"])
@@ -278,6 +339,11 @@ class Order(Iterator[Any]):
         indices: Iterator[Any] = iter(self._sampler)
         if self._served is None:
             return indices
+        if self.counted:
+            dataset, is_set = self._served.dataset, self.counted.is_set
+            # Not where each epoch draws a seed, whose draws count from 0, nor where the epoch of draws was set alone.
+            if is_set or (dataset.epoch is None and (dataset.options.seed is not None or progress.keeps_seed)):
+                progress.epoch = self.counted.coming()["epoch"]
         assert progress.base_seed is not None
         return self._served.visit(indices, progress.epoch or 0, progress.base_seed)
 
@@ -295,6 +361,8 @@ def _keeps_state(sampler: Any) -> bool:
 
 
 def _capture(sampler: Any) -> dict[str, Any]:
+    if isinstance(sampler, EpochSampler):
+        return {"state": sampler.coming()}
     captured = {"state": copy.deepcopy(sampler.state_dict())} if _keeps_state(sampler) else {}
     if hasattr(sampler, "set_epoch") and isinstance(getattr(sampler, "epoch", None), int):
         captured["epoch"] = sampler.epoch
@@ -308,8 +376,10 @@ def length_of(sized: Any) -> int | None:
         return None
 
 
-def check_state(state: dict[str, Any], loader: dict[str, Any]) -> None:
+def check_state(state: dict[str, Any], loader: dict[str, Any], sharing: dict[str, Any] | None = None) -> None:
     """Check that a state is of a loader like this, whose values its entry ``"loader"`` must equal.
+
+    Not those that are only how samples are shared out, where there is a ``sharing``.
 
     Raises:
         ValueError: it is not; says what differs.
@@ -319,11 +389,17 @@ def check_state(state: dict[str, Any], loader: dict[str, Any]) -> None:
             f"this is no state of a fastdata DataLoader of version {VERSION}: it has version "
             f"{state.get('version')!r} and the keys {sorted(state)}"
         )
-    saved = state["loader"]
+    saved, free = state["loader"], {*(sharing or ()), *(["sampler_length"] if sharing else ())}
+    if sharing and state["ahead"] and any(saved.get(name) != value for name, value in sharing.items()):
+        raise ValueError(
+            "the state was saved while batches were still to come that others had overtaken (in_order=False): it can "
+            f"only be loaded with batch_size={saved.get('batch_size')} and {saved.get('world_size')} ranks, as it was "
+            f"saved, not with batch_size={sharing['batch_size']} and {sharing['world_size']}."
+        )
     differing = [
         f"{name} is {loader.get(name)!r}, in the state {saved.get(name)!r}"
         for name in dict.fromkeys([*saved, *loader])
-        if saved.get(name) != loader.get(name)
+        if saved.get(name) != loader.get(name) and name not in free
     ]
     if differing:
         raise ValueError(

@@ -192,14 +192,14 @@ class LoaderView(NamedTuple):
         return map(visited, batches)  # which goes on after an error, as torch's iterators do
 
     def _visit(self, indices: list[int], visits: EpochVisits, seed: int) -> IndexBatch:
-        index_B = np.asarray(indices, dtype=np.int64)
+        index_B, given = np.asarray(indices, dtype=np.int64), indices
         if index_B.ndim != 1:
             raise TypeError(f"a batch of sample numbers is needed, and the sampler gave {indices!r}")
         if self.subset is not None:
             index_B = self.subset[index_B]
             indices = index_B.tolist()
         positions_B = PreparedDataset.positions(index_B, self.dataset.index_count)
-        return IndexBatch(indices, positions_B, visits.take(positions_B), seed)
+        return IndexBatch(indices, positions_B, visits.take(positions_B, given), seed)
 
     def fetched(self, dataset: Any) -> Any:
         """What is read in place of a loader's ``dataset``, so that what batches know is not lost."""

@@ -1,0 +1,766 @@
+"""Samplers for any number of ranks, and the loader that shares an epoch among them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import BatchSampler, Dataset, DistributedSampler, IterableDataset, Sampler, Subset
+from torch.utils.data import DataLoader as TorchLoader
+from torchvision import transforms as v1
+
+from fastdata import CachedDataset, CudaPrefetcher, DataLoader, RingCollate, collate
+from fastdata.batch import Padded
+from fastdata.samplers import BalancedSampler, BucketSampler, RankSampler, RepeatSampler, WeightedSampler
+
+AUGMENT = v1.Compose([v1.RandomCrop((4, 3)), v1.RandomHorizontalFlip(), v1.ConvertImageDtype(torch.float32)])
+COUNT = 23
+WORLDS = [1, 2, 3, 4, 8]
+SHAPES = np.stack([np.arange(COUNT) * 7 % 5 + 2, np.arange(COUNT) * 11 % 6 + 2], axis=1)
+WEIGHTS = np.arange(COUNT) % 4
+TARGETS = np.arange(COUNT) % 3
+
+INLINE = {"num_workers": 0}
+THREADS = {"num_workers": 2, "workers": "thread"}
+PROCESSES = {"num_workers": 2, "workers": "process"}
+
+RANKED: dict[str, Callable[..., RankSampler]] = {
+    "shuffled": partial(RankSampler, COUNT),
+    "in order": partial(RankSampler, COUNT, shuffle=False),
+    "weighted": partial(WeightedSampler, WEIGHTS, 31),
+    "weighted, once": partial(WeightedSampler, WEIGHTS, replacement=False),
+    "balanced": partial(BalancedSampler, TARGETS, replacement=True),
+    "balanced, once": partial(BalancedSampler, TARGETS),
+    "repeated": partial(RepeatSampler, COUNT, 3, 50),
+}
+
+
+class Numbers(Dataset[int]):
+    def __len__(self) -> int:
+        return COUNT
+
+    def __getitem__(self, index: int) -> int:
+        return int(index)
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
+    """Make this process a rank, as torchrun would."""
+
+    def launch(rank: int, world_size: int) -> None:
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("WORLD_SIZE", str(world_size))
+
+    return launch
+
+
+def _images(**options: Any) -> CachedDataset:
+    pixels = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (COUNT, 3, 6, 5), np.uint8))
+    samples = [(pixels[i], i) for i in range(COUNT)]
+    return CachedDataset(samples, transform=AUGMENT, progress=False, **{"seed": 0, **options})
+
+
+def _through_json(state: dict[str, Any]) -> dict[str, Any]:
+    restored: dict[str, Any] = json.loads(json.dumps(state))
+    assert restored == state
+    return restored
+
+
+def _together(ranks: list[list[list[int]]]) -> list[int]:
+    """The samples of batches of all ranks, in the order of steps, and of places within one."""
+    steps = itertools.zip_longest(*ranks, fillvalue=[])
+    places = (itertools.zip_longest(*step) for step in steps)
+    return [index for step in places for place in step for index in place if index is not None]
+
+
+# Sharing out
+
+
+@pytest.mark.parametrize("batch_size", [1, 4, 5])
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_ranks_cover_each_epoch(launched: Any, world_size: int, drop_last: bool, batch_size: int) -> None:
+    """Over three epochs ranks get equally many batches, and all samples: some again, or some not, as was asked for."""
+    loaders = []
+    for rank in range(world_size):
+        launched(rank, world_size)
+        options = {"batch_size": batch_size, "shuffle": True, "drop_last": drop_last}
+        loaders.append(DataLoader(Numbers(), distributed="auto", **options))
+    orders = []
+    for _ in range(3):
+        ranks = [[batch.tolist() for batch in loader] for loader in loaders]
+        sizes = [[len(batch) for batch in batches] for batches in ranks]
+        assert sizes == sizes[:1] * world_size
+        assert len(sizes[0]) == len(loaders[0])
+        seen = Counter(_together(ranks))
+        if drop_last:
+            each = COUNT // world_size // batch_size * batch_size
+            assert (seen.total(), max(seen.values(), default=1)) == (each * world_size, 1)
+        else:
+            assert set(seen) == set(range(COUNT))
+            assert seen.total() == -(-COUNT // world_size) * world_size
+        orders.append(_together(ranks))
+    assert len({tuple(order) for order in orders}) == 3 or not orders[0]
+
+
+@pytest.mark.parametrize("world_size", [*WORLDS, 30])
+def test_an_exact_epoch_has_each_sample_once(launched: Any, world_size: int) -> None:
+    """For evaluation no sample is repeated or left out, on however many ranks."""
+    ranks = []
+    for rank in range(world_size):
+        launched(rank, world_size)
+        loader = DataLoader(Numbers(), batch_size=2, distributed="exact")
+        ranks.append([batch.tolist() for batch in loader])
+        assert len(loader) == len(ranks[-1])
+    assert _together(ranks) == list(range(COUNT))
+
+
+@pytest.mark.parametrize("uneven", ["pad", "drop"])
+@pytest.mark.parametrize("world_size", [*WORLDS, 30, 70])
+def test_unshuffled_shares_are_torchs(world_size: int, uneven: Any) -> None:
+    """Without shuffling, a rank's samples and all attributes are DistributedSampler's."""
+    for rank in range(world_size):
+        ours = RankSampler(COUNT, shuffle=False, uneven=uneven, rank=rank, world_size=world_size)
+        options = {"shuffle": False, "drop_last": uneven == "drop"}
+        theirs = DistributedSampler(Numbers(), world_size, rank, **options)
+        assert list(ours) == list(theirs)
+        assert len(ours) == len(theirs)
+        for name in ("num_replicas", "rank", "epoch", "drop_last", "shuffle", "seed", "num_samples", "total_size"):
+            assert getattr(ours, name) == getattr(theirs, name)
+
+
+@pytest.mark.parametrize("name", RANKED)
+@pytest.mark.parametrize("world_size", [2, 3, 8])
+def test_all_ranks_together_follow_one_order(name: str, world_size: int) -> None:
+    """Steps of all ranks take the order of the epoch from front to back; it depends on seed and epoch alone."""
+    make = RANKED[name]
+    order = make(rank=0, world_size=1).order(epoch=2).tolist()
+    samplers = [make(rank=rank, world_size=world_size, uneven="keep") for rank in range(world_size)]
+    for sampler in samplers:
+        sampler.set_epoch(2)
+    assert _together([[list(sampler)] for sampler in samplers]) == order
+    if name != "in order":
+        assert order != make(rank=0, world_size=1).order(epoch=1).tolist()
+        assert order != make(seed=1, rank=0, world_size=1).order(epoch=2).tolist()
+
+
+def test_epochs_count_themselves_until_one_is_set() -> None:
+    """Each pass is the next epoch; after ``set_epoch`` that one, until it is set again."""
+    sampler = RankSampler(COUNT, rank=1, world_size=2)
+    orders = [RankSampler(COUNT, rank=0, world_size=1).order(epoch).tolist() for epoch in range(4)]
+    assert [(list(sampler)[:11], sampler.epoch) for _ in range(2)] == [(orders[k][1::2], k) for k in range(2)]
+    sampler.set_epoch(3)
+    assert [list(sampler)[:11] for _ in range(2)] == [orders[3][1::2]] * 2
+
+
+def test_a_sampler_given_is_not_shared_out_again(launched: Any) -> None:
+    """``distributed`` leaves a sampler and a batch sampler of the user's as they are."""
+    launched(1, 2)
+    own = RankSampler(COUNT, rank=0, world_size=1)
+    loader = DataLoader(Numbers(), sampler=own, distributed="auto")
+    assert (loader.sampler, loader.distributed) == (own, "auto")  # Lightning makes loaders of their attributes
+    assert [b.tolist() for b in DataLoader(Numbers(), batch_sampler=[[4, 2]], distributed="auto")] == [[4, 2]]
+
+
+def test_parts_of_datasets_are_shared_out(launched: Any) -> None:
+    """A Subset is covered exactly once by two ranks, in whole batches."""
+    with _images() as dataset:
+        seen = []
+        for rank in range(2):
+            launched(rank, 2)
+            loader = DataLoader(Subset(dataset, range(3, 13)), batch_size=2, shuffle=True, distributed="auto")
+            seen += [label for _, labels in loader for label in labels.tolist()]
+    assert sorted(seen) == list(range(3, 13))
+
+
+def test_the_datasets_seed_decides_the_order(launched: Any) -> None:
+    """A rank whose torch generator was seeded otherwise has the same order; another ``seed`` has another one."""
+    orders = []
+    for torch_seed, seed in ((1, 5), (2, 5), (2, 6)):
+        torch.manual_seed(torch_seed)
+        launched(0, 2)
+        with _images(seed=seed) as dataset:
+            loader = DataLoader(dataset, batch_size=4, shuffle=True, distributed="auto")
+            orders.append([label for _, labels in loader for label in labels.tolist()])
+    assert orders[0] == orders[1] != orders[2]
+
+
+# Draws
+
+
+@pytest.mark.parametrize("make", [RANKED["repeated"], RANKED["weighted"]], ids=["repeated", "weighted"])
+def test_repetitions_draw_alike_on_any_number_of_ranks(make: Callable[..., RankSampler]) -> None:
+    """Each copy of a sample is drawn anew, and from the same numbers, wherever in the epoch it is and on what rank."""
+    drawn: list[Counter[Any]] = []
+    for world_size in (1, 2, 3):
+        found: Counter[Any] = Counter()
+        for rank in range(world_size):
+            with _images() as dataset:
+                sampler = make(rank=rank, world_size=world_size, uneven="keep")
+                for images, labels in DataLoader(dataset, batch_size=4, sampler=sampler):
+                    found.update(zip(labels.tolist(), map(str, images.tolist()), strict=True))
+        drawn.append(found)
+    assert drawn[0] == drawn[1] == drawn[2]
+    copies = Counter(label for label, _ in drawn[0])
+    assert max(copies.values()) > 1  # several crops of one sample
+
+
+@pytest.mark.parametrize("name", [*RANKED, "buckets"])
+def test_what_pads_ranks_is_told_apart(name: str) -> None:
+    """No occurrence of a sample has the number of another one, those that give all ranks equally many included."""
+    found: Counter[tuple[int, int]] = Counter()
+    for rank in range(7):
+        make = BucketSampler if name == "buckets" else RANKED[name]
+        given = (SHAPES, 4) if name == "buckets" else ()
+        sampler: Any = make(*given, rank=rank, world_size=7)
+        indices = itertools.chain(*sampler) if name == "buckets" else sampler
+        found.update((int(index), getattr(index, "occurrence", 0)) for index in indices)
+    assert set(found.values()) == {1}
+    assert found.total() % 7 == 0
+
+
+@pytest.mark.parametrize("engine", [INLINE, THREADS, PROCESSES], ids=["inline", "threads", "processes"])
+def test_draws_follow_the_samplers_epoch(engine: dict[str, Any]) -> None:
+    """Order and draws are of one epoch, counted or set on the loader or on the sampler alone."""
+    with _images() as dataset:
+        sampler = RankSampler(dataset, rank=0, world_size=1)
+        loader = DataLoader(dataset, batch_size=8, sampler=sampler, **engine)
+        first, second, third = ([(x.clone(), y.clone()) for x, y in loader] for _ in range(3))
+        for tell in (loader.set_epoch, sampler.set_epoch):
+            for epoch, wanted in ((2, third), (0, first), (1, second)):
+                tell(epoch)
+                assert all(map(_is_equal, loader, wanted))
+
+
+def _is_equal(ours: Any, theirs: Any) -> bool:
+    return all(map(torch.equal, ours, theirs))
+
+
+# Resuming
+
+
+def _ranks(make: Callable[..., Any], batch_size: int, world_size: int, state: Any, steps: int, engine: Any) -> Any:
+    """What all ranks get in ``steps`` steps from a state on, and the states of each after these."""
+    batches, states = [], []
+    for rank in range(world_size):
+        loader = DataLoader(Numbers(), **make(batch_size, rank, world_size), **engine)
+        loader.load_state_dict(state)
+        iterator = iter(loader)
+        batches.append([batch.tolist() for batch in itertools.islice(iterator, steps)])
+        states.append(_through_json(loader.state_dict()))
+        del iterator
+    assert all(each["start"] == states[0]["start"] for each in states)
+    return _together(batches), states[0]
+
+
+def _ranked(make: Callable[..., RankSampler], batch_size: int, rank: int, world_size: int) -> dict[str, Any]:
+    return {"batch_size": batch_size, "sampler": make(rank=rank, world_size=world_size, uneven="keep")}
+
+
+def _bucketed(batch_size: int, rank: int, world_size: int) -> dict[str, Any]:
+    return {"batch_sampler": BucketSampler(SHAPES, batch_size, pool_batches=5, rank=rank, world_size=world_size)}
+
+
+@pytest.mark.parametrize("trial", range(12))
+@pytest.mark.parametrize("name", [*RANKED, "buckets"])
+def test_an_epoch_goes_on_with_other_ranks_and_batches(name: str, trial: int) -> None:
+    """Stopped at random again and again, the second epoch goes on with other ranks and batches, losing nothing."""
+    choose = np.random.default_rng(trial)
+    make = _bucketed if name == "buckets" else partial(_ranked, RANKED[name])
+    total = COUNT if name == "buckets" else RANKED[name](rank=0, world_size=1).order_length
+    loader = DataLoader(Numbers(), **make(4, 0, 1))
+    list(loader)
+    state, seen = _through_json(loader.state_dict()), []
+    while len(seen) < total:
+        batch_size, world_size = int(choose.integers(1, 6)), int(choose.choice(WORLDS))
+        left = (total - len(seen)) // (batch_size * world_size)
+        steps = int(choose.integers(0, left + 1)) if left and choose.random() < 0.8 else 99
+        engine = [INLINE, {"num_workers": 1, "workers": "thread"}][trial % 2]
+        read, state = _ranks(make, batch_size, world_size, state, steps, engine)
+        seen += read
+    if name == "buckets":
+        assert set(seen) == set(range(COUNT))
+        assert len(seen) < COUNT + 8
+    else:
+        assert seen == RANKED[name](rank=0, world_size=1).order(epoch=1).tolist()
+    assert state["start"]["samplers"][-1]["state"] == {
+        "epoch": 2,
+        "position": [] if name == "buckets" else 0,
+        "order": state["loader"]["order"],
+    }
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize(("before", "after"), list(itertools.permutations(WORLDS, 2)), ids=str)
+def test_ranks_that_share_evenly_go_on_as_others(launched: Any, before: int, after: int, drop_last: bool) -> None:
+    """``distributed="auto"`` saved on some ranks and loaded on others repeats or drops at most what does not divide."""
+    seen, state, sizes = [], {}, {before: 1, after: 3}
+    for world_size, steps in ((before, 1), (after, None)):
+        ranks = []
+        for rank in range(world_size):
+            launched(rank, world_size)
+            options = {"batch_size": sizes[world_size], "shuffle": True, "drop_last": drop_last}
+            loader = DataLoader(Numbers(), distributed="auto", **options)
+            loader.load_state_dict(state)
+            ranks.append([batch.tolist() for batch in itertools.islice(iter(loader), steps)])
+            saved = loader.state_dict()
+        assert len({len(batches) for batches in ranks}) == 1
+        state, seen = saved, seen + _together(ranks)
+    counts, step = Counter(seen), after * sizes[after]
+    if drop_last:
+        assert max(counts.values()) == 1
+        assert 0 <= COUNT - counts.total() < step
+    else:
+        assert set(counts) == set(range(COUNT))
+        assert counts.total() - COUNT < after
+    assert state["is_begun"] is False
+
+
+@pytest.mark.parametrize("engine", [INLINE, THREADS, PROCESSES], ids=["inline", "threads", "processes"])
+@pytest.mark.parametrize("name", ["shuffled", "repeated", "buckets"])
+def test_a_resumed_epoch_is_the_uninterrupted_one(name: str, engine: dict[str, Any]) -> None:
+    """With the same ranks, the rest of an epoch and the next one have the same batches, pixels and draws."""
+    make = _bucketed if name == "buckets" else partial(_ranked, RANKED[name])
+    torch.manual_seed(1)
+    with _images() as dataset:
+        loader = DataLoader(dataset, **make(4, 1, 2), **engine)
+        list(loader)
+        iterator = iter(loader)
+        next(iterator)
+        state = _through_json(loader.state_dict())
+        rest, following = list(iterator), list(loader)
+        torch.manual_seed(2)
+        again = DataLoader(dataset, **make(4, 1, 2), **engine)
+        again.load_state_dict(state)
+        assert again.state_dict() == state
+        iter(again)  # as Lightning makes one, and drops it
+        assert [*map(_is_equal, again, rest)] == [True] * len(rest)
+        assert [*map(_is_equal, again, following)] == [True] * len(following)
+        assert (len(rest), len(following)) == (len(again) - 1, len(again))
+
+
+def test_what_a_collate_draws_goes_on(launched: Any) -> None:
+    """A ``collate_fn`` that draws gets the numbers of the uninterrupted epoch, not those of its beginning."""
+    launched(0, 2)
+    with _images() as dataset:
+
+        def make() -> Any:
+            return DataLoader(dataset, 2, collate_fn=_noisy, distributed="auto", workers="thread", num_workers=1)
+
+        loader = make()
+        iterator = iter(loader)
+        next(iterator), next(iterator)
+        again = make()
+        again.load_state_dict(loader.state_dict())
+        assert list(again) == list(iterator)
+
+
+def _noisy(_: Any) -> float:
+    return torch.rand(1).item()
+
+
+def test_a_set_epoch_after_loading_begins_that_epoch() -> None:
+    """Another epoch set on a loader that holds a state is a whole one; the same one goes on."""
+    make = partial(_ranked, RANKED["shuffled"])
+    loader = DataLoader(Numbers(), **make(4, 0, 1))
+    next(iter(loader))
+    state = loader.state_dict()
+    for epoch in (0, 4):
+        again = DataLoader(Numbers(), **make(4, 0, 1))
+        again.load_state_dict(state)
+        again.set_epoch(epoch)
+        read = [index for batch in again for index in batch.tolist()]
+        assert read == RankSampler(COUNT, rank=0, world_size=1).order(epoch).tolist()[4 if epoch == 0 else 0 :]
+
+
+def test_a_state_is_forgotten() -> None:
+    """An empty dict brings back the epoch that would have come, from its beginning."""
+    make = partial(_ranked, RANKED["shuffled"])
+    loader, again = DataLoader(Numbers(), **make(4, 0, 1)), DataLoader(Numbers(), **make(4, 0, 1))
+    list(loader)
+    next(iter(loader))
+    again.load_state_dict(loader.state_dict())
+    again.load_state_dict({})
+    read = [index for batch in again for index in batch.tolist()]
+    assert read == RankSampler(COUNT, rank=0, world_size=1).order(0).tolist()
+
+
+def test_an_epoch_set_after_iter_is_kept(launched: Any) -> None:
+    """Lightning sets the epoch that it resumes between ``iter`` and ``next``, and the rest of it comes."""
+    launched(0, 1)
+    loader = DataLoader(Numbers(), batch_size=4, distributed="auto", shuffle=True)
+    list(loader)
+    next(iter(loader))
+    again = DataLoader(Numbers(), batch_size=4, distributed="auto", shuffle=True)
+    again.load_state_dict(loader.state_dict())
+    iterator = iter(again)
+    again.sampler.set_epoch(1)
+    order = RankSampler(COUNT, rank=0, world_size=1).order(1).tolist()
+    assert [index for batch in iterator for index in batch.tolist()] == order[4:]
+
+
+def test_gaps_are_resumed_with_the_same_ranks_only() -> None:
+    """Batches that came before their turn do not come again; with other batches the state is refused."""
+    make = partial(_ranked, RANKED["in order"])
+    loader = DataLoader(Numbers(), **make(2, 0, 2))
+    state = loader.state_dict() | {"num_yielded": 1, "ahead": [2, 4], "is_begun": True}
+    again = DataLoader(Numbers(), **make(2, 1, 2))
+    again.load_state_dict(state)
+    assert [batch.tolist() for batch in again] == [[5, 7], [13, 15], [21]]
+    again.load_state_dict(state)
+    again.set_epoch(3)  # another one, of which nothing came
+    assert [len(batch) for batch in again] == [2, 2, 2, 2, 2, 1]
+    for batch_size, ranks in ((3, 2), (2, 1)):
+        with pytest.raises(ValueError, match=f"only be loaded with batch_size=2 and 2 ranks.*size={batch_size} and"):
+            DataLoader(Numbers(), **make(batch_size, 0, ranks)).load_state_dict(state)
+
+
+def test_a_batch_sampler_of_ones_own_resumes_over_a_rank_sampler() -> None:
+    """Where fastdata cannot know how samples are batched, batches are counted, and those of other ranks refused."""
+
+    class Pairs(Sampler[list[int]]):
+        def __init__(self, sampler: Any) -> None:
+            self.sampler = sampler
+
+        def __iter__(self) -> Iterator[list[int]]:
+            indices = list(self.sampler)
+            return iter([indices[:20], indices[20:]])
+
+        def __len__(self) -> int:
+            return 2
+
+    def make(rank: int, world_size: int) -> Any:
+        return DataLoader(Numbers(), batch_sampler=Pairs(RankSampler(COUNT, rank=rank, world_size=world_size)))
+
+    loader = make(0, 1)
+    list(loader)
+    next(iter(loader))
+    state = _through_json(loader.state_dict())
+    again = make(0, 1)
+    again.load_state_dict(state)
+    order = RankSampler(COUNT, rank=0, world_size=1).order(1).tolist()
+    assert [batch.tolist() for batch in again] == [order[20:]]
+    with pytest.raises(ValueError, match="world_size is 2, in the state 1"):
+        make(0, 2).load_state_dict(state)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("name", ["shuffled", "buckets"])
+def test_torchs_loader_goes_on_too(name: str, num_workers: int) -> None:
+    """In torch's own loader, told how many batches the loop got, a sampler goes on with other ranks."""
+    make = _bucketed if name == "buckets" else partial(_ranked, RANKED[name])
+    seen: list[int] = []
+    state: dict[str, Any] = {}
+    for (batch_size, world_size), steps in {(2, 3): 2, (3, 2): 1, (4, 1): None}.items():
+        ranks, states = [], []
+        for rank in range(world_size):
+            loader = TorchLoader(Numbers(), num_workers=num_workers, **make(batch_size, rank, world_size))
+            sampler: Any = loader.batch_sampler if name == "buckets" else loader.sampler
+            if state:
+                sampler.load_state_dict(state)
+            ranks.append([batch.tolist() for batch in itertools.islice(iter(loader), steps)])
+            states.append(_through_json(sampler.state_dict(batches=len(ranks[-1]), batch_size=batch_size)))
+        assert states == states[:1] * world_size
+        state, seen = states[0], seen + _together(ranks)
+    assert sorted(seen) == list(range(COUNT))
+    assert (state["epoch"], state["position"]) == (1, [] if name == "buckets" else 0)
+
+
+def test_a_state_of_another_order_is_refused() -> None:
+    """A sampler with another seed or other weights says what differs, alone or in a loader."""
+    state = RankSampler(COUNT, rank=0, world_size=1).state_dict()
+    with pytest.raises(ValueError, match=r"another order: seed is 1, in the state 0\. Make the sampler as it was"):
+        RankSampler(COUNT, seed=1, rank=0, world_size=1).load_state_dict(state)
+    saved = DataLoader(Numbers(), **_ranked(RANKED["weighted"], 2, 0, 1)).state_dict()
+    other = WeightedSampler(WEIGHTS + 1, 31, rank=0, world_size=1)
+    with pytest.raises(ValueError, match=r"the state is of another loader: order is .*'weights'"):
+        DataLoader(Numbers(), sampler=other).load_state_dict(saved)
+
+
+# Weights, classes, repetitions
+
+
+def test_weighted_samples_come_by_their_weights() -> None:
+    """Over many draws each sample comes as often as its weight says; one without weight never."""
+    weights = np.array([0, 1, 2, 5, 0])
+    counts = np.bincount(WeightedSampler(weights, 8000, rank=0, world_size=1).order(0), minlength=5)
+    assert np.abs(counts - 1000 * weights).max() < 150
+    assert counts[[0, 4]].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("replacement", [False, True])
+def test_weights_may_differ_by_any_factor(replacement: bool) -> None:
+    """The smallest and the largest numbers are weights as others are."""
+    sampler = WeightedSampler([5e-324, 1.7e308, 1.7e308], 2, replacement, rank=0, world_size=1)
+    assert {index for epoch in range(9) for index in sampler.order(epoch).tolist()} == {1, 2}
+
+
+def test_without_replacement_heavy_samples_come_first() -> None:
+    """No sample comes twice; the first draw of each epoch is by the weights, as of an urn."""
+    sampler = WeightedSampler([1, 0, 3], replacement=False, rank=0, world_size=1)
+    orders = [sampler.order(epoch).tolist() for epoch in range(2000)]
+    assert {tuple(sorted(order)) for order in orders} == {(0, 2)}
+    assert 1400 < sum(order[0] == 2 for order in orders) < 1600
+
+
+@pytest.mark.parametrize("replacement", [False, True])
+def test_classes_come_equally_often(replacement: bool) -> None:
+    """Of classes of 9, 4 and 2 samples, each batch of three has all; without replacement no sample comes twice."""
+    targets = ["a"] * 9 + ["b"] * 4 + ["c"] * 2
+    sampler = BalancedSampler(targets, replacement=replacement, rank=0, world_size=1)
+    orders = [sampler.order(epoch) for epoch in range(30)]
+    assert {len(order) for order in orders} == {15 if replacement else 6}
+    for order in orders:
+        for start in range(0, len(order), 3):
+            assert sorted(targets[k] for k in order[start : start + 3]) == ["a", "b", "c"]
+        assert replacement or len(set(order.tolist())) == len(order)
+    assert len({int(k) for order in orders for k in order}) == 15
+
+
+def test_the_classes_of_a_dataset_are_found() -> None:
+    """A dataset's ``targets`` are taken, of a Subset those of its samples."""
+    with _images() as dataset:
+        assert len(BalancedSampler(dataset, rank=0, world_size=1)) == COUNT
+        subset = Subset(Subset(dataset, range(5, 15)), [2, 4, 4])
+        assert sorted(BalancedSampler(subset, 2, rank=0, world_size=1)) in ([0, 1], [0, 2])
+
+
+def test_copies_go_to_different_ranks() -> None:
+    """In repeated augmentation three ranks get the three copies of the same samples, a third of them an epoch."""
+    samplers = [RepeatSampler(24, 3, rank=rank, world_size=3) for rank in range(3)]
+    shares = [list(sampler) for sampler in samplers]
+    assert shares[0] == shares[1] == shares[2]
+    assert len(set(shares[0])) == len(shares[0]) == 8
+    assert [getattr(share[0], "occurrence", 0) for share in shares] == [0, 1, 2]
+
+
+# Buckets
+
+
+def _padded_share(shapes: np.ndarray, batches: list[list[int]]) -> float:
+    area = sum(len(batch) * shapes[batch].max(axis=0).prod() for batch in batches)
+    return float(1 - sum(shapes[batch].prod(axis=1).sum() for batch in batches) / area)
+
+
+def test_buckets_pad_few_pixels() -> None:
+    """Of photographs lying and standing 2 % of the pixels are padded, of random batches more than half."""
+    draws = np.random.default_rng(3)
+    shapes = np.stack([np.full(4096, 256), draws.integers(256, 501, 4096)], axis=1)
+    shapes[:1200] = shapes[:1200, ::-1]
+    sampler = BucketSampler(shapes, 32, rank=0, world_size=1)
+    assert _padded_share(shapes, list(sampler)) < 0.02
+    assert _padded_share(shapes, np.split(draws.permutation(4096), 128)) > 0.5  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_buckets_cover_each_epoch(world_size: int, drop_last: bool) -> None:
+    """Ranks get equally many batches of equal size in each step, and all samples but those dropped or repeated."""
+    ranks = [
+        BucketSampler(SHAPES, 2, drop_last=drop_last, pool_batches=4, rank=rank, world_size=world_size)
+        for rank in range(world_size)
+    ]
+    epochs = []
+    for _ in range(3):
+        batches = [list(sampler) for sampler in ranks]
+        sizes = [list(map(len, each)) for each in batches]
+        assert sizes == sizes[:1] * world_size
+        assert set(sizes[0][:-1]) <= {2}  # only the last may be smaller: a state counts whole ones
+        assert len(sizes[0]) == len(ranks[0])
+        seen = Counter(index for each in batches for batch in each for index in batch)
+        if drop_last:
+            assert (seen.total(), max(seen.values())) == (COUNT // (2 * world_size) * 2 * world_size, 1)
+        else:
+            assert set(seen) == set(range(COUNT))
+            assert seen.total() - COUNT < world_size
+        epochs.append(batches)
+    assert epochs[0] != epochs[1] != epochs[2]
+
+
+@pytest.mark.parametrize("pool_batches", [2, 5, 7])
+def test_a_resume_does_not_move_the_pools(pool_batches: int) -> None:
+    """Stopped after each of its batches in turn, an epoch has the batches of the one that was never stopped."""
+    make = partial(BucketSampler, SHAPES, 2, pool_batches=pool_batches, rank=0, world_size=1)
+    whole, state, batches = list(make()), make().state_dict(), []
+    for _ in whole:
+        sampler = make()
+        sampler.load_state_dict(state)
+        batches.append(next(iter(sampler)))
+        state = sampler.state_dict(batches=1)
+    assert batches == whole
+
+
+def test_no_rank_always_has_the_larger_samples() -> None:
+    """In one step ranks get batches that cost about as much, and over an epoch each has some of the larger ones."""
+    shapes = np.stack([np.arange(1, 401)] * 2, axis=1)
+    ranks = [list(BucketSampler(shapes, 5, rank=rank, world_size=4)) for rank in range(4)]
+    sides = np.array([[shapes[batch].max() for batch in batches] for batches in ranks])
+    assert np.ptp(sides, axis=0).max() < 60  # of 400
+    assert set(sides.argmax(axis=0).tolist()) == set(range(4))
+
+
+def test_unshuffled_buckets_are_the_same_each_epoch() -> None:
+    """Without shuffling batches come as they were parted, samples of like shape in each."""
+    sampler = BucketSampler(SHAPES, 4, shuffle=False, rank=0, world_size=1)
+    assert list(sampler) == list(sampler)
+    assert _padded_share(SHAPES, list(sampler)) < _padded_share(SHAPES, [*BatchSampler(range(COUNT), 4, False)])
+
+
+def test_shapes_of_a_dataset_are_found() -> None:
+    """The stored shapes of a fastdata dataset, or of a Subset, make the buckets; unknown ones are an error."""
+    samples = [(torch.zeros(3, *shape, dtype=torch.uint8), k) for k, shape in enumerate(SHAPES.tolist())]
+    with CachedDataset(samples, progress=False) as dataset:
+        known = BucketSampler(SHAPES, 4, rank=0, world_size=1)
+        assert list(BucketSampler(dataset, 4, rank=0, world_size=1)) == list(known)
+        part = BucketSampler(Subset(dataset, [3, 9, 1]), 2, rank=0, world_size=1)
+        assert list(part) == list(BucketSampler(SHAPES[[3, 9, 1]], 2, rank=0, world_size=1))
+    with (
+        CachedDataset(samples, storage="none", progress=False) as dataset,
+        pytest.raises(ValueError, match=r"keeps no samples.*fill='eager' and a storage, or give shapes="),
+    ):
+        BucketSampler(dataset, 4)
+
+
+# Padding
+
+
+def _ragged() -> list[Any]:
+    return [(torch.full((2, *shape), k + 1), k) for k, shape in enumerate([(3, 5), (4, 2), (1, 1)])]
+
+
+@pytest.mark.parametrize("kind", ["pairs", "dicts", "alone"])
+def test_images_are_padded_at_the_right_and_the_bottom(kind: str) -> None:
+    """Each image lies at the top left of one tensor, ``pad`` around it; sizes and targets are told."""
+    samples: list[Any] = _ragged()
+    if kind == "dicts":
+        samples = [{"label": target, "image": image} for image, target in samples]
+    batch = collate(samples if kind != "alone" else [image for image, _ in samples], pad=-1)
+    padded = {"pairs": lambda: batch[0], "dicts": lambda: batch["image"], "alone": lambda: batch}[kind]()
+    targets = {"pairs": lambda: batch[1], "dicts": lambda: batch["label"], "alone": lambda: torch.arange(3)}[kind]()
+    assert padded.images.shape == (3, 2, 4, 5)
+    assert padded.sizes.tolist() == [[3, 5], [4, 2], [1, 1]]
+    assert padded.sizes.dtype == torch.int64
+    assert padded.padded_share == 1 - (15 + 8 + 1) / 60
+    assert targets.tolist() == [0, 1, 2]
+    for k, (image, _) in enumerate(_ragged()):
+        height, width = image.shape[1:]
+        assert torch.equal(padded.images[k, :, :height, :width], image)
+        assert int((padded.images[k] == -1).sum()) == 2 * (20 - height * width)
+
+
+def test_a_whole_batch_is_padded_without_a_copy() -> None:
+    """Samples that fastdata served as one tensor stay that, with nothing padded."""
+    with _images() as dataset:
+        samples = dataset.__getitems__([1, 2])
+        padded, labels = collate(samples, pad=0)
+        assert padded.images is samples.stacked[0]
+        assert (padded.sizes.tolist(), padded.padded_share, labels.tolist()) == ([[4, 3]] * 2, 0.0, [1, 2])
+
+
+@pytest.mark.parametrize("engine", [INLINE, PROCESSES], ids=["inline", "processes"])
+def test_padded_batches_go_all_ways(engine: dict[str, Any]) -> None:
+    """Buckets of ragged samples come padded through processes, RingCollate in torch's loader, and a prefetcher."""
+    samples = [(torch.full((3, *shape), k), k) for k, shape in enumerate(SHAPES.tolist())]
+    with CachedDataset([(image.to(torch.uint8), k) for image, k in samples], progress=False) as dataset:
+        pads = partial(collate, pad=0)
+        sampler = BucketSampler(dataset, 4, rank=0, world_size=1)
+        loader = DataLoader(dataset, batch_sampler=sampler, collate_fn=pads, **engine)
+        workers = engine["num_workers"]
+        theirs = TorchLoader(dataset, batch_sampler=sampler, collate_fn=RingCollate(pads), num_workers=workers)
+        for batches in (loader, theirs, CudaPrefetcher(loader, "cpu")):
+            seen = []
+            for padded, labels in batches:
+                assert type(padded) is Padded
+                assert padded.sizes.tolist() == SHAPES[labels].tolist()
+                assert torch.equal(padded.images.amax(dim=(1, 2, 3)).long(), labels)
+                seen += labels.tolist()
+            assert sorted(seen) == list(range(COUNT))
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: RankSampler(5, uneven="some"), "uneven='some' is not one of 'pad', 'drop', 'keep'"),
+        (lambda: RankSampler(5, 6), "num_samples=6, of 5 samples that come at most once"),
+        (lambda: RankSampler(5, rank=2, world_size=2), "rank=2 is not one of the world_size=2 ranks"),
+        (lambda: WeightedSampler([1, -2]), r"weight 1 is -2\.0; weights must be finite and not negative"),
+        (lambda: WeightedSampler([1, float("nan")]), "weight 1 is nan"),
+        (lambda: WeightedSampler([0, 0]), "all 2 weights are zero"),
+        (lambda: WeightedSampler([[1.0]]), r"weights have the shape \(1, 1\)"),
+        (lambda: WeightedSampler([1, 0], 2, False), "num_samples=2 without replacement, but 1 weights are above zero"),
+        (lambda: BalancedSampler([0, 0, 7], 3), "without replacement, but class 7 has 1 samples, and 2 .* are 2"),
+        (lambda: BalancedSampler([]), r"targets have the shape \(0,\)"),
+        (lambda: RepeatSampler(5, 0), "repeats=0 must be at least 1"),
+        (lambda: RepeatSampler(5, 2, 11), "num_samples=11, but 5 samples 2 times are 10"),
+        (lambda: BucketSampler(SHAPES, 0), "batch_size=0 and pool_batches=64 must be at least 1"),
+        (lambda: BucketSampler([1, 2], 1), r"shapes are \(2,\); \(N, 2\) is needed"),
+        (lambda: DataLoader(Numbers(), distributed="on"), "distributed='on' is not one of 'off', 'auto', 'exact'"),
+        (lambda: DataLoader(Stream(), distributed="auto"), "distributed='auto' shares .* an IterableDataset has none"),
+        (
+            lambda: DataLoader(Numbers(), 2, distributed="exact", drop_last=True),
+            "distributed='exact' gives every sample once, and drop_last=True",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(make: Callable[[], Any], message: str) -> None:
+    """Each wrong argument is a ValueError that says what was given, and what is needed."""
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("samples", "message"),
+    [
+        ([("an image", 1)], r"tensors \(C, H, W\), not str; end the transform with a step that makes tensors"),
+        ([(torch.zeros(4, 4), 1)], r"not one of shape \(4, 4\)"),
+        ([torch.zeros(1, 2, 2), torch.zeros(3, 2, 2)], "float32 of 1 channels and torch.float32 of 3 channels"),
+        ([{"a": torch.zeros(1, 2, 2), "b": torch.zeros(1, 2, 2)}], "one image, .* in each sample, and finds a, b"),
+        ([{"a": 1}], "finds none among a"),
+    ],
+)
+def test_images_that_cannot_be_padded_are_refused(samples: list[Any], message: str) -> None:
+    """What is no image tensor, or differs in more than its size, is a TypeError that says so."""
+    with pytest.raises(TypeError, match=message):
+        collate(samples, pad=0)
+
+
+def test_a_sampler_made_alone_knows_its_rank_when_it_is_iterated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning makes a process a rank only after the loader was made; a state is of the ranks of its epoch."""
+    sampler = RankSampler(10, shuffle=False)
+    batches = BucketSampler(np.full((10, 2), 4), 5, shuffle=False)
+    assert len(sampler) == 10
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert len(sampler) == 5
+    assert len(batches) == 1
+    assert list(sampler) == [1, 3, 5, 7, 9]
+    assert len(list(batches)) == 1
+    monkeypatch.delenv("WORLD_SIZE")
+    assert sampler.state_dict(batches=2, batch_size=1)["position"] == 4
+
+
+def test_copies_on_different_ranks_draw_anew_in_torchs_loader_too() -> None:
+    """A sample that two ranks have in one epoch is not cropped alike on both, whoever reads it."""
+    source = [(torch.arange(48 * 48, dtype=torch.uint8).reshape(1, 48, 48).repeat(3, 1, 1), k) for k in range(4)]
+    crops = []
+    for rank in (0, 1):
+        with CachedDataset(source, transform=v1.RandomCrop(16), seed=0, progress=False) as dataset:
+            sampler = RepeatSampler(4, 2, 8, shuffle=False, rank=rank, world_size=2)
+            loader = TorchLoader(dataset, batch_size=4, sampler=sampler)
+            crops += [images for images, _ in loader]
+    assert all(not torch.equal(one, other) for one, other in zip(*crops, strict=True))
