@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -33,7 +34,7 @@ if not import_torchvision():
         "the benchmarks compare with torchvision, which is not installed: pip install -c constraints.txt '.[bench]'"
     )
 
-from torchvision import datasets, transforms
+from torchvision import datasets, models, transforms
 
 __all__ = [
     "Row",
@@ -41,6 +42,8 @@ __all__ = [
     "datasets",
     "find_workers",
     "in_turns",
+    "models",
+    "on_ranks",
     "parser",
     "print_rows",
     "save_rows",
@@ -143,6 +146,26 @@ def class_folders(
             found = sorted(path for path in source.rglob("*") if path.suffix.lower() in IMAGE_SUFFIXES)
             _copy_to(root, found, count or len(found))
             yield root, f"{len(found)} images of {source.name} copied to {count} files"
+
+
+def link_files(source: Path, root: Path, count: int) -> None:
+    """Make ``count`` files of those in ``source``, by hard links to as few as there are."""
+    found = sorted(path for path in source.rglob("*") if path.suffix.lower() in IMAGE_SUFFIXES)
+    for index in range(count):
+        path = found[index % len(found)]
+        target = root / path.parent.name / f"{index // len(found):05}_{path.name}"
+        target.parent.mkdir(exist_ok=True)
+        os.link(path, target)
+
+
+def on_ranks(ranks: int, script: str, *arguments: object) -> Any:
+    """Run the script under torchrun, a thread for each rank; return the JSON that rank 0 writes to ``--into``."""
+    with tempfile.TemporaryDirectory(prefix="fastdata-benchmark-") as folder:
+        into = Path(folder) / "figures.json"
+        launcher = ["torch.distributed.run", "--standalone", "--local-addr=localhost", f"--nproc-per-node={ranks}"]
+        command = [sys.executable, "-m", *launcher, script, *map(str, arguments), "--into", str(into)]
+        subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        return json.loads(into.read_text("utf-8"))
 
 
 def _copy_to(root: Path, found: list[Path], count: int) -> None:

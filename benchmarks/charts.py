@@ -9,7 +9,7 @@ from pathlib import Path
 
 RESULTS = Path(__file__).parent / "results"
 CHARTS = Path(__file__).parents[1] / "docs" / "charts"
-COLOURS = ("#9aa5b1", "#2f7ed8", "#7cb5ec")
+COLOURS = ("#9aa5b1", "#2f7ed8", "#7cb5ec", "#e8b04b", "#d9673a")
 FORMS = ("torchvision + torch, from files", "fastdata, 256x256 in memory", "fastdata, storage='none'")
 ROW_PX, LABEL_PX, BARS_PX, FIGURE_PX = 15, 260, 380, 60
 
@@ -22,7 +22,8 @@ def bars(title: str, unit: str, groups: Iterable[Group]) -> str:
     names = list(dict.fromkeys(name for _, members in groups for name, _ in members))
     longest = max(length for _, members in groups for _, length in members)
     marks, y = [f'<text x="0" y="14" font-weight="bold">{escape(title)}, {unit}</text>'], 26
-    for x, (name, colour) in zip((0, 230, 460), zip(names, COLOURS, strict=False), strict=False):
+    for number, (name, colour) in enumerate(zip(names, COLOURS, strict=False)):
+        x, y = number % 3 * 230, y + (ROW_PX if number and number % 3 == 0 else 0)
         marks.append(f'<rect x="{x}" y="{y}" width="10" height="10" fill="{colour}"/>')
         marks.append(f'<text x="{x + 15}" y="{y + 9}">{escape(name)}</text>')
     y += 24
@@ -63,7 +64,16 @@ def larger_than_ram() -> str:
     return bars("Peak memory of the process tree", "MiB", groups)
 
 
+def ranks() -> str:
+    sections = [(name, rows) for name, rows in medians("ranks.json").items() if name.startswith("PSS of the tree")]
+    what = sections[0][0].rpartition(", ")[0]
+    groups = [(f"{name.rpartition(', ')[2]}, ranks x workers", list(rows.items())) for name, rows in sections]
+    return bars(what, "MB", groups)
+
+
 CHARTS_BY_NAME = {"recipes.svg": recipes, "larger-than-ram.svg": larger_than_ram}
+if (RESULTS / "ranks.json").exists():  # which has not been measured yet
+    CHARTS_BY_NAME["ranks.svg"] = ranks
 
 if __name__ == "__main__":
     for name, draw in CHARTS_BY_NAME.items():

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import re
 import runpy
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 pytest.importorskip("torchvision")
 
@@ -48,8 +53,42 @@ def test_cifar_learns_drawn_images() -> None:
     assert accuracy > 0.2
 
 
-@pytest.mark.skipif(torch.cuda.device_count() >= 2, reason="this machine has two GPUs")
-def test_two_gpus_says_what_it_needs(capsys: pytest.CaptureFixture[str]) -> None:
-    """Without two GPUs the example ends with a clear word."""
-    runpy.run_path(str(EXAMPLES / "two_gpus.py"))["main"]([])
-    assert capsys.readouterr().out.startswith(f"This example needs two GPUs; torch sees {torch.cuda.device_count()}.")
+def test_train_dataparallel_trains_with_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+    """A line says so where there are fewer than two GPUs, and either way there is a rate of DataParallel."""
+    runpy.run_path(str(EXAMPLES / "train_dataparallel.py"))["main"](["--steps", "2", "--batch-size", "4"])
+    printed, gpus = capsys.readouterr().out, torch.cuda.device_count()
+    assert (f"Parts need two GPUs; torch sees {gpus}." in printed) == (gpus < 2)
+    assert re.search(r"^DataParallel +[\d,]+ images/s$", printed, re.MULTILINE)
+    assert ("parts by CudaPrefetcher" in printed) == (gpus >= 2)
+
+
+@pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="torch has no gloo here")
+def test_train_ddp_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
+    """Two ranks train an epoch, each its half, and one process alone goes on with the next one."""
+    with_torchvision = tmp_path / "run.py"  # where its compiled operators do not load, too
+    with_torchvision.write_text(
+        "import runpy, sys\n"
+        "from torchvision_ops import import_torchvision\n"
+        "import_torchvision()\n"
+        "sys.argv.pop(0)\n"
+        "runpy.run_path(sys.argv[0], run_name='__main__')\n",
+        "utf-8",
+    )
+    script = [str(with_torchvision), str(EXAMPLES / "train_ddp.py"), "--resume", str(tmp_path / "checkpoint.pt")]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr=localhost", "--nproc-per-node=2"]
+    first = _run_python(tmp_path, *launcher, *script, "--epochs", "1")
+    assert [line.split(":")[0] for line in first if "loss" in line] == ["epoch 1"]
+    assert "7 batches, 100 samples" in "\n".join(first)
+    then = _run_python(tmp_path, *script, "--epochs", "2")
+    assert [line.split(":")[0] for line in then if "loss" in line] == ["epoch 2"]
+    assert "13 batches, 200 samples" in "\n".join(then)
+
+
+def _run_python(temporary: Path, *arguments: str) -> list[str]:
+    path = os.pathsep.join([str(Path(__file__).parent), os.environ["PYTHONPATH"]])
+    environment = os.environ | {"PYTHONPATH": path, "TMPDIR": str(temporary), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
