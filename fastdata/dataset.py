@@ -111,7 +111,8 @@ class DatasetOptions(TypedDict, total=False):
         cache_key: stands for what fastdata cannot see: the samples of a dataset that does not list its files in
             ``samples``, and lambdas in ``prepare`` or ``loader``. Change it whenever these change.
         share: ``"auto"`` (default): ranks of one machine (torchrun, mpirun, srun, ``mp.spawn``, Lightning, Accelerate)
-            that make the same dataset prepare it together and hold one copy. ``"off"``: each its own.
+            that make the same dataset prepare it together and hold one copy. Where a dataset lists neither ``samples``
+            nor ``targets``, 65 of its samples tell it from others. ``"off"``: each rank its own.
     """
 
     storage: Literal["auto", "device", "shared", "compressed", "disk", "none"]
@@ -257,10 +258,11 @@ class PreparedDataset(Dataset[Any]):
         steps, path = self._steps(plan), self._path(source, plan)
         self._is_upright = "exif_transpose" in map(known_name, steps)
         if options.cache_dir is None or len(source) == 0:
-            prepared = prepare_storage(path, options, table)
+            prepared = prepare_storage(path, options, table, by=(*steps, getattr(source, "loader", None)))
         else:
             # 20 ms with filelock, which only caches take
-            from fastdata.cache import describe_call, describe_dataset, describe_steps, prepare_on_disk
+            from fastdata.cache import prepare_on_disk
+            from fastdata.describe import describe_call, describe_dataset, describe_steps
 
             if isinstance(source, FileSource):
                 opened = describe_call(source.loader, options.cache_key) + ", fast_decode" * self._fast_decode
@@ -877,6 +879,11 @@ class PreparedDataset(Dataset[Any]):
             log.warning("samples are prepared again: the new transform does not begin with %s", first)
         table, self._stored_after = self.table if isinstance(source, FileSource) else None, None
         self._views.discard(self)
+        if table is not None and self._views:  # whose table it is too
+            self.table = table = SampleTable(
+                list(table.targets), paths=table.all_paths(), class_to_idx=table.class_to_idx
+            )
+            source = self._origin()
         self._gone = "the dataset could not be prepared again for another transform; create it anew"
         self._samples = source  # lets go of the store before room for the next one is looked for
         self._prepare(source, table)

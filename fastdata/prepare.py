@@ -14,6 +14,7 @@ import math
 import os
 import pickle
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -49,10 +50,10 @@ from fastdata.memory import (
     choose_storage,
     would_fit,
 )
-from fastdata.ranks import Guest, Host, Notice, find_run, local_ranks, meet, post_notice, read_notice
+from fastdata.ranks import Guest, Host, Notice, Run, find_run, local_ranks, may_become_rank, meet, read_notice
 from fastdata.report import log, progress_bar, warn_user
 from fastdata.shared import SampleTable, collate_targets
-from fastdata.sources import FileBytes, FileSource, ItemKeys, Source
+from fastdata.sources import DatasetSource, FileBytes, FileSource, ItemKeys, Source
 from fastdata.stores.readers import Decoder, FileStore, Store, UndecodableError
 from fastdata.stores.writers import (
     ALIGN_BYTES,
@@ -433,10 +434,11 @@ def _write_all(
     length, size = len(positions), _SAMPLES_PER_TASK
     tasks = [_Task(first, positions[first : first + size]) for first in range(0, length, size)]
     job, workers = writing_job(to_write, with_targets=with_targets), _workers(options)
+    may_run_here = host is None or options.num_workers is not None  # else others may come, with cores of their own
     targets: dict[int, bytes] = {}
     errors: dict[int, SampleError] = {}
     with (
-        contextlib.closing(run_tasks(job, tasks, workers, host)) as finished,
+        contextlib.closing(run_tasks(job, tasks, workers, host, may_run_here=may_run_here)) as finished,
         progress_bar(length, f"preparing {length:,} images", enabled=options.progress) as bar,
     ):
         for results in finished:
@@ -575,10 +577,11 @@ _LAZY_FLOOR_BYTES = 1 << 20
 """Reserved beyond what samples of unknown size are expected to take, because every process maps it once."""
 
 
-def prepare_storage(path: ReadPath, options: Options, table: SampleTable | None) -> Prepared:
+def prepare_storage(path: ReadPath, options: Options, table: SampleTable | None, by: Sequence[Any] = ()) -> Prepared:
     """Decide where samples are kept; keep them there unless the decision is ``"none"``.
 
-    ``table`` has paths and targets where they are known beforehand; else targets come from the source.
+    ``table`` has paths and targets where they are known beforehand; else targets come from the source. ``by`` are the
+    steps and the loader that samples are read and prepared by.
     """
     if options.storage == "none" or len(path.source) == 0:
         if options.on_error == "skip":
@@ -586,7 +589,7 @@ def prepare_storage(path: ReadPath, options: Options, table: SampleTable | None)
         plan = StoragePlan(storage="none", reason="storage='none': samples are prepared on every read")
         return Prepared(storage_plan=plan)
     preparation = _Preparation(path, options, table)
-    return preparation.run() if options.share == "off" else preparation.run_with_others()
+    return preparation.run() if options.share == "off" else preparation.run_with_others(by)
 
 
 class _Preparation:
@@ -597,20 +600,24 @@ class _Preparation:
         self._expected, self._budget = forecast(path.source, path.prepare), _budget(options)
         self._trials: list[CodecTrial] | None = None
 
-    def run_with_others(self) -> Prepared:
+    def run_with_others(self, by: Sequence[Any]) -> Prepared:
         """Prepare, or have it from, or together with, the other ranks of this machine that make the same dataset."""
-        run, key, known = find_run(), self._key(), self._known()
+        run = find_run()
+        if run is None and not may_become_rank():
+            return self.run()
+        key, known = self._key(by), self._known()
         if run is None:
             prepared = self.run()
-            return _shared_by(post_notice(key, prepared, known), prepared)
+            return _shared_by(Notice(key, prepared, known), prepared)
         if run.is_subprocess and (found := read_notice(key, known)) is not None:
             return self._attached(found, "the process that started this one")
         while isinstance(place := meet(run, key), Guest):
             with contextlib.closing(place):
-                joined = self._join(place, known)
+                joined = self._join(place, known, run)
             if joined is not None:
                 return joined
         if place is None:
+            self._budget = _budget(replace(self._options, share="off"))
             return self.run()
         try:
             prepared = self.run(place)
@@ -624,9 +631,10 @@ class _Preparation:
             place.serve()
         return _shared_by(place, prepared)
 
-    def _join(self, guest: Guest, known: Mapping[str, Any]) -> Prepared | None:
+    def _join(self, guest: Guest, known: Mapping[str, Any], run: Run) -> Prepared | None:
         """Lend workers to the host until all is prepared; None where it has left before it said anything."""
-        workers, helping = _workers(self._options), contextlib.ExitStack()
+        workers, ranks, helping = self._options.num_workers, local_ranks(), contextlib.ExitStack()
+        share = -(-_workers(self._options) // (ranks if ranks > 1 else run.world_size))
         with helping:
             while True:
                 kind, value = guest.receive(known)
@@ -638,34 +646,50 @@ class _Preparation:
                 writers, with_targets = value
                 for writer in writers:
                     helping.callback(writer.close)
-                if workers > 1:
+                if workers is None or workers > 1:
                     job = writing_job(WritePath.over(self._path, writers), with_targets=with_targets)
-                    pool = WorkerPool(job, -(-workers // local_ranks()))
+                    pool = WorkerPool(job, share, may_run_here=False)
                     helping.enter_context(contextlib.closing(pool))
                     guest.lend(pool.lend())
 
     def _attached(self, prepared: Prepared, host: str) -> Prepared:
         if self._table is not None and prepared.kept is not None:
             self._table.close()  # there is the host's
+        warn_of_skipped(prepared.skipped, len(self._path.source))
         reason = f"{prepared.storage_plan.reason}; one copy for the ranks of this machine, prepared with {host}"
         log.info("%s", reason)
         return replace(prepared, storage_plan=prepared.storage_plan._replace(reason=reason))
 
-    def _key(self) -> str:
-        """What the samples of all who have the same in common."""
-        options, expected = self._options, self._expected
-        digest = hashlib.blake2b(digest_size=16)
-        codec = [getattr(it, "name", it) for it in _listed(options.codec)]
-        what = (options.storage, codec, options.fill, options.on_error, options.memory_limit, expected.specs)
-        digest.update(repr((len(self._path.source), what, expected.is_tuple, expected.keys)).encode())
+    def _key(self, by: Sequence[Any]) -> str:
+        """What all have in common who have the same samples, and have made as many such datasets before.
+
+        Where a dataset lists neither targets nor samples, more of these are looked at.
+        """
+        from fastdata.describe import describe_codec, describe_dataset, describe_in_run, is_listed
+
+        options, path, looked_at = self._options, self._path, self._expected.looked_at
+        words: list[Any] = [
+            options.storage,
+            describe_codec(options.codec),
+            options.fill,
+            options.on_error,
+            options.memory_limit,
+        ]
+        words += [options.cache_key, len(path.source), self._expected.specs, *map(describe_in_run, by)]
+        if isinstance(path.source, DatasetSource):
+            words.append(describe_dataset(path.source.dataset, cache_key=""))
+            if not is_listed(path.source.dataset):
+                looked_at = forecast(path.source, path.prepare, probes=_UNLISTED_SAMPLES).looked_at
+        digest = hashlib.blake2b(repr(words).encode(), digest_size=16)
         for column in self._table.columns() if self._table is not None else ():
             digest.update(np.ascontiguousarray(column).data)
-        for sample in expected.looked_at:
-            targets = pytree.tree_leaves(sample.target)
-            for leaf in (*(part.array for part in sample.parts), *targets):
-                is_array = isinstance(leaf, (np.ndarray, torch.Tensor))
-                digest.update(np.ascontiguousarray(leaf).data if is_array else repr(leaf).encode())
-        return digest.hexdigest()
+        for sample in looked_at:
+            digest.update(repr(sample.position).encode())
+            for leaf in (*(part.array for part in sample.parts), *pytree.tree_leaves(sample.target)):
+                digest.update(_bytes_of(leaf))
+        key = digest.hexdigest()
+        _MADE[key] += 1
+        return f"{key} {_MADE[key]}"
 
     def _known(self) -> dict[str, Any]:
         """The user's own objects, of which every rank has its own."""
@@ -752,6 +776,18 @@ class _Preparation:
 
 def _shared_by(place: Host | Notice | None, prepared: Prepared) -> Prepared:
     return prepared if prepared.kept is None else replace(prepared, kept=replace(prepared.kept, shared_by=place))
+
+
+_UNLISTED_SAMPLES = 64
+_MADE: Counter[str] = Counter()
+"""Datasets that this process has made, by key: it must not share with itself, as record locks are a process's."""
+
+
+def _bytes_of(leaf: Any) -> Any:
+    if isinstance(leaf, (np.ndarray, torch.Tensor)):
+        with contextlib.suppress(TypeError, ValueError, RuntimeError):  # bfloat16, gradients: not for NumPy
+            return np.ascontiguousarray(leaf).tobytes()
+    return repr(leaf).encode()
 
 
 def _listed(codec: Any) -> Sequence[Any]:

@@ -32,6 +32,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch.distributed
 from torch.utils.data import get_worker_info
 
@@ -99,11 +100,13 @@ class Run(NamedTuple):
 
     Args:
         rank: of this process.
+        world_size: number of ranks, on other machines too.
         name: of the run, and of the attempt where the launcher restarts it.
         is_subprocess: it may be a child of the first rank, which was no rank yet when it made its dataset (Lightning).
     """
 
     rank: int
+    world_size: int
     name: str
     is_subprocess: bool = False
 
@@ -132,12 +135,16 @@ def find_run() -> Run | None:
     else:
         return None
     names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")
-    return Run(known.rank, "\n".join([owner, *(environ.get(name, "") for name in names)]), is_subprocess)
+    return Run(
+        known.rank, known.world_size, "\n".join([owner, *(environ.get(name, "") for name in names)]), is_subprocess
+    )
 
 
 def _describe_process(pid: int) -> str:
-    """Its number and when it began, which no other process of this machine has in common."""
-    return f"{pid} {_stat(pid)[19]}"
+    """Its number and when it began, as far as that is to be seen: no other process of this machine has both."""
+    with contextlib.suppress(OSError, IndexError):
+        return f"{pid} {_stat(pid)[19]}"
+    return str(pid)
 
 
 def _stat(pid: int) -> list[str]:
@@ -168,7 +175,7 @@ class _Pickler(pickle.Pickler):
         if not any(value is block for block in self.blocks):
             self.blocks.append(value)
         number = next(number for number, block in enumerate(self.blocks) if block is value)
-        return number, value.size_bytes, value.is_sealed
+        return number, value.size_bytes, value.is_sealed, os.fstat(value.fileno()).st_ino
 
 
 class _Unpickler(pickle.Unpickler):
@@ -180,7 +187,9 @@ class _Unpickler(pickle.Unpickler):
     def persistent_load(self, name: Any) -> Any:
         if isinstance(name, str):
             return self._known[name]
-        number, size_bytes, is_sealed = name
+        number, size_bytes, is_sealed, inode = name
+        if os.fstat(self._fds[number]).st_ino != inode:
+            raise StoreGoneError("the rank that prepared the samples has closed its dataset meanwhile")
         if number not in self._blocks:
             self._blocks[number] = Block(self._fds[number], size_bytes, None, sealed=is_sealed, owner=False)
         return self._blocks[number]
@@ -200,7 +209,7 @@ class _Line:
         self._socket = connection
         self.pid, self.uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         self.pidfd = -1
-        with contextlib.suppress(OSError):  # it has ended, or lies outside of what this process sees
+        with contextlib.suppress(OSError, AttributeError):  # it has ended, is not to be seen, or Python knows none
             self.pidfd = os.pidfd_open(self.pid)
 
     def fileno(self) -> int:
@@ -216,13 +225,19 @@ class _Line:
         size, count = _HEAD.unpack(self._read(_HEAD.size))
         data = self._read(size)
         fds: list[int] = []
-        while len(fds) < count:
-            byte, some, _, _ = socket.recv_fds(self._socket, 1, min(count - len(fds), _FDS_AT_ONCE))
-            fds += some
-            if not byte or not some:
-                for fd in fds:
-                    os.close(fd)
-                raise EOFError if not byte else OSError(errno.EMFILE, "too many open files; raise ulimit -n")
+        try:
+            while len(fds) < count:
+                wanted = min(count - len(fds), _FDS_AT_ONCE)
+                byte, some, _, _ = socket.recv_fds(self._socket, 1, wanted, socket.MSG_CMSG_CLOEXEC)
+                fds += some
+                if not byte:
+                    raise EOFError
+                if len(some) < wanted:
+                    raise OSError(errno.EMFILE, "too many open files for those that hold the samples; raise ulimit -n")
+        except BaseException:
+            for fd in fds:
+                os.close(fd)
+            raise
         return data, fds
 
     def _read(self, size: int) -> bytes:
@@ -268,7 +283,11 @@ def how_ended(pid: int, pidfd: int = -1) -> str:
     if status is None:
         return "has ended"
     code = os.waitstatus_to_exitcode(status)
-    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    return f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+
+
+def signal_name(number: int) -> str:
+    return next((each.name for each in signal.Signals if each == number), f"signal {number}")
 
 
 # The meeting
@@ -285,9 +304,7 @@ def meet(run: Run, key: str) -> Host | Guest | None:
     The place is the name of an abstract Unix socket, which one process holds at a time, and the kernel frees when that
     ends. It follows from the machine since it was started, the user, what processes are seen, the run, and the key.
     """
-    boot, namespace = Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.stat("/proc/self/ns/pid").st_ino
-    text = "\n".join([boot, str(os.getuid()), str(namespace), run.name, key])
-    name = f"\0fastdata-{hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}"
+    name = _place_of(run, key)
     deadline = time.monotonic() + _MEET_S
     while time.monotonic() < deadline:
         with contextlib.ExitStack() as cleanup:
@@ -299,7 +316,7 @@ def meet(run: Run, key: str) -> Host | Guest | None:
                 return Host(door, run)
             except OSError as taken:
                 if taken.errno != errno.EADDRINUSE:
-                    raise
+                    break
             try:
                 door.connect(name)
             except ConnectionRefusedError:  # it does not listen yet, or no more
@@ -313,6 +330,12 @@ def meet(run: Run, key: str) -> Host | Guest | None:
         break
     log.info("the ranks of this machine cannot meet: what is prepared is this one's own")
     return None
+
+
+def _place_of(run: Run, key: str) -> str:
+    boot, namespace = Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.stat("/proc/self/ns/pid").st_ino
+    text = "\n".join([boot, str(os.getuid()), str(namespace), run.name, key])
+    return f"\0fastdata-{hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}"
 
 
 class Lent(NamedTuple):
@@ -335,6 +358,7 @@ class Host:
         self._door, self._run = door, run
         self._guests: dict[_Line, int] = {}
         self._told: tuple[bytes, list[Block]] = b"", []  # nothing yet
+        self._round = 0  # of what was told
         self._thread: threading.Thread | None = None
         self._end = weakref.finalize(self, _shut, door, os.getpid())
         _close_doors_in_children()
@@ -342,7 +366,8 @@ class Host:
 
     def tell(self, kind: str, value: Any, known: Mapping[str, Any]) -> None:
         """Tell all guests, and those to come."""
-        self._told = _pickled((kind, self._run.rank, value), known)
+        self._round += 1
+        self._told = _pickled((kind, self._run.rank, self._round, value), known)
         for guest in self._guests:
             self._tell(guest)
 
@@ -357,6 +382,9 @@ class Host:
         sent: BaseException = IngestError(f"{type(error).__name__}: {error}")
         with contextlib.suppress(Exception):  # what cannot be pickled, or made again, is sent as text
             sent = pickle.loads(pickle.dumps(error)) if isinstance(error, Exception) else sent
+        with contextlib.suppress(OSError, IngestError):  # guests whom nobody had time for
+            while select.select([self._door], [], [], 0)[0]:
+                self.answer(self._door)
         self.tell("failed", sent, {})
         self.close()
 
@@ -373,7 +401,9 @@ class Host:
             IngestError: it has ended.
         """
         if ready is self._door:
-            guest = _let_in(self._door)
+            guest = None
+            with contextlib.suppress(OSError):
+                guest = _let_in(self._door)
             if guest is not None:
                 self._guests[guest[0]] = guest[1]
                 self._tell(guest[0])
@@ -386,10 +416,14 @@ class Host:
             if ready == line.pidfd:
                 raise EOFError
             data, fds = line.receive()
-        except (EOFError, OSError):
+        except (EOFError, ConnectionError):
             who = f"rank {self._guests[line]} (process {line.pid}) {line.ended()}"
             raise IngestError(f"{who} while the ranks of this machine prepared samples together") from None
         sent = json.loads(data)
+        if sent["round"] != self._round:  # it was told something else meanwhile
+            for fd in fds:
+                os.close(fd)
+            return []
         is_extra = os.sched_getaffinity(0).isdisjoint(sent["cores"])
         each = zip(fds, sent["pids"], strict=True)
         return [Lent(Connection(fd), pid, self._guests[line], is_extra) for fd, pid in each]
@@ -449,7 +483,7 @@ def _let_in(door: socket.socket) -> tuple[_Line, int] | None:
     try:
         if line.uid == os.getuid():
             return line, json.loads(line.receive()[0])["rank"]
-    except (EOFError, OSError):
+    except (EOFError, OSError, ValueError, KeyError):
         pass
     line.close()
     return None
@@ -457,17 +491,18 @@ def _let_in(door: socket.socket) -> tuple[_Line, int] | None:
 
 def _serve(door: socket.socket, told: tuple[bytes, list[Block]], run: Run) -> None:
     data, blocks = told
-    while True:
-        try:
-            guest = _let_in(door)
-        except OSError:
-            return
-        if guest is None:
-            continue
-        line, rank = guest
-        with contextlib.closing(line), contextlib.suppress(OSError):
-            line.send(data, [block.fileno() for block in blocks])
-            _say_shared(rank, line.pid, run.rank)
+    with door:  # whatever ends this thread, who comes then must not wait
+        while True:
+            try:
+                guest = _let_in(door)
+            except OSError:
+                return
+            if guest is None:
+                continue
+            line, rank = guest
+            with contextlib.closing(line), contextlib.suppress(OSError):
+                line.send(data, [block.fileno() for block in blocks])
+                _say_shared(rank, line.pid, run.rank)
 
 
 def _say_shared(rank: int, pid: int, host: int) -> None:
@@ -496,7 +531,7 @@ class Guest:
                 return "left", None
             who = f"{self.host} {self._line.ended()}"
             raise IngestError(f"{who} while it prepared samples for all ranks of this machine") from None
-        kind, rank, value = _Unpickler(data, known, fds).load()
+        kind, rank, self._round, value = _Unpickler(data, known, fds).load()
         self.host = f"rank {rank} (process {self._line.pid})"
         if kind == "failed":
             raise value from IngestError(f"in {self.host}")
@@ -504,7 +539,8 @@ class Guest:
 
     def lend(self, workers: Sequence[tuple[int, int]]) -> None:
         """Let the host use workers: the descriptor of each one's connection, and its process."""
-        text = json.dumps({"pids": [pid for _, pid in workers], "cores": sorted(os.sched_getaffinity(0))})
+        cores, pids = sorted(os.sched_getaffinity(0)), [pid for _, pid in workers]
+        text = json.dumps({"pids": pids, "cores": cores, "round": self._round})
         with contextlib.suppress(OSError):  # noticed by ``receive``
             self._line.send(text.encode(), [fd for fd, _ in workers])
 
@@ -518,30 +554,36 @@ class Guest:
 class Notice:
     """What a process has prepared, for its children to find under a key. Pickles as None."""
 
-    def __init__(self, name: str, data: bytes) -> None:
-        fd = os.memfd_create(name, os.MFD_CLOEXEC)
-        os.write(fd, data)
-        self.close = weakref.finalize(self, os.close, fd)
+    def __init__(self, key: str, value: Any, known: Mapping[str, Any]) -> None:
+        data, _ = _pickled(value, known, sends_descriptors=False)
+        self._block = Block(os.memfd_create(_notice_name(key), os.MFD_CLOEXEC), len(data), None, owner=True)
+        self._block.write(0, np.frombuffer(data, np.uint8))
+
+    def close(self) -> None:
+        self._block.close()
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(None), ()
 
 
-def post_notice(key: str, value: Any, known: Mapping[str, Any]) -> Notice | None:
-    """Where a launcher may still make this process a rank, leave a notice of what it has prepared."""
-    if not hasattr(os, "memfd_create") or multiprocessing.parent_process() is not None or os.environ.get("RANK"):
-        return None
-    return Notice(_notice_name(key), _pickled(value, known, sends_descriptors=False)[0])
+def may_become_rank() -> bool:
+    """Whether this may be the first rank of a run whose launcher, Lightning's, starts the others later."""
+    is_main = multiprocessing.parent_process() is None and get_worker_info() is None
+    return is_main and hasattr(os, "memfd_create") and not sys.modules.keys().isdisjoint(_SELF_LAUNCHED)
 
 
 def read_notice(key: str, known: Mapping[str, Any]) -> Any:
     """What the parent process has prepared under a key; None where that is nothing, or is not to be seen."""
     folder, link = Path(f"/proc/{os.getppid()}/fd"), f"/memfd:{_notice_name(key)} (deleted)"
-    with contextlib.suppress(OSError, StoreGoneError):
-        for entry in folder.iterdir():
-            if os.readlink(entry) == link and entry.stat().st_uid == os.getuid():
-                return _Unpickler(entry.read_bytes(), known, []).load()
+    with contextlib.suppress(OSError):
+        for entry in list(folder.iterdir()):
+            with contextlib.suppress(OSError, StoreGoneError):  # closed meanwhile
+                if os.readlink(entry) == link and entry.stat().st_uid == os.getuid():
+                    return _Unpickler(entry.read_bytes(), known, []).load()
     return None
+
+
+_SELF_LAUNCHED = ("lightning", "pytorch_lightning", "lightning_fabric")
 
 
 def _notice_name(key: str) -> str:

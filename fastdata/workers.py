@@ -28,7 +28,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from fastdata.errors import IngestError
-from fastdata.ranks import Host, Lent, how_ended
+from fastdata.ranks import Host, Lent, how_ended, signal_name
 
 _T = TypeVar("_T")
 _TASKS_AHEAD = 2
@@ -40,13 +40,15 @@ class WorkerPool(Generic[_T]):
 
     Args:
         job: called with one task, in a worker.
-        workers: at most so many; 1 or less runs the job in the thread that calls ``run``.
+        workers: at most so many.
+        may_run_here: 1 or less runs the job in the thread that calls ``run``.
     """
 
-    def __init__(self, job: Callable[[Any], _T], workers: int) -> None:
+    def __init__(self, job: Callable[[Any], _T], workers: int, *, may_run_here: bool = True) -> None:
         self._job, self._count, self._pid = job, workers, os.getpid()
         self._workers: list[_Worker] = []
-        if workers <= 1 or not sys.platform.startswith("linux") or multiprocessing.current_process().daemon:
+        is_here = workers < 1 or (workers == 1 and may_run_here)
+        if is_here or not sys.platform.startswith("linux") or multiprocessing.current_process().daemon:
             return
         try:
             with _interrupts_deferred():
@@ -113,10 +115,16 @@ class WorkerPool(Generic[_T]):
 
 
 def run_tasks(
-    job: Callable[[Any], _T], tasks: Sequence[Any], workers: int, host: Host | None = None
+    job: Callable[[Any], _T],
+    tasks: Sequence[Any],
+    workers: int,
+    host: Host | None = None,
+    *,
+    may_run_here: bool = True,
 ) -> Generator[_T, None, None]:
     """A round of a pool of its own; close the generator to end the workers."""
-    with contextlib.closing(WorkerPool(job, min(workers, len(tasks) // _TASKS_AHEAD))) as pool:
+    workers = min(workers, len(tasks) // _TASKS_AHEAD)
+    with contextlib.closing(WorkerPool(job, workers, may_run_here=may_run_here)) as pool:
         yield from pool.run(tasks, host)
 
 
@@ -207,7 +215,7 @@ class _ForkedWorker(_Worker):
     def ended(self) -> str:
         self._process.join()
         code = self._process.exitcode or 0
-        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        return f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
 
     def kill(self) -> None:
         self._process.kill()

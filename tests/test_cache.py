@@ -29,9 +29,10 @@ from torchvision.transforms import v2
 from children import send_sample
 from conftest import save_image
 from fastdata import CachedDataset, DataLoader, FastDataWarning, ImageFolder, ImageManifest
-from fastdata.cache import describe_call, describe_steps, inspect_caches, prune_caches
+from fastdata.cache import inspect_caches, prune_caches
 from fastdata.cache.build import locked
 from fastdata.cache.manifest import MANIFEST, Manifest
+from fastdata.describe import describe_call, describe_steps
 from fastdata.errors import CacheError, IngestError, SampleError, StoreGoneError
 from fastdata.images import CenterCrop, Resize, load_image
 from fastdata.stores import files as files_module

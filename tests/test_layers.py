@@ -22,6 +22,7 @@ ROOMS = (
     "images",
     "transforms",
     "codecs",
+    "describe",
     "sources",
     "stores",
     "ranks",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -355,23 +356,26 @@ def test_nothing_is_in_the_file_system_and_no_socket_outlives_its_dataset(tmp_pa
     source = Numbered(40, tmp_path / "log")
 
     def work(rank: int, pipe: Any) -> Any:
+        if rank:
+            return None
         before = meeting_places()
         dataset = CachedDataset(source, progress=False)
         during = meeting_places() - before
-        child = FORK.Process(target=time.sleep, args=(60,))
+        is_up = FORK.Event()
+        child = FORK.Process(target=lambda: (is_up.set(), time.sleep(60)))
         child.start()
+        is_up.wait()
         dataset.close()
         after = meeting_places() - before
         child.kill()
         child.join()
-        pipe.send((during, after))
-        return sorted(each.name for each in tmp_path.iterdir())
+        return during, after, sorted(each.name for each in tmp_path.iterdir())
 
     with Ranks(2, work) as run:
-        (during, after), _ = run.receive_all()
-        assert len(during) == 1
-        assert not after
-        assert run.receive_all() == [["log"]] * 2
+        (during, after, files), _ = run.receive_all()
+    assert len(during) == 1
+    assert not after
+    assert files == ["log"]
 
 
 def meeting_places() -> set[str]:
@@ -381,6 +385,7 @@ def meeting_places() -> set[str]:
 
 PARENT = """
 import os, subprocess, sys
+sys.modules["lightning_fabric"] = sys
 from fastdata import ImageFolder
 dataset = ImageFolder(sys.argv[1], fill="eager", progress=False)
 inode = os.fstat(dataset.kept.stores[0].files[0].fileno()).st_ino
@@ -422,6 +427,29 @@ def test_rank_is_what_the_launcher_says(environment: dict[str, str], monkeypatch
     assert local_ranks() == 2
 
 
+RUNS = {
+    "torchrun": ("TORCHELASTIC_ERROR_FILE", "/tmp/torchelastic_x/none_y/attempt_0/{}/error.json", "attempt_1"),
+    "torchrun, restarted": ("TORCHELASTIC_RESTART_COUNT", "0", "1"),
+    "Open MPI": ("PMIX_NAMESPACE", "prterun-host-12@1", "prterun-host-34@1"),
+    "srun": ("SLURM_STEP_ID", "0", "1"),
+    "by hand": ("MASTER_PORT", "29500", "29501"),
+}
+
+
+@pytest.mark.parametrize(("name", "value", "other"), RUNS.values(), ids=list(RUNS))
+def test_ranks_of_one_run_know_it_and_no_other(name: str, value: str, other: str, monkeypatch: Any) -> None:
+    """What the launcher says tells the ranks of a run from those of a second one, and of a restarted one."""
+    runs = []
+    for rank, text in ((0, value.format(0)), (1, value.format(1)), (1, value.format(1).replace("attempt_0", other))):
+        is_other = len(runs) == 2 and "attempt_0" not in value
+        settings = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_PORT": "1", "SLURM_JOB_ID": "7"}
+        for each, setting in {**settings, name: other if is_other else text}.items():
+            monkeypatch.setenv(each, setting)
+        runs.append(find_run())
+    first, second, third = (run.name for run in runs if run is not None)
+    assert first == second != third
+
+
 def test_batch_script_of_slurm_is_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """A script that sbatch runs for a job of many tasks is alone, as no srun has started it."""
     monkeypatch.setenv("SLURM_PROCID", "0")
@@ -451,3 +479,112 @@ def test_how_a_process_ended_is_told_before_and_after_it_is_reaped() -> None:
             assert how_ended(child.pid, pidfd) in ("was killed by SIGTERM", "has ended")  # the latter before Linux 6.15
         finally:
             os.close(pidfd)
+
+
+def test_datasets_that_only_their_steps_tell_apart_are_not_shared(images: Path) -> None:
+    """Samples that are not looked at may differ too: each rank gets those that its own steps make."""
+    from PIL import Image
+
+    Image.new("RGB", (40, 30)).save(images / "class0" / "2.png")  # the only one that the bound changes, never looked at
+
+    def work(rank: int, pipe: Any) -> Any:
+        with ImageFolder(images, resize="long:10" if rank else None, fill="eager", progress=False) as dataset:
+            pipe.send("made")
+            pipe.recv()
+            return [dataset[index][0].size for index in range(len(dataset))]
+
+    with Ranks(2, work) as run:
+        run.receive_all()
+        run.send_all("go")
+        whole, bounded = run.receive_all()
+    assert (40, 30) in whole
+    assert (40, 30) not in bounded
+
+
+def test_two_datasets_of_one_rank_have_memory_of_their_own(images: Path) -> None:
+    """The second of a rank meets the second of another one: record locks would not keep two in one process apart."""
+
+    def work(rank: int, pipe: Any) -> Any:
+        one, two = (ImageFolder(images, fill="lazy", progress=False) for _ in range(2))
+        with one, two:
+            pipe.send("made")
+            pipe.recv()
+            return [os.fstat(it.kept.stores[0]._store.files[0].fileno()).st_ino for it in (one, two)]
+
+    with Ranks(2, work) as run:
+        run.receive_all()
+        run.send_all("go")
+        first, second = run.receive_all()
+    assert first == second
+    assert len(set(first)) == 2
+
+
+def test_a_view_whose_transform_is_replaced_keeps_the_others_table(images: Path) -> None:
+    """Preparing one view again, on a guest too, leaves the paths and targets of the dataset alone."""
+
+    def work(rank: int, pipe: Any) -> Any:
+        with ImageFolder(images, transform=Crop((4, 4)), progress=False) as dataset:
+            view = dataset.with_transform(None)
+            view.transform = Crop((2, 2))
+            pipe.send("made")
+            pipe.recv()
+            found = dataset.samples[3][1], dataset[3][1], view[3][1], view[3][0].size
+            view.close()
+            return *found, dataset[3][1]
+
+    with Ranks(2, work) as run:
+        run.receive_all()
+        run.send_all("go")
+        assert run.receive_all() == [(0, 0, 0, (2, 2), 0)] * 2
+
+
+class Crop:
+    def __init__(self, size: tuple[int, int]) -> None:
+        self.size = size
+
+    def __call__(self, image: Any) -> Any:
+        return image.crop((0, 0, *self.size))
+
+
+def test_a_greeting_that_is_none_does_no_harm(tmp_path: Path) -> None:
+    """Somebody who connects and talks nonsense does not keep later ranks from attaching."""
+    source = Numbered(40, tmp_path / "log")
+
+    def work(rank: int, pipe: Any) -> Any:
+        if rank:
+            pipe.recv()
+        with CachedDataset(source, progress=False) as dataset:
+            pipe.send("made")
+            pipe.recv()
+            return made(dataset)
+
+    before = meeting_places()
+    with Ranks(2, work) as run:
+        assert run.receive(0) == "made"
+        (place,) = meeting_places() - before
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger:
+            stranger.connect(place.replace("@", "\0"))
+            stranger.sendall(b"\0\0\0\4\0\0\0\0nope")
+        run.pipes[1].send("come")
+        assert run.receive(1) == "made"
+        run.send_all("go")
+        host, guest = run.receive_all()
+    assert host["inodes"] == guest["inodes"]
+
+
+def test_targets_that_numpy_does_not_know_are_no_obstacle(tmp_path: Path) -> None:
+    """bfloat16 targets are shared, and kept, as without a launcher."""
+    pairs = [(torch.full((3, 6, 5), k, dtype=torch.uint8), torch.tensor(k, dtype=torch.bfloat16)) for k in range(40)]
+
+    def work(rank: int, pipe: Any) -> Any:
+        with CachedDataset(pairs, progress=False) as dataset:
+            pipe.send("made")
+            pipe.recv()
+            return made(dataset)
+
+    with Ranks(2, work) as run:
+        run.receive_all()
+        run.send_all("go")
+        host, guest = run.receive_all()
+    assert host["inodes"] == guest["inodes"]
+    assert guest["targets"] == list(range(40))

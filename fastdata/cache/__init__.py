@@ -2,19 +2,10 @@
 
 from fastdata.cache.build import prepare_on_disk
 from fastdata.cache.inspect import find_cache, inspect_caches, open_cache, prune_caches, verify_cache
-from fastdata.cache.origin import (
-    Listing,
-    describe_call,
-    describe_dataset,
-    describe_steps,
-    list_paths,
-)
+from fastdata.cache.origin import Listing, list_paths
 
 __all__ = [
     "Listing",
-    "describe_call",
-    "describe_dataset",
-    "describe_steps",
     "find_cache",
     "inspect_caches",
     "list_paths",

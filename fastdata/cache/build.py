@@ -32,8 +32,9 @@ from fastdata.cache.manifest import (
     target_columns,
     targets_of,
 )
-from fastdata.cache.origin import Listing, describe_codec, hash_key, unchanged
+from fastdata.cache.origin import Listing, hash_key, unchanged
 from fastdata.codecs import codec_of, find_codec
+from fastdata.describe import describe_codec
 from fastdata.errors import CacheError, SampleError
 from fastdata.memory import StoragePlan, fastest_fitting, format_bytes
 from fastdata.prepare import (
