@@ -166,6 +166,7 @@ def collate(samples: list[Any], *, pad: float | None = None) -> Any:
 
     Raises:
         TypeError: with ``pad``, images are no tensors, or differ in more than height and width.
+        ValueError: ``pad`` is no value of the images' dtype.
 
     Example:
         >>> images = torch.zeros(2, 3, 4, 4)
@@ -212,6 +213,13 @@ def _pad(images: list[Any], value: float) -> Padded:
     if len(kinds) > 1:
         found = " and ".join(sorted(f"{dtype} of {channels} channels" for dtype, channels in kinds))
         raise TypeError(f"the images of one batch are {found}: pad= makes height and width alike, and nothing else")
+    dtype = images[0].dtype
+    if not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool):
+        limits = torch.iinfo(dtype)
+        if not limits.min <= value <= limits.max or value != int(value):
+            raise ValueError(
+                f"pad={value} does not fit images of {dtype}, whole numbers from {limits.min} to {limits.max}"
+            )
     sizes = torch.tensor([image.shape[-2:] for image in images])
     batch = images[0].new_full((len(images), images[0].shape[0], *sizes.amax(dim=0).tolist()), value)
     batch = batch.as_subclass(torch.Tensor)  # as torch stacks images that are tv_tensors

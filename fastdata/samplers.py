@@ -14,14 +14,15 @@ from __future__ import annotations
 
 import copy
 import itertools
+import operator
 import zlib
 from abc import abstractmethod
-from collections.abc import Iterator, Sized
+from collections.abc import Callable, Iterator, Sized
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
-from torch.utils.data import DistributedSampler, Sampler
+from torch.utils.data import ConcatDataset, Dataset, DistributedSampler, Sampler
 
 from fastdata.batch import RepeatedIndex, count_earlier
 from fastdata.draws import draw_integers, draw_uniform, sample_keys
@@ -74,6 +75,7 @@ class EpochSampler:
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch that comes; one that was loaded goes on if it is the same."""
+        epoch = operator.index(epoch)  # states are of plain values
         if epoch != self.epoch:
             self.epoch, self.position, self.has_begun = epoch, self._start, False
         self.is_set = True
@@ -83,6 +85,9 @@ class EpochSampler:
         epoch, position = self.epoch, self.position
         if self.has_begun:
             epoch, position = epoch + (not self.is_set), self._start
+        return self._state(epoch, position)
+
+    def _state(self, epoch: int, position: Any) -> dict[str, Any]:
         return {"epoch": epoch, "position": copy.deepcopy(position), "order": self.identity}
 
     def find_ranks(self) -> None:
@@ -94,7 +99,7 @@ class EpochSampler:
         self.find_ranks()
         self.epoch, self.position, self.has_begun = begun["epoch"], begun["position"], True
 
-    def state_dict(self, batches: int = 0, batch_size: int = 1) -> dict[str, Any]:
+    def state_dict(self, batches: int = 0, batch_size: int = 1, *, drop_last: bool = False) -> dict[str, Any]:
         """Return where the epoch stands, as a dict of plain values, the same on every rank.
 
         fastdata's DataLoader holds it in its own state. torch's reads ahead, so that only the training loop knows how
@@ -104,13 +109,14 @@ class EpochSampler:
             batches: that this rank has got since the latest iterator began. After the last one the state is the
                 beginning of the next epoch.
             batch_size: samples in each, on one rank.
+            drop_last: the loader's, which decides what batch is the last one.
         """
-        epoch, position = self.epoch, self.position
-        if batches and batches >= self.batches_left(position, batch_size):
-            epoch, position = epoch + 1, self._start
-        elif batches:
-            position = self.advance(position, batches, batch_size)
-        return {"epoch": epoch, "position": copy.deepcopy(position), "order": self.identity}
+        batches, batch_size = operator.index(batches), operator.index(batch_size)
+        if not batches:
+            return self._state(self.epoch, self.position)
+        if batches >= self.batches_left(self.position, batch_size, drop_last=drop_last):
+            return self._state(self.epoch + 1, self._start)
+        return self._state(self.epoch, self.advance(self.position, batches, batch_size))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Let the next iterator go on where ``state`` was taken, with any number of ranks and any batch size.
@@ -183,10 +189,11 @@ class RankSampler(EpochSampler, DistributedSampler[int]):
         if uneven not in ("pad", "drop", "keep"):
             raise ValueError(f"uneven={uneven!r} is not one of 'pad', 'drop', 'keep'")
         self.length, self.uneven, self.position = _length_of(dataset), uneven, 0
-        self.order_length = self.length if num_samples is None else num_samples
+        self.order_length = self.length if num_samples is None else operator.index(num_samples)
         if not 0 <= self.order_length <= (np.inf if self.may_repeat and self.length else self.length):
             raise ValueError(f"num_samples={num_samples}, of {self.length} samples that come at most once")
-        self._given, found = (rank, world_size), find_rank(rank, world_size)
+        self._given = _plain(rank), _plain(world_size)
+        found, seed = find_rank(*self._given), operator.index(seed)
         numbers: Any = range(self.order_length)
         super().__init__(numbers, found.world_size, found.rank, shuffle, seed, drop_last=uneven == "drop")
         self.find_ranks()
@@ -314,7 +321,8 @@ class BalancedSampler(RankSampler):
     """Every class equally often: rounds in each of which all classes come once, in random order.
 
     Args:
-        targets: (N,), the class of each sample, or a dataset that has them as ``targets``; of a ``Subset``, its own.
+        targets: (N,), the class of each sample, or a dataset that has them as ``targets``; of a ``Subset``, its own, of
+            a ``ConcatDataset`` those of its parts.
         num_samples: of an epoch of all ranks. By default as many as there are samples; without replacement as many as
             the smallest class has, for each class.
         replacement: whether a sample may come again in an epoch; else other samples of the larger classes come in each.
@@ -341,10 +349,13 @@ class BalancedSampler(RankSampler):
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
-        found = _targets_of(targets)
+        found = _of_samples(targets, _targets_of)
         if found.ndim != 1 or not len(found):
             raise ValueError(f"targets have the shape {found.shape}; the class of each sample is needed, at least one")
-        classes, of = np.unique(found, return_inverse=True)
+        try:
+            classes, of = np.unique(found, return_inverse=True)
+        except TypeError as error:
+            raise ValueError(f"targets cannot be sorted, as classes are: {error}") from error
         self._class, self._counts = of.astype(np.int64), np.bincount(of)
         smallest = int(self._counts.argmin())
         most = len(classes) * int(self._counts[smallest])
@@ -412,7 +423,7 @@ class RepeatSampler(RankSampler):
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
-        length, self.repeats = _length_of(dataset), repeats
+        length, self.repeats = _length_of(dataset), operator.index(repeats)
         if repeats < 1:
             raise ValueError(f"repeats={repeats} must be at least 1")
         if num_samples is not None and num_samples > repeats * length:
@@ -441,15 +452,15 @@ class BucketSampler(EpochSampler, Sampler[list[int]]):
     ``collate_fn=functools.partial(fastdata.collate, pad=0)`` pads the images of a batch.
 
     Args:
-        shapes: (N, 2), height and width of each sample in pixels; or a fastdata dataset, or ``Subset`` of one, whose
-            stored samples' shapes are known, those before any random step.
+        shapes: (N, 2), height and width of each sample in pixels; or a fastdata dataset, or ``Subset`` or
+            ``ConcatDataset`` of such, whose stored samples' shapes are known, those before any random step.
         batch_size: samples in a batch of one rank.
         shuffle: else pools are stretches of the dataset, and their batches come as they were parted.
         seed: of the order.
         drop_last: whether to drop what makes no whole batch on every rank, random samples; else the last batches are
             smaller, and fewer than ``world_size`` samples are repeated.
-        pool_batches: batches in a pool, of all ranks, at most. With more, fewer pixels are padded, and batches are less
-            random.
+        pool_batches: steps in a pool, at most, of a batch on each rank. With more, fewer pixels are padded, and batches
+            are less random.
         rank, world_size: as of ``RankSampler``.
 
     Raises:
@@ -478,12 +489,18 @@ class BucketSampler(EpochSampler, Sampler[list[int]]):
     ) -> None:
         if min(batch_size, pool_batches) < 1:
             raise ValueError(f"batch_size={batch_size} and pool_batches={pool_batches} must be at least 1")
-        self._shapes = _shapes_of(shapes)
+        self._shapes = _of_samples(shapes, _shapes_of)
         self._data = _checksum(self._shapes)
-        self.batch_size, self.shuffle, self.seed, self.drop_last = batch_size, shuffle, seed, drop_last
-        self.pool_batches, self.position = pool_batches, self._start
-        self._given = rank, world_size
+        # Without a public ``drop_last``, for which Lightning would take this for a BatchSampler, and make it anew.
+        self.batch_size, self.shuffle, self._drop_last = operator.index(batch_size), shuffle, drop_last
+        self.seed, self.pool_batches, self.position = operator.index(seed), operator.index(pool_batches), self._start
+        self._given = _plain(rank), _plain(world_size)
         self.find_ranks()
+
+    @property
+    def sampler(self) -> BucketSampler:
+        """Itself: where Lightning looks for whom to tell the epoch."""
+        return self
 
     def __iter__(self) -> Iterator[list[int]]:
         self._begin()
@@ -496,7 +513,8 @@ class BucketSampler(EpochSampler, Sampler[list[int]]):
         for group in itertools.islice(self._steps(left, epoch, *latest), steps, None):
             share = -(-len(group) // self.num_replicas)
             parts = self._parted(np.resize(group, share * self.num_replicas), share)
-            which = (self.rank + int(group[0])) % self.num_replicas  # else rank 0 would always have the smaller ones
+            turn = int(sample_keys(self.seed ^ _STEP_SALT, epoch if self.shuffle else 0, group[:1])[0])
+            which = (self.rank + turn) % self.num_replicas  # else rank 0 would always have the smaller ones
             batch = parts[which].tolist()
             if share * self.num_replicas > len(group):
                 earlier = count_earlier(np.zeros(len(self._shapes), np.uint32), np.concatenate(parts))
@@ -511,8 +529,8 @@ class BucketSampler(EpochSampler, Sampler[list[int]]):
     def _steps(self, left: Int64s, epoch: int, batch_size: int, ranks: int) -> Iterator[Int64s]:
         """What all ranks take in each step, from pools of about as many steps each, so that none is small."""
         size = batch_size * ranks
-        steps = len(left) // size if self.drop_last else -(-len(left) // size)
-        pools = -(-steps * ranks // self.pool_batches)
+        steps = len(left) // size if self._drop_last else -(-len(left) // size)
+        pools = -(-steps // self.pool_batches)
         ends = [steps * number // pools * size for number in range(pools + 1)] if steps else []
         for start, end in itertools.pairwise(ends):
             if start < end:
@@ -544,14 +562,14 @@ class BucketSampler(EpochSampler, Sampler[list[int]]):
 
     @property
     def identity(self) -> dict[str, Any]:
-        named = {"sampler": type(self).__name__, "shapes": self._data, "seed": self.seed}
-        return named | {name: getattr(self, name) for name in ("shuffle", "drop_last", "pool_batches")}
+        named = {"sampler": type(self).__name__, "shapes": self._data, "seed": self.seed, "shuffle": self.shuffle}
+        return named | {"drop_last": self._drop_last, "pool_batches": self.pool_batches}
 
     def batches_left(self, position: Any, batch_size: int = 1, *, drop_last: bool = False) -> int:
         """How many batches each rank has from a position on: of its own size, whatever is given."""
         samples, size = len(self._shapes), self.batch_size * self.num_replicas
         samples -= sum(int(np.prod(leg)) for leg in position)
-        return samples // size if self.drop_last else -(-samples // size)
+        return samples // size if self._drop_last else -(-samples // size)
 
     def advance(self, position: Any, batches: int, batch_size: int) -> list[list[int]]:
         *legs, latest = self._legs(position)
@@ -571,19 +589,31 @@ def _checksum(values: npt.NDArray[Any]) -> str:
     return f"{zlib.crc32(np.ascontiguousarray(values).data):08x} of {len(values)}"
 
 
+def _plain(number: int | None) -> int | None:
+    return None if number is None else operator.index(number)
+
+
 def _length_of(dataset: Sized | int) -> int:
-    return dataset if isinstance(dataset, int) else len(dataset)
+    return len(dataset) if isinstance(dataset, Sized) else operator.index(dataset)
+
+
+def _of_samples(source: Any, find: Callable[[Any], npt.NDArray[Any]]) -> npt.NDArray[Any]:
+    """What is found of each sample, behind any ``Subset`` and ``ConcatDataset`` too."""
+    if hasattr(source, "indices") and hasattr(source, "dataset"):  # a Subset
+        return _of_samples(source.dataset, find)[np.asarray(source.indices, np.int64)]
+    if isinstance(source, ConcatDataset):
+        return np.concatenate([_of_samples(part, find) for part in source.datasets])
+    return find(source)
 
 
 def _targets_of(source: Any) -> npt.NDArray[Any]:
-    if hasattr(source, "indices") and hasattr(source, "dataset"):  # a Subset
-        return _targets_of(source.dataset)[np.asarray(source.indices, np.int64)]
-    return np.asarray(getattr(source, "targets", source))
+    found = getattr(source, "targets", source)
+    if isinstance(found, Dataset):  # of which an array would be all samples, decoded
+        raise ValueError(f"{type(found).__name__} has no targets; give the class of each sample, an array (N,)")
+    return np.asarray(found)
 
 
 def _shapes_of(source: Any) -> Int64s:
-    if hasattr(source, "indices") and hasattr(source, "dataset"):
-        return _shapes_of(source.dataset)[np.asarray(source.indices, np.int64)]
     if hasattr(source, "kept"):  # a fastdata dataset
         shapes = None if source.kept is None else source.kept.images.shapes()
         if shapes is None:
@@ -593,6 +623,11 @@ def _shapes_of(source: Any) -> Int64s:
                 "storage, or give shapes=, an array (N, 2) of height and width."
             )
         return np.asarray(shapes[:, -2:], np.int64)
+    if isinstance(source, Dataset):
+        raise ValueError(
+            f"{type(source).__name__} is no fastdata dataset, whose shapes are known; give shapes=, an array (N, 2) of "
+            "height and width."
+        )
     found = np.asarray(source)
     if found.ndim != 2 or found.shape[1] != 2:
         raise ValueError(f"shapes are {found.shape}; (N, 2) is needed, the height and width of each sample")

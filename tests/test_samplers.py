@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import BatchSampler, Dataset, DistributedSampler, IterableDataset, Sampler, Subset
+from torch.utils.data import BatchSampler, ConcatDataset, Dataset, DistributedSampler, IterableDataset, Sampler, Subset
 from torch.utils.data import DataLoader as TorchLoader
 from torchvision import transforms as v1
 
@@ -371,6 +371,59 @@ def _noisy(_: Any) -> float:
     return torch.rand(1).item()
 
 
+def test_what_a_collate_draws_differs_between_ranks(launched: Any) -> None:
+    """MixUp of two ranks draws other numbers in each batch, also where the dataset's seed is the same number."""
+    with _images() as dataset:
+        drawn: list[float] = []
+        for rank in range(2):
+            launched(rank, 2)
+            drawn += DataLoader(dataset, 2, collate_fn=_noisy, distributed="auto")
+    assert len(set(drawn)) == len(drawn) == 12
+
+
+def test_a_state_after_a_set_epoch_is_the_next_one() -> None:
+    """Once an epoch that was set is over its state is the one behind it; the loader itself repeats what was set."""
+    make = partial(_ranked, RANKED["shuffled"])
+    loader, again = DataLoader(Numbers(), **make(COUNT, 0, 1)), DataLoader(Numbers(), **make(COUNT, 0, 1))
+    loader.set_epoch(3)
+    assert loader.state_dict()["start"]["samplers"][-1]["state"]["epoch"] == 3
+    list(loader)
+    again.load_state_dict(loader.state_dict())
+    orders = [next(iter(each)).tolist() for each in (loader, again)]
+    assert orders == [RankSampler(COUNT, rank=0, world_size=1).order(epoch).tolist() for epoch in (3, 4)]
+
+
+def test_an_epoch_without_a_batch_left_is_passed_over(launched: Any) -> None:
+    """Resumed with batches that are larger than what is left, and dropped, the next epoch comes, not an empty one."""
+    launched(0, 1)
+    options: dict[str, Any] = {"shuffle": True, "drop_last": True, "distributed": "auto"}
+    loader = DataLoader(Numbers(), batch_size=2, **options)
+    list(itertools.islice(iter(loader), 10))
+    again = DataLoader(Numbers(), batch_size=5, **options)
+    again.load_state_dict(loader.state_dict())
+    order = RankSampler(COUNT, rank=0, world_size=1).order(1).tolist()
+    assert [index for batch in again for index in batch.tolist()] == order[:20]
+
+
+@pytest.mark.parametrize("name", ["repeated", "buckets"])
+def test_states_of_numpys_numbers_are_plain(name: str) -> None:
+    """Whatever integers a sampler is given, its state goes through JSON."""
+    batch_size, repeats, count, seed, rank, world_size, epoch = np.arange(2, 9)
+    ranked = {"seed": seed, "rank": rank - 5, "world_size": world_size}
+    sampler: Any = RepeatSampler(np.int64(COUNT), repeats, count * 9, **ranked)  # type: ignore[arg-type]
+    if name == "buckets":
+        sampler = BucketSampler(SHAPES, batch_size, pool_batches=count, **ranked)
+    sampler.set_epoch(epoch)
+    _through_json(sampler.state_dict(np.int64(1), batch_size))
+
+
+def test_dropped_batches_do_not_count_in_torchs_loader() -> None:
+    """With ``drop_last`` the last whole batch is the last one, and the state behind it the next epoch's beginning."""
+    sampler = RankSampler(COUNT, rank=0, world_size=1)
+    states = [sampler.state_dict(5, 4, drop_last=drop_last) for drop_last in (False, True)]
+    assert [(state["epoch"], state["position"]) for state in states] == [(0, 20), (1, 0)]
+
+
 def test_a_set_epoch_after_loading_begins_that_epoch() -> None:
     """Another epoch set on a loader that holds a state is a whole one; the same one goes on."""
     make = partial(_ranked, RANKED["shuffled"])
@@ -537,6 +590,19 @@ def test_the_classes_of_a_dataset_are_found() -> None:
         assert sorted(BalancedSampler(subset, 2, rank=0, world_size=1)) in ([0, 1], [0, 2])
 
 
+def test_joined_datasets_have_targets_and_shapes() -> None:
+    """A ConcatDataset has those of its parts in a row."""
+    with _images() as dataset:
+        joined: ConcatDataset[Any] = ConcatDataset([Subset(dataset, [2, 4]), dataset])
+        targets, shapes = [2, 4, *range(COUNT)], np.full((COUNT + 2, 2), [6, 5])
+        assert list(BalancedSampler(joined, rank=0, world_size=1)) == list(
+            BalancedSampler(targets, rank=0, world_size=1)
+        )
+        assert list(BucketSampler(joined, 4, rank=0, world_size=1)) == list(
+            BucketSampler(shapes, 4, rank=0, world_size=1)
+        )
+
+
 def test_copies_go_to_different_ranks() -> None:
     """In repeated augmentation three ranks get the three copies of the same samples, a third of them an epoch."""
     samplers = [RepeatSampler(24, 3, rank=rank, world_size=3) for rank in range(3)]
@@ -609,6 +675,14 @@ def test_no_rank_always_has_the_larger_samples() -> None:
     sides = np.array([[shapes[batch].max() for batch in batches] for batches in ranks])
     assert np.ptp(sides, axis=0).max() < 60  # of 400
     assert set(sides.argmax(axis=0).tolist()) == set(range(4))
+
+
+def test_ranks_of_a_step_cost_alike_however_many_there_are() -> None:
+    """A pool is as many steps on 32 ranks as on one, so that the batches of a step hold like shapes."""
+    shapes = np.random.default_rng(3).integers(200, 800, (2048, 2))
+    ranks = [list(BucketSampler(shapes, 4, pool_batches=16, rank=rank, world_size=32)) for rank in range(32)]
+    areas = np.array([[shapes[batch].max(axis=0).prod() for batch in batches] for batches in ranks])
+    assert areas.max(axis=0).mean() / areas.mean() < 1.4
 
 
 def test_unshuffled_buckets_are_the_same_each_epoch() -> None:
@@ -704,6 +778,10 @@ def test_padded_batches_go_all_ways(engine: dict[str, Any]) -> None:
         (lambda: WeightedSampler([[1.0]]), r"weights have the shape \(1, 1\)"),
         (lambda: WeightedSampler([1, 0], 2, False), "num_samples=2 without replacement, but 1 weights are above zero"),
         (lambda: BalancedSampler([0, 0, 7], 3), "without replacement, but class 7 has 1 samples, and 2 .* are 2"),
+        (lambda: BalancedSampler(Numbers()), "Numbers has no targets; give the class of each sample"),
+        (lambda: BalancedSampler(np.array([1, "a"], object)), "targets cannot be sorted, as classes are: '<' not"),
+        (lambda: BucketSampler(Numbers(), 4), "Numbers is no fastdata dataset, .* give shapes="),
+        (lambda: collate([torch.zeros(1, 2, 2).byte()], pad=-1), "pad=-1 does not fit images of torch.uint8, .* 255"),
         (lambda: BalancedSampler([]), r"targets have the shape \(0,\)"),
         (lambda: RepeatSampler(5, 0), "repeats=0 must be at least 1"),
         (lambda: RepeatSampler(5, 2, 11), "num_samples=11, but 5 samples 2 times are 10"),

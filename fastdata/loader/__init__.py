@@ -7,6 +7,7 @@ leave the GIL while they copy, so threads run side by side.
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -48,8 +49,9 @@ class DataLoader(torch_loader.DataLoader[_T_co]):
       container quota) shared among the ranks of this machine (``LOCAL_WORLD_SIZE``), less one for the training loop:
       0 on a single core, but 1 where another argument asks for workers. The attribute is the number.
     - ``collate_fn``: the default is ``fastdata.collate``, which takes whole batches as they are. What another one draws
-      from torch's global generator, as MixUp and CutMix do, follows from the base seed and the batch's number where
-      threads or the training loop call it: any number of threads gives the same batches.
+      from torch's global generator, as MixUp and CutMix do, follows from the base seed and the batch's number,
+      with ``distributed`` that among the batches of all ranks, where threads or the training loop call it: any number
+      of threads gives the same batches.
     - ``pin_memory``: ``"auto"`` pins if there is a CUDA or XPU device, batches are large enough to gain from it, and
       all that are under way are a small part of the free memory; ``report()`` says what was decided and why. The
       attribute is True or False. A ``CudaPrefetcher`` pins by itself.
@@ -195,12 +197,15 @@ class DataLoader(torch_loader.DataLoader[_T_co]):
     def _reader(self, dataset: Any, ring: BatchRing, progress: Progress, read: Any) -> Callable[[Any, int], Any]:
         """Make what turns indices and number of a batch into it, from any thread; holds neither loader nor iterator."""
         served, collate_fn = self._served.dataset if self._served else None, self.collate_fn
+        counted = self._checkpoints.order(None).counted
         assert collate_fn is not None
         if read is not None:
             return lambda indices, number: read(indices, ring)
 
         def make(indices: Any, number: int) -> Any:
             seed = progress.base_seed or 0
+            if counted is not None:  # among the batches of all ranks, so that no two draw the same
+                number = number * counted.num_replicas + counted.rank
             draws = served.seed_of(seed) if served else seed, progress.epoch or 0, number
             return epochs.make_batch(dataset, served, indices, ring, collate_fn, draws)
 
@@ -221,7 +226,7 @@ class DataLoader(torch_loader.DataLoader[_T_co]):
 
         A sampler of ``fastdata.samplers`` is told too.
         """
-        self._epochs.set(epoch)
+        self._epochs.set(operator.index(epoch))
         counted = self._checkpoints.order(None).counted
         if counted is not None:
             counted.set_epoch(epoch)

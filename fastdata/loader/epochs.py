@@ -96,7 +96,8 @@ def make_batch(
         return served.read_batch(indices, ring)
     else:
         samples = served.sample_batch(indices, ring)
-    with nullcontext() if collate_fn is collate else BatchDraws(*draws):
+    draws_nothing = getattr(collate_fn, "func", collate_fn) is collate  # as a partial, with ``pad``, too
+    with nullcontext() if draws_nothing else BatchDraws(*draws):
         return collate_fn(samples)
 
 
@@ -212,6 +213,15 @@ class Counted(torch_loader._BaseDataLoaderIter):
             tally.answer(asked_at)
 
 
+def _may_be_told(loader: Any) -> bool:
+    """Whether a sampler has ``set_epoch``, which Lightning calls between ``iter()`` and ``next()`` when it resumes.
+
+    Nothing is then read ahead before ``next``.
+    """
+    samplers = (loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None))
+    return any(hasattr(sampler, "set_epoch") for sampler in samplers)
+
+
 class InlineIter(Counted, torch_loader._SingleProcessDataLoaderIter):
     """torch's engine in the training loop, counted."""
 
@@ -248,12 +258,32 @@ def _end_with_parent() -> None:
 class ProcessIter(Counted, torch_loader._MultiProcessingDataLoaderIter):
     """torch's worker processes, counted, with batches that come through a shared ring."""
 
+    _put_later = 0  # batches that workers are asked for at ``next``
+    _is_waiting = False
+
     def __init__(self, view: TorchView, progress: Progress, *, held: int) -> None:
         if not isinstance(view.collate_fn, RingCollate):
             view.collate_fn = RingCollate(view.collate_fn, slots=view.prefetch_factor + 1 + held)
         self.ring = self.arrivals = view.collate_fn.arrivals
         view.multiprocessing_context = _Context(view.multiprocessing_context or torch.multiprocessing)
         super().__init__(view, progress)
+
+    def _reset(self, loader: Any, first_iter: bool = False) -> None:
+        self._put_later, self._is_waiting = 0, _may_be_told(loader)
+        super()._reset(loader, first_iter)
+        self._is_waiting = False
+
+    def _try_put_index(self) -> None:
+        if self._is_waiting:
+            self._put_later += 1
+        else:
+            super()._try_put_index()
+
+    def _next_data(self) -> Any:
+        while self._put_later:
+            self._put_later -= 1
+            self._try_put_index()
+        return super()._next_data()  # type: ignore[no-untyped-call]
 
     def __next__(self) -> Any:
         try:
@@ -314,9 +344,8 @@ class ThreadIter(Counted):
             self._threads = ThreadPoolExecutor(threads, thread_name_prefix="fastdata-loader")
             self._stop = weakref.finalize(self, _stop, self._threads)
             self._ahead = threads * view.prefetch_factor
-            samplers = (view.sampler, view.batch_sampler, getattr(view.batch_sampler, "sampler", None))
-            if not any(hasattr(sampler, "set_epoch") for sampler in samplers):
-                self._start()  # else at ``next``: Lightning calls ``set_epoch`` after ``iter()`` when it resumes
+            if not _may_be_told(view):
+                self._start()
 
     def _next_data(self) -> Any:
         self._start()

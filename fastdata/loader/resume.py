@@ -177,9 +177,12 @@ class Checkpoints:
             with undisturbed(*order.generators):
                 seed = draw_base_seed(generator) if kept is None else kept
                 progress = Progress(epoch, order.capture(), base_seed=seed, keeps_seed=kept is not None)
+            if progress.start and order.counted and order.counted.has_begun:  # one that was set is over too
+                progress.start["samplers"][-1]["state"]["epoch"] = order.counted.epoch + 1
         start, first = copy.deepcopy(progress.start) or order.capture(), progress.first
-        if order.sharing and not progress.ahead:
-            start["samplers"][-1]["state"] |= order.reached(start, first)
+        if order.counted and (sharing := order.sharing) and not progress.ahead:
+            reached = start["samplers"][-1]["state"]
+            reached["position"] = order.counted.advance(reached["position"], first, sharing["batch_size"])
             first += progress.passed
         return {
             "version": VERSION,
@@ -206,14 +209,22 @@ class Checkpoints:
     def _put_back(self, state: dict[str, Any]) -> dict[str, Any] | None:
         """Where a sampler that counts its epochs was asked in vain, let it go on with a state all the same.
 
-        None where it was told to begin another epoch in place of the one that the state stands in.
+        None where another epoch begins: it was told to, or has no batch left of the one that the state stands in.
         """
-        counted, saved = self.order(None).counted, state["start"]["samplers"][-1:]
+        order = self.order(None)
+        counted, saved = order.counted, state["start"]["samplers"][-1:]
         if counted is None:
             return state
         if counted.has_begun:
             counted.load_state_dict(saved[0]["state"])
-        return None if state["is_begun"] and counted.coming() != saved[0]["state"] else state
+        if not state["is_begun"]:
+            return state
+        if counted.coming() != saved[0]["state"]:
+            return None
+        if order.sharing and not state["ahead"] and not counted.is_set and order.batches(state["start"]) == 0:
+            counted.load_state_dict(counted.state_dict(1, order.sharing["batch_size"], drop_last=True))
+            return None
+        return state
 
     @property
     def _seen(self) -> Progress:
@@ -276,11 +287,6 @@ class Order(Iterator[Any]):
         drop_last = self._sampler is not self.counted and self._sampler.drop_last
         position = start["samplers"][-1]["state"]["position"]
         return self.counted.batches_left(position, sharing["batch_size"], drop_last=drop_last)
-
-    def reached(self, start: dict[str, Any], batches: int) -> dict[str, Any]:
-        """Where so many batches of an epoch that began with ``start`` lead to."""
-        position = start["samplers"][-1]["state"]["position"]
-        return {"position": self.counted.advance(position, batches, self.sharing["batch_size"])} if self.counted else {}
 
     def __len__(self) -> int:
         return len(self._sampler)
@@ -345,7 +351,8 @@ class Order(Iterator[Any]):
             if is_set or (dataset.epoch is None and (dataset.options.seed is not None or progress.keeps_seed)):
                 progress.epoch = self.counted.coming()["epoch"]
         assert progress.base_seed is not None
-        return self._served.visit(indices, progress.epoch or 0, progress.base_seed)
+        epoch, may_be_marked = progress.epoch or 0, self.counted is not None
+        return self._served.visit(indices, epoch, progress.base_seed, may_be_marked=may_be_marked)
 
 
 def _pack(generator: torch.Generator) -> str:  # some 4,000 characters for a Mersenne twister of 20,000 bits
@@ -389,7 +396,7 @@ def check_state(state: dict[str, Any], loader: dict[str, Any], sharing: dict[str
             f"this is no state of a fastdata DataLoader of version {VERSION}: it has version "
             f"{state.get('version')!r} and the keys {sorted(state)}"
         )
-    saved, free = state["loader"], {*(sharing or ()), *(["sampler_length"] if sharing else ())}
+    saved, free = state["loader"], {*sharing, "sampler_length"} if sharing else set()
     if sharing and state["ahead"] and any(saved.get(name) != value for name, value in sharing.items()):
         raise ValueError(
             "the state was saved while batches were still to come that others had overtaken (in_order=False): it can "

@@ -173,8 +173,10 @@ class LoaderView(NamedTuple):
     def prepared_share(self) -> float:
         return self.dataset.prepared_share(self.subset)
 
-    def visit(self, batches: Iterable[list[int]], epoch: int, base_seed: int) -> Iterator[list[int]]:
-        """The batches of an epoch, with what random draws are made from.
+    def visit(
+        self, batches: Iterable[list[int]], epoch: int, base_seed: int, *, may_be_marked: bool
+    ) -> Iterator[list[int]]:
+        """The batches of an epoch, with what random draws are made from; a RepeatedIndex counts if they may have such.
 
         One whose indices only the dataset's own methods know the meaning of stays as it is; elsewhere an index that is
         out of range or no number is an error.
@@ -183,7 +185,7 @@ class LoaderView(NamedTuple):
 
         def visited(indices: list[int]) -> list[int]:
             try:
-                return self._visit(indices, visits, seed)
+                return self._visit(indices, visits, seed, may_be_marked)
             except (IndexError, TypeError, ValueError):
                 if self.dataset.own_reader is None:
                     raise
@@ -191,8 +193,8 @@ class LoaderView(NamedTuple):
 
         return map(visited, batches)  # which goes on after an error, as torch's iterators do
 
-    def _visit(self, indices: list[int], visits: EpochVisits, seed: int) -> IndexBatch:
-        index_B, given = np.asarray(indices, dtype=np.int64), indices
+    def _visit(self, indices: list[int], visits: EpochVisits, seed: int, may_be_marked: bool) -> IndexBatch:
+        index_B, given = np.asarray(indices, dtype=np.int64), indices if may_be_marked else ()
         if index_B.ndim != 1:
             raise TypeError(f"a batch of sample numbers is needed, and the sampler gave {indices!r}")
         if self.subset is not None:
