@@ -1,8 +1,7 @@
 """Prepared samples that outlive the run: caches on disk, found again by what they were made from."""
 
-from fastdata.cache.build import prepare_on_disk
+from fastdata.cache.build import Listing, list_paths, prepare_on_disk
 from fastdata.cache.inspect import find_cache, inspect_caches, open_cache, prune_caches, verify_cache
-from fastdata.cache.origin import Listing, list_paths
 
 __all__ = [
     "Listing",
