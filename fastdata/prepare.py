@@ -15,7 +15,7 @@ import os
 import pickle
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -386,13 +386,13 @@ def ingest(
     *,
     with_targets: bool,
     chosen: Sequence[int] | None = None,
-    tell: Callable[[tuple[Writer, ...]], Host | None] = lambda writers: None,
+    host: Host | None = None,
 ) -> Ingested:
     """Fill stores with every sample of a source, each read once; or with some: ``chosen[row]`` becomes row ``row``.
 
     There is a plan for each part of samples; if these turn out to differ in shape, stores are written for any shapes.
-    Of chosen samples, beside which there are others, none need be fit, but all must have the planned shapes. ``tell``
-    makes the writers known to ranks that help, and returns their host.
+    Of chosen samples, beside which there are others, none need be fit, but all must have the planned shapes. The
+    guests of a ``host`` help.
 
     Raises:
         SampleError: a sample cannot be prepared; names its path and index.
@@ -407,7 +407,8 @@ def ingest(
             for writer in to_write.writers:
                 cleanup.callback(writer.close)
             try:
-                host = tell(to_write.writers)
+                if host is not None:
+                    host.tell("help", (to_write.writers, with_targets))
                 targets, errors = _write_all(to_write, positions, options, with_targets=with_targets, host=host)
             except ShapesDifferError as found:
                 if chosen is not None:
@@ -611,9 +612,9 @@ class _Preparation:
             return _shared_by(Notice(key, prepared, known), prepared)
         if run.is_subprocess and (found := read_notice(key, known)) is not None:
             return self._attached(found, "the process that started this one")
-        while isinstance(place := meet(run, key), Guest):
+        while isinstance(place := meet(run, key, known), Guest):
             with contextlib.closing(place):
-                joined = self._join(place, known, run)
+                joined = self._join(place, run)
             if joined is not None:
                 return joined
         if place is None:
@@ -621,7 +622,7 @@ class _Preparation:
             return self.run()
         try:
             prepared = self.run(place)
-            place.tell("prepared", prepared, known)
+            place.tell("prepared", prepared)
         except BaseException as error:
             place.refuse(error)
             raise
@@ -631,13 +632,13 @@ class _Preparation:
             place.serve()
         return _shared_by(place, prepared)
 
-    def _join(self, guest: Guest, known: Mapping[str, Any], run: Run) -> Prepared | None:
+    def _join(self, guest: Guest, run: Run) -> Prepared | None:
         """Lend workers to the host until all is prepared; None where it has left before it said anything."""
         workers, ranks, helping = self._options.num_workers, local_ranks(), contextlib.ExitStack()
         share = -(-_workers(self._options) // (ranks if ranks > 1 else run.world_size))
         with helping:
             while True:
-                kind, value = guest.receive(known)
+                kind, value = guest.receive()
                 helping.close()
                 if kind == "left":
                     return None
@@ -735,13 +736,7 @@ class _Preparation:
             to_write = WritePath.open(path, self._writer_plans(plan, is_lazy=True), len(path.source))
             stores: tuple[Store, ...] = LazyFill(to_write, len(path.source)).stores()
         else:
-
-            def tell(writers: tuple[Writer, ...]) -> Host | None:
-                if host is not None:
-                    host.tell("help", (writers, table is None), self._known())
-                return host
-
-            ingested = ingest(path, self._writer_plans(plan), options, with_targets=table is None, tell=tell)
+            ingested = ingest(path, self._writer_plans(plan), options, with_targets=table is None, host=host)
             stores, skipped = ingested.stores, ingested.skipped
             warn_of_skipped(skipped, len(path.source))
             if table is None:

@@ -37,7 +37,7 @@ import torch.distributed
 from torch.utils.data import get_worker_info
 
 from fastdata.errors import IngestError, StoreGoneError
-from fastdata.report import log
+from fastdata.report import log, warn_user
 from fastdata.shared import Block
 
 if sys.platform != "win32":
@@ -298,13 +298,25 @@ _END_S = 1.0
 _GREETING_S = 10.0
 
 
-def meet(run: Run, key: str) -> Host | Guest | None:
+def meet(run: Run, key: str, known: Mapping[str, Any]) -> Host | Guest | None:
     """Meet the ranks that make the same dataset: the first to come hosts the others. None where that cannot be.
 
     The place is the name of an abstract Unix socket, which one process holds at a time, and the kernel frees when that
     ends. It follows from the machine since it was started, the user, what processes are seen, the run, and the key.
+    What is ``known`` to all of them is sent by its name.
     """
-    name = _place_of(run, key)
+    with contextlib.suppress(OSError):  # a sandbox without /proc, or such sockets
+        found = _meet_at(_place_of(run, key), run, known)
+        if found is not None:
+            return found
+    warn_user(
+        "the ranks of this machine cannot meet, so that each prepares and holds samples of its own. cache_dir= holds "
+        "one copy on disk; share='off' is without this warning."
+    )
+    return None
+
+
+def _meet_at(name: str, run: Run, known: Mapping[str, Any]) -> Host | Guest | None:
     deadline = time.monotonic() + _MEET_S
     while time.monotonic() < deadline:
         with contextlib.ExitStack() as cleanup:
@@ -313,10 +325,10 @@ def meet(run: Run, key: str) -> Host | Guest | None:
                 door.bind(name)
                 door.listen(socket.SOMAXCONN)
                 cleanup.pop_all()
-                return Host(door, run)
+                return Host(door, run, known)
             except OSError as taken:
                 if taken.errno != errno.EADDRINUSE:
-                    break
+                    raise
             try:
                 door.connect(name)
             except ConnectionRefusedError:  # it does not listen yet, or no more
@@ -325,10 +337,9 @@ def meet(run: Run, key: str) -> Host | Guest | None:
             cleanup.pop_all()
         line = _Line(door)
         if line.uid == os.getuid():
-            return Guest(line, run)
+            return Guest(line, run, known)
         line.close()
         break
-    log.info("the ranks of this machine cannot meet: what is prepared is this one's own")
     return None
 
 
@@ -354,8 +365,8 @@ class Host:
     Once all is prepared a thread answers those who come later, until ``close``. Pickles as None.
     """
 
-    def __init__(self, door: socket.socket, run: Run) -> None:
-        self._door, self._run = door, run
+    def __init__(self, door: socket.socket, run: Run, known: Mapping[str, Any]) -> None:
+        self._door, self._run, self._known = door, run, known
         self._guests: dict[_Line, int] = {}
         self._told: tuple[bytes, list[Block]] = b"", []  # nothing yet
         self._round = 0  # of what was told
@@ -364,10 +375,10 @@ class Host:
         _close_doors_in_children()
         _HOSTS.add(self)
 
-    def tell(self, kind: str, value: Any, known: Mapping[str, Any]) -> None:
+    def tell(self, kind: str, value: Any) -> None:
         """Tell all guests, and those to come."""
         self._round += 1
-        self._told = _pickled((kind, self._run.rank, self._round, value), known)
+        self._told = _pickled((kind, self._run.rank, self._round, value), self._known)
         for guest in self._guests:
             self._tell(guest)
 
@@ -385,7 +396,7 @@ class Host:
         with contextlib.suppress(OSError, IngestError):  # guests whom nobody had time for
             while select.select([self._door], [], [], 0)[0]:
                 self.answer(self._door)
-        self.tell("failed", sent, {})
+        self.tell("failed", sent)
         self.close()
 
     # While samples are prepared
@@ -512,12 +523,12 @@ def _say_shared(rank: int, pid: int, host: int) -> None:
 class Guest:
     """A rank that came to a host."""
 
-    def __init__(self, line: _Line, run: Run) -> None:
-        self._line, self.host = line, ""
+    def __init__(self, line: _Line, run: Run, known: Mapping[str, Any]) -> None:
+        self._line, self.host, self._known = line, "", known
         with contextlib.suppress(OSError):  # noticed by ``receive``
             line.send(json.dumps({"rank": run.rank}).encode())
 
-    def receive(self, known: Mapping[str, Any]) -> tuple[str, Any]:
+    def receive(self) -> tuple[str, Any]:
         """Wait for what the host tells; ``"left"`` if it has left, or ended, before it told anything.
 
         Raises:
@@ -531,7 +542,7 @@ class Guest:
                 return "left", None
             who = f"{self.host} {self._line.ended()}"
             raise IngestError(f"{who} while it prepared samples for all ranks of this machine") from None
-        kind, rank, self._round, value = _Unpickler(data, known, fds).load()
+        kind, rank, self._round, value = _Unpickler(data, self._known, fds).load()
         self.host = f"rank {rank} (process {self._line.pid})"
         if kind == "failed":
             raise value from IngestError(f"in {self.host}")
