@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -19,7 +20,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from fastdata import CachedDataset, ImageFolder
+from fastdata import CachedDataset, FastDataWarning, ImageFolder, ranks
 from fastdata.errors import IngestError, SampleError
 from fastdata.ranks import Rank, find_rank, find_run, how_ended, local_ranks
 
@@ -128,6 +129,18 @@ def made(dataset: CachedDataset) -> dict[str, Any]:
     }
 
 
+def showing(source: Any, **options: Any) -> Callable[[int, Any], Any]:
+    """What makes a dataset, says so, and shows it when it is told to: once all have attached."""
+
+    def work(rank: int, pipe: Any) -> Any:
+        with CachedDataset(source, progress=False, **options) as dataset:
+            pipe.send("made")
+            pipe.recv()
+            return made(dataset)
+
+    return work
+
+
 def expected(length: int) -> dict[str, Any]:
     return {"samples": [index % 251 for index in range(length)], "targets": list(range(length))}
 
@@ -138,11 +151,7 @@ def test_ranks_prepare_together_and_hold_one_copy(tmp_path: Path, options: dict[
     """Three ranks read every sample once between them, and all of them serve it from the same memory."""
     source = Numbered(400, tmp_path / "log", ragged=ragged)
 
-    def work(rank: int, pipe: Any) -> Any:
-        with CachedDataset(source, progress=False, num_workers=3, **options) as dataset:
-            pipe.send("made")
-            pipe.recv()  # until all have attached
-            return made(dataset)
+    work = showing(source, num_workers=3, **options)
 
     with Ranks(3, work) as run:
         assert run.receive_all() == ["made"] * 3
@@ -161,11 +170,7 @@ def test_each_rank_prepares_a_share(tmp_path: Path) -> None:
     source = Numbered(400, tmp_path / "log")
     source.hold.touch()
 
-    def work(rank: int, pipe: Any) -> Any:
-        with CachedDataset(source, progress=False, num_workers=4) as dataset:
-            pipe.send("made")
-            pipe.recv()
-            return made(dataset)
+    work = showing(source, num_workers=4)
 
     with Ranks(2, work) as run:
         source.wait_for_workers_of("0", "1")
@@ -410,6 +415,48 @@ def test_ranks_that_a_rank_starts_share_what_it_has_prepared(images: Path) -> No
     assert found.stdout.split()[0] == "True", found.stdout + found.stderr
 
 
+def test_a_place_that_another_user_holds_is_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a process of another user would send is not asked for; that ranks cannot meet is said."""
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_PORT", "1")):
+        monkeypatch.setenv(name, value)
+    run = find_run()
+    assert run is not None
+    monkeypatch.setattr(ranks, "_place_of", lambda run, key: f"\0fastdata-test-{os.getpid()}")
+    host = ranks.meet(run, "key", {})
+    assert isinstance(host, ranks.Host)
+    try:
+        host.tell("prepared", "a secret")
+        host.serve()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ranks.os, "getuid", lambda: 12345)
+            with pytest.warns(FastDataWarning, match="cannot meet, so that each prepares"):
+                assert ranks.meet(run, "key", {}) is None
+        guest = ranks.meet(run, "key", {})
+        assert isinstance(guest, ranks.Guest)
+        with contextlib.closing(guest):
+            assert guest.receive() == ("prepared", "a secret")
+    finally:
+        host.close()
+
+
+def test_a_sandbox_without_such_sockets_is_said(tmp_path: Path) -> None:
+    """Where ranks cannot meet each has samples of its own, with a warning."""
+
+    def work(rank: int, pipe: Any) -> Any:
+        def refuse(*_: Any) -> None:
+            raise PermissionError(1, "Operation not permitted")
+
+        socket.socket.bind = refuse  # type: ignore[method-assign]  # of this forked process
+        with pytest.warns(FastDataWarning, match="cannot meet"):
+            dataset = CachedDataset(Numbered(40, tmp_path / f"log{rank}"), progress=False)
+        with dataset:
+            return made(dataset)
+
+    with Ranks(2, work) as run:
+        found = run.receive_all()
+    assert all({**each, **expected(40)} == each for each in found), found
+
+
 ENVIRONMENTS = {
     "torchrun": {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"},
     "Open MPI": {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
@@ -576,13 +623,7 @@ def test_targets_that_numpy_does_not_know_are_no_obstacle(tmp_path: Path) -> Non
     """bfloat16 targets are shared, and kept, as without a launcher."""
     pairs = [(torch.full((3, 6, 5), k, dtype=torch.uint8), torch.tensor(k, dtype=torch.bfloat16)) for k in range(40)]
 
-    def work(rank: int, pipe: Any) -> Any:
-        with CachedDataset(pairs, progress=False) as dataset:
-            pipe.send("made")
-            pipe.recv()
-            return made(dataset)
-
-    with Ranks(2, work) as run:
+    with Ranks(2, showing(pairs)) as run:
         run.receive_all()
         run.send_all("go")
         host, guest = run.receive_all()
