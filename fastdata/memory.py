@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import platform
 import re
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -43,6 +45,11 @@ def usable_cores(*, root: Path = CGROUP_ROOT, table: Path = CGROUP_TABLE) -> int
         if quota_us is not None and period_us:
             cores = min(cores, math.ceil(quota_us / period_us))
     return max(1, cores)
+
+
+def cpu_model() -> str:
+    found = re.search(r"^model name\s*:\s*(.+)$", _read(Path("/proc/cpuinfo")), re.MULTILINE)
+    return found[1] if found else platform.processor() or platform.machine()
 
 
 def available_bytes(*, root: Path = CGROUP_ROOT, table: Path = CGROUP_TABLE) -> Available:
@@ -131,9 +138,47 @@ def _read(path: Path) -> str:
 
 
 def is_running(pid: int) -> bool:
+    if os.name != "posix":
+        import psutil
+
+        return psutil.pid_exists(pid)
+    try:  # without an import: a process that is forked while another thread imports has half a module
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def cpu_seconds(processes: Collection[int], threads: Collection[int] = ()) -> dict[int, float]:
+    """CPU seconds so far of processes, and of this process's threads, by the system's ids; of those that are there."""
     import psutil
 
-    return psutil.pid_exists(pid)
+    found = {}
+    for pid in processes:
+        with contextlib.suppress(psutil.Error):
+            found[pid] = sum(psutil.Process(pid).cpu_times()[:2])
+    if threads:
+        with contextlib.suppress(psutil.Error):
+            found |= {
+                one.id: one.user_time + one.system_time for one in psutil.Process().threads() if one.id in threads
+            }
+    return found
+
+
+def thread_clock() -> tuple[float, float]:
+    """Seconds in which the calling thread was not kept waiting by others for a core, and its CPU seconds.
+
+    A difference of the first that is more than one of the second was spent waiting, for a disk or a network. Where the
+    system does not count how long threads wait for cores, the first is plain time.
+    """
+    try:
+        with open("/proc/thread-self/schedstat", "rb", buffering=0) as file:  # proc(5): ran, could have run, slices
+            ready_ns = int(file.read().split()[1])
+    except (OSError, IndexError):
+        ready_ns = 0
+    return time.perf_counter() - ready_ns / 1e9, time.thread_time()
 
 
 _UNITS = ("", "K", "M", "G", "T")

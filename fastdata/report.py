@@ -30,7 +30,7 @@ class _Log(_Bar):
     """Progress where nobody watches, as in a file: a line for every tenth, of whoever has set logging up for them."""
 
     def __init__(self, total: int, description: str) -> None:
-        super().__init__(disable=True)
+        super().__init__(total=total, disable=True)
         self._total, self._description = total, description
 
     def update(self, n: float | None = 1) -> None:

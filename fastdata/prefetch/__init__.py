@@ -49,12 +49,16 @@ class PrefetchReport(EpochReport):
 
     Args:
         devices: where batches went; ``("cpu",)`` where nothing was moved.
+        read_s: seconds its thread waited for the loader.
+        copy_s: seconds its thread was busy with copies, waited for them, and for what follows them on the device.
         pinned_bytes: the most host memory that was pinned at a time, by this prefetcher.
         copies: copies of tensors, by where they were copied from.
         batch_ops: where they ran, and why there if on the CPU; empty where the loader has none of fastdata's.
     """
 
     devices: tuple[str, ...] = ("cpu",)
+    read_s: float = 0.0
+    copy_s: float = 0.0
     pinned_bytes: int = 0
     copies: CopyCounts = dataclasses.field(default_factory=CopyCounts)
     batch_ops: str = ""
@@ -244,6 +248,7 @@ class CudaPrefetcher:
         fields: dict[str, Any] = {field.name: getattr(base, field.name) for field in dataclasses.fields(EpochReport)}
         fields |= {"batches": feed.batches, "samples": feed.samples}
         fields |= {"wait_s": feed.times.wait_s, "busy_s": feed.times.busy_s}
+        fields |= {"read_s": feed.read_s, "copy_s": feed.copy_s}
         if pinned is not None:
             fields |= {"pinning": pinned.plan.reason, "pinned_bytes": pinned.most_bytes, "copies": feed.copies}
             fields |= {"devices": tuple(map(str, self._devices)), "batch_ops": self._ops.described}

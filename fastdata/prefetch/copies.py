@@ -13,6 +13,7 @@ import dataclasses
 import mmap
 import os
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +25,7 @@ import torch
 
 from fastdata import memory as host_memory
 from fastdata.batch import flatten, memory_of
-from fastdata.loader.epochs import LoopTimes
+from fastdata.loader.epochs import LoopTimes, shown_as
 from fastdata.memory import PinningPlan, budget_bytes, choose_pinning
 from fastdata.prefetch.backend import CudaBackend, Event, Stream
 from fastdata.ring import Arrivals, BatchRing, address_of, is_plain
@@ -205,6 +206,7 @@ class Feed:
     def __post_init__(self) -> None:
         self.times, self.copies = LoopTimes(), CopyCounts()
         self.batches = self.samples = 0
+        self.read_s = self.copy_s = 0.0  # how long the thread waited for the loader, and for copies and what follows
         self.seen: Any = None  # how far the loader had been read with the user's latest batch
         self._number = 0
         self._backend: Any = self.pinned and self.pinned.backend
@@ -232,7 +234,8 @@ class Feed:
             raise StopIteration
         asked_at = self.times.ask()
         try:
-            outcome = self._read_here() if self.pinned is None else self._take()
+            with shown_as("fastdata: wait"):
+                outcome = self._read_here() if self.pinned is None else self._take()
         except BaseException:  # Ctrl-C, or torch's word on a killed worker
             self.stop()
             raise
@@ -333,10 +336,13 @@ class Feed:
             self._let_go(len(self._in_flight) - 1)
         if self._stopped.is_set() or self.iterator is None:
             return False
+        asked_at = time.perf_counter()
         try:
             holder = [next(self.iterator)]
         except StopIteration:
             return False
+        finally:
+            self.read_s += time.perf_counter() - asked_at
         arrival = self._bring(holder)
         if arrival is not None:
             self._ready.put(arrival)
@@ -347,17 +353,21 @@ class Feed:
         mark, number, self._number = self.mark(), self._number, self._number + 1
         tensors, build = flatten(holder.pop())
         samples, shards = count_samples(tensors), cut(tensors, len(self.devices))
+        begun_at = time.perf_counter()
         blocks = self._stage(tensors, shards)
+        self.copy_s += time.perf_counter() - begun_at
         tensors, streams, place = [], self.streams[: len(shards)], self._take_place()
         if self._stopped.is_set():
             return None
         try:
             for event in place:  # the batch before those in the queue: devices never hold more of them than that
                 event.synchronize()
+            begun_at = time.perf_counter()
             events: list[Event] = []
             self._in_flight.append((events, shards))
             try:
-                moved = [self._copy(*each) for each in zip(shards, blocks, self.devices, strict=False)]
+                with shown_as("fastdata: copy"):
+                    moved = [self._copy(*each) for each in zip(shards, blocks, self.devices, strict=False)]
             finally:
                 events += [self._backend.record(stream) for stream in streams]
             del blocks  # of the staging buffer
@@ -369,6 +379,7 @@ class Feed:
                         parts[part] = self.finish(parts[part], self.devices[part], number)
                 moved = [flatten(part)[0] for part in parts]
                 events = [self._backend.record(stream) for stream in streams]
+            self.copy_s += time.perf_counter() - begun_at
         except BaseException:
             self._places.put(place)
             raise
