@@ -32,7 +32,7 @@ from fastdata.errors import MemoryBudgetError, refuse_remote
 from fastdata.folder import ImageFolder
 from fastdata.images import IMAGE_EXTENSIONS
 from fastdata.loader import DataLoader
-from fastdata.memory import tree_pss_bytes, usable_cores
+from fastdata.memory import cpu_model, tree_pss_bytes, usable_cores
 from fastdata.report import progress_bar
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
@@ -497,31 +497,36 @@ def table(document: dict[str, Any]) -> str:
 
 def save_chart(document: dict[str, Any], path: Path) -> None:
     """Draw images/s of each recipe, median with its range, as bars on a logarithmic axis."""
-    import_extra("matplotlib", "plot", feature="--plot").use("Agg")
-    pyplot = importlib.import_module("matplotlib.pyplot")
     figures, machine = document["figures"], document["machine"]
     recipes = figures["recipes"]
-    figure, axes = pyplot.subplots(figsize=(4.0 + 1.2 * len(recipes), 4.0), layout="constrained")
-    for offset, side, colour in ((-0.2, "vanilla", "#9aa5b1"), (0.2, "fastdata", "#2f7ed8")):
-        rates = [recipe[side]["images_per_s"]["rounds"] for recipe in recipes.values()]
-        medians = [median(rate) for rate in rates]
-        below_above = [[median(rate) - min(rate), max(rate) - median(rate)] for rate in rates]
-        places = [place + offset for place in range(len(recipes))]
-        errors, name = np.transpose(below_above), figures[side]["name"]
-        bars = axes.bar(places, medians, 0.38, yerr=errors, capsize=4, color=colour, label=name)
-        axes.bar_label(bars, [f"{rate:,.0f}" for rate in medians], padding=4)
-    labels = [f"{name}\n{recipe['ratio']:.0f} times" for name, recipe in recipes.items()]
-    axes.set_xticks(range(len(recipes)), labels)
-    axes.set_yscale("log")
-    axes.margins(y=0.2)
-    axes.set_ylabel("images/s, logarithmic")
-    batch_size = figures["settings"]["batch_size"]
-    axes.set_title(
-        f"{machine['cpu_model']}, {machine['usable_cores']} cores\n{figures['images']:,} images, batch {batch_size}"
-    )
-    axes.legend()
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    with chart(path, width=4.0 + 1.2 * len(recipes), height=4.0, feature="--plot") as axes:
+        for offset, side, colour in ((-0.2, "vanilla", "#9aa5b1"), (0.2, "fastdata", "#2f7ed8")):
+            rates = [recipe[side]["images_per_s"]["rounds"] for recipe in recipes.values()]
+            medians = [median(rate) for rate in rates]
+            below_above = [[median(rate) - min(rate), max(rate) - median(rate)] for rate in rates]
+            places = [place + offset for place in range(len(recipes))]
+            errors, name = np.transpose(below_above), figures[side]["name"]
+            bars = axes.bar(places, medians, 0.38, yerr=errors, capsize=4, color=colour, label=name)
+            axes.bar_label(bars, [f"{rate:,.0f}" for rate in medians], padding=4)
+        labels = [f"{name}\n{recipe['ratio']:.0f} times" for name, recipe in recipes.items()]
+        axes.set_xticks(range(len(recipes)), labels)
+        axes.set_yscale("log")
+        axes.margins(y=0.2)
+        axes.set_ylabel("images/s, logarithmic")
+        batch_size = figures["settings"]["batch_size"]
+        axes.set_title(
+            f"{machine['cpu_model']}, {machine['usable_cores']} cores\n{figures['images']:,} images, batch {batch_size}"
+        )
+        axes.legend()
+
+
+@contextmanager
+def chart(file: str | os.PathLike[str], *, width: float, height: float, feature: str) -> Iterator[Any]:
+    """Axes of a chart, in inches, that is written at the end; without pyplot, whose backend is the user's choice."""
+    import_extra("matplotlib", "plot", feature=feature)
+    figure = importlib.import_module("matplotlib.figure").Figure(figsize=(width, height), layout="constrained")
+    yield figure.subplots()
+    figure.savefig(file, dpi=150)
 
 
 def versions() -> dict[str, str | None]:
@@ -536,11 +541,8 @@ def versions() -> dict[str, str | None]:
 
 
 def machine_facts() -> dict[str, Any]:
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text("utf-8", "replace").splitlines() if cpuinfo.exists() else []
-    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return {
-        "cpu_model": models[0] if models else platform.processor() or platform.machine(),
+        "cpu_model": cpu_model(),
         "cpu_count": os.cpu_count(),
         "usable_cores": usable_cores(),
         "system": platform.platform(),

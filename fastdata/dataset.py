@@ -18,6 +18,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
+from dataclasses import replace
 from multiprocessing import current_process
 from multiprocessing.context import get_spawning_popen
 from multiprocessing.reduction import ForkingPickler
@@ -25,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, TypeVar, 
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, get_worker_info
+from torch.utils.data import Dataset, Subset, get_worker_info
 
 from fastdata import core
 from fastdata.batch import IndexBatch, SampleBatch, SharedVisits, stacked
@@ -966,6 +967,29 @@ class PreparedDataset(Dataset[Any]):
         other = self._copied()
         other._samples = kept
         other._compile()
+        return other
+
+    def prepared_anew(self, index: Sequence[int], **options: Any) -> Self:
+        """Some of the samples, read again and kept as ``options`` say: a dataset of its own, to be closed.
+
+        Raises:
+            ValueError: what samples were read from is not known, as in copies in other processes.
+        """
+        origin, table = self._origin(), None
+        source: Source
+        if isinstance(origin, FileSource):
+            paths, targets = ([values[place] for place in index] for values in (origin.paths, origin.targets))
+            table = SampleTable(targets, paths=paths, class_to_idx=self.table.class_to_idx if self.table else None)
+            source = FileSource(paths, targets, origin.loader)
+        elif isinstance(origin, DatasetSource):
+            source = DatasetSource(Subset(origin.dataset, list(index)))
+        else:
+            raise ValueError(f"this {type(self).__name__} does not know what its samples were read from")
+        other = self._copied()
+        usual = {"cache_dir": None, "cache_key": None, "fill": "eager", "progress": False, "share": "off"}
+        other.options = replace(self.options, **usual | options)
+        other._stored_after = None
+        other._prepare(source, table)
         return other
 
     def _copied(self) -> Self:
