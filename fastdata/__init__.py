@@ -7,7 +7,7 @@ Swap two imports and keep the script::
 
 from typing import TYPE_CHECKING, Any
 
-from fastdata.batch import SampleBatch, collate
+from fastdata.batch import collate
 from fastdata.dataset import CachedDataset
 from fastdata.errors import FastDataError, FastDataWarning
 from fastdata.folder import ImageFolder, ImageManifest
@@ -26,24 +26,29 @@ __all__ = [
     "ImageFolder",
     "ImageManifest",
     "RingCollate",
-    "SampleBatch",
     "Views",
     "collate",
+    "diagnose",
     "plan_transform",
+    "tune",
 ]
 
 if TYPE_CHECKING:
+    from fastdata.batch import SampleBatch as SampleBatch
     from fastdata.chunked import ChunkedLoader
+    from fastdata.diagnosis import diagnose
+    from fastdata.tuning import tune
 
     __version__: str
 else:
+    _LATER = {"ChunkedLoader": "chunked", "SampleBatch": "batch", "diagnose": "diagnosis", "tune": "tuning"}
 
     def __getattr__(name: str) -> Any:
         """Import what most scripts do without when it is asked for (PEP 562)."""
-        if name == "ChunkedLoader":
-            from fastdata.chunked import ChunkedLoader
+        if name in _LATER:
+            from importlib import import_module
 
-            return ChunkedLoader
+            return getattr(import_module(f"fastdata.{_LATER[name]}"), name)
         if name == "__version__":
             from importlib.metadata import version  # reads files
 

@@ -38,13 +38,18 @@ ROOMS = (
     "chunked",
     "prefetch",
     "bench",
+    "probe",
+    "tuning",
+    "diagnosis",
+    "doctor",
     "cli",
     "__main__",
     "__init__",
 )
 """A room is a module or a package of the top level; it imports only rooms that stand before it."""
 
-ENTRANCES = ("cli", "__main__", "__init__")
+ENTRANCES = ("tuning", "diagnosis", "cli", "__main__", "__init__")
+"""Stand on top of all others: no room of the flow uses them."""
 MOST_FLOORS = 10
 """A floor is one import of another room: on floor 1 are the rooms that import none."""
 

@@ -23,6 +23,7 @@ from fastdata.dataset import PreparedDataset
 from fastdata.loader import epochs
 from fastdata.loader.epochs import HELD_BY_USER, Counted, Engine, Tally, TorchView
 from fastdata.loader.resume import Checkpoints, LoaderEpochs, Progress, length_of, undisturbed
+from fastdata.loader.tuned import find_tuned
 from fastdata.loader.view import MOSTLY_PREPARED, LoaderView, Served
 from fastdata.memory import PinningPlan, budget_bytes, choose_pinning
 from fastdata.ranks import local_ranks
@@ -47,7 +48,8 @@ class DataLoader(torch_loader.DataLoader[_T_co]):
       them, when no step of the transform needs Python per sample.
     - ``num_workers``: threads or processes; 0 reads in the training loop. ``"auto"`` takes the usable cores (affinity,
       container quota) shared among the ranks of this machine (``LOCAL_WORLD_SIZE``), less one for the training loop:
-      0 on a single core, but 1 where another argument asks for workers. The attribute is the number.
+      0 on a single core, but 1 where another argument asks for workers. Where ``fastdata.tune(dataset).keep()`` was
+      called for such a dataset on this machine, it takes what that found. The attribute is the number.
     - ``collate_fn``: the default is ``fastdata.collate``, which takes whole batches as they are. What another one draws
       from torch's global generator, as MixUp and CutMix do, follows from the base seed and the batch's number,
       with ``distributed`` that among the batches of all ranks, where threads or the training loop call it: any number
@@ -76,6 +78,8 @@ class DataLoader(torch_loader.DataLoader[_T_co]):
         >>> [labels.tolist() for images, labels in loader]
         [[0, 1], [2, 3], [4]]
     """
+
+    _is_tuned = False
 
     def __init__(
         self,
@@ -112,7 +116,12 @@ class DataLoader(torch_loader.DataLoader[_T_co]):
             if num_workers != "auto":
                 raise ValueError(f"num_workers={num_workers!r} is neither a number nor 'auto'")
             asks = prefetch_factor is not None or persistent_workers or multiprocessing_context or timeout > 0
-            num_workers = max(int(bool(asks)), memory.usable_cores() // local_ranks() - 1)
+            tuned = find_tuned(dataset)
+            self._is_tuned = bool(tuned)
+            num_workers = max(int(bool(asks)), tuned.get("num_workers", memory.usable_cores() // local_ranks() - 1))
+            workers = tuned.get("workers", workers) if workers == "auto" else workers
+            if prefetch_factor is None and num_workers:
+                prefetch_factor = tuned.get("prefetch_factor")
         makes_batches = batch_size is not None or batch_sampler is not None
         if collate_fn is None and makes_batches:
             collate_fn = collate
@@ -217,8 +226,8 @@ class DataLoader(torch_loader.DataLoader[_T_co]):
         return sampler if isinstance(self.dataset, IterableDataset) else self._checkpoints.order(self.generator)
 
     def check_worker_number_rationality(self) -> None:
-        """Warn of more worker processes than cores, as torch does; threads are never more than cores."""
-        if self._choose_engine().kind == "process":
+        """Warn of more worker processes than cores, as torch does, unless they were measured to be best."""
+        if self._choose_engine().kind == "process" and not self._is_tuned:
             super().check_worker_number_rationality()
 
     def set_epoch(self, epoch: int) -> None:
@@ -317,12 +326,13 @@ class DataLoader(torch_loader.DataLoader[_T_co]):
             path = f"{count} worker process{'es' * (count > 1)} over a shared ring"
             path = path if count else "torch's engine in the training loop"
             return Engine(kind="process", path=f"{path}: {obstacle}", workers=count)
-        serves = "whole batches"
+        serves, most = "whole batches", memory.usable_cores()
         if served is None or served.dataset.batch_obstacle is not None:
             serves = "samples one by one" + (f" ({served.dataset.batch_obstacle})" if served else "")
+            most = count  # more threads than cores read ahead where reading waits for a disk or a network
         if count == 0:
             return Engine(kind="thread", path=f"{serves}, read in the training loop: num_workers=0")
-        threads = min(count, memory.usable_cores())
+        threads = min(count, most)
         capped = f", as many as there are usable cores (num_workers={count})" if threads < count else ""
         uncalled = "; worker_init_fn= is not called, they draw from no global generator" if self.worker_init_fn else ""
         path = f"{serves}, read by {threads} thread{'s' * (threads > 1)}{capped}{uncalled}"

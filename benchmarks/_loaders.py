@@ -1,0 +1,96 @@
+"""The five datasets of tune.py, each of which waits for something else; a worker may have them by fork or by pickle."""
+
+from __future__ import annotations
+
+import io
+import time
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch.utils.data import Dataset
+
+from fastdata.bench import photo
+
+SAMPLES_PER_EPOCH = 4096
+KEPT = 16  # different samples; all others repeat them
+
+
+class Synthetic(Dataset[Any]):
+    batch_size = 32
+
+    def __len__(self) -> int:
+        return SAMPLES_PER_EPOCH
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return torch.from_numpy(self.sample(index)), index % KEPT
+
+    def sample(self, index: int) -> Any:
+        raise NotImplementedError
+
+
+class IoBound(Synthetic):
+    """Sleeps for 2 to 6 ms, by index, as if a network file system answered."""
+
+    def sample(self, index: int) -> Any:
+        time.sleep(0.002 + 0.004 * (index * 2654435761 % 1000) / 1000)
+        return np.full(64, index, np.float32)
+
+
+class CpuBound(Synthetic):
+    """Decodes and resizes a JPEG by native code that leaves the GIL, one thread each."""
+
+    def __init__(self) -> None:
+        self.files = [_jpeg(number) for number in range(KEPT)]
+
+    def sample(self, index: int) -> Any:
+        with Image.open(io.BytesIO(self.files[index % KEPT])) as image:
+            return np.array(image.resize((128, 96), Image.Resampling.BILINEAR))
+
+
+class GilBound(Synthetic):
+    """Pure Python arithmetic of about a millisecond."""
+
+    def sample(self, index: int) -> Any:
+        total = index
+        for number in range(20_000):
+            total = (total * 31 + number) % 1_000_003
+        return np.full(64, total, np.float32)
+
+
+class MemoryBound(Synthetic):
+    """Scales 3 MiB for each sample, which is little arithmetic for the memory that it moves."""
+
+    batch_size = 8
+
+    def __init__(self) -> None:
+        self.arrays = np.random.default_rng(0).random((KEPT, 3, 512, 512), dtype=np.float32)
+
+    def sample(self, index: int) -> Any:
+        return self.arrays[index % KEPT] * np.float32(0.5)
+
+
+class Trivial(Synthetic):
+    """A small array that is there already: any worker costs more than it does."""
+
+    def __init__(self) -> None:
+        self.arrays = np.random.default_rng(0).random((KEPT, 64), dtype=np.float32)
+
+    def sample(self, index: int) -> Any:
+        return self.arrays[index % KEPT]
+
+
+LOADERS = {
+    "I/O-bound": IoBound,
+    "CPU-bound": CpuBound,
+    "GIL-bound": GilBound,
+    "memory-bound": MemoryBound,
+    "trivial": Trivial,
+}
+
+
+def _jpeg(seed: int) -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(photo(seed, (320, 240))).save(file, "JPEG", quality=90)
+    return file.getvalue()

@@ -1,0 +1,441 @@
+"""``fastdata.tune``: the search, the probes it is made of, and what a kept outcome does to later loaders."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import IterableDataset
+
+import fastdata
+from fastdata import CachedDataset, DataLoader, FastDataWarning, ImageFolder, probe
+from fastdata.bench import StandIns
+from fastdata.errors import MemoryBudgetError
+from fastdata.loader.tuned import tuned_folder
+from fastdata.memory import usable_cores
+from fastdata.probe import EndlessOrder, Rate, apart, differs, measure_rate, rebuilt
+from fastdata.tuning import TuneResult, ascend, tune
+
+WORKERS = (0, 1, 2, 4, 8)
+
+
+class Samples:
+    """Small samples, each of which takes ``seconds``; notes what was read in its own process."""
+
+    transform = None
+
+    def __init__(self, count: int = 64, seconds: float = 0.0, side: int = 4) -> None:
+        self.count, self.seconds, self.side = count, seconds, side
+        self.read: list[int] = []
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        self.read.append(index)
+        if self.seconds:
+            time.sleep(self.seconds)
+        random.random(), np.random.rand(), torch.rand(1)
+        return torch.zeros(1, self.side, self.side), index
+
+
+@pytest.fixture(autouse=True)
+def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outcomes are kept in the test's own folder."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+
+
+# The search
+
+
+def climb(space: dict[str, Any], start: dict[str, Any], rate: Callable[..., float]) -> tuple[dict[str, Any], list[Any]]:
+    """Where ``ascend`` ends if rates are exact, and the challengers it asked for."""
+    asked = []
+
+    def wins(challenger: dict[str, Any], best: dict[str, Any]) -> bool:
+        asked.append(challenger)
+        return rate(**challenger) > rate(**best)
+
+    return ascend(space, start, wins), asked
+
+
+@pytest.mark.parametrize("best_workers", WORKERS)
+@pytest.mark.parametrize("best_engine", ["auto", "thread"])
+def test_the_search_climbs_to_the_top(best_workers: int, best_engine: str) -> None:
+    """From the middle, the search finds the only top of a hill, wherever that is, without looking at all settings."""
+    space = {"num_workers": WORKERS, "workers": ("auto", "thread"), "prefetch_factor": (2, 4, 8)}
+
+    def rate(num_workers: int, workers: str, prefetch_factor: int) -> float:
+        distance = abs(WORKERS.index(num_workers) - WORKERS.index(best_workers)) + abs(prefetch_factor - 4)
+        return 100 - distance + (workers == best_engine)
+
+    start = {"num_workers": 2, "workers": "auto", "prefetch_factor": 2}
+    found, asked = climb(space, start, rate)
+    assert found == {"num_workers": best_workers, "workers": best_engine, "prefetch_factor": 4}
+    assert len({tuple(each.values()) for each in asked}) < 5 * 2 * 3
+    assert climb(space, start, rate)[1] == asked
+
+
+def test_the_search_always_tries_no_worker() -> None:
+    """Reading in the training loop is tried even where one worker is slower than two."""
+    rates = {0: 10.0, 1: 2.0, 2: 3.0, 4: 1.0, 8: 0.5}
+    found, asked = climb({"num_workers": WORKERS}, {"num_workers": 2}, lambda num_workers: rates[num_workers])
+    assert found == {"num_workers": 0}
+    assert [each["num_workers"] for each in asked] == [4, 1, 0, 1]
+
+
+def test_threads_are_tried_before_no_worker() -> None:
+    """Two threads are found although no worker beats all processes."""
+
+    def rate(num_workers: int, workers: str) -> float:
+        return 5.0 if num_workers == 0 else {"auto": 4.0, "thread": 9.0}[workers] / num_workers
+
+    space = {"num_workers": WORKERS, "workers": ("auto", "thread")}
+    assert climb(space, {"num_workers": 2, "workers": "auto"}, rate)[0] == {"num_workers": 1, "workers": "thread"}
+
+
+def test_a_second_round_looks_at_earlier_parameters_again() -> None:
+    """Where the second parameter changes what the first one should be, the search goes back to it."""
+
+    def rate(num_workers: int, workers: str) -> float:
+        return {"auto": {1: 3, 2: 4, 4: 2}, "thread": {1: 1, 2: 5, 4: 9}}[workers][num_workers]
+
+    space = {"num_workers": (1, 2, 4), "workers": ("auto", "thread")}
+    assert climb(space, {"num_workers": 2, "workers": "auto"}, rate)[0] == {"num_workers": 4, "workers": "thread"}
+
+
+# Rates
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "is_apart"),
+    [
+        ((100, 1, 8), (110, 1, 8), True),
+        ((100, 5, 8), (110, 5, 8), False),
+        ((100, 1, 3), (103, 1, 3), False),  # three slices each: 2.8 standard errors are needed, 2.1 are there
+        ((100, 1, 30), (103, 1, 30), True),
+        ((100, float("inf"), 1), (900, 1, 8), False),
+    ],
+)
+def test_rates_differ_beyond_their_noise(one: Any, other: Any, is_apart: bool) -> None:
+    """Welch's test takes the errors and the number of slices into account."""
+    rates = [Rate(float(mean), float(error), slices, 1.0) for mean, error, slices in (one, other)]
+    assert differs(*rates) is differs(*reversed(rates)) is is_apart
+
+
+class Clock:
+    """Stands in for ``time``: only the loader lets it go on."""
+
+    now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+class Bursts:
+    """A loader of so many workers, whose batches of ten come together, every ``burst_s``, after a late start."""
+
+    prefetch_factor = 2
+
+    def __init__(self, clock: Clock, num_workers: int, burst_s: float, batches: int = 10_000) -> None:
+        self.clock, self.num_workers, self.burst_s, self.batches = clock, num_workers, burst_s, batches
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        self.clock.now += 5.0
+        for number in range(self.batches):
+            if number % self.num_workers == 0:
+                self.clock.now += self.burst_s
+            yield torch.zeros(10, 3)
+
+
+@pytest.mark.parametrize("burst_s", [0.001, 0.3])
+@pytest.mark.parametrize("workers", [1, 4])
+def test_a_rate_is_of_the_steady_loop(workers: int, burst_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start-up is left out, and batches that come in bursts are counted with the time between them."""
+    monkeypatch.setattr(probe, "time", clock := Clock())
+    rate = measure_rate(Bursts(clock, workers, burst_s), window_s=1.0)
+    assert rate.samples_per_s == pytest.approx(10 * workers / burst_s)
+    assert rate.error == pytest.approx(0.0, abs=1e-6 * rate.samples_per_s)
+    assert rate.seconds >= 0.99
+    assert rate.batch_bytes == 120
+
+
+def test_epochs_too_short_to_warm_up_are_counted_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a loader of two batches an epoch the start is a part."""
+    monkeypatch.setattr(probe, "time", clock := Clock())
+    assert measure_rate(Bursts(clock, 1, 5.0, batches=2), window_s=1.0).samples_per_s == pytest.approx(20 / 15)
+
+
+def test_what_cannot_win_is_cut_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loader at a third of the rate to beat is given up after two slices, a slightly slower one after three."""
+    monkeypatch.setattr(probe, "time", clock := Clock())
+    for rival, slices in ((10_001.0, 2), (5_000.0, 3)):
+        rate = measure_rate(Bursts(clock, 1, 0.003), window_s=1.0, to_beat=Rate(rival, 1.0, 8, 1.0))
+        assert (rate.is_cut, rate.slices) == (True, slices)
+
+
+def test_a_loader_without_batches_is_refused() -> None:
+    """There is nothing to measure, which is said instead of looping for ever."""
+    with pytest.raises(ValueError, match="gives no batch to measure"):
+        measure_rate([], window_s=0.1)
+
+
+def test_orders_without_an_end_are_permutations() -> None:
+    """Each epoch has every index once; equal seeds give equal orders, other ones others."""
+    first, again, other = (iter(EndlessOrder(50, *seed)) for seed in ((1, 2), (1, 2), (1, 3)))
+    epochs = [[next(first) for _ in range(50)] for _ in range(2)]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(50))
+    assert epochs[0] != epochs[1]
+    assert [next(again) for _ in range(50)] == epochs[0] != [next(other) for _ in range(50)]
+
+
+@pytest.mark.parametrize("kind", [torch.utils.data.DataLoader, DataLoader])
+def test_a_rebuilt_loader_has_the_users_collate_and_other_workers(kind: Any) -> None:
+    """Of the class of the user's own, over the same dataset, with what was asked for in place of its own."""
+    loader = kind(Samples(), 4, num_workers=2, prefetch_factor=3, collate_fn=len, drop_last=True)
+    other = rebuilt(loader, num_workers=0)
+    assert (type(other), other.num_workers, other.drop_last, next(iter(other))) == (kind, 0, True, 4)
+    assert rebuilt(loader, num_workers=1).prefetch_factor == 3
+
+
+# A process of its own
+
+
+def test_apart_changes_nothing_here() -> None:
+    """What is drawn and noted apart stays there; its result comes back."""
+    samples, states = Samples(), (random.getstate(), torch.get_rng_state())
+    assert apart(lambda: len([samples[i] for i in range(3)] + samples.read), limit_s=20) == 6
+    assert samples.read == []
+    assert random.getstate() == states[0]
+    assert torch.equal(torch.get_rng_state(), states[1])
+
+
+def test_apart_runs_torchs_own_threads() -> None:
+    """An operation of several threads ends there, though this process has used its pool before the fork."""
+    ones = torch.ones(1 << 20)
+    assert torch.sort(ones + ones).values.sum() == 2 << 20
+    assert apart(lambda: float(torch.sort(ones + ones).values.sum()), limit_s=30) == 2 << 20
+
+
+class OddError(Exception):
+    """Cannot be unpickled: it takes two arguments and hands one on."""
+
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__(one + two)
+
+
+def fail(error: BaseException) -> None:
+    raise error
+
+
+def test_apart_raises_what_was_raised() -> None:
+    """An exception arrives as it is; one that cannot be sent as its text; a killed process says how it ended."""
+    with pytest.raises(KeyError, match="absent"):
+        apart(lambda: fail(KeyError("absent")), limit_s=20)
+    with pytest.raises(RuntimeError, match="OddError: 3"):
+        apart(lambda: fail(OddError(1, 2)), limit_s=20)
+    with pytest.raises(RuntimeError, match="exit code -9"):
+        apart(lambda: os.kill(os.getpid(), signal.SIGKILL), limit_s=20)
+
+
+def test_apart_ends_its_workers() -> None:
+    """What takes too long is killed with the worker processes it has."""
+    loader = torch.utils.data.DataLoader(Samples(seconds=30), num_workers=2)
+    with pytest.raises(TimeoutError, match=r"no answer within 0\.5 s"):
+        apart(lambda: next(iter(loader)), limit_s=0.5)
+
+
+# tune
+
+
+def quick(dataset: Any, **options: Any) -> TuneResult:
+    return tune(dataset, **{"batch_size": 4, "max_seconds": 6, "progress": False} | options)
+
+
+def test_workers_are_found_for_samples_that_wait() -> None:
+    """Eight workers are chosen where each sample waits for 20 ms, and the loader takes the result as it is."""
+    samples = Samples(seconds=0.02)
+    result = quick(samples, parameters={"num_workers": (0, 8)})
+    assert result.best == {"num_workers": 8, "batch_size": 4}
+    assert result.samples_per_s > 3 * result.start_samples_per_s
+    with pytest.warns(UserWarning, match="8 worker processes") if usable_cores() < 8 else nullcontext():
+        assert DataLoader(samples, **result.best).num_workers == 8
+    assert samples.read == []
+
+
+def test_threads_are_found_for_samples_that_wait() -> None:
+    """More threads than cores read samples one by one where the engine is threads."""
+    many = usable_cores() + 6
+    loader = DataLoader(Samples(seconds=0.001), 4, num_workers=many, workers="thread")
+    assert f"read by {many} threads" in loader.report().path
+    assert quick(Samples(seconds=0.02), parameters={"num_workers": (many,), "workers": ("thread",)}).best == {
+        "num_workers": many,
+        "workers": "thread",
+        "batch_size": 4,
+    }
+
+
+def test_tuning_leaves_the_users_process_alone() -> None:
+    """Neither global generators nor the dataset change, here or on the road of a device."""
+    samples, states = Samples(), (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
+    for device in (None, "cpu"):
+        quick(samples, parameters={"num_workers": (0, 1)}, max_seconds=2, device=device)
+        after = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+        assert after == states
+        assert (samples.read == []) is (device is None)
+
+
+def test_batches_that_do_not_fit_are_not_started() -> None:
+    """A challenger beyond memory_limit is listed as not started, with what it would take; the rest is tuned."""
+    samples = Samples(count=1024, side=256)  # 256 KiB each
+    sizes = {"batch_size": (64, 512), "num_workers": (2,)}
+    result = quick(samples, batch_size=None, parameters=sizes, memory_limit="400MiB", max_seconds=3)
+    refused = [each for each in result.probes if each.outcome == "not started"]
+    assert [each.settings["batch_size"] for each in refused] == [512]
+    assert "would take about " in refused[0].reason
+    assert "but memory_limit= allows 400.0 MiB" in refused[0].reason
+    with pytest.raises(MemoryBudgetError, match=r"num_workers=2, batch_size=512 would take about .* memory_limit="):
+        quick(samples, batch_size=512, parameters={"num_workers": (2,)}, memory_limit="100MiB")
+
+
+def test_what_the_dataset_raises_is_raised() -> None:
+    """An error of the first samples is the user's to see; nothing was measured then."""
+
+    class Broken(Samples):
+        def __getitem__(self, index: int) -> Any:
+            raise FileNotFoundError(f"no file for sample {index}")
+
+    with pytest.raises(FileNotFoundError, match="no file for sample 0"):
+        quick(Broken())
+
+
+def test_a_setting_that_fails_loses() -> None:
+    """A dataset that works in the training loop only is tuned all the same, and the table says what failed."""
+
+    class Alone(Samples):
+        def __getitem__(self, index: int) -> Any:
+            if torch.utils.data.get_worker_info() is not None:
+                raise OSError("one reader at a time")
+            return super().__getitem__(index)
+
+    result = quick(Alone(), parameters={"num_workers": (0, 8)}, max_seconds=2)
+    assert result.best["num_workers"] == 0
+    assert "failed: OSError: Caught OSError in DataLoader worker process" in str(result)
+
+
+def test_the_time_box_ends_the_search() -> None:
+    """The best so far is the result when the time is over."""
+    result = quick(Samples(seconds=0.1), max_seconds=1.5)
+    assert result.ended == "1.5 s were over"
+    assert result.best["batch_size"] == 4
+    with pytest.raises(TimeoutError, match=r"no probe ended within max_seconds: .*a sample takes 1\.\d\d s"):
+        quick(Samples(seconds=1.0), max_seconds=0.3, parameters={"num_workers": (0,)})
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+
+@pytest.mark.parametrize(
+    ("dataset", "options", "error", "words"),
+    [
+        (Stream(), {}, TypeError, "reads samples by index, and Stream has no __getitem__ and __len__"),
+        ([], {}, ValueError, "the dataset is empty"),
+        (Samples(), {"parameters": ("workers", "speed")}, ValueError, r"\['speed'\] are not known; .* num_workers"),
+        (Samples(), {"parameters": {"workers": ()}}, ValueError, "has no value for workers"),
+        (Samples(), {"parameters": ("storage",)}, ValueError, "for fastdata's datasets, not for a Samples"),
+        (Samples(), {"max_seconds": 0}, ValueError, "max_seconds=0"),
+    ],
+)
+def test_bad_input_is_refused(dataset: Any, options: Any, error: type[Exception], words: str) -> None:
+    """What cannot be tuned is said before anything is measured."""
+    with pytest.raises(error, match=words):
+        quick(dataset, **options)
+
+
+def test_storage_is_tuned_on_some_samples(image_folder: Callable[..., Path]) -> None:
+    """Storages are tried on samples of their own; the user's dataset stays unprepared; the table shows all that."""
+    with ImageFolder(image_folder(), StandIns.PILToTensor(), resize=(8, 8), fill="lazy", progress=False) as dataset:
+        result = quick(dataset, parameters={"num_workers": (0,), "storage": ("none", "shared")}, max_seconds=3)
+        assert dataset.filled_share() == 0
+    assert result.best_storage in ({"storage": "shared"}, {"storage": "none"})
+    assert {each.settings["storage"] for each in result.probes} == {"shared", "none"}
+    with pytest.raises(ValueError, match=r"storage=\['disk'\] cannot be tuned"):
+        quick(dataset, parameters={"storage": ("disk",)})
+
+
+def test_a_result_is_shown_kept_as_json_and_drawn(tmp_path: Path) -> None:
+    """The table has a row for each probe and names the best; the chart is a file."""
+    result = quick(Samples(), parameters={"num_workers": (0, 1)}, max_seconds=2)
+    lines = str(result).splitlines()
+    assert len(lines) == len(result.probes) + 3
+    assert any(line.endswith("  best") for line in lines)
+    assert lines[-2].startswith(f"best: num_workers={result.best['num_workers']}, batch_size=4: ")
+    assert json.loads(json.dumps(result.as_dict()))["best"] == result.best
+    pytest.importorskip("matplotlib")
+    result.plot(tmp_path / "probes.png")
+    assert (tmp_path / "probes.png").stat().st_size > 5_000
+
+
+# Kept outcomes
+
+
+def kept(dataset: Any, **best: Any) -> Path:
+    shown = quick(dataset, parameters={"num_workers": (0,)}, max_seconds=1)
+    return TuneResult(**{name: getattr(shown, name) for name in TuneResult.__slots__} | {"best": best}).keep()
+
+
+def test_a_kept_outcome_decides_auto() -> None:
+    """num_workers="auto" takes what was kept for such a dataset; what the user gives stays theirs."""
+    samples = Samples()
+    assert DataLoader(samples, num_workers="auto").num_workers == max(0, usable_cores() - 1)
+    kept(samples, num_workers=7, workers="thread", prefetch_factor=5, batch_size=4)
+    loader = DataLoader(Samples(), num_workers="auto")
+    assert (loader.num_workers, loader.workers, loader.prefetch_factor, loader.batch_size) == (7, "thread", 5, 1)
+    mine = DataLoader(samples, num_workers="auto", workers="process", prefetch_factor=3)  # and no warning of processes
+    assert (mine.num_workers, mine.workers, mine.prefetch_factor) == (7, "process", 3)
+    kept(samples, num_workers=0, batch_size=4)
+    assert DataLoader(samples, num_workers="auto").num_workers == 0
+    assert DataLoader(samples, num_workers="auto", persistent_workers=True).num_workers == 1
+
+
+def test_other_data_and_transforms_have_outcomes_of_their_own() -> None:
+    """Another length, or another transform, is another dataset: the formula decides for it."""
+    kept(Samples(), num_workers=7)
+    other = Samples()
+    other.transform = abs  # type: ignore[assignment]
+    formula = max(0, usable_cores() - 1)
+    assert [DataLoader(each, num_workers="auto").num_workers for each in (Samples(65), other)] == [formula, formula]
+
+
+@pytest.mark.parametrize(
+    "text", ["{", '{"best": {"num_workers": 1e9}}', '{"best": {}}', "[]", '{"best": {"num_workers": -1}}']
+)
+def test_a_damaged_outcome_is_said_and_not_used(text: str) -> None:
+    """Numbers are checked before use; the warning names the file."""
+    path = kept(Samples(), num_workers=7)
+    assert path.parent == tuned_folder()
+    path.write_text(text)
+    with pytest.warns(FastDataWarning, match=rf"{path.name}, an outcome of fastdata.tune, cannot be used"):
+        loader = DataLoader(Samples(), num_workers="auto")
+    assert loader.num_workers == max(0, usable_cores() - 1)
+
+
+def test_fastdatas_own_datasets_are_found_again() -> None:
+    """The key follows from samples, storage and transform, not from the object."""
+    squares = [(torch.zeros(3, 4, 4, dtype=torch.uint8), i) for i in range(8)]
+    with CachedDataset(squares, progress=False) as one, CachedDataset(squares, progress=False) as other:
+        kept(one, num_workers=6)
+        assert DataLoader(other, num_workers="auto").num_workers == 6
+        assert fastdata.tune is tune
