@@ -431,6 +431,13 @@ def agreed_subsamplings() -> frozenset[str]:
     )
 
 
+def jpeg_support() -> tuple[str | None, int]:
+    """PIL's libjpeg-turbo, None if it has another libjpeg, and how many subsamplings simplejpeg may decode."""
+    from PIL import features
+
+    return features.version_feature("libjpeg_turbo"), len(agreed_subsamplings()) if simplejpeg else 0
+
+
 # Resizing and cropping
 
 

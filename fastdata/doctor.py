@@ -1,0 +1,328 @@
+"""``fastdata doctor``: what this machine gives to training, and what to do about what is missing.
+
+``examine_machine`` asks; each ``check_`` decides of the numbers alone. A problem breaks training or slows it badly,
+advice is for what may; most checks have neither.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import multiprocessing
+import os
+import platform
+import re
+import shutil
+import sys
+import warnings
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fastdata import core, images, memory
+from fastdata.memory import Budget, format_bytes
+from fastdata.shared import Block
+
+if sys.platform != "win32":
+    import resource
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Check:
+    """One thing that was looked at."""
+
+    name: str
+    found: str
+    advice: str = ""  # what to do; empty if nothing
+    is_problem: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MachineReport:
+    """What this machine gives to training; printed as a list, problems marked with ``!``, advice behind ``->``."""
+
+    checks: tuple[Check, ...]
+
+    @property
+    def problems(self) -> int:
+        return sum(check.is_problem for check in self.checks)
+
+    def __str__(self) -> str:
+        width = max(len(check.name) for check in self.checks)
+        lines = []
+        for check in self.checks:
+            lines.append(f"{'!' if check.is_problem else ' '} {check.name.ljust(width)}  {check.found}")
+            lines += [f"  {' ' * width}  -> {check.advice}"] if check.advice else []
+        count = f"{self.problems or 'no'} problem{'s' * (self.problems != 1)}"
+        return "\n".join([*lines, "", f"{count}{', marked with !' * bool(self.problems)}"])
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"checks": [asdict(check) for check in self.checks], "problems": self.problems}
+
+
+def examine_machine(
+    *, cgroup_root: Path = memory.CGROUP_ROOT, cgroup_table: Path = memory.CGROUP_TABLE
+) -> MachineReport:
+    """Look at the machine as this process sees it; reads a few files, makes no CUDA context and changes nothing."""
+    cores = memory.usable_cores(root=cgroup_root, table=cgroup_table)
+    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores + 1
+    available = memory.available_bytes(root=cgroup_root, table=cgroup_table)
+    method = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
+    checks = [
+        check_cores(usable=cores, machine=os.cpu_count() or cores, affinity=affinity),
+        check_threads(torch.get_num_threads(), cores=cores, omp=os.environ.get("OMP_NUM_THREADS")),
+        check_memory(memory.budget_bytes(available)),
+        *_limits(cores),
+        check_start_method(method),
+        *_libraries(),
+        *_devices(),
+    ]
+    return MachineReport(checks=tuple(checks))
+
+
+# Processor, memory, limits
+
+
+def check_cores(*, usable: int, machine: int, affinity: int) -> Check:
+    if usable >= machine:
+        return Check(name="cores", found=f"{usable}, all that the machine has")
+    why, cure = ("cgroup quota", "docker run --cpus, a pod's CPU limit")
+    if affinity <= usable:
+        why, cure = ("CPU affinity", "taskset, sbatch --cpus-per-task")
+    is_one = usable == 1
+    advice = f"loading and training take turns on one core: give the job more ({cure})" * is_one
+    return Check(name="cores", found=f"{usable} of {machine} ({why})", advice=advice, is_problem=is_one)
+
+
+def check_threads(threads: int, *, cores: int, omp: str | None) -> Check:
+    """Torch counts the affinity's cores and knows nothing of a quota.
+
+    On one core of an AMD EPYC a loop of small convolutions and products made 26 rounds a second with one thread, 24 to
+    22 with eight and 20 to 18 with sixteen.
+    """
+    found = f"{threads} for an operation{f' (OMP_NUM_THREADS={omp})' if omp else ''}"
+    advice = f"export OMP_NUM_THREADS={cores}: more threads than usable cores wait for each other" * (threads > cores)
+    return Check(name="torch threads", found=found, advice=advice)
+
+
+def check_memory(budget: Budget) -> Check:
+    if budget.bytes:
+        return Check(name="memory", found=f"{budget}: {budget.bytes // (256 * 256 * 3):,} images of 256x256, raw")
+    bound = "give the container or job more" if budget.limited_by == "cgroup limit" else "free some"
+    advice = f"no image can be kept in memory: {bound}, or keep them on disk (cache_dir=)"
+    return Check(name="memory", found=str(budget), advice=advice, is_problem=True)
+
+
+def check_shm(*, size_bytes: int, free_bytes: int) -> Check:
+    """A batch of 256 float32 images of 224x224 is 147 MiB, and torch's loader keeps two for each worker there."""
+    found = f"{format_bytes(free_bytes)} of {format_bytes(size_bytes)} free" if size_bytes else "none"
+    advice = "fastdata does not need it; for worker processes of torch's own loader: docker run --shm-size=8g"
+    return Check(name="/dev/shm", found=found, advice=advice * (free_bytes < 1 << 30))
+
+
+def check_shared_memory(*, is_memfd: bool, obstacle: str) -> Check:
+    found = "memfd" if is_memfd else "temporary files: this system has no memfd"
+    if not obstacle:
+        return Check(name="shared memory", found=found)
+    advice = "allow memfd_create (a container's seccomp profile)" if is_memfd else "give TMPDIR a folder with room"
+    return Check(name="shared memory", found=f"{found}: {obstacle}", advice=advice, is_problem=True)
+
+
+def check_locked(limit_bytes: int | None, *, has_infiniband: bool) -> Check:
+    """What CUDA pins is locked by its driver, which does not ask for this limit; InfiniBand's drivers do."""
+    found = "unlimited" if limit_bytes is None else f"{format_bytes(limit_bytes)}; what CUDA pins does not count"
+    advice = "ulimit -l unlimited (docker run --ulimit memlock=-1): NCCL over InfiniBand needs it"
+    return Check(name="locked memory", found=found, advice=advice * (has_infiniband and limit_bytes is not None))
+
+
+def check_open_files(soft: int | None, hard: int | None, *, cores: int) -> Check:
+    """A script with 8 worker processes held 68 descriptors open, with 16 111; of torch's own loader 90 and 142."""
+    need = 64 + 8 * cores
+    if soft is None or soft >= max(need, 1024):
+        return Check(name="open files", found="unlimited" if soft is None else f"{soft:,}")
+    most = min(hard or 65536, 65536)
+    cure = f"ulimit -n {most}" if most > soft else "raise the hard limit, then ulimit -n"
+    advice = f"{cure}: a worker process for each core needs about {need}, batches that are kept need more"
+    return Check(name="open files", found=f"{soft:,}", advice=advice, is_problem=soft < need)
+
+
+def check_start_method(method: str) -> Check:
+    if method == "fork":
+        return Check(name="start method", found="fork: worker processes inherit the dataset")
+    advice = "worker processes need the script's work under if __name__ == '__main__', and no lambda in transforms"
+    return Check(name="start method", found=f"{method}: the dataset is pickled for worker processes", advice=advice)
+
+
+def _limits(cores: int) -> Iterator[Check]:
+    if sys.platform == "linux":
+        usage = shutil.disk_usage("/dev/shm") if os.path.isdir("/dev/shm") else None
+        yield check_shm(size_bytes=usage.total if usage else 0, free_bytes=usage.free if usage else 0)
+    obstacle = ""
+    try:
+        Block.create(1).close()
+    except MemoryError:  # which another check says
+        pass
+    except OSError as error:
+        obstacle = str(error)
+    yield check_shared_memory(is_memfd=hasattr(os, "memfd_create"), obstacle=obstacle)
+    if sys.platform != "win32":
+        (locked, _), (soft, hard) = map(_bounds, (resource.RLIMIT_MEMLOCK, resource.RLIMIT_NOFILE))
+        yield check_locked(locked, has_infiniband=any(Path("/sys/class/infiniband").glob("*")))
+        yield check_open_files(soft, hard, cores=cores)
+
+
+def _bounds(kind: int) -> list[int | None]:
+    return [None if bound == resource.RLIM_INFINITY else bound for bound in resource.getrlimit(kind)]
+
+
+# Libraries
+
+
+def check_core(library: str, obstacle: str | None) -> Check:
+    if obstacle is None:
+        return Check(name="compiled core", found=library)
+    advice = "install fastdata with pip; without its core every step runs per sample, in Python"
+    return Check(name="compiled core", found=obstacle, advice=advice, is_problem=True)
+
+
+def check_jpeg(*, pillow: str, turbo: str | None, simplejpeg: str | None, agreed: int) -> Check:
+    """``agreed`` is how many kinds of JPEG simplejpeg decodes to Pillow's pixels; it may decode no others."""
+    found = f"Pillow {pillow} with {f'libjpeg-turbo {turbo}' if turbo else 'another libjpeg than turbo'}; "
+    found += f"simplejpeg {simplejpeg}" if simplejpeg else "no simplejpeg"
+    advice = ""
+    if turbo is None:
+        advice = "install Pillow as a wheel, which has libjpeg-turbo: pip install --force-reinstall pillow"
+    elif simplejpeg is None:
+        advice = "pip install simplejpeg: it decodes without Pillow's copies"
+    elif not agreed:
+        advice = "simplejpeg is not used, as its pixels are not Pillow's: install both as wheels"
+    return Check(name="JPEG", found=found, advice=advice)
+
+
+def check_torchvision(version: str | None, *, torch_version: str, obstacle: str) -> Check:
+    if version is None or not obstacle:
+        return Check(name="torchvision", found=version or "not installed; fastdata does not need it")
+    found = f"{version} cannot be imported: {obstacle}"
+    advice = f"install the two that belong together; this torch is {torch_version}"
+    return Check(name="torchvision", found=found, advice=advice, is_problem=True)
+
+
+def _version(library: str) -> str | None:
+    try:
+        return importlib.metadata.version(library)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _libraries() -> Iterator[Check]:
+    named = ", ".join(f"{name} {_version(name) or '-'}" for name in ("fastdata", "numpy", "lz4", "zstandard"))
+    yield Check(name="versions", found=f"Python {platform.python_version()}, {named}")
+    obstacle = core.obstacle()
+    level = "-" if obstacle else Path(core.load()._name).stem[-1]
+    is_x86 = platform.machine() in ("x86_64", "AMD64")
+    yield check_core(f"for x86-64-v{level}" if is_x86 else f"for {platform.machine()}", obstacle)
+    turbo, agreed = images.jpeg_support()
+    yield check_jpeg(pillow=_version("pillow") or "-", turbo=turbo, simplejpeg=_version("simplejpeg"), agreed=agreed)
+    problem = ""
+    try:
+        importlib.import_module("torchvision")
+    except (ImportError, OSError, RuntimeError) as error:
+        problem = str(error)
+    yield check_torchvision(_version("torchvision"), torch_version=torch.__version__, obstacle=problem)
+
+
+# Devices
+
+LEAST_DRIVERS = {"11": 450, "12": 525, "13": 580}
+"""CUDA -> the oldest branch of NVIDIA's drivers for it (CUDA Toolkit Release Notes, minor version compatibility)."""
+
+
+def check_torch(
+    version: str,
+    *,
+    toolkit: str,  # that torch is built for, such as "CUDA 12.8"; empty for the CPU only
+    devices: int,  # that torch sees
+    driver: str,  # version of NVIDIA's; empty if none is loaded
+    nodes: int,  # NVIDIA's devices in this process's /dev
+    visible: str | None,  # CUDA_VISIBLE_DEVICES
+    said: str,  # by torch, when it was asked for devices
+) -> Check:
+    setting = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible!r})"
+    found = (
+        f"{version}, built for {toolkit or 'the CPU only'}; sees {devices or 'no'} GPU{'s' * (devices > 1)}{setting}"
+    )
+    if devices or not driver:
+        return Check(name="torch", found=found if devices else f"{found}, and no NVIDIA driver is loaded")
+    found += f", but the NVIDIA driver {driver} is loaded"
+    if not nodes:
+        advice = "this process is shown no device: docker run --gpus all, or ask the scheduler for one"
+        return Check(name="torch", found=found, advice=advice)
+    if visible is not None and not re.match(r"\s*(\d|GPU-|MIG-)", visible):
+        return Check(name="torch", found=found, advice="unset CUDA_VISIBLE_DEVICES, which hides them, to train on them")
+    kind, _, toolkit_version = toolkit.partition(" ")
+    least = LEAST_DRIVERS.get(toolkit_version.partition(".")[0], 0)
+    advice = said or "nvidia-smi and python -m torch.utils.collect_env show both sides"
+    if kind != "CUDA":
+        advice = "install a build of torch for CUDA: https://pytorch.org/get-started/locally"
+    elif int(driver.partition(".")[0]) < least:
+        advice = f"{toolkit} needs driver {least} or newer: update it, or install a torch built for an older CUDA"
+    return Check(name="torch", found=found, advice=advice, is_problem=True)
+
+
+def check_gpu(number: int, name: str, *, total_bytes: int, free_bytes: int, busy_percent: int | None) -> Check:
+    """What other programs take of a GPU; ``busy_percent`` is None where nobody counts."""
+    busy = "" if busy_percent is None else f", {busy_percent} % busy"
+    found = f"{name}, {format_bytes(free_bytes)} of {format_bytes(total_bytes)} free{busy}"
+    is_taken = free_bytes < total_bytes / 2 or (busy_percent or 0) > 10
+    advice = "another program uses it (nvidia-smi shows which): training shares it" * is_taken
+    return Check(name=f"GPU {number}", found=found, advice=advice)
+
+
+def driver_version(table: str) -> str:
+    found = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", table)
+    return found[1] if found else ""
+
+
+def _devices() -> Iterator[Check]:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    toolkits = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip}
+    table = Path("/proc/driver/nvidia/version")
+    yield check_torch(
+        torch.__version__,
+        toolkit=" and ".join(f"{name} {version}" for name, version in toolkits.items() if version),
+        devices=devices,
+        driver=driver_version(table.read_text("utf-8") if table.exists() else ""),
+        nodes=len(list(Path("/dev").glob("nvidia[0-9]*"))),
+        visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
+        said=" ".join(str(warning.message).partition(" (Triggered")[0] for warning in said),
+    )
+    if devices and torch.version.cuda:
+        yield from _gpus()
+
+
+def _gpus() -> Iterator[Check]:
+    """Each of the machine's GPUs, hidden ones too, asked without opening it."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # an older package of the same name says that it is deprecated
+            nvml = importlib.import_module("pynvml")
+    except ImportError:
+        advice = "pip install nvidia-ml-py, to see their memory and use, here and in training"
+        yield Check(name="GPUs", found="names, memory and use are unknown", advice=advice)
+        return
+    nvml.nvmlInit()
+    for number in range(nvml.nvmlDeviceGetCount()):
+        handle = nvml.nvmlDeviceGetHandleByIndex(number)
+        name, size = nvml.nvmlDeviceGetName(handle), nvml.nvmlDeviceGetMemoryInfo(handle)
+        try:
+            busy = int(nvml.nvmlDeviceGetUtilizationRates(handle).gpu)
+        except nvml.NVMLError:  # a GPU that is cut into instances counts nothing
+            busy = None
+        name = name if isinstance(name, str) else name.decode()
+        yield check_gpu(number, name, total_bytes=size.total, free_bytes=size.free, busy_percent=busy)
+    nvml.nvmlShutdown()

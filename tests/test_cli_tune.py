@@ -1,0 +1,240 @@
+"""``fastdata tune`` and ``diagnose``, help, and files that are asked for."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastdata import DataLoader, ImageFolder
+from fastdata.cli import main
+
+Folder = Callable[..., Path]
+COMMANDS = ("bench", "tune", "doctor", "diagnose", "build", "inspect", "prune")
+SMALL = ["--seconds", "3", "--resize", "12", "--crop", "8"]
+SCRIPT = """
+import sys
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+assert sys.argv[1:] == ["--json", "own.json"], sys.argv
+loader = DataLoader(TensorDataset(torch.zeros(64, 3)), batch_size=2)
+for epoch in range(1000):
+    for (batch,) in loader:
+        batch.exp().sum()
+raise SystemExit("the script went on to its end")
+"""
+
+
+def settings_in(line: str, call: str) -> dict[str, Any]:
+    """The arguments that a printed line gives to a call."""
+    (found,) = re.findall(rf"{re.escape(call)}.*?\*\*({{.*}})\)$", line)
+    settings: dict[str, Any] = ast.literal_eval(found)
+    return settings
+
+
+@pytest.fixture
+def own_transform(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What to write after ``--transform``: one in a module of the working directory, where outcomes are kept, too."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "kept"))
+    Path("tune_steps.py").write_text(
+        "from torchvision import transforms\n"
+        "train = transforms.Compose([transforms.RandomResizedCrop(8), transforms.ToTensor()])\n"
+    )
+    monkeypatch.delitem(sys.modules, "tune_steps", raising=False)
+    return "tune_steps:train"
+
+
+def test_tune_ends_with_a_line_for_the_script(
+    image_folder: Folder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The last line makes a loader of the fixed batch size; the files have what was measured."""
+    pytest.importorskip("matplotlib")
+    root, figures, chart = image_folder(size=(20, 18)), tmp_path / "tune.json", tmp_path / "tune.png"
+    words = ["tune", str(root), *SMALL, "--batch-size", "2", "--json", str(figures), "--plot", str(chart)]
+    assert main(words) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("storage='shared': ")
+    assert "samples/s" in printed
+    best = settings_in(printed.splitlines()[-1], "loader = DataLoader(dataset, ")
+    assert best["batch_size"] == 2
+    document = json.loads(figures.read_text())
+    assert document["best"] == best
+    assert document["transform"] == "rrc"
+    assert {probe["settings"]["batch_size"] for probe in document["probes"]} == {2}
+    assert {"versions", "machine", "ended"} <= set(document)
+    assert chart.stat().st_size > 1000
+    with ImageFolder(root, progress=False) as dataset:
+        assert DataLoader(dataset, **best).batch_size == 2
+
+
+def test_what_was_kept_is_taken(
+    image_folder: Folder, own_transform: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``--keep`` serves a script with the same folder and transform and ``num_workers="auto"``."""
+    root = image_folder(size=(20, 18))
+    assert main(["tune", str(root), *SMALL, "--transform", own_transform, "--batch-size", "2", "--keep"]) == 0
+    printed = capsys.readouterr().out
+    (kept,) = (tmp_path / "kept").rglob("*.json")
+    assert f"kept for DataLoader(num_workers='auto'): {kept}\n" in printed
+    document = json.loads(kept.read_text())
+    assert document["best"] == settings_in(printed.splitlines()[-1], "loader = DataLoader(dataset, ")
+    kept.write_text(json.dumps(document | {"best": {"num_workers": 7}}))  # which nobody would choose by himself
+    with ImageFolder(root, sys.modules["tune_steps"].train, progress=False) as dataset:
+        assert DataLoader(dataset, batch_size=2, num_workers="auto").num_workers == 7
+
+
+def test_storage_and_batch_size_are_tuned_if_asked_for(
+    image_folder: Folder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Then a line for the dataset stands before the loader's, and batches may be of any size."""
+    root = image_folder(size=(20, 18), per_class=40)
+    assert main(["tune", str(root), *SMALL, "--tune-storage", "--batch-size", "auto", "--recipe", "crop"]) == 0
+    *_, dataset, loader = capsys.readouterr().out.splitlines()
+    stored = settings_in(dataset, f"dataset = ImageFolder({str(root)!r}, transform, ")
+    assert stored["storage"] in ("shared", "compressed", "none")
+    assert settings_in(loader, "loader = DataLoader(dataset, ")["batch_size"] in (16, 32, 64)
+
+
+@pytest.mark.parametrize("words", [["--vanilla"], ["--storage", "none"]], ids=" ".join)
+def test_decoding_is_tuned(
+    words: list[str], image_folder: Folder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Torchvision's folder and one that keeps nothing are measured as they are; the first has no engines to choose."""
+    root, figures = image_folder(size=(20, 18)), tmp_path / "tune.json"
+    assert main(["tune", str(root), *SMALL, "--batch-size", "2", "--json", str(figures), *words]) == 0
+    assert ("storage='none'" in capsys.readouterr().out) == ("none" in words)
+    probes = json.loads(figures.read_text())["probes"]
+    assert any(probe["samples_per_s"] > 0 for probe in probes)
+    assert any("workers" in probe["settings"] for probe in probes) == ("none" in words)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["tune", "nowhere"], "nowhere is no folder: give the root of class folders"),
+        (["tune", "s3://b/x"], "is a URL, and remote roots and caches are not supported yet"),
+        (["tune", "."], "Couldn't find any class folder in ."),
+        (["tune", ".", "--transform", "steps"], "--transform steps is not module:name"),
+        (["tune", ".", "--json", "gone/x.json"], "--json gone/x.json: there is no folder gone"),
+        (["doctor", "--json", "gone/x.json"], "--json gone/x.json: there is no folder gone"),
+        (["diagnose", "nowhere.py"], "nowhere.py is no file: give the script that trains"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_the_user_got_wrong_is_one_line(
+    words: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Status 2 and what to do, before anything is measured."""
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["tune", ".", "--seconds", "0"], "'0' is no time: give seconds, more than 0"),
+        (["tune", ".", "--batch-size", "some"], "'some' is no whole number"),
+        (["tune", ".", "--crop", "300"], "--crop 300 is larger than the prepared square, --resize 256"),
+        (["diagnose", "--batches", "1", "x.py"], "must be at least 2, as the first one is left out"),
+        (["diagnose", "--json", "x.json"], "SCRIPT"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_option_exits_with_2(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """An option out of range, or a script that is missing, is refused by the parser."""
+    with pytest.raises(SystemExit) as exit_:
+        main(words)
+    assert exit_.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def diagnose(folder: Path, script: str, *words: str, options: tuple[str, ...] = ()) -> Any:
+    """Run the command in a process of its own, as scripts do not expect another's ``__main__``."""
+    (folder / "train.py").write_text(script)
+    command = [sys.executable, "-m", "fastdata", "diagnose", *options, "train.py", *words]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=55, check=False)
+
+
+def test_diagnose_stops_a_script_and_says_its_limit(tmp_path: Path) -> None:
+    """Words after the script's name are its own, options before it are the command's."""
+    options = ("--batches", "20", "--json", "found.json")
+    done = diagnose(tmp_path, SCRIPT, "--json", "own.json", options=options)
+    assert done.returncode == 0, done.stderr
+    document = json.loads((tmp_path / "found.json").read_text())
+    assert done.stdout.startswith(document["line"])
+    assert document["figures"]["batches"] == 19
+    assert {"versions", "machine"} <= set(document)
+    assert not (tmp_path / "own.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("script", "status", "said"),
+    [
+        (
+            "import warnings\nwarnings.warn('mine')\ndef f():\n    raise ValueError('mine')\nf()\n",
+            1,
+            r"train\.py:2: UserWarning: mine\n.*\nTraceback \(most recent call last\):\n  File \"train\.py\", line 5"
+            r"(?s:.*)\nValueError: mine\n",
+        ),
+        ("x = (\n", 1, r"  File \"train\.py\", line 1\n(?s:.*)SyntaxError: .*\n"),
+        ("print(1)\n", 2, r"fastdata: train\.py has no loop over a torch DataLoader of two batches or more.*\n"),
+        ("raise SystemExit(0)\n", 2, r"fastdata: train\.py has ended before it read two batches .*\n"),
+        ("raise SystemExit(3)\n", 3, ""),
+    ],
+    ids=["error", "syntax", "no loader", "ends", "ends with 3"],
+)
+def test_what_a_script_does_wrong_is_its_own(script: str, status: int, said: str, tmp_path: Path) -> None:
+    """Its error is shown from its own first line on, its warnings as Python has them; without a loop one line is."""
+    done = diagnose(tmp_path, script)
+    assert done.returncode == status
+    assert re.fullmatch(said, done.stderr)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_has_examples_that_parse(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each command's help ends with examples, whose options are options of it."""
+    with pytest.raises(SystemExit) as exit_:
+        main([command, "--help"])
+    assert exit_.value.code == 0
+    options, _, examples = capsys.readouterr().out.partition("\nexamples:\n")
+    assert "None" not in options
+    lines = examples.splitlines()
+    assert 1 <= len(lines) <= 2
+    assert all(f"fastdata {command}" in line for line in lines)
+    before_script = re.sub(r"train\.py.*", "", examples)
+    assert set(re.findall(r"(?<= )--[\w-]+", re.sub(r"docker .*IMAGE", "", before_script))) <= set(
+        re.findall(r"--[\w-]+", options)
+    )
+
+
+def test_inspect_keeps_what_it_found(image_folder: Folder, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """``inspect --json`` has each cache with its manifest, its problem and, if verified, its damaged samples."""
+    root, figures = image_folder(size=(13, 11)), tmp_path / "found.json"
+    main(["build", str(root), str(tmp_path / "cache"), "--resize", "7"])
+    assert main(["inspect", str(tmp_path / "cache"), "--json", str(figures)]) == 0
+    (found,) = json.loads(figures.read_text())["caches"]
+    assert (found["manifest"]["count"], found["problem"], found["damaged"]) == (6, "", None)
+    (shard,) = (tmp_path / "cache").glob("*/part0-00000.npy")
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    assert main(["inspect", str(tmp_path / "cache"), "--verify", "--json", str(figures)]) == 1
+    (found,) = json.loads(figures.read_text())["caches"]
+    assert [line.partition(",")[0] for line in found["damaged"]] == ["sample 5"]
+    capsys.readouterr()
