@@ -42,8 +42,21 @@ train = fastdata.ImageFolder("imagenet/train", transform=train_transform, fill="
 import fastdata
 loader = fastdata.DataLoader(train, batch_size=4, shuffle=True)
 """,
+    "step": """
+def step(batch):
+    batch[0].mean()
+""",
 }
-SMALL = {"bench": ["--images", "8", "--batch-size", "4", "--rounds", "1", "--num-workers", "0"]}
+SMALL = {
+    "bench": ["--images", "8", "--batch-size", "4", "--rounds", "1", "--num-workers", "0"],
+    "tune": ["--seconds", "2"],
+}
+TRAIN = f"""{GIVEN["train_transform"]}
+if __name__ == "__main__":
+    from fastdata import DataLoader, ImageFolder
+    for images, labels in DataLoader(ImageFolder("imagenet/train", train_transform, progress=False), batch_size=4):
+        images.mean()
+"""
 
 
 @dataclass(frozen=True)
@@ -73,13 +86,15 @@ def blocks(*languages: str) -> list[Any]:
 
 @pytest.fixture
 def place(image_folder: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with what the blocks name: class folders, a CSV; ``/data`` stands for a folder in it."""
+    """A folder with what the blocks name: class folders, a CSV, a script; ``/data`` stands for a folder in it."""
     monkeypatch.chdir(tmp_path)
     image_folder(root="imagenet/train", per_class=6, size=(40, 36))
     image_folder(root="images", per_class=6, size=(40, 36))
     rows = [f"{path.relative_to('images')},{path.parent.name}" for path in sorted(Path("images").rglob("*.jpg"))]
     for name in ("train.csv", "test.csv"):
         Path(name).write_text("\n".join(["file,label", *rows]) + "\n")
+    Path("train.py").write_text(TRAIN)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     return tmp_path
 
 
@@ -146,6 +161,8 @@ def check_command(words: list[str]) -> None:
     match words:
         case []:
             pass
+        case ["fastdata", "doctor", *rest]:
+            assert main(["doctor", *rest]) in (0, 1)  # 1 is for a problem of the machine
         case ["fastdata", name, *rest]:
             assert main([name, *rest, *SMALL.get(name, [])]) == 0
         case ["pip", "install", *rest]:

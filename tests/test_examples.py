@@ -47,6 +47,22 @@ def test_csv_manifest_reads_what_it_writes(
     assert capsys.readouterr().out.startswith("(6, 3, 64, 64) torch.float32 labels [0, 1]\n")
 
 
+def test_why_idle_is_answered(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The loop waits less for the tuned loader than for the slow one, whose limit is not the model; both are drawn."""
+    script = runpy.run_path(str(EXAMPLES / "why_idle.py"))
+    manifest, chart = script["make_manifest"](tmp_path, 24), tmp_path / "chart.svg"
+    header, *rows = manifest.read_text("utf-8").splitlines()
+    manifest.write_text("\n".join([header, *rows * 10]), "utf-8")
+    found = script["main"](manifest, max_seconds=2.0, plot=chart)
+    assert 2 * found["an epoch after"]["waiting"] < found["an epoch before"]["waiting"]
+    before, tuned, after, *epochs = capsys.readouterr().out.splitlines()
+    assert "the model is the limit" not in before
+    assert re.match(r"tuned:  num_workers=\d+", tuned)
+    assert after.startswith("after:  The loop waits")
+    assert [line.split(":")[0] for line in epochs] == list(found)
+    assert f"{sum(found['an epoch after'].values()):.2f} s</text>" in chart.read_text("utf-8")
+
+
 def test_cifar_learns_drawn_images() -> None:
     """Two epochs over drawn images recognise far more than the tenth that chance does."""
     accuracy = runpy.run_path(str(EXAMPLES / "cifar.py"))["main"](["--epochs", "2", "--per-class", "60"])
