@@ -270,12 +270,19 @@ def _along(name: str, values: Sequence[Any], best: Settings, wins: Callable[[Set
                 best = best | {name: value}
         return best
     place = first = values.index(best[name])
-    for step in (1, -1):
-        while 0 <= place + step < len(values) and place == first + step * abs(place - first):
-            challenger = best | {name: values[place + step]}
-            if not wins(challenger, best):
-                break
-            best, place = challenger, place + step
+    for direction in (1, -1):
+        stride = 1
+        while stride:
+            target = place + direction * stride
+            is_there = 0 <= target < len(values)
+            if is_there and wins(best | {name: values[target]}, best):
+                best, place, stride = (
+                    best | {name: values[target]},
+                    target,
+                    2,
+                )  # what is jumped over is the next round's
+            else:
+                stride -= 1
         if place != first:
             break
     return best
