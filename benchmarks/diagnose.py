@@ -160,10 +160,8 @@ def main() -> None:
             if isinstance(loader, CudaPrefetcher):
                 loader.close()
             print(f"{limit}: {found.limit}\n  {found.line}", file=sys.stderr)
-            section = "is the culprit named? 1 if so"
-            rows.append(
-                Row(section=section, name=limit, unit="", rounds=(float(found.limit == limit),), target=found.line)
-            )
+            is_named = float(found.limit == limit)
+            rows.append(Row(section="is the culprit named? 1 if so", name=limit, unit="", rounds=(is_named,)))
             rows.append(Row(section="a diagnosis", name=limit, unit="s", rounds=(seconds,)))
         rows += cost(root, chosen.rounds)
     print_rows(rows)
