@@ -411,5 +411,10 @@ def _read_batch(read: Callable[[Any, int], Any], indices: Any, number: int) -> A
 
 
 def _stop(threads: ThreadPoolExecutor) -> None:
-    """End the threads; batches not begun are dropped. A thread that drops the last reference cannot wait for itself."""
-    threads.shutdown(wait=threading.current_thread() not in threads._threads, cancel_futures=True)
+    """End the threads; batches not begun are dropped. A thread that drops the last reference cannot wait for itself.
+
+    Nor can one wait that the garbage collector interrupts where it holds the lock of ``threading`` that a join takes.
+    """
+    lock = getattr(threading, "_shutdown_locks_lock", None)  # until Python 3.12
+    is_own = threading.get_ident() in {thread.ident for thread in threads._threads}
+    threads.shutdown(wait=not is_own and not (lock and lock.locked()), cancel_futures=True)
