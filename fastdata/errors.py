@@ -18,6 +18,7 @@ __all__ = [
     "FastDataWarning",
     "IngestError",
     "MemoryBudgetError",
+    "RemoteError",
     "SampleError",
     "StoreGoneError",
 ]
@@ -72,6 +73,10 @@ class CacheError(FastDataError, OSError):
     """A cache on disk cannot be written, or what it holds cannot be used."""
 
 
+class RemoteError(FastDataError, OSError):
+    """A file behind a URL cannot be read or written, however often it was tried."""
+
+
 class CodecError(FastDataError, ValueError):
     """Encoded bytes are not what a sample of this shape and dtype was encoded to: damaged, cut off, or another's."""
 
@@ -84,12 +89,17 @@ _URL = re.compile(r"[A-Za-z][\w+.-]+:/")
 """With one slash, which is what ``Path`` leaves of two; a drive of Windows has one letter."""
 
 
+def is_url(path: str | os.PathLike[str]) -> bool:
+    text = os.fsdecode(path)
+    return _URL.match(text) is not None and not text.startswith("file:") and not os.path.exists(text)
+
+
 def refuse_remote(path: str | os.PathLike[str]) -> None:
     """Raise ``ValueError`` for a URL where a folder or a file of this machine is needed."""
-    if _URL.match(text := os.fsdecode(path)) and not os.path.exists(text):
+    if is_url(path):
         raise ValueError(
-            f"{text} is a URL, and remote roots and caches are not supported yet. Copy the files to a local disk, or "
-            "mount them, as with mountpoint-s3 or gcsfuse, and give the folder."
+            f"{os.fsdecode(path)} is a URL, and this needs a folder of this machine. Copy the files to a local disk, "
+            "or mount them, as with mountpoint-s3 or gcsfuse, and give that."
         )
 
 

@@ -16,6 +16,7 @@ ROOMS = (
     "errors",
     "report",
     "memory",
+    "remote",
     "shared",
     "draws",
     "core",
@@ -63,6 +64,7 @@ DOORS = {
     "lz4": {"codecs"},
     "zstandard": {"codecs"},
     "filelock": {"cache"},
+    "fsspec": {"remote"},
 }
 """Library -> the only rooms that import it."""
 

@@ -1,0 +1,318 @@
+"""Files behind a URL, in an object store or on a server, with the face of a folder here. The only door to fsspec.
+
+Requests run on fsspec's own event loop, many at once, each repeated with backoff and held against the length that it
+must have. A client belongs to the process that made it: a forked one makes its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import os
+import random
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from concurrent.futures import Future
+from contextvars import ContextVar
+from functools import partial
+from multiprocessing.context import get_spawning_popen
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from fastdata.errors import RemoteError, is_url
+
+TRIES = 6
+ATTEMPT_S = 30.0
+"""What has not ended by then is begun anew: six tries, and the pauses, are over in three and a half minutes."""
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
+_FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, ImportError, TypeError, ValueError)
+"""What comes again however often one asks."""
+_TAGS = ("ETag", "etag", "generation", "md5Hash", "mtime", "LastModified", "last_modified", "updated", "created")
+"""What file systems call that which tells an object from a newer one of its name."""
+_S3_DEFAULTS: dict[str, Any] = {"max_pool_connections": 64, "connect_timeout": 5, "read_timeout": 5}
+"""Of botocore, whose 10 connections fetch 200 small objects a second at 50 ms each; timeouts are seconds of silence."""
+_TEXT_BYTES = 4
+"""A secret that is shorter is not looked for in messages: every other word would be one."""
+
+_Given = TypeVar("_Given")
+_CLIENTS: dict[tuple[int, str, str], Any] = {}
+"""By process, protocol and options. Those of a parent stay there: to end them is the parent's."""
+_OPTIONS_TRAVEL: ContextVar[bool] = ContextVar("fastdata_options_travel", default=False)
+
+
+class Entry(NamedTuple):
+    """A file: name relative to its place, size, -1 where that is not told, and a number that stands for its content."""
+
+    name: str
+    size_bytes: int
+    tag: int
+
+
+@contextlib.contextmanager
+def options_travel() -> Iterator[None]:
+    """Let what is pickled in this block carry storage_options: tasks on their way to a worker, never files."""
+    token = _OPTIONS_TRAVEL.set(True)
+    try:
+        yield
+    finally:
+        _OPTIONS_TRAVEL.reset(token)
+
+
+class Place:
+    """A folder of this machine or behind a URL: its files by relative names, with ``/``.
+
+    Safe from several threads. Pickles without ``storage_options``, which may be secret, unless to a process that is
+    being started; without them whatever the environment has is asked for credentials.
+
+    Raises:
+        ValueError: the URL holds a password, or a query, which may be one.
+        ImportError: the file system of the URL is not installed; says which.
+        FileNotFoundError: there is no such file.
+        RemoteError: a file cannot be read or written, after all tries.
+    """
+
+    def __init__(self, url: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> None:
+        text = os.fsdecode(url)
+        self.is_remote = is_url(text)
+        self._options = dict(storage_options or {})
+        if not self.is_remote:
+            self.url = os.path.abspath(os.path.expanduser(text.removeprefix("file://")))
+            return
+        scheme, rest = text.split(":/", 1)
+        self.url = f"{scheme}://{rest.lstrip('/').rstrip('/')}"
+        server = rest.lstrip("/").partition("/")[0]
+        if (":" in server and "@" in server) or (scheme.startswith("http") and "?" in rest):
+            raise ValueError(
+                f"{scheme}://{server.rpartition('@')[2]}/... holds a password or a query, which messages and caches "
+                "would show. Give the plain URL, and the rest as storage_options=."
+            )
+
+    def at(self, name: str = "") -> str:
+        """The path or URL of a file, for messages."""
+        return f"{self.url}/{name}" if name else self.url
+
+    def __str__(self) -> str:
+        return self.url
+
+    __repr__ = __str__
+
+    def __getstate__(self) -> dict[str, Any]:
+        travels = get_spawning_popen() is not None or _OPTIONS_TRAVEL.get()
+        return {**vars(self), "_options": self._options if travels else {}}
+
+    # Reading
+
+    def size(self, name: str) -> int:
+        if not self.is_remote:
+            return os.path.getsize(self.at(name))
+        return int(self._submit("info", name).result()["size"])
+
+    def read(self, name: str, start: int = 0, stop: int | None = None, *, size_bytes: int | None = None) -> bytes:
+        """The bytes of a file, or those from ``start`` to ``stop``; a whole one of another size is an error."""
+        return self.submit(name, start, stop, size_bytes=size_bytes).result()
+
+    def submit(
+        self, name: str, start: int = 0, stop: int | None = None, *, size_bytes: int | None = None
+    ) -> Future[bytes]:
+        """``read``, in the background; there may be any number at once, and each takes the memory of its bytes."""
+        if not self.is_remote:
+            return _done(partial(_read_local, self.at(name), start, stop))
+        wanted_bytes = size_bytes if stop is None else stop - start
+
+        def check(data: bytes) -> None:
+            if wanted_bytes is not None and len(data) != wanted_bytes:
+                raise OSError(f"{len(data):,} bytes came where {wanted_bytes:,} are needed; it may have been changed")
+
+        span: dict[str, Any] = {} if start == 0 and stop is None else {"start": start, "end": stop}
+        return self._submit("cat_file", name, check=check, **span)
+
+    def find(self, below: str = "") -> list[Entry]:
+        """All files below a folder, sorted by name; none where it is not there."""
+        return self.submit_find(below).result()
+
+    def submit_find(self, below: str = "") -> Future[list[Entry]]:
+        if not self.is_remote:
+            return _done(partial(_find_local, self.url, below))
+        return self._submit("find", below, then=self._entries, detail=True)
+
+    def folders(self) -> list[str]:
+        """The names of the folders right in this one, sorted; FileNotFoundError where nothing is there."""
+        if not self.is_remote:
+            with os.scandir(self.url) as found:
+                return sorted(each.name for each in found if each.is_dir())
+        found = self._submit("ls", "", detail=True).result()
+        return sorted(each["name"].rstrip("/").rpartition("/")[2] for each in found if each["type"] == "directory")
+
+    def _entries(self, found: Mapping[str, Mapping[str, Any]]) -> list[Entry]:
+        root = len(self._path("")) + 1
+        entries = []
+        for path, facts in found.items():
+            tag = next((str(facts[name]) for name in _TAGS if facts.get(name) is not None), "")
+            number = int.from_bytes(hashlib.blake2b(tag.encode(), digest_size=8).digest(), "little") >> 1
+            size = facts.get("size")
+            entries.append(Entry(path[root:], -1 if size is None else int(size), number))
+        return sorted(entries)
+
+    # Writing
+
+    def write(self, name: str, data: bytes | memoryview) -> None:
+        """Make these bytes the file, at once and for good: nobody sees half of it."""
+        if self.is_remote:
+            self._submit("pipe_file", name, bytes(data)).result()
+        else:
+            _write_local(self.at(name), lambda stream: stream.write(data))
+
+    def upload(self, name: str, path: Path) -> None:
+        """Make a copy of a file of this machine the file of that name."""
+        if not self.is_remote:
+            with path.open("rb") as source:
+                _write_local(self.at(name), lambda stream: shutil.copyfileobj(source, stream, 1 << 20))
+            return
+        self._submit("put_file", str(path), name).result()
+        if (there := self.size(name)) != path.stat().st_size:
+            raise RemoteError(f"{self.at(name)} has {there:,} bytes after {path.stat().st_size:,} were sent to it")
+
+    def remove(self, *names: str) -> None:
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                if self.is_remote:
+                    self._submit("rm_file", name).result()
+                else:
+                    os.unlink(self.at(name))
+
+    # The client
+
+    def _path(self, name: str) -> str:
+        return f"{self._client()._strip_protocol(self.url).rstrip('/')}{'/' if name else ''}{name}"
+
+    def _client(self) -> Any:
+        import fsspec
+
+        protocol = self.url.partition("://")[0]
+        key = os.getpid(), protocol, fsspec.utils.tokenize(self._options)
+        if key not in _CLIENTS:
+            options = {"use_listings_cache": False, **self._options}
+            if protocol in ("s3", "s3a"):
+                options["config_kwargs"] = {**_S3_DEFAULTS, **options.get("config_kwargs", {})}
+            try:
+                _CLIENTS[key] = fsspec.filesystem(protocol, skip_instance_cache=True, **options)
+            except ImportError as missing:
+                raise ImportError(f"{self.url} needs a package that is not installed: {missing}") from None
+            except ValueError as unknown:
+                raise ValueError(f"{self.url} is a URL of a kind that fsspec does not know: {unknown}") from None
+        return _CLIENTS[key]
+
+    def _submit(
+        self,
+        method: str,
+        *arguments: Any,
+        then: Callable[[Any], Any] = lambda found: found,
+        check: Callable[[Any], None] = lambda found: None,
+        **options: Any,
+    ) -> Future[Any]:
+        """Call a method of the client on fsspec's loop; the argument that is a name is made a path."""
+        from fsspec.asyn import get_loop
+
+        client = self._client()
+        place = len(arguments) - 1 if method == "put_file" else 0
+        name = arguments[place]
+        arguments = (*arguments[:place], self._path(name), *arguments[place + 1 :])
+
+        async def call() -> Any:
+            if client.async_impl:
+                found = await getattr(client, f"_{method}")(*arguments, **options)
+            else:
+                job = partial(getattr(client, method), *arguments, **options)
+                found = await asyncio.get_running_loop().run_in_executor(None, job)
+            check(found)
+            return then(found)
+
+        return asyncio.run_coroutine_threadsafe(self._tried(call, self.at(name)), get_loop())
+
+    async def _tried(self, call: Callable[[], Coroutine[Any, Any, _Given]], url: str) -> _Given:
+        problem: Exception = RuntimeError()
+        for k in range(TRIES):
+            if k:
+                pause_s = min(_FIRST_PAUSE_S * 2**k, _LONGEST_PAUSE_S)
+                await asyncio.sleep(pause_s * (0.5 + random.SystemRandom().random()))
+            try:
+                return await asyncio.wait_for(call(), ATTEMPT_S)
+            except FileNotFoundError:
+                raise FileNotFoundError(f"{url} is not there") from None
+            except Exception as found:  # noqa: BLE001  # clients raise anything; the last one is told
+                problem = found
+                if isinstance(found, _FINAL):
+                    break
+        raise self._error(url, problem, k + 1) from None
+
+    def _error(self, url: str, problem: Exception, tries: int) -> Exception:
+        """Without its cause, whose text and traceback may show credentials."""
+        if isinstance(problem, ImportError):
+            return problem
+        said = str(problem) or (f"no answer in {ATTEMPT_S:.0f} s" if isinstance(problem, TimeoutError) else "")
+        for secret in _texts(self._options):
+            said = said.replace(secret, "***")
+        cure = "Look at the network, and run again"
+        if isinstance(problem, PermissionError) or "redential" in said:
+            cure = "Give credentials that are valid and allow it, in the environment or as storage_options="
+        again = f" (tried {tries} times)" if tries > 1 else ""
+        return RemoteError(f"{url}: {type(problem).__name__}: {said.rstrip('.')}{again}. {cure}.")
+
+
+def _texts(options: Any) -> Iterator[str]:
+    """What may be secret in options: their texts, inside of what is nested, too."""
+    if isinstance(options, Mapping):
+        for value in options.values():
+            yield from _texts(value)
+    elif isinstance(options, (list, tuple)):
+        for value in options:
+            yield from _texts(value)
+    elif isinstance(options, str) and len(options) >= _TEXT_BYTES and not re.match(r"https?://", options):
+        yield options
+
+
+def _done(job: Callable[[], _Given]) -> Future[_Given]:
+    future: Future[_Given] = Future()
+    try:
+        future.set_result(job())
+    except Exception as problem:  # noqa: BLE001  # raised by whoever asks for the result
+        future.set_exception(problem)
+    return future
+
+
+def _read_local(path: str, start: int, stop: int | None) -> bytes:
+    with open(path, "rb") as stream:
+        stream.seek(start)
+        data = stream.read() if stop is None else stream.read(stop - start)
+    if stop is not None and len(data) != stop - start:
+        raise OSError(f"{path}: {len(data):,} bytes from {start:,} on, where {stop - start:,} are needed")
+    return data
+
+
+def _find_local(root: str, below: str) -> list[Entry]:
+    entries = []
+    for folder, _, names in os.walk(os.path.join(root, below)):
+        for name in names:
+            path = os.path.join(folder, name)
+            with contextlib.suppress(FileNotFoundError):
+                found = os.stat(path)
+                entries.append(Entry(os.path.relpath(path, root), found.st_size, found.st_mtime_ns))
+    return sorted(entries)
+
+
+def _write_local(path: str, write: Callable[[Any], object]) -> None:
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    fd, fresh = tempfile.mkstemp(prefix=".", suffix=".new", dir=os.path.dirname(path))
+    try:
+        with open(fd, "wb") as stream:
+            write(stream)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(fresh, path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(fresh)
+        raise
