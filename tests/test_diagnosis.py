@@ -208,6 +208,13 @@ def test_advice_has_its_figures() -> None:
     assert say(shown, "disk") == f"{line}the loader could feed 100 samples/s; num_workers=8 would lift it to 150"
 
 
+def test_advice_needs_no_model_alone() -> None:
+    """Of a script, whose model is not run alone, a slow step is told without what it takes alone."""
+    slow = replace(BASE, step_s=0.4, wait_s=0.0, model_per_s=None)
+    lines = advise(slow, "model", is_prefetched=False, epoch_batches=20)
+    assert lines[0] == "no faster loader would help: a step is 400.0 ms of the model's own work"
+
+
 def test_keeping_samples_is_tried() -> None:
     """A torch loader over decoded files is tried with its samples kept in memory, and the memory is said."""
     found = diagnose(DataLoader(Samples(partial(burn, LONG_S)), batch_size=2, num_workers=1))

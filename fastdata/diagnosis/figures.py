@@ -248,12 +248,13 @@ def advise(figures: Figures, limit: Limit, *, is_prefetched: bool, epoch_batches
     lines = []
     total_s = sum(part.seconds for part in figures.parts)
     if limit == "model":
-        step = f"a step is {figures.step_s * 1000:,.1f} ms of the model's own work"
-        alone = (
-            f"{figures.step_s * 1000:,.1f} ms beside the loader and {figures.step_s * 1000 / figures.slowed:,.1f} alone"
-        )
-        shared = f"a step takes {alone}: they share the cores, so that samples that cost less would help the model"
-        lines.append(shared if figures.slowed >= _SLOWED else f"no faster loader would help: {step}")
+        lines.append(f"no faster loader would help: a step is {figures.step_s * 1000:,.1f} ms of the model's own work")
+        if figures.slowed >= _SLOWED:
+            alone_ms = figures.step_s * 1000 / figures.slowed
+            lines[-1] = (
+                f"a step takes {figures.step_s * 1000:,.1f} ms beside the loader and {alone_ms:,.1f} alone: they share "
+                "the cores, so that samples that cost less would help the model"
+            )
     if limit == "host-to-device":
         cure = "send fewer bytes: uint8 batches, with dtype= of CudaPrefetcher to cast them on the device"
         cure = cure if is_prefetched else "CudaPrefetcher(loader) copies from pinned memory while the model computes"
