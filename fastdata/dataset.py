@@ -16,7 +16,7 @@ import pickle
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
 from multiprocessing import current_process
@@ -61,7 +61,7 @@ from fastdata.prepare import (
 from fastdata.report import log, warn_user
 from fastdata.ring import BatchRing
 from fastdata.shared import ListView, SampleTable, collate_targets
-from fastdata.sources import DatasetSource, FileSource, ItemKeys, Source
+from fastdata.sources import DatasetSource, FileSource, ItemKeys, RemoteFiles, Source
 from fastdata.stores.readers import Store
 from fastdata.transforms import TransformPlan, fingerprint, is_same, plan_pairs, plan_transform
 from fastdata.transforms.boxes import BoxProgram, boxes_obstacle
@@ -111,6 +111,12 @@ class DatasetOptions(TypedDict, total=False):
             read.
         cache_key: stands for what fastdata cannot see: the samples of a dataset that does not list its files in
             ``samples``, and lambdas in ``prepare`` or ``loader``. Change it whenever these change.
+        storage_options: for URLs, of files and of ``cache_dir``: what their file system in fsspec takes, such as
+            credentials. They get into no pickle, cache or message.
+        local_cache: folder in which all runs and ranks of a machine keep what they need of caches behind URLs; by
+            default ``~/.cache/fastdata/remote``.
+        local_limit: the most disk space for it: bytes, ``"200GiB"``, or a share of what is free; by default half. What
+            was needed least lately leaves first.
         share: ``"auto"`` (default): ranks of one machine (torchrun, mpirun, srun, ``mp.spawn``, Lightning, Accelerate)
             that make the same dataset prepare it together and hold one copy. Where a dataset lists neither ``samples``
             nor ``targets``, 65 of its samples tell it from others. ``"off"``: each rank its own.
@@ -128,6 +134,9 @@ class DatasetOptions(TypedDict, total=False):
     num_workers: int | None
     cache_dir: str | os.PathLike[str] | None
     cache_key: str | None
+    storage_options: Mapping[str, Any] | None
+    local_cache: str | os.PathLike[str] | None
+    local_limit: int | float | str | None
     share: Literal["auto", "off"]
 
 
@@ -230,6 +239,8 @@ class PreparedDataset(Dataset[Any]):
     _is_upright = False
     """Whether samples were turned as their EXIF says before they were stored, so that nothing of it is missed."""
     _fast_decode = False
+    _is_remote = False
+    """Whether samples that are not kept are fetched from behind a URL."""
     _list_name = ""
     """Of the file that lists the samples, where there is one: those of several in a folder have caches of their own."""
     _gone = ""
@@ -254,7 +265,7 @@ class PreparedDataset(Dataset[Any]):
         self._prepare(source, table)
 
     def _prepare(self, source: Source, table: SampleTable | None) -> None:
-        options, self._source = self.options, source
+        options, self._source, self._is_remote = self.options, source, isinstance(source, RemoteFiles)
         plan = self._split(self._transform, batch_ops=options.batch_ops)
         steps, path = self._steps(plan), self._path(source, plan)
         self._is_upright = "exif_transpose" in map(known_name, steps)
@@ -447,6 +458,7 @@ class PreparedDataset(Dataset[Any]):
         batch, compiled = self._visit(indices), self._compiled
         if self._serving_obstacle is None:
             return self.sample_batch(batch, self.batch_ring)
+        self._expect(batch)
         if self.transforms is not None:
             return [self._pair(batch, k) for k in range(len(batch))]
         if compiled.program is None or compiled.outputs is None or self.kept is None:
@@ -474,6 +486,11 @@ class PreparedDataset(Dataset[Any]):
         out = np.empty(batch_shape, output[1]) if ring is None else ring.take(batch_shape, output[1])
         last.run_decoded(decoded, batch.positions, batch.visits, batch.seed, out)
         return last.as_tensor(out)
+
+    def _expect(self, batch: IndexBatch) -> None:
+        """Have what is fetched for these samples fetched at once."""
+        if self._is_remote and (self.kept is None or self.filled_share() < 1):
+            self._samples.expect(batch.positions.tolist())
 
     def read_batch(self, batch: IndexBatch, ring: BatchRing | None = None) -> Any:
         """Images (B, *shape) and what ``default_collate`` makes of the targets; only if ``batch_obstacle`` is None.
@@ -693,6 +710,7 @@ class PreparedDataset(Dataset[Any]):
     def read_into(self, outs: list[np.ndarray], batch: IndexBatch, rows_B: np.ndarray | None = None) -> None:
         """Read the images of a batch into ``room`` for it; or for a larger one, where ``rows_B`` says which rows."""
         self._check_open()
+        self._expect(batch)
         samples, lanes = self._samples, self._compiled.lanes
         pairs = [(lane.program, out) for lane, out in zip(lanes, outs, strict=True)]
         if isinstance(samples, KeptSamples):
@@ -727,14 +745,14 @@ class PreparedDataset(Dataset[Any]):
 
     def _decode(self, index: int) -> np.ndarray:
         """The pixels of one file, (H, W, 3)."""
-        path = cast("str", self._samples.path(index))
+        files = cast("FileSource", self._samples)
         try:
-            with open(path, "rb") as stream:
+            with files.open(index) as stream:
                 return decode_pixels(stream)
         except MemoryError:
             raise
         except Exception as cause:  # damaged files make decoders raise anything
-            raise sample_error(path, index, cause) from cause
+            raise sample_error(files.path(index), index, cause) from cause
 
     def _pair(self, batch: IndexBatch, k: int) -> Any:
         one, plan = slice(k, k + 1), self.plan
@@ -1151,6 +1169,9 @@ class CachedDataset(PreparedDataset):
         as_tensors: bool = False,
         seed: int | None = None,
         batch_ops: Literal["auto", "off"] = "auto",
+        storage_options: Mapping[str, Any] | None = None,
+        local_cache: str | os.PathLike[str] | None = None,
+        local_limit: int | float | str | None = None,
     ) -> Self:
         """Open a cache on its own: the dataset and the files that it was made from need not be there.
 
@@ -1159,8 +1180,8 @@ class CachedDataset(PreparedDataset):
         ``root`` is the folder that it had.
 
         Args:
-            path: a cache, or the ``cache_dir`` that holds only this one. Any dataset or ``fastdata build`` may have
-                written it, but not with ``codec="source"`` or a codec object of your own.
+            path: a cache, or the ``cache_dir`` that holds only this one, or the URL of such. Any dataset or ``fastdata
+                build`` may have written it, but not with ``codec="source"`` or a codec object of your own.
             transform: called on each sample as the cache holds it. All of its steps run when a sample is read; those
                 that fastdata knows on whole batches.
             target_transform: called on each target when it is read.
@@ -1169,6 +1190,9 @@ class CachedDataset(PreparedDataset):
                 ``PILToTensor``, and not as PIL images, which a ``transform`` would have to make tensors of.
             seed: of the random draws of batch ops; see ``fastdata.dataset.DatasetOptions``.
             batch_ops: ``"off"`` runs known random transforms per sample exactly as written.
+            storage_options: for a URL; see ``fastdata.dataset.DatasetOptions``.
+            local_cache: as there.
+            local_limit: as there.
 
         Raises:
             FileNotFoundError: there is no cache.
@@ -1184,13 +1208,14 @@ class CachedDataset(PreparedDataset):
             ...         print(len(dataset), list(dataset.targets))
             5 [0, 1, 4, 9, 16]
         """
-        from fastdata.cache import find_cache, open_cache
+        from fastdata.cache import Mirroring, find_cache, open_cache
 
         dataset = cls.__new__(cls)
         dataset.transforms = _checked(transforms, transform, target_transform)
         dataset.options, dataset._stored_after = Options(seed=seed, batch_ops=batch_ops), (0, "")
         dataset._transform, dataset.target_transform = transform, target_transform
-        prepared, manifest = open_cache(find_cache(path), as_tensors=as_tensors)
+        home = find_cache(path, storage_options)
+        prepared, manifest = open_cache(home, as_tensors=as_tensors, mirroring=Mirroring(local_cache, local_limit))
         assert prepared.kept is not None
         dataset.root, dataset._is_upright = manifest.root, "PIL.ImageOps.exif_transpose" in manifest.key["prepare"]
         dataset._serve(prepared, prepared.kept, None)
@@ -1285,6 +1310,7 @@ def read_for_device(
     The dataset has no ``device_obstacle``. With ``only_places`` the samples' positions in the store stand for them.
     """
     dataset._check_open()
+    dataset._expect(batch)
     kept, index_B = dataset.kept, batch.positions
     assert kept is not None
     draws, samples = program.draw(index_B, batch.visits, batch.seed), index_B.copy()

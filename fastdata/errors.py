@@ -109,7 +109,7 @@ def sample_error(path: str | None, index: int, cause: BaseException, *, is_read:
     A sample's file is looked at again for its size and first bytes; ``path`` is None where it has none.
     """
     where = f"sample {index}" if path is None else f"sample {index}, {path},"
-    found = "" if path is None else f"It is {_describe_file(path)}. "
+    found = "" if path is None or is_url(path) else f"It is {_describe_file(path)}. "
     cure = "Correct the dataset" if path is None else "Delete or replace the file"
     # What no content of a sample raises, but the code that reads it: leaving samples out would leave out all of them.
     is_code = isinstance(cause, (TypeError, AttributeError, NameError, ImportError))

@@ -6,12 +6,15 @@ import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from fastdata.dataset import DatasetOptions, PreparedDataset, show_options
-from fastdata.errors import refuse_remote
+from fastdata.errors import is_url
 from fastdata.images import IMAGE_EXTENSIONS, load_image
 from fastdata.prepare import Options
-from fastdata.shared import SampleTable
-from fastdata.sources import FileSource, Source, find_classes, read_manifest, scan_folder
+from fastdata.remote import Place
+from fastdata.shared import ArrayBlock, SampleTable
+from fastdata.sources import FileSource, RemoteFiles, Source, find_classes, place_of, read_manifest, scan_folder
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -24,6 +27,8 @@ class _ImageFiles(PreparedDataset):
 
     root: str | os.PathLike[str]
     table: SampleTable
+    _place: Place | None = None
+    """That remote files lie below; and ``_facts`` of them."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -46,15 +51,22 @@ class _ImageFiles(PreparedDataset):
         self._fast_decode = fast_decode
         self._open_by(loader or load_image)
         self.table = SampleTable(targets, paths=paths, class_to_idx=class_to_idx)
+        if self._place is not None:
+            known = map(self._place.listed.get, (place_of(self._place, path)[1] for path in paths))
+            facts = np.array([(-1, -1) if entry is None else entry[1:] for entry in known], np.int64).reshape(-1, 2)
+            self._facts, self._place.listed = ArrayBlock({"sizes": facts[:, 0], "tags": facts[:, 1]}), {}
         self._build(self._origin(), options, transform, target_transform, table=self.table)
 
     def _list_files(self, source: Source) -> tuple[Listing | None, str]:
         from fastdata.cache import list_paths
 
         root = os.fspath(self.root)
-        return list_paths(self.table.all_paths(), root), root
+        assert isinstance(source, FileSource)
+        return list_paths(self.table.all_paths(), root, source.listing()), root
 
     def _origin(self) -> FileSource:
+        if self._place is not None:
+            return RemoteFiles(self._place, self.table.paths, self.table.targets, self._loader, self._facts)
         return FileSource(self.table.paths, self.table.targets, self._loader)
 
     @property
@@ -93,7 +105,7 @@ class ImageFolder(_ImageFiles):
     """torchvision's ``ImageFolder``: one folder of images per class, prepared once and kept in shared memory.
 
     Args:
-        root: holds one folder per class.
+        root: holds one folder per class; may be a URL such as ``s3://bucket/train``, see ``storage_options``.
         transform: as torchvision's. Its leading deterministic steps run once per image, before it is stored; see
             ``print(dataset.plan)``.
         target_transform: called on each class number when it is read.
@@ -145,11 +157,13 @@ class ImageFolder(_ImageFiles):
         **options: Unpack[DatasetOptions],
     ) -> None:
         chosen = Options(**options)
-        refuse_remote(root)
         self.root = os.path.expanduser(root) if isinstance(root, str) else root
-        _, class_to_idx = self.find_classes(self.root)
+        if is_url(root):
+            self._place = Place(root, chosen.storage_options)
+            self.root = self._place.url
+        _, class_to_idx = self.find_classes(self._place or self.root)
         samples = self.make_dataset(
-            self.root,
+            self._place or self.root,
             class_to_idx=class_to_idx,
             extensions=self.extensions if is_valid_file is None else None,
             is_valid_file=is_valid_file,
@@ -192,8 +206,8 @@ class ImageManifest(_ImageFiles):
     r"""Image files listed with their labels in a CSV file, a pandas frame, or a list.
 
     Args:
-        manifest: the path of a CSV file (comma-separated UTF-8, with a header line); a pandas frame; or a list of
-            (path, label), of (path, label, id) with ``id``, and of paths with ``label=None``.
+        manifest: the path or URL of a CSV file (comma-separated UTF-8, with a header line); a pandas frame; or a list
+            of (path, label), of (path, label, id) with ``id``, and of paths with ``label=None``. Paths may be URLs.
         root: folder that relative paths start from; default: the CSV file's own, else the current one.
         file: name of the column of paths.
         label: name of the column of labels; of several, or of one of lists, for a vector; None where there are none.
@@ -244,13 +258,16 @@ class ImageManifest(_ImageFiles):
         **options: Unpack[DatasetOptions],
     ) -> None:
         chosen = Options(**options)
-        for place in (manifest, root):
-            if isinstance(place, str | os.PathLike):
-                refuse_remote(place)
         beside = os.path.dirname(manifest) if isinstance(manifest, str | os.PathLike) else ""
-        self.root = os.path.abspath(os.path.expanduser(beside)) if root is None else os.fspath(root)
         self._list_name = os.path.basename(manifest) if isinstance(manifest, str | os.PathLike) else ""
-        listed = read_manifest(manifest, root, file, label, id)
+        listed = read_manifest(manifest, root, file, label, id, chosen.storage_options)
+        url = next((path for path in listed.paths if "://" in path), "")  # of one is enough: most lie side by side
+        below = next((place for place in (root, beside) if place is not None and is_url(place)), os.path.dirname(url))
+        if url and is_url(url):
+            self._place = Place(below, chosen.storage_options)
+            self.root = self._place.url
+        else:
+            self.root = os.path.abspath(os.path.expanduser(beside)) if root is None else os.fspath(root)
         classes = None if listed.classes is None else {name: i for i, name in enumerate(listed.classes)}
         self._build_files(
             listed.paths,

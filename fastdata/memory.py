@@ -47,6 +47,11 @@ def usable_cores(*, root: Path = CGROUP_ROOT, table: Path = CGROUP_TABLE) -> int
     return max(1, cores)
 
 
+def user_cache() -> Path:
+    """The folder for what fastdata keeps of its own accord; it need not be there."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fastdata"
+
+
 def cpu_model() -> str:
     found = re.search(r"^model name\s*:\s*(.+)$", _read(Path("/proc/cpuinfo")), re.MULTILINE)
     return found[1] if found else platform.processor() or platform.machine()

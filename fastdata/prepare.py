@@ -15,7 +15,7 @@ import os
 import pickle
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -53,7 +53,7 @@ from fastdata.memory import (
 from fastdata.ranks import Guest, Host, Notice, Run, find_run, local_ranks, may_become_rank, meet, read_notice
 from fastdata.report import log, progress_bar, warn_user
 from fastdata.shared import SampleTable, collate_targets
-from fastdata.sources import DatasetSource, FileBytes, FileSource, ItemKeys, Source
+from fastdata.sources import DatasetSource, FileSource, ItemKeys, RemoteFiles, Source
 from fastdata.stores.readers import Decoder, FileStore, Store, UndecodableError
 from fastdata.stores.writers import (
     ALIGN_BYTES,
@@ -95,6 +95,9 @@ class Options:
     num_workers: int | None = None
     cache_dir: str | os.PathLike[str] | None = None
     cache_key: str | None = None
+    storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
+    local_cache: str | os.PathLike[str] | None = None
+    local_limit: int | float | str | None = None
     share: Literal["auto", "off"] = "auto"
 
     def __post_init__(self) -> None:
@@ -204,8 +207,7 @@ def read_path(
             spec = SampleSpec(shape=None, dtype="uint8", form="pil")
             loader, steps = PixelLoader(Program(plan.batch_ops, spec).prepare), ()
             open_bytes = loader.decode
-    files = FileSource(source.paths, source.targets, loader)
-    return ReadPath(source=files, prepare=Steps(steps), open_bytes=open_bytes, shape=shape)
+    return ReadPath(source=source.opened_by(loader), prepare=Steps(steps), open_bytes=open_bytes, shape=shape)
 
 
 def _fast_loader(
@@ -261,7 +263,7 @@ class WritePath(NamedTuple):
         source, prepare = path.source, path.prepare
         if any(isinstance(writer.plan.codec, SourceDecoder) for writer in writers):
             assert isinstance(source, FileSource)
-            source, prepare = FileBytes(source), Steps(())
+            source, prepare = source.as_bytes(), Steps(())
         return cls(source, prepare, writers)
 
     def read(self, index: int) -> ReadSample:
@@ -323,6 +325,7 @@ def forecast(source: Source, prepare: Callable[[Any], Any], *, probes: int = 8) 
         return Forecast(specs=(SampleSpec(shape=(0,), dtype="uint8", form="array"),), part_bytes=(0,))
     samples: list[ReadSample] = []
     errors: list[SampleError] = []
+    source.expect(_spread(count, probes))
     for index in _spread(count, probes):
         try:
             samples.append(read_sample(source, prepare, index))
@@ -435,11 +438,12 @@ def _write_all(
     length, size = len(positions), _SAMPLES_PER_TASK
     tasks = [_Task(first, positions[first : first + size]) for first in range(0, length, size)]
     job, workers = writing_job(to_write, with_targets=with_targets), _workers(options)
+    expect = expecting(to_write.source)
     may_run_here = host is None or options.num_workers is not None  # else others may come, with cores of their own
     targets: dict[int, bytes] = {}
     errors: dict[int, SampleError] = {}
     with (
-        contextlib.closing(run_tasks(job, tasks, workers, host, may_run_here=may_run_here)) as finished,
+        contextlib.closing(run_tasks(job, tasks, workers, host, may_run_here=may_run_here, expect=expect)) as finished,
         progress_bar(length, f"preparing {length:,} images", enabled=options.progress) as bar,
     ):
         for results in finished:
@@ -456,6 +460,11 @@ def _write_all(
 
 def _workers(options: Options) -> int:
     return memory.usable_cores() if options.num_workers is None else options.num_workers
+
+
+def expecting(source: Source) -> Callable[[Any], None] | None:
+    """What tells a source of tasks that come; None where it has no use for it."""
+    return (lambda task: source.expect(task.positions)) if isinstance(source, RemoteFiles) else None
 
 
 def writing_job(to_write: WritePath, *, with_targets: bool) -> Callable[[_Task], list[tuple[int, _Written]]]:
@@ -507,6 +516,10 @@ class KeptSamples:
 
     def __len__(self) -> int:
         return len(self.table)
+
+    def expect(self, indices: Sequence[int]) -> None:
+        for store in self.stores:
+            store.expect(indices)
 
     def path(self, index: int) -> str | None:
         return self.table.path(index) if self.table.has_paths else None
@@ -649,7 +662,7 @@ class _Preparation:
                     helping.callback(writer.close)
                 if workers is None or workers > 1:
                     job = writing_job(WritePath.over(self._path, writers), with_targets=with_targets)
-                    pool = WorkerPool(job, share, may_run_here=False)
+                    pool = WorkerPool(job, share, may_run_here=False, expect=expecting(self._path.source))
                     helping.enter_context(contextlib.closing(pool))
                     guest.lend(pool.lend())
 
@@ -923,8 +936,8 @@ def _encoded(
         encodings = list(map(coder.encode, samples))
         return encodings, list(map(len, encodings))
     assert isinstance(path.source, FileSource)
-    files = FileBytes(path.source)
-    sizes = [files.size_bytes(index) for index in _spread(len(files), _FILE_SIZES)]
+    files = path.source.as_bytes()
+    sizes = [path.source.size_bytes(index) for index in _spread(len(files), _FILE_SIZES)]
     return [files.read(sample.position)[0].data for sample in expected.looked_at], sizes
 
 

@@ -78,6 +78,8 @@ class Place:
         text = os.fsdecode(url)
         self.is_remote = is_url(text)
         self._options = dict(storage_options or {})
+        self.listed: dict[str, Entry] = {}
+        """What was found here, by name, for who asks for facts."""
         if not self.is_remote:
             self.url = os.path.abspath(os.path.expanduser(text.removeprefix("file://")))
             return
@@ -90,9 +92,29 @@ class Place:
                 "would show. Give the plain URL, and the rest as storage_options=."
             )
 
+    def below(self, name: str) -> Place:
+        return Place(self.at(name), self._options)
+
+    def beside(self, url: str) -> Place:
+        return Place(url, self._options)
+
+    def apart(self) -> tuple[Place, str]:
+        """The folder of a file that was given as a place, and its name."""
+        folder, _, name = self.url.rpartition("/")
+        return self.beside(folder), name
+
+    def __fspath__(self) -> str:
+        return self.url
+
     def at(self, name: str = "") -> str:
         """The path or URL of a file, for messages."""
         return f"{self.url}/{name}" if name else self.url
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Place) and other.url == self.url
+
+    def __hash__(self) -> int:
+        return hash(self.url)
 
     def __str__(self) -> str:
         return self.url
@@ -101,7 +123,7 @@ class Place:
 
     def __getstate__(self) -> dict[str, Any]:
         travels = get_spawning_popen() is not None or _OPTIONS_TRAVEL.get()
-        return {**vars(self), "_options": self._options if travels else {}}
+        return {**vars(self), "_options": self._options if travels else {}, "listed": {}}
 
     # Reading
 
@@ -129,6 +151,12 @@ class Place:
         span: dict[str, Any] = {} if start == 0 and stop is None else {"start": start, "end": stop}
         return self._submit("cat_file", name, check=check, **span)
 
+    def submit_facts(self, name: str) -> Future[tuple[int, int]]:
+        """Size and tag of a file; -1 where it is not there."""
+        if self.is_remote:
+            return self._submit("info", name, then=_facts, missing=(-1, -1))
+        return _done(lambda: (os.path.getsize(self.at(name)), os.stat(self.at(name)).st_mtime_ns))
+
     def find(self, below: str = "") -> list[Entry]:
         """All files below a folder, sorted by name; none where it is not there."""
         return self.submit_find(below).result()
@@ -148,12 +176,8 @@ class Place:
 
     def _entries(self, found: Mapping[str, Mapping[str, Any]]) -> list[Entry]:
         root = len(self._path("")) + 1
-        entries = []
-        for path, facts in found.items():
-            tag = next((str(facts[name]) for name in _TAGS if facts.get(name) is not None), "")
-            number = int.from_bytes(hashlib.blake2b(tag.encode(), digest_size=8).digest(), "little") >> 1
-            size = facts.get("size")
-            entries.append(Entry(path[root:], -1 if size is None else int(size), number))
+        entries = [Entry(path[root:], *_facts(facts)) for path, facts in found.items()]
+        self.listed.update((entry.name, entry) for entry in entries)
         return sorted(entries)
 
     # Writing
@@ -211,6 +235,7 @@ class Place:
         *arguments: Any,
         then: Callable[[Any], Any] = lambda found: found,
         check: Callable[[Any], None] = lambda found: None,
+        missing: Any = None,
         **options: Any,
     ) -> Future[Any]:
         """Call a method of the client on fsspec's loop; the argument that is a name is made a path."""
@@ -230,9 +255,9 @@ class Place:
             check(found)
             return then(found)
 
-        return asyncio.run_coroutine_threadsafe(self._tried(call, self.at(name)), get_loop())
+        return asyncio.run_coroutine_threadsafe(self._tried(call, self.at(name), missing), get_loop())
 
-    async def _tried(self, call: Callable[[], Coroutine[Any, Any, _Given]], url: str) -> _Given:
+    async def _tried(self, call: Callable[[], Coroutine[Any, Any, Any]], url: str, missing: Any) -> Any:
         problem: Exception = RuntimeError()
         for k in range(TRIES):
             if k:
@@ -241,6 +266,8 @@ class Place:
             try:
                 return await asyncio.wait_for(call(), ATTEMPT_S)
             except FileNotFoundError:
+                if missing is not None:
+                    return missing
                 raise FileNotFoundError(f"{url} is not there") from None
             except Exception as found:  # noqa: BLE001  # clients raise anything; the last one is told
                 problem = found
@@ -260,6 +287,13 @@ class Place:
             cure = "Give credentials that are valid and allow it, in the environment or as storage_options="
         again = f" (tried {tries} times)" if tries > 1 else ""
         return RemoteError(f"{url}: {type(problem).__name__}: {said.rstrip('.')}{again}. {cure}.")
+
+
+def _facts(found: Mapping[str, Any]) -> tuple[int, int]:
+    """Size and tag of a file, as its file system tells them."""
+    tag = next((str(found[name]) for name in _TAGS if found.get(name) is not None), "")
+    size, digest = found.get("size"), hashlib.blake2b(tag.encode(), digest_size=8).digest()
+    return -1 if size is None else int(size), int.from_bytes(digest, "little") >> 1
 
 
 def _texts(options: Any) -> Iterator[str]:

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import io
 import os
 import re
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import repeat
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, BinaryIO, NamedTuple, Protocol, TextIO
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from fastdata.images import is_image
+from fastdata.errors import is_url
+from fastdata.images import decoder_of, is_image
+from fastdata.remote import Place
 
+_MOST_EXPECTED = 1024
 SCAN_THREADS = 16
 """Folders listed at once where listing waits, as on a network file system."""
 SCAN_PATIENCE_S = 0.02
@@ -52,14 +59,16 @@ class ItemKeys:
 class Source(Protocol):
     """Samples by index in [0, len), each read anew whenever it is asked for.
 
-    ``read`` gives (sample, target), from several threads at once if the source's parts allow it. ``path`` names the
-    sample's file, for messages; None where it has none. ``keys`` are those of items that are dicts, once one was read.
+    ``read`` gives (sample, target), from several threads at once if the source's parts allow it. ``expect`` says which
+    ones are read next, by this process: worth something where reading is waiting. ``path`` names the sample's file, for
+    messages; None where it has none. ``keys`` are those of items that are dicts, once one was read.
     """
 
     @property
     def keys(self) -> ItemKeys | None: ...
     def __len__(self) -> int: ...
     def read(self, index: int) -> tuple[Any, Any]: ...
+    def expect(self, indices: Sequence[int]) -> None: ...
     def path(self, index: int) -> str | None: ...
 
 
@@ -79,15 +88,20 @@ class FileSource:
     def read(self, index: int) -> tuple[Any, Any]:
         return self.loader(self.paths[index]), self.targets[index]
 
+    def expect(self, indices: Sequence[int]) -> None: ...
+
     def path(self, index: int) -> str:
         return self.paths[index]
 
+    def open(self, index: int) -> BinaryIO:
+        return open(self.paths[index], "rb")
 
-class FileBytes(FileSource):
-    """The files of a ``FileSource`` as they are, unopened: uint8 (bytes,)."""
+    def opened_by(self, loader: Callable[[str], Any]) -> FileSource:
+        return FileSource(self.paths, self.targets, loader)
 
-    def __init__(self, files: FileSource) -> None:
-        super().__init__(files.paths, files.targets, _read_bytes)
+    def as_bytes(self) -> FileSource:
+        """The files as they are, unopened: uint8 (bytes,)."""
+        return self.opened_by(_read_bytes)
 
     def size_bytes(self, index: int) -> int:
         """Size of the file of sample ``index``; 0 where there is none."""
@@ -96,10 +110,99 @@ class FileBytes(FileSource):
         except OSError:
             return 0
 
+    def listing(self) -> npt.NDArray[np.int64] | None:
+        """Sizes and times, (2, samples), where they are known without looking at each file."""
+        return None
+
 
 def _read_bytes(path: str) -> np.ndarray:
     with open(path, "rb") as stream:
         return np.frombuffer(stream.read(), np.uint8)
+
+
+class RemoteFiles(FileSource):
+    """Files behind a URL; those that are expected are fetched together, in the background.
+
+    Args:
+        place: that all or most of them lie below.
+        paths: URLs.
+        facts: of each file ``sizes`` and ``tags``, int64 (N,); -1 where they are not known. A file that comes in
+            another size was changed since it was listed, which is an error.
+        targets, loader: as of ``FileSource``. A loader of the user's own gets the path of a temporary copy.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        paths: Sequence[str],
+        targets: Sequence[Any],
+        loader: Callable[[str], Any],
+        facts: Mapping[str, np.ndarray],
+    ) -> None:
+        super().__init__(paths, targets, loader)
+        self._place, self._facts = place, facts
+        self._coming: tuple[int, dict[int, Future[bytes]]] = 0, {}
+
+    def expect(self, indices: Sequence[int]) -> None:
+        coming = self._own_coming()
+        for index in indices:
+            if index not in coming:
+                coming[index] = self._submit(index)
+        while len(coming) > max(_MOST_EXPECTED, len(indices)):  # of readers that gave up
+            with contextlib.suppress(KeyError, StopIteration):
+                coming.pop(next(iter(coming))).cancel()
+
+    def read(self, index: int) -> tuple[Any, Any]:
+        data, decode = self._fetch(index), decoder_of(self.loader)
+        if self.loader is _read_bytes:
+            return np.frombuffer(data, np.uint8), self.targets[index]
+        if decode is not None:
+            return decode(memoryview(data)), self.targets[index]
+        with tempfile.NamedTemporaryFile(suffix=os.path.splitext(self.paths[index])[1]) as copy:
+            copy.write(data)
+            copy.flush()
+            return self.loader(copy.name), self.targets[index]
+
+    def open(self, index: int) -> BinaryIO:
+        return io.BytesIO(self._fetch(index))
+
+    def opened_by(self, loader: Callable[[str], Any]) -> RemoteFiles:
+        return RemoteFiles(self._place, self.paths, self.targets, loader, self._facts)
+
+    def size_bytes(self, index: int) -> int:
+        return max(int(self._facts["sizes"][index]), 0)
+
+    def listing(self) -> npt.NDArray[np.int64]:
+        known: npt.NDArray[np.int64] = np.stack([self._facts["sizes"], self._facts["tags"]])
+        if len(self) and known[0].max() < 0:  # nobody has listed them
+            asked = [place.submit_facts(name) for place, name in (place_of(self._place, path) for path in self.paths)]
+            known = np.array([future.result() for future in asked], np.int64).T
+        return known
+
+    def _fetch(self, index: int) -> bytes:
+        return (self._own_coming().pop(index, None) or self._submit(index)).result()
+
+    def _submit(self, index: int) -> Future[bytes]:
+        place, name = place_of(self._place, self.paths[index])
+        size = int(self._facts["sizes"][index])
+        return place.submit(name, size_bytes=None if size < 0 else size)
+
+    def _own_coming(self) -> dict[int, Future[bytes]]:
+        pid, coming = self._coming
+        if pid != os.getpid():  # what a parent waits for never comes here
+            self._coming = _, coming = os.getpid(), {}
+        return coming
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_coming": (0, {})}
+
+
+def place_of(place: Place, url: str) -> tuple[Place, str]:
+    """The place and the name there of a file that most likely lies below ``place``."""
+    if url.startswith(f"{place.url}/"):
+        return place, url[len(place.url) + 1 :]
+    folder, _, name = url.rpartition("/")
+    return place.beside(folder), name
 
 
 class DatasetSource:
@@ -144,6 +247,8 @@ class DatasetSource:
             )
         return item[0], item[1]
 
+    def expect(self, indices: Sequence[int]) -> None: ...
+
     def path(self, index: int) -> str | None:
         """Found where the dataset lists its files in ``samples``, as torchvision's do, through subsets of subsets."""
         dataset = self.dataset
@@ -175,8 +280,7 @@ def _keys_of(item: Mapping[Any, Any], which: str) -> ItemKeys:
 
 def find_classes(directory: str | os.PathLike[str]) -> tuple[list[str], dict[str, int]]:
     """List the class folders in ``directory``, sorted, with their indices, as torchvision does."""
-    with os.scandir(directory) as entries:
-        classes = sorted(entry.name for entry in entries if entry.is_dir())
+    classes = (directory if isinstance(directory, Place) else Place(directory)).folders()
     if not classes:
         raise FileNotFoundError(f"Couldn't find any class folder in {directory}.")
     return classes, {name: index for index, name in enumerate(classes)}
@@ -194,9 +298,10 @@ def scan_folder(
     Links are followed. Folders that are slow to list, as over a network, are listed in parallel threads;
     ``is_valid_file`` runs in the calling thread, in order.
     """
+    place = root if isinstance(root, Place) else None
     folder = os.path.expanduser(root)
     if class_to_idx is None:
-        _, class_to_idx = find_classes(folder)
+        _, class_to_idx = find_classes(root if place else folder)
     elif not class_to_idx:
         raise ValueError("'class_to_index' must have at least one entry to collect any samples.")
     if (extensions is None) == (is_valid_file is None):
@@ -206,7 +311,10 @@ def scan_folder(
     names = sorted(class_to_idx)
     samples: list[tuple[str, int]] = []
     empty: list[str] = []
-    listings = _list_folders([os.path.join(folder, name) for name in names], endings)
+    if place is not None and place.is_remote:
+        listings = _list_remote(place, names, endings)
+    else:
+        listings = _list_folders([os.path.join(folder, name) for name in names], endings)
     for name, paths in zip(names, listings, strict=True):
         valid: Iterable[str] = paths if is_valid_file is None else filter(is_valid_file, paths)
         before, index = len(samples), class_to_idx[name]
@@ -221,6 +329,14 @@ def scan_folder(
             message += f"Supported extensions are: {listed}"
         raise FileNotFoundError(message)
     return samples
+
+
+def _list_remote(place: Place, names: list[str], endings: str | tuple[str, ...] | None) -> Iterator[list[str]]:
+    """In the order of ``_list_files``, all folders at once."""
+    for future in [place.submit_find(name) for name in names]:
+        parts = sorted(entry.name.rpartition("/")[::2] for entry in future.result())
+        named = ["/".join(each) for each in parts]
+        yield [place.at(name) for name in named if endings is None or name.lower().endswith(endings)]
 
 
 def _list_folders(tops: list[str], endings: str | tuple[str, ...] | None) -> Iterator[list[str]]:
@@ -314,20 +430,27 @@ def read_manifest(
     file: str = "file",
     label: str | Sequence[str] | None = "label",
     id: str | None = None,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> Manifest:
     """Read paths and targets from what ``ImageManifest`` takes; see there."""
     labels = [label] if isinstance(label, str) else [] if label is None else list(label)
     names = list(dict.fromkeys([file, *labels, *([] if id is None else [id])]))
     folder = ""
-    if isinstance(manifest, str | os.PathLike):
+    if isinstance(manifest, str | os.PathLike) and is_url(manifest):
+        place, name = Place(manifest, storage_options).apart()
+        text = io.TextIOWrapper(io.BytesIO(place.read(name)), encoding="utf-8-sig", newline="")
+        table, folder = _read_csv(place.at(name), text, names), place.url
+    elif isinstance(manifest, str | os.PathLike):
         csv_path = Path(manifest).expanduser()
-        table, folder = _read_csv(csv_path, names), os.fspath(csv_path.parent)
+        stream = open(csv_path, newline="", encoding="utf-8-sig")  # noqa: SIM115  # closed by who reads it
+        table, folder = _read_csv(csv_path, stream, names), os.fspath(csv_path.parent)
     else:
         table = _read_frame(manifest, names) if hasattr(manifest, "columns") else _read_list(manifest, names)
     folder = folder if root is None else os.path.expanduser(root)
     if not table.numbers:
         raise ValueError(f"{table.title} lists no samples{' below its header line' if table.row == 'line' else ''}")
-    paths = [os.path.join(folder, name) for name in table.texts(file)]
+    names = table.texts(file)
+    paths = [name if "://" in name and is_url(name) else os.path.join(folder, name) for name in names]
     targets: Any = range(len(paths))
     classes = None
     if isinstance(label, str):
@@ -340,8 +463,8 @@ def read_manifest(
     return Manifest(paths, targets, classes)
 
 
-def _read_csv(csv_path: Path, names: list[str]) -> _Table:
-    with open(csv_path, newline="", encoding="utf-8-sig") as stream:
+def _read_csv(csv_path: Path | str, stream: TextIO, names: list[str]) -> _Table:
+    with stream:
         reader = csv.reader(stream)
         try:
             header = next(reader, [])
@@ -366,7 +489,7 @@ def _column(title: str, header: list[str], name: str) -> int:
     )
 
 
-def _row(csv_path: Path, line: int, cells: list[str], header: list[str], columns: list[int]) -> tuple[Any, ...]:
+def _row(csv_path: Path | str, line: int, cells: list[str], header: list[str], columns: list[int]) -> tuple[Any, ...]:
     if len(cells) > len(header):
         raise ValueError(
             f"{csv_path}, line {line}: {len(cells)} values for {len(header)} columns. "

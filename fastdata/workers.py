@@ -32,6 +32,8 @@ from fastdata.ranks import Host, Lent, how_ended, signal_name
 
 _T = TypeVar("_T")
 _TASKS_AHEAD = 2
+_TASKS_EXPECTED = 8
+"""Ahead of a worker that is to fetch what they need meanwhile."""
 _PARENT_CHECK_S = 1.0
 
 
@@ -42,10 +44,19 @@ class WorkerPool(Generic[_T]):
         job: called with one task, in a worker.
         workers: at most so many.
         may_run_here: 1 or less runs the job in the thread that calls ``run``.
+        expect: called with each task as soon as a worker has it; of more tasks ahead then.
     """
 
-    def __init__(self, job: Callable[[Any], _T], workers: int, *, may_run_here: bool = True) -> None:
-        self._job, self._count, self._pid = job, workers, os.getpid()
+    def __init__(
+        self,
+        job: Callable[[Any], _T],
+        workers: int,
+        *,
+        may_run_here: bool = True,
+        expect: Callable[[Any], None] | None = None,
+    ) -> None:
+        self._job, self._count, self._pid, self._expect = job, workers, os.getpid(), expect
+        self._ahead = _TASKS_AHEAD if expect is None else _TASKS_EXPECTED
         self._workers: list[_Worker] = []
         is_here = workers < 1 or (workers == 1 and may_run_here)
         if is_here or not sys.platform.startswith("linux") or multiprocessing.current_process().daemon:
@@ -53,7 +64,7 @@ class WorkerPool(Generic[_T]):
         try:
             with _interrupts_deferred():
                 for _ in range(workers):
-                    self._workers.append(_ForkedWorker(job))
+                    self._workers.append(_ForkedWorker(job, expect))
         except BaseException:
             self.close()
             raise
@@ -67,7 +78,7 @@ class WorkerPool(Generic[_T]):
         """
         if self._workers:
             queue = deque(tasks)
-            for worker in self._workers * _TASKS_AHEAD:
+            for worker in self._workers * self._ahead:
                 worker.give(queue)
             while busy := {worker.connection: worker for worker in self._workers if worker.tasks}:
                 for ready in wait_for_any([*busy, *(host.to_watch() if host else ())]):
@@ -76,6 +87,11 @@ class WorkerPool(Generic[_T]):
                         busy[ready].give(queue)
                     elif host is not None:
                         self._take_on(host.answer(ready), queue)
+        elif self._expect is not None:
+            for k, task in enumerate(tasks):
+                for coming in tasks[k + self._ahead - 1 : k + self._ahead] if k else tasks[: self._ahead]:
+                    self._expect(coming)
+                yield self._job(task)
         elif self._count > 1:
             with ThreadPoolExecutor(self._count, thread_name_prefix="fastdata-ingest") as threads:
                 yield from threads.map(self._job, tasks)  # which cancels those not begun when it is left early
@@ -89,7 +105,7 @@ class WorkerPool(Generic[_T]):
             if not each.is_extra and len(own) > 1:
                 own[-1].is_retired = True
             self._workers.append(worker)
-            for _ in range(_TASKS_AHEAD):
+            for _ in range(self._ahead):
                 worker.give(queue)
 
     def lend(self) -> list[tuple[int, int]]:
@@ -121,10 +137,11 @@ def run_tasks(
     host: Host | None = None,
     *,
     may_run_here: bool = True,
+    expect: Callable[[Any], None] | None = None,
 ) -> Generator[_T, None, None]:
     """A round of a pool of its own; close the generator to end the workers."""
     workers = min(workers, len(tasks) // _TASKS_AHEAD)
-    with contextlib.closing(WorkerPool(job, workers, may_run_here=may_run_here)) as pool:
+    with contextlib.closing(WorkerPool(job, workers, may_run_here=may_run_here, expect=expect)) as pool:
         yield from pool.run(tasks, host)
 
 
@@ -201,10 +218,10 @@ class _LentWorker(_Worker):
 
 
 class _ForkedWorker(_Worker):
-    def __init__(self, job: Callable[[Any], Any]) -> None:
+    def __init__(self, job: Callable[[Any], Any], expect: Callable[[Any], None] | None) -> None:
         context = multiprocessing.get_context("fork")
         connection, theirs = context.Pipe()
-        arguments = (theirs, connection, job, os.getpid())
+        arguments = (theirs, connection, job, expect, os.getpid())
         self._process = context.Process(target=_work, args=arguments, name="fastdata-ingest", daemon=True)
         with warnings.catch_warnings():  # Python 3.12 warns of forking beside threads; the child runs only our loop
             warnings.simplefilter("ignore", DeprecationWarning)
@@ -226,16 +243,27 @@ class _ForkedWorker(_Worker):
         super().close()
 
 
-def _work(connection: Any, inherited: Any, job: Callable[[Any], Any], parent_pid: int) -> None:
+def _work(
+    connection: Any,
+    inherited: Any,
+    job: Callable[[Any], Any],
+    expect: Callable[[Any], None] | None,
+    parent_pid: int,
+) -> None:
     inherited.close()  # the parent's end, so that its death ends the pipe
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends this process
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     gc.freeze()  # what the parent left to its garbage collector is the parent's to finalise
     torch.set_num_threads(1)  # this process only: a forked OpenMP pool would hang
     with contextlib.suppress(EOFError, OSError):  # the parent is gone
+        tasks: deque[Any] = deque()
         while os.getppid() == parent_pid:
-            if connection.poll(_PARENT_CHECK_S):
-                connection.send_bytes(_attempt(job, pickle.loads(connection.recv_bytes())))
+            while connection.poll(0 if tasks else _PARENT_CHECK_S):
+                tasks.append(pickle.loads(connection.recv_bytes()))
+                if expect is not None:
+                    expect(tasks[-1])
+            if tasks:
+                connection.send_bytes(_attempt(job, tasks.popleft()))
 
 
 def _attempt(job: Callable[[Any], Any], task: Any) -> bytes:

@@ -2,9 +2,11 @@
 
 from fastdata.cache.build import Listing, list_paths, prepare_on_disk
 from fastdata.cache.inspect import find_cache, inspect_caches, open_cache, prune_caches, verify_cache
+from fastdata.cache.manifest import Mirroring
 
 __all__ = [
     "Listing",
+    "Mirroring",
     "find_cache",
     "inspect_caches",
     "list_paths",

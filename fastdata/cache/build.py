@@ -37,7 +37,7 @@ from fastdata.cache.manifest import (
 )
 from fastdata.codecs import codec_of, find_codec
 from fastdata.describe import describe_codec
-from fastdata.errors import CacheError, SampleError
+from fastdata.errors import CacheError, SampleError, is_url
 from fastdata.memory import StoragePlan, fastest_fitting, format_bytes, usable_cores
 from fastdata.prepare import (
     Forecast,
@@ -141,7 +141,7 @@ def prepare_on_disk(
     """
     assert options.cache_dir is not None
     key = {"source": opened, "prepare": steps, "codec": describe_codec(options.codec)}
-    root = os.path.abspath(os.path.expanduser(root)) if root else ""
+    root = os.path.abspath(os.path.expanduser(root)) if root and not is_url(root) else root
     stem = re.sub(r"[^A-Za-z0-9._]+", "-", os.path.basename(root)).strip(".-") or "samples"
     cache_dir = Path(options.cache_dir).expanduser().absolute()
     text = json.dumps({**key, "root": root}, sort_keys=True)
@@ -252,7 +252,8 @@ def serve(found: Found, known: Sequence[Decoder], table: SampleTable | None) -> 
             table = table.reduced_to(kept.tolist())
         cleanup.pop_all()
     what = "+".join(dict.fromkeys(store.codec for store in stores))
-    reason = f"storage='disk': {format_bytes(manifest.size_bytes)} {what} in {folder}"
+    where = folder if found.columns.mirror is None else found.columns.mirror.place
+    reason = f"storage='disk': {format_bytes(manifest.size_bytes)} {what} in {where}"
     log.info("%s", reason)
     return Prepared(
         storage_plan=StoragePlan(storage="disk", reason=reason, codec=None if what == "raw" else what),
@@ -537,14 +538,15 @@ def _writable(cache_dir: Path, why: str) -> Iterator[None]:
 # The files that a cache is made from: their names, sizes and times
 
 
-def list_paths(paths: Sequence[str], root: str) -> Listing:
+def list_paths(paths: Sequence[str], root: str, facts: Int64s | None = None) -> Listing:
     """The files of a dataset, one for each sample: their names, sizes and times.
 
     ``paths``, uint8, has the names end to end, relative to the root where they lie below it, and ``ends``, int64 (N,),
-    where each ends; ``file_sizes`` and ``mtimes_ns``, int64 (N,), are -1 where there is no file.
+    where each ends; ``file_sizes`` and ``mtimes_ns``, int64 (N,), are -1 where there is no file. Of remote files
+    ``facts`` has both, (2, N), of which the second stand for their content.
     """
     prefix = os.path.join(os.path.expanduser(root), "") if root else ""
-    sizes, mtimes_ns = _ask_files(paths)
+    sizes, mtimes_ns = _ask_files(paths) if facts is None else facts
     packed = PackedPaths.of([os.fspath(path).removeprefix(prefix) for path in paths])
     return {"paths": packed.blob, "ends": packed.ends, "file_sizes": sizes, "mtimes_ns": mtimes_ns}
 

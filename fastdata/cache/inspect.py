@@ -6,8 +6,10 @@ import contextlib
 import errno
 import os
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from filelock import Timeout
@@ -17,33 +19,35 @@ from fastdata.cache.manifest import (
     MANIFEST,
     Columns,
     Manifest,
+    Mirroring,
     marks_in,
     open_part,
     read_index,
     read_settled,
     strays_in,
 )
-from fastdata.errors import CacheError, refuse_remote
+from fastdata.errors import CacheError, is_url, refuse_remote
 from fastdata.memory import format_bytes
 from fastdata.prepare import Prepared
+from fastdata.remote import Place
 from fastdata.shared import PackedPaths, SampleTable
 from fastdata.stores.readers import UndecodableError
 
 
-def find_cache(path: str | os.PathLike[str]) -> Path:
-    """The cache that a path means: its own folder, or a ``cache_dir`` that holds only this one.
+def find_cache(path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> Path | Place:
+    """The cache that a path or URL means: its own folder, or a ``cache_dir`` that holds only this one.
 
     Raises:
         FileNotFoundError: there is no cache.
         CacheError: none of the caches there can be read.
         ValueError: there are several; says which.
+        RemoteError: the place cannot be reached.
     """
-    refuse_remote(path)
-    home = Path(path).expanduser().absolute()
+    home = Place(path, storage_options)
     folders = _cache_folders(home)
     if folders == [home]:
-        return home
-    readable: list[Path] = []
+        return home if home.is_remote else Path(home.url)
+    readable: list[Place] = []
     lines = ""
     for folder in folders:
         try:
@@ -56,24 +60,34 @@ def find_cache(path: str | os.PathLike[str]) -> Path:
         lines += f"\n  {folder}: {manifest.count:,} samples of {made_from}, prepared: {prepared}, "
         lines += f"codec: {manifest.key.get('codec')}"
     if len(readable) == 1:
-        return readable[0]
+        return readable[0] if home.is_remote else Path(readable[0].url)
     if readable:
         raise ValueError(f"{home} holds {len(readable)} caches; give the folder of the one that you mean:{lines}")
     raise CacheError(f"{home} holds no cache that can be read; build it again:{lines}")
 
 
-def _cache_folders(folder: Path) -> list[Path]:
-    folders = [folder] if (folder / MANIFEST).exists() else sorted(path.parent for path in folder.glob(f"*/{MANIFEST}"))
+def _cache_folders(home: Place) -> list[Place]:
+    def is_cache(place: Place) -> bool:
+        with contextlib.suppress(FileNotFoundError):
+            return place.size(MANIFEST) >= 0
+        return False
+
+    folders = [home] if is_cache(home) else []
+    with contextlib.suppress(FileNotFoundError):
+        folders = folders or [place for place in map(home.below, home.folders()) if is_cache(place)]
     if not folders:
-        raise FileNotFoundError(f"{folder} is no cache and holds none: there is no {MANIFEST} in it or one below it")
+        raise FileNotFoundError(f"{home} is no cache and holds none: there is no {MANIFEST} in it or one below it")
     return folders
 
 
-def open_cache(folder: Path, *, as_tensors: bool = False) -> tuple[Prepared, Manifest]:
+def open_cache(
+    home: Path | Place, *, as_tensors: bool = False, mirroring: Mirroring | None = None
+) -> tuple[Prepared, Manifest]:
     """Map a cache and all that it knows of its samples; also gives its manifest. Nobody prepares or writes anything.
 
     Args:
-        folder: of the cache.
+        home: folder of the cache.
+        mirroring: where one behind a URL is mirrored.
         as_tensors: give images as tensors of their stored pixels, not as PIL images.
 
     Raises:
@@ -86,13 +100,14 @@ def open_cache(folder: Path, *, as_tensors: bool = False) -> tuple[Prepared, Man
             for part in manifest.parts
         )
         rows = columns["rows"]
+        folder = home if isinstance(home, Path) else Path(home.url)
         found = Found(folder, replace(manifest, parts=parts), columns, np.arange(manifest.count), rows)
         kept = np.flatnonzero(rows[0] >= 0)
         paths = _paths_of(found, kept) if "paths" in columns and not manifest.target_is_part else None
         table = SampleTable(kept_targets(found, kept), paths=paths, class_to_idx=manifest.classes)
         return serve(found, (), table), manifest
 
-    return read_settled(folder, use)
+    return read_settled(home, use, mirroring)
 
 
 def _paths_of(found: Found, kept: np.ndarray) -> PackedPaths:
@@ -145,7 +160,7 @@ class Inspected:
 def inspect_caches(folder: Path) -> list[Inspected]:
     """Read all but the samples of a cache, or of all caches in a ``cache_dir``; FileNotFoundError if there is none."""
     refuse_remote(folder)
-    return [_look(path) for path in _cache_folders(folder)]
+    return [_look(Path(place.url)) for place in _cache_folders(Place(folder))]
 
 
 def _look(folder: Path) -> Inspected:
@@ -238,7 +253,7 @@ def _prune(folder: Path, *, gone: bool, dry_run: bool) -> list[Removal]:
         reason = "left by a writer that died"
     elif found.manifest is None:
         reason = f"cannot be read: {found.problem}"
-    elif gone and found.manifest.root and not os.path.isdir(found.manifest.root):
+    elif gone and found.manifest.root and not (is_url(found.manifest.root) or os.path.isdir(found.manifest.root)):
         reason = f"{found.manifest.root} is not there"
     if reason or found.manifest is None:
         size_bytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

@@ -25,17 +25,21 @@ import zipfile
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 
-from fastdata.errors import CacheError
+from fastdata.errors import CacheError, RemoteError
 from fastdata.images import SampleSpec
+from fastdata.memory import user_cache
+from fastdata.remote import Place
 from fastdata.shared import ArrayBlock, SampleTable
 from fastdata.sources import ItemKeys
 from fastdata.stores.files import DiskFile, naming_full_disk
+from fastdata.stores.mirror import Mirror, MirroredStore
 from fastdata.stores.readers import DAMAGE_PREFIX, Decoder, DiskStore
 
 MANIFEST = "fastdata.json"
@@ -48,9 +52,13 @@ _Made = TypeVar("_Made")
 
 
 class Columns(dict[str, np.ndarray]):
-    """Those of an index, by name; ``texts`` are what those of JSON say, which takes long to parse."""
+    """Those of an index, by name; ``texts`` are what those of JSON say, which takes long to parse.
+
+    ``mirror`` is of a cache behind a URL, where its files are opened.
+    """
 
     texts: Mapping[str, Any] = types.MappingProxyType({})
+    mirror: Mirror | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -180,11 +188,12 @@ class Manifest:
         _sync_folder(folder)
 
     @classmethod
-    def read(cls, folder: Path) -> Manifest:
+    def read(cls, home: Path | Place) -> Manifest:
         """Read and check the manifest of a cache; FileNotFoundError where there is none, CacheError where it is bad."""
-        path = folder / MANIFEST
+        place = home if isinstance(home, Place) else Place(home)
+        path = place.at(MANIFEST)
         try:
-            document = json.loads(path.read_bytes())
+            document = json.loads(place.read(MANIFEST))
             if not isinstance(document, dict) or document.get("format") != FORMAT:
                 raise CacheError(f"{path} is no manifest of a fastdata cache")
             if document.get("version") != VERSION:
@@ -193,7 +202,7 @@ class Manifest:
                 raise CacheError(f"{path} was changed after it was written: its checksum does not fit")
             manifest: Manifest = _typed(cls, {"keys": None} | document)  # not in caches that were written before
             return manifest
-        except (FileNotFoundError, CacheError):
+        except (FileNotFoundError, CacheError, RemoteError):
             raise
         except (OSError, KeyError, TypeError, ValueError, RecursionError) as problem:
             raise CacheError(f"{path} cannot be read: {type(problem).__name__}: {problem}") from problem
@@ -255,27 +264,60 @@ def _write_synced(path: Path, data: bytes | memoryview) -> None:
         os.fsync(file.fileno())
 
 
-def read_settled(folder: Path, use: Callable[[Manifest, Columns], _Made]) -> _Made:
+_USUAL_SHARE = 0.5
+"""Of what is free on the disk, for mirrors where nobody says more."""
+
+
+class Mirroring(NamedTuple):
+    """Where mirrors are, by default in the user's cache folder, and how many bytes all of them may take."""
+
+    local_cache: str | os.PathLike[str] | None = None
+    limit: int | float | str | None = None
+
+    def of(self, place: Place, manifest: Manifest) -> Mirror:
+        """Raises CacheError where a file of the cache is missing or has another size."""
+        there = {entry.name: entry for entry in place.find()}
+        needed = {file.name: file.size_bytes for part in manifest.parts for file in part.files}
+        for name in (manifest.index_name, *needed):
+            if name not in there or there[name].size_bytes != needed.get(name, there[name].size_bytes):
+                size = there[name].size_bytes if name in there else 0
+                raise CacheError(f"{place.at(name)} has {size:,} bytes where {needed.get(name, 1):,} were written")
+        files = [there[name] for name in (manifest.index_name, *needed) if there[name].size_bytes]
+        return Mirror(place, files, self.local_cache or user_cache() / "remote", self.limit or _USUAL_SHARE)
+
+
+def read_settled(
+    home: Path | Place, use: Callable[[Manifest, Columns], _Made], mirroring: Mirroring | None = None
+) -> _Made:
     """Make something of a cache; once more where another process has meanwhile brought it up to date.
 
     Raises:
         FileNotFoundError: there is none.
         CacheError: it is damaged.
+        RemoteError: it cannot be fetched.
     """
     while True:
-        manifest = Manifest.read(folder)
+        manifest, mirror = Manifest.read(home), None
         try:
-            return use(manifest, read_index(folder, manifest))
-        except CacheError:
-            if Manifest.read(folder) == manifest:
+            if isinstance(home, Place) and home.is_remote:
+                mirror = (mirroring or Mirroring()).of(home, manifest)
+            return use(manifest, read_index(home if mirror is None else mirror, manifest))
+        except BaseException as problem:
+            if mirror is not None:
+                mirror.close()
+            if not isinstance(problem, CacheError) or Manifest.read(home) == manifest:
                 raise
 
 
-def read_index(folder: Path, manifest: Manifest) -> Columns:
+def read_index(home: Path | Place | Mirror, manifest: Manifest) -> Columns:
     """Read all columns. Types, sizes and offsets are checked here, whatever they are used for later."""
-    path = folder / manifest.index_name
+    mirror, name = (home if isinstance(home, Mirror) else None), manifest.index_name
+    place = Place(home) if isinstance(home, Path) else home
+    path = place.at(name)
     try:
-        data = path.read_bytes()
+        data = place.read(name)
+        if mirror is not None and zlib.crc32(data) != manifest.index_crc32:
+            data = mirror.read(name, again=True)
         if zlib.crc32(data) != manifest.index_crc32:
             raise CacheError(f"{path} is not what was written")
         with np.load(io.BytesIO(data), allow_pickle=False) as stored:
@@ -283,9 +325,9 @@ def read_index(folder: Path, manifest: Manifest) -> Columns:
                 raise ValueError("its columns are compressed, to whatever size")
             columns = Columns((name, np.asarray(column)) for name, column in stored.items())
         texts = {name: json.loads(column.tobytes()) for name, column in columns.items() if name.endswith(".json")}
-        columns.texts = texts
+        columns.texts, columns.mirror = texts, mirror
         _check(manifest, columns)
-    except CacheError:
+    except (CacheError, RemoteError):
         raise
     except (OSError, EOFError, TypeError, ValueError, RecursionError, zipfile.BadZipFile, zlib.error) as problem:
         raise CacheError(f"{path} cannot be read: {problem}") from problem
@@ -395,9 +437,11 @@ def _targets_of(values: Mapping[str, Any], prefix: str) -> Any:
 def open_part(folder: Path, part: Part, columns: Columns, rows: np.ndarray, decoder: Decoder | None) -> DiskStore:
     """Map the files of a part as the store of the samples in these rows, int64 (N,), counted over all files.
 
-    Columns are checked; a file that is missing or of another size is a CacheError.
+    They are in a folder, or in the mirror of the columns. Columns are checked; a file that is missing or has another
+    size is a CacheError.
     """
-    firsts = np.cumsum([0, *(file.rows for file in part.files)])
+    mirror, firsts = columns.mirror, np.cumsum([0, *(file.rows for file in part.files)])
+    folder = folder if mirror is None else mirror.folder
     numbers = np.searchsorted(firsts, rows, side="right") - 1
     index = {
         "files": numbers.astype(np.int32),
@@ -415,6 +459,7 @@ def open_part(folder: Path, part: Part, columns: Columns, rows: np.ndarray, deco
         for file in part.files:
             files.append(DiskFile.open(folder / file.name, file.size_bytes))
             cleanup.callback(files[-1].close)
-        store = DiskStore(files, part.spec, ArrayBlock(index), decoder)
+        opened = DiskStore if mirror is None else partial(MirroredStore, mirror=mirror)
+        store: DiskStore = opened(files, part.spec, ArrayBlock(index), decoder)
         cleanup.pop_all()
     return store

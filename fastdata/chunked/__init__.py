@@ -7,7 +7,7 @@ import math
 import mmap
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
@@ -90,6 +90,8 @@ class ChunkedLoader:
         rank: which share of each epoch to serve; by default that of ``torch.distributed``, or of the environment that
             torchrun sets.
         world_size: number of shares.
+        storage_options, local_cache, local_limit: of a cache at a URL, of which the machine keeps what it needs; see
+            ``fastdata.dataset.DatasetOptions``. Two chunks of every rank of the machine must have room.
 
     Raises:
         MemoryBudgetError: ``memory_limit`` leaves no room for two chunks of one batch.
@@ -125,6 +127,9 @@ class ChunkedLoader:
         seed: int = 0,
         rank: int | None = None,
         world_size: int | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+        local_cache: str | os.PathLike[str] | None = None,
+        local_limit: int | float | str | None = None,
     ) -> None:
         counts = (batch_size, chunk_samples, mix_chunks, num_workers)
         for name, count in zip(("batch_size", "chunk_samples", "mix_chunks", "num_workers"), counts, strict=True):
@@ -138,7 +143,9 @@ class ChunkedLoader:
         self._residency: Residency | None = None
         with contextlib.ExitStack() as cleanup:
             if isinstance(dataset, (str, bytes, os.PathLike)):
-                dataset = cleanup.enter_context(_open_path(os.fsdecode(dataset)))
+                mirrored = {"local_cache": local_cache, "local_limit": local_limit}
+                opened = _open_path(os.fsdecode(dataset), storage_options=storage_options, **mirrored)
+                dataset = cleanup.enter_context(opened)
             self.dataset, (self._behind, self._subset) = dataset, _find_served(dataset, cleanup)
             self._order = EpochOrder(
                 length=len(dataset), shuffle=shuffle, seed=seed, drop_last=drop_last, rank=rank, world_size=world_size
@@ -172,9 +179,11 @@ class ChunkedLoader:
         most_threads = 1 if view.batch_obstacle else max(1, cores // 4 if samples.is_copied else cores)
         threads = plan_threads(most_threads, served_bytes * self.batch_size, limit_bytes - in_use_bytes)
         batches_bytes = served_bytes * self.batch_size * (2 * threads + 1 + HELD_BY_USER)
+        batches_bytes += samples.fetch_bytes
         mapped_bytes = sum(store.heaviest_bytes(_NEIGHBOURS) for store in samples.on_disk)
         mapped_bytes += _lone_share(order, self._subset) * pages
         most_bytes = _MOST_MIXED_BYTES if self._is_mixed else _MOST_BYTES
+        room_bytes = samples.room_bytes // local_ranks() // (CHUNKS_HELD + 1)  # one is what others' blocks waste
         self.plan = plan = plan_chunks(
             limit_bytes,
             in_use_bytes=in_use_bytes,
@@ -183,7 +192,7 @@ class ChunkedLoader:
             batch_size=self.batch_size,
             samples=order.rank_samples,
             most_workers=cores if samples.is_copied else 1,
-            most_bytes=most_bytes if samples.is_copied or samples.on_disk else _MOST_KEPT_BYTES,
+            most_bytes=min(most_bytes, room_bytes) if samples.is_copied or samples.on_disk else _MOST_KEPT_BYTES,
             chunk_samples=chunk_samples,
         )
         log.info("%s", plan)
@@ -332,9 +341,9 @@ def _find_served(dataset: Any, owned: contextlib.ExitStack) -> tuple[PreparedDat
     return served, subset if subset is None else served.positions(subset, served.sample_count)
 
 
-def _open_path(path: str) -> CachedDataset:
+def _open_path(path: str, **remote: Any) -> CachedDataset:
     try:
-        return CachedDataset.from_cache(path, as_tensors=True)
+        return CachedDataset.from_cache(path, as_tensors=True, **remote)
     except FileNotFoundError as missing:
         raise TypeError(
             f"{path!r} is neither a dataset nor a cache; open it first, as in ImageFolder({path!r}, storage='none')"

@@ -31,6 +31,7 @@ from fastdata.prepare import KeptSamples, ReadPath, Steps, WritePath, forecast
 from fastdata.report import log
 from fastdata.ring import BatchRing
 from fastdata.shared import collate_targets
+from fastdata.stores.mirror import FETCH_BYTES, MirroredStore
 from fastdata.stores.readers import DiskStore, Store
 from fastdata.stores.writers import ALIGN_BYTES, Place, Writer, WriterPlan
 from fastdata.workers import WorkerPool
@@ -97,6 +98,7 @@ class Samples:
     Attributes:
         on_disk: the parts of samples that lie in mapped files.
         is_copied: whether samples are put into slots; else they are served from where they lie.
+        mirrored: those of them that are fetched first.
         slot_bytes: of a sample in a slot.
         chunk_batches: batches in a chunk; fewer once samples have turned out larger than foreseen.
         empties_cache: whether the system's page cache lets go of samples that are dropped, too.
@@ -110,6 +112,7 @@ class Samples:
         kept = dataset.kept
         stores: tuple[Store, ...] = () if kept is None else kept.stores
         self.on_disk = [store for store in stores if isinstance(store, DiskStore)]
+        self.mirrored = [store for store in self.on_disk if isinstance(store, MirroredStore)]
         path = dataset.unkept_path() if kept is None else ReadPath(source=kept, prepare=Steps(()))
         assert path is not None
         self._path, self._found = path, forecast(path.source, path.prepare)
@@ -126,6 +129,16 @@ class Samples:
         ]
         self.slot_bytes = sum(self._part_bytes)
         self._slots: list[list[Writer]] = []
+
+    @property
+    def fetch_bytes(self) -> int:
+        """Of what is on its way at once."""
+        return FETCH_BYTES * len(self.mirrored)
+
+    @property
+    def room_bytes(self) -> int:
+        """For all chunks of all ranks, where those are fetched."""
+        return min((store.mirror.limit_bytes for store in self.mirrored), default=1 << 62)
 
     def open(self, samples: int) -> None:
         """Reserve the memory of two chunks."""
@@ -395,8 +408,10 @@ class Residency:
         tasks = self._samples.begin(chunk)
         with self._changed:
             self._open.append(chunk)
-        with contextlib.closing(pool.run(tasks)) as finished:
-            for results in finished:
+        with contextlib.ExitStack() as cleanup:
+            for store in self._samples.mirrored:
+                cleanup.enter_context(store.fetching(chunk.positions))
+            for results in cleanup.enter_context(contextlib.closing(pool.run(tasks))):
                 with self._changed:
                     has_changed = [self._samples.enter(chunk, result) for result in results]
                     for each in self._open if any(has_changed) else ():

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fastdata.describe import describe_in_run
-from fastdata.memory import cpu_model, usable_cores
+from fastdata.memory import cpu_model, usable_cores, user_cache
 from fastdata.ranks import local_ranks
 from fastdata.report import warn_user
 
@@ -23,7 +23,7 @@ _ENGINES = ("auto", "thread", "process")
 
 
 def tuned_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fastdata" / "tuned"
+    return user_cache() / "tuned"
 
 
 def describe_tuned(dataset: Any) -> str:

@@ -58,6 +58,10 @@ class Store(Protocol):
         """How many of the samples, or of those chosen, are there; 1 unless they are prepared when they are read."""
         return 1.0
 
+    def expect(self, indices: Sequence[int]) -> None:
+        """Say which samples are read next; worth something where they are yet to be prepared."""
+        return
+
     def shape(self, index: int) -> tuple[int, ...]:
         return self.spec.shape or self.read(index).shape
 

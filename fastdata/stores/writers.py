@@ -256,6 +256,9 @@ class LazyFill:
     def stores(self) -> tuple[LazyStore, ...]:
         return tuple(LazyStore(store, self, part) for part, store in enumerate(self._live))
 
+    def expect(self, indices: Sequence[int]) -> None:
+        self._path.source.expect([index for index in indices if not self.is_there[index]])
+
     def want(self, index: int) -> Any:
         """See to it that a sample is there; where there is no room for it, return it as it was read, else None.
 
@@ -311,6 +314,10 @@ class LazyStore(Store):
     def __init__(self, store: Store, fill: LazyFill, part: int) -> None:
         self._store, self._fill, self._part = store, fill, part
         self.spec, self.size_bytes, self._is_full = store.spec, store.size_bytes, False
+
+    def expect(self, indices: Sequence[int]) -> None:
+        if self._part == 0:
+            self._fill.expect(indices)
 
     @property
     def settled(self) -> Store:
