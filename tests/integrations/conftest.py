@@ -1,0 +1,54 @@
+"""Servers that the tests of this folder share."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import fsspec.asyn
+import pytest
+
+from s3 import MotoS3, ThrottledS3, s3_server, throttled_s3
+
+
+@pytest.fixture(autouse=True, scope="session")
+def fsspec_is_up() -> None:
+    """Let fsspec start the threads that it keeps, of its event loop, before a test counts threads."""
+    loop = fsspec.asyn.get_loop()
+    loop.call_soon_threadsafe(loop.set_default_executor, ThreadPoolExecutor(1))
+    asyncio.run_coroutine_threadsafe(asyncio.to_thread(int), loop).result()
+
+
+@pytest.fixture(scope="session")
+def moto() -> Iterator[MotoS3]:
+    with s3_server() as server:
+        yield server
+
+
+@pytest.fixture
+def s3(moto: MotoS3) -> Iterator[MotoS3]:
+    """An S3 to write to, without a bucket."""
+    yield moto
+    moto.clear()
+    forget_clients()
+
+
+@pytest.fixture
+def throttled(tmp_path: Path) -> Iterator[ThrottledS3]:
+    """An S3 of the folders in ``tmp_path / "s3"``; answers come at once, and are right until the test plans faults."""
+    folder = tmp_path / "s3"
+    folder.mkdir()
+    with throttled_s3(folder, latency_s=0.0, bandwidth=1e9) as server:
+        yield server
+    forget_clients()
+
+
+def forget_clients() -> None:
+    """Close the connections of the clients that fsspec keeps for whoever asks for the same again."""
+    import s3fs  # which those who use no S3 may do without
+
+    s3fs.S3FileSystem.clear_instance_cache()
+    gc.collect()
