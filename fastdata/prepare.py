@@ -51,6 +51,7 @@ from fastdata.memory import (
     would_fit,
 )
 from fastdata.ranks import Guest, Host, Notice, Run, find_run, local_ranks, may_become_rank, meet, read_notice
+from fastdata.remote import StorageOptions
 from fastdata.report import log, progress_bar, warn_user
 from fastdata.shared import SampleTable, collate_targets
 from fastdata.sources import DatasetSource, FileSource, ItemKeys, RemoteFiles, Source
@@ -95,12 +96,14 @@ class Options:
     num_workers: int | None = None
     cache_dir: str | os.PathLike[str] | None = None
     cache_key: str | None = None
-    storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
+    storage_options: Mapping[str, Any] | None = None
     local_cache: str | os.PathLike[str] | None = None
     local_limit: int | float | str | None = None
     share: Literal["auto", "off"] = "auto"
 
     def __post_init__(self) -> None:
+        if self.storage_options is not None:
+            object.__setattr__(self, "storage_options", StorageOptions(self.storage_options))
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}={getattr(self, name)!r} is not one of {', '.join(map(repr, choices))}")

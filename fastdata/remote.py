@@ -51,6 +51,17 @@ class Entry(NamedTuple):
     tag: int
 
 
+class StorageOptions(dict[str, Any]):
+    """What a file system takes, such as credentials: shown nowhere, and pickled empty, unless they are to travel."""
+
+    def __repr__(self) -> str:
+        return "{...}" if self else "{}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        travel = get_spawning_popen() is not None or _OPTIONS_TRAVEL.get()
+        return StorageOptions, (dict(self) if travel else {},)
+
+
 @contextlib.contextmanager
 def options_travel() -> Iterator[None]:
     """Let what is pickled in this block carry storage_options: tasks on their way to a worker, never files."""
@@ -77,7 +88,7 @@ class Place:
     def __init__(self, url: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> None:
         text = os.fsdecode(url)
         self.is_remote = is_url(text)
-        self._options = dict(storage_options or {})
+        self._options = StorageOptions(storage_options or {})
         self.listed: dict[str, Entry] = {}
         """What was found here, by name, for who asks for facts."""
         if not self.is_remote:
@@ -122,8 +133,7 @@ class Place:
     __repr__ = __str__
 
     def __getstate__(self) -> dict[str, Any]:
-        travels = get_spawning_popen() is not None or _OPTIONS_TRAVEL.get()
-        return {**vars(self), "_options": self._options if travels else {}, "listed": {}}
+        return {**vars(self), "listed": {}}
 
     # Reading
 
@@ -216,7 +226,7 @@ class Place:
         import fsspec
 
         protocol = self.url.partition("://")[0]
-        key = os.getpid(), protocol, fsspec.utils.tokenize(self._options)
+        key = os.getpid(), protocol, fsspec.utils.tokenize(dict(self._options))
         if key not in _CLIENTS:
             options = {"use_listings_cache": False, **self._options}
             if protocol in ("s3", "s3a"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import csv
 import io
 import os
@@ -141,10 +142,10 @@ class RemoteFiles(FileSource):
     ) -> None:
         super().__init__(paths, targets, loader)
         self._place, self._facts = place, facts
-        self._coming: tuple[int, dict[int, Future[bytes]]] = 0, {}
+        self._coming = _Coming()
 
     def expect(self, indices: Sequence[int]) -> None:
-        coming = self._own_coming()
+        coming = self._coming.here()
         for index in indices:
             if index not in coming:
                 coming[index] = self._submit(index)
@@ -158,16 +159,18 @@ class RemoteFiles(FileSource):
             return np.frombuffer(data, np.uint8), self.targets[index]
         if decode is not None:
             return decode(memoryview(data)), self.targets[index]
-        with tempfile.NamedTemporaryFile(suffix=os.path.splitext(self.paths[index])[1]) as copy:
-            copy.write(data)
-            copy.flush()
-            return self.loader(copy.name), self.targets[index]
+        with tempfile.NamedTemporaryFile(suffix=os.path.splitext(self.paths[index])[1]) as file:
+            file.write(data)
+            file.flush()
+            return self.loader(file.name), self.targets[index]
 
     def open(self, index: int) -> BinaryIO:
         return io.BytesIO(self._fetch(index))
 
     def opened_by(self, loader: Callable[[str], Any]) -> RemoteFiles:
-        return RemoteFiles(self._place, self.paths, self.targets, loader, self._facts)
+        other = copy.copy(self)  # what one expects the other reads
+        other.loader = loader
+        return other
 
     def size_bytes(self, index: int) -> int:
         return max(int(self._facts["sizes"][index]), 0)
@@ -180,21 +183,27 @@ class RemoteFiles(FileSource):
         return known
 
     def _fetch(self, index: int) -> bytes:
-        return (self._own_coming().pop(index, None) or self._submit(index)).result()
+        return (self._coming.here().pop(index, None) or self._submit(index)).result()
 
     def _submit(self, index: int) -> Future[bytes]:
         place, name = place_of(self._place, self.paths[index])
         size = int(self._facts["sizes"][index])
         return place.submit(name, size_bytes=None if size < 0 else size)
 
-    def _own_coming(self) -> dict[int, Future[bytes]]:
-        pid, coming = self._coming
-        if pid != os.getpid():  # what a parent waits for never comes here
-            self._coming = _, coming = os.getpid(), {}
-        return coming
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_coming": (0, {})}
+class _Coming:
+    """Files that were asked for and not read yet, by index, of the process that asked."""
+
+    def __init__(self) -> None:
+        self._pid, self._files = 0, dict[int, "Future[bytes]"]()
+
+    def here(self) -> dict[int, Future[bytes]]:
+        if self._pid != os.getpid():  # what a parent waits for never comes here
+            self._pid, self._files = os.getpid(), {}
+        return self._files
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return _Coming, ()
 
 
 def place_of(place: Place, url: str) -> tuple[Place, str]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 import signal
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import fsspec.asyn
 import numpy as np
 import pytest
 import torch
@@ -48,6 +51,14 @@ def cuda_is_up() -> None:
         with fastdata.CudaPrefetcher([torch.ones(1 << 20)]) as batches:
             next(iter(batches)).sum().item()
         torch.cuda.synchronize()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def fsspec_is_up() -> None:
+    """Let fsspec start the threads that it keeps, of its event loop, before a test counts threads."""
+    loop = fsspec.asyn.get_loop()
+    loop.call_soon_threadsafe(loop.set_default_executor, ThreadPoolExecutor(1))
+    asyncio.run_coroutine_threadsafe(asyncio.to_thread(int), loop).result()
 
 
 @pytest.fixture(autouse=True)

@@ -386,7 +386,7 @@ class _Blocks:
         counts = [_count(size) for _, size in files]
         self.folder, self._files, self._starts = folder, list(files), np.cumsum([0, *counts]).tolist()
         self.firsts = {name: first for (name, _), first in zip(files, self._starts, strict=False)}
-        self.count = self._starts[-1]
+        self.count, self._pid = self._starts[-1], os.getpid()
         self.fd = os.open(folder / "blocks", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             if os.fstat(self.fd).st_size != 9 * self.count:
@@ -479,8 +479,7 @@ class _Blocks:
 
     def remove_unused(self) -> None:
         """Remove a mirror that has nothing and that nobody has open."""
-        os.close(self.fd)
-        self.fd = -1
+        self.close()
         lock = self.lock(fcntl.F_WRLCK, (0, 1), _OPEN)
         if lock is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -488,8 +487,10 @@ class _Blocks:
 
     def close(self) -> None:
         if self.fd >= 0:
+            if self._pid == os.getpid():  # a forked process has the lock in common with its parent
+                self._lock(self.fd, fcntl.F_UNLCK, (0, 1), _OPEN)
             os.close(self.fd)
-            self.fd = -1
+            self.fd, self.needed_ns, self.state = -1, self.needed_ns[:0].copy(), self.state[:0].copy()
 
 
 class _Pins:
@@ -589,7 +590,8 @@ def _free(local_cache: Path, wanted_bytes: int) -> int:
         for old in found:
             if (old.blocks.state == _HOLE).all():
                 old.blocks.remove_unused()
-            old.blocks.close()
+            else:
+                old.blocks.close()
     return freed_bytes
 
 

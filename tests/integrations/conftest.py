@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import fsspec.asyn
 import pytest
 
+from fastdata import remote
 from s3 import MotoS3, ThrottledS3, s3_server, throttled_s3
-
-
-@pytest.fixture(autouse=True, scope="session")
-def fsspec_is_up() -> None:
-    """Let fsspec start the threads that it keeps, of its event loop, before a test counts threads."""
-    loop = fsspec.asyn.get_loop()
-    loop.call_soon_threadsafe(loop.set_default_executor, ThreadPoolExecutor(1))
-    asyncio.run_coroutine_threadsafe(asyncio.to_thread(int), loop).result()
 
 
 @pytest.fixture(scope="session")
@@ -47,8 +37,9 @@ def throttled(tmp_path: Path) -> Iterator[ThrottledS3]:
 
 
 def forget_clients() -> None:
-    """Close the connections of the clients that fsspec keeps for whoever asks for the same again."""
+    """Close the connections of the clients that fsspec and fastdata keep for whoever asks for the same again."""
     import s3fs  # which those who use no S3 may do without
 
     s3fs.S3FileSystem.clear_instance_cache()
+    remote._CLIENTS.clear()
     gc.collect()

@@ -1,0 +1,382 @@
+"""Caches behind URLs: fetched block by block into a local folder that is shared and bounded."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fsspec.implementations.memory import MemoryFileSystem
+
+from fastdata import CachedDataset, ChunkedLoader, DataLoader, remote
+from fastdata.cache import find_cache
+from fastdata.errors import CacheError, RemoteError, SampleError
+from fastdata.remote import Entry, Place
+from fastdata.stores import mirror as mirror_module
+from fastdata.stores.mirror import Mirror
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs holes in files, and their locks")
+
+URL = "memory://bucket/caches"
+SHAPE = 3, 40, 60
+SAMPLES = 96
+SAMPLE_BYTES = 3 * 40 * 60
+BLOCK_BYTES = 4096  # small ones, so that small caches have many
+BLOCKS = -(-SAMPLES * SAMPLE_BYTES // BLOCK_BYTES)
+
+
+def value(index: int) -> torch.Tensor:
+    return torch.full(SHAPE, index, dtype=torch.uint8) + torch.arange(60, dtype=torch.uint8)
+
+
+@pytest.fixture(autouse=True)
+def quick_tries(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(remote, "TRIES", 2)
+    monkeypatch.setattr(remote, "_FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(mirror_module, "BLOCK_BYTES", BLOCK_BYTES)
+    monkeypatch.setattr(mirror_module, "_REQUEST_BLOCKS", 4)
+    yield
+    MemoryFileSystem.store.clear()
+    MemoryFileSystem.pseudo_dirs[:] = [""]
+
+
+@pytest.fixture(params=["raw", "lz4"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """Of a cache of ``SAMPLES`` samples that are told from each other."""
+    return upload(tmp_path, "auto" if request.param == "raw" else request.param)
+
+
+def upload(tmp_path: Path, codec: str = "auto") -> str:
+    samples = [(value(index), index) for index in range(SAMPLES)]
+    CachedDataset(samples, cache_dir=tmp_path / "built", cache_key="x", codec=codec, progress=False).close()
+    for path in (tmp_path / "built").rglob("*"):
+        if path.is_file() and not path.name.startswith("."):
+            Place(URL).upload(str(path.relative_to(tmp_path / "built")), path)
+    return URL
+
+
+@pytest.fixture
+def fetched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[], int]:
+    """How many bytes of samples were fetched since it was asked last, by this process and its children."""
+    plain, log = MemoryFileSystem.cat_file, tmp_path / "log"
+
+    def cat_file(self: Any, path: str, **span: Any) -> bytes:
+        data = plain(self, path, **span)
+        if "part0" in path:
+            with log.open("ab") as file:
+                file.write(b"%d\n" % len(data))
+        return data
+
+    monkeypatch.setattr(MemoryFileSystem, "cat_file", cat_file)
+
+    def since() -> int:
+        sizes = log.read_text().split() if log.exists() else []
+        log.unlink(missing_ok=True)
+        return sum(map(int, sizes))
+
+    return since
+
+
+def disk_bytes(folder: Path) -> int:
+    return sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
+
+
+def part_bytes() -> int:
+    return sum(entry.size_bytes for entry in Place(URL).find() if "part0" in entry.name)
+
+
+def check(dataset: Any, indices: Any = range(SAMPLES)) -> None:
+    for index in indices:
+        sample, target = dataset[index]
+        assert target == index
+        assert torch.equal(sample, value(index)), index
+
+
+def test_a_remote_cache_is_a_cache(url: str, tmp_path: Path, fetched: Callable[[], int]) -> None:
+    """Its samples are those of the cache; each byte is fetched once, and by no later run."""
+    for needed in (part_bytes(), 0):
+        with CachedDataset.from_cache(url, local_cache=tmp_path / "local") as dataset:
+            check(dataset)
+            loader = DataLoader(dataset, 32, shuffle=True, num_workers=2)
+            assert sorted(torch.cat([targets for _, targets in loader]).tolist()) == list(range(SAMPLES))
+            assert "memory://bucket/caches" in dataset.storage_plan.reason
+        assert fetched() == needed
+
+
+def test_only_what_is_read_is_fetched(tmp_path: Path, fetched: Callable[[], int]) -> None:
+    """One sample takes its blocks alone, a file that is as large as the whole takes no more room than that."""
+    with CachedDataset.from_cache(upload(tmp_path), local_cache=tmp_path / "local") as dataset:
+        assert fetched() == 0
+        check(dataset, [50, 51])
+        assert 0 < fetched() <= 2 * SAMPLE_BYTES + 2 * BLOCK_BYTES
+        dataset.__getitems__([50, 51, 50])
+        assert fetched() == 0
+
+
+def test_worker_processes_fetch_for_all(url: str, tmp_path: Path, fetched: Callable[[], int]) -> None:
+    """Two worker processes and their parent fetch every byte once between them."""
+    with CachedDataset.from_cache(url, local_cache=tmp_path / "local") as dataset:
+        loader = DataLoader(dataset, 4, shuffle=True, num_workers=2, workers="process")
+        assert sorted(torch.cat([targets for _, targets in loader]).tolist()) == list(range(SAMPLES))
+        check(dataset)
+    assert fetched() == part_bytes()
+
+
+def test_the_local_folder_keeps_its_limit(url: str, tmp_path: Path, fetched: Callable[[], int]) -> None:
+    """ChunkedLoader serves a cache that is larger than the folder, each sample once an epoch, at most twice fetched."""
+    limit_bytes, folder = part_bytes() // 2 + 16 * BLOCK_BYTES, tmp_path / "local"
+    with ChunkedLoader(
+        url, 4, memory_limit="3GiB", chunk_samples=16, mix_chunks=2, local_cache=folder, local_limit=limit_bytes
+    ) as loader:
+        for _ in range(4):
+            seen = []
+            for samples, targets in loader:
+                for sample, target in zip(samples, targets.tolist(), strict=True):
+                    assert torch.equal(sample, value(target))
+                    seen.append(target)
+                assert disk_bytes(folder) <= limit_bytes
+            assert sorted(seen) == list(range(SAMPLES))
+            assert fetched() <= part_bytes() + 2 * BLOCK_BYTES * SAMPLES // 8  # the edges of pieces of 8 samples
+
+
+def test_what_fits_is_fetched_once(url: str, tmp_path: Path, fetched: Callable[[], int]) -> None:
+    """Later epochs and runs of a cache that the folder has room for fetch nothing, by whatever loader."""
+    folder = tmp_path / "local"
+    for needed in (part_bytes(), 0):
+        with ChunkedLoader(url, 4, memory_limit="3GiB", chunk_samples=32, local_cache=folder) as loader:
+            for _ in range(2):
+                assert sum(len(targets) for _, targets in loader) == SAMPLES
+        assert fetched() == needed
+    with CachedDataset.from_cache(url, local_cache=folder) as dataset:
+        check(dataset)
+    assert fetched() == 0
+
+
+def test_too_small_a_folder_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fetched: Callable[[], int]
+) -> None:
+    """What all is needed at once and has no room is an error that says the limit and the cure, in each epoch."""
+    monkeypatch.setattr(mirror_module, "_PATIENCE_S", 0.02)
+    options = {"local_cache": tmp_path / "local", "local_limit": 30 * BLOCK_BYTES}
+    with CachedDataset.from_cache(upload(tmp_path), **options) as dataset:
+        check(dataset, range(3))
+        problem = r"local_limit=120\.0 KiB of .*local is too small: .* Raise it; or use ChunkedLoader"
+        with pytest.raises(CacheError, match=problem):
+            check(dataset)
+        check(dataset, range(3))
+
+
+def test_least_recently_needed_leaves_first(tmp_path: Path) -> None:
+    """Room is made of blocks that nobody needs now, those first that were needed longest ago, of whatever cache."""
+    place, folder = Place("memory://bucket"), tmp_path / "local"
+    for name in "ab":
+        place.write(name, bytes(8 * BLOCK_BYTES))
+    one, two = (Mirror(place, [Entry(name, 8 * BLOCK_BYTES, 0)], folder, "1GB") for name in "ab")
+    with closing(one), closing(two):
+        for first in (6, 0, 4, 2):
+            one.pin([(first, first + 2)])
+            one.ensure([(first, first + 2)])
+        two.pin([(0, 8)])
+        two.ensure([(0, 8)])
+        for first in (0, 6, 4):
+            one.unpin([(first, first + 2)])
+        there = []
+        for _ in range(4):
+            mirror_module._free(folder, 2 * BLOCK_BYTES)
+            there.append("".join("x" if state == 2 else "." for state in one._blocks.state))
+        assert there == ["..xxxxxx", "..xxxx..", "..xx....", "..xx...."]
+        assert (two._blocks.state == 2).all()
+
+
+def test_unused_mirrors_leave_nothing(tmp_path: Path) -> None:
+    """A mirror that nobody has open is gone from the disk once room was made of all it had; one that is open stays."""
+    place, folder = Place("memory://bucket"), tmp_path / "local"
+    place.write("a", bytes(8 * BLOCK_BYTES))
+    for _ in range(2):
+        with closing(Mirror(place, [Entry("a", 8 * BLOCK_BYTES, 0)], folder, "1GB")) as held:
+            assert held.read("a") == bytes(8 * BLOCK_BYTES)
+            assert mirror_module._free(folder, 1 << 40) == 8 * BLOCK_BYTES
+            assert held.read("a") == bytes(8 * BLOCK_BYTES)
+        mirror_module._free(folder, 1 << 40)
+        assert [path.name for path in folder.iterdir()] == [".lock"]
+
+
+def damage(url: str, number: int = 0) -> None:
+    """Change a byte of the samples' file, behind the URL."""
+    (path,) = [entry.name for entry in Place(url).find() if "part0" in entry.name]
+    data = bytearray(Place(url).read(path))
+    data[-1 - number] ^= 1
+    Place(url).write(path, bytes(data))
+
+
+def test_damage_on_the_way_is_mended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks that came with a wrong bit, or that the local disk lost, are fetched again."""
+    url, plain, is_bad = upload(tmp_path), MemoryFileSystem.cat_file, [True]
+
+    def cat_file(self: Any, path: str, **span: Any) -> bytes:
+        data = bytearray(plain(self, path, **span))
+        if "part0" in path and is_bad:
+            is_bad.pop()
+            data[BLOCK_BYTES] ^= 4
+        return bytes(data)
+
+    monkeypatch.setattr(MemoryFileSystem, "cat_file", cat_file)
+    for _ in range(2):
+        with CachedDataset.from_cache(url, local_cache=tmp_path / "local") as dataset:
+            check(dataset)
+        (file,) = (tmp_path / "local").glob("*/part0*")
+        with file.open("r+b") as stream:
+            stream.write(bytes(5000))
+
+
+def test_damage_behind_the_url_is_an_error(tmp_path: Path) -> None:
+    """A sample that is not as it was written, however often it is fetched, is named; the others can be read."""
+    url = upload(tmp_path)
+    damage(url)
+    with CachedDataset.from_cache(url, local_cache=tmp_path / "local") as dataset:
+        check(dataset, range(SAMPLES - 1))
+        for _ in range(2):
+            with pytest.raises(
+                SampleError, match=rf"^sample {SAMPLES - 1} .* came twice; the file was changed or is dama"
+            ):
+                dataset[SAMPLES - 1]
+    with ChunkedLoader(url, 4, memory_limit="3GiB", local_cache=tmp_path / "local", shuffle=False) as loader:
+        batches = iter(loader)
+        for _ in range(SAMPLES // 4 - 1):
+            next(batches)
+        with pytest.raises(SampleError, match="came twice"):
+            next(batches)
+
+
+def test_a_file_that_is_replaced_while_it_is_read(tmp_path: Path) -> None:
+    """Of a cache that changed under its readers come the right samples, or an error; never others."""
+    url = upload(tmp_path)
+    options: dict[str, Any] = {"chunk_samples": 16, "mix_chunks": 2, "local_limit": part_bytes() // 2}
+    with ChunkedLoader(url, 4, memory_limit="3GiB", local_cache=tmp_path / "local", **options) as loader:
+        for _ in loader:
+            pass
+        for number in range(0, SAMPLES * SAMPLE_BYTES, SAMPLE_BYTES):
+            damage(url, number)
+        with pytest.raises(SampleError, match="came twice"):
+            check_all(loader)
+
+
+def check_all(loader: Any) -> None:
+    for samples, targets in loader:
+        for sample, target in zip(samples, targets.tolist(), strict=True):
+            assert torch.equal(sample, value(target))
+
+
+@pytest.mark.parametrize("name", ["part0-00000.npy", "index-00000.npz", "fastdata.json"])
+def test_a_missing_file_is_an_error(tmp_path: Path, name: str) -> None:
+    """A cache without one of its files, or with one of another size, is refused with the file's name."""
+    place = Place(upload(tmp_path)).below(str(find_cache(URL)).rpartition("/")[2])
+    place.write(name, place.read(name)[:-1])
+    with pytest.raises(CacheError, match=re.escape(name)):
+        CachedDataset.from_cache(URL, local_cache=tmp_path / "local")
+    place.remove(name)
+    with pytest.raises((CacheError, FileNotFoundError), match=re.escape(name)):
+        CachedDataset.from_cache(place.url, local_cache=tmp_path / "local")
+
+
+def test_a_lost_connection_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing comes any more, the epoch ends in an error that names the file; the next one serves all."""
+    url, plain, is_down = upload(tmp_path), MemoryFileSystem.cat_file, threading.Event()
+
+    def cat_file(self: Any, path: str, **span: Any) -> bytes:
+        if "part0" in path and is_down.is_set():
+            raise ConnectionResetError("no route")
+        return plain(self, path, **span)
+
+    monkeypatch.setattr(MemoryFileSystem, "cat_file", cat_file)
+    with ChunkedLoader(url, 4, memory_limit="3GiB", chunk_samples=16, local_cache=tmp_path / "local") as loader:
+        is_down.set()
+        with pytest.raises(RemoteError, match=r"part0-00000\.npy: ConnectionResetError: no route \(tried 2 times\)"):
+            for _ in loader:
+                pass
+        is_down.clear()
+        assert sum(len(targets) for _, targets in loader) == SAMPLES
+
+
+def test_a_break_ends_fetching(url: str, tmp_path: Path) -> None:
+    """An epoch that is left early leaves no thread, and the next one is whole."""
+    with ChunkedLoader(url, 4, memory_limit="3GiB", chunk_samples=16, local_cache=tmp_path / "local") as loader:
+        for _ in loader:
+            break
+        assert sum(len(targets) for _, targets in loader) == SAMPLES
+
+
+def hold_and_die(mirror: Mirror, results: Any) -> None:
+    mirror.pin([(0, BLOCKS)])
+    mirror._blocks.lock(1, (1, 2), 1 << 40)  # F_WRLCK: as one who fetches
+    results.put(0)
+    os.kill(os.getpid(), 9)
+
+
+def test_a_killed_reader_leaves_no_lock(tmp_path: Path) -> None:
+    """Blocks that a process needed or fetched when it was killed can be fetched, and make room."""
+    place, size_bytes = Place("memory://bucket"), BLOCKS * BLOCK_BYTES
+    place.write("a", bytes(size_bytes))
+    place.write("b", bytes(size_bytes))
+    context = get_context("fork")
+    results = context.SimpleQueue()
+    limit_bytes = size_bytes + 6 * 4096  # for what is known of the blocks, too
+    with closing(Mirror(place, [Entry("a", size_bytes, 0)], tmp_path / "local", limit_bytes)) as first:
+        child = context.Process(target=hold_and_die, args=(first, results))
+        child.start()
+        results.get()
+        child.join()
+        child.close()
+        results.close()
+        assert first.read("a") == bytes(size_bytes)
+        with closing(Mirror(place, [Entry("b", size_bytes, 0)], tmp_path / "local", limit_bytes)) as second:
+            assert second.read("b") == bytes(size_bytes)
+        assert (first._blocks.state == 2).sum() <= 6
+
+
+def test_a_pickled_cache_is_opened_again(tmp_path: Path) -> None:
+    """A dataset of a remote cache travels to another process by the names of its files, without credentials."""
+    options: dict[str, Any] = {"local_cache": tmp_path / "local", "storage_options": {"token": "very secret"}}
+    with CachedDataset.from_cache(upload(tmp_path), **options) as dataset:
+        sent = pickle.dumps(dataset)
+        assert b"very secret" not in sent
+        with pickle.loads(sent) as copy:
+            check(copy)
+
+
+def test_ranks_read_what_is_theirs(tmp_path: Path, fetched: Callable[[], int]) -> None:
+    """Two ranks with folders of their own, as on two machines, fetch each byte once between them, but for the edges."""
+    url, seen = upload(tmp_path), []
+    for rank in range(2):
+        options: dict[str, Any] = {"rank": rank, "world_size": 2, "local_cache": tmp_path / f"machine{rank}"}
+        with ChunkedLoader(url, 4, memory_limit="3GiB", chunk_samples=24, mix_chunks=1, **options) as loader:
+            seen += [target for _, targets in loader for target in targets.tolist()]
+    assert sorted(seen) == list(range(SAMPLES))
+    looked_at = 2 * 9 * (SAMPLE_BYTES + 2 * BLOCK_BYTES)  # by both, before they know which are theirs
+    assert fetched() <= part_bytes() + looked_at
+
+
+def test_an_epoch_is_resumed_on_another_machine(tmp_path: Path) -> None:
+    """A state that was taken inside an epoch goes on with the same batches from an empty folder."""
+    url = upload(tmp_path)
+    first = ChunkedLoader(url, 4, memory_limit="3GiB", chunk_samples=16, local_cache=tmp_path / "one")
+    second = ChunkedLoader(url, 4, memory_limit="3GiB", chunk_samples=16, local_cache=tmp_path / "two")
+    with first, second:
+        batches = iter(first)
+        for _ in range(7):
+            next(batches)
+        state = first.state_dict()
+        rest = [targets.tolist() for _, targets in batches]
+        second.load_state_dict(state)
+        assert [targets.tolist() for _, targets in second] == rest
+        assert np.concatenate(rest).size == SAMPLES - 28

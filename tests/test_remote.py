@@ -1,0 +1,326 @@
+"""Files behind URLs: read, listed and written by one door, and datasets of them. Tests of servers: integrations/."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable, Iterator
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fsspec.implementations.memory import MemoryFileSystem
+from PIL import Image
+
+from fastdata import CachedDataset, ChunkedLoader, DataLoader, ImageFolder, ImageManifest, remote
+from fastdata.errors import RemoteError, SampleError
+from fastdata.remote import Place, options_travel
+
+FILES = {"a/1.txt": b"one", "a/b/2.txt": b"twice", "c.txt": b""}
+
+
+@pytest.fixture(autouse=True)
+def quick_tries(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(remote, "TRIES", 3)
+    monkeypatch.setattr(remote, "_FIRST_PAUSE_S", 0.001)
+    yield
+    MemoryFileSystem.store.clear()
+    MemoryFileSystem.pseudo_dirs[:] = [""]
+
+
+@pytest.fixture
+def bucket(image_folder: Callable[..., Path]) -> tuple[str, Path]:
+    """A URL and a folder here of the same images."""
+    folder = image_folder()
+    put(folder, "memory://bucket/train")
+    return "memory://bucket/train", folder
+
+
+def put(folder: Path, url: str) -> None:
+    for path in folder.rglob("*"):
+        if path.is_file():
+            Place(url).upload(path.relative_to(folder).as_posix(), path)
+
+
+@pytest.mark.parametrize("url", ["memory://place/below", "{tmp_path}/place/below", "file://{tmp_path}/place"])
+def test_places_have_one_face(url: str, tmp_path: Path) -> None:
+    """What is written is found, read in part and as a whole, and gone once it is removed: here and behind a URL."""
+    place = Place(url.format(tmp_path=tmp_path))
+    for name, data in FILES.items():
+        place.write(name, data)
+    (tmp_path / "file").write_bytes(b"sent")
+    place.upload("a/3.txt", tmp_path / "file")
+    everything = {**FILES, "a/3.txt": b"sent"}
+    assert {entry.name: entry.size_bytes for entry in place.find()} == {n: len(data) for n, data in everything.items()}
+    assert [entry.name for entry in place.find("a")] == ["a/1.txt", "a/3.txt", "a/b/2.txt"]
+    assert place.folders() == ["a"]
+    assert [place.read(name) for name in everything] == list(everything.values())
+    assert (place.read("a/b/2.txt", 1, 3), place.size("a/3.txt")) == (b"wi", 4)
+    assert place.submit("a/1.txt", 2).result() == b"e"
+    assert place.below("a").read("1.txt") == b"one"
+    place.remove("a/1.txt", "a/none")
+    with pytest.raises(FileNotFoundError, match=r"a/1\.txt"):
+        place.read("a/1.txt")
+    with pytest.raises(FileNotFoundError):
+        place.size("a/1.txt")
+
+
+def test_a_tag_changes_with_the_content() -> None:
+    """A file that was replaced has another tag."""
+    place = Place("memory://place")
+    place.write("name", b"old")
+    (before,) = place.find()
+    place.write("name", b"new")
+    (after,) = place.find()
+    assert before.tag != after.tag
+
+
+def test_reads_are_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Errors and answers of a wrong length are followed by another try; the right bytes come in the end."""
+    plain, outcomes = MemoryFileSystem.cat_file, [ConnectionResetError("reset"), b"twi", None]
+
+    def cat_file(self: Any, path: str, **span: Any) -> bytes:
+        outcome = outcomes.pop(0)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return plain(self, path, **span) if outcome is None else outcome
+
+    Place("memory://place").write("name", b"twice")
+    monkeypatch.setattr(MemoryFileSystem, "cat_file", cat_file)
+    assert Place("memory://place").read("name", size_bytes=5) == b"twice"
+    assert not outcomes
+
+
+def test_what_stays_wrong_is_an_error() -> None:
+    """A file that is not as long as it was listed is an error that says so, and how often it was tried."""
+    Place("memory://place").write("name", b"twice")
+    problem = r"^memory://place/name: OSError: 5 bytes came where 4 are needed; .* \(tried 3 times\)\. Look at the net"
+    with pytest.raises(RemoteError, match=problem):
+        Place("memory://place").read("name", size_bytes=4)
+
+
+def test_refusals_are_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who may not read is told at once, and of credentials."""
+    tries = []
+
+    def cat_file(self: Any, path: str, **span: Any) -> bytes:
+        tries.append(path)
+        raise PermissionError("the token is expired")
+
+    monkeypatch.setattr(MemoryFileSystem, "cat_file", cat_file)
+    with pytest.raises(RemoteError, match=r"expired\. Give credentials that are valid and allow it"):
+        Place("memory://place").read("name")
+    assert len(tries) == 1
+
+
+def test_secrets_stay_here(monkeypatch: pytest.MonkeyPatch, bucket: tuple[str, Path]) -> None:
+    """Storage options are in no error, text or pickle, unless it is a task on its way to a worker."""
+    secret = "AKIA/very+secret"
+
+    def cat_file(self: Any, path: str, **span: Any) -> bytes:
+        raise OSError(f"the signature of {secret} does not match")
+
+    options = {"client_kwargs": {"tokens": [secret]}}
+    with ImageFolder(bucket[0], storage="none", storage_options=options) as dataset:
+        assert secret not in repr(dataset) + repr(dataset.options) + str(vars(dataset))
+        assert secret.encode() not in pickle.dumps(dataset)
+        monkeypatch.setattr(MemoryFileSystem, "cat_file", cat_file)
+        with pytest.raises(SampleError, match=r"signature of \*\*\* does not match") as raised:
+            dataset[0]
+    assert raised.value.__cause__ is not None
+    assert raised.value.__cause__.__cause__ is None
+    place = Place("memory://place", options)
+    assert secret.encode() not in pickle.dumps(place)
+    with options_travel():
+        assert secret.encode() in pickle.dumps(place)
+    assert pickle.loads(pickle.dumps(place)).url == place.url
+
+
+@pytest.mark.parametrize("url", ["ftp://user:password@server/x", "https://server/x?token=password"])
+def test_a_password_in_a_url_is_refused(url: str) -> None:
+    """It would get into messages and caches; the error does not repeat it."""
+    with pytest.raises(ValueError, match=r"storage_options=") as raised:
+        Place(url)
+    assert "password@" not in str(raised.value)
+    assert "token" not in str(raised.value)
+
+
+def test_a_missing_package_is_named() -> None:
+    """A URL whose file system is not installed is an error that names the package, and an unknown one is an error."""
+    with pytest.raises(ImportError, match=r"^adl://store/x needs a package that is not installed: .*dlfs"):
+        ImageFolder("adl://store/x")
+    with pytest.raises(ValueError, match=r"^nonsense://store/x is a URL of a kind that fsspec does not know"):
+        ImageFolder("nonsense://store/x")
+
+
+def read_elsewhere(place: Place, results: Any) -> None:
+    results.put((os.getpid(), place.read("name")))
+
+
+def test_a_forked_process_has_a_client_of_its_own() -> None:
+    """A place that was used before a fork is read from by the child, which waits for no thread of its parent."""
+    place, context = Place("memory://place"), get_context("fork")
+    place.write("name", b"twice")
+    assert place.read("name") == b"twice"
+    results = context.SimpleQueue()
+    child = context.Process(target=read_elsewhere, args=(place, results))
+    child.start()
+    assert results.get() == (child.pid, b"twice")
+    child.join()
+    child.close()
+    results.close()
+
+
+# Datasets of remote files
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"fill": "eager"},
+        {"fill": "eager", "num_workers": 1},
+        {"storage": "none"},
+        {"storage": "compressed", "codec": "source"},
+        {"fast_decode": True, "resize": (4, 4)},
+    ],
+    ids=str,
+)
+def test_a_folder_behind_a_url_is_a_folder(bucket: tuple[str, Path], options: dict[str, Any]) -> None:
+    """Samples, classes and pixels are those of the same folder here; paths are URLs."""
+    url, folder = bucket
+    with ImageFolder(url, progress=False, **options) as there, ImageFolder(folder, progress=False, **options) as here:
+        assert (there.classes, there.class_to_idx, list(there.targets)) == (
+            here.classes,
+            here.class_to_idx,
+            list(here.targets),
+        )
+        assert [path.removeprefix(url) for path, _ in there.samples] == [
+            path.removeprefix(str(folder)) for path, _ in here.samples
+        ]
+        assert there.root == url
+        for _ in range(2):
+            for theirs, ours in zip(
+                DataLoader(there, 3, collate_fn=list), DataLoader(here, 3, collate_fn=list), strict=True
+            ):
+                assert all(
+                    np.array_equal(np.asarray(a), np.asarray(b)) for (a, _), (b, _) in zip(theirs, ours, strict=True)
+                )
+
+
+def test_nested_folders_come_in_torchvisions_order(tmp_path: Path) -> None:
+    """Files of a class lie in the order of a sorted walk, whatever their depth; other files are passed over."""
+    for name in ("cat/b/1.png", "cat/a.png", "cat/b.png", "cat/b-c/0.PNG", "dog/0.png", "dog/notes.txt"):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (2, 2)).save(path, "PNG") if path.suffix != ".txt" else path.write_text("no image")
+    put(tmp_path, "memory://bucket/train")
+    names = [path.removeprefix("memory://bucket/train/") for path, _ in ImageFolder("memory://bucket/train").samples]
+    assert names == [str(Path(path).relative_to(tmp_path)) for path, _ in ImageFolder(tmp_path).samples]
+    with pytest.raises(FileNotFoundError, match=r"Couldn't find any class folder in memory://bucket/train/dog\."):
+        ImageFolder("memory://bucket/train/dog")
+    with pytest.raises(FileNotFoundError):
+        ImageFolder("memory://bucket/none")
+
+
+def test_the_users_own_loader_gets_a_file(bucket: tuple[str, Path]) -> None:
+    """A loader that opens paths is given a copy here, with the file's ending, which is gone afterwards."""
+    seen = []
+
+    def load(path: str) -> Image.Image:
+        seen.append(path)
+        return Image.open(path).convert("L")
+
+    dataset = ImageFolder(bucket[0], loader=load, storage="none")
+    assert np.array_equal(np.asarray(dataset[0][0]), np.asarray(load(ImageFolder(bucket[1]).samples[0][0])))
+    assert Path(seen[0]).suffix == Path(dataset.samples[0][0]).suffix
+    assert not os.path.exists(seen[0])
+
+
+def test_files_are_listed_once_and_read_together(bucket: tuple[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One listing a class serves a dataset; a batch asks for all of its files before it waits for the first."""
+    calls: list[str] = []
+    for name in ("find", "ls", "info", "cat_file"):
+        plain = getattr(MemoryFileSystem, name)
+
+        def counted(self: Any, path: str, *, _plain: Any = plain, _name: str = name, **options: Any) -> Any:
+            calls.append(_name)
+            return _plain(self, path, **options)
+
+        monkeypatch.setattr(MemoryFileSystem, name, counted)
+    dataset = ImageFolder(bucket[0], storage="none")
+    assert calls.count("find") == len(dataset.classes)
+    before = len(calls)
+    dataset.__getitems__(list(range(len(dataset))))
+    assert calls[before:] == ["cat_file"] * len(dataset)
+    source: Any = dataset._samples
+    source.expect(range(len(dataset)))
+    assert len(source._coming.here()) == len(dataset)
+    assert pickle.loads(pickle.dumps(source))._coming.here() == {}
+    for index in range(len(dataset)):
+        source.read(index)
+    assert not source._coming.here()
+
+
+def test_a_changed_file_is_an_error(bucket: tuple[str, Path]) -> None:
+    """A file of another size than was listed is named, with both sizes."""
+    dataset = ImageFolder(bucket[0], storage="none")
+    place, name = Place(bucket[0]), dataset.samples[1][0].removeprefix(bucket[0] + "/")
+    place.write(name, b"another")
+    with pytest.raises(SampleError, match=r"^sample 1, memory://bucket/train/.* 7 bytes came where \d+ are needed"):
+        dataset[1]
+    place.remove(name)
+    with pytest.raises(SampleError, match=r"is not there"):
+        dataset[1]
+
+
+@pytest.mark.parametrize("is_beside", [True, False])
+def test_manifests_behind_urls(bucket: tuple[str, Path], tmp_path: Path, is_beside: bool) -> None:
+    """A CSV file at a URL lists files relative to itself; one here may list URLs. Both can be cached."""
+    url, folder = bucket
+    names = [path.removeprefix(f"{url}/") for path, _ in ImageFolder(url).samples]
+    rows = [f"{name if is_beside else f'{url}/{name}'},{k}\n" for k, name in enumerate(names)]
+    text = "file,label\n" + "".join(rows)
+    Place(url).write("list.csv", text.encode())
+    (tmp_path / "list.csv").write_text(text)
+    csv_file = f"{url}/list.csv" if is_beside else tmp_path / "list.csv"
+    for _ in range(2):
+        with ImageManifest(csv_file, cache_dir=tmp_path / "cache", progress=False) as dataset:
+            assert list(dataset.targets) == list(range(len(names)))
+            for k, (path, _) in enumerate(dataset.samples):
+                assert path == f"{url}/{names[k]}"
+                assert np.array_equal(np.asarray(dataset[k][0]), np.asarray(Image.open(folder / names[k])))
+
+
+def test_a_cache_of_remote_files_is_kept_up_to_date(bucket: tuple[str, Path], tmp_path: Path) -> None:
+    """The next run finds the cache; of files that were replaced the new pixels are served."""
+
+    def first() -> np.ndarray:
+        with ImageFolder(bucket[0], cache_dir=tmp_path / "caches", progress=False) as dataset:
+            return np.asarray(dataset[0][0])
+
+    assert np.array_equal(first(), first())
+    assert len(list((tmp_path / "caches").glob("*/part0*"))) == 1
+    with ImageFolder(bucket[0]) as dataset:
+        name = dataset.samples[0][0].removeprefix(f"{bucket[0]}/")
+    Image.fromarray(255 - first()).save(tmp_path / "new.png")
+    before = first()
+    Place(bucket[0]).upload(name, tmp_path / "new.png")
+    assert np.array_equal(first(), 255 - before)
+
+
+def test_chunks_of_remote_files(bucket: tuple[str, Path]) -> None:
+    """ChunkedLoader prepares files behind a URL anew in each epoch."""
+    dataset = ImageFolder(bucket[0], lambda image: torch.from_numpy(np.asarray(image).copy()), storage="none")
+    with ChunkedLoader(dataset, 4, memory_limit="3GiB", num_workers=2, collate_fn=list) as loader:
+        for _ in range(2):
+            assert sorted(target for batch in loader for _, target in batch) == sorted(dataset.targets)
+
+
+def test_a_url_is_no_dataset() -> None:
+    """Where nothing is there, or a dataset was wanted, the error says what to do."""
+    with pytest.raises(FileNotFoundError, match=r"memory://none is no cache and holds none"):
+        CachedDataset.from_cache("memory://none")
