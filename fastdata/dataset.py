@@ -31,7 +31,7 @@ from torch.utils.data import Dataset, Subset, get_worker_info
 from fastdata import core
 from fastdata.batch import IndexBatch, SampleBatch, SharedVisits, stacked
 from fastdata.draws import sample_keys
-from fastdata.errors import SampleError, StoreGoneError, sample_error
+from fastdata.errors import RemoteError, SampleError, StoreGoneError, sample_error
 from fastdata.images import (
     Bound,
     Form,
@@ -749,7 +749,7 @@ class PreparedDataset(Dataset[Any]):
         try:
             with files.open(index) as stream:
                 return decode_pixels(stream)
-        except MemoryError:
+        except (MemoryError, RemoteError):
             raise
         except Exception as cause:  # damaged files make decoders raise anything
             raise sample_error(files.path(index), index, cause) from cause
@@ -775,6 +775,8 @@ class PreparedDataset(Dataset[Any]):
         if reader is not None and program is None:
             try:
                 sample, target = reader.source.read(index)
+            except RemoteError:  # a network that is down is no sample's fault
+                raise
             except OSError as cause:
                 raise sample_error(reader.source.path(index), index, cause) from cause
             sample = reader.prepare(sample)

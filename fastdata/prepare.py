@@ -24,7 +24,15 @@ import torch
 from torch.utils import _pytree as pytree
 
 from fastdata import core, memory
-from fastdata.errors import CacheError, IngestError, MemoryBudgetError, SampleError, refuse_remote, sample_error
+from fastdata.errors import (
+    CacheError,
+    IngestError,
+    MemoryBudgetError,
+    RemoteError,
+    SampleError,
+    refuse_remote,
+    sample_error,
+)
 from fastdata.images import (
     Bound,
     FastLoader,
@@ -242,7 +250,7 @@ def read_sample(source: Source, prepare: Callable[[Any], Any], index: int) -> Re
         target_is_part = is_image(target)
         if target_is_part:
             parts.append(Part(*to_stored(target)))
-    except (MemoryError, SampleError):
+    except (MemoryError, SampleError, RemoteError):  # a network that is down is no sample's fault
         raise
     except Exception as cause:  # user code and decoders raise anything; all of it is named and kept
         raise sample_error(source.path(index), index, cause, is_read=is_read) from cause

@@ -51,6 +51,10 @@ class Entry(NamedTuple):
     tag: int
 
 
+class _OtherSizeError(OSError):
+    pass
+
+
 class StorageOptions(dict[str, Any]):
     """What a file system takes, such as credentials: shown nowhere, and pickled empty, unless they are to travel."""
 
@@ -83,6 +87,7 @@ class Place:
         ImportError: the file system of the URL is not installed; says which.
         FileNotFoundError: there is no such file.
         RemoteError: a file cannot be read or written, after all tries.
+        OSError: what comes of it is not as long as it must be.
     """
 
     def __init__(self, url: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> None:
@@ -156,7 +161,7 @@ class Place:
 
         def check(data: bytes) -> None:
             if wanted_bytes is not None and len(data) != wanted_bytes:
-                raise OSError(f"{len(data):,} bytes came where {wanted_bytes:,} are needed; it may have been changed")
+                raise _OtherSizeError(f"{len(data):,} bytes came where {wanted_bytes:,} are needed")
 
         span: dict[str, Any] = {} if start == 0 and stop is None else {"start": start, "end": stop}
         return self._submit("cat_file", name, check=check, **span)
@@ -292,6 +297,10 @@ class Place:
         said = str(problem) or (f"no answer in {ATTEMPT_S:.0f} s" if isinstance(problem, TimeoutError) else "")
         for secret in _texts(self._options):
             said = said.replace(secret, "***")
+        if isinstance(problem, _OtherSizeError):
+            return OSError(
+                f"{url}: {problem} (tried {tries} times): it was changed since it was listed, or is cut short"
+            )
         cure = "Look at the network, and run again"
         if isinstance(problem, PermissionError) or "redential" in said:
             cure = "Give credentials that are valid and allow it, in the environment or as storage_options="

@@ -1,0 +1,125 @@
+"""Datasets and caches in S3, over s3fs: the right samples, or an error that names the file."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from fastdata import CachedDataset, ChunkedLoader, DataLoader, ImageFolder, remote
+from fastdata.errors import RemoteError
+from fastdata.remote import Place
+from s3 import FaultPlan, MotoS3, ThrottledS3
+
+MENDED = ("error", "slow_down", "reset", "cut", "short", "corrupted")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Of 24 photographs-to-be, where the throttled server serves it as ``bucket/train``."""
+    for index in range(24):
+        path = tmp_path / f"s3/bucket/train/class{index % 3}/{index}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.full((20, 30, 3), 10 * index, np.uint8)).save(path)
+    return tmp_path / "s3/bucket/train"
+
+
+def targets_of(loader: Any, colours: list[int]) -> list[int]:
+    """Targets in the loader's order; every image has the colour that belongs to one of its class."""
+    found = []
+    for images, targets in loader:
+        for image, target in zip(images, targets.tolist(), strict=True):
+            assert colours.index(int(image.flatten()[0])) // 8 == target
+            assert image.float().std() == 0
+            found.append(target)
+    return found
+
+
+def tensor_of(image: Image.Image) -> torch.Tensor:
+    return torch.from_numpy(np.asarray(image).copy())
+
+
+def colours_of(dataset: ImageFolder) -> list[int]:
+    return [10 * int(Path(path).stem) for path, _ in dataset.samples]
+
+
+@pytest.mark.parametrize("workers", ["thread", "process"])
+@pytest.mark.parametrize("options", [{"storage": "none"}, {}, {"fill": "eager"}], ids=str)
+def test_a_folder_in_s3_through_faults(
+    throttled: ThrottledS3, folder: Path, options: dict[str, Any], workers: Any
+) -> None:
+    """Every sample comes right, although a third of the requests fail, break off or bring too little."""
+    throttled.set_faults(FaultPlan(rate=0.3, kinds=("error", "slow_down", "reset", "cut", "short"), attempts=3))
+    dataset = ImageFolder(
+        "s3://bucket/train", tensor_of, storage_options=throttled.storage_options, progress=False, **options
+    )
+    with dataset:
+        loader = DataLoader(dataset, 8, num_workers=2, workers=workers)
+        for _ in range(2):
+            assert targets_of(loader, colours_of(dataset)) == list(dataset.targets)
+    assert sum(throttled.stats().faults.values()) > 0
+    assert folder.is_dir()
+
+
+def test_a_cache_in_s3_through_faults(throttled: ThrottledS3, folder: Path, tmp_path: Path) -> None:
+    """Every sample of a streamed cache comes right, although blocks come broken off, too short or with wrong bits."""
+    with ImageFolder(folder, resize=(40, 40), cache_dir=tmp_path / "built", progress=False) as dataset:
+        colours, targets = colours_of(dataset), sorted(dataset.targets)
+    (home,) = (path.parent for path in (tmp_path / "built").glob("*/fastdata.json"))
+    shutil.copytree(home, tmp_path / "s3/bucket/cache")
+    throttled.set_faults(FaultPlan(rate=0.5, kinds=MENDED, attempts=2, within="part0"))
+    options: dict[str, Any] = {"storage_options": throttled.storage_options, "local_cache": tmp_path / "local"}
+    with ChunkedLoader("s3://bucket/cache", 4, memory_limit="3GiB", **options) as loader:
+        for _ in range(2):
+            assert sorted(targets_of(loader, colours)) == targets
+    assert sum(throttled.stats().faults.values()) > 0
+
+
+def test_credentials_that_are_not_valid_any_more(throttled: ThrottledS3, folder: Path) -> None:
+    """An expired token is an error at once, which names the file and the cure, and no secret."""
+    dataset = ImageFolder("s3://bucket/train", storage="none", storage_options=throttled.storage_options)
+    throttled.set_faults(FaultPlan(rate=1, kinds=("expired",)))
+    with pytest.raises(RemoteError, match=r"s3://bucket/train/class0/0\.png: PermissionError.*Give cred") as raised:
+        dataset[0]
+    assert throttled.storage_options["secret"] not in str(raised.value)
+    assert folder.is_dir()
+
+
+def test_a_server_that_is_silent(throttled: ThrottledS3, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests that are not answered are given up, and the file is named."""
+    monkeypatch.setattr(remote, "TRIES", 2)
+    monkeypatch.setattr(remote, "ATTEMPT_S", 0.3)
+    place = Place("s3://bucket/train", throttled.storage_options)
+    assert len(place.find()) == 24
+    throttled.set_faults(FaultPlan(rate=1, kinds=("stall",)))
+    with pytest.raises(RemoteError, match=r"class0/0\.png: .*no answer in 0 s \(tried 2 times\)"):
+        place.read("class0/0.png")
+    assert folder.is_dir()
+
+
+def test_files_are_written_to_s3(s3: MotoS3, tmp_path: Path) -> None:
+    """What is written and uploaded is found, replaced and removed."""
+    s3.make_bucket("bucket")
+    place = Place("s3://bucket/folder", s3.storage_options)
+    (tmp_path / "large").write_bytes(bytes(6 << 20))
+    place.upload("large", tmp_path / "large")
+    place.write("small", b"bytes")
+    place.write("small", b"other")
+    assert [(entry.name, entry.size_bytes) for entry in place.find()] == [("large", 6 << 20), ("small", 5)]
+    assert place.read("small", 1, 3) == b"th"
+    place.remove("small", "large", "none")
+    assert place.find() == []
+
+
+def test_a_missing_bucket(s3: MotoS3, tmp_path: Path) -> None:
+    """What is not there is a missing file, whoever asks."""
+    options = {"storage_options": s3.storage_options}
+    with pytest.raises(FileNotFoundError, match=r"s3://none/train"):
+        ImageFolder("s3://none/train", **options)
+    with pytest.raises(FileNotFoundError, match=r"s3://none/cache is no cache"):
+        CachedDataset.from_cache("s3://none/cache", local_cache=tmp_path, **options)
