@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
-from json import dumps
+from json import dumps, loads
 from pathlib import Path
 from textwrap import fill
 from typing import Any
@@ -173,7 +173,9 @@ def _diagnose(*, script: Path, arguments: list[str], batches: int, json: Path | 
     return 0
 
 
-def _build(*, folder: Path, cache: Path, crop: int | None, **options: Any) -> int:
+def _build(*, folder: Path, cache: Path, crop: int | None, storage_options: Path | None, **options: Any) -> int:
+    if storage_options is not None:
+        options["storage_options"] = loads(storage_options.read_text("utf-8"))
     centre = None if crop is None else CenterCrop((crop, crop))
     with ImageFolder(folder, centre, cache_dir=cache, **options) as dataset:
         print(f"{len(dataset):,} samples; {dataset.storage_plan.reason}")
@@ -305,6 +307,14 @@ def _parser() -> argparse.ArgumentParser:
     add("--on-error", choices=("raise", "skip"), default="raise", help=on_error)
     add("--fast-decode", action="store_true", help="about twice as fast, slightly other pixels")
     add("--num-workers", type=_positive, metavar="N", help="processes; by default all usable cores")
+    engines = "what prepares: this machine, or a Ray cluster (extra: ray); default: %(default)s"
+    add("--engine", choices=("local", "ray"), default="local", help=engines)
+    sizes = (
+        "write shards of about this size, such as 256MiB; a build that was stopped goes on after those that are done"
+    )
+    add("--shard-size", "--shard-bytes", dest="shard_bytes", metavar="SIZE", help=sizes)
+    secrets = "JSON of fsspec's options for URLs, such as credentials, which must not stand in a command"
+    add("--storage-options", type=Path, metavar="FILE", help=secrets)
 
     add = command(
         _inspect,

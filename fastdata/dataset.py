@@ -70,6 +70,8 @@ from fastdata.transforms.device import DeviceProgram, device_obstacle
 from fastdata.transforms.steps import flatten, is_random, known_name
 
 if TYPE_CHECKING:
+    from concurrent.futures import Executor
+
     from typing_extensions import Self, Unpack
 
     from fastdata.cache import Listing
@@ -120,6 +122,11 @@ class DatasetOptions(TypedDict, total=False):
         share: ``"auto"`` (default): ranks of one machine (torchrun, mpirun, srun, ``mp.spawn``, Lightning, Accelerate)
             that make the same dataset prepare it together and hold one copy. Where a dataset lists neither ``samples``
             nor ``targets``, 65 of its samples tell it from others. ``"off"``: each rank its own.
+        engine: what writes a cache: ``"local"`` (default), processes of this machine; ``"ray"``, a Ray cluster (extra
+            ``ray``); or any ``concurrent.futures.Executor``. All but the first write shards, which a build that was
+            stopped goes on from; the result does not depend on who writes them.
+        shard_bytes: about how large a shard is, as ``memory_limit``; ``"local"`` then writes shards, too. Default: 16
+            to 64 MiB, or as much as 200 shards take.
     """
 
     storage: Literal["auto", "device", "shared", "compressed", "disk", "none"]
@@ -138,6 +145,8 @@ class DatasetOptions(TypedDict, total=False):
     local_cache: str | os.PathLike[str] | None
     local_limit: int | float | str | None
     share: Literal["auto", "off"]
+    engine: Literal["local", "ray"] | Executor
+    shard_bytes: int | str | None
 
 
 def show_options(init: _Init) -> _Init:
@@ -1070,6 +1079,7 @@ class PreparedDataset(Dataset[Any]):
         self.refresh()  # what a copy cannot serve is said here, not where it is opened
         derived = ("_compiled", "skipped", "batch_ring", "_source", "_views")
         state = {name: value for name, value in self.__dict__.items() if name not in derived}
+        state["options"] = replace(self.options, engine="local")  # an executor stays with the process that has it
         stores = self.kept.stores if self.kept else ()
         state["_imported"] = [tensor_class(store.spec.form) for store in stores]
         if get_spawning_popen() is not None:

@@ -16,6 +16,7 @@ import pickle
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -56,6 +57,7 @@ from fastdata.memory import (
     StorageReport,
     budget_bytes,
     choose_storage,
+    parse_bytes,
     would_fit,
 )
 from fastdata.ranks import Guest, Host, Notice, Run, find_run, local_ranks, may_become_rank, meet, read_notice
@@ -108,6 +110,8 @@ class Options:
     local_cache: str | os.PathLike[str] | None = None
     local_limit: int | float | str | None = None
     share: Literal["auto", "off"] = "auto"
+    engine: Literal["local", "ray"] | Executor = "local"
+    shard_bytes: int | str | None = None
 
     def __post_init__(self) -> None:
         if self.storage_options is not None:
@@ -143,6 +147,12 @@ class Options:
             )
         if self.cache_dir is not None and self.fill == "lazy":
             raise ValueError("fill='lazy' prepares samples in memory; a cache is written whole. Leave out fill=.")
+        if self.engine not in ("local", "ray") and not isinstance(self.engine, Executor):
+            raise ValueError(f"engine={self.engine!r} is not 'local', 'ray', or a concurrent.futures.Executor")
+        if self.cache_dir is None and (self.engine != "local" or self.shard_bytes is not None):
+            raise ValueError("engine= and shard_bytes= say how a cache is written; they need cache_dir=")
+        if self.shard_bytes is not None and parse_bytes(self.shard_bytes, of=0) < 1:  # a share of nothing
+            raise ValueError(f"shard_bytes={self.shard_bytes!r} is no size: give bytes as an int, or text as '256MiB'")
 
 
 # One sample
@@ -448,7 +458,7 @@ def _write_all(
     """Write samples by all workers; give pickled targets and errors, by row."""
     length, size = len(positions), _SAMPLES_PER_TASK
     tasks = [_Task(first, positions[first : first + size]) for first in range(0, length, size)]
-    job, workers = writing_job(to_write, with_targets=with_targets), _workers(options)
+    job, workers = writing_job(to_write, with_targets=with_targets), ingest_workers(options)
     expect = expecting(to_write.source)
     may_run_here = host is None or options.num_workers is not None  # else others may come, with cores of their own
     targets: dict[int, bytes] = {}
@@ -469,7 +479,7 @@ def _write_all(
     return targets, errors
 
 
-def _workers(options: Options) -> int:
+def ingest_workers(options: Options) -> int:
     return memory.usable_cores() if options.num_workers is None else options.num_workers
 
 
@@ -659,7 +669,7 @@ class _Preparation:
     def _join(self, guest: Guest, run: Run) -> Prepared | None:
         """Lend workers to the host until all is prepared; None where it has left before it said anything."""
         workers, ranks, helping = self._options.num_workers, local_ranks(), contextlib.ExitStack()
-        share = -(-_workers(self._options) // (ranks if ranks > 1 else run.world_size))
+        share = -(-ingest_workers(self._options) // (ranks if ranks > 1 else run.world_size))
         with helping:
             while True:
                 kind, value = guest.receive()

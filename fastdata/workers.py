@@ -263,10 +263,10 @@ def _work(
                 if expect is not None:
                     expect(tasks[-1])
             if tasks:
-                connection.send_bytes(_attempt(job, tasks.popleft()))
+                connection.send_bytes(attempt(job, tasks.popleft()))
 
 
-def _attempt(job: Callable[[Any], Any], task: Any) -> bytes:
+def attempt(job: Callable[[Any], Any], task: Any) -> bytes:
     """What the job returns, or else the error that it raises and its traceback, pickled."""
     try:
         return pickle.dumps((job(task), None, ""), protocol=5)

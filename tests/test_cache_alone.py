@@ -28,6 +28,7 @@ from fastdata.cache.build import locked
 from fastdata.cache.manifest import MANIFEST, Manifest, Skipped, read_index
 from fastdata.cli import main
 from fastdata.errors import CacheError, SampleError, StoreGoneError
+from fastdata.remote import Place
 from recording import RecordingBackend
 
 Folder = Callable[..., Path]
@@ -69,7 +70,7 @@ def rewrite(home: Path, columns: Any = None, **changed: Any) -> None:
     columns = dict(read_index(home, manifest)) | (columns or {})
     for name, value in changed.items():
         object.__setattr__(manifest, name, value)
-    manifest.write(home, {name: column for name, column in columns.items() if column is not None})
+    manifest.write(Place(home), {name: column for name, column in columns.items() if column is not None})
 
 
 # What is served

@@ -64,6 +64,7 @@ DOORS = {
     "lz4": {"codecs"},
     "zstandard": {"codecs"},
     "filelock": {"cache"},
+    "ray": {"cache"},
     "fsspec": {"remote"},
 }
 """Library -> the only rooms that import it."""

@@ -26,7 +26,6 @@ from fastdata.cache.manifest import (
     Columns,
     Manifest,
     Part,
-    SampleFile,
     Skipped,
     marks_in,
     open_part,
@@ -35,6 +34,8 @@ from fastdata.cache.manifest import (
     target_columns,
     targets_of,
 )
+from fastdata.cache.shards import unfinished, write_shards
+from fastdata.cache.written import written_of
 from fastdata.codecs import codec_of, find_codec
 from fastdata.describe import describe_codec
 from fastdata.errors import CacheError, SampleError, is_url
@@ -52,10 +53,11 @@ from fastdata.prepare import (
     try_all,
     warn_of_skipped,
 )
+from fastdata.remote import Place
 from fastdata.report import log
 from fastdata.shared import PackedPaths, SampleTable
-from fastdata.stores.files import DiskFile, free_bytes, naming_full_disk
-from fastdata.stores.readers import Decoder, FileStore
+from fastdata.stores.files import free_bytes, naming_full_disk
+from fastdata.stores.readers import Decoder
 from fastdata.stores.writers import ShapesDifferError, WriterPlan
 from fastdata.workers import run_tasks
 
@@ -95,6 +97,15 @@ class _Wanted:
     key: dict[str, str]
     root: str
     home: Path
+
+    @property
+    def place(self) -> Place:
+        return Place(self.home, getattr(self.options, "storage_options", None))
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether it is written as shards: by other machines, to one, or because the user says so."""
+        return self.options.engine != "local" or self.options.shard_bytes is not None or self.place.is_remote
 
     @property
     def coders(self) -> list[Decoder]:
@@ -178,7 +189,7 @@ def _serve_complete(wanted: _Wanted, manifest: Manifest, columns: Columns) -> Pr
     prepared = serve(found, wanted.coders, wanted.table)
     if strays_in(found.folder, manifest.file_names()):  # of a writer that died after its work was done
         with contextlib.suppress(OSError, Timeout), locked(wanted.home, wait=False):
-            _sweep(wanted.home)
+            _sweep(wanted.place)
     return prepared
 
 
@@ -222,8 +233,8 @@ def _relabel(wanted: _Wanted, found: Found) -> None:
     with contextlib.suppress(OSError, Timeout), locked(wanted.home, wait=False):
         if Manifest.read(found.folder) == old:
             new = replace(old, generation=old.generation + 1, classes=table.class_to_idx)
-            new.write(found.folder, {**others, **targets})
-            _sweep(found.folder)
+            new.write(wanted.place, {**others, **targets})
+            _sweep(wanted.place)
 
 
 def _plain(column: np.ndarray) -> tuple[str, tuple[int, ...], bytes]:
@@ -302,9 +313,12 @@ def _skipped_of(found: Found) -> list[SampleError]:
 
 def _write(wanted: _Wanted, why: str) -> None:
     """Bring the cache up to date; or write all of it, where there is a reason why it cannot be used. Under the lock."""
-    folder = wanted.home
-    folder.mkdir(parents=True, exist_ok=True)
-    _sweep(folder)  # workers of a writer that was killed live on for a second, and write on to files without a name
+    folder, place, is_done = wanted.home, wanted.place, False
+    if not place.is_remote:
+        folder.mkdir(parents=True, exist_ok=True)
+    _sweep(
+        place, with_shards=not wanted.is_sharded
+    )  # workers of a writer that was killed live on for a second, and write on to files without a name
     try:
         found = None
         if not why:
@@ -319,19 +333,22 @@ def _write(wanted: _Wanted, why: str) -> None:
             part_bytes = [part.size_bytes * missing // max(part.rows, 1) for part in found.manifest.parts]
             try:
                 _fill(wanted, found, part_bytes)
+                is_done = True
                 return
             except ShapesDifferError:
                 why = "the changed samples have other shapes than those in the cache"
-            _sweep(folder)
+            _sweep(place)
         elif found is not None:
             why = f"{int((found.match < 0).sum())} of its samples are not up to date"
         if why:
             log.warning("the cache is written anew: %s", why)
         _fill(wanted, *_begin(wanted))
-    finally:  # what went out of use, or what an error or Ctrl-C left half done
+        is_done = True
+    finally:  # what went out of use, or what an error or Ctrl-C left half done; shards that are done stay until all are
         with contextlib.suppress(OSError):
-            _sweep(folder)
-            folder.rmdir()  # where nothing is in it
+            _sweep(place, with_shards=is_done or not wanted.is_sharded)
+            if not place.is_remote:
+                folder.rmdir()  # where nothing is in it
 
 
 def _is_worth_updating(found: Found) -> bool:
@@ -342,14 +359,18 @@ def _is_worth_updating(found: Found) -> bool:
     return is_room and missing <= _MOST_CHANGED * count and count >= (1 - _MOST_CHANGED) * rows_then
 
 
-def _sweep(folder: Path) -> None:
-    """Remove the files of a cache that its manifest does not name; none of one that cannot be read, maybe just now."""
+def _sweep(place: Place, *, with_shards: bool = True) -> None:
+    """Remove the files of a cache that its manifest does not name; none of one that cannot be read, maybe just now.
+
+    ``with_shards``: those too that are done, of a build that is not.
+    """
     belong: set[str] = set()
     with contextlib.suppress(CacheError):
         with contextlib.suppress(FileNotFoundError):
-            belong = Manifest.read(folder).file_names()
-        for path in strays_in(folder, belong):
-            path.unlink()
+            belong = Manifest.read(Path(place.url)).file_names()
+        names = {entry.name for entry in place.find() if "/" not in entry.name}
+        strays = names - belong if place.is_remote else {path.name for path in strays_in(Path(place.url), belong)}
+        place.remove(*sorted(strays if with_shards else strays - unfinished(names)))
 
 
 def _begin(wanted: _Wanted) -> tuple[Found, Sequence[int]]:
@@ -359,7 +380,9 @@ def _begin(wanted: _Wanted) -> tuple[Found, Sequence[int]]:
     if not expected.target_is_part:
         with contextlib.closing(SampleTable([sample.target for sample in expected.looked_at])) as table:
             target_columns(table, np.arange(len(table)))  # an error now, if they cannot be kept
-    numbers = [int(number) for name in os.listdir(wanted.home) for number in re.findall(r"-(\d{5})[.-]", name)]
+    names = {entry.name for entry in wanted.place.find()}
+    found = [re.search(r"-(\d{5})[.-]", name) for name in sorted(names - unfinished(names))]
+    numbers = [int(match[1]) for match in found if match]
     choice, part_bytes = _choose_codec(wanted, expected)
     coders = coders_of(choice, wanted.path, wanted.options.codec, len(expected.specs))
     parts = tuple(
@@ -401,26 +424,39 @@ def _fill(wanted: _Wanted, found: Found, part_bytes: Sequence[int]) -> None:
             dimensions=0 if part.is_table else found.columns[f"{part.name}.shapes"].shape[1],
             codec=_coder_of(folder, part, wanted.coders),
             is_certain=is_all and part.spec.shape == wanted.path.shape,
-            path=folder / f"{part.name}-{manifest.generation + 1:05}",
+            path=Path(f"{part.name}-{manifest.generation + 1:05}"),
             first_bytes=first_bytes,
         )
         for part, first_bytes in zip(manifest.parts, part_bytes, strict=True)
     ]
-    ingested = ingest(
-        wanted.path,
-        plans,
-        wanted.options,
-        with_targets=wanted.table is None,
-        chosen=None if is_all else missing.tolist(),
-    )
-    parts, rows, kept = list(manifest.parts), found.rows.copy(), missing[ingested.kept]
+    chosen = None if is_all else missing.tolist()
+    with_targets = wanted.table is None and not manifest.target_is_part
+    if wanted.is_sharded:
+        written = write_shards(
+            wanted.path,
+            plans,
+            wanted.options,
+            wanted.place,
+            basis={**manifest.key, "count": len(found.match), **(wanted.listing or {})},
+            with_targets=with_targets,
+            most_shards=_MOST_FILES - max(len(part.files) for part in manifest.parts),
+            chosen=chosen,
+        )
+    else:
+        plans = [replace(plan, path=folder / str(plan.path)) for plan in plans]
+        ingested = ingest(wanted.path, plans, wanted.options, with_targets=with_targets, chosen=chosen)
+        written = written_of(ingested, plans, len(missing))
+    parts, rows, kept = list(manifest.parts), found.rows.copy(), missing[written.kept]
     columns = {name: column for name, column in found.columns.items() if name.startswith("part")}
-    for number, store in enumerate(ingested.stores):
-        with contextlib.closing(store):
-            parts[number], rows[number, kept] = _joined(parts[number], store, columns, ingested.kept, len(missing))
+    for number, (part, fresh) in enumerate(zip(manifest.parts, written.parts, strict=False)):
+        rows[number, kept] = part.rows + fresh.rows
+        parts[number] = replace(part, spec=fresh.spec, files=(*part.files, *fresh.files))
+        for name, column in fresh.columns.items():
+            old = columns.get(f"{part.name}.{name}", column[:0])
+            columns[f"{part.name}.{name}"] = np.concatenate((old, column))
     columns |= {"rows": rows, **(wanted.listing or {})}
-    columns |= _targets(wanted, found, rows, dict(zip(kept.tolist(), ingested.targets, strict=False)))
-    skipped = [*_skipped_of(found), *ingested.skipped]
+    columns |= _targets(wanted, found, rows, dict(zip(kept.tolist(), written.targets, strict=False)))
+    skipped = [*_skipped_of(found), *written.skipped]
     replace(
         manifest,
         generation=manifest.generation + 1,
@@ -428,28 +464,9 @@ def _fill(wanted: _Wanted, found: Found, part_bytes: Sequence[int]) -> None:
         classes=None if wanted.table is None else wanted.table.class_to_idx,
         parts=tuple(parts),
         skipped=tuple(Skipped(index=error.index, path=error.path, message=str(error)) for error in skipped),
-    ).write(folder, columns)
+    ).write(wanted.place, columns)
     for mark in found.marks:  # whose rows no sample uses any more; a killed run leaves that to the next
         mark.unlink(missing_ok=True)
-
-
-def _joined(
-    part: Part, store: FileStore, columns: dict[str, np.ndarray], kept: np.ndarray, written: int
-) -> tuple[Part, np.ndarray]:
-    """A part and the file of a new store, whose columns are joined to those of an index; and the rows of its samples.
-
-    ``kept`` are the samples that the store has of so many that were to be written: all of these have a row in a table.
-    """
-    (file,), part = store.files, replace(part, spec=store.spec)
-    assert isinstance(file, DiskFile)
-    rows, count = (kept, written) if part.is_table else (np.arange(len(kept)), len(kept))
-    for name in ("sums",) if part.is_table else ("sums", "offsets", "sizes", "shapes"):
-        key, found = f"{part.name}.{name}", store.index[name]
-        column = np.zeros((count, *found.shape[1:]), found.dtype)
-        column[rows] = found
-        columns[key] = np.concatenate((columns.get(key, column[:0]), column))
-    new = SampleFile(name=file.path.name, size_bytes=store.size_bytes, rows=count)
-    return replace(part, files=(*part.files, new)), part.rows + rows
 
 
 def _targets(wanted: _Wanted, found: Found, rows: np.ndarray, fresh: dict[int, Any]) -> dict[str, np.ndarray]:
@@ -475,6 +492,8 @@ def _choose_codec(wanted: _Wanted, expected: Forecast) -> tuple[str | None, Sequ
     """
     codec, raw = wanted.options.codec, (None, expected.part_bytes)
     is_free, free = codec == "auto", max(free_bytes(wanted.home) - _SPARE_BYTES, 0)
+    if is_free and wanted.place.is_remote:
+        return raw
     if is_free and expected.need_bytes <= free:
         return raw
     trials = try_all(wanted.path, look_longer(wanted.path), codec)

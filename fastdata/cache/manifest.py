@@ -174,18 +174,18 @@ class Manifest:
     def file_names(self) -> set[str]:
         return {MANIFEST, self.index_name, *(file.name for part in self.parts for file in part.files)}
 
-    def write(self, folder: Path, columns: Mapping[str, np.ndarray]) -> None:
+    def write(self, place: Place, columns: Mapping[str, np.ndarray]) -> None:
         """Make this, with an index of these columns, what the cache in a folder holds, at once and for good."""
         stream = io.BytesIO()
         np.savez(stream, **columns)  # type: ignore[arg-type]  # of numbers, which are not pickled
-        _write_synced(folder / self.index_name, stream.getbuffer())
         crc32 = zlib.crc32(stream.getbuffer())
         document = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(self), "index_crc32": crc32}
         document["crc32"] = _crc_of(document)
-        _sync_folder(folder)
-        _write_synced(folder / f"{MANIFEST}.new", json.dumps(document, indent=1).encode())
-        os.replace(folder / f"{MANIFEST}.new", folder / MANIFEST)
-        _sync_folder(folder)
+        with naming_full_disk(Path(place.url)):
+            place.write(self.index_name, stream.getbuffer())
+            _sync(place)
+            place.write(MANIFEST, json.dumps(document, indent=1).encode())
+            _sync(place)
 
     @classmethod
     def read(cls, home: Path | Place) -> Manifest:
@@ -248,20 +248,14 @@ def marks_in(folder: Path) -> list[tuple[Path, str, int]]:
     ]
 
 
-def _sync_folder(folder: Path) -> None:
-    if os.name != "nt":
-        fd = os.open(folder, os.O_RDONLY)
+def _sync(place: Place) -> None:
+    """See to it that the names of a folder's files are on the disk."""
+    if os.name != "nt" and not place.is_remote:
+        fd = os.open(place.url, os.O_RDONLY)
         try:
             os.fsync(fd)
         finally:
             os.close(fd)
-
-
-def _write_synced(path: Path, data: bytes | memoryview) -> None:
-    with naming_full_disk(path.parent), path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 _USUAL_SHARE = 0.5

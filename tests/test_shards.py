@@ -1,0 +1,431 @@
+"""Caches written as shards: the same bytes whoever writes them, and builds that go on where they were stopped."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import multiprocessing
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from children import open_noted
+from conftest import save_image
+from fastdata import CachedDataset, ImageFolder
+from fastdata.cache.manifest import MANIFEST, Manifest
+from fastdata.cache.shards import samples_per_shard
+from fastdata.cli import main
+from fastdata.errors import IngestError, SampleError
+
+Folder = Callable[..., Path]
+FOUR = 4 * 3 * 7 * 9
+"""Bytes of four images as ``cached`` prepares them: so many are a shard of it."""
+
+
+@contextlib.contextmanager
+def engine_of(name: str, workers: int = 2) -> Iterator[str | Executor]:
+    if name == "local":
+        yield name
+    elif name == "threads":
+        with ThreadPoolExecutor(workers) as threads:
+            yield threads
+    else:
+        with ProcessPoolExecutor(workers, multiprocessing.get_context(name)) as processes:
+            yield processes
+
+
+def cached(root: Path, **options: Any) -> ImageFolder:
+    usual = {"resize": (7, 9), "cache_dir": root.parent / "cache", "progress": False, "loader": open_noted}
+    return ImageFolder(str(root), **{**usual, "shard_bytes": FOUR, "num_workers": 1, **options})
+
+
+def home_of(cache_dir: Path) -> Path:
+    (path,) = cache_dir.glob(f"*/{MANIFEST}")
+    return path.parent
+
+
+def samples_of(dataset: Any) -> list[Any]:
+    return [(np.asarray(sample).tolist(), target) for sample, target in dataset]
+
+
+def shards_of(cache_dir: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in cache_dir.glob("*/part*")}
+
+
+def noted(root: Path) -> list[str]:
+    """The images that other processes have read since it was last asked."""
+    log = root.parent / "read.txt"
+    lines = [line.split() for line in log.read_text().splitlines()] if log.exists() else []
+    log.unlink(missing_ok=True)
+    return sorted(name for process, name in lines if int(process) != os.getpid())
+
+
+def stop_at(root: Path, name: str, how: str = "raise") -> None:
+    (root.parent / "stop.txt").write_text(f"{name} {how} {os.getpid()}")
+
+
+def let_go(root: Path) -> None:
+    (root.parent / "stop.txt").unlink()
+
+
+# Who writes
+
+
+@pytest.mark.parametrize(
+    ("engine", "codec"),
+    [("threads", "auto"), ("fork", "auto"), ("fork", "lz4"), ("fork", "zstd"), ("fork", "source"), ("spawn", "source")],
+)
+def test_shards_do_not_depend_on_who_writes_them(image_folder: Folder, engine: str, codec: str) -> None:
+    """Every engine writes the files of ``"local"``, byte for byte, and nothing else; samples are those of one file."""
+    root = image_folder(per_class=5, size=(12, 10))
+    loader = None if codec == "source" else open_noted
+    with cached(root, codec=codec, loader=loader, shard_bytes=None) as whole:
+        wanted = samples_of(whole)
+    options: dict[str, Any] = {"codec": codec, "loader": loader, "shard_bytes": 700}
+    with cached(root, cache_dir=root.parent / "ours", **options) as ours:
+        assert samples_of(ours) == wanted
+        listed = list(ours.samples)
+    with engine_of(engine) as chosen, cached(root, cache_dir=root.parent / engine, engine=chosen, **options) as theirs:
+        assert samples_of(theirs) == wanted
+        assert list(theirs.samples) == listed
+    assert shards_of(root.parent / engine) == shards_of(root.parent / "ours")
+    assert len(shards_of(root.parent / engine)) > 2
+    home = home_of(root.parent / engine)
+    assert {path.name for path in home.iterdir()} == Manifest.read(home).file_names()
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        lambda k: k,
+        lambda k: k % 2 == 0,
+        lambda k: k / 4,
+        lambda k: {"id": k, "words": ["a"] * k},
+        lambda k: (k, f"name {k}"),
+        lambda k: np.full(3, k, np.float32),
+        lambda k: np.full((4, 5), k, np.uint8),
+    ],
+    ids=["int", "bool", "float", "dict", "tuple", "array", "mask"],
+)
+def test_targets_come_back(tmp_path: Path, target: Callable[[int], Any]) -> None:
+    """Of each kind, from the receipts of several shards, as a cache of one file has them."""
+    items = [(np.full((4, 5), k, np.uint8), target(k)) for k in range(10)]
+    found = []
+    for engine in ("threads", "local"):
+        options: dict[str, Any] = {"cache_key": "x", "cache_dir": tmp_path / engine, "progress": False}
+        with engine_of(engine) as chosen:
+            more = {"shard_bytes": 60} if engine == "threads" else {}
+            with CachedDataset(items, engine=chosen, **options, **more) as dataset:
+                found.append([(type(target), np.asarray(target).tolist()) for _, target in dataset])
+                assert all((sample == k).all() for k, (sample, _) in enumerate(dataset))
+    assert len(shards_of(tmp_path / "threads")) >= 4
+    assert found[0] == found[1]
+
+
+def test_dicts_keep_their_keys(tmp_path: Path) -> None:
+    """Items that are dicts come out of shards as dicts."""
+    items = [{"image": np.full((4, 5), k, np.uint8), "label": k} for k in range(6)]
+    with CachedDataset(items, cache_key="x", cache_dir=tmp_path, shard_bytes=40, progress=False) as dataset:
+        assert [(int(item["image"][0, 0]), item["label"]) for item in dataset] == [(k, k) for k in range(6)]
+
+
+@pytest.mark.parametrize("odd", [0, 4])
+def test_samples_of_many_shapes_are_kept(tmp_path: Path, odd: int) -> None:
+    """Also where no sample that was looked at beforehand has another shape: the build then begins again."""
+    items = [(np.full((4, 6 if k == odd else 5), k, np.uint8), k) for k in range(24)]
+    with CachedDataset(items, cache_key="x", cache_dir=tmp_path, shard_bytes=100, progress=False) as dataset:
+        assert [sample.shape for sample, _ in dataset] == [sample.shape for sample, _ in items]
+    home = home_of(tmp_path)
+    assert {path.name for path in home.iterdir()} == Manifest.read(home).file_names()
+
+
+def test_a_sample_of_other_dimensions_is_an_error(tmp_path: Path) -> None:
+    """As without shards: nothing is left of them."""
+    items = [(np.zeros((4, 5, 1) if k == 4 else (4, 5), np.uint8), k) for k in range(24)]
+    with pytest.raises(IngestError, match=r"dimensions.*; make them alike"):
+        CachedDataset(items, cache_key="x", cache_dir=tmp_path, shard_bytes=100, progress=False)
+    assert not list(tmp_path.glob(f"*/{MANIFEST}"))
+
+
+def test_damaged_files_are_left_out_if_asked_for(image_folder: Folder) -> None:
+    """Also all of a shard; ``skipped`` names them by index and path, now and in the next run."""
+    root = image_folder(classes=("a",), per_class=12, size=(12, 10))
+    bad = [1, 4, 5, 6, 7]
+    for k in bad:
+        (root / "a" / f"{k:03}.jpg").write_bytes(b"no image")
+    with pytest.warns(UserWarning, match="5 of 12"):
+        whole = cached(root, on_error="skip", shard_bytes=None)
+    wanted = samples_of(whole)
+    whole.close()
+    options = {"cache_dir": root.parent / "ours", "on_error": "skip"}
+    with engine_of("fork") as processes, pytest.warns(UserWarning, match="5 of 12"):
+        cached(root, engine=processes, **options).close()
+    with cached(root, **options) as ours:
+        assert samples_of(ours) == wanted
+        assert [error.index for error in ours.skipped] == bad
+        assert ours.skipped[1].path == str(root / "a" / "004.jpg")
+    assert len(shards_of(root.parent / "ours")) == 2
+    for path in root.rglob("*.jpg"):
+        path.write_bytes(b"no image")
+    with pytest.raises(SampleError, match=r"sample 0, .*a/000.jpg, cannot be read"):
+        cached(root, on_error="skip", cache_dir=root.parent / "none")
+
+
+def test_changed_files_are_added_as_shards(image_folder: Folder) -> None:
+    """A cache is brought up to date by more shards: what has not changed is not read again."""
+    root = image_folder(classes=("a",), per_class=12, size=(12, 10))
+    cached(root).close()
+    before = shards_of(root.parent / "cache")
+    for k in range(2, 7):
+        save_image(root / "a" / f"{k:03}.jpg", 40 + k, (14, 10))
+    noted(root)
+    with engine_of("fork") as processes, cached(root, engine=processes) as ours:
+        assert noted(root) == [f"{k:03}.jpg" for k in range(2, 7)]
+        with cached(root, cache_dir=root.parent / "whole", shard_bytes=None) as whole:
+            assert samples_of(ours) == samples_of(whole)
+    after = shards_of(root.parent / "cache")
+    assert len(after) == 5
+    assert before.items() < after.items()
+
+
+# Builds that are stopped
+
+
+def stopped(root: Path, engine: str, how: str = "raise", error: Any = SampleError, **options: Any) -> str:
+    """What a build says that is stopped at the tenth of twelve images; it forgets what it read."""
+    stop_at(root, "009.jpg", how)
+    with engine_of(engine, 1) as chosen, pytest.raises(error) as raised:
+        cached(root, engine=chosen, **options)
+    let_go(root)
+    noted(root)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("engine", "how"), [("local", "raise"), ("local", "kill"), ("fork", "raise"), ("fork", "kill")]
+)
+def test_a_build_that_was_stopped_goes_on(image_folder: Folder, engine: str, how: str) -> None:
+    """By an image, or because a worker was killed: no cache is there, and the next build reads what is left alone."""
+    root = image_folder(classes=("a",), per_class=12, size=(12, 10))
+    said = stopped(root, engine, how, SampleError if how == "raise" else IngestError)
+    assert "sample 9, " in said if how == "raise" else "2 of 3 shards are done (0, 1) and stay; run again" in said
+    assert not list(root.parent.glob(f"cache/*/{MANIFEST}"))
+    with engine_of(engine) as chosen, cached(root, engine=chosen) as ours:
+        assert noted(root) == ["008.jpg", "009.jpg", "010.jpg", "011.jpg"]
+        with cached(root, cache_dir=root.parent / "whole", shard_bytes=None) as whole:
+            assert samples_of(ours) == samples_of(whole)
+    home = home_of(root.parent / "cache")
+    assert {path.name for path in home.iterdir()} == Manifest.read(home).file_names()
+
+
+def test_an_error_names_its_shard(image_folder: Folder) -> None:
+    """Beside the sample's index among all of them and its path, the shard and its samples."""
+    root = image_folder(classes=("a",), per_class=12, size=(12, 10))
+    stop_at(root, "009.jpg")
+    with engine_of("fork") as processes, pytest.raises(SampleError, match=r"sample 9, .*a/009.jpg") as raised:
+        cached(root, engine=processes)
+    assert raised.value.index == 9
+    assert "in shard 2, samples 8 to 11:" in str(raised.value.__cause__)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-5])
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "damage"),
+    [
+        ("shard-*-00000.npz", cut),
+        ("shard-*-00000.npz", flip),
+        ("shard-*-00000.npz", Path.unlink),
+        ("part0-*-00000.npy", cut),
+        ("part0-*-00000.npy", Path.unlink),
+    ],
+)
+def test_a_damaged_shard_is_written_anew(image_folder: Folder, pattern: str, damage: Callable[[Path], None]) -> None:
+    """A receipt or a file that is missing, cut short or not what was written; the others stay."""
+    root = image_folder(classes=("a",), per_class=12, size=(12, 10))
+    stopped(root, "local")
+    (path,) = root.parent.glob(f"cache/*/{pattern}")
+    damage(path)
+    with cached(root) as ours:
+        assert noted(root) == [f"{k:03}.jpg" for k in (0, 1, 2, 3, 8, 9, 10, 11)]
+        with cached(root, cache_dir=root.parent / "whole", shard_bytes=None) as whole:
+            assert samples_of(ours) == samples_of(whole)
+
+
+def test_shards_of_another_plan_are_not_used(image_folder: Folder) -> None:
+    """After a file was changed, or with shards of another size, everything is written, and the old shards go."""
+    root = image_folder(classes=("a",), per_class=12, size=(12, 10))
+    stopped(root, "local")
+    save_image(root / "a" / "000.jpg", 50, (12, 10))
+    with cached(root):
+        assert len(noted(root)) == 12
+    home = home_of(root.parent / "cache")
+    assert {path.name for path in home.iterdir()} == Manifest.read(home).file_names()
+
+
+def test_a_build_without_shards_takes_the_place_of_one_with(image_folder: Folder) -> None:
+    """It leaves nothing of the shards that are done."""
+    root = image_folder(classes=("a",), per_class=12, size=(12, 10))
+    stopped(root, "local")
+    cached(root, shard_bytes=None).close()
+    home = home_of(root.parent / "cache")
+    assert {path.name for path in home.iterdir()} == {MANIFEST, "index-00000.npz", "part0-00000.npy"}
+
+
+def test_what_a_killed_committer_left_goes_with_the_next_run(image_folder: Folder) -> None:
+    """Receipts beside a manifest that names their shards."""
+    root = image_folder(classes=("a",), per_class=12, size=(12, 10))
+    stopped(root, "local")
+    (receipt,) = root.parent.glob("cache/*/shard-*-00000.npz")
+    data = receipt.read_bytes()
+    cached(root).close()
+    receipt.write_bytes(data)
+    noted(root)
+    cached(root).close()
+    assert not receipt.exists()
+    assert noted(root) == []
+
+
+def test_machines_must_share_the_folder(image_folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shards that were written where this process does not see them are an error that says so."""
+    root = image_folder(classes=("a",), per_class=4, size=(12, 10))
+    monkeypatch.setattr("fastdata.cache.shards.os.replace", lambda source, target: None)
+    with pytest.raises(IngestError, match=r"shard 0, samples 0 to 3 was written but is not in .*must share"):
+        cached(root)
+
+
+# What is asked for
+
+
+def test_what_cannot_be_pickled_is_named(image_folder: Folder) -> None:
+    """An executor gets pickled tasks; a lambda is an error that says what to do, and the local engine takes it."""
+    root = image_folder(per_class=2, size=(12, 10))
+    options: dict[str, Any] = {"loader": lambda path: open_noted(path), "cache_key": "x"}
+    with engine_of("threads") as threads, pytest.raises(ValueError, match=r"lambda.*Use functions of a module"):
+        cached(root, engine=threads, **options)
+    cached(root, **options).close()
+
+
+def test_a_dataset_pickles_without_its_executor(image_folder: Folder) -> None:
+    """It goes to a loader's workers, while the executor stays."""
+    root = image_folder(per_class=2, size=(12, 10))
+    with engine_of("threads") as threads, cached(root, engine=threads) as ours:
+        assert ours.options.engine is threads
+        assert pickle.loads(pickle.dumps(ours)).options.engine == "local"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"engine": "dask"}, "engine='dask' is not 'local', 'ray', or a concurrent.futures.Executor"),
+        ({"engine": "ray", "cache_dir": None}, "say how a cache is written; they need cache_dir="),
+        ({"shard_bytes": "1 GiB", "cache_dir": None}, "say how a cache is written; they need cache_dir="),
+        ({"shard_bytes": 0}, "shard_bytes=0 is no size"),
+        ({"shard_bytes": 0.5}, "shard_bytes=0.5 is no size"),
+        ({"shard_bytes": "many"}, "'many' is not understood"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(image_folder: Folder, options: dict[str, Any], said: str) -> None:
+    """Before anything is read."""
+    with pytest.raises(ValueError, match=said):
+        cached(image_folder(), **options)
+
+
+def test_ray_is_named_where_it_is_missing(image_folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what to install."""
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ImportError, match=r"engine='ray' needs Ray.*pip install 'fastdata\[ray\]'"):
+        cached(image_folder(), engine="ray")
+
+
+def test_the_size_of_shards_does_not_depend_on_who_writes_them() -> None:
+    """16 MiB at first, so that there is something to hand out; then 64 shards; then 64 MiB; then 200 shards."""
+    mib, count = 1 << 20, 1 << 20
+    need_mib = [1, 160, 1024, 2048, 6400, 128_000]
+    shards = [math.ceil(count / samples_per_shard(count, need * mib, None, 200)) for need in need_mib]
+    assert shards == [1, 10, 64, 64, 100, 200]
+    assert samples_per_shard(10, 1000, 300, 200) == 3
+    assert samples_per_shard(10, 1000, 1, 200) == 1
+    assert samples_per_shard(10, 0, None, 200) == 10
+    with pytest.raises(ValueError, match=r"shard_bytes=1 makes 201 files of each part.*200 are"):
+        samples_per_shard(201, 1000, 1, 200)
+
+
+def test_each_machine_says_how_fast_it_was(image_folder: Folder, caplog: pytest.LogCaptureFixture) -> None:
+    """One line with its name, its samples and their rate; and progress counts the samples that are there already."""
+    root = image_folder(classes=("a",), per_class=12, size=(12, 10))
+    stopped(root, "local")
+    with caplog.at_level(logging.INFO, "fastdata"):
+        cached(root, progress=True).close()
+    assert "2 of 3 shards are there from a build that was stopped" in caplog.text
+    assert f"{os.uname().nodename} prepared 4 samples, " in caplog.text
+    assert "preparing 12 images: 12 of 12 (100 %)" in caplog.text
+
+
+def test_the_command_writes_shards(image_folder: Folder, capsys: pytest.CaptureFixture[str]) -> None:
+    """``build --shard-size`` does; a size that makes too many is an error in the words of the command."""
+    root = image_folder(per_class=6, size=(12, 10))
+    assert main(["build", str(root), str(root.parent / "cache"), "--resize", "7", "--shard-size", "1KB"]) == 0
+    assert len(shards_of(root.parent / "cache")) == 3
+    assert main(["build", str(root), str(root.parent / "cache"), "--shard-size", "none"]) == 2
+    assert "memory of 'none' is not understood" in capsys.readouterr().err
+
+
+REMOTE = """
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+
+from children import open_noted
+from fastdata.cache.shards import write_shards
+from fastdata.images import SampleSpec
+from fastdata.prepare import Options, ReadPath, Steps
+from fastdata.remote import Place
+from fastdata.sources import FileSource
+from fastdata.stores.writers import WriterPlan
+
+paths = sorted(map(str, Path("images").absolute().rglob("*.jpg")))
+path = ReadPath(FileSource(paths, range(len(paths)), open_noted), Steps(()))
+spec = SampleSpec(shape=(3, 10, 12), dtype="uint8", form="pil")
+plans = [WriterPlan(spec=spec, path=Path("part0-00000"), first_bytes=12 * 360)]
+for url in ("local://far", "near") * 2:
+    with ProcessPoolExecutor(2, get_context("fork")) as engine:
+        options = Options(cache_dir="any", engine=engine, shard_bytes=4 * 360, progress=False)
+        place = Place(url, {"secret": "no such word"})
+        written = write_shards(path, plans, options, place, basis={"x": 1}, with_targets=True, most_shards=9)
+    assert written.targets == list(range(12)), written
+    print(len(Path("read.txt").read_text().splitlines()))
+"""
+
+
+def test_shards_go_to_a_url(image_folder: Folder) -> None:
+    """The files are those that a folder gets; what is there is not written again; nothing keeps storage_options."""
+    home = image_folder(classes=("a",), per_class=12, size=(12, 10)).parent
+    for name in ("far", "near"):
+        (home / name).mkdir()
+    code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n{REMOTE}"
+    done = subprocess.run([sys.executable, "-c", code], check=True, timeout=50, cwd=home, capture_output=True)
+    assert done.stdout.split() == [b"12", b"24", b"24", b"24"]
+    far, near = ({path.name: path.read_bytes() for path in (home / it).iterdir()} for it in ("far", "near"))
+    parts = {name for name in near if name.startswith("part")}
+    assert len(parts) == 3
+    assert set(far) == set(near)
+    assert all(far[name] == near[name] for name in parts)
+    assert not any(b"no such word" in data for data in far.values())
