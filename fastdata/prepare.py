@@ -31,7 +31,6 @@ from fastdata.errors import (
     MemoryBudgetError,
     RemoteError,
     SampleError,
-    refuse_remote,
     sample_error,
 )
 from fastdata.images import (
@@ -135,7 +134,6 @@ class Options:
                 "storage='device' copies all samples to the GPU at once, and fill='lazy' does not have them yet; use "
                 "fill='eager', or storage='shared'"
             )
-        refuse_remote(self.cache_dir or "")
         if self.cache_dir is None and self.storage == "disk":
             raise ValueError("storage='disk' keeps samples in a folder; name it with cache_dir=")
         if self.cache_dir is None and self.cache_key is not None:

@@ -100,6 +100,14 @@ class FileSource:
     def opened_by(self, loader: Callable[[str], Any]) -> FileSource:
         return FileSource(self.paths, self.targets, loader)
 
+    def only(self, indices: Sequence[int]) -> FileSource:
+        """What reads these samples alone, in any process."""
+        other = copy.copy(self)
+        # read by index only
+        other.paths = {index: self.paths[index] for index in indices}  # type: ignore[assignment]
+        other.targets = {index: self.targets[index] for index in indices}  # type: ignore[assignment]
+        return other
+
     def as_bytes(self) -> FileSource:
         """The files as they are, unopened: uint8 (bytes,)."""
         return self.opened_by(_read_bytes)
@@ -170,6 +178,13 @@ class RemoteFiles(FileSource):
     def opened_by(self, loader: Callable[[str], Any]) -> RemoteFiles:
         other = copy.copy(self)  # what one expects the other reads
         other.loader = loader
+        return other
+
+    def only(self, indices: Sequence[int]) -> FileSource:
+        other, facts = super().only(indices), {}
+        for name, column in self._facts.items():
+            facts[name] = dict(zip(indices, column[list(indices)].tolist(), strict=True))
+        other.__dict__["_facts"] = facts
         return other
 
     def size_bytes(self, index: int) -> int:

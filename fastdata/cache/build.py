@@ -25,6 +25,7 @@ from filelock import FileLock, Timeout
 from fastdata.cache.manifest import (
     Columns,
     Manifest,
+    Mirroring,
     Part,
     Skipped,
     marks_in,
@@ -87,7 +88,7 @@ class _Wanted:
         listing: the files, where samples are files.
         key: what they depend on besides their files.
         root: folder of the files; empty where there is none.
-        home: folder of the cache.
+        place: of the cache.
     """
 
     path: ReadPath
@@ -96,11 +97,18 @@ class _Wanted:
     listing: Listing | None
     key: dict[str, str]
     root: str
-    home: Path
+    place: Place
 
     @property
-    def place(self) -> Place:
-        return Place(self.home, getattr(self.options, "storage_options", None))
+    def home(self) -> Path:
+        """Of a cache here; of one behind a URL only what its lock on this machine is named after."""
+        if self.place.is_remote:
+            return self.mirroring.folder / self.place.url.rpartition("/")[2]
+        return Path(self.place.url)
+
+    @property
+    def mirroring(self) -> Mirroring:
+        return Mirroring(self.options.local_cache, self.options.local_limit)
 
     @property
     def is_sharded(self) -> bool:
@@ -118,17 +126,21 @@ class _Wanted:
 class Found(NamedTuple):
     """A cache held against the samples as they are now.
 
-    folder: of the cache. manifest, columns: its own. match: int64 (N,), for each sample its index when the cache was
+    place: of the cache. manifest, columns: its own. match: int64 (N,), for each sample its index when the cache was
     written, or -1 where it is not up to date. rows: int64 (parts, N), the row of each sample; -1 where it was left out
     or is not up to date. marks: files that name damaged rows.
     """
 
-    folder: Path
+    place: Place
     manifest: Manifest
     columns: Columns
     match: np.ndarray
     rows: np.ndarray
     marks: Sequence[Path] = ()
+
+    def close(self) -> None:
+        if self.columns.mirror is not None:
+            self.columns.mirror.close()
 
 
 def prepare_on_disk(
@@ -154,19 +166,20 @@ def prepare_on_disk(
     key = {"source": opened, "prepare": steps, "codec": describe_codec(options.codec)}
     root = os.path.abspath(os.path.expanduser(root)) if root and not is_url(root) else root
     stem = re.sub(r"[^A-Za-z0-9._]+", "-", os.path.basename(root)).strip(".-") or "samples"
-    cache_dir = Path(options.cache_dir).expanduser().absolute()
     text = json.dumps({**key, "root": root}, sort_keys=True)
-    home = cache_dir / f"{stem}-{hashlib.sha256(text.encode()).hexdigest()[:_NAME_CHARACTERS]}"
-    wanted = _Wanted(path, options, table, listing, key, root, home)
+    name = f"{stem}-{hashlib.sha256(text.encode()).hexdigest()[:_NAME_CHARACTERS]}"
+    place = Place(options.cache_dir, options.storage_options).below(name)
+    wanted = _Wanted(path, options, table, listing, key, root, place)
     prepared, why = _opened(wanted)
     if prepared is None:
-        with _writable(cache_dir, why or "it holds no cache of these samples that is up to date"), locked(home):
+        home, needed = wanted.home, why or "it holds no cache of these samples that is up to date"
+        with _writable(home.parent, needed), locked(home):
             prepared, why = _opened(wanted)  # another process may have written it meanwhile
             if prepared is None:
                 _write(wanted, why)
                 prepared, why = _opened(wanted)
         if prepared is None:
-            raise CacheError(f"{home} was written but cannot be read: {why or 'files changed meanwhile'}")
+            raise CacheError(f"{wanted.place} was written but cannot be read: {why or 'files changed meanwhile'}")
         warn_of_skipped(prepared.skipped, len(path.source))
     return prepared
 
@@ -174,7 +187,7 @@ def prepare_on_disk(
 def _opened(wanted: _Wanted) -> tuple[Prepared | None, str]:
     """What a complete cache serves, or why it cannot; no reason where there is none or some samples are stale."""
     try:
-        return read_settled(wanted.home, partial(_serve_complete, wanted)), ""
+        return read_settled(wanted.place, partial(_serve_complete, wanted), wanted.mirroring), ""
     except FileNotFoundError:
         return None, ""
     except CacheError as damaged:
@@ -184,10 +197,13 @@ def _opened(wanted: _Wanted) -> tuple[Prepared | None, str]:
 def _serve_complete(wanted: _Wanted, manifest: Manifest, columns: Columns) -> Prepared | None:
     found = _hold_against(wanted, manifest, columns)
     if (found.match < 0).any():
+        found.close()
         return None
+    if wanted.place.is_remote:
+        return serve(found, wanted.coders, wanted.table)
     _relabel(wanted, found)
     prepared = serve(found, wanted.coders, wanted.table)
-    if strays_in(found.folder, manifest.file_names()):  # of a writer that died after its work was done
+    if strays_in(wanted.home, manifest.file_names()):  # of a writer that died after its work was done
         with contextlib.suppress(OSError, Timeout), locked(wanted.home, wait=False):
             _sweep(wanted.place)
     return prepared
@@ -195,16 +211,16 @@ def _serve_complete(wanted: _Wanted, manifest: Manifest, columns: Columns) -> Pr
 
 def _hold_against(wanted: _Wanted, manifest: Manifest, columns: Columns) -> Found:
     """A cache against the samples as they are now; CacheError where it is another one's."""
-    folder, count = wanted.home, len(wanted.path.source)
+    place, count = wanted.place, len(wanted.path.source)
     if manifest.key != wanted.key or (wanted.listing is not None and "paths" not in columns):
-        raise CacheError(f"{folder} was made in another way")
+        raise CacheError(f"{place} was made in another way")
     if wanted.listing is not None:
         match = unchanged(wanted.listing, columns)
     elif manifest.count == count:
         match = np.arange(count)
     else:
-        raise CacheError(f"{folder} holds {manifest.count} samples, but there are {count} now")
-    rows, marks = columns["rows"], marks_in(folder)
+        raise CacheError(f"{place} holds {manifest.count} samples, but there are {count} now")
+    rows, marks = columns["rows"], [] if place.is_remote else marks_in(wanted.home)
     is_bad = np.zeros(manifest.count, np.bool_)
     if wanted.options.on_error == "raise":
         is_bad |= rows[0] < 0
@@ -215,7 +231,7 @@ def _hold_against(wanted: _Wanted, manifest: Manifest, columns: Columns) -> Foun
                 is_bad |= part_rows == row + sum(file.rows for file in part.files[: names.index(name)])
     match = np.where(np.append(is_bad, True)[match], -1, match)  # -1 finds what is appended
     rows = np.append(rows, np.full((len(rows), 1), -1), axis=1)[:, match]
-    return Found(folder, manifest, columns, match, rows, [path for path, _, _ in marks])
+    return Found(place, manifest, columns, match, rows, [path for path, _, _ in marks])
 
 
 def _relabel(wanted: _Wanted, found: Found) -> None:
@@ -229,9 +245,9 @@ def _relabel(wanted: _Wanted, found: Found) -> None:
     are_same = {name: _plain(it) for name, it in kept.items()} == {name: _plain(it) for name, it in targets.items()}
     if are_same and old.classes == table.class_to_idx:
         return
-    log.info("the labels in %s are brought up to date", found.folder)
+    log.info("the labels in %s are brought up to date", wanted.place)
     with contextlib.suppress(OSError, Timeout), locked(wanted.home, wait=False):
-        if Manifest.read(found.folder) == old:
+        if Manifest.read(wanted.place) == old:
             new = replace(old, generation=old.generation + 1, classes=table.class_to_idx)
             new.write(wanted.place, {**others, **targets})
             _sweep(wanted.place)
@@ -249,13 +265,14 @@ def serve(found: Found, known: Sequence[Decoder], table: SampleTable | None) -> 
         known: what may decode a part, beside fastdata's own codecs.
         table: of all samples; None makes one of the targets that the cache keeps.
     """
-    folder, manifest, kept = found.folder, found.manifest, np.flatnonzero(found.rows[0] >= 0)
+    place, manifest, kept = found.place, found.manifest, np.flatnonzero(found.rows[0] >= 0)
     if not len(kept):
-        raise CacheError(f"{folder} holds no sample")
+        raise CacheError(f"{place} holds no sample")
     with contextlib.ExitStack() as cleanup:
         stores = []
         for part, rows in zip(manifest.parts, found.rows, strict=True):
-            stores.append(open_part(folder, part, found.columns, rows[kept], _coder_of(folder, part, known)))
+            coder = _coder_of(place, part, known)
+            stores.append(open_part(Path(place.url), part, found.columns, rows[kept], coder))
             cleanup.callback(stores[-1].close)
         if table is None:
             table = SampleTable(kept_targets(found, kept))
@@ -263,8 +280,7 @@ def serve(found: Found, known: Sequence[Decoder], table: SampleTable | None) -> 
             table = table.reduced_to(kept.tolist())
         cleanup.pop_all()
     what = "+".join(dict.fromkeys(store.codec for store in stores))
-    where = folder if found.columns.mirror is None else found.columns.mirror.place
-    reason = f"storage='disk': {format_bytes(manifest.size_bytes)} {what} in {where}"
+    reason = f"storage='disk': {format_bytes(manifest.size_bytes)} {what} in {place}"
     log.info("%s", reason)
     return Prepared(
         storage_plan=StoragePlan(storage="disk", reason=reason, codec=None if what == "raw" else what),
@@ -273,24 +289,24 @@ def serve(found: Found, known: Sequence[Decoder], table: SampleTable | None) -> 
     )
 
 
-def _coder_of(folder: Path, part: Part, known: Sequence[Decoder]) -> Decoder | None:
+def _coder_of(place: Place, part: Part, known: Sequence[Decoder]) -> Decoder | None:
     """What encodes and decodes a part; None where it is raw."""
     if part.codec is None:
         return None
     for coder in known:
         if coder.settings() == part.codec:
             return coder
-    its_dataset = f"open that, with cache_dir={str(folder.parent)!r}"
+    its_dataset = f"open that, with cache_dir={place.url.rpartition('/')[0]!r}"
     if part.codec["name"] == SOURCE:
         raise CacheError(
-            f"{folder} holds image files as they are, and what prepares them on every read is known to their dataset "
+            f"{place} holds image files as they are, and what prepares them on every read is known to their dataset "
             f"alone; {its_dataset}, or build a cache with another codec"
         )
     try:
         return codec_of(part.codec)
     except ValueError as unknown:
         raise CacheError(
-            f"{folder} cannot be opened on its own: {unknown}. A codec object of your own is known to the dataset that "
+            f"{place} cannot be opened on its own: {unknown}. A codec object of your own is known to the dataset that "
             f"the cache was made from: {its_dataset} and codec="
         ) from unknown
 
@@ -313,17 +329,15 @@ def _skipped_of(found: Found) -> list[SampleError]:
 
 def _write(wanted: _Wanted, why: str) -> None:
     """Bring the cache up to date; or write all of it, where there is a reason why it cannot be used. Under the lock."""
-    folder, place, is_done = wanted.home, wanted.place, False
-    if not place.is_remote:
+    folder, place, is_done, found = wanted.home, wanted.place, False, None
+    if not place.is_remote:  # there another machine may be writing
         folder.mkdir(parents=True, exist_ok=True)
-    _sweep(
-        place, with_shards=not wanted.is_sharded
-    )  # workers of a writer that was killed live on for a second, and write on to files without a name
+        # workers of a writer that was killed live on for a second, and write on to files without a name
+        _sweep(place, with_shards=not wanted.is_sharded)
     try:
-        found = None
         if not why:
             with contextlib.suppress(FileNotFoundError):
-                found = read_settled(folder, partial(_hold_against, wanted))
+                found = read_settled(place, partial(_hold_against, wanted), wanted.mirroring)
         if found is not None and _is_worth_updating(found):
             reason = "their files are new, were changed, or could not be prepared before"
             if found.marks:
@@ -337,7 +351,8 @@ def _write(wanted: _Wanted, why: str) -> None:
                 return
             except ShapesDifferError:
                 why = "the changed samples have other shapes than those in the cache"
-            _sweep(place)
+            if not place.is_remote:
+                _sweep(place)
         elif found is not None:
             why = f"{int((found.match < 0).sum())} of its samples are not up to date"
         if why:
@@ -345,8 +360,11 @@ def _write(wanted: _Wanted, why: str) -> None:
         _fill(wanted, *_begin(wanted))
         is_done = True
     finally:  # what went out of use, or what an error or Ctrl-C left half done; shards that are done stay until all are
+        if found is not None:
+            found.close()
         with contextlib.suppress(OSError):
-            _sweep(place, with_shards=is_done or not wanted.is_sharded)
+            if is_done or not place.is_remote:
+                _sweep(place, with_shards=is_done or not wanted.is_sharded)
             if not place.is_remote:
                 folder.rmdir()  # where nothing is in it
 
@@ -367,7 +385,7 @@ def _sweep(place: Place, *, with_shards: bool = True) -> None:
     belong: set[str] = set()
     with contextlib.suppress(CacheError):
         with contextlib.suppress(FileNotFoundError):
-            belong = Manifest.read(Path(place.url)).file_names()
+            belong = Manifest.read(place).file_names()
         names = {entry.name for entry in place.find() if "/" not in entry.name}
         strays = names - belong if place.is_remote else {path.name for path in strays_in(Path(place.url), belong)}
         place.remove(*sorted(strays if with_shards else strays - unfinished(names)))
@@ -402,7 +420,7 @@ def _begin(wanted: _Wanted) -> tuple[Found, Sequence[int]]:
         target_is_part=expected.target_is_part,
         keys=expected.keys,
     )
-    return Found(wanted.home, manifest, columns, np.full(count, -1), np.full((len(parts), count), -1)), part_bytes
+    return Found(wanted.place, manifest, columns, np.full(count, -1), np.full((len(parts), count), -1)), part_bytes
 
 
 def _fill(wanted: _Wanted, found: Found, part_bytes: Sequence[int]) -> None:
@@ -416,13 +434,13 @@ def _fill(wanted: _Wanted, found: Found, part_bytes: Sequence[int]) -> None:
     Raises:
         ShapesDifferError: they have other shapes than those that are there.
     """
-    folder, manifest, missing = wanted.home, found.manifest, np.flatnonzero(found.match < 0)
+    manifest, missing = found.manifest, np.flatnonzero(found.match < 0)
     is_all = not any(part.files for part in manifest.parts)
     plans = [
         WriterPlan(
             spec=part.spec,
             dimensions=0 if part.is_table else found.columns[f"{part.name}.shapes"].shape[1],
-            codec=_coder_of(folder, part, wanted.coders),
+            codec=_coder_of(wanted.place, part, wanted.coders),
             is_certain=is_all and part.spec.shape == wanted.path.shape,
             path=Path(f"{part.name}-{manifest.generation + 1:05}"),
             first_bytes=first_bytes,
@@ -443,7 +461,7 @@ def _fill(wanted: _Wanted, found: Found, part_bytes: Sequence[int]) -> None:
             chosen=chosen,
         )
     else:
-        plans = [replace(plan, path=folder / str(plan.path)) for plan in plans]
+        plans = [replace(plan, path=wanted.home / str(plan.path)) for plan in plans]
         ingested = ingest(wanted.path, plans, wanted.options, with_targets=with_targets, chosen=chosen)
         written = written_of(ingested, plans, len(missing))
     parts, rows, kept = list(manifest.parts), found.rows.copy(), missing[written.kept]
@@ -492,7 +510,7 @@ def _choose_codec(wanted: _Wanted, expected: Forecast) -> tuple[str | None, Sequ
     """
     codec, raw = wanted.options.codec, (None, expected.part_bytes)
     is_free, free = codec == "auto", max(free_bytes(wanted.home) - _SPARE_BYTES, 0)
-    if is_free and wanted.place.is_remote:
+    if is_free and wanted.place.is_remote:  # which is never full
         return raw
     if is_free and expected.need_bytes <= free:
         return raw

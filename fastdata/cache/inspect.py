@@ -100,8 +100,8 @@ def open_cache(
             for part in manifest.parts
         )
         rows = columns["rows"]
-        folder = home if isinstance(home, Path) else Path(home.url)
-        found = Found(folder, replace(manifest, parts=parts), columns, np.arange(manifest.count), rows)
+        place, manifest_now = home if isinstance(home, Place) else Place(home), replace(manifest, parts=parts)
+        found = Found(place, manifest_now, columns, np.arange(manifest.count), rows)
         kept = np.flatnonzero(rows[0] >= 0)
         paths = _paths_of(found, kept) if "paths" in columns and not manifest.target_is_part else None
         table = SampleTable(kept_targets(found, kept), paths=paths, class_to_idx=manifest.classes)

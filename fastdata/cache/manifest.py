@@ -268,6 +268,10 @@ class Mirroring(NamedTuple):
     local_cache: str | os.PathLike[str] | None = None
     limit: int | float | str | None = None
 
+    @property
+    def folder(self) -> Path:
+        return Path(self.local_cache or user_cache() / "remote").expanduser().absolute()
+
     def of(self, place: Place, manifest: Manifest) -> Mirror:
         """Raises CacheError where a file of the cache is missing or has another size."""
         there = {entry.name: entry for entry in place.find()}
@@ -277,7 +281,7 @@ class Mirroring(NamedTuple):
                 size = there[name].size_bytes if name in there else 0
                 raise CacheError(f"{place.at(name)} has {size:,} bytes where {needed.get(name, 1):,} were written")
         files = [there[name] for name in (manifest.index_name, *needed) if there[name].size_bytes]
-        return Mirror(place, files, self.local_cache or user_cache() / "remote", self.limit or _USUAL_SHARE)
+        return Mirror(place, files, self.folder, self.limit or _USUAL_SHARE)
 
 
 def read_settled(

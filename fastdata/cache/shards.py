@@ -9,7 +9,6 @@ and stays when a build is stopped. The process that called gathers the receipts,
 from __future__ import annotations
 
 import contextlib
-import copy
 import hashlib
 import io
 import json
@@ -76,11 +75,11 @@ def unfinished(names: Iterable[str]) -> set[str]:
 
 
 class _Shard(NamedTuple):
-    """A run of samples; with their paths and targets on the way to a process that does not have them."""
+    """A run of samples; with their files on the way to a process that does not have them."""
 
     number: int
     positions: Sequence[int]
-    files: Sequence[Mapping[int, Any]] = ()
+    files: FileSource | None = None
 
     def __str__(self) -> str:
         return f"shard {self.number}, samples {self.positions[0]} to {self.positions[-1]}"
@@ -124,8 +123,8 @@ class _Job:
         begun_s, path, place = time.time(), self.path, self.place
         if multiprocessing.parent_process() is not None:
             torch.set_num_threads(1)  # there is a process for each core; and a forked OpenMP pool would hang
-        if shard.files:
-            path = path._replace(source=_with_files(path.source, *shard.files))
+        if shard.files is not None:
+            path = path._replace(source=shard.files)
         with contextlib.ExitStack() as cleanup:
             folder = Path(place.url)
             if place.is_remote:
@@ -188,12 +187,6 @@ def _pack(written: Written, *, with_targets: bool) -> bytes:
     stream = io.BytesIO()
     np.savez(stream, **columns)  # type: ignore[arg-type]  # of numbers, which are not pickled
     return stream.getvalue() + zlib.crc32(stream.getbuffer()).to_bytes(_CRC_BYTES, "little")
-
-
-def _with_files(source: Any, paths: Any, targets: Any) -> Any:
-    other = copy.copy(source)
-    other.paths, other.targets = paths, targets  # sequences or mappings: read by index only
-    return other
 
 
 def write_shards(
@@ -290,16 +283,16 @@ def _build(job: _Job, shards: Sequence[_Shard], options: Options) -> list[Writte
     left, source = [shard for shard in shards if shard.number not in done], job.path.source
     count, by_host = sum(len(shard.positions) for shard in shards), defaultdict[str, list[_Done]](list)
     sent = job
-    listed: tuple[Sequence[Any], ...] = ()
-    if isinstance(source, FileSource) and options.engine != "local":  # a task has the files of its own samples only
-        sent = replace(job, path=job.path._replace(source=_with_files(source, (), ())))
-        listed = source.paths, source.targets
+    if isinstance(source, FileSource):  # a task has the files of its own samples only
+        sent = replace(job, path=job.path._replace(source=source.only(())))
 
     def full(shard: _Shard) -> _Shard:
-        return shard._replace(files=[{i: column[i] for i in shard.positions} for column in listed])
+        return shard._replace(files=source.only(shard.positions)) if isinstance(source, FileSource) else shard
 
     with (
-        contextlib.closing(run_on(options.engine, sent, left, ingest_workers(options), full)) as answers,
+        contextlib.closing(
+            run_on(options.engine, job if options.engine == "local" else sent, left, ingest_workers(options), full)
+        ) as answers,
         progress_bar(count, f"preparing {count:,} images", enabled=options.progress) as bar,
     ):
         bar.update(count - sum(len(shard.positions) for shard in left))
