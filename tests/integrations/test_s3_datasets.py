@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,7 @@ import torch
 from PIL import Image
 
 from fastdata import CachedDataset, ChunkedLoader, DataLoader, ImageFolder, remote
-from fastdata.errors import RemoteError
+from fastdata.errors import RemoteError, SampleError
 from fastdata.remote import Place
 from s3 import FaultPlan, MotoS3, ThrottledS3
 
@@ -123,3 +126,58 @@ def test_a_missing_bucket(s3: MotoS3, tmp_path: Path) -> None:
         ImageFolder("s3://none/train", **options)
     with pytest.raises(FileNotFoundError, match=r"s3://none/cache is no cache"):
         CachedDataset.from_cache("s3://none/cache", local_cache=tmp_path, **options)
+
+
+def colours_in(dataset: Any) -> list[int]:
+    return [int(np.asarray(dataset[index][0])[0, 0, 0]) for index in range(len(dataset))]
+
+
+@pytest.mark.parametrize("engine", ["local", "processes"])
+def test_a_cache_is_built_in_s3(s3: MotoS3, tmp_path: Path, folder: Path, engine: Any) -> None:
+    """Files in S3 become a cache in S3; the next run finds it, a changed file is prepared anew, streaming reads it."""
+    s3.make_bucket("bucket")
+    s3.upload_folder("bucket", "train", folder)
+    options: dict[str, Any] = {"cache_dir": "s3://bucket/caches", "storage_options": s3.storage_options}
+    options |= {"local_cache": tmp_path / "local", "progress": False, "resize": (8, 8), "shard_bytes": 192 * 4}
+    with contextlib.ExitStack() as cleanup:
+        if engine == "processes":
+            engine = cleanup.enter_context(ProcessPoolExecutor(2, get_context("spawn")))
+        with ImageFolder("s3://bucket/train", engine=engine, **options) as dataset:
+            colours, targets = colours_of(dataset), list(dataset.targets)
+            assert colours_in(dataset) == colours
+    place = Place("s3://bucket/caches", s3.storage_options)
+    built = {entry.name: entry.tag for entry in place.find()}
+    assert len([name for name in built if "part0" in name]) == 6
+    assert not [name for name in built if "shard" in name]
+    assert s3.storage_options["secret"].encode() not in b"".join(map(place.read, built))
+    with ImageFolder("s3://bucket/train", **options) as dataset:
+        assert colours_in(dataset) == colours
+    assert {entry.name: entry.tag for entry in place.find()} == built
+    streamed = {name: options[name] for name in ("storage_options", "local_cache")}
+    with ChunkedLoader("s3://bucket/caches", 4, memory_limit="3GiB", **streamed) as loader:
+        assert sorted(targets_of(loader, colours)) == targets
+    s3.put("bucket", "train/class0/0.png", (folder / "class1/1.png").read_bytes())
+    with ImageFolder("s3://bucket/train", **options) as dataset:
+        assert colours_in(dataset) == [10, *colours[1:]]
+
+
+def test_a_build_in_s3_goes_on(s3: MotoS3, tmp_path: Path, folder: Path) -> None:
+    """A build that a damaged file ended leaves its shards, which the next one takes, and no cache."""
+    s3.make_bucket("bucket")
+    options: dict[str, Any] = {"cache_dir": "s3://bucket/caches", "storage_options": s3.storage_options}
+    options |= {"local_cache": tmp_path / "local", "progress": False, "resize": (8, 8), "shard_bytes": 192 * 4}
+    whole = (folder / "class2/23.png").read_bytes()
+    (folder / "class2/23.png").write_bytes(b"no image")
+    place = Place("s3://bucket/caches", s3.storage_options)
+    with pytest.raises(SampleError, match=r"class2/23\.png"):
+        ImageFolder(folder, num_workers=1, **options)
+    left = {entry.name: entry.tag for entry in place.find()}
+    assert left
+    assert not [name for name in left if name.endswith("fastdata.json")]
+    with pytest.raises(SampleError, match=r"class2/23\.png"):
+        ImageFolder(folder, num_workers=1, **options)
+    assert {entry.name: entry.tag for entry in place.find()} == left
+    (folder / "class2/23.png").write_bytes(whole)
+    with ImageFolder(folder, **options) as dataset:
+        assert colours_in(dataset) == colours_of(dataset)
+    assert not [entry.name for entry in place.find() if "shard" in entry.name]
