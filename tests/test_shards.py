@@ -197,6 +197,21 @@ def test_changed_files_are_added_as_shards(image_folder: Folder) -> None:
     assert before.items() < after.items()
 
 
+def test_an_update_takes_no_more_files_than_are_left(image_folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its shards are then larger than asked for."""
+    monkeypatch.setattr("fastdata.cache.build._MOST_FILES", 5)
+    root = image_folder(classes=("a",), per_class=16, size=(12, 10))
+    cached(root, shard_bytes=FOUR).close()
+    for k in range(8):
+        save_image(root / "a" / f"{k:03}.jpg", 40 + k, (14, 10))
+    with (
+        cached(root, shard_bytes=FOUR) as ours,
+        cached(root, cache_dir=root.parent / "whole", shard_bytes=None) as whole,
+    ):
+        assert samples_of(ours) == samples_of(whole)
+    assert len(shards_of(root.parent / "cache")) == 5
+
+
 # Builds that are stopped
 
 

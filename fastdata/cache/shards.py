@@ -219,19 +219,21 @@ def write_shards(
         ValueError: what prepares samples cannot be pickled, or shards would be too many.
     """
     positions = range(len(path.source)) if chosen is None else chosen
-    need_bytes = sum(plan.first_bytes for plan in plans)
-    size = samples_per_shard(len(positions), need_bytes, options.shard_bytes, min(most_shards, _MOST_SHARDS))
+    need_bytes, asked = sum(plan.first_bytes for plan in plans), options.shard_bytes
+    most_shards = min(most_shards, _MOST_SHARDS)
+    if asked is not None and chosen is not None:  # for the files that there are already the user is not to blame
+        asked = max(parse_bytes(asked, of=0), math.ceil(need_bytes / most_shards))
+    size = samples_per_shard(len(positions), need_bytes, asked, most_shards)
     shards = [_Shard(k, positions[first : first + size]) for k, first in enumerate(range(0, len(positions), size))]
-    basis = {**basis, "size": size, "on_error": options.on_error, "positions": None if chosen is None else chosen}
+    basis = {**basis, "size": size, "on_error": options.on_error, "positions": chosen, "with_targets": with_targets}
+    task = Options(on_error=options.on_error, num_workers=1, progress=False)
     may_differ = chosen is None and any(plan.spec.is_dense for plan in plans)
     jobs = []
     for variant in (plans, [plan.of_any_shapes() for plan in plans])[: 1 + may_differ]:
-        plan = _plan_of({**basis, "with_targets": with_targets}, variant)
+        plan, first = _plan_of(basis, variant), [max(it.first_bytes // len(shards), 1) for it in variant]
         share = [
-            replace(it, path=Path(f"{it.path}-{plan}"), first_bytes=max(it.first_bytes // len(shards), 1))
-            for it in variant
+            replace(it, path=Path(f"{it.path}-{plan}"), first_bytes=n) for it, n in zip(variant, first, strict=True)
         ]
-        task = Options(on_error=options.on_error, num_workers=1, progress=False)
         job = _Job(path=path, plans=tuple(share), place=place, plan=plan, options=task, with_targets=with_targets)
         jobs.append(job)
     receipts = {entry.name: match[1] for entry in place.find() if (match := _RECEIPT.fullmatch(entry.name))}

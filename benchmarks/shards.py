@@ -1,0 +1,100 @@
+"""Does a Ray cluster of two nodes with a core each write a cache as fast as this machine with two cores?
+
+Both write the same shards of the same files, in turns. Ray's rate is given twice: the cluster's workers are started and
+have imported fastdata before the clock runs, as in a build of hours; or all of it counts, as in one of seconds.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+from _helper import Row, class_folders, in_turns, parser, print_rows, save_rows, seconds_of, transforms
+from fastdata import ImageFolder
+
+CORES = 2
+
+
+@contextmanager
+def cluster() -> Iterator[None]:
+    """Two nodes with a core each, and a head that runs no task."""
+    import ray
+    from ray.cluster_utils import Cluster
+
+    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+    try:
+        for _ in range(CORES):
+            made.add_node(num_cpus=1)
+        os.environ["RAY_ADDRESS"] = made.address
+        ray.init(log_to_driver=False, logging_level="error")
+        yield
+    finally:
+        ray.shutdown()
+        made.shutdown()
+
+
+def build(root: Path, work: Path, shard_size: str, engine: str) -> float:
+    """Seconds to write a cache."""
+    transform = transforms.Compose([transforms.Resize(256), transforms.CenterCrop(256)])
+    cache_dir = work / engine
+    options = {"num_workers": CORES, "shard_bytes": shard_size, "progress": False}
+    try:
+        return seconds_of(
+            lambda: ImageFolder(str(root), transform, cache_dir=cache_dir, engine=engine, **options).close()
+        )
+    finally:
+        shutil.rmtree(cache_dir, ignore_errors=True)
+
+
+def main() -> None:
+    options = parser(__doc__.splitlines()[0])
+    options.add_argument("--count", type=int, default=3000, help="files the images are copied to")
+    options.add_argument("--shard-size", default="32MiB")
+    options.add_argument("--work", type=Path, help="folder to work in; a temporary one is made there")
+    options.add_argument("--as-driver", action="store_true", help="only build --images into --work by Ray")
+    chosen = options.parse_args()
+    if chosen.as_driver:
+        build(chosen.images, chosen.work, chosen.shard_size, "ray")
+        return
+    logging.getLogger("fastdata").setLevel(logging.WARNING)
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    with (
+        class_folders(chosen.images, count=chosen.count) as (root, words),
+        tempfile.TemporaryDirectory(dir=chosen.work) as folder,
+    ):
+        work = Path(folder)
+        alone = [sys.executable, __file__, "--as-driver", "--images", root, "--work", work]
+        with cluster():
+            rates = in_turns(
+                {
+                    "local": lambda: chosen.count / build(root, work, chosen.shard_size, "local"),
+                    "ray": lambda: chosen.count / build(root, work, chosen.shard_size, "ray"),
+                    # a driver of its own has workers of its own
+                    "started": lambda: (
+                        chosen.count / seconds_of(partial(subprocess.run, [*map(str, alone)], check=True))
+                    ),
+                },
+                chosen.rounds,
+            )
+    row = partial(Row, section=f"writing shards of {chosen.shard_size}, {words}, to 256x256", unit="images/s")
+    against = "local engine, two cores"
+    rows = [
+        row(name=against, rounds=rates["local"]),
+        row(name="Ray, two nodes of one core", rounds=rates["ray"], against=against, target="0.9"),
+        row(name="the same, with the start of the driver and of workers", rounds=rates["started"], against=against),
+    ]
+    print_rows(rows)
+    save_rows(rows, chosen.json, ray=importlib.metadata.version("ray"), load=os.getloadavg())
+
+
+if __name__ == "__main__":
+    main()
