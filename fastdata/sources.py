@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import repeat
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, Protocol, TextIO
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,9 @@ import torch
 from fastdata.errors import is_url
 from fastdata.images import decoder_of, is_image
 from fastdata.remote import Place
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _MOST_EXPECTED = 1024
 SCAN_THREADS = 16
@@ -100,12 +103,15 @@ class FileSource:
     def opened_by(self, loader: Callable[[str], Any]) -> FileSource:
         return FileSource(self.paths, self.targets, loader)
 
-    def only(self, indices: Sequence[int]) -> FileSource:
-        """What reads these samples alone, in any process."""
+    def columns_of(self, indices: Sequence[int]) -> dict[str, Any]:
+        """What is known of these samples, for ``over`` in another process."""
+        columns: dict[str, Any] = {"paths": self.paths, "targets": self.targets}
+        return {name: {index: column[index] for index in indices} for name, column in columns.items()}
+
+    def over(self, columns: Mapping[str, Any]) -> Self:
+        """The same over other samples; columns are read by index only."""
         other = copy.copy(self)
-        # read by index only
-        other.paths = {index: self.paths[index] for index in indices}  # type: ignore[assignment]
-        other.targets = {index: self.targets[index] for index in indices}  # type: ignore[assignment]
+        vars(other).update(columns)
         return other
 
     def as_bytes(self) -> FileSource:
@@ -176,16 +182,13 @@ class RemoteFiles(FileSource):
         return io.BytesIO(self._fetch(index))
 
     def opened_by(self, loader: Callable[[str], Any]) -> RemoteFiles:
-        other = copy.copy(self)  # what one expects the other reads
-        other.loader = loader
-        return other
+        return self.over({"loader": loader})  # what one expects the other reads
 
-    def only(self, indices: Sequence[int]) -> FileSource:
-        other, facts = super().only(indices), {}
+    def columns_of(self, indices: Sequence[int]) -> dict[str, Any]:
+        facts = {}
         for name, column in self._facts.items():
             facts[name] = dict(zip(indices, column[list(indices)].tolist(), strict=True))
-        other.__dict__["_facts"] = facts
-        return other
+        return {**super().columns_of(indices), "_facts": facts}
 
     def size_bytes(self, index: int) -> int:
         return max(int(self._facts["sizes"][index]), 0)

@@ -75,11 +75,11 @@ def unfinished(names: Iterable[str]) -> set[str]:
 
 
 class _Shard(NamedTuple):
-    """A run of samples; with their files on the way to a process that does not have them."""
+    """A run of samples; with what is known of them on the way to a process that does not have it."""
 
     number: int
     positions: Sequence[int]
-    files: FileSource | None = None
+    columns: Mapping[str, Any] | None = None
 
     def __str__(self) -> str:
         return f"shard {self.number}, samples {self.positions[0]} to {self.positions[-1]}"
@@ -123,8 +123,8 @@ class _Job:
         begun_s, path, place = time.time(), self.path, self.place
         if multiprocessing.parent_process() is not None:
             torch.set_num_threads(1)  # there is a process for each core; and a forked OpenMP pool would hang
-        if shard.files is not None:
-            path = path._replace(source=shard.files)
+        if isinstance(path.source, FileSource) and shard.columns is not None:
+            path = path._replace(source=path.source.over(shard.columns))
         with contextlib.ExitStack() as cleanup:
             folder = Path(place.url)
             if place.is_remote:
@@ -286,10 +286,10 @@ def _build(job: _Job, shards: Sequence[_Shard], options: Options) -> list[Writte
     count, by_host = sum(len(shard.positions) for shard in shards), defaultdict[str, list[_Done]](list)
     sent = job
     if isinstance(source, FileSource):  # a task has the files of its own samples only
-        sent = replace(job, path=job.path._replace(source=source.only(())))
+        sent = replace(job, path=job.path._replace(source=source.over(source.columns_of(()))))
 
     def full(shard: _Shard) -> _Shard:
-        return shard._replace(files=source.only(shard.positions)) if isinstance(source, FileSource) else shard
+        return shard._replace(columns=source.columns_of(shard.positions)) if isinstance(source, FileSource) else shard
 
     with (
         contextlib.closing(
