@@ -173,18 +173,16 @@ def _diagnose(*, script: Path, arguments: list[str], batches: int, json: Path | 
     return 0
 
 
-def _build(*, folder: Path, cache: Path, crop: int | None, storage_options: Path | None, **options: Any) -> int:
-    if storage_options is not None:
-        options["storage_options"] = loads(storage_options.read_text("utf-8"))
+def _build(*, folder: Path, cache: Path, crop: int | None, **options: Any) -> int:
     centre = None if crop is None else CenterCrop((crop, crop))
     with ImageFolder(folder, centre, cache_dir=cache, **options) as dataset:
         print(f"{len(dataset):,} samples; {dataset.storage_plan.reason}")
     return 0
 
 
-def _inspect(*, cache: Path, verify: bool, json: Path | None) -> int:
+def _inspect(*, cache: Path, verify: bool, json: Path | None, storage_options: dict[str, Any] | None) -> int:
     is_sound, documents = True, []
-    for found in inspect_caches(cache):
+    for found in inspect_caches(cache, storage_options):
         print(found)
         damaged = verify_cache(found) if verify else []
         for line in damaged:
@@ -313,8 +311,7 @@ def _parser() -> argparse.ArgumentParser:
         "write shards of about this size, such as 256MiB; a build that was stopped goes on after those that are done"
     )
     add("--shard-size", "--shard-bytes", dest="shard_bytes", metavar="SIZE", help=sizes)
-    secrets = "JSON of fsspec's options for URLs, such as credentials, which must not stand in a command"
-    add("--storage-options", type=Path, metavar="FILE", help=secrets)
+    _add_options(add)
 
     add = command(
         _inspect,
@@ -325,6 +322,7 @@ def _parser() -> argparse.ArgumentParser:
     add("cache", type=Path, metavar="CACHE", help="a cache, or a folder that keeps caches")
     marks = "read every sample and mark damaged ones, which the next run prepares anew"
     add("--verify", action="store_true", help=marks)
+    _add_options(add)
     _add_files(add)
 
     add = command(
@@ -353,6 +351,21 @@ def _add_files(add: Callable[..., object], *, plots: bool = False) -> None:
     add("--json", type=Path, metavar="FILE", help="keep every figure, with versions")
     if plots:
         add("--plot", type=Path, metavar="FILE", help="draw a chart (extra: plot)")
+
+
+def _add_options(add: Callable[..., object]) -> None:
+    secrets = "JSON of fsspec's options for URLs, such as credentials, which must not stand in a command"
+    add("--storage-options", type=_json, metavar="FILE", help=secrets)
+
+
+def _json(text: str) -> dict[str, Any]:
+    try:
+        found = loads(Path(text).read_text("utf-8"))
+    except (OSError, ValueError) as problem:
+        raise argparse.ArgumentTypeError(f"{text} cannot be read: {problem}") from None
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f'{text} holds no JSON object, such as {{"anon": true}}')
+    return found
 
 
 def _whole(text: str) -> int:

@@ -473,7 +473,8 @@ def read_manifest(
         table, folder = _read_csv(csv_path, stream, names), os.fspath(csv_path.parent)
     else:
         table = _read_frame(manifest, names) if hasattr(manifest, "columns") else _read_list(manifest, names)
-    folder = folder if root is None else os.path.expanduser(root)
+    if root is not None:
+        folder = Place(root).url if is_url(root) else os.path.expanduser(root)
     if not table.numbers:
         raise ValueError(f"{table.title} lists no samples{' below its header line' if table.row == 'line' else ''}")
     names = table.texts(file)

@@ -61,6 +61,13 @@ def fsspec_is_up() -> None:
     asyncio.run_coroutine_threadsafe(asyncio.to_thread(int), loop).result()
 
 
+@pytest.fixture(autouse=True, scope="session")
+def users_cache_is_left_alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("user-cache")))
+        yield
+
+
 @pytest.fixture(autouse=True)
 def no_leftovers() -> Iterator[None]:
     """No thread, child process, descriptor or shared-memory file made by a test survives it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -9,10 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 from torchvision import transforms as v1
 
 from fastdata import ImageFolder
 from fastdata.cli import main
+from fastdata.remote import Place
 
 Folder = Callable[..., Path]
 
@@ -68,15 +71,51 @@ def test_inspect_tells_what_is_damaged(image_folder: Folder, capsys: pytest.Capt
 
 @pytest.mark.parametrize(
     "words",
-    [["bench", "s3://b/x"], ["build", "s3://b/x", "c"], ["build", "x", "s3://b/c"], ["inspect", "s3://b/c"]],
+    [["bench", "s3://b/x"], ["tune", "s3://b/x"], ["prune", "s3://b/c"]],
     ids=lambda words: " ".join(words),
 )
 def test_urls_are_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """A remote folder or cache exits with 2 and one line that says what to do."""
+    """A remote folder where one of this machine is needed exits with 2 and one line that says what to do."""
     assert main(words) == 2
     said = capsys.readouterr().err
-    assert "is a URL, and remote roots and caches are not supported yet. Copy the files" in said
+    assert "is a URL, and this needs a folder of this machine. Copy the files" in said
     assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "words", [["build", "adl://b/x", "c"], ["build", "x", "adl://b/c"], ["inspect", "adl://b/c"]], ids=" ".join
+)
+def test_urls_need_a_package(
+    words: list[str], image_folder: Folder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A URL whose file system is not installed exits with 2 and one line that names the package."""
+    root = image_folder()
+    monkeypatch.chdir(root.parent)
+    (root.parent / "x").symlink_to(root)
+    assert main(words) == 2
+    said = capsys.readouterr().err
+    assert re.match(r"fastdata: adl://b/(x|c\S*) needs a package that is not installed: .*adlfs", said)
+    assert said.count("\n") == 1
+
+
+def test_a_cache_behind_a_url_is_inspected(image_folder: Folder, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is shown and verified as one here; options come from a file, whose faults are told."""
+    root = image_folder(size=(13, 11))
+    with ImageFolder(root, cache_dir=root.parent / "cache", progress=False):
+        pass
+    for path in root.parent.glob("cache/*/*"):
+        Place("memory://caches").upload(f"train/{path.name}", path)
+    (root.parent / "options.json").write_text("{}")
+    words = ["inspect", "memory://caches", "--verify", "--storage-options", str(root.parent / "options.json")]
+    assert main(words) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("memory://caches/train\n")
+    assert "every sample is as it was written" in said
+    (root.parent / "options.json").write_text("[]")
+    with pytest.raises(SystemExit):
+        main(words)
+    assert "options.json holds no JSON object" in capsys.readouterr().err
+    MemoryFileSystem.store.clear()
 
 
 def test_errors_speak_of_flags(image_folder: Folder, capsys: pytest.CaptureFixture[str]) -> None:

@@ -121,7 +121,7 @@ def test_decoding_is_tuned(
     ("words", "message"),
     [
         (["tune", "nowhere"], "nowhere is no folder: give the root of class folders"),
-        (["tune", "s3://b/x"], "is a URL, and remote roots and caches are not supported yet"),
+        (["tune", "s3://b/x"], "is a URL, and this needs a folder of this machine"),
         (["tune", "."], "Couldn't find any class folder in ."),
         (["tune", ".", "--transform", "steps"], "--transform steps is not module:name"),
         (["tune", ".", "--json", "gone/x.json"], "--json gone/x.json: there is no folder gone"),

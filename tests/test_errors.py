@@ -115,16 +115,16 @@ def test_a_store_that_is_gone_is_told_by_a_spawned_worker(tmp_path: Path, make_l
         ImageFolder,
         ImageManifest,
         CachedDataset.from_cache,
-        lambda root: ImageManifest("train.csv", root=root),
-        lambda root: CachedDataset([], cache_dir=root),
+        lambda root: ImageManifest([("1.jpg", 0)], root=root, storage="shared", fill="eager"),
+        lambda root: CachedDataset([(torch.zeros(1, 2, 2), 0)], cache_dir=root, cache_key="x"),
         lambda root: ChunkedLoader(root, 1, memory_limit="1GiB"),
     ],
     ids=["folder", "manifest", "from_cache", "manifest root", "cache_dir", "chunked"],
 )
-@pytest.mark.parametrize("root", ["s3://bucket/train", Path("gs://bucket/train")], ids=["text", "path"])
-def test_a_remote_root_is_refused(make: Callable[[object], object], root: str | Path) -> None:
-    """A URL is an error that names the cure, also one that ``Path`` has taken a slash from; not a missing folder."""
-    with pytest.raises(ValueError, match=r"^(s3|gs):/+bucket/train is a URL, and remote .* or mount them"):
+@pytest.mark.parametrize("root", ["adl://bucket/train", Path("adl://bucket/train")], ids=["text", "path"])
+def test_a_remote_root_needs_its_package(make: Callable[[object], object], root: str | Path) -> None:
+    """A URL, also one that ``Path`` has taken a slash from, is none of a missing folder, but of a missing package."""
+    with pytest.raises(ImportError, match=r"^adl://bucket.* needs a package that is not installed: .*adlfs"):
         make(root)
 
 

@@ -22,7 +22,6 @@ from fastdata.cache.manifest import (
     Mirroring,
     marks_in,
     open_part,
-    read_index,
     read_settled,
     strays_in,
 )
@@ -132,7 +131,7 @@ class Inspected:
         garbage_rows: that no sample uses any more.
     """
 
-    folder: Path
+    folder: Path | Place
     manifest: Manifest | None
     problem: str = ""
     garbage_rows: int = 0
@@ -157,17 +156,17 @@ class Inspected:
         return "\n".join([*lines, f"  problem    {self.problem}"] if self.problem else lines)
 
 
-def inspect_caches(folder: Path) -> list[Inspected]:
+def inspect_caches(path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> list[Inspected]:
     """Read all but the samples of a cache, or of all caches in a ``cache_dir``; FileNotFoundError if there is none."""
-    refuse_remote(folder)
-    return [_look(Path(place.url)) for place in _cache_folders(Place(folder))]
+    places = _cache_folders(Place(path, storage_options))
+    return [_look(place if place.is_remote else Path(place.url)) for place in places]
 
 
-def _look(folder: Path) -> Inspected:
+def _look(folder: Path | Place) -> Inspected:
     def use(manifest: Manifest, columns: Columns) -> Inspected:
         for part, rows in zip(manifest.parts, columns["rows"], strict=True):
-            open_part(folder, part, columns, rows[rows >= 0], None).close()
-        marks = len(marks_in(folder))
+            open_part(Path(folder), part, columns, rows[rows >= 0], None).close()
+        marks = len(marks_in(folder)) if isinstance(folder, Path) else 0
         return Inspected(
             folder=folder,
             manifest=manifest,
@@ -189,18 +188,21 @@ def verify_cache(found: Inspected) -> list[str]:
     manifest, folder = found.manifest, found.folder
     if manifest is None:
         return [found.problem]
-    lines: list[str] = []
-    columns = read_index(folder, manifest)
-    for part, rows in zip(manifest.parts, columns["rows"], strict=True):
-        kept = np.flatnonzero(rows >= 0)
-        with contextlib.closing(open_part(folder, part, columns, rows[kept], None)) as store:
-            for number in np.argsort(rows[kept], kind="stable").tolist():
-                try:
-                    store.check(np.array([number]))
-                except UndecodableError as damaged:
-                    row = rows[kept[number]]
-                    lines.append(f"sample {kept[number]}, {part.name}, row {row} is damaged: {damaged}")
-    return lines
+
+    def use(manifest: Manifest, columns: Columns) -> list[str]:
+        lines: list[str] = []
+        for part, rows in zip(manifest.parts, columns["rows"], strict=True):
+            kept = np.flatnonzero(rows >= 0)
+            with contextlib.closing(open_part(Path(folder), part, columns, rows[kept], None)) as store:
+                for number in np.argsort(rows[kept], kind="stable").tolist():
+                    try:
+                        store.check(np.array([number]))
+                    except UndecodableError as damaged:
+                        row = rows[kept[number]]
+                        lines.append(f"sample {kept[number]}, {part.name}, row {row} is damaged: {damaged}")
+        return lines
+
+    return read_settled(folder, use)
 
 
 def _count(number: int, what: str) -> str:
