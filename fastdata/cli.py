@@ -22,6 +22,7 @@ from fastdata.cache import inspect_caches, prune_caches, verify_cache
 from fastdata.codecs import KNOWN_CODECS
 from fastdata.doctor import examine_machine
 from fastdata.errors import FastDataError, refuse_remote
+from fastdata.export import export_cache
 from fastdata.folder import ImageFolder
 from fastdata.images import CenterCrop
 from fastdata.memory import format_bytes
@@ -195,6 +196,13 @@ def _inspect(*, cache: Path, verify: bool, json: Path | None, storage_options: d
     return 0 if is_sound else 1
 
 
+def _export(*, cache: Path, out: Path, to: Any, image_format: Any, quality: int | None, shard_size: str) -> int:
+    done = export_cache(cache, out, to=to, image_format=image_format, quality=quality, shard_size=shard_size)
+    pixels = "the pixels of the cache" if done.lossless else "pixels changed by lossy compression"
+    print(f"{done.folder}: {done.samples:,} samples as {image_format} files, {pixels}")
+    return 0
+
+
 def _prune(*, cache: Path, gone: bool, dry_run: bool) -> int:
     removals = prune_caches(cache, gone=gone, dry_run=dry_run)
     for removal in removals:
@@ -324,6 +332,34 @@ def _parser() -> argparse.ArgumentParser:
     add("--verify", action="store_true", help=marks)
     _add_options(add)
     _add_files(add)
+
+    add = command(
+        _export,
+        "write a cache as files that other libraries read",
+        "Writes the images of a cache, at the size that they have there, as class folders, WebDataset tars or a "
+        "Hugging Face dataset. PNG, the default, keeps every pixel.",
+        "fastdata export /data/caches /data/folder --to folder",
+        "fastdata export /data/caches /data/tars --to webdataset --image-format jpeg --quality 95",
+    )
+    add("cache", type=Path, metavar="CACHE", help="a cache, or a folder that keeps one")
+    add("out", type=Path, metavar="OUT", help="the folder to make")
+    add(
+        "--to",
+        choices=("webdataset", "folder", "hf"),
+        required=True,
+        help="what to write; hf is Parquet (extra: arrow)",
+    )
+    add(
+        "--image-format", choices=("png", "jpeg", "webp"), default="png", help="default: %(default)s, which is lossless"
+    )
+    add(
+        "--quality",
+        type=_positive,
+        metavar="N",
+        help="1 to 100, of JPEG, by default 95, or of WebP, by default lossless",
+    )
+    sizes = "most bytes of images in a tar or Parquet file; default: %(default)s"
+    add("--shard-size", default="256MiB", metavar="SIZE", help=sizes)
 
     add = command(
         _prune,

@@ -61,7 +61,7 @@ from fastdata.prepare import (
 from fastdata.report import log, warn_user
 from fastdata.ring import BatchRing
 from fastdata.shared import ListView, SampleTable, collate_targets
-from fastdata.sources import DatasetSource, FileSource, ItemKeys, RemoteFiles, Source
+from fastdata.sources import Columns, DatasetSource, FileSource, ItemKeys, RemoteFiles, Source
 from fastdata.stores.readers import Store
 from fastdata.transforms import TransformPlan, fingerprint, is_same, plan_pairs, plan_transform
 from fastdata.transforms.boxes import BoxProgram, boxes_obstacle
@@ -1011,7 +1011,7 @@ class PreparedDataset(Dataset[Any]):
             table = SampleTable(targets, paths=paths, class_to_idx=self.table.class_to_idx if self.table else None)
             source = FileSource(paths, targets, origin.loader)
         elif isinstance(origin, DatasetSource):
-            source = DatasetSource(Subset(origin.dataset, list(index)))
+            source = DatasetSource(Subset(origin.dataset, list(index)), origin.columns)
         else:
             raise ValueError(f"this {type(self).__name__} does not know what its samples were read from")
         other = self._copied()
@@ -1111,7 +1111,12 @@ class CachedDataset(PreparedDataset):
             random are refused, those that fastdata does not know are warned of. The sample may be a tuple of these,
             and the target an image or array too, such as a mask: all of them are stored. Of an item that is a dict the
             one value that is an image is the sample, and the target that of the other key, or a dict of several; items
-            and batches are dicts of the same keys then.
+            and batches are dicts of the same keys then. Or the path or URL of another format's files, a pattern such
+            as ``"train-{000..009}.tar"``, or a list of these: WebDataset's tars, LitData's and Mosaic's folders,
+            Parquet and Arrow; see docs/other-datasets.md.
+        columns: of items that are dicts the names of those that are sample and target, such as
+            ``{"sample": "image", "target": "label"}``; items are pairs then, and a list of names makes the target a
+            dict.
         prepare: called on each sample before it is stored, e.g. ``lambda image: image.convert("RGB")``.
         transform: as torchvision's. Its leading deterministic steps run once per sample, before it is stored; see
             ``plan``.
@@ -1151,11 +1156,17 @@ class CachedDataset(PreparedDataset):
         transform: Callable[[Any], Any] | None = None,
         target_transform: Callable[[Any], Any] | None = None,
         transforms: Callable[[Any, Any], Any] | None = None,
+        columns: Mapping[str, str | Sequence[str]] | None = None,
         **options: Unpack[DatasetOptions],
     ) -> None:
-        chosen = Options(**options)
+        chosen, chosen_columns = Options(**options), None if columns is None else Columns.of(columns)
         self.transforms = _checked(transforms, transform, target_transform)
-        source = DatasetSource(dataset)
+        if _are_paths(dataset):
+            from fastdata.formats import open_dataset  # 20 ms, which only files of others take
+
+            only = None if chosen_columns is None else chosen_columns.names
+            dataset = open_dataset(dataset, chosen.storage_options, only) or dataset
+        source = DatasetSource(dataset, chosen_columns)
         if chosen.storage != "none":
             _refuse_frozen_draws(dataset)
         self._build(source, chosen, transform, target_transform, prepare=prepare)
@@ -1245,6 +1256,11 @@ def _checked(transforms: Any, transform: Any, target_transform: Any) -> Any:
     if transforms is not None and (transform is not None or target_transform is not None):
         raise ValueError("transforms= takes sample and target together; give it alone, or transform= and the like")
     return transforms
+
+
+def _are_paths(dataset: Any) -> bool:
+    kinds = {type(each) for each in dataset} if isinstance(dataset, list) and dataset else {type(dataset)}
+    return all(issubclass(kind, (str, os.PathLike)) for kind in kinds)
 
 
 _USUAL_NAMES = ("transforms", "transform", "target_transform")

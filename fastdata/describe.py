@@ -135,13 +135,15 @@ def describe_dataset(dataset: Any, cache_key: str | None = None) -> str:
     while hasattr(inner, "indices") and hasattr(inner, "dataset"):
         words.append(f"{type(inner).__qualname__} {_digest_of_values(list(inner.indices))}")
         inner = inner.dataset
-    if cache_key is None and not hasattr(inner, "samples"):
+    identity = getattr(inner, "identity", None)  # of formats.py's
+    if cache_key is None and identity is None and not hasattr(inner, "samples"):
         raise ValueError(
             f"cache_dir= must know in the next run whether the samples of {type(inner).__name__} are still the same, "
             "but it does not list their files in an attribute samples. Give cache_key='a name' and change it whenever "
             "the data change."
         )
     words += [f"{type(inner).__module__}.{type(inner).__qualname__}", f"cache_key={cache_key!r}"]
+    words += [] if identity is None else [f"identity={identity}"]
     for name in ("transform", "target_transform", "transforms", "loader"):
         if (call := getattr(inner, name, None)) is not None:
             words.append(f"{name}={describe_steps(getattr(call, 'transforms', None) or [call], cache_key)}")

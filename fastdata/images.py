@@ -575,11 +575,26 @@ def round_up_8(count: int) -> int:
 _scratch = Scratch()
 
 
+def from_raw(mode: str, size: tuple[int, int], data: bytes) -> Image.Image:
+    """The PIL image of a mode and of (width, height) whose ``tobytes()`` are these; ValueError where they cannot be."""
+    from PIL import Image
+
+    planes, dtype = _MODES.get(mode, (0, "uint8"))
+    if not planes or math.prod(size) * planes * np.dtype(dtype).itemsize != len(data):
+        raise ValueError(f"{len(data):,} bytes are no image of mode {mode!r} and {size[0]} x {size[1]} px")
+    return Image.frombytes(mode, size, data)
+
+
+def encode_image(image_CHW: Array, kind: str, **options: Any) -> bytes:
+    """Encode stored planes as an image file of a kind that PIL knows."""
+    stream = io.BytesIO()
+    to_pil(image_CHW).save(stream, kind, **options)
+    return stream.getvalue()
+
+
 def encode_planes(image_CHW: Array, *, quality: int, subsampling: str) -> bytes:
     """Encode an image of uint8, 1 or 3 planes, as a baseline JPEG; the planes are read where they lie."""
-    stream = io.BytesIO()
-    to_pil(image_CHW).save(stream, "JPEG", quality=quality, subsampling=subsampling)
-    return stream.getvalue()
+    return encode_image(image_CHW, "JPEG", quality=quality, subsampling=subsampling)
 
 
 def decode_planes_into(data: memoryview, out_CHW: Array) -> None:

@@ -22,7 +22,7 @@ import numpy.typing as npt
 import torch
 
 from fastdata.errors import is_url
-from fastdata.images import decoder_of, is_image
+from fastdata.images import decode_image, decoder_of, is_image, load_image
 from fastdata.remote import Place
 
 if TYPE_CHECKING:
@@ -58,6 +58,40 @@ class ItemKeys:
         """The item again; or a batch, of samples and targets."""
         others = dict.fromkeys(self.names, target) if len(self.names) == 2 else target
         return {name: sample if name == self.image else others[name] for name in self.names}
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """The keys of items that are dicts whose values are sample and target; of several targets a dict is made."""
+
+    sample: str
+    target: str | list[str]
+
+    @classmethod
+    def of(cls, names: Mapping[str, Any]) -> Columns:
+        target = names.get("target")
+        if isinstance(target, tuple | list) and all(isinstance(name, str) for name in target):
+            target = list(target)
+        if set(names) != {"sample", "target"} or not isinstance(names["sample"], str) or not target:
+            raise ValueError(
+                f"columns={names!r} does not say which are sample and target. Give their names, or a list of several "
+                "for the target: columns={'sample': 'image', 'target': 'label'}."
+            )
+        return cls(names["sample"], target)
+
+    @property
+    def names(self) -> list[str]:
+        return [self.sample, *([self.target] if isinstance(self.target, str) else self.target)]
+
+    def split(self, item: Any, which: str) -> tuple[Any, Any]:
+        if not isinstance(item, Mapping):
+            raise TypeError(f"{which} is a {type(item).__name__}, and columns= chooses of a dict; leave it out")
+        if missing := [name for name in self.names if name not in item]:
+            there = ", ".join(map(repr, item))
+            raise KeyError(f"{which} has no {', '.join(map(repr, missing))} of columns=; there are {there}")
+        if isinstance(self.target, str):
+            return item[self.sample], item[self.target]
+        return item[self.sample], {name: item[name] for name in self.target}
 
 
 class Source(Protocol):
@@ -233,11 +267,14 @@ def place_of(place: Place, url: str) -> tuple[Place, str]:
 
 
 class DatasetSource:
-    """The items of any map-style dataset of pairs or dicts; its own transform runs inside ``read``."""
+    """The items of any map-style dataset of pairs or dicts; its own transform runs inside ``read``.
+
+    With ``columns`` the items are dicts, of which those named are sample and target.
+    """
 
     keys: ItemKeys | None = None
 
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: Any, columns: Columns | None = None) -> None:
         if isinstance(dataset, (str, bytes, os.PathLike)):
             raise TypeError(
                 f"{dataset!r} is a path, not a dataset. Give fastdata.ImageFolder the folder of class folders, "
@@ -253,13 +290,17 @@ class DatasetSource:
                 f"{type(dataset).__name__} has no __getitem__ and __len__, so its samples cannot be read by index. "
                 "Give a map-style dataset; an iterable one can be collected first: list(dataset)."
             )
-        self.dataset = dataset
+        self.dataset, self.columns = dataset, columns
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def read(self, index: int) -> tuple[Any, Any]:
         item, which = self.dataset[index], f"item {index} of {type(self.dataset).__name__}"
+        if isinstance(item, Mapping):
+            item = {name: _opened(value) for name, value in item.items()}
+        if self.columns is not None:
+            return self.columns.split(item, which)
         if isinstance(item, Mapping):
             self.keys = keys = self.keys or _keys_of(item, which)
             if set(item) != set(keys.names):
@@ -289,6 +330,13 @@ class DatasetSource:
         return os.fspath(first) if isinstance(first, str | os.PathLike) else None
 
 
+def _opened(value: Any) -> Any:
+    """The image of a file that Hugging Face's ``Image(decode=False)`` leaves as it is; anything else unchanged."""
+    if not isinstance(value, Mapping) or value.keys() != {"bytes", "path"}:
+        return value
+    return load_image(value["path"]) if value["bytes"] is None else decode_image(value["bytes"])
+
+
 def _keys_of(item: Mapping[Any, Any], which: str) -> ItemKeys:
     names = tuple(item)
     images = [name for name, value in item.items() if is_image(value)]
@@ -297,7 +345,8 @@ def _keys_of(item: Mapping[Any, Any], which: str) -> ItemKeys:
         found = found if images else f"no image among {', '.join(map(str, names))}"
         raise TypeError(
             f"{which} is a dict with {found}; one under a name is needed: a PIL image, array or tensor. Wrap the "
-            "dataset in one whose __getitem__ returns ((image, mask), target), or the like."
+            "dataset in one whose __getitem__ returns ((image, mask), target), or say which it is: "
+            "columns={'sample': 'image', 'target': 'label'}, or the like."
         )
     return ItemKeys(names, images[0])
 

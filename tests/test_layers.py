@@ -32,8 +32,10 @@ ROOMS = (
     "cache",
     "batch",
     "ring",
+    "formats",
     "dataset",
     "folder",
+    "export",
     "samplers",
     "loader",
     "chunked",
@@ -66,6 +68,7 @@ DOORS = {
     "filelock": {"cache"},
     "ray": {"cache"},
     "fsspec": {"remote"},
+    "pyarrow": {"formats"},
 }
 """Library -> the only rooms that import it."""
 

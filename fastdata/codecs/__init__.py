@@ -6,7 +6,9 @@ nine times smaller for the price of exactness; ``"source"`` keeps a file's own b
 
 from __future__ import annotations
 
+import bz2
 import threading
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
@@ -243,6 +245,25 @@ class ZstdCodec:
             raise size_error(self.name, f"a damaged frame ({problem})", out) from problem
         if written != filtered.size:
             raise size_error(self.name, f"a frame that ends after {written:,} bytes of {filtered.size:,}", out)
+
+
+def decompress(data: bytes, compression: str, size_bytes: int) -> bytes:
+    """What a whole file of others was compressed of, by zstd, gz or bz2; ValueError unless it has this size."""
+    if compression not in ("zstd", "gz", "bz2"):
+        raise ValueError(f"compression {compression!r} is not known; zstd, gz and bz2 are")
+    found, is_whole, problem = b"", True, ""
+    try:
+        if compression != "zstd":
+            stream = zlib.decompressobj(zlib.MAX_WBITS | 16) if compression == "gz" else bz2.BZ2Decompressor()
+            found = stream.decompress(data, size_bytes + 1)
+            is_whole = stream.eof
+        elif zstandard.frame_content_size(data) in (-1, size_bytes):  # memory is taken for what it claims
+            found = _workers.decompressor.decompress(data, size_bytes)
+    except (zstandard.ZstdError, zlib.error, OSError) as damage:
+        problem = f": {damage}"
+    if len(found) != size_bytes or not is_whole:
+        raise ValueError(f"it is no {compression} file of {size_bytes:,} bytes{problem}")
+    return found
 
 
 def _strip(data: Bytes, layout: Layout) -> tuple[Bytes, Layout]:
