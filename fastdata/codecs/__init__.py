@@ -247,22 +247,22 @@ class ZstdCodec:
             raise size_error(self.name, f"a frame that ends after {written:,} bytes of {filtered.size:,}", out)
 
 
-def decompress(data: bytes, compression: str, size_bytes: int) -> bytes:
-    """What a whole file of others was compressed of, by zstd, gz or bz2; ValueError unless it has this size."""
+def decompress(data: bytes, compression: str, most_bytes: int) -> bytes:
+    """What a file of others holds, by zstd, gz or bz2; ValueError if it is damaged, or more than ``most_bytes``."""
     if compression not in ("zstd", "gz", "bz2"):
         raise ValueError(f"compression {compression!r} is not known; zstd, gz and bz2 are")
-    found, is_whole, problem = b"", True, ""
+    problem = f"it is no {compression} file of at most {most_bytes:,} bytes"
     try:
-        if compression != "zstd":
-            stream = zlib.decompressobj(zlib.MAX_WBITS | 16) if compression == "gz" else bz2.BZ2Decompressor()
-            found = stream.decompress(data, size_bytes + 1)
-            is_whole = stream.eof
-        elif zstandard.frame_content_size(data) in (-1, size_bytes):  # memory is taken for what it claims
-            found = _workers.decompressor.decompress(data, size_bytes)
+        if compression == "zstd":
+            if zstandard.frame_content_size(data) > most_bytes:  # memory is taken for what it claims
+                raise ValueError(problem)
+            return bytes(_workers.decompressor.decompress(data, most_bytes))
+        stream = zlib.decompressobj(zlib.MAX_WBITS | 16) if compression == "gz" else bz2.BZ2Decompressor()
+        found = stream.decompress(data, most_bytes + 1)
     except (zstandard.ZstdError, zlib.error, OSError) as damage:
-        problem = f": {damage}"
-    if len(found) != size_bytes or not is_whole:
-        raise ValueError(f"it is no {compression} file of {size_bytes:,} bytes{problem}")
+        raise ValueError(f"{problem}: {damage}") from damage
+    if len(found) > most_bytes or not stream.eof:
+        raise ValueError(problem)
     return found
 
 
