@@ -10,6 +10,7 @@ import pickle
 import subprocess
 import sys
 import tarfile
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -336,6 +337,22 @@ def test_mds_encodings(tmp_path: Path) -> None:
     assert (found := item.pop("f")).mode == "L"
     assert found.tobytes() == image.tobytes()
     assert item == {"a": "ü", "b": b"\0", "c": [1], "d": 0.5, "e": 7, "j": 12}
+
+
+@pytest.mark.parametrize("compression", ["None", "zstd", "gz", "bz2"])
+def test_mds_as_mosaics_own_writer_makes_it(tmp_path: Path, compression: str) -> None:
+    """What mosaicml-streaming 0.13.0 wrote is read back; integrations/record_mds.py has recorded it."""
+    with zipfile.ZipFile(Path(__file__).parent / "recorded_mds.zip") as archive:
+        archive.extractall(tmp_path)
+    dataset = open_dataset(tmp_path / compression)
+    assert len(dataset) == 5
+    for i in range(5):
+        item, wanted = dataset[i], np.arange(90, dtype=np.uint8).reshape(5, 6, 3) + i
+        assert np.array_equal(item.pop("image"), wanted)
+        assert np.array_equal(item.pop("grey"), wanted[:, :, 0])
+        assert np.array_equal(item.pop("vector"), np.full(3, i, np.float32))
+        assert np.array_equal(item.pop("table"), np.full((2, 3), i, np.int16))
+        assert item == {"label": i * 10, "text": f"ü{i}", "score": i / 2, "facts": {"a": [i]}}
 
 
 def set_shard(**facts: Any) -> Callable[[Any], object]:

@@ -307,9 +307,9 @@ def _row_counts(file: File) -> list[int]:
             facts = opened.metadata
             return [facts.row_group(k).num_rows for k in range(facts.num_row_groups)]
         return [batch.num_rows for batch in opened]
-    except (ValueError, OSError) as problem:  # pyarrow's own errors are these
-        if isinstance(problem, (RemoteError, FileNotFoundError)):
-            raise
+    except (RemoteError, FileNotFoundError):
+        raise
+    except (ValueError, OSError, import_arrow().ArrowException) as problem:
         raise ValueError(f"{file} cannot be read: {problem}") from problem
 
 

@@ -1,0 +1,231 @@
+"""What other libraries write, read as datasets; what is exported, read by them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.feather
+import pyarrow.parquet
+import pytest
+import torch
+import webdataset
+from litdata.streaming.writer import BinaryWriter
+from PIL import Image
+
+from conftest import test_image
+from fastdata import CachedDataset, ImageFolder
+from fastdata.export import export_cache
+from fastdata.formats import open_dataset
+
+datasets.disable_progress_bars()  # whose monitor is a thread that stays
+COUNT = 7
+NAMES = ["cat", "dog"]
+LEFT_OPEN = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore:unclosed file")
+"""webdataset leaves the files that it reads to the garbage collector."""
+
+
+def image(index: int) -> Image.Image:
+    return Image.fromarray(test_image(index, (6, 5)))
+
+
+def same(found: Any, index: int) -> bool:
+    return np.array_equal(found, test_image(index, (6, 5)))
+
+
+@pytest.fixture
+def hugging(tmp_path: Path) -> datasets.Dataset:
+    """Items of image and label; nothing is kept outside of the test's folder."""
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=NAMES)})
+    rows = {"image": [image(i) for i in range(COUNT)], "label": [i % 2 for i in range(COUNT)]}
+    return datasets.Dataset.from_dict(rows, features=features)
+
+
+@pytest.fixture
+def cache(image_folder: Callable[..., Path], tmp_path: Path) -> Path:
+    root = image_folder(suffix=".png")
+    ImageFolder(root, cache_dir=tmp_path / "cache", fill="eager", progress=False, num_workers=1).close()
+    return tmp_path / "cache"
+
+
+@LEFT_OPEN
+def test_webdatasets_writer(tmp_path: Path) -> None:
+    """Tars of its ShardWriter are pairs, and columns are what its own reader gives."""
+    with webdataset.ShardWriter(str(tmp_path / "t-%02d.tar"), maxcount=3, verbose=0) as writer:
+        for i in range(COUNT):
+            item = {"__key__": f"a/{i:03}", "png": image(i), "cls": i, "json": {"a": i}, "npy": np.arange(i + 1)}
+            writer.write(item)
+    with CachedDataset(f"{tmp_path}/t-{{00..02}}.tar", progress=False, num_workers=2) as dataset:
+        assert list(dataset.targets) == list(range(COUNT))
+        assert all(same(dataset[i][0], i) for i in range(COUNT))
+    ours = open_dataset(tmp_path, only=["png", "cls", "json", "npy", "__key__"])
+    shards = sorted(map(str, tmp_path.glob("*.tar")))
+    theirs = list(webdataset.WebDataset(shards, shardshuffle=False).decode("pil"))
+    for item, wanted in zip((ours[i] for i in range(COUNT)), theirs, strict=True):
+        assert item["__key__"] == wanted["__key__"]
+        assert np.array_equal(item["png"], wanted["png"])
+        assert np.array_equal(item["npy"], wanted["npy"])
+        assert (item["cls"], item["json"]) == (wanted["cls"], wanted["json"])
+
+
+@pytest.mark.parametrize("level", [None, "chunk", "batch", "sample"])
+def test_litdatas_writer(tmp_path: Path, level: str | None) -> None:
+    """Chunks of its writer give the values that were written, compressed in each of its ways or not."""
+    image(0).save(tmp_path / "0.jpg")
+    with Image.open(tmp_path / "0.jpg") as jpeg:
+        jpeg.load()
+    more = {"compression": "zstd", "compression_level": level, "compression_batch_size": 2} if level else {}
+    folder = tmp_path / "lit"
+    folder.mkdir()
+    writer = BinaryWriter(str(folder), chunk_size=3, **more)
+    for i in range(COUNT):
+        values = {"tensor": torch.arange(6).reshape(2, 3) * i, "line": torch.arange(3), "label": i, "flag": i > 2}
+        values |= {"pil": image(i), "jpeg": jpeg, "name": f"x{i}", "more": (i / 2, [b"z"])}
+        writer[i] = values | {"numpy": np.full((2, 2), i, np.float32)}
+    writer.done()
+    writer.merge()
+    dataset = open_dataset(folder)
+    assert len(dataset) == COUNT
+    for i in range(COUNT):
+        item = dataset[i]
+        assert torch.equal(item["tensor"], torch.arange(6).reshape(2, 3) * i)
+        assert torch.equal(item["line"], torch.arange(3))
+        assert (item["label"], item["flag"], item["name"], item["more"]) == (i, i > 2, f"x{i}", (i / 2, [b"z"]))
+        assert same(item["pil"], i)
+        assert np.array_equal(item["jpeg"], jpeg)
+        assert np.array_equal(item["numpy"], np.full((2, 2), i, np.float32))
+
+
+def test_litdatas_pickles_are_refused(tmp_path: Path) -> None:
+    """What its writer had to pickle is named when the folder is opened."""
+    writer = BinaryWriter(str(tmp_path), chunk_size=3)
+    writer[0] = {"image": image(0), "label": {1, 2}}
+    writer.done()
+    writer.merge()
+    with pytest.raises(ValueError, match="it holds pickled values, and what is not trusted is not unpickled"):
+        open_dataset(tmp_path)
+
+
+def write_parquet(hugging: datasets.Dataset, folder: Path) -> None:
+    hugging.to_parquet(folder / "a.parquet", batch_size=3)
+
+
+def write_feather(hugging: datasets.Dataset, folder: Path) -> None:
+    for name, compression in (("a", "lz4"), ("b", "uncompressed")):
+        table = hugging.data.table.slice(*((0, 4) if name == "a" else (4, 3)))
+        pyarrow.feather.write_feather(table, folder / f"{name}.feather", compression=compression, chunksize=2)
+
+
+def write_stream(hugging: datasets.Dataset, folder: Path) -> None:
+    hugging.save_to_disk(folder, num_shards=2)
+
+
+@pytest.mark.parametrize("write", [write_parquet, write_feather, write_stream])
+def test_arrow_and_parquet_are_dicts(tmp_path: Path, hugging: Any, write: Callable[..., None]) -> None:
+    """Rows of what Hugging Face and pyarrow write come out as dicts with images, prepared by two workers."""
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    write(hugging, folder)
+    with CachedDataset(folder, progress=False, num_workers=2) as dataset:
+        assert [dataset[i]["label"] for i in range(COUNT)] == [i % 2 for i in range(COUNT)]
+        assert all(same(dataset[i]["image"], i) for i in range(COUNT))
+
+
+def test_row_groups_are_read_once_in_a_row(tmp_path: Path, hugging: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that goes through all rows reads each group once, and only the columns that it needs."""
+    write_parquet(hugging, tmp_path)
+    dataset = open_dataset(tmp_path, only=["label"])
+    read, asked = pyarrow.parquet.ParquetFile.read_row_group, []
+
+    def counting(self: Any, number: int, **options: Any) -> Any:
+        asked.append((number, options["columns"]))
+        return read(self, number, **options)
+
+    monkeypatch.setattr(pyarrow.parquet.ParquetFile, "read_row_group", counting)
+    assert [dataset[i] for i in range(COUNT)] == [{"label": i % 2} for i in range(COUNT)]
+    assert asked == [(k, ["label"]) for k in range(len(asked))]
+    assert len(asked) == pyarrow.parquet.ParquetFile(tmp_path / "a.parquet").num_row_groups > 1
+
+
+def test_binary_columns_are_images_and_others_are_not(tmp_path: Path) -> None:
+    """Bytes that begin as an image's do are opened, others stay; a path without its bytes is an error."""
+    (tmp_path / "x.png").touch()
+    image(3).save(tmp_path / "x.png")
+    table = pa.table({"jpg": [(tmp_path / "x.png").read_bytes()], "raw": [b"\0\1"], "label": [3]})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    item = open_dataset(tmp_path / "a.parquet")[0]
+    assert same(item.pop("jpg"), 3)
+    assert item == {"raw": b"\0\1", "label": 3}
+    with pytest.raises(ValueError, match="there is no column 'mask'; columns are 'jpg', 'raw', 'label'"):
+        open_dataset(tmp_path / "a.parquet", only=["mask"])
+    pyarrow.parquet.write_table(pa.table({"image": [{"bytes": None, "path": "x.png"}]}), tmp_path / "b.parquet")
+    with pytest.raises(ValueError, match=r"it holds the path of an image, 'x.png', and not its bytes"):
+        open_dataset(tmp_path / "b.parquet")[0]
+
+
+@pytest.mark.parametrize("write", [write_parquet, write_feather, write_stream])
+def test_damaged_tables_are_errors(tmp_path: Path, hugging: Any, write: Callable[..., None]) -> None:
+    """A file that is cut, or no such file, is named; whatever byte is another, nothing worse than an error comes."""
+    write(hugging, tmp_path)
+    path = next(path for path in sorted(tmp_path.iterdir()) if path.suffix in (".parquet", ".feather", ".arrow"))
+    data = path.read_bytes()
+    for bad in (data[: len(data) // 2], b"", b"x" * 100):
+        path.write_bytes(bad)
+        with pytest.raises(ValueError, match=path.name):
+            [open_dataset(path)[i] for i in range(COUNT)]
+    for at in range(0, len(data), max(1, len(data) // 60)):
+        path.write_bytes(data[:at] + bytes([data[at] ^ 255]) + data[at + 1 :])
+        try:
+            dataset = open_dataset(path)
+            for i in range(len(dataset)):
+                dataset[i]
+        except (ValueError, MemoryError):
+            pass
+
+
+def test_hugging_faces_datasets(hugging: Any) -> None:
+    """Its objects are served as dicts, decoded by it or left as bytes, and as pairs by columns."""
+    for dataset in (hugging, hugging.cast_column("image", datasets.Image(decode=False))):
+        with CachedDataset(dataset, progress=False, num_workers=1) as ours:
+            assert ours[3]["label"] == 1
+            assert all(same(ours[i]["image"], i) for i in range(COUNT))
+        columns = {"sample": "image", "target": "label"}
+        with CachedDataset(dataset, columns=columns, progress=False, num_workers=1) as ours:
+            assert list(ours.targets) == [i % 2 for i in range(COUNT)]
+
+
+def test_an_export_is_a_dataset_of_hugging_face(cache: Path, tmp_path: Path) -> None:
+    """load_dataset opens it with images and class names, in several files, and fastdata reads it too."""
+    export_cache(cache, tmp_path / "out", to="hf", shard_size=300, progress=False)
+    assert len(list((tmp_path / "out" / "data").iterdir())) > 1
+    theirs = datasets.load_dataset(str(tmp_path / "out"), split="train", cache_dir=str(tmp_path / "home"))
+    assert theirs.features == {"image": datasets.Image(), "label": datasets.ClassLabel(names=NAMES)}
+    with CachedDataset.from_cache(cache) as ours, CachedDataset(tmp_path / "out", progress=False) as again:
+        assert theirs["label"] == list(ours.targets)
+        for i in range(len(ours)):
+            assert theirs[i]["image"].tobytes() == again[i]["image"].tobytes() == ours[i][0].tobytes()
+
+
+def test_an_export_of_dicts_keeps_their_names(tmp_path: Path) -> None:
+    """Columns are the items' keys; targets that are dicts become structs."""
+    items = [{"pixels": image(i), "kind": i, "boxes": [[i, 1.5]]} for i in range(3)]
+    CachedDataset(items, cache_dir=tmp_path / "cache", cache_key="x", progress=False, num_workers=1).close()
+    export_cache(tmp_path / "cache", tmp_path / "out", to="hf", progress=False)
+    theirs = datasets.load_dataset(str(tmp_path / "out"), split="train", cache_dir=str(tmp_path / "home"))
+    assert theirs[2]["label"] == {"kind": 2, "boxes": [[2, 1.5]]}
+    assert same(theirs[2]["pixels"], 2)
+
+
+@LEFT_OPEN
+def test_webdataset_reads_an_export(cache: Path, tmp_path: Path) -> None:
+    """Its own reader gives the pixels and classes of the cache, in order."""
+    export_cache(cache, tmp_path / "out", to="webdataset", shard_size=600, progress=False)
+    shards = sorted(map(str, (tmp_path / "out").glob("*.tar")))
+    theirs = list(webdataset.WebDataset(shards, shardshuffle=False).decode("pil").to_tuple("png", "cls"))
+    with CachedDataset.from_cache(cache) as ours:
+        assert [target for _, target in theirs] == list(ours.targets)
+        assert all(theirs[i][0].tobytes() == ours[i][0].tobytes() for i in range(len(ours)))
