@@ -54,6 +54,7 @@ from fastdata.prepare import (
     Prepared,
     ReadPath,
     Steps,
+    is_fetched,
     prepare_storage,
     read_path,
     report_storage,
@@ -61,7 +62,7 @@ from fastdata.prepare import (
 from fastdata.report import log, warn_user
 from fastdata.ring import BatchRing
 from fastdata.shared import ListView, SampleTable, collate_targets
-from fastdata.sources import Columns, DatasetSource, FileSource, ItemKeys, RemoteFiles, Source
+from fastdata.sources import Columns, DatasetSource, FileSource, ItemKeys, Source
 from fastdata.stores.readers import Store
 from fastdata.transforms import TransformPlan, fingerprint, is_same, plan_pairs, plan_transform
 from fastdata.transforms.boxes import BoxProgram, boxes_obstacle
@@ -274,7 +275,7 @@ class PreparedDataset(Dataset[Any]):
         self._prepare(source, table)
 
     def _prepare(self, source: Source, table: SampleTable | None) -> None:
-        options, self._source, self._is_remote = self.options, source, isinstance(source, RemoteFiles)
+        options, self._source, self._is_remote = self.options, source, is_fetched(source)
         plan = self._split(self._transform, batch_ops=options.batch_ops)
         steps, path = self._steps(plan), self._path(source, plan)
         self._is_upright = "exif_transpose" in map(known_name, steps)

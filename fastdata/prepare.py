@@ -483,7 +483,12 @@ def ingest_workers(options: Options) -> int:
 
 def expecting(source: Source) -> Callable[[Any], None] | None:
     """What tells a source of tasks that come; None where it has no use for it."""
-    return (lambda task: source.expect(task.positions)) if isinstance(source, RemoteFiles) else None
+    return (lambda task: source.expect(task.positions)) if is_fetched(source) else None
+
+
+def is_fetched(source: Source) -> bool:
+    """Whether reading a sample is waiting for a network."""
+    return isinstance(source, RemoteFiles) or (isinstance(source, DatasetSource) and source.is_remote)
 
 
 def writing_job(to_write: WritePath, *, with_targets: bool) -> Callable[[_Task], list[tuple[int, _Written]]]:

@@ -315,7 +315,13 @@ class DatasetSource:
             )
         return item[0], item[1]
 
-    def expect(self, indices: Sequence[int]) -> None: ...
+    @property
+    def is_remote(self) -> bool:
+        return getattr(self.dataset, "is_remote", False)
+
+    def expect(self, indices: Sequence[int]) -> None:
+        if self.is_remote:  # of formats/
+            self.dataset.expect(indices)
 
     def path(self, index: int) -> str | None:
         """Found where the dataset lists its files in ``samples``, as torchvision's do, through subsets of subsets."""

@@ -163,27 +163,36 @@ class TarShards(Shards):
         self._keys = PackedPaths.of([key for key, _ in samples])
 
     def _item(self, number: int, row: int, index: int) -> Any:
+        found = self._chosen(index)
+        start, stop = self._span(number, row, index)
+        data, values = self.fetch(number, index, (start, stop)), {}
+        for suffix, (first, last) in found.items():
+            values[suffix] = _member(suffix, data[first - start : last - start])
+        if self._only is None:
+            return tuple(values.values())
+        if "__key__" in self._only:
+            first, last = (int(self._keys.ends[k]) if k >= 0 else 0 for k in (index - 1, index))
+            values["__key__"] = os.fsdecode(self._keys.blob[first:last].tobytes())
+        return values
+
+    def _span(self, number: int, row: int, index: int) -> tuple[int, int]:
+        spans = self._chosen(index).values()
+        return min((start for start, _ in spans), default=0), max((stop for _, stop in spans), default=0)
+
+    def _chosen(self, index: int) -> dict[str, tuple[int, int]]:
+        """First and last byte of the files of a sample that are asked for, by ending."""
         spans = self._spans[self._first[index] : self._first[index + 1]].tolist()
         found = {self._suffixes[suffix]: (start, start + size) for suffix, start, size in spans}
-        if self._only is None:
-            images = [suffix for suffix in found if _is_image(suffix)]
-            targets = [suffix for suffix in _TARGETS if suffix in found]
-            if len(images) != 1 or not targets:
-                raise ValueError(
-                    f"it has the files {', '.join(found)}, and not one image with one of {', '.join(_TARGETS)}. Say "
-                    "which are meant: columns={'sample': 'jpg', 'target': 'npy'}, or the like"
-                )
-            wanted = [images[0], targets[0]]
-        else:
-            wanted = self.wanted([*found, "__key__"])
-        file, values = self._files[number], {}
-        for suffix in wanted:
-            if suffix == "__key__":
-                start, stop = (int(self._keys.ends[k]) if k >= 0 else 0 for k in (index - 1, index))
-                values[suffix] = os.fsdecode(self._keys.blob[start:stop].tobytes())
-            else:
-                values[suffix] = _member(suffix, file.read(*found[suffix]))
-        return values if self._only is not None else tuple(values.values())
+        if self._only is not None:
+            return {suffix: found[suffix] for suffix in self.wanted([*found, "__key__"]) if suffix != "__key__"}
+        images = [suffix for suffix in found if _is_image(suffix)]
+        targets = [suffix for suffix in _TARGETS if suffix in found]
+        if len(images) != 1 or not targets:
+            raise ValueError(
+                f"it has the files {', '.join(found)}, and not one image with one of {', '.join(_TARGETS)}. Say "
+                "which are meant: columns={'sample': 'jpg', 'target': 'npy'}, or the like"
+            )
+        return {suffix: found[suffix] for suffix in (images[0], targets[0])}
 
 
 def _list_tar(file: File) -> list[tuple[str, list[tuple[str, int, int]]]]:

@@ -35,22 +35,32 @@ class _Binary(Shards):
         self._counts, self._raw_bytes, self._compression = list(counts), list(raw_bytes), compression
         self._offsets: dict[int, Any] = {}
 
-    def _record(self, number: int, row: int) -> bytes:
-        file, count = self._files[number], self._counts[number]
-        read: Callable[[int, int], bytes] = file.read
-        size_bytes = file.size_bytes
-        if self._compression:
-            whole = self.keep("shard", number, partial(_unpacked, file, self._compression, self._raw_bytes[number]))
-            size_bytes = len(whole)
-            read = lambda start, stop: whole[start:stop]  # noqa: E731
+    def _span(self, number: int, row: int, index: int) -> tuple[int, int] | None:
+        return None if self._compression else self._ends_of(number, self._files[number].read, row)
+
+    def _record(self, number: int, row: int, index: int) -> bytes:
+        if not self._compression:
+            return self.fetch(number, index, self._ends_of(number, self._files[number].read, row))
+        unpack = partial(_unpacked, self._files[number], self._compression, self._raw_bytes[number])
+        whole = self.keep("shard", number, unpack)
+        start, stop = self._ends_of(number, lambda start, stop: whole[start:stop], row, len(whole))
+        return cast("bytes", whole[start:stop])
+
+    def _ends_of(
+        self, number: int, read: Callable[[int, int], bytes], row: int, size_bytes: int | None = None
+    ) -> tuple[int, int]:
+        """First and last byte of a sample, of which its file says where they are."""
         if number not in self._offsets:
+            count = self._counts[number]
+            size_bytes = self._files[number].size_bytes if size_bytes is None else size_bytes
             head = np.frombuffer(read(0, min(4 * (count + 2), size_bytes)), "<u4").astype(np.int64)
             offsets = head[1:]
             is_within = len(offsets) == count + 1 and offsets[0] >= 4 * (count + 2) and offsets[-1] <= size_bytes
             if not is_within or head[0] != count or (np.diff(offsets) < 0).any():
                 raise ValueError(f"the offsets at its start are not those of {count} samples in {size_bytes:,} bytes")
             self._offsets[number] = offsets
-        return read(*self._offsets[number][row : row + 2].tolist())
+        start, stop = self._offsets[number][row : row + 2].tolist()
+        return start, stop
 
 
 def _unpacked(file: File, compression: str, most_bytes: int) -> bytes:
@@ -179,7 +189,7 @@ class LitDataChunks(_Binary):
             raise ValueError("its data_spec has fewer values than its data_format")
 
     def _item(self, number: int, row: int, index: int) -> Any:
-        data = self._framed(number, row) if self._level == "batch" else self._record(number, row)
+        data = self._framed(number, row) if self._level == "batch" else self._record(number, row, index)
         if self._level == "sample":
             data = decompress(data, "zstd", _MOST_BYTES)
         count = len(self._formats)
@@ -187,6 +197,9 @@ class LitDataChunks(_Binary):
         values = [_decoder(_LITDATA, text)(piece) for text, piece in zip(self._formats, pieces, strict=True)]
         item = _unflatten(self._spec, iter(values))
         return {name: item[name] for name in self.wanted(item)} if isinstance(item, dict) else item
+
+    def _span(self, number: int, row: int, index: int) -> tuple[int, int] | None:
+        return None if self._level == "batch" else super()._span(number, row, index)
 
     def _framed(self, number: int, row: int) -> bytes:
         """A record of a chunk whose records are compressed some at a time; litdata's framed_zstd.py has the layout."""
@@ -258,7 +271,7 @@ class MosaicShards(_Binary):
         self.wanted(first["column_names"])
 
     def _item(self, number: int, row: int, index: int) -> Any:
-        data = self._record(number, row)
+        data = self._record(number, row, index)
         count = sum(not size for _, _, size in self._columns)
         sizes = iter(np.frombuffer(data[: 4 * count], "<u4").tolist())
         pieces = _cut(data, [size or next(sizes) for _, _, size in self._columns], 4 * count)

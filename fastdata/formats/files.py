@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import math
+import os
 import threading
 from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +19,8 @@ from fastdata.remote import Place
 
 _HEADERS_BYTES = 8 << 20
 """Read at once of a remote file of headers: as much as comes in two round trips."""
+
+_MOST_EXPECTED = 1024
 
 
 class File(NamedTuple):
@@ -65,6 +70,8 @@ class Shards:
         self._files, self._only = list(files), None if only is None else set(only)
         self._ends = np.cumsum(counts, dtype=np.int64)
         self._kept = threading.local()
+        self._coming: tuple[int, dict[int, Future[bytes]]] = 0, {}
+        self.is_remote = any(file.place.is_remote for file in files)
         facts = repr(sorted({(file.name, file.size_bytes, file.tag) for file in files})).encode()
         self.identity = f"{len(files)} files {hashlib.blake2b(facts, digest_size=8).hexdigest()}"
         """The same in every run, until a file is another."""
@@ -74,8 +81,7 @@ class Shards:
 
     def __getitem__(self, index: int) -> Any:
         index = range(len(self))[index]
-        number = int(np.searchsorted(self._ends, index, side="right"))
-        row = index - (int(self._ends[number - 1]) if number else 0)
+        number, row = self._locate(index)
         try:
             return self._item(number, row, index)
         except (ImportError, MemoryError, RemoteError):
@@ -85,14 +91,47 @@ class Shards:
             raise ValueError(said) from problem
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_kept"}
+        return {name: value for name, value in vars(self).items() if name != "_kept"} | {"_coming": (0, {})}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._kept = threading.local()
 
+    def _locate(self, index: int) -> tuple[int, int]:
+        """Number of the file, and of the sample in it."""
+        number = int(np.searchsorted(self._ends, index, side="right"))
+        return number, index - (int(self._ends[number - 1]) if number else 0)
+
     def _item(self, number: int, row: int, index: int) -> Any:
         raise NotImplementedError
+
+    def _span(self, number: int, row: int, index: int) -> tuple[int, int] | None:
+        """First and last byte of a sample in its file; None where it is read with others."""
+        return None
+
+    def expect(self, indices: Sequence[int]) -> None:
+        """Fetch these samples in the background, where they lie behind a URL and by themselves."""
+        coming = self._own_coming()
+        for index in indices:
+            number, row = self._locate(index)
+            file = self._files[number]
+            with contextlib.suppress(OSError, ValueError):  # whoever reads the sample is told
+                span = self._span(number, row, index) if file.place.is_remote and index not in coming else None
+                if span is not None:
+                    coming[index] = file.place.submit(file.name, *span)
+        while len(coming) > max(_MOST_EXPECTED, len(indices)):  # of readers that gave up
+            with contextlib.suppress(KeyError, StopIteration):
+                coming.pop(next(iter(coming))).cancel()
+
+    def fetch(self, number: int, index: int, span: tuple[int, int]) -> bytes:
+        coming = self._own_coming().pop(index, None)
+        return self._files[number].read(*span) if coming is None else coming.result()
+
+    def _own_coming(self) -> dict[int, Future[bytes]]:
+        pid, coming = self._coming
+        if pid != os.getpid():  # what a parent waits for never comes here
+            self._coming = _, coming = os.getpid(), {}
+        return coming
 
     def keep(self, what: str, key: object, make: Callable[[], Any]) -> Any:
         """What ``make`` gives; made anew where this thread's last was of another key."""

@@ -13,28 +13,32 @@ import pyarrow.feather
 import pyarrow.parquet
 import pytest
 import torch
+import tqdm
 import webdataset
 from litdata.streaming.writer import BinaryWriter
 from PIL import Image
 
-from conftest import test_image
 from fastdata import CachedDataset, ImageFolder
 from fastdata.export import export_cache
 from fastdata.formats import open_dataset
 
-datasets.disable_progress_bars()  # whose monitor is a thread that stays
+tqdm.tqdm.monitor_interval = 0  # the monitor of the bars of datasets is a thread that stays
 COUNT = 7
 NAMES = ["cat", "dog"]
 LEFT_OPEN = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore:unclosed file")
 """webdataset leaves the files that it reads to the garbage collector."""
 
 
+def pixels(index: int) -> np.ndarray:
+    return (np.arange(90).reshape(5, 6, 3) + 11 * index).astype(np.uint8)
+
+
 def image(index: int) -> Image.Image:
-    return Image.fromarray(test_image(index, (6, 5)))
+    return Image.fromarray(pixels(index))
 
 
 def same(found: Any, index: int) -> bool:
-    return np.array_equal(found, test_image(index, (6, 5)))
+    return np.array_equal(found, pixels(index))
 
 
 @pytest.fixture
