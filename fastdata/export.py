@@ -118,7 +118,7 @@ class _Reader:
     def __init__(self, dataset: CachedDataset, image_format: ImageFormat, options: dict[str, Any]) -> None:
         kept = dataset.kept
         assert kept is not None
-        if kept.is_tuple or kept.target_is_part:
+        if kept.is_tuple or kept.target_is_part or kept.mask_places:
             what = "several parts" if kept.is_tuple else "images as targets"
             raise ValueError(f"samples with {what}, such as masks, are not exported; read them by from_cache instead")
         self._dataset, self._kind, self._options = dataset, image_format, options

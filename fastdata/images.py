@@ -77,11 +77,16 @@ class Planes:
     pixels: Array
 
 
-def to_stored(sample: Any) -> tuple[Array, Form]:
-    """Give a sample's values, and what the sample was: of a PIL image new memory (C, H, W), of all others a view."""
+def to_stored(sample: Any, *, is_mask: bool = False) -> tuple[Array, Form]:
+    """Give a sample's values, and what the sample was: of a PIL image new memory (C, H, W), of all others a view.
+
+    Of a mask with a palette, as VOC's, the values are the labels, without their colours.
+    """
     if isinstance(sample, Planes):
         return sample.pixels, "pil"
-    if _is_pil(sample):
+    if is_pil(sample):
+        if is_mask and sample.mode == "P":
+            return np.array(sample)[None], "pil"
         if sample.mode not in _MODES:
             raise TypeError(
                 f"a PIL image of mode {sample.mode!r} cannot be stored; modes {', '.join(_MODES)} can. Convert it "
@@ -114,14 +119,14 @@ def to_stored(sample: Any) -> tuple[Array, Form]:
         raise TypeError(f"a tensor of {sample.dtype} cannot be stored: {unsupported}") from unsupported
 
 
-def _is_pil(value: Any) -> TypeGuard[Image.Image]:
+def is_pil(value: Any) -> TypeGuard[Image.Image]:
     # As long as nobody has imported PIL there is no image of it; a module that is being imported may lack the class.
     return isinstance(value, getattr(sys.modules.get("PIL.Image"), "Image", ()))
 
 
 def decoded_shape(sample: Any) -> tuple[int, int, int] | None:
     """Shape (C, H, W) of a PIL image of 1 or 3 channels of uint8; None of anything else."""
-    if not _is_pil(sample) or sample.mode not in ("L", "RGB"):
+    if not is_pil(sample) or sample.mode not in ("L", "RGB"):
         return None
     return _MODES[sample.mode][0], sample.height, sample.width
 
@@ -132,7 +137,7 @@ def is_image(value: Any) -> bool:
         return value.ndim > 1 and not value.dtype.hasobject
     if isinstance(value, torch.Tensor):
         return value.ndim > 1 and _form_of(value) is not None
-    return _is_pil(value)
+    return is_pil(value)
 
 
 def _form_of(tensor: torch.Tensor) -> Form | None:
@@ -202,7 +207,7 @@ _NO_EXIF = _NoExif()
 def without_exif(sample: Any) -> Any:
     """Let a stored image, or those in a tuple, say so when it is asked for its EXIF."""
     for part in sample if isinstance(sample, tuple) else (sample,):
-        if _is_pil(part):
+        if is_pil(part):
             part.info["exif"] = _NO_EXIF
     return sample
 

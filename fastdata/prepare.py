@@ -44,6 +44,7 @@ from fastdata.images import (
     SourceDecoder,
     decoder_of,
     is_image,
+    is_pil,
     present,
     to_image,
     to_stored,
@@ -173,6 +174,7 @@ class ReadSample(NamedTuple):
     target: Any
     is_tuple: bool
     target_is_part: bool
+    mask_places: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,13 +258,16 @@ def read_sample(source: Source, prepare: Callable[[Any], Any], index: int) -> Re
         is_tuple = isinstance(prepared, (tuple, list))
         parts = [Part(*to_stored(part)) for part in (prepared if is_tuple else [prepared])]
         target_is_part = is_image(target)
-        if target_is_part:
-            parts.append(Part(*to_stored(target)))
+        places = tuple(k for k, value in enumerate(target) if is_pil(value)) if type(target) is tuple else ()
+        masks = [target] if target_is_part else [target[place] for place in places]
+        parts += [Part(*to_stored(mask, is_mask=True)) for mask in masks]
     except (MemoryError, SampleError, RemoteError):  # a network that is down is no sample's fault
         raise
     except Exception as cause:  # user code and decoders raise anything; all of it is named and kept
         raise sample_error(source.path(index), index, cause, is_read=is_read) from cause
-    return ReadSample(index, tuple(parts), None if target_is_part else target, is_tuple, target_is_part)
+    if places:
+        target = tuple(None if k in places else value for k, value in enumerate(target))
+    return ReadSample(index, tuple(parts), None if target_is_part else target, is_tuple, target_is_part, places)
 
 
 class WritePath(NamedTuple):
@@ -328,6 +333,7 @@ class Forecast(NamedTuple):
     is_tuple: bool = False
     target_is_part: bool = False
     keys: ItemKeys | None = None
+    mask_places: tuple[int, ...] = ()
 
     @property
     def need_bytes(self) -> int:
@@ -369,6 +375,7 @@ def forecast(source: Source, prepare: Callable[[Any], Any], *, probes: int = 8) 
         is_tuple=first.is_tuple,
         target_is_part=first.target_is_part,
         keys=source.keys,
+        mask_places=first.mask_places,
     )
 
 
@@ -517,7 +524,8 @@ def writing_job(to_write: WritePath, *, with_targets: bool) -> Callable[[_Task],
 class KeptSamples:
     """The kept samples of a dataset, one store for each of their parts, and their targets; a source of them, too.
 
-    Samples are tuples of parts if ``is_tuple``. The targets are the last part if ``target_is_part``, else the table's.
+    Samples are tuples of parts if ``is_tuple``. The targets are the last part if ``target_is_part``, else the table's;
+    of those that are tuples, the images at ``mask_places`` are the last parts.
     """
 
     stores: tuple[Store, ...]
@@ -528,6 +536,7 @@ class KeptSamples:
     keys: ItemKeys | None = None
     shared_by: Host | Notice | None = None
     """What tells other ranks of the machine where they lie."""
+    mask_places: tuple[int, ...] = ()
 
     @property
     def images(self) -> Store:
@@ -553,15 +562,24 @@ class KeptSamples:
 
     def sample(self, index: int) -> Any:
         """One sample as it was before it was stored, a tuple if it was one; its memory is the caller's own."""
-        stores = self.stores[:-1] if self.target_is_part else self.stores
+        stores = self.stores[: len(self.stores) - self.target_is_part - len(self.mask_places)]
         parts = tuple(self._owned(store, index) for store in stores)
         return parts if self.is_tuple else parts[0]
 
     def target(self, index: int) -> Any:
-        return self._owned(self.stores[-1], index) if self.target_is_part else self.table.target(index)
+        if self.target_is_part:
+            return self._owned(self.stores[-1], index)
+        if not self.mask_places:
+            return self.table.target(index)
+        values, stores = list(self.table.target(index)), self.stores[-len(self.mask_places) :]
+        for place, store in zip(self.mask_places, stores, strict=True):
+            values[place] = self._owned(store, index)
+        return tuple(values)
 
     def collated_targets(self, index_B: np.ndarray) -> Any:
         """What ``default_collate`` makes of the targets of a batch."""
+        if self.mask_places:
+            return collate_targets([self.target(index) for index in index_B.tolist()])
         if not self.target_is_part:
             return self.table.collated_targets(index_B)
         store = self.stores[-1]
@@ -780,7 +798,8 @@ class _Preparation:
                 table = SampleTable(ingested.targets)
             elif skipped:
                 table = table.reduced_to(ingested.kept.tolist())
-        samples = KeptSamples(stores, table, expected.is_tuple, expected.target_is_part, expected.keys)
+        kinds = expected.is_tuple, expected.target_is_part, expected.keys
+        samples = KeptSamples(stores, table, *kinds, mask_places=expected.mask_places)
         return Prepared(storage_plan=plan, kept=samples, skipped=skipped)
 
     def _writer_plans(self, plan: StoragePlan, *, is_lazy: bool = False) -> list[WriterPlan]:
@@ -847,7 +866,7 @@ def _table_beforehand(source: Source, looked_at: Sequence[ReadSample]) -> Sample
             "fill='lazy' needs the targets before samples are read, but the dataset has no attribute targets with one "
             "for each of its samples. Use fill='eager'."
         )
-    if looked_at[0].target_is_part:
+    if looked_at[0].target_is_part or looked_at[0].mask_places:
         raise ValueError("fill='lazy' keeps images, and targets that are images too only with fill='eager'. Use that.")
     for sample in looked_at:
         if not np.array_equal(targets[sample.position], sample.target):

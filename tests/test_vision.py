@@ -17,6 +17,10 @@ from torchvision import datasets
 from conftest import test_image
 from fastdata import CachedDataset, DataLoader
 
+pytestmark = [  # torchvision leaves the masks that nobody has read open
+    pytest.mark.filterwarnings("ignore:unclosed file"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
 COUNT = 3
 SIZES = [(6, 5), (6, 5), (7, 4)]
 

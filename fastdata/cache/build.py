@@ -282,9 +282,10 @@ def serve(found: Found, known: Sequence[Decoder], table: SampleTable | None) -> 
     what = "+".join(dict.fromkeys(store.codec for store in stores))
     reason = f"storage='disk': {format_bytes(manifest.size_bytes)} {what} in {place}"
     log.info("%s", reason)
+    kinds = manifest.is_tuple, manifest.target_is_part, manifest.keys
     return Prepared(
         storage_plan=StoragePlan(storage="disk", reason=reason, codec=None if what == "raw" else what),
-        kept=KeptSamples(tuple(stores), table, manifest.is_tuple, manifest.target_is_part, manifest.keys),
+        kept=KeptSamples(tuple(stores), table, *kinds, mask_places=manifest.mask_places),
         skipped=_skipped_of(found),
     )
 
@@ -418,6 +419,7 @@ def _begin(wanted: _Wanted) -> tuple[Found, Sequence[int]]:
         parts=parts,
         is_tuple=expected.is_tuple,
         target_is_part=expected.target_is_part,
+        mask_places=expected.mask_places,
         keys=expected.keys,
     )
     return Found(wanted.place, manifest, columns, np.full(count, -1), np.full((len(parts), count), -1)), part_bytes

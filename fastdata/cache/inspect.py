@@ -102,7 +102,11 @@ def open_cache(
         place, manifest_now = home if isinstance(home, Place) else Place(home), replace(manifest, parts=parts)
         found = Found(place, manifest_now, columns, np.arange(manifest.count), rows)
         kept = np.flatnonzero(rows[0] >= 0)
-        paths = _paths_of(found, kept) if "paths" in columns and not manifest.target_is_part else None
+        paths = (
+            _paths_of(found, kept)
+            if "paths" in columns and not (manifest.target_is_part or manifest.mask_places)
+            else None
+        )
         table = SampleTable(kept_targets(found, kept), paths=paths, class_to_idx=manifest.classes)
         return serve(found, (), table), manifest
 

@@ -142,6 +142,7 @@ class Manifest:
         is_tuple: whether samples are tuples of parts.
         target_is_part: whether the last part is the target.
         keys: of items that are dicts.
+        mask_places: where targets that are tuples have images, which are the last parts.
         skipped: the samples that were left out.
     """
 
@@ -155,10 +156,11 @@ class Manifest:
     is_tuple: bool
     target_is_part: bool
     keys: ItemKeys | None = None
+    mask_places: tuple[int, ...] = ()
     skipped: tuple[Skipped, ...] = ()
 
     def __post_init__(self) -> None:
-        if len(self.parts) <= self.target_is_part:
+        if len(self.parts) <= self.target_is_part + len(self.mask_places):
             raise ValueError(f"{len(self.parts)} parts are no samples, target_is_part={self.target_is_part}")
         if not all(type(number) is int for number in (self.classes or {}).values()):
             raise ValueError("classes have no numbers")
@@ -200,7 +202,9 @@ class Manifest:
                 raise CacheError(f"{path} has version {document.get('version')!r}; this fastdata reads {VERSION}")
             if document.pop("crc32", None) != _crc_of(document):
                 raise CacheError(f"{path} was changed after it was written: its checksum does not fit")
-            manifest: Manifest = _typed(cls, {"keys": None} | document)  # not in caches that were written before
+            manifest: Manifest = _typed(
+                cls, {"keys": None, "mask_places": []} | document
+            )  # not in caches that were written before
             return manifest
         except (FileNotFoundError, CacheError, RemoteError):
             raise

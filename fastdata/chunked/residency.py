@@ -167,7 +167,8 @@ class Samples:
         stores = tuple(_ChunkStore(self._specs[part], chunk.there, part, shape) for part, shape in shapes)
         table = self.dataset.table or _ChunkTargets(self.dataset.sample_count, chunk.there)
         found = self._found
-        return self.dataset.served_from(KeptSamples(stores, table, found.is_tuple, found.target_is_part, found.keys))
+        kinds = found.is_tuple, found.target_is_part, found.keys
+        return self.dataset.served_from(KeptSamples(stores, table, *kinds, mask_places=found.mask_places))
 
     def begin(self, chunk: Chunk) -> list[_Task]:
         chunk.view = self.view(chunk)
