@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from PIL import Image
 from fastdata import CachedDataset, ImageFolder
 from fastdata.export import export_cache
 from fastdata.formats import open_dataset
+from s3 import ThrottledS3
 
 tqdm.tqdm.monitor_interval = 0  # the monitor of the bars of datasets is a thread that stays
 COUNT = 7
@@ -189,6 +191,32 @@ def test_damaged_tables_are_errors(tmp_path: Path, hugging: Any, write: Callable
                 dataset[i]
         except (ValueError, MemoryError):
             pass
+
+
+def test_files_behind_a_url(throttled: ThrottledS3, hugging: Any, tmp_path: Path) -> None:
+    """Tars, chunks, shards, Parquet and Arrow in an object store give what local ones give, by two workers."""
+    bucket = tmp_path / "s3" / "bucket"
+    for name in ("tar", "parquet", "arrow"):
+        (bucket / name).mkdir(parents=True)
+    with webdataset.ShardWriter(f"{bucket}/tar/t-%02d.tar", maxcount=3, verbose=0) as writer:
+        for i in range(COUNT):
+            writer.write({"__key__": f"{i}", "png": image(i), "cls": i % 2})
+    write_parquet(hugging, bucket / "parquet")
+    write_stream(hugging, bucket / "arrow")
+    with zipfile.ZipFile(Path(__file__).parents[1] / "recorded_mds.zip") as archive:
+        archive.extractall(bucket / "mds")
+    options: dict[str, Any] = {"storage_options": throttled.storage_options, "progress": False, "num_workers": 2}
+    for name in ("tar/t-{00..02}.tar", "tar", "tar/t-*.tar"):
+        with CachedDataset(f"s3://bucket/{name}", **options) as dataset:
+            assert list(dataset.targets) == [i % 2 for i in range(COUNT)]
+            assert all(same(dataset[i][0], i) for i in range(COUNT))
+    for name in ("parquet", "arrow"):
+        with CachedDataset(f"s3://bucket/{name}", **options) as dataset:
+            assert all(same(dataset[i]["image"], i) for i in range(COUNT))
+    for name in ("None", "zstd"):
+        columns = {"sample": "image", "target": "label"}
+        with CachedDataset(f"s3://bucket/mds/{name}", columns=columns, **options) as dataset:
+            assert list(dataset.targets) == [0, 10, 20, 30, 40]
 
 
 def test_hugging_faces_datasets(hugging: Any) -> None:
