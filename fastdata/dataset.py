@@ -1166,7 +1166,8 @@ class CachedDataset(PreparedDataset):
             from fastdata.formats import open_dataset  # 20 ms, which only files of others take
 
             only = None if chosen_columns is None else chosen_columns.names
-            dataset = open_dataset(dataset, chosen.storage_options, only) or dataset
+            found = open_dataset(dataset, chosen.storage_options, only)
+            dataset = dataset if found is None else found
         source = DatasetSource(dataset, chosen_columns)
         if chosen.storage != "none":
             _refuse_frozen_draws(dataset)

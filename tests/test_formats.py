@@ -230,6 +230,12 @@ def test_tars_are_refused_that_run_code_or_cannot_be_sought(tmp_path: Path) -> N
             open_dataset(tmp_path / name)
 
 
+def test_a_tar_without_samples_is_an_empty_dataset(tmp_path: Path) -> None:
+    """It is read, and found to hold none, not taken for a path of another kind."""
+    with CachedDataset(write_tar(tmp_path / "x.tar", {}), progress=False) as dataset:
+        assert len(dataset) == 0
+
+
 def test_damaged_images_name_their_file(tars: Path) -> None:
     """The error says which sample of which tar, and on_error="skip" leaves it out."""
     write_tar(tars / "t-01.tar", {"2.png": b"no image", "2.cls": b"1"})
