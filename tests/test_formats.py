@@ -226,8 +226,11 @@ def test_tars_are_refused_that_run_code_or_cannot_be_sought(tmp_path: Path) -> N
     with pytest.raises(ValueError, match=r"it holds 1.PNG twice"):
         open_dataset(write_tar(tmp_path / "x.tar", {"1.png": b"", "1.PNG": b""}))
     for name in ("x.tar.gz", "x.tgz"):
+        (tmp_path / name).touch()
         with pytest.raises(ValueError, match=rf"{name} is compressed as a whole.* Decompress it to a .tar"):
             open_dataset(tmp_path / name)
+    write_tar(tmp_path / "x.tar", sample_files(0, "0."))
+    assert len(open_dataset(tmp_path)) == 1  # which others beside it do not keep from being read
 
 
 def test_a_tar_without_samples_is_an_empty_dataset(tmp_path: Path) -> None:
@@ -434,6 +437,29 @@ def test_unknown_compression_is_an_error(tmp_path: Path) -> None:
     change_index(folder, set_shard(compression="br:11"))
     with pytest.raises(ValueError, match="compression 'br' is not known; zstd, gz and bz2 are"):
         open_dataset(folder)[0]
+
+
+@pytest.mark.parametrize("kind", ["None", "zstd", "tar"])
+def test_whatever_byte_is_another_is_a_value_or_an_error(tmp_path: Path, kind: str) -> None:
+    """Bytes that were changed anywhere in an index or a shard cause nothing worse than a ValueError."""
+    with zipfile.ZipFile(Path(__file__).parent / "recorded_mds.zip") as archive:
+        archive.extractall(tmp_path)
+    folder = tmp_path / kind
+    if kind == "tar":
+        folder.mkdir()
+        write_tar(folder / "x.tar", sample_files(0, "0.") | sample_files(1, "1."))
+    outcomes = set()
+    for path in sorted(folder.iterdir()):
+        data = path.read_bytes()
+        for at in range(0, len(data), len(data) // 50):
+            path.write_bytes(data[:at] + bytes([data[at] ^ 255]) + data[at + 1 :])
+            try:
+                dataset = open_dataset(folder)
+                outcomes.add(len([dataset[i] for i in range(len(dataset))]))
+            except ValueError:
+                outcomes.add(-1)
+        path.write_bytes(data)
+    assert -1 in outcomes
 
 
 # LitData

@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatchcase
 from functools import partial
+from glob import glob
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from fastdata.errors import RemoteError, is_url
 from fastdata.formats.chunks import LitDataChunks, MosaicShards
 from fastdata.formats.files import File, Shards, array_of
 from fastdata.images import IMAGE_EXTENSIONS, decode_image
-from fastdata.remote import Place
+from fastdata.remote import Entry, Place
 from fastdata.shared import PackedPaths
 
 _ENDINGS = {".tar": "tar", ".parquet": "parquet", ".arrow": "arrow", ".feather": "arrow"}
@@ -63,7 +64,8 @@ def open_dataset(
             indexed = _open_indexed(place, files, only)
             if indexed is not None:
                 return indexed
-            files = [file for file in files if _kind(file.name)]
+            ours = [file for file in files if file.name.endswith(tuple(_ENDINGS))]
+            files = ours or [file for file in files if _kind(file.name)]
             splits = sorted({match[1] for file in files for match in _SPLIT.finditer(file.name)})
             if len(splits) > 1:
                 said = f"{text} holds the splits {', '.join(splits)}"
@@ -77,7 +79,7 @@ def open_dataset(
 
 
 def _kind(name: str) -> str:
-    if re.search(r"\.(tgz|tar\.\w+)$", name):
+    if re.search(r"\.(tgz|tar\.(gz|bz2|xz|zst|lz4))$", name):
         raise ValueError(
             f"{name} is compressed as a whole, so that no sample in it can be read alone. Decompress it to a .tar; "
             "images and the like hardly grow."
@@ -110,8 +112,15 @@ def _matching(text: str, storage_options: Mapping[str, Any] | None) -> list[File
     if not _is_pattern(text):
         tag = 0 if place.is_remote else os.stat(text).st_mtime_ns
         return [File(place, name[0], place.size(name[0]), tag)]
-    found = [entry for entry in place.find() if entry.name.count("/") == len(name) - 1]
-    files = [File(place, *entry) for entry in found if fnmatchcase(entry.name, "/".join(name)) and _kind(entry.name)]
+    if place.is_remote:
+        depth, found = len(name) - 1, place.find()
+        entries = [each for each in found if each.name.count("/") == depth and fnmatchcase(each.name, "/".join(name))]
+    else:
+        paths = [
+            (os.path.relpath(path, place.url), os.stat(path)) for path in sorted(glob(text)) if os.path.isfile(path)
+        ]
+        entries = [Entry(path, facts.st_size, facts.st_mtime_ns) for path, facts in paths]
+    files = [File(place, *entry) for entry in entries if _kind(entry.name)]
     if not files:
         raise FileNotFoundError(f"no .tar, .parquet, .arrow or .feather file is like {text}")
     return files
