@@ -196,8 +196,10 @@ def _inspect(*, cache: Path, verify: bool, json: Path | None, storage_options: d
     return 0 if is_sound else 1
 
 
-def _export(*, cache: Path, out: Path, to: Any, image_format: Any, quality: int | None, shard_size: str) -> int:
-    done = export_cache(cache, out, to=to, image_format=image_format, quality=quality, shard_size=shard_size)
+def _export(*, cache: Path, out: Path, image_format: Any, storage_options: Path | None, **options: Any) -> int:
+    if storage_options is not None:
+        options["storage_options"] = loads(storage_options.read_text("utf-8"))
+    done = export_cache(cache, out, image_format=image_format, **options)
     pixels = "the pixels of the cache" if done.lossless else "pixels changed by lossy compression"
     print(f"{done.folder}: {done.samples:,} samples as {image_format} files, {pixels}")
     return 0
@@ -360,6 +362,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     sizes = "most bytes of images in a tar or Parquet file; default: %(default)s"
     add("--shard-size", default="256MiB", metavar="SIZE", help=sizes)
+    add("--storage-options", type=Path, metavar="FILE", help=secrets)
 
     add = command(
         _prune,

@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby, islice
 from pathlib import Path
@@ -56,6 +56,7 @@ def export_cache(
     quality: int | None = None,
     shard_size: int | str = "256MiB",
     progress: bool = True,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> Exported:
     """Write the samples of a cache as files that others read, images at their prepared size.
 
@@ -70,6 +71,7 @@ def export_cache(
         quality: of JPEG, by default 95, or of lossy WebP; 1 to 100.
         shard_size: most bytes of image files in one tar or Parquet file.
         progress: show a progress bar on standard error.
+        storage_options: for a cache behind a URL; see ``fastdata.dataset.DatasetOptions``.
 
     Raises:
         FileExistsError: ``out`` is not empty.
@@ -96,7 +98,7 @@ def export_cache(
     if image_format == "webp" and lossless:
         options = {"lossless": True}
     part = folder.with_name(f".{folder.name}.{os.getpid()}.part")
-    with CachedDataset.from_cache(cache, as_tensors=True) as dataset:
+    with CachedDataset.from_cache(cache, as_tensors=True, storage_options=storage_options) as dataset:
         reader = _Reader(dataset, image_format, options)
         write = {"folder": _write_folder, "webdataset": _write_tars, "hf": _write_parquet}[to]
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -240,6 +241,21 @@ def test_an_export_is_a_dataset_of_hugging_face(cache: Path, tmp_path: Path) -> 
         assert theirs["label"] == list(ours.targets)
         for i in range(len(ours)):
             assert theirs[i]["image"].tobytes() == again[i]["image"].tobytes() == ours[i][0].tobytes()
+
+
+def test_a_cache_behind_a_url_is_exported(
+    cache: Path, tmp_path: Path, throttled: ThrottledS3, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its images are those of the cache that was copied there."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    shutil.copytree(cache, tmp_path / "s3" / "bucket" / "cache")
+    options = {"storage_options": throttled.storage_options, "progress": False}
+    done = export_cache("s3://bucket/cache", tmp_path / "out", to="folder", **options)
+    with CachedDataset.from_cache(cache) as ours:
+        assert done.samples == len(ours)
+        for path, (wanted, _) in zip(sorted(done.folder.rglob("*.png")), (ours[i] for i in range(6)), strict=True):
+            with Image.open(path) as found:
+                assert found.tobytes() == wanted.tobytes()
 
 
 def test_an_export_of_dicts_keeps_their_names(tmp_path: Path) -> None:
