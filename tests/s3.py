@@ -84,8 +84,9 @@ class S3:
         self.url = url
         self.client_options = {"endpoint_url": url, "region_name": "us-east-1"}
         self.storage_options = {"key": "tests", "secret": SECRET, "client_kwargs": self.client_options}  # for s3fs
-        urls = {"AWS_ENDPOINT_URL": url, "S3_ENDPOINT_URL": url, "AWS_DEFAULT_REGION": "us-east-1"}
-        self.environment = {**urls, "AWS_ACCESS_KEY_ID": "tests", "AWS_SECRET_ACCESS_KEY": SECRET}  # for boto3
+        urls = {"AWS_ENDPOINT_URL": url, "S3_ENDPOINT_URL": url, "AWS_ALLOW_HTTP": "true"}
+        keys = {"AWS_ACCESS_KEY_ID": "tests", "AWS_SECRET_ACCESS_KEY": SECRET, "AWS_DEFAULT_REGION": "us-east-1"}
+        self.environment = urls | keys  # for boto3 and obstore
 
 
 class MotoS3(S3):
@@ -224,10 +225,13 @@ class _Server:
             while True:
                 first, *lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
                 headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+                method, target = first.split(" ")[:2]
+                if "expect" in headers:  # a client that would write; it is told when all has come
+                    writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
                 data = await reader.readexactly(int(headers.get("content-length", "0")))
                 self.at_once += 1
                 try:
-                    await self.answer(writer, *first.split(" ")[:2], headers.get("range", ""), data)
+                    await self.answer(writer, method, target, headers.get("range", ""), data)
                 finally:
                     self.at_once -= 1
 
@@ -241,6 +245,9 @@ class _Server:
         self.stats = self.stats._replace(most_at_once=max(self.stats.most_at_once, self.at_once))
         await asyncio.sleep(self.latency_s)
         bucket, _, key = (name := unquote(path[1:])).partition("/")
+        if method not in ("GET", "HEAD"):
+            answer = _refusal(405, "MethodNotAllowed")
+            return writer.write(_head(answer) + answer.body)
         answer = self.object(f"{self.folder}/{name}", span) if key else self.page(bucket, dict(parse_qsl(query)))
         kind = self.plan.draw(name if key else f"{bucket}/?{query}", span, self.attempts[target, span])
         self.attempts[target, span] += 1
