@@ -196,9 +196,7 @@ def _inspect(*, cache: Path, verify: bool, json: Path | None, storage_options: d
     return 0 if is_sound else 1
 
 
-def _export(*, cache: Path, out: Path, image_format: Any, storage_options: Path | None, **options: Any) -> int:
-    if storage_options is not None:
-        options["storage_options"] = loads(storage_options.read_text("utf-8"))
+def _export(*, cache: Path, out: Path, image_format: Any, **options: Any) -> int:
     done = export_cache(cache, out, image_format=image_format, **options)
     pixels = "the pixels of the cache" if done.lossless else "pixels changed by lossy compression"
     print(f"{done.folder}: {done.samples:,} samples as {image_format} files, {pixels}")
@@ -362,7 +360,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     sizes = "most bytes of images in a tar or Parquet file; default: %(default)s"
     add("--shard-size", default="256MiB", metavar="SIZE", help=sizes)
-    add("--storage-options", type=Path, metavar="FILE", help=secrets)
+    _add_options(add)
 
     add = command(
         _prune,

@@ -202,9 +202,8 @@ class Manifest:
                 raise CacheError(f"{path} has version {document.get('version')!r}; this fastdata reads {VERSION}")
             if document.pop("crc32", None) != _crc_of(document):
                 raise CacheError(f"{path} was changed after it was written: its checksum does not fit")
-            manifest: Manifest = _typed(
-                cls, {"keys": None, "mask_places": []} | document
-            )  # not in caches that were written before
+            since_then = {"keys": None, "mask_places": []}  # not in caches that were written before
+            manifest: Manifest = _typed(cls, since_then | document)
             return manifest
         except (FileNotFoundError, CacheError, RemoteError):
             raise
