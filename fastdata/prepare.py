@@ -68,8 +68,8 @@ from fastdata.sources import DatasetSource, FileSource, ItemKeys, RemoteFiles, S
 from fastdata.stores.readers import Decoder, FileStore, Store, UndecodableError
 from fastdata.stores.writers import (
     ALIGN_BYTES,
+    Extent,
     LazyFill,
-    Place,
     ShapesDifferError,
     Writer,
     WriterPlan,
@@ -303,7 +303,7 @@ class WritePath(NamedTuple):
             raise sample_error(self.source.path(index), index, cause)
         return sample
 
-    def write(self, sample: ReadSample, row: int | None = None) -> list[Place]:
+    def write(self, sample: ReadSample, row: int | None = None) -> list[Extent]:
         """Put the parts of one sample into the stores, at its position if at no other row.
 
         What is no error of a writer is a SampleError.

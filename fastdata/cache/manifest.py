@@ -202,7 +202,7 @@ class Manifest:
                 raise CacheError(f"{path} has version {document.get('version')!r}; this fastdata reads {VERSION}")
             if document.pop("crc32", None) != _crc_of(document):
                 raise CacheError(f"{path} was changed after it was written: its checksum does not fit")
-            since_then = {"keys": None, "mask_places": []}  # not in caches that were written before
+            since_then: dict[str, Any] = {"keys": None, "mask_places": []}  # not in caches that were written before
             manifest: Manifest = _typed(cls, since_then | document)
             return manifest
         except (FileNotFoundError, CacheError, RemoteError):

@@ -33,7 +33,7 @@ from fastdata.ring import BatchRing
 from fastdata.shared import collate_targets
 from fastdata.stores.mirror import FETCH_BYTES, MirroredStore
 from fastdata.stores.readers import DiskStore, Store
-from fastdata.stores.writers import ALIGN_BYTES, Place, Writer, WriterPlan
+from fastdata.stores.writers import ALIGN_BYTES, Extent, Writer, WriterPlan
 from fastdata.workers import WorkerPool
 
 _PREPARED_PER_TASK = 8
@@ -55,7 +55,7 @@ class _Result(NamedTuple):
     """What became of a sample: where its parts lie, if it is copied, or why it is not there."""
 
     position: int
-    places: Sequence[Place] = ()
+    extents: Sequence[Extent] = ()
     error: SampleError | MemoryBudgetError | None = None
     target: Any = None  # where only reading the sample tells it
 
@@ -187,7 +187,7 @@ class Samples:
         elif not self.is_copied:
             chunk.there[result.position] = (), None
         else:
-            pairs = zip(self._slots[chunk.slot], result.places, strict=True)
+            pairs = zip(self._slots[chunk.slot], result.extents, strict=True)
             arrays = [writer.file.array(writer.spec.dtype, place.shape, place.start) for writer, place in pairs]
             for array in arrays:
                 array.flags.writeable = False

@@ -31,7 +31,7 @@ _GROWTH = 1 / 16
 _NO_LIMIT = 1 << 62
 
 
-class Place(NamedTuple):
+class Extent(NamedTuple):
     """Where a sample lies: its first byte, its bytes there; and its shape."""
 
     start: int
@@ -115,7 +115,7 @@ class Writer:
         self.file.write(0, np.frombuffer(head, np.uint8))
         self.flush()  # by this process, not by those that are forked
 
-    def write(self, row: int, array: np.ndarray) -> Place:
+    def write(self, row: int, array: np.ndarray) -> Extent:
         """Store a sample, encoded if it is to be.
 
         Raises:
@@ -135,7 +135,7 @@ class Writer:
         self.file.write(start, data)
         if self._length:
             self._enter(row, start, data, shape)
-        return Place(start, data.nbytes, shape)
+        return Extent(start, data.nbytes, shape)
 
     def _take(self, size_bytes: int) -> int:
         """The first byte of so many that are nobody else's."""
