@@ -63,7 +63,8 @@ def _run_in(
         give()
         while running:
             done = wait(running, return_when=FIRST_COMPLETED).done
-            for future in sorted(done, key=lambda future: future.exception() is not None):  # what is done counts
+            # those that were lost last: what is done counts
+            for future in sorted(done, key=lambda it: it.cancelled() or it.exception() is not None):
                 task = running.pop(future)
                 with _naming_loss(executor, task):
                     answer = future.result()
