@@ -13,7 +13,7 @@ import os
 import random
 import re
 import shutil
-import tempfile
+import uuid
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import Future
 from contextvars import ContextVar
@@ -358,9 +358,9 @@ def _find_local(root: str, below: str) -> list[Entry]:
 
 def _write_local(path: str, write: Callable[[Any], object]) -> None:
     os.makedirs(os.path.dirname(path), exist_ok=True)
-    fd, fresh = tempfile.mkstemp(prefix=".", suffix=".new", dir=os.path.dirname(path))
+    fresh = os.path.join(os.path.dirname(path), f".{uuid.uuid4().hex}.new")  # with the user's umask, as any file
     try:
-        with open(fd, "wb") as stream:
+        with open(fresh, "xb") as stream:
             write(stream)
             stream.flush()
             os.fsync(stream.fileno())

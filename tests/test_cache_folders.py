@@ -164,3 +164,15 @@ def test_labels_in_samples_are_part_of_what_a_cache_is_of(tmp_path: Path) -> Non
         listed = Listed([(str(tmp_path / "a.png"), label)])
         with CachedDataset(listed, cache_dir=tmp_path / "cache", progress=False) as dataset:
             assert list(dataset.targets) == [label]
+
+
+def test_others_may_read_a_cache_as_the_umask_says(image_folder: Folder) -> None:
+    """Manifest and index included: they are made in place of others by renaming."""
+    root = image_folder(size=(13, 11))
+    before = os.umask(0o027)
+    try:
+        cached(root).close()
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in root.parent.glob("cache/*/*")}
+    assert set(modes.values()) == {0o640}, modes
