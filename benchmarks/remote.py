@@ -43,7 +43,6 @@ from fastdata.codecs import JpegCodec
 from s3 import FaultPlan, ThrottledS3, throttled_s3
 
 SIDE, BATCH, WORKERS = 256, 64, 2
-SHARD_BYTES = 1 << 26  # what LitData and Mosaic recommend
 DOWNLOAD_BYTES = 1 << 23
 MIB = 1 << 20
 CODECS = {"raw": "auto", "jpeg": "jpeg"}
@@ -198,7 +197,7 @@ def contenders(kind: str) -> dict[str, Callable[[Place], Callable[[], Any]]]:
 # Building
 
 
-def build(root: Path, bucket: Path) -> int:
+def build(root: Path, bucket: Path, shard_bytes: int) -> int:
     """Everything that is served; the number of images."""
     shutil.copytree(root, bucket / "train")
     for kind, codec in CODECS.items():
@@ -207,8 +206,8 @@ def build(root: Path, bucket: Path) -> int:
         ImageFolder(str(root), transform, **options).close()
     with ImageFolder(str(root), transforms.Compose(STEPS), cache_dir=bucket / "cache-raw", progress=False) as photos:
         for kind in CODECS:
-            write_litdata(kind, photos, bucket / f"lit-{kind}")
-            write_mds(kind, photos, bucket / f"mds-{kind}")
+            write_litdata(kind, photos, bucket / f"lit-{kind}", shard_bytes)
+            write_mds(kind, photos, bucket / f"mds-{kind}", shard_bytes)
         return len(photos)
 
 
@@ -220,21 +219,21 @@ def samples(kind: str, photos: ImageFolder) -> Iterator[tuple[Any, int]]:
         yield encode(photos.kept.images.read(index)), label
 
 
-def write_litdata(kind: str, photos: ImageFolder, target: Path) -> None:
+def write_litdata(kind: str, photos: ImageFolder, target: Path, shard_bytes: int) -> None:
     from litdata.streaming import Cache
 
-    cache = Cache(str(target), chunk_bytes=SHARD_BYTES)
+    cache = Cache(str(target), chunk_bytes=shard_bytes)
     for index, (image, label) in enumerate(samples(kind, photos)):
-        cache[index] = (image if kind == "jpeg" else torch.from_numpy(image), label)
+        cache[index] = (image if kind == "jpeg" else torch.from_numpy(image.copy()), label)
     cache.done()
     cache.merge()
 
 
-def write_mds(kind: str, photos: ImageFolder, target: Path) -> None:
+def write_mds(kind: str, photos: ImageFolder, target: Path, shard_bytes: int) -> None:
     from streaming import MDSWriter
 
     columns = {"image": "bytes" if kind == "jpeg" else f"ndarray:uint8:3,{SIDE},{SIDE}", "label": "int"}
-    with MDSWriter(out=str(target), columns=columns, size_limit=SHARD_BYTES) as writer:
+    with MDSWriter(out=str(target), columns=columns, size_limit=shard_bytes) as writer:
         for image, label in samples(kind, photos):
             writer.write({"image": image, "label": label})
 
@@ -346,6 +345,7 @@ def main() -> None:
     options = parser(__doc__.splitlines()[0])
     options.set_defaults(rounds=3)
     options.add_argument("--count", type=int, default=4000, help="files the photographs are copied to")
+    options.add_argument("--shard-mib", type=float, default=64, help="of LitData and Mosaic, as both recommend")
     options.add_argument("--kinds", nargs="+", choices=[*CODECS, "folder"], default=[*CODECS, "folder"])
     options.add_argument("--only", nargs="+", help="contenders whose names begin so")
     options.add_argument("--latency-s", type=float, default=0.05, help="of each request")
@@ -361,7 +361,7 @@ def main() -> None:
         tempfile.TemporaryDirectory(prefix="fastdata-remote-", dir=chosen.work) as work,
     ):
         (bucket := Path(work, "served", "bucket")).mkdir(parents=True)
-        count = build(root, bucket)
+        count = build(root, bucket, int(chosen.shard_mib * MIB))
         with throttled_s3(bucket.parent, latency_s=chosen.latency_s, bandwidth=chosen.bandwidth) as server:
             os.environ |= server.environment
             for kind in chosen.kinds:
@@ -390,7 +390,10 @@ def main() -> None:
         chosen.json,
         images=what,
         count=count,
-        **{name: getattr(chosen, name) for name in ("latency_s", "bandwidth", "fault_rate", "memory_limit", "rounds")},
+        **{
+            name: getattr(chosen, name)
+            for name in ("latency_s", "bandwidth", "fault_rate", "shard_mib", "memory_limit", "rounds")
+        },
         packages={
             name: importlib.metadata.version(name) for name in ("litdata", "mosaicml-streaming", "obstore", "s3fs")
         },
