@@ -13,7 +13,10 @@ import os
 import random
 import re
 import shutil
+import statistics
+import time
 import uuid
+from collections import defaultdict, deque
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import Future
 from contextvars import ContextVar
@@ -34,6 +37,9 @@ _TAGS = ("ETag", "etag", "generation", "md5Hash", "mtime", "LastModified", "last
 """What file systems call that which tells an object from a newer one of its name."""
 _S3_DEFAULTS: dict[str, Any] = {"max_pool_connections": 64, "connect_timeout": 5, "read_timeout": 5}
 """Of botocore, whose 10 connections fetch 200 small objects a second at 50 ms each; timeouts are seconds of silence."""
+_KNOWN, _ENOUGH, _PATIENCE, _LEAST_PATIENCE_S, _FIRST_PATIENCE_S = 32, 4, 3.0, 0.25, 3.0
+"""How many times the median of the latest requests, if these are enough, one takes before it is made a second time."""
+_SMALL_BYTES = 1 << 20
 _TEXT_BYTES = 4
 """A secret that is shorter is not looked for in messages: every other word would be one."""
 
@@ -49,6 +55,25 @@ class Entry(NamedTuple):
     name: str
     size_bytes: int
     tag: int
+
+
+class _Pace:
+    """How long requests of a client take, by which one is told that hangs: another one like it is faster then."""
+
+    def __init__(self) -> None:
+        self._seconds: deque[float] = deque(maxlen=_KNOWN)
+
+    def add(self, seconds: float) -> None:
+        self._seconds.append(seconds)
+
+    def patience_s(self) -> float:
+        if len(self._seconds) < _ENOUGH:
+            return _FIRST_PATIENCE_S
+        return min(max(_PATIENCE * statistics.median(self._seconds), _LEAST_PATIENCE_S), ATTEMPT_S)
+
+
+_PACES: defaultdict[tuple[str, bool], _Pace] = defaultdict(_Pace)
+"""Of reads, by protocol and whether they are small."""
 
 
 class _OtherSizeError(OSError):
@@ -163,8 +188,11 @@ class Place:
             if wanted_bytes is not None and len(data) != wanted_bytes:
                 raise _OtherSizeError(f"{len(data):,} bytes came where {wanted_bytes:,} are needed")
 
-        span: dict[str, Any] = {} if start == 0 and stop is None else {"start": start, "end": stop}
-        return self._submit("cat_file", name, check=check, **span)
+        if size_bytes:
+            stop = size_bytes + 1  # for a file that has grown to show it; and s3fs asks for its size unless it is told
+        span: dict[str, Any] = {"start": start, "end": stop}
+        pace = _PACES[self.url.partition("://")[0], (wanted_bytes or 0) <= _SMALL_BYTES]
+        return self._submit("cat_file", name, check=check, pace=pace, **span)
 
     def submit_facts(self, name: str) -> Future[tuple[int, int]]:
         """Size and tag of a file; -1 where it is not there."""
@@ -233,11 +261,12 @@ class Place:
         protocol = self.url.partition("://")[0]
         key = os.getpid(), protocol, fsspec.utils.tokenize(dict(self._options))
         if key not in _CLIENTS:
-            options = {"use_listings_cache": False, **self._options}
-            if protocol in ("s3", "s3a"):
-                options["config_kwargs"] = {**_S3_DEFAULTS, **options.get("config_kwargs", {})}
+            options: dict[str, Any] = dict(self._options)
             try:
-                _CLIENTS[key] = fsspec.filesystem(protocol, skip_instance_cache=True, **options)
+                kind = fsspec.get_filesystem_class(protocol)
+                if kind.__module__.partition(".")[0] == "s3fs":
+                    options["config_kwargs"] = {**_S3_DEFAULTS, **options.get("config_kwargs", {})}
+                _CLIENTS[key] = kind(skip_instance_cache=True, **options)
             except ImportError as missing:
                 raise ImportError(f"{self.url} needs a package that is not installed: {missing}") from None
             except ValueError as unknown:
@@ -251,12 +280,15 @@ class Place:
         then: Callable[[Any], Any] = lambda found: found,
         check: Callable[[Any], None] = lambda found: None,
         missing: Any = None,
+        pace: _Pace | None = None,
         **options: Any,
     ) -> Future[Any]:
         """Call a method of the client on fsspec's loop; the argument that is a name is made a path."""
         from fsspec.asyn import get_loop
 
         client = self._client()
+        if method in ("find", "ls", "info"):
+            client.invalidate_cache()  # of another's listings
         place = len(arguments) - 1 if method == "put_file" else 0
         name = arguments[place]
         arguments = (*arguments[:place], self._path(name), *arguments[place + 1 :])
@@ -270,16 +302,18 @@ class Place:
             check(found)
             return then(found)
 
-        return asyncio.run_coroutine_threadsafe(self._tried(call, self.at(name), missing), get_loop())
+        return asyncio.run_coroutine_threadsafe(self._tried(call, self.at(name), missing, pace), get_loop())
 
-    async def _tried(self, call: Callable[[], Coroutine[Any, Any, Any]], url: str, missing: Any) -> Any:
+    async def _tried(
+        self, call: Callable[[], Coroutine[Any, Any, Any]], url: str, missing: Any, pace: _Pace | None
+    ) -> Any:
         problem: Exception = RuntimeError()
         for k in range(TRIES):
             if k:
                 pause_s = min(_FIRST_PAUSE_S * 2**k, _LONGEST_PAUSE_S)
                 await asyncio.sleep(pause_s * (0.5 + random.SystemRandom().random()))
             try:
-                return await asyncio.wait_for(call(), ATTEMPT_S)
+                return await asyncio.wait_for(call() if pace is None else _hedged(call, pace), ATTEMPT_S)
             except FileNotFoundError:
                 if missing is not None:
                     return missing
@@ -306,6 +340,31 @@ class Place:
             cure = "Give credentials that are valid and allow it, in the environment or as storage_options="
         again = f" (tried {tries} times)" if tries > 1 else ""
         return RemoteError(f"{url}: {type(problem).__name__}: {said.rstrip('.')}{again}. {cure}.")
+
+
+async def _hedged(call: Callable[[], Coroutine[Any, Any, Any]], pace: _Pace) -> Any:
+    """Make a request, and a second one beside it if it takes too long; the first answer counts.
+
+    After Dean and Barroso, "The Tail at Scale", CACM 2013.
+    """
+    begun_s = time.monotonic()
+    requests = [asyncio.ensure_future(call())]
+    try:
+        await asyncio.wait(requests, timeout=pace.patience_s())
+        if not requests[0].done():
+            requests.append(asyncio.ensure_future(call()))
+            await asyncio.wait(requests, return_when=asyncio.FIRST_COMPLETED)
+        answered = [request for request in requests if request.done()]
+        if len(answered) == 1 and answered[0].exception() is not None:
+            await asyncio.wait(requests)
+        answer = next((request for request in requests if request.done() and request.exception() is None), requests[0])
+        found = answer.result()
+        pace.add(time.monotonic() - begun_s)
+        return found
+    finally:
+        for request in requests:
+            request.cancel()
+        await asyncio.gather(*requests, return_exceptions=True)
 
 
 def _facts(found: Mapping[str, Any]) -> tuple[int, int]:

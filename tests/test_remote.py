@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import pickle
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from multiprocessing import get_context
 from pathlib import Path
@@ -92,6 +94,29 @@ def test_reads_are_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MemoryFileSystem, "cat_file", cat_file)
     assert Place("memory://place").read("name", size_bytes=5) == b"twice"
     assert not outcomes
+
+
+def test_a_request_that_hangs_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What takes much longer than others did is asked for a second time; that answer counts, and nobody waits."""
+    calls: list[str] = []
+    gone_on: list[str] = []
+
+    async def cat_file(self: Any, path: str, **span: Any) -> bytes:
+        calls.append(path)
+        if len(calls) == 6:
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                gone_on.append("cancelled")
+                raise
+        return b"twice"
+
+    monkeypatch.setattr(MemoryFileSystem, "async_impl", True)
+    monkeypatch.setattr(MemoryFileSystem, "_cat_file", cat_file, raising=False)
+    monkeypatch.setattr(remote, "_PACES", defaultdict(remote._Pace))
+    monkeypatch.setattr(remote, "_LEAST_PATIENCE_S", 0.01)
+    assert [Place("memory://place").read("name") for _ in range(6)] == [b"twice"] * 6
+    assert (len(calls), gone_on) == (7, ["cancelled"])
 
 
 def test_what_stays_wrong_is_an_error() -> None:

@@ -29,7 +29,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from pathlib import Path
 from typing import NamedTuple
 
@@ -153,14 +153,14 @@ class Mirror:
             self._blocks.state[first:stop] = _ROOM
 
     def ensure(self, spans: Spans, stop: threading.Event | None = None) -> None:
-        """Fetch those of pinned blocks that are not there, many requests at once, in order.
+        """Fetch those of pinned blocks that are not there, many requests at once, begun in order.
 
         Two processes never fetch the same block: the second waits for the first. Given ``stop`` it ends when that is
         set, or there is no room.
         """
         missing = deque(self._requests(spans))
         elsewhere: list[tuple[int, int]] = []
-        pending: deque[tuple[int, tuple[int, int], Future[bytes]]] = deque()
+        pending: dict[Future[bytes], tuple[int, tuple[int, int]]] = {}
         for first, last in spans:
             self._blocks.needed_ns[first:last] = time.time_ns()
         give_up_s = 0.0
@@ -177,7 +177,7 @@ class Mirror:
                         os.close(lock)
                         raise
                     if asked is not None:
-                        pending.append((lock, span, asked))
+                        pending[asked] = lock, span
                         give_up_s = 0.0
                         continue
                     os.close(lock)
@@ -192,17 +192,15 @@ class Mirror:
                     missing.appendleft(span)
                     break
                 if pending:
-                    if not wait([pending[0][2]], _LOOK_S).done:
-                        continue
-                    lock, span, future = pending[0]
-                    self._blocks.write(span, future.result())
-                    os.close(pending.popleft()[0])
+                    for future in wait(pending, _LOOK_S, FIRST_COMPLETED).done:
+                        self._blocks.write(pending[future][1], future.result())
+                        os.close(pending.pop(future)[0])
                 elif missing or elsewhere:
                     time.sleep(_POLL_S)
                     missing.extend(self._requests(elsewhere))
                     elsewhere = []
         finally:
-            for lock, _, future in pending:
+            for future, (lock, _) in pending.items():
                 future.cancel()
                 os.close(lock)
 
@@ -291,6 +289,9 @@ class MirroredStore(DiskStore):
                 spans.append((first, stop))
         return spans
 
+    def expect(self, indices: Sequence[int]) -> None:
+        self._have(np.array(indices, np.int64))
+
     def read(self, index: int) -> np.ndarray:
         self.check(np.array([index]))
         return super().read(index)
@@ -305,14 +306,18 @@ class MirroredStore(DiskStore):
 
     def check(self, index_B: np.ndarray) -> None:
         unchecked = index_B[self._checked[index_B] == 0]
-        away = unchecked[self._readers[unchecked] == 0]
+        self._have(unchecked)
+        super().check(unchecked)
+
+    def _have(self, index_B: np.ndarray) -> None:
+        """Fetch samples that nobody has brought; they stay."""
+        away = index_B[self._readers[index_B] == 0]
         if len(away):
             spans = self._spans(away)
             if not self.mirror.pin_all():
                 self.mirror.pin(spans)
             self.mirror.ensure(spans)
             self._readers[away] += 1
-        super().check(unchecked)
 
     def _enter(self, index: int, found: int) -> None:
         wanted = int(self._sums[index])
