@@ -441,6 +441,18 @@ def test_no_thread_outlives_an_epoch(images: CachedDataset, how: str) -> None:
     assert [label for batch in _labels(loader) for label in batch] == list(range(23))
 
 
+@pytest.mark.skipif(not hasattr(threading, "_shutdown_locks_lock"), reason="Python 3.13 has no such lock")
+def test_the_collector_waits_for_no_thread_within_threading(images: CachedDataset) -> None:
+    """An iterator that is dropped where its thread holds the lock that a join takes ends its threads all the same."""
+    loader = DataLoader(images, 2, num_workers=2)
+    iterator = iter(loader)
+    next(iterator)
+    with threading._shutdown_locks_lock:  # type: ignore[attr-defined]
+        del iterator
+        gc.collect()
+    assert len(_labels(loader)) == 12
+
+
 @pytest.mark.parametrize(("workers", "persistent"), [("thread", False), ("process", False), ("process", True)])
 def test_an_epoch_set_after_iter_is_the_one_read(images: CachedDataset, workers: Any, persistent: bool) -> None:
     """With such a sampler workers begin at next(): Lightning calls set_epoch between iter() and next()."""
