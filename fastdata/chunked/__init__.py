@@ -51,6 +51,10 @@ _MOST_MIXED_BYTES = 4 << 30
 """Of a chunk that is mixed: the larger, the better the order, but the later the first batch."""
 _MOST_FETCHED_BYTES = 512 << 20
 """Of a mixed chunk that comes over a network, at 100 MB/s in five seconds."""
+_LEAST_FETCHED = 8
+"""Chunks of an epoch, so that the next one comes while one is decoded."""
+_PIECE_BYTES = 4 << 20
+"""Of what lies side by side in a chunk that comes over a network: many small requests would take long."""
 _MOST_KEPT_BYTES = 1 << 20  # of one whose samples are in memory anyway
 _ORDER_BYTES = 24  # for each sample of the dataset while an epoch is planned: its key, its place, and sorting
 _ENTRY_BYTES = 256  # for each sample of a chunk, besides its own: in what batch it comes, and that it is there
@@ -174,7 +178,12 @@ class ChunkedLoader:
         self._samples = samples = Samples(dataset)
         view, pages = samples.view(Chunk()), 0 if samples.is_copied else 2 * mmap.PAGESIZE * len(samples.on_disk)
         self._is_mixed = order.shuffle and (mix is not None or bool(samples.on_disk))
-        pieces = (mix or _PIECES_PER_CHUNK) if self._is_mixed else 1
+        most_bytes, most_pieces = _MOST_MIXED_BYTES if self._is_mixed else _MOST_BYTES, _PIECES_PER_CHUNK
+        if samples.mirrored:
+            share = order.rank_samples / max(order.length, 1) / _LEAST_FETCHED
+            most_bytes = min(_MOST_FETCHED_BYTES, int(share * sum(store.size_bytes for store in samples.mirrored)))
+            most_pieces = min(most_pieces, max(most_bytes // _PIECE_BYTES, 1))
+        pieces = (mix or most_pieces) if self._is_mixed else 1
         in_use_bytes, free_bytes = memory.tree_pss_bytes(), memory.available_bytes().bytes
         limit_bytes = parse_bytes(memory_limit, of=free_bytes // local_ranks() + in_use_bytes)
         served_bytes = view.served_bytes or 2 * 4 * math.ceil(samples.slot_bytes)  # floats one by one, then collated
@@ -184,8 +193,6 @@ class ChunkedLoader:
         batches_bytes += samples.fetch_bytes
         mapped_bytes = sum(store.heaviest_bytes(_NEIGHBOURS) for store in samples.on_disk)
         mapped_bytes += _lone_share(order, self._subset) * pages
-        most_mixed_bytes = _MOST_FETCHED_BYTES if samples.mirrored else _MOST_MIXED_BYTES
-        most_bytes = most_mixed_bytes if self._is_mixed else _MOST_BYTES
         room_bytes = samples.room_bytes // local_ranks() // (CHUNKS_HELD + 1)  # one is what others' blocks waste
         self.plan = plan = plan_chunks(
             limit_bytes,

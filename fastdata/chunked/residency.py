@@ -31,7 +31,7 @@ from fastdata.prepare import KeptSamples, ReadPath, Steps, WritePath, forecast
 from fastdata.report import log
 from fastdata.ring import BatchRing
 from fastdata.shared import collate_targets
-from fastdata.stores.mirror import FETCH_BYTES, MirroredStore
+from fastdata.stores.mirror import FETCH_BYTES, Ahead, MirroredStore
 from fastdata.stores.readers import DiskStore, Store
 from fastdata.stores.writers import ALIGN_BYTES, Extent, Writer, WriterPlan
 from fastdata.workers import WorkerPool
@@ -133,7 +133,7 @@ class Samples:
     @property
     def fetch_bytes(self) -> int:
         """Of what is on its way at once."""
-        return FETCH_BYTES * len(self.mirrored)
+        return CHUNKS_HELD * FETCH_BYTES * len(self.mirrored)
 
     @property
     def room_bytes(self) -> int:
@@ -302,6 +302,7 @@ class Residency:
         self._open: list[Chunk] = []
         self._ended: BaseException | None = None  # why no more chunks come
         self._is_closed, self._pid = False, os.getpid()
+        self._ahead: list[Ahead] = []
         self._pool: WorkerPool[list[_Result]] | None = None
         self._filler = threading.Thread(target=self._fill, name="fastdata-chunks", daemon=True)
 
@@ -396,6 +397,8 @@ class Residency:
                     chunk.cut()  # batches that are there behind one that never comes are not served in its place
                 self._changed.notify_all()
         finally:
+            for ahead in self._ahead:
+                ahead.drop()
             with self._changed:
                 self._pool.close()
 
@@ -409,10 +412,9 @@ class Residency:
         tasks = self._samples.begin(chunk)
         with self._changed:
             self._open.append(chunk)
-        with contextlib.ExitStack() as cleanup:
-            for store in self._samples.mirrored:
-                cleanup.enter_context(store.fetching(chunk.positions))
-            for results in cleanup.enter_context(contextlib.closing(pool.run(tasks))):
+        self._fetch_ahead(chunk)
+        with contextlib.closing(pool.run(tasks)) as finished:
+            for results in finished:
                 with self._changed:
                     has_changed = [self._samples.enter(chunk, result) for result in results]
                     for each in self._open if any(has_changed) else ():
@@ -422,6 +424,18 @@ class Residency:
                         return
         if chunk.lack is not None:
             self._cut(chunk, chunk.lack)
+
+    def _fetch_ahead(self, chunk: Chunk) -> None:
+        """Begin to fetch what of a chunk is not on its way yet, and the chunk after it, so that no request waits."""
+        if not self._samples.mirrored:
+            return
+        first, count = (max(chunk.batches) + 1) * self._batch_size, len(chunk.positions)
+        coming = self._stream[first : first + count]
+        positions = np.concatenate((chunk.positions, np.sort(coming) if self._in_sequence else coming))
+        for before in self._ahead:
+            before.asks_no_more.set()
+        self._ahead = [before for before in self._ahead if before.is_alive()]
+        self._ahead += [store.fetch_ahead(positions) for store in self._samples.mirrored]
 
     def _cut(self, chunk: Chunk, lack: MemoryBudgetError) -> None:
         """Leave the first batch that has samples without room, and all after it, to the next chunks, which are smaller.

@@ -56,6 +56,7 @@ _HOLE, _ROOM, _THERE = 0, 1, 2
 _FETCHING, _OPEN = 1 << 40, 1 << 41
 _SLACK = 64
 """Room is made for a 64th of the limit at once: to find the blocks needed least lately is a sort of all of them."""
+_SPARE = 1024
 _POLL_S, _LOOK_S = 0.005, 0.1
 _PATIENCE_S = 60.0
 """So long is room waited for, which others of this machine may give back."""
@@ -152,11 +153,11 @@ class Mirror:
         for first, stop in spans:
             self._blocks.state[first:stop] = _ROOM
 
-    def ensure(self, spans: Spans, stop: threading.Event | None = None) -> None:
+    def ensure(self, spans: Spans, ahead: Ahead | None = None) -> None:
         """Fetch those of pinned blocks that are not there, many requests at once, begun in order.
 
-        Two processes never fetch the same block: the second waits for the first. Given ``stop`` it ends when that is
-        set, or there is no room.
+        Two processes never fetch the same block: the second waits for the first. What is fetched ``ahead`` is left
+        where there is no room for it.
         """
         missing = deque(self._requests(spans))
         elsewhere: list[tuple[int, int]] = []
@@ -165,27 +166,32 @@ class Mirror:
             self._blocks.needed_ns[first:last] = time.time_ns()
         give_up_s = 0.0
         try:
-            while (missing or pending or elsewhere) and not (stop and stop.is_set()):
+            while (missing or pending or elsewhere) and not (ahead and ahead.is_dropped.is_set()):
+                if ahead and ahead.asks_no_more.is_set():
+                    missing.clear()
+                    elsewhere.clear()
                 while missing and len(pending) < _AT_ONCE:
                     span = missing.popleft()
                     if (lock := self._blocks.lock(fcntl.F_WRLCK, span, _FETCHING)) is None:
                         elsewhere.append(span)
                         continue
+                    self.pin([span])  # which of what is fetched ahead nobody else does
                     try:
                         asked, lack_bytes = self._ask(span)
                     except BaseException:
-                        os.close(lock)
+                        self._let_go(lock, span)
                         raise
                     if asked is not None:
                         pending[asked] = lock, span
                         give_up_s = 0.0
                         continue
-                    os.close(lock)
+                    self._let_go(lock, span)
                     if not lack_bytes:  # others have fetched some of it
                         missing.extendleft(reversed(self._requests([span])))
                         continue
-                    if stop is not None:
-                        return
+                    if ahead is not None:
+                        ahead.asks_no_more.set()
+                        break
                     give_up_s = give_up_s or time.monotonic() + _PATIENCE_S
                     if time.monotonic() > give_up_s:
                         raise self._too_small(lack_bytes)
@@ -194,15 +200,19 @@ class Mirror:
                 if pending:
                     for future in wait(pending, _LOOK_S, FIRST_COMPLETED).done:
                         self._blocks.write(pending[future][1], future.result())
-                        os.close(pending.pop(future)[0])
+                        self._let_go(*pending.pop(future))
                 elif missing or elsewhere:
                     time.sleep(_POLL_S)
                     missing.extend(self._requests(elsewhere))
                     elsewhere = []
         finally:
-            for future, (lock, _) in pending.items():
+            for future, held in pending.items():
                 future.cancel()
-                os.close(lock)
+                self._let_go(*held)
+
+    def _let_go(self, lock: int, span: tuple[int, int]) -> None:
+        os.close(lock)
+        self.unpin([span])
 
     def _ask(self, span: tuple[int, int]) -> tuple[Future[bytes] | None, int]:
         """Ask for blocks that nobody else fetches; or the bytes that there is no room for."""
@@ -223,7 +233,8 @@ class Mirror:
         """Make room for blocks, of others if need be; the bytes that are lacking."""
         with _locked(self._all):
             need_bytes = int((self._blocks.state[slice(*span)] == _HOLE).sum()) * BLOCK_BYTES
-            lack_bytes = _used_bytes(self._all) + need_bytes - self.limit_bytes if need_bytes else 0
+            spare_bytes = self.limit_bytes // _SPARE  # for what ext4 notes of where the pieces of a file lie
+            lack_bytes = _used_bytes(self._all) + need_bytes + spare_bytes - self.limit_bytes if need_bytes else 0
             if lack_bytes > 0:
                 lack_bytes -= _free(self._all, lack_bytes + self.limit_bytes // _SLACK)
             if lack_bytes <= 0:
@@ -336,21 +347,9 @@ class MirroredStore(DiskStore):
 
     # What of the files is here, and in memory
 
-    @contextlib.contextmanager
-    def fetching(self, index_B: np.ndarray) -> Iterator[None]:
-        """Fetch samples in a thread, in order, while this block brings them."""
-        stop, spans = threading.Event(), self._spans(index_B)
-        thread = threading.Thread(target=self._fetch, args=(spans, stop), name="fastdata-fetch", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            stop.set()
-            thread.join()
-
-    def _fetch(self, spans: Spans, stop: threading.Event) -> None:
-        with contextlib.suppress(RemoteError, OSError):  # whoever brings the sample is told
-            self.mirror.ensure(spans, stop)
+    def fetch_ahead(self, index_B: np.ndarray) -> Ahead:
+        """Fetch samples in a thread, in order; whoever asks for that ends it."""
+        return Ahead(self.mirror, self._spans(index_B))
 
     def bring(self, index_B: np.ndarray) -> None:
         spans = self._spans(index_B)
@@ -378,6 +377,26 @@ class MirroredStore(DiskStore):
         return _open_mirrored, (self.files, self.spec, self.index, self._decoder, self.mirror)
 
 
+class Ahead(threading.Thread):
+    """Fetches blocks that are needed soon; whoever needs one that does not come asks for it again, and is told why."""
+
+    def __init__(self, mirror: Mirror, spans: Spans) -> None:
+        super().__init__(name="fastdata-fetch", daemon=True)
+        self._mirror, self._spans = mirror, spans
+        self.asks_no_more, self.is_dropped = threading.Event(), threading.Event()
+        self.start()
+
+    def run(self) -> None:
+        with contextlib.suppress(RemoteError, OSError):
+            self._mirror.ensure(self._spans, self)
+
+    def drop(self) -> None:
+        """End it now, and what it has asked for."""
+        self.asks_no_more.set()
+        self.is_dropped.set()
+        self.join()
+
+
 def _open_mirrored(
     files: Sequence[DiskFile], spec: SampleSpec, index: ArrayBlock, decoder: Decoder | None, mirror: Mirror
 ) -> MirroredStore:
@@ -396,6 +415,7 @@ class _Blocks:
         try:
             if os.fstat(self.fd).st_size != 9 * self.count:
                 os.ftruncate(self.fd, 9 * self.count)
+                os.posix_fallocate(self.fd, 0, 9 * self.count)  # so that it counts from now on
             self._lock(self.fd, fcntl.F_RDLCK, (0, 1), _OPEN)
             mapped = mmap.mmap(self.fd, 9 * self.count)
         except BaseException:
@@ -561,7 +581,8 @@ def _used_bytes(local_cache: Path) -> int:
 
 
 def _mirrors(local_cache: Path) -> list[Path]:
-    return [path.parent for path in local_cache.glob(f"*/{_NAMES}")]
+    with os.scandir(local_cache) as found:
+        return [Path(each.path) for each in found if os.path.exists(os.path.join(each.path, _NAMES))]
 
 
 class _Old(NamedTuple):
