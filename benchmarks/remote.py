@@ -258,8 +258,9 @@ def measure(contender: Callable[[Place], Callable[[], Any]], place: Place, conne
                 outcome.server_cpu_s.append(stats.cpu_s)
                 start = time.perf_counter()
         outcome.peak_bytes = peak.size_bytes
-    except Exception:  # noqa: BLE001  # what a contender made of a fault is told, not raised
-        outcome.error = traceback.format_exc(limit=-1)
+    except Exception as problem:  # noqa: BLE001  # what a contender made of a fault is told, not raised
+        print(traceback.format_exc(limit=-1), file=sys.stderr)
+        outcome.error = f"{type(problem).__name__}: {str(problem).strip().splitlines()[-1]}"
     outcome.local_bytes = sum(path.stat().st_size for path in Path(place.local).rglob("*") if path.is_file())
     connection.send(outcome)
     connection.close()
