@@ -10,6 +10,7 @@ import os
 import pickle
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
@@ -17,6 +18,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from filelock import FileLock
+from fsspec.implementations.memory import MemoryFileSystem
 
 from children import open_noted
 from conftest import save_image
@@ -444,3 +447,26 @@ def test_shards_go_to_a_url(image_folder: Folder) -> None:
     assert set(far) == set(near)
     assert all(far[name] == near[name] for name in parts)
     assert not any(b"no such word" in data for data in far.values())
+
+
+def test_what_killed_uploads_left_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files on their way to a URL lie in a folder that is gone afterwards; an old one that nobody holds goes, too."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "staged"))
+    for name in ("killed", "held", "young"):
+        (tmp_path / "staged" / f"fastdata-shard-{name}").mkdir(parents=True)
+        (tmp_path / "staged" / f"fastdata-shard-{name}" / "part0.npy").write_bytes(b"half")
+    lock = FileLock(tmp_path / "staged/fastdata-shard-held/lock")
+    samples = [(np.full((4, 6), level, np.uint8), level) for level in range(6)]
+    options: dict[str, Any] = {
+        "cache_key": "levels",
+        "shard_bytes": 48,
+        "progress": False,
+        "local_cache": tmp_path / "l",
+    }
+    with lock, ThreadPoolExecutor(2) as threads:
+        for name in ("killed", "held"):
+            os.utime(tmp_path / "staged" / f"fastdata-shard-{name}", (0, 0))
+        with CachedDataset(samples, cache_dir="memory://shards", engine=threads, **options) as dataset:
+            assert [int(np.asarray(sample)[0, 0]) for sample, _ in (dataset[k] for k in range(6))] == list(range(6))
+    assert sorted(os.listdir(tmp_path / "staged")) == ["fastdata-shard-held", "fastdata-shard-young"]
+    MemoryFileSystem.store.clear()

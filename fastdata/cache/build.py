@@ -35,8 +35,7 @@ from fastdata.cache.manifest import (
     target_columns,
     targets_of,
 )
-from fastdata.cache.shards import unfinished, write_shards
-from fastdata.cache.written import written_of
+from fastdata.cache.shards import unfinished, write_shards, written_of
 from fastdata.codecs import codec_of, find_codec
 from fastdata.describe import describe_codec
 from fastdata.errors import CacheError, SampleError, is_url

@@ -17,36 +17,40 @@ import multiprocessing
 import os
 import platform
 import re
+import shutil
 import tempfile
 import time
 import uuid
 import zipfile
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from filelock import FileLock
 
 from fastdata.cache.engines import run_on
 from fastdata.cache.manifest import VERSION, Columns, SampleFile, target_columns, targets_of
-from fastdata.cache.written import Written, WrittenPart, joined, written_of
 from fastdata.errors import CacheError, IngestError, SampleError
+from fastdata.images import SampleSpec
 from fastdata.memory import parse_bytes
-from fastdata.prepare import Options, ReadPath, ingest, ingest_workers
+from fastdata.prepare import Ingested, Options, ReadPath, ingest, ingest_workers
 from fastdata.remote import Place
 from fastdata.report import log, progress_bar
 from fastdata.shared import SampleTable
 from fastdata.sources import FileSource
+from fastdata.stores.files import DiskFile
 from fastdata.stores.writers import ShapesDifferError, WriterPlan
 
 _LEAST_BYTES, _GOOD_BYTES = 16 << 20, 64 << 20
 """Of a shard: less is too little to hand out as a task, and from these on it may be more."""
 _GOOD_SHARDS, _MOST_SHARDS = 64, 200
 _CRC_BYTES = 4
+_STAGING, _STAGED_S = "fastdata-shard-", 60.0
 _RECEIPT = re.compile(r"shard-([0-9a-f]{8})-(\d{5})\.npz")
 _OF_SHARD = re.compile(r"(?:shard|part\d+-\d{5})-([0-9a-f]{8})-(\d{5})\.\w+")
 _DAMAGED = (ValueError, KeyError, TypeError, IndexError, EOFError, zipfile.BadZipFile)
@@ -72,6 +76,60 @@ def unfinished(names: Iterable[str]) -> set[str]:
     names = list(names)
     done = {match.groups() for name in names if (match := _RECEIPT.fullmatch(name))}
     return {name for name in names if (match := _OF_SHARD.fullmatch(name)) and match.groups() in done}
+
+
+class WrittenPart(NamedTuple):
+    """New files of a part, their columns by row, and the row of each kept sample, int64, counted over these files."""
+
+    spec: SampleSpec
+    files: tuple[SampleFile, ...]
+    columns: dict[str, np.ndarray]
+    rows: np.ndarray
+
+
+class Written(NamedTuple):
+    """What was written: ``kept``, int64, places among the samples that were to be; no parts if none was kept."""
+
+    parts: tuple[WrittenPart, ...]
+    kept: np.ndarray
+    targets: list[Any]
+    skipped: list[SampleError]
+
+
+def written_of(ingested: Ingested, plans: Sequence[WriterPlan], count: int) -> Written:
+    """What ``ingest`` has made of so many samples; its stores are closed."""
+    parts, kept = [], ingested.kept
+    for plan, store in zip(plans, ingested.stores, strict=False):
+        with contextlib.closing(store):
+            (file,), is_table = store.files, plan.codec is None and store.spec.is_dense
+            assert isinstance(file, DiskFile)
+            # in a table all have a row, those that were left out, too
+            rows, length = (kept, count) if is_table else (np.arange(len(kept)), len(kept))
+            columns = {}
+            for name in ("sums",) if is_table else ("sums", "offsets", "sizes", "shapes"):
+                found = store.index[name]
+                columns[name] = np.zeros((length, *found.shape[1:]), found.dtype)
+                columns[name][rows] = found
+            files = (SampleFile(name=file.path.name, size_bytes=store.size_bytes, rows=length),)
+            parts.append(WrittenPart(store.spec, files, columns, rows))
+    return Written(tuple(parts), kept, ingested.targets, ingested.skipped)
+
+
+def joined(written: Sequence[Written], counts: Sequence[int]) -> Written:
+    """All of it as one, in this order; ``counts``: of so many samples each."""
+    firsts, parts = np.cumsum([0, *counts]), []
+    for column in zip(*(each.parts for each in written if each.parts), strict=True):
+        before = np.cumsum([0, *(part.files[0].rows for part in column)])
+        rows = [first + part.rows for first, part in zip(before, column, strict=False)]
+        columns = {name: np.concatenate([part.columns[name] for part in column]) for name in column[0].columns}
+        files = tuple(file for part in column for file in part.files)
+        parts.append(WrittenPart(column[0].spec, files, columns, np.concatenate(rows)))
+    kept = [first + each.kept for first, each in zip(firsts, written, strict=False)]
+    targets = [target for each in written for target in each.targets]
+    return Written(tuple(parts), np.concatenate(kept), targets, [error for each in written for error in each.skipped])
+
+
+# Shards
 
 
 class _Shard(NamedTuple):
@@ -128,7 +186,7 @@ class _Job:
         with contextlib.ExitStack() as cleanup:
             folder = Path(place.url)
             if place.is_remote:
-                folder = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="fastdata-")))
+                folder = cleanup.enter_context(_staging())
             elif not folder.is_dir():
                 where = f"{folder} is not there on {platform.node()}"
                 raise CacheError(f"{where}: the machines of engine= must share cache_dir=, or it must be a URL")
@@ -172,6 +230,18 @@ class _Job:
         if samples != list(shard.positions) or len(targets) != len(kept) * self.with_targets:
             raise ValueError("it is of other samples")
         return Written(tuple(parts), kept, targets, skipped)
+
+
+@contextlib.contextmanager
+def _staging() -> Iterator[Path]:
+    """A folder for files on their way to a URL; those that killed processes left are removed first."""
+    for left in Path(tempfile.gettempdir()).glob(f"{_STAGING}*"):
+        with contextlib.suppress(OSError):  # a Timeout, too, of one that is in use
+            if time.time() - left.stat().st_mtime > _STAGED_S:  # else it may not have its lock yet
+                with FileLock(left / "lock").acquire(timeout=0):
+                    shutil.rmtree(left)
+    with tempfile.TemporaryDirectory(prefix=_STAGING) as folder, FileLock(Path(folder, "lock")):
+        yield Path(folder)
 
 
 def _pack(written: Written, *, with_targets: bool) -> bytes:
