@@ -17,7 +17,7 @@ import statistics
 import time
 import uuid
 from collections import defaultdict, deque
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextvars import ContextVar
 from functools import partial
@@ -40,6 +40,7 @@ _S3_DEFAULTS: dict[str, Any] = {"max_pool_connections": 64, "connect_timeout": 5
 _KNOWN, _ENOUGH, _PATIENCE, _LEAST_PATIENCE_S, _FIRST_PATIENCE_S = 32, 4, 3.0, 0.25, 3.0
 """How many times the median of the latest requests, if these are enough, one takes before it is made a second time."""
 _SMALL_BYTES = 1 << 20
+_MOST_EXPECTED = 1024
 _TEXT_BYTES = 4
 """A secret that is shorter is not looked for in messages: every other word would be one."""
 
@@ -365,6 +366,31 @@ async def _hedged(call: Callable[[], Coroutine[Any, Any, Any]], pace: _Pace) -> 
         for request in requests:
             request.cancel()
         await asyncio.gather(*requests, return_exceptions=True)
+
+
+class Coming:
+    """Files, or pieces of them, that were asked for and not read yet: by index, of the process that asked."""
+
+    def __init__(self) -> None:
+        self._pid, self._futures = 0, dict[int, "Future[bytes]"]()
+
+    def here(self) -> dict[int, Future[bytes]]:
+        if self._pid != os.getpid():  # what a parent waits for never comes here
+            self._pid, self._futures = os.getpid(), {}
+        return self._futures
+
+    def expect(self, indices: Sequence[int], submit: Callable[[int], Future[bytes] | None]) -> None:
+        """Ask for these, unless they are asked for, or ``submit`` finds that they cannot come by themselves."""
+        coming = self.here()
+        for index in indices:
+            if index not in coming and (future := submit(index)) is not None:
+                coming[index] = future
+        while len(coming) > max(_MOST_EXPECTED, len(indices)):  # of readers that gave up
+            with contextlib.suppress(KeyError, StopIteration):
+                coming.pop(next(iter(coming))).cancel()
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return Coming, ()
 
 
 def _facts(found: Mapping[str, Any]) -> tuple[int, int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import csv
 import io
@@ -23,12 +22,11 @@ import torch
 
 from fastdata.errors import is_url
 from fastdata.images import decode_image, decoder_of, is_image, load_image
-from fastdata.remote import Place
+from fastdata.remote import Coming, Place
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-_MOST_EXPECTED = 1024
 SCAN_THREADS = 16
 """Folders listed at once where listing waits, as on a network file system."""
 SCAN_PATIENCE_S = 0.02
@@ -190,16 +188,10 @@ class RemoteFiles(FileSource):
     ) -> None:
         super().__init__(paths, targets, loader)
         self._place, self._facts = place, facts
-        self._coming = _Coming()
+        self._coming = Coming()
 
     def expect(self, indices: Sequence[int]) -> None:
-        coming = self._coming.here()
-        for index in indices:
-            if index not in coming:
-                coming[index] = self._submit(index)
-        while len(coming) > max(_MOST_EXPECTED, len(indices)):  # of readers that gave up
-            with contextlib.suppress(KeyError, StopIteration):
-                coming.pop(next(iter(coming))).cancel()
+        self._coming.expect(indices, self._submit)
 
     def read(self, index: int) -> tuple[Any, Any]:
         data, decode = self._fetch(index), decoder_of(self.loader)
@@ -241,21 +233,6 @@ class RemoteFiles(FileSource):
         place, name = place_of(self._place, self.paths[index])
         size = int(self._facts["sizes"][index])
         return place.submit(name, size_bytes=None if size < 0 else size)
-
-
-class _Coming:
-    """Files that were asked for and not read yet, by index, of the process that asked."""
-
-    def __init__(self) -> None:
-        self._pid, self._files = 0, dict[int, "Future[bytes]"]()
-
-    def here(self) -> dict[int, Future[bytes]]:
-        if self._pid != os.getpid():  # what a parent waits for never comes here
-            self._pid, self._files = os.getpid(), {}
-        return self._files
-
-    def __reduce__(self) -> tuple[type, tuple[()]]:
-        return _Coming, ()
 
 
 def place_of(place: Place, url: str) -> tuple[Place, str]:

@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import io
 import math
-import os
 import threading
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
@@ -15,12 +14,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fastdata.errors import RemoteError
-from fastdata.remote import Place
+from fastdata.remote import Coming, Place
 
 _HEADERS_BYTES = 8 << 20
 """Read at once of a remote file of headers: as much as comes in two round trips."""
-
-_MOST_EXPECTED = 1024
 
 
 class File(NamedTuple):
@@ -70,7 +67,7 @@ class Shards:
         self._files, self._only = list(files), None if only is None else set(only)
         self._ends = np.cumsum(counts, dtype=np.int64)
         self._kept = threading.local()
-        self._coming: tuple[int, dict[int, Future[bytes]]] = 0, {}
+        self._coming = Coming()
         self.is_remote = any(file.place.is_remote for file in files)
         facts = repr(sorted({(file.name, file.size_bytes, file.tag) for file in files})).encode()
         self.identity = f"{len(files)} files {hashlib.blake2b(facts, digest_size=8).hexdigest()}"
@@ -91,7 +88,7 @@ class Shards:
             raise ValueError(said) from problem
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_kept"} | {"_coming": (0, {})}
+        return {name: value for name, value in vars(self).items() if name != "_kept"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -111,27 +108,19 @@ class Shards:
 
     def expect(self, indices: Sequence[int]) -> None:
         """Fetch these samples in the background, where they lie behind a URL and by themselves."""
-        coming = self._own_coming()
-        for index in indices:
-            number, row = self._locate(index)
-            file = self._files[number]
-            with contextlib.suppress(OSError, ValueError):  # whoever reads the sample is told
-                span = self._span(number, row, index) if file.place.is_remote and index not in coming else None
-                if span is not None:
-                    coming[index] = file.place.submit(file.name, *span)
-        while len(coming) > max(_MOST_EXPECTED, len(indices)):  # of readers that gave up
-            with contextlib.suppress(KeyError, StopIteration):
-                coming.pop(next(iter(coming))).cancel()
+        self._coming.expect(indices, self._submit)
+
+    def _submit(self, index: int) -> Future[bytes] | None:
+        number, row = self._locate(index)
+        file = self._files[number]
+        with contextlib.suppress(OSError, ValueError):  # whoever reads the sample is told
+            span = self._span(number, row, index) if file.place.is_remote else None
+            return None if span is None else file.place.submit(file.name, *span)
+        return None
 
     def fetch(self, number: int, index: int, span: tuple[int, int]) -> bytes:
-        coming = self._own_coming().pop(index, None)
+        coming = self._coming.here().pop(index, None)
         return self._files[number].read(*span) if coming is None else coming.result()
-
-    def _own_coming(self) -> dict[int, Future[bytes]]:
-        pid, coming = self._coming
-        if pid != os.getpid():  # what a parent waits for never comes here
-            self._coming = _, coming = os.getpid(), {}
-        return coming
 
     def keep(self, what: str, key: object, make: Callable[[], Any]) -> Any:
         """What ``make`` gives; made anew where this thread's last was of another key."""
