@@ -203,7 +203,7 @@ def tune(
 
     Example:
         >>> squares = [(float(i), i * i) for i in range(50)]
-        >>> result = tune(squares, batch_size=5, max_seconds=2, progress=False)
+        >>> result = tune(squares, batch_size=5, parameters={"num_workers": (0, 1)}, max_seconds=2, progress=False)
         >>> len(DataLoader(squares, **result.best))
         10
     """

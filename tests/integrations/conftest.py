@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import pytest
 
 from fastdata import remote
 from s3 import MotoS3, ThrottledS3, s3_server, throttled_s3
+
+os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"  # as gcsfs is imported: its test server has no gRPC
 
 
 @pytest.fixture(scope="session")
