@@ -23,7 +23,7 @@ from fastdata.cache.manifest import MANIFEST
 
 AT = "009.jpg"
 """Where a build is when something is killed."""
-TIMEOUT_S = 120
+TIMEOUT_S = 300
 SHARD = 4 * 3 * 7 * 9
 """Bytes of four images."""
 
