@@ -14,6 +14,7 @@ import random
 import re
 import shutil
 import statistics
+import tempfile
 import time
 import uuid
 from collections import defaultdict, deque
@@ -41,6 +42,7 @@ _KNOWN, _ENOUGH, _PATIENCE, _LEAST_PATIENCE_S, _FIRST_PATIENCE_S = 32, 4, 3.0, 0
 """How many times the median of the latest requests, if these are enough, one takes before it is made a second time."""
 _SMALL_BYTES = 1 << 20
 _MOST_EXPECTED = 1024
+_FLEETING, _FLEETING_S = "fastdata-remote-", 60.0
 _TEXT_BYTES = 4
 """A secret that is shorter is not looked for in messages: every other word would be one."""
 
@@ -56,6 +58,20 @@ class Entry(NamedTuple):
     name: str
     size_bytes: int
     tag: int
+
+
+@contextlib.contextmanager
+def fleeting_folder() -> Iterator[Path]:
+    """A folder for files on their way to a URL, or from one; those that killed processes left are removed first."""
+    from filelock import FileLock  # 20 ms, which only they take
+
+    for left in Path(tempfile.gettempdir()).glob(f"{_FLEETING}*"):
+        with contextlib.suppress(OSError):  # a Timeout, too, of one that is in use
+            if time.time() - left.stat().st_mtime > _FLEETING_S:  # else it may not have its lock yet
+                with FileLock(left / "lock").acquire(timeout=0):
+                    shutil.rmtree(left)
+    with tempfile.TemporaryDirectory(prefix=_FLEETING) as folder, FileLock(Path(folder, "lock")):
+        yield Path(folder)
 
 
 class _Pace:

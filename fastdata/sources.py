@@ -7,7 +7,6 @@ import csv
 import io
 import os
 import re
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,7 +21,7 @@ import torch
 
 from fastdata.errors import is_url
 from fastdata.images import decode_image, decoder_of, is_image, load_image
-from fastdata.remote import Coming, Place
+from fastdata.remote import Coming, Place, fleeting_folder
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -199,10 +198,10 @@ class RemoteFiles(FileSource):
             return np.frombuffer(data, np.uint8), self.targets[index]
         if decode is not None:
             return decode(memoryview(data)), self.targets[index]
-        with tempfile.NamedTemporaryFile(suffix=os.path.splitext(self.paths[index])[1]) as file:
-            file.write(data)
-            file.flush()
-            return self.loader(file.name), self.targets[index]
+        with fleeting_folder() as folder:
+            copy = folder / f"sample{os.path.splitext(self.paths[index])[1]}"
+            copy.write_bytes(data)
+            return self.loader(str(copy)), self.targets[index]
 
     def open(self, index: int) -> BinaryIO:
         return io.BytesIO(self._fetch(index))

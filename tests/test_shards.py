@@ -453,9 +453,9 @@ def test_what_killed_uploads_left_is_removed(tmp_path: Path, monkeypatch: pytest
     """Files on their way to a URL lie in a folder that is gone afterwards; an old one that nobody holds goes, too."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "staged"))
     for name in ("killed", "held", "young"):
-        (tmp_path / "staged" / f"fastdata-shard-{name}").mkdir(parents=True)
-        (tmp_path / "staged" / f"fastdata-shard-{name}" / "part0.npy").write_bytes(b"half")
-    lock = FileLock(tmp_path / "staged/fastdata-shard-held/lock")
+        (tmp_path / "staged" / f"fastdata-remote-{name}").mkdir(parents=True)
+        (tmp_path / "staged" / f"fastdata-remote-{name}" / "part0.npy").write_bytes(b"half")
+    lock = FileLock(tmp_path / "staged/fastdata-remote-held/lock")
     samples = [(np.full((4, 6), level, np.uint8), level) for level in range(6)]
     options: dict[str, Any] = {
         "cache_key": "levels",
@@ -465,8 +465,8 @@ def test_what_killed_uploads_left_is_removed(tmp_path: Path, monkeypatch: pytest
     }
     with lock, ThreadPoolExecutor(2) as threads:
         for name in ("killed", "held"):
-            os.utime(tmp_path / "staged" / f"fastdata-shard-{name}", (0, 0))
+            os.utime(tmp_path / "staged" / f"fastdata-remote-{name}", (0, 0))
         with CachedDataset(samples, cache_dir="memory://shards", engine=threads, **options) as dataset:
             assert [int(np.asarray(sample)[0, 0]) for sample, _ in (dataset[k] for k in range(6))] == list(range(6))
-    assert sorted(os.listdir(tmp_path / "staged")) == ["fastdata-shard-held", "fastdata-shard-young"]
+    assert sorted(os.listdir(tmp_path / "staged")) == ["fastdata-remote-held", "fastdata-remote-young"]
     MemoryFileSystem.store.clear()

@@ -17,21 +17,18 @@ import multiprocessing
 import os
 import platform
 import re
-import shutil
-import tempfile
 import time
 import uuid
 import zipfile
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from filelock import FileLock
 
 from fastdata.cache.engines import run_on
 from fastdata.cache.manifest import VERSION, Columns, SampleFile, target_columns, targets_of
@@ -39,7 +36,7 @@ from fastdata.errors import CacheError, IngestError, SampleError
 from fastdata.images import SampleSpec
 from fastdata.memory import parse_bytes
 from fastdata.prepare import Ingested, Options, ReadPath, ingest, ingest_workers
-from fastdata.remote import Place
+from fastdata.remote import Place, fleeting_folder
 from fastdata.report import log, progress_bar
 from fastdata.shared import SampleTable
 from fastdata.sources import FileSource
@@ -50,7 +47,6 @@ _LEAST_BYTES, _GOOD_BYTES = 16 << 20, 64 << 20
 """Of a shard: less is too little to hand out as a task, and from these on it may be more."""
 _GOOD_SHARDS, _MOST_SHARDS = 64, 200
 _CRC_BYTES = 4
-_STAGING, _STAGED_S = "fastdata-shard-", 60.0
 _RECEIPT = re.compile(r"shard-([0-9a-f]{8})-(\d{5})\.npz")
 _OF_SHARD = re.compile(r"(?:shard|part\d+-\d{5})-([0-9a-f]{8})-(\d{5})\.\w+")
 _DAMAGED = (ValueError, KeyError, TypeError, IndexError, EOFError, zipfile.BadZipFile)
@@ -186,7 +182,7 @@ class _Job:
         with contextlib.ExitStack() as cleanup:
             folder = Path(place.url)
             if place.is_remote:
-                folder = cleanup.enter_context(_staging())
+                folder = cleanup.enter_context(fleeting_folder())
             elif not folder.is_dir():
                 where = f"{folder} is not there on {platform.node()}"
                 raise CacheError(f"{where}: the machines of engine= must share cache_dir=, or it must be a URL")
@@ -230,18 +226,6 @@ class _Job:
         if samples != list(shard.positions) or len(targets) != len(kept) * self.with_targets:
             raise ValueError("it is of other samples")
         return Written(tuple(parts), kept, targets, skipped)
-
-
-@contextlib.contextmanager
-def _staging() -> Iterator[Path]:
-    """A folder for files on their way to a URL; those that killed processes left are removed first."""
-    for left in Path(tempfile.gettempdir()).glob(f"{_STAGING}*"):
-        with contextlib.suppress(OSError):  # a Timeout, too, of one that is in use
-            if time.time() - left.stat().st_mtime > _STAGED_S:  # else it may not have its lock yet
-                with FileLock(left / "lock").acquire(timeout=0):
-                    shutil.rmtree(left)
-    with tempfile.TemporaryDirectory(prefix=_STAGING) as folder, FileLock(Path(folder, "lock")):
-        yield Path(folder)
 
 
 def _pack(written: Written, *, with_targets: bool) -> bytes:
