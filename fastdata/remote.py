@@ -215,7 +215,7 @@ class Place:
         """Size and tag of a file; -1 where it is not there."""
         if self.is_remote:
             return self._submit("info", name, then=_facts, missing=(-1, -1))
-        return _done(lambda: (os.path.getsize(self.at(name)), os.stat(self.at(name)).st_mtime_ns))
+        return _done(partial(_local_facts, self.at(name)))
 
     def find(self, below: str = "") -> list[Entry]:
         """All files below a folder, sorted by name; none where it is not there."""
@@ -414,6 +414,13 @@ def _facts(found: Mapping[str, Any]) -> tuple[int, int]:
     tag = next((str(found[name]) for name in _TAGS if found.get(name) is not None), "")
     size, digest = found.get("size"), hashlib.blake2b(tag.encode(), digest_size=8).digest()
     return -1 if size is None else int(size), int.from_bytes(digest, "little") >> 1
+
+
+def _local_facts(path: str) -> tuple[int, int]:
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        found = os.stat(path)
+        return found.st_size, found.st_mtime_ns
+    return -1, -1
 
 
 def _texts(options: Any) -> Iterator[str]:

@@ -44,8 +44,8 @@ def find_cache(path: str | os.PathLike[str], storage_options: Mapping[str, Any] 
     """
     home = Place(path, storage_options)
     folders = _cache_folders(home)
-    if folders == [home]:
-        return home if home.is_remote else Path(home.url)
+    if len(folders) == 1:
+        return folders[0] if home.is_remote else Path(folders[0].url)
     readable: list[Place] = []
     lines = ""
     for folder in folders:
@@ -66,14 +66,13 @@ def find_cache(path: str | os.PathLike[str], storage_options: Mapping[str, Any] 
 
 
 def _cache_folders(home: Place) -> list[Place]:
-    def is_cache(place: Place) -> bool:
-        with contextlib.suppress(FileNotFoundError):
-            return place.size(MANIFEST) >= 0
-        return False
-
-    folders = [home] if is_cache(home) else []
+    own, below = home.submit_facts(MANIFEST), list[Place]()
     with contextlib.suppress(FileNotFoundError):
-        folders = folders or [place for place in map(home.below, home.folders()) if is_cache(place)]
+        below = [home.below(name) for name in home.folders()]
+    if own.result()[0] >= 0:
+        return [home]
+    asked = [place.submit_facts(MANIFEST) for place in below]
+    folders = [place for place, facts in zip(below, asked, strict=True) if facts.result()[0] >= 0]
     if not folders:
         raise FileNotFoundError(f"{home} is no cache and holds none: there is no {MANIFEST} in it or one below it")
     return folders

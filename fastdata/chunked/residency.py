@@ -429,13 +429,12 @@ class Residency:
         """Begin to fetch what of a chunk is not on its way yet, and the chunk after it, so that no request waits."""
         if not self._samples.mirrored:
             return
-        first, count = (max(chunk.batches) + 1) * self._batch_size, len(chunk.positions)
-        coming = self._stream[first : first + count]
-        positions = np.concatenate((chunk.positions, np.sort(coming) if self._in_sequence else coming))
+        first = (max(chunk.batches) + 1) * self._batch_size
+        coming = self._stream[first : first + len(chunk.positions)]
         for before in self._ahead:
             before.asks_no_more.set()
         self._ahead = [before for before in self._ahead if before.is_alive()]
-        self._ahead += [store.fetch_ahead(positions) for store in self._samples.mirrored]
+        self._ahead += [store.fetch_ahead(chunk.positions, coming) for store in self._samples.mirrored]
 
     def _cut(self, chunk: Chunk, lack: MemoryBudgetError) -> None:
         """Leave the first batch that has samples without room, and all after it, to the next chunks, which are smaller.
