@@ -429,12 +429,14 @@ class Residency:
         """Begin to fetch what of a chunk is not on its way yet, and the chunk after it, so that no request waits."""
         if not self._samples.mirrored:
             return
-        first = (max(chunk.batches) + 1) * self._batch_size
-        coming = self._stream[first : first + len(chunk.positions)]
+        chunks = [chunk.positions]
+        if self._ahead:  # the first chunk, which the loop waits for, has the network for itself
+            first = (max(chunk.batches) + 1) * self._batch_size
+            chunks.append(self._stream[first : first + len(chunk.positions)])
         for before in self._ahead:
             before.asks_no_more.set()
         self._ahead = [before for before in self._ahead if before.is_alive()]
-        self._ahead += [store.fetch_ahead(chunk.positions, coming) for store in self._samples.mirrored]
+        self._ahead += [store.fetch_ahead(*chunks) for store in self._samples.mirrored]
 
     def _cut(self, chunk: Chunk, lack: MemoryBudgetError) -> None:
         """Leave the first batch that has samples without room, and all after it, to the next chunks, which are smaller.
