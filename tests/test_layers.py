@@ -65,7 +65,7 @@ DOORS = {
     "simplejpeg": {"images"},
     "lz4": {"codecs"},
     "zstandard": {"codecs"},
-    "filelock": {"cache"},
+    "filelock": {"cache", "remote"},
     "ray": {"cache"},
     "fsspec": {"remote"},
     "pyarrow": {"formats"},
