@@ -40,6 +40,7 @@ _S3_DEFAULTS: dict[str, Any] = {"max_pool_connections": 64, "connect_timeout": 5
 """Of botocore, whose 10 connections fetch 200 small objects a second at 50 ms each; timeouts are seconds of silence."""
 _KNOWN, _ENOUGH, _PATIENCE, _LEAST_PATIENCE_S, _FIRST_PATIENCE_S = 32, 4, 3.0, 0.25, 3.0
 """How many times the median of the latest requests, if these are enough, one takes before it is made a second time."""
+_LOOK_S = 0.2
 _SMALL_BYTES = 1 << 20
 _MOST_EXPECTED = 1024
 _FLEETING, _FLEETING_S = "fastdata-remote-", 60.0
@@ -90,7 +91,7 @@ class _Pace:
 
 
 _PACES: defaultdict[tuple[str, bool], _Pace] = defaultdict(_Pace)
-"""Of reads, by protocol and whether they are small."""
+"""By protocol and whether little is asked for."""
 
 
 class _OtherSizeError(OSError):
@@ -208,13 +209,12 @@ class Place:
         if size_bytes:
             stop = size_bytes + 1  # for a file that has grown to show it; and s3fs asks for its size unless it is told
         span: dict[str, Any] = {"start": start, "end": stop}
-        pace = _PACES[self.url.partition("://")[0], (wanted_bytes or 0) <= _SMALL_BYTES]
-        return self._submit("cat_file", name, check=check, pace=pace, **span)
+        return self._submit("cat_file", name, check=check, pace=self._pace(wanted_bytes or 0), **span)
 
     def submit_facts(self, name: str) -> Future[tuple[int, int]]:
         """Size and tag of a file; -1 where it is not there."""
         if self.is_remote:
-            return self._submit("info", name, then=_facts, missing=(-1, -1))
+            return self._submit("info", name, then=_facts, missing=(-1, -1), pace=self._pace(0))
         return _done(partial(_local_facts, self.at(name)))
 
     def find(self, below: str = "") -> list[Entry]:
@@ -268,6 +268,9 @@ class Place:
                     os.unlink(self.at(name))
 
     # The client
+
+    def _pace(self, size_bytes: int) -> _Pace:
+        return _PACES[self.url.partition("://")[0], size_bytes <= _SMALL_BYTES]
 
     def _path(self, name: str) -> str:
         return f"{self._client()._strip_protocol(self.url).rstrip('/')}{'/' if name else ''}{name}"
@@ -367,7 +370,8 @@ async def _hedged(call: Callable[[], Coroutine[Any, Any, Any]], pace: _Pace) -> 
     begun_s = time.monotonic()
     requests = [asyncio.ensure_future(call())]
     try:
-        await asyncio.wait(requests, timeout=pace.patience_s())
+        while not requests[0].done() and (left_s := begun_s + pace.patience_s() - time.monotonic()) > 0:
+            await asyncio.wait(requests, timeout=min(left_s, _LOOK_S))  # others that end meanwhile tell the pace
         if not requests[0].done():
             requests.append(asyncio.ensure_future(call()))
             await asyncio.wait(requests, return_when=asyncio.FIRST_COMPLETED)

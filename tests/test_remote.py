@@ -119,6 +119,26 @@ def test_a_request_that_hangs_is_made_again(monkeypatch: pytest.MonkeyPatch) -> 
     assert (len(calls), gone_on) == (7, ["cancelled"])
 
 
+def test_the_first_request_that_hangs_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How long others take is learnt while it hangs."""
+    calls: list[str] = []
+
+    async def cat_file(self: Any, path: str, **span: Any) -> bytes:
+        calls.append(path)
+        if len(calls) == 1:
+            await asyncio.sleep(200)
+        return b"twice"
+
+    monkeypatch.setattr(MemoryFileSystem, "async_impl", True)
+    monkeypatch.setattr(MemoryFileSystem, "_cat_file", cat_file, raising=False)
+    monkeypatch.setattr(remote, "_PACES", defaultdict(remote._Pace))
+    monkeypatch.setattr(remote, "_FIRST_PATIENCE_S", 200.0)
+    place = Place("memory://place")
+    coming = [place.submit(f"name{k}") for k in range(5)]
+    assert [future.result() for future in coming] == [b"twice"] * 5
+    assert len(calls) == 6
+
+
 def test_what_stays_wrong_is_an_error() -> None:
     """A file that is not as long as it was listed is an error that says so, with both sizes."""
     Place("memory://place").write("name", b"twice")
