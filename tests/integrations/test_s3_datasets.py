@@ -71,13 +71,13 @@ def test_a_folder_in_s3_through_faults(
 
 def test_a_cache_in_s3_through_faults(throttled: ThrottledS3, folder: Path, tmp_path: Path) -> None:
     """Every sample of a streamed cache comes right, although blocks come broken off, too short or with wrong bits."""
-    with ImageFolder(folder, resize=(40, 40), cache_dir=tmp_path / "built", progress=False) as dataset:
+    with ImageFolder(folder, resize=(300, 300), cache_dir=tmp_path / "built", progress=False) as dataset:
         colours, targets = colours_of(dataset), sorted(dataset.targets)
     (home,) = (path.parent for path in (tmp_path / "built").glob("*/fastdata.json"))
     shutil.copytree(home, tmp_path / "s3/bucket/cache")
     throttled.set_faults(FaultPlan(rate=0.5, kinds=MENDED, attempts=2, within="part0"))
     options: dict[str, Any] = {"storage_options": throttled.storage_options, "local_cache": tmp_path / "local"}
-    with ChunkedLoader("s3://bucket/cache", 4, memory_limit="3GiB", **options) as loader:
+    with ChunkedLoader("s3://bucket/cache", 4, chunk_samples=8, memory_limit="3GiB", **options) as loader:
         for _ in range(2):
             assert sorted(targets_of(loader, colours)) == targets
     assert sum(throttled.stats().faults.values()) > 0
