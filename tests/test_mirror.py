@@ -239,6 +239,27 @@ def test_damage_on_the_way_is_mended(tmp_path: Path, monkeypatch: pytest.MonkeyP
             stream.write(bytes(5000))
 
 
+def test_mending_one_sample_leaves_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is fetched again is the sample alone: with its block might come damage to samples that were found right."""
+    monkeypatch.setattr(mirror_module, "BLOCK_BYTES", 1 << 20)  # of all samples
+    url, plain, spans = upload(tmp_path), MemoryFileSystem.cat_file, []
+
+    def cat_file(self: Any, path: str, start: int = 0, end: int | None = None, **more: Any) -> bytes:
+        data = bytearray(plain(self, path, start=start, end=end, **more))
+        if "part0" in path:
+            spans.append((start, len(data)))
+            data[-1] ^= 4 * (len(spans) == 1)
+        return bytes(data)
+
+    monkeypatch.setattr(MemoryFileSystem, "cat_file", cat_file)
+    with CachedDataset.from_cache(url, local_cache=tmp_path / "local") as dataset:
+        check(dataset, range(SAMPLES - 1))
+        check(dataset)
+    (_, whole_bytes), (start, size) = spans
+    assert start + size == whole_bytes
+    assert size < whole_bytes / 2
+
+
 def test_damage_behind_the_url_is_an_error(tmp_path: Path) -> None:
     """A sample that is not as it was written, however often it is fetched, is named; the others can be read."""
     url = upload(tmp_path)

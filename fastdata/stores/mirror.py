@@ -142,16 +142,15 @@ class Mirror:
         self.pin(spans)
         try:
             if again:
-                self.forget(spans)
+                self._blocks.state[slice(*spans[0])] = _ROOM
             self.ensure(spans)
             return path.read_bytes()
         finally:
             self.unpin(spans)
 
-    def forget(self, spans: Spans) -> None:
-        """Have pinned blocks fetched again."""
-        for first, stop in spans:
-            self._blocks.state[first:stop] = _ROOM
+    def mend(self, name: str, start: int, stop: int) -> None:
+        """Fetch these bytes of a file anew, and no others: the rest of their blocks was found right already."""
+        self._blocks.put(name, start, self.place.read(name, start, stop))
 
     def ensure(self, spans: Spans, ahead: Ahead | None = None) -> None:
         """Fetch those of pinned blocks that are not there, many requests at once, begun in order.
@@ -336,13 +335,11 @@ class MirroredStore(DiskStore):
     def _enter(self, index: int, found: int) -> None:
         wanted = int(self._sums[index])
         if found != wanted:
-            spans = self._spans(np.array([index]))
+            file, start = self._disk_files[self._of[index]].path.name, int(self._offsets[index])
             log.info("sample %d of %s is not as it was written; it is fetched again", index, self.mirror.place)
-            self.mirror.forget(spans)
-            self.mirror.ensure(spans)
+            self.mirror.mend(file, start, start + int(self._sizes[index]))
             found = checksum(self.stored(index))
         if found != wanted:
-            file = self._disk_files[self._of[index]].path.name
             what = f"its bytes in {self.mirror.place.at(file)} are not those that were written, and came twice"
             what += "; the file was changed or is damaged there: build the cache anew"
             raise UndecodableError(what, index=index, codec=self.codec, is_on_disk=True)
@@ -460,12 +457,15 @@ class _Blocks:
 
     def write(self, span: tuple[int, int], data: bytes) -> None:
         name, start, _ = self.place(span)
+        self.put(name, start, data)
+        self.state[slice(*span)] = _THERE
+
+    def put(self, name: str, start: int, data: bytes) -> None:
         with open(self.folder / name, "r+b", buffering=0) as file:
             rest = memoryview(data)
             while rest:
                 written = os.pwrite(file.fileno(), rest, start)
                 rest, start = rest[written:], start + written
-        self.state[slice(*span)] = _THERE
 
     def make_holes(self, span: tuple[int, int]) -> int:
         """Make holes of those blocks that nobody needs now; the bytes that they took."""
