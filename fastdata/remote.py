@@ -21,7 +21,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextvars import ContextVar
-from functools import partial
+from functools import cache, partial
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -66,13 +66,20 @@ def fleeting_folder() -> Iterator[Path]:
     """A folder for files on their way to a URL, or from one; those that killed processes left are removed first."""
     from filelock import FileLock  # 20 ms, which only they take
 
-    for left in Path(tempfile.gettempdir()).glob(f"{_FLEETING}*"):
+    _sweep(tempfile.gettempdir())
+    with tempfile.TemporaryDirectory(prefix=_FLEETING) as folder, FileLock(Path(folder, "lock")):
+        yield Path(folder)
+
+
+@cache  # to look through it takes longer than a sample does
+def _sweep(parent: str) -> None:
+    from filelock import FileLock
+
+    for left in Path(parent).glob(f"{_FLEETING}*"):
         with contextlib.suppress(OSError):  # a Timeout, too, of one that is in use
             if time.time() - left.stat().st_mtime > _FLEETING_S:  # else it may not have its lock yet
                 with FileLock(left / "lock").acquire(timeout=0):
                     shutil.rmtree(left)
-    with tempfile.TemporaryDirectory(prefix=_FLEETING) as folder, FileLock(Path(folder, "lock")):
-        yield Path(folder)
 
 
 class _Pace:
