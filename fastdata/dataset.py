@@ -19,32 +19,23 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
-from multiprocessing import current_process
 from multiprocessing.context import get_spawning_popen
 from multiprocessing.reduction import ForkingPickler
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, cast
 
 import numpy as np
-import torch
 from torch.utils.data import Dataset, Subset, get_worker_info
 
 from fastdata import core
-from fastdata.batch import IndexBatch, SampleBatch, SharedVisits, stacked
+from fastdata.batch import IndexBatch, SharedVisits
 from fastdata.draws import sample_keys
-from fastdata.errors import RemoteError, SampleError, StoreGoneError, sample_error
+from fastdata.errors import SampleError, StoreGoneError
 from fastdata.images import (
     Bound,
-    Form,
-    Planes,
     Resize,
     SampleSpec,
-    decode_pixels,
-    decoded_shape,
     decoder_of,
-    present,
     tensor_class,
-    to_image,
-    without_exif,
 )
 from fastdata.memory import StoragePlan, StorageReport, format_bytes
 from fastdata.prepare import (
@@ -59,15 +50,16 @@ from fastdata.prepare import (
     read_path,
     report_storage,
 )
+from fastdata.reader import CLOSED, GoneSamples, Lane, Lease, Reader
 from fastdata.report import log, warn_user
 from fastdata.ring import BatchRing
-from fastdata.shared import ListView, SampleTable, collate_targets
+from fastdata.shared import ListView, SampleTable
 from fastdata.sources import Columns, DatasetSource, FileSource, ItemKeys, Source
 from fastdata.stores.readers import Store
 from fastdata.transforms import TransformPlan, fingerprint, is_same, plan_pairs, plan_transform
 from fastdata.transforms.boxes import BoxProgram, boxes_obstacle
 from fastdata.transforms.cpu import Program
-from fastdata.transforms.device import DeviceProgram, device_obstacle
+from fastdata.transforms.device import device_obstacle
 from fastdata.transforms.steps import flatten, is_random, known_name
 
 if TYPE_CHECKING:
@@ -182,34 +174,9 @@ class _Item:
 _ITEM: ContextVar[_Item | None] = ContextVar("fastdata_item", default=None)
 
 
-class _Lane(NamedTuple):
-    """What makes one of the tensors of a whole batch."""
-
-    program: Program | None  # runs the batch ops; None where there are none
-    output: tuple[tuple[int, ...], np.dtype[Any]] | None  # of every sample served; None where they differ
-    part: int = 0  # of a sample that it reads
-
-
-class _Compiled(NamedTuple):
-    """What follows from a dataset's transform and its samples."""
-
-    plan: TransformPlan
-    lanes: tuple[_Lane, ...]  # one for each view of a sample, or for image and mask
-    boxes: BoxProgram | None  # makes the targets, where the boxes in them are moved along with their image
-    last: Program | None  # runs the batch ops after steps that are not known
-    reader: ReadPath | None  # of single samples that are kept nowhere
-    seen: Any  # of the transform, to notice steps that are changed in place
-    outputs: list[tuple[tuple[int, ...], np.dtype[Any]]] | None  # of every lane; None where samples differ in one
-
-    @property
-    def program(self) -> Program | None:
-        return self.lanes[0].program
-
-
 _ADVISED_PX = 256
 """Shorter side of images that are prepared for crops of 224 px."""
 _LOOKED_AT = 8
-_ALIGN_BYTES = 64
 _WORTH_SHARE = 0.8
 """Of the memory: what is saved beyond it is not worth a word."""
 
@@ -241,7 +208,16 @@ class PreparedDataset(Dataset[Any]):
     table: SampleTable | None
     """Paths and targets; None where they are asked of the source."""
     _visits: SharedVisits
-    _compiled: _Compiled
+    _reader: Reader
+    """What is served now, and how; once the dataset is closed, how it was."""
+    _lease: Lease
+    """The reader, for those who read by it."""
+    _leases: weakref.WeakSet[Lease]
+    """It, and those that epochs began with before another transform came."""
+    _copies: weakref.WeakSet[PreparedDataset]
+    """That epochs read by, and that end with this one."""
+    _seen: Any
+    """Of the transform, to notice steps that are changed in place."""
     _transform: Callable[[Any], Any] | None
     _first_steps: tuple[Callable[[Any], Any], ...] = ()
     _stored_after: tuple[int, str] | None = None
@@ -253,8 +229,6 @@ class PreparedDataset(Dataset[Any]):
     """Whether samples that are not kept are fetched from behind a URL."""
     _list_name = ""
     """Of the file that lists the samples, where there is one: those of several in a folder have caches of their own."""
-    _gone = ""
-    """Why there is nothing to read from any more; empty while there is."""
 
     # Making
 
@@ -307,6 +281,7 @@ class PreparedDataset(Dataset[Any]):
         self.storage_plan, self.skipped, kept = prepared.storage_plan, prepared.skipped, prepared.kept
         self._samples, self.table = (source, table) if kept is None else (kept, kept.table)
         self._visits, self._views = SharedVisits(self.sample_count), weakref.WeakSet([self])
+        self._leases, self._copies = weakref.WeakSet(), weakref.WeakSet()
         self._compile()
         advice = ""
         with contextlib.suppress(ValueError, SampleError):  # of a sample, which whoever reads it is told
@@ -328,9 +303,10 @@ class PreparedDataset(Dataset[Any]):
         return plan
 
     def _compile(self) -> None:
-        seen, options, samples = fingerprint((self._transform, self.transforms)), self.options, self._samples
-        lanes: tuple[_Lane, ...] = (_Lane(None, None),)
-        reader = None
+        options, samples = self.options, self._samples
+        seen = fingerprint((self._transform, self.transforms))
+        lanes: tuple[Lane, ...] = (Lane(None, None),)
+        path = None
         if isinstance(samples, KeptSamples):
             spec, shape = samples.images.spec, samples.images.shape(0)
             is_image = len(shape) == 3
@@ -342,12 +318,12 @@ class PreparedDataset(Dataset[Any]):
             if plan.batch_texts or plan.views:
                 lanes = _lanes(plan, spec, shape)
             elif spec.is_dense:
-                lanes = (_Lane(None, (shape, np.dtype(spec.dtype))),)
+                lanes = (Lane(None, (shape, np.dtype(spec.dtype))),)
         else:
             known = "last" if options.batch_ops == "auto" else "off"
             plan = self._split(self._transform, batch_ops=known, obstacle=core.obstacle())
             self._is_upright = "exif_transpose" in map(known_name, self._steps(plan))
-            reader = self._path(samples, plan, pixels_only=False)
+            path = self._path(samples, plan, pixels_only=False)
             if self._decodes_itself and self.transforms is None and core.obstacle() is None:
                 every, before = (*self._first_steps, self._transform), -len(self._first_steps)
                 whole = plan_transform(every, channels=3, batch_ops=options.batch_ops, prepared=0, first=before)
@@ -358,7 +334,7 @@ class PreparedDataset(Dataset[Any]):
         boxes = None
         if self.transforms is not None:
             plan = self._plan_pairs()
-            lanes = (_Lane(None, None),)
+            lanes = (Lane(None, None),)
             if isinstance(samples, KeptSamples) and not plan.per_sample:
                 lanes = _lanes(plan, samples.images.spec, samples.images.shape(0))
                 if plan.mask is not None:
@@ -367,8 +343,29 @@ class PreparedDataset(Dataset[Any]):
                     boxes = BoxProgram(plan.boxes.batch_ops, samples.table, is_pure=plan.boxes.kind == "tensor")
         last = Program(plan.last_ops, SampleSpec(shape=None, dtype="uint8", form="pil")) if plan.last_steps else None
         outputs = [lane.output for lane in lanes if lane.output is not None]
-        all_outputs = outputs if len(outputs) == len(lanes) else None
-        self._compiled = _Compiled(plan, lanes, boxes, last, reader, seen, all_outputs)
+        reader = Reader(
+            samples=samples,
+            table=self.table,
+            visits=self._visits,
+            seed=options.seed,
+            plan=plan,
+            lanes=lanes,
+            outputs=outputs if len(outputs) == len(lanes) else None,
+            boxes=boxes,
+            last=last,
+            path=path,
+            target_transform=self.target_transform,
+            transforms=self.transforms,
+            is_upright=self._is_upright,
+            is_remote=self._is_remote,
+        )
+        self._seen = seen
+        self._read_by(reader)
+
+    def _read_by(self, reader: Reader) -> None:
+        """Have coming epochs read by it; those that have begun go on as they did."""
+        self._reader, self._lease = reader, Lease(reader)
+        self._leases.add(self._lease)
 
     def _plan_pairs(self) -> TransformPlan:
         """Split ``transforms``, which takes sample and target together."""
@@ -400,9 +397,16 @@ class PreparedDataset(Dataset[Any]):
 
     def refresh(self) -> None:
         """Serve what the transform says now, whose steps may have been changed in place; cheap where none were."""
+        self._lease()
         self._was_read = True
-        if not is_same(fingerprint((self._transform, self.transforms)), self._compiled.seen):
+        if not is_same(fingerprint((self._transform, self.transforms)), self._seen):
             self._compile()
+        elif self.target_transform is not self._reader.target_transform:
+            self._read_by(replace(self._reader, target_transform=self.target_transform))
+
+    def lease(self) -> Lease:
+        """What an epoch that begins now reads by, until the dataset is closed."""
+        return self._lease
 
     def _origin(self) -> Source:
         """What samples were read from, where that is still known, else the kept samples."""
@@ -416,7 +420,7 @@ class PreparedDataset(Dataset[Any]):
 
     def _resize_advice(self) -> str:
         """What ``resize=`` would gain where whole images are kept for a random crop of them, measured in 10 ms."""
-        kept, (program, output, _) = self.kept, self._compiled.lanes[0]
+        kept, (program, output, _) = self.kept, self._reader.lanes[0]
         if kept is None or kept.images.spec.is_dense or program is None or not self._decodes_itself:
             return ""
         store, step = kept.images, max(1, len(kept.images) // _LOOKED_AT)
@@ -449,113 +453,26 @@ class PreparedDataset(Dataset[Any]):
         Raises:
             IndexError: ``index`` is not in [-N, N).
         """
-        self._check_open()
-        position = range(self.sample_count)[index]
-        item = _ITEM.get()
-        if item is not None:
-            return self._pair(item.batch_of(position, self), 0)
-        self.refresh()
-        return self._pair(self._visit([position]), 0)
+        position, item = range(self.sample_count)[index], _ITEM.get()
+        if item is None:
+            self.refresh()
+        reader = self.lease()()
+        return reader.item(reader.visit([position]) if item is None else item.batch_of(position, self), 0)
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """A whole batch: a ``SampleBatch`` if the transform allows, else a list of samples."""
-        self._check_open()
         batch = indices if isinstance(indices, IndexBatch) else None
         if batch is None or get_worker_info() is not None:  # else the epoch began with it, and other threads read
             self.refresh()
         if self._has_own("__getitem__"):
             return [self[index] if batch is None else self.own_item(batch, k) for k, index in enumerate(indices)]
-        batch, compiled = self._visit(indices), self._compiled
-        if self._serving_obstacle is None:
-            return self.sample_batch(batch, self.batch_ring)
-        self._expect(batch)
-        if self.transforms is not None:
-            return [self._pair(batch, k) for k in range(len(batch))]
-        if compiled.program is None or compiled.outputs is None or self.kept is None:
-            samples, targets = map(list, zip(*(self._read(batch, k) for k in range(len(batch))), strict=True))
-        else:  # what comes before the first step that is not served
-            samples = [self._shown(image) for image in self._read_tensors(batch, None)[0]]
-            targets = [self._stored_target(index) for index in batch.positions.tolist()]
-        samples = [compiled.plan.run_unknown(sample) for sample in samples]
-        if self.target_transform is not None:
-            targets = [self.target_transform(target) for target in targets]
-        images = self._run_last(samples, batch, self.batch_ring)
-        if images is not None:
-            return self.as_batch([images], lambda: targets, compiled.plan.last_kind)
-        return list(map(self._item, map(compiled.plan.run_last, samples), targets))
-
-    def _run_last(self, samples: Sequence[Any], batch: IndexBatch, ring: BatchRing | None) -> torch.Tensor | None:
-        """Run the batch ops behind steps that are not known on what these give; None where that is not for them."""
-        last, shapes = self._compiled.last, {decoded_shape(sample) for sample in samples}
-        shape = shapes.pop() if last is not None and len(shapes) == 1 else None
-        output = None if last is None or shape is None else last.output(shape, is_of_all=True)
-        if last is None or shape is None or output is None:
-            return None
-        decoded = [np.ascontiguousarray(image).reshape(*shape[1:], shape[0]) for image in samples]
-        batch_shape = (len(samples), *output[0])
-        out = np.empty(batch_shape, output[1]) if ring is None else ring.take(batch_shape, output[1])
-        last.run_decoded(decoded, batch.positions, batch.visits, batch.seed, out)
-        return last.as_tensor(out)
-
-    def _expect(self, batch: IndexBatch) -> None:
-        """Have what is fetched for these samples fetched at once."""
-        if self._is_remote and (self.kept is None or self.filled_share() < 1):
-            self._samples.expect(batch.positions.tolist())
-
-    def read_batch(self, batch: IndexBatch, ring: BatchRing | None = None) -> Any:
-        """Images (B, *shape) and what ``default_collate`` makes of the targets; only if ``batch_obstacle`` is None.
-
-        Memory comes from ``ring``, or is fresh. Safe from several threads at once.
-        """
-        tensors = self._read_tensors(batch, ring)
-        return self.joined(tensors, lambda: self.read_targets(batch))
-
-    def sample_batch(self, batch: IndexBatch, ring: BatchRing | None = None) -> SampleBatch:
-        return self.as_batch(self._read_tensors(batch, ring), lambda: self.targets_of(batch))
-
-    def joined(self, tensors: list[torch.Tensor], read_targets: Callable[[], Any]) -> Any:
-        """The batch of these tensors, one for each view, and of their targets; masks are tensors among them."""
-        images: Any = tensors if self.plan.views else tensors[0]
-        return stacked(images, tensors[1] if self.plan.mask else read_targets(), self.item_keys)
-
-    def as_batch(
-        self, tensors: list[torch.Tensor], read_targets: Callable[[], list[Any]], kind: Form | None = None
-    ) -> SampleBatch:
-        """As ``joined``, with a list of the samples."""
-        plan, keys = self.plan, self.item_keys
-        image_class = tensor_class(kind or plan.kind)
-        if plan.mask:
-            masks = [mask.as_subclass(tensor_class(plan.mask.kind)) for mask in tensors[1].unbind(0)]
-            return SampleBatch(tensors[0], tensors[1], masks, image_class, keys)
-        images = tensors if plan.views else tensors[0]
-        targets, collated = read_targets(), None
-        if not plan.boxes:
-            with contextlib.suppress(RuntimeError, TypeError, KeyError):  # of several shapes: a collate_fn's to collate
-                collated = collate_targets(targets)
-        return SampleBatch(images, collated, targets, image_class, keys, plan.made)
+        reader = self.lease()()
+        return reader.items(reader.visit(indices), self.batch_ring)
 
     @property
     def item_keys(self) -> ItemKeys | None:
         """The keys of items that are dicts, as far as that is known."""
         return self._samples.keys
-
-    def _item(self, sample: Any, target: Any) -> Any:
-        keys = self.item_keys
-        return (sample, target) if keys is None else keys.join(sample, target)
-
-    def read_targets(self, batch: IndexBatch) -> Any:
-        """What ``default_collate`` makes of the targets of a batch."""
-        listed = self.table if self.kept is None else self.kept
-        if listed is not None and self.target_transform is None and self._compiled.boxes is None:
-            return listed.collated_targets(batch.positions)
-        return collate_targets(self.targets_of(batch))
-
-    def targets_of(self, batch: IndexBatch) -> list[Any]:
-        boxes, kept, index_B = self._compiled.boxes, self.kept, batch.positions
-        if boxes is None or kept is None:
-            return [self._target(index) for index in index_B.tolist()]
-        height_B, width_B = np.array([kept.images.shape(index)[-2:] for index in index_B.tolist()], np.int64).T
-        return boxes.run(index_B, batch.visits, batch.seed, height_B, width_B)
 
     @property
     def sample_count(self) -> int:
@@ -565,7 +482,7 @@ class PreparedDataset(Dataset[Any]):
     def batch_obstacle(self) -> str | None:
         """Why whole batches cannot be served without Python work per sample; None if they can."""
         own = self.own_reader
-        return self._serving_obstacle if own is None else f"{type(self).__name__} has a {own} of its own"
+        return self._reader.obstacle if own is None else f"{type(self).__name__} has a {own} of its own"
 
     def prepared_share(self, index: np.ndarray | None) -> float:
         """Share of the samples, or of those of ``index``, that will not be prepared and kept when they are read."""
@@ -574,11 +491,9 @@ class PreparedDataset(Dataset[Any]):
     @property
     def image_form(self) -> str:
         """Shape and type of each image in a whole batch."""
-        kinds = (
-            [self.plan.kind, self.plan.mask.kind] if self.plan.mask else [self.plan.kind] * len(self._compiled.lanes)
-        )
+        kinds = [self.plan.kind, self.plan.mask.kind] if self.plan.mask else [self.plan.kind] * len(self._reader.lanes)
         names = [tensor_class(kind).__name__ for kind in kinds]
-        pairs = zip(names, self.as_tensors(self.room(0, None)), strict=True)
+        pairs = zip(names, self._reader.as_tensors(self._reader.room(0, None)), strict=True)
         form = ", ".join(f"{name}{tuple(each.shape[1:])} of {str(each.dtype)[6:]}" for name, each in pairs)
         form += " with boxes" if self.plan.boxes else ""
         return form if self.item_keys is None else f"{form} in {self.item_keys}"
@@ -630,14 +545,14 @@ class PreparedDataset(Dataset[Any]):
             return self.batch_obstacle
         if self.kept is None:
             return "samples are kept nowhere, and files are decoded on the CPU"
-        if len(self._compiled.lanes) > 1:
+        if len(self._reader.lanes) > 1:
             return "several views of an image, or image and mask, are made on the CPU"
         return device_obstacle(self.plan, self.kept.images.spec)
 
     @property
     def served_bytes(self) -> int | None:
         """Bytes of each sample in a whole batch; None where there are no whole batches."""
-        outputs = None if self.batch_obstacle else self._compiled.outputs
+        outputs = None if self.batch_obstacle else self._reader.outputs
         return None if outputs is None else sum(math.prod(shape) * dtype.itemsize for shape, dtype in outputs)
 
     @property
@@ -646,34 +561,14 @@ class PreparedDataset(Dataset[Any]):
         return next((name for name in ("__getitem__", "__getitems__") if self._has_own(name)), None)
 
     @property
+    def has_own_items(self) -> bool:
+        """Whether a subclass makes them, so that only it can be asked for batches."""
+        return self.own_reader is not None
+
+    @property
     def index_count(self) -> int:
         """Indices from 0 to this, exclusive, may be asked for."""
         return self.sample_count if self.own_reader is None else len(self)
-
-    @property
-    def _serving_obstacle(self) -> str | None:
-        kept, plan = self.kept, self.plan
-        if kept is None and self._compiled.program is None:
-            return "storage='none' prepares every sample when it is read"
-        if kept is not None and kept.is_tuple:
-            return "samples have several parts, such as image and mask"
-        if self.transforms is not None and plan.per_sample:
-            return f"samples have several parts, such as image and mask, and {plan.obstacle}"
-        if not plan.is_batched:
-            return f"the transform works per sample: {plan.obstacle}"
-        if self._compiled.outputs is None:
-            return "prepared samples differ in shape; a crop or resize to one size would make them batches"
-        return None
-
-    @staticmethod
-    def positions(index_B: np.ndarray, length: int) -> np.ndarray:
-        """Check that indices (int64, B) are in [-length, length) and make negative ones count from the end."""
-        if not (index_B.view(np.uint64) >= length).any():  # as unsigned numbers, negative ones are too large as well
-            return index_B
-        wrong = index_B[(index_B < -length) | (index_B >= length)]
-        if len(wrong):
-            raise IndexError(f"index {wrong[0]} is out of range for a dataset of {length} samples")
-        return np.where(index_B < 0, index_B + length, index_B)
 
     def seed_of(self, base_seed: int) -> int:
         """What random draws are made from in an epoch of this base seed: the user's ``seed``, if there is one."""
@@ -690,162 +585,6 @@ class PreparedDataset(Dataset[Any]):
         finally:
             _ITEM.reset(token)
 
-    def _visit(self, indices: Sequence[int]) -> IndexBatch:
-        index_B = self.positions(np.asarray(indices, dtype=np.int64), self.sample_count)
-        if isinstance(indices, IndexBatch) and np.array_equal(index_B, indices.positions):  # else it was changed
-            return indices
-        # The base seed of the iterator of torch's that reads in this process, and a number that tells it from others:
-        # torch starts an iterator's workers one after the other, and multiprocessing numbers processes as they are made
-        worker = get_worker_info()
-        base_seed = reader = torch.initial_seed()
-        if worker is not None:
-            base_seed, reader = worker.seed - worker.id, worker.id - getattr(current_process(), "_identity", (0,))[-1]
-        if self.options.seed is not None:
-            reader = 0  # all draw from one seed
-        draws = self._compiled.program or self._compiled.last
-        visits_B = self._visits.take(index_B, reader, indices) if draws else np.zeros_like(index_B)
-        return IndexBatch(indices, index_B, visits_B, self.seed_of(base_seed))
-
-    def _read_tensors(self, batch: IndexBatch, ring: BatchRing | None) -> list[torch.Tensor]:
-        outs = self.room(len(batch), ring)
-        self.read_into(outs, batch)
-        return self.as_tensors(outs)
-
-    def room(self, count: int, ring: BatchRing | None) -> list[np.ndarray]:
-        """Memory for a whole batch of so many samples: for each view of images, or for images and masks."""
-        outputs = self._compiled.outputs
-        assert outputs is not None
-        return _take([((count, *shape), dtype) for shape, dtype in outputs], ring)
-
-    def read_into(self, outs: list[np.ndarray], batch: IndexBatch, rows_B: np.ndarray | None = None) -> None:
-        """Read the images of a batch into ``room`` for it; or for a larger one, where ``rows_B`` says which rows."""
-        self._check_open()
-        self._expect(batch)
-        samples, lanes = self._samples, self._compiled.lanes
-        pairs = [(lane.program, out) for lane, out in zip(lanes, outs, strict=True)]
-        if isinstance(samples, KeptSamples):
-            if self.plan.mask:
-                self._refuse_other_sizes(batch.positions)
-                _serve_into([pairs.pop()], samples, batch, rows_B, part=1)
-            _serve_into(pairs, samples, batch, rows_B)
-        else:
-            decoded = [self._decode(index) for index in batch.positions.tolist()]
-            for program, out in pairs:
-                assert program is not None
-                program.run_decoded(decoded, batch.positions, batch.visits, batch.seed, out, rows_B)
-
-    def as_tensors(self, outs: list[np.ndarray]) -> list[torch.Tensor]:
-        programs = [lane.program for lane in self._compiled.lanes]
-        pairs = zip(programs, outs, strict=True)
-        return [torch.from_numpy(out) if program is None else program.as_tensor(out) for program, out in pairs]
-
-    def _refuse_other_sizes(self, index_B: np.ndarray) -> None:
-        """Raise ValueError where a mask is not as large as its image: what is drawn for one would not fit the other."""
-        kept = self.kept
-        assert kept is not None
-        image, mask = kept.stores
-        is_dense = image.spec.shape is not None and mask.spec.shape is not None
-        for index in index_B[:1].tolist() if is_dense else index_B.tolist():
-            sizes = image.shape(index)[-2:], mask.shape(index)[-2:]
-            if sizes[0] != sizes[1]:
-                raise ValueError(
-                    f"sample {index} has an image of {sizes[0]} and a mask of {sizes[1]} (height, width); a transform "
-                    "of both needs one size."
-                )
-
-    def _decode(self, index: int) -> np.ndarray:
-        """The pixels of one file, (H, W, 3)."""
-        files = cast("FileSource", self._samples)
-        try:
-            with files.open(index) as stream:
-                return decode_pixels(stream)
-        except (MemoryError, RemoteError):
-            raise
-        except Exception as cause:  # damaged files make decoders raise anything
-            raise sample_error(files.path(index), index, cause) from cause
-
-    def _pair(self, batch: IndexBatch, k: int) -> Any:
-        one, plan = slice(k, k + 1), self.plan
-        sample, target = self._read(batch, k)
-        if plan.mask or plan.boxes:
-            return self._item(sample, target)
-        if self.transforms is not None:
-            transformed: tuple[Any, Any] = self.transforms(sample, target)
-            return transformed if self.item_keys is None else self._item(*transformed)
-        sample = plan.run_unknown(sample)
-        alone = IndexBatch([batch[k]], batch.positions[one], batch.visits[one], batch.seed)
-        images = self._run_last([sample], alone, None)
-        sample = plan.run_last(sample) if images is None else images[0].as_subclass(tensor_class(plan.last_kind))
-        return self._item(sample, target if self.target_transform is None else self.target_transform(target))
-
-    def _read(self, batch: IndexBatch, k: int) -> tuple[Any, Any]:
-        """A sample as it is before the steps that are not known, and its target before any."""
-        index, one = int(batch.positions[k]), slice(k, k + 1)
-        kept, program, reader = self.kept, self._compiled.program, self._compiled.reader
-        if reader is not None and program is None:
-            try:
-                sample, target = reader.source.read(index)
-            except RemoteError:  # a network that is down is no sample's fault
-                raise
-            except OSError as cause:
-                raise sample_error(reader.source.path(index), index, cause) from cause
-            sample = reader.prepare(sample)
-            sample = to_image(sample) if isinstance(sample, Planes) else sample
-        else:
-            target = self._stored_target(index)
-            if kept is None:
-                alone = IndexBatch([index], batch.positions[one], batch.visits[one], batch.seed)
-                sample = self._together([images[0] for images in self._read_tensors(alone, None)])
-            elif program is None:
-                sample = kept.sample(index)
-                sample = sample if self._is_upright else without_exif(sample)
-            else:
-                served = self._read_alone(kept, index, batch.visits[k], batch.seed)
-                if self.plan.mask:
-                    return self._shown(served[0]), served[1].as_subclass(tensor_class(self.plan.mask.kind))
-                sample = self._together(served)
-                if self.plan.boxes:
-                    alone = IndexBatch([index], batch.positions[one], batch.visits[one], batch.seed)
-                    target = self.targets_of(alone)[0]
-        return sample, target
-
-    def _read_alone(self, kept: KeptSamples, index: int, visit: int, seed: int) -> list[torch.Tensor]:
-        """What ``_read_tensors`` gives of one sample, in whatever shape it has."""
-        if self.plan.mask:
-            self._refuse_other_sizes(np.array([index]))
-        served = []
-        with kept.naming_damage():
-            for program, _, part in self._compiled.lanes:
-                assert program is not None
-                served.append(program.as_tensor(program.run_one(kept.stores[part].settled, index, visit, seed)))
-        return served
-
-    def _together(self, served: list[torch.Tensor]) -> Any:
-        """A sample after the batch ops: one image, or the views of it."""
-        shown = map(self._shown, served)
-        return self.plan.made(shown) if self.plan.views else next(shown)
-
-    def _shown(self, served: torch.Tensor) -> Any:
-        """A sample after the batch ops, as the rest of the transform wants it."""
-        kind = self.plan.kind
-        if kind == "pil":
-            image = present(served.numpy(), kind)
-            return image if self._is_upright else without_exif(image)
-        return served.as_subclass(tensor_class(kind))
-
-    def _stored_target(self, index: int) -> Any:
-        if isinstance(self._samples, KeptSamples):
-            return self._samples.target(index)
-        return self._samples.read(index)[1] if self.table is None else self.table.target(index)
-
-    def _target(self, index: int) -> Any:
-        target = self._stored_target(index)
-        return target if self.target_transform is None else self.target_transform(target)
-
-    def _check_open(self) -> None:
-        if self._gone:
-            raise StoreGoneError(self._gone)
-
     # What torchvision's datasets show
 
     @property
@@ -854,6 +593,7 @@ class PreparedDataset(Dataset[Any]):
 
     @transform.setter
     def transform(self, transform: Callable[[Any], Any] | None) -> None:
+        self._lease()
         before, self._transform = self._transform, transform
         try:
             if self._is_to_prepare_again():
@@ -878,6 +618,7 @@ class PreparedDataset(Dataset[Any]):
             ...     print(train[3][0].max().item(), val[3][0].max().item())
             3 1.5
         """
+        self._lease()
         other = self._copied()
         other._visits, other._was_read = SharedVisits(self.sample_count), True  # by the first view, maybe
         self._views.add(other)
@@ -915,15 +656,14 @@ class PreparedDataset(Dataset[Any]):
                 list(table.targets), paths=table.all_paths(), class_to_idx=table.class_to_idx
             )
             source = self._origin()
-        self._gone = "the dataset could not be prepared again for another transform; create it anew"
+        self._lease = Lease(None, "the dataset could not be prepared again for another transform; create it anew")
         self._samples = source  # lets go of the store before room for the next one is looked for
         self._prepare(source, table)
-        self._gone = ""
 
     @property
     def targets(self) -> ListView[Any]:
         """Target of every sample, before ``target_transform``; read-only."""
-        return ListView(self.sample_count, self._stored_target)
+        return ListView(self.sample_count, lambda index: self._lease().stored_target(index))
 
     @targets.setter
     def targets(self, _: object) -> None:
@@ -958,7 +698,7 @@ class PreparedDataset(Dataset[Any]):
         return self._files("class_to_idx").class_to_idx or {}
 
     def _files(self, asked_for: str) -> SampleTable:
-        self._check_open()
+        self._lease()
         if self.table is None or not self.table.has_paths:  # so that hasattr says what it would of torchvision's own
             raise AttributeError(f"{type(self).__name__} has no {asked_for}: it does not list files")
         return self.table
@@ -967,7 +707,7 @@ class PreparedDataset(Dataset[Any]):
 
     @property
     def plan(self) -> TransformPlan:
-        return self._compiled.plan
+        return self._reader.plan
 
     @property
     def storage(self) -> str:
@@ -994,9 +734,16 @@ class PreparedDataset(Dataset[Any]):
 
     def served_from(self, kept: KeptSamples) -> Self:
         """This dataset over other memory of the same samples, such as some of them; never closed itself."""
-        other = self._copied()
+        other = self.frozen()
         other._samples = kept
         other._compile()
+        return other
+
+    def frozen(self) -> Self:
+        """This dataset as it is now, for an epoch: what is assigned to it later does not reach the copy."""
+        self._lease()
+        other = self._copied()
+        self._copies.add(other)
         return other
 
     def prepared_anew(self, index: Sequence[int], **options: Any) -> Self:
@@ -1025,6 +772,7 @@ class PreparedDataset(Dataset[Any]):
     def _copied(self) -> Self:
         other = type(self).__new__(type(self))
         other.__dict__.update(self.__dict__)
+        other._leases, other._copies = weakref.WeakSet(), weakref.WeakSet()
         return other
 
     def storage_report(self) -> StorageReport:
@@ -1054,16 +802,29 @@ class PreparedDataset(Dataset[Any]):
     def set_epoch(self, epoch: int) -> None:
         """Make random draws those of ``epoch``, until it is set again."""
         self.epoch = epoch
+        self._lease()
         self._visits.restart(epoch)
 
     def close(self) -> None:
-        """Give the memory back, unless other views are open; batches already served stay valid. Idempotent."""
+        """Give the memory back, unless other views are open; batches already served stay valid. Idempotent.
+
+        An epoch that runs ends with StoreGoneError, and a batch that is being read is read to its end.
+        """
         self._views.discard(self)
-        opened = self.table if self.kept is None else self.kept
-        if opened is not None and not self._views:
-            opened.close()
-        self._visits.close()
-        self._gone = "the dataset was closed; create it again to read from it"
+        if self.kept is not None and not self._views:
+            self.kept.end_sharing()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """End all reading; the memory goes with the last batch that is being read from it: nothing is dismantled."""
+        for lease in {*self._leases, self._lease}:
+            lease.end(CLOSED)
+        for copy in list(self._copies):
+            copy._let_go()
+        self._samples = gone = GoneSamples(self.sample_count, self.item_keys)
+        self._reader = replace(self._reader, samples=gone, table=None, visits=None, boxes=None, path=None)
+        self.table = self._source = None
+        self.__dict__.pop("_visits", None)
 
     def __enter__(self) -> Self:
         return self
@@ -1078,7 +839,7 @@ class PreparedDataset(Dataset[Any]):
                 "cache_dir= to keep them on disk, from where the next run serves them at once, and make it anew there."
             )
         self.refresh()  # what a copy cannot serve is said here, not where it is opened
-        derived = ("_compiled", "skipped", "batch_ring", "_source", "_views")
+        derived = ("_reader", "_lease", "_leases", "_copies", "_seen", "skipped", "batch_ring", "_source", "_views")
         state = {name: value for name, value in self.__dict__.items() if name not in derived}
         state["options"] = replace(self.options, engine="local")  # an executor stays with the process that has it
         stores = self.kept.stores if self.kept else ()
@@ -1094,13 +855,14 @@ class PreparedDataset(Dataset[Any]):
         sent = state.pop("_sent", None)
         self.__dict__.update(state)
         self.skipped, self._views = [], weakref.WeakSet([self])
+        self._leases, self._copies = weakref.WeakSet(), weakref.WeakSet()
         try:
             self.__dict__.update({} if sent is None else pickle.loads(sent))
             self._compile()
         except StoreGoneError as gone:
             if sent is None:
                 raise
-            self._gone = str(gone)
+            self._lease = Lease(None, str(gone))
 
 
 class CachedDataset(PreparedDataset):
@@ -1316,50 +1078,6 @@ def _own_steps(dataset: Any) -> Iterator[tuple[str, str, Any]]:
             yield from _own_steps(part)
 
 
-# What a device finishes
-
-
-class DeviceBatch(NamedTuple):
-    """A batch that a ``DeviceProgram`` makes the images of. All its tensors have one row for each sample.
-
-    ``samples`` are uint8 (B, C, H, W) as stored or as the core made them, or int64 (B,), where they lie in a copy of
-    the store on the device; ``draws`` int16 (B, h + w), None where samples are served as they are sent.
-    """
-
-    samples: torch.Tensor
-    draws: torch.Tensor | None
-    targets: Any
-    keys: ItemKeys | None
-
-
-def read_for_device(
-    dataset: PreparedDataset, program: DeviceProgram, batch: IndexBatch, ring: BatchRing, *, only_places: bool = False
-) -> DeviceBatch:
-    """Read a batch without its batch ops, but with what those draw; safe from several threads.
-
-    The dataset has no ``device_obstacle``. With ``only_places`` the samples' positions in the store stand for them.
-    """
-    dataset._check_open()
-    dataset._expect(batch)
-    kept, index_B = dataset.kept, batch.positions
-    assert kept is not None
-    draws, samples = program.draw(index_B, batch.visits, batch.seed), index_B.copy()
-    if not only_places:
-        samples = ring.take((len(index_B), *program.sent_shape), np.dtype(np.uint8))
-        _serve_into([(program.host, samples)], kept, batch)
-    return DeviceBatch(torch.from_numpy(samples), draws, dataset.read_targets(batch), dataset.item_keys)
-
-
-def _serve_into(
-    pairs: list[Any], kept: KeptSamples, batch: IndexBatch, rows_B: np.ndarray | None = None, part: int = 0
-) -> None:
-    """Serve a part of a batch's samples by each program, or as stored where that is None, into its memory."""
-    store = kept.stores[part].settled
-    (program, out), *others = [(program or Program((), store.spec), out) for program, out in pairs]
-    with kept.naming_damage():
-        program.run(store, batch.positions, batch.visits, batch.seed, out, rows_B, others)
-
-
 def _channels_of(images: Store) -> int | None:
     """Of all images; None where they differ."""
     if images.spec.shape is not None:
@@ -1369,20 +1087,6 @@ def _channels_of(images: Store) -> int | None:
     return channels.pop() if len(channels) == 1 else None
 
 
-def _lanes(plan: TransformPlan, spec: SampleSpec, shape: tuple[int, ...], part: int = 0) -> tuple[_Lane, ...]:
+def _lanes(plan: TransformPlan, spec: SampleSpec, shape: tuple[int, ...], part: int = 0) -> tuple[Lane, ...]:
     programs = [Program(view.batch_ops, spec) for view in plan.views or (plan,)]
-    return tuple(_Lane(program, program.output(shape), part) for program in programs)
-
-
-def _take(wanted: list[tuple[tuple[int, ...], np.dtype[Any]]], ring: BatchRing | None) -> list[np.ndarray]:
-    """Memory for arrays of these shapes and dtypes: one piece of the ring's, or fresh."""
-    take = np.empty if ring is None else ring.take
-    if len(wanted) == 1:
-        return [take(*wanted[0])]
-    counts = [math.prod(shape) for shape, _ in wanted]
-    sizes = [count * dtype.itemsize for count, (_, dtype) in zip(counts, wanted, strict=True)]
-    ends = np.cumsum([-(-size // _ALIGN_BYTES) * _ALIGN_BYTES for size in sizes]).tolist()
-    # By its buffer: a view of an array refers to what lies behind that, and the ring would take the memory back.
-    whole = take((ends[-1],), np.dtype(np.uint8)).data
-    parts = zip(wanted, counts, [0, *ends], strict=False)
-    return [np.frombuffer(whole, dtype, count, start).reshape(shape) for (shape, dtype), count, start in parts]
+    return tuple(Lane(program, program.output(shape), part) for program in programs)

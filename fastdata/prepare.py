@@ -609,12 +609,9 @@ class KeptSamples:
             text = f"{name} cannot be read from the store: {damaged}. The others can{cure}."
             raise SampleError(text, index=damaged.index, path=path) from damaged
 
-    def close(self) -> None:
+    def end_sharing(self) -> None:
         if self.shared_by is not None:
             self.shared_by.close()
-        for store in self.stores:
-            store.close()
-        self.table.close()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -32,6 +32,7 @@ ROOMS = (
     "cache",
     "batch",
     "ring",
+    "reader",
     "formats",
     "dataset",
     "folder",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +19,8 @@ from torchvision import tv_tensors
 from torchvision.transforms import v2
 
 from conftest import FolderMaker
-from fastdata import CachedDataset, ChunkedLoader, CudaPrefetcher, DataLoader, ImageFolder, Views
+from fastdata import CachedDataset, ChunkedLoader, CudaPrefetcher, DataLoader, ImageFolder, Views, core
+from fastdata.errors import StoreGoneError
 
 LENGTH, SHAPE = 11, (3, 8, 6)
 NORM = (0.5, 0.4, 0.3), (0.2, 0.3, 0.4)
@@ -389,14 +392,84 @@ def test_steps_before_a_chunk_changed_in_place_are_refused() -> None:
         assert epoch_of(DataLoader(dataset, batch_size=4))[0].shape == (LENGTH, 3, 2, 2)
 
 
-def test_a_transform_replaced_within_an_epoch_is_never_half_obeyed() -> None:
-    """A step per sample that comes in the middle of an epoch is run for all batches after it."""
-    with cached() as dataset:
-        batches = iter(DataLoader(dataset, batch_size=4))
-        next(batches)
-        dataset.transform = v1.Lambda(lambda image: image // 2)
+def threaded(data: Any) -> DataLoader:
+    return DataLoader(data, batch_size=4, num_workers=2, workers="thread")
+
+
+def prefetched(data: Any) -> CudaPrefetcher:
+    return CudaPrefetcher(threaded(data), device="cpu")
+
+
+def inline(data: Any) -> DataLoader:
+    return DataLoader(data, batch_size=4)
+
+
+def of_two(data: Any) -> DataLoader:
+    return threaded(ConcatDataset([data, Subset(data, [0, 1])]))
+
+
+EPOCHS = pytest.mark.parametrize("loader_of", [inline, threaded, prefetched, of_two, chunked])
+
+
+@EPOCHS
+@pytest.mark.parametrize("storage", ["shared", "none"])
+@pytest.mark.parametrize("step", [v1.Lambda(lambda image: image // 2), v1.CenterCrop((2, 4))])
+@pytest.mark.parametrize("first", [v1.CenterCrop((4, 3)), v1.Lambda(lambda image: image + 1)])
+def test_an_epoch_serves_the_transform_that_it_began_with(
+    first: Any, step: Any, storage: str, loader_of: Callable[..., Any]
+) -> None:
+    """A transform that is assigned within an epoch, of another shape too, counts from the next one."""
+    with cached(CachedDataset, first, storage=storage) as dataset:
+        loader = loader_of(dataset)
+        wanted = {label: first(image) for image, label in samples()}
+        batches = iter(loader)
+        images, labels = next(batches)
+        dataset.transform = step
+        for images, labels in batches:
+            assert torch.equal(images, torch.stack([wanted[label] for label in labels.tolist()]))
+        if loader_of is chunked:  # it brings samples after the first transform's steps
+            loader = chunked(dataset)
+        wanted = {label: step(image) for image, label in samples()}
+        for images, labels in loader:
+            assert torch.equal(images, torch.stack([wanted[label] for label in labels.tolist()]))
+
+
+@EPOCHS
+@pytest.mark.parametrize("storage", ["shared", "compressed", "none"])
+def test_closing_a_dataset_ends_its_epochs(storage: str, loader_of: Callable[..., Any]) -> None:
+    """The next batch is a StoreGoneError; those that were handed over stay as they are."""
+    with cached(CachedDataset, v1.RandomCrop((4, 3)), storage=storage) as dataset:
+        loader = loader_of(dataset)
+        batches = iter(loader)
         images, _ = next(batches)
-        assert torch.equal(images, torch.stack([image // 2 for image, _ in samples()[4:8]]))
+        before = images.clone()
+    with pytest.raises(StoreGoneError, match="the dataset was closed"):
+        list(batches)
+    assert torch.equal(images, before)
+    with pytest.raises(StoreGoneError, match="the dataset was closed"):
+        iter(loader)
+
+
+@pytest.mark.parametrize("storage", ["shared", "disk"])
+def test_a_batch_that_is_being_read_keeps_its_samples(
+    storage: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Closed while the core reads, a dataset gives its memory back behind that batch, and not before."""
+    serve, mapped = core.serve, "memfd:fastdata" if storage == "shared" else str(tmp_path)
+    kept_on_disk = {"cache_dir": tmp_path, "cache_key": "samples"} if storage == "disk" else {}
+    before = Path("/proc/self/maps").read_text().count(mapped)
+    dataset = cached(CachedDataset, v1.RandomHorizontalFlip(1.0), **kept_on_disk)
+    iterator = iter(DataLoader(dataset, batch_size=4))
+
+    def close_and_serve(*arguments: Any, **options: Any) -> None:
+        dataset.close()
+        gc.collect()
+        serve(*arguments, **options)
+
+    monkeypatch.setattr(core, "serve", close_and_serve)
+    images, _ = next(iterator)
+    assert torch.equal(images, torch.stack([image.flip(-1) for image, _ in samples()[:4]]))
+    assert Path("/proc/self/maps").read_text().count(mapped) == before
 
 
 # Several views of an image

@@ -36,6 +36,7 @@ from fastdata.loader.resume import LoaderEpochs, Progress, check_state
 from fastdata.loader.view import LoaderView
 from fastdata.memory import parse_bytes
 from fastdata.ranks import find_rank, local_ranks
+from fastdata.reader import positions
 from fastdata.report import EpochReport, log
 from fastdata.ring import BatchRing
 
@@ -235,12 +236,14 @@ class ChunkedLoader:
                 f"made: it brings samples after {self._read_after[1] or 'no step'}, and the transform now begins with "
                 f"{behind.read_after()[1] or 'none'}. Make the ChunkedLoader again."
             )
+        self._samples.dataset = behind.frozen()
         self._samples.open(self.plan.chunk_samples)
         self._residency = residency = Residency(
             self._samples, self.collate_fn, self.batch_size, self.plan.workers, in_sequence=self._is_mixed
         )
         try:
             iterator = self._loader.iterate(ring, held, residency.read)
+            iterator.lease = self._samples.dataset.lease()
             weakref.finalize(iterator, residency.close, "it was dropped")
             self._begin_epoch(residency, iterator.progress)
         except BaseException:
@@ -348,7 +351,7 @@ def _find_served(dataset: Any, owned: contextlib.ExitStack) -> tuple[PreparedDat
             f"ChunkedLoader brings the sample of each index, but {type(served).__name__} has {count} indices "
             f"and {served.sample_count} samples. Use a DataLoader, or leave __len__ as it is."
         )
-    return served, subset if subset is None else served.positions(subset, served.sample_count)
+    return served, subset if subset is None else positions(subset, served.sample_count)
 
 
 def _open_path(path: str, **remote: Any) -> CachedDataset:

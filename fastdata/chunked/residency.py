@@ -115,12 +115,13 @@ class Samples:
         self.mirrored = [store for store in self.on_disk if isinstance(store, MirroredStore)]
         path = dataset.unkept_path() if kept is None else ReadPath(source=kept, prepare=Steps(()))
         assert path is not None
-        self._path, self._found = path, forecast(path.source, path.prepare)
+        self._found = forecast(path.source, path.prepare)
         for store in self.on_disk:
             store.release()  # it is no memory that is in use: chunks will be there in its place
         codecs = {getattr(store, "codec", dataset.storage_plan.codec or "raw") for store in stores}
         # Of work in Python processes do more than threads.
         self.is_copied = dataset.filled_share() < 1 or not codecs <= {"raw", *KNOWN_CODECS}
+        self._path = path if self.is_copied else None
         self._specs = self._found.specs
         self._some_shapes = [part.array.shape for part in self._found.looked_at[0].parts]
         self._part_bytes = [
@@ -205,6 +206,7 @@ class Samples:
             store.bring(index_B)
         if not self.is_copied:
             return self._check(index_B)
+        assert self._path is not None
         path = WritePath(self._path.source, self._path.prepare, tuple(self._slots[task.slot]))
         try:
             return [self._prepare(path, position) for position in task.positions]
@@ -227,7 +229,8 @@ class Samples:
     def _check(self, index_B: np.ndarray) -> list[_Result]:
         """Find out which samples on disk are damaged."""
         try:
-            with self.dataset.kept.naming_damage() if self.dataset.kept else contextlib.nullcontext():
+            kept = self.dataset.kept
+            with contextlib.nullcontext() if kept is None else kept.naming_damage():
                 for store in self.on_disk:
                     store.check(index_B)
         except SampleError as error:
@@ -376,7 +379,8 @@ class Residency:
         index_B, first = np.array(positions, np.int64)[is_sound_B], number * self._batch_size
         visits_B = self._visits[first : first + len(positions)][is_sound_B]
         batch = IndexBatch(index_B.tolist(), index_B, visits_B, self._seed)
-        return make_batch(view, view, batch, ring, self._collate_fn, (self._seed, self._epoch, number))
+        reader = None if view.has_own_items else view.lease()()
+        return make_batch(view, reader, batch, ring, self._collate_fn, (self._seed, self._epoch, number))
 
     # In the thread that brings chunks
 

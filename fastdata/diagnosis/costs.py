@@ -194,8 +194,8 @@ def _parts_of_batches(dataset: PreparedDataset) -> tuple[Part, ...]:
     index_B = np.arange(0, dataset.sample_count, max(1, dataset.sample_count // _LOOKED_AT))[:_LOOKED_AT]
     spec = kept.images.spec if kept else SampleSpec(shape=None, dtype="uint8", form="pil")
     shape = kept.images.shape(0) if kept else (3, 1, 1)
-    before = _clock()
-    decoded = [] if kept else [dataset._decode(index) for index in index_B.tolist()]
+    reader, before = dataset.lease()(), _clock()
+    decoded = [] if kept else [reader.decode(index) for index in index_B.tolist()]
     last_s, last_cpu_s = (_clock() - before) / len(index_B)
     parts = [] if kept else [Part(name="decode", kind="read", seconds=last_s, cpu_s=last_cpu_s)]
     steps, first, names, last_s = flatten(dataset.transform), len(plan.prepare), [], 0.0

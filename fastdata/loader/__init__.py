@@ -24,7 +24,7 @@ from fastdata.loader import epochs
 from fastdata.loader.epochs import HELD_BY_USER, Counted, Engine, Tally, TorchView
 from fastdata.loader.resume import Checkpoints, LoaderEpochs, Progress, length_of, undisturbed
 from fastdata.loader.tuned import find_tuned
-from fastdata.loader.view import MOSTLY_PREPARED, LoaderView, Served
+from fastdata.loader.view import MOSTLY_PREPARED, LeasedItems, LoaderView, Served
 from fastdata.memory import PinningPlan, budget_bytes, choose_pinning
 from fastdata.ranks import local_ranks
 from fastdata.report import EpochReport, warn_user
@@ -164,10 +164,14 @@ class DataLoader(torch_loader.DataLoader[_T_co]):
         is_prefetched = ring is not None
         if ring is None:
             ring = self._ring = self._ring or BatchRing(self.ring_slots(held))
+        lease = self._served.dataset.lease() if self._served else None
         engine, progress = self._choose_engine(), self._checkpoints.begin()
+        dataset: Any = self._served.fetched(self.dataset) if self._served else self.dataset
+        if lease is not None and engine.workers == 0 and not self._has_own_items:
+            dataset = LeasedItems(lease)
         view = TorchView(
             self,
-            dataset=self._served.fetched(self.dataset) if self._served else self.dataset,
+            dataset=dataset,
             generator=torch.Generator() if progress.keeps_seed else self.generator,
             pin_memory=self.pin_memory and not (self._pinning.is_own_choice and is_prefetched),
         )
@@ -176,9 +180,10 @@ class DataLoader(torch_loader.DataLoader[_T_co]):
                 iterator = self._iterate_torch(view, progress, held)
             else:
                 self._iterator = None  # persistent worker processes that have done their part
-                reader = self._reader(view.dataset, ring, progress, read)
+                reader = self._reader(view.dataset, lease, ring, progress, read)
                 iterator = epochs.ThreadIter(view, progress, ring, reader, threads=engine.workers)
         iterator.tally = self._tally = Tally(engine, iterator.ring, self._pinning)
+        iterator.lease = lease
         self._share_begun = self._served.prepared_share if self._served else 1.0
         return iterator
 
@@ -203,10 +208,16 @@ class DataLoader(torch_loader.DataLoader[_T_co]):
         counted: Counted = iterator
         return counted
 
-    def _reader(self, dataset: Any, ring: BatchRing, progress: Progress, read: Any) -> Callable[[Any, int], Any]:
+    @property
+    def _has_own_items(self) -> bool:
+        return self._served is not None and self._served.dataset.has_own_items
+
+    def _reader(
+        self, dataset: Any, lease: Any, ring: BatchRing, progress: Progress, read: Any
+    ) -> Callable[[Any, int], Any]:
         """Make what turns indices and number of a batch into it, from any thread; holds neither loader nor iterator."""
         served, collate_fn = self._served.dataset if self._served else None, self.collate_fn
-        counted = self._checkpoints.order(None).counted
+        counted, has_own_items = self._checkpoints.order(None).counted, self._has_own_items
         assert collate_fn is not None
         if read is not None:
             return lambda indices, number: read(indices, ring)
@@ -216,7 +227,8 @@ class DataLoader(torch_loader.DataLoader[_T_co]):
             if counted is not None:  # among the batches of all ranks, so that no two draw the same
                 number = number * counted.num_replicas + counted.rank
             draws = served.seed_of(seed) if served else seed, progress.epoch or 0, number
-            return epochs.make_batch(dataset, served, indices, ring, collate_fn, draws)
+            reader = None if lease is None or has_own_items else lease()
+            return epochs.make_batch(dataset, reader, indices, ring, collate_fn, draws)
 
         return make
 

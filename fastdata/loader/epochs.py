@@ -29,8 +29,9 @@ from fastdata.batch import collate
 from fastdata.draws import sample_keys
 from fastdata.errors import IngestError, MemoryBudgetError
 from fastdata.loader.resume import Progress
-from fastdata.loader.view import Served
+from fastdata.loader.view import JoinedReader
 from fastdata.memory import PinningPlan, is_running
+from fastdata.reader import Reader
 from fastdata.report import EpochReport
 from fastdata.ring import Arrivals, BatchRing, LostBatchError, RingCollate
 
@@ -85,23 +86,23 @@ def _can_be_seeded(function: Any) -> bool:
 
 def make_batch(
     dataset: Any,
-    served: Served | None,
+    reader: Reader | JoinedReader | None,
     indices: Any,
     ring: BatchRing,
     collate_fn: Callable[[Any], Any],
     draws: tuple[int, int, int],
 ) -> Any:
-    """Read a batch, from the fastdata dataset behind the loader's as a whole where that can be, and collate it.
+    """Read a batch, by the reader of the fastdata dataset behind the loader's where there is one, and collate it.
 
     ``draws`` is what a ``collate_fn`` of the user's draws from: seed, epoch and number of the batch.
     """
-    if served is None or served.batch_obstacle is not None:  # asked anew: the transform may have been replaced
+    if reader is None:
         whole = getattr(dataset, "__getitems__", None)
         samples = whole(indices) if whole else [dataset[index] for index in indices]
-    elif collate_fn is collate:
-        return served.read_batch(indices, ring)
+    elif collate_fn is collate and reader.obstacle is None:
+        return reader.read_batch(indices, ring)
     else:
-        samples = served.sample_batch(indices, ring)
+        samples = reader.items(indices, ring)
     draws_nothing = getattr(collate_fn, "func", collate_fn) is collate  # as a partial, with ``pad``, too
     with nullcontext() if draws_nothing else BatchDraws(*draws):
         return collate_fn(samples)
@@ -184,6 +185,7 @@ class Counted(torch_loader._BaseDataLoaderIter):
 
     tally: Tally  # of the epoch, as ``progress``; an iterator of workers that persist gets new ones for the next
     ring: Ring | None = None  # that batches come through
+    lease: Callable[[], object] | None = None  # of what is read; ends the epoch once the dataset is closed
 
     def __init__(self, view: TorchView, progress: Progress) -> None:
         self.progress = progress
@@ -206,6 +208,8 @@ class Counted(torch_loader._BaseDataLoaderIter):
         tally, progress = self.tally, self.progress
         asked_at = tally.ask()
         try:
+            if self.lease is not None:
+                self.lease()
             batch = super().__next__()
             tally.batches += 1
             progress.resumed_from = None

@@ -12,6 +12,7 @@ from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from fastdata.batch import EpochVisits, IndexBatch, SampleBatch
 from fastdata.dataset import PreparedDataset
+from fastdata.reader import Reader, positions
 from fastdata.ring import BatchRing
 from fastdata.shared import collate_targets
 
@@ -36,58 +37,32 @@ class JoinedDatasets:
 
     def _pieces(self, index_B: np.ndarray) -> Iterator[tuple[PreparedDataset, np.ndarray, np.ndarray]]:
         """Each dataset that indices are of, which of them those are, and their positions in it."""
-        number_B = np.searchsorted(self._ends, index_B, side="right")
-        for number in np.unique(number_B).tolist():
-            part, row_B = self.parts[number], np.flatnonzero(number_B == number)
-            start = self._ends[number - 1] if number else 0
-            yield part, row_B, part.positions(index_B[row_B] - start, part.index_count)
-
-    def _batches(self, batch: IndexBatch) -> Iterator[tuple[PreparedDataset, np.ndarray, IndexBatch]]:
-        for part, row_B, position_B in self._pieces(batch.positions):
-            seed = part.seed_of(batch.seed)
-            yield part, row_B, IndexBatch(position_B.tolist(), position_B, batch.visits[row_B], seed)
+        for number, row_B, position_B in _split(index_B, self._ends):
+            part = self.parts[number]
+            yield part, row_B, positions(position_B, part.index_count)
 
     # What ``PreparedDataset`` has of the same name
 
     def __getitems__(self, batch: IndexBatch) -> list[Any]:
-        if self.batch_obstacle is None:
-            return self.sample_batch(batch, self.batch_ring)
+        if not self.has_own_items:
+            return self.lease()().items(batch, self.batch_ring)
         samples: list[Any] = [None] * len(batch)
-        for part, row_B, piece in self._batches(batch):
+        for part, row_B, position_B in self._pieces(batch.positions):
+            piece = IndexBatch(position_B.tolist(), position_B, batch.visits[row_B], part.seed_of(batch.seed))
             is_own = part.own_reader is not None
             read = [part.own_item(piece, k) for k in range(len(piece))] if is_own else part.__getitems__(piece)
             for row, sample in zip(row_B.tolist(), read, strict=True):
                 samples[row] = sample
         return samples
 
-    def read_batch(self, batch: IndexBatch, ring: BatchRing | None = None) -> Any:
-        return self.parts[0].joined(self._read_tensors(batch, ring), lambda: self._read_targets(batch))
+    def lease(self) -> Callable[[], JoinedReader]:
+        leases, ends = [part.lease() for part in self.parts], self._ends
+        obstacle = self.batch_obstacle
+        return lambda: JoinedReader(tuple(lease() for lease in leases), ends, obstacle)
 
-    def sample_batch(self, batch: IndexBatch, ring: BatchRing | None = None) -> SampleBatch:
-        return self.parts[0].as_batch(self._read_tensors(batch, ring), lambda: self._targets_of(batch))
-
-    def _read_tensors(self, batch: IndexBatch, ring: BatchRing | None) -> list[torch.Tensor]:
-        outs = self.parts[0].room(len(batch), ring)
-        for part, row_B, piece in self._batches(batch):
-            part.read_into(outs, piece, row_B)
-        return self.parts[0].as_tensors(outs)
-
-    def _read_targets(self, batch: IndexBatch) -> Any:
-        found = [(row_B, part.read_targets(piece)) for part, row_B, piece in self._batches(batch)]
-        tensors = [target for _, target in found if isinstance(target, torch.Tensor)]
-        if len(tensors) < len(found) or len({(tensor.dtype, tensor.shape[1:]) for tensor in tensors}) != 1:
-            return collate_targets(self._targets_of(batch))
-        targets = tensors[0].new_empty((len(batch), *tensors[0].shape[1:]))
-        for (row_B, _), tensor in zip(found, tensors, strict=True):
-            targets[torch.from_numpy(row_B)] = tensor
-        return targets
-
-    def _targets_of(self, batch: IndexBatch) -> list[Any]:
-        targets: list[Any] = [None] * len(batch)
-        for part, row_B, piece in self._batches(batch):
-            for row, target in zip(row_B.tolist(), part.targets_of(piece), strict=True):
-                targets[row] = target
-        return targets
+    @property
+    def has_own_items(self) -> bool:
+        return any(part.has_own_items for part in self.parts)
 
     @property
     def index_count(self) -> int:
@@ -138,6 +113,67 @@ class JoinedDatasets:
         assert index is not None
         pieces = [(part.prepared_share(position_B), len(position_B)) for part, _, position_B in self._pieces(index)]
         return sum(share * count for share, count in pieces) / max(len(index), 1)
+
+
+class JoinedReader(NamedTuple):
+    """The readers of several datasets as one, for a batch; whatever it has of a ``Reader``'s name is the same."""
+
+    readers: tuple[Reader, ...]
+    ends: np.ndarray
+    obstacle: str | None
+
+    def _batches(self, batch: IndexBatch) -> Iterator[tuple[Reader, np.ndarray, IndexBatch]]:
+        for number, row_B, position_B in _split(batch.positions, self.ends):
+            reader = self.readers[number]
+            position_B = positions(position_B, len(reader.samples))
+            seed = reader.seed_of(batch.seed)
+            yield reader, row_B, IndexBatch(position_B.tolist(), position_B, batch.visits[row_B], seed)
+
+    def items(self, batch: IndexBatch, ring: BatchRing | None = None) -> list[Any]:
+        if self.obstacle is None:
+            return self.sample_batch(batch, ring)
+        samples: list[Any] = [None] * len(batch)
+        for reader, row_B, piece in self._batches(batch):
+            for row, sample in zip(row_B.tolist(), reader.items(piece), strict=True):
+                samples[row] = sample
+        return samples
+
+    def read_batch(self, batch: IndexBatch, ring: BatchRing | None = None) -> Any:
+        return self.readers[0].joined(self._read_tensors(batch, ring), lambda: self._read_targets(batch))
+
+    def sample_batch(self, batch: IndexBatch, ring: BatchRing | None = None) -> SampleBatch:
+        return self.readers[0].as_batch(self._read_tensors(batch, ring), lambda: self._targets_of(batch))
+
+    def _read_tensors(self, batch: IndexBatch, ring: BatchRing | None) -> list[torch.Tensor]:
+        outs = self.readers[0].room(len(batch), ring)
+        for reader, row_B, piece in self._batches(batch):
+            reader.read_into(outs, piece, row_B)
+        return self.readers[0].as_tensors(outs)
+
+    def _read_targets(self, batch: IndexBatch) -> Any:
+        found = [(row_B, reader.read_targets(piece)) for reader, row_B, piece in self._batches(batch)]
+        tensors = [target for _, target in found if isinstance(target, torch.Tensor)]
+        if len(tensors) < len(found) or len({(tensor.dtype, tensor.shape[1:]) for tensor in tensors}) != 1:
+            return collate_targets(self._targets_of(batch))
+        targets = tensors[0].new_empty((len(batch), *tensors[0].shape[1:]))
+        for (row_B, _), tensor in zip(found, tensors, strict=True):
+            targets[torch.from_numpy(row_B)] = tensor
+        return targets
+
+    def _targets_of(self, batch: IndexBatch) -> list[Any]:
+        targets: list[Any] = [None] * len(batch)
+        for reader, row_B, piece in self._batches(batch):
+            for row, target in zip(row_B.tolist(), reader.targets_of(piece), strict=True):
+                targets[row] = target
+        return targets
+
+
+def _split(index_B: np.ndarray, ends: np.ndarray) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+    """The number of each dataset that indices are of, which of them those are, and their indices in it."""
+    number_B = np.searchsorted(ends, index_B, side="right")
+    for number in np.unique(number_B).tolist():
+        row_B = np.flatnonzero(number_B == number)
+        yield number, row_B, index_B[row_B] - (ends[number - 1] if number else 0)
 
 
 Served = PreparedDataset | JoinedDatasets
@@ -200,7 +236,7 @@ class LoaderView(NamedTuple):
         if self.subset is not None:
             index_B = self.subset[index_B]
             indices = index_B.tolist()
-        positions_B = PreparedDataset.positions(index_B, self.dataset.index_count)
+        positions_B = positions(index_B, self.dataset.index_count)
         return IndexBatch(indices, positions_B, visits.take(positions_B, given), seed)
 
     def fetched(self, dataset: Any) -> Any:
@@ -227,6 +263,16 @@ def _joined(dataset: Any, parts: list[PreparedDataset]) -> np.ndarray | None:
         found = [indices for part in dataset.datasets if (indices := _joined(part, parts)) is not None]
         return np.concatenate(found) if len(found) == len(dataset.datasets) else None
     return None
+
+
+class LeasedItems(Dataset[Any]):
+    """Batches of samples by the reader that an epoch began with, for torch's engine in the training loop."""
+
+    def __init__(self, lease: Callable[[], Reader | JoinedReader]) -> None:
+        self._lease = lease
+
+    def __getitems__(self, batch: IndexBatch) -> list[Any]:
+        return self._lease().items(batch)
 
 
 class _Visited(Dataset[Any]):

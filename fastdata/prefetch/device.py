@@ -16,11 +16,12 @@ import numpy as np
 import torch
 
 from fastdata.batch import stacked
-from fastdata.dataset import DeviceBatch, PreparedDataset, read_for_device
+from fastdata.dataset import PreparedDataset
 from fastdata.loader import DataLoader
 from fastdata.loader.view import LoaderView
 from fastdata.memory import check_device_room, format_bytes
 from fastdata.prefetch.copies import PinnedMemory
+from fastdata.reader import DeviceBatch, Lease
 from fastdata.report import warn_user
 from fastdata.ring import BatchRing
 from fastdata.stores.readers import Store
@@ -110,7 +111,7 @@ class DeviceOps:
             served_bytes=served.served_bytes or 0,
             is_mirrored=is_kept_there and program is not None and program.host is None,
         )
-        store: Store | None = None
+        lease, is_there = dataset.lease(), False
         where, unused = f"on {', '.join(map(str, self._devices))}", ""
         if program is None or reason is not None:
             where, unused = f"on the CPU: {reason}", f", batches are made on the CPU: {reason}"
@@ -119,16 +120,16 @@ class DeviceOps:
             where += f", the conversion only{unused}"
         elif is_kept_there:
             assert dataset.kept is not None
-            store = dataset.kept.images
-            where += f", from a copy of the store there ({format_bytes(_size_bytes(store))})"
+            is_there = True
+            where += f", from a copy of the store there ({format_bytes(_size_bytes(dataset.kept.images))})"
         self.described = where
         if unused and is_kept_there and self._asked != "cpu" and not self._has_warned:
             self._has_warned = True
             warn_user(f"storage='device' has no effect{unused}")
         if program is None or reason is not None:
             return None
-        read = partial(read_for_device, dataset, program, only_places=store is not None)
-        return read, partial(self.run, program, store)
+        read = partial(_read, lease, program, is_there)
+        return read, partial(self.run, program, lease if is_there else None)
 
     def _compile(self, dataset: PreparedDataset) -> DeviceProgram:
         assert dataset.kept is not None
@@ -136,13 +137,13 @@ class DeviceOps:
             self._compiled = dataset.plan, DeviceProgram(dataset.plan, dataset.kept.images.spec, **self._options)
         return self._compiled[1]
 
-    def run(self, program: DeviceProgram, store: Store | None, batch: DeviceBatch, device: torch.device) -> Any:
-        """Make the images of a stored batch on the device that it lies on; of samples there, if there is a store."""
-        if store is None:
+    def run(self, program: DeviceProgram, lease: Lease | None, batch: DeviceBatch, device: torch.device) -> Any:
+        """Make the images of a stored batch on the device that it lies on; or, with a lease, of a copy of the store."""
+        if lease is None:
             return stacked(program.run(batch.samples, batch.draws), batch.targets, batch.keys)
         with self._lock:
             if device not in self._mirrors:
-                self._mirrors[device] = self._upload(store, device)
+                self._mirrors[device] = self._upload(_store(lease), device)
             store_NCHW = self._mirrors[device]
         return stacked(program.run(store_NCHW, batch.draws, batch.samples), batch.targets, batch.keys)
 
@@ -176,6 +177,16 @@ class DeviceOps:
             for event, _ in under_way:
                 event.synchronize()
         return copy_NCHW
+
+
+def _read(lease: Lease, program: DeviceProgram, is_there: bool, batch: Any, ring: BatchRing) -> DeviceBatch:
+    return lease().read_for_device(program, batch, ring, only_places=is_there)
+
+
+def _store(lease: Lease) -> Store:
+    kept = lease().kept
+    assert kept is not None
+    return kept.images
 
 
 def _size_bytes(store: Store) -> int:

@@ -27,6 +27,7 @@ import struct
 import sys
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -103,6 +104,7 @@ class Mirror:
         self.size_bytes = sum(file.size_bytes for file in self.files)
         self._pins: dict[int, _Pins] = {}
         self._guard = threading.Lock()
+        self._close = weakref.finalize(self, _end, self._pins, self._blocks)
 
     def first_block(self, name: str) -> int:
         first: int = self._blocks.firsts[name]
@@ -257,13 +259,17 @@ class Mirror:
 
     def close(self) -> None:
         """Let go of all blocks, which stay there. Idempotent."""
-        for pins in self._pins.values():
-            pins.close()
-        self._pins = {}
-        self._blocks.close()
+        self._close()
 
     def __reduce__(self) -> tuple[object, ...]:
         return Mirror, (self.place, self.files, self._all, self.limit_bytes)
+
+
+def _end(pins: dict[int, _Pins], blocks: _Blocks) -> None:
+    for each in pins.values():
+        each.close()
+    pins.clear()
+    blocks.close()
 
 
 class MirroredStore(DiskStore):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import_torchvision()
 from torchvision import transforms as v1  # noqa: E402  # only importable now
 
 from fastdata import CachedDataset  # noqa: E402
-from fastdata.batch import IndexBatch, SampleBatch  # noqa: E402
+from fastdata.batch import IndexBatch  # noqa: E402
 from fastdata.ring import BatchRing  # noqa: E402
 from fastdata.shared import Block, ByteLocks  # noqa: E402
 
@@ -56,13 +56,27 @@ class CountingImages(CachedDataset):
         super().close()
         self._calls.close()
 
-    def _pair(self, batch: IndexBatch, k: int) -> tuple[Any, Any]:
-        self._count(0)
-        return super()._pair(batch, k)
+    def lease(self) -> Any:
+        lease = super().lease()
+        return lambda: CountingReader(lease(), self._count)
 
-    def sample_batch(self, batch: IndexBatch, ring: BatchRing | None = None) -> SampleBatch:
+
+class CountingReader:
+    """A reader that counts what it is asked for."""
+
+    def __init__(self, reader: Any, count: Callable[[int], None]) -> None:
+        self._reader, self._count = reader, count
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reader, name)
+
+    def item(self, batch: IndexBatch, k: int) -> Any:
+        self._count(0)
+        return self._reader.item(batch, k)
+
+    def items(self, batch: IndexBatch, ring: BatchRing | None = None) -> Any:
         self._count(1)
-        return super().sample_batch(batch, ring)
+        return self._reader.items(batch, ring)
 
 
 def see(batch: Any) -> Batch:
