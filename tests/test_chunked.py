@@ -6,6 +6,7 @@ import copy
 import gc
 import multiprocessing
 import os
+import re
 import signal
 import threading
 import time
@@ -171,7 +172,7 @@ class LateGiants(Squares):
 
 
 def test_chunks_become_smaller_when_samples_are_larger_than_foreseen() -> None:
-    """Samples that do not fit into a chunk halve it; none is lost, and no more memory is taken."""
+    """After samples that had no room in their chunk come smaller ones; none is lost."""
     with (
         CachedDataset(LateGiants(80), transform=transforms.RandomCrop((6, 5)), storage="none") as dataset,
         chunked(dataset, batch_size=2, chunk_samples=64, shuffle=False) as loader,
@@ -182,16 +183,24 @@ def test_chunks_become_smaller_when_samples_are_larger_than_foreseen() -> None:
         assert flat(labels(loader)) == list(range(80))
 
 
-def test_a_batch_that_does_not_fit_says_so() -> None:
-    """Samples of which not even one batch fits are an error with its cure, at the batch where they come."""
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("mix", [None, 2])
+def test_a_batch_that_does_not_fit_is_served_as_the_others(workers: int, mix: int | None) -> None:
+    """Samples of which not even one batch fits into a chunk come in their order with a DataLoader's pixels."""
+    data, crop = LateGiants(80), transforms.Compose([transforms.RandomCrop((6, 5)), transforms.RandomHorizontalFlip()])
     with (
-        CachedDataset(LateGiants(80), transform=transforms.RandomCrop((6, 5)), storage="none") as dataset,
-        chunked(dataset, chunk_samples=4, shuffle=False) as loader,
+        CachedDataset(data, transform=crop, seed=5, storage="shared", progress=False) as kept,
+        CachedDataset(data, transform=crop, seed=5, storage="none") as dataset,
+        chunked(dataset, chunk_samples=4, num_workers=workers, mix_chunks=mix) as loader,
     ):
-        served = []
-        with pytest.raises(MemoryBudgetError, match=r"down to one batch of 4 samples.*Raise memory_limit"):
-            served += [targets.tolist() for _, targets in loader]
-        assert not served or served[-1][-1] < 24
+        for epoch in range(2):
+            loader.set_epoch(epoch)
+            batches = list(loader)
+            order = torch.cat([targets for _, targets in batches]).tolist()
+            assert sorted(order) == list(range(80))
+            usual = DataLoader(kept, batch_size=4, sampler=order)
+            usual.set_epoch(epoch)
+            assert same(batches, usual)
 
 
 def test_masks_travel_with_their_images() -> None:
@@ -317,9 +326,13 @@ def test_workers_are_given_up_where_memory_is_short() -> None:
 
 
 def test_a_limit_that_is_too_low_says_what_is_needed() -> None:
-    """The error names limit, need and cure, and nothing is started."""
-    with pytest.raises(MemoryBudgetError, match=r"memory_limit=1\.0 MiB .* at least .* Raise memory_limit"):
+    """The error names limit, need and cure, nothing is started, and what is needed is enough."""
+    with pytest.raises(MemoryBudgetError, match=r"memory_limit=1\.0 MiB .* at least .* Raise memory_limit") as caught:
         ChunkedLoader(Squares(10), 4, memory_limit=MIB)
+    found = re.search(r"at least ([\d,]+) MiB is needed", str(caught.value))
+    assert found is not None
+    with ChunkedLoader(Squares(10), 4, memory_limit=f"{found[1].replace(',', '')}MiB") as loader:
+        assert sorted(flat(labels(loader))) == list(range(10))
     with pytest.raises(MemoryBudgetError, match="chunk_samples"):
         plan_chunks(500 * MIB, **NEEDS, chunk_samples=1000)
 

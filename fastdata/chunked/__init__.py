@@ -9,6 +9,7 @@ import os
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,6 +31,7 @@ from fastdata.chunked.plan import (
 )
 from fastdata.chunked.residency import Chunk, Residency, Samples
 from fastdata.dataset import CachedDataset, PreparedDataset
+from fastdata.errors import MemoryBudgetError
 from fastdata.loader import DataLoader
 from fastdata.loader.epochs import HELD_BY_USER
 from fastdata.loader.resume import LoaderEpochs, Progress, check_state
@@ -189,23 +191,31 @@ class ChunkedLoader:
         limit_bytes = parse_bytes(memory_limit, of=free_bytes // local_ranks() + in_use_bytes)
         served_bytes = view.served_bytes or 2 * 4 * math.ceil(samples.slot_bytes)  # floats one by one, then collated
         most_threads = 1 if view.batch_obstacle else max(1, cores // 4 if samples.is_copied else cores)
-        threads = plan_threads(most_threads, served_bytes * self.batch_size, limit_bytes - in_use_bytes)
-        batches_bytes = served_bytes * self.batch_size * (2 * threads + 1 + HELD_BY_USER)
-        batches_bytes += samples.fetch_bytes
+        batch_bytes = served_bytes * self.batch_size
+        threads = plan_threads(most_threads, batch_bytes, limit_bytes - in_use_bytes)
+        besides_bytes = samples.fetch_bytes + _ORDER_BYTES * order.length + CHUNKS_HELD * pieces * pages
         mapped_bytes = sum(store.heaviest_bytes(_NEIGHBOURS) for store in samples.on_disk)
         mapped_bytes += _lone_share(order, self._subset) * pages
         room_bytes = samples.room_bytes // local_ranks() // (CHUNKS_HELD + 1)  # one is what others' blocks waste
-        self.plan = plan = plan_chunks(
+        planned = partial(
+            plan_chunks,
             limit_bytes,
             in_use_bytes=in_use_bytes,
             sample_bytes=_ENTRY_BYTES + (samples.slot_bytes if samples.is_copied else mapped_bytes),
-            batches_bytes=batches_bytes + _ORDER_BYTES * order.length + CHUNKS_HELD * pieces * pages,
             batch_size=self.batch_size,
             samples=order.rank_samples,
             most_workers=cores if samples.is_copied else 1,
             most_bytes=min(most_bytes, room_bytes) if samples.is_copied or samples.on_disk else _MOST_KEPT_BYTES,
             chunk_samples=chunk_samples,
         )
+        try:
+            plan = planned(batches_bytes=besides_bytes + batch_bytes * (2 * threads + 1 + HELD_BY_USER))
+        except MemoryBudgetError:
+            if threads == 1:
+                raise
+            threads = 1
+            plan = planned(batches_bytes=besides_bytes + batch_bytes * (2 + 1 + HELD_BY_USER))
+        self.plan = plan
         log.info("%s", plan)
         samples.empties_cache = empties_cache(sum(store.size_bytes for store in samples.on_disk), free_bytes, plan)
         samples.chunk_batches = plan.chunk_samples // self.batch_size

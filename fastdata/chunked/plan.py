@@ -5,6 +5,7 @@ Shape letters: N samples of the dataset, n of one rank.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -21,6 +22,7 @@ WORKER_BYTES = 48 << 20
 """Allowed for a process that decodes: 8 to 13 MiB were its own on ImageNet photographs, and 12 megapixels take 36."""
 _RESERVE_BYTES, _RESERVE_SHARE = 64 << 20, 0.05
 """Left for what nobody can foresee, such as the training loop's own growth."""
+_FIGURE_BYTES = 16 << 20  # what an error asks for is rounded up to them: what is in use differs from run to run
 _BATCHES_SHARE = 0.25  # of what is free: more batches ahead bring less than larger chunks do
 _ENOUGH_BATCHES = 4  # in a chunk; with fewer, workers are given up for memory
 _ORDER_SALT = 0x6F72646572  # keeps the order apart from what transforms draw with the same seed
@@ -113,13 +115,13 @@ def plan_chunks(
         chunk_bytes=int(batches * batch_bytes),
     )
     if fitting < batches:
+        need_bytes = max(plan.peak_bytes + _RESERVE_BYTES, plan.peak_bytes / (1 - _RESERVE_SHARE))
+        need_mib = math.ceil(need_bytes / _FIGURE_BYTES) * _FIGURE_BYTES >> 20
         raise MemoryBudgetError(
-            f"memory_limit={format_bytes(limit_bytes)} is for the whole process tree, and at least "
-            f"{format_bytes(plan.peak_bytes + reserve_bytes)} is needed: {format_bytes(in_use_bytes)} is in "
-            f"use already, {CHUNKS_HELD} chunks of {plan.chunk_samples} samples take "
-            f"{format_bytes(CHUNKS_HELD * plan.chunk_bytes)}, batches {format_bytes(batches_bytes)}, and "
-            f"{format_bytes(reserve_bytes)} stays in reserve. Raise memory_limit, or use a smaller batch_size, "
-            "chunk_samples or resize=."
+            f"memory_limit={format_bytes(limit_bytes)} is for the whole process tree, and at least {need_mib:,} MiB is "
+            f"needed: {format_bytes(in_use_bytes)} is in use already, {CHUNKS_HELD} chunks of {plan.chunk_samples} "
+            f"samples take {format_bytes(CHUNKS_HELD * plan.chunk_bytes)}, batches {format_bytes(batches_bytes)}, and "
+            f"the rest stays in reserve. Raise memory_limit, or use a smaller batch_size, chunk_samples or resize=."
         )
     return plan
 

@@ -4,7 +4,8 @@ Batches never cross chunks, because chunks are whole batches. A batch is made as
 that the first one waits for no whole chunk. A chunk is dropped when its last batch is made: a batch is a copy.
 
 Samples that are kept are served from where they lie; of files on disk, a chunk is mapped. Others are prepared, or
-decoded in Python, by worker processes that put them into one of two slots of shared memory.
+decoded in Python, by worker processes that put them into one of two slots of shared memory. How large those will be is
+foreseen from a few: a batch with samples that turn out to have no room is made without a slot, of one after another.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from fastdata.dataset import PreparedDataset
 from fastdata.errors import MemoryBudgetError, SampleError
 from fastdata.images import SampleSpec
 from fastdata.loader.epochs import make_batch
-from fastdata.prepare import KeptSamples, ReadPath, Steps, WritePath, forecast
+from fastdata.prepare import KeptSamples, ReadPath, ReadSample, Steps, WritePath, forecast
 from fastdata.report import log
 from fastdata.ring import BatchRing
 from fastdata.shared import collate_targets
@@ -56,7 +57,8 @@ class _Result(NamedTuple):
 
     position: int
     extents: Sequence[Extent] = ()
-    error: SampleError | MemoryBudgetError | None = None
+    error: SampleError | None = None
+    is_roomless: bool = False
     target: Any = None  # where only reading the sample tells it
 
 
@@ -77,12 +79,13 @@ class Chunk:
     batches: dict[int, list[int]] = field(default_factory=dict)  # positions of those still to be made, by number
     there: _Here = field(default_factory=_Here)
     errors: dict[int, SampleError] = field(default_factory=dict)
-    lack: MemoryBudgetError | None = None  # why some samples are not there
+    roomless: set[int] = field(default_factory=set)  # positions that the slot had no room for
     readers: set[int] = field(default_factory=set)  # threads that are making batches
     view: PreparedDataset = field(init=False)
 
     def has(self, batch: int) -> bool:
-        return all(position in self.there or position in self.errors for position in self.batches[batch])
+        positions = self.batches[batch]
+        return all(place in self.there or place in self.errors or place in self.roomless for place in positions)
 
     def cut(self) -> list[int]:
         """Let go of the first batch that has samples missing, and of all after it; return their numbers."""
@@ -181,9 +184,10 @@ class Samples:
 
     def enter(self, chunk: Chunk, result: _Result) -> bool:
         """Note what became of a sample; return whether views are to change, because it has another shape."""
-        if isinstance(result.error, MemoryBudgetError):
-            chunk.lack = result.error
-        elif result.error is not None:
+        if result.is_roomless:
+            chunk.roomless.add(result.position)
+            return self._allow_any_shape()
+        if result.error is not None:
             chunk.errors[result.position] = result.error
         elif not self.is_copied:
             chunk.there[result.position] = (), None
@@ -195,9 +199,14 @@ class Samples:
             chunk.there[result.position] = arrays, result.target
             if any(spec.shape not in (None, array.shape) for spec, array in zip(self._specs, arrays, strict=True)):
                 log.info("sample %d has another shape than those before it; each keeps its own", result.position)
-                self._specs = tuple(replace(spec, shape=None) for spec in self._specs)
-                return True
+                return self._allow_any_shape()
         return False
+
+    def _allow_any_shape(self) -> bool:
+        """Return whether that is new."""
+        had_one = any(spec.is_dense for spec in self._specs)
+        self._specs = tuple(replace(spec, shape=None) for spec in self._specs)
+        return had_one
 
     def load(self, task: _Task) -> list[_Result]:
         """Bring samples, in a worker; those that are served from where they lie stay there until they are dropped."""
@@ -206,10 +215,8 @@ class Samples:
             store.bring(index_B)
         if not self.is_copied:
             return self._check(index_B)
-        assert self._path is not None
-        path = WritePath(self._path.source, self._path.prepare, tuple(self._slots[task.slot]))
         try:
-            return [self._prepare(path, position) for position in task.positions]
+            return [self._prepare(task.slot, position) for position in task.positions]
         finally:
             self.drop(index_B)
 
@@ -218,12 +225,21 @@ class Samples:
             for store in self.on_disk:
                 store.drop(index_B[start : start + _MAPPED_PER_TASK], from_cache=self.empties_cache)
 
-    def _prepare(self, path: WritePath, position: int) -> _Result:
+    def read(self, position: int, slot: int = 0) -> tuple[WritePath, ReadSample]:
+        """Prepare a sample; and the way into a slot."""
+        assert self._path is not None
+        path = WritePath(self._path.source, self._path.prepare, tuple(self._slots[slot]))
+        sample = path.read(position)
+        is_told = self.dataset.table is not None  # beforehand, so that the target need not be sent
+        return path, sample._replace(target=None) if is_told else sample
+
+    def _prepare(self, slot: int, position: int) -> _Result:
         try:
-            sample = path.read(position)
-            is_told = self.dataset.table is not None  # beforehand, so that the target need not be sent
-            return _Result(position, path.write(sample), target=None if is_told else sample.target)
-        except (SampleError, MemoryBudgetError) as error:
+            path, sample = self.read(position, slot)
+            return _Result(position, path.write(sample), target=sample.target)
+        except MemoryBudgetError:  # which would keep the sample alive with its traceback
+            return _Result(position, is_roomless=True)
+        except SampleError as error:
             return _Result(position, error=error)
 
     def _check(self, index_B: np.ndarray) -> list[_Result]:
@@ -283,6 +299,25 @@ class _ChunkTargets:
     def close(self) -> None: ...
 
 
+class _OneByOne:
+    """Reads a batch of samples that are not all in memory, of which it holds one at a time."""
+
+    def __init__(self, samples: Samples, reading: threading.Lock) -> None:
+        self._samples, self._reading = samples, reading
+
+    def __getitems__(self, batch: IndexBatch) -> list[Any]:
+        alone = Chunk()
+        view, made = self._samples.view(alone), []
+        for k, position in enumerate(batch.positions.tolist()):
+            one = slice(k, k + 1)
+            with self._reading:
+                _, sample = self._samples.read(position)
+            alone.there.clear()
+            alone.there[position] = [part.array for part in sample.parts], sample.target
+            made += view.__getitems__(IndexBatch(batch[one], batch.positions[one], batch.visits[one], batch.seed))
+        return made
+
+
 class Residency:
     """Brings the chunks of one epoch, one ahead of the one that is served, and drops each with its last batch.
 
@@ -301,6 +336,7 @@ class Residency:
     ) -> None:
         self._samples, self._collate_fn = samples, collate_fn
         self._batch_size, self._workers, self._in_sequence = batch_size, workers, in_sequence
+        self._reading = threading.Lock()  # a dataset of the user's own may be no thing for two threads at once
         self._changed = threading.Condition()  # guards what follows
         self._open: list[Chunk] = []
         self._ended: BaseException | None = None  # why no more chunks come
@@ -314,7 +350,7 @@ class Residency:
         self._stream, self._epoch, self._seed = stream, epoch, seed
         self._visits = EpochVisits(int(stream.max(initial=-1)) + 1, epoch).take(stream)
         self._coming: Iterator[int] = iter(range(first_batch, -(-len(stream) // self._batch_size)))
-        self._pool = WorkerPool(self._samples.load, self._workers)
+        self._pool = WorkerPool(self._load, self._workers)
         self._filler.start()
 
     def close(self, reason: str) -> None:
@@ -372,15 +408,19 @@ class Residency:
         return None
 
     def _make(self, chunk: Chunk, number: int, positions: list[int], ring: BatchRing) -> Any:
-        view, damaged = chunk.view, [position for position in positions if position in chunk.errors]
+        damaged = [position for position in positions if position in chunk.errors]
+        view = chunk.view
         if damaged and (view.options.on_error == "raise" or len(damaged) == len(positions)):
             raise copy.copy(chunk.errors[damaged[0]])
         is_sound_B = np.array([position not in chunk.errors for position in positions], np.bool_)
         index_B, first = np.array(positions, np.int64)[is_sound_B], number * self._batch_size
         visits_B = self._visits[first : first + len(positions)][is_sound_B]
         batch = IndexBatch(index_B.tolist(), index_B, visits_B, self._seed)
+        draws = self._seed, self._epoch, number
+        if not chunk.roomless.isdisjoint(positions):
+            return make_batch(_OneByOne(self._samples, self._reading), None, batch, ring, self._collate_fn, draws)
         reader = None if view.has_own_items else view.lease()()
-        return make_batch(view, reader, batch, ring, self._collate_fn, (self._seed, self._epoch, number))
+        return make_batch(view, reader, batch, ring, self._collate_fn, draws)
 
     # In the thread that brings chunks
 
@@ -406,6 +446,10 @@ class Residency:
             with self._changed:
                 self._pool.close()
 
+    def _load(self, task: _Task) -> list[_Result]:
+        with self._reading:
+            return self._samples.load(task)
+
     def _chunk_of(self, numbers: list[int], slot: int) -> Chunk:
         size = self._batch_size
         batches = {number: self._stream[number * size : (number + 1) * size].tolist() for number in numbers}
@@ -426,8 +470,10 @@ class Residency:
                     self._changed.notify_all()
                     if self._is_closed:
                         return
-        if chunk.lack is not None:
-            self._cut(chunk, chunk.lack)
+        if chunk.roomless:
+            log.info("%d of %d samples have no room in their chunk", len(chunk.roomless), len(chunk.positions))
+            fitting = self._samples.chunk_batches * len(chunk.there) // len(chunk.positions)
+            self._samples.chunk_batches = max(fitting, 1)
 
     def _fetch_ahead(self, chunk: Chunk) -> None:
         """Begin to fetch what of a chunk is not on its way yet, and the chunk after it, so that no request waits."""
@@ -441,21 +487,3 @@ class Residency:
             before.asks_no_more.set()
         self._ahead = [before for before in self._ahead if before.is_alive()]
         self._ahead += [store.fetch_ahead(*chunks) for store in self._samples.mirrored]
-
-    def _cut(self, chunk: Chunk, lack: MemoryBudgetError) -> None:
-        """Leave the first batch that has samples without room, and all after it, to the next chunks, which are smaller.
-
-        Raises:
-            MemoryBudgetError: not even one batch fits.
-        """
-        with self._changed:
-            if self._samples.chunk_batches == 1:
-                raise MemoryBudgetError(
-                    f"a chunk is down to one batch of {self._batch_size} samples: {lack}. Raise memory_limit or "
-                    "chunk_samples, or use a smaller batch_size or resize=."
-                )
-            log.info("%s; chunks of half as many samples are loaded", lack)
-            self._samples.chunk_batches //= 2
-            self._coming = chain(chunk.cut(), self._coming)
-            if not chunk.batches and not chunk.readers:
-                self._open.remove(chunk)
