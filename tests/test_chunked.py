@@ -250,6 +250,27 @@ def test_joined_datasets_are_served() -> None:
         assert sorted(flat(labels(loader))) == list(range(20))
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_joined_datasets_have_the_epochs_of_a_loader(workers: int) -> None:
+    """Parts of a ConcatDataset, one of them twice, are augmented anew each epoch, to the pixels of a DataLoader."""
+    data = [(torch.arange(400).reshape(1, 20, 20).to(torch.uint8), n) for n in range(9)]
+    crop = transforms.RandomCrop(2)
+    with (
+        CachedDataset(data, transform=crop, progress=False) as one,
+        CachedDataset(data, transform=crop, seed=3, progress=False) as other,
+        chunked(both := ConcatDataset([one, Subset(one, [4, 5]), other]), num_workers=workers) as loader,
+    ):
+        epochs = []
+        for epoch in (2, 3):
+            order = plan_epoch(EpochOrder(length=20), epoch).tolist()
+            usual = DataLoader(both, batch_size=4, sampler=order)
+            for each in (usual, loader):
+                each.set_epoch(epoch)
+            epochs.append(list(loader))
+            assert same(epochs[-1], usual)
+        assert not same(*epochs)
+
+
 def test_targets_of_any_kind_come_with_their_samples() -> None:
     """Strings become a list, as in torch's loader, and follow their samples."""
     with chunked([(square(i), f"name {i}") for i in range(9)], shuffle=False) as loader:

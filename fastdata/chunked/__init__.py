@@ -35,7 +35,7 @@ from fastdata.errors import MemoryBudgetError
 from fastdata.loader import DataLoader
 from fastdata.loader.epochs import HELD_BY_USER
 from fastdata.loader.resume import LoaderEpochs, Progress, check_state
-from fastdata.loader.view import LoaderView
+from fastdata.loader.view import EpochItems, JoinedDatasets, LoaderView, Served
 from fastdata.memory import parse_bytes
 from fastdata.ranks import find_rank, local_ranks
 from fastdata.reader import positions
@@ -155,7 +155,8 @@ class ChunkedLoader:
                 mirrored = {"local_cache": local_cache, "local_limit": local_limit}
                 opened = _open_path(os.fsdecode(dataset), storage_options=storage_options, **mirrored)
                 dataset = cleanup.enter_context(opened)
-            self.dataset, (self._behind, self._subset) = dataset, _find_served(dataset, cleanup)
+            self.dataset, (self._behind, self._subset, self._items) = dataset, _find_served(dataset, cleanup)
+            self._served: Served = self._behind if self._items is None else self._items.dataset
             self._order = EpochOrder(
                 length=len(dataset), shuffle=shuffle, seed=seed, drop_last=drop_last, rank=rank, world_size=world_size
             )
@@ -168,7 +169,7 @@ class ChunkedLoader:
                 batch_size,
                 num_workers=threads,
                 drop_last=drop_last,
-                generator=None if self._behind.options.seed is None else torch.Generator(),
+                generator=None if self._served.options.seed is None else torch.Generator(),
                 workers="thread",
             )
             self._owned = cleanup.pop_all()
@@ -176,7 +177,7 @@ class ChunkedLoader:
     def _plan(self, memory_limit: int | float | str, chunk_samples: int | None, mix: int | None, cores: int) -> int:
         """Plan chunks and batches, and return how many threads make batches."""
         dataset, order = self._behind, self._order
-        dataset.refresh()
+        self._served.refresh()
         self._read_after = dataset.read_after()
         self._samples = samples = Samples(dataset)
         view, pages = samples.view(Chunk()), 0 if samples.is_copied else 2 * mmap.PAGESIZE * len(samples.on_disk)
@@ -239,7 +240,7 @@ class ChunkedLoader:
         if self._residency is not None:
             self._residency.close("another one of the same loader was begun")
         behind = self._behind
-        behind.refresh()
+        self._served.refresh()
         if behind.read_after() != self._read_after:
             raise ValueError(
                 "the dataset's loader, or what its transform begins with, was changed after this ChunkedLoader was "
@@ -262,7 +263,7 @@ class ChunkedLoader:
         return iterator
 
     def _begin_epoch(self, residency: Residency, progress: Progress) -> None:
-        dataset, subset = self._behind, self._subset
+        dataset, subset = self._served, self._subset
         if progress.resumed_from is None:
             self._epochs.begin(self._epochs.coming(), dataset)
         else:
@@ -270,7 +271,10 @@ class ChunkedLoader:
         epoch = self._epochs.current or 0
         stream = plan_epoch(self._order, epoch)
         stream = stream if subset is None else subset[stream]
-        residency.begin(stream, progress.first, epoch, dataset.seed_of(progress.base_seed or 0))
+        seed = dataset.seed_of(progress.base_seed or 0)
+        if self._items is not None:
+            self._items.begin(stream, epoch, seed)
+        residency.begin(stream, progress.first, epoch, seed)
 
     def set_epoch(self, epoch: int) -> None:
         """Make the order and the random draws of the coming epochs those of ``epoch``, until it is set again."""
@@ -344,16 +348,23 @@ class ChunkedLoader:
         self.close()
 
 
-def _find_served(dataset: Any, owned: contextlib.ExitStack) -> tuple[PreparedDataset, np.ndarray | None]:
-    """The fastdata dataset behind what the user gives, or one made of it, which ``owned`` closes; and its samples."""
+def _find_served(
+    dataset: Any, owned: contextlib.ExitStack
+) -> tuple[PreparedDataset, np.ndarray | None, EpochItems | None]:
+    """The fastdata dataset behind what the user gives, or one made of it, which ``owned`` closes; and its samples.
+
+    Of several datasets in a ``ConcatDataset`` one of their items is made, each as its own dataset draws it in an epoch.
+    """
     if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
         raise TypeError(
             f"ChunkedLoader reads samples by index, which {type(dataset).__name__} has no way for. Give it a map-style "
             "dataset, such as fastdata.ImageFolder(root, storage='none')."
         )
     view = LoaderView.find(dataset)
+    items = EpochItems(view) if view is not None and isinstance(view.dataset, JoinedDatasets) else None
     if view is None or not isinstance(view.dataset, PreparedDataset):
-        return owned.enter_context(CachedDataset(dataset, storage="none", progress=False)), None
+        one = CachedDataset(dataset if items is None else items, storage="none", progress=False)
+        return owned.enter_context(one), None, items
     served, subset = view.dataset, view.subset
     count = len(dataset) if subset is None else int(subset.max(initial=-1)) + 1
     if count > served.sample_count:
@@ -361,7 +372,7 @@ def _find_served(dataset: Any, owned: contextlib.ExitStack) -> tuple[PreparedDat
             f"ChunkedLoader brings the sample of each index, but {type(served).__name__} has {count} indices "
             f"and {served.sample_count} samples. Use a DataLoader, or leave __len__ as it is."
         )
-    return served, subset if subset is None else positions(subset, served.sample_count)
+    return served, subset if subset is None else positions(subset, served.sample_count), None
 
 
 def _open_path(path: str, **remote: Any) -> CachedDataset:

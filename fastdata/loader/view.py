@@ -179,6 +179,27 @@ def _split(index_B: np.ndarray, ends: np.ndarray) -> Iterator[tuple[int, np.ndar
 Served = PreparedDataset | JoinedDatasets
 
 
+class EpochItems(Dataset[Any]):
+    """The items of a ``ConcatDataset`` one by one, as a loader over all of it would draw them in an epoch."""
+
+    def __init__(self, view: LoaderView) -> None:
+        assert view.subset is not None
+        self.dataset, self._positions = view.dataset, view.subset
+        self._visits, self._seed = np.zeros_like(view.subset), 0
+
+    def begin(self, order: np.ndarray, epoch: int, seed: int) -> None:
+        """Begin an epoch whose items come in this order."""
+        self._seed = seed
+        self._visits[order] = EpochVisits(self.dataset.index_count, epoch).take(self._positions[order])
+
+    def __len__(self) -> int:
+        return len(self._positions)
+
+    def __getitem__(self, index: int) -> Any:
+        position_B, visits_B = self._positions[[index]], self._visits[[index]]
+        return self.dataset.__getitems__(IndexBatch(position_B.tolist(), position_B, visits_B, self._seed))[0]
+
+
 class LoaderView(NamedTuple):
     """What is fastdata's behind a loader, and which of its samples the loader sees; None: all of them as they are."""
 
