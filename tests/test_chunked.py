@@ -6,6 +6,7 @@ import copy
 import gc
 import multiprocessing
 import os
+import random
 import re
 import signal
 import threading
@@ -269,6 +270,20 @@ def test_joined_datasets_have_the_epochs_of_a_loader(workers: int) -> None:
             epochs.append(list(loader))
             assert same(epochs[-1], usual)
         assert not same(*epochs)
+
+
+class Drawing(Squares):
+    """Squares that come with numbers that they draw."""
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return square(index), torch.tensor([torch.rand(()).item(), random.random(), np.random.rand()])
+
+
+def test_workers_draw_for_a_dataset_of_the_users_own() -> None:
+    """What each of two processes draws, by whatever generator, no other draws, in no other epoch."""
+    with chunked(Drawing(40), num_workers=2) as loader:
+        drawn = torch.cat([numbers for _ in range(3) for _, numbers in loader])
+    assert [len(set(column)) for column in drawn.T.tolist()] == [120] * 3
 
 
 def test_targets_of_any_kind_come_with_their_samples() -> None:

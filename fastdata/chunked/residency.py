@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
+import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,11 +21,13 @@ from itertools import chain, dropwhile, islice
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
+import torch
 
 from fastdata.batch import EpochVisits, IndexBatch
 from fastdata.chunked.plan import CHUNKS_HELD
 from fastdata.codecs import KNOWN_CODECS
 from fastdata.dataset import PreparedDataset
+from fastdata.draws import sample_keys
 from fastdata.errors import MemoryBudgetError, SampleError
 from fastdata.images import SampleSpec
 from fastdata.loader.epochs import make_batch
@@ -447,6 +450,11 @@ class Residency:
                 self._pool.close()
 
     def _load(self, task: _Task) -> list[_Result]:
+        if os.getpid() != self._pid:  # the generators are the parent's, as they are in each worker and each epoch
+            key = int(sample_keys(self._seed, self._epoch, np.array(task.positions[:1]))[0])
+            random.seed(key)
+            torch.manual_seed(key)
+            np.random.seed(key & 0xFFFFFFFF)
         with self._reading:
             return self._samples.load(task)
 
