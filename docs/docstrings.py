@@ -1,9 +1,20 @@
-"""Lets griffe see the examples: it knows Google's section as ``Examples:`` only."""
+"""Lets griffe see the examples, which it knows as ``Examples:`` only, and each of several names that share a line."""
+
+import re
 
 import griffe
 
+SHARED = re.compile(r"^( +)(\w+(?:, \w+)+): (.+(?:\n\1 +.+)*)$", re.MULTILINE)
+"""``seed, rank: as of RankSampler``, and the lines that go on with it."""
 
-class ExampleSections(griffe.Extension):
+
+def each_alone(shared: re.Match[str]) -> str:
+    indent, names, text = shared.groups()
+    return "\n".join(f"{indent}{name}: {text}" for name in names.split(", "))
+
+
+class OwnSections(griffe.Extension):
     def on_object(self, *, obj: griffe.Object, **_: object) -> None:
         if obj.docstring is not None:
-            obj.docstring.value = obj.docstring.value.replace("\nExample:\n", "\nExamples:\n")
+            text = obj.docstring.value.replace("\nExample:\n", "\nExamples:\n")
+            obj.docstring.value = SHARED.sub(each_alone, text)
