@@ -218,9 +218,13 @@ def format_bytes(count: int) -> str:
 
 # The budget
 
-RESERVE_FLOOR_BYTES = 512 << 20
-RESERVE_SHARE = 0.05
-"""Left to batches, workers and the page cache: this share of what is available, at least the floor."""
+RESERVE_SHARE = 1 / 10
+RESERVE_CEILING_BYTES = 16 << 30
+
+
+def reserve_bytes(available_bytes: int) -> int:
+    """What is left to batches, workers and the page cache: a share of what is available, up to a ceiling."""
+    return min(int(available_bytes * RESERVE_SHARE), RESERVE_CEILING_BYTES)
 
 
 class Budget(NamedTuple):
@@ -242,7 +246,7 @@ class Budget(NamedTuple):
 
 def budget_bytes(available: Available, memory_limit: int | float | str | None = None, *, ranks: int = 1) -> Budget:
     """What samples may take; the user's ``memory_limit``, a share of what is available or bytes, can only lower it."""
-    reserve = max(RESERVE_FLOOR_BYTES, int(available.bytes * RESERVE_SHARE))
+    reserve = reserve_bytes(available.bytes)
     free = max(0, available.bytes - reserve) // ranks
     if memory_limit is not None and (limit := parse_bytes(memory_limit, of=available.bytes)) < free:
         return Budget(bytes=limit, reserve_bytes=reserve, limited_by="memory_limit=")

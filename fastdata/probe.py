@@ -32,7 +32,7 @@ from fastdata.batch import flatten
 from fastdata.errors import MemoryBudgetError
 from fastdata.loader import DataLoader
 from fastdata.loader.epochs import end_with_parent, sample_count
-from fastdata.memory import RESERVE_FLOOR_BYTES, available_bytes, format_bytes
+from fastdata.memory import available_bytes, format_bytes, reserve_bytes
 
 _T = TypeVar("_T")
 _MOST_SLICES = 8
@@ -99,6 +99,7 @@ def measure_rate(
         MemoryBudgetError: hardly any memory is left for others.
         ValueError: the loader gives no batch.
     """
+    least_bytes = reserve_bytes(available_bytes().bytes)
     begun = look_at = time.perf_counter()
     found: list[tuple[int, float]] = []
     rate = Rate(0.0, math.inf, 0, 0.0)
@@ -118,7 +119,7 @@ def measure_rate(
         if time.perf_counter() < look_at:
             continue
         look_at, free = time.perf_counter() + _LOOK_S, available_bytes()
-        if free.bytes < RESERVE_FLOOR_BYTES:
+        if free.bytes < least_bytes:
             raise MemoryBudgetError(f"only {format_bytes(free.bytes)} is free ({free.limited_by}) while it runs")
     return rate
 

@@ -184,7 +184,7 @@ def test_a_container_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     found = {one.name: one for one in examine_machine(cgroup_root=tmp_path, cgroup_table=tmp_path / "table").checks}
     assert found["cores"].found == "2 of 8 (cgroup quota)"
     assert found["torch threads"].advice.startswith("export OMP_NUM_THREADS=2")
-    assert found["memory"].found.startswith("188.0 MiB is free (cgroup limit, 512.0 MiB kept in reserve)")
+    assert found["memory"].found.startswith("630.0 MiB is free (cgroup limit, 70.0 MiB kept in reserve)")
 
 
 def test_all_that_was_asked_for_is_looked_at() -> None:

@@ -263,18 +263,19 @@ def test_bytes_are_written_in_the_unit_that_fits(count: int, text: str) -> None:
 @pytest.mark.parametrize(
     ("available", "limit", "bytes_", "reserve", "limited_by"),
     [
-        (4 * GIB, None, 4 * GIB - 512 * MIB, 512 * MIB, "cgroup limit"),
-        (100 * GIB, None, 95 * GIB, 5 * GIB, "cgroup limit"),
-        (100 * GIB, "8GiB", 8 * GIB, 5 * GIB, "memory_limit="),
-        (100 * GIB, 0.5, 50 * GIB, 5 * GIB, "memory_limit="),
-        (100 * GIB, "1TiB", 95 * GIB, 5 * GIB, "cgroup limit"),
-        (100 * MIB, None, 0, 512 * MIB, "cgroup limit"),
+        (900 * MIB, None, 810 * MIB, 90 * MIB, "cgroup limit"),
+        (100 * GIB, None, 90 * GIB, 10 * GIB, "cgroup limit"),
+        (100 * GIB, "8GiB", 8 * GIB, 10 * GIB, "memory_limit="),
+        (100 * GIB, 0.5, 50 * GIB, 10 * GIB, "memory_limit="),
+        (100 * GIB, "1TiB", 90 * GIB, 10 * GIB, "cgroup limit"),
+        (1024 * GIB, None, 1008 * GIB, 16 * GIB, "cgroup limit"),
+        (0, None, 0, 0, "cgroup limit"),
     ],
 )
 def test_the_budget_keeps_a_reserve(
     available: int, limit: float | str | None, bytes_: int, reserve: int, limited_by: str
 ) -> None:
-    """The reserve is 512 MiB or 5 %, the larger; memory_limit= only lowers what is left."""
+    """The reserve is 10 %, of a large machine 16 GiB; memory_limit= only lowers what is left."""
     budget = budget_bytes(Available(bytes=available, limited_by="cgroup limit"), limit)
     assert budget == Budget(bytes=bytes_, reserve_bytes=reserve, limited_by=limited_by)
 

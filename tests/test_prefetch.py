@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import mmap
 import os
 import signal
@@ -558,9 +559,8 @@ def test_a_replaced_slot_is_pinned_as_long_as_a_copy_reads_it(backend: Recording
 
 def test_pinned_memory_ends_at_its_share(monkeypatch: pytest.MonkeyPatch, backend: RecordingBackend) -> None:
     """Buffers are pinned up to an eighth of what is free without them; further ones are ordinary memory."""
-    reserve = memory.RESERVE_FLOOR_BYTES
     pinned = PinnedMemory(backend)  # type: ignore[arg-type]
-    free = reserve + 8 * 8192
+    free = math.ceil(8 * 8192 / (1 - memory.RESERVE_SHARE))
     monkeypatch.setattr(memory, "available_bytes", lambda: Available(bytes=free - pinned.bytes, limited_by="cgroup"))
     buffers = [pinned.allocate(4096) for _ in range(4)]
     assert [buffer.ctypes.data in backend.pinned for buffer in buffers] == [True, True, False, False]
@@ -588,7 +588,7 @@ def test_a_driver_that_refuses_is_asked_once(monkeypatch: pytest.MonkeyPatch, ba
 
 def test_too_little_memory_to_pin_is_said_once(backend: RecordingBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches come all the same, from pageable memory; one warning for all epochs, and the report says why."""
-    monkeypatch.setattr(memory, "available_bytes", lambda: Available(bytes=1000, limited_by="cgroup limit"))
+    monkeypatch.setattr(memory, "available_bytes", lambda: Available(bytes=100, limited_by="cgroup limit"))
     batches = on_device(Loader(3), backend)
     with pytest.warns(FastDataWarning, match=r"pageable memory.*64 B.*cgroup limit") as caught:
         values = [images for images, _ in batches] + [images for images, _ in batches]
