@@ -18,7 +18,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from multiprocessing.context import get_spawning_popen
 from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, cast
@@ -181,6 +181,21 @@ _WORTH_SHARE = 0.8
 """Of the memory: what is saved beyond it is not worth a word."""
 
 
+@dataclass(frozen=True, slots=True)
+class StandardTransform:
+    """torchvision's: a transform of the sample and one of the target, called with both."""
+
+    transform: Callable[[Any], Any] | None
+    target_transform: Callable[[Any], Any] | None
+
+    def __call__(self, sample: Any, target: Any) -> tuple[Any, Any]:
+        if self.transform is not None:
+            sample = self.transform(sample)
+        if self.target_transform is not None:
+            target = self.target_transform(target)
+        return sample, target
+
+
 class PreparedDataset(Dataset[Any]):
     """What all fastdata datasets are, once their source is known; made by its subclasses only.
 
@@ -191,7 +206,8 @@ class PreparedDataset(Dataset[Any]):
     storage_plan: StoragePlan
     skipped: list[SampleError]
     target_transform: Callable[[Any], Any] | None
-    transforms: Callable[[Any, Any], Any] | None = None
+    pair_transform: Callable[[Any, Any], Any] | None = None
+    """Takes sample and target together, in place of the two transforms of one of them."""
     epoch: int | None = None
     """As set by ``set_epoch``; None where loaders count theirs."""
     _was_read = False
@@ -304,7 +320,7 @@ class PreparedDataset(Dataset[Any]):
 
     def _compile(self) -> None:
         options, samples = self.options, self._samples
-        seen = fingerprint((self._transform, self.transforms))
+        seen = fingerprint((self._transform, self.pair_transform))
         lanes: tuple[Lane, ...] = (Lane(None, None),)
         path = None
         if isinstance(samples, KeptSamples):
@@ -324,7 +340,7 @@ class PreparedDataset(Dataset[Any]):
             plan = self._split(self._transform, batch_ops=known, obstacle=core.obstacle())
             self._is_upright = "exif_transpose" in map(known_name, self._steps(plan))
             path = self._path(samples, plan, pixels_only=False)
-            if self._decodes_itself and self.transforms is None and core.obstacle() is None:
+            if self._decodes_itself and self.pair_transform is None and core.obstacle() is None:
                 every, before = (*self._first_steps, self._transform), -len(self._first_steps)
                 whole = plan_transform(every, channels=3, batch_ops=options.batch_ops, prepared=0, first=before)
                 spec = SampleSpec(shape=None, dtype="uint8", form="pil")
@@ -332,7 +348,7 @@ class PreparedDataset(Dataset[Any]):
                 if decoding and all(lane.output for lane in decoding):
                     plan, lanes = whole, decoding
         boxes = None
-        if self.transforms is not None:
+        if self.pair_transform is not None:
             plan = self._plan_pairs()
             lanes = (Lane(None, None),)
             if isinstance(samples, KeptSamples) and not plan.per_sample:
@@ -355,7 +371,7 @@ class PreparedDataset(Dataset[Any]):
             last=last,
             path=path,
             target_transform=self.target_transform,
-            transforms=self.transforms,
+            pair_transform=self.pair_transform,
             is_upright=self._is_upright,
             is_remote=self._is_remote,
         )
@@ -373,7 +389,7 @@ class PreparedDataset(Dataset[Any]):
         if self.options.batch_ops == "off":
             obstacle = "batch_ops='off'"
         if kept is None or kept.is_tuple:
-            return plan_pairs(self.transforms, obstacle=boxes_obstacle(None))
+            return plan_pairs(self.pair_transform, obstacle=boxes_obstacle(None))
         image = kept.images
         size = image.shape(0)[1:]
         how: dict[str, Any] = {"form": image.spec.form, "channels": _channels_of(image)}
@@ -381,13 +397,13 @@ class PreparedDataset(Dataset[Any]):
             obstacle = obstacle or boxes_obstacle(kept.table, image.shapes())
             if obstacle is None and (image.spec.dtype != "uint8" or len(size) != 2):
                 obstacle = f"{image.spec.dtype} images of shape {image.shape(0)} are not served"
-            return plan_pairs(self.transforms, beside="boxes", obstacle=obstacle, **how)
+            return plan_pairs(self.pair_transform, beside="boxes", obstacle=obstacle, **how)
         mask = kept.stores[1]
         if (image.spec.dtype, mask.spec.dtype, mask.spec.form) != ("uint8", "uint8", "mask"):
             obstacle = "only uint8 images with a uint8 tv_tensors.Mask are served"
         if obstacle is None and (len(size) != 2 or mask.shape(0)[:-2] not in ((), (1,))):
             obstacle = f"images of shape {image.shape(0)} and masks of {mask.shape(0)} are not served"
-        return plan_pairs(self.transforms, obstacle=obstacle, **how)
+        return plan_pairs(self.pair_transform, obstacle=obstacle, **how)
 
     def _steps(self, plan: TransformPlan) -> tuple[Callable[[Any], Any], ...]:
         return (*self._first_steps, *plan.prepare)
@@ -399,7 +415,7 @@ class PreparedDataset(Dataset[Any]):
         """Serve what the transform says now, whose steps may have been changed in place; cheap where none were."""
         self._lease()
         self._was_read = True
-        if not is_same(fingerprint((self._transform, self.transforms)), self._seen):
+        if not is_same(fingerprint((self._transform, self.pair_transform)), self._seen):
             self._compile()
         elif self.target_transform is not self._reader.target_transform:
             self._read_by(replace(self._reader, target_transform=self.target_transform))
@@ -509,7 +525,7 @@ class PreparedDataset(Dataset[Any]):
                 f"{type(self).__name__}.{own} is called for each sample. Write what it does as transform= or "
                 "target_transform= instead."
             )
-        is_asked_for = self.options.batch_ops == "off" or self.transforms is not None
+        is_asked_for = self.options.batch_ops == "off" or self.pair_transform is not None
         if is_asked_for or kept is None or kept.is_tuple or not self.plan.per_sample:
             return ""
         rate = self._rate_without_unknown(kept.images)
@@ -603,6 +619,17 @@ class PreparedDataset(Dataset[Any]):
         except BaseException:
             self._transform = before
             raise
+
+    @property
+    def transforms(self) -> Callable[[Any, Any], Any] | None:
+        """What sample and target are called with together: the user's ``transforms=``, or both of his transforms."""
+        if self.pair_transform is not None or (self._transform is None and self.target_transform is None):
+            return self.pair_transform
+        return StandardTransform(self._transform, self.target_transform)
+
+    @transforms.setter
+    def transforms(self, transforms: Callable[[Any, Any], Any] | None) -> None:
+        self.pair_transform = transforms
 
     def with_transform(self, transform: Callable[[Any], Any] | None) -> Self:
         """The same samples under another transform: a second view of one store, as for training and validation.
@@ -923,7 +950,7 @@ class CachedDataset(PreparedDataset):
         **options: Unpack[DatasetOptions],
     ) -> None:
         chosen, chosen_columns = Options(**options), None if columns is None else Columns.of(columns)
-        self.transforms = _checked(transforms, transform, target_transform)
+        self.pair_transform = _checked(transforms, transform, target_transform)
         if _are_paths(dataset):
             from fastdata.formats import open_dataset  # 20 ms, which only files of others take
 
@@ -998,7 +1025,7 @@ class CachedDataset(PreparedDataset):
         from fastdata.cache import Mirroring, find_cache, open_cache
 
         dataset = cls.__new__(cls)
-        dataset.transforms = _checked(transforms, transform, target_transform)
+        dataset.pair_transform = _checked(transforms, transform, target_transform)
         dataset.options, dataset._stored_after = Options(seed=seed, batch_ops=batch_ops), (0, "")
         dataset._transform, dataset.target_transform = transform, target_transform
         home = find_cache(path, storage_options)

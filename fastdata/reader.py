@@ -98,7 +98,7 @@ class Reader:
         boxes: makes the targets, where the boxes in them are moved along with their image.
         last: runs the batch ops after steps that are not known.
         path: of single samples that are kept nowhere.
-        transforms: takes sample and target together.
+        pair_transform: takes sample and target together.
         outputs: of every lane; None where samples differ in one.
         obstacle: why whole batches cannot be served as one tensor; None if they can.
         is_upright: whether samples were turned as their EXIF says before they were stored.
@@ -116,7 +116,7 @@ class Reader:
     last: Program | None
     path: ReadPath | None
     target_transform: Callable[[Any], Any] | None
-    transforms: Callable[[Any, Any], Any] | None
+    pair_transform: Callable[[Any, Any], Any] | None
     is_upright: bool
     is_remote: bool
     obstacle: str | None = field(init=False)
@@ -130,7 +130,7 @@ class Reader:
             return "storage='none' prepares every sample when it is read"
         if kept is not None and kept.is_tuple:
             return "samples have several parts, such as image and mask"
-        if self.transforms is not None and plan.per_sample:
+        if self.pair_transform is not None and plan.per_sample:
             return f"samples have several parts, such as image and mask, and {plan.obstacle}"
         if not plan.is_batched:
             return f"the transform works per sample: {plan.obstacle}"
@@ -154,7 +154,7 @@ class Reader:
         if self.obstacle is None:
             return self.sample_batch(batch, ring)
         self.expect(batch)
-        if self.transforms is not None:
+        if self.pair_transform is not None:
             return [self.item(batch, k) for k in range(len(batch))]
         if self.lanes[0].program is None or self.outputs is None or self.kept is None:
             samples, targets = map(list, zip(*(self._read(batch, k) for k in range(len(batch))), strict=True))
@@ -313,8 +313,8 @@ class Reader:
         sample, target = self._read(batch, k)
         if plan.mask or plan.boxes:
             return self._join(sample, target)
-        if self.transforms is not None:
-            transformed: tuple[Any, Any] = self.transforms(sample, target)
+        if self.pair_transform is not None:
+            transformed: tuple[Any, Any] = self.pair_transform(sample, target)
             return transformed if self.item_keys is None else self._join(*transformed)
         sample = plan.run_unknown(sample)
         alone = IndexBatch([batch[k]], batch.positions[one], batch.visits[one], batch.seed)

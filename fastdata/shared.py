@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Generic, TypeVar, overload
+from typing import Any, Generic, SupportsIndex, TypeVar, overload
 
 import numpy as np
 import torch
@@ -289,6 +289,11 @@ class ListView(Sequence[_T], Generic[_T]):
 
     def __radd__(self, other: Iterable[_T]) -> list[_T]:
         return [*other, *self]
+
+    def __mul__(self, count: SupportsIndex) -> list[_T]:
+        return list(self) * count
+
+    __rmul__ = __mul__
 
     def copy(self) -> list[_T]:
         return list(self)

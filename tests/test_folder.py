@@ -46,6 +46,21 @@ def test_it_has_torchvisions_face(image_folder: Folder, storage: Any) -> None:
         assert ours.find_classes(str(root)) == theirs.find_classes(str(root))
 
 
+@pytest.mark.parametrize("given", [{}, {"transform": v1.ToTensor()}, {"target_transform": str}], ids=str)
+def test_torchvisions_idioms_work(image_folder: Folder, given: dict[str, Any]) -> None:
+    """``targets * 2`` is a list; ``transforms``, None without a transform, is called with image and target."""
+    root = str(image_folder())
+    theirs = TorchvisionFolder(root, **given)
+    with ImageFolder(root, progress=False, **given) as ours:
+        assert ours.targets * 2 == 2 * ours.targets == theirs.targets * 2
+        assert (ours.transforms is None) == (theirs.transforms is None)
+        if theirs.transforms is not None:
+            image = Image.new("RGB", (3, 2), (1, 2, 3))
+            mine, wanted = (dataset.transforms(image, 7) for dataset in (ours, theirs))
+            np.testing.assert_array_equal(_pixels(mine[0]), _pixels(wanted[0]))
+            assert mine[1] == wanted[1]
+
+
 def test_before_images_are_prepared_a_transform_that_is_assigned_decides_what_is_stored(image_folder: Folder) -> None:
     """Nothing is lost then, so that the dataset is as if it had been made with it."""
     root = image_folder(size=(15, 11))

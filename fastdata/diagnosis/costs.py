@@ -120,7 +120,7 @@ def _with_transforms(dataset: Any, replaced: Callable[..., Any]) -> Any:
 def _watched(dataset: Any, spent: dict[Any, Costs]) -> Any:
     """A copy of a dataset that adds up what the steps of its transform cost, where these can be told apart."""
     if isinstance(dataset, PreparedDataset):
-        if not dataset.plan.per_sample or dataset.transforms is not None:
+        if not dataset.plan.per_sample or dataset.pair_transform is not None:
             return dataset
         steps = flatten(dataset.transform)
         known: Any = steps[: len(steps) - len(dataset.plan.per_sample)] or None
@@ -189,7 +189,7 @@ def _measure_parts(loader: Any) -> tuple[Part, ...]:
 def _parts_of_batches(dataset: PreparedDataset) -> tuple[Part, ...]:
     """What reading, and each step that runs on whole batches, costs; nothing where that cannot be told apart."""
     plan, kept = dataset.plan, dataset.kept
-    if plan.views or dataset.transforms is not None or (dataset.options.resize is not None and kept is None):
+    if plan.views or dataset.pair_transform is not None or (dataset.options.resize is not None and kept is None):
         return ()
     index_B = np.arange(0, dataset.sample_count, max(1, dataset.sample_count // _LOOKED_AT))[:_LOOKED_AT]
     spec = kept.images.spec if kept else SampleSpec(shape=None, dtype="uint8", form="pil")
