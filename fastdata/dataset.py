@@ -1059,9 +1059,11 @@ _USUAL_NAMES = ("transforms", "transform", "target_transform")
 
 def _refuse_frozen_draws(dataset: Any) -> None:
     """See to it that what a dataset, or one inside of it, draws at random is not drawn once and kept."""
-    steps = {id(step): (owner, name, step) for owner, name, step in _own_steps(dataset)}.values()
+    steps: dict[int, tuple[str, str, Any]] = {}
+    for owner, name, step in _own_steps(dataset):
+        steps.setdefault(id(step), (owner, name, step))
     texts = {True: "", None: ""}
-    for owner, name, step in steps:
+    for owner, name, step in steps.values():
         drawn = is_random(step) if name in _USUAL_NAMES else None  # under another name it may stay unused
         if drawn or (drawn is None and name != "target_transform"):  # labels are renamed, not augmented
             texts[drawn] += f"{', ' if texts[drawn] else ''}{' '.join(repr(step).split())} in {owner}.{name}"
@@ -1077,7 +1079,7 @@ def _refuse_frozen_draws(dataset: Any) -> None:
             "draws, because samples are kept as they are first read. Make the dataset without it, and give it to "
             "CachedDataset as transform= or transforms=; or as prepare= if it does the same each time."
         )
-        if any(name == "set_transform" for _, name, _ in steps):
+        if any(name == "set_transform" for _, name, _ in steps.values()):
             advice += " What set_transform calls takes a batch of items; these take one image."
         warn_user(advice)
 

@@ -227,6 +227,13 @@ def test_frozen_draws_are_refused(dataset: Any, named: str) -> None:
         assert len(served) == len(dataset)
 
 
+def test_frozen_draws_of_our_own_datasets_are_refused() -> None:
+    """A fastdata dataset that augments is refused as torchvision's is."""
+    named = r"RandomResizedCrop\(.*\) in CachedDataset\.transform: random"
+    with cached(Images(2), transform=CROPPED) as inner, pytest.raises(ValueError, match=named):
+        cached(inner)
+
+
 def test_unknown_steps_of_a_wrapped_dataset_are_warned_of() -> None:
     """What fastdata does not know may be random; said once, at the line that made the dataset."""
     for dataset in (
