@@ -21,7 +21,7 @@ from fastdata import bench
 from fastdata.cache import inspect_caches, prune_caches, verify_cache
 from fastdata.codecs import KNOWN_CODECS
 from fastdata.doctor import examine_machine
-from fastdata.errors import FastDataError, refuse_remote
+from fastdata.errors import FastDataError, counted, is_url, refuse_remote
 from fastdata.export import export_cache
 from fastdata.folder import ImageFolder
 from fastdata.images import CenterCrop
@@ -175,9 +175,11 @@ def _diagnose(*, script: Path, arguments: list[str], batches: int, json: Path | 
 
 
 def _build(*, folder: Path, cache: Path, crop: int | None, **options: Any) -> int:
+    if not is_url(folder) and not folder.is_dir():
+        raise FileNotFoundError(f"{folder} is no folder: give the root of class folders of images")
     centre = None if crop is None else CenterCrop((crop, crop))
     with ImageFolder(folder, centre, cache_dir=cache, **options) as dataset:
-        print(f"{len(dataset):,} samples; {dataset.storage_plan.reason}")
+        print(f"{counted(len(dataset), 'sample')}; {dataset.storage_plan.reason}")
     return 0
 
 
@@ -424,6 +426,8 @@ def _batches(text: str) -> int:
 
 
 def _size_or_auto(text: str) -> int | None:
+    if text != "auto" and not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number of images nor 'auto'")
     return None if text == "auto" else _positive(text)
 
 

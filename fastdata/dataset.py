@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from multiprocessing.context import get_spawning_popen
 from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, cast
@@ -29,7 +30,7 @@ from torch.utils.data import Dataset, Subset, get_worker_info
 from fastdata import core
 from fastdata.batch import IndexBatch, SharedVisits
 from fastdata.draws import sample_keys
-from fastdata.errors import SampleError, StoreGoneError
+from fastdata.errors import SampleError, StoreGoneError, kind_of
 from fastdata.images import (
     Bound,
     Resize,
@@ -53,7 +54,7 @@ from fastdata.prepare import (
 from fastdata.reader import CLOSED, GoneSamples, Lane, Lease, Reader
 from fastdata.report import log, warn_user
 from fastdata.ring import BatchRing
-from fastdata.shared import ListView, SampleTable
+from fastdata.shared import ListView, SampleTable, position_of
 from fastdata.sources import Columns, DatasetSource, FileSource, ItemKeys, Source
 from fastdata.stores.readers import Store
 from fastdata.transforms import TransformPlan, fingerprint, is_same, plan_pairs, plan_transform
@@ -151,6 +152,16 @@ def show_options(init: _Init) -> _Init:
     return init
 
 
+def read_options(made: type, given: Mapping[str, Any]) -> Options:
+    """The options that a dataset's constructor was given; a TypeError for a name that none of its arguments has."""
+    for name in given:
+        if name not in Options.__dataclass_fields__:
+            close = get_close_matches(name, inspect.signature(made).parameters, n=1)
+            advice = f"Did you mean {close[0]}=?" if close else f"help({made.__name__}) lists those it has."
+            raise TypeError(f"{made.__name__}() has no argument {name}=. {advice}")
+    return Options(**given)
+
+
 class _Item:
     """The item of a batch that a subclass's own ``__getitem__`` is making: says what its reads are drawn from.
 
@@ -179,6 +190,8 @@ _ADVISED_PX = 256
 _LOOKED_AT = 8
 _WORTH_SHARE = 0.8
 """Of the memory: what is saved beyond it is not worth a word."""
+_WORTH_TIMES = 1.1
+"""Of the rate: less of a gain may be chance."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,6 +336,7 @@ class PreparedDataset(Dataset[Any]):
         seen = fingerprint((self._transform, self.pair_transform))
         lanes: tuple[Lane, ...] = (Lane(None, None),)
         path = None
+        beforehand = self._first_steps
         if isinstance(samples, KeptSamples):
             spec, shape = samples.images.spec, samples.images.shape(0)
             is_image = len(shape) == 3
@@ -346,7 +360,7 @@ class PreparedDataset(Dataset[Any]):
                 spec = SampleSpec(shape=None, dtype="uint8", form="pil")
                 decoding = _lanes(whole, spec, (3, 1, 1)) if whole.is_batched else ()
                 if decoding and all(lane.output for lane in decoding):
-                    plan, lanes = whole, decoding
+                    plan, lanes, beforehand = whole, decoding, ()
         boxes = None
         if self.pair_transform is not None:
             plan = self._plan_pairs()
@@ -357,6 +371,7 @@ class PreparedDataset(Dataset[Any]):
                     lanes += _lanes(plan.mask, samples.stores[1].spec, samples.stores[1].shape(0), part=1)
                 if plan.boxes is not None:
                     boxes = BoxProgram(plan.boxes.batch_ops, samples.table, is_pure=plan.boxes.kind == "tensor")
+        plan = replace(plan, beforehand=beforehand)
         last = Program(plan.last_ops, SampleSpec(shape=None, dtype="uint8", form="pil")) if plan.last_steps else None
         outputs = [lane.output for lane in lanes if lane.output is not None]
         reader = Reader(
@@ -456,6 +471,8 @@ class PreparedDataset(Dataset[Any]):
             seconds.append(time.perf_counter() - start)
         bytes_then, times = format_bytes(int(share * store.size_bytes)), min(seconds[::2]) / min(seconds[1::2])
         bound = f"resize='short:{_ADVISED_PX}'"
+        if times < _WORTH_TIMES:
+            return ""
         return f"images are kept as decoded; {bound} would keep {bytes_then}, served {times:.1f} times as fast"
 
     # Serving
@@ -469,7 +486,7 @@ class PreparedDataset(Dataset[Any]):
         Raises:
             IndexError: ``index`` is not in [-N, N).
         """
-        position, item = range(self.sample_count)[index], _ITEM.get()
+        position, item = position_of(index, self.sample_count), _ITEM.get()
         if item is None:
             self.refresh()
         reader = self.lease()()
@@ -709,7 +726,7 @@ class PreparedDataset(Dataset[Any]):
 
     def _refuse_list(self, name: str) -> None:
         raise AttributeError(
-            f"{name} of a {type(self).__name__} cannot be assigned: samples are kept by their number. Take some "
+            f"{name} of {kind_of(self)} cannot be assigned: samples are kept by their number. Take some "
             "of them by torch.utils.data.Subset(dataset, indices), other labels by target_transform= or by "
             "ImageManifest([(path, label), ...])."
         )
@@ -949,7 +966,7 @@ class CachedDataset(PreparedDataset):
         columns: Mapping[str, str | Sequence[str]] | None = None,
         **options: Unpack[DatasetOptions],
     ) -> None:
-        chosen, chosen_columns = Options(**options), None if columns is None else Columns.of(columns)
+        chosen, chosen_columns = read_options(CachedDataset, options), None if columns is None else Columns.of(columns)
         self.pair_transform = _checked(transforms, transform, target_transform)
         if _are_paths(dataset):
             from fastdata.formats import open_dataset  # 20 ms, which only files of others take

@@ -28,6 +28,17 @@ _NAMED = re.compile(r"^(?:[\w.]+: )?sample (\d+)(?:, (.+?),)? cannot be read", r
 """How the text of a ``SampleError`` begins: index and path. A traceback has it last."""
 
 
+def kind_of(value: object) -> str:
+    """Its class, with the article: ``"an ImageFolder"``, ``"a Tensor"``."""
+    name = type(value).__name__
+    return f"{'an' if name[:1].lower() in 'aeio' else 'a'} {name}"
+
+
+def counted(count: int, noun: str) -> str:
+    """``"1 row"``, ``"2,000 rows"``."""
+    return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
 class FastDataError(Exception):
     """Base of every error that fastdata defines."""
 
@@ -111,6 +122,8 @@ def sample_error(path: str | None, index: int, cause: BaseException, *, is_read:
     where = f"sample {index}" if path is None else f"sample {index}, {path},"
     found = "" if path is None or is_url(path) else f"It is {_describe_file(path)}. "
     cure = "Correct the dataset" if path is None else "Delete or replace the file"
+    if type(cause).__name__ in _CURES_OF_SOUND_FILES:
+        found, cure = "", _CURES_OF_SOUND_FILES[type(cause).__name__]
     # What no content of a sample raises, but the code that reads it: leaving samples out would leave out all of them.
     is_code = isinstance(cause, (TypeError, AttributeError, NameError, ImportError))
     if is_code or (is_read and not isinstance(cause, OSError)):  # which pixels that are read only now raise
@@ -123,6 +136,14 @@ def sample_error(path: str | None, index: int, cause: BaseException, *, is_read:
     return SampleError(message, index=index, path=path)
 
 
+_CURES_OF_SOUND_FILES = {
+    "DecompressionBombError": (
+        "The file may well be sound: if you trust it, set PIL.Image.MAX_IMAGE_PIXELS higher, or to None, in every "
+        "process that reads"
+    ),
+    "PermissionError": "Give the user that runs this permission to read the file",
+    "FileNotFoundError": "Bring the file back, or correct its path",
+}
 _SIGNATURES = {
     b"\x89PNG": "a damaged PNG",
     b"GIF8": "a damaged GIF",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastdata.dataset import DatasetOptions, PreparedDataset, show_options
+from fastdata.dataset import DatasetOptions, PreparedDataset, read_options, show_options
 from fastdata.errors import is_url
 from fastdata.images import IMAGE_EXTENSIONS, load_image
 from fastdata.prepare import Options
@@ -156,7 +156,7 @@ class ImageFolder(_ImageFiles):
         fast_decode: bool = False,
         **options: Unpack[DatasetOptions],
     ) -> None:
-        chosen = Options(**options)
+        chosen = read_options(ImageFolder, options)
         self.root = os.path.expanduser(root) if isinstance(root, str) else root
         if is_url(root):
             self._place = Place(root, chosen.storage_options)
@@ -257,7 +257,7 @@ class ImageManifest(_ImageFiles):
         fast_decode: bool = False,
         **options: Unpack[DatasetOptions],
     ) -> None:
-        chosen = Options(**options)
+        chosen = read_options(ImageManifest, options)
         beside = os.path.dirname(manifest) if isinstance(manifest, str | os.PathLike) else ""
         self._list_name = os.path.basename(manifest) if isinstance(manifest, str | os.PathLike) else ""
         listed = read_manifest(manifest, root, file, label, id, chosen.storage_options)

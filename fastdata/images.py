@@ -27,6 +27,8 @@ try:
 except ImportError:  # no wheel for this platform
     simplejpeg = None
 
+from fastdata.errors import kind_of
+
 if TYPE_CHECKING:
     from PIL import Image  # 10 ms, which only those functions take that make images
 
@@ -110,7 +112,7 @@ def to_stored(sample: Any, *, is_mask: bool = False) -> tuple[Array, Form]:
     form = _form_of(sample)
     if form is None:
         raise TypeError(
-            f"a {type(sample).__name__} cannot be stored without losing what it is beside its values. Return it as or "
+            f"{kind_of(sample)} cannot be stored without losing what it is beside its values. Return it as or "
             "within the target, which is kept as it is, or give .as_subclass(torch.Tensor) of it."
         )
     try:
@@ -458,7 +460,7 @@ class Resize:
     antialias = True
 
     def __post_init__(self) -> None:
-        sides: tuple[Any, ...] = (self.size, self.size) if isinstance(self.size, int) else tuple(self.size)
+        sides: tuple[Any, ...] = tuple(self.size) if isinstance(self.size, (tuple, list)) else (self.size, self.size)
         if isinstance(self.size, str):
             kind, _, number = self.size.partition(":")
             sides = (int(number), 1) if kind in ("short", "long") and number.isdecimal() else ()
@@ -472,7 +474,7 @@ class Resize:
         from PIL import Image
 
         if not isinstance(image, Image.Image):
-            raise TypeError(f"resize= works on PIL images, not on a {type(image).__name__}; resize it in prepare=")
+            raise TypeError(f"resize= works on PIL images, not on {kind_of(image)}; resize it in prepare=")
         height, width = _resized_size(image.height, image.width, self.size)
         return image if (width, height) == image.size else image.resize((width, height), Image.Resampling.BILINEAR)
 

@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
+from numbers import Integral
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -119,6 +120,12 @@ class Options:
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}={getattr(self, name)!r} is not one of {', '.join(map(repr, choices))}")
+        for name in ("num_workers", "seed"):
+            number = getattr(self, name)
+            if number is not None and not isinstance(number, Integral):
+                raise TypeError(f"{name}={number!r} is no whole number")
+        if self.num_workers is not None and self.num_workers < 0:
+            raise ValueError(f"num_workers={self.num_workers} is below 0")
         if isinstance(self.codec, str) and self.codec not in ("auto", _SOURCE):
             from fastdata.codecs import KNOWN_CODECS
 
@@ -297,7 +304,7 @@ class WritePath(NamedTuple):
             problem = f"it has {len(sample.parts)} parts among samples of {len(self.writers)}"
         for (array, form), writer in zip(sample.parts, self.writers, strict=False):
             if (array.dtype.name, form) != (writer.spec.dtype, writer.spec.form):
-                problem = f"it is a {array.dtype.name} {form} sample among {writer.spec.dtype} {writer.spec.form} ones"
+                problem = f"it is of {array.dtype} {form}, the others are of {writer.spec.dtype} {writer.spec.form}"
         if problem is not None:
             cause = TypeError(f"{problem}; give all samples one type in prepare=")
             raise sample_error(self.source.path(index), index, cause)

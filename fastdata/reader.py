@@ -22,7 +22,7 @@ import torch
 from torch.utils.data import get_worker_info
 
 from fastdata.batch import IndexBatch, SampleBatch, SharedVisits, stacked
-from fastdata.errors import RemoteError, StoreGoneError, sample_error
+from fastdata.errors import RemoteError, StoreGoneError, counted, sample_error
 from fastdata.images import Form, Planes, decode_pixels, decoded_shape, present, tensor_class, to_image, without_exif
 from fastdata.prepare import KeptSamples, ReadPath
 from fastdata.ring import BatchRing
@@ -197,7 +197,8 @@ class Reader:
         images = tensors if plan.views else tensors[0]
         targets, collated = read_targets(), None
         if not plan.boxes:
-            with contextlib.suppress(RuntimeError, TypeError, KeyError):  # of several shapes: a collate_fn's to collate
+            # Of several shapes, or beyond int64: a collate_fn's to collate.
+            with contextlib.suppress(RuntimeError, TypeError, KeyError, ValueError):
                 collated = collate_targets(targets)
         return SampleBatch(images, collated, targets, image_class, keys, plan.made)
 
@@ -423,7 +424,7 @@ def positions(index_B: np.ndarray, length: int) -> np.ndarray:
         return index_B
     wrong = index_B[(index_B < -length) | (index_B >= length)]
     if len(wrong):
-        raise IndexError(f"index {wrong[0]} is out of range for a dataset of {length} samples")
+        raise IndexError(f"index {wrong[0]} is out of range for a dataset of {counted(length, 'sample')}")
     return np.where(index_B < 0, index_B + length, index_B)
 
 

@@ -18,6 +18,7 @@ import errno
 import json
 import math
 import mmap
+import operator
 import os
 import pickle
 import secrets
@@ -38,7 +39,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import default_collate
 
 from fastdata import memory
-from fastdata.errors import MemoryBudgetError, StoreGoneError
+from fastdata.errors import MemoryBudgetError, StoreGoneError, counted
 
 if sys.platform != "win32":
     import fcntl
@@ -255,6 +256,14 @@ class ArrayBlock(Mapping[str, np.ndarray]):
         self.block.close()
 
 
+def position_of(index: SupportsIndex, length: int) -> int:
+    """The place in [0, length) of a list's index, which counts from the end where it is negative."""
+    try:
+        return range(length)[operator.index(index)]
+    except IndexError:
+        raise IndexError(f"index {index} is out of range for {counted(length, 'sample')}") from None
+
+
 class ListView(Sequence[_T], Generic[_T]):
     """A read-only list whose items are made when asked for; copies, slices and sums are real lists.
 
@@ -273,8 +282,9 @@ class ListView(Sequence[_T], Generic[_T]):
     @overload
     def __getitem__(self, index: slice) -> list[_T]: ...
     def __getitem__(self, index: int | slice) -> _T | list[_T]:
-        chosen = range(self._length)[index]  # range has list's own rules for negative and wrong indices
-        return list(map(self._item, chosen)) if isinstance(chosen, range) else self._item(chosen)
+        if isinstance(index, slice):
+            return list(map(self._item, range(self._length)[index]))
+        return self._item(position_of(index, self._length))
 
     def __iter__(self) -> Iterator[_T]:
         return map(self._item, range(self._length))
@@ -513,7 +523,21 @@ class SampleTable:
 
 
 def collate_targets(targets: list[Any]) -> Any:
-    return default_collate([(target,) for target in targets])[0]
+    try:
+        return default_collate([(target,) for target in targets])[0]
+    except (OverflowError, RuntimeError, ValueError) as error:
+        wide = next((leaf for leaf in pytree.tree_leaves(targets) if is_wide(leaf)), None)
+        if wide is None:
+            raise
+        raise ValueError(
+            f"a target of {wide} cannot be in a batch: it is beyond int64, the widest whole numbers that torch has. "
+            "Give such numbers as text, str(...), or number them from 0."
+        ) from error
+
+
+def is_wide(value: Any) -> bool:
+    """Whether a value is a whole number beyond int64."""
+    return type(value) is int and not -(1 << 63) <= value < 1 << 63
 
 
 def _target_columns(targets: Sequence[Any] | np.ndarray | torch.Tensor) -> tuple[dict[str, np.ndarray], str]:

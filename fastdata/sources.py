@@ -19,9 +19,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fastdata.errors import is_url
+from fastdata.errors import is_url, kind_of
 from fastdata.images import decode_image, decoder_of, is_image, load_image
 from fastdata.remote import Coming, Place, fleeting_folder
+from fastdata.shared import is_wide
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -82,7 +83,7 @@ class Columns:
 
     def split(self, item: Any, which: str) -> tuple[Any, Any]:
         if not isinstance(item, Mapping):
-            raise TypeError(f"{which} is a {type(item).__name__}, and columns= chooses of a dict; leave it out")
+            raise TypeError(f"{which} is {kind_of(item)}, and columns= chooses of a dict; leave it out")
         if missing := [name for name in self.names if name not in item]:
             there = ", ".join(map(repr, item))
             raise KeyError(f"{which} has no {', '.join(map(repr, missing))} of columns=; there are {there}")
@@ -258,7 +259,7 @@ class DatasetSource:
             )
         if isinstance(dataset, (np.ndarray, torch.Tensor)):
             raise TypeError(
-                f"a {type(dataset).__name__} of shape {tuple(dataset.shape)} has no targets. Give both: "
+                f"{kind_of(dataset)} of shape {tuple(dataset.shape)} has no targets. Give both: "
                 "TensorDataset(images, targets) of torch.utils.data for tensors, list(zip(images, targets)) for arrays."
             )
         if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
@@ -286,7 +287,7 @@ class DatasetSource:
             size = f" of length {len(item)}" if isinstance(item, tuple | list) else ""
             wanted = "a dict as others are" if self.keys else "a (sample, target) pair, nor a dict with an image"
             raise TypeError(
-                f"{which} is a {type(item).__name__}{size}, not {wanted}. Wrap the dataset in one whose __getitem__ "
+                f"{which} is {kind_of(item)}{size}, not {wanted}. Wrap the dataset in one whose __getitem__ "
                 "returns two values."
             )
         return item[0], item[1]
@@ -566,6 +567,8 @@ def _read_frame(frame: Any, names: list[str]) -> _Table:
 
 
 def _read_list(samples: Iterable[Any], names: list[str]) -> _Table:
+    if isinstance(samples, Mapping) or not isinstance(samples, Iterable):
+        raise TypeError(f"a manifest is the path of a CSV file, a frame, or a list of samples, not {kind_of(samples)}")
     rows = [(row,) if isinstance(row, str | os.PathLike) else row for row in samples]
     for index, row in enumerate(rows):
         if not isinstance(row, tuple | list) or len(row) != len(names):
@@ -592,7 +595,10 @@ def _read_labels(table: _Table, label: str) -> tuple[Any, list[str] | None]:
     labels = table._replace(columns={label: values}).texts(label)
     is_number = [_NUMBER.fullmatch(found) is not None for found in labels]
     if all(is_number):
-        return list(map(int if all(map(_WHOLE.fullmatch, labels)) else float, labels)), None
+        if not all(map(_WHOLE.fullmatch, labels)):
+            return list(map(float, labels)), None
+        _refuse_wide(table, label, labels)
+        return list(map(int, labels)), None
     if any(is_number):
         name, number = is_number.index(False), is_number.index(True)
         raise ValueError(
@@ -602,6 +608,15 @@ def _read_labels(table: _Table, label: str) -> tuple[Any, list[str] | None]:
     classes = sorted(set(labels))
     numbers = {name: position for position, name in enumerate(classes)}
     return [numbers[found] for found in labels], classes
+
+
+def _refuse_wide(table: _Table, column: str, texts: Sequence[str]) -> None:
+    for index, text in enumerate(texts):
+        if is_wide(int(text)):
+            raise ValueError(
+                f"{table.place(index, column)}: {text} is beyond int64, the widest whole numbers that torch has. Pass "
+                f"such numbers through as id=, or write names, such as 'class_{text}'."
+            )
 
 
 def _read_vectors(table: _Table, columns: Sequence[str]) -> torch.Tensor:
@@ -615,4 +630,6 @@ def _read_vectors(table: _Table, columns: Sequence[str]) -> torch.Tensor:
                     "Write numbers, or name one column of class names."
                 )
     is_whole = all(_WHOLE.fullmatch(text) for found in texts for text in found)
+    for column, found in zip(columns if is_whole else (), texts, strict=False):
+        _refuse_wide(table, column, found)
     return torch.from_numpy(np.array(texts).T.astype(np.int64 if is_whole else np.float32, order="C"))

@@ -24,7 +24,7 @@ from torch.utils.data import IterableDataset
 from fastdata.batch import collate, flatten
 from fastdata.bench import chart
 from fastdata.dataset import PreparedDataset
-from fastdata.errors import MemoryBudgetError
+from fastdata.errors import MemoryBudgetError, kind_of
 from fastdata.loader import DataLoader
 from fastdata.loader.tuned import describe_tuned, keep_tuned
 from fastdata.loader.view import MOSTLY_PREPARED, LoaderView
@@ -314,7 +314,7 @@ def _space(dataset: Any, batch_size: int | None, parameters: Any) -> dict[str, S
     stored = [name for name in _STORED if name in given]
     if stored and not isinstance(dataset, PreparedDataset):
         raise ValueError(
-            f"{stored[0]} can be tuned for fastdata's datasets, not for a {type(dataset).__name__}: give "
+            f"{stored[0]} can be tuned for fastdata's datasets, not for {kind_of(dataset)}: give "
             "CachedDataset(dataset), or leave it out of parameters="
         )
     if batch_size is not None:

@@ -121,6 +121,7 @@ def test_decoding_is_tuned(
     ("words", "message"),
     [
         (["tune", "nowhere"], "nowhere is no folder: give the root of class folders"),
+        (["build", "nowhere", "caches"], "nowhere is no folder: give the root of class folders"),
         (["tune", "s3://b/x"], "is a URL, and this needs a folder of this machine"),
         (["tune", "."], "Couldn't find any class folder in ."),
         (["tune", ".", "--transform", "steps"], "--transform steps is not module:name"),
@@ -149,7 +150,7 @@ def test_what_the_user_got_wrong_is_one_line(
     ("words", "message"),
     [
         (["tune", ".", "--seconds", "0"], "'0' is no time: give seconds, more than 0"),
-        (["tune", ".", "--batch-size", "some"], "'some' is no whole number"),
+        (["tune", ".", "--batch-size", "some"], "'some' is neither a number of images nor 'auto'"),
         (["tune", ".", "--crop", "300"], "--crop 300 is larger than the prepared square, --resize 256"),
         (["diagnose", "--batches", "1", "x.py"], "must be at least 2, as the first one is left out"),
         (["diagnose", "--json", "x.json"], "SCRIPT"),

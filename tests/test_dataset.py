@@ -6,6 +6,7 @@ import copy
 import inspect
 import multiprocessing
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -619,10 +620,15 @@ def test_wrong_indices_are_named() -> None:
     """An index out of range is an IndexError that names it, so that iteration ends."""
     with cached([(torch.zeros(1), 0)] * 3) as dataset:
         assert len(list(dataset)) == 3
-        with pytest.raises(IndexError):
+        with pytest.raises(IndexError, match="index 3 is out of range for 3 samples"):
             dataset[3]
+        with pytest.raises(IndexError, match="index 999 is out of range for 3 samples"):
+            dataset.targets[999]
         with pytest.raises(IndexError, match="index -4 is out of range for a dataset of 3 samples"):
             dataset.__getitems__([0, -4])
+        for wrong in ("1", 1.0, slice(2)):
+            with pytest.raises(TypeError, match="cannot be interpreted as an integer"):
+                dataset[wrong]
 
 
 def test_wrong_options_are_named() -> None:
@@ -633,10 +639,57 @@ def test_wrong_options_are_named() -> None:
         cached([(torch.zeros(1), 0)], storage="ram")
     with pytest.raises(TypeError, match="has no __getitem__ and __len__"):
         cached(iter([1]))
-    with pytest.raises(TypeError, match="unexpected keyword argument 'storge'"):
-        cached([(torch.zeros(1), 0)], storge="shared")
-    with pytest.raises(TypeError, match="unexpected keyword argument 'fast_decode'"):
-        cached([(torch.zeros(1), 0)], fast_decode=True)
+    for kind, wrong, meant in (
+        (CachedDataset, "storge", "Did you mean storage="),
+        (CachedDataset, "transfrom", "Did you mean transform="),
+        (CachedDataset, "fast_decode", r"help\(CachedDataset\) lists"),
+        (ImageFolder, "cachedir", "Did you mean cache_dir="),
+        (ImageManifest, "num_worker", "Did you mean num_workers="),
+    ):
+        with pytest.raises(TypeError, match=rf"^{kind.__name__}\(\) has no argument {wrong}=\. {meant}"):
+            kind([(torch.zeros(1), 0)], **{wrong: 1})
+    with pytest.raises(TypeError, match="num_workers='4' is no whole number"):
+        cached([(torch.zeros(1), 0)], num_workers="4")
+    with pytest.raises(ValueError, match="num_workers=-1 is below 0"):
+        cached([(torch.zeros(1), 0)], num_workers=-1)
+    with pytest.raises(ValueError, match=r"resize=2\.5 is no size"):
+        cached([(torch.zeros(1), 0)], resize=2.5)
+
+
+@pytest.mark.parametrize(
+    ("items", "named"),
+    [
+        ([1], "item 0 of list is an int, not a"),
+        ([(1, 2)], "a sample of type int cannot be stored"),
+        (Wrapping([(1, 2, 3)]), "too many values"),
+    ],
+)
+def test_items_of_another_kind_are_named(items: Any, named: str) -> None:
+    """What an item is, with the right article, and the dataset is what to correct."""
+    with pytest.raises(SampleError, match=rf"sample 0 cannot be read: .*{named}.* Correct the dataset"):
+        cached(items)
+
+
+def test_targets_beyond_int64_are_named() -> None:
+    """A batch cannot hold them, and the error says so; a collate_fn of one's own may."""
+    with cached([(torch.zeros(3, 2, 2, dtype=torch.uint8), (1 << 63) + i) for i in range(2)]) as dataset:
+        with pytest.raises(ValueError, match=r"a target of 9223372036854775808 cannot be in a batch: .* int64"):
+            next(iter(DataLoader(dataset, batch_size=2)))
+        assert next(iter(DataLoader(dataset, batch_size=2, collate_fn=list)))[1][1] == (1 << 63) + 1
+
+
+def test_the_plan_shows_what_runs_before_the_transform() -> None:
+    """``prepare=`` and ``resize=`` are printed with the transform's own first steps, once."""
+
+    def grey(image: Any) -> Any:
+        return image.convert("L")
+
+    options = {"prepare": grey, "resize": (8, 9), "transform": v1.Compose([v1.CenterCrop(7), v1.ToTensor()])}
+    for storage in ("shared", "none"):
+        with cached(Images(3), storage=storage, **options) as dataset:
+            first, *rest = str(dataset.plan).splitlines()
+            assert re.search(r"prepare, .*grey.*, Resize\(size=\(8, 9\)\), CenterCrop\(size=\(7, 7\)\)$", first)
+            assert "grey" not in "".join(rest)
 
 
 @pytest.mark.parametrize("kind", [CachedDataset, ImageFolder, ImageManifest])

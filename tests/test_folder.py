@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -185,6 +187,26 @@ def test_a_loader_that_gives_no_image_is_what_to_correct(image_folder: Folder, g
     assert f"a sample of type {type(given).__name__} cannot be stored" in message
     assert "Correct what opens or prepares it (loader=" in message
     assert "Delete" not in message
+
+
+@pytest.mark.parametrize(
+    ("cause", "cure"),
+    [
+        (Image.DecompressionBombError, "may well be sound: .* set PIL.Image.MAX_IMAGE_PIXELS"),
+        (PermissionError, "Give the user that runs this permission to read the file"),
+        (FileNotFoundError, "Bring the file back, or correct its path"),
+    ],
+)
+def test_a_sound_file_is_not_called_damaged(image_folder: Folder, cause: type[Exception], cure: str) -> None:
+    """A bomb by Pillow's limit, or a file that may not be read, is no damaged file that ought to be deleted."""
+
+    def failing(path: str) -> Any:
+        raise cause("no")
+
+    with pytest.raises(SampleError, match=rf"sample 0, .*{cure}.*, or leave it out with on_error='skip'") as raised:
+        ImageFolder(image_folder(suffix=".png"), loader=failing, progress=False)
+    assert "damaged" not in str(raised.value)
+    assert "Delete" not in str(raised.value)
 
 
 def test_without_storage_the_random_draws_are_torchvisions_too(image_folder: Folder) -> None:
@@ -565,6 +587,20 @@ def test_a_list_is_a_manifest(image_folder: Folder, monkeypatch: pytest.MonkeyPa
                 assert torch.equal(target, torch.tensor(label))
 
 
+@pytest.mark.parametrize("labels", [(1 << 63, 1), ([5, 1 << 63], [1, 2])], ids=["one", "several"])
+def test_labels_beyond_int64_are_named(labels: Any) -> None:
+    """No batch could hold them: a ValueError with the place and what to do."""
+    with pytest.raises(ValueError, match=r"item 0, column 'label.*: 9223372036854775808 is beyond int64.*id="):
+        ImageManifest(list(zip("ab", labels, strict=True)))
+
+
+@pytest.mark.parametrize("given", [5, {"file": ["a.jpg"], "label": [1]}], ids=["int", "dict"])
+def test_what_is_no_manifest_is_named(given: Any) -> None:
+    """What came, and what a manifest may be."""
+    with pytest.raises(TypeError, match=r"the path of a CSV file, a frame, or a list of samples, not (an int|a dict)"):
+        ImageManifest(given)
+
+
 @pytest.mark.parametrize("bound", ["short:20", "long:30", "short:500"])
 def test_a_bound_only_makes_images_smaller(image_folder: Callable[..., Path], bound: str) -> None:
     """``resize="short:20"`` gives the pixels of Resize(20) where an image is larger, and leaves others alone."""
@@ -587,13 +623,21 @@ def test_a_bound_that_is_none(image_folder: Callable[..., Path]) -> None:
         ImageFolder(image_folder(), resize="320", progress=False)
 
 
-def test_whole_images_kept_for_random_crops_name_the_way_to_less(image_folder: Callable[..., Path]) -> None:
-    """The line that says what is kept names a bound, what it would keep and gain; small images get no advice."""
+@pytest.mark.parametrize("times", [2.0, 0.8])
+def test_whole_images_kept_for_random_crops_name_the_way_to_less(
+    image_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, times: float
+) -> None:
+    """The line that says what is kept names a bound, what it would keep and gain; where it gains nothing it does not.
+
+    Small images get no advice either.
+    """
+    clock = itertools.accumulate(itertools.cycle([0, times, 0, 1]))  # of whole images, of smaller ones
+    monkeypatch.setattr("fastdata.dataset.time", SimpleNamespace(perf_counter=lambda: next(clock)))
     steps = v1.Compose([v1.RandomResizedCrop(20), v1.ToTensor()])
     for size, other in (((400, 600), (900, 512)), ((100, 90), (90, 60))):
         root = image_folder(size=size, root=f"{size}")
         Image.new("RGB", other).save(root / "cat" / "other.png")
         with ImageFolder(root, steps, progress=False) as dataset:
             advised = "resize='short:256' would keep" in dataset.storage_plan.reason
-            assert advised == (size[0] > 256)
-            assert advised == ("times as fast" in repr(dataset))
+            assert advised == (size[0] > 256 and times > 1)
+            assert advised == ("served 2.0 times as fast" in repr(dataset))

@@ -115,7 +115,7 @@ def test_samples_of_another_type_are_bad_samples() -> None:
     """One float sample among int16 ones, and one with more dimensions among ragged ones, are named."""
     samples = dense(40)
     samples[9] = (np.zeros((2, 3), np.float32), 0)
-    with pytest.raises(SampleError, match=r"sample 9 .*float32 array sample among int16 array ones"):
+    with pytest.raises(SampleError, match=r"sample 9 .*it is of float32 array, the others are of int16 array"):
         cached(samples)
     samples = ragged(40)
     samples[9] = (np.zeros((2, 3, 4), np.int16), 0)

@@ -25,7 +25,7 @@ from fastdata.cache.manifest import (
     read_settled,
     strays_in,
 )
-from fastdata.errors import CacheError, is_url, refuse_remote
+from fastdata.errors import CacheError, counted, is_url, refuse_remote
 from fastdata.memory import format_bytes
 from fastdata.prepare import Prepared
 from fastdata.remote import Place
@@ -56,7 +56,7 @@ def find_cache(path: str | os.PathLike[str], storage_options: Mapping[str, Any] 
             continue
         readable.append(folder)
         made_from, prepared = manifest.root or "a dataset", manifest.key.get("prepare") or "as they are"
-        lines += f"\n  {folder}: {manifest.count:,} samples of {made_from}, prepared: {prepared}, "
+        lines += f"\n  {folder}: {counted(manifest.count, 'sample')} of {made_from}, prepared: {prepared}, "
         lines += f"codec: {manifest.key.get('codec')}"
     if len(readable) == 1:
         return readable[0] if home.is_remote else Path(readable[0].url)
@@ -147,7 +147,7 @@ class Inspected:
             str(self.folder),
             f"  samples    {manifest.count - len(manifest.skipped):,}, {len(manifest.skipped):,} left out",
             *([] if manifest.classes is None else [f"  classes    {len(manifest.classes):,}"]),
-            f"  size       {format_bytes(manifest.size_bytes)}, {self.garbage_rows:,} rows not in use",
+            f"  size       {format_bytes(manifest.size_bytes)}, {counted(self.garbage_rows, 'row')} not in use",
             f"  made from  {manifest.root or '(a dataset)'}",
             f"  opened by  {manifest.key.get('source', '')}",
             f"  prepared   {manifest.key.get('prepare') or '-'}",

@@ -32,7 +32,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import numpy as np
 import torch
 
-from fastdata.errors import CacheError, RemoteError
+from fastdata.errors import CacheError, RemoteError, counted
 from fastdata.images import SampleSpec
 from fastdata.memory import user_cache
 from fastdata.remote import Place
@@ -352,7 +352,7 @@ def _check(manifest: Manifest, columns: Columns) -> None:
         raise ValueError("samples have rows in some parts only")
     for part, part_rows in zip(manifest.parts, rows, strict=True):
         if part_rows.max(initial=-1) >= part.rows:
-            raise ValueError(f"{part.name} has {part.rows} rows, but its samples reach to {part_rows.max()}")
+            raise ValueError(f"{part.name} has {counted(part.rows, 'row')}, but its samples reach to {part_rows.max()}")
         need(f"{part.name}.sums", "uint64", part.rows)
         if part.is_table:
             misfits = [file for file in part.files if file.size_bytes < file.rows * part.spec.sample_bytes]

@@ -18,7 +18,7 @@ import numpy as np
 import zstandard
 
 from fastdata.codecs.prediction import Bytes, Filter, Layout, apply_filter, layout_of, undo_filter
-from fastdata.errors import CodecError
+from fastdata.errors import CodecError, kind_of
 from fastdata.images import Array, SampleSpec, Scratch, decode_planes_into, encode_planes, round_up_8
 
 Settings = dict[str, "int | str | bool"]
@@ -378,7 +378,7 @@ class OwnCodec:
     def encode(self, sample: Array) -> bytes:
         data = self.codec.encode(sample)
         if not isinstance(data, bytes | bytearray | memoryview):
-            raise TypeError(f"encode of codec {self.name!r} gave a {type(data).__name__}; it must give bytes")
+            raise TypeError(f"encode of codec {self.name!r} gave {kind_of(data)}; it must give bytes")
         return bytes(data)
 
     def decode(self, data: memoryview, out: Array) -> None:

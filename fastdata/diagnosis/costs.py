@@ -20,6 +20,7 @@ from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler, 
 
 from fastdata.dataset import CachedDataset, PreparedDataset
 from fastdata.diagnosis.figures import WAITING, Figures, Part, Trial, name_limit
+from fastdata.errors import kind_of
 from fastdata.images import SampleSpec
 from fastdata.loader import DataLoader
 from fastdata.memory import available_bytes, budget_bytes, format_bytes, thread_clock, usable_cores
@@ -276,7 +277,7 @@ def _worker_counts(workers: int, cores: int, *, is_read_waiting: bool) -> dict[i
 def examine_loader(figures: Figures, loader: Any) -> Figures:
     """The figures with those of the loader alone; trials where the loop waits for it."""
     if not isinstance(loader, TorchDataLoader):
-        why = f"a {type(loader).__name__} is no torch DataLoader: what it costs to make a batch is not measured"
+        why = f"{kind_of(loader)} is no torch DataLoader: what it costs to make a batch is not measured"
         return replace(figures, notes=(*figures.notes, why))
     engine: Reader = "process" if loader.num_workers else "inline"
     engine = loader.report().engine if isinstance(loader, DataLoader) else engine

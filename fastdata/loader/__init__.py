@@ -20,6 +20,7 @@ from torch.utils.data import dataloader as torch_loader
 from fastdata import memory
 from fastdata.batch import collate
 from fastdata.dataset import PreparedDataset
+from fastdata.errors import kind_of
 from fastdata.loader import epochs
 from fastdata.loader.epochs import HELD_BY_USER, Counted, Engine, Tally, TorchView
 from fastdata.loader.resume import Checkpoints, LoaderEpochs, Progress, length_of, undisturbed
@@ -322,7 +323,7 @@ class DataLoader(torch_loader.DataLoader[_T_co]):
     def device_obstacle(self) -> str | None:
         """Why batches cannot be had as they are stored, to be finished on a device; None if they can."""
         if self._served is None:
-            return f"the loader is a {type(self).__name__}, not fastdata's DataLoader in batches"
+            return f"the loader is {kind_of(self)}, not fastdata's DataLoader in batches"
         engine = self._choose_engine()
         if engine.kind == "process":
             return f"batches come from {engine.path}"

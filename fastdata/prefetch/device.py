@@ -17,6 +17,7 @@ import torch
 
 from fastdata.batch import stacked
 from fastdata.dataset import PreparedDataset
+from fastdata.errors import kind_of
 from fastdata.loader import DataLoader
 from fastdata.loader.view import LoaderView
 from fastdata.memory import check_device_room, format_bytes
@@ -97,7 +98,7 @@ class DeviceOps:
         served = self._served.dataset
         served.refresh()
         dataset = served if isinstance(served, PreparedDataset) else served.parts[0]  # these have an obstacle
-        obstacle: str | None = f"the loader is a {type(self._loader).__name__}, not fastdata's DataLoader in batches"
+        obstacle: str | None = f"the loader is {kind_of(self._loader)}, not fastdata's DataLoader in batches"
         if isinstance(self._loader, DataLoader) and is_own(self._loader):
             obstacle = self._loader.device_obstacle()
         is_kept_there = dataset.storage == "device"

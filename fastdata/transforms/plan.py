@@ -50,6 +50,7 @@ class TransformPlan:
         made: of what type several views of a sample are, list or tuple.
         mask: what becomes of the mask beside an image, where one transform takes both.
         boxes: what becomes of the boxes beside it.
+        beforehand: the dataset's own ``prepare=`` and ``resize=``, which run before the ``prepare`` part.
     """
 
     prepare: tuple[Step, ...]
@@ -65,6 +66,7 @@ class TransformPlan:
     made: type = list
     mask: TransformPlan | None = None
     boxes: TransformPlan | None = None
+    beforehand: tuple[Step, ...] = ()
 
     @property
     def is_batched(self) -> bool:
@@ -95,7 +97,7 @@ class TransformPlan:
         return " | ".join(map(_key, self.prepare))
 
     def __str__(self) -> str:
-        prepare = ", ".join(map(_text, self.prepare)) or "-"
+        prepare = ", ".join(map(_text, (*self.beforehand, *self.prepare))) or "-"
         per_sample = ", ".join(map(_text, self._unknown)) or "-"
         lines = [
             f"prepare, once per sample:     {prepare}",
