@@ -13,6 +13,7 @@ import inspect
 import math
 import os
 import pickle
+import threading
 import time
 import weakref
 from collections import Counter
@@ -90,7 +91,8 @@ class DatasetOptions(TypedDict, total=False):
         resize: size in pixels that images are resized to before they are stored, as torchvision's ``Resize``: an int
             for the shorter side, or (height, width); or ``"short:320"``, ``"long:500"``: at most that, never enlarged.
         fill: ``"eager"`` prepares all samples now, ``"lazy"`` each on its first read. ``"auto"`` (default) is lazy
-            where the memory that samples need follows from the transform, as it may for image files, else eager.
+            where the memory that samples need follows from the transform, as it may for image files, else eager;
+            without a transform image files wait for one, or for the first read.
         memory_limit: the most memory to use: bytes, ``"8GiB"``, or a fraction of what is free.
         progress: show a progress bar on standard error; default: True.
         seed: of the random draws of batch ops. ``None`` (default) takes the base seed that torch's loaders draw in each
@@ -185,6 +187,8 @@ class _Item:
 _ITEM: ContextVar[_Item | None] = ContextVar("fastdata_item", default=None)
 
 
+_ENDING = threading.RLock()
+"""Held where a dataset's first read has it prepared: by one of several threads."""
 _ADVISED_PX = 256
 """Shorter side of images that are prepared for crops of 224 px."""
 _LOOKED_AT = 8
@@ -236,6 +240,8 @@ class PreparedDataset(Dataset[Any]):
     """The datasets over the same kept samples; the last one to be closed gives their memory back."""
     table: SampleTable | None
     """Paths and targets; None where they are asked of the source."""
+    _is_waiting = False
+    """Whether samples are to be prepared once one is read, or there is a transform."""
     _visits: SharedVisits
     _reader: Reader
     """What is served now, and how; once the dataset is closed, how it was."""
@@ -275,7 +281,32 @@ class PreparedDataset(Dataset[Any]):
         self.options, self._transform, self.target_transform = options, transform, target_transform
         resize = None if options.resize is None else Resize(options.resize)
         self._first_steps = tuple(step for step in (prepare, resize) if step is not None)
-        self._prepare(source, table)
+        is_asked_for = options.fill != "auto" or options.cache_dir is not None or options.on_error == "skip"
+        is_asked_for = is_asked_for or options.storage == "none" or len(source) == 0  # which take nothing
+        if transform is None and table is not None and not is_asked_for:
+            # timm assigns a transform later: as decoded, samples may take ten times as much as after its first steps.
+            self._source, self._is_remote = source, is_fetched(source)
+            reason = "chosen at the first read, or once there is a transform"
+            self._serve(Prepared(storage_plan=StoragePlan(storage="none", reason=reason)), source, table)
+            self._is_waiting = True
+        else:
+            self._prepare(source, table)
+
+    def _end_waiting(self) -> None:
+        with _ENDING:
+            if not self._is_waiting:  # another thread was first
+                return
+            if get_worker_info() is None:
+                self._prepare(self._origin(), self.table)
+            else:
+                reason = "storage='none': the first read came in a worker process, which has nobody to share with"
+                warn_user(
+                    f"{reason}. Files are decoded at each read. Give the {type(self).__name__} a transform, or "
+                    "fill='eager', or read it by fastdata.DataLoader."
+                )
+                self.storage_plan = StoragePlan(storage="none", reason=reason)
+                self._compile()
+            self._is_waiting = False
 
     def _prepare(self, source: Source, table: SampleTable | None) -> None:
         options, self._source, self._is_remote = self.options, source, is_fetched(source)
@@ -429,6 +460,8 @@ class PreparedDataset(Dataset[Any]):
     def refresh(self) -> None:
         """Serve what the transform says now, whose steps may have been changed in place; cheap where none were."""
         self._lease()
+        if self._is_waiting:
+            self._end_waiting()
         self._was_read = True
         if not is_same(fingerprint((self._transform, self.pair_transform)), self._seen):
             self._compile()
@@ -628,8 +661,12 @@ class PreparedDataset(Dataset[Any]):
     def transform(self, transform: Callable[[Any], Any] | None) -> None:
         self._lease()
         before, self._transform = self._transform, transform
+        if self._is_waiting and transform is None:
+            return
         try:
-            if self._is_to_prepare_again():
+            if self._is_waiting:
+                self._end_waiting()
+            elif self._is_to_prepare_again():
                 self._prepare_again()
             else:
                 self._compile()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import pickle
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ import pytest
 import torch
 from PIL import Image, ImageOps
 from torch.utils.data import DataLoader as TorchLoader
+from torch.utils.data import Subset
 from torchvision import transforms as v1
 from torchvision.datasets import ImageFolder as TorchvisionFolder
 from torchvision.datasets import wrap_dataset_for_transforms_v2
@@ -22,7 +24,7 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.transforms import v2
 
 from fastdata import CachedDataset, CudaPrefetcher, DataLoader, FastDataWarning, ImageFolder, ImageManifest
-from fastdata.errors import MemoryBudgetError, SampleError
+from fastdata.errors import MemoryBudgetError, SampleError, StoreGoneError
 
 Folder = Callable[..., Path]
 PREPARED = [v1.Resize(9), v1.CenterCrop(8)]
@@ -74,6 +76,53 @@ def test_before_images_are_prepared_a_transform_that_is_assigned_decides_what_is
         assert late.plan.prepare == at_once.plan.prepare
         assert (late.samples, late.classes) == (at_once.samples, at_once.classes)
         assert np.array_equal(_pixels(late[1][0]), _pixels(at_once[1][0]))
+
+
+@pytest.mark.parametrize("storage", ["auto", "shared"])
+def test_without_a_transform_nothing_is_prepared_before_the_first_read(image_folder: Folder, storage: Any) -> None:
+    """What a script may ask before it has a transform reads no file; the first sample, or a transform, prepares all."""
+    root, read = image_folder(), []
+
+    def opened(path: str) -> Image.Image:
+        read.append(path)
+        return Image.open(path).convert("RGB")
+
+    options: dict[str, Any] = {"loader": opened, "storage": storage, "num_workers": 0, "progress": False}
+    with ImageFolder(root, **options) as dataset, ImageFolder(root, **options) as other:
+        assert "Storage: chosen at the first read" in repr(dataset)
+        assert (len(dataset), dataset.targets, dataset.transform) == (6, [0, 0, 0, 1, 1, 1], None)
+        dataset.transform = dataset.target_transform = None
+        Subset(dataset, [1, 2])
+        assert not read
+        assert dataset[5][0].size == (12, 10)
+        assert set(read) == {path for path, _ in dataset.samples}
+        assert dataset.filled_share() == 1
+        read.clear()
+        other.transform = v1.Compose([v1.Resize((4, 4)), v1.ToTensor()])
+        assert next(iter(TorchLoader(other, batch_size=6)))[0].shape == (6, 3, 4, 4)
+        assert other.plan.prepare
+    with ImageFolder(root, **options) as unread:
+        pass
+    with pytest.raises(StoreGoneError, match="was closed"):
+        unread[0]
+    read.clear()
+    with ImageFolder(root, **options, fill="eager") as eager:
+        assert set(read) == {path for path, _ in eager.samples}
+
+
+def test_what_waits_in_a_worker_process_is_served_unkept(image_folder: Folder) -> None:
+    """Where torch's loader has a worker do the first read, samples are right, nothing is kept, and that is said."""
+    with ImageFolder(image_folder(), progress=False) as dataset:
+        loader = TorchLoader(dataset, batch_size=6, num_workers=1, collate_fn=list)
+        with pytest.raises(FastDataWarning, match="the first read came in a worker process"):
+            list(loader)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            [unkept] = list(loader)
+        [kept] = list(DataLoader(dataset, batch_size=6, num_workers=1, collate_fn=list))
+        assert dataset.filled_share() == 1
+        for (image, label), (other, wanted) in zip(unkept, kept, strict=True):
+            assert (image.tobytes(), label) == (other.tobytes(), wanted)
 
 
 def test_a_first_transform_that_is_assigned_decides_what_is_stored(
@@ -182,7 +231,7 @@ def test_wrapping_for_transforms_v2_leaves_it_as_it_is(image_folder: Folder) -> 
 def test_a_loader_that_gives_no_image_is_what_to_correct(image_folder: Folder, given: Any) -> None:
     """The error says what came, and its cure is not to delete the file, of which nothing is wrong."""
     with pytest.raises(SampleError) as raised:
-        ImageFolder(image_folder(), loader=lambda path: given, progress=False)
+        ImageFolder(image_folder(), loader=lambda path: given, fill="eager", progress=False)
     message = str(raised.value)
     assert f"a sample of type {type(given).__name__} cannot be stored" in message
     assert "Correct what opens or prepares it (loader=" in message
@@ -204,7 +253,7 @@ def test_a_sound_file_is_not_called_damaged(image_folder: Folder, cause: type[Ex
         raise cause("no")
 
     with pytest.raises(SampleError, match=rf"sample 0, .*{cure}.*, or leave it out with on_error='skip'") as raised:
-        ImageFolder(image_folder(suffix=".png"), loader=failing, progress=False)
+        ImageFolder(image_folder(suffix=".png"), loader=failing, fill="eager", progress=False)
     assert "damaged" not in str(raised.value)
     assert "Delete" not in str(raised.value)
 
@@ -452,9 +501,9 @@ def test_a_store_beyond_the_budget_is_refused_or_avoided(image_folder: Folder) -
     """storage="shared" raises need, free and cure; "auto" keeps nothing, and says so once."""
     root = image_folder()
     with pytest.raises(MemoryBudgetError, match=r"needs 2\.1 KiB but memory_limit= allows 1000 B\. Use cache_dir= "):
-        ImageFolder(root, storage="shared", memory_limit=1000, progress=False)
+        ImageFolder(root, storage="shared", fill="eager", memory_limit=1000, progress=False)
     with pytest.warns(FastDataWarning, match="Every epoch decodes again; cache_dir= or a smaller") as caught:
-        dataset = ImageFolder(root, memory_limit=1000, progress=False)
+        dataset = ImageFolder(root, fill="eager", memory_limit=1000, progress=False)
     assert len(caught) == 1
     assert (dataset.storage, len(dataset), dataset[0][0].size) == ("none", 6, (12, 10))
     dataset.close()
