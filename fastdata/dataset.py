@@ -342,6 +342,12 @@ class PreparedDataset(Dataset[Any]):
         self._samples, self.table = (source, table) if kept is None else (kept, kept.table)
         self._visits, self._views = SharedVisits(self.sample_count), weakref.WeakSet([self])
         self._leases, self._copies = weakref.WeakSet(), weakref.WeakSet()
+        modes = [] if kept is None else kept.modes()
+        if len(modes) > 1 and self.pair_transform is None and self._split(self._transform, form="pil").is_batched:
+            warn_user(
+                f"images are of several modes, {', '.join(modes)}, and a batch is of one. Convert them before they are "
+                "stored: prepare=lambda image: image.convert('RGB')."
+            )
         self._compile()
         advice = ""
         with contextlib.suppress(ValueError, SampleError):  # of a sample, which whoever reads it is told
@@ -377,7 +383,8 @@ class PreparedDataset(Dataset[Any]):
             facts["obstacle"] = obstacle or (None if is_image else f"samples have {len(shape)} dimensions")
             plan = self._split(self._transform, **facts)
             if plan.batch_texts or plan.views:
-                lanes = _lanes(plan, spec, shape)
+                with samples.naming_damage():
+                    lanes = _lanes(plan, spec, shape)
             elif spec.is_dense:
                 lanes = (Lane(None, (shape, np.dtype(spec.dtype))),)
         else:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 __all__ = [
     "CacheError",
@@ -49,6 +51,23 @@ class FastDataWarning(UserWarning):
 
 class MemoryBudgetError(FastDataError, MemoryError):
     """Prepared samples need more memory than the budget leaves; raised before anything is allocated."""
+
+
+class ChannelsError(FastDataError, ValueError):
+    """A step is for another number of channels than a sample has."""
+
+    def __init__(self, reason: str, index: int = 0) -> None:
+        super().__init__(f"sample {index} cannot be served: {reason}")
+        self.reason, self.index = reason, index
+
+    @classmethod
+    @contextmanager
+    def naming(cls, index: int) -> Iterator[None]:
+        """Name this sample in place of the one that a step was tried on."""
+        try:
+            yield
+        except ChannelsError as wrong:
+            raise cls(wrong.reason, index) from None
 
 
 class DeviceError(FastDataError, RuntimeError):

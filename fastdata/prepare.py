@@ -28,6 +28,7 @@ from torch.utils import _pytree as pytree
 from fastdata import core, memory
 from fastdata.errors import (
     CacheError,
+    ChannelsError,
     IngestError,
     MemoryBudgetError,
     RemoteError,
@@ -46,6 +47,7 @@ from fastdata.images import (
     decoder_of,
     is_image,
     is_pil,
+    mode_of,
     present,
     to_image,
     to_stored,
@@ -615,6 +617,21 @@ class KeptSamples:
             cure = "" if damaged.is_on_disk else "; make the dataset again to mend it"
             text = f"{name} cannot be read from the store: {damaged}. The others can{cure}."
             raise SampleError(text, index=damaged.index, path=path) from damaged
+        except ChannelsError as wrong:
+            raise SampleError(wrong.reason, index=wrong.index, path=self.path(wrong.index)) from wrong
+
+    def modes(self) -> list[str]:
+        """How many samples are of which of PIL's modes, and the first of each; empty where that is not known."""
+        store = self.images
+        shapes = store.shapes() if store.spec.form == "pil" else None
+        if shapes is None or len(shapes) == 0:
+            return []
+        found = zip(*np.unique(shapes[:, 0], return_index=True, return_counts=True), strict=True)
+        said = []
+        for channels, first, count in found:
+            where = ", ".join(filter(None, [f"sample {first}", self.path(int(first))]))
+            said.append(f"{count:,} of mode {mode_of(int(channels), store.spec.dtype)} (first: {where})")
+        return said
 
     def end_sharing(self) -> None:
         if self.shared_by is not None:

@@ -22,7 +22,7 @@ import torch
 from torch.utils.data import get_worker_info
 
 from fastdata.batch import IndexBatch, SampleBatch, SharedVisits, stacked
-from fastdata.errors import RemoteError, StoreGoneError, counted, sample_error
+from fastdata.errors import ChannelsError, RemoteError, StoreGoneError, counted, sample_error
 from fastdata.images import Form, Planes, decode_pixels, decoded_shape, present, tensor_class, to_image, without_exif
 from fastdata.prepare import KeptSamples, ReadPath
 from fastdata.ring import BatchRing
@@ -267,8 +267,11 @@ class Reader:
         """Run the batch ops behind steps that are not known on what these give; None where that is not for them."""
         last, shapes = self.last, {decoded_shape(sample) for sample in samples}
         shape = shapes.pop() if last is not None and len(shapes) == 1 else None
-        output = None if last is None or shape is None else last.output(shape, is_of_all=True)
-        if last is None or shape is None or output is None:
+        if last is None or shape is None:
+            return None
+        with ChannelsError.naming(int(batch.positions[0])):
+            output = last.output(shape, is_of_all=True)
+        if output is None:
             return None
         decoded = [np.ascontiguousarray(image).reshape(*shape[1:], shape[0]) for image in samples]
         batch_shape = (len(samples), *output[0])

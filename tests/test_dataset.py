@@ -678,6 +678,39 @@ def test_targets_beyond_int64_are_named() -> None:
         assert next(iter(DataLoader(dataset, batch_size=2, collate_fn=list)))[1][1] == (1 << 63) + 1
 
 
+MODES = ["RGB", "RGB", "L", "RGB", "RGBA"]
+NORMALIZED = v1.Compose([v1.RandomCrop(4), v1.ToTensor(), v1.Normalize((0.5,) * 3, (0.5,) * 3)])
+
+
+@pytest.mark.parametrize("make", [lambda image, i: (image, i), lambda image, i: {"image": image, "label": i}])
+def test_images_of_several_modes_are_said_and_named(make: Any) -> None:
+    """How many there are of each, and where, when they are prepared; then the sample that a step is not for."""
+    items = [make(Image.new(mode, (6, 5)), i) for i, mode in enumerate(MODES)]
+    counted = r"1 of mode L \(first: sample 2\), 3 of mode RGB \(first: sample 0\), 1 of mode RGBA \(first: sample 4\)"
+    with pytest.warns(FastDataWarning, match=rf"{counted}.*prepare=lambda image: image\.convert\('RGB'\)") as warned:
+        dataset = cached(items, transform=NORMALIZED)
+    assert len(warned) == 1
+    with dataset:
+        assert collate(dataset.__getitems__([0, 1, 3])) is not None
+        for wrong in (2, 4):
+            channels = "1 channel" if wrong == 2 else "4 channels"
+            for batch in ([wrong, 0], [0, wrong]):
+                with pytest.raises((SampleError, ValueError), match=rf"sample {wrong} .*prepare=lambda image"):
+                    dataset.__getitems__(batch)
+            with pytest.raises(SampleError, match=rf"sample {wrong} .* it has {channels}, but Normalize has 3 means"):
+                dataset[wrong]
+    with cached(items, transform=NORMALIZED, prepare=lambda image: image.convert("RGB")) as dataset:
+        [batch] = DataLoader(dataset, batch_size=5)
+        images = batch["image"] if isinstance(batch, dict) else batch[0]
+        assert images.shape == (5, 3, 4, 4)
+
+
+def test_a_first_image_that_no_step_is_for_is_named() -> None:
+    """The transform is refused at once, by the sample that shows it; nobody else need be asked."""
+    with pytest.raises(SampleError, match=r"sample 0 cannot be read: it has 1 channel, but Normalize has 3 means\."):
+        cached([(Image.new("L", (6, 5)), 0)] * 2, transform=NORMALIZED)
+
+
 def test_the_plan_shows_what_runs_before_the_transform() -> None:
     """``prepare=`` and ``resize=`` are printed with the transform's own first steps, once."""
 

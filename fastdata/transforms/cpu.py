@@ -14,6 +14,7 @@ import torch
 
 from fastdata import core
 from fastdata.draws import sample_keys
+from fastdata.errors import ChannelsError
 from fastdata.images import SampleSpec, Scratch
 from fastdata.transforms.ops import Drawing, Fill, Int64s, Op, draw_cast, size_after
 
@@ -77,7 +78,7 @@ class Program:
         ``sample_shape`` is that of any stored sample, whose channels count for all, or else ``is_of_all`` samples.
 
         Raises:
-            ValueError: an op is for another number of channels.
+            ChannelsError: an op is for another number of channels.
         """
         stored = sample_shape if is_of_all else self._spec.shape
         if not self._ops:
@@ -227,11 +228,13 @@ class Program:
                     f"sample {int(drawing.index_B[b])}, of shape {tuple(shapes_B3[b].tolist())}, cannot be served: "
                     f"{_REFUSALS[refused.reason]}. Use batch_ops='off', or leave it out."
                 ) from None
-            channels, _ = size_after(self._ops, int(shapes_B3[b, 0]), None)
+            with ChannelsError.naming(int(drawing.index_B[b])):
+                channels, _ = size_after(self._ops, int(shapes_B3[b, 0]), None)
             found = (channels, int(drawing.height_B[b]), int(drawing.width_B[b]))
             raise ValueError(
                 f"sample {int(drawing.index_B[b])} comes out as {found}, but the batch has room for {shape} each. "
-                "Crop or resize to one size, and convert all images to one number of channels."
+                "Crop or resize to one size, and give all images one number of channels, as "
+                "prepare=lambda image: image.convert('RGB') does."
             ) from None
         if self._is_widened:
             these = slice(which.get("first"), which.get("last"))

@@ -15,7 +15,7 @@ import itertools
 import platform
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,7 @@ import torch
 
 from fastdata.core import RECORD, Code
 from fastdata.draws import UInt64s, draw_integers, draw_uniform, sample_keys
+from fastdata.errors import ChannelsError, counted
 from fastdata.images import pillow_chooses_order
 
 Domain = Literal["pil", "v1", "v2"]
@@ -144,15 +145,19 @@ class Drawing:
         """Those of a part, out of the values of what it is a part of."""
         return values_B[self._taken]
 
+    def refuse_channels(self, needs: str) -> NoReturn:
+        found = counted(self.channels, "channel")
+        cure = "Give all images one number of channels, as prepare=lambda image: image.convert('RGB') does"
+        raise ChannelsError(f"it has {found}, but {needs}. {cure}.", int(self.index_B[0]))
+
     def add(self, code: Any, n: Any = (), v: Any = (), domain: Any = 0, fill: Fill = (0,), name: str = "") -> None:
         """Add a column, whose numbers are those of all samples or (B,).
 
         Raises:
-            ValueError: the fill is for another number of channels.
+            ChannelsError: the fill is for another number of channels.
         """
         if len(fill) not in (1, self.channels):
-            name = name or f"fill={fill}"
-            raise ValueError(f"{name} has {len(fill)} values, but the images have {self.channels} channels.")
+            self.refuse_channels(f"{name or f'fill={fill}'} has {len(fill)} values")
         root, rows = self._root, self._rows
         if self._next == len(root._records):
             more = np.zeros((self._next or 2, len(root.keys_B)), RECORD)
@@ -246,7 +251,7 @@ def size_after(ops: tuple[Op, ...], channels: int, size: Size | None) -> tuple[i
     """Channels, and size (h, w), that ops make of images; no size where it is not the same for all of them.
 
     Raises:
-        ValueError: an op is for another number of channels.
+        ChannelsError: an op is for another number of channels.
     """
     one, (height, width) = np.zeros(1, np.int64), size or (_ANY_PX, _ANY_PX)
     probe = Drawing(sample_keys(0, 0, one), one, one + height, one + width, channels)
@@ -482,7 +487,7 @@ def draw_cast(
     for mean, _, widens in normalizations:
         if len(mean) not in (1, drawing.channels):
             if drawing.channels != 1 or not widens:
-                raise ValueError(f"Normalize has {len(mean)} means, but the images have {drawing.channels} channels.")
+                drawing.refuse_channels(f"Normalize has {len(mean)} means")
             drawing.channels = len(mean)
     drawing.add(Code.CAST)
 
