@@ -7,6 +7,9 @@ import gc
 import multiprocessing
 import pickle
 import re
+import subprocess
+import sys
+import textwrap
 import threading
 import warnings
 import weakref
@@ -462,3 +465,24 @@ def test_threads_are_no_workers_to_the_dataset() -> None:
     loader = DataLoader(Asking(3), num_workers=1, workers="thread", worker_init_fn=fail_in_worker)
     assert len(list(loader)) == 3
     assert seen == [(None, False)] * 3
+
+
+def test_a_torch_whose_loader_has_two_type_variables_is_imported() -> None:
+    """PyTorch after 2.13 subscripts its DataLoader by sample and batch; so may be ours, there."""
+    script = """
+        from typing import Any, Generic, TypeVar
+        import torch
+        from torch.utils.data import dataloader as module
+        Sample, Collated = TypeVar("Sample", covariant=True), TypeVar("Collated")
+
+        class Later(module.DataLoader, Generic[Sample, Collated]):
+            pass
+
+        module.DataLoader = torch.utils.data.DataLoader = Later
+        from fastdata import DataLoader
+        assert issubclass(DataLoader[int, Any].__origin__, Later)
+        assert [batch.tolist() for batch in DataLoader(range(3), batch_size=2)] == [[0, 1], [2]]
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert not done.stderr

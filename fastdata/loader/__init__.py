@@ -11,7 +11,7 @@ import operator
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Sampler, Subset, default_collate
@@ -39,8 +39,13 @@ _NO_STREAM = (
     "dataset's own state beside the loader's, or use a map-style dataset."
 )
 
+if TYPE_CHECKING:
+    _TorchLoader = torch_loader.DataLoader
+else:  # in as many type variables as torch's has: one until torch 2.13, then two
+    _TorchLoader = {_T_co: torch_loader.DataLoader[torch_loader.DataLoader.__parameters__]}
 
-class DataLoader(torch_loader.DataLoader[_T_co]):
+
+class DataLoader(_TorchLoader[_T_co]):
     """torch's DataLoader with torch's arguments, and an engine of threads where the dataset serves whole batches.
 
     The arguments up to ``in_order`` are torch's. What there is to say of some:
