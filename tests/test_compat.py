@@ -42,7 +42,7 @@ from children import (
     fail_in_worker,
     mark_worker,
 )
-from fastdata import CachedDataset, DataLoader, memory
+from fastdata import CachedDataset, CudaPrefetcher, DataLoader, memory
 
 INLINE = {"num_workers": 0}
 THREADS = {"num_workers": 2, "workers": "thread"}
@@ -465,6 +465,25 @@ def test_threads_are_no_workers_to_the_dataset() -> None:
     loader = DataLoader(Asking(3), num_workers=1, workers="thread", worker_init_fn=fail_in_worker)
     assert len(list(loader)) == 3
     assert seen == [(None, False)] * 3
+
+
+@EVERY_ENGINE
+def test_a_subclasses_own_iterators_are_iterated(engine: dict[str, Any]) -> None:
+    """``iter`` asks ``_get_iterator``, as torch's does: that of a subclass, and our own gives our own engine."""
+    taken: list[Any] = []
+
+    class Noting(DataLoader[int]):
+        def _get_iterator(self) -> Any:
+            taken.append(super()._get_iterator())
+            return taken[-1]
+
+    loader = Noting(Numbers(6), batch_size=4, **engine)
+    iterator = iter(loader)
+    assert taken == [iterator]
+    assert [batch.tolist() for batch in iterator] == [[0, 1, 2, 3], [4, 5]]
+    assert loader.report().batches == 2
+    with CudaPrefetcher(loader, device="cpu") as batches:
+        assert len(list(batches)) == len(taken) == 2
 
 
 def test_a_torch_whose_loader_has_two_type_variables_is_imported() -> None:

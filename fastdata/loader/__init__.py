@@ -147,6 +147,9 @@ class DataLoader(_TorchLoader[_T_co]):
         self._tally = Tally(self._choose_engine(), pinning=self._pinning)
 
     def __iter__(self) -> Any:
+        return self._get_iterator()
+
+    def _get_iterator(self) -> Any:  # torch's name for it, which subclasses override
         return self.iterate()
 
     def iterate(

@@ -42,7 +42,8 @@ MOST_TIMES_SERVED = 1.5
 
 def is_own(loader: Any) -> bool:
     """Whether it is fastdata's: who defines how it is iterated also says how it is read into given memory."""
-    definer = next((kind for kind in type(loader).__mro__ if "__iter__" in vars(kind)), object)
+    begins = {"__iter__", "_get_iterator"}
+    definer = next((kind for kind in type(loader).__mro__ if begins & vars(kind).keys()), object)
     return "iterate" in vars(definer)
 
 
