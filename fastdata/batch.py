@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import operator
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from itertools import chain
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,8 +19,6 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 
 from fastdata.shared import ArrayBlock, collate_targets
 from fastdata.sources import ItemKeys
-
-_T = TypeVar("_T")
 
 
 class IndexBatch(list[int]):
@@ -58,56 +58,71 @@ class SampleDict(dict[str, Any]):
 
 def stacked(images: torch.Tensor | list[torch.Tensor] | Padded, targets: Any, keys: ItemKeys | None) -> Any:
     """What ``default_collate`` makes of samples whose images and targets it makes these of."""
-    return [images, targets] if keys is None else keys.join(images, targets)
+    if keys is None:
+        return [images, targets]
+    return keys.join(images, list(targets) if type(targets) is tuple else targets)  # texts, of dicts in a list
 
 
 class SampleBatch(list[Any]):
     """A list of (image, target) samples, or dicts of both, that are views of one stacked tensor.
 
     torch's ``default_collate`` and ``fastdata.collate`` take the stacked tensors as they are, so that a ``collate_fn``
-    that calls the former, as those of MixUp and CutMix do, copies nothing.
+    that calls the former, as those of MixUp and CutMix do, copies nothing. Where one has put other samples into the
+    list, or other values into a sample, these are stacked as any.
 
     Args:
         images: (B, C, h, w); sample i is a view of ``images[i]``. Or a list of such tensors, several views of it.
         targets: what ``default_collate`` makes of the targets: int64 (B,) for class numbers. None: it is made when
             it is asked for, if it can be.
         each_target: one Python object per sample.
-        image_class: of the images in the list, such as ``tv_tensors.Image``.
+        image_class: of the images in the list, such as ``tv_tensors.Image`` or ``np.ndarray``.
         keys: of samples that are dicts; None where they are tuples.
         made: of what type a sample's views are.
     """
-
-    is_changed = False
-    """Whether the list was changed, and no longer says the same as the tensors."""
 
     def __init__(
         self,
         images: torch.Tensor | list[torch.Tensor],
         targets: Any,
         each_target: Iterable[Any],
-        image_class: type[torch.Tensor] = torch.Tensor,
+        image_class: type[torch.Tensor] | type[np.ndarray] = torch.Tensor,
         keys: ItemKeys | None = None,
         made: type = list,
     ) -> None:
         each_target = list(each_target)
         self._parts = images, targets, each_target, image_class, keys, made
-        views: Any = [each.unbind(0) for each in (images if isinstance(images, list) else [images])]
-        if image_class is not torch.Tensor:
-            views = [[image.as_subclass(image_class) for image in view] for view in views]
+        views = [_rows(each, image_class) for each in (images if isinstance(images, list) else [images])]
         each_image = map(made, zip(*views, strict=True)) if isinstance(images, list) else views[0]
         pairs = zip(each_image, each_target, strict=True)
         super().__init__(map(Sample, pairs) if keys is None else (SampleDict(keys.join(*pair)) for pair in pairs))
+        self._items = list(self)
+        self._consisted_of = self._objects()
         for kind in (Sample, SampleDict):
             default_collate_fn_map.setdefault(kind, _collate_samples)  # torch's own way to say how a class is collated
 
     @property
+    def is_intact(self) -> bool:
+        """Whether list and samples still consist of the very objects that they were made of."""
+        return _are_same(self, self._items) and _are_same(self._objects(), self._consisted_of)
+
+    def _objects(self) -> list[Any]:
+        """What may be put in place of another: values of dicts, with their keys, and views in a list."""
+        images, _, _, _, keys, made = self._parts
+        if keys is None and not (isinstance(images, list) and made is list):
+            return []
+        objects = list(chain.from_iterable(self))
+        if keys is not None:
+            objects += chain.from_iterable(map(dict.values, self))
+        return objects + [view for each in objects if type(each) is list for view in each]
+
+    @property
     def stacked(self) -> Any:
-        """``[images, targets]``, or a dict of the samples' keys; None once the list was changed.
+        """``[images, targets]``, or a dict of the samples' keys; None once another object is in the list or a sample.
 
         Raises what ``default_collate`` raises of targets that it cannot collate.
         """
         images, targets, each_target, _, keys, _ = self._parts
-        if self.is_changed:
+        if not self.is_intact:
             return None
         return stacked(images, collate_targets(each_target) if targets is None else targets, keys)
 
@@ -115,20 +130,17 @@ class SampleBatch(list[Any]):
         return list, (list(self),)
 
 
-def _forgetting(change: Callable[..., _T]) -> Callable[..., _T]:
-    def changed(self: SampleBatch, *args: Any, **kwargs: Any) -> _T:
-        self.is_changed = True
-        return change(self, *args, **kwargs)
+def _rows(images: torch.Tensor, kind: type) -> Sequence[Any]:
+    """The images of a batch, views of it."""
+    if kind is np.ndarray:
+        array = images.numpy()
+        return [array[row, ...] for row in range(len(array))]
+    rows = images.unbind(0)
+    return rows if kind is torch.Tensor else [row.as_subclass(kind) for row in rows]
 
-    changed.__name__, changed.__doc__ = change.__name__, change.__doc__
-    return changed
 
-
-for _name in (
-    *("__setitem__", "__delitem__", "__iadd__", "__imul__", "append", "extend", "insert"),
-    *("pop", "remove", "clear", "reverse", "sort"),
-):
-    setattr(SampleBatch, _name, _forgetting(getattr(list, _name)))
+def _are_same(objects: list[Any], others: list[Any]) -> bool:
+    return len(objects) == len(others) and all(map(operator.is_, objects, others))
 
 
 class Padded(NamedTuple):
@@ -176,7 +188,7 @@ def collate(samples: list[Any], *, pad: float | None = None) -> Any:
     """
     if pad is None:
         return default_collate(samples)  # which asks the function below about a SampleBatch
-    if isinstance(samples, SampleBatch) and not samples.is_changed:
+    if isinstance(samples, SampleBatch) and samples.is_intact:
         images, targets, each_target, _, keys, _ = samples._parts
         if isinstance(images, torch.Tensor):
             padded = Padded(images, torch.tensor(images.shape[-2:]).repeat(len(images), 1))
@@ -229,7 +241,7 @@ def _pad(images: list[Any], value: float) -> Padded:
 
 
 def _collate_samples(samples: list[Any], *, collate_fn_map: Any = None) -> Any:
-    if isinstance(samples, SampleBatch) and not samples.is_changed:
+    if isinstance(samples, SampleBatch) and samples.is_intact:
         return samples.stacked
     return default_collate([dict(sample) if isinstance(sample, dict) else tuple(sample) for sample in samples])
 
@@ -366,7 +378,7 @@ def _flatten(value: Any, numbered: dict[int, tuple[int, Any]]) -> Build | None:
         return lambda tensors: tensors[number]
     parts: dict[Any, Any]
     make: Callable[[dict[Any, Any]], Any]
-    if isinstance(value, SampleBatch) and not value.is_changed:
+    if isinstance(value, SampleBatch) and value.is_intact and value._parts[3] is not np.ndarray:
         parts = dict(enumerate(value._parts))
         make = partial(_make_sequence, type(value))
     elif isinstance(value, Mapping):

@@ -37,6 +37,7 @@ from fastdata.images import (
     Resize,
     SampleSpec,
     decoder_of,
+    shown_class,
     tensor_class,
 )
 from fastdata.memory import StoragePlan, StorageReport, format_bytes
@@ -565,7 +566,7 @@ class PreparedDataset(Dataset[Any]):
     def image_form(self) -> str:
         """Shape and type of each image in a whole batch."""
         kinds = [self.plan.kind, self.plan.mask.kind] if self.plan.mask else [self.plan.kind] * len(self._reader.lanes)
-        names = [tensor_class(kind).__name__ for kind in kinds]
+        names = [shown_class(kind).__name__ for kind in kinds]
         pairs = zip(names, self._reader.as_tensors(self._reader.room(0, None)), strict=True)
         form = ", ".join(f"{name}{tuple(each.shape[1:])} of {str(each.dtype)[6:]}" for name, each in pairs)
         form += " with boxes" if self.plan.boxes else ""

@@ -231,6 +231,11 @@ def present(array: Array, form: Form) -> Any:
     return array if form == "array" else torch.from_numpy(array).as_subclass(tensor_class(form))
 
 
+def shown_class(form: Form) -> type[torch.Tensor] | type[np.ndarray]:
+    """Of an image in a list of samples."""
+    return np.ndarray if form == "array" else tensor_class(form)
+
+
 def tensor_class(form: Form) -> type[torch.Tensor]:
     if form not in _TV_TENSORS:
         return torch.Tensor

@@ -10,7 +10,6 @@ Shape letters: B batch, C channels, H W size sent, h w size served.
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +22,17 @@ from torch.utils.data import get_worker_info
 
 from fastdata.batch import IndexBatch, SampleBatch, SharedVisits, stacked
 from fastdata.errors import ChannelsError, RemoteError, StoreGoneError, counted, sample_error
-from fastdata.images import Form, Planes, decode_pixels, decoded_shape, present, tensor_class, to_image, without_exif
+from fastdata.images import (
+    Form,
+    Planes,
+    decode_pixels,
+    decoded_shape,
+    present,
+    shown_class,
+    tensor_class,
+    to_image,
+    without_exif,
+)
 from fastdata.prepare import KeptSamples, ReadPath
 from fastdata.ring import BatchRing
 from fastdata.shared import SampleTable, collate_targets
@@ -190,17 +199,12 @@ class Reader:
     ) -> SampleBatch:
         """As ``joined``, with a list of the samples."""
         plan, keys = self.plan, self.item_keys
-        image_class = tensor_class(kind or plan.kind)
+        image_class = shown_class(kind or plan.kind)
         if plan.mask:
             masks = [mask.as_subclass(tensor_class(plan.mask.kind)) for mask in tensors[1].unbind(0)]
             return SampleBatch(tensors[0], tensors[1], masks, image_class, keys)
         images = tensors if plan.views else tensors[0]
-        targets, collated = read_targets(), None
-        if not plan.boxes:
-            # Of several shapes, or beyond int64: a collate_fn's to collate.
-            with contextlib.suppress(RuntimeError, TypeError, KeyError, ValueError):
-                collated = collate_targets(targets)
-        return SampleBatch(images, collated, targets, image_class, keys, plan.made)
+        return SampleBatch(images, None, read_targets(), image_class, keys, plan.made)
 
     def read_targets(self, batch: IndexBatch) -> Any:
         """What ``default_collate`` makes of the targets of a batch."""

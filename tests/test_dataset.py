@@ -22,6 +22,7 @@ from torchvision.transforms import v2
 from children import send_sample
 from fastdata import (
     CachedDataset,
+    CudaPrefetcher,
     DataLoader,
     FastDataError,
     FastDataWarning,
@@ -408,6 +409,88 @@ def test_a_changed_list_is_collated_as_it_is() -> None:
         batch = dataset.__getitems__([0, 1, 2])
         batch.reverse()
         assert collate(batch)[0][:, 0].tolist() == [2, 1, 0]
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_batch_has_the_types_of_single_samples(parts: int) -> None:
+    """Arrays are arrays, over the batch's memory, and texts of dicts are collated to a list, as of torch's own."""
+    dicts = [{"image": np.full((2, 3), i, np.int16), "name": f"number {i}"} for i in range(6)]
+    with cached(dicts) as dataset:
+        whole = ConcatDataset([Subset(dataset, [5, 4, 3]), Subset(dataset, [0])]) if parts > 1 else dataset
+        loader = DataLoader(whole, batch_size=2, collate_fn=lambda samples: samples)
+        samples = [sample for batch in loader for sample in batch]
+        for sample, expected in zip(samples, (whole[k] for k in range(len(whole))), strict=True):
+            assert type(sample["image"]) is np.ndarray
+            assert sample["image"].dtype == np.int16
+            assert np.array_equal(sample["image"], expected["image"])
+            assert sample["name"] == expected["name"]
+        names = [batch["name"] for batch in DataLoader(whole, batch_size=2)]
+        assert names[0] == default_collate([whole[0], whole[1]])["name"] == [samples[0]["name"], samples[1]["name"]]
+        with CudaPrefetcher(loader, device="cpu") as batches:
+            assert type(next(iter(batches))[1]["image"]) is np.ndarray
+
+
+def test_arrays_and_tensors_are_not_joined_to_one_batch() -> None:
+    """A ConcatDataset of both hands each sample over as it is, though they are of one shape and dtype."""
+    arrays, tensors = [(np.zeros(3, np.float32), 0)], [(torch.zeros(3), 1)]
+    with cached(arrays) as first, cached(tensors) as second:
+        (batch,) = DataLoader(ConcatDataset([first, second]), batch_size=2, collate_fn=list)
+        assert [type(sample[0]) for sample in batch] == [np.ndarray, torch.Tensor]
+
+
+def _replace(samples: list[Any]) -> None:
+    for sample in samples:
+        sample["image"] = sample["image"] + 1
+
+
+def _add(samples: list[Any]) -> None:
+    for k, sample in enumerate(samples):
+        sample["size"] = k
+
+
+def _rename(samples: list[Any]) -> None:
+    for sample in samples:
+        sample["pixels"] = sample.pop("image")
+
+
+def _write(samples: list[Any]) -> None:
+    for sample in samples:
+        sample["image"] += 1
+        sample["boxes"].add_(7)
+        sample["tags"].append(5)
+
+
+@pytest.mark.parametrize("change", [_replace, _add, _rename, _write])
+@pytest.mark.parametrize("kind", [torch.tensor, np.array])
+def test_changes_of_samples_in_a_collate_fn_count(change: Any, kind: Any) -> None:
+    """What a collate_fn does to its samples before it calls ``default_collate`` is in the batch, as with torch's."""
+
+    def make(samples: list[Any]) -> Any:
+        change(samples)
+        return default_collate(samples)
+
+    dicts = [{"image": kind([[i, 0.5]]), "boxes": torch.tensor([i]), "tags": [i]} for i in range(4)]
+    with cached(dicts) as dataset:
+        expected = make([dataset[k] for k in range(4)])
+        for options in ({}, {"num_workers": 1, "workers": "thread"}, {"num_workers": 1, "workers": "process"}):
+            (found,) = DataLoader(dataset, batch_size=4, collate_fn=make, **options)
+            assert str(found) == str(expected)
+
+
+def test_changes_of_views_and_targets_in_a_collate_fn_count() -> None:
+    """One view of several put in the place of another, and a list of targets that grows, are in the batch."""
+
+    def make(samples: list[Any]) -> Any:
+        for views, target in samples:
+            views[1] = views[0] + 1
+            target.append(3)
+        return default_collate(samples)
+
+    samples = [(image, [label]) for image, label in map(Images(3).__getitem__, range(3))]
+    with cached(samples, transform=Views(v1.ToTensor(), v1.ToTensor())) as dataset:
+        (((first, second), targets),) = DataLoader(dataset, batch_size=3, collate_fn=make)
+        assert torch.equal(second, first + 1)
+        assert [column.tolist() for column in targets] == [[0, 10, 20], [3, 3, 3]]
 
 
 def test_a_transform_that_begins_alike_is_served_from_the_same_store(caplog: pytest.LogCaptureFixture) -> None:
