@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import operator
+from array import array
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -19,6 +20,22 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 
 from fastdata.shared import ArrayBlock, collate_targets
 from fastdata.sources import ItemKeys
+
+
+def as_numbers(indices: Any) -> np.ndarray:
+    """Indices of samples as int64 (B,).
+
+    Raises:
+        TypeError: they are no whole numbers, as of torch's datasets.
+    """
+    if isinstance(indices, (np.ndarray, torch.Tensor)):
+        found = np.asarray(indices)
+        if found.ndim == 1 and found.dtype.kind in "iu" and np.can_cast(found.dtype, np.int64):
+            return found.astype(np.int64, copy=False)
+    try:
+        return np.asarray(array("q", indices))
+    except TypeError as error:
+        raise TypeError(f"indices of samples must be a list of whole numbers: {error}") from None
 
 
 class IndexBatch(list[int]):
@@ -133,8 +150,8 @@ class SampleBatch(list[Any]):
 def _rows(images: torch.Tensor, kind: type) -> Sequence[Any]:
     """The images of a batch, views of it."""
     if kind is np.ndarray:
-        array = images.numpy()
-        return [array[row, ...] for row in range(len(array))]
+        arrays = images.numpy()
+        return [arrays[row, ...] for row in range(len(arrays))]
     rows = images.unbind(0)
     return rows if kind is torch.Tensor else [row.as_subclass(kind) for row in rows]
 

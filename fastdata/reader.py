@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
-from fastdata.batch import IndexBatch, SampleBatch, SharedVisits, stacked
+from fastdata.batch import IndexBatch, SampleBatch, SharedVisits, as_numbers, stacked
 from fastdata.errors import ChannelsError, RemoteError, StoreGoneError, counted, sample_error
 from fastdata.images import (
     Form,
@@ -406,7 +406,7 @@ class Reader:
 
     def visit(self, indices: Sequence[int]) -> IndexBatch:
         """The batch of these indices, for readers that no loader of fastdata's tells their visits."""
-        index_B = positions(np.asarray(indices, dtype=np.int64), len(self.samples))
+        index_B = positions(as_numbers(indices), len(self.samples))
         if isinstance(indices, IndexBatch) and np.array_equal(index_B, indices.positions):  # else it was changed
             return indices
         # The base seed of the iterator of torch's that reads in this process, and a number that tells it from others:

@@ -266,6 +266,21 @@ def test_an_own_getitem_may_take_any_index(name: str) -> None:
         batches = [[pairs[i] for i in batch] for batch in sampler]
         loader = DataLoader(own, batch_sampler=batches, num_workers=2 * (name == "processes"))
         assert [tuple(images.shape) for images, _ in loader] == [(4, 3, 3, 6), (4, 3, 4, 6)]
+        loader = DataLoader(Subset(own, pairs), batch_size=4, num_workers=2 * (name == "processes"))
+        assert [tuple(images.shape) for images, _ in loader] == [(4, 3, 3, 6), (4, 3, 4, 6)]
+
+
+@pytest.mark.parametrize("wrong", [1.0, "1", None, (1, 2)])
+def test_an_index_that_is_no_whole_number_raises_torchs_error(wrong: Any) -> None:
+    """A float or a text is a TypeError, alone and in a batch, of a sampler or a Subset: never cut to a number."""
+    with cached() as dataset:
+        for read in (dataset.__getitem__, lambda index: dataset.__getitems__([0, index])):
+            with pytest.raises(TypeError):
+                read(wrong)
+        for arguments in ((dataset, [0, wrong]), (Subset(dataset, [0, wrong]), [0, 1])):
+            with pytest.raises(TypeError, match="must be a list of whole numbers"):
+                list(DataLoader(arguments[0], batch_size=2, sampler=arguments[1]))
+        assert [target for _, target in dataset.__getitems__([np.int32(3), torch.tensor(1), True])] == [3, 1, 1]
 
 
 @EVERY_LOADER

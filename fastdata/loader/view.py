@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
-from fastdata.batch import EpochVisits, IndexBatch, SampleBatch
+from fastdata.batch import EpochVisits, IndexBatch, SampleBatch, as_numbers
 from fastdata.dataset import PreparedDataset
 from fastdata.reader import Reader, positions
 from fastdata.ring import BatchRing
@@ -219,7 +219,12 @@ class LoaderView(NamedTuple):
             return None
         subset: np.ndarray | None = None
         for each in subsets:  # another dataset's indices may be anything
-            indices = np.asarray(each.indices, dtype=np.int64)
+            try:
+                indices = as_numbers(each.indices)
+            except TypeError:
+                if getattr(dataset, "own_reader", None) is None:
+                    raise
+                return None  # only a subclass's own methods know what these mean
             subset = indices if subset is None else indices[subset]
         if isinstance(dataset, PreparedDataset):
             return cls(dataset, subset)
@@ -251,9 +256,7 @@ class LoaderView(NamedTuple):
         return map(visited, batches)  # which goes on after an error, as torch's iterators do
 
     def _visit(self, indices: list[int], visits: EpochVisits, seed: int, may_be_marked: bool) -> IndexBatch:
-        index_B, given = np.asarray(indices, dtype=np.int64), indices if may_be_marked else ()
-        if index_B.ndim != 1:
-            raise TypeError(f"a batch of sample numbers is needed, and the sampler gave {indices!r}")
+        index_B, given = as_numbers(indices), indices if may_be_marked else ()
         if self.subset is not None:
             index_B = self.subset[index_B]
             indices = index_B.tolist()
@@ -279,7 +282,7 @@ def _joined(dataset: Any, parts: list[PreparedDataset]) -> np.ndarray | None:
         return np.arange(len(dataset)) + sum(part.index_count for part in before)
     if type(dataset) is Subset:
         behind = _joined(dataset.dataset, parts)
-        return None if behind is None else behind[np.asarray(dataset.indices, dtype=np.int64)]
+        return None if behind is None else behind[as_numbers(dataset.indices)]
     if type(dataset) is ConcatDataset:
         found = [indices for part in dataset.datasets if (indices := _joined(part, parts)) is not None]
         return np.concatenate(found) if len(found) == len(dataset.datasets) else None
