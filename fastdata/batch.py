@@ -7,17 +7,19 @@ import dataclasses
 import operator
 from array import array
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
-from contextlib import suppress
-from functools import partial
+from contextlib import nullcontext, suppress
+from functools import cache, partial
 from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch.nn.utils.rnn import PackedSequence
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
+from fastdata.draws import sample_keys
 from fastdata.shared import ArrayBlock, collate_targets
 from fastdata.sources import ItemKeys
 
@@ -38,6 +40,9 @@ def as_numbers(indices: Any) -> np.ndarray:
         raise TypeError(f"indices of samples must be a list of whole numbers: {error}") from None
 
 
+_READ_SALT = 0x72656164  # keeps what is drawn where a batch is read apart from what is where it is collated
+
+
 class IndexBatch(list[int]):
     """The sample indices of one batch, and what the samples' random draws are made from.
 
@@ -48,7 +53,12 @@ class IndexBatch(list[int]):
         visits: int64 (B,), which visit to each sample this is: the epoch, and how often the sample came before in the
             same epoch (as with ``WeightedRandomSampler``).
         seed: the dataset's, or the epoch's base seed.
+
+    Attributes:
+        draws: what a ``collate_fn`` draws from, wherever the batch is made; None where no loader counts batches.
     """
+
+    draws: DrawKey | None = None
 
     def __init__(self, indices: Iterable[int], positions: np.ndarray, visits: np.ndarray, seed: int) -> None:
         super().__init__(indices)
@@ -261,6 +271,57 @@ def _collate_samples(samples: list[Any], *, collate_fn_map: Any = None) -> Any:
     if isinstance(samples, SampleBatch) and samples.is_intact:
         return samples.stacked
     return default_collate([dict(sample) if isinstance(sample, dict) else tuple(sample) for sample in samples])
+
+
+# What a batch's own draws are made from
+
+
+class DrawKey(NamedTuple):
+    """What a ``collate_fn`` of the user's draws from: its batch among those of all epochs and ranks."""
+
+    seed: int
+    epoch: int
+    number: int
+
+    def apart(self) -> DrawKey:
+        """For what is drawn where the batch is read."""
+        return self._replace(seed=self.seed ^ _READ_SALT)
+
+    def collated(self, collate_fn: Callable[[Any], Any], samples: Any) -> Any:
+        is_ours = getattr(collate_fn, "func", collate_fn) in (collate, default_collate)  # as a partial, with pad=, too
+        with nullcontext() if is_ours else BatchDraws(self):  # ours draw nothing
+            return collate_fn(samples)
+
+
+class BatchDraws(TorchDispatchMode):
+    """Within, and in this thread only, what would draw from torch's global generator draws from one of the batch's own.
+
+    So what a ``collate_fn`` draws is the same whoever makes the batch, and the user's generator is left alone. What is
+    drawn on a device, and from Python's or NumPy's generators, is drawn as ever.
+    """
+
+    def __init__(self, key: DrawKey) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        start = sample_keys(key.seed, key.epoch, np.array([key.number]))
+        self._generator = torch.Generator().manual_seed(int(start[0]))
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not _can_be_seeded(function):
+            return function(*args, **kwargs)
+        given = *args, *kwargs.values()
+        if not any(isinstance(it, torch.Generator) for it in given):
+            devices = [it.device if isinstance(it, torch.Tensor) else it for it in given]
+            if all(it.type == "cpu" for it in devices if isinstance(it, torch.device)):
+                return function.overloadpacket(*args, **kwargs | {"generator": self._generator})
+        return function(*args, **kwargs)
+
+
+@cache
+def _can_be_seeded(function: Any) -> bool:
+    """Whether an operation draws random numbers, and it or another of its name takes a generator."""
+    names = [*(argument.name for argument in function._schema.arguments), *function.overloadpacket.overloads()]
+    return torch.Tag.nondeterministic_seeded in function.tags and any("generator" in name for name in names)
 
 
 # Which visit to a sample this is: the number that its random draws are made from

@@ -25,7 +25,9 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.reduction import ForkingPickler
+from types import FrameType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -121,11 +123,15 @@ class RingCollate:
 
     def __call__(self, samples: Any) -> Any:
         worker = get_worker_info()
-        if worker is None or not _called_by_worker_loop():
+        fetch = None if worker is None else _fetch_of_worker_loop()
+        if worker is None or fetch is None:
             return self.collate(samples)
+        indices = fetch.f_locals[fetch.f_code.co_varnames[1]]  # whose loader knows what their batch draws
+        draws = getattr(indices, "draws", None)
+        collate = self.collate if draws is None else partial(draws.collated, self.collate)
         if self._ring is None or self._ring.pid != os.getpid():
             self._ring = WorkerRing(self._token, self.slots, worker.dataset)
-        return self._ring.send(self.collate, samples)
+        return self._ring.send(collate, samples)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"collate": self.collate, "slots": self.slots, "_token": self._token}
@@ -134,11 +140,12 @@ class RingCollate:
         self.__dict__.update(state, _ring=None, arrivals=Arrivals.of(state["_token"]))
 
 
-def _called_by_worker_loop() -> bool:
-    """Whether ``RingCollate.__call__`` returns to a worker's main loop, and not to a loader inside of the worker."""
+def _fetch_of_worker_loop() -> FrameType | None:
+    """The call that ``RingCollate.__call__`` returns to; None where that is of a loader inside of the worker."""
     frame = sys._getframe(2)
     fetches = (each.fetch.__code__ for each in (torch_fetch._MapDatasetFetcher, torch_fetch._IterableDatasetFetcher))
-    return frame.f_code in fetches and frame.f_back is not None and frame.f_back.f_code is _worker_loop.__code__
+    is_workers = frame.f_back is not None and frame.f_back.f_code is _worker_loop.__code__
+    return frame if is_workers and frame.f_code in fetches else None
 
 
 # The worker's end

@@ -364,7 +364,6 @@ class PerSample:
     ("steps", "options", "reason"),
     [
         (CROP, {"workers": "process", "num_workers": 1}, "batches come from 1 worker process over a shared ring: work"),
-        (CROP, {"workers": "process"}, "batches come from torch's engine in the training loop: workers='process'"),
         (CROP, {"collate_fn": lambda samples: collate(samples)}, "collate_fn= is your own"),
         ([*CROP, PerSample()], {"workers": "thread"}, "the transform works per sample: "),
         ([v1.RandomCrop((2, 2))], {}, "a sample as stored is 144 B, after the batch ops 12 B"),
@@ -431,8 +430,9 @@ def test_ops_move_to_the_device_when_a_lazy_store_is_full(backend: RecordingBack
 
 def test_ops_that_must_be_on_the_device_and_cannot_are_an_error(dataset: CachedDataset) -> None:
     """The error says why; a word that is no place is refused."""
-    batches = on_device(loader_of(dataset, workers="process"), RecordingBackend(), batch_ops="device")
-    with pytest.raises(ValueError, match=r"batch_ops='device' is not possible here: batches come from torch's engine"):
+    loader = loader_of(dataset, workers="process", num_workers=1)
+    batches = on_device(loader, RecordingBackend(), batch_ops="device")
+    with pytest.raises(ValueError, match=r"batch_ops='device' is not possible here: batches come from 1 worker"):
         iter(batches)
     with pytest.raises(ValueError, match="batch_ops='gpu' is not one of 'auto', 'device', 'cpu'"):
         CudaPrefetcher([], device="cpu", batch_ops="gpu")  # type: ignore[arg-type]
@@ -519,7 +519,7 @@ def test_a_store_that_leaves_no_room_for_the_model_is_an_error(backend: Recordin
 def test_a_device_store_that_is_not_used_is_said_once(backend: RecordingBackend) -> None:
     """With worker processes batches come from the host's copy, right and with one warning; batch_ops='cpu' has none."""
     with mirrored() as dataset:
-        batches = on_device(loader_of(dataset, workers="process"), backend)
+        batches = on_device(loader_of(dataset, workers="process", num_workers=1), backend)
         with pytest.warns(
             FastDataWarning, match=r"storage='device' has no effect, batches are made on the CPU: batche"
         ):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -35,8 +36,13 @@ EVERY_ENGINE = pytest.mark.parametrize("engine", ENGINES)
 Epoch = list[Any]
 
 
-def _images(**options: Any) -> CachedDataset:
-    return CachedDataset([(image, i) for i, image in enumerate(PIXELS)], transform=CROP, progress=False, **options)
+class Pairs(list[Any]):
+    targets = range(len(PIXELS))
+
+
+def _images(kind: type[CachedDataset] = CachedDataset, transform: Any = CROP, **options: Any) -> CachedDataset:
+    pairs = Pairs((image, i) for i, image in enumerate(PIXELS))
+    return kind(pairs, transform=transform, progress=False, **options)
 
 
 @pytest.fixture
@@ -251,22 +257,70 @@ def _noisy(samples: list[Any]) -> Any:
     return images + torch.rand(2)[0] + torch.randn(images.shape) * torch.nn.functional.dropout(images + 1.0), labels
 
 
+WORKERS: list[dict[str, Any]] = [
+    {},
+    {"num_workers": 1, "workers": "thread"},
+    {"num_workers": 3, "workers": "thread"},
+    {"num_workers": 1, "workers": "process"},
+    {"num_workers": 2, "workers": "process"},
+    {"num_workers": 2},
+]
+
+
 @pytest.mark.parametrize("collate_fn", [_mixed, _noisy])
-def test_a_collate_fn_draws_the_same_in_any_thread(images: CachedDataset, collate_fn: Any) -> None:
+def test_a_collate_fn_draws_the_same_in_any_worker(images: CachedDataset, collate_fn: Any) -> None:
     """Torch's draws in a collate_fn follow the base seed and the batch's number, whoever makes the batch."""
     outcome = []
-    for threads, seed in ((0, 1), (1, 1), (3, 1), (3, 2)):
+    for options, seed in [*((options, 1) for options in WORKERS), (WORKERS[0], 2)]:
         torch.manual_seed(seed)
-        loader = DataLoader(images, batch_size=5, num_workers=threads, workers="thread", collate_fn=collate_fn)
+        loader = DataLoader(Subset(images, range(22)), batch_size=5, collate_fn=collate_fn, **options)
         outcome.append([_plain(loader) for _ in range(2)])
+    *equal, other = outcome
+    assert all(each == equal[0] for each in equal)
+    assert other != equal[0]
+    assert equal[0][0] != equal[0][1]
+
+
+class Halved:
+    """A step that fastdata does not know."""
+
+    def __call__(self, image: torch.Tensor) -> torch.Tensor:
+        return image // 2
+
+
+class Single(CachedDataset):
+    """With a ``__getitem__`` of its own."""
+
+    def __getitem__(self, index: int) -> Any:
+        return super().__getitem__(index)
+
+
+SLOWLY: dict[str, Any] = {
+    "a lazy first epoch": lambda: _images(fill="lazy", seed=3),
+    "an unknown step": lambda: _images(transform=v1.Compose([*CROP.transforms, Halved()]), seed=3),
+    "batch_ops off": lambda: _images(transform=Halved(), batch_ops="off", seed=3),
+    "an own method": lambda: _images(Single, seed=3),
+    "a target_transform": lambda: _images(target_transform=abs, seed=3),
+}
+
+
+@pytest.mark.filterwarnings("ignore:batches are not served whole")
+@pytest.mark.parametrize("name", SLOWLY)
+def test_a_collate_fn_draws_alike_however_samples_are_read(name: str) -> None:
+    """Samples that are prepared or changed one by one are mixed as by any number of workers, by none too."""
+    outcome = []
+    for workers in (0, 1, 2):
+        with SLOWLY[name]() as dataset:
+            loader = DataLoader(dataset, batch_size=5, collate_fn=_mixed, num_workers=workers)
+            outcome.append([_plain(loader) for _ in range(2)])
     assert outcome[0] == outcome[1] == outcome[2]
-    assert outcome[2] != outcome[3]
     assert outcome[0][0] != outcome[0][1]
 
 
-def test_a_resumed_collate_fn_draws_what_it_would_have_drawn(images: CachedDataset) -> None:
+@pytest.mark.parametrize("workers", ["thread", "process"])
+def test_a_resumed_collate_fn_draws_what_it_would_have_drawn(images: CachedDataset, workers: str) -> None:
     """After a resume inside the epoch, each batch is mixed as without one."""
-    arguments: dict[str, Any] = {"batch_size": 5, "num_workers": 2, "workers": "thread", "collate_fn": _mixed}
+    arguments: dict[str, Any] = {"batch_size": 5, "num_workers": 2, "workers": workers, "collate_fn": _mixed}
     loader = DataLoader(images, **arguments)
     batches = iter(loader)
     for _ in range(2):
@@ -278,14 +332,72 @@ def test_a_resumed_collate_fn_draws_what_it_would_have_drawn(images: CachedDatas
     assert _plain(again) == rest
 
 
-def test_a_collate_fn_leaves_the_users_generator_alone(images: CachedDataset) -> None:
+@pytest.mark.filterwarnings("ignore:batches are not served whole")
+@pytest.mark.parametrize("transform", [CROP, Halved()])
+def test_a_collate_fn_leaves_the_users_generator_alone(transform: Any) -> None:
     """A loop that draws while batches are mixed draws what it does beside torch's own workers."""
     after = []
-    for loader_class, threads in ((TorchLoader, 1), (DataLoader, 0), (DataLoader, 3)):
-        torch.manual_seed(1)
-        loader = loader_class(images, batch_size=5, num_workers=threads, collate_fn=_mixed)
-        after.append([torch.rand(()).item() for _ in loader])
+    with _images(transform=transform) as images:
+        for loader_class, workers in ((TorchLoader, 1), (DataLoader, 0), (DataLoader, 2)):
+            torch.manual_seed(1)
+            loader = loader_class(images, batch_size=5, num_workers=workers, collate_fn=_mixed)
+            after.append([torch.rand(()).item() for _ in loader])
     assert after[0] == after[1] == after[2]
+
+
+def _torchs(label: int) -> float:
+    return label + torch.rand(()).item()
+
+
+def _numpys(label: int) -> float:
+    return label + np.random.rand()
+
+
+def _pythons(label: int) -> float:
+    return label + random.random()
+
+
+@pytest.mark.parametrize("noise", [_torchs, _numpys, _pythons])
+def test_a_target_transform_that_draws_is_seeded_as_torchs(noise: Any) -> None:
+    """Labels, and what the loop draws beside, follow manual_seed as with torch's workers: the same labels."""
+    outcome = []
+    with _images(target_transform=noise, seed=3) as dataset:
+        for loader_class in (TorchLoader, DataLoader, DataLoader):
+            torch.manual_seed(1)
+            loader = loader_class(dataset, batch_size=5, num_workers=2)
+            outcome.append([(labels.tolist(), torch.rand(()).item()) for _ in range(2) for _, labels in loader])
+    assert outcome[0] == outcome[1] == outcome[2]
+
+
+@pytest.mark.parametrize("how", ["read as a whole", "read one by one", "no fastdata dataset", "in chunks"])
+def test_threads_draw_nothing_from_the_loops_generator(how: str) -> None:
+    """Where threads are asked for, labels follow the seed, epoch and batch, and the loop draws what it would alone."""
+    outcome = []
+    options: dict[str, Any] = {"target_transform": _torchs, "batch_ops": "off" if how == "read one by one" else "auto"}
+    with _images(**options) as dataset:
+        for threads in (1, 3, 3):
+            torch.manual_seed(1)
+            if how == "in chunks":
+                loader: Any = ChunkedLoader(dataset, 5, memory_limit="64GiB", chunk_samples=10)
+            else:
+                source = NoisyPairs() if how == "no fastdata dataset" else dataset
+                loader = DataLoader(source, batch_size=5, num_workers=threads, workers="thread")
+            batches = iter(loader)
+            alone = torch.get_rng_state()
+            outcome.append(([labels.tolist() for _, labels in batches], torch.rand(()).item()))
+            torch.set_rng_state(alone)
+            assert torch.rand(()).item() == outcome[-1][1]
+            if how == "in chunks":
+                loader.close()
+    assert outcome[0] == outcome[1] == outcome[2]
+
+
+class NoisyPairs:
+    def __len__(self) -> int:
+        return 23
+
+    def __getitem__(self, index: int) -> Any:
+        return PIXELS[index], _torchs(index)
 
 
 def test_a_generator_given_to_a_draw_is_kept(images: CachedDataset) -> None:

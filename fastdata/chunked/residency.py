@@ -17,13 +17,14 @@ import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain, dropwhile, islice
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
 
-from fastdata.batch import EpochVisits, IndexBatch
+from fastdata.batch import DrawKey, EpochVisits, IndexBatch
 from fastdata.chunked.plan import CHUNKS_HELD
 from fastdata.codecs import KNOWN_CODECS
 from fastdata.dataset import PreparedDataset
@@ -419,11 +420,11 @@ class Residency:
         index_B, first = np.array(positions, np.int64)[is_sound_B], number * self._batch_size
         visits_B = self._visits[first : first + len(positions)][is_sound_B]
         batch = IndexBatch(index_B.tolist(), index_B, visits_B, self._seed)
-        draws = self._seed, self._epoch, number
+        draws = DrawKey(self._seed, self._epoch, number)
+        make = partial(make_batch, ring=ring, collate_fn=self._collate_fn, draws=draws, in_thread=True)
         if not chunk.roomless.isdisjoint(positions):
-            return make_batch(_OneByOne(self._samples, self._reading), None, batch, ring, self._collate_fn, draws)
-        reader = None if view.has_own_items else view.lease()()
-        return make_batch(view, reader, batch, ring, self._collate_fn, draws)
+            return make(_OneByOne(self._samples, self._reading), None, batch)
+        return make(view, None if view.has_own_items else view.lease()(), batch)
 
     # In the thread that brings chunks
 

@@ -18,14 +18,14 @@ from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Sampler, S
 from torch.utils.data import dataloader as torch_loader
 
 from fastdata import memory
-from fastdata.batch import collate
+from fastdata.batch import DrawKey, collate
 from fastdata.dataset import PreparedDataset
 from fastdata.errors import kind_of
 from fastdata.loader import epochs
 from fastdata.loader.epochs import HELD_BY_USER, Counted, Engine, Tally, TorchView
 from fastdata.loader.resume import Checkpoints, LoaderEpochs, Progress, length_of, undisturbed
 from fastdata.loader.tuned import find_tuned
-from fastdata.loader.view import MOSTLY_PREPARED, LeasedItems, LoaderView, Served
+from fastdata.loader.view import MOSTLY_PREPARED, LoaderView, Served
 from fastdata.memory import PinningPlan, budget_bytes, choose_pinning
 from fastdata.ranks import local_ranks
 from fastdata.report import EpochReport, warn_user
@@ -57,17 +57,18 @@ class DataLoader(_TorchLoader[_T_co]):
       0 on a single core, but 1 where another argument asks for workers. Where ``fastdata.tune(dataset).keep()`` was
       called for such a dataset on this machine, it takes what that found. The attribute is the number.
     - ``collate_fn``: the default is ``fastdata.collate``, which takes whole batches as they are. What another one draws
-      from torch's global generator, as MixUp and CutMix do, follows from the base seed and the batch's number,
-      with ``distributed`` that among the batches of all ranks, where threads or the training loop call it: any number
-      of threads gives the same batches.
+      from torch's global generator, as MixUp and CutMix do, follows from the base seed, or the ``seed`` of a fastdata
+      dataset, and the batch's number, with ``distributed`` that among the batches of all ranks: any number of threads
+      or processes gives the same batches.
     - ``pin_memory``: ``"auto"`` pins if there is a CUDA or XPU device, batches are large enough to gain from it, and
       all that are under way are a small part of the free memory; ``report()`` says what was decided and why. The
       attribute is True or False. A ``CudaPrefetcher`` pins by itself.
-    - ``worker_init_fn``: called in worker processes only; it asks for them where a ``collate_fn`` or a
-      ``target_transform`` of your own may need it.
+    - ``worker_init_fn``: called in worker processes only; it asks for them where a ``collate_fn`` of your own may need
+      it.
     - ``persistent_workers``: threads only draw their base seed once, as torch then does.
     - ``in_order``: threads always keep the order.
-    - ``workers``: ``"thread"``, ``"process"``, or ``"auto"`` for threads where whole batches are served.
+    - ``workers``: ``"thread"``, ``"process"``, or ``"auto"`` for threads where whole batches are served and the dataset
+      has no ``target_transform``, which may draw: worker processes are seeded as torch's, one by one.
     - ``distributed``: ``"auto"`` shares each epoch among the ranks of ``torch.distributed``, or of the launcher's
       variables, by a ``fastdata.samplers.RankSampler``, which is the loader's ``sampler``: equally many batches for
       all, a few samples repeated, or with ``drop_last`` left out. ``"exact"`` gives each sample once, so that some
@@ -176,8 +177,6 @@ class DataLoader(_TorchLoader[_T_co]):
         lease = self._served.dataset.lease() if self._served else None
         engine, progress = self._choose_engine(), self._checkpoints.begin()
         dataset: Any = self._served.fetched(self.dataset) if self._served else self.dataset
-        if lease is not None and engine.workers == 0 and not self._has_own_items:
-            dataset = LeasedItems(lease)
         view = TorchView(
             self,
             dataset=dataset,
@@ -189,7 +188,7 @@ class DataLoader(_TorchLoader[_T_co]):
                 iterator = self._iterate_torch(view, progress, held)
             else:
                 self._iterator = None  # persistent worker processes that have done their part
-                reader = self._reader(view.dataset, lease, ring, progress, read)
+                reader = self._reader(view.dataset, lease, ring, read, in_thread=engine.workers > 0)
                 iterator = epochs.ThreadIter(view, progress, ring, reader, threads=engine.workers)
         iterator.tally = self._tally = Tally(engine, iterator.ring, self._pinning)
         iterator.lease = lease
@@ -217,27 +216,19 @@ class DataLoader(_TorchLoader[_T_co]):
         counted: Counted = iterator
         return counted
 
-    @property
-    def _has_own_items(self) -> bool:
-        return self._served is not None and self._served.dataset.has_own_items
-
     def _reader(
-        self, dataset: Any, lease: Any, ring: BatchRing, progress: Progress, read: Any
-    ) -> Callable[[Any, int], Any]:
-        """Make what turns indices and number of a batch into it, from any thread; holds neither loader nor iterator."""
-        served, collate_fn = self._served.dataset if self._served else None, self.collate_fn
-        counted, has_own_items = self._checkpoints.order(None).counted, self._has_own_items
+        self, dataset: Any, lease: Any, ring: BatchRing, read: Any, *, in_thread: bool
+    ) -> Callable[[Any, Any], Any]:
+        """Make what turns indices and draws of a batch into it; holds neither loader nor iterator."""
+        collate_fn = self.collate_fn
+        has_own_items = self._served is not None and self._served.dataset.has_own_items
         assert collate_fn is not None
         if read is not None:
-            return lambda indices, number: read(indices, ring)
+            return lambda indices, _: read(indices, ring)
 
-        def make(indices: Any, number: int) -> Any:
-            seed = progress.base_seed or 0
-            if counted is not None:  # among the batches of all ranks, so that no two draw the same
-                number = number * counted.num_replicas + counted.rank
-            draws = served.seed_of(seed) if served else seed, progress.epoch or 0, number
+        def make(indices: Any, draws: DrawKey) -> Any:
             reader = None if lease is None or has_own_items else lease()
-            return epochs.make_batch(dataset, reader, indices, ring, collate_fn, draws)
+            return epochs.make_batch(dataset, reader, indices, ring, collate_fn, draws, in_thread=in_thread)
 
         return make
 
@@ -343,7 +334,7 @@ class DataLoader(_TorchLoader[_T_co]):
     def _choose_engine(self) -> Engine:
         served, count = self._served, self.num_workers
         obstacle = self._thread_obstacle()
-        if obstacle is not None:
+        if obstacle is not None and (count or served is None):
             path = f"{count} worker process{'es' * (count > 1)} over a shared ring"
             path = path if count else "torch's engine in the training loop"
             return Engine(kind="process", path=f"{path}: {obstacle}", workers=count)
@@ -368,10 +359,12 @@ class DataLoader(_TorchLoader[_T_co]):
             return "workers='process'" if self.workers == "process" else None
         if self._served is None:
             return f"{type(self.dataset).__name__} is no fastdata dataset"
-        if self.worker_init_fn is not None and not self._draws_alone(self._served.dataset):
+        if self.worker_init_fn is not None and not self._draws_alone():
             return "worker_init_fn is for worker processes"
         if self.num_workers > 0 and self._is_filling(self._served):
             return "samples are prepared on their first read"
+        if self._served.dataset.target_transform is not None:
+            return "target_transform= is your own"
         return self._served.dataset.batch_obstacle
 
     def _is_filling(self, served: LoaderView) -> bool:
@@ -383,12 +376,12 @@ class DataLoader(_TorchLoader[_T_co]):
         was_idle = share == self._share_begun and self._tally.batches > 0
         return served.dataset.batch_obstacle is None and share < MOSTLY_PREPARED and not was_idle
 
-    def _draws_alone(self, served: Served) -> bool:
+    def _draws_alone(self) -> bool:
         """Whether nothing of the user's own runs for whole batches that a ``worker_init_fn`` might have prepared."""
         init = getattr(self.worker_init_fn, "func", self.worker_init_fn)
         if getattr(init, "__name__", "") == "pl_worker_init_function":  # Lightning's only seeds
             return True
-        return self.collate_fn in (collate, default_collate) and served.target_transform is None
+        return self.collate_fn in (collate, default_collate)
 
     def _choose_pinning(self, asked: bool | Literal["auto"]) -> PinningPlan:
         if asked != "auto":

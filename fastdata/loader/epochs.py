@@ -14,19 +14,16 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from multiprocessing.connection import wait
 from typing import Any, Literal, NamedTuple
 
-import numpy as np
 import torch
 from torch.autograd import profiler
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import dataloader as torch_loader
 from torch.utils.data._utils.pin_memory import pin_memory as copy_to_pinned
 
-from fastdata.batch import collate
-from fastdata.draws import sample_keys
+from fastdata.batch import BatchDraws, DrawKey, collate
 from fastdata.errors import IngestError, MemoryBudgetError
 from fastdata.loader.resume import Progress
 from fastdata.loader.view import JoinedReader
@@ -54,58 +51,31 @@ def shown_as(name: str) -> AbstractContextManager[Any]:
     return profiler.record_function(name) if profiler._is_profiler_enabled else nullcontext()
 
 
-class BatchDraws(TorchDispatchMode):
-    """Within, and in this thread only, what would draw from torch's global generator draws from one of the batch's own.
-
-    So what a ``collate_fn`` draws is the same in any thread, and the user's generator is left alone. What is drawn on a
-    device, and from Python's or NumPy's generators, is drawn as ever.
-    """
-
-    def __init__(self, seed: int, epoch: int, number: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._generator = torch.Generator().manual_seed(int(sample_keys(seed, epoch, np.array([number]))[0]))
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if not _can_be_seeded(function):
-            return function(*args, **kwargs)
-        given = *args, *kwargs.values()
-        if not any(isinstance(it, torch.Generator) for it in given):
-            devices = [it.device if isinstance(it, torch.Tensor) else it for it in given]
-            if all(it.type == "cpu" for it in devices if isinstance(it, torch.device)):
-                return function.overloadpacket(*args, **kwargs | {"generator": self._generator})
-        return function(*args, **kwargs)
-
-
-@cache
-def _can_be_seeded(function: Any) -> bool:
-    """Whether an operation draws random numbers, and it or another of its name takes a generator."""
-    names = [*(argument.name for argument in function._schema.arguments), *function.overloadpacket.overloads()]
-    return torch.Tag.nondeterministic_seeded in function.tags and any("generator" in name for name in names)
-
-
 def make_batch(
     dataset: Any,
     reader: Reader | JoinedReader | None,
     indices: Any,
     ring: BatchRing,
     collate_fn: Callable[[Any], Any],
-    draws: tuple[int, int, int],
+    draws: DrawKey,
+    *,
+    in_thread: bool,
 ) -> Any:
     """Read a batch, by the reader of the fastdata dataset behind the loader's where there is one, and collate it.
 
-    ``draws`` is what a ``collate_fn`` of the user's draws from: seed, epoch and number of the batch.
+    What a ``collate_fn`` of the user's draws follows from ``draws``; so does what anything else of theirs draws from
+    torch's generator ``in_thread``, which is beside the loop that may draw from it too.
     """
-    if reader is None:
-        whole = getattr(dataset, "__getitems__", None)
-        samples = whole(indices) if whole else [dataset[index] for index in indices]
-    elif collate_fn is collate and reader.obstacle is None:
-        return reader.read_batch(indices, ring)
-    else:
-        samples = reader.items(indices, ring)
-    draws_nothing = getattr(collate_fn, "func", collate_fn) is collate  # as a partial, with ``pad``, too
-    with nullcontext() if draws_nothing else BatchDraws(*draws):
-        return collate_fn(samples)
+    is_own = reader is None or reader.obstacle is not None or reader.target_transform is not None
+    with BatchDraws(draws.apart()) if in_thread and is_own else nullcontext():
+        if reader is None:
+            whole = getattr(dataset, "__getitems__", None)
+            samples = whole(indices) if whole else [dataset[index] for index in indices]
+        elif collate_fn is collate and reader.obstacle is None:
+            return reader.read_batch(indices, ring)
+        else:
+            samples = reader.items(indices, ring)
+    return draws.collated(collate_fn, samples)
 
 
 @dataclass(slots=True)
@@ -339,11 +309,11 @@ class ThreadIter(Counted):
     """Batches read ahead by threads, or in the training loop when there are none; always in order.
 
     An exception is raised where its batch would have come. Threads end with the epoch, on ``break`` as soon as the
-    iterator is dropped, so that ``read``, which turns indices and number of a batch into it, must not hold it.
+    iterator is dropped, so that ``read``, which turns the indices and the draws of a batch into it, must not hold it.
     """
 
     def __init__(
-        self, view: TorchView, progress: Progress, ring: BatchRing, read: Callable[[Any, int], Any], *, threads: int
+        self, view: TorchView, progress: Progress, ring: BatchRing, read: Callable[[Any, Any], Any], *, threads: int
     ) -> None:
         if view.num_workers == 0 and view.timeout != 0:  # what torch's loader lets pass, and its iterators do not
             raise AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")
@@ -363,7 +333,7 @@ class ThreadIter(Counted):
     def _next_data(self) -> Any:
         self._start()
         if self._threads is None:
-            batch = self._read(self._next_index(), self.progress.latest)  # type: ignore[no-untyped-call]
+            batch = self._read(self._next_index(), self.progress.draws)  # type: ignore[no-untyped-call]
         elif self._pending:
             batch = self._receive()
         else:
@@ -406,12 +376,12 @@ class ThreadIter(Counted):
             failed.set_exception(error)
             self._pending.append(failed)
         else:
-            self._pending.append(self._threads.submit(self._read, indices, self.progress.latest))
+            self._pending.append(self._threads.submit(self._read, indices, self.progress.draws))
 
 
-def _read_batch(read: Callable[[Any, int], Any], indices: Any, number: int) -> Any:
+def _read_batch(read: Callable[[Any, Any], Any], indices: Any, draws: DrawKey | None) -> Any:
     with shown_as("fastdata: read"):
-        return read(indices, number)
+        return read(indices, draws)
 
 
 def _stop(threads: ThreadPoolExecutor) -> None:

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from torch.utils import data as torch_data
 
+from fastdata.batch import DrawKey, IndexBatch
 from fastdata.loader.view import LoaderView, Served
 from fastdata.samplers import BucketSampler, EpochSampler
 
@@ -65,6 +66,7 @@ class Progress:
     drawn: int = 0  # since the epoch was begun or resumed
     is_finished: bool = False
     resumed_from: dict[str, Any] | None = None  # holds until a batch is handed over
+    draws: DrawKey | None = None  # of the batch that was drawn last
     handed: Progress | None = None  # how far the user has got where a prefetcher reads ahead of them
     _resumed_at: tuple[int, tuple[int, ...]] = field(init=False)
 
@@ -308,7 +310,16 @@ class Order(Iterator[Any]):
         if self._is_torchs and self._progress.drawn == length_of(self._sampler):
             # RandomSampler draws once more after its last index: now, before a state is taken of where that leaves it.
             self._indices = itertools.chain(list(itertools.islice(self._indices, 1)), self._indices)
+        self._progress.draws = self._draws()
+        if isinstance(indices, IndexBatch):
+            indices.draws = self._progress.draws
         return indices
+
+    def _draws(self) -> DrawKey:
+        seed, number = self._progress.base_seed or 0, self._progress.latest
+        if self.counted is not None:  # among the batches of all ranks, so that no two draw the same
+            number = number * self.counted.num_replicas + self.counted.rank
+        return DrawKey(self._served.dataset.seed_of(seed) if self._served else seed, self._progress.epoch or 0, number)
 
     @property
     def name(self) -> str:

@@ -122,6 +122,10 @@ class JoinedReader(NamedTuple):
     ends: np.ndarray
     obstacle: str | None
 
+    @property
+    def target_transform(self) -> Callable[[Any], Any] | None:
+        return next(filter(None, (reader.target_transform for reader in self.readers)), None)
+
     def _batches(self, batch: IndexBatch) -> Iterator[tuple[Reader, np.ndarray, IndexBatch]]:
         for number, row_B, position_B in _split(batch.positions, self.ends):
             reader = self.readers[number]
@@ -287,16 +291,6 @@ def _joined(dataset: Any, parts: list[PreparedDataset]) -> np.ndarray | None:
         found = [indices for part in dataset.datasets if (indices := _joined(part, parts)) is not None]
         return np.concatenate(found) if len(found) == len(dataset.datasets) else None
     return None
-
-
-class LeasedItems(Dataset[Any]):
-    """Batches of samples by the reader that an epoch began with, for torch's engine in the training loop."""
-
-    def __init__(self, lease: Callable[[], Reader | JoinedReader]) -> None:
-        self._lease = lease
-
-    def __getitems__(self, batch: IndexBatch) -> list[Any]:
-        return self._lease().items(batch)
 
 
 class _Visited(Dataset[Any]):
