@@ -852,7 +852,7 @@ def _shared_by(place: Host | Notice | None, prepared: Prepared) -> Prepared:
 
 _UNLISTED_SAMPLES = 64
 _MADE: Counter[str] = Counter()
-"""Datasets that this process has made, by key: it must not share with itself, as record locks are a process's."""
+"""Datasets that this process has made, by key: it must not share with itself, to whom it would answer."""
 
 
 def _bytes_of(leaf: Any) -> Any:

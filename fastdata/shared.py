@@ -22,10 +22,10 @@ import operator
 import os
 import pickle
 import secrets
+import struct
 import sys
 import tempfile
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -47,7 +47,6 @@ if sys.platform != "win32":
 _T = TypeVar("_T")
 _ALIGN_BYTES = 64
 _FILE_PREFIX = "fastdata-block-"
-_LOCK_RETRY_S = 0.001
 _TV_TENSORS = "torchvision.tv_tensors"
 _PLAIN_KINDS = ("number", "tensor", "rows", "boxes")
 OPEN_FLAGS = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
@@ -129,6 +128,10 @@ class Block:
 
     def fileno(self) -> int:
         return self._fd
+
+    def reopen(self) -> int:
+        """Open it once more: a descriptor with locks of its own, for the caller to close."""
+        return os.open(self._path or f"/proc/self/fd/{self._fd}", os.O_RDWR | OPEN_FLAGS)
 
     def close(self) -> None:
         """Give back the descriptor and the mapping; arrays handed out stay valid. Idempotent."""
@@ -598,45 +601,66 @@ def _pack(strings: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
 class ByteLocks:
     """A lock for each byte of a block, held by one thread of one process at a time.
 
-    Between processes they are POSIX record locks, which the kernel drops when their holder dies, however that comes; no
-    byte is written. The block must not be closed while a lock is held. Pickles as the block does.
+    The kernel drops it when its holder dies, however that comes; no byte is written. Each holder opens the block anew:
+    the lock of an open file description is nobody else's, no thread's and no forked process's, and it stays when a copy
+    of the block is closed, where a POSIX record lock ends with any descriptor of the file. Pickles as the block does.
 
-    Where there are no record locks (Windows), only threads lock each other out.
+    Where there are no such locks (macOS, gVisor), who holds a byte holds the whole block; on Windows only threads lock
+    each other out.
     """
 
     def __init__(self, block: Block) -> None:
-        self._block = block
-        self._held: dict[int, tuple[threading.Condition, set[int]]] = {}
+        self._block, self._threads = block, threading.Lock()
 
     @contextlib.contextmanager
     def hold(self, byte: int) -> Iterator[None]:
         """Wait for the lock of one byte, and hold it; not twice in one thread."""
-        # Record locks are the whole process's, so its threads wait here; a forked process holds none of its parent's.
-        changed, held = self._held.setdefault(os.getpid(), (threading.Condition(), set()))
-        with changed:
-            changed.wait_for(lambda: byte not in held)
-            held.add(byte)
+        if sys.platform == "win32":
+            with self._threads:
+                yield
+            return
+        fd = self._block.reopen()
         try:
-            self._lock_record(byte)
+            if not _waited_for(fd, byte):
+                fcntl.flock(fd, fcntl.LOCK_EX)
             yield
         finally:
-            if sys.platform != "win32" and not self._block.closed:
-                fcntl.lockf(self._block.fileno(), fcntl.LOCK_UN, 1, byte)
-            with changed:
-                held.discard(byte)
-                changed.notify_all()
-
-    def _lock_record(self, byte: int) -> None:
-        while sys.platform != "win32":
-            try:
-                fcntl.lockf(self._block.fileno(), fcntl.LOCK_EX, 1, byte)
-                return
-            except OSError as error:
-                # Processes, not threads, own records: two that each hold one and wait for one look deadlocked to the
-                # kernel although other threads hold than wait.
-                if error.errno != errno.EDEADLK:
-                    raise
-                time.sleep(_LOCK_RETRY_S)
+            unlock(fd)
 
     def __reduce__(self) -> tuple[object, ...]:
         return ByteLocks, (self._block,)
+
+
+def _waited_for(fd: int, byte: int) -> bool:
+    """Lock a byte; False where the kernel has no locks of open file descriptions."""
+    if not hasattr(fcntl, "F_OFD_SETLKW"):
+        return False
+    try:
+        return lock_range(fd, fcntl.F_WRLCK, byte, 1, wait=True)
+    except OSError as problem:
+        if problem.errno != errno.EINVAL:
+            raise
+        return False
+
+
+def lock_range(fd: int, kind: int, start: int, size: int, *, wait: bool = False) -> bool:
+    """Lock bytes of a file for its open file description, fcntl(2); False where others have, unless it waits."""
+    request = struct.pack("hhqqi4x", kind, os.SEEK_SET, start, size, 0)
+    try:
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLKW if wait else fcntl.F_OFD_SETLK, request)
+    except OSError as problem:
+        if problem.errno not in (errno.EAGAIN, errno.EACCES):
+            raise
+        return False
+    return True
+
+
+def unlock(fd: int) -> None:
+    """Give up what an open file description has locked, and close it.
+
+    To close it is not enough: a process that was forked meanwhile has it too.
+    """
+    fcntl.flock(fd, fcntl.LOCK_UN)
+    with contextlib.suppress(OSError, AttributeError):  # where there are none but those
+        lock_range(fd, fcntl.F_UNLCK, 0, 0)
+    os.close(fd)

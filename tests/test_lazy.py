@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import pickle
 import signal
@@ -186,6 +187,39 @@ def test_threads_that_want_one_sample_prepare_it_once(tmp_path: Path) -> None:
             thread.join()
         assert samples.reads() == [7]
         assert [int(array[0, 0, 0]) for array in got] == [7] * 4
+
+
+@pytest.mark.skipif(not Path("/proc/locks").exists(), reason="asks Linux who waits for a lock")
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda dataset: pickle.loads(pickle.dumps(dataset))])
+def test_closing_a_copy_leaves_a_sample_to_who_prepares_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, copied: Any
+) -> None:
+    """While a thread prepares a sample another process waits for it, although a copy of the dataset was closed."""
+    samples, is_begun, may_end = Logged(tmp_path), threading.Event(), threading.Event()
+    with _lazily(samples) as dataset:
+        read, reader = Logged.__getitem__, os.getpid()
+
+        def read_slowly(self: Logged, index: int) -> Any:
+            sample = read(self, index)
+            if os.getpid() == reader:
+                is_begun.set()
+                may_end.wait(60)
+            return sample
+
+        monkeypatch.setattr(Logged, "__getitem__", read_slowly)
+        thread = threading.Thread(target=lambda: dataset[7])
+        thread.start()
+        assert is_begun.wait(60)
+        copied(dataset).close()
+        pid = os.fork()
+        if pid == 0:
+            os._exit(int(dataset[7][0][0, 0, 0]))
+        while samples.reads() == [7] and "->" not in Path("/proc/locks").read_text():
+            time.sleep(0.01)
+        may_end.set()
+        thread.join()
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+        assert samples.reads() == [7]
 
 
 def test_a_killed_reader_leaves_the_sample_to_the_next(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import multiprocessing
 import os
@@ -391,6 +392,26 @@ def test_a_forked_process_does_not_hold_what_its_parent_holds(block: Block) -> N
     assert is_held.wait(10)
     process.join()
     assert process.exitcode == 0
+
+
+@KINDS
+@pytest.mark.parametrize("kind", ["of bytes", "of the block"])
+def test_closing_a_copy_lets_go_of_nothing(portable: bool, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A byte stays held when a pickled copy of its block is closed in the process that holds it."""
+    if kind == "of the block":  # as on macOS
+        monkeypatch.delattr(fcntl, "F_OFD_SETLKW")
+        monkeypatch.delattr(fcntl, "F_OFD_SETLK")
+    is_held, may_end = FORK.Event(), FORK.Event()
+    may_end.set()
+    with Block.create(8, portable=portable) as block:
+        locks = ByteLocks(block)
+        with locks.hold(0):
+            pickle.loads(pickle.dumps(block)).close()
+            process = FORK.Process(target=_hold, args=(locks, 0, is_held, may_end))
+            process.start()
+            assert not is_held.wait(0.2)
+        assert is_held.wait(10)
+        process.join()
 
 
 def test_an_error_lets_go(block: Block) -> None:

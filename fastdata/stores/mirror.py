@@ -23,7 +23,6 @@ import mmap
 import os
 import re
 import shutil
-import struct
 import sys
 import threading
 import time
@@ -41,7 +40,7 @@ from fastdata.images import SampleSpec
 from fastdata.memory import format_bytes, parse_bytes
 from fastdata.remote import Entry, Place
 from fastdata.report import log
-from fastdata.shared import ArrayBlock
+from fastdata.shared import ArrayBlock, lock_range, unlock
 from fastdata.stores.files import DiskFile, free_bytes
 from fastdata.stores.readers import Decoder, DiskStore, UndecodableError, checksum
 
@@ -212,7 +211,7 @@ class Mirror:
                 self._let_go(*held)
 
     def _let_go(self, lock: int, span: tuple[int, int]) -> None:
-        os.close(lock)
+        unlock(lock)
         self.unpin([span])
 
     def _ask(self, span: tuple[int, int]) -> tuple[Future[bytes] | None, int]:
@@ -422,7 +421,7 @@ class _Blocks:
             if os.fstat(self.fd).st_size != 9 * self.count:
                 os.ftruncate(self.fd, 9 * self.count)
                 os.posix_fallocate(self.fd, 0, 9 * self.count)  # so that it counts from now on
-            self._lock(self.fd, fcntl.F_RDLCK, (0, 1), _OPEN)
+            lock_range(self.fd, fcntl.F_RDLCK, _OPEN, 1)
             mapped = mmap.mmap(self.fd, 9 * self.count)
         except BaseException:
             os.close(self.fd)
@@ -490,26 +489,15 @@ class _Blocks:
                 freed_bytes += end - start
             return freed_bytes
         finally:
-            os.close(lock)
+            unlock(lock)
 
     def lock(self, kind: int, span: tuple[int, int], base: int = 0) -> int | None:
-        """Lock blocks for as long as the descriptor that is returned is open; None where others have."""
+        """Lock blocks until ``unlock`` of the descriptor that is returned; None where others have."""
         fd = os.open(self.folder / "blocks", os.O_RDWR | os.O_CLOEXEC)
-        if self._lock(fd, kind, span, base):
+        if lock_range(fd, kind, base + span[0], span[1] - span[0]):
             return fd
         os.close(fd)
         return None
-
-    @staticmethod
-    def _lock(fd: int, kind: int, span: tuple[int, int], base: int = 0, *, wait: bool = False) -> bool:
-        request = struct.pack("hhqqi4x", kind, os.SEEK_SET, base + span[0], span[1] - span[0], 0)
-        try:
-            fcntl.fcntl(fd, fcntl.F_OFD_SETLKW if wait else fcntl.F_OFD_SETLK, request)
-        except OSError as problem:
-            if problem.errno not in (errno.EAGAIN, errno.EACCES):
-                raise
-            return False
-        return True
 
     def remove_unused(self) -> None:
         """Remove a mirror that has nothing and that nobody has open."""
@@ -517,12 +505,12 @@ class _Blocks:
         lock = self.lock(fcntl.F_WRLCK, (0, 1), _OPEN)
         if lock is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
-            os.close(lock)
+            unlock(lock)
 
     def close(self) -> None:
         if self.fd >= 0:
             if self._pid == os.getpid():  # a forked process has the lock in common with its parent
-                self._lock(self.fd, fcntl.F_UNLCK, (0, 1), _OPEN)
+                lock_range(self.fd, fcntl.F_UNLCK, _OPEN, 1)
             os.close(self.fd)
             self.fd, self.needed_ns, self.state = -1, self.needed_ns[:0].copy(), self.state[:0].copy()
 
@@ -548,12 +536,12 @@ class _Pins:
                     changed = _runs(counts == 0)
                 for start, end in changed if not self._holds_all else ():
                     kind = fcntl.F_RDLCK if by > 0 else fcntl.F_UNLCK
-                    self._blocks._lock(self._fd, kind, (first + start, first + end), wait=True)
+                    lock_range(self._fd, kind, first + start, end - start, wait=True)
 
     def hold_all(self) -> None:
         with self._guard:
             if not self._holds_all:
-                self._blocks._lock(self._fd, fcntl.F_RDLCK, (0, self._blocks.count), wait=True)
+                lock_range(self._fd, fcntl.F_RDLCK, 0, self._blocks.count, wait=True)
                 self._holds_all = True
 
     def close(self) -> None:
