@@ -321,6 +321,19 @@ def test_automatic_augmentation(policy: str, api: str, form: str) -> None:
 
 
 @both_apis
+def test_steps_are_nested_as_deep_as_one_likes(api: Any) -> None:
+    """Four of RandomApply, one in the other, draw independently, and so do two such nests."""
+
+    def nest(step: Any) -> Any:
+        for p in (0.8, 0.8, 0.8, 0.8):
+            step = api.RandomApply([step], p)
+        return step
+
+    nests = api.Compose([nest(api.RandomVerticalFlip(0.8)), nest(api.RandomInvert(0.8))])
+    assert_served(nests, smooth_image((9, 8)), "pil", 0, 4000)
+
+
+@both_apis
 def test_several_ops_in_turn(api: Any) -> None:
     """The ops of RandAugment follow one another, drawn independently."""
     step = api.RandAugment(num_ops=2, magnitude=5)

@@ -43,6 +43,8 @@ INTERPOLATIONS = ("nearest", "box", "bilinear", "hamming", "bicubic", "lanczos",
 """In the core's order."""
 TRIES = 10
 _CHILDREN = 1 << 10
+_NUMBERS = (1 << 54) - 33
+"""A prime number of numbers, as many as ``draws`` tells apart: those of steps nested deeper are folded into these."""
 _ANY_PX = 1 << 10
 """Stands for a side that is not known."""
 
@@ -57,7 +59,8 @@ class Op:
 
 
 def child(at: int, number: int) -> int:
-    return (at + 1) * _CHILDREN + number
+    """The number of what a step draws within itself, or of a step within it."""
+    return ((at + 1) * _CHILDREN + number) % _NUMBERS
 
 
 def step_number(at: int) -> int:
