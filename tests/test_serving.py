@@ -368,6 +368,94 @@ def test_arguments_changed_in_place_are_noticed(make: Callable[[], Any], change:
         torch.testing.assert_close(epoch_of(TorchLoader(dataset, batch_size=4))[0][3], wanted)
 
 
+def hooked(step: Any) -> Any:
+    step.register_forward_hook(lambda module, given, made: made // 2)
+    return step
+
+
+def shadowed(step: Any, **methods: Any) -> Any:
+    vars(step).update(methods)
+    return step
+
+
+class Flips(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.flip = v2.RandomVerticalFlip(1.0)
+
+    def __call__(self, image: Any) -> Any:
+        return super().__call__(image) // 2
+
+    def forward(self, image: Any) -> Any:
+        return self.flip(image)
+
+
+class MoreFlips(Flips):
+    """Inherits what does more than to call a step."""
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: hooked(v1.RandomVerticalFlip(1.0)),
+        lambda: hooked(v2.RandomVerticalFlip(1.0)),
+        lambda: hooked(v2.Compose([v2.RandomVerticalFlip(1.0)])),
+        lambda: hooked(torch.nn.Sequential(v1.RandomVerticalFlip(1.0))),
+        lambda: hooked(v2.CenterCrop((4, 6))),
+        lambda: shadowed(v1.RandomVerticalFlip(1.0), forward=lambda image: image // 2),
+        lambda: shadowed(v2.RandomVerticalFlip(1.0), transform=lambda image, params: image // 2),
+        lambda: v1.RandomApply([shadowed(v1.RandomInvert(1.0), forward=lambda image: image // 2)], 1.0),
+        lambda: MoreFlips(),
+        lambda: shadowed(v2.Pad(1, fill={torch.Tensor: 10, "others": 200}), fill=90),
+    ],
+)
+def test_a_step_changed_on_its_object_is_run_as_it_is(make: Callable[[], Any]) -> None:
+    """A method or hook of one object's own, and what its class calls around ``forward``, are never passed over."""
+    image = samples()[3][0]
+    with cached(CachedDataset, make()) as dataset:
+        assert torch.equal(dataset[3][0], dataset.transform(image))
+        assert torch.equal(epoch_of(DataLoader(dataset, batch_size=4))[0][3], dataset.transform(image))
+
+
+def test_the_plan_names_what_was_changed_on_a_steps_object() -> None:
+    with cached(CachedDataset, hooked(v1.RandomVerticalFlip(1.0))) as dataset:
+        assert "has a forward hook of its own" in str(dataset.plan)
+
+
+def test_a_hook_added_later_is_noticed() -> None:
+    """It counts from the next epoch, as does taking it away."""
+    with cached(CachedDataset, v2.RandomVerticalFlip(1.0)) as dataset:
+        flipped = samples()[3][0].flip(-2)
+        assert torch.equal(dataset[3][0], flipped)
+        hook = dataset.transform.transforms[0].register_forward_hook(lambda module, given, made: made // 2)
+        assert torch.equal(dataset[3][0], flipped // 2)
+        hook.remove()
+        assert torch.equal(dataset[3][0], flipped)
+
+
+@pytest.mark.parametrize("api", [v1, v2], ids=["v1", "v2"])
+@pytest.mark.parametrize(
+    "within",
+    [
+        lambda api, step: api.RandomApply([step], 1.0),
+        lambda api, step: api.RandomApply(torch.nn.ModuleList([step]), 1.0),
+        lambda api, step: api.RandomChoice([step]),
+        lambda api, step: api.RandomOrder([step]),
+        lambda api, step: api.RandomOrder([api.Compose([api.RandomApply([api.Compose([step])], 1.0)])]),
+    ],
+    ids=["RandomApply", "ModuleList", "RandomChoice", "RandomOrder", "nested"],
+)
+def test_a_change_in_place_within_another_step_is_noticed(within: Callable[[Any, Any], Any], api: Any) -> None:
+    """A value of a step within others, however deep, is what the next epoch obeys."""
+    step = api.RandomVerticalFlip(0.0)
+    with cached(CachedDataset, within(api, step)) as dataset:
+        image = samples()[3][0]
+        assert torch.equal(epoch_of(DataLoader(dataset, batch_size=4))[0][3], image)
+        step.p = 1.0
+        assert torch.equal(epoch_of(DataLoader(dataset, batch_size=4))[0][3], image.flip(-2))
+        assert torch.equal(dataset[3][0], image.flip(-2))
+
+
 def test_stored_steps_changed_in_place_are_refused() -> None:
     """Where samples are stored after a step, changing it is an error for every reader; undoing it mends all."""
     with cached(CachedDataset, v1.CenterCrop((4, 6)), v1.RandomHorizontalFlip(1.0)) as dataset:

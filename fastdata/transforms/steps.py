@@ -147,7 +147,8 @@ def flatten(transform: Any) -> tuple[Any, ...]:
     """
     if transform is None:
         return ()
-    parts: Any = transform if type(transform) in (tuple, torch.nn.Sequential) else None
+    is_sequence = type(transform) is torch.nn.Sequential and not _changed_part(transform, torch.nn.Module)
+    parts: Any = transform if is_sequence or type(transform) is tuple else None
     name = None if parts is not None else known_name(transform)
     if name == "Compose":
         parts = transform.transforms
@@ -200,8 +201,7 @@ def _called(call: Any) -> tuple[Any, ...] | None:
     if not isinstance(function, FunctionType):
         kind, owner = type(call), call
         if isinstance(call, torch.nn.Module):
-            has_hooks = any(value for name, value in vars(call).items() if name.endswith("_hooks"))
-            is_usual = not has_hooks and "__call__" not in vars(kind) and "forward" not in vars(call)
+            is_usual = kind.__call__ is torch.nn.Module.__call__ and not _changed_part(call, torch.nn.Module)
             function = kind.forward if is_usual else None
         else:
             function = vars(kind).get("__call__")
@@ -297,21 +297,41 @@ def fingerprint(transform: Any) -> tuple[Any, ...]:
     """
     atoms: list[Any] = []
     for step in flatten(transform):
+        atoms.append(step)
+        name = known_name(step)
         if type(step) is Views:
             for view in step.transforms:
                 atoms.extend((Views, *fingerprint(view)))
-            continue
-        atoms.append(step)
-        if known_name(step) in _KNOWN:
+        elif name in _KNOWN:
             values = getattr(step, "__dict__", {}).values()  # fastdata's own equals have slots and are frozen
             atoms.extend(values)
             for value in values:
-                kind = type(value)  # isinstance with Tensor would take longer than all the rest
-                if kind is list or kind is dict:
-                    atoms.extend(value if kind is list else value.values())
-                elif kind is torch.Tensor or kind is np.ndarray:
-                    atoms.append(np.asarray(value).tobytes())
+                if type(value) in _CHANGEABLE:  # isinstance with Tensor would take longer than all the rest
+                    _add_atoms(atoms, value)
+            for part in step.transforms if name in _OF_STEPS else ():
+                atoms.extend(fingerprint(part))
     return tuple(atoms)
+
+
+_OF_STEPS = {"RandomApply", "RandomChoice", "RandomOrder"}
+_CHANGEABLE = {list, dict, torch.Tensor, np.ndarray}
+
+
+def _add_atoms(atoms: list[Any], value: Any) -> None:
+    kind = type(value)
+    if kind is list or kind is tuple:
+        atoms.append(len(value))
+        for each in value:
+            _add_atoms(atoms, each)
+    elif kind is dict:
+        for pair in value.items():
+            _add_atoms(atoms, pair)
+    elif kind is torch.Tensor or kind is np.ndarray:
+        atoms.append(np.asarray(value).tobytes())
+    elif kind.__module__.startswith("timm.data"):  # the ops of its policies
+        _add_atoms(atoms, vars(value))
+    else:
+        atoms.append(value)
 
 
 def is_same(fingerprint: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
@@ -324,17 +344,32 @@ def is_same(fingerprint: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
 def known_name(step: Any) -> str | None:
     """Class name of torchvision's own transforms, of timm's after ``"timm."``, name of ImageOps' functions; else None.
 
-    A class that says ``__torchvision_equal__ = "RandomCrop"`` is taken at its word: same attributes, same pixels.
+    A step that was changed on the object itself is nobody's but the user's. A class that says
+    ``__torchvision_equal__ = "RandomCrop"`` is taken at its word: same attributes, same pixels.
     """
     kind = type(step)
     if getattr(step, "__module__", None) == "PIL.ImageOps":
         return str(step.__name__)
     if kind.__module__.startswith("torchvision.transforms"):
-        return kind.__name__
+        return None if _changed_part(step, kind) else kind.__name__
     if kind.__module__.startswith("timm.data"):
-        return f"timm.{kind.__name__}"
+        return None if _changed_part(step, kind) else f"timm.{kind.__name__}"
     name: str | None = vars(kind).get("__torchvision_equal__")  # vars: a subclass is not equal any more
     return name
+
+
+def _changed_part(step: Any, kind: type) -> str:
+    """What an object has in the place of its class's, or what runs around it as a hook; empty if nothing."""
+    held: dict[str, Any] = getattr(step, "__dict__", {})
+    names = _names_of(kind)
+    if not names.isdisjoint(held):
+        return next(name for name in held if name in names)
+    return "forward hook" if held.get("_forward_pre_hooks") or held.get("_forward_hooks") else ""
+
+
+@cache
+def _names_of(kind: type) -> frozenset[str]:
+    return frozenset(dir(kind))
 
 
 def is_preparable(step: Any) -> bool:
@@ -373,6 +408,9 @@ def recognise(step: Any, at: int, state: State) -> State:
     reader = (_BOX_READERS if state.kind == "boxes" and is_for_boxes(step) else READERS).get(known_name(step) or "")
     _refuse(type(step) is Views, "gives several views, which only the last step may")
     if reader is None:
+        if type(step).__module__.startswith(("torchvision.transforms", "timm.data")):
+            changed = _changed_part(step, type(step))
+            _refuse(changed, f"has a {changed} of its own, which fastdata does not see through")
         inner = next((name for name in ("transforms", "transform") if hasattr(step, name)), None)
         hidden = f", and does more than to call its {inner!r}; give that itself" if inner else ""
         raise UnknownStepError(f"is not a known batch op{hidden}")
@@ -880,7 +918,7 @@ def _warped(step: Any, state: State) -> dict[str, Any]:
     name = "nearest" if state.is_beside else name
     if name not in ("nearest", "bilinear", "bicubic") or (domain != "pil" and name == "bicubic"):
         raise UnknownStepError(f"has interpolation={name!r}")
-    fill = None if _of_kind(step.fill, state, "fill values") is None else _fill(step, state, "pil", "constant")
+    fill = None if _drawn_fill(step, state) is None else _fill(step, state, "pil", "constant")
     return {"domain": domain, "interpolation": name, "fill": fill}
 
 
@@ -908,18 +946,23 @@ def _borders(padding: Any) -> Borders:
     return left, top, right, bottom
 
 
+def _drawn_fill(step: Any, state: State) -> Any:
+    """What a step fills with: v2's look at ``_fill``, which they made of ``fill``, and never at that again."""
+    return _of_kind(getattr(step, "_fill", step.fill), state, "fill values")
+
+
 def _fill(step: Any, state: State, domain: Domain, mode: str) -> Fill:
-    fill = _of_kind(step.fill, state, "fill values")
+    fill = _drawn_fill(step, state)
     is_sequence = isinstance(fill, (list, tuple))
-    _refuse(is_sequence and state.is_beside, f"has fill={fill!r} for masks")
+    _refuse(is_sequence and state.is_beside, f"has fill={step.fill!r} for masks")
     if is_sequence and (domain == "v1" or (domain == "v2" and mode != "constant" and len(fill) > 1)):
-        raise UnknownStepError(f"has fill={fill!r} for tensors")
+        raise UnknownStepError(f"has fill={step.fill!r} for tensors")
     if mode != "constant":
         return (0,)
     values = tuple(fill) if is_sequence else (0 if fill is None else fill,)
     whole = tuple(int(v) for v in values)
     if not whole or len(whole) > 4 or not all(0 <= v <= 255 for v in whole):
-        raise UnknownStepError(f"has fill={fill!r}, outside of 0 to 255")
+        raise UnknownStepError(f"has fill={step.fill!r}, outside of 0 to 255")
     return whole
 
 
