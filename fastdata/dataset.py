@@ -30,6 +30,7 @@ from torch.utils.data import Dataset, Subset, get_worker_info
 
 from fastdata import core
 from fastdata.batch import IndexBatch, SharedVisits
+from fastdata.describe import describe_dataset
 from fastdata.draws import sample_keys
 from fastdata.errors import SampleError, StoreGoneError, kind_of
 from fastdata.images import (
@@ -59,7 +60,7 @@ from fastdata.ring import BatchRing
 from fastdata.shared import ListView, SampleTable, position_of
 from fastdata.sources import Columns, DatasetSource, FileSource, ItemKeys, Source
 from fastdata.stores.readers import Store
-from fastdata.transforms import TransformPlan, fingerprint, is_same, plan_pairs, plan_transform
+from fastdata.transforms import TransformPlan, describe_steps, fingerprint, is_same, plan_pairs, plan_transform
 from fastdata.transforms.boxes import BoxProgram, boxes_obstacle
 from fastdata.transforms.cpu import Program
 from fastdata.transforms.device import device_obstacle
@@ -109,7 +110,7 @@ class DatasetOptions(TypedDict, total=False):
             share a folder. Not with a ``storage`` in memory. Every sample is held against a checksum when it is first
             read.
         cache_key: stands for what fastdata cannot see: the samples of a dataset that does not list its files in
-            ``samples``, and lambdas in ``prepare`` or ``loader``. Change it whenever these change.
+            ``samples``, and what only C code knows of steps and loaders. Change it whenever these change.
         storage_options: for URLs, of files and of ``cache_dir``: what their file system in fsspec takes, such as
             credentials. They get into no pickle, cache or message.
         local_cache: folder in which all runs and ranks of a machine keep what they need of caches behind URLs; by
@@ -117,8 +118,8 @@ class DatasetOptions(TypedDict, total=False):
         local_limit: the most disk space for it: bytes, ``"200GiB"``, or a share of what is free; by default half. What
             was needed least lately leaves first.
         share: ``"auto"`` (default): ranks of one machine (torchrun, mpirun, srun, ``mp.spawn``, Lightning, Accelerate)
-            that make the same dataset prepare it together and hold one copy. Where a dataset lists neither ``samples``
-            nor ``targets``, 65 of its samples tell it from others. ``"off"``: each rank its own.
+            that make the same dataset prepare it together and hold one copy. Where fastdata cannot see all of a dataset
+            that lists neither ``samples`` nor ``targets``, only with ``cache_key``. ``"off"``: each rank its own.
         engine: what writes a cache: ``"local"`` (default), processes of this machine; ``"ray"``, a Ray cluster (extra
             ``ray``); or any ``concurrent.futures.Executor``. All but the first write shards, which a build that was
             stopped goes on from; the result does not depend on who writes them.
@@ -319,15 +320,16 @@ class PreparedDataset(Dataset[Any]):
         else:
             # 20 ms with filelock, which only caches take
             from fastdata.cache import prepare_on_disk
-            from fastdata.describe import describe_call, describe_dataset, describe_steps
 
-            if isinstance(source, FileSource):
-                opened = describe_call(source.loader, options.cache_key) + ", fast_decode" * self._fast_decode
-                opened += f", {self._list_name}" if self._list_name else ""
-            else:
-                opened = describe_dataset(cast("DatasetSource", source).dataset, options.cache_key)
-            text = describe_steps(steps, options.cache_key)
             listing, root = self._list_files(source)
+            is_pil = False
+            if isinstance(source, FileSource):
+                opened = describe_steps([source.loader], options.cache_key) + ", fast_decode" * self._fast_decode
+                opened += f", {self._list_name}" if self._list_name else ""
+                is_pil = decoder_of(source.loader) is not None
+            else:
+                opened = _describe_source(cast("DatasetSource", source), listing, options.cache_key)
+            text = describe_steps(steps, options.cache_key, is_pil=is_pil)
             prepared = prepare_on_disk(path, options, table, opened=opened, steps=text, listing=listing, root=root)
         self._was_read = False
         self._stored_after = None if prepared.kept is None else (len(plan.prepare), plan.prepare_key())
@@ -858,6 +860,17 @@ class PreparedDataset(Dataset[Any]):
         other._prepare(source, table)
         return other
 
+    @property
+    def _identity(self) -> Any:
+        """What stands for this dataset where another one is made of it."""
+        source, kind = self._origin(), type(self)
+        if not kind.__module__.startswith("fastdata.") or isinstance(source, KeptSamples):
+            raise TypeError(f"a {kind.__name__} is a subclass, or a copy in another process")
+        made = self._first_steps, self._fast_decode, self._transform, self.target_transform, self.pair_transform
+        if isinstance(source, FileSource):
+            return made, list(source.paths), list(source.targets), source.loader
+        return made, vars(source)
+
     def _copied(self) -> Self:
         other = type(self).__new__(type(self))
         other.__dict__.update(self.__dict__)
@@ -1032,7 +1045,10 @@ class CachedDataset(PreparedDataset):
             return None, ""
         with contextlib.suppress(ValueError):  # relative paths and others, or several drives: no common folder
             root = os.path.commonpath({os.path.dirname(path) for path in paths})
-        return list_paths(paths, root), root
+        listing = list_paths(paths, root)
+        if (listing["file_sizes"] < 0).all():  # names of another kind, such as keys of an LMDB
+            return None, ""
+        return listing, root
 
     @classmethod
     def from_cache(
@@ -1096,6 +1112,20 @@ class CachedDataset(PreparedDataset):
         dataset.root, dataset._is_upright = manifest.root, "PIL.ImageOps.exif_transpose" in manifest.key["prepare"]
         dataset._serve(prepared, prepared.kept, None)
         return dataset
+
+
+def _describe_source(source: DatasetSource, listing: Listing | None, cache_key: str | None) -> str:
+    inner = source.dataset
+    while hasattr(inner, "indices") and hasattr(inner, "dataset"):
+        inner = inner.dataset
+    if cache_key is None and listing is None and not hasattr(inner, "_identity"):
+        raise ValueError(
+            f"cache_dir= must know in the next run whether the samples of {type(inner).__name__} are still the same, "
+            "but it does not list their files in an attribute samples. Give cache_key='a name' and change it whenever "
+            "the data change."
+        )
+    described = describe_dataset(source.dataset, cache_key)
+    return described if source.columns is None else f"{described} {source.columns}"
 
 
 def _is_saved_by_torch() -> bool:

@@ -1,163 +1,259 @@
-"""What samples are prepared by, as text: steps, loaders, codecs and datasets that do the same have the same.
+"""What a value does, as a hash: one for values that are made alike, in any process, and another for each difference.
 
-Text is made of values that outlive a process. What cannot be told from others by such values, as a lambda, is refused;
-or, among the ranks of one run, told by its code.
+Seen are attributes, of attributes too, code with its constants, defaults, closures, and the globals that it names,
+arrays and tensors by their bytes. Code that is installed is known by its name: Python's own and that of the packages
+whose steps fastdata knows in any version, other packages' with their version and the hash of the file. Not seen is what
+code reads elsewhere: files, the environment, the clock.
 """
 
 from __future__ import annotations
 
+import copyreg
+import dis
 import functools
 import hashlib
-import inspect
-import json
-import re
-from collections.abc import Callable, Iterable
+import importlib.util
+import itertools
+import pickle
+import sys
+import threading
+import types
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
-from fastdata.images import Resize
-from fastdata.transforms import read_center_crop, read_resize
-from fastdata.transforms.steps import known_name
-
-_NAME_CHARACTERS = 12
-
-
-def describe_steps(steps: Iterable[Callable[[Any], Any]], cache_key: str | None = None) -> str:
-    """Text that is equal for steps that do the same, one after the other; ``cache_key`` as in ``describe_call``.
-
-    Resize and centre crop of PIL images have one text whoever wrote them: torchvision v1, v2, or ``resize=``.
-    """
-    texts: list[str] = []
-    is_pil = True
-    for step in steps:
-        resize = (step.size, "bilinear") if isinstance(step, Resize) else read_resize(step)
-        crop = read_center_crop(step)
-        is_pil = is_pil and not (resize is None and crop is None)
-        if is_pil and resize is not None:
-            size = tuple(resize[0]) if isinstance(resize[0], (list, tuple)) else resize[0]
-            texts.append(f"resize {size} {resize[1]}")
-        elif is_pil and crop is not None:
-            texts.append(f"centre crop {crop}")
-        else:
-            texts.append(describe_call(step, cache_key))
-    return " | ".join(texts)
+_BY_NAME = {"PIL", "fastdata", "numpy", "timm", "torch", "torchvision", *sys.stdlib_module_names}
+_ATOMS = {type(None), bool, int, float, str, bytes}
+_LOCKS = (type(threading.Lock()), type(threading.RLock()))
+_CODE = (types.FunctionType, classmethod, staticmethod, property)
+_CODE_FACTS = ["co_code", "co_consts", "co_names", "co_varnames", "co_freevars", "co_cellvars", "co_flags"]
+_CODE_FACTS += ["co_argcount", "co_posonlyargcount", "co_kwonlyargcount", "co_exceptiontable"]
+_HEAP_TYPE = 1 << 9
+"""The flag of Python's C code that classes of Python code have (Py_TPFLAGS_HEAPTYPE)."""
 
 
-def describe_call(call: Any, cache_key: str | None = None) -> str:
-    """Text for something that can be called: its name and its code or its values.
+def describe(value: Any, cache_key: str | None = None) -> str:
+    """Hash of what a value does; ``cache_key`` stands for all in it that cannot be seen.
 
     Raises:
-        ValueError: there is none that would be the same in the next run, and no ``cache_key`` to stand for it.
+        ValueError: something in it cannot be seen, as what only C code knows, and there is no ``cache_key``; names it.
+
+    Example:
+        >>> describe([1, 2]) == describe([1, 2]), describe([1, 2]) == describe([1.0, 2])
+        (True, False)
     """
-    text = _text_of(call)
-    if text is not None:
-        return text
-    if cache_key is not None:
-        return f"{type(call).__qualname__}, cache_key={cache_key!r}"
-    raise ValueError(
-        f"cache_dir= must know in the next run whether samples are still prepared in the same way, but {call!r} cannot "
-        "be told from others: it is a lambda, is defined within a function, or shows its memory address. Use a "
-        "function of a module or an object with a repr of its values; or give cache_key='a name' and change it "
-        "whenever that code changes."
-    )
-
-
-def describe_in_run(call: Any) -> str:
-    """Text for something that can be called, equal in processes that run one script; of a lambda its code."""
-    text = _text_of(call)
-    if text is not None:
-        return text
-    inner: Any = getattr(call, "__func__", call)
-    code, cells = getattr(inner, "__code__", None), getattr(inner, "__closure__", None) or ()
-    held = [cell.cell_contents for cell in cells], getattr(call, "__self__", None), getattr(call, "__dict__", None)
-    words = (code and (code.co_code, code.co_consts, code.co_names), held, call)
-    return re.sub(r" at 0x[0-9a-f]+", "", repr(words))
-
-
-def _text_of(call: Any) -> str | None:
-    if isinstance(call, functools.partial):
-        inner, values = _text_of(call.func), f"{call.args!r}, {sorted(call.keywords.items())!r}"
-        return None if inner is None or " at 0x" in values else f"partial({inner}, {values})"
-    if inspect.isfunction(call) or inspect.isbuiltin(call) or inspect.isclass(call):
-        if "<" in call.__qualname__ or getattr(call, "__self__", None) not in (None, inspect.getmodule(call)):
-            return None
-        return f"{call.__module__}.{call.__qualname__} {_digest_of_source(call)}".rstrip()
-    text = " ".join(repr(call).split())
-    if inspect.ismethod(call) or " at 0x" in text:
-        return None
-    if known_name(call) is not None:
-        return f"{type(call).__module__.partition('.')[0]} {text}"
-    return f"{type(call).__module__}.{type(call).__qualname__}: {text} {_digest_of_source(type(call))}".rstrip()
-
-
-def _digest_of_source(call: Any) -> str:
-    """Of the text of a function or class; empty for fastdata's own, and where there is none, as of what is built in."""
-    if call.__module__.partition(".")[0] == "fastdata":
-        return ""
+    digest = _Digest()
     try:
-        source = inspect.getsource(call)
-    except (OSError, TypeError):
-        code = getattr(call, "__code__", None)
-        if code is None:
-            return ""
-        source = f"{code.co_code!r} {code.co_names!r} {code.co_varnames!r}"
-    return hashlib.sha256(source.encode()).hexdigest()[:_NAME_CHARACTERS]
-
-
-def describe_codec(codec: Any) -> str:
-    from fastdata.codecs import OwnCodec, find_codec
-
-    if codec in ("auto", "source"):
-        return str(codec)
-    if isinstance(codec, (tuple, list)):
-        return " + ".join(map(describe_codec, codec))
-    found = find_codec(codec)
-    if isinstance(found, OwnCodec):
-        return f"{type(found.codec).__module__}.{type(found.codec).__qualname__} {found.name}"
-    return json.dumps(found.settings(), sort_keys=True)
-
-
-def is_listed(dataset: Any) -> bool:
-    """Whether a dataset has a list of its samples or targets, which tells it from others."""
-    while hasattr(dataset, "indices") and hasattr(dataset, "dataset"):
-        dataset = dataset.dataset
-    return hasattr(dataset, "samples") or hasattr(dataset, "targets")
+        _Describer(digest, value, cache_key).dump(value)
+    except RecursionError as deep:
+        raise ValueError(_refusal(value, value, "it is nested too deep")) from deep
+    return digest.hexdigest()
 
 
 def describe_dataset(dataset: Any, cache_key: str | None = None) -> str:
-    """Text for any dataset: its class, its own transforms, its targets as far as it lists them, and ``cache_key``.
-
-    Raises:
-        ValueError: neither does it list its files in ``samples``, nor is there a ``cache_key``.
-    """
-    inner, words = dataset, []
-    while hasattr(inner, "indices") and hasattr(inner, "dataset"):
-        words.append(f"{type(inner).__qualname__} {_digest_of_values(list(inner.indices))}")
+    """Text for any dataset: its class, and a hash of all of it; or of what it lists and the ``cache_key``."""
+    inner, listed = dataset, list[Any]()
+    while cache_key is not None and hasattr(inner, "indices") and hasattr(inner, "dataset"):
+        listed.append((type(inner), list(inner.indices)))
         inner = inner.dataset
-    identity = getattr(inner, "identity", None)  # of formats.py's
-    if cache_key is None and identity is None and not hasattr(inner, "samples"):
-        raise ValueError(
-            f"cache_dir= must know in the next run whether the samples of {type(inner).__name__} are still the same, "
-            "but it does not list their files in an attribute samples. Give cache_key='a name' and change it whenever "
-            "the data change."
-        )
-    words += [f"{type(inner).__module__}.{type(inner).__qualname__}", f"cache_key={cache_key!r}"]
-    words += [] if identity is None else [f"identity={identity}"]
-    for name in ("transform", "target_transform", "transforms", "loader"):
-        if (call := getattr(inner, name, None)) is not None:
-            words.append(f"{name}={describe_steps(getattr(call, 'transforms', None) or [call], cache_key)}")
-    targets = getattr(inner, "targets", None)
-    if targets is None:  # what ``samples`` has beside the paths
-        targets = [item[1:] for item in getattr(inner, "samples", ()) if isinstance(item, (tuple, list))]
-    words.append(f"targets {_digest_of_values(targets)}")
-    return " ".join(words)
+    if cache_key is not None:
+        names = ("_identity", "samples", "targets", "transform", "target_transform", "transforms", "loader")
+        listed += [cache_key, [(name, getattr(inner, name, None)) for name in names]]
+    digest = describe(dataset) if cache_key is None else describe(listed, cache_key)
+    return f"{name_of(type(inner)) or type(inner).__qualname__} {digest}"
 
 
-def _digest_of_values(values: Any) -> str:
-    try:
-        array = np.asarray(values)
-    except ValueError:  # of several lengths
-        array = np.empty(0, object)
-    data = array.tobytes() if array.dtype.kind in "iufbU" else repr(list(values)).encode()
-    return hashlib.sha256(data).hexdigest()[:_NAME_CHARACTERS]
+def is_listed(dataset: Any) -> bool:
+    """Whether a dataset has a list of its samples or targets, which tells it from others of its class."""
+    while hasattr(dataset, "indices") and hasattr(dataset, "dataset"):
+        dataset = dataset.dataset
+    return any(hasattr(dataset, name) for name in ("_identity", "samples", "targets"))
+
+
+def name_of(code: Any) -> str | None:
+    """What stands for a function or a class that is installed; None for the user's own, and what has no name."""
+    module, qualname = getattr(code, "__module__", None), getattr(code, "__qualname__", None)
+    if not (isinstance(module, str) and isinstance(qualname, str)) or (origin := _origin(module)) is None:
+        return None
+    found: Any = sys.modules.get(module)
+    for name in qualname.split("."):
+        found = getattr(found, name, None)
+    is_static = isinstance(code, type) and not code.__flags__ & _HEAP_TYPE
+    return f"{origin}.{qualname}" if found is code or is_static else None
+
+
+@functools.cache
+def _origin(module: str) -> str | None:
+    """What stands for a module that is installed; None for the user's own, whose code may change in any run."""
+    package = module.partition(".")[0]
+    if package in _BY_NAME:
+        return module
+    path = getattr(sys.modules.get(module), "__file__", None)
+    if path is None and module not in sys.modules:
+        spec = importlib.util.find_spec(package)
+        path = None if spec is None else spec.origin
+    if path is None or (path.endswith(".py") and {"site-packages", "dist-packages"}.isdisjoint(Path(path).parts)):
+        return None
+    version = getattr(sys.modules.get(package), "__version__", "")
+    return f"{module} {version} {hashlib.blake2b(Path(path).read_bytes(), digest_size=8).hexdigest()}"
+
+
+class _Digest:
+    """A file for pickles that keeps their hash."""
+
+    def __init__(self) -> None:
+        self._hash = hashlib.blake2b(digest_size=12)
+        self.write, self.hexdigest = self._hash.update, self._hash.hexdigest
+
+
+class _Describer(pickle.Pickler):
+    """Pickles what is Python's own, and of all else what stands for it, as persistent ids; never to be unpickled."""
+
+    def __init__(self, file: Any, whole: Any, cache_key: str | None) -> None:
+        super().__init__(file, protocol=4)
+        self.fast = True  # without the memo, which would tell equal values from one value that is there twice
+        self._whole, self._cache_key = whole, cache_key
+        self._met: dict[int, tuple[int, Any]] = {}
+
+    def persistent_id(self, value: Any) -> Any:
+        kind = type(value)
+        if kind in _ATOMS or kind is dict:
+            return None
+        if kind is list or kind is tuple:
+            return (kind.__name__, repr(value)) if _is_plain(value) else None
+        if hasattr(value, "__dict__"):  # may lead back to itself
+            if id(value) in self._met:
+                return self._met[id(value)][0]
+            self._met[id(value)] = len(self._met), value  # which stays alive, and its id its own
+        try:
+            return self._stand_in(value)
+        except Exception as unseen:  # what pickles a value may raise anything
+            if self._cache_key is None:
+                raise ValueError(_refusal(self._whole, value, str(unseen), self._owner(value))) from unseen
+            return kind.__qualname__, self._cache_key
+
+    def _stand_in(self, value: Any) -> Any:
+        kind = type(value)
+        if (name := name_of(value)) is not None:
+            return name
+        if kind is set or kind is frozenset:
+            return kind.__name__, sorted(describe(each, self._cache_key) for each in value)
+        if kind is types.FunctionType:
+            cells = [cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType()]
+            named = _globals_of(value.__code__, value.__globals__)
+            return "function", value.__code__, value.__defaults__, value.__kwdefaults__, cells, vars(value), named
+        if kind is types.CodeType:
+            return "code", [getattr(value, name, b"") for name in _CODE_FACTS]
+        if isinstance(value, type):
+            return "class", kind, value.__qualname__, value.__bases__, _contents_of(value)
+        if isinstance(value, torch.Tensor):
+            data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+            return "tensor", kind, str(value.dtype), list(value.shape), _hash_of(data), vars(value)
+        if kind in (np.ndarray, np.memmap) and not value.dtype.hasobject:
+            data = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
+            return "array", repr(value.dtype), list(value.shape), _hash_of(data)
+        if isinstance(value, types.ModuleType):
+            return "module", _origin(value.__name__) or _hash_of(Path(str(value.__file__)).read_bytes())
+        if kind is types.MethodType:
+            return "method", value.__func__, value.__self__
+        if kind is property:
+            return "property", value.fget, value.fset, value.fdel
+        if kind is classmethod or kind is staticmethod:
+            return kind.__name__, value.__func__
+        if kind is types.MappingProxyType:
+            return kind.__name__, dict(value)
+        if kind in _LOCKS:
+            return kind.__name__
+        if any(base.__module__.startswith("fastdata.") and hasattr(value, "_identity") for base in kind.__mro__):
+            return kind, value._identity
+        reduce = copyreg.dispatch_table.get(kind)
+        reduced = value.__reduce_ex__(4) if reduce is None else reduce(value)
+        made: Any = (reduced,) if isinstance(reduced, str) else reduced
+        function, arguments, state, items, pairs = (*made, *(None,) * 5)[:5]
+        return kind, function, arguments, state, list(items or ()), list(pairs or ()), _hidden_in(value)
+
+    def _owner(self, value: Any) -> str:
+        """What of all that was met has this value, and under which name."""
+        for _, owner in reversed(self._met.values()):
+            globals_ = owner.__globals__ if isinstance(owner, types.FunctionType) else {}
+            for name, held in {**globals_, **vars(owner)}.items():
+                if held is value:
+                    return f"{name!r} of {getattr(owner, '__qualname__', type(owner).__qualname__)}"
+        return ""
+
+
+def _refusal(whole: Any, value: Any, why: str, owner: str = "") -> str:
+    name = getattr(whole, "__qualname__", type(whole).__qualname__)
+    found = f"{owner or 'something in it'}, of type {type(value).__module__}.{type(value).__qualname__},"
+    return (
+        f"{name} cannot be told from others: {'it' if value is whole else found} cannot be described exactly ({why}), "
+        "and the next run, or another rank, must know whether samples are still prepared in the same way. Give "
+        "cache_key='a name' to stand for it, and change it whenever that changes."
+    )
+
+
+def _is_plain(values: Collection[Any]) -> bool:
+    """Whether a list holds atoms, or tuples of these, only: its text is exact then, and made 20 times as fast."""
+    kinds = set(map(type, values))
+    return kinds <= _ATOMS or (kinds == {tuple} and set(map(type, itertools.chain.from_iterable(values))) <= _ATOMS)
+
+
+def _hash_of(data: Any) -> str:
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+def _contents_of(kind: type) -> list[tuple[str, Any]]:
+    """A class's own methods and values; what Python notes beside them does nothing."""
+    notes = {"_abc_impl", "__annotate__", "__annotate_func__"}
+    return [
+        (name, value)
+        for name, value in sorted(vars(kind).items())
+        if name not in notes and (isinstance(value, _CODE) or not name.startswith("__"))
+    ]
+
+
+def _hidden_in(value: Any) -> Any:
+    """The attributes that a pickle may leave out: of the user's classes that say how, and of wrapped functions."""
+    kind, hidden = type(value), getattr(value, "__dict__", {})
+    if _origin(kind.__module__) is not None:
+        return hidden.get("__wrapped__")
+    how = ("__reduce_ex__", "__reduce__", "__getstate__")
+    is_usual = all(getattr(kind, name, None) is getattr(object, name, None) for name in how)
+    return None if is_usual else hidden
+
+
+def _globals_of(code: types.CodeType, namespace: Mapping[str, Any]) -> dict[str, Any]:
+    """The globals that code names, by name; of modules of the user's own what it may use of them."""
+    codes = list(_nested(code))
+    names = frozenset(itertools.chain.from_iterable(each.co_names for each in codes))
+    found = {}
+    for step in itertools.chain.from_iterable(map(dis.get_instructions, codes)):
+        if step.opname == "IMPORT_NAME":
+            found[f"import {step.argval}"] = _used_of(_imported(step.argval), names)
+        elif step.argval in namespace and ("GLOBAL" in step.opname or step.opname == "LOAD_NAME"):
+            found[step.argval] = _used_of(namespace[step.argval], names)
+    return found
+
+
+def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for value in code.co_consts:
+        if isinstance(value, types.CodeType):
+            yield from _nested(value)
+
+
+def _imported(name: str) -> Any:
+    found = sys.modules.get(name) or (_origin(name) if name else None)
+    if found is None:
+        raise TypeError(f"it imports {name}, which is not there yet: import it where its module begins")
+    return found
+
+
+def _used_of(value: Any, names: frozenset[str]) -> Any:
+    if not isinstance(value, types.ModuleType) or _origin(value.__name__) is not None:
+        return value
+    used = sorted(name for name in names if name in vars(value))
+    return value.__name__, [(name, _used_of(vars(value)[name], names - {name})) for name in used]

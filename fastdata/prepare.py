@@ -26,6 +26,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from fastdata import core, memory
+from fastdata.describe import describe, describe_dataset, is_listed
 from fastdata.errors import (
     CacheError,
     ChannelsError,
@@ -146,8 +147,6 @@ class Options:
             )
         if self.cache_dir is None and self.storage == "disk":
             raise ValueError("storage='disk' keeps samples in a folder; name it with cache_dir=")
-        if self.cache_dir is None and self.cache_key is not None:
-            raise ValueError("cache_key= says when a cache is still right; it needs cache_dir=")
         if self.cache_dir is not None and self.storage not in ("auto", "disk"):
             raise ValueError(
                 f"cache_dir= keeps samples on disk, from where the page cache serves them; storage={self.storage!r} "
@@ -682,7 +681,14 @@ class _Preparation:
         run = find_run()
         if run is None and not may_become_rank():
             return self.run()
-        key, known = self._key(by), self._known()
+        known = self._known()
+        try:
+            key = self._key(by)
+        except ValueError as refused:
+            if run is not None:
+                warn_user(f"each rank prepares and holds samples of its own: {refused}")
+                self._budget = _budget(replace(self._options, share="off"))
+            return self.run()
         if run is None:
             prepared = self.run()
             return _shared_by(Notice(key, prepared, known), prepared)
@@ -740,23 +746,22 @@ class _Preparation:
     def _key(self, by: Sequence[Any]) -> str:
         """What all have in common who have the same samples, and have made as many such datasets before.
 
-        Where a dataset lists neither targets nor samples, more of these are looked at.
+        Raises:
+            ValueError: that cannot be told of something, and no ``cache_key`` stands for it.
         """
-        from fastdata.describe import describe_codec, describe_dataset, describe_in_run, is_listed
+        from fastdata.codecs import describe_codec
 
         options, path, looked_at = self._options, self._path, self._expected.looked_at
         words: list[Any] = [
             options.storage,
-            describe_codec(options.codec),
+            describe_codec(options.codec, options.cache_key),
             options.fill,
             options.on_error,
             options.memory_limit,
         ]
-        words += [options.cache_key, len(path.source), self._expected.specs, *map(describe_in_run, by)]
+        words += [options.cache_key, len(path.source), self._expected.specs, describe(list(by), options.cache_key)]
         if isinstance(path.source, DatasetSource):
-            words.append(describe_dataset(path.source.dataset, cache_key=""))
-            if not is_listed(path.source.dataset):
-                looked_at = forecast(path.source, path.prepare, probes=_UNLISTED_SAMPLES).looked_at
+            words += [_describe(path.source.dataset, options.cache_key), path.source.columns]
         digest = hashlib.blake2b(repr(words).encode(), digest_size=16)
         for column in self._table.columns() if self._table is not None else ():
             digest.update(np.ascontiguousarray(column).data)
@@ -850,9 +855,17 @@ def _shared_by(place: Host | Notice | None, prepared: Prepared) -> Prepared:
     return prepared if prepared.kept is None else replace(prepared, kept=replace(prepared.kept, shared_by=place))
 
 
-_UNLISTED_SAMPLES = 64
 _MADE: Counter[str] = Counter()
 """Datasets that this process has made, by key: it must not share with itself, to whom it would answer."""
+
+
+def _describe(dataset: Any, cache_key: str | None) -> str:
+    try:
+        return describe_dataset(dataset, cache_key)
+    except ValueError:
+        if not is_listed(dataset):
+            raise
+        return describe_dataset(dataset, cache_key="")  # by what it lists
 
 
 def _bytes_of(leaf: Any) -> Any:

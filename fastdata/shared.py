@@ -292,6 +292,10 @@ class ListView(Sequence[_T], Generic[_T]):
     def __iter__(self) -> Iterator[_T]:
         return map(self._item, range(self._length))
 
+    @property
+    def _identity(self) -> list[_T]:
+        return list(self)
+
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, (list, ListView)):
             return NotImplemented

@@ -14,6 +14,7 @@ PACKAGE = Path(fastdata.__file__).parent
 
 ROOMS = (
     "errors",
+    "describe",
     "report",
     "memory",
     "remote",
@@ -23,7 +24,6 @@ ROOMS = (
     "images",
     "transforms",
     "codecs",
-    "describe",
     "sources",
     "stores",
     "ranks",

@@ -528,6 +528,45 @@ def test_how_a_process_ended_is_told_before_and_after_it_is_reaped() -> None:
             os.close(pidfd)
 
 
+@pytest.mark.parametrize("is_seen", [True, False], ids=["seen", "unseen"])
+@pytest.mark.parametrize("cache_key", [None, "data"])
+def test_datasets_that_differ_in_one_sample_are_not_shared(is_seen: bool, cache_key: str | None) -> None:
+    """Unless ``cache_key`` says that they are one; and those that only C code can tell apart with it alone."""
+
+    class Held(Dataset[Any]):
+        def __init__(self, last: int, handle: Any) -> None:
+            self.levels, self.handle = [*range(199), last], handle
+
+        def __len__(self) -> int:
+            return 150
+
+        def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+            level = self.levels[199 if range(150)[index] == 101 else range(150)[index]]
+            return torch.full((3, 6, 5), level, dtype=torch.uint8), 0
+
+    def work(rank: int, pipe: Any) -> Any:
+        with contextlib.ExitStack() as cleanup:
+            handle = None if is_seen else cleanup.enter_context(socket.socket())
+            data = Held(254 + rank if is_seen and cache_key is None else 255, handle)
+            warned = cleanup.enter_context(warnings.catch_warnings(record=True))
+            warnings.simplefilter("always")
+            dataset = CachedDataset(data, cache_key=cache_key, progress=False, num_workers=1)
+            pipe.send("made")
+            pipe.recv()
+            found = int(dataset[101][0].max()), made(dataset)["inodes"], [str(each.message) for each in warned]
+            dataset.close()
+            return found
+
+    with Ranks(2, work) as run:
+        run.receive_all()
+        run.send_all("go")
+        (level, inodes, warned), (other_level, other_inodes, _) = run.receive_all()
+    assert (inodes == other_inodes) == (cache_key is not None)
+    assert (level, other_level) == ((254, 255) if is_seen and cache_key is None else (255, 255))
+    assert len(warned) == (not is_seen and cache_key is None)
+    assert all("'handle' of " in each and "cache_key=" in each for each in warned)
+
+
 def test_datasets_that_only_their_steps_tell_apart_are_not_shared(images: Path) -> None:
     """Samples that are not looked at may differ too: each rank gets those that its own steps make."""
     from PIL import Image

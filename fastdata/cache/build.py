@@ -36,8 +36,7 @@ from fastdata.cache.manifest import (
     targets_of,
 )
 from fastdata.cache.shards import unfinished, write_shards, written_of
-from fastdata.codecs import codec_of, find_codec
-from fastdata.describe import describe_codec
+from fastdata.codecs import codec_of, describe_codec, find_codec
 from fastdata.errors import CacheError, SampleError, is_url
 from fastdata.memory import StoragePlan, fastest_fitting, format_bytes, usable_cores
 from fastdata.prepare import (
@@ -162,7 +161,7 @@ def prepare_on_disk(
         ValueError: samples or targets cannot be kept in files.
     """
     assert options.cache_dir is not None
-    key = {"source": opened, "prepare": steps, "codec": describe_codec(options.codec)}
+    key = {"source": opened, "prepare": steps, "codec": describe_codec(options.codec, options.cache_key)}
     root = os.path.abspath(os.path.expanduser(root)) if root and not is_url(root) else root
     stem = re.sub(r"[^A-Za-z0-9._]+", "-", os.path.basename(root)).strip(".-") or "samples"
     text = json.dumps({**key, "root": root}, sort_keys=True)

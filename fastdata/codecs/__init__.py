@@ -7,6 +7,7 @@ nine times smaller for the price of exactness; ``"source"`` keeps a file's own b
 from __future__ import annotations
 
 import bz2
+import json
 import threading
 import zlib
 from collections.abc import Callable
@@ -18,6 +19,7 @@ import numpy as np
 import zstandard
 
 from fastdata.codecs.prediction import Bytes, Filter, Layout, apply_filter, layout_of, undo_filter
+from fastdata.describe import describe
 from fastdata.errors import CodecError, kind_of
 from fastdata.images import Array, SampleSpec, Scratch, decode_planes_into, encode_planes, round_up_8
 
@@ -394,6 +396,18 @@ class OwnCodec:
 
 _CODECS: dict[str, Callable[..., Codec]] = {"lz4": Lz4Codec, "zstd": ZstdCodec, "jpeg": JpegCodec}
 KNOWN_CODECS = tuple(_CODECS)
+
+
+def describe_codec(codec: Any, cache_key: str | None = None) -> str:
+    """Text that is equal for what ``codec=`` takes where it encodes alike; ``cache_key`` as in ``describe``."""
+    if codec in ("auto", "source"):
+        return str(codec)
+    if isinstance(codec, (tuple, list)):
+        return " + ".join(describe_codec(each, cache_key) for each in codec)
+    found = find_codec(codec)
+    if isinstance(found, OwnCodec):
+        return f"{type(found.codec).__qualname__} {found.name} {describe(found.codec, cache_key)}"
+    return json.dumps(found.settings(), sort_keys=True)
 
 
 def find_codec(codec: str | object, **settings: Any) -> Codec:

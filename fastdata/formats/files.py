@@ -70,7 +70,7 @@ class Shards:
         self._coming = Coming()
         self.is_remote = any(file.place.is_remote for file in files)
         facts = repr(sorted({(file.name, file.size_bytes, file.tag) for file in files})).encode()
-        self.identity = f"{len(files)} files {hashlib.blake2b(facts, digest_size=8).hexdigest()}"
+        self._identity = f"{len(files)} files {hashlib.blake2b(facts, digest_size=8).hexdigest()}"
         """The same in every run, until a file is another."""
 
     def __len__(self) -> int:

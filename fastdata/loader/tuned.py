@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fastdata.describe import describe_in_run
+from fastdata.describe import describe
 from fastdata.memory import cpu_model, usable_cores, user_cache
 from fastdata.ranks import local_ranks
 from fastdata.report import warn_user
@@ -36,7 +36,7 @@ def describe_tuned(dataset: Any) -> str:
     root = getattr(dataset, "root", None)
     words += [os.path.abspath(root) if isinstance(root, (str, os.PathLike)) else "", getattr(dataset, "storage", "")]
     calls = (getattr(dataset, name, None) for name in ("transform", "target_transform", "transforms"))
-    return " | ".join([*words, *(describe_in_run(call) for call in calls if call is not None)])
+    return " | ".join([*words, *(describe(call, cache_key="") for call in calls if call is not None)])
 
 
 def _file_of(key: str) -> Path:

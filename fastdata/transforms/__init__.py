@@ -6,6 +6,7 @@ as such; ``plan`` splits a transform; ``cpu`` and ``device`` run its batch part.
 
 from fastdata.transforms.plan import (
     TransformPlan,
+    describe_steps,
     plan_pairs,
     plan_transform,
     read_center_crop,
@@ -17,6 +18,7 @@ from fastdata.transforms.steps import Views, fingerprint, is_same
 __all__ = [
     "TransformPlan",
     "Views",
+    "describe_steps",
     "fingerprint",
     "is_same",
     "plan_pairs",

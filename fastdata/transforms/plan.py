@@ -9,7 +9,8 @@ from itertools import takewhile
 from textwrap import shorten
 from typing import Any, Literal
 
-from fastdata.images import Form
+from fastdata.describe import describe, name_of
+from fastdata.images import Form, Resize
 from fastdata.transforms.ops import Op, size_after
 from fastdata.transforms.steps import (
     State,
@@ -94,7 +95,7 @@ class TransformPlan:
 
     def prepare_key(self) -> str:
         """Text that is equal for two plans whose prepare parts do the same; empty if there is none."""
-        return " | ".join(map(_key, self.prepare))
+        return describe_steps(self.prepare, cache_key="")
 
     def __str__(self) -> str:
         prepare = ", ".join(map(_text, (*self.beforehand, *self.prepare))) or "-"
@@ -199,7 +200,7 @@ def _plan_views(
 ) -> TransformPlan:
     """Plan each view by itself, behind what all of them begin with, with numbers of its own for what it draws."""
     each = [(*before, *flatten(transform)) for transform in views.transforms]
-    alike = takewhile(lambda steps: len(set(map(_key, steps))) == 1, zip(*each, strict=False))
+    alike = takewhile(lambda steps: len({describe(step, "") for step in steps}) == 1, zip(*each, strict=False))
     common = tuple(steps[0] for steps in alike)
     prepare = plan_transform(common).prepare if prepared is None else common[:prepared]
     plans: list[TransformPlan] = []
@@ -312,11 +313,26 @@ def shape_after(steps: Iterable[Any]) -> tuple[int, int, int] | None:
     return None if size is None else (channels, *size)
 
 
-def _key(step: Any) -> str:
-    kind, text = type(step), _text(step)
-    if " at 0x" in text:  # says where it is
-        text = f"{getattr(step, '__name__', '')} {getattr(step, '__dict__', {})}"
-    return f"{kind.__module__}.{kind.__qualname__}: {text}"
+def describe_steps(steps: Iterable[Any], cache_key: str | None = None, *, is_pil: bool = False) -> str:
+    """Text that is equal for steps that do the same, one after the other; ``cache_key`` as in ``describe``.
+
+    Resize and centre crop of samples that are PIL images have one text whoever wrote them: torchvision v1, v2, or
+    ``resize=``.
+    """
+    texts: list[str] = []
+    for step in steps:
+        resize = (step.size, "bilinear") if isinstance(step, Resize) else read_resize(step)
+        crop = read_center_crop(step)
+        is_pil = is_pil and not (resize is None and crop is None)
+        name = getattr(step, "__qualname__", type(step).__qualname__)
+        if is_pil and resize is not None:
+            size = tuple(resize[0]) if isinstance(resize[0], (list, tuple)) else resize[0]
+            texts.append(f"resize {size} {resize[1]}")
+        elif is_pil:
+            texts.append(f"centre crop {crop}")
+        else:
+            texts.append(name_of(step) or f"{name} {describe(step, cache_key)}")
+    return " | ".join(texts)
 
 
 def _text(step: Any) -> str:
