@@ -264,8 +264,8 @@ class PreparedDataset(Dataset[Any]):
     _fast_decode = False
     _is_remote = False
     """Whether samples that are not kept are fetched from behind a URL."""
-    _list_name = ""
-    """Of the file that lists the samples, where there is one: those of several in a folder have caches of their own."""
+    _list_name: str | None = ""
+    """Of the file that lists the samples, which may change; empty where a folder does, None for a list made by code."""
 
     # Making
 
@@ -330,7 +330,8 @@ class PreparedDataset(Dataset[Any]):
             else:
                 opened = _describe_source(cast("DatasetSource", source), listing, options.cache_key)
             text = describe_steps(steps, options.cache_key, is_pil=is_pil)
-            prepared = prepare_on_disk(path, options, table, opened=opened, steps=text, listing=listing, root=root)
+            where: dict[str, Any] = {"listing": listing, "root": root, "is_own_list": self._list_name is None}
+            prepared = prepare_on_disk(path, options, table, opened=opened, steps=text, **where)
         self._was_read = False
         self._stored_after = None if prepared.kept is None else (len(plan.prepare), plan.prepare_key())
         self._serve(prepared, source, table)

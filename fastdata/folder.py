@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -94,6 +95,10 @@ class _ImageFiles(PreparedDataset):
         return [f"Root location: {self.root}"]
 
 
+def _whole_name(path: str | os.PathLike[str]) -> str:
+    return os.fsdecode(path) if is_url(path) else os.path.abspath(os.path.expanduser(os.fsdecode(path)))
+
+
 def _unwrapped(cls: type, dataset: _ImageFiles, target_keys: Any = None) -> _ImageFiles:
     """Give the dataset itself in place of what ``wrap_dataset_for_transforms_v2`` makes of it."""
     if target_keys is not None:
@@ -161,6 +166,9 @@ class ImageFolder(_ImageFiles):
         if is_url(root):
             self._place = Place(root, chosen.storage_options)
             self.root = self._place.url
+        usual, names = vars(ImageFolder), ("extensions", "find_classes", "make_dataset")
+        is_usual = all(inspect.getattr_static(self, name) is usual[name] for name in names)
+        self._list_name = "" if is_valid_file is None and is_usual else None
         _, class_to_idx = self.find_classes(self._place or self.root)
         samples = self.make_dataset(
             self._place or self.root,
@@ -259,7 +267,6 @@ class ImageManifest(_ImageFiles):
     ) -> None:
         chosen = read_options(ImageManifest, options)
         beside = os.path.dirname(manifest) if isinstance(manifest, str | os.PathLike) else ""
-        self._list_name = os.path.basename(manifest) if isinstance(manifest, str | os.PathLike) else ""
         listed = read_manifest(manifest, root, file, label, id, chosen.storage_options)
         url = next((path for path in listed.paths if "://" in path), "")  # of one is enough: most lie side by side
         below = next((place for place in (root, beside) if place is not None and is_url(place)), os.path.dirname(url))
@@ -268,6 +275,10 @@ class ImageManifest(_ImageFiles):
             self.root = self._place.url
         else:
             self.root = os.path.abspath(os.path.expanduser(beside)) if root is None else os.fspath(root)
+        self._list_name = None
+        if isinstance(manifest, str | os.PathLike):
+            is_beside = os.path.abspath(os.path.expanduser(beside)) == os.path.abspath(self.root)
+            self._list_name = os.path.basename(manifest) if is_beside else _whole_name(manifest)
         classes = None if listed.classes is None else {name: i for i, name in enumerate(listed.classes)}
         self._build_files(
             listed.paths,

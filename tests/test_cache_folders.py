@@ -145,6 +145,67 @@ def test_lists_in_one_folder_have_caches_of_their_own(image_folder: Folder) -> N
     assert kept[1] == kept[2] == kept[3]
 
 
+class Middle(ImageFolder):
+    @staticmethod
+    def make_dataset(*given: Any, **options: Any) -> list[tuple[str, int]]:
+        return ImageFolder.make_dataset(*given, **options)[1:5]
+
+
+def test_lists_made_by_code_have_caches_of_their_own(image_folder: Folder, tmp_path: Path) -> None:
+    """Frames, lists, files of one name, ``is_valid_file`` and other classes over one root: none evicts another."""
+    root = image_folder()
+    names = sorted(str(path.relative_to(root)) for path in root.rglob("*.jpg"))
+    folds = [tmp_path / name / "train.csv" for name in ("fold0", "fold1")]
+    for fold, files in zip(folds, (names[:3], names[3:]), strict=True):
+        fold.parent.mkdir()
+        fold.write_text("file,label\n" + "".join(f"{file},1\n" for file in files), "utf-8")
+    options: dict[str, Any] = {"cache_dir": tmp_path / "cache", "progress": False, "num_workers": 1}
+    makers: list[tuple[int, Callable[[], Any]]] = [
+        (3, lambda: ImageManifest([(name, 0) for name in names[:3]], root=root, **options)),
+        (3, lambda: ImageManifest([(name, 1) for name in names[3:]], root=root, **options)),
+        (3, lambda: ImageManifest(folds[0], root=root, **options)),
+        (3, lambda: ImageManifest(folds[1], root=root, **options)),
+        (6, lambda: ImageFolder(root, **options)),
+        (2, lambda: ImageFolder(root, is_valid_file=lambda path: path.endswith("000.jpg"), **options)),
+        (4, lambda: ImageFolder(root, is_valid_file=lambda path: path[-7:] > "000.jpg", **options)),
+        (4, lambda: Middle(root, **options)),
+    ]
+    kept = []
+    for count, make in makers * 2:
+        with make() as dataset:
+            assert len(dataset) == count
+        kept.append(all_files(tmp_path / "cache"))
+    assert set().union(*(files ^ kept[len(makers) - 1] for files in kept[len(makers) :])) == set()
+
+
+@pytest.mark.parametrize("codec", ["auto", "zstd"])
+def test_a_list_takes_over_what_another_one_has_prepared(image_folder: Folder, codec: str) -> None:
+    """Without room on the disk, and whichever is removed leaves it to the other."""
+    root = image_folder()
+    names = sorted(str(path.relative_to(root)) for path in root.rglob("*.jpg"))
+    options: dict[str, Any] = {"cache_dir": root.parent / "cache", "codec": codec, "progress": False}
+
+    def made(chosen: list[str]) -> ImageManifest:
+        return ImageManifest([(name, 1) for name in chosen], root=root, num_workers=1, **options)
+
+    def first_file(dataset: ImageManifest) -> Path:
+        assert dataset.kept is not None
+        path: Path = dataset.kept.stores[0].files[0].path
+        return path
+
+    with made(names[:5]) as first, made(names[1:]) as second, made(names[2:5]) as third:
+        want = [np.asarray(Image.open(root / name)) for name in names]
+        for dataset, images in ((first, want[:5]), (second, want[1:]), (third, want[2:5])):
+            assert all(np.array_equal(np.asarray(dataset[i][0]), image) for i, image in enumerate(images))
+        assert len({first_file(dataset).stat().st_ino for dataset in (first, second, third)}) == 1
+        removed = first_file(first).parent
+    shutil.rmtree(removed)
+    (root / names[1]).write_bytes(b"no image any more, and of another size")
+    with made(names[2:5]) as third:
+        assert np.array_equal(np.asarray(third[0][0]), want[2])
+    assert not removed.exists()
+
+
 def test_labels_in_samples_are_part_of_what_a_cache_is_of(tmp_path: Path) -> None:
     """A dataset that lists (path, label) and no targets is cached anew when a label changes."""
 

@@ -23,6 +23,7 @@ import numpy.typing as npt
 from filelock import FileLock, Timeout
 
 from fastdata.cache.manifest import (
+    MANIFEST,
     Columns,
     Manifest,
     Mirroring,
@@ -35,7 +36,7 @@ from fastdata.cache.manifest import (
     target_columns,
     targets_of,
 )
-from fastdata.cache.shards import unfinished, write_shards, written_of
+from fastdata.cache.shards import Written, unfinished, write_shards, written_of
 from fastdata.codecs import codec_of, describe_codec, find_codec
 from fastdata.errors import CacheError, SampleError, is_url
 from fastdata.memory import StoragePlan, fastest_fitting, format_bytes, usable_cores
@@ -87,6 +88,7 @@ class _Wanted:
         key: what they depend on besides their files.
         root: folder of the files; empty where there is none.
         place: of the cache.
+        family: what the names of the caches of other lists over the same root begin with; empty where there are none.
     """
 
     path: ReadPath
@@ -96,6 +98,7 @@ class _Wanted:
     key: dict[str, str]
     root: str
     place: Place
+    family: str = ""
 
     @property
     def home(self) -> Path:
@@ -150,10 +153,12 @@ def prepare_on_disk(
     steps: str,
     listing: Listing | None,
     root: str,
+    is_own_list: bool = False,
 ) -> Prepared:
     """Serve from the cache of these samples; write it first, or what of it is missing.
 
-    ``opened`` and ``steps`` say what opens and what prepares them; the rest is as in ``_Wanted``.
+    ``opened`` and ``steps`` say what opens and what prepares them, ``is_own_list`` that somebody chose the files, so
+    that others over the same root have caches of their own; the rest is as in ``_Wanted``.
 
     Raises:
         SampleError: a sample cannot be prepared.
@@ -165,9 +170,13 @@ def prepare_on_disk(
     root = os.path.abspath(os.path.expanduser(root)) if root and not is_url(root) else root
     stem = re.sub(r"[^A-Za-z0-9._]+", "-", os.path.basename(root)).strip(".-") or "samples"
     text = json.dumps({**key, "root": root}, sort_keys=True)
-    name = f"{stem}-{hashlib.sha256(text.encode()).hexdigest()[:_NAME_CHARACTERS]}"
+    name, family = f"{stem}-{hashlib.sha256(text.encode()).hexdigest()[:_NAME_CHARACTERS]}", ""
+    if listing is not None and is_own_list:
+        digest = hashlib.sha256(listing["ends"].data)
+        digest.update(listing["paths"].data)
+        name, family = f"{name}-{digest.hexdigest()[:_NAME_CHARACTERS]}", name
     place = Place(options.cache_dir, options.storage_options).below(name)
-    wanted = _Wanted(path, options, table, listing, key, root, place)
+    wanted = _Wanted(path, options, table, listing, key, root, place, family)
     prepared, why = _opened(wanted)
     if prepared is None:
         home, needed = wanted.home, why or "it holds no cache of these samples that is up to date"
@@ -337,12 +346,14 @@ def _write(wanted: _Wanted, why: str) -> None:
         if not why:
             with contextlib.suppress(FileNotFoundError):
                 found = read_settled(place, partial(_hold_against, wanted), wanted.mirroring)
+            found = found or _borrowed(wanted)
         if found is not None and _is_worth_updating(found):
             reason = "their files are new, were changed, or could not be prepared before"
             if found.marks:
                 reason = f"{len(found.marks)} were found damaged in the cache"
             missing, count = int((found.match < 0).sum()), len(found.match)
-            log.warning("%d of %d samples are prepared anew: %s", missing, count, reason)
+            if missing:
+                log.warning("%d of %d samples are prepared anew: %s", missing, count, reason)
             part_bytes = [part.size_bytes * missing // max(part.rows, 1) for part in found.manifest.parts]
             try:
                 _fill(wanted, found, part_bytes)
@@ -366,6 +377,30 @@ def _write(wanted: _Wanted, why: str) -> None:
                 _sweep(place, with_shards=is_done or not wanted.is_sharded)
             if not place.is_remote:
                 folder.rmdir()  # where nothing is in it
+
+
+def _borrowed(wanted: _Wanted) -> Found | None:
+    """What the cache of another list over the same root has of these samples, its files linked into this one's folder.
+
+    Files of a cache never change, so that both may have them; whoever is removed leaves them to the other.
+    """
+    best: Found | None = None
+    folders = wanted.home.parent.glob(f"{wanted.family}-*") if wanted.family and not wanted.place.is_remote else ()
+    for folder in folders:
+        other = replace(wanted, place=Place(folder))
+        with contextlib.suppress(CacheError, FileNotFoundError):
+            found = read_settled(folder, partial(_hold_against, other))
+            if best is None or (found.match >= 0).sum() > (best.match >= 0).sum():
+                best = found
+    if best is None or not _is_worth_updating(best):
+        return None
+    lender = Path(best.place.url)
+    with contextlib.suppress(OSError, Timeout), locked(lender, wait=False):  # one without links is prepared from files
+        for name in best.manifest.file_names() - {MANIFEST, best.manifest.index_name}:
+            os.link(lender / name, wanted.home / name)
+        log.info("%s takes over files of %s", wanted.place, lender)
+        return best._replace(place=wanted.place, marks=())
+    return None
 
 
 def _is_worth_updating(found: Found) -> bool:
@@ -449,7 +484,9 @@ def _fill(wanted: _Wanted, found: Found, part_bytes: Sequence[int]) -> None:
     ]
     chosen = None if is_all else missing.tolist()
     with_targets = wanted.table is None and not manifest.target_is_part
-    if wanted.is_sharded:
+    if not len(missing):
+        written = Written((), missing, [], [])
+    elif wanted.is_sharded:
         written = write_shards(
             wanted.path,
             plans,
