@@ -155,7 +155,7 @@ class RankSampler(EpochSampler, DistributedSampler[int]):
         total_size: of all ranks.
 
     A subclass that has another ``order(epoch)``, and says in ``identity`` what that follows from, is shared out and
-    resumed alike.
+    resumed alike. A sample that comes again in it is told apart, so that it draws anew, whichever rank that is on.
 
     Raises:
         ValueError: there is no such rank, fewer than ``num_samples``, or ``uneven`` is none of the three.
@@ -173,7 +173,7 @@ class RankSampler(EpochSampler, DistributedSampler[int]):
 
     _start = 0
     may_repeat = False
-    """Whether a sample may come several times in an epoch: later ones are then told apart, so that they draw anew."""
+    """Whether there may be more samples in an epoch than in the dataset."""
 
     def __init__(
         self,
@@ -217,7 +217,7 @@ class RankSampler(EpochSampler, DistributedSampler[int]):
         length, count = len(order), self._share_of(len(order) - self.position)
         place = self.position + self.rank + self.num_replicas * np.arange(count)
         shared = order[place % length].tolist() if count else []
-        if not count or not (self.may_repeat or place[-1] >= length):
+        if not count or (place[-1] < length and np.bincount(order).max() == 1):
             yield from shared
             return
         earlier = count_earlier(np.zeros(self.length, np.uint32), order)[place % length]

@@ -248,6 +248,78 @@ def _is_equal(ours: Any, theirs: Any) -> bool:
     return all(map(torch.equal, ours, theirs))
 
 
+class Repeating(Sampler[int]):
+    """As timm's RepeatAugSampler: each sample three times in a row, shared out to ranks."""
+
+    def __init__(self, length: int, rank: int, num_replicas: int) -> None:
+        self.length, self.rank, self.num_replicas = length, rank, num_replicas
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(np.repeat(np.arange(self.length), 3)[self.rank :: self.num_replicas].tolist())
+
+
+class Replacing(RankSampler):
+    """An order of one's own in which samples come again."""
+
+    def order(self, epoch: int) -> Any:
+        return np.random.default_rng(epoch).integers(0, self.length, self.order_length)
+
+
+TWICE: dict[str, Any] = {
+    "a subset's repeats": lambda ranks, whole: RankSampler(whole, **ranks),
+    "buckets of those": lambda ranks, whole: BucketSampler(np.full((len(whole), 2), 6), 2, **ranks),
+    "torch's of those": lambda ranks, whole: DistributedSampler(whole, ranks["world_size"], ranks["rank"]),
+    "an order of one's own": lambda ranks, whole: Replacing(whole, **ranks),
+    "weights": lambda ranks, whole: WeightedSampler(np.ones(len(whole)), **ranks),
+    "repeated": lambda ranks, whole: RepeatSampler(whole, 3, 3 * len(whole), **ranks),
+    "another's repeats": lambda ranks, whole: Repeating(len(whole), ranks["rank"], ranks["world_size"]),
+}
+
+
+def _large() -> CachedDataset:
+    """Images in which no two crops are the same."""
+    pixels = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (8, 3, 99, 98), np.uint8))
+    return CachedDataset([*zip(pixels, range(8), strict=True)], transform=v1.RandomCrop(6), seed=0, progress=False)
+
+
+def _read(whole: Any, sampler: Any) -> list[tuple[int, bytes]]:
+    how = {"batch_sampler": sampler} if isinstance(sampler, BucketSampler) else {"sampler": sampler, "batch_size": 2}
+    pairs = (pair for batch in DataLoader(whole, **how) for pair in zip(*batch, strict=True))
+    return [(int(label), image.numpy().tobytes()) for image, label in pairs]
+
+
+@pytest.mark.parametrize("name", TWICE)
+@pytest.mark.parametrize("kind", ["subset", "concat", "nested"])
+def test_no_two_ranks_draw_the_same_for_one_sample(name: str, kind: str) -> None:
+    """Whatever gives a sample to several places of an epoch, each has a crop of its own, on one rank or three."""
+    with _large() as dataset:
+        part = Subset(dataset, [3, 0, 3, 3, 7, 0, -1])
+        nested = Subset(part, [0, 2, 2, 6, -1])
+        whole: Any = {"subset": part, "concat": ConcatDataset([part, dataset]), "nested": nested}[kind]
+        read = [pair for rank in range(3) for pair in _read(whole, TWICE[name]({"rank": rank, "world_size": 3}, whole))]
+        assert len(set(read)) == len(read) >= len(whole)
+        if name not in ("another's repeats", "buckets of those") and len(read) % len(whole) == 0:
+            assert set(_read(whole, TWICE[name]({"rank": 0, "world_size": 1}, whole))) == set(read)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_subset_with_repeats_is_resumed(num_workers: int) -> None:
+    """What is left of an epoch in which samples come again has the draws that it would have had."""
+    with _large() as dataset:
+        part = Subset(dataset, [3, 0, 3, 3, 7, 0, 1, 1])
+
+        def make() -> Any:
+            return DataLoader(part, 2, sampler=RankSampler(part, rank=0, world_size=1), num_workers=num_workers)
+
+        loader = make()
+        batches = iter(loader)
+        for _ in range(2):
+            next(batches)
+        again = make()
+        again.load_state_dict(loader.state_dict())
+        assert [images.tolist() for images, _ in again] == [images.tolist() for images, _ in batches]
+
+
 # Resuming
 
 

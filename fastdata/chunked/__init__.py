@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from fastdata import memory
-from fastdata.batch import collate
+from fastdata.batch import EpochVisits, Multiples, collate
 from fastdata.chunked.plan import (
     CHUNKS_HELD,
     ChunkPlan,
@@ -270,11 +270,13 @@ class ChunkedLoader:
             self._epochs.resume(progress.resumed_from, dataset)
         epoch = self._epochs.current or 0
         stream = plan_epoch(self._order, epoch)
-        stream = stream if subset is None else subset[stream]
+        places = subset if self._items is None else self._items.positions
+        multiples = None if places is None else Multiples.find(places, dataset.index_count)
+        visits = EpochVisits(self._order.length, epoch, multiples).take(stream)
         seed = dataset.seed_of(progress.base_seed or 0)
         if self._items is not None:
-            self._items.begin(stream, epoch, seed)
-        residency.begin(stream, progress.first, epoch, seed)
+            self._items.begin(stream, visits, seed)
+        residency.begin(stream if subset is None else subset[stream], visits, progress.first, epoch, seed)
 
     def set_epoch(self, epoch: int) -> None:
         """Make the order and the random draws of the coming epochs those of ``epoch``, until it is set again."""

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 import torch
 
-from fastdata.batch import DrawKey, EpochVisits, IndexBatch
+from fastdata.batch import DrawKey, IndexBatch
 from fastdata.chunked.plan import CHUNKS_HELD
 from fastdata.codecs import KNOWN_CODECS
 from fastdata.dataset import PreparedDataset
@@ -349,10 +349,9 @@ class Residency:
         self._pool: WorkerPool[list[_Result]] | None = None
         self._filler = threading.Thread(target=self._fill, name="fastdata-chunks", daemon=True)
 
-    def begin(self, stream: np.ndarray, first_batch: int, epoch: int, seed: int) -> None:
+    def begin(self, stream: np.ndarray, visits: np.ndarray, first_batch: int, epoch: int, seed: int) -> None:
         """Start with a batch of an epoch, whose samples are at the positions of ``stream``: int64, in their order."""
-        self._stream, self._epoch, self._seed = stream, epoch, seed
-        self._visits = EpochVisits(int(stream.max(initial=-1)) + 1, epoch).take(stream)
+        self._stream, self._visits, self._epoch, self._seed = stream, visits, epoch, seed
         self._coming: Iterator[int] = iter(range(first_batch, -(-len(stream) // self._batch_size)))
         self._pool = WorkerPool(self._load, self._workers)
         self._filler.start()

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch.utils import data as torch_data
 
-from fastdata.batch import DrawKey, IndexBatch
+from fastdata.batch import DrawKey, IndexBatch, RepeatedIndex
 from fastdata.loader.view import LoaderView, Served
 from fastdata.samplers import BucketSampler, EpochSampler
 
@@ -362,8 +362,37 @@ class Order(Iterator[Any]):
             if is_set or (dataset.epoch is None and (dataset.options.seed is not None or progress.keeps_seed)):
                 progress.epoch = self.counted.coming()["epoch"]
         assert progress.base_seed is not None
-        epoch, may_be_marked = progress.epoch or 0, self.counted is not None
-        return self._served.visit(indices, epoch, progress.base_seed, may_be_marked=may_be_marked)
+        last, outer = self._samplers[-1], type(self._sampler)
+        is_torchs = outer is torch_data.BatchSampler and type(last) is torch_data.DistributedSampler
+        if is_torchs and self._sampler.sampler is last:
+            indices = _mark_padding(indices, last)
+        return self._served.visit(
+            indices,
+            progress.epoch or 0,
+            progress.base_seed,
+            may_be_marked=is_torchs or self.counted is not None,
+            share=self._unknown_share,
+        )
+
+    @property
+    def _unknown_share(self) -> tuple[int, int]:
+        """Rank and number of ranks of a sampler of one's own, which may give several of them one sample."""
+        for each in self._samplers:
+            rank, ranks = getattr(each, "rank", None), getattr(each, "num_replicas", None)
+            is_known = each is self.counted or type(each) is torch_data.DistributedSampler
+            if not is_known and isinstance(rank, int) and isinstance(ranks, int):
+                return rank, ranks
+        return 0, 1
+
+
+def _mark_padding(batches: Iterator[list[int]], sampler: Any) -> Iterator[list[int]]:
+    """Mark the samples that torch repeats, the first of an epoch, so that all ranks have equally many."""
+    place = sampler.rank
+    for batch in batches:
+        places = range(place, place + len(batch) * sampler.num_replicas, sampler.num_replicas)
+        place += len(places) * sampler.num_replicas
+        earlier = (each // len(sampler.dataset) for each in places)
+        yield list(map(RepeatedIndex.mark, batch, earlier)) if place > len(sampler.dataset) else batch
 
 
 def _pack(generator: torch.Generator) -> str:  # some 4,000 characters for a Mersenne twister of 20,000 bits

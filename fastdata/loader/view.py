@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
-from fastdata.batch import EpochVisits, IndexBatch, SampleBatch, as_numbers
+from fastdata.batch import EpochVisits, IndexBatch, Multiples, SampleBatch, as_numbers
 from fastdata.dataset import PreparedDataset
 from fastdata.reader import Reader, positions
 from fastdata.ring import BatchRing
@@ -188,19 +188,18 @@ class EpochItems(Dataset[Any]):
 
     def __init__(self, view: LoaderView) -> None:
         assert view.subset is not None
-        self.dataset, self._positions = view.dataset, view.subset
+        self.dataset, self.positions = view.dataset, view.subset
         self._visits, self._seed = np.zeros_like(view.subset), 0
 
-    def begin(self, order: np.ndarray, epoch: int, seed: int) -> None:
-        """Begin an epoch whose items come in this order."""
-        self._seed = seed
-        self._visits[order] = EpochVisits(self.dataset.index_count, epoch).take(self._positions[order])
+    def begin(self, items: np.ndarray, visits: np.ndarray, seed: int) -> None:
+        """Begin an epoch, in which these are the visits of these items."""
+        self._visits[items], self._seed = visits, seed
 
     def __len__(self) -> int:
-        return len(self._positions)
+        return len(self.positions)
 
     def __getitem__(self, index: int) -> Any:
-        position_B, visits_B = self._positions[[index]], self._visits[[index]]
+        position_B, visits_B = self.positions[[index]], self._visits[[index]]
         return self.dataset.__getitems__(IndexBatch(position_B.tolist(), position_B, visits_B, self._seed))[0]
 
 
@@ -240,14 +239,23 @@ class LoaderView(NamedTuple):
         return self.dataset.prepared_share(self.subset)
 
     def visit(
-        self, batches: Iterable[list[int]], epoch: int, base_seed: int, *, may_be_marked: bool
+        self,
+        batches: Iterable[list[int]],
+        epoch: int,
+        base_seed: int,
+        *,
+        may_be_marked: bool = False,
+        share: tuple[int, int] = (0, 1),
     ) -> Iterator[list[int]]:
         """The batches of an epoch, with what random draws are made from; a RepeatedIndex counts if they may have such.
 
         One whose indices only the dataset's own methods know the meaning of stays as it is; elsewhere an index that is
         out of range or no number is an error.
         """
-        visits, seed = EpochVisits(self.dataset.index_count, epoch), self.dataset.seed_of(base_seed)
+        length = self.dataset.index_count
+        multiples = None if self.subset is None else Multiples.find(self.subset, length)
+        visits = EpochVisits(length if self.subset is None else len(self.subset), epoch, multiples, share)
+        seed = self.dataset.seed_of(base_seed)
 
         def visited(indices: list[int]) -> list[int]:
             try:
@@ -260,12 +268,12 @@ class LoaderView(NamedTuple):
         return map(visited, batches)  # which goes on after an error, as torch's iterators do
 
     def _visit(self, indices: list[int], visits: EpochVisits, seed: int, may_be_marked: bool) -> IndexBatch:
-        index_B, given = as_numbers(indices), indices if may_be_marked else ()
+        index_B = positions(as_numbers(indices), visits.length)
+        positions_B, given = index_B, indices if may_be_marked else ()
         if self.subset is not None:
-            index_B = self.subset[index_B]
-            indices = index_B.tolist()
-        positions_B = positions(index_B, self.dataset.index_count)
-        return IndexBatch(indices, positions_B, visits.take(positions_B, given), seed)
+            indices = self.subset[index_B].tolist()
+            positions_B = positions(self.subset[index_B], self.dataset.index_count)
+        return IndexBatch(indices, positions_B, visits.take(index_B, given), seed)
 
     def fetched(self, dataset: Any) -> Any:
         """What is read in place of a loader's ``dataset``, so that what batches know is not lost."""
