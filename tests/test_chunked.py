@@ -441,6 +441,21 @@ def test_ranks_in_order_are_those_of_torch() -> None:
             assert flat(labels(loader)) == list(theirs)
 
 
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("joined", [True, False])
+def test_no_two_ranks_draw_the_same_for_a_sample(shuffle: bool, joined: bool) -> None:
+    """A sample that comes on two ranks is augmented in other ways on each."""
+    data, crop = [(torch.arange(400).reshape(1, 20, 20).to(torch.uint8), n) for n in range(3)], transforms.RandomCrop(2)
+    seen = []
+    for rank in range(2):
+        with CachedDataset(data, transform=crop, seed=3, progress=False) as dataset:
+            half = Subset(dataset, [1, 1, 1, 1])
+            each = ConcatDataset([half, half]) if joined else Subset(dataset, [1] * 8)
+            with chunked(each, batch_size=2, shuffle=shuffle, rank=rank, world_size=2) as loader:
+                seen += [tuple(image.flatten().tolist()) for images, _ in loader for image in images]
+    assert len(set(seen)) == 8
+
+
 def test_a_rank_is_taken_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torchrun's variables choose the share; a rank that there is not is an error."""
     monkeypatch.setenv("RANK", "1")

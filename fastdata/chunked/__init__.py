@@ -25,6 +25,7 @@ from fastdata.chunked.plan import (
     ShuffleQuality,
     empties_cache,
     plan_chunks,
+    plan_earlier,
     plan_epoch,
     plan_threads,
     shuffle_quality,
@@ -272,7 +273,10 @@ class ChunkedLoader:
         stream = plan_epoch(self._order, epoch)
         places = subset if self._items is None else self._items.positions
         multiples = None if places is None else Multiples.find(places, dataset.index_count)
-        visits = EpochVisits(self._order.length, epoch, multiples).take(stream)
+        counted = EpochVisits(self._order.length, epoch, multiples)
+        if self._order.rank:
+            counted.take(plan_earlier(self._order, epoch))  # what lower ranks draw is not drawn again
+        visits = counted.take(stream)
         seed = dataset.seed_of(progress.base_seed or 0)
         if self._items is not None:
             self._items.begin(stream, visits, seed)

@@ -198,20 +198,31 @@ def plan_epoch(order: EpochOrder, epoch: int) -> Int64s:
         >>> sorted(plan_epoch(EpochOrder(length=5, piece_samples=2, chunk_samples=4), 0).tolist())
         [0, 1, 2, 3, 4]
     """
+    count = order.rank_samples
+    stream = _plan_ranks(order, epoch)[order.rank * count : (order.rank + 1) * count]
+    for start in range(0, count if order.shuffle and order.piece_samples > 1 else 0, order.chunk_samples):
+        chunk = stream[start : start + order.chunk_samples]
+        chunk[:] = _shuffled(order, epoch, chunk, order.length)  # keys of samples are those behind all pieces' keys
+    return stream
+
+
+def plan_earlier(order: EpochOrder, epoch: int) -> Int64s:
+    """Positions that lower ranks see, in any order."""
+    return _plan_ranks(order, epoch)[: order.rank * order.rank_samples]
+
+
+def _plan_ranks(order: EpochOrder, epoch: int) -> Int64s:
+    """What each rank sees, one after the other, before samples are mixed within chunks."""
     count, size = order.rank_samples, order.piece_samples
     if not order.shuffle:
-        everything = np.arange(order.length, dtype=np.int64)
-        return np.resize(everything, count * order.world_size)[order.rank :: order.world_size]
+        everything = np.resize(np.arange(order.length, dtype=np.int64), count * order.world_size)
+        by_rank: Int64s = everything.reshape(count, order.world_size).T.reshape(-1)
+        return by_rank
     stream: Int64s = _shuffled(order, epoch, np.arange(-(-order.length // size), dtype=np.int64))
     if size > 1:
         stream = (stream[:, None] * size + np.arange(size)).reshape(-1)
         stream = stream[stream < order.length]  # the last piece may be shorter
-    if order.world_size > 1:
-        stream = np.resize(stream, count * order.world_size)[order.rank * count : (order.rank + 1) * count]
-    for start in range(0, count if size > 1 else 0, order.chunk_samples):
-        chunk = stream[start : start + order.chunk_samples]
-        chunk[:] = _shuffled(order, epoch, chunk, order.length)  # keys of samples are those behind all pieces' keys
-    return stream
+    return np.resize(stream, count * order.world_size)
 
 
 def _shuffled(order: EpochOrder, epoch: int, things: Int64s, first_key: int = 0) -> Int64s:
