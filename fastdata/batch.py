@@ -21,7 +21,7 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 
 from fastdata.draws import sample_keys
 from fastdata.shared import ArrayBlock, collate_targets
-from fastdata.sources import ItemKeys
+from fastdata.sources import ItemForm
 
 
 def as_numbers(indices: Any) -> np.ndarray:
@@ -83,7 +83,7 @@ class SampleDict(dict[str, Any]):
         return dict, (dict(self),)
 
 
-def stacked(images: torch.Tensor | list[torch.Tensor] | Padded, targets: Any, keys: ItemKeys | None) -> Any:
+def stacked(images: torch.Tensor | list[torch.Tensor] | Padded, targets: Any, keys: ItemForm | None) -> Any:
     """What ``default_collate`` makes of samples whose images and targets it makes these of."""
     if keys is None:
         return [images, targets]
@@ -113,7 +113,7 @@ class SampleBatch(list[Any]):
         targets: Any,
         each_target: Iterable[Any],
         image_class: type[torch.Tensor] | type[np.ndarray] = torch.Tensor,
-        keys: ItemKeys | None = None,
+        keys: ItemForm | None = None,
         made: type = list,
     ) -> None:
         each_target = list(each_target)
@@ -121,7 +121,7 @@ class SampleBatch(list[Any]):
         views = [_rows(each, image_class) for each in (images if isinstance(images, list) else [images])]
         each_image = map(made, zip(*views, strict=True)) if isinstance(images, list) else views[0]
         pairs = zip(each_image, each_target, strict=True)
-        super().__init__(map(Sample, pairs) if keys is None else (SampleDict(keys.join(*pair)) for pair in pairs))
+        super().__init__(map(Sample, pairs) if keys is None else (_marked(keys.join(*pair)) for pair in pairs))
         self._items = list(self)
         self._consisted_of = self._objects()
         for kind in (Sample, SampleDict):
@@ -134,11 +134,12 @@ class SampleBatch(list[Any]):
 
     def _objects(self) -> list[Any]:
         """What may be put in place of another: values of dicts, with their keys, and views in a list."""
-        images, _, _, _, keys, made = self._parts
-        if keys is None and not (isinstance(images, list) and made is list):
+        images, made = self._parts[0], self._parts[-1]
+        are_dicts = bool(self) and isinstance(self[0], SampleDict)
+        if not are_dicts and not (isinstance(images, list) and made is list):
             return []
         objects = list(chain.from_iterable(self))
-        if keys is not None:
+        if are_dicts:
             objects += chain.from_iterable(map(dict.values, self))
         return objects + [view for each in objects if type(each) is list for view in each]
 
@@ -155,6 +156,11 @@ class SampleBatch(list[Any]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return list, (list(self),)
+
+
+def _marked(item: Any) -> Any:
+    """The item in a class that ``default_collate`` knows; a tensor alone as it is, and it is stacked."""
+    return SampleDict(item) if isinstance(item, dict) else Sample(item) if isinstance(item, tuple) else item
 
 
 def _rows(images: torch.Tensor, kind: type) -> Sequence[Any]:

@@ -58,7 +58,7 @@ from fastdata.reader import CLOSED, GoneSamples, Lane, Lease, Reader
 from fastdata.report import log, warn_user
 from fastdata.ring import BatchRing
 from fastdata.shared import ListView, SampleTable, position_of
-from fastdata.sources import Columns, DatasetSource, FileSource, ItemKeys, Source
+from fastdata.sources import Columns, DatasetSource, FileSource, ItemForm, Source
 from fastdata.stores.readers import Store
 from fastdata.transforms import TransformPlan, describe_steps, fingerprint, is_same, plan_pairs, plan_transform
 from fastdata.transforms.boxes import BoxProgram, boxes_obstacle
@@ -120,6 +120,9 @@ class DatasetOptions(TypedDict, total=False):
         share: ``"auto"`` (default): ranks of one machine (torchrun, mpirun, srun, ``mp.spawn``, Lightning, Accelerate)
             that make the same dataset prepare it together and hold one copy. Where fastdata cannot see all of a dataset
             that lists neither ``samples`` nor ``targets``, only with ``cache_key``. ``"off"``: each rank its own.
+        return_index: add each sample's index to its item, as the last value or under the key ``"index"``: what datasets
+            are wrapped for that keep a loss or a weight of each sample. Whole batches have the indices as int64 (B,).
+            Those of a ``Subset`` or ``ConcatDataset`` are of the dataset behind it.
         engine: what writes a cache: ``"local"`` (default), processes of this machine; ``"ray"``, a Ray cluster (extra
             ``ray``); or any ``concurrent.futures.Executor``. All but the first write shards, which a build that was
             stopped goes on from; the result does not depend on who writes them.
@@ -143,6 +146,7 @@ class DatasetOptions(TypedDict, total=False):
     local_cache: str | os.PathLike[str] | None
     local_limit: int | float | str | None
     share: Literal["auto", "off"]
+    return_index: bool
     engine: Literal["local", "ray"] | Executor
     shard_bytes: int | str | None
 
@@ -405,6 +409,8 @@ class PreparedDataset(Dataset[Any]):
                     plan, lanes, beforehand = whole, decoding, ()
         boxes = None
         if self.pair_transform is not None:
+            if options.return_index:
+                raise ValueError("return_index=True goes with transform= and target_transform=, not with transforms=")
             plan = self._plan_pairs()
             lanes = (Lane(None, None),)
             if isinstance(samples, KeptSamples) and not plan.per_sample:
@@ -431,6 +437,7 @@ class PreparedDataset(Dataset[Any]):
             pair_transform=self.pair_transform,
             is_upright=self._is_upright,
             is_remote=self._is_remote,
+            return_index=options.return_index,
         )
         self._seen = seen
         self._read_by(reader)
@@ -547,9 +554,9 @@ class PreparedDataset(Dataset[Any]):
         return reader.items(reader.visit(indices), self.batch_ring)
 
     @property
-    def item_keys(self) -> ItemKeys | None:
-        """The keys of items that are dicts, as far as that is known."""
-        return self._samples.keys
+    def item_keys(self) -> ItemForm | None:
+        """What items are that are no pairs, as far as that is known."""
+        return self._reader.item_keys
 
     @property
     def sample_count(self) -> int:
@@ -924,7 +931,7 @@ class PreparedDataset(Dataset[Any]):
             lease.end(CLOSED)
         for copy in list(self._copies):
             copy._let_go()
-        self._samples = gone = GoneSamples(self.sample_count, self.item_keys)
+        self._samples = gone = GoneSamples(self.sample_count, self._samples.keys)
         self._reader = replace(self._reader, samples=gone, table=None, visits=None, boxes=None, path=None)
         self.table = self._source = None
         self.__dict__.pop("_visits", None)
@@ -975,8 +982,9 @@ class CachedDataset(PreparedDataset):
         dataset: has ``__len__`` and ``__getitem__`` giving (PIL image | tensor | array, target). Read once, from forked
             worker processes, so that what its own transforms draw would stay the same: those of torchvision that are
             random are refused, those that fastdata does not know are warned of. The sample may be a tuple of these,
-            and the target an image or array too, such as a mask: all of them are stored. Of an item that is a dict the
-            one value that is an image is the sample, and the target that of the other key, or a dict of several; items
+            and the target an image or array too, such as a mask: all of them are stored. Of an item of three or more
+            values the first is the sample; an image or tensor alone has no target. Of an item that is a dict the one
+            value that is an image is the sample, and the target that of the other key, or a dict of several; items
             and batches are dicts of the same keys then. Or the path or URL of another format's files, a pattern such
             as ``"train-{000..009}.tar"``, or a list of these: WebDataset's tars, LitData's and Mosaic's folders,
             Parquet and Arrow; see docs/other-datasets.md.

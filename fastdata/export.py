@@ -138,9 +138,11 @@ class _Reader:
     @property
     def names(self) -> tuple[str, str]:
         """What image and target are called."""
-        keys = self._dataset.item_keys
-        others = [name for name in keys.names if name != keys.image] if keys else []
-        return keys.image if keys else "image", others[0] if len(others) == 1 else "label"
+        keys = None if self._dataset.kept is None else self._dataset.kept.keys
+        if keys is None or keys.kind != "dict":
+            return "image", "label"
+        others = [name for name in keys.names if name != keys.image]
+        return keys.image, others[0] if len(others) == 1 else "label"
 
     def samples(self) -> Iterator[tuple[int, bytes, Any]]:
         """Of each sample its number, image file and target."""

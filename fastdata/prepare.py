@@ -114,6 +114,7 @@ class Options:
     local_cache: str | os.PathLike[str] | None = None
     local_limit: int | float | str | None = None
     share: Literal["auto", "off"] = "auto"
+    return_index: bool = False
     engine: Literal["local", "ray"] | Executor = "local"
     shard_bytes: int | str | None = None
 

@@ -36,7 +36,7 @@ from fastdata.images import (
 from fastdata.prepare import KeptSamples, ReadPath
 from fastdata.ring import BatchRing
 from fastdata.shared import SampleTable, collate_targets
-from fastdata.sources import FileSource, ItemKeys, Source
+from fastdata.sources import FileSource, IndexedKeys, ItemForm, ItemKeys, Source
 from fastdata.transforms import TransformPlan
 from fastdata.transforms.boxes import BoxProgram
 from fastdata.transforms.cpu import Program
@@ -112,6 +112,7 @@ class Reader:
         obstacle: why whole batches cannot be served as one tensor; None if they can.
         is_upright: whether samples were turned as their EXIF says before they were stored.
         is_remote: whether samples that are not kept are fetched from behind a URL.
+        return_index: whether items have their sample's index as their last value.
     """
 
     samples: KeptSamples | Source
@@ -128,6 +129,7 @@ class Reader:
     pair_transform: Callable[[Any, Any], Any] | None
     is_upright: bool
     is_remote: bool
+    return_index: bool
     obstacle: str | None = field(init=False)
 
     def __post_init__(self) -> None:
@@ -152,9 +154,10 @@ class Reader:
         return self.samples if isinstance(self.samples, KeptSamples) else None
 
     @property
-    def item_keys(self) -> ItemKeys | None:
-        """The keys of items that are dicts, as far as that is known."""
-        return self.samples.keys
+    def item_keys(self) -> ItemForm | None:
+        """What items are that are no pairs, as far as that is known."""
+        keys = self.samples.keys
+        return IndexedKeys(keys) if self.return_index else keys
 
     # Whole batches
 
@@ -173,6 +176,7 @@ class Reader:
         samples = [self.plan.run_unknown(sample) for sample in samples]
         if self.target_transform is not None:
             targets = [self.target_transform(target) for target in targets]
+        targets = list(map(self._beside, targets, batch.positions.tolist()))
         images = self._run_last(samples, batch, ring)
         if images is not None:
             return self.as_batch([images], lambda: targets, self.plan.last_kind)
@@ -209,14 +213,15 @@ class Reader:
     def read_targets(self, batch: IndexBatch) -> Any:
         """What ``default_collate`` makes of the targets of a batch."""
         listed = self.table if self.kept is None else self.kept
-        if listed is not None and self.target_transform is None and self.boxes is None:
-            return listed.collated_targets(batch.positions)
-        return collate_targets(self.targets_of(batch))
+        if listed is None or self.target_transform is not None or self.boxes is not None:
+            return collate_targets(self.targets_of(batch))
+        targets = listed.collated_targets(batch.positions)
+        return [targets, torch.tensor(batch.positions)] if self.return_index else targets
 
     def targets_of(self, batch: IndexBatch) -> list[Any]:
         boxes, kept, index_B = self.boxes, self.kept, batch.positions
         if boxes is None or kept is None:
-            return [self._target(index) for index in index_B.tolist()]
+            return [self._beside(self._target(index), index) for index in index_B.tolist()]
         height_B, width_B = np.array([kept.images.shape(index)[-2:] for index in index_B.tolist()], np.int64).T
         return boxes.run(index_B, batch.visits, batch.seed, height_B, width_B)
 
@@ -328,7 +333,12 @@ class Reader:
         alone = IndexBatch([batch[k]], batch.positions[one], batch.visits[one], batch.seed)
         images = self._run_last([sample], alone, None)
         sample = plan.run_last(sample) if images is None else images[0].as_subclass(tensor_class(plan.last_kind))
-        return self._join(sample, target if self.target_transform is None else self.target_transform(target))
+        target = target if self.target_transform is None else self.target_transform(target)
+        return self._join(sample, self._beside(target, int(batch.positions[k])))
+
+    def _beside(self, target: Any, index: int) -> Any:
+        """What a sample's item has beside it."""
+        return (target, index) if self.return_index else target
 
     def _join(self, sample: Any, target: Any) -> Any:
         keys = self.item_keys
@@ -445,7 +455,7 @@ class DeviceBatch(NamedTuple):
     samples: torch.Tensor
     draws: torch.Tensor | None
     targets: Any
-    keys: ItemKeys | None
+    keys: ItemForm | None
 
 
 def _serve_into(

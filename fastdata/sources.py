@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import repeat
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal, NamedTuple, Protocol, TextIO
 
 import numpy as np
 import numpy.typing as npt
@@ -36,26 +36,70 @@ SCAN_PATIENCE_S = 0.02
 
 @dataclass(frozen=True, slots=True)
 class ItemKeys:
-    """The keys of items that are dicts, in their order, and whose value is the sample; the rest is the target.
+    """What items are that are no pairs, and how sample and target become one of them, or a batch.
 
-    If there is one other key, its value is the target; else a dict.
+    Of dicts the keys, in their order, and whose value is the sample; the rest is the target: the value of the one
+    other key, else a dict. Of tuples the first value is the sample, and the others, a tuple, are the target. Where
+    there is no other value, the target is 0.
     """
 
     names: tuple[str, ...]
     image: str
+    kind: Literal["dict", "tuple", "alone"] = "dict"
+
+    @classmethod
+    def of(cls, item: Any) -> ItemKeys | None:
+        """Those of an item that is no dict; None of a pair."""
+        if not isinstance(item, tuple | list):
+            return cls(("0",), "0", "alone")
+        names = tuple(map(str, range(len(item))))
+        return None if len(item) == 2 else cls(names, "0", "tuple")
 
     def __post_init__(self) -> None:
         if self.image not in self.names or len(set(self.names)) < len(self.names):
             raise ValueError(f"{self.image!r} is not one of the different keys {self.names}")
 
-    def split(self, item: Mapping[str, Any]) -> tuple[Any, Any]:
+    def split(self, item: Any) -> tuple[Any, Any]:
+        if self.kind == "alone":
+            return item, 0
+        if self.kind == "tuple":
+            return item[0], tuple(item[1:]) or 0
         others = {name: item[name] for name in self.names if name != self.image}
         return item[self.image], others.popitem()[1] if len(others) == 1 else others
 
-    def join(self, sample: Any, target: Any) -> dict[str, Any]:
-        """The item again; or a batch, of samples and targets."""
+    def join(self, sample: Any, target: Any) -> Any:
+        """The item again; or a batch, of samples and targets, whose tuples are lists as ``default_collate`` has it."""
+        if self.kind == "alone":
+            return sample
+        if self.kind == "tuple" and len(self.names) == 1:
+            return [sample] if isinstance(target, torch.Tensor) else (sample,)
+        if self.kind == "tuple":
+            return type(target)((sample, *target))
         others = dict.fromkeys(self.names, target) if len(self.names) == 2 else target
         return {name: sample if name == self.image else others[name] for name in self.names}
+
+
+@dataclass(frozen=True, slots=True)
+class IndexedKeys:
+    """Items with the sample's index as their last value: of targets that are (target, index), or lists of both."""
+
+    keys: ItemKeys | None
+
+    def __post_init__(self) -> None:
+        if self.keys is not None and self.keys.kind == "dict" and "index" in self.keys.names:
+            raise ValueError("return_index=True adds the key 'index', and the items have one already; rename it")
+
+    def join(self, sample: Any, target: Any) -> Any:
+        inner, index = target
+        if self.keys is None:
+            return type(target)((sample, inner, index))
+        item = self.keys.join(sample, inner)
+        if self.keys.kind == "dict":
+            return {**item, "index": index}
+        return type(target)((item, index) if self.keys.kind == "alone" else (*item, index))
+
+
+ItemForm = ItemKeys | IndexedKeys
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,6 +294,8 @@ class DatasetSource:
     """
 
     keys: ItemKeys | None = None
+    _is_known = False
+    """Whether an item was read, so that ``keys`` are those of all."""
 
     def __init__(self, dataset: Any, columns: Columns | None = None) -> None:
         if isinstance(dataset, (str, bytes, os.PathLike)):
@@ -279,18 +325,24 @@ class DatasetSource:
         if self.columns is not None:
             return self.columns.split(item, which)
         if isinstance(item, Mapping):
-            self.keys = keys = self.keys or _keys_of(item, which)
+            self.keys = keys = self.keys if self._is_known else _keys_of(item, which)
+            self._is_known = True
+            if keys is None or keys.kind != "dict":
+                raise TypeError(f"{which} is a dict, others are not. Give all items one form.")
             if set(item) != set(keys.names):
                 raise TypeError(f"{which} has the keys {', '.join(item)}, another one {', '.join(keys.names)}")
             return keys.split(item)
-        if not isinstance(item, tuple | list) or len(item) != 2 or self.keys is not None:
-            size = f" of length {len(item)}" if isinstance(item, tuple | list) else ""
-            wanted = "a dict as others are" if self.keys else "a (sample, target) pair, nor a dict with an image"
+        size = f" of length {len(item)}" if isinstance(item, tuple | list) else ""
+        if not size and not isinstance(item, torch.Tensor | np.ndarray) and not is_image(item):
             raise TypeError(
-                f"{which} is {kind_of(item)}{size}, not {wanted}. Wrap the dataset in one whose __getitem__ "
-                "returns two values."
+                f"{which} is {kind_of(item)}, not a (sample, target) pair, a tuple, a dict with an image or an image. "
+                "Wrap the dataset in one whose __getitem__ returns one of these."
             )
-        return item[0], item[1]
+        keys = ItemKeys.of(item)
+        if self._is_known and keys != self.keys:
+            raise TypeError(f"{which} is {kind_of(item)}{size}, others are not. Give all items one form.")
+        self.keys, self._is_known = keys, True
+        return (item[0], item[1]) if keys is None else keys.split(item)
 
     @property
     def is_remote(self) -> bool:

@@ -393,7 +393,9 @@ def test_a_wrong_codec_is_named(codec: Any, problem: str) -> None:
 def test_a_loader_of_ones_own_cannot_keep_files(image_folder: Folder) -> None:
     """codec='source' opens bytes itself, which a user's loader cannot."""
     with pytest.raises(ValueError, match="files are opened by your own loader="):
-        ImageFolder(image_folder(), loader=Image.open, storage="compressed", codec="source", progress=False)
+        ImageFolder(
+            image_folder(), loader=Image.open, storage="compressed", codec="source", fill="eager", progress=False
+        )
 
 
 # Damage

@@ -15,6 +15,7 @@ import pytest
 import torch
 from PIL import Image, ImageOps
 from torch.utils.data import ConcatDataset, Subset, TensorDataset, default_collate
+from torch.utils.data import DataLoader as TorchLoader
 from torchvision import transforms as v1
 from torchvision.datasets import VisionDataset
 from torchvision.transforms import v2
@@ -745,12 +746,132 @@ def test_wrong_options_are_named() -> None:
         ([1], "item 0 of list is an int, not a"),
         ([(1, 2)], "a sample of type int cannot be stored"),
         (Wrapping([(1, 2, 3)]), "too many values"),
+        ([{1: 2}], "is a dict with no image"),
     ],
 )
 def test_items_of_another_kind_are_named(items: Any, named: str) -> None:
     """What an item is, with the right article, and the dataset is what to correct."""
     with pytest.raises(SampleError, match=rf"sample 0 cannot be read: .*{named}.* Correct the dataset"):
         cached(items)
+
+
+LEVELS = [torch.full((3, 5, 4), i, dtype=torch.uint8) for i in range(6)]
+FORMS = {
+    "pairs": [(image, 10 * i) for i, image in enumerate(LEVELS)],
+    "triples": [(image, 10 * i, str(i)) for i, image in enumerate(LEVELS)],
+    "alone": LEVELS,
+    "tuples of one": TensorDataset(torch.stack(LEVELS)),
+    "dicts": [{"image": image, "label": 10 * i} for i, image in enumerate(LEVELS)],
+    "PIL images": [Image.fromarray(image.permute(1, 2, 0).numpy()) for image in LEVELS],
+}
+
+
+class Indexed:
+    """What return_index=True stands for: the items of a dataset with their index."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        item = self.dataset[index]
+        if isinstance(item, dict):
+            return {**item, "index": index}
+        return (*item, index) if isinstance(item, tuple) else (item, index)
+
+
+def equal(mine: Any, wanted: Any) -> bool:
+    """Whether two items or batches are of the same type, structure and values."""
+    if isinstance(wanted, torch.Tensor):
+        return torch.equal(mine, wanted)
+    if isinstance(wanted, dict):
+        return list(mine) == list(wanted) and all(equal(mine[key], wanted[key]) for key in wanted)
+    if isinstance(wanted, (tuple, list)):
+        return type(mine) is type(wanted) and all(map(equal, mine, wanted)) and len(mine) == len(wanted)
+    return bool(mine == wanted)
+
+
+@pytest.mark.parametrize("return_index", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_items_of_any_form_come_in_whole_batches(form: str, return_index: bool, tmp_path: Path) -> None:
+    """Items, and batches of every loader, are those of the dataset, with the index if asked; also out of a cache."""
+    items = FORMS[form]
+    theirs = Indexed(items) if return_index else items
+    transform = v1.PILToTensor() if form == "PIL images" else None
+    if transform is not None:
+        theirs = Indexed(LEVELS) if return_index else LEVELS
+    wanted = list(TorchLoader(theirs, batch_size=4))
+    options: dict[str, Any] = {"return_index": return_index, "transform": transform}
+    with (
+        cached(items, **options) as kept,
+        cached(items, cache_dir=tmp_path, cache_key="x", **options) as on_disk,
+        cached(items, storage="none", **options) as none,
+    ):
+        for dataset in (kept, on_disk, none):
+            assert all(equal(dataset[i], theirs[i]) for i in range(6))
+            for loader in (DataLoader(dataset, batch_size=4), TorchLoader(dataset, batch_size=4)):
+                assert equal(list(loader), wanted)
+            assert equal(list(DataLoader(dataset, batch_size=4, collate_fn=default_collate)), wanted)
+        assert DataLoader(kept, batch_size=4).report().path.startswith("whole batches")
+        [batch] = DataLoader(Subset(kept, [5, 2]), batch_size=2)
+        assert equal(batch, default_collate([theirs[5], theirs[2]]))
+        assert equal(list(CudaPrefetcher(DataLoader(kept, batch_size=4))), wanted)
+
+
+def test_the_index_is_beside_what_runs_per_sample() -> None:
+    """A step that is not known, and a target_transform, leave the index as it is."""
+    transform = v1.Compose([v1.RandomCrop(4), turn, v1.ToTensor()])
+    with cached(Images(6), transform=transform, target_transform=str, return_index=True) as dataset:
+        assert dataset[4][1:] == ("40", 4)
+        with pytest.warns(FastDataWarning, match="batches are not served whole"):
+            [(_, targets, index)] = DataLoader(dataset, batch_size=3, sampler=[5, 0, 2])
+        assert (targets, index.tolist()) == (("50", "0", "20"), [5, 0, 2])
+    with pytest.raises(ValueError, match=r"return_index=True goes with transform= .* not with transforms="):
+        cached(Images(2), transforms=lambda image, target: (image, target), return_index=True)
+    with (
+        cached([{"image": LEVELS[0], "index": 1}], return_index=True) as dataset,
+        pytest.raises(ValueError, match="return_index=True adds the key 'index', and the items have one already"),
+    ):
+        dataset[0]
+
+
+@pytest.mark.parametrize(
+    "items",
+    [
+        [(LEVELS[0], 1), (LEVELS[1], 1, 2)],
+        [(LEVELS[0], 1, 2), LEVELS[1]],
+        [(LEVELS[0], 1), {"image": LEVELS[1], "label": 1}],
+        [{"image": LEVELS[1], "label": 1}, (LEVELS[0], 1)],
+    ],
+)
+def test_items_of_several_forms_are_refused(items: Any) -> None:
+    """The first that is not as those before it is named."""
+    with pytest.raises(SampleError, match=r"item 1 of list .*others are not\. Give all items one form"):
+        cached(items)
+
+
+@pytest.mark.parametrize("make", [Wrapping, lambda it: Subset(Wrapping(Subset(it, [0, 1])), [0])])
+def test_what_asks_for_sample_after_sample_is_told_the_way_back(make: Any) -> None:
+    """A dataset of one's own around a fastdata one is warned of once, and return_index= offered."""
+    with cached(Images(4), transform=CROP) as dataset:
+        loader = DataLoader(make(dataset), batch_size=2)
+        with pytest.warns(FastDataWarning, match=r"Wrapping asks its .* Give the loader .*return_index=True") as warned:
+            assert [len(batch) for batch in loader] == [len(batch) for batch in loader]
+        assert len(warned) == 1
+        list(DataLoader(make(dataset), batch_size=2))
+
+
+def test_a_concat_with_a_dataset_of_others_is_told_the_way_back() -> None:
+    """The one that is no fastdata dataset is named, once; of ours alone nothing is said."""
+    theirs = [(CROP(image), target) for image, target in (Images(2)[0], Images(2)[1])]
+    with cached(Images(4), transform=CROP) as dataset, cached(theirs) as ours:
+        mixed = DataLoader(ConcatDataset([dataset, theirs]), batch_size=2)
+        with pytest.warns(FastDataWarning, match=r"builtins\.list in the ConcatDataset is no fastdata") as warned:
+            assert len(list(mixed)) == len(list(mixed))
+        assert len(warned) == 1
+        list(DataLoader(ConcatDataset([dataset, ours]), batch_size=2))
 
 
 def test_targets_beyond_int64_are_named() -> None:

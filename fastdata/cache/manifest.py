@@ -202,8 +202,7 @@ class Manifest:
                 raise CacheError(f"{path} has version {document.get('version')!r}; this fastdata reads {VERSION}")
             if document.pop("crc32", None) != _crc_of(document):
                 raise CacheError(f"{path} was changed after it was written: its checksum does not fit")
-            since_then: dict[str, Any] = {"keys": None, "mask_places": []}  # not in caches that were written before
-            manifest: Manifest = _typed(cls, since_then | document)
+            manifest: Manifest = _typed(cls, document)
             return manifest
         except (FileNotFoundError, CacheError, RemoteError):
             raise
@@ -225,7 +224,8 @@ def _typed(kind: Any, value: Any) -> Any:
     if origin is Literal and isinstance(value, str) and value in arguments:
         return value
     if isinstance(kind, type) and dataclasses.is_dataclass(kind) and isinstance(value, dict):
-        return kind(**{name: _typed(hint, value[name]) for name, hint in typing.get_type_hints(kind).items()})
+        hints = typing.get_type_hints(kind).items()  # what has come since is not in caches that were written before
+        return kind(**{name: _typed(hint, value[name]) for name, hint in hints if name in value})
     if origin is tuple and isinstance(value, list):
         return tuple(_typed(arguments[0], item) for item in value)
     if origin is dict and isinstance(value, dict):

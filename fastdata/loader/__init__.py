@@ -25,7 +25,7 @@ from fastdata.loader import epochs
 from fastdata.loader.epochs import HELD_BY_USER, Counted, Engine, Tally, TorchView
 from fastdata.loader.resume import Checkpoints, LoaderEpochs, Progress, length_of, undisturbed
 from fastdata.loader.tuned import find_tuned
-from fastdata.loader.view import MOSTLY_PREPARED, LoaderView, Served
+from fastdata.loader.view import MOSTLY_PREPARED, LoaderView, Served, find_wrapped
 from fastdata.memory import PinningPlan, budget_bytes, choose_pinning
 from fastdata.ranks import local_ranks
 from fastdata.report import EpochReport, warn_user
@@ -170,7 +170,11 @@ class DataLoader(_TorchLoader[_T_co]):
             self._served = self._checkpoints.served = LoaderView.find(self.dataset)
         if self._served:
             self._served.dataset.refresh()
-            self._say_fallback(self._served.dataset)
+            served = self._served.dataset
+            self._say_fallback([served], served.fallback_notice)
+        elif not isinstance(self.dataset, IterableDataset):
+            wrapped, notice = find_wrapped(self.dataset)
+            self._say_fallback(wrapped, lambda: notice)
         is_prefetched = ring is not None
         if ring is None:
             ring = self._ring = self._ring or BatchRing(self.ring_slots(held))
@@ -195,10 +199,12 @@ class DataLoader(_TorchLoader[_T_co]):
         self._share_begun = self._served.prepared_share if self._served else 1.0
         return iterator
 
-    def _say_fallback(self, served: Served) -> None:
-        """Warn once of what keeps a dataset from being served in whole batches, where the user has not asked for it."""
-        notice = "" if served.is_fallback_said or self.workers == "process" else served.fallback_notice()
-        served.is_fallback_said = True
+    def _say_fallback(self, datasets: list[Served], find_notice: Callable[[], str]) -> None:
+        """Warn once of what keeps datasets from being served in whole batches, where the user has not asked for it."""
+        is_said = all(dataset.is_fallback_said for dataset in datasets)
+        notice = "" if is_said or self.workers == "process" else find_notice()
+        for dataset in datasets:
+            dataset.is_fallback_said = True
         if notice:
             warn_user(f"batches are not served whole: {notice}")
 

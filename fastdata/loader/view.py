@@ -282,6 +282,29 @@ class LoaderView(NamedTuple):
         return dataset if self.subset is None else _VisitedSubset(dataset, self.dataset)
 
 
+def find_wrapped(dataset: Any) -> tuple[list[Served], str]:
+    """The fastdata datasets in one that is none, of which they are asked for sample after sample; and the way back."""
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    is_joined = type(dataset) is ConcatDataset
+    parts = dataset.datasets if is_joined else getattr(dataset, "__dict__", {}).values()
+    parts = [part for part in parts if isinstance(part, Dataset) or is_joined]
+    views = [LoaderView.find(part) for part in parts]
+    ours = [view.dataset for view in views if view is not None]
+    names = [type(part).__name__ for part, view in zip(parts, views, strict=True) if (view is None) == is_joined]
+    if not ours or not names:
+        return [], ""
+    if is_joined:
+        other = next(type(part) for part, view in zip(parts, views, strict=True) if view is None)
+        name = f"{other.__module__}.{other.__qualname__}"
+        return ours, f"{name} in the ConcatDataset is no fastdata dataset. Make a CachedDataset of it."
+    return ours, (
+        f"{type(dataset).__name__} asks its {names[0]} for each sample. Give the loader the {names[0]} itself: with "
+        "return_index=True its items are (image, label, index); what else is done to them can be transform= or "
+        "target_transform=."
+    )
+
+
 def _joined(dataset: Any, parts: list[PreparedDataset]) -> np.ndarray | None:
     """The indices of a dataset's samples among those of all ``parts`` in a row, which those behind it are added to.
 
