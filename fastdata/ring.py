@@ -16,8 +16,10 @@ slots belong to the worker, so that those of a killed one are garbage that the k
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import math
+import operator
 import os
 import pickle
 import secrets
@@ -50,18 +52,30 @@ _UNCOUNTED = ""  # token of a parcel that holds nothing that could travel throug
 _NOTHING = np.empty(0, np.uint8)
 
 
+class _Loan(weakref.ref[np.ndarray]):
+    """An array that was lent; what is called when it dies runs no line of Python.
+
+    In one, Ctrl-C would be an error that is printed and forgotten, and the training loop would go on.
+    """
+
+    __slots__ = ("buffer", "set_state")
+    buffer: np.ndarray
+    set_state: Callable[[int], None]
+
+
 class BatchRing:
     """Up to ``slots`` buffers, each lent as an array until that array dies.
 
     They are ordinary memory, or come from ``memory``: its ``allocate(size_bytes)`` gives a uint8 array of at least that
     size, its ``free(array)`` takes it back; both are called from the threads that take.
-    Safe from several threads: a buffer is taken and given back by single deque operations, because a finaliser may run
-    at any moment, also in a thread that is just taking one.
+    Safe from several threads: a buffer is taken and given back by single deque operations, because an array may die at
+    any moment, also in a thread that is just taking one.
     """
 
     def __init__(self, slots: int, memory: Any = None) -> None:
         self._memory = memory
-        self._free: deque[np.ndarray | None] = deque([None] * slots)  # None: a slot whose buffer is not allocated yet
+        self._free: deque[_Loan | None] = deque([None] * slots)  # None: a slot whose buffer is not allocated yet
+        self._loans: dict[int, _Loan] = {}  # by id
         self.fresh_count = 0  # how often all slots were lent and the batch got memory of its own
         self._grown_bytes: list[int] = []
 
@@ -72,10 +86,14 @@ class BatchRing:
     def take(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         size_bytes = math.prod(shape) * dtype.itemsize
         try:
-            buffer = self._free.pop()
+            loan = self._free.pop()
         except IndexError:
             self.fresh_count += 1
             return np.empty(shape, dtype)
+        buffer: np.ndarray | None = None
+        if loan is not None:
+            del self._loans[id(loan)]
+            buffer = loan.buffer
         if buffer is None or buffer.nbytes < size_bytes:
             old_bytes = 0 if buffer is None else buffer.nbytes
             if buffer is not None and self._memory is not None:
@@ -83,7 +101,9 @@ class BatchRing:
             buffer = np.empty(size_bytes, np.uint8) if self._memory is None else self._memory.allocate(size_bytes)
             self._grown_bytes.append(buffer.nbytes - old_bytes)
         lent = buffer[:size_bytes].view(dtype).reshape(shape)
-        weakref.finalize(lent, self._free.append, buffer).atexit = False
+        loan = _Loan(lent, self._free.append)
+        loan.buffer = buffer
+        self._loans[id(loan)] = loan
         return lent
 
 
@@ -404,10 +424,12 @@ class Arrivals:
     def __init__(self) -> None:
         self.fresh_count = 0  # batches that came in torch's way, because all slots were lent or for what they hold
         self._rings: dict[str, dict[int, tuple[Place, np.ndarray]]] = {}
+        self._loans: dict[tuple[str, int], _Loan] = {}  # by ring and slot
 
     @classmethod
     def of(cls, token: str) -> Arrivals:
         """Return the one that all copies of a ``RingCollate`` in this process share."""
+        _forget_loans_in_children()
         return _arrivals.setdefault(token, cls())
 
     @property
@@ -416,22 +438,31 @@ class Arrivals:
 
     @property
     def slots(self) -> list[np.ndarray]:
+        self._let_go()
         return [memory for ring in list(self._rings.values()) for _, memory in list(ring.values())]
 
     def receive(self, place: Place, spans: list[tuple[int, int]], data: bytes) -> Any:
         memory = self._map(place)
         lease = memory[:]
-        weakref.finalize(lease, _give_back, memory, place, os.getpid(), weakref.ref(self)).atexit = False
+        loan = _Loan(lease, _GIVE_BACK)
+        loan.set_state = memory[:1].fill
+        self._loans[place.ring, place.slot] = loan
         whole = lease.data  # its slices keep the lease alive, and so does all that is made of them
         return pickle.loads(data, buffers=[whole[start : start + size] for start, size in spans])
+
+    def _let_go(self) -> None:
+        """Forget the slots of workers that have ended."""
+        for name, ring in list(self._rings.items()):
+            if any(_has_ended(slot) for slot, _ in list(ring.values())[:1]):
+                self._rings.pop(name, None)
+                for number in ring:
+                    self._loans.pop((name, number), None)
 
     def _map(self, place: Place) -> np.ndarray:
         mapped = self._rings.get(place.ring, {}).get(place.slot)
         if mapped is not None and mapped[0].block_number == place.block_number:
             return mapped[1]
-        for name, ring in list(self._rings.items()):
-            if any(_has_ended(slot) for slot, _ in list(ring.values())[:1]):
-                self._rings.pop(name, None)
+        self._let_go()
         with pickle.loads(place.block) as block:
             memory: np.ndarray = block.array("uint8", (block.size_bytes,))
         self._rings.setdefault(place.ring, {})[place.slot] = place, memory
@@ -439,6 +470,19 @@ class Arrivals:
 
 
 _arrivals: weakref.WeakValueDictionary[str, Arrivals] = weakref.WeakValueDictionary()
+_GIVE_BACK = operator.methodcaller("set_state", _FREE)
+
+
+@functools.cache
+def _forget_loans_in_children() -> None:
+    """Have a forked process drop what it inherits without giving it back: the batches are still its parent's."""
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=_forget_loans)
+
+
+def _forget_loans() -> None:
+    for arrivals in list(_arrivals.values()):
+        arrivals._loans.clear()
 
 
 def _receive(token: str, place: Place | None, spans: list[tuple[int, int]], data: bytes) -> Any:
@@ -452,15 +496,6 @@ def _receive(token: str, place: Place | None, spans: list[tuple[int, int]], data
         pid = place.descriptor.split("/")[2]
         lost = LostBatchError(f"the DataLoader worker (pid {pid}) has ended, and this batch with it.")
         return ExceptionWrapper((type(lost), lost, None), "when a batch was received")
-
-
-def _give_back(memory: np.ndarray, place: Place, pid: int, arrivals: weakref.ref[Arrivals]) -> None:
-    if os.getpid() != pid:  # a forked process drops what it inherited; the batch is still its parent's
-        return
-    memory[0] = _FREE
-    owner = arrivals()
-    if owner is not None and _has_ended(place):
-        owner._rings.pop(place.ring, None)
 
 
 def _has_ended(place: Place) -> bool:

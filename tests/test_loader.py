@@ -766,3 +766,18 @@ def test_batches_behind_a_wrong_index_still_come(images: CachedDataset, num_work
     with pytest.raises(IndexError, match="index 99 is out of range"):
         next(batches)
     assert next(batches)[1].tolist() == [3, 4]
+
+
+@pytest.mark.parametrize(("workers", "count"), [("thread", 0), ("thread", 1), ("process", 1)])
+def test_a_batch_dies_without_a_line_of_python(workers: Any, count: int) -> None:
+    """Where it is dropped Ctrl-C ends the loop: in a finaliser it would be printed and forgotten."""
+    pixels = [(torch.full((3, 4, 4), i, dtype=torch.uint8), i) for i in range(8)]
+    with CachedDataset(pixels, progress=False) as dataset:
+        batches = iter(DataLoader(dataset, batch_size=2, num_workers=count, workers=workers))
+        batch = next(batches)
+        called: list[str] = []
+        sys.setprofile(lambda frame, event, _: called.append(frame.f_code.co_name) if event == "call" else None)
+        del batch
+        sys.setprofile(None)
+        assert called == []
+        assert len(list(batches)) == 3

@@ -271,7 +271,8 @@ def test_a_collate_function_may_read_more_samples_of_the_dataset(slots: int) -> 
         def with_more(samples: Any) -> Any:
             return [collate(samples), collate(dataset.__getitems__([4]))]
 
-        ring = _ring(RingCollate(slots=slots), dataset)
+        collate_fn = RingCollate(slots=slots)
+        ring = _ring(collate_fn, dataset)
         _arrive(ring.send(collate, dataset.__getitems__([1, 2])))
         for _ in range(3):
             (images, labels), (more, number) = _arrive(ring.send(with_more, dataset.__getitems__([1, 2])))
@@ -390,7 +391,8 @@ def test_a_batch_that_the_worker_remembers_is_not_overwritten(torchs_road_in_thi
 
 def test_a_forked_process_does_not_give_back_its_parents_slot() -> None:
     """A child that drops the batch it inherited leaves the slot lent to its parent."""
-    ring = _ring(RingCollate(first, slots=1))
+    collate_fn = RingCollate(first, slots=1)
+    ring = _ring(collate_fn)
     came = [_arrive(ring.send(first, [torch.ones(3)]))]
 
     def drop() -> None:
