@@ -59,7 +59,7 @@ from fastdata.report import log, warn_user
 from fastdata.ring import BatchRing
 from fastdata.shared import ListView, SampleTable, position_of
 from fastdata.sources import Columns, DatasetSource, FileSource, ItemForm, Source
-from fastdata.stores.readers import Store
+from fastdata.stores.readers import Store, UndecodableError
 from fastdata.transforms import TransformPlan, describe_steps, fingerprint, is_same, plan_pairs, plan_transform
 from fastdata.transforms.boxes import BoxProgram, boxes_obstacle
 from fastdata.transforms.cpu import Program
@@ -358,7 +358,7 @@ class PreparedDataset(Dataset[Any]):
             )
         self._compile()
         advice = ""
-        with contextlib.suppress(ValueError, SampleError):  # of a sample, which whoever reads it is told
+        with contextlib.suppress(ValueError, SampleError, UndecodableError):  # of which whoever reads it is told
             advice = self._resize_advice()
         if advice:
             log.info("%s", advice)

@@ -13,6 +13,7 @@ import os
 import random
 import re
 import shutil
+import stat
 import statistics
 import tempfile
 import time
@@ -77,7 +78,8 @@ def _sweep(parent: str) -> None:
 
     for left in Path(parent).glob(f"{_FLEETING}*"):
         with contextlib.suppress(OSError):  # a Timeout, too, of one that is in use
-            if time.time() - left.stat().st_mtime > _FLEETING_S:  # else it may not have its lock yet
+            is_own = stat.S_ISDIR(left.lstat().st_mode) and made_by_this_user(left)
+            if is_own and time.time() - left.lstat().st_mtime > _FLEETING_S:  # else it may not have its lock yet
                 with FileLock(left / "lock").acquire(timeout=0):
                     shutil.rmtree(left)
 
@@ -455,7 +457,19 @@ def _done(job: Callable[[], _Given]) -> Future[_Given]:
     return future
 
 
+def made_by_this_user(path: Path) -> bool:
+    """Whether a file, or the link itself where it is one, is this user's; always so on Windows."""
+    return not hasattr(os, "getuid") or path.lstat().st_uid == os.getuid()
+
+
+def refuse_special(path: str | os.PathLike[str]) -> None:
+    """Raise OSError for a pipe, a socket or a device, to open or read which may take for ever."""
+    if not stat.S_ISREG(mode := os.stat(path).st_mode) and not stat.S_ISDIR(mode):
+        raise OSError(f"{os.fspath(path)} is no file, but a pipe, a socket or a device")
+
+
 def _read_local(path: str, start: int, stop: int | None) -> bytes:
+    refuse_special(path)
     with open(path, "rb") as stream:
         stream.seek(start)
         data = stream.read() if stop is None else stream.read(stop - start)

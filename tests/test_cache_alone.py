@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import pickle
 import shutil
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -405,6 +406,33 @@ def test_a_compressed_index_is_refused(image_folder: Folder, monkeypatch: Any) -
     monkeypatch.setattr(np, "savez", np.savez_compressed)
     rewrite(home)
     with pytest.raises(CacheError, match="its columns are compressed"):
+        CachedDataset.from_cache(home)
+
+
+def test_an_index_larger_than_memory_is_refused(image_folder: Folder, monkeypatch: Any) -> None:
+    """What a column says of its size is damage like any other, whatever it is: nobody gets a MemoryError."""
+    home = find_cache(build(image_folder(size=(13, 11))))
+    plain = np.savez
+
+    def save(stream: Any, **columns: Any) -> None:
+        plain(stream, **columns)
+        with zipfile.ZipFile(stream, "a") as archive, archive.open("more.npy", "w") as entry:
+            np.lib.format.write_array_header_1_0(entry, {"descr": "<i8", "fortran_order": False, "shape": (1 << 43,)})
+
+    monkeypatch.setattr(np, "savez", save)
+    rewrite(home)
+    with pytest.raises(CacheError, match="cannot be read"):
+        CachedDataset.from_cache(home)
+
+
+def test_a_sample_larger_than_memory_is_refused(tmp_path: Path) -> None:
+    """An encoded sample may claim any shape; one of 8 TiB is damage, found when the cache is opened."""
+    samples = [(np.zeros((2, 3 + index), np.uint8), 0) for index in range(4)]
+    home = find_cache(build_of(samples, tmp_path, codec="zstd"))
+    shapes = read_index(home, Manifest.read(home))["part0.shapes"].copy()
+    shapes[1] = 1 << 21, 1 << 22
+    rewrite(home, {"part0.shapes": shapes})
+    with pytest.raises(CacheError, match="part0 has a sample of 8,796,093,022,208 bytes"):
         CachedDataset.from_cache(home)
 
 

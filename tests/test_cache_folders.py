@@ -5,13 +5,15 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
+from torchvision import transforms as v1
 
 from conftest import save_image
 from fastdata import CachedDataset, ImageFolder, ImageManifest
@@ -237,3 +239,88 @@ def test_others_may_read_a_cache_as_the_umask_says(image_folder: Folder) -> None
         os.umask(before)
     modes = {path.name: path.stat().st_mode & 0o777 for path in root.parent.glob("cache/*/*")}
     assert set(modes.values()) == {0o640}, modes
+
+
+# Hostile folders
+
+
+@pytest.fixture
+def in_time() -> Iterator[None]:
+    """What hangs is an error."""
+
+    def stop(*_: object) -> None:
+        raise AssertionError("it hangs")  # no OSError, as which it would pass for damage
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, 20, 1)
+    yield
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("victim", ["fastdata.json", "index-*", "part0-*"])
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
+def test_what_is_no_file_is_damage(image_folder: Folder, victim: str, kind: str, in_time: None) -> None:
+    """A pipe, a link to a device and a folder in place of any file of a cache are errors at once, and mended."""
+    root = image_folder(size=(13, 11))
+    cached(root).close()
+    (path,) = (root.parent / "cache").glob(f"*/{victim}")
+    path.unlink()
+    make = {"pipe": os.mkfifo, "device": lambda path: path.symlink_to("/dev/zero"), "folder": os.mkdir}[kind]
+    make(path)
+    with pytest.raises(CacheError):
+        CachedDataset.from_cache(path.parent)
+    if (victim, kind) == ("fastdata.json", "folder"):  # which a file cannot take the place of
+        with pytest.raises(CacheError, match="cannot be written"):
+            cached(root)
+    else:
+        with cached(root) as dataset:
+            assert dataset[0][0].size == (9, 7)
+
+
+@pytest.mark.parametrize("codec", ["auto", "zstd", "source"])
+def test_damage_that_opening_comes_upon_is_told_to_who_reads(image_folder: Folder, codec: str) -> None:
+    """Samples that are looked at for advice may be damaged: the dataset is made, and reading names the sample."""
+    root, steps = image_folder(size=(40, 30), suffix=".png"), v1.RandomResizedCrop(8)
+    save_image(root / "cat" / "001.png", 9, (41, 30))
+    options: dict[str, Any] = {"cache_dir": root.parent / "cache", "codec": codec, "progress": False, "num_workers": 1}
+    ImageFolder(root, v1.Compose([steps, v1.PILToTensor()]), **options).close()
+    (path,) = (root.parent / "cache").glob("*/part0-*")
+    path.write_bytes(bytes(byte ^ 1 for byte in path.read_bytes()))
+    dataset = ImageFolder(root, v1.Compose([steps, v1.PILToTensor()]), **options)
+    with dataset, pytest.raises(SampleError, match=r"sample 0, .* its bytes in .* are not those that were written"):
+        dataset.__getitems__([0])
+    with ImageFolder(root, v1.Compose([steps, v1.PILToTensor()]), **options) as dataset:
+        assert dataset.__getitems__([0]).stacked[0].shape == (1, 3, 8, 8)
+
+
+def test_a_cache_behind_a_link_is_written_and_nothing_of_the_folder_removed(image_folder: Folder) -> None:
+    """Whoever can make a link in cache_dir cannot have another folder's files removed."""
+    root = image_folder(size=(13, 11))
+    cached(root).close()
+    (home,) = (path for path in (root.parent / "cache").iterdir() if path.is_dir())
+    shutil.rmtree(home)
+    other = root.parent / "other"
+    other.mkdir()
+    (other / "thesis.txt").write_text("all of it")
+    home.symlink_to(other)
+    for _ in range(2):
+        with cached(root) as dataset:
+            assert dataset[0][0].size == (9, 7)
+    prune_caches(root.parent / "cache", gone=True)
+    assert (other / "thesis.txt").read_text() == "all of it"
+
+
+def test_what_another_user_left_stays(image_folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run removes leftovers of its own user only."""
+    root = image_folder(size=(13, 11))
+    cached(root).close()
+    (path,) = (root.parent / "cache").glob("*/fastdata.json")
+    stray = path.with_name("part0-00007.npy")
+    stray.touch()
+    monkeypatch.setattr(os, "getuid", lambda: path.stat().st_uid + 1)
+    cached(root).close()
+    assert stray.exists()
+    monkeypatch.undo()
+    cached(root).close()
+    assert not stray.exists()

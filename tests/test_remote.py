@@ -368,3 +368,16 @@ def test_a_url_is_no_dataset() -> None:
     """Where nothing is there, or a dataset was wanted, the error says what to do."""
     with pytest.raises(FileNotFoundError, match=r"memory://none is no cache and holds none"):
         CachedDataset.from_cache("memory://none")
+
+
+def test_a_link_among_temporary_folders_leads_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What killed processes left is removed, and nothing where a link of such a name leads."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    left, other = tmp_path / "fastdata-remote-left", tmp_path / "other"
+    for folder in (left, other):
+        folder.mkdir()
+        os.utime(folder, (0, 0))
+    (tmp_path / "fastdata-remote-link").symlink_to(other)
+    with remote.fleeting_folder():
+        assert not left.exists()
+    assert not list(other.iterdir())

@@ -38,7 +38,7 @@ from fastdata.cache.manifest import (
 )
 from fastdata.cache.shards import Written, unfinished, write_shards, written_of
 from fastdata.codecs import codec_of, describe_codec, find_codec
-from fastdata.errors import CacheError, SampleError, is_url
+from fastdata.errors import CacheError, FastDataError, SampleError, is_url
 from fastdata.memory import StoragePlan, fastest_fitting, format_bytes, usable_cores
 from fastdata.prepare import (
     Forecast,
@@ -53,7 +53,7 @@ from fastdata.prepare import (
     try_all,
     warn_of_skipped,
 )
-from fastdata.remote import Place
+from fastdata.remote import Place, made_by_this_user
 from fastdata.report import log
 from fastdata.shared import PackedPaths, SampleTable
 from fastdata.stores.files import free_bytes, naming_full_disk
@@ -421,7 +421,9 @@ def _sweep(place: Place, *, with_shards: bool = True) -> None:
         with contextlib.suppress(FileNotFoundError):
             belong = Manifest.read(place).file_names()
         names = {entry.name for entry in place.find() if "/" not in entry.name}
-        strays = names - belong if place.is_remote else {path.name for path in strays_in(Path(place.url), belong)}
+        strays = names - belong
+        if not place.is_remote:
+            strays = {path.name for path in strays_in(Path(place.url), belong) if made_by_this_user(path)}
         place.remove(*sorted(strays if with_shards else strays - unfinished(names)))
 
 
@@ -596,13 +598,11 @@ def _writable(cache_dir: Path, why: str) -> Iterator[None]:
             cache_dir.mkdir(parents=True, exist_ok=True)
             yield
     except OSError as problem:
-        if isinstance(problem, (CacheError, SampleError)):
+        if isinstance(problem, FastDataError) or problem.filename is None:
             raise
         shown = f"cache_dir={str(cache_dir)!r}"
         if problem.errno in (errno.ENOTDIR, errno.EEXIST):
             raise CacheError(f"{shown} is no folder: {problem.filename} is a file. Name another one.") from problem
-        if problem.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
-            raise
         raise CacheError(
             f"{shown} cannot be written ({problem.strerror}), and {why}. Name a folder that can be written, or run "
             "`fastdata build` where it can."

@@ -47,6 +47,10 @@ FORMAT = "fastdata cache"
 VERSION = 3
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _MAX_DIMENSIONS = 8
+_MOST_SAMPLE_BYTES = 1 << 36
+"""Of an encoded sample, whose size nothing else tells."""
+_DAMAGED = (OSError, EOFError, KeyError, MemoryError, TypeError, ValueError, RecursionError)
+"""What reading bytes raises that nobody has written: of memory, too, for an array of the size that they claim."""
 
 _Made = TypeVar("_Made")
 
@@ -206,7 +210,7 @@ class Manifest:
             return manifest
         except (FileNotFoundError, CacheError, RemoteError):
             raise
-        except (OSError, KeyError, TypeError, ValueError, RecursionError) as problem:
+        except _DAMAGED as problem:
             raise CacheError(f"{path} cannot be read: {type(problem).__name__}: {problem}") from problem
 
 
@@ -236,7 +240,9 @@ def _typed(kind: Any, value: Any) -> Any:
 
 
 def strays_in(folder: Path, belong: set[str]) -> list[Path]:
-    """Files of a cache beside those that belong to it, and the marks of damaged rows of these."""
+    """Files of a cache beside those that belong to it, and the marks of damaged rows of these; none behind a link."""
+    if folder.is_symlink():
+        return []
     marks = {path for path, name, _ in marks_in(folder) if name in belong}
     others = [path for path in folder.iterdir() if path.name not in belong and path not in marks]
     return [path for path in others if path.is_file() and not path.is_symlink()]
@@ -330,7 +336,7 @@ def read_index(home: Path | Place | Mirror, manifest: Manifest) -> Columns:
         _check(manifest, columns)
     except (CacheError, RemoteError):
         raise
-    except (OSError, EOFError, TypeError, ValueError, RecursionError, zipfile.BadZipFile, zlib.error) as problem:
+    except (*_DAMAGED, zipfile.BadZipFile, zlib.error) as problem:
         raise CacheError(f"{path} cannot be read: {problem}") from problem
     return columns
 
@@ -365,10 +371,13 @@ def _check(manifest: Manifest, columns: Columns) -> None:
             raise ValueError(f"{part.name} holds samples of other shapes than {list(common)}")
         file_bytes = np.repeat([file.size_bytes for file in part.files], [file.rows for file in part.files])
         is_wrong = (offsets < 0) | (sizes < 0) | (offsets > file_bytes - sizes) | (shapes < 0).any(axis=1)
+        item_bytes = np.dtype(part.spec.dtype).itemsize
+        sample_bytes = shapes.astype(np.float64).prod(axis=1) * item_bytes
         if part.codec is None:
-            item_bytes = np.dtype(part.spec.dtype).itemsize
-            is_wrong |= shapes.astype(np.float64).prod(axis=1) * item_bytes != sizes
+            is_wrong |= sample_bytes != sizes
             is_wrong |= offsets % item_bytes != 0
+        elif sample_bytes.max(initial=0) > _MOST_SAMPLE_BYTES:
+            raise ValueError(f"{part.name} has a sample of {sample_bytes.max():,.0f} bytes, as none is")
         if is_wrong.any():
             raise ValueError(f"row {int(is_wrong.argmax())} of {part.name} does not lie within its file")
     if "paths" in columns:

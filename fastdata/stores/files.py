@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from fastdata.errors import CacheError, StoreGoneError
 from fastdata.memory import format_bytes
+from fastdata.remote import refuse_special
 from fastdata.shared import OPEN_FLAGS, Block
 
 Bytes = npt.NDArray[np.uint8]
@@ -66,10 +67,11 @@ class DiskFile(Block):
     def open(cls, path: Path, size_bytes: int) -> DiskFile:
         """Raises CacheError where it is missing or has another size."""
         try:
+            refuse_special(path)
             file = cls(path, os.O_RDONLY)
         except OSError as problem:
             many = "; raise the limit of open files (ulimit -n)" if problem.errno == errno.EMFILE else ""
-            raise CacheError(f"{path} cannot be opened ({problem.strerror}){many}") from problem
+            raise CacheError(f"{path} cannot be opened ({problem.strerror or problem}){many}") from problem
         if file.size_bytes != size_bytes:
             file.close()
             raise CacheError(f"{path} has {file.size_bytes:,} bytes where {size_bytes:,} were written")
