@@ -60,7 +60,7 @@ def _in_flags(message: object, options: Iterable[str]) -> str:
     names = "|".join(name.removesuffix("_px") for name in options)
     words = re.sub(rf"\b({names})=(?:'(\w+)'|True)?", lambda said: f"--{said[1]} {said[2] or ''}".strip(), str(message))
     flags = re.sub(r"--\w+", lambda flag: flag[0].replace("_", "-"), words)
-    return flags.replace("cache_dir=", "CACHE ")
+    return re.sub(r"cache_dir=(\W?)", lambda said: f"CACHE {said[1]}" if said[1] in "'\"" else f"CACHE{said[1]}", flags)
 
 
 def _refuse_outputs(options: dict[str, Any]) -> None:

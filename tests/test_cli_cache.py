@@ -131,6 +131,25 @@ def test_errors_speak_of_flags(image_folder: Folder, capsys: pytest.CaptureFixtu
     assert "=" not in said
 
 
+def test_a_folder_that_cannot_be_is_named(image_folder: Folder, capsys: pytest.CaptureFixture[str]) -> None:
+    """Not by the number of an error alone, whether it is to be made or to be looked through."""
+    assert main(["prune", "/nosuch"]) == 2
+    assert capsys.readouterr().err == "fastdata: /nosuch is no folder: give the one that keeps caches\n"
+    assert main(["build", str(image_folder()), "/proc/x", "--num-workers", "1"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("fastdata: CACHE '/proc/x' cannot be written (No such file or directory), and it holds no")
+    assert "Name a folder that can be written" in said
+
+
+def test_the_word_for_the_cache_has_no_argument_behind_it(
+    image_folder: Folder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cure that names several arguments names several flags."""
+    monkeypatch.setattr("fastdata.stores.files.free_bytes", lambda folder: 10)
+    assert main(["build", str(image_folder()), str(image_folder(root="o").parent / "c"), "--num-workers", "1"]) == 2
+    assert "give another CACHE, a smaller --resize, or --codec zstd" in capsys.readouterr().err
+
+
 def test_help_shows_defaults(capsys: pytest.CaptureFixture[str]) -> None:
     """Each default is one that is used; None is nobody's."""
     for command in ("bench", "build"):

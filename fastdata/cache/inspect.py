@@ -232,8 +232,10 @@ def prune_caches(cache_dir: Path, *, gone: bool = False, dry_run: bool = False) 
         dry_run: only say what would go.
     """
     refuse_remote(cache_dir)
+    if not cache_dir.is_dir():
+        raise FileNotFoundError(f"{cache_dir} is no folder: give the one that keeps caches")
     removals = []
-    for folder in sorted(path for path in cache_dir.iterdir() if path.is_dir()):
+    for folder in sorted(path for path in cache_dir.iterdir() if path.is_dir() and not path.is_symlink()):
         if not (folder / MANIFEST).exists() and not lock_file(folder).exists():
             continue  # none of ours
         try:
