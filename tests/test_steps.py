@@ -188,6 +188,55 @@ def wanted(step: Any, sample: Any, index: int) -> np.ndarray:
     return to_array(api.perspective(sample, corners, ends, step.interpolation, step.fill))
 
 
+SMALL = [(8, 8), (5, 9), (31, 104), (89, 44)]
+
+
+@both_apis
+@all_forms
+@pytest.mark.parametrize("interpolation", [NEAREST, BILINEAR], ids=["nearest", "bilinear"])
+def test_warps_at_any_angle(api: Any, form: str, interpolation: Any) -> None:
+    """At right angles places fall between two pixels, and the last bit of a matrix decides for one of them."""
+    how = {"interpolation": interpolation}
+    for angle, fill, center in itertools.product((45, 90, 270, 333.25), (7, None), (None, (27, 32))):
+        steps = [
+            api.RandomRotation((angle, angle), center=center, fill=fill, **how),
+            api.RandomRotation((angle, angle), expand=form == "pil", fill=fill, **how),
+            api.RandomAffine((angle, angle), scale=(0.5, 0.5), center=center, fill=fill, **how),
+            api.RandomAffine((angle, angle), scale=(2, 2), shear=(45, 45, 10, 10), fill=fill, **how),
+        ]
+        for step in steps:
+            assert_close(step, images(len(SMALL), *SMALL, channels=1), form)
+
+
+@both_apis
+@all_forms
+@pytest.mark.parametrize("interpolation", [NEAREST, BILINEAR], ids=["nearest", "bilinear"])
+def test_perspectives_of_small_images(api: Any, form: str, interpolation: Any) -> None:
+    """The equations of a few pixels are nearly singular, and solved as torchvision solves them, or refused as there."""
+    sizes = list(itertools.product((2, 3, 5, 8), (2, 4, 7)))
+    for distortion, fill in itertools.product((0.5, 1.0), (7, None)):
+        step = api.RandomPerspective(distortion, 1.0, interpolation=interpolation, fill=fill)
+        assert_close(step, images(4 * len(sizes), *sizes, channels=1), form)
+
+
+def assert_close(step: Any, arrays: list[np.ndarray], form: str) -> None:
+    """A warp of each image is as close to the step itself as the docs say."""
+    api = "v2" if type(step).__module__.startswith("torchvision.transforms.v2") else "v1"
+    store = ArrayStore(arrays, form)
+    program = program_of(step, store)
+    for index, array in enumerate(arrays):
+        try:
+            want = wanted(step, to_form(array, form), index)
+        except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
+            with pytest.raises(ValueError, match=rf"corners of sample {index}, .* lie on a line"):
+                program.run_one(store, index, EPOCH, SEED)
+            continue
+        got = program.run_one(store, index, EPOCH, SEED)
+        assert got.shape == want.shape
+        worst = np.abs(got.astype(int) - want).max()
+        assert worst <= LEVELS[type(step).__name__, api, form], f"{step} of {array.shape} is off by {worst}"
+
+
 # All outcomes of a step
 
 

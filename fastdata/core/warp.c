@@ -21,7 +21,7 @@ typedef struct {
     uint32_t differs[RUN];           /* bits by which those that count differ */
 } Run;
 
-/* torch multiplies grids of at least 400 products with a library that fuses, smaller ones by itself. */
+/* torch multiplies grids of at least 400 products with a library that may fuse (n[2]), smaller ones by itself. */
 INLINE float dot(float x, float y, const float t[3], bool fuse) {
     return (fuse ? fused(y, t[1], x * t[0]) : x * t[0] + y * t[1]) + t[2];
 }
@@ -29,7 +29,7 @@ INLINE float dot(float x, float y, const float t[3], bool fuse) {
 /* torchvision's _gen_affine_grid, _affine_grid, _perspective_grid, then the places of torch's grid_sample. */
 static void split_torch(const Op *op, const Image *in, const Image *out, int32_t base, int64_t first, int64_t row,
                         int64_t n, Run *restrict run) {
-    bool affine = op->code == OP_AFFINE, fuse = (int64_t)out->height * out->width * 6 >= 400;
+    bool affine = op->code == OP_AFFINE, fuse = op->n[2] && (int64_t)out->height * out->width * 6 >= 400;
     float w = (float)in->width, h = (float)in->height, half_w = 0.5f * w, half_h = 0.5f * h, tx[3], ty[3];
     float tz[3] = {(float)op->v[6], (float)op->v[7], 1}, x0 = 0.5f, y = (float)row + 0.5f;
     float low = op->n[6] == NEAREST ? 0 : -1, magic = op->n[6] == NEAREST ? 0x1.8p23f : 0; /* to nearest even */
@@ -44,9 +44,10 @@ static void split_torch(const Op *op, const Image *in, const Image *out, int32_t
         }
         float px = fused(gx + 1, half_w, -0.5f) + magic - magic, py = fused(gy + 1, half_h, -0.5f) + magic - magic;
         bool ok = (px >= low) & (px < w) & (py >= low) & (py < h);
+        float nowhere = px - px + (py - py); /* 0, but no number where a perspective divides by 0 */
         px = ok ? px : 0, py = ok ? py : 0;
         float left = floorf(px), top = floorf(py);
-        run->dx[i] = px - left, run->dy[i] = py - top;
+        run->dx[i] = px - left + nowhere, run->dy[i] = py - top;
         run->at[i] = ok ? (int32_t)top * stride + (int32_t)left + base : 0;
     }
 }
@@ -195,6 +196,7 @@ static void finish_torch(float fill, int domain, int64_t n, const float *v, cons
         float value = v[i];
         if (mask && domain == V1_DOMAIN) value = value * mask[i] + (1 - mask[i]) * fill;
         else if (mask) value = (value - fill) * mask[i] + fill;
+        value = value == value ? value : 0; /* as torch makes uint8 of what is no number */
         out[i] = (uint8_t)(int32_t)(value + 0x1.8p23f - 0x1.8p23f);
     }
 }

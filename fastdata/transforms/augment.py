@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from fastdata.core import Code
 from fastdata.draws import draw_uniform
@@ -34,6 +35,7 @@ _CODES = {**_FACTORS, **_PLAIN, "Posterize": Code.POSTERIZE, "Solarize": Code.SO
 _WARPS = ("Identity", "ShearX", "ShearY", "TranslateX", "TranslateY", "Rotate")
 _TIMM_CODES = {**_CODES, "Desaturate": Code.SATURATION, "SolarizeAdd": Code.SOLARIZE_ADD}
 _TIMM_CODES |= dict.fromkeys(("GaussianBlur", "GaussianBlurRand"), Code.BOX_BLUR)
+_FUSED_ROWS = 1 << 10
 _GAMMA_TRIES = 8
 _AUTO_BINS = 10
 
@@ -66,7 +68,7 @@ def draw_perspective(drawing: Drawing, at: int, distortion: float, **warp: Any) 
     for number, (right, bottom) in enumerate(((False, False), (True, False), (True, True), (False, True))):
         x_B, y_B = moved[2 * number : 2 * number + 2]
         corners.append((x_B + right * (width_B - reach_h), y_B + bottom * (height_B - reach_v)))
-    add_matrix(drawing, _perspective(corners, height_B, width_B), **warp)
+    add_matrix(drawing, _perspective(drawing, corners), **warp)
 
 
 def add_matrix(
@@ -80,15 +82,35 @@ def add_matrix(
     height, width = size or (drawing.height_B, drawing.width_B)
     which = INTERPOLATIONS.index(interpolation) if isinstance(interpolation, str) else interpolation
     code = Code.AFFINE if matrix_BN.shape[1] == 6 else Code.PERSPECTIVE
-    drawing.add(code, (height, width, 0, 0, 0, 0, which, fill is not None), matrix_BN.T, domain, fill or (0,))
+    fuses = domain != "pil" and _torch_fuses()
+    drawing.add(code, (height, width, fuses, 0, 0, 0, which, fill is not None), matrix_BN.T, domain, fill or (0,))
     if size is not None:
         drawing.resized(height, width, is_drawn=True)
 
 
+@cache
+def _torch_fuses() -> bool:
+    """Whether torch's product of large matrices rounds a multiplication and an addition as one, as MKL on some CPUs.
+
+    (1 + 2**-12)**2 - (1 + 2**-11) is 2**-24, and 0 where the square is rounded first.
+    """
+    row = torch.tensor([-1 - 2**-11, 1 + 2**-12, 1.0])
+    column = torch.tensor([[1.0], [1 + 2**-12], [0.0]]).expand(1, 3, 2)
+    return bool(row.expand(1, _FUSED_ROWS, 3).bmm(column).any())
+
+
 def add_affine(
-    drawing: Drawing, angle_B: Any, translate: Pair, scale: Any, shear: Pair, center: Center = None, **warp: Any
+    drawing: Drawing,
+    angle_B: Any,
+    translate: Pair,
+    scale: Any,
+    shear: Pair,
+    *,
+    is_v2: bool,
+    center: Center = None,
+    **warp: Any,
 ) -> None:
-    """Torchvision's ``_get_inverse_affine_matrix``."""
+    """``_get_inverse_affine_matrix`` of torchvision's v1 or v2: one matrix, rounded in another order."""
     middle: Pair = (drawing.width_B * 0.5, drawing.height_B * 0.5)
     cx, cy = middle
     if warp["domain"] != "pil":  # tensors: from the centre of the image
@@ -100,23 +122,43 @@ def add_affine(
     cosine, sine = partial(as_python, math.cos), partial(as_python, math.sin)
     tangent, squeezed = as_python(math.tan, sx), cosine(sy)
     a = cosine(turned) / squeezed
-    b = -cosine(turned) * tangent / squeezed - sine(rotation)
     c = sine(turned) / squeezed
-    d = -sine(turned) * tangent / squeezed + cosine(rotation)
+    if is_v2:
+        b = -(a * tangent + sine(rotation))
+        d = cosine(rotation) - c * tangent
+    else:
+        b = -cosine(turned) * tangent / squeezed - sine(rotation)
+        d = -sine(turned) * tangent / squeezed + cosine(rotation)
     matrix = [d / scale, -b / scale, -c / scale, a / scale]
-    x = matrix[0] * (-cx - tx) + matrix[1] * (-cy - ty) + cx
-    y = matrix[2] * (-cx - tx) + matrix[3] * (-cy - ty) + cy
+    if is_v2:
+        x = cx - matrix[0] * (cx + tx) - matrix[1] * (cy + ty)
+        y = cy - matrix[2] * (cx + tx) - matrix[3] * (cy + ty)
+    else:
+        x = matrix[0] * (-cx - tx) + matrix[1] * (-cy - ty) + cx
+        y = matrix[2] * (-cx - tx) + matrix[3] * (-cy - ty) + cy
     rows = np.broadcast_arrays(matrix[0], matrix[1], x, matrix[2], matrix[3], y)
     add_matrix(drawing, np.stack(rows, axis=1), **warp)
 
 
 def add_rotation(
-    drawing: Drawing, angle_B: Float64s, *, expand: bool = False, center: Center = None, **warp: Any
+    drawing: Drawing,
+    angle_B: Float64s,
+    *,
+    expand: bool = False,
+    center: Center = None,
+    is_v2: bool = False,
+    **warp: Any,
 ) -> None:
     if warp["domain"] != "pil":
-        none = 0.0, 0.0
+        moved: dict[str, Any] = {
+            "translate": (0.0, 0.0),
+            "scale": 1.0,
+            "shear": (0.0, 0.0),
+            "is_v2": is_v2,
+            "center": center,
+        }
         turned_B = angle_B % 360 != 0
-        drawing.each((turned_B, lambda part: add_affine(part, -part.of(angle_B), none, 1.0, none, center, **warp)))
+        drawing.each((turned_B, lambda part: add_affine(part, -part.of(angle_B), **moved, **warp)))
         return
     which_B = warp.pop("interpolation")
     angle_B = np.asarray(angle_B) % 360.0
@@ -169,8 +211,9 @@ def as_python(function: Callable[[float], float], values: Any) -> Any:
     return np.array([function(value) for value in values.tolist()])
 
 
-def _perspective(corners: list[Pair], height_B: Any, width_B: Any) -> Float64s:
-    """``_get_perspective_coeffs`` of torchvision's transforms/functional.py, which rounds to float32."""
+def _perspective(drawing: Drawing, corners: list[Pair]) -> Float64s:
+    """``_get_perspective_coeffs`` of torchvision's transforms/functional.py, by its solver, all samples in one call."""
+    height_B, width_B = drawing.height_B, drawing.width_B
     zero_B, one_B = np.zeros(len(height_B)), np.ones(len(height_B))
     ends = ((zero_B, zero_B), (width_B - 1, zero_B), (width_B - 1, height_B - 1), (zero_B, height_B - 1))
     rows, wanted = [], []
@@ -179,8 +222,20 @@ def _perspective(corners: list[Pair], height_B: Any, width_B: Any) -> Float64s:
         rows.append(np.stack([zero_B, zero_B, zero_B, x, y, one_B, -to_y * x, -to_y * y], axis=1))
         wanted += [to_x, to_y]
     equations_B88 = np.stack(rows, axis=1)
-    solution_B8 = (np.linalg.pinv(equations_B88) @ np.stack(wanted, axis=1)[:, :, None])[:, :, 0]
-    coefficients_B8: Float64s = solution_B8.astype(np.float32).astype(np.float64)
+    if drawing.is_probe:
+        return np.zeros((len(height_B), 8))
+    try:
+        # Torchvision's solver: another one's last bits move pixels, as what it gives is rounded to float32.
+        solved = torch.linalg.lstsq(
+            torch.from_numpy(equations_B88), torch.from_numpy(np.stack(wanted, axis=1))[:, :, None], driver="gels"
+        )
+    except torch.linalg.LinAlgError as cause:  # type: ignore[attr-defined]
+        b = int(np.linalg.matrix_rank(equations_B88).argmin())
+        raise ValueError(
+            f"RandomPerspective drew corners of sample {drawing.index_B[b]}, {height_B[b]} x {width_B[b]} px, that lie "
+            "on a line, as torchvision's does of small images. Use larger ones or a smaller distortion_scale."
+        ) from cause
+    coefficients_B8: Float64s = solved.solution[:, :, 0].float().double().numpy()
     return coefficients_B8
 
 

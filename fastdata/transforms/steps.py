@@ -510,14 +510,14 @@ def _resize(step: Any, at: int, state: State) -> State:
 
 def _rotation(step: Any, at: int, state: State) -> State:
     _refuse(step.expand and _domain(step, state) != "pil", "expands tensors")
-    warp = {"expand": bool(step.expand), "center": step.center and _range(step.center), **_warped(step, state)}
-    return state.add(draw_rotation, at, degrees=_range(step.degrees), **warp)
+    warp = {"center": step.center and _range(step.center), "is_v2": _is_v2(step), **_warped(step, state)}
+    return state.add(draw_rotation, at, degrees=_range(step.degrees), expand=bool(step.expand), **warp)
 
 
 def _affine(step: Any, at: int, state: State) -> State:
     moves = {"degrees": step.degrees, "translate": step.translate or (0, 0), "scale": step.scale or (1, 1)}
     shear = (*(step.shear or ()), 0, 0, 0, 0)
-    warp = {"center": step.center and _range(step.center), **_warped(step, state)}
+    warp = {"center": step.center and _range(step.center), "is_v2": _is_v2(step), **_warped(step, state)}
     ranges = {name: _range(values) for name, values in moves.items()}
     return state.add(draw_affine, at, shear=(_range(shear[:2]), _range(shear[2:4])), **ranges, **warp)
 
@@ -618,7 +618,7 @@ def _erasing(step: Any, at: int, state: State) -> State:
 def _auto_augment(step: Any, at: int, state: State) -> State:
     mixes = known_name(step) == "AugMix"  # which makes tensors of PIL images
     warp = _warped(step, replace(state, kind="tensor") if mixes else state)
-    return state.add(draw_aug_mix if mixes else draw_augment, at, space=Space(step, warp))
+    return state.add(draw_aug_mix if mixes else draw_augment, at, space=Space(step, {"is_v2": _is_v2(step), **warp}))
 
 
 # Steps of steps
