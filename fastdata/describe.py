@@ -8,11 +8,13 @@ code reads elsewhere: files, the environment, the clock.
 
 from __future__ import annotations
 
+import builtins
 import copyreg
 import dis
 import functools
 import hashlib
 import importlib.util
+import inspect
 import itertools
 import pickle
 import sys
@@ -31,6 +33,7 @@ _LOCKS = (type(threading.Lock()), type(threading.RLock()))
 _CODE = (types.FunctionType, classmethod, staticmethod, property)
 _CODE_FACTS = ["co_code", "co_consts", "co_names", "co_varnames", "co_freevars", "co_cellvars", "co_flags"]
 _CODE_FACTS += ["co_argcount", "co_posonlyargcount", "co_kwonlyargcount", "co_exceptiontable"]
+_COMPUTING = {"abs", "bool", "dict", "divmod", "float", "int", "len", "list", "max", "min", "round", "str", "tuple"}
 _HEAP_TYPE = 1 << 9
 """The flag of Python's C code that classes of Python code have (Py_TPFLAGS_HEAPTYPE)."""
 
@@ -51,6 +54,31 @@ def describe(value: Any, cache_key: str | None = None) -> str:
     except RecursionError as deep:
         raise ValueError(_refusal(value, value, "it is nested too deep")) from deep
     return digest.hexdigest()
+
+
+def draws_nothing(call: Any) -> bool:
+    """Whether a function surely draws no random number: it names nothing but plain data and what computes with it.
+
+    Example:
+        >>> table = {0: 1, 1: 0}
+        >>> draws_nothing(lambda label: table[label]), draws_nothing(lambda label: label + torch.rand(()))
+        (True, False)
+    """
+    if isinstance(call, types.FunctionType):
+        named = inspect.getclosurevars(call)
+        is_flat = not any(isinstance(constant, types.CodeType) for constant in call.__code__.co_consts)
+        held = [*named.nonlocals.values(), *named.globals.values(), *(call.__defaults__ or ())]
+        return is_flat and not named.unbound and _COMPUTING.issuperset(named.builtins) and all(map(_is_data, held))
+    if call is None or any(call is getattr(builtins, name) for name in _COMPUTING):
+        return True
+    owner = getattr(call, "__self__", None)  # of table.get, table.__getitem__
+    return owner is not None and _is_data(owner)
+
+
+def _is_data(value: Any) -> bool:
+    if type(value) is dict:
+        return _is_plain(value) and _is_plain(value.values())
+    return _is_plain(value) if type(value) in (list, tuple) else type(value) in {*_ATOMS, np.ndarray, torch.Tensor}
 
 
 def describe_dataset(dataset: Any, cache_key: str | None = None) -> str:

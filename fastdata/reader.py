@@ -221,7 +221,8 @@ class Reader:
     def targets_of(self, batch: IndexBatch) -> list[Any]:
         boxes, kept, index_B = self.boxes, self.kept, batch.positions
         if boxes is None or kept is None:
-            return [self._beside(self._target(index), index) for index in index_B.tolist()]
+            targets = [self._target(index) for index in index_B.tolist()]
+            return list(zip(targets, index_B.tolist(), strict=True)) if self.return_index else targets
         height_B, width_B = np.array([kept.images.shape(index)[-2:] for index in index_B.tolist()], np.int64).T
         return boxes.run(index_B, batch.visits, batch.seed, height_B, width_B)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import random
 import re
 import socket
 import subprocess
@@ -28,7 +29,7 @@ from torchvision.transforms import v2
 from conftest import save_image
 from fastdata import CachedDataset, ImageFolder
 from fastdata.cache import inspect_caches
-from fastdata.describe import describe
+from fastdata.describe import describe, draws_nothing
 
 Folder = Callable[..., Path]
 
@@ -336,3 +337,35 @@ def test_which_columns_are_chosen_counts(tmp_path: Path) -> None:
         columns, options = {"sample": name, "target": "label"}, {"cache_key": "rows", "progress": False}
         with CachedDataset(rows, columns=columns, cache_dir=tmp_path, num_workers=1, **options) as dataset:
             assert int(dataset[0][0].max()) == level
+
+
+def test_what_computes_with_plain_data_only_draws_nothing() -> None:
+    """Tables, builtins and functions of these are told from whatever might reach a random generator."""
+    table, row = {0: 1, 1: 0}, np.arange(3)
+
+    def by_default(label: int, source: Any = random) -> float:
+        return float(label + source.random())
+
+    for calm in (
+        None,
+        int,
+        abs,
+        table.get,
+        row.__getitem__,
+        lambda label: table[label] + int(row[0]),
+        lambda label: -label,
+    ):
+        assert draws_nothing(calm)
+    for unknown in (
+        random.random,
+        np.random.rand,
+        torch.rand,
+        by_default,
+        lambda label: label + random.random(),
+        lambda label: label.item(),
+        lambda label: [random.random() for _ in range(label)],
+        lambda label: __import__("random").random(),
+        torch.nn.Dropout(),
+        partial(np.random.normal, 0),
+    ):
+        assert not draws_nothing(unknown)

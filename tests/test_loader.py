@@ -234,7 +234,7 @@ def test_joined_datasets_are_served_whole(name: str, num_workers: int) -> None:
         chosen = {"num_workers": num_workers} if make is DataLoader else {}
         loader = make(JOINED[name]({}), batch_size=4, shuffle=True, **chosen)
         epochs.append([[*loader], [*loader]])
-        if make is DataLoader and not (name == "targets" and num_workers):  # which may draw, and go to processes
+        if make is DataLoader:
             assert loader.report().path.startswith("whole batches")
     for ours, theirs in zip(*epochs, strict=True):
         assert len(ours) == len(theirs)
@@ -532,8 +532,9 @@ def test_other_datasets_take_torchs_road() -> None:
 def test_the_road_is_told_with_its_reason(images: CachedDataset) -> None:
     """report().path names engine and reason for every way a loader can be made."""
     slow = v1.Compose([v1.Lambda(lambda image: +image), v1.ConvertImageDtype(torch.float32)])
-    with _images(slow) as per_sample, _images() as renamed:
-        renamed.target_transform = abs
+    with _images(slow) as per_sample, _images() as renamed, _images() as noisy:
+        renamed.target_transform = {n: n for n in range(23)}.get
+        noisy.target_transform = lambda label: label + torch.rand(())
         for dataset, options, path in (
             (images, {"num_workers": 1}, "whole batches, read by 1 thread"),
             (images, {}, "whole batches, read in the training loop: num_workers=0"),
@@ -548,9 +549,14 @@ def test_the_road_is_told_with_its_reason(images: CachedDataset) -> None:
                 {"num_workers": 1, "worker_init_fn": print, "collate_fn": list},
                 "worker_init_fn is for worker processes",
             ),
-            (renamed, {"num_workers": 1}, "1 worker process over a shared ring: target_transform= is your own"),
-            (renamed, {"num_workers": 1, "workers": "thread"}, "whole batches, read by 1 thread"),
-            (renamed, {}, "whole batches, read in the training loop: num_workers=0"),
+            (renamed, {"num_workers": 1}, "whole batches, read by 1 thread"),
+            (
+                noisy,
+                {"num_workers": 1},
+                "1 worker process over a shared ring: target_transform= may draw random numbers",
+            ),
+            (noisy, {"num_workers": 1, "workers": "thread"}, "whole batches, read by 1 thread"),
+            (noisy, {}, "whole batches, read in the training loop: num_workers=0"),
             (per_sample, {}, "is not a known batch op), read in the training loop: num_workers=0"),
             (per_sample, {"num_workers": 1}, "the transform works per sample: Lambda"),
             (

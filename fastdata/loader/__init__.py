@@ -20,12 +20,13 @@ from torch.utils.data import dataloader as torch_loader
 from fastdata import memory
 from fastdata.batch import DrawKey, collate
 from fastdata.dataset import PreparedDataset
+from fastdata.describe import draws_nothing
 from fastdata.errors import kind_of
 from fastdata.loader import epochs
 from fastdata.loader.epochs import HELD_BY_USER, Counted, Engine, Tally, TorchView
 from fastdata.loader.resume import Checkpoints, LoaderEpochs, Progress, length_of, undisturbed
 from fastdata.loader.tuned import find_tuned
-from fastdata.loader.view import MOSTLY_PREPARED, LoaderView, Served, find_wrapped
+from fastdata.loader.view import MOSTLY_PREPARED, JoinedDatasets, LoaderView, Served, find_wrapped
 from fastdata.memory import PinningPlan, budget_bytes, choose_pinning
 from fastdata.ranks import local_ranks
 from fastdata.report import EpochReport, warn_user
@@ -68,7 +69,7 @@ class DataLoader(_TorchLoader[_T_co]):
     - ``persistent_workers``: threads only draw their base seed once, as torch then does.
     - ``in_order``: threads always keep the order.
     - ``workers``: ``"thread"``, ``"process"``, or ``"auto"`` for threads where whole batches are served and the dataset
-      has no ``target_transform``, which may draw: worker processes are seeded as torch's, one by one.
+      has no ``target_transform`` that may draw, by all that it names: worker processes are seeded as torch's.
     - ``distributed``: ``"auto"`` shares each epoch among the ranks of ``torch.distributed``, or of the launcher's
       variables, by a ``fastdata.samplers.RankSampler``, which is the loader's ``sampler``: equally many batches for
       all, a few samples repeated, or with ``drop_last`` left out. ``"exact"`` gives each sample once, so that some
@@ -369,8 +370,10 @@ class DataLoader(_TorchLoader[_T_co]):
             return "worker_init_fn is for worker processes"
         if self.num_workers > 0 and self._is_filling(self._served):
             return "samples are prepared on their first read"
-        if self._served.dataset.target_transform is not None:
-            return "target_transform= is your own"
+        dataset = self._served.dataset
+        parts = dataset.parts if isinstance(dataset, JoinedDatasets) else [dataset]
+        if not all(draws_nothing(part.target_transform) for part in parts):
+            return "target_transform= may draw random numbers"
         return self._served.dataset.batch_obstacle
 
     def _is_filling(self, served: LoaderView) -> bool:
