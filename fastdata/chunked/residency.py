@@ -453,7 +453,7 @@ class Residency:
         if os.getpid() != self._pid:  # the generators are the parent's, as they are in each worker and each epoch
             key = int(sample_keys(self._seed, self._epoch, np.array(task.positions[:1]))[0])
             random.seed(key)
-            torch.manual_seed(key)
+            torch.default_generator.manual_seed(key)
             np.random.seed(key & 0xFFFFFFFF)
         with self._reading:
             return self._samples.load(task)
