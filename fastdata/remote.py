@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import math
 import os
 import random
 import re
@@ -28,6 +29,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from fastdata.errors import RemoteError, is_url
+from fastdata.report import log
 
 TRIES = 6
 ATTEMPT_S = 30.0
@@ -42,6 +44,9 @@ _S3_DEFAULTS: dict[str, Any] = {"max_pool_connections": 64, "connect_timeout": 5
 _KNOWN, _ENOUGH, _PATIENCE, _LEAST_PATIENCE_S, _FIRST_PATIENCE_S = 32, 4, 3.0, 0.25, 3.0
 """How many times the median of the latest requests, if these are enough, one takes before it is made a second time."""
 _LOOK_S = 0.2
+_SAY_S, _SAY_AGAIN_S = 5.0, 30.0
+_SAID_S: dict[int, float] = {}
+"""When a process last said that something takes long."""
 _SMALL_BYTES = 1 << 20
 _MOST_EXPECTED = 1024
 _FLEETING, _FLEETING_S = "fastdata-remote-", 60.0
@@ -337,8 +342,10 @@ class Place:
         self, call: Callable[[], Coroutine[Any, Any, Any]], url: str, missing: Any, pace: _Pace | None
     ) -> Any:
         problem: Exception = RuntimeError()
+        begun_s = time.monotonic()
         for k in range(TRIES):
             if k:
+                self._say_that_it_takes_long(url, problem, begun_s)
                 pause_s = min(_FIRST_PAUSE_S * 2**k, _LONGEST_PAUSE_S)
                 await asyncio.sleep(pause_s * (0.5 + random.SystemRandom().random()))
             try:
@@ -353,13 +360,25 @@ class Place:
                     break
         raise self._error(url, problem, k + 1) from None
 
+    def _say_that_it_takes_long(self, url: str, problem: Exception, begun_s: float) -> None:
+        """Once in a while for all requests, of which thousands may fail together; a wrong endpoint takes a minute."""
+        now_s = time.monotonic()
+        if now_s - begun_s > _SAY_S and now_s - _SAID_S.get(os.getpid(), -math.inf) > _SAY_AGAIN_S:
+            _SAID_S[os.getpid()] = now_s
+            what = f"{type(problem).__name__}: {self._said(problem)}"
+            log.warning("%s has not come in %.0f s and is asked for again: %s", url, now_s - begun_s, what)
+
+    def _said(self, problem: Exception) -> str:
+        said = str(problem) or (f"no answer in {ATTEMPT_S:.0f} s" if isinstance(problem, TimeoutError) else "")
+        for secret in _texts(self._options):
+            said = said.replace(secret, "***")
+        return said
+
     def _error(self, url: str, problem: Exception, tries: int) -> Exception:
         """Without its cause, whose text and traceback may show credentials."""
         if isinstance(problem, ImportError):
             return problem
-        said = str(problem) or (f"no answer in {ATTEMPT_S:.0f} s" if isinstance(problem, TimeoutError) else "")
-        for secret in _texts(self._options):
-            said = said.replace(secret, "***")
+        said = self._said(problem)
         if isinstance(problem, _OtherSizeError):
             return OSError(
                 f"{url}: {problem} (tried {tries} times): it was changed since it was listed, or is cut short"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import pickle
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from multiprocessing import get_context
@@ -94,6 +95,27 @@ def test_reads_are_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MemoryFileSystem, "cat_file", cat_file)
     assert Place("memory://place").read("name", size_bytes=5) == b"twice"
     assert not outcomes
+
+
+def test_a_place_that_does_not_answer_is_named_meanwhile(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once for many requests, without secrets, before the last try: a wrong endpoint is not silence for a minute."""
+
+    def cat_file(self: Any, path: str, **span: Any) -> bytes:
+        raise ConnectionRefusedError("no one at http://127.0.0.1:9 knows hush-hush")
+
+    monkeypatch.setattr(MemoryFileSystem, "cat_file", cat_file)
+    monkeypatch.setattr(remote, "_SAY_S", 0.0)
+    monkeypatch.setattr(remote, "_SAID_S", {})
+    place = Place("memory://place", {"secret": "hush-hush"})
+    coming = [place.submit(f"name{k}") for k in range(5)]
+    for future in coming:
+        with pytest.raises(RemoteError, match="tried 3 times"):
+            future.result()
+    (said,) = caplog.messages
+    assert re.search(r"place/name\d has not come .* asked for again: ConnectionRefusedError: .*127.0.0.1:9", said)
+    assert "hush" not in said
 
 
 def test_a_request_that_hangs_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
