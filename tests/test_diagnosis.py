@@ -32,6 +32,7 @@ from fastdata.diagnosis import (
     loops,
 )
 from fastdata.diagnosis.figures import advise, name_limit, say
+from fastdata.diagnosis.loops import run_loop
 from recording import RecordingBackend
 
 LONG_S, SHORT_S = 0.02, 0.0005
@@ -447,3 +448,20 @@ def test_a_profiler_sees_reading_and_copying() -> None:
         list(batches)
     names = {event.key for event in profiled.key_averages()}
     assert {"fastdata: read", "fastdata: wait"} <= names
+
+
+def test_utilisation_is_that_of_the_gpu_that_torch_uses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under CUDA_VISIBLE_DEVICES NVML numbers GPUs in another way than torch, which knows both."""
+    anothers = types.SimpleNamespace(gpu=90)
+    nvml = types.SimpleNamespace(
+        nvmlInit=lambda: None,
+        nvmlDeviceGetHandleByIndex=lambda number: number,
+        nvmlDeviceGetUtilizationRates=lambda handle: anothers,
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "utilization", lambda: 37)
+    monkeypatch.setattr("fastdata.diagnosis.loops._LOOK_S", 0)
+    figures, _ = run_loop([torch.ones(1)] * 3, None, None, 3)
+    assert figures.gpu_utilisation == pytest.approx(0.37)

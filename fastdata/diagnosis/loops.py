@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -114,11 +113,6 @@ class _Looks:
         self._seen: list[tuple[float, dict[int, float]]] = []
         self._marks: list[tuple[Any, Any]] = []
         self._utilisation: list[float] = []
-        self._nvml: Any = None
-        if torch.cuda.is_initialized():
-            with contextlib.suppress(Exception):  # of any kind, where there is no driver
-                self._nvml = importlib.import_module("pynvml")
-                self._nvml.nvmlInit()
 
     def look(self) -> None:
         workers = [worker.pid for worker in getattr(self._reader, "_workers", ())]
@@ -127,10 +121,9 @@ class _Looks:
         if self._seen and found.keys() != self._seen[0][1].keys():
             self._seen.clear()
         self._seen.append((time.perf_counter(), found))
-        if self._nvml is not None:
-            with contextlib.suppress(Exception):
-                handle = self._nvml.nvmlDeviceGetHandleByIndex(torch.cuda.current_device())
-                self._utilisation.append(self._nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100)
+        if torch.cuda.is_initialized():
+            with contextlib.suppress(Exception):  # of any kind, where there is no nvidia-ml-py or no driver
+                self._utilisation.append(torch.cuda.utilization() / 100)  # knows CUDA_VISIBLE_DEVICES, as NVML does not
 
     def timed_by_gpu(self, step: Callable[[Any], Any], batch: Any) -> None:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
