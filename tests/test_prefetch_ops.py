@@ -286,9 +286,9 @@ def test_a_new_transform_counts_from_the_next_epoch(backend: RecordingBackend) -
 
 
 def test_uint8_crosses_the_bus(dataset: CachedDataset, backend: RecordingBackend) -> None:
-    """Stored samples, an int16 for each row and column, and labels, and not the float32 that the CPU would send."""
+    """Stored samples, four int16, and labels, and not the float32 that the CPU would send."""
     list(on_device(loader_of(dataset, num_workers=1), backend))
-    assert is_about(sent_bytes(backend), LENGTH * (STORED_BYTES + 2 * (7 + 5) + 8))
+    assert is_about(sent_bytes(backend), LENGTH * (STORED_BYTES + 2 * 4 + 8))
     on_cpu = RecordingBackend()
     list(on_device(loader_of(dataset), on_cpu, batch_ops="cpu"))
     assert sent_bytes(on_cpu) == LENGTH * (3 * 7 * 5 * 4 + 8) > 2 * sent_bytes(backend)
@@ -459,7 +459,7 @@ def test_a_store_on_the_device_is_sent_once(backend: RecordingBackend, monkeypat
     with mirrored() as dataset, on_device(loader_of(dataset, num_workers=1), backend) as batches:
         expected = list(loader_of(dataset))
         assert_same(taken(batches, backend), expected)
-        batch_bytes = LENGTH * (8 + 2 * (7 + 5) + 8)
+        batch_bytes = LENGTH * (8 + 2 * 4 + 8)
         assert is_about(sent_bytes(backend), LENGTH * STORED_BYTES + batch_bytes)
         assert [size for _, size in backend.copied_from["cuda:0"]].count(5 * STORED_BYTES) == 4
         assert_same(taken(batches, backend), expected)

@@ -9,6 +9,7 @@ Shape letters: N stored samples, B batch, C channels, H W size sent, h w size se
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -59,7 +60,7 @@ class DeviceProgram:
     bit-equal, normalised floats come from one fused multiplication and addition, within 1e-6 of its larger term.
 
     In bytes moved for each pixel served, where F is the size of a float: rows and columns of windows 4, a constant
-    border 3 more, the conversion to floats 1 + F.
+    border 3 more, the conversion to floats 1 + F. A crop, mirrored or not, is 8 kernels, one that is padded 12.
 
     Args:
         plan: of the dataset; has no ``device_obstacle``.
@@ -82,30 +83,39 @@ class DeviceProgram:
         self.host: Program | None = None
         self.host_step = ""
         self._fill: tuple[float, ...] | None = None
-        self._windows = Program(ops, spec)
+        self._program = Program(ops, spec)
+        self._windows: list[_Window] = []
+        self._constants: dict[torch.device, list[Tensor]] = {}
         self.sent_shape: Shape = spec.shape
         others = [op for op in ops if op.draw not in WINDOWS]
-        self._draws = bool(ops)
         if others or not self._fits(spec.shape):
-            self.host, self._draws = self._windows, False
+            self.host = self._program
+            self._windows.clear()
             channels, _ = size_after(ops, spec.shape[0], None)
             self.sent_shape = (channels, *served[0][1:])
             asking = next((op for op in others or ops if op.draw not in (draw_center_crop, draw_flip)), ops[0])
             self.host_step = plan.batch_texts[step_number(asking.at) - len(plan.prepare)]
 
     def draw(self, index_B: Int64s, visits_B: int | Int64s, seed: int) -> Tensor | None:
-        """Draw where the rows and columns of a batch come from, on the host, for what ``Program.run`` is given.
+        """Draw where the rows and columns of a batch come from, on the host, for what ``run`` is given.
 
         Returns:
-            int16 (B, h + w), -1 for what is filled; None where samples are served whole as they are sent.
+            int16 (B, windows, 4): for rows, then for columns, the place of the first one, and the step to the next, 1
+            or -1, in what the window is cut from. None where samples are served whole as they are sent.
         """
-        if not self._draws:
+        if not self._windows:
             return None
+        draws_BS4 = np.empty((len(index_B), len(self._windows), 4), np.int16)
         if not len(index_B):
-            return torch.empty((0, sum(self.output[0][1:])), dtype=torch.int16)
-        records_SB = self._records(index_B, visits_B, seed, self.sent_shape)
-        axes = [_positions(records_SB, self.sent_shape[1 + axis], axis) for axis in (0, 1)]
-        return torch.from_numpy(np.concatenate(axes, axis=1).astype(np.int16))
+            return torch.from_numpy(draws_BS4)
+        for s, record_B in enumerate(_windows_of(self._records(index_B, visits_B, seed, self.sent_shape))):
+            n = record_B["n"]
+            for axis, mirror_bit in ((0, 2), (1, 1)):
+                step_B = np.where(n[:, 8] & mirror_bit, -1, 1)
+                last_B = np.where(n[:, 8] & mirror_bit, n[:, 6 + axis] - 1, 0)
+                draws_BS4[:, s, 2 * axis] = n[:, 4 + axis] - n[:, 1 - axis] + last_B
+                draws_BS4[:, s, 2 * axis + 1] = step_B
+        return torch.from_numpy(draws_BS4)
 
     def run(self, stored_NCHW: Tensor, draws: Tensor | None, index_B: Tensor | None = None) -> Tensor:
         """Serve a batch, uint8 as stored or as ``host`` made it, which is only read; draws lie on the same device.
@@ -126,33 +136,114 @@ class DeviceProgram:
 
     def _records(self, index_B: Int64s, visits_B: int | Int64s, seed: int, shape: Shape) -> npt.NDArray[Any]:
         shapes_B3 = np.full((len(index_B), 3), shape, np.int32)
-        return self._windows.draw(index_B, visits_B, seed, shapes_B3).records
+        return self._program.draw(index_B, visits_B, seed, shapes_B3).records
 
     def _fits(self, shape: Shape) -> bool:
-        records = self._records(np.zeros(1, np.int64), 0, 0, shape)[:, 0]
-        filled = [r for r in records if r["n"][:4].any() and r["n"][8] >> 8 == MODES.index("constant")]
+        """Whether one pass can cut all windows, which are noted: one fill, and places that are int16."""
+        records = _windows_of(self._records(np.zeros(1, np.int64), 0, 0, shape))[:, 0]
+        size = shape[1], shape[2]
+        for record in records:
+            n = record["n"]
+            wanted = int(n[6]), int(n[7])
+            mode = MODES[int(n[8]) >> 8] if n[:4].any() else None
+            self._windows.append(_Window(cut_from=size, size=wanted, mode=mode))
+            size = wanted
+        filled = [r for r, window in zip(records, self._windows, strict=True) if window.mode == "constant"]
         fills = {tuple(record["v"][8 : 8 + min(4, shape[0])].tolist()) for record in filled}
         self._fill = next(iter(fills), None)
         return len(fills) < 2 and max(shape[1:]) < 1 << 15
 
-    def _cut(self, stored_NCHW: Tensor, index_B: Tensor | None, draws: Tensor) -> Tensor:
+    def _on(self, device: torch.device, channels: int, height: int) -> list[Tensor]:
+        """Constants of ``_cut`` there: the first row of each plane, the fill, and what each window asks for."""
+        if device not in self._constants:  # two threads at once may both make them
+            fill = self._fill or (0,)
+            fill_C = torch.tensor([int(fill[min(c, len(fill) - 1)]) for c in range(channels)], dtype=torch.uint8)
+            host = [torch.arange(0, channels * height, height), fill_C[:, None, None]]
+            host += [constant for window in self._windows for constant in window.constants()]
+            self._constants[device] = [send(constant, device) for constant in host]
+        return self._constants[device]
+
+    def _cut(self, stored_NCHW: Tensor, index_B: Tensor | None, draws_BS4: Tensor) -> Tensor:
         count, channels, height, width = stored_NCHW.shape
         rows = self.output[0][1]
-        places = draws.to(torch.int64)
-        row_Bh, column_Bw = places[:, :rows], places[:, rows:]
+        first_row_C, fill_C11, *constants = self._on(stored_NCHW.device, channels, height)
+        place_BL, outside_BL = self._places(draws_BS4.to(torch.int64), constants)
+        row_Bh = place_BL[:, :rows]
+        column_Bw = place_BL[:, rows:]
         if index_B is None:
             index_B = torch.arange(count, device=stored_NCHW.device)
-        planes_C = torch.arange(0, channels * height, height, device=stored_NCHW.device)
-        lines = ((index_B * (channels * height))[:, None] + planes_C)[:, :, None] + row_Bh.clamp(min=0)[:, None, :]
-        taken = stored_NCHW.reshape(-1, width).index_select(0, lines.view(-1)).view(*lines.shape, width)
-        columns = column_Bw.clamp(min=0)[:, None, None, :].expand(-1, channels, rows, -1)
-        cut = taken.gather(3, columns)
-        if self._fill is None:
+        line_BCh = (row_Bh[:, None] + first_row_C[:, None]).add_(index_B[:, None, None], alpha=channels * height)
+        taken = stored_NCHW.reshape(-1, width).index_select(0, line_BCh.view(-1)).view(*line_BCh.shape, width)
+        cut = taken.gather(3, column_Bw[:, None, None, :].expand(-1, channels, rows, -1))
+        if outside_BL is None:
             return cut
-        outside = (row_Bh < 0)[:, None, :, None] | (column_Bw < 0)[:, None, None, :]
-        for c in range(channels):
-            cut[:, c].masked_fill_(outside[:, 0], int(self._fill[min(c, len(self._fill) - 1)]))
-        return cut
+        outside_Bhw = outside_BL[:, :rows, None] | outside_BL[:, None, rows:]
+        return torch.where(outside_Bhw[:, None], fill_C11, cut)
+
+    def _places(self, draws_BS4: Tensor, constants: list[Tensor]) -> tuple[Tensor, Tensor | None]:
+        """Where each row, then each column served comes from, and whether it is filled instead."""
+        place_BL = outside_BL = None
+        for s, window in enumerate(self._windows):
+            step_L, zero_L, last_L, start_L = constants[4 * s : 4 * s + 4]
+            rows = window.size[0]
+            at_BL = draws_BS4.new_empty((len(draws_BS4), len(step_L)))
+            for part, axis in ((slice(rows), 0), (slice(rows, None), 1)):
+                first_B1, step_B1 = draws_BS4[:, s, 2 * axis, None], draws_BS4[:, s, 2 * axis + 1, None]
+                torch.addcmul(first_B1, step_B1, step_L[part], out=at_BL[:, part])
+            inside_BL = at_BL
+            if window.mode in ("symmetric", "reflect"):
+                inside_BL = _reflected(at_BL, last_L, edge=window.mode == "reflect")
+            elif window.mode is not None:
+                inside_BL = torch.clamp(at_BL, zero_L, last_L)
+            is_new_BL = inside_BL.ne(at_BL) if window.mode == "constant" else None
+            if place_BL is None:
+                place_BL, outside_BL = inside_BL, is_new_BL
+                continue
+            before_BL = inside_BL + start_L
+            place_BL = place_BL.gather(1, before_BL)
+            if outside_BL is not None:
+                outside_BL = outside_BL.gather(1, before_BL)
+                outside_BL = outside_BL if is_new_BL is None else outside_BL | is_new_BL
+            else:
+                outside_BL = is_new_BL
+        assert place_BL is not None
+        return place_BL, outside_BL
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Window:
+    """What is the same in a batch: the height and width it is cut from and has; how borders are made, if there are."""
+
+    cut_from: tuple[int, int]
+    size: tuple[int, int]
+    mode: str | None
+
+    def constants(self) -> list[Tensor]:
+        """For each row, then each column: its number, 0, the last place it may come from, and where its kind begins."""
+        step_L = torch.cat([torch.arange(length) for length in self.size])
+        last_L = torch.cat([torch.full((n,), c - 1) for n, c in zip(self.size, self.cut_from, strict=True)])
+        start_L = torch.cat([torch.full((n,), s) for n, s in zip(self.size, (0, self.cut_from[0]), strict=True)])
+        return [step_L, torch.zeros_like(step_L), last_L, start_L]
+
+
+def _reflected(at_BL: Tensor, last_L: Tensor, *, edge: bool) -> Tensor:
+    """The place in the image of a place beyond its borders, whose own pixels come twice unless it is an ``edge``."""
+    shift = 0 if edge else 1
+    period_L = (2 * last_L + 2 * shift).clamp(min=1)
+    folded_BL = at_BL.remainder(period_L)
+    return torch.minimum(folded_BL, period_L - shift - folded_BL)
+
+
+def send(constant: Tensor, device: torch.device) -> Tensor:
+    """A copy on the device that the calling thread does not wait for."""
+    if device.type != "cuda":
+        return constant.to(device)
+    return constant.pin_memory().to(device, non_blocking=True)
+
+
+def _windows_of(records_SB: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    windows: npt.NDArray[Any] = records_SB[records_SB["code"][:, 0] == Code.WINDOW]
+    return windows
 
 
 class _Floats:
@@ -177,8 +268,8 @@ class _Floats:
     def convert(self, source_BChw: Tensor) -> Tensor:
         """Convert uint8; the layout in memory stays the same."""
         device = source_BChw.device
-        if device not in self._on:  # the only copies that block; two threads at once may both make them
-            self._on[device] = [tensor.to(device) for tensor in self._host]
+        if device not in self._on:  # two threads at once may both make them
+            self._on[device] = [send(tensor, device) for tensor in self._host]
         divisor, scale, offset = self._on[device]
         out = None
         if self.dtype != self._computed:  # rounded on the way to memory
@@ -189,29 +280,3 @@ class _Floats:
         if self._shifts:
             return torch.addcmul(offset, source_BChw, scale, out=out)
         return torch.mul(source_BChw, scale, out=out)
-
-
-def _positions(records_SB: npt.NDArray[Any], length: int, axis: int) -> Int64s:
-    """Where each row (axis 0) or column (axis 1) served comes from; -1 for what is filled."""
-    place_BL = np.broadcast_to(np.arange(length, dtype=np.int64), (records_SB.shape[1], length))
-    for record_B in records_SB[records_SB["code"][:, 0] == Code.WINDOW]:
-        n = record_B["n"].astype(np.int64)
-        wanted = int(n[0, 6 + axis])
-        step = np.arange(wanted)
-        is_mirrored_B = (n[:, 8] & (2 if axis == 0 else 1)).astype(bool)
-        at_BL = np.where(is_mirrored_B[:, None], wanted - 1 - step, step) + (n[:, 4 + axis] - n[:, 1 - axis])[:, None]
-        at_BL = _mirrored_into(at_BL, place_BL.shape[1], MODES[int(n[0, 8]) >> 8])
-        place_BL = np.where(at_BL < 0, -1, np.take_along_axis(place_BL, np.maximum(at_BL, 0), axis=1))
-    return place_BL
-
-
-def _mirrored_into(at: Int64s, length: int, mode: str) -> Int64s:
-    """The place in the image of a place beyond its borders; -1 where these are constant."""
-    if mode == "constant":
-        return np.where((at >= 0) & (at < length), at, -1)
-    if mode == "edge":
-        return np.clip(at, 0, length - 1)
-    edge = 0 if mode == "symmetric" else 1
-    period = max(2 * (length - edge), 1)
-    folded = at % period
-    return np.where(folded < length, folded, period - 1 + edge - folded)
