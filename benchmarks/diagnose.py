@@ -1,7 +1,7 @@
 """Does ``fastdata.diagnose`` name what limits a loop, and what does it cost the loop?
 
 Seven loops over drawn photographs differ in what is slow: decoding, a source of 4 MB/s, a source that slows down with
-each reader, the model, a collate_fn, the copy to a device (one made of CPU memory, tests/recording.py, whose copies
+each reader, the model, a collate_fn, the copy to a device (one made of CPU memory, tests/simcuda.py, whose copies
 take 40 ms), too few workers. The cost is that of a bare loop against the same one as ``diagnose`` runs it, in turns.
 """
 
@@ -11,6 +11,7 @@ import io
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -28,17 +29,11 @@ from fastdata.diagnosis.loops import run_loop
 from fastdata.memory import usable_cores
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from recording import RecordingBackend
+from simcuda import Sim
 
 BATCH = 16
 BYTES_PER_S = 4e6
 COPY_S = 0.04
-
-
-class SlowCopies(RecordingBackend):
-    def copy(self, source: torch.Tensor, device: torch.device) -> torch.Tensor:
-        time.sleep(COPY_S)
-        return super().copy(source, device)
 
 
 def read_slowly(path: str) -> Image.Image:
@@ -84,13 +79,12 @@ def loops(root: Path) -> dict[str, Callable[[], tuple[Any, Callable[[Any], Any]]
     def train(batch: Any) -> None:
         model(batch[0]).sum().backward()
 
-    slow_copies = partial(CudaPrefetcher, device=torch.device("cuda", 0), backend=SlowCopies(is_late=False))
     return {
         "decode": lambda: (loader(photos()), quick),
         "disk": lambda: (loader(photos(loader=read_slowly)), quick),
         "model": lambda: (loader(images), train),
         "collate": lambda: (loader(images, collate_fn=collate_slowly), quick),
-        "host-to-device": lambda: (slow_copies(loader(images)), quick),
+        "host-to-device": lambda: (CudaPrefetcher(loader(images), "cuda:0"), quick),
         "workers: too few": lambda: (loader(photos(), num_workers=0), quick),
         "workers: too many": lambda: (loader(photos(loader=read_in_turns), num_workers=8), quick),
     }
@@ -153,12 +147,15 @@ def main() -> None:
     rows: list[Row] = []
     with class_folders(chosen.images, count=400) as (root, _):
         for limit, make in loops(root).items():
-            loader, step = make()
-            begun = time.perf_counter()
-            found: Diagnosis = diagnose(loader, step, batches=50)
-            seconds = time.perf_counter() - begun
-            if isinstance(loader, CudaPrefetcher):
-                loader.close()
+            gpu = Sim()
+            gpu.on_copy = partial(time.sleep, COPY_S)
+            with gpu.installed() if limit == "host-to-device" else nullcontext():
+                loader, step = make()
+                begun = time.perf_counter()
+                found: Diagnosis = diagnose(loader, step, batches=50)
+                seconds = time.perf_counter() - begun
+                if isinstance(loader, CudaPrefetcher):
+                    loader.close()
             print(f"{limit}: {found.limit}\n  {found.line}", file=sys.stderr)
             is_named = float(found.limit == limit)
             rows.append(Row(section="is the culprit named? 1 if so", name=limit, unit="", rounds=(is_named,)))

@@ -1,10 +1,9 @@
-"""Several GPUs in one process: DataParallel, beside parts of each batch straight from host memory.
+"""Several GPUs in one process: DataParallel.
 
     python examples/train_dataparallel.py [FOLDER] [--steps 100] [--batch-size 256]
 
-DataParallel gets the whole batch on the first GPU and sends the others their parts from there. The prefetcher copies
-each part to its own GPU ahead of need. One process per GPU (train_ddp.py) is faster than either. FOLDER holds class
-folders of images; without one, some are drawn.
+DataParallel gets the whole batch on the first GPU and sends the others their parts from there. One process per GPU
+(train_ddp.py) is faster. FOLDER holds class folders of images; without one, some are drawn.
 """
 
 import argparse
@@ -16,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DataParallel, gather, parallel_apply, replicate
+from torch.nn.parallel import DataParallel
 from torch.utils.data import RandomSampler
 from torchvision import transforms
 
@@ -39,28 +38,6 @@ def train_data_parallel(loader: DataLoader, devices: list[str], classes: int) ->
         return len(labels)
 
     with CudaPrefetcher(loader, devices[0]) as batches:
-        return images_per_s(batches, step, devices)
-
-
-def train_in_parts(loader: DataLoader, devices: list[str], classes: int) -> float:
-    """Images a second where each GPU gets its own part, and replicas of the network run side by side."""
-    network = make_network(classes).to(devices[0])
-    optimizer = torch.optim.SGD(network.parameters(), 0.1)
-
-    def step(parts: list[list[torch.Tensor]]) -> int:
-        used = devices[: len(parts)]  # a last batch may have fewer samples than there are GPUs
-        outputs = parallel_apply(replicate(network, used), [(images,) for images, _ in parts], devices=used)
-        losses = [
-            nn.functional.cross_entropy(output, labels, reduction="sum").view(1)
-            for output, (_, labels) in zip(outputs, parts, strict=True)
-        ]
-        samples = sum(len(labels) for _, labels in parts)
-        optimizer.zero_grad()
-        (gather(losses, devices[0]).sum() / samples).backward()
-        optimizer.step()
-        return samples
-
-    with CudaPrefetcher(loader, devices) as batches:
         return images_per_s(batches, step, devices)
 
 
@@ -101,7 +78,7 @@ def main(arguments: list[str] | None = None) -> None:
     devices = [f"cuda:{index}" for index in range(torch.cuda.device_count())] or ["cpu"]
     steps, batch_size = (100, 256) if len(devices) > 1 else (5, 16)
     if len(devices) < 2:
-        print(f"Parts need two GPUs; torch sees {torch.cuda.device_count()}. Training on {devices[0]} in small steps.")
+        print(f"torch sees {torch.cuda.device_count()} GPUs. Training on {devices[0]} in small steps.")
     steps, batch_size = chosen.steps or steps, chosen.batch_size or batch_size
     crop = [transforms.Resize(128), transforms.CenterCrop(128), transforms.RandomCrop(112)]
     transform = transforms.Compose([*crop, transforms.RandomHorizontalFlip(), transforms.ToTensor()])
@@ -112,9 +89,7 @@ def main(arguments: list[str] | None = None) -> None:
             sampler = RandomSampler(data, replacement=True, num_samples=steps * batch_size)
             loader = DataLoader(data, batch_size, sampler=sampler, num_workers="auto")
             classes = len(data.classes)
-            print(f"DataParallel                      {train_data_parallel(loader, devices, classes):,.0f} images/s")
-            if len(devices) > 1:
-                print(f"parts by CudaPrefetcher           {train_in_parts(loader, devices, classes):,.0f} images/s")
+            print(f"DataParallel {train_data_parallel(loader, devices, classes):,.0f} images/s")
             print(loader.report())
 
 

@@ -66,14 +66,14 @@ class _Loan(weakref.ref[np.ndarray]):
 class BatchRing:
     """Up to ``slots`` buffers, each lent as an array until that array dies.
 
-    They are ordinary memory, or come from ``memory``: its ``allocate(size_bytes)`` gives a uint8 array of at least that
-    size, its ``free(array)`` takes it back; both are called from the threads that take.
+    They are ordinary memory, or ``allocate(size_bytes)`` gives a uint8 array of that size; it is called from the
+    threads that take.
     Safe from several threads: a buffer is taken and given back by single deque operations, because an array may die at
     any moment, also in a thread that is just taking one.
     """
 
-    def __init__(self, slots: int, memory: Any = None) -> None:
-        self._memory = memory
+    def __init__(self, slots: int, allocate: Callable[[int], np.ndarray] | None = None) -> None:
+        self._allocate = allocate or partial(np.empty, dtype=np.uint8)
         self._free: deque[_Loan | None] = deque([None] * slots)  # None: a slot whose buffer is not allocated yet
         self._loans: dict[int, _Loan] = {}  # by id
         self.fresh_count = 0  # how often all slots were lent and the batch got memory of its own
@@ -96,9 +96,7 @@ class BatchRing:
             buffer = loan.buffer
         if buffer is None or buffer.nbytes < size_bytes:
             old_bytes = 0 if buffer is None else buffer.nbytes
-            if buffer is not None and self._memory is not None:
-                self._memory.free(buffer)
-            buffer = np.empty(size_bytes, np.uint8) if self._memory is None else self._memory.allocate(size_bytes)
+            buffer = self._allocate(size_bytes)
             self._grown_bytes.append(buffer.nbytes - old_bytes)
         lent = buffer[:size_bytes].view(dtype).reshape(shape)
         loan = _Loan(lent, self._free.append)

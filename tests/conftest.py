@@ -18,7 +18,7 @@ from PIL import Image
 
 import fastdata
 from leftovers import Holdings, wait_for_none
-from recording import RecordingBackend
+from simcuda import Sim
 from torchvision_ops import import_torchvision
 
 HAS_TORCHVISION = import_torchvision()
@@ -87,12 +87,13 @@ def ctrl_c() -> Iterator[None]:
 
 
 @pytest.fixture
-def backend() -> Iterator[RecordingBackend]:
-    """An accelerator that copies as late as it may; nothing may have gone wrong at the end."""
-    recording = RecordingBackend()
-    yield recording
-    gc.collect()
-    assert recording.violations == []
+def gpu() -> Iterator[Sim]:
+    """A GPU that does everything as late as it may; nothing may have gone wrong at the end."""
+    simulated = Sim()
+    with simulated.installed():
+        yield simulated
+        gc.collect()
+    assert simulated.violations == []
 
 
 @pytest.fixture

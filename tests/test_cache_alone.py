@@ -30,7 +30,7 @@ from fastdata.cache.manifest import MANIFEST, Manifest, Skipped, read_index
 from fastdata.cli import main
 from fastdata.errors import CacheError, SampleError, StoreGoneError
 from fastdata.remote import Place
-from recording import RecordingBackend
+from simcuda import Sim
 
 Folder = Callable[..., Path]
 RESIZE = v1.Resize((7, 9))
@@ -498,7 +498,7 @@ def test_it_travels_to_other_processes(image_folder: Folder) -> None:
         assert dataset[4][0].shape == (3, 4, 5)
 
 
-def test_loaders_prefetchers_and_subsets_take_it(image_folder: Folder) -> None:
+def test_loaders_prefetchers_and_subsets_take_it(gpu: Sim, image_folder: Folder) -> None:
     """As every other dataset: a subset in worker processes, batches on a device, a report; closed, it says so."""
     root = image_folder(per_class=5, size=(13, 11))
     with CachedDataset.from_cache(build(root), transform=v1.PILToTensor()) as dataset:
@@ -508,9 +508,8 @@ def test_loaders_prefetchers_and_subsets_take_it(image_folder: Folder) -> None:
             ((images, labels),) = loader
             assert labels.tolist() == [0, 1, 0]
             assert torch.equal(images, torch.stack([dataset[i][0] for i in (1, 8, 3)]))
-        backend = RecordingBackend()
-        prefetcher = CudaPrefetcher(loader, "meta:0", backend=backend)
-        assert len(list(prefetcher)) == 1
+        ((on_device, _),) = CudaPrefetcher(loader, "cuda:0")
+        assert torch.equal(on_device.cpu(), images)
         assert "zstd" in str(dataset.storage_report())
     with pytest.raises(StoreGoneError):
         dataset[0]

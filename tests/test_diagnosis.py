@@ -7,6 +7,7 @@ import sys
 import time
 import types
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -33,7 +34,7 @@ from fastdata.diagnosis import (
 )
 from fastdata.diagnosis.figures import advise, name_limit, say
 from fastdata.diagnosis.loops import run_loop
-from recording import RecordingBackend
+from simcuda import Sim
 
 LONG_S, SHORT_S = 0.02, 0.0005
 
@@ -121,12 +122,6 @@ def unpack(batch: Any) -> Any:
     return batch
 
 
-class SlowCopies(RecordingBackend):
-    def copy(self, source: torch.Tensor, device: torch.device) -> torch.Tensor:
-        time.sleep(LONG_S)
-        return super().copy(source, device)
-
-
 def case(name: str) -> tuple[Any, Callable[[Any], None]]:
     """A loader and a step, limited by what the name says."""
     loader = partial(DataLoader, batch_size=2, num_workers=1)
@@ -138,9 +133,7 @@ def case(name: str) -> tuple[Any, Callable[[Any], None]]:
         "transform": lambda: loader(Samples(transform=slow_transform)),
         "collate": lambda: loader(Samples(), collate_fn=slow_collate),
         "transport": lambda: loader(Samples(), collate_fn=lambda samples: Letter(default_collate(samples))),
-        "host-to-device": lambda: CudaPrefetcher(
-            loader(Samples()), torch.device("cuda", 0), backend=SlowCopies(is_late=False)
-        ),
+        "host-to-device": lambda: CudaPrefetcher(loader(Samples()), "cuda:0"),
         "workers: too few": lambda: loader(Samples(partial(burn_by_workers, {False: LONG_S, True: SHORT_S}))),
         "workers: too many": lambda: loader(
             Samples(partial(burn_by_workers, {False: SHORT_S, True: LONG_S})), num_workers=2
@@ -168,11 +161,15 @@ def test_the_culprit_is_named(limit: Limit, monkeypatch: pytest.MonkeyPatch) -> 
     if limit == "workers: too few":
         have_cores(2, monkeypatch)
 
+    gpu = Sim()
+    gpu.on_copy = partial(time.sleep, LONG_S)
+
     def look() -> Diagnosis:
-        loader, step = case(limit)
-        found = diagnose(loader, step)
-        if isinstance(loader, CudaPrefetcher):
-            loader.close()
+        with gpu.installed() if limit == "host-to-device" else nullcontext():
+            loader, step = case(limit)
+            found = diagnose(loader, step)
+            if isinstance(loader, CudaPrefetcher):
+                loader.close()
         return found
 
     found = seen(look, lambda found: found.limit == limit)

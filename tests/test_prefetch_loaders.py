@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
+import re
 import signal
 from collections.abc import Iterator
 from typing import Any
@@ -14,7 +16,8 @@ from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset, DistributedSampler
 
 from fastdata import CachedDataset, CudaPrefetcher, DataLoader, RingCollate, memory
-from recording import RecordingBackend
+from fastdata.memory import Available
+from simcuda import Sim
 
 CUDA = torch.device("cuda", 0)
 
@@ -42,15 +45,14 @@ class Numbers(Dataset[Any]):
         return torch.full((2, 3), float(index)), index
 
 
-def on_device(loader: Any, backend: Any, **options: Any) -> CudaPrefetcher:
-    return CudaPrefetcher(loader, CUDA, backend=backend, **options)
+def on_device(loader: Any, **options: Any) -> CudaPrefetcher:
+    return CudaPrefetcher(loader, CUDA, **options)
 
 
-def values(batches: Any, backend: RecordingBackend) -> list[list[float]]:
+def values(batches: Any) -> list[list[float]]:
     """The number in each image, and that labels say the same."""
     found = []
     for images, labels in batches:
-        backend.finish()
         assert images.flatten(1).unique(dim=1).flatten().tolist() == labels.tolist()
         found.append(labels.tolist())
         del images, labels
@@ -62,11 +64,11 @@ def in_batches(count: int, size: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("num_workers", [0, 1, 2])
-def test_gathered_images_are_written_once(dataset: CachedDataset, backend: RecordingBackend, num_workers: int) -> None:
+def test_gathered_images_are_written_once(dataset: CachedDataset, gpu: Sim, num_workers: int) -> None:
     """Threads gather into pinned memory and the device reads it there: only the labels are copied on the host."""
-    batches = on_device(DataLoader(dataset, batch_size=4, num_workers=num_workers), backend)
+    batches = on_device(DataLoader(dataset, batch_size=4, num_workers=num_workers))
     for _ in range(3):
-        assert values(batches, backend) == in_batches(23, 4)
+        assert values(batches) == in_batches(23, 4)
         report = batches.report()
         assert (report.copies.in_place, report.copies.in_place_bytes) == (6, 23 * 60)
         assert (report.copies.staged, report.copies.staged_bytes) == (6, 23 * 8)
@@ -74,105 +76,77 @@ def test_gathered_images_are_written_once(dataset: CachedDataset, backend: Recor
     assert report.path.startswith("whole batches")
 
 
-def test_gathered_batches_that_are_held_are_never_overwritten(
-    dataset: CachedDataset, backend: RecordingBackend
-) -> None:
+def test_gathered_batches_that_are_held_are_never_overwritten(dataset: CachedDataset, gpu: Sim) -> None:
     """All batches are right when their copies happen as late as they can."""
-    batches = list(on_device(DataLoader(dataset, batch_size=4, num_workers=2), backend))
-    backend.finish()
+    batches = list(on_device(DataLoader(dataset, batch_size=4, num_workers=2)))
     assert [images.unique().tolist() for images, _ in batches] == in_batches(23, 4)
 
 
-def test_plain_iteration_gets_no_pinned_memory(dataset: CachedDataset, backend: RecordingBackend) -> None:
+def test_plain_iteration_gets_no_pinned_memory(dataset: CachedDataset, gpu: Sim) -> None:
     """What the prefetcher pins is not what the loader hands to others, who may copy without waiting."""
     loader = DataLoader(dataset, batch_size=4, num_workers=1)
-    batches = on_device(loader, backend)
+    batches = on_device(loader)
     next(iter(batches))
-    assert not any(backend.is_pinned(images) for images, _ in loader)
+    assert not any(images.is_pinned() for images, _ in loader)
 
 
-@pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("torchs", [False, True])
-def test_batches_of_worker_processes_are_copied_from_their_slots(
-    backend: RecordingBackend, workers: int, torchs: bool
-) -> None:
-    """Nothing is copied on the host: slots are pinned where they lie, with fastdata's loader and with torch's."""
-    loader: Any = DataLoader(Numbers(), batch_size=4, num_workers=workers)
+def test_batches_of_worker_processes_are_staged(gpu: Sim, torchs: bool) -> None:
+    """Slots of workers stay ordinary memory, from which whoever reads the loader next cannot copy too late."""
+    loader: Any = DataLoader(Numbers(), batch_size=4, num_workers=2)
     if torchs:
-        loader = TorchLoader(Numbers(), batch_size=4, num_workers=workers, collate_fn=RingCollate())
-    batches = on_device(loader, backend)
-    assert values(batches, backend) == in_batches(40, 4)
+        loader = TorchLoader(Numbers(), batch_size=4, num_workers=2, collate_fn=RingCollate())
+    batches = on_device(loader)
+    assert values(batches) == in_batches(40, 4)
     report = batches.report()
-    assert (report.copies.in_place, report.copies.staged, report.copies.pageable) == (20, 0, 0)
-    assert backend.registered > 0
-    batches.close()
-    assert backend.pinned == {}
+    assert (report.copies.in_place, report.copies.staged, report.copies.pageable) == (0, 20, 0)
 
 
-def test_slots_that_are_in_flight_are_not_filled_again(backend: RecordingBackend) -> None:
+def test_slots_that_are_in_flight_are_not_filled_again(gpu: Sim) -> None:
     """All batches are right when their copies happen as late as they can."""
-    batches = list(on_device(DataLoader(Numbers(), batch_size=4, num_workers=2), backend))
-    backend.finish()
+    batches = list(on_device(DataLoader(Numbers(), batch_size=4, num_workers=2)))
     assert [labels.tolist() for _, labels in batches] == in_batches(40, 4)
     assert [images.flatten(1)[:, 0].tolist() for images, _ in batches] == in_batches(40, 4)
 
 
-def test_persistent_workers_serve_epoch_after_epoch(backend: RecordingBackend) -> None:
+def test_persistent_workers_serve_epoch_after_epoch(gpu: Sim) -> None:
     """Also after a break, and while an old iterator lives, which ends."""
     loader = DataLoader(Numbers(12), batch_size=4, num_workers=1, persistent_workers=True)
-    batches = on_device(loader, backend)
+    batches = on_device(loader)
     old = iter(batches)
     next(old)
-    assert values(batches, backend) == in_batches(12, 4)
+    assert values(batches) == in_batches(12, 4)
     assert next(old, "end") == "end"
     for _ in batches:
         break
-    assert values(batches, backend) == in_batches(12, 4)
+    assert values(batches) == in_batches(12, 4)
     loader._iterator = None
 
 
-@pytest.mark.parametrize("torchs", [False, True])
-def test_slots_stay_pinned_between_epochs_but_not_for_others(backend: RecordingBackend, torchs: bool) -> None:
-    """Each is registered once for all epochs of the prefetcher; who reads the loader without it gets no pinned memory.
-
-    A copy of theirs that does not wait would read a slot while its worker fills it again.
-    """
-    options: dict[str, Any] = {"batch_size": 4, "num_workers": 1, "persistent_workers": True}
-    loader: Any = DataLoader(Numbers(12), **options)
-    if torchs:
-        loader = TorchLoader(Numbers(12), collate_fn=RingCollate(), **options)
-    batches = on_device(loader, backend)
-    for _ in range(6):
-        assert values(batches, backend) == in_batches(12, 4)
-    slots = len(backend.pinned)
-    assert 0 < slots == backend.registered
-    assert not any(backend.is_pinned(images) for images, _ in loader)
-    assert backend.pinned == {}
-    assert values(batches, backend) == in_batches(12, 4)
-    assert backend.pinned
-    assert batches.report().copies.in_place == 6
-    loader._iterator = None
-
-
-def test_a_killed_worker_is_an_error(backend: RecordingBackend) -> None:
+def test_a_killed_worker_is_an_error(gpu: Sim) -> None:
     """The loop hears of it instead of waiting, and nothing is left behind."""
-    batches = on_device(DataLoader(Numbers(kill_at=13), batch_size=4, num_workers=1), backend)
+    batches = on_device(DataLoader(Numbers(kill_at=13), batch_size=4, num_workers=1))
     with pytest.raises(RuntimeError, match=r"DataLoader worker|killed by signal"):
-        values(batches, backend)
+        values(batches)
 
 
-def test_growing_slots_are_pinned_anew(backend: RecordingBackend) -> None:
-    """A slot that a larger batch replaced is unpinned when nothing reads it, and its follower is pinned."""
-    lengths = [1, 3000, 2, 9000, 9000, 20000, 1]
-    samples = [torch.full((length,), 1.0) for length in lengths]
-    loader = DataLoader(samples, batch_size=1, num_workers=1)  # type: ignore[arg-type]
-    sums = []
-    batches = on_device(loader, backend)
-    for batch in batches:
-        backend.finish()
-        sums.append(int(batch.sum()))
-    assert sums == lengths
-    assert batches.report().copies.staged == 0
+def test_a_ring_that_may_not_be_pinned_whole_is_copied(
+    dataset: CachedDataset, gpu: Sim, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where there is room for depth + 2 batches and not for all of a loader's slots, batches go through copies.
+
+    The report says so, and nobody is warned; with room for all they are read in place.
+    """
+    batch_bytes = 512  # 8 images of 60 bytes
+    for room, in_place in ((40 * batch_bytes, 3), (5 * batch_bytes, 0)):
+        free = math.ceil(8 * room / (1 - memory.RESERVE_SHARE))
+        monkeypatch.setattr(memory, "available_bytes", lambda free=free: Available(bytes=free, limited_by="cgroup"))
+        batches = on_device(DataLoader(dataset, batch_size=8, num_workers=4))
+        assert values(batches) == in_batches(23, 8)
+        report = batches.report()
+        assert (report.copies.in_place, report.copies.pageable) == (in_place, 0)
+        assert report.fresh_batches == 0
+    assert re.match(r"ring not pinned: \S+ KiB needed, at most 12\.5% .*; copies pinned: ", report.pinning)
 
 
 # The face
@@ -205,9 +179,7 @@ def test_set_epoch_reaches_loader_and_sampler(dataset: CachedDataset) -> None:
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("workers", ["thread", "process"])
-def test_the_state_counts_what_the_user_got(
-    dataset: CachedDataset, backend: RecordingBackend, num_workers: int, workers: Any
-) -> None:
+def test_the_state_counts_what_the_user_got(dataset: CachedDataset, gpu: Sim, num_workers: int, workers: Any) -> None:
     """After each batch the state resumes with the very next one, although more were read ahead."""
 
     def make() -> DataLoader:
@@ -216,20 +188,20 @@ def test_the_state_counts_what_the_user_got(
 
     whole = [labels.tolist() for _, labels in make()]
     loader = make()
-    batches = on_device(loader, backend)
+    batches = on_device(loader)
     states = [batches.state_dict() for _ in batches]
     assert [state["num_yielded"] if state["is_begun"] else "over" for state in states] == [1, 2, 3, 4, 5, "over"]
     assert loader.state_dict() == states[-1]
     for seen, state in enumerate(states[:-1], 1):
-        again = on_device(make(), backend)
+        again = on_device(make())
         again.load_state_dict(state)
         assert again.state_dict() == state
-        assert values(again, backend) == whole[seen:]
+        assert values(again) == whole[seen:]
 
 
-def test_an_epoch_that_was_left_for_a_new_one_counts_no_more(dataset: CachedDataset, backend: RecordingBackend) -> None:
+def test_an_epoch_that_was_left_for_a_new_one_counts_no_more(dataset: CachedDataset, gpu: Sim) -> None:
     """Batches that an older iterator still gives do not move the state of the new epoch."""
-    batches = on_device(DataLoader(dataset, batch_size=4), backend)
+    batches = on_device(DataLoader(dataset, batch_size=4))
     older = iter(batches)
     next(older)
     newer = iter(batches)
@@ -241,17 +213,17 @@ def test_an_epoch_that_was_left_for_a_new_one_counts_no_more(dataset: CachedData
     assert batches.state_dict()["num_yielded"] == 2
 
 
-def test_a_state_holds_until_a_batch_is_handed_over(dataset: CachedDataset, backend: RecordingBackend) -> None:
+def test_a_state_holds_until_a_batch_is_handed_over(dataset: CachedDataset, gpu: Sim) -> None:
     """A resumed epoch that was begun but gave no batch is resumed again."""
     loader = DataLoader(dataset, batch_size=4, num_workers=1)
-    batches = on_device(loader, backend)
+    batches = on_device(loader)
     for _ in batches:
         break
     state = batches.state_dict()
     assert state["num_yielded"] == 1
     batches.load_state_dict(state)
     iter(batches)
-    assert values(batches, backend) == in_batches(23, 4)[1:]
+    assert values(batches) == in_batches(23, 4)[1:]
 
 
 class Counting:
@@ -272,9 +244,9 @@ class Counting:
         self.read = state["read"]
 
 
-def test_the_state_of_another_loader_is_that_of_the_users_batch(backend: RecordingBackend) -> None:
+def test_the_state_of_another_loader_is_that_of_the_users_batch(gpu: Sim) -> None:
     """It is taken with each batch and given with it."""
-    batches = on_device(Counting(), backend, depth=3)
+    batches = on_device(Counting(), depth=3)
     epoch = iter(batches)
     for number in (1, 2, 3):
         next(epoch)
@@ -283,14 +255,13 @@ def test_the_state_of_another_loader_is_that_of_the_users_batch(backend: Recordi
     batches.load_state_dict({"read": 6})
     assert batches.state_dict() == {"read": 6}
     moved = list(batches)
-    backend.finish()
     assert [batch.item() for batch in moved] == [7, 8]
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("workers", ["thread", "process"])
 def test_global_draws_of_an_epoch_are_those_of_the_bare_loader(
-    dataset: CachedDataset, num_workers: int, workers: Any
+    dataset: CachedDataset, gpu: Sim, num_workers: int, workers: Any
 ) -> None:
     """With the same seed the order is the loader's, and so are the user's draws after each epoch."""
     told = []
@@ -298,7 +269,7 @@ def test_global_draws_of_an_epoch_are_those_of_the_bare_loader(
         torch.manual_seed(11)
         batches: Any = DataLoader(dataset, batch_size=4, shuffle=True, num_workers=num_workers, workers=workers)
         if is_prefetched:
-            batches = on_device(batches, RecordingBackend(is_late=False))
+            batches = on_device(batches)
         told.append([([labels.tolist() for _, labels in batches], torch.rand(1).item()) for _ in range(2)])
     assert told[0] == told[1]
 

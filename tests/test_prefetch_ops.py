@@ -19,11 +19,10 @@ from conftest import FolderMaker
 from fastdata import CachedDataset, CudaPrefetcher, DataLoader, FastDataWarning, ImageFolder, collate
 from fastdata.errors import MemoryBudgetError
 from fastdata.prefetch import device as prefetch_device
-from fastdata.prefetch.device import DeviceOps, fallback_reason
-from recording import RecordingBackend, place_of
+from fastdata.prefetch.device import fallback_reason
+from simcuda import Sim
 
 CUDA = torch.device("cuda", 0)
-TWO = [torch.device("cuda", 0), torch.device("cuda", 1)]
 LENGTH, SHAPE = 23, (3, 8, 6)
 STORED_BYTES = 3 * 8 * 6
 CROP = [v1.RandomCrop((7, 5), padding=1), v1.RandomHorizontalFlip()]
@@ -44,20 +43,6 @@ ON_THE_CPU: dict[str, Sequence[Any]] = {
 }
 """Steps that run in the core before the transfer."""
 RUNS_ON_THE_CPU = r"(RandomResizedCrop|RandomApply|Pad)\(.*\) runs on the CPU"
-
-
-@pytest.fixture
-def backend(backend: RecordingBackend, monkeypatch: pytest.MonkeyPatch) -> RecordingBackend:
-    """Copies happen as late as they may: where a kernel behind them on their stream must read them."""
-    run = DeviceOps.run
-
-    def behind_the_copies(self: DeviceOps, program: Any, store: Any, batch: Any, device: torch.device) -> Any:
-        backend.finish(str(device))
-        backend.log.append(("ops", backend.current_stream(device)))
-        return run(self, program, store, batch, device)
-
-    monkeypatch.setattr(DeviceOps, "run", behind_the_copies)
-    return backend
 
 
 def cached(steps: Sequence[Any], **options: Any) -> CachedDataset:
@@ -81,16 +66,16 @@ def loader_of(dataset: Any, epoch: int = 3, **options: Any) -> DataLoader:
     return loader
 
 
-def on_device(loader: Any, backend: Any, device: Any = CUDA, **options: Any) -> CudaPrefetcher:
-    return CudaPrefetcher(loader, device, backend=backend, **options)
+def on_device(loader: Any, **options: Any) -> CudaPrefetcher:
+    return CudaPrefetcher(loader, CUDA, **options)
 
 
-def taken(batches: Any, backend: RecordingBackend) -> list[Any]:
-    """All batches, looked at when their copies must be there."""
+def taken(batches: Any) -> list[Any]:
+    """All batches as they are seen from the host, dicts in the order of their keys."""
     found = []
     for batch in batches:
-        backend.finish()
-        found.append(batch)
+        is_dict = isinstance(batch, dict)
+        found.append({key: batch[key].cpu() for key in batch} if is_dict else [part.cpu() for part in batch])
     return found
 
 
@@ -106,13 +91,10 @@ def assert_same(found: Sequence[Any], expected: Sequence[Any]) -> None:
             assert torch.equal(images, right)
 
 
-def sent_bytes(backend: RecordingBackend, device: str = "cuda:0") -> int:
-    return sum(size for _, size in backend.copied_from[device])
-
-
-def is_about(sent: int, needed: int) -> bool:
-    """Whether no more was sent than is needed, but for what aligns the small tensors of up to twelve batches."""
-    return needed <= sent <= needed + 12 * 2 * 15
+def mirrors(gpu: Sim) -> list[Any]:
+    """Copies of the store that are there."""
+    made = [tensor() for tensor in gpu.made]
+    return [tensor for tensor in made if tensor is not None and tensor.shape == (LENGTH, *SHAPE)]
 
 
 # The same batches
@@ -121,138 +103,117 @@ def is_about(sent: int, needed: int) -> bool:
 @pytest.mark.parametrize("num_workers", [0, 1, 2])
 @pytest.mark.parametrize("steps", STEPS.values(), ids=STEPS.keys())
 @pytest.mark.parametrize("storage", ["shared", "device"])
-def test_batches_are_those_of_the_cpu(
-    backend: RecordingBackend, steps: Sequence[Any], num_workers: int, storage: Any
-) -> None:
+def test_batches_are_those_of_the_cpu(gpu: Sim, steps: Sequence[Any], num_workers: int, storage: Any) -> None:
     """Shuffled, over two epochs, with a last batch that is smaller."""
     with cached(steps, storage=storage) as dataset:
         plain = loader_of(dataset, shuffle=True)
-        with on_device(loader_of(dataset, shuffle=True, num_workers=num_workers), backend) as batches:
+        with on_device(loader_of(dataset, shuffle=True, num_workers=num_workers)) as batches:
             for epoch in (3, 4):
                 plain.set_epoch(epoch)
                 batches.set_epoch(epoch)
                 expected = list(plain)
-                assert_same(taken(batches, backend), expected)
+                assert_same(taken(batches), expected)
             assert batches.report().batch_ops.startswith("on cuda:0")
             assert (batches.report().samples, batches.report().fresh_batches) == (LENGTH, 0)
     assert len({labels.tolist()[0] for _, labels in expected}) > 1
-    assert ("ops", backend.streams[0]) in backend.log
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("steps", ON_THE_CPU.values(), ids=ON_THE_CPU.keys())
 @pytest.mark.parametrize("storage", ["shared", "device"])
 def test_what_a_device_does_not_do_is_done_before_the_transfer(
-    backend: RecordingBackend, steps: Sequence[Any], num_workers: int, storage: Any
+    gpu: Sim, steps: Sequence[Any], num_workers: int, storage: Any
 ) -> None:
     """The uint8 served crosses the bus, and nothing else; a copy of the store is not made, which is said once."""
     with cached(steps, storage=storage) as dataset:
         expected = list(loader_of(dataset))
         served_bytes = expected[0][0][0].numel()
-        batches = on_device(loader_of(dataset, num_workers=num_workers), backend)
+        batches = on_device(loader_of(dataset, num_workers=num_workers))
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for _ in range(2):
                 batches.set_epoch(3)
-                assert_same(taken(batches, backend), expected)
-        assert sent_bytes(backend) == 2 * LENGTH * (served_bytes + 8)
+                gpu.sent.clear()  # the first epoch sends the constants
+                assert_same(taken(batches), expected)
+        assert sum(gpu.sent) == LENGTH * (served_bytes + 8)
         assert re.fullmatch(f"on cuda:0, the conversion only: {RUNS_ON_THE_CPU}", batches.report().batch_ops)
-        assert backend.made == []
+        assert not mirrors(gpu)
     assert [warning.category for warning in caught] == [FastDataWarning] * (storage == "device")
     for warning in caught:
         assert re.fullmatch(f"storage='device' has no effect: {RUNS_ON_THE_CPU}", str(warning.message))
 
 
 @pytest.mark.parametrize("codec", ["lz4", "jpeg"])
-def test_encoded_samples_are_decoded_into_the_batch_that_is_sent(backend: RecordingBackend, codec: str) -> None:
+def test_encoded_samples_are_decoded_into_the_batch_that_is_sent(gpu: Sim, codec: str) -> None:
     """Ops run on the device behind a compressed store too."""
     with cached(CROP, storage="compressed", codec=codec) as dataset:
         expected = list(loader_of(dataset))
-        batches = on_device(loader_of(dataset, num_workers=1), backend)
-        assert_same(taken(batches, backend), expected)
+        batches = on_device(loader_of(dataset, num_workers=1))
+        assert_same(taken(batches), expected)
         assert batches.report().batch_ops == "on cuda:0"
 
 
 @pytest.mark.parametrize("storage", ["shared", "device"])
-def test_a_subset_gets_its_own_samples(backend: RecordingBackend, storage: Any) -> None:
+def test_a_subset_gets_its_own_samples(gpu: Sim, storage: Any) -> None:
     """Indices of the loader are those of the subset, positions those of the store; repeats are drawn anew."""
     with cached(CROP, storage=storage) as dataset:
         subset = Subset(dataset, [22, 3, 3, 17, 8])
         expected = list(loader_of(subset))
-        assert_same(taken(on_device(loader_of(subset, num_workers=1), backend), backend), expected)
+        assert_same(taken(on_device(loader_of(subset, num_workers=1))), expected)
 
 
 @pytest.mark.parametrize("storage", ["shared", "device"])
-def test_batches_of_dicts_are_dicts(backend: RecordingBackend, storage: Any) -> None:
+def test_batches_of_dicts_are_dicts(gpu: Sim, storage: Any) -> None:
     """Items that are dicts come from the device in batches of their keys."""
     samples = [{"label": i, "image": torch.full(SHAPE, i, dtype=torch.uint8)} for i in range(8)]
     with CachedDataset(samples, transform=v1.Compose(CROP), seed=0, storage=storage, progress=False) as dataset:
         expected = [(batch["image"], batch["label"]) for batch in loader_of(dataset)]
-        batches = on_device(loader_of(dataset, num_workers=1), backend)
-        found = taken(batches, backend)
+        batches = on_device(loader_of(dataset, num_workers=1))
+        found = taken(batches)
         assert batches.report().batch_ops.startswith("on cuda:0")
     assert [list(batch) for batch in found] == [["label", "image"]] * 2
     assert_same([(batch["image"], batch["label"]) for batch in found], expected)
 
 
-def test_joined_datasets_are_finished_on_the_cpu(dataset: CachedDataset, backend: RecordingBackend) -> None:
+def test_joined_datasets_are_finished_on_the_cpu(dataset: CachedDataset, gpu: Sim) -> None:
     """Stores of several datasets are read on the host; the report says so, and who asks for the device is told."""
     with dataset.with_transform(dataset.transform) as other:
         joined = ConcatDataset([dataset, other])
         expected = list(loader_of(joined))
-        batches = on_device(loader_of(joined, num_workers=1), backend)
-        assert_same(taken(batches, backend), expected)
+        batches = on_device(loader_of(joined, num_workers=1))
+        assert_same(taken(batches), expected)
         assert batches.report().batch_ops == "on the CPU: the samples of a ConcatDataset lie in several stores"
         with pytest.raises(ValueError, match="batch_ops='device' is not possible here: the samples of a ConcatDataset"):
-            list(on_device(loader_of(joined, num_workers=1), backend, batch_ops="device"))
+            list(on_device(loader_of(joined, num_workers=1), batch_ops="device"))
 
 
-def test_batches_held_to_the_end_are_right(dataset: CachedDataset, backend: RecordingBackend) -> None:
+def test_batches_held_to_the_end_are_right(dataset: CachedDataset, gpu: Sim) -> None:
     """No buffer is filled again while its copy is under way."""
     expected = list(loader_of(dataset))
-    found = list(on_device(loader_of(dataset, num_workers=2), backend, depth=3))
-    backend.finish()
-    assert_same(found, expected)
+    held = list(on_device(loader_of(dataset, num_workers=2), depth=3))
+    assert_same(taken(held), expected)
 
 
 @pytest.mark.parametrize("storage", ["shared", "device"])
-@pytest.mark.parametrize("name", ["crop and flip, normalised", "flip alone", "grayscale", "normalised"])
-def test_every_device_gets_the_draws_of_its_samples(backend: RecordingBackend, name: str, storage: Any) -> None:
-    """Parts on two devices are the batch in two; a batch of one sample is one part."""
-    with cached(STEPS[name], storage=storage) as dataset:
-        expected = list(loader_of(dataset, batch_size=11))
-        batches = on_device(loader_of(dataset, batch_size=11, num_workers=1), backend, TWO)
-        found = []
-        for parts in batches:
-            for device in ("cuda:0", "cuda:1"):
-                backend.finish(device)
-            assert [len(labels) for _, labels in parts] == ([1] if len(found) == 2 else [6, 5])
-            found.append([torch.cat(each) for each in zip(*parts, strict=True)])
-        assert_same(found, expected)
-        batches.close()
-
-
-@pytest.mark.parametrize("storage", ["shared", "device"])
-def test_a_resumed_epoch_goes_on_with_the_same_draws(backend: RecordingBackend, storage: Any) -> None:
+def test_a_resumed_epoch_goes_on_with_the_same_draws(gpu: Sim, storage: Any) -> None:
     """The state after two batches gives the others, whether they are made on the device or on the CPU."""
     with cached(STEPS["crop and flip, normalised"], storage=storage) as dataset:
         expected = list(loader_of(dataset, shuffle=True))
-        batches = on_device(loader_of(dataset, shuffle=True, num_workers=2), backend)
+        batches = on_device(loader_of(dataset, shuffle=True, num_workers=2))
         epoch = iter(batches)
         first = [next(epoch), next(epoch)]
-        backend.finish()
         state = batches.state_dict()
         batches.close()
         assert state["num_yielded"] == 2
-        assert_same(first, expected[:2])
+        assert_same(taken(first), expected[:2])
         for where in ("device", "cpu"):
-            again = on_device(loader_of(dataset, shuffle=True, num_workers=1), backend, batch_ops=where)
+            again = on_device(loader_of(dataset, shuffle=True, num_workers=1), batch_ops=where)
             again.load_state_dict(state)
-            assert_same(taken(again, backend), expected[2:])
+            assert_same(taken(again), expected[2:])
             again.close()
 
 
-def test_casts_and_layout_are_those_of_the_cpus_batches(backend: RecordingBackend) -> None:
+def test_casts_and_layout_are_those_of_the_cpus_batches(gpu: Sim) -> None:
     """dtype= and channels_last= give floats and uint8 images alike, and the user's transform gets a pair."""
     seen: list[Any] = []
 
@@ -263,64 +224,47 @@ def test_casts_and_layout_are_those_of_the_cpus_batches(backend: RecordingBacken
     for steps in (STEPS["crop and flip, normalised"], CROP):
         with cached(steps) as dataset:
             options = {"dtype": torch.float16, "channels_last": True, "transform": note}
-            made = taken(on_device(loader_of(dataset), backend, **options), backend)
+            made = taken(on_device(loader_of(dataset), **options))
             assert all(images.is_contiguous(memory_format=torch.channels_last) for images, _ in made)
             assert_same(made, [[images.half(), labels] for images, labels in loader_of(dataset)])
     assert all(entry == [list, torch.float16, torch.int64] for entry in seen)
 
 
-def test_a_new_transform_counts_from_the_next_epoch(backend: RecordingBackend) -> None:
+def test_a_new_transform_counts_from_the_next_epoch(gpu: Sim) -> None:
     """The program is made anew, and only then."""
     with cached(CROP) as dataset:
-        batches = on_device(loader_of(dataset), backend)
-        assert_same(taken(batches, backend), list(loader_of(dataset)))
+        batches = on_device(loader_of(dataset))
+        assert_same(taken(batches), list(loader_of(dataset)))
         assert batches._ops is not None
         compiled = batches._ops._compiled
         list(batches)
         assert batches._ops._compiled is compiled
         dataset.transform = v1.Compose(FLOATS)
-        assert_same(taken(batches, backend), list(loader_of(dataset)))
+        assert_same(taken(batches), list(loader_of(dataset)))
 
 
 # The bus and the streams
 
 
-def test_uint8_crosses_the_bus(dataset: CachedDataset, backend: RecordingBackend) -> None:
+def test_uint8_crosses_the_bus(dataset: CachedDataset, gpu: Sim) -> None:
     """Stored samples, four int16, and labels, and not the float32 that the CPU would send."""
-    list(on_device(loader_of(dataset, num_workers=1), backend))
-    assert is_about(sent_bytes(backend), LENGTH * (STORED_BYTES + 2 * 4 + 8))
-    on_cpu = RecordingBackend()
-    list(on_device(loader_of(dataset), on_cpu, batch_ops="cpu"))
-    assert sent_bytes(on_cpu) == LENGTH * (3 * 7 * 5 * 4 + 8) > 2 * sent_bytes(backend)
+    batches = on_device(loader_of(dataset, num_workers=1))
+    for _ in range(2):  # the first one sends the constants
+        gpu.sent.clear()
+        list(batches)
+    assert sum(gpu.sent) == LENGTH * (STORED_BYTES + 2 * 4 + 8)
+    gpu.sent.clear()
+    list(on_device(loader_of(dataset), batch_ops="cpu"))
+    assert sum(gpu.sent) == LENGTH * (3 * 7 * 5 * 4 + 8)
 
 
-def test_stored_samples_are_sent_from_where_they_were_gathered(
-    dataset: CachedDataset, backend: RecordingBackend
-) -> None:
-    """Threads gather into pinned memory; draws and labels share one buffer."""
-    batches = on_device(loader_of(dataset, num_workers=2), backend)
+def test_stored_samples_are_sent_from_where_they_were_gathered(dataset: CachedDataset, gpu: Sim) -> None:
+    """Threads gather into pinned memory; draws and labels are copied to some."""
+    batches = on_device(loader_of(dataset, num_workers=2))
     list(batches)
     copies = batches.report().copies
     assert (copies.in_place, copies.in_place_bytes) == (6, LENGTH * STORED_BYTES)
     assert (copies.staged, copies.pageable) == (12, 0)
-
-
-def test_ops_run_on_the_side_stream_between_copy_and_hand_over(
-    dataset: CachedDataset, backend: RecordingBackend
-) -> None:
-    """Copies, then ops, then the event that the user's stream waits for, then what it owns."""
-    user = backend.current_stream(CUDA)
-    ((images, _),) = list(on_device(loader_of(Subset(dataset, [1, 2])), backend))
-    (side,) = backend.streams
-    log = backend.log
-    copied = [i for i, entry in enumerate(log) if entry[0] == "copy"]
-    ops = log.index(("ops", side))
-    waited = next(i for i, entry in enumerate(log) if entry[:2] == ("wait", user))
-    recorded = log.index(("record", side, log[waited][2]))
-    owned = log.index(("record_stream", place_of(images), user))
-    assert len(copied) == 2
-    assert all(log[i][1] is side for i in copied)
-    assert max(copied) < ops < recorded < waited < owned
 
 
 # Where they run
@@ -370,77 +314,74 @@ class PerSample:
     ],
 )
 def test_the_report_says_why_ops_run_on_the_cpu(
-    backend: RecordingBackend, steps: Sequence[Any], options: dict[str, Any], reason: str
+    gpu: Sim, steps: Sequence[Any], options: dict[str, Any], reason: str
 ) -> None:
     """Batches are the loader's own then."""
     with cached(steps, batch_ops="auto") as dataset:
-        batches = on_device(loader_of(dataset, **options), backend)
+        batches = on_device(loader_of(dataset, **options))
         if not isinstance(steps[-1], PerSample):
-            assert_same(taken(batches, backend), list(loader_of(dataset)))
+            assert_same(taken(batches), list(loader_of(dataset)))
         list(batches)
         report = batches.report()
         assert report.batch_ops.startswith(f"on the CPU: {reason}")
         assert f"batch ops: {report.batch_ops}" in str(report).splitlines()
-        assert not any(entry[0] == "ops" for entry in backend.log)
 
 
-def test_the_loader_of_torch_keeps_its_batches(dataset: CachedDataset, backend: RecordingBackend) -> None:
+def test_the_loader_of_torch_keeps_its_batches(dataset: CachedDataset, gpu: Sim) -> None:
     """Its batches are made on the CPU, which is said; a list of tensors has no batch ops to speak of."""
-    batches = on_device(TorchLoader(dataset, batch_size=4), backend)
+    batches = on_device(TorchLoader(dataset, batch_size=4))
     assert len(list(batches)) == 6
     assert batches.report().batch_ops.startswith("on the CPU: the loader is a DataLoader, not fastdata's")
-    plain = on_device([torch.zeros(2, 3)], backend)
+    plain = on_device([torch.zeros(2, 3)])
     list(plain)
     assert plain.report().batch_ops == ""
     assert "batch ops" not in str(plain.report())
 
 
-def test_a_loader_that_is_iterated_in_a_way_of_its_own_keeps_its_batches(
-    dataset: CachedDataset, backend: RecordingBackend
-) -> None:
+def test_a_loader_that_is_iterated_in_a_way_of_its_own_keeps_its_batches(dataset: CachedDataset, gpu: Sim) -> None:
     """A subclass with an ``__iter__`` is read by it, and the report does not say that the device makes its batches."""
 
     class Renamed(DataLoader):
         def __iter__(self) -> Iterator[Any]:
             return ({"images": images, "labels": labels} for images, labels in super().__iter__())
 
-    batches = on_device(Renamed(dataset, batch_size=4), backend)
+    batches = on_device(Renamed(dataset, batch_size=4))
     assert [sorted(batch) for batch in batches] == [["images", "labels"]] * 6
     assert batches.report().batch_ops.startswith("on the CPU: the loader is a Renamed, not fastdata's DataLoader")
 
 
-def test_samples_without_batch_ops_are_sent_as_ever(backend: RecordingBackend) -> None:
+def test_samples_without_batch_ops_are_sent_as_ever(gpu: Sim) -> None:
     """Nothing is to be done on the device, and nothing is said."""
     with cached(()) as dataset:
-        batches = on_device(loader_of(dataset), backend)
-        assert_same(taken(batches, backend), list(loader_of(dataset)))
+        batches = on_device(loader_of(dataset))
+        assert_same(taken(batches), list(loader_of(dataset)))
         assert batches.report().batch_ops == ""
 
 
-def test_ops_move_to_the_device_when_a_lazy_store_is_full(backend: RecordingBackend, image_folder: FolderMaker) -> None:
+def test_ops_move_to_the_device_when_a_lazy_store_is_full(gpu: Sim, image_folder: FolderMaker) -> None:
     """The first epoch is prepared by worker processes; the next one takes the samples from the store."""
     steps = [v1.Resize((8, 6)), v1.RandomHorizontalFlip(), v1.ToTensor()]
     with ImageFolder(str(image_folder()), transform=v1.Compose(steps), fill="lazy", seed=0, progress=False) as dataset:
-        batches = on_device(loader_of(dataset, num_workers=1), backend)
-        first = [[images.clone(), labels.clone()] for images, labels in taken(batches, backend)]
+        batches = on_device(loader_of(dataset, num_workers=1))
+        first = [[images.clone(), labels.clone()] for images, labels in taken(batches)]
         assert "samples are prepared on their first read" in batches.report().batch_ops
-        assert_same(taken(batches, backend), first)
+        assert_same(taken(batches), first)
         assert batches.report().batch_ops == "on cuda:0"
 
 
-def test_ops_that_must_be_on_the_device_and_cannot_are_an_error(dataset: CachedDataset) -> None:
+def test_ops_that_must_be_on_the_device_and_cannot_are_an_error(dataset: CachedDataset, gpu: Sim) -> None:
     """The error says why; a word that is no place is refused."""
     loader = loader_of(dataset, workers="process", num_workers=1)
-    batches = on_device(loader, RecordingBackend(), batch_ops="device")
+    batches = on_device(loader, batch_ops="device")
     with pytest.raises(ValueError, match=r"batch_ops='device' is not possible here: batches come from 1 worker"):
         iter(batches)
     with pytest.raises(ValueError, match="batch_ops='gpu' is not one of 'auto', 'device', 'cpu'"):
         CudaPrefetcher([], device="cpu", batch_ops="gpu")  # type: ignore[arg-type]
 
 
-def test_a_closed_dataset_is_an_error_on_the_device_road(dataset: CachedDataset, backend: RecordingBackend) -> None:
+def test_a_closed_dataset_is_an_error_on_the_device_road(dataset: CachedDataset, gpu: Sim) -> None:
     """The loop hears of it, as without a prefetcher."""
-    batches = iter(on_device(loader_of(dataset), backend))
+    batches = iter(on_device(loader_of(dataset)))
     dataset.close()
     with pytest.raises(RuntimeError, match="the dataset was closed"):
         next(batches)
@@ -453,56 +394,45 @@ def mirrored(**options: Any) -> CachedDataset:
     return cached(CROP, storage="device", **options)
 
 
-def test_a_store_on_the_device_is_sent_once(backend: RecordingBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In chunks through two pinned buffers that are given back; then positions, draws and labels are all there is."""
+def test_a_store_on_the_device_is_sent_once(gpu: Sim, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In chunks; then positions, draws and labels are all there is."""
     monkeypatch.setattr(prefetch_device, "CHUNK_BYTES", 5 * STORED_BYTES + 7)
-    with mirrored() as dataset, on_device(loader_of(dataset, num_workers=1), backend) as batches:
+    with mirrored() as dataset, on_device(loader_of(dataset, num_workers=1)) as batches:
         expected = list(loader_of(dataset))
-        assert_same(taken(batches, backend), expected)
+        assert_same(taken(batches), expected)
         batch_bytes = LENGTH * (8 + 2 * 4 + 8)
-        assert is_about(sent_bytes(backend), LENGTH * STORED_BYTES + batch_bytes)
-        assert [size for _, size in backend.copied_from["cuda:0"]].count(5 * STORED_BYTES) == 4
-        assert_same(taken(batches, backend), expected)
-        assert is_about(sent_bytes(backend), LENGTH * STORED_BYTES + 2 * batch_bytes)
-        assert max(backend.pinned.values()) == 4096
+        assert [gpu.sent.count(size * STORED_BYTES) for size in (5, 3)] == [4, 1]
+        gpu.sent.clear()
+        assert_same(taken(batches), expected)
+        assert sum(gpu.sent) == batch_bytes
         assert dataset.storage == "device"
         assert dataset[3][0].shape == (3, 7, 5)
         assert batches.report().batch_ops == "on cuda:0, from a copy of the store there (3.2 KiB)"
-        assert len(backend.made) == 1
+        assert len(mirrors(gpu)) == 1
 
 
-def test_the_store_is_copied_on_the_stream_that_gathers_from_it(backend: RecordingBackend) -> None:
-    """Its memory is that of the side stream alone, so nobody else must be waited for when it is given back."""
-    with mirrored() as dataset, on_device(loader_of(dataset), backend) as batches:
-        list(batches)
-    (side,) = backend.streams
-    assert {entry[1] for entry in backend.log if entry[0] in ("copy", "ops")} == {side}
-
-
-def test_close_gives_the_device_memory_back(backend: RecordingBackend) -> None:
+def test_close_gives_the_device_memory_back(gpu: Sim) -> None:
     """So does dropping the prefetcher; an epoch after ``close`` copies the store again."""
     with mirrored() as dataset:
-        batches = on_device(loader_of(dataset), backend)
+        batches = on_device(loader_of(dataset))
         epoch = iter(batches)
         next(epoch)
-        (copy,) = backend.made
-        assert copy() is not None
+        assert len(mirrors(gpu)) == 1
         batches.close()
-        assert copy() is None
+        assert not mirrors(gpu)
         assert len(list(batches)) == 6
-        assert len(backend.made) == 2
-        assert backend.made[1]() is not None
+        assert len(mirrors(gpu)) == 1
         del epoch, batches
         gc.collect()
-        assert backend.made[1]() is None
+        assert not mirrors(gpu)
 
 
-def test_a_store_that_leaves_no_room_for_the_model_is_an_error(backend: RecordingBackend) -> None:
+def test_a_store_that_leaves_no_room_for_the_model_is_an_error(gpu: Sim) -> None:
     """Half of what is free is the most; the error says need, free and cure, and comes each time."""
     need = LENGTH * STORED_BYTES
     with mirrored() as dataset:
-        backend.free = 2 * need - 1
-        batches = on_device(loader_of(dataset), backend)
+        gpu.free_bytes = 2 * need - 1
+        batches = on_device(loader_of(dataset))
         for _ in range(2):
             with pytest.raises(MemoryBudgetError) as caught:
                 next(iter(batches))
@@ -511,23 +441,23 @@ def test_a_store_that_leaves_no_room_for_the_model_is_an_error(backend: Recordin
             "leave room for the model. Use storage='shared', which sends each batch there, a smaller resize=, or free "
             "memory of the device."
         )
-        assert backend.made == []
-        backend.free = 2 * need
-        assert len(list(on_device(loader_of(dataset), backend))) == 6
+        assert not mirrors(gpu)
+        gpu.free_bytes = 2 * need
+        assert len(list(on_device(loader_of(dataset)))) == 6
 
 
-def test_a_device_store_that_is_not_used_is_said_once(backend: RecordingBackend) -> None:
+def test_a_device_store_that_is_not_used_is_said_once(gpu: Sim) -> None:
     """With worker processes batches come from the host's copy, right and with one warning; batch_ops='cpu' has none."""
     with mirrored() as dataset:
-        batches = on_device(loader_of(dataset, workers="process", num_workers=1), backend)
+        batches = on_device(loader_of(dataset, workers="process", num_workers=1))
         with pytest.warns(
             FastDataWarning, match=r"storage='device' has no effect, batches are made on the CPU: batche"
         ):
-            assert_same(taken(batches, backend), list(loader_of(dataset)))
+            assert_same(taken(batches), list(loader_of(dataset)))
         list(batches)
-        asked = on_device(loader_of(dataset), backend, batch_ops="cpu")
-        assert_same(taken(asked, backend), list(loader_of(dataset)))
-        assert backend.made == []
+        asked = on_device(loader_of(dataset), batch_ops="cpu")
+        assert_same(taken(asked), list(loader_of(dataset)))
+        assert not mirrors(gpu)
 
 
 def test_a_device_store_serves_without_a_device(dataset: CachedDataset) -> None:
@@ -537,14 +467,14 @@ def test_a_device_store_serves_without_a_device(dataset: CachedDataset) -> None:
         assert_same(list(CudaPrefetcher(loader_of(dataset, num_workers=1), device="cpu")), expected)
 
 
-def test_a_store_on_the_device_without_batch_ops_is_gathered_there(backend: RecordingBackend) -> None:
+def test_a_store_on_the_device_without_batch_ops_is_gathered_there(gpu: Sim) -> None:
     """Samples as they are stored."""
-    with cached((), storage="device") as dataset, on_device(loader_of(dataset), backend) as batches:
-        assert_same(taken(batches, backend), list(loader_of(dataset)))
-        assert is_about(sent_bytes(backend), LENGTH * (STORED_BYTES + 8 + 8))
+    with cached((), storage="device") as dataset, on_device(loader_of(dataset)) as batches:
+        assert_same(taken(batches), list(loader_of(dataset)))
+        assert sum(gpu.sent) == LENGTH * (STORED_BYTES + 8 + 8)
 
 
-def test_samples_left_out_are_left_out_on_the_device(backend: RecordingBackend, image_folder: FolderMaker) -> None:
+def test_samples_left_out_are_left_out_on_the_device(gpu: Sim, image_folder: FolderMaker) -> None:
     """A store with unused rows is copied sample by sample, in the dataset's order."""
     root = image_folder()
     damaged = sorted(root.rglob("*.jpg"))[1]
@@ -552,9 +482,9 @@ def test_samples_left_out_are_left_out_on_the_device(backend: RecordingBackend, 
     steps = v1.Compose([v1.Resize((8, 6)), v1.RandomHorizontalFlip(), v1.PILToTensor()])
     with pytest.warns(FastDataWarning, match="1 of 6 samples"):
         dataset = ImageFolder(str(root), transform=steps, storage="device", on_error="skip", progress=False)
-    with dataset, on_device(loader_of(dataset), backend) as batches:
+    with dataset, on_device(loader_of(dataset)) as batches:
         assert len(dataset) == 5
-        assert_same(taken(batches, backend), list(loader_of(dataset)))
+        assert_same(taken(batches), list(loader_of(dataset)))
 
 
 def test_a_device_store_is_filled_at_construction() -> None:

@@ -1,6 +1,6 @@
 """Batches on the device before the training loop asks for them.
 
-A thread reads the loader, finds the batch pinned or pins it, and copies it on a stream of its own (``copies``). Who may
+A thread reads the loader, finds the batch pinned or pins it, and copies it on a stream of its own (``feed``). Who may
 write to memory when:
 
     pinned host memory   held by the thread until the event after its copy is done
@@ -9,32 +9,34 @@ write to memory when:
     a store on a device  made, read and given back on the thread's stream only (``device``)
     the whole device     the thread copies a batch when the device has left the one ``depth + 1`` before it
 
-Batch ops of fastdata's loaders run on the thread's stream, behind the copies. All that an accelerator does goes through
-``backend.CudaBackend``, or an object with its methods.
+Batch ops of fastdata's loaders run on the thread's stream, behind the copies.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.cuda
 
 from fastdata.batch import flatten
+from fastdata.errors import DeviceError
 from fastdata.loader.epochs import HELD_BY_USER
 from fastdata.memory import format_bytes
-from fastdata.prefetch.backend import CPU, CudaBackend, DeviceLike, Stream, resolve_devices
-from fastdata.prefetch.copies import CopyCounts, Feed, PinnedMemory
 from fastdata.prefetch.device import DeviceOps, Ops, WhereOps, is_own
+from fastdata.prefetch.feed import CopyCounts, Feed, Pinned
 from fastdata.report import EpochReport, warn_user
 from fastdata.ring import BatchRing
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+DeviceLike = str | int | torch.device
 Transform = Callable[[Any], Any]
 
 _IMAGE_DIMENSIONS = 4
@@ -48,15 +50,15 @@ class PrefetchReport(EpochReport):
     What the loader says of itself (path, engine, workers, memory) is the loader's.
 
     Args:
-        devices: where batches went; ``("cpu",)`` where nothing was moved.
+        device: where batches went; ``"cpu"`` where nothing was moved.
         read_s: seconds its thread waited for the loader.
         copy_s: seconds its thread was busy with copies, waited for them, and for what follows them on the device.
-        pinned_bytes: the most host memory that was pinned at a time, by this prefetcher.
+        pinned_bytes: host memory that this prefetcher has pinned, at most, in the sizes that torch's allocator takes.
         copies: copies of tensors, by where they were copied from.
         batch_ops: where they ran, and why there if on the CPU; empty where the loader has none of fastdata's.
     """
 
-    devices: tuple[str, ...] = ("cpu",)
+    device: str = "cpu"
     read_s: float = 0.0
     copy_s: float = 0.0
     pinned_bytes: int = 0
@@ -65,11 +67,11 @@ class PrefetchReport(EpochReport):
 
     def __str__(self) -> str:
         lines = super(PrefetchReport, self).__str__().splitlines()
-        if self.devices == ("cpu",):
+        if self.device == "cpu":
             return "\n".join([*lines, "batches stay on the CPU"])
         copies = self.copies
         lines += [
-            f"to {', '.join(self.devices)}: {format_bytes(copies.device_bytes)}, of it "
+            f"to {self.device}: {format_bytes(copies.device_bytes)}, of it "
             f"{format_bytes(copies.in_place_bytes)} straight from pinned memory ({copies.in_place} tensors), "
             f"{format_bytes(copies.staged_bytes)} by one more host copy ({copies.staged}), "
             f"{format_bytes(copies.pageable_bytes)} from pageable memory ({copies.pageable})",
@@ -81,21 +83,24 @@ class PrefetchReport(EpochReport):
 class Epoch(Iterator[Any]):
     """What a feed has brought, handed out; its thread ends when this is dropped."""
 
-    def __init__(self, feed: Feed, hand_out: Callable[[list[Any]], Any]) -> None:
-        self._feed, self._hand_out = feed, hand_out  # which keeps the prefetcher alive
+    def __init__(self, feed: Feed, prefetcher: CudaPrefetcher) -> None:
+        self._feed = feed
+        self._prefetcher = prefetcher  # is kept alive
         self.close = weakref.finalize(self, feed.stop)
 
     def __next__(self) -> Any:
-        return self._hand_out(self._feed.receive())
+        batch = self._feed.receive()
+        self._prefetcher.say_pageable(self._feed)
+        return batch
 
 
 class CudaPrefetcher:
     """Batches of a loader on the GPU, brought there while the GPU computes.
 
     A thread reads the loader and copies batches on a stream of its own, from pinned memory; the training loop gets
-    tensors on the device and never waits for a copy. Batches that fastdata's loader gathers, or that its worker
-    processes write to their shared ring, are copied from where they lie; others are copied once on the host, to one of
-    ``depth`` pinned buffers. Where there is too little memory to pin, copies are pageable, which is said once.
+    tensors on the device and never waits for a copy. Batches that the threads of fastdata's loader gather are copied
+    from where they lie, as is what the loader has pinned; others are copied once on the host, to pinned memory of
+    torch's allocator. Where there is too little memory to pin, copies are pageable, which is said once.
 
     A batch may be any nesting of tuples, lists, dicts, namedtuples, dataclasses and ``SampleBatch``; values that are no
     tensors, and tensors that lie on a device already, pass through. Without a GPU, and with ``device="cpu"``, batches
@@ -105,13 +110,11 @@ class CudaPrefetcher:
 
     Args:
         loader: any iterable of batches; each ``iter`` of the prefetcher is one of the loader.
-        device: where batches go; default the current CUDA device, or the CPU where there is none. A list of devices
-            splits each batch along its first dimension into nearly equal parts and yields the list of them: each is
-            copied straight to its device; a batch of fewer samples gives as many parts as it has samples. Tensors of
-            another length than the first one, and all that is no tensor, go to every device.
+        device: where batches go; default the current CUDA device, or the CPU where there is none. Several take a
+            process each (``torchrun``).
         depth: batches that lie on the device before the training loop takes them. The GPU holds up to two more: the
             loop's, and one that is being copied. A depth of 1 leaves less room for a loop that varies.
-        transform: called on each batch, or part of one, on the device, in the thread and on its stream, in order, under
+        transform: called on each batch, on the device, in the thread and on its stream, in order, under
             ``torch.no_grad()``. The loop's autocast and inference mode do not hold in that thread: enter them inside.
         dtype: floating-point tensors, and uint8 tensors of four or more dimensions (images), are cast to it on the
             device, before ``transform``; others, such as int64 labels, keep their dtype.
@@ -120,8 +123,6 @@ class CudaPrefetcher:
             draws and pixels of the CPU (floats within 1e-6), if threads read whole batches and samples are not much
             larger as they are stored, which is how they are sent then; else, and with ``"cpu"``, before they are sent.
             ``"device"``: there, whatever is sent. ``report().batch_ops`` says where and why.
-        backend: speaks to devices that are not CUDA's: an object with the methods of
-            ``fastdata.prefetch.backend.CudaBackend``; name them with ``device=``.
 
     Raises:
         DeviceError: torch does not see the device.
@@ -130,7 +131,9 @@ class CudaPrefetcher:
 
     An exception of the loader or of ``transform`` is raised where its batch would have come. What a loader
     draws from global generators while it is read is drawn in the thread; what it draws for its first batch, in order.
-    Pinned memory is given back when the prefetcher is dropped, at the end of a ``with`` statement, or by ``close()``.
+    A loader must not write again to a pinned tensor that it has yielded: it is read when the copy runs, and not before.
+    Pinned memory goes back to torch's allocator, which keeps it for whoever asks next, when the prefetcher is dropped,
+    at the end of a ``with`` statement, or by ``close()``.
 
     Example:
         >>> loader = [torch.zeros(2, 3), torch.ones(2, 3)]
@@ -142,14 +145,13 @@ class CudaPrefetcher:
     def __init__(
         self,
         loader: Iterable[Any],
-        device: DeviceLike | Sequence[DeviceLike] | None = None,
+        device: DeviceLike | None = None,
         *,
         depth: int = 2,
         transform: Transform | None = None,
         dtype: torch.dtype | None = None,
         channels_last: bool = False,
         batch_ops: WhereOps = "auto",
-        backend: CudaBackend | None = None,
     ) -> None:
         if depth < 1:
             raise ValueError(f"depth={depth}: at least one batch must be on its way")
@@ -157,24 +159,20 @@ class CudaPrefetcher:
             raise ValueError(f"batch_ops={batch_ops!r} is not one of 'auto', 'device', 'cpu'")
         if dtype is not None and not getattr(dtype, "is_floating_point", False):
             raise ValueError(f"dtype={dtype!r} is no floating-point torch.dtype, such as torch.float16")
-        self._devices = resolve_devices(device, is_known=backend is not None)
-        self.loader, self.device, self.depth = loader, self._devices[0], depth
-        if backend is None and self.device != CPU:
-            backend = CudaBackend(self.device)
-        self._in_shards = isinstance(device, (list, tuple))
+        self.loader = loader
+        self.device = _resolve_device(device)
+        self.depth = depth
         casts: dict[str, Any] = {"dtype": dtype, "channels_last": channels_last}
         self._finishing = {**casts, "transform": transform}
-        self._streams: list[Stream] = []
-        self._rings: list[BatchRing] = []
-        self._gathering: BatchRing | None = None
+        self._ring: BatchRing | None = None
         self._live: weakref.WeakSet[Epoch] = weakref.WeakSet()
-        self._feed = Feed(None, self._devices)  # of the latest epoch; of an empty one before the first
+        self._feed = Feed(None, self.device)  # of the latest epoch; of an empty one before the first
         self._has_warned = False
-        self._pinned: PinnedMemory | None = None
-        if backend is not None:
-            self._pinned = PinnedMemory(backend)
-            self._ops = DeviceOps(loader, batch_ops, self._devices, self._pinned, **casts)
-            weakref.finalize(self, self._pinned.close)
+        self._pinned: Pinned | None = None
+        self._stream: Any = None
+        if self.device.type == "cuda":
+            self._pinned = Pinned(self.device)
+            self._ops = DeviceOps(loader, batch_ops, self.device, **casts)
 
     # The loader's face
 
@@ -212,31 +210,27 @@ class CudaPrefetcher:
             for epoch in list(self._live):  # both would read the same iterator
                 epoch.close()
         read, ops = (self._ops.begin() if self._pinned else None) or (None, None)
-        finish = partial(_finish, ops=ops, **self._finishing) if ops or any(self._finishing.values()) else None
+        options: dict[str, Any] = {}
+        if ops or any(self._finishing.values()):
+            options["finish"] = partial(_finish, device=self.device, ops=ops, **self._finishing)
         loader: Any = self.loader
         if self._pinned is None:
-            self._feed = Feed(iter(loader), self._devices, finish)
-            return Epoch(self._feed, self._hand_out)
-        if self._pinned.refused:  # there may be room by now
-            self._pinned.refused.clear()
-            self._rings.clear()
-        reset = getattr(getattr(loader, "_iterator", None), "_reset", None)
-        if isinstance(reset, partial) and reset.args[0] is self._pinned:
-            del loader._iterator._reset
+            self._feed = Feed(iter(loader), self.device, **options)
+            return Epoch(self._feed, self)
         if is_own(loader):
             held = max(HELD_BY_USER, self.depth + 1)
-            self._gathering = self._gathering or BatchRing(loader.ring_slots(held), self._pinned)
-            iterator = loader.iterate(self._gathering, held, read)
+            self._pinned.ring_slots = loader.ring_slots(held)
+            self._ring = self._ring or BatchRing(self._pinned.ring_slots, self._pinned.allocate)
+            iterator = loader.iterate(self._ring, held, read)
             read_ahead = loader.read_ahead()
-            marks = {"mark": read_ahead.mark, "hand_over": read_ahead.hand_over}
+            options |= {"mark": read_ahead.mark, "hand_over": read_ahead.hand_over}
         else:
-            iterator, marks = iter(loader), {"mark": getattr(loader, "state_dict", lambda: None)}
-        if getattr(loader, "_iterator", None) is not None:
-            loader._iterator._reset = partial(_reset_for_others, self._pinned, self._live)
-        self._streams = self._streams or [self._pinned.backend.new_stream(device) for device in self._devices]
-        pinning = {"pinned": self._pinned, "rings": self._rings, "arrivals": _arrivals(loader, iterator)}
-        self._feed = Feed(iterator, self._devices, finish, streams=self._streams, depth=self.depth, **pinning, **marks)
-        epoch = Epoch(self._feed, self._hand_out)
+            iterator = iter(loader)
+            options["mark"] = getattr(loader, "state_dict", lambda: None)
+        self._stream = self._stream or torch.cuda.Stream(self.device)
+        options |= {"stream": self._stream, "pinned": self._pinned, "depth": self.depth}
+        self._feed = Feed(iterator, self.device, **options)
+        epoch = Epoch(self._feed, self)
         self._live.add(epoch)
         return epoch
 
@@ -250,18 +244,18 @@ class CudaPrefetcher:
         fields |= {"wait_s": feed.times.wait_s, "busy_s": feed.times.busy_s}
         fields |= {"read_s": feed.read_s, "copy_s": feed.copy_s}
         if pinned is not None:
-            fields |= {"pinning": pinned.plan.reason, "pinned_bytes": pinned.most_bytes, "copies": feed.copies}
-            fields |= {"devices": tuple(map(str, self._devices)), "batch_ops": self._ops.described}
+            fields |= {"pinning": pinned.reason, "pinned_bytes": sum(pinned.bytes.values()), "copies": feed.copies}
+            fields |= {"device": str(self.device), "batch_ops": self._ops.described}
         return PrefetchReport(**fields)
 
     def close(self) -> None:
-        """End live iterators, unpin all memory, drop copies of the store. Idempotent; a later epoch begins anew."""
+        """End live iterators, give back pinned memory and copies of the store. Idempotent; an epoch begins anew."""
         for epoch in list(self._live):
             epoch.close()
-        self._rings, self._gathering = [], None
+        self._ring = None
         if self._pinned is not None:
             self._ops.close()
-            self._pinned.close()
+            self._pinned.bytes.clear()
 
     def __enter__(self) -> Self:
         return self
@@ -269,20 +263,20 @@ class CudaPrefetcher:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _hand_out(self, parts: list[Any]) -> Any:
-        plan = self._pinned.plan if self._pinned else None
-        if plan is not None and plan.is_short and self._feed.copies.pageable and not self._has_warned:
-            self._has_warned = True
-            warn_user(f"batches go to {self.device} from pageable memory, which takes longer: {plan.reason}")
-        return parts if self._in_shards else parts[0]
+    def say_pageable(self, feed: Feed) -> None:
+        """Warn, once, that batches of an epoch go to the device the slow way, and why."""
+        if self._has_warned or not feed.copies.pageable or self._pinned is None:
+            return
+        self._has_warned = True
+        warn_user(f"batches go to {self.device} from pageable memory, which takes longer: {self._pinned.reason}")
 
 
 def _finish(
-    batch: Any, device: torch.device, number: int, *, ops: Ops | None, transform: Transform | None, **casts: Any
+    batch: Any, number: int, *, device: torch.device, ops: Ops | None, transform: Transform | None, **casts: Any
 ) -> Any:
     """Batch ops, casts and the user's transform, in this order, on the calling thread's stream."""
     if ops is not None:
-        batch = ops(batch, device)
+        batch = ops(batch)
     if any(casts.values()):
         tensors, build = flatten(batch)
         batch = build([_cast(tensor, device, **casts) for tensor in tensors])
@@ -302,30 +296,44 @@ def _finish(
 
 
 def _cast(tensor: Any, device: torch.device, dtype: torch.dtype | None, channels_last: bool) -> Any:
-    if not isinstance(tensor, torch.Tensor) or tensor.device not in (device, CPU):
+    if not isinstance(tensor, torch.Tensor) or tensor.device.type not in (device.type, "cpu"):
         return tensor
     is_image = tensor.dtype is torch.uint8 and tensor.ndim >= _IMAGE_DIMENSIONS
     layout = torch.channels_last if channels_last and tensor.ndim == _IMAGE_DIMENSIONS else torch.preserve_format
     return tensor.to(dtype=dtype if tensor.is_floating_point() or is_image else None, memory_format=layout)
 
 
-def _arrivals(loader: Any, iterator: Any) -> Any:
-    return getattr(iterator, "arrivals", None) or getattr(getattr(loader, "collate_fn", None), "arrivals", None)
+def _resolve_device(device: DeviceLike | None) -> torch.device:
+    """Return the device asked for, with its number where it has one; None is the current one, or the CPU.
 
-
-def _reset_for_others(pinned: PinnedMemory, live: weakref.WeakSet[Epoch], loader: Any, *arguments: Any) -> None:
-    """Reset an iterator as torch does for an epoch of persistent workers, that another one than the prefetcher reads.
-
-    Workers fill the same slots for whoever reads the loader next. A slot is free once the user's last reference has
-    died, and a copy that does not wait (``non_blocking=True``) may then be reading it still: from ordinary memory that
-    cannot be, and for its own pinned memory torch's allocator notes an event, but not for what others registered. So
-    slots stay pinned between epochs of the prefetcher, and not for others. torch's loader, too, begins an epoch of
-    persistent workers by ``_reset``, and by nothing else that could be told.
+    Raises:
+        DeviceError: torch does not see it.
     """
-    for epoch in list(live):
-        epoch.close()
-    arrivals = _arrivals(loader, loader._iterator)
-    for slot in arrivals.slots if arrivals else ():
-        pinned.free(slot)
-    del loader._iterator._reset
-    loader._iterator._reset(loader, *arguments)
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if isinstance(device, (list, tuple)):
+        raise DeviceError(
+            f"device={device!r} is a list, and one process brings batches to one device. Start a process for each GPU "
+            "(torchrun), or give a module of DataParallel whole batches on its first device."
+        )
+    resolved = torch.device(("cuda" if count else "cpu") if device is None else device)
+    if resolved.type not in ("cpu", "cuda"):
+        raise DeviceError(f"device={str(device)!r} is neither the CPU nor a CUDA device; leave batches on the CPU.")
+    if resolved.type == "cuda" and (resolved.index or 0) >= count:
+        toolkits = {"CUDA": getattr(torch.version, "cuda", None), "ROCm": getattr(torch.version, "hip", None)}
+        built = " and ".join(f"{name} {version}" for name, version in toolkits.items() if version)
+        raise DeviceError(
+            f"device={str(device)!r} was asked for, but torch sees {count or 'no'} CUDA device{'s' * (count > 1)}: "
+            f"torch {torch.__version__} is built for {built or 'the CPU only'}, CUDA_VISIBLE_DEVICES is "
+            f"{os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')!r}. Name one that is there, install a build of torch "
+            "for this machine's accelerator and its driver (`python -m torch.utils.collect_env` shows both), or leave "
+            "device=None, which is the CPU where there is no accelerator."
+        )
+    if resolved == torch.device("cuda"):
+        resolved = torch.device("cuda", torch.cuda.current_device())
+        rank = int(os.environ.get("LOCAL_RANK") or 0)
+        if device is None and not resolved.index and 0 < rank < count:
+            warn_user(
+                f"batches of the process with LOCAL_RANK={rank} go to cuda:0, which is its current device, as those of "
+                f"rank 0 do. Call torch.cuda.set_device({rank}) first, or pass device='cuda:{rank}' (or 'cuda:0')."
+            )
+    return resolved

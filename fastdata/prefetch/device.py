@@ -1,4 +1,4 @@
-"""Batch ops of a prefetched loader: on its devices, or on the CPU before batches are sent there; and stores kept there.
+"""Batch ops of a prefetched loader: on its device, or on the CPU before batches are sent there; and stores kept there.
 
 Shape letters: N stored samples, C channels, H W stored size.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import threading
-from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
@@ -21,7 +20,6 @@ from fastdata.errors import kind_of
 from fastdata.loader import DataLoader
 from fastdata.loader.view import LoaderView
 from fastdata.memory import check_device_room, format_bytes
-from fastdata.prefetch.copies import PinnedMemory
 from fastdata.reader import DeviceBatch, Lease
 from fastdata.report import warn_user
 from fastdata.ring import BatchRing
@@ -31,10 +29,10 @@ from fastdata.transforms.device import DeviceProgram
 
 WhereOps = Literal["auto", "device", "cpu"]
 Read = Callable[[Any, BatchRing], DeviceBatch]
-Ops = Callable[[Any, torch.device], Any]
+Ops = Callable[[Any], Any]
 
 CHUNK_BYTES = 32 << 20
-"""What of a store is copied at a time, from one of two pinned buffers while the other one is filled."""
+"""What of a store is copied at a time."""
 MOST_TIMES_SERVED = 1.5
 """Up to so many times the bytes are sent. To gather 256 samples of 256 x 256 takes the host as long as to crop them to
 224 x 224 (9.0 and 8.5 ms on a thread), at 1.3 times the bytes: beyond that the device's work spares the host none."""
@@ -70,20 +68,20 @@ def fallback_reason(
 
 
 class DeviceOps:
-    """The batch ops of a prefetcher's loader, epoch after epoch, and the copies of its store on devices.
+    """The batch ops of a prefetcher's loader, epoch after epoch, and the copy of its store on the device.
 
-    ``pinned`` serves to copy a store there; ``options`` are those of ``DeviceProgram``.
+    ``options`` are those of ``DeviceProgram``.
     """
 
-    def __init__(
-        self, loader: Any, asked: WhereOps, devices: list[torch.device], pinned: PinnedMemory, **options: Any
-    ) -> None:
-        self._loader, self._asked, self._devices, self._pinned = loader, asked, devices, pinned
+    def __init__(self, loader: Any, asked: WhereOps, device: torch.device, **options: Any) -> None:
+        self._loader = loader
+        self._asked = asked
+        self._device = device
         self._served = LoaderView.find(getattr(loader, "dataset", None))
         self._options = options
         self._compiled: tuple[TransformPlan, DeviceProgram] | None = None
         self._lock = threading.Lock()
-        self._mirrors: dict[torch.device, torch.Tensor] = {}
+        self._mirror: torch.Tensor | None = None
         self._has_warned = False
         self.described = ""  # where they run in the latest epoch, and why; empty where the loader has none
 
@@ -113,10 +111,13 @@ class DeviceOps:
             served_bytes=served.served_bytes or 0,
             is_mirrored=is_kept_there and program is not None and program.host is None,
         )
-        lease, is_there = dataset.lease(), False
-        where, unused = f"on {', '.join(map(str, self._devices))}", ""
+        lease = dataset.lease()
+        is_there = False
+        where = f"on {self._device}"
+        unused = ""
         if program is None or reason is not None:
-            where, unused = f"on the CPU: {reason}", f", batches are made on the CPU: {reason}"
+            where = f"on the CPU: {reason}"
+            unused = f", batches are made on the CPU: {reason}"
         elif program.host is not None:
             unused = f": {program.host_step} runs on the CPU"
             where += f", the conversion only{unused}"
@@ -139,46 +140,41 @@ class DeviceOps:
             self._compiled = dataset.plan, DeviceProgram(dataset.plan, dataset.kept.images.spec, **self._options)
         return self._compiled[1]
 
-    def run(self, program: DeviceProgram, lease: Lease | None, batch: DeviceBatch, device: torch.device) -> Any:
+    def run(self, program: DeviceProgram, lease: Lease | None, batch: DeviceBatch) -> Any:
         """Make the images of a stored batch on the device that it lies on; or, with a lease, of a copy of the store."""
         if lease is None:
             return stacked(program.run(batch.samples, batch.draws), batch.targets, batch.keys)
-        with self._lock:
-            if device not in self._mirrors:
-                self._mirrors[device] = self._upload(_store(lease), device)
-            store_NCHW = self._mirrors[device]
+        with self._lock:  # two iterators may be the first
+            if self._mirror is None:
+                self._mirror = _upload(_store(lease), self._device)
+            store_NCHW = self._mirror
         return stacked(program.run(store_NCHW, batch.draws, batch.samples), batch.targets, batch.keys)
 
     def close(self) -> None:
-        """Give back the memory on the devices. Idempotent; a later epoch copies again."""
+        """Give back the memory on the device. Idempotent; a later epoch copies again."""
         with self._lock:
-            self._mirrors.clear()
+            self._mirror = None
 
-    def _upload(self, store: Store, device: torch.device) -> torch.Tensor:
-        """Copy a dense uint8 store to (N, C, H, W) on the caller's current stream, which owns the memory; blocks.
 
-        Raises:
-            MemoryBudgetError: there is too little memory on the device.
-        """
-        backend, spec = self._pinned.backend, store.spec
-        check_device_room(_size_bytes(store), backend.free_bytes(device), str(device))
-        assert spec.shape is not None
-        copy_NCHW = backend.allocate((len(store), *spec.shape), torch.uint8, device)
-        rows = max(1, CHUNK_BYTES // max(spec.sample_bytes, 1))
-        ring, under_way = BatchRing(2, self._pinned), deque[tuple[Any, np.ndarray]]()
-        try:
-            for start in range(0, len(store), rows):
-                if len(under_way) == 2:
-                    under_way.popleft()[0].synchronize()
-                index = np.arange(start, min(start + rows, len(store)))
-                chunk = ring.take((len(index), *spec.shape), np.dtype(np.uint8))
-                store.gather_into(index, chunk)
-                backend.copy_into(torch.from_numpy(chunk), copy_NCHW[start : start + len(index)])
-                under_way.append((backend.record(backend.current_stream(device)), chunk))
-        finally:
-            for event, _ in under_way:
-                event.synchronize()
-        return copy_NCHW
+def _upload(store: Store, device: torch.device) -> torch.Tensor:
+    """Copy a dense uint8 store to (N, C, H, W) on the caller's current stream, which owns the memory; blocks.
+
+    Raises:
+        MemoryBudgetError: there is too little memory on the device.
+    """
+    spec = store.spec
+    unused_bytes = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    free_bytes = torch.cuda.mem_get_info(device)[0] + unused_bytes
+    check_device_room(_size_bytes(store), free_bytes, str(device))
+    assert spec.shape is not None
+    copy_NCHW = torch.empty((len(store), *spec.shape), dtype=torch.uint8, device=device)
+    rows = max(1, CHUNK_BYTES // max(spec.sample_bytes, 1))
+    chunk = np.empty((min(rows, len(store)), *spec.shape), np.uint8)
+    for start in range(0, len(store), rows):
+        index = np.arange(start, min(start + rows, len(store)))
+        store.gather_into(index, chunk[: len(index)])
+        copy_NCHW[start : start + len(index)].copy_(torch.from_numpy(chunk[: len(index)]))  # waits
+    return copy_NCHW
 
 
 def _read(lease: Lease, program: DeviceProgram, is_there: bool, batch: Any, ring: BatchRing) -> DeviceBatch:

@@ -1,0 +1,252 @@
+"""What keeps the prefetcher right, deleted one at a time: the scenarios must see each.
+
+    python tests/mutants.py [NAME ...]
+
+A wait, record, hold or bound whose mutant nobody sees is not needed, or not tested.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["MUTANTS", "Mutant", "is_caught", "mutated"]
+
+FEED, INIT, DEVICE = "prefetch/feed.py", "prefetch/__init__.py", "prefetch/device.py"
+RING, OPS = "ring.py", "transforms/device.py"
+_MODULES = {
+    OPS: "fastdata.transforms.device",
+    RING: "fastdata.ring",
+    FEED: "fastdata.prefetch.feed",
+    DEVICE: "fastdata.prefetch.device",
+    INIT: "fastdata.prefetch",
+}
+SCHEDULES = 200
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """``old``, which stands in the file once, becomes ``new``; ``scenarios`` are tried first."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    scenarios: str = "staged"
+
+
+MUTANTS = [
+    # The loop's stream
+    Mutant(
+        "the loop's stream does not wait for the batch", FEED, "user_stream.wait_event(outcome.place.ready)", "pass"
+    ),
+    Mutant("no record_stream", FEED, "tensor.record_stream(user_stream)", "pass"),
+    Mutant(
+        "record_stream for another stream than the loop's",
+        FEED,
+        "user_stream = torch.cuda.current_stream(self.device)",
+        "user_stream = torch.cuda.default_stream(self.device)",
+        "own_stream",
+    ),
+    Mutant(
+        "the side stream does not begin behind the loop's work",
+        FEED,
+        "self.stream.wait_stream(user_stream)",
+        "pass",
+        "transform",
+    ),
+    Mutant("no event behind copies", FEED, "place.ready.record(self.stream)", "pass"),
+    Mutant(
+        "what follows copies runs on another stream",
+        FEED,
+        "                    batch = self.finish(batch, number)\n",
+        "                    with torch.cuda.stream(torch.cuda.default_stream(self.device)):\n"
+        "                        batch = self.finish(batch, number)\n",
+        "transform",
+    ),
+    Mutant(
+        "record_stream for what was copied, not for what a transform made",
+        FEED,
+        "memory = [part for tensor in flatten(batch)[0]",
+        "memory = [part for tensor in []",
+        "transform",
+    ),
+    Mutant(
+        "the thread works on its default stream",
+        FEED,
+        "with torch.cuda.stream(self.stream):",
+        "if True:",
+        "gathered",
+    ),
+    # Host memory
+    Mutant("sources are let go without waiting", FEED, "        self.ready.synchronize()\n", "", "gathered"),
+    Mutant("sources are not held", FEED, "            place.sources = tensors\n", "", "gathered"),
+    Mutant(
+        "the thread ends with copies in flight",
+        FEED,
+        "                    place.let_go()\n",
+        "                    pass\n",
+        "gathered",
+    ),
+    Mutant(
+        "an epoch's end does not wait for its thread",
+        FEED,
+        "            self._thread.join(_PATIENCE_S)",
+        "            pass",
+    ),
+    Mutant(
+        "slots are given back while they are lent",
+        RING,
+        "weakref.finalize(lent, self._free.append, buffer).atexit = False",
+        "self._free.append(buffer)",
+        "gathered",
+    ),
+    Mutant("tensors with gaps are read in place", FEED, " or not _is_dense(tensors[k])]", "]", "pinned_by_the_loader"),
+    Mutant(
+        "what is pinned is copied once more",
+        FEED,
+        "if not tensors[k].is_pinned() or",
+        "if True or",
+        "pinned_by_the_loader",
+    ),
+    Mutant("pinned copies block the thread", FEED, "non_blocking=tensor.is_pinned()", "non_blocking=False"),
+    # Bounds
+    Mutant(
+        "a copy does not wait until the device has left an older batch",
+        FEED,
+        "            place.left.synchronize()",
+        "            pass",
+        "bounds",
+    ),
+    Mutant("the loop does not say what it has left", FEED, "outcome.place.left.record(user_stream)", "pass", "bounds"),
+    Mutant("one place more", FEED, "for _ in range(self.depth)]", "for _ in range(self.depth + 1)]", "bounds"),
+    Mutant(
+        "a failed batch keeps its place",
+        FEED,
+        "            self._places.put(place)\n            raise",
+        "            raise",
+        "transform",
+    ),
+    Mutant("a place is not given back", FEED, "            self._places.put(outcome.place)\n", ""),
+    # Threads, devices, captures
+    Mutant(
+        "the thread minds captures of others",
+        FEED,
+        "            begin_thread(self.device)\n",
+        "            torch.cuda.set_device(self.device)\n",
+        "capture",
+    ),
+    Mutant(
+        "pinning minds captures of others",
+        FEED,
+        "            begin_thread(self._device)\n",
+        "",
+        "capture_beside_loader_threads",
+    ),
+    Mutant("the thread stays on device 0", FEED, "    torch.cuda.set_device(device)\n", "", "second_device"),
+    Mutant(
+        "waiting threads spin", FEED, "self.ready = torch.cuda.Event(blocking=True)", "self.ready = torch.cuda.Event()"
+    ),
+    Mutant(
+        "waiting threads spin for the loop",
+        FEED,
+        "self.left = torch.cuda.Event(blocking=True)",
+        "self.left = torch.cuda.Event()",
+    ),
+    Mutant(
+        "a driver that refuses ends the epoch",
+        FEED,
+        "except RuntimeError as error:\n            self._driver",
+        "except KeyError as error:\n            self._driver",
+        "pageable",
+    ),
+    # The store on the device, and epochs
+    Mutant(
+        "the store is copied for every batch",
+        DEVICE,
+        "            if self._mirror is None:\n",
+        "            if True:\n",
+        "store_on_the_device",
+    ),
+    Mutant("every epoch has a new stream", INIT, "self._stream = self._stream or torch", "self._stream = torch"),
+    Mutant(
+        "close() does not end epochs",
+        INIT,
+        "        for epoch in list(self._live):\n            epoch.close()\n        self._ring",
+        "        self._ring",
+        "broken_off",
+    ),
+]
+
+
+def mutated(mutant: Mutant) -> str:
+    """The source of its file, changed."""
+    import fastdata
+
+    source = (Path(fastdata.__file__).parent / mutant.file).read_text("utf-8")
+    assert source.count(mutant.old) == 1, f"{mutant.name}: stands {source.count(mutant.old)} times in {mutant.file}"
+    return source.replace(mutant.old, mutant.new)
+
+
+def is_caught(mutant: Mutant) -> str:
+    """What sees it, in a process of its own; empty if nothing does."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if not pid:
+        try:
+            os.write(writer, _hunt(mutant).encode()[:4000])
+        except BaseException:  # noqa: BLE001
+            os.write(writer, traceback.format_exc().encode()[-4000:])
+        os._exit(0)
+    os.close(writer)
+    with open(reader, "rb") as words:
+        said = words.read().decode()
+    os.waitpid(pid, 0)
+    return said
+
+
+def _hunt(mutant: Mutant) -> str:
+    import scenarios
+
+    source = mutated(mutant)
+    for file, name in _MODULES.items():  # each takes the names of those before it anew
+        module = sys.modules[name]
+        text = source if file == mutant.file else Path(module.__file__ or "").read_text("utf-8")
+        exec(compile(text, file, "exec"), module.__dict__)
+    scenarios.CudaPrefetcher = sys.modules["fastdata.prefetch"].CudaPrefetcher  # type: ignore[misc]
+    likely = mutant.scenarios.split()
+    for name in (*likely, *(other for other in scenarios.SCENARIOS if other not in likely)):
+        seen = scenarios.run(name, 5, ordered=True)
+        if seen:
+            return f"{name}, ordered: {seen[0]}"
+        for seed in range(SCHEDULES if name in likely else SCHEDULES // 20):
+            seen = scenarios.run(name, seed)
+            if seen:
+                return f"{name}, seed {seed}: {seen[0]}"
+    return ""
+
+
+def main() -> None:
+    import torch
+
+    import scenarios
+
+    torch.set_num_threads(1)
+    scenarios.prepare()
+    missed = 0
+    for mutant in MUTANTS:
+        if len(sys.argv) > 1 and not any(word in mutant.name for word in sys.argv[1:]):
+            continue
+        began = time.perf_counter()
+        said = is_caught(mutant)
+        missed += not said
+        print(f"{time.perf_counter() - began:5.1f} s  {mutant.name}: {said or 'MISSED'}"[:230], flush=True)  # noqa: T201
+    sys.exit(missed > 0)
+
+
+if __name__ == "__main__":
+    main()

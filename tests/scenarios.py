@@ -1,0 +1,462 @@
+"""Training loops over a prefetcher on a simulated device, for schedules and for mutants.
+
+Each reads batches by kernels that run late, drops them at once, and looks at what the kernels saw.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torchvision import transforms
+
+from fastdata import CachedDataset, CudaPrefetcher, DataLoader, memory
+from fastdata.prefetch import device as prefetch_device
+from fastdata.prefetch import feed
+from simcuda import Schedule, Sim
+
+__all__ = ["SCENARIOS", "forget", "prepare", "run"]
+
+Scenario = Callable[[Sim], None]
+SCENARIOS: dict[str, Scenario] = {}
+BATCHES = 5
+
+
+class WrongError(AssertionError):
+    """What the loop saw is not what the loader gave."""
+
+
+def scenario(function: Scenario) -> Scenario:
+    SCENARIOS[function.__name__] = function
+    return function
+
+
+def run(name: str, seed: int, *, ordered: bool = False) -> list[str]:
+    """Run one schedule of a scenario; what was seen to be wrong."""
+    sim = Sim(seed, devices=2 if name == "second_device" else 1, ordered=ordered)
+    found: list[str] = []
+    available_bytes = memory.available_bytes
+    memory.available_bytes = lambda: memory.Available(bytes=1 << 40, limited_by="the test")
+    try:
+        with sim.installed(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                SCENARIOS[name](sim)
+            except Exception as error:  # noqa: BLE001
+                found.append(f"{type(error).__name__}: {error}")
+    finally:
+        memory.available_bytes = available_bytes
+    return found + sim.violations
+
+
+# What loops are made of
+
+
+def rng(sim: Sim) -> Any:
+    assert isinstance(sim.scheduler, Schedule)
+    return sim.scheduler.random
+
+
+def fresh(count: int = BATCHES, size: tuple[int, ...] = (3, 5)) -> list[Any]:
+    return [(torch.full(size, float(i + 1)), torch.arange(size[0]) + 100 * (i + 1)) for i in range(count)]
+
+
+class Making:
+    """A loader that makes each batch when it is asked for it, and keeps none."""
+
+    def __init__(self, right: list[Any], make: Callable[[Any], Any] | None = None) -> None:
+        self.right = right
+        self.make = make or (lambda batch: tuple(part.clone() for part in batch))
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self.make, self.right)
+
+
+class Taking:
+    """``for batch in batches``, that knows when the loop is inside ``next``."""
+
+    def __init__(self, sim: Sim, batches: Any) -> None:
+        self.sim, self.iterator = sim, iter(batches)
+
+    def __iter__(self) -> Taking:
+        return self
+
+    def __next__(self) -> Any:
+        self.sim.is_inside_next = True
+        try:
+            return next(self.iterator)
+        finally:
+            self.sim.is_inside_next = False
+
+
+def prefetcher(sim: Sim, loader: Any, **options: Any) -> CudaPrefetcher:
+    return CudaPrefetcher(loader, options.pop("device", "cuda:0"), depth=rng(sim).choice((1, 2, 3)), **options)
+
+
+def consume(sim: Sim, batches: Any, at_most: int = -1) -> list[Any]:
+    """What late kernels make of each batch, which is dropped at once, or one later."""
+    made: list[Any] = []
+    held: list[Any] = []
+    keeps = rng(sim).choice((0, 0, 1))
+    taking = Taking(sim, batches)
+    for images, labels in taking:
+        made.append((images.clone(), labels.clone()))
+        held.append((images, labels))
+        del images, labels, held[: max(0, len(held) - keeps)]
+        torch.full((3, 5), 255, dtype=torch.uint8, device=torch.device("cuda"))  # takes what was freed
+        if len(made) == at_most:
+            break
+    return made
+
+
+def check(made: list[Any], right: list[Any]) -> None:
+    torch.cuda.synchronize()
+    if len(made) != len(right):
+        raise WrongError(f"{len(made)} batches in place of {len(right)}")
+    for number, (seen, expected) in enumerate(zip(made, right, strict=True)):
+        for part, other in zip(seen, expected, strict=True):
+            here = part.cpu()
+            if here.dtype != other.dtype or not torch.allclose(here.double(), other.double(), atol=1e-5, rtol=0):
+                raise WrongError(f"batch {number} is {here.flatten()[:3].tolist()}, not {other.flatten()[:3].tolist()}")
+
+
+# Roads of a batch
+
+
+@scenario
+def staged(sim: Sim) -> None:
+    """Ordinary memory, copied to pinned memory; two epochs, one stream, few events."""
+    right = fresh()
+    with prefetcher(sim, Making(right)) as batches:
+        for _ in range(2):
+            check(consume(sim, batches), right)
+        if batches.report().copies.pageable or sim.counts["blocking copies"]:
+            sim.violation("copies from pageable memory")
+    if len(sim.streams) != 2:
+        sim.violation(f"{len(sim.streams) - 1} side streams were made")
+
+
+@scenario
+def growing(sim: Sim) -> None:
+    """Each batch needs more pinned memory than the one before, or less."""
+    right = [(torch.full((n, 7), float(n)), torch.arange(n)) for n in (2, 300, 3, 700, 40)]
+    with prefetcher(sim, Making(right)) as batches:
+        check(consume(sim, batches), right)
+
+
+@scenario
+def pinned_by_the_loader(sim: Sim) -> None:
+    """Memory that torch hands out again once it knows of no copy from it, and a part of it with gaps."""
+    right = fresh()
+
+    def make(batch: Any) -> Any:
+        images, labels = batch
+        wide = torch.zeros(len(labels), 2, dtype=torch.int64)
+        wide[:, 0] = labels
+        return images.t().pin_memory().t(), wide.pin_memory()[:, 0]
+
+    with prefetcher(sim, Making(right, make)) as batches:
+        check(consume(sim, batches), right)
+        if batches.report().copies.in_place != len(right):
+            sim.violation("pinned images were not copied in place")
+
+
+@scenario
+def pageable(sim: Sim) -> None:
+    """The driver refuses to pin."""
+    sim.refuses_to_pin = True
+    right = fresh()
+    with prefetcher(sim, Making(right), transform=lambda batch: (batch[0] + 1, batch[1])) as batches:
+        check(consume(sim, batches), [(images + 1, labels) for images, labels in right])
+
+
+STEPS: dict[str, list[Any]] = {
+    "none": [],
+    "crop": [
+        transforms.RandomCrop((7, 5), padding=1),
+        transforms.RandomHorizontalFlip(),
+        transforms.ConvertImageDtype(torch.float32),
+        transforms.Normalize((0.4, 0.5, 0.6), (0.2, 0.3, 0.4)),
+    ],
+}
+
+
+@functools.cache
+def dataset_of(storage: str, steps: str) -> CachedDataset:
+    generator = torch.Generator().manual_seed(3)
+    samples = [(torch.randint(0, 256, (3, 8, 6), dtype=torch.uint8, generator=generator), i) for i in range(16)]
+    transform = transforms.Compose(STEPS[steps]) if STEPS[steps] else None
+    return CachedDataset(samples, transform=transform, storage=storage, seed=0, progress=False)  # type: ignore[arg-type]
+
+
+@functools.cache
+def expected_of(steps: str) -> list[Any]:
+    return [(images.clone(), labels.clone()) for images, labels in loader_of("shared", steps, 0)]
+
+
+@functools.cache
+def loader_of(storage: str, steps: str, workers: int) -> DataLoader:
+    loader = DataLoader(dataset_of(storage, steps), 4, num_workers=workers)
+    loader.set_epoch(2)
+    return loader
+
+
+def prepare() -> None:
+    """Make what all schedules share, outside of a simulation."""
+    for steps in STEPS:
+        expected_of(steps)
+    dataset_of("device", "crop")
+
+
+def forget() -> None:
+    """Give back what ``prepare`` has made."""
+    for storage, steps in (("shared", "none"), ("shared", "crop"), ("device", "crop")):
+        dataset_of(storage, steps).close()
+    for made in (loader_of, expected_of, dataset_of):
+        made.cache_clear()
+
+
+def ours(sim: Sim, storage: str, steps: str, where: Any, epochs: int = 1) -> None:
+    workers = 0 if sim.order.is_on else rng(sim).choice((0, 0, 2))
+    loader, right = loader_of(storage, steps, workers), expected_of(steps)
+    loader.set_epoch(2)
+    with prefetcher(sim, loader, batch_ops=where) as batches:
+        for _ in range(epochs):
+            loader.set_epoch(2)
+            check(consume(sim, batches), right)
+        copies = batches.report().copies
+        if copies.pageable or (storage == "shared" and copies.in_place != len(right)):
+            sim.violation(f"{copies.pageable} pageable copies, {copies.in_place} in place")
+
+
+@scenario
+def gathered(sim: Sim) -> None:
+    """Fastdata's loader gathers into pinned slots, which are read in place."""
+    ours(sim, "shared", "none", "auto", epochs=2)
+
+
+@scenario
+def ops_on_the_device(sim: Sim) -> None:
+    """Crop, flip and Normalize in the prefetcher's thread."""
+    ours(sim, "shared", "crop", "device")
+
+
+@scenario
+def store_on_the_device(sim: Sim) -> None:
+    """The samples lie on the device, copied there in chunks with the first batch, and once."""
+    before, prefetch_device.CHUNK_BYTES = prefetch_device.CHUNK_BYTES, 144 * rng(sim).choice((1, 7, 100))
+    try:
+        ours(sim, "device", "crop", "auto")
+    finally:
+        prefetch_device.CHUNK_BYTES = before
+    if sum(sim.sent) > 16 * 144 + 4000:
+        sim.violation(f"the store was sent more than once: {sum(sim.sent)} bytes")
+
+
+# Bounds
+
+
+@scenario
+def bounds(sim: Sim) -> None:
+    """The copy of batch i waits for the loop's work on batch i - depth - 1; depth + 3 batches is all that is there."""
+    right = fresh(10, (64, 16))
+    left: list[int] = []
+    with prefetcher(sim, Making(right)) as batches:
+        oldest, copied, stream = batches.depth + 1, [0], torch.cuda.current_stream()
+
+        def noting() -> None:
+            number, copied[0] = copied[0] // 2, copied[0] + 1
+            if number >= oldest and number - oldest not in left:
+                sim.violation(f"batch {number} is copied before the device has left {number - oldest}")
+
+        sim.on_copy = noting
+        before, sums = sim.live_bytes, []
+        for number, (images, labels) in enumerate(Taking(sim, batches)):
+            sums.append((images.sum(), labels.clone()))
+            stream.push("kernel", lambda number=number: left.append(number))  # type: ignore[attr-defined]
+            del images, labels
+        sim.on_copy = lambda: None
+        check(sums, [(images.sum(), labels) for images, labels in right])
+    batch_bytes = right[0][0].nbytes + right[0][1].nbytes
+    most = (batches.depth + 3) * batch_bytes + len(right) * (64 * 8 + 4)
+    if sim.peak_bytes - before > most:
+        sim.violation(f"{sim.peak_bytes - before} bytes on the device, more than {most}")
+
+
+# What runs on the side stream besides copies
+
+
+@scenario
+def transform(sim: Sim) -> None:
+    """It reads what the loop has just made; what it makes is the loop's to keep; some batches fail in it."""
+    right = fresh(8)
+    weight = torch.zeros(5, device=torch.device("cuda"))
+    bad = {rng(sim).randrange(8) for _ in range(2)}
+    seen = [0]
+
+    def apply(batch: Any) -> Any:
+        number, seen[0] = seen[0], seen[0] + 1
+        made = batch[0] * 3 * weight - batch[0] * weight, batch[1] + 1
+        if number in bad:
+            raise ValueError("no such image")
+        return made
+
+    made: list[Any] = []
+    with prefetcher(sim, Making(right), transform=apply, dtype=torch.float32) as batches:
+        weight.fill_(2.0)  # queued by the loop just before it asks for its first batch
+        taking = Taking(sim, batches)
+        while True:
+            try:
+                images, labels = next(taking)
+            except StopIteration:
+                break
+            except ValueError:
+                continue
+            made.append((images.clone(), labels.clone()))
+            del images, labels
+            torch.full((3, 5), 255.0, device=torch.device("cuda"))
+        check(made, [(images * 4, labels + 1) for n, (images, labels) in enumerate(right) if n not in bad])
+
+
+@scenario
+def own_stream(sim: Sim) -> None:
+    """The loop works on a stream of its own, another one in the second epoch."""
+    right = fresh()
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    with prefetcher(sim, Making(right)) as batches:
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                made = consume(sim, batches)
+            check(made, right)
+
+
+@scenario
+def second_device(sim: Sim) -> None:
+    """The prefetcher's device is not the current one, and no other one is opened."""
+    right = fresh()
+    made = prefetcher(sim, Making(right), device="cuda:1", transform=lambda batch: batch)
+    with made as batches, torch.cuda.device(1):
+        check(consume(sim, batches), right)
+    if torch.device("cuda", 0) in sim.contexts:
+        sim.violation("a device is opened that is not used")
+
+
+@scenario
+def capture(sim: Sim) -> None:
+    """The loop captures graphs in the middle of an epoch."""
+    right = fresh(8)
+    made = []
+    with prefetcher(sim, Making(right)) as batches:
+        for number, (images, labels) in enumerate(Taking(sim, batches)):
+            made.append((images.clone(), labels.clone()))
+            del images, labels
+            if number % 3 == 1:
+                sim.begin_capture()
+                for _ in range(rng(sim).randrange(12)):
+                    sim.scheduler.point()
+                if not sim.end_capture():
+                    sim.violation("a capture of the loop was made invalid")
+        check(made, right)
+
+
+@scenario
+def capture_beside_loader_threads(sim: Sim) -> None:
+    """Threads of the loader pin further slots of its ring while a graph is captured."""
+    right, loader = expected_of("none"), loader_of("shared", "none", 2)
+    loader.set_epoch(2)
+    gate, came, first = threading.Event(), threading.Semaphore(0), threading.Semaphore(2)
+    allocate = feed.Pinned.allocate
+
+    def late(pinned: feed.Pinned, size_bytes: int) -> Any:
+        is_late = not sim.scheduler.is_known() and not first.acquire(blocking=False)
+        if is_late:
+            gate.wait(0.05)  # the prefetcher's thread may be the one that waits for this slot
+        try:
+            return allocate(pinned, size_bytes)
+        finally:
+            if is_late:
+                came.release()
+
+    feed.Pinned.allocate = late  # type: ignore[method-assign]
+    made = []
+    try:
+        with prefetcher(sim, loader) as batches:
+            for number, (images, labels) in enumerate(Taking(sim, batches)):
+                made.append((images.clone(), labels.clone()))
+                del images, labels
+                if number == 0:
+                    sim.begin_capture()
+                    gate.set()
+                    came.acquire(timeout=0.05)
+                    if not sim.end_capture():
+                        sim.violation("a capture was made invalid by a thread of the loader")
+            check(made, right)
+    finally:
+        gate.set()
+        feed.Pinned.allocate = allocate  # type: ignore[method-assign]
+
+
+# Ends
+
+
+@scenario
+def broken_off(sim: Sim) -> None:
+    """Epochs that are left in the middle, by a thread that ends in time or does not; then whole ones, side by side."""
+    assert isinstance(sim.scheduler, Schedule)
+    right = fresh()
+    sim.scheduler.joins_time_out = rng(sim).random() < 0.5
+    batches = prefetcher(sim, Making(right))
+    kept = [consume(sim, batches, at_most=rng(sim).randrange(1, 5)) for _ in range(2)]
+    pairs = list(zip(Taking(sim, batches), Taking(sim, batches), strict=True))
+    kept += [list(made) for made in zip(*pairs, strict=True)]
+    del pairs
+    epoch = iter(batches)
+    next(epoch)
+    sim.scheduler.joins_time_out = False
+    batches.close()
+    sim.scheduler.block(lambda: all(task.is_done for task in sim.scheduler.tasks[1:]))  # type: ignore[union-attr]
+    for made in kept:
+        check(made, right[: len(made)])
+
+
+@scenario
+def lost_device(sim: Sim) -> None:
+    """The loop is told, the thread ends, nothing hangs."""
+    batches = prefetcher(sim, Making(fresh(12)))
+    taking = Taking(sim, batches)
+    next(taking)
+    for _ in range(rng(sim).randrange(30)):
+        sim.scheduler.point()
+    sim.lost = "CUDA error: an illegal memory access was encountered"
+    is_told = False
+    for _ in range(20):
+        try:
+            next(taking)
+        except StopIteration:
+            break
+        except RuntimeError as error:
+            is_told = is_told or "illegal memory access" in str(error)
+    if not is_told:
+        sim.violation("the loop was not told that the device is lost")
+    del taking
+    batches.close()
+
+
+def main() -> None:
+    """``python scenarios.py NAME SEED`` runs one schedule."""
+    prepare()
+    name, seed = sys.argv[1:]
+    with contextlib.suppress(KeyboardInterrupt):
+        gc.collect()
+        print(run(name, int(seed)) or "right")  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()
