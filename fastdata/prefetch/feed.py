@@ -83,7 +83,7 @@ class Pinned:
 
     @property
     def reason(self) -> str:
-        said = [f"{what} {plan.reason}" for what, plan in self.plans.items()]
+        said = [f"{what} {plan.reason}" for what, plan in list(self.plans.items())]  # other threads add to it
         return "; ".join(said) or "nothing pinned yet"
 
     def allocate(self, size_bytes: int) -> np.ndarray:
@@ -105,7 +105,10 @@ class Pinned:
         """Make pinned memory, of which ``count`` such pieces are needed, if it may be."""
         # torch's allocator takes the next power of two.
         need_bytes = count * sum(1 << max(size - 1, 0).bit_length() for size in sizes_bytes)
-        if need_bytes > self.bytes.get(what, 0) and not self._driver_refuses:
+        known_bytes = self.bytes.get(what, 0)
+        if self._driver_refuses:
+            return None
+        if need_bytes > known_bytes:
             self.plans[what] = choose_pinning(
                 has_accelerator=True,
                 batch_bytes=need_bytes,
@@ -113,8 +116,8 @@ class Pinned:
                 budget=budget_bytes(host_memory.available_bytes()),
                 copies_wait=True,
             )
-        if self._driver_refuses or (need_bytes > self.bytes.get(what, 0) and not self.plans[what].pin):
-            return None
+            if not self.plans[what].pin:
+                return None
         try:
             made = make()
         except RuntimeError as error:
@@ -122,7 +125,7 @@ class Pinned:
             reason = f"not pinned: the driver refuses to ({str(error).splitlines()[0]})"
             self.plans[what] = PinningPlan(pin=False, reason=reason, is_short=True)
             return None
-        self.bytes[what] = max(need_bytes, self.bytes.get(what, 0))
+        self.bytes[what] = max(need_bytes, known_bytes)
         return made
 
 
@@ -340,7 +343,7 @@ class Feed:
         self._stage(tensors)
         self.copy_s += time.perf_counter() - begun_at
         place = self._places.get()
-        if place is None:
+        if place is None or self._stopped.is_set():
             return False
         try:
             place.left.synchronize()  # so the device never holds more than the queue, the loop's batch and this one
