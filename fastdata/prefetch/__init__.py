@@ -296,7 +296,7 @@ def _finish(
 
 
 def _cast(tensor: Any, device: torch.device, dtype: torch.dtype | None, channels_last: bool) -> Any:
-    if not isinstance(tensor, torch.Tensor) or tensor.device.type not in (device.type, "cpu"):
+    if not isinstance(tensor, torch.Tensor) or tensor.device not in (device, torch.device("cpu")):
         return tensor
     is_image = tensor.dtype is torch.uint8 and tensor.ndim >= _IMAGE_DIMENSIONS
     layout = torch.channels_last if channels_last and tensor.ndim == _IMAGE_DIMENSIONS else torch.preserve_format
