@@ -54,7 +54,7 @@ from fastdata.prepare import (
     read_path,
     report_storage,
 )
-from fastdata.reader import CLOSED, GoneSamples, Lane, Lease, Reader
+from fastdata.reader import CLOSED, Lane, Lease, Reader
 from fastdata.report import log, warn_user
 from fastdata.ring import BatchRing
 from fastdata.shared import ListView, SampleTable, position_of
@@ -263,6 +263,8 @@ class PreparedDataset(Dataset[Any]):
     _first_steps: tuple[Callable[[Any], Any], ...] = ()
     _stored_after: tuple[int, str] | None = None
     """How many leading steps of the transform samples are stored after, and their text; None where none are stored."""
+    _unfit_after: str | None = None
+    """The text of the steps that samples did not fit after, so that ``storage="auto"`` keeps none."""
     _is_upright = False
     """Whether samples were turned as their EXIF says before they were stored, so that nothing of it is missed."""
     _fast_decode = False
@@ -337,7 +339,9 @@ class PreparedDataset(Dataset[Any]):
             where: dict[str, Any] = {"listing": listing, "root": root, "is_own_list": self._list_name is None}
             prepared = prepare_on_disk(path, options, table, opened=opened, steps=text, **where)
         self._was_read = False
-        self._stored_after = None if prepared.kept is None else (len(plan.prepare), plan.prepare_key())
+        is_kept, key = prepared.kept is not None, plan.prepare_key()
+        self._stored_after = (len(plan.prepare), key) if is_kept else None
+        self._unfit_after = key if options.storage == "auto" and not is_kept and len(source) else None
         self._serve(prepared, source, table)
 
     def _list_files(self, source: Source) -> tuple[Listing | None, str]:
@@ -732,6 +736,8 @@ class PreparedDataset(Dataset[Any]):
 
         timm makes a dataset without a transform and assigns one later: images were kept whole, and nobody has read any.
         """
+        if self._unfit_after is not None and self._source is not None:  # after other steps samples may fit
+            return plan_transform(self._transform).prepare_key() != self._unfit_after
         if self._stored_after is None:
             return False
         count, stored_key = self._stored_after
@@ -742,10 +748,10 @@ class PreparedDataset(Dataset[Any]):
 
     def _prepare_again(self) -> None:
         source, stored = self._origin(), self._stored_after
-        if source is self._samples or stored is None:
+        if self._unfit_after is None and (source is self._samples or stored is None):
             self._compile()  # which says what is wrong
             return
-        if self.filled_share() > 0 and (self._was_read or stored[1]):
+        if stored is not None and self.filled_share() > 0 and (self._was_read or stored[1]):
             first = ", ".join(map(repr, self.plan.prepare))
             log.warning("samples are prepared again: the new transform does not begin with %s", first)
         table, self._stored_after = self.table if isinstance(source, FileSource) else None, None
@@ -756,7 +762,7 @@ class PreparedDataset(Dataset[Any]):
             )
             source = self._origin()
         self._lease = Lease(None, "the dataset could not be prepared again for another transform; create it anew")
-        self._samples = source  # lets go of the store before room for the next one is looked for
+        self._samples, self._reader = source, self._reader.emptied()  # lets go of the store before room is looked for
         self._prepare(source, table)
 
     @property
@@ -931,8 +937,8 @@ class PreparedDataset(Dataset[Any]):
             lease.end(CLOSED)
         for copy in list(self._copies):
             copy._let_go()
-        self._samples = gone = GoneSamples(self.sample_count, self._samples.keys)
-        self._reader = replace(self._reader, samples=gone, table=None, visits=None, boxes=None, path=None)
+        self._reader = self._reader.emptied()
+        self._samples = self._reader.samples
         self.table = self._source = None
         self.__dict__.pop("_visits", None)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing import current_process
 from typing import Any, NamedTuple, cast
 
@@ -158,6 +158,11 @@ class Reader:
         """What items are that are no pairs, as far as that is known."""
         keys = self.samples.keys
         return IndexedKeys(keys) if self.return_index else keys
+
+    def emptied(self) -> Reader:
+        """What is left of it once there is nothing to read any more: how it was read."""
+        gone = GoneSamples(len(self.samples), self.samples.keys)
+        return replace(self, samples=gone, table=None, visits=None, boxes=None, path=None)
 
     # Whole batches
 

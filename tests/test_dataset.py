@@ -7,6 +7,7 @@ import inspect
 import multiprocessing
 import pickle
 import re
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -1013,3 +1014,37 @@ def test_advice_is_not_worth_an_error(image_folder: Any) -> None:
     Image.new("RGB", (3, 3)).save(sorted((root / "a").iterdir())[3])
     with ImageFolder(root, v1.RandomCrop(4), storage="shared", fill="eager", progress=False) as dataset:
         assert len(dataset) == 24
+
+
+def test_what_did_not_fit_is_kept_once_a_smaller_transform_comes() -> None:
+    """``storage="auto"`` that found no room looks again where the new transform begins with other steps."""
+    noise = np.random.default_rng(0).integers(0, 256, (6, 32, 32, 3), np.uint8)
+    items = [(Image.fromarray(pixels), index) for index, pixels in enumerate(noise)]
+    with pytest.warns(FastDataWarning, match="Every epoch decodes again"):
+        dataset = CachedDataset(items, memory_limit=8000, progress=False, num_workers=1)
+    with dataset:
+        assert dataset.storage == "none"
+        dataset.transform = v1.RandomHorizontalFlip(1.0)
+        assert dataset.storage == "none"
+        dataset.transform = v1.Compose([v1.CenterCrop(16), v1.PILToTensor()])
+        assert dataset.storage == "shared"
+        assert np.array_equal(dataset[4][0].permute(1, 2, 0), noise[4, 8:24, 8:24])
+
+
+def test_a_store_is_let_go_before_samples_are_prepared_again() -> None:
+    """Two stores are never in memory at once, unless an epoch still reads the first."""
+    stores: list[Any] = []
+    left: list[bool] = []
+
+    def note(image: torch.Tensor) -> torch.Tensor:
+        left.extend(store() is not None for store in stores)
+        return image
+
+    items = [(torch.full((3, 8, 8), i, dtype=torch.uint8), i) for i in range(4)]
+    with CachedDataset(items, prepare=note, transform=v1.CenterCrop(4), progress=False, num_workers=1) as dataset:
+        assert dataset.kept is not None
+        stores.append(weakref.ref(dataset.kept.images))
+        dataset.transform = v1.CenterCrop(2)
+        assert dataset[3][0].shape == (3, 2, 2)
+        assert left
+        assert not any(left)
