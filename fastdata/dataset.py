@@ -394,7 +394,7 @@ class PreparedDataset(Dataset[Any]):
             facts["channels"] = _channels_of(samples.images) if is_image else None
             facts["obstacle"] = obstacle or (None if is_image else f"samples have {len(shape)} dimensions")
             plan = self._split(self._transform, **facts)
-            if plan.batch_texts or plan.views:
+            if any(view.batch_texts for view in plan.each) or (plan.views and plan.is_batched):
                 with samples.naming_damage():
                     lanes = _lanes(plan, spec, shape)
             elif spec.is_dense:
@@ -424,7 +424,8 @@ class PreparedDataset(Dataset[Any]):
                 if plan.boxes is not None:
                     boxes = BoxProgram(plan.boxes.batch_ops, samples.table, is_pure=plan.boxes.kind == "tensor")
         plan = replace(plan, beforehand=beforehand)
-        last = Program(plan.last_ops, SampleSpec(shape=None, dtype="uint8", form="pil")) if plan.last_steps else None
+        decoded = SampleSpec(shape=None, dtype="uint8", form="pil")
+        lasts = tuple(Program(view.last_ops, decoded) if view.last_steps else None for view in plan.each)
         outputs = [lane.output for lane in lanes if lane.output is not None]
         reader = Reader(
             samples=samples,
@@ -435,7 +436,7 @@ class PreparedDataset(Dataset[Any]):
             lanes=lanes,
             outputs=outputs if len(outputs) == len(lanes) else None,
             boxes=boxes,
-            last=last,
+            lasts=lasts,
             path=path,
             target_transform=self.target_transform,
             pair_transform=self.pair_transform,

@@ -11,7 +11,7 @@ Shape letters: B batch, C channels, H W size sent, h w size served.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing import current_process
 from typing import Any, NamedTuple, cast
@@ -105,7 +105,7 @@ class Reader:
         plan: of the transform.
         lanes: one for each view of a sample, or for image and mask.
         boxes: makes the targets, where the boxes in them are moved along with their image.
-        last: runs the batch ops after steps that are not known.
+        lasts: of each view, run the batch ops after steps that are not known.
         path: of single samples that are kept nowhere.
         pair_transform: takes sample and target together.
         outputs: of every lane; None where samples differ in one.
@@ -123,7 +123,7 @@ class Reader:
     lanes: tuple[Lane, ...]
     outputs: list[tuple[tuple[int, ...], np.dtype[Any]]] | None
     boxes: BoxProgram | None
-    last: Program | None
+    lasts: tuple[Program | None, ...]
     path: ReadPath | None
     target_transform: Callable[[Any], Any] | None
     pair_transform: Callable[[Any, Any], Any] | None
@@ -173,19 +173,24 @@ class Reader:
         self.expect(batch)
         if self.pair_transform is not None:
             return [self.item(batch, k) for k in range(len(batch))]
+        plan = self.plan
+        columns: Any  # the samples of each view
         if self.lanes[0].program is None or self.outputs is None or self.kept is None:
-            samples, targets = map(list, zip(*(self._read(batch, k) for k in range(len(batch))), strict=True))
+            rows, targets = map(list, zip(*(self._read(batch, k) for k in range(len(batch))), strict=True))
+            columns = list(zip(*rows, strict=True))
         else:  # what comes before the first step that is not served
-            samples = [self._shown(image) for image in self._read_tensors(batch, None)[0]]
+            columns = list(map(self._shown, self._read_tensors(batch, None), plan.each))
             targets = [self.stored_target(index) for index in batch.positions.tolist()]
-        samples = [self.plan.run_unknown(sample) for sample in samples]
+        columns = [list(map(view.run_unknown, column)) for view, column in zip(plan.each, columns, strict=True)]
         if self.target_transform is not None:
             targets = [self.target_transform(target) for target in targets]
         targets = list(map(self._beside, targets, batch.positions.tolist()))
-        images = self._run_last(samples, batch, ring)
+        images = self._run_last(columns, batch, ring)
         if images is not None:
-            return self.as_batch([images], lambda: targets, self.plan.last_kind)
-        return list(map(self._join, map(self.plan.run_last, samples), targets))
+            return self.as_batch(images, lambda: targets, plan.end_kind)
+        columns = [list(map(view.run_last, column)) for view, column in zip(plan.each, columns, strict=True)]
+        samples = map(self._together, zip(*columns, strict=True))
+        return list(map(self._join, samples, targets))
 
     def read_batch(self, batch: IndexBatch, ring: BatchRing | None = None) -> Any:
         """Images (B, *shape) and what ``default_collate`` makes of the targets; only if there is no obstacle.
@@ -278,21 +283,36 @@ class Reader:
         self.read_into(outs, batch)
         return self.as_tensors(outs)
 
-    def _run_last(self, samples: Sequence[Any], batch: IndexBatch, ring: BatchRing | None) -> torch.Tensor | None:
-        """Run the batch ops behind steps that are not known on what these give; None where that is not for them."""
-        last, shapes = self.last, {decoded_shape(sample) for sample in samples}
-        shape = shapes.pop() if last is not None and len(shapes) == 1 else None
-        if last is None or shape is None:
+    def _run_last(
+        self, columns: Sequence[Sequence[Any]], batch: IndexBatch, ring: BatchRing | None
+    ) -> list[torch.Tensor] | None:
+        """Whole batches of what steps that are not known gave for each view; None where one view cannot be one.
+
+        Known steps behind them run here; a view that has none of either is stacked.
+        """
+        views = self.plan.each
+        tensors: list[torch.Tensor] = []
+        if not any(self.lasts):
             return None
-        with ChannelsError.naming(int(batch.positions[0])):
-            output = last.output(shape, is_of_all=True)
-        if output is None:
-            return None
-        decoded = [np.ascontiguousarray(image).reshape(*shape[1:], shape[0]) for image in samples]
-        batch_shape = (len(samples), *output[0])
-        out = np.empty(batch_shape, output[1]) if ring is None else ring.take(batch_shape, output[1])
-        last.run_decoded(decoded, batch.positions, batch.visits, batch.seed, out)
-        return last.as_tensor(out)
+        for view, last, samples in zip(views, self.lasts, columns, strict=True):
+            shapes = {decoded_shape(sample) if view.per_sample else sample.shape for sample in samples}
+            shape = shapes.pop() if len(shapes) == 1 else None
+            if shape is not None and not view.per_sample:
+                tensors.append(torch.stack(list(samples)))
+                continue
+            if last is None or shape is None:
+                return None
+            with ChannelsError.naming(int(batch.positions[0])):
+                output = last.output(shape, is_of_all=True)
+            if output is None:
+                return None
+            decoded = [np.ascontiguousarray(image).reshape(*shape[1:], shape[0]) for image in samples]
+            # Of the ring there is one piece of memory a batch.
+            take = np.empty if ring is None or len(views) > 1 else ring.take
+            out = take((len(samples), *output[0]), output[1])
+            last.run_decoded(decoded, batch.positions, batch.visits, batch.seed, out)
+            tensors.append(last.as_tensor(out))
+        return tensors
 
     def expect(self, batch: IndexBatch) -> None:
         """Have what is fetched for these samples fetched at once."""
@@ -329,18 +349,21 @@ class Reader:
     def item(self, batch: IndexBatch, k: int) -> Any:
         """Sample and target ``k`` of a batch."""
         one, plan = slice(k, k + 1), self.plan
-        sample, target = self._read(batch, k)
+        samples, target = self._read(batch, k)
         if plan.mask or plan.boxes:
-            return self._join(sample, target)
+            return self._join(samples[0], target)
         if self.pair_transform is not None:
-            transformed: tuple[Any, Any] = self.pair_transform(sample, target)
+            transformed: tuple[Any, Any] = self.pair_transform(samples[0], target)
             return transformed if self.item_keys is None else self._join(*transformed)
-        sample = plan.run_unknown(sample)
+        samples = [view.run_unknown(sample) for view, sample in zip(plan.each, samples, strict=True)]
         alone = IndexBatch([batch[k]], batch.positions[one], batch.visits[one], batch.seed)
-        images = self._run_last([sample], alone, None)
-        sample = plan.run_last(sample) if images is None else images[0].as_subclass(tensor_class(plan.last_kind))
+        images = self._run_last([[sample] for sample in samples], alone, None)
+        if images is None:
+            samples = [view.run_last(sample) for view, sample in zip(plan.each, samples, strict=True)]
+        else:
+            samples = [image[0].as_subclass(tensor_class(plan.end_kind or "tensor")) for image in images]
         target = target if self.target_transform is None else self.target_transform(target)
-        return self._join(sample, self._beside(target, int(batch.positions[k])))
+        return self._join(self._together(samples), self._beside(target, int(batch.positions[k])))
 
     def _beside(self, target: Any, index: int) -> Any:
         """What a sample's item has beside it."""
@@ -350,10 +373,11 @@ class Reader:
         keys = self.item_keys
         return (sample, target) if keys is None else keys.join(sample, target)
 
-    def _read(self, batch: IndexBatch, k: int) -> tuple[Any, Any]:
-        """A sample as it is before the steps that are not known, and its target before any."""
-        index, one = int(batch.positions[k]), slice(k, k + 1)
+    def _read(self, batch: IndexBatch, k: int) -> tuple[list[Any], Any]:
+        """A sample as it is before the steps that are not known, for each view, and its target before any."""
+        index, one, plan = int(batch.positions[k]), slice(k, k + 1), self.plan
         kept, program, path = self.kept, self.lanes[0].program, self.path
+        alone = IndexBatch([index], batch.positions[one], batch.visits[one], batch.seed)
         if path is not None and program is None:
             try:
                 sample, target = path.source.read(index)
@@ -362,24 +386,20 @@ class Reader:
             except OSError as cause:
                 raise sample_error(path.source.path(index), index, cause) from cause
             sample = path.prepare(sample)
-            sample = to_image(sample) if isinstance(sample, Planes) else sample
+            return [to_image(sample) if isinstance(sample, Planes) else sample] * len(plan.each), target
+        target = self.stored_target(index)
+        if kept is not None and program is None:
+            sample = kept.sample(index)
+            return [sample if self.is_upright else without_exif(sample)] * len(plan.each), target
+        if kept is None:
+            served = self._read_tensors(alone, None)
         else:
-            target = self.stored_target(index)
-            if kept is None:
-                alone = IndexBatch([index], batch.positions[one], batch.visits[one], batch.seed)
-                sample = self._together([images[0] for images in self._read_tensors(alone, None)])
-            elif program is None:
-                sample = kept.sample(index)
-                sample = sample if self.is_upright else without_exif(sample)
-            else:
-                served = self._read_alone(kept, index, batch.visits[k], batch.seed)
-                if self.plan.mask:
-                    return self._shown(served[0]), served[1].as_subclass(tensor_class(self.plan.mask.kind))
-                sample = self._together(served)
-                if self.plan.boxes:
-                    alone = IndexBatch([index], batch.positions[one], batch.visits[one], batch.seed)
-                    target = self.targets_of(alone)[0]
-        return sample, target
+            served = [image[None] for image in self._read_alone(kept, index, batch.visits[k], batch.seed)]
+        if plan.mask:
+            target = served.pop()[0].as_subclass(tensor_class(plan.mask.kind))
+        if plan.boxes:
+            target = self.targets_of(alone)[0]
+        return [self._shown(images, view)[0] for images, view in zip(served, plan.each, strict=True)], target
 
     def _read_alone(self, kept: KeptSamples, index: int, visit: int, seed: int) -> list[torch.Tensor]:
         """What ``_read_tensors`` gives of one sample, in whatever shape it has."""
@@ -392,18 +412,17 @@ class Reader:
                 served.append(program.as_tensor(program.run_one(kept.stores[part].settled, index, visit, seed)))
         return served
 
-    def _together(self, served: list[torch.Tensor]) -> Any:
-        """A sample after the batch ops: one image, or the views of it."""
-        shown = map(self._shown, served)
-        return self.plan.made(shown) if self.plan.views else next(shown)
+    def _together(self, samples: Iterable[Any]) -> Any:
+        """The only one of a sample's views, or all of them, as the transform gives them."""
+        return self.plan.made(samples) if self.plan.views else next(iter(samples))
 
-    def _shown(self, served: torch.Tensor) -> Any:
-        """A sample after the batch ops, as the rest of the transform wants it."""
-        kind = self.plan.kind
-        if kind == "pil":
-            image = present(served.numpy(), kind)
-            return image if self.is_upright else without_exif(image)
-        return served.as_subclass(tensor_class(kind))
+    def _shown(self, served: torch.Tensor, plan: TransformPlan) -> list[Any]:
+        """Samples after the batch ops, as the rest of the transform wants them."""
+        if plan.kind != "pil":
+            kind = tensor_class(plan.kind)
+            return [image.as_subclass(kind) for image in served.unbind(0)]
+        images = [present(image, plan.kind) for image in served.numpy()]
+        return images if self.is_upright else list(map(without_exif, images))
 
     def stored_target(self, index: int) -> Any:
         if isinstance(self.samples, KeptSamples):
@@ -433,8 +452,8 @@ class Reader:
             base_seed, reader = worker.seed - worker.id, worker.id - getattr(current_process(), "_identity", (0,))[-1]
         if self.seed is not None:
             reader = 0  # all draw from one seed
-        draws = self.lanes[0].program or self.last
-        if draws is None or self.visits is None:
+        draws = self.lanes[0].program is not None or any(self.lasts)
+        if not draws or self.visits is None:
             visits_B = np.zeros_like(index_B)
         else:
             visits_B = self.visits.take(index_B, reader, indices)

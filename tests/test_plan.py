@@ -250,11 +250,9 @@ def test_views_are_prepared_by_what_all_begin_with() -> None:
 @pytest.mark.parametrize(
     ("transform", "reason"),
     [
-        (Views(v1.ToTensor(), v1.Compose([v1.ToTensor(), MyFlip()])), "leads to a view that is not served: MyFlip"),
         (v1.Compose([v1.RandomVerticalFlip(), Views(v1.ToTensor())]), "leads to views that share a random step"),
         (Views(v1.ToTensor(), v2.ToImage()), "leads to views of several types"),
         (v1.Compose([Views(v1.ToTensor()), v1.Lambda(len)]), "gives several views, which only the last step may"),
-        (Views(v1.RandomVerticalFlip()), "the transform ends with a PIL image"),
     ],
 )
 def test_unserved_views_say_why(transform: Any, reason: str) -> None:
@@ -267,6 +265,18 @@ def test_unserved_views_say_why(transform: Any, reason: str) -> None:
     assert type(written) is type(planned)
     if isinstance(written, list):
         assert [type(view) for view in written] == [type(view) for view in planned]
+
+
+def test_each_view_is_split_by_itself() -> None:
+    """A step that is not known leaves what is before and behind it, and the other views, to whole batches."""
+    known = [v1.RandomCrop(3), v1.ToTensor()]
+    plan = plan_transform(Views(v1.Compose(known), v1.Compose([v1.RandomInvert(), MyFlip(), *known])))
+    assert not plan.is_batched
+    assert [len(view.per_sample) for view in plan.views] == [0, 3]
+    assert (plan.views[1].last_steps, plan.first_unknown) == (2, plan.views[1].per_sample[0])
+    assert (plan.obstacle or "").startswith("in view 1 MyFlip")
+    assert "after them, on whole batches:  RandomCrop" in str(plan)
+    assert plan_transform(Views(v1.RandomVerticalFlip())).obstacle == "in view 0 the transform ends with a PIL image"
 
 
 def test_no_views_are_refused() -> None:

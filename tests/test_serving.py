@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import pickle
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -637,6 +638,50 @@ def test_callables_that_return_several_crops_are_read_as_views(transform: Any, k
         assert plain.batch_obstacle is not None
         assert type(dataset[0][0]) is type(plain[0][0]) is kind
         assert [view.shape for view in views_of(DataLoader(dataset, batch_size=4))] == [(LENGTH, 3, 4, 3)] * 2
+
+
+def halve(image: Any) -> Any:
+    return image.point(lambda level: level // 2)
+
+
+FLIP, OTHER_FLIP = v1.RandomHorizontalFlip(1.0), v1.RandomVerticalFlip(1.0)
+SPLIT = {
+    "one view": Views(v1.Compose([FLIP, halve, OTHER_FLIP, v1.ToTensor()]), v1.Compose([FLIP, v1.ToTensor()])),
+    "both": Crops(v1.Compose([FLIP, v1.RandomApply([halve], 1.0), OTHER_FLIP, v1.ToTensor()])),
+    "a tuple": lambda image: (SPLIT["one view"].transforms[0](image), SPLIT["one view"].transforms[1](image)),
+    "at the end": Views(v1.Compose([FLIP, v1.ToTensor(), lambda image: image / 2]), v1.Compose([FLIP, v1.ToTensor()])),
+    "PIL images": Views(FLIP, v1.Compose([OTHER_FLIP, halve])),
+}
+
+
+@EVERY_LOADER
+@pytest.mark.parametrize("storage", ["shared", "none"])
+@pytest.mark.parametrize("name", SPLIT)
+def test_views_with_a_step_that_is_not_known(name: str, storage: str, loader_of: Callable[..., Any]) -> None:
+    """What is before and behind such a step is served, and each view is what its own steps make of the sample."""
+    images = [Image.fromarray(image.permute(1, 2, 0).numpy()) for image, _ in samples()]
+    pairs, transform = [(image, k) for k, image in enumerate(images)], SPLIT[name]
+    if name == "PIL images":
+        loader_of = partial(TorchLoader, batch_size=4, collate_fn=list)
+    with CachedDataset(pairs, transform=transform, storage=storage, progress=False, seed=0) as dataset:
+        batches = list(loader_of(dataset))
+        if name == "PIL images":
+            views = [(k, each) for batch in batches for each, k in batch]
+        else:
+            views = [(k, each) for batch, labels in batches for k, *each in zip(labels.tolist(), *batch, strict=True)]
+        for k, each in [*views, (3, dataset[3][0])]:
+            wanted = transform(images[k])
+            assert all(np.array_equal(mine, theirs) for mine, theirs in zip(each, wanted, strict=True))
+        assert type(dataset[3][0]) is type(wanted)
+
+
+def test_known_steps_around_one_that_is_not_give_whole_batches() -> None:
+    """Neither a published blur nor what each view ends with costs the core's work on all other steps."""
+    image = Image.fromarray(samples()[0][0].permute(1, 2, 0).numpy())
+    with CachedDataset([(image, 0)] * 4, transform=SPLIT["both"], progress=False) as dataset:
+        first, second = (views for views, _ in dataset.__getitems__([0, 1]))
+        for mine, other in zip(first, second, strict=True):  # of one batch's memory
+            assert mine.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 def test_encoded_samples_are_decoded_once_for_all_views() -> None:

@@ -47,7 +47,8 @@ class TransformPlan:
         reason: why the first of ``per_sample`` is no batch op; empty if there is none.
         last_steps: how many steps at the end of ``per_sample`` are known again. Where the steps before them give PIL
             images, ``last_ops`` run on whole batches in their place, whose samples are of ``last_kind`` then.
-        views: the plans of several views of each sample, in place of ``batch_ops``; each has the same ``prepare`` part.
+        views: the plans of several views of each sample, in place of all but ``prepare``, which they share; each may
+            have steps per sample of its own.
         made: of what type several views of a sample are, list or tuple.
         mask: what becomes of the mask beside an image, where one transform takes both.
         boxes: what becomes of the boxes beside it.
@@ -79,7 +80,30 @@ class TransformPlan:
         """Why batches cannot be served as one tensor; None if they can."""
         if self.per_sample:
             return f"{shorten(_text(self.per_sample[0]), _SHOWN_LETTERS, placeholder=' ...')} {self.reason}"
+        if self.views:
+            obstacles = enumerate(view.obstacle for view in self.views)
+            return next((f"in view {number} {obstacle}" for number, obstacle in obstacles if obstacle), None)
         return "the transform ends with a PIL image" if self.kind == "pil" else None
+
+    @property
+    def each(self) -> tuple[TransformPlan, ...]:
+        """The plan of each view; this one where there are none."""
+        return self.views or (self,)
+
+    @property
+    def first_unknown(self) -> Step | None:
+        """The first step that runs per sample, in any view; None where there is none."""
+        return next((view.per_sample[0] for view in self.each if view.per_sample), None)
+
+    @property
+    def end_kind(self) -> Form | None:
+        """What samples are after all steps, as far as that is known."""
+        if self.views:
+            kinds = {view.end_kind for view in self.views}
+            return kinds.pop() if len(kinds) == 1 else None
+        if self.last_steps:
+            return self.last_kind
+        return None if self.per_sample else self.kind
 
     @property
     def _unknown(self) -> tuple[Step, ...]:
@@ -99,20 +123,21 @@ class TransformPlan:
 
     def __str__(self) -> str:
         prepare = ", ".join(map(_text, (*self.beforehand, *self.prepare))) or "-"
-        per_sample = ", ".join(map(_text, self._unknown)) or "-"
-        lines = [
-            f"prepare, once per sample:     {prepare}",
-            f"batch ops, on whole batches:  {', '.join(self.batch_texts) or '-'}",
-            f"per sample, as written:       {per_sample}",
-        ]
-        if self.views:
-            lines[1:] = [
-                f"view {n}, on whole batches:     {', '.join(v.batch_texts)}" for n, v in enumerate(self.views)
-            ]
+        lines = [f"prepare, once per sample:     {prepare}"]
+        for number, view in enumerate(self.views):
+            lines += view._serving_lines(f"view {number}, on whole batches:     ")
+        lines += [] if self.views else self._serving_lines("batch ops, on whole batches:  ")
         if self.mask:
             lines.append(f"    masks are moved along:        nearest, served as {self.mask.kind}")
         if self.boxes:
             lines.append(f"    boxes are moved along:        served as {self.boxes.kind}")
+        return "\n".join(lines)
+
+    def _serving_lines(self, first: str) -> list[str]:
+        lines = [
+            f"{first}{', '.join(self.batch_texts) or '-'}",
+            f"per sample, as written:       {', '.join(map(_text, self._unknown)) or '-'}",
+        ]
         if self.per_sample:
             lines.append(f"    because {self.obstacle}")
             if self.last_steps:
@@ -120,7 +145,7 @@ class TransformPlan:
                 lines.append(f"after them, on whole batches:  {last}")
         elif self.obstacle:
             lines.append(f"    served one by one, because {self.obstacle}")
-        return "\n".join(lines)
+        return lines
 
 
 def plan_transform(
@@ -207,10 +232,10 @@ def _plan_views(
     for steps in each:
         plans.append(plan_transform(steps, prepared=len(prepare), first=first, **facts))
         first += len(steps)
-    reason = next((f"leads to a view that is not served: {plan.obstacle}" for plan in plans if plan.obstacle), "")
+    reason, kinds = "", {plan.end_kind for plan in plans} - {None}
     if any(is_random(step) is not False for step in before):
         reason = "leads to views that share a random step; write it in each of them"
-    elif not reason and len({plan.kind for plan in plans}) > 1:
+    elif len(kinds) > 1:
         reason = "leads to views of several types"
     rest = Views(*(steps[max(len(before), len(prepare)) :] for steps in each))
     rest.kind = views.kind
