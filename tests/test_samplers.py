@@ -443,14 +443,20 @@ def _noisy(_: Any) -> float:
     return torch.rand(1).item()
 
 
-def test_what_a_collate_draws_differs_between_ranks(launched: Any) -> None:
+@pytest.mark.parametrize("name", ["ours", "torch's", "one's own"])
+def test_what_a_collate_draws_differs_between_ranks(launched: Any, name: str) -> None:
     """MixUp of two ranks draws other numbers in each batch, also where the dataset's seed is the same number."""
     with _images() as dataset:
         drawn: list[float] = []
         for rank in range(2):
             launched(rank, 2)
-            drawn += DataLoader(dataset, 2, collate_fn=_noisy, distributed="auto")
-    assert len(set(drawn)) == len(drawn) == 12
+            samplers = {
+                "ours": None,
+                "torch's": DistributedSampler(dataset, 2, rank),
+                "one's own": Repeating(4, rank, 2),
+            }
+            drawn += DataLoader(dataset, 2, sampler=samplers[name], collate_fn=_noisy, distributed="auto")
+    assert len(set(drawn)) == len(drawn) == (6 if name == "one's own" else 12)
 
 
 def test_a_state_after_a_set_epoch_is_the_next_one() -> None:

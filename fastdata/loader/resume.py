@@ -316,9 +316,9 @@ class Order(Iterator[Any]):
         return indices
 
     def _draws(self) -> DrawKey:
-        seed, number = self._progress.base_seed or 0, self._progress.latest
-        if self.counted is not None:  # among the batches of all ranks, so that no two draw the same
-            number = number * self.counted.num_replicas + self.counted.rank
+        seed, number, shared = self._progress.base_seed or 0, self._progress.latest, self._shared
+        if shared is not None:  # among the batches of all ranks, so that no two draw the same
+            number = number * shared.num_replicas + shared.rank
         return DrawKey(self._served.dataset.seed_of(seed) if self._served else seed, self._progress.epoch or 0, number)
 
     @property
@@ -362,27 +362,27 @@ class Order(Iterator[Any]):
             if is_set or (dataset.epoch is None and (dataset.options.seed is not None or progress.keeps_seed)):
                 progress.epoch = self.counted.coming()["epoch"]
         assert progress.base_seed is not None
-        last, outer = self._samplers[-1], type(self._sampler)
-        is_torchs = outer is torch_data.BatchSampler and type(last) is torch_data.DistributedSampler
-        if is_torchs and self._sampler.sampler is last:
-            indices = _mark_padding(indices, last)
+        shared, share = self._shared, (0, 1)
+        is_torchs = type(shared) is torch_data.DistributedSampler
+        if is_torchs and type(self._sampler) is torch_data.BatchSampler and self._sampler.sampler is shared:
+            indices = _mark_padding(indices, shared)
+        elif shared is not None and shared is not self.counted and not is_torchs:
+            share = shared.rank, shared.num_replicas  # whose ranks may have one sample, in an order that nobody knows
         return self._served.visit(
             indices,
             progress.epoch or 0,
             progress.base_seed,
             may_be_marked=is_torchs or self.counted is not None,
-            share=self._unknown_share,
+            share=share,
         )
 
     @property
-    def _unknown_share(self) -> tuple[int, int]:
-        """Rank and number of ranks of a sampler of one's own, which may give several of them one sample."""
+    def _shared(self) -> Any:
+        """The sampler that gives each rank its share; None where there is none that says so."""
         for each in self._samplers:
-            rank, ranks = getattr(each, "rank", None), getattr(each, "num_replicas", None)
-            is_known = each is self.counted or type(each) is torch_data.DistributedSampler
-            if not is_known and isinstance(rank, int) and isinstance(ranks, int):
-                return rank, ranks
-        return 0, 1
+            if isinstance(getattr(each, "rank", None), int) and isinstance(getattr(each, "num_replicas", None), int):
+                return each
+        return None
 
 
 def _mark_padding(batches: Iterator[list[int]], sampler: Any) -> Iterator[list[int]]:
