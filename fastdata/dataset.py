@@ -262,7 +262,9 @@ class PreparedDataset(Dataset[Any]):
     _transform: Callable[[Any], Any] | None
     _first_steps: tuple[Callable[[Any], Any], ...] = ()
     _stored_after: tuple[int, str] | None = None
-    """How many leading steps of the transform samples are stored after, and their text; None where none are stored."""
+    """How many leading steps of the transform samples are stored after, and their key; None where none are stored."""
+    _stored_text = ""
+    """These steps as they were then, for errors."""
     _unfit_after: str | None = None
     """The text of the steps that samples did not fit after, so that ``storage="auto"`` keeps none."""
     _is_upright = False
@@ -341,6 +343,7 @@ class PreparedDataset(Dataset[Any]):
         self._was_read = False
         is_kept, key = prepared.kept is not None, plan.prepare_key()
         self._stored_after = (len(plan.prepare), key) if is_kept else None
+        self._stored_text = plan.prepare_text
         self._unfit_after = key if options.storage == "auto" and not is_kept and len(source) else None
         self._serve(prepared, source, table)
 
@@ -374,9 +377,9 @@ class PreparedDataset(Dataset[Any]):
         plan = plan_transform(transform, prepared=count, **facts)
         if key is not None and plan.prepare_key() != key:
             raise ValueError(
-                f"samples are stored after {key or 'no step'}, but the transform now begins with "
-                f"{plan.prepare_key() or 'none'}. Give it the same first steps, or assign another transform to "
-                "dataset.transform in the process that made the dataset, which prepares samples again."
+                f"samples are stored after {self._stored_text or 'no step'}, but the transform now begins with "
+                f"{plan.prepare_text or 'none'}. Give it the same first steps, or assign another "
+                "transform to dataset.transform in the process that made the dataset, which prepares samples again."
             )
         return plan
 
@@ -835,7 +838,7 @@ class PreparedDataset(Dataset[Any]):
         return self._path(self._samples, self._split(self._transform, batch_ops=self.options.batch_ops))
 
     def read_after(self) -> tuple[Source | None, str]:
-        """What ``unkept_path`` follows from: the source, and the text of the steps that samples are read after."""
+        """What ``unkept_path`` follows from: the source, and the key of the steps that samples are read after."""
         return None if self.kept is not None else self._samples, self.plan.prepare_key()
 
     def served_from(self, kept: KeptSamples) -> Self:

@@ -180,6 +180,7 @@ class ChunkedLoader:
         dataset, order = self._behind, self._order
         self._served.refresh()
         self._read_after = dataset.read_after()
+        self._read_steps = dataset.plan.prepare_text
         self._samples = samples = Samples(dataset)
         view, pages = samples.view(Chunk()), 0 if samples.is_copied else 2 * mmap.PAGESIZE * len(samples.on_disk)
         self._is_mixed = order.shuffle and (mix is not None or bool(samples.on_disk))
@@ -245,8 +246,8 @@ class ChunkedLoader:
         if behind.read_after() != self._read_after:
             raise ValueError(
                 "the dataset's loader, or what its transform begins with, was changed after this ChunkedLoader was "
-                f"made: it brings samples after {self._read_after[1] or 'no step'}, and the transform now begins with "
-                f"{behind.read_after()[1] or 'none'}. Make the ChunkedLoader again."
+                f"made: it brings samples after {self._read_steps or 'no step'}, and the transform now begins with "
+                f"{behind.plan.prepare_text or 'none'}. Make the ChunkedLoader again."
             )
         self._samples.dataset = behind.frozen()
         self._samples.open(self.plan.chunk_samples)

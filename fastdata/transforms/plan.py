@@ -121,6 +121,11 @@ class TransformPlan:
         """Text that is equal for two plans whose prepare parts do the same; empty if there is none."""
         return describe_steps(self.prepare, cache_key="")
 
+    @property
+    def prepare_text(self) -> str:
+        """The prepare part as its steps show themselves now; empty if there is none."""
+        return ", ".join(map(repr, self.prepare))
+
     def __str__(self) -> str:
         prepare = ", ".join(map(_text, (*self.beforehand, *self.prepare))) or "-"
         lines = [f"prepare, once per sample:     {prepare}"]
