@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import mmap
 import re
 import shutil
@@ -441,3 +442,28 @@ def test_bytes_that_a_codec_would_take_are_checked_too(tmp_path: Path) -> None:
         with pytest.raises(SampleError, match=r"sample 0 .* are not those that were written"):
             next(batches)
         assert [images[:, 0, 0, 0].tolist() for images, _ in batches] == [[4, 5, 6, 7]]
+
+
+@pytest.mark.parametrize("is_error_kept", [False, True])
+def test_a_dataset_is_closed_after_an_epoch_that_failed(image_folder: FolderMaker, is_error_kept: bool) -> None:
+    """Its chunks are dropped without a complaint, whether the iterator that failed lives on in a traceback or not."""
+    batches: list[int] = []
+    errors: list[Exception] = []
+
+    def collate(samples: Any) -> Any:
+        batches.append(len(samples))
+        if len(batches) == 3:
+            raise ArithmeticError("no batch of these")
+        return torch.stack([image for image, _ in samples])
+
+    with on_disk(image_folder(per_class=16)) as dataset, chunked(dataset, collate_fn=collate) as loader:
+        try:
+            list(loader)
+        except ArithmeticError as error:
+            errors += [error] * is_error_kept
+        loader.dataset.close()
+        errors.clear()
+        gc.collect()
+        with pytest.raises(StoreGoneError):
+            iter(loader)
+    assert len(batches) >= 3
