@@ -532,7 +532,7 @@ def chart(file: str | os.PathLike[str], *, width: float, height: float, feature:
 def versions() -> dict[str, str | None]:
     """Versions of Python and of the packages that matter, None for those not installed."""
     found: dict[str, str | None] = {"python": platform.python_version()}
-    for name in ("fastdata", "torch", "torchvision", "numpy", "pillow", "simplejpeg", "lz4", "zstandard"):
+    for name in ("fastdata", "torch", "torchvision", "numpy", "pillow", "lz4", "zstandard"):
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

@@ -35,6 +35,7 @@ from fastdata.draws import sample_keys
 from fastdata.errors import SampleError, StoreGoneError, kind_of
 from fastdata.images import (
     Bound,
+    OpenedImages,
     Resize,
     SampleSpec,
     decoder_of,
@@ -60,7 +61,15 @@ from fastdata.ring import BatchRing
 from fastdata.shared import ListView, SampleTable, position_of
 from fastdata.sources import Columns, DatasetSource, FileSource, ItemForm, Source
 from fastdata.stores.readers import Store, UndecodableError
-from fastdata.transforms import TransformPlan, describe_steps, fingerprint, is_same, plan_pairs, plan_transform
+from fastdata.transforms import (
+    TransformPlan,
+    describe_steps,
+    fingerprint,
+    is_same,
+    plan_pairs,
+    plan_transform,
+    split_upright,
+)
 from fastdata.transforms.boxes import BoxProgram, boxes_obstacle
 from fastdata.transforms.cpu import Program
 from fastdata.transforms.device import device_obstacle
@@ -269,7 +278,6 @@ class PreparedDataset(Dataset[Any]):
     """The text of the steps that samples did not fit after, so that ``storage="auto"`` keeps none."""
     _is_upright = False
     """Whether samples were turned as their EXIF says before they were stored, so that nothing of it is missed."""
-    _fast_decode = False
     _is_remote = False
     """Whether samples that are not kept are fetched from behind a URL."""
     _list_name: str | None = ""
@@ -332,7 +340,7 @@ class PreparedDataset(Dataset[Any]):
             listing, root = self._list_files(source)
             is_pil = False
             if isinstance(source, FileSource):
-                opened = describe_steps([source.loader], options.cache_key) + ", fast_decode" * self._fast_decode
+                opened = describe_steps([source.loader], options.cache_key)
                 opened += f", {self._list_name}" if self._list_name else ""
                 is_pil = decoder_of(source.loader) is not None
             else:
@@ -409,11 +417,15 @@ class PreparedDataset(Dataset[Any]):
             path = self._path(samples, plan, pixels_only=False)
             if self._decodes_itself and self.pair_transform is None and core.obstacle() is None:
                 every, before = (*self._first_steps, self._transform), -len(self._first_steps)
-                whole = plan_transform(every, channels=3, batch_ops=options.batch_ops, prepared=0, first=before)
+                upright, served = split_upright(every)
+                whole = plan_transform(
+                    served, channels=3, batch_ops=options.batch_ops, prepared=0, first=before + upright
+                )
                 spec = SampleSpec(shape=None, dtype="uint8", form="pil")
                 decoding = _lanes(whole, spec, (3, 1, 1)) if whole.is_batched else ()
                 if decoding and all(lane.output for lane in decoding):
                     plan, lanes, beforehand = whole, decoding, ()
+                    self._is_upright = upright
         boxes = None
         if self.pair_transform is not None:
             if options.return_index:
@@ -481,7 +493,7 @@ class PreparedDataset(Dataset[Any]):
         return (*self._first_steps, *plan.prepare)
 
     def _path(self, source: Source, plan: TransformPlan, *, pixels_only: bool = True) -> ReadPath:
-        return read_path(source, self._steps(plan), fast_decode=self._fast_decode, pixels_only=pixels_only)
+        return read_path(source, self._steps(plan), pixels_only=pixels_only)
 
     def refresh(self) -> None:
         """Serve what the transform says now, whose steps may have been changed in place; cheap where none were."""
@@ -506,7 +518,7 @@ class PreparedDataset(Dataset[Any]):
     def _decodes_itself(self) -> bool:
         """Whether fastdata alone decodes the files, so that batches can be made of them as they are read."""
         source = self._origin()
-        return isinstance(source, FileSource) and decoder_of(source.loader) is not None and not self._fast_decode
+        return isinstance(source, FileSource) and decoder_of(source.loader) is not None
 
     def _resize_advice(self) -> str:
         """What ``resize=`` would gain where whole images are kept for a random crop of them, measured in 10 ms."""
@@ -518,7 +530,7 @@ class PreparedDataset(Dataset[Any]):
         whole = [np.ascontiguousarray(image.transpose(1, 2, 0)) for image in planes]
         small = plan_transform(Resize(f"short:{_ADVISED_PX}"), channels=planes[0].shape[0], prepared=0)
         shrink = Program(small.batch_ops, store.spec).prepare
-        less = [np.ascontiguousarray(shrink(image).transpose(1, 2, 0)) for image in whole]
+        less = [np.ascontiguousarray(shrink(OpenedImages.decoded([image])).transpose(1, 2, 0)) for image in whole]
         share = sum(image.size for image in less) / sum(image.size for image in whole)
         if share > _WORTH_SHARE or output is None:
             return ""
@@ -526,7 +538,7 @@ class PreparedDataset(Dataset[Any]):
         seconds = []
         for images in (whole, less, whole, less):
             start = time.perf_counter()
-            program.run_decoded(images, index_B, 0, 0, out)
+            program.run_images(OpenedImages.decoded(images), index_B, 0, 0, out)
             seconds.append(time.perf_counter() - start)
         bytes_then, times = format_bytes(int(share * store.size_bytes)), min(seconds[::2]) / min(seconds[1::2])
         bound = f"resize='short:{_ADVISED_PX}'"
@@ -884,7 +896,7 @@ class PreparedDataset(Dataset[Any]):
         source, kind = self._origin(), type(self)
         if not kind.__module__.startswith("fastdata.") or isinstance(source, KeptSamples):
             raise TypeError(f"a {kind.__name__} is a subclass, or a copy in another process")
-        made = self._first_steps, self._fast_decode, self._transform, self.target_transform, self.pair_transform
+        made = self._first_steps, self._transform, self.target_transform, self.pair_transform
         if isinstance(source, FileSource):
             return made, list(source.paths), list(source.targets), source.loader
         return made, vars(source)

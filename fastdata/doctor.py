@@ -188,18 +188,14 @@ def check_core(library: str, obstacle: str | None) -> Check:
     return Check(name="compiled core", found=obstacle, advice=advice, is_problem=True)
 
 
-def check_jpeg(*, pillow: str, turbo: str | None, simplejpeg: str | None, agreed: int) -> Check:
-    """``agreed`` is how many kinds of JPEG simplejpeg decodes to Pillow's pixels; it may decode no others."""
-    found = f"Pillow {pillow} with {f'libjpeg-turbo {turbo}' if turbo else 'another libjpeg than turbo'}; "
-    found += f"simplejpeg {simplejpeg}" if simplejpeg else "no simplejpeg"
-    advice = ""
-    if turbo is None:
-        advice = "install Pillow as a wheel, which has libjpeg-turbo: pip install --force-reinstall pillow"
-    elif simplejpeg is None:
-        advice = "pip install simplejpeg: it decodes without Pillow's copies"
-    elif not agreed:
-        advice = "simplejpeg is not used, as its pixels are not Pillow's: install both as wheels"
-    return Check(name="JPEG", found=found, advice=advice)
+def check_jpeg(*, pillow: str, turbo: str | None, obstacle: str) -> Check:
+    """``obstacle``: why the compiled core cannot decode by Pillow's libjpeg-turbo; empty where it can."""
+    found = f"Pillow {pillow} with {f'libjpeg-turbo {turbo}' if turbo else 'another libjpeg than turbo'}"
+    if not obstacle:
+        return Check(name="JPEG", found=f"{found}, which the compiled core decodes by")
+    advice = "Pillow decodes whole images, which takes longer. Its wheels for Linux and macOS bring libjpeg-turbo as a "
+    advice += "shared library: pip install --force-reinstall pillow"
+    return Check(name="JPEG", found=f"{found}; {obstacle}", advice=advice)
 
 
 def check_torchvision(version: str | None, *, torch_version: str, obstacle: str) -> Check:
@@ -224,8 +220,8 @@ def _libraries() -> Iterator[Check]:
     level = "-" if obstacle else Path(core.load()._name).stem[-1]
     is_x86 = platform.machine() in ("x86_64", "AMD64")
     yield check_core(f"for x86-64-v{level}" if is_x86 else f"for {platform.machine()}", obstacle)
-    turbo, agreed = images.jpeg_support()
-    yield check_jpeg(pillow=_version("pillow") or "-", turbo=turbo, simplejpeg=_version("simplejpeg"), agreed=agreed)
+    turbo, obstacle = images.jpeg_support()
+    yield check_jpeg(pillow=_version("pillow") or "-", turbo=turbo, obstacle=obstacle)
     problem = ""
     try:
         importlib.import_module("torchvision")

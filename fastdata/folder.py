@@ -46,11 +46,8 @@ class _ImageFiles(PreparedDataset):
         options: Options,
         transform: Callable[[Any], Any] | None,
         target_transform: Callable[[Any], Any] | None,
-        *,
-        fast_decode: bool,
     ) -> None:
-        self._fast_decode = fast_decode
-        self._open_by(loader or load_image)
+        self._loader = loader or load_image
         self.table = SampleTable(targets, paths=paths, class_to_idx=class_to_idx)
         if self._place is not None:
             known = map(self._place.listed.get, (place_of(self._place, path)[1] for path in paths))
@@ -82,14 +79,9 @@ class _ImageFiles(PreparedDataset):
                 "samples are kept as the loader that the dataset was made with opens them, and another one would not "
                 "be asked for them. Make a new dataset with loader=, or one with storage='none'."
             )
-        self._open_by(loader)
+        self._loader = loader
         self._samples = self._origin()
         self._compile()
-
-    def _open_by(self, loader: Callable[[str], Any]) -> None:
-        if self._fast_decode and loader is not load_image:
-            raise ValueError("fast_decode=True speeds up fastdata's own loader and cannot be combined with loader=")
-        self._loader = loader
 
     def _extra_repr(self) -> list[str]:
         return [f"Root location: {self.root}"]
@@ -117,9 +109,6 @@ class ImageFolder(_ImageFiles):
         loader: opens one path; default: as torchvision's own, the same pixels.
         is_valid_file: tells image files from others; default: by extension.
         allow_empty: accept class folders without images.
-        fast_decode: prepare about twice as fast with slightly different pixels: JPEGs much larger than the size they
-            are resized to are decoded at a fraction of their size, and torch's kernel resizes. See
-            ``fastdata.images.FastLoader`` for how far they differ.
         options: where and how images are kept, and more: see ``fastdata.dataset.DatasetOptions``.
 
     Attributes:
@@ -157,8 +146,6 @@ class ImageFolder(_ImageFiles):
         loader: Callable[[str], Any] | None = None,
         is_valid_file: Callable[[str], bool] | None = None,
         allow_empty: bool = False,
-        *,
-        fast_decode: bool = False,
         **options: Unpack[DatasetOptions],
     ) -> None:
         chosen = read_options(ImageFolder, options)
@@ -178,9 +165,7 @@ class ImageFolder(_ImageFiles):
             allow_empty=allow_empty,
         )
         paths, targets = [path for path, _ in samples], [target for _, target in samples]
-        self._build_files(
-            paths, targets, class_to_idx, loader, chosen, transform, target_transform, fast_decode=fast_decode
-        )
+        self._build_files(paths, targets, class_to_idx, loader, chosen, transform, target_transform)
 
     @staticmethod
     def make_dataset(
@@ -221,7 +206,7 @@ class ImageManifest(_ImageFiles):
         label: name of the column of labels; of several, or of one of lists, for a vector; None where there are none.
         id: name of a column to pass through beside the label, such as the key of a submission. It may be ``file``'s.
         target_transform: called on each target when it is read, with ``id`` on both.
-        transform, loader, fast_decode, options: see ``ImageFolder``.
+        transform, loader, options: see ``ImageFolder``.
 
     A target, and what a batch of them is, follows from all labels together:
 
@@ -262,7 +247,6 @@ class ImageManifest(_ImageFiles):
         transform: Callable[[Any], Any] | None = None,
         target_transform: Callable[[Any], Any] | None = None,
         loader: Callable[[str], Any] | None = None,
-        fast_decode: bool = False,
         **options: Unpack[DatasetOptions],
     ) -> None:
         chosen = read_options(ImageManifest, options)
@@ -288,5 +272,4 @@ class ImageManifest(_ImageFiles):
             chosen,
             transform,
             target_transform,
-            fast_decode=fast_decode,
         )

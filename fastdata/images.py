@@ -1,7 +1,8 @@
-"""Files and bytes to images, images to stored arrays, and back: the only door to PIL and simplejpeg.
+"""Files and bytes to images, images to stored arrays, and back: the only door to PIL.
 
-An image is opened by PIL or, an ordinary JPEG where it is installed, by simplejpeg: the same libjpeg-turbo with the
-same settings, without PIL's copies. Both give the very pixels of torchvision's default loader.
+An image is opened by PIL or, an ordinary JPEG, by the compiled core, through the libjpeg-turbo that PIL is linked to:
+the same decoder without PIL's copies, so the very pixels of torchvision's default loader, and of a part of an image
+without decoding the rest.
 
 Shape letters: C channels, H W size of an image.
 """
@@ -14,7 +15,7 @@ import math
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal, TypeGuard
 
@@ -22,11 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-try:
-    import simplejpeg
-except ImportError:  # no wheel for this platform
-    simplejpeg = None
-
+from fastdata import core
 from fastdata.errors import kind_of
 
 if TYPE_CHECKING:
@@ -35,10 +32,7 @@ if TYPE_CHECKING:
 Array = npt.NDArray[Any]
 IMAGE_EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 """File name endings of images, torchvision's ``IMG_EXTENSIONS``."""
-Interpolation = Literal["bilinear", "bicubic"]
 Size = int | tuple[int, int]  # of a resize, as torchvision takes it: the shorter side, or (height, width)
-Room = Callable[[tuple[int, ...]], Array | None]  # memory for an array of a shape, where there is any
-_MOST_KEPT_BYTES = 1 << 25
 Bound = Size | str  # or "short:320" or "long:500": no side of that kind is longer, and nothing is enlarged
 
 
@@ -252,6 +246,24 @@ def tensor_class(form: Form) -> type[torch.Tensor]:
 # Files and bytes to images
 
 
+@functools.cache
+def open_libjpeg() -> tuple[core.Jpeg | None, str]:
+    """PIL's own libjpeg-turbo for the core; or None and why PIL decodes alone."""
+    from PIL import _imaging
+
+    try:
+        return core.open_jpeg(_imaging.__file__), ""
+    except OSError as obstacle:
+        return None, str(obstacle)
+
+
+def jpeg_support() -> tuple[str | None, str]:
+    """The version of PIL's libjpeg-turbo, None if it has another libjpeg; and why PIL decodes alone, if it does."""
+    from PIL import features
+
+    return features.version_feature("libjpeg_turbo"), open_libjpeg()[1]
+
+
 def load_image(path: str | os.PathLike[str]) -> Image.Image:
     """Open an image file as torchvision's default loader does: mode RGB, the same pixels, ``info`` and errors."""
     with open(path, "rb") as stream:
@@ -265,92 +277,137 @@ def decode_image(data: bytes | memoryview) -> Image.Image:
 def _open(stream: BinaryIO) -> Image.Image:
     from PIL import Image
 
-    pixels = _turbo_pixels(stream)
-    if pixels is None:
-        return _open_with_pil(stream)
-    image = Image.fromarray(pixels)
+    pixels = _decode_whole(stream.read())
     stream.seek(0)
+    if pixels is None:
+        image: Image.Image = Image.open(stream).convert("RGB")
+        return image
+    image = Image.fromarray(pixels)
     image.info = Image.open(stream).info  # 50 us, 100 us where there is EXIF
     return image
 
 
-def decode_pixels(stream: BinaryIO, *, into: Room | None = None) -> Array:
-    """The pixels of ``load_image`` alone, uint8 (H, W, 3), C-contiguous; ``into`` gives memory for a shape."""
-    pixels = _turbo_pixels(stream, into=into)
-    return np.ascontiguousarray(_open_with_pil(stream)) if pixels is None else pixels
+def _decode_whole(data: bytes) -> Array | None:
+    """Pixels (H, W, 3) of a JPEG file that is in order; None where PIL is to open it."""
+    opened = OpenedImages([data], lambda _: None)
+    _, height, width = opened.shapes_B3[0].tolist()
+    if opened.files is None or not opened.files.sizes[0]:
+        return None
+    pixels = np.empty((height, width, 3), np.uint8)
+    where = (opened.files.jpeg, opened.sources_B[0].item(), len(data), pixels)
+    return pixels if core.decode_jpeg(*where, interleaved=True) else None
 
 
-class _PlanesLoader:
-    """Opens image files, or their bytes, as planes."""
+def decode_by_pillow(stream: BinaryIO, *, upright: bool = False) -> Array:
+    """Pixels (H, W, 3) as PIL alone decodes them, turned as EXIF says if they are to be upright."""
+    from PIL import Image, ImageOps
+
+    image = Image.open(stream).convert("RGB")
+    return np.ascontiguousarray(ImageOps.exif_transpose(image) if upright else image)
+
+
+class OpenedImages:
+    """Images for the core to serve: JPEG files as they lie in memory, opened by their headers, or decoded pixels.
+
+    Args:
+        files: the bytes of each image.
+        by_pillow: gives the pixels (H, W, 3) of image ``b`` where the core does not decode its file, and where that
+            turns out to be damaged; what it raises is raised. None stands for no pixels.
+        upright: whether images are turned as their EXIF says.
+
+    Attributes:
+        sources_B: where the images lie.
+        shapes_B3: channels, height and width of each, as it is served; 0 where there are no pixels.
+        files: what the core decodes.
+    """
+
+    def __init__(
+        self, files: Sequence[bytes | memoryview], by_pillow: Callable[[int], Array | None], *, upright: bool = False
+    ) -> None:
+        from PIL import Image
+
+        self._kept: list[Array] = [np.frombuffer(data, np.uint8) for data in files]
+        self._by_pillow = by_pillow
+        self.sources_B = addresses_of(self._kept)
+        self.shapes_B3 = np.zeros((len(files), 3), np.int32)
+        self.files: core.Files | None = None
+        jpeg, _ = open_libjpeg()
+        if jpeg is not None:
+            sizes_B = np.array([data.size for data in self._kept], np.int64)
+            self.shapes_B3, turns_B = core.jpeg_headers(self.sources_B, sizes_B)
+            channels_B, height_B, width_B = self.shapes_B3.T.astype(np.int64)
+            is_open_B = channels_B > 0
+            if Image.MAX_IMAGE_PIXELS is not None:
+                is_open_B &= height_B * width_B <= Image.MAX_IMAGE_PIXELS
+            if upright:
+                is_open_B &= turns_B > 0
+                self.shapes_B3[turns_B > 4, 1:] = self.shapes_B3[turns_B > 4, :0:-1]
+            else:
+                turns_B[:] = 1
+            self.shapes_B3[:, 0] = 3
+            self.files = core.Files(jpeg, sizes_B, turns_B)
+        for b in range(len(files)) if jpeg is None else np.flatnonzero(~is_open_B).tolist():
+            self.leave_to_pillow(b)
+
+    @classmethod
+    def decoded(cls, images: Sequence[Array]) -> OpenedImages:
+        """Pixels (H, W, C) that are there already, C-contiguous."""
+        opened = cls([], lambda _: None)
+        opened._kept, opened.files = list(images), None
+        opened.sources_B = addresses_of(images)
+        shapes_B3 = np.array([image.shape for image in images], np.int32).reshape(-1, 3)
+        opened.shapes_B3 = np.ascontiguousarray(shapes_B3[:, (2, 0, 1)])
+        return opened
+
+    def leave_to_pillow(self, b: int) -> None:
+        """Have image ``b`` decoded by PIL, or raise what is wrong with it."""
+        if self.files is not None:
+            self.files.sizes[b] = 0
+        pixels = self._by_pillow(b)
+        if pixels is None:
+            self.shapes_B3[b] = 0
+            return
+        self._kept[b] = pixels
+        self.sources_B[b] = pixels.__array_interface__["data"][0]
+        self.shapes_B3[b] = pixels.shape[2], *pixels.shape[:2]
+
+
+def addresses_of(arrays: Sequence[Array]) -> npt.NDArray[np.int64]:
+    return np.array([array.__array_interface__["data"][0] for array in arrays], np.int64)
+
+
+@dataclass(frozen=True)
+class PlanesLoader:
+    """Prepares the pixels of an image file without a PIL image in between.
+
+    Args:
+        prepare: of one opened image makes planes (C, h, w), uint8.
+        upright: whether images are turned as their EXIF says first.
+    """
+
+    prepare: Callable[[OpenedImages], Array]
+    upright: bool = False
 
     def __call__(self, path: str) -> Planes:
         with open(path, "rb") as stream:
-            return Planes(self._open(stream))
+            return self._open(stream)
 
     def decode(self, data: bytes | memoryview) -> Planes:
-        return Planes(self._open(io.BytesIO(data)))
+        return self._open(io.BytesIO(data))
 
-    _open: Callable[[BinaryIO], Array]
-
-
-@dataclass(frozen=True)
-class PixelLoader(_PlanesLoader):
-    """Prepares the pixels of an image file without a PIL image in between."""
-
-    prepare: Callable[[Array], Array]  # of (H, W, 3) makes planes (C, h, w), uint8
-
-    def _open(self, stream: BinaryIO) -> Array:
-        return self.prepare(decode_pixels(stream, into=_decoded_room))
-
-
-@dataclass(frozen=True)
-class FastLoader(_PlanesLoader):
-    """Opens an image file, resizes it and crops its centre, about twice as fast as PIL does.
-
-    Torch's kernel does what ``Resize(resize, antialias=True)`` and ``CenterCrop(crop)`` do in PIL, with weights of
-    fewer bits: on 500 ImageNet photographs (500 x 375) the result is within 2 levels of 255, 0.002 on average, at 600
-    images/s on one core where PIL gives 345 (to 256). The kernel and the decoder run without the GIL.
-
-    A large JPEG is decoded at a fraction of its size, k/8 with simplejpeg or 1/2, 1/4, 1/8 with PIL, that is at least
-    twice the target. The pixels then differ by 1 to 3 levels of 255 on average, at sharp edges by more than 100; an
-    image smaller than about four times the target is decoded exactly.
-    """
-
-    resize: Size
-    interpolation: Interpolation = "bilinear"
-    crop: tuple[int, int] | None = None  # (height, width) at the centre, beyond the image filled with 0
-
-    def _open(self, stream: BinaryIO) -> Array:
-        target = self.resize
-        if isinstance(target, int):
-            from PIL import Image
-
-            header = Image.open(stream)
+    def _open(self, stream: BinaryIO) -> Planes:
+        def by_pillow(_: int) -> Array:
             stream.seek(0)
-            target = _resized_size(header.height, header.width, target)
-        least = target[0] * _SCALE_GAP, target[1] * _SCALE_GAP
-        pixels = _turbo_pixels(stream, least)
-        if pixels is None:
-            pixels = np.array(_open_with_pil(stream, least))
-        planes = torch.from_numpy(pixels).permute(2, 0, 1)
-        if pixels.shape[:2] != target:
-            planes = torch.nn.functional.interpolate(planes[None], target, mode=self.interpolation, antialias=True)[0]
-        array_CHW: Array = planes.numpy()
-        if self.crop is not None:
-            sides = list(zip(array_CHW.shape[1:], self.crop, strict=True))
-            pads = [max(0, wanted - there) for there, wanted in sides]
-            if any(pads):
-                array_CHW = np.pad(array_CHW, [(0, 0), *((pad // 2, (pad + 1) // 2) for pad in pads)])
-            top, left = (max(0, _cut_start(there, wanted)) for there, wanted in sides)
-            array_CHW = array_CHW[:, top : top + self.crop[0], left : left + self.crop[1]]
-        return np.ascontiguousarray(array_CHW)
+            return decode_by_pillow(stream, upright=self.upright)
+
+        return Planes(self.prepare(OpenedImages([stream.read()], by_pillow, upright=self.upright)))
 
 
 def decoder_of(loader: Callable[[str], Any]) -> Callable[[memoryview], Any] | None:
     """What makes of a file's bytes what ``loader`` makes of the file; None for loaders of others."""
     if loader is load_image:
         return decode_image
-    return loader.decode if isinstance(loader, _PlanesLoader) else None
+    return loader.decode if isinstance(loader, PlanesLoader) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -378,81 +435,6 @@ class SourceDecoder:
         if sample.shape != out.shape or sample.dtype != out.dtype:
             raise ValueError(f"it comes out as {sample.dtype} {list(sample.shape)}; all samples must be alike")
         out[...] = sample
-
-
-_SCALE_GAP = 2
-"""A scaled decode stays at least this much larger than the target, the rule of PIL's ``reducing_gap``."""
-
-
-def _open_with_pil(stream: BinaryIO, least: tuple[int, int] | None = None) -> Image.Image:
-    from PIL import Image
-
-    image: Image.Image = Image.open(stream)
-    if least is not None and image.format in ("JPEG", "MPO"):
-        image.draft("RGB", least[::-1])
-    return image.convert("RGB")
-
-
-def _turbo_pixels(stream: BinaryIO, least: tuple[int, int] | None = None, *, into: Room | None = None) -> Array | None:
-    """Decode with simplejpeg, (H, W, 3), at the smallest scale not below ``least``; None, rewound, where PIL must."""
-    from PIL import Image
-
-    start = b"\xff\xd8\xff"
-    if simplejpeg is not None and stream.read(len(start)) == start:
-        limit = math.inf if Image.MAX_IMAGE_PIXELS is None else Image.MAX_IMAGE_PIXELS
-        min_height, min_width = least or (0, 0)
-        # Scales above 1/2 have no vectorised inverse DCT and take longer than a full decode, hence min_factor=2.
-        # fastdct and fastupsample save 2 % and change every pixel by 1.1 levels on average: not used.
-        scale = {"min_height": min_height, "min_width": min_width, "min_factor": 2}
-        pixels = _decode_turbo(start + stream.read(), lambda height, width, _: height * width <= limit, into, **scale)
-        if pixels is not None:
-            return pixels
-    stream.seek(0)
-    return None
-
-
-def _decode_turbo(
-    data: bytes | memoryview,
-    fits: Callable[[int, int, str], bool],
-    into: Room | None = None,
-    **options: Any,
-) -> Array | None:
-    """Pixels of a JPEG whose height, width and colours fit, if they are PIL's; None for others, damaged ones too."""
-    try:
-        *found, subsampling = simplejpeg.decode_jpeg_header(data)
-        if found[2] in ("YCbCr", "Gray") and subsampling in agreed_subsamplings() and fits(*found):
-            buffer = None if into is None else into((*found[:2], 3))
-            pixels: Array = simplejpeg.decode_jpeg(data, buffer=buffer, **options)
-            return pixels
-    except (ValueError, KeyError, RuntimeError):  # PIL decides whether a damaged file is an error, and words it
-        pass
-    return None
-
-
-@functools.cache
-def agreed_subsamplings() -> frozenset[str]:
-    """The chroma subsamplings that simplejpeg decodes to PIL's pixels here; none if PIL is built with another libjpeg.
-
-    Measured once per process (3 ms) on noise, where any difference in the inverse DCT, upsampling or colour conversion
-    shows.
-    """
-    from PIL import Image
-
-    noise = np.random.default_rng(0).integers(0, 256, (35, 53, 3), dtype=np.uint8)
-    files = {name: simplejpeg.encode_jpeg(noise, colorsubsampling=name) for name in ("444", "422", "420", "440", "411")}
-    files["Gray"] = simplejpeg.encode_jpeg(noise[:, :, :1].copy(), colorspace="GRAY", colorsubsampling="Gray")
-    return frozenset(
-        name
-        for name, data in files.items()
-        if np.array_equal(simplejpeg.decode_jpeg(data), np.asarray(Image.open(io.BytesIO(data)).convert("RGB")))
-    )
-
-
-def jpeg_support() -> tuple[str | None, int]:
-    """PIL's libjpeg-turbo, None if it has another libjpeg, and how many subsamplings simplejpeg may decode."""
-    from PIL import features
-
-    return features.version_feature("libjpeg_turbo"), len(agreed_subsamplings()) if simplejpeg else 0
 
 
 # Resizing and cropping
@@ -556,10 +538,6 @@ def pillow_chooses_order() -> bool:
 
 
 # Planes to JPEG files and back
-#
-# A photograph of 3 x 256 x 256 (quality 92; 4:4:4 and 4:2:0) to planar memory, on one core: 428 and 316 us by
-# simplejpeg into interleaved memory that is reused and one strided copy, 430 and 431 us by PIL packing a plane at a
-# time, 501 and 499 us by np.asarray(image).transpose(2, 0, 1). The first two give the same pixels.
 
 
 class Scratch(threading.local):
@@ -580,16 +558,8 @@ class Scratch(threading.local):
         return buffer[:size].reshape(shape)
 
 
-def _decoded_room(shape: tuple[int, ...]) -> Array | None:
-    """Memory that the thread keeps, unless an image is unusually large."""
-    return _scratch.take("decoded", shape) if math.prod(shape) <= _MOST_KEPT_BYTES else None
-
-
 def round_up_8(count: int) -> int:
     return -(-count // 8) * 8
-
-
-_scratch = Scratch()
 
 
 def from_raw(mode: str, size: tuple[int, int], data: bytes) -> Image.Image:
@@ -622,15 +592,13 @@ def decode_planes_into(data: memoryview, out_CHW: Array) -> None:
         ValueError: its header says another size or number of planes than ``out_CHW`` has; nothing was decoded.
     """
     channels, height, width = out_CHW.shape
-    mode, colours, target = {1: ("L", "Gray", "GRAY"), 3: ("RGB", "YCbCr", "RGB")}[channels]
-    if simplejpeg is not None:
-        pixels_HWC = _scratch.take("pixels", (height, width, 3)) if channels == 3 else out_CHW
-        decoded = _decode_turbo(
-            data, lambda *found: found == (height, width, colours), lambda _: pixels_HWC, colorspace=target
-        )
-        if decoded is not None:
-            if channels == 3:
-                out_CHW[...] = pixels_HWC.transpose(2, 0, 1)
+    jpeg, _ = open_libjpeg()
+    if jpeg is not None:
+        source = np.frombuffer(data, np.uint8)
+        address = addresses_of([source])
+        shapes, _ = core.jpeg_headers(address, np.array([source.size], np.int64))
+        is_alike = shapes[0].tolist() == [channels, height, width]
+        if is_alike and core.decode_jpeg(jpeg, address[0].item(), source.size, out_CHW):
             return
     from PIL.JpegImagePlugin import JpegImageFile
 
@@ -639,6 +607,6 @@ def decode_planes_into(data: memoryview, out_CHW: Array) -> None:
         image = JpegImageFile(io.BytesIO(data))
     except SyntaxError as problem:
         raise OSError(f"no JPEG file ({problem})") from problem
-    if image.size != (width, height) or image.mode != mode:
+    if image.size != (width, height) or image.mode != {1: "L", 3: "RGB"}[channels]:
         raise ValueError(f"it is a JPEG of {image.width} x {image.height} px in mode {image.mode}")
     _pack_planes(image, out_CHW)

@@ -38,11 +38,8 @@ from fastdata.errors import (
 )
 from fastdata.images import (
     Bound,
-    FastLoader,
     Form,
-    Interpolation,
-    PixelLoader,
-    Resize,
+    PlanesLoader,
     SampleSpec,
     SourceDecoder,
     decoder_of,
@@ -50,7 +47,6 @@ from fastdata.images import (
     is_pil,
     mode_of,
     present,
-    to_image,
     to_stored,
 )
 from fastdata.memory import (
@@ -79,7 +75,7 @@ from fastdata.stores.writers import (
     WriterPlan,
     open_writers,
 )
-from fastdata.transforms import plan_transform, read_center_crop, read_resize, shape_after
+from fastdata.transforms import plan_transform, shape_after, split_upright
 from fastdata.transforms.cpu import Program
 from fastdata.workers import WorkerPool, run_tasks
 
@@ -213,9 +209,7 @@ class ReadPath(NamedTuple):
         return None if self.open_bytes is None else SourceDecoder(self.open_bytes, self.prepare)
 
 
-def read_path(
-    source: Source, steps: tuple[Callable[[Any], Any], ...], *, fast_decode: bool = False, pixels_only: bool = True
-) -> ReadPath:
+def read_path(source: Source, steps: tuple[Callable[[Any], Any], ...], *, pixels_only: bool = True) -> ReadPath:
     """How samples are read and prepared: image files by the compiled core, where it knows all steps.
 
     ``pixels_only``: nothing else is wanted of images, because they are to be stored.
@@ -225,36 +219,17 @@ def read_path(
     loader = source.loader
     open_bytes = decoder_of(loader)
     shape = None if open_bytes is None else shape_after(steps)
-    if fast_decode:
-        loader, steps = _fast_loader(steps)
-        open_bytes = loader.decode
-    elif pixels_only and open_bytes is not None:
-        plan = plan_transform(steps, channels=3, prepared=0)
+    if pixels_only and open_bytes is not None:
+        upright, served = split_upright(steps)
+        plan = plan_transform(served, channels=3, prepared=0)
         is_known, obstacle = plan.kind == "pil" and not plan.per_sample, core.obstacle()
         if is_known and obstacle is not None:
             log.info("Pillow prepares the images, which takes longer: %s", obstacle)
         elif is_known:
             spec = SampleSpec(shape=None, dtype="uint8", form="pil")
-            loader, steps = PixelLoader(Program(plan.batch_ops, spec).prepare), ()
+            loader, steps = PlanesLoader(Program(plan.batch_ops, spec).prepare, upright), ()
             open_bytes = loader.decode
     return ReadPath(source=source.opened_by(loader), prepare=Steps(steps), open_bytes=open_bytes, shape=shape)
-
-
-def _fast_loader(
-    steps: tuple[Callable[[Any], Any], ...],
-) -> tuple[FastLoader, tuple[Callable[[Any], Any], ...]]:
-    """Fold the leading resize, and the centre crop after it, into the loader; return the steps that are left."""
-    first, *rest = steps or (None,)
-    resize: tuple[Bound, Interpolation] | None
-    resize = (first.size, "bilinear") if isinstance(first, Resize) else read_resize(first)
-    if resize is None or isinstance(resize[0], str):
-        raise ValueError(
-            "fast_decode=True needs to know the size that images are resized to: begin the transform with a bilinear "
-            "or bicubic Resize, or give resize=."
-        )
-    crop = read_center_crop(rest[0]) if rest else None
-    rest = rest if crop is None else rest[1:]
-    return FastLoader(resize[0], resize[1], crop), (to_image, *rest) if rest else ()
 
 
 def read_sample(source: Source, prepare: Callable[[Any], Any], index: int) -> ReadSample:

@@ -10,8 +10,10 @@ Shape letters: B batch, C channels, H W size sent, h w size served.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing import current_process
 from typing import Any, NamedTuple, cast
@@ -24,8 +26,9 @@ from fastdata.batch import IndexBatch, SampleBatch, SharedVisits, as_numbers, st
 from fastdata.errors import ChannelsError, RemoteError, StoreGoneError, counted, sample_error
 from fastdata.images import (
     Form,
+    OpenedImages,
     Planes,
-    decode_pixels,
+    decode_by_pillow,
     decoded_shape,
     present,
     shown_class,
@@ -246,17 +249,16 @@ class Reader:
         """Read the images of a batch into ``room`` for it; or for a larger one, where ``rows_B`` says which rows."""
         self.expect(batch)
         kept = self.kept
-        pairs = [(lane.program, out) for lane, out in zip(self.lanes, outs, strict=True)]
+        pairs: list[Any] = [(lane.program, out) for lane, out in zip(self.lanes, outs, strict=True)]
         if kept is not None:
             if self.plan.mask:
                 self._refuse_other_sizes(batch.positions)
                 _serve_into([pairs.pop()], kept, batch, rows_B, part=1)
             _serve_into(pairs, kept, batch, rows_B)
         else:
-            decoded = [self.decode(index) for index in batch.positions.tolist()]
-            for program, out in pairs:
-                assert program is not None
-                program.run_decoded(decoded, batch.positions, batch.visits, batch.seed, out, rows_B)
+            program, out = pairs[0]
+            images = self.open_files(batch.positions.tolist())
+            program.run_images(images, batch.positions, batch.visits, batch.seed, out, rows_B, pairs[1:])
 
     def as_tensors(self, outs: list[np.ndarray]) -> list[torch.Tensor]:
         pairs = zip((lane.program for lane in self.lanes), outs, strict=True)
@@ -310,7 +312,7 @@ class Reader:
             # Of the ring there is one piece of memory a batch.
             take = np.empty if ring is None or len(views) > 1 else ring.take
             out = take((len(samples), *output[0]), output[1])
-            last.run_decoded(decoded, batch.positions, batch.visits, batch.seed, out)
+            last.run_images(OpenedImages.decoded(decoded), batch.positions, batch.visits, batch.seed, out)
             tensors.append(last.as_tensor(out))
         return tensors
 
@@ -333,16 +335,29 @@ class Reader:
                     "of both needs one size."
                 )
 
-    def decode(self, index: int) -> np.ndarray:
-        """The pixels of one file, (H, W, 3)."""
-        files = cast("FileSource", self.samples)
+    def open_files(self, indices: Sequence[int]) -> OpenedImages:
+        """The files of samples that are kept nowhere, as they are to be served."""
+        files, upright = cast("FileSource", self.samples), self.is_upright
+        data = []
+        for index in indices:
+            with self._naming_file(index), files.open(index) as stream:
+                data.append(stream.read())
+
+        def by_pillow(b: int) -> np.ndarray:
+            with self._naming_file(indices[b]):
+                return decode_by_pillow(io.BytesIO(data[b]), upright=upright)
+
+        return OpenedImages(data, by_pillow, upright=upright)
+
+    @contextlib.contextmanager
+    def _naming_file(self, index: int) -> Iterator[None]:
+        """Raise a SampleError that says which file cannot be read or decoded."""
         try:
-            with files.open(index) as stream:
-                return decode_pixels(stream)
+            yield
         except (MemoryError, RemoteError):
             raise
         except Exception as cause:  # damaged files make decoders raise anything
-            raise sample_error(files.path(index), index, cause) from cause
+            raise sample_error(cast("FileSource", self.samples).path(index), index, cause) from cause
 
     # One sample
 

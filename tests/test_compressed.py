@@ -334,18 +334,6 @@ def test_another_process_imports_what_samples_are() -> None:
         connection.close()
 
 
-def test_kept_files_are_decoded_fast_where_that_is_asked_for(image_folder: Folder) -> None:
-    """codec="source" with fast_decode=True gives the pixels that fast_decode=True gives raw."""
-    root = image_folder(size=(130, 100))
-    transform = v1.Compose([v1.Resize((24, 30)), v1.PILToTensor()])
-    options: dict[str, Any] = {"fast_decode": True, "progress": False}
-    with (
-        ImageFolder(root, transform, fill="eager", **options) as raw,
-        ImageFolder(root, transform, storage="compressed", codec="source", **options) as ours,
-    ):
-        assert all(torch.equal(raw[i][0], ours[i][0]) for i in range(6))
-
-
 def test_lz4_batches_name_the_damaged_sample() -> None:
     """Samples before it and after it in the batch do not matter."""
     samples = [(np.full((4, 50), i, np.uint8), i) for i in range(9)]

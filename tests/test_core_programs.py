@@ -13,6 +13,7 @@ import pytest
 from torchvision import transforms as v1
 from torchvision.transforms import v2
 
+from fastdata.images import OpenedImages
 from fastdata.transforms import plan_transform
 from fastdata.transforms.cpu import Program
 from test_steps import LEVELS
@@ -93,6 +94,6 @@ def test_random_programs(api: str, form: str, number: int) -> None:
                 compared += 1
             if form == "pil" and channels == 3:
                 pixels = np.ascontiguousarray(store.samples[index].transpose(1, 2, 0))
-                again = program.run_decoded([pixels], np.array([index]), EPOCH, SEED, None)[0]
+                again = program.run_images(OpenedImages.decoded([pixels]), np.array([index]), EPOCH, SEED, None)[0]
                 assert np.array_equal(again, served)
     assert compared > 10

@@ -24,7 +24,7 @@ from fastdata.memory import Budget
 
 MIB, GIB = 1 << 20, 1 << 30
 BUDGET = {"reserve_bytes": 512 * MIB, "limited_by": "cgroup limit"}
-JPEG = {"pillow": "12.0", "turbo": "3.1", "simplejpeg": "1.9", "agreed": 6}
+JPEG = {"pillow": "12.0", "turbo": "3.1", "obstacle": ""}
 NVIDIA = {"toolkit": "CUDA 12.8", "devices": 0, "driver": "570.86.15", "nodes": 2, "visible": None, "said": ""}
 
 
@@ -53,7 +53,7 @@ NVIDIA = {"toolkit": "CUDA 12.8", "devices": 0, "driver": "570.86.15", "nodes": 
         (doctor.check_open_files(1024, 4096, cores=8), "1,024"),
         (doctor.check_start_method("fork"), "fork: worker processes inherit the dataset"),
         (doctor.check_core("for arm64", None), "for arm64"),
-        (doctor.check_jpeg(**JPEG), "Pillow 12.0 with libjpeg-turbo 3.1; simplejpeg 1.9"),
+        (doctor.check_jpeg(**JPEG), "Pillow 12.0 with libjpeg-turbo 3.1, which the compiled core decodes by"),
         (doctor.check_torchvision("0.28", torch_version="2.13", obstacle=""), "0.28"),
         (
             doctor.check_torchvision(None, torch_version="2.13", obstacle="No module named 'torchvision'"),
@@ -95,9 +95,7 @@ def test_what_is_fine_is_only_named(check: Check, found: str) -> None:
         (doctor.check_open_files(256, None, cores=8), "ulimit -n 65536: "),
         (doctor.check_open_files(256, 256, cores=8), "raise the hard limit, then ulimit -n: "),
         (doctor.check_start_method("forkserver"), "under if __name__ == '__main__'"),
-        (doctor.check_jpeg(**JPEG | {"turbo": None}), "install Pillow as a wheel"),
-        (doctor.check_jpeg(**JPEG | {"simplejpeg": None}), "pip install simplejpeg"),
-        (doctor.check_jpeg(**JPEG | {"agreed": 0}), "its pixels are not Pillow's: install both as wheels"),
+        (doctor.check_jpeg(**JPEG | {"obstacle": "it is linked to none"}), "Pillow decodes whole images"),
         (doctor.check_torch("2.13", **NVIDIA | {"nodes": 0}), "docker run --gpus all"),
         (doctor.check_torch("2.13", **NVIDIA | {"visible": ""}), "unset CUDA_VISIBLE_DEVICES"),
         (doctor.check_torch("2.13", **NVIDIA | {"visible": "-1"}), "unset CUDA_VISIBLE_DEVICES"),

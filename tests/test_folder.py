@@ -400,14 +400,6 @@ def test_a_step_that_cannot_see_the_orientation_is_told(tmp_path: Path) -> None:
             pytest.raises(LookupError, match="a stored image has no EXIF data"),
         ):
             ours[6]
-    with pytest.raises(SampleError, match="a stored image has no EXIF data"):
-        ImageFolder(
-            tmp_path,
-            v1.Compose([v1.Resize(9), ImageOps.exif_transpose]),
-            fast_decode=True,
-            fill="eager",
-            progress=False,
-        )
 
 
 def test_an_image_that_was_turned_may_be_asked_for_its_exif(tmp_path: Path) -> None:
@@ -521,23 +513,6 @@ def test_a_pickled_dataset_is_small(image_folder: Folder, storage: Any) -> None:
             assert copy.samples == dataset.samples
             assert copy.classes == dataset.classes
             assert copy[299][0].shape == (3, 2, 2)
-
-
-def test_a_fast_decode_is_close(tmp_path: Path) -> None:
-    """fast_decode=True gives nearly the pixels of the exact road, and cannot replace a loader of the user's own."""
-    (tmp_path / "a").mkdir()
-    x, y = np.meshgrid(np.arange(300), np.arange(200))
-    smooth = np.stack([x % 256, y, (x + y) // 2], axis=-1).astype(np.uint8)
-    Image.fromarray(smooth).save(tmp_path / "a" / "0.jpg", quality=95)
-    transform = v1.Compose([v1.Resize(64), v1.CenterCrop(60)])
-    exact, fast = (ImageFolder(tmp_path, transform, fast_decode=fast, progress=False) for fast in (False, True))
-    difference = np.abs(_pixels(exact[0][0]).astype(int) - _pixels(fast[0][0]).astype(int))
-    assert fast[0][0].size == (60, 60)
-    assert difference.mean() < 3
-    exact.close()
-    fast.close()
-    with pytest.raises(ValueError, match="cannot be combined with loader="):
-        ImageFolder(tmp_path, loader=Image.open, fast_decode=True)
 
 
 @pytest.mark.parametrize("labels", [("cat", "dog", "cat"), (7, 3, 7)], ids=["names", "numbers"])

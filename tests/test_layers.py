@@ -63,7 +63,6 @@ DOORS = {
     "torch.cuda": {"prefetch"},
     "torchvision": {"bench"},
     "matplotlib": {"bench"},
-    "simplejpeg": {"images"},
     "lz4": {"codecs"},
     "zstandard": {"codecs"},
     "filelock": {"cache", "remote"},

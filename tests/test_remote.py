@@ -251,7 +251,7 @@ def test_a_forked_process_has_a_client_of_its_own() -> None:
         {"fill": "eager", "num_workers": 1},
         {"storage": "none"},
         {"storage": "compressed", "codec": "source"},
-        {"fast_decode": True, "resize": (4, 4)},
+        {"storage": "none", "resize": (4, 4)},
     ],
     ids=str,
 )

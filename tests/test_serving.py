@@ -319,9 +319,6 @@ def test_a_loader_set_later_is_obeyed_or_refused(image_folder: FolderMaker) -> N
         with pytest.raises(ValueError, match=r"kept as the loader .*storage='none'"):
             kept.loader = black
         assert epoch_of(DataLoader(kept, batch_size=4))[0].any()
-    fast = ImageFolder(root, v1.Resize(6), storage="none", fast_decode=True, progress=False)
-    with fast, pytest.raises(ValueError, match="cannot be combined with loader="):
-        fast.loader = black
 
 
 # Changes in place

@@ -45,6 +45,10 @@ typedef struct {
     int32_t channels, height, width;
 } Image;
 
+typedef struct {
+    int32_t top, left, height, width;
+} Box;
+
 /* One step for one sample. What n and v hold stands behind each code; what is not named is not read.
  * fill: v[8..11], one value for each channel. domain: n[8]. */
 typedef struct {
@@ -95,7 +99,7 @@ enum {
 };
 
 /* Memory that grows to the largest need of a batch and is given back at its end. */
-enum { SLOT_A, SLOT_B, SLOT_WORK, SLOT_WORK_2, SLOT_KEPT, SLOT_MIX, SLOT_COUNT };
+enum { SLOT_A, SLOT_B, SLOT_WORK, SLOT_WORK_2, SLOT_KEPT, SLOT_MIX, SLOT_DECODED, SLOT_COUNT };
 typedef struct {
     void *data[SLOT_COUNT];
     int64_t bytes[SLOT_COUNT];
@@ -104,10 +108,31 @@ typedef struct {
 /* At least `bytes` of memory, aligned to 64, 64 bytes more than asked may be touched; NULL if there is none. What was in
  * the slot is lost where it grows. Kernels own SLOT_WORK and SLOT_WORK_2 while they run. */
 void *take(Scratch *scratch, int slot, int64_t bytes);
+void give_back(Scratch *scratch);
+
+/* Functions of libjpeg-turbo by their names without jpeg_, and the version of its ABI. Mirrored by __init__.py. */
+typedef struct {
+    void (*create)(void *, int version, size_t struct_bytes);
+    int (*read_header)(void *, int needs_image);
+    int (*start)(void *);
+    void (*crop)(void *, unsigned *left, unsigned *width);
+    unsigned (*skip)(void *, unsigned rows);
+    unsigned (*read)(void *, unsigned char **rows, unsigned count);
+    int (*is_read)(void *); /* jpeg_input_complete */
+    int (*resync)(void *, int desired);
+    void (*destroy)(void *);
+    int32_t version;
+} Jpeg;
+
+/* Decode the box from (top, left) on that `out` has the size of, packed or (H, W, C), of a file of height x width. False
+ * where Pillow is to judge, or there is no memory. */
+bool decode(const Jpeg *jpeg, const uint8_t *file, int64_t size, int32_t height, int32_t width, int32_t top, int32_t left,
+            const Image *out, Scratch *scratch);
 
 /* Kernels. `in` has pixel == 1, any row and plane stride; `out` is packed, its data, channels, height and width are set by
  * the caller, and it never overlaps `in`. False: no memory. */
 bool resize(const Op *op, const Image *in, const Image *out, Scratch *scratch); /* `in` is the box; see there */
+void resize_reads(const Op *op, const int32_t size[2], const int32_t wanted[2], Box *box);
 bool warp(const Op *op, const Image *in, const Image *out, Scratch *scratch); /* OP_AFFINE, OP_PERSPECTIVE */
 bool sharpen(const Op *op, const Image *in, const Image *out, Scratch *scratch);
 bool blur(const Op *op, const Image *in, const Image *out, Scratch *scratch); /* OP_BLUR, OP_BOX_BLUR */

@@ -483,3 +483,19 @@ bool resize(const Op *op, const Image *in, const Image *out, Scratch *scratch) {
     }
     return true;
 }
+
+/* The part of an image of `size` (height, width) that `resize` reads for `wanted` rows and columns of the result; all of
+ * it where that is not worth a thought. */
+void resize_reads(const Op *op, const int32_t size[2], const int32_t wanted[2], Box *box) {
+    const bool columns_first = op->n[8] & 256 && size[0] - op->n[4] > 2 * (size[1] - op->n[5]);
+    int64_t begin[2] = {0, 0}, end[2] = {size[0], size[1]};
+    for (int axis = 0; axis < (size[1] < PADDING || columns_first ? 0 : 2); axis++) {
+        const double scale = (double)size[axis] / op->n[4 + axis], stretch = scale < 1 ? 1 : scale;
+        const double reach = support_of(op->n[6]) * stretch + 2; /* two more, whatever is rounded */
+        const double first = op->n[axis] * scale - reach, last = ((double)op->n[axis] + wanted[axis]) * scale + reach;
+        begin[axis] = first < 0 ? 0 : (int64_t)first;
+        end[axis] = last < size[axis] ? (int64_t)ceil(last) : size[axis];
+    }
+    if (begin[1] > size[1] - 16) begin[1] = size[1] - 16 < 0 ? 0 : size[1] - 16; /* 16 columns are read at a time */
+    *box = (Box){(int32_t)begin[0], (int32_t)begin[1], (int32_t)(end[0] - begin[0]), (int32_t)(end[1] - begin[1])};
+}

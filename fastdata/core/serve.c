@@ -8,7 +8,8 @@
 enum { UINT8, FLOAT32, FLOAT64, FLOAT16, BFLOAT16 };
 enum { CHUNK = 512 }; /* values between two passes */
 enum { BUFFER = 4096, SHORT_ROW = 128 }; /* bytes: rows shorter than that are converted several at a time */
-enum { OK, NO_MEMORY, OUTSIDE, WRONG_SHAPE, UNKNOWN_OP };
+enum { MARGIN = 64 }; /* bytes before and behind a decoded image that kernels may read */
+enum { OK, NO_MEMORY, OUTSIDE, WRONG_SHAPE, UNKNOWN_OP, UNDECODED };
 
 /* How uint8 becomes what is served. This and Batch are mirrored by fastdata/core/__init__.py. */
 typedef struct {
@@ -21,15 +22,19 @@ typedef struct {
     const double *table_C256;
 } Values;
 
-typedef struct {
+typedef struct Batch {
     const uint8_t *const *sources_B; /* first byte of each sample, uint8 */
-    const int32_t *shapes_B3;        /* channels, height, width */
+    const int64_t *sizes_B; /* bytes of those that are JPEG files, 0 of pixels; NULL: all are pixels */
+    const int32_t *turns_B; /* EXIF orientations that files are turned by, which their shapes follow; NULL: none is */
+    const Jpeg *jpeg;
+    const int32_t *shapes_B3; /* channels, height, width */
     const Op *ops_SB;
     uint8_t *out_B;        /* (B, C, h, w), or more rows */
     const int64_t *rows_B; /* which of them each sample is written to; NULL: its own number */
     int32_t samples, steps, interleaved; /* B; S; whether sources are (H, W, C), not (C, H, W) */
     int32_t channels, height, width;
     Values values;
+    struct Batch *next; /* what else the same samples are served as; of that are read ops, out, its size and values */
 } Batch;
 
 void *take(Scratch *scratch, int slot, int64_t bytes) {
@@ -42,6 +47,10 @@ void *take(Scratch *scratch, int slot, int64_t bytes) {
         if (!memory) return NULL;
     }
     return (void *)(((uintptr_t)scratch->data[slot] + 63) / 64 * 64);
+}
+
+void give_back(Scratch *scratch) {
+    for (int slot = 0; slot < SLOT_COUNT; slot++) free(scratch->data[slot]);
 }
 
 /* The image that a sample is at present. It lies in the store, or packed or as a view of that in `slot`. */
@@ -225,6 +234,14 @@ static bool is_inside(const Op *op, int32_t height, int32_t width) {
            n[1] + (int64_t)n[3] <= width;
 }
 
+/* Whether of a resize only what a window cuts out of it is made. */
+static bool is_cut(const Op *op, const Op *next) {
+    const int32_t *n = op->n, *cut = next->n;
+    const bool has_borders = cut[0] || cut[1] || cut[2] || cut[3], resizes_both = n[2] != n[4] && n[3] != n[5];
+    return next->code == OP_WINDOW && !has_borders && resizes_both && cut[4] >= 0 && cut[5] >= 0 && cut[6] >= 1 &&
+           cut[7] >= 1 && cut[4] + (int64_t)cut[6] <= n[4] && cut[5] + (int64_t)cut[7] <= n[5];
+}
+
 /* A resize, and of the window that may come next, which is an op of our own then, all but that it mirrors. */
 static int resized(Sample *sample, const Op *op, Op *next) {
     const int32_t *n = op->n;
@@ -236,10 +253,7 @@ static int resized(Sample *sample, const Op *op, Op *next) {
     if (n[2] == n[4] && n[3] == n[5]) return OK;
     Op part = *op; /* the view is the box already */
     part.n[0] = part.n[1] = 0;
-    const bool has_borders = cut[0] || cut[1] || cut[2] || cut[3], resizes_both = n[2] != n[4] && n[3] != n[5];
-    if (next->code != OP_WINDOW || has_borders || !resizes_both || cut[4] < 0 || cut[5] < 0 || cut[6] < 1 || cut[7] < 1 ||
-        cut[4] + (int64_t)cut[6] > n[4] || cut[5] + (int64_t)cut[7] > n[5])
-        return remake(sample, &part, n[4], n[5], resize);
+    if (!is_cut(op, next)) return remake(sample, &part, n[4], n[5], resize);
     part.n[0] = cut[4], part.n[1] = cut[5], cut[4] = cut[5] = 0;
     return remake(sample, &part, cut[6], cut[7], resize);
 }
@@ -481,16 +495,88 @@ static void write_plane(const Batch *batch, const Image *image, int32_t c, uint8
     }
 }
 
-static int serve_one(const Batch *batch, int64_t b, Scratch *scratch) {
-    const int32_t *shape = batch->shapes_B3 + 3 * b;
-    int64_t channels = shape[0], height = shape[1], width = shape[2];
-    if (channels < 1 || height < 1 || width < 1) return WRONG_SHAPE;
-    Sample sample = {.slot = -1, .scratch = scratch};
-    sample.image = (Image){.data = (uint8_t *)batch->sources_B[b], .channels = shape[0], .height = shape[1], .width = shape[2]};
-    sample.image.plane = batch->interleaved ? 1 : height * width;
-    sample.image.row = batch->interleaved ? width * channels : width;
-    sample.image.pixel = batch->interleaved ? channels : 1;
+/* Samples that are files */
 
+/* The part of an image (height, width) that a program reads, which its first op may narrow. */
+static Box read_box(const Batch *batch, int64_t b, int32_t height, int32_t width) {
+    const Op *op = batch->ops_SB + b, *end = op + (int64_t)batch->steps * batch->samples;
+    Box box = {0, 0, height, width};
+    while (op < end && op->code == OP_NOTHING) op += batch->samples;
+    if (op >= end) return box;
+    const Op *next = op + batch->samples < end ? op + batch->samples : op;
+    const int32_t *n = op->n;
+    if (op->code == OP_RESIZE && is_inside(op, height, width) && n[2] > 0 && n[3] > 0) {
+        box = (Box){n[0], n[1], n[2], n[3]};
+        if (next == op || !is_cut(op, next)) return box;
+        Op part = *op;
+        part.n[0] = next->n[4], part.n[1] = next->n[5];
+        resize_reads(&part, n + 2, next->n + 6, &box);
+        box.top += n[0], box.left += n[1];
+    } else if (op->code == OP_WINDOW) {
+        const int64_t top = (int64_t)n[4] - n[1], left = (int64_t)n[5] - n[0], bottom = top + n[6], right = left + n[7];
+        const bool is_within = top >= 0 && left >= 0 && bottom <= height && right <= width;
+        if (n[6] < 1 || n[7] < 1 || bottom < 1 || right < 1 || top >= height || left >= width) return box;
+        if (!is_within && n[8] >> 8 != PAD_CONSTANT) return box; /* borders repeat what lies anywhere */
+        box.top = top > 0 ? (int32_t)top : 0, box.left = left > 0 ? (int32_t)left : 0;
+        box.height = (int32_t)(bottom < height ? bottom : height) - box.top;
+        box.width = (int32_t)(right < width ? right : width) - box.left;
+    }
+    return box;
+}
+
+static Box join(Box a, Box b) {
+    const int32_t bottom = a.top + a.height > b.top + b.height ? a.top + a.height : b.top + b.height;
+    const int32_t right = a.left + a.width > b.left + b.width ? a.left + a.width : b.left + b.width;
+    const int32_t top = a.top < b.top ? a.top : b.top, left = a.left < b.left ? a.left : b.left;
+    return (Box){top, left, bottom - top, right - left};
+}
+
+/* EXIF orientations, as PIL.ImageOps.exif_transpose has them: what is mirrored in the file, before 5 to 8 transpose it. */
+static bool mirrors_rows(int turn) { return turn == 3 || turn == 4 || turn == 6 || turn == 7; }
+static bool mirrors_columns(int turn) { return turn == 2 || turn == 3 || turn == 7 || turn == 8; }
+
+static void turn_upright(Image *image, int turn) {
+    if (mirrors_rows(turn)) image->data += (image->height - 1) * image->row, image->row = -image->row;
+    if (mirrors_columns(turn)) image->data += (image->width - 1) * image->pixel, image->pixel = -image->pixel;
+    if (turn < 5) return;
+    const Image before = *image;
+    image->row = before.pixel, image->pixel = before.row;
+    image->height = before.width, image->width = before.height;
+}
+
+/* Decode what the programs read of a sample. `image` is as large as the whole, and what is not there must not be read. */
+static bool decode_sample(const Batch *batch, int64_t b, Image *image, Scratch *scratch) {
+    const int turn = batch->turns_B ? batch->turns_B[b] : 1;
+    Box box = read_box(batch, b, image->height, image->width);
+    for (const Batch *next = batch->next; next; next = next->next)
+        box = join(box, read_box(next, b, image->height, image->width));
+    Box there = turn < 5 ? box : (Box){box.left, box.top, box.width, box.height}; /* in the file */
+    const int32_t height = turn < 5 ? image->height : image->width, width = turn < 5 ? image->width : image->height;
+    if (mirrors_rows(turn)) there.top = height - there.top - there.height;
+    if (mirrors_columns(turn)) there.left = width - there.left - there.width;
+
+    const int64_t bytes = (int64_t)image->channels * box.height * box.width + 2 * MARGIN;
+    uint8_t *memory = take(scratch, SLOT_DECODED, bytes), *other = turn == 1 ? memory : take(scratch, SLOT_KEPT, bytes);
+    if (!memory || !other) return false;
+    Image found = {.channels = image->channels, .height = there.height, .width = there.width}, upright = found;
+    pack(&found, other + MARGIN);
+    if (!decode(batch->jpeg, batch->sources_B[b], batch->sizes_B[b], height, width, there.top, there.left, &found, scratch))
+        return false;
+    if (turn != 1) {
+        turn_upright(&found, turn);
+        upright.height = box.height, upright.width = box.width;
+        pack(&upright, memory + MARGIN);
+        copy_image(&found, &upright);
+        found = upright;
+    }
+    image->data = found.data - box.top * found.row - box.left;
+    image->row = found.row, image->plane = found.plane, image->pixel = 1;
+    return true;
+}
+
+/* Run a program on a sample and write what comes out. */
+static int serve_image(const Batch *batch, int64_t b, const Image *source, Scratch *scratch) {
+    Sample sample = {.image = *source, .slot = -1, .scratch = scratch};
     const Op *op = batch->ops_SB + b, *end = op + (int64_t)batch->steps * batch->samples;
     Op now, next = op < end ? *op : (Op){0};
     for (; op < end && op->code != OP_CAST; op += batch->samples) {
@@ -516,16 +602,30 @@ static int serve_one(const Batch *batch, int64_t b, Scratch *scratch) {
     return OK;
 }
 
+static int serve_one(const Batch *batch, int64_t b, Scratch *scratch) {
+    const int32_t *shape = batch->shapes_B3 + 3 * b;
+    int64_t channels = shape[0], height = shape[1], width = shape[2];
+    if (channels < 1 || height < 1 || width < 1) return WRONG_SHAPE;
+    Image image = {.data = (uint8_t *)batch->sources_B[b], .channels = shape[0], .height = shape[1], .width = shape[2]};
+    image.plane = batch->interleaved ? 1 : height * width;
+    image.row = batch->interleaved ? width * channels : width;
+    image.pixel = batch->interleaved ? channels : 1;
+    if (batch->sizes_B && batch->sizes_B[b] && !decode_sample(batch, b, &image, scratch)) return UNDECODED;
+    int problem = OK;
+    for (; batch && !problem; batch = batch->next) problem = serve_image(batch, b, &image, scratch);
+    return problem;
+}
+
 /* Serve samples [first, last) of a batch. Returns -1, or 8 * (the sample that failed) + why. */
-EXPORT int64_t fastdata_serve(const Batch *asked, int64_t first, int64_t last) {
-    Batch batch = *asked;
-    batch.values.by_formula = batch.values.by_formula && agrees(&batch.values, batch.channels);
+EXPORT int64_t fastdata_serve(Batch *batch, int64_t first, int64_t last) {
+    for (Batch *each = batch; each; each = each->next)
+        each->values.by_formula = each->values.by_formula && agrees(&each->values, each->channels);
     Scratch scratch = {0};
     int64_t outcome = -1;
     for (int64_t b = first; b < last && outcome < 0; b++) {
-        int problem = serve_one(&batch, b, &scratch);
+        int problem = serve_one(batch, b, &scratch);
         if (problem) outcome = 8 * b + problem;
     }
-    for (int slot = 0; slot < SLOT_COUNT; slot++) free(scratch.data[slot]);
+    give_back(&scratch);
     return outcome;
 }

@@ -21,7 +21,7 @@ from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler, 
 from fastdata.dataset import CachedDataset, PreparedDataset
 from fastdata.diagnosis.figures import WAITING, Figures, Part, Trial, name_limit
 from fastdata.errors import kind_of
-from fastdata.images import SampleSpec
+from fastdata.images import OpenedImages, SampleSpec
 from fastdata.loader import DataLoader
 from fastdata.memory import available_bytes, budget_bytes, format_bytes, thread_clock, usable_cores
 from fastdata.probe import EndlessOrder, Rate, apart, differs, measure_rate, rebuilt
@@ -195,11 +195,10 @@ def _parts_of_batches(dataset: PreparedDataset) -> tuple[Part, ...]:
     index_B = np.arange(0, dataset.sample_count, max(1, dataset.sample_count // _LOOKED_AT))[:_LOOKED_AT]
     spec = kept.images.spec if kept else SampleSpec(shape=None, dtype="uint8", form="pil")
     shape = kept.images.shape(0) if kept else (3, 1, 1)
-    reader, before = dataset.lease()(), _clock()
-    decoded = [] if kept else [reader.decode(index) for index in index_B.tolist()]
-    last_s, last_cpu_s = (_clock() - before) / len(index_B)
-    parts = [] if kept else [Part(name="decode", kind="read", seconds=last_s, cpu_s=last_cpu_s)]
+    reader = dataset.lease()()
+    parts: list[Part] = []
     steps, first, names, last_s = flatten(dataset.transform), len(plan.prepare), [], 0.0
+    decoded = None if kept else _decoded(reader.open_files, index_B)
     for count in range(first, len(steps) + 1):
         names += [_text(steps[count - 1])] * (count > first)
         known = plan_transform(steps[:count], prepared=first, form=spec.form, dtype=spec.dtype, channels=shape[0])
@@ -207,20 +206,34 @@ def _parts_of_batches(dataset: PreparedDataset) -> tuple[Part, ...]:
         output = program.output(shape)
         if output is None:  # of several sizes
             continue
-        out, seconds = np.empty((len(index_B), *output[0]), output[1]), []
+        out, seconds, opened_s = np.empty((len(index_B), *output[0]), output[1]), [], []
         for _ in range(3):
             begun = time.perf_counter()
             if kept:
                 program.run(kept.images, index_B, 0, 0, out)
-            else:
-                program.run_decoded(decoded, index_B, 0, 0, out)
+            elif decoded is not None:
+                program.run_images(decoded, index_B, 0, 0, out)
             seconds.append((time.perf_counter() - begun) / len(index_B))
+            if not kept and not parts:
+                begun = time.perf_counter()
+                program.run_images(reader.open_files(index_B.tolist()), index_B, 0, 0, out)
+                opened_s.append((time.perf_counter() - begun) / len(index_B))
+        if opened_s:  # of what the first step leaves of the image
+            decode_s = max(0.0, min(opened_s) - min(seconds))
+            parts.append(Part(name="decode", kind="read", seconds=decode_s, cpu_s=decode_s))
         cost_s, last_s = max(0.0, min(seconds) - last_s), min(seconds)
         kind: Literal["read", "transform"] = "transform" if names else "read"
         name = ", ".join(names) or f"from storage={dataset.storage!r}"
         parts.append(Part(name=name, kind=kind, seconds=cost_s, cpu_s=cost_s, is_batched=True))
         names = []
     return tuple(parts)
+
+
+def _decoded(open_files: Callable[[list[int]], OpenedImages], index_B: np.ndarray) -> OpenedImages:
+    """Whole images of samples that are kept nowhere."""
+    whole = Program((), SampleSpec(shape=None, dtype="uint8", form="pil"))
+    planes = [whole.prepare(open_files([index])) for index in index_B.tolist()]
+    return OpenedImages.decoded([np.ascontiguousarray(image.transpose(1, 2, 0)) for image in planes])
 
 
 def _rate_when_kept(loader: Any, storage: str, count: int) -> tuple[Rate, int]:

@@ -12,6 +12,7 @@ from fastdata.transforms.plan import (
     read_center_crop,
     read_resize,
     shape_after,
+    split_upright,
 )
 from fastdata.transforms.steps import Views, fingerprint, is_same
 
@@ -26,4 +27,5 @@ __all__ = [
     "read_center_crop",
     "read_resize",
     "shape_after",
+    "split_upright",
 ]

@@ -6,7 +6,7 @@ Shape letters: B batch, C channels, H W stored size, h w size served.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +15,7 @@ import torch
 from fastdata import core
 from fastdata.draws import sample_keys
 from fastdata.errors import ChannelsError
-from fastdata.images import SampleSpec, Scratch
+from fastdata.images import OpenedImages, SampleSpec, Scratch, addresses_of
 from fastdata.transforms.ops import Drawing, Fill, Int64s, Op, draw_cast, size_after
 
 Array = npt.NDArray[Any]
@@ -129,37 +129,38 @@ class Program:
         served: Array = self._serve(store, np.array([index], np.int64), visit, seed, [(self, None)])[0]
         return served if len(store.shape(index)) == 3 else served[0]
 
-    def run_decoded(
+    def run_images(
         self,
-        images: Sequence[Array],
+        images: OpenedImages,
         index_B: Int64s,
         visits_B: int | Int64s,
         seed: int,
         out_BChw: Array | None,
         rows_B: Int64s | None = None,
+        others: Sequence[tuple[Program, Array]] = (),
     ) -> Array:
-        """Serve a batch of images as they are decoded, uint8 (H, W, C) each, C-contiguous; else as ``run``.
+        """Serve a batch of images that were opened but not kept; else as ``run``.
 
         ``out_BChw`` None: fresh memory for the only image.
-        """
-        if out_BChw is not None and not len(images):
-            return out_BChw
-        shapes_B3 = np.ascontiguousarray(np.array([image.shape for image in images], np.int32)[:, (2, 0, 1)])
-        drawing = self.draw(index_B, visits_B, seed, shapes_B3)
-        out = self._room(drawing) if out_BChw is None else out_BChw
-        self._call(_addresses_of(images), shapes_B3, drawing, out, rows_B=rows_B, interleaved=True)
-        return out
 
-    def prepare(self, pixels_HWC: Array) -> Array:
-        """Serve an image as it is decoded in fresh memory, by ops that draw nothing at random."""
-        height, width, channels = shape = pixels_HWC.shape
-        shapes_B3 = np.array([(channels, height, width)], np.int32)
+        Raises:
+            Exception: what ``images`` raise of a damaged one.
+        """
+        if not len(index_B):
+            return np.empty(0, self._dtype) if out_BChw is None else out_BChw
+        calls = _drawn([(self, out_BChw), *others], index_B, visits_B, seed, images.shapes_B3)
+        _call_images(calls, images, rows_B)
+        return calls[0].out
+
+    def prepare(self, image: OpenedImages) -> Array:
+        """Serve the only image in fresh memory, by ops that draw nothing at random."""
+        shape = tuple(image.shapes_B3[0].tolist())
         drawing = self._prepared.get(shape)
         if drawing is None:  # 100 us
-            drawing = self.draw(np.zeros(1, np.int64), 0, 0, shapes_B3)
+            drawing = self.draw(np.zeros(1, np.int64), 0, 0, image.shapes_B3)
             self._prepared = {**self._prepared, shape: drawing} if len(self._prepared) < _MOST_SHAPES else {}
         out = self._room(drawing)
-        self._call(_addresses_of([pixels_HWC]), shapes_B3, drawing, out, interleaved=True)
+        _call_images([_Call(self, drawing, out)], image)
         prepared: Array = out[0]
         return prepared
 
@@ -192,54 +193,102 @@ class Program:
             shapes_B3 = np.full((len(index_B), 3), _planes(self._spec.shape), np.int32)
         else:
             shapes_B3 = np.array([_planes(store.shape(i)) for i in index_B.tolist()], np.int32)
-        calls: list[tuple[Program, Drawing, Array]] = []
-        for program, out in every:
-            drawing = program.draw(index_B, visits_B, seed, shapes_B3)
-            calls.append((program, drawing, program._room(drawing) if out is None else out))
+        calls = _drawn(every, index_B, visits_B, seed, shapes_B3)
         if store.gives_views:
             addresses = getattr(store, "addresses", None)
             kept = [] if addresses else [store.read(i) for i in index_B.tolist()]
-            sources_B = addresses(index_B) if addresses else _addresses_of(kept)
-            for program, drawing, out in calls:
-                program._call(sources_B, shapes_B3, drawing, out, rows_B=rows_B)
-            return calls[0][2]
+            sources_B = addresses(index_B) if addresses else addresses_of(kept)
+            _call(calls, sources_B, shapes_B3, rows_B=rows_B)
+            return calls[0].out
         decoded = [self._scratch.take(f"decoded {b % _AHEAD}", store.shape(i)) for b, i in enumerate(index_B.tolist())]
-        sources_B = _addresses_of(decoded)
+        sources_B = addresses_of(decoded)
         for first in range(0, len(decoded), _AHEAD):  # a few at a time, while their pixels are in the cache
             last = min(first + _AHEAD, len(decoded))
             for b in range(first, last):
                 store.read_into(int(index_B[b]), decoded[b])
-            for program, drawing, out in calls:
-                program._call(sources_B, shapes_B3, drawing, out, rows_B=rows_B, first=first, last=last)
-        return calls[0][2]
+            _call(calls, sources_B, shapes_B3, rows_B=rows_B, first=first, last=last)
+        return calls[0].out
 
-    def _call(self, sources_B: Int64s, shapes_B3: Int32s, drawing: Drawing, out_BChw: Array, **which: Any) -> None:
-        shape, made = _planes(out_BChw.shape[1:]), out_BChw
-        if self._is_widened:
-            made = self._scratch.take("not widened", made.shape)
-        if shape[0] not in self._values:
-            self._values[shape[0]] = _make_values(shape[0], **self._cast)
+    def _values_for(self, channels: int) -> core.Values:
+        if channels not in self._values:
+            self._values[channels] = _make_values(channels, **self._cast)
+        return self._values[channels]
+
+
+class _Call(NamedTuple):
+    """A program, what it drew for a batch, and the memory that it fills."""
+
+    program: Program
+    drawing: Drawing
+    out: Array
+
+
+def _drawn(
+    every: Sequence[tuple[Program, Array | None]],
+    index_B: Int64s,
+    visits_B: int | Int64s,
+    seed: int,
+    shapes_B3: Int32s,
+) -> list[_Call]:
+    calls = []
+    for program, out in every:
+        drawing = program.draw(index_B, visits_B, seed, shapes_B3)
+        calls.append(_Call(program, drawing, program._room(drawing) if out is None else out))
+    return calls
+
+
+def _call(calls: Sequence[_Call], sources_B: Int64s, shapes_B3: Int32s, **which: Any) -> None:
+    """Serve samples by several programs in one call of the core."""
+    served, widened = [], []
+    for program, drawing, out in calls:
+        made, shape = out, _planes(out.shape[1:])
+        if program._is_widened:
+            made = program._scratch.take("not widened", out.shape)
+            widened.append((made, out))
+        served.append(core.Served(drawing.records, program._values_for(shape[0]), made.ctypes.data, shape))
+    try:
+        core.serve(sources_B, shapes_B3, served, **which)
+    except core.CoreError as refused:
+        if refused.reason != "file":
+            raise _refusal(refused, calls, shapes_B3) from None
+        raise
+    these = slice(which.get("first"), which.get("last"))
+    rows = these if which.get("rows_B") is None else which["rows_B"][these]
+    for made, out in widened:
+        out[rows] = made[rows]
+
+
+def _call_images(calls: Sequence[_Call], images: OpenedImages, rows_B: Int64s | None = None) -> None:
+    first = 0
+    while True:
+        where: dict[str, Any] = {"files": images.files, "interleaved": True, "rows_B": rows_B, "first": first}
         try:
-            core.serve(sources_B, shapes_B3, drawing.records, self._values[shape[0]], made.ctypes.data, shape, **which)
-        except core.CoreError as refused:
-            b = refused.place
-            if refused.reason != "shape":
-                raise ValueError(
-                    f"sample {int(drawing.index_B[b])}, of shape {tuple(shapes_B3[b].tolist())}, cannot be served: "
-                    f"{_REFUSALS[refused.reason]}. Use batch_ops='off', or leave it out."
-                ) from None
-            with ChannelsError.naming(int(drawing.index_B[b])):
-                channels, _ = size_after(self._ops, int(shapes_B3[b, 0]), None)
-            found = (channels, int(drawing.height_B[b]), int(drawing.width_B[b]))
-            raise ValueError(
-                f"sample {int(drawing.index_B[b])} comes out as {found}, but the batch has room for {shape} each. "
-                "Crop or resize to one size, and give all images one number of channels, as "
-                "prepare=lambda image: image.convert('RGB') does."
-            ) from None
-        if self._is_widened:
-            these = slice(which.get("first"), which.get("last"))
-            rows = these if which.get("rows_B") is None else which["rows_B"][these]
-            out_BChw[rows] = made[rows]
+            _call(calls, images.sources_B, images.shapes_B3, **where)
+            return
+        except core.CoreError as damaged:
+            first = damaged.place
+        images.leave_to_pillow(first)
+
+
+def _refusal(refused: core.CoreError, calls: Sequence[_Call], shapes_B3: Int32s) -> ValueError:
+    b = refused.place
+    number, stored = int(calls[0].drawing.index_B[b]), tuple(shapes_B3[b].tolist())
+    if refused.reason != "shape":
+        return ValueError(
+            f"sample {number}, of shape {stored}, cannot be served: {_REFUSALS[refused.reason]}. Use batch_ops='off', "
+            "or leave it out."
+        )
+    for program, drawing, out in calls:
+        with ChannelsError.naming(number):
+            channels, _ = size_after(program._ops, stored[0], None)
+        found, room = (channels, int(drawing.height_B[b]), int(drawing.width_B[b])), _planes(out.shape[1:])
+        if found != room:
+            break
+    return ValueError(
+        f"sample {number} comes out as {found}, but the batch has room for {room} each. "
+        "Crop or resize to one size, and give all images one number of channels, as "
+        "prepare=lambda image: image.convert('RGB') does."
+    )
 
 
 def _make_values(
@@ -268,7 +317,3 @@ def _make_values(
 def _planes(shape: Shape) -> Shape:
     """As (C, H, W); a mask may be (H, W)."""
     return shape if len(shape) == 3 else (1, *shape)
-
-
-def _addresses_of(samples: Sequence[Array]) -> Int64s:
-    return np.array([sample.__array_interface__["data"][0] for sample in samples], np.int64)

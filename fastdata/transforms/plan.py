@@ -307,6 +307,13 @@ def _read_last(steps: tuple[Step, ...], unknown: int, first: int, before: State)
     return 0, nothing
 
 
+def split_upright(transform: Any) -> tuple[bool, tuple[Step, ...]]:
+    """Whether a transform begins with ``PIL.ImageOps.exif_transpose``, and its other steps."""
+    steps = flatten(transform)
+    upright = bool(steps) and known_name(steps[0]) == "exif_transpose"
+    return upright, steps[upright:]
+
+
 def read_resize(step: Any) -> tuple[int | tuple[int, int], Literal["bilinear", "bicubic"]] | None:
     """Size, as ``fastdata.images`` takes it, and filter of a torchvision ``Resize``; None for anything else."""
     if known_name(step) != "Resize" or step.max_size is not None:

@@ -1,0 +1,307 @@
+/* JPEG files, or boxes of them, decoded by the libjpeg-turbo that Pillow is linked to: its pixels are Pillow's.
+ *
+ * The structures are those of jpeglib.h (libjpeg-turbo 1.5 to 3), as far as fields are used, for the ABIs 62 and 80:
+ * jpeg_CreateDecompress refuses another version or size. All is left to Pillow that is no ordinary JPEG file, and
+ * whatever libjpeg complains of, be it a warning: Pillow decides whether that is an error, and words it.
+ */
+#include "core.h"
+
+#include <setjmp.h>
+#include <string.h>
+
+enum { SOI = 0xD8, EOI, SOS, DQT, DRI = 0xDD, APP0 = 0xE0, APP1, APP14 = 0xEE, APP15, COM = 0xFE };
+enum { SOF0 = 0xC0, SOF2 = 0xC2, DHT = 0xC4, RST0 = 0xD0, RST7 = 0xD7 };
+enum { ROWS = 16, LEAST_COLUMNS = 32 }; /* asked for at once */
+enum { COEFFICIENTS = 64, STRUCT_BYTES = 1024 };
+enum { GREY = 1, RGB = 2 }; /* J_COLOR_SPACE */
+
+typedef struct Decoder Decoder;
+
+struct ErrorManager { /* jpeg_error_mgr */
+    void (*error_exit)(Decoder *);
+    void (*emit_message)(Decoder *, int level);
+    void (*output_message)(Decoder *);
+    void (*format_message)(Decoder *, char *);
+    void (*reset)(Decoder *);
+    int code;
+    char parameters[80];
+    int trace_level;
+    long warnings;
+    const void *table;
+    int last;
+    const void *more;
+    int more_first, more_last;
+};
+
+struct SourceManager { /* jpeg_source_mgr */
+    const uint8_t *next;
+    size_t bytes;
+    void (*init)(Decoder *);
+    int (*fill)(Decoder *);
+    void (*skip)(Decoder *, long count);
+    int (*resync)(void *, int desired);
+    void (*end)(Decoder *);
+};
+
+typedef struct { /* jpeg_component_info */
+    int id, index, across, down, rest[20];
+} Component;
+
+/* jpeg_decompress_struct up to comp_info, where 62 and 80 part. */
+typedef struct {
+    struct ErrorManager *errors;
+    void *memory, *progress;
+    void *ours;
+    int is_decompressor, state;
+    struct SourceManager *source;
+    unsigned width, height;
+    int components, file_colours, wanted_colours;
+    unsigned scale, scale_by;
+    double gamma;
+    int buffered, raw, dct_method, fancy_upsampling, block_smoothing, quantise, dither, two_pass, colours;
+    int one_pass_map, other_map, two_pass_map;
+    unsigned out_width, out_height;
+    int out_colours, out_components, buffer_rows, actual_colours;
+    void *map;
+    unsigned out_row;
+    int scan;
+    unsigned in_blocks;
+    int out_scan;
+    unsigned out_blocks;
+    int (*accuracy)[COEFFICIENTS]; /* coef_bits */
+    void *tables[12];
+    int precision;
+    const Component *component;
+} Head;
+
+struct Decoder {
+    union {
+        Head head;
+        char whole[STRUCT_BYTES];
+    };
+    struct ErrorManager errors;
+    struct SourceManager source;
+    jmp_buf refused;
+};
+
+_Static_assert(sizeof(Component) == 96 && offsetof(Head, component) == 304, "not jpeglib.h's layout");
+
+static void refuse(Decoder *decoder) { longjmp(decoder->refused, 1); }
+static void refuse_warnings(Decoder *decoder, int level) {
+    if (level < 0) refuse(decoder);
+}
+static void nothing(Decoder *decoder) { (void)decoder; }
+static int refuse_the_end(Decoder *decoder) {
+    refuse(decoder);
+    return 0;
+}
+static void skip(Decoder *decoder, long count) {
+    if (count <= 0) return;
+    if ((size_t)count > decoder->source.bytes) refuse(decoder);
+    decoder->source.next += count, decoder->source.bytes -= (size_t)count;
+}
+
+static size_t struct_bytes(int version) { return version == 62 ? 632 : 656; }
+
+static void prepare(Decoder *decoder, const Jpeg *jpeg) {
+    memset(decoder, 0, offsetof(Decoder, refused));
+    decoder->errors.error_exit = refuse, decoder->errors.emit_message = refuse_warnings;
+    decoder->errors.output_message = decoder->errors.reset = nothing;
+    decoder->source.init = decoder->source.end = nothing;
+    decoder->source.fill = refuse_the_end, decoder->source.skip = skip, decoder->source.resync = jpeg->resync;
+    decoder->head.errors = &decoder->errors;
+}
+
+/* The version of the ABI that a library takes; 0: neither. */
+EXPORT int32_t fastdata_jpeg_version(const Jpeg *jpeg) {
+    static const int versions[] = {62, 80};
+    Decoder decoder;
+    for (volatile int i = 0; i < 2; i++) {
+        prepare(&decoder, jpeg);
+        if (setjmp(decoder.refused)) continue;
+        jpeg->create(&decoder, versions[i], struct_bytes(versions[i]));
+        jpeg->destroy(&decoder);
+        return versions[i];
+    }
+    return 0;
+}
+
+/* What a file says of itself */
+
+static uint32_t number(const uint8_t *at, int bytes, bool big) {
+    uint32_t value = 0;
+    for (int i = 0; i < bytes; i++) value = value << 8 | at[big ? i : bytes - 1 - i];
+    return value;
+}
+
+/* The orientation in the first directory of EXIF data: 1 where there is none, 0 where Pillow is to be asked. */
+static int32_t orientation_of(const uint8_t *tiff, int64_t size) {
+    if (size < 14) return 0;
+    const bool big = tiff[0] == 'M';
+    if (tiff[1] != tiff[0] || (!big && tiff[0] != 'I') || number(tiff + 2, 2, big) != 42) return 0;
+    const int64_t first = number(tiff + 4, 4, big);
+    if (first < 8 || first + 2 > size) return 0;
+    const int64_t entries = number(tiff + first, 2, big);
+    int32_t found = 1;
+    if (first + 2 + 12 * entries > size) return 0;
+    for (int64_t i = 0; i < entries; i++) {
+        const uint8_t *entry = tiff + first + 2 + 12 * i;
+        if (number(entry, 2, big) != 0x112) continue;
+        if (number(entry + 2, 2, big) != 3 || number(entry + 4, 4, big) != 1 || found != 1) return 0;
+        found = (int32_t)number(entry + 8, 2, big);
+        if (found < 1 || found > 8) found = 1;
+    }
+    return found;
+}
+
+/* Whether Pillow's own reading of a segment's data (JpegImagePlugin.py) finds nothing wrong in it. */
+static bool is_plain(int marker, const uint8_t *data, int64_t size) {
+    if (marker == DQT) {
+        for (int64_t at = 0, step; at < size; at += step) {
+            step = data[at] >> 4 ? 129 : 65;
+            if (at + step > size) return false;
+        }
+        return size > 0;
+    }
+    if (marker == APP0 && size >= 4 && !memcmp(data, "JFIF", 4)) return size >= 12;
+    if (marker == APP14 && size >= 5 && !memcmp(data, "Adobe", 5)) return size >= 12;
+    if (marker == APP0 + 2 && size >= 11 && !memcmp(data, "ICC_PROFILE", 11)) return size >= 14;
+    return marker == DHT || marker == DRI || marker == COM || (marker >= APP0 && marker <= APP15);
+}
+
+static void read_header(const uint8_t *file, int64_t size, int32_t header[4]) {
+    bool has_exif = false, has_other = false;
+    int32_t channels = 0, height = 0, width = 0, turn = 1;
+    memset(header, 0, 4 * sizeof *header);
+    if (size < 4 || file[0] != 0xFF || file[1] != SOI) return;
+    for (int64_t at = 2; at + 4 <= size;) {
+        const int marker = file[at + 1];
+        const int64_t length = number(file + at + 2, 2, true), data_size = length - 2;
+        const uint8_t *data = file + at + 4;
+        if (file[at] != 0xFF || length < 2 || at + 2 + length > size) return;
+        at += 2 + length;
+        if (marker >= SOF0 && marker <= SOF2) {
+            if (channels || data_size < 6 || data[0] != 8 || data_size != 6 + 3 * data[5]) return;
+            channels = data[5], height = (int32_t)number(data + 1, 2, true), width = (int32_t)number(data + 3, 2, true);
+            if ((channels != 1 && channels != 3) || !height || !width) return;
+        } else if (marker == SOS) {
+            if (has_other && turn == 1) turn = 0; /* XMP may have one */
+            if (channels) header[0] = channels, header[1] = height, header[2] = width, header[3] = turn;
+            return;
+        } else if (!is_plain(marker, data, data_size)) {
+            return;
+        } else if (marker == APP1 && data_size >= 6 && !memcmp(data, "Exif\0", 6)) {
+            turn = has_exif ? 0 : orientation_of(data + 6, data_size - 6);
+            has_exif = true;
+        } else if (marker == APP1) {
+            has_other = true;
+        }
+    }
+}
+
+/* Channels (1 or 3), height, width and EXIF orientation of each file, as its pixels lie in it. Channels 0: Pillow's to
+ * open; orientation 0: to turn. */
+EXPORT void fastdata_jpeg_headers(const uint8_t *const *files_B, const int64_t *sizes_B, int64_t count,
+                                  int32_t *headers_B4) {
+    for (int64_t b = 0; b < count; b++) read_header(files_B[b], sizes_B[b], headers_B4 + 4 * b);
+}
+
+/* Whether what is left of a scan is followed by the end of the image. Pillow misses that in a file that was cut off, and
+ * may find anything else wrong. */
+static bool ends_well(const uint8_t *at, const uint8_t *end) {
+    while ((at = memchr(at, 0xFF, (size_t)(end - at))) && end - at > 1) {
+        const int marker = at[1];
+        if (marker == EOI) return true;
+        if (marker != 0xFF && marker && (marker < RST0 || marker > RST7)) return false;
+        at += marker == 0xFF ? 1 : 2;
+    }
+    return false;
+}
+
+/* Whether a part comes out as it does of the whole: not where blocks are smoothed over their neighbours, of which
+ * progressive files that lack scans are made, nor of factors that are hardly ever used. */
+static bool has_parts(const Head *head) {
+    for (int c = 0; c < head->components; c++) {
+        const Component *each = head->component + c;
+        const bool is_usual = each->across == 1 || (!c && head->components > 1 && (each->across == 2 || each->across == 4));
+        if (!is_usual || (each->down != 1 && (c || head->components == 1 || each->down != 2))) return false;
+        for (int k = 0; k < COEFFICIENTS && head->accuracy; k++)
+            if (head->accuracy[c][k]) return false;
+    }
+    return true;
+}
+
+/* Put what was read of a row into its place. */
+static void spread(const uint8_t *restrict row, const Image *out, int64_t y) {
+    uint8_t *restrict to = out->data + y * out->row;
+    if (out->pixel == out->channels) {
+        memcpy(to, row, (size_t)(out->channels * (int64_t)out->width));
+        return;
+    }
+    if (out->channels == 1) {
+        memcpy(to, row, (size_t)out->width);
+        return;
+    }
+    uint8_t *restrict second = to + out->plane, *restrict third = second + out->plane;
+    for (int64_t x = 0; x < out->width; x++) to[x] = row[3 * x], second[x] = row[3 * x + 1], third[x] = row[3 * x + 2];
+}
+
+bool decode(const Jpeg *jpeg, const uint8_t *file, int64_t size, int32_t height, int32_t width, int32_t top,
+            int32_t left, const Image *out, Scratch *scratch) {
+    Decoder decoder;
+    Head *const head = &decoder.head;
+    unsigned char *rows[ROWS];
+    prepare(&decoder, jpeg);
+    if (setjmp(decoder.refused)) {
+        jpeg->destroy(&decoder);
+        return false;
+    }
+    jpeg->create(&decoder, jpeg->version, struct_bytes(jpeg->version));
+    head->source = &decoder.source;
+    decoder.source.next = file, decoder.source.bytes = (size_t)size;
+    jpeg->read_header(&decoder, 1);
+    if (head->height != (unsigned)height || head->width != (unsigned)width) refuse(&decoder);
+    if (head->components > 3 || (out->channels == 1 && head->components != 1))
+        refuse(&decoder);
+    head->wanted_colours = out->channels == 1 ? GREY : RGB;
+    jpeg->start(&decoder);
+    unsigned first = 0, count = head->out_width;
+    const bool in_parts = has_parts(head);
+    if (in_parts && out->width < width) {
+        /* A pixel of colour is made of its neighbours: one more on both sides, 0 of 995 crops then differ, else 121. Where
+         * there are hardly any columns, libjpeg makes it in another way. */
+        const int32_t right = left + out->width < width ? left + out->width + 1 : width;
+        const int32_t latest = left ? left - 1 : 0, widest = right > LEAST_COLUMNS ? right - LEAST_COLUMNS : 0;
+        first = (unsigned)(latest < widest ? latest : widest), count = (unsigned)right - first;
+        if (count < LEAST_COLUMNS) count = width < LEAST_COLUMNS ? (unsigned)width : LEAST_COLUMNS;
+        jpeg->crop(&decoder, &first, &count);
+    }
+    const int64_t row_bytes = (int64_t)head->out_width * out->channels;
+    uint8_t *memory = take(scratch, SLOT_WORK, ROWS * row_bytes);
+    if (!memory || head->out_components != out->channels) refuse(&decoder);
+    for (int y = 0; y < ROWS; y++) rows[y] = memory + y * row_bytes;
+    if (in_parts && top && jpeg->skip(&decoder, (unsigned)top) != (unsigned)top) refuse(&decoder);
+    const int64_t end = (int64_t)top + out->height, before = (left - (int64_t)first) * out->channels;
+    for (int64_t y = head->out_row, read; y < end; y += read) {
+        read = jpeg->read(&decoder, rows, (unsigned)(end - y < ROWS ? end - y : ROWS));
+        for (int64_t k = y < top ? top - y : 0; k < read; k++) spread(rows[k] + before, out, y + k - top);
+        if (!read) refuse(&decoder);
+    }
+    /* The bits that were fetched last may have ended with the marker. */
+    if (!jpeg->is_read(&decoder) && !ends_well(decoder.source.next - 2, file + size)) refuse(&decoder);
+    jpeg->destroy(&decoder);
+    return true;
+}
+
+/* Decode a file of a size that its header has to `out`, (H, W, C) or planar: three channels of whatever the file has, or
+ * one of a grey one. False where Pillow is to judge. */
+EXPORT bool fastdata_jpeg_decode(const Jpeg *jpeg, const uint8_t *file, int64_t size, int32_t channels, int32_t height,
+                                 int32_t width, int32_t interleaved, uint8_t *out) {
+    Scratch scratch = {0};
+    Image image = {.data = out, .channels = channels, .height = height, .width = width};
+    image.pixel = interleaved ? channels : 1, image.row = image.pixel * image.width;
+    image.plane = interleaved ? 1 : (int64_t)image.height * image.width;
+    const bool is_decoded = decode(jpeg, file, size, height, width, 0, 0, &image, &scratch);
+    give_back(&scratch);
+    return is_decoded;
+}

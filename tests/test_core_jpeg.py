@@ -1,0 +1,287 @@
+"""JPEG files decoded by the core through Pillow's libjpeg-turbo: Pillow's pixels, verdict and words, of boxes too.
+
+``.ci/run`` runs them under AddressSanitizer and UBSan as well. ``FASTDATA_FUZZ`` is how many damaged files are tried.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image, ImageFile, ImageOps
+from torchvision import transforms as v1
+
+from fastdata import core, images
+from fastdata.images import OpenedImages, SampleSpec, decode_image
+from fastdata.transforms import plan_transform
+from fastdata.transforms.cpu import Program
+from test_core_programs import FILTERS, GEOMETRY, SIDES
+
+pytestmark = pytest.mark.skipif(images.open_libjpeg()[0] is None, reason="Pillow is linked to no shared libjpeg-turbo")
+
+FUZZ = int(os.environ.get("FASTDATA_FUZZ", "400"))
+SAMPLINGS = {"4:4:4": (0, None), "4:2:2": (1, None), "4:2:0": (2, None), "4:4:0": (1, 0x12), "4:1:1": (2, 0x41)}
+"""Pillow's number, and the sampling factors that its file is given instead: of as many blocks, in another order."""
+KINDS: dict[str, dict[str, Any]] = {
+    "baseline": {},
+    "progressive": {"progressive": True},
+    "restarts": {"restart_marker_blocks": 1},
+    "best tables": {"optimize": True, "quality": 98},
+}
+SIZES = [(1, 1), (1, 9), (8, 8), (16, 16), (17, 33), (40, 31), (61, 90)]
+BOXES = 40
+PIL_SPEC = SampleSpec(shape=None, dtype="uint8", form="pil")
+
+
+def photo(height: int, width: int, seed: int = 0) -> Image.Image:
+    """Waves and noise."""
+    y, x = np.mgrid[0:height, 0:width][..., None] / (5.0, 9.0, 14.0)
+    noise = np.random.default_rng([seed, height, width]).normal(0, 20, (height, width, 3))
+    return Image.fromarray(np.clip(128 + 90 * np.sin(x + 2 * y) + noise, 0, 255).astype(np.uint8))
+
+
+def saved(image: Image.Image, **options: Any) -> bytes:
+    stream = io.BytesIO()
+    image.save(stream, "JPEG", **options)
+    return stream.getvalue()
+
+
+def jpeg_file(sampling: str, kind: str, height: int, width: int) -> bytes:
+    """A file of these samplings, which Pillow does not write all of: the blocks of another one in other places."""
+    if sampling == "grey":
+        return saved(photo(height, width).convert("L"), **KINDS[kind])
+    number, factors = SAMPLINGS[sampling]
+    if factors is None:
+        return saved(photo(height, width), subsampling=number, **KINDS[kind])
+    across, down = factors >> 4, factors & 15
+    columns, rows = -(-width // (8 * across)), -(-height // (8 * down))
+    drawn = photo(rows * (8 if number == 1 else 16), columns * 16)
+    data = bytearray(saved(drawn, subsampling=number, **KINDS[kind]))
+    frame = next(at for at in range(len(data)) if data[at] == 0xFF and data[at + 1] in (0xC0, 0xC2))
+    data[frame + 11] = factors
+    if kind != "progressive":  # whose scans of one colour have no blocks beside the image
+        data[frame + 5 : frame + 9] = height.to_bytes(2, "big") + width.to_bytes(2, "big")
+    else:
+        size = (rows * 8 * down).to_bytes(2, "big") + (columns * 8 * across).to_bytes(2, "big")
+        data[frame + 5 : frame + 9] = size
+    return bytes(data)
+
+
+def pixels_of(data: bytes) -> np.ndarray:
+    return np.array(Image.open(io.BytesIO(data)).convert("RGB"))
+
+
+def refuse(b: int) -> Any:
+    raise AssertionError(f"file {b} went to Pillow")
+
+
+def boxes(rng: np.random.Generator, height: int, width: int) -> Iterator[tuple[int, int, int, int]]:
+    """Boxes that touch all borders and none, down to one pixel."""
+    yield 0, 0, height, width
+    for _ in range(BOXES):
+        top, left = int(rng.integers(height)), int(rng.integers(width))
+        h, w = int(rng.integers(height - top)) + 1, int(rng.integers(width - left)) + 1
+        yield from ((top, left, h, w), (top, left, height - top, width - left))
+        yield from ((0, left, top + 1, w), (top, 0, h, left + 1))
+
+
+def cut(opened: OpenedImages, box: tuple[int, int, int, int]) -> np.ndarray:
+    """A box of the only image, (3, h, w)."""
+    records = np.zeros((1, 1), core.RECORD)
+    records["code"], records["n"][0, 0, 4:8] = core.Code.WINDOW, box
+    out = np.empty((3, *box[2:]), np.uint8)
+    values = Program((), PIL_SPEC)._values_for(3)
+    served = core.Served(records, values, out.ctypes.data, out.shape)
+    core.serve(opened.sources_B, opened.shapes_B3, [served], files=opened.files, interleaved=True)
+    return out
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("sampling", [*SAMPLINGS, "grey"])
+def test_any_box_has_the_pixels_of_the_whole(sampling: str, kind: str) -> None:
+    """Bit for bit as Pillow decodes the whole image, whatever the sampling, wherever the box lies."""
+    rng = np.random.default_rng([len(sampling), len(kind)])
+    for height, width in SIZES:
+        data = jpeg_file(sampling, kind, height, width)
+        opened, wanted = OpenedImages([data], refuse), pixels_of(data).transpose(2, 0, 1)
+        for top, left, h, w in boxes(rng, *wanted.shape[1:]):
+            found = cut(opened, (top, left, h, w))
+            assert np.array_equal(found, wanted[:, top : top + h, left : left + w]), (height, width, top, left, h, w)
+
+
+def test_a_program_reads_only_what_it_needs_and_serves_the_same() -> None:
+    """Random geometry on a file gives what it gives on the whole image's pixels, one view or two."""
+    rng = np.random.default_rng(3)
+
+    def pick(*of: Any) -> Any:
+        return of[rng.integers(len(of))]
+
+    served = 0
+    for _ in range(400):
+        height, width = pick(*SIDES, 200, 333), pick(*SIDES, 200, 333)
+        data = saved(photo(height, width), subsampling=pick(0, 1, 2), progressive=pick(False, True))
+        programs = []
+        for first in range(2):
+            names = [pick("RandomResizedCrop", "RandomCrop", "Resize", "CenterCrop", "RandomHorizontalFlip")]
+            names += [pick(*GEOMETRY) for _ in range(rng.integers(3))]
+            steps = tuple(GEOMETRY[name](v1, pick) for name in names)
+            plan = plan_transform(steps, channels=3, prepared=0, first=10 * first)
+            programs.append(Program(plan.batch_ops, PIL_SPEC))
+        one, other = programs
+        decoded, opened = OpenedImages.decoded([pixels_of(data)]), OpenedImages([data], refuse)
+        try:
+            wanted = [program.run_images(decoded, np.array([7]), 1, 2, None) for program in programs]
+        except ValueError:
+            continue
+        out = np.empty_like(wanted[1])
+        found = one.run_images(opened, np.array([7]), 1, 2, None, others=[(other, out)])
+        assert np.array_equal(found, wanted[0])
+        assert np.array_equal(out, wanted[1])
+        assert np.array_equal(one.run_images(opened, np.array([7]), 1, 2, None), wanted[0])
+        served += 1
+    assert served > 100
+
+
+@pytest.mark.parametrize("name", FILTERS)
+@pytest.mark.parametrize("size", [40, (70, 50), (200, 300)])
+def test_a_crop_behind_a_resize_is_made_of_its_support(name: str, size: Any) -> None:
+    """Resize and CenterCrop give the same pixels from a file as from its whole image, in every filter and domain."""
+    data = saved(photo(260, 310))
+    for crop in ((32, 24), (1, 40), (40, 1)):
+        for form in ("pil", "tensor"):
+            steps = (v1.Resize(size, v1.InterpolationMode(name), antialias=True), v1.CenterCrop(crop))
+            plan = plan_transform(steps, channels=3, prepared=0, form=form)
+            program = Program(plan.batch_ops, SampleSpec(shape=None, dtype="uint8", form=form))
+            found = program.prepare(OpenedImages([data], refuse))
+            assert np.array_equal(found, program.prepare(OpenedImages.decoded([pixels_of(data)])))
+
+
+@pytest.mark.parametrize("orientation", range(10))
+def test_exif_turns_the_box(orientation: int) -> None:
+    """Boxes of an upright image are those of what exif_transpose makes of it, in both byte orders."""
+    exif = Image.Exif()
+    exif[0x112] = orientation
+    data = saved(photo(50, 75), exif=exif)
+    upright = np.array(ImageOps.exif_transpose(Image.open(io.BytesIO(data)))).transpose(2, 0, 1)
+    opened = OpenedImages([data], refuse, upright=True)
+    assert tuple(opened.shapes_B3[0]) == upright.shape
+    for top, left, h, w in boxes(np.random.default_rng(orientation), *upright.shape[1:]):
+        assert np.array_equal(cut(opened, (top, left, h, w)), upright[:, top : top + h, left : left + w])
+
+
+def test_an_orientation_that_is_not_plain_is_pillows_to_read() -> None:
+    """One of another type, or XMP, which may have one as well, go to Pillow where images are turned, else not."""
+    xmp = b'<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf tiff:Orientation="6"/></x:xmpmeta>'
+    long = b"Exif\0\0MM\0*\0\0\0\x08\0\x01\x01\x12\0\x04\0\0\0\x01\0\0\0\x06\0\0\0\0"
+    for options in ({"xmp": xmp}, {"exif": long}):
+        data = saved(photo(9, 16), **options)
+        with pytest.raises(AssertionError, match="file 0 went to Pillow"):
+            OpenedImages([data], refuse, upright=True)
+        assert OpenedImages([data], refuse).shapes_B3.tolist() == [[3, 9, 16]]
+
+
+def verdict(open_it: Callable[[], Any]) -> Any:
+    """Pixels, or the type and words of the error."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return np.array(open_it()).tobytes()
+    except Exception as error:  # noqa: BLE001  the comparison is of whatever is raised
+        return type(error).__name__, str(error).partition(" <")[0]
+
+
+def damaged(data: bytes, rng: np.random.Generator) -> bytes:
+    """A file with some bytes changed, cut out or put in, or with its end missing."""
+    changed = bytearray(data)
+    for _ in range(rng.integers(1, 5)):
+        at = int(rng.integers(len(changed)) if rng.random() < 0.6 else rng.integers(min(700, len(changed))))
+        match rng.integers(6):
+            case 0:
+                del changed[at:]
+            case 1:
+                del changed[at : at + int(rng.integers(1, 30))]
+            case 2:
+                changed[at:at] = rng.bytes(int(rng.integers(1, 9)))
+            case 3:
+                changed[at : at + 2] = bytes([0xFF, int(rng.integers(0xC0, 0x100))])
+            case _:
+                changed[at : at + 1] = rng.bytes(1)
+        if len(changed) < 4:
+            break
+    return bytes(changed)
+
+
+def test_damaged_files_are_judged_by_pillow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is done to a file, its pixels, those of a box and the error are Pillow's, and nothing crashes."""
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1 << 20)
+    files = [jpeg_file(sampling, kind, 40, 61) for sampling in (*SAMPLINGS, "grey") for kind in KINDS]
+    exif = Image.Exif()
+    exif[0x112], exif[0x11A] = 6, 72.0
+    files += [saved(photo(50, 31), exif=exif, icc_profile=b"x" * 90, comment=b"hello", dpi=(72, 72))]
+    decoded = 0
+    for number in range(FUZZ):
+        rng = np.random.default_rng(number)
+        data = damaged(files[rng.integers(len(files))], rng)
+        wanted = verdict(lambda data=data: Image.open(io.BytesIO(data)).convert("RGB"))
+        assert verdict(lambda data=data: decode_image(data)) == wanted, number
+        asked: list[int] = []
+
+        def by_pillow(b: int, data: bytes = data, asked: list[int] = asked) -> np.ndarray:
+            asked.append(b)
+            return pixels_of(data)
+
+        def crop(data: bytes = data, by_pillow: Any = by_pillow) -> np.ndarray:
+            opened = OpenedImages([data], by_pillow)
+            _, height, width = opened.shapes_B3[0].tolist()
+            crop = v1.CenterCrop((-(-height // 3), -(-width // 2)))
+            program = Program(plan_transform(crop, channels=3, prepared=0).batch_ops, PIL_SPEC)
+            return program.prepare(opened)
+
+        found = verdict(crop)
+        if isinstance(wanted, bytes):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                whole = pixels_of(data)
+            assert found == verdict(lambda whole=whole: crop_of(whole)), number
+        else:
+            assert found == wanted, number
+        decoded += not asked
+    assert decoded > FUZZ // 20
+
+
+def crop_of(whole: np.ndarray) -> np.ndarray:
+    height, width, _ = whole.shape
+    crop = v1.CenterCrop((-(-height // 3), -(-width // 2)))
+    return np.array(crop(Image.fromarray(whole))).transpose(2, 0, 1)
+
+
+def test_a_size_is_checked_before_there_is_memory_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A header that claims more pixels than PIL allows is PIL's to refuse; none is decoded."""
+    data = bytearray(saved(photo(8, 8)))
+    frame = data.index(b"\xff\xc0")
+    data[frame + 5 : frame + 9] = b"\xff\xff\xff\xff"
+    with pytest.raises(Image.DecompressionBombError):
+        decode_image(bytes(data))
+
+
+def test_a_file_that_lacks_scans_is_smoothed_as_pillow_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a progressive file that ends early, a box has the pixels of Pillow's whole image."""
+    monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True)
+    data = saved(photo(61, 90), progressive=True)
+    scans = [at for at in range(len(data)) if data[at : at + 2] == b"\xff\xda"]
+    for end in scans[1:]:
+        cut_off = data[:end] + b"\xff\xd9"
+        wanted = pixels_of(cut_off).transpose(2, 0, 1)
+        opened = OpenedImages([cut_off], lambda _, data=cut_off: pixels_of(data))
+        assert np.array_equal(cut(opened, (11, 20, 30, 41)), wanted[:, 11:41, 20:61])
+
+
+def test_a_library_without_libjpeg_is_said_to_have_none() -> None:
+    """What has no shared libjpeg-turbo, as Pillow's wheels for Windows, is named with what it lacks."""
+    with pytest.raises(OSError, match=r"is not linked to a shared libjpeg-turbo: it knows no jpeg_CreateDecompress"):
+        core.open_jpeg(core.load()._name)
