@@ -260,6 +260,8 @@ class WritePath(NamedTuple):
     source: Source
     prepare: Callable[[Any], Any]
     writers: tuple[Writer, ...]
+    forks: bool = True
+    """Whether samples are written by processes: not where all is done without the GIL."""
 
     @classmethod
     def open(cls, path: ReadPath, plans: Sequence[WriterPlan], length: int) -> WritePath:
@@ -269,10 +271,12 @@ class WritePath(NamedTuple):
     @classmethod
     def over(cls, path: ReadPath, writers: tuple[Writer, ...]) -> WritePath:
         source, prepare = path.source, path.prepare
+        is_ours = isinstance(source, FileSource) and isinstance(source.loader, PlanesLoader)
+        is_ours = is_ours and not any(_is_own(writer.plan.codec) for writer in writers)
         if any(isinstance(writer.plan.codec, SourceDecoder) for writer in writers):
             assert isinstance(source, FileSource)
             source, prepare = source.as_bytes(), Steps(())
-        return cls(source, prepare, writers)
+        return cls(source, prepare, writers, not is_ours)
 
     def read(self, index: int) -> ReadSample:
         """Read and prepare one sample; a SampleError, too, if it is not of the type that the stores keep."""
@@ -299,6 +303,15 @@ class WritePath(NamedTuple):
             raise
         except Exception as cause:  # an encoder raises anything; all of it is named and kept
             raise sample_error(self.source.path(index), index, cause) from cause
+
+
+def _is_own(codec: Decoder | None) -> bool:
+    """Whether a codec is an object of the user's."""
+    if codec is None or isinstance(codec, SourceDecoder):
+        return False
+    from fastdata.codecs import OwnCodec
+
+    return isinstance(codec, OwnCodec)
 
 
 # All samples
@@ -453,7 +466,9 @@ def _write_all(
     targets: dict[int, bytes] = {}
     errors: dict[int, SampleError] = {}
     with (
-        contextlib.closing(run_tasks(job, tasks, workers, host, may_run_here=may_run_here, expect=expect)) as finished,
+        contextlib.closing(
+            run_tasks(job, tasks, workers, host, may_run_here=may_run_here, expect=expect, forks=to_write.forks)
+        ) as finished,
         progress_bar(length, f"preparing {length:,} images", enabled=options.progress) as bar,
     ):
         for results in finished:
@@ -706,8 +721,9 @@ class _Preparation:
                 for writer in writers:
                     helping.callback(writer.close)
                 if workers is None or workers > 1:
-                    job = writing_job(WritePath.over(self._path, writers), with_targets=with_targets)
-                    pool = WorkerPool(job, share, may_run_here=False, expect=expecting(self._path.source))
+                    to_write = WritePath.over(self._path, writers)
+                    job, expect = writing_job(to_write, with_targets=with_targets), expecting(self._path.source)
+                    pool = WorkerPool(job, share, may_run_here=False, expect=expect, forks=to_write.forks)
                     helping.enter_context(contextlib.closing(pool))
                     guest.lend(pool.lend())
 

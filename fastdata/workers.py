@@ -1,4 +1,4 @@
-"""A pool of workers: forked processes, or threads where the platform cannot fork.
+"""A pool of workers: threads for jobs that hold no GIL, else forked processes where the platform can fork.
 
 Forked workers share all memory of the parent as it was, so that a job needs no pickling, only its tasks and results.
 They are killed when the pool is closed, whatever the reason, and end by themselves within a second of the parent. A
@@ -20,7 +20,6 @@ import traceback
 import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import wait as wait_for_any
 from types import FrameType
 from typing import Any, Generic, TypeVar
@@ -45,6 +44,7 @@ class WorkerPool(Generic[_T]):
         workers: at most so many.
         may_run_here: 1 or less runs the job in the thread that calls ``run``.
         expect: called with each task as soon as a worker has it; of more tasks ahead then.
+        forks: whether workers are processes, if they can be; else the job is one for threads.
     """
 
     def __init__(
@@ -54,17 +54,19 @@ class WorkerPool(Generic[_T]):
         *,
         may_run_here: bool = True,
         expect: Callable[[Any], None] | None = None,
+        forks: bool = True,
     ) -> None:
-        self._job, self._count, self._pid, self._expect = job, workers, os.getpid(), expect
+        self._job, self._pid, self._expect = job, os.getpid(), expect
         self._ahead = _TASKS_AHEAD if expect is None else _TASKS_EXPECTED
         self._workers: list[_Worker] = []
-        is_here = workers < 1 or (workers == 1 and may_run_here)
-        if is_here or not sys.platform.startswith("linux") or multiprocessing.current_process().daemon:
+        if workers < 1 or (workers == 1 and may_run_here):
             return
+        forks = forks and sys.platform.startswith("linux") and not multiprocessing.current_process().daemon
+        kind = _ForkedWorker if forks else _ThreadWorker
         try:
             with _interrupts_deferred():
                 for _ in range(workers):
-                    self._workers.append(_ForkedWorker(job, expect))
+                    self._workers.append(kind(job, expect))
         except BaseException:
             self.close()
             raise
@@ -92,16 +94,13 @@ class WorkerPool(Generic[_T]):
                 for coming in tasks[k + self._ahead - 1 : k + self._ahead] if k else tasks[: self._ahead]:
                     self._expect(coming)
                 yield self._job(task)
-        elif self._count > 1:
-            with ThreadPoolExecutor(self._count, thread_name_prefix="fastdata-ingest") as threads:
-                yield from threads.map(self._job, tasks)  # which cancels those not begun when it is left early
         else:
             yield from map(self._job, tasks)
 
     def _take_on(self, lent: Sequence[Lent], queue: deque[Any]) -> None:
         for each in lent:
             worker = _LentWorker(each)
-            own = [it for it in self._workers if isinstance(it, _ForkedWorker) and not it.is_retired]
+            own = [it for it in self._workers if not isinstance(it, _LentWorker) and not it.is_retired]
             if not each.is_extra and len(own) > 1:
                 own[-1].is_retired = True
             self._workers.append(worker)
@@ -138,10 +137,11 @@ def run_tasks(
     *,
     may_run_here: bool = True,
     expect: Callable[[Any], None] | None = None,
+    forks: bool = True,
 ) -> Generator[_T, None, None]:
     """A round of a pool of its own; close the generator to end the workers."""
     workers = min(workers, len(tasks) // _TASKS_AHEAD)
-    with contextlib.closing(WorkerPool(job, workers, may_run_here=may_run_here, expect=expect)) as pool:
+    with contextlib.closing(WorkerPool(job, workers, may_run_here=may_run_here, expect=expect, forks=forks)) as pool:
         yield from pool.run(tasks, host)
 
 
@@ -243,6 +243,26 @@ class _ForkedWorker(_Worker):
         super().close()
 
 
+class _ThreadWorker(_Worker):
+    """A thread of this process: its task is told as to a process, so that other processes may lend and borrow it."""
+
+    name = "worker thread of process"
+
+    def __init__(self, job: Callable[[Any], Any], expect: Callable[[Any], None] | None) -> None:
+        connection, theirs = multiprocessing.Pipe()
+        super().__init__(connection, os.getpid())
+        arguments = (theirs, job, expect, lambda: not connection.closed)
+        self._thread = threading.Thread(target=_serve, args=arguments, name="fastdata-ingest", daemon=True)
+        self._thread.start()
+
+    def kill(self) -> None:
+        with contextlib.suppress(OSError):  # what it is at is finished first
+            self.connection.close()
+
+    def close(self) -> None:
+        self._thread.join()
+
+
 def _work(
     connection: Any,
     inherited: Any,
@@ -255,9 +275,16 @@ def _work(
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     gc.freeze()  # what the parent left to its garbage collector is the parent's to finalise
     torch.set_num_threads(1)  # this process only: a forked OpenMP pool would hang
-    with contextlib.suppress(EOFError, OSError):  # the parent is gone
-        tasks: deque[Any] = deque()
-        while os.getppid() == parent_pid:
+    _serve(connection, job, expect, lambda: os.getppid() == parent_pid)
+
+
+def _serve(
+    connection: Any, job: Callable[[Any], Any], expect: Callable[[Any], None] | None, is_wanted: Callable[[], bool]
+) -> None:
+    """Do the tasks that come over a connection, in their order, until its other end is gone."""
+    tasks: deque[Any] = deque()
+    with contextlib.closing(connection), contextlib.suppress(EOFError, OSError):
+        while is_wanted():
             while connection.poll(0 if tasks else _PARENT_CHECK_S):
                 tasks.append(pickle.loads(connection.recv_bytes()))
                 if expect is not None:

@@ -1,0 +1,146 @@
+"""What does decoding cost: an epoch of files that are kept nowhere, a first epoch, and kept JPEG, beside bare decoding?
+
+Each figure is of a process of its own, in turns; with ``--before`` another tree of fastdata takes part. Bare decoding
+is simplejpeg's, in as many threads as there are cores, of whole images, which are thrown away.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from _helper import Row, class_folders, datasets, in_turns, parser, print_rows, save_rows, transforms, vanilla_loader
+from fastdata import DataLoader, ImageFolder
+from fastdata.memory import usable_cores
+from recipes import BATCH, RECIPES, SIDE_PX, crop_and_flip, last_steps
+
+BARE = "bare simplejpeg, whole images"
+
+
+def resize_and_crop() -> list[Any]:
+    return [transforms.Resize(256), transforms.CenterCrop(SIDE_PX), *last_steps()]
+
+
+def random_crop() -> list[Any]:
+    return [*crop_and_flip(), *last_steps()]
+
+
+VANILLA: dict[str, Callable[[], list[Any]]] = {"vanilla, RandomResizedCrop": random_crop}
+VANILLA |= {"vanilla, Resize, CenterCrop": resize_and_crop}
+UNKEPT: dict[str, Any] = {"storage='none', RandomResizedCrop": random_crop}
+UNKEPT |= {"storage='none', Resize, CenterCrop": resize_and_crop}
+UNKEPT |= {f"storage='none', {name}": RECIPES[name] for name in list(RECIPES)[1:4]}
+FIRST: dict[str, Any] = {"first epoch, Resize, CenterCrop": resize_and_crop}
+FIRST |= {"first epoch, RandomResizedCrop": random_crop}
+KEPT = "codec='jpeg', 256 px in memory, RandomCrop"
+CROPPED, RESIZED = VANILLA
+AGAINST = {
+    "storage='none', RandomResizedCrop": {CROPPED: "3.8 x", BARE: "1.25 x"},
+    "first epoch, Resize, CenterCrop": {RESIZED: "2.6 x", BARE: "0.95 x"},
+    "first epoch, RandomResizedCrop": {CROPPED: "2.5 x", BARE: ""},
+}
+"""What each row is held against, and what is asked for."""
+
+
+def read_all(loader: Any) -> int:
+    return sum(len(labels) for _, labels in loader)
+
+
+def fastdata_loader(root: Path, steps: list[Any], **options: Any) -> Any:
+    dataset = ImageFolder(str(root), transforms.Compose(steps), progress=False, **options)
+    return DataLoader(dataset, batch_size=BATCH, shuffle=True, num_workers=usable_cores())
+
+
+def decode_all(paths: list[str]) -> int:
+    import simplejpeg
+
+    def decode(path: str) -> None:
+        simplejpeg.decode_jpeg(Path(path).read_bytes())
+
+    with ThreadPoolExecutor(usable_cores()) as pool:
+        return len(list(pool.map(decode, paths)))
+
+
+def measure(name: str, root: Path) -> float:
+    """Images a second of one round; files are in the page cache, and modules are imported."""
+    if name == BARE:
+        paths = [path for path, _ in datasets.ImageFolder(str(root)).samples]
+        decode_all(paths[:100])
+        action = partial(decode_all, paths)
+    elif name in VANILLA:
+        originals = datasets.ImageFolder(str(root), transforms.Compose(VANILLA[name]()))
+        loader = vanilla_loader(originals, BATCH, usable_cores())
+        for _ in zip(range(2), loader, strict=False):
+            pass
+        action = partial(read_all, loader)
+    elif name in FIRST:
+        with ImageFolder(str(root), transforms.Compose(FIRST[name]()), storage="none", progress=False) as warm:
+            warm.__getitems__([0, 1])
+
+        def action() -> int:
+            return read_all(fastdata_loader(root, FIRST[name]()))
+
+    elif name == KEPT:
+        steps = [transforms.RandomCrop(SIDE_PX), transforms.RandomHorizontalFlip(), *last_steps()]
+        loader = fastdata_loader(root, steps, storage="compressed", codec="jpeg", resize=(256, 256))
+        read_all(loader)
+        action = partial(read_all, loader)
+    else:
+        loader = fastdata_loader(root, UNKEPT[name](), storage="none")
+        next(iter(loader))
+        action = partial(read_all, loader)
+    begun = time.perf_counter()
+    return action() / (time.perf_counter() - begun)
+
+
+def in_process(name: str, root: Path, tree: str = "") -> float:
+    environment = os.environ | ({"PYTHONPATH": tree} if tree else {})
+    command = [sys.executable, __file__, "--measure", name, "--images", str(root)]
+    return float(subprocess.check_output(command, env=environment).split()[-1])
+
+
+def rows_of(root: Path, before: str, rounds: int, chosen: list[str]) -> Iterator[Row]:
+    names = [name for name in (*UNKEPT, *FIRST, KEPT) if any(word in name for word in chosen)]
+    competitors = {name: partial(in_process, name, root) for name in (BARE, *VANILLA, *names)}
+    if before:
+        competitors |= {f"{name}: before": partial(in_process, name, root, before) for name in names}
+    figures = in_turns(competitors, rounds)
+    for name in (BARE, *VANILLA):
+        yield Row(section="rivals", name=name, unit="images/s", rounds=figures[name])
+    for name in names:
+        row = partial(Row, section=name, unit="images/s", rounds=figures[name])
+        if before:
+            yield Row(section=name, name="before", unit="images/s", rounds=figures[f"{name}: before"])
+            yield row(name="now", against="before")
+        else:
+            yield row(name="now")
+        for rival, target in AGAINST.get(name, {}).items():
+            yield Row(section=name, name=rival, unit="images/s", rounds=figures[rival])
+            yield row(name=f"now, beside {rival}", against=rival, target=target)
+
+
+def main() -> None:
+    options = parser(__doc__ or "")
+    options.add_argument("--count", type=int, default=2000, help="files, copied as often as needed")
+    options.add_argument("--before", default="", help="a tree of fastdata to compare with")
+    options.add_argument("--rows", nargs="+", default=["storage", "first", "codec"], help="words of rows' names")
+    options.add_argument("--measure", help="one round of one row, in this process")
+    args = options.parse_args()
+    if args.measure:
+        print(measure(args.measure, args.images))
+        return
+    with class_folders(args.images, count=args.count) as (root, words):
+        rows = list(rows_of(root, args.before, args.rounds, args.rows))
+    print_rows(rows)
+    save_rows(rows, args.json, images=words, batch_size=BATCH, count=args.count)
+
+
+if __name__ == "__main__":
+    main()
