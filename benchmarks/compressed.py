@@ -75,7 +75,7 @@ def encoded_of(dataset: Any) -> list[bytes]:
 
 
 def jpeg(root: Path, rounds: int) -> list[Row]:
-    """Re-encoded as JPEG: against Pillow on one core over the same bytes, with simplejpeg and without."""
+    """Re-encoded as JPEG: against Pillow on one core over the same bytes, by the core and by Pillow alone."""
     rows: list[Row] = []
     for codec, name in ((JpegCodec(), "quality 92, 4:4:4"), (JpegCodec(quality=90, subsampling="4:2:0"), "90, 4:2:0")):
         section = f"codec='jpeg', {name}: {CROP_PX} crop + flip of {SIDE_PX}x{SIDE_PX}, uint8, batch {BATCH}"
@@ -83,8 +83,8 @@ def jpeg(root: Path, rounds: int) -> list[Row]:
             cores = usable_cores()
             ours = epoch_rate(loader_of(kept, BATCH, cores), ROUND_S)
             competitors = {"Pillow alone, one core": decode_alone(open_with_pillow, encoded_of(kept))}
-            competitors[f"fastdata without simplejpeg, {cores} workers"] = partial(without_simplejpeg, ours)
-            if planar.simplejpeg is not None:
+            competitors[f"fastdata, by Pillow alone, {cores} workers"] = partial(without_libjpeg, ours)
+            if planar.open_libjpeg()[0] is not None:
                 competitors[f"fastdata, {cores} workers"] = ours
             rates = in_turns(competitors, rounds)
             raw_bytes = len(kept) * 3 * SIDE_PX * SIDE_PX
@@ -100,12 +100,12 @@ def jpeg(root: Path, rounds: int) -> list[Row]:
     return rows
 
 
-def without_simplejpeg(measure: Measure) -> float:
-    binding, planar.simplejpeg = planar.simplejpeg, None
+def without_libjpeg(measure: Measure) -> float:
+    opened, planar.open_libjpeg = planar.open_libjpeg, lambda: (None, "left out")
     try:
         return measure()
     finally:
-        planar.simplejpeg = binding
+        planar.open_libjpeg = opened
 
 
 def zstd(root: Path, rounds: int) -> list[Row]:

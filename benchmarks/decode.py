@@ -1,7 +1,8 @@
 """What does decoding cost: an epoch of files that are kept nowhere, a first epoch, and kept JPEG, beside bare decoding?
 
 Each figure is of a process of its own, in turns; with ``--before`` another tree of fastdata takes part. Bare decoding
-is simplejpeg's, in as many threads as there are cores, of whole images, which are thrown away.
+is simplejpeg's, in as many threads as there are cores, of whole images, which are thrown away. ``--cpu`` counts CPU
+time, times the cores, in place of time: for a machine that is busy with other work.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from _helper import Row, class_folders, datasets, in_turns, parser, print_rows, save_rows, transforms, vanilla_loader
+from _helper import Row, class_folders, datasets, parser, print_rows, save_rows, transforms, vanilla_loader
 from fastdata import DataLoader, ImageFolder
 from fastdata.memory import usable_cores
 from recipes import BATCH, RECIPES, SIDE_PX, crop_and_flip, last_steps
@@ -68,7 +69,7 @@ def decode_all(paths: list[str]) -> int:
         return len(list(pool.map(decode, paths)))
 
 
-def measure(name: str, root: Path) -> float:
+def measure(name: str, root: Path, *, by_cpu: bool) -> float:
     """Images a second of one round; files are in the page cache, and modules are imported."""
     if name == BARE:
         paths = [path for path, _ in datasets.ImageFolder(str(root)).samples]
@@ -76,9 +77,10 @@ def measure(name: str, root: Path) -> float:
         action = partial(decode_all, paths)
     elif name in VANILLA:
         originals = datasets.ImageFolder(str(root), transforms.Compose(VANILLA[name]()))
-        loader = vanilla_loader(originals, BATCH, usable_cores())
-        for _ in zip(range(2), loader, strict=False):
-            pass
+        loader = vanilla_loader(originals, BATCH, 0 if by_cpu else usable_cores())
+        originals[0]
+        if not by_cpu:  # workers persist
+            next(iter(loader))
         action = partial(read_all, loader)
     elif name in FIRST:
         with ImageFolder(str(root), transforms.Compose(FIRST[name]()), storage="none", progress=False) as warm:
@@ -96,33 +98,38 @@ def measure(name: str, root: Path) -> float:
         loader = fastdata_loader(root, UNKEPT[name](), storage="none")
         next(iter(loader))
         action = partial(read_all, loader)
-    begun = time.perf_counter()
-    return action() / (time.perf_counter() - begun)
+    wall_s, cpu_s = time.perf_counter(), sum(os.times()[:4])
+    done = action()
+    wall_s, cpu_s = time.perf_counter() - wall_s, sum(os.times()[:4]) - cpu_s
+    return done / (cpu_s / usable_cores() if by_cpu else wall_s)
 
 
-def in_process(name: str, root: Path, tree: str = "") -> float:
+def in_process(name: str, root: Path, by_cpu: bool, tree: str = "") -> float:
     environment = os.environ | ({"PYTHONPATH": tree} if tree else {})
-    command = [sys.executable, __file__, "--measure", name, "--images", str(root)]
+    command = [sys.executable, __file__, "--measure", name, "--images", str(root), *["--cpu"] * by_cpu]
     return float(subprocess.check_output(command, env=environment).split()[-1])
 
 
-def rows_of(root: Path, before: str, rounds: int, chosen: list[str]) -> Iterator[Row]:
+def rows_of(root: Path, before: str, rounds: int, chosen: list[str], *, by_cpu: bool) -> Iterator[Row]:
     names = [name for name in (*UNKEPT, *FIRST, KEPT) if any(word in name for word in chosen)]
-    competitors = {name: partial(in_process, name, root) for name in (BARE, *VANILLA, *names)}
+    competitors = {name: partial(in_process, name, root, by_cpu) for name in (BARE, *VANILLA, *names)}
     if before:
-        competitors |= {f"{name}: before": partial(in_process, name, root, before) for name in names}
-    figures = in_turns(competitors, rounds)
+        competitors |= {f"{name}: before": partial(in_process, name, root, by_cpu, before) for name in names}
+    figures: dict[str, list[float]] = {name: [] for name in competitors}
+    for _ in range(rounds):
+        for name, take in competitors.items():
+            figures[name].append(take())
     for name in (BARE, *VANILLA):
-        yield Row(section="rivals", name=name, unit="images/s", rounds=figures[name])
+        yield Row(section="rivals", name=name, unit="images/s", rounds=tuple(figures[name]))
     for name in names:
-        row = partial(Row, section=name, unit="images/s", rounds=figures[name])
+        row = partial(Row, section=name, unit="images/s", rounds=tuple(figures[name]))
         if before:
-            yield Row(section=name, name="before", unit="images/s", rounds=figures[f"{name}: before"])
+            yield Row(section=name, name="before", unit="images/s", rounds=tuple(figures[f"{name}: before"]))
             yield row(name="now", against="before")
         else:
             yield row(name="now")
         for rival, target in AGAINST.get(name, {}).items():
-            yield Row(section=name, name=rival, unit="images/s", rounds=figures[rival])
+            yield Row(section=name, name=rival, unit="images/s", rounds=tuple(figures[rival]))
             yield row(name=f"now, beside {rival}", against=rival, target=target)
 
 
@@ -131,15 +138,17 @@ def main() -> None:
     options.add_argument("--count", type=int, default=2000, help="files, copied as often as needed")
     options.add_argument("--before", default="", help="a tree of fastdata to compare with")
     options.add_argument("--rows", nargs="+", default=["storage", "first", "codec"], help="words of rows' names")
+    options.add_argument("--cpu", action="store_true", help="count CPU time")
     options.add_argument("--measure", help="one round of one row, in this process")
     args = options.parse_args()
     if args.measure:
-        print(measure(args.measure, args.images))
+        print(measure(args.measure, args.images, by_cpu=args.cpu))
         return
     with class_folders(args.images, count=args.count) as (root, words):
-        rows = list(rows_of(root, args.before, args.rounds, args.rows))
+        rows = list(rows_of(root, args.before, args.rounds, args.rows, by_cpu=args.cpu))
     print_rows(rows)
-    save_rows(rows, args.json, images=words, batch_size=BATCH, count=args.count)
+    measured = "CPU time, times the cores" if args.cpu else "time"
+    save_rows(rows, args.json, images=words, batch_size=BATCH, count=args.count, measured=measured)
 
 
 if __name__ == "__main__":

@@ -313,7 +313,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--codec", choices=codecs, default="auto", help="default: auto, which is raw where the disk has room")
     on_error = "what to do with a file that is no image; default: %(default)s"
     add("--on-error", choices=("raise", "skip"), default="raise", help=on_error)
-    add("--fast-decode", action="store_true", help="about twice as fast, slightly other pixels")
     add("--num-workers", type=_positive, metavar="N", help="processes; by default all usable cores")
     engines = "what prepares: this machine, or a Ray cluster (extra: ray); default: %(default)s"
     add("--engine", choices=("local", "ray"), default="local", help=engines)

@@ -112,7 +112,8 @@ class DatasetOptions(TypedDict, total=False):
         batch_ops: ``"auto"`` (default) runs known random transforms on whole batches, with fastdata's own draws;
             ``"off"`` runs them per sample exactly as written.
         on_error: ``"raise"`` (default), or ``"skip"`` to leave out samples that cannot be prepared, with one warning.
-        num_workers: processes that prepare; default: all usable cores.
+        num_workers: threads that prepare, or processes where code of your own reads or prepares samples; default: all
+            usable cores.
         cache_dir: folder that keeps prepared samples for the next run, which maps them into memory and prepares only
             those whose file has changed since. The page cache holds one copy for all workers, ranks and runs. It is
             found by the prepare part, the codec and the files (relative path, size, time); any number of datasets may

@@ -220,8 +220,8 @@ def _libraries() -> Iterator[Check]:
     level = "-" if obstacle else Path(core.load()._name).stem[-1]
     is_x86 = platform.machine() in ("x86_64", "AMD64")
     yield check_core(f"for x86-64-v{level}" if is_x86 else f"for {platform.machine()}", obstacle)
-    turbo, obstacle = images.jpeg_support()
-    yield check_jpeg(pillow=_version("pillow") or "-", turbo=turbo, obstacle=obstacle)
+    turbo, problem = images.libjpeg_version(), images.jpeg_obstacle()
+    yield check_jpeg(pillow=_version("pillow") or "-", turbo=turbo, obstacle=problem)
     problem = ""
     try:
         importlib.import_module("torchvision")

@@ -257,11 +257,17 @@ def open_libjpeg() -> tuple[core.Jpeg | None, str]:
         return None, str(obstacle)
 
 
-def jpeg_support() -> tuple[str | None, str]:
-    """The version of PIL's libjpeg-turbo, None if it has another libjpeg; and why PIL decodes alone, if it does."""
+def jpeg_obstacle() -> str:
+    """Why PIL decodes alone; empty where the core does."""
+    return open_libjpeg()[1]
+
+
+def libjpeg_version() -> str | None:
+    """Of PIL's libjpeg-turbo; None if it has another libjpeg."""
     from PIL import features
 
-    return features.version_feature("libjpeg_turbo"), open_libjpeg()[1]
+    version: str | None = features.version_feature("libjpeg_turbo")
+    return version
 
 
 def load_image(path: str | os.PathLike[str]) -> Image.Image:
@@ -319,7 +325,10 @@ class OpenedImages:
         sources_B: where the images lie.
         shapes_B3: channels, height and width of each, as it is served; 0 where there are no pixels.
         files: what the core decodes.
+        is_interleaved: whether pixels are (H, W, C), not (C, H, W).
     """
+
+    is_interleaved = True
 
     def __init__(
         self, files: Sequence[bytes | memoryview], by_pillow: Callable[[int], Array | None], *, upright: bool = False
@@ -359,6 +368,28 @@ class OpenedImages:
         opened.shapes_B3 = np.ascontiguousarray(shapes_B3[:, (2, 0, 1)])
         return opened
 
+    @classmethod
+    def stored(
+        cls,
+        sources_B: npt.NDArray[np.int64],
+        sizes_B: npt.NDArray[np.int64],
+        shapes_B3: npt.NDArray[np.int32],
+        read: Callable[[int], Array],
+    ) -> OpenedImages:
+        """JPEG files of these shapes in memory that stays; ``read`` gives (C, H, W) of one that is not in order."""
+        opened = cls([], read)
+        jpeg, obstacle = open_libjpeg()
+        if jpeg is None:
+            raise OSError(obstacle)
+        found_B3, turns_B = core.jpeg_headers(sources_B, sizes_B)
+        turns_B[:] = 1
+        opened._kept, opened.is_interleaved = [sources_B] * len(sources_B), False
+        opened.sources_B, opened.shapes_B3 = sources_B.copy(), shapes_B3
+        opened.files = core.Files(jpeg, sizes_B.copy(), turns_B)
+        for b in np.flatnonzero((found_B3 != shapes_B3).any(axis=1)).tolist():
+            opened.leave_to_pillow(b)
+        return opened
+
     def leave_to_pillow(self, b: int) -> None:
         """Have image ``b`` decoded by PIL, or raise what is wrong with it."""
         if self.files is not None:
@@ -369,7 +400,7 @@ class OpenedImages:
             return
         self._kept[b] = pixels
         self.sources_B[b] = pixels.__array_interface__["data"][0]
-        self.shapes_B3[b] = pixels.shape[2], *pixels.shape[:2]
+        self.shapes_B3[b] = (pixels.shape[2], *pixels.shape[:2]) if self.is_interleaved else pixels.shape
 
 
 def addresses_of(arrays: Sequence[Array]) -> npt.NDArray[np.int64]:

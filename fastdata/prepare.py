@@ -45,6 +45,7 @@ from fastdata.images import (
     decoder_of,
     is_image,
     is_pil,
+    jpeg_obstacle,
     mode_of,
     present,
     to_stored,
@@ -226,6 +227,8 @@ def read_path(source: Source, steps: tuple[Callable[[Any], Any], ...], *, pixels
         if is_known and obstacle is not None:
             log.info("Pillow prepares the images, which takes longer: %s", obstacle)
         elif is_known:
+            if jpeg_obstacle():
+                log.info("Pillow decodes the images, whole, which takes longer: %s", jpeg_obstacle())
             spec = SampleSpec(shape=None, dtype="uint8", form="pil")
             loader, steps = PlanesLoader(Program(plan.batch_ops, spec).prepare, upright), ()
             open_bytes = loader.decode

@@ -16,12 +16,14 @@ import pytest
 import torch
 from PIL import Image, ImageFile, ImageOps
 
-from fastdata import images
+from fastdata import DataLoader, ImageFolder, images
 from fastdata.errors import SampleError, sample_error
 from fastdata.images import Resize, decode_image, load_image, present, to_pil, to_stored, without_exif
 
 folder = pytest.importorskip("torchvision.datasets.folder", reason="the reference is torchvision's")
 functional = pytest.importorskip("torchvision.transforms.functional", reason="the reference is torchvision's")
+
+transforms = pytest.importorskip("torchvision.transforms")
 
 pil_loader = folder.pil_loader
 
@@ -196,6 +198,16 @@ def test_the_core_decodes_ordinary_jpeg(name: str, decoded: bool, monkeypatch: p
     monkeypatch.setattr(ImageFile.ImageFile, "load", lambda image: loaded.append(image) or load(image))
     decode_image(data)
     assert (not loaded) == decoded
+
+
+def test_a_report_says_where_pillow_decodes(image_folder: Any, road: str) -> None:
+    """Without a shared libjpeg-turbo batches are the same, and report() says why they take longer."""
+    steps = transforms.Compose([transforms.CenterCrop(5), transforms.PILToTensor()])
+    with ImageFolder(image_folder(), steps, storage="none", progress=False) as dataset:
+        path = DataLoader(dataset, batch_size=6).report().path
+        assert ("of files that Pillow decodes whole (none)" in path) == (road == "pil")
+        wanted = [transforms.PILToTensor()(steps.transforms[0](pil_loader(path))) for path, _ in dataset.samples]
+        assert torch.equal(dataset.__getitems__(range(6)).stacked[0], torch.stack(wanted))
 
 
 # Resizing

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from PIL import Image
 
-from fastdata import CachedDataset
+from fastdata import CachedDataset, ImageFolder
 from fastdata.errors import CacheError, IngestError, MemoryBudgetError, SampleError
 
 PARENT = os.getpid()
@@ -66,6 +67,22 @@ def test_each_sample_is_prepared_once_and_by_every_worker() -> None:
         makers = {int(sample[0]) for sample, _ in dataset}
     assert len(makers) == 2
     assert PARENT not in makers
+
+
+def open_image(path: str) -> Image.Image:
+    return Image.open(path).convert("RGB")
+
+
+@pytest.mark.parametrize("loader", [None, open_image])
+def test_files_that_fastdata_decodes_are_prepared_by_threads(
+    image_folder: Any, loader: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No process is forked for them; for a loader of the user's own the processes are as many as asked for."""
+    root, fork, forked = image_folder(per_class=40), os.fork, []
+    monkeypatch.setattr(os, "fork", lambda: forked.append(1) or fork())
+    with ImageFolder(root, loader=loader, num_workers=2, fill="eager", progress=False) as dataset:
+        assert len({np.asarray(image).tobytes() for image, _ in dataset}) == 80
+    assert len(forked) == (0 if loader is None else 2)
 
 
 class Failing:
@@ -174,7 +191,7 @@ def test_a_full_disk_is_no_samples_fault(tmp_path: Any) -> None:
 SCRIPT = """
     import sys, time
     import numpy as np
-    from fastdata import CachedDataset
+    from fastdata import CachedDataset, ImageFolder
 
     def slow(sample):
         time.sleep(0.05)
@@ -218,7 +235,7 @@ def test_ctrl_c_in_the_middle_of_a_fork_is_not_lost() -> None:
     script = """
         import os, signal
         import numpy as np
-        from fastdata import CachedDataset
+        from fastdata import CachedDataset, ImageFolder
         os.register_at_fork(after_in_parent=lambda: os.kill(os.getpid(), signal.SIGINT))
         CachedDataset([(np.zeros(3, np.uint8), 0)] * 1000, num_workers=2, progress=False)
     """
@@ -233,7 +250,7 @@ def test_a_daemonic_process_prepares_with_threads() -> None:
     script = """
         import multiprocessing, os, threading
         import numpy as np
-        from fastdata import CachedDataset
+        from fastdata import CachedDataset, ImageFolder
         from fastdata.errors import SampleError
 
         def work():

@@ -22,6 +22,7 @@ from fastdata.batch import DrawKey, collate
 from fastdata.dataset import PreparedDataset
 from fastdata.describe import draws_nothing
 from fastdata.errors import kind_of
+from fastdata.images import jpeg_obstacle
 from fastdata.loader import epochs
 from fastdata.loader.epochs import HELD_BY_USER, Counted, Engine, Tally, TorchView
 from fastdata.loader.resume import Checkpoints, LoaderEpochs, Progress, length_of, undisturbed
@@ -349,6 +350,8 @@ class DataLoader(_TorchLoader[_T_co]):
         if served is None or served.dataset.batch_obstacle is not None:
             serves = "samples one by one" + (f" ({served.dataset.batch_obstacle})" if served else "")
             most = count  # more threads than cores read ahead where reading waits for a disk or a network
+        elif getattr(served.dataset, "kept", True) is None and jpeg_obstacle():
+            serves += f" of files that Pillow decodes whole ({jpeg_obstacle()})"
         if count == 0:
             return Engine(kind="thread", path=f"{serves}, read in the training loop: num_workers=0")
         threads = min(count, most)
