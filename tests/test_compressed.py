@@ -82,6 +82,24 @@ def test_samples_of_many_shapes_are_kept(image_folder: Folder, codec: str) -> No
         assert {ours[i][0].size for i in range(8)} == {(12, 10), (9, 14)}
 
 
+@pytest.mark.parametrize("steps", TRANSFORMS[1:4])
+def test_a_crop_of_kept_jpeg_is_that_of_the_whole(image_folder: Folder, steps: Any) -> None:
+    """Only the box is decoded, in memory and on disk, and the batch is the one of the decoded samples."""
+    root = image_folder(per_class=5, size=(73, 51))
+    kept: dict[str, Any] = {"storage": "compressed", "codec": "jpeg", "resize": (40, 57), "progress": False}
+    on_disk = kept | {"storage": "disk", "cache_dir": root.parent / "cache"}
+    with ImageFolder(root, **kept) as whole, ImageFolder(root, v1.Compose(steps), **on_disk) as disk:
+        decoded = [(image, 0) for image, _ in whole]
+        raw = CachedDataset(decoded, transform=v1.Compose(steps), progress=False)
+        with raw, whole.with_transform(v1.Compose(steps)) as ours:
+            for dataset in (ours, disk):
+                torch.manual_seed(0)
+                found = _batches(dataset)
+                torch.manual_seed(0)
+                expected = _batches(raw)
+                assert all(map(torch.equal, found, expected))
+
+
 def test_jpeg_is_close_and_called_lossy(image_folder: Folder) -> None:
     """The lossy codec keeps smooth images to a few levels and says what it is."""
     root = image_folder(size=(64, 48))

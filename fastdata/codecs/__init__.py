@@ -317,6 +317,8 @@ class JpegCodec:
 
     name: ClassVar[str] = "jpeg"
     lossless: ClassVar[bool] = False
+    makes_jpeg_files: ClassVar[bool] = True
+    """The core decodes what is served of them."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.quality <= 95:

@@ -9,6 +9,10 @@
 #include <setjmp.h>
 #include <string.h>
 
+#if defined(__SSSE3__)
+#include <tmmintrin.h>
+#endif
+
 enum { SOI = 0xD8, EOI, SOS, DQT, DRI = 0xDD, APP0 = 0xE0, APP1, APP14 = 0xEE, APP15, COM = 0xFE };
 enum { SOF0 = 0xC0, SOF2 = 0xC2, DHT = 0xC4, RST0 = 0xD0, RST7 = 0xD7 };
 enum { ROWS = 16, LEAST_COLUMNS = 32 }; /* asked for at once */
@@ -231,19 +235,36 @@ static bool has_parts(const Head *head) {
     return true;
 }
 
-/* Put what was read of a row into its place. */
-static void spread(const uint8_t *restrict row, const Image *out, int64_t y) {
+/* Which of 48 bytes, three pixels of colour after each other, are those of a plane: by vector, 0x80 for none. */
+typedef uint8_t Places[3][3][16];
+
+static void find_places(Places places) {
+    memset(places, 0x80, sizeof(Places));
+    for (int i = 0; i < 48; i++) places[i % 3][i / 16][i / 3] = (uint8_t)(i % 16);
+}
+
+/* Put what was read of a row into its place: 16 pixels at a time take a third of the time. */
+static void spread(const uint8_t *restrict row, const Image *out, int64_t y, const Places places) {
     uint8_t *restrict to = out->data + y * out->row;
-    if (out->pixel == out->channels) {
+    if (out->pixel == out->channels || out->channels == 1) {
         memcpy(to, row, (size_t)(out->channels * (int64_t)out->width));
         return;
     }
-    if (out->channels == 1) {
-        memcpy(to, row, (size_t)out->width);
-        return;
+    int64_t x = 0;
+#if defined(__SSSE3__)
+    for (; x + 16 <= out->width; x += 16) {
+        const __m128i *from = (const __m128i *)(row + 3 * x);
+        const __m128i v[] = {_mm_loadu_si128(from), _mm_loadu_si128(from + 1), _mm_loadu_si128(from + 2)};
+        for (int c = 0; c < 3; c++) {
+            __m128i plane = _mm_setzero_si128();
+            for (int i = 0; i < 3; i++)
+                plane = _mm_or_si128(plane, _mm_shuffle_epi8(v[i], _mm_loadu_si128((const __m128i *)places[c][i])));
+            _mm_storeu_si128((__m128i *)(to + c * out->plane + x), plane);
+        }
     }
-    uint8_t *restrict second = to + out->plane, *restrict third = second + out->plane;
-    for (int64_t x = 0; x < out->width; x++) to[x] = row[3 * x], second[x] = row[3 * x + 1], third[x] = row[3 * x + 2];
+#endif
+    for (int c = 0; c < 3; c++)
+        for (int64_t k = x; k < out->width; k++) to[c * out->plane + k] = row[3 * k + c];
 }
 
 bool decode(const Jpeg *jpeg, const uint8_t *file, int64_t size, int32_t height, int32_t width, int32_t top,
@@ -251,6 +272,8 @@ bool decode(const Jpeg *jpeg, const uint8_t *file, int64_t size, int32_t height,
     Decoder decoder;
     Head *const head = &decoder.head;
     unsigned char *rows[ROWS];
+    Places places;
+    find_places(places);
     prepare(&decoder, jpeg);
     if (setjmp(decoder.refused)) {
         jpeg->destroy(&decoder);
@@ -284,7 +307,7 @@ bool decode(const Jpeg *jpeg, const uint8_t *file, int64_t size, int32_t height,
     const int64_t end = (int64_t)top + out->height, before = (left - (int64_t)first) * out->channels;
     for (int64_t y = head->out_row, read; y < end; y += read) {
         read = jpeg->read(&decoder, rows, (unsigned)(end - y < ROWS ? end - y : ROWS));
-        for (int64_t k = y < top ? top - y : 0; k < read; k++) spread(rows[k] + before, out, y + k - top);
+        for (int64_t k = y < top ? top - y : 0; k < read; k++) spread(rows[k] + before, out, y + k - top, places);
         if (!read) refuse(&decoder);
     }
     /* The bits that were fetched last may have ended with the marker. */

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import numpy as np
 
-from fastdata.images import SampleSpec, SourceDecoder
+from fastdata.images import SampleSpec, SourceDecoder, open_libjpeg
 from fastdata.shared import ArrayBlock, Block
 from fastdata.stores.files import Bytes, DiskFile
 
@@ -146,6 +146,12 @@ class FileStore(Store):
         addresses_B: np.ndarray = self._addresses[self._of[index_B]] + self._offsets[index_B]
         return addresses_B
 
+    def jpeg_files(self, index_B: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+        """Addresses and sizes of the chosen samples, int64 (B,), where the core decodes them; else None."""
+        if not getattr(self._decoder, "makes_jpeg_files", False) or open_libjpeg()[0] is None:
+            return None
+        return FileStore.addresses(self, index_B), self._sizes[index_B]
+
     def read(self, index: int) -> np.ndarray:
         if not self.gives_views:
             return super().read(index)
@@ -237,6 +243,10 @@ class DiskStore(FileStore):
     def addresses(self, index_B: np.ndarray) -> np.ndarray:
         self.check(index_B)
         return super().addresses(index_B)
+
+    def jpeg_files(self, index_B: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+        self.check(index_B)
+        return super().jpeg_files(index_B)
 
     def check(self, index_B: np.ndarray) -> None:
         """Hold those samples that were not read before against their checksums."""

@@ -200,6 +200,12 @@ class Program:
             sources_B = addresses(index_B) if addresses else addresses_of(kept)
             _call(calls, sources_B, shapes_B3, rows_B=rows_B)
             return calls[0].out
+        files = getattr(store, "jpeg_files", lambda _: None)(index_B)
+        if files is not None:
+            sources_B, sizes_B = files
+            images = OpenedImages.stored(sources_B, sizes_B, shapes_B3, lambda b: store.read(int(index_B[b])))
+            _call_images(calls, images, rows_B)
+            return calls[0].out
         decoded = [self._scratch.take(f"decoded {b % _AHEAD}", store.shape(i)) for b, i in enumerate(index_B.tolist())]
         sources_B = addresses_of(decoded)
         for first in range(0, len(decoded), _AHEAD):  # a few at a time, while their pixels are in the cache
@@ -261,7 +267,12 @@ def _call(calls: Sequence[_Call], sources_B: Int64s, shapes_B3: Int32s, **which:
 def _call_images(calls: Sequence[_Call], images: OpenedImages, rows_B: Int64s | None = None) -> None:
     first = 0
     while True:
-        where: dict[str, Any] = {"files": images.files, "interleaved": True, "rows_B": rows_B, "first": first}
+        where: dict[str, Any] = {
+            "files": images.files,
+            "interleaved": images.is_interleaved,
+            "rows_B": rows_B,
+            "first": first,
+        }
         try:
             _call(calls, images.sources_B, images.shapes_B3, **where)
             return
