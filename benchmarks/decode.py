@@ -17,6 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from _helper import Row, class_folders, datasets, parser, print_rows, save_rows, transforms, vanilla_loader
 from fastdata import DataLoader, ImageFolder
 from fastdata.memory import usable_cores
@@ -79,7 +81,9 @@ def measure(name: str, root: Path, *, by_cpu: bool) -> float:
         originals = datasets.ImageFolder(str(root), transforms.Compose(VANILLA[name]()))
         loader = vanilla_loader(originals, BATCH, 0 if by_cpu else usable_cores())
         originals[0]
-        if not by_cpu:  # workers persist
+        if by_cpu:
+            torch.set_num_threads(1)  # those of torch that wait would count
+        else:  # workers persist
             next(iter(loader))
         action = partial(read_all, loader)
     elif name in FIRST:
