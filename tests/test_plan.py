@@ -138,7 +138,50 @@ def test_what_only_calls_steps_is_seen_through(transform: Any, prepared: list[st
     assert parts(plan_transform(transform)) == (prepared, ["RandomCrop", "ToTensor"], [])
 
 
+class Chain:
+    """A Compose of one's own."""
+
+    def __init__(self, *parts: Any) -> None:
+        self.parts, self.is_short = list(parts), False
+
+    def __call__(self, image: Any) -> Any:
+        for part in self.parts:
+            image = part(image)
+        if self.is_short:
+            return image
+        return self.parts[-1](image)
+
+
+class Generator:
+    """SimCLR's views, as its users write them."""
+
+    def __init__(self, base_transform: Any, n_views: int) -> None:
+        self.base_transform, self.n_views = base_transform, n_views
+
+    def __call__(self, x: Any) -> Any:
+        return [self.base_transform(x) for i in range(self.n_views)]
+
+
+class MoreViews(Generator):
+    def __call__(self, image: Any) -> Any:
+        crops = [self.base_transform(image)]
+        for _ in range(self.n_views):
+            crops.append(self.base_transform(image))  # noqa: PERF401
+        return crops
+
+
+def test_loops_over_steps_are_seen_through() -> None:
+    """Neither a loop, a list that grows nor a condition on a plain value hides the steps; another value counts."""
+    chain = Chain(v1.Resize(8), v1.RandomCrop(4))
+    assert parts(plan_transform(chain)) == (["Resize"], ["RandomCrop", "RandomCrop"], [])
+    chain.is_short = True
+    assert parts(plan_transform(chain)) == (["Resize"], ["RandomCrop"], [])
+    assert len(plan_transform(Generator(Reference(), 3)).views) == 3
+    assert len(plan_transform(MoreViews(Reference(), 3)).views) == 4
+
+
 LOOKED_UP, LEADING = np.arange(256), Reference()
+COUNTED = 0
 
 
 class Methods:
@@ -152,6 +195,40 @@ def careful(image: Any) -> Any:
         return LEADING(image)
     except ValueError:
         return image
+
+
+def counts(image: Any) -> Any:
+    global COUNTED
+    COUNTED += 1
+    return LEADING(image)
+
+
+def shares_a_draw(image: Any) -> Any:
+    cut = LEADING(image)
+    return [cut, LEADING(cut)]
+
+
+def looks_twice(image: Any) -> Any:
+    LEADING(image)
+    return LEADING(image)
+
+
+def asks_for_a_class(image: Any) -> Any:
+    return LEADING(image) if LEADING.__class__.__name__ == "_StandIn" else image
+
+
+def refuses(image: Any) -> Any:
+    raise RuntimeError
+
+
+class Keeps(Reference):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def __call__(self, image: Any) -> Any:
+        self.seen.append(1)
+        return self.transforms(image)
 
 
 def patched(module: torch.nn.Module) -> torch.nn.Module:
@@ -169,12 +246,20 @@ def patched(module: torch.nn.Module) -> torch.nn.Module:
         lambda image: LOOKED_UP.take(image),
         lambda image: LOOKED_UP.nothing(image),
         lambda image: Methods.of_the_class(image),
+        lambda image: LEADING(image) if image else image,
+        lambda image: [LEADING(image)] * 2,
         careful,
+        counts,
+        shares_a_draw,
+        looks_twice,
+        asks_for_a_class,
+        refuses,
+        Keeps(),
         patched(Forward()),
     ],
 )
 def test_what_does_more_than_to_call_steps_stays_as_it_is(transform: Any) -> None:
-    """A computed value, a second argument, a missing step, what catches errors or is replaced: the user's own work."""
+    """A computed value, a second argument, what catches errors, keeps something or draws once for two: the user's."""
     assert plan_transform(transform).per_sample[-1] is not None
     assert not plan_transform(transform).is_batched
 

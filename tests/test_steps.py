@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import ImageFilter
+from PIL import ImageFilter, ImageOps
 from torchvision import transforms as v1
 from torchvision.transforms import v2
 
 from fastdata.core import Code
-from fastdata.draws import draw_integers, sample_keys
+from fastdata.draws import draw_integers, draw_uniform, sample_keys
 from fastdata.transforms import plan_transform
 from fastdata.transforms.augment import draw_shares
 from fastdata.transforms.cpu import Program
@@ -780,6 +780,93 @@ def test_timm_training_transform(timm_data: Any) -> None:
     plan = plan_transform(timm_data.create_transform(224, is_training=True, **options))
     assert (plan.prepare, plan.per_sample, plan.is_batched) == ((), (), True)
     assert plan_transform(timm_data.create_transform(224, is_training=True)).is_batched
+
+
+# Published callables of PIL images
+
+
+class MoCoBlur:
+    def __init__(self, sigma: Any) -> None:
+        self.sigma = sigma
+
+    def __call__(self, x: Any) -> Any:
+        sigma = random.uniform(self.sigma[0], self.sigma[1])
+        x = x.filter(ImageFilter.GaussianBlur(radius=sigma))
+        return x  # noqa: RET504
+
+
+class VICRegBlur:
+    def __init__(self, p: float) -> None:
+        self.p = p
+
+    def __call__(self, img: Any) -> Any:
+        if np.random.rand() < self.p:
+            sigma = np.random.rand() * 1.9 + 0.1
+            return img.filter(ImageFilter.GaussianBlur(sigma))
+        else:  # noqa: RET505
+            return img
+
+
+class Solarization:
+    def __init__(self, p: float) -> None:
+        self.p = p
+
+    def __call__(self, img: Any) -> Any:
+        if random.random() < self.p:
+            return ImageOps.solarize(img)
+        else:  # noqa: RET505
+            return img
+
+
+class DINOBlur:
+    def __init__(self, p: float, radius_min: float, radius_max: float) -> None:
+        self.prob, self.radius_min, self.radius_max = p, radius_min, radius_max
+
+    def __call__(self, img: Any) -> Any:
+        do_it = random.random() <= self.prob
+        if not do_it:
+            return img
+        return img.filter(ImageFilter.GaussianBlur(radius=random.uniform(self.radius_min, self.radius_max)))
+
+
+@pytest.mark.parametrize("step", [MoCoBlur((0.1, 2.0)), VICRegBlur(0.5), DINOBlur(0.5, 0.3, 1.7), Solarization(0.5)])
+def test_published_callables(step: Any) -> None:
+    """What MoCo, VICReg and DINO write for themselves gives Pillow's pixels, by draws of their distributions."""
+    (array,) = images(1, (9, 8))
+    served = serve_many(step, array, "pil", 400)
+    key = sample_keys(SEED, EPOCH, np.arange(400))
+    p = getattr(step, "p", getattr(step, "prob", 1.0))
+    low, high = getattr(step, "sigma", (getattr(step, "radius_min", 0.1), getattr(step, "radius_max", 2.0)))
+    sigma = low + draw_uniform(key, child(0, 0), 0) * (high - low)
+    for index, is_applied in enumerate(draw_uniform(key, 0, 0) < p):
+        image = to_form(array, "pil")
+        if is_applied and isinstance(step, Solarization):
+            image = ImageOps.solarize(image)
+        elif is_applied:
+            image = image.filter(ImageFilter.GaussianBlur(float(sigma[index])))
+        assert np.array_equal(served[index], to_array(image))
+
+
+class WiderBlur(MoCoBlur):
+    def __call__(self, x: Any) -> Any:
+        sigma = random.uniform(self.sigma[0], self.sigma[1])
+        x = x.filter(ImageFilter.GaussianBlur(radius=2 * sigma))
+        return x  # noqa: RET504
+
+
+class HookedBlur(MoCoBlur):
+    def __getattribute__(self, name: str) -> Any:
+        return (3, 3) if name == "sigma" else super().__getattribute__(name)
+
+
+def test_what_is_not_quite_published_is_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another instruction, other modules behind the names, or attributes that are computed, are never passed over."""
+    assert plan_transform(MoCoBlur((1, 1))).per_sample == ()
+    assert plan_transform(v1.Compose([v1.ToTensor(), MoCoBlur((1, 1))])).per_sample
+    for step in (WiderBlur((1, 1)), HookedBlur((1, 1)), MoCoBlur((2, 1)), MoCoBlur(None)):
+        assert plan_transform(step).per_sample == (step,)
+    monkeypatch.setitem(globals(), "ImageFilter", ImageOps)
+    assert plan_transform(MoCoBlur((1, 1))).per_sample
 
 
 # What is not served

@@ -6,22 +6,20 @@ stays the user's.
 
 from __future__ import annotations
 
-import dis
-import inspect
 import math
 import sys
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from types import CodeType, FunctionType, MethodType
+from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 
 from fastdata.core import Code
-from fastdata.images import TO_RGB, Form, tensor_class
+from fastdata.images import Form, tensor_class
 from fastdata.transforms import ops as draws
 from fastdata.transforms.augment import (
     Space,
@@ -34,6 +32,7 @@ from fastdata.transforms.augment import (
     read_timm_op,
 )
 from fastdata.transforms.boxes import FORMATS, draw_clamp, draw_convert, draw_sanitize
+from fastdata.transforms.callables import DINO_BLUR, MOCO_BLUR, VICREG_BLUR, VICREG_SOLARIZATION, is_like, read_calls
 from fastdata.transforms.ops import INTERPOLATIONS, MODES, Borders, Domain, Fill, Op, child
 
 _DETERMINISTIC = frozenset({"Resize", "CenterCrop", "Grayscale", "Pad", "RGB", "Identity", "exif_transpose"})
@@ -52,9 +51,6 @@ _RANGES = {"GaussianBlur": "sigma", "JPEG": "quality", "RandomRotation": "degree
 """Those that draw from a range, and the attribute that holds it."""
 _PIL_INTERPOLATIONS = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")
 _TENSOR_INTERPOLATIONS = ("nearest", "nearest-exact", "bilinear", "bicubic")
-_IDLE = {"RESUME", "PUSH_NULL", "PRECALL", "COPY_FREE_VARS", "CACHE", "NOP", "EXTENDED_ARG"}
-"""Bytecode, of some Python or other, that neither makes a value nor takes one."""
-_VARIADIC = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS | inspect.CO_GENERATOR | inspect.CO_COROUTINE
 _MASK_DTYPES = {torch.int64: "int64", torch.int32: "int32", torch.float32: "float32", torch.uint8: "uint8"}
 _FLOATS = {torch.float32: "float32", torch.float64: "float64", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
@@ -200,94 +196,18 @@ def _called(call: Any) -> tuple[Any, ...] | None:
     function, owner = (call.__func__, call.__self__) if isinstance(call, MethodType) else (call, None)
     if not isinstance(function, FunctionType):
         kind, owner = type(call), call
-        if isinstance(call, torch.nn.Module):
-            is_usual = kind.__call__ is torch.nn.Module.__call__ and not _changed_part(call, torch.nn.Module)
-            function = kind.forward if is_usual else None
-        else:
-            function = vars(kind).get("__call__")
-    if not isinstance(function, FunctionType):
+        function = getattr(kind, "__call__", None)  # noqa: B004
+        if function is torch.nn.Module.__call__:
+            function = None if _changed_part(call, torch.nn.Module) else kind.forward
+    read = read_calls(function, owner) if isinstance(function, FunctionType) else None
+    if read is None:
         return None
-    read = _read_calls(function.__code__, owner is not None)
-    try:
-        if read is None:
-            return None
-        made, several = read
-        each = [tuple(_look_up(path, function, owner) for path in paths) for paths in several]
-    except (LookupError, TypeError, ValueError):  # a name or cell without a value, an attribute that is computed
-        return None
-    if not all(callable(step) for steps in each for step in steps):
-        return None
+    made, each = read
     if made is None:
         return each[0]
     views = Views(*each)
     views.kind = made
     return (views,)
-
-
-def _look_up(path: tuple[str, ...], function: FunctionType, owner: Any) -> Any:
-    scope, *names = path
-    if scope == "convert":
-        return TO_RGB
-    if scope == "closure":
-        cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
-        value = cells[names[0]].cell_contents
-    else:
-        value = owner if scope == "self" else function.__globals__[names[0]]
-    for name in names[scope != "self" :]:
-        held = vars(value)
-        value = held[name] if name in held else held["_modules"][name]
-    return value
-
-
-@cache
-def _read_calls(code: CodeType, is_method: bool) -> tuple[type | None, list[list[tuple[str, ...]]]] | None:
-    """Read bytecode that only hands its argument through calls: the paths of names to what it calls; else None.
-
-    There is one list of paths, or several with the type, tuple or list, in which their results are returned.
-    """
-    if code.co_argcount != 1 + is_method or code.co_kwonlyargcount or code.co_flags & _VARIADIC:
-        return None
-    if getattr(code, "co_exceptiontable", b""):  # of ``try`` and ``with``; Python 3.10 has instructions for them
-        return None
-    known: dict[str, Any] = {code.co_varnames[is_method]: []}  # what calls have made of the argument is a list of paths
-    if is_method:
-        known[code.co_varnames[0]] = ("self",)
-    stack: list[Any] = []
-    for step in dis.get_instructions(code):
-        name, value = step.opname, step.argval
-        if name in _IDLE:
-            continue
-        if name.startswith("LOAD_FAST"):
-            stack += [known.get(each) for each in (value if isinstance(value, tuple) else (value,))]
-        elif name in ("LOAD_DEREF", "LOAD_GLOBAL"):
-            stack.append(("closure" if name == "LOAD_DEREF" else "global", value))
-        elif name == "LOAD_CONST":
-            stack.append(value)
-        elif name in ("LOAD_ATTR", "LOAD_METHOD") and isinstance(stack[-1], tuple):
-            stack[-1] = (*stack[-1], value)
-        elif name in ("LOAD_ATTR", "LOAD_METHOD") and isinstance(stack[-1], list) and value == "convert":
-            stack.append("convert")
-        elif name.startswith("CALL") and step.arg == 1:
-            given, called = stack.pop(), stack.pop()
-            if isinstance(called, tuple) and isinstance(given, list):
-                stack.append([*given, called])
-            elif called == "convert" and given == "RGB":
-                stack[-1] = [*stack[-1], ("convert",)]
-            else:
-                return None
-        elif name == "STORE_FAST" and isinstance(stack[-1], list):
-            known[value] = stack.pop()
-        elif (
-            name in ("BUILD_LIST", "BUILD_TUPLE") and value == len(stack) and all(type(each) is list for each in stack)
-        ):
-            made, stack = stack, [list if name == "BUILD_LIST" else tuple]
-        elif name == "RETURN_VALUE" and isinstance(stack[-1], type):
-            return stack[-1], made
-        elif name == "RETURN_VALUE":
-            return (None, [stack[-1]]) if isinstance(stack[-1], list) else None
-        else:
-            return None
-    return None
 
 
 def fingerprint(transform: Any) -> tuple[Any, ...]:
@@ -302,7 +222,7 @@ def fingerprint(transform: Any) -> tuple[Any, ...]:
         if type(step) is Views:
             for view in step.transforms:
                 atoms.extend((Views, *fingerprint(view)))
-        elif name in _KNOWN:
+        elif name in _KNOWN or _published_values(step):
             values = getattr(step, "__dict__", {}).values()  # fastdata's own equals have slots and are frozen
             atoms.extend(values)
             for value in values:
@@ -407,6 +327,8 @@ def recognise(step: Any, at: int, state: State) -> State:
     """
     reader = (_BOX_READERS if state.kind == "boxes" and is_for_boxes(step) else READERS).get(known_name(step) or "")
     _refuse(type(step) is Views, "gives several views, which only the last step may")
+    if reader is None and _published_values(step):
+        reader = _published
     if reader is None:
         if type(step).__module__.startswith(("torchvision.transforms", "timm.data")):
             changed = _changed_part(step, type(step))
@@ -610,6 +532,31 @@ def _erasing(step: Any, at: int, state: State) -> State:
         raise UnknownStepError("erases uint8 with random values, or with others than 0 to 255")
     which = {"p": float(p), "scale": scale, "ratio": ratio, "counts": counts}
     return state.add(draws.draw_erase, at, **which, fill=fill, per_pixel=per_pixel)
+
+
+# Published callables of PIL images: the op, the range of its number, and the probability
+
+_PUBLISHED: dict[str, Callable[[Any], tuple[Code, float, float, float]]] = {
+    MOCO_BLUR: lambda held: (Code.BOX_BLUR, held.sigma[0], held.sigma[1], 1.0),
+    VICREG_BLUR: lambda held: (Code.BOX_BLUR, 0.1, 2.0, held.p),
+    VICREG_SOLARIZATION: lambda held: (Code.SOLARIZE, 128.0, 128.0, held.p),
+    DINO_BLUR: lambda held: (Code.BOX_BLUR, held.radius_min, held.radius_max, held.prob),
+}
+
+
+def _published_values(step: Any) -> Callable[[Any], tuple[Code, float, float, float]] | None:
+    return next((values for source, values in _PUBLISHED.items() if is_like(step, source)), None)
+
+
+def _published(step: Any, at: int, state: State) -> State:
+    values = _published_values(step)
+    assert values is not None
+    code, low, high, p = values(SimpleNamespace(**vars(step)))
+    _refuse(_colours(state).kind != "pil" or state.is_beside, "takes PIL images only")
+    _refuse(not 0 <= low <= high, f"blurs by {low} to {high} px")
+    number = {"code": code, "domain": "pil", "low": float(low), "high": float(high)}
+    sequence = (Op(draws.draw_value, child(at, 0), number),)
+    return state.add(draws.draw_choice, at, sequences=(sequence,), upto=(float(p),))
 
 
 # Automatic augmentation
