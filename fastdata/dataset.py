@@ -63,6 +63,7 @@ from fastdata.sources import Columns, DatasetSource, FileSource, ItemForm, Sourc
 from fastdata.stores.readers import Store, UndecodableError
 from fastdata.transforms import (
     TransformPlan,
+    Views,
     describe_steps,
     fingerprint,
     is_same,
@@ -73,7 +74,7 @@ from fastdata.transforms import (
 from fastdata.transforms.boxes import BoxProgram, boxes_obstacle
 from fastdata.transforms.cpu import Program
 from fastdata.transforms.device import device_obstacle
-from fastdata.transforms.steps import flatten, is_random, known_name
+from fastdata.transforms.steps import cure_for, flatten, is_random, known_name
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor
@@ -614,34 +615,45 @@ class PreparedDataset(Dataset[Any]):
                 f"{type(self).__name__}.{own} is called for each sample. Write what it does as transform= or "
                 "target_transform= instead."
             )
+        plan, unknown = self.plan, self.plan.first_unknown
         is_asked_for = self.options.batch_ops == "off" or self.pair_transform is not None
-        if is_asked_for or kept is None or kept.is_tuple or not self.plan.per_sample:
+        if is_asked_for or kept is None or kept.is_tuple or unknown is None:
             return ""
-        rate = self._rate_without_unknown(kept.images)
+        cure, views = cure_for(unknown)
+        rate = self._rate_without_unknown(kept.images, self._transform if views is None else views)
         cost = f" Without it one core would serve {rate:,.0f} samples/s." if rate else ""
-        return (
-            f"{self.plan.obstacle}, so that it runs in Python on each sample.{cost} Give it as prepare= if it does the "
-            "same each time, or as CudaPrefetcher(transform=) if it can take whole batches."
-        )
+        if not cure and plan.views:
+            cure = "Write steps that are served in its place: docs/served-steps.md."
+        elif not cure:
+            cure = (
+                "Give it as prepare= if it does the same each time, or as CudaPrefetcher(transform=) if it can take "
+                "whole batches."
+            )
+        return f"{plan.obstacle}, so that it runs in Python on each sample.{cost} {cure}"
 
-    def _rate_without_unknown(self, store: Store) -> float | None:
+    def _rate_without_unknown(self, store: Store, transform: Any) -> float | None:
         """Samples a second that one core serves by the steps that are known, measured on a few; None if by none."""
-        plan, shape = self.plan, store.shape(0)
-        steps = flatten(self._transform)
-        known = steps[: len(steps) - len(plan.per_sample)] + steps[len(steps) - plan.last_steps :]
+        shape, prepared = store.shape(0), len(self.plan.prepare)
         facts: dict[str, Any] = {"form": store.spec.form, "dtype": store.spec.dtype, "obstacle": core.obstacle()}
-        whole = plan_transform(known, prepared=len(plan.prepare), channels=shape[0], **facts)
-        program = Program(whole.batch_ops, store.spec) if whole.batch_ops and whole.is_batched else None
-        output = None if program is None else program.output(shape)
-        if program is None or output is None:
-            return None
-        index_B, seconds = np.arange(min(_LOOKED_AT, len(store))), []
-        out = np.empty((len(index_B), *output[0]), output[1])
-        for _ in range(2):
-            start = time.perf_counter()
-            program.run(store, index_B, 0, 0, out)
-            seconds.append(time.perf_counter() - start)
-        return len(index_B) / min(seconds)
+        facts |= {"channels": shape[0], "prepared": prepared}
+        *before, last = flatten(transform)
+        ways = [(*before, *flatten(each)) for each in last.transforms] if type(last) is Views else [(*before, last)]
+        index_B, total_s = np.arange(min(_LOOKED_AT, len(store))), 0.0
+        for steps in ways:
+            while (whole := plan_transform(steps, **facts)).per_sample:
+                at = len(steps) - len(whole.per_sample)
+                steps = (*steps[:at], *steps[at + 1 :])
+            program = Program(whole.batch_ops, store.spec) if whole.batch_ops and whole.is_batched else None
+            output = None if program is None else program.output(shape)
+            if program is None or output is None:
+                return None
+            out, seconds = np.empty((len(index_B), *output[0]), output[1]), []
+            for _ in range(2):
+                start = time.perf_counter()
+                program.run(store, index_B, 0, 0, out)
+                seconds.append(time.perf_counter() - start)
+            total_s += min(seconds)
+        return len(index_B) / total_s
 
     @property
     def device_obstacle(self) -> str | None:

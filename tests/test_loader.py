@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import ImageOps
 from torch.utils.data import (
     BatchSampler,
     ConcatDataset,
@@ -33,7 +34,7 @@ from torch.utils.data import (
 from torch.utils.data import DataLoader as TorchLoader
 from torchvision import transforms as v1
 
-from fastdata import CachedDataset, DataLoader, FastDataWarning, collate, memory
+from fastdata import CachedDataset, DataLoader, FastDataWarning, Views, collate, memory
 
 AUGMENT = v1.Compose([v1.RandomCrop((4, 3)), v1.RandomHorizontalFlip(), v1.ConvertImageDtype(torch.float32)])
 
@@ -580,6 +581,52 @@ def test_a_lost_fast_path_is_said_once() -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             list(DataLoader(dataset, batch_size=4))
+
+
+class GaussianBlur:
+    """A blur of one's own."""
+
+    def __call__(self, image: Any) -> Any:
+        return image * 1
+
+
+class Solarization:
+    def __call__(self, image: Any) -> Any:
+        return ImageOps.solarize(image, 100) if image.getbbox() else image
+
+
+class Twice:
+    """Makes two views, and more."""
+
+    def __init__(self, base_transform: Any) -> None:
+        self.base_transform = base_transform
+
+    def __call__(self, image: Any) -> Any:
+        return [self.base_transform(image), self.base_transform(image * 1)]
+
+
+LAST = [v1.RandomCrop(4), v1.ConvertImageDtype(torch.float32)]
+
+
+@pytest.mark.parametrize(
+    ("transform", "cure"),
+    [
+        (Views(*[v1.Compose([GaussianBlur(), *LAST])] * 2), r"Write torchvision\.transforms\.GaussianBlur\(23, \(0\.1"),
+        (
+            v1.Compose([v1.RandomApply([Solarization()]), *LAST]),
+            r"Write torchvision\.transforms\.RandomSolarize\(128, p\)",
+        ),
+        (Twice(v1.Compose(LAST)), r"write fastdata\.Views\(\*\[its base_transform\] \* 2\) in its place"),
+        (Views(v1.Compose([v1.Lambda(lambda image: +image), *LAST])), r"Write steps that are served in its place"),
+    ],
+)
+def test_a_lost_fast_path_names_what_would_be_served(transform: Any, cure: str) -> None:
+    """The step or the views that do the same, and what the core would serve then, measured."""
+    with (
+        _images(transform) as dataset,
+        pytest.warns(FastDataWarning, match=rf"one core would serve [\d,]+ samples/s\. .*{cure}"),
+    ):
+        DataLoader(dataset, batch_size=4).__iter__()
 
 
 class Own(CachedDataset):

@@ -559,6 +559,33 @@ def _published(step: Any, at: int, state: State) -> State:
     return state.add(draws.draw_choice, at, sequences=(sequence,), upto=(float(p),))
 
 
+_INSTEAD_OF = {
+    "gaussianblur": "torchvision.transforms.GaussianBlur(23, (0.1, 2.0)), its kernel a tenth of the side,",
+    "solarization": "torchvision.transforms.RandomSolarize(128, p)",
+    "solarize": "torchvision.transforms.RandomSolarize(128, p)",
+    "equalize": "torchvision.transforms.RandomEqualize(p)",
+}
+
+
+def cure_for(step: Any) -> tuple[str, Views | None]:
+    """What to write in the place of a step that is not served, as far as its names tell; and the views it may hold."""
+    inner = step.transforms if known_name(step) in _OF_STEPS else ()
+    for part in (step, *flatten(tuple(inner))):
+        kind: Any = type(part)
+        called = part if isinstance(part, FunctionType) else kind.__call__
+        words = {kind.__name__, *(called.__code__.co_names if isinstance(called, FunctionType) else ())}
+        names = {word.lower() for word in words}
+        found = next((served for name, served in _INSTEAD_OF.items() if name in names), None)
+        if found:
+            return f"Write {found} in its place, which is served.", None
+    held = {name: value for name, value in getattr(step, "__dict__", {}).items() if known_name(value) == "Compose"}
+    if held and known_name(step) is None:
+        each = "*[its {}] * 2" if len(held) == 1 else ", ".join(["its {}"] * len(held))
+        views = Views(*held.values(), *(held.values() if len(held) == 1 else ()))
+        return f"If it makes views of an image, write fastdata.Views({each.format(*held)}) in its place.", views
+    return "", None
+
+
 # Automatic augmentation
 
 
