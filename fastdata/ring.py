@@ -76,8 +76,13 @@ class BatchRing:
         self._allocate = allocate or partial(np.empty, dtype=np.uint8)
         self._free: deque[_Loan | None] = deque([None] * slots)  # None: a slot whose buffer is not allocated yet
         self._loans: dict[int, _Loan] = {}  # by id
+        self._slots = slots
         self.fresh_count = 0  # how often all slots were lent and the batch got memory of its own
         self._grown_bytes: list[int] = []
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy lends memory of its own."""
+        return BatchRing, (self._slots,)
 
     @property
     def bytes_held(self) -> int:
@@ -423,6 +428,10 @@ class Arrivals:
         self.fresh_count = 0  # batches that came in torch's way, because all slots were lent or for what they hold
         self._rings: dict[str, dict[int, tuple[Place, np.ndarray]]] = {}
         self._loans: dict[tuple[str, int], _Loan] = {}  # by ring and slot
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy has mapped nothing yet."""
+        return Arrivals, ()
 
     @classmethod
     def of(cls, token: str) -> Arrivals:

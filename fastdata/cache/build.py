@@ -598,7 +598,8 @@ def _writable(cache_dir: Path, why: str) -> Iterator[None]:
             cache_dir.mkdir(parents=True, exist_ok=True)
             yield
     except OSError as problem:
-        if isinstance(problem, FastDataError) or problem.filename is None:
+        is_refused = problem.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
+        if isinstance(problem, FastDataError) or not (is_refused or problem.filename):
             raise
         shown = f"cache_dir={str(cache_dir)!r}"
         if problem.errno in (errno.ENOTDIR, errno.EEXIST):
