@@ -133,13 +133,13 @@ def open_library(folder: Path) -> ctypes.CDLL:
     file = files[max(each for each in files if each <= level)]
     library = ctypes.CDLL(str(file))
     library.fastdata_sources.restype = ctypes.c_uint32
+    if library.fastdata_sources() != zlib.crc32(b"".join(path.read_bytes() for path in sorted(folder.glob("*.[ch]")))):
+        raise OSError(f"{file} was built of other sources than those beside it: install fastdata again.")
     library.fastdata_serve.restype = ctypes.c_int64
     address, count, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
     library.fastdata_serve.argtypes = (address, count, count)
     library.fastdata_jpeg_headers.argtypes = (address, address, count, address)
     library.fastdata_jpeg_decode.argtypes = (address, address, count, number, number, number, number, address)
-    if library.fastdata_sources() != zlib.crc32(b"".join(path.read_bytes() for path in sorted(folder.glob("*.[ch]")))):
-        raise OSError(f"{file} was built of other sources than those beside it: install fastdata again.")
     return library
 
 
