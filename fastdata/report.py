@@ -14,7 +14,7 @@ from tqdm.auto import tqdm
 
 from fastdata.errors import FastDataWarning
 
-Reader = Literal["thread", "process", "inline"]
+EngineKind = Literal["thread", "process", "inline"]
 
 log = logging.getLogger("fastdata")
 
@@ -77,7 +77,7 @@ class EpochReport:
     """
 
     path: str
-    engine: Reader = "inline"
+    engine: EngineKind = "inline"
     workers: int = 0
     batches: int = 0
     samples: int = 0

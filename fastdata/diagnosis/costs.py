@@ -25,7 +25,7 @@ from fastdata.images import OpenedImages, SampleSpec
 from fastdata.loader import DataLoader
 from fastdata.memory import available_bytes, budget_bytes, format_bytes, thread_clock, usable_cores
 from fastdata.probe import EndlessOrder, Rate, apart, differs, measure_rate, rebuilt
-from fastdata.report import Reader
+from fastdata.report import EngineKind
 from fastdata.transforms import plan_transform
 from fastdata.transforms.cpu import Program
 from fastdata.transforms.steps import flatten
@@ -292,7 +292,7 @@ def examine_loader(figures: Figures, loader: Any) -> Figures:
     if not isinstance(loader, TorchDataLoader):
         why = f"{kind_of(loader)} is no torch DataLoader: what it costs to make a batch is not measured"
         return replace(figures, notes=(*figures.notes, why))
-    engine: Reader = "process" if loader.num_workers else "inline"
+    engine: EngineKind = "process" if loader.num_workers else "inline"
     engine = loader.report().engine if isinstance(loader, DataLoader) else engine
     figures = replace(figures, workers=loader.num_workers, engine=engine)
     notes, rates, trials = list(figures.notes), [], []

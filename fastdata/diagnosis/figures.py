@@ -9,7 +9,7 @@ from typing import Any, Literal
 from fastdata.bench import chart
 from fastdata.loader.view import MOSTLY_PREPARED
 from fastdata.memory import format_bytes
-from fastdata.report import Reader
+from fastdata.report import EngineKind
 
 Limit = Literal[
     "model",
@@ -95,7 +95,7 @@ class Figures:
     loader_per_s: float | None = None
     gpu_busy: float | None = None
     gpu_utilisation: float | None = None
-    engine: Reader = "inline"
+    engine: EngineKind = "inline"
     workers: int = 0
     usable_cores: int
     worker_cpu: tuple[float, ...] = ()
