@@ -71,7 +71,6 @@ from fastdata.transforms import (
     plan_transform,
     split_upright,
 )
-from fastdata.transforms.boxes import BoxProgram, boxes_obstacle
 from fastdata.transforms.cpu import Program
 from fastdata.transforms.device import device_obstacle
 from fastdata.transforms.steps import cure_for, flatten, is_random, known_name
@@ -428,7 +427,6 @@ class PreparedDataset(Dataset[Any]):
                 if decoding and all(lane.output for lane in decoding):
                     plan, lanes, beforehand = whole, decoding, ()
                     self._is_upright = upright
-        boxes = None
         if self.pair_transform is not None:
             if options.return_index:
                 raise ValueError("return_index=True goes with transform= and target_transform=, not with transforms=")
@@ -438,8 +436,6 @@ class PreparedDataset(Dataset[Any]):
                 lanes = _lanes(plan, samples.images.spec, samples.images.shape(0))
                 if plan.mask is not None:
                     lanes += _lanes(plan.mask, samples.stores[1].spec, samples.stores[1].shape(0), part=1)
-                if plan.boxes is not None:
-                    boxes = BoxProgram(plan.boxes.batch_ops, samples.table, is_pure=plan.boxes.kind == "tensor")
         plan = replace(plan, beforehand=beforehand)
         decoded = SampleSpec(shape=None, dtype="uint8", form="pil")
         lasts = tuple(Program(view.last_ops, decoded) if view.last_steps else None for view in plan.each)
@@ -452,7 +448,6 @@ class PreparedDataset(Dataset[Any]):
             plan=plan,
             lanes=lanes,
             outputs=outputs if len(outputs) == len(lanes) else None,
-            boxes=boxes,
             lasts=lasts,
             path=path,
             target_transform=self.target_transform,
@@ -474,22 +469,16 @@ class PreparedDataset(Dataset[Any]):
         kept, obstacle = self.kept, core.obstacle()
         if self.options.batch_ops == "off":
             obstacle = "batch_ops='off'"
-        if kept is None or kept.is_tuple:
-            return plan_pairs(self.pair_transform, obstacle=boxes_obstacle(None))
+        if kept is None or not kept.target_is_part:
+            return plan_pairs(self.pair_transform, obstacle="only images with a tv_tensors.Mask are served")
         image = kept.images
         size = image.shape(0)[1:]
-        how: dict[str, Any] = {"form": image.spec.form, "channels": _channels_of(image)}
-        if not kept.target_is_part:
-            obstacle = obstacle or boxes_obstacle(kept.table, image.shapes())
-            if obstacle is None and (image.spec.dtype != "uint8" or len(size) != 2):
-                obstacle = f"{image.spec.dtype} images of shape {image.shape(0)} are not served"
-            return plan_pairs(self.pair_transform, beside="boxes", obstacle=obstacle, **how)
         mask = kept.stores[1]
         if (image.spec.dtype, mask.spec.dtype, mask.spec.form) != ("uint8", "uint8", "mask"):
             obstacle = "only uint8 images with a uint8 tv_tensors.Mask are served"
         if obstacle is None and (len(size) != 2 or mask.shape(0)[:-2] not in ((), (1,))):
             obstacle = f"images of shape {image.shape(0)} and masks of {mask.shape(0)} are not served"
-        return plan_pairs(self.pair_transform, obstacle=obstacle, **how)
+        return plan_pairs(self.pair_transform, form=image.spec.form, channels=_channels_of(image), obstacle=obstacle)
 
     def _steps(self, plan: TransformPlan) -> tuple[Callable[[Any], Any], ...]:
         return (*self._first_steps, *plan.prepare)
@@ -601,7 +590,6 @@ class PreparedDataset(Dataset[Any]):
         names = [shown_class(kind).__name__ for kind in kinds]
         pairs = zip(names, self._reader.as_tensors(self._reader.room(0, None)), strict=True)
         form = ", ".join(f"{name}{tuple(each.shape[1:])} of {str(each.dtype)[6:]}" for name, each in pairs)
-        form += " with boxes" if self.plan.boxes else ""
         return form if self.item_keys is None else f"{form} in {self.item_keys}"
 
     def fallback_notice(self) -> str:
@@ -1031,7 +1019,7 @@ class CachedDataset(PreparedDataset):
             ``plan``.
         target_transform: called on each target when it is read.
         transforms: in place of both, called with sample and target together, as torchvision's: for masks and boxes. One
-            of v2's known steps, on images with a ``tv_tensors.Mask`` or ``BoundingBoxes``, runs on whole batches.
+            of v2's known steps, on images with a ``tv_tensors.Mask``, runs on whole batches.
         options: where and how samples are kept, and more: see ``fastdata.dataset.DatasetOptions``.
 
     ``CachedDataset.from_cache`` opens what ``cache_dir`` keeps without ``dataset``.

@@ -38,10 +38,10 @@ Bound = Size | str  # or "short:320" or "long:500": no side of that kind is long
 
 # Samples to stored arrays and back
 
-Form = Literal["pil", "tensor", "array", "image", "mask", "video", "boxes"]
+Form = Literal["pil", "tensor", "array", "image", "mask", "video"]
 """What a sample was before it was stored, hence what per-sample code must be given; the last are torchvision's
 ``tv_tensors``. Boxes, which have a format and a canvas besides, are never samples, only beside them."""
-_TV_TENSORS: dict[Form, str] = {"image": "Image", "mask": "Mask", "video": "Video", "boxes": "BoundingBoxes"}
+_TV_TENSORS: dict[Form, str] = {"image": "Image", "mask": "Mask", "video": "Video"}
 _WIDE_MODES = {"I;16": (1, "uint16"), "I": (1, "int32"), "F": (1, "float32")}
 _MODES = {"L": (1, "uint8"), "RGB": (3, "uint8"), "RGBA": (4, "uint8"), **_WIDE_MODES}
 """PIL's modes that can be stored -> planes and dtype; those of uint8 are named after their planes."""
@@ -142,7 +142,7 @@ def _form_of(tensor: torch.Tensor) -> Form | None:
     if kind in (torch.Tensor, torch.nn.Parameter):
         return "tensor"
     names = _TV_TENSORS if kind.__module__.startswith("torchvision.tv_tensors") else {}
-    return next((form for form, name in names.items() if name == kind.__name__ and form != "boxes"), None)
+    return next((form for form, name in names.items() if name == kind.__name__), None)
 
 
 def _pack_planes(image: Image.Image, out_CHW: Array) -> None:

@@ -41,7 +41,6 @@ from fastdata.ring import BatchRing
 from fastdata.shared import SampleTable, collate_targets
 from fastdata.sources import FileSource, IndexedKeys, ItemForm, ItemKeys, Source
 from fastdata.transforms import TransformPlan
-from fastdata.transforms.boxes import BoxProgram
 from fastdata.transforms.cpu import Program
 from fastdata.transforms.device import DeviceProgram
 
@@ -107,7 +106,6 @@ class Reader:
         table: paths and targets; None where they are asked of the source.
         plan: of the transform.
         lanes: one for each view of a sample, or for image and mask.
-        boxes: makes the targets, where the boxes in them are moved along with their image.
         lasts: of each view, run the batch ops after steps that are not known.
         path: of single samples that are kept nowhere.
         pair_transform: takes sample and target together.
@@ -125,7 +123,6 @@ class Reader:
     plan: TransformPlan
     lanes: tuple[Lane, ...]
     outputs: list[tuple[tuple[int, ...], np.dtype[Any]]] | None
-    boxes: BoxProgram | None
     lasts: tuple[Program | None, ...]
     path: ReadPath | None
     target_transform: Callable[[Any], Any] | None
@@ -165,7 +162,7 @@ class Reader:
     def emptied(self) -> Reader:
         """What is left of it once there is nothing to read any more: how it was read."""
         gone = GoneSamples(len(self.samples), self.samples.keys)
-        return replace(self, samples=gone, table=None, visits=None, boxes=None, path=None)
+        return replace(self, samples=gone, table=None, visits=None, path=None)
 
     # Whole batches
 
@@ -226,18 +223,15 @@ class Reader:
     def read_targets(self, batch: IndexBatch) -> Any:
         """What ``default_collate`` makes of the targets of a batch."""
         listed = self.table if self.kept is None else self.kept
-        if listed is None or self.target_transform is not None or self.boxes is not None:
+        if listed is None or self.target_transform is not None:
             return collate_targets(self.targets_of(batch))
         targets = listed.collated_targets(batch.positions)
         return [targets, torch.tensor(batch.positions)] if self.return_index else targets
 
     def targets_of(self, batch: IndexBatch) -> list[Any]:
-        boxes, kept, index_B = self.boxes, self.kept, batch.positions
-        if boxes is None or kept is None:
-            targets = [self._target(index) for index in index_B.tolist()]
-            return list(zip(targets, index_B.tolist(), strict=True)) if self.return_index else targets
-        height_B, width_B = np.array([kept.images.shape(index)[-2:] for index in index_B.tolist()], np.int64).T
-        return boxes.run(index_B, batch.visits, batch.seed, height_B, width_B)
+        indices = batch.positions.tolist()
+        targets = [self._target(index) for index in indices]
+        return list(zip(targets, indices, strict=True)) if self.return_index else targets
 
     def room(self, count: int, ring: BatchRing | None) -> list[np.ndarray]:
         """Memory for a whole batch of so many samples: for each view of images, or for images and masks."""
@@ -365,7 +359,7 @@ class Reader:
         """Sample and target ``k`` of a batch."""
         one, plan = slice(k, k + 1), self.plan
         samples, target = self._read(batch, k)
-        if plan.mask or plan.boxes:
+        if plan.mask:
             return self._join(samples[0], target)
         if self.pair_transform is not None:
             transformed: tuple[Any, Any] = self.pair_transform(samples[0], target)
@@ -412,8 +406,6 @@ class Reader:
             served = [image[None] for image in self._read_alone(kept, index, batch.visits[k], batch.seed)]
         if plan.mask:
             target = served.pop()[0].as_subclass(tensor_class(plan.mask.kind))
-        if plan.boxes:
-            target = self.targets_of(alone)[0]
         return [self._shown(images, view)[0] for images, view in zip(served, plan.each, strict=True)], target
 
     def _read_alone(self, kept: KeptSamples, index: int, visit: int, seed: int) -> list[torch.Tensor]:

@@ -30,7 +30,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Generic, SupportsIndex, TypeVar, overload
 
 import numpy as np
@@ -47,8 +46,6 @@ if sys.platform != "win32":
 _T = TypeVar("_T")
 _ALIGN_BYTES = 64
 _FILE_PREFIX = "fastdata-block-"
-_TV_TENSORS = "torchvision.tv_tensors"
-_PLAIN_KINDS = ("number", "tensor", "rows", "boxes")
 OPEN_FLAGS = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 
 
@@ -353,20 +350,14 @@ class PackedPaths:
 class SampleTable:
     """Paths (where samples are files), targets and class names of all samples; pickles as a handle.
 
-    Targets that are numbers, or arrays or tensors of one shape and dtype, become one array; so do tensors, or
-    ``tv_tensors.BoundingBoxes``, that differ in their first side. Tuples of one length, and dicts of the same keys that
-    have boxes among them, become a table for each of their places; all others are pickled.
+    Targets that are numbers, or arrays or tensors of one shape and dtype, become one array; so do tensors that differ
+    in their first side. Tuples of one length become a table for each of their places; all others are pickled.
     """
 
     target_kind: str
     target_places: tuple[SampleTable, ...]
-    target_keys: tuple[Any, ...]
-    """Of the places, where targets are dicts."""
-    key_of_images: Any
-    """Of the first place whose values hold tensors, arrays or images that have no columns of their own; else None."""
     _length: int
     _arrays: dict[str, np.ndarray]
-    _like: Any = None
 
     def __init__(
         self,
@@ -376,26 +367,20 @@ class SampleTable:
         class_to_idx: Mapping[str, int] | None = None,
     ) -> None:
         columns, kind = _target_columns(targets)
-        keys = tuple(targets[0]) if kind == "dict" else ()
-        each = zip(*targets, strict=True) if kind == "tuple" else ([target[key] for target in targets] for key in keys)
-        places = tuple(map(SampleTable, each)) if kind in ("tuple", "dict") else ()
+        places = tuple(map(SampleTable, zip(*targets, strict=True))) if kind == "tuple" else ()
         if paths is not None:
             packed = paths if isinstance(paths, PackedPaths) else PackedPaths.of(paths)
             prefix = np.frombuffer(packed.prefix, np.uint8)
             columns |= {"path": packed.blob, "path_ends": packed.ends, "path_prefix": prefix}
         if class_to_idx is not None:
             columns["classes"] = np.frombuffer(json.dumps(dict(class_to_idx)).encode(), np.uint8)
-        mixed = (key for key, place in zip(keys, places, strict=False) if place.target_kind not in _PLAIN_KINDS)
-        hidden = next((key for key in mixed if _hold_images([target[key] for target in targets])), None)
-        self.__setstate__((kind, len(targets), ArrayBlock(columns), places, keys, hidden))
+        self.__setstate__((kind, len(targets), ArrayBlock(columns), places))
 
     def __getstate__(self) -> tuple[Any, ...]:
-        places = self.target_places, self.target_keys, self.key_of_images
-        return self.target_kind, self._length, self._block, *places
+        return self.target_kind, self._length, self._block, self.target_places
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        self.target_kind, self._length, self._block, *places = state
-        self.target_places, self.target_keys, self.key_of_images = places
+        self.target_kind, self._length, self._block, self.target_places = state
         self._arrays = dict(self._block)
         self._prefix = self._arrays["path_prefix"].tobytes() if self.has_paths else b""
 
@@ -436,24 +421,10 @@ class SampleTable:
             return pickle.loads(self._bytes("object", index))
         if kind == "tuple":
             return tuple(place.target(index) for place in self.target_places)
-        if kind in ("dict", "rows", "boxes"):
-            return self.targets_of(np.array([index]))[0]
+        if kind == "rows":
+            return torch.from_numpy(self._rows_of(index))
         row = np.array(self._arrays["targets"][index])  # of no dimensions too
         return torch.from_numpy(row) if kind == "tensor" else row
-
-    def targets_of(self, index_B: np.ndarray, given: Mapping[Any, list[Any]] = MappingProxyType({})) -> list[Any]:
-        """The targets of a batch; where they are dicts, the values of some keys may be given."""
-        kind = self.target_kind
-        if kind == "dict":
-            places = dict(zip(self.target_keys, self.target_places, strict=True))
-            columns = [given[key] if key in given else place.targets_of(index_B) for key, place in places.items()]
-            return [dict(zip(places, values, strict=True)) for values in zip(*columns, strict=True)]
-        if kind == "rows":
-            rows, count_B = self.rows_of(index_B)
-            return list(torch.from_numpy(rows).split(count_B.tolist()))
-        if kind == "boxes":
-            return self.as_boxes(*self.rows_of(index_B), self.canvas_of(index_B), self.like.format)
-        return [self.target(index) for index in index_B.tolist()]
 
     def path(self, index: int) -> str:
         return os.fsdecode(self._prefix + self._bytes("path", index))
@@ -473,10 +444,9 @@ class SampleTable:
     def collated_targets(self, index_B: np.ndarray) -> Any:
         """What ``default_collate`` makes of the targets of a batch."""
         if self.target_places:
-            places = [place.collated_targets(index_B) for place in self.target_places]
-            return dict(zip(self.target_keys, places, strict=True)) if self.target_keys else places
-        if self.target_kind in ("rows", "boxes"):
-            return collate_targets(self.targets_of(index_B))
+            return [place.collated_targets(index_B) for place in self.target_places]
+        if self.target_kind == "rows":
+            return collate_targets([self.target(index) for index in index_B.tolist()])
         array = self.target_array()
         if array is not None:
             return torch.from_numpy(array[index_B])
@@ -484,33 +454,12 @@ class SampleTable:
         spans = zip(np.where(index_B > 0, ends[index_B - 1], 0).tolist(), ends[index_B].tolist(), strict=True)
         return collate_targets([pickle.loads(blob[start:end]) for start, end in spans])
 
-    def rows_of(self, index_B: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The rows of all of these targets, one after the other, in fresh memory; and how many each has."""
+    def _rows_of(self, index: int) -> np.ndarray:
+        """Those of one target, in fresh memory."""
         ends = self._arrays["row_ends"]
-        start_B = np.where(index_B > 0, ends[index_B - 1], 0)
-        count_B = ends[index_B] - start_B
-        before_B = np.cumsum(count_B) - count_B
-        return self._arrays["rows"][np.arange(count_B.sum()) + np.repeat(start_B - before_B, count_B)], count_B
-
-    def canvas_of(self, index_B: np.ndarray) -> np.ndarray:
-        """Height and width of the image that each sample's boxes lie in, (B, 2)."""
-        canvas_B2: np.ndarray = self._arrays["canvas"][index_B]
-        return canvas_B2
-
-    @property
-    def like(self) -> Any:
-        """No boxes, of the format of all."""
-        if self._like is None:
-            self._like = pickle.loads(self._arrays["like"].tobytes())
-        return self._like
-
-    def as_boxes(self, rows: np.ndarray, count_B: np.ndarray, canvas_B2: np.ndarray, format: Any) -> list[Any]:
-        """Boxes of each sample, which has so many of the rows."""
-        wrap, parts = sys.modules[_TV_TENSORS].wrap, torch.from_numpy(rows).split(count_B.tolist())
-        how = {"like": self.like, "format": format}
-        return [
-            wrap(part, canvas_size=tuple(size), **how) for part, size in zip(parts, canvas_B2.tolist(), strict=True)
-        ]
+        start = int(ends[index - 1]) if index else 0
+        rows: np.ndarray = self._arrays["rows"][start : int(ends[index])].copy()
+        return rows
 
     def reduced_to(self, kept: Sequence[int]) -> SampleTable:
         """The table of some samples; this one is closed."""
@@ -563,29 +512,10 @@ def _target_columns(targets: Sequence[Any] | np.ndarray | torch.Tensor) -> tuple
                 return {"targets": np.stack(arrays)}, "tensor" if isinstance(targets[0], torch.Tensor) else "array"
             if types == {torch.Tensor} and _are_rows(arrays):
                 return _rows(arrays), "rows"
-        formats = {(it.format, getattr(it, "clamping_mode", None)) for it in targets if _is_boxes(it)}
-        if len(types) == 1 and len(formats) == 1:
-            arrays = [target.numpy() for target in targets]
-            if _are_rows(arrays):
-                canvas = np.array([target.canvas_size for target in targets], np.int32)
-                none = torch.from_numpy(np.empty_like(arrays[0], shape=(0, *arrays[0].shape[1:])))
-                like = pickle.dumps(sys.modules[_TV_TENSORS].wrap(none, like=targets[0]))
-                return {**_rows(arrays), "canvas": canvas, "like": np.frombuffer(like, np.uint8)}, "boxes"
-    if types == {dict} and any(map(_is_boxes, targets[0].values())) and len({tuple(target) for target in targets}) == 1:
-        return {}, "dict"
     if types == {tuple} and targets[0] and len({len(target) for target in targets}) == 1:
         return {}, "tuple"
     blob, ends = _pack([pickle.dumps(target, protocol=5) for target in targets])
     return {"object": blob, "object_ends": ends}, "object"
-
-
-def _is_boxes(value: Any) -> bool:
-    return type(value).__name__ == "BoundingBoxes" and type(value).__module__.startswith(_TV_TENSORS)
-
-
-def _hold_images(values: Sequence[Any]) -> bool:
-    leaves = (leaf for value in values for leaf in pytree.tree_leaves(value))
-    return any(isinstance(it, (torch.Tensor, np.ndarray)) or type(it).__module__.startswith("PIL.") for it in leaves)
 
 
 def _are_rows(arrays: Sequence[np.ndarray]) -> bool:

@@ -407,7 +407,7 @@ def target_columns(table: SampleTable, chosen: np.ndarray) -> dict[str, np.ndarr
     Raises:
         ValueError: they are neither numbers, arrays of one shape, plain values that JSON keeps, nor tuples of these.
     """
-    if table.target_places and not table.target_keys:
+    if table.target_places:
         places = [target_columns(place, chosen) for place in table.target_places]
         return {name.replace(".", f".{i}.", 1): them for i, place in enumerate(places) for name, them in place.items()}
     array = table.target_array()

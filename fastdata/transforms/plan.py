@@ -18,7 +18,6 @@ from fastdata.transforms.steps import (
     Views,
     flatten,
     interpolation_name,
-    is_for_boxes,
     is_preparable,
     is_random,
     is_reforming,
@@ -51,7 +50,6 @@ class TransformPlan:
             have steps per sample of its own.
         made: of what type several views of a sample are, list or tuple.
         mask: what becomes of the mask beside an image, where one transform takes both.
-        boxes: what becomes of the boxes beside it.
         beforehand: the dataset's own ``prepare=`` and ``resize=``, which run before the ``prepare`` part.
     """
 
@@ -67,7 +65,6 @@ class TransformPlan:
     views: tuple[TransformPlan, ...] = ()
     made: type = list
     mask: TransformPlan | None = None
-    boxes: TransformPlan | None = None
     beforehand: tuple[Step, ...] = ()
 
     @property
@@ -134,8 +131,6 @@ class TransformPlan:
         lines += [] if self.views else self._serving_lines("batch ops, on whole batches:  ")
         if self.mask:
             lines.append(f"    masks are moved along:        nearest, served as {self.mask.kind}")
-        if self.boxes:
-            lines.append(f"    boxes are moved along:        served as {self.boxes.kind}")
         return "\n".join(lines)
 
     def _serving_lines(self, first: str) -> list[str]:
@@ -261,23 +256,21 @@ def plan_pairs(
     *,
     form: Form = "pil",
     channels: int | None = None,
-    beside: Literal["mask", "boxes"] = "mask",
     obstacle: str | None = None,
 ) -> TransformPlan:
-    """Plan a transform of v2 that takes an image and what lies beside it: all on whole batches, or none.
+    """Plan a transform of v2 that takes an image and the mask beside it: all on whole batches, or none.
 
     Args:
         transforms: the transform, or any callable that takes both.
         form: what images are.
         channels: of images, where they are known.
-        beside: the image's ``tv_tensors.Mask``, or its ``BoundingBoxes``.
         obstacle: why it runs as written in any case.
     """
-    image, other = State(kind=form, channels=channels), State(kind=beside, channels=1, is_beside=True)
+    image, other = State(kind=form, channels=channels), State(kind="mask", channels=1, is_beside=True)
     steps, reason = joint_steps(transforms), f"runs as written, because {obstacle}" if obstacle else ""
     for at, step in enumerate(steps if not reason else ()):
         try:
-            image = image if beside == "boxes" and is_for_boxes(step) else recognise(step, at, image)
+            image = recognise(step, at, image)
             other = recognise(step, at, other)
         except UnknownStepError as unknown:
             reason = reason or (f"contains {_text(step)}, which {unknown}" if len(steps) > 1 else str(unknown))
@@ -286,9 +279,9 @@ def plan_pairs(
     plan = TransformPlan(prepare=(), batch_ops=(), per_sample=(), kind=form, batch_texts=(), reason=reason)
     if reason:
         return replace(plan, per_sample=(transforms,))
-    along = replace(plan, batch_ops=(*other.ops, *other.floats), kind=other.kind)
-    plan = replace(plan, batch_ops=(*image.ops, *image.floats), kind=image.kind, batch_texts=tuple(map(_text, steps)))
-    return replace(plan, mask=along) if beside == "mask" else replace(plan, boxes=along)
+    mask = replace(plan, batch_ops=(*other.ops, *other.floats), kind=other.kind)
+    texts = tuple(map(_text, steps))
+    return replace(plan, batch_ops=(*image.ops, *image.floats), kind=image.kind, batch_texts=texts, mask=mask)
 
 
 def _read_last(steps: tuple[Step, ...], unknown: int, first: int, before: State) -> tuple[int, State]:

@@ -31,7 +31,6 @@ from fastdata.transforms.augment import (
     draw_timm,
     read_timm_op,
 )
-from fastdata.transforms.boxes import FORMATS, draw_clamp, draw_convert, draw_sanitize
 from fastdata.transforms.callables import DINO_BLUR, MOCO_BLUR, VICREG_BLUR, VICREG_SOLARIZATION, is_like, read_calls
 from fastdata.transforms.ops import INTERPOLATIONS, MODES, Borders, Domain, Fill, Op, child
 
@@ -106,7 +105,7 @@ class State:
     floats: tuple[Op, ...] = ()
     """The conversion to floats, with all normalisations, and what runs after it."""
     is_beside: bool = False
-    """Whether it is the mask of an image, or the boxes in it, that v2 takes the same steps with."""
+    """Whether it is the mask of an image, that v2 takes the same steps with."""
 
     @property
     def dtype(self) -> str:
@@ -325,7 +324,7 @@ def recognise(step: Any, at: int, state: State) -> State:
     Raises:
         UnknownStepError: it has to run as it is.
     """
-    reader = (_BOX_READERS if state.kind == "boxes" and is_for_boxes(step) else READERS).get(known_name(step) or "")
+    reader = READERS.get(known_name(step) or "")
     _refuse(type(step) is Views, "gives several views, which only the last step may")
     if reader is None and _published_values(step):
         reader = _published
@@ -337,7 +336,7 @@ def recognise(step: Any, at: int, state: State) -> State:
         hidden = f", and does more than to call its {inner!r}; give that itself" if inner else ""
         raise UnknownStepError(f"is not a known batch op{hidden}")
     if state.is_beside:
-        reader = reader if is_for_boxes(step) else _beside(step, state)
+        reader = _beside(step, state)
     elif state.kind in ("array", "mask", "video"):
         raise UnknownStepError(f"gets {state.kind}s, which are no images to batch ops")
     try:
@@ -351,27 +350,18 @@ _CUTTING = {
     *("RandomShortestSize", "RandomVerticalFlip", "Resize", "RandomApply", "RandomChoice", "RandomOrder", "ToDtype"),
 }
 _WARPING = {"RandomAffine", "RandomPerspective", "RandomRotation"}
-"""With the former what v2 does to masks and boxes as well, drawn once for all; others leave these as they are."""
-
-
-def is_for_boxes(step: Any) -> bool:
-    """Whether a step of v2 does something to boxes alone."""
-    return known_name(step) in _BOX_READERS and _is_v2(step)
+"""With the former what v2 does to masks as well, drawn once for both; others leave these as they are."""
 
 
 def _beside(step: Any, state: State) -> _Reader:
-    """The reader of what v2 does to a mask, or to boxes, beside its image."""
+    """The reader of what v2 does to a mask beside its image."""
     name = known_name(step) or ""
-    _refuse(not _is_v2(step), f"is not of torchvision.transforms.v2, and takes no {_BESIDE[state.kind]}")
-    _refuse(READERS[name] is _auto_augment, f"does not accept {_BESIDE[state.kind]}")
+    _refuse(not _is_v2(step), "is not of torchvision.transforms.v2, and takes no masks")
+    _refuse(READERS[name] is _auto_augment, "does not accept masks")
     if name == "ToPureTensor":
         return lambda step, at, state: replace(state, kind="tensor")
-    _refuse(name in _WARPING and state.kind == "boxes", "moves boxes one by one")
-    moves = name in _CUTTING | _WARPING and state.kind in ("mask", "boxes")
+    moves = name in _CUTTING | _WARPING and state.kind == "mask"
     return READERS[name] if moves else lambda step, at, state: state
-
-
-_BESIDE = {"mask": "masks", "boxes": "boxes", "tensor": "masks or boxes"}
 
 
 # Geometry
@@ -648,7 +638,6 @@ def _reform(step: Any, at: int, state: State) -> State:
 def _dtype(step: Any, at: int, state: State) -> State:
     is_to_dtype, dtype = known_name(step) == "ToDtype", _of_kind(step.dtype, state, "dtypes")
     if state.is_beside and dtype is not None and isinstance(step.dtype, dict):
-        _refuse(state.kind == "boxes", "converts boxes")
         _refuse(state.floats or dtype not in _MASK_DTYPES, f"converts masks to {dtype}")
         cast = {"dtype": _MASK_DTYPES[dtype], "scaling": "none", "normalizations": ()}
         return replace(state, floats=(Op(draws.draw_cast, at, cast),))
@@ -791,31 +780,7 @@ READERS: dict[str, _Reader] = {
 }
 
 
-def _sanitize(step: Any, at: int, state: State) -> State:
-    _refuse(step.labels_getter not in ("default", None), "has a labels_getter of its own")
-    area = getattr(step, "min_area", 0.0)
-    return state.add(
-        draw_sanitize, at, min_size=step.min_size, min_area=area, with_labels=step.labels_getter is not None
-    )
-
-
-def _convert(step: Any, at: int, state: State) -> State:
-    name = getattr(step.format, "name", str(step.format).upper())
-    _refuse(name not in FORMATS, f"makes boxes of format {name}")
-    return state.add(draw_convert, at, format=name)
-
-
-def _clamp(step: Any, at: int, state: State) -> State:
-    _refuse(getattr(step, "clamping_mode", "auto") != "auto", "has a clamping_mode")
-    return state.add(draw_clamp, at)
-
-
-_BOX_READERS: dict[str, _Reader] = {
-    "ClampBoundingBoxes": _clamp,
-    "ConvertBoundingBoxFormat": _convert,
-    "SanitizeBoundingBoxes": _sanitize,
-}
-_KNOWN = frozenset({*READERS, *_BOX_READERS, *_DETERMINISTIC, *_REFORMING})
+_KNOWN = frozenset({*READERS, *_DETERMINISTIC, *_REFORMING})
 
 
 # Arguments
@@ -901,9 +866,6 @@ def _border(step: Any, state: State) -> dict[str, Any]:
     _movable(state)
     domain, mode = _domain(step, state), step.padding_mode
     _refuse(mode not in MODES, f"has padding_mode={mode!r}")
-    if state.kind == "boxes":
-        _refuse(mode != "constant", f"has padding_mode={mode!r}, which takes no boxes")
-        return {}
     fill = _fill(step, state, domain, mode)
     if state.floats and mode == "constant" and (any(fill) or state.is_normalized):
         raise UnknownStepError(
