@@ -104,7 +104,6 @@ def _tune(
     batch_size: int | None,
     seconds: float,
     seed: int,
-    keep: bool,
     json: Path | None,
     plot: Path | None,
     **look: Any,
@@ -134,8 +133,6 @@ def _tune(
     print(result)
     _keep({"folder": folder, "transform": name, **result.as_dict()}, json)
     _draw(result.plot, plot)
-    if keep:
-        print(f"kept for DataLoader(num_workers='auto'): {result.keep()}")
     if result.best_storage:
         print(f"dataset = ImageFolder({str(folder)!r}, transform, **{result.best_storage})")
     print(f"loader = DataLoader(dataset, **{result.best})")
@@ -256,7 +253,7 @@ def _parser() -> argparse.ArgumentParser:
         "Measures an empty loop over class folders of images with one setting of the loader after another, and prints "
         "all that was measured and the line for your script. Without a transform of your own, a training recipe of "
         "bench's stands in for it.",
-        "fastdata tune imagenet/train --transform train:train_transform --batch-size 256 --keep",
+        "fastdata tune imagenet/train --transform train:train_transform --batch-size 256",
         "fastdata tune imagenet/train --storage none --batch-size auto --json tune.json",
     )
     add("folder", type=Path, metavar="FOLDER", help="class folders of images")
@@ -270,8 +267,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--vanilla", action="store_true", help="tune for torchvision's ImageFolder, which keeps nothing")
     add("--seconds", type=_seconds, default=60.0, metavar="S", help="time for all of it; default: 60")
     add("--seed", type=_whole, default=0, metavar="N", help="of the order of images; default: %(default)s")
-    kept_for = "keep the outcome for DataLoader(num_workers='auto') over this folder by this transform"
-    add("--keep", action="store_true", help=kept_for)
     _add_files(add, plots=True)
 
     add = command(

@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
-from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -26,7 +25,6 @@ from fastdata.bench import chart
 from fastdata.dataset import PreparedDataset
 from fastdata.errors import MemoryBudgetError, kind_of
 from fastdata.loader import DataLoader
-from fastdata.loader.tuned import describe_tuned, keep_tuned
 from fastdata.loader.view import MOSTLY_PREPARED, LoaderView
 from fastdata.memory import (
     Budget,
@@ -96,7 +94,6 @@ class TuneResult:
         probes: all that was measured, in this order.
         seconds: that it took in all.
         ended: why it ended.
-        key: what a kept outcome is found by.
     """
 
     best: Settings
@@ -106,15 +103,6 @@ class TuneResult:
     probes: tuple[Probe, ...]
     seconds: float
     ended: str
-    key: str
-
-    def keep(self) -> Path:
-        """Keep the outcome for ``DataLoader(num_workers="auto")`` over such a dataset on this machine.
-
-        Returns:
-            The file, in ``$XDG_CACHE_HOME/fastdata/tuned`` or ``~/.cache/fastdata/tuned``; delete it to forget.
-        """
-        return keep_tuned(self.key, self.best, samples_per_s=round(self.samples_per_s), on=date.today().isoformat())
 
     def as_dict(self) -> dict[str, Any]:
         """All of it as plain values, for JSON."""
@@ -239,7 +227,6 @@ def tune(
         probes=tuple(judge.probes),
         seconds=time.perf_counter() - began,
         ended=ended,
-        key=describe_tuned(dataset),
     )
 
 

@@ -40,19 +40,6 @@ def settings_in(line: str, call: str) -> dict[str, Any]:
     return settings
 
 
-@pytest.fixture
-def own_transform(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """What to write after ``--transform``: one in a module of the working directory, where outcomes are kept, too."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "kept"))
-    Path("tune_steps.py").write_text(
-        "from torchvision import transforms\n"
-        "train = transforms.Compose([transforms.RandomResizedCrop(8), transforms.ToTensor()])\n"
-    )
-    monkeypatch.delitem(sys.modules, "tune_steps", raising=False)
-    return "tune_steps:train"
-
-
 def test_tune_ends_with_a_line_for_the_script(
     image_folder: Folder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -74,22 +61,6 @@ def test_tune_ends_with_a_line_for_the_script(
     assert chart.stat().st_size > 1000
     with ImageFolder(root, progress=False) as dataset:
         assert DataLoader(dataset, **best).batch_size == 2
-
-
-def test_what_was_kept_is_taken(
-    image_folder: Folder, own_transform: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """``--keep`` serves a script with the same folder and transform and ``num_workers="auto"``."""
-    root = image_folder(size=(20, 18))
-    assert main(["tune", str(root), *SMALL, "--transform", own_transform, "--batch-size", "2", "--keep"]) == 0
-    printed = capsys.readouterr().out
-    (kept,) = (tmp_path / "kept").rglob("*.json")
-    assert f"kept for DataLoader(num_workers='auto'): {kept}\n" in printed
-    document = json.loads(kept.read_text())
-    assert document["best"] == settings_in(printed.splitlines()[-1], "loader = DataLoader(dataset, ")
-    kept.write_text(json.dumps(document | {"best": {"num_workers": 7}}))  # which nobody would choose by himself
-    with ImageFolder(root, sys.modules["tune_steps"].train, progress=False) as dataset:
-        assert DataLoader(dataset, batch_size=2, num_workers="auto").num_workers == 7
 
 
 def test_storage_and_batch_size_are_tuned_if_asked_for(

@@ -1,4 +1,4 @@
-"""``fastdata.tune``: the search, the probes it is made of, and what a kept outcome does to later loaders."""
+"""``fastdata.tune``: the search and the probes it is made of."""
 
 from __future__ import annotations
 
@@ -17,11 +17,9 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset
 
-import fastdata
-from fastdata import CachedDataset, DataLoader, FastDataWarning, ImageFolder, probe
+from fastdata import DataLoader, ImageFolder, probe
 from fastdata.bench import StandIns
 from fastdata.errors import MemoryBudgetError
-from fastdata.loader.tuned import tuned_folder
 from fastdata.memory import usable_cores
 from fastdata.probe import EndlessOrder, Rate, apart, differs, measure_rate, rebuilt
 from fastdata.tuning import TuneResult, ascend, tune
@@ -47,12 +45,6 @@ class Samples:
             time.sleep(self.seconds)
         random.random(), np.random.rand(), torch.rand(1)
         return torch.zeros(1, self.side, self.side), index
-
-
-@pytest.fixture(autouse=True)
-def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Outcomes are kept in the test's own folder."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
 
 
 # The search
@@ -386,56 +378,3 @@ def test_a_result_is_shown_kept_as_json_and_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     result.plot(tmp_path / "probes.png")
     assert (tmp_path / "probes.png").stat().st_size > 5_000
-
-
-# Kept outcomes
-
-
-def kept(dataset: Any, **best: Any) -> Path:
-    shown = quick(dataset, parameters={"num_workers": (0,)}, max_seconds=1)
-    return TuneResult(**{name: getattr(shown, name) for name in TuneResult.__slots__} | {"best": best}).keep()
-
-
-def test_a_kept_outcome_decides_auto() -> None:
-    """num_workers="auto" takes what was kept for such a dataset; what the user gives stays theirs."""
-    samples = Samples()
-    assert DataLoader(samples, num_workers="auto").num_workers == max(0, usable_cores() - 1)
-    kept(samples, num_workers=7, workers="thread", prefetch_factor=5, batch_size=4)
-    loader = DataLoader(Samples(), num_workers="auto")
-    assert (loader.num_workers, loader.workers, loader.prefetch_factor, loader.batch_size) == (7, "thread", 5, 1)
-    mine = DataLoader(samples, num_workers="auto", workers="process", prefetch_factor=3)  # and no warning of processes
-    assert (mine.num_workers, mine.workers, mine.prefetch_factor) == (7, "process", 3)
-    kept(samples, num_workers=0, batch_size=4)
-    assert DataLoader(samples, num_workers="auto").num_workers == 0
-    assert DataLoader(samples, num_workers="auto", persistent_workers=True).num_workers == 1
-
-
-def test_other_data_and_transforms_have_outcomes_of_their_own() -> None:
-    """Another length, or another transform, is another dataset: the formula decides for it."""
-    kept(Samples(), num_workers=7)
-    other = Samples()
-    other.transform = abs  # type: ignore[assignment]
-    formula = max(0, usable_cores() - 1)
-    assert [DataLoader(each, num_workers="auto").num_workers for each in (Samples(65), other)] == [formula, formula]
-
-
-@pytest.mark.parametrize(
-    "text", ["{", '{"best": {"num_workers": 1e9}}', '{"best": {}}', "[]", '{"best": {"num_workers": -1}}']
-)
-def test_a_damaged_outcome_is_said_and_not_used(text: str) -> None:
-    """Numbers are checked before use; the warning names the file."""
-    path = kept(Samples(), num_workers=7)
-    assert path.parent == tuned_folder()
-    path.write_text(text)
-    with pytest.warns(FastDataWarning, match=rf"{path.name}, an outcome of fastdata.tune, cannot be used"):
-        loader = DataLoader(Samples(), num_workers="auto")
-    assert loader.num_workers == max(0, usable_cores() - 1)
-
-
-def test_fastdatas_own_datasets_are_found_again() -> None:
-    """The key follows from samples, storage and transform, not from the object."""
-    squares = [(torch.zeros(3, 4, 4, dtype=torch.uint8), i) for i in range(8)]
-    with CachedDataset(squares, progress=False) as one, CachedDataset(squares, progress=False) as other:
-        kept(one, num_workers=6)
-        assert DataLoader(other, num_workers="auto").num_workers == 6
-        assert fastdata.tune is tune

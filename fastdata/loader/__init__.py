@@ -26,7 +26,6 @@ from fastdata.images import jpeg_obstacle
 from fastdata.loader import epochs
 from fastdata.loader.epochs import HELD_BY_USER, Counted, Engine, Tally, TorchView
 from fastdata.loader.resume import Checkpoints, LoaderEpochs, Progress, length_of, undisturbed
-from fastdata.loader.tuned import find_tuned
 from fastdata.loader.view import MOSTLY_PREPARED, JoinedDatasets, LoaderView, Served, find_wrapped
 from fastdata.memory import PinningPlan, budget_bytes, choose_pinning
 from fastdata.ranks import local_ranks
@@ -56,8 +55,8 @@ class DataLoader(_TorchLoader[_T_co]):
       them, when no step of the transform needs Python per sample.
     - ``num_workers``: threads or processes; 0 reads in the training loop. ``"auto"`` takes the usable cores (affinity,
       container quota) shared among the ranks of this machine (``LOCAL_WORLD_SIZE``), less one for the training loop:
-      0 on a single core, but 1 where another argument asks for workers. Where ``fastdata.tune(dataset).keep()`` was
-      called for such a dataset on this machine, it takes what that found. The attribute is the number.
+      0 on a single core, but 1 where another argument asks for workers. The attribute is the number;
+      ``fastdata.tune(dataset)`` measures a better one.
     - ``collate_fn``: the default is ``fastdata.collate``, which takes whole batches as they are. What another one draws
       from torch's global generator, as MixUp and CutMix do, follows from the base seed, or the ``seed`` of a fastdata
       dataset, and the batch's number, with ``distributed`` that among the batches of all ranks: any number of threads
@@ -87,8 +86,6 @@ class DataLoader(_TorchLoader[_T_co]):
         >>> [labels.tolist() for images, labels in loader]
         [[0, 1], [2, 3], [4]]
     """
-
-    _is_tuned = False
 
     def __init__(
         self,
@@ -125,12 +122,7 @@ class DataLoader(_TorchLoader[_T_co]):
             if num_workers != "auto":
                 raise ValueError(f"num_workers={num_workers!r} is neither a number nor 'auto'")
             asks = prefetch_factor is not None or persistent_workers or multiprocessing_context or timeout > 0
-            tuned = find_tuned(dataset)
-            self._is_tuned = bool(tuned)
-            num_workers = max(int(bool(asks)), tuned.get("num_workers", memory.usable_cores() // local_ranks() - 1))
-            workers = tuned.get("workers", workers) if workers == "auto" else workers
-            if prefetch_factor is None and num_workers:
-                prefetch_factor = tuned.get("prefetch_factor")
+            num_workers = max(int(bool(asks)), memory.usable_cores() // local_ranks() - 1)
         makes_batches = batch_size is not None or batch_sampler is not None
         if collate_fn is None and makes_batches:
             collate_fn = collate
@@ -246,8 +238,8 @@ class DataLoader(_TorchLoader[_T_co]):
         return sampler if isinstance(self.dataset, IterableDataset) else self._checkpoints.order(self.generator)
 
     def check_worker_number_rationality(self) -> None:
-        """Warn of more worker processes than cores, as torch does, unless they were measured to be best."""
-        if self._choose_engine().kind == "process" and not self._is_tuned:
+        """Warn of more worker processes than cores, as torch does; threads may be many."""
+        if self._choose_engine().kind == "process":
             super().check_worker_number_rationality()
 
     def set_epoch(self, epoch: int) -> None:
