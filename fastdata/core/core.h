@@ -98,7 +98,7 @@ enum {
     OP_CAST,      /* what follows works on the floats served: OP_ERASE with fill in their units, or with normal values */
 };
 
-/* Memory that grows to the largest need of a batch and is given back at its end. */
+/* Memory that one call holds at a time, and that grows to its largest need. */
 enum { SLOT_A, SLOT_B, SLOT_WORK, SLOT_WORK_2, SLOT_KEPT, SLOT_MIX, SLOT_DECODED, SLOT_COUNT };
 typedef struct {
     void *data[SLOT_COUNT];
@@ -108,6 +108,7 @@ typedef struct {
 /* At least `bytes` of memory, aligned to 64, 64 bytes more than asked may be touched; NULL if there is none. What was in
  * the slot is lost where it grows. Kernels own SLOT_WORK and SLOT_WORK_2 while they run. */
 void *take(Scratch *scratch, int slot, int64_t bytes);
+Scratch *borrow(void); /* NULL: no memory */
 void give_back(Scratch *scratch);
 
 /* Functions of libjpeg-turbo by their names without jpeg_, and the version of its ABI. Mirrored by __init__.py. */

@@ -320,11 +320,12 @@ bool decode(const Jpeg *jpeg, const uint8_t *file, int64_t size, int32_t height,
  * one of a grey one. False where Pillow is to judge. */
 EXPORT bool fastdata_jpeg_decode(const Jpeg *jpeg, const uint8_t *file, int64_t size, int32_t channels, int32_t height,
                                  int32_t width, int32_t interleaved, uint8_t *out) {
-    Scratch scratch = {0};
+    Scratch *scratch = borrow();
+    if (!scratch) return false;
     Image image = {.data = out, .channels = channels, .height = height, .width = width};
     image.pixel = interleaved ? channels : 1, image.row = image.pixel * image.width;
     image.plane = interleaved ? 1 : (int64_t)image.height * image.width;
-    const bool is_decoded = decode(jpeg, file, size, height, width, 0, 0, &image, &scratch);
-    give_back(&scratch);
+    const bool is_decoded = decode(jpeg, file, size, height, width, 0, 0, &image, scratch);
+    give_back(scratch);
     return is_decoded;
 }

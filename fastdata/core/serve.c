@@ -2,12 +2,14 @@
 #include "core.h"
 
 #include <math.h>
+#include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
 
 enum { UINT8, FLOAT32, FLOAT64, FLOAT16, BFLOAT16 };
 enum { CHUNK = 512 }; /* values between two passes */
 enum { BUFFER = 4096, SHORT_ROW = 128 }; /* bytes: rows shorter than that are converted several at a time */
+enum { POOLED = 32, POOLED_BYTES = 8 << 20 }; /* scratches, and the most that one of them holds */
 enum { MARGIN = 64 }; /* bytes before and behind a decoded image that kernels may read */
 enum { OK, NO_MEMORY, OUTSIDE, WRONG_SHAPE, UNKNOWN_OP, UNDECODED };
 
@@ -49,8 +51,26 @@ void *take(Scratch *scratch, int slot, int64_t bytes) {
     return (void *)(((uintptr_t)scratch->data[slot] + 63) / 64 * 64);
 }
 
+/* Of calls that have ended, for those to come: where a call serves one sample, fresh pages are a tenth of it. */
+static _Atomic(Scratch *) pool[POOLED];
+
+Scratch *borrow(void) {
+    for (int i = 0; i < POOLED; i++) {
+        Scratch *found = atomic_exchange(&pool[i], NULL);
+        if (found) return found;
+    }
+    return calloc(1, sizeof(Scratch));
+}
+
 void give_back(Scratch *scratch) {
+    int64_t bytes = 0;
+    for (int slot = 0; slot < SLOT_COUNT; slot++) bytes += scratch->bytes[slot];
+    for (int i = 0; i < POOLED && bytes <= POOLED_BYTES; i++) {
+        Scratch *none = NULL;
+        if (atomic_compare_exchange_strong(&pool[i], &none, scratch)) return;
+    }
     for (int slot = 0; slot < SLOT_COUNT; slot++) free(scratch->data[slot]);
+    free(scratch);
 }
 
 /* The image that a sample is at present. It lies in the store, or packed or as a view of that in `slot`. */
@@ -620,12 +640,13 @@ static int serve_one(const Batch *batch, int64_t b, Scratch *scratch) {
 EXPORT int64_t fastdata_serve(Batch *batch, int64_t first, int64_t last) {
     for (Batch *each = batch; each; each = each->next)
         each->values.by_formula = each->values.by_formula && agrees(&each->values, each->channels);
-    Scratch scratch = {0};
+    Scratch *scratch = borrow();
+    if (!scratch) return 8 * first + NO_MEMORY;
     int64_t outcome = -1;
     for (int64_t b = first; b < last && outcome < 0; b++) {
-        int problem = serve_one(batch, b, &scratch);
+        int problem = serve_one(batch, b, scratch);
         if (problem) outcome = 8 * b + problem;
     }
-    give_back(&scratch);
+    give_back(scratch);
     return outcome;
 }
