@@ -23,8 +23,8 @@ from typing import Any
 
 from torch.utils.data import DataLoader as TorchDataLoader
 
-from fastdata.bench import best_workers, images_per_s, machine_facts, versions, write_photos
 from fastdata.memory import usable_cores
+from fastdata.tools.bench import best_workers, images_per_s, machine_facts, versions, write_photos
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from torchvision_ops import import_torchvision

@@ -24,8 +24,8 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset
 
 from fastdata import DataLoader, ImageFolder
-from fastdata.bench import StandIns
 from fastdata.memory import tree_pss_bytes
+from fastdata.tools.bench import StandIns
 
 BATCH = 32
 WORKERS = 2

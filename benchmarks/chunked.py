@@ -35,9 +35,9 @@ from _helper import (
     vanilla_loader,
 )
 from fastdata import CachedDataset, ChunkedLoader, DataLoader, ImageFolder, chunked
-from fastdata.bench import images_per_s, peak_memory
 from fastdata.images import SampleSpec
 from fastdata.memory import tree_pss_bytes
+from fastdata.tools.bench import images_per_s, peak_memory
 
 GIB = 1 << 30
 SPEC = SampleSpec(shape=(3, 256, 256), dtype="uint8", form="tensor")

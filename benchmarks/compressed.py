@@ -34,9 +34,9 @@ from _helper import (
 )
 from fastdata import CachedDataset, DataLoader, ImageFolder
 from fastdata import images as planar
-from fastdata.bench import images_per_s, peak_memory
 from fastdata.codecs import JpegCodec, ZstdCodec
 from fastdata.memory import usable_cores
+from fastdata.tools.bench import images_per_s, peak_memory
 from serve import loader_of
 
 ROUND_S = 1.5

@@ -21,8 +21,8 @@ import torch
 
 from _helper import Row, in_turns, parser, print_rows, save_rows, transforms
 from fastdata import plan_transform
-from fastdata.bench import IMAGENET_MEAN, IMAGENET_STD
 from fastdata.images import SampleSpec
+from fastdata.tools.bench import IMAGENET_MEAN, IMAGENET_STD
 from fastdata.transforms.cpu import Program
 from fastdata.transforms.device import DeviceProgram
 

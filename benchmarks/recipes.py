@@ -38,8 +38,8 @@ from _helper import (
     vanilla_loader,
 )
 from fastdata import DataLoader, ImageFolder
-from fastdata.bench import IMAGENET_MEAN, IMAGENET_STD, first_batch_s
 from fastdata.memory import usable_cores
+from fastdata.tools.bench import IMAGENET_MEAN, IMAGENET_STD, first_batch_s
 
 BATCH = 64
 PEERS = ("ffcv", "nvidia-dali", "turboloader")

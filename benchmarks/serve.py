@@ -31,8 +31,8 @@ from _helper import (
     vanilla_loader,
 )
 from fastdata import DataLoader, ImageFolder
-from fastdata.bench import IMAGENET_MEAN, IMAGENET_STD, first_batch_s, images_per_s, peak_memory
 from fastdata.memory import tree_pss_bytes, usable_cores
+from fastdata.tools.bench import IMAGENET_MEAN, IMAGENET_STD, first_batch_s, images_per_s, peak_memory
 
 ROUND_S = 1.0
 MB = 1e6

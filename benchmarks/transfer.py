@@ -30,8 +30,8 @@ import torch
 
 from _helper import Row, in_turns, print_rows, save_rows, transforms
 from fastdata import CachedDataset, CudaPrefetcher, DataLoader, plan_transform
-from fastdata.bench import IMAGENET_MEAN, IMAGENET_STD
 from fastdata.images import SampleSpec
+from fastdata.tools.bench import IMAGENET_MEAN, IMAGENET_STD
 from fastdata.transforms.device import DeviceProgram
 
 MIB = 1 << 20

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from _helper import Row, in_turns, parser, print_rows, save_rows
 from _loaders import LOADERS, Synthetic
 from fastdata import DataLoader, tune
-from fastdata.probe import EndlessOrder, apart, measure_rate
+from fastdata.tools.measure import EndlessOrder, apart, measure_rate
 
 GRID = {"num_workers": (0, 1, 2, 4, 8, 16), "workers": ("auto", "thread"), "prefetch_factor": (2, 4, 8)}
 LIMIT_S = 120.0

@@ -2,6 +2,6 @@
 
 import sys
 
-from fastdata.cli import main
+from fastdata.tools.cli import main
 
 sys.exit(main())

@@ -18,7 +18,8 @@ from torchvision import datasets
 from torchvision import transforms as v1
 
 from fastdata import plan_transform
-from fastdata.bench import (
+from fastdata.memory import Available
+from fastdata.tools.bench import (
     RECIPES,
     BenchSettings,
     PillowFolder,
@@ -32,8 +33,7 @@ from fastdata.bench import (
     training_transform,
     write_photos,
 )
-from fastdata.cli import main
-from fastdata.memory import Available
+from fastdata.tools.cli import main
 
 TINY = ["bench", "--images", "12", "--rounds", "1", "--batch-size", "4", "--resize", "32", "--crop", "24"]
 
@@ -85,7 +85,7 @@ def test_first_batch_does_not_wait_for_the_end(monkeypatch: pytest.MonkeyPatch) 
         finally:
             now_s[0] += 10.0
 
-    monkeypatch.setattr("fastdata.bench.time.perf_counter", lambda: now_s[0])
+    monkeypatch.setattr("fastdata.tools.bench.time.perf_counter", lambda: now_s[0])
     assert first_batch_s(batches) == 1.0
     assert now_s == [11.0]
 
@@ -93,7 +93,7 @@ def test_first_batch_does_not_wait_for_the_end(monkeypatch: pytest.MonkeyPatch) 
 def test_more_workers_need_a_gain(monkeypatch: pytest.MonkeyPatch) -> None:
     """The smaller number of workers wins unless the larger one is at least two percent faster."""
     rates = {0: 100.0, 1: 101.0, 2: 150.0, 3: 151.0}
-    monkeypatch.setattr("fastdata.bench.images_per_s", lambda rate, **_: rate)
+    monkeypatch.setattr("fastdata.tools.bench.images_per_s", lambda rate, **_: rate)
     assert best_workers(rates.__getitem__, [0, 1], budget_s=1.0) == 0
     assert best_workers(rates.__getitem__, [0, 1, 2, 3], budget_s=1.0) == 2
 
@@ -101,7 +101,7 @@ def test_more_workers_need_a_gain(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_one_disturbed_pass_does_not_choose(monkeypatch: pytest.MonkeyPatch) -> None:
     """A number of workers whose first pass was slow still wins by its second."""
     passes = {0: iter([100.0, 100.0]), 1: iter([10.0, 200.0])}
-    monkeypatch.setattr("fastdata.bench.images_per_s", lambda rates, **_: next(rates))
+    monkeypatch.setattr("fastdata.tools.bench.images_per_s", lambda rates, **_: next(rates))
     assert best_workers(passes.__getitem__, [0, 1], budget_s=1.0) == 1
 
 
@@ -317,7 +317,7 @@ def test_interrupt_leaves_nothing(
         assert list(tmp_path.iterdir()), "the images are there when the signal comes"
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("fastdata.bench.images_per_s", interrupted)
+    monkeypatch.setattr("fastdata.tools.bench.images_per_s", interrupted)
     assert main(TINY) == 130
     assert capsys.readouterr().err.endswith("fastdata: interrupted\n")
     assert list(tmp_path.iterdir()) == []

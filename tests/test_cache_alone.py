@@ -27,9 +27,9 @@ from fastdata.cache import find_cache, inspect_caches
 from fastdata.cache import manifest as manifest_module
 from fastdata.cache.build import locked
 from fastdata.cache.manifest import MANIFEST, Manifest, Skipped, read_index
-from fastdata.cli import main
 from fastdata.errors import CacheError, SampleError, StoreGoneError
 from fastdata.remote import Place
+from fastdata.tools.cli import main
 from simcuda import Sim
 
 Folder = Callable[..., Path]

@@ -14,8 +14,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 from torchvision import transforms as v1
 
 from fastdata import ImageFolder
-from fastdata.cli import main
 from fastdata.remote import Place
+from fastdata.tools.cli import main
 
 Folder = Callable[..., Path]
 

@@ -18,8 +18,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, get_worker_info
 
 import fastdata
-from fastdata import CachedDataset, CudaPrefetcher, diagnosis
-from fastdata.diagnosis import (
+from fastdata import CachedDataset, CudaPrefetcher
+from fastdata.tools import diagnosis
+from fastdata.tools.diagnosis import (
     Diagnosis,
     Figures,
     Limit,
@@ -32,8 +33,8 @@ from fastdata.diagnosis import (
     figures,
     loops,
 )
-from fastdata.diagnosis.figures import advise, name_limit, say
-from fastdata.diagnosis.loops import run_loop
+from fastdata.tools.diagnosis.figures import advise, name_limit, say
+from fastdata.tools.diagnosis.loops import run_loop
 from simcuda import Sim
 
 LONG_S, SHORT_S = 0.02, 0.0005
@@ -459,6 +460,6 @@ def test_utilisation_is_that_of_the_gpu_that_torch_uses(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "utilization", lambda: 37)
-    monkeypatch.setattr("fastdata.diagnosis.loops._LOOK_S", 0)
+    monkeypatch.setattr("fastdata.tools.diagnosis.loops._LOOK_S", 0)
     figures, _ = run_loop([torch.ones(1)] * 3, None, None, 3)
     assert figures.gpu_utilisation == pytest.approx(0.37)

@@ -17,10 +17,11 @@ from typing import Any
 import pytest
 import torch
 
-from fastdata import core, doctor
-from fastdata.cli import main
-from fastdata.doctor import Check, MachineReport, examine_machine
+from fastdata import core
 from fastdata.memory import Budget
+from fastdata.tools import doctor
+from fastdata.tools.cli import main
+from fastdata.tools.doctor import Check, MachineReport, examine_machine
 
 MIB, GIB = 1 << 20, 1 << 30
 BUDGET = {"reserve_bytes": 512 * MIB, "limited_by": "cgroup limit"}
@@ -290,7 +291,7 @@ def test_the_command_keeps_and_counts(
     fine = Check(name="cores", found="2")
     bad = Check(name="memory", found="0 B", advice="free some", is_problem=True)
     for checks, status in (((fine,), 0), ((fine, bad), 1)):
-        monkeypatch.setattr("fastdata.cli.examine_machine", lambda checks=checks: MachineReport(checks=checks))
+        monkeypatch.setattr("fastdata.tools.cli.examine_machine", lambda checks=checks: MachineReport(checks=checks))
         assert main(["doctor", "--json", str(tmp_path / "doctor.json")]) == status
         assert ("-> free some" in capsys.readouterr().out) == bool(status)
         document = json.loads((tmp_path / "doctor.json").read_text())

@@ -18,8 +18,8 @@ from torchvision.datasets import ImageFolder as Vanilla
 
 from conftest import test_image
 from fastdata import CachedDataset, ImageFolder
-from fastdata.cli import main
 from fastdata.export import export_cache
+from fastdata.tools.cli import main
 
 Folder = Callable[..., Path]
 

@@ -41,28 +41,23 @@ ROOMS = (
     "loader",
     "chunked",
     "prefetch",
-    "bench",
-    "probe",
-    "tuning",
-    "diagnosis",
-    "doctor",
-    "cli",
+    "tools",
     "__main__",
     "__init__",
 )
 """A room is a module or a package of the top level; it imports only rooms that stand before it."""
 
-ENTRANCES = ("tuning", "diagnosis", "cli", "__main__", "__init__")
+ENTRANCES = ("tools", "__main__", "__init__")
 """Stand on top of all others: no room of the flow uses them."""
 MOST_FLOORS = 10
 """A floor is one import of another room: on floor 1 are the rooms that import none."""
 
 DOORS = {
-    "PIL": {"images", "bench"},  # bench stands outside the flow: it draws images and is its own rival
+    "PIL": {"images", "tools"},  # bench stands outside the flow: it draws images and is its own rival
     "psutil": {"memory"},
     "torch.cuda": {"prefetch"},
-    "torchvision": {"bench"},
-    "matplotlib": {"bench"},
+    "torchvision": {"tools"},
+    "matplotlib": {"tools"},
     "lz4": {"codecs"},
     "zstandard": {"codecs"},
     "filelock": {"cache", "remote"},

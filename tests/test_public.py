@@ -79,7 +79,7 @@ def test_importing_loads_what_all_scripts_need() -> None:
 import sys, torch
 before = set(sys.modules)
 from fastdata import CudaPrefetcher, DataLoader, ImageFolder
-names = "PIL filelock lz4 psutil zstandard fastdata.cache fastdata.chunked fastdata.codecs fastdata.tuning"
+names = "PIL filelock lz4 psutil zstandard fastdata.cache fastdata.chunked fastdata.codecs fastdata.tools.tune"
 print([name for name in names.split() if name in sys.modules.keys() - before])
 """
     assert in_fresh_interpreter(code) == "[]\n"

@@ -26,8 +26,8 @@ from conftest import save_image
 from fastdata import CachedDataset, ImageFolder
 from fastdata.cache.manifest import MANIFEST, Manifest
 from fastdata.cache.shards import samples_per_shard
-from fastdata.cli import main
 from fastdata.errors import IngestError, SampleError
+from fastdata.tools.cli import main
 
 Folder = Callable[..., Path]
 FOUR = 4 * 3 * 7 * 9

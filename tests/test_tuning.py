@@ -17,12 +17,13 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset
 
-from fastdata import DataLoader, ImageFolder, probe
-from fastdata.bench import StandIns
+from fastdata import DataLoader, ImageFolder
 from fastdata.errors import MemoryBudgetError
 from fastdata.memory import usable_cores
-from fastdata.probe import EndlessOrder, Rate, apart, differs, measure_rate, rebuilt
-from fastdata.tuning import TuneResult, ascend, tune
+from fastdata.tools import measure as probe
+from fastdata.tools.bench import StandIns
+from fastdata.tools.measure import EndlessOrder, Rate, apart, differs, measure_rate, rebuilt
+from fastdata.tools.tune import TuneResult, ascend, tune
 
 WORKERS = (0, 1, 2, 4, 8)
 

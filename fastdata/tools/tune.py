@@ -21,7 +21,6 @@ import numpy as np
 from torch.utils.data import IterableDataset
 
 from fastdata.batch import collate, flatten
-from fastdata.bench import chart
 from fastdata.dataset import PreparedDataset
 from fastdata.errors import MemoryBudgetError, kind_of
 from fastdata.loader import DataLoader
@@ -36,9 +35,10 @@ from fastdata.memory import (
     usable_cores,
 )
 from fastdata.prefetch import CudaPrefetcher
-from fastdata.probe import EndlessOrder, Rate, apart, differs, measure_rate, undisturbed_generators
 from fastdata.ranks import local_ranks
 from fastdata.report import progress_bar
+from fastdata.tools.bench import chart
+from fastdata.tools.measure import EndlessOrder, Rate, apart, differs, measure_rate, undisturbed_generators
 
 Settings = dict[str, Any]
 Outcome = Literal["measured", "cut short", "not started", "failed"]

@@ -19,15 +19,15 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 
-from fastdata.diagnosis.costs import examine_loader
-from fastdata.diagnosis.figures import Diagnosis, Figures, Limit, Part, Trial, advise, name_limit, percent, say
-from fastdata.diagnosis.loops import EnoughError, Script, TimedLoop, lightning_callback, model_rate, run_loop
 from fastdata.loader import DataLoader
 from fastdata.loader.resume import undisturbed
 from fastdata.loader.view import MOSTLY_PREPARED
 from fastdata.memory import tree_pss_bytes, usable_cores
 from fastdata.prefetch import CudaPrefetcher
-from fastdata.probe import undisturbed_generators
+from fastdata.tools.diagnosis.costs import examine_loader
+from fastdata.tools.diagnosis.figures import Diagnosis, Figures, Limit, Part, Trial, advise, name_limit, percent, say
+from fastdata.tools.diagnosis.loops import EnoughError, Script, TimedLoop, lightning_callback, model_rate, run_loop
+from fastdata.tools.measure import undisturbed_generators
 
 __all__ = [
     "Diagnosis",
@@ -87,7 +87,7 @@ def diagnose(
         ValueError: the loader gave fewer than two batches.
 
     Example:
-        >>> from fastdata.diagnosis import diagnose
+        >>> from fastdata.tools.diagnosis import diagnose
         >>> print(diagnose([torch.zeros(4, 3)] * 20, lambda batch: [batch.exp() for _ in range(99)]).limit)
         model
     """

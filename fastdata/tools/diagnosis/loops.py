@@ -13,11 +13,11 @@ import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 
 from fastdata.batch import flatten
-from fastdata.diagnosis.figures import Figures
 from fastdata.loader import DataLoader
 from fastdata.loader.epochs import LoopTimes, sample_count
 from fastdata.memory import cpu_seconds, tree_pss_bytes, usable_cores
 from fastdata.prefetch import CudaPrefetcher
+from fastdata.tools.diagnosis.figures import Figures
 
 _LOOK_S = 0.25
 _MODEL_S = 1.0

@@ -17,15 +17,15 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-from fastdata import bench
 from fastdata.cache import inspect_caches, prune_caches, verify_cache
 from fastdata.codecs import KNOWN_CODECS
-from fastdata.doctor import examine_machine
 from fastdata.errors import FastDataError, counted, is_url, refuse_remote
 from fastdata.export import export_cache
 from fastdata.folder import ImageFolder
 from fastdata.images import CenterCrop
 from fastdata.memory import format_bytes
+from fastdata.tools import bench
+from fastdata.tools.doctor import examine_machine
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -108,7 +108,7 @@ def _tune(
     plot: Path | None,
     **look: Any,
 ) -> int:
-    from fastdata.tuning import PARAMETERS, tune  # brings what --help does without
+    from fastdata.tools.tune import PARAMETERS, tune  # brings what --help does without
 
     refuse_remote(folder)
     if not folder.is_dir():
@@ -149,7 +149,7 @@ def _doctor(*, json: Path | None) -> int:
 def _diagnose(*, script: Path, arguments: list[str], batches: int, json: Path | None, plot: Path | None) -> int:
     if not script.is_file():
         raise FileNotFoundError(f"{script} is no file: give the script that trains, then its own arguments")
-    from fastdata.diagnosis import diagnose_script
+    from fastdata.tools.diagnosis import diagnose_script
 
     try:
         diagnosis = diagnose_script(script, arguments, batches=batches)

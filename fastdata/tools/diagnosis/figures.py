@@ -6,10 +6,10 @@ from dataclasses import asdict, dataclass
 from os import PathLike
 from typing import Any, Literal
 
-from fastdata.bench import chart
 from fastdata.loader.view import MOSTLY_PREPARED
 from fastdata.memory import format_bytes
 from fastdata.report import EngineKind
+from fastdata.tools.bench import chart
 
 Limit = Literal[
     "model",

@@ -19,13 +19,13 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler, Subset, default_collate
 
 from fastdata.dataset import CachedDataset, PreparedDataset
-from fastdata.diagnosis.figures import WAITING, Figures, Part, Trial, name_limit
 from fastdata.errors import kind_of
 from fastdata.images import OpenedImages, SampleSpec
 from fastdata.loader import DataLoader
 from fastdata.memory import available_bytes, budget_bytes, format_bytes, thread_clock, usable_cores
-from fastdata.probe import EndlessOrder, Rate, apart, differs, measure_rate, rebuilt
 from fastdata.report import EngineKind
+from fastdata.tools.diagnosis.figures import WAITING, Figures, Part, Trial, name_limit
+from fastdata.tools.measure import EndlessOrder, Rate, apart, differs, measure_rate, rebuilt
 from fastdata.transforms import plan_transform
 from fastdata.transforms.cpu import Program
 from fastdata.transforms.steps import flatten

@@ -1,0 +1,1 @@
+"""The commands, and what they measure with: nothing else of fastdata imports it."""
