@@ -593,16 +593,6 @@ def round_up_8(count: int) -> int:
     return -(-count // 8) * 8
 
 
-def from_raw(mode: str, size: tuple[int, int], data: bytes) -> Image.Image:
-    """The PIL image of a mode and of (width, height) whose ``tobytes()`` are these; ValueError where they cannot be."""
-    from PIL import Image
-
-    planes, dtype = _MODES.get(mode, (0, "uint8"))
-    if not planes or math.prod(size) * planes * np.dtype(dtype).itemsize != len(data):
-        raise ValueError(f"{len(data):,} bytes are no image of mode {mode!r} and {size[0]} x {size[1]} px")
-    return Image.frombytes(mode, size, data)
-
-
 def encode_image(image_CHW: Array, kind: str, **options: Any) -> bytes:
     """Encode stored planes as an image file of a kind that PIL knows."""
     stream = io.BytesIO()

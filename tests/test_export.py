@@ -1,4 +1,4 @@
-"""Caches written as class folders and tars, read back with the very pixels. Parquet: tests/integrations."""
+"""Caches written as class folders and tars, read back with the very pixels."""
 
 from __future__ import annotations
 

@@ -1,25 +1,24 @@
-"""Files of other formats as datasets: WebDataset tars, LitData and MDS folders, written here byte by byte."""
+"""Files of other formats as datasets: WebDataset tars, written here byte by byte; what others read is told."""
 
 from __future__ import annotations
 
-import bz2
 import gzip
 import io
 import json
 import pickle
+import re
 import subprocess
 import sys
 import tarfile
-import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import zstandard
 from PIL import Image
+from torch.utils.data import IterableDataset
 
 from conftest import test_image
 from fastdata import CachedDataset, DataLoader
@@ -61,83 +60,6 @@ def sample_files(index: int, prefix: str = "") -> Item:
     return {f"{prefix}png": image_file(index), f"{prefix}cls": f"{index * 10}\n".encode()}
 
 
-def uint32(*numbers: int) -> bytes:
-    return np.array(numbers, "<u4").tobytes()
-
-
-def packed(records: list[bytes], between: bytes = b"") -> bytes:
-    """A file of LitData's or MDS's: how many records, their offsets, what stands between, the records."""
-    first = 4 * (len(records) + 2) + len(between)
-    ends = np.cumsum([first, *map(len, records)]).tolist()
-    return uint32(len(records), *ends) + between + b"".join(records)
-
-
-def write_mds(
-    folder: Path, columns: dict[str, tuple[str, int | None]], shards: list[list[Item]], compression: str | None = None
-) -> Path:
-    """Values are encoded already; ``columns`` gives encoding and size of each."""
-    folder.mkdir()
-    listed = []
-    for number, items in enumerate(shards):
-        records = []
-        for item in items:
-            sizes = [len(item[name]) for name, (_, size) in columns.items() if size is None]
-            records.append(uint32(*sizes) + b"".join(item[name] for name in columns))
-        data, raw, packed_name = packed(records, b"{}"), f"shard.{number:05}.mds", None
-        stored = {None: bytes, "zstd": zstandard.compress, "gz": gzip.compress, "bz2": bz2.compress}[compression](data)
-        packed_name = raw if compression is None else f"{raw}.{compression}"
-        (folder / packed_name).write_bytes(stored)
-        listed.append(
-            {
-                "version": 2,
-                "format": "mds",
-                "column_names": [*columns],
-                "column_encodings": [encoding for encoding, _ in columns.values()],
-                "column_sizes": [size for _, size in columns.values()],
-                "compression": compression and f"{compression}:3",
-                "samples": len(items),
-                "raw_data": {"basename": raw, "bytes": len(data)},
-                "zip_data": compression and {"basename": packed_name, "bytes": len(stored)},
-            }
-        )
-    (folder / "index.json").write_text(json.dumps({"version": 2, "shards": listed}))
-    return folder
-
-
-LEAF = {"type": None, "context": None, "children_spec": []}
-
-
-def spec_of(**children: Any) -> Any:
-    context = json.dumps(list(children))
-    return {"type": "builtins.dict", "context": context, "children_spec": [each or LEAF for each in children.values()]}
-
-
-def write_litdata(
-    folder: Path, formats: list[str], spec: Any, chunks: list[list[list[bytes]]], compression: str | None = None
-) -> Path:
-    folder.mkdir()
-    listed = []
-    for number, items in enumerate(chunks):
-        records = [uint32(*map(len, values)) + b"".join(values) for values in items]
-        data, name = packed(records), f"chunk-0-{number}{f'.{compression}' if compression else ''}.bin"
-        (folder / name).write_bytes(zstandard.compress(data) if compression else data)
-        size = sum(map(len, records))
-        listed.append({"chunk_bytes": size, "chunk_size": len(items), "dim": None, "filename": name})
-    config = {"compression": compression, "data_format": formats, "data_spec": json.dumps([1, spec])}
-    (folder / "index.json").write_text(json.dumps({"chunks": listed, "config": config}))
-    return folder
-
-
-def change_index(folder: Path, change: Callable[[Any], object]) -> None:
-    document = json.loads((folder / "index.json").read_text())
-    change(document)
-    (folder / "index.json").write_text(json.dumps(document))
-
-
-def raw_pil(image: Image.Image) -> bytes:
-    return uint32(*image.size, len(image.mode)) + image.mode.encode() + image.tobytes()
-
-
 # WebDataset
 
 
@@ -176,7 +98,7 @@ def test_a_tar_gives_the_files_that_columns_name(tmp_path: Path) -> None:
     }
     path = write_tar(tmp_path / "x.tar", files)
     names = ["jpg", "seg.png", "json", "txt", "npy", "bin", "__key__"]
-    item = open_dataset(path, only=names)[0]
+    item = open_dataset(path, columns=names)[0]
     assert set(item) == set(names)
     (tmp_path / "1.jpg").write_bytes(files["x/1.JPG"])
     assert np.array_equal(item.pop("jpg"), load_image(tmp_path / "1.jpg"))
@@ -200,7 +122,7 @@ def test_columns_choose_sample_and_target_of_a_tar(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda data: data[:700], "x.tar cannot be read: unexpected end of data"),
+        (lambda data: data[:700], "x.tar cannot be read: ReadError: unexpected end of data"),
         (lambda data: data[:1024], "it is cut off, or damaged"),
         (lambda data: data[:1300], "it is cut off, or damaged"),
         (lambda data: data[:1024] + b"\1" * 512 + data[1536:], "it is cut off, or damaged"),
@@ -221,7 +143,7 @@ def test_tars_are_refused_that_run_code_or_cannot_be_sought(tmp_path: Path) -> N
     """Pickles, files twice in a sample and compressed tars are named with the reason."""
     for ending in ("pyd", "pickle", "pth", "seg.pyd"):
         path = write_tar(tmp_path / "x.tar", {f"1.{ending}": pickle.dumps(1)})
-        with pytest.raises(ValueError, match=rf"x.tar cannot be read: its file 1.{ending} is pickled"):
+        with pytest.raises(ValueError, match=rf"x.tar cannot be read: ValueError: its file 1.{ending} is pickled"):
             open_dataset(path)
     with pytest.raises(ValueError, match=r"it holds 1.PNG twice"):
         open_dataset(write_tar(tmp_path / "x.tar", {"1.png": b"", "1.PNG": b""}))
@@ -255,15 +177,15 @@ def test_damaged_images_name_their_file(tars: Path) -> None:
 def test_damaged_arrays_are_errors(tmp_path: Path, bad: bytes) -> None:
     """An array takes no memory that its file does not hold."""
     with pytest.raises(ValueError, match="number 0 of"):
-        open_dataset(write_tar(tmp_path / "x.tar", {"1.npy": bad}), only=["npy"])[0]
+        open_dataset(write_tar(tmp_path / "x.tar", {"1.npy": bad}), columns=["npy"])[0]
     stream = io.BytesIO()
     np.save(stream, np.zeros(4))
-    with pytest.raises(ValueError, match="31 bytes are no float64 values of shape"):
-        open_dataset(write_tar(tmp_path / "x.tar", {"1.npy": stream.getvalue()[:-1]}), only=["npy"])[0]
+    with pytest.raises(ValueError, match=r"number 0 of .*x.tar: ValueError: .*EOF: reading array data"):
+        open_dataset(write_tar(tmp_path / "x.tar", {"1.npy": stream.getvalue()[:-1]}), columns=["npy"])[0]
     objects = io.BytesIO()
     np.save(objects, np.array([{}], object), allow_pickle=True)
-    with pytest.raises(ValueError, match="values of object are not read"):
-        open_dataset(write_tar(tmp_path / "x.tar", {"1.npy": objects.getvalue()}), only=["npy"])[0]
+    with pytest.raises(ValueError, match="Object arrays cannot be loaded"):
+        open_dataset(write_tar(tmp_path / "x.tar", {"1.npy": objects.getvalue()}), columns=["npy"])[0]
 
 
 def test_a_cache_of_tars_is_found_again_until_a_file_changes(tars: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,236 +229,18 @@ def test_tars_behind_a_url_are_read_by_ranges(tars: Path) -> None:
     assert done.stdout.splitlines() == [f"[0, 10, 20] {pixels(2).sum()}"] * 3
 
 
-# MDS
-
-
-@pytest.mark.parametrize("compression", [None, "zstd", "gz", "bz2"])
-def test_mds_shards_are_dicts(tmp_path: Path, compression: str | None) -> None:
-    """Items of several shards, compressed or not, come out as dicts, and batches of them."""
-    columns = {"image": ("png", None), "label": ("int", 8)}
-    items = [{"image": image_file(i), "label": np.int64(i * 10).tobytes()} for i in range(3)]
-    folder = write_mds(tmp_path / "mds", columns, [items[:2], items[2:]], compression)
-    with CachedDataset(folder, progress=False, num_workers=1) as dataset:
-        assert [dataset[i]["label"] for i in range(3)] == [0, 10, 20]
-        assert all(np.array_equal(dataset[i]["image"], pixels(i)) for i in range(3))
-    with CachedDataset(folder, columns={"sample": "image", "target": "label"}, progress=False) as dataset:
-        assert dataset[2][1] == 20
-
-
-def test_mds_encodings(tmp_path: Path) -> None:
-    """Each encoding gives its value, as plain Python or in fresh memory."""
-    image = Image.fromarray(pixels(3)[:, :, 0])
-    array = np.arange(6, dtype=np.int16).reshape(2, 3)
-    columns: dict[str, tuple[str, int | None]] = {
-        "a": ("str", None),
-        "b": ("bytes", None),
-        "c": ("json", None),
-        "d": ("float32", 4),
-        "e": ("uint16", 2),
-        "f": ("pil", None),
-        "g": ("ndarray", None),
-        "h": ("ndarray:int16", None),
-        "i": ("ndarray:int16:2,3", 12),
-        "j": ("str_int", None),
-    }
-    values = [b"\xc3\xbc", b"\0", b"[1]", np.float32(0.5).tobytes(), np.uint16(7).tobytes(), raw_pil(image)]
-    values += [b"\x11\x08\2\3" + array.tobytes(), b"\x08\2\3" + array.tobytes(), array.tobytes(), b"12"]
-    item = open_dataset(write_mds(tmp_path / "mds", columns, [[dict(zip(columns, values, strict=True))]]))[0]
-    assert all(np.array_equal(item.pop(name), array) for name in "ghi")
-    assert (found := item.pop("f")).mode == "L"
-    assert found.tobytes() == image.tobytes()
-    assert item == {"a": "ü", "b": b"\0", "c": [1], "d": 0.5, "e": 7, "j": 12}
-
-
-@pytest.mark.parametrize("compression", ["None", "zstd", "gz", "bz2"])
-def test_mds_as_mosaics_own_writer_makes_it(tmp_path: Path, compression: str) -> None:
-    """What mosaicml-streaming 0.13.0 wrote is read back; integrations/record_mds.py has recorded it."""
-    with zipfile.ZipFile(Path(__file__).parent / "recorded_mds.zip") as archive:
-        archive.extractall(tmp_path)
-    dataset = open_dataset(tmp_path / compression)
-    assert len(dataset) == 5
-    for i in range(5):
-        item, wanted = dataset[i], np.arange(90, dtype=np.uint8).reshape(5, 6, 3) + i
-        assert np.array_equal(item.pop("image"), wanted)
-        assert np.array_equal(item.pop("grey"), wanted[:, :, 0])
-        assert np.array_equal(item.pop("vector"), np.full(3, i, np.float32))
-        assert np.array_equal(item.pop("table"), np.full((2, 3), i, np.int16))
-        assert item == {"label": i * 10, "text": f"ü{i}", "score": i / 2, "facts": {"a": [i]}}
-
-
-def set_shard(**facts: Any) -> Callable[[Any], object]:
-    return lambda document: document["shards"][0].update(facts)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (set_shard(column_encodings=["pkl"]), "it holds pickled values, and what is not trusted is not unpickled"),
-        (set_shard(column_encodings=["video"]), "values written as 'video' are not known; jpeg, pil"),
-        (set_shard(version=3), "shards are mds of version 3, not mds of version 2"),
-        (set_shard(format="json"), "shards are json of version 2"),
-        (set_shard(samples=3), "the offsets at its start are not those of 3 samples"),
-        (set_shard(samples=1 << 40), "cannot have 1099511627776 samples in"),
-        (set_shard(samples="2"), "cannot have 2 samples in 27 bytes"),
-        (set_shard(raw_data={"basename": "../x", "bytes": 1}), "KeyError: '../x'"),
-        (set_shard(raw_data={"basename": "shard.00000.mds", "bytes": 99}), "has 27 bytes where 99 were written"),
-        (set_shard(column_sizes=[-1]), "cannot have values of -1 bytes"),
-        (lambda document: document["shards"].clear(), "IndexError"),
-        (lambda document: document["shards"][0].pop("samples"), "KeyError: 'samples'"),
-    ],
-)
-def test_mds_indices_are_not_trusted(tmp_path: Path, change: Callable[[Any], object], message: str) -> None:
-    """What the index says wrongly is an error that names it, before anything is read by it."""
-    folder = write_mds(tmp_path / "mds", {"a": ("str", None)}, [[{"a": b"x"}, {"a": b""}]])
-    change_index(folder, change)
-    with pytest.raises(ValueError, match=message):
-        open_dataset(folder)[0]
-
-
-@pytest.mark.parametrize(
-    ("at", "number", "message"),
-    [
-        (0, 3, "the offsets at its start are not those"),
-        (1, 4, "the offsets at its start are not those"),
-        (2, 1 << 31, "the offsets at its start are not those"),
-        (3, 31, "the offsets at its start are not those"),
-        (2, 29, "it has 11 bytes where its values take 5"),
-    ],
-    ids=["count", "first", "middle", "end", "sizes"],
-)
-def test_offsets_of_a_shard_are_not_trusted(tmp_path: Path, at: int, number: int, message: str) -> None:
-    """Offsets that fall, lie in the head or beyond the end are errors that name the shard."""
-    folder = write_mds(tmp_path / "mds", {"a": ("str", None)}, [[{"a": b"x"}, {"a": b"yz"}]])
-    data = np.frombuffer((folder / "shard.00000.mds").read_bytes()[:16], "<u4").copy()
-    data[at] = number
-    rest = (folder / "shard.00000.mds").read_bytes()[16:]
-    (folder / "shard.00000.mds").write_bytes(data.tobytes() + rest)
-    with pytest.raises(ValueError, match=rf"number 0 of .*shard.00000.mds: ValueError: {message}"):
-        open_dataset(folder)[0]
-
-
-@pytest.mark.parametrize("compression", ["zstd", "gz", "bz2"])
-@pytest.mark.parametrize("change", [lambda data: data[:-9], lambda data: b"x" + data, lambda data: b""])
-def test_damaged_compressed_shards_are_errors(
-    tmp_path: Path, compression: str, change: Callable[[bytes], bytes]
-) -> None:
-    """A shard that is cut short or no such file is said; one that claims to be larger takes no memory."""
-    folder = write_mds(tmp_path / "mds", {"a": ("str", None)}, [[{"a": b"x" * 100}]], compression)
-    path = folder / f"shard.00000.mds.{compression}"
-    path.write_bytes(change(path.read_bytes()))
-    with pytest.raises(ValueError, match=rf"it is no {compression} file of at most \d+ bytes"):
-        open_dataset(folder)[0]
-    path.write_bytes({"zstd": zstandard, "gz": gzip, "bz2": bz2}[compression].compress(bytes(1 << 20)))
-    with pytest.raises(ValueError, match=rf"it is no {compression} file of at most \d+ bytes"):
-        open_dataset(folder)[0]
-
-
-def test_unknown_compression_is_an_error(tmp_path: Path) -> None:
-    """Of what fastdata cannot decompress the name is said."""
-    folder = write_mds(tmp_path / "mds", {"a": ("str", None)}, [[{"a": b"x"}]], "gz")
-    change_index(folder, set_shard(compression="br:11"))
-    with pytest.raises(ValueError, match="compression 'br' is not known; zstd, gz and bz2 are"):
-        open_dataset(folder)[0]
-
-
-@pytest.mark.parametrize("kind", ["None", "zstd", "tar"])
-def test_whatever_byte_is_another_is_a_value_or_an_error(tmp_path: Path, kind: str) -> None:
-    """Bytes that were changed anywhere in an index or a shard cause nothing worse than a ValueError."""
-    with zipfile.ZipFile(Path(__file__).parent / "recorded_mds.zip") as archive:
-        archive.extractall(tmp_path)
-    folder = tmp_path / kind
-    if kind == "tar":
-        folder.mkdir()
-        write_tar(folder / "x.tar", sample_files(0, "0.") | sample_files(1, "1."))
-    outcomes = set()
-    for path in sorted(folder.iterdir()):
-        data = path.read_bytes()
-        for at in range(0, len(data), len(data) // 50):
-            path.write_bytes(data[:at] + bytes([data[at] ^ 255]) + data[at + 1 :])
-            try:
-                dataset = open_dataset(folder)
-                outcomes.add(len([dataset[i] for i in range(len(dataset))]))
-            except ValueError:
-                outcomes.add(-1)
-        path.write_bytes(data)
+def test_whatever_byte_is_another_is_a_value_or_an_error(tmp_path: Path) -> None:
+    """Bytes of a tar that were changed anywhere cause nothing worse than a ValueError."""
+    path = write_tar(tmp_path / "x.tar", sample_files(0, "0.") | sample_files(1, "1."))
+    data, outcomes = path.read_bytes(), set()
+    for at in range(0, len(data), len(data) // 50):
+        path.write_bytes(data[:at] + bytes([data[at] ^ 255]) + data[at + 1 :])
+        try:
+            dataset = open_dataset(path)
+            outcomes.add(len([dataset[i] for i in range(len(dataset))]))
+        except ValueError:
+            outcomes.add(-1)
     assert -1 in outcomes
-
-
-# LitData
-
-
-@pytest.mark.parametrize("compression", [None, "zstd"])
-def test_litdata_chunks_are_as_they_were_given(tmp_path: Path, compression: str | None) -> None:
-    """Dicts, lists and tuples come out again, of chunks that are compressed or not."""
-    pair = {"type": "builtins.tuple", "context": "null", "children_spec": [LEAF, LEAF]}
-    spec = spec_of(image=None, label=pair)
-    values = [[image_file(i, "jpeg"), np.int64(i).tobytes(), b"\1"] for i in range(3)]
-    folder = write_litdata(tmp_path / "lit", ["jpeg", "int", "boolean"], spec, [values[:2], values[2:]], compression)
-    dataset = open_dataset(folder)
-    assert [dataset[i]["label"] for i in range(3)] == [(0, True), (1, True), (2, True)]
-    with CachedDataset(folder, progress=False, num_workers=1) as cached:
-        (tmp_path / "2.jpg").write_bytes(values[2][0])
-        assert np.array_equal(cached[2]["image"], load_image(tmp_path / "2.jpg"))
-
-
-def test_litdata_formats(tmp_path: Path) -> None:
-    """Each format gives its value; tensors and arrays with the shape that stands before them."""
-    array = np.arange(6, dtype=np.int16).reshape(2, 3)
-    image = Image.fromarray(pixels(1))
-    formats = ["pil", "tensor", "numpy", "no_header_tensor:17", "no_header_numpy:1", "float", "str", "bytes"]
-    values = [raw_pil(image), uint32(13, 2, 2, 3) + array.tobytes(), uint32(1, 2, 2, 3) + array.tobytes()]
-    values += [np.arange(3).tobytes(), array.tobytes(), np.float64(0.5).tobytes(), b"\xc3\xbc", b"\0"]
-    spec = spec_of(**dict.fromkeys("abcdefgh"))
-    item = open_dataset(write_litdata(tmp_path / "lit", formats, spec, [[values]]))[0]
-    assert np.array_equal(item["a"], pixels(1))
-    assert torch.equal(item["b"], torch.from_numpy(array))
-    assert np.array_equal(item["c"], array)
-    assert item["d"].tolist() == [0, 1, 2]
-    assert np.array_equal(item["e"], array.ravel())
-    assert [item[name] for name in "fgh"] == [0.5, "ü", b"\0"]
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"data_format": ["str", "pickle"]}, "it holds pickled values"),
-        ({"data_format": ["str", "video"]}, "values written as 'video' are not known"),
-        ({"data_format": ["no_header_tensor:17"]}, "it holds one stream of tokens"),
-        ({"data_format": ["str"]}, "StopIteration"),
-        ({"data_format": ["str"] * 3}, "its data_spec has fewer values than its data_format"),
-        ({"encryption": {"algorithm": "fernet"}}, "it is encrypted"),
-        ({"data_spec": json.dumps([1, {**spec_of(a=None), "type": "os.system"}])}, "items that are a os.system are"),
-        ({"data_spec": "[" * 100_000}, "RecursionError"),
-        ({"data_spec": None}, "TypeError"),
-    ],
-    ids=str,
-)
-def test_litdata_indices_are_not_trusted(tmp_path: Path, change: dict[str, Any], message: str) -> None:
-    """What the index says wrongly is an error, and types that it names are never looked for."""
-    folder = write_litdata(tmp_path / "lit", ["str", "str"], spec_of(a=None, b=None), [[[b"x", b"y"]]])
-    change_index(folder, lambda document: document["config"].update(change))
-    with pytest.raises(ValueError, match=message):
-        open_dataset(folder)[0]
-
-
-@pytest.mark.parametrize(
-    "value",
-    [b"", uint32(13), uint32(13, 1, 9) + b"\0\0", uint32(99, 1, 1) + b"\0\0", uint32(13, 1 << 30) + b"\0\0"],
-    ids=["empty", "head", "values", "dtype", "dimensions"],
-)
-def test_damaged_tensors_are_errors(tmp_path: Path, value: bytes) -> None:
-    """A tensor's header is held against its bytes."""
-    dataset = open_dataset(write_litdata(tmp_path / "lit", ["tensor"], spec_of(a=None), [[[value]]]))
-    with pytest.raises(ValueError, match="number 0 of"):
-        dataset[0]
-
-
-def test_damaged_pil_images_are_errors(tmp_path: Path) -> None:
-    """Raw images that claim more pixels than there are, or a mode that is none, take no memory."""
-    for head in (uint32(1 << 30, 1 << 30, 3) + b"RGB", uint32(1, 1, 1) + b"X", uint32(1, 1, 99)):
-        folder = write_litdata(tmp_path / f"lit{len(head)}{head[0]}", ["pil"], spec_of(a=None), [[[head + b"\0"]]])
-        with pytest.raises(ValueError, match="bytes are no image of mode"):
-            open_dataset(folder)[0]
 
 
 # What lies at a path
@@ -575,6 +279,49 @@ def test_arrow_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (tmp_path / "x.parquet").write_bytes(b"PAR1")
     with pytest.raises(ImportError, match=r"pip install 'fastdata\[arrow\]'"):
         open_dataset(tmp_path / "x.parquet")
+
+
+@pytest.mark.parametrize(
+    ("index", "what", "call"),
+    [
+        (
+            {"version": 2, "shards": []},
+            "MDS shards of mosaicml-streaming",
+            r"StreamingDataset(local='{}', batch_size=1)",
+        ),
+        ({"chunks": [], "config": {}}, "chunks of litdata", "StreamingDataset('{}')"),
+    ],
+    ids=["mds", "litdata"],
+)
+def test_streams_of_others_name_the_package_that_reads_them(tmp_path: Path, index: Any, what: str, call: str) -> None:
+    """A folder of litdata's or Mosaic's says what lies there, and the call that opens it."""
+    (tmp_path / "index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=rf"holds {what}, .* Install it, .*{re.escape(call.format(tmp_path))}"):
+        CachedDataset(tmp_path)
+    (tmp_path / "index.json").write_text("{}")
+    write_tar(tmp_path / "x.tar", sample_files(0, "0."))
+    assert len(open_dataset(tmp_path)) == 1
+
+
+class Streamed(IterableDataset[Any]):
+    """As litdata's and Mosaic's StreamingDataset: iterable, and read by index too."""
+
+    def __len__(self) -> int:
+        return 3
+
+    def __iter__(self) -> Iterator[Any]:
+        raise AssertionError("it is read by index")
+
+    def __getitem__(self, index: int) -> Item:
+        return {"image": Image.fromarray(pixels(index)), "label": index}  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_iterable_datasets_that_have_indices_are_read_by_them(workers: int) -> None:
+    """Items of such a dataset are prepared once, and served in any order."""
+    with CachedDataset(Streamed(), progress=False, num_workers=workers) as dataset:
+        assert [dataset[i]["label"] for i in (2, 0, 1)] == [2, 0, 1]
+        assert np.array_equal(dataset[2]["image"], pixels(2))
 
 
 # Columns, and values of Hugging Face

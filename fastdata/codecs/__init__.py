@@ -6,10 +6,8 @@ nine times smaller for the price of exactness; ``"source"`` keeps a file's own b
 
 from __future__ import annotations
 
-import bz2
 import json
 import threading
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
@@ -247,25 +245,6 @@ class ZstdCodec:
             raise size_error(self.name, f"a damaged frame ({problem})", out) from problem
         if written != filtered.size:
             raise size_error(self.name, f"a frame that ends after {written:,} bytes of {filtered.size:,}", out)
-
-
-def decompress(data: bytes, compression: str, most_bytes: int) -> bytes:
-    """What a file of others holds, by zstd, gz or bz2; ValueError if it is damaged, or more than ``most_bytes``."""
-    if compression not in ("zstd", "gz", "bz2"):
-        raise ValueError(f"compression {compression!r} is not known; zstd, gz and bz2 are")
-    problem = f"it is no {compression} file of at most {most_bytes:,} bytes"
-    try:
-        if compression == "zstd":
-            if zstandard.frame_content_size(data) > most_bytes:  # memory is taken for what it claims
-                raise ValueError(problem)
-            return bytes(_workers.decompressor.decompress(data, most_bytes))
-        stream = zlib.decompressobj(zlib.MAX_WBITS | 16) if compression == "gz" else bz2.BZ2Decompressor()
-        found = stream.decompress(data, most_bytes + 1)
-    except (zstandard.ZstdError, zlib.error, OSError) as damage:
-        raise ValueError(f"{problem}: {damage}") from damage
-    if len(found) > most_bytes or not stream.eof:
-        raise ValueError(problem)
-    return found
 
 
 def _strip(data: Bytes, layout: Layout) -> tuple[Bytes, Layout]:

@@ -332,19 +332,14 @@ def _parser() -> argparse.ArgumentParser:
     add = command(
         _export,
         "write a cache as files that other libraries read",
-        "Writes the images of a cache, at the size that they have there, as class folders, WebDataset tars or a "
-        "Hugging Face dataset. PNG, the default, keeps every pixel.",
+        "Writes the images of a cache, at the size that they have there, as class folders or WebDataset tars. PNG, "
+        "the default, keeps every pixel.",
         "fastdata export /data/caches /data/folder --to folder",
         "fastdata export /data/caches /data/tars --to webdataset --image-format jpeg --quality 95",
     )
     add("cache", type=Path, metavar="CACHE", help="a cache, or a folder that keeps one")
     add("out", type=Path, metavar="OUT", help="the folder to make")
-    add(
-        "--to",
-        choices=("webdataset", "folder", "hf"),
-        required=True,
-        help="what to write; hf is Parquet (extra: arrow)",
-    )
+    add("--to", choices=("webdataset", "folder"), required=True, help="what to write")
     add(
         "--image-format", choices=("png", "jpeg", "webp"), default="png", help="default: %(default)s, which is lossless"
     )
@@ -354,7 +349,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="1 to 100, of JPEG, by default 95, or of WebP, by default lossless",
     )
-    sizes = "most bytes of images in a tar or Parquet file; default: %(default)s"
+    sizes = "most bytes of images in a tar; default: %(default)s"
     add("--shard-size", default="256MiB", metavar="SIZE", help=sizes)
     _add_options(add)
 
