@@ -264,7 +264,7 @@ def main() -> None:
             f"JPEGs of a folder, decoded each epoch, against {chosen.limit_gib:g} GiB, batch {BATCH}",
             {
                 "torch and torchvision, 2 workers": partial(decode_folder, root),
-                "chunked, decoded by 2 processes": partial(serve_folder, root, limit),
+                "chunked, decoded by 2 threads": partial(serve_folder, root, limit),
             },
             chosen.seconds,
             chosen.rounds,

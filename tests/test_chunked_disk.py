@@ -61,8 +61,7 @@ def chunked(data: Any, **arguments: Any) -> ChunkedLoader:
 
 def order_of(loader: ChunkedLoader, rank: int = 0) -> EpochOrder:
     """What the epochs of a chunked loader follow from, as its state tells."""
-    fields = loader.state_dict()["loader"]
-    del fields["batch_size"]
+    fields = loader.state_dict()["loader"]["order"]
     return EpochOrder(**fields | {"chunk_samples": fields["chunk_samples"] or 1}, rank=rank)
 
 
@@ -162,7 +161,7 @@ def test_pieces_are_brought_in_one_go(image_folder: FolderMaker, brought: Any, c
         for _ in range(2):
             brought.clear()
             list(loader)
-            assert "mapped ahead" in loader.report().path
+            assert "read ahead" in loader.report().path
             assert sorted(index for samples in brought for index in samples) == list(range(36))
             for samples in brought:
                 assert samples == [first + k for first in samples[::4] for k in range(4)]

@@ -1,15 +1,13 @@
-"""The loader for data larger than memory: an order of chunks, and which of them are in memory, over a DataLoader."""
+"""The loader for data larger than memory: a DataLoader in an order of chunks, of which two are in memory."""
 
 from __future__ import annotations
 
 import contextlib
-import math
 import mmap
 import os
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,31 +15,32 @@ import torch
 from torch.utils.data import IterableDataset
 
 from fastdata import memory
-from fastdata.batch import EpochVisits, Multiples, collate
+from fastdata.batch import RepeatedIndex, count_earlier
 from fastdata.chunked.plan import (
     CHUNKS_HELD,
+    PROCESS_BYTES,
     ChunkPlan,
     EpochOrder,
+    Needs,
     ShuffleQuality,
     empties_cache,
     plan_chunks,
     plan_earlier,
     plan_epoch,
-    plan_threads,
     shuffle_quality,
 )
-from fastdata.chunked.residency import Chunk, Residency, Samples
+from fastdata.chunked.residency import Residency
 from fastdata.dataset import CachedDataset, PreparedDataset
-from fastdata.errors import MemoryBudgetError
 from fastdata.loader import DataLoader
 from fastdata.loader.epochs import HELD_BY_USER
-from fastdata.loader.resume import LoaderEpochs, Progress, check_state
-from fastdata.loader.view import EpochItems, JoinedDatasets, LoaderView, Served
-from fastdata.memory import parse_bytes
+from fastdata.loader.resume import Progress
+from fastdata.loader.view import JoinedDatasets, LoaderView
 from fastdata.ranks import find_rank, local_ranks
-from fastdata.reader import positions
 from fastdata.report import EpochReport, log
 from fastdata.ring import BatchRing
+from fastdata.samplers import EpochSampler
+from fastdata.stores.mirror import FETCH_BYTES, MirroredStore
+from fastdata.stores.readers import DiskStore
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -59,27 +58,105 @@ _LEAST_FETCHED = 8
 """Chunks of an epoch, so that the next one comes while one is decoded."""
 _PIECE_BYTES = 4 << 20
 """Of what lies side by side in a chunk that comes over a network: many small requests would take long."""
-_MOST_KEPT_BYTES = 1 << 20  # of one whose samples are in memory anyway
-_ORDER_BYTES = 24  # for each sample of the dataset while an epoch is planned: its key, its place, and sorting
-_ENTRY_BYTES = 256  # for each sample of a chunk, besides its own: in what batch it comes, and that it is there
+_ORDER_BYTES = 24
+"""For each sample of the dataset while an epoch is planned: its key, its place, and sorting."""
+_ENTRY_BYTES = 256
+"""For each sample of a chunk, besides its own: where it lies, and that it is there."""
 _NEIGHBOURS = 256
 """Fewer than a chunk or a piece of one has, mostly: their mean is hardly above that of the heaviest so many."""
-_STATE = ("epoch", "base_seed", "num_yielded", "is_begun")
+_SAMPLE_BYTES = 4 * 3 * 224 * 224
+"""Of a sample in a batch where only running the transform would tell."""
+
+
+class ChunkSampler(EpochSampler):
+    """The samples of one rank in the order of each epoch; positions count this rank's samples.
+
+    Attributes:
+        order: what it follows from.
+        residency: of the epoch that has begun, which is told what chunk comes next.
+    """
+
+    _start = 0
+
+    def __init__(self, order: EpochOrder, rank: int | None, world_size: int | None) -> None:
+        self.order = order
+        self.position = 0
+        self.rank = order.rank
+        self.num_replicas = order.world_size
+        self.residency: Residency | None = None
+        self._given = rank, world_size
+        self._planned: tuple[int, EpochOrder, np.ndarray] | None = None
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        order = asdict(self.order)
+        del order["rank"]  # all ranks stand at the same batch: one's state does for all
+        if self.order.piece_samples == 1:
+            order["chunk_samples"] = None  # says nothing about the order
+        return order
+
+    def __len__(self) -> int:
+        return self.order.rank_samples
+
+    def batches_left(self, position: int, batch_size: int = 1, *, drop_last: bool = False) -> int:
+        left = len(self) - position
+        return left // batch_size if drop_last else -(-left // batch_size)
+
+    def advance(self, position: int, batches: int, batch_size: int) -> int:
+        return position + batches * batch_size
+
+    def find_ranks(self) -> None:
+        super().find_ranks()
+        self.order = replace(self.order, rank=self.rank, world_size=self.num_replicas)
+
+    def coming_stream(self) -> np.ndarray:
+        """The samples that the next iterator gives, int64 (n,)."""
+        coming = self.coming()
+        self.find_ranks()
+        return self._stream_of(coming["epoch"])[coming["position"] :]
+
+    def _stream_of(self, epoch: int) -> np.ndarray:
+        if self._planned is None or self._planned[:2] != (epoch, self.order):
+            self._planned = epoch, self.order, plan_epoch(self.order, epoch)
+        return self._planned[2]
+
+    def __iter__(self) -> Iterator[int]:
+        self._begin()
+        stream = self._stream_of(self.epoch)
+        earlier = self._count_earlier(stream)
+        size = self.order.chunk_samples
+        for number, start in enumerate(range(self.position, len(stream), size)):
+            if self.residency is not None:
+                self.residency.will_need(number)
+            chunk = stream[start : start + size].tolist()
+            if earlier is None:
+                yield from chunk
+            else:
+                yield from map(RepeatedIndex.mark, chunk, earlier[start : start + size].tolist())
+
+    def _count_earlier(self, stream: np.ndarray) -> np.ndarray | None:
+        """How often each sample came before, on lower ranks or here; None where none is repeated to fill the ranks."""
+        if len(stream) * self.order.world_size <= self.order.length:
+            return None
+        seen = np.zeros(self.order.length, np.uint32)
+        count_earlier(seen, plan_earlier(self.order, self.epoch))
+        return count_earlier(seen, stream)
 
 
 class ChunkedLoader:
-    """Trains on data larger than memory: chunk k + 1 loads in the background while chunk k is served, then is dropped.
+    """Trains on data larger than memory: a ``DataLoader`` in an order of chunks, under a memory limit.
 
-    Every sample comes exactly once an epoch, with the pixels that ``DataLoader`` over the same dataset held in memory
-    would serve in the epoch that is set to the same number. It is no subclass of torch's loader, which Accelerate and
-    Lightning would make anew over the dataset alone, but has ``__iter__`` and ``__len__``, ``dataset``, ``batch_size``
-    and ``drop_last``.
+    Chunk k + 1 is read from disk while chunk k is served, which is let go of then. Samples that are kept nowhere are
+    prepared anew each epoch, in an order that is shuffled globally. Every sample comes exactly once an epoch, with the
+    pixels that ``DataLoader`` over the same dataset held in memory would serve in the epoch of the same number. It is
+    no subclass of torch's loader, which Accelerate and Lightning would make anew over the dataset alone, but has
+    ``__iter__`` and ``__len__``, ``dataset``, ``batch_size`` and ``drop_last``.
 
     Args:
-        dataset: a fastdata dataset, ``Subset`` of one, or any map-style dataset of (sample, target). With
-            ``storage="none"`` samples are prepared anew each epoch, by worker processes; else they are read from where
-            they are kept. A path is opened as ``CachedDataset.from_cache(path, as_tensors=True)``: images come as
-            tensors (C, H, W) of the pixels that the cache holds, uint8 of photographs, without any transform.
+        dataset: a fastdata dataset with ``cache_dir=``, whose samples are read from disk; or any other map-style
+            dataset, which is read as a ``DataLoader`` reads it. A path is opened as
+            ``CachedDataset.from_cache(path, as_tensors=True)``: images come as tensors (C, H, W) of the pixels that the
+            cache holds, uint8 of photographs, without any transform.
         batch_size: samples in a batch.
         memory_limit: for all memory of this process and its children, Python and torch included (the sum of their
             proportional set sizes): bytes, ``"1GiB"``, or a fraction of what is free. What is in use now, batches and
@@ -93,7 +170,8 @@ class ChunkedLoader:
             chunk they are mixed. Reading is sequential then, and the shuffle not quite global: see
             ``shuffle_quality``. By default 32 where samples lie on disk and are best read in sequence, elsewhere the
             shuffle is global.
-        num_workers: processes that prepare samples, at most; by default the usable cores. Fewer where memory is short.
+        num_workers: threads or processes that make batches, at most; by default the usable cores. Fewer where memory
+            is short.
         collate_fn: as torch's; the default is ``fastdata.collate``.
         seed: of the order, which all ranks must share. Random draws of transforms follow the dataset's own seed; where
             that is None, a base seed that is drawn for each epoch from torch's generator, as by torch's loader.
@@ -104,12 +182,10 @@ class ChunkedLoader:
             ``fastdata.dataset.DatasetOptions``. Two chunks of every rank of the machine must have room.
 
     Raises:
-        MemoryBudgetError: ``memory_limit`` leaves no room for two chunks of one batch.
-        SampleError: none of the samples looked at can be read.
+        MemoryBudgetError: ``memory_limit`` leaves no room for batches and two chunks of one batch.
 
-    A damaged sample raises ``SampleError`` where its batch would come, and the next batch can be asked for. Under the
-    dataset's ``on_error="skip"`` it is left out, and its batch is smaller. One iterator is open at a time: the next
-    one ends it.
+    A damaged sample raises ``SampleError`` where its batch would come, and the next batch can be asked for. One
+    iterator is open at a time: the next one ends it.
 
     Example:
         >>> squares = [(torch.full((1, 2, 2), i), i * i) for i in range(10)]
@@ -141,91 +217,115 @@ class ChunkedLoader:
         local_cache: str | os.PathLike[str] | None = None,
         local_limit: int | float | str | None = None,
     ) -> None:
-        counts = (batch_size, chunk_samples, mix_chunks, num_workers)
-        for name, count in zip(("batch_size", "chunk_samples", "mix_chunks", "num_workers"), counts, strict=True):
+        counts = {"batch_size": batch_size, "chunk_samples": chunk_samples}
+        counts |= {"mix_chunks": mix_chunks, "num_workers": num_workers}
+        for name, count in counts.items():
             if count is not None and count < 1:
                 raise ValueError(f"{name}={count} must be at least 1")
-        self.batch_size, self.drop_last, self.shuffle = batch_size, drop_last, shuffle
-        self.collate_fn = collate if collate_fn is None else collate_fn
-        rank, world_size = find_rank(rank, world_size)
-        self._epochs, self._is_closed = LoaderEpochs(), False
-        self._samples: Samples | None = None
-        self._residency: Residency | None = None
+        found = find_rank(rank, world_size)
+        self.batch_size = batch_size
+        self.drop_last = drop_last
+        self.shuffle = shuffle
+        self._is_closed = False
+        self._epoch: weakref.ref[_Epoch] | None = None
         with contextlib.ExitStack() as cleanup:
             if isinstance(dataset, (str, bytes, os.PathLike)):
                 mirrored = {"local_cache": local_cache, "local_limit": local_limit}
                 opened = _open_path(os.fsdecode(dataset), storage_options=storage_options, **mirrored)
                 dataset = cleanup.enter_context(opened)
-            self.dataset, (self._behind, self._subset, self._items) = dataset, _find_served(dataset, cleanup)
-            self._served: Served = self._behind if self._items is None else self._items.dataset
-            self._order = EpochOrder(
-                length=len(dataset), shuffle=shuffle, seed=seed, drop_last=drop_last, rank=rank, world_size=world_size
-            )
-            cores, threads = num_workers or memory.usable_cores(), 1
-            if self._order.rank_samples:
-                threads = self._plan(memory_limit, chunk_samples, mix_chunks, cores)
-            numbers: Any = range(self._order.rank_samples)
-            self._loader = DataLoader(  # of the numbers of an epoch's samples; the residency reads what they stand for
-                numbers,
-                batch_size,
-                num_workers=threads,
+            if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+                raise TypeError(
+                    f"ChunkedLoader reads samples by index, which {type(dataset).__name__} has no way for. Give it a "
+                    "map-style dataset, such as fastdata.ImageFolder(root, cache_dir=...)."
+                )
+            self.dataset = dataset
+            self._view = LoaderView.find(dataset)
+            self._stores = [store for part in _parts_of(self._view) for store in _disk_stores(part)]
+            order = EpochOrder(
+                length=len(dataset),
+                shuffle=shuffle,
+                seed=seed,
                 drop_last=drop_last,
-                generator=None if self._served.options.seed is None else torch.Generator(),
-                workers="thread",
+                rank=found.rank,
+                world_size=found.world_size,
+                chunk_samples=len(dataset) or 1,
             )
+            cores = num_workers or memory.usable_cores()
+            if order.rank_samples:
+                order = self._plan(order, memory_limit, chunk_samples, mix_chunks, cores)
+            has_seed = self._view is not None and self._view.dataset.options.seed is not None
+            self._sampler = ChunkSampler(order, rank, world_size)
+            self._loader: DataLoader[Any] = DataLoader(
+                dataset,
+                batch_size,
+                sampler=self._sampler,
+                num_workers=self.plan.workers if self.plan else 0,
+                collate_fn=collate_fn,
+                drop_last=drop_last,
+                generator=torch.Generator() if has_seed else None,
+                workers="thread" if self._stores else "auto",
+            )
+            self.collate_fn = self._loader.collate_fn
             self._owned = cleanup.pop_all()
 
-    def _plan(self, memory_limit: int | float | str, chunk_samples: int | None, mix: int | None, cores: int) -> int:
-        """Plan chunks and batches, and return how many threads make batches."""
-        dataset, order = self._behind, self._order
-        self._served.refresh()
-        self._read_after = dataset.read_after()
-        self._read_steps = dataset.plan.prepare_text
-        self._samples = samples = Samples(dataset)
-        view, pages = samples.view(Chunk()), 0 if samples.is_copied else 2 * mmap.PAGESIZE * len(samples.on_disk)
-        self._is_mixed = order.shuffle and (mix is not None or bool(samples.on_disk))
-        most_bytes, most_pieces = _MOST_MIXED_BYTES if self._is_mixed else _MOST_BYTES, _PIECES_PER_CHUNK
-        if samples.mirrored:
-            share = order.rank_samples / max(order.length, 1) / _LEAST_FETCHED
-            most_bytes = min(_MOST_FETCHED_BYTES, int(share * sum(store.size_bytes for store in samples.mirrored)))
-            most_pieces = min(most_pieces, max(most_bytes // _PIECE_BYTES, 1))
-        pieces = (mix or most_pieces) if self._is_mixed else 1
-        in_use_bytes, free_bytes = memory.tree_pss_bytes(), memory.available_bytes().bytes
-        limit_bytes = parse_bytes(memory_limit, of=free_bytes // local_ranks() + in_use_bytes)
-        served_bytes = view.served_bytes or 2 * 4 * math.ceil(samples.slot_bytes)  # floats one by one, then collated
-        most_threads = 1 if view.batch_obstacle else max(1, cores // 4 if samples.is_copied else cores)
-        batch_bytes = served_bytes * self.batch_size
-        threads = plan_threads(most_threads, batch_bytes, limit_bytes - in_use_bytes)
-        besides_bytes = samples.fetch_bytes + _ORDER_BYTES * order.length + CHUNKS_HELD * pieces * pages
-        mapped_bytes = sum(store.heaviest_bytes(_NEIGHBOURS) for store in samples.on_disk)
-        mapped_bytes += _lone_share(order, self._subset) * pages
-        room_bytes = samples.room_bytes // local_ranks() // (CHUNKS_HELD + 1)  # one is what others' blocks waste
-        planned = partial(
-            plan_chunks,
-            limit_bytes,
+    def _plan(
+        self,
+        order: EpochOrder,
+        memory_limit: int | float | str,
+        chunk_samples: int | None,
+        mix: int | None,
+        most_workers: int,
+    ) -> EpochOrder:
+        """Plan batches and chunks, and return the order that they give."""
+        view = self._view
+        for store in self._stores:
+            store.release()  # it is no memory that is in use: chunks will be there in its place
+        if view is not None:
+            view.dataset.refresh()
+        is_served = view is not None and view.dataset.batch_obstacle is None
+        is_mixed = order.shuffle and bool(self._stores)
+        most_bytes, pieces = self._most_of_chunk(order, mix) if is_mixed else (_MOST_BYTES, 1)
+        pages_bytes = 2 * mmap.PAGESIZE * len(self._stores)
+        in_use_bytes = memory.tree_pss_bytes()
+        free_bytes = memory.available_bytes().bytes
+        limit_bytes = memory.parse_bytes(memory_limit, of=free_bytes // local_ranks() + in_use_bytes)
+        served_bytes = view.dataset.served_bytes if view is not None and is_served else None
+        batch_bytes = (served_bytes or _SAMPLE_BYTES) * self.batch_size
+        mirrored = [store for store in self._stores if isinstance(store, MirroredStore)]
+        fetch_bytes = CHUNKS_HELD * FETCH_BYTES * len(mirrored)
+        fixed_bytes = fetch_bytes + _ORDER_BYTES * order.length + CHUNKS_HELD * pieces * pages_bytes
+        # Of what local_limit= leaves, one share is what others' blocks waste.
+        room_bytes = min((store.mirror.limit_bytes for store in mirrored), default=1 << 62)
+        room_bytes //= local_ranks() * (CHUNKS_HELD + 1)
+        mapped_bytes = sum(store.heaviest_bytes(_NEIGHBOURS) for store in self._stores)
+        mapped_bytes += _lone_share(order, view) * pages_bytes
+        needs = Needs(
             in_use_bytes=in_use_bytes,
-            sample_bytes=_ENTRY_BYTES + (samples.slot_bytes if samples.is_copied else mapped_bytes),
+            fixed_bytes=fixed_bytes + (1 + HELD_BY_USER) * batch_bytes,
+            batch_bytes=batch_bytes,
             batch_size=self.batch_size,
             samples=order.rank_samples,
-            most_workers=cores if samples.is_copied else 1,
-            most_bytes=min(most_bytes, room_bytes) if samples.is_copied or samples.on_disk else _MOST_KEPT_BYTES,
-            chunk_samples=chunk_samples,
+            worker_bytes=0 if is_served or self._stores else PROCESS_BYTES,
+            most_workers=1 if self._stores and not is_served else most_workers,
+            sample_bytes=_ENTRY_BYTES + mapped_bytes if self._stores else 0,
+            most_bytes=min(most_bytes, room_bytes),
         )
-        try:
-            plan = planned(batches_bytes=besides_bytes + batch_bytes * (2 * threads + 1 + HELD_BY_USER))
-        except MemoryBudgetError:
-            if threads == 1:
-                raise
-            threads = 1
-            plan = planned(batches_bytes=besides_bytes + batch_bytes * (2 + 1 + HELD_BY_USER))
-        self.plan = plan
+        self.plan = plan = plan_chunks(limit_bytes, needs, chunk_samples)
         log.info("%s", plan)
-        samples.empties_cache = empties_cache(sum(store.size_bytes for store in samples.on_disk), free_bytes, plan)
-        samples.chunk_batches = plan.chunk_samples // self.batch_size
-        if self._is_mixed:
-            piece_samples = max(plan.chunk_samples // pieces, 1)
-            self._order = replace(order, piece_samples=piece_samples, chunk_samples=plan.chunk_samples)
-        return threads
+        if not self._stores:
+            return order
+        self._empties_cache = empties_cache(sum(store.size_bytes for store in self._stores), free_bytes, plan)
+        piece_samples = max(plan.chunk_samples // pieces, 1) if is_mixed else 1
+        return replace(order, piece_samples=piece_samples, chunk_samples=plan.chunk_samples)
+
+    def _most_of_chunk(self, order: EpochOrder, mix: int | None) -> tuple[int, int]:
+        """The most bytes of a chunk that is mixed, and of how many pieces it is made."""
+        fetched_bytes = sum(store.size_bytes for store in self._stores if isinstance(store, MirroredStore))
+        if not fetched_bytes:
+            return _MOST_MIXED_BYTES, mix or _PIECES_PER_CHUNK
+        share = order.rank_samples / order.length / _LEAST_FETCHED
+        most_bytes = min(_MOST_FETCHED_BYTES, int(share * fetched_bytes))
+        return most_bytes, mix or min(_PIECES_PER_CHUNK, max(most_bytes // _PIECE_BYTES, 1))
 
     def __len__(self) -> int:
         return len(self._loader)
@@ -237,73 +337,45 @@ class ChunkedLoader:
         """Begin an epoch, as ``iter`` does; for a prefetcher as that of a DataLoader."""
         if self._is_closed:
             raise RuntimeError("the loader was closed; make it again to go on")
-        if self._samples is None or self.plan is None:
-            return self._loader.iterate(ring, held)
-        if self._residency is not None:
-            self._residency.close("another one of the same loader was begun")
-        behind = self._behind
-        self._served.refresh()
-        if behind.read_after() != self._read_after:
-            raise ValueError(
-                "the dataset's loader, or what its transform begins with, was changed after this ChunkedLoader was "
-                f"made: it brings samples after {self._read_steps or 'no step'}, and the transform now begins with "
-                f"{behind.plan.prepare_text or 'none'}. Make the ChunkedLoader again."
-            )
-        self._samples.dataset = behind.frozen()
-        self._samples.open(self.plan.chunk_samples)
-        self._residency = residency = Residency(
-            self._samples, self.collate_fn, self.batch_size, self.plan.workers, in_sequence=self._is_mixed
-        )
-        try:
-            iterator = self._loader.iterate(ring, held, residency.read)
-            iterator.lease = self._samples.dataset.lease()
-            weakref.finalize(iterator, residency.close, "it was dropped")
-            self._begin_epoch(residency, iterator.progress)
-        except BaseException:
-            residency.close("it could not begin")
-            raise
-        return iterator
+        self._end("another one of the same loader was begun")
+        batches = self._loader.iterate(ring, held)
+        epoch = _Epoch(batches, self._begin_chunks)
+        self._epoch = weakref.ref(epoch)
+        return epoch
 
-    def _begin_epoch(self, residency: Residency, progress: Progress) -> None:
-        dataset, subset = self._served, self._subset
-        if progress.resumed_from is None:
-            self._epochs.begin(self._epochs.coming(), dataset)
-        else:
-            self._epochs.resume(progress.resumed_from, dataset)
-        epoch = self._epochs.current or 0
-        stream = plan_epoch(self._order, epoch)
-        places = subset if self._items is None else self._items.positions
-        multiples = None if places is None else Multiples.find(places, dataset.index_count)
-        counted = EpochVisits(self._order.length, epoch, multiples)
-        if self._order.rank:
-            counted.take(plan_earlier(self._order, epoch))  # what lower ranks draw is not drawn again
-        visits = counted.take(stream)
-        seed = dataset.seed_of(progress.base_seed or 0)
-        if self._items is not None:
-            self._items.begin(stream, visits, seed)
-        residency.begin(stream if subset is None else subset[stream], visits, progress.first, epoch, seed)
+    def _begin_chunks(self) -> Residency | None:
+        """Begin to read the chunks of the epoch that comes; None where no samples lie on disk."""
+        if self._stores:
+            self._sampler.residency = Residency(
+                _locator(self._view),
+                self._sampler.coming_stream(),
+                self._sampler.order.chunk_samples,
+                self.batch_size,
+                from_cache=self._empties_cache,
+            )
+        return self._sampler.residency
+
+    def _end(self, reason: str) -> None:
+        epoch = self._epoch() if self._epoch else None
+        if epoch is not None:
+            epoch.end(reason)
 
     def set_epoch(self, epoch: int) -> None:
         """Make the order and the random draws of the coming epochs those of ``epoch``, until it is set again."""
-        self._epochs.set(epoch)
+        self._loader.set_epoch(epoch)
 
     def shuffle_quality(self, epoch: int = 0) -> ShuffleQuality:
         """How far the order of an epoch is from a global shuffle, of this rank; reads no data."""
-        return shuffle_quality(self._order, epoch, self.batch_size)
+        return shuffle_quality(self._sampler.order, epoch, self.batch_size)
 
     def report(self) -> EpochReport:
         """How the latest epoch went, complete or not; ``.path`` says how batches are read, and why."""
-        report, samples, plan = self._loader.report(), self._samples, self.plan
-        if samples is None or plan is None:
+        report = self._loader.report()
+        if not self._stores:
             return report
-        chunk_samples, does = samples.chunk_batches * self.batch_size, "prepared" if samples.is_copied else "mapped"
-        workers = "a thread" if plan.workers == 1 else f"{plan.workers} processes"
-        cache = ", the system's page cache emptied behind them" if samples.empties_cache else ""
-        obstacle = samples.view(Chunk()).batch_obstacle
-        each = "whole batches" if obstacle is None else f"samples one by one ({obstacle})"
-        threads = "a thread" if report.workers == 1 else f"{report.workers} threads"
-        chunks = f"chunks of {chunk_samples} samples, {does} ahead by {workers}{cache}"
-        return replace(report, path=f"{chunks}; {each}, made by {threads}")
+        cache = ", the system's page cache emptied behind them" if self._empties_cache else ""
+        chunks = f"chunks of {self._sampler.order.chunk_samples} samples, read ahead by a thread{cache}"
+        return replace(report, path=f"{chunks}; {report.path}")
 
     def ring_slots(self, held: int) -> int:
         return self._loader.ring_slots(held)
@@ -312,40 +384,21 @@ class ChunkedLoader:
         return self._loader.read_ahead()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the latest epoch stands, as a small dict of plain values.
-
-        Batches count once they are handed over. After the last one the state is the beginning of the next epoch.
-        """
-        state = self._loader.state_dict()
-        if state["epoch"] is None:
-            state["epoch"] = self._epochs.current if state["is_begun"] else self._epochs.coming()
-        return {name: state[name] for name in _STATE} | {"version": state["version"], "loader": self._identity()}
+        """Return where the latest epoch stands, as ``DataLoader.state_dict``; the same on every rank."""
+        return self._loader.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Let the next epoch be the one of ``state``, without the batches handed over before; only the rest is read.
 
         Raises:
-            ValueError: the state is of a loader over another dataset, or with other batches or another order.
+            ValueError: the state is of a loader over another dataset, or with another order.
         """
-        if state:
-            check_state(state, self._identity())
-            state = self._loader.state_dict() | {name: state[name] for name in _STATE}
         self._loader.load_state_dict(state)
-
-    def _identity(self) -> dict[str, Any]:
-        order = asdict(self._order)
-        del order["rank"]  # all ranks stand at the same batch: one's state does for all
-        if order["piece_samples"] == 1:
-            order["chunk_samples"] = None  # says nothing about the order
-        return {"batch_size": self.batch_size, **order}
 
     def close(self) -> None:
         """End what runs and give the memory back; batches handed over stay valid. Idempotent."""
         self._is_closed = True
-        if self._residency is not None:
-            self._residency.close("the loader was closed")
-        if self._samples is not None:
-            self._samples.close()
+        self._end("the loader was closed")
         self._owned.close()
 
     def __enter__(self) -> Self:
@@ -355,31 +408,70 @@ class ChunkedLoader:
         self.close()
 
 
-def _find_served(
-    dataset: Any, owned: contextlib.ExitStack
-) -> tuple[PreparedDataset, np.ndarray | None, EpochItems | None]:
-    """The fastdata dataset behind what the user gives, or one made of it, which ``owned`` closes; and its samples.
+class _Epoch:
+    """The batches of an epoch; with the first one chunks begin to be read, each further one is told to them."""
 
-    Of several datasets in a ``ConcatDataset`` one of their items is made, each as its own dataset draws it in an epoch.
-    """
-    if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
-        raise TypeError(
-            f"ChunkedLoader reads samples by index, which {type(dataset).__name__} has no way for. Give it a map-style "
-            "dataset, such as fastdata.ImageFolder(root, storage='none')."
-        )
-    view = LoaderView.find(dataset)
-    items = EpochItems(view) if view is not None and isinstance(view.dataset, JoinedDatasets) else None
-    if view is None or not isinstance(view.dataset, PreparedDataset):
-        one = CachedDataset(dataset if items is None else items, storage="none", progress=False)
-        return owned.enter_context(one), None, items
-    served, subset = view.dataset, view.subset
-    count = len(dataset) if subset is None else int(subset.max(initial=-1)) + 1
-    if count > served.sample_count:
-        raise ValueError(
-            f"ChunkedLoader brings the sample of each index, but {type(served).__name__} has {count} indices "
-            f"and {served.sample_count} samples. Use a DataLoader, or leave __len__ as it is."
-        )
-    return served, subset if subset is None else positions(subset, served.sample_count), None
+    def __init__(self, batches: Iterator[Any], begin_chunks: Callable[[], Residency | None]) -> None:
+        self._batches = batches
+        self._begin_chunks = begin_chunks
+        self._residency: Residency | None = None
+        self._is_begun = False
+        self._ended = ""
+
+    def __iter__(self) -> _Epoch:
+        return self
+
+    def __next__(self) -> Any:
+        if self._ended:
+            raise RuntimeError(f"this iterator has no more batches: {self._ended}")
+        if not self._is_begun:
+            self._is_begun = True
+            self._residency = self._begin_chunks()
+            if self._residency is not None:
+                weakref.finalize(self, self._residency.close)
+        try:
+            return next(self._batches)
+        except StopIteration:
+            self.end("")
+            raise
+        finally:
+            if self._residency is not None:
+                self._residency.passed()
+
+    def end(self, reason: str) -> None:
+        self._ended = reason
+        if self._residency is not None:
+            self._residency.close()
+            self._residency = None
+
+
+def _parts_of(view: LoaderView | None) -> Sequence[PreparedDataset]:
+    if view is None:
+        return []
+    return view.dataset.parts if isinstance(view.dataset, JoinedDatasets) else [view.dataset]
+
+
+def _disk_stores(dataset: PreparedDataset) -> list[DiskStore]:
+    """The files that its samples are served from."""
+    kept = dataset.kept
+    return [store for store in kept.stores if isinstance(store, DiskStore)] if kept else []
+
+
+def _locator(view: LoaderView | None) -> Callable[[np.ndarray], Iterable[tuple[DiskStore, np.ndarray]]]:
+    """What says of samples of a loader in which files they lie, and where in these."""
+    parts = _parts_of(view)
+    subset = None if view is None else view.subset
+    ends = np.cumsum([part.index_count for part in parts])
+
+    def located(samples: np.ndarray) -> Iterator[tuple[DiskStore, np.ndarray]]:
+        index = samples if subset is None else np.sort(subset[samples] % ends[-1])  # -1 is the last one
+        for part, end in zip(parts, ends.tolist(), strict=True):
+            first = end - part.index_count
+            mine = index[(first <= index) & (index < end)] - first
+            for store in _disk_stores(part) if len(mine) else ():
+                yield store, mine
+
+    return located
 
 
 def _open_path(path: str, **remote: Any) -> CachedDataset:
@@ -391,8 +483,9 @@ def _open_path(path: str, **remote: Any) -> CachedDataset:
         ) from missing
 
 
-def _lone_share(order: EpochOrder, subset: np.ndarray | None) -> float:
+def _lone_share(order: EpochOrder, view: LoaderView | None) -> float:
     """How many of the samples have no neighbour in their chunk, from 0 to 1."""
+    subset = None if view is None else view.subset
     if order.world_size > 1 and not order.shuffle:
         return 1.0  # each rank has every so manieth
     if subset is None or len(subset) <= 1:

@@ -17,14 +17,19 @@ from fastdata.memory import format_bytes
 
 Int64s = npt.NDArray[np.int64]
 
-CHUNKS_HELD = 2  # one is served while the next one loads
-WORKER_BYTES = 48 << 20
+CHUNKS_HELD = 2
+"""One is served while the next one is read."""
+PROCESS_BYTES = 48 << 20
 """Allowed for a process that decodes: 8 to 13 MiB were its own on ImageNet photographs, and 12 megapixels take 36."""
-_RESERVE_BYTES, _RESERVE_SHARE = 64 << 20, 0.05
+_RESERVE_BYTES = 64 << 20
+_RESERVE_SHARE = 0.05
 """Left for what nobody can foresee, such as the training loop's own growth."""
-_FIGURE_BYTES = 16 << 20  # what an error asks for is rounded up to them: what is in use differs from run to run
-_BATCHES_SHARE = 0.25  # of what is free: more batches ahead bring less than larger chunks do
-_ENOUGH_BATCHES = 4  # in a chunk; with fewer, workers are given up for memory
+_FIGURE_BYTES = 16 << 20
+"""What an error asks for is rounded up to them: what is in use differs from run to run."""
+_BATCHES_SHARE = 0.25
+"""Of what is free: more batches ahead bring less than larger chunks do."""
+_ENOUGH_BATCHES = 4
+"""In a chunk; with fewer, workers are given up for memory."""
 _ORDER_SALT = 0x6F72646572  # keeps the order apart from what transforms draw with the same seed
 _KEYS_AT_ONCE = 1 << 16
 
@@ -37,9 +42,9 @@ class ChunkPlan:
         limit_bytes: ``memory_limit``, for all memory of this process and its children, Python and torch included.
         in_use_bytes: of these when the loader was made.
         reserve_bytes: left alone.
-        batches_bytes: of the batches that exist at once, and of the epoch's order and the like.
-        workers: processes that prepare samples; 1 is a thread of this process.
-        chunk_samples: in one chunk, whole batches.
+        batches_bytes: of the batches that exist at once, of the epoch's order and the like, and of worker processes.
+        workers: that make batches.
+        chunk_samples: in one chunk of samples that lie on disk, whole batches; 0 where none lie there.
         chunk_bytes: of one chunk; two are in memory.
     """
 
@@ -48,96 +53,111 @@ class ChunkPlan:
     reserve_bytes: int
     batches_bytes: int
     workers: int
-    chunk_samples: int
-    chunk_bytes: int
+    chunk_samples: int = 0
+    chunk_bytes: int = 0
 
     @property
     def peak_bytes(self) -> int:
-        fixed_bytes = self.in_use_bytes + self.batches_bytes + _workers_bytes(self.workers)
-        return fixed_bytes + CHUNKS_HELD * self.chunk_bytes
+        return self.in_use_bytes + self.batches_bytes + CHUNKS_HELD * self.chunk_bytes
 
     def __str__(self) -> str:
-        workers = "1 thread" if self.workers == 1 else f"{self.workers} processes"
+        chunks = "no chunks, because no samples lie on disk"
+        if self.chunk_samples:
+            size = format_bytes(self.chunk_bytes)
+            chunks = f"{CHUNKS_HELD} chunks of {self.chunk_samples} samples, {size} each"
         return (
-            f"{CHUNKS_HELD} chunks of {self.chunk_samples} samples, {format_bytes(self.chunk_bytes)} each, loaded by "
-            f"{workers}; with {format_bytes(self.batches_bytes)} of batches and the {format_bytes(self.in_use_bytes)} "
+            f"{chunks}; with {format_bytes(self.batches_bytes)} of batches and the {format_bytes(self.in_use_bytes)} "
             f"in use before, {format_bytes(self.peak_bytes)} of memory_limit={format_bytes(self.limit_bytes)}"
         )
 
 
-def plan_chunks(
-    limit_bytes: int,
-    *,
-    in_use_bytes: int,
-    sample_bytes: float,
-    batches_bytes: int,
-    batch_size: int,
-    samples: int,
-    most_workers: int,
-    most_bytes: int,
-    chunk_samples: int | None = None,
-) -> ChunkPlan:
-    """Decide how large chunks are and how many workers load them.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Needs:
+    """What batches and chunks take.
+
+    Args:
+        in_use_bytes: before anything is loaded.
+        fixed_bytes: of the epoch's order, of the batches that the loop holds, and of chunks besides their samples.
+        batch_bytes: of one batch; each worker has two ahead.
+        batch_size: samples in a batch.
+        samples: of an epoch.
+        worker_bytes: of each worker besides its batches.
+        most_workers: that may be.
+        sample_bytes: of a sample in a chunk; 0 where none lie on disk.
+        most_bytes: of a chunk; more than this would bring nothing.
+    """
+
+    in_use_bytes: int
+    fixed_bytes: int
+    batch_bytes: int
+    batch_size: int
+    samples: int
+    worker_bytes: int
+    most_workers: int
+    sample_bytes: float = 0
+    most_bytes: int = 0
+
+    def batches_bytes(self, workers: int) -> int:
+        return self.fixed_bytes + workers * (2 * self.batch_bytes + self.worker_bytes)
+
+
+def plan_chunks(limit_bytes: int, needs: Needs, chunk_samples: int | None = None) -> ChunkPlan:
+    """Decide how large chunks are and how many workers make batches.
 
     Args:
         limit_bytes: for the whole process tree.
-        in_use_bytes: of it, before anything is loaded.
-        sample_bytes: of a sample in a chunk.
-        batches_bytes: of the batches that exist at once, of the epoch's order, and of chunks besides their samples.
-        batch_size: samples in a batch.
-        samples: of an epoch.
-        most_workers: processes that prepare samples, at most; 1 is none beside this one.
-        most_bytes: of a chunk; more than this would bring nothing.
+        needs: of the data.
         chunk_samples: as the user wants it, rounded down to whole batches, at least one; None for what fits.
 
     Raises:
         MemoryBudgetError: not even a batch a chunk fits, or not what the user wants; says need, limit and cure.
     """
     reserve_bytes = max(_RESERVE_BYTES, int(limit_bytes * _RESERVE_SHARE))
-    batch_bytes = max(sample_bytes * batch_size, 1)
-    most = -(-samples // batch_size)
-    wanted = None if chunk_samples is None else min(max(chunk_samples // batch_size, 1), most)
-    least_bytes = in_use_bytes + batches_bytes + reserve_bytes
-    workers, fitting = 1, 0
-    for workers in range(most_workers, 0, -1):
-        fitting = int((limit_bytes - least_bytes - _workers_bytes(workers)) // (CHUNKS_HELD * batch_bytes))
-        if fitting >= (min(_ENOUGH_BATCHES, most) if wanted is None else wanted):
+    free_bytes = limit_bytes - needs.in_use_bytes - reserve_bytes
+    batch_bytes = needs.sample_bytes * needs.batch_size
+    most = -(-needs.samples // needs.batch_size)
+    wanted = min(_ENOUGH_BATCHES, most)
+    if chunk_samples is not None:
+        wanted = min(max(chunk_samples // needs.batch_size, 1), most)
+    workers = fitting = 0
+    for workers in range(needs.most_workers, 0, -1):
+        batches_bytes = needs.batches_bytes(workers)
+        left_bytes = free_bytes - batches_bytes
+        fitting = int(left_bytes // max(CHUNKS_HELD * batch_bytes, 1))
+        is_enough = fitting >= wanted if batch_bytes else left_bytes >= 0
+        if is_enough and 2 * workers * needs.batch_bytes <= free_bytes * _BATCHES_SHARE:
             break
-    useful = min(most, max(int(most_bytes // batch_bytes), _ENOUGH_BATCHES))
-    batches = max(min(fitting, useful) if wanted is None else wanted, 1)
+    batches = 0
+    if batch_bytes:
+        useful = min(most, max(int(needs.most_bytes // batch_bytes), _ENOUGH_BATCHES))
+        batches = max(min(fitting, useful) if chunk_samples is None else wanted, 1)
     plan = ChunkPlan(
         limit_bytes=limit_bytes,
-        in_use_bytes=in_use_bytes,
+        in_use_bytes=needs.in_use_bytes,
         reserve_bytes=reserve_bytes,
-        batches_bytes=batches_bytes,
+        batches_bytes=needs.batches_bytes(workers),
         workers=workers,
-        chunk_samples=batches * batch_size,
+        chunk_samples=batches * needs.batch_size,
         chunk_bytes=int(batches * batch_bytes),
     )
-    if fitting < batches:
-        need_bytes = max(plan.peak_bytes + _RESERVE_BYTES, plan.peak_bytes / (1 - _RESERVE_SHARE))
-        need_mib = math.ceil(need_bytes / _FIGURE_BYTES) * _FIGURE_BYTES >> 20
-        raise MemoryBudgetError(
-            f"memory_limit={format_bytes(limit_bytes)} is for the whole process tree, and at least {need_mib:,} MiB is "
-            f"needed: {format_bytes(in_use_bytes)} is in use already, {CHUNKS_HELD} chunks of {plan.chunk_samples} "
-            f"samples take {format_bytes(CHUNKS_HELD * plan.chunk_bytes)}, batches {format_bytes(batches_bytes)}, and "
-            f"the rest stays in reserve. Raise memory_limit, or use a smaller batch_size, chunk_samples or resize=."
-        )
+    if plan.peak_bytes + reserve_bytes > limit_bytes:
+        raise MemoryBudgetError(_too_little(plan))
     return plan
 
 
-def _workers_bytes(workers: int) -> int:
-    return WORKER_BYTES * workers if workers > 1 else 0
-
-
-def plan_threads(most: int, batch_bytes: int, free_bytes: int) -> int:
-    """Decide how many of ``most`` threads make batches, each of them two ahead: at least one.
-
-    Example:
-        >>> plan_threads(64, batch_bytes=154 << 20, free_bytes=7 << 30)
-        5
-    """
-    return max(1, min(most, int(free_bytes * _BATCHES_SHARE) // (2 * max(batch_bytes, 1))))
+def _too_little(plan: ChunkPlan) -> str:
+    need_bytes = max(plan.peak_bytes + _RESERVE_BYTES, plan.peak_bytes / (1 - _RESERVE_SHARE))
+    need_mib = (math.ceil(need_bytes / _FIGURE_BYTES) * _FIGURE_BYTES >> 20) + (_FIGURE_BYTES >> 20)
+    chunks = ""
+    if plan.chunk_samples:
+        size = format_bytes(CHUNKS_HELD * plan.chunk_bytes)
+        chunks = f"{CHUNKS_HELD} chunks of {plan.chunk_samples} samples take {size}, "
+    return (
+        f"memory_limit={format_bytes(plan.limit_bytes)} is for the whole process tree, and at least {need_mib:,} MiB "
+        f"is needed: {format_bytes(plan.in_use_bytes)} is in use already, {chunks}batches "
+        f"{format_bytes(plan.batches_bytes)}, and the rest stays in reserve. Raise memory_limit, or use a smaller "
+        "batch_size, chunk_samples or resize=."
+    )
 
 
 def empties_cache(disk_bytes: int, free_bytes: int, plan: ChunkPlan) -> bool:
