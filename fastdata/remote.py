@@ -1,7 +1,7 @@
 """Files behind a URL, in an object store or on a server, with the face of a folder here. The only door to fsspec.
 
-Requests run on fsspec's own event loop, many at once, each repeated with backoff and held against the length that it
-must have. A client belongs to the process that made it: a forked one makes its own.
+Requests run on fsspec's own event loop, many at once, each tried twice and held against the length that it must have.
+A client belongs to the process that made it: a forked one makes its own.
 """
 
 from __future__ import annotations
@@ -11,43 +11,33 @@ import contextlib
 import hashlib
 import math
 import os
-import random
 import re
 import shutil
 import stat
-import statistics
 import tempfile
 import time
 import uuid
-from collections import defaultdict, deque
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextvars import ContextVar
 from functools import cache, partial
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from fastdata.errors import RemoteError, is_url
 from fastdata.report import log
 
-TRIES = 6
 ATTEMPT_S = 30.0
-"""What has not ended by then is begun anew: six tries, and the pauses, are over in three and a half minutes."""
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
+"""What has not ended by then is begun anew, once. Clients repeat what servers refuse for a moment themselves."""
+_PAUSE_S = 0.5
+_WARN_EVERY_S = 30.0
 _FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, ImportError, TypeError, ValueError)
 """What comes again however often one asks."""
 _TAGS = ("ETag", "etag", "generation", "md5Hash", "mtime", "LastModified", "last_modified", "updated", "created")
 """What file systems call that which tells an object from a newer one of its name."""
 _S3_DEFAULTS: dict[str, Any] = {"max_pool_connections": 64, "connect_timeout": 5, "read_timeout": 5}
 """Of botocore, whose 10 connections fetch 200 small objects a second at 50 ms each; timeouts are seconds of silence."""
-_KNOWN, _ENOUGH, _PATIENCE, _LEAST_PATIENCE_S, _FIRST_PATIENCE_S = 32, 4, 3.0, 0.25, 3.0
-"""How many times the median of the latest requests, if these are enough, one takes before it is made a second time."""
-_LOOK_S = 0.2
-_SAY_S, _SAY_AGAIN_S = 5.0, 30.0
-_SAID_S: dict[int, float] = {}
-"""When a process last said that something takes long."""
-_SMALL_BYTES = 1 << 20
 _MOST_EXPECTED = 1024
 _FLEETING, _FLEETING_S = "fastdata-remote-", 60.0
 _TEXT_BYTES = 4
@@ -89,25 +79,6 @@ def _sweep(parent: str) -> None:
                     shutil.rmtree(left)
 
 
-class _Pace:
-    """How long requests of a client take, by which one is told that hangs: another one like it is faster then."""
-
-    def __init__(self) -> None:
-        self._seconds: deque[float] = deque(maxlen=_KNOWN)
-
-    def add(self, seconds: float) -> None:
-        self._seconds.append(seconds)
-
-    def patience_s(self) -> float:
-        if len(self._seconds) < _ENOUGH:
-            return _FIRST_PATIENCE_S
-        return min(max(_PATIENCE * statistics.median(self._seconds), _LEAST_PATIENCE_S), ATTEMPT_S)
-
-
-_PACES: defaultdict[tuple[str, bool], _Pace] = defaultdict(_Pace)
-"""By protocol and whether little is asked for."""
-
-
 class _OtherSizeError(OSError):
     pass
 
@@ -143,9 +114,11 @@ class Place:
         ValueError: the URL holds a password, or a query, which may be one.
         ImportError: the file system of the URL is not installed; says which.
         FileNotFoundError: there is no such file.
-        RemoteError: a file cannot be read or written, after all tries.
+        RemoteError: a file cannot be read or written, tried twice.
         OSError: what comes of it is not as long as it must be.
     """
+
+    _warned_s: ClassVar[float] = -math.inf
 
     def __init__(self, url: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> None:
         text = os.fsdecode(url)
@@ -202,7 +175,7 @@ class Place:
     def size(self, name: str) -> int:
         if not self.is_remote:
             return os.path.getsize(self.at(name))
-        return int(self._submit("info", name).result()["size"])
+        return int(self._submit(name, lambda client, path: _call(client, "info", path)).result()["size"])
 
     def read(self, name: str, start: int = 0, stop: int | None = None, *, size_bytes: int | None = None) -> bytes:
         """The bytes of a file, or those from ``start`` to ``stop``; a whole one of another size is an error."""
@@ -215,21 +188,29 @@ class Place:
         if not self.is_remote:
             return _done(partial(_read_local, self.at(name), start, stop))
         wanted_bytes = size_bytes if stop is None else stop - start
+        # One byte more lets a file that has grown show it; and s3fs asks for the size unless it is told one.
+        end = size_bytes + 1 if size_bytes else stop
 
-        def check(data: bytes) -> None:
+        async def fetch(client: Any, path: str) -> bytes:
+            data: bytes = await _call(client, "cat_file", path, start=start, end=end)
             if wanted_bytes is not None and len(data) != wanted_bytes:
                 raise _OtherSizeError(f"{len(data):,} bytes came where {wanted_bytes:,} are needed")
+            return data
 
-        if size_bytes:
-            stop = size_bytes + 1  # for a file that has grown to show it; and s3fs asks for its size unless it is told
-        span: dict[str, Any] = {"start": start, "end": stop}
-        return self._submit("cat_file", name, check=check, pace=self._pace(wanted_bytes or 0), **span)
+        return self._submit(name, fetch)
 
     def submit_facts(self, name: str) -> Future[tuple[int, int]]:
         """Size and tag of a file; -1 where it is not there."""
-        if self.is_remote:
-            return self._submit("info", name, then=_facts, missing=(-1, -1), pace=self._pace(0))
-        return _done(partial(_local_facts, self.at(name)))
+        if not self.is_remote:
+            return _done(partial(_local_facts, self.at(name)))
+
+        async def look(client: Any, path: str) -> tuple[int, int]:
+            try:
+                return _facts(await _call(client, "info", path))
+            except FileNotFoundError:
+                return -1, -1
+
+        return self._submit(name, look)
 
     def find(self, below: str = "") -> list[Entry]:
         """All files below a folder, sorted by name; none where it is not there."""
@@ -238,28 +219,30 @@ class Place:
     def submit_find(self, below: str = "") -> Future[list[Entry]]:
         if not self.is_remote:
             return _done(partial(_find_local, self.url, below))
-        return self._submit("find", below, then=self._entries, detail=True)
+
+        async def find(client: Any, path: str) -> list[Entry]:
+            found = await _call(client, "find", path, detail=True)
+            root_length = len(client._strip_protocol(self.url).rstrip("/")) + 1
+            entries = [Entry(path[root_length:], *_facts(facts)) for path, facts in found.items()]
+            self.listed.update((entry.name, entry) for entry in entries)
+            return sorted(entries)
+
+        return self._submit(below, find)
 
     def folders(self) -> list[str]:
         """The names of the folders right in this one, sorted; FileNotFoundError where nothing is there."""
         if not self.is_remote:
             with os.scandir(self.url) as found:
                 return sorted(each.name for each in found if each.is_dir())
-        found = self._submit("ls", "", detail=True).result()
+        found = self._submit("", lambda client, path: _call(client, "ls", path, detail=True)).result()
         return sorted(each["name"].rstrip("/").rpartition("/")[2] for each in found if each["type"] == "directory")
-
-    def _entries(self, found: Mapping[str, Mapping[str, Any]]) -> list[Entry]:
-        root = len(self._path("")) + 1
-        entries = [Entry(path[root:], *_facts(facts)) for path, facts in found.items()]
-        self.listed.update((entry.name, entry) for entry in entries)
-        return sorted(entries)
 
     # Writing
 
     def write(self, name: str, data: bytes | memoryview) -> None:
         """Make these bytes the file, at once and for good: nobody sees half of it."""
         if self.is_remote:
-            self._submit("pipe_file", name, bytes(data)).result()
+            self._submit(name, lambda client, path: _call(client, "pipe_file", path, bytes(data))).result()
         else:
             _write_local(self.at(name), lambda stream: stream.write(data))
 
@@ -269,7 +252,7 @@ class Place:
             with path.open("rb") as source:
                 _write_local(self.at(name), lambda stream: shutil.copyfileobj(source, stream, 1 << 20))
             return
-        self._submit("put_file", str(path), name).result()
+        self._submit(name, lambda client, target: _call(client, "put_file", str(path), target)).result()
         if (there := self.size(name)) != path.stat().st_size:
             raise RemoteError(f"{self.at(name)} has {there:,} bytes after {path.stat().st_size:,} were sent to it")
 
@@ -277,17 +260,11 @@ class Place:
         for name in names:
             with contextlib.suppress(FileNotFoundError):
                 if self.is_remote:
-                    self._submit("rm_file", name).result()
+                    self._submit(name, lambda client, path: _call(client, "rm_file", path)).result()
                 else:
                     os.unlink(self.at(name))
 
     # The client
-
-    def _pace(self, size_bytes: int) -> _Pace:
-        return _PACES[self.url.partition("://")[0], size_bytes <= _SMALL_BYTES]
-
-    def _path(self, name: str) -> str:
-        return f"{self._client()._strip_protocol(self.url).rstrip('/')}{'/' if name else ''}{name}"
 
     def _client(self) -> Any:
         import fsspec
@@ -307,66 +284,37 @@ class Place:
                 raise ValueError(f"{self.url} is a URL of a kind that fsspec does not know: {unknown}") from None
         return _CLIENTS[key]
 
-    def _submit(
-        self,
-        method: str,
-        *arguments: Any,
-        then: Callable[[Any], Any] = lambda found: found,
-        check: Callable[[Any], None] = lambda found: None,
-        missing: Any = None,
-        pace: _Pace | None = None,
-        **options: Any,
-    ) -> Future[Any]:
-        """Call a method of the client on fsspec's loop; the argument that is a name is made a path."""
+    def _submit(self, name: str, request: Callable[[Any, str], Awaitable[_Given]]) -> Future[_Given]:
+        """Make a request, of the client and the path of a file, on fsspec's loop."""
         from fsspec.asyn import get_loop
 
         client = self._client()
-        if method in ("find", "ls", "info"):
-            client.invalidate_cache()  # of another's listings
-        place = len(arguments) - 1 if method == "put_file" else 0
-        name = arguments[place]
-        arguments = (*arguments[:place], self._path(name), *arguments[place + 1 :])
+        path = "/".join(part for part in (client._strip_protocol(self.url).rstrip("/"), name) if part)
+        return asyncio.run_coroutine_threadsafe(
+            self._request(partial(request, client, path), self.at(name)), get_loop()
+        )
 
-        async def call() -> Any:
-            if client.async_impl:
-                found = await getattr(client, f"_{method}")(*arguments, **options)
-            else:
-                job = partial(getattr(client, method), *arguments, **options)
-                found = await asyncio.get_running_loop().run_in_executor(None, job)
-            check(found)
-            return then(found)
-
-        return asyncio.run_coroutine_threadsafe(self._tried(call, self.at(name), missing, pace), get_loop())
-
-    async def _tried(
-        self, call: Callable[[], Coroutine[Any, Any, Any]], url: str, missing: Any, pace: _Pace | None
-    ) -> Any:
-        problem: Exception = RuntimeError()
-        begun_s = time.monotonic()
-        for k in range(TRIES):
-            if k:
-                self._say_that_it_takes_long(url, problem, begun_s)
-                pause_s = min(_FIRST_PAUSE_S * 2**k, _LONGEST_PAUSE_S)
-                await asyncio.sleep(pause_s * (0.5 + random.SystemRandom().random()))
+    async def _request(self, call: Callable[[], Awaitable[_Given]], url: str) -> _Given:
+        for tries in (1, 2):
             try:
-                return await asyncio.wait_for(call() if pace is None else _hedged(call, pace), ATTEMPT_S)
+                return await asyncio.wait_for(call(), ATTEMPT_S)
             except FileNotFoundError:
-                if missing is not None:
-                    return missing
                 raise FileNotFoundError(f"{url} is not there") from None
-            except Exception as found:  # noqa: BLE001  # clients raise anything; the last one is told
-                problem = found
-                if isinstance(found, _FINAL):
-                    break
-        raise self._error(url, problem, k + 1) from None
+            except Exception as problem:  # noqa: BLE001  # clients raise anything
+                if tries == 2 or isinstance(problem, _FINAL):
+                    raise self._error(url, problem, tries) from None
+                self._warn(url, problem)
+            await asyncio.sleep(_PAUSE_S)
+        raise AssertionError
 
-    def _say_that_it_takes_long(self, url: str, problem: Exception, begun_s: float) -> None:
-        """Once in a while for all requests, of which thousands may fail together; a wrong endpoint takes a minute."""
+    def _warn(self, url: str, problem: Exception) -> None:
+        """Once in a while for all requests, of which thousands may fail together."""
         now_s = time.monotonic()
-        if now_s - begun_s > _SAY_S and now_s - _SAID_S.get(os.getpid(), -math.inf) > _SAY_AGAIN_S:
-            _SAID_S[os.getpid()] = now_s
-            what = f"{type(problem).__name__}: {self._said(problem)}"
-            log.warning("%s has not come in %.0f s and is asked for again: %s", url, now_s - begun_s, what)
+        if now_s - Place._warned_s > _WARN_EVERY_S:
+            Place._warned_s = now_s
+            log.warning(
+                "%s has not come and is asked for again: %s", url, f"{type(problem).__name__}: {self._said(problem)}"
+            )
 
     def _said(self, problem: Exception) -> str:
         said = str(problem) or (f"no answer in {ATTEMPT_S:.0f} s" if isinstance(problem, TimeoutError) else "")
@@ -380,40 +328,21 @@ class Place:
             return problem
         said = self._said(problem)
         if isinstance(problem, _OtherSizeError):
-            return OSError(
-                f"{url}: {problem} (tried {tries} times): it was changed since it was listed, or is cut short"
-            )
+            return OSError(f"{url}: {problem} (tried twice): it was changed since it was listed, or is cut short")
         cure = "Look at the network, and run again"
         if isinstance(problem, PermissionError) or "redential" in said:
             cure = "Give credentials that are valid and allow it, in the environment or as storage_options="
-        again = f" (tried {tries} times)" if tries > 1 else ""
+        again = " (tried twice)" if tries == 2 else ""
         return RemoteError(f"{url}: {type(problem).__name__}: {said.rstrip('.')}{again}. {cure}.")
 
 
-async def _hedged(call: Callable[[], Coroutine[Any, Any, Any]], pace: _Pace) -> Any:
-    """Make a request, and a second one beside it if it takes too long; the first answer counts.
-
-    After Dean and Barroso, "The Tail at Scale", CACM 2013.
-    """
-    begun_s = time.monotonic()
-    requests = [asyncio.ensure_future(call())]
-    try:
-        while not requests[0].done() and (left_s := begun_s + pace.patience_s() - time.monotonic()) > 0:
-            await asyncio.wait(requests, timeout=min(left_s, _LOOK_S))  # others that end meanwhile tell the pace
-        if not requests[0].done():
-            requests.append(asyncio.ensure_future(call()))
-            await asyncio.wait(requests, return_when=asyncio.FIRST_COMPLETED)
-        answered = [request for request in requests if request.done()]
-        if len(answered) == 1 and answered[0].exception() is not None:
-            await asyncio.wait(requests)
-        answer = next((request for request in requests if request.done() and request.exception() is None), requests[0])
-        found = answer.result()
-        pace.add(time.monotonic() - begun_s)
-        return found
-    finally:
-        for request in requests:
-            request.cancel()
-        await asyncio.gather(*requests, return_exceptions=True)
+async def _call(client: Any, method: str, *arguments: Any, **options: Any) -> Any:
+    if method in ("find", "ls", "info"):
+        client.invalidate_cache()  # of another's listings
+    if client.async_impl:
+        return await getattr(client, f"_{method}")(*arguments, **options)
+    job = partial(getattr(client, method), *arguments, **options)
+    return await asyncio.get_running_loop().run_in_executor(None, job)
 
 
 class Coming:
