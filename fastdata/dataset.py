@@ -520,8 +520,8 @@ class PreparedDataset(Dataset[Any]):
         planes = [store.read(index) for index in range(0, len(store), step)][:_LOOKED_AT]
         whole = [np.ascontiguousarray(image.transpose(1, 2, 0)) for image in planes]
         small = plan_transform(Resize(f"short:{_ADVISED_PX}"), channels=planes[0].shape[0], prepared=0)
-        shrink = Program(small.batch_ops, store.spec).prepare
-        less = [np.ascontiguousarray(shrink(OpenedImages.decoded([image])).transpose(1, 2, 0)) for image in whole]
+        shrunk = Program(small.batch_ops, store.spec).prepare(OpenedImages.decoded(whole))
+        less = [np.array(image.transpose(1, 2, 0), order="C") for image in shrunk]
         share = sum(image.size for image in less) / sum(image.size for image in whole)
         if share > _WORTH_SHARE or output is None:
             return ""

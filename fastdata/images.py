@@ -15,7 +15,7 @@ import math
 import os
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal, TypeGuard
 
@@ -412,11 +412,11 @@ class PlanesLoader:
     """Prepares the pixels of an image file without a PIL image in between.
 
     Args:
-        prepare: of one opened image makes planes (C, h, w), uint8.
+        prepare: of opened images makes planes (C, h, w), uint8, each of which stays until the next is asked for.
         upright: whether images are turned as their EXIF says first.
     """
 
-    prepare: Callable[[OpenedImages], Array]
+    prepare: Callable[[OpenedImages], Iterator[Array]]
     upright: bool = False
 
     def __call__(self, path: str) -> Planes:
@@ -431,7 +431,8 @@ class PlanesLoader:
             stream.seek(0)
             return decode_by_pillow(stream, upright=self.upright)
 
-        return Planes(self.prepare(OpenedImages([stream.read()], by_pillow, upright=self.upright)))
+        images = OpenedImages([stream.read()], by_pillow, upright=self.upright)
+        return Planes(next(self.prepare(images)).copy())
 
 
 def decoder_of(loader: Callable[[str], Any]) -> Callable[[memoryview], Any] | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import math
 import os
 import pickle
@@ -39,9 +40,12 @@ from fastdata.errors import (
 from fastdata.images import (
     Bound,
     Form,
+    OpenedImages,
+    Planes,
     PlanesLoader,
     SampleSpec,
     SourceDecoder,
+    decode_by_pillow,
     decoder_of,
     is_image,
     is_pil,
@@ -182,6 +186,10 @@ class ReadSample(NamedTuple):
     target_is_part: bool
     mask_places: tuple[int, ...] = ()
 
+    def copied(self) -> ReadSample:
+        """In memory of its own."""
+        return self._replace(parts=tuple(Part(array.copy(), form) for array, form in self.parts))
+
 
 @dataclass(frozen=True, slots=True)
 class Steps:
@@ -235,23 +243,45 @@ def read_path(source: Source, steps: tuple[Callable[[Any], Any], ...], *, pixels
     return ReadPath(source=source.opened_by(loader), prepare=Steps(steps), open_bytes=open_bytes, shape=shape)
 
 
+def open_files(source: FileSource, indices: Sequence[int], *, upright: bool) -> OpenedImages:
+    """The files of samples, for the core; what is wrong with one is a SampleError that names path and index."""
+
+    def named(index: int, read: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        try:
+            return read(*arguments, **options)
+        except (MemoryError, RemoteError):  # a network that is down is no sample's fault
+            raise
+        except Exception as cause:  # damaged files make decoders raise anything
+            raise sample_error(source.path(index), index, cause) from cause
+
+    def by_pillow(b: int) -> np.ndarray:
+        pixels: np.ndarray = named(indices[b], decode_by_pillow, io.BytesIO(files[b]), upright=upright)
+        return pixels
+
+    files = [named(index, source.read_bytes, index) for index in indices]
+    return OpenedImages(files, by_pillow, upright=upright)
+
+
 def read_sample(source: Source, prepare: Callable[[Any], Any], index: int) -> ReadSample:
     """Read and prepare one sample; whatever goes wrong is a SampleError that names path and index."""
     is_read = False
     try:
         sample, target = source.read(index)
         is_read = True
-        prepared = prepare(sample)
-        is_tuple = isinstance(prepared, (tuple, list))
-        parts = [Part(*to_stored(part)) for part in (prepared if is_tuple else [prepared])]
-        target_is_part = is_image(target)
-        places = tuple(k for k, value in enumerate(target) if is_pil(value)) if type(target) is tuple else ()
-        masks = [target] if target_is_part else [target[place] for place in places]
-        parts += [Part(*to_stored(mask, is_mask=True)) for mask in masks]
-    except (MemoryError, SampleError, RemoteError):  # a network that is down is no sample's fault
+        return take_apart(index, prepare(sample), target)
+    except (MemoryError, SampleError, RemoteError):
         raise
     except Exception as cause:  # user code and decoders raise anything; all of it is named and kept
         raise sample_error(source.path(index), index, cause, is_read=is_read) from cause
+
+
+def take_apart(index: int, prepared: Any, target: Any) -> ReadSample:
+    is_tuple = isinstance(prepared, (tuple, list))
+    parts = [Part(*to_stored(part)) for part in (prepared if is_tuple else [prepared])]
+    target_is_part = is_image(target)
+    places = tuple(k for k, value in enumerate(target) if is_pil(value)) if type(target) is tuple else ()
+    masks = [target] if target_is_part else [target[place] for place in places]
+    parts += [Part(*to_stored(mask, is_mask=True)) for mask in masks]
     if places:
         target = tuple(None if k in places else value for k, value in enumerate(target))
     return ReadSample(index, tuple(parts), None if target_is_part else target, is_tuple, target_is_part, places)
@@ -280,6 +310,22 @@ class WritePath(NamedTuple):
             assert isinstance(source, FileSource)
             source, prepare = source.as_bytes(), Steps(())
         return cls(source, prepare, writers, not is_ours)
+
+    def read_all(self, indices: Sequence[int]) -> Iterator[ReadSample | SampleError]:
+        """Read and prepare samples, or say what is wrong with them; each may lie over the one before."""
+        source, count = self.source, 0
+        if isinstance(source, FileSource) and isinstance(source.loader, PlanesLoader):
+            loader = source.loader
+            with contextlib.suppress(SampleError, ValueError):  # one after the other tells whose that is
+                images = open_files(source, indices, upright=loader.upright)
+                for index, pixels in zip(indices, loader.prepare(images), strict=True):
+                    count += 1
+                    yield take_apart(index, Planes(pixels), source.targets[index])
+        for index in indices[count:]:
+            try:
+                yield self.read(index)
+            except SampleError as error:
+                yield error
 
     def read(self, index: int) -> ReadSample:
         """Read and prepare one sample; a SampleError, too, if it is not of the type that the stores keep."""
@@ -505,9 +551,10 @@ def writing_job(to_write: WritePath, *, with_targets: bool) -> Callable[[_Task],
 
     def job(task: _Task) -> list[tuple[int, _Written]]:
         results: list[tuple[int, _Written]] = []
-        for row, index in enumerate(task.positions, task.first_row):
+        for row, sample in enumerate(to_write.read_all(task.positions), task.first_row):
             try:
-                sample = to_write.read(index)
+                if isinstance(sample, SampleError):
+                    raise sample
                 to_write.write(sample, row)
                 results.append((row, pickle.dumps(sample.target, protocol=5) if with_targets else None))
             except SampleError as error:

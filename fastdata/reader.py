@@ -10,10 +10,8 @@ Shape letters: B batch, C channels, H W size sent, h w size served.
 
 from __future__ import annotations
 
-import contextlib
-import io
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing import current_process
 from typing import Any, NamedTuple, cast
@@ -28,7 +26,6 @@ from fastdata.images import (
     Form,
     OpenedImages,
     Planes,
-    decode_by_pillow,
     decoded_shape,
     present,
     shown_class,
@@ -36,7 +33,7 @@ from fastdata.images import (
     to_image,
     without_exif,
 )
-from fastdata.prepare import KeptSamples, ReadPath
+from fastdata.prepare import KeptSamples, ReadPath, open_files
 from fastdata.ring import BatchRing
 from fastdata.shared import SampleTable, collate_targets
 from fastdata.sources import FileSource, IndexedKeys, ItemForm, ItemKeys, Source
@@ -331,27 +328,7 @@ class Reader:
 
     def open_files(self, indices: Sequence[int]) -> OpenedImages:
         """The files of samples that are kept nowhere, as they are to be served."""
-        files, upright = cast("FileSource", self.samples), self.is_upright
-        data = []
-        for index in indices:
-            with self._naming_file(index), files.open(index) as stream:
-                data.append(stream.read())
-
-        def by_pillow(b: int) -> np.ndarray:
-            with self._naming_file(indices[b]):
-                return decode_by_pillow(io.BytesIO(data[b]), upright=upright)
-
-        return OpenedImages(data, by_pillow, upright=upright)
-
-    @contextlib.contextmanager
-    def _naming_file(self, index: int) -> Iterator[None]:
-        """Raise a SampleError that says which file cannot be read or decoded."""
-        try:
-            yield
-        except (MemoryError, RemoteError):
-            raise
-        except Exception as cause:  # damaged files make decoders raise anything
-            raise sample_error(cast("FileSource", self.samples).path(index), index, cause) from cause
+        return open_files(cast("FileSource", self.samples), indices, upright=self.is_upright)
 
     # One sample
 

@@ -547,15 +547,16 @@ class ByteLocks:
         self._block, self._threads = block, threading.Lock()
 
     @contextlib.contextmanager
-    def hold(self, byte: int) -> Iterator[None]:
-        """Wait for the lock of one byte, and hold it; not twice in one thread."""
+    def hold(self, *places: int) -> Iterator[None]:
+        """Wait for the locks of these bytes, and hold them; not twice in one thread."""
         if sys.platform == "win32":
             with self._threads:
                 yield
             return
         fd = self._block.reopen()
         try:
-            if not _waited_for(fd, byte):
+            # In one order, or two who want the same bytes would wait for each other.
+            if not all(_waited_for(fd, byte) for byte in sorted(places)):
                 fcntl.flock(fd, fcntl.LOCK_EX)
             yield
         finally:

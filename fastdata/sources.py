@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import repeat
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Literal, NamedTuple, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TextIO
 
 import numpy as np
 import numpy.typing as npt
@@ -173,8 +173,9 @@ class FileSource:
     def path(self, index: int) -> str:
         return self.paths[index]
 
-    def open(self, index: int) -> BinaryIO:
-        return open(self.paths[index], "rb")
+    def read_bytes(self, index: int) -> bytes:
+        with open(self.paths[index], "rb") as stream:
+            return stream.read()
 
     def opened_by(self, loader: Callable[[str], Any]) -> FileSource:
         return FileSource(self.paths, self.targets, loader)
@@ -248,8 +249,8 @@ class RemoteFiles(FileSource):
             copy.write_bytes(data)
             return self.loader(str(copy)), self.targets[index]
 
-    def open(self, index: int) -> BinaryIO:
-        return io.BytesIO(self._fetch(index))
+    def read_bytes(self, index: int) -> bytes:
+        return self._fetch(index)
 
     def opened_by(self, loader: Callable[[str], Any]) -> RemoteFiles:
         return self.over({"loader": loader})  # what one expects the other reads

@@ -41,6 +41,9 @@ class ArrayStore:
         view.flags.writeable = False
         return view
 
+    def read_all(self, index_B: np.ndarray) -> list[np.ndarray]:
+        return list(map(self.read, index_B.tolist()))
+
     def shape(self, index: int) -> tuple[int, ...]:
         return self.samples[index].shape
 

@@ -76,6 +76,9 @@ class Store(Protocol):
         self.read_into(index, out)
         return out
 
+    def read_all(self, index_B: np.ndarray) -> list[np.ndarray]:
+        return list(map(self.read, index_B.tolist()))
+
     def gather_into(self, index_B: np.ndarray, out_B: np.ndarray) -> None:
         """Put the chosen samples into ``out_B`` (B, *shape), C-contiguous; only where all have one shape."""
         for index, out in zip(index_B.tolist(), out_B, strict=True):

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from fastdata.errors import MemoryBudgetError, sample_error
+from fastdata.errors import MemoryBudgetError, SampleError, sample_error
 from fastdata.images import SampleSpec, SourceDecoder
 from fastdata.memory import format_bytes
 from fastdata.report import warn_user
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 ALIGN_BYTES = 64
 """Each raw sample of a shape of its own begins at a multiple of these."""
 _GROWTH = 1 / 16
+_AT_ONCE = 16
+"""Samples that a reader prepares while others wait for them."""
 _NO_LIMIT = 1 << 62
 
 
@@ -259,32 +261,45 @@ class LazyFill:
     def expect(self, indices: Sequence[int]) -> None:
         self._path.source.expect([index for index in indices if not self.is_there[index]])
 
-    def want(self, index: int) -> Any:
-        """See to it that a sample is there; where there is no room for it, return it as it was read, else None.
+    def want(self, index_B: np.ndarray) -> dict[int, Any]:
+        """See to it that samples are there; those that there is no room for are returned, as they were read.
 
         Raises:
-            SampleError: it cannot be read or prepared.
+            SampleError: one cannot be read or prepared; what is there of the others stays.
         """
-        if self.is_there[index]:
-            return None
-        with self._locks.hold(index):
-            if self.is_there[index]:
-                return None
-            sample = self._path.read(index)
-            if self._is_out_of_room:
-                return sample
-            try:
-                self._path.write(sample)
-            except ShapesDifferError as found:
-                cause = ValueError(f"{found}, and fill='lazy' has taken these for the shape of all; use fill='eager'")
-                raise sample_error(self._path.source.path(index), index, cause) from None
-            except MemoryBudgetError:
-                self._is_out_of_room = True
-                there = f"{int(np.count_nonzero(self.is_there))} of {len(self.is_there)} samples"
-                warn_user(f"the store is full with {there}; the others are prepared each time")
-                return sample
-            self.is_there[index] = True
-        return None
+        missing, unsaved = np.unique(index_B[~self.is_there[index_B]]).tolist(), dict[int, Any]()
+        for first in range(0, len(missing), _AT_ONCE):
+            group = missing[first : first + _AT_ONCE]
+            with self._locks.hold(*group):
+                unsaved |= self._fill([index for index in group if not self.is_there[index]])
+        return unsaved
+
+    def _fill(self, indices: Sequence[int]) -> dict[int, Any]:
+        unsaved, errors = dict[int, Any](), list[SampleError]()
+        for index, sample in zip(indices, self._path.read_all(indices), strict=True):
+            if isinstance(sample, SampleError):
+                errors.append(sample)
+            elif self._is_out_of_room or not self._is_written(sample):
+                unsaved[index] = sample.copied()
+            else:
+                self.is_there[index] = True
+        if errors:
+            raise errors[0]
+        return unsaved
+
+    def _is_written(self, sample: Any) -> bool:
+        """Write a sample; False where there is no room any more."""
+        try:
+            self._path.write(sample)
+        except ShapesDifferError as found:
+            index = sample.position
+            cause = ValueError(f"{found}, and fill='lazy' has taken these for the shape of all; use fill='eager'")
+            raise sample_error(self._path.source.path(index), index, cause) from None
+        except MemoryBudgetError:
+            self._is_out_of_room = True
+            there = f"{int(np.count_nonzero(self.is_there))} of {len(self.is_there)} samples"
+            warn_user(f"the store is full with {there}; the others are prepared each time")
+        return not self._is_out_of_room
 
     def close(self) -> None:
         """Give the memory back. Idempotent."""
@@ -332,24 +347,30 @@ class LazyStore(Store):
     def __len__(self) -> int:
         return len(self._fill.is_there)
 
-    def read(self, index: int) -> np.ndarray:
-        """One sample, prepared now if it is not there."""
-        unsaved = self._fill.want(index)
-        sample: np.ndarray = self._store.read(index) if unsaved is None else unsaved.parts[self._part].array
+    def read_all(self, index_B: np.ndarray) -> list[np.ndarray]:
+        """Samples, prepared now if they are not there."""
+        unsaved = self._fill.want(index_B)
+        return [self._read(index, unsaved) for index in index_B.tolist()]
+
+    def _read(self, index: int, unsaved: Mapping[int, Any]) -> np.ndarray:
+        if index not in unsaved:
+            return self._store.read(index)
+        sample: np.ndarray = unsaved[index].parts[self._part].array
         return sample
 
+    def read(self, index: int) -> np.ndarray:
+        return self.read_all(np.array([index]))[0]
+
     def read_into(self, index: int, out: np.ndarray) -> None:
-        unsaved = self._fill.want(index)
-        if unsaved is None:
-            self._store.read_into(index, out)
-        else:
-            out[...] = unsaved.parts[self._part].array
+        self.gather_into(np.array([index]), out[None])
 
     def gather_into(self, index_B: np.ndarray, out_B: np.ndarray) -> None:
-        if all(self._fill.want(index) is None for index in index_B.tolist()):
+        unsaved = self._fill.want(index_B)
+        if not unsaved:
             self._store.gather_into(index_B, out_B)
-        else:
-            super().gather_into(index_B, out_B)
+            return
+        for index, out in zip(index_B.tolist(), out_B, strict=True):
+            out[...] = self._read(index, unsaved)
 
     def close(self) -> None:
         self._fill.close()

@@ -5,7 +5,8 @@ Shape letters: B batch, C channels, H W stored size, h w size served.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -25,8 +26,8 @@ Shape = tuple[int, ...]
 _AHEAD = 4
 """Encoded samples that are decoded before the core takes them."""
 _REFUSALS = {"outside": "a step would leave no pixel of it", "op": "a step is not for its number of channels"}
-_MOST_SHAPES = 1000
-"""Of images whose drawing is remembered."""
+_PREPARED_BYTES = 4 << 20
+"""Of images of one size that are prepared by one call."""
 _FLOAT16S = {"float16": np.dtype("float16"), "bfloat16": np.dtype("uint16")}
 
 
@@ -40,6 +41,7 @@ class Readable(Protocol):
     def shape(self, index: int, /) -> Shape: ...
     def read(self, index: int, /) -> Array: ...
     def read_into(self, index: int, out: Array, /) -> None: ...
+    def read_all(self, index_B: Int64s, /) -> list[Array]: ...
     def gather_into(self, index_B: Int64s, out_B: Array, /) -> None: ...
 
 
@@ -67,7 +69,6 @@ class Program:
             self._cast = {"dtype": "uint8"}
         self._values: dict[int, core.Values] = {}
         self._scratch = Scratch()
-        self._prepared: dict[Shape, Drawing] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Program, (self._ops, self._spec)
@@ -152,17 +153,21 @@ class Program:
         _call_images(calls, images, rows_B)
         return calls[0].out
 
-    def prepare(self, image: OpenedImages) -> Array:
-        """Serve the only image in fresh memory, by ops that draw nothing at random."""
-        shape = tuple(image.shapes_B3[0].tolist())
-        drawing = self._prepared.get(shape)
-        if drawing is None:  # 100 us
-            drawing = self.draw(np.zeros(1, np.int64), 0, 0, image.shapes_B3)
-            self._prepared = {**self._prepared, shape: drawing} if len(self._prepared) < _MOST_SHAPES else {}
-        out = self._room(drawing)
-        _call_images([_Call(self, drawing, out)], image)
-        prepared: Array = out[0]
-        return prepared
+    def prepare(self, images: OpenedImages) -> Iterator[Array]:
+        """Serve images by ops that draw nothing at random, each in its own size, which the next one may lie over."""
+        count = len(images.shapes_B3)
+        drawing = self.draw(np.arange(count), 0, 0, images.shapes_B3)
+        sizes = zip(drawing.height_B.tolist(), drawing.width_B.tolist(), strict=True)
+        shapes = [(drawing.channels, *size) for size in sizes]
+        first = 0
+        while first < count:
+            shape = shapes[first]
+            last = min(first + max(_PREPARED_BYTES // math.prod(shape), 1), count)
+            last = next((b for b in range(first, last) if shapes[b] != shape), last)
+            out = self._scratch.take("prepared", (last - first, *shape))
+            _call_images([_Call(self, drawing, out)], images, np.arange(count) - first, first, last)
+            yield from out
+            first = last
 
     def draw(self, index_B: Int64s, visits_B: int | Int64s, seed: int, shapes_B3: Int32s) -> Drawing:
         """Draw a batch of samples of these shapes (C, H, W)."""
@@ -189,15 +194,16 @@ class Program:
         rows_B: Int64s | None = None,
     ) -> Array:
         """Serve a batch by several programs; gives the first one's."""
+        addresses = getattr(store, "addresses", None)
+        kept = store.read_all(index_B) if store.gives_views and addresses is None else []
         if self._spec.shape is not None:
             shapes_B3 = np.full((len(index_B), 3), _planes(self._spec.shape), np.int32)
         else:
-            shapes_B3 = np.array([_planes(store.shape(i)) for i in index_B.tolist()], np.int32)
+            shapes = [image.shape for image in kept] or map(store.shape, index_B.tolist())
+            shapes_B3 = np.array(list(map(_planes, shapes)), np.int32)
         calls = _drawn(every, index_B, visits_B, seed, shapes_B3)
         if store.gives_views:
-            addresses = getattr(store, "addresses", None)
-            kept = [] if addresses else [store.read(i) for i in index_B.tolist()]
-            sources_B = addresses(index_B) if addresses else addresses_of(kept)
+            sources_B = addresses_of(kept) if addresses is None else addresses(index_B)
             _call(calls, sources_B, shapes_B3, rows_B=rows_B)
             return calls[0].out
         files = getattr(store, "jpeg_files", lambda _: None)(index_B)
@@ -264,14 +270,20 @@ def _call(calls: Sequence[_Call], sources_B: Int64s, shapes_B3: Int32s, **which:
         out[rows] = made[rows]
 
 
-def _call_images(calls: Sequence[_Call], images: OpenedImages, rows_B: Int64s | None = None) -> None:
-    first = 0
+def _call_images(
+    calls: Sequence[_Call],
+    images: OpenedImages,
+    rows_B: Int64s | None = None,
+    first: int = 0,
+    last: int | None = None,
+) -> None:
     while True:
         where: dict[str, Any] = {
             "files": images.files,
             "interleaved": images.is_interleaved,
             "rows_B": rows_B,
             "first": first,
+            "last": last,
         }
         try:
             _call(calls, images.sources_B, images.shapes_B3, **where)

@@ -232,8 +232,8 @@ def _parts_of_batches(dataset: PreparedDataset) -> tuple[Part, ...]:
 def _decoded(open_files: Callable[[list[int]], OpenedImages], index_B: np.ndarray) -> OpenedImages:
     """Whole images of samples that are kept nowhere."""
     whole = Program((), SampleSpec(shape=None, dtype="uint8", form="pil"))
-    planes = [whole.prepare(open_files([index])) for index in index_B.tolist()]
-    return OpenedImages.decoded([np.ascontiguousarray(image.transpose(1, 2, 0)) for image in planes])
+    planes = whole.prepare(open_files(index_B.tolist()))
+    return OpenedImages.decoded([np.array(image.transpose(1, 2, 0), order="C") for image in planes])
 
 
 def _rate_when_kept(loader: Any, storage: str, count: int) -> tuple[Rate, int]:
