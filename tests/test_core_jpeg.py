@@ -20,6 +20,7 @@ from fastdata import core, images
 from fastdata.images import OpenedImages, SampleSpec, decode_image
 from fastdata.transforms import plan_transform
 from fastdata.transforms.cpu import Program
+from fastdata.transforms.ops import Op
 from test_core_programs import FILTERS, GEOMETRY, SIDES
 
 pytestmark = pytest.mark.skipif(images.open_libjpeg()[0] is None, reason="Pillow is linked to no shared libjpeg-turbo")
@@ -92,13 +93,13 @@ def boxes(rng: np.random.Generator, height: int, width: int) -> Iterator[tuple[i
 
 def cut(opened: OpenedImages, box: tuple[int, int, int, int]) -> np.ndarray:
     """A box of the only image, (3, h, w)."""
-    records = np.zeros((1, 1), core.RECORD)
-    records["code"], records["n"][0, 0, 4:8] = core.Code.WINDOW, box
-    out = np.empty((3, *box[2:]), np.uint8)
-    values = Program((), PIL_SPEC)._values_for(3)
-    served = core.Served(records, values, out.ctypes.data, out.shape)
-    core.serve(opened.sources_B, opened.shapes_B3, [served], files=opened.files, interleaved=True)
-    return out
+    _, height, width = opened.shapes_B3[0].tolist()
+    top, left, h, w = box
+    borders = (-left, -top, left + w - width, top + h - height)
+    program = Program((Op("STEP_PAD", n=borders),), PIL_SPEC)
+    out = np.empty((1, 3, h, w), np.uint8)
+    program.run_images(opened, np.zeros(1, np.int64), 0, 0, out)
+    return out[0]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -21,12 +21,11 @@ from PIL import ImageFilter, ImageOps
 from torchvision import transforms as v1
 from torchvision.transforms import v2
 
-from fastdata.core import Code
+from fastdata.core import constants
 from fastdata.draws import draw_integers, draw_uniform, sample_keys
 from fastdata.transforms import plan_transform
-from fastdata.transforms.augment import draw_shares
 from fastdata.transforms.cpu import Program
-from fastdata.transforms.ops import INTERPOLATIONS, Drawing, child
+from fastdata.transforms.ops import child
 from fastdata.transforms.steps import READERS, known_name
 from test_transforms import EPOCH, SEED, ArrayStore, images, reference, to_array, to_form
 
@@ -432,14 +431,11 @@ def test_choice_and_order(api: Any, form: str) -> None:
 class Script:
     """Torch's draws for one sample of AugMix, as fastdata draws them: depths, then op, magnitude and sign of each."""
 
-    def __init__(self, step: Any, program: Program, index: int, size: tuple[int, int]) -> None:
-        (op,) = program._ops
-        key = sample_keys(SEED, EPOCH, np.array([index]))
-        lengths = [np.array([length]) for length in size]
-        self._drawing, self._severity = Drawing(key, np.array([index]), *lengths, 3), step.severity
-        self._position, self._chain, self._depth = op.at, -1, 0
-        counts = ((0, 2), (100, step.mixture_width))
-        self._shares = [draw_shares(self._drawing, op.at, *count, step.alpha).T for count in counts]
+    def __init__(self, step: Any, ops: np.ndarray, index: int) -> None:
+        self._key, self._severity = sample_keys(SEED, EPOCH, np.array([index])), step.severity
+        self._chain, self._depth = -1, 0
+        kept, weights = mixing_shares(ops)
+        self._shares = [np.array([[kept, 1 - kept]]), weights[None] / (1 - kept)]
 
     def dirichlet(self, params: torch.Tensor) -> torch.Tensor:
         return torch.from_numpy(self._shares.pop(0)).float()
@@ -459,13 +455,20 @@ class Script:
         return torch.tensor(0.0 if self._is_negative() else 1.0)
 
     def _is_negative(self) -> bool:
-        return bool(self._drawing.uniform(self._at(), 4 * self._depth + 2)[0] < 0.5)
+        return bool(draw_uniform(self._key, self._at(), 4 * self._depth + 2)[0] < 0.5)
 
     def _integer(self, draw: int, count: int) -> int:
-        return int(self._drawing.integers(self._at(), draw, count)[0])
+        return int(draw_integers(self._key, self._at(), draw, count)[0])
 
     def _at(self) -> int:
-        return child(self._position, self._chain)
+        return child(0, self._chain)
+
+
+def mixing_shares(ops: np.ndarray) -> tuple[float, np.ndarray]:
+    """The weight of the image itself, and those of the chains."""
+    numbers = constants()
+    weights = [float(op["v"][0]) for op in ops if op["code"] in (numbers["OP_MIX_BEGIN"], numbers["OP_MIX_ADD"])]
+    return weights[0], np.array(weights[1:])
 
 
 @pytest.mark.parametrize("api", APIS)
@@ -475,8 +478,9 @@ def test_aug_mix(api: str, form: str) -> None:
     step, array = APIS[api].AugMix(severity=4), smooth_image((15, 18))
     served = serve_many(step, array, form, 20).astype(int)
     program = program_of(step, ArrayStore([array], form))
+    ops = program.draw(np.arange(20), EPOCH, SEED, np.full((20, 3), array.shape, np.int32))
     for index in range(20):
-        script = Script(step, program, index, (15, 18))
+        script = Script(step, ops[index], index)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch, "randint", script.randint)
             patch.setattr(torch, "rand", script.rand)
@@ -488,9 +492,8 @@ def test_aug_mix(api: str, form: str) -> None:
 @pytest.mark.parametrize("alpha", [0.4, 1.0, 3.0])
 def test_shares_of_aug_mix(alpha: float) -> None:
     """They have a Dirichlet distribution: their sum is 1, and each has the right beta distribution."""
-    sizes = np.full(4000, 8)
-    drawing = Drawing(sample_keys(0, 0, np.arange(4000)), np.arange(4000), sizes, sizes, 3)
-    shares = draw_shares(drawing, 0, 100, 3, alpha).T
+    mixed = [mixing_shares(ops) for ops in drawn_records(v1.AugMix(alpha=alpha), (8, 8), 4000)]
+    shares = np.array([weights / (1 - kept) for kept, weights in mixed])
     assert np.allclose(shares.sum(axis=1), 1)
     wanted = np.random.default_rng(0).dirichlet([alpha] * 3, 40000)
     for place in range(3):
@@ -504,7 +507,7 @@ def drawn_records(step: Any, size: tuple[int, int], count: int, form: str = "pil
     """Records of ``count`` samples."""
     program = program_of(step, ArrayStore([np.zeros((3, *size), np.uint8)] * 2, form))
     shapes = np.broadcast_to(np.array([3, *size], np.int32), (count, 3))
-    return program.draw(np.arange(count), 0, 0, shapes).records.T
+    return program.draw(np.arange(count), 0, 0, shapes)
 
 
 @both_apis
@@ -526,7 +529,6 @@ def test_matrices_are_torchvisions(api: Any) -> None:
     size = (61, 83)
     records = drawn_records(step, size, 500)[:, 0]
     keys = sample_keys(0, 0, np.arange(500))
-    drawing = Drawing(keys, np.arange(500), np.full(500, size[0]), np.full(500, size[1]), 3)
     limits = [
         (-180, 180),
         (-0.3 * size[1], 0.3 * size[1]),
@@ -535,7 +537,9 @@ def test_matrices_are_torchvisions(api: Any) -> None:
         (-30, 30),
         (-30, 30),
     ]
-    drawn = np.stack([drawing.uniform(0, number, *each) for number, each in enumerate(limits)], axis=1)
+    drawn = np.stack(
+        [low + draw_uniform(keys, 0, number) * (high - low) for number, (low, high) in enumerate(limits)], axis=1
+    )
     for record, (angle, x, y, scale, *shear) in zip(records, drawn.tolist(), strict=True):
         middle = [size[1] * 0.5, size[0] * 0.5]
         functional = v1.functional if api is v1 else v2.functional._geometry  # a rounding apart
@@ -654,7 +658,7 @@ def test_timm_op_that_blurs_at_random(timm_data: Any) -> None:
     store = ArrayStore([array] * 300)
     program = program_of(step, store)
     shapes = np.full((300, 3), array.shape, np.int32)
-    radius = program.draw(np.arange(300), EPOCH, SEED, shapes).records[0]["v"][:, 0]
+    radius = program.draw(np.arange(300), EPOCH, SEED, shapes)[:, 0]["v"][:, 0]
     assert kolmogorov(radius, np.linspace(0.1, 1.2, 300)) < 0.1
     for got, each in zip(serve_many(step, array, "pil", 300)[:20], radius.tolist(), strict=False):
         assert np.array_equal(got, to_array(to_form(array, "pil").filter(ImageFilter.GaussianBlur(each))))
@@ -685,7 +689,7 @@ def test_timm_magnitudes(timm_data: Any, config: str) -> None:
     random.seed(0)
     for _ in range(20000):
         op(None)
-    assert kolmogorov(records["v"][..., 0][records["code"] == Code.BRIGHTNESS], factors) < 0.02
+    assert kolmogorov(records["v"][..., 0][records["code"] == constants()["OP_BRIGHTNESS"]], factors) < 0.02
 
 
 def test_timm_layers(timm_data: Any) -> None:
@@ -694,8 +698,8 @@ def test_timm_layers(timm_data: Any) -> None:
     applied = (records["code"] > 0).sum(axis=1)
     for count, share in enumerate((0.25, 0.5, 0.25)):
         assert abs((applied == count).mean() - share) < 0.03
-    for code in (Code.BRIGHTNESS, Code.EQUALIZE, Code.SOLARIZE_ADD):
-        assert abs((records["code"] == code).sum() / 5000 - 1 / 15) < 0.015
+    for code in ("OP_BRIGHTNESS", "OP_EQUALIZE", "OP_SOLARIZE_ADD"):
+        assert abs((records["code"] == constants()[code]).sum() / 5000 - 1 / 15) < 0.015
 
 
 def test_timm_auto_augment_with_spread_magnitudes(timm_data: Any) -> None:
@@ -720,11 +724,11 @@ def test_timm_crop(timm_data: Any, interpolation: str) -> None:
     (array,) = images(1, (31, 40))
     store = ArrayStore([array] * 40)
     shapes = np.full((40, 3), array.shape, np.int32)
-    records = program_of(step, store).draw(np.arange(40), EPOCH, SEED, shapes).records.T
+    records = program_of(step, store).draw(np.arange(40), EPOCH, SEED, shapes)
     seen = set()
     drawn = records[records["code"] > 0]["n"].tolist()
     for got, record in zip(serve_many(step, array, "pil", 40), drawn, strict=True):
-        mode = v1.InterpolationMode(INTERPOLATIONS[record[6]])
+        mode = next(mode for mode in v1.InterpolationMode if constants().get(mode.name) == record[6])
         seen.add(mode.value)
         want = v1.functional.resized_crop(to_form(array, "pil"), *record[:4], step.size, mode)
         assert np.array_equal(got, to_array(want))

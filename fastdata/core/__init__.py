@@ -1,18 +1,18 @@
-"""The door to the compiled core: its library, its records, and the call that serves a batch.
+"""The door to the compiled core: its library, its records, and the calls that draw and serve a batch.
 
 The library is plain C without Python's C API, opened by ctypes, which lets go of the GIL for the whole call. What a
-record means stands in core.h, and how a batch is served in serve.c. hatch_build.py makes one library for each level of
-instruction set and puts it beside the C files; nothing is opened on import.
+record means stands in core.h, whose numbers are read from it, and how a batch is served in serve.c. hatch_build.py
+makes one library for each level of instruction set and puts it beside the C files; nothing is opened on import.
 
-Shape letters: B batch, S steps, C channels, H W size before, h w size served.
+Shape letters: B batch, S ops of a sample, C channels, H W size before, h w size served, k perspectives of a sample.
 """
 
 from __future__ import annotations
 
 import ctypes
-import enum
 import functools
 import platform
+import re
 import sys
 import zlib
 from collections.abc import Sequence
@@ -23,20 +23,39 @@ import numpy as np
 import numpy.typing as npt
 
 ENDING = {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
-RECORD = np.dtype([("code", "<i4"), ("n", "<i4", 9), ("v", "<f8", 12)])
-"""``Op`` of core.h: one step for one sample."""
-OUTPUTS = {"uint8": 0, "float32": 1, "float64": 2, "float16": 3, "bfloat16": 4}
-"""What can be served."""
-REASONS = ("", "memory", "outside", "shape", "op", "file")
-
-Code = enum.IntEnum(
-    "Code",
-    "NOTHING WINDOW RESIZE AFFINE PERSPECTIVE TURN BRIGHTNESS CONTRAST SOLARIZE SOLARIZE_ADD POSTERIZE INVERT "
-    "AUTOCONTRAST EQUALIZE GRAYSCALE SATURATION HUE SHARPNESS BLUR BOX_BLUR PERMUTE NOISE ERASE "
-    "MIX_BEGIN MIX_ADD MIX_END CAST",
-    start=0,
+OP = np.dtype([("code", "<i4"), ("n", "<i4", 9), ("v", "<f8", 12)])
+"""``Op`` of core.h: what is done to one sample."""
+STEP = np.dtype(
+    [
+        *((name, "<i4") for name in ("code", "first", "count", "fills")),
+        *(("at", "<i8"), ("n", "<i4", 12), ("v", "<f8", 12), ("fill", "<f8", 4)),
+    ]
 )
-"""What a record does, in core.h's order."""
+"""``Step`` of core.h: what is drawn for all samples."""
+LEVELS = np.dtype([*((name, "<i4") for name in ("step", "height", "width", "count")), ("levels", "<u8")])
+"""``Levels`` of core.h."""
+_MASK = (1 << 64) - 1
+_FEW_OPS = 8
+
+
+class Table(ctypes.Structure):
+    """``Table`` of core.h: a transform; ``kept`` are the arrays that it points to."""
+
+    _fields_ = (
+        ("steps", ctypes.c_void_p),
+        ("levels", ctypes.c_void_p),
+        *((name, ctypes.c_int32) for name in ("count", "levels_count", "fuses", "resizes_fast", "chooses_order")),
+    )
+    kept: tuple[Any, ...]
+
+
+class Refusal(ctypes.Structure):
+    """``Refusal`` of core.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_int32) for name in ("reason", "program", "step", "padding")),
+        ("n", ctypes.c_int64 * 6),
+    )
 
 
 class Values(ctypes.Structure):
@@ -55,8 +74,11 @@ class Batch(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("sources_B", "sizes_B", "turns_B", "jpeg", "shapes_B3")),
-        *((name, ctypes.c_void_p) for name in ("ops_SB", "out_B", "rows_B")),
-        *((name, ctypes.c_int32) for name in ("samples", "steps", "interleaved", "channels", "height", "width")),
+        ("seed", ctypes.c_uint64),
+        *((name, ctypes.c_void_p) for name in ("visits_B", "indices_B", "solved_Bk8", "table", "out_B", "rows_B")),
+        ("visit", ctypes.c_int64),
+        ("shape", ctypes.c_int32 * 3),
+        *((name, ctypes.c_int32) for name in ("solved", "interleaved", "channels", "height", "width")),
         ("values", Values),
         ("next", ctypes.c_void_p),
     )
@@ -87,21 +109,69 @@ class Files(NamedTuple):
     turns: npt.NDArray[np.int32]
 
 
-class Served(NamedTuple):
-    """What a batch is served as: what is done to its samples (S, B), and the address of (B, *shape) that is filled."""
+class Samples(NamedTuple):
+    """What is served: addresses of samples, uint8, and channels, height, width of all of them, or int32 (B, 3).
 
-    records: npt.NDArray[Any]
+    They lie as (C, H, W) in memory, ``is_interleaved`` ones as (H, W, C); or they are ``files``.
+    """
+
+    sources: npt.NDArray[np.int64]
+    shapes: tuple[int, ...] | npt.NDArray[np.int32]
+    files: Files | None = None
+    is_interleaved: bool = False
+
+
+class Keys(NamedTuple):
+    """What samples draw from: one visit for all of them or int64 (B,), and their indices, int64 (B,)."""
+
+    seed: int
+    visits: int | npt.NDArray[np.int64]
+    indices: npt.NDArray[np.int64]
+
+
+class Served(NamedTuple):
+    """What samples are served as, and the address of (B, *shape) that is filled.
+
+    ``solved``, float64 (B, k, 8), are the coefficients of its perspectives.
+    """
+
+    table: Table
     values: Values
     out: int
     shape: tuple[int, ...]
+    solved: npt.NDArray[np.float64] | None = None
 
 
 class CoreError(Exception):
-    """The core refused the sample at ``place`` of a batch; ``reason`` is one of ``REASONS``, but ``"memory"``."""
+    """The core refused the sample at ``place`` of a batch.
 
-    def __init__(self, place: int, reason: str) -> None:
-        super().__init__(f"the compiled core refused sample {place} of a batch: {reason}")
-        self.place, self.reason = place, reason
+    Attributes:
+        reason: a name in core.h, but ``"NO_MEMORY"``.
+        program: number of the one that refused it.
+        step: place in the table of the step that did.
+        numbers: what stands beside the reason in core.h.
+    """
+
+    def __init__(self, place: int, refusal: Refusal) -> None:
+        names = (name for name, number in constants().items() if number == refusal.reason)
+        self.reason = next(name for name in names if name.startswith(("REFUSED", "NEEDS", "NO_MEMORY")))
+        super().__init__(f"the compiled core refused sample {place} of a batch: {self.reason}")
+        self.place, self.program, self.step = place, int(refusal.program), int(refusal.step)
+        self.numbers: tuple[int, ...] = tuple(refusal.n)
+
+
+@functools.cache
+def constants() -> dict[str, int]:
+    """The names in core.h's enums and their numbers: codes, domains, interpolations, paddings, reasons."""
+    text = (Path(__file__).parent / "core.h").read_text("utf-8")
+    text = re.sub(r"/\*.*?\*/", "", text, flags=re.DOTALL)
+    numbers: dict[str, int] = {}
+    for names in re.findall(r"enum \{([^}]*)\}", text):
+        number = -1
+        for name, value in re.findall(r"(\w+)(?: = (\w+))?", names):
+            number = number + 1 if not value else numbers[value] if value in numbers else int(value)
+            numbers[name] = number
+    return numbers
 
 
 @functools.cache
@@ -135,9 +205,10 @@ def open_library(folder: Path) -> ctypes.CDLL:
     library.fastdata_sources.restype = ctypes.c_uint32
     if library.fastdata_sources() != zlib.crc32(b"".join(path.read_bytes() for path in sorted(folder.glob("*.[ch]")))):
         raise OSError(f"{file} was built of other sources than those beside it: install fastdata again.")
-    library.fastdata_serve.restype = ctypes.c_int64
+    library.fastdata_serve.restype = library.fastdata_draw.restype = ctypes.c_int64
     address, count, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
-    library.fastdata_serve.argtypes = (address, count, count)
+    library.fastdata_serve.argtypes = (address, count, count, address)
+    library.fastdata_draw.argtypes = (address, address, address, count, address, count, ctypes.c_bool, address)
     library.fastdata_jpeg_headers.argtypes = (address, address, count, address)
     library.fastdata_jpeg_decode.argtypes = (address, address, count, number, number, number, number, address)
     return library
@@ -183,40 +254,85 @@ def decode_jpeg(
     return bool(load().fastdata_jpeg_decode(*where))
 
 
-def serve(
-    sources_B: npt.NDArray[np.int64],
-    shapes_B3: npt.NDArray[np.int32],
-    every: Sequence[Served],
-    *,
-    files: Files | None = None,
-    rows_B: npt.NDArray[np.int64] | None = None,
-    first: int = 0,
-    last: int | None = None,
-    interleaved: bool = False,
-) -> None:
-    """Serve samples [first, last) of a batch of uint8, each as all that ``every`` asks for, which is filled completely.
+def make_table(
+    steps: npt.NDArray[Any], levels: npt.NDArray[Any], *, fuses: bool, resizes_fast: bool, chooses_order: bool
+) -> Table:
+    """A table of steps, whose levels lie in memory that stays; the facts are of this machine's torch and Pillow."""
+    addresses = (steps.ctypes.data, levels.ctypes.data)
+    table = Table(*addresses, len(steps), len(levels), fuses, resizes_fast, chooses_order)
+    table.kept = (steps, levels)
+    return table
 
-    ``sources_B`` are the addresses of the samples, ``shapes_B3`` channels, height and width of each. Samples lie as
-    (C, H, W) in memory, ``interleaved`` ones as (H, W, C); or they are ``files``. With ``rows_B`` only these rows are
-    filled of what may have more than B.
+
+def draw(
+    table: Table,
+    keys_B: npt.NDArray[np.uint64],
+    shapes_B3: npt.NDArray[np.int32],
+    *,
+    is_probe: bool = False,
+) -> tuple[npt.NDArray[Any], npt.NDArray[np.int32]]:
+    """Draw samples of these channels, heights and widths, by keys of ``draws.sample_keys``.
+
+    Perspectives have their corners where ``serve`` needs their coefficients. A probe gives no ops and refuses no size.
+    Of it 0 x 0 is a size that is not known, or not the same for all draws.
+
+    Returns:
+        what is done to each sample, ``OP`` (B, S), rows filled up with OP_NOTHING; and shapes behind that.
 
     Raises:
-        CoreError: a sample does not come out in that shape, its records do not fit it, or its file is not in order.
+        CoreError: a step is not for such a sample.
+    """
+    keys_B, room = np.ascontiguousarray(keys_B, np.uint64), 0 if is_probe else _FEW_OPS
+    while True:
+        shapes_after_B3, refusal = np.array(shapes_B3, np.int32, order="C"), Refusal()
+        ops_BS = np.empty((len(keys_B), room), OP)
+        addresses = keys_B.ctypes.data, shapes_after_B3.ctypes.data, len(keys_B), ops_BS.ctypes.data
+        most = load().fastdata_draw(ctypes.byref(table), *addresses, room, is_probe, ctypes.byref(refusal))
+        if most < 0:
+            raise CoreError(-1 - most, refusal)
+        if is_probe or most <= room:
+            return ops_BS[:, :most], shapes_after_B3
+        room = most
+
+
+def serve(
+    samples: Samples,
+    keys: Keys,
+    every: Sequence[Served],
+    *,
+    rows: npt.NDArray[np.int64] | None = None,
+    first: int = 0,
+    last: int | None = None,
+) -> None:
+    """Serve samples [first, last) of a batch, each as all that ``every`` asks for, which is filled completely.
+
+    With ``rows``, int64 (B,), only these rows are filled of what may have more than B.
+
+    Raises:
+        CoreError: a sample does not come out in that shape, a step is not for it, or its file is not in order.
         MemoryError: there is no memory for an image.
     """
-    samples, rows = len(sources_B), None if rows_B is None else rows_B.ctypes.data
+    sources, shapes, files, is_interleaved = samples
+    seed, visits, indices = keys
     encoded: tuple[Any, ...] = (None, None, None)
     if files is not None:
         encoded = (files.sizes.ctypes.data, files.turns.ctypes.data, ctypes.addressof(files.jpeg))
-    where = (sources_B.ctypes.data, *encoded, shapes_B3.ctypes.data)
+    shapes_address, shape = (None, shapes) if isinstance(shapes, tuple) else (shapes.ctypes.data, (0, 0, 0))
+    visits_address, visit = (None, visits) if isinstance(visits, int) else (visits.ctypes.data, 0)
+    where = (sources.ctypes.data, *encoded, shapes_address, seed & _MASK, visits_address, indices.ctypes.data)
+    rows_address = None if rows is None else rows.ctypes.data
     batches: list[Batch] = []
-    for records_SB, values, out, shape in reversed(every):
-        what = (records_SB.ctypes.data, out, rows, samples, len(records_SB), interleaved, *shape, values)
-        batches.append(Batch(*where, *what, ctypes.addressof(batches[-1]) if batches else None))
-    outcome = load().fastdata_serve(ctypes.byref(batches[-1]), first, samples if last is None else last)
-    if outcome < 0:
+    for table, values, out, (channels, height, width), solved in reversed(every):
+        coefficients, count = (None, 0) if solved is None else (solved.ctypes.data, solved.shape[1])
+        what = (coefficients, ctypes.addressof(table), out, rows_address, visit, shape, count)
+        behind = ctypes.addressof(batches[-1]) if batches else None
+        batches.append(Batch(*where, *what, is_interleaved, channels, height, width, values, behind))
+    refusal = Refusal()
+    whole = len(sources) if last is None else last
+    place = load().fastdata_serve(ctypes.byref(batches[-1]), first, whole, ctypes.byref(refusal))
+    if place < 0:
         return
-    place, reason = divmod(outcome, 8)
-    if REASONS[reason] == "memory":
+    refused = CoreError(place, refusal)
+    if refused.reason == "NO_MEMORY":
         raise MemoryError(f"there is no memory for the intermediate images of sample {place} of a batch")
-    raise CoreError(place, REASONS[reason])
+    raise refused

@@ -12,6 +12,7 @@
 #endif
 
 enum { V2_SHARP = 3 }; /* a further domain: v2 adjust_sharpness_image sums in an order of its own */
+enum { MOST_RADIUS = 1 << 20 };
 enum { BLOCK = 1024 }; /* pixels between two passes, in the first cache */
 
 /* Calls f with a domain that the compiler knows, so that each has a loop of its own. */
@@ -436,4 +437,51 @@ static bool blur_box(const Op *op, const Image *in, const Image *out, Scratch *s
 
 bool blur(const Op *op, const Image *in, const Image *out, Scratch *scratch) {
     return op->code == OP_BLUR ? blur_gaussian(op, in, out, scratch) : blur_box(op, in, out, scratch);
+}
+
+/* Draws */
+
+bool draw_value(Drawing *d, const Step *step) {
+    const double low = step->v[0], high = step->v[1];
+    const double value = low != high ? between(d, step->at, 0, low, high) : low;
+    const bool is_radius = step->code == OP_BOX_BLUR;
+    if (!isfinite(value) || (is_radius && !(value >= 0 && value < MOST_RADIUS))) return deny(d, step, REFUSED_TABLE, NULL, 0);
+    Op *op = add(d, step, step->code, step->n[1]);
+    if (!op) return false;
+    op->n[0] = (int32_t)truncated(low), op->v[0] = value;
+    return true;
+}
+
+bool draw_grayscale(Drawing *d, const Step *step) {
+    const int32_t wanted = step->n[0] ? step->n[0] : d->channels;
+    if (step->n[0] && step->n[0] != 1 && step->n[0] != 3) return deny(d, step, REFUSED_TABLE, NULL, 0);
+    if (step->n[1] != V1_DOMAIN || d->channels > 1) d->channels = wanted; /* v1 leaves tensors of one channel as they are */
+    Op *op = add(d, step, OP_GRAYSCALE, step->n[1]);
+    if (op) op->n[0] = d->channels;
+    return op != NULL;
+}
+
+bool draw_blur(Drawing *d, const Step *step) {
+    const int32_t *n = step->n;
+    if (n[0] < 1 || n[1] < 1 || !(step->v[0] > 0)) return deny(d, step, REFUSED_TABLE, NULL, 0);
+    if (!d->is_probe && (d->width <= n[0] / 2 || d->height <= n[1] / 2))
+        return deny(d, step, REFUSED_BLUR, (int64_t[]){d->height, d->width}, 2);
+    Op *op = add(d, step, OP_BLUR, 0);
+    if (!op) return false;
+    op->n[0] = n[0], op->n[1] = n[1];
+    op->v[0] = op->v[1] = between(d, step->at, 0, step->v[0], step->v[1]);
+    return true;
+}
+
+bool draw_permute(Drawing *d, const Step *step) {
+    Op *op = add(d, step, OP_PERMUTE, 0);
+    if (!op) return false;
+    if (d->channels > MAX_CHANNELS) return deny(d, step, REFUSED_OP, NULL, 0);
+    for (int32_t place = 0; place < d->channels; place++) {
+        int32_t smaller_ones = 0;
+        const double drawn = uniform(d, step->at, place);
+        for (int32_t k = 0; k < d->channels; k++) smaller_ones += uniform(d, step->at, k) < drawn;
+        op->n[smaller_ones] = place; /* the order that sorts what is drawn */
+    }
+    return true;
 }

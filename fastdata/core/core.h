@@ -1,8 +1,9 @@
-/* The compiled core: what one batch goes through, sample by sample, as a program of plain records.
+/* The compiled core: what one batch goes through, sample by sample.
  *
- * A sample is a planar uint8 image (C, H, W). Its program is a row of `Op` records, drawn by Python for the whole batch;
- * `fastdata_serve` (serve.c) runs them one after the other through a few buffers that stay in the cache, and writes the
- * result to its place in the batch. Nothing here knows torch or Python.
+ * A sample is a planar uint8 image (C, H, W). A transform is a table of `Step` records, made once, that hold what does not
+ * depend on a sample: probabilities, ranges, sizes. For each sample its steps are drawn (draw.c), which gives a few `Op`
+ * records; these run one after the other through buffers that stay in the cache, and the result is written to its place
+ * in the batch (serve.c). Nothing here knows torch or Python, which reads its numbers from the enums of this file.
  *
  * "Domain" says whose pixels are wanted: PIL_DOMAIN those of Pillow, V1_DOMAIN and V2_DOMAIN those of torchvision's
  * functions on uint8 tensors.
@@ -32,6 +33,14 @@ INLINE float fused(float a, float b, float c) {
 #endif
 }
 
+/* SplitMix64, as _mix in draws.py. */
+static const uint64_t GAMMA = 0x9E3779B97F4A7C15u;
+INLINE uint64_t scramble(uint64_t bits) {
+    bits = (bits ^ bits >> 30) * 0xBF58476D1CE4E5B9u;
+    bits = (bits ^ bits >> 27) * 0x94D049BB133111EBu;
+    return bits ^ bits >> 31;
+}
+
 enum { MAX_CHANNELS = 4 };
 enum { PIL_DOMAIN, V1_DOMAIN, V2_DOMAIN };
 enum { NEAREST, BOX, BILINEAR, HAMMING, BICUBIC, LANCZOS, NEAREST_EXACT }; /* interpolation */
@@ -57,19 +66,39 @@ typedef struct {
     double v[12];
 } Op;
 
+enum { MAX_OPS = 256 }; /* of one sample */
+
+/* One step for all samples. What n and v hold stands behind each code, at "table"; `fill` is for each channel, and given
+ * as so many values. Its children are steps further down: each step's behind those of the step before. */
+typedef struct {
+    int32_t code, first, count, fills;
+    int64_t at; /* numbers its draws */
+    int32_t n[12];
+    double v[12], fill[4];
+} Step;
+
+/* "warp": n[1] interpolation, n[2] domain, n[3] whether v2's formula, n[4] whether a fill was given, n[5] a centre. */
 enum {
     OP_NOTHING,
     /* Geometry */
     OP_WINDOW,    /* n[0..3] borders left, top, right, bottom added first (mode n[8] >> 8, fill); n[4..7] top, left, height,
                      width of the window in the bordered image; n[8] & 1 mirrors it left to right, n[8] & 2 top to bottom */
     OP_RESIZE,    /* n[0..3] top, left, height, width of the box; n[4..5] height, width wanted; n[6] interpolation,
-                     antialiased; domain in n[8] & 255, n[8] & 256: Pillow may begin with the columns */
+                     antialiased; domain in n[8] & 255, n[8] & 256: Pillow may begin with the columns
+                     table: n[0..1] height, width wanted; or 0, 0 and of each child n[0] a length of the shorter side, one of
+                     which is drawn; n[2] most of the longer one; n[3] 1: sides are multiplied and cut, 2: the shorter, 3:
+                     the longer one is bound, and nothing enlarged; n[4] interpolation, n[5] domain */
     OP_AFFINE,    /* n[0..1] height, width wanted; n[6] interpolation NEAREST, BILINEAR or BICUBIC; domain; v[0..5] the matrix
                      from output to input: PIL_DOMAIN the six numbers given to Image.transform(AFFINE), else the theta that
-                     torchvision gives to _affine_grid; fill; n[7] whether a fill was given (tensors: else zeros, unmasked) */
-    OP_PERSPECTIVE, /* the same with v[0..7], the coefficients of PERSPECTIVE and of _perspective_grid */
+                     torchvision gives to _affine_grid; fill; n[7] whether a fill was given (tensors: else zeros, unmasked)
+                     table: warp; v[0..1] degrees, v[2..3] most translation as a share of width, height, v[4..5] scale,
+                     v[6..9] shear in degrees along x, y; v[10..11] centre x, y */
+    OP_PERSPECTIVE, /* the same with v[0..7], the coefficients of PERSPECTIVE and of _perspective_grid. Before these are
+                     solved, which Python does: the x and y of the corners at the top left, top right, bottom right, bottom
+                     left. table: warp; v[0] share of half a side that corners move by */
     OP_TURN,      /* n[0] quarter turns counterclockwise: 1, 2, 3 */
-    /* Values that become a table of 256 entries for each channel once the image is known */
+    /* Values that become a table of 256 entries for each channel once the image is known.
+     * table, for all with v[0] alone, and POSTERIZE: v[0..1] its range, n[1] domain */
     OP_BRIGHTNESS, /* v[0] factor; domain */
     OP_CONTRAST,   /* v[0] factor; domain: blends with the mean of the luma */
     OP_SOLARIZE,   /* v[0] threshold: values >= it are inverted */
@@ -79,27 +108,155 @@ enum {
     OP_AUTOCONTRAST, /* domain */
     OP_EQUALIZE,     /* domain */
     /* Values that need a pixel's channels or its neighbours */
-    OP_GRAYSCALE,  /* n[0] channels wanted: 1 or 3; domain */
+    OP_GRAYSCALE,  /* n[0] channels wanted: 1 or 3; domain. table: n[0] 1, 3 or 0: as many as there are; n[1] domain */
     OP_SATURATION, /* v[0] factor; domain */
     OP_HUE,        /* v[0] in [-0.5, 0.5]; domain */
     OP_SHARPNESS,  /* v[0] factor; domain */
-    OP_BLUR,       /* n[0], n[1] odd kernel width, height; v[0], v[1] sigma in x, y: torchvision's gaussian_blur */
+    OP_BLUR,       /* n[0], n[1] odd kernel width, height; v[0], v[1] sigma in x, y: torchvision's gaussian_blur
+                      table: v[0..1] the range of both */
     OP_BOX_BLUR,   /* v[0] radius: Pillow's ImageFilter.GaussianBlur(radius), which timm and DINO use */
     OP_PERMUTE,    /* n[0..3] the channel that each channel comes from */
     OP_NOISE,      /* v[0] mean, v[1] sigma in [0, 1] units, n[0] whether clipped; n[4], n[5] low and high half of the
-                      key. Times v[2..5], clipped to v[6..9] and v[2..5] more, for each channel */
+                      key. Times v[2..5], clipped to v[6..9] and v[2..5] more, for each channel. table: the same, no key */
     OP_ERASE,      /* n[0..3] top, left, height, width; n[6] 0: fill, 1: normal values for each pixel and channel, 2: one
-                     normal value for each channel; n[4], n[5] low and high half of the key */
+                     normal value for each channel; n[4], n[5] low and high half of the key
+                     table: n[0..1] fewest and most rectangles, which share the area, n[6]; v[0] probability, v[1..2] scale,
+                     v[3..4] logarithm of height / width */
     /* AugMix: keeps the image, adds weighted versions of it */
     OP_MIX_BEGIN, /* v[0] weight of the image itself */
     OP_MIX_ADD,   /* v[0] weight of the current image; the kept one is current again */
     OP_MIX_END,   /* the sum, truncated, is current */
     /* Values to the batch */
-    OP_CAST,      /* what follows works on the floats served: OP_ERASE with fill in their units, or with normal values */
+    OP_CAST,      /* what follows works on the floats served: OP_ERASE with fill in their units, or with normal values
+                     table: its children are STEP_NORMALIZE */
+    LAST_OP = OP_CAST,
+    /* In tables only */
+    STEP_PAD,         /* n[0..3] borders left, top, right, bottom; n[4] mode, n[5] domain */
+    STEP_CROP,        /* the same; n[6..7] height, width; n[8] whether borders are added where the image is too small */
+    STEP_CENTER_CROP, /* n[6..7] height, width */
+    STEP_FLIP,        /* n[0] whether top to bottom; v[0] probability */
+    STEP_RESIZED_CROP, /* n[0..1] height, width, n[4] interpolation, n[5] domain; v[0..1] scale, v[2..3] width / height,
+                         v[4..5] logarithm of that */
+    STEP_ROTATION,    /* warp; n[0] whether it expands; v[0..1] degrees; v[10..11] centre x, y */
+    STEP_NORMALIZE,   /* n[0] channels wanted, n[1] whether one becomes as many */
+    STEP_SEQUENCE,    /* its children, one after the other */
+    STEP_CHOICE,      /* one of its children, or none; of each v[0]: where in [0, 1) its probability ends */
+    STEP_ORDER,       /* its children, in random order */
+    STEP_AUGMENT,     /* RandAugment, TrivialAugmentWide. warp; n[6] how many in a row, n[7] bins, n[8] the bin, -1: drawn;
+                         n[9] whether thresholds are shares of 255. Children are what it chooses from */
+    STEP_POLICIES,    /* AutoAugment. warp, n[7], n[9]; children are pairs, of each v[0] probability, n[2] bin */
+    STEP_AUG_MIX,     /* warp; n[6] chains, n[7], n[8] severity, n[9], n[10] depth, 0: drawn; v[0] alpha */
+    STEP_MAGNITUDE,   /* a child of these: n[0] its op, or one of STEP_SHEAR_X to STEP_ROTATE, or OP_NOTHING; n[1] whether it
+                         takes a sign; n[3] its row among the levels */
+    STEP_SHEAR_X, STEP_SHEAR_Y, STEP_TRANSLATE_X, STEP_TRANSLATE_Y, STEP_ROTATE,
+    STEP_TIMM,        /* as STEP_CHOICE, of sequences of: */
+    STEP_TIMM_OP,     /* warp; n[0] as of STEP_MAGNITUDE; n[6] bits of TIMM_...; n[7] how many interpolations there are, one of
+                         which is drawn: n[8..11]; v[0] probability, v[1] magnitude, v[2] its deviation, infinite: it is
+                         uniform up to v[1], v[3] most; v[4] most translation, in pixels or as a share of the side */
+    STEP_LENGTH,      /* a child of OP_RESIZE */
+};
+enum { TIMM_INCREASING = 1, TIMM_ORIGINAL = 2, TIMM_RELATIVE = 4, TIMM_DESATURATES = 8, TIMM_DRAWS = 16 };
+
+/* What STEP_AUGMENT, STEP_POLICIES or STEP_AUG_MIX may do to images of one size: `count` levels, bins of each row. */
+typedef struct {
+    int32_t step, height, width, count;
+    const double *levels;
+} Levels;
+
+/* A transform. Steps begin with the one that all others are children of. */
+typedef struct {
+    const Step *steps;
+    const Levels *levels;
+    int32_t count, levels_count;
+    int32_t fuses, resizes_fast, chooses_order; /* torch fuses products; its v2 has fast bilinear kernels; so does Pillow
+                                                   choose which side to resize first */
+} Table;
+
+/* Why a sample was refused, by which program of a batch and which step in its table; numbers stand beside each reason. */
+typedef struct {
+    int32_t reason, program, step, padding;
+    int64_t n[6];
+} Refusal;
+
+enum {
+    OK,
+    NO_MEMORY,
+    REFUSED_TABLE,    /* the table itself is not in order, or asks for more than MAX_OPS */
+    REFUSED_OUTSIDE,  /* no pixel would be left */
+    REFUSED_OP,       /* an op is not for so many channels */
+    REFUSED_SHAPE,    /* n[0..2] channels, height, width that it has */
+    REFUSED_FILE,     /* the decoder leaves it to Pillow */
+    REFUSED_CHANNELS, /* n[0] channels that it has */
+    REFUSED_CROP,     /* n[0..1] height, width of the window; n[2..3] of the image */
+    REFUSED_BORDER,   /* n[0..3] borders; n[4..5] height, width of the image */
+    REFUSED_BLUR,     /* n[0..1] height, width of the image */
+    NEEDS_LEVELS,     /* n[0..1] height, width: there are none for them */
+    NEEDS_SOLVING,    /* a perspective */
 };
 
+/* A sample while its steps are drawn. A probe refuses no size and follows every choice; is_known: whether all samples have
+ * this size, whatever is drawn. */
+typedef struct {
+    const Table *table;
+    uint64_t key;
+    int64_t height, width;
+    int32_t channels, count, depth, solved_count;
+    bool is_probe, is_known, is_cast, wants_corners;
+    Op *ops;              /* `count` so far, of MAX_OPS */
+    const double *solved; /* coefficients of its perspectives, 8 each; NULL: there are none */
+    int32_t solved_room;  /* how many these are */
+    Refusal *refusal;
+} Drawing;
+
+enum { FIXED, FOLLOWS, DRAWN }; /* whether a new size is one number, follows from the old one, or is drawn */
+
+bool is_sound(const Table *table); /* nothing is drawn of another */
+bool resolve(Drawing *d);          /* false: refused */
+bool draw_steps(Drawing *d, const Table *table, int64_t first, int64_t count);
+uint64_t sample_key(uint64_t seed, int64_t visit, int64_t index);
+int64_t child(int64_t at, int64_t number);
+double uniform(const Drawing *d, int64_t at, int64_t draw);
+double between(const Drawing *d, int64_t at, int64_t draw, double low, double high);
+double normal_number(const Drawing *d, int64_t at, int64_t draw); /* takes draw + 1, too */
+int64_t integer(const Drawing *d, int64_t at, int64_t draw, int64_t count); /* in [0, count) */
+bool deny(Drawing *d, const Step *step, int32_t reason, const int64_t *n, int count);
+Op *add(Drawing *d, const Step *step, int32_t code, int32_t domain); /* NULL: refused */
+bool set_size(Drawing *d, int64_t height, int64_t width, int how);
+int64_t truncated(double value); /* truncated, and of the range of what is no int32 the end */
+/* A box as torchvision's RandomResizedCrop and RandomErasing draw them, in ten tries; false where none fits. */
+bool draw_box(const Drawing *d, int64_t at, int64_t first, const double scale[2], const double log_ratio[2], double share,
+              bool is_crop, int64_t box[4]);
+
+/* Each stands beside the pixels of its op. */
+bool draw_pad(Drawing *d, const Step *step);
+bool draw_crop(Drawing *d, const Step *step);
+bool draw_center_crop(Drawing *d, const Step *step);
+bool draw_flip(Drawing *d, const Step *step);
+bool draw_resize(Drawing *d, const Step *step);
+bool draw_resized_crop(Drawing *d, const Step *step);
+bool draw_affine(Drawing *d, const Step *step);
+bool draw_rotation(Drawing *d, const Step *step);
+bool draw_perspective(Drawing *d, const Step *step);
+bool draw_value(Drawing *d, const Step *step);
+bool draw_grayscale(Drawing *d, const Step *step);
+bool draw_blur(Drawing *d, const Step *step);
+bool draw_permute(Drawing *d, const Step *step);
+bool draw_noise(Drawing *d, const Step *step);
+bool draw_erase(Drawing *d, const Step *step);
+bool draw_normalize(Drawing *d, const Step *step);
+bool draw_augment(Drawing *d, const Step *step);
+bool draw_policies(Drawing *d, const Step *step);
+bool draw_aug_mix(Drawing *d, const Step *step);
+bool draw_timm(Drawing *d, const Step *step);
+
+/* Maps that policies take as well, by a number that was drawn. */
+bool add_map(Drawing *d, const Step *step, int32_t interpolation, const double matrix[6]);
+bool add_affine(Drawing *d, const Step *step, double degrees, const double moved[2], double scale, const double shear[2],
+                const double *center);
+bool add_rotation(Drawing *d, const Step *step, double degrees, int32_t interpolation, bool expands, const double *center);
+
 /* Memory that one call holds at a time, and that grows to its largest need. */
-enum { SLOT_A, SLOT_B, SLOT_WORK, SLOT_WORK_2, SLOT_KEPT, SLOT_MIX, SLOT_DECODED, SLOT_COUNT };
+enum { SLOT_A, SLOT_B, SLOT_WORK, SLOT_WORK_2, SLOT_KEPT, SLOT_MIX, SLOT_DECODED, SLOT_DRAWN, SLOT_COUNT };
 typedef struct {
     void *data[SLOT_COUNT];
     int64_t bytes[SLOT_COUNT];
@@ -110,6 +267,40 @@ typedef struct {
 void *take(Scratch *scratch, int slot, int64_t bytes);
 Scratch *borrow(void); /* NULL: no memory */
 void give_back(Scratch *scratch);
+
+/* The image that a sample is at present. It lies in the store, or packed or as a view of that in `slot`. */
+typedef struct {
+    Image image;
+    int slot; /* SLOT_A or SLOT_B; -1: not ours to write to */
+    bool has_table;
+    uint8_t table_C256[MAX_CHANNELS][256];
+    Scratch *scratch;
+} Sample;
+
+/* Whether n[0..3], top, left, height and width, lie in an image. */
+INLINE bool is_inside(const Op *op, int32_t height, int32_t width) {
+    const int32_t *n = op->n;
+    return n[0] >= 0 && n[1] >= 0 && n[2] >= 0 && n[3] >= 0 && n[0] + (int64_t)n[2] <= height &&
+           n[1] + (int64_t)n[3] <= width;
+}
+
+enum { UINT8, FLOAT32, FLOAT64, FLOAT16, BFLOAT16 };
+extern const int64_t ITEM_BYTES[]; /* noise.c */
+enum { CHUNK = 512 };              /* values between two passes */
+void store(int32_t dtype, const float *restrict in, int64_t count, uint8_t *out); /* floats to values of a batch */
+
+/* OP_ERASE and OP_NOISE on a packed image of uint8, or of the floats served; OP_MIX_... Both give OK, or why not. */
+int rewrite(const Op *op, const Image *image, int32_t dtype);
+int mix(Sample *sample, const Op *op);
+
+/* Of serve.c, for ops. `room`: an image of that size in the buffer that the sample does not use, which it may `become`.
+ * `own`: the image is packed memory of our own; `settle`: no table is pending. False: no memory. */
+bool room(Sample *sample, int32_t channels, int32_t height, int32_t width, Image *out);
+void become(Sample *sample, const Image *image);
+bool own(Sample *sample);
+bool settle(Sample *sample);
+void copy_row(const uint8_t *restrict in, int64_t pixel, int64_t count, uint8_t *restrict out);
+int window(Sample *sample, const Op *op); /* gives OK, or why not */
 
 /* Functions of libjpeg-turbo by their names without jpeg_, and the version of its ABI. Mirrored by __init__.py. */
 typedef struct {

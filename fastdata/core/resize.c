@@ -206,11 +206,11 @@ typedef struct {
     uint32_t index[4], low[4], high[4]; /* which of 16 bytes; weights */
     int32_t base;                       /* where the 16 bytes begin */
     bool fresh;                         /* elsewhere than in the step before */
-} Step;
+} Taps;
 
 /* The steps of all columns, the last one repeated to fill its block. Rows end at `end`, 16 bytes or more from their
  * beginning. False where the pixels of four columns lie too far apart. */
-static bool plan_rows(const Axis *a, Step *step, bool far, int64_t end) {
+static bool plan_rows(const Axis *a, Taps *step, bool far, int64_t end) {
     const int64_t n = a->to, across = far ? 1 : 4, steps = far ? (a->steps + 3) / 4 : a->steps;
     for (int64_t x = 0; x < n; x += BLOCK) {
         int64_t base = INT32_MIN;
@@ -246,12 +246,12 @@ INLINE Vec add_across(const Vec v[4]) { /* in each lane, the sums of the four */
 }
 
 /* The pass along rows, whose output has room for whole blocks. */
-INLINE void run_rows(const Axis *a, const Step *plan, bool far, int64_t steps, bool wide, const uint8_t *in,
+INLINE void run_rows(const Axis *a, const Taps *plan, bool far, int64_t steps, bool wide, const uint8_t *in,
                      int64_t in_row, uint8_t *out, int64_t out_row, int64_t height) {
     const Vec zero = {0}, half = zero + (1 << a->bits >> 1);
     for (int64_t top = 0; top < height; top += STRIPE) {
         const int64_t bottom = top + STRIPE < height ? top + STRIPE : height;
-        const Step *block = plan, *s = plan;
+        const Taps *block = plan, *s = plan;
         for (int64_t x = 0; x < a->to; x += BLOCK, block = s)
             for (int64_t y = top; y < bottom; y += LANES) {
                 const uint8_t *from[LANES];
@@ -266,7 +266,7 @@ INLINE void run_rows(const Axis *a, const Step *plan, bool far, int64_t steps, b
                 for (int i = 0; i < 4; i++) {
                     Vec low[4] = {zero, zero, zero, zero}, high[4] = {zero, zero, zero, zero};
                     for (int q = 0; q < (far ? 4 : 1); q++)
-                        for (const Step *end = s + steps; s < end; s++) {
+                        for (const Taps *end = s + steps; s < end; s++) {
                             if (s->fresh) window = gather(from, s->base);
                             const Vec pixels = X(shuffle_epi8, window, SPREAD(AT(Quad, s->index)));
                             low[q] += X(madd_epi16, pixels, SPREAD(AT(Quad, s->low)));
@@ -280,7 +280,7 @@ INLINE void run_rows(const Axis *a, const Step *plan, bool far, int64_t steps, b
     }
 }
 
-static void resize_rows(const Axis *a, const Step *plan, bool far, const uint8_t *in, int64_t in_row, uint8_t *out,
+static void resize_rows(const Axis *a, const Taps *plan, bool far, const uint8_t *in, int64_t in_row, uint8_t *out,
                         int64_t out_row, int64_t height) {
 #define RUN(far, steps, wide) run_rows(a, plan, far, steps, wide, in, in_row, out, out_row, height)
     if (far) RUN(true, (a->steps + 3) / 4, a->wide);
@@ -332,7 +332,7 @@ static void resize_columns(const Axis *a, const uint8_t *in, int64_t in_row, uin
 }
 
 /* The pass along rows in float32, in torch's order of sums. */
-static void sum_rows(const Axis *a, const Step *plan, const uint8_t *in, int64_t in_row, float *out, int64_t out_row,
+static void sum_rows(const Axis *a, const Taps *plan, const uint8_t *in, int64_t in_row, float *out, int64_t out_row,
                      int64_t height) {
     for (int64_t y = 0; y < height; y += LANES) {
         const uint8_t *from[LANES];
@@ -341,11 +341,11 @@ static void sum_rows(const Axis *a, const Step *plan, const uint8_t *in, int64_t
             const int64_t row = y + i < height ? y + i : height - 1;
             from[i] = in + row * in_row, to[i] = (uint8_t *)(out + row * out_row);
         }
-        const Step *s = plan;
+        const Taps *s = plan;
         Vec window = {0};
         for (int64_t x = 0; x < (a->to + BLOCK - 1) / BLOCK * BLOCK; x += 4) {
             Floats sum = {0};
-            for (const Step *end = s + a->steps; s < end; s++) {
+            for (const Taps *end = s + a->steps; s < end; s++) {
                 if (s->fresh) window = gather(from, s->base);
                 const Bits pixels = (Bits)X(shuffle_epi8, window, SPREAD(AT(Quad, s->index)));
                 sum += __builtin_convertvector((Vec)(pixels & 0xffff), Floats) * (Floats)SPREAD(AT(Quad, s->low));
@@ -358,7 +358,7 @@ static void sum_rows(const Axis *a, const Step *plan, const uint8_t *in, int64_t
 
 /* Both passes in float32, rounded once, as torchvision does for uint8 tensors that torch has no kernel for. `sum` has
  * room for a row of the result, and after it for H of them. No plan: pixels lie too far apart. */
-static void resize_floats(const Axis *rows, const Axis *columns, const Step *plan, const uint8_t *in, int64_t in_row,
+static void resize_floats(const Axis *rows, const Axis *columns, const Taps *plan, const uint8_t *in, int64_t in_row,
                           float *sum, int64_t row_w, uint8_t *restrict out) {
     const int64_t w = columns->to;
     float *restrict narrow = sum + row_w;
@@ -430,7 +430,7 @@ bool resize(const Op *op, const Image *in, const Image *out, Scratch *scratch) {
         op->n[8] & 256 && domain == PIL_DOMAIN && H > whole_h && H - whole_h > 2 * (W - whole_w);
     const bool along_columns = H != whole_h || single, along_rows = W != whole_w || single;
     const int64_t row_W = padded(W), row_w = padded(w), copy_bytes = copied ? H * row_W : 0;
-    const int64_t plan_bytes = (w / BLOCK + 1) * (2 * reach_of(W, whole_w, filter) + 32) * (int64_t)sizeof(Step);
+    const int64_t plan_bytes = (w / BLOCK + 1) * (2 * reach_of(W, whole_w, filter) + 32) * (int64_t)sizeof(Taps);
     void *memory =
         take(scratch, SLOT_WORK, axis_bytes(H, whole_h, filter) + axis_bytes(W, whole_w, filter) + plan_bytes);
     const int64_t shorter_bytes = columns_first ? h * row_W : 0, narrower_bytes = (H + 1) * row_w * (single ? 4 : 1);
@@ -444,7 +444,7 @@ bool resize(const Op *op, const Image *in, const Image *out, Scratch *scratch) {
         memory = weigh(&rows, memory, H, whole_h, op);
         top = cut(&rows, op->n[0], h), height = rows.from;
     }
-    Step *plan = memory;
+    Taps *plan = memory;
     if (along_rows) {
         const int64_t end = copied || columns_first ? row_W : W;
         plan = weigh(&columns, memory, W, whole_w, op);
@@ -498,4 +498,63 @@ void resize_reads(const Op *op, const int32_t size[2], const int32_t wanted[2], 
     }
     if (begin[1] > size[1] - 16) begin[1] = size[1] - 16 < 0 ? 0 : size[1] - 16; /* 16 columns are read at a time */
     *box = (Box){(int32_t)begin[0], (int32_t)begin[1], (int32_t)(end[0] - begin[0]), (int32_t)(end[1] - begin[1])};
+}
+
+/* Draws */
+
+/* Whose arithmetic resizes: torchvision's v2 takes float32 (v1's way) where torch has no fast kernel for uint8. */
+static bool add_resize(Drawing *d, const Step *step, const int64_t box[4], int64_t height, int64_t width, int how) {
+    const int32_t filter = step->n[4];
+    int32_t domain = step->n[5];
+    if (domain == V2_DOMAIN && filter == BILINEAR && !d->table->resizes_fast) domain = V1_DOMAIN;
+    Op *op = add(d, step, OP_RESIZE, domain + (d->table->chooses_order ? 256 : 0));
+    if (!op) return false;
+    for (int k = 0; k < 4; k++) op->n[k] = (int32_t)box[k];
+    op->n[4] = (int32_t)truncated((double)height), op->n[5] = (int32_t)truncated((double)width), op->n[6] = filter;
+    return set_size(d, height, width, how);
+}
+
+bool draw_resized_crop(Drawing *d, const Step *step) {
+    const double *v = step->v, low = fmin(v[2], v[3]), high = fmax(v[2], v[3]);
+    int64_t box[4];
+    if (!draw_box(d, step->at, 0, v, v + 4, 1, true, box)) {
+        const double shape = (double)d->width / (double)d->height;
+        box[2] = shape < low ? truncated(rint((double)d->width / low)) : d->height;
+        box[3] = shape > high ? truncated(rint((double)d->height * high)) : d->width;
+        box[0] = (d->height - box[2]) / 2, box[1] = (d->width - box[3]) / 2;
+    }
+    return add_resize(d, step, box, step->n[0], step->n[1], FIXED);
+}
+
+/* Both sides where the shorter one is to have a length: RandomShortestSize multiplies both (n[3] == 1). */
+static void find_sides(const Drawing *d, const Step *step, int64_t wanted, int64_t *height, int64_t *width) {
+    const int32_t bound = step->n[3];
+    const double small = (double)(d->height < d->width ? d->height : d->width);
+    const double large = (double)(d->height < d->width ? d->width : d->height);
+    const double most = step->n[2] ? step->n[2] : 0x1p40;
+    if (bound == 1) {
+        const double factor = fmin((double)wanted / small, most / large);
+        *height = truncated((double)d->height * factor), *width = truncated((double)d->width * factor);
+        return;
+    }
+    double shorter = (double)wanted;
+    if (bound == 3) shorter = fmax(1, trunc(shorter * small / large));
+    if (bound) shorter = fmin(shorter, small);
+    double longer = trunc(shorter * large / small);
+    if (longer > most) shorter = trunc(most * shorter / longer), longer = most;
+    if (bound == 3) longer = fmin((double)wanted, large);
+    *height = truncated(d->width > d->height ? shorter : longer);
+    *width = truncated(d->width > d->height ? longer : shorter);
+}
+
+bool draw_resize(Drawing *d, const Step *step) {
+    int64_t height = step->n[0], width = step->n[1];
+    int how = FIXED;
+    if (!height) {
+        const int64_t which = step->count > 1 ? integer(d, step->at, 0, step->count) : 0;
+        if (step->count < 1) return deny(d, step, REFUSED_TABLE, NULL, 0);
+        find_sides(d, step, d->table->steps[step->first + which].n[0], &height, &width);
+        how = step->count > 1 ? DRAWN : FOLLOWS;
+    }
+    return add_resize(d, step, (int64_t[]){0, 0, d->height, d->width}, height, width, how);
 }

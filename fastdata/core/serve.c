@@ -1,4 +1,4 @@
-/* One batch: each sample's program, step by step through buffers in the cache, then its values to the batch. */
+/* One batch: each sample's ops, step by step through buffers in the cache, then its values to the batch. */
 #include "core.h"
 
 #include <math.h>
@@ -6,12 +6,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { UINT8, FLOAT32, FLOAT64, FLOAT16, BFLOAT16 };
-enum { CHUNK = 512 }; /* values between two passes */
 enum { BUFFER = 4096, SHORT_ROW = 128 }; /* bytes: rows shorter than that are converted several at a time */
 enum { POOLED = 32, POOLED_BYTES = 8 << 20 }; /* scratches, and the most that one of them holds */
 enum { MARGIN = 64 }; /* bytes before and behind a decoded image that kernels may read */
-enum { OK, NO_MEMORY, OUTSIDE, WRONG_SHAPE, UNKNOWN_OP, UNDECODED };
 
 /* How uint8 becomes what is served. This and Batch are mirrored by fastdata/core/__init__.py. */
 typedef struct {
@@ -29,15 +26,27 @@ typedef struct Batch {
     const int64_t *sizes_B; /* bytes of those that are JPEG files, 0 of pixels; NULL: all are pixels */
     const int32_t *turns_B; /* EXIF orientations that files are turned by, which their shapes follow; NULL: none is */
     const Jpeg *jpeg;
-    const int32_t *shapes_B3; /* channels, height, width */
-    const Op *ops_SB;
+    const int32_t *shapes_B3;       /* channels, height, width; NULL: all have `shape` */
+    uint64_t seed;                  /* with the next two what is drawn from */
+    const int64_t *visits_B;        /* NULL: all have `visit` */
+    const int64_t *indices_B;
+    const double *solved_Bk8;       /* of perspectives, `solved` for each sample */
+    const Table *table;
     uint8_t *out_B;        /* (B, C, h, w), or more rows */
     const int64_t *rows_B; /* which of them each sample is written to; NULL: its own number */
-    int32_t samples, steps, interleaved; /* B; S; whether sources are (H, W, C), not (C, H, W) */
+    int64_t visit;
+    int32_t shape[3], solved, interleaved; /* whether sources are (H, W, C), not (C, H, W) */
     int32_t channels, height, width;
     Values values;
-    struct Batch *next; /* what else the same samples are served as; of that are read ops, out, its size and values */
+    struct Batch *next; /* what else the same samples are served as; of that are read table, perspectives, out, its size
+                           and values */
 } Batch;
+
+/* What was drawn for a sample by one program. */
+typedef struct {
+    Op ops[MAX_OPS];
+    int32_t count;
+} Drawn;
 
 void *take(Scratch *scratch, int slot, int64_t bytes) {
     if (scratch->bytes[slot] < bytes) {
@@ -73,15 +82,6 @@ void give_back(Scratch *scratch) {
     free(scratch);
 }
 
-/* The image that a sample is at present. It lies in the store, or packed or as a view of that in `slot`. */
-typedef struct {
-    Image image;
-    int slot; /* SLOT_A or SLOT_B; -1: not ours to write to */
-    bool has_table;
-    uint8_t table_C256[MAX_CHANNELS][256];
-    Scratch *scratch;
-} Sample;
-
 static int64_t size_of(const Image *image) { return (int64_t)image->channels * image->height * image->width; }
 
 static bool is_packed(const Image *image) {
@@ -96,7 +96,7 @@ static void pack(Image *image, uint8_t *data) {
 }
 
 /* An image of that size in the buffer that the sample does not use. */
-static bool room(Sample *sample, int32_t channels, int32_t height, int32_t width, Image *out) {
+bool room(Sample *sample, int32_t channels, int32_t height, int32_t width, Image *out) {
     out->channels = channels, out->height = height, out->width = width;
     int64_t planes = channels < 3 ? 3 : channels; /* grayscale may go back to 3 */
     uint8_t *data = take(sample->scratch, sample->slot == SLOT_A ? SLOT_B : SLOT_A, planes * height * width);
@@ -104,12 +104,12 @@ static bool room(Sample *sample, int32_t channels, int32_t height, int32_t width
     return data != NULL;
 }
 
-static void become(Sample *sample, const Image *image) {
+void become(Sample *sample, const Image *image) {
     sample->image = *image;
     sample->slot = sample->slot == SLOT_A ? SLOT_B : SLOT_A;
 }
 
-static void copy_row(const uint8_t *restrict in, int64_t pixel, int64_t count, uint8_t *restrict out) {
+void copy_row(const uint8_t *restrict in, int64_t pixel, int64_t count, uint8_t *restrict out) {
     if (pixel == 1)
         memcpy(out, in, count);
     else if (pixel == -1)
@@ -133,7 +133,7 @@ static void copy_image(const Image *in, const Image *out) {
 }
 
 /* Make the image packed memory of our own. */
-static bool own(Sample *sample) {
+bool own(Sample *sample) {
     if (sample->slot >= 0 && is_packed(&sample->image)) return true;
     Image out;
     if (!room(sample, sample->image.channels, sample->image.height, sample->image.width, &out)) return false;
@@ -142,7 +142,7 @@ static bool own(Sample *sample) {
     return true;
 }
 
-static bool settle(Sample *sample) { /* run the pending table */
+bool settle(Sample *sample) { /* run the pending table */
     if (!sample->has_table) return true;
     if (!own(sample)) return false;
     apply_table(&sample->image, sample->table_C256);
@@ -151,7 +151,7 @@ static bool settle(Sample *sample) { /* run the pending table */
 }
 
 static int mapped(Sample *sample, const Op *op) {
-    if (sample->image.channels > MAX_CHANNELS) return UNKNOWN_OP;
+    if (sample->image.channels > MAX_CHANNELS) return REFUSED_OP;
     bool reads_image = op->code == OP_CONTRAST || op->code == OP_AUTOCONTRAST || op->code == OP_EQUALIZE;
     if (reads_image && !(settle(sample) && own(sample))) return NO_MEMORY;
     uint8_t table_C256[MAX_CHANNELS][256];
@@ -160,66 +160,6 @@ static int mapped(Sample *sample, const Op *op) {
         for (int x = 0; x < 256; x++)
             sample->table_C256[c][x] = table_C256[c][sample->has_table ? sample->table_C256[c][x] : x];
     sample->has_table = true;
-    return OK;
-}
-
-/* Windows: torchvision's pad, crop, hflip and vflip (transforms/functional.py), Pillow's ImageOps.expand. */
-
-/* The place in the image of place `at` of the image with borders; -1 where it is filled. */
-static int64_t source_place(int64_t at, int64_t length, int mode) {
-    if (at >= 0 && at < length) return at;
-    if (mode == PAD_CONSTANT) return -1;
-    if (mode == PAD_EDGE) return at < 0 ? 0 : length - 1;
-    int64_t period = mode == PAD_SYMMETRIC ? 2 * length : length > 1 ? 2 * (length - 1) : 1;
-    at = (at % period + period) % period;
-    return at < length ? at : (mode == PAD_SYMMETRIC ? 2 * length - 1 : 2 * (length - 1)) - at;
-}
-
-static void fill_window(const Op *op, const Image *in, int64_t top, int64_t left, const Image *out) {
-    int mode = op->n[8] >> 8;
-    int64_t before = left < 0 ? (-left < out->width ? -left : out->width) : 0; /* columns before the image */
-    int64_t after = in->width - left < out->width ? in->width - left : out->width; /* where it ends */
-    if (after < before) after = before;
-    for (int32_t c = 0; c < out->channels; c++) {
-        uint8_t *to = out->data + c * out->plane;
-        if (mode == PAD_CONSTANT) memset(to, (uint8_t)op->v[8 + (c < 4 ? c : 3)], out->plane);
-        for (int32_t y = 0; y < out->height; y++, to += out->row) {
-            int64_t from_y = source_place(top + y, in->height, mode);
-            if (from_y < 0) continue;
-            const uint8_t *from = in->data + c * in->plane + from_y * in->row;
-            copy_row(from + (left + before) * in->pixel, in->pixel, after - before, to + before);
-            if (mode == PAD_CONSTANT) continue;
-            for (int64_t x = 0; x < before; x++) to[x] = from[source_place(left + x, in->width, mode) * in->pixel];
-            for (int64_t x = after; x < out->width; x++)
-                to[x] = from[source_place(left + x, in->width, mode) * in->pixel];
-        }
-    }
-}
-
-static int window(Sample *sample, const Op *op) {
-    const int32_t *n = op->n;
-    Image *image = &sample->image;
-    int64_t bordered_h = (int64_t)image->height + n[1] + n[3], bordered_w = (int64_t)image->width + n[0] + n[2];
-    if (n[4] < 0 || n[5] < 0 || n[6] < 1 || n[7] < 1 || n[4] + (int64_t)n[6] > bordered_h) return OUTSIDE;
-    if (n[5] + (int64_t)n[7] > bordered_w) return OUTSIDE;
-    int64_t top = (int64_t)n[4] - n[1], left = (int64_t)n[5] - n[0];
-    if (top >= 0 && left >= 0 && top + n[6] <= image->height && left + n[7] <= image->width) {
-        image->data += top * image->row + left * image->pixel;
-        image->height = n[6], image->width = n[7];
-    } else {
-        Image out; /* the fill is a value after the table */
-        if (!settle(sample) || !room(sample, image->channels, n[6], n[7], &out)) return NO_MEMORY;
-        fill_window(op, image, top, left, &out);
-        become(sample, &out);
-    }
-    if (n[8] & 1) {
-        image->data += (image->width - 1) * image->pixel;
-        image->pixel = -image->pixel;
-    }
-    if (n[8] & 2) {
-        image->data += (image->height - 1) * image->row;
-        image->row = -image->row;
-    }
     return OK;
 }
 
@@ -239,19 +179,12 @@ static int turn(Sample *sample, int quarters) {
 static int remake(Sample *sample, const Op *op, int32_t height, int32_t width,
                   bool (*kernel)(const Op *, const Image *, const Image *, Scratch *)) {
     Image *image = &sample->image, out;
-    if (height < 1 || width < 1) return OUTSIDE;
+    if (height < 1 || width < 1) return REFUSED_OUTSIDE;
     if (!settle(sample) || (image->pixel != 1 && !own(sample))) return NO_MEMORY;
     if (!room(sample, image->channels, height, width, &out)) return NO_MEMORY;
     if (!kernel(op, image, &out, sample->scratch)) return NO_MEMORY;
     become(sample, &out);
     return OK;
-}
-
-/* Whether n[0..3], top, left, height and width, lie in an image. */
-static bool is_inside(const Op *op, int32_t height, int32_t width) {
-    const int32_t *n = op->n;
-    return n[0] >= 0 && n[1] >= 0 && n[2] >= 0 && n[3] >= 0 && n[0] + (int64_t)n[2] <= height &&
-           n[1] + (int64_t)n[3] <= width;
 }
 
 /* Whether of a resize only what a window cuts out of it is made. */
@@ -267,7 +200,7 @@ static int resized(Sample *sample, const Op *op, Op *next) {
     const int32_t *n = op->n;
     int32_t *cut = next->n;
     Image *image = &sample->image;
-    if (!is_inside(op, image->height, image->width) || n[2] < 1 || n[3] < 1) return OUTSIDE;
+    if (!is_inside(op, image->height, image->width) || n[2] < 1 || n[3] < 1) return REFUSED_OUTSIDE;
     image->data += n[0] * image->row + n[1] * image->pixel;
     image->height = n[2], image->width = n[3];
     if (n[2] == n[4] && n[3] == n[5]) return OK;
@@ -280,10 +213,10 @@ static int resized(Sample *sample, const Op *op, Op *next) {
 
 static int permute(Sample *sample, const int32_t *n) {
     Image *image = &sample->image, out;
-    if (image->channels > MAX_CHANNELS) return UNKNOWN_OP;
+    if (image->channels > MAX_CHANNELS) return REFUSED_OP;
     if (!settle(sample) || !room(sample, image->channels, image->height, image->width, &out)) return NO_MEMORY;
     for (int32_t c = 0; c < image->channels; c++) {
-        if (n[c] < 0 || n[c] >= image->channels) return OUTSIDE;
+        if (n[c] < 0 || n[c] >= image->channels) return REFUSED_OUTSIDE;
         Image from = *image, to = out;
         from.data += n[c] * from.plane, to.data += c * to.plane;
         from.channels = to.channels = 1;
@@ -293,133 +226,10 @@ static int permute(Sample *sample, const int32_t *n) {
     return OK;
 }
 
-/* AugMix: _sample_dirichlet and forward in torchvision's transforms/autoaugment.py. */
-static int mix(Sample *sample, const Op *op) {
-    if (!settle(sample) || !own(sample)) return NO_MEMORY;
-    Image *image = &sample->image;
-    int64_t size = size_of(image);
-    uint8_t *kept = take(sample->scratch, SLOT_KEPT, size);
-    float *restrict sum = take(sample->scratch, SLOT_MIX, size * (int64_t)sizeof(float)), weight = (float)op->v[0];
-    if (!kept || !sum) return NO_MEMORY;
-    uint8_t *restrict data = image->data;
-    if (op->code == OP_MIX_BEGIN) {
-        memcpy(kept, data, size);
-        for (int64_t i = 0; i < size; i++) sum[i] = weight * data[i];
-    } else if (op->code == OP_MIX_ADD) {
-        for (int64_t i = 0; i < size; i++) sum[i] += weight * data[i];
-        memcpy(data, kept, size);
-    } else {
-        for (int64_t i = 0; i < size; i++) data[i] = sum[i] < 0 ? 0 : sum[i] > 255 ? 255 : (uint8_t)sum[i];
-    }
-    return OK;
-}
-
 static int in_place(Sample *sample, const Op *op, void (*kernel)(const Op *, Image *)) {
-    if (sample->image.channels != 1 && sample->image.channels != 3) return UNKNOWN_OP;
+    if (sample->image.channels != 1 && sample->image.channels != 3) return REFUSED_OP;
     if (!settle(sample) || !own(sample)) return NO_MEMORY;
     kernel(op, &sample->image);
-    return OK;
-}
-
-static const int64_t ITEM_BYTES[] = {[UINT8] = 1, [FLOAT32] = 4, [FLOAT64] = 8, [FLOAT16] = 2, [BFLOAT16] = 2};
-
-static uint16_t to_bfloat16(float value) { /* to the nearest, halves to even; there are no NaNs here */
-    uint32_t bits;
-    memcpy(&bits, &value, 4);
-    return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-}
-
-/* Floats to values of an image or of a batch, and back. */
-static void store(int32_t dtype, const float *restrict in, int64_t count, uint8_t *out) {
-    for (int64_t i = 0; i < count && dtype == UINT8; i++) out[i] = (uint8_t)(int64_t)in[i];
-    for (int64_t i = 0; i < count && dtype == FLOAT32; i++) ((float *)out)[i] = in[i];
-    for (int64_t i = 0; i < count && dtype == FLOAT64; i++) ((double *)out)[i] = in[i];
-    for (int64_t i = 0; i < count && dtype == FLOAT16; i++) ((_Float16 *)out)[i] = (_Float16)in[i];
-    for (int64_t i = 0; i < count && dtype == BFLOAT16; i++) ((uint16_t *)out)[i] = to_bfloat16(in[i]);
-}
-
-static void load(int32_t dtype, const uint8_t *in, int64_t count, float *restrict out) {
-    for (int64_t i = 0; i < count && dtype == UINT8; i++) out[i] = in[i];
-    for (int64_t i = 0; i < count && dtype == FLOAT32; i++) out[i] = ((const float *)in)[i];
-    for (int64_t i = 0; i < count && dtype == FLOAT64; i++) out[i] = (float)((const double *)in)[i];
-    for (int64_t i = 0; i < count && dtype == FLOAT16; i++) out[i] = (float)((const _Float16 *)in)[i];
-    for (int64_t i = 0; i < count && dtype == BFLOAT16; i++) {
-        uint32_t bits = (uint32_t)((const uint16_t *)in)[i] << 16;
-        memcpy(out + i, &bits, 4);
-    }
-}
-
-/* Noise, in the streams of draws.py. */
-
-/* Number n of a stream: SplitMix64, as _mix in draws.py. */
-static uint64_t hash(uint64_t key, int64_t n) {
-    uint64_t bits = key + (uint64_t)(n + 1) * 0x9E3779B97F4A7C15u;
-    bits = (bits ^ bits >> 30) * 0xBF58476D1CE4E5B9u;
-    bits = (bits ^ bits >> 27) * 0x94D049BB133111EBu;
-    return bits ^ bits >> 31;
-}
-
-/* The inverse of the normal distribution at p = (2 * bits + 1) / 2^33 below and, mirrored, above the middle: a polynomial
- * in sqrt(5 - log(4 p (1 - p))), after the form of M. Giles, "Approximating the erfinv function", 2011, fitted so that no
- * number is off by more than 4e-5; the largest is 6.3. */
-static float normal(uint32_t bits) {
-    const float p = ((float)(int32_t)(bits & 0x7FFFFFFF) + 0.5f) * 0x1p-32f, y = 4.0f * p * (1.0f - p);
-    int32_t exponent, mantissa;
-    memcpy(&mantissa, &y, 4);
-    exponent = (mantissa - 0x3F2AAAAB) & (int32_t)0xFF800000; /* y = 2^exponent * (1 + f), f in [-1/3, 1/3] */
-    mantissa -= exponent;
-    float f, log_y, u, z;
-    memcpy(&f, &mantissa, 4);
-    f -= 1.0f;
-    log_y = ((((-0.201713483f * f + 0.230738461f) * f - 0.247217585f) * f + 0.331607216f) * f - 0.50006475f) * f;
-    log_y = (log_y + 1.00002285f) * f + (float)exponent * (0.693147181f * 0x1p-23f);
-    u = sqrtf(5.0f - log_y) - 3.7f;
-    z = (((0.00130432012f * u - 0.00333003918f) * u - 0.00354536808f) * u + 0.0186475359f) * u - 0.0198215155f;
-    z = ((((z * u + 0.0015663323f) * u + 0.0319934818f) * u - 0.113794969f) * u + 1.77593848f) * u + 3.93262777f;
-    z *= 1.0f - 2.0f * p;
-    return bits >> 31 ? z : -z;
-}
-
-/* Standard normal numbers that follow from a key, from number `first` on; of CHUNK at most, whole vectors. */
-static void draw_normal(uint64_t key, int64_t first, int64_t count, float out[CHUNK]) {
-    uint32_t bits[CHUNK];
-    count = (count + 15) / 16 * 16;
-    for (int64_t i = 0; i < count; i++) bits[i] = (uint32_t)(hash(key, first + i) >> 32);
-    for (int64_t i = 0; i < count; i++) out[i] = normal(bits[i]);
-}
-
-/* OP_ERASE and OP_NOISE on a packed image of uint8 or, behind the conversion, of the floats served: torchvision's
- * RandomErasing and gaussian_noise_image (v2/functional/_misc.py), timm's RandomErasing. */
-static int rewrite(const Op *op, const Image *image, int32_t dtype) {
-    const bool erases = op->code == OP_ERASE;
-    const int32_t whole[] = {0, 0, image->height, image->width}, *box = erases ? op->n : whole;
-    const int32_t mode = erases ? op->n[6] : 1;
-    const int64_t width = box[3], ahead = width < 1 || width > CHUNK ? 1 : CHUNK / width; /* rows drawn at a time */
-    const uint64_t key = (uint32_t)op->n[4] | (uint64_t)(uint32_t)op->n[5] << 32;
-    float values[CHUNK], drawn[CHUNK] = {0};
-    if (!erases && op->code != OP_NOISE) return UNKNOWN_OP;
-    if (erases && (!is_inside(op, image->height, image->width) || (dtype == UINT8 && mode))) return OUTSIDE;
-    for (int64_t k = 0; k < (int64_t)image->channels * box[2]; k++) {
-        const int64_t c = k / box[2], y = box[0] + k % box[2], channel = c < 4 ? c : 3;
-        const float scale = (float)op->v[2 + channel], low = (float)op->v[6 + channel], high = low + scale;
-        if (mode == 2) draw_normal(key, c, 1, drawn);
-        const float fill = mode ? drawn[0] : (float)op->v[8 + channel];
-        for (int64_t x = 0; x < width; x += CHUNK) {
-            const int64_t count = width - x < CHUNK ? width - x : CHUNK;
-            uint8_t *at = image->data + ((c * image->height + y) * image->width + box[1] + x) * ITEM_BYTES[dtype];
-            float *out = drawn + k % ahead * width;
-            if (mode != 1) for (int64_t i = 0; i < count; i++) out[i] = fill;
-            else if (out == drawn) draw_normal(key, k * width + x, ahead > 1 ? ahead * width : count, drawn);
-            if (!erases) {
-                load(dtype, at, count, values);
-                for (int64_t i = 0; i < count; i++) {
-                    const float value = values[i] + ((float)op->v[0] + out[i] * (float)op->v[1]) * scale;
-                    out[i] = !op->n[0] ? value : value < low ? low : value > high ? high : value;
-                }
-            }
-            store(dtype, out, count, at);
-        }
-    }
     return OK;
 }
 
@@ -442,7 +252,7 @@ static int run_op(Sample *sample, const Op *op, Op *next) {
     case OP_PERMUTE: return permute(sample, op->n);
     case OP_NOISE: case OP_ERASE: return settle(sample) && own(sample) ? rewrite(op, image, UINT8) : NO_MEMORY;
     case OP_MIX_BEGIN: case OP_MIX_ADD: case OP_MIX_END: return mix(sample, op);
-    default: return UNKNOWN_OP;
+    default: return REFUSED_OP;
     }
 }
 
@@ -518,12 +328,10 @@ static void write_plane(const Batch *batch, const Image *image, int32_t c, uint8
 /* Samples that are files */
 
 /* The part of an image (height, width) that a program reads, which its first op may narrow. */
-static Box read_box(const Batch *batch, int64_t b, int32_t height, int32_t width) {
-    const Op *op = batch->ops_SB + b, *end = op + (int64_t)batch->steps * batch->samples;
+static Box read_box(const Drawn *drawn, int32_t height, int32_t width) {
+    const Op *op = drawn->ops, *next = drawn->count > 1 ? op + 1 : op;
     Box box = {0, 0, height, width};
-    while (op < end && op->code == OP_NOTHING) op += batch->samples;
-    if (op >= end) return box;
-    const Op *next = op + batch->samples < end ? op + batch->samples : op;
+    if (!drawn->count) return box;
     const int32_t *n = op->n;
     if (op->code == OP_RESIZE && is_inside(op, height, width) && n[2] > 0 && n[3] > 0) {
         box = (Box){n[0], n[1], n[2], n[3]};
@@ -565,11 +373,11 @@ static void turn_upright(Image *image, int turn) {
 }
 
 /* Decode what the programs read of a sample. `image` is as large as the whole, and what is not there must not be read. */
-static bool decode_sample(const Batch *batch, int64_t b, Image *image, Scratch *scratch) {
+static bool decode_sample(const Batch *batch, int64_t b, const Drawn *drawn, Image *image, Scratch *scratch) {
     const int turn = batch->turns_B ? batch->turns_B[b] : 1;
-    Box box = read_box(batch, b, image->height, image->width);
+    Box box = read_box(drawn++, image->height, image->width);
     for (const Batch *next = batch->next; next; next = next->next)
-        box = join(box, read_box(next, b, image->height, image->width));
+        box = join(box, read_box(drawn++, image->height, image->width));
     Box there = turn < 5 ? box : (Box){box.left, box.top, box.width, box.height}; /* in the file */
     const int32_t height = turn < 5 ? image->height : image->width, width = turn < 5 ? image->width : image->height;
     if (mirrors_rows(turn)) there.top = height - there.top - there.height;
@@ -594,20 +402,22 @@ static bool decode_sample(const Batch *batch, int64_t b, Image *image, Scratch *
     return true;
 }
 
-/* Run a program on a sample and write what comes out. */
-static int serve_image(const Batch *batch, int64_t b, const Image *source, Scratch *scratch) {
+/* Run the ops of a sample and write what comes out. */
+static int serve_image(const Batch *batch, int64_t b, Drawn *drawn, const Image *source, Scratch *scratch,
+                       Refusal *refusal) {
     Sample sample = {.image = *source, .slot = -1, .scratch = scratch};
-    const Op *op = batch->ops_SB + b, *end = op + (int64_t)batch->steps * batch->samples;
-    Op now, next = op < end ? *op : (Op){0};
-    for (; op < end && op->code != OP_CAST; op += batch->samples) {
-        now = next, next = op + batch->samples < end ? op[batch->samples] : (Op){0};
-        int problem = run_op(&sample, &now, &next);
+    Op nothing = {0}, *op = drawn->ops, *end = op + drawn->count;
+    for (; op < end && op->code != OP_CAST; op++) {
+        int problem = run_op(&sample, op, op + 1 < end ? op + 1 : &nothing);
         if (problem) return problem;
     }
     const Image *image = &sample.image;
-    bool widens = image->channels == 1 && batch->values.widens;
-    if (image->height != batch->height || image->width != batch->width) return WRONG_SHAPE;
-    if (image->channels != batch->channels && !widens) return WRONG_SHAPE;
+    const bool widens = image->channels == 1 && batch->values.widens, is_room = image->channels == batch->channels || widens;
+    if (image->height != batch->height || image->width != batch->width || !is_room) {
+        const int64_t found[3] = {widens ? batch->channels : image->channels, image->height, image->width};
+        memcpy(refusal->n, found, sizeof found);
+        return REFUSED_SHAPE;
+    }
     if (!settle(&sample)) return NO_MEMORY;
     uint8_t *buffer = take(scratch, SLOT_WORK, image->width + BUFFER);
     if (!buffer) return NO_MEMORY;
@@ -615,38 +425,63 @@ static int serve_image(const Batch *batch, int64_t b, const Image *source, Scrat
     uint8_t *out = batch->out_B + row * batch->channels * batch->height * batch->width * ITEM_BYTES[batch->values.dtype];
     for (int32_t c = 0; c < batch->channels; c++) write_plane(batch, image, c, out, buffer);
     const Image served = {.data = out, .channels = batch->channels, .height = batch->height, .width = batch->width};
-    for (; op < end; op += batch->samples) {
-        int problem = op->code == OP_NOTHING || op->code == OP_CAST ? OK : rewrite(op, &served, batch->values.dtype);
+    for (; op < end; op++) {
+        int problem = op->code == OP_CAST ? OK : rewrite(op, &served, batch->values.dtype);
         if (problem) return problem;
     }
     return OK;
 }
 
-static int serve_one(const Batch *batch, int64_t b, Scratch *scratch) {
-    const int32_t *shape = batch->shapes_B3 + 3 * b;
-    int64_t channels = shape[0], height = shape[1], width = shape[2];
-    if (channels < 1 || height < 1 || width < 1) return WRONG_SHAPE;
+static bool draw_sample(const Batch *batch, int64_t b, const int32_t shape[3], uint64_t key, Drawn *drawn,
+                        Refusal *refusal) {
+    Drawing d = {.table = batch->table, .key = key, .channels = shape[0], .height = shape[1], .width = shape[2]};
+    d.ops = drawn->ops, d.refusal = refusal;
+    d.solved_room = batch->solved, d.solved = batch->solved_Bk8 + 8 * b * batch->solved;
+    const bool is_drawn = resolve(&d);
+    drawn->count = d.count;
+    return is_drawn;
+}
+
+static int serve_one(const Batch *batch, int64_t b, int64_t programs, Scratch *scratch, Refusal *refusal) {
+    const int32_t *shape = batch->shapes_B3 ? batch->shapes_B3 + 3 * b : batch->shape;
+    int64_t channels = shape[0], height = shape[1], width = shape[2], number = 0;
+    if (channels < 1 || height < 1 || width < 1) return REFUSED_SHAPE;
+    Drawn *drawn = take(scratch, SLOT_DRAWN, programs * (int64_t)sizeof(Drawn));
+    if (!drawn) return NO_MEMORY;
+    const uint64_t key = sample_key(batch->seed, batch->visits_B ? batch->visits_B[b] : batch->visit, batch->indices_B[b]);
+    for (const Batch *each = batch; each; each = each->next, number++) {
+        refusal->program = number;
+        if (!draw_sample(each, b, shape, key, drawn + number, refusal)) return refusal->reason;
+    }
     Image image = {.data = (uint8_t *)batch->sources_B[b], .channels = shape[0], .height = shape[1], .width = shape[2]};
     image.plane = batch->interleaved ? 1 : height * width;
     image.row = batch->interleaved ? width * channels : width;
     image.pixel = batch->interleaved ? channels : 1;
-    if (batch->sizes_B && batch->sizes_B[b] && !decode_sample(batch, b, &image, scratch)) return UNDECODED;
+    if (batch->sizes_B && batch->sizes_B[b] && !decode_sample(batch, b, drawn, &image, scratch)) return REFUSED_FILE;
     int problem = OK;
-    for (; batch && !problem; batch = batch->next) problem = serve_image(batch, b, &image, scratch);
+    for (refusal->program = 0; batch && !problem; batch = batch->next, drawn++) {
+        problem = serve_image(batch, b, drawn, &image, scratch, refusal);
+        refusal->program += !problem;
+    }
     return problem;
 }
 
-/* Serve samples [first, last) of a batch. Returns -1, or 8 * (the sample that failed) + why. */
-EXPORT int64_t fastdata_serve(Batch *batch, int64_t first, int64_t last) {
-    for (Batch *each = batch; each; each = each->next)
+/* Serve samples [first, last) of a batch. Returns -1, or the sample that was refused. */
+EXPORT int64_t fastdata_serve(Batch *batch, int64_t first, int64_t last, Refusal *refusal) {
+    int64_t programs = 0;
+    for (Batch *each = batch; each; each = each->next, programs++) {
         each->values.by_formula = each->values.by_formula && agrees(&each->values, each->channels);
+        refusal->program = programs, refusal->reason = REFUSED_TABLE;
+        if (!is_sound(each->table)) return first;
+    }
     Scratch *scratch = borrow();
-    if (!scratch) return 8 * first + NO_MEMORY;
-    int64_t outcome = -1;
-    for (int64_t b = first; b < last && outcome < 0; b++) {
-        int problem = serve_one(batch, b, scratch);
-        if (problem) outcome = 8 * b + problem;
+    refusal->reason = NO_MEMORY;
+    if (!scratch) return first;
+    int64_t refused = -1;
+    for (int64_t b = first; b < last && refused < 0; b++) {
+        refusal->reason = serve_one(batch, b, programs, scratch, refusal);
+        if (refusal->reason != OK) refused = b;
     }
     give_back(scratch);
-    return outcome;
+    return refused;
 }

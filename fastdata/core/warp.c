@@ -289,3 +289,138 @@ bool warp(const Op *op, const Image *in, const Image *out, Scratch *scratch) {
     }
     return true;
 }
+
+/* Draws */
+
+static const double RADIANS = 3.14159265358979323846 / 180.0;
+
+/* Pillow and torchvision are called from Python, whose sine and cosine are those of the C library, too. */
+
+bool add_map(Drawing *d, const Step *step, int32_t interpolation, const double matrix[6]) {
+    const int32_t *n = step->n;
+    Op *op = add(d, step, OP_AFFINE, n[2]);
+    if (!op) return false;
+    op->n[0] = (int32_t)d->height, op->n[1] = (int32_t)d->width, op->n[2] = n[2] != PIL_DOMAIN && d->table->fuses;
+    op->n[6] = interpolation, op->n[7] = n[4];
+    for (int k = 0; k < 6; k++) op->v[k] = matrix[k];
+    return true;
+}
+
+/* _get_inverse_affine_matrix of torchvision's v1 or v2: one matrix, rounded in another order. */
+bool add_affine(Drawing *d, const Step *step, double degrees, const double moved[2], double scale, const double shear[2],
+                const double *center) {
+    const double middle_x = (double)d->width * 0.5, middle_y = (double)d->height * 0.5;
+    double cx = center ? center[0] : middle_x, cy = center ? center[1] : middle_y;
+    if (step->n[2] != PIL_DOMAIN) cx -= middle_x, cy -= middle_y; /* tensors: from the centre of the image */
+    const double turn = degrees * RADIANS, sx = shear[0] * RADIANS, sy = shear[1] * RADIANS, turned = turn - sy;
+    const double cosine = cos(turned), sine = sin(turned), tangent = tan(sx), squeezed = cos(sy);
+    const double a = cosine / squeezed, c = sine / squeezed, tx = moved[0], ty = moved[1];
+    double b, e, x, y;
+    if (step->n[3]) {
+        b = -(a * tangent + sin(turn));
+        e = cos(turn) - c * tangent;
+    } else {
+        b = -cosine * tangent / squeezed - sin(turn);
+        e = -sine * tangent / squeezed + cos(turn);
+    }
+    const double m[4] = {e / scale, -b / scale, -c / scale, a / scale};
+    if (step->n[3]) {
+        x = cx - m[0] * (cx + tx) - m[1] * (cy + ty);
+        y = cy - m[2] * (cx + tx) - m[3] * (cy + ty);
+    } else {
+        x = m[0] * (-cx - tx) + m[1] * (-cy - ty) + cx;
+        y = m[2] * (-cx - tx) + m[3] * (-cy - ty) + cy;
+    }
+    return add_map(d, step, step->n[1], (double[]){m[0], m[1], x, m[2], m[3], y});
+}
+
+bool draw_affine(Drawing *d, const Step *step) {
+    const double *v = step->v, most_x = v[2] * (double)d->width, most_y = v[3] * (double)d->height;
+    const double degrees = between(d, step->at, 0, v[0], v[1]), scale = between(d, step->at, 3, v[4], v[5]);
+    const double x = rint(between(d, step->at, 1, -most_x, most_x)), y = rint(between(d, step->at, 2, -most_y, most_y));
+    const double shear[2] = {between(d, step->at, 4, v[6], v[7]), between(d, step->at, 5, v[8], v[9])};
+    return add_affine(d, step, degrees, (double[]){x, y}, scale, shear, step->n[5] ? v + 10 : NULL);
+}
+
+/* A remainder with the sign of what is divided by, as Python's. */
+static double remainder_of(double value, double by) {
+    const double rest = fmod(value, by);
+    return rest != 0 && (rest < 0) != (by < 0) ? rest + by : rest;
+}
+
+/* Python's round(value, 15) of a sine or cosine, as Image.rotate has it: the product with 10^15 is `product` and `rest`. */
+static double round_15(double value) {
+    const double product = value * 1e15, rest = fma(value, 1e15, -product);
+    double nearest = rint(product);
+    if (product - nearest == 0.5 && rest > 0) nearest += 1;
+    if (product - nearest == -0.5 && rest < 0) nearest -= 1;
+    return nearest / 1e15;
+}
+
+static bool add_turn(Drawing *d, const Step *step, int quarters, bool expands) {
+    Op *op = add(d, step, OP_TURN, 0);
+    if (!op) return false;
+    op->n[0] = quarters;
+    const bool swaps = quarters != 2 && d->height != d->width;
+    return !swaps || set_size(d, d->width, d->height, expands ? DRAWN : FOLLOWS);
+}
+
+/* Image.rotate of Pillow's Image.py: the matrix, and the size if it expands. */
+static bool add_pillow_rotation(Drawing *d, const Step *step, double degrees, int32_t interpolation, bool expands,
+                                const double *center) {
+    const double w = (double)d->width, h = (double)d->height, radians = -(degrees * RADIANS);
+    const double cosine = round_15(cos(radians)), sine = round_15(sin(radians));
+    const double cx = center ? center[0] : w / 2, cy = center ? center[1] : h / 2;
+    double x = cosine * -cx + sine * -cy + 0.0 + cx, y = -sine * -cx + cosine * -cy + 0.0 + cy;
+    if (expands) {
+        const double corner_x[4] = {0, w, w, 0}, corner_y[4] = {0, 0, h, h};
+        double low_x = INFINITY, low_y = INFINITY, high_x = -INFINITY, high_y = -INFINITY;
+        for (int k = 0; k < 4; k++) {
+            const double to_x = cosine * corner_x[k] + sine * corner_y[k] + x;
+            const double to_y = -sine * corner_x[k] + cosine * corner_y[k] + y;
+            low_x = fmin(low_x, to_x), high_x = fmax(high_x, to_x), low_y = fmin(low_y, to_y), high_y = fmax(high_y, to_y);
+        }
+        const double wide = ceil(high_x) - floor(low_x), high = ceil(high_y) - floor(low_y);
+        const double dx = -(wide - w) / 2.0, dy = -(high - h) / 2.0;
+        x = cosine * dx + sine * dy + x, y = -sine * dx + cosine * dy + y;
+        set_size(d, truncated(high), truncated(wide), DRAWN);
+    }
+    return add_map(d, step, interpolation, (double[]){cosine, sine, x, -sine, cosine, y});
+}
+
+bool add_rotation(Drawing *d, const Step *step, double degrees, int32_t interpolation, bool expands, const double *center) {
+    const double none[2] = {0, 0};
+    if (expands) d->is_known = false; /* until the size is drawn, as it is for all that a probe knows */
+    if (step->n[2] != PIL_DOMAIN)
+        return remainder_of(degrees, 360) == 0 || add_affine(d, step, -degrees, none, 1, none, center);
+    const double angle = remainder_of(degrees, 360);
+    const bool is_half = remainder_of(angle, 180) == 0, is_quarter = remainder_of(angle, 90) == 0;
+    if (center || !(is_half || (is_quarter && (d->height == d->width || expands))))
+        return add_pillow_rotation(d, step, angle, interpolation, expands, center);
+    return angle == 0 || add_turn(d, step, (int)(angle / 90), expands);
+}
+
+bool draw_rotation(Drawing *d, const Step *step) {
+    const double degrees = between(d, step->at, 0, step->v[0], step->v[1]);
+    return add_rotation(d, step, degrees, step->n[1], step->n[0], step->n[5] ? step->v + 10 : NULL);
+}
+
+/* RandomPerspective.get_params. Its equations are solved by torch, whose last bits move pixels, so by Python. */
+bool draw_perspective(Drawing *d, const Step *step) {
+    const double half_h = (double)(d->height / 2), half_w = (double)(d->width / 2);
+    const int64_t reach_v = truncated(step->v[0] * half_h) + 1, reach_h = truncated(step->v[0] * half_w) + 1;
+    Op *op = add(d, step, OP_PERSPECTIVE, step->n[2]);
+    if (!op) return false;
+    op->n[0] = (int32_t)d->height, op->n[1] = (int32_t)d->width;
+    op->n[2] = step->n[2] != PIL_DOMAIN && d->table->fuses;
+    op->n[6] = step->n[1], op->n[7] = step->n[4];
+    for (int corner = 0; corner < 4; corner++) {
+        const bool is_right = corner == 1 || corner == 2, is_bottom = corner > 1;
+        op->v[2 * corner] = (double)(integer(d, step->at, 2 * corner, reach_h) + is_right * (d->width - reach_h));
+        op->v[2 * corner + 1] = (double)(integer(d, step->at, 2 * corner + 1, reach_v) + is_bottom * (d->height - reach_v));
+    }
+    if (d->wants_corners) return true;
+    if (d->solved_count >= d->solved_room) return deny(d, step, NEEDS_SOLVING, NULL, 0);
+    memcpy(op->v, d->solved + 8 * d->solved_count++, 8 * sizeof *op->v);
+    return true;
+}

@@ -16,23 +16,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fastdata.core import Code
 from fastdata.images import SampleSpec
 from fastdata.transforms.cpu import Program
-from fastdata.transforms.ops import (
-    MODES,
-    WINDOWS,
-    Int64s,
-    draw_cast,
-    draw_center_crop,
-    draw_flip,
-    size_after,
-    step_number,
-)
+from fastdata.transforms.ops import MODES, Cast, Int64s, size_after, step_number
 from fastdata.transforms.plan import TransformPlan
 
 Tensor = torch.Tensor
 Shape = tuple[int, ...]
+
+_WINDOWS = ("STEP_PAD", "STEP_CROP", "STEP_CENTER_CROP", "STEP_FLIP")
+"""Ops that become windows alone, as many of any sample."""
 
 
 def device_obstacle(plan: TransformPlan, spec: SampleSpec) -> str | None:
@@ -43,7 +36,7 @@ def device_obstacle(plan: TransformPlan, spec: SampleSpec) -> str | None:
         return "the stored samples have different shapes"
     if spec.dtype != "uint8" or len(spec.shape) != 3:
         return f"the stored samples are {spec.dtype} of shape {spec.shape}, and not uint8 images (C, H, W)"
-    if any(op.draw is draw_cast for op in plan.batch_ops[:-1]):
+    if any(op.code == "OP_CAST" for op in plan.batch_ops[:-1]):
         return "erasing or noise comes after the conversion to floats"
     try:
         return None if Program(plan.batch_ops, spec).output(spec.shape) else "the images that are served differ in size"
@@ -75,8 +68,8 @@ class DeviceProgram:
         assert spec.shape is not None
         ops, self._layout = plan.batch_ops, torch.channels_last if channels_last else torch.contiguous_format
         self._floats: _Floats | None = None
-        if ops and ops[-1].draw is draw_cast:
-            self._floats, ops = _Floats(dtype, **ops[-1].arguments), ops[:-1]
+        if ops and ops[-1].code == "OP_CAST":
+            self._floats, ops = _Floats(dtype, ops[-1].about), ops[:-1]
         served = Program(plan.batch_ops, spec).output(spec.shape)
         assert served is not None
         self.output: tuple[Shape, torch.dtype] = (served[0], self._floats.dtype if self._floats else torch.uint8)
@@ -87,13 +80,13 @@ class DeviceProgram:
         self._windows: list[_Window] = []
         self._constants: dict[torch.device, list[Tensor]] = {}
         self.sent_shape: Shape = spec.shape
-        others = [op for op in ops if op.draw not in WINDOWS]
+        others = [op for op in ops if op.code not in _WINDOWS]
         if others or not self._fits(spec.shape):
             self.host = self._program
             self._windows.clear()
             channels, _ = size_after(ops, spec.shape[0], None)
             self.sent_shape = (channels, *served[0][1:])
-            asking = next((op for op in others or ops if op.draw not in (draw_center_crop, draw_flip)), ops[0])
+            asking = next((op for op in others or ops if op.code not in ("STEP_CENTER_CROP", "STEP_FLIP")), ops[0])
             self.host_step = plan.batch_texts[step_number(asking.at) - len(plan.prepare)]
 
     def draw(self, index_B: Int64s, visits_B: int | Int64s, seed: int) -> Tensor | None:
@@ -108,7 +101,7 @@ class DeviceProgram:
         draws_BS4 = np.empty((len(index_B), len(self._windows), 4), np.int16)
         if not len(index_B):
             return torch.from_numpy(draws_BS4)
-        for s, record_B in enumerate(_windows_of(self._records(index_B, visits_B, seed, self.sent_shape))):
+        for s, record_B in enumerate(self._records(index_B, visits_B, seed, self.sent_shape).T):
             n = record_B["n"]
             for axis, mirror_bit in ((0, 2), (1, 1)):
                 step_B = np.where(n[:, 8] & mirror_bit, -1, 1)
@@ -136,11 +129,11 @@ class DeviceProgram:
 
     def _records(self, index_B: Int64s, visits_B: int | Int64s, seed: int, shape: Shape) -> npt.NDArray[Any]:
         shapes_B3 = np.full((len(index_B), 3), shape, np.int32)
-        return self._program.draw(index_B, visits_B, seed, shapes_B3).records
+        return self._program.draw(index_B, visits_B, seed, shapes_B3)
 
     def _fits(self, shape: Shape) -> bool:
         """Whether one pass can cut all windows, which are noted: one fill, and places that are int16."""
-        records = _windows_of(self._records(np.zeros(1, np.int64), 0, 0, shape))[:, 0]
+        records = self._records(np.zeros(1, np.int64), 0, 0, shape)[0]
         size = shape[1], shape[2]
         for record in records:
             n = record["n"]
@@ -241,16 +234,12 @@ def send(constant: Tensor, device: torch.device) -> Tensor:
     return constant.pin_memory().to(device, non_blocking=True)
 
 
-def _windows_of(records_SB: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    windows: npt.NDArray[Any] = records_SB[records_SB["code"][:, 0] == Code.WINDOW]
-    return windows
-
-
 class _Floats:
     """Conversion to floats and normalisation in one pass over the pixels."""
 
-    def __init__(self, asked: torch.dtype | None, dtype: str, scaling: str, normalizations: Any) -> None:
-        served: torch.dtype = getattr(torch, dtype)
+    def __init__(self, asked: torch.dtype | None, cast: Cast) -> None:
+        served: torch.dtype = getattr(torch, cast.dtype)
+        scaling, normalizations = cast.scaling, cast.normalizations
         self._computed = torch.float64 if served == torch.float64 else torch.float32
         self.dtype = asked or served
         self._channels = max((len(mean) for mean, *_ in normalizations), default=1)

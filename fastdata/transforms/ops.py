@@ -1,61 +1,76 @@
-"""The steps of a transform as values, and what each draws for a batch: columns of the core's records.
+"""The steps of a transform as values, and the table that they are compiled to, which the core draws.
 
-An op knows nothing of torchvision's classes and touches no pixel: it is a ``draw_...`` function and its arguments. Of
-these ``at`` numbers its random draws, and ``domain`` tells which of torchvision's functions the user would have run:
-``"pil"`` on PIL images, ``"v1"`` or ``"v2"`` on tensors.
+An op is a record of fastdata/core/core.h: what its numbers mean, what it draws, and what it does to pixels stand there
+and in the C files. Nothing here draws or touches a pixel.
 
-Shape letters: B batch, C channels, N ops to choose from, T tries.
+Shape letters: B batch, S ops of a sample, k perspectives of a sample, P perspectives of a batch.
 """
 
 from __future__ import annotations
 
-import copy
 import functools
-import itertools
 import platform
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from fastdata.core import RECORD, Code
-from fastdata.draws import UInt64s, draw_integers, draw_uniform, sample_keys
+from fastdata import core
+from fastdata.draws import sample_keys
 from fastdata.errors import ChannelsError, counted
 from fastdata.images import pillow_chooses_order
 
 Domain = Literal["pil", "v1", "v2"]
 Size = tuple[int, int]
-Range = tuple[float, float]
-Flags = npt.NDArray[np.bool_]
 Int64s = npt.NDArray[np.int64]
 Float64s = npt.NDArray[np.float64]
+Int32s = npt.NDArray[np.int32]
 Fill = tuple[float, ...]
 """One value, or one for each channel."""
-Borders = tuple[Any, Any, Any, Any]
-"""Pixels at the left, top, right and bottom, in torchvision's order: of all samples, or int64 (B,)."""
 
-DOMAINS = ("pil", "v1", "v2")
 MODES = ("constant", "edge", "reflect", "symmetric")
-INTERPOLATIONS = ("nearest", "box", "bilinear", "hamming", "bicubic", "lanczos", "nearest-exact")
-"""In the core's order."""
-TRIES = 10
 _CHILDREN = 1 << 10
 _NUMBERS = (1 << 54) - 33
-"""A prime number of numbers, as many as ``draws`` tells apart: those of steps nested deeper are folded into these."""
-_ANY_PX = 1 << 10
-"""Stands for a side that is not known."""
+"""A prime number of numbers, as many as draws tell apart: those of steps nested deeper are folded into these."""
+_FUSED_ROWS = 1 << 10
+_MOST_LEVELS = 1000
+"""Sizes of images whose magnitudes are kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One step: ``draw(drawing, at, **arguments)`` adds its records."""
+    """A step as core.h describes it by ``code``; names in ``n`` stand for their numbers there.
 
-    draw: Callable[..., None]
-    at: int
-    arguments: dict[str, Any]
+    ``about`` is what the core is not told: of a cast how values become floats, of a policy its magnitudes.
+    """
+
+    code: str
+    at: int = 0
+    n: tuple[int | str, ...] = ()
+    v: tuple[float, ...] = ()
+    fill: Fill = (0,)
+    children: tuple[Op, ...] = ()
+    about: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Cast:
+    """uint8 to another dtype.
+
+    ``scaling`` is how 255 becomes 1: ``"divide"``, ``"multiply"``, or ``"none"``: it does not.
+    ``normalizations`` are mean and std, and whether one channel becomes as many as there are means.
+    """
+
+    dtype: str
+    scaling: str = "none"
+    normalizations: tuple[tuple[Fill, Fill, bool], ...] = ()
+
+    def op(self, at: int) -> Op:
+        checks = [Op("STEP_NORMALIZE", at, (len(mean), int(widens))) for mean, _, widens in self.normalizations]
+        return Op("OP_CAST", at, children=tuple(checks), about=self)
 
 
 def child(at: int, number: int) -> int:
@@ -70,443 +85,200 @@ def step_number(at: int) -> int:
     return at
 
 
-class Drawing:
-    """The records of a batch, or of some of its samples, while its ops draw one after the other.
+def sequence(ops: Sequence[Op], *v: float) -> Op:
+    return Op("STEP_SEQUENCE", v=v, children=tuple(ops))
 
-    A probe refuses no size and follows every choice. It keeps the ``size`` (h, w) that all samples have, whatever is
-    drawn; None where it differs.
 
-    Args:
-        keys_B: from ``draws.sample_keys``.
-        index_B: positions of the samples, for errors.
-        height_B, width_B: of the samples as stored.
-        channels: of all samples.
-    """
+def choice(at: int, sequences: Sequence[Sequence[Op]], upto: Sequence[float], code: str = "STEP_CHOICE") -> Op:
+    """One of several sequences of ops, or none; ``upto``: where in [0, 1) the probability of each ends."""
+    return Op(code, at, children=tuple(map(sequence, sequences, upto)))
 
-    def __init__(self, keys_B: UInt64s, index_B: Int64s, height_B: Int64s, width_B: Int64s, channels: int) -> None:
-        self.keys_B, self.index_B, self.channels = keys_B, index_B, channels
-        self.height_B, self.width_B = height_B, width_B
-        self.size: Size | None = None
-        self.is_probe = False
-        self._root, self._next, self._window = self, 0, -1
-        self._records: npt.NDArray[Any] = np.empty((0, len(keys_B)), RECORD)
-        self._rows: Any = slice(None)  # of the columns
-        self._taken: Any = slice(None)  # of the batch or part that this is a part of
 
-    def draw(self, ops: tuple[Op, ...]) -> None:
-        for op in ops:
-            op.draw(self, op.at, **op.arguments)
+def domain_name(domain: Domain) -> str:
+    return f"{domain.upper()}_DOMAIN"
 
-    @property
-    def records(self) -> npt.NDArray[Any]:
-        """What is done to each sample, (steps, B), once all is drawn."""
-        return self._records[: self._next]
 
-    def uniform(self, at: int, draw: int, low: Any = 0.0, high: Any = 1.0) -> Float64s:
-        drawn_B: Float64s = low + draw_uniform(self.keys_B, at, draw) * (high - low)
-        return drawn_B
+class Table:
+    """Ops compiled for the core, safe from several threads at once."""
 
-    def normal(self, at: int, draw: int) -> Float64s:
-        """Draw normal numbers; takes draw + 1 too."""
-        radius_B = np.sqrt(-2.0 * np.log(1.0 - self.uniform(at, draw)))
-        normal_B: Float64s = radius_B * np.cos(2.0 * np.pi * self.uniform(at, draw + 1))
-        return normal_B
+    def __init__(self, ops: tuple[Op, ...]) -> None:
+        self._ops = [sequence(ops)]
+        steps = []
+        for op in self._ops:  # which grows as it is walked
+            steps.append(_step(op, len(self._ops)))
+            self._ops.extend(op.children)
+        self._steps = np.array(steps, core.STEP)
+        self._levels: list[tuple[int, int, int, Float64s]] = []
+        self.has_perspectives = any(op.code == "OP_PERSPECTIVE" for op in self._ops)
+        self.record = self._compile(self._levels)
 
-    def integers(self, at: int, draw: int, count_B: Any) -> Int64s:
-        """Draw integers in [0, count)."""
-        return draw_integers(self.keys_B, at, draw, count_B)
-
-    def order(self, at: int, count: int) -> Int64s:
-        """Draw permutations, (count, B)."""
-        order_NB: Int64s = np.argsort(draw_uniform(self.keys_B, at, range(count)), axis=0)
-        return order_NB
-
-    def each(self, *parts: tuple[Flags, Callable[[Drawing], None]], is_whole: bool = False) -> None:
-        """Draw for parts of the batch that have no sample in common, all into the same columns.
-
-        ``parts`` are which samples, and what draws for them; ``is_whole``: together they are always the whole batch.
-        """
-        height_B, width_B, first = self.height_B.copy(), self.width_B.copy(), self._next
-        sizes = set() if is_whole else {self.size}
-        for chosen_B, draw in parts:
-            rows = np.flatnonzero(chosen_B | self.is_probe)
-            if not len(rows):
-                continue
-            part = copy.copy(self)
-            part.keys_B, part.index_B = self.keys_B[rows], self.index_B[rows]
-            part.height_B, part.width_B = self.height_B[rows], self.width_B[rows]
-            part._next, part._window, part._taken = first, -1, rows
-            part._rows = rows if isinstance(self._rows, slice) else self._rows[rows]
-            draw(part)
-            height_B[rows], width_B[rows] = part.height_B, part.width_B
-            self._next = max(self._next, part._next)
-            sizes.add(part.size)
-        self.height_B, self.width_B = height_B, width_B
-        self.size = sizes.pop() if len(sizes) == 1 else None
-
-    def of(self, values_B: npt.NDArray[Any]) -> Any:
-        """Those of a part, out of the values of what it is a part of."""
-        return values_B[self._taken]
-
-    def refuse_channels(self, needs: str) -> NoReturn:
-        found = counted(self.channels, "channel")
-        cure = "Give all images one number of channels, as prepare=lambda image: image.convert('RGB') does"
-        raise ChannelsError(f"it has {found}, but {needs}. {cure}.", int(self.index_B[0]))
-
-    def add(self, code: Any, n: Any = (), v: Any = (), domain: Any = 0, fill: Fill = (0,), name: str = "") -> None:
-        """Add a column, whose numbers are those of all samples or (B,).
-
-        Raises:
-            ChannelsError: the fill is for another number of channels.
-        """
-        if len(fill) not in (1, self.channels):
-            self.refuse_channels(f"{name or f'fill={fill}'} has {len(fill)} values")
-        root, rows = self._root, self._rows
-        if self._next == len(root._records):
-            more = np.zeros((self._next or 2, len(root.keys_B)), RECORD)
-            root._records = np.concatenate([root._records, more]) if self._next else more
-        column = root._records[self._next]
-        self._next += 1
-        column["code"][rows] = code
-        column["n"][rows, 8] = DOMAINS.index(domain) if isinstance(domain, str) else domain
-        for field, numbers in (("n", n), ("v", v)):
-            for place, number in enumerate(numbers):
-                column[field][rows, place] = number
-        if any(fill):
-            column["v"][rows, 8:] = fill * (4 // len(fill)) if len(fill) != 3 else (*fill, fill[-1])
-
-    def resized(self, height: Any, width: Any, *, is_drawn: bool = False) -> None:
-        """Say how large images are now: all of them, or (B,); ``is_drawn``: that differs from sample to sample."""
-        self.height_B, self.width_B = (np.full(len(self.keys_B), n, np.int64) for n in (height, width))
-        if self.is_probe:
-            is_known = not is_drawn and (self.size is not None or (isinstance(height, int) and isinstance(width, int)))
-            self.size = (int(self.height_B[0]), int(self.width_B[0])) if is_known else None
-
-    def resize(
-        self, box: Int64s | None, height: Any, width: Any, *, interpolation: str, domain: Domain, is_drawn: bool = False
-    ) -> None:
-        """Resize the image, or a box of it: top, left, height, width (4, B)."""
-        whose = DOMAINS.index(_resize_domain(domain, interpolation)) + 256 * pillow_chooses_order()
-        place: Any = (0, 0, self.height_B, self.width_B) if box is None else box
-        self.add(Code.RESIZE, (*place, height, width, INTERPOLATIONS.index(interpolation)), (), whose)
-        self.resized(height, width, is_drawn=is_drawn)
-
-    def window(
-        self,
-        height: Any,
-        width: Any,
-        top: Any = 0,
-        left: Any = 0,
-        borders: Borders = (0, 0, 0, 0),
-        mode: str = "constant",
-        fill: Fill = (0,),
-        domain: Domain = "pil",
-    ) -> None:
-        """Cut a window out of the image with borders around it.
-
-        Raises:
-            ValueError: it is larger than that, or torch would refuse to reflect so far.
-        """
-        before_left, before_top, after_right, after_bottom = borders
-        bordered_h, bordered_w = self.height_B + before_top + after_bottom, self.width_B + before_left + after_right
-        self.refuse(
-            (bordered_h < height) | (bordered_w < width),
-            lambda b: (
-                f"Required crop size {_pick((height, width), b)} is larger than input image size "
-                f"{_pick((bordered_h, bordered_w), b)} of sample {self.index_B[b]}. "
-                "Use pad_if_needed=True, a smaller crop, or a Resize before it."
-            ),
+    def _compile(self, levels: list[tuple[int, int, int, Float64s]]) -> core.Table:
+        domains = {op.n[2] for op in self._ops if len(op.n) > 2}
+        records = [(*which, array.size, array.ctypes.data) for *which, array in levels]
+        table = core.make_table(
+            self._steps,
+            np.array(records, core.LEVELS),
+            fuses=not domains.isdisjoint(("V1_DOMAIN", "V2_DOMAIN")) and _torch_fuses(),
+            resizes_fast=_torch_resizes_fast(),
+            chooses_order=pillow_chooses_order(),
         )
-        if domain != "pil" and mode in ("reflect", "symmetric"):  # PIL images reflect again and again
-            least = 1 if mode == "reflect" else 0
-            reach_h, reach_v = np.maximum(before_left, after_right), np.maximum(before_top, after_bottom)
-            self.refuse(
-                (reach_h > self.width_B - least) | (reach_v > self.height_B - least),
-                lambda b: (
-                    f"padding {_pick(borders, b)} (left, top, right, bottom) in mode {mode!r} is too large for the "
-                    f"image size {_pick((self.height_B, self.width_B), b)} of sample {self.index_B[b]}. "
-                    "Use padding_mode='edge' or a smaller padding."
-                ),
+        table.kept += tuple(levels)
+        return table
+
+    def draw(self, keys: core.Keys, shapes_B3: Int32s) -> tuple[npt.NDArray[Any], Int32s]:
+        """What is done to samples of these shapes (C, H, W), ``core.OP`` (B, S), and shapes behind that.
+
+        Raises:
+            ValueError: a step is not for such a sample.
+        """
+        keys_B = sample_keys(keys.seed, keys.visits, keys.indices)
+        while True:
+            try:
+                return core.draw(self.record, keys_B, shapes_B3)
+            except core.CoreError as refused:
+                if not self.is_answered(refused):
+                    raise self.refusal(refused, int(keys.indices[refused.place])) from None
+
+    def size_after(self, channels: int, size: Size | None) -> tuple[int, Size | None]:
+        """Channels, and size (h, w), that ops make of images; no size where it is not the same for all of them.
+
+        Raises:
+            ChannelsError: an op is for another number of channels.
+        """
+        shape = np.array([(channels, *(size or (0, 0)))], np.int32)
+        try:
+            _, shapes_after = core.draw(self.record, np.zeros(1, np.uint64), shape, is_probe=True)
+        except core.CoreError as refused:
+            raise self.refusal(refused, 0) from None
+        channels, height, width = shapes_after[0].tolist()
+        return channels, ((height, width) if height else None)
+
+    def solve(self, keys: core.Keys, shapes_B3: Int32s) -> Float64s | None:
+        """Coefficients of the perspectives of samples (B, k, 8); None where there are none.
+
+        Raises:
+            ValueError: corners of a sample lie on a line.
+        """
+        if not self.has_perspectives:
+            return None
+        ops_BS, _ = self.draw(keys, shapes_B3)
+        is_warped_BS = ops_BS["code"] == core.constants()["OP_PERSPECTIVE"]
+        count_B = is_warped_BS.sum(axis=1)
+        solved_Bk8 = np.zeros((len(ops_BS), max(1, count_B.max(initial=0)), 8))
+        place_B, _ = np.nonzero(is_warped_BS)
+        number_P = np.concatenate([np.arange(count) for count in count_B])
+        solved_Bk8[place_B, number_P] = _solve_perspectives(ops_BS[is_warped_BS], keys.indices[place_B])
+        return solved_Bk8
+
+    def is_answered(self, refused: core.CoreError) -> bool:
+        """Whether what the core lacked is there now, so that it can be called again: magnitudes for a size."""
+        if refused.reason != "NEEDS_LEVELS":
+            return False
+        height, width = refused.numbers[:2]
+        levels = self._ops[refused.step].about.levels(height, width)
+        known = self._levels if len(self._levels) < _MOST_LEVELS else []
+        known = [*known, (refused.step, height, width, levels)]
+        self.record = self._compile(known)  # calls that run have the one before
+        self._levels = known
+        return True
+
+    def refusal(self, refused: core.CoreError, index: int) -> ValueError:
+        """What is wrong with a sample, for its user."""
+        op, n = self._ops[refused.step], refused.numbers
+        if refused.reason == "REFUSED_CHANNELS":
+            return _wrong_channels(op, n[0], index)
+        if refused.reason == "REFUSED_CROP":
+            return ValueError(
+                f"Required crop size {n[:2]} is larger than input image size {n[2:4]} of sample {index}. "
+                "Use pad_if_needed=True, a smaller crop, or a Resize before it."
             )
-        self.add(Code.WINDOW, (*borders, top, left, height, width), (), MODES.index(mode) << 8, fill)
-        self._window = self._next
-        self.resized(height, width)
+        if refused.reason == "REFUSED_BORDER":
+            mode = str(op.n[4]).removeprefix("PAD_").lower()
+            return ValueError(
+                f"padding {n[:4]} (left, top, right, bottom) in mode {mode!r} is too large for the image size {n[4:]} "
+                f"of sample {index}. Use padding_mode='edge' or a smaller padding."
+            )
+        if refused.reason == "REFUSED_BLUR":
+            width, height = map(int, op.n[:2])
+            return ValueError(
+                f"GaussianBlur with kernel_size=({width}, {height}) needs images of more than {height // 2} x "
+                f"{width // 2} px (height x width), but sample {index} has {n[0]} x {n[1]}. Use a smaller kernel or a "
+                "larger resize."
+            )
+        why = _REFUSALS.get(refused.reason, f"{op.code} asks for more than the core has room for")
+        return ValueError(f"sample {index} cannot be served: {why}. Use batch_ops='off', or leave it out.")
 
-    def mirror(self, flipped_B: Flags, bit: int) -> None:
-        """Mirror left and right (bit 1) or top and bottom (2), with the window before it if there is one."""
-        if self._window == self._next:
-            self._root._records[self._next - 1]["n"][self._rows, 8] ^= flipped_B * np.int32(bit)
-            return
-        self.add(Code.WINDOW, (0, 0, 0, 0, 0, 0, self.height_B, self.width_B), domain=flipped_B * bit)
-        self._window = self._next
 
-    def refuse(self, wrong_B: Flags, words: Callable[[int], str]) -> None:
-        """Raise ValueError for the first sample that is wrong."""
-        if wrong_B.any() and not self.is_probe:
-            raise ValueError(words(int(np.argmax(wrong_B))))
+_REFUSALS = {
+    "REFUSED_OUTSIDE": "a step would leave no pixel of it",
+    "REFUSED_OP": "a step is not for its number of channels",
+}
 
 
-def _pick(numbers: tuple[Any, ...], b: int) -> tuple[int, ...]:
-    return tuple(int(n[b] if isinstance(n, np.ndarray) and n.ndim else n) for n in numbers)
+def _step(op: Op, first: int) -> tuple[Any, ...]:
+    numbers = core.constants()
+    n = [numbers[value] if isinstance(value, str) else value for value in op.n]
+    fill = op.fill * (4 // len(op.fill)) if len(op.fill) != 3 else (*op.fill, op.fill[-1])
+    if len(op.children) > np.iinfo(np.int32).max or len(fill) != 4:
+        raise ValueError(f"{op.code} has {len(op.fill)} values to fill with")
+    columns = ([*n, *[0] * (12 - len(n))], [*op.v, *[0.0] * (12 - len(op.v))], list(fill))
+    return (numbers[op.code], first if op.children else 0, len(op.children), len(op.fill), op.at, *columns)
 
 
 def size_after(ops: tuple[Op, ...], channels: int, size: Size | None) -> tuple[int, Size | None]:
-    """Channels, and size (h, w), that ops make of images; no size where it is not the same for all of them.
-
-    Raises:
-        ChannelsError: an op is for another number of channels.
-    """
-    one, (height, width) = np.zeros(1, np.int64), size or (_ANY_PX, _ANY_PX)
-    probe = Drawing(sample_keys(0, 0, one), one, one + height, one + width, channels)
-    probe.size, probe.is_probe = size, True
-    probe.draw(ops)
-    return probe.channels, probe.size
+    """As ``Table.size_after``."""
+    return Table(ops).size_after(channels, size)
 
 
-# Geometry
-
-
-def draw_pad(drawing: Drawing, at: int, borders: Borders, **border: Any) -> None:
-    left, top, right, bottom = borders
-    height_B, width_B = drawing.height_B + top + bottom, drawing.width_B + left + right
-    drawing.window(height_B, width_B, 0, 0, borders, **border)
-
-
-def draw_crop(
-    drawing: Drawing, at: int, height: int, width: int, borders: Borders, pad_if_needed: bool, **border: Any
-) -> None:
-    left, top, right, bottom = borders
-    if pad_if_needed:  # torchvision adds the missing length on both sides: the place of the image stays random
-        more_v = np.maximum(height - (drawing.height_B + top + bottom), 0)
-        more_h = np.maximum(width - (drawing.width_B + left + right), 0)
-        left, top, right, bottom = left + more_h, top + more_v, right + more_h, bottom + more_v
-    down_B, right_B = draw_uniform(drawing.keys_B, at, range(2))
-    y_B = down_B * (drawing.height_B + (top + bottom - height + 1))
-    x_B = right_B * (drawing.width_B + (left + right - width + 1))
-    drawing.window(height, width, y_B, x_B, (left, top, right, bottom), **border)
-
-
-def draw_center_crop(drawing: Drawing, at: int, height: int, width: int) -> None:
-    """The window in the middle; an image that is too small is padded with 0 first."""
-    miss_v, miss_h = np.maximum(height - drawing.height_B, 0), np.maximum(width - drawing.width_B, 0)
-    # Halves to the even number, as Python's round, which torchvision takes.
-    top_B = np.rint((drawing.height_B + miss_v - height) / 2).astype(np.int64)
-    left_B = np.rint((drawing.width_B + miss_h - width) / 2).astype(np.int64)
-    drawing.window(height, width, top_B, left_B, (miss_h // 2, miss_v // 2, (miss_h + 1) // 2, (miss_v + 1) // 2))
-
-
-def draw_flip(drawing: Drawing, at: int, vertical: bool, p: float) -> None:
-    drawing.mirror(drawing.uniform(at, 0) < p, 1 + vertical)
-
-
-WINDOWS = (draw_pad, draw_crop, draw_center_crop, draw_flip)
+def _wrong_channels(op: Op, channels: int, index: int) -> ChannelsError:
+    needs = f"fill={op.fill} has {len(op.fill)} values"
+    if op.code == "STEP_NORMALIZE":
+        needs = f"Normalize has {op.n[0]} means"
+    elif op.code == "OP_ERASE":
+        needs = f"erasing has {len(op.fill)} values"
+    cure = "Give all images one number of channels, as prepare=lambda image: image.convert('RGB') does"
+    return ChannelsError(f"it has {counted(channels, 'channel')}, but {needs}. {cure}.", index)
 
 
 @functools.cache
-def _resize_domain(domain: Domain, interpolation: str) -> Domain:
-    """Whose arithmetic resizes: torchvision's v2 takes float32 (v1's way) where torch has no fast kernel for uint8."""
-    if domain != "v2" or interpolation != "bilinear":
-        return domain
-    fast = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512") or platform.machine() in ("aarch64", "arm64")
-    return "v2" if fast else "v1"
+def _torch_fuses() -> bool:
+    """Whether torch's product of large matrices rounds a multiplication and an addition as one, as MKL on some CPUs.
 
-
-def draw_resized_crop(
-    drawing: Drawing, at: int, height: int, width: int, scale: Range, ratio: Range, **filters: Any
-) -> None:
-    low, high = min(ratio), max(ratio)
-    height_B, width_B = drawing.height_B, drawing.width_B
-    shape_B = width_B / height_B
-    h_B = np.where(shape_B < low, np.rint(width_B / low).astype(np.int64), height_B)
-    w_B = np.where(shape_B > high, np.rint(height_B * high).astype(np.int64), width_B)
-    central = np.stack([(height_B - h_B) // 2, (width_B - w_B) // 2, h_B, w_B])
-    drawing.resize(draw_boxes(drawing, at, scale, ratio, central, is_crop=True), height, width, **filters)
-
-
-def draw_boxes(
-    drawing: Drawing,
-    at: int,
-    scale: Range,
-    ratio: Range,
-    otherwise: Int64s,
-    *,
-    is_crop: bool,
-    first: int = 0,
-    share_B: Any = 1,
-) -> Int64s:
-    """Draw boxes as torchvision's RandomResizedCrop and RandomErasing do: ten tries to fit into the image.
-
-    ``ratio`` is width / height of a crop, else height / width, and uniform in its logarithm. ``otherwise``, (4, B), is
-    taken where no try fits; ``share_B`` boxes share ``scale`` of the area; ``first`` is the number of the first draw.
-
-    Returns:
-        int64 (4, B): top, left, height, width in pixels.
+    (1 + 2**-12)**2 - (1 + 2**-11) is 2**-24, and 0 where the square is rounded first.
     """
-    boxes: Int64s = otherwise.copy()
-    low, high = np.log(ratio)
-    pending = np.arange(len(drawing.keys_B))
-    area_B = drawing.height_B * drawing.width_B / share_B
-    for tries in (range(1), range(1, TRIES)):  # one is enough for most samples
-        H, W, keys = drawing.height_B[pending], drawing.width_B[pending], drawing.keys_B[pending]
-        draws = range(first + 4 * tries.start, first + 4 * tries.stop)
-        sized_T, shaped_T, down_T, right_T = draw_uniform(keys, at, draws).reshape(-1, 4, len(keys)).swapaxes(0, 1)
-        area_T = area_B[pending] * (scale[0] + sized_T * (scale[1] - scale[0]))
-        stretch_T = np.exp(low + shaped_T * (high - low))
-        w, h = np.rint(np.sqrt([area_T * stretch_T, area_T / stretch_T])).astype(np.int64)
-        if is_crop:
-            fits = (w > 0) & (w <= W) & (h > 0) & (h <= H)
-        else:
-            w, h = h, w
-            fits = (w < W) & (h < H)
-        try_, which = fits.argmax(axis=0), np.flatnonzero(fits.any(axis=0))
-        chosen = try_[which], which
-        h, w = h[chosen], w[chosen]
-        top, left = down_T[chosen] * (H[which] - h + 1), right_T[chosen] * (W[which] - w + 1)
-        boxes[:, pending[which]] = top.astype(np.int64), left.astype(np.int64), h, w
-        pending = np.delete(pending, which)
-        if not len(pending):
-            break
-    return boxes
+    row = torch.tensor([-1 - 2**-11, 1 + 2**-12, 1.0])
+    column = torch.tensor([[1.0], [1 + 2**-12], [0.0]]).expand(1, 3, 2)
+    return bool(row.expand(1, _FUSED_ROWS, 3).bmm(column).any())
 
 
-def draw_resize(
-    drawing: Drawing,
-    at: int,
-    size: Size | None = None,
-    shorter: tuple[int, ...] = (),
-    longest: int | None = None,
-    by_factor: bool = False,
-    bound: str = "",
-    **filters: Any,
-) -> None:
-    """A new size (h, w), or one in which the shorter side has one of several lengths, and the longer at most another.
+def _torch_resizes_fast() -> bool:
+    """Whether torch has a fast kernel for uint8: torchvision's v2 takes float32, v1's way, where it has not."""
+    return torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512") or platform.machine() in ("aarch64", "arm64")
 
-    ``by_factor``: both sides are multiplied and cut, as RandomShortestSize does. ``bound`` is of the ``"short"`` or the
-    ``"long"`` side, whose length is in ``shorter`` then; nothing is enlarged.
+
+def _solve_perspectives(warps_P: npt.NDArray[Any], index_P: Int64s) -> Float64s:
+    """``_get_perspective_coeffs`` of torchvision's transforms/functional.py, all in one call of its own solver.
+
+    Another solver's last bits move pixels, as what it gives is rounded to float32.
     """
-    height_B, width_B = drawing.height_B, drawing.width_B
-    height, width = size or (0, 0)
-    is_drawn = len(shorter) > 1
-    if size is None:
-        which_B = drawing.integers(at, 0, len(shorter)) if is_drawn else 0
-        height, width = _sides(height_B, width_B, np.array(shorter)[which_B], longest, by_factor, bound)
-    drawing.resize(None, height, width, is_drawn=is_drawn, **filters)
-
-
-def _sides(height_B: Int64s, width_B: Int64s, shorter_B: Any, longest: int | None, by_factor: bool, bound: str) -> Any:
-    short_B, long_B = np.minimum(height_B, width_B), np.maximum(height_B, width_B)
-    wanted_B, most = shorter_B, longest or 1 << 40
-    if by_factor:
-        factor_B = np.minimum(shorter_B / short_B, most / long_B)
-        return (height_B * factor_B).astype(np.int64), (width_B * factor_B).astype(np.int64)
-    if bound == "long":
-        shorter_B = np.maximum(1, (wanted_B * short_B / long_B).astype(np.int64))
-    if bound:
-        shorter_B = np.minimum(shorter_B, short_B)
-    longer_B = (shorter_B * long_B / short_B).astype(np.int64)
-    shorter_B = np.where(longer_B > most, (most * shorter_B / longer_B).astype(np.int64), shorter_B)
-    longer_B = np.minimum(longer_B, most).astype(np.int64)
-    if bound == "long":
-        longer_B = np.minimum(wanted_B, long_B)
-    is_wide_B = width_B > height_B
-    return np.where(is_wide_B, shorter_B, longer_B), np.where(is_wide_B, longer_B, shorter_B)
-
-
-# Values
-
-
-def draw_value(drawing: Drawing, at: int, code: int, domain: Domain, low: float = 0.0, high: float = 0.0) -> None:
-    """What needs one number, uniform between two: a factor, a threshold, how many bits."""
-    value_B: Any = drawing.uniform(at, 0, low, high) if low != high else low
-    drawing.add(code, [int(low)], [value_B], domain)
-
-
-def draw_grayscale(drawing: Drawing, at: int, channels: int, domain: Domain) -> None:
-    """Luma in one or three equal channels, or 0: in as many as there are."""
-    if domain != "v1" or drawing.channels > 1:  # v1 leaves tensors of one channel as they are
-        drawing.channels = channels or drawing.channels
-    drawing.add(Code.GRAYSCALE, [drawing.channels], domain=domain)
-
-
-def draw_blur(drawing: Drawing, at: int, width: int, height: int, sigma: Range) -> None:
-    """Torchvision's GaussianBlur, with one sigma for both axes."""
-    drawing.refuse(
-        (drawing.width_B <= width // 2) | (drawing.height_B <= height // 2),
-        lambda b: (
-            f"GaussianBlur with kernel_size=({width}, {height}) needs images of more than {height // 2} x "
-            f"{width // 2} px (height x width), but sample {drawing.index_B[b]} has {drawing.height_B[b]} x "
-            f"{drawing.width_B[b]}. Use a smaller kernel or a larger resize."
-        ),
-    )
-    sigma_B = drawing.uniform(at, 0, *sigma)
-    drawing.add(Code.BLUR, (width, height), (sigma_B, sigma_B))
-
-
-def draw_permutation(drawing: Drawing, at: int) -> None:
-    drawing.add(Code.PERMUTE, drawing.order(at, drawing.channels))
-
-
-def draw_noise(drawing: Drawing, at: int, mean: float, sigma: float, clip: bool, gain: Fill, low: Fill) -> None:
-    """Normal noise; what is there goes from ``low`` over ``gain``: of uint8, or of floats and what Normalize made."""
-    each = ((*values, *values[-1:] * 4)[:4] for values in (gain, low))
-    drawing.add(Code.NOISE, (clip, 0, 0, 0, *_key_halves(drawing.keys_B, at)), (mean, sigma, *itertools.chain(*each)))
-
-
-def draw_erase(
-    drawing: Drawing, at: int, p: float, scale: Range, ratio: Range, fill: Fill | None, per_pixel: bool, counts: Size
-) -> None:
-    """Random rectangles.
-
-    ``ratio`` is of height to width; ``fill`` in the units of what is erased, None for normal numbers, which are drawn
-    for each channel or even ``per_pixel``; ``counts`` are the fewest and most rectangles, which share the area.
-    """
-    fewest, most = counts
-    mode = 0 if fill is not None else 1 if per_pixel else 2
-    erased_B = drawing.uniform(at, 0) < p
-    count_B = fewest + drawing.integers(at, 1, most - fewest + 1)
-
-    def rectangle(part: Drawing, number: int) -> None:
-        nothing, first = np.zeros((4, len(part.keys_B)), np.int64), 2 + 4 * TRIES * number
-        box = draw_boxes(part, at, scale, ratio, nothing, is_crop=False, first=first, share_B=part.of(count_B))
-        key = _key_halves(part.keys_B, child(at, number)) if mode else (0, 0)
-        part.add(Code.ERASE, (*box, *key, mode), fill=fill or (0,), name="erasing")
-
-    for number in range(most):
-        drawing.each((erased_B & (number < count_B), functools.partial(rectangle, number=number)))
-
-
-def _key_halves(keys_B: UInt64s, at: int) -> Any:
-    """The low and the high half of what normal numbers follow from, (2, B)."""
-    return (keys_B ^ sample_keys(at, 0, np.zeros(1, np.int64))).view(np.int32).reshape(-1, 2).T
-
-
-def draw_cast(
-    drawing: Drawing, at: int, dtype: str, scaling: str, normalizations: tuple[tuple[Fill, Fill, bool], ...] = ()
-) -> None:
-    """uint8 to floats. ``scaling`` is how 255 becomes 1: ``"divide"``, ``"multiply"`` or ``"none"``, it does not.
-
-    ``normalizations`` are mean and std, and whether one channel becomes as many as there are means.
-    """
-    for mean, _, widens in normalizations:
-        if len(mean) not in (1, drawing.channels):
-            if drawing.channels != 1 or not widens:
-                drawing.refuse_channels(f"Normalize has {len(mean)} means")
-            drawing.channels = len(mean)
-    drawing.add(Code.CAST)
-
-
-# Ops of ops
-
-
-def draw_choice(drawing: Drawing, at: int, sequences: tuple[tuple[Op, ...], ...], upto: tuple[float, ...]) -> None:
-    """One of several sequences of ops, or none; ``upto``: where in [0, 1) the probability of each ends."""
-    chosen_B = np.searchsorted(upto, drawing.uniform(at, 0), side="right")
-    parts = [(chosen_B == number, functools.partial(Drawing.draw, ops=ops)) for number, ops in enumerate(sequences)]
-    drawing.each(*parts, is_whole=upto[-1] >= 1)
-
-
-def draw_in_order(drawing: Drawing, at: int, ops: tuple[tuple[Op, ...], ...]) -> None:
-    """Several sequences of ops in random order."""
-    steps = [functools.partial(Drawing.draw, ops=sequence) for sequence in ops]
-    for which_B in drawing.order(at, len(ops)):
-        drawing.each(*((which_B == number, step) for number, step in enumerate(steps)))
+    height_P, width_P = warps_P["n"][:, 0], warps_P["n"][:, 1]
+    equations_P88, wanted_P8 = np.zeros((len(warps_P), 8, 8)), np.zeros((len(warps_P), 8))
+    for corner, (is_right, is_bottom) in enumerate(((0, 0), (1, 0), (1, 1), (0, 1))):
+        x_P, y_P = warps_P["v"][:, 2 * corner], warps_P["v"][:, 2 * corner + 1]
+        for axis, end_P in enumerate((is_right * (width_P - 1), is_bottom * (height_P - 1))):
+            row = equations_P88[:, 2 * corner + axis]
+            row[:, 3 * axis], row[:, 3 * axis + 1], row[:, 3 * axis + 2] = x_P, y_P, 1
+            row[:, 6], row[:, 7] = -end_P * x_P, -end_P * y_P
+            wanted_P8[:, 2 * corner + axis] = end_P
+    try:
+        solved = torch.linalg.lstsq(
+            torch.from_numpy(equations_P88), torch.from_numpy(wanted_P8)[:, :, None], driver="gels"
+        )
+    except torch.linalg.LinAlgError as cause:  # type: ignore[attr-defined]
+        p = int(np.linalg.matrix_rank(equations_P88).argmin())
+        raise ValueError(
+            f"RandomPerspective drew corners of sample {index_P[p]}, {height_P[p]} x {width_P[p]} px, that lie on a "
+            "line, as torchvision's does of small images. Use larger ones or a smaller distortion_scale."
+        ) from cause
+    coefficients_P8: Float64s = solved.solution[:, :, 0].float().double().numpy()
+    return coefficients_P8

@@ -9,6 +9,7 @@ from itertools import takewhile
 from textwrap import shorten
 from typing import Any, Literal
 
+from fastdata import core
 from fastdata.describe import describe, name_of
 from fastdata.images import Form, Resize
 from fastdata.transforms.ops import Op, size_after
@@ -326,11 +327,15 @@ def read_center_crop(step: Any) -> tuple[int, int] | None:
 def shape_after(steps: Iterable[Any]) -> tuple[int, int, int] | None:
     """Shape (C, H, W) that RGB images of any size have after deterministic steps; None where it depends on the image.
 
+    None, too, where there is no core to ask.
+
     Example:
         >>> shape_after([]) is None
         True
     """
     channels, size = 3, None
+    if core.obstacle() is not None:
+        return None
     for step in steps:
         name = known_name(step)
         if name == "exif_transpose":

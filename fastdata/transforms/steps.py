@@ -11,28 +11,17 @@ import sys
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 
-from fastdata.core import Code
 from fastdata.images import Form, tensor_class
-from fastdata.transforms import ops as draws
-from fastdata.transforms.augment import (
-    Space,
-    draw_affine,
-    draw_aug_mix,
-    draw_augment,
-    draw_perspective,
-    draw_rotation,
-    draw_timm,
-    read_timm_op,
-)
+from fastdata.transforms.augment import read_augment, read_timm_op
 from fastdata.transforms.callables import DINO_BLUR, MOCO_BLUR, VICREG_BLUR, VICREG_SOLARIZATION, is_like, read_calls
-from fastdata.transforms.ops import INTERPOLATIONS, MODES, Borders, Domain, Fill, Op, child
+from fastdata.transforms.ops import MODES, Cast, Domain, Fill, Op, child, choice, domain_name, sequence
 
 _DETERMINISTIC = frozenset({"Resize", "CenterCrop", "Grayscale", "Pad", "RGB", "Identity", "exif_transpose"})
 _REFORMING = frozenset({"ToImage", "PILToTensor", "ToPureTensor", "timm.MaybePILToTensor"})
@@ -51,6 +40,8 @@ _RANGES = {"GaussianBlur": "sigma", "JPEG": "quality", "RandomRotation": "degree
 _PIL_INTERPOLATIONS = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")
 _TENSOR_INTERPOLATIONS = ("nearest", "nearest-exact", "bilinear", "bicubic")
 _MASK_DTYPES = {torch.int64: "int64", torch.int32: "int32", torch.float32: "float32", torch.uint8: "uint8"}
+_ERASE_MODE = 6
+"""Place among an erasing's numbers of what it fills with: 0, its fill; 1 and 2, normal numbers."""
 _FLOATS = {torch.float32: "float32", torch.float64: "float64", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
 
@@ -109,25 +100,28 @@ class State:
 
     @property
     def dtype(self) -> str:
-        return str(self.floats[0].arguments["dtype"]) if self.floats else "uint8"
+        return self.cast.dtype if self.cast else "uint8"
+
+    @property
+    def cast(self) -> Cast | None:
+        return self.floats[0].about if self.floats else None
 
     @property
     def is_normalized(self) -> bool:
-        return bool(self.floats and self.floats[0].arguments["normalizations"])
+        return bool(self.cast and self.cast.normalizations)
 
     @property
     def is_erased(self) -> bool:
         """Whether rectangles among the floats are."""
-        return any(op.draw is draws.draw_erase for op in self.floats)
+        return any(op.code == "OP_ERASE" for op in self.floats)
 
     @property
     def is_noisy(self) -> bool:
         """Whether random numbers lie among the floats."""
-        return any(op.draw is draws.draw_noise or op.arguments.get("fill", ()) is None for op in self.floats)
+        return any(op.code == "OP_NOISE" or (op.code == "OP_ERASE" and op.n[_ERASE_MODE]) for op in self.floats)
 
-    def add(self, draw: Callable[..., None], at: int, **arguments: Any) -> State:
-        op = Op(draw, at, arguments)
-        if draw is draws.draw_cast or (self.floats and draw in (draws.draw_erase, draws.draw_noise)):
+    def add(self, op: Op) -> State:
+        if op.code == "OP_CAST" or (self.floats and op.code in ("OP_ERASE", "OP_NOISE")):
             return replace(self, floats=(*self.floats, op))
         # What moves pixels is done before the conversion, with which it commutes: its reader admits nothing else.
         return replace(self, ops=(*self.ops, op))
@@ -370,7 +364,7 @@ def _beside(step: Any, state: State) -> _Reader:
 def _center_crop(step: Any, at: int, state: State) -> State:
     _refuse(state.is_normalized, "may pad with 0 after Normalize")
     height, width = pair(step.size)
-    return _movable(state).add(draws.draw_center_crop, at, height=height, width=width)
+    return _movable(state).add(Op("STEP_CENTER_CROP", at, (0, 0, 0, 0, "PAD_CONSTANT", "PIL_DOMAIN", height, width)))
 
 
 def _random_crop(step: Any, at: int, state: State) -> State:
@@ -380,15 +374,20 @@ def _random_crop(step: Any, at: int, state: State) -> State:
     if _is_v2(step) and step.padding is not None:
         left, right, top, bottom = step.padding
         borders = _borders((left, top, right, bottom))
-    pads_more, border = bool(step.pad_if_needed), {}
+    pads_more = bool(step.pad_if_needed)
+    border: tuple[str, str] = ("PAD_CONSTANT", "PIL_DOMAIN")
+    fill: Fill = (0,)
     if pads_more or any(borders):
-        border = _border(step, state)
-        if not _is_v2(step) and border["mode"] != "constant" and any(borders) and pads_more:
+        border, fill = _border(step, state)
+        if not _is_v2(step) and border[0] != "PAD_CONSTANT" and any(borders) and pads_more:
             # v1 pads the padded image again, v2 pads once by the sum; it shows in all modes but constant.
-            state, borders = state.add(draws.draw_pad, at, borders=borders, **border), (0, 0, 0, 0)
-    return state.add(
-        draws.draw_crop, at, height=height, width=width, borders=borders, pad_if_needed=pads_more, **border
-    )
+            state, borders = state.add(Op("STEP_PAD", at, (*borders, *border), fill=fill)), (0, 0, 0, 0)
+    return state.add(Op("STEP_CROP", at, (*borders, *border, height, width, int(pads_more)), fill=fill))
+
+
+def _pad(step: Any, at: int, state: State) -> State:
+    border, fill = _border(step, state)
+    return state.add(Op("STEP_PAD", at, (*_borders(step.padding), *border), fill=fill))
 
 
 def _resized_crop(step: Any, at: int, state: State) -> State:
@@ -396,82 +395,104 @@ def _resized_crop(step: Any, at: int, state: State) -> State:
     several = names if isinstance(names, (list, tuple)) else [names]  # timm draws one of two
     (height, width), scale, ratio = pair(step.size), _range(step.scale), _range(step.ratio)
     _refuse(ratio[0] <= 0, f"has ratio={ratio}")
-    box = {"height": height, "width": width, "scale": scale, "ratio": ratio}
-    crops = [Op(draws.draw_resized_crop, at, {**box, **_filters(step, state, name)}) for name in several]
-    if len(crops) == 1:
-        return state.add(draws.draw_resized_crop, at, **crops[0].arguments)
-    return _one_of([(crop,) for crop in crops], child(at, 0), state)
+    ranges = (*scale, *ratio, *np.log(ratio).tolist())
+    crops = [
+        Op("STEP_RESIZED_CROP", at, (height, width, 0, 0, *_filters(step, state, name)), ranges) for name in several
+    ]
+    return state.add(crops[0]) if len(crops) == 1 else _one_of([(crop,) for crop in crops], child(at, 0), state)
 
 
 def _resize(step: Any, at: int, state: State) -> State:
-    resize = partial(state.add, draws.draw_resize, at, **_filters(step, state, step.interpolation))
-    name = known_name(step)
+    filters, name = _filters(step, state, step.interpolation), known_name(step)
+
+    def resize(sides: Sequence[int], longest: int | None = None, bound: int = 0) -> State:
+        lengths = tuple(Op("STEP_LENGTH", n=(side,)) for side in sides)
+        return state.add(Op("OP_RESIZE", at, (0, 0, longest or 0, bound, *filters), children=lengths))
+
     if name == "RandomResize":
-        return resize(shorter=tuple(range(step.min_size, step.max_size)))
+        return resize(range(step.min_size, step.max_size))
     if name == "RandomShortestSize":
-        return resize(shorter=tuple(step.min_size), longest=step.max_size, by_factor=True)
+        return resize(step.min_size, step.max_size, _BY_FACTOR)
     if isinstance(step.size, str):  # fastdata's own
-        bound, _, number = step.size.partition(":")
-        return resize(shorter=(int(number),), bound=bound)
+        which, _, number = step.size.partition(":")
+        return resize([int(number)], bound=_BOUNDS[which])
     sides = [step.size] if isinstance(step.size, int) else list(step.size or [])
     if len(sides) == 2:
-        return resize(size=pair(sides))
+        return state.add(Op("OP_RESIZE", at, (*pair(sides), 0, 0, *filters)))
     _refuse(len(sides) != 1, f"has size={step.size!r}")
-    return resize(shorter=(int(sides[0]),), longest=step.max_size)
+    return resize([int(sides[0])], step.max_size)
+
+
+_BY_FACTOR = 1
+_BOUNDS = {"short": 2, "long": 3}
+"""What OP_RESIZE of core.h calls its n[3]."""
 
 
 def _rotation(step: Any, at: int, state: State) -> State:
     _refuse(step.expand and _domain(step, state) != "pil", "expands tensors")
-    warp = {"center": step.center and _range(step.center), "is_v2": _is_v2(step), **_warped(step, state)}
-    return state.add(draw_rotation, at, degrees=_range(step.degrees), expand=bool(step.expand), **warp)
+    return state.add(_warp("STEP_ROTATION", step, at, state, _range(step.degrees), expands=bool(step.expand)))
 
 
 def _affine(step: Any, at: int, state: State) -> State:
-    moves = {"degrees": step.degrees, "translate": step.translate or (0, 0), "scale": step.scale or (1, 1)}
-    shear = (*(step.shear or ()), 0, 0, 0, 0)
-    warp = {"center": step.center and _range(step.center), "is_v2": _is_v2(step), **_warped(step, state)}
-    ranges = {name: _range(values) for name, values in moves.items()}
-    return state.add(draw_affine, at, shear=(_range(shear[:2]), _range(shear[2:4])), **ranges, **warp)
+    shear = (*(step.shear or ()), 0, 0, 0, 0)[:4]
+    ranges = (step.degrees, step.translate or (0, 0), step.scale or (1, 1), shear[:2], shear[2:])
+    return state.add(_warp("OP_AFFINE", step, at, state, [number for each in ranges for number in _range(each)]))
+
+
+def _perspective(step: Any, at: int, state: State) -> State:
+    return state.add(_warp("OP_PERSPECTIVE", step, at, state, [float(step.distortion_scale)]))
+
+
+def _warp(code: str, step: Any, at: int, state: State, ranges: Sequence[float], *, expands: bool = False) -> Op:
+    center = _range(step.center) if getattr(step, "center", None) else ()
+    warp = _warped(step, state)
+    _, *how = warp["n"]
+    how[-1] = int(bool(center))
+    return Op(code, at, (int(expands), *how), (*ranges, *[0.0] * (10 - len(ranges)), *center), warp["fill"])
 
 
 # Values
 
-_JITTERED = {name: Code[name.upper()] for name in ("brightness", "contrast", "saturation", "hue")}
+_JITTERED = ("brightness", "contrast", "saturation", "hue")
+
+
+def _number(code: str, at: int, domain: Domain, low: float = 0.0, high: float = 0.0) -> Op:
+    """An op with one number, uniform between two."""
+    return Op(code, at, (0, domain_name(domain)), (low, high))
 
 
 def _jitters(step: Any, at: int, state: State) -> list[tuple[Op, ...]]:
     """Brightness, contrast, saturation and hue of a step that has ranges of these; none for those that it leaves."""
     ops: list[tuple[Op, ...]] = []
     domain = _domain(step, _colours(state))
-    for number, (name, code) in enumerate(_JITTERED.items()):
+    for number, name in enumerate(_JITTERED):
         limits = getattr(step, name)
-        low, high = (0.0, 0.0) if limits is None else _range(limits)
-        op = Op(draws.draw_value, child(at, number), {"code": code, "domain": domain, "low": low, "high": high})
-        ops.append(() if limits is None else (op,))
+        code = f"OP_{name.upper()}"
+        ops.append(() if limits is None else (_number(code, child(at, number), domain, *_range(limits)),))
     return ops
 
 
 def _color_jitter(step: Any, at: int, state: State) -> State:
-    ops = tuple(filter(None, _jitters(step, at, state)))
-    return state.add(draws.draw_in_order, at, ops=ops) if ops else state
+    ops = [jitter for jitter in _jitters(step, at, state) if jitter]
+    return _in_order(ops, at, state) if ops else state
 
 
 def _photometric_distort(step: Any, at: int, state: State) -> State:
     def maybe(number: int, ops: tuple[Op, ...]) -> tuple[Op, ...]:
-        return (Op(draws.draw_choice, child(at, number), {"sequences": (ops,), "upto": (float(step.p),)}),)
+        return (choice(child(at, number), [ops], [float(step.p)]),)
 
     brightness, contrast, *others = (maybe(10 + k, ops) for k, ops in enumerate(_jitters(step, at, state)))
     middle = (*others[0], *others[1])
     state = replace(state, ops=(*state.ops, *brightness))
     state = _one_of([(*contrast, *middle), (*middle, *contrast)], child(at, 20), state)
-    return replace(state, ops=(*state.ops, *maybe(22, (Op(draws.draw_permutation, child(at, 21), {}),))))
+    return replace(state, ops=(*state.ops, *maybe(22, (Op("OP_PERMUTE", child(at, 21)),))))
 
 
 def _grayscale(step: Any, at: int, state: State) -> State:
     _colours(state)
     channels, domain = step.num_output_channels, _domain(step, state)
     _refuse(channels not in (1, 3), f"has num_output_channels={channels!r}")
-    state = state.add(draws.draw_grayscale, at, channels=channels, domain=domain)
+    state = state.add(Op("OP_GRAYSCALE", at, (channels, domain_name(domain))))
     return state if domain == "v1" and state.channels == 1 else replace(state, channels=channels)
 
 
@@ -479,18 +500,23 @@ def _rgb(step: Any, at: int, state: State) -> State:
     _refuse(state.channels not in (1, 3), "makes RGB of images whose mode is not known")
     if state.channels == 3:
         return state
-    state = state.add(draws.draw_grayscale, at, channels=3, domain=_domain(step, _colours(state)))
-    return replace(state, channels=3)
+    domain = _domain(step, _colours(state))
+    return replace(state.add(Op("OP_GRAYSCALE", at, (3, domain_name(domain)))), channels=3)
+
+
+def _random_grayscale(step: Any, at: int, state: State) -> State:
+    domain = _domain(step, _colours(state))
+    return state.add(Op("OP_GRAYSCALE", at, (0, domain_name(domain))))
 
 
 def _permute(step: Any, at: int, state: State) -> State:
     _refuse((state.channels or 3) > 4, f"permutes {state.channels} channels")
-    return _uint8(state).add(draws.draw_permutation, at)
+    return _uint8(state).add(Op("OP_PERMUTE", at))
 
 
 def _blur(step: Any, at: int, state: State) -> State:
     width, height = step.kernel_size
-    return _colours(state).add(draws.draw_blur, at, width=width, height=height, sigma=_range(step.sigma))
+    return _colours(state).add(Op("OP_BLUR", at, (width, height), _range(step.sigma)))
 
 
 def _noise(step: Any, at: int, state: State) -> State:
@@ -499,9 +525,7 @@ def _noise(step: Any, at: int, state: State) -> State:
     if not state.floats:
         _colours(state)
     gain = 1.0 if state.floats else 255.0
-    return state.add(
-        draws.draw_noise, at, mean=step.mean, sigma=step.sigma, clip=bool(step.clip), gain=(gain,), low=(0.0,)
-    )
+    return state.add(Op("OP_NOISE", at, (int(step.clip),), (step.mean, step.sigma, *[gain] * 4, *[0.0] * 4)))
 
 
 def _erasing(step: Any, at: int, state: State) -> State:
@@ -520,21 +544,22 @@ def _erasing(step: Any, at: int, state: State) -> State:
         fill = None if value is None or isinstance(value, str) else tuple(map(float, values))
     if not state.floats and (fill is None or not all(0 <= v <= 255 for v in fill)):
         raise UnknownStepError("erases uint8 with random values, or with others than 0 to 255")
-    which = {"p": float(p), "scale": scale, "ratio": ratio, "counts": counts}
-    return state.add(draws.draw_erase, at, **which, fill=fill, per_pixel=per_pixel)
+    mode = 0 if fill is not None else 1 if per_pixel else 2
+    ranges = (float(p), *map(float, scale), *np.log(ratio).tolist())
+    return state.add(Op("OP_ERASE", at, (*counts, 0, 0, 0, 0, mode), ranges, fill or (0.0,)))
 
 
 # Published callables of PIL images: the op, the range of its number, and the probability
 
-_PUBLISHED: dict[str, Callable[[Any], tuple[Code, float, float, float]]] = {
-    MOCO_BLUR: lambda held: (Code.BOX_BLUR, held.sigma[0], held.sigma[1], 1.0),
-    VICREG_BLUR: lambda held: (Code.BOX_BLUR, 0.1, 2.0, held.p),
-    VICREG_SOLARIZATION: lambda held: (Code.SOLARIZE, 128.0, 128.0, held.p),
-    DINO_BLUR: lambda held: (Code.BOX_BLUR, held.radius_min, held.radius_max, held.prob),
+_PUBLISHED: dict[str, Callable[[Any], tuple[str, float, float, float]]] = {
+    MOCO_BLUR: lambda held: ("OP_BOX_BLUR", held.sigma[0], held.sigma[1], 1.0),
+    VICREG_BLUR: lambda held: ("OP_BOX_BLUR", 0.1, 2.0, held.p),
+    VICREG_SOLARIZATION: lambda held: ("OP_SOLARIZE", 128.0, 128.0, held.p),
+    DINO_BLUR: lambda held: ("OP_BOX_BLUR", held.radius_min, held.radius_max, held.prob),
 }
 
 
-def _published_values(step: Any) -> Callable[[Any], tuple[Code, float, float, float]] | None:
+def _published_values(step: Any) -> Callable[[Any], tuple[str, float, float, float]] | None:
     return next((values for source, values in _PUBLISHED.items() if is_like(step, source)), None)
 
 
@@ -544,9 +569,8 @@ def _published(step: Any, at: int, state: State) -> State:
     code, low, high, p = values(SimpleNamespace(**vars(step)))
     _refuse(_colours(state).kind != "pil" or state.is_beside, "takes PIL images only")
     _refuse(not 0 <= low <= high, f"blurs by {low} to {high} px")
-    number = {"code": code, "domain": "pil", "low": float(low), "high": float(high)}
-    sequence = (Op(draws.draw_value, child(at, 0), number),)
-    return state.add(draws.draw_choice, at, sequences=(sequence,), upto=(float(p),))
+    number = _number(code, child(at, 0), "pil", float(low), float(high))
+    return state.add(choice(at, [(number,)], [float(p)]))
 
 
 _INSTEAD_OF = {
@@ -582,7 +606,7 @@ def cure_for(step: Any) -> tuple[str, Views | None]:
 def _auto_augment(step: Any, at: int, state: State) -> State:
     mixes = known_name(step) == "AugMix"  # which makes tensors of PIL images
     warp = _warped(step, replace(state, kind="tensor") if mixes else state)
-    return state.add(draw_aug_mix if mixes else draw_augment, at, space=Space(step, {"is_v2": _is_v2(step), **warp}))
+    return state.add(read_augment(step, at, warp))
 
 
 # Steps of steps
@@ -606,8 +630,11 @@ def _inner(steps: Sequence[Any], at: int, state: State) -> tuple[Op, ...]:
 
 
 def _one_of(sequences: Sequence[tuple[Op, ...]], at: int, state: State, weights: Any = None) -> State:
-    upto = _shares(len(sequences), weights)
-    return state.add(draws.draw_choice, at, sequences=tuple(sequences), upto=upto)
+    return state.add(choice(at, sequences, _shares(len(sequences), weights)))
+
+
+def _in_order(sequences: Sequence[tuple[Op, ...]], at: int, state: State) -> State:
+    return state.add(Op("STEP_ORDER", at, children=tuple(map(sequence, sequences))))
 
 
 def _shares(count: int, weights: Any = None) -> tuple[float, ...]:
@@ -639,8 +666,7 @@ def _dtype(step: Any, at: int, state: State) -> State:
     is_to_dtype, dtype = known_name(step) == "ToDtype", _of_kind(step.dtype, state, "dtypes")
     if state.is_beside and dtype is not None and isinstance(step.dtype, dict):
         _refuse(state.floats or dtype not in _MASK_DTYPES, f"converts masks to {dtype}")
-        cast = {"dtype": _MASK_DTYPES[dtype], "scaling": "none", "normalizations": ()}
-        return replace(state, floats=(Op(draws.draw_cast, at, cast),))
+        return replace(state, floats=(Cast(_MASK_DTYPES[dtype]).op(at),))
     if dtype is None or state.is_beside:
         return state
     if state.kind == "pil":
@@ -655,7 +681,7 @@ def _dtype(step: Any, at: int, state: State) -> State:
 
 def _cast(at: int, state: State, dtype: Any, scaling: str) -> State:
     _refuse(dtype not in _FLOATS, f"converts to {dtype}")
-    return state.add(draws.draw_cast, at, dtype=_FLOATS[dtype], scaling=scaling, normalizations=())
+    return state.add(Cast(_FLOATS[dtype], scaling).op(at))
 
 
 def _normalize(step: Any, at: int, state: State) -> State:
@@ -669,34 +695,40 @@ def _normalize(step: Any, at: int, state: State) -> State:
         raise UnknownStepError(f"has mean={step.mean} and std={step.std}")
     count = max(len(mean), len(std))
     mean, std = mean * (count // len(mean)), std * (count // len(std))
-    cast, *others = state.floats
-    normalizations = (*cast.arguments["normalizations"], (tuple(mean), tuple(std), _is_v2(step) and not step.inplace))
-    cast = replace(cast, arguments={**cast.arguments, "normalizations": normalizations})
-    return replace(state, floats=(cast, *(_normalized(op, mean, std) for op in others)))
+    (op, *others), cast = state.floats, state.cast
+    assert cast is not None
+    normalization = tuple(mean), tuple(std), _is_v2(step) and not step.inplace
+    cast = replace(cast, normalizations=(*cast.normalizations, normalization))
+    return replace(state, floats=(cast.op(op.at), *(_normalized(op, mean, std) for op in others)))
 
 
 def _normalized(op: Op, mean: Sequence[float], std: Sequence[float]) -> Op:
     """An op among floats after a Normalize that comes later."""
-    arguments = dict(op.arguments)
-    for name, offset in (("fill", mean), ("low", mean), ("gain", [0.0] * len(mean))):
-        values = arguments.get(name)
-        if values is not None:
-            count = max(len(mean), len(values))
-            each = zip(*(list(given) * (count // len(given)) for given in (values, offset, std)), strict=True)
-            arguments[name] = tuple((value - less) / by for value, less, by in each)
-    return replace(op, arguments=arguments)
+    if op.code == "OP_ERASE":
+        return op if op.n[_ERASE_MODE] else replace(op, fill=_normalize_each(op.fill, mean, std))
+    (noise_mean, sigma), gain, low = op.v[:2], op.v[2:6], op.v[6:10]
+    four_means, four_stds = ([*values, *[values[-1]] * 3][:4] for values in (mean, std))
+    gain = _normalize_each(gain, [0.0] * 4, four_stds)
+    low = _normalize_each(low, four_means, four_stds)
+    return replace(op, v=(noise_mean, sigma, *gain, *low))
+
+
+def _normalize_each(values: Fill, mean: Sequence[float], std: Sequence[float]) -> Fill:
+    count = max(len(mean), len(values))
+    each = zip(*(list(given) * (count // len(given)) for given in (values, mean, std)), strict=True)
+    return tuple((value - less) / by for value, less, by in each)
 
 
 def _timm_policies(step: Any, at: int, state: State) -> State:
     _refuse(_colours(state).kind != "pil", "does not accept tensors")
     if known_name(step) == "timm.AutoAugment":
-        policies = tuple(tuple(read_timm_op(op) for op in policy) for policy in step.policy)
-        return state.add(draw_timm, at, policies=policies, upto=_shares(len(policies)))
+        policies = [[read_timm_op(op) for op in policy] for policy in step.policy]
+        return state.add(choice(at, policies, _shares(len(policies)), "STEP_TIMM"))
     for layer in range(step.num_layers):
         _refuse(step.choice_weights is not None and step.num_layers > 1, "chooses without replacement")
-        policies = tuple((read_timm_op(op),) for op in step.ops)
+        policies = [[read_timm_op(op)] for op in step.ops]
         upto = _shares(len(policies), step.choice_weights)
-        state = state.add(draw_timm, child(at, layer), policies=policies, upto=upto)
+        state = state.add(choice(child(at, layer), policies, upto, "STEP_TIMM"))
     return state
 
 
@@ -708,41 +740,33 @@ def _sometimes(read: _Reader) -> _Reader:
 
     def reader(step: Any, at: int, state: State) -> State:
         ops = read(step, child(at, 0), replace(state, ops=())).ops
-        return state.add(draws.draw_choice, at, sequences=(ops,), upto=(float(step.p),))
+        return state.add(choice(at, [ops], [float(step.p)]))
 
     return reader
 
 
-def _value(code: Code, attribute: str = "") -> _Reader:
+def _value(code: str, attribute: str = "") -> _Reader:
     """Read a step that has one number."""
 
     def reader(step: Any, at: int, state: State) -> State:
         number = float(getattr(step, attribute, 0.0))
-        return _colours(state).add(
-            draws.draw_value, at, code=code, domain=_domain(step, state), low=number, high=number
-        )
+        return _colours(state).add(_number(code, at, _domain(step, state), number, number))
 
     return _sometimes(reader)
 
 
 def _flip(vertical: bool) -> _Reader:
-    return lambda step, at, state: _movable(state).add(draws.draw_flip, at, vertical=vertical, p=float(step.p))
+    return lambda step, at, state: _movable(state).add(Op("STEP_FLIP", at, (int(vertical),), (float(step.p),)))
 
 
 READERS: dict[str, _Reader] = {
     # Geometry
     "CenterCrop": _center_crop,
-    "Pad": lambda step, at, state: state.add(
-        draws.draw_pad, at, borders=_borders(step.padding), **_border(step, state)
-    ),
+    "Pad": _pad,
     "RandomAffine": _affine,
     "RandomCrop": _random_crop,
     "RandomHorizontalFlip": _flip(vertical=False),
-    "RandomPerspective": _sometimes(
-        lambda step, at, state: state.add(
-            draw_perspective, at, distortion=float(step.distortion_scale), **_warped(step, state)
-        )
-    ),
+    "RandomPerspective": _sometimes(_perspective),
     "RandomResizedCrop": _resized_crop,
     "RandomRotation": _rotation,
     "RandomVerticalFlip": _flip(vertical=True),
@@ -754,24 +778,22 @@ READERS: dict[str, _Reader] = {
     "GaussianNoise": _noise,
     "Grayscale": _grayscale,
     "RGB": _rgb,
-    "RandomAdjustSharpness": _value(Code.SHARPNESS, "sharpness_factor"),
-    "RandomAutocontrast": _value(Code.AUTOCONTRAST),
+    "RandomAdjustSharpness": _value("OP_SHARPNESS", "sharpness_factor"),
+    "RandomAutocontrast": _value("OP_AUTOCONTRAST"),
     "RandomChannelPermutation": _permute,
-    "RandomEqualize": _value(Code.EQUALIZE),
-    "RandomGrayscale": _sometimes(
-        lambda step, at, state: _colours(state).add(draws.draw_grayscale, at, channels=0, domain=_domain(step, state))
-    ),
-    "RandomInvert": _value(Code.INVERT),
+    "RandomEqualize": _value("OP_EQUALIZE"),
+    "RandomGrayscale": _sometimes(_random_grayscale),
+    "RandomInvert": _value("OP_INVERT"),
     "RandomPhotometricDistort": _photometric_distort,
-    "RandomPosterize": _value(Code.POSTERIZE, "bits"),
-    "RandomSolarize": _value(Code.SOLARIZE, "threshold"),
+    "RandomPosterize": _value("OP_POSTERIZE", "bits"),
+    "RandomSolarize": _value("OP_SOLARIZE", "threshold"),
     **dict.fromkeys(("RandomErasing", "timm.RandomErasing"), _erasing),
     # Steps of steps
     **dict.fromkeys(("AugMix", "AutoAugment", "RandAugment", "TrivialAugmentWide"), _auto_augment),
     **dict.fromkeys(("timm.AutoAugment", "timm.RandAugment"), _timm_policies),
     "RandomApply": _sometimes(lambda step, at, state: replace(state, ops=_inner(list(step.transforms), at, state))),
     "RandomChoice": lambda step, at, state: _one_of(_inners(step, at, state), at, state, step.p),
-    "RandomOrder": lambda step, at, state: state.add(draws.draw_in_order, at, ops=tuple(_inners(step, at, state))),
+    "RandomOrder": lambda step, at, state: _in_order(_inners(step, at, state), at, state),
     # Forms and floats
     **dict.fromkeys(("ConvertImageDtype", "ToDtype"), _dtype),
     **dict.fromkeys(("Identity", "PILToTensor", "ToImage", "ToPureTensor", "ToTensor"), _reform),
@@ -794,8 +816,12 @@ def pair(size: Any) -> tuple[int, int]:
 
 def interpolation_name(mode: Any) -> str:
     name = _PIL_INTERPOLATIONS[mode] if isinstance(mode, int) else str(getattr(mode, "value", mode))
-    _refuse(name not in INTERPOLATIONS, f"has interpolation={mode!r}")
+    _refuse(name not in (*_PIL_INTERPOLATIONS, "nearest-exact"), f"has interpolation={mode!r}")
     return name
+
+
+def _core_filter(name: str) -> str:
+    return name.upper().replace("-", "_")
 
 
 def _refuse(wrong: Any, reason: str) -> None:
@@ -841,28 +867,30 @@ def _domain(step: Any, state: State) -> Domain:
     return "v2" if _is_v2(step) else "v1"
 
 
-def _filters(step: Any, state: State, interpolation: Any) -> dict[str, Any]:
+def _filters(step: Any, state: State, interpolation: Any) -> tuple[str, str]:
     _uint8(state)
     if state.is_beside:
-        return {"interpolation": "nearest", "domain": "v2"}
+        return "NEAREST", "V2_DOMAIN"
     domain, name = _domain(step, state), interpolation_name(interpolation)
     _refuse(domain != "pil" and name not in _TENSOR_INTERPOLATIONS, f"resizes tensors with interpolation={name!r}")
     _refuse(domain != "pil" and "nearest" not in name and not step.antialias, "resizes tensors without antialias")
-    return {"interpolation": name, "domain": domain}
+    return _core_filter(name), domain_name(domain)
 
 
 def _warped(step: Any, state: State) -> dict[str, Any]:
+    """What core.h calls "warp", from ``n[0]`` on, and the fill."""
     _colours(state)
     domain, name = _domain(step, state), interpolation_name(step.interpolation)
     name = "nearest" if state.is_beside else name
     if name not in ("nearest", "bilinear", "bicubic") or (domain != "pil" and name == "bicubic"):
         raise UnknownStepError(f"has interpolation={name!r}")
-    fill = None if _drawn_fill(step, state) is None else _fill(step, state, "pil", "constant")
-    return {"domain": domain, "interpolation": name, "fill": fill}
+    is_filled = _drawn_fill(step, state) is not None
+    numbers = (0, _core_filter(name), domain_name(domain), int(_is_v2(step)), int(is_filled), 0)
+    return {"n": numbers, "fill": _fill(step, state, "pil", "constant") if is_filled else (0,)}
 
 
-def _border(step: Any, state: State) -> dict[str, Any]:
-    """How a border is filled. Padding after a conversion is done before it, where that gives the same."""
+def _border(step: Any, state: State) -> tuple[tuple[str, str], Fill]:
+    """Mode and domain, and the fill. Padding after a conversion is done before it, where that gives the same."""
     _movable(state)
     domain, mode = _domain(step, state), step.padding_mode
     _refuse(mode not in MODES, f"has padding_mode={mode!r}")
@@ -871,10 +899,10 @@ def _border(step: Any, state: State) -> dict[str, Any]:
         raise UnknownStepError(
             f"pads with a constant after {'Normalize' if state.is_normalized else 'the conversion to float'}"
         )
-    return {"mode": mode, "fill": fill, "domain": domain}
+    return (f"PAD_{mode.upper()}", domain_name(domain)), fill
 
 
-def _borders(padding: Any) -> Borders:
+def _borders(padding: Any) -> tuple[int, int, int, int]:
     values = [0] if padding is None else [padding] if isinstance(padding, int) else list(padding)
     if len(values) not in (1, 2, 4) or not all(isinstance(v, int) and v >= 0 for v in values):
         raise UnknownStepError(f"has padding={padding!r}")

@@ -1,0 +1,254 @@
+/* Draws: a table's steps become the few ops of one sample.
+ *
+ * Each draw is a pure function of the sample's key, the number of its step, and a number within that: SplitMix64, as
+ * draws.py has it, where its source is named. So a sample comes out the same in any batch, and a call can be repeated.
+ */
+#include "core.h"
+
+#include <limits.h>
+#include <math.h>
+#include <string.h>
+
+enum { DRAWS_PER_STEP = 1 << 10, CHILDREN = 1 << 10, MAX_DEPTH = 64, ANY_PX = 1 << 10, TRIES = 10 };
+static const uint64_t NUMBERS = ((uint64_t)1 << 54) - 33; /* a prime number, as of ops.py */
+
+uint64_t sample_key(uint64_t seed, int64_t visit, int64_t index) {
+    const uint64_t start = scramble(seed + GAMMA), epoch = scramble((uint64_t)visit * GAMMA + start);
+    return scramble((uint64_t)index * GAMMA + epoch);
+}
+
+int64_t child(int64_t at, int64_t number) {
+    return (int64_t)((((uint64_t)at + 1) * CHILDREN + (uint64_t)number) % NUMBERS);
+}
+
+double uniform(const Drawing *d, int64_t at, int64_t draw) {
+    const uint64_t bits = scramble(d->key + ((uint64_t)at * DRAWS_PER_STEP + (uint64_t)draw + 1) * GAMMA);
+    return (double)(int64_t)(bits >> 11) * 0x1p-53;
+}
+
+double between(const Drawing *d, int64_t at, int64_t draw, double low, double high) {
+    return low + uniform(d, at, draw) * (high - low);
+}
+
+double normal_number(const Drawing *d, int64_t at, int64_t draw) {
+    const double radius = sqrt(-2.0 * log(1.0 - uniform(d, at, draw)));
+    return radius * cos(2.0 * 3.14159265358979323846 * uniform(d, at, draw + 1));
+}
+
+int64_t integer(const Drawing *d, int64_t at, int64_t draw, int64_t count) {
+    return (int64_t)(uniform(d, at, draw) * (double)count);
+}
+
+int64_t truncated(double value) {
+    if (!(value > INT32_MIN)) return INT32_MIN;
+    return value < INT32_MAX ? (int64_t)value : INT32_MAX;
+}
+
+bool deny(Drawing *d, const Step *step, int32_t reason, const int64_t *n, int count) {
+    d->refusal->reason = reason, d->refusal->step = (int32_t)(step - d->table->steps);
+    for (int k = 0; k < count; k++) d->refusal->n[k] = n[k];
+    return false;
+}
+
+Op *add(Drawing *d, const Step *step, int32_t code, int32_t domain) {
+    const int64_t channels = d->channels;
+    if (step->fills != 1 && step->fills != channels) return deny(d, step, REFUSED_CHANNELS, &channels, 1), NULL;
+    for (int k = 0; k < 4; k++)
+        if (!d->is_cast && !(step->fill[k] >= 0 && step->fill[k] <= 255)) return deny(d, step, REFUSED_TABLE, NULL, 0), NULL;
+    if (d->count == MAX_OPS) return deny(d, step, REFUSED_TABLE, NULL, 0), NULL;
+    Op *op = d->ops + d->count;
+    if (!d->is_probe) d->count++;
+    *op = (Op){.code = code};
+    op->n[8] = domain;
+    memcpy(op->v + 8, step->fill, sizeof step->fill);
+    return op;
+}
+
+bool set_size(Drawing *d, int64_t height, int64_t width, int how) {
+    d->height = height, d->width = width;
+    d->is_known = how == FIXED || (how == FOLLOWS && d->is_known);
+    return true;
+}
+
+bool draw_box(const Drawing *d, int64_t at, int64_t first, const double scale[2], const double log_ratio[2], double share,
+              bool is_crop, int64_t box[4]) {
+    const double area = (double)(d->height * d->width) / share;
+    for (int64_t draw = first; draw < first + 4 * TRIES; draw += 4) {
+        const double wanted = area * between(d, at, draw, scale[0], scale[1]);
+        const double stretch = exp(between(d, at, draw + 1, log_ratio[0], log_ratio[1]));
+        const int64_t one = truncated(rint(sqrt(wanted * stretch))), other = truncated(rint(sqrt(wanted / stretch)));
+        const int64_t h = is_crop ? other : one, w = is_crop ? one : other;
+        const bool fits = is_crop ? w > 0 && w <= d->width && h > 0 && h <= d->height
+                                  : w >= 0 && w < d->width && h >= 0 && h < d->height;
+        if (!fits) continue;
+        box[0] = truncated(uniform(d, at, draw + 2) * (double)(d->height - h + 1));
+        box[1] = truncated(uniform(d, at, draw + 3) * (double)(d->width - w + 1));
+        box[2] = h, box[3] = w;
+        return true;
+    }
+    return false;
+}
+
+/* Steps of steps */
+
+/* The size that is known where a probe went several ways from `before`, and one of them left `after`. */
+static void meet(Drawing *after, const Drawing *other) {
+    const bool same = after->height == other->height && after->width == other->width;
+    after->is_known = after->is_known && other->is_known && same;
+}
+
+/* What a probe knows behind children one of which is taken, or none. */
+static bool probe_each(Drawing *d, const Step *step, bool is_whole) {
+    const Step *children = d->table->steps + step->first;
+    Drawing seen = *d;
+    bool has_seen = !is_whole;
+    for (int32_t k = 0; k < step->count; k++) {
+        Drawing way = *d;
+        if (!draw_steps(&way, d->table, children[k].first, children[k].count)) return false;
+        if (has_seen) meet(&seen, &way);
+        else seen = way, has_seen = true;
+    }
+    return set_size(d, seen.height, seen.width, seen.is_known ? FIXED : DRAWN);
+}
+
+static bool draw_choice(Drawing *d, const Step *step) {
+    const Step *children = d->table->steps + step->first;
+    if (d->is_probe) return probe_each(d, step, step->count > 0 && children[step->count - 1].v[0] >= 1);
+    const double drawn = uniform(d, step->at, 0);
+    for (int32_t k = 0; k < step->count; k++)
+        if (drawn < children[k].v[0]) return draw_steps(d, d->table, children[k].first, children[k].count);
+    return true;
+}
+
+static bool draw_order(Drawing *d, const Step *step) {
+    const Step *children = d->table->steps + step->first;
+    double last = -1;
+    for (int32_t place = 0; place < step->count; place++) {
+        if (d->is_probe) {
+            if (!probe_each(d, step, false)) return false;
+            continue;
+        }
+        int32_t next = 0;
+        double least = 2;
+        for (int32_t k = 0; k < step->count; k++) {
+            const double drawn = uniform(d, step->at, k);
+            if (drawn > last && drawn < least) least = drawn, next = k;
+        }
+        last = least;
+        if (!draw_steps(d, d->table, children[next].first, children[next].count)) return false;
+    }
+    return true;
+}
+
+bool draw_normalize(Drawing *d, const Step *step) {
+    const int64_t channels = d->channels;
+    if (step->n[0] == 1 || step->n[0] == channels) return true;
+    if (channels != 1 || !step->n[1] || step->n[0] < 1) return deny(d, step, REFUSED_CHANNELS, &channels, 1);
+    d->channels = step->n[0];
+    return true;
+}
+
+static bool draw_cast(Drawing *d, const Step *step) {
+    d->is_cast = true;
+    return draw_steps(d, d->table, step->first, step->count) && add(d, step, OP_CAST, 0);
+}
+
+static bool draw_step(Drawing *d, const Step *step) {
+    switch (step->code) {
+    case OP_NOTHING: return true;
+    case STEP_PAD: return draw_pad(d, step);
+    case STEP_CROP: return draw_crop(d, step);
+    case STEP_CENTER_CROP: return draw_center_crop(d, step);
+    case STEP_FLIP: return draw_flip(d, step);
+    case STEP_RESIZED_CROP: return draw_resized_crop(d, step);
+    case OP_RESIZE: return draw_resize(d, step);
+    case STEP_ROTATION: return draw_rotation(d, step);
+    case OP_AFFINE: return draw_affine(d, step);
+    case OP_PERSPECTIVE: return draw_perspective(d, step);
+    case OP_BRIGHTNESS: case OP_CONTRAST: case OP_SOLARIZE: case OP_POSTERIZE: case OP_INVERT: case OP_AUTOCONTRAST:
+    case OP_EQUALIZE: case OP_SATURATION: case OP_HUE: case OP_SHARPNESS: case OP_BOX_BLUR: return draw_value(d, step);
+    case OP_GRAYSCALE: return draw_grayscale(d, step);
+    case OP_BLUR: return draw_blur(d, step);
+    case OP_PERMUTE: return draw_permute(d, step);
+    case OP_NOISE: return draw_noise(d, step);
+    case OP_ERASE: return draw_erase(d, step);
+    case OP_CAST: return draw_cast(d, step);
+    case STEP_NORMALIZE: return draw_normalize(d, step);
+    case STEP_SEQUENCE: return draw_steps(d, d->table, step->first, step->count);
+    case STEP_CHOICE: return draw_choice(d, step);
+    case STEP_ORDER: return draw_order(d, step);
+    case STEP_AUGMENT: return draw_augment(d, step);
+    case STEP_POLICIES: return draw_policies(d, step);
+    case STEP_AUG_MIX: return draw_aug_mix(d, step);
+    case STEP_TIMM: return draw_timm(d, step);
+    default: return deny(d, step, REFUSED_TABLE, NULL, 0);
+    }
+}
+
+bool draw_steps(Drawing *d, const Table *table, int64_t first, int64_t count) {
+    const Step *step = table->steps + first;
+    if (d->depth == MAX_DEPTH) return deny(d, step, REFUSED_TABLE, NULL, 0);
+    d->depth++;
+    bool is_drawn = true;
+    for (int64_t k = 0; k < count && is_drawn; k++) {
+        is_drawn = draw_step(d, step + k);
+        const bool fits = d->height <= INT32_MAX && d->width <= INT32_MAX;
+        if (is_drawn && !fits) is_drawn = deny(d, step + k, REFUSED_OUTSIDE, NULL, 0);
+    }
+    d->depth--;
+    return is_drawn;
+}
+
+/* Whether the steps are one tree: children follow one another, and so none is its own, or has two parents. */
+static bool is_tree(const Table *table) {
+    int64_t next = 1;
+    for (int32_t k = 0; k < table->count; k++) {
+        const Step *step = table->steps + k;
+        if (!step->count) continue;
+        if (step->count < 0 || step->first != next || next <= k) return false;
+        next += step->count;
+        if (next > table->count) return false;
+    }
+    return table->count > 0 && next == table->count;
+}
+
+bool is_sound(const Table *table) {
+    if (!is_tree(table)) return false;
+    for (int32_t k = 0; k < table->count; k++) {
+        const Step *step = table->steps + k;
+        if (step->fills < 1 || step->fills > 4 || step->at < 0 || (uint64_t)step->at >= NUMBERS) return false;
+        for (int place = 0; place < 12; place++)
+            if (step->v[place] != step->v[place]) return false;
+    }
+    return true;
+}
+
+bool resolve(Drawing *d) {
+    d->count = d->depth = d->solved_count = 0;
+    d->is_cast = false;
+    return draw_step(d, d->table->steps);
+}
+
+/* Draw samples of a batch: ops_BS has room for `room` ops of each, and the rest of a row is OP_NOTHING. shapes_B3, channels,
+ * height, width, become those behind all steps. A probe draws nothing: 0 as a height says that it is not known.
+ * Returns most ops of one sample, or -1 - the sample that was refused. */
+EXPORT int64_t fastdata_draw(const Table *table, const uint64_t *keys_B, int32_t *shapes_B3, int64_t samples, Op *ops_BS,
+                             int64_t room, bool is_probe, Refusal *refusal) {
+    int64_t most = 0;
+    Op ops[MAX_OPS];
+    for (int64_t b = 0; b < samples; b++) {
+        int32_t *shape = shapes_B3 + 3 * b;
+        const bool is_known = shape[1] > 0;
+        Drawing d = {.table = table, .key = keys_B[b], .channels = shape[0], .ops = ops, .refusal = refusal};
+        d.height = is_known ? shape[1] : ANY_PX, d.width = is_known ? shape[2] : ANY_PX, d.is_known = is_known;
+        d.is_probe = is_probe, d.wants_corners = true;
+        if (!is_sound(table)) return deny(&d, table->steps, REFUSED_TABLE, NULL, 0), -1 - b;
+        if (!resolve(&d)) return -1 - b;
+        if (d.count > most) most = d.count;
+        for (int64_t k = 0; k < room; k++) ops_BS[b * room + k] = k < d.count ? ops[k] : (Op){0};
+        shape[0] = d.channels;
+        shape[1] = is_probe && !d.is_known ? 0 : (int32_t)d.height;
+        shape[2] = is_probe && !d.is_known ? 0 : (int32_t)d.width;
+    }
+    return most;
+}

@@ -1,0 +1,138 @@
+/* Noise and random erasing, on uint8 or on the floats served. */
+#include "core.h"
+
+#include <math.h>
+#include <string.h>
+
+/* Draws */
+
+/* What normal numbers follow from. */
+static void set_key(const Drawing *d, int64_t at, Op *op) {
+    const uint64_t key = d->key ^ sample_key((uint64_t)at, 0, 0);
+    op->n[4] = (int32_t)(uint32_t)key, op->n[5] = (int32_t)(uint32_t)(key >> 32);
+}
+
+bool draw_noise(Drawing *d, const Step *step) {
+    Op *op = add(d, step, OP_NOISE, 0);
+    if (!op) return false;
+    op->n[0] = step->n[0];
+    for (int k = 0; k < 10; k++) op->v[k] = step->v[k];
+    set_key(d, step->at, op);
+    return true;
+}
+
+bool draw_erase(Drawing *d, const Step *step) {
+    const double *v = step->v;
+    const int64_t fewest = step->n[0], most = step->n[1];
+    if (fewest < 0 || fewest > most) return deny(d, step, REFUSED_TABLE, NULL, 0);
+    const int64_t count = fewest + integer(d, step->at, 1, most - fewest + 1);
+    if (d->is_probe) return add(d, step, OP_ERASE, 0) != NULL;
+    if (uniform(d, step->at, 0) >= v[0]) return true;
+    for (int64_t number = 0; number < count; number++) {
+        int64_t box[4];
+        if (!draw_box(d, step->at, 2 + 40 * number, v + 1, v + 3, (double)count, false, box)) continue;
+        Op *op = add(d, step, OP_ERASE, 0);
+        if (!op) return false;
+        for (int k = 0; k < 4; k++) op->n[k] = (int32_t)box[k];
+        op->n[6] = step->n[6];
+        if (step->n[6]) set_key(d, child(step->at, number), op);
+    }
+    return true;
+}
+
+/* Pixels */
+
+const int64_t ITEM_BYTES[] = {[UINT8] = 1, [FLOAT32] = 4, [FLOAT64] = 8, [FLOAT16] = 2, [BFLOAT16] = 2};
+
+static uint16_t to_bfloat16(float value) { /* to the nearest, halves to even; there are no NaNs here */
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+/* Floats to values of an image or of a batch, and back. */
+void store(int32_t dtype, const float *restrict in, int64_t count, uint8_t *out) {
+    for (int64_t i = 0; i < count && dtype == UINT8; i++) {
+        const float bounded = in[i] > -1e9f ? in[i] : -1e9f;
+        out[i] = (uint8_t)(int32_t)(bounded < 1e9f ? bounded : 1e9f);
+    }
+    for (int64_t i = 0; i < count && dtype == FLOAT32; i++) ((float *)out)[i] = in[i];
+    for (int64_t i = 0; i < count && dtype == FLOAT64; i++) ((double *)out)[i] = in[i];
+    for (int64_t i = 0; i < count && dtype == FLOAT16; i++) ((_Float16 *)out)[i] = (_Float16)in[i];
+    for (int64_t i = 0; i < count && dtype == BFLOAT16; i++) ((uint16_t *)out)[i] = to_bfloat16(in[i]);
+}
+
+static void load(int32_t dtype, const uint8_t *in, int64_t count, float *restrict out) {
+    for (int64_t i = 0; i < count && dtype == UINT8; i++) out[i] = in[i];
+    for (int64_t i = 0; i < count && dtype == FLOAT32; i++) out[i] = ((const float *)in)[i];
+    for (int64_t i = 0; i < count && dtype == FLOAT64; i++) out[i] = (float)((const double *)in)[i];
+    for (int64_t i = 0; i < count && dtype == FLOAT16; i++) out[i] = (float)((const _Float16 *)in)[i];
+    for (int64_t i = 0; i < count && dtype == BFLOAT16; i++) {
+        uint32_t bits = (uint32_t)((const uint16_t *)in)[i] << 16;
+        memcpy(out + i, &bits, 4);
+    }
+}
+
+/* The inverse of the normal distribution at p = (2 * bits + 1) / 2^33 below and, mirrored, above the middle: a polynomial
+ * in sqrt(5 - log(4 p (1 - p))), after the form of M. Giles, "Approximating the erfinv function", 2011, fitted so that no
+ * number is off by more than 4e-5; the largest is 6.3. */
+static float normal(uint32_t bits) {
+    const float p = ((float)(int32_t)(bits & 0x7FFFFFFF) + 0.5f) * 0x1p-32f, y = 4.0f * p * (1.0f - p);
+    int32_t exponent, mantissa;
+    memcpy(&mantissa, &y, 4);
+    exponent = (mantissa - 0x3F2AAAAB) & (int32_t)0xFF800000; /* y = 2^exponent * (1 + f), f in [-1/3, 1/3] */
+    mantissa -= exponent;
+    float f, log_y, u, z;
+    memcpy(&f, &mantissa, 4);
+    f -= 1.0f;
+    log_y = ((((-0.201713483f * f + 0.230738461f) * f - 0.247217585f) * f + 0.331607216f) * f - 0.50006475f) * f;
+    log_y = (log_y + 1.00002285f) * f + (float)exponent * (0.693147181f * 0x1p-23f);
+    u = sqrtf(5.0f - log_y) - 3.7f;
+    z = (((0.00130432012f * u - 0.00333003918f) * u - 0.00354536808f) * u + 0.0186475359f) * u - 0.0198215155f;
+    z = ((((z * u + 0.0015663323f) * u + 0.0319934818f) * u - 0.113794969f) * u + 1.77593848f) * u + 3.93262777f;
+    z *= 1.0f - 2.0f * p;
+    return bits >> 31 ? z : -z;
+}
+
+/* Standard normal numbers that follow from a key, from number `first` on; of CHUNK at most, whole vectors. */
+static void draw_normal(uint64_t key, int64_t first, int64_t count, float out[CHUNK]) {
+    uint32_t bits[CHUNK];
+    count = (count + 15) / 16 * 16;
+    for (int64_t i = 0; i < count; i++) bits[i] = (uint32_t)(scramble(key + (uint64_t)(first + i + 1) * GAMMA) >> 32);
+    for (int64_t i = 0; i < count; i++) out[i] = normal(bits[i]);
+}
+
+/* OP_ERASE and OP_NOISE on a packed image of uint8 or, behind the conversion, of the floats served: torchvision's
+ * RandomErasing and gaussian_noise_image (v2/functional/_misc.py), timm's RandomErasing. */
+int rewrite(const Op *op, const Image *image, int32_t dtype) {
+    const bool erases = op->code == OP_ERASE;
+    const int32_t whole[] = {0, 0, image->height, image->width}, *box = erases ? op->n : whole;
+    const int32_t mode = erases ? op->n[6] : 1;
+    const int64_t width = box[3], ahead = width < 1 || width > CHUNK ? 1 : CHUNK / width; /* rows drawn at a time */
+    const uint64_t key = (uint32_t)op->n[4] | (uint64_t)(uint32_t)op->n[5] << 32;
+    float values[CHUNK], drawn[CHUNK] = {0};
+    if (!erases && op->code != OP_NOISE) return REFUSED_OP;
+    if (erases && (!is_inside(op, image->height, image->width) || (dtype == UINT8 && mode))) return REFUSED_OUTSIDE;
+    for (int64_t k = 0; k < (int64_t)image->channels * box[2]; k++) {
+        const int64_t c = k / box[2], y = box[0] + k % box[2], channel = c < 4 ? c : 3;
+        const float scale = (float)op->v[2 + channel], low = (float)op->v[6 + channel], high = low + scale;
+        if (mode == 2) draw_normal(key, c, 1, drawn);
+        const float fill = mode ? drawn[0] : (float)op->v[8 + channel];
+        for (int64_t x = 0; x < width; x += CHUNK) {
+            const int64_t count = width - x < CHUNK ? width - x : CHUNK;
+            uint8_t *at = image->data + ((c * image->height + y) * image->width + box[1] + x) * ITEM_BYTES[dtype];
+            float *out = drawn + k % ahead * width;
+            if (mode != 1) for (int64_t i = 0; i < count; i++) out[i] = fill;
+            else if (out == drawn) draw_normal(key, k * width + x, ahead > 1 ? ahead * width : count, drawn);
+            if (!erases) {
+                load(dtype, at, count, values);
+                for (int64_t i = 0; i < count; i++) {
+                    const float value = values[i] + ((float)op->v[0] + out[i] * (float)op->v[1]) * scale;
+                    out[i] = !op->n[0] ? value : value < low ? low : value > high ? high : value;
+                }
+            }
+            store(dtype, out, count, at);
+        }
+    }
+    return OK;
+}
