@@ -17,6 +17,7 @@ from PIL import Image
 from torchvision import datasets
 from torchvision import transforms as v1
 
+from conftest import shown
 from fastdata import plan_transform
 from fastdata.memory import Available
 from fastdata.tools.bench import (
@@ -123,7 +124,7 @@ def test_images_are_chosen_over_all_classes(image_folder: Callable[..., Path]) -
     assert choose_images(root, 12) == sorted(map(str, root.rglob("*.jpg")))
 
 
-@pytest.mark.parametrize("options", [["--dtype", "uint8"], ["--dtype", "float32", "--num-workers", "1"]], ids=str)
+@pytest.mark.parametrize("options", [["--dtype", "uint8"], ["--dtype", "float32", "--num-workers", "1"]], ids=shown)
 def test_bench_draws_and_measures(
     options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import zstandard
 
+from conftest import shown
 from fastdata import images
 from fastdata.codecs import KNOWN_CODECS, Codec, JpegCodec, Lz4Codec, ZstdCodec, codec_of, find_codec
 from fastdata.codecs.prediction import Filter, apply_filter, layout_of, undo_filter
@@ -91,7 +92,7 @@ def own(request: pytest.FixtureRequest) -> Codec:
 
 
 @pytest.mark.parametrize("name", LOSSLESS)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=shown)
 def test_lossless_samples_come_back_bit_for_bit(name: str, shape: tuple[int, ...]) -> None:
     """Any dtype, byte order and shape, odd widths, no axes and no elements included."""
     for dtype in DTYPES:
@@ -113,7 +114,7 @@ def test_large_samples_come_back_bit_for_bit(shape: tuple[int, ...], dtype: str)
 
 
 @pytest.mark.parametrize("dtype", ["u1", "u2", "f4", "f8"])
-@pytest.mark.parametrize("shape", [(3, 8, 40), (3, 9, 35), (3, 6, 2), (3, 1, 33)], ids=str)
+@pytest.mark.parametrize("shape", [(3, 8, 40), (3, 9, 35), (3, 6, 2), (3, 1, 33)], ids=shown)
 def test_every_filter_is_undone(dtype: str, shape: tuple[int, ...]) -> None:
     """Each combination of filters gives the sample back, random bits and carries between bytes included."""
     layout = layout_of(shape, np.dtype(dtype))
@@ -300,7 +301,7 @@ def test_flipped_bits_never_crash(own: Codec) -> None:
     assert (batch[[0, 2]] == 0xA5).all()
 
 
-@pytest.mark.parametrize("shape", [(3, 11, 13), (3, 11, 15), (3, 12, 14), (1, 11, 14), (3, 110, 140)], ids=str)
+@pytest.mark.parametrize("shape", [(3, 11, 13), (3, 11, 15), (3, 12, 14), (1, 11, 14), (3, 110, 140)], ids=shown)
 def test_another_size_raises(own: Codec, shape: tuple[int, ...]) -> None:
     """Data of one sample do not fill memory of another size, smaller or larger."""
     data = own.encode(images_of(own))

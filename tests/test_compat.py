@@ -42,6 +42,7 @@ from children import (
     fail_in_worker,
     mark_worker,
 )
+from conftest import shown
 from fastdata import CachedDataset, CudaPrefetcher, DataLoader, memory
 
 INLINE = {"num_workers": 0}
@@ -161,7 +162,7 @@ def test_a_stream_is_shared_by_its_workers(num_workers: int, options: dict[str, 
     _same(Stream(), {"num_workers": num_workers}, lambda: options)
 
 
-@pytest.mark.parametrize("options", [{}, {"persistent_workers": True}, {"worker_init_fn": mark_worker}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"persistent_workers": True}, {"worker_init_fn": mark_worker}], ids=shown)
 def test_worker_processes_are_torchs(options: dict[str, Any]) -> None:
     """Workers know their id and number, run worker_init_fn with it once, and persist between epochs only if asked."""
 
@@ -177,7 +178,7 @@ def test_worker_processes_are_torchs(options: dict[str, Any]) -> None:
     assert set(ours[0][2]) == ({100, 101} if "worker_init_fn" in options else {0})
 
 
-@pytest.mark.parametrize("options", [{}, {"persistent_workers": True}, {"generator": 5}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"persistent_workers": True}, {"generator": 5}], ids=shown)
 def test_workers_are_seeded_as_torchs(options: dict[str, Any]) -> None:
     """torch, random and NumPy draw in each worker, in two epochs, what they draw in torch's."""
 
@@ -297,7 +298,7 @@ def test_the_rest_of_an_epoch_out_of_order_is_resumed() -> None:
         {"dataset": [], "shuffle": True},
         {"bogus": 1},
     ],
-    ids=str,
+    ids=shown,
 )
 def test_what_torch_refuses_is_refused(options: dict[str, Any]) -> None:
     """Constructor errors have torch's type and words."""
@@ -307,7 +308,7 @@ def test_what_torch_refuses_is_refused(options: dict[str, Any]) -> None:
     assert issubclass(ours[0][1][0] if ours[0][0] == "tuple" else ours[0][0], Exception)
 
 
-@pytest.mark.parametrize("options", [{"timeout": 3}, {"num_workers": 2, "prefetch_factor": 0}], ids=str)
+@pytest.mark.parametrize("options", [{"timeout": 3}, {"num_workers": 2, "prefetch_factor": 0}], ids=shown)
 def test_what_torch_refuses_to_iterate_is_refused_by_threads_too(options: dict[str, Any]) -> None:
     """Arguments that torch's loader takes and its iterators do not are refused, never served as an empty epoch."""
     wanted = "requires timeout == 0" if "timeout" in options else "prefetch_factor must be greater than 0"
@@ -316,7 +317,7 @@ def test_what_torch_refuses_to_iterate_is_refused_by_threads_too(options: dict[s
 
 
 @EVERY_ENGINE
-@pytest.mark.parametrize(("error", "words"), [(KeyError, "no\nkey"), (FileNotFoundError, "gone")], ids=str)
+@pytest.mark.parametrize(("error", "words"), [(KeyError, "no\nkey"), (FileNotFoundError, "gone")], ids=shown)
 def test_an_exception_of_the_dataset(engine: dict[str, Any], error: type[Exception], words: str) -> None:
     """An exception has torch's type and, in processes, its words with worker and traceback; threads keep its own."""
 
@@ -383,7 +384,7 @@ def test_an_exception_of_worker_init_fn() -> None:
         {"dataset": Stream(), "batch_size": 3},
         {"dataset": Stream(), "batch_size": 3, "drop_last": True},
     ],
-    ids=str,
+    ids=shown,
 )
 def test_lengths_are_torchs(options: dict[str, Any]) -> None:
     """len(loader) and len(iter(loader)) are torch's, their errors included."""
@@ -404,7 +405,7 @@ def test_lengths_are_torchs(options: dict[str, Any]) -> None:
         {"dataset": Stream(5), "batch_size": 2},
         {"dataset": Stream(2), "num_workers": 2},
     ],
-    ids=str,
+    ids=shown,
 )
 def test_warnings_are_torchs(options: dict[str, Any]) -> None:
     """Too many workers, pinning without a device and a stream longer than it said are warned of as in torch."""

@@ -17,6 +17,7 @@ from torchvision import tv_tensors
 from torchvision.transforms import v2
 
 from children import send_class_of_target
+from conftest import shown
 from fastdata import CachedDataset, DataLoader, ImageFolder, collate
 from fastdata.codecs import JpegCodec
 from fastdata.errors import MemoryBudgetError, SampleError
@@ -186,7 +187,7 @@ def _photo(index: int, size: tuple[int, int] = (6, 5)) -> Image.Image:
         {"storage": "compressed", "codec": ("jpeg", "lz4")},
         {"storage": "none"},
     ],
-    ids=str,
+    ids=shown,
 )
 def test_an_image_and_its_mask_come_back(options: Any) -> None:
     """A target that is an image is stored like one, and given back as what it was; sizes may differ."""
@@ -262,7 +263,7 @@ KEPT = [
 
 @pytest.mark.parametrize("sizes", [1, 2], ids=["dense", "ragged"])
 @pytest.mark.parametrize("kind", [Image.Image, tv_tensors.Image])
-@pytest.mark.parametrize("options", KEPT, ids=str)
+@pytest.mark.parametrize("options", KEPT, ids=shown)
 def test_masks_stay_in_step_with_their_images(options: Any, kind: Any, sizes: int, tmp_path: Path) -> None:
     """Joint transforms of torchvision do to image and mask what they do without fastdata, wherever both are kept."""
     items = _Segmentation(kind, sizes=sizes)

@@ -22,6 +22,7 @@ from torchvision.datasets import VisionDataset
 from torchvision.transforms import v2
 
 from children import send_sample
+from conftest import shown
 from fastdata import (
     CachedDataset,
     CudaPrefetcher,
@@ -80,7 +81,7 @@ def test_samples_equal_the_datasets_own(sizes: int) -> None:
 
 @pytest.mark.parametrize("api", [v1, v2], ids=["v1", "v2"])
 @pytest.mark.parametrize("sizes", [1, 2], ids=["dense", "ragged"])
-@pytest.mark.parametrize("size", [(3, 3), (2, 3), (8, 3), (2, 9), (8, 9)], ids=str)
+@pytest.mark.parametrize("size", [(3, 3), (2, 3), (8, 3), (2, 9), (8, 9)], ids=shown)
 def test_a_mirrored_image_is_cropped_and_padded_as_torchvision_does(
     api: Any, sizes: int, size: tuple[int, int]
 ) -> None:
@@ -95,7 +96,7 @@ def test_a_mirrored_image_is_cropped_and_padded_as_torchvision_does(
 
 
 @pytest.mark.parametrize("sizes", [1, 2], ids=["dense", "ragged"])
-@pytest.mark.parametrize("size", [(5, 3), (3, 5), (5, 5)], ids=str)
+@pytest.mark.parametrize("size", [(5, 3), (3, 5), (5, 5)], ids=shown)
 def test_a_crop_of_a_crop_is_padded_if_needed(sizes: int, size: tuple[int, int]) -> None:
     """What a larger crop adds to a smaller one is the border, not what the smaller one cut away."""
     flip, middle = v1.RandomVerticalFlip(1.0), v1.CenterCrop((3, 3))
@@ -615,8 +616,8 @@ KEYS = [("image", "label"), ("label", "image"), ("name", "image", "boxes"), ("im
 STORAGES: tuple[dict[str, Any], ...] = ({"storage": "shared"}, {"storage": "compressed"}, {"storage": "none"})
 
 
-@pytest.mark.parametrize("keys", KEYS, ids=str)
-@pytest.mark.parametrize("options", STORAGES, ids=str)
+@pytest.mark.parametrize("keys", KEYS, ids=shown)
+@pytest.mark.parametrize("options", STORAGES, ids=shown)
 def test_dicts_stay_dicts(keys: tuple[str, ...], options: dict[str, Any]) -> None:
     """Items, lists of them and batches have the keys of the dataset's own items, in their order, as torch's loader."""
     wanted = [default_collate([Transformed(*keys)[i] for i in order]) for order in ([3, 1, 7], [0, 2])]

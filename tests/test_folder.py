@@ -23,6 +23,7 @@ from torchvision.datasets import wrap_dataset_for_transforms_v2
 from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.transforms import v2
 
+from conftest import shown
 from fastdata import CachedDataset, CudaPrefetcher, DataLoader, FastDataWarning, ImageFolder, ImageManifest
 from fastdata.errors import MemoryBudgetError, SampleError, StoreGoneError
 
@@ -50,7 +51,7 @@ def test_it_has_torchvisions_face(image_folder: Folder, storage: Any) -> None:
         assert ours.find_classes(str(root)) == theirs.find_classes(str(root))
 
 
-@pytest.mark.parametrize("given", [{}, {"transform": v1.ToTensor()}, {"target_transform": str}], ids=str)
+@pytest.mark.parametrize("given", [{}, {"transform": v1.ToTensor()}, {"target_transform": str}], ids=shown)
 def test_torchvisions_idioms_work(image_folder: Folder, given: dict[str, Any]) -> None:
     """``targets * 2`` is a list; ``transforms``, None without a transform, is called with image and target."""
     root = str(image_folder())
@@ -350,7 +351,7 @@ def _save_turned(root: Path) -> None:
         {"storage": "disk"},
         {"storage": "disk", "codec": "source"},
     ],
-    ids=str,
+    ids=shown,
 )
 def test_images_are_turned_upright(tmp_path: Path, options: dict[str, Any], rest: list[Any]) -> None:
     """PIL's exif_transpose at the beginning of a transform does what it does with torchvision, in every storage."""
@@ -553,7 +554,7 @@ def labelled(image_folder: Folder) -> Path:
     return root / "train.csv"
 
 
-@pytest.mark.parametrize("options", LABELS, ids=str)
+@pytest.mark.parametrize("options", LABELS, ids=shown)
 @pytest.mark.parametrize("workers", ["none", "thread", "process"])
 def test_batches_of_labels_are_those_of_a_plain_dataset(labelled: Path, options: dict[str, Any], workers: str) -> None:
     """Floats, vectors, ids and none: whole batches have the values and dtypes that torch's loader has."""
@@ -568,7 +569,7 @@ def test_batches_of_labels_are_those_of_a_plain_dataset(labelled: Path, options:
     assert [dtypes_of(targets) for targets in found] == [dtypes_of(targets) for targets in wanted]
 
 
-@pytest.mark.parametrize("options", LABELS, ids=str)
+@pytest.mark.parametrize("options", LABELS, ids=shown)
 def test_labels_of_any_kind_are_kept_in_a_cache(labelled: Path, options: dict[str, Any]) -> None:
     """The cache alone, and the next run with it, have the targets of the first run, in type and dtype."""
     cache = labelled.parent / "cache"

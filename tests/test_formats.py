@@ -20,7 +20,7 @@ import torch
 from PIL import Image
 from torch.utils.data import IterableDataset
 
-from conftest import test_image
+from conftest import shown, test_image
 from fastdata import CachedDataset, DataLoader
 from fastdata.formats import open_dataset
 from fastdata.images import load_image
@@ -63,7 +63,9 @@ def sample_files(index: int, prefix: str = "") -> Item:
 # WebDataset
 
 
-@pytest.mark.parametrize("given", ["t-{00..01}.tar", "t-*.tar", "t-0{0,1}.tar", ".", ["t-00.tar", "t-01.tar"]], ids=str)
+@pytest.mark.parametrize(
+    "given", ["t-{00..01}.tar", "t-*.tar", "t-0{0,1}.tar", ".", ["t-00.tar", "t-01.tar"]], ids=shown
+)
 def test_tars_are_pairs_of_image_and_class(tars: Path, given: Any) -> None:
     """A pattern, a folder and a list of tars give the same pairs, with the pixels of fastdata's own loader."""
     paths = [tars / each for each in given] if isinstance(given, list) else f"{tars}/{given}"

@@ -19,6 +19,7 @@ from torch.utils.data import Subset
 from torchvision import transforms as v1
 
 from children import Compose, PILToTensor
+from conftest import shown
 from fastdata import CachedDataset, DataLoader, FastDataWarning, ImageFolder
 from fastdata.errors import FastDataError, MemoryBudgetError, SampleError
 from fastdata.images import CenterCrop, Resize
@@ -165,7 +166,7 @@ def test_lazy_and_eager_give_the_same_batches(image_folder: Folder) -> None:
         ([v1.Resize((6, 8))], {"storage": "compressed", "codec": "lz4"}, False),
         ([v1.Resize((6, 8))], {"loader": lambda path: torch.zeros(3, 2, 2)}, False),
     ],
-    ids=str,
+    ids=shown,
 )
 def test_auto_is_lazy_where_what_samples_need_is_certain(
     image_folder: Folder, steps: list[Any], options: dict[str, Any], is_lazy: bool

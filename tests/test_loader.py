@@ -34,6 +34,7 @@ from torch.utils.data import (
 from torch.utils.data import DataLoader as TorchLoader
 from torchvision import transforms as v1
 
+from conftest import shown
 from fastdata import CachedDataset, DataLoader, FastDataWarning, Views, collate, memory
 
 AUGMENT = v1.Compose([v1.RandomCrop((4, 3)), v1.RandomHorizontalFlip(), v1.ConvertImageDtype(torch.float32)])
@@ -75,7 +76,7 @@ def _equal(ours: list[Any], theirs: list[Any]) -> bool:
         {"batch_sampler": [[1, 2], [0], [7, 5, 4]]},
         {"batch_sampler": BatchSampler(SequentialSampler(range(23)), 10, drop_last=False)},
     ],
-    ids=repr,
+    ids=shown,
 )
 def test_batches_are_torchs(num_workers: int, options: dict[str, Any]) -> None:
     """For a seed, two epochs of our loader are torch's over an equal dataset: order, sizes, every pixel and draw."""
@@ -676,7 +677,7 @@ def test_the_report_counts_the_epoch(images: CachedDataset) -> None:
         {"batch_size": None, "drop_last": True},
         {"multiprocessing_context": "fork"},
     ],
-    ids=repr,
+    ids=shown,
 )
 def test_wrong_arguments_are_torchs_errors(images: CachedDataset, options: dict[str, Any]) -> None:
     """Whatever torch refuses is refused with torch's type and words."""

@@ -18,6 +18,7 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 from PIL import Image
 
+from conftest import shown
 from fastdata import CachedDataset, ChunkedLoader, DataLoader, ImageFolder, ImageManifest, remote
 from fastdata.errors import RemoteError, SampleError
 from fastdata.remote import Place, options_travel
@@ -231,7 +232,7 @@ def test_a_forked_process_has_a_client_of_its_own() -> None:
         {"storage": "compressed", "codec": "source"},
         {"storage": "none", "resize": (4, 4)},
     ],
-    ids=str,
+    ids=shown,
 )
 def test_a_folder_behind_a_url_is_a_folder(bucket: tuple[str, Path], options: dict[str, Any]) -> None:
     """Samples, classes and pixels are those of the same folder here; paths are URLs."""

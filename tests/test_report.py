@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
+from conftest import shown
 from fastdata import CachedDataset, DataLoader
 from fastdata.report import EpochReport, progress_bar
 
@@ -61,7 +62,7 @@ def test_an_epoch_not_begun_has_no_rate() -> None:
         ({"workers": "process"}, "inline", 0),
         ({"num_workers": 2, "workers": "process"}, "process", 2),
     ],
-    ids=str,
+    ids=shown,
 )
 def test_the_engine_is_told(options: dict[str, Any], engine: str, workers: int) -> None:
     """Engine and workers say who read the batches, before an epoch and after it; counts start anew with each epoch."""

@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader as TorchLoader
 from torchvision import transforms as v1
 
 from children import Draws
+from conftest import shown
 from fastdata import CachedDataset, DataLoader, FastDataWarning
 
 AUGMENT = v1.Compose([v1.RandomCrop((4, 3)), v1.RandomHorizontalFlip(), v1.ConvertImageDtype(torch.float32)])
@@ -309,7 +310,7 @@ def test_saving_leaves_the_generators_alone() -> None:
         assert (torch.get_rng_state().tolist(), generator.get_state().tolist()) == before
 
 
-@pytest.mark.parametrize(("saved", "loaded"), list(itertools.permutations([INLINE, THREADS, PROCESSES], 2)), ids=str)
+@pytest.mark.parametrize(("saved", "loaded"), list(itertools.permutations([INLINE, THREADS, PROCESSES], 2)), ids=shown)
 def test_the_engine_may_change(saved: dict[str, Any], loaded: dict[str, Any]) -> None:
     """A state saved with one number and kind of workers is resumed with another."""
     order = {"batch_size": 4, "shuffle": True}
@@ -409,7 +410,7 @@ def test_a_stream_has_an_empty_state() -> None:
         ({"sampler": SequentialSampler(range(5))}, "sampler_length is 5, in the state 10"),
         ({"generator": torch.Generator()}, "generators is 1, in the state 0"),
     ],
-    ids=str,
+    ids=shown,
 )
 def test_a_state_of_another_loader_is_refused(other: dict[str, Any], message: str) -> None:
     """The error names what differs, with both values."""

@@ -16,6 +16,7 @@ from torch.utils.data import BatchSampler, ConcatDataset, Dataset, DistributedSa
 from torch.utils.data import DataLoader as TorchLoader
 from torchvision import transforms as v1
 
+from conftest import shown
 from fastdata import CachedDataset, CudaPrefetcher, DataLoader, RingCollate, collate
 from fastdata.batch import Padded
 from fastdata.samplers import BalancedSampler, BucketSampler, RankSampler, RepeatSampler, WeightedSampler
@@ -375,7 +376,7 @@ def test_an_epoch_goes_on_with_other_ranks_and_batches(name: str, trial: int) ->
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
-@pytest.mark.parametrize(("before", "after"), list(itertools.permutations(WORLDS, 2)), ids=str)
+@pytest.mark.parametrize(("before", "after"), list(itertools.permutations(WORLDS, 2)), ids=shown)
 def test_ranks_that_share_evenly_go_on_as_others(launched: Any, before: int, after: int, drop_last: bool) -> None:
     """``distributed="auto"`` saved on some ranks and loaded on others repeats or drops at most what does not divide."""
     seen, state, sizes = [], {}, {before: 1, after: 3}

@@ -21,6 +21,7 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
+from conftest import shown
 from fastdata.errors import MemoryBudgetError, StoreGoneError
 from fastdata.shared import ArrayBlock, Block, ByteLocks, SampleTable
 
@@ -225,7 +226,7 @@ def test_array_targets_come_back_as_copies(make: Any) -> None:
         [(i, f"id {i}") for i in range(3)],
         [(torch.tensor([i, 1]), (i / 2, {"x": i})) for i in range(3)],
     ],
-    ids=str,
+    ids=shown,
 )
 def test_targets_are_collated_as_torch_does(targets: list[Any]) -> None:
     """A batch of them is what ``default_collate`` makes of a plain dataset's, in value, type and dtype."""

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from conftest import shown
 from fastdata import sources
 from fastdata.sources import DatasetSource, FileSource, find_classes, read_manifest, scan_folder
 
@@ -76,7 +77,7 @@ def outcome(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Outcome:
         {"extensions": ENDINGS, "is_valid_file": bool},
         {},
     ],
-    ids=str,
+    ids=shown,
 )
 def test_scan_gives_what_torchvision_gives(
     tree: Path, options: dict[str, Any], patience_s: float, monkeypatch: pytest.MonkeyPatch
@@ -213,7 +214,7 @@ def test_manifest_from_a_frame_is_that_of_its_csv(tmp_path: Path) -> None:
         (["a", "b"], {"label": None, "id": "file"}, ["a", "b"]),
         (zip("ab", [5, 6], strict=True), {}, [5, 6]),
     ],
-    ids=str,
+    ids=shown,
 )
 def test_manifest_from_a_list(samples: Any, options: Any, targets: Any) -> None:
     """Pairs, with labels of any kind, ids in the third place and bare paths; paths start where they are told to."""

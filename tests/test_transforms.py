@@ -16,6 +16,7 @@ from torchvision import transforms as v1
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as F  # noqa: N812
 
+from conftest import shown
 from fastdata import CachedDataset, DataLoader
 from fastdata.draws import draw_uniform, sample_keys
 from fastdata.images import SampleSpec
@@ -184,7 +185,7 @@ TELLING_COLOURS = ((20, 152, 7), (40, 244, 244), (110, 111, 26), (250, 9, 228))
 
 @both_apis
 @all_forms
-@pytest.mark.parametrize("size", [ODD, EIGHTS, LARGE], ids=str)
+@pytest.mark.parametrize("size", [ODD, EIGHTS, LARGE], ids=shown)
 def test_flips(api: Any, form: str, size: tuple[int, int]) -> None:
     """Mirrored samples equal torchvision's, for widths that are multiples of 8 and for others."""
     store = ArrayStore(images(70, size), form)
@@ -195,7 +196,7 @@ def test_flips(api: Any, form: str, size: tuple[int, int]) -> None:
 @both_apis
 @all_forms
 @all_modes
-@pytest.mark.parametrize("size", [ODD, EIGHTS, LARGE], ids=str)
+@pytest.mark.parametrize("size", [ODD, EIGHTS, LARGE], ids=shown)
 def test_padded_crops(api: Any, form: str, mode: str, size: tuple[int, int]) -> None:
     """RandomCrop with uneven borders, then flips, in all modes."""
     store = ArrayStore(images(9, size), form)
@@ -296,7 +297,7 @@ def test_grayscale_of_tensors(api: Any, channels: int) -> None:
         check([api.RandomVerticalFlip(), api.Grayscale(outputs)], store)
 
 
-@pytest.mark.parametrize("size", [ODD, EIGHTS, LARGE], ids=str)
+@pytest.mark.parametrize("size", [ODD, EIGHTS, LARGE], ids=shown)
 @all_conversions
 def test_conversions_are_bit_equal(steps: list[Any], size: tuple[int, int]) -> None:
     """Each way to floats gives exactly torchvision's, which divides in v1 and multiplies in v2, for all 256 values."""
@@ -305,7 +306,7 @@ def test_conversions_are_bit_equal(steps: list[Any], size: tuple[int, int]) -> N
     check([v1.RandomHorizontalFlip(), *steps], store)
 
 
-@pytest.mark.parametrize("size", [ODD, EIGHTS, LARGE], ids=str)
+@pytest.mark.parametrize("size", [ODD, EIGHTS, LARGE], ids=shown)
 def test_normalize(size: tuple[int, int]) -> None:
     """Normalised floats are within 1e-6 of torchvision's, twice too, and without a conversion to 0..1."""
     store = ArrayStore(images(70 if size != LARGE else 3, size))

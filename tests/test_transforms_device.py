@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchvision import transforms as v1
 from torchvision.transforms import v2
 
+from conftest import shown
 from fastdata.images import SampleSpec
 from fastdata.transforms import plan_transform
 from fastdata.transforms.device import DeviceProgram, device_obstacle
@@ -147,7 +148,7 @@ def check(steps: Steps, store: ArrayStore, device: torch.device, *, atol: float 
 @both_apis
 @all_forms
 @pytest.mark.parametrize("p", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("size", [(6, 5), (8, 16), SIZE], ids=str)
+@pytest.mark.parametrize("size", [(6, 5), (8, 16), SIZE], ids=shown)
 def test_flips(device: torch.device, api: Any, form: str, p: float, size: tuple[int, int]) -> None:
     """None, some and all mirrored, along one axis and along both."""
     check([api.RandomHorizontalFlip(p), api.PILToTensor()][: 1 + (form == "pil")], store_of(form, size), device)
@@ -183,7 +184,7 @@ def test_stages_that_do_not_fuse(device: torch.device, mode: str) -> None:
     check(steps, store_of(), device)
 
 
-@pytest.mark.parametrize("size", [(3, 2), (4, 3), (9, 8), (9, 2), (2, 10)], ids=str)
+@pytest.mark.parametrize("size", [(3, 2), (4, 3), (9, 8), (9, 2), (2, 10)], ids=shown)
 def test_centre_crops(device: torch.device, size: tuple[int, int]) -> None:
     """Smaller and larger than the image, along each axis."""
     check([v1.RandomHorizontalFlip(), v1.CenterCrop(size)], store_of(size=(6, 5), channels=1), device)
