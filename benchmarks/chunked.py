@@ -148,8 +148,8 @@ def cold_images_per_s(loader: Any, seconds: float) -> float:
 
 def forget_files(dataset: Any) -> None:
     """Let this process and the system's page cache go of the files that a dataset serves from."""
-    dataset.kept.images.release()
-    for path in Path(dataset.options.cache_dir).rglob("part*"):
+    dataset.reader().kept.images.release()
+    for path in Path(dataset.reader().options.cache_dir).rglob("part*"):
         descriptor = os.open(path, os.O_RDONLY)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(descriptor)
@@ -170,8 +170,8 @@ def write_raw(root: Path, path: Path, size_bytes: int) -> int:
     """Prepare the photographs into a file and repeat them up to its size; return how many there are."""
     steps = transforms.Compose([transforms.Resize(256), transforms.CenterCrop(256)])
     with ImageFolder(str(root), steps, storage="shared", fill="eager", progress=False) as photos:
-        assert photos.kept is not None
-        block = np.stack([photos.kept.images.read(index) for index in range(len(photos))])
+        assert photos.reader().kept is not None
+        block = np.stack([photos.reader().kept.images.read(index) for index in range(len(photos))])
     count = size_bytes // SPEC.sample_bytes
     with path.open("wb") as file:
         for start in range(0, count, len(block)):

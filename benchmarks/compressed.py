@@ -70,7 +70,7 @@ def open_with_pillow(data: bytes) -> np.ndarray:
 
 
 def encoded_of(dataset: Any) -> list[bytes]:
-    store = dataset.kept.images
+    store = dataset.reader().kept.images
     return [bytes(store.encoded(index)) for index in range(len(store))]
 
 
@@ -88,7 +88,7 @@ def jpeg(root: Path, rounds: int) -> list[Row]:
                 competitors[f"fastdata, {cores} workers"] = ours
             rates = in_turns(competitors, rounds)
             raw_bytes = len(kept) * 3 * SIDE_PX * SIDE_PX
-            kept_bytes = kept.kept.images.size_bytes
+            kept_bytes = kept.reader().kept.images.size_bytes
         row = partial(Row, section=section, unit="images/s")
         pillow, *fastdata = rates
         rows.append(row(name=pillow, rounds=rates[pillow]))
@@ -118,7 +118,7 @@ def zstd(root: Path, rounds: int) -> list[Row]:
             **{str(n): epoch_rate(loader_of(kept, BATCH, n), ROUND_S) for n in (1, 2)},
         }
         rates = in_turns(competitors, rounds)
-        ratio = len(kept) * 3 * SIDE_PX * SIDE_PX / kept.kept.images.size_bytes
+        ratio = len(kept) * 3 * SIDE_PX * SIDE_PX / kept.reader().kept.images.size_bytes
     row = partial(Row, section=f"codec='zstd', photographs of {SIDE_PX}x{SIDE_PX}", unit="images/s")
     return [
         row(name="smaller than raw", unit="times", rounds=(ratio,), target="1.7"),
@@ -143,7 +143,7 @@ def lz4_drawings(root: Path, rounds: int) -> list[Row]:
                 **{str(n): epoch_rate(loader_of(kept, BATCH, n), ROUND_S) for n in (0, 1, 2)},
             }
             rates = in_turns(competitors, rounds)
-            ratio = len(kept) * size_bytes / kept.kept.images.size_bytes
+            ratio = len(kept) * size_bytes / kept.reader().kept.images.size_bytes
         row = partial(Row, section=f"codec='lz4', {kind} of 512x512", unit="samples/s")
         against = f"lz4 alone, one core, times {cores}"
         rows += [
@@ -240,7 +240,7 @@ def memory(root: Path, rounds: int) -> list[Row]:
     with peak_memory() as peak, ImageFolder(str(root), photo_transform(), **options) as kept:
         for _ in range(3):
             images_per_s(loader_of(kept, BATCH, 4))
-        kept_bytes = kept.kept.images.size_bytes
+        kept_bytes = kept.reader().kept.images.size_bytes
     row = partial(Row, section="memory with 4 workers over 3 epochs (PSS of the process tree)", unit="MB")
     return [
         row(name="encoded data", rounds=(kept_bytes / MB,)),

@@ -89,7 +89,7 @@ def reading(work: Path, rounds: int, size_mib: int) -> list[Row]:
 
     def ours(is_again: bool) -> float:
         with CachedDataset(images, **options) as dataset:
-            store = dataset.kept.images  # type: ignore[union-attr]  # what loaders read from
+            store = dataset.reader().kept.images  # type: ignore[union-attr]  # what loaders read from
             if is_again:
                 read(store)
             return size_mb / seconds_of(lambda: read(store))

@@ -213,10 +213,10 @@ def build(root: Path, bucket: Path, shard_bytes: int) -> int:
 
 def samples(kind: str, photos: ImageFolder) -> Iterator[tuple[Any, int]]:
     """Pixels, or the bytes that fastdata's codec makes of them."""
-    assert photos.kept is not None
+    assert photos.reader().kept is not None
     encode = JpegCodec().encode if kind == "jpeg" else np.ascontiguousarray
     for index, label in enumerate(photos.targets):
-        yield encode(photos.kept.images.read(index)), label
+        yield encode(photos.reader().kept.images.read(index)), label
 
 
 def write_litdata(kind: str, photos: ImageFolder, target: Path, shard_bytes: int) -> None:

@@ -8,7 +8,7 @@ Swap two imports and keep the script::
 from typing import TYPE_CHECKING, Any
 
 from fastdata.batch import collate
-from fastdata.dataset import CachedDataset
+from fastdata.cached import CachedDataset
 from fastdata.errors import FastDataError, FastDataWarning
 from fastdata.folder import ImageFolder, ImageManifest
 from fastdata.loader import DataLoader

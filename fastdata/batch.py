@@ -118,7 +118,7 @@ class SampleBatch(list[Any]):
     ) -> None:
         each_target = list(each_target)
         self._parts = images, targets, each_target, image_class, keys, made
-        views = [_rows(each, image_class) for each in (images if isinstance(images, list) else [images])]
+        views = [rows_of(each, image_class) for each in (images if isinstance(images, list) else [images])]
         each_image = map(made, zip(*views, strict=True)) if isinstance(images, list) else views[0]
         pairs = zip(each_image, each_target, strict=True)
         super().__init__(map(Sample, pairs) if keys is None else (_marked(keys.join(*pair)) for pair in pairs))
@@ -163,7 +163,7 @@ def _marked(item: Any) -> Any:
     return SampleDict(item) if isinstance(item, dict) else Sample(item) if isinstance(item, tuple) else item
 
 
-def _rows(images: torch.Tensor, kind: type) -> Sequence[Any]:
+def rows_of(images: torch.Tensor, kind: type) -> Sequence[Any]:
     """The images of a batch, views of it."""
     if kind is np.ndarray:
         arrays = images.numpy()

@@ -22,7 +22,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from torch.utils import _pytree as pytree
 
-from fastdata.dataset import CachedDataset
+from fastdata.cached import CachedDataset
+from fastdata.dataset import stored_of
 from fastdata.errors import SampleError, refuse_remote
 from fastdata.images import encode_image
 from fastdata.memory import parse_bytes, usable_cores
@@ -124,7 +125,7 @@ class _Samples:
 
     @classmethod
     def of(cls, dataset: CachedDataset, kind: str, options: dict[str, Any]) -> _Samples:
-        kept = dataset.kept
+        kept = stored_of(dataset).kept
         assert kept is not None
         if kept.is_tuple or kept.target_is_part or kept.mask_places:
             what = "several parts" if kept.is_tuple else "images as targets"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from fastdata.prepare import Options
 from fastdata.remote import Place
 from fastdata.shared import ArrayBlock, SampleTable
 from fastdata.sources import FileSource, RemoteFiles, Source, find_classes, place_of, read_manifest, scan_folder
+from fastdata.transforms import describe_steps
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -27,7 +29,6 @@ class _ImageFiles(PreparedDataset):
     """What datasets of image files have in common."""
 
     root: str | os.PathLike[str]
-    table: SampleTable
     _place: Place | None = None
     """That remote files lie below; and ``_facts`` of them."""
 
@@ -48,24 +49,34 @@ class _ImageFiles(PreparedDataset):
         target_transform: Callable[[Any], Any] | None,
     ) -> None:
         self._loader = loader or load_image
-        self.table = SampleTable(targets, paths=paths, class_to_idx=class_to_idx)
+        table = SampleTable(targets, paths=paths, class_to_idx=class_to_idx)
         if self._place is not None:
             known = map(self._place.listed.get, (place_of(self._place, path)[1] for path in paths))
             facts = np.array([(-1, -1) if entry is None else entry[1:] for entry in known], np.int64).reshape(-1, 2)
             self._facts, self._place.listed = ArrayBlock({"sizes": facts[:, 0], "tags": facts[:, 1]}), {}
-        self._build(self._origin(), options, transform, target_transform, table=self.table)
+        self._build(self._files_of(table), options, transform, target_transform, table=table)
 
     def _list_files(self, source: Source) -> tuple[Listing | None, str]:
         from fastdata.cache import list_paths
 
-        root = os.fspath(self.root)
+        root, table = os.fspath(self.root), self._stored.table
         assert isinstance(source, FileSource)
-        return list_paths(self.table.all_paths(), root, source.listing()), root
+        assert table is not None
+        return list_paths(table.all_paths(), root, source.listing()), root
 
-    def _origin(self) -> FileSource:
+    def _describe_source(self, source: Source, listing: Listing | None) -> str:
+        opened = describe_steps([self._loader], self._stored.options.cache_key)
+        return f"{opened}, {self._list_name}" if self._list_name else opened
+
+    def _files_of(self, table: SampleTable) -> FileSource:
         if self._place is not None:
-            return RemoteFiles(self._place, self.table.paths, self.table.targets, self._loader, self._facts)
-        return FileSource(self.table.paths, self.table.targets, self._loader)
+            return RemoteFiles(self._place, table.paths, table.targets, self._loader, self._facts)
+        return FileSource(table.paths, table.targets, self._loader)
+
+    def _origin(self) -> Source:
+        """The files, which copies in other processes know too."""
+        table = self._stored.table
+        return self._stored.samples if table is None else self._files_of(table)
 
     @property
     def loader(self) -> Callable[[str], Any]:
@@ -74,13 +85,14 @@ class _ImageFiles(PreparedDataset):
 
     @loader.setter
     def loader(self, loader: Callable[[str], Any]) -> None:
-        if self.kept is not None:
+        if self._stored.kept is not None:
             raise ValueError(
                 "samples are kept as the loader that the dataset was made with opens them, and another one would not "
                 "be asked for them. Make a new dataset with loader=, or one with storage='none'."
             )
         self._loader = loader
-        self._samples = self._origin()
+        source = self._origin()
+        self._stored = replace(self._stored, samples=source, source=source)
         self._compile()
 
     def _extra_repr(self) -> list[str]:

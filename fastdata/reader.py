@@ -5,13 +5,18 @@ reaches an epoch: shapes, memory and program are of one piece. It also holds the
 takes it from a ``Lease`` for as long as one batch takes; closing the dataset ends the lease, and the memory goes with
 the last batch that is being read.
 
+There is one road. A batch has a column for each view of its samples, or for images and masks. A column is read whole
+by the core where all samples are served in one shape; else they are read one by one, as those are that are kept
+nowhere. Steps that are not known run on each sample then, and the core again on what they leave. One sample is a batch
+of one.
+
 Shape letters: B batch, C channels, H W size sent, h w size served.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing import current_process
 from typing import Any, NamedTuple, cast
@@ -20,10 +25,9 @@ import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
-from fastdata.batch import IndexBatch, SampleBatch, SharedVisits, as_numbers, stacked
+from fastdata.batch import IndexBatch, SampleBatch, SharedVisits, as_numbers, rows_of, stacked
 from fastdata.errors import ChannelsError, RemoteError, StoreGoneError, counted, sample_error
 from fastdata.images import (
-    Form,
     OpenedImages,
     Planes,
     decoded_shape,
@@ -33,31 +37,36 @@ from fastdata.images import (
     to_image,
     without_exif,
 )
-from fastdata.prepare import KeptSamples, ReadPath, open_files
-from fastdata.ring import BatchRing
+from fastdata.prepare import KeptSamples, Options, ReadPath, open_files
+from fastdata.ring import Ring
 from fastdata.shared import SampleTable, collate_targets
 from fastdata.sources import FileSource, IndexedKeys, ItemForm, ItemKeys, Source
+from fastdata.stores.readers import Store, UndecodableError
 from fastdata.transforms import TransformPlan
 from fastdata.transforms.cpu import Program
-from fastdata.transforms.device import DeviceProgram
+from fastdata.transforms.device import DeviceProgram, device_obstacle
 
+Output = tuple[tuple[int, ...], np.dtype[Any]]
+Column = torch.Tensor | list[Any]
 CLOSED = "the dataset was closed; create it again to read from it"
 _ALIGN_BYTES = 64
 
 
 class Lane(NamedTuple):
-    """What makes one of the tensors of a whole batch."""
+    """What makes one column of a batch."""
 
-    program: Program | None  # runs the batch ops; None where there are none
-    output: tuple[tuple[int, ...], np.dtype[Any]] | None  # of every sample served; None where they differ
+    plan: TransformPlan
+    program: Program | None = None  # runs the batch ops; None where there are none
+    output: Output | None = None  # of every sample served; None where they differ
+    last: Program | None = None  # runs the ops behind steps that are not known
     part: int = 0  # of a sample that it reads
 
 
 class Lease:
-    """A reader, for as long as the dataset that it is of is open."""
+    """A reader, for as long as the dataset that it is of is open; then None."""
 
     def __init__(self, reader: Reader | None, gone: str = "") -> None:
-        self._reader, self._gone = reader, gone
+        self.reader, self._gone = reader, gone
 
     def __call__(self) -> Reader:
         """What to read a batch by, which its memory stays valid with.
@@ -65,14 +74,14 @@ class Lease:
         Raises:
             StoreGoneError: the dataset was closed.
         """
-        reader = self._reader
+        reader = self.reader
         if reader is None:
             raise StoreGoneError(self._gone)
         return reader
 
     def end(self, why: str) -> None:
         self._gone = why
-        self._reader = None
+        self.reader = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,44 +105,80 @@ class GoneSamples:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reader:
-    """All that batches are made of; safe from several threads at once.
+    """All that batches are made of; safe from several threads at once. What cannot change is decided when it is made.
 
     Attributes:
         samples: kept ones, or what they are read from.
         table: paths and targets; None where they are asked of the source.
+        options: of the dataset.
+        transform, target_transform, pair_transform: the user's; the last takes sample and target together.
         plan: of the transform.
         lanes: one for each view of a sample, or for image and mask.
-        lasts: of each view, run the batch ops after steps that are not known.
         path: of single samples that are kept nowhere.
-        pair_transform: takes sample and target together.
-        outputs: of every lane; None where samples differ in one.
-        obstacle: why whole batches cannot be served as one tensor; None if they can.
         is_upright: whether samples were turned as their EXIF says before they were stored.
         is_remote: whether samples that are not kept are fetched from behind a URL.
-        return_index: whether items have their sample's index as their last value.
+        own: the method of a subclass that is asked for each item in its place; empty where there is none.
+        kept: the samples, where they are kept.
+        length: number of samples.
+        outputs: of every lane; None where samples differ in one.
+        is_filling: whether samples are kept as they are read, and some were still to come.
+        obstacle: why whole batches cannot be served without Python work per sample; None if they can.
     """
 
     samples: KeptSamples | Source
     table: SampleTable | None
     visits: SharedVisits | None
-    seed: int | None
-    plan: TransformPlan
-    lanes: tuple[Lane, ...]
-    outputs: list[tuple[tuple[int, ...], np.dtype[Any]]] | None
-    lasts: tuple[Program | None, ...]
-    path: ReadPath | None
+    options: Options
+    transform: Any
     target_transform: Callable[[Any], Any] | None
     pair_transform: Callable[[Any, Any], Any] | None
+    plan: TransformPlan
+    lanes: tuple[Lane, ...]
+    path: ReadPath | None
     is_upright: bool
     is_remote: bool
-    return_index: bool
+    own: str
+    kept: KeptSamples | None = field(init=False)
+    length: int = field(init=False)
+    outputs: list[Output] | None = field(init=False)
+    is_filling: bool = field(init=False)
     obstacle: str | None = field(init=False)
+    _stores: tuple[Store, ...] = field(init=False)
+    _programs: tuple[Program, ...] = field(init=False)
+    _numbers: np.ndarray | None = field(init=False)
 
     def __post_init__(self) -> None:
+        samples = self.samples
+        kept = samples if isinstance(samples, KeptSamples) else None
+        outputs = [lane.output for lane in self.lanes if lane.output is not None]
+        stores = () if kept is None else tuple(store.settled for store in kept.stores)
+        plain = Program((), stores[0].spec) if stores else None
+        facts: dict[str, Any] = {
+            "kept": kept,
+            "length": len(samples),
+            "outputs": outputs if len(outputs) == len(self.lanes) else None,
+            "is_filling": kept is not None and kept.filled_share() < 1,
+            "_stores": stores,
+            "_programs": tuple(lane.program or plain for lane in self.lanes),
+            "_numbers": self._find_numbers(kept),
+        }
+        for name, value in facts.items():
+            object.__setattr__(self, name, value)
         object.__setattr__(self, "obstacle", self._find_obstacle())
+
+    def _find_numbers(self, kept: KeptSamples | None) -> np.ndarray | None:
+        """The targets of all samples, where each is a number and batches of them need nothing else."""
+        table = self.table if kept is None else kept.table
+        is_image = kept is not None and (kept.target_is_part or kept.mask_places)
+        if is_image or self.target_transform is not None or self.options.return_index or self.samples.keys is not None:
+            return None
+        is_listed = isinstance(table, SampleTable) and table.target_kind == "number"
+        return cast("SampleTable", table).target_array() if is_listed else None
 
     def _find_obstacle(self) -> str | None:
         kept, plan = self.kept, self.plan
+        if self.own:
+            return self.own
         if kept is None and self.lanes[0].program is None:
             return "storage='none' prepares every sample when it is read"
         if kept is not None and kept.is_tuple:
@@ -146,170 +191,297 @@ class Reader:
             return "prepared samples differ in shape; a crop or resize to one size would make them batches"
         return None
 
-    @property
-    def kept(self) -> KeptSamples | None:
-        return self.samples if isinstance(self.samples, KeptSamples) else None
-
-    @property
-    def item_keys(self) -> ItemForm | None:
-        """What items are that are no pairs, as far as that is known."""
-        keys = self.samples.keys
-        return IndexedKeys(keys) if self.return_index else keys
-
     def emptied(self) -> Reader:
         """What is left of it once there is nothing to read any more: how it was read."""
-        gone = GoneSamples(len(self.samples), self.samples.keys)
+        gone = GoneSamples(self.length, self.samples.keys)
         return replace(self, samples=gone, table=None, visits=None, path=None)
 
-    # Whole batches
+    @property
+    def keys(self) -> ItemForm | None:
+        """What items are that are no pairs, as far as that is known: where none are kept, once one was read."""
+        keys = self.samples.keys
+        return IndexedKeys(keys) if self.options.return_index else keys
 
-    def items(self, batch: IndexBatch, ring: BatchRing | None = None) -> list[Any]:
-        """A ``SampleBatch`` if the transform allows, else a list of samples."""
-        if self.obstacle is None:
-            return self.sample_batch(batch, ring)
-        self.expect(batch)
-        if self.pair_transform is not None:
-            return [self.item(batch, k) for k in range(len(batch))]
-        plan = self.plan
-        columns: Any  # the samples of each view
-        if self.lanes[0].program is None or self.outputs is None or self.kept is None:
-            rows, targets = map(list, zip(*(self._read(batch, k) for k in range(len(batch))), strict=True))
-            columns = list(zip(*rows, strict=True))
-        else:  # what comes before the first step that is not served
-            columns = list(map(self._shown, self._read_tensors(batch, None), plan.each))
-            targets = [self.stored_target(index) for index in batch.positions.tolist()]
-        columns = [list(map(view.run_unknown, column)) for view, column in zip(plan.each, columns, strict=True)]
-        if self.target_transform is not None:
-            targets = [self.target_transform(target) for target in targets]
-        targets = list(map(self._beside, targets, batch.positions.tolist()))
-        images = self._run_last(columns, batch, ring)
-        if images is not None:
-            return self.as_batch(images, lambda: targets, plan.end_kind)
-        columns = [list(map(view.run_last, column)) for view, column in zip(plan.each, columns, strict=True)]
-        samples = map(self._together, zip(*columns, strict=True))
-        return list(map(self._join, samples, targets))
+    # What there is to say of it
 
-    def read_batch(self, batch: IndexBatch, ring: BatchRing | None = None) -> Any:
+    @property
+    def device_obstacle(self) -> str | None:
+        """Why batch ops cannot run on the device that batches are sent to; None if they can."""
+        if self.obstacle is not None:
+            return self.obstacle
+        if self.kept is None:
+            return "samples are kept nowhere, and files are decoded on the CPU"
+        if len(self.lanes) > 1:
+            return "several views of an image, or image and mask, are made on the CPU"
+        return device_obstacle(self.plan, self.kept.images.spec)
+
+    @property
+    def served_bytes(self) -> int | None:
+        """Bytes of each sample in a whole batch; None where there are no whole batches."""
+        if self.obstacle is not None or self.outputs is None:
+            return None
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.outputs)
+
+    @property
+    def image_form(self) -> str:
+        """Shape and type of each image in a whole batch."""
+        names = [shown_class(lane.plan.kind).__name__ for lane in self.lanes]
+        pairs = zip(names, self.as_tensors(self.room(0, None)), strict=True)
+        form = ", ".join(f"{name}{tuple(each.shape[1:])} of {str(each.dtype)[6:]}" for name, each in pairs)
+        return form if self.keys is None else f"{form} in {self.keys}"
+
+    def filled_share(self, index: np.ndarray | None = None) -> float:
+        """Share of the samples, or of those of ``index``, that are kept already; 0 where none ever are."""
+        return 0.0 if self.kept is None else self.kept.filled_share(index)
+
+    # Batches
+
+    def __call__(self, batch: IndexBatch, ring: Ring | None = None) -> Any:
         """Images (B, *shape) and what ``default_collate`` makes of the targets; only if there is no obstacle.
 
         Memory comes from ``ring``, or is fresh.
         """
-        tensors = self._read_tensors(batch, ring)
-        return self.joined(tensors, lambda: self.read_targets(batch))
+        tensors = self._tensors(batch, ring)
+        if self._numbers is None or len(tensors) > 1:
+            return self.joined(tensors, None if self.plan.mask else self.targets(batch))
+        return [tensors[0], torch.from_numpy(self._numbers[batch.positions])]
 
-    def sample_batch(self, batch: IndexBatch, ring: BatchRing | None = None) -> SampleBatch:
-        return self.as_batch(self._read_tensors(batch, ring), lambda: self.targets_of(batch))
+    def items(self, batch: IndexBatch, ring: Ring | None = None) -> list[Any]:
+        """A ``SampleBatch`` where all images are of one shape, else a list of samples."""
+        if self._is_by_pair:
+            return self._pairs(batch)
+        columns, read = self._columns(batch, ring)
+        targets = None if self.plan.mask else self.targets_of(batch, read)
+        tensors = [column for column in columns if isinstance(column, torch.Tensor)]
+        return self.sample_batch(tensors, targets) if len(tensors) == len(columns) else self._listed(columns, targets)
 
-    def joined(self, tensors: list[torch.Tensor], read_targets: Callable[[], Any]) -> Any:
-        """The batch of these tensors, one for each view, and of their targets; masks are tensors among them."""
+    def item(self, batch: IndexBatch) -> Any:
+        """Sample and target of a batch of one, in whatever shape it has."""
+        if self._is_by_pair:
+            return self._pairs(batch)[0]
+        columns, read = self._columns(batch, None, is_alone=self.kept is not None)
+        return self._listed(columns, None if self.plan.mask else self.targets_of(batch, read))[0]
+
+    @property
+    def _is_by_pair(self) -> bool:
+        """Whether the user's own code takes sample and target together."""
+        return self.pair_transform is not None and bool(self.plan.per_sample)
+
+    def joined(self, tensors: list[torch.Tensor], targets: Any) -> Any:
+        """The batch of these tensors, one for each lane, and of its targets, unless masks are."""
         images: Any = tensors if self.plan.views else tensors[0]
-        return stacked(images, tensors[1] if self.plan.mask else read_targets(), self.item_keys)
+        return stacked(images, tensors[1] if self.plan.mask else targets, self.keys)
 
-    def as_batch(
-        self, tensors: list[torch.Tensor], read_targets: Callable[[], list[Any]], kind: Form | None = None
-    ) -> SampleBatch:
+    def sample_batch(self, tensors: list[torch.Tensor], targets: list[Any] | None) -> SampleBatch:
         """As ``joined``, with a list of the samples."""
-        plan, keys = self.plan, self.item_keys
-        image_class = shown_class(kind or plan.kind)
-        if plan.mask:
-            masks = [mask.as_subclass(tensor_class(plan.mask.kind)) for mask in tensors[1].unbind(0)]
-            return SampleBatch(tensors[0], tensors[1], masks, image_class, keys)
+        plan, mask = self.plan, self.plan.mask
+        image_class = shown_class(plan.end_kind or "tensor")
+        if mask is not None:
+            masks = rows_of(tensors[1], shown_class(mask.kind))
+            return SampleBatch(tensors[0], tensors[1], masks, image_class, self.keys)
         images = tensors if plan.views else tensors[0]
-        return SampleBatch(images, None, read_targets(), image_class, keys, plan.made)
+        return SampleBatch(images, None, targets or [], image_class, self.keys, plan.made)
 
-    def read_targets(self, batch: IndexBatch) -> Any:
+    def targets(self, batch: IndexBatch) -> Any:
         """What ``default_collate`` makes of the targets of a batch."""
         listed = self.table if self.kept is None else self.kept
         if listed is None or self.target_transform is not None:
             return collate_targets(self.targets_of(batch))
         targets = listed.collated_targets(batch.positions)
-        return [targets, torch.tensor(batch.positions)] if self.return_index else targets
+        return [targets, torch.tensor(batch.positions)] if self.options.return_index else targets
 
-    def targets_of(self, batch: IndexBatch) -> list[Any]:
+    def targets_of(self, batch: IndexBatch, read: list[Any] | None = None) -> list[Any]:
+        """The target of each sample; ``read``: as they are before ``target_transform``, where that is known."""
+        if read is None and self._numbers is not None:
+            numbers: list[Any] = self._numbers[batch.positions].tolist()
+            return numbers
         indices = batch.positions.tolist()
-        targets = [self._target(index) for index in indices]
-        return list(zip(targets, indices, strict=True)) if self.return_index else targets
+        targets = list(map(self.stored_target, indices)) if read is None else read
+        if self.target_transform is not None:
+            targets = list(map(self.target_transform, targets))
+        return list(zip(targets, indices, strict=True)) if self.options.return_index else targets
 
-    def room(self, count: int, ring: BatchRing | None) -> list[np.ndarray]:
-        """Memory for a whole batch of so many samples: for each view of images, or for images and masks."""
+    def stored_target(self, index: int) -> Any:
+        if self.kept is not None:
+            return self.kept.target(index)
+        return self.samples.read(index)[1] if self.table is None else self.table.target(index)
+
+    def _listed(self, columns: list[Column], targets: list[Any] | None) -> list[Any]:
+        """The items of a batch."""
+        pairs = zip(columns, self.lanes, strict=True)
+        each = [
+            rows_of(column, shown_class(lane.plan.end_kind or "tensor")) if isinstance(column, torch.Tensor) else column
+            for column, lane in pairs
+        ]
+        targets = list(each.pop()) if targets is None else targets
+        samples = map(self.plan.made, zip(*each, strict=True)) if self.plan.views else each[0]
+        pairs = zip(samples, targets, strict=True)
+        return list(pairs) if self.keys is None else [self.keys.join(*pair) for pair in pairs]
+
+    def _pairs(self, batch: IndexBatch) -> list[Any]:
+        """The items, by the user's own code for sample and target together."""
+        transform, keys = self.pair_transform, self.keys
+        assert transform is not None
+        columns, read = self._samples(batch, is_alone=True)
+        targets = list(map(self.stored_target, batch.positions.tolist())) if read is None else read
+        items: list[Any] = list(map(transform, columns[0], targets))
+        return items if keys is None else [keys.join(*item) for item in items]
+
+    # Columns
+
+    def _columns(
+        self, batch: IndexBatch, ring: Ring | None, *, is_alone: bool = False
+    ) -> tuple[list[Column], list[Any] | None]:
+        """What is made of the samples of a batch; and their targets, where reading samples told them."""
+        if self.obstacle is None and not is_alone:
+            return list(self._tensors(batch, ring)), None
+        columns, targets = self._samples(batch, is_alone=is_alone or self.outputs is None)
+        if not self.plan.mask:
+            pairs = zip(self.lanes, columns, strict=True)
+            columns = [self._finished(lane, samples, batch, ring) for lane, samples in pairs]
+        return columns, targets
+
+    def _tensors(self, batch: IndexBatch, ring: Ring | None = None) -> list[torch.Tensor]:
+        """Whole batches, one for each lane."""
+        outs = self.room(len(batch), ring)
+        self.read_into(outs, batch)
+        return self.as_tensors(outs)
+
+    def room(self, count: int, ring: Ring | None) -> list[np.ndarray]:
+        """Memory for whole batches of so many samples, one for each lane."""
         outputs = self.outputs
         assert outputs is not None
-        return _take([((count, *shape), dtype) for shape, dtype in outputs], ring)
+        if len(outputs) > 1:
+            return _take([((count, *shape), dtype) for shape, dtype in outputs], ring)
+        shape, dtype = outputs[0]
+        return [np.empty((count, *shape), dtype) if ring is None else ring.take((count, *shape), dtype)]
 
     def read_into(self, outs: list[np.ndarray], batch: IndexBatch, rows_B: np.ndarray | None = None) -> None:
         """Read the images of a batch into ``room`` for it; or for a larger one, where ``rows_B`` says which rows."""
-        self.expect(batch)
-        kept = self.kept
-        pairs: list[Any] = [(lane.program, out) for lane, out in zip(self.lanes, outs, strict=True)]
-        if kept is not None:
-            if self.plan.mask:
-                self._refuse_other_sizes(batch.positions)
-                _serve_into([pairs.pop()], kept, batch, rows_B, part=1)
-            _serve_into(pairs, kept, batch, rows_B)
-        else:
-            program, out = pairs[0]
-            images = self.open_files(batch.positions.tolist())
-            program.run_images(images, batch.positions, batch.visits, batch.seed, out, rows_B, pairs[1:])
+        if self.is_remote:
+            self._expect(batch)
+        programs, index_B, kept = self._programs, batch.positions, self.kept
+        others = list(zip(programs[1:], outs[1:], strict=True))
+        drawn_by = batch.visits, batch.seed
+        if kept is None:
+            images = self.open_files(index_B.tolist())
+            programs[0].run_images(images, index_B, *drawn_by, outs[0], rows_B, others)
+            return
+        masks = others.pop() if self.plan.mask else None
+        try:
+            if masks is not None:
+                self._refuse_other_sizes(index_B)
+                masks[0].run(self._stores[1], index_B, *drawn_by, masks[1], rows_B)
+            programs[0].run(self._stores[0], index_B, *drawn_by, outs[0], rows_B, others)
+        except (UndecodableError, ChannelsError):
+            with kept.naming_damage():
+                raise
 
     def as_tensors(self, outs: list[np.ndarray]) -> list[torch.Tensor]:
-        pairs = zip((lane.program for lane in self.lanes), outs, strict=True)
-        return [torch.from_numpy(out) if program is None else program.as_tensor(out) for program, out in pairs]
+        if len(outs) == 1:
+            return [self._programs[0].as_tensor(outs[0])]
+        return [program.as_tensor(out) for program, out in zip(self._programs, outs, strict=True)]
 
     def read_for_device(
-        self, program: DeviceProgram, batch: IndexBatch, ring: BatchRing, *, only_places: bool
+        self, program: DeviceProgram, batch: IndexBatch, ring: Ring, *, only_places: bool
     ) -> DeviceBatch:
         """Read a batch without its batch ops, but with what those draw; only where samples are kept.
 
         With ``only_places`` the samples' positions in the store stand for them.
         """
-        self.expect(batch)
+        if self.is_remote:
+            self._expect(batch)
         kept, index_B = self.kept, batch.positions
         assert kept is not None
         draws, samples = program.draw(index_B, batch.visits, batch.seed), index_B.copy()
         if not only_places:
             samples = ring.take((len(index_B), *program.sent_shape), np.dtype(np.uint8))
-            _serve_into([(program.host, samples)], kept, batch)
-        return DeviceBatch(torch.from_numpy(samples), draws, self.read_targets(batch), self.item_keys)
+            whole = program.host or Program((), self._stores[0].spec)
+            with kept.naming_damage():
+                whole.run(self._stores[0], index_B, batch.visits, batch.seed, samples)
+        return DeviceBatch(torch.from_numpy(samples), draws, self.targets(batch), self.keys)
 
-    def _read_tensors(self, batch: IndexBatch, ring: BatchRing | None) -> list[torch.Tensor]:
-        outs = self.room(len(batch), ring)
-        self.read_into(outs, batch)
-        return self.as_tensors(outs)
+    # Samples one by one
 
-    def _run_last(
-        self, columns: Sequence[Sequence[Any]], batch: IndexBatch, ring: BatchRing | None
-    ) -> list[torch.Tensor] | None:
-        """Whole batches of what steps that are not known gave for each view; None where one view cannot be one.
+    def _samples(self, batch: IndexBatch, *, is_alone: bool) -> tuple[list[Column], list[Any] | None]:
+        """Samples before the steps that are not known, for each lane; and targets, where reading samples told them."""
+        kept, views, indices = self.kept, len(self.lanes), batch.positions.tolist()
+        if self.lanes[0].program is not None:
+            served: Sequence[Any] = self._alone(batch) if is_alone else self._tensors(batch)
+            return [self._shown(column, lane.plan) for column, lane in zip(served, self.lanes, strict=True)], None
+        if self.is_remote:
+            self._expect(batch)
+        samples: Column
+        if kept is None:
+            pairs = [self._from_source(index) for index in indices]
+            samples = [sample for sample, _ in pairs]
+            return [samples] * views, [target for _, target in pairs]
+        samples = [kept.sample(index) for index in indices]
+        return [samples if self.is_upright else list(map(without_exif, samples))] * views, None
 
-        Known steps behind them run here; a view that has none of either is stacked.
-        """
-        views = self.plan.each
-        tensors: list[torch.Tensor] = []
-        if not any(self.lasts):
-            return None
-        for view, last, samples in zip(views, self.lasts, columns, strict=True):
-            shapes = {decoded_shape(sample) if view.per_sample else sample.shape for sample in samples}
-            shape = shapes.pop() if len(shapes) == 1 else None
-            if shape is not None and not view.per_sample:
-                tensors.append(torch.stack(list(samples)))
-                continue
-            if last is None or shape is None:
-                return None
+    def _from_source(self, index: int) -> tuple[Any, Any]:
+        path = self.path
+        assert path is not None
+        try:
+            sample, target = path.source.read(index)
+        except RemoteError:  # a network that is down is no sample's fault
+            raise
+        except OSError as cause:
+            raise sample_error(path.source.path(index), index, cause) from cause
+        sample = path.prepare(sample)
+        return to_image(sample) if isinstance(sample, Planes) else sample, target
+
+    def _alone(self, batch: IndexBatch) -> list[list[torch.Tensor]]:
+        """What ``_tensors`` gives, of samples in whatever shape each has."""
+        kept, visits_B = self.kept, batch.visits
+        assert kept is not None
+        if self.plan.mask:
+            self._refuse_other_sizes(batch.positions)
+        columns = []
+        with kept.naming_damage():
+            for lane, program in zip(self.lanes, self._programs, strict=True):
+                store = self._stores[lane.part]
+                pairs = zip(batch.positions.tolist(), visits_B, strict=True)
+                served = [program.run_one(store, index, visit, batch.seed) for index, visit in pairs]
+                columns.append(list(map(program.as_tensor, served)))
+        return columns
+
+    def _shown(self, served: torch.Tensor | list[torch.Tensor], plan: TransformPlan) -> list[Any]:
+        """Samples after the batch ops, as the rest of the transform wants them."""
+        if plan.kind != "pil":
+            kind = tensor_class(plan.kind)
+            return [sample.as_subclass(kind) for sample in served]
+        images = [present(sample.numpy(), plan.kind) for sample in served]
+        return images if self.is_upright else list(map(without_exif, images))
+
+    def _finished(self, lane: Lane, samples: Column, batch: IndexBatch, ring: Ring | None) -> Column:
+        """What the steps that are not known, and those behind them, make of samples: whole where that can be."""
+        plan = lane.plan
+        samples = [plan.run_unknown(sample) for sample in samples]
+        if not any(other.last for other in self.lanes):
+            return samples
+        shapes = {decoded_shape(sample) if plan.per_sample else sample.shape for sample in samples}
+        shape = shapes.pop() if len(shapes) == 1 else None
+        if shape is not None and not plan.per_sample:
+            return torch.stack(samples)
+        output = None
+        if lane.last is not None and shape is not None:
             with ChannelsError.naming(int(batch.positions[0])):
-                output = last.output(shape, is_of_all=True)
-            if output is None:
-                return None
-            decoded = [np.ascontiguousarray(image).reshape(*shape[1:], shape[0]) for image in samples]
-            # Of the ring there is one piece of memory a batch.
-            take = np.empty if ring is None or len(views) > 1 else ring.take
-            out = take((len(samples), *output[0]), output[1])
-            last.run_images(OpenedImages.decoded(decoded), batch.positions, batch.visits, batch.seed, out)
-            tensors.append(last.as_tensor(out))
-        return tensors
+                output = lane.last.output(shape, is_of_all=True)
+        if lane.last is None or shape is None or output is None:
+            return [plan.run_last(sample) for sample in samples]
+        decoded = [np.ascontiguousarray(image).reshape(*shape[1:], shape[0]) for image in samples]
+        # Of the ring there is one piece of memory a batch.
+        take = np.empty if ring is None or len(self.lanes) > 1 else ring.take
+        out = take((len(samples), *output[0]), output[1])
+        lane.last.run_images(OpenedImages.decoded(decoded), batch.positions, batch.visits, batch.seed, out)
+        return lane.last.as_tensor(out)
 
-    def expect(self, batch: IndexBatch) -> None:
+    # Files and stores
+
+    def _expect(self, batch: IndexBatch) -> None:
         """Have what is fetched for these samples fetched at once."""
-        if self.is_remote and (self.kept is None or self.kept.filled_share() < 1):
+        if self.kept is None or self.kept.filled_share() < 1:
             self.samples.expect(batch.positions.tolist())
 
     def _refuse_other_sizes(self, index_B: np.ndarray) -> None:
@@ -330,102 +502,15 @@ class Reader:
         """The files of samples that are kept nowhere, as they are to be served."""
         return open_files(cast("FileSource", self.samples), indices, upright=self.is_upright)
 
-    # One sample
-
-    def item(self, batch: IndexBatch, k: int) -> Any:
-        """Sample and target ``k`` of a batch."""
-        one, plan = slice(k, k + 1), self.plan
-        samples, target = self._read(batch, k)
-        if plan.mask:
-            return self._join(samples[0], target)
-        if self.pair_transform is not None:
-            transformed: tuple[Any, Any] = self.pair_transform(samples[0], target)
-            return transformed if self.item_keys is None else self._join(*transformed)
-        samples = [view.run_unknown(sample) for view, sample in zip(plan.each, samples, strict=True)]
-        alone = IndexBatch([batch[k]], batch.positions[one], batch.visits[one], batch.seed)
-        images = self._run_last([[sample] for sample in samples], alone, None)
-        if images is None:
-            samples = [view.run_last(sample) for view, sample in zip(plan.each, samples, strict=True)]
-        else:
-            samples = [image[0].as_subclass(tensor_class(plan.end_kind or "tensor")) for image in images]
-        target = target if self.target_transform is None else self.target_transform(target)
-        return self._join(self._together(samples), self._beside(target, int(batch.positions[k])))
-
-    def _beside(self, target: Any, index: int) -> Any:
-        """What a sample's item has beside it."""
-        return (target, index) if self.return_index else target
-
-    def _join(self, sample: Any, target: Any) -> Any:
-        keys = self.item_keys
-        return (sample, target) if keys is None else keys.join(sample, target)
-
-    def _read(self, batch: IndexBatch, k: int) -> tuple[list[Any], Any]:
-        """A sample as it is before the steps that are not known, for each view, and its target before any."""
-        index, one, plan = int(batch.positions[k]), slice(k, k + 1), self.plan
-        kept, program, path = self.kept, self.lanes[0].program, self.path
-        alone = IndexBatch([index], batch.positions[one], batch.visits[one], batch.seed)
-        if path is not None and program is None:
-            try:
-                sample, target = path.source.read(index)
-            except RemoteError:  # a network that is down is no sample's fault
-                raise
-            except OSError as cause:
-                raise sample_error(path.source.path(index), index, cause) from cause
-            sample = path.prepare(sample)
-            return [to_image(sample) if isinstance(sample, Planes) else sample] * len(plan.each), target
-        target = self.stored_target(index)
-        if kept is not None and program is None:
-            sample = kept.sample(index)
-            return [sample if self.is_upright else without_exif(sample)] * len(plan.each), target
-        if kept is None:
-            served = self._read_tensors(alone, None)
-        else:
-            served = [image[None] for image in self._read_alone(kept, index, batch.visits[k], batch.seed)]
-        if plan.mask:
-            target = served.pop()[0].as_subclass(tensor_class(plan.mask.kind))
-        return [self._shown(images, view)[0] for images, view in zip(served, plan.each, strict=True)], target
-
-    def _read_alone(self, kept: KeptSamples, index: int, visit: int, seed: int) -> list[torch.Tensor]:
-        """What ``_read_tensors`` gives of one sample, in whatever shape it has."""
-        if self.plan.mask:
-            self._refuse_other_sizes(np.array([index]))
-        served = []
-        with kept.naming_damage():
-            for program, _, part in self.lanes:
-                assert program is not None
-                served.append(program.as_tensor(program.run_one(kept.stores[part].settled, index, visit, seed)))
-        return served
-
-    def _together(self, samples: Iterable[Any]) -> Any:
-        """The only one of a sample's views, or all of them, as the transform gives them."""
-        return self.plan.made(samples) if self.plan.views else next(iter(samples))
-
-    def _shown(self, served: torch.Tensor, plan: TransformPlan) -> list[Any]:
-        """Samples after the batch ops, as the rest of the transform wants them."""
-        if plan.kind != "pil":
-            kind = tensor_class(plan.kind)
-            return [image.as_subclass(kind) for image in served.unbind(0)]
-        images = [present(image, plan.kind) for image in served.numpy()]
-        return images if self.is_upright else list(map(without_exif, images))
-
-    def stored_target(self, index: int) -> Any:
-        if isinstance(self.samples, KeptSamples):
-            return self.samples.target(index)
-        return self.samples.read(index)[1] if self.table is None else self.table.target(index)
-
-    def _target(self, index: int) -> Any:
-        target = self.stored_target(index)
-        return target if self.target_transform is None else self.target_transform(target)
-
     # What random draws are made from
 
     def seed_of(self, base_seed: int) -> int:
         """What they are made from in an epoch of this base seed: the user's ``seed``, if there is one."""
-        return base_seed if self.seed is None else self.seed
+        return base_seed if self.options.seed is None else self.options.seed
 
     def visit(self, indices: Sequence[int]) -> IndexBatch:
         """The batch of these indices, for readers that no loader of fastdata's tells their visits."""
-        index_B = positions(as_numbers(indices), len(self.samples))
+        index_B = positions(as_numbers(indices), self.length)
         if isinstance(indices, IndexBatch) and np.array_equal(index_B, indices.positions):  # else it was changed
             return indices
         # The base seed of the iterator of torch's that reads in this process, and a number that tells it from others:
@@ -434,9 +519,9 @@ class Reader:
         base_seed = reader = torch.initial_seed()
         if worker is not None:
             base_seed, reader = worker.seed - worker.id, worker.id - getattr(current_process(), "_identity", (0,))[-1]
-        if self.seed is not None:
+        if self.options.seed is not None:
             reader = 0  # all draw from one seed
-        draws = self.lanes[0].program is not None or any(self.lasts)
+        draws = any(lane.program is not None or lane.last is not None for lane in self.lanes)
         if not draws or self.visits is None:
             visits_B = np.zeros_like(index_B)
         else:
@@ -467,17 +552,7 @@ class DeviceBatch(NamedTuple):
     keys: ItemForm | None
 
 
-def _serve_into(
-    pairs: list[Any], kept: KeptSamples, batch: IndexBatch, rows_B: np.ndarray | None = None, part: int = 0
-) -> None:
-    """Serve a part of a batch's samples by each program, or as stored where that is None, into its memory."""
-    store = kept.stores[part].settled
-    (program, out), *others = [(program or Program((), store.spec), out) for program, out in pairs]
-    with kept.naming_damage():
-        program.run(store, batch.positions, batch.visits, batch.seed, out, rows_B, others)
-
-
-def _take(wanted: list[tuple[tuple[int, ...], np.dtype[Any]]], ring: BatchRing | None) -> list[np.ndarray]:
+def _take(wanted: list[tuple[tuple[int, ...], np.dtype[Any]]], ring: Ring | None) -> list[np.ndarray]:
     """Memory for arrays of these shapes and dtypes: one piece of the ring's, or fresh."""
     take = np.empty if ring is None else ring.take
     if len(wanted) == 1:

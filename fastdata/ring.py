@@ -188,8 +188,7 @@ class WorkerRing:
         dataset = getattr(dataset, "behind", dataset)
         while isinstance(dataset, Subset):
             dataset = dataset.dataset
-        if hasattr(dataset, "batch_ring"):
-            dataset.batch_ring = self  # it gathers its batches straight into a slot, by ``take``
+        _worker_rings[id(dataset)] = self  # it gathers its batches straight into a slot, by ``take``
 
     def take(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         self._begin()
@@ -280,6 +279,16 @@ class WorkerRing:
                 memory[:] = part.data
             spans.append((start, part.nbytes))
         return spans
+
+
+_worker_rings: weakref.WeakValueDictionary[int, WorkerRing] = weakref.WeakValueDictionary()
+"""By the dataset that a worker process reads."""
+Ring = BatchRing | WorkerRing
+
+
+def ring_of(dataset: Any) -> WorkerRing | None:
+    """Where a dataset's batches are to lie, in the worker process that reads it."""
+    return _worker_rings.get(id(dataset))
 
 
 class _Slot:

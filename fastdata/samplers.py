@@ -25,6 +25,7 @@ import numpy.typing as npt
 from torch.utils.data import ConcatDataset, Dataset, DistributedSampler, Sampler
 
 from fastdata.batch import RepeatedIndex, count_earlier
+from fastdata.dataset import PreparedDataset, stored_of
 from fastdata.draws import draw_integers, draw_uniform, sample_keys
 from fastdata.ranks import find_rank
 
@@ -614,10 +615,11 @@ def _targets_of(source: Any) -> npt.NDArray[Any]:
 
 
 def _shapes_of(source: Any) -> Int64s:
-    if hasattr(source, "kept"):  # a fastdata dataset
-        shapes = None if source.kept is None else source.kept.images.shapes()
+    if isinstance(source, PreparedDataset):
+        kept = stored_of(source).kept
+        shapes = None if kept is None else kept.images.shapes()
         if shapes is None:
-            what = "keeps no samples" if source.kept is None else "prepares samples on their first read"
+            what = "keeps no samples" if kept is None else "prepares samples on their first read"
             raise ValueError(
                 f"the dataset {what}, so that not all of their shapes are known yet. Make it with fill='eager' and a "
                 "storage, or give shapes=, an array (N, 2) of height and width."

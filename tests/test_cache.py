@@ -509,7 +509,7 @@ def test_a_flipped_byte_is_found_in_a_batch_of_whole_words(tmp_path: Path) -> No
     CachedDataset(data, **options).close()
     damage(home_of(tmp_path) / "part0-00000.npy", 128 + 3 * 32 + 5)
     with CachedDataset(data, **options) as dataset:
-        store = dataset.kept.images
+        store = dataset.reader().kept.images
         out = np.empty((2, 4, 8), np.uint8)
         store.gather_into(np.array([1, 5]), out)
         assert out[:, 0, 0].tolist() == [1, 5]

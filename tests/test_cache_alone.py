@@ -194,7 +194,7 @@ def test_images_come_as_tensors_on_request(image_folder: Folder) -> None:
     root = image_folder(size=(13, 11))
     wanted = torch.stack([v1.PILToTensor()(Image.fromarray(pixels)) for pixels in images_of(root)])
     with CachedDataset.from_cache(build(root), as_tensors=True) as dataset:
-        assert dataset.batch_obstacle is None
+        assert dataset.reader().obstacle is None
         images, labels = next(iter(DataLoader(dataset, batch_size=6)))
         assert torch.equal(images, wanted)
         assert torch.equal(dataset[5][0], wanted[5])

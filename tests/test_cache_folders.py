@@ -191,8 +191,8 @@ def test_a_list_takes_over_what_another_one_has_prepared(image_folder: Folder, c
         return ImageManifest([(name, 1) for name in chosen], root=root, num_workers=1, **options)
 
     def first_file(dataset: ImageManifest) -> Path:
-        assert dataset.kept is not None
-        path: Path = dataset.kept.stores[0].files[0].path
+        assert dataset.reader().kept is not None
+        path: Path = dataset.reader().kept.stores[0].files[0].path
         return path
 
     with made(names[:5]) as first, made(names[1:]) as second, made(names[2:5]) as third:

@@ -227,7 +227,7 @@ def test_nothing_is_mapped_around_a_sample_that_was_brought(tmp_path: Path, monk
     """The kernel maps neighbours of a page that is touched, but not of those brought; dropped, they leave nothing."""
     data = [(torch.full((3, 50, 41), i, dtype=torch.uint8), i) for i in range(100)]
     with CachedDataset(data, cache_dir=tmp_path, cache_key="k", progress=False) as dataset:
-        store: Any = dataset.kept.images
+        store: Any = dataset.reader().kept.images
         store.bring(np.array([50]))
         store.read(50).sum()
         assert 0 < mapped_bytes(tmp_path) <= 3 * 50 * 41 + 2 * mmap.PAGESIZE
@@ -254,7 +254,7 @@ def test_too_many_pieces_only_take_more_memory(
 def test_what_was_dropped_is_read_again(tmp_path: Path, transform: Any, codec: str) -> None:
     """After all memory of a cache was let go, the page cache's too, samples are what they were."""
     with on_disk(mixed_sizes(tmp_path), transform, codec=codec) as dataset:
-        store: Any = dataset.kept.images
+        store: Any = dataset.reader().kept.images
         views = [store.read(index) for index in range(len(store))]
         copies = [view.copy() for view in views]
         store.drop(np.arange(len(store)), from_cache=True)
@@ -311,7 +311,7 @@ def test_the_page_cache_is_emptied_where_memory_is_short(
 
     with on_disk(image_folder(per_class=18)) as dataset:
         if is_large:
-            monkeypatch.setattr(dataset.kept.images, "size_bytes", 1 << 60)
+            monkeypatch.setattr(dataset.reader().kept.images, "size_bytes", 1 << 60)
         monkeypatch.setattr(DiskStore, "drop", drop)
         with chunked(dataset) as loader:
             dropped.clear()
@@ -331,7 +331,7 @@ def test_a_damaged_sample_is_named(image_folder: FolderMaker, codec: str, worker
     """Its batch raises with its path, all others come, and the next run mends it."""
     root = image_folder(per_class=13, size=(17, 14))
     with on_disk(root, codec=codec) as dataset:
-        wanted = dataset.kept.images.read(0).copy()
+        wanted = dataset.reader().kept.images.read(0).copy()
     damage(root.parent / "cache", "part0-00000.*", 140 if codec == "auto" else 3)
     with on_disk(root, codec=codec) as dataset, chunked(dataset, shuffle=False, num_workers=workers) as loader:
         batches = iter(loader)
@@ -341,7 +341,7 @@ def test_a_damaged_sample_is_named(image_folder: FolderMaker, codec: str, worker
         assert [targets.tolist() for _, targets in batches] == [[0] * 4] * 2 + [[0, 1, 1, 1]] + [[1] * 4] * 2 + [[1, 1]]
         del caught
     with on_disk(root, codec=codec) as dataset:
-        assert np.array_equal(dataset.kept.images.read(0), wanted)
+        assert np.array_equal(dataset.reader().kept.images.read(0), wanted)
 
 
 def test_a_damaged_sample_does_not_keep_a_loader_from_being_made(image_folder: FolderMaker) -> None:

@@ -232,7 +232,7 @@ def test_joint_transforms_get_image_and_mask() -> None:
         image, mask = dataset[3]
         assert image.shape == (5, 6, 3)
         assert mask.shape == (5, 6)
-        assert "several parts" in (dataset.batch_obstacle or "")
+        assert "several parts" in (dataset.reader().obstacle or "")
     with pytest.raises(ValueError, match="transforms= takes sample and target together"):
         CachedDataset(items, transforms=flip, transform=flip, progress=False)
 
@@ -410,7 +410,7 @@ def test_a_loader_of_ones_own_cannot_keep_files(image_folder: Folder) -> None:
 
 def _spoil(dataset: Any, index: int) -> None:
     """Overwrite a sample's bytes in the sealed block, as a fault of the memory would."""
-    store = dataset.kept.images
+    store = dataset.reader().kept.images
     data = np.array(store._bytes[0])
     start, size = int(store._offsets[index]), int(store._sizes[index])
     data[start : start + size] = 255

@@ -90,7 +90,7 @@ def test_a_mirrored_image_is_cropped_and_padded_as_torchvision_does(
     transform = api.Compose([*mirrored, api.CenterCrop(size), api.PILToTensor()])
     images = Images(4, sizes)
     with cached(images, transform=transform) as dataset:
-        assert dataset.batch_obstacle is None
+        assert dataset.reader().obstacle is None
         for index, (mine, _) in enumerate(dataset.__getitems__(range(4))):
             assert torch.equal(mine, transform(images[index][0]))
 
@@ -103,7 +103,7 @@ def test_a_crop_of_a_crop_is_padded_if_needed(sizes: int, size: tuple[int, int])
     images = Images(6, sizes)
     transform = v1.Compose([flip, middle, v1.RandomCrop(size, pad_if_needed=True, fill=200), v1.PILToTensor()])
     with cached(images, transform=transform) as dataset:
-        assert dataset.batch_obstacle is None
+        assert dataset.reader().obstacle is None
         for index, (mine, _) in enumerate(dataset.__getitems__(range(6))):
             more_h, more_v = size[1] - 3, size[0] - 3
             padded = v1.functional.pad(middle(flip(images[index][0])), [more_h, more_v], fill=200)
@@ -384,8 +384,8 @@ def test_per_sample_steps_get_what_they_would_have_got() -> None:
         batch = dataset.__getitems__([1, 2])
         assert isinstance(batch, SampleBatch)
         assert len(seen) == 3
-        assert dataset.batch_obstacle is not None
-        assert "per sample" in dataset.batch_obstacle
+        assert dataset.reader().obstacle is not None
+        assert "per sample" in dataset.reader().obstacle
 
 
 def test_targets_of_a_batch_are_what_torch_makes_of_them() -> None:
@@ -499,10 +499,10 @@ def test_changes_of_views_and_targets_in_a_collate_fn_count() -> None:
 def test_a_transform_that_begins_alike_is_served_from_the_same_store(caplog: pytest.LogCaptureFixture) -> None:
     """Nothing is prepared again where only what follows the stored steps is another."""
     with cached(Images(4), transform=v1.Compose([v1.Resize((4, 4)), v1.RandomCrop(3), v1.ToTensor()])) as dataset:
-        stores = dataset.kept.stores
+        stores = dataset.reader().kept.stores
         dataset.transform = v1.Compose([v1.Resize((4, 4)), v1.ToTensor()])
         assert dataset[0][0].shape == (3, 4, 4)
-        assert dataset.kept.stores is stores
+        assert dataset.reader().kept.stores is stores
         assert not caplog.records
 
 
@@ -537,7 +537,7 @@ def test_two_views_serve_one_store() -> None:
     before = memfd_count()
     train = cached(Images(4), transform=v1.Compose([v1.Resize((4, 4)), v1.RandomHorizontalFlip(1), v1.ToTensor()]))
     val = train.with_transform(v1.Compose([v1.Resize((4, 4)), v1.ToTensor()]))
-    assert val.kept is train.kept
+    assert val.reader().kept is train.reader().kept
     assert torch.equal(train[1][0].flip(-1), val[1][0])
     train.close()
     with pytest.raises(StoreGoneError):
@@ -551,7 +551,7 @@ def test_a_view_that_begins_otherwise_has_a_store_of_its_own() -> None:
     """The first view goes on serving what it did."""
     with cached(Images(4), transform=v1.Resize((4, 4))) as train, train.with_transform(v1.Resize((2, 2))) as val:
         assert (train[0][0].size, val[0][0].size) == ((4, 4), (2, 2))
-        assert val.kept is not train.kept
+        assert val.reader().kept is not train.reader().kept
 
 
 @pytest.mark.parametrize("name", ["samples", "targets"])
@@ -1043,8 +1043,8 @@ def test_a_store_is_let_go_before_samples_are_prepared_again() -> None:
 
     items = [(torch.full((3, 8, 8), i, dtype=torch.uint8), i) for i in range(4)]
     with CachedDataset(items, prepare=note, transform=v1.CenterCrop(4), progress=False, num_workers=1) as dataset:
-        assert dataset.kept is not None
-        stores.append(weakref.ref(dataset.kept.images))
+        assert dataset.reader().kept is not None
+        stores.append(weakref.ref(dataset.reader().kept.images))
         dataset.transform = v1.CenterCrop(2)
         assert dataset[3][0].shape == (3, 2, 2)
         assert left

@@ -657,7 +657,7 @@ def test_whole_images_kept_for_random_crops_name_the_way_to_less(
     Small images get no advice either.
     """
     clock = itertools.accumulate(itertools.cycle([0, times, 0, 1]))  # of whole images, of smaller ones
-    monkeypatch.setattr("fastdata.dataset.time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setattr("fastdata.serving.time", SimpleNamespace(perf_counter=lambda: next(clock)))
     steps = v1.Compose([v1.RandomResizedCrop(20), v1.ToTensor()])
     for size, other in (((400, 600), (900, 512)), ((100, 90), (90, 60))):
         root = image_folder(size=size, root=f"{size}")

@@ -33,8 +33,10 @@ ROOMS = (
     "batch",
     "ring",
     "reader",
+    "serving",
     "formats",
     "dataset",
+    "cached",
     "folder",
     "export",
     "samplers",
@@ -49,7 +51,7 @@ ROOMS = (
 
 ENTRANCES = ("tools", "__main__", "__init__")
 """Stand on top of all others: no room of the flow uses them."""
-MOST_FLOORS = 10
+MOST_FLOORS = 12
 """A floor is one import of another room: on floor 1 are the rooms that import none."""
 
 DOORS = {

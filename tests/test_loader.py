@@ -36,6 +36,7 @@ from torchvision import transforms as v1
 
 from conftest import shown
 from fastdata import CachedDataset, DataLoader, FastDataWarning, Views, collate, memory
+from fastdata.ring import ring_of
 
 AUGMENT = v1.Compose([v1.RandomCrop((4, 3)), v1.RandomHorizontalFlip(), v1.ConvertImageDtype(torch.float32)])
 
@@ -143,7 +144,7 @@ def test_a_worker_gathers_a_part_of_a_dataset_into_the_ring(images: CachedDatase
 
 def _has_ring(_: Any) -> bool:
     worker: Any = get_worker_info()
-    return worker.dataset.dataset.batch_ring is not None
+    return ring_of(worker.dataset.dataset) is not None
 
 
 def test_repeated_samples_are_drawn_anew() -> None:
@@ -279,7 +280,7 @@ def test_a_worker_gathers_joined_datasets_into_the_ring() -> None:
 
 def _has_joined_ring(samples: Any) -> bool:
     worker: Any = get_worker_info()
-    return worker.dataset.behind.batch_ring is not None and samples.stacked is not None
+    return ring_of(worker.dataset.behind) is not None and samples.stacked is not None
 
 
 class Doubled(CachedDataset):

@@ -43,7 +43,7 @@ def test_every_sample_is_stored_at_its_index(make: Any, workers: int) -> None:
         assert dataset.targets == [target for _, target in samples]
         for (mine, _), (array, _) in zip(dataset, samples, strict=True):
             np.testing.assert_array_equal(mine, array)
-        assert (dataset.batch_obstacle is None) == (make is dense)
+        assert (dataset.reader().obstacle is None) == (make is dense)
 
 
 def test_samples_that_differ_late_are_stored_with_their_own_shapes() -> None:
@@ -51,7 +51,7 @@ def test_samples_that_differ_late_are_stored_with_their_own_shapes() -> None:
     samples = dense(100)
     samples[37] = (np.full((5, 5), 9, np.int16), 370)
     with cached(samples) as dataset:
-        assert "differ in shape" in str(dataset.batch_obstacle)
+        assert "differ in shape" in str(dataset.reader().obstacle)
         assert dataset[37][0].tolist() == [[9] * 5] * 5
         assert dataset[99][0].tolist() == [[99] * 3] * 2
 

@@ -117,8 +117,8 @@ def _be_rank(rank: int, count: int, run: str, work: Callable[[int, Any], Any], p
 
 def made(dataset: CachedDataset) -> dict[str, Any]:
     """What the samples of a dataset are, and where they lie."""
-    assert dataset.kept is not None
-    store = dataset.kept.stores[0].settled
+    assert dataset.reader().kept is not None
+    store = dataset.reader().kept.stores[0].settled
     return {
         "samples": [int(image.reshape(-1)[0]) for image, _ in dataset],
         "shapes": {tuple(image.shape) for image, _ in dataset},
@@ -393,7 +393,7 @@ import os, subprocess, sys
 sys.modules["lightning_fabric"] = sys
 from fastdata import ImageFolder
 dataset = ImageFolder(sys.argv[1], fill="eager", progress=False)
-inode = os.fstat(dataset.kept.stores[0].files[0].fileno()).st_ino
+inode = os.fstat(dataset.reader().kept.stores[0].files[0].fileno()).st_ino
 ranks = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
 command = [sys.executable, "-c", sys.argv[2], sys.argv[1]]
 found = subprocess.run(command, env=os.environ | ranks, capture_output=True, text=True)
@@ -403,7 +403,7 @@ CHILD = """
 import os, sys
 from fastdata import ImageFolder
 dataset = ImageFolder(sys.argv[1], fill="eager", progress=False)
-inode = os.fstat(dataset.kept.stores[0].files[0].fileno()).st_ino
+inode = os.fstat(dataset.reader().kept.stores[0].files[0].fileno()).st_ino
 print(inode, "parent" if "prepared with the process that started this one" in dataset.storage_plan.reason else "own")
 """
 
@@ -595,7 +595,7 @@ def test_two_datasets_of_one_rank_have_memory_of_their_own(images: Path) -> None
         with one, two:
             pipe.send("made")
             pipe.recv()
-            return [os.fstat(it.kept.stores[0]._store.files[0].fileno()).st_ino for it in (one, two)]
+            return [os.fstat(it.reader().kept.stores[0]._store.files[0].fileno()).st_ino for it in (one, two)]
 
     with Ranks(2, work) as run:
         run.receive_all()

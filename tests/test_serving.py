@@ -114,7 +114,7 @@ class TwoCrops(CachedDataset):
     """Two views of each image, and one of its neighbour."""
 
     def __getitem__(self, index: int) -> Any:
-        neighbour = (index + 1) % self.sample_count
+        neighbour = (index + 1) % len(self)
         return super().__getitem__(index)[0], super().__getitem__(index)[0], super().__getitem__(neighbour)[0]
 
 
@@ -576,7 +576,7 @@ def views_of(loader: Any) -> list[torch.Tensor]:
 def test_views_are_whole_batches_of_their_own(loader_of: Callable[..., Any], storage: str) -> None:
     """Each view is one tensor of its own shape and dtype, a sample's own at that, whatever reads it; all draw anew."""
     with cached(storage=storage).with_transform(VIEWS) as dataset:
-        assert dataset.batch_obstacle is None
+        assert dataset.reader().obstacle is None
         views = views_of(loader_of(dataset))
         assert [(view.shape, view.dtype) for view in views] == [
             ((LENGTH, 3, 7, 5), torch.uint8),
@@ -615,8 +615,8 @@ class Crops:
 def test_callables_that_return_several_crops_are_read_as_views(transform: Any, kind: type) -> None:
     """Two calls in one list or tuple, and views behind steps that all share, are served as Views of these."""
     with cached().with_transform(transform) as dataset, cached(batch_ops="off").with_transform(transform) as plain:
-        assert dataset.batch_obstacle is None
-        assert plain.batch_obstacle is not None
+        assert dataset.reader().obstacle is None
+        assert plain.reader().obstacle is not None
         assert type(dataset[0][0]) is type(plain[0][0]) is kind
         assert [view.shape for view in views_of(DataLoader(dataset, batch_size=4))] == [(LENGTH, 3, 4, 3)] * 2
 
@@ -687,7 +687,7 @@ def test_files_that_are_kept_nowhere_give_whole_batches_of_views(image_folder: F
     """Without storage each view is what the core makes of the decoded file, as the store would serve it."""
     root, views = image_folder(), Views(v1.Compose([v1.Resize(9), v1.RandomCrop(8), v1.PILToTensor()]), SMALL)
     with ImageFolder(root, transform=views, storage="none", seed=0, progress=False) as read:
-        assert read.batch_obstacle is None
+        assert read.reader().obstacle is None
         with ImageFolder(root, transform=views, storage="shared", seed=0, progress=False) as kept:
             for mine, theirs in zip(*(views_of(DataLoader(each, batch_size=4)) for each in (read, kept)), strict=True):
                 assert torch.equal(mine, theirs)
@@ -750,7 +750,7 @@ def paired(samples: Any, *steps: Any, **options: Any) -> CachedDataset:
 def test_masks_move_as_torchvision_moves_them(step: Any, kind: str) -> None:
     """Where nothing is left to chance, the masks of a batch are bit-equal to those of v2, and its images as ever."""
     with paired(pairs(kind), step, *TO_PAIR) as dataset:
-        assert dataset.batch_obstacle is None
+        assert dataset.reader().obstacle is None
         images, masks = next(iter(DataLoader(dataset, batch_size=5)))
         wanted = [v2.Compose([step, *TO_PAIR])(*pair) for pair in pairs(kind)]
         assert masks.dtype == torch.int64
@@ -827,7 +827,7 @@ class OwnStep(v2.Transform):
 def test_unserved_pairs_say_why(transforms: Any, samples: Any, reason: str) -> None:
     """What is not for whole batches of image and mask runs as written on each pair, and the plan says why."""
     with CachedDataset(samples, transforms=transforms, progress=False) as dataset:
-        assert reason in (dataset.batch_obstacle or "")
+        assert reason in (dataset.reader().obstacle or "")
         assert dataset.plan.per_sample == (transforms,)
 
 

@@ -259,7 +259,6 @@ def test_a_fastdata_dataset_writes_into_the_memory_that_arrives() -> None:
             came.view(-1)[0] = 77
             assert samples[0][0].view(-1)[0] == 77
         assert collate_fn.arrivals.fresh_count == 0
-        dataset.batch_ring = None
 
 
 @pytest.mark.usefixtures("torchs_road_in_this_process")
@@ -280,7 +279,6 @@ def test_a_collate_function_may_read_more_samples_of_the_dataset(slots: int) -> 
             assert (number.tolist(), more.flatten(1).tolist()) == ([4], [[4] * 4])
             del images, labels, more, number
         assert all(slot.is_free for slot in ring._slots)
-        dataset.batch_ring = None
 
 
 def test_default_collate_fails_as_in_torch() -> None:

@@ -16,6 +16,7 @@ from torch.utils.data import IterableDataset
 
 from fastdata import memory
 from fastdata.batch import RepeatedIndex, count_earlier
+from fastdata.cached import CachedDataset
 from fastdata.chunked.plan import (
     CHUNKS_HELD,
     PROCESS_BYTES,
@@ -30,11 +31,11 @@ from fastdata.chunked.plan import (
     shuffle_quality,
 )
 from fastdata.chunked.residency import Residency
-from fastdata.dataset import CachedDataset, PreparedDataset
+from fastdata.dataset import PreparedDataset, index_count, stored_of
 from fastdata.loader import DataLoader
 from fastdata.loader.epochs import HELD_BY_USER
 from fastdata.loader.resume import Progress
-from fastdata.loader.view import JoinedDatasets, LoaderView
+from fastdata.loader.view import LoaderView
 from fastdata.ranks import find_rank, local_ranks
 from fastdata.report import EpochReport, log
 from fastdata.ring import BatchRing
@@ -253,7 +254,7 @@ class ChunkedLoader:
             cores = num_workers or memory.usable_cores()
             if order.rank_samples:
                 order = self._plan(order, memory_limit, chunk_samples, mix_chunks, cores)
-            has_seed = self._view is not None and self._view.dataset.options.seed is not None
+            has_seed = self._view is not None and self._view.seed is not None
             self._sampler = ChunkSampler(order, rank, world_size)
             self._loader: DataLoader[Any] = DataLoader(
                 dataset,
@@ -280,16 +281,15 @@ class ChunkedLoader:
         view = self._view
         for store in self._stores:
             store.release()  # it is no memory that is in use: chunks will be there in its place
-        if view is not None:
-            view.dataset.refresh()
-        is_served = view is not None and view.dataset.batch_obstacle is None
+        reader = None if view is None else view.dataset.reader()
+        is_served = reader is not None and reader.obstacle is None
         is_mixed = order.shuffle and bool(self._stores)
         most_bytes, pieces = self._most_of_chunk(order, mix) if is_mixed else (_MOST_BYTES, 1)
         pages_bytes = 2 * mmap.PAGESIZE * len(self._stores)
         in_use_bytes = memory.tree_pss_bytes()
         free_bytes = memory.available_bytes().bytes
         limit_bytes = memory.parse_bytes(memory_limit, of=free_bytes // local_ranks() + in_use_bytes)
-        served_bytes = view.dataset.served_bytes if view is not None and is_served else None
+        served_bytes = None if reader is None else reader.served_bytes
         batch_bytes = (served_bytes or _SAMPLE_BYTES) * self.batch_size
         mirrored = [store for store in self._stores if isinstance(store, MirroredStore)]
         fetch_bytes = CHUNKS_HELD * FETCH_BYTES * len(mirrored)
@@ -446,14 +446,12 @@ class _Epoch:
 
 
 def _parts_of(view: LoaderView | None) -> Sequence[PreparedDataset]:
-    if view is None:
-        return []
-    return view.dataset.parts if isinstance(view.dataset, JoinedDatasets) else [view.dataset]
+    return [] if view is None else view.parts
 
 
 def _disk_stores(dataset: PreparedDataset) -> list[DiskStore]:
     """The files that its samples are served from."""
-    kept = dataset.kept
+    kept = stored_of(dataset).kept
     return [store for store in kept.stores if isinstance(store, DiskStore)] if kept else []
 
 
@@ -461,12 +459,12 @@ def _locator(view: LoaderView | None) -> Callable[[np.ndarray], Iterable[tuple[D
     """What says of samples of a loader in which files they lie, and where in these."""
     parts = _parts_of(view)
     subset = None if view is None else view.subset
-    ends = np.cumsum([part.index_count for part in parts])
+    ends = np.cumsum(list(map(index_count, parts)))
 
     def located(samples: np.ndarray) -> Iterator[tuple[DiskStore, np.ndarray]]:
         index = samples if subset is None else np.sort(subset[samples] % ends[-1])  # -1 is the last one
         for part, end in zip(parts, ends.tolist(), strict=True):
-            first = end - part.index_count
+            first = end - index_count(part)
             mine = index[(first <= index) & (index < end)] - first
             for store in _disk_stores(part) if len(mine) else ():
                 yield store, mine

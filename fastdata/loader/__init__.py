@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -19,19 +20,20 @@ from torch.utils.data import dataloader as torch_loader
 
 from fastdata import memory
 from fastdata.batch import DrawKey, collate
-from fastdata.dataset import PreparedDataset
+from fastdata.dataset import PreparedDataset, latest_reader, own_reader
 from fastdata.describe import draws_nothing
 from fastdata.errors import kind_of
 from fastdata.images import jpeg_obstacle
 from fastdata.loader import epochs
 from fastdata.loader.epochs import HELD_BY_USER, Counted, Engine, Tally, TorchView
 from fastdata.loader.resume import Checkpoints, LoaderEpochs, Progress, length_of, undisturbed
-from fastdata.loader.view import MOSTLY_PREPARED, JoinedDatasets, LoaderView, Served, find_wrapped
+from fastdata.loader.view import MOSTLY_PREPARED, LoaderView, find_wrapped
 from fastdata.memory import PinningPlan, budget_bytes, choose_pinning
 from fastdata.ranks import local_ranks
 from fastdata.report import EpochReport, warn_user
 from fastdata.ring import BatchRing
 from fastdata.samplers import RankSampler, Uneven
+from fastdata.serving import fallback_notice
 
 _T_co = TypeVar("_T_co", covariant=True)
 _TORCHS = inspect.signature(torch_loader.DataLoader).parameters
@@ -163,16 +165,15 @@ class DataLoader(_TorchLoader[_T_co]):
         if self._served and type(self.dataset) in (Subset, ConcatDataset):  # whose indices may be others now
             self._served = self._checkpoints.served = LoaderView.find(self.dataset)
         if self._served:
-            self._served.dataset.refresh()
-            served = self._served.dataset
-            self._say_fallback([served], served.fallback_notice)
+            self._served.dataset.reader()  # which notices what was changed in place
+            self._say_fallback(self._served.parts)
         elif not isinstance(self.dataset, IterableDataset):
             wrapped, notice = find_wrapped(self.dataset)
-            self._say_fallback(wrapped, lambda: notice)
+            self._say_fallback(wrapped, notice)
         is_prefetched = ring is not None
         if ring is None:
             ring = self._ring = self._ring or BatchRing(self.ring_slots(held))
-        lease = self._served.dataset.lease() if self._served else None
+        lease = self._served.lease() if self._served else None
         engine, progress = self._choose_engine(), self._checkpoints.begin()
         dataset: Any = self._served.fetched(self.dataset) if self._served else self.dataset
         view = TorchView(
@@ -186,20 +187,21 @@ class DataLoader(_TorchLoader[_T_co]):
                 iterator = self._iterate_torch(view, progress, held)
             else:
                 self._iterator = None  # persistent worker processes that have done their part
-                reader = self._reader(view.dataset, lease, ring, read, in_thread=engine.workers > 0)
-                iterator = epochs.ThreadIter(view, progress, ring, reader, threads=engine.workers)
+                reads = self._reads(view.dataset, lease, ring, read, in_thread=engine.workers > 0)
+                iterator = epochs.ThreadIter(view, progress, ring, reads, threads=engine.workers)
         iterator.tally = self._tally = Tally(engine, iterator.ring, self._pinning)
         iterator.lease = lease
         self._share_begun = self._served.prepared_share if self._served else 1.0
         return iterator
 
-    def _say_fallback(self, datasets: list[Served], find_notice: Callable[[], str]) -> None:
+    def _say_fallback(self, datasets: Sequence[PreparedDataset], notice: str | None = None) -> None:
         """Warn once of what keeps datasets from being served in whole batches, where the user has not asked for it."""
-        is_said = all(dataset.is_fallback_said for dataset in datasets)
-        notice = "" if is_said or self.workers == "process" else find_notice()
-        for dataset in datasets:
-            dataset.is_fallback_said = True
-        if notice:
+        if all(map(_WARNED.__contains__, map(id, datasets))):
+            return
+        _WARNED.update((id(dataset), dataset) for dataset in datasets)
+        if notice is None:
+            notice = next(filter(None, map(_fallback_notice, datasets)), "")
+        if notice and self.workers != "process":
             warn_user(f"batches are not served whole: {notice}")
 
     def _iterate_torch(self, view: TorchView, progress: Progress, held: int) -> Counted:
@@ -216,18 +218,18 @@ class DataLoader(_TorchLoader[_T_co]):
         counted: Counted = iterator
         return counted
 
-    def _reader(
+    def _reads(
         self, dataset: Any, lease: Any, ring: BatchRing, read: Any, *, in_thread: bool
     ) -> Callable[[Any, Any], Any]:
         """Make what turns indices and draws of a batch into it; holds neither loader nor iterator."""
         collate_fn = self.collate_fn
-        has_own_items = self._served is not None and self._served.dataset.has_own_items
+        has_own_items = self._served is not None and self._served.has_own
         assert collate_fn is not None
         if read is not None:
             return lambda indices, _: read(indices, ring)
 
         def make(indices: Any, draws: DrawKey) -> Any:
-            reader = None if lease is None or has_own_items else lease()
+            reader = None if lease is None or has_own_items else lease.reader or lease()
             return epochs.make_batch(dataset, reader, indices, ring, collate_fn, draws, in_thread=in_thread)
 
         return make
@@ -255,7 +257,7 @@ class DataLoader(_TorchLoader[_T_co]):
     def report(self) -> EpochReport:
         """How the latest epoch went, complete or not; ``.path`` says how batches are read, and why."""
         report, served = self._tally.report(), self._served
-        if served is None or not isinstance(served.dataset, PreparedDataset) or served.dataset.kept is None:
+        if served is None or not isinstance(served.dataset, PreparedDataset) or served.dataset.storage == "none":
             return report
         return replace(report, prepared=served.dataset.filled_share(served.subset))
 
@@ -326,7 +328,7 @@ class DataLoader(_TorchLoader[_T_co]):
         engine = self._choose_engine()
         if engine.kind == "process":
             return f"batches come from {engine.path}"
-        obstacle = self._served.dataset.device_obstacle
+        obstacle = self._served.latest().device_obstacle
         return obstacle or (None if self.collate_fn is collate else "collate_fn= is your own")
 
     # Decisions
@@ -339,10 +341,11 @@ class DataLoader(_TorchLoader[_T_co]):
             path = path if count else "torch's engine in the training loop"
             return Engine(kind="process", path=f"{path}: {obstacle}", workers=count)
         serves, most = "whole batches", memory.usable_cores()
-        if served is None or served.dataset.batch_obstacle is not None:
-            serves = "samples one by one" + (f" ({served.dataset.batch_obstacle})" if served else "")
+        reader = None if served is None else served.latest()
+        if reader is None or reader.obstacle is not None:
+            serves = "samples one by one" + (f" ({reader.obstacle})" if reader else "")
             most = count  # more threads than cores read ahead where reading waits for a disk or a network
-        elif getattr(served.dataset, "kept", True) is None and jpeg_obstacle():
+        elif getattr(reader, "kept", True) is None and jpeg_obstacle():
             serves += f" of files that Pillow decodes whole ({jpeg_obstacle()})"
         if count == 0:
             return Engine(kind="thread", path=f"{serves}, read in the training loop: num_workers=0")
@@ -365,11 +368,9 @@ class DataLoader(_TorchLoader[_T_co]):
             return "worker_init_fn is for worker processes"
         if self.num_workers > 0 and self._is_filling(self._served):
             return "samples are prepared on their first read"
-        dataset = self._served.dataset
-        parts = dataset.parts if isinstance(dataset, JoinedDatasets) else [dataset]
-        if not all(draws_nothing(part.target_transform) for part in parts):
+        if not all(draws_nothing(part.target_transform) for part in self._served.parts):
             return "target_transform= may draw random numbers"
-        return self._served.dataset.batch_obstacle
+        return self._served.latest().obstacle
 
     def _is_filling(self, served: LoaderView) -> bool:
         """Whether many samples will be prepared when they are read, which processes do better than threads.
@@ -378,7 +379,7 @@ class DataLoader(_TorchLoader[_T_co]):
         """
         share = served.prepared_share
         was_idle = share == self._share_begun and self._tally.batches > 0
-        return served.dataset.batch_obstacle is None and share < MOSTLY_PREPARED and not was_idle
+        return share < MOSTLY_PREPARED and not was_idle and served.latest().obstacle is None
 
     def _draws_alone(self) -> bool:
         """Whether nothing of the user's own runs for whole batches that a ``worker_init_fn`` might have prepared."""
@@ -390,7 +391,7 @@ class DataLoader(_TorchLoader[_T_co]):
     def _choose_pinning(self, asked: bool | Literal["auto"]) -> PinningPlan:
         if asked != "auto":
             return PinningPlan(pin=asked, reason="", is_own_choice=False)
-        sample_bytes = self._served.dataset.served_bytes if self._served else None
+        sample_bytes = self._served.latest().served_bytes if self._served else None
         batch_bytes = None if sample_bytes is None or self.batch_size is None else sample_bytes * self.batch_size
         under_way = max(1, self.num_workers * (self.prefetch_factor or 0)) + 1
         return choose_pinning(
@@ -399,6 +400,20 @@ class DataLoader(_TorchLoader[_T_co]):
             pinned_bytes=(batch_bytes or 0) * under_way,
             budget=budget_bytes(memory.available_bytes()),
         )
+
+
+_WARNED: weakref.WeakValueDictionary[int, PreparedDataset] = weakref.WeakValueDictionary()
+"""Datasets of which it was said what keeps them from being served in whole batches."""
+
+
+def _fallback_notice(dataset: PreparedDataset) -> str:
+    own = own_reader(dataset)
+    if own is None:
+        return fallback_notice(latest_reader(dataset))
+    return (
+        f"{type(dataset).__name__}.{own} is called for each sample. Write what it does as transform= or "
+        "target_transform= instead."
+    )
 
 
 def _share(dataset: Any, shuffle: bool, drop_last: bool, distributed: Literal["auto", "exact"]) -> RankSampler:
@@ -410,6 +425,6 @@ def _share(dataset: Any, shuffle: bool, drop_last: bool, distributed: Literal["a
     if distributed == "exact" and drop_last:
         raise ValueError("distributed='exact' gives every sample once, and drop_last=True would drop some: choose one")
     found = LoaderView.find(dataset)
-    seed = None if found is None else found.dataset.options.seed  # torch's generators may differ between ranks
+    seed = None if found is None else found.seed  # torch's generators may differ between ranks
     uneven: Uneven = "keep" if distributed == "exact" else "drop" if drop_last else "pad"
     return RankSampler(dataset, shuffle=shuffle, seed=seed or 0, uneven=uneven)

@@ -26,13 +26,13 @@ from torch.utils.data._utils.pin_memory import pin_memory as copy_to_pinned
 from fastdata.batch import BatchDraws, DrawKey, collate
 from fastdata.errors import IngestError, MemoryBudgetError
 from fastdata.loader.resume import Progress
-from fastdata.loader.view import JoinedReader
+from fastdata.loader.view import JoinedLease, JoinedReader
 from fastdata.memory import PinningPlan, is_running
-from fastdata.reader import Reader
+from fastdata.reader import Lease, Reader
 from fastdata.report import EpochReport
 from fastdata.ring import Arrivals, BatchRing, LostBatchError, RingCollate
 
-Ring = BatchRing | Arrivals
+Slots = BatchRing | Arrivals
 HELD_BY_USER = 2
 """Batches that the training loop may hold without costing new memory: the current one and one looked ahead."""
 _PARENT_CHECK_S = 0.5
@@ -72,7 +72,7 @@ def make_batch(
             whole = getattr(dataset, "__getitems__", None)
             samples = whole(indices) if whole else [dataset[index] for index in indices]
         elif collate_fn is collate and reader.obstacle is None:
-            return reader.read_batch(indices, ring)
+            return reader(indices, ring)
         else:
             samples = reader.items(indices, ring)
     return draws.collated(collate_fn, samples)
@@ -100,7 +100,7 @@ class LoopTimes:
 class Tally(LoopTimes):
     """Counts of the epoch in progress."""
 
-    def __init__(self, engine: Engine, ring: Ring | None = None, pinning: PinningPlan | None = None) -> None:
+    def __init__(self, engine: Engine, ring: Slots | None = None, pinning: PinningPlan | None = None) -> None:
         super().__init__()
         self._engine, self._ring, self._pinning = engine, ring, pinning
         self._fresh_before = ring.fresh_count if ring else 0
@@ -154,8 +154,8 @@ class Counted(torch_loader._BaseDataLoaderIter):
     """An iterator that counts what it hands over and how long it kept the user waiting."""
 
     tally: Tally  # of the epoch, as ``progress``; an iterator of workers that persist gets new ones for the next
-    ring: Ring | None = None  # that batches come through
-    lease: Callable[[], object] | None = None  # of what is read; ends the epoch once the dataset is closed
+    ring: Slots | None = None  # that batches come through
+    lease: Lease | JoinedLease | None = None  # of what is read; ends the epoch once the dataset is closed
 
     def __init__(self, view: TorchView, progress: Progress) -> None:
         self.progress = progress
@@ -178,7 +178,7 @@ class Counted(torch_loader._BaseDataLoaderIter):
         tally, progress = self.tally, self.progress
         asked_at = tally.ask()
         try:
-            if self.lease is not None:
+            if self.lease is not None and self.lease.reader is None:
                 self.lease()
             batch = super().__next__()
             tally.batches += 1

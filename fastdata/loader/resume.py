@@ -26,7 +26,7 @@ import torch
 from torch.utils import data as torch_data
 
 from fastdata.batch import DrawKey, IndexBatch, RepeatedIndex
-from fastdata.loader.view import LoaderView, Served
+from fastdata.loader.view import LoaderView
 from fastdata.samplers import BucketSampler, EpochSampler
 
 VERSION = 3
@@ -111,16 +111,16 @@ class LoaderEpochs:
     def set(self, epoch: int) -> None:
         self._set = epoch
 
-    def begin(self, epoch: int, dataset: Served) -> None:
-        chosen = dataset.epoch if self._set is None else self._set
+    def begin(self, epoch: int, served: LoaderView) -> None:
+        chosen = served.epoch if self._set is None else self._set
         self.current = epoch if chosen is None else chosen
 
-    def resume(self, state: dict[str, Any], dataset: Served) -> None:
+    def resume(self, state: dict[str, Any], served: LoaderView) -> None:
         """Go on with the epoch of a loader's state: that one if it has begun, else as ``begin``."""
         if state["is_begun"]:
             self.current = state["epoch"]
         else:
-            self.begin(state["epoch"], dataset)
+            self.begin(state["epoch"], served)
 
     def coming(self, *, is_counted_anew: bool = False) -> int:
         """Number of the epoch that would begin now if none is set."""
@@ -150,11 +150,11 @@ class Checkpoints:
         kept, epochs = self._kept_seed, self._epochs
         if state is None:
             if self.served:
-                epochs.begin(self._coming_number(self.served), self.served.dataset)
+                epochs.begin(self._coming_number(self.served), self.served)
             self.progress = Progress(epoch=epochs.current, base_seed=kept, keeps_seed=kept is not None)
             return self.progress
         if self.served and state["epoch"] is not None:
-            epochs.resume(state, self.served.dataset)
+            epochs.resume(state, self.served)
         self.progress = Progress(
             epoch=epochs.current,
             start=state["start"],
@@ -238,7 +238,7 @@ class Checkpoints:
 
     def _coming_number(self, served: LoaderView) -> int:
         """Number of the epoch that would begin now, as random draws count it: those of a new base seed from 0."""
-        return self._epochs.coming(is_counted_anew=served.dataset.options.seed is None and self._kept_seed is None)
+        return self._epochs.coming(is_counted_anew=served.seed is None and self._kept_seed is None)
 
 
 class Order(Iterator[Any]):
@@ -319,7 +319,9 @@ class Order(Iterator[Any]):
         seed, number, shared = self._progress.base_seed or 0, self._progress.latest, self._shared
         if shared is not None:  # among the batches of all ranks, so that no two draw the same
             number = number * shared.num_replicas + shared.rank
-        return DrawKey(self._served.dataset.seed_of(seed) if self._served else seed, self._progress.epoch or 0, number)
+        if self._served is not None and self._served.seed is not None:
+            seed = self._served.seed
+        return DrawKey(seed, self._progress.epoch or 0, number)
 
     @property
     def name(self) -> str:
@@ -357,9 +359,9 @@ class Order(Iterator[Any]):
         if self._served is None:
             return indices
         if self.counted:
-            dataset, is_set = self._served.dataset, self.counted.is_set
+            served, is_set = self._served, self.counted.is_set
             # Not where each epoch draws a seed, whose draws count from 0, nor where the epoch of draws was set alone.
-            if is_set or (dataset.epoch is None and (dataset.options.seed is not None or progress.keeps_seed)):
+            if is_set or (served.epoch is None and (served.seed is not None or progress.keeps_seed)):
                 progress.epoch = self.counted.coming()["epoch"]
         assert progress.base_seed is not None
         shared, share = self._shared, (0, 1)

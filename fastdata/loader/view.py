@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
-from fastdata.batch import EpochVisits, IndexBatch, Multiples, SampleBatch, as_numbers
-from fastdata.dataset import PreparedDataset
-from fastdata.reader import Reader, positions
-from fastdata.ring import BatchRing
+from fastdata.batch import EpochVisits, IndexBatch, Multiples, as_numbers
+from fastdata.dataset import PreparedDataset, index_count, latest_reader, lease_of, own_reader, stored_of
+from fastdata.reader import Lease, Reader, positions
+from fastdata.ring import Ring, ring_of
 from fastdata.shared import collate_targets
 
 MOSTLY_PREPARED = 0.9
@@ -27,149 +27,111 @@ class JoinedDatasets:
     from that of the first that has one.
     """
 
-    own_reader = None
-    batch_ring: BatchRing | None = None
-
     def __init__(self, parts: Sequence[PreparedDataset]) -> None:
         self.parts = parts
-        self._ends = np.cumsum([part.index_count for part in parts])
-        self.options = next((part.options for part in parts if part.options.seed is not None), parts[0].options)
-
-    def _pieces(self, index_B: np.ndarray) -> Iterator[tuple[PreparedDataset, np.ndarray, np.ndarray]]:
-        """Each dataset that indices are of, which of them those are, and their positions in it."""
-        for number, row_B, position_B in _split(index_B, self._ends):
-            part = self.parts[number]
-            yield part, row_B, positions(position_B, part.index_count)
-
-    # What ``PreparedDataset`` has of the same name
+        self.ends = np.cumsum([index_count(part) for part in parts])
 
     def __getitems__(self, batch: IndexBatch) -> list[Any]:
-        if not self.has_own_items:
-            return self.lease()().items(batch, self.batch_ring)
+        leases = [lease_of(part) for part in self.parts]
+        if not any(map(own_reader, self.parts)):
+            return JoinedReader([lease() for lease in leases], self.ends).items(batch, ring_of(self))
         samples: list[Any] = [None] * len(batch)
-        for part, row_B, position_B in self._pieces(batch.positions):
-            piece = IndexBatch(position_B.tolist(), position_B, batch.visits[row_B], part.seed_of(batch.seed))
-            is_own = part.own_reader is not None
-            read = [part.own_item(piece, k) for k in range(len(piece))] if is_own else part.__getitems__(piece)
-            for row, sample in zip(row_B.tolist(), read, strict=True):
+        for number, row_B, position_B in _split(batch.positions, self.ends):
+            part = self.parts[number]
+            position_B = positions(position_B, index_count(part))
+            seed = leases[number]().seed_of(batch.seed)
+            piece = IndexBatch(position_B.tolist(), position_B, batch.visits[row_B], seed)
+            for row, sample in zip(row_B.tolist(), part.__getitems__(piece), strict=True):
                 samples[row] = sample
         return samples
 
-    def lease(self) -> Callable[[], JoinedReader]:
-        leases, ends = [part.lease() for part in self.parts], self._ends
-        obstacle = self.batch_obstacle
-        return lambda: JoinedReader(tuple(lease() for lease in leases), ends, obstacle)
+    def reader(self) -> JoinedReader:
+        return JoinedReader([part.reader() for part in self.parts], self.ends)
 
-    @property
-    def has_own_items(self) -> bool:
-        return any(part.has_own_items for part in self.parts)
 
-    @property
-    def index_count(self) -> int:
-        return int(self._ends[-1])
+class JoinedLease:
+    """Of the readers of several datasets."""
 
-    @property
-    def batch_obstacle(self) -> str | None:
-        obstacle = next(filter(None, (part.batch_obstacle for part in self.parts)), None)
-        forms = {} if obstacle else dict.fromkeys(part.image_form for part in self.parts)
-        return f"the datasets serve images that differ, {' and '.join(forms)}" if len(forms) > 1 else obstacle
+    def __init__(self, leases: Sequence[Lease], ends: np.ndarray) -> None:
+        self._leases, self._ends = leases, ends
 
-    @property
-    def device_obstacle(self) -> str:
-        return self.batch_obstacle or "the samples of a ConcatDataset lie in several stores"
+    def __call__(self) -> JoinedReader:
+        return JoinedReader([lease() for lease in self._leases], self._ends)
 
-    @property
-    def served_bytes(self) -> int | None:
-        return None if self.batch_obstacle else self.parts[0].served_bytes
+    reader = property(__call__)
 
-    @property
-    def target_transform(self) -> Callable[[Any], Any] | None:
-        return next(filter(None, (part.target_transform for part in self.parts)), None)
 
-    @property
-    def epoch(self) -> int | None:
-        return next((part.epoch for part in self.parts if part.epoch is not None), None)
+class JoinedReader:
+    """The readers of several datasets as one, for a batch; whatever it has of a ``Reader``'s name is the same."""
+
+    def __init__(self, readers: Sequence[Reader], ends: np.ndarray) -> None:
+        self.readers, self.ends = readers, ends
+        self.obstacle = next((reader.obstacle for reader in readers if reader.obstacle), None)
+        self.target_transform = next((it.target_transform for it in readers if it.target_transform is not None), None)
+        self.own = next((reader.own for reader in readers if reader.own), "")
+        self.options = next((it.options for it in readers if it.options.seed is not None), readers[0].options)
+        forms = {} if self.obstacle else dict.fromkeys(reader.image_form for reader in readers)
+        if len(forms) > 1:
+            self.obstacle = f"the datasets serve images that differ, {' and '.join(forms)}"
+        self.served_bytes = None if self.obstacle else readers[0].served_bytes
+        self.device_obstacle = self.obstacle or "the samples of a ConcatDataset lie in several stores"
 
     def seed_of(self, base_seed: int) -> int:
         return base_seed if self.options.seed is None else self.options.seed
 
-    def refresh(self) -> None:
-        for part in self.parts:
-            part.refresh()
-
-    @property
-    def is_fallback_said(self) -> bool:
-        return all(part.is_fallback_said for part in self.parts)
-
-    @is_fallback_said.setter
-    def is_fallback_said(self, is_said: bool) -> None:
-        for part in self.parts:
-            part.is_fallback_said = is_said
-
-    def fallback_notice(self) -> str:
-        return next(filter(None, (part.fallback_notice() for part in self.parts)), "")
-
-    def prepared_share(self, index: np.ndarray | None) -> float:
-        assert index is not None
-        pieces = [(part.prepared_share(position_B), len(position_B)) for part, _, position_B in self._pieces(index)]
-        return sum(share * count for share, count in pieces) / max(len(index), 1)
-
-
-class JoinedReader(NamedTuple):
-    """The readers of several datasets as one, for a batch; whatever it has of a ``Reader``'s name is the same."""
-
-    readers: tuple[Reader, ...]
-    ends: np.ndarray
-    obstacle: str | None
-
-    @property
-    def target_transform(self) -> Callable[[Any], Any] | None:
-        return next(filter(None, (reader.target_transform for reader in self.readers)), None)
-
     def _batches(self, batch: IndexBatch) -> Iterator[tuple[Reader, np.ndarray, IndexBatch]]:
         for number, row_B, position_B in _split(batch.positions, self.ends):
             reader = self.readers[number]
-            position_B = positions(position_B, len(reader.samples))
+            position_B = positions(position_B, reader.length)
             seed = reader.seed_of(batch.seed)
             yield reader, row_B, IndexBatch(position_B.tolist(), position_B, batch.visits[row_B], seed)
 
-    def items(self, batch: IndexBatch, ring: BatchRing | None = None) -> list[Any]:
-        if self.obstacle is None:
-            return self.sample_batch(batch, ring)
-        samples: list[Any] = [None] * len(batch)
+    def __call__(self, batch: IndexBatch, ring: Ring | None = None) -> Any:
+        tensors, first = self._tensors(batch, ring), self.readers[0]
+        return first.joined(tensors, None if first.plan.mask else self._targets(batch))
+
+    def items(self, batch: IndexBatch, ring: Ring | None = None) -> list[Any]:
+        if self.obstacle is not None:
+            return self._gathered(batch, lambda reader, piece: reader.items(piece))
+        tensors, first = self._tensors(batch, ring), self.readers[0]
+        targets = None if first.plan.mask else self._gathered(batch, lambda reader, piece: reader.targets_of(piece))
+        return first.sample_batch(tensors, targets)
+
+    def _gathered(self, batch: IndexBatch, read: Callable[[Reader, IndexBatch], list[Any]]) -> list[Any]:
+        """What the readers have of each sample, in the order of the batch."""
+        gathered: list[Any] = [None] * len(batch)
         for reader, row_B, piece in self._batches(batch):
-            for row, sample in zip(row_B.tolist(), reader.items(piece), strict=True):
-                samples[row] = sample
-        return samples
+            for row, value in zip(row_B.tolist(), read(reader, piece), strict=True):
+                gathered[row] = value
+        return gathered
 
-    def read_batch(self, batch: IndexBatch, ring: BatchRing | None = None) -> Any:
-        return self.readers[0].joined(self._read_tensors(batch, ring), lambda: self._read_targets(batch))
-
-    def sample_batch(self, batch: IndexBatch, ring: BatchRing | None = None) -> SampleBatch:
-        return self.readers[0].as_batch(self._read_tensors(batch, ring), lambda: self._targets_of(batch))
-
-    def _read_tensors(self, batch: IndexBatch, ring: BatchRing | None) -> list[torch.Tensor]:
+    def _tensors(self, batch: IndexBatch, ring: Ring | None) -> list[torch.Tensor]:
         outs = self.readers[0].room(len(batch), ring)
         for reader, row_B, piece in self._batches(batch):
             reader.read_into(outs, piece, row_B)
         return self.readers[0].as_tensors(outs)
 
-    def _read_targets(self, batch: IndexBatch) -> Any:
-        found = [(row_B, reader.read_targets(piece)) for reader, row_B, piece in self._batches(batch)]
+    def _targets(self, batch: IndexBatch) -> Any:
+        found = [(row_B, reader.targets(piece)) for reader, row_B, piece in self._batches(batch)]
         tensors = [target for _, target in found if isinstance(target, torch.Tensor)]
         if len(tensors) < len(found) or len({(tensor.dtype, tensor.shape[1:]) for tensor in tensors}) != 1:
-            return collate_targets(self._targets_of(batch))
+            return collate_targets(self._gathered(batch, lambda reader, piece: reader.targets_of(piece)))
         targets = tensors[0].new_empty((len(batch), *tensors[0].shape[1:]))
         for (row_B, _), tensor in zip(found, tensors, strict=True):
             targets[torch.from_numpy(row_B)] = tensor
         return targets
 
-    def _targets_of(self, batch: IndexBatch) -> list[Any]:
-        targets: list[Any] = [None] * len(batch)
-        for reader, row_B, piece in self._batches(batch):
-            for row, target in zip(row_B.tolist(), reader.targets_of(piece), strict=True):
-                targets[row] = target
-        return targets
+    def filled_share(self, index: np.ndarray) -> float:
+        pieces = [(self.readers[number], position_B) for number, _, position_B in _split(index, self.ends)]
+        return sum(prepared_share(reader, each) * len(each) for reader, each in pieces) / max(len(index), 1)
+
+
+def prepared_share(reader: Reader | JoinedReader, index: np.ndarray | None) -> float:
+    """Share of the samples, or of those of ``index``, that will not be prepared and kept when they are read."""
+    if isinstance(reader, JoinedReader):
+        assert index is not None
+        return reader.filled_share(index)
+    return 1.0 if reader.kept is None else reader.filled_share(index)
 
 
 def _split(index_B: np.ndarray, ends: np.ndarray) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
@@ -181,26 +143,6 @@ def _split(index_B: np.ndarray, ends: np.ndarray) -> Iterator[tuple[int, np.ndar
 
 
 Served = PreparedDataset | JoinedDatasets
-
-
-class EpochItems(Dataset[Any]):
-    """The items of a ``ConcatDataset`` one by one, as a loader over all of it would draw them in an epoch."""
-
-    def __init__(self, view: LoaderView) -> None:
-        assert view.subset is not None
-        self.dataset, self.positions = view.dataset, view.subset
-        self._visits, self._seed = np.zeros_like(view.subset), 0
-
-    def begin(self, items: np.ndarray, visits: np.ndarray, seed: int) -> None:
-        """Begin an epoch, in which these are the visits of these items."""
-        self._visits[items], self._seed = visits, seed
-
-    def __len__(self) -> int:
-        return len(self.positions)
-
-    def __getitem__(self, index: int) -> Any:
-        position_B, visits_B = self.positions[[index]], self._visits[[index]]
-        return self.dataset.__getitems__(IndexBatch(position_B.tolist(), position_B, visits_B, self._seed))[0]
 
 
 class LoaderView(NamedTuple):
@@ -225,7 +167,7 @@ class LoaderView(NamedTuple):
             try:
                 indices = as_numbers(each.indices)
             except TypeError:
-                if getattr(dataset, "own_reader", None) is None:
+                if not isinstance(dataset, PreparedDataset) or own_reader(dataset) is None:
                     raise
                 return None  # only a subclass's own methods know what these mean
             subset = indices if subset is None else indices[subset]
@@ -235,8 +177,46 @@ class LoaderView(NamedTuple):
         return cls(parts[0] if len(parts) == 1 else JoinedDatasets(parts), joined if subset is None else joined[subset])
 
     @property
+    def parts(self) -> Sequence[PreparedDataset]:
+        return self.dataset.parts if isinstance(self.dataset, JoinedDatasets) else [self.dataset]
+
+    @property
+    def has_own(self) -> bool:
+        """Whether a subclass's own methods make items, so that only it can be asked for batches."""
+        return any(own_reader(part) is not None for part in self.parts)
+
+    @property
+    def index_count(self) -> int:
+        """Indices from 0 to this, exclusive, may be asked for."""
+        dataset = self.dataset
+        return int(dataset.ends[-1]) if isinstance(dataset, JoinedDatasets) else index_count(dataset)
+
+    @property
+    def epoch(self) -> int | None:
+        """As the user set it on a dataset."""
+        return next((part.epoch for part in self.parts if part.epoch is not None), None)
+
+    @property
+    def seed(self) -> int | None:
+        """As the user gave it to a dataset."""
+        seeds = (stored_of(part).options.seed for part in self.parts)
+        return next((seed for seed in seeds if seed is not None), None)
+
+    def latest(self) -> Reader | JoinedReader:
+        """What was served last; not to be held, with the memory that it holds."""
+        if isinstance(self.dataset, JoinedDatasets):
+            return JoinedReader([latest_reader(part) for part in self.parts], self.dataset.ends)
+        return latest_reader(self.dataset)
+
+    @property
     def prepared_share(self) -> float:
-        return self.dataset.prepared_share(self.subset)
+        return prepared_share(self.latest(), self.subset)
+
+    def lease(self) -> Lease | JoinedLease:
+        """What an epoch reads by that begins now."""
+        if isinstance(self.dataset, JoinedDatasets):
+            return JoinedLease([lease_of(part) for part in self.parts], self.dataset.ends)
+        return lease_of(self.dataset)
 
     def visit(
         self,
@@ -252,16 +232,16 @@ class LoaderView(NamedTuple):
         One whose indices only the dataset's own methods know the meaning of stays as it is; elsewhere an index that is
         out of range or no number is an error.
         """
-        length = self.dataset.index_count
+        length, is_own = self.index_count, self.has_own
         multiples = None if self.subset is None else Multiples.find(self.subset, length)
         visits = EpochVisits(length if self.subset is None else len(self.subset), epoch, multiples, share)
-        seed = self.dataset.seed_of(base_seed)
+        seed = base_seed if self.seed is None else self.seed
 
         def visited(indices: list[int]) -> list[int]:
             try:
                 return self._visit(indices, visits, seed, may_be_marked)
             except (IndexError, TypeError, ValueError):
-                if self.dataset.own_reader is None:
+                if not is_own or isinstance(self.dataset, JoinedDatasets):
                     raise
                 return indices
 
@@ -272,7 +252,7 @@ class LoaderView(NamedTuple):
         positions_B, given = index_B, indices if may_be_marked else ()
         if self.subset is not None:
             indices = self.subset[index_B].tolist()
-            positions_B = positions(self.subset[index_B], self.dataset.index_count)
+            positions_B = positions(self.subset[index_B], self.index_count)
         return IndexBatch(indices, positions_B, visits.take(index_B, given), seed)
 
     def fetched(self, dataset: Any) -> Any:
@@ -282,7 +262,7 @@ class LoaderView(NamedTuple):
         return dataset if self.subset is None else _VisitedSubset(dataset, self.dataset)
 
 
-def find_wrapped(dataset: Any) -> tuple[list[Served], str]:
+def find_wrapped(dataset: Any) -> tuple[list[PreparedDataset], str]:
     """The fastdata datasets in one that is none, of which they are asked for sample after sample; and the way back."""
     while type(dataset) is Subset:
         dataset = dataset.dataset
@@ -290,7 +270,7 @@ def find_wrapped(dataset: Any) -> tuple[list[Served], str]:
     parts = dataset.datasets if is_joined else getattr(dataset, "__dict__", {}).values()
     parts = [part for part in parts if isinstance(part, Dataset) or is_joined]
     views = [LoaderView.find(part) for part in parts]
-    ours = [view.dataset for view in views if view is not None]
+    ours = [part for view in views if view is not None for part in view.parts]
     names = [type(part).__name__ for part, view in zip(parts, views, strict=True) if (view is None) == is_joined]
     if not ours or not names:
         return [], ""
@@ -310,11 +290,11 @@ def _joined(dataset: Any, parts: list[PreparedDataset]) -> np.ndarray | None:
 
     None if there is anything but fastdata datasets, or one that is as long as a subclass of one's own says.
     """
-    if isinstance(dataset, PreparedDataset) and len(dataset) == dataset.index_count:
+    if isinstance(dataset, PreparedDataset) and len(dataset) == index_count(dataset):
         if not any(dataset is part for part in parts):
             parts.append(dataset)
         before = itertools.takewhile(lambda part: part is not dataset, parts)
-        return np.arange(len(dataset)) + sum(part.index_count for part in before)
+        return np.arange(len(dataset)) + sum(map(index_count, before))
     if type(dataset) is Subset:
         behind = _joined(dataset.dataset, parts)
         return None if behind is None else behind[as_numbers(dataset.indices)]

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from fastdata.batch import stacked
-from fastdata.dataset import PreparedDataset
+from fastdata.dataset import PreparedDataset, lease_of
 from fastdata.errors import kind_of
 from fastdata.loader import DataLoader
 from fastdata.loader.view import LoaderView
@@ -95,8 +95,8 @@ class DeviceOps:
         if self._served is None:
             return None
         served = self._served.dataset
-        served.refresh()
-        dataset = served if isinstance(served, PreparedDataset) else served.parts[0]  # these have an obstacle
+        served.reader()  # which notices what was changed in place
+        dataset = self._served.parts[0]  # several have an obstacle
         obstacle: str | None = f"the loader is {kind_of(self._loader)}, not fastdata's DataLoader in batches"
         if isinstance(self._loader, DataLoader) and is_own(self._loader):
             obstacle = self._loader.device_obstacle()
@@ -108,10 +108,10 @@ class DeviceOps:
             self._asked,
             obstacle,
             stored_bytes=math.prod(program.sent_shape) if program else 0,
-            served_bytes=served.served_bytes or 0,
+            served_bytes=self._served.latest().served_bytes or 0,
             is_mirrored=is_kept_there and program is not None and program.host is None,
         )
-        lease = dataset.lease()
+        lease = lease_of(dataset)
         is_there = False
         where = f"on {self._device}"
         unused = ""
@@ -122,9 +122,8 @@ class DeviceOps:
             unused = f": {program.host_step} runs on the CPU"
             where += f", the conversion only{unused}"
         elif is_kept_there:
-            assert dataset.kept is not None
             is_there = True
-            where += f", from a copy of the store there ({format_bytes(_size_bytes(dataset.kept.images))})"
+            where += f", from a copy of the store there ({format_bytes(_size_bytes(_store(lease)))})"
         self.described = where
         if unused and is_kept_there and self._asked != "cpu" and not self._has_warned:
             self._has_warned = True
@@ -135,9 +134,8 @@ class DeviceOps:
         return read, partial(self.run, program, lease if is_there else None)
 
     def _compile(self, dataset: PreparedDataset) -> DeviceProgram:
-        assert dataset.kept is not None
         if self._compiled is None or self._compiled[0] is not dataset.plan:  # the user may have replaced it
-            self._compiled = dataset.plan, DeviceProgram(dataset.plan, dataset.kept.images.spec, **self._options)
+            self._compiled = dataset.plan, DeviceProgram(dataset.plan, _store(lease_of(dataset)).spec, **self._options)
         return self._compiled[1]
 
     def run(self, program: DeviceProgram, lease: Lease | None, batch: DeviceBatch) -> Any:

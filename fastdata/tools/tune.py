@@ -21,7 +21,7 @@ import numpy as np
 from torch.utils.data import IterableDataset
 
 from fastdata.batch import collate, flatten
-from fastdata.dataset import PreparedDataset
+from fastdata.dataset import PreparedDataset, prepared_anew
 from fastdata.errors import MemoryBudgetError, kind_of
 from fastdata.loader import DataLoader
 from fastdata.loader.view import MOSTLY_PREPARED, LoaderView
@@ -286,7 +286,7 @@ def _space(dataset: Any, batch_size: int | None, parameters: Any) -> dict[str, S
     cores = usable_cores()
     counts = [0, *(1 << power for power in range((max(16, 4 * cores)).bit_length()))]
     view = LoaderView.find(dataset)
-    is_whole = view is not None and view.dataset.batch_obstacle is None
+    is_whole = view is not None and view.latest().obstacle is None
     known: dict[str, Sequence[Any]] = {
         "num_workers": sorted({*counts, cores}),
         "workers": ("auto", "process" if is_whole else "thread"),
@@ -525,15 +525,15 @@ class _Judge:
         if view is None or not isinstance(view.dataset, PreparedDataset):
             return self.dataset
         served = view.dataset
-        is_filling = served.kept is not None and view.prepared_share < MOSTLY_PREPARED
+        is_filling = served.storage != "none" and view.prepared_share < MOSTLY_PREPARED
         if not stored and not is_filling:
             return self.dataset
         options = {"storage": "compressed"} | stored if stored else {"storage": served.storage}
         key = tuple(options.items())
         if key not in self.datasets:
-            places = np.arange(served.sample_count) if view.subset is None else view.subset
+            places = np.arange(view.index_count) if view.subset is None else view.subset
             some = np.random.default_rng(self.seed).permutation(places)[:_KEPT_FOR_PROBES]
-            self.datasets[key] = self.stack.enter_context(served.prepared_anew(sorted(some.tolist()), **options))
+            self.datasets[key] = self.stack.enter_context(prepared_anew(served, sorted(some.tolist()), **options))
         return self.datasets[key]
 
     def _refuse_too_large(self, settings: Settings) -> None:

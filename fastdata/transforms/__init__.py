@@ -7,23 +7,25 @@ as such, ``callables`` those of the user's; ``plan`` splits a transform; ``cpu``
 from fastdata.transforms.plan import (
     TransformPlan,
     describe_steps,
+    leading_steps,
     plan_pairs,
     plan_transform,
+    prepare_key,
     read_center_crop,
     read_resize,
     shape_after,
     split_upright,
 )
-from fastdata.transforms.steps import Views, fingerprint, is_same
+from fastdata.transforms.steps import Views
 
 __all__ = [
     "TransformPlan",
     "Views",
     "describe_steps",
-    "fingerprint",
-    "is_same",
+    "leading_steps",
     "plan_pairs",
     "plan_transform",
+    "prepare_key",
     "read_center_crop",
     "read_resize",
     "shape_after",

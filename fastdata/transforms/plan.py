@@ -115,10 +115,6 @@ class TransformPlan:
         """Run the last steps as they are written, on a sample that ``last_ops`` are not for."""
         return run_steps(self.per_sample[len(self._unknown) :], sample)
 
-    def prepare_key(self) -> str:
-        """Text that is equal for two plans whose prepare parts do the same; empty if there is none."""
-        return describe_steps(self.prepare, cache_key="")
-
     @property
     def prepare_text(self) -> str:
         """The prepare part as its steps show themselves now; empty if there is none."""
@@ -183,9 +179,7 @@ def plan_transform(
     if steps and isinstance(steps[-1], Views):
         facts = {"form": form, "dtype": dtype, "channels": channels, "batch_ops": batch_ops, "obstacle": obstacle}
         return _plan_views(steps[:-1], steps[-1], prepared, first, facts)
-    leading = tuple(takewhile(is_preparable, steps)) if prepared is None else steps[:prepared]
-    while prepared is None and leading and is_reforming(leading[-1]):  # a part of it only if more geometry follows
-        leading = leading[:-1]
+    leading = _leading(steps) if prepared is None else steps[:prepared]
     state, known, reason = State(kind=form), len(leading), ""
     for step in leading:
         with suppress(UnknownStepError):  # which are of ImageOps, or change nothing of such samples
@@ -221,14 +215,51 @@ def plan_transform(
     )
 
 
+def leading_steps(transform: Any, prepared: int | None = None) -> tuple[Step, ...]:
+    """The steps that samples are stored after: those that may be, or as many as ``prepared``."""
+    steps = flatten(transform)
+    if steps and isinstance(steps[-1], Views):
+        steps = _common([(*steps[:-1], *flatten(view)) for view in steps[-1].transforms])
+    return _leading(steps) if prepared is None else steps[:prepared]
+
+
+def _leading(steps: tuple[Step, ...]) -> tuple[Step, ...]:
+    leading = tuple(takewhile(is_preparable, steps))
+    while leading and is_reforming(leading[-1]):  # a part of it only if more geometry follows
+        leading = leading[:-1]
+    return leading
+
+
+def _common(each: list[tuple[Step, ...]]) -> tuple[Step, ...]:
+    """The steps that several views begin with."""
+    alike = takewhile(_are_alike, zip(*each, strict=False))
+    return tuple(steps[0] for steps in alike)
+
+
+def _are_alike(steps: tuple[Step, ...]) -> bool:
+    return all(step is steps[0] for step in steps) or len({describe(step, "") for step in steps}) == 1
+
+
+def prepare_key(steps: Iterable[Step]) -> str:
+    """Text that is equal, in any process, for leading steps that do the same; empty if there are none."""
+    return " | ".join(map(_state_text, steps))
+
+
+def _state_text(step: Any) -> str:
+    kind = type(step)
+    held = {name: value for name, value in getattr(step, "__dict__", {}).items() if name[0] != "_"}
+    held.pop("training", None)
+    text = f"{kind.__module__}.{kind.__qualname__} {held or repr(step)}"
+    return describe(step, "") if " at 0x" in text else text
+
+
 def _plan_views(
     before: tuple[Step, ...], views: Views, prepared: int | None, first: int, facts: dict[str, Any]
 ) -> TransformPlan:
     """Plan each view by itself, behind what all of them begin with, with numbers of its own for what it draws."""
     each = [(*before, *flatten(transform)) for transform in views.transforms]
-    alike = takewhile(lambda steps: len({describe(step, "") for step in steps}) == 1, zip(*each, strict=False))
-    common = tuple(steps[0] for steps in alike)
-    prepare = plan_transform(common).prepare if prepared is None else common[:prepared]
+    common = _common(each)
+    prepare = _leading(common) if prepared is None else common[:prepared]
     plans: list[TransformPlan] = []
     for steps in each:
         plans.append(plan_transform(steps, prepared=len(prepare), first=first, **facts))

@@ -51,7 +51,7 @@ def test_training_is_served_in_whole_batches(root: Path, options: dict[str, Any]
     """No step of timm's train transform runs per sample; two epochs have all their batches, drawn anew."""
     loader = _our_loader(root, "train", auto_augment="rand-m9-mstd0.5", re_prob=0.25, **options)
     with loader.dataset as dataset:
-        assert dataset.batch_obstacle is None
+        assert dataset.reader().obstacle is None
         assert not dataset.plan.per_sample
         first, second = list(loader), list(loader)
     assert [images.shape for images, _ in first] == [(4, *SIZE)] * BATCHES
@@ -66,7 +66,7 @@ def test_evaluation_is_timms(root: Path, options: dict[str, Any]) -> None:
     theirs = list(_loader(root, "val", **options))
     loader = _our_loader(root, "val", **options)
     with loader.dataset as dataset:
-        assert dataset.batch_obstacle is None
+        assert dataset.reader().obstacle is None
         assert [type(step).__name__ for step in dataset.plan.prepare] == ["Resize", "CenterCrop"]
         for _ in range(2):
             ours = list(loader)

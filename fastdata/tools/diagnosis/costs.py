@@ -18,7 +18,8 @@ import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler, Subset, default_collate
 
-from fastdata.dataset import CachedDataset, PreparedDataset
+from fastdata.cached import CachedDataset
+from fastdata.dataset import PreparedDataset, latest_reader, prepared_anew
 from fastdata.errors import kind_of
 from fastdata.images import OpenedImages, SampleSpec
 from fastdata.loader import DataLoader
@@ -121,7 +122,7 @@ def _with_transforms(dataset: Any, replaced: Callable[..., Any]) -> Any:
 def _watched(dataset: Any, spent: dict[Any, Costs]) -> Any:
     """A copy of a dataset that adds up what the steps of its transform cost, where these can be told apart."""
     if isinstance(dataset, PreparedDataset):
-        if not dataset.plan.per_sample or dataset.pair_transform is not None:
+        if not dataset.plan.per_sample or latest_reader(dataset).pair_transform is not None:
             return dataset
         steps = flatten(dataset.transform)
         known: Any = steps[: len(steps) - len(dataset.plan.per_sample)] or None
@@ -154,7 +155,7 @@ def _measure_parts(loader: Any) -> tuple[Part, ...]:
         torch.set_num_threads(1)  # as workers do
     dataset, spent = loader.dataset, dict[Any, Costs]()
     is_own = isinstance(dataset, PreparedDataset)
-    if is_own and dataset.batch_obstacle is None and (told_apart := _parts_of_batches(dataset)):
+    if is_own and latest_reader(dataset).obstacle is None and (told_apart := _parts_of_batches(dataset)):
         return told_apart
     samples: list[Any] = []
     total, begun, before = np.zeros(2), time.perf_counter(), _clock()
@@ -189,13 +190,13 @@ def _measure_parts(loader: Any) -> tuple[Part, ...]:
 
 def _parts_of_batches(dataset: PreparedDataset) -> tuple[Part, ...]:
     """What reading, and each step that runs on whole batches, costs; nothing where that cannot be told apart."""
-    plan, kept = dataset.plan, dataset.kept
-    if plan.views or dataset.pair_transform is not None or (dataset.options.resize is not None and kept is None):
+    reader = dataset.reader()
+    plan, kept = reader.plan, reader.kept
+    if plan.views or reader.pair_transform is not None or (reader.options.resize is not None and kept is None):
         return ()
-    index_B = np.arange(0, dataset.sample_count, max(1, dataset.sample_count // _LOOKED_AT))[:_LOOKED_AT]
+    index_B = np.arange(0, reader.length, max(1, reader.length // _LOOKED_AT))[:_LOOKED_AT]
     spec = kept.images.spec if kept else SampleSpec(shape=None, dtype="uint8", form="pil")
     shape = kept.images.shape(0) if kept else (3, 1, 1)
-    reader = dataset.lease()()
     parts: list[Part] = []
     steps, first, names, last_s = flatten(dataset.transform), len(plan.prepare), [], 0.0
     decoded = None if kept else _decoded(reader.open_files, index_B)
@@ -242,7 +243,7 @@ def _rate_when_kept(loader: Any, storage: str, count: int) -> tuple[Rate, int]:
     index = range(0, len(dataset), max(1, len(dataset) // count))[:count]
     collate_fn = None if loader.collate_fn is default_collate else loader.collate_fn
     if isinstance(dataset, PreparedDataset):
-        kept: PreparedDataset = dataset.prepared_anew(index, storage=storage, codec="auto")
+        kept: PreparedDataset = prepared_anew(dataset, index, storage=storage, codec="auto")
     else:
         transforms: list[Any] = []
         bare = _with_transforms(dataset, lambda transform, is_joint=False: transforms.append((transform, is_joint)))
@@ -254,7 +255,8 @@ def _rate_when_kept(loader: Any, storage: str, count: int) -> tuple[Rate, int]:
     workers = min(loader.num_workers, usable_cores())
     order = EndlessOrder(len(index), 0)
     other: Any = DataLoader(kept, loader.batch_size, sampler=order, num_workers=workers, collate_fn=collate_fn)
-    stores = kept.kept.stores if kept.kept else ()
+    samples = latest_reader(kept).kept
+    stores = samples.stores if samples else ()
     need_bytes = sum(store.size_bytes for store in stores) * len(dataset) // len(index)
     return measure_rate(other, window_s=_WINDOW_S, limit_s=6 * _WINDOW_S), need_bytes
 
@@ -262,7 +264,7 @@ def _rate_when_kept(loader: Any, storage: str, count: int) -> tuple[Rate, int]:
 def _try_kept(loader: Any, base: Rate, parts: Sequence[Part]) -> Trial | None:
     """Whether it pays to decode once, with the first storage that all samples fit into."""
     dataset, budget = loader.dataset, budget_bytes(available_bytes())
-    is_kept = isinstance(dataset, PreparedDataset) and dataset.kept is not None
+    is_kept = isinstance(dataset, PreparedDataset) and latest_reader(dataset).kept is not None
     if is_kept or isinstance(dataset, IterableDataset) or loader.batch_size is None:
         return None
     sample_s = max(1e-6, sum(part.seconds for part in parts))
