@@ -14,6 +14,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -23,8 +24,9 @@ from typing import Any
 
 from torch.utils.data import DataLoader as TorchDataLoader
 
-from fastdata.memory import usable_cores
-from fastdata.tools.bench import best_workers, images_per_s, machine_facts, versions, write_photos
+from fastdata.memory import tree_pss_bytes, usable_cores
+from fastdata.tools.output import machine_facts, versions
+from fastdata.tools.photos import write_photos
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from torchvision_ops import import_torchvision
@@ -121,8 +123,17 @@ def vanilla_loader(dataset: Any, batch_size: int, num_workers: int) -> TorchData
 
 
 def find_workers(make_loader: Callable[[int], Iterable[Any]], budget_s: float = 2.0) -> int:
-    """The best number of workers of 0 to the cores."""
-    return best_workers(make_loader, range(usable_cores() + 1), budget_s=budget_s)
+    """The smallest number of workers, of 0 to the cores, whose rate is within two percent of the highest.
+
+    A rate is the better of two passes, taken in turns, of ``budget_s`` each: on a shared machine one that is disturbed
+    would choose badly for the whole run.
+    """
+    rates = dict.fromkeys(range(usable_cores() + 1), 0.0)
+    for _ in range(2):
+        for count in rates:
+            rate = images_per_s(make_loader(count), at_least_s=budget_s, whole_epochs=False)
+            rates[count] = max(rates[count], rate)
+    return min(count for count, rate in rates.items() if rate * 1.02 >= max(rates.values()))
 
 
 @contextmanager
@@ -234,3 +245,50 @@ def _figure(value: float) -> str:
 
 def _range(spread: Spread) -> str:
     return f"{_figure(spread.lowest)} to {_figure(spread.highest)}"
+
+
+def images_per_s(loader: Iterable[Any], *, at_least_s: float = 0.0, whole_epochs: bool = True) -> float:
+    """Images a second of epochs, one at least, until ``at_least_s`` has passed; else of batches until then."""
+    images, start = 0, time.perf_counter()
+    while True:
+        for batch in loader:
+            images += len(batch[0])
+            if not whole_epochs and time.perf_counter() - start > at_least_s:
+                break
+        seconds = time.perf_counter() - start
+        if seconds >= at_least_s or not images:
+            return images / seconds
+
+
+def first_batch_s(make_loader: Callable[[], Iterable[Any]]) -> float:
+    start = time.perf_counter()
+    batches = iter(make_loader())
+    next(batches)
+    return time.perf_counter() - start  # before the loader ends, which waits for its workers
+
+
+@dataclass(slots=True)
+class PeakMemory:
+    """The highest PSS of this process and all below it so far: pages that several of them share count once."""
+
+    size_bytes: int
+
+
+@contextmanager
+def peak_memory(every_s: float = 0.1) -> Iterator[PeakMemory]:
+    """Watch memory from a thread until the block ends; each look takes milliseconds, so time no epochs meanwhile."""
+    peak, ended = PeakMemory(tree_pss_bytes()), threading.Event()
+
+    def watch() -> None:
+        is_over = False
+        while not is_over:
+            is_over = ended.wait(every_s)
+            peak.size_bytes = max(peak.size_bytes, tree_pss_bytes())
+
+    thread = threading.Thread(target=watch, name="fastdata-peak-memory", daemon=True)
+    thread.start()
+    try:
+        yield peak
+    finally:
+        ended.set()
+        thread.join()

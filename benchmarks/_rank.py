@@ -25,7 +25,7 @@ from torch.utils.data import Dataset
 
 from fastdata import DataLoader, ImageFolder
 from fastdata.memory import tree_pss_bytes
-from fastdata.tools.bench import StandIns
+from fastdata.tools.bench import own_step
 
 BATCH = 32
 WORKERS = 2
@@ -33,8 +33,9 @@ SIDE_PX = 256
 SAMPLE_BYTES = 3 * SIDE_PX * SIDE_PX
 BARE, SHARED, SEPARATE = "bare processes", "fastdata", "fastdata, share='off'"
 FORKED, SERVED = "a list of arrays, forked workers", "a list of arrays, forkserver"
-STEPS = [StandIns.Resize(SIDE_PX), StandIns.CenterCrop(SIDE_PX), StandIns.RandomCrop(224)]
-TRANSFORM = StandIns.Compose([*STEPS, StandIns.RandomHorizontalFlip(), StandIns.PILToTensor()])
+SIZES = {"Resize": SIDE_PX, "CenterCrop": (SIDE_PX, SIDE_PX), "RandomCrop": (224, 224)}
+STEPS = [own_step(name, size=size) for name, size in SIZES.items()]
+TRANSFORM = (*STEPS, own_step("RandomHorizontalFlip", p=0.5), own_step("PILToTensor"))
 
 Share = Literal["auto", "off"]
 Holding = Callable[[Path], AbstractContextManager[None]]

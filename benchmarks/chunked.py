@@ -27,8 +27,10 @@ from _helper import (
     Row,
     class_folders,
     datasets,
+    images_per_s,
     in_turns,
     parser,
+    peak_memory,
     print_rows,
     save_rows,
     transforms,
@@ -37,7 +39,6 @@ from _helper import (
 from fastdata import CachedDataset, ChunkedLoader, DataLoader, ImageFolder, chunked
 from fastdata.images import SampleSpec
 from fastdata.memory import tree_pss_bytes
-from fastdata.tools.bench import images_per_s, peak_memory
 
 GIB = 1 << 30
 SPEC = SampleSpec(shape=(3, 256, 256), dtype="uint8", form="tensor")

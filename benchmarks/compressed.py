@@ -25,8 +25,10 @@ from _helper import (
     datasets,
     epoch_rate,
     find_workers,
+    images_per_s,
     in_turns,
     parser,
+    peak_memory,
     print_rows,
     save_rows,
     transforms,
@@ -36,7 +38,6 @@ from fastdata import CachedDataset, DataLoader, ImageFolder
 from fastdata import images as planar
 from fastdata.codecs import JpegCodec, ZstdCodec
 from fastdata.memory import usable_cores
-from fastdata.tools.bench import images_per_s, peak_memory
 from serve import loader_of
 
 ROUND_S = 1.5

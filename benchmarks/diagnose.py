@@ -25,8 +25,8 @@ from torch.utils.data import DataLoader, TensorDataset, default_collate, get_wor
 from _helper import Row, class_folders, datasets, in_turns, parser, print_rows, save_rows, transforms
 from fastdata import CudaPrefetcher
 from fastdata.memory import usable_cores
-from fastdata.tools.diagnosis import Diagnosis, diagnose
-from fastdata.tools.diagnosis.loops import run_loop
+from fastdata.tools.diagnose import diagnose, run_loop
+from fastdata.tools.verdict import Diagnosis
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from simcuda import Sim

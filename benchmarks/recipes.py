@@ -30,6 +30,7 @@ from _helper import (
     datasets,
     epoch_rate,
     find_workers,
+    first_batch_s,
     in_turns,
     parser,
     print_rows,
@@ -39,7 +40,7 @@ from _helper import (
 )
 from fastdata import DataLoader, ImageFolder
 from fastdata.memory import usable_cores
-from fastdata.tools.bench import IMAGENET_MEAN, IMAGENET_STD, first_batch_s
+from fastdata.tools.bench import IMAGENET_MEAN, IMAGENET_STD
 
 BATCH = 64
 PEERS = ("ffcv", "nvidia-dali", "turboloader")

@@ -36,10 +36,19 @@ import simplejpeg
 import torch
 from PIL import Image
 
-from _helper import Row, class_folders, datasets, parser, print_rows, save_rows, transforms, vanilla_loader
+from _helper import (
+    Row,
+    class_folders,
+    datasets,
+    parser,
+    peak_memory,
+    print_rows,
+    save_rows,
+    transforms,
+    vanilla_loader,
+)
 from fastdata import ChunkedLoader, DataLoader, ImageFolder
 from fastdata.codecs import JpegCodec
-from fastdata.tools.bench import peak_memory
 from s3 import FaultPlan, ThrottledS3, throttled_s3
 
 SIDE, BATCH, WORKERS = 256, 64, 2

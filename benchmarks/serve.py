@@ -22,8 +22,11 @@ from _helper import (
     datasets,
     epoch_rate,
     find_workers,
+    first_batch_s,
+    images_per_s,
     in_turns,
     parser,
+    peak_memory,
     print_rows,
     save_rows,
     seconds_of,
@@ -32,7 +35,7 @@ from _helper import (
 )
 from fastdata import DataLoader, ImageFolder
 from fastdata.memory import tree_pss_bytes, usable_cores
-from fastdata.tools.bench import IMAGENET_MEAN, IMAGENET_STD, first_batch_s, images_per_s, peak_memory
+from fastdata.tools.bench import IMAGENET_MEAN, IMAGENET_STD
 
 ROUND_S = 1.0
 MB = 1e6

@@ -25,7 +25,8 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from _helper import Row, in_turns, parser, print_rows, save_rows
 from _loaders import LOADERS, Synthetic
 from fastdata import DataLoader, tune
-from fastdata.tools.measure import EndlessOrder, apart, measure_rate
+from fastdata.tools import measure as probe
+from fastdata.tools.measure import EndlessOrder, apart
 
 GRID = {"num_workers": (0, 1, 2, 4, 8, 16), "workers": ("auto", "thread"), "prefetch_factor": (2, 4, 8)}
 LIMIT_S = 120.0
@@ -51,7 +52,7 @@ class Chosen(NamedTuple):
 
     def probed(self, dataset: Synthetic, window_s: float) -> float:
         """The rate as tune finds it."""
-        return apart(lambda: measure_rate(self.over(dataset), window_s=window_s).samples_per_s, limit_s=LIMIT_S)
+        return apart(lambda: probe.measure(self.over(dataset), seconds=window_s).samples_per_s, limit_s=LIMIT_S)
 
     def counted(self, dataset: Synthetic, window_s: float) -> float:
         """The rate of a plain loop, in which an error of tune's own measuring would show."""

@@ -15,7 +15,7 @@ from torch.utils import data
 from torchvision import transforms
 
 from fastdata import DataLoader, ImageManifest, diagnose, tune
-from fastdata.tools.bench import chart, import_extra, write_photos
+from fastdata.tools.photos import write_photos
 
 LAYER = torch.nn.Conv2d(3, 16, 3)
 
@@ -76,10 +76,13 @@ def main(manifest: Path, *, max_seconds: float = 20.0, plot: Path | None = None)
 
 
 def draw(found: dict[str, dict[str, float]], file: Path) -> None:
-    matplotlib = import_extra("matplotlib", "plot", feature="--plot")
+    import matplotlib.figure
+
     grey = dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), "#808890")
     look = {"svg.fonttype": "none", "svg.hashsalt": "fastdata", "savefig.transparent": True, "font.size": 9}
-    with matplotlib.rc_context(look | grey), chart(file, width=7.0, height=2.0, feature="--plot") as axes:
+    with matplotlib.rc_context(look | grey):
+        figure = matplotlib.figure.Figure(figsize=(7.0, 2.0), layout="constrained")
+        axes = figure.subplots()
         waiting, training = zip(*(seconds.values() for seconds in found.values()), strict=True)
         axes.barh(list(found), waiting, 0.6, color="#9aa5b1", label="waiting for batches")
         bars = axes.barh(list(found), training, 0.6, left=waiting, color="#2f7ed8", label="training")
@@ -88,6 +91,7 @@ def draw(found: dict[str, dict[str, float]], file: Path) -> None:
         axes.margins(x=0.12)
         axes.invert_yaxis()
         axes.legend(frameon=False, loc="lower right")
+        figure.savefig(file, dpi=150)
 
 
 def make_manifest(folder: Path, count: int = 1000) -> Path:

@@ -36,12 +36,12 @@ __all__ = [
 if TYPE_CHECKING:
     from fastdata.batch import SampleBatch as SampleBatch
     from fastdata.chunked import ChunkedLoader
-    from fastdata.tools.diagnosis import diagnose
+    from fastdata.tools.diagnose import diagnose
     from fastdata.tools.tune import tune
 
     __version__: str
 else:
-    _LATER = {"ChunkedLoader": "chunked", "SampleBatch": "batch", "diagnose": "tools.diagnosis", "tune": "tools.tune"}
+    _LATER = {"ChunkedLoader": "chunked", "SampleBatch": "batch", "diagnose": "tools.diagnose", "tune": "tools.tune"}
 
     def __getattr__(name: str) -> Any:
         """Import what most scripts do without when it is asked for (PEP 562)."""

@@ -20,9 +20,8 @@ from torch.utils.data import IterableDataset
 from fastdata import DataLoader, ImageFolder
 from fastdata.errors import MemoryBudgetError
 from fastdata.memory import usable_cores
-from fastdata.tools import measure as probe
-from fastdata.tools.bench import StandIns
-from fastdata.tools.measure import EndlessOrder, Rate, apart, differs, measure_rate, rebuilt
+from fastdata.tools import measure as measuring
+from fastdata.tools.measure import EndlessOrder, Rate, apart, differs, measure
 from fastdata.tools.tune import TuneResult, ascend, tune
 
 WORKERS = (0, 1, 2, 4, 8)
@@ -110,20 +109,33 @@ def test_a_second_round_looks_at_earlier_parameters_again() -> None:
 # Rates
 
 
+def rate_of(mean: float, spread: float, slices: int) -> Rate:
+    """A rate of slices of a second, half of them so much above the mean, half so much below."""
+    return Rate(tuple((mean + (spread if number % 2 else -spread), 1.0) for number in range(slices)))
+
+
 @pytest.mark.parametrize(
     ("one", "other", "is_apart"),
     [
-        ((100, 1, 8), (110, 1, 8), True),
-        ((100, 5, 8), (110, 5, 8), False),
-        ((100, 1, 3), (103, 1, 3), False),  # three slices each: 2.8 standard errors are needed, 2.1 are there
-        ((100, 1, 30), (103, 1, 30), True),
-        ((100, float("inf"), 1), (900, 1, 8), False),
+        ((100, 3, 8), (110, 3, 8), True),
+        ((100, 15, 8), (110, 15, 8), False),
+        ((100, 2, 4), (103, 2, 4), False),  # four slices each: 2.4 standard errors are needed, 1.8 are there
+        ((100, 2, 30), (103, 2, 30), True),
+        ((100, 0, 1), (900, 3, 8), False),
+        ((100, 0, 8), (101, 0, 8), True),
     ],
 )
 def test_rates_differ_beyond_their_noise(one: Any, other: Any, is_apart: bool) -> None:
     """Welch's test takes the errors and the number of slices into account."""
-    rates = [Rate(float(mean), float(error), slices, 1.0) for mean, error, slices in (one, other)]
+    rates = [rate_of(*each) for each in (one, other)]
     assert differs(*rates) is differs(*reversed(rates)) is is_apart
+
+
+def test_two_measurements_are_one_rate() -> None:
+    """What they differ by counts as spread."""
+    both = rate_of(100, 1, 4) + rate_of(110, 1, 4)
+    assert both.samples_per_s == 105
+    assert both.error > 1.5 > rate_of(100, 1, 8).error
 
 
 class Clock:
@@ -155,32 +167,31 @@ class Bursts:
 @pytest.mark.parametrize("workers", [1, 4])
 def test_a_rate_is_of_the_steady_loop(workers: int, burst_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Start-up is left out, and batches that come in bursts are counted with the time between them."""
-    monkeypatch.setattr(probe, "time", clock := Clock())
-    rate = measure_rate(Bursts(clock, workers, burst_s), window_s=1.0)
+    monkeypatch.setattr(measuring, "time", clock := Clock())
+    rate = measure(Bursts(clock, workers, burst_s), seconds=1.0)
     assert rate.samples_per_s == pytest.approx(10 * workers / burst_s)
     assert rate.error == pytest.approx(0.0, abs=1e-6 * rate.samples_per_s)
     assert rate.seconds >= 0.99
-    assert rate.batch_bytes == 120
 
 
 def test_epochs_too_short_to_warm_up_are_counted_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a loader of two batches an epoch the start is a part."""
-    monkeypatch.setattr(probe, "time", clock := Clock())
-    assert measure_rate(Bursts(clock, 1, 5.0, batches=2), window_s=1.0).samples_per_s == pytest.approx(20 / 15)
+    monkeypatch.setattr(measuring, "time", clock := Clock())
+    assert measure(Bursts(clock, 1, 5.0, batches=2), seconds=1.0).samples_per_s == pytest.approx(20 / 15)
 
 
 def test_what_cannot_win_is_cut_short(monkeypatch: pytest.MonkeyPatch) -> None:
     """A loader at a third of the rate to beat is given up after two slices, a slightly slower one after three."""
-    monkeypatch.setattr(probe, "time", clock := Clock())
+    monkeypatch.setattr(measuring, "time", clock := Clock())
     for rival, slices in ((10_001.0, 2), (5_000.0, 3)):
-        rate = measure_rate(Bursts(clock, 1, 0.003), window_s=1.0, to_beat=Rate(rival, 1.0, 8, 1.0))
-        assert (rate.is_cut, rate.slices) == (True, slices)
+        rate = measure(Bursts(clock, 1, 0.003), seconds=1.0, to_beat=rate_of(rival, 1.0, 8))
+        assert (rate.is_cut, len(rate.slices)) == (True, slices)
 
 
 def test_a_loader_without_batches_is_refused() -> None:
     """There is nothing to measure, which is said instead of looping for ever."""
     with pytest.raises(ValueError, match="gives no batch to measure"):
-        measure_rate([], window_s=0.1)
+        measure([], seconds=0.1)
 
 
 def test_orders_without_an_end_are_permutations() -> None:
@@ -190,15 +201,6 @@ def test_orders_without_an_end_are_permutations() -> None:
     assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(50))
     assert epochs[0] != epochs[1]
     assert [next(again) for _ in range(50)] == epochs[0] != [next(other) for _ in range(50)]
-
-
-@pytest.mark.parametrize("kind", [torch.utils.data.DataLoader, DataLoader])
-def test_a_rebuilt_loader_has_the_users_collate_and_other_workers(kind: Any) -> None:
-    """Of the class of the user's own, over the same dataset, with what was asked for in place of its own."""
-    loader = kind(Samples(), 4, num_workers=2, prefetch_factor=3, collate_fn=len, drop_last=True)
-    other = rebuilt(loader, num_workers=0)
-    assert (type(other), other.num_workers, other.drop_last, next(iter(other))) == (kind, 0, True, 4)
-    assert rebuilt(loader, num_workers=1).prefetch_factor == 3
 
 
 # A process of its own
@@ -359,7 +361,8 @@ def test_bad_input_is_refused(dataset: Any, options: Any, error: type[Exception]
 
 def test_storage_is_tuned_on_some_samples(image_folder: Callable[..., Path]) -> None:
     """Storages are tried on samples of their own; the user's dataset stays unprepared; the table shows all that."""
-    with ImageFolder(image_folder(), StandIns.PILToTensor(), resize=(8, 8), fill="lazy", progress=False) as dataset:
+    transforms = pytest.importorskip("torchvision.transforms")
+    with ImageFolder(image_folder(), transforms.PILToTensor(), resize=(8, 8), fill="lazy", progress=False) as dataset:
         result = quick(dataset, parameters={"num_workers": (0,), "storage": ("none", "shared")}, max_seconds=3)
         assert dataset.filled_share() == 0
     assert result.best_storage in ({"storage": "shared"}, {"storage": "none"})
@@ -375,6 +378,8 @@ def test_a_result_is_shown_kept_as_json_and_drawn(tmp_path: Path) -> None:
     assert len(lines) == len(result.probes) + 3
     assert any(line.endswith("  best") for line in lines)
     assert lines[-2].startswith(f"best: num_workers={result.best['num_workers']}, batch_size=4: ")
+    assert repr(result) == str(result)
+    assert result.call == f"DataLoader(dataset, batch_size=4, shuffle=True, num_workers={result.best['num_workers']})"
     assert json.loads(json.dumps(result.as_dict()))["best"] == result.best
     pytest.importorskip("matplotlib")
     result.plot(tmp_path / "probes.png")

@@ -6,8 +6,8 @@ advice is for what may; most checks have neither.
 
 from __future__ import annotations
 
+import argparse
 import importlib
-import importlib.metadata
 import multiprocessing
 import os
 import platform
@@ -25,12 +25,13 @@ import torch
 from fastdata import core, images, memory
 from fastdata.memory import Budget, format_bytes
 from fastdata.shared import Block
+from fastdata.tools import output
 
 if sys.platform != "win32":
     import resource
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Check:
     """One thing that was looked at."""
 
@@ -40,7 +41,7 @@ class Check:
     is_problem: bool = False
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class MachineReport:
     """What this machine gives to training; printed as a list, problems marked with ``!``, advice behind ``->``."""
 
@@ -50,17 +51,18 @@ class MachineReport:
     def problems(self) -> int:
         return sum(check.is_problem for check in self.checks)
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         width = max(len(check.name) for check in self.checks)
         lines = []
         for check in self.checks:
             lines.append(f"{'!' if check.is_problem else ' '} {check.name.ljust(width)}  {check.found}")
-            lines += [f"  {' ' * width}  -> {check.advice}"] if check.advice else []
+            if check.advice:
+                lines.append(f"  {' ' * width}  -> {check.advice}")
         count = f"{self.problems or 'no'} problem{'s' * (self.problems != 1)}"
         return "\n".join([*lines, "", f"{count}{', marked with !' * bool(self.problems)}"])
 
     def as_dict(self) -> dict[str, Any]:
-        return {"checks": [asdict(check) for check in self.checks], "problems": self.problems}
+        return asdict(self) | {"problems": self.problems}
 
 
 def examine_machine(
@@ -88,13 +90,13 @@ def examine_machine(
 
 def check_cores(*, usable: int, machine: int, affinity: int) -> Check:
     if usable >= machine:
-        return Check(name="cores", found=f"{usable}, all that the machine has")
+        return Check("cores", f"{usable}, all that the machine has")
     why, cure = ("cgroup quota", "docker run --cpus, a pod's CPU limit")
     if affinity <= usable:
         why, cure = ("CPU affinity", "taskset, sbatch --cpus-per-task")
     is_one = usable == 1
     advice = f"loading and training take turns on one core: give the job more ({cure})" * is_one
-    return Check(name="cores", found=f"{usable} of {machine} ({why})", advice=advice, is_problem=is_one)
+    return Check("cores", f"{usable} of {machine} ({why})", advice, is_one)
 
 
 def check_threads(threads: int, *, cores: int, omp: str | None) -> Check:
@@ -105,55 +107,55 @@ def check_threads(threads: int, *, cores: int, omp: str | None) -> Check:
     """
     found = f"{threads} for an operation{f' (OMP_NUM_THREADS={omp})' if omp else ''}"
     advice = f"export OMP_NUM_THREADS={cores}: more threads than usable cores wait for each other" * (threads > cores)
-    return Check(name="torch threads", found=found, advice=advice)
+    return Check("torch threads", found, advice)
 
 
 def check_memory(budget: Budget) -> Check:
     if budget.bytes:
-        return Check(name="memory", found=f"{budget}: {budget.bytes // (256 * 256 * 3):,} images of 256x256, raw")
+        return Check("memory", f"{budget}: {budget.bytes // (256 * 256 * 3):,} images of 256x256, raw")
     bound = "give the container or job more" if budget.limited_by == "cgroup limit" else "free some"
     advice = f"no image can be kept in memory: {bound}, or keep them on disk (cache_dir=)"
-    return Check(name="memory", found=str(budget), advice=advice, is_problem=True)
+    return Check("memory", str(budget), advice, True)
 
 
 def check_shm(*, size_bytes: int, free_bytes: int) -> Check:
     """A batch of 256 float32 images of 224x224 is 147 MiB, and torch's loader keeps two for each worker there."""
     found = f"{format_bytes(free_bytes)} of {format_bytes(size_bytes)} free" if size_bytes else "none"
     advice = "fastdata does not need it; for worker processes of torch's own loader: docker run --shm-size=8g"
-    return Check(name="/dev/shm", found=found, advice=advice * (free_bytes < 1 << 30))
+    return Check("/dev/shm", found, advice * (free_bytes < 1 << 30))
 
 
 def check_shared_memory(*, is_memfd: bool, obstacle: str) -> Check:
     found = "memfd" if is_memfd else "temporary files: this system has no memfd"
     if not obstacle:
-        return Check(name="shared memory", found=found)
+        return Check("shared memory", found)
     advice = "allow memfd_create (a container's seccomp profile)" if is_memfd else "give TMPDIR a folder with room"
-    return Check(name="shared memory", found=f"{found}: {obstacle}", advice=advice, is_problem=True)
+    return Check("shared memory", f"{found}: {obstacle}", advice, True)
 
 
 def check_locked(limit_bytes: int | None, *, has_infiniband: bool) -> Check:
     """What CUDA pins is locked by its driver, which does not ask for this limit; InfiniBand's drivers do."""
     found = "unlimited" if limit_bytes is None else f"{format_bytes(limit_bytes)}; what CUDA pins does not count"
     advice = "ulimit -l unlimited (docker run --ulimit memlock=-1): NCCL over InfiniBand needs it"
-    return Check(name="locked memory", found=found, advice=advice * (has_infiniband and limit_bytes is not None))
+    return Check("locked memory", found, advice * (has_infiniband and limit_bytes is not None))
 
 
 def check_open_files(soft: int | None, hard: int | None, *, cores: int) -> Check:
     """A script with 8 worker processes held 68 descriptors open, with 16 111; of torch's own loader 90 and 142."""
     need = 64 + 8 * cores
     if soft is None or soft >= max(need, 1024):
-        return Check(name="open files", found="unlimited" if soft is None else f"{soft:,}")
+        return Check("open files", "unlimited" if soft is None else f"{soft:,}")
     most = min(hard or 65536, 65536)
     cure = f"ulimit -n {most}" if most > soft else "raise the hard limit, then ulimit -n"
     advice = f"{cure}: a worker process for each core needs about {need}, batches that are kept need more"
-    return Check(name="open files", found=f"{soft:,}", advice=advice, is_problem=soft < need)
+    return Check("open files", f"{soft:,}", advice, soft < need)
 
 
 def check_start_method(method: str) -> Check:
     if method == "fork":
-        return Check(name="start method", found="fork: worker processes inherit the dataset")
+        return Check("start method", "fork: worker processes inherit the dataset")
     advice = "worker processes need the script's work under if __name__ == '__main__', and no lambda in transforms"
-    return Check(name="start method", found=f"{method}: the dataset is pickled for worker processes", advice=advice)
+    return Check("start method", f"{method}: the dataset is pickled for worker processes", advice)
 
 
 def _limits(cores: int) -> Iterator[Check]:
@@ -183,51 +185,45 @@ def _bounds(kind: int) -> list[int | None]:
 
 def check_core(library: str, obstacle: str | None) -> Check:
     if obstacle is None:
-        return Check(name="compiled core", found=library)
+        return Check("compiled core", library)
     advice = "install fastdata with pip; without its core every step runs per sample, in Python"
-    return Check(name="compiled core", found=obstacle, advice=advice, is_problem=True)
+    return Check("compiled core", obstacle, advice, True)
 
 
 def check_jpeg(*, pillow: str, turbo: str | None, obstacle: str) -> Check:
     """``obstacle``: why the compiled core cannot decode by Pillow's libjpeg-turbo; empty where it can."""
     found = f"Pillow {pillow} with {f'libjpeg-turbo {turbo}' if turbo else 'another libjpeg than turbo'}"
     if not obstacle:
-        return Check(name="JPEG", found=f"{found}, which the compiled core decodes by")
+        return Check("JPEG", f"{found}, which the compiled core decodes by")
     advice = "Pillow decodes whole images, which takes longer. Its wheels for Linux and macOS bring libjpeg-turbo as a "
     advice += "shared library: pip install --force-reinstall pillow"
-    return Check(name="JPEG", found=f"{found}; {obstacle}", advice=advice)
+    return Check("JPEG", f"{found}; {obstacle}", advice)
 
 
 def check_torchvision(version: str | None, *, torch_version: str, obstacle: str) -> Check:
     if version is None or not obstacle:
-        return Check(name="torchvision", found=version or "not installed; fastdata does not need it")
+        return Check("torchvision", version or "not installed; fastdata does not need it")
     found = f"{version} cannot be imported: {obstacle}"
     advice = f"install the two that belong together; this torch is {torch_version}"
-    return Check(name="torchvision", found=found, advice=advice, is_problem=True)
-
-
-def _version(library: str) -> str | None:
-    try:
-        return importlib.metadata.version(library)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    return Check("torchvision", found, advice, True)
 
 
 def _libraries() -> Iterator[Check]:
-    named = ", ".join(f"{name} {_version(name) or '-'}" for name in ("fastdata", "numpy", "lz4", "zstandard"))
-    yield Check(name="versions", found=f"Python {platform.python_version()}, {named}")
+    versions = output.versions()
+    named = ", ".join(f"{name} {versions[name] or '-'}" for name in ("python", "fastdata", "numpy", "lz4", "zstandard"))
+    yield Check("versions", named)
     obstacle = core.obstacle()
     level = "-" if obstacle else Path(core.load()._name).stem[-1]
     is_x86 = platform.machine() in ("x86_64", "AMD64")
     yield check_core(f"for x86-64-v{level}" if is_x86 else f"for {platform.machine()}", obstacle)
     turbo, problem = images.libjpeg_version(), images.jpeg_obstacle()
-    yield check_jpeg(pillow=_version("pillow") or "-", turbo=turbo, obstacle=problem)
+    yield check_jpeg(pillow=versions["pillow"] or "-", turbo=turbo, obstacle=problem)
     problem = ""
     try:
         importlib.import_module("torchvision")
     except (ImportError, OSError, RuntimeError) as error:
         problem = str(error)
-    yield check_torchvision(_version("torchvision"), torch_version=torch.__version__, obstacle=problem)
+    yield check_torchvision(versions["torchvision"], torch_version=torch.__version__, obstacle=problem)
 
 
 # Devices
@@ -251,13 +247,13 @@ def check_torch(
         f"{version}, built for {toolkit or 'the CPU only'}; sees {devices or 'no'} GPU{'s' * (devices > 1)}{setting}"
     )
     if devices or not driver:
-        return Check(name="torch", found=found if devices else f"{found}, and no NVIDIA driver is loaded")
+        return Check("torch", found if devices else f"{found}, and no NVIDIA driver is loaded")
     found += f", but the NVIDIA driver {driver} is loaded"
     if not nodes:
         advice = "this process is shown no device: docker run --gpus all, or ask the scheduler for one"
-        return Check(name="torch", found=found, advice=advice)
+        return Check("torch", found, advice)
     if visible is not None and not re.match(r"\s*(\d|GPU-|MIG-)", visible):
-        return Check(name="torch", found=found, advice="unset CUDA_VISIBLE_DEVICES, which hides them, to train on them")
+        return Check("torch", found, "unset CUDA_VISIBLE_DEVICES, which hides them, to train on them")
     kind, _, toolkit_version = toolkit.partition(" ")
     least = LEAST_DRIVERS.get(toolkit_version.partition(".")[0], 0)
     advice = said or "nvidia-smi and python -m torch.utils.collect_env show both sides"
@@ -265,7 +261,7 @@ def check_torch(
         advice = "install a build of torch for CUDA: https://pytorch.org/get-started/locally"
     elif int(driver.partition(".")[0]) < least:
         advice = f"{toolkit} needs driver {least} or newer: update it, or install a torch built for an older CUDA"
-    return Check(name="torch", found=found, advice=advice, is_problem=True)
+    return Check("torch", found, advice, True)
 
 
 def check_gpu(number: int, name: str, *, total_bytes: int, free_bytes: int, busy_percent: int | None) -> Check:
@@ -274,7 +270,18 @@ def check_gpu(number: int, name: str, *, total_bytes: int, free_bytes: int, busy
     found = f"{name}, {format_bytes(free_bytes)} of {format_bytes(total_bytes)} free{busy}"
     is_taken = free_bytes < total_bytes / 2 or (busy_percent or 0) > 10
     advice = "another program uses it (nvidia-smi shows which): training shares it" * is_taken
-    return Check(name=f"GPU {number}", found=found, advice=advice)
+    return Check(f"GPU {number}", found, advice)
+
+
+def check_numa(gpu_nodes: set[int], core_nodes: set[int]) -> Check:
+    """Memory of another socket than the GPU's is copied to it at half the speed, or worse."""
+    found = f"GPUs at node {_listed(gpu_nodes)}, usable cores at {_listed(core_nodes)}"
+    advice = f"numactl --cpunodebind={_listed(gpu_nodes)}: copies from the far node's memory take twice as long or more"
+    return Check("NUMA", found, advice * gpu_nodes.isdisjoint(core_nodes))
+
+
+def _listed(numbers: set[int]) -> str:
+    return ",".join(map(str, sorted(numbers)))
 
 
 def driver_version(table: str) -> str:
@@ -299,6 +306,13 @@ def _devices() -> Iterator[Check]:
     )
     if devices and torch.version.cuda:
         yield from _gpus()
+    gpus = [Path("/sys/bus/pci/devices", path.name, "numa_node") for path in table.parent.glob("gpus/*")]
+    gpu_nodes = {int(path.read_text()) for path in gpus if path.exists()} - {-1}  # which says that there are no nodes
+    cores = os.sched_getaffinity(0) if gpu_nodes else ()
+    folders = [Path(f"/sys/devices/system/cpu/cpu{core}") for core in cores]
+    core_nodes = {int(node.name[4:]) for folder in folders for node in folder.glob("node*")}
+    if core_nodes:
+        yield check_numa(gpu_nodes, core_nodes)
 
 
 def _gpus() -> Iterator[Check]:
@@ -309,7 +323,7 @@ def _gpus() -> Iterator[Check]:
             nvml = importlib.import_module("pynvml")
     except ImportError:
         advice = "pip install nvidia-ml-py, to see their memory and use, here and in training"
-        yield Check(name="GPUs", found="names, memory and use are unknown", advice=advice)
+        yield Check("GPUs", "names, memory and use are unknown", advice)
         return
     nvml.nvmlInit()
     for number in range(nvml.nvmlDeviceGetCount()):
@@ -322,3 +336,17 @@ def _gpus() -> Iterator[Check]:
         name = name if isinstance(name, str) else name.decode()
         yield check_gpu(number, name, total_bytes=size.total, free_bytes=size.free, busy_percent=busy)
     nvml.nvmlShutdown()
+
+
+# The command
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    output.add_files(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    report = examine_machine()
+    print(report)
+    output.keep(report.as_dict(), options)
+    return 1 if report.problems else 0

@@ -1,8 +1,8 @@
-"""How fast a loader is without a model, measured beside the user's process and not in it.
+"""How fast a loader is without a model: what bench, tune and diagnose all ask.
 
-``apart`` runs a measurement in a forked copy of this process: what it draws, reads, caches or breaks stays there, and
-its memory, threads and worker processes end with it. ``measure_rate`` is an empty loop with a warm-up, in slices whose
-spread says how certain the rate is; ``differs`` is the test whether two rates are more than noise apart.
+``measure`` is an empty loop with a warm-up, in slices whose spread says how certain the rate is; ``differs`` tests
+whether two rates are more than noise apart. ``apart`` measures in a forked copy of this process: what the loop draws,
+reads, caches or breaks stays there, and its memory, threads and worker processes end with it.
 """
 
 from __future__ import annotations
@@ -20,48 +20,54 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Sampler
 
-from fastdata.batch import flatten
-from fastdata.errors import MemoryBudgetError
-from fastdata.loader import DataLoader
+from fastdata.dataset import PreparedDataset, latest_reader
 from fastdata.loader.epochs import end_with_parent, sample_count
-from fastdata.memory import available_bytes, format_bytes, reserve_bytes
+from fastdata.memory import available_bytes, tree_pss_bytes
 
 _T = TypeVar("_T")
 _MOST_SLICES = 8
 _LEAST_SLICES = 3
-_LOOK_S = 1.0  # between looks at what memory is left: beside threads that hold the GIL one can take 0.4 s
 _HOPELESS = 3.0
 """Two slices that are so many times slower than the rate to beat end the measurement; one may be a stall."""
-_unclosed: list[Any] | None = None
+_left_open: list[Any] | None = None
 """In a process of its own: loops that were left, so that nobody waits for their workers, which are killed with it."""
 
 
-class Rate(NamedTuple):
-    """Samples a second of a loader without a model, as ``measure_rate`` found them."""
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """Samples a second of a loader without a model, with the slices of time that say how certain that is."""
 
-    samples_per_s: float
-    error: float  # standard error of it; infinite where there were not two slices
-    slices: int
-    seconds: float  # of all slices; what came before them is left out
-    batch_bytes: int = 0  # of the tensors in the largest batch
+    slices: tuple[tuple[int, float], ...] = ()  # samples and seconds; what came before them is left out
+    memory_bytes: int = 0  # of this process and all below it at the end (PSS)
     is_cut: bool = False  # ended early: it could not reach the rate to beat
 
-    def joined(self, other: Rate) -> Rate:
-        """One rate of two measurements of the same; what both differ by counts as spread."""
-        seconds, slices = self.seconds + other.seconds, self.slices + other.slices
-        mean = (self.samples_per_s * self.seconds + other.samples_per_s * other.seconds) / seconds
-        within = math.hypot(self.error * self.seconds, other.error * other.seconds) / seconds
-        between = abs(self.samples_per_s - other.samples_per_s) / 2
-        most = max(self.batch_bytes, other.batch_bytes)
-        return Rate(mean, max(within, between), slices, seconds, most, self.is_cut and other.is_cut)
+    @property
+    def seconds(self) -> float:
+        return sum(seconds for _, seconds in self.slices)
+
+    @property
+    def samples_per_s(self) -> float:
+        return sum(samples for samples, _ in self.slices) / self.seconds if self.slices else 0.0
+
+    @property
+    def error(self) -> float:
+        """Standard error of the rate; infinite where there are not two slices."""
+        if len(self.slices) < 2:
+            return math.inf
+        rates = [samples / seconds for samples, seconds in self.slices]
+        return statistics.stdev(rates) / math.sqrt(len(rates))
+
+    def __add__(self, other: Rate) -> Rate:
+        """One rate of two measurements of the same, in turns with others: what both differ by counts as spread."""
+        return Rate(self.slices + other.slices, max(self.memory_bytes, other.memory_bytes))
 
 
 def differs(one: Rate, other: Rate) -> bool:
@@ -70,105 +76,87 @@ def differs(one: Rate, other: Rate) -> bool:
     The quantile of Student's distribution is Cornish and Fisher's expansion (Abramowitz and Stegun, 26.7.5), which is
     within 3 % from two degrees of freedom on.
     """
-    if math.isinf(one.error) or math.isinf(other.error):
-        return False
-    squares = one.error**2, other.error**2
-    if not any(squares):
-        return one.samples_per_s != other.samples_per_s
-    parts = [square**2 / (rate.slices - 1) for square, rate in zip(squares, (one, other), strict=True)]
-    freedom = sum(squares) ** 2 / sum(parts)
+    distance = abs(one.samples_per_s - other.samples_per_s)
+    variance = one.error**2 + other.error**2
+    if math.isinf(variance) or not variance:
+        return not variance and distance > 0
+    freedom = variance**2 / sum(rate.error**4 / (len(rate.slices) - 1) for rate in (one, other))
     quantile = 1.96 + 2.372 / freedom + 2.823 / freedom**2 + 2.556 / freedom**3
-    return abs(one.samples_per_s - other.samples_per_s) > quantile * math.sqrt(sum(squares))
+    return distance > quantile * math.sqrt(variance)
 
 
-def measure_rate(
-    loader: Iterable[Any], *, window_s: float, limit_s: float = math.inf, to_beat: Rate | None = None
-) -> Rate:
-    """Loop over a loader, epoch after epoch, until it has been measured for ``window_s`` and in three slices.
+def measure(loader: Iterable[Any], *, seconds: float, limit_s: float = math.inf, to_beat: Rate | None = None) -> Rate:
+    """Loop over a loader, epoch after epoch, until it has been measured for ``seconds`` and in three slices.
 
     What its workers need to start, and what they have read ahead by then, is left out. A slice is of equally many
     batches of each worker, as those come in turns.
 
     Args:
         loader: what to measure.
-        window_s: seconds to measure, at most 8 slices.
+        seconds: to measure, in at most 8 slices.
         limit_s: seconds after which the latest slice is the last one; looked at where a batch comes.
         to_beat: ends the measurement as soon as it is clear that this rate is not reached.
 
     Raises:
-        MemoryBudgetError: hardly any memory is left for others.
         ValueError: the loader gives no batch.
     """
-    least_bytes = reserve_bytes(available_bytes().bytes)
-    begun = look_at = time.perf_counter()
-    found: list[tuple[int, float]] = []
-    rate = Rate(0.0, math.inf, 0, 0.0)
-    slices = _slices(loader, window_s / _MOST_SLICES)
-    if _unclosed is not None:
-        _unclosed.append(slices)
-    for samples, seconds, batch_bytes in slices:
-        found.append((samples, seconds))
-        rate = _rate_of(found, max(batch_bytes, rate.batch_bytes))
-        if to_beat is not None and rate.slices > 1 and rate.samples_per_s < to_beat.samples_per_s:
-            most = max(count / slice_s for count, slice_s in found)
-            if most * _HOPELESS < to_beat.samples_per_s or (rate.slices >= _LEAST_SLICES and differs(rate, to_beat)):
-                return rate._replace(is_cut=True)
-        is_enough = rate.slices >= _LEAST_SLICES and rate.seconds >= window_s
-        if is_enough or time.perf_counter() - begun > limit_s:
-            return rate
-        if time.perf_counter() < look_at:
-            continue
-        look_at, free = time.perf_counter() + _LOOK_S, available_bytes()
-        if free.bytes < least_bytes:
-            raise MemoryBudgetError(f"only {format_bytes(free.bytes)} is free ({free.limited_by}) while it runs")
-    return rate
+    began = time.perf_counter()
+    rate = Rate()
+    loop = _slices(loader, seconds / _MOST_SLICES)
+    if _left_open is not None:
+        _left_open.append(loop)
+    for piece in loop:
+        rate = Rate((*rate.slices, piece))
+        is_cut = to_beat is not None and _is_hopeless(rate, to_beat)
+        is_enough = len(rate.slices) >= _LEAST_SLICES and rate.seconds >= seconds
+        if is_cut or is_enough or time.perf_counter() - began > limit_s:
+            return Rate(rate.slices, tree_pss_bytes(), is_cut)
+    raise ValueError("the loader gives no batch to measure")
 
 
-def _slices(loader: Any, slice_s: float) -> Iterator[tuple[int, float, int]]:
-    """Samples, seconds and bytes of the largest batch of one slice after the other."""
-    period = max(1, getattr(loader, "num_workers", 0))
-    ahead = period * (1 + (getattr(loader, "prefetch_factor", None) or 0))
+def _slices(loader: Any, slice_s: float) -> Iterator[tuple[int, float]]:
+    """Samples and seconds of one slice after the other, without an end."""
+    turns = max(1, getattr(loader, "num_workers", 0))
+    ahead = turns * (1 + (getattr(loader, "prefetch_factor", None) or 0))
     while True:
-        begun = since = time.perf_counter()
-        total = samples = count = most_bytes = slices = 0
-        is_warm = False
+        began = since = time.perf_counter()
+        total = samples = count = 0
+        is_warm = has_slices = False
         for batch in loader:
-            count, samples = count + 1, samples + sample_count(batch)
-            if count == 1:
-                most_bytes = _bytes_in(batch)
-            if count % period:
+            count += 1
+            samples += sample_count(batch)
+            if count % turns:
                 continue
             now = time.perf_counter()
+            if is_warm and now - since < slice_s:
+                continue
             if is_warm:
-                if now - since < slice_s:
-                    continue
-                slices += 1
-                yield samples, now - since, most_bytes  # what its taker does counts: meanwhile workers read ahead
-            else:  # nothing is left of what was read while workers started
-                is_warm = count >= ahead or (count > period and now - since >= slice_s)
-            total, samples, since = total + samples, 0, now
+                has_slices = True
+                yield samples, now - since  # what its taker does counts: meanwhile workers read ahead
+            else:  # until nothing is left of what was read while workers started
+                is_warm = count >= ahead or (count > turns and now - since >= slice_s)
+            total += samples
+            samples = 0
+            since = now
         if not count:
-            raise ValueError("the loader gives no batch to measure")
-        if not slices:  # epochs are so short that their beginning belongs to them
-            yield total + samples, time.perf_counter() - begun, most_bytes
+            return
+        if not has_slices:  # epochs are so short that their beginning belongs to them
+            yield total + samples, time.perf_counter() - began
 
 
-def _bytes_in(batch: Any) -> int:
-    return sum(each.nbytes for each in flatten(batch)[0] if isinstance(each, torch.Tensor))
-
-
-def _rate_of(slices: list[tuple[int, float]], batch_bytes: int) -> Rate:
-    samples, seconds = (sum(column) for column in zip(*slices, strict=True))
-    rates = [count / slice_s for count, slice_s in slices]
-    error = statistics.stdev(rates) / math.sqrt(len(rates)) if len(rates) > 1 else math.inf
-    return Rate(samples / seconds, error, len(rates), seconds, batch_bytes)
+def _is_hopeless(rate: Rate, to_beat: Rate) -> bool:
+    if len(rate.slices) < 2 or rate.samples_per_s >= to_beat.samples_per_s:
+        return False
+    best = max(samples / seconds for samples, seconds in rate.slices)
+    return best * _HOPELESS < to_beat.samples_per_s or (len(rate.slices) >= _LEAST_SLICES and differs(rate, to_beat))
 
 
 class EndlessOrder(Sampler[int]):
     """Shuffled indices below ``length``, epoch after epoch without an end; equal seeds give equal orders."""
 
     def __init__(self, length: int, *seed: int) -> None:
-        self.length, self.seed = length, seed
+        self.length = length
+        self.seed = seed
 
     def __len__(self) -> int:
         return self.length  # of an epoch
@@ -179,24 +167,10 @@ class EndlessOrder(Sampler[int]):
             yield from rng.permutation(self.length).tolist()
 
 
-_SHARED = ("dataset", "batch_size", "num_workers", "collate_fn", "drop_last", "timeout", "worker_init_fn")
-_WITH_WORKERS = ("multiprocessing_context", "prefetch_factor")
-
-
-def rebuilt(loader: TorchDataLoader[Any], **changes: Any) -> TorchDataLoader[Any]:
-    """A loader of the same class over other samples or by other workers, which pins nothing.
-
-    Args:
-        loader: torch's or ours, in batches of a map-style dataset.
-        changes: arguments that are others. Without a ``sampler`` samples are shuffled without an end.
-    """
-    arguments = {name: getattr(loader, name) for name in _SHARED} | changes
-    if arguments["num_workers"]:
-        arguments = {name: getattr(loader, name) for name in _WITH_WORKERS if loader.num_workers} | arguments
-    arguments.setdefault("sampler", EndlessOrder(len(arguments["dataset"]), 0))
-    if isinstance(loader, DataLoader):
-        return DataLoader(**{"workers": loader.workers} | arguments)
-    return TorchDataLoader(**arguments)
+def stored_bytes(dataset: PreparedDataset) -> int:
+    """What the samples that a dataset keeps take; 0 where it keeps none."""
+    kept = latest_reader(dataset).kept
+    return sum(store.size_bytes for store in kept.stores) if kept else 0
 
 
 # A process of its own
@@ -239,8 +213,8 @@ def apart(work: Callable[[], _T], *, limit_s: float) -> _T:
 
 
 def _answer(work: Callable[[], Any], sending: Connection, receiving: Connection) -> None:
-    global _unclosed
-    _unclosed = []
+    global _left_open
+    _left_open = []
     with contextlib.suppress(OSError):
         os.setpgid(0, 0)  # so that its workers are ended with it, all at once
     receiving.close()
@@ -256,7 +230,7 @@ def _answer(work: Callable[[], Any], sending: Connection, receiving: Connection)
         with contextlib.suppress(OSError):  # nobody waits for it any more
             sending.send_bytes(answer)
 
-    thread = threading.Thread(target=run, name="fastdata-probe")
+    thread = threading.Thread(target=run, name="fastdata-measure")
     thread.start()
     thread.join()
     os._exit(0)
@@ -280,10 +254,12 @@ def _end(process: Any) -> None:
 @contextlib.contextmanager
 def undisturbed_generators() -> Iterator[None]:
     """Put Python's, NumPy's and torch's global generators back to where they were."""
-    python, legacy, torchs = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    python = random.getstate()
+    numpy = np.random.get_state()
+    torchs = torch.get_rng_state()
     try:
         yield
     finally:
         random.setstate(python)
-        np.random.set_state(legacy)
+        np.random.set_state(numpy)
         torch.set_rng_state(torchs)
