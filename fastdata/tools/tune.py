@@ -555,7 +555,8 @@ def run(options: argparse.Namespace) -> int:
     output.check_folder(options.folder)
     transform = bench.find_transform(options.transform)
     parameters = (*PARAMETERS, "storage") if options.tune_storage else PARAMETERS
-    resize = None if options.transform else (256, 256)
+    is_as_it_is = options.transform or options.storage == "none"
+    resize = None if is_as_it_is else (256, 256)
     with ImageFolder(options.folder, transform, resize=resize, storage=options.storage) as dataset:
         print(dataset.storage_plan.reason)
         result = tune(dataset, batch_size=options.batch_size, max_seconds=options.seconds, parameters=parameters)
