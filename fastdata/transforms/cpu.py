@@ -292,7 +292,7 @@ def _refusal(refused: core.CoreError, table: Table, samples: core.Samples, keys:
     b = refused.place
     index = int(keys.indices[b])
     if refused.reason != "REFUSED_SHAPE":
-        return table.refusal(refused, index)
+        return table.refusal(refused, index, _each_shape(samples.shapes, len(keys.indices))[b])
     return ValueError(
         f"sample {index} comes out as {refused.numbers[:3]}, but the batch has room for {shape} each. "
         "Crop or resize to one size, and give all images one number of channels, as "

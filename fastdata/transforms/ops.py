@@ -137,7 +137,8 @@ class Table:
                 return core.draw(self.record, keys_B, shapes_B3)
             except core.CoreError as refused:
                 if not self.is_answered(refused):
-                    raise self.refusal(refused, int(keys.indices[refused.place])) from None
+                    b = refused.place
+                    raise self.refusal(refused, int(keys.indices[b]), shapes_B3[b]) from None
 
     def size_after(self, channels: int, size: Size | None) -> tuple[int, Size | None]:
         """Channels, and size (h, w), that ops make of images; no size where it is not the same for all of them.
@@ -149,7 +150,7 @@ class Table:
         try:
             _, shapes_after = core.draw(self.record, np.zeros(1, np.uint64), shape, is_probe=True)
         except core.CoreError as refused:
-            raise self.refusal(refused, 0) from None
+            raise self.refusal(refused, 0, shape[0]) from None
         channels, height, width = shapes_after[0].tolist()
         return channels, ((height, width) if height else None)
 
@@ -182,8 +183,8 @@ class Table:
         self._levels = known
         return True
 
-    def refusal(self, refused: core.CoreError, index: int) -> ValueError:
-        """What is wrong with a sample, for its user."""
+    def refusal(self, refused: core.CoreError, index: int, shape: Sequence[int]) -> ValueError:
+        """What is wrong with a sample of this shape, for its user."""
         op, n = self._ops[refused.step], refused.numbers
         if refused.reason == "REFUSED_CHANNELS":
             return _wrong_channels(op, n[0], index)
@@ -206,7 +207,10 @@ class Table:
                 "larger resize."
             )
         why = _REFUSALS.get(refused.reason, f"{op.code} asks for more than the core has room for")
-        return ValueError(f"sample {index} cannot be served: {why}. Use batch_ops='off', or leave it out.")
+        stored = tuple(map(int, shape))
+        return ValueError(
+            f"sample {index}, of shape {stored}, cannot be served: {why}. Use batch_ops='off', or leave it out."
+        )
 
 
 _REFUSALS = {
