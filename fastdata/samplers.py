@@ -1,31 +1,30 @@
-"""Samplers that people write again and again, for any number of ranks, and for torch's loader as for fastdata's.
+"""Orders of an epoch that people write again and again, shared out to any number of ranks, for torch's loader too.
 
 The order of an epoch is that of all ranks together, a pure function of (seed, epoch). Of W ranks, rank r takes the
 places r, r + W, ... in it, so that each step of batches of B takes the next W * B places. Where an epoch stands is then
 one number, whatever the ranks, workers and batches are that go on with it.
 
-``EpochSampler`` counts epochs and says where one stands; a ``RankSampler`` shares out an order, and its subclasses have
-other orders; a ``BucketSampler`` makes batches.
+``EpochSampler`` counts epochs and says where one stands; a ``RankSampler`` shares out an ``Order``, of which
+``shuffled``, ``weighted``, ``balanced`` and ``repeated`` make some.
 
-Shape letters: N samples of an epoch, B batch.
+Shape letters: N samples of a dataset, n of an epoch.
 """
 
 from __future__ import annotations
 
-import copy
-import itertools
+import math
 import operator
 import zlib
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sized
-from typing import Any, ClassVar, Literal
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from torch.utils.data import ConcatDataset, Dataset, DistributedSampler, Sampler
+from torch.utils.data import ConcatDataset, Dataset, DistributedSampler
 
 from fastdata.batch import RepeatedIndex, count_earlier
-from fastdata.dataset import PreparedDataset, stored_of
 from fastdata.draws import draw_integers, draw_uniform, sample_keys
 from fastdata.ranks import find_rank
 
@@ -35,7 +34,6 @@ Uneven = Literal["pad", "drop", "keep"]
 _SHUFFLE_SALT = 0x73687566666C65  # keeps orders apart from what transforms draw with the same seed
 _CHOICE_SALT = 0x63686F696365
 _ROUND_SALT = 0x726F756E64
-_STEP_SALT = 0x73746570
 
 
 class EpochSampler:
@@ -55,11 +53,10 @@ class EpochSampler:
 
     epoch = 0
     is_set = has_begun = False
-    position: Any
+    position: int
     rank: int
     num_replicas = 1
     _given: tuple[int | None, int | None]  # rank and number of ranks
-    _start: ClassVar[Any]  # position of an epoch of which nothing was consumed
 
     @property
     @abstractmethod
@@ -67,29 +64,30 @@ class EpochSampler:
         """What the order follows from besides the epoch, as plain values: a state is of samplers equal in these."""
 
     @abstractmethod
-    def batches_left(self, position: Any, batch_size: int = 1, *, drop_last: bool = False) -> int:
+    def batches_left(self, position: int, batch_size: int = 1, *, drop_last: bool = False) -> int:
         """How many batches there are from a position on, of the rank that has the most."""
 
     @abstractmethod
-    def advance(self, position: Any, batches: int, batch_size: int) -> Any:
+    def advance(self, position: int, batches: int, batch_size: int) -> int:
         """The position so many batches of each rank further on."""
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch that comes; one that was loaded goes on if it is the same."""
         epoch = operator.index(epoch)  # states are of plain values
         if epoch != self.epoch:
-            self.epoch, self.position, self.has_begun = epoch, self._start, False
+            self.epoch = epoch
+            self.position = 0
+            self.has_begun = False
         self.is_set = True
 
     def coming(self) -> dict[str, Any]:
         """The state of what the next iterator will begin with."""
-        epoch, position = self.epoch, self.position
         if self.has_begun:
-            epoch, position = epoch + (not self.is_set), self._start
-        return self._state(epoch, position)
+            return self._state(self.epoch + (not self.is_set), 0)
+        return self._state(self.epoch, self.position)
 
-    def _state(self, epoch: int, position: Any) -> dict[str, Any]:
-        return {"epoch": epoch, "position": copy.deepcopy(position), "order": self.identity}
+    def _state(self, epoch: int, position: int) -> dict[str, Any]:
+        return {"epoch": epoch, "position": position, "order": self.identity}
 
     def find_ranks(self) -> None:
         if self.num_replicas == 1:
@@ -98,7 +96,9 @@ class EpochSampler:
     def _begin(self) -> None:
         begun = self.coming()
         self.find_ranks()
-        self.epoch, self.position, self.has_begun = begun["epoch"], begun["position"], True
+        self.epoch = begun["epoch"]
+        self.position = begun["position"]
+        self.has_begun = True
 
     def state_dict(self, batches: int = 0, batch_size: int = 1, *, drop_last: bool = False) -> dict[str, Any]:
         """Return where the epoch stands, as a dict of plain values, the same on every rank.
@@ -116,7 +116,7 @@ class EpochSampler:
         if not batches:
             return self._state(self.epoch, self.position)
         if batches >= self.batches_left(self.position, batch_size, drop_last=drop_last):
-            return self._state(self.epoch + 1, self._start)
+            return self._state(self.epoch + 1, 0)
         return self._state(self.epoch, self.advance(self.position, batches, batch_size))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -130,19 +130,206 @@ class EpochSampler:
             names = [name for name in {**own, **saved} if own.get(name) != saved.get(name)]
             differing = "; ".join(f"{name} is {own.get(name)!r}, in the state {saved.get(name)!r}" for name in names)
             raise ValueError(f"the state is of a sampler with another order: {differing}. Make the sampler as it was.")
-        self.epoch, self.position = state["epoch"], copy.deepcopy(state["position"])
+        self.epoch = state["epoch"]
+        self.position = state["position"]
         self.has_begun = self.is_set = False
 
 
+class Order(NamedTuple):
+    """Which samples an epoch has, of all ranks, and in which order: for ``RankSampler(order=...)``.
+
+    Attributes:
+        draw: called with seed, epoch and n, gives int64 (n,), the samples in their order.
+        length: of the dataset, N.
+        num_samples: n, where nobody asks for another.
+        most: n, at most.
+        reason: of that, for an error.
+        identity: what ``draw`` follows from besides, as plain values: a state is of samplers equal in these.
+    """
+
+    draw: Callable[[int, int, int], Int64s]
+    length: int
+    num_samples: int
+    most: float
+    reason: str
+    identity: dict[str, Any]
+
+
+def shuffled(dataset: Sized | int, shuffle: bool = True) -> Order:
+    """All samples once, shuffled, or in the order of the dataset.
+
+    Args:
+        dataset: or its length.
+        shuffle: whether to shuffle.
+    """
+    length = len(dataset) if isinstance(dataset, Sized) else operator.index(dataset)
+    draw = partial(_draw_shuffled if shuffle else _draw_sequence, length)
+    reason = f"{length} samples come at most once"
+    return Order(draw, length, length, length, reason, {"shuffle": shuffle})
+
+
+def _draw_shuffled(length: int, seed: int, epoch: int, count: int) -> Int64s:
+    keys = sample_keys(seed ^ _SHUFFLE_SALT, epoch, np.arange(length))
+    return np.argsort(keys, kind="stable")[:count]
+
+
+def _draw_sequence(length: int, seed: int, epoch: int, count: int) -> Int64s:
+    return np.arange(length)[:count]
+
+
+def weighted(weights: Any, replacement: bool = True) -> Order:
+    """Samples drawn by their weights: torch's ``WeightedRandomSampler`` for any number of ranks, and resumable.
+
+    Args:
+        weights: (N,), of each sample, not negative; a sample with none never comes.
+        replacement: whether a sample may come again in an epoch; it draws other augmentations then. Without it an epoch
+            has as many samples as weights are above zero, at most.
+
+    Raises:
+        ValueError: a weight is negative or not finite, or all are zero.
+
+    Example:
+        >>> sampler = RankSampler(order=weighted([0.0, 1.0, 3.0]), num_samples=4000, rank=0, world_size=1)
+        >>> counts = np.bincount(list(sampler))
+        >>> int(counts[0]), bool(2900 < counts[2] < 3100)
+        (0, True)
+    """
+    given = np.asarray(weights, np.float64)
+    if given.ndim != 1:
+        raise ValueError(f"weights have the shape {given.shape}; one for each sample is needed")
+    wrong = np.flatnonzero(~(np.isfinite(given) & (given >= 0)))
+    if len(wrong):
+        raise ValueError(f"weight {wrong[0]} is {given[wrong[0]]}; weights must be finite and not negative")
+    positive = int(np.count_nonzero(given))
+    if not positive:
+        raise ValueError(f"all {len(given)} weights are zero; at least one must be above")
+    identity = {"order": "weighted", "replacement": replacement, "weights": _checksum(given)}
+    reason = f"without replacement, {positive} weights are above zero"
+    if replacement:
+        return Order(partial(_draw_weighted, given), len(given), len(given), math.inf, reason, identity)
+    return Order(partial(_draw_weighted_once, given), len(given), positive, positive, reason, identity)
+
+
+def _draw_weighted(weights: npt.NDArray[np.float64], seed: int, epoch: int, count: int) -> Int64s:
+    chosen = np.flatnonzero(weights)
+    ends = np.cumsum(weights[chosen] / weights.max())  # whose sum is finite
+    drawn = draw_uniform(sample_keys(seed ^ _CHOICE_SALT, epoch, np.arange(count)), 0, 0) * ends[-1]
+    order: Int64s = chosen[np.minimum(np.searchsorted(ends, drawn, side="right"), len(chosen) - 1)]
+    return order
+
+
+def _draw_weighted_once(weights: npt.NDArray[np.float64], seed: int, epoch: int, count: int) -> Int64s:
+    # Drawn without replacement, samples come in the order of exponential variates of these rates: P. S. Efraimidis,
+    # P. G. Spirakis, "Weighted random sampling with a reservoir", Information Processing Letters 97, 2006. Their
+    # logarithms stay finite, whatever the weights are.
+    chosen = np.flatnonzero(weights)
+    drawn = draw_uniform(sample_keys(seed ^ _CHOICE_SALT, epoch, chosen), 0, 0) + 2.0**-54  # in (0, 1)
+    log_waits = np.log(-np.log1p(-drawn)) - np.log(weights[chosen])
+    order: Int64s = chosen[np.argsort(log_waits, kind="stable")[:count]]
+    return order
+
+
+def balanced(targets: Any, replacement: bool = False) -> Order:
+    """Every class equally often: rounds in each of which all classes come once, in random order.
+
+    Args:
+        targets: (N,), the class of each sample, or a dataset that has them as ``targets``; of a ``Subset``, its own, of
+            a ``ConcatDataset`` those of its parts.
+        replacement: whether a sample may come again in an epoch, which has as many samples as the dataset then. Else
+            it has at most as many of each class as the smallest one has, other ones of the larger classes each time.
+
+    Raises:
+        ValueError: targets are no classes.
+
+    Example:
+        >>> targets = np.array([0, 0, 0, 0, 0, 1, 1, 2, 2, 2])
+        >>> sampler = RankSampler(order=balanced(targets), rank=0, world_size=1)
+        >>> np.bincount(targets[list(sampler)]).tolist()
+        [2, 2, 2]
+    """
+    found = _targets_of(targets)
+    if found.ndim != 1 or not len(found):
+        raise ValueError(f"targets have the shape {found.shape}; the class of each sample is needed, at least one")
+    try:
+        names, inverse = np.unique(found, return_inverse=True)
+    except TypeError as error:
+        raise ValueError(f"targets cannot be sorted, as classes are: {error}") from error
+    classes = inverse.astype(np.int64)
+    counts = np.bincount(classes)
+    smallest = int(counts.argmin())
+    most = len(names) * int(counts[smallest])
+    draw = partial(_draw_balanced, classes, replacement)
+    identity = {"order": "balanced", "replacement": replacement, "targets": _checksum(classes)}
+    reason = (
+        f"without replacement, class {names[smallest]} has {counts[smallest]} samples, and {len(names)} classes of as "
+        f"many are {most}. Use replacement=True, or fewer"
+    )
+    if replacement:
+        return Order(draw, len(found), len(found), math.inf, reason, identity)
+    return Order(draw, len(found), most, most, reason, identity)
+
+
+def _draw_balanced(classes: Int64s, replacement: bool, seed: int, epoch: int, count: int) -> Int64s:
+    counts = np.bincount(classes)
+    rounds = -(-count // len(counts))
+    keys = sample_keys(seed ^ _ROUND_SALT, epoch, np.arange(rounds * len(counts)))
+    drawn = np.argsort(keys.reshape(rounds, len(counts)), axis=1, kind="stable").reshape(-1)[:count]
+    everything = _draw_shuffled(len(classes), seed, epoch, len(classes))
+    members = everything[np.argsort(classes[everything], kind="stable")]  # of all classes in a row
+    which = np.arange(count) // len(counts)
+    if replacement:
+        which = draw_integers(keys[:count], 1, 0, counts[drawn])
+    order: Int64s = members[(np.cumsum(counts) - counts)[drawn] + which]
+    return order
+
+
+def repeated(dataset: Sized | int, repeats: int = 3, shuffle: bool = True) -> Order:
+    """Repeated augmentation: each sample several times in a row of the epoch, so that its copies go to several ranks.
+
+    As timm's ``RepeatAugSampler`` and DeiT's ``RASampler`` (M. Berman et al., "MultiGrain", 2019; E. Hoffer et al.,
+    "Augment your batch", CVPR 2020). Each copy draws augmentations of its own. An epoch has as many samples as the
+    dataset, so that it has as many batches as ever; ``num_samples=repeats * len(dataset)`` has all copies.
+
+    Args:
+        dataset: or its length.
+        repeats: of each sample.
+        shuffle: whether to shuffle.
+
+    Raises:
+        ValueError: ``repeats`` is below 1.
+
+    Example:
+        >>> order = repeated(6, 3, shuffle=False)
+        >>> [list(RankSampler(order=order, rank=rank, world_size=3)) for rank in range(3)]
+        [[0, 1], [0, 1], [0, 1]]
+    """
+    once = shuffled(dataset, shuffle)
+    repeats = operator.index(repeats)
+    if repeats < 1:
+        raise ValueError(f"repeats={repeats} must be at least 1")
+    most = repeats * once.length
+    return once._replace(
+        draw=partial(_draw_repeated, once.draw, repeats),
+        most=most,
+        reason=f"{once.length} samples {repeats} times are {most}",
+        identity={"order": "repeated", "repeats": repeats, "shuffle": shuffle},
+    )
+
+
+def _draw_repeated(once: Callable[..., Int64s], repeats: int, seed: int, epoch: int, count: int) -> Int64s:
+    return np.repeat(once(seed, epoch, -(-count // repeats)), repeats)[:count]
+
+
 class RankSampler(EpochSampler, DistributedSampler[int]):
-    """Each rank's share of a shuffled epoch: a ``DistributedSampler`` that counts its epochs and resumes inside of one.
+    """Each rank's share of an epoch: a ``DistributedSampler`` that counts its epochs and resumes inside of one.
 
     ``DataLoader(distributed="auto")`` makes it. All ranks must give the same arguments but ``rank``.
 
     Args:
-        dataset: or its length.
-        num_samples: of an epoch of all ranks, where that are not all samples of the dataset.
-        shuffle: else samples come in the order of the dataset.
+        dataset: or its length; not needed where there is an ``order``.
+        num_samples: of an epoch of all ranks, where that are not all samples of the order.
+        order: as ``weighted(...)``, ``balanced(...)``, ``repeated(...)`` make it; by default all samples once.
+        shuffle: else, where there is no ``order``, samples come in that of the dataset.
         seed: of the order.
         uneven: what becomes of samples that cannot be shared out evenly. ``"pad"``: the first of the epoch are
             repeated, ``"drop"``: the last are left out; both as torch's. ``"keep"``: each comes once, and some ranks
@@ -155,8 +342,8 @@ class RankSampler(EpochSampler, DistributedSampler[int]):
         num_samples: of this rank, in a whole epoch; ``len`` too, also of one that is resumed.
         total_size: of all ranks.
 
-    A subclass that has another ``order(epoch)``, and says in ``identity`` what that follows from, is shared out and
-    resumed alike. A sample that comes again in it is told apart, so that it draws anew, whichever rank that is on.
+    A sample that comes again in an epoch is told apart, so that it draws anew, whichever rank that is on. An
+    ``Order`` of your own is shared out and resumed as those here are.
 
     Raises:
         ValueError: there is no such rank, fewer than ``num_samples``, or ``uneven`` is none of the three.
@@ -172,15 +359,12 @@ class RankSampler(EpochSampler, DistributedSampler[int]):
         True
     """
 
-    _start = 0
-    may_repeat = False
-    """Whether there may be more samples in an epoch than in the dataset."""
-
     def __init__(
         self,
-        dataset: Sized | int,
+        dataset: Sized | int | None = None,
         num_samples: int | None = None,
         *,
+        order: Order | None = None,
         shuffle: bool = True,
         seed: int = 0,
         uneven: Uneven = "pad",
@@ -189,14 +373,21 @@ class RankSampler(EpochSampler, DistributedSampler[int]):
     ) -> None:
         if uneven not in ("pad", "drop", "keep"):
             raise ValueError(f"uneven={uneven!r} is not one of 'pad', 'drop', 'keep'")
-        self.length, self.uneven, self.position = _length_of(dataset), uneven, 0
-        self.order_length = self.length if num_samples is None else operator.index(num_samples)
-        if not 0 <= self.order_length <= (np.inf if self.may_repeat and self.length else self.length):
-            raise ValueError(f"num_samples={num_samples}, of {self.length} samples that come at most once")
+        if order is None:
+            if dataset is None:
+                raise TypeError("RankSampler needs a dataset, its length, or an order=")
+            order = shuffled(dataset, shuffle)
+        self._order = order
+        self.uneven = uneven
+        self.position = 0
+        self.order_length = self._order.num_samples if num_samples is None else operator.index(num_samples)
+        if not 0 <= self.order_length <= self._order.most:
+            raise ValueError(f"num_samples={num_samples}, but {self._order.reason}")
         self._given = _plain(rank), _plain(world_size)
-        found, seed = find_rank(*self._given), operator.index(seed)
+        found = find_rank(*self._given)
         numbers: Any = range(self.order_length)
-        super().__init__(numbers, found.world_size, found.rank, shuffle, seed, drop_last=uneven == "drop")
+        drops = uneven == "drop"
+        super().__init__(numbers, found.world_size, found.rank, shuffle, operator.index(seed), drops)
         self.find_ranks()
 
     def find_ranks(self) -> None:
@@ -205,23 +396,20 @@ class RankSampler(EpochSampler, DistributedSampler[int]):
         self.total_size = self.order_length if self.uneven == "keep" else self.num_samples * self.num_replicas
 
     def order(self, epoch: int) -> Int64s:
-        """The samples of an epoch, of all ranks, in the order in which they come: int64 (N,)."""
-        return (self._shuffled(epoch) if self.shuffle else np.arange(self.length))[: self.order_length]
-
-    def _shuffled(self, epoch: int) -> Int64s:
-        keys = sample_keys(self.seed ^ _SHUFFLE_SALT, epoch, np.arange(self.length))
-        return np.argsort(keys, kind="stable")
+        """The samples of an epoch, of all ranks, in the order in which they come: int64 (n,)."""
+        return self._order.draw(self.seed, epoch, self.order_length)
 
     def __iter__(self) -> Iterator[int]:
         self._begin()
         order = self.order(self.epoch)
-        length, count = len(order), self._share_of(len(order) - self.position)
+        length = len(order)
+        count = self._share_of(length - self.position)
         place = self.position + self.rank + self.num_replicas * np.arange(count)
         shared = order[place % length].tolist() if count else []
         if not count or (place[-1] < length and np.bincount(order).max() == 1):
             yield from shared
             return
-        earlier = count_earlier(np.zeros(self.length, np.uint32), order)[place % length]
+        earlier = count_earlier(np.zeros(self._order.length, np.uint32), order)[place % length]
         earlier += place // length * np.bincount(order)[shared]  # those that pad come after all others
         yield from map(RepeatedIndex.mark, shared, earlier.tolist())
 
@@ -237,8 +425,8 @@ class RankSampler(EpochSampler, DistributedSampler[int]):
 
     @property
     def identity(self) -> dict[str, Any]:
-        named = {"sampler": type(self).__name__, "samples": self.order_length, "length": self.length}
-        return named | {"seed": self.seed, "shuffle": self.shuffle}
+        named = {"sampler": type(self).__name__, "samples": self.order_length, "length": self._order.length}
+        return named | {"seed": self.seed} | self._order.identity
 
     def batches_left(self, position: int, batch_size: int = 1, *, drop_last: bool = False) -> int:
         ranks = self.num_replicas
@@ -249,343 +437,6 @@ class RankSampler(EpochSampler, DistributedSampler[int]):
         return position + batches * batch_size * self.num_replicas
 
 
-class WeightedSampler(RankSampler):
-    """Samples drawn by their weights: torch's ``WeightedRandomSampler`` for any number of ranks, and resumable.
-
-    A sample that comes again in an epoch draws other augmentations, whichever ranks that is on.
-
-    Args:
-        weights: (N,), of each sample, not negative; a sample with none never comes.
-        num_samples: of an epoch of all ranks; by default as many as there are weights, without replacement as many as
-            are above zero.
-        replacement: whether a sample may come again in an epoch.
-        seed, uneven, rank, world_size: as of ``RankSampler``.
-
-    Raises:
-        ValueError: a weight is negative or not finite, all are zero, or without replacement there are too few.
-
-    Example:
-        >>> sampler = WeightedSampler([0.0, 1.0, 3.0], num_samples=4000, rank=0, world_size=1)
-        >>> counts = np.bincount(list(sampler))
-        >>> int(counts[0]), bool(2900 < counts[2] < 3100)
-        (0, True)
-    """
-
-    def __init__(
-        self,
-        weights: Any,
-        num_samples: int | None = None,
-        replacement: bool = True,
-        *,
-        seed: int = 0,
-        uneven: Uneven = "pad",
-        rank: int | None = None,
-        world_size: int | None = None,
-    ) -> None:
-        self.weights = np.asarray(weights, np.float64)
-        if self.weights.ndim != 1:
-            raise ValueError(f"weights have the shape {self.weights.shape}; one for each sample is needed")
-        wrong = np.flatnonzero(~(np.isfinite(self.weights) & (self.weights >= 0)))
-        if len(wrong):
-            raise ValueError(f"weight {wrong[0]} is {self.weights[wrong[0]]}; weights must be finite and not negative")
-        positive = int(np.count_nonzero(self.weights))
-        if not positive:
-            raise ValueError(f"all {len(self.weights)} weights are zero; at least one must be above")
-        if not replacement and num_samples is not None and num_samples > positive:
-            raise ValueError(f"num_samples={num_samples} without replacement, but {positive} weights are above zero")
-        self.may_repeat = self.replacement = replacement
-        self._data = _checksum(self.weights)
-        count = (len(self.weights) if replacement else positive) if num_samples is None else num_samples
-        super().__init__(len(self.weights), count, seed=seed, uneven=uneven, rank=rank, world_size=world_size)
-
-    def order(self, epoch: int) -> Int64s:
-        seed, chosen = self.seed ^ _CHOICE_SALT, np.flatnonzero(self.weights)
-        if self.replacement:
-            ends = np.cumsum(self.weights[chosen] / self.weights.max())  # whose sum is finite
-            drawn = draw_uniform(sample_keys(seed, epoch, np.arange(self.order_length)), 0, 0) * ends[-1]
-            picked: Int64s = chosen[np.minimum(np.searchsorted(ends, drawn, side="right"), len(chosen) - 1)]
-            return picked
-        # Drawn without replacement, samples come in the order of exponential variates of these rates: P. S. Efraimidis,
-        # P. G. Spirakis, "Weighted random sampling with a reservoir", Information Processing Letters 97, 2006. Their
-        # logarithms stay finite, whatever the weights are.
-        drawn = draw_uniform(sample_keys(seed, epoch, chosen), 0, 0) + 2.0**-54  # in (0, 1)
-        log_waits = np.log(-np.log1p(-drawn)) - np.log(self.weights[chosen])
-        first: Int64s = chosen[np.argsort(log_waits, kind="stable")[: self.order_length]]
-        return first
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        return super().identity | {"replacement": self.replacement, "weights": self._data}
-
-
-class BalancedSampler(RankSampler):
-    """Every class equally often: rounds in each of which all classes come once, in random order.
-
-    Args:
-        targets: (N,), the class of each sample, or a dataset that has them as ``targets``; of a ``Subset``, its own, of
-            a ``ConcatDataset`` those of its parts.
-        num_samples: of an epoch of all ranks. By default as many as there are samples; without replacement as many as
-            the smallest class has, for each class.
-        replacement: whether a sample may come again in an epoch; else other samples of the larger classes come in each.
-        seed, uneven, rank, world_size: as of ``RankSampler``.
-
-    Raises:
-        ValueError: targets are no classes, or without replacement the smallest class has too few samples.
-
-    Example:
-        >>> targets = np.array([0, 0, 0, 0, 0, 1, 1, 2, 2, 2])
-        >>> sampler = BalancedSampler(targets, rank=0, world_size=1)
-        >>> np.bincount(targets[list(sampler)]).tolist()
-        [2, 2, 2]
-    """
-
-    def __init__(
-        self,
-        targets: Any,
-        num_samples: int | None = None,
-        replacement: bool = False,
-        *,
-        seed: int = 0,
-        uneven: Uneven = "pad",
-        rank: int | None = None,
-        world_size: int | None = None,
-    ) -> None:
-        found = _of_samples(targets, _targets_of)
-        if found.ndim != 1 or not len(found):
-            raise ValueError(f"targets have the shape {found.shape}; the class of each sample is needed, at least one")
-        try:
-            classes, of = np.unique(found, return_inverse=True)
-        except TypeError as error:
-            raise ValueError(f"targets cannot be sorted, as classes are: {error}") from error
-        self._class, self._counts = of.astype(np.int64), np.bincount(of)
-        smallest = int(self._counts.argmin())
-        most = len(classes) * int(self._counts[smallest])
-        if not replacement and num_samples is not None and num_samples > most:
-            raise ValueError(
-                f"num_samples={num_samples} without replacement, but class {classes[smallest]} has "
-                f"{self._counts[smallest]} samples, and {len(classes)} classes of as many are {most}. Use "
-                "replacement=True, or fewer."
-            )
-        self.may_repeat = self.replacement = replacement
-        self._data = _checksum(self._class)
-        count = (len(found) if replacement else most) if num_samples is None else num_samples
-        super().__init__(len(found), count, seed=seed, uneven=uneven, rank=rank, world_size=world_size)
-
-    def order(self, epoch: int) -> Int64s:
-        classes, seed = len(self._counts), self.seed ^ _ROUND_SALT
-        rounds = -(-self.order_length // classes)
-        keys = sample_keys(seed, epoch, np.arange(rounds * classes))
-        drawn = np.argsort(keys.reshape(rounds, classes), axis=1, kind="stable").reshape(-1)[: self.order_length]
-        shuffled = self._shuffled(epoch)
-        members = shuffled[np.argsort(self._class[shuffled], kind="stable")]  # of all classes in a row
-        which = np.arange(self.order_length) // classes
-        if self.replacement:
-            which = draw_integers(keys[: self.order_length], 1, 0, self._counts[drawn])
-        order: Int64s = members[(np.cumsum(self._counts) - self._counts)[drawn] + which]
-        return order
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        return super().identity | {"replacement": self.replacement, "targets": self._data}
-
-
-class RepeatSampler(RankSampler):
-    """Repeated augmentation: each sample several times in a row of the epoch, so that its copies go to several ranks.
-
-    As timm's ``RepeatAugSampler`` and DeiT's ``RASampler`` (M. Berman et al., "MultiGrain", 2019; E. Hoffer et al.,
-    "Augment your batch", CVPR 2020). Each copy draws augmentations of its own.
-
-    Args:
-        dataset: or its length.
-        repeats: of each sample.
-        num_samples: of an epoch of all ranks; by default the length of the dataset, so that an epoch has as many
-            batches as ever, of fewer samples. ``repeats * len(dataset)`` has all.
-        shuffle, seed, uneven, rank, world_size: as of ``RankSampler``.
-
-    Raises:
-        ValueError: ``repeats`` is below 1, or there are fewer than ``num_samples`` copies.
-
-    Example:
-        >>> [list(RepeatSampler(6, 3, shuffle=False, rank=rank, world_size=3)) for rank in range(3)]
-        [[0, 1], [0, 1], [0, 1]]
-    """
-
-    may_repeat = True
-
-    def __init__(
-        self,
-        dataset: Sized | int,
-        repeats: int = 3,
-        num_samples: int | None = None,
-        *,
-        shuffle: bool = True,
-        seed: int = 0,
-        uneven: Uneven = "pad",
-        rank: int | None = None,
-        world_size: int | None = None,
-    ) -> None:
-        length, self.repeats = _length_of(dataset), operator.index(repeats)
-        if repeats < 1:
-            raise ValueError(f"repeats={repeats} must be at least 1")
-        if num_samples is not None and num_samples > repeats * length:
-            raise ValueError(f"num_samples={num_samples}, but {length} samples {repeats} times are {repeats * length}")
-        super().__init__(
-            length, num_samples, shuffle=shuffle, seed=seed, uneven=uneven, rank=rank, world_size=world_size
-        )
-
-    def order(self, epoch: int) -> Int64s:
-        first = self._shuffled(epoch) if self.shuffle else np.arange(self.length)
-        return np.repeat(first[: -(-self.order_length // self.repeats)], self.repeats)[: self.order_length]
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        return super().identity | {"repeats": self.repeats}
-
-
-class BucketSampler(EpochSampler, Sampler[list[int]]):
-    """Batches of samples of like height and width, so that few pixels are padded; a ``batch_sampler``.
-
-    A shuffled epoch is cut into pools, each pool is halved again and again, by height or width, whichever leaves fewer
-    padded pixels, until the parts are batches, and these come in random order. Where the shorter side is 256 pixels and
-    the longer one anything up to 500, 1 % of the pixels are padded, in random batches 59 %. Ranks get equally many
-    batches, and in one step those of one part, which cost about as much.
-
-    ``collate_fn=functools.partial(fastdata.collate, pad=0)`` pads the images of a batch.
-
-    Args:
-        shapes: (N, 2), height and width of each sample in pixels; or a fastdata dataset, or ``Subset`` or
-            ``ConcatDataset`` of such, whose stored samples' shapes are known, those before any random step.
-        batch_size: samples in a batch of one rank.
-        shuffle: else pools are stretches of the dataset, and their batches come as they were parted.
-        seed: of the order.
-        drop_last: whether to drop what makes no whole batch on every rank, random samples; else the last batches are
-            smaller, and fewer than ``world_size`` samples are repeated.
-        pool_batches: steps in a pool, at most, of a batch on each rank. With more, fewer pixels are padded, and batches
-            are less random.
-        rank, world_size: as of ``RankSampler``.
-
-    Raises:
-        ValueError: shapes are not (N, 2), or not all are known, or a number is below 1.
-
-    Example:
-        >>> shapes = np.array([(2, 4), (4, 2), (2, 4), (4, 2), (4, 2), (2, 4)])
-        >>> sampler = BucketSampler(shapes, 3, rank=0, world_size=1)
-        >>> sorted(sorted(batch) for batch in sampler)
-        [[0, 2, 5], [1, 3, 4]]
-    """
-
-    _start: ClassVar[Any] = []
-
-    def __init__(
-        self,
-        shapes: Any,
-        batch_size: int,
-        *,
-        shuffle: bool = True,
-        seed: int = 0,
-        drop_last: bool = False,
-        pool_batches: int = 64,
-        rank: int | None = None,
-        world_size: int | None = None,
-    ) -> None:
-        if min(batch_size, pool_batches) < 1:
-            raise ValueError(f"batch_size={batch_size} and pool_batches={pool_batches} must be at least 1")
-        self._shapes = _of_samples(shapes, _shapes_of)
-        self._data = _checksum(self._shapes)
-        # Without a public ``drop_last``, for which Lightning would take this for a BatchSampler, and make it anew.
-        self.batch_size, self.shuffle, self._drop_last = operator.index(batch_size), shuffle, drop_last
-        self.seed, self.pool_batches, self.position = operator.index(seed), operator.index(pool_batches), self._start
-        self._given = _plain(rank), _plain(world_size)
-        self.find_ranks()
-
-    @property
-    def sampler(self) -> BucketSampler:
-        """Itself: where Lightning looks for whom to tell the epoch."""
-        return self
-
-    def __iter__(self) -> Iterator[list[int]]:
-        self._begin()
-        epoch, left = self.epoch, np.arange(len(self._shapes))
-        if self.shuffle:
-            left = np.argsort(sample_keys(self.seed ^ _SHUFFLE_SALT, epoch, left), kind="stable")
-        *legs, (*latest, steps) = self._legs(self.position)
-        for *leg, taken in legs:
-            left = left[~np.isin(left, np.concatenate([*itertools.islice(self._steps(left, epoch, *leg), taken)]))]
-        for group in itertools.islice(self._steps(left, epoch, *latest), steps, None):
-            share = -(-len(group) // self.num_replicas)
-            parts = self._parted(np.resize(group, share * self.num_replicas), share)
-            turn = int(sample_keys(self.seed ^ _STEP_SALT, epoch if self.shuffle else 0, group[:1])[0])
-            which = (self.rank + turn) % self.num_replicas  # else rank 0 would always have the smaller ones
-            batch = parts[which].tolist()
-            if share * self.num_replicas > len(group):
-                earlier = count_earlier(np.zeros(len(self._shapes), np.uint32), np.concatenate(parts))
-                batch = list(map(RepeatedIndex.mark, batch, earlier[which * share : (which + 1) * share].tolist()))
-            yield batch
-
-    def __len__(self) -> int:
-        if not self.has_begun:
-            self.find_ranks()
-        return self.batches_left(self._start)
-
-    def _steps(self, left: Int64s, epoch: int, batch_size: int, ranks: int) -> Iterator[Int64s]:
-        """What all ranks take in each step, from pools of about as many steps each, so that none is small."""
-        size = batch_size * ranks
-        steps = len(left) // size if self._drop_last else -(-len(left) // size)
-        pools = -(-steps // self.pool_batches)
-        ends = [steps * number // pools * size for number in range(pools + 1)] if steps else []
-        for start, end in itertools.pairwise(ends):
-            if start < end:
-                yield from self._groups(left[start:end], size, epoch)
-
-    def _groups(self, pool: Int64s, size: int, epoch: int) -> list[Int64s]:
-        """The samples of each step, those of one that is not full at the end: so steps that were taken were full."""
-        groups = self._parted(pool, size)
-        if not self.shuffle:
-            return groups
-        keys = sample_keys(self.seed ^ _STEP_SALT, epoch, np.array([group[0] for group in groups]))
-        is_short = np.array([len(group) < size for group in groups])
-        return [groups[number] for number in np.lexsort((keys, is_short)).tolist()]
-
-    def _parted(self, chosen: Int64s, size: int) -> list[Int64s]:
-        """Samples of like shape, ``size`` in each part but the last."""
-        parts = -(-len(chosen) // size)
-        if parts <= 1:
-            return [chosen]
-        halves = []
-        for axis in (0, 1):
-            ordered = chosen[np.argsort(self._shapes[chosen, axis], kind="stable")]
-            halves.append((ordered[: parts // 2 * size], ordered[parts // 2 * size :]))
-        lower, upper = min(halves, key=lambda pair: sum(map(self._padded_px, pair)))
-        return [*self._parted(lower, size), *self._parted(upper, size)]
-
-    def _padded_px(self, chosen: Int64s) -> int:
-        return len(chosen) * int(self._shapes[chosen].max(axis=0).prod())
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        named = {"sampler": type(self).__name__, "shapes": self._data, "seed": self.seed, "shuffle": self.shuffle}
-        return named | {"drop_last": self._drop_last, "pool_batches": self.pool_batches}
-
-    def batches_left(self, position: Any, batch_size: int = 1, *, drop_last: bool = False) -> int:
-        """How many batches each rank has from a position on: of its own size, whatever is given."""
-        samples, size = len(self._shapes), self.batch_size * self.num_replicas
-        samples -= sum(int(np.prod(leg)) for leg in position)
-        return samples // size if self._drop_last else -(-samples // size)
-
-    def advance(self, position: Any, batches: int, batch_size: int) -> list[list[int]]:
-        *legs, latest = self._legs(position)
-        latest[2] += batches
-        return [*legs, latest] if latest[2] else legs
-
-    def _legs(self, position: Any) -> list[list[int]]:
-        """What was taken of an epoch: the size of batches, the ranks, and how many steps of these.
-
-        The latest is this sampler's own, so that it goes on as if it had not been interrupted.
-        """
-        legs, own = [list(leg) for leg in position], [self.batch_size, self.num_replicas]
-        return legs if legs and legs[-1][:2] == own else [*legs, [*own, 0]]
-
-
 def _checksum(values: npt.NDArray[Any]) -> str:
     return f"{zlib.crc32(np.ascontiguousarray(values).data):08x} of {len(values)}"
 
@@ -594,43 +445,13 @@ def _plain(number: int | None) -> int | None:
     return None if number is None else operator.index(number)
 
 
-def _length_of(dataset: Sized | int) -> int:
-    return len(dataset) if isinstance(dataset, Sized) else operator.index(dataset)
-
-
-def _of_samples(source: Any, find: Callable[[Any], npt.NDArray[Any]]) -> npt.NDArray[Any]:
-    """What is found of each sample, behind any ``Subset`` and ``ConcatDataset`` too."""
-    if hasattr(source, "indices") and hasattr(source, "dataset"):  # a Subset
-        return _of_samples(source.dataset, find)[np.asarray(source.indices, np.int64)]
-    if isinstance(source, ConcatDataset):
-        return np.concatenate([_of_samples(part, find) for part in source.datasets])
-    return find(source)
-
-
 def _targets_of(source: Any) -> npt.NDArray[Any]:
+    """The targets of a dataset, behind any ``Subset`` and ``ConcatDataset`` too."""
+    if hasattr(source, "indices") and hasattr(source, "dataset"):  # a Subset
+        return _targets_of(source.dataset)[np.asarray(source.indices, np.int64)]
+    if isinstance(source, ConcatDataset):
+        return np.concatenate([_targets_of(part) for part in source.datasets])
     found = getattr(source, "targets", source)
     if isinstance(found, Dataset):  # of which an array would be all samples, decoded
         raise ValueError(f"{type(found).__name__} has no targets; give the class of each sample, an array (N,)")
     return np.asarray(found)
-
-
-def _shapes_of(source: Any) -> Int64s:
-    if isinstance(source, PreparedDataset):
-        kept = stored_of(source).kept
-        shapes = None if kept is None else kept.images.shapes()
-        if shapes is None:
-            what = "keeps no samples" if kept is None else "prepares samples on their first read"
-            raise ValueError(
-                f"the dataset {what}, so that not all of their shapes are known yet. Make it with fill='eager' and a "
-                "storage, or give shapes=, an array (N, 2) of height and width."
-            )
-        return np.asarray(shapes[:, -2:], np.int64)
-    if isinstance(source, Dataset):
-        raise ValueError(
-            f"{type(source).__name__} is no fastdata dataset, whose shapes are known; give shapes=, an array (N, 2) of "
-            "height and width."
-        )
-    found = np.asarray(source)
-    if found.ndim != 2 or found.shape[1] != 2:
-        raise ValueError(f"shapes are {found.shape}; (N, 2) is needed, the height and width of each sample")
-    return found.astype(np.int64)

@@ -110,6 +110,8 @@ def unmade_names(code: str) -> set[str]:
             made |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
         elif isinstance(node, ast.FunctionDef):
             made |= {node.name, *(argument.arg for argument in node.args.args)}
+        elif isinstance(node, ast.ClassDef):
+            made.add(node.name)
         elif isinstance(node, ast.Lambda):
             made |= {argument.arg for argument in node.args.args}
     return {name for name, is_read in names if is_read} - made

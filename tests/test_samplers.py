@@ -19,7 +19,7 @@ from torchvision import transforms as v1
 from conftest import shown
 from fastdata import CachedDataset, CudaPrefetcher, DataLoader, RingCollate, collate
 from fastdata.batch import Padded
-from fastdata.samplers import BalancedSampler, BucketSampler, RankSampler, RepeatSampler, WeightedSampler
+from fastdata.samplers import Order, RankSampler, balanced, repeated, weighted
 
 AUGMENT = v1.Compose([v1.RandomCrop((4, 3)), v1.RandomHorizontalFlip(), v1.ConvertImageDtype(torch.float32)])
 COUNT = 23
@@ -35,11 +35,11 @@ PROCESSES = {"num_workers": 2, "workers": "process"}
 RANKED: dict[str, Callable[..., RankSampler]] = {
     "shuffled": partial(RankSampler, COUNT),
     "in order": partial(RankSampler, COUNT, shuffle=False),
-    "weighted": partial(WeightedSampler, WEIGHTS, 31),
-    "weighted, once": partial(WeightedSampler, WEIGHTS, replacement=False),
-    "balanced": partial(BalancedSampler, TARGETS, replacement=True),
-    "balanced, once": partial(BalancedSampler, TARGETS),
-    "repeated": partial(RepeatSampler, COUNT, 3, 50),
+    "weighted": partial(RankSampler, order=weighted(WEIGHTS), num_samples=31),
+    "weighted, once": partial(RankSampler, order=weighted(WEIGHTS, replacement=False)),
+    "balanced": partial(RankSampler, order=balanced(TARGETS, replacement=True)),
+    "balanced, once": partial(RankSampler, order=balanced(TARGETS)),
+    "repeated": partial(RankSampler, order=repeated(COUNT, 3), num_samples=50),
 }
 
 
@@ -218,16 +218,13 @@ def test_repetitions_draw_alike_on_any_number_of_ranks(make: Callable[..., RankS
     assert max(copies.values()) > 1  # several crops of one sample
 
 
-@pytest.mark.parametrize("name", [*RANKED, "buckets"])
+@pytest.mark.parametrize("name", RANKED)
 def test_what_pads_ranks_is_told_apart(name: str) -> None:
     """No occurrence of a sample has the number of another one, those that give all ranks equally many included."""
     found: Counter[tuple[int, int]] = Counter()
     for rank in range(7):
-        make = BucketSampler if name == "buckets" else RANKED[name]
-        given = (SHAPES, 4) if name == "buckets" else ()
-        sampler: Any = make(*given, rank=rank, world_size=7)
-        indices = itertools.chain(*sampler) if name == "buckets" else sampler
-        found.update((int(index), getattr(index, "occurrence", 0)) for index in indices)
+        sampler = RANKED[name](rank=rank, world_size=7)
+        found.update((int(index), getattr(index, "occurrence", 0)) for index in sampler)
     assert set(found.values()) == {1}
     assert found.total() % 7 == 0
 
@@ -259,20 +256,21 @@ class Repeating(Sampler[int]):
         return iter(np.repeat(np.arange(self.length), 3)[self.rank :: self.num_replicas].tolist())
 
 
-class Replacing(RankSampler):
+def _replacing(length: int) -> Order:
     """An order of one's own in which samples come again."""
 
-    def order(self, epoch: int) -> Any:
-        return np.random.default_rng(epoch).integers(0, self.length, self.order_length)
+    def draw(seed: int, epoch: int, count: int) -> Any:
+        return np.random.default_rng(epoch).integers(0, length, count)
+
+    return Order(draw, length, length, length, "as many as samples", {"order": "replacing"})
 
 
 TWICE: dict[str, Any] = {
     "a subset's repeats": lambda ranks, whole: RankSampler(whole, **ranks),
-    "buckets of those": lambda ranks, whole: BucketSampler(np.full((len(whole), 2), 6), 2, **ranks),
     "torch's of those": lambda ranks, whole: DistributedSampler(whole, ranks["world_size"], ranks["rank"]),
-    "an order of one's own": lambda ranks, whole: Replacing(whole, **ranks),
-    "weights": lambda ranks, whole: WeightedSampler(np.ones(len(whole)), **ranks),
-    "repeated": lambda ranks, whole: RepeatSampler(whole, 3, 3 * len(whole), **ranks),
+    "an order of one's own": lambda ranks, whole: RankSampler(order=_replacing(len(whole)), **ranks),
+    "weights": lambda ranks, whole: RankSampler(order=weighted(np.ones(len(whole))), **ranks),
+    "repeated": lambda ranks, whole: RankSampler(num_samples=3 * len(whole), order=repeated(whole), **ranks),
     "another's repeats": lambda ranks, whole: Repeating(len(whole), ranks["rank"], ranks["world_size"]),
 }
 
@@ -284,8 +282,8 @@ def _large() -> CachedDataset:
 
 
 def _read(whole: Any, sampler: Any) -> list[tuple[int, bytes]]:
-    how = {"batch_sampler": sampler} if isinstance(sampler, BucketSampler) else {"sampler": sampler, "batch_size": 2}
-    pairs = (pair for batch in DataLoader(whole, **how) for pair in zip(*batch, strict=True))
+    loader = DataLoader(whole, batch_size=2, sampler=sampler)
+    pairs = (pair for batch in loader for pair in zip(*batch, strict=True))
     return [(int(label), image.numpy().tobytes()) for image, label in pairs]
 
 
@@ -299,7 +297,7 @@ def test_no_two_ranks_draw_the_same_for_one_sample(name: str, kind: str) -> None
         whole: Any = {"subset": part, "concat": ConcatDataset([part, dataset]), "nested": nested}[kind]
         read = [pair for rank in range(3) for pair in _read(whole, TWICE[name]({"rank": rank, "world_size": 3}, whole))]
         assert len(set(read)) == len(read) >= len(whole)
-        if name not in ("another's repeats", "buckets of those") and len(read) % len(whole) == 0:
+        if name != "another's repeats" and len(read) % len(whole) == 0:
             assert set(_read(whole, TWICE[name]({"rank": 0, "world_size": 1}, whole))) == set(read)
 
 
@@ -342,17 +340,13 @@ def _ranked(make: Callable[..., RankSampler], batch_size: int, rank: int, world_
     return {"batch_size": batch_size, "sampler": make(rank=rank, world_size=world_size, uneven="keep")}
 
 
-def _bucketed(batch_size: int, rank: int, world_size: int) -> dict[str, Any]:
-    return {"batch_sampler": BucketSampler(SHAPES, batch_size, pool_batches=5, rank=rank, world_size=world_size)}
-
-
 @pytest.mark.parametrize("trial", range(12))
-@pytest.mark.parametrize("name", [*RANKED, "buckets"])
+@pytest.mark.parametrize("name", RANKED)
 def test_an_epoch_goes_on_with_other_ranks_and_batches(name: str, trial: int) -> None:
     """Stopped at random again and again, the second epoch goes on with other ranks and batches, losing nothing."""
     choose = np.random.default_rng(trial)
-    make = _bucketed if name == "buckets" else partial(_ranked, RANKED[name])
-    total = COUNT if name == "buckets" else RANKED[name](rank=0, world_size=1).order_length
+    make = partial(_ranked, RANKED[name])
+    total = RANKED[name](rank=0, world_size=1).order_length
     loader = DataLoader(Numbers(), **make(4, 0, 1))
     list(loader)
     state, seen = _through_json(loader.state_dict()), []
@@ -363,14 +357,10 @@ def test_an_epoch_goes_on_with_other_ranks_and_batches(name: str, trial: int) ->
         engine = [INLINE, {"num_workers": 1, "workers": "thread"}][trial % 2]
         read, state = _ranks(make, batch_size, world_size, state, steps, engine)
         seen += read
-    if name == "buckets":
-        assert set(seen) == set(range(COUNT))
-        assert len(seen) < COUNT + 8
-    else:
-        assert seen == RANKED[name](rank=0, world_size=1).order(epoch=1).tolist()
+    assert seen == RANKED[name](rank=0, world_size=1).order(epoch=1).tolist()
     assert state["start"]["samplers"][-1]["state"] == {
         "epoch": 2,
-        "position": [] if name == "buckets" else 0,
+        "position": 0,
         "order": state["loader"]["order"],
     }
 
@@ -402,10 +392,10 @@ def test_ranks_that_share_evenly_go_on_as_others(launched: Any, before: int, aft
 
 
 @pytest.mark.parametrize("engine", [INLINE, THREADS, PROCESSES], ids=["inline", "threads", "processes"])
-@pytest.mark.parametrize("name", ["shuffled", "repeated", "buckets"])
+@pytest.mark.parametrize("name", ["shuffled", "repeated"])
 def test_a_resumed_epoch_is_the_uninterrupted_one(name: str, engine: dict[str, Any]) -> None:
     """With the same ranks, the rest of an epoch and the next one have the same batches, pixels and draws."""
-    make = _bucketed if name == "buckets" else partial(_ranked, RANKED[name])
+    make = partial(_ranked, RANKED[name])
     torch.manual_seed(1)
     with _images() as dataset:
         loader = DataLoader(dataset, **make(4, 1, 2), **engine)
@@ -484,16 +474,13 @@ def test_an_epoch_without_a_batch_left_is_passed_over(launched: Any) -> None:
     assert [index for batch in again for index in batch.tolist()] == order[:20]
 
 
-@pytest.mark.parametrize("name", ["repeated", "buckets"])
-def test_states_of_numpys_numbers_are_plain(name: str) -> None:
+def test_states_of_numpys_numbers_are_plain() -> None:
     """Whatever integers a sampler is given, its state goes through JSON."""
     batch_size, repeats, count, seed, rank, world_size, epoch = np.arange(2, 9)
-    ranked = {"seed": seed, "rank": rank - 5, "world_size": world_size}
-    sampler: Any = RepeatSampler(np.int64(COUNT), repeats, count * 9, **ranked)  # type: ignore[arg-type]
-    if name == "buckets":
-        sampler = BucketSampler(SHAPES, batch_size, pool_batches=count, **ranked)
+    order = repeated(np.int64(COUNT), repeats)  # type: ignore[arg-type]
+    sampler = RankSampler(order=order, num_samples=count * 9, seed=seed, rank=rank - 5, world_size=world_size)
     sampler.set_epoch(epoch)
-    _through_json(sampler.state_dict(np.int64(1), batch_size))
+    _through_json(sampler.state_dict(np.int64(1), batch_size))  # type: ignore[arg-type]
 
 
 def test_dropped_batches_do_not_count_in_torchs_loader() -> None:
@@ -589,17 +576,16 @@ def test_a_batch_sampler_of_ones_own_resumes_over_a_rank_sampler() -> None:
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("name", ["shuffled", "buckets"])
-def test_torchs_loader_goes_on_too(name: str, num_workers: int) -> None:
+def test_torchs_loader_goes_on_too(num_workers: int) -> None:
     """In torch's own loader, told how many batches the loop got, a sampler goes on with other ranks."""
-    make = _bucketed if name == "buckets" else partial(_ranked, RANKED[name])
+    make = partial(_ranked, RANKED["shuffled"])
     seen: list[int] = []
     state: dict[str, Any] = {}
     for (batch_size, world_size), steps in {(2, 3): 2, (3, 2): 1, (4, 1): None}.items():
         ranks, states = [], []
         for rank in range(world_size):
             loader = TorchLoader(Numbers(), num_workers=num_workers, **make(batch_size, rank, world_size))
-            sampler: Any = loader.batch_sampler if name == "buckets" else loader.sampler
+            sampler: Any = loader.sampler
             if state:
                 sampler.load_state_dict(state)
             ranks.append([batch.tolist() for batch in itertools.islice(iter(loader), steps)])
@@ -607,7 +593,7 @@ def test_torchs_loader_goes_on_too(name: str, num_workers: int) -> None:
         assert states == states[:1] * world_size
         state, seen = states[0], seen + _together(ranks)
     assert sorted(seen) == list(range(COUNT))
-    assert (state["epoch"], state["position"]) == (1, [] if name == "buckets" else 0)
+    assert (state["epoch"], state["position"]) == (1, 0)
 
 
 def test_a_state_of_another_order_is_refused() -> None:
@@ -616,7 +602,7 @@ def test_a_state_of_another_order_is_refused() -> None:
     with pytest.raises(ValueError, match=r"another order: seed is 1, in the state 0\. Make the sampler as it was"):
         RankSampler(COUNT, seed=1, rank=0, world_size=1).load_state_dict(state)
     saved = DataLoader(Numbers(), **_ranked(RANKED["weighted"], 2, 0, 1)).state_dict()
-    other = WeightedSampler(WEIGHTS + 1, 31, rank=0, world_size=1)
+    other = RankSampler(order=weighted(WEIGHTS + 1), num_samples=31, rank=0, world_size=1)
     with pytest.raises(ValueError, match=r"the state is of another loader: order is .*'weights'"):
         DataLoader(Numbers(), sampler=other).load_state_dict(saved)
 
@@ -627,7 +613,9 @@ def test_a_state_of_another_order_is_refused() -> None:
 def test_weighted_samples_come_by_their_weights() -> None:
     """Over many draws each sample comes as often as its weight says; one without weight never."""
     weights = np.array([0, 1, 2, 5, 0])
-    counts = np.bincount(WeightedSampler(weights, 8000, rank=0, world_size=1).order(0), minlength=5)
+    counts = np.bincount(
+        RankSampler(order=weighted(weights), num_samples=8000, rank=0, world_size=1).order(0), minlength=5
+    )
     assert np.abs(counts - 1000 * weights).max() < 150
     assert counts[[0, 4]].tolist() == [0, 0]
 
@@ -635,13 +623,14 @@ def test_weighted_samples_come_by_their_weights() -> None:
 @pytest.mark.parametrize("replacement", [False, True])
 def test_weights_may_differ_by_any_factor(replacement: bool) -> None:
     """The smallest and the largest numbers are weights as others are."""
-    sampler = WeightedSampler([5e-324, 1.7e308, 1.7e308], 2, replacement, rank=0, world_size=1)
+    order = weighted([5e-324, 1.7e308, 1.7e308], replacement)
+    sampler = RankSampler(order=order, num_samples=2, rank=0, world_size=1)
     assert {index for epoch in range(9) for index in sampler.order(epoch).tolist()} == {1, 2}
 
 
 def test_without_replacement_heavy_samples_come_first() -> None:
     """No sample comes twice; the first draw of each epoch is by the weights, as of an urn."""
-    sampler = WeightedSampler([1, 0, 3], replacement=False, rank=0, world_size=1)
+    sampler = RankSampler(order=weighted([1, 0, 3], replacement=False), rank=0, world_size=1)
     orders = [sampler.order(epoch).tolist() for epoch in range(2000)]
     assert {tuple(sorted(order)) for order in orders} == {(0, 2)}
     assert 1400 < sum(order[0] == 2 for order in orders) < 1600
@@ -651,7 +640,7 @@ def test_without_replacement_heavy_samples_come_first() -> None:
 def test_classes_come_equally_often(replacement: bool) -> None:
     """Of classes of 9, 4 and 2 samples, each batch of three has all; without replacement no sample comes twice."""
     targets = ["a"] * 9 + ["b"] * 4 + ["c"] * 2
-    sampler = BalancedSampler(targets, replacement=replacement, rank=0, world_size=1)
+    sampler = RankSampler(order=balanced(targets, replacement), rank=0, world_size=1)
     orders = [sampler.order(epoch) for epoch in range(30)]
     assert {len(order) for order in orders} == {15 if replacement else 6}
     for order in orders:
@@ -662,128 +651,24 @@ def test_classes_come_equally_often(replacement: bool) -> None:
 
 
 def test_the_classes_of_a_dataset_are_found() -> None:
-    """A dataset's ``targets`` are taken, of a Subset those of its samples."""
+    """A dataset's ``targets`` are taken, of a Subset those of its samples, of a ConcatDataset those of its parts."""
     with _images() as dataset:
-        assert len(BalancedSampler(dataset, rank=0, world_size=1)) == COUNT
+        assert len(RankSampler(order=balanced(dataset), rank=0, world_size=1)) == COUNT
         subset = Subset(Subset(dataset, range(5, 15)), [2, 4, 4])
-        assert sorted(BalancedSampler(subset, 2, rank=0, world_size=1)) in ([0, 1], [0, 2])
-
-
-def test_joined_datasets_have_targets_and_shapes() -> None:
-    """A ConcatDataset has those of its parts in a row."""
-    with _images() as dataset:
+        sampler = RankSampler(order=balanced(subset), num_samples=2, rank=0, world_size=1)
+        assert sorted(sampler) in ([0, 1], [0, 2])
         joined: ConcatDataset[Any] = ConcatDataset([Subset(dataset, [2, 4]), dataset])
-        targets, shapes = [2, 4, *range(COUNT)], np.full((COUNT + 2, 2), [6, 5])
-        assert list(BalancedSampler(joined, rank=0, world_size=1)) == list(
-            BalancedSampler(targets, rank=0, world_size=1)
-        )
-        assert list(BucketSampler(joined, 4, rank=0, world_size=1)) == list(
-            BucketSampler(shapes, 4, rank=0, world_size=1)
-        )
+        known = RankSampler(order=balanced([2, 4, *range(COUNT)]), rank=0, world_size=1)
+        assert list(RankSampler(order=balanced(joined), rank=0, world_size=1)) == list(known)
 
 
 def test_copies_go_to_different_ranks() -> None:
     """In repeated augmentation three ranks get the three copies of the same samples, a third of them an epoch."""
-    samplers = [RepeatSampler(24, 3, rank=rank, world_size=3) for rank in range(3)]
+    samplers = [RankSampler(order=repeated(24), rank=rank, world_size=3) for rank in range(3)]
     shares = [list(sampler) for sampler in samplers]
     assert shares[0] == shares[1] == shares[2]
     assert len(set(shares[0])) == len(shares[0]) == 8
     assert [getattr(share[0], "occurrence", 0) for share in shares] == [0, 1, 2]
-
-
-# Buckets
-
-
-def _padded_share(shapes: np.ndarray, batches: list[list[int]]) -> float:
-    area = sum(len(batch) * shapes[batch].max(axis=0).prod() for batch in batches)
-    return float(1 - sum(shapes[batch].prod(axis=1).sum() for batch in batches) / area)
-
-
-def test_buckets_pad_few_pixels() -> None:
-    """Of photographs lying and standing 2 % of the pixels are padded, of random batches more than half."""
-    draws = np.random.default_rng(3)
-    shapes = np.stack([np.full(4096, 256), draws.integers(256, 501, 4096)], axis=1)
-    shapes[:1200] = shapes[:1200, ::-1]
-    sampler = BucketSampler(shapes, 32, rank=0, world_size=1)
-    assert _padded_share(shapes, list(sampler)) < 0.02
-    assert _padded_share(shapes, np.split(draws.permutation(4096), 128)) > 0.5  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("drop_last", [False, True])
-@pytest.mark.parametrize("world_size", WORLDS)
-def test_buckets_cover_each_epoch(world_size: int, drop_last: bool) -> None:
-    """Ranks get equally many batches of equal size in each step, and all samples but those dropped or repeated."""
-    ranks = [
-        BucketSampler(SHAPES, 2, drop_last=drop_last, pool_batches=4, rank=rank, world_size=world_size)
-        for rank in range(world_size)
-    ]
-    epochs = []
-    for _ in range(3):
-        batches = [list(sampler) for sampler in ranks]
-        sizes = [list(map(len, each)) for each in batches]
-        assert sizes == sizes[:1] * world_size
-        assert set(sizes[0][:-1]) <= {2}  # only the last may be smaller: a state counts whole ones
-        assert len(sizes[0]) == len(ranks[0])
-        seen = Counter(index for each in batches for batch in each for index in batch)
-        if drop_last:
-            assert (seen.total(), max(seen.values())) == (COUNT // (2 * world_size) * 2 * world_size, 1)
-        else:
-            assert set(seen) == set(range(COUNT))
-            assert seen.total() - COUNT < world_size
-        epochs.append(batches)
-    assert epochs[0] != epochs[1] != epochs[2]
-
-
-@pytest.mark.parametrize("pool_batches", [2, 5, 7])
-def test_a_resume_does_not_move_the_pools(pool_batches: int) -> None:
-    """Stopped after each of its batches in turn, an epoch has the batches of the one that was never stopped."""
-    make = partial(BucketSampler, SHAPES, 2, pool_batches=pool_batches, rank=0, world_size=1)
-    whole, state, batches = list(make()), make().state_dict(), []
-    for _ in whole:
-        sampler = make()
-        sampler.load_state_dict(state)
-        batches.append(next(iter(sampler)))
-        state = sampler.state_dict(batches=1)
-    assert batches == whole
-
-
-def test_no_rank_always_has_the_larger_samples() -> None:
-    """In one step ranks get batches that cost about as much, and over an epoch each has some of the larger ones."""
-    shapes = np.stack([np.arange(1, 401)] * 2, axis=1)
-    ranks = [list(BucketSampler(shapes, 5, rank=rank, world_size=4)) for rank in range(4)]
-    sides = np.array([[shapes[batch].max() for batch in batches] for batches in ranks])
-    assert np.ptp(sides, axis=0).max() < 60  # of 400
-    assert set(sides.argmax(axis=0).tolist()) == set(range(4))
-
-
-def test_ranks_of_a_step_cost_alike_however_many_there_are() -> None:
-    """A pool is as many steps on 32 ranks as on one, so that the batches of a step hold like shapes."""
-    shapes = np.random.default_rng(3).integers(200, 800, (2048, 2))
-    ranks = [list(BucketSampler(shapes, 4, pool_batches=16, rank=rank, world_size=32)) for rank in range(32)]
-    areas = np.array([[shapes[batch].max(axis=0).prod() for batch in batches] for batches in ranks])
-    assert areas.max(axis=0).mean() / areas.mean() < 1.4
-
-
-def test_unshuffled_buckets_are_the_same_each_epoch() -> None:
-    """Without shuffling batches come as they were parted, samples of like shape in each."""
-    sampler = BucketSampler(SHAPES, 4, shuffle=False, rank=0, world_size=1)
-    assert list(sampler) == list(sampler)
-    assert _padded_share(SHAPES, list(sampler)) < _padded_share(SHAPES, [*BatchSampler(range(COUNT), 4, False)])
-
-
-def test_shapes_of_a_dataset_are_found() -> None:
-    """The stored shapes of a fastdata dataset, or of a Subset, make the buckets; unknown ones are an error."""
-    samples = [(torch.zeros(3, *shape, dtype=torch.uint8), k) for k, shape in enumerate(SHAPES.tolist())]
-    with CachedDataset(samples, progress=False) as dataset:
-        known = BucketSampler(SHAPES, 4, rank=0, world_size=1)
-        assert list(BucketSampler(dataset, 4, rank=0, world_size=1)) == list(known)
-        part = BucketSampler(Subset(dataset, [3, 9, 1]), 2, rank=0, world_size=1)
-        assert list(part) == list(BucketSampler(SHAPES[[3, 9, 1]], 2, rank=0, world_size=1))
-    with (
-        CachedDataset(samples, storage="none", progress=False) as dataset,
-        pytest.raises(ValueError, match=r"keeps no samples.*fill='eager' and a storage, or give shapes="),
-    ):
-        BucketSampler(dataset, 4)
 
 
 # Padding
@@ -824,11 +709,11 @@ def test_a_whole_batch_is_padded_without_a_copy() -> None:
 
 @pytest.mark.parametrize("engine", [INLINE, PROCESSES], ids=["inline", "processes"])
 def test_padded_batches_go_all_ways(engine: dict[str, Any]) -> None:
-    """Buckets of ragged samples come padded through processes, RingCollate in torch's loader, and a prefetcher."""
+    """Batches of ragged samples come padded through processes, RingCollate in torch's loader, and a prefetcher."""
     samples = [(torch.full((3, *shape), k), k) for k, shape in enumerate(SHAPES.tolist())]
     with CachedDataset([(image.to(torch.uint8), k) for image, k in samples], progress=False) as dataset:
         pads = partial(collate, pad=0)
-        sampler = BucketSampler(dataset, 4, rank=0, world_size=1)
+        sampler = [*BatchSampler(range(COUNT), 4, False)]
         loader = DataLoader(dataset, batch_sampler=sampler, collate_fn=pads, **engine)
         workers = engine["num_workers"]
         theirs = TorchLoader(dataset, batch_sampler=sampler, collate_fn=RingCollate(pads), num_workers=workers)
@@ -849,23 +734,26 @@ def test_padded_batches_go_all_ways(engine: dict[str, Any]) -> None:
     ("make", "message"),
     [
         (lambda: RankSampler(5, uneven="some"), "uneven='some' is not one of 'pad', 'drop', 'keep'"),
-        (lambda: RankSampler(5, 6), "num_samples=6, of 5 samples that come at most once"),
+        (lambda: RankSampler(5, 6), "num_samples=6, but 5 samples come at most once"),
         (lambda: RankSampler(5, rank=2, world_size=2), "rank=2 is not one of the world_size=2 ranks"),
-        (lambda: WeightedSampler([1, -2]), r"weight 1 is -2\.0; weights must be finite and not negative"),
-        (lambda: WeightedSampler([1, float("nan")]), "weight 1 is nan"),
-        (lambda: WeightedSampler([0, 0]), "all 2 weights are zero"),
-        (lambda: WeightedSampler([[1.0]]), r"weights have the shape \(1, 1\)"),
-        (lambda: WeightedSampler([1, 0], 2, False), "num_samples=2 without replacement, but 1 weights are above zero"),
-        (lambda: BalancedSampler([0, 0, 7], 3), "without replacement, but class 7 has 1 samples, and 2 .* are 2"),
-        (lambda: BalancedSampler(Numbers()), "Numbers has no targets; give the class of each sample"),
-        (lambda: BalancedSampler(np.array([1, "a"], object)), "targets cannot be sorted, as classes are: '<' not"),
-        (lambda: BucketSampler(Numbers(), 4), "Numbers is no fastdata dataset, .* give shapes="),
+        (lambda: weighted([1, -2]), r"weight 1 is -2\.0; weights must be finite and not negative"),
+        (lambda: weighted([1, float("nan")]), "weight 1 is nan"),
+        (lambda: weighted([0, 0]), "all 2 weights are zero"),
+        (lambda: weighted([[1.0]]), r"weights have the shape \(1, 1\)"),
+        (
+            lambda: RankSampler(num_samples=2, order=weighted([1, 0], False)),
+            "but without replacement, 1 weights are above",
+        ),
+        (
+            lambda: RankSampler(num_samples=3, order=balanced([0, 0, 7])),
+            "but without replacement, class 7 has 1 samples, and 2 .* are 2",
+        ),
+        (lambda: balanced(Numbers()), "Numbers has no targets; give the class of each sample"),
+        (lambda: balanced(np.array([1, "a"], object)), "targets cannot be sorted, as classes are: '<' not"),
         (lambda: collate([torch.zeros(1, 2, 2).byte()], pad=-1), "pad=-1 does not fit images of torch.uint8, .* 255"),
-        (lambda: BalancedSampler([]), r"targets have the shape \(0,\)"),
-        (lambda: RepeatSampler(5, 0), "repeats=0 must be at least 1"),
-        (lambda: RepeatSampler(5, 2, 11), "num_samples=11, but 5 samples 2 times are 10"),
-        (lambda: BucketSampler(SHAPES, 0), "batch_size=0 and pool_batches=64 must be at least 1"),
-        (lambda: BucketSampler([1, 2], 1), r"shapes are \(2,\); \(N, 2\) is needed"),
+        (lambda: balanced([]), r"targets have the shape \(0,\)"),
+        (lambda: repeated(5, 0), "repeats=0 must be at least 1"),
+        (lambda: RankSampler(num_samples=11, order=repeated(5, 2)), "num_samples=11, but 5 samples 2 times are 10"),
         (lambda: DataLoader(Numbers(), distributed="on"), "distributed='on' is not one of 'off', 'auto', 'exact'"),
         (lambda: DataLoader(Stream(), distributed="auto"), "distributed='auto' shares .* an IterableDataset has none"),
         (
@@ -899,14 +787,11 @@ def test_images_that_cannot_be_padded_are_refused(samples: list[Any], message: s
 def test_a_sampler_made_alone_knows_its_rank_when_it_is_iterated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lightning makes a process a rank only after the loader was made; a state is of the ranks of its epoch."""
     sampler = RankSampler(10, shuffle=False)
-    batches = BucketSampler(np.full((10, 2), 4), 5, shuffle=False)
     assert len(sampler) == 10
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert len(sampler) == 5
-    assert len(batches) == 1
     assert list(sampler) == [1, 3, 5, 7, 9]
-    assert len(list(batches)) == 1
     monkeypatch.delenv("WORLD_SIZE")
     assert sampler.state_dict(batches=2, batch_size=1)["position"] == 4
 
@@ -917,7 +802,7 @@ def test_copies_on_different_ranks_draw_anew_in_torchs_loader_too() -> None:
     crops = []
     for rank in (0, 1):
         with CachedDataset(source, transform=v1.RandomCrop(16), seed=0, progress=False) as dataset:
-            sampler = RepeatSampler(4, 2, 8, shuffle=False, rank=rank, world_size=2)
+            sampler = RankSampler(order=repeated(4, 2, shuffle=False), num_samples=8, rank=rank, world_size=2)
             loader = TorchLoader(dataset, batch_size=4, sampler=sampler)
             crops += [images for images, _ in loader]
     assert all(not torch.equal(one, other) for one, other in zip(*crops, strict=True))

@@ -77,8 +77,6 @@ class ChunkSampler(EpochSampler):
         residency: of the epoch that has begun, which is told what chunk comes next.
     """
 
-    _start = 0
-
     def __init__(self, order: EpochOrder, rank: int | None, world_size: int | None) -> None:
         self.order = order
         self.position = 0

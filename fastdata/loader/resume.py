@@ -27,7 +27,7 @@ from torch.utils import data as torch_data
 
 from fastdata.batch import DrawKey, IndexBatch, RepeatedIndex
 from fastdata.loader.view import LoaderView
-from fastdata.samplers import BucketSampler, EpochSampler
+from fastdata.samplers import EpochSampler
 
 VERSION = 3
 
@@ -278,7 +278,7 @@ class Order(Iterator[Any]):
             return {}
         if not counted.has_begun:
             counted.find_ranks()
-        size = outer.batch_size if isinstance(outer, (BucketSampler, torch_data.BatchSampler)) else 1
+        size = outer.batch_size if isinstance(outer, torch_data.BatchSampler) else 1
         return {"batch_size": size, "world_size": counted.num_replicas}
 
     def batches(self, start: dict[str, Any] | None) -> int | None:

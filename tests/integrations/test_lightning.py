@@ -15,7 +15,6 @@ import torch
 from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler
 
 from fastdata import DataLoader, collate
-from fastdata.samplers import BucketSampler
 from lightning_run import Recorder, SaveAt, fit, make_trainer, pl
 from recorded import COUNT, CountingImages, draws_of, labels_of, load, repeated, see
 
@@ -154,30 +153,6 @@ def test_a_fit_resumed_between_epochs_serves_the_next_one_whole(images: Counting
     resumed = fit(images, resume=checkpoint).epochs
     assert list(resumed) == [1]
     assert sorted(labels_of(resumed[1])) == list(range(COUNT))
-
-
-def _in_buckets(dataset: CountingImages, **options: Any) -> DataLoader:
-    shapes = [(height, 8) for height in range(COUNT)]
-    return DataLoader(dataset, batch_sampler=BucketSampler(shapes, 4, rank=0, world_size=1), **options)
-
-
-@pytest.mark.parametrize("engine", [{"num_workers": 2}, {"num_workers": 1, "workers": "process"}], ids=str)
-def test_buckets_resumed_between_epochs_are_of_the_next_one(
-    images: CountingImages, tmp_path: Path, engine: dict[str, Any]
-) -> None:
-    """From an end-of-epoch checkpoint the second epoch comes, whose number Lightning tells between iter and next."""
-    checkpoint = str(tmp_path / "stopped.ckpt")
-    whole = fit(images, loader=_in_buckets(images, **engine)).epochs
-    fit(images, loader=_in_buckets(images, **engine), callbacks=[SaveAt(6, checkpoint, "on_train_epoch_end")])
-    assert fit(images, resume=checkpoint, loader=_in_buckets(images, **engine)).epochs == {1: whole[1]}
-
-
-def test_buckets_are_not_made_anew(images: CountingImages) -> None:
-    """Where Lightning would put a sampler of its own, its error names ``use_distributed_sampler=False``."""
-    from lightning.pytorch.utilities.data import _update_dataloader
-
-    with pytest.raises(TypeError, match="use_distributed_sampler=False"):
-        _update_dataloader(_in_buckets(images), SequentialSampler(range(COUNT)))
 
 
 def test_fabric_serves_whole_batches(images: CountingImages) -> None:
