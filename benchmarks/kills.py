@@ -2,7 +2,7 @@
 
 A launcher starts ranks that prepare a dataset together and read it by worker processes. At a random moment one of them
 is killed by SIGKILL: the rank that prepares first, another one, all, the launcher, or a worker. The others have to end
-by themselves, done or with an error, within ten seconds, and no process, socket or shared memory may be left.
+by themselves, done or with an error, within ten seconds, and no process or shared memory may be left.
 
 python benchmarks/kills.py [--trials 300] [--ranks 3] [--seed 0]
 """
@@ -82,10 +82,6 @@ def shared_memory_bytes() -> int:
     return 1024 * int(re.findall(r"^Shmem:\s+(\d+)", Path("/proc/meminfo").read_text(), re.MULTILINE)[0])
 
 
-def places() -> int:
-    return Path("/proc/net/unix").read_text().count("@fastdata-")
-
-
 def choose_victims(drawn: random.Random, launcher: psutil.Process, kind: str) -> list[psutil.Process]:
     ranks = launcher.children()
     if kind == "launcher" or not ranks:
@@ -120,10 +116,8 @@ def trial(drawn: random.Random, number: int, count: int) -> str:
         os.killpg(pid, signal.SIGKILL)
     _, status = os.waitpid(pid, 0)
     deadline = time.monotonic() + 2
-    while (places() or shared_memory_bytes() > before + (8 << 20)) and time.monotonic() < deadline:
+    while shared_memory_bytes() > before + (8 << 20) and time.monotonic() < deadline:
         time.sleep(0.02)
-    if places():
-        problems.append(f"{places()} sockets")
     if shared_memory_bytes() > before + (8 << 20):
         problems.append(f"{(shared_memory_bytes() - before) >> 20} MiB of shared memory")
     return f"{kind}: {'; '.join(problems) or 'clean'}, {'ended' if status == 0 else 'killed'}"

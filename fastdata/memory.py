@@ -34,9 +34,13 @@ class Available(NamedTuple):
     limited_by: str  # "system memory" or "cgroup limit"
 
 
-def usable_cores(*, root: Path = CGROUP_ROOT, table: Path = CGROUP_TABLE) -> int:
-    """The least of the CPU affinity and the cgroups' quotas, rounded up: a container limited to 1.5 cores gets 2."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def usable_cores(cores: int | None = None, *, root: Path = CGROUP_ROOT, table: Path = CGROUP_TABLE) -> int:
+    """The least of the CPU affinity and the cgroups' quotas, rounded up: a container limited to 1.5 cores gets 2.
+
+    ``cores`` in place of those of this process's affinity.
+    """
+    if cores is None:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for folder in cgroup_folders(root, _read(table), "cpu"):
         quota, _, period = _read(folder / "cpu.max").partition(" ")
         if not quota:  # version 1

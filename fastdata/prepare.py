@@ -16,7 +16,7 @@ import os
 import pickle
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from numbers import Integral
@@ -65,7 +65,17 @@ from fastdata.memory import (
     parse_bytes,
     would_fit,
 )
-from fastdata.ranks import Guest, Host, Notice, Run, find_run, local_ranks, may_become_rank, meet, read_notice
+from fastdata.ranks import (
+    Follower,
+    Leader,
+    Notice,
+    cores_of_job,
+    find_run,
+    lead_or_follow,
+    local_ranks,
+    may_become_rank,
+    read_notice,
+)
 from fastdata.remote import StorageOptions
 from fastdata.report import log, progress_bar, warn_user
 from fastdata.shared import SampleTable, collate_targets
@@ -82,7 +92,7 @@ from fastdata.stores.writers import (
 )
 from fastdata.transforms import plan_transform, shape_after, split_upright
 from fastdata.transforms.cpu import Program
-from fastdata.workers import WorkerPool, run_tasks
+from fastdata.workers import run_tasks
 
 OnError = Literal["raise", "skip"]
 _SOURCE = "source"
@@ -313,19 +323,25 @@ class WritePath(NamedTuple):
 
     def read_all(self, indices: Sequence[int]) -> Iterator[ReadSample | SampleError]:
         """Read and prepare samples, or say what is wrong with them; each may lie over the one before."""
-        source, count = self.source, 0
-        if isinstance(source, FileSource) and isinstance(source.loader, PlanesLoader):
-            loader = source.loader
+        for first in range(0, len(indices), _AT_ONCE):
+            group, count = indices[first : first + _AT_ONCE], 0
             with contextlib.suppress(SampleError, ValueError):  # one after the other tells whose that is
-                images = open_files(source, indices, upright=loader.upright)
-                for index, pixels in zip(indices, loader.prepare(images), strict=True):
+                for sample in self._read_together(group):
                     count += 1
-                    yield take_apart(index, Planes(pixels), source.targets[index])
-        for index in indices[count:]:
-            try:
-                yield self.read(index)
-            except SampleError as error:
-                yield error
+                    yield sample
+            for index in group[count:]:
+                try:
+                    yield self.read(index)
+                except SampleError as error:
+                    yield error
+
+    def _read_together(self, indices: Sequence[int]) -> Iterator[ReadSample]:
+        """Image files that the core prepares; none of others."""
+        source = self.source
+        if isinstance(source, FileSource) and isinstance(source.loader, PlanesLoader):
+            images = open_files(source, indices, upright=source.loader.upright)
+            for index, pixels in zip(indices, source.loader.prepare(images), strict=True):
+                yield take_apart(index, Planes(pixels), source.targets[index])
 
     def read(self, index: int) -> ReadSample:
         """Read and prepare one sample; a SampleError, too, if it is not of the type that the stores keep."""
@@ -438,7 +454,9 @@ class Ingested(NamedTuple):
     skipped: list[SampleError]  # one for each of the others
 
 
-_SAMPLES_PER_TASK = 16
+_AT_ONCE = 16
+_FETCHED_PER_TASK = 128
+"""Where reading is waiting for a network: what a worker asks for at once."""
 _Written: TypeAlias = "SampleError | bytes | None"
 
 
@@ -461,13 +479,13 @@ def ingest(
     *,
     with_targets: bool,
     chosen: Sequence[int] | None = None,
-    host: Host | None = None,
+    cores: Collection[int] = (),
 ) -> Ingested:
     """Fill stores with every sample of a source, each read once; or with some: ``chosen[row]`` becomes row ``row``.
 
     There is a plan for each part of samples; if these turn out to differ in shape, stores are written for any shapes.
-    Of chosen samples, beside which there are others, none need be fit, but all must have the planned shapes. The
-    guests of a ``host`` help.
+    Of chosen samples, beside which there are others, none need be fit, but all must have the planned shapes. Where
+    ``cores`` are given they are used in place of this process's.
 
     Raises:
         SampleError: a sample cannot be prepared; names its path and index.
@@ -482,9 +500,7 @@ def ingest(
             for writer in to_write.writers:
                 cleanup.callback(writer.close)
             try:
-                if host is not None:
-                    host.tell("help", (to_write.writers, with_targets))
-                targets, errors = _write_all(to_write, positions, options, with_targets=with_targets, host=host)
+                targets, errors = _write_all(to_write, positions, options, with_targets=with_targets, cores=cores)
             except ShapesDifferError as found:
                 if chosen is not None:
                     raise
@@ -504,20 +520,18 @@ def ingest(
 
 
 def _write_all(
-    to_write: WritePath, positions: Sequence[int], options: Options, *, with_targets: bool, host: Host | None
+    to_write: WritePath, positions: Sequence[int], options: Options, *, with_targets: bool, cores: Collection[int]
 ) -> tuple[dict[int, bytes], dict[int, SampleError]]:
     """Write samples by all workers; give pickled targets and errors, by row."""
-    length, size = len(positions), _SAMPLES_PER_TASK
+    length, size = len(positions), _FETCHED_PER_TASK if is_fetched(to_write.source) else _AT_ONCE
     tasks = [_Task(first, positions[first : first + size]) for first in range(0, length, size)]
-    job, workers = writing_job(to_write, with_targets=with_targets), ingest_workers(options)
-    expect = expecting(to_write.source)
-    may_run_here = host is None or options.num_workers is not None  # else others may come, with cores of their own
+    workers = ingest_workers(options, cores) if len(tasks) > 1 else 0
+    workers = 0 if workers == 1 else min(workers, len(tasks))
+    job = writing_job(to_write, with_targets=with_targets)
     targets: dict[int, bytes] = {}
     errors: dict[int, SampleError] = {}
     with (
-        contextlib.closing(
-            run_tasks(job, tasks, workers, host, may_run_here=may_run_here, expect=expect, forks=to_write.forks)
-        ) as finished,
+        contextlib.closing(run_tasks(job, tasks, workers, forks=to_write.forks, cores=cores)) as finished,
         progress_bar(length, f"preparing {length:,} images", enabled=options.progress) as bar,
     ):
         for results in finished:
@@ -532,13 +546,8 @@ def _write_all(
     return targets, errors
 
 
-def ingest_workers(options: Options) -> int:
-    return memory.usable_cores() if options.num_workers is None else options.num_workers
-
-
-def expecting(source: Source) -> Callable[[Any], None] | None:
-    """What tells a source of tasks that come; None where it has no use for it."""
-    return (lambda task: source.expect(task.positions)) if is_fetched(source) else None
+def ingest_workers(options: Options, cores: Collection[int] = ()) -> int:
+    return memory.usable_cores(len(cores) or None) if options.num_workers is None else options.num_workers
 
 
 def is_fetched(source: Source) -> bool:
@@ -551,6 +560,7 @@ def writing_job(to_write: WritePath, *, with_targets: bool) -> Callable[[_Task],
 
     def job(task: _Task) -> list[tuple[int, _Written]]:
         results: list[tuple[int, _Written]] = []
+        to_write.source.expect(task.positions)
         for row, sample in enumerate(to_write.read_all(task.positions), task.first_row):
             try:
                 if isinstance(sample, SampleError):
@@ -583,7 +593,7 @@ class KeptSamples:
     is_tuple: bool = False
     target_is_part: bool = False
     keys: ItemKeys | None = None
-    shared_by: Host | Notice | None = None
+    shared_by: Leader | Notice | None = None
     """What tells other ranks of the machine where they lie."""
     mask_places: tuple[int, ...] = ()
 
@@ -716,6 +726,7 @@ class _Preparation:
         self._path, self._options, self._table = path, options, table
         self._expected, self._budget = forecast(path.source, path.prepare), _budget(options)
         self._trials: list[CodecTrial] | None = None
+        self._cores: Collection[int] = ()
 
     def run_with_others(self, by: Sequence[Any]) -> Prepared:
         """Prepare, or have it from, or together with, the other ranks of this machine that make the same dataset."""
@@ -733,49 +744,25 @@ class _Preparation:
         if run is None:
             prepared = self.run()
             return _shared_by(Notice(key, prepared, known), prepared)
-        if run.is_subprocess and (found := read_notice(key, known)) is not None:
+        if run.is_subprocess and (found := read_notice(os.getppid(), key, known)) is not None:
             return self._attached(found, "the process that started this one")
-        while isinstance(place := meet(run, key, known), Guest):
-            with contextlib.closing(place):
-                joined = self._join(place, run)
-            if joined is not None:
-                return joined
+        place = lead_or_follow(run, key, known)
+        if isinstance(place, Follower):
+            return self._attached(place.value, place.leader)
         if place is None:
             self._budget = _budget(replace(self._options, share="off"))
             return self.run()
+        self._cores = cores_of_job()
         try:
-            prepared = self.run(place)
-            place.tell("prepared", prepared)
+            prepared = self.run()
+            if prepared.kept is None:
+                place.close()
+            else:
+                place.tell(prepared, known)
         except BaseException as error:
             place.refuse(error)
             raise
-        if prepared.kept is None:
-            place.close()
-        else:
-            place.serve()
         return _shared_by(place, prepared)
-
-    def _join(self, guest: Guest, run: Run) -> Prepared | None:
-        """Lend workers to the host until all is prepared; None where it has left before it said anything."""
-        workers, ranks, helping = self._options.num_workers, local_ranks(), contextlib.ExitStack()
-        share = -(-ingest_workers(self._options) // (ranks if ranks > 1 else run.world_size))
-        with helping:
-            while True:
-                kind, value = guest.receive()
-                helping.close()
-                if kind == "left":
-                    return None
-                if kind == "prepared":
-                    return self._attached(value, guest.host)
-                writers, with_targets = value
-                for writer in writers:
-                    helping.callback(writer.close)
-                if workers is None or workers > 1:
-                    to_write = WritePath.over(self._path, writers)
-                    job, expect = writing_job(to_write, with_targets=with_targets), expecting(self._path.source)
-                    pool = WorkerPool(job, share, may_run_here=False, expect=expect, forks=to_write.forks)
-                    helping.enter_context(contextlib.closing(pool))
-                    guest.lend(pool.lend())
 
     def _attached(self, prepared: Prepared, host: str) -> Prepared:
         if self._table is not None and prepared.kept is not None:
@@ -823,12 +810,12 @@ class _Preparation:
         source = {name: getattr(path.source, name, None) for name in ("loader", "dataset")}
         return {**steps, **source, **{name: it for name, it in codecs.items() if not isinstance(it, str)}}
 
-    def run(self, host: Host | None = None) -> Prepared:
+    def run(self) -> Prepared:
         plan = self._choose(self._expected.need_bytes)
         while plan.storage != "none":
             log.info("%s", plan.reason)
             try:
-                return self._fill(plan, host)
+                return self._fill(plan)
             except MemoryBudgetError as error:  # samples turned out larger than those looked at
                 others = [trial for trial in self._tried() if trial.codec != plan.codec]
                 if self._options.storage != "auto":
@@ -849,7 +836,7 @@ class _Preparation:
             self._trials = try_all(self._path, look_longer(self._path), self._options.codec)
         return self._trials
 
-    def _fill(self, plan: StoragePlan, host: Host | None) -> Prepared:
+    def _fill(self, plan: StoragePlan) -> Prepared:
         path, options, table, expected = self._path, self._options, self._table, self._expected
         skipped: list[SampleError] = []
         is_certain = plan.codec is None and path.shape is not None and table is not None
@@ -859,7 +846,7 @@ class _Preparation:
             to_write = WritePath.open(path, self._writer_plans(plan, is_lazy=True), len(path.source))
             stores: tuple[Store, ...] = LazyFill(to_write, len(path.source)).stores()
         else:
-            ingested = ingest(path, self._writer_plans(plan), options, with_targets=table is None, host=host)
+            ingested = ingest(path, self._writer_plans(plan), options, with_targets=table is None, cores=self._cores)
             stores, skipped = ingested.stores, ingested.skipped
             warn_of_skipped(skipped, len(path.source))
             if table is None:
@@ -893,7 +880,7 @@ class _Preparation:
         return plans
 
 
-def _shared_by(place: Host | Notice | None, prepared: Prepared) -> Prepared:
+def _shared_by(place: Leader | Notice | None, prepared: Prepared) -> Prepared:
     return prepared if prepared.kept is None else replace(prepared, kept=replace(prepared.kept, shared_by=place))
 
 

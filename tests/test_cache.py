@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import errno
 import json
@@ -45,18 +46,15 @@ CODECS = ["auto", "zstd", "source"]
 @pytest.fixture
 def prepared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[], list[str]]:
     """The names of the files opened since it was last asked, in whatever process."""
-    log, plain = tmp_path / "opened.txt", Image.open
+    log, plain = tmp_path / "opened.txt", builtins.open
 
-    def note(name: str) -> None:
-        with log.open("a") as stream:
-            stream.write(f"{name}\n")
+    def open_noting(file: Any, *rest: Any, **options: Any) -> Any:
+        if str(file).endswith((".jpg", ".png")):
+            with log.open("a") as stream:
+                stream.write(f"{os.path.basename(file)}\n")
+        return plain(file, *rest, **options)
 
-    def open_noting(stream: Any, *rest: Any, **options: Any) -> Any:
-        note(os.path.basename(getattr(stream, "name", "bytes")))
-        return plain(stream, *rest, **options)
-
-    monkeypatch.setattr("fastdata.images.open_libjpeg", lambda: (None, "none"))  # so that PIL opens all
-    monkeypatch.setattr(Image, "open", open_noting)
+    monkeypatch.setattr(builtins, "open", open_noting)
 
     def take() -> list[str]:
         names = sorted(log.read_text().split()) if log.exists() else []
@@ -269,7 +267,7 @@ def test_a_worker_killed_over_changed_files_is_named(tmp_path: Path) -> None:
     CachedDataset(Files(folder), **options).close()
     for index in range(1, 140, 2):
         (folder / f"{index:03}").write_bytes(b"kill" if index == 81 else b"%04d" % -index)
-    with pytest.raises(IngestError, match=r"was killed by SIGKILL while it prepared samples 65, 67, .* 95"):
+    with pytest.raises(IngestError, match=r"was killed by SIGKILL while these were prepared: .*samples 65, 67, .* 95"):
         CachedDataset(Files(folder), **options)
 
 
@@ -569,7 +567,7 @@ def test_a_full_disk_is_an_error_before_any_image_is_prepared(
     ):
         cached(root)
     assert files_of(root.parent / "cache") == set()
-    assert len(prepared()) < 12 + 2
+    assert len(prepared()) < 2 * 12  # to choose a codec, some twice
 
 
 def test_a_disk_that_cannot_hold_the_cache_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

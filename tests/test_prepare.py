@@ -155,7 +155,9 @@ def test_a_killed_worker_is_named() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return sample
 
-    with pytest.raises(IngestError, match=r"was killed by SIGKILL while it prepared samples 64 to 79.*Out of memory"):
+    with pytest.raises(
+        IngestError, match=r"was killed by SIGKILL while these were prepared: .*samples 64 to 79.*Out of memory"
+    ):
         cached(dense(100), prepare=prepare)
 
 

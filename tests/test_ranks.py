@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import multiprocessing
 import os
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable
@@ -147,8 +149,8 @@ def expected(length: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("options", [{}, {"storage": "compressed", "codec": "zstd"}], ids=["shared", "zstd"])
 @pytest.mark.parametrize("ragged", [False, True])
-def test_ranks_prepare_together_and_hold_one_copy(tmp_path: Path, options: dict[str, Any], ragged: bool) -> None:
-    """Three ranks read every sample once between them, and all of them serve it from the same memory."""
+def test_one_rank_prepares_and_all_hold_one_copy(tmp_path: Path, options: dict[str, Any], ragged: bool) -> None:
+    """Every sample is read once, by one of three ranks, and all of them serve it from the same memory."""
     source = Numbered(400, tmp_path / "log", ragged=ragged)
 
     work = showing(source, num_workers=3, **options)
@@ -165,21 +167,30 @@ def test_ranks_prepare_together_and_hold_one_copy(tmp_path: Path, options: dict[
     assert len(read) == 400 or (ragged and len(read) < 800)  # begun anew when their shapes are found to differ
 
 
-def test_each_rank_prepares_a_share(tmp_path: Path) -> None:
-    """Workers of a rank that comes while another one prepares take over samples."""
-    source = Numbered(400, tmp_path / "log")
-    source.hold.touch()
+def test_the_first_rank_prepares_on_the_cores_of_all(tmp_path: Path) -> None:
+    """Ranks that are bound to cores of their own wait for one that uses those of the job, and stay bound."""
+    cores = os.sched_getaffinity(0)
+    if len(cores) < 2:
+        pytest.skip("needs two cores")
 
-    work = showing(source, num_workers=4)
+    class Cores(Numbered):
+        def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+            sample, _ = super().__getitem__(index)
+            return sample, len(os.sched_getaffinity(0))
+
+    source = Cores(100, tmp_path / "log")
+
+    def work(rank: int, pipe: Any) -> Any:
+        os.sched_setaffinity(0, {sorted(cores)[rank]})
+        with CachedDataset(source, progress=False) as dataset:
+            pipe.send("made")
+            pipe.recv()
+            return made(dataset)["targets"], len(os.sched_getaffinity(0))
 
     with Ranks(2, work) as run:
-        source.wait_for_workers_of("0", "1")
-        source.hold.unlink()
         assert run.receive_all() == ["made"] * 2
         run.send_all("go")
-        found = run.receive_all()
-    assert all({**each, **expected(400)} == each for each in found)
-    assert sorted(index for _, index in source.reads()) == list(range(400))
+        assert run.receive_all() == [([len(cores)] * 100, 1)] * 2
 
 
 def test_a_sample_that_one_rank_reads_is_there_for_all(images: Path, tmp_path: Path) -> None:
@@ -253,8 +264,7 @@ def test_a_rank_outlives_the_one_that_prepared(tmp_path: Path) -> None:
     assert one["inodes"] != two["inodes"]
 
 
-@pytest.mark.parametrize("victim", ["host", "guest"])
-def test_a_rank_that_is_killed_while_filling_is_an_error_on_the_others(tmp_path: Path, victim: str) -> None:
+def test_a_rank_that_is_killed_while_filling_is_an_error_on_the_others(tmp_path: Path) -> None:
     """The others' error names its rank and its signal, and nobody waits."""
     source = Numbered(300, tmp_path / "log")
     source.hold.touch()
@@ -262,23 +272,30 @@ def test_a_rank_that_is_killed_while_filling_is_an_error_on_the_others(tmp_path:
     def work(rank: int, pipe: Any) -> Any:
         if rank:
             pipe.recv()
+            pipe.send("comes")
         CachedDataset(source, progress=False, num_workers=4)
 
     with Ranks(3, work) as run:
         source.wait_for_workers_of("0")
-        run.pipes[1].send("come")
-        run.pipes[2].send("come")
-        source.wait_for_workers_of("0", "1", "2")
-        number = 0 if victim == "host" else 1
+        for rank in (1, 2):
+            run.pipes[rank].send("come")
+            run.receive(rank)
+        while not all(waits_for_a_lock(process.pid) for process in run.processes[1:]):
+            time.sleep(0.01)
         begun = time.monotonic()
-        os.kill(run.processes[number].pid, signal.SIGKILL)
-        others = [run.receive(rank) for rank in range(3) if rank != number]
+        os.kill(run.processes[0].pid, signal.SIGKILL)
+        others = [run.receive(rank) for rank in (1, 2)]
         assert time.monotonic() - begun < 10
         source.hold.unlink()
     for error in others:
         assert isinstance(error, IngestError), error
-        assert f"rank {number} (process" in str(error)
+        assert "rank 0 (process" in str(error)
         assert "was killed by SIGKILL" in str(error)
+
+
+def waits_for_a_lock(pid: int | None) -> bool:
+    lines = map(str.split, Path("/proc/locks").read_text().splitlines())
+    return any(words[1] == "->" and words[5] == str(pid) for words in lines)
 
 
 @pytest.mark.parametrize("on_error", ["raise", "skip"])
@@ -295,7 +312,8 @@ def test_a_damaged_sample_is_told_to_every_rank(tmp_path: Path, on_error: Any) -
             return made(dataset)
 
     with Ranks(3, work) as run:
-        source.wait_for_workers_of("0", "1", "2")
+        while not source.reads():
+            time.sleep(0.01)
         source.hold.unlink()
         found = run.receive_all()
         if on_error == "skip":
@@ -356,36 +374,47 @@ def test_ranks_that_shall_not_meet_do_not(tmp_path: Path, share: Any, runs: tupl
     assert not any("one copy" in each["reason"] for each in found)
 
 
-def test_nothing_is_in_the_file_system_and_no_socket_outlives_its_dataset(tmp_path: Path) -> None:
-    """Where ranks meet is no file, and is gone when the dataset is closed; also while its forked workers live."""
+@pytest.fixture(autouse=True)
+def meeting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder that ranks meet in."""
+    folder = tmp_path / "meeting"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
+
+
+def files_in(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file()]
+
+
+def test_no_meeting_outlives_its_dataset(tmp_path: Path, meeting: Path) -> None:
+    """Where ranks meet is gone when the dataset is closed, also while forked workers live; else the next removes it."""
     source = Numbered(40, tmp_path / "log")
 
     def work(rank: int, pipe: Any) -> Any:
         if rank:
             return None
-        before = meeting_places()
-        dataset = CachedDataset(source, progress=False)
-        during = meeting_places() - before
+        one, other = (CachedDataset(source, progress=False) for _ in range(2))
+        during = len(files_in(meeting))
         is_up = FORK.Event()
         child = FORK.Process(target=lambda: (is_up.set(), time.sleep(60)))
         child.start()
         is_up.wait()
-        dataset.close()
-        after = meeting_places() - before
+        one.close()
+        after = len(files_in(meeting))
         child.kill()
         child.join()
-        return during, after, sorted(each.name for each in tmp_path.iterdir())
+        pipe.send((during, after))
+        assert len(other) == 40  # and open
+        os.kill(os.getpid(), signal.SIGKILL)
 
-    with Ranks(2, work) as run:
-        (during, after, files), _ = run.receive_all()
-    assert len(during) == 1
-    assert not after
-    assert files == ["log"]
-
-
-def meeting_places() -> set[str]:
-    lines = Path("/proc/net/unix").read_text().splitlines()
-    return {line.split()[-1] for line in lines if "@fastdata-" in line and line.split()[3] == "00010000"}
+    for _ in range(2):
+        with Ranks(2, work) as run:
+            assert run.receive(0) == (2, 1)
+            run.processes[0].join()
+    assert len(files_in(meeting)) == 1
+    (folder,) = {path.parent for path in files_in(meeting)}
+    assert folder.stat().st_mode & 0o777 == 0o700
 
 
 PARENT = """
@@ -415,38 +444,22 @@ def test_ranks_that_a_rank_starts_share_what_it_has_prepared(images: Path) -> No
     assert found.stdout.split()[0] == "True", found.stdout + found.stderr
 
 
-def test_a_place_that_another_user_holds_is_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a process of another user would send is not asked for; that ranks cannot meet is said."""
-    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_PORT", "1")):
-        monkeypatch.setenv(name, value)
-    run = find_run()
-    assert run is not None
-    monkeypatch.setattr(ranks, "_place_of", lambda run, key: f"\0fastdata-test-{os.getpid()}")
-    host = ranks.meet(run, "key", {})
-    assert isinstance(host, ranks.Host)
-    try:
-        host.tell("prepared", "a secret")
-        host.serve()
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ranks.os, "getuid", lambda: 12345)
-            with pytest.warns(FastDataWarning, match="cannot meet, so that each prepares"):
-                assert ranks.meet(run, "key", {}) is None
-        guest = ranks.meet(run, "key", {})
-        assert isinstance(guest, ranks.Guest)
-        with contextlib.closing(guest):
-            assert guest.receive() == ("prepared", "a secret")
-    finally:
-        host.close()
-
-
-def test_a_sandbox_without_such_sockets_is_said(tmp_path: Path) -> None:
-    """Where ranks cannot meet each has samples of its own, with a warning."""
+@pytest.mark.parametrize("kind", ["open", "link", "no locks"])
+def test_where_ranks_cannot_meet_is_said(tmp_path: Path, meeting: Path, kind: str) -> None:
+    """In a folder that others may write to, or without locks, each rank has samples of its own, with a warning."""
+    folder = meeting / f"fastdata-{os.getuid()}"
+    if kind == "open":
+        folder.mkdir(mode=0o777)
+        folder.chmod(0o777)
+    elif kind == "link":
+        folder.symlink_to(tmp_path)
 
     def work(rank: int, pipe: Any) -> Any:
         def refuse(*_: Any) -> None:
-            raise PermissionError(1, "Operation not permitted")
+            raise OSError(errno.ENOLCK, "No locks available")
 
-        socket.socket.bind = refuse  # type: ignore[method-assign]  # of this forked process
+        if kind == "no locks":
+            ranks.fcntl.lockf = refuse  # of this forked process
         with pytest.warns(FastDataWarning, match="cannot meet"):
             dataset = CachedDataset(Numbered(40, tmp_path / f"log{rank}"), progress=False)
         with dataset:
@@ -630,32 +643,6 @@ class Crop:
 
     def __call__(self, image: Any) -> Any:
         return image.crop((0, 0, *self.size))
-
-
-def test_a_greeting_that_is_none_does_no_harm(tmp_path: Path) -> None:
-    """Somebody who connects and talks nonsense does not keep later ranks from attaching."""
-    source = Numbered(40, tmp_path / "log")
-
-    def work(rank: int, pipe: Any) -> Any:
-        if rank:
-            pipe.recv()
-        with CachedDataset(source, progress=False) as dataset:
-            pipe.send("made")
-            pipe.recv()
-            return made(dataset)
-
-    before = meeting_places()
-    with Ranks(2, work) as run:
-        assert run.receive(0) == "made"
-        (place,) = meeting_places() - before
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger:
-            stranger.connect(place.replace("@", "\0"))
-            stranger.sendall(b"\0\0\0\4\0\0\0\0nope")
-        run.pipes[1].send("come")
-        assert run.receive(1) == "made"
-        run.send_all("go")
-        host, guest = run.receive_all()
-    assert host["inodes"] == guest["inodes"]
 
 
 def test_targets_that_numpy_does_not_know_are_no_obstacle(tmp_path: Path) -> None:

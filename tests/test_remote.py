@@ -301,7 +301,7 @@ def test_files_are_listed_once_and_read_together(bucket: tuple[str, Path], monke
     before = len(calls)
     dataset.__getitems__(list(range(len(dataset))))
     assert calls[before:] == ["cat_file"] * len(dataset)
-    source: Any = dataset._samples
+    source: Any = dataset._origin()
     source.expect(range(len(dataset)))
     assert len(source._coming.here()) == len(dataset)
     assert pickle.loads(pickle.dumps(source))._coming.here() == {}

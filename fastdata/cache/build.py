@@ -651,7 +651,7 @@ def _ask_files(paths: Sequence[str]) -> Int64s:
     def ask(files: range) -> tuple[range, Int64s]:
         return files, np.array([_ask(paths[i]) for i in files], np.int64).T
 
-    with contextlib.closing(run_tasks(ask, tasks, usable_cores() if len(tasks) > 4 else 1)) as answers:
+    with contextlib.closing(run_tasks(ask, tasks, usable_cores() if len(tasks) > 4 else 0)) as answers:
         for files, answer in answers:
             asked[:, files.start : files.stop] = answer
     return asked

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from fastdata.errors import IngestError
 from fastdata.remote import options_travel
-from fastdata.workers import WorkerPool, attempt
+from fastdata.workers import attempt, run_tasks
 
 _Done = TypeVar("_Done")
 _MOST_AHEAD = 128
@@ -37,9 +37,8 @@ def run_on(
     """
     if not tasks:
         return
-    if engine == "local":  # run_tasks would start no worker for one task, and fewer than cores for a few
-        with contextlib.closing(WorkerPool(job, min(workers, len(tasks)), may_run_here=False)) as pool:
-            yield from pool.run(tasks)
+    if engine == "local":
+        yield from run_tasks(job, tasks, min(workers, len(tasks)))
     elif engine == "ray":
         with _Ray() as ray:
             yield from _run_in(ray, ray.put(job), tasks, full)
