@@ -46,23 +46,29 @@ _READ_SALT = 0x72656164  # keeps what is drawn where a batch is read apart from 
 class IndexBatch(list[int]):
     """The sample indices of one batch, and what the samples' random draws are made from.
 
-    Args:
-        indices: as the sampler gave them, or those in the fastdata dataset where that lies behind a ``Subset``; of
-            several in a ``ConcatDataset``, those in all of them in a row.
+    As the sampler gave them, or those in the fastdata dataset where that lies behind a ``Subset``; of several in a
+    ``ConcatDataset``, those in all of them in a row.
+
+    Attributes:
         positions: int64 (B,), the same, none of them negative.
         visits: int64 (B,), which visit to each sample this is: the epoch, and how often the sample came before in the
             same epoch (as with ``WeightedRandomSampler``).
         seed: the dataset's, or the epoch's base seed.
-
-    Attributes:
         draws: what a ``collate_fn`` draws from, wherever the batch is made; None where no loader counts batches.
     """
 
+    positions: np.ndarray
+    visits: np.ndarray
+    seed: int
     draws: DrawKey | None = None
 
-    def __init__(self, indices: Iterable[int], positions: np.ndarray, visits: np.ndarray, seed: int) -> None:
-        super().__init__(indices)
-        self.positions, self.visits, self.seed = positions, visits, seed
+    @classmethod
+    def of(cls, indices: Iterable[int], positions: np.ndarray, visits: np.ndarray, seed: int) -> IndexBatch:
+        batch = cls(indices)
+        batch.positions = positions
+        batch.visits = visits
+        batch.seed = seed
+        return batch
 
 
 class Sample(tuple[Any, ...]):

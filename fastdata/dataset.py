@@ -6,30 +6,23 @@ values: ``Stored`` and ``Reader``. Datasets of image files are in folder.py, any
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import operator
 import os
 import pickle
 import threading
 import weakref
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from difflib import get_close_matches
-from enum import Enum
 from multiprocessing.context import get_spawning_popen
 from multiprocessing.reduction import ForkingPickler
-from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar
 
 import numpy as np
-import torch
 from torch.utils.data import Dataset, Subset, get_worker_info
 
 from fastdata.batch import IndexBatch, SharedVisits
-from fastdata.draws import sample_keys
 from fastdata.errors import SampleError, StoreGoneError, counted, kind_of
 from fastdata.images import Bound, Resize, decoder_of, tensor_class
 from fastdata.memory import StoragePlan, StorageReport
@@ -45,15 +38,13 @@ from fastdata.prepare import (
     read_path,
     report_storage,
 )
-from fastdata.reader import CLOSED, Lease, Reader
+from fastdata.reader import CLOSED, OWN_ITEM, Lease, OwnItem, Reader
 from fastdata.report import log, warn_user
 from fastdata.ring import ring_of
-from fastdata.serving import Stored, compile_reader, resize_advice
+from fastdata.serving import Stored, Watch, compile_reader, warn_of_modes, with_advice
 from fastdata.shared import ListView, SampleTable
 from fastdata.sources import DatasetSource, FileSource, Source
-from fastdata.stores.readers import UndecodableError
-from fastdata.transforms import TransformPlan, Views, describe_steps, leading_steps, prepare_key
-from fastdata.transforms.steps import flatten, known_name
+from fastdata.transforms import StandardTransform, TransformPlan, describe_steps, leading_steps
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor
@@ -160,54 +151,19 @@ def read_options(made: type, given: Mapping[str, Any]) -> Options:
     return Options(**given)
 
 
-class _Item:
-    """The item of a batch that a subclass's own ``__getitem__`` is making: says what its reads are drawn from.
-
-    A dataset's first read is on the item's visit if it is of the same index. All others are on visits of their own that
-    follow from it, so that two crops of one image differ, and are the same whoever reads them.
-    """
-
-    def __init__(self, batch: IndexBatch, k: int) -> None:
-        self._position, self._visit, self._seed = batch.positions[k : k + 1], batch.visits[k : k + 1], batch.seed
-        self._reads: Counter[int] = Counter()
-
-    def batch_of(self, position: int, dataset: PreparedDataset) -> IndexBatch:
-        read = self._reads[id(dataset)]
-        self._reads[id(dataset)] += 1
-        visit = self._visit
-        if read or position != self._position[0]:
-            visit = sample_keys(read, self._visit, self._position).view(np.int64)
-        return IndexBatch([position], np.array([position]), visit, dataset._reader.seed_of(self._seed))
-
-
-_ITEM: ContextVar[_Item | None] = ContextVar("fastdata_item", default=None)
-
-
 _ENDING = threading.RLock()
 """Held where a dataset's first read has it prepared: by one of several threads."""
 
 
-@dataclass(frozen=True, slots=True)
-class StandardTransform:
-    """torchvision's: a transform of the sample and one of the target, called with both."""
-
-    transform: Callable[[Any], Any] | None
-    target_transform: Callable[[Any], Any] | None
-
-    def __call__(self, sample: Any, target: Any) -> tuple[Any, Any]:
-        if self.transform is not None:
-            sample = self.transform(sample)
-        if self.target_transform is not None:
-            target = self.target_transform(target)
-        return sample, target
+def _is_saved_by_torch() -> bool:
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__") != "torch.serialization":
+        frame = frame.f_back
+    return frame is not None
 
 
-class PreparedDataset(Dataset[Any]):
-    """What all fastdata datasets are, once their source is known; made by its subclasses only.
-
-    A subclass of these may have a ``__getitem__``, ``__getitems__`` or ``__len__`` of its own, over those here: then
-    they are asked for every batch, and what an index means is theirs to say.
-    """
+class _Opened(Dataset[Any]):
+    """How long the samples of a dataset are held, by whom, and what of it goes to another process."""
 
     target_transform: Callable[[Any], Any] | None
     epoch: int | None = None
@@ -223,15 +179,147 @@ class PreparedDataset(Dataset[Any]):
     """The reader, for those who read by it."""
     _leases: weakref.WeakSet[Lease]
     """It, and those that epochs began with before another transform came."""
-    _views: weakref.WeakSet[PreparedDataset]
+    _views: weakref.WeakSet[_Opened]
     """The datasets over the same kept samples; the last one to be closed gives their memory back."""
-    _watch: _Watch
+    _watch: Watch
     _visits: SharedVisits
     _is_waiting = False
     """Whether samples are to be prepared once one is read, or there is a transform."""
     _was_read = False
     _list_name: str | None = ""
     """Of the file that lists the samples, which may change; empty where a folder does, None for a list made by code."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make random draws those of ``epoch``, until it is set again."""
+        self.epoch = epoch
+        self._lease()
+        self._visits.restart(epoch)
+
+    def close(self) -> None:
+        """Give the memory back, unless other views are open; batches already served stay valid. Idempotent.
+
+        An epoch that runs ends with StoreGoneError, and a batch that is being read is read to its end.
+        """
+        self._views.discard(self)
+        kept = self._stored.kept
+        if kept is not None and not self._views:
+            kept.end_sharing()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """End all reading; the memory goes with the last batch that is being read from it: nothing is dismantled."""
+        for lease in {*self._leases, self._lease}:
+            lease.end(CLOSED)
+        self._reader = self._reader.emptied()
+        self._stored = replace(self._stored, samples=self._reader.samples, table=None, source=None)
+        self.__dict__.pop("_visits", None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        if get_spawning_popen() is None and _is_saved_by_torch():
+            raise TypeError(
+                f"this {type(self).__name__} cannot be saved: it is a handle to samples in this process's memory. Give "
+                "cache_dir= to keep them on disk, from where the next run serves them at once, and make it anew there."
+            )
+        self._refresh()  # what a copy cannot serve is said here, not where it is opened
+        derived = ("_reader", "_lease", "_leases", "_watch", "_views")
+        state = {name: value for name, value in self.__dict__.items() if name not in derived}
+        stored = self._stored
+        options = replace(stored.options, engine="local")  # an executor stays with the process that has it
+        state["_stored"] = replace(stored, options=options, source=None, skipped=())
+        stores = stored.kept.stores if stored.kept else ()
+        state["_imported"] = [tensor_class(store.spec.form) for store in stores]
+        if get_spawning_popen() is not None:
+            # An error while a process starts would end it, and nobody would be told why: it is raised when it reads.
+            opened = {name: state.pop(name) for name in ("_stored", "_visits")}
+            state["_sent"] = bytes(ForkingPickler.dumps(opened))
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        del state["_imported"]  # unpickling it has imported what samples are
+        sent = state.pop("_sent", None)
+        self.__dict__.update(state)
+        self._views, self._leases = weakref.WeakSet([self]), weakref.WeakSet()
+        try:
+            self.__dict__.update({} if sent is None else pickle.loads(sent))
+            self._compile()
+        except StoreGoneError as gone:
+            if sent is None:
+                raise
+            self._lease = Lease(None, str(gone))
+
+    def _copied(self) -> Self:
+        other = type(self).__new__(type(self))
+        other.__dict__.update(self.__dict__)
+        other._leases = weakref.WeakSet()
+        return other
+
+    def _compile(self) -> None:
+        raise NotImplementedError
+
+    def _refresh(self) -> None:
+        raise NotImplementedError
+
+
+class _Listed(_Opened):
+    """What torchvision's datasets list of their samples."""
+
+    @property
+    def targets(self) -> ListView[Any]:
+        """Target of every sample, before ``target_transform``; read-only."""
+        return ListView(self._reader.length, lambda index: self._lease().stored_target(index))
+
+    @targets.setter
+    def targets(self, _: object) -> None:
+        self._refuse_list("targets")
+
+    @property
+    def samples(self) -> ListView[tuple[str, Any]]:
+        """(path, target) of every sample, in torchvision's order; only where samples are files. Read-only."""
+        return self._files("samples").pairs
+
+    @samples.setter
+    def samples(self, _: object) -> None:
+        self._refuse_list("samples")
+
+    imgs = samples
+
+    def _refuse_list(self, name: str) -> None:
+        raise AttributeError(
+            f"{name} of {kind_of(self)} cannot be assigned: samples are kept by their number. Take some "
+            "of them by torch.utils.data.Subset(dataset, indices), other labels by target_transform= or by "
+            "ImageManifest([(path, label), ...])."
+        )
+
+    @property
+    def classes(self) -> list[str]:
+        """Class names, sorted; empty where labels are plain numbers. Only where samples are files."""
+        return list(self._files("classes").class_to_idx or ())
+
+    @property
+    def class_to_idx(self) -> dict[str, int]:
+        """Number of each class; only where samples are files."""
+        return self._files("class_to_idx").class_to_idx or {}
+
+    def _files(self, asked_for: str) -> SampleTable:
+        self._lease()
+        table = self._stored.table
+        if table is None or not table.has_paths:  # so that hasattr says what it would of torchvision's own
+            raise AttributeError(f"{type(self).__name__} has no {asked_for}: it does not list files")
+        return table
+
+
+class PreparedDataset(_Listed):
+    """What all fastdata datasets are, once their source is known; made by its subclasses only.
+
+    A subclass of these may have a ``__getitem__``, ``__getitems__`` or ``__len__`` of its own, over those here: then
+    they are asked for every batch, and what an index means is theirs to say.
+    """
 
     # Making
 
@@ -292,17 +380,7 @@ class PreparedDataset(Dataset[Any]):
         else:
             prepared = self._prepare_on_disk(source, path, steps, table)
         self._was_read = False
-        key, is_kept = prepare_key(leading), prepared.kept is not None
-        stored = _stored_as(prepared, source, table, old)
-        self._serve(
-            replace(
-                stored,
-                after=(len(leading), key) if is_kept else None,
-                after_text=", ".join(map(repr, leading)),
-                unfit_after=key if options.storage == "auto" and not is_kept and len(source) else None,
-                is_upright="exif_transpose" in map(known_name, steps),
-            )
-        )
+        self._serve(old.filled(prepared, source, table, leading))
 
     def _prepare_on_disk(
         self, source: Source, path: ReadPath, steps: tuple[Any, ...], table: SampleTable | None
@@ -328,24 +406,14 @@ class PreparedDataset(Dataset[Any]):
         self._stored, kept = stored, stored.kept
         self._visits, self._views = SharedVisits(len(stored.samples)), weakref.WeakSet([self])
         self._leases = weakref.WeakSet()
-        modes = [] if kept is None else kept.modes()
-        if len(modes) > 1 and self._pair_transform is None and stored.split(self._transform, form="pil").is_batched:
-            warn_user(
-                f"images are of several modes, {', '.join(modes)}, and a batch is of one. Convert them before they are "
-                "stored: prepare=lambda image: image.convert('RGB')."
-            )
+        if kept is not None and self._pair_transform is None:
+            warn_of_modes(stored, kept, self._transform)
         self._compile()
-        advice = ""
-        with contextlib.suppress(ValueError, SampleError, UndecodableError):  # of which whoever reads it is told
-            advice = resize_advice(self._reader, decodes_itself=stored.decodes_itself)
-        if advice:
-            log.info("%s", advice)
-            plan = stored.storage_plan
-            self._stored = replace(stored, storage_plan=plan._replace(reason=f"{plan.reason}; {advice}"))
+        self._stored = with_advice(stored, self._reader)
 
     def _compile(self) -> None:
         calls, own = (self._transform, self._pair_transform), own_reader(self)
-        watch = _Watch(calls)
+        watch = Watch(calls)
         reader = compile_reader(
             self._stored,
             transform=self._transform,
@@ -390,7 +458,7 @@ class PreparedDataset(Dataset[Any]):
         Raises:
             IndexError: ``index`` is not in [-N, N).
         """
-        length, item = self._reader.length, _ITEM.get()
+        length, item = self._reader.length, OWN_ITEM.get()
         try:
             position = range(length)[operator.index(index)]
         except IndexError:
@@ -398,7 +466,7 @@ class PreparedDataset(Dataset[Any]):
         if item is None:
             self._refresh()
         reader = self._lease.reader or self._lease()
-        return reader.item(reader.visit([position]) if item is None else item.batch_of(position, self))
+        return reader.item(reader.visit([position]) if item is None else item.batch_of(position, id(self), reader))
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """A whole batch: a ``SampleBatch`` if the transform allows, else a list of samples."""
@@ -498,50 +566,6 @@ class PreparedDataset(Dataset[Any]):
         self._reader = self._reader.emptied()
         self._prepare(source, table)
 
-    @property
-    def targets(self) -> ListView[Any]:
-        """Target of every sample, before ``target_transform``; read-only."""
-        return ListView(self._reader.length, lambda index: self._lease().stored_target(index))
-
-    @targets.setter
-    def targets(self, _: object) -> None:
-        self._refuse_list("targets")
-
-    @property
-    def samples(self) -> ListView[tuple[str, Any]]:
-        """(path, target) of every sample, in torchvision's order; only where samples are files. Read-only."""
-        return self._files("samples").pairs
-
-    @samples.setter
-    def samples(self, _: object) -> None:
-        self._refuse_list("samples")
-
-    imgs = samples
-
-    def _refuse_list(self, name: str) -> None:
-        raise AttributeError(
-            f"{name} of {kind_of(self)} cannot be assigned: samples are kept by their number. Take some "
-            "of them by torch.utils.data.Subset(dataset, indices), other labels by target_transform= or by "
-            "ImageManifest([(path, label), ...])."
-        )
-
-    @property
-    def classes(self) -> list[str]:
-        """Class names, sorted; empty where labels are plain numbers. Only where samples are files."""
-        return list(self._files("classes").class_to_idx or ())
-
-    @property
-    def class_to_idx(self) -> dict[str, int]:
-        """Number of each class; only where samples are files."""
-        return self._files("class_to_idx").class_to_idx or {}
-
-    def _files(self, asked_for: str) -> SampleTable:
-        self._lease()
-        table = self._stored.table
-        if table is None or not table.has_paths:  # so that hasattr says what it would of torchvision's own
-            raise AttributeError(f"{type(self).__name__} has no {asked_for}: it does not list files")
-        return table
-
     # What is kept, and why
 
     @property
@@ -586,12 +610,6 @@ class PreparedDataset(Dataset[Any]):
             return made, list(source.paths), list(source.targets), source.loader
         return made, vars(source)
 
-    def _copied(self) -> Self:
-        other = type(self).__new__(type(self))
-        other.__dict__.update(self.__dict__)
-        other._leases = weakref.WeakSet()
-        return other
-
     def __repr__(self) -> str:
         share = self.filled_share()
         is_filling = self._stored.kept is not None and share < 1
@@ -605,92 +623,6 @@ class PreparedDataset(Dataset[Any]):
 
     def _extra_repr(self) -> list[str]:
         return []
-
-    # Epochs, and the end
-
-    def set_epoch(self, epoch: int) -> None:
-        """Make random draws those of ``epoch``, until it is set again."""
-        self.epoch = epoch
-        self._lease()
-        self._visits.restart(epoch)
-
-    def close(self) -> None:
-        """Give the memory back, unless other views are open; batches already served stay valid. Idempotent.
-
-        An epoch that runs ends with StoreGoneError, and a batch that is being read is read to its end.
-        """
-        self._views.discard(self)
-        kept = self._stored.kept
-        if kept is not None and not self._views:
-            kept.end_sharing()
-        self._let_go()
-
-    def _let_go(self) -> None:
-        """End all reading; the memory goes with the last batch that is being read from it: nothing is dismantled."""
-        for lease in {*self._leases, self._lease}:
-            lease.end(CLOSED)
-        self._reader = self._reader.emptied()
-        self._stored = replace(self._stored, samples=self._reader.samples, table=None, source=None)
-        self.__dict__.pop("_visits", None)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def __getstate__(self) -> dict[str, Any]:
-        if get_spawning_popen() is None and _is_saved_by_torch():
-            raise TypeError(
-                f"this {type(self).__name__} cannot be saved: it is a handle to samples in this process's memory. Give "
-                "cache_dir= to keep them on disk, from where the next run serves them at once, and make it anew there."
-            )
-        self._refresh()  # what a copy cannot serve is said here, not where it is opened
-        derived = ("_reader", "_lease", "_leases", "_watch", "_views")
-        state = {name: value for name, value in self.__dict__.items() if name not in derived}
-        stored = self._stored
-        options = replace(stored.options, engine="local")  # an executor stays with the process that has it
-        state["_stored"] = replace(stored, options=options, source=None, skipped=())
-        stores = stored.kept.stores if stored.kept else ()
-        state["_imported"] = [tensor_class(store.spec.form) for store in stores]
-        if get_spawning_popen() is not None:
-            # An error while a process starts would end it, and nobody would be told why: it is raised when it reads.
-            opened = {name: state.pop(name) for name in ("_stored", "_visits")}
-            state["_sent"] = bytes(ForkingPickler.dumps(opened))
-        return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        del state["_imported"]  # unpickling it has imported what samples are
-        sent = state.pop("_sent", None)
-        self.__dict__.update(state)
-        self._views, self._leases = weakref.WeakSet([self]), weakref.WeakSet()
-        try:
-            self.__dict__.update({} if sent is None else pickle.loads(sent))
-            self._compile()
-        except StoreGoneError as gone:
-            if sent is None:
-                raise
-            self._lease = Lease(None, str(gone))
-
-
-def _stored_as(prepared: Prepared, source: Source, table: SampleTable | None, old: Stored) -> Stored:
-    kept = prepared.kept
-    return replace(
-        old,
-        samples=source if kept is None else kept,
-        table=table if kept is None else kept.table,
-        source=source,
-        storage_plan=prepared.storage_plan,
-        skipped=tuple(prepared.skipped),
-        is_remote=is_fetched(source),
-    )
-
-
-def _is_saved_by_torch() -> bool:
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_globals.get("__name__") != "torch.serialization":
-        frame = frame.f_back
-    return frame is not None
 
 
 # For loaders: no part of the face
@@ -721,11 +653,11 @@ def index_count(dataset: PreparedDataset) -> int:
 
 def own_item(dataset: PreparedDataset, batch: IndexBatch, k: int) -> Any:
     """What a subclass's own ``__getitem__`` makes of index ``k`` of a batch; its reads are drawn from its visit."""
-    token = _ITEM.set(_Item(batch, k))
+    token = OWN_ITEM.set(OwnItem(batch, k))
     try:
         return dataset[batch[k]]
     finally:
-        _ITEM.reset(token)
+        OWN_ITEM.reset(token)
 
 
 def stored_of(dataset: PreparedDataset) -> Stored:
@@ -754,72 +686,3 @@ def prepared_anew(dataset: PreparedDataset, index: Sequence[int], **options: Any
     other._stored = replace(stored, options=replace(stored.options, **usual | options), after=None)
     other._prepare(source, table)
     return other
-
-
-# Changes in place
-
-_ATOMS = (type(None), bool, int, float, complex, str, bytes, type, FunctionType, ModuleType, Enum)
-_THEIRS = ("torchvision.", "timm.")
-
-
-class _Watch:
-    """What transforms consist of, as it was when they were compiled, to notice what is changed in place."""
-
-    def __init__(self, calls: tuple[Any, ...]) -> None:
-        self._calls = calls
-        self._held: list[tuple[Any, Any]] = []  # dicts and lists, each with what was in it
-        self._arrays: list[tuple[Any, bytes]] = []
-        self._steps: tuple[Any, ...] | None = None  # where code was read to find them
-
-    def without(self, unknown: Iterable[Any]) -> Self:
-        """Note what there is; not what is in steps that run as they are, whatever is in them."""
-        met = {id(step): step for step in unknown}
-        for step in met.values():
-            if type(step).__module__.startswith(_THEIRS):  # which may become one that is known
-                self._held.append((vars(step), dict(vars(step))))
-        steps = _leaves(self._calls)
-        self._note(deque(self._calls), met)
-        if any(id(step) not in met for step in steps):
-            self._note(deque(steps), met)
-            self._steps = steps
-        return self
-
-    def _note(self, queue: deque[Any], met: dict[int, Any]) -> None:
-        while queue:
-            value = queue.popleft()
-            if id(value) in met or isinstance(value, _ATOMS):
-                continue
-            met[id(value)] = value
-            if isinstance(value, (torch.Tensor, np.ndarray)):
-                with contextlib.suppress(TypeError, RuntimeError):  # of bfloat16, or on a device
-                    self._arrays.append((value, np.asarray(value).tobytes()))
-            elif isinstance(value, dict):
-                self._held.append((value, dict(value)))
-                queue.extend(value.values())
-            elif isinstance(value, (list, tuple)):
-                self._held.append((value, type(value)(value) if type(value) is list else value))
-                queue.extend(value)
-            else:
-                queue.append(getattr(value, "__dict__", None))
-
-    def is_changed(self, calls: tuple[Any, ...]) -> bool:
-        if calls[0] is not self._calls[0] or calls[1] is not self._calls[1]:
-            return True
-        try:
-            for value, before in self._held:
-                if value != before:  # quick: all that is in it is the same object
-                    return True
-            for array, bytes_before in self._arrays:
-                if np.asarray(array).tobytes() != bytes_before:
-                    return True
-        except (TypeError, ValueError, RuntimeError):  # arrays that are not the same cannot be compared
-            return True
-        return self._steps is not None and list(map(id, _leaves(calls))) != list(map(id, self._steps))
-
-
-def _leaves(transform: Any) -> tuple[Any, ...]:
-    """The steps of a transform, with those of each view in the place of ``Views``."""
-    leaves: list[Any] = []
-    for step in flatten(transform):
-        leaves += _leaves(step.transforms) if type(step) is Views else [step]
-    return tuple(leaves)

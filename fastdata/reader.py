@@ -16,16 +16,19 @@ Shape letters: B batch, C channels, H W size sent, h w size served.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from multiprocessing import current_process
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
 from fastdata.batch import IndexBatch, SampleBatch, SharedVisits, as_numbers, rows_of, stacked
+from fastdata.draws import sample_keys
 from fastdata.errors import ChannelsError, RemoteError, StoreGoneError, counted, sample_error
 from fastdata.images import (
     OpenedImages,
@@ -45,6 +48,9 @@ from fastdata.stores.readers import Store, UndecodableError
 from fastdata.transforms import TransformPlan
 from fastdata.transforms.cpu import Program
 from fastdata.transforms.device import DeviceProgram, device_obstacle
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 Output = tuple[tuple[int, ...], np.dtype[Any]]
 Column = torch.Tensor | list[Any]
@@ -104,8 +110,8 @@ class GoneSamples:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Reader:
-    """All that batches are made of; safe from several threads at once. What cannot change is decided when it is made.
+class _Frozen:
+    """All that batches are made of. What cannot change is decided when it is made.
 
     Attributes:
         samples: kept ones, or what they are read from.
@@ -145,6 +151,7 @@ class Reader:
     obstacle: str | None = field(init=False)
     _stores: tuple[Store, ...] = field(init=False)
     _programs: tuple[Program, ...] = field(init=False)
+    _dtypes: tuple[torch.dtype, ...] = field(init=False)
     _numbers: np.ndarray | None = field(init=False)
 
     def __post_init__(self) -> None:
@@ -162,6 +169,10 @@ class Reader:
             "_programs": tuple(lane.program or plain for lane in self.lanes),
             "_numbers": self._find_numbers(kept),
         }
+        pairs = zip(facts["_programs"], outputs, strict=False)
+        # Of none where the dataset is closed.
+        served = [program.as_tensor(np.empty(0, dtype)) for program, (_, dtype) in pairs if program is not None]
+        facts["_dtypes"] = tuple(tensor.dtype for tensor in served)
         for name, value in facts.items():
             object.__setattr__(self, name, value)
         object.__setattr__(self, "obstacle", self._find_obstacle())
@@ -191,7 +202,7 @@ class Reader:
             return "prepared samples differ in shape; a crop or resize to one size would make them batches"
         return None
 
-    def emptied(self) -> Reader:
+    def emptied(self) -> Self:
         """What is left of it once there is nothing to read any more: how it was read."""
         gone = GoneSamples(self.length, self.samples.keys)
         return replace(self, samples=gone, table=None, visits=None, path=None)
@@ -222,6 +233,16 @@ class Reader:
             return None
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.outputs)
 
+    def filled_share(self, index: np.ndarray | None = None) -> float:
+        """Share of the samples, or of those of ``index``, that are kept already; 0 where none ever are."""
+        return 0.0 if self.kept is None else self.kept.filled_share(index)
+
+
+class Reader(_Frozen):
+    """Serves batches of what it holds; safe from several threads at once."""
+
+    __slots__ = ()
+
     @property
     def image_form(self) -> str:
         """Shape and type of each image in a whole batch."""
@@ -229,12 +250,6 @@ class Reader:
         pairs = zip(names, self.as_tensors(self.room(0, None)), strict=True)
         form = ", ".join(f"{name}{tuple(each.shape[1:])} of {str(each.dtype)[6:]}" for name, each in pairs)
         return form if self.keys is None else f"{form} in {self.keys}"
-
-    def filled_share(self, index: np.ndarray | None = None) -> float:
-        """Share of the samples, or of those of ``index``, that are kept already; 0 where none ever are."""
-        return 0.0 if self.kept is None else self.kept.filled_share(index)
-
-    # Batches
 
     def __call__(self, batch: IndexBatch, ring: Ring | None = None) -> Any:
         """Images (B, *shape) and what ``default_collate`` makes of the targets; only if there is no obstacle.
@@ -378,9 +393,8 @@ class Reader:
                 raise
 
     def as_tensors(self, outs: list[np.ndarray]) -> list[torch.Tensor]:
-        if len(outs) == 1:
-            return [self._programs[0].as_tensor(outs[0])]
-        return [program.as_tensor(out) for program, out in zip(self._programs, outs, strict=True)]
+        """Over the same memory; NumPy has no bfloat16, and holds its bits."""
+        return [torch.from_numpy(out).view(dtype) for dtype, out in zip(self._dtypes, outs, strict=True)]
 
     def read_for_device(
         self, program: DeviceProgram, batch: IndexBatch, ring: Ring, *, only_places: bool
@@ -526,7 +540,7 @@ class Reader:
             visits_B = np.zeros_like(index_B)
         else:
             visits_B = self.visits.take(index_B, reader, indices)
-        return IndexBatch(indices, index_B, visits_B, self.seed_of(base_seed))
+        return IndexBatch.of(indices, index_B, visits_B, self.seed_of(base_seed))
 
 
 def positions(index_B: np.ndarray, length: int) -> np.ndarray:
@@ -537,6 +551,30 @@ def positions(index_B: np.ndarray, length: int) -> np.ndarray:
     if len(wrong):
         raise IndexError(f"index {wrong[0]} is out of range for a dataset of {counted(length, 'sample')}")
     return np.where(index_B < 0, index_B + length, index_B)
+
+
+class OwnItem:
+    """The item of a batch that a subclass's own ``__getitem__`` is making: says what its reads are drawn from.
+
+    A dataset's first read is on the item's visit if it is of the same index. All others are on visits of their own that
+    follow from it, so that two crops of one image differ, and are the same whoever reads them.
+    """
+
+    def __init__(self, batch: IndexBatch, k: int) -> None:
+        self._position, self._visit, self._seed = batch.positions[k : k + 1], batch.visits[k : k + 1], batch.seed
+        self._reads: Counter[int] = Counter()
+
+    def batch_of(self, position: int, dataset: int, reader: Reader) -> IndexBatch:
+        """Of a read by the dataset of this id."""
+        read = self._reads[dataset]
+        self._reads[dataset] += 1
+        visit = self._visit
+        if read or position != self._position[0]:
+            visit = sample_keys(read, self._visit, self._position).view(np.int64)
+        return IndexBatch.of([position], np.array([position]), visit, reader.seed_of(self._seed))
+
+
+OWN_ITEM: ContextVar[OwnItem | None] = ContextVar("fastdata_item", default=None)
 
 
 class DeviceBatch(NamedTuple):

@@ -6,23 +6,29 @@ transform is assigned, and when an epoch begins after one was changed in place.
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from enum import Enum
+from types import FunctionType, ModuleType
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from fastdata import core
 from fastdata.batch import SharedVisits
 from fastdata.errors import SampleError
 from fastdata.images import OpenedImages, Resize, SampleSpec, decoder_of
 from fastdata.memory import StoragePlan, format_bytes
-from fastdata.prepare import KeptSamples, Options, read_path
+from fastdata.prepare import KeptSamples, Options, Prepared, is_fetched, read_path
 from fastdata.reader import Lane, Reader
+from fastdata.report import log, warn_user
 from fastdata.shared import SampleTable
 from fastdata.sources import FileSource, Source
-from fastdata.stores.readers import Store
+from fastdata.stores.readers import Store, UndecodableError
 from fastdata.transforms import (
     TransformPlan,
     Views,
@@ -34,6 +40,9 @@ from fastdata.transforms import (
 )
 from fastdata.transforms.cpu import Program
 from fastdata.transforms.steps import cure_for, flatten, known_name
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 Step = Callable[[Any], Any]
 _ADVISED_PX = 256
@@ -105,6 +114,26 @@ class Stored:
                 "transform to dataset.transform in the process that made the dataset, which prepares samples again."
             )
         return plan
+
+    def filled(
+        self, prepared: Prepared, source: Source, table: SampleTable | None, leading: tuple[Step, ...]
+    ) -> Stored:
+        """This once samples were prepared after ``leading`` steps of the transform."""
+        kept, key = prepared.kept, prepare_key(leading)
+        is_unfit = kept is None and self.options.storage == "auto" and len(source) > 0
+        return replace(
+            self,
+            samples=source if kept is None else kept,
+            table=table if kept is None else kept.table,
+            source=source,
+            storage_plan=prepared.storage_plan,
+            skipped=tuple(prepared.skipped),
+            after=None if kept is None else (len(leading), key),
+            after_text=", ".join(map(repr, leading)),
+            unfit_after=key if is_unfit else None,
+            is_upright="exif_transpose" in map(known_name, (*self.first_steps, *leading)),
+            is_remote=is_fetched(source),
+        )
 
     def is_to_prepare_again(self, transform: Any, *, was_read: bool) -> bool:
         """Whether the store is after steps that the transform does not begin with, or another would be better, unused.
@@ -248,7 +277,97 @@ def _channels_of(images: Store) -> int | None:
     return channels.pop() if len(channels) == 1 else None
 
 
+# Changes in place
+
+_ATOMS = (type(None), bool, int, float, complex, str, bytes, type, FunctionType, ModuleType, Enum)
+_THEIRS = ("torchvision.", "timm.")
+
+
+class Watch:
+    """What transforms consist of, as it was when they were compiled, to notice what is changed in place."""
+
+    def __init__(self, calls: tuple[Any, ...]) -> None:
+        self._calls = calls
+        self._held: list[tuple[Any, Any]] = []  # dicts and lists, each with what was in it
+        self._arrays: list[tuple[Any, bytes]] = []
+        self._steps: tuple[Any, ...] | None = None  # where code was read to find them
+
+    def without(self, unknown: Iterable[Any]) -> Self:
+        """Note what there is; not what is in steps that run as they are, whatever is in them."""
+        met = {id(step): step for step in unknown}
+        for step in met.values():
+            if type(step).__module__.startswith(_THEIRS):  # which may become one that is known
+                self._held.append((vars(step), dict(vars(step))))
+        steps = _leaves(self._calls)
+        self._note(deque(self._calls), met)
+        if any(id(step) not in met for step in steps):
+            self._note(deque(steps), met)
+            self._steps = steps
+        return self
+
+    def _note(self, queue: deque[Any], met: dict[int, Any]) -> None:
+        while queue:
+            value = queue.popleft()
+            if id(value) in met or isinstance(value, _ATOMS):
+                continue
+            met[id(value)] = value
+            if isinstance(value, (torch.Tensor, np.ndarray)):
+                with contextlib.suppress(TypeError, RuntimeError):  # of bfloat16, or on a device
+                    self._arrays.append((value, np.asarray(value).tobytes()))
+            elif isinstance(value, dict):
+                self._held.append((value, dict(value)))
+                queue.extend(value.values())
+            elif isinstance(value, (list, tuple)):
+                self._held.append((value, type(value)(value) if type(value) is list else value))
+                queue.extend(value)
+            else:
+                queue.append(getattr(value, "__dict__", None))
+
+    def is_changed(self, calls: tuple[Any, ...]) -> bool:
+        if calls[0] is not self._calls[0] or calls[1] is not self._calls[1]:
+            return True
+        try:
+            for value, before in self._held:
+                if value != before:  # quick: all that is in it is the same object
+                    return True
+            for array, bytes_before in self._arrays:
+                if np.asarray(array).tobytes() != bytes_before:
+                    return True
+        except (TypeError, ValueError, RuntimeError):  # arrays that are not the same cannot be compared
+            return True
+        return self._steps is not None and list(map(id, _leaves(calls))) != list(map(id, self._steps))
+
+
+def _leaves(transform: Any) -> tuple[Any, ...]:
+    """The steps of a transform, with those of each view in the place of ``Views``."""
+    leaves: list[Any] = []
+    for step in flatten(transform):
+        leaves += _leaves(step.transforms) if type(step) is Views else [step]
+    return tuple(leaves)
+
+
 # What a user could gain
+
+
+def warn_of_modes(stored: Stored, kept: KeptSamples, transform: Any) -> None:
+    modes = kept.modes()
+    if len(modes) > 1 and stored.split(transform, form="pil").is_batched:
+        warn_user(
+            f"images are of several modes, {', '.join(modes)}, and a batch is of one. Convert them before they are "
+            "stored: prepare=lambda image: image.convert('RGB')."
+        )
+
+
+def with_advice(stored: Stored, reader: Reader) -> Stored:
+    """With what another ``resize=`` would gain in the reason of its storage."""
+    advice = ""
+    with contextlib.suppress(ValueError, SampleError, UndecodableError):  # of which whoever reads it is told
+        advice = resize_advice(reader, decodes_itself=stored.decodes_itself)
+    if not advice:
+        return stored
+    log.info("%s", advice)
+    plan = stored.storage_plan
+    return replace(stored, storage_plan=plan._replace(reason=f"{plan.reason}; {advice}"))
 
 
 def resize_advice(reader: Reader, *, decodes_itself: bool) -> str:

@@ -34,7 +34,7 @@ from fastdata.chunked.residency import Residency
 from fastdata.dataset import PreparedDataset, index_count, stored_of
 from fastdata.loader import DataLoader
 from fastdata.loader.epochs import HELD_BY_USER
-from fastdata.loader.resume import Progress
+from fastdata.loader.order import Progress
 from fastdata.loader.view import LoaderView
 from fastdata.ranks import find_rank, local_ranks
 from fastdata.report import EpochReport, log

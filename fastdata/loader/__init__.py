@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
@@ -26,7 +27,8 @@ from fastdata.errors import kind_of
 from fastdata.images import jpeg_obstacle
 from fastdata.loader import epochs
 from fastdata.loader.epochs import HELD_BY_USER, Counted, Engine, Tally, TorchView
-from fastdata.loader.resume import Checkpoints, LoaderEpochs, Progress, length_of, undisturbed
+from fastdata.loader.order import Progress, length_of, undisturbed
+from fastdata.loader.resume import Checkpoints, LoaderEpochs
 from fastdata.loader.view import MOSTLY_PREPARED, LoaderView, find_wrapped
 from fastdata.memory import PinningPlan, budget_bytes, choose_pinning
 from fastdata.ranks import local_ranks
@@ -187,8 +189,16 @@ class DataLoader(_TorchLoader[_T_co]):
                 iterator = self._iterate_torch(view, progress, held)
             else:
                 self._iterator = None  # persistent worker processes that have done their part
-                reads = self._reads(view.dataset, lease, ring, read, in_thread=engine.workers > 0)
-                iterator = epochs.ThreadIter(view, progress, ring, reads, threads=engine.workers)
+                maker: Any = epochs.BatchMaker(
+                    dataset=view.dataset,
+                    lease=None if self._served is None or self._served.has_own else lease,
+                    ring=ring,
+                    collate_fn=view.collate_fn,
+                    in_thread=engine.workers > 0,
+                )
+                if read is not None:
+                    maker = partial(_without_draws, read, ring)
+                iterator = epochs.ThreadIter(view, progress, ring, maker, threads=engine.workers)
         iterator.tally = self._tally = Tally(engine, iterator.ring, self._pinning)
         iterator.lease = lease
         self._share_begun = self._served.prepared_share if self._served else 1.0
@@ -217,22 +227,6 @@ class DataLoader(_TorchLoader[_T_co]):
         self._iterator = iterator if self.persistent_workers else None
         counted: Counted = iterator
         return counted
-
-    def _reads(
-        self, dataset: Any, lease: Any, ring: BatchRing, read: Any, *, in_thread: bool
-    ) -> Callable[[Any, Any], Any]:
-        """Make what turns indices and draws of a batch into it; holds neither loader nor iterator."""
-        collate_fn = self.collate_fn
-        has_own_items = self._served is not None and self._served.has_own
-        assert collate_fn is not None
-        if read is not None:
-            return lambda indices, _: read(indices, ring)
-
-        def make(indices: Any, draws: DrawKey) -> Any:
-            reader = None if lease is None or has_own_items else lease.reader or lease()
-            return epochs.make_batch(dataset, reader, indices, ring, collate_fn, draws, in_thread=in_thread)
-
-        return make
 
     @property
     def _index_sampler(self) -> Any:
@@ -414,6 +408,10 @@ def _fallback_notice(dataset: PreparedDataset) -> str:
         f"{type(dataset).__name__}.{own} is called for each sample. Write what it does as transform= or "
         "target_transform= instead."
     )
+
+
+def _without_draws(read: Callable[[Any, BatchRing], Any], ring: BatchRing, indices: Any, draws: DrawKey) -> Any:
+    return read(indices, ring)
 
 
 def _share(dataset: Any, shuffle: bool, drop_last: bool, distributed: Literal["auto", "exact"]) -> RankSampler:

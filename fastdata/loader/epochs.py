@@ -25,7 +25,7 @@ from torch.utils.data._utils.pin_memory import pin_memory as copy_to_pinned
 
 from fastdata.batch import BatchDraws, DrawKey, collate
 from fastdata.errors import IngestError, MemoryBudgetError
-from fastdata.loader.resume import Progress
+from fastdata.loader.order import Progress
 from fastdata.loader.view import JoinedLease, JoinedReader
 from fastdata.memory import PinningPlan, is_running
 from fastdata.reader import Lease, Reader
@@ -51,31 +51,44 @@ def shown_as(name: str) -> AbstractContextManager[Any]:
     return profiler.record_function(name) if profiler._is_profiler_enabled else nullcontext()
 
 
-def make_batch(
-    dataset: Any,
-    reader: Reader | JoinedReader | None,
-    indices: Any,
-    ring: BatchRing,
-    collate_fn: Callable[[Any], Any],
-    draws: DrawKey,
-    *,
-    in_thread: bool,
-) -> Any:
-    """Read a batch, by the reader of the fastdata dataset behind the loader's where there is one, and collate it.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchMaker:
+    """Reads and collates a batch, in any thread; holds neither loader nor iterator.
 
-    What a ``collate_fn`` of the user's draws follows from ``draws``; so does what anything else of theirs draws from
-    torch's generator ``in_thread``, which is beside the loop that may draw from it too.
+    Attributes:
+        dataset: what is read where there is no lease.
+        lease: of the reader of the fastdata dataset behind it; None where only the dataset knows what an index means.
+        ring: that batches take memory from.
+        collate_fn: the user's.
+        in_thread: whether that is beside the loop, which may draw from torch's generator too.
     """
-    is_own = reader is None or reader.obstacle is not None or reader.target_transform is not None
-    with BatchDraws(draws.apart()) if in_thread and is_own else nullcontext():
-        if reader is None:
-            whole = getattr(dataset, "__getitems__", None)
-            samples = whole(indices) if whole else [dataset[index] for index in indices]
-        elif collate_fn is collate and reader.obstacle is None:
-            return reader(indices, ring)
-        else:
-            samples = reader.items(indices, ring)
-    return draws.collated(collate_fn, samples)
+
+    dataset: Any
+    lease: Lease | JoinedLease | None
+    ring: BatchRing
+    collate_fn: Callable[[Any], Any]
+    in_thread: bool
+
+    def __call__(self, indices: Any, draws: DrawKey) -> Any:
+        lease = self.lease
+        reader = None if lease is None else lease.reader or lease()
+        if reader is None or reader.obstacle is not None or reader.target_transform is not None:
+            return self._by_user(reader, indices, draws)
+        if self.collate_fn is collate:
+            return reader(indices, self.ring)
+        return draws.collated(self.collate_fn, reader.items(indices, self.ring))
+
+    def _by_user(self, reader: Reader | JoinedReader | None, indices: Any, draws: DrawKey) -> Any:
+        """As above, where code of the user's own reads, whose draws follow from ``draws`` too."""
+        with BatchDraws(draws.apart()) if self.in_thread else nullcontext():
+            if reader is None:
+                whole = getattr(self.dataset, "__getitems__", None)
+                samples = whole(indices) if whole else [self.dataset[index] for index in indices]
+            elif self.collate_fn is collate and reader.obstacle is None:
+                return reader(indices, self.ring)
+            else:
+                samples = reader.items(indices, self.ring)
+        return draws.collated(self.collate_fn, samples)
 
 
 @dataclass(slots=True)
@@ -123,6 +136,8 @@ class Tally(LoopTimes):
 
 def sample_count(batch: Any) -> int:
     """Length of the first tensor in a batch; 0 if it has none, or is of a kind that cannot tell."""
+    if type(batch) is list and batch and type(batch[0]) is torch.Tensor and batch[0].ndim:
+        return batch[0].size(0)  # most are
     try:
         return _first_length(batch)
     except Exception:  # noqa: BLE001  # users' types raise anything, and what is only counted must stop nobody
@@ -174,13 +189,16 @@ class Counted(torch_loader._BaseDataLoaderIter):
     def _unread(self) -> Collection[int]:
         return ()  # of the batches drawn in this epoch
 
+    def _next_batch(self) -> Any:
+        return super().__next__()
+
     def __next__(self) -> Any:
         tally, progress = self.tally, self.progress
         asked_at = tally.ask()
         try:
             if self.lease is not None and self.lease.reader is None:
                 self.lease()
-            batch = super().__next__()
+            batch = self._next_batch()
             tally.batches += 1
             progress.resumed_from = None
             tally.samples += sample_count(batch) if self._auto_collation else 1
@@ -320,7 +338,8 @@ class ThreadIter(Counted):
         if view.num_workers > 0 and view.prefetch_factor <= 0:
             raise AssertionError("prefetch_factor must be greater than 0 for MultiProcessingDataLoaderIter")
         super().__init__(view, progress)
-        self.ring, self._read, self._ahead = ring, partial(_read_batch, read), 0
+        self.ring, self._ahead = ring, 0
+        self._read = partial(_read_batch, read)
         self._pending: deque[Future[Any]] = deque()
         self._threads: ThreadPoolExecutor | None = None
         if threads:
@@ -330,10 +349,15 @@ class ThreadIter(Counted):
             if not _may_be_told(view):
                 self._start()
 
+    def _next_batch(self) -> Any:
+        # torch's own takes 10 us to tell a profiler of itself, and does nothing else here.
+        return super()._next_batch() if profiler._is_profiler_enabled else self._next_data()
+
     def _next_data(self) -> Any:
-        self._start()
+        if self._ahead:
+            self._start()
         if self._threads is None:
-            batch = self._read(self._next_index(), self.progress.draws)  # type: ignore[no-untyped-call]
+            batch = self._read(next(self._sampler_iter), self.progress.draws)
         elif self._pending:
             batch = self._receive()
         else:
@@ -380,8 +404,10 @@ class ThreadIter(Counted):
 
 
 def _read_batch(read: Callable[[Any, Any], Any], indices: Any, draws: DrawKey | None) -> Any:
-    with shown_as("fastdata: read"):
-        return read(indices, draws)
+    if profiler._is_profiler_enabled:
+        with shown_as("fastdata: read"):
+            return read(indices, draws)
+    return read(indices, draws)
 
 
 def _stop(threads: ThreadPoolExecutor) -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
-from fastdata.batch import EpochVisits, IndexBatch, Multiples, as_numbers
+from fastdata.batch import IndexBatch, as_numbers
 from fastdata.dataset import PreparedDataset, index_count, latest_reader, lease_of, own_reader, stored_of
 from fastdata.reader import Lease, Reader, positions
 from fastdata.ring import Ring, ring_of
@@ -40,7 +40,7 @@ class JoinedDatasets:
             part = self.parts[number]
             position_B = positions(position_B, index_count(part))
             seed = leases[number]().seed_of(batch.seed)
-            piece = IndexBatch(position_B.tolist(), position_B, batch.visits[row_B], seed)
+            piece = IndexBatch.of(position_B.tolist(), position_B, batch.visits[row_B], seed)
             for row, sample in zip(row_B.tolist(), part.__getitems__(piece), strict=True):
                 samples[row] = sample
         return samples
@@ -84,7 +84,7 @@ class JoinedReader:
             reader = self.readers[number]
             position_B = positions(position_B, reader.length)
             seed = reader.seed_of(batch.seed)
-            yield reader, row_B, IndexBatch(position_B.tolist(), position_B, batch.visits[row_B], seed)
+            yield reader, row_B, IndexBatch.of(position_B.tolist(), position_B, batch.visits[row_B], seed)
 
     def __call__(self, batch: IndexBatch, ring: Ring | None = None) -> Any:
         tensors, first = self._tensors(batch, ring), self.readers[0]
@@ -217,43 +217,6 @@ class LoaderView(NamedTuple):
         if isinstance(self.dataset, JoinedDatasets):
             return JoinedLease([lease_of(part) for part in self.parts], self.dataset.ends)
         return lease_of(self.dataset)
-
-    def visit(
-        self,
-        batches: Iterable[list[int]],
-        epoch: int,
-        base_seed: int,
-        *,
-        may_be_marked: bool = False,
-        share: tuple[int, int] = (0, 1),
-    ) -> Iterator[list[int]]:
-        """The batches of an epoch, with what random draws are made from; a RepeatedIndex counts if they may have such.
-
-        One whose indices only the dataset's own methods know the meaning of stays as it is; elsewhere an index that is
-        out of range or no number is an error.
-        """
-        length, is_own = self.index_count, self.has_own
-        multiples = None if self.subset is None else Multiples.find(self.subset, length)
-        visits = EpochVisits(length if self.subset is None else len(self.subset), epoch, multiples, share)
-        seed = base_seed if self.seed is None else self.seed
-
-        def visited(indices: list[int]) -> list[int]:
-            try:
-                return self._visit(indices, visits, seed, may_be_marked)
-            except (IndexError, TypeError, ValueError):
-                if not is_own or isinstance(self.dataset, JoinedDatasets):
-                    raise
-                return indices
-
-        return map(visited, batches)  # which goes on after an error, as torch's iterators do
-
-    def _visit(self, indices: list[int], visits: EpochVisits, seed: int, may_be_marked: bool) -> IndexBatch:
-        index_B = positions(as_numbers(indices), visits.length)
-        positions_B, given = index_B, indices if may_be_marked else ()
-        if self.subset is not None:
-            indices = self.subset[index_B].tolist()
-            positions_B = positions(self.subset[index_B], self.index_count)
-        return IndexBatch(indices, positions_B, visits.take(index_B, given), seed)
 
     def fetched(self, dataset: Any) -> Any:
         """What is read in place of a loader's ``dataset``, so that what batches know is not lost."""

@@ -35,7 +35,7 @@ from fastdata.dataset import PreparedDataset, latest_reader, prepared_anew
 from fastdata.errors import kind_of
 from fastdata.loader import DataLoader
 from fastdata.loader.epochs import LoopTimes, sample_count
-from fastdata.loader.resume import undisturbed
+from fastdata.loader.order import undisturbed
 from fastdata.memory import available_bytes, budget_bytes, format_bytes, thread_clock, tree_pss_bytes, usable_cores
 from fastdata.prefetch import CudaPrefetcher
 from fastdata.report import EngineKind

@@ -5,6 +5,7 @@ as such, ``callables`` those of the user's; ``plan`` splits a transform; ``cpu``
 """
 
 from fastdata.transforms.plan import (
+    StandardTransform,
     TransformPlan,
     describe_steps,
     leading_steps,
@@ -19,6 +20,7 @@ from fastdata.transforms.plan import (
 from fastdata.transforms.steps import Views
 
 __all__ = [
+    "StandardTransform",
     "TransformPlan",
     "Views",
     "describe_steps",

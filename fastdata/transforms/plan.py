@@ -34,6 +34,21 @@ _SHOWN_LETTERS = 100
 """Of a step within a reason."""
 
 
+@dataclass(frozen=True, slots=True)
+class StandardTransform:
+    """torchvision's: a transform of the sample and one of the target, called with both."""
+
+    transform: Callable[[Any], Any] | None
+    target_transform: Callable[[Any], Any] | None
+
+    def __call__(self, sample: Any, target: Any) -> tuple[Any, Any]:
+        if self.transform is not None:
+            sample = self.transform(sample)
+        if self.target_transform is not None:
+            target = self.target_transform(target)
+        return sample, target
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TransformPlan:
     """A transform in three parts; made by ``plan_transform``, printed by ``print(dataset.plan)``.
