@@ -22,10 +22,10 @@ from fastdata import images
 from fastdata.errors import MemoryBudgetError
 from fastdata.folder import ImageFolder
 from fastdata.loader import DataLoader
-from fastdata.memory import format_bytes, usable_cores
+from fastdata.memory import cpu_model, usable_cores
 from fastdata.report import progress_bar
 from fastdata.tools import output
-from fastdata.tools.measure import EndlessOrder, Rate, measure
+from fastdata.tools.measure import EndlessOrder, measure
 from fastdata.tools.photos import write_photos
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
@@ -150,30 +150,37 @@ def run_bench(options: argparse.Namespace) -> dict[str, Any]:
     if torchvision is None:
         note += f"; {' and '.join(_THEIRS)} need it, the others are held against fastdata's own steps, one by one"
     transforms = _chosen(options, torchvision, note)
+    make_vanilla = torchvision.datasets.ImageFolder if torchvision else OneByOne
+    workers: dict[str, int] = {}
+    recipes = {}
     with ExitStack() as stack:
         folder = options.folder
         if folder is None:
             folder = Path(stack.enter_context(TemporaryDirectory(prefix="fastdata-bench-")))
-            say("drawing images")
+            _say("drawing images")
             write_photos(folder, count=options.images or 400, progress=True)
         paths = choose_images(folder, options.images or 1000)
+        bytes_each = sum(map(os.path.getsize, paths)) // len(paths)
+        root = os.path.abspath(folder)
         chosen: dict[str, Any] = {"is_valid_file": frozenset(paths).__contains__, "allow_empty": True}
-        make_vanilla = torchvision.datasets.ImageFolder if torchvision else OneByOne
-        sizes = list(map(os.path.getsize, paths))
         bar = stack.enter_context(progress_bar(len(transforms), "measuring", unit="recipe"))
-        workers: dict[str, int] = {}
-        recipes = {}
         for name, transform in transforms.items():
-            say(f"measuring {name}")
-            size = None if name in ("crop", options.transform) else (options.resize_px, options.resize_px)
-            vanilla = make_vanilla(os.path.abspath(folder), transform, **chosen)
-            ours: dict[str, Any] = {"resize": size, "progress": False, **chosen}
-            recipes[name] = _compare(options, vanilla, transform, ours, os.path.abspath(folder), workers)
+            _say(f"measuring {name}")
+            began = time.perf_counter()
+            is_square = name in ("crop", options.transform)  # by its own first steps
+            size = None if is_square else (options.resize_px, options.resize_px)
+            with _prepared(root, transform, resize=size, **chosen) as ours:
+                prepare_s = time.perf_counter() - began
+                vanilla = make_vanilla(root, transform, **chosen)
+                sides = {"vanilla": (TorchDataLoader, vanilla), "fastdata": (DataLoader, ours)}
+                if not workers:  # the first recipe chooses for all
+                    workers = {side: _best_workers(options, *pair) for side, pair in sides.items()}
+                recipes[name] = _in_turns(options, sides, workers) | {"prepare_s": prepare_s}
             bar.update()
     return {
         "settings": vars(options),
         "images": len(paths),
-        "mean_file_bytes": sum(sizes) // len(paths),
+        "mean_file_bytes": bytes_each,
         "vanilla": "torchvision + torch" if torchvision else "fastdata's steps one by one + torch",
         "note": note,
         "num_workers": workers,
@@ -181,7 +188,7 @@ def run_bench(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def say(words: str) -> None:
+def _say(words: str) -> None:
     """A line for each step where there is no bar."""
     if not sys.stderr.isatty():
         print(f"{words} ...", file=sys.stderr, flush=True)
@@ -189,62 +196,50 @@ def say(words: str) -> None:
 
 def _chosen(options: argparse.Namespace, torchvision: Any, note: str) -> dict[str, Any]:
     """The transform of each recipe, under its name: those asked for, by default all that can be made."""
-    names = options.recipe or (() if options.transform else RECIPES)
-    if torchvision is None:
-        if options.recipe and not set(_THEIRS).isdisjoint(names):
-            raise ImportError(note)
-        names = [name for name in names if name not in _THEIRS]
     sizes = {"crop_px": options.crop_px, "resize_px": options.resize_px, "dtype": options.dtype}
     if options.crop_px > options.resize_px:
         raise ValueError(f"--crop {options.crop_px} is larger than the prepared square, --resize {options.resize_px}")
+    names = options.recipe
+    if names is None:
+        names = () if options.transform else RECIPES
+        names = [name for name in names if torchvision or name not in _THEIRS]
+    elif torchvision is None and not set(_THEIRS).isdisjoint(names):
+        raise ImportError(note)
     transforms = {name: _transform(name, torchvision, **sizes) for name in names}
     if options.transform:
         transforms[options.transform] = find_transform(options.transform)
     return transforms
 
 
-def _compare(
-    options: argparse.Namespace, vanilla: Any, transform: Any, ours: dict[str, Any], root: str, workers: dict[str, int]
-) -> dict[str, Any]:
-    """Rates of each round, and what fastdata's preparing took; the first recipe chooses the workers of all."""
-    figures: dict[str, Any] = {}
-
-    def rate(side: str, count: int | None = None) -> Rate:
-        kind, dataset = sides[side]
-        count = workers[side] if count is None else count
-        order = EndlessOrder(len(dataset), 0)
-        loader = kind(dataset, options.batch_size, sampler=order, num_workers=count)
-        return measure(loader, seconds=_RATE_S, limit_s=4 * _RATE_S)
-
-    def choose(side: str) -> None:
-        counts = sorted({0, *(2**power for power in range(usable_cores().bit_length())), usable_cores()})
-        if options.num_workers is not None:
-            counts = [options.num_workers]
-        if side not in workers:
-            rates = {count: rate(side, count) for count in counts}
-            workers[side] = max(counts, key=lambda count: rates[count].samples_per_s)
-            figures[f"{side}_bytes"] = rates[workers[side]].memory_bytes
-
-    sides: dict[str, Any] = {"vanilla": (TorchDataLoader, vanilla)}
-    choose("vanilla")
-    began = time.perf_counter()
-    with _prepared(root, transform, ours) as dataset:
-        figures["prepare_s"] = time.perf_counter() - began
-        sides["fastdata"] = (DataLoader, dataset)
-        choose("fastdata")
-        rounds = [(rate("vanilla"), rate("fastdata")) for _ in range(options.rounds)]
-    figures["vanilla"] = [one.samples_per_s for one, _ in rounds]
-    figures["fastdata"] = [other.samples_per_s for _, other in rounds]
-    figures["ratio"] = median(figures["fastdata"]) / median(figures["vanilla"])
-    return figures
-
-
-def _prepared(root: str, transform: Any, options: dict[str, Any]) -> ImageFolder:
+def _prepared(root: str, transform: Any, **options: Any) -> ImageFolder:
     try:
-        return ImageFolder(root, transform, storage="shared", fill="eager", **options)
+        return ImageFolder(root, transform, storage="shared", fill="eager", progress=False, **options)
     except MemoryBudgetError as error:
         problem = str(error).partition(". Use ")[0]
         raise MemoryBudgetError(f"{problem}. Use fewer --images or a smaller --resize.") from error
+
+
+def _best_workers(options: argparse.Namespace, kind: Any, dataset: Any) -> int:
+    if options.num_workers is not None:
+        return int(options.num_workers)
+    cores = usable_cores()
+    counts = sorted({0, 1, cores // 2, cores})
+    return max(counts, key=lambda count: _rate(options, kind, dataset, count))
+
+
+def _rate(options: argparse.Namespace, kind: Any, dataset: Any, workers: int) -> float:
+    order = EndlessOrder(len(dataset), 0)
+    loader = kind(dataset, options.batch_size, sampler=order, num_workers=workers)
+    return measure(loader, seconds=_RATE_S, limit_s=4 * _RATE_S).samples_per_s
+
+
+def _in_turns(options: argparse.Namespace, sides: dict[str, Any], workers: dict[str, int]) -> dict[str, Any]:
+    rates: dict[str, Any] = {side: [] for side in sides}
+    for _ in range(options.rounds):
+        for side, (kind, dataset) in sides.items():
+            rates[side].append(_rate(options, kind, dataset, workers[side]))
+    ratio = median(rates["fastdata"]) / median(rates["vanilla"])
+    return rates | {"ratio": ratio}
 
 
 def choose_images(root: Path, most: int) -> list[str]:
@@ -265,44 +260,47 @@ def choose_images(root: Path, most: int) -> list[str]:
 
 
 def table(document: dict[str, Any]) -> Iterator[str]:
-    """The figures as text: a row for each recipe, what was looked at with the first one, and a line to quote."""
+    """The figures as text: a row for each recipe, and a line to quote."""
     settings = document["settings"]
     recipes = document["recipes"]
     vanilla = document["vanilla"]
-    machine = output.machine_facts()
-    yield (
-        f"{document['images']:,} images ({settings['folder'] or 'drawn for this run'}), "
-        f"{document['mean_file_bytes'] / 1000:.0f} kB a file; {settings['dtype']}, batch {settings['batch_size']}; "
-        f"{settings['rounds']} rounds in turns"
-    )
-    yield f"{machine['cpu_model']}, {machine['usable_cores']} cores"
+    machine = f"{cpu_model()}, {usable_cores()} cores"
+    files = f"{document['images']:,} images ({settings['folder'] or 'drawn for this run'})"
+    size = f"{document['mean_file_bytes'] / 1000:.0f} kB a file"
+    yield f"{files}, {size}; {settings['dtype']}, batch {settings['batch_size']}; {settings['rounds']} rounds in turns"
+    yield machine
     yield ""
-    rows: list[tuple[str, ...]] = [
-        ("images/s, median", vanilla, "fastdata", "ratio", "lowest to highest", "prepare, once", "")
-    ]
-    for name, recipe in recipes.items():
-        rates = [f"{median(recipe[side]):,.0f}" for side in ("vanilla", "fastdata")]
-        ratios = [ours / theirs for theirs, ours in zip(recipe["vanilla"], recipe["fastdata"], strict=True)]
-        spread = f"{min(ratios):.1f} to {max(ratios):.1f}"
-        rows.append((name, *rates, f"{recipe['ratio']:.1f}", spread, f"{recipe['prepare_s']:.2f} s", ""))
-    first = next(iter(recipes.values()))
-    memory = [format_bytes(first.get(f"{side}_bytes", 0)) for side in ("vanilla", "fastdata")]
-    workers = [str(document["num_workers"][side]) for side in ("vanilla", "fastdata")]
-    rows.append(("num_workers, the best", *workers, "", "", "", ""))
-    rows.append(("memory, PSS", *memory, "", "", "", ""))
+    rows = [["images/s, median", vanilla, "fastdata", "ratio", "lowest to highest", "prepare, once", ""]]
+    rows += [_row(name, recipe) for name, recipe in recipes.items()]
+    workers = map(str, document["num_workers"].values())
+    rows.append(["num_workers, the best", *workers, "", "", "", ""])
     yield from output.aligned(rows)
     yield ""
-    yield from filter(None, [document["note"]])
-    if not {*RECIPES}.isdisjoint(recipes):
+    if document["note"]:
+        yield document["note"]
+    if not set(RECIPES).isdisjoint(recipes):
         square = settings["resize_px"]
         yield f"crop: Resize and CenterCrop {square}, RandomCrop, flip. The others: RandomResizedCrop, flip, and what"
         yield f"their name says. Vanilla reads the files, fastdata squares of {square} that are prepared once."
-    ratios = [recipe["ratio"] for recipe in recipes.values()]
-    times = f"{min(ratios):.1f} to {max(ratios):.1f}" if len(ratios) > 1 else f"{ratios[0]:.1f}"
-    yield (
-        f"fastdata reads {times} times as many images a second as {vanilla} "
-        f"({', '.join(recipes)}; {machine['cpu_model']}, {machine['usable_cores']} cores)"
-    )
+    ratios = sorted(recipe["ratio"] for recipe in recipes.values())
+    times = f"{ratios[0]:.1f} to {ratios[-1]:.1f}" if len(ratios) > 1 else f"{ratios[0]:.1f}"
+    where = f"({', '.join(recipes)}; {machine})"
+    yield f"fastdata reads {times} times as many images a second as {vanilla} {where}"
+
+
+def _row(name: str, recipe: dict[str, Any]) -> list[str]:
+    theirs = recipe["vanilla"]
+    ours = recipe["fastdata"]
+    ratios = sorted(our / their for our, their in zip(ours, theirs, strict=True))
+    return [
+        name,
+        f"{median(theirs):,.0f}",
+        f"{median(ours):,.0f}",
+        f"{recipe['ratio']:.1f}",
+        f"{ratios[0]:.1f} to {ratios[-1]:.1f}",
+        f"{recipe['prepare_s']:.2f} s",
+        "",
+    ]
 
 
 # The command
@@ -329,14 +327,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     document = run_bench(options)
-    print(*table(document), sep="\n")
+    for line in table(document):
+        print(line)
 
     def plot(file: Path) -> None:
-        rows = [
-            (f"{name}: {document['vanilla'] if side == 'vanilla' else side}", median(recipe[side]), side == "fastdata")
-            for name, recipe in document["recipes"].items()
-            for side in ("vanilla", "fastdata")
-        ]
+        rows = []
+        for name, recipe in document["recipes"].items():
+            rows.append((f"{name}: {document['vanilla']}", median(recipe["vanilla"]), False))
+            rows.append((f"{name}: fastdata", median(recipe["fastdata"]), True))
         output.bars(file, rows, "images/s")
 
     output.keep(document, options, plot)

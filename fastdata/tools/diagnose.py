@@ -50,7 +50,6 @@ Costs = npt.NDArray[np.float64]
 _RATE_S = 1.0
 _MODEL_S = 1.0
 _SAMPLES_S = 1.5
-_UTILISATION_S = 0.25
 _PATIENCE_S = 30.0
 _SAMPLES = 32
 _MOST_SAMPLES = 512
@@ -181,40 +180,22 @@ class TimedLoop:
 
     def over(self, iterator: Any) -> Iterator[Any]:
         self.times = LoopTimes(self.times.wait_s, self.times.busy_s)  # what lies between two epochs is no step
-        return _TimedIterator(self, iterator)
-
-    def next_of(self, iterator: Iterator[Any]) -> Any:
-        asked_at = self.times.ask()
-        if self.batches == self._most_batches:
-            raise _EnoughError
-        try:
-            batch = next(iterator)
-        finally:
-            self.times.answer(asked_at)
-        self.batches += 1
-        self.samples += sample_count(batch)
-        if self.batches == 1:
-            self.first_s = self.times.wait_s
-            self.times.wait_s = 0.0
-        return batch
-
-
-class _TimedIterator:
-    def __init__(self, loop: TimedLoop, iterator: Any) -> None:
-        self._loop = loop
-        self._iterator = iterator
-
-    def __iter__(self) -> _TimedIterator:
-        return self
-
-    def __next__(self) -> Any:
-        return self._loop.next_of(self._iterator)
-
-    def __len__(self) -> int:
-        return len(self._iterator)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._iterator, name)
+        while True:
+            asked_at = self.times.ask()
+            if self.batches == self._most_batches:
+                raise _EnoughError
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                return
+            finally:
+                self.times.answer(asked_at)
+            self.batches += 1
+            self.samples += sample_count(batch)
+            if self.batches == 1:
+                self.first_s = self.times.wait_s
+                self.times.wait_s = 0.0
+            yield batch
 
 
 class _EnoughError(BaseException):
@@ -286,7 +267,7 @@ def _behind(loader: Any) -> Any:
 def run_loop(loader: Any, step: Any, move: Any, batches: int) -> tuple[Figures, Any]:
     """Run the user's loop over at most so many batches; what was measured, and the last batch."""
     loop = TimedLoop(loader)
-    gpu = _Gpu()
+    events: list[tuple[Any, Any]] = []
     move_s = 0.0
     batch = None
     for batch in islice(loop, batches):
@@ -294,8 +275,15 @@ def run_loop(loader: Any, step: Any, move: Any, batches: int) -> tuple[Figures, 
             began = time.perf_counter()
             batch = move(batch)
             move_s += (time.perf_counter() - began) * (loop.batches > 1)
-        if step is not None:
-            gpu.run(step, batch)
+        if step is not None and torch.cuda.is_initialized():
+            begin = torch.cuda.Event(enable_timing=True)
+            end = torch.cuda.Event(enable_timing=True)
+            begin.record()
+            step(batch)
+            end.record()
+            events.append((begin, end))
+        elif step is not None:
+            step(batch)
     if loop.batches < 2:
         raise ValueError(f"the loader gave {loop.batches} batches, and a diagnosis needs 2: the first one is left out")
     loop.times.ask()
@@ -304,7 +292,18 @@ def run_loop(loader: Any, step: Any, move: Any, batches: int) -> tuple[Figures, 
         report = loader.report()
         copied_s = loop.times.wait_s * report.copy_s / max(report.copy_s + report.read_s, 1e-9)
     step_s = loop.times.busy_s - move_s
-    return _figures(loop, step_s=step_s, move_s=move_s, copied_s=copied_s, **gpu.figures()), batch
+    figures = _figures(loop, step_s=step_s, move_s=move_s, copied_s=copied_s)
+    return replace(figures, gpu_busy=_busy_share(events)), batch
+
+
+def _busy_share(events: list[tuple[Any, Any]]) -> float | None:
+    """Share of the time from the first step's end to the last one's in which the GPU had work of a step."""
+    if len(events) < 3:
+        return None
+    first, last = events[0][1], events[-1][1]
+    last.synchronize()
+    busy_ms = sum(begin.elapsed_time(end) for begin, end in events[1:])
+    return float(busy_ms / first.elapsed_time(last))
 
 
 def _figures(loop: TimedLoop, *, step_s: float, move_s: float = 0.0, copied_s: float = 0.0, **more: Any) -> Figures:
@@ -320,41 +319,6 @@ def _figures(loop: TimedLoop, *, step_s: float, move_s: float = 0.0, copied_s: f
         memory_bytes=tree_pss_bytes(),
         **more,
     )
-
-
-class _Gpu:
-    """What a loop's steps ask of the GPU, where CUDA is in use."""
-
-    def __init__(self) -> None:
-        self._events: list[tuple[Any, Any]] = []
-        self._utilisation: list[float] = []
-        self._due_s = 0.0
-
-    def run(self, step: Callable[[Any], Any], batch: Any) -> None:
-        if not torch.cuda.is_initialized():
-            step(batch)
-            return
-        begin = torch.cuda.Event(enable_timing=True)
-        end = torch.cuda.Event(enable_timing=True)
-        begin.record()
-        step(batch)
-        end.record()
-        self._events.append((begin, end))
-        if time.perf_counter() >= self._due_s:
-            self._due_s = time.perf_counter() + _UTILISATION_S
-            with contextlib.suppress(Exception):  # of any kind, where there is no nvidia-ml-py or no driver
-                self._utilisation.append(torch.cuda.utilization() / 100)  # knows CUDA_VISIBLE_DEVICES, as NVML does not
-
-    def figures(self) -> dict[str, float]:
-        figures = {}
-        if self._utilisation:
-            figures["gpu_utilisation"] = sum(self._utilisation) / len(self._utilisation)
-        if len(self._events) > 2:
-            first, last = self._events[0][1], self._events[-1][1]
-            last.synchronize()
-            busy_ms = sum(begin.elapsed_time(end) for begin, end in self._events[1:])
-            figures["gpu_busy"] = busy_ms / first.elapsed_time(last)
-        return figures
 
 
 def _moved(batch: Any, device: torch.device) -> Any:
@@ -489,14 +453,10 @@ def _rate_when_kept(loader: Any, storage: Any, index: Sequence[int]) -> tuple[Ra
     """The loader over some of its samples, prepared and kept by fastdata, and the bytes of one."""
     dataset = loader.dataset
     if isinstance(dataset, PreparedDataset):
-        kept: PreparedDataset = prepared_anew(dataset, index, storage=storage, codec="auto")
+        kept = prepared_anew(dataset, index, storage=storage, codec="auto")
     else:
-        transforms: list[Any] = []
-        bare = _with_transforms(dataset, lambda transform, is_joint=False: transforms.append((transform, is_joint)))
-        if len(transforms) > 1 or any(is_joint for _, is_joint in transforms):
-            raise ValueError("its transform takes the target too")
-        transform = transforms[0][0] if transforms else None
-        kept = CachedDataset(Subset(bare, list(index)), transform=transform, storage=storage, progress=False)
+        some = Subset(_under(dataset, None), list(index))
+        kept = CachedDataset(some, transform=_transform_of(dataset), storage=storage, progress=False)
     other: Any = DataLoader(
         kept,
         loader.batch_size,
@@ -519,30 +479,30 @@ def _parts(loader: Any) -> list[Part]:
         return list(_parts_of_batches(dataset))
     spent: dict[Any, Costs] = {}
     with contextlib.suppress(Exception):  # one that cannot be copied is read as a whole
-        dataset = _with_transforms(dataset, partial(_Watched, spent=spent))
+        transform = _transform_of(dataset)
+        if transform is not None:
+            dataset = _under(dataset, _Watched(transform, spent))
     is_stream = isinstance(dataset, IterableDataset)
     samples = iter(dataset) if is_stream else (dataset[index] for index in loader.sampler)
     next(samples)  # which pays for imports and tables
     spent.clear()
     read: list[Any] = []
-    began = time.perf_counter()
     before = _clock()
-    for sample in islice(samples, _SAMPLES):
-        read.append(sample)
-        if time.perf_counter() - began > _SAMPLES_S:
+    while len(read) < _SAMPLES and (_clock() - before)[0] < _SAMPLES_S:
+        sample = next(samples, None)
+        if sample is None:
             break
-    costs = (_clock() - before) / max(len(read), 1)
-    steps = [_part(name, "transform", total / len(read)) for (_, name), total in spent.items()]
-    whole = _part(type(loader.dataset).__name__, "read", costs - sum(spent.values(), np.zeros(2)) / max(len(read), 1))
+        read.append(sample)
+    costs = _clock() - before - sum(spent.values(), np.zeros(2))
+    parts = [_part(type(loader.dataset).__name__, "read", costs / len(read))]
+    parts += [_part(name, "transform", total / len(read)) for (_, name), total in spent.items()]
     collate = loader.collate_fn
-    name = getattr(collate, "__name__", type(collate).__name__)
-    joined = read if loader.batch_sampler is None else [read[: loader.batch_size]]
-    collate(joined[0])
+    joined = read[0] if loader.batch_sampler is None else read[: loader.batch_size]
+    collate(joined)
     before = _clock()
-    for each in joined:
-        collate(each)
-    costs = (_clock() - before) / len(read if loader.batch_sampler is None else joined[0])
-    return [whole, *steps, _part(name, "collate", costs)]
+    collate(joined)
+    costs = (_clock() - before) / (1 if loader.batch_sampler is None else len(joined))
+    return [*parts, _part(getattr(collate, "__name__", type(collate).__name__), "collate", costs)]
 
 
 def _part(name: str, kind: Any, costs: Costs) -> Part:
@@ -557,39 +517,45 @@ def _clock() -> Costs:
 class _Watched:
     """A transform that adds up what its steps cost."""
 
-    def __init__(self, transform: Any, spent: dict[Any, Costs], *, is_joint: bool = False) -> None:
-        steps = (transform,) if is_joint else flatten_steps(transform)
-        self._steps = [((number, _text(step)), step) for number, step in enumerate(steps)]
+    def __init__(self, transform: Any, spent: dict[Any, Costs]) -> None:
+        self._steps = [((number, _text(step)), step) for number, step in enumerate(flatten_steps(transform))]
         self._spent = spent
 
-    def __call__(self, *sample: Any) -> Any:
+    def __call__(self, sample: Any) -> Any:
         for key, step in self._steps:
             before = _clock()
-            sample = (step(*sample),)
+            sample = step(sample)
             self._spent[key] = self._spent.get(key, 0.0) + _clock() - before
-        return sample[0]
+        return sample
 
 
 def _text(step: Any) -> str:
     return shorten(" ".join(repr(step).split()), _LETTERS, placeholder=" ...")
 
 
-def _with_transforms(dataset: Any, replaced: Callable[..., Any]) -> Any:
-    """A copy of a dataset, or of one within, with its transform replaced where it is kept as torchvision's does."""
-    if isinstance(dataset, PreparedDataset):
-        return dataset
+def _transform_of(dataset: Any) -> Any:
+    """What a dataset of torchvision's manners does to its images.
+
+    Raises:
+        ValueError: it does it to the targets, too.
+    """
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    if type(getattr(dataset, "transforms", None)).__name__ not in ("NoneType", "StandardTransform"):
+        raise ValueError("its transform takes the target too")
+    return getattr(dataset, "transform", None)
+
+
+def _under(dataset: Any, transform: Any) -> Any:
+    """A copy of a dataset, or of one within, under another transform."""
     other = copy.copy(dataset)
-    own = vars(other)
-    joint = getattr(dataset, "transforms", None)
     if type(dataset) is Subset:
-        own["dataset"] = _with_transforms(dataset.dataset, replaced)
-    if own.get("transform") is not None:
-        own["transform"] = replaced(own["transform"])
-    if type(joint).__name__ == "StandardTransform":  # holds the same one
-        own["transforms"] = copy.copy(joint)
-        own["transforms"].transform = own.get("transform")
-    elif callable(joint):
-        own["transforms"] = replaced(joint, is_joint=True)
+        other.dataset = _under(dataset.dataset, transform)
+    elif hasattr(dataset, "transform"):
+        other.transform = transform
+    if getattr(dataset, "transforms", None) is not None:  # torchvision's StandardTransform, which holds the same one
+        other.transforms = copy.copy(dataset.transforms)
+        other.transforms.transform = transform
     return other
 
 

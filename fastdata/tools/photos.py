@@ -23,7 +23,8 @@ def write_photos(
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(photo(index, size)).save(path, quality=90)
 
-    with ThreadPoolExecutor(os.cpu_count()) as pool, progress_bar(count, "drawing images", enabled=progress) as bar:
+    bar = progress_bar(count, "drawing images", enabled=progress)
+    with bar, ThreadPoolExecutor(os.cpu_count()) as pool:
         try:
             for _ in pool.map(write, range(count)):
                 bar.update()
@@ -43,8 +44,10 @@ def photo(seed: int, size: tuple[int, int] = (512, 384)) -> npt.NDArray[np.uint8
     # Amplitudes fall as the shapes get finer, as the spectrum of photographs does; the fine end and the grain are set
     # so that 512x384 takes 60 to 110 KB at quality 90, as photographs of that size do.
     amplitudes = {3: 50.0, 8: 38.0, 20: 28.0, 50: 17.0, 120: 17.0}
-    luma = np.sum([amplitude * smooth(cells) for cells, amplitude in amplitudes.items()], axis=0)
-    colour = [30.0 * smooth(6) + 8.0 * smooth(40) for _ in range(3)]
-    grain = 9.5 * rng.standard_normal((height, width), dtype=np.float32)
-    planes = [120.0 + luma + tint + grain for tint in colour]
-    return np.asarray(np.clip(np.stack(planes, axis=-1), 0, 255), dtype=np.uint8)
+    luma = np.full((height, width), 120.0)
+    for cells, amplitude in amplitudes.items():
+        luma += amplitude * smooth(cells)
+    tints = [30.0 * smooth(6) + 8.0 * smooth(40) for _ in range(3)]
+    luma += 9.5 * rng.standard_normal((height, width), dtype=np.float32)
+    planes = np.stack([luma + tint for tint in tints], axis=-1)
+    return planes.clip(0, 255).astype(np.uint8)

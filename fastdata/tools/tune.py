@@ -34,6 +34,7 @@ from fastdata.tools import bench, output
 from fastdata.tools.measure import EndlessOrder, Rate, apart, differs, measure, stored_bytes, undisturbed_generators
 
 Settings = dict[str, Any]
+Outcome = Literal["measured", "cut short", "not started", "failed"]
 
 PARAMETERS = ("num_workers", "workers", "prefetch_factor", "batch_size")
 _WORKERS_PER_GPU = 4  # the usual rule; where the search begins
@@ -65,7 +66,7 @@ class Probe:
     """
 
     settings: Settings
-    outcome: Literal["measured", "cut short", "not started", "failed"]
+    outcome: Outcome
     samples_per_s: float = 0.0
     error: float = 0.0
     seconds: float = 0.0
@@ -200,7 +201,6 @@ def tune(
             collate_fn=collate_fn,
             device=device,
             memory_limit=memory_limit,
-            tunes_batches="batch_size" in space,
             stack=stack,
             bar=stack.enter_context(progress_bar(math.ceil(max_seconds), "tuning", unit="s", enabled=progress)),
         )
@@ -292,13 +292,13 @@ def _space(dataset: Any, batch_size: int | None, parameters: Any) -> dict[str, S
             f"storage can be tuned for fastdata's datasets, not for {kind_of(dataset)}: give "
             "CachedDataset(dataset), or leave it out of parameters="
         )
+    if set(space.get("storage", ())) - set(known["storage"]):
+        raise ValueError(f"storage={list(space['storage'])} cannot be tuned; choose of {', '.join(known['storage'])}")
     if batch_size is not None:
         space.pop("batch_size", None)
     for name, values in space.items():
         if not values:
             raise ValueError(f"parameters= has no value for {name}")
-        if name == "storage" and set(values) - set(known[name]):
-            raise ValueError(f"storage={list(values)} cannot be tuned; choose of {', '.join(known[name])}")
     return space
 
 
@@ -379,7 +379,6 @@ class _Judge:
     collate_fn: Any
     device: Any
     memory_limit: Any
-    tunes_batches: bool
     stack: ExitStack  # closes the datasets that are prepared for probes
     bar: Any
     best: Settings = field(default_factory=dict)
@@ -439,19 +438,10 @@ class _Judge:
             self._probe(settings, to_beat)
         except _TimeOverError:
             raise
+        except MemoryBudgetError as error:
+            self._note(settings, "not started", began, Rate(is_cut=True), str(error))
         except Exception as error:  # noqa: BLE001  # a user's dataset raises anything
-            is_memory = isinstance(error, MemoryBudgetError)
-            reason = str(error) if is_memory else f"{type(error).__name__}: {error}"
-            key = _canonical(settings)
-            self.rates[key] = Rate(is_cut=True)
-            self.probes.append(
-                Probe(
-                    settings=dict(key),
-                    outcome="not started" if is_memory else "failed",
-                    seconds=time.perf_counter() - began,
-                    reason=reason.partition("\n")[0],
-                )
-            )
+            self._note(settings, "failed", began, Rate(is_cut=True), f"{type(error).__name__}: {error}")
 
     def _probe(self, settings: Settings, to_beat: Rate | None = None, seconds: float | None = None) -> None:
         """Measure, and join that with what is known.
@@ -474,20 +464,24 @@ class _Judge:
                 f"no probe ended within max_seconds: {_in_words(settings)}, and a sample takes {self.sample_s:.2f} s. "
                 "Give it more seconds, or a smaller batch_size."
             ) from None
+        self.worker_bytes = max(self.worker_bytes, worker_bytes)
+        self._note(settings, "cut short" if rate.is_cut else "measured", began, rate)
+
+    def _note(self, settings: Settings, outcome: Outcome, began: float, rate: Rate, reason: str = "") -> None:
+        key = _canonical(settings)
         took_s = time.perf_counter() - began
         self.bar.update(min(round(took_s), self.bar.total - self.bar.n))
-        key = _canonical(settings)
+        self.rates[key] = self.rates[key] + rate if key in self.rates else rate
         self.probes.append(
             Probe(
                 settings=dict(key),
-                outcome="cut short" if rate.is_cut else "measured",
+                outcome=outcome,
                 samples_per_s=rate.samples_per_s,
-                error=rate.error if math.isfinite(rate.error) else 0.0,
+                error=rate.error if len(rate.slices) > 1 else 0.0,
                 seconds=took_s,
+                reason=reason.partition("\n")[0],
             )
         )
-        self.rates[key] = self.rates[key] + rate if key in self.rates else rate
-        self.worker_bytes = max(self.worker_bytes, worker_bytes)
 
     def _run(self, work: Callable[[], Any], limit_s: float) -> Any:
         if self.device is None:
@@ -498,7 +492,7 @@ class _Judge:
     def _loader(self, settings: Settings, dataset: Any, number: int) -> Any:
         """A loader of these settings over an order without an end, or a prefetcher of it."""
         options, _ = _split(settings)
-        if not self.tunes_batches and not hasattr(dataset, "__getitems__"):
+        if not hasattr(dataset, "__getitems__"):
             options["batch_size"] = min(options["batch_size"], max(1, int(_BATCH_S / max(self.sample_s, 1e-9))))
         order = EndlessOrder(len(dataset), self.seed, number)
         loader = DataLoader(dataset, sampler=order, collate_fn=self.collate_fn, **options)

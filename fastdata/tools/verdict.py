@@ -87,7 +87,6 @@ class Figures:
         model_per_s: the step with one batch again and again.
         loader_per_s: an empty loop over the loader.
         gpu_busy: share of the loop in which the GPU had work of the step, by CUDA events.
-        gpu_utilisation: as nvidia-ml-py sees it, of the whole GPU.
         engine: who reads.
         memory_bytes: of this process and all below it (PSS).
         prepared: share of fastdata's samples that were prepared before the loop, others on their first read in it.
@@ -108,7 +107,6 @@ class Figures:
     model_per_s: float | None = None
     loader_per_s: float | None = None
     gpu_busy: float | None = None
-    gpu_utilisation: float | None = None
     engine: EngineKind = "inline"
     workers: int = 0
     usable_cores: int
@@ -153,10 +151,14 @@ class Figures:
     def gain(self, trial: Trial) -> float:
         return trial.samples_per_s / self.loader_per_s if self.loader_per_s else 1.0
 
-    def best(self, *kinds: str, least: float = _FEWER_IS_BETTER) -> Trial | None:
-        """The trial of these kinds that gains most, if that is at least so many times as fast."""
-        found = [each for each in self.trials if each.kind in kinds and each.is_sure and self.gain(each) >= least]
-        return max(found, key=lambda trial: trial.samples_per_s, default=None)
+    @property
+    def better(self) -> list[Trial]:
+        """Trials that gain beyond the noise, the best first."""
+        found = [trial for trial in self.trials if trial.is_sure and self.gain(trial) >= _FEWER_IS_BETTER]
+        return sorted(found, key=lambda trial: -trial.samples_per_s)
+
+    def best(self, kind: str) -> Trial | None:
+        return next((trial for trial in self.better if trial.kind == kind), None)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -218,7 +220,9 @@ def name_limit(figures: Figures) -> str:
     explained = readers / max(figures.sample_s, 1e-9)
     if figures.engine == "process" and 0 < (figures.loader_per_s or 0) * _UNEXPLAINED < explained:
         return "transport"
-    if largest != "disk" and figures.workers < figures.usable_cores and figures.best("more", least=_MORE_IS_BETTER):
+    more = figures.best("more")
+    has_cores = largest != "disk" and figures.workers < figures.usable_cores
+    if has_cores and more and figures.gain(more) >= _MORE_IS_BETTER:
         return "workers: too few"
     return largest
 
@@ -235,52 +239,44 @@ def _say(figures: Figures, limit: str) -> Iterator[str]:
         yield f"its step takes {figures.slowed:.1f} times as long beside the loader as alone"
     if limit == "decode" and figures.prepared < MOSTLY_PREPARED:
         yield f"fastdata prepares samples on their first read ({_percent(figures.prepared)} were prepared before)"
-    best = figures.best("kept", "more", "fewer")
-    if best and limit not in ("model", "host-to-device"):
-        yield f"{best.name} would lift it to {best.samples_per_s:,.0f}"
+    if figures.better and limit not in ("model", "host-to-device"):
+        yield f"{figures.better[0].name} would lift it to {figures.better[0].samples_per_s:,.0f}"
 
 
 def _advise(figures: Figures, limit: str) -> Iterator[str]:
-    step = f"{figures.step_s * 1000:,.1f} ms"
-    if limit == "model" and figures.slowed >= _SLOWED:
-        alone = f"{figures.step_s * 1000 / figures.slowed:,.1f} alone"
-        yield (
-            f"a step takes {step} beside the loader and {alone}: they share the cores, so that samples that cost "
-            "less would help the model"
-        )
-    elif limit == "model":
-        yield f"no faster loader would help: a step is {step} of the model's own work"
     if limit == "model":
+        yield _advise_model(figures)
         return
     if limit == "host-to-device":
         cure = "CudaPrefetcher(loader) copies from pinned memory while the model computes"
         if figures.is_prefetched:
             cure = "send fewer bytes: uint8 batches, with dtype= of CudaPrefetcher to cast them on the device"
-        yield f"copies take {figures.move_s * 1000:,.1f} ms of each step: {cure}"
+        yield f"copies take {_ms(figures.move_s)} of each step: {cure}"
     else:
-        for trial in sorted(figures.trials, key=lambda trial: -trial.samples_per_s):
-            if trial.is_sure and figures.gain(trial) >= _FEWER_IS_BETTER:
-                now = f"{figures.gain(trial):.1f} times the {figures.loader_per_s:,.0f} now"
-                yield f"{trial.name}: {trial.samples_per_s:,.0f} samples/s, tried, {now}; {trial.needs}".removesuffix(
-                    "; "
-                )
+        for trial in figures.better:
+            words = f"{trial.name}: {trial.samples_per_s:,.0f} samples/s, tried"
+            gain = f"{figures.gain(trial):.1f} times the {figures.loader_per_s:,.0f} now"
+            yield ", ".join([words, gain]) + (f"; {trial.needs}" if trial.needs else "")
     parts = [part for part in figures.parts if part.limit == limit] or figures.parts
     if parts:
         part = max(parts, key=lambda part: part.seconds)
-        share = _percent(part.seconds / figures.sample_s)
-        waits = f", and waits {_percent(part.waiting)} of that for disk or network" if part.is_waiting else ""
-        yield f"{part.name} takes {_ms(part.seconds)}, {share} of what a sample costs{waits}{_how(part)}"
+        share = f"{part.name} takes {_ms(part.seconds)}, {_percent(part.seconds / figures.sample_s)}"
+        how = f", and waits {_percent(part.waiting)} of that for disk or network" if part.is_waiting else ""
+        if part.kind == "transform" and not part.is_batched:
+            how = ", one sample after the other in Python"
+        yield f"{share} of what a sample costs{how}"
     start_s = figures.first_s - figures.wait_s
     share_of_epoch = start_s / max(start_s + figures.epoch_batches * figures.seconds, 1e-9)
     if figures.engine == "process" and figures.epoch_batches and share_of_epoch >= _HARDLY:
-        cure = "persistent_workers=True starts workers once"
-        yield f"the first batch came after {figures.first_s:.1f} s, {_percent(share_of_epoch)} of an epoch: {cure}"
+        late = f"the first batch came after {figures.first_s:.1f} s, {_percent(share_of_epoch)} of an epoch"
+        yield f"{late}: persistent_workers=True starts workers once"
 
 
-def _how(part: Part) -> str:
-    if part.kind != "transform":
-        return ""
-    return ", in batches already" if part.is_batched else ", one sample after the other in Python"
+def _advise_model(figures: Figures) -> str:
+    if figures.slowed < _SLOWED:
+        return f"no faster loader would help: a step is {_ms(figures.step_s)} of the model's own work"
+    alone = f"a step takes {_ms(figures.step_s)} beside the loader and {_ms(figures.step_s / figures.slowed)} alone"
+    return f"{alone}: they share the cores, so that samples that cost less would help the model"
 
 
 def _swap(figures: Figures, limit: str) -> Iterator[str]:
@@ -316,15 +312,15 @@ def _rows(figures: Figures) -> Iterator[tuple[str, str, str]]:
     for name, rate in (rates | {"the model alone": figures.model_per_s}).items():
         yield name, "-" if rate is None else f"{rate:,.0f}", "samples/s"
     yield "workers", str(figures.workers), figures.engine
-    shares = {"GPU busy": figures.gpu_busy, "GPU utilisation (nvidia-ml-py)": figures.gpu_utilisation}
-    for name, share in shares.items():
-        if share is not None:
-            yield name, _percent(share), ""
+    if figures.gpu_busy is not None:
+        yield "GPU busy", _percent(figures.gpu_busy), ""
     yield "memory, with workers", format_bytes(figures.memory_bytes), ""
     if figures.parts:
         yield "a sample, on one core", "", ""
     for part in figures.parts:
-        how = f"waits {_percent(part.waiting)}" if part.is_waiting else _how(part)[2:].partition(",")[0]
+        how = f"waits {_percent(part.waiting)}" if part.is_waiting else ""
+        if part.kind == "transform":
+            how = "in batches" if part.is_batched else "in Python"
         yield f"  {part.kind}: {part.name}", _ms(part.seconds), how
     if figures.trials:
         yield "tried, the loader alone", "", ""
