@@ -431,7 +431,14 @@ class SharedVisits:
     def __init__(self, length: int) -> None:
         latest_two = np.zeros((2, length), np.uint32)
         columns: dict[str, np.ndarray] = {"epoch": np.zeros(1, np.int64), "readers": latest_two, "seen": latest_two}
-        self._columns = ArrayBlock(columns, seal=False)
+        self.__setstate__(ArrayBlock(columns, seal=False))
+
+    def __getstate__(self) -> ArrayBlock:
+        return self._columns
+
+    def __setstate__(self, columns: ArrayBlock) -> None:
+        self._columns = columns
+        self._epoch, self._readers, self._seen = columns["epoch"], columns["readers"], columns["seen"]
 
     def take(self, index_B: np.ndarray, reader: int, given: Any = ()) -> np.ndarray:
         """Return the visits (int64, B) of a reader to some samples and count them.
@@ -439,20 +446,21 @@ class SharedVisits:
         Those of a RepeatedIndex lie apart, as other ranks may have the same sample.
         """
         number = np.uint32(reader & 0xFFFFFFFF)
-        readers, seen = self._columns["readers"], self._columns["seen"]
+        readers, seen = self._readers, self._seen
         others = index_B[readers[0, index_B] != number]
         if len(others):
             others = np.unique(others)
             known = np.where(readers[1, others] == number, seen[1, others], 0)
             readers[1, others], seen[1, others] = readers[0, others], seen[0, others]
             readers[0, others], seen[0, others] = number, known
-        visits_B: np.ndarray = self._columns["epoch"] + count_earlier(seen[0], index_B)
+        visits_B: np.ndarray = self._epoch + count_earlier(seen[0], index_B)
         for k, occurrence in _occurrences(given):
             visits_B[k] += occurrence << _REPEAT_SHIFT
         return visits_B
 
     def restart(self, epoch: int) -> None:
-        self._columns["epoch"][:], self._columns["seen"][:] = epoch, 0
+        self._epoch[:] = epoch
+        self._seen[:] = 0
 
     def close(self) -> None:
         self._columns.close()

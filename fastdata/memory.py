@@ -27,6 +27,13 @@ CGROUP_ROOT = Path("/sys/fs/cgroup")
 CGROUP_TABLE = Path("/proc/self/cgroup")
 
 
+_MEMORY_FILES = (
+    (("memory.max", "memory.high"), "memory.current", "inactive_file"),
+    (("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"),
+)
+"""Of version 2 and 1: limits, what is used, and the key of what of that is idle."""
+
+
 class Available(NamedTuple):
     """Memory that can be had now without swapping."""
 
@@ -42,6 +49,8 @@ def usable_cores(cores: int | None = None, *, root: Path = CGROUP_ROOT, table: P
     if cores is None:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for folder in cgroup_folders(root, _read(table), "cpu"):
+        if not folder.is_dir():
+            continue
         quota, _, period = _read(folder / "cpu.max").partition(" ")
         if not quota:  # version 1
             quota, period = _read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")
@@ -71,13 +80,12 @@ def available_bytes(*, root: Path = CGROUP_ROOT, table: Path = CGROUP_TABLE) -> 
 
     available = Available(bytes=int(psutil.virtual_memory().available), limited_by="system memory")
     for folder in cgroup_folders(root, _read(table), "memory"):
-        for limits, usage_name, cache_key in (
-            (("memory.max", "memory.high"), "memory.current", "inactive_file"),
-            (("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"),
-        ):
-            found = [limit for name in limits if (limit := _whole(_read(folder / name))) is not None]
+        for limits, usage_name, cache_key in _MEMORY_FILES if folder.is_dir() else ():
             usage = _whole(_read(folder / usage_name))
-            if found and usage is not None:
+            if usage is None:
+                continue
+            found = [limit for name in limits if (limit := _whole(_read(folder / name))) is not None]
+            if found:
                 idle = re.search(rf"^{cache_key} (\d+)$", _read(folder / "memory.stat"), re.ASCII | re.MULTILINE)
                 free = max(0, min(found) - max(0, usage - int(idle[1] if idle else 0)))
                 if free < available.bytes:

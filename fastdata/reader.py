@@ -152,6 +152,8 @@ class _Frozen:
     _stores: tuple[Store, ...] = field(init=False)
     _programs: tuple[Program, ...] = field(init=False)
     _dtypes: tuple[torch.dtype, ...] = field(init=False)
+    _has_last: bool = field(init=False)
+    _draws: bool = field(init=False)
     _numbers: np.ndarray | None = field(init=False)
 
     def __post_init__(self) -> None:
@@ -168,6 +170,8 @@ class _Frozen:
             "_stores": stores,
             "_programs": tuple(lane.program or plain for lane in self.lanes),
             "_numbers": self._find_numbers(kept),
+            "_has_last": any(lane.last is not None for lane in self.lanes),
+            "_draws": any(lane.program is not None or lane.last is not None for lane in self.lanes),
         }
         pairs = zip(facts["_programs"], outputs, strict=False)
         # Of none where the dataset is closed.
@@ -451,17 +455,22 @@ class Reader(_Frozen):
         assert kept is not None
         if self.plan.mask:
             self._refuse_other_sizes(batch.positions)
-        columns = []
-        with kept.naming_damage():
+        columns: list[list[torch.Tensor]] = []
+        try:
             for lane, program in zip(self.lanes, self._programs, strict=True):
                 store = self._stores[lane.part]
-                pairs = zip(batch.positions.tolist(), visits_B, strict=True)
-                served = [program.run_one(store, index, visit, batch.seed) for index, visit in pairs]
-                columns.append(list(map(program.as_tensor, served)))
+                columns.append([])
+                for index, visit in zip(batch.positions.tolist(), visits_B, strict=True):
+                    columns[-1].append(program.as_tensor(program.run_one(store, index, visit, batch.seed)))
+        except (UndecodableError, ChannelsError):
+            with kept.naming_damage():
+                raise
         return columns
 
     def _shown(self, served: torch.Tensor | list[torch.Tensor], plan: TransformPlan) -> list[Any]:
         """Samples after the batch ops, as the rest of the transform wants them."""
+        if plan.kind == "tensor":
+            return list(served)
         if plan.kind != "pil":
             kind = tensor_class(plan.kind)
             return [sample.as_subclass(kind) for sample in served]
@@ -471,13 +480,14 @@ class Reader(_Frozen):
     def _finished(self, lane: Lane, samples: Column, batch: IndexBatch, ring: Ring | None) -> Column:
         """What the steps that are not known, and those behind them, make of samples: whole where that can be."""
         plan = lane.plan
-        samples = [plan.run_unknown(sample) for sample in samples]
-        if not any(other.last for other in self.lanes):
+        if plan.per_sample:
+            samples = [plan.run_unknown(sample) for sample in samples]
+        if not self._has_last:
             return samples
         shapes = {decoded_shape(sample) if plan.per_sample else sample.shape for sample in samples}
         shape = shapes.pop() if len(shapes) == 1 else None
         if shape is not None and not plan.per_sample:
-            return torch.stack(samples)
+            return torch.stack(list(samples))
         output = None
         if lane.last is not None and shape is not None:
             with ChannelsError.naming(int(batch.positions[0])):
@@ -535,8 +545,7 @@ class Reader(_Frozen):
             base_seed, reader = worker.seed - worker.id, worker.id - getattr(current_process(), "_identity", (0,))[-1]
         if self.options.seed is not None:
             reader = 0  # all draw from one seed
-        draws = any(lane.program is not None or lane.last is not None for lane in self.lanes)
-        if not draws or self.visits is None:
+        if not self._draws or self.visits is None:
             visits_B = np.zeros_like(index_B)
         else:
             visits_B = self.visits.take(index_B, reader, indices)

@@ -235,7 +235,7 @@ class DataLoader(_TorchLoader[_T_co]):
 
     def check_worker_number_rationality(self) -> None:
         """Warn of more worker processes than cores, as torch does; threads may be many."""
-        if self._choose_engine().kind == "process":
+        if self.num_workers and self._choose_engine().kind == "process":
             super().check_worker_number_rationality()
 
     def set_epoch(self, epoch: int) -> None:
@@ -334,16 +334,17 @@ class DataLoader(_TorchLoader[_T_co]):
             path = f"{count} worker process{'es' * (count > 1)} over a shared ring"
             path = path if count else "torch's engine in the training loop"
             return Engine(kind="process", path=f"{path}: {obstacle}", workers=count)
-        serves, most = "whole batches", memory.usable_cores()
+        serves, is_whole = "whole batches", True
         reader = None if served is None else served.latest()
         if reader is None or reader.obstacle is not None:
             serves = "samples one by one" + (f" ({reader.obstacle})" if reader else "")
-            most = count  # more threads than cores read ahead where reading waits for a disk or a network
+            is_whole = False
         elif getattr(reader, "kept", True) is None and jpeg_obstacle():
             serves += f" of files that Pillow decodes whole ({jpeg_obstacle()})"
         if count == 0:
             return Engine(kind="thread", path=f"{serves}, read in the training loop: num_workers=0")
-        threads = min(count, most)
+        # Samples one by one by more threads than cores, which read ahead where reading waits for a disk or a network.
+        threads = min(count, memory.usable_cores()) if is_whole else count
         capped = f", as many as there are usable cores (num_workers={count})" if threads < count else ""
         uncalled = "; worker_init_fn= is not called, they draw from no global generator" if self.worker_init_fn else ""
         path = f"{serves}, read by {threads} thread{'s' * (threads > 1)}{capped}{uncalled}"

@@ -203,55 +203,7 @@ def _called(call: Any) -> tuple[Any, ...] | None:
     return (views,)
 
 
-def fingerprint(transform: Any) -> tuple[Any, ...]:
-    """What a plan of the transform follows from: its steps, and the arguments of those that are recognised.
-
-    Cheap, so that it can be asked before every batch whether something was changed in place.
-    """
-    atoms: list[Any] = []
-    for step in flatten(transform):
-        atoms.append(step)
-        name = known_name(step)
-        if type(step) is Views:
-            for view in step.transforms:
-                atoms.extend((Views, *fingerprint(view)))
-        elif name in _KNOWN or _published_values(step):
-            values = getattr(step, "__dict__", {}).values()  # fastdata's own equals have slots and are frozen
-            atoms.extend(values)
-            for value in values:
-                if type(value) in _CHANGEABLE:  # isinstance with Tensor would take longer than all the rest
-                    _add_atoms(atoms, value)
-            for part in step.transforms if name in _OF_STEPS else ():
-                atoms.extend(fingerprint(part))
-    return tuple(atoms)
-
-
 _OF_STEPS = {"RandomApply", "RandomChoice", "RandomOrder"}
-_CHANGEABLE = {list, dict, torch.Tensor, np.ndarray}
-
-
-def _add_atoms(atoms: list[Any], value: Any) -> None:
-    kind = type(value)
-    if kind is list or kind is tuple:
-        atoms.append(len(value))
-        for each in value:
-            _add_atoms(atoms, each)
-    elif kind is dict:
-        for pair in value.items():
-            _add_atoms(atoms, pair)
-    elif kind is torch.Tensor or kind is np.ndarray:
-        atoms.append(np.asarray(value).tobytes())
-    elif kind.__module__.startswith("timm.data"):  # the ops of its policies
-        _add_atoms(atoms, vars(value))
-    else:
-        atoms.append(value)
-
-
-def is_same(fingerprint: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
-    return len(fingerprint) == len(other) and all(
-        mine is theirs or (type(mine) is bytes and mine == theirs)
-        for mine, theirs in zip(fingerprint, other, strict=True)
-    )
 
 
 def known_name(step: Any) -> str | None:
