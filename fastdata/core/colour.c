@@ -456,6 +456,7 @@ bool draw_grayscale(Drawing *d, const Step *step) {
     const int32_t wanted = step->n[0] ? step->n[0] : d->channels;
     if (step->n[0] && step->n[0] != 1 && step->n[0] != 3) return deny(d, step, REFUSED_TABLE, NULL, 0);
     if (step->n[1] != V1_DOMAIN || d->channels > 1) d->channels = wanted; /* v1 leaves tensors of one channel as they are */
+    if (!d->is_probe && d->channels != 1 && d->channels != 3) return deny(d, step, REFUSED_OP, NULL, 0);
     Op *op = add(d, step, OP_GRAYSCALE, step->n[1]);
     if (op) op->n[0] = d->channels;
     return op != NULL;
@@ -463,7 +464,8 @@ bool draw_grayscale(Drawing *d, const Step *step) {
 
 bool draw_blur(Drawing *d, const Step *step) {
     const int32_t *n = step->n;
-    if (n[0] < 1 || n[1] < 1 || !(step->v[0] > 0)) return deny(d, step, REFUSED_TABLE, NULL, 0);
+    const bool is_odd = n[0] > 0 && n[0] % 2 && n[1] > 0 && n[1] % 2;
+    if (!is_odd || !(step->v[0] > 0) || !(step->v[1] >= step->v[0])) return deny(d, step, REFUSED_TABLE, NULL, 0);
     if (!d->is_probe && (d->width <= n[0] / 2 || d->height <= n[1] / 2))
         return deny(d, step, REFUSED_BLUR, (int64_t[]){d->height, d->width}, 2);
     Op *op = add(d, step, OP_BLUR, 0);

@@ -55,6 +55,7 @@ Op *add(Drawing *d, const Step *step, int32_t code, int32_t domain) {
     if (step->fills != 1 && step->fills != channels) return deny(d, step, REFUSED_CHANNELS, &channels, 1), NULL;
     for (int k = 0; k < 4; k++)
         if (!d->is_cast && !(step->fill[k] >= 0 && step->fill[k] <= 255)) return deny(d, step, REFUSED_TABLE, NULL, 0), NULL;
+    if (domain < 0 || (domain & 255) > V2_DOMAIN) return deny(d, step, REFUSED_TABLE, NULL, 0), NULL;
     if (d->count == MAX_OPS) return deny(d, step, REFUSED_TABLE, NULL, 0), NULL;
     Op *op = d->ops + d->count;
     if (!d->is_probe) d->count++;
@@ -192,7 +193,9 @@ bool draw_steps(Drawing *d, const Table *table, int64_t first, int64_t count) {
     bool is_drawn = true;
     for (int64_t k = 0; k < count && is_drawn; k++) {
         is_drawn = draw_step(d, step + k);
-        const bool fits = d->height <= INT32_MAX && d->width <= INT32_MAX;
+        if (d->is_probe) d->height = d->height < 0 ? 0 : d->height, d->width = d->width < 0 ? 0 : d->width;
+        const bool is_image = (d->height > 0 && d->width > 0) || d->is_probe;
+        const bool fits = is_image && d->height <= INT32_MAX && d->width <= INT32_MAX;
         if (is_drawn && !fits) is_drawn = deny(d, step + k, REFUSED_OUTSIDE, NULL, 0);
     }
     d->depth--;
@@ -236,14 +239,15 @@ EXPORT int64_t fastdata_draw(const Table *table, const uint64_t *keys_B, int32_t
                              int64_t room, bool is_probe, Refusal *refusal) {
     int64_t most = 0;
     Op ops[MAX_OPS];
+    const bool can_draw = is_sound(table);
     for (int64_t b = 0; b < samples; b++) {
         int32_t *shape = shapes_B3 + 3 * b;
         const bool is_known = shape[1] > 0;
         Drawing d = {.table = table, .key = keys_B[b], .channels = shape[0], .ops = ops, .refusal = refusal};
         d.height = is_known ? shape[1] : ANY_PX, d.width = is_known ? shape[2] : ANY_PX, d.is_known = is_known;
         d.is_probe = is_probe, d.wants_corners = true;
-        if (!is_sound(table)) return deny(&d, table->steps, REFUSED_TABLE, NULL, 0), -1 - b;
-        if (!resolve(&d)) return -1 - b;
+        if (!can_draw) deny(&d, table->steps, REFUSED_TABLE, NULL, 0);
+        if (!can_draw || !resolve(&d)) return -1 - b;
         if (d.count > most) most = d.count;
         for (int64_t k = 0; k < room; k++) ops_BS[b * room + k] = k < d.count ? ops[k] : (Op){0};
         shape[0] = d.channels;

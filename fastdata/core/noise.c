@@ -24,7 +24,7 @@ bool draw_noise(Drawing *d, const Step *step) {
 bool draw_erase(Drawing *d, const Step *step) {
     const double *v = step->v;
     const int64_t fewest = step->n[0], most = step->n[1];
-    if (fewest < 0 || fewest > most) return deny(d, step, REFUSED_TABLE, NULL, 0);
+    if (fewest < 0 || fewest > most || most > MAX_OPS) return deny(d, step, REFUSED_TABLE, NULL, 0);
     const int64_t count = fewest + integer(d, step->at, 1, most - fewest + 1);
     if (d->is_probe) return add(d, step, OP_ERASE, 0) != NULL;
     if (uniform(d, step->at, 0) >= v[0]) return true;

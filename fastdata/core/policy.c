@@ -22,6 +22,8 @@ static const Levels *find_levels(Drawing *d, const Step *step) {
     return NULL;
 }
 
+static bool is_move(int32_t code) { return code >= STEP_SHEAR_X && code <= STEP_TRANSLATE_Y; }
+
 /* One op, by its magnitude; a shear's or a translation's as of _apply_op. */
 static bool add_magnitude(Drawing *d, const Step *step, const Step *op, int64_t bin, bool is_negative) {
     const int64_t bins = step->n[7], place = op->n[3] * bins + bin;
@@ -33,7 +35,7 @@ static bool add_magnitude(Drawing *d, const Step *step, const Step *op, int64_t 
     const int32_t code = op->n[0], domain = step->n[2];
     if (code == OP_NOTHING) return true;
     if (code == STEP_ROTATE) return add_rotation(d, step, level, step->n[1], false, NULL);
-    if (code > LAST_OP) {
+    if (is_move(code)) {
         const bool is_x = code == STEP_SHEAR_X || code == STEP_TRANSLATE_X;
         const bool shears = code == STEP_SHEAR_X || code == STEP_SHEAR_Y;
         const double amount = shears ? atan(level) * (180.0 / 3.14159265358979323846) : trunc(level);
@@ -41,6 +43,8 @@ static bool add_magnitude(Drawing *d, const Step *step, const Step *op, int64_t 
         /* A translation is the same about any centre. */
         return add_affine(d, step, 0, shears ? none : along, 1, shears ? along : none, none);
     }
+    const bool is_value = code >= OP_BRIGHTNESS && code <= OP_EQUALIZE;
+    if (!is_value && code != OP_SATURATION && code != OP_SHARPNESS) return deny(d, step, REFUSED_TABLE, NULL, 0);
     Op *added = add(d, step, code, domain);
     if (!added) return false;
     double threshold = level * (step->n[9] ? 255.0 : 1.0);
@@ -57,7 +61,7 @@ static bool draw_one(Drawing *d, const Step *step, int64_t at, int64_t first, in
 
 /* Whether there is something to choose from; a probe learns that the fill is for other channels. */
 static bool begin(Drawing *d, const Step *step) {
-    if (step->count < 1 || step->n[7] < 1) return deny(d, step, REFUSED_TABLE, NULL, 0);
+    if (step->count < 1 || step->n[7] < 1 || step->n[6] > MAX_OPS || step->n[10] > MAX_OPS) return deny(d, step, REFUSED_TABLE, NULL, 0);
     return !d->is_probe || add(d, step, OP_AFFINE, 0);
 }
 
@@ -72,6 +76,7 @@ bool draw_augment(Drawing *d, const Step *step) {
 
 bool draw_policies(Drawing *d, const Step *step) {
     if (!begin(d, step)) return false;
+    if (step->count % 2) return deny(d, step, REFUSED_TABLE, NULL, 0);
     if (d->is_probe) return true;
     const Step *pair = d->table->steps + step->first + 2 * integer(d, step->at, 0, step->count / 2);
     for (int k = 0; k < 2; k++) {
@@ -112,7 +117,7 @@ bool draw_aug_mix(Drawing *d, const Step *step) {
     const int32_t *n = step->n;
     const int64_t at = step->at, depth = n[10] > 0 ? n[10] : 3;
     const double alpha = step->v[0];
-    if (!(alpha > 0) || n[6] > MAX_OPS) return deny(d, step, REFUSED_TABLE, NULL, 0);
+    if (!(alpha > 0)) return deny(d, step, REFUSED_TABLE, NULL, 0);
     if (!begin(d, step)) return false;
     if (d->is_probe) return true;
     Op *op = add(d, step, OP_MIX_BEGIN, 0);
@@ -159,7 +164,7 @@ static double bounded(double value, double low, double high) { return fmin(fmax(
 
 static bool add_timm_warp(Drawing *d, const Step *op, int64_t at, int64_t first, double level) {
     const int32_t code = op->n[0], several = op->n[7];
-    if (several < 1 || several > 4) return deny(d, op, REFUSED_TABLE, NULL, 0);
+    if (several < 1 || several > 4 || !(is_move(code) || code == STEP_ROTATE)) return deny(d, op, REFUSED_TABLE, NULL, 0);
     const int32_t interpolation = op->n[8 + integer(d, at, first + 6, several)];
     const bool is_x = code == STEP_SHEAR_X || code == STEP_TRANSLATE_X;
     const double side = is_x ? (double)d->width : (double)d->height;

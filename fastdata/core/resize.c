@@ -506,6 +506,8 @@ void resize_reads(const Op *op, const int32_t size[2], const int32_t wanted[2], 
 static bool add_resize(Drawing *d, const Step *step, const int64_t box[4], int64_t height, int64_t width, int how) {
     const int32_t filter = step->n[4];
     int32_t domain = step->n[5];
+    const bool is_known = filter >= NEAREST && filter <= NEAREST_EXACT && domain >= PIL_DOMAIN && domain <= V2_DOMAIN;
+    if (!is_known) return deny(d, step, REFUSED_TABLE, NULL, 0);
     if (domain == V2_DOMAIN && filter == BILINEAR && !d->table->resizes_fast) domain = V1_DOMAIN;
     Op *op = add(d, step, OP_RESIZE, domain + (d->table->chooses_order ? 256 : 0));
     if (!op) return false;

@@ -82,8 +82,6 @@ void give_back(Scratch *scratch) {
     free(scratch);
 }
 
-static int64_t size_of(const Image *image) { return (int64_t)image->channels * image->height * image->width; }
-
 static bool is_packed(const Image *image) {
     return image->pixel == 1 && image->row == image->width && image->plane == (int64_t)image->height * image->width;
 }

@@ -296,12 +296,21 @@ static const double RADIANS = 3.14159265358979323846 / 180.0;
 
 /* Pillow and torchvision are called from Python, whose sine and cosine are those of the C library, too. */
 
+static Op *add_warp(Drawing *d, const Step *step, int32_t code, int32_t interpolation) {
+    const int32_t domain = step->n[2];
+    const bool is_known = interpolation == NEAREST || interpolation == BILINEAR || interpolation == BICUBIC;
+    if (!is_known || (interpolation == BICUBIC && domain != PIL_DOMAIN))
+        return deny(d, step, REFUSED_TABLE, NULL, 0), NULL;
+    Op *op = add(d, step, code, domain);
+    if (!op) return NULL;
+    op->n[0] = (int32_t)d->height, op->n[1] = (int32_t)d->width, op->n[2] = domain != PIL_DOMAIN && d->table->fuses;
+    op->n[6] = interpolation, op->n[7] = step->n[4];
+    return op;
+}
+
 bool add_map(Drawing *d, const Step *step, int32_t interpolation, const double matrix[6]) {
-    const int32_t *n = step->n;
-    Op *op = add(d, step, OP_AFFINE, n[2]);
+    Op *op = add_warp(d, step, OP_AFFINE, interpolation);
     if (!op) return false;
-    op->n[0] = (int32_t)d->height, op->n[1] = (int32_t)d->width, op->n[2] = n[2] != PIL_DOMAIN && d->table->fuses;
-    op->n[6] = interpolation, op->n[7] = n[4];
     for (int k = 0; k < 6; k++) op->v[k] = matrix[k];
     return true;
 }
@@ -409,11 +418,8 @@ bool draw_rotation(Drawing *d, const Step *step) {
 bool draw_perspective(Drawing *d, const Step *step) {
     const double half_h = (double)(d->height / 2), half_w = (double)(d->width / 2);
     const int64_t reach_v = truncated(step->v[0] * half_h) + 1, reach_h = truncated(step->v[0] * half_w) + 1;
-    Op *op = add(d, step, OP_PERSPECTIVE, step->n[2]);
+    Op *op = add_warp(d, step, OP_PERSPECTIVE, step->n[1]);
     if (!op) return false;
-    op->n[0] = (int32_t)d->height, op->n[1] = (int32_t)d->width;
-    op->n[2] = step->n[2] != PIL_DOMAIN && d->table->fuses;
-    op->n[6] = step->n[1], op->n[7] = step->n[4];
     for (int corner = 0; corner < 4; corner++) {
         const bool is_right = corner == 1 || corner == 2, is_bottom = corner > 1;
         op->v[2 * corner] = (double)(integer(d, step->at, 2 * corner, reach_h) + is_right * (d->width - reach_h));

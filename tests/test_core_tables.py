@@ -1,0 +1,129 @@
+"""Tables that a transform is compiled to: what is drawn of them, and what the core does with those out of order."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from torchvision import transforms as v1
+
+from fastdata import core
+from fastdata.draws import draw_integers, draw_uniform, sample_keys
+from fastdata.images import SampleSpec
+from fastdata.transforms import plan_transform
+from fastdata.transforms.cpu import Program
+from fastdata.transforms.ops import Op, child, sequence
+from fuzz_core import run_once
+from test_transforms import ArrayStore, images
+
+MACHINE = {"fuses": False, "resizes_fast": True, "chooses_order": False}
+KEYS = sample_keys(7, 2, np.arange(300))
+
+
+def table_of(*rows: tuple[str, int, int]) -> core.Table:
+    """Steps of these codes, with where their children begin and how many they are."""
+    steps = np.zeros(len(rows), core.STEP)
+    steps["fills"] = 1
+    for step, (code, first, count) in zip(steps, rows, strict=True):
+        step["code"], step["first"], step["count"] = core.constants()[code], first, count
+    return core.make_table(steps, np.zeros(0, core.LEVELS), **MACHINE)
+
+
+def reason_of(table: core.Table) -> str:
+    with pytest.raises(core.CoreError) as refused:
+        core.draw(table, KEYS[:1], np.array([[3, 8, 9]], np.int32))
+    assert refused.value.place == 0
+    return refused.value.reason
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [("STEP_SEQUENCE", 0, 1)],
+        [("STEP_SEQUENCE", 1, 1), ("STEP_CHOICE", 1, 1)],
+        [("STEP_SEQUENCE", 1, 2), ("STEP_SEQUENCE", 3, 1), ("STEP_SEQUENCE", 3, 1), ("STEP_FLIP", 0, 0)],
+        [("STEP_SEQUENCE", 1, 9)],
+        [("STEP_SEQUENCE", 1, -1)],
+        [("STEP_SEQUENCE", 0, 0), ("STEP_FLIP", 0, 0)],
+        [("STEP_SEQUENCE", 1, 1), ("OP_WINDOW", 0, 0)],
+    ],
+)
+def test_tables_that_are_no_trees_are_refused(rows: list[tuple[str, int, int]]) -> None:
+    """A step that is its own child, one of two parents, children beyond the end, and what cannot be drawn."""
+    assert reason_of(table_of(*rows)) == "REFUSED_TABLE"
+
+
+def test_deep_tables_do_not_overflow_the_stack() -> None:
+    """A million steps within each other are refused."""
+    count = 1_000_000
+    steps = np.zeros(count, core.STEP)
+    steps["fills"], steps["code"] = 1, core.constants()["STEP_SEQUENCE"]
+    steps["first"], steps["count"] = np.arange(1, count + 1), 1
+    steps["first"][-1] = steps["count"][-1] = 0
+    assert reason_of(core.make_table(steps, np.zeros(0, core.LEVELS), **MACHINE)) == "REFUSED_TABLE"
+
+
+def test_more_ops_than_there_is_room_for_are_refused() -> None:
+    """The error names the sample and its shape."""
+    store = ArrayStore(images(3, (6, 5)))
+    program = Program((Op("OP_RESIZE", n=(6, 5, 0, 0, "NEAREST", "PIL_DOMAIN")),) * 300, store.spec)
+    with pytest.raises(ValueError, match=r"sample 2, of shape \(3, 6, 5\), cannot be served: .* more than the core"):
+        program.run_one(store, 2, 0, 0)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_random_tables_are_served_or_refused(seed: int) -> None:
+    """None ends the process; ``.ci/run`` has many more of them, under AddressSanitizer."""
+    outcomes = {run_once(1000 * seed + number) for number in range(100)}
+    assert {"served", "REFUSED_TABLE"} <= outcomes
+
+
+def test_draws_are_those_of_draws_py() -> None:
+    """What the core draws is the function of key, step and number that samplers draw by."""
+    flip = Op("STEP_FLIP", 5, v=(0.3,))
+    crop = Op("STEP_CROP", child(2, 7), (0, 0, 0, 0, "PAD_CONSTANT", "PIL_DOMAIN", 4, 3, 0))
+    program = Program((sequence([crop]), flip), SampleSpec(shape=(3, 30, 40), dtype="uint8", form="pil"))
+    windows = program.draw(np.arange(300), 2, 7, np.full((300, 3), (3, 30, 40), np.int32))[:, 0]
+    assert np.array_equal(windows["n"][:, 8], draw_uniform(KEYS, 5, 0) < 0.3)
+    for number, count in enumerate((27, 38)):
+        assert np.array_equal(windows["n"][:, 4 + number], draw_integers(KEYS, child(2, 7), number, count))
+
+
+def test_rotations_are_rounded_as_python_rounds() -> None:
+    """Image.rotate rounds sine and cosine to 15 places."""
+    step = v1.RandomRotation(180)
+    plan = plan_transform(step, prepared=0)
+    program = Program(plan.batch_ops, SampleSpec(shape=(3, 30, 40), dtype="uint8", form="pil"))
+    count = 20000
+    matrices = program.draw(np.arange(count), 0, 0, np.full((count, 3), (3, 30, 40), np.int32))[:, 0]["v"]
+    degrees = -180 + draw_uniform(sample_keys(0, 0, np.arange(count)), 0, 0) * 360
+    for matrix, angle in zip(matrices.tolist(), degrees.tolist(), strict=True):
+        radians = -math.radians(angle % 360.0)
+        assert matrix[:2] == [round(math.cos(radians), 15), round(math.sin(radians), 15)]
+
+
+def test_magnitudes_are_asked_for_each_size_once() -> None:
+    """Sizes that nobody knows beforehand, more than are kept, are served as they are alone."""
+    asked = []
+
+    class Counted(v1.RandAugment):
+        __torchvision_equal__ = "RandAugment"
+
+        def _augmentation_space(self, bins: int, size: tuple[int, int]) -> dict[str, Any]:
+            asked.append(size)
+            space: dict[str, Any] = super()._augmentation_space(bins, size)
+            return space
+
+    sizes = [(8 + n % 20, 9 + n // 20) for n in range(60)]
+    store = ArrayStore(images(60, *sizes))
+    plan = plan_transform((Counted(), v1.CenterCrop(8)), prepared=0)
+    program = Program(plan.batch_ops, store.spec)
+    out = np.empty((60, 3, 8, 8), np.uint8)
+    for _ in range(2):
+        program.run(store, np.arange(60), 0, 0, out)
+    known = set(sizes)
+    assert [size for size in asked if size in known] == list(dict.fromkeys(size for size in asked if size in known))
+    fresh = Program(plan.batch_ops, store.spec)
+    assert all(np.array_equal(out[index], fresh.run_one(store, index, 0, 0)) for index in range(60))
