@@ -62,7 +62,7 @@ DOORS = {
     "matplotlib": {"tools"},
     "lz4": {"codecs"},
     "zstandard": {"codecs"},
-    "filelock": {"cache", "remote"},
+    "filelock": {"cache", "remote", "stores"},
     "ray": {"cache"},
     "fsspec": {"remote"},
     "pyarrow": {"formats"},

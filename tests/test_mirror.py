@@ -1,4 +1,4 @@
-"""Caches behind URLs: fetched block by block into a local folder that is shared and bounded."""
+"""Caches behind URLs: fetched segment by segment into a local folder that is shared and bounded."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -23,9 +22,9 @@ from fastdata.cache import find_cache
 from fastdata.errors import CacheError, RemoteError, SampleError
 from fastdata.remote import Entry, Place
 from fastdata.stores import mirror as mirror_module
-from fastdata.stores.mirror import Mirror
+from fastdata.stores.mirror import Mirror, Segment
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs holes in files, and their locks")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="maps segments at fixed addresses")
 
 URL = "memory://bucket/caches"
 SHAPE = 3, 40, 60
@@ -42,8 +41,7 @@ def value(index: int) -> torch.Tensor:
 @pytest.fixture(autouse=True)
 def quick_tries(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(remote, "_PAUSE_S", 0.001)
-    monkeypatch.setattr(mirror_module, "BLOCK_BYTES", BLOCK_BYTES)
-    monkeypatch.setattr(mirror_module, "_REQUEST_BLOCKS", 4)
+    monkeypatch.setattr(mirror_module, "_SEGMENT_BYTES", BLOCK_BYTES)
     yield
     MemoryFileSystem.store.clear()
     MemoryFileSystem.pseudo_dirs[:] = [""]
@@ -161,11 +159,8 @@ def test_what_fits_is_fetched_once(url: str, tmp_path: Path, fetched: Callable[[
     assert fetched() == 0
 
 
-def test_too_small_a_folder_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fetched: Callable[[], int]
-) -> None:
-    """What all is needed at once and has no room is an error that says the limit and the cure, in each epoch."""
-    monkeypatch.setattr(mirror_module, "_PATIENCE_S", 0.02)
+def test_too_small_a_folder_is_an_error(tmp_path: Path) -> None:
+    """What all is needed at once and has no room is an error that says the limit and the cure; the rest is read."""
     options = {"local_cache": tmp_path / "local", "local_limit": 30 * BLOCK_BYTES}
     with CachedDataset.from_cache(upload(tmp_path), **options) as dataset:
         check(dataset, range(3))
@@ -175,39 +170,46 @@ def test_too_small_a_folder_is_an_error(
         check(dataset, range(3))
 
 
-def test_least_recently_needed_leaves_first(tmp_path: Path) -> None:
-    """Room is made of blocks that nobody needs now, those first that were needed longest ago, of whatever cache."""
+def segments(count: int, name: str = "a") -> list[Segment]:
+    return [Segment(name, number) for number in range(count)]
+
+
+def fetch(mirror: Mirror, wanted: list[Segment]) -> None:
+    for _, fd in mirror.open(wanted):
+        os.close(fd)
+
+
+def there(mirror: Mirror) -> list[int]:
+    return sorted(int(path.suffix[1:]) for path in mirror.folder.glob("*"))
+
+
+def test_what_was_needed_longest_ago_leaves_first(tmp_path: Path) -> None:
+    """Room is made of segments of whatever cache, those first that were needed longest ago."""
     place, folder = Place("memory://bucket"), tmp_path / "local"
     for name in "ab":
         place.write(name, bytes(8 * BLOCK_BYTES))
-    one, two = (Mirror(place, [Entry(name, 8 * BLOCK_BYTES, 0)], folder, "1GB") for name in "ab")
-    with closing(one), closing(two):
-        for first in (6, 0, 4, 2):
-            one.pin([(first, first + 2)])
-            one.ensure([(first, first + 2)])
-        two.pin([(0, 8)])
-        two.ensure([(0, 8)])
-        for first in (0, 6, 4):
-            one.unpin([(first, first + 2)])
-        there = []
-        for _ in range(4):
-            mirror_module._free(folder, 2 * BLOCK_BYTES)
-            there.append("".join("x" if state == 2 else "." for state in one._blocks.state))
-        assert there == ["..xxxxxx", "..xxxx..", "..xx....", "..xx...."]
-        assert (two._blocks.state == 2).all()
+    one, two = (Mirror(place, [Entry(name, 8 * BLOCK_BYTES, 0)], folder, 12 * BLOCK_BYTES) for name in "ab")
+    fetch(one, segments(8))
+    for number, path in enumerate(sorted(one.folder.iterdir())):
+        os.utime(path, (number, number))
+    fetch(one, segments(1))  # needed again
+    fetch(two, segments(8, "b"))
+    assert there(two) == list(range(8))
+    assert there(one) == [0, 5, 6, 7]
 
 
-def test_unused_mirrors_leave_nothing(tmp_path: Path) -> None:
-    """A mirror that nobody has open is gone from the disk once room was made of all it had; one that is open stays."""
-    place, folder = Place("memory://bucket"), tmp_path / "local"
-    place.write("a", bytes(8 * BLOCK_BYTES))
-    for _ in range(2):
-        with closing(Mirror(place, [Entry("a", 8 * BLOCK_BYTES, 0)], folder, "1GB")) as held:
-            assert held.read("a") == bytes(8 * BLOCK_BYTES)
-            assert mirror_module._free(folder, 1 << 40) == 8 * BLOCK_BYTES
-            assert held.read("a") == bytes(8 * BLOCK_BYTES)
-        mirror_module._free(folder, 1 << 40)
-        assert [path.name for path in folder.iterdir()] == [".lock"]
+def test_a_deleted_segment_is_readable_where_it_is_mapped(tmp_path: Path, fetched: Callable[[], int]) -> None:
+    """What others delete stays for the process that reads it; what is needed anew is fetched."""
+    with CachedDataset.from_cache(upload(tmp_path), local_cache=tmp_path / "local") as dataset:
+        check(dataset)
+        for path in (tmp_path / "local").glob("mirror-*/*"):
+            path.unlink()
+        fetched()
+        check(dataset)
+        assert fetched() == 0
+    with CachedDataset.from_cache(URL, local_cache=tmp_path / "local") as dataset:
+        check(dataset)
+    assert fetched() == part_bytes()
 
 
 def damage(url: str, number: int = 0) -> None:
@@ -219,44 +221,41 @@ def damage(url: str, number: int = 0) -> None:
 
 
 def test_damage_on_the_way_is_mended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks that came with a wrong bit, or that the local disk lost, are fetched again."""
+    """Segments that came with a wrong bit, or that the local disk lost, are fetched again."""
     url, plain, is_bad = upload(tmp_path), MemoryFileSystem.cat_file, [True]
 
     def cat_file(self: Any, path: str, **span: Any) -> bytes:
         data = bytearray(plain(self, path, **span))
         if "part0" in path and is_bad:
             is_bad.pop()
-            data[BLOCK_BYTES] ^= 4
+            data[-1] ^= 4
         return bytes(data)
 
     monkeypatch.setattr(MemoryFileSystem, "cat_file", cat_file)
     for _ in range(2):
         with CachedDataset.from_cache(url, local_cache=tmp_path / "local") as dataset:
             check(dataset)
-        (file,) = (tmp_path / "local").glob("*/part0*")
-        with file.open("r+b") as stream:
-            stream.write(bytes(5000))
+        (file,) = (tmp_path / "local").glob("*/part0*.1")
+        file.write_bytes(bytes(BLOCK_BYTES))
 
 
-def test_mending_one_sample_leaves_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is fetched again is the sample alone: with its block might come damage to samples that were found right."""
-    monkeypatch.setattr(mirror_module, "BLOCK_BYTES", 1 << 20)  # of all samples
-    url, plain, spans = upload(tmp_path), MemoryFileSystem.cat_file, []
+def test_what_comes_again_is_checked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a segment that is fetched once more may come damage to samples in it that were found right."""
+    monkeypatch.setattr(mirror_module, "_SEGMENT_BYTES", 1 << 20)  # of all samples
+    url, plain, spoiled = upload(tmp_path), MemoryFileSystem.cat_file, [-1, -1 - SAMPLE_BYTES]
 
-    def cat_file(self: Any, path: str, start: int = 0, end: int | None = None, **more: Any) -> bytes:
-        data = bytearray(plain(self, path, start=start, end=end, **more))
-        if "part0" in path:
-            spans.append((start, len(data)))
-            data[-1] ^= 4 * (len(spans) == 1)
+    def cat_file(self: Any, path: str, **span: Any) -> bytes:
+        data = bytearray(plain(self, path, **span))
+        if "part0" in path and spoiled:
+            data[spoiled.pop(0)] ^= 4
         return bytes(data)
 
     monkeypatch.setattr(MemoryFileSystem, "cat_file", cat_file)
     with CachedDataset.from_cache(url, local_cache=tmp_path / "local") as dataset:
         check(dataset, range(SAMPLES - 1))
         check(dataset)
-    (_, whole_bytes), (start, size) = spans
-    assert start + size == whole_bytes
-    assert size < whole_bytes / 2
+        check(dataset)
+    assert not spoiled
 
 
 def test_damage_behind_the_url_is_an_error(tmp_path: Path) -> None:
@@ -336,32 +335,28 @@ def test_a_break_ends_fetching(url: str, tmp_path: Path) -> None:
         assert sum(len(targets) for _, targets in loader) == SAMPLES
 
 
-def hold_and_die(mirror: Mirror, results: Any) -> None:
-    mirror.pin([(0, BLOCKS)])
-    mirror._blocks.lock(1, (1, 2), 1 << 40)  # F_WRLCK: as one who fetches
+def fetch_and_die(mirror: Mirror, results: Any) -> None:
+    mirror._lock(Segment("a", 1))  # as one who fetches
+    mirror._path(Segment("a", 1)).with_name("a.1.part").write_bytes(b"half")
     results.put(0)
     os.kill(os.getpid(), 9)
 
 
 def test_a_killed_reader_leaves_no_lock(tmp_path: Path) -> None:
-    """Blocks that a process needed or fetched when it was killed can be fetched, and make room."""
+    """A segment that a process fetched when it was killed is fetched by the next one, and nothing else is there."""
     place, size_bytes = Place("memory://bucket"), BLOCKS * BLOCK_BYTES
     place.write("a", bytes(size_bytes))
-    place.write("b", bytes(size_bytes))
     context = get_context("fork")
     results = context.SimpleQueue()
-    limit_bytes = size_bytes + 6 * 4096  # for what is known of the blocks, too
-    with closing(Mirror(place, [Entry("a", size_bytes, 0)], tmp_path / "local", limit_bytes)) as first:
-        child = context.Process(target=hold_and_die, args=(first, results))
-        child.start()
-        results.get()
-        child.join()
-        child.close()
-        results.close()
-        assert first.read("a") == bytes(size_bytes)
-        with closing(Mirror(place, [Entry("b", size_bytes, 0)], tmp_path / "local", limit_bytes)) as second:
-            assert second.read("b") == bytes(size_bytes)
-        assert (first._blocks.state == 2).sum() <= 6
+    mirror = Mirror(place, [Entry("a", size_bytes, 0)], tmp_path / "local", 2 * size_bytes)
+    child = context.Process(target=fetch_and_die, args=(mirror, results))
+    child.start()
+    results.get()
+    child.join()
+    child.close()
+    results.close()
+    assert mirror.read("a") == bytes(size_bytes)
+    assert there(mirror) == list(range(BLOCKS))
 
 
 def test_a_pickled_cache_is_opened_again(tmp_path: Path) -> None:

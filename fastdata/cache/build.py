@@ -139,10 +139,6 @@ class Found(NamedTuple):
     rows: np.ndarray
     marks: Sequence[Path] = ()
 
-    def close(self) -> None:
-        if self.columns.mirror is not None:
-            self.columns.mirror.close()
-
 
 def prepare_on_disk(
     path: ReadPath,
@@ -204,7 +200,6 @@ def _opened(wanted: _Wanted) -> tuple[Prepared | None, str]:
 def _serve_complete(wanted: _Wanted, manifest: Manifest, columns: Columns) -> Prepared | None:
     found = _hold_against(wanted, manifest, columns)
     if (found.match < 0).any():
-        found.close()
         return None
     if wanted.place.is_remote:
         return serve(found, wanted.coders, wanted.table)
@@ -370,8 +365,6 @@ def _write(wanted: _Wanted, why: str) -> None:
         _fill(wanted, *_begin(wanted))
         is_done = True
     finally:  # what went out of use, or what an error or Ctrl-C left half done; shards that are done stay until all are
-        if found is not None:
-            found.close()
         with contextlib.suppress(OSError):
             if is_done or not place.is_remote:
                 _sweep(place, with_shards=is_done or not wanted.is_sharded)

@@ -25,7 +25,6 @@ import zipfile
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -304,15 +303,13 @@ def read_settled(
         RemoteError: it cannot be fetched.
     """
     while True:
-        manifest, mirror = Manifest.read(home), None
+        manifest = Manifest.read(home)
         try:
             if isinstance(home, Place) and home.is_remote:
-                mirror = (mirroring or Mirroring()).of(home, manifest)
-            return use(manifest, read_index(home if mirror is None else mirror, manifest))
-        except BaseException as problem:
-            if mirror is not None:
-                mirror.close()
-            if not isinstance(problem, CacheError) or Manifest.read(home) == manifest:
+                return use(manifest, read_index((mirroring or Mirroring()).of(home, manifest), manifest))
+            return use(manifest, read_index(home, manifest))
+        except CacheError:
+            if Manifest.read(home) == manifest:
                 raise
 
 
@@ -450,8 +447,7 @@ def open_part(folder: Path, part: Part, columns: Columns, rows: np.ndarray, deco
     They are in a folder, or in the mirror of the columns. Columns are checked; a file that is missing or has another
     size is a CacheError.
     """
-    mirror, firsts = columns.mirror, np.cumsum([0, *(file.rows for file in part.files)])
-    folder = folder if mirror is None else mirror.folder
+    firsts = np.cumsum([0, *(file.rows for file in part.files)])
     numbers = np.searchsorted(firsts, rows, side="right") - 1
     index = {
         "files": numbers.astype(np.int32),
@@ -464,12 +460,14 @@ def open_part(folder: Path, part: Part, columns: Columns, rows: np.ndarray, deco
         index["offsets"] = heads[numbers] + index["rows"] * row_bytes
     else:
         index |= {name: columns[f"{part.name}.{name}"][rows] for name in ("offsets", "sizes", "shapes")}
+    if columns.mirror is not None:
+        names = [file.name for file in part.files]
+        return MirroredStore(names, part.spec, ArrayBlock(index), decoder, columns.mirror)
     with contextlib.ExitStack() as cleanup:
         files = []
         for file in part.files:
             files.append(DiskFile.open(folder / file.name, file.size_bytes))
             cleanup.callback(files[-1].close)
-        opened = DiskStore if mirror is None else partial(MirroredStore, mirror=mirror)
-        store: DiskStore = opened(files, part.spec, ArrayBlock(index), decoder)
+        store = DiskStore(files, part.spec, ArrayBlock(index), decoder)
         cleanup.pop_all()
     return store

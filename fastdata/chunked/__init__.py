@@ -323,7 +323,9 @@ class ChunkedLoader:
             return _MOST_MIXED_BYTES, mix or _PIECES_PER_CHUNK
         share = order.rank_samples / order.length / _LEAST_FETCHED
         most_bytes = min(_MOST_FETCHED_BYTES, int(share * fetched_bytes))
-        return most_bytes, mix or min(_PIECES_PER_CHUNK, max(most_bytes // _PIECE_BYTES, 1))
+        segment_bytes = max(store.mirror.segment_bytes for store in self._stores if isinstance(store, MirroredStore))
+        piece_bytes = max(_PIECE_BYTES, 4 * segment_bytes)  # so that few of its segments are others', too
+        return most_bytes, mix or min(_PIECES_PER_CHUNK, max(most_bytes // piece_bytes, 1))
 
     def __len__(self) -> int:
         return len(self._loader)

@@ -1,15 +1,9 @@
-"""The files of a cache behind a URL: those blocks of them that were needed lately, in sparse files on a local disk.
+"""The files of a cache behind a URL: those segments of them that were needed lately, as files on a local disk.
 
-A mirror is a folder of one cache below ``local_cache``, which all caches, ranks and runs of a machine share:
-
-* the files of the cache, as large as they are there, but with holes where nothing was fetched;
-* ``mirror.json``, their names and sizes;
-* ``blocks``, for each block of 64 KiB of all of them, one after the other, an int64, when it was last needed, in ns;
-  behind these, a byte each: 0 a hole, 1 room was made for it, 2 it is there.
-
-Whoever needs blocks holds a read lock on their numbers in ``blocks``; who fetches some, a write lock on those behind
-``_FETCHING``; who makes holes, a write lock on their numbers. Such locks (open file descriptions') end with their
-holder, so that a killed process leaves blocks that are there, or that the next one fetches.
+Below ``local_cache``, which all caches, ranks and runs of a machine share, a folder for each cache holds its segments:
+equal pieces of its files, each whole or not there. What was needed longest ago is deleted to make room. A process maps
+the segments that it needs at their places in one range of addresses a file; one that is deleted stays readable for
+whoever has it mapped, so that nobody has to say what is in use.
 """
 
 from __future__ import annotations
@@ -19,55 +13,54 @@ import ctypes
 import errno
 import hashlib
 import json
+import math
 import mmap
 import os
 import re
-import shutil
 import sys
 import threading
 import time
-import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from fastdata.errors import CacheError, RemoteError
+from fastdata.errors import CacheError
 from fastdata.images import SampleSpec
 from fastdata.memory import format_bytes, parse_bytes
 from fastdata.remote import Entry, Place
 from fastdata.report import log
-from fastdata.shared import ArrayBlock, lock_range, unlock
-from fastdata.stores.files import DiskFile, free_bytes
+from fastdata.shared import ArrayBlock
+from fastdata.stores.files import free_bytes
 from fastdata.stores.readers import Decoder, DiskStore, UndecodableError, checksum
 
-if sys.platform == "linux":
-    import fcntl
+if TYPE_CHECKING:
+    from filelock import FileLock
 
-BLOCK_BYTES = 64 << 10
-_REQUEST_BLOCKS, _GAP_BLOCKS = 64, 4
-_AT_ONCE = 16
-FETCH_BYTES = _REQUEST_BLOCKS * _AT_ONCE * BLOCK_BYTES
-"""On their way at once: 64 MiB, where 50 ms at 1 GB/s are 48."""
-_HOLE, _ROOM, _THERE = 0, 1, 2
-_FETCHING, _OPEN = 1 << 40, 1 << 41
-_SLACK = 64
-"""Room is made for a 64th of the limit at once: to find the blocks needed least lately is a sort of all of them."""
-_SPARE = 1024
-_POLL_S, _LOOK_S = 0.005, 0.1
-_PATIENCE_S = 60.0
-"""So long is room waited for, which others of this machine may give back."""
-_NAMES = "mirror.json"
+FETCH_BYTES = 64 << 20
+"""On their way at once, where 50 ms at 1 GB/s are 48 MiB."""
+_SEGMENT_BYTES = 1 << 20
+_MOST_SEGMENTS = 1 << 15
+"""Of a cache, whose segments are doubled until they are so few: a process may have 65,530 mappings."""
+_LOCKS = 256
+_POLL_S = 0.005
+_SLACK = 32
+"""Room is made for a 32nd of the limit at once: to find what was needed longest ago is a look at every segment."""
+_FOLDER = "mirror-"
 
-Spans = Sequence[tuple[int, int]]
-"""First block and the one behind the last."""
+
+class Segment(NamedTuple):
+    name: str
+    number: int
 
 
 class Mirror:
-    """Some of the blocks of some files of a place, in a local folder of at most so many bytes.
+    """Some of the segments of some files of a place, in a local folder of at most so many bytes.
+
+    What some have mapped and others have deleted takes room beside these, until it is not mapped any more.
 
     Args:
         place: the cache.
@@ -85,227 +78,249 @@ class Mirror:
     ) -> None:
         if sys.platform != "linux":
             raise CacheError(f"{place} is mirrored by means that only Linux has; copy it to a local disk and open that")
-        self.place, self.files = place, tuple(files)
+        self.place = place
+        self.files = tuple(files)
+        self.sizes = {file.name: file.size_bytes for file in files}
+        self.segment_bytes = _SEGMENT_BYTES
+        while sum(self.sizes.values()) > self.segment_bytes * _MOST_SEGMENTS:
+            self.segment_bytes *= 2
         self._all = Path(local_cache).expanduser().absolute()
-        text = json.dumps([place.url, *self.files])
+        digest = hashlib.sha256(json.dumps([place.url, self.segment_bytes, *self.files]).encode()).hexdigest()
         stem = re.sub(r"[^A-Za-z0-9._]+", "-", place.url.rpartition("/")[2]).strip(".-") or "cache"
-        self.folder = self._all / f"{stem}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+        self.folder = self._all / f"{_FOLDER}{stem}-{digest[:12]}"
         try:
-            with _locked(self._all):
-                self._blocks = _Blocks.create(self.folder, [(file.name, file.size_bytes) for file in self.files])
-                used_bytes = _used_bytes(self._all)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            (self._all / ".locks").mkdir(exist_ok=True)
+            used_bytes = sum(size_bytes for _, size_bytes, _ in _list_segments(self._all))
         except OSError as problem:
             raise CacheError(f"local_cache={str(self._all)!r} cannot be written ({problem.strerror})") from problem
         self.limit_bytes = parse_bytes(limit, of=free_bytes(self._all) + used_bytes)
-        if used_bytes > self.limit_bytes:
-            with _locked(self._all):
-                _free(self._all, used_bytes - self.limit_bytes)
-        self.size_bytes = sum(file.size_bytes for file in self.files)
-        self._pins: dict[int, _Pins] = {}
-        self._guard = threading.Lock()
-        self._close = weakref.finalize(self, _end, self._pins, self._blocks)
-
-    def first_block(self, name: str) -> int:
-        first: int = self._blocks.firsts[name]
-        return first
+        self._spare_bytes = 0
+        self._coming_bytes = 0
 
     def at(self, name: str) -> str:
         return self.place.at(name)
 
-    def pin(self, spans: Spans) -> None:
-        """Have none of these blocks made a hole until they are unpinned, or this process ends."""
-        self._own_pins().change(spans, +1)
-
-    def unpin(self, spans: Spans) -> None:
-        now = time.time_ns()
-        for first, stop in spans:
-            self._blocks.needed_ns[first:stop] = now
-        self._own_pins().change(spans, -1)
-
-    def pin_all(self) -> bool:
-        """Pin all blocks for as long as this process lives, once; unless they are more than may be there."""
-        if self.size_bytes > self.limit_bytes:
-            return False
-        self._own_pins().hold_all()
-        return True
-
-    def _own_pins(self) -> _Pins:
-        with self._guard:
-            pid = os.getpid()
-            if pid not in self._pins:  # a parent's locks are shared with its forked children: they must not end them
-                self._pins[pid] = _Pins(self._blocks)
-            return self._pins[pid]
-
     def read(self, name: str, *, again: bool = False) -> bytes:
         """A whole file; fetched ``again`` where what is here is of no use."""
-        first, path = self.first_block(name), self.folder / name
-        spans = [(first, first + _count(path.stat().st_size))]
-        self.pin(spans)
-        try:
-            if again:
-                self._blocks.state[slice(*spans[0])] = _ROOM
-            self.ensure(spans)
-            return path.read_bytes()
-        finally:
-            self.unpin(spans)
+        segments = [Segment(name, number) for number in range(-(-self.sizes[name] // self.segment_bytes))]
+        if again:
+            self.forget(segments)
+        found = {}
+        for segment, fd in self.open(segments):
+            with os.fdopen(fd, "rb") as file:
+                found[segment] = file.read()
+        return b"".join(found[segment] for segment in segments)
 
-    def mend(self, name: str, start: int, stop: int) -> None:
-        """Fetch these bytes of a file anew, and no others: the rest of their blocks was found right already."""
-        self._blocks.put(name, start, self.place.read(name, start, stop))
+    def forget(self, segments: Iterable[Segment]) -> None:
+        for segment in segments:
+            self._path(segment).unlink(missing_ok=True)
 
-    def ensure(self, spans: Spans, ahead: Ahead | None = None) -> None:
-        """Fetch those of pinned blocks that are not there, many requests at once, begun in order.
+    def open(self, segments: Iterable[Segment]) -> Iterator[tuple[Segment, int]]:
+        """Descriptors of segments, which the caller closes; what is not here is fetched, many at once.
 
-        Two processes never fetch the same block: the second waits for the first. What is fetched ``ahead`` is left
-        where there is no room for it.
+        Two processes never fetch the same segment: the second waits for the first.
         """
-        missing = deque(self._requests(spans))
-        elsewhere: list[tuple[int, int]] = []
-        pending: dict[Future[bytes], tuple[int, tuple[int, int]]] = {}
-        for first, last in spans:
-            self._blocks.needed_ns[first:last] = time.time_ns()
-        give_up_s = 0.0
+        missing: deque[Segment] = deque()
+        for segment in segments:
+            fd = self._open_local(segment)
+            if fd is None:
+                missing.append(segment)
+            else:
+                yield segment, fd
+        pending: dict[Future[bytes], tuple[Segment, FileLock]] = {}
         try:
-            while (missing or pending or elsewhere) and not (ahead and ahead.is_dropped.is_set()):
-                if ahead and ahead.asks_no_more.is_set():
-                    missing.clear()
-                    elsewhere.clear()
-                while missing and len(pending) < _AT_ONCE:
-                    span = missing.popleft()
-                    if (lock := self._blocks.lock(fcntl.F_WRLCK, span, _FETCHING)) is None:
-                        elsewhere.append(span)
-                        continue
-                    self.pin([span])  # which of what is fetched ahead nobody else does
-                    try:
-                        asked, lack_bytes = self._ask(span)
-                    except BaseException:
-                        self._let_go(lock, span)
-                        raise
-                    if asked is not None:
-                        pending[asked] = lock, span
-                        give_up_s = 0.0
-                        continue
-                    self._let_go(lock, span)
-                    if not lack_bytes:  # others have fetched some of it
-                        missing.extendleft(reversed(self._requests([span])))
-                        continue
-                    if ahead is not None:
-                        ahead.asks_no_more.set()
+            while missing or pending:
+                for _ in range(len(missing)):
+                    if pending and (len(pending) + 1) * self.segment_bytes > FETCH_BYTES:
                         break
-                    give_up_s = give_up_s or time.monotonic() + _PATIENCE_S
-                    if time.monotonic() > give_up_s:
-                        raise self._too_small(lack_bytes)
-                    missing.appendleft(span)
-                    break
-                if pending:
-                    for future in wait(pending, _LOOK_S, FIRST_COMPLETED).done:
-                        self._blocks.write(pending[future][1], future.result())
-                        self._let_go(*pending.pop(future))
-                elif missing or elsewhere:
+                    segment = missing.popleft()
+                    lock = self._lock(segment)
+                    if lock is None:
+                        missing.append(segment)
+                        continue
+                    fd = self._open_local(segment)  # whoever had the lock may have fetched it
+                    if fd is None:
+                        pending[self._submit(segment)] = segment, lock
+                        continue
+                    lock.release()
+                    yield segment, fd
+                if not pending:
                     time.sleep(_POLL_S)
-                    missing.extend(self._requests(elsewhere))
-                    elsewhere = []
+                    continue
+                for future in wait(pending, _POLL_S if missing else None, FIRST_COMPLETED).done:
+                    segment, lock = pending.pop(future)
+                    try:
+                        fd = self._keep(segment, future)
+                    finally:
+                        lock.release()
+                    yield segment, fd
         finally:
-            for future, held in pending.items():
+            for future, (segment, lock) in pending.items():
                 future.cancel()
-                self._let_go(*held)
+                self._coming_bytes -= self._size_of(segment)
+                lock.release()
 
-    def _let_go(self, lock: int, span: tuple[int, int]) -> None:
-        unlock(lock)
-        self.unpin([span])
+    def _path(self, segment: Segment) -> Path:
+        return self.folder / f"{segment.name}.{segment.number}"
 
-    def _ask(self, span: tuple[int, int]) -> tuple[Future[bytes] | None, int]:
-        """Ask for blocks that nobody else fetches; or the bytes that there is no room for."""
-        if (self._blocks.state[slice(*span)] == _THERE).any():
-            return None, 0
-        lack_bytes = self._make_room(span)
-        return (None, lack_bytes) if lack_bytes else (self.place.submit(*self._blocks.place(span)), 0)
+    def _size_of(self, segment: Segment) -> int:
+        return min(self.segment_bytes, self.sizes[segment.name] - segment.number * self.segment_bytes)
 
-    def _requests(self, spans: Spans) -> list[tuple[int, int]]:
-        requests = []
-        for first, stop in spans:
-            for start, end in _runs(self._blocks.state[first:stop] != _THERE):
-                cuts = range(first + start, first + end, _REQUEST_BLOCKS)
-                requests += [(cut, min(cut + _REQUEST_BLOCKS, first + end)) for cut in cuts]
-        return requests
+    def _open_local(self, segment: Segment) -> int | None:
+        try:
+            fd = os.open(self._path(segment), os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return None
+        if os.fstat(fd).st_size != self._size_of(segment):  # the machine lost its power
+            os.close(fd)
+            return None
+        os.utime(fd)
+        return fd
 
-    def _make_room(self, span: tuple[int, int]) -> int:
-        """Make room for blocks, of others if need be; the bytes that are lacking."""
-        with _locked(self._all):
-            need_bytes = int((self._blocks.state[slice(*span)] == _HOLE).sum()) * BLOCK_BYTES
-            spare_bytes = self.limit_bytes // _SPARE  # for what ext4 notes of where the pieces of a file lie
-            lack_bytes = _used_bytes(self._all) + need_bytes + spare_bytes - self.limit_bytes if need_bytes else 0
-            if lack_bytes > 0:
-                lack_bytes -= _free(self._all, lack_bytes + self.limit_bytes // _SLACK)
-            if lack_bytes <= 0:
-                try:
-                    self._blocks.make_room(span)
-                except OSError as problem:
-                    if problem.errno not in (errno.ENOSPC, errno.EDQUOT):
-                        raise
-                    raise CacheError(
-                        f"the disk of local_cache={str(self._all)!r} is full. Free some space, or give a smaller "
-                        f"local_limit= than {format_bytes(self.limit_bytes)}."
-                    ) from problem
-        return max(lack_bytes, 0)
+    def _lock(self, segment: Segment) -> FileLock | None:
+        """The lock of who fetches a segment; None where another one has it."""
+        from filelock import FileLock, Timeout  # 20 ms, which only they take
 
-    def _too_small(self, lack_bytes: int) -> CacheError:
-        return CacheError(
-            f"local_limit={format_bytes(self.limit_bytes)} of {self._all} is too small: all of it has been in use by "
-            f"running loaders for {_PATIENCE_S:.0f} s, and {format_bytes(lack_bytes)} more are needed. Raise it; or "
-            "use ChunkedLoader with a smaller memory_limit= or chunk_samples=, which needs two chunks at a time."
-        )
+        digest = hashlib.blake2b(str(self._path(segment)).encode(), digest_size=8).digest()
+        lock = FileLock(self._all / ".locks" / str(int.from_bytes(digest, "little") % _LOCKS))
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            return None
+        return lock
 
-    def close(self) -> None:
-        """Let go of all blocks, which stay there. Idempotent."""
-        self._close()
+    def _submit(self, segment: Segment) -> Future[bytes]:
+        size_bytes = self._size_of(segment)
+        self._make_room(size_bytes)
+        self._coming_bytes += size_bytes
+        start = segment.number * self.segment_bytes
+        return self.place.submit(segment.name, start, start + size_bytes)
+
+    def _keep(self, segment: Segment, coming: Future[bytes]) -> int:
+        self._coming_bytes -= self._size_of(segment)
+        path = self._path(segment)
+        part = path.with_name(f"{path.name}.part")  # which a killed process leaves to the next one that fetches it
+        data = coming.result()
+        path.parent.mkdir(exist_ok=True)
+        fd = os.open(part, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        try:
+            with open(fd, "wb", closefd=False, buffering=0) as file:
+                rest = memoryview(data)
+                while rest:
+                    rest = rest[file.write(rest) :]
+            os.lseek(fd, 0, os.SEEK_SET)
+            part.rename(path)
+        except OSError as problem:
+            os.close(fd)
+            part.unlink(missing_ok=True)
+            if problem.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise CacheError(
+                f"the disk of local_cache={str(self._all)!r} is full. Free some space, or give a smaller "
+                f"local_limit= than {format_bytes(self.limit_bytes)}."
+            ) from problem
+        return fd
+
+    def _make_room(self, size_bytes: int) -> None:
+        """Delete what was needed longest ago, of whatever cache, where there is no room."""
+        from filelock import FileLock
+
+        if self._spare_bytes < size_bytes:
+            with FileLock(self._all / ".lock"):
+                segments = sorted(_list_segments(self._all))
+                used_bytes = sum(each_bytes for _, each_bytes, _ in segments) + self._coming_bytes
+                most_bytes = self.limit_bytes - size_bytes
+                if used_bytes > most_bytes:
+                    most_bytes -= self.limit_bytes // _SLACK
+                for _, each_bytes, path in segments:
+                    if used_bytes <= most_bytes:
+                        break
+                    with contextlib.suppress(OSError):
+                        os.unlink(path)
+                        used_bytes -= each_bytes
+                for folder in {os.path.dirname(path) for _, _, path in segments}:
+                    with contextlib.suppress(OSError):  # of one that is not empty
+                        os.rmdir(folder)
+            self._spare_bytes = min(self.limit_bytes - used_bytes, max(self.limit_bytes // _SLACK, size_bytes))
+        self._spare_bytes -= size_bytes
 
     def __reduce__(self) -> tuple[object, ...]:
         return Mirror, (self.place, self.files, self._all, self.limit_bytes)
 
 
-def _end(pins: dict[int, _Pins], blocks: _Blocks) -> None:
-    for each in pins.values():
-        each.close()
-    pins.clear()
-    blocks.close()
+def _list_segments(local_cache: Path) -> Iterator[tuple[int, int, str]]:
+    """When each segment of any mirror was needed, its bytes, its path."""
+    with os.scandir(local_cache) as folders:
+        for folder in folders:
+            if folder.name.startswith(_FOLDER):
+                with contextlib.suppress(FileNotFoundError), os.scandir(folder.path) as files:
+                    for file in files:
+                        with contextlib.suppress(FileNotFoundError):
+                            facts = file.stat()
+                            yield facts.st_mtime_ns, facts.st_size, file.path
+
+
+class MirroredFile:
+    """A range of addresses as large as a file; what lies there are those of its segments that are mapped, and zeros."""
+
+    def __init__(self, path: Path, size_bytes: int, segment_bytes: int) -> None:
+        self.path = path
+        self.size_bytes = size_bytes
+        self.segment_bytes = segment_bytes
+        self._map = mmap.mmap(-1, max(size_bytes, 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, mmap.PROT_READ)
+        self._address = np.frombuffer(self._map, np.uint8).__array_interface__["data"][0]
+
+    def array(self, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
+        return np.frombuffer(self._map, dtype, math.prod(shape)).reshape(shape)
+
+    def map(self, number: int, fd: int) -> None:
+        self._replace(number, mmap.MAP_SHARED, fd)
+
+    def unmap(self, number: int) -> None:
+        self._replace(number, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
+
+    def _replace(self, number: int, flags: int, fd: int) -> None:
+        start = number * self.segment_bytes
+        length = min(self.segment_bytes, self.size_bytes - start)
+        fixed = 0x10  # MAP_FIXED: takes the place of what was mapped there, at once
+        address = ctypes.c_void_p(self._address + start)
+        call = ctypes.CDLL(None, use_errno=True).mmap
+        call.restype = ctypes.c_void_p
+        if call(address, ctypes.c_size_t(length), mmap.PROT_READ, flags | fixed, fd, ctypes.c_long(0)) != address.value:
+            raise OSError(ctypes.get_errno(), f"{self.path.name} cannot be mapped")
+
+    def release(self) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class MirroredStore(DiskStore):
-    """Samples in the files of a mirror, which are fetched before they are read.
+    """Samples in the files of a mirror, whose segments are fetched and mapped before they are read.
 
-    Those that are brought are there until they are dropped; what is read without is fetched, and stays. Checksums are
-    looked at after each fetch; a sample that fails is fetched once more.
+    Those that are brought are there until they are dropped; what is read without stays. Checksums are looked at after
+    each time; a sample that fails is fetched once more.
     """
 
     def __init__(
         self,
-        files: Sequence[DiskFile],
+        names: Sequence[str],
         spec: SampleSpec,
         index: ArrayBlock,
-        decoder: Decoder | None = None,
-        *,
+        decoder: Decoder | None,
         mirror: Mirror,
     ) -> None:
-        super().__init__(files, spec, index, decoder)
+        self.mirror = mirror
+        self._names = tuple(names)
+        size = mirror.segment_bytes
+        self._mirrored = [MirroredFile(mirror.folder / name, mirror.sizes[name], size) for name in names]
+        super().__init__(self._mirrored, spec, index, decoder)  # type: ignore[arg-type]
         self._marks.close()
-        self.mirror, self._checked = mirror, np.zeros(max(len(self), 1), np.uint8)  # of this process alone
+        self._checked = np.zeros(max(len(self), 1), np.uint8)  # of this process alone
         self._readers = np.zeros(len(self._checked), np.uint16)  # that need each sample here
-        self._first_blocks = {file.path: mirror.first_block(file.path.name) for file in files}
-
-    def _spans(self, index_B: np.ndarray) -> Spans:
-        """The blocks of samples, and the few that lie between them: a request costs more than these do."""
-        spans: list[tuple[int, int]] = []
-        path = Path()
-        for file, start, size in self._runs(index_B):
-            first = self._first_blocks[file.path] + start // BLOCK_BYTES
-            stop = self._first_blocks[file.path] + _count(start + size)
-            if path == file.path and first <= spans[-1][1] + _GAP_BLOCKS:
-                spans[-1] = spans[-1][0], max(stop, spans[-1][1])
-            else:
-                spans.append((first, stop))
-            path = file.path
-        return spans
+        self._firsts = np.cumsum([0, *(-(-file.size_bytes // size) for file in self._mirrored)])
+        self._users = np.zeros(self._firsts[-1], np.uint32)  # samples that need each segment of all files
+        self._locks: dict[int, threading.Lock] = {}  # by process: a forked one must not wait for its parent's threads
 
     def expect(self, indices: Sequence[int]) -> None:
         self._have(np.array(indices, np.int64))
@@ -329,299 +344,84 @@ class MirroredStore(DiskStore):
 
     def _have(self, index_B: np.ndarray) -> None:
         """Fetch samples that nobody has brought; they stay."""
-        away = index_B[self._readers[index_B] == 0]
+        away = np.unique(index_B[self._readers[index_B] == 0])
         if len(away):
-            spans = self._spans(away)
-            if not self.mirror.pin_all():
-                self.mirror.pin(spans)
-            self.mirror.ensure(spans)
-            self._readers[away] += 1
+            self.bring(away)
 
     def _enter(self, index: int, found: int) -> None:
         wanted = int(self._sums[index])
         if found != wanted:
-            file, start = self._disk_files[self._of[index]].path.name, int(self._offsets[index])
             log.info("sample %d of %s is not as it was written; it is fetched again", index, self.mirror.place)
-            self.mirror.mend(file, start, start + int(self._sizes[index]))
+            with self._lock:
+                self._checked[:] = 0  # samples beside it come again, too
+                numbers = np.unique(self._segments(np.array([index])))
+                self.mirror.forget(map(self._segment, numbers.tolist()))
+                self._map(numbers)
             found = checksum(self.stored(index))
         if found != wanted:
-            what = f"its bytes in {self.mirror.place.at(file)} are not those that were written, and came twice"
+            name = self._names[self._of[index]]
+            what = f"its bytes in {self.mirror.at(name)} are not those that were written, and came twice"
             what += "; the file was changed or is damaged there: build the cache anew"
             raise UndecodableError(what, index=index, codec=self.codec, is_on_disk=True)
         self._checked[index] = 1
 
-    # What of the files is here, and in memory
-
-    def fetch_ahead(self, *chunks: np.ndarray) -> Ahead:
-        """Fetch the samples of one chunk after the other in a thread; whoever asks for that ends it."""
-        return Ahead(self.mirror, [span for index_B in chunks for span in self._spans(index_B)])
+    # What of the files is here
 
     def bring(self, index_B: np.ndarray) -> None:
-        spans = self._spans(index_B)
-        self.mirror.pin(spans)
-        try:
-            self.mirror.ensure(spans)
-        except BaseException:
-            self.mirror.unpin(spans)
-            raise
-        self._readers[index_B] += 1
-        super().bring(index_B)
+        segments = self._segments(index_B)
+        with self._lock:
+            needed = np.unique(segments)
+            self._map(needed[self._users[needed] == 0])
+            np.add.at(self._users, segments, 1)
+            self._readers[index_B] += 1
 
     def drop(self, index_B: np.ndarray, *, from_cache: bool = False) -> None:
-        brought = index_B[self._readers[index_B] > 0]
-        self._readers[brought] -= 1
-        self._checked[brought[self._readers[brought] == 0]] = 0
-        super().drop(brought, from_cache=from_cache)
-        self.mirror.unpin(self._spans(brought))
+        with self._lock:
+            brought = index_B[self._readers[index_B] > 0]
+            segments = self._segments(brought)
+            self._readers[brought] -= 1
+            self._checked[brought[self._readers[brought] == 0]] = 0
+            np.subtract.at(self._users, segments, 1)
+            left = np.unique(segments)
+            for number in left[self._users[left] == 0].tolist():
+                file = self._file_of(number)
+                self._mirrored[file].unmap(number - int(self._firsts[file]))
 
-    def close(self) -> None:
-        super().close()
-        self.mirror.close()
+    @property
+    def _lock(self) -> threading.Lock:
+        return self._locks.setdefault(os.getpid(), threading.Lock())
+
+    def _segments(self, index_B: np.ndarray) -> np.ndarray:
+        """The segments of samples, counted over all files: int64, those of each sample in a row."""
+        size = self.mirror.segment_bytes
+        first_B = self._offsets[index_B] // size
+        count_B = (self._offsets[index_B] + np.maximum(self._sizes[index_B], 1) - 1) // size - first_B + 1
+        first_B = first_B + self._firsts[self._of[index_B]]
+        within = np.arange(count_B.sum()) - np.repeat(np.cumsum(count_B) - count_B, count_B)
+        segments: np.ndarray = np.repeat(first_B, count_B) + within
+        return segments
+
+    def _file_of(self, number: int) -> int:
+        return int(np.searchsorted(self._firsts, number, side="right")) - 1
+
+    def _segment(self, number: int) -> Segment:
+        file = self._file_of(number)
+        return Segment(self._names[file], number - int(self._firsts[file]))
+
+    def _map(self, numbers: np.ndarray) -> None:
+        need_bytes = (np.count_nonzero(self._users) + len(numbers)) * self.mirror.segment_bytes
+        if need_bytes > self.mirror.limit_bytes + self.mirror.segment_bytes:
+            raise CacheError(
+                f"local_limit={format_bytes(self.mirror.limit_bytes)} of {self.mirror.folder.parent} is too small: "
+                f"this process needs {format_bytes(need_bytes)} at once. Raise it; or use ChunkedLoader with a smaller "
+                "memory_limit= or chunk_samples=, which needs two chunks at a time."
+            )
+        files = dict(zip(self._names, self._mirrored, strict=True))
+        for segment, fd in self.mirror.open(map(self._segment, numbers.tolist())):
+            try:
+                files[segment.name].map(segment.number, fd)
+            finally:
+                os.close(fd)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _open_mirrored, (self.files, self.spec, self.index, self._decoder, self.mirror)
-
-
-class Ahead(threading.Thread):
-    """Fetches blocks that are needed soon; whoever needs one that does not come asks for it again, and is told why."""
-
-    def __init__(self, mirror: Mirror, spans: Spans) -> None:
-        super().__init__(name="fastdata-fetch", daemon=True)
-        self._mirror, self._spans = mirror, spans
-        self.asks_no_more, self.is_dropped = threading.Event(), threading.Event()
-        self.start()
-
-    def run(self) -> None:
-        with contextlib.suppress(RemoteError, OSError):
-            self._mirror.ensure(self._spans, self)
-
-    def drop(self) -> None:
-        """End it now, and what it has asked for."""
-        self.asks_no_more.set()
-        self.is_dropped.set()
-        self.join()
-
-
-def _open_mirrored(
-    files: Sequence[DiskFile], spec: SampleSpec, index: ArrayBlock, decoder: Decoder | None, mirror: Mirror
-) -> MirroredStore:
-    return MirroredStore(files, spec, index, decoder, mirror=mirror)
-
-
-class _Blocks:
-    """The blocks of a mirror: where they are in its files, and what is known of each."""
-
-    def __init__(self, folder: Path, files: Sequence[tuple[str, int]]) -> None:
-        counts = [_count(size) for _, size in files]
-        self.folder, self._files, self._starts = folder, list(files), np.cumsum([0, *counts]).tolist()
-        self.firsts = {name: first for (name, _), first in zip(files, self._starts, strict=False)}
-        self.count, self._pid = self._starts[-1], os.getpid()
-        self.fd = os.open(folder / "blocks", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        try:
-            if os.fstat(self.fd).st_size != 9 * self.count:
-                os.ftruncate(self.fd, 9 * self.count)
-                os.posix_fallocate(self.fd, 0, 9 * self.count)  # so that it counts from now on
-            lock_range(self.fd, fcntl.F_RDLCK, _OPEN, 1)
-            mapped = mmap.mmap(self.fd, 9 * self.count)
-        except BaseException:
-            os.close(self.fd)
-            raise
-        self.needed_ns = np.frombuffer(mapped, np.int64, self.count)
-        self.state = np.frombuffer(mapped, np.uint8, self.count, 8 * self.count)
-
-    @classmethod
-    def create(cls, folder: Path, files: Sequence[tuple[str, int]]) -> _Blocks:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, size_bytes in files:
-            with open(folder / name, "ab") as file:
-                file.truncate(size_bytes)
-        (folder / _NAMES).write_text(json.dumps(files))
-        return cls(folder, files)
-
-    @classmethod
-    def open(cls, folder: Path) -> _Blocks | None:
-        """Those of a folder that is a mirror."""
-        try:
-            files = json.loads((folder / _NAMES).read_text())
-            is_known = all(re.fullmatch(r"[\w.-]+", name) and size > 0 for name, size in files)
-            return cls(folder, files) if is_known and (folder / "blocks").exists() else None
-        except (OSError, ValueError, TypeError):
-            return None
-
-    def place(self, span: tuple[int, int]) -> tuple[str, int, int]:
-        """File, first byte and the one behind the last."""
-        number = int(np.searchsorted(self._starts, span[0], side="right")) - 1
-        (name, size_bytes), first = self._files[number], self._starts[number]
-        return name, (span[0] - first) * BLOCK_BYTES, min((span[1] - first) * BLOCK_BYTES, size_bytes)
-
-    def make_room(self, span: tuple[int, int]) -> None:
-        name, start, stop = self.place(span)
-        with open(self.folder / name, "r+b") as file:
-            os.posix_fallocate(file.fileno(), start, stop - start)
-        self.state[slice(*span)] = _ROOM
-
-    def write(self, span: tuple[int, int], data: bytes) -> None:
-        name, start, _ = self.place(span)
-        self.put(name, start, data)
-        self.state[slice(*span)] = _THERE
-
-    def put(self, name: str, start: int, data: bytes) -> None:
-        with open(self.folder / name, "r+b", buffering=0) as file:
-            rest = memoryview(data)
-            while rest:
-                written = os.pwrite(file.fileno(), rest, start)
-                rest, start = rest[written:], start + written
-
-    def make_holes(self, span: tuple[int, int]) -> int:
-        """Make holes of those blocks that nobody needs now; the bytes that they took."""
-        lock = self.lock(fcntl.F_WRLCK, span)
-        if lock is None:
-            middle = (span[0] + span[1]) // 2
-            return 0 if middle == span[0] else self.make_holes((span[0], middle)) + self.make_holes((middle, span[1]))
-        try:
-            freed_bytes = 0
-            for first, stop in _runs(self.state[slice(*span)] != _HOLE):
-                run = span[0] + first, span[0] + stop
-                self.state[slice(*run)] = _HOLE
-                name, start, end = self.place(run)
-                with open(self.folder / name, "r+b") as file:
-                    _punch(file.fileno(), start, end - start)
-                freed_bytes += end - start
-            return freed_bytes
-        finally:
-            unlock(lock)
-
-    def lock(self, kind: int, span: tuple[int, int], base: int = 0) -> int | None:
-        """Lock blocks until ``unlock`` of the descriptor that is returned; None where others have."""
-        fd = os.open(self.folder / "blocks", os.O_RDWR | os.O_CLOEXEC)
-        if lock_range(fd, kind, base + span[0], span[1] - span[0]):
-            return fd
-        os.close(fd)
-        return None
-
-    def remove_unused(self) -> None:
-        """Remove a mirror that has nothing and that nobody has open."""
-        self.close()
-        lock = self.lock(fcntl.F_WRLCK, (0, 1), _OPEN)
-        if lock is not None:
-            shutil.rmtree(self.folder, ignore_errors=True)
-            unlock(lock)
-
-    def close(self) -> None:
-        if self.fd >= 0:
-            if self._pid == os.getpid():  # a forked process has the lock in common with its parent
-                lock_range(self.fd, fcntl.F_UNLCK, _OPEN, 1)
-            os.close(self.fd)
-            self.fd, self.needed_ns, self.state = -1, self.needed_ns[:0].copy(), self.state[:0].copy()
-
-
-class _Pins:
-    """The blocks that a process needs now, and how many of its readers need each."""
-
-    def __init__(self, blocks: _Blocks) -> None:
-        self._blocks, self._guard = blocks, threading.Lock()
-        self._counts = np.zeros(blocks.count, np.uint16)
-        self._fd = os.open(blocks.folder / "blocks", os.O_RDWR | os.O_CLOEXEC)
-        self._holds_all = False
-
-    def change(self, spans: Spans, by: int) -> None:
-        with self._guard:
-            for first, stop in spans:
-                counts = self._counts[first:stop]
-                if by > 0:
-                    changed = _runs(counts == 0)
-                    counts += 1
-                else:
-                    counts -= 1
-                    changed = _runs(counts == 0)
-                for start, end in changed if not self._holds_all else ():
-                    kind = fcntl.F_RDLCK if by > 0 else fcntl.F_UNLCK
-                    lock_range(self._fd, kind, first + start, end - start, wait=True)
-
-    def hold_all(self) -> None:
-        with self._guard:
-            if not self._holds_all:
-                lock_range(self._fd, fcntl.F_RDLCK, 0, self._blocks.count, wait=True)
-                self._holds_all = True
-
-    def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-
-
-def _count(size_bytes: int) -> int:
-    return -(-size_bytes // BLOCK_BYTES)
-
-
-def _runs(wanted: np.ndarray) -> list[tuple[int, int]]:
-    """Where a bool array is true: first of each run, and the one behind its last."""
-    edges = np.flatnonzero(np.diff(wanted, prepend=False, append=False)).tolist()
-    return list(zip(edges[::2], edges[1::2], strict=True))
-
-
-@contextlib.contextmanager
-def _locked(local_cache: Path) -> Iterator[None]:
-    local_cache.mkdir(parents=True, exist_ok=True)
-    with open(local_cache / ".lock", "ab") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-def _used_bytes(local_cache: Path) -> int:
-    """Of the disk, by all mirrors."""
-    used = 0
-    for folder in _mirrors(local_cache):
-        with contextlib.suppress(FileNotFoundError), os.scandir(folder) as files:
-            used += sum(file.stat().st_blocks * 512 for file in files)
-    return used
-
-
-def _mirrors(local_cache: Path) -> list[Path]:
-    with os.scandir(local_cache) as found:
-        return [Path(each.path) for each in found if os.path.exists(os.path.join(each.path, _NAMES))]
-
-
-class _Old(NamedTuple):
-    blocks: _Blocks
-    numbers: np.ndarray
-    needed_ns: np.ndarray
-
-
-def _free(local_cache: Path, wanted_bytes: int) -> int:
-    """Make holes of the blocks that were needed least lately, of any mirror; the bytes that they took."""
-    found = []
-    for folder in _mirrors(local_cache):
-        if (blocks := _Blocks.open(folder)) is not None:
-            numbers = np.flatnonzero(blocks.state != _HOLE)
-            found.append(_Old(blocks, numbers, blocks.needed_ns[numbers]))
-    freed_bytes = 0
-    try:
-        of = np.concatenate([np.full(len(old.numbers), k) for k, old in enumerate(found)])
-        numbers = np.concatenate([old.numbers for old in found])
-        order = np.argsort(np.concatenate([old.needed_ns for old in found]), kind="stable")
-        at_once = max(_count(wanted_bytes), 1)
-        for start in range(0, len(order), at_once):
-            if freed_bytes >= wanted_bytes:
-                break
-            oldest = order[start : start + at_once]
-            for k, old in enumerate(found):
-                mine = np.sort(numbers[oldest[of[oldest] == k]])
-                for run in np.split(mine, np.flatnonzero(np.diff(mine) != 1) + 1) if len(mine) else ():
-                    freed_bytes += old.blocks.make_holes((int(run[0]), int(run[-1]) + 1))
-    finally:
-        for old in found:
-            if (old.blocks.state == _HOLE).all():
-                old.blocks.remove_unused()
-            else:
-                old.blocks.close()
-    return freed_bytes
-
-
-def _punch(fd: int, start: int, size: int) -> None:
-    """Give the disk back what these bytes take; they read as zeros then."""
-    keep_size, punch_hole = 1, 2  # FALLOC_FL_*
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.fallocate(fd, keep_size | punch_hole, ctypes.c_long(start), ctypes.c_long(size)) != 0:
-        number = ctypes.get_errno()
-        raise CacheError(f"local_cache= needs a file system that can make holes in files: {os.strerror(number)}")
+        return MirroredStore, (self._names, self.spec, self.index, self._decoder, self.mirror)
