@@ -212,7 +212,7 @@ def test_own_steps_equal_torchvisions(dtype: str) -> None:
     for recipe in bench.RECIPES:
         theirs = v1.Compose(bench.recipe_steps(lambda name, **values: getattr(v1, name)(**values), recipe, **sizes))
         assert plan_transform(theirs).is_batched, recipe
-        if recipe in ("crop", "rrc", "simclr"):
+        if recipe in bench.OWN_RECIPES:
             own = plan_transform(tuple(bench.recipe_steps(bench.own_step, recipe, **sizes)))
             assert own.is_batched, recipe
             assert repr(own.batch_ops) == repr(plan_transform(theirs).batch_ops), recipe

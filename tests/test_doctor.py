@@ -67,6 +67,7 @@ NVIDIA = {"toolkit": "CUDA 12.8", "devices": 0, "driver": "570.86.15", "nodes": 
             doctor.check_torch("2.13", **NVIDIA | {"toolkit": "", "driver": "", "nodes": 0}),
             "2.13, built for the CPU only; sees no GPU, and no NVIDIA driver is loaded",
         ),
+        (doctor.check_numa({1}, {0, 1}), "GPUs at node 1, usable cores at 0,1"),
         (
             doctor.check_gpu(0, "H100", total_bytes=80 * GIB, free_bytes=79 * GIB, busy_percent=0),
             "H100, 79.0 GiB of 80.0 GiB free, 0 % busy",
@@ -96,6 +97,7 @@ def test_what_is_fine_is_only_named(check: Check, found: str) -> None:
         (doctor.check_open_files(256, 256, cores=8), "raise the hard limit, then ulimit -n: "),
         (doctor.check_start_method("forkserver"), "under if __name__ == '__main__'"),
         (doctor.check_jpeg(**JPEG | {"obstacle": "it is linked to none"}), "Pillow decodes whole images"),
+        (doctor.check_numa({1}, {0}), "numactl --cpunodebind=1: "),
         (doctor.check_torch("2.13", **NVIDIA | {"nodes": 0}), "docker run --gpus all"),
         (doctor.check_torch("2.13", **NVIDIA | {"visible": ""}), "unset CUDA_VISIBLE_DEVICES"),
         (doctor.check_torch("2.13", **NVIDIA | {"visible": "-1"}), "unset CUDA_VISIBLE_DEVICES"),

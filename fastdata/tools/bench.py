@@ -31,8 +31,8 @@ from fastdata.tools.photos import write_photos
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 RECIPES = ("crop", "rrc", "trivial", "randaug", "simclr")
-_THEIRS = ("trivial", "randaug")
-"""Recipes whose tables of magnitudes only torchvision has."""
+OWN_RECIPES = ("crop", "rrc", "simclr")
+"""Those that need nothing of torchvision's, which alone has the tables of the others' magnitudes."""
 _RATE_S = 0.5
 
 Step = Callable[..., Any]
@@ -43,27 +43,40 @@ Step = Callable[..., Any]
 
 
 def recipe_steps(step: Step, recipe: str, *, crop_px: int, resize_px: int, dtype: str) -> list[Any]:
-    """The steps of one of ``RECIPES``, to uint8 or to normalised float32."""
+    """The steps of one of ``RECIPES``.
+
+    Args:
+        step: makes each of them of its torchvision name and attributes.
+        recipe: ``"crop"`` is what people write who resize once; ``"rrc"``, ``"trivial"`` and ``"randaug"`` are those of
+            torchvision's references; ``"simclr"`` is the view of its paper, as public reimplementations write it.
+        crop_px: side of what comes out.
+        resize_px: side of the square that ``"crop"`` is cut of.
+        dtype: ``"uint8"``, or ``"float32"``, which is normalised.
+    """
+    side = (crop_px, crop_px)
+    flip = step("RandomHorizontalFlip", p=0.5)
     last = [step("PILToTensor")]
     if dtype == "float32":
         last = [step("ToTensor"), step("Normalize", mean=IMAGENET_MEAN, std=IMAGENET_STD)]
-    side = (crop_px, crop_px)
-    last.insert(0, step("RandomHorizontalFlip", p=0.5))
     if recipe == "crop":
-        square = [step("Resize", size=resize_px), step("CenterCrop", size=(resize_px, resize_px))]
-        return [*square, step("RandomCrop", size=side), *last]
+        resize = step("Resize", size=resize_px)
+        square = step("CenterCrop", size=(resize_px, resize_px))
+        return [resize, square, step("RandomCrop", size=side), flip, *last]
     first = step("RandomResizedCrop", size=side, scale=(0.08, 1.0), ratio=(3 / 4, 4 / 3))
-    if recipe == "simclr":  # the view of its paper, as public reimplementations write it
-        jitter = step(
-            "ColorJitter", **dict.fromkeys(("brightness", "contrast", "saturation"), (0.2, 1.8)), hue=(-0.2, 0.2)
-        )
-        width = crop_px // 20 * 2 + 1
-        blur = step("GaussianBlur", kernel_size=(width, width), sigma=(0.1, 2.0))
-        jitters = step("RandomApply", transforms=[jitter], p=0.8)
-        blurs = step("RandomApply", transforms=[blur], p=0.5)
-        return [first, jitters, step("RandomGrayscale", p=0.2), blurs, *last]
-    augment = {"trivial": ["TrivialAugmentWide"], "randaug": ["RandAugment"]}.get(recipe, [])
-    return [first, *map(step, augment), *last]
+    if recipe == "trivial":
+        return [first, flip, step("TrivialAugmentWide"), *last]
+    if recipe == "randaug":
+        return [first, flip, step("RandAugment"), *last]
+    if recipe == "rrc":
+        return [first, flip, *last]
+    near = (0.2, 1.8)
+    width = crop_px // 20 * 2 + 1
+    jitter = step("ColorJitter", brightness=near, contrast=near, saturation=near, hue=(-0.2, 0.2))
+    jitters = step("RandomApply", transforms=[jitter], p=0.8)
+    grey = step("RandomGrayscale", p=0.2)
+    blur = step("GaussianBlur", kernel_size=(width, width), sigma=(0.1, 2.0))
+    blurs = step("RandomApply", transforms=[blur], p=0.5)
+    return [first, flip, jitters, grey, blurs, *last]
 
 
 def import_torchvision() -> tuple[Any, str]:
@@ -79,15 +92,26 @@ def import_torchvision() -> tuple[Any, str]:
     except RuntimeError as error:
         if "torchvision::" not in str(error):
             return None, f"torchvision cannot be imported here: {error}"
-        library = torch.library.Library("torchvision", "DEF")
-        import_torchvision.library = library  # type: ignore[attr-defined]  # undeclared as soon as it is let go
-        for name in ("nms", "qnms"):
-            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        for name in [name for name in sys.modules if name.split(".")[0] == "torchvision"]:
+        _declare_operators()
+        note = (
+            f"torchvision {output.version('torchvision')} is for another torch than this {torch.__version__}: its "
+            "operators do not load; its transforms, which need none, are what is measured."
+        )
+        return importlib.import_module("torchvision"), note
+
+
+def _declare_operators() -> None:
+    library = torch.library.Library("torchvision", "DEF")
+    _declared.append(library)
+    for name in ("nms", "qnms"):
+        library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    for name in list(sys.modules):  # what was half imported
+        if name.split(".")[0] == "torchvision":
             del sys.modules[name]
-        found = output.version("torchvision")
-        said = f"torchvision {found} is for another torch than this {torch.__version__}: its operators do not load, and"
-        return importlib.import_module("torchvision"), f"{said} its transforms, which need none, are what is measured."
+
+
+_declared: list[Any] = []
+"""Operators of a library count as long as it is held."""
 
 
 def own_step(name: str, **attributes: Any) -> Any:
@@ -148,7 +172,7 @@ def run_bench(options: argparse.Namespace) -> dict[str, Any]:
     """Measure both in turns and return what ``--json`` keeps; leaves no file, process or thread."""
     torchvision, note = import_torchvision()
     if torchvision is None:
-        note += f"; {' and '.join(_THEIRS)} need it, the others are held against fastdata's own steps, one by one"
+        note += "; trivial and randaug need it, the others are held against fastdata's own steps, one by one"
     transforms = _chosen(options, torchvision, note)
     make_vanilla = torchvision.datasets.ImageFolder if torchvision else OneByOne
     workers: dict[str, int] = {}
@@ -199,11 +223,9 @@ def _chosen(options: argparse.Namespace, torchvision: Any, note: str) -> dict[st
     sizes = {"crop_px": options.crop_px, "resize_px": options.resize_px, "dtype": options.dtype}
     if options.crop_px > options.resize_px:
         raise ValueError(f"--crop {options.crop_px} is larger than the prepared square, --resize {options.resize_px}")
-    names = options.recipe
-    if names is None:
-        names = () if options.transform else RECIPES
-        names = [name for name in names if torchvision or name not in _THEIRS]
-    elif torchvision is None and not set(_THEIRS).isdisjoint(names):
+    known = RECIPES if torchvision else OWN_RECIPES
+    names = options.recipe or (() if options.transform else known)
+    if not set(names) <= set(known):
         raise ImportError(note)
     transforms = {name: _transform(name, torchvision, **sizes) for name in names}
     if options.transform:
@@ -243,7 +265,12 @@ def _in_turns(options: argparse.Namespace, sides: dict[str, Any], workers: dict[
 
 
 def choose_images(root: Path, most: int) -> list[str]:
-    """Absolute paths of at most so many images, spread evenly over the class folders."""
+    """Absolute paths of at most so many images, spread evenly over the class folders.
+
+    Raises:
+        FileNotFoundError: there is no such folder, or no image in it.
+        ValueError: it is a URL.
+    """
     output.check_folder(root)
     files = (os.path.abspath(path) for path in root.glob("*/**/*"))
     found = sorted(path for path in files if path.lower().endswith(images.IMAGE_EXTENSIONS))
@@ -284,8 +311,7 @@ def table(document: dict[str, Any]) -> Iterator[str]:
         yield f"their name says. Vanilla reads the files, fastdata squares of {square} that are prepared once."
     ratios = sorted(recipe["ratio"] for recipe in recipes.values())
     times = f"{ratios[0]:.1f} to {ratios[-1]:.1f}" if len(ratios) > 1 else f"{ratios[0]:.1f}"
-    where = f"({', '.join(recipes)}; {machine})"
-    yield f"fastdata reads {times} times as many images a second as {vanilla} {where}"
+    yield f"fastdata reads {times} times as many images a second as {vanilla} ({', '.join(recipes)}; {machine})"
 
 
 def _row(name: str, recipe: dict[str, Any]) -> list[str]:

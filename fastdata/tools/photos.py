@@ -16,7 +16,15 @@ from fastdata.report import progress_bar
 def write_photos(
     root: Path, *, count: int, classes: int = 8, size: tuple[int, int] = (512, 384), progress: bool = False
 ) -> None:
-    """Write ``count`` JPEGs of ``size`` (width, height) into class folders; the same arguments give the same pixels."""
+    """Write JPEGs into class folders; the same arguments give the same pixels.
+
+    Args:
+        root: gets a folder for each class.
+        count: of all images.
+        classes: that take them in turns.
+        size: width and height.
+        progress: show a bar.
+    """
 
     def write(index: int) -> None:  # in a thread per core: Pillow releases the GIL
         path = root / f"class{index % classes}" / f"{index:05}.jpg"
