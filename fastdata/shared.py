@@ -560,7 +560,7 @@ class ByteLocks:
                 fcntl.flock(fd, fcntl.LOCK_EX)
             yield
         finally:
-            unlock(fd)
+            _unlock(fd)
 
     def __reduce__(self) -> tuple[object, ...]:
         return ByteLocks, (self._block,)
@@ -571,31 +571,26 @@ def _waited_for(fd: int, byte: int) -> bool:
     if not hasattr(fcntl, "F_OFD_SETLKW"):
         return False
     try:
-        return lock_range(fd, fcntl.F_WRLCK, byte, 1, wait=True)
+        _change_lock(fd, fcntl.F_WRLCK, byte, 1)
     except OSError as problem:
         if problem.errno != errno.EINVAL:
-            raise
-        return False
-
-
-def lock_range(fd: int, kind: int, start: int, size: int, *, wait: bool = False) -> bool:
-    """Lock bytes of a file for its open file description, fcntl(2); False where others have, unless it waits."""
-    request = struct.pack("hhqqi4x", kind, os.SEEK_SET, start, size, 0)
-    try:
-        fcntl.fcntl(fd, fcntl.F_OFD_SETLKW if wait else fcntl.F_OFD_SETLK, request)
-    except OSError as problem:
-        if problem.errno not in (errno.EAGAIN, errno.EACCES):
             raise
         return False
     return True
 
 
-def unlock(fd: int) -> None:
+def _change_lock(fd: int, kind: int, start: int, size: int) -> None:
+    """Lock bytes of a file for its open file description, fcntl(2), once nobody else has them; or give them up."""
+    request = struct.pack("hhqqi4x", kind, os.SEEK_SET, start, size, 0)
+    fcntl.fcntl(fd, fcntl.F_OFD_SETLKW, request)
+
+
+def _unlock(fd: int) -> None:
     """Give up what an open file description has locked, and close it.
 
     To close it is not enough: a process that was forked meanwhile has it too.
     """
     fcntl.flock(fd, fcntl.LOCK_UN)
     with contextlib.suppress(OSError, AttributeError):  # where there are none but those
-        lock_range(fd, fcntl.F_UNLCK, 0, 0)
+        _change_lock(fd, fcntl.F_UNLCK, 0, 0)
     os.close(fd)
