@@ -16,6 +16,7 @@
 enum { SOI = 0xD8, EOI, SOS, DQT, DRI = 0xDD, APP0 = 0xE0, APP1, APP14 = 0xEE, APP15, COM = 0xFE };
 enum { SOF0 = 0xC0, SOF2 = 0xC2, DHT = 0xC4, RST0 = 0xD0, RST7 = 0xD7 };
 enum { ROWS = 16, LEAST_COLUMNS = 32 }; /* asked for at once */
+enum { ALIGNED = 64, SHIFT = 8 };       /* bytes */
 enum { COEFFICIENTS = 64, STRUCT_BYTES = 1024 };
 enum { GREY = 1, RGB = 2 }; /* J_COLOR_SPACE */
 
@@ -300,9 +301,12 @@ bool decode(const Jpeg *jpeg, const uint8_t *file, int64_t size, int32_t height,
         jpeg->crop(&decoder, &first, &count);
     }
     const int64_t row_bytes = (int64_t)head->out_width * out->channels;
-    uint8_t *memory = take(scratch, SLOT_WORK, ROWS * row_bytes);
+    /* Where a row is aligned, libjpeg-turbo writes it past the caches (movntdq), out of which it is read right after: not
+     * aligned, kept JPEGs are served 1.25 times as fast. */
+    const int64_t stride = (row_bytes + ALIGNED + SHIFT) / ALIGNED * ALIGNED;
+    uint8_t *memory = take(scratch, SLOT_WORK, ROWS * stride + SHIFT);
     if (!memory || head->out_components != out->channels) refuse(&decoder);
-    for (int y = 0; y < ROWS; y++) rows[y] = memory + y * row_bytes;
+    for (int y = 0; y < ROWS; y++) rows[y] = memory + y * stride + SHIFT;
     if (in_parts && top && jpeg->skip(&decoder, (unsigned)top) != (unsigned)top) refuse(&decoder);
     const int64_t end = (int64_t)top + out->height, before = (left - (int64_t)first) * out->channels;
     for (int64_t y = head->out_row, read; y < end; y += read) {
