@@ -28,7 +28,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 from fastdata.errors import RemoteError, is_url
 from fastdata.report import log
 
-ATTEMPT_S = 30.0
+ATTEMPT_S = 60.0
 """What has not ended by then is begun anew, once. Clients repeat what servers refuse for a moment themselves."""
 _PAUSE_S = 0.5
 _WARN_EVERY_S = 30.0
