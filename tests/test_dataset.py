@@ -1049,3 +1049,20 @@ def test_a_store_is_let_go_before_samples_are_prepared_again() -> None:
         assert dataset[3][0].shape == (3, 2, 2)
         assert left
         assert not any(left)
+
+
+def test_a_reader_serves_what_the_dataset_was() -> None:
+    """What ``reader()`` gives is frozen: a transform assigned, or changed in place, meanwhile reaches the next one."""
+    with CachedDataset([(torch.full((1, 4, 4), i, dtype=torch.uint8), i) for i in range(4)], progress=False) as dataset:
+        dataset.transform = crop = v2.RandomCrop(2)
+        reader = dataset.reader()
+        crop.size = (3, 3)
+        later = dataset.reader()
+        dataset.transform = v2.RandomCrop(1)
+        for each, side in ((reader, 2), (later, 3), (dataset.reader(), 1)):
+            images, targets = each(each.visit([3, 1]))
+            assert images.shape == (2, 1, side, side)
+            assert targets.tolist() == images[:, 0, 0, 0].tolist() == [3, 1]
+        del reader, later, each
+    with pytest.raises(StoreGoneError):
+        dataset.reader()

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 import fastdata
 
@@ -40,6 +41,26 @@ def test_public_names_are_exactly_these() -> None:
     assert set(fastdata.__all__) == NAMES
     assert len(fastdata.__all__) == len(NAMES) <= 14
     assert all(hasattr(fastdata, name) for name in fastdata.__all__)
+
+
+def test_datasets_show_what_torchvisions_do_and_little_more() -> None:
+    """Beyond torchvision's attributes a dataset has those that docs/api.md lists, and no other."""
+    torchvisions = {
+        "classes",
+        "class_to_idx",
+        "imgs",
+        "samples",
+        "targets",
+        "target_transform",
+        "transform",
+        "transforms",
+    }
+    own = {"close", "epoch", "filled_share", "plan", "reader", "set_epoch", "skipped", "storage", "storage_plan"}
+    own |= {"storage_report", "with_transform"}
+    with fastdata.CachedDataset([(torch.zeros(1, 2, 2), 0)], progress=False) as dataset:
+        shown = {name for name in dir(dataset) if not name.startswith("_")}
+    assert shown - torchvisions - {"from_cache"} == own
+    assert len(own) <= 12
 
 
 def test_public_names_are_documented() -> None:
