@@ -8,6 +8,7 @@
 
 enum { BUFFER = 4096, SHORT_ROW = 128 }; /* bytes: rows shorter than that are converted several at a time */
 enum { POOLED = 32, POOLED_BYTES = 8 << 20 }; /* scratches, and the most that one of them holds */
+enum { EXPECTED_BYTES = 16 << 10 };
 enum { MARGIN = 64 }; /* bytes before and behind a decoded image that kernels may read */
 
 /* How uint8 becomes what is served. This and Batch are mirrored by fastdata/core/__init__.py. */
@@ -473,6 +474,14 @@ static int serve_one(const Batch *batch, int64_t b, int64_t programs, Scratch *s
     return problem;
 }
 
+/* Have a small sample on its way to the cache while the one before it is served: a shuffled store's lies in neither. */
+static void expect(const Batch *batch, int64_t b) {
+    const int32_t *shape = batch->shapes_B3 ? batch->shapes_B3 + 3 * b : batch->shape;
+    const int64_t bytes = (int64_t)shape[0] * shape[1] * shape[2];
+    if (bytes > EXPECTED_BYTES || (batch->sizes_B && batch->sizes_B[b])) return;
+    for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(batch->sources_B[b] + at);
+}
+
 /* Serve samples [first, last) of a batch. Returns -1, or the sample that was refused. */
 EXPORT int64_t fastdata_serve(Batch *batch, int64_t first, int64_t last, Refusal *refusal) {
     int64_t programs = 0;
@@ -486,6 +495,7 @@ EXPORT int64_t fastdata_serve(Batch *batch, int64_t first, int64_t last, Refusal
     if (!scratch) return first;
     int64_t refused = -1;
     for (int64_t b = first; b < last && refused < 0; b++) {
+        if (b + 1 < last) expect(batch, b + 1);
         refusal->reason = serve_one(batch, b, programs, scratch, refusal);
         if (refusal->reason != OK) refused = b;
     }
