@@ -56,9 +56,8 @@ class CountingImages(CachedDataset):
         super().close()
         self._calls.close()
 
-    def lease(self) -> Any:
-        lease = super().lease()
-        return lambda: CountingReader(lease(), self._count)
+    def _read_by(self, reader: Any) -> None:
+        super()._read_by(CountingReader(reader, self._count))  # type: ignore[arg-type]
 
 
 class CountingReader:
@@ -70,9 +69,12 @@ class CountingReader:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._reader, name)
 
-    def item(self, batch: IndexBatch, k: int) -> Any:
+    def __call__(self, batch: IndexBatch, ring: BatchRing | None = None) -> Any:
+        return self._reader(batch, ring)
+
+    def item(self, batch: IndexBatch) -> Any:
         self._count(0)
-        return self._reader.item(batch, k)
+        return self._reader.item(batch)
 
     def items(self, batch: IndexBatch, ring: BatchRing | None = None) -> Any:
         self._count(1)
