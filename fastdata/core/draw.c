@@ -219,7 +219,8 @@ bool is_sound(const Table *table) {
     if (!is_tree(table)) return false;
     for (int32_t k = 0; k < table->count; k++) {
         const Step *step = table->steps + k;
-        if (step->fills < 1 || step->fills > 4 || step->at < 0 || (uint64_t)step->at >= NUMBERS) return false;
+        if (step->fills < 1 || step->fills > 4 || step->at <= -CHILDREN || step->at >= (int64_t)NUMBERS)
+            return false; /* steps before the user's have negative numbers */
         for (int place = 0; place < 12; place++)
             if (step->v[place] != step->v[place]) return false;
     }
