@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import multiprocessing
 import pickle
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -423,32 +425,29 @@ def test_foreign_settings_are_refused() -> None:
 
 
 def test_names_find_codecs() -> None:
-    """Each known name gives its codec, with arguments; a codec object is taken as it is."""
+    """Each known name gives its codec; a codec object is taken as it is."""
     assert [find_codec(name).name for name in KNOWN_CODECS] == ["lz4", "zstd", "jpeg"]
-    assert find_codec("zstd", level=5) == ZstdCodec(level=5)
     codec = JpegCodec(quality=80)
     assert find_codec(codec) is codec
     assert find_codec(find_codec(user := Inverted())).codec is user
 
 
 def test_wrong_codecs_are_explained() -> None:
-    """Unknown names, incomplete objects, classes and misplaced arguments each say what is needed."""
+    """Unknown names, incomplete objects, classes and wrong arguments each say what is needed."""
     with pytest.raises(ValueError, match="codec='gzip' is not known; 'lz4', 'zstd', 'jpeg' are"):
         find_codec("gzip")
     with pytest.raises(TypeError, match="of type int is no codec: it has no method encode and no decode"):
         find_codec(5)
     with pytest.raises(TypeError, match="codec=Inverted is a class; give an instance of it"):
         find_codec(Inverted)
-    with pytest.raises(TypeError, match="level: arguments are for a codec given by name"):
-        find_codec(Inverted(), level=1)
-    for name, level in (("zstd", 23), ("zstd", -131_073), ("lz4", -1)):
-        with pytest.raises(ValueError, match=f"level of codec '{name}' is {level}; it must be"):
-            find_codec(name, level=level)
+    for make, level in ((ZstdCodec, 23), (ZstdCodec, -131_073), (Lz4Codec, -1)):
+        with pytest.raises(ValueError, match=f"level of codec '{make.name}' is {level}; it must be"):
+            make(level=level)
     with pytest.raises(ValueError, match="it must be 0 to 12 with high_compression"):
-        find_codec("lz4", level=13, high_compression=True)
+        Lz4Codec(level=13, high_compression=True)
     for arguments in ({"quality": 0}, {"quality": 96}, {"subsampling": "4:4:0"}):
         with pytest.raises(ValueError, match="of codec 'jpeg' is"):
-            find_codec("jpeg", **arguments)
+            JpegCodec(**arguments)
 
 
 def test_users_objects_are_asked() -> None:
@@ -471,6 +470,30 @@ def test_users_objects_are_asked() -> None:
     assert rough.obstacle(SampleSpec(shape=None, dtype="uint8", form="pil")) == "no uint8"
     with pytest.raises(TypeError, match="encode of codec 'rough' gave a list; it must give bytes"):
         rough.encode(np.zeros(3))
+
+
+@pytest.mark.parametrize(("codec", "library"), [(Lz4Codec(), "lz4"), (ZstdCodec(), "zstandard")])
+def test_a_missing_library_is_an_obstacle_that_says_what_to_install(codec: Codec, library: str) -> None:
+    """Where lz4 or zstandard cannot be had, their codec is refused with a cure, and all others work."""
+    code = f"""
+import sys
+sys.modules[{library!r}] = sys.modules[{library + ".block"!r}] = None
+import numpy as np
+from fastdata.codecs import find_codec
+from fastdata.images import SampleSpec
+spec = SampleSpec(shape=(3, 4, 4), dtype="uint8", form="array")
+codecs = {{name: find_codec(name) for name in ("lz4", "zstd", "jpeg")}}
+print([name for name, codec in codecs.items() if codec.obstacle(spec)], codecs[{codec.name!r}].obstacle(spec))
+try:
+    codecs[{codec.name!r}].encode(np.zeros((3, 4, 4), np.uint8))
+except ImportError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    obstacle, error = done.stdout.splitlines()
+    cure = f"the codec needs the package {library}: pip install {library}, or use another codec"
+    assert obstacle == f"[{codec.name!r}] {cure}"
+    assert error.startswith(cure)
 
 
 def test_codec_errors_are_fastdatas() -> None:
