@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch.utils.data import Subset
 from torchvision import transforms as v1
 
@@ -101,9 +102,18 @@ def test_a_spawned_process_fills_the_same_store(image_folder: Folder) -> None:
         assert all(map(torch.equal, first, [images for images, _ in loader]))
 
 
-def test_the_first_epoch_is_read_by_processes_and_the_next_by_threads(image_folder: Folder) -> None:
-    """Preparing is work for processes; what is prepared is served by threads. Persistent workers end then."""
+def test_a_first_epoch_that_fastdata_decodes_is_read_by_threads(image_folder: Folder) -> None:
+    """Decoding and resizing hold no GIL: there is no process to start."""
     with ImageFolder(image_folder(per_class=6), STEPS, progress=False) as dataset:
+        loader = DataLoader(dataset, batch_size=4, num_workers=2)
+        assert len(list(loader)) == 3
+        assert loader.report().engine == "thread"
+        assert dataset.filled_share() == 1
+
+
+def test_a_first_epoch_by_a_loader_of_ones_own_is_read_by_processes(image_folder: Folder) -> None:
+    """What is prepared is served by threads. Persistent workers end then."""
+    with ImageFolder(image_folder(per_class=6), STEPS, loader=open_plainly, fill="lazy", progress=False) as dataset:
         loader = DataLoader(dataset, batch_size=4, num_workers=2, persistent_workers=True)
         assert len(list(loader)) == 3
         assert loader.report().path == "2 worker processes over a shared ring: samples are prepared on their first read"
@@ -111,9 +121,13 @@ def test_the_first_epoch_is_read_by_processes_and_the_next_by_threads(image_fold
         assert loader.report().engine == "thread"
 
 
+def open_plainly(path: str) -> Image.Image:
+    return Image.open(path).convert("RGB")
+
+
 def test_who_prepares_nothing_more_is_served_by_threads(image_folder: Folder) -> None:
     """A rank's sampler never reads the samples of the others, so that they are never prepared."""
-    with ImageFolder(image_folder(per_class=6), STEPS, progress=False) as dataset:
+    with ImageFolder(image_folder(per_class=6), STEPS, loader=open_plainly, fill="lazy", progress=False) as dataset:
         loader = DataLoader(dataset, batch_size=4, num_workers=2, sampler=range(6))
         engines = [len(list(loader)) and loader.report().engine for _ in range(3)]
         assert engines == ["process", "process", "thread"]

@@ -368,13 +368,17 @@ class DataLoader(_TorchLoader[_T_co]):
         return self._served.latest().obstacle
 
     def _is_filling(self, served: LoaderView) -> bool:
-        """Whether many samples will be prepared when they are read, which processes do better than threads.
+        """Whether many samples will be prepared when they are read, by code that holds the GIL.
 
         Not after an epoch that has prepared none: a rank reads its own samples only.
         """
+        reader = served.latest()
+        kept = [each.kept for each in getattr(reader, "readers", [reader])]
+        if not any(samples is not None and samples.images.holds_gil for samples in kept):
+            return False
         share = served.prepared_share
         was_idle = share == self._share_begun and self._tally.batches > 0
-        return share < MOSTLY_PREPARED and not was_idle and served.latest().obstacle is None
+        return share < MOSTLY_PREPARED and not was_idle and reader.obstacle is None
 
     def _draws_alone(self) -> bool:
         """Whether nothing of the user's own runs for whole batches that a ``worker_init_fn`` might have prepared."""

@@ -248,7 +248,7 @@ class LazyFill:
     """
 
     def __init__(self, path: Any, length: int) -> None:
-        self._path = path
+        self._path, self.holds_gil = path, path.forks
         self._is_out_of_room = False
         self._live = [writer.live() for writer in path.writers]
         self._marks = ArrayBlock({"is_there": np.zeros(length, np.bool_)}, seal=False)
@@ -339,6 +339,10 @@ class LazyStore(Store):
         """The plain store once all samples are there."""
         self._is_full = self._is_full or bool(self._fill.is_there.all())
         return self._store if self._is_full else self
+
+    @property
+    def holds_gil(self) -> bool:
+        return self.settled is self and self._fill.holds_gil
 
     def filled_share(self, index_B: np.ndarray | None = None) -> float:
         is_there_B = self._fill.is_there if index_B is None else self._fill.is_there[index_B]
