@@ -269,13 +269,12 @@ class RemoteFiles(FileSource):
 
     def listing(self) -> npt.NDArray[np.int64]:
         facts: npt.NDArray[np.int64] = np.stack([self._facts["sizes"], self._facts["tags"]])
-        if not len(self) or facts[0].max() >= 0:
-            return facts
-        submitted = []  # nobody has listed them
-        for path in self.paths:
-            place, name = place_of(self._place, path)
-            submitted.append(place.submit_facts(name))
-        facts = np.array([future.result() for future in submitted], np.int64).T
+        if len(self) and facts[0].max() < 0:  # nobody has listed them
+            submitted = []
+            for path in self.paths:
+                place, name = place_of(self._place, path)
+                submitted.append(place.submit_facts(name))
+            facts = np.array([future.result() for future in submitted], np.int64).T
         return facts
 
     def _submit(self, index: int) -> Future[bytes]:
