@@ -7,6 +7,7 @@ starting from folders that a test can lay out; all after it are pure functions o
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import platform
@@ -79,18 +80,26 @@ def available_bytes(*, root: Path = CGROUP_ROOT, table: Path = CGROUP_TABLE) -> 
     import psutil
 
     available = Available(bytes=int(psutil.virtual_memory().available), limited_by="system memory")
-    for folder in cgroup_folders(root, _read(table), "memory"):
-        for limits, usage_name, cache_key in _MEMORY_FILES if folder.is_dir() else ():
-            usage = _whole(_read(folder / usage_name))
-            if usage is None:
-                continue
-            found = [limit for name in limits if (limit := _whole(_read(folder / name))) is not None]
-            if found:
-                idle = re.search(rf"^{cache_key} (\d+)$", _read(folder / "memory.stat"), re.ASCII | re.MULTILINE)
-                free = max(0, min(found) - max(0, usage - int(idle[1] if idle else 0)))
-                if free < available.bytes:
-                    available = Available(bytes=free, limited_by="cgroup limit")
+    for folder, limits, usage_name, cache_key in _memory_files(root, _read(table)):
+        usage = _whole(_read(folder / usage_name))
+        found = [limit for name in limits if (limit := _whole(_read(folder / name))) is not None]
+        if usage is not None and found:
+            idle = re.search(rf"^{cache_key} (\d+)$", _read(folder / "memory.stat"), re.ASCII | re.MULTILINE)
+            free = max(0, min(found) - max(0, usage - int(idle[1] if idle else 0)))
+            if free < available.bytes:
+                available = Available(bytes=free, limited_by="cgroup limit")
     return available
+
+
+@functools.lru_cache(maxsize=8)
+def _memory_files(root: Path, table_text: str) -> tuple[tuple[Path, tuple[str, ...], str, str], ...]:
+    """Folders that say how much memory is used, which they do for as long as the table is the same, and their files."""
+    return tuple(
+        (folder, *names)
+        for folder in cgroup_folders(root, table_text, "memory")
+        for names in _MEMORY_FILES
+        if (folder / names[1]).is_file()
+    )
 
 
 def tree_pss_bytes(pid: int | None = None) -> int:
