@@ -104,11 +104,10 @@ class DatasetOptions(TypedDict, total=False):
         return_index: add each sample's index to its item, as the last value or under the key ``"index"``: what datasets
             are wrapped for that keep a loss or a weight of each sample. Whole batches have the indices as int64 (B,).
             Those of a ``Subset`` or ``ConcatDataset`` are of the dataset behind it.
-        engine: what writes a cache: ``"local"`` (default), processes of this machine; ``"ray"``, a Ray cluster (extra
-            ``ray``); or any ``concurrent.futures.Executor``. All but the first write shards, which a build that was
-            stopped goes on from; the result does not depend on who writes them.
-        shard_bytes: about how large a shard is, as ``memory_limit``; ``"local"`` then writes shards, too. Default: 16
-            to 64 MiB, or as much as 200 shards take.
+        engine: what writes a cache: ``"local"`` (default), this machine; ``"ray"``, a Ray cluster (extra ``ray``); or
+            any ``concurrent.futures.Executor``. All write the same shards, from which a build that was stopped goes on.
+        shard_bytes: about how large a shard is, as ``memory_limit``. Default: 16 to 64 MiB, or as much as 200 shards
+            take.
     """
 
     storage: Literal["auto", "device", "shared", "compressed", "disk", "none"]

@@ -314,12 +314,11 @@ class WritePath(NamedTuple):
     @classmethod
     def over(cls, path: ReadPath, writers: tuple[Writer, ...]) -> WritePath:
         source, prepare = path.source, path.prepare
-        is_ours = isinstance(source, FileSource) and isinstance(source.loader, PlanesLoader)
-        is_ours = is_ours and not any(_is_own(writer.plan.codec) for writer in writers)
+        forks = needs_processes(path, [writer.plan for writer in writers])
         if any(isinstance(writer.plan.codec, SourceDecoder) for writer in writers):
             assert isinstance(source, FileSource)
             source, prepare = source.as_bytes(), Steps(())
-        return cls(source, prepare, writers, not is_ours)
+        return cls(source, prepare, writers, forks)
 
     def read_all(self, indices: Sequence[int]) -> Iterator[ReadSample | SampleError]:
         """Read and prepare samples, or say what is wrong with them; each may lie over the one before."""
@@ -368,6 +367,12 @@ class WritePath(NamedTuple):
             raise
         except Exception as cause:  # an encoder raises anything; all of it is named and kept
             raise sample_error(self.source.path(index), index, cause) from cause
+
+
+def needs_processes(path: ReadPath, plans: Sequence[WriterPlan]) -> bool:
+    """Whether preparing samples takes the GIL, because somebody else's code does it."""
+    is_ours = isinstance(path.source, FileSource) and isinstance(path.source.loader, PlanesLoader)
+    return not is_ours or any(_is_own(plan.codec) for plan in plans)
 
 
 def _is_own(codec: Decoder | None) -> bool:

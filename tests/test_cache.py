@@ -14,6 +14,7 @@ import random
 import re
 import shutil
 import signal
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,8 @@ from fastdata.transforms import describe_steps
 Folder = Callable[..., Path]
 TRANSFORM = v1.Compose([v1.Resize((7, 9)), v1.RandomHorizontalFlip(), v1.PILToTensor()])
 CODECS = ["auto", "zstd", "source"]
+FOUR = 4 * 3 * 7 * 9
+"""Bytes of four images as ``cached`` prepares them."""
 
 
 @pytest.fixture
@@ -93,6 +96,11 @@ def same(dataset: Any, wanted: list[tuple[np.ndarray, int]]) -> bool:
 def home_of(cache_dir: Path) -> Path:
     (path,) = cache_dir.glob(f"*/{MANIFEST}")
     return path.parent
+
+
+def sample_file(cache_dir: Path) -> Path:
+    """The first that samples are in."""
+    return min(cache_dir.glob("*/part0-*"))
 
 
 def files_of(cache_dir: Path) -> set[str]:
@@ -180,43 +188,75 @@ def test_raw_samples_are_a_plain_numpy_file(image_folder: Folder) -> None:
     """``np.load`` reads it: the prepared images in order."""
     root = image_folder(per_class=9, size=(13, 11))
     cached(root).close()
-    pixels = np.load(home_of(root.parent / "cache") / "part0-00000.npy", allow_pickle=False)
+    pixels = np.load(sample_file(root.parent / "cache"), allow_pickle=False)
     assert all(np.array_equal(a.transpose(1, 2, 0), b) for a, (b, _) in zip(pixels, expected(root), strict=True))
 
 
 # Changed files
 
 
-def test_a_changed_file_is_prepared_alone(image_folder: Folder, prepared: Any, caplog: Any) -> None:
-    """A file written anew, one added and one removed: two are opened, and all samples are right, now and later."""
+def test_a_changed_file_has_its_shard_written_anew(image_folder: Folder, prepared: Any, caplog: Any) -> None:
+    """One changed, one added and one removed: the other shards stay, and all samples are right, now and later."""
     root = image_folder(per_class=8, size=(13, 11))
-    cached(root).close()
+    cached(root, shard_bytes=FOUR).close()
+    before = set((root.parent / "cache").glob("*/part0-*"))
     save_image(root / "cat" / "003.jpg", 99, (15, 12))
     save_image(root / "dog" / "new.jpg", 77, (13, 11))
     (root / "dog" / "000.jpg").unlink()
     for run in range(2):
         prepared()
-        with caplog.at_level(logging.WARNING, "fastdata"), cached(root) as dataset:
-            assert prepared() == (["003.jpg", "new.jpg"] if run == 0 else [])
+        with caplog.at_level(logging.WARNING, "fastdata"), cached(root, shard_bytes=FOUR) as dataset:
+            cat, dog = ["000.jpg", "001.jpg", "002.jpg", "003.jpg"], ["001.jpg", "002.jpg", "003.jpg", "new.jpg"]
+            assert prepared() == (sorted(cat + dog) if run == 0 else [])
             assert same(dataset, expected(root))
-    assert caplog.messages == ["2 of 16 samples are prepared anew: their files are new, were changed, or could not be "
-                               "prepared before"]  # fmt: skip
-    (found,) = inspect_caches(root.parent / "cache")
-    assert found.garbage_rows == 2
+    assert caplog.messages == ["8 of 16 samples are prepared anew: files in their shards are new or changed, or "
+                               "damaged in the cache"]  # fmt: skip
+    assert len(before & set((root.parent / "cache").glob("*/part0-*"))) == 2
 
 
 def test_either_size_or_time_tells_a_changed_file(image_folder: Folder, prepared: Any) -> None:
-    """One of another size but its old time, and one of its old size but another time, are prepared anew, no other."""
+    """One of another size but its old time, and one of its old size but another time, are prepared anew."""
     root = image_folder(per_class=8, size=(13, 11))
-    cached(root).close()
+    cached(root, shard_bytes=FOUR).close()
     longer, later = root / "cat" / "002.jpg", root / "dog" / "005.jpg"
     time_ns = longer.stat().st_mtime_ns
     longer.write_bytes(longer.read_bytes() + b" ")
     os.utime(longer, ns=(time_ns, time_ns))
     os.utime(later, ns=(1, 1))
     prepared()
-    cached(root).close()
-    assert prepared() == ["002.jpg", "005.jpg"]
+    cached(root, shard_bytes=FOUR).close()
+    assert prepared() == [f"{k:03}.jpg" for k in range(8)]  # the first half of one class, and the second of the other
+
+
+def test_files_that_came_again_and_again_are_joined(
+    image_folder: Folder, prepared: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Updates leave shards of one sample each; beyond what a process may open these are written as one."""
+    root = image_folder(classes=("cat",), per_class=4, size=(13, 11))
+    monkeypatch.setattr("fastdata.cache.build.MOST_SHARDS", 4)
+    for number in range(4, 9):
+        with cached(root) as dataset:
+            assert same(dataset, expected(root))
+        save_image(root / "cat" / f"{number:03}.jpg", number, (13, 11))
+    with cached(root) as dataset:
+        assert same(dataset, expected(root))
+    assert len(list((root.parent / "cache").glob("*/part0-*"))) <= 4
+
+
+def test_a_file_that_is_listed_twice_stays_two_samples(image_folder: Folder) -> None:
+    """Also where other files have changed, and the one shard stays while the other goes."""
+    root = image_folder(classes=("a",), per_class=8, size=(13, 11))
+    names = [f"a/{k:03}.jpg" for k in (0, 1, 1, 2, 3, 4, 5, 6, 7)]
+    options: dict[str, Any] = {"cache_dir": root.parent / "cache", "resize": (7, 9), "progress": False}
+    table = root.parent / "t.csv"
+    for run in range(3):
+        table.write_text("file,label\n" + "".join(f"{name},{k}\n" for k, name in enumerate(names)))
+        with ImageManifest(table, root=root, num_workers=1, shard_bytes=FOUR, **options) as dataset:
+            wanted = [np.asarray(Image.open(root / name).resize((9, 7), Image.Resampling.BILINEAR)) for name in names]
+            assert all(np.array_equal(np.asarray(dataset[k][0]), image) for k, image in enumerate(wanted))
+            assert list(dataset.targets) == list(range(len(names)))
+        save_image(root / "a" / "007.jpg", 60 + run, (14, 11))
+        names = names[::-1]
 
 
 def test_an_empty_file_that_was_left_out_is_not_read_again(image_folder: Folder, prepared: Any, caplog: Any) -> None:
@@ -264,10 +304,11 @@ def test_a_worker_killed_over_changed_files_is_named(tmp_path: Path) -> None:
     for index in range(160):
         (folder / f"{index:03}").write_bytes(b"%04d" % index)
     options: dict[str, Any] = {"cache_dir": tmp_path / "cache", "num_workers": 2, "progress": False}
+    options["shard_bytes"] = 160  # of 40 samples
     CachedDataset(Files(folder), **options).close()
-    for index in range(1, 140, 2):
+    for index in range(80, 160):
         (folder / f"{index:03}").write_bytes(b"kill" if index == 81 else b"%04d" % -index)
-    with pytest.raises(IngestError, match=r"was killed by SIGKILL while these were prepared: .*samples 65, 67, .* 95"):
+    with pytest.raises(IngestError, match=r"killed by SIGKILL while these were prepared: shard 0, samples 80 to 99;"):
         CachedDataset(Files(folder), **options)
 
 
@@ -292,8 +333,8 @@ def test_many_changes_write_the_cache_anew(image_folder: Folder, prepared: Any) 
         save_image(path, 40 + index, (13, 11))
     with cached(root) as dataset:
         assert same(dataset, expected(root))
-    (found,) = inspect_caches(root.parent / "cache")
-    assert found.garbage_rows == 0
+    home = home_of(root.parent / "cache")
+    assert {path.name for path in home.iterdir()} == Manifest.read(home).file_names()
 
 
 def test_a_changed_image_of_another_shape_is_no_obstacle(image_folder: Folder, prepared: Any) -> None:
@@ -343,13 +384,14 @@ def test_changes_of_any_dataset_are_seen(image_folder: Folder, prepared: Any) ->
         "resize": (7, 9),
         "progress": False,
         "num_workers": 1,
+        "shard_bytes": FOUR,
     }
     CachedDataset(TorchvisionFolder(str(root)), **options).close()
     save_image(root / "cat" / "001.jpg", 9, (6, 5))
     for run in range(2):
         prepared()
         with CachedDataset(TorchvisionFolder(str(root)), **options) as dataset:
-            assert prepared() == (["001.jpg"] if run == 0 else [])
+            assert prepared() == ([f"{k:03}.jpg" for k in range(4)] if run == 0 else [])
             assert same(dataset, expected(root))
 
 
@@ -464,10 +506,10 @@ def test_a_damaged_small_file_or_a_cut_shard_is_a_rebuild(
     wanted = expected(root)
     cached(root, codec=codec).close()
     home = home_of(root.parent / "cache")
-    for kind in sorted(re.sub(r"\d{5}", "*", path.name) for path in home.iterdir()):
+    for kind in sorted(re.sub(r"-\w+", "-*", path.name) for path in home.iterdir()):
         if kind in ("part0-*.npy", "part0-*.bin") and not cut:
             continue
-        (path,) = home.glob(kind.replace("*", "?????"))
+        (path,) = home.glob(kind)
         name, size = path.name, path.stat().st_size
         damage(path, size // 2 if cut else size - 2, b"cut" if cut else b"")
         caplog.clear()
@@ -482,22 +524,22 @@ def test_a_damaged_small_file_or_a_cut_shard_is_a_rebuild(
 def test_a_flipped_byte_is_found_on_the_first_read(
     image_folder: Folder, prepared: Any, codec: str, whole_batches: bool, caplog: Any
 ) -> None:
-    """Never is it served: reading is an error that names the sample, and the next run mends it alone."""
+    """Never is it served: reading is an error that names the sample, and the next run writes its shard anew."""
     root = image_folder(per_class=9, size=(13, 11))
     wanted = expected(root)
-    cached(root, codec=codec).close()
-    home = home_of(root.parent / "cache")
-    blob = sorted(path for path in home.iterdir() if path.name.startswith("part0-00000") and path.name.count("-") == 1)
-    damage(blob[0], blob[0].stat().st_size - 70)
-    with cached(root, codec=codec) as dataset:
+    cached(root, codec=codec, shard_bytes=FOUR).close()
+    damaged = sample_file(root.parent / "cache")
+    damage(damaged, damaged.stat().st_size - 70)
+    with cached(root, codec=codec, shard_bytes=FOUR) as dataset:
         samples = DataLoader(dataset, batch_size=4, num_workers=1) if whole_batches else dataset
         with pytest.raises(SampleError, match=r"sample \d+, .*jpg, cannot be read from the store: its bytes in .* not"):
             list(samples)
         prepared()
-    with cached(root, codec=codec) as dataset:
-        assert "1 of 18 samples are prepared anew: 1 were found damaged in the cache" in caplog.messages
-        assert len(prepared()) == 1
+    with cached(root, codec=codec, shard_bytes=FOUR) as dataset:
+        assert re.search(r"\d of 18 samples are prepared anew: .* or damaged in the cache", caplog.text)
+        assert 0 < len(prepared()) < 9
         assert same(dataset, wanted)
+    assert not list((root.parent / "cache").glob("*/damaged-*"))
 
 
 def test_a_flipped_byte_is_found_in_a_batch_of_whole_words(tmp_path: Path) -> None:
@@ -505,7 +547,7 @@ def test_a_flipped_byte_is_found_in_a_batch_of_whole_words(tmp_path: Path) -> No
     data = [(torch.full((4, 8), i, dtype=torch.uint8), i) for i in range(6)]
     options: dict[str, Any] = {"cache_dir": tmp_path, "cache_key": "k", "progress": False}
     CachedDataset(data, **options).close()
-    damage(home_of(tmp_path) / "part0-00000.npy", 128 + 3 * 32 + 5)
+    damage(sample_file(tmp_path), 128 + 3 * 32 + 5)
     with CachedDataset(data, **options) as dataset:
         store = dataset.reader().kept.images
         out = np.empty((2, 4, 8), np.uint8)
@@ -517,10 +559,10 @@ def test_a_flipped_byte_is_found_in_a_batch_of_whole_words(tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     ("field", "value", "words"),
-    [("version", 2, "has version 2; this fastdata reads 3"), ("count", 5, "its checksum does not fit")],
+    [("version", 3, "has version 3; this fastdata reads 4"), ("root", "/", "its checksum does not fit")],
 )
 def test_another_version_is_a_rebuild(
-    image_folder: Folder, prepared: Any, caplog: Any, field: str, value: int, words: str
+    image_folder: Folder, prepared: Any, caplog: Any, field: str, value: Any, words: str
 ) -> None:
     """A manifest of another version, or one that was edited, is not trusted."""
     root = image_folder(size=(13, 11))
@@ -538,12 +580,11 @@ def test_a_manifest_cannot_lead_out_of_its_folder(image_folder: Folder) -> None:
     cached(root).close()
     home = home_of(root.parent / "cache")
     document = json.loads((home / MANIFEST).read_text())
-    document["parts"][0]["files"][0]["name"] = "../../secret.npy"
+    document["shards"][0]["name"] = "../../secret"
     del document["crc32"]
-    from fastdata.cache.manifest import _crc_of
-
-    (home / MANIFEST).write_text(json.dumps(document | {"crc32": _crc_of(document)}))
-    with pytest.raises(CacheError, match="is no plain file name"):
+    crc32 = zlib.crc32(json.dumps(document, sort_keys=True).encode())
+    (home / MANIFEST).write_text(json.dumps(document | {"crc32": crc32}))
+    with pytest.raises(CacheError, match="is no name of a shard"):
         Manifest.read(home)
 
 

@@ -99,7 +99,7 @@ def test_damage_that_cannot_be_noted_is_said_so(image_folder: Folder, monkeypatc
     """``verify`` of a cache that cannot be written tells that the next run will not know."""
     root = image_folder(size=(13, 11))
     cached(root).close()
-    shard = next((root.parent / "cache").glob("*/part0-00000.npy"))
+    shard = next((root.parent / "cache").glob("*/part0-*.npy"))
     data = bytearray(shard.read_bytes())
     data[-1] ^= 1
     shard.write_bytes(data)
@@ -108,7 +108,7 @@ def test_damage_that_cannot_be_noted_is_said_so(image_folder: Folder, monkeypatc
         patch.setattr(Path, "touch", refuse(errno.EROFS))
         assert "cannot be noted (Read-only file system)" in verify_cache(found)[0]
     assert "the next run over its source prepares it anew" in verify_cache(found)[0]
-    assert "damaged: 1 row, which the next run prepares anew" in str(inspect_caches(root.parent / "cache")[0])
+    assert "damaged: 1 file, which the next run writes anew" in str(inspect_caches(root.parent / "cache")[0])
 
 
 @pytest.mark.parametrize("codec", ["auto", "zstd", "source"])
@@ -180,34 +180,6 @@ def test_lists_made_by_code_have_caches_of_their_own(image_folder: Folder, tmp_p
     assert set().union(*(files ^ kept[len(makers) - 1] for files in kept[len(makers) :])) == set()
 
 
-@pytest.mark.parametrize("codec", ["auto", "zstd"])
-def test_a_list_takes_over_what_another_one_has_prepared(image_folder: Folder, codec: str) -> None:
-    """Without room on the disk, and whichever is removed leaves it to the other."""
-    root = image_folder()
-    names = sorted(str(path.relative_to(root)) for path in root.rglob("*.jpg"))
-    options: dict[str, Any] = {"cache_dir": root.parent / "cache", "codec": codec, "progress": False}
-
-    def made(chosen: list[str]) -> ImageManifest:
-        return ImageManifest([(name, 1) for name in chosen], root=root, num_workers=1, **options)
-
-    def first_file(dataset: ImageManifest) -> Path:
-        assert dataset.reader().kept is not None
-        path: Path = dataset.reader().kept.stores[0].files[0].path
-        return path
-
-    with made(names[:5]) as first, made(names[1:]) as second, made(names[2:5]) as third:
-        want = [np.asarray(Image.open(root / name)) for name in names]
-        for dataset, images in ((first, want[:5]), (second, want[1:]), (third, want[2:5])):
-            assert all(np.array_equal(np.asarray(dataset[i][0]), image) for i, image in enumerate(images))
-        assert len({first_file(dataset).stat().st_ino for dataset in (first, second, third)}) == 1
-        removed = first_file(first).parent
-    shutil.rmtree(removed)
-    (root / names[1]).write_bytes(b"no image any more, and of another size")
-    with made(names[2:5]) as third:
-        assert np.array_equal(np.asarray(third[0][0]), want[2])
-    assert not removed.exists()
-
-
 def test_labels_in_samples_are_part_of_what_a_cache_is_of(tmp_path: Path) -> None:
     """A dataset that lists (path, label) and no targets is cached anew when a label changes."""
 
@@ -270,12 +242,8 @@ def test_what_is_no_file_is_damage(image_folder: Folder, victim: str, kind: str,
     make(path)
     with pytest.raises(CacheError):
         CachedDataset.from_cache(path.parent)
-    if (victim, kind) == ("fastdata.json", "folder"):  # which a file cannot take the place of
-        with pytest.raises(CacheError, match="cannot be written"):
-            cached(root)
-    else:
-        with cached(root) as dataset:
-            assert dataset[0][0].size == (9, 7)
+    with cached(root) as dataset:
+        assert dataset[0][0].size == (9, 7)
 
 
 @pytest.mark.parametrize("codec", ["auto", "zstd", "source"])

@@ -195,7 +195,7 @@ def test_a_cache_of_tars_is_found_again_until_a_file_changes(tars: Path, monkeyp
     cache = tars / "cache"
     CachedDataset(str(tars / "t-*.tar"), cache_dir=cache, progress=False).close()
     with monkeypatch.context() as patch:
-        patch.setattr("fastdata.cache.build.ingest", None)
+        patch.setattr("fastdata.cache.shards.ingest", None)
         with CachedDataset(str(tars / "t-*.tar"), cache_dir=cache, progress=False) as again:
             assert list(again.targets) == [0, 10, 20]
     write_tar(tars / "t-01.tar", sample_files(3, "2."))

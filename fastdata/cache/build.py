@@ -1,12 +1,14 @@
 """Serving from the cache of a dataset: found, brought up to date or written once among any number of processes.
 
-A writer puts files under new names beside those that are in use, and last renames a manifest that names them into its
-place: killed at any moment it leaves the cache as it was. What it left is removed by the next one.
+A cache is shards and a manifest that names them, renamed into its place last: a writer that is killed at any moment
+leaves it as it was, and the shards that it has done, which the next one takes over. A shard stays while the files of
+all its samples are what they were; the samples of all others, and new ones, go into new shards.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import hashlib
 import json
@@ -23,23 +25,28 @@ import numpy.typing as npt
 from filelock import FileLock, Timeout
 
 from fastdata.cache.manifest import (
-    MANIFEST,
+    Cache,
     Columns,
     Manifest,
     Mirroring,
     Part,
-    Skipped,
-    marks_in,
-    open_part,
+    orphans_in,
     read_settled,
-    strays_in,
     target_columns,
     targets_of,
 )
-from fastdata.cache.shards import Written, unfinished, write_shards, written_of
+from fastdata.cache.shards import (
+    MOST_SHARDS,
+    ShardWriter,
+    Written,
+    done_files,
+    make_tasks,
+    samples_per_shard,
+    write_shards,
+)
 from fastdata.codecs import codec_of, describe_codec, find_codec
-from fastdata.errors import CacheError, FastDataError, SampleError, is_url
-from fastdata.memory import StoragePlan, fastest_fitting, format_bytes, usable_cores
+from fastdata.errors import CacheError, FastDataError, IngestError, SampleError, is_url
+from fastdata.memory import StoragePlan, fastest_fitting, format_bytes, parse_bytes, usable_cores
 from fastdata.prepare import (
     Forecast,
     KeptSamples,
@@ -48,7 +55,6 @@ from fastdata.prepare import (
     ReadPath,
     coders_of,
     forecast,
-    ingest,
     look_longer,
     try_all,
     warn_of_skipped,
@@ -57,7 +63,7 @@ from fastdata.remote import Place, made_by_this_user
 from fastdata.report import log
 from fastdata.shared import PackedPaths, SampleTable
 from fastdata.stores.files import free_bytes, naming_full_disk
-from fastdata.stores.readers import Decoder
+from fastdata.stores.readers import DAMAGE_PREFIX, Decoder
 from fastdata.stores.writers import ShapesDifferError, WriterPlan
 from fastdata.workers import run_tasks
 
@@ -68,9 +74,6 @@ SOURCE = "source"
 _NAME_CHARACTERS = 12
 _FILES_PER_TASK = 50_000
 _NO_FILE = -1
-_MOST_CHANGED = 0.5
-_MOST_FILES = 256
-"""Of a part: every process keeps descriptors open for each, and 1,024 is a usual limit."""
 _SPARE_BYTES = 256 << 20
 """Left on the disk where the choice is ours."""
 _SAY_AGAIN_S = 30.0
@@ -83,12 +86,11 @@ class _Wanted:
     Args:
         path: that samples are read by.
         options: as given by the user, with ``cache_dir``.
-        table: paths and targets where they are known beforehand; else they are kept in the cache.
+        table: paths and targets where they are known beforehand; else targets are kept in the cache.
         listing: the files, where samples are files.
         key: what they depend on besides their files.
         root: folder of the files; empty where there is none.
         place: of the cache.
-        family: what the names of the caches of other lists over the same root begin with; empty where there are none.
     """
 
     path: ReadPath
@@ -98,7 +100,6 @@ class _Wanted:
     key: dict[str, str]
     root: str
     place: Place
-    family: str = ""
 
     @property
     def home(self) -> Path:
@@ -112,32 +113,11 @@ class _Wanted:
         return Mirroring(self.options.local_cache, self.options.local_limit)
 
     @property
-    def is_sharded(self) -> bool:
-        """Whether it is written as shards: by other machines, to one, or because the user says so."""
-        return self.options.engine != "local" or self.options.shard_bytes is not None or self.place.is_remote
-
-    @property
     def coders(self) -> list[Decoder]:
         """Those that a cache's own words may not be enough to make."""
         given, decoder = self.options.codec, self.path.decoder
         codecs = given if isinstance(given, (tuple, list)) else () if given in ("auto", SOURCE) else (given,)
         return [*map(find_codec, codecs), *([] if decoder is None else [decoder])]
-
-
-class Found(NamedTuple):
-    """A cache held against the samples as they are now.
-
-    place: of the cache. manifest, columns: its own. match: int64 (N,), for each sample its index when the cache was
-    written, or -1 where it is not up to date. rows: int64 (parts, N), the row of each sample; -1 where it was left out
-    or is not up to date. marks: files that name damaged rows.
-    """
-
-    place: Place
-    manifest: Manifest
-    columns: Columns
-    match: np.ndarray
-    rows: np.ndarray
-    marks: Sequence[Path] = ()
 
 
 def prepare_on_disk(
@@ -164,27 +144,37 @@ def prepare_on_disk(
     assert options.cache_dir is not None
     key = {"source": opened, "prepare": steps, "codec": describe_codec(options.codec, options.cache_key)}
     root = os.path.abspath(os.path.expanduser(root)) if root and not is_url(root) else root
+    name = _name_of(key, root, listing if is_own_list else None)
+    place = Place(options.cache_dir, options.storage_options).below(name)
+    wanted = _Wanted(path, options, table, listing, key, root, place)
+    prepared, why = _opened(wanted)
+    if prepared is not None:
+        return prepared
+    needed = why or "it holds no cache of these samples that is up to date"
+    with _writable(wanted.home.parent, needed), locked(wanted.home):
+        prepared, why = _opened(wanted)  # another process may have written it meanwhile
+        if prepared is None:
+            _write(wanted, why)
+            prepared, why = _opened(wanted)
+    if prepared is None:
+        raise CacheError(f"{place} was written but cannot be read: {why or 'files changed meanwhile'}")
+    warn_of_skipped(prepared.skipped, len(path.source))
+    return prepared
+
+
+def _name_of(key: Mapping[str, str], root: str, listing: Listing | None) -> str:
+    """Of the folder of a cache."""
     stem = re.sub(r"[^A-Za-z0-9._]+", "-", os.path.basename(root)).strip(".-") or "samples"
     text = json.dumps({**key, "root": root}, sort_keys=True)
-    name, family = f"{stem}-{hashlib.sha256(text.encode()).hexdigest()[:_NAME_CHARACTERS]}", ""
-    if listing is not None and is_own_list:
-        digest = hashlib.sha256(listing["ends"].data)
-        digest.update(listing["paths"].data)
-        name, family = f"{name}-{digest.hexdigest()[:_NAME_CHARACTERS]}", name
-    place = Place(options.cache_dir, options.storage_options).below(name)
-    wanted = _Wanted(path, options, table, listing, key, root, place, family)
-    prepared, why = _opened(wanted)
-    if prepared is None:
-        home, needed = wanted.home, why or "it holds no cache of these samples that is up to date"
-        with _writable(home.parent, needed), locked(home):
-            prepared, why = _opened(wanted)  # another process may have written it meanwhile
-            if prepared is None:
-                _write(wanted, why)
-                prepared, why = _opened(wanted)
-        if prepared is None:
-            raise CacheError(f"{wanted.place} was written but cannot be read: {why or 'files changed meanwhile'}")
-        warn_of_skipped(prepared.skipped, len(path.source))
-    return prepared
+    name = f"{stem}-{hashlib.sha256(text.encode()).hexdigest()[:_NAME_CHARACTERS]}"
+    if listing is None:
+        return name
+    digest = hashlib.sha256(listing["ends"].data)
+    digest.update(listing["paths"].data)
+    return f"{name}-{digest.hexdigest()[:_NAME_CHARACTERS]}"
+
+
+# Opening
 
 
 def _opened(wanted: _Wanted) -> tuple[Prepared | None, str]:
@@ -197,87 +187,64 @@ def _opened(wanted: _Wanted) -> tuple[Prepared | None, str]:
         return None, str(damaged)
 
 
-def _serve_complete(wanted: _Wanted, manifest: Manifest, columns: Columns) -> Prepared | None:
-    found = _hold_against(wanted, manifest, columns)
-    if (found.match < 0).any():
+def _serve_complete(wanted: _Wanted, cache: Cache) -> Prepared | None:
+    rows = _rows_now(wanted, cache)
+    if (rows < 0).any():
         return None
-    if wanted.place.is_remote:
-        return serve(found, wanted.coders, wanted.table)
-    _relabel(wanted, found)
-    prepared = serve(found, wanted.coders, wanted.table)
-    if strays_in(wanted.home, manifest.file_names()):  # of a writer that died after its work was done
+    prepared = serve(cache, rows, wanted.coders, wanted.table)
+    # of a writer that died after its work was done
+    if not wanted.place.is_remote and orphans_in(wanted.home, cache.manifest.file_names()):
         with contextlib.suppress(OSError, Timeout), locked(wanted.home, wait=False):
             _sweep(wanted.place)
     return prepared
 
 
-def _hold_against(wanted: _Wanted, manifest: Manifest, columns: Columns) -> Found:
-    """A cache against the samples as they are now; CacheError where it is another one's."""
-    place, count = wanted.place, len(wanted.path.source)
+def _rows_now(wanted: _Wanted, cache: Cache) -> Int64s:
+    """The row of each sample, or -1 where it is not up to date; CacheError for a cache of other samples."""
+    place, manifest, columns = cache.place, cache.manifest, cache.columns
+    count = len(wanted.path.source)
     if manifest.key != wanted.key or (wanted.listing is not None and "paths" not in columns):
         raise CacheError(f"{place} was made in another way")
     if wanted.listing is not None:
-        match = unchanged(wanted.listing, columns)
+        match = _match_files(wanted.listing, columns)
     elif manifest.count == count:
         match = np.arange(count)
     else:
         raise CacheError(f"{place} holds {manifest.count} samples, but there are {count} now")
-    rows, marks = columns["rows"], [] if place.is_remote else marks_in(wanted.home)
-    is_bad = np.zeros(manifest.count, np.bool_)
-    if wanted.options.on_error == "raise":
-        is_bad |= rows[0] < 0
-    for _, name, row in marks:
-        for part, part_rows in zip(manifest.parts, rows, strict=True):
-            names = [file.name for file in part.files]
-            if name in names:
-                is_bad |= part_rows == row + sum(file.rows for file in part.files[: names.index(name)])
-    match = np.where(np.append(is_bad, True)[match], -1, match)  # -1 finds what is appended
-    rows = np.append(rows, np.full((len(rows), 1), -1), axis=1)[:, match]
-    return Found(place, manifest, columns, match, rows, [path for path, _, _ in marks])
+    is_sound = columns["is_kept"] | (wanted.options.on_error == "skip")
+    damaged = set() if place.is_remote else damaged_files(wanted.home)
+    for first, shard in zip(manifest.first_rows(), manifest.shards, strict=False):
+        if damaged & manifest.files(shard).keys():
+            is_sound[first : first + shard.rows] = False
+    rows = np.append(columns["rows"], -1)[match]  # -1 finds what is appended
+    return np.where((rows >= 0) & np.append(is_sound, False)[rows], rows, -1)
 
 
-def _relabel(wanted: _Wanted, found: Found) -> None:
-    """Keep the labels of now where other ones are kept of the same files; if nobody is writing."""
-    old, table = found.manifest, wanted.table
-    if table is None or not np.array_equal(found.match, np.arange(old.count)):
-        return
-    targets = target_columns(table, np.flatnonzero(found.rows[0] >= 0))
-    others = {name: column for name, column in found.columns.items() if not name.startswith("targets.")}
-    kept = {name: column for name, column in found.columns.items() if name not in others}
-    are_same = {name: _plain(it) for name, it in kept.items()} == {name: _plain(it) for name, it in targets.items()}
-    if are_same and old.classes == table.class_to_idx:
-        return
-    log.info("the labels in %s are brought up to date", wanted.place)
-    with contextlib.suppress(OSError, Timeout), locked(wanted.home, wait=False):
-        if Manifest.read(wanted.place) == old:
-            new = replace(old, generation=old.generation + 1, classes=table.class_to_idx)
-            new.write(wanted.place, {**others, **targets})
-            _sweep(wanted.place)
+def damaged_files(home: Path) -> set[str]:
+    """Those in which a reader has found bytes that are not what was written."""
+    return {path.name.removeprefix(DAMAGE_PREFIX) for path in home.glob(f"{DAMAGE_PREFIX}*")}
 
 
-def _plain(column: np.ndarray) -> tuple[str, tuple[int, ...], bytes]:
-    return column.dtype.str, column.shape, column.tobytes()
-
-
-def serve(found: Found, known: Sequence[Decoder], table: SampleTable | None) -> Prepared:
-    """Map the samples of a cache that are up to date and were not left out.
+def serve(cache: Cache, rows: Int64s, known: Sequence[Decoder], table: SampleTable | None) -> Prepared:
+    """Map the samples of a cache in these rows, but for those that were left out.
 
     Args:
-        found: what of the cache is to be served.
+        cache: as it was read.
+        rows: int64 (N,), of each sample.
         known: what may decode a part, beside fastdata's own codecs.
         table: of all samples; None makes one of the targets that the cache keeps.
     """
-    place, manifest, kept = found.place, found.manifest, np.flatnonzero(found.rows[0] >= 0)
+    place, manifest = cache.place, cache.manifest
+    kept = np.flatnonzero(cache.columns["is_kept"][rows])
     if not len(kept):
         raise CacheError(f"{place} holds no sample")
     with contextlib.ExitStack() as cleanup:
         stores = []
-        for part, rows in zip(manifest.parts, found.rows, strict=True):
-            coder = _coder_of(place, part, known)
-            stores.append(open_part(Path(place.url), part, found.columns, rows[kept], coder))
+        for number, part in enumerate(manifest.parts):
+            stores.append(cache.open_part(number, rows[kept], _coder_of(place, part, known)))
             cleanup.callback(stores[-1].close)
         if table is None:
-            table = SampleTable(kept_targets(found, kept))
+            table = SampleTable(stored_targets(cache, rows[kept]))
         elif len(kept) < len(table):
             table = table.reduced_to(kept.tolist())
         cleanup.pop_all()
@@ -285,10 +252,12 @@ def serve(found: Found, known: Sequence[Decoder], table: SampleTable | None) -> 
     reason = f"storage='disk': {format_bytes(manifest.size_bytes)} {what} in {place}"
     log.info("%s", reason)
     kinds = manifest.is_tuple, manifest.target_is_part, manifest.keys
+    skipped = {entry.row: entry for entry in manifest.skipped}
+    pairs = [(i, skipped[row]) for i, row in enumerate(rows.tolist()) if row in skipped] if skipped else []
     return Prepared(
         storage_plan=StoragePlan(storage="disk", reason=reason, codec=None if what == "raw" else what),
         kept=KeptSamples(tuple(stores), table, *kinds, mask_places=manifest.mask_places),
-        skipped=_skipped_of(found),
+        skipped=[SampleError(entry.message, index=i, path=entry.path) for i, entry in pairs],
     )
 
 
@@ -314,224 +283,162 @@ def _coder_of(place: Place, part: Part, known: Sequence[Decoder]) -> Decoder | N
         ) from unknown
 
 
-def kept_targets(found: Found, kept: np.ndarray) -> Any:
-    """The targets of these samples, which the cache keeps: numbers in one array, else a list."""
-    if found.manifest.target_is_part:
-        return np.zeros(len(kept), np.int64)
-    stored = targets_of(found.columns)
-    chosen = (np.cumsum(found.columns["rows"][0] >= 0) - 1)[found.match[kept]]
+def stored_targets(cache: Cache, rows: Int64s) -> Any:
+    """The targets of rows that are kept: numbers in one array, else a list."""
+    if cache.manifest.target_is_part:
+        return np.zeros(len(rows), np.int64)
+    stored = targets_of(cache.columns)
+    chosen = (np.cumsum(cache.columns["is_kept"]) - 1)[rows]
     return stored[chosen] if isinstance(stored, np.ndarray) else [stored[i] for i in chosen.tolist()]
 
 
-def _skipped_of(found: Found) -> list[SampleError]:
-    then = {entry.index: entry for entry in found.manifest.skipped}
-    left_out = np.flatnonzero((found.match >= 0) & (found.rows[0] < 0)).tolist() if then else []
-    pairs = [(i, then[int(found.match[i])]) for i in left_out if int(found.match[i]) in then]
-    return [SampleError(entry.message, index=i, path=entry.path) for i, entry in pairs]
+# Writing
+
+
+class _Draft(NamedTuple):
+    """A cache that lacks some samples.
+
+    Args:
+        manifest: with the shards that stay.
+        plans: of the files of each part of the samples that it lacks.
+        columns: by row of those that stay.
+        targets: of the rows that are kept; none where the source has them.
+        rows: int64 (N,), of each sample; -1 of those that it lacks.
+    """
+
+    manifest: Manifest
+    plans: Sequence[WriterPlan]
+    columns: Columns
+    targets: list[Any]
+    rows: Int64s
+
+    def of_any_shapes(self) -> _Draft:
+        """The same without any shard, for samples that turned out to differ."""
+        parts = [replace(part, spec=replace(part.spec, shape=None)) for part in self.manifest.parts]
+        manifest = replace(self.manifest, parts=tuple(parts), shards=(), skipped=())
+        plans = [plan.of_any_shapes() for plan in self.plans]
+        return _Draft(manifest, plans, {}, [], np.full_like(self.rows, -1))
 
 
 def _write(wanted: _Wanted, why: str) -> None:
     """Bring the cache up to date; or write all of it, where there is a reason why it cannot be used. Under the lock."""
-    folder, place, is_done, found = wanted.home, wanted.place, False, None
-    if not place.is_remote:  # there another machine may be writing
-        folder.mkdir(parents=True, exist_ok=True)
-        # workers of a writer that was killed live on for a second, and write on to files without a name
-        _sweep(place, with_shards=not wanted.is_sharded)
+    is_done = False
+    if not wanted.place.is_remote:  # there another machine may be writing
+        wanted.home.mkdir(parents=True, exist_ok=True)
+        _sweep(wanted.place, is_done=False)
+        for path in [] if wanted.home.is_symlink() else wanted.home.glob("*.*"):
+            with contextlib.suppress(OSError):
+                path.rmdir()  # a file may have to take its place
     try:
-        if not why:
-            with contextlib.suppress(FileNotFoundError):
-                found = read_settled(place, partial(_hold_against, wanted), wanted.mirroring)
-            found = found or _borrowed(wanted)
-        if found is not None and _is_worth_updating(found):
-            reason = "their files are new, were changed, or could not be prepared before"
-            if found.marks:
-                reason = f"{len(found.marks)} were found damaged in the cache"
-            missing, count = int((found.match < 0).sum()), len(found.match)
-            if missing:
-                log.warning("%d of %d samples are prepared anew: %s", missing, count, reason)
-            part_bytes = [part.size_bytes * missing // max(part.rows, 1) for part in found.manifest.parts]
-            try:
-                _fill(wanted, found, part_bytes)
-                is_done = True
-                return
-            except ShapesDifferError:
-                why = "the changed samples have other shapes than those in the cache"
-            if not place.is_remote:
-                _sweep(place)
-        elif found is not None:
-            why = f"{int((found.match < 0).sum())} of its samples are not up to date"
+        draft = None
         if why:
             log.warning("the cache is written anew: %s", why)
-        _fill(wanted, *_begin(wanted))
+        else:
+            with contextlib.suppress(FileNotFoundError):
+                draft = read_settled(wanted.place, partial(_draft_of, wanted), wanted.mirroring)
+        _fill(wanted, draft or _begin(wanted))
         is_done = True
     finally:  # what went out of use, or what an error or Ctrl-C left half done; shards that are done stay until all are
         with contextlib.suppress(OSError):
-            if is_done or not place.is_remote:
-                _sweep(place, with_shards=is_done or not wanted.is_sharded)
-            if not place.is_remote:
-                folder.rmdir()  # where nothing is in it
+            if is_done or not wanted.place.is_remote:
+                _sweep(wanted.place, is_done=is_done)
+            if not wanted.place.is_remote:
+                wanted.home.rmdir()  # where nothing is in it
 
 
-def _borrowed(wanted: _Wanted) -> Found | None:
-    """What the cache of another list over the same root has of these samples, its files linked into this one's folder.
-
-    Files of a cache never change, so that both may have them; whoever is removed leaves them to the other.
-    """
-    best: Found | None = None
-    folders = wanted.home.parent.glob(f"{wanted.family}-*") if wanted.family and not wanted.place.is_remote else ()
-    for folder in folders:
-        other = replace(wanted, place=Place(folder))
-        with contextlib.suppress(CacheError, FileNotFoundError):
-            found = read_settled(folder, partial(_hold_against, other))
-            if best is None or (found.match >= 0).sum() > (best.match >= 0).sum():
-                best = found
-    if best is None or not _is_worth_updating(best):
+def _draft_of(wanted: _Wanted, cache: Cache) -> _Draft | None:
+    """What may stay of a cache; None where that is nothing."""
+    manifest, columns = cache.manifest, cache.columns
+    rows = _rows_now(wanted, cache)
+    is_current = np.zeros(manifest.count, np.bool_)
+    is_current[rows[rows >= 0]] = True
+    firsts = manifest.first_rows()[:-1].tolist()
+    pairs = zip(firsts, manifest.shards, strict=True)
+    staying = [shard for first, shard in pairs if is_current[first : first + shard.rows].all()]
+    if len(staying) >= MOST_SHARDS:  # those that updates have left small are joined
+        size = samples_per_shard(manifest.count, manifest.size_bytes, None)
+        staying = [shard for shard in staying if 4 * shard.rows >= 3 * size]
+    if not staying:
+        log.warning("the cache is written anew: %d of its samples are not up to date", (rows < 0).sum())
         return None
-    lender = Path(best.place.url)
-    with contextlib.suppress(OSError, Timeout), locked(lender, wait=False):  # one without links is prepared from files
-        for name in best.manifest.file_names() - {MANIFEST, best.manifest.index_name}:
-            os.link(lender / name, wanted.home / name)
-        log.info("%s takes over files of %s", wanted.place, lender)
-        return best._replace(place=wanted.place, marks=())
-    return None
+    stays = np.repeat([shard in staying for shard in manifest.shards], [shard.rows for shard in manifest.shards])
+    new_rows = np.append(np.where(stays, np.cumsum(stays) - 1, -1), -1)
+    skipped = [replace(entry, row=int(new_rows[entry.row])) for entry in manifest.skipped if stays[entry.row]]
+    kept = np.flatnonzero(stays & columns["is_kept"])
+    targets = stored_targets(cache, kept) if wanted.table is None else []
+    draft = _Draft(
+        replace(manifest, shards=tuple(staying), skipped=tuple(skipped)),
+        [],
+        {name: column[stays] for name, column in columns.items() if _is_by_row(name)},
+        targets.tolist() if isinstance(targets, np.ndarray) else targets,
+        _without_repeats(new_rows[rows]),
+    )
+    missing = int((draft.rows < 0).sum())
+    reason = "files in their shards are new or changed, or damaged in the cache"
+    log.warning("%d of %d samples are prepared anew: %s", missing, len(rows), reason)
+    plans = [_plan_again(wanted, manifest, number, columns, missing) for number in range(len(manifest.parts))]
+    return draft._replace(plans=plans)
 
 
-def _is_worth_updating(found: Found) -> bool:
-    parts, count = found.manifest.parts, len(found.match)
-    missing = int((found.match < 0).sum())
-    rows_then = max(part.rows for part in parts) + missing
-    is_room = max(len(part.files) for part in parts) < _MOST_FILES
-    return is_room and missing <= _MOST_CHANGED * count and count >= (1 - _MOST_CHANGED) * rows_then
+def _is_by_row(name: str) -> bool:
+    return name == "is_kept" or name.startswith("part")
 
 
-def _sweep(place: Place, *, with_shards: bool = True) -> None:
-    """Remove the files of a cache that its manifest does not name; none of one that cannot be read, maybe just now.
-
-    ``with_shards``: those too that are done, of a build that is not.
-    """
-    belong: set[str] = set()
-    with contextlib.suppress(CacheError):
-        with contextlib.suppress(FileNotFoundError):
-            belong = Manifest.read(place).file_names()
-        names = {entry.name for entry in place.find() if "/" not in entry.name}
-        strays = names - belong
-        if not place.is_remote:
-            strays = {path.name for path in strays_in(Path(place.url), belong) if made_by_this_user(path)}
-        place.remove(*sorted(strays if with_shards else strays - unfinished(names)))
+def _without_repeats(rows: Int64s) -> Int64s:
+    """A file that is listed twice has a row for each: all but the first are to be prepared."""
+    is_first = np.zeros(len(rows), np.bool_)
+    is_first[np.unique(rows, return_index=True)[1]] = True
+    return np.where(is_first, rows, -1)
 
 
-def _begin(wanted: _Wanted) -> tuple[Found, Sequence[int]]:
-    """A cache that has no samples yet, and about how many bytes those of each part will take."""
-    source, count = wanted.path.source, len(wanted.path.source)
+def _plan_again(wanted: _Wanted, manifest: Manifest, number: int, columns: Columns, missing: int) -> WriterPlan:
+    """Of so many more samples of a part of a cache."""
+    part = manifest.parts[number]
+    size_bytes = sum(shard.sizes[number] for shard in manifest.shards)
+    return WriterPlan(
+        spec=part.spec,
+        dimensions=0 if part.is_table else columns[f"part{number}.shapes"].shape[1],
+        codec=_coder_of(wanted.place, part, wanted.coders),
+        first_bytes=size_bytes * missing // manifest.count,
+    )
+
+
+def _begin(wanted: _Wanted) -> _Draft:
+    """A cache that has no samples yet."""
+    source = wanted.path.source
     expected = forecast(source, wanted.path.prepare)
     if not expected.target_is_part:
         with contextlib.closing(SampleTable([sample.target for sample in expected.looked_at])) as table:
             target_columns(table, np.arange(len(table)))  # an error now, if they cannot be kept
-    names = {entry.name for entry in wanted.place.find()}
-    found = [re.search(r"-(\d{5})[.-]", name) for name in sorted(names - unfinished(names))]
-    numbers = [int(match[1]) for match in found if match]
     choice, part_bytes = _choose_codec(wanted, expected)
     coders = coders_of(choice, wanted.path, wanted.options.codec, len(expected.specs))
     parts = tuple(
-        Part(name=f"part{number}", spec=spec, codec=None if coder is None else dict(coder.settings()), files=())
-        for number, (spec, coder) in enumerate(zip(expected.specs, coders, strict=True))
+        Part(spec=spec, codec=None if coder is None else dict(coder.settings()))
+        for spec, coder in zip(expected.specs, coders, strict=True)
     )
-    shapes = [np.zeros((0, part.array.ndim), np.int32) for part in expected.looked_at[0].parts]
-    pairs = zip(parts, shapes, strict=True)
-    columns = Columns({f"{part.name}.shapes": none for part, none in pairs if not part.is_table})
+    plans = [
+        WriterPlan(
+            spec=part.spec,
+            dimensions=0 if part.is_table else looked_at.array.ndim,
+            codec=coder,
+            is_certain=part.spec.shape == wanted.path.shape,
+            first_bytes=first_bytes,
+        )
+        for part, looked_at, coder, first_bytes in zip(
+            parts, expected.looked_at[0].parts, coders, part_bytes, strict=True
+        )
+    ]
     manifest = Manifest(
         key=wanted.key,
         root=wanted.root,
-        generation=max(numbers, default=-1),
-        count=count,
         parts=parts,
+        shards=(),
         is_tuple=expected.is_tuple,
         target_is_part=expected.target_is_part,
         mask_places=expected.mask_places,
         keys=expected.keys,
     )
-    return Found(wanted.place, manifest, columns, np.full(count, -1), np.full((len(parts), count), -1)), part_bytes
-
-
-def _fill(wanted: _Wanted, found: Found, part_bytes: Sequence[int]) -> None:
-    """Prepare the samples that a cache lacks into one more file for each part, and let it hold them from now on.
-
-    Args:
-        wanted: the samples.
-        found: what of them is there.
-        part_bytes: about what those that are missing take.
-
-    Raises:
-        ShapesDifferError: they have other shapes than those that are there.
-    """
-    manifest, missing = found.manifest, np.flatnonzero(found.match < 0)
-    is_all = not any(part.files for part in manifest.parts)
-    plans = [
-        WriterPlan(
-            spec=part.spec,
-            dimensions=0 if part.is_table else found.columns[f"{part.name}.shapes"].shape[1],
-            codec=_coder_of(wanted.place, part, wanted.coders),
-            is_certain=is_all and part.spec.shape == wanted.path.shape,
-            path=Path(f"{part.name}-{manifest.generation + 1:05}"),
-            first_bytes=first_bytes,
-        )
-        for part, first_bytes in zip(manifest.parts, part_bytes, strict=True)
-    ]
-    chosen = None if is_all else missing.tolist()
-    with_targets = wanted.table is None and not manifest.target_is_part
-    if not len(missing):
-        written = Written((), missing, [], [])
-    elif wanted.is_sharded:
-        written = write_shards(
-            wanted.path,
-            plans,
-            wanted.options,
-            wanted.place,
-            basis={**manifest.key, "count": len(found.match), **(wanted.listing or {})},
-            with_targets=with_targets,
-            most_shards=_MOST_FILES - max(len(part.files) for part in manifest.parts),
-            chosen=chosen,
-        )
-    else:
-        plans = [replace(plan, path=wanted.home / str(plan.path)) for plan in plans]
-        ingested = ingest(wanted.path, plans, wanted.options, with_targets=with_targets, chosen=chosen)
-        written = written_of(ingested, plans, len(missing))
-    parts, rows, kept = list(manifest.parts), found.rows.copy(), missing[written.kept]
-    columns = {name: column for name, column in found.columns.items() if name.startswith("part")}
-    for number, (part, fresh) in enumerate(zip(manifest.parts, written.parts, strict=False)):
-        rows[number, kept] = part.rows + fresh.rows
-        parts[number] = replace(part, spec=fresh.spec, files=(*part.files, *fresh.files))
-        for name, column in fresh.columns.items():
-            old = columns.get(f"{part.name}.{name}", column[:0])
-            columns[f"{part.name}.{name}"] = np.concatenate((old, column))
-    columns |= {"rows": rows, **(wanted.listing or {})}
-    columns |= _targets(wanted, found, rows, dict(zip(kept.tolist(), written.targets, strict=False)))
-    skipped = [*_skipped_of(found), *written.skipped]
-    replace(
-        manifest,
-        generation=manifest.generation + 1,
-        count=rows.shape[1],
-        classes=None if wanted.table is None else wanted.table.class_to_idx,
-        parts=tuple(parts),
-        skipped=tuple(Skipped(index=error.index, path=error.path, message=str(error)) for error in skipped),
-    ).write(wanted.place, columns)
-    for mark in found.marks:  # whose rows no sample uses any more; a killed run leaves that to the next
-        mark.unlink(missing_ok=True)
-
-
-def _targets(wanted: _Wanted, found: Found, rows: np.ndarray, fresh: dict[int, Any]) -> dict[str, np.ndarray]:
-    """The targets of all samples that are in the cache now, those that were just prepared by their index."""
-    chosen = np.flatnonzero(rows[0] >= 0)
-    if wanted.table is not None:
-        return target_columns(wanted.table, chosen)
-    if found.manifest.target_is_part:
-        return {}
-    old = np.flatnonzero(found.rows[0] >= 0)
-    if len(old):
-        stored = kept_targets(found, old)
-        fresh |= zip(old.tolist(), stored.tolist() if isinstance(stored, np.ndarray) else stored, strict=True)
-    with contextlib.closing(SampleTable([fresh[i] for i in chosen.tolist()])) as table:
-        return target_columns(table, np.arange(len(chosen)))
+    return _Draft(manifest, plans, {}, [], np.full(len(source), -1))
 
 
 def _choose_codec(wanted: _Wanted, expected: Forecast) -> tuple[str | None, Sequence[int]]:
@@ -542,9 +449,7 @@ def _choose_codec(wanted: _Wanted, expected: Forecast) -> tuple[str | None, Sequ
     """
     codec, raw = wanted.options.codec, (None, expected.part_bytes)
     is_free, free = codec == "auto", max(free_bytes(wanted.home) - _SPARE_BYTES, 0)
-    if is_free and wanted.place.is_remote:  # which is never full
-        return raw
-    if is_free and expected.need_bytes <= free:
+    if is_free and (wanted.place.is_remote or expected.need_bytes <= free):  # a bucket is never full
         return raw
     trials = try_all(wanted.path, look_longer(wanted.path), codec)
     best = fastest_fitting(trials, free if is_free else None, only_lossless=is_free)
@@ -555,6 +460,91 @@ def _choose_codec(wanted: _Wanted, expected: Forecast) -> tuple[str | None, Sequ
     if is_free:
         log.info("codec=%r: raw %s, %s free", best.codec, format_bytes(expected.need_bytes), format_bytes(free))
     return best.codec, best.part_bytes
+
+
+def _fill(wanted: _Wanted, draft: _Draft) -> None:
+    """Prepare the samples that a cache lacks into more shards, and let it hold them from now on."""
+    try:
+        written = _prepare_missing(wanted, draft)
+    except ShapesDifferError as found:
+        if not any(part.spec.is_dense for part in draft.manifest.parts):
+            raise IngestError(f"{found}; make them alike") from None
+        if draft.manifest.shards:
+            log.warning("the cache is written anew: the changed samples have other shapes than those in the cache")
+        log.info("%s; samples are stored one by one with their own shapes", found)
+        _fill(wanted, draft.of_any_shapes())
+        return
+    manifest = _extended(draft.manifest, written)
+    first_row, missing = draft.manifest.count, draft.rows < 0
+    rows = draft.rows.copy()
+    rows[missing] = np.arange(first_row, manifest.count)
+    columns: Columns = {"rows": rows, **(wanted.listing or {})}
+    by_row = [draft.columns] * bool(first_row) + [each.columns for each in written]
+    for name in by_row[-1]:
+        columns[name] = np.concatenate([each[name] for each in by_row])
+    if not columns["is_kept"].any():
+        raise IngestError(f"none of the {len(rows)} samples can be prepared; the first: {manifest.skipped[0].message}")
+    if wanted.table is not None:
+        columns |= target_columns(wanted.table, np.argsort(rows)[columns["is_kept"]])
+        manifest = replace(manifest, classes=wanted.table.class_to_idx)
+    elif not manifest.target_is_part:
+        targets = [*draft.targets, *(target for each in written for target in each.targets)]
+        with contextlib.closing(SampleTable(targets)) as table:
+            columns |= target_columns(table, np.arange(len(table)))
+    manifest.write(wanted.place, columns)
+
+
+def _prepare_missing(wanted: _Wanted, draft: _Draft) -> list[Written]:
+    manifest, missing = draft.manifest, np.flatnonzero(draft.rows < 0)
+    need_bytes = sum(plan.first_bytes for plan in draft.plans)
+    asked = wanted.options.shard_bytes
+    if asked is not None and manifest.shards:  # for the shards that there are already the user is not to blame
+        asked = max(parse_bytes(asked, of=0), need_bytes // MOST_SHARDS + 1)
+    size = samples_per_shard(len(missing), need_bytes, asked)
+    words = [
+        manifest.key,
+        len(draft.rows) if wanted.listing is None else None,
+        *map(dataclasses.asdict, manifest.parts),
+    ]
+    tasks = make_tasks(missing, size, words, wanted.listing)
+    options = Options(on_error=wanted.options.on_error, num_workers=1, progress=False)
+    plans = [replace(plan, first_bytes=max(plan.first_bytes // len(tasks), 1)) for plan in draft.plans]
+    writer = ShardWriter(
+        path=wanted.path,
+        plans=tuple(plans),
+        parts=manifest.parts,
+        place=wanted.place,
+        options=options,
+        with_targets=wanted.table is None and not manifest.target_is_part,
+    )
+    return write_shards(writer, tasks, wanted.options)
+
+
+def _extended(manifest: Manifest, written: Sequence[Written]) -> Manifest:
+    """With more shards."""
+    skipped = list(manifest.skipped)
+    first_row = manifest.count
+    for each in written:
+        skipped += [replace(entry, row=first_row + entry.row) for entry in each.skipped]
+        first_row += each.shard.rows
+    shards = (*manifest.shards, *(each.shard for each in written))
+    return replace(manifest, shards=shards, skipped=tuple(skipped))
+
+
+def _sweep(place: Place, *, is_done: bool = True) -> None:
+    """Remove the files of a cache that its manifest does not name; none of one that cannot be read, maybe just now.
+
+    ``is_done``: those of shards, too, that are done, of a build that is not.
+    """
+    belong: set[str] = set()
+    with contextlib.suppress(CacheError):
+        with contextlib.suppress(FileNotFoundError):
+            belong = Manifest.read(place).file_names()
+        names = {entry.name for entry in place.find() if "/" not in entry.name}
+        orphans = names - belong
+        if not place.is_remote:
+            orphans = {path.name for path in orphans_in(Path(place.url), belong) if made_by_this_user(path)}
+        place.remove(*sorted(orphans if is_done else orphans - done_files(names)))
 
 
 def lock_file(home: Path) -> Path:
@@ -619,7 +609,7 @@ def list_paths(paths: Sequence[str], root: str, facts: Int64s | None = None) -> 
     return {"paths": packed.blob, "ends": packed.ends, "file_sizes": sizes, "mtimes_ns": mtimes_ns}
 
 
-def unchanged(new: Listing, old: Listing) -> Int64s:
+def _match_files(new: Listing, old: Mapping[str, np.ndarray]) -> Int64s:
     """For each file its index in an older listing, or -1 where it is not there or was written since."""
     if np.array_equal(new["ends"], old["ends"]) and np.array_equal(new["paths"], old["paths"]):
         match = np.arange(len(new["ends"]))
@@ -629,10 +619,10 @@ def unchanged(new: Listing, old: Listing) -> Int64s:
         match = np.array([index.get(name, -1) for name in names], np.int64)
     if not len(old["ends"]):
         return match
-    same = (match >= 0) & (new["file_sizes"] >= 0)
+    is_same = (match >= 0) & (new["file_sizes"] >= 0)
     for name in ("file_sizes", "mtimes_ns"):
-        same &= new[name] == old[name][match]
-    return np.where(same, match, -1)
+        is_same &= new[name] == old[name][match]
+    return np.where(is_same, match, -1)
 
 
 def _ask_files(paths: Sequence[str]) -> Int64s:

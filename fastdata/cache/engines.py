@@ -1,4 +1,4 @@
-"""Where the tasks of a build run: in workers of this machine, in any executor, or in a Ray cluster."""
+"""Tasks of a build that run elsewhere: in any executor, or in a Ray cluster."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from fastdata.errors import IngestError
 from fastdata.remote import options_travel
-from fastdata.workers import attempt, run_tasks
+from fastdata.workers import attempt
 
 _Done = TypeVar("_Done")
 _MOST_AHEAD = 128
@@ -20,15 +20,14 @@ _RAY_RETRIES = 10
 
 
 def run_on(
-    engine: Any, job: Callable[[Any], _Done], tasks: Sequence[Any], workers: int, full: Callable[[Any], Any]
+    engine: Any, job: Callable[[Any], _Done], tasks: Sequence[Any], full: Callable[[Any], Any]
 ) -> Generator[_Done, None, None]:
     """Yield what the job returns for each task, in any order; what it raises is raised here.
 
     Args:
-        engine: ``"local"``: forked workers, to which nothing is pickled but tasks; ``"ray"``; or an executor.
-        job: is pickled once for all tasks, unless workers are forked.
+        engine: ``"ray"``, or an executor.
+        job: is pickled once for all tasks.
         tasks: say as text what they are.
-        workers: as many local ones.
         full: makes a task that is sent to another machine of one.
 
     Raises:
@@ -37,9 +36,7 @@ def run_on(
     """
     if not tasks:
         return
-    if engine == "local":
-        yield from run_tasks(job, tasks, min(workers, len(tasks)))
-    elif engine == "ray":
+    if engine == "ray":
         with _Ray() as ray:
             yield from _run_in(ray, ray.put(job), tasks, full)
     else:
@@ -49,7 +46,8 @@ def run_on(
 def _run_in(
     executor: Executor, packed: Any, tasks: Sequence[Any], full: Callable[[Any], Any]
 ) -> Generator[Any, None, None]:
-    waiting, running = iter(tasks), dict[Future[bytes], Any]()
+    waiting = iter(tasks)
+    running: dict[Future[bytes], Any] = {}
 
     def give() -> None:
         for task in waiting:
@@ -118,7 +116,9 @@ class _Ray(Executor):
         except ImportError as missing:
             text = "engine='ray' needs Ray, which is not installed: pip install 'fastdata[ray]'"
             raise ImportError(text) from missing
-        self._ray, self._refs, self._is_connected = ray, list[Any](), ray.is_initialized()
+        self._ray = ray
+        self._refs: list[Any] = []
+        self._is_connected = ray.is_initialized()
         if not self._is_connected:
             ray.init(log_to_driver=False, logging_level="error")
         self._task = ray.remote(num_cpus=1, max_retries=_RAY_RETRIES)(_attempt)

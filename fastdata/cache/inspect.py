@@ -8,23 +8,15 @@ import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from filelock import Timeout
 
-from fastdata.cache.build import Found, kept_targets, lock_file, locked, serve
-from fastdata.cache.manifest import (
-    MANIFEST,
-    Columns,
-    Manifest,
-    Mirroring,
-    marks_in,
-    open_part,
-    read_settled,
-    strays_in,
-)
+from fastdata.cache.build import damaged_files, lock_file, locked, serve, stored_targets
+from fastdata.cache.manifest import MANIFEST, Cache, Manifest, Mirroring, orphans_in, read_settled
 from fastdata.errors import CacheError, counted, is_url, refuse_remote
 from fastdata.memory import format_bytes
 from fastdata.prepare import Prepared
@@ -91,30 +83,27 @@ def open_cache(
     Raises:
         CacheError: it is damaged, or cannot be served without its dataset.
     """
+    return read_settled(home, partial(_serve_alone, as_tensors=as_tensors), mirroring)
 
-    def use(manifest: Manifest, columns: Columns) -> tuple[Prepared, Manifest]:
+
+def _serve_alone(cache: Cache, *, as_tensors: bool) -> tuple[Prepared, Manifest]:
+    manifest, rows = cache.manifest, cache.columns["rows"]
+    kept = np.flatnonzero(cache.columns["is_kept"][rows])
+    has_paths = "paths" in cache.columns and not (manifest.target_is_part or manifest.mask_places)
+    paths = _paths_of(cache, kept) if has_paths else None
+    table = SampleTable(stored_targets(cache, rows[kept]), paths=paths, class_to_idx=manifest.classes)
+    if as_tensors:
         parts = tuple(
-            replace(part, spec=replace(part.spec, form="tensor")) if as_tensors and part.spec.form == "pil" else part
+            replace(part, spec=replace(part.spec, form="tensor")) if part.spec.form == "pil" else part
             for part in manifest.parts
         )
-        rows = columns["rows"]
-        place, manifest_now = home if isinstance(home, Place) else Place(home), replace(manifest, parts=parts)
-        found = Found(place, manifest_now, columns, np.arange(manifest.count), rows)
-        kept = np.flatnonzero(rows[0] >= 0)
-        paths = (
-            _paths_of(found, kept)
-            if "paths" in columns and not (manifest.target_is_part or manifest.mask_places)
-            else None
-        )
-        table = SampleTable(kept_targets(found, kept), paths=paths, class_to_idx=manifest.classes)
-        return serve(found, (), table), manifest
-
-    return read_settled(home, use, mirroring)
+        cache = cache._replace(manifest=replace(manifest, parts=parts))
+    return serve(cache, rows, (), table), manifest
 
 
-def _paths_of(found: Found, kept: np.ndarray) -> PackedPaths:
-    packed = PackedPaths(found.columns["paths"], found.columns["ends"])
-    root = os.path.join(os.fsencode(found.manifest.root), b"")
+def _paths_of(cache: Cache, kept: np.ndarray) -> PackedPaths:
+    packed = PackedPaths(cache.columns["paths"], cache.columns["ends"])
+    root = os.path.join(os.fsencode(cache.manifest.root), b"")
     starts = np.concatenate([[0], packed.ends[:-1]]).astype(np.int64)
     is_absolute = (packed.blob[starts[starts < len(packed.blob)]] == ord(os.sep)).any()
     if len(kept) == len(packed) and not is_absolute:
@@ -131,13 +120,11 @@ class Inspected:
         folder: where it is.
         manifest: what it holds; None if that cannot be read.
         problem: why it cannot be used, in one line; empty if nothing is known against it.
-        garbage_rows: that no sample uses any more.
     """
 
     folder: Path | Place
     manifest: Manifest | None
     problem: str = ""
-    garbage_rows: int = 0
 
     def __str__(self) -> str:
         if self.manifest is None:
@@ -147,15 +134,15 @@ class Inspected:
             str(self.folder),
             f"  samples    {manifest.count - len(manifest.skipped):,}, {len(manifest.skipped):,} left out",
             *([] if manifest.classes is None else [f"  classes    {len(manifest.classes):,}"]),
-            f"  size       {format_bytes(manifest.size_bytes)}, {counted(self.garbage_rows, 'row')} not in use",
+            f"  size       {format_bytes(manifest.size_bytes)} in {_count(len(manifest.shards), 'shard')}",
             f"  made from  {manifest.root or '(a dataset)'}",
             f"  opened by  {manifest.key.get('source', '')}",
             f"  prepared   {manifest.key.get('prepare') or '-'}",
         ]
-        for part in manifest.parts:
+        for number, part in enumerate(manifest.parts):
             shape = "x".join(map(str, part.spec.shape)) if part.spec.shape is not None else "of many shapes"
             codec = "raw" if part.codec is None else " ".join(f"{name}={value}" for name, value in part.codec.items())
-            lines.append(f"  {part.name:<9}  {part.spec.dtype} {shape}, {codec}, {_count(len(part.files), 'file')}")
+            lines.append(f"  part{number:<5}  {part.spec.dtype} {shape}, {codec}")
         return "\n".join([*lines, f"  problem    {self.problem}"] if self.problem else lines)
 
 
@@ -166,46 +153,42 @@ def inspect_caches(path: str | os.PathLike[str], storage_options: Mapping[str, A
 
 
 def _look(folder: Path | Place) -> Inspected:
-    def use(manifest: Manifest, columns: Columns) -> Inspected:
-        for part, rows in zip(manifest.parts, columns["rows"], strict=True):
-            open_part(Path(folder), part, columns, rows[rows >= 0], None).close()
-        marks = len(marks_in(folder)) if isinstance(folder, Path) else 0
-        return Inspected(
-            folder=folder,
-            manifest=manifest,
-            problem=f"damaged: {_count(marks, 'row')}, which the next run prepares anew" if marks else "",
-            garbage_rows=sum(part.rows for part in manifest.parts) - int((columns["rows"] >= 0).sum()),
-        )
+    def use(cache: Cache) -> Manifest:
+        for number in range(len(cache.manifest.parts)):
+            cache.open_part(number, np.flatnonzero(cache.columns["is_kept"]), None).close()
+        return cache.manifest
 
     try:
-        return read_settled(folder, use)
-    except (CacheError, FileNotFoundError) as problem:
-        return Inspected(folder=folder, manifest=None, problem=str(problem))
+        manifest = read_settled(folder, use)
+    except (CacheError, FileNotFoundError) as unreadable:
+        return Inspected(folder=folder, manifest=None, problem=str(unreadable))
+    damaged = len(damaged_files(folder)) if isinstance(folder, Path) else 0
+    problem = f"damaged: {_count(damaged, 'file')}, which the next run writes anew" if damaged else ""
+    return Inspected(folder=folder, manifest=manifest, problem=problem)
 
 
 def verify_cache(found: Inspected) -> list[str]:
     """Read every sample of a cache and hold it against its checksum; a line for each that is damaged.
 
-    They are marked, so that the next run prepares them anew.
+    Their files are marked, so that the next run writes them anew.
     """
-    manifest, folder = found.manifest, found.folder
-    if manifest is None:
+    if found.manifest is None:
         return [found.problem]
+    return read_settled(found.folder, _verify)
 
-    def use(manifest: Manifest, columns: Columns) -> list[str]:
-        lines: list[str] = []
-        for part, rows in zip(manifest.parts, columns["rows"], strict=True):
-            kept = np.flatnonzero(rows >= 0)
-            with contextlib.closing(open_part(Path(folder), part, columns, rows[kept], None)) as store:
-                for number in np.argsort(rows[kept], kind="stable").tolist():
-                    try:
-                        store.check(np.array([number]))
-                    except UndecodableError as damaged:
-                        row = rows[kept[number]]
-                        lines.append(f"sample {kept[number]}, {part.name}, row {row} is damaged: {damaged}")
-        return lines
 
-    return read_settled(folder, use)
+def _verify(cache: Cache) -> list[str]:
+    lines = []
+    kept = np.flatnonzero(cache.columns["is_kept"])
+    positions = np.argsort(cache.columns["rows"])
+    for number in range(len(cache.manifest.parts)):
+        with contextlib.closing(cache.open_part(number, kept, None)) as store:
+            for k, row in enumerate(kept.tolist()):
+                try:
+                    store.check(np.array([k]))
+                except UndecodableError as damaged:
+                    lines.append(f"sample {positions[row]}, part{number}, is damaged: {damaged}")
+    return lines
 
 
 def _count(number: int, what: str) -> str:
@@ -267,11 +250,11 @@ def _prune(folder: Path, *, gone: bool, dry_run: bool) -> list[Removal]:
         if not dry_run:
             shutil.rmtree(folder)
         return [Removal(path=folder, reason=reason, size_bytes=size_bytes)]
-    strays = strays_in(folder, found.manifest.file_names())
-    if not strays:
+    orphans = orphans_in(folder, found.manifest.file_names())
+    if not orphans:
         return []
-    size_bytes = sum(path.stat().st_size for path in strays)
-    for path in strays if not dry_run else ():
+    size_bytes = sum(path.stat().st_size for path in orphans)
+    for path in orphans if not dry_run else ():
         path.unlink()
-    reason = f"{_count(len(strays), 'file')} left by a writer that died"
+    reason = f"{_count(len(orphans), 'file')} left by a writer that died"
     return [Removal(path=folder, reason=reason, size_bytes=size_bytes)]

@@ -1,16 +1,14 @@
-"""Caches that are written as shards, by any number of processes and machines.
+"""Writing shards, by this machine or by any executor: the same bytes, whoever writes them and however often.
 
-The samples that are to be written are cut into runs. A task reads, prepares and writes one run, in order and in one
-process, so that the bytes of its files follow from the plan alone, whoever runs it and however often. Last it writes a
-receipt, ``shard-<plan>-00003.npz``, of what the index is to hold: a shard whose receipt and files are there is done,
-and stays when a build is stopped. The process that called gathers the receipts, and it alone makes them a cache.
+A task reads, prepares and writes one shard. Last it writes a receipt, ``shard-<name>.npz``, of what the index is to
+hold: a shard whose receipt and files are there is done, and stays when a build is stopped. The process that called
+gathers the receipts, and it alone makes them a cache.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import io
 import json
 import math
 import multiprocessing
@@ -19,11 +17,11 @@ import platform
 import re
 import time
 import uuid
-import zipfile
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,345 +29,336 @@ import numpy as np
 import torch
 
 from fastdata.cache.engines import run_on
-from fastdata.cache.manifest import VERSION, Columns, SampleFile, target_columns, targets_of
-from fastdata.errors import CacheError, IngestError, SampleError
-from fastdata.images import SampleSpec
+from fastdata.cache.manifest import (
+    DAMAGED,
+    VERSION,
+    Columns,
+    Part,
+    Shard,
+    Skipped,
+    file_name,
+    json_column,
+    pack_columns,
+    target_columns,
+    targets_of,
+    unpack_columns,
+)
+from fastdata.errors import CacheError, IngestError
 from fastdata.memory import parse_bytes
-from fastdata.prepare import Ingested, Options, ReadPath, ingest, ingest_workers
+from fastdata.prepare import Ingested, Options, ReadPath, ingest, ingest_workers, needs_processes
 from fastdata.remote import Place, fleeting_folder
 from fastdata.report import log, progress_bar
-from fastdata.shared import SampleTable
-from fastdata.sources import FileSource
+from fastdata.shared import PackedPaths, SampleTable
+from fastdata.sources import FileSource, Source
 from fastdata.stores.files import DiskFile
-from fastdata.stores.writers import ShapesDifferError, WriterPlan
+from fastdata.stores.readers import DAMAGE_PREFIX
+from fastdata.stores.writers import WriterPlan
+from fastdata.workers import run_tasks
 
+MOST_SHARDS = 200
+"""Every process keeps a descriptor open for each file, and 1,024 is a usual limit."""
 _LEAST_BYTES, _GOOD_BYTES = 16 << 20, 64 << 20
 """Of a shard: less is too little to hand out as a task, and from these on it may be more."""
-_GOOD_SHARDS, _MOST_SHARDS = 64, 200
+_GOOD_SHARDS = 64
 _CRC_BYTES = 4
-_RECEIPT = re.compile(r"shard-([0-9a-f]{8})-(\d{5})\.npz")
-_OF_SHARD = re.compile(r"(?:shard|part\d+-\d{5})-([0-9a-f]{8})-(\d{5})\.\w+")
-_DAMAGED = (ValueError, KeyError, TypeError, IndexError, EOFError, zipfile.BadZipFile)
+_NAME_CHARACTERS = 16
+_RECEIPT = re.compile(r"shard-([0-9a-f]{16})\.npz")
+_OF_SHARD = re.compile(r"(?:shard|part\d+)-([0-9a-f]{16})\.\w+")
 
 
-def samples_per_shard(count: int, need_bytes: int, shard_bytes: int | str | None, most_shards: int) -> int:
+def samples_per_shard(count: int, need_bytes: int, shard_bytes: int | str | None) -> int:
     """How many of so many samples, which take about ``need_bytes``, a shard has, whoever is to write them."""
     if shard_bytes is None:
-        good = max(min(max(need_bytes / _GOOD_SHARDS, _LEAST_BYTES), _GOOD_BYTES), need_bytes / _MOST_SHARDS)
-        shards = min(math.ceil(need_bytes / good), most_shards, count)
+        good = max(min(max(need_bytes / _GOOD_SHARDS, _LEAST_BYTES), _GOOD_BYTES), need_bytes / MOST_SHARDS)
+        shards = min(math.ceil(need_bytes / good), MOST_SHARDS, count)
     else:
         shards = min(math.ceil(need_bytes / parse_bytes(shard_bytes, of=0)), count)
-        if shards > most_shards:
+        if shards > MOST_SHARDS:
             raise ValueError(
                 f"shard_bytes={shard_bytes!r} makes {shards:,} files of each part, which every process that reads the "
-                f"cache opens; {most_shards} are possible. Give more bytes, or leave it out."
+                f"cache opens; {MOST_SHARDS} are possible. Give more bytes, or leave it out."
             )
     return math.ceil(count / max(shards, 1))
 
 
-def unfinished(names: Iterable[str]) -> set[str]:
+def done_files(names: Iterable[str]) -> set[str]:
     """Of the files of a cache those of shards that are done, receipts included, while no manifest names them."""
     names = list(names)
-    done = {match.groups() for name in names if (match := _RECEIPT.fullmatch(name))}
-    return {name for name in names if (match := _OF_SHARD.fullmatch(name)) and match.groups() in done}
+    done = {match[1] for name in names if (match := _RECEIPT.fullmatch(name))}
+    return {name for name in names if (match := _OF_SHARD.fullmatch(name)) and match[1] in done}
 
 
-class WrittenPart(NamedTuple):
-    """New files of a part, their columns by row, and the row of each kept sample, int64, counted over these files."""
+class Task(NamedTuple):
+    """A shard that is to be written.
 
-    spec: SampleSpec
-    files: tuple[SampleFile, ...]
-    columns: dict[str, np.ndarray]
-    rows: np.ndarray
-
-
-class Written(NamedTuple):
-    """What was written: ``kept``, int64, places among the samples that were to be; no parts if none was kept."""
-
-    parts: tuple[WrittenPart, ...]
-    kept: np.ndarray
-    targets: list[Any]
-    skipped: list[SampleError]
-
-
-def written_of(ingested: Ingested, plans: Sequence[WriterPlan], count: int) -> Written:
-    """What ``ingest`` has made of so many samples; its stores are closed."""
-    parts, kept = [], ingested.kept
-    for plan, store in zip(plans, ingested.stores, strict=False):
-        with contextlib.closing(store):
-            (file,), is_table = store.files, plan.codec is None and store.spec.is_dense
-            assert isinstance(file, DiskFile)
-            # in a table all have a row, those that were left out, too
-            rows, length = (kept, count) if is_table else (np.arange(len(kept)), len(kept))
-            columns = {}
-            for name in ("sums",) if is_table else ("sums", "offsets", "sizes", "shapes"):
-                found = store.index[name]
-                columns[name] = np.zeros((length, *found.shape[1:]), found.dtype)
-                columns[name][rows] = found
-            files = (SampleFile(name=file.path.name, size_bytes=store.size_bytes, rows=length),)
-            parts.append(WrittenPart(store.spec, files, columns, rows))
-    return Written(tuple(parts), kept, ingested.targets, ingested.skipped)
-
-
-def joined(written: Sequence[Written], counts: Sequence[int]) -> Written:
-    """All of it as one, in this order; ``counts``: of so many samples each."""
-    firsts, parts = np.cumsum([0, *counts]), []
-    for column in zip(*(each.parts for each in written if each.parts), strict=True):
-        before = np.cumsum([0, *(part.files[0].rows for part in column)])
-        rows = [first + part.rows for first, part in zip(before, column, strict=False)]
-        columns = {name: np.concatenate([part.columns[name] for part in column]) for name in column[0].columns}
-        files = tuple(file for part in column for file in part.files)
-        parts.append(WrittenPart(column[0].spec, files, columns, np.concatenate(rows)))
-    kept = [first + each.kept for first, each in zip(firsts, written, strict=False)]
-    targets = [target for each in written for target in each.targets]
-    return Written(tuple(parts), np.concatenate(kept), targets, [error for each in written for error in each.skipped])
-
-
-# Shards
-
-
-class _Shard(NamedTuple):
-    """A run of samples; with what is known of them on the way to a process that does not have it."""
+    Args:
+        number: among those of a build.
+        name: its fingerprint.
+        positions: of its samples in the source.
+        columns: of these, on the way to a process that does not have the source.
+    """
 
     number: int
+    name: str
     positions: Sequence[int]
     columns: Mapping[str, Any] | None = None
+
+    @property
+    def receipt_name(self) -> str:
+        return f"shard-{self.name}.npz"
 
     def __str__(self) -> str:
         return f"shard {self.number}, samples {self.positions[0]} to {self.positions[-1]}"
 
 
-class _Done(NamedTuple):
-    """A shard that was written: its receipt, by whom, and from when to when by that machine's clock."""
+def make_tasks(
+    missing: np.ndarray, size: int, words: Sequence[Any], listing: Mapping[str, np.ndarray] | None
+) -> list[Task]:
+    """Cut samples into runs, named after all that their bytes depend on.
 
-    shard: int
-    receipt: bytes
+    Args:
+        missing: int64, positions of the samples.
+        size: of a run.
+        words: plain values that the samples depend on besides their files.
+        listing: the files, where samples are files.
+    """
+    names = [] if listing is None else PackedPaths(listing["paths"], listing["ends"]).names()
+    basis = hashlib.sha256(json.dumps([VERSION, *words], sort_keys=True).encode())
+    tasks = []
+    for number, first in enumerate(range(0, len(missing), size)):
+        positions = missing[first : first + size]
+        digest = basis.copy()
+        if listing is None:
+            digest.update(positions.data)
+        else:
+            digest.update(b"\0".join(names[i] for i in positions.tolist()))
+            digest.update(listing["file_sizes"][positions].data)
+            digest.update(listing["mtimes_ns"][positions].data)
+        tasks.append(Task(number, digest.hexdigest()[:_NAME_CHARACTERS], _as_range(positions)))
+    return tasks
+
+
+def _as_range(positions: np.ndarray) -> Sequence[int]:
+    first, last = int(positions[0]), int(positions[-1])
+    return range(first, last + 1) if last - first + 1 == len(positions) else positions.tolist()
+
+
+class Written(NamedTuple):
+    """What a receipt says.
+
+    Args:
+        shard: for the manifest.
+        columns: of the index, by row of the shard.
+        targets: of the rows that are kept; none if the cache is not to have them from the source.
+        skipped: the others, by row of the shard.
+        host: the machine that has written it.
+        seconds: from when to when, by its clock.
+    """
+
+    shard: Shard
+    columns: Columns
+    targets: list[Any]
+    skipped: list[Skipped]
     host: str
-    begun_s: float
-    ended_s: float
+    seconds: tuple[float, float]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Job:
-    """What the tasks of a build have in common.
+class ShardWriter:
+    """Writes shards, in whatever process.
 
     Args:
         path: of the samples.
-        plans: of each part of a shard; the names of its files begin with their paths.
+        plans: of each part of a shard.
+        parts: for the manifest.
         place: where files go.
-        plan: stands for all that the bytes of a shard depend on.
-        options: of a task.
+        options: of a shard.
         with_targets: whether receipts keep targets.
     """
 
     path: ReadPath
     plans: tuple[WriterPlan, ...]
+    parts: tuple[Part, ...]
     place: Place
-    plan: str
     options: Options
     with_targets: bool
 
-    def receipt_name(self, shard: _Shard) -> str:
-        return f"shard-{self.plan}-{shard.number:05}.npz"
-
-    def __call__(self, shard: _Shard) -> _Done:
-        """Write one shard: its files, and then its receipt."""
-        begun_s, path, place = time.time(), self.path, self.place
+    def __call__(self, task: Task) -> tuple[int, bytes]:
+        """Write the files of a shard, and then its receipt; gives its number, and that."""
+        begun_s = time.time()
+        path = self.path
         if multiprocessing.parent_process() is not None:
             torch.set_num_threads(1)  # there is a process for each core; and a forked OpenMP pool would hang
-        if isinstance(path.source, FileSource) and shard.columns is not None:
-            path = path._replace(source=path.source.over(shard.columns))
+        if isinstance(path.source, FileSource) and task.columns is not None:
+            path = path._replace(source=path.source.over(task.columns))
         with contextlib.ExitStack() as cleanup:
-            folder = Path(place.url)
-            if place.is_remote:
-                folder = cleanup.enter_context(fleeting_folder())
-            elif not folder.is_dir():
-                where = f"{folder} is not there on {platform.node()}"
-                raise CacheError(f"{where}: the machines of engine= must share cache_dir=, or it must be a URL")
-            attempt = uuid.uuid4().hex  # there may be several of one shard
-            plans = [replace(it, path=folder / f"{attempt}.{it.path}-{shard.number:05}") for it in self.plans]
-            ingested = ingest(path, plans, self.options, with_targets=self.with_targets, chosen=shard.positions)
-            written = written_of(ingested, plans, len(shard.positions))
-            files = [folder / file.name for part in written.parts for file in part.files]
-            for file in files:
-                cleanup.callback(file.unlink, missing_ok=True)
-            for file in files:
-                name = file.name.partition(".")[2]
-                if place.is_remote:
-                    place.upload(name, file)
+            folder = self._folder(cleanup)
+            attempt = folder / uuid.uuid4().hex  # there may be several of one shard
+            plans = [replace(plan, path=Path(f"{attempt}.{k}")) for k, plan in enumerate(self.plans)]
+            ingested = ingest(path, plans, self.options, with_targets=self.with_targets, chosen=task.positions)
+            paths = []
+            for store in ingested.stores:
+                cleanup.callback(store.close)
+                assert isinstance(store.files[0], DiskFile)
+                paths.append(store.files[0].path)
+                cleanup.callback(paths[-1].unlink, missing_ok=True)
+            receipt = self._receipt(ingested, task, (begun_s, time.time()))
+            for number, file in enumerate(paths):
+                name = file_name(number, self.parts[number], task.name)
+                if self.place.is_remote:
+                    self.place.upload(name, file)
                 else:
                     os.replace(file, folder / name)
-            receipt = _pack(written, with_targets=self.with_targets)
-            place.write(self.receipt_name(shard), receipt)
-        return _Done(shard.number, receipt, platform.node(), begun_s, time.time())
+                    self.place.remove(f"{DAMAGE_PREFIX}{name}")  # of the one before
+            self.place.write(task.receipt_name, receipt)
+        return task.number, receipt
 
-    def unpack(self, receipt: bytes, shard: _Shard) -> Written:
-        """What a receipt says; one of ``_DAMAGED`` for what cannot be of this shard."""
-        data = receipt[:-_CRC_BYTES]
-        if zlib.crc32(data).to_bytes(_CRC_BYTES, "little") != receipt[-_CRC_BYTES:]:
+    def _folder(self, cleanup: contextlib.ExitStack) -> Path:
+        if self.place.is_remote:
+            return cleanup.enter_context(fleeting_folder())
+        folder = Path(self.place.url)
+        if not folder.is_dir():
+            where = f"{folder} is not there on {platform.node()}"
+            raise CacheError(f"{where}: the machines of engine= must share cache_dir=, or it must be a URL")
+        return folder
+
+    def _receipt(self, ingested: Ingested, task: Task, seconds: tuple[float, float]) -> bytes:
+        rows, kept = len(task.positions), ingested.kept
+        columns: Columns = {"is_kept": np.isin(np.arange(rows), kept)}
+        for number, plan in enumerate(self.plans):
+            empty = {"sums": np.zeros(rows, np.uint64)}
+            if not plan.is_table:
+                empty |= {"offsets": np.zeros(rows, np.int64), "sizes": np.zeros(rows, np.int64)}
+                empty["shapes"] = np.zeros((rows, plan.dimensions), np.int32)
+            for name, column in empty.items():
+                if len(kept):
+                    column[kept] = ingested.stores[number].index[name]
+                columns[f"part{number}.{name}"] = column
+        if self.with_targets:
+            with contextlib.closing(SampleTable(ingested.targets)) as table:
+                columns |= target_columns(table, np.arange(len(table)))
+        left_out = np.flatnonzero(~columns["is_kept"]).tolist()
+        facts = {
+            "name": task.name,
+            "sizes": [store.size_bytes for store in ingested.stores] or [0] * len(self.plans),
+            "skipped": [(row, error.path, str(error)) for row, error in zip(left_out, ingested.skipped, strict=True)],
+            "host": platform.node(),
+            "seconds": seconds,
+        }
+        data = pack_columns({**columns, "facts.json": json_column(facts)})
+        return data + zlib.crc32(data).to_bytes(_CRC_BYTES, "little")
+
+    def unpack(self, receipt: bytes, task: Task) -> Written:
+        """What a receipt says; one of ``DAMAGED`` for what cannot be of this shard."""
+        data, crc32 = receipt[:-_CRC_BYTES], receipt[-_CRC_BYTES:]
+        if zlib.crc32(data).to_bytes(_CRC_BYTES, "little") != crc32:
             raise ValueError("its checksum does not fit")
-        with np.load(io.BytesIO(data), allow_pickle=False) as stored:
-            columns = Columns((name, np.asarray(column)) for name, column in stored.items())
-        columns.texts = {name: json.loads(it.tobytes()) for name, it in columns.items() if name.endswith(".json")}
-        kept, facts, parts = columns["kept"], columns.texts["facts.json"], []
-        for number, (plan, size) in enumerate(zip(self.plans, facts["file_bytes"], strict=False)):
-            prefix = f"part{number}."
-            mine = {name.removeprefix(prefix): it for name, it in columns.items() if name.startswith(prefix)}
-            name = f"{plan.path}-{shard.number:05}{'.npy' if plan.is_table else '.bin'}"
-            file = SampleFile(name=name, size_bytes=size, rows=len(mine["sums"]))
-            rows = kept if plan.is_table else np.arange(len(kept))
-            parts.append(WrittenPart(plan.spec, (file,), mine, rows))
-        skipped = [SampleError(text, index=index, path=path) for index, path, text in facts["skipped"]]
-        found = targets_of(columns) if self.with_targets else []
-        targets = found.tolist() if isinstance(found, np.ndarray) else found
-        samples = sorted([*(shard.positions[k] for k in kept.tolist()), *(error.index for error in skipped)])
-        if samples != list(shard.positions) or len(targets) != len(kept) * self.with_targets:
+        columns = unpack_columns(data)
+        facts = columns.pop("facts.json")
+        targets = targets_of(columns) if self.with_targets else []
+        written = Written(
+            Shard(name=facts["name"], rows=len(columns["is_kept"]), sizes=tuple(facts["sizes"])),
+            {name: column for name, column in columns.items() if not name.startswith("targets.")},
+            targets.tolist() if isinstance(targets, np.ndarray) else targets,
+            [Skipped(row=row, path=path, message=message) for row, path, message in facts["skipped"]],
+            facts["host"],
+            tuple(facts["seconds"]),
+        )
+        if (written.shard.name, written.shard.rows) != (task.name, len(task.positions)):
             raise ValueError("it is of other samples")
-        return Written(tuple(parts), kept, targets, skipped)
-
-
-def _pack(written: Written, *, with_targets: bool) -> bytes:
-    columns = {"kept": written.kept}
-    for number, part in enumerate(written.parts):
-        columns |= {f"part{number}.{name}": column for name, column in part.columns.items()}
-    if with_targets:
-        with contextlib.closing(SampleTable(written.targets)) as table:
-            columns |= target_columns(table, np.arange(len(table)))
-    skipped = [(error.index, error.path, str(error)) for error in written.skipped]
-    facts = {"file_bytes": [part.files[0].size_bytes for part in written.parts], "skipped": skipped}
-    columns["facts.json"] = np.frombuffer(json.dumps(facts).encode(), np.uint8)
-    stream = io.BytesIO()
-    np.savez(stream, **columns)  # type: ignore[arg-type]  # of numbers, which are not pickled
-    return stream.getvalue() + zlib.crc32(stream.getbuffer()).to_bytes(_CRC_BYTES, "little")
-
-
-def write_shards(
-    path: ReadPath,
-    plans: Sequence[WriterPlan],
-    options: Options,
-    place: Place,
-    *,
-    basis: Mapping[str, Any],
-    with_targets: bool,
-    most_shards: int,
-    chosen: Sequence[int] | None = None,
-) -> Written:
-    """Write every sample of a source, or those chosen, as shards; go on with what a build that was stopped has done.
-
-    Args:
-        path: of the samples.
-        plans: of each part; the names of its files begin with their paths, and all samples take ``first_bytes``.
-        options: as given by the user.
-        place: folder of the cache.
-        basis: what the samples depend on: texts, numbers and arrays.
-        with_targets: whether targets are to be given.
-        most_shards: as many files may be added to a part.
-        chosen: beside which there are others in the cache: all must have the planned shapes.
-
-    Raises:
-        SampleError: a sample cannot be prepared; names its path and index.
-        IngestError: a worker was lost, or no sample at all could be prepared. What is done stays.
-        ShapesDifferError: a chosen sample has another shape.
-        ValueError: what prepares samples cannot be pickled, or shards would be too many.
-    """
-    positions = range(len(path.source)) if chosen is None else chosen
-    need_bytes, asked = sum(plan.first_bytes for plan in plans), options.shard_bytes
-    most_shards = min(most_shards, _MOST_SHARDS)
-    if asked is not None and chosen is not None:  # for the files that there are already the user is not to blame
-        asked = max(parse_bytes(asked, of=0), math.ceil(need_bytes / most_shards))
-    size = samples_per_shard(len(positions), need_bytes, asked, most_shards)
-    shards = [_Shard(k, positions[first : first + size]) for k, first in enumerate(range(0, len(positions), size))]
-    basis = {**basis, "size": size, "on_error": options.on_error, "positions": chosen, "with_targets": with_targets}
-    task = Options(on_error=options.on_error, num_workers=1, progress=False)
-    may_differ = chosen is None and any(plan.spec.is_dense for plan in plans)
-    jobs = []
-    for variant in (plans, [plan.of_any_shapes() for plan in plans])[: 1 + may_differ]:
-        plan, first = _plan_of(basis, variant), [max(it.first_bytes // len(shards), 1) for it in variant]
-        share = [
-            replace(it, path=Path(f"{it.path}-{plan}"), first_bytes=n) for it, n in zip(variant, first, strict=True)
-        ]
-        job = _Job(path=path, plans=tuple(share), place=place, plan=plan, options=task, with_targets=with_targets)
-        jobs.append(job)
-    receipts = {entry.name: match[1] for entry in place.find() if (match := _RECEIPT.fullmatch(entry.name))}
-    place.remove(*(name for name, plan in receipts.items() if plan not in [job.plan for job in jobs]))
-    if jobs[-1].plan in receipts.values():
-        jobs = jobs[-1:]  # that shapes differ was found before
-    while True:
-        try:
-            written = joined(_build(jobs[0], shards, options), [len(shard.positions) for shard in shards])
-        except ShapesDifferError as found:
-            if chosen is not None:
-                raise
-            if len(jobs) == 1:
-                raise IngestError(f"{found}; make them alike") from None
-            log.info("%s; samples are stored one by one with their own shapes", found)
-            jobs = jobs[1:]
-            continue
-        if not written.parts and chosen is None:
-            skipped = written.skipped
-            raise IngestError(f"none of the {len(skipped)} samples can be prepared; the first: {skipped[0]}")
         return written
 
 
-def _plan_of(basis: Mapping[str, Any], plans: Sequence[WriterPlan]) -> str:
-    codecs = [None if plan.codec is None else plan.codec.settings() for plan in plans]
-    words = [VERSION, [(asdict(plan.spec), str(plan.path)) for plan in plans], codecs]
-    digest = hashlib.sha256(json.dumps(words).encode())
-    for name, value in sorted(basis.items()):
-        digest.update(f"{name} ".encode())
-        digest.update(np.ascontiguousarray(value).data if isinstance(value, np.ndarray) else repr(value).encode())
-    return digest.hexdigest()[:8]
+def write_shards(writer: ShardWriter, tasks: Sequence[Task], options: Options) -> list[Written]:
+    """Write all shards that are not there yet.
 
+    Args:
+        writer: of shards.
+        tasks: what is to be written.
+        options: as given by the user.
 
-def _build(job: _Job, shards: Sequence[_Shard], options: Options) -> list[Written]:
-    """Write the shards that are not there yet."""
-    place, done = job.place, dict[int, Written]()
-
-    def are_there(written: Written, sizes: Mapping[str, int]) -> bool:
-        return all(sizes.get(file.name) == file.size_bytes for part in written.parts for file in part.files)
-
-    sizes = {entry.name: entry.size_bytes for entry in place.find()}
-    receipts = {shard: place.submit(name) for shard in shards if (name := job.receipt_name(shard)) in sizes}
-    for shard, receipt in receipts.items():
-        with contextlib.suppress(*_DAMAGED):
-            if are_there(written := job.unpack(receipt.result(), shard), sizes):
-                done[shard.number] = written
+    Raises:
+        SampleError: a sample cannot be prepared; names its path and index.
+        IngestError: a worker was lost. What is done stays.
+        ShapesDifferError: a sample has another shape.
+        ValueError: what prepares samples cannot be pickled.
+    """
+    done = _done_before(writer, tasks, options)
     if done:
-        log.info("%d of %d shards are there from a build that was stopped", len(done), len(shards))
-    left, source = [shard for shard in shards if shard.number not in done], job.path.source
-    count, by_host = sum(len(shard.positions) for shard in shards), defaultdict[str, list[_Done]](list)
-    sent = job
-    if isinstance(source, FileSource):  # a task has the files of its own samples only
-        sent = replace(job, path=job.path._replace(source=source.over(source.columns_of(()))))
-
-    def full(shard: _Shard) -> _Shard:
-        return shard._replace(columns=source.columns_of(shard.positions)) if isinstance(source, FileSource) else shard
-
+        log.info("%d of %d shards are there from a build that was stopped", len(done), len(tasks))
+    left = [task for task in tasks if task.number not in done]
+    count = sum(len(task.positions) for task in tasks)
+    by_host = defaultdict[str, list[Written]](list)
     with (
-        contextlib.closing(
-            run_on(options.engine, job if options.engine == "local" else sent, left, ingest_workers(options), full)
-        ) as answers,
+        contextlib.closing(_run(writer, left, options)) as receipts,
         progress_bar(count, f"preparing {count:,} images", enabled=options.progress) as bar,
     ):
-        bar.update(count - sum(len(shard.positions) for shard in left))
+        bar.update(count - sum(len(task.positions) for task in left))
         try:
-            for answer in answers:
-                shard = shards[answer.shard]
-                done[shard.number] = job.unpack(answer.receipt, shard)
-                by_host[answer.host].append(answer)
-                bar.update(len(shard.positions))
+            for number, receipt in receipts:
+                done[number] = writer.unpack(receipt, tasks[number])
+                by_host[done[number].host].append(done[number])
+                bar.update(done[number].shard.rows)
         except IngestError as lost:
-            there = f"{len(done)} of {len(shards)} shards are done ({', '.join(map(str, sorted(done)))}) and stay"
-            raise IngestError(f"{lost}. {there if done else 'No shard is done'}; run again to go on") from lost
-    for host, its in sorted(by_host.items()):
-        seconds = max(it.ended_s for it in its) - min(it.begun_s for it in its)
-        samples = sum(len(shards[it.shard].positions) for it in its)
-        log.info("%s prepared %d samples, %.0f a second, as %d shards", host, samples, samples / seconds, len(its))
-    sizes = {entry.name: entry.size_bytes for entry in place.find()}
-    for shard in shards:
-        if not are_there(done[shard.number], sizes):
+            if not done:
+                raise
+            there = f"{len(done)} of {len(tasks)} shards are done ({', '.join(map(str, sorted(done)))}) and stay"
+            raise IngestError(f"{str(lost).rstrip('.')}. {there}; run again to go on") from lost
+    for host, theirs in sorted(by_host.items()):
+        seconds = max(each.seconds[1] for each in theirs) - min(each.seconds[0] for each in theirs)
+        samples = sum(each.shard.rows for each in theirs)
+        log.info("%s prepared %d samples, %.0f a second, as %d shards", host, samples, samples / seconds, len(theirs))
+    sizes = _sizes_in(writer.place)
+    for task in tasks:
+        if not _is_there(writer, done[task.number], sizes):
             raise IngestError(
-                f"{shard} was written but is not in {place}: the machines of engine= must share cache_dir=, or it must "
-                "be a URL; and one process at a time may build a cache"
+                f"{task} was written but is not in {writer.place}: the machines of engine= must share cache_dir=, or "
+                "it must be a URL; and one process at a time may build a cache"
             )
-    return [done[shard.number] for shard in shards]
+    return [done[task.number] for task in tasks]
+
+
+def _done_before(writer: ShardWriter, tasks: Sequence[Task], options: Options) -> dict[int, Written]:
+    sizes = _sizes_in(writer.place)
+    begun = [task for task in tasks if task.receipt_name in sizes]
+    receipts = [writer.place.submit(task.receipt_name) for task in begun]
+    done = {}
+    for task, receipt in zip(begun, receipts, strict=True):
+        with contextlib.suppress(*DAMAGED):
+            written = writer.unpack(receipt.result(), task)
+            is_whole = options.on_error == "skip" or not written.skipped
+            if is_whole and _is_there(writer, written, sizes):
+                done[task.number] = written
+    return done
+
+
+def _sizes_in(place: Place) -> dict[str, int]:
+    return {entry.name: entry.size_bytes for entry in place.find()}
+
+
+def _is_there(writer: ShardWriter, written: Written, sizes: Mapping[str, int]) -> bool:
+    for number, size in enumerate(written.shard.sizes):
+        name = file_name(number, writer.parts[number], written.shard.name)
+        if f"{DAMAGE_PREFIX}{name}" in sizes or sizes.get(name, 0) != size:
+            return False
+    return True
+
+
+def _run(writer: ShardWriter, tasks: Sequence[Task], options: Options) -> Generator[tuple[int, bytes], None, None]:
+    """Write shards in any order; yield number and receipt of each."""
+    workers, source = ingest_workers(options), writer.path.source
+    if options.engine != "local":
+        if isinstance(source, FileSource):  # a task has the files of its own samples only
+            sent = source.over(source.columns_of(()))
+            writer = replace(writer, path=writer.path._replace(source=sent))
+        yield from run_on(options.engine, writer, tasks, partial(_with_files, source))
+    elif 1 < workers <= len(tasks):
+        forks = needs_processes(writer.path, writer.plans)
+        yield from run_tasks(writer, tasks, workers, forks=forks)
+    else:  # too few to go round: all workers at one after the other
+        alone = replace(writer, options=replace(writer.options, num_workers=workers))
+        yield from map(alone, tasks)
+
+
+def _with_files(source: Source, task: Task) -> Task:
+    return task._replace(columns=source.columns_of(task.positions)) if isinstance(source, FileSource) else task

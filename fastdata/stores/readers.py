@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Decoder: TypeAlias = "Codec | SourceDecoder"
 
 DAMAGE_PREFIX = "damaged-"
-"""Of the empty files that name rows found damaged, for the next run to prepare anew."""
+"""Of the empty files that name files found damaged, for the next run to write anew."""
 _WORD_BYTES = 8
 _GAP_BYTES = 64
 """Between samples that are still brought and dropped as one piece: what alignment leaves. Pieces must not overlap."""
@@ -209,8 +209,7 @@ class DiskStore(FileStore):
     Whatever reads a sample raises UndecodableError where its bytes are not those that were written.
 
     Args:
-        files, spec, index, decoder: as of ``FileStore``; by sample also ``rows``, its number in its file, and ``sums``,
-            its checksum.
+        files, spec, index, decoder: as of ``FileStore``; by sample also ``sums``, its checksum.
         marks: a byte for each sample that says whether it was read before; made where there are none.
     """
 
@@ -224,7 +223,7 @@ class DiskStore(FileStore):
     ) -> None:
         super().__init__(files, spec, index, decoder)
         self._disk_files, self.codec = tuple(files), "raw" if decoder is None else decoder.name
-        self._rows, self._sums = index["rows"], index["sums"]
+        self._sums = index["sums"]
         self._marks = marks or ArrayBlock({"checked": np.zeros(max(len(self), 1), np.uint8)}, seal=False)
         self._checked = self._marks["checked"]
 
@@ -282,7 +281,7 @@ class DiskStore(FileStore):
             return
         path = self._disk_files[self._of[index]].path
         try:
-            path.with_name(f"{DAMAGE_PREFIX}{path.name}-{self._rows[index]}").touch()
+            path.with_name(f"{DAMAGE_PREFIX}{path.name}").touch()
             cure = "the next run over its source prepares it anew"
         except OSError as problem:
             cure = f"that cannot be noted ({problem.strerror}): build {path.parent} anew"
