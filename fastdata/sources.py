@@ -12,10 +12,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import repeat
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, TextIO
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from fastdata.errors import is_url, kind_of
@@ -56,16 +55,20 @@ class ItemKeys:
             return item, 0
         if self.kind == "tuple":
             return item[0], tuple(item[1:]) or 0
-        others = {name: item[name] for name in self.names if name != self.image}
-        target = others.popitem()[1] if len(others) == 1 else others
-        return item[self.image], target
+        others = {name: item[name] for name in self.names}
+        sample = others.pop(self.image)
+        if len(others) == 1:
+            [others] = others.values()
+        return sample, others
 
     def join(self, sample: Any, target: Any) -> Any:
         """The item again; or a batch of them, whose tuples are lists as in ``default_collate``."""
         if self.kind == "alone":
             return sample
         if self.kind == "dict":
-            others = dict.fromkeys(self.names, target) if len(self.names) == 2 else target
+            others = target
+            if len(self.names) == 2:
+                others = dict.fromkeys(self.names, target)
             return {name: sample if name == self.image else others[name] for name in self.names}
         if len(self.names) > 1:
             return type(target)((sample, *target))
@@ -108,14 +111,14 @@ class Columns:
         target = names.get("target")
         if isinstance(target, tuple | list) and all(isinstance(name, str) for name in target):
             target = list(target)
-        is_named = set(names) == {"sample", "target"} and isinstance(names["sample"], str)
-        if not (is_named and target):
+        sample = names.get("sample")
+        if len(names) != 2 or not isinstance(sample, str) or not target:
             raise ValueError(
                 f"columns={names!r} does not say which are sample and target. Give their names, "
                 "or a list of several for the target: "
                 "columns={'sample': 'image', 'target': 'label'}."
             )
-        return cls(names["sample"], target)
+        return cls(sample, target)
 
     @property
     def names(self) -> list[str]:
@@ -150,17 +153,20 @@ class Source(Protocol):
     def path(self, index: int) -> str | None: ...
 
 
+@dataclass(eq=False, repr=False)
 class FileSource:
     """One file per sample, opened by ``loader``; paths and targets are read by index only."""
 
-    keys = None
+    keys: ClassVar[ItemKeys | None] = None
 
-    def __init__(self, paths: Sequence[str], targets: Sequence[Any], loader: Callable[[str], Any]) -> None:
-        if len(paths) != len(targets):
-            raise ValueError(f"{len(paths)} paths but {len(targets)} targets; each sample needs both")
-        self.paths = paths
-        self.targets = targets
-        self.loader = loader
+    paths: Sequence[str]
+    targets: Sequence[Any]
+    loader: Callable[[str], Any]
+
+    def __post_init__(self) -> None:
+        count = len(self.targets)
+        if len(self.paths) != count:
+            raise ValueError(f"{len(self.paths)} paths but {count} targets; each sample needs both")
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -183,7 +189,8 @@ class FileSource:
     def columns_of(self, indices: Sequence[int]) -> dict[str, Any]:
         """What is known of these samples, for ``over`` in another process."""
         paths = {index: self.paths[index] for index in indices}
-        return {"paths": paths, "targets": {index: self.targets[index] for index in indices}}
+        targets = {index: self.targets[index] for index in indices}
+        return {"paths": paths, "targets": targets}
 
     def over(self, columns: Mapping[str, Any]) -> Self:
         """The same over other samples; columns are read by index only."""
@@ -202,7 +209,7 @@ class FileSource:
         except OSError:
             return 0
 
-    def listing(self) -> npt.NDArray[np.int64] | None:
+    def listing(self) -> np.ndarray | None:
         """Sizes and times, (2, samples), where they are known without looking at each file."""
         return None
 
@@ -241,7 +248,8 @@ class RemoteFiles(FileSource):
         self._coming.expect(indices, self._submit)
 
     def read(self, index: int) -> tuple[Any, Any]:
-        return self._open(self.read_bytes(index), self.paths[index]), self.targets[index]
+        sample = self._open(self.read_bytes(index), self.paths[index])
+        return sample, self.targets[index]
 
     def _open(self, data: bytes, path: str) -> Any:
         decode = decoder_of(self.loader)
@@ -255,8 +263,10 @@ class RemoteFiles(FileSource):
             return self.loader(str(copied))
 
     def read_bytes(self, index: int) -> bytes:
-        submitted = self._coming.here().pop(index, None) or self._submit(index)
-        return submitted.result()
+        coming = self._coming.here().pop(index, None)
+        if coming is None:
+            coming = self._submit(index)
+        return coming.result()
 
     def columns_of(self, indices: Sequence[int]) -> dict[str, Any]:
         facts = {}
@@ -267,8 +277,8 @@ class RemoteFiles(FileSource):
     def size_bytes(self, index: int) -> int:
         return max(int(self._facts["sizes"][index]), 0)
 
-    def listing(self) -> npt.NDArray[np.int64]:
-        facts: npt.NDArray[np.int64] = np.stack([self._facts["sizes"], self._facts["tags"]])
+    def listing(self) -> np.ndarray:
+        facts = np.stack([self._facts["sizes"], self._facts["tags"]])
         if len(self) and facts[0].max() < 0:  # nobody has listed them
             submitted = []
             for path in self.paths:
@@ -388,7 +398,9 @@ def _opened(value: Any) -> Any:
     """The image of what Hugging Face's ``Image(decode=False)`` gives; anything else unchanged."""
     if not isinstance(value, Mapping) or value.keys() != {"bytes", "path"}:
         return value
-    return load_image(value["path"]) if value["bytes"] is None else decode_image(value["bytes"])
+    if value["bytes"] is None:
+        return load_image(value["path"])
+    return decode_image(value["bytes"])
 
 
 def _keys_of(item: Any, which: str) -> ItemKeys | None:
@@ -422,9 +434,10 @@ def _keys_of_dict(item: dict[Any, Any], which: str) -> ItemKeys:
 # Folders of class folders
 
 Endings = str | tuple[str, ...] | None
+AnyPath = str | os.PathLike[str]
 
 
-def find_classes(directory: str | os.PathLike[str]) -> tuple[list[str], dict[str, int]]:
+def find_classes(directory: AnyPath) -> tuple[list[str], dict[str, int]]:
     """List the class folders in ``directory``, sorted, with their indices, as torchvision does."""
     place = directory if isinstance(directory, Place) else Place(directory)
     classes = place.folders()
@@ -434,7 +447,7 @@ def find_classes(directory: str | os.PathLike[str]) -> tuple[list[str], dict[str
 
 
 def scan_folder(
-    root: str | os.PathLike[str],
+    root: AnyPath,
     class_to_idx: dict[str, int] | None = None,
     extensions: Endings = None,
     is_valid_file: Callable[[str], bool] | None = None,
@@ -445,13 +458,17 @@ def scan_folder(
     Order and errors are torchvision's. Links are followed. Folders that are slow to list, as over a
     network, are listed in parallel threads; ``is_valid_file`` runs in the calling thread, in order.
     """
+    if not isinstance(root, Place):
+        root = os.path.expanduser(root)
     if class_to_idx is None:
-        class_to_idx = find_classes(root if isinstance(root, Place) else os.path.expanduser(root))[1]
+        _, class_to_idx = find_classes(root)
     elif not class_to_idx:
         raise ValueError("'class_to_index' must have at least one entry to collect any samples.")
     if (extensions is None) == (is_valid_file is None):
         raise ValueError("Both extensions and is_valid_file cannot be None or not None at the same time")
-    endings = extensions if extensions is None or isinstance(extensions, str) else tuple(extensions)
+    endings = extensions
+    if not isinstance(extensions, str | None):
+        endings = tuple(extensions)
     samples: list[tuple[str, int]] = []
     empty: list[str] = []
     names = sorted(class_to_idx)
@@ -469,18 +486,18 @@ def scan_folder(
     return samples
 
 
-def _list_classes(root: str | os.PathLike[str], names: list[str], endings: Endings) -> Iterator[list[str]]:
+def _list_classes(root: AnyPath, names: list[str], endings: Endings) -> Iterator[list[str]]:
     if isinstance(root, Place) and root.is_remote:
         return _list_remote(root, names, endings)
-    folder = os.path.expanduser(root)
-    return _list_folders([os.path.join(folder, name) for name in names], endings)
+    return _list_folders([os.path.join(root, name) for name in names], endings)
 
 
 def _list_remote(place: Place, names: list[str], endings: Endings) -> Iterator[list[str]]:
     """In the order of ``_list_files``, all folders at once."""
     for future in [place.submit_find(name) for name in names]:
-        found = sorted((entry.name for entry in future.result()), key=os.path.split)
-        yield [place.at(name) for name in found if _ends(name, endings)]
+        files = [entry.name for entry in future.result()]
+        files.sort(key=os.path.split)
+        yield [place.at(name) for name in files if _ends(name, endings)]
 
 
 def _list_folders(tops: list[str], endings: Endings) -> Iterator[list[str]]:
@@ -557,15 +574,18 @@ def _text(value: Any) -> str:
 
 def read_manifest(
     manifest: Any,
-    root: str | os.PathLike[str] | None = None,
+    root: AnyPath | None = None,
     file: str = "file",
     label: str | Sequence[str] | None = "label",
     id: str | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> Manifest:
     """Read paths and targets from what ``ImageManifest`` takes; see there."""
-    labels = [label] if isinstance(label, str) else list(label or ())
-    names = [name for name in dict.fromkeys([file, *labels, id]) if name is not None]
+    labels = [label] if isinstance(label, str) else label or ()
+    names = [file, *labels]
+    if id is not None:
+        names.append(id)
+    names = list(dict.fromkeys(names))
     table, folder = _read_table(manifest, names, storage_options)
     if not table.numbers:
         below = " below its header line" if table.row == "line" else ""
@@ -646,7 +666,8 @@ def _read_frame(frame: Any, names: list[str]) -> _Table:
     title = f"the {type(frame).__name__}"
     for name in names:
         _place_of_column(title, list(frame.columns), name)
-    return _Table(title, "row", range(len(frame)), {name: list(frame[name]) for name in names})
+    columns = {name: list(frame[name]) for name in names}
+    return _Table(title, "row", range(len(frame)), columns)
 
 
 def _read_list(samples: Iterable[Any], names: list[str]) -> _Table:
