@@ -428,7 +428,8 @@ class _Epoch:
             self._is_begun = True
             self._residency = self._begin_chunks()
             if self._residency is not None:
-                weakref.finalize(self, self._residency.close)
+                stop = getattr(self._batches, "stop", None)  # there are threads, which read no more then
+                weakref.finalize(self, _close, self._residency, stop)
         try:
             return next(self._batches)
         except StopIteration:
@@ -441,8 +442,15 @@ class _Epoch:
     def end(self, reason: str) -> None:
         self._ended = reason
         if self._residency is not None:
-            self._residency.close()
+            _close(self._residency, getattr(self._batches, "stop", None))
             self._residency = None
+
+
+def _close(residency: Residency, stop: Callable[[], Any] | None) -> None:
+    """Let go of what is in memory once nobody reads it any more, which would map it again."""
+    if stop is not None:
+        stop()
+    residency.close()
 
 
 def _parts_of(view: LoaderView | None) -> Sequence[PreparedDataset]:

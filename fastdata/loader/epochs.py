@@ -344,7 +344,7 @@ class ThreadIter(Counted):
         self._threads: ThreadPoolExecutor | None = None
         if threads:
             self._threads = ThreadPoolExecutor(threads, thread_name_prefix="fastdata-loader")
-            self._stop = weakref.finalize(self, _stop, self._threads)
+            self.stop = weakref.finalize(self, _stop, self._threads)
             self._ahead = threads * view.prefetch_factor
             if not _may_be_told(view):
                 self._start()
@@ -361,7 +361,7 @@ class ThreadIter(Counted):
         elif self._pending:
             batch = self._receive()
         else:
-            self._stop()
+            self.stop()
             raise StopIteration
         return copy_to_pinned(batch) if self._pin_memory else batch
 
