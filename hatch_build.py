@@ -1,4 +1,4 @@
-"""Compiles fastdata/core/*.c into the wheel, one library for each level of instruction set, with ziglang's compiler.
+"""Compiles fastdata/pixels/core/*.c into the wheel, a library a level of instruction set, with ziglang's compiler.
 
 The libraries know nothing of Python: one wheel serves all its versions. FASTDATA_WHEEL names the platform to build for
 (a key of TARGETS) where that is not this machine's; "any" builds a wheel without libraries.
@@ -45,13 +45,13 @@ class CoreHook(BuildHookInterface[Any]):
         if platform == "any":
             self.app.display_warning(f"built without the compiled core, which there is for {', '.join(TARGETS)}")
             return
-        core = Path(self.root, "fastdata", "core")
+        core = Path(self.root, "fastdata", "pixels", "core")
         for library in compile_core(core, Path(self.work.name), *TARGETS[platform]):
             if version == "editable":
                 (core / library.name).unlink(missing_ok=True)  # a process that has it open keeps the old one
                 shutil.copy(library, core)
             else:
-                build_data["force_include"][str(library)] = f"fastdata/core/{library.name}"
+                build_data["force_include"][str(library)] = f"fastdata/pixels/core/{library.name}"
         build_data |= {"pure_python": False, "tag": f"py3-none-{platform}"}
 
     def finalize(self, *_: Any) -> None:

@@ -24,7 +24,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader as TorchDataLoader
 
-from fastdata.memory import tree_pss_bytes, usable_cores
+from fastdata.machine.memory import tree_pss_bytes, usable_cores
 from fastdata.tools.output import machine_facts, versions
 from fastdata.tools.photos import write_photos
 

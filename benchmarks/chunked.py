@@ -36,9 +36,10 @@ from _helper import (
     transforms,
     vanilla_loader,
 )
-from fastdata import CachedDataset, ChunkedLoader, DataLoader, ImageFolder, chunked
-from fastdata.images import SampleSpec
-from fastdata.memory import tree_pss_bytes
+from fastdata import CachedDataset, ChunkedLoader, DataLoader, ImageFolder
+from fastdata.loaders import chunked
+from fastdata.machine.memory import tree_pss_bytes
+from fastdata.pixels.images import SampleSpec
 
 GIB = 1 << 30
 SPEC = SampleSpec(shape=(3, 256, 256), dtype="uint8", form="tensor")

@@ -20,9 +20,9 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 from _helper import Row, class_folders, in_turns, parser, print_rows, save_rows, transforms
-from fastdata.codecs import Codec, JpegCodec, Lz4Codec, ZstdCodec
-from fastdata.codecs.prediction import Filter, apply_filter, layout_of, undo_filter
-from fastdata.images import Scratch
+from fastdata.pixels.images import Scratch
+from fastdata.stores.codecs import Codec, JpegCodec, Lz4Codec, ZstdCodec
+from fastdata.stores.prediction import Filter, apply_filter, layout_of, undo_filter
 
 SIDE = 256
 ROUND_S = 0.5

@@ -35,9 +35,9 @@ from _helper import (
     vanilla_loader,
 )
 from fastdata import CachedDataset, DataLoader, ImageFolder
-from fastdata import images as planar
-from fastdata.codecs import JpegCodec, ZstdCodec
-from fastdata.memory import usable_cores
+from fastdata.machine.memory import usable_cores
+from fastdata.pixels import images as planar
+from fastdata.stores.codecs import JpegCodec, ZstdCodec
 from serve import loader_of
 
 ROUND_S = 1.5

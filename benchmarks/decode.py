@@ -21,7 +21,7 @@ import torch
 
 from _helper import Row, class_folders, datasets, parser, print_rows, save_rows, transforms, vanilla_loader
 from fastdata import DataLoader, ImageFolder
-from fastdata.memory import usable_cores
+from fastdata.machine.memory import usable_cores
 from recipes import BATCH, RECIPES, SIDE_PX, crop_and_flip, last_steps
 
 BARE = "bare simplejpeg, whole images"

@@ -21,10 +21,10 @@ import torch
 
 from _helper import Row, in_turns, parser, print_rows, save_rows, transforms
 from fastdata import plan_transform
-from fastdata.images import SampleSpec
+from fastdata.pixels.device import DeviceProgram
+from fastdata.pixels.images import SampleSpec
+from fastdata.pixels.program import Program
 from fastdata.tools.bench import IMAGENET_MEAN, IMAGENET_STD
-from fastdata.transforms.cpu import Program
-from fastdata.transforms.device import DeviceProgram
 
 BATCHES = 20
 """Batches between two looks at the clock, of different samples, so that no cache holds them."""

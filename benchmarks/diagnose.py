@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset, default_collate, get_wor
 
 from _helper import Row, class_folders, datasets, in_turns, parser, print_rows, save_rows, transforms
 from fastdata import CudaPrefetcher
-from fastdata.memory import usable_cores
+from fastdata.machine.memory import usable_cores
 from fastdata.tools.diagnose import diagnose, run_loop
 from fastdata.tools.verdict import Diagnosis
 

@@ -21,7 +21,7 @@ from torch.utils.data import Dataset
 
 from _helper import Row, class_folders, in_turns, parser, print_rows, save_rows, seconds_of, transforms
 from fastdata import CachedDataset, ImageFolder
-from fastdata.memory import usable_cores
+from fastdata.machine.memory import usable_cores
 
 START = """
 import sys, time

@@ -32,7 +32,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from _helper import Row, class_folders, datasets, models, on_ranks, parser, print_rows, save_rows, transforms
 from fastdata import CudaPrefetcher, DataLoader, ImageFolder
-from fastdata.memory import usable_cores
+from fastdata.machine.memory import usable_cores
 
 SIDE_PX = 112
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)

@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 import _rank
 from _helper import Row, class_folders, in_turns, link_files, on_ranks, parser, print_rows, save_rows
 from _rank import BARE, BATCH, FORMS, SAMPLE_BYTES, SHARED, SIDE_PX, WORKERS
-from fastdata.memory import available_bytes, format_bytes
+from fastdata.machine.memory import available_bytes, format_bytes
 
 MB = 1e6
 

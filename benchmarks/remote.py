@@ -48,7 +48,7 @@ from _helper import (
     vanilla_loader,
 )
 from fastdata import ChunkedLoader, DataLoader, ImageFolder
-from fastdata.codecs import JpegCodec
+from fastdata.stores.codecs import JpegCodec
 from s3 import FaultPlan, ThrottledS3, throttled_s3
 
 SIDE, BATCH, WORKERS = 256, 64, 2

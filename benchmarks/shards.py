@@ -48,7 +48,7 @@ def warm_up() -> None:
     import ray
 
     task = ray.remote(num_cpus=1)(importlib.import_module)
-    ray.wait([task.remote("fastdata.cache.engines") for _ in range(4 * CORES)], num_returns=4 * CORES)
+    ray.wait([task.remote("fastdata.stores.cache.engines") for _ in range(4 * CORES)], num_returns=4 * CORES)
 
 
 def build(root: Path, work: Path, shard_size: str, engine: str) -> float:

@@ -30,9 +30,9 @@ import torch
 
 from _helper import Row, in_turns, print_rows, save_rows, transforms
 from fastdata import CachedDataset, CudaPrefetcher, DataLoader, plan_transform
-from fastdata.images import SampleSpec
+from fastdata.pixels.device import DeviceProgram
+from fastdata.pixels.images import SampleSpec
 from fastdata.tools.bench import IMAGENET_MEAN, IMAGENET_STD
-from fastdata.transforms.device import DeviceProgram
 
 MIB = 1 << 20
 IMAGE_SHAPE = (3, 224, 224)

@@ -2,19 +2,19 @@
 
 Swap two imports and keep the script::
 
-    from fastdata import DataLoader, ImageFolder     # were torch.utils.data's and torchvision.datasets'
+    from fastdata import DataLoader, ImageFolder
 """
 
 from typing import TYPE_CHECKING, Any
 
-from fastdata.batch import collate
-from fastdata.cached import CachedDataset
+from fastdata.datasets.batch import collate
+from fastdata.datasets.cached import CachedDataset
+from fastdata.datasets.folder import ImageFolder, ImageManifest
+from fastdata.datasets.ring import RingCollate
 from fastdata.errors import FastDataError, FastDataWarning
-from fastdata.folder import ImageFolder, ImageManifest
-from fastdata.loader import DataLoader
-from fastdata.prefetch import CudaPrefetcher
-from fastdata.ring import RingCollate
-from fastdata.transforms import Views, plan_transform
+from fastdata.loaders.loader import DataLoader
+from fastdata.loaders.prefetch import CudaPrefetcher
+from fastdata.pixels import Views, plan_transform
 
 __all__ = [
     "CachedDataset",
@@ -34,14 +34,19 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from fastdata.batch import SampleBatch as SampleBatch
-    from fastdata.chunked import ChunkedLoader
+    from fastdata.datasets.batch import SampleBatch as SampleBatch
+    from fastdata.loaders.chunked import ChunkedLoader
     from fastdata.tools.diagnose import diagnose
     from fastdata.tools.tune import tune
 
     __version__: str
 else:
-    _LATER = {"ChunkedLoader": "chunked", "SampleBatch": "batch", "diagnose": "tools.diagnose", "tune": "tools.tune"}
+    _LATER = {
+        "ChunkedLoader": "loaders.chunked",
+        "SampleBatch": "datasets.batch",
+        "diagnose": "tools.diagnose",
+        "tune": "tools.tune",
+    }
 
     def __getattr__(name: str) -> Any:
         """Import what most scripts do without when it is asked for (PEP 562)."""

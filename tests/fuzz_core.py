@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from fastdata import core
-from fastdata.draws import sample_keys
+from fastdata.pixels import core
+from fastdata.pixels.draws import sample_keys
 
 __all__ = ["run_once"]
 

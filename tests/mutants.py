@@ -19,11 +19,11 @@ __all__ = ["MUTANTS", "Mutant", "is_caught", "mutated"]
 FEED, INIT, DEVICE = "prefetch/feed.py", "prefetch/__init__.py", "prefetch/device.py"
 RING, OPS = "ring.py", "transforms/device.py"
 _MODULES = {
-    OPS: "fastdata.transforms.device",
-    RING: "fastdata.ring",
-    FEED: "fastdata.prefetch.feed",
-    DEVICE: "fastdata.prefetch.device",
-    INIT: "fastdata.prefetch",
+    OPS: "fastdata.pixels.device",
+    RING: "fastdata.datasets.ring",
+    FEED: "fastdata.loaders.feed",
+    DEVICE: "fastdata.loaders.device_ops",
+    INIT: "fastdata.loaders.prefetch",
 }
 SCHEDULES = 200
 
@@ -217,7 +217,7 @@ def _hunt(mutant: Mutant) -> str:
         module = sys.modules[name]
         text = source if file == mutant.file else Path(module.__file__ or "").read_text("utf-8")
         exec(compile(text, file, "exec"), module.__dict__)
-    scenarios.CudaPrefetcher = sys.modules["fastdata.prefetch"].CudaPrefetcher  # type: ignore[misc]
+    scenarios.CudaPrefetcher = sys.modules["fastdata.loaders.prefetch"].CudaPrefetcher  # type: ignore[misc]
     likely = mutant.scenarios.split()
     for name in (*likely, *(other for other in scenarios.SCENARIOS if other not in likely)):
         seen = scenarios.run(name, 5, ordered=True)

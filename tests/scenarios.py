@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torchvision import transforms
 
-from fastdata import CachedDataset, CudaPrefetcher, DataLoader, memory
-from fastdata.prefetch import device as prefetch_device
-from fastdata.prefetch import feed
+from fastdata import CachedDataset, CudaPrefetcher, DataLoader
+from fastdata.loaders import device_ops as prefetch_device
+from fastdata.loaders import feed
+from fastdata.machine import memory
 from simcuda import Schedule, Sim
 
 __all__ = ["SCENARIOS", "forget", "prepare", "run"]

@@ -913,8 +913,8 @@ class Sim:
     @contextlib.contextmanager
     def installed(self) -> Iterator[Sim]:
         """Let torch.cuda, and in a schedule the prefetcher's threads and queues, be the simulation's."""
-        from fastdata.prefetch import feed
-        from fastdata.ring import BatchRing
+        from fastdata.datasets.ring import BatchRing
+        from fastdata.loaders import feed
 
         saved: list[tuple[Any, str, Any]] = []
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fastdata.memory import Available
+from fastdata.machine.memory import Available
 from fastdata.tools import bench
 from fastdata.tools.cli import main
 from fastdata.tools.photos import photo, write_photos
@@ -220,7 +220,9 @@ def test_own_steps_equal_torchvisions(dtype: str) -> None:
 
 def test_what_does_not_fit_names_flags(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """The cure for a lack of memory is one of this command's flags."""
-    monkeypatch.setattr("fastdata.memory.available_bytes", lambda: Available(bytes=1, limited_by="cgroup limit"))
+    monkeypatch.setattr(
+        "fastdata.machine.memory.available_bytes", lambda: Available(bytes=1, limited_by="cgroup limit")
+    )
     assert main([*TINY, "--recipe", "crop", "--num-workers", "0"]) == 2
     said = capsys.readouterr().err
     assert "is free (cgroup limit). Use fewer --images or a smaller --resize.\n" in said

@@ -30,14 +30,14 @@ from torchvision.transforms import v2
 from children import send_sample
 from conftest import save_image
 from fastdata import CachedDataset, DataLoader, FastDataWarning, ImageFolder, ImageManifest
-from fastdata.cache import inspect_caches, prune_caches
-from fastdata.cache.build import locked
-from fastdata.cache.manifest import MANIFEST, Manifest
 from fastdata.errors import CacheError, IngestError, SampleError, StoreGoneError
-from fastdata.images import CenterCrop, Resize, load_image
+from fastdata.pixels import describe_steps
+from fastdata.pixels.images import CenterCrop, Resize, load_image
 from fastdata.stores import files as files_module
+from fastdata.stores.cache import inspect_caches, prune_caches
+from fastdata.stores.cache.build import locked
+from fastdata.stores.cache.manifest import MANIFEST, Manifest
 from fastdata.stores.readers import UndecodableError
-from fastdata.transforms import describe_steps
 
 Folder = Callable[..., Path]
 TRANSFORM = v1.Compose([v1.Resize((7, 9)), v1.RandomHorizontalFlip(), v1.PILToTensor()])
@@ -233,7 +233,7 @@ def test_files_that_came_again_and_again_are_joined(
 ) -> None:
     """Updates leave shards of one sample each; beyond what a process may open these are written as one."""
     root = image_folder(classes=("cat",), per_class=4, size=(13, 11))
-    monkeypatch.setattr("fastdata.cache.build.MOST_SHARDS", 4)
+    monkeypatch.setattr("fastdata.stores.cache.build.MOST_SHARDS", 4)
     for number in range(4, 9):
         with cached(root) as dataset:
             assert same(dataset, expected(root))
@@ -651,7 +651,7 @@ def test_a_disk_without_room_for_raw_samples_gets_encoded_ones(
     root = image_folder(per_class=20, size=(130, 110))
     raw_bytes = 40 * 3 * 60 * 60
     room = int(raw_bytes * 0.9) + (256 << 20)
-    monkeypatch.setattr("fastdata.cache.build.free_bytes", lambda folder: room)
+    monkeypatch.setattr("fastdata.stores.cache.build.free_bytes", lambda folder: room)
     with cached(root, transform=v1.Resize((60, 60))) as dataset:
         assert dataset.storage_plan.codec in ("zstd", "lz4", "source")
 
@@ -664,7 +664,7 @@ def forbid_writing(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for name in ("mkdir", "replace", "rename", "unlink"):
         monkeypatch.setattr(os, name, refuse)
-    monkeypatch.setattr("fastdata.cache.build.FileLock.acquire", refuse)
+    monkeypatch.setattr("fastdata.stores.cache.build.FileLock.acquire", refuse)
 
 
 def test_a_read_only_cache_is_served(image_folder: Folder, prepared: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,11 +23,11 @@ from torchvision.datasets import ImageFolder as TorchvisionFolder
 from children import send_sample
 from conftest import save_image
 from fastdata import CachedDataset, CudaPrefetcher, DataLoader, ImageFolder, ImageManifest
-from fastdata.cache import find_cache
-from fastdata.cache import manifest as manifest_module
-from fastdata.cache.manifest import MANIFEST, Manifest, Skipped, read_index
 from fastdata.errors import CacheError, SampleError, StoreGoneError
-from fastdata.remote import Place
+from fastdata.sources.remote import Place
+from fastdata.stores.cache import find_cache
+from fastdata.stores.cache import manifest as manifest_module
+from fastdata.stores.cache.manifest import MANIFEST, Manifest, Skipped, read_index
 from fastdata.tools.cli import main
 from simcuda import Sim
 
@@ -238,7 +238,7 @@ def test_other_labels_of_the_same_files_are_the_datasets(image_folder: Folder, m
     files = [f"all/00{i}.jpg" for i in range(3)]
     cache = build_csv(root, [(file, "cat") for file in files])
     with monkeypatch.context() as patch:
-        patch.setattr("fastdata.cache.shards.ingest", None)
+        patch.setattr("fastdata.stores.cache.shards.ingest", None)
         (root / "train.csv").write_text("file,label\n" + "".join(f"{file},{k}\n" for k, file in enumerate(files)))
         with ImageManifest(root / "train.csv", transform=RESIZE, cache_dir=cache, progress=False) as csv:
             assert list(csv.targets) == [0, 1, 2]

@@ -17,8 +17,8 @@ from torchvision import transforms as v1
 
 from conftest import save_image
 from fastdata import CachedDataset, ImageFolder, ImageManifest
-from fastdata.cache import inspect_caches, prune_caches, verify_cache
 from fastdata.errors import CacheError, SampleError
+from fastdata.stores.cache import inspect_caches, prune_caches, verify_cache
 from fastdata.stores.files import DiskFile
 
 Folder = Callable[..., Path]
@@ -70,7 +70,7 @@ def test_an_update_that_fails_leaves_the_cache_as_it_was(image_folder: Folder) -
 def test_no_room_for_the_last_small_files_is_said_so(image_folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     """Samples may just fit; the error says what is free, and nothing is left."""
     root = image_folder(size=(13, 11))
-    monkeypatch.setattr("fastdata.cache.manifest.np.savez", refuse(errno.ENOSPC))
+    monkeypatch.setattr("fastdata.stores.cache.manifest.np.savez", refuse(errno.ENOSPC))
     with pytest.raises(CacheError, match=r"too full for the cache: it ran out of room .* are free\. Free some space"):
         cached(root)
     assert {name for name in all_files(root.parent / "cache") if not name.endswith(".lock")} == set()
@@ -89,7 +89,7 @@ def test_prune_of_a_read_only_folder_only_looks(image_folder: Folder, monkeypatc
     root = image_folder(size=(13, 11))
     cached(root).close()
     shutil.rmtree(root)
-    monkeypatch.setattr("fastdata.cache.build.FileLock.acquire", refuse(errno.EROFS))
+    monkeypatch.setattr("fastdata.stores.cache.build.FileLock.acquire", refuse(errno.EROFS))
     assert len(prune_caches(root.parent / "cache", gone=True, dry_run=True)) == 1
     with pytest.raises(CacheError, match=r"cannot be removed or changed \(Read-only file system\)"):
         prune_caches(root.parent / "cache")

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from fastdata import ImageFolder
-from fastdata.cache.manifest import MANIFEST, Manifest
 from fastdata.errors import CacheError
+from fastdata.stores.cache.manifest import MANIFEST, Manifest
 
 Folder = Callable[..., Path]
 WRONG = [

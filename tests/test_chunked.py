@@ -19,9 +19,9 @@ from torchvision import transforms
 
 from conftest import FolderMaker
 from fastdata import CachedDataset, ChunkedLoader, DataLoader, FastDataError, ImageFolder
-from fastdata.chunked.plan import CHUNKS_HELD, EpochOrder, Needs, plan_chunks, plan_epoch, shuffle_quality
+from fastdata.datasets.ring import BatchRing
 from fastdata.errors import MemoryBudgetError
-from fastdata.ring import BatchRing
+from fastdata.loaders.chunk_plan import CHUNKS_HELD, EpochOrder, Needs, plan_chunks, plan_epoch, shuffle_quality
 
 MIB = 1 << 20
 LIMIT = "64GiB"  # far from binding: the machine of a test has less, and chunks are as small as the tests ask for

@@ -16,9 +16,10 @@ from torch.utils.data import Subset
 from torchvision import transforms
 
 from conftest import FolderMaker, save_image
-from fastdata import CachedDataset, ChunkedLoader, CudaPrefetcher, DataLoader, ImageFolder, memory
-from fastdata.chunked.plan import ChunkPlan, EpochOrder, empties_cache, plan_epoch
+from fastdata import CachedDataset, ChunkedLoader, CudaPrefetcher, DataLoader, ImageFolder
 from fastdata.errors import MemoryBudgetError, SampleError, StoreGoneError
+from fastdata.loaders.chunk_plan import ChunkPlan, EpochOrder, empties_cache, plan_epoch
+from fastdata.machine import memory
 from fastdata.stores import files as files_module
 from fastdata.stores.readers import DiskStore
 from simcuda import Sim

@@ -14,7 +14,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from torchvision import transforms as v1
 
 from fastdata import ImageFolder
-from fastdata.remote import Place
+from fastdata.sources.remote import Place
 from fastdata.tools.cli import main
 
 Folder = Callable[..., Path]
@@ -28,7 +28,7 @@ def test_a_dataset_starts_from_what_was_built(
     cache = root.parent / "cache"
     assert main(["build", str(root), str(cache), "--resize", "12", "--crop", "8", "--num-workers", "1"]) == 0
     assert "6 samples; storage='disk': " in capsys.readouterr().out
-    monkeypatch.setattr("fastdata.cache.shards.ingest", None)
+    monkeypatch.setattr("fastdata.stores.cache.shards.ingest", None)
     transform = v1.Compose([v1.Resize(12), v1.CenterCrop(8), v1.RandomHorizontalFlip(), v1.ToTensor()])
     with (
         ImageFolder(str(root), transform, cache_dir=cache, progress=False) as ours,
@@ -174,6 +174,6 @@ def test_warnings_of_a_command_are_one_plain_line(image_folder: Folder) -> None:
     root = image_folder(size=(13, 11))
     (root / "cat" / "000.jpg").write_bytes(b"no image")
     words = ["build", str(root), str(root.parent / "cache"), "--resize", "7", "--on-error", "skip"]
-    done = subprocess.run([sys.executable, "-m", "fastdata", *words], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-m", "fastdata.tools", *words], capture_output=True, text=True, check=True)
     assert done.stderr.startswith("fastdata: 1 of 6 samples cannot be prepared and were left out")
     assert len(done.stderr.splitlines()) == 1

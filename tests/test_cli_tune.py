@@ -135,7 +135,7 @@ def test_bad_option_exits_with_2(words: list[str], message: str, capsys: pytest.
 def diagnose(folder: Path, script: str, *words: str, options: tuple[str, ...] = ()) -> Any:
     """Run the command in a process of its own, as scripts do not expect another's ``__main__``."""
     (folder / "train.py").write_text(script)
-    command = [sys.executable, "-m", "fastdata", "diagnose", *options, "train.py", *words]
+    command = [sys.executable, "-m", "fastdata.tools", "diagnose", *options, "train.py", *words]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=55, check=False)
 
 

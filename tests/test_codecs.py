@@ -15,11 +15,11 @@ import pytest
 import zstandard
 
 from conftest import shown
-from fastdata import images
-from fastdata.codecs import KNOWN_CODECS, Codec, JpegCodec, Lz4Codec, ZstdCodec, codec_of, find_codec
-from fastdata.codecs.prediction import Filter, apply_filter, layout_of, undo_filter
 from fastdata.errors import CodecError, FastDataError
-from fastdata.images import SampleSpec, Scratch
+from fastdata.pixels import images
+from fastdata.pixels.images import SampleSpec, Scratch
+from fastdata.stores.codecs import KNOWN_CODECS, Codec, JpegCodec, Lz4Codec, ZstdCodec, codec_of, find_codec
+from fastdata.stores.prediction import Filter, apply_filter, layout_of, undo_filter
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -479,8 +479,8 @@ def test_a_missing_library_is_an_obstacle_that_says_what_to_install(codec: Codec
 import sys
 sys.modules[{library!r}] = sys.modules[{library + ".block"!r}] = None
 import numpy as np
-from fastdata.codecs import find_codec
-from fastdata.images import SampleSpec
+from fastdata.stores.codecs import find_codec
+from fastdata.pixels.images import SampleSpec
 spec = SampleSpec(shape=(3, 4, 4), dtype="uint8", form="array")
 codecs = {{name: find_codec(name) for name in ("lz4", "zstd", "jpeg")}}
 print([name for name, codec in codecs.items() if codec.obstacle(spec)], codecs[{codec.name!r}].obstacle(spec))

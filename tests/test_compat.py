@@ -43,7 +43,8 @@ from children import (
     mark_worker,
 )
 from conftest import shown
-from fastdata import CachedDataset, CudaPrefetcher, DataLoader, memory
+from fastdata import CachedDataset, CudaPrefetcher, DataLoader
+from fastdata.machine import memory
 
 INLINE = {"num_workers": 0}
 THREADS = {"num_workers": 2, "workers": "thread"}

@@ -19,10 +19,10 @@ from torchvision.transforms import v2
 from children import send_class_of_target
 from conftest import shown
 from fastdata import CachedDataset, DataLoader, ImageFolder, collate
-from fastdata.codecs import JpegCodec
 from fastdata.errors import MemoryBudgetError, SampleError
-from fastdata.prepare import Steps, forecast
 from fastdata.sources import DatasetSource
+from fastdata.stores.codecs import JpegCodec
+from fastdata.stores.prepare import Steps, forecast
 
 Folder = Callable[..., Path]
 LOSSLESS = ["source", "lz4", "zstd"]

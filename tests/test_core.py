@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fastdata import core
+from fastdata.pixels import core
 
 CORE = Path(core.__file__).parent
 LIBRARIES = sorted(CORE.glob(f"core-level*{core.ENDING}"))
@@ -88,6 +88,6 @@ def test_a_damaged_library_is_an_obstacle(tmp_path: Path) -> None:
 
 def test_importing_opens_no_library() -> None:
     """`import fastdata` loads the core of no level."""
-    code = "import fastdata; from fastdata import core; print(core.load.cache_info().currsize)"
+    code = "import fastdata; from fastdata.pixels import core; print(core.load.cache_info().currsize)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "0\n"

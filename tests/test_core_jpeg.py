@@ -16,11 +16,10 @@ import pytest
 from PIL import Image, ImageFile, ImageOps
 from torchvision import transforms as v1
 
-from fastdata import core, images
-from fastdata.images import OpenedImages, SampleSpec, decode_image
-from fastdata.transforms import plan_transform
-from fastdata.transforms.cpu import Program
-from fastdata.transforms.ops import Op
+from fastdata.pixels import core, images, plan_transform
+from fastdata.pixels.images import OpenedImages, SampleSpec, decode_image
+from fastdata.pixels.ops import Op
+from fastdata.pixels.program import Program
 from test_core_programs import FILTERS, GEOMETRY, SIDES
 
 pytestmark = pytest.mark.skipif(images.open_libjpeg()[0] is None, reason="Pillow is linked to no shared libjpeg-turbo")

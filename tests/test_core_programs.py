@@ -13,9 +13,9 @@ import pytest
 from torchvision import transforms as v1
 from torchvision.transforms import v2
 
-from fastdata.images import OpenedImages
-from fastdata.transforms import plan_transform
-from fastdata.transforms.cpu import Program
+from fastdata.pixels import plan_transform
+from fastdata.pixels.images import OpenedImages
+from fastdata.pixels.program import Program
 from test_steps import LEVELS
 from test_transforms import EPOCH, SEED, ArrayStore, reference, to_form
 

@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 from torchvision import transforms as v1
 
-from fastdata import core
-from fastdata.draws import draw_integers, draw_uniform, sample_keys
-from fastdata.images import SampleSpec
-from fastdata.transforms import plan_transform
-from fastdata.transforms.cpu import Program
-from fastdata.transforms.ops import Op, child, sequence
+from fastdata.pixels import core, plan_transform
+from fastdata.pixels.draws import draw_integers, draw_uniform, sample_keys
+from fastdata.pixels.images import SampleSpec
+from fastdata.pixels.ops import Op, child, sequence
+from fastdata.pixels.program import Program
 from fuzz_core import run_once
 from test_transforms import ArrayStore, images
 

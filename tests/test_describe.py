@@ -28,8 +28,8 @@ from torchvision.transforms import v2
 
 from conftest import save_image
 from fastdata import CachedDataset, ImageFolder
-from fastdata.cache import inspect_caches
-from fastdata.describe import describe, draws_nothing
+from fastdata.pixels.describe import describe, draws_nothing
+from fastdata.stores.cache import inspect_caches
 
 Folder = Callable[..., Path]
 
@@ -224,7 +224,7 @@ def test_a_description_outlives_its_process(tmp_path: Path) -> None:
         textwrap.dedent("""
             import re, functools, enum, dataclasses, logging, sys
             import torch
-            from fastdata.describe import describe
+            from fastdata.pixels.describe import describe
             class Kind(enum.Enum): A, B = 1, 2
             @dataclasses.dataclass(frozen=True)
             class Settings:

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-from fastdata import core
-from fastdata.memory import Budget
+from fastdata.machine.memory import Budget
+from fastdata.pixels import core
 from fastdata.tools import doctor
 from fastdata.tools.cli import main
 from fastdata.tools.doctor import Check, MachineReport, examine_machine
@@ -308,8 +308,8 @@ def narrow() -> None:
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs affinities")
 def test_limits_of_the_process_are_those_told() -> None:
-    """``python -m fastdata doctor`` sees the limits that it was started with, and prints no traceback."""
-    words = [sys.executable, "-m", "fastdata", "doctor"]
+    """``python -m fastdata.tools doctor`` sees the limits that it was started with, and prints no traceback."""
+    words = [sys.executable, "-m", "fastdata.tools", "doctor"]
     done = subprocess.run(words, capture_output=True, text=True, preexec_fn=narrow, check=False, timeout=60)
     assert "! open files     70" in done.stdout
     assert "cores          1" in done.stdout

@@ -18,8 +18,8 @@ from torchvision.datasets import ImageFolder as Vanilla
 
 from conftest import test_image
 from fastdata import CachedDataset, ImageFolder
-from fastdata.export import export_cache
 from fastdata.tools.cli import main
+from fastdata.tools.export import export_cache
 
 Folder = Callable[..., Path]
 
@@ -160,7 +160,7 @@ def test_what_cannot_be_exported_leaves_nothing(
 def test_ctrl_c_leaves_nothing(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An export that is stopped leaves no folder, and the command ends with 130."""
     before = set(os.listdir(tmp_path))
-    monkeypatch.setattr("fastdata.export.encode_image", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr("fastdata.tools.export.encode_image", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
     for to in ("folder", "webdataset"):
         assert main(["export", str(cache), str(tmp_path / "out"), "--to", to]) == 130
         assert set(os.listdir(tmp_path)) == before

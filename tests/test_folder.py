@@ -147,7 +147,7 @@ def test_preparing_without_the_core_is_said(
     root = image_folder(size=(15, 11))
     with ImageFolder(root, v1.Compose(PREPARED), fill="eager", progress=False) as dataset:
         wanted = [_pixels(image) for image, _ in dataset]
-    monkeypatch.setattr("fastdata.core.obstacle", lambda: "no core was built here.")
+    monkeypatch.setattr("fastdata.pixels.core.obstacle", lambda: "no core was built here.")
     caplog.set_level("INFO", "fastdata")
     with ImageFolder(root, v1.Compose(PREPARED), fill="eager", progress=False) as dataset:
         assert all(np.array_equal(_pixels(image), it) for (image, _), it in zip(dataset, wanted, strict=True))
@@ -657,7 +657,7 @@ def test_whole_images_kept_for_random_crops_name_the_way_to_less(
     Small images get no advice either.
     """
     clock = itertools.accumulate(itertools.cycle([0, times, 0, 1]))  # of whole images, of smaller ones
-    monkeypatch.setattr("fastdata.serving.time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setattr("fastdata.datasets.serving.time", SimpleNamespace(perf_counter=lambda: next(clock)))
     steps = v1.Compose([v1.RandomResizedCrop(20), v1.ToTensor()])
     for size, other in (((400, 600), (900, 512)), ((100, 90), (90, 60))):
         root = image_folder(size=size, root=f"{size}")

@@ -22,8 +22,8 @@ from torch.utils.data import IterableDataset
 
 from conftest import shown, test_image
 from fastdata import CachedDataset, DataLoader
-from fastdata.formats import open_dataset
-from fastdata.images import load_image
+from fastdata.pixels.images import load_image
+from fastdata.sources.formats import open_dataset
 
 Item = dict[str, bytes]
 SIZE = (6, 5)
@@ -195,7 +195,7 @@ def test_a_cache_of_tars_is_found_again_until_a_file_changes(tars: Path, monkeyp
     cache = tars / "cache"
     CachedDataset(str(tars / "t-*.tar"), cache_dir=cache, progress=False).close()
     with monkeypatch.context() as patch:
-        patch.setattr("fastdata.cache.shards.ingest", None)
+        patch.setattr("fastdata.stores.cache.shards.ingest", None)
         with CachedDataset(str(tars / "t-*.tar"), cache_dir=cache, progress=False) as again:
             assert list(again.targets) == [0, 10, 20]
     write_tar(tars / "t-01.tar", sample_files(3, "2."))

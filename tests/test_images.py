@@ -16,9 +16,10 @@ import pytest
 import torch
 from PIL import Image, ImageFile, ImageOps
 
-from fastdata import DataLoader, ImageFolder, images
+from fastdata import DataLoader, ImageFolder
 from fastdata.errors import SampleError, sample_error
-from fastdata.images import Resize, decode_image, load_image, present, to_pil, to_stored, without_exif
+from fastdata.pixels import images
+from fastdata.pixels.images import Resize, decode_image, load_image, present, to_pil, to_stored, without_exif
 
 folder = pytest.importorskip("torchvision.datasets.folder", reason="the reference is torchvision's")
 functional = pytest.importorskip("torchvision.transforms.functional", reason="the reference is torchvision's")

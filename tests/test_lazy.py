@@ -23,7 +23,7 @@ from children import Compose, PILToTensor
 from conftest import shown
 from fastdata import CachedDataset, DataLoader, FastDataWarning, ImageFolder
 from fastdata.errors import FastDataError, MemoryBudgetError, SampleError
-from fastdata.images import CenterCrop, Resize
+from fastdata.pixels.images import CenterCrop, Resize
 
 Folder = Callable[..., Path]
 STEPS = v1.Compose([v1.Resize((6, 8)), v1.RandomCrop(5), v1.ToTensor()])

@@ -35,8 +35,9 @@ from torch.utils.data import DataLoader as TorchLoader
 from torchvision import transforms as v1
 
 from conftest import shown
-from fastdata import CachedDataset, DataLoader, FastDataWarning, Views, collate, memory
-from fastdata.ring import ring_of
+from fastdata import CachedDataset, DataLoader, FastDataWarning, Views, collate
+from fastdata.datasets.ring import ring_of
+from fastdata.machine import memory
 
 AUGMENT = v1.Compose([v1.RandomCrop((4, 3)), v1.RandomHorizontalFlip(), v1.ConvertImageDtype(torch.float32)])
 
@@ -728,7 +729,7 @@ def test_ours_and_torchs_collate_are_not_watched_for_draws(
     images: CachedDataset, monkeypatch: pytest.MonkeyPatch, collate_fn: Any
 ) -> None:
     """They draw nothing, and run without what makes a collate_fn four times slower."""
-    monkeypatch.setattr("fastdata.batch.BatchDraws", None)
+    monkeypatch.setattr("fastdata.datasets.batch.BatchDraws", None)
     loader = DataLoader(images, batch_size=23, collate_fn=collate_fn)
     assert [labels.tolist() for _, labels in loader] == [[*range(23)]]
 
@@ -738,7 +739,8 @@ def test_ctrl_c_in_the_loop_leaves_at_once() -> None:
     """KeyboardInterrupt ends a process that has reader threads, and nothing is said but the interrupt."""
     script = """
         import os, signal, torch
-        from fastdata import CachedDataset, DataLoader, FastDataWarning, memory
+        from fastdata import CachedDataset, DataLoader, FastDataWarning
+        from fastdata.machine import memory
         dataset = CachedDataset([(torch.zeros(3, 64, 64), i) for i in range(500)], progress=False)
         for images, labels in DataLoader(dataset, batch_size=2, num_workers=2):
             os.kill(os.getpid(), signal.SIGINT)

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from fastdata.errors import MemoryBudgetError
-from fastdata.memory import (
+from fastdata.machine.memory import (
     Available,
     Budget,
     CodecTrial,

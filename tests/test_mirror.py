@@ -17,11 +17,12 @@ import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
-from fastdata import CachedDataset, ChunkedLoader, DataLoader, remote
-from fastdata.cache import find_cache
+from fastdata import CachedDataset, ChunkedLoader, DataLoader
 from fastdata.errors import CacheError, RemoteError, SampleError
-from fastdata.remote import Entry, Place
+from fastdata.sources import remote
+from fastdata.sources.remote import Entry, Place
 from fastdata.stores import mirror as mirror_module
+from fastdata.stores.cache import find_cache
 from fastdata.stores.mirror import Mirror, Segment
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="maps segments at fixed addresses")

@@ -16,7 +16,7 @@ from torchvision.transforms import v2
 from torchvision.transforms._presets import ImageClassification
 
 from fastdata import Views
-from fastdata.transforms import TransformPlan, leading_steps, plan_transform, prepare_key, read_center_crop, read_resize
+from fastdata.pixels import TransformPlan, leading_steps, plan_transform, prepare_key, read_center_crop, read_resize
 
 NORM = ((0.5, 0.4, 0.3), (0.2, 0.3, 0.4))
 
@@ -502,6 +502,6 @@ def test_torchvision_is_not_imported_by_the_package() -> None:
     """In a fresh interpreter the plan module does not bring torchvision in."""
     import subprocess
 
-    code = "import sys, fastdata.transforms.cpu; print('torchvision' in sys.modules)"
+    code = "import sys, fastdata.pixels.program; print('torchvision' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "False"

@@ -19,9 +19,10 @@ from typing import Any
 import pytest
 import torch
 
-from fastdata import CudaPrefetcher, FastDataWarning, memory
-from fastdata.memory import Available
-from fastdata.prefetch import feed
+from fastdata import CudaPrefetcher, FastDataWarning
+from fastdata.loaders import feed
+from fastdata.machine import memory
+from fastdata.machine.memory import Available
 from simcuda import Sim
 
 CUDA = torch.device("cuda", 0)

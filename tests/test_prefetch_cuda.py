@@ -19,7 +19,7 @@ from torchvision.transforms import v2
 
 from fastdata import CachedDataset, CudaPrefetcher, DataLoader
 from fastdata.errors import DeviceError, MemoryBudgetError
-from fastdata.prefetch import device as prefetch_device
+from fastdata.loaders import device_ops as prefetch_device
 
 pytestmark = pytest.mark.cuda
 
@@ -472,7 +472,7 @@ def test_a_store_on_the_gpu_is_copied_once_and_given_back(monkeypatch: pytest.Mo
 
 def test_a_store_too_large_for_the_gpu_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is allocated, and the error says what is free."""
-    monkeypatch.setattr("fastdata.memory.DEVICE_SHARE", 1e-9)
+    monkeypatch.setattr("fastdata.machine.memory.DEVICE_SHARE", 1e-9)
     message = r"storage='device' needs 864\.0 KiB on cuda:\d, but takes at most"
     with (
         noisy("device", CROP) as dataset,

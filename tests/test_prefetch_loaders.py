@@ -15,8 +15,9 @@ import torch
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset, DistributedSampler
 
-from fastdata import CachedDataset, CudaPrefetcher, DataLoader, RingCollate, memory
-from fastdata.memory import Available
+from fastdata import CachedDataset, CudaPrefetcher, DataLoader, RingCollate
+from fastdata.machine import memory
+from fastdata.machine.memory import Available
 from simcuda import Sim
 
 CUDA = torch.device("cuda", 0)

@@ -18,8 +18,8 @@ from torchvision.transforms import v2
 from conftest import FolderMaker
 from fastdata import CachedDataset, CudaPrefetcher, DataLoader, FastDataWarning, ImageFolder, collate
 from fastdata.errors import MemoryBudgetError
-from fastdata.prefetch import device as prefetch_device
-from fastdata.prefetch.device import fallback_reason
+from fastdata.loaders import device_ops as prefetch_device
+from fastdata.loaders.device_ops import fallback_reason
 from simcuda import Sim
 
 CUDA = torch.device("cuda", 0)

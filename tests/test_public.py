@@ -100,7 +100,8 @@ def test_importing_loads_what_all_scripts_need() -> None:
 import sys, torch
 before = set(sys.modules)
 from fastdata import CudaPrefetcher, DataLoader, ImageFolder
-names = "PIL filelock lz4 psutil zstandard fastdata.cache fastdata.chunked fastdata.codecs fastdata.tools.tune"
+names = "PIL filelock lz4 psutil zstandard fastdata.stores.cache fastdata.loaders.chunked fastdata.stores.codecs"
+names += " fastdata.tools.tune"
 print([name for name in names.split() if name in sys.modules.keys() - before])
 """
     assert in_fresh_interpreter(code) == "[]\n"

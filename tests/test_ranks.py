@@ -22,9 +22,10 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from fastdata import CachedDataset, FastDataWarning, ImageFolder, ranks
+from fastdata import CachedDataset, FastDataWarning, ImageFolder
 from fastdata.errors import IngestError, SampleError
-from fastdata.ranks import Rank, find_rank, find_run, how_ended, local_ranks
+from fastdata.machine import ranks
+from fastdata.machine.ranks import Rank, find_rank, find_run, how_ended, local_ranks
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="ranks meet on Linux only")
 
@@ -211,7 +212,7 @@ def test_a_sample_that_one_rank_reads_is_there_for_all(images: Path, tmp_path: P
             pipe.recv()
             return first
 
-    from fastdata.images import load_image as load
+    from fastdata.pixels.images import load_image as load
 
     with Ranks(2, work) as run:
         assert run.receive_all() == ["made"] * 2

@@ -19,9 +19,10 @@ from fsspec.implementations.memory import MemoryFileSystem
 from PIL import Image
 
 from conftest import shown
-from fastdata import CachedDataset, ChunkedLoader, DataLoader, ImageFolder, ImageManifest, remote
+from fastdata import CachedDataset, ChunkedLoader, DataLoader, ImageFolder, ImageManifest
 from fastdata.errors import RemoteError, SampleError
-from fastdata.remote import Place, options_travel
+from fastdata.sources import remote
+from fastdata.sources.remote import Place, options_travel
 
 FILES = {"a/1.txt": b"one", "a/b/2.txt": b"twice", "c.txt": b""}
 

@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import torch
 
-from fastdata.ring import BatchRing
+from fastdata.datasets.ring import BatchRing
 
 UINT8 = np.dtype("uint8")
 

@@ -18,8 +18,8 @@ from torchvision import transforms as v1
 
 from conftest import shown
 from fastdata import CachedDataset, CudaPrefetcher, DataLoader, RingCollate, collate
-from fastdata.batch import Padded
-from fastdata.samplers import Order, RankSampler, balanced, repeated, weighted
+from fastdata.datasets.batch import Padded
+from fastdata.loaders.samplers import Order, RankSampler, balanced, repeated, weighted
 
 AUGMENT = v1.Compose([v1.RandomCrop((4, 3)), v1.RandomHorizontalFlip(), v1.ConvertImageDtype(torch.float32)])
 COUNT = 23

@@ -20,8 +20,9 @@ from torchvision import tv_tensors
 from torchvision.transforms import v2
 
 from conftest import FolderMaker
-from fastdata import CachedDataset, ChunkedLoader, CudaPrefetcher, DataLoader, ImageFolder, Views, core
+from fastdata import CachedDataset, ChunkedLoader, CudaPrefetcher, DataLoader, ImageFolder, Views
 from fastdata.errors import StoreGoneError
+from fastdata.pixels import core
 
 LENGTH, SHAPE = 11, (3, 8, 6)
 NORM = (0.5, 0.4, 0.3), (0.2, 0.3, 0.4)

@@ -25,9 +25,9 @@ from fsspec.implementations.memory import MemoryFileSystem
 from children import open_noted
 from conftest import save_image
 from fastdata import CachedDataset, ImageFolder
-from fastdata.cache.manifest import MANIFEST, Manifest
-from fastdata.cache.shards import samples_per_shard
 from fastdata.errors import IngestError, SampleError
+from fastdata.stores.cache.manifest import MANIFEST, Manifest
+from fastdata.stores.cache.shards import samples_per_shard
 from fastdata.tools.cli import main
 
 Folder = Callable[..., Path]
@@ -325,7 +325,7 @@ def test_what_a_killed_committer_left_goes_with_the_next_run(image_folder: Folde
 def test_machines_must_share_the_folder(image_folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     """Shards that were written where this process does not see them are an error that says so."""
     root = image_folder(classes=("a",), per_class=4, size=(12, 10))
-    monkeypatch.setattr("fastdata.cache.shards.os.replace", lambda source, target: None)
+    monkeypatch.setattr("fastdata.stores.cache.shards.os.replace", lambda source, target: None)
     with pytest.raises(IngestError, match=r"shard 0, samples 0 to 3 was written but is not in .*must share"):
         cached(root)
 

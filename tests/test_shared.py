@@ -23,7 +23,7 @@ from torch.utils.data import default_collate
 
 from conftest import shown
 from fastdata.errors import MemoryBudgetError, StoreGoneError
-from fastdata.shared import ArrayBlock, Block, ByteLocks, SampleTable
+from fastdata.machine.shared import ArrayBlock, Block, ByteLocks, SampleTable
 
 KINDS = pytest.mark.parametrize("portable", [False, True], ids=["memfd", "file"])
 
@@ -130,7 +130,8 @@ def test_arrays_outlive_a_closed_block() -> None:
 
 def test_a_handle_of_an_ended_process_is_refused() -> None:
     """Opening a block whose creator is gone says so."""
-    script = "import pickle, sys, fastdata.shared as b; k = b.Block.create(4); sys.stdout.buffer.write(pickle.dumps(k))"
+    script = "import pickle, sys; from fastdata.machine.shared import Block; k = Block.create(4); "
+    script += "sys.stdout.buffer.write(pickle.dumps(k))"
     handle = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True).stdout
     with pytest.raises(StoreGoneError, match="cannot be reached"):
         pickle.loads(handle)
@@ -155,7 +156,7 @@ def test_a_file_left_by_a_killed_process_is_swept(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     script = (
-        "import os, sys, fastdata.shared as b; k = b.Block.create(4, portable=True); print('made', flush=True);"
+        "import os, sys, fastdata.machine.shared as b; k = b.Block.create(4, portable=True); print('made', flush=True);"
         "sys.stdin.read()"
     )
     with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:

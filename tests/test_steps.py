@@ -21,12 +21,12 @@ from PIL import ImageFilter, ImageOps
 from torchvision import transforms as v1
 from torchvision.transforms import v2
 
-from fastdata.core import constants
-from fastdata.draws import draw_integers, draw_uniform, sample_keys
-from fastdata.transforms import plan_transform
-from fastdata.transforms.cpu import Program
-from fastdata.transforms.ops import child
-from fastdata.transforms.steps import READERS, known_name
+from fastdata.pixels import plan_transform
+from fastdata.pixels.core import constants
+from fastdata.pixels.draws import draw_integers, draw_uniform, sample_keys
+from fastdata.pixels.ops import child
+from fastdata.pixels.program import Program
+from fastdata.pixels.steps import READERS, known_name
 from test_transforms import EPOCH, SEED, ArrayStore, images, reference, to_array, to_form
 
 APIS = {"v1": v1, "v2": v2}

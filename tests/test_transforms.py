@@ -18,10 +18,10 @@ from torchvision.transforms.v2 import functional as F  # noqa: N812
 
 from conftest import shown
 from fastdata import CachedDataset, DataLoader
-from fastdata.draws import draw_uniform, sample_keys
-from fastdata.images import SampleSpec
-from fastdata.transforms import plan_transform
-from fastdata.transforms.cpu import Program
+from fastdata.pixels import plan_transform
+from fastdata.pixels.draws import draw_uniform, sample_keys
+from fastdata.pixels.images import SampleSpec
+from fastdata.pixels.program import Program
 
 SEED, EPOCH = 11, 3
 NORM = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))

@@ -18,9 +18,9 @@ from torchvision import transforms as v1
 from torchvision.transforms import v2
 
 from conftest import shown
-from fastdata.images import SampleSpec
-from fastdata.transforms import plan_transform
-from fastdata.transforms.device import DeviceProgram, device_obstacle
+from fastdata.pixels import plan_transform
+from fastdata.pixels.device import DeviceProgram, device_obstacle
+from fastdata.pixels.images import SampleSpec
 from test_transforms import (
     EPOCH,
     NORM,

@@ -26,9 +26,9 @@ from torch.utils.data import Dataset, IterableDataset, Subset, default_collate, 
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from fastdata import CachedDataset, CudaPrefetcher, DataLoader, SampleBatch, collate
-from fastdata import ring as rings
+from fastdata.datasets import ring as rings
+from fastdata.datasets.ring import Arrivals, RingCollate
 from fastdata.errors import MemoryBudgetError
-from fastdata.ring import Arrivals, RingCollate
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="blocks without a name need Linux")
 

@@ -19,7 +19,7 @@ from torch.utils.data import IterableDataset
 
 from fastdata import DataLoader, ImageFolder
 from fastdata.errors import MemoryBudgetError
-from fastdata.memory import usable_cores
+from fastdata.machine.memory import usable_cores
 from fastdata.tools import measure as measuring
 from fastdata.tools.measure import EndlessOrder, Rate, apart, differs, measure
 from fastdata.tools.tune import TuneResult, ascend, tune

@@ -6,7 +6,7 @@ import pickle
 
 import numpy as np
 
-from fastdata.batch import EpochVisits, SharedVisits
+from fastdata.datasets.batch import EpochVisits, SharedVisits
 
 REPEAT = 1 << 32
 

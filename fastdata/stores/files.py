@@ -20,9 +20,9 @@ import numpy as np
 import numpy.typing as npt
 
 from fastdata.errors import CacheError, StoreGoneError
-from fastdata.memory import format_bytes
-from fastdata.remote import refuse_special
-from fastdata.shared import OPEN_FLAGS, Block
+from fastdata.machine.memory import format_bytes
+from fastdata.machine.shared import OPEN_FLAGS, Block
+from fastdata.sources.remote import refuse_special
 
 Bytes = npt.NDArray[np.uint8]
 

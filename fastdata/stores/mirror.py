@@ -29,11 +29,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from fastdata.errors import CacheError
-from fastdata.images import SampleSpec
-from fastdata.memory import format_bytes, parse_bytes
-from fastdata.remote import Entry, Place
+from fastdata.machine.memory import format_bytes, parse_bytes
+from fastdata.machine.shared import ArrayBlock
+from fastdata.pixels.images import SampleSpec
 from fastdata.report import log
-from fastdata.shared import ArrayBlock
+from fastdata.sources.remote import Entry, Place
 from fastdata.stores.files import free_bytes
 from fastdata.stores.readers import Decoder, DiskStore, UndecodableError, checksum
 

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import numpy as np
 
-from fastdata.images import SampleSpec, SourceDecoder, open_libjpeg
-from fastdata.shared import ArrayBlock, Block
+from fastdata.machine.shared import ArrayBlock, Block
+from fastdata.pixels.images import SampleSpec, SourceDecoder, open_libjpeg
 from fastdata.stores.files import Bytes, DiskFile
 
 if TYPE_CHECKING:
-    from fastdata.codecs import Codec
+    from fastdata.stores.codecs import Codec
 
 Decoder: TypeAlias = "Codec | SourceDecoder"
 

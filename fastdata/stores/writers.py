@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from fastdata.errors import MemoryBudgetError, SampleError, sample_error
-from fastdata.images import SampleSpec, SourceDecoder
-from fastdata.memory import format_bytes
+from fastdata.machine.memory import format_bytes
+from fastdata.machine.shared import ArrayBlock, Block, ByteLocks
+from fastdata.pixels.images import SampleSpec, SourceDecoder
 from fastdata.report import warn_user
-from fastdata.shared import ArrayBlock, Block, ByteLocks
 from fastdata.stores.files import DiskFile
 from fastdata.stores.readers import FileStore, Store, checksum
 
 if TYPE_CHECKING:
-    from fastdata.codecs import Codec
+    from fastdata.stores.codecs import Codec
 
 ALIGN_BYTES = 64
 """Each raw sample of a shape of its own begins at a multiple of these."""

@@ -18,11 +18,11 @@ import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset
 
-from fastdata import images
+from fastdata.datasets.folder import ImageFolder
 from fastdata.errors import MemoryBudgetError
-from fastdata.folder import ImageFolder
-from fastdata.loader import DataLoader
-from fastdata.memory import cpu_model, usable_cores
+from fastdata.loaders.loader import DataLoader
+from fastdata.machine.memory import cpu_model, usable_cores
+from fastdata.pixels import images
 from fastdata.report import progress_bar
 from fastdata.tools import output
 from fastdata.tools.measure import EndlessOrder, measure

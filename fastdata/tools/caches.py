@@ -8,14 +8,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from fastdata.cache import inspect_caches, prune_caches, verify_cache
-from fastdata.codecs import KNOWN_CODECS
+from fastdata.datasets.folder import ImageFolder
 from fastdata.errors import counted, is_url
-from fastdata.export import export_cache
-from fastdata.folder import ImageFolder
-from fastdata.images import CenterCrop
-from fastdata.memory import format_bytes
+from fastdata.machine.memory import format_bytes
+from fastdata.pixels.images import CenterCrop
+from fastdata.stores.cache import inspect_caches, prune_caches, verify_cache
+from fastdata.stores.codecs import KNOWN_CODECS
 from fastdata.tools import output
+from fastdata.tools.export import export_cache
 
 
 def _add_storage_options(parser: argparse.ArgumentParser) -> None:

@@ -29,20 +29,27 @@ import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterableDataset, Subset, default_collate
 
-from fastdata.batch import flatten
-from fastdata.cached import CachedDataset
-from fastdata.dataset import PreparedDataset, latest_reader, prepared_anew
+from fastdata.datasets.batch import flatten
+from fastdata.datasets.cached import CachedDataset
+from fastdata.datasets.dataset import PreparedDataset, latest_reader, prepared_anew
 from fastdata.errors import kind_of
-from fastdata.loader import DataLoader
-from fastdata.loader.epochs import LoopTimes, sample_count
-from fastdata.loader.order import undisturbed
-from fastdata.memory import available_bytes, budget_bytes, format_bytes, thread_clock, tree_pss_bytes, usable_cores
-from fastdata.prefetch import CudaPrefetcher
+from fastdata.loaders.epochs import LoopTimes, sample_count
+from fastdata.loaders.loader import DataLoader
+from fastdata.loaders.order import undisturbed
+from fastdata.loaders.prefetch import CudaPrefetcher
+from fastdata.machine.memory import (
+    available_bytes,
+    budget_bytes,
+    format_bytes,
+    thread_clock,
+    tree_pss_bytes,
+    usable_cores,
+)
+from fastdata.pixels.steps import flatten as flatten_steps
 from fastdata.report import EngineKind
 from fastdata.tools import output
 from fastdata.tools.measure import EndlessOrder, Rate, apart, differs, measure, stored_bytes, undisturbed_generators
 from fastdata.tools.verdict import Diagnosis, Figures, Part, Trial, name_limit
-from fastdata.transforms.steps import flatten as flatten_steps
 
 Costs = npt.NDArray[np.float64]
 """Seconds of one core, waiting for others than a core included; and CPU seconds."""

@@ -22,9 +22,10 @@ from typing import Any
 
 import torch
 
-from fastdata import core, images, memory
-from fastdata.memory import Budget, format_bytes
-from fastdata.shared import Block
+from fastdata.machine import memory
+from fastdata.machine.memory import Budget, format_bytes
+from fastdata.machine.shared import Block
+from fastdata.pixels import core, images
 from fastdata.tools import output
 
 if sys.platform != "win32":

@@ -28,9 +28,9 @@ import numpy as np
 import torch
 from torch.utils.data import Sampler
 
-from fastdata.dataset import PreparedDataset, latest_reader
-from fastdata.loader.epochs import end_with_parent, sample_count
-from fastdata.memory import available_bytes, tree_pss_bytes
+from fastdata.datasets.dataset import PreparedDataset, latest_reader
+from fastdata.loaders.epochs import end_with_parent, sample_count
+from fastdata.machine.memory import available_bytes, tree_pss_bytes
 
 _T = TypeVar("_T")
 _MOST_SLICES = 8

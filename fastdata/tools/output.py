@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fastdata.errors import refuse_remote
-from fastdata.memory import cpu_model, usable_cores
+from fastdata.machine.memory import cpu_model, usable_cores
 
 GREY, BLUE = "#9aa5b1", "#2f7ed8"
 

@@ -20,15 +20,15 @@ from typing import Any, Literal
 import numpy as np
 from torch.utils.data import IterableDataset
 
-from fastdata.batch import collate, flatten
-from fastdata.dataset import PreparedDataset, prepared_anew
+from fastdata.datasets.batch import collate, flatten
+from fastdata.datasets.dataset import PreparedDataset, prepared_anew
+from fastdata.datasets.folder import ImageFolder
 from fastdata.errors import MemoryBudgetError, kind_of
-from fastdata.folder import ImageFolder
-from fastdata.loader import DataLoader
-from fastdata.loader.view import MOSTLY_PREPARED, LoaderView
-from fastdata.memory import available_bytes, budget_bytes, format_bytes, tree_pss_bytes, usable_cores
-from fastdata.prefetch import CudaPrefetcher
-from fastdata.ranks import local_ranks
+from fastdata.loaders.loader import DataLoader
+from fastdata.loaders.prefetch import CudaPrefetcher
+from fastdata.loaders.view import MOSTLY_PREPARED, LoaderView
+from fastdata.machine.memory import available_bytes, budget_bytes, format_bytes, tree_pss_bytes, usable_cores
+from fastdata.machine.ranks import local_ranks
 from fastdata.report import progress_bar
 from fastdata.tools import bench, output
 from fastdata.tools.measure import EndlessOrder, Rate, apart, differs, measure, stored_bytes, undisturbed_generators

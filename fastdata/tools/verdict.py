@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from os import PathLike
 from typing import Any, Literal
 
-from fastdata.loader.view import MOSTLY_PREPARED
-from fastdata.memory import format_bytes
+from fastdata.loaders.view import MOSTLY_PREPARED
+from fastdata.machine.memory import format_bytes
 from fastdata.report import EngineKind
 from fastdata.tools import output
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fastdata import remote
+from fastdata.sources import remote
 from s3 import MotoS3, ThrottledS3, s3_server, throttled_s3
 
 os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"  # as gcsfs is imported: its test server has no gRPC

@@ -18,9 +18,9 @@ import_torchvision()
 from torchvision import transforms as v1  # noqa: E402  # only importable now
 
 from fastdata import CachedDataset  # noqa: E402
-from fastdata.batch import IndexBatch  # noqa: E402
-from fastdata.ring import BatchRing  # noqa: E402
-from fastdata.shared import Block, ByteLocks  # noqa: E402
+from fastdata.datasets.batch import IndexBatch  # noqa: E402
+from fastdata.datasets.ring import BatchRing  # noqa: E402
+from fastdata.machine.shared import Block, ByteLocks  # noqa: E402
 
 COUNT = 23
 """Samples: no multiple of a batch, nor of two ranks."""

@@ -21,8 +21,8 @@ from litdata.streaming.writer import BinaryWriter
 from PIL import Image
 
 from fastdata import CachedDataset, ImageFolder
-from fastdata.export import export_cache
-from fastdata.formats import open_dataset
+from fastdata.sources.formats import open_dataset
+from fastdata.tools.export import export_cache
 from s3 import ThrottledS3
 
 tqdm.tqdm.monitor_interval = 0  # the monitor of the bars of datasets is a thread that stays

@@ -14,9 +14,10 @@ import pytest
 import torch
 from PIL import Image
 
-from fastdata import CachedDataset, ChunkedLoader, DataLoader, ImageFolder, remote
+from fastdata import CachedDataset, ChunkedLoader, DataLoader, ImageFolder
 from fastdata.errors import RemoteError, SampleError
-from fastdata.remote import Place
+from fastdata.sources import remote
+from fastdata.sources.remote import Place
 from s3 import FaultPlan, MotoS3, ThrottledS3
 
 MENDED = ("error", "slow_down", "reset", "cut", "short", "corrupted")

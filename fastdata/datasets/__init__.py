@@ -1,0 +1,1 @@
+"""torchvision's faces over a store, and the reader that serves them."""

@@ -1,0 +1,578 @@
+"""Batches: the list of samples that torch's collate expects, the tensors behind it; visits; batches as trees."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import operator
+from array import array
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from contextlib import nullcontext, suppress
+from functools import cache, partial
+from itertools import chain
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import default_collate
+from torch.utils.data._utils.collate import default_collate_fn_map
+
+from fastdata.machine.shared import ArrayBlock, collate_targets
+from fastdata.pixels.draws import sample_keys
+from fastdata.sources import ItemForm
+
+
+def as_numbers(indices: Any) -> np.ndarray:
+    """Indices of samples as int64 (B,).
+
+    Raises:
+        TypeError: they are no whole numbers, as of torch's datasets.
+    """
+    if isinstance(indices, (np.ndarray, torch.Tensor)):
+        found = np.asarray(indices)
+        if found.ndim == 1 and found.dtype.kind in "iu" and np.can_cast(found.dtype, np.int64):
+            return found.astype(np.int64, copy=False)
+    try:
+        return np.asarray(array("q", indices))
+    except TypeError as error:
+        raise TypeError(f"indices of samples must be a list of whole numbers: {error}") from None
+
+
+_READ_SALT = 0x72656164  # keeps what is drawn where a batch is read apart from what is where it is collated
+
+
+class IndexBatch(list[int]):
+    """The sample indices of one batch, and what the samples' random draws are made from.
+
+    As the sampler gave them, or those in the fastdata dataset where that lies behind a ``Subset``; of several in a
+    ``ConcatDataset``, those in all of them in a row.
+
+    Attributes:
+        positions: int64 (B,), the same, none of them negative.
+        visits: int64 (B,), which visit to each sample this is: the epoch, and how often the sample came before in the
+            same epoch (as with ``WeightedRandomSampler``).
+        seed: the dataset's, or the epoch's base seed.
+        draws: what a ``collate_fn`` draws from, wherever the batch is made; None where no loader counts batches.
+    """
+
+    positions: np.ndarray
+    visits: np.ndarray
+    seed: int
+    draws: DrawKey | None = None
+
+    @classmethod
+    def of(cls, indices: Iterable[int], positions: np.ndarray, visits: np.ndarray, seed: int) -> IndexBatch:
+        batch = cls(indices)
+        batch.positions = positions
+        batch.visits = visits
+        batch.seed = seed
+        return batch
+
+
+class Sample(tuple[Any, ...]):
+    """One (image, target) of a ``SampleBatch``: a tuple whose class tells ``default_collate`` how to collate a list."""
+
+    __slots__ = ()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return tuple, (tuple(self),)
+
+
+class SampleDict(dict[str, Any]):
+    """One item of a ``SampleBatch`` whose items are dicts; as ``Sample``."""
+
+    __slots__ = ()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)
+
+
+def stacked(images: torch.Tensor | list[torch.Tensor] | Padded, targets: Any, keys: ItemForm | None) -> Any:
+    """What ``default_collate`` makes of samples whose images and targets it makes these of."""
+    if keys is None:
+        return [images, targets]
+    return keys.join(images, list(targets) if type(targets) is tuple else targets)  # texts, of dicts in a list
+
+
+class SampleBatch(list[Any]):
+    """A list of (image, target) samples, or dicts of both, that are views of one stacked tensor.
+
+    torch's ``default_collate`` and ``fastdata.collate`` take the stacked tensors as they are, so that a ``collate_fn``
+    that calls the former, as those of MixUp and CutMix do, copies nothing. Where one has put other samples into the
+    list, or other values into a sample, these are stacked as any.
+
+    Args:
+        images: (B, C, h, w); sample i is a view of ``images[i]``. Or a list of such tensors, several views of it.
+        targets: what ``default_collate`` makes of the targets: int64 (B,) for class numbers. None: it is made when
+            it is asked for, if it can be.
+        each_target: one Python object per sample.
+        image_class: of the images in the list, such as ``tv_tensors.Image`` or ``np.ndarray``.
+        keys: of samples that are dicts; None where they are tuples.
+        made: of what type a sample's views are.
+    """
+
+    def __init__(
+        self,
+        images: torch.Tensor | list[torch.Tensor],
+        targets: Any,
+        each_target: Iterable[Any],
+        image_class: type[torch.Tensor] | type[np.ndarray] = torch.Tensor,
+        keys: ItemForm | None = None,
+        made: type = list,
+    ) -> None:
+        each_target = list(each_target)
+        self._parts = images, targets, each_target, image_class, keys, made
+        views = [rows_of(each, image_class) for each in (images if isinstance(images, list) else [images])]
+        each_image = map(made, zip(*views, strict=True)) if isinstance(images, list) else views[0]
+        pairs = zip(each_image, each_target, strict=True)
+        super().__init__(map(Sample, pairs) if keys is None else (_marked(keys.join(*pair)) for pair in pairs))
+        self._items = list(self)
+        self._consisted_of = self._objects()
+        for kind in (Sample, SampleDict):
+            default_collate_fn_map.setdefault(kind, _collate_samples)  # torch's own way to say how a class is collated
+
+    @property
+    def is_intact(self) -> bool:
+        """Whether list and samples still consist of the very objects that they were made of."""
+        return _are_same(self, self._items) and _are_same(self._objects(), self._consisted_of)
+
+    def _objects(self) -> list[Any]:
+        """What may be put in place of another: values of dicts, with their keys, and views in a list."""
+        images, made = self._parts[0], self._parts[-1]
+        are_dicts = bool(self) and isinstance(self[0], SampleDict)
+        if not are_dicts and not (isinstance(images, list) and made is list):
+            return []
+        objects = list(chain.from_iterable(self))
+        if are_dicts:
+            objects += chain.from_iterable(map(dict.values, self))
+        return objects + [view for each in objects if type(each) is list for view in each]
+
+    @property
+    def stacked(self) -> Any:
+        """``[images, targets]``, or a dict of the samples' keys; None once another object is in the list or a sample.
+
+        Raises what ``default_collate`` raises of targets that it cannot collate.
+        """
+        images, targets, each_target, _, keys, _ = self._parts
+        if not self.is_intact:
+            return None
+        return stacked(images, collate_targets(each_target) if targets is None else targets, keys)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return list, (list(self),)
+
+
+def _marked(item: Any) -> Any:
+    """The item in a class that ``default_collate`` knows; a tensor alone as it is, and it is stacked."""
+    return SampleDict(item) if isinstance(item, dict) else Sample(item) if isinstance(item, tuple) else item
+
+
+def rows_of(images: torch.Tensor, kind: type) -> Sequence[Any]:
+    """The images of a batch, views of it."""
+    if kind is np.ndarray:
+        arrays = images.numpy()
+        return [arrays[row, ...] for row in range(len(arrays))]
+    rows = images.unbind(0)
+    return rows if kind is torch.Tensor else [row.as_subclass(kind) for row in rows]
+
+
+def _are_same(objects: list[Any], others: list[Any]) -> bool:
+    return len(objects) == len(others) and all(map(operator.is_, objects, others))
+
+
+class Padded(NamedTuple):
+    """Images of several sizes as one tensor, each at the top left; what ``collate(samples, pad=...)`` makes of them.
+
+    Attributes:
+        images: (B, C, H, W), as high as the highest and as wide as the widest.
+        sizes: int64 (B, 2), height and width of each without what was padded.
+
+    Example:
+        >>> batch = collate([(torch.ones(3, 2, 4), 7), (torch.ones(3, 4, 2), 8)], pad=0)
+        >>> batch[0].images.shape, batch[0].sizes.tolist(), batch[0].padded_share, batch[1]
+        (torch.Size([2, 3, 4, 4]), [[2, 4], [4, 2]], 0.5, tensor([7, 8]))
+    """
+
+    images: torch.Tensor
+    sizes: torch.Tensor
+
+    @property
+    def padded_share(self) -> float:
+        """How many of the pixels are padded, in [0, 1)."""
+        count, _, height_px, width_px = self.images.shape
+        return 1 - int(self.sizes.prod(dim=1).sum()) / max(count * height_px * width_px, 1)
+
+
+def collate(samples: list[Any], *, pad: float | None = None) -> Any:
+    """Turn a list of samples into a batch, as ``torch.utils.data.default_collate`` does, without copying a SampleBatch.
+
+    Args:
+        samples: of one kind, as torch's.
+        pad: where images differ in size, the value that fills the right and the bottom of smaller ones. The images of
+            the batch are then a ``Padded``, always: its ``images``, the ``sizes`` before, and the ``padded_share``.
+            Images are (C, H, W) tensors: the samples themselves, the first value of a tuple, or the only such one in a
+            dict. For a loader: ``collate_fn=functools.partial(collate, pad=0)``.
+
+    Raises:
+        TypeError: with ``pad``, images are no tensors, or differ in more than height and width.
+        ValueError: ``pad`` is no value of the images' dtype.
+
+    Example:
+        >>> images = torch.zeros(2, 3, 4, 4)
+        >>> batch = SampleBatch(images, torch.tensor([0, 1]), [0, 1])
+        >>> collate(batch)[0] is images
+        True
+    """
+    if pad is None:
+        return default_collate(samples)  # which asks the function below about a SampleBatch
+    if isinstance(samples, SampleBatch) and samples.is_intact:
+        images, targets, each_target, _, keys, _ = samples._parts
+        if isinstance(images, torch.Tensor):
+            padded = Padded(images, torch.tensor(images.shape[-2:]).repeat(len(images), 1))
+            return stacked(padded, collate_targets(each_target) if targets is None else targets, keys)
+    first = samples[0]
+    if isinstance(first, Mapping):
+        key = _image_key(first)
+        rest = default_collate([{name: sample[name] for name in first if name != key} for sample in samples])
+        padded = _pad([sample[key] for sample in samples], pad)
+        return {name: padded if name == key else rest[name] for name in first}
+    if isinstance(first, (list, tuple)):
+        parts = _pad([sample[0] for sample in samples], pad), *default_collate([tuple(s[1:]) for s in samples])
+        return type(first)(*parts) if hasattr(first, "_fields") else list(parts)
+    return _pad(samples, pad)
+
+
+def _image_key(sample: Mapping[Any, Any]) -> Any:
+    images = [key for key, value in sample.items() if isinstance(value, torch.Tensor) and value.ndim == 3]
+    if len(images) != 1:
+        found = ", ".join(map(str, images)) or f"none among {', '.join(map(str, sample))}"
+        raise TypeError(f"pad= needs one image, a tensor (C, H, W), in each sample, and finds {found}")
+    return images[0]
+
+
+def _pad(images: list[Any], value: float) -> Padded:
+    wrong = next((image for image in images if not isinstance(image, torch.Tensor) or image.ndim != 3), None)
+    if wrong is not None:
+        found = f"one of shape {tuple(wrong.shape)}" if isinstance(wrong, torch.Tensor) else type(wrong).__name__
+        raise TypeError(
+            f"pad= needs images that are tensors (C, H, W), not {found}; end the transform with a step that makes "
+            "tensors, such as ToTensor or PILToTensor."
+        )
+    kinds = {(image.dtype, image.shape[0]) for image in images}
+    if len(kinds) > 1:
+        found = " and ".join(sorted(f"{dtype} of {channels} channels" for dtype, channels in kinds))
+        raise TypeError(f"the images of one batch are {found}: pad= makes height and width alike, and nothing else")
+    dtype = images[0].dtype
+    if not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool):
+        limits = torch.iinfo(dtype)
+        if not limits.min <= value <= limits.max or value != int(value):
+            raise ValueError(
+                f"pad={value} does not fit images of {dtype}, whole numbers from {limits.min} to {limits.max}"
+            )
+    sizes = torch.tensor([image.shape[-2:] for image in images])
+    batch = images[0].new_full((len(images), images[0].shape[0], *sizes.amax(dim=0).tolist()), value)
+    batch = batch.as_subclass(torch.Tensor)  # as torch stacks images that are tv_tensors
+    for row, image in zip(batch, images, strict=True):
+        row[:, : image.shape[1], : image.shape[2]] = image.as_subclass(torch.Tensor)
+    return Padded(batch, sizes)
+
+
+def _collate_samples(samples: list[Any], *, collate_fn_map: Any = None) -> Any:
+    if isinstance(samples, SampleBatch) and samples.is_intact:
+        return samples.stacked
+    return default_collate([dict(sample) if isinstance(sample, dict) else tuple(sample) for sample in samples])
+
+
+# What a batch's own draws are made from
+
+
+class DrawKey(NamedTuple):
+    """What a ``collate_fn`` of the user's draws from: its batch among those of all epochs and ranks."""
+
+    seed: int
+    epoch: int
+    number: int
+
+    def apart(self) -> DrawKey:
+        """For what is drawn where the batch is read."""
+        return self._replace(seed=self.seed ^ _READ_SALT)
+
+    def collated(self, collate_fn: Callable[[Any], Any], samples: Any) -> Any:
+        is_ours = getattr(collate_fn, "func", collate_fn) in (collate, default_collate)  # as a partial, with pad=, too
+        with nullcontext() if is_ours else BatchDraws(self):  # ours draw nothing
+            return collate_fn(samples)
+
+
+class BatchDraws(TorchDispatchMode):
+    """Within, and in this thread only, what would draw from torch's global generator draws from one of the batch's own.
+
+    So what a ``collate_fn`` draws is the same whoever makes the batch, and the user's generator is left alone. What is
+    drawn on a device, and from Python's or NumPy's generators, is drawn as ever.
+    """
+
+    def __init__(self, key: DrawKey) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        start = sample_keys(key.seed, key.epoch, np.array([key.number]))
+        self._generator = torch.Generator().manual_seed(int(start[0]))
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not _can_be_seeded(function):
+            return function(*args, **kwargs)
+        given = *args, *kwargs.values()
+        if not any(isinstance(it, torch.Generator) for it in given):
+            devices = [it.device if isinstance(it, torch.Tensor) else it for it in given]
+            if all(it.type == "cpu" for it in devices if isinstance(it, torch.device)):
+                return function.overloadpacket(*args, **kwargs | {"generator": self._generator})
+        return function(*args, **kwargs)
+
+
+@cache
+def _can_be_seeded(function: Any) -> bool:
+    """Whether an operation draws random numbers, and it or another of its name takes a generator."""
+    names = [*(argument.name for argument in function._schema.arguments), *function.overloadpacket.overloads()]
+    return torch.Tag.nondeterministic_seeded in function.tags and any("generator" in name for name in names)
+
+
+# Which visit to a sample this is: the number that its random draws are made from
+#
+# A visit is ``epoch + (k << 32)`` where k tells visits to the sample in the same epoch apart. Samplers that repeat
+# samples thus get different draws for each repetition, and everyone else gets the epoch.
+
+_REPEAT_SHIFT = 32
+
+
+class RepeatedIndex(int):
+    """An index that came before in its epoch, whichever rank that was on: so that no two draw the same.
+
+    Attributes:
+        occurrence: how often, 1 or more.
+    """
+
+    occurrence: int
+
+    @classmethod
+    def mark(cls, index: int, occurrence: int) -> int:
+        """The index, as it is where this is its first occurrence."""
+        if not occurrence:
+            return index
+        marked = cls(index)
+        marked.occurrence = occurrence
+        return marked
+
+
+class Multiples(NamedTuple):
+    """Indices of which several are of one sample, as a ``Subset``'s may be.
+
+    Which of them it is tells its draws apart, whatever the order, the ranks, and where an epoch is resumed.
+    """
+
+    times: np.ndarray  # of each index, how many there are of its sample
+    earlier: np.ndarray  # how many of these are smaller
+
+    @classmethod
+    def find(cls, sample_of: np.ndarray, length: int) -> Multiples | None:
+        """None where each index is of another sample; of wrong numbers of samples who reads them is told."""
+        sample_of = np.where(sample_of < 0, sample_of + length, sample_of)
+        if not len(sample_of) or sample_of.min() < 0 or sample_of.max() >= length:
+            return None
+        times = np.bincount(sample_of)
+        if times.max() == 1:
+            return None
+        return cls(times[sample_of], count_earlier(np.zeros(length, np.uint32), sample_of))
+
+
+class EpochVisits:
+    """Visits of one epoch in the order in which a sampler draws them; for a loader that knows its epoch.
+
+    Args:
+        length: of the indices that it draws.
+        epoch: its number.
+        multiples: where several indices are of one sample.
+        share: rank and number of ranks, where the sampler draws its own share of what nobody knows: another rank may
+            have the same sample.
+    """
+
+    def __init__(
+        self, length: int, epoch: int, multiples: Multiples | None = None, share: tuple[int, int] = (0, 1)
+    ) -> None:
+        self.length, self._epoch, self._multiples, self._share = length, epoch, multiples, share
+        self._seen = np.zeros(length, np.uint32)
+
+    def take(self, index_B: np.ndarray, given: Any = ()) -> np.ndarray:
+        """Return the visits (int64, B) of some indices and count them; those of a RepeatedIndex it knows itself."""
+        before_B = count_earlier(self._seen, index_B)
+        for k, occurrence in _occurrences(given):
+            before_B[k] = occurrence
+        if self._multiples is not None:
+            before_B = before_B * self._multiples.times[index_B] + self._multiples.earlier[index_B]
+        rank, ranks = self._share
+        visits_B: np.ndarray = self._epoch + (before_B * ranks + rank << _REPEAT_SHIFT)
+        return visits_B
+
+
+def _occurrences(given: Any) -> list[tuple[int, int]]:
+    """Place and occurrence of each RepeatedIndex."""
+    if not isinstance(given, list) or RepeatedIndex not in set(map(type, given)):
+        return []
+    return [(k, index.occurrence) for k, index in enumerate(given) if isinstance(index, RepeatedIndex)]
+
+
+class SharedVisits:
+    """Visits counted per sample in shared memory; for readers that are told no epoch, such as torch's own loader.
+
+    They are counted for each reader, such as an iterator with its workers: from 0 for a new one, on for one that
+    persists. Reading each sample once per epoch gives each epoch's number, whatever process reads it. A sample knows
+    its two latest readers, so that loaders may take turns and the visits of one that persists do not begin again.
+    """
+
+    def __init__(self, length: int) -> None:
+        latest_two = np.zeros((2, length), np.uint32)
+        columns: dict[str, np.ndarray] = {"epoch": np.zeros(1, np.int64), "readers": latest_two, "seen": latest_two}
+        self.__setstate__(ArrayBlock(columns, seal=False))
+
+    def __getstate__(self) -> ArrayBlock:
+        return self._columns
+
+    def __setstate__(self, columns: ArrayBlock) -> None:
+        self._columns = columns
+        self._epoch, self._readers, self._seen = columns["epoch"], columns["readers"], columns["seen"]
+
+    def take(self, index_B: np.ndarray, reader: int, given: Any = ()) -> np.ndarray:
+        """Return the visits (int64, B) of a reader to some samples and count them.
+
+        Those of a RepeatedIndex lie apart, as other ranks may have the same sample.
+        """
+        number = np.uint32(reader & 0xFFFFFFFF)
+        readers, seen = self._readers, self._seen
+        others = index_B[readers[0, index_B] != number]
+        if len(others):
+            others = np.unique(others)
+            known = np.where(readers[1, others] == number, seen[1, others], 0)
+            readers[1, others], seen[1, others] = readers[0, others], seen[0, others]
+            readers[0, others], seen[0, others] = number, known
+        visits_B: np.ndarray = self._epoch + count_earlier(seen[0], index_B)
+        for k, occurrence in _occurrences(given):
+            visits_B[k] += occurrence << _REPEAT_SHIFT
+        return visits_B
+
+    def restart(self, epoch: int) -> None:
+        self._epoch[:] = epoch
+        self._seen[:] = 0
+
+    def close(self) -> None:
+        self._columns.close()
+
+
+def count_earlier(seen: np.ndarray, index_B: np.ndarray) -> np.ndarray:
+    """Return how often each index came before, earlier ones of the same batch included, and count it in ``seen``."""
+    before_B: np.ndarray = seen[index_B].astype(np.int64)
+    order = np.argsort(index_B, kind="stable")
+    sorted_B = index_B[order]
+    is_repeat_B = sorted_B[1:] == sorted_B[:-1]
+    if not is_repeat_B.any():
+        seen[index_B] += 1
+        return before_B
+    starts = np.flatnonzero(np.concatenate(([True], ~is_repeat_B)))
+    lengths = np.diff(np.append(starts, len(order)))
+    before_B[order] += np.arange(len(order)) - np.repeat(starts, lengths)
+    np.add.at(seen, index_B, seen.dtype.type(1))  # counts repetitions; a plain 1 takes fifty times as long
+    return before_B
+
+
+# Batches as trees
+
+Build = Callable[[Sequence[Any]], Any]
+
+
+def flatten(batch: Any) -> tuple[list[Any], Build]:
+    """Return the tensors in a batch, each once, and what makes the same batch of others; that holds none of them.
+
+    Tuples, namedtuples, lists, mappings, dataclasses and ``SampleBatch`` keep their type; one that holds no tensor is
+    passed on as it is, like every other value. A ``PackedSequence`` counts as a tensor.
+
+    Example:
+        >>> tensors, build = flatten({"image": torch.zeros(2), "name": "a"})
+        >>> len(tensors), build(["another"])
+        (1, {'image': 'another', 'name': 'a'})
+    """
+    numbered: dict[int, tuple[int, Any]] = {}
+    build = _flatten(batch, numbered)
+    return [tensor for _, tensor in numbered.values()], build or (lambda _: batch)
+
+
+def _flatten(value: Any, numbered: dict[int, tuple[int, Any]]) -> Build | None:
+    """Number the tensors of a value; None where it holds none."""
+    if isinstance(value, (torch.Tensor, PackedSequence)):
+        number = numbered.setdefault(id(value), (len(numbered), value))[0]
+        return lambda tensors: tensors[number]
+    parts: dict[Any, Any]
+    make: Callable[[dict[Any, Any]], Any]
+    if isinstance(value, SampleBatch) and value.is_intact and value._parts[3] is not np.ndarray:
+        parts = dict(enumerate(value._parts))
+        make = partial(_make_sequence, type(value))
+    elif isinstance(value, Mapping):
+        parts, make = dict(value), dict
+        if type(value) is not dict and isinstance(value, MutableMapping):
+            make = _refill(value)
+    elif isinstance(value, (list, tuple)):
+        kind = list if type(value) is SampleBatch else type(value)  # one that was changed is a list
+        parts, make = dict(enumerate(value)), partial(_make_sequence, kind)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+        parts = {name: getattr(value, name) for name in names}
+        make = partial(_fill, _fill(value, dict.fromkeys(parts)))
+    else:
+        return None
+    builds = {key: build for key, part in parts.items() if (build := _flatten(part, numbered)) is not None}
+    rest = parts | dict.fromkeys(builds)
+    return (lambda tensors: make(rest | {key: build(tensors) for key, build in builds.items()})) if builds else None
+
+
+def _refill(value: MutableMapping[Any, Any]) -> Callable[[dict[Any, Any]], Any]:
+    """What fills an empty copy, as such a class may not take None for a tensor; a dict where it has no such copies."""
+    parts = dict(value)
+    with suppress(Exception):
+        shell = copy.copy(value)
+        shell.clear()
+        if len(value) == len(parts):
+            return partial(_fill, shell)
+        value.update(parts)  # what a copy shares with it
+    return dict
+
+
+def _make_sequence(kind: Any, parts: dict[int, Any]) -> Any:
+    if hasattr(kind, "_fields") or kind is SampleBatch:
+        return kind(*parts.values())
+    try:
+        return kind(parts.values())
+    except TypeError:  # a subclass that is made otherwise
+        return tuple(parts.values()) if issubclass(kind, tuple) else list(parts.values())
+
+
+def _fill(old: Any, parts: dict[Any, Any]) -> Any:
+    """Copy a mapping or dataclass with other values; it keeps what it knows besides, such as a default factory."""
+    new = copy.copy(old)
+    for key, part in parts.items():
+        if isinstance(new, MutableMapping):
+            new[key] = part
+        else:
+            object.__setattr__(new, key, part)  # a frozen one too: nobody else sees the copy yet
+    return new
+
+
+def memory_of(tensor: Any) -> list[torch.Tensor]:
+    """The strided tensors that one of any layout consists of."""
+    if isinstance(tensor, PackedSequence):
+        return [part for part in tensor if isinstance(part, torch.Tensor)]
+    if tensor.layout is torch.strided:
+        return [] if tensor.is_nested else [tensor]
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return [tensor.values(), tensor.offsets()] if tensor.layout is torch.jagged else []

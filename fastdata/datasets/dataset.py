@@ -1,0 +1,687 @@
+"""Datasets: torch map-style datasets composed of samples, kept or read anew, and a compiled transform.
+
+What stands here is the face that torchvision's datasets have. How samples were prepared, and how they are served, are
+values: ``Stored`` and ``Reader``. Datasets of image files are in folder.py, any others prepared once in cached.py.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+import os
+import pickle
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from difflib import get_close_matches
+from multiprocessing.context import get_spawning_popen
+from multiprocessing.reduction import ForkingPickler
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar
+
+import numpy as np
+from torch.utils.data import Dataset, Subset, get_worker_info
+
+from fastdata.datasets.batch import IndexBatch, SharedVisits
+from fastdata.datasets.reader import CLOSED, OWN_ITEM, Lease, OwnItem, Reader
+from fastdata.datasets.ring import ring_of
+from fastdata.datasets.serving import Stored, Watch, compile_reader, warn_of_modes, with_advice
+from fastdata.errors import SampleError, StoreGoneError, counted, kind_of
+from fastdata.machine.memory import StoragePlan, StorageReport
+from fastdata.machine.shared import ListView, SampleTable
+from fastdata.pixels import StandardTransform, TransformPlan, describe_steps, leading_steps
+from fastdata.pixels.images import Bound, Resize, decoder_of, tensor_class
+from fastdata.report import log, warn_user
+from fastdata.sources import DatasetSource, FileSource, Source
+from fastdata.stores.prepare import (
+    KeptSamples,
+    OnError,
+    Options,
+    Prepared,
+    ReadPath,
+    Steps,
+    is_fetched,
+    prepare_storage,
+    read_path,
+    report_storage,
+)
+
+if TYPE_CHECKING:
+    from concurrent.futures import Executor
+
+    from typing_extensions import Self
+
+    from fastdata.stores.cache import Listing
+
+_Init = TypeVar("_Init", bound=Callable[..., None])
+
+
+class DatasetOptions(TypedDict, total=False):
+    """The keyword arguments that all fastdata datasets share.
+
+    Attributes:
+        storage: ``"shared"`` keeps prepared samples in shared memory; ``"compressed"`` keeps them encoded there, and
+            decodes on every read; ``"disk"`` keeps them in ``cache_dir``; ``"none"`` keeps nothing and prepares on
+            every read; ``"auto"`` (default) is ``"disk"`` where ``cache_dir`` is given, else takes the first of the
+            others that fits the memory budget. ``"device"``: like ``"shared"``, and each ``CudaPrefetcher`` copies all
+            of them to its GPU once, to gather batches there; never chosen by ``"auto"``.
+        codec: how ``"compressed"`` samples, or those on disk, are encoded. ``"source"``: their own files as they are,
+            prepared on every read. ``"lz4"``, ``"zstd"``: lossless. ``"jpeg"``: lossy. An object with
+            ``encode(array) -> bytes`` and ``decode(memoryview, out)``. A tuple of these, one for each part of a sample.
+            ``"auto"`` (default): the lossless one that decodes fastest of those that fit, tried on samples of the data,
+            see ``storage_report``; on disk none where samples fit as they are.
+        resize: size in pixels that images are resized to before they are stored, as torchvision's ``Resize``: an int
+            for the shorter side, or (height, width); or ``"short:320"``, ``"long:500"``: at most that, never enlarged.
+        fill: ``"eager"`` prepares all samples now, ``"lazy"`` each on its first read. ``"auto"`` (default) is lazy
+            where the memory that samples need follows from the transform, as it may for image files, else eager;
+            without a transform image files wait for one, or for the first read.
+        memory_limit: the most memory to use: bytes, ``"8GiB"``, or a fraction of what is free.
+        progress: show a progress bar on standard error; default: True.
+        seed: of the random draws of batch ops. ``None`` (default) takes the base seed that torch's loaders draw in each
+            epoch, so that ``torch.manual_seed`` and ``generator=`` decide; with a number draws depend on it, the epoch
+            and the sample only.
+        batch_ops: ``"auto"`` (default) runs known random transforms on whole batches, with fastdata's own draws;
+            ``"off"`` runs them per sample exactly as written.
+        on_error: ``"raise"`` (default), or ``"skip"`` to leave out samples that cannot be prepared, with one warning.
+        num_workers: threads that prepare, or processes where code of your own reads or prepares samples; default: all
+            usable cores.
+        cache_dir: folder that keeps prepared samples for the next run, which maps them into memory and prepares only
+            those whose file has changed since. The page cache holds one copy for all workers, ranks and runs. It is
+            found by the prepare part, the codec and the files (relative path, size, time); any number of datasets may
+            share a folder. Not with a ``storage`` in memory. Every sample is held against a checksum when it is first
+            read.
+        cache_key: stands for what fastdata cannot see: the samples of a dataset that does not list its files in
+            ``samples``, and what only C code knows of steps and loaders. Change it whenever these change.
+        storage_options: for URLs, of files and of ``cache_dir``: what their file system in fsspec takes, such as
+            credentials. They get into no pickle, cache or message.
+        local_cache: folder in which all runs and ranks of a machine keep what they need of caches behind URLs; by
+            default ``~/.cache/fastdata/remote``.
+        local_limit: the most disk space for it: bytes, ``"200GiB"``, or a share of what is free; by default half. What
+            was needed least lately leaves first.
+        share: ``"auto"`` (default): ranks of one machine (torchrun, mpirun, srun, ``mp.spawn``, Lightning, Accelerate)
+            that make the same dataset prepare it together and hold one copy. Where fastdata cannot see all of a dataset
+            that lists neither ``samples`` nor ``targets``, only with ``cache_key``. ``"off"``: each rank its own.
+        return_index: add each sample's index to its item, as the last value or under the key ``"index"``: what datasets
+            are wrapped for that keep a loss or a weight of each sample. Whole batches have the indices as int64 (B,).
+            Those of a ``Subset`` or ``ConcatDataset`` are of the dataset behind it.
+        engine: what writes a cache: ``"local"`` (default), this machine; ``"ray"``, a Ray cluster (extra ``ray``); or
+            any ``concurrent.futures.Executor``. All write the same shards, from which a build that was stopped goes on.
+        shard_bytes: about how large a shard is, as ``memory_limit``. Default: 16 to 64 MiB, or as much as 200 shards
+            take.
+    """
+
+    storage: Literal["auto", "device", "shared", "compressed", "disk", "none"]
+    codec: Any
+    resize: Bound | None
+    fill: Literal["auto", "eager", "lazy"]
+    memory_limit: int | float | str | None
+    progress: bool
+    seed: int | None
+    batch_ops: Literal["auto", "off"]
+    on_error: OnError
+    num_workers: int | None
+    cache_dir: str | os.PathLike[str] | None
+    cache_key: str | None
+    storage_options: Mapping[str, Any] | None
+    local_cache: str | os.PathLike[str] | None
+    local_limit: int | float | str | None
+    share: Literal["auto", "off"]
+    return_index: bool
+    engine: Literal["local", "ray"] | Executor
+    shard_bytes: int | str | None
+
+
+def show_options(init: _Init) -> _Init:
+    """Have ``help`` and ``inspect.signature`` list the options of an ``__init__``, with their defaults."""
+    shown = inspect.signature(init)
+    own = [each for each in shown.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
+    options = inspect.signature(Options).parameters.values()
+    init.__signature__ = shown.replace(parameters=[*own, *options])  # type: ignore[attr-defined]
+    return init
+
+
+def read_options(made: type, given: Mapping[str, Any]) -> Options:
+    """The options that a dataset's constructor was given; a TypeError for a name that none of its arguments has."""
+    for name in given:
+        if name not in Options.__dataclass_fields__:
+            close = get_close_matches(name, inspect.signature(made).parameters, n=1)
+            advice = f"Did you mean {close[0]}=?" if close else f"help({made.__name__}) lists those it has."
+            raise TypeError(f"{made.__name__}() has no argument {name}=. {advice}")
+    return Options(**given)
+
+
+_ENDING = threading.RLock()
+"""Held where a dataset's first read has it prepared: by one of several threads."""
+
+
+def _is_saved_by_torch() -> bool:
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__") != "torch.serialization":
+        frame = frame.f_back
+    return frame is not None
+
+
+class _Opened(Dataset[Any]):
+    """How long the samples of a dataset are held, by whom, and what of it goes to another process."""
+
+    target_transform: Callable[[Any], Any] | None
+    epoch: int | None = None
+    """As set by ``set_epoch``; None where loaders count theirs."""
+    _transform: Callable[[Any], Any] | None
+    _pair_transform: Callable[[Any, Any], Any] | None = None
+    """Takes sample and target together, in place of the two transforms of one of them."""
+    _stored: Stored
+    """How samples were prepared; once the dataset is closed, how they were."""
+    _reader: Reader
+    """What is served now, and how; once the dataset is closed, how it was."""
+    _lease: Lease
+    """The reader, for those who read by it."""
+    _leases: weakref.WeakSet[Lease]
+    """It, and those that epochs began with before another transform came."""
+    _views: weakref.WeakSet[_Opened]
+    """The datasets over the same kept samples; the last one to be closed gives their memory back."""
+    _watch: Watch
+    _visits: SharedVisits
+    _is_waiting = False
+    """Whether samples are to be prepared once one is read, or there is a transform."""
+    _was_read = False
+    _list_name: str | None = ""
+    """Of the file that lists the samples, which may change; empty where a folder does, None for a list made by code."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make random draws those of ``epoch``, until it is set again."""
+        self.epoch = epoch
+        self._lease()
+        self._visits.restart(epoch)
+
+    def close(self) -> None:
+        """Give the memory back, unless other views are open; batches already served stay valid. Idempotent.
+
+        An epoch that runs ends with StoreGoneError, and a batch that is being read is read to its end.
+        """
+        self._views.discard(self)
+        kept = self._stored.kept
+        if kept is not None and not self._views:
+            kept.end_sharing()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """End all reading; the memory goes with the last batch that is being read from it: nothing is dismantled."""
+        for lease in {*self._leases, self._lease}:
+            lease.end(CLOSED)
+        self._reader = self._reader.emptied()
+        self._stored = replace(self._stored, samples=self._reader.samples, table=None, source=None)
+        self.__dict__.pop("_visits", None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        if get_spawning_popen() is None and _is_saved_by_torch():
+            raise TypeError(
+                f"this {type(self).__name__} cannot be saved: it is a handle to samples in this process's memory. Give "
+                "cache_dir= to keep them on disk, from where the next run serves them at once, and make it anew there."
+            )
+        self._refresh()  # what a copy cannot serve is said here, not where it is opened
+        derived = ("_reader", "_lease", "_leases", "_watch", "_views")
+        state = {name: value for name, value in self.__dict__.items() if name not in derived}
+        stored = self._stored
+        options = replace(stored.options, engine="local")  # an executor stays with the process that has it
+        state["_stored"] = replace(stored, options=options, source=None, skipped=())
+        stores = stored.kept.stores if stored.kept else ()
+        state["_imported"] = [tensor_class(store.spec.form) for store in stores]
+        if get_spawning_popen() is not None:
+            # An error while a process starts would end it, and nobody would be told why: it is raised when it reads.
+            opened = {name: state.pop(name) for name in ("_stored", "_visits")}
+            state["_sent"] = bytes(ForkingPickler.dumps(opened))
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        del state["_imported"]  # unpickling it has imported what samples are
+        sent = state.pop("_sent", None)
+        self.__dict__.update(state)
+        self._views, self._leases = weakref.WeakSet([self]), weakref.WeakSet()
+        try:
+            self.__dict__.update({} if sent is None else pickle.loads(sent))
+            self._compile()
+        except StoreGoneError as gone:
+            if sent is None:
+                raise
+            self._lease = Lease(None, str(gone))
+
+    def _copied(self) -> Self:
+        other = type(self).__new__(type(self))
+        other.__dict__.update(self.__dict__)
+        other._leases = weakref.WeakSet()
+        return other
+
+    def _compile(self) -> None:
+        raise NotImplementedError
+
+    def _refresh(self) -> None:
+        raise NotImplementedError
+
+
+class _Listed(_Opened):
+    """What torchvision's datasets list of their samples."""
+
+    @property
+    def targets(self) -> ListView[Any]:
+        """Target of every sample, before ``target_transform``; read-only."""
+        return ListView(self._reader.length, lambda index: self._lease().stored_target(index))
+
+    @targets.setter
+    def targets(self, _: object) -> None:
+        self._refuse_list("targets")
+
+    @property
+    def samples(self) -> ListView[tuple[str, Any]]:
+        """(path, target) of every sample, in torchvision's order; only where samples are files. Read-only."""
+        return self._files("samples").pairs
+
+    @samples.setter
+    def samples(self, _: object) -> None:
+        self._refuse_list("samples")
+
+    imgs = samples
+
+    def _refuse_list(self, name: str) -> None:
+        raise AttributeError(
+            f"{name} of {kind_of(self)} cannot be assigned: samples are kept by their number. Take some "
+            "of them by torch.utils.data.Subset(dataset, indices), other labels by target_transform= or by "
+            "ImageManifest([(path, label), ...])."
+        )
+
+    @property
+    def classes(self) -> list[str]:
+        """Class names, sorted; empty where labels are plain numbers. Only where samples are files."""
+        return list(self._files("classes").class_to_idx or ())
+
+    @property
+    def class_to_idx(self) -> dict[str, int]:
+        """Number of each class; only where samples are files."""
+        return self._files("class_to_idx").class_to_idx or {}
+
+    def _files(self, asked_for: str) -> SampleTable:
+        self._lease()
+        table = self._stored.table
+        if table is None or not table.has_paths:  # so that hasattr says what it would of torchvision's own
+            raise AttributeError(f"{type(self).__name__} has no {asked_for}: it does not list files")
+        return table
+
+
+class PreparedDataset(_Listed):
+    """What all fastdata datasets are, once their source is known; made by its subclasses only.
+
+    A subclass of these may have a ``__getitem__``, ``__getitems__`` or ``__len__`` of its own, over those here: then
+    they are asked for every batch, and what an index means is theirs to say.
+    """
+
+    # Making
+
+    def _build(
+        self,
+        source: Source,
+        options: Options,
+        transform: Callable[[Any], Any] | None,
+        target_transform: Callable[[Any], Any] | None,
+        *,
+        prepare: Callable[[Any], Any] | None = None,
+        table: SampleTable | None = None,
+    ) -> None:
+        """Choose the storage and fill it; the table has paths and targets where they are known beforehand."""
+        self._transform, self.target_transform = transform, target_transform
+        resize = None if options.resize is None else Resize(options.resize)
+        plan = StoragePlan(storage="none", reason="chosen at the first read, or once there is a transform")
+        self._stored = Stored(
+            samples=source,
+            table=table,
+            source=source,
+            options=options,
+            first_steps=tuple(step for step in (prepare, resize) if step is not None),
+            storage_plan=plan,
+            is_remote=is_fetched(source),
+        )
+        is_asked_for = options.fill != "auto" or options.cache_dir is not None or options.on_error == "skip"
+        is_asked_for = is_asked_for or options.storage == "none" or len(source) == 0  # which take nothing
+        if transform is None and table is not None and not is_asked_for:
+            # timm assigns a transform later: as decoded, samples may take ten times as much as after its first steps.
+            self._serve(self._stored)
+            self._is_waiting = True
+        else:
+            self._prepare(source, table)
+
+    def _end_waiting(self) -> None:
+        with _ENDING:
+            if not self._is_waiting:  # another thread was first
+                return
+            if get_worker_info() is None:
+                self._prepare(self._origin(), self._stored.table)
+            else:
+                reason = "storage='none': the first read came in a worker process, which has nobody to share with"
+                warn_user(
+                    f"{reason}. Files are decoded at each read. Give the {type(self).__name__} a transform, or "
+                    "fill='eager', or read it by fastdata.DataLoader."
+                )
+                self._stored = replace(self._stored, storage_plan=StoragePlan(storage="none", reason=reason))
+                self._compile()
+            self._is_waiting = False
+
+    def _prepare(self, source: Source, table: SampleTable | None) -> None:
+        old, leading = self._stored, leading_steps(self._transform)
+        options, steps = old.options, (*old.first_steps, *leading)
+        path = read_path(source, steps)
+        if options.cache_dir is None or len(source) == 0:
+            prepared = prepare_storage(path, options, table, by=(*steps, getattr(source, "loader", None)))
+        else:
+            prepared = self._prepare_on_disk(source, path, steps, table)
+        self._was_read = False
+        self._serve(old.filled(prepared, source, table, leading))
+
+    def _prepare_on_disk(
+        self, source: Source, path: ReadPath, steps: tuple[Any, ...], table: SampleTable | None
+    ) -> Prepared:
+        from fastdata.stores.cache import prepare_on_disk  # 20 ms with filelock, which only caches take
+
+        options = self._stored.options
+        listing, root = self._list_files(source)
+        is_pil = isinstance(source, FileSource) and decoder_of(source.loader) is not None
+        text = describe_steps(steps, options.cache_key, is_pil=is_pil)
+        where: dict[str, Any] = {"listing": listing, "root": root, "is_own_list": self._list_name is None}
+        return prepare_on_disk(path, options, table, opened=self._describe_source(source, listing), steps=text, **where)
+
+    def _list_files(self, source: Source) -> tuple[Listing | None, str]:
+        """The files of a source and their folder, for a cache; nothing where samples are no files."""
+        return None, ""
+
+    def _describe_source(self, source: Source, listing: Listing | None) -> str:
+        """Text that is equal where a cache of the same samples is."""
+        raise NotImplementedError
+
+    def _serve(self, stored: Stored) -> None:
+        self._stored, kept = stored, stored.kept
+        self._visits, self._views = SharedVisits(len(stored.samples)), weakref.WeakSet([self])
+        self._leases = weakref.WeakSet()
+        if kept is not None and self._pair_transform is None:
+            warn_of_modes(stored, kept, self._transform)
+        self._compile()
+        self._stored = with_advice(stored, self._reader)
+
+    def _compile(self) -> None:
+        calls, own = (self._transform, self._pair_transform), own_reader(self)
+        watch = Watch(calls)
+        reader = compile_reader(
+            self._stored,
+            transform=self._transform,
+            target_transform=self.target_transform,
+            pair_transform=self._pair_transform,
+            visits=self._visits,
+            own=f"{type(self).__name__} has a {own} of its own" if own else "",
+        )
+        self._watch = watch.without(step for view in reader.plan.each for step in view.per_sample)
+        self._read_by(reader)
+
+    def _read_by(self, reader: Reader) -> None:
+        """Have coming epochs read by it; those that have begun go on as they did."""
+        self._reader, self._lease = reader, Lease(reader)
+        self._leases.add(self._lease)
+
+    def _refresh(self) -> None:
+        """Serve what the transform says now, whose steps may have been changed in place; cheap where none were."""
+        reader = self._lease.reader or self._lease()
+        if self._is_waiting:
+            self._end_waiting()
+            reader = self._reader
+        self._was_read = True
+        target_transform = self.target_transform
+        if self._watch.is_changed((self._transform, self._pair_transform)):
+            self._compile()
+        elif target_transform is not reader.target_transform or (reader.is_filling and reader.filled_share() == 1):
+            self._read_by(replace(reader, target_transform=target_transform))
+
+    def _origin(self) -> Source:
+        """What samples were read from, where that is still known, else the kept samples."""
+        return self._stored.source or self._stored.samples
+
+    # Three verbs
+
+    def __len__(self) -> int:
+        return self._reader.length
+
+    def __getitem__(self, index: int) -> Any:
+        """Sample and target, transformed as the user's transforms say; a dict where the items are dicts.
+
+        Raises:
+            IndexError: ``index`` is not in [-N, N).
+        """
+        length, item = self._reader.length, OWN_ITEM.get()
+        try:
+            position = range(length)[operator.index(index)]
+        except IndexError:
+            raise IndexError(f"index {index} is out of range for {counted(length, 'sample')}") from None
+        if item is None:
+            self._refresh()
+        reader = self._lease.reader or self._lease()
+        return reader.item(reader.visit([position]) if item is None else item.batch_of(position, id(self), reader))
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        """A whole batch: a ``SampleBatch`` if the transform allows, else a list of samples."""
+        batch = indices if isinstance(indices, IndexBatch) else None
+        if batch is None or get_worker_info() is not None:  # else the epoch began with it, and other threads read
+            self._refresh()
+        if own_reader(self) == "__getitem__":
+            return [self[index] if batch is None else own_item(self, batch, k) for k, index in enumerate(indices)]
+        reader = self._lease()
+        return reader.items(reader.visit(indices), ring_of(self))
+
+    def reader(self) -> Reader:
+        """What a coming epoch is served by: frozen, and the memory of the samples for as long as it is held.
+
+        Raises:
+            StoreGoneError: the dataset was closed.
+        """
+        self._refresh()
+        return self._lease()
+
+    # What torchvision's datasets show
+
+    @property
+    def transform(self) -> Callable[[Any], Any] | None:
+        return self._transform
+
+    @transform.setter
+    def transform(self, transform: Callable[[Any], Any] | None) -> None:
+        self._lease()
+        before, self._transform = self._transform, transform
+        if self._is_waiting and transform is None:
+            return
+        try:
+            if self._is_waiting:
+                self._end_waiting()
+            elif self._stored.is_to_prepare_again(transform, was_read=self._was_read):
+                self._prepare_again()
+            else:
+                self._compile()
+        except BaseException:
+            self._transform = before
+            raise
+
+    @property
+    def transforms(self) -> Callable[[Any, Any], Any] | None:
+        """What sample and target are called with together: the user's ``transforms=``, or both of his transforms."""
+        if self._pair_transform is not None or (self._transform is None and self.target_transform is None):
+            return self._pair_transform
+        return StandardTransform(self._transform, self.target_transform)
+
+    @transforms.setter
+    def transforms(self, transforms: Callable[[Any, Any], Any] | None) -> None:
+        self._pair_transform = transforms
+
+    def with_transform(self, transform: Callable[[Any], Any] | None) -> Self:
+        """The same samples under another transform: a second view of one store, as for training and validation.
+
+        A transform that begins with other steps than those that samples are stored after gets a store of its own. The
+        memory is given back when the last view is closed or let go.
+
+        Example:
+            >>> import torch
+            >>> from fastdata import CachedDataset
+            >>> squares = [(torch.full((3, 4, 4), i, dtype=torch.uint8), i * i) for i in range(5)]
+            >>> with CachedDataset(squares, progress=False) as train:
+            ...     val = train.with_transform(lambda image: image / 2)
+            ...     print(train[3][0].max().item(), val[3][0].max().item())
+            3 1.5
+        """
+        self._lease()
+        other = self._copied()
+        other._visits, other._was_read = SharedVisits(len(self._stored.samples)), True  # by the first view, maybe
+        self._views.add(other)
+        other.transform = transform
+        return other
+
+    def __copy__(self) -> Self:
+        return self.with_transform(self._transform)
+
+    def _prepare_again(self) -> None:
+        source, old = self._origin(), self._stored
+        if old.unfit_after is None and (source is old.samples or old.after is None):
+            self._compile()  # which says what is wrong
+            return
+        if old.after is not None and old.filled_share() > 0 and (self._was_read or old.after[1]):
+            first = ", ".join(map(repr, self.plan.prepare))
+            log.warning("samples are prepared again: the new transform does not begin with %s", first)
+        table = old.table if isinstance(source, FileSource) else None
+        self._views.discard(self)
+        if table is not None and self._views:  # whose table it is too
+            table = SampleTable(list(table.targets), paths=table.all_paths(), class_to_idx=table.class_to_idx)
+        # Both let go of the store before room is looked for.
+        self._stored = replace(old, samples=source, source=None, table=table, after=None)
+        del old
+        source = self._origin()
+        self._lease = Lease(None, "the dataset could not be prepared again for another transform; create it anew")
+        self._reader = self._reader.emptied()
+        self._prepare(source, table)
+
+    # What is kept, and why
+
+    @property
+    def plan(self) -> TransformPlan:
+        return self._reader.plan
+
+    @property
+    def storage(self) -> str:
+        return self._stored.storage_plan.storage
+
+    @property
+    def storage_plan(self) -> StoragePlan:
+        return self._stored.storage_plan
+
+    @property
+    def skipped(self) -> list[SampleError]:
+        """With ``on_error="skip"``, the errors of the samples left out."""
+        return list(self._stored.skipped)
+
+    def filled_share(self, index: np.ndarray | None = None) -> float:
+        """Share of the samples, or of those of ``index``, that are kept already; 0 where none ever are."""
+        return self._reader.filled_share(index)
+
+    def storage_report(self) -> StorageReport:
+        """Try every codec on samples spread over the dataset; ``print(dataset.storage_report())`` shows the outcome.
+
+        Takes about a second: up to 25 samples are read, encoded and decoded.
+        """
+        source, stored = self._origin(), self._stored
+        if source is stored.kept:
+            return report_storage(ReadPath(source=source, prepare=Steps(())), stored.options)
+        return report_storage(read_path(source, stored.steps(self.plan)), stored.options)
+
+    @property
+    def _identity(self) -> Any:
+        """What stands for this dataset where another one is made of it."""
+        source, kind = self._origin(), type(self)
+        if not kind.__module__.startswith("fastdata.") or isinstance(source, KeptSamples):
+            raise TypeError(f"a {kind.__name__} is a subclass, or a copy in another process")
+        made = self._stored.first_steps, self._transform, self.target_transform, self._pair_transform
+        if isinstance(source, FileSource):
+            return made, list(source.paths), list(source.targets), source.loader
+        return made, vars(source)
+
+    def __repr__(self) -> str:
+        share = self.filled_share()
+        is_filling = self._stored.kept is not None and share < 1
+        filling = f"; {share:.0%} prepared so far, the rest on first read" if is_filling else ""
+        lines = [f"Dataset {type(self).__name__}", f"    Number of datapoints: {len(self)}"]
+        lines += [f"    {line}" for line in self._extra_repr()]
+        lines.append(f"    Storage: {self.storage_plan.reason}{filling}")
+        if self._transform is not None:
+            lines.append("    Transform: " + repr(self._transform).replace("\n", "\n               "))
+        return "\n".join(lines)
+
+    def _extra_repr(self) -> list[str]:
+        return []
+
+
+# For loaders: no part of the face
+
+
+def latest_reader(dataset: PreparedDataset) -> Reader:
+    """What was served last, whether the transform was changed since or the dataset closed; not to be held."""
+    return dataset._reader
+
+
+def lease_of(dataset: PreparedDataset) -> Lease:
+    """What an epoch that begins now reads by, until the dataset is closed."""
+    return dataset._lease
+
+
+def own_reader(dataset: PreparedDataset) -> str | None:
+    """The method of a subclass that knows what an index means; None where it is the number of a sample."""
+    kind = type(dataset)
+    if kind.__getitem__ is not PreparedDataset.__getitem__:
+        return "__getitem__"
+    return "__getitems__" if kind.__getitems__ is not PreparedDataset.__getitems__ else None
+
+
+def index_count(dataset: PreparedDataset) -> int:
+    """Indices from 0 to this, exclusive, may be asked for."""
+    return len(dataset) if own_reader(dataset) else dataset._reader.length
+
+
+def own_item(dataset: PreparedDataset, batch: IndexBatch, k: int) -> Any:
+    """What a subclass's own ``__getitem__`` makes of index ``k`` of a batch; its reads are drawn from its visit."""
+    token = OWN_ITEM.set(OwnItem(batch, k))
+    try:
+        return dataset[batch[k]]
+    finally:
+        OWN_ITEM.reset(token)
+
+
+def stored_of(dataset: PreparedDataset) -> Stored:
+    """How its samples were prepared."""
+    return dataset._stored
+
+
+def prepared_anew(dataset: PreparedDataset, index: Sequence[int], **options: Any) -> PreparedDataset:
+    """Some of the samples, read again and kept as ``options`` say: a dataset of its own, to be closed.
+
+    Raises:
+        ValueError: what samples were read from is not known, as in copies in other processes.
+    """
+    origin, stored, table = dataset._origin(), dataset._stored, None
+    source: Source
+    if isinstance(origin, FileSource):
+        paths, targets = ([values[place] for place in index] for values in (origin.paths, origin.targets))
+        table = SampleTable(targets, paths=paths, class_to_idx=stored.table.class_to_idx if stored.table else None)
+        source = FileSource(paths, targets, origin.loader)
+    elif isinstance(origin, DatasetSource):
+        source = DatasetSource(Subset(origin.dataset, list(index)), origin.columns)
+    else:
+        raise ValueError(f"this {type(dataset).__name__} does not know what its samples were read from")
+    other = dataset._copied()
+    usual = {"cache_dir": None, "cache_key": None, "fill": "eager", "progress": False, "share": "off"}
+    other._stored = replace(stored, options=replace(stored.options, **usual | options), after=None)
+    other._prepare(source, table)
+    return other

@@ -1,0 +1,613 @@
+"""Reading: what an epoch is served from, frozen when it begins.
+
+A ``Reader`` holds samples, program and targets as one value, so that nothing that is assigned to the dataset meanwhile
+reaches an epoch: shapes, memory and program are of one piece. It also holds the memory that samples lie in. Who reads
+takes it from a ``Lease`` for as long as one batch takes; closing the dataset ends the lease, and the memory goes with
+the last batch that is being read.
+
+There is one road. A batch has a column for each view of its samples, or for images and masks. A column is read whole
+by the core where all samples are served in one shape; else they are read one by one, as those are that are kept
+nowhere. Steps that are not known run on each sample then, and the core again on what they leave. One sample is a batch
+of one.
+
+Shape letters: B batch, C channels, H W size sent, h w size served.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from multiprocessing import current_process
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import numpy as np
+import torch
+from torch.utils.data import get_worker_info
+
+from fastdata.datasets.batch import IndexBatch, SampleBatch, SharedVisits, as_numbers, rows_of, stacked
+from fastdata.datasets.ring import Ring
+from fastdata.errors import ChannelsError, RemoteError, StoreGoneError, counted, sample_error
+from fastdata.machine.shared import SampleTable, collate_targets
+from fastdata.pixels import TransformPlan
+from fastdata.pixels.device import DeviceProgram, device_obstacle
+from fastdata.pixels.draws import sample_keys
+from fastdata.pixels.images import (
+    OpenedImages,
+    Planes,
+    decoded_shape,
+    present,
+    shown_class,
+    tensor_class,
+    to_image,
+    without_exif,
+)
+from fastdata.pixels.program import Program
+from fastdata.sources import FileSource, IndexedKeys, ItemForm, ItemKeys, Source
+from fastdata.stores.prepare import KeptSamples, Options, ReadPath, open_files
+from fastdata.stores.readers import Store, UndecodableError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+Output = tuple[tuple[int, ...], np.dtype[Any]]
+Column = torch.Tensor | list[Any]
+CLOSED = "the dataset was closed; create it again to read from it"
+_ALIGN_BYTES = 64
+
+
+class Lane(NamedTuple):
+    """What makes one column of a batch."""
+
+    plan: TransformPlan
+    program: Program | None = None  # runs the batch ops; None where there are none
+    output: Output | None = None  # of every sample served; None where they differ
+    last: Program | None = None  # runs the ops behind steps that are not known
+    part: int = 0  # of a sample that it reads
+
+
+class Lease:
+    """A reader, for as long as the dataset that it is of is open; then None."""
+
+    def __init__(self, reader: Reader | None, gone: str = "") -> None:
+        self.reader, self._gone = reader, gone
+
+    def __call__(self) -> Reader:
+        """What to read a batch by, which its memory stays valid with.
+
+        Raises:
+            StoreGoneError: the dataset was closed.
+        """
+        reader = self.reader
+        if reader is None:
+            raise StoreGoneError(self._gone)
+        return reader
+
+    def end(self, why: str) -> None:
+        self._gone = why
+        self.reader = None
+
+
+@dataclass(frozen=True, slots=True)
+class GoneSamples:
+    """What is left of samples once their dataset is closed."""
+
+    length: int
+    keys: ItemKeys | None
+
+    def __len__(self) -> int:
+        return self.length
+
+    def read(self, index: int) -> tuple[Any, Any]:
+        raise StoreGoneError(CLOSED)
+
+    def expect(self, indices: Sequence[int]) -> None: ...
+
+    def path(self, index: int) -> str | None:
+        return None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Frozen:
+    """All that batches are made of. What cannot change is decided when it is made.
+
+    Attributes:
+        samples: kept ones, or what they are read from.
+        table: paths and targets; None where they are asked of the source.
+        options: of the dataset.
+        transform, target_transform, pair_transform: the user's; the last takes sample and target together.
+        plan: of the transform.
+        lanes: one for each view of a sample, or for image and mask.
+        path: of single samples that are kept nowhere.
+        is_upright: whether samples were turned as their EXIF says before they were stored.
+        is_remote: whether samples that are not kept are fetched from behind a URL.
+        own: the method of a subclass that is asked for each item in its place; empty where there is none.
+        kept: the samples, where they are kept.
+        length: number of samples.
+        outputs: of every lane; None where samples differ in one.
+        is_filling: whether samples are kept as they are read, and some were still to come.
+        obstacle: why whole batches cannot be served without Python work per sample; None if they can.
+    """
+
+    samples: KeptSamples | Source
+    table: SampleTable | None
+    visits: SharedVisits | None
+    options: Options
+    transform: Any
+    target_transform: Callable[[Any], Any] | None
+    pair_transform: Callable[[Any, Any], Any] | None
+    plan: TransformPlan
+    lanes: tuple[Lane, ...]
+    path: ReadPath | None
+    is_upright: bool
+    is_remote: bool
+    own: str
+    kept: KeptSamples | None = field(init=False)
+    length: int = field(init=False)
+    outputs: list[Output] | None = field(init=False)
+    is_filling: bool = field(init=False)
+    obstacle: str | None = field(init=False)
+    _stores: tuple[Store, ...] = field(init=False)
+    _programs: tuple[Program, ...] = field(init=False)
+    _dtypes: tuple[torch.dtype, ...] = field(init=False)
+    _has_last: bool = field(init=False)
+    _draws: bool = field(init=False)
+    _numbers: np.ndarray | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        samples = self.samples
+        kept = samples if isinstance(samples, KeptSamples) else None
+        outputs = [lane.output for lane in self.lanes if lane.output is not None]
+        stores = () if kept is None else tuple(store.settled for store in kept.stores)
+        plain = Program((), stores[0].spec) if stores else None
+        facts: dict[str, Any] = {
+            "kept": kept,
+            "length": len(samples),
+            "outputs": outputs if len(outputs) == len(self.lanes) else None,
+            "is_filling": kept is not None and kept.filled_share() < 1,
+            "_stores": stores,
+            "_programs": tuple(lane.program or plain for lane in self.lanes),
+            "_numbers": self._find_numbers(kept),
+            "_has_last": any(lane.last is not None for lane in self.lanes),
+            "_draws": any(lane.program is not None or lane.last is not None for lane in self.lanes),
+        }
+        pairs = zip(facts["_programs"], outputs, strict=False)
+        # Of none where the dataset is closed.
+        served = [program.as_tensor(np.empty(0, dtype)) for program, (_, dtype) in pairs if program is not None]
+        facts["_dtypes"] = tuple(tensor.dtype for tensor in served)
+        for name, value in facts.items():
+            object.__setattr__(self, name, value)
+        object.__setattr__(self, "obstacle", self._find_obstacle())
+
+    def _find_numbers(self, kept: KeptSamples | None) -> np.ndarray | None:
+        """The targets of all samples, where each is a number and batches of them need nothing else."""
+        table = self.table if kept is None else kept.table
+        is_image = kept is not None and (kept.target_is_part or kept.mask_places)
+        if is_image or self.target_transform is not None or self.options.return_index or self.samples.keys is not None:
+            return None
+        is_listed = isinstance(table, SampleTable) and table.target_kind == "number"
+        return cast("SampleTable", table).target_array() if is_listed else None
+
+    def _find_obstacle(self) -> str | None:
+        kept, plan = self.kept, self.plan
+        if self.own:
+            return self.own
+        if kept is None and self.lanes[0].program is None:
+            return "storage='none' prepares every sample when it is read"
+        if kept is not None and kept.is_tuple:
+            return "samples have several parts, such as image and mask"
+        if self.pair_transform is not None and plan.per_sample:
+            return f"samples have several parts, such as image and mask, and {plan.obstacle}"
+        if not plan.is_batched:
+            return f"the transform works per sample: {plan.obstacle}"
+        if self.outputs is None:
+            return "prepared samples differ in shape; a crop or resize to one size would make them batches"
+        return None
+
+    def emptied(self) -> Self:
+        """What is left of it once there is nothing to read any more: how it was read."""
+        gone = GoneSamples(self.length, self.samples.keys)
+        return replace(self, samples=gone, table=None, visits=None, path=None)
+
+    @property
+    def keys(self) -> ItemForm | None:
+        """What items are that are no pairs, as far as that is known: where none are kept, once one was read."""
+        keys = self.samples.keys
+        return IndexedKeys(keys) if self.options.return_index else keys
+
+    # What there is to say of it
+
+    @property
+    def device_obstacle(self) -> str | None:
+        """Why batch ops cannot run on the device that batches are sent to; None if they can."""
+        if self.obstacle is not None:
+            return self.obstacle
+        if self.kept is None:
+            return "samples are kept nowhere, and files are decoded on the CPU"
+        if len(self.lanes) > 1:
+            return "several views of an image, or image and mask, are made on the CPU"
+        return device_obstacle(self.plan, self.kept.images.spec)
+
+    @property
+    def served_bytes(self) -> int | None:
+        """Bytes of each sample in a whole batch; None where there are no whole batches."""
+        if self.obstacle is not None or self.outputs is None:
+            return None
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.outputs)
+
+    def filled_share(self, index: np.ndarray | None = None) -> float:
+        """Share of the samples, or of those of ``index``, that are kept already; 0 where none ever are."""
+        return 0.0 if self.kept is None else self.kept.filled_share(index)
+
+
+class Reader(_Frozen):
+    """Serves batches of what it holds; safe from several threads at once."""
+
+    __slots__ = ()
+
+    @property
+    def image_form(self) -> str:
+        """Shape and type of each image in a whole batch."""
+        names = [shown_class(lane.plan.kind).__name__ for lane in self.lanes]
+        pairs = zip(names, self.as_tensors(self.room(0, None)), strict=True)
+        form = ", ".join(f"{name}{tuple(each.shape[1:])} of {str(each.dtype)[6:]}" for name, each in pairs)
+        return form if self.keys is None else f"{form} in {self.keys}"
+
+    def __call__(self, batch: IndexBatch, ring: Ring | None = None) -> Any:
+        """Images (B, *shape) and what ``default_collate`` makes of the targets; only if there is no obstacle.
+
+        Memory comes from ``ring``, or is fresh.
+        """
+        tensors = self._tensors(batch, ring)
+        if self._numbers is None or len(tensors) > 1:
+            return self.joined(tensors, None if self.plan.mask else self.targets(batch))
+        return [tensors[0], torch.from_numpy(self._numbers[batch.positions])]
+
+    def items(self, batch: IndexBatch, ring: Ring | None = None) -> list[Any]:
+        """A ``SampleBatch`` where all images are of one shape, else a list of samples."""
+        if self._is_by_pair:
+            return self._pairs(batch)
+        columns, read = self._columns(batch, ring)
+        targets = None if self.plan.mask else self.targets_of(batch, read)
+        tensors = [column for column in columns if isinstance(column, torch.Tensor)]
+        return self.sample_batch(tensors, targets) if len(tensors) == len(columns) else self._listed(columns, targets)
+
+    def item(self, batch: IndexBatch) -> Any:
+        """Sample and target of a batch of one, in whatever shape it has."""
+        if self._is_by_pair:
+            return self._pairs(batch)[0]
+        columns, read = self._columns(batch, None, is_alone=self.kept is not None)
+        return self._listed(columns, None if self.plan.mask else self.targets_of(batch, read))[0]
+
+    @property
+    def _is_by_pair(self) -> bool:
+        """Whether the user's own code takes sample and target together."""
+        return self.pair_transform is not None and bool(self.plan.per_sample)
+
+    def joined(self, tensors: list[torch.Tensor], targets: Any) -> Any:
+        """The batch of these tensors, one for each lane, and of its targets, unless masks are."""
+        images: Any = tensors if self.plan.views else tensors[0]
+        return stacked(images, tensors[1] if self.plan.mask else targets, self.keys)
+
+    def sample_batch(self, tensors: list[torch.Tensor], targets: list[Any] | None) -> SampleBatch:
+        """As ``joined``, with a list of the samples."""
+        plan, mask = self.plan, self.plan.mask
+        image_class = shown_class(plan.end_kind or "tensor")
+        if mask is not None:
+            masks = rows_of(tensors[1], shown_class(mask.kind))
+            return SampleBatch(tensors[0], tensors[1], masks, image_class, self.keys)
+        images = tensors if plan.views else tensors[0]
+        return SampleBatch(images, None, targets or [], image_class, self.keys, plan.made)
+
+    def targets(self, batch: IndexBatch) -> Any:
+        """What ``default_collate`` makes of the targets of a batch."""
+        listed = self.table if self.kept is None else self.kept
+        if listed is None or self.target_transform is not None:
+            return collate_targets(self.targets_of(batch))
+        targets = listed.collated_targets(batch.positions)
+        return [targets, torch.tensor(batch.positions)] if self.options.return_index else targets
+
+    def targets_of(self, batch: IndexBatch, read: list[Any] | None = None) -> list[Any]:
+        """The target of each sample; ``read``: as they are before ``target_transform``, where that is known."""
+        if read is None and self._numbers is not None:
+            numbers: list[Any] = self._numbers[batch.positions].tolist()
+            return numbers
+        indices = batch.positions.tolist()
+        targets = list(map(self.stored_target, indices)) if read is None else read
+        if self.target_transform is not None:
+            targets = list(map(self.target_transform, targets))
+        return list(zip(targets, indices, strict=True)) if self.options.return_index else targets
+
+    def stored_target(self, index: int) -> Any:
+        if self.kept is not None:
+            return self.kept.target(index)
+        return self.samples.read(index)[1] if self.table is None else self.table.target(index)
+
+    def _listed(self, columns: list[Column], targets: list[Any] | None) -> list[Any]:
+        """The items of a batch."""
+        pairs = zip(columns, self.lanes, strict=True)
+        each = [
+            rows_of(column, shown_class(lane.plan.end_kind or "tensor")) if isinstance(column, torch.Tensor) else column
+            for column, lane in pairs
+        ]
+        targets = list(each.pop()) if targets is None else targets
+        samples = map(self.plan.made, zip(*each, strict=True)) if self.plan.views else each[0]
+        pairs = zip(samples, targets, strict=True)
+        return list(pairs) if self.keys is None else [self.keys.join(*pair) for pair in pairs]
+
+    def _pairs(self, batch: IndexBatch) -> list[Any]:
+        """The items, by the user's own code for sample and target together."""
+        transform, keys = self.pair_transform, self.keys
+        assert transform is not None
+        columns, read = self._samples(batch, is_alone=True)
+        targets = list(map(self.stored_target, batch.positions.tolist())) if read is None else read
+        items: list[Any] = list(map(transform, columns[0], targets))
+        return items if keys is None else [keys.join(*item) for item in items]
+
+    # Columns
+
+    def _columns(
+        self, batch: IndexBatch, ring: Ring | None, *, is_alone: bool = False
+    ) -> tuple[list[Column], list[Any] | None]:
+        """What is made of the samples of a batch; and their targets, where reading samples told them."""
+        if self.obstacle is None and not is_alone:
+            return list(self._tensors(batch, ring)), None
+        columns, targets = self._samples(batch, is_alone=is_alone or self.outputs is None)
+        if not self.plan.mask:
+            pairs = zip(self.lanes, columns, strict=True)
+            columns = [self._finished(lane, samples, batch, ring) for lane, samples in pairs]
+        return columns, targets
+
+    def _tensors(self, batch: IndexBatch, ring: Ring | None = None) -> list[torch.Tensor]:
+        """Whole batches, one for each lane."""
+        outs = self.room(len(batch), ring)
+        self.read_into(outs, batch)
+        return self.as_tensors(outs)
+
+    def room(self, count: int, ring: Ring | None) -> list[np.ndarray]:
+        """Memory for whole batches of so many samples, one for each lane."""
+        outputs = self.outputs
+        assert outputs is not None
+        if len(outputs) > 1:
+            return _take([((count, *shape), dtype) for shape, dtype in outputs], ring)
+        shape, dtype = outputs[0]
+        return [np.empty((count, *shape), dtype) if ring is None else ring.take((count, *shape), dtype)]
+
+    def read_into(self, outs: list[np.ndarray], batch: IndexBatch, rows_B: np.ndarray | None = None) -> None:
+        """Read the images of a batch into ``room`` for it; or for a larger one, where ``rows_B`` says which rows."""
+        if self.is_remote:
+            self._expect(batch)
+        programs, index_B, kept = self._programs, batch.positions, self.kept
+        others = list(zip(programs[1:], outs[1:], strict=True))
+        drawn_by = batch.visits, batch.seed
+        if kept is None:
+            images = self.open_files(index_B.tolist())
+            programs[0].run_images(images, index_B, *drawn_by, outs[0], rows_B, others)
+            return
+        masks = others.pop() if self.plan.mask else None
+        try:
+            if masks is not None:
+                self._refuse_other_sizes(index_B)
+                masks[0].run(self._stores[1], index_B, *drawn_by, masks[1], rows_B)
+            programs[0].run(self._stores[0], index_B, *drawn_by, outs[0], rows_B, others)
+        except (UndecodableError, ChannelsError):
+            with kept.naming_damage():
+                raise
+
+    def as_tensors(self, outs: list[np.ndarray]) -> list[torch.Tensor]:
+        """Over the same memory; NumPy has no bfloat16, and holds its bits."""
+        return [torch.from_numpy(out).view(dtype) for dtype, out in zip(self._dtypes, outs, strict=True)]
+
+    def read_for_device(
+        self, program: DeviceProgram, batch: IndexBatch, ring: Ring, *, only_places: bool
+    ) -> DeviceBatch:
+        """Read a batch without its batch ops, but with what those draw; only where samples are kept.
+
+        With ``only_places`` the samples' positions in the store stand for them.
+        """
+        if self.is_remote:
+            self._expect(batch)
+        kept, index_B = self.kept, batch.positions
+        assert kept is not None
+        draws, samples = program.draw(index_B, batch.visits, batch.seed), index_B.copy()
+        if not only_places:
+            samples = ring.take((len(index_B), *program.sent_shape), np.dtype(np.uint8))
+            whole = program.host or Program((), self._stores[0].spec)
+            with kept.naming_damage():
+                whole.run(self._stores[0], index_B, batch.visits, batch.seed, samples)
+        return DeviceBatch(torch.from_numpy(samples), draws, self.targets(batch), self.keys)
+
+    # Samples one by one
+
+    def _samples(self, batch: IndexBatch, *, is_alone: bool) -> tuple[list[Column], list[Any] | None]:
+        """Samples before the steps that are not known, for each lane; and targets, where reading samples told them."""
+        kept, views, indices = self.kept, len(self.lanes), batch.positions.tolist()
+        if self.lanes[0].program is not None:
+            served: Sequence[Any] = self._alone(batch) if is_alone else self._tensors(batch)
+            return [self._shown(column, lane.plan) for column, lane in zip(served, self.lanes, strict=True)], None
+        if self.is_remote:
+            self._expect(batch)
+        samples: Column
+        if kept is None:
+            pairs = [self._from_source(index) for index in indices]
+            samples = [sample for sample, _ in pairs]
+            return [samples] * views, [target for _, target in pairs]
+        samples = [kept.sample(index) for index in indices]
+        return [samples if self.is_upright else list(map(without_exif, samples))] * views, None
+
+    def _from_source(self, index: int) -> tuple[Any, Any]:
+        path = self.path
+        assert path is not None
+        try:
+            sample, target = path.source.read(index)
+        except RemoteError:  # a network that is down is no sample's fault
+            raise
+        except OSError as cause:
+            raise sample_error(path.source.path(index), index, cause) from cause
+        sample = path.prepare(sample)
+        return to_image(sample) if isinstance(sample, Planes) else sample, target
+
+    def _alone(self, batch: IndexBatch) -> list[list[torch.Tensor]]:
+        """What ``_tensors`` gives, of samples in whatever shape each has."""
+        kept, visits_B = self.kept, batch.visits
+        assert kept is not None
+        if self.plan.mask:
+            self._refuse_other_sizes(batch.positions)
+        columns: list[list[torch.Tensor]] = []
+        try:
+            for lane, program in zip(self.lanes, self._programs, strict=True):
+                store = self._stores[lane.part]
+                columns.append([])
+                for index, visit in zip(batch.positions.tolist(), visits_B, strict=True):
+                    columns[-1].append(program.as_tensor(program.run_one(store, index, visit, batch.seed)))
+        except (UndecodableError, ChannelsError):
+            with kept.naming_damage():
+                raise
+        return columns
+
+    def _shown(self, served: torch.Tensor | list[torch.Tensor], plan: TransformPlan) -> list[Any]:
+        """Samples after the batch ops, as the rest of the transform wants them."""
+        if plan.kind == "tensor":
+            return list(served)
+        if plan.kind != "pil":
+            kind = tensor_class(plan.kind)
+            return [sample.as_subclass(kind) for sample in served]
+        images = [present(sample.numpy(), plan.kind) for sample in served]
+        return images if self.is_upright else list(map(without_exif, images))
+
+    def _finished(self, lane: Lane, samples: Column, batch: IndexBatch, ring: Ring | None) -> Column:
+        """What the steps that are not known, and those behind them, make of samples: whole where that can be."""
+        plan = lane.plan
+        if plan.per_sample:
+            samples = [plan.run_unknown(sample) for sample in samples]
+        if not self._has_last:
+            return samples
+        shapes = {decoded_shape(sample) if plan.per_sample else sample.shape for sample in samples}
+        shape = shapes.pop() if len(shapes) == 1 else None
+        if shape is not None and not plan.per_sample:
+            return torch.stack(list(samples))
+        output = None
+        if lane.last is not None and shape is not None:
+            with ChannelsError.naming(int(batch.positions[0])):
+                output = lane.last.output(shape, is_of_all=True)
+        if lane.last is None or shape is None or output is None:
+            return [plan.run_last(sample) for sample in samples]
+        decoded = [np.ascontiguousarray(image).reshape(*shape[1:], shape[0]) for image in samples]
+        # Of the ring there is one piece of memory a batch.
+        take = np.empty if ring is None or len(self.lanes) > 1 else ring.take
+        out = take((len(samples), *output[0]), output[1])
+        lane.last.run_images(OpenedImages.decoded(decoded), batch.positions, batch.visits, batch.seed, out)
+        return lane.last.as_tensor(out)
+
+    # Files and stores
+
+    def _expect(self, batch: IndexBatch) -> None:
+        """Have what is fetched for these samples fetched at once."""
+        if self.kept is None or self.kept.filled_share() < 1:
+            self.samples.expect(batch.positions.tolist())
+
+    def _refuse_other_sizes(self, index_B: np.ndarray) -> None:
+        """Raise ValueError where a mask is not as large as its image: what is drawn for one would not fit the other."""
+        kept = self.kept
+        assert kept is not None
+        image, mask = kept.stores
+        is_dense = image.spec.shape is not None and mask.spec.shape is not None
+        for index in index_B[:1].tolist() if is_dense else index_B.tolist():
+            sizes = image.shape(index)[-2:], mask.shape(index)[-2:]
+            if sizes[0] != sizes[1]:
+                raise ValueError(
+                    f"sample {index} has an image of {sizes[0]} and a mask of {sizes[1]} (height, width); a transform "
+                    "of both needs one size."
+                )
+
+    def open_files(self, indices: Sequence[int]) -> OpenedImages:
+        """The files of samples that are kept nowhere, as they are to be served."""
+        return open_files(cast("FileSource", self.samples), indices, upright=self.is_upright)
+
+    # What random draws are made from
+
+    def seed_of(self, base_seed: int) -> int:
+        """What they are made from in an epoch of this base seed: the user's ``seed``, if there is one."""
+        return base_seed if self.options.seed is None else self.options.seed
+
+    def visit(self, indices: Sequence[int]) -> IndexBatch:
+        """The batch of these indices, for readers that no loader of fastdata's tells their visits."""
+        index_B = positions(as_numbers(indices), self.length)
+        if isinstance(indices, IndexBatch) and np.array_equal(index_B, indices.positions):  # else it was changed
+            return indices
+        # The base seed of the iterator of torch's that reads in this process, and a number that tells it from others:
+        # torch starts an iterator's workers one after the other, and multiprocessing numbers processes as they are made
+        worker = get_worker_info()
+        base_seed = reader = torch.initial_seed()
+        if worker is not None:
+            base_seed, reader = worker.seed - worker.id, worker.id - getattr(current_process(), "_identity", (0,))[-1]
+        if self.options.seed is not None:
+            reader = 0  # all draw from one seed
+        if not self._draws or self.visits is None:
+            visits_B = np.zeros_like(index_B)
+        else:
+            visits_B = self.visits.take(index_B, reader, indices)
+        return IndexBatch.of(indices, index_B, visits_B, self.seed_of(base_seed))
+
+
+def positions(index_B: np.ndarray, length: int) -> np.ndarray:
+    """Check that indices (int64, B) are in [-length, length) and make negative ones count from the end."""
+    if not (index_B.view(np.uint64) >= length).any():  # as unsigned numbers, negative ones are too large as well
+        return index_B
+    wrong = index_B[(index_B < -length) | (index_B >= length)]
+    if len(wrong):
+        raise IndexError(f"index {wrong[0]} is out of range for a dataset of {counted(length, 'sample')}")
+    return np.where(index_B < 0, index_B + length, index_B)
+
+
+class OwnItem:
+    """The item of a batch that a subclass's own ``__getitem__`` is making: says what its reads are drawn from.
+
+    A dataset's first read is on the item's visit if it is of the same index. All others are on visits of their own that
+    follow from it, so that two crops of one image differ, and are the same whoever reads them.
+    """
+
+    def __init__(self, batch: IndexBatch, k: int) -> None:
+        self._position, self._visit, self._seed = batch.positions[k : k + 1], batch.visits[k : k + 1], batch.seed
+        self._reads: Counter[int] = Counter()
+
+    def batch_of(self, position: int, dataset: int, reader: Reader) -> IndexBatch:
+        """Of a read by the dataset of this id."""
+        read = self._reads[dataset]
+        self._reads[dataset] += 1
+        visit = self._visit
+        if read or position != self._position[0]:
+            visit = sample_keys(read, self._visit, self._position).view(np.int64)
+        return IndexBatch.of([position], np.array([position]), visit, reader.seed_of(self._seed))
+
+
+OWN_ITEM: ContextVar[OwnItem | None] = ContextVar("fastdata_item", default=None)
+
+
+class DeviceBatch(NamedTuple):
+    """A batch that a ``DeviceProgram`` makes the images of. All its tensors have one row for each sample.
+
+    ``samples`` are uint8 (B, C, H, W) as stored or as the core made them, or int64 (B,), where they lie in a copy of
+    the store on the device; ``draws`` int16 (B, windows, 4), None where samples are served as they are sent.
+    """
+
+    samples: torch.Tensor
+    draws: torch.Tensor | None
+    targets: Any
+    keys: ItemForm | None
+
+
+def _take(wanted: list[tuple[tuple[int, ...], np.dtype[Any]]], ring: Ring | None) -> list[np.ndarray]:
+    """Memory for arrays of these shapes and dtypes: one piece of the ring's, or fresh."""
+    take = np.empty if ring is None else ring.take
+    if len(wanted) == 1:
+        return [take(*wanted[0])]
+    counts = [math.prod(shape) for shape, _ in wanted]
+    sizes = [count * dtype.itemsize for count, (_, dtype) in zip(counts, wanted, strict=True)]
+    ends = np.cumsum([-(-size // _ALIGN_BYTES) * _ALIGN_BYTES for size in sizes]).tolist()
+    # By its buffer: a view of an array refers to what lies behind that, and the ring would take the memory back.
+    whole = take((ends[-1],), np.dtype(np.uint8)).data
+    parts = zip(wanted, counts, [0, *ends], strict=False)
+    return [np.frombuffer(whole, dtype, count, start).reshape(shape) for (shape, dtype), count, start in parts]

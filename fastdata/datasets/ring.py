@@ -1,0 +1,518 @@
+"""Host memory for batches, reused when the user lets go of it.
+
+Fresh memory is what makes batches slow: every page of it is faulted in and cleared before it is written, in torch's
+queue between processes twice. A ring hands out the same few buffers again and again. Who owns a buffer is decided by
+references, never by counting batches: it comes back when the last tensor over it has died.
+
+``BatchRing`` is the ring of one process; that of a worker process brings its batches to the training loop:
+
+    worker:  samples -> collate, stacking into a free slot -> Parcel (pickle of the structure, place of the slot)
+    parent:  unpickling a Parcel -> the structure, with tensors and arrays over the mapped slot
+
+The first byte of a slot says whose turn it is. Only its owner writes it: the worker lends, the parent gives back. The
+slots belong to the worker, so that those of a killed one are garbage that the kernel collects with its last mapping.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import math
+import operator
+import os
+import pickle
+import secrets
+import sys
+import weakref
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from multiprocessing.reduction import ForkingPickler
+from types import FrameType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch._utils import ExceptionWrapper
+from torch.utils.data import Subset, get_worker_info
+from torch.utils.data._utils import collate as torch_collate
+from torch.utils.data._utils import fetch as torch_fetch
+from torch.utils.data._utils.worker import _worker_loop
+
+from fastdata.datasets.batch import collate as default_collate
+from fastdata.errors import MemoryBudgetError, StoreGoneError
+from fastdata.machine.shared import Block
+
+_FREE, _LENT = 0, 1
+_ALIGN_BYTES, _PAGE_BYTES = 64, 4096
+_STATE_BYTES = _ALIGN_BYTES  # the first byte of a slot has a cache line of its own before the data
+_WHOLE_STORAGE = 4  # a tensor travels with its whole storage, as in torch, up to so many times its own extent
+_UNCOUNTED = ""  # token of a parcel that holds nothing that could travel through a ring
+_NOTHING = np.empty(0, np.uint8)
+
+
+class _Loan(weakref.ref[np.ndarray]):
+    """An array that was lent; what is called when it dies runs no line of Python.
+
+    In one, Ctrl-C would be an error that is printed and forgotten, and the training loop would go on.
+    """
+
+    __slots__ = ("buffer", "set_state")
+    buffer: np.ndarray
+    set_state: Callable[[int], None]
+
+
+class BatchRing:
+    """Up to ``slots`` buffers, each lent as an array until that array dies.
+
+    They are ordinary memory, or ``allocate(size_bytes)`` gives a uint8 array of that size; it is called from the
+    threads that take.
+    Safe from several threads: a buffer is taken and given back by single deque operations, because an array may die at
+    any moment, also in a thread that is just taking one.
+    """
+
+    def __init__(self, slots: int, allocate: Callable[[int], np.ndarray] | None = None) -> None:
+        self._allocate = allocate or partial(np.empty, dtype=np.uint8)
+        self._free: deque[_Loan | None] = deque([None] * slots)  # None: a slot whose buffer is not allocated yet
+        self._loans: dict[int, _Loan] = {}  # by id
+        self._slots = slots
+        self.fresh_count = 0  # how often all slots were lent and the batch got memory of its own
+        self._grown_bytes: list[int] = []
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy lends memory of its own."""
+        return BatchRing, (self._slots,)
+
+    @property
+    def bytes_held(self) -> int:
+        return sum(self._grown_bytes)
+
+    def take(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        size_bytes = math.prod(shape) * dtype.itemsize
+        try:
+            loan = self._free.pop()
+        except IndexError:
+            self.fresh_count += 1
+            return np.empty(shape, dtype)
+        buffer: np.ndarray | None = None
+        if loan is not None:
+            del self._loans[id(loan)]
+            buffer = loan.buffer
+        if buffer is None or buffer.nbytes < size_bytes:
+            old_bytes = 0 if buffer is None else buffer.nbytes
+            buffer = self._allocate(size_bytes)
+            self._grown_bytes.append(buffer.nbytes - old_bytes)
+        lent = buffer[:size_bytes].view(dtype).reshape(shape)
+        loan = _Loan(lent, self._free.append)
+        loan.buffer = buffer
+        self._loans[id(loan)] = loan
+        return lent
+
+
+class RingCollate:
+    """A collate function that sends batches from worker processes through reused shared memory.
+
+    Give it to any ``torch.utils.data.DataLoader`` as ``collate_fn``; ``fastdata.DataLoader`` uses it by itself. In a
+    worker process it must be the ``collate_fn`` itself, not called by another one. Anywhere else, as with
+    ``num_workers=0``, it is ``collate``.
+
+    The batch may be any nesting that pickles. Plain CPU tensors and contiguous NumPy arrays in it travel through the
+    ring and keep dtype, shape and strides; sparse, quantized, gradient-requiring tensors and tensor subclasses travel
+    in torch's way. What the training loop receives is its own: memory is reused when the last tensor over it has died.
+    Only a process that is forked while a batch lives must copy what it uses after its parent has let go of it.
+    ``default_collate``, also when called by ``collate``, stacks straight into the ring.
+
+    Args:
+        collate: turns samples into a batch, as a DataLoader's ``collate_fn``.
+        slots: batches per worker that may be under way or held by the training loop at a time; further ones travel in
+            torch's way. Slots are made when needed, each as large as the largest batch it carried.
+
+    Example:
+        >>> import torch
+        >>> from torch.utils.data import DataLoader
+        >>> loader = DataLoader(torch.arange(6), batch_size=3, num_workers=1, collate_fn=RingCollate())
+        >>> [batch.tolist() for batch in loader]
+        [[0, 1, 2], [3, 4, 5]]
+    """
+
+    def __init__(self, collate: Callable[[Any], Any] = default_collate, *, slots: int = 8) -> None:
+        if slots < 1:
+            raise ValueError(f"slots={slots}: a worker needs at least one slot")
+        self.collate, self.slots = collate, slots
+        self._token = secrets.token_hex(8)
+        self._ring: WorkerRing | None = None
+        self.arrivals = Arrivals.of(self._token)
+
+    def __call__(self, samples: Any) -> Any:
+        worker = get_worker_info()
+        fetch = None if worker is None else _fetch_of_worker_loop()
+        if worker is None or fetch is None:
+            return self.collate(samples)
+        indices = fetch.f_locals[fetch.f_code.co_varnames[1]]  # whose loader knows what their batch draws
+        draws = getattr(indices, "draws", None)
+        collate = self.collate if draws is None else partial(draws.collated, self.collate)
+        if self._ring is None or self._ring.pid != os.getpid():
+            self._ring = WorkerRing(self._token, self.slots, worker.dataset)
+        return self._ring.send(collate, samples)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"collate": self.collate, "slots": self.slots, "_token": self._token}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _ring=None, arrivals=Arrivals.of(state["_token"]))
+
+
+def _fetch_of_worker_loop() -> FrameType | None:
+    """The call that ``RingCollate.__call__`` returns to; None where that is of a loader inside of the worker."""
+    frame = sys._getframe(2)
+    fetches = (each.fetch.__code__ for each in (torch_fetch._MapDatasetFetcher, torch_fetch._IterableDatasetFetcher))
+    is_workers = frame.f_back is not None and frame.f_back.f_code is _worker_loop.__code__
+    return frame if is_workers and frame.f_code in fetches else None
+
+
+# The worker's end
+
+
+class WorkerRing:
+    """The slots of one worker, shared blocks: one at a time is filled, from front to back, again and again."""
+
+    def __init__(self, token: str, slot_limit: int, dataset: Any = None) -> None:
+        self.pid = os.getpid()
+        self._name = secrets.token_hex(8)
+        self._token, self._slot_limit = token, slot_limit
+        self._slots: list[_Slot] = []
+        self._largest_bytes = 0
+        self._filled: _Slot | None = None
+        self._lease, self._end = _NOTHING, 0
+        dataset = getattr(dataset, "behind", dataset)
+        while isinstance(dataset, Subset):
+            dataset = dataset.dataset
+        _worker_rings[id(dataset)] = self  # it gathers its batches straight into a slot, by ``take``
+
+    def take(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        self._begin()
+        memory = self._reserve(math.prod(shape) * dtype.itemsize)
+        return np.empty(shape, dtype) if memory is None else np.frombuffer(memory, dtype).reshape(shape)
+
+    def send(self, collate: Callable[[Any], Any], samples: Any) -> Parcel:
+        if self._filled is None:
+            self._begin()
+        try:
+            batch = self._collate(collate, samples)
+            return self._pack(batch) or Parcel(self._token, None, [], bytes(ForkingPickler.dumps(batch)))
+        finally:
+            self._filled, self._lease = None, _NOTHING
+
+    def _begin(self) -> None:
+        """Choose a free slot to fill; none if all are lent or there is no memory for another one."""
+        self._filled, self._lease = None, _NOTHING  # what was taken for a batch that never came
+        slot = next((slot for slot in self._slots if slot.is_free), None)
+        if slot is None and len(self._slots) < self._slot_limit:
+            with contextlib.suppress(MemoryBudgetError):
+                slot = _Slot(self._name, len(self._slots), self._largest_bytes)
+                self._slots.append(slot)
+        if slot is not None:
+            self._filled, self._lease, self._end = slot, slot.lend(), _STATE_BYTES
+
+    def _reserve(self, size_bytes: int) -> memoryview | None:
+        """Memory in the slot, or None if it is full."""
+        start, end = self._end, self._end + size_bytes
+        if end > self._lease.nbytes:
+            return None
+        self._end = _aligned(end)
+        return self._lease.data[start:end]
+
+    def _collate(self, collate: Callable[[Any], Any], samples: Any) -> Any:
+        """Collate; where that calls torch's ``default_collate``, it stacks tensors straight into the slot."""
+        functions: Any = torch_collate.default_collate_fn_map
+        is_torchs = functions.get(torch.Tensor) is torch_collate.collate_tensor_fn  # or the user has set their own
+        if self._filled is None or not is_torchs:
+            return collate(samples)
+        functions[torch.Tensor] = self._stack
+        try:
+            return collate(samples)
+        finally:
+            functions[torch.Tensor] = torch_collate.collate_tensor_fn
+
+    def _stack(self, batch: Any, *, collate_fn_map: Any = None) -> Any:
+        first = batch[0]
+        if not all(type(sample) is torch.Tensor and is_plain(sample) for sample in batch) or not first.numel():
+            return torch_collate.collate_tensor_fn(batch, collate_fn_map=collate_fn_map)
+        memory = self._reserve(len(batch) * first.numel() * first.itemsize)
+        out = torch.frombuffer(memory, dtype=first.dtype) if memory else first.new_empty(len(batch) * first.numel())
+        return torch.stack(tuple(batch), 0, out=out.view(len(batch), *first.shape))
+
+    def _pack(self, batch: Any) -> Parcel | None:
+        """Bring every part of the batch into the slot; None where it has to go torch's way."""
+        slot, packer = self._filled, _Packer(self._lease)
+        if slot is None:
+            return None
+        try:
+            packer.dump(batch)
+            spans = self._lay_out(packer.parts)
+            if spans is None:
+                needed = _STATE_BYTES + sum(_aligned(part.nbytes) for part in packer.parts)
+                is_first = slot.place.block_number < 0
+                slot.replace(needed if is_first else needed + needed // 8)  # batches differ in size: leave room
+                self._lease, self._end = slot.lend(), _STATE_BYTES
+                spans = self._lay_out(packer.parts)
+        except (MemoryBudgetError, _StorageSharedError):
+            return None
+        assert spans is not None
+        if not any(size_bytes for _, size_bytes in spans):
+            return Parcel(_UNCOUNTED, None, spans, packer.file.getvalue())
+        self._largest_bytes = max(self._largest_bytes, *map(sum, spans))
+        slot.memory[0] = _LENT
+        return Parcel(self._token, slot.place, spans, packer.file.getvalue())
+
+    def _lay_out(self, parts: list[np.ndarray]) -> list[tuple[int, int]] | None:
+        """Copy to the slot what does not lie there, and return (offset, bytes) of all; None if it is full."""
+        spans = []
+        for part in parts:
+            start = self._end
+            if _lies_in(part, self._lease):
+                start = address_of(part) - address_of(self._lease)
+            elif (memory := self._reserve(part.nbytes)) is None:
+                return None
+            else:
+                memory[:] = part.data
+            spans.append((start, part.nbytes))
+        return spans
+
+
+_worker_rings: weakref.WeakValueDictionary[int, WorkerRing] = weakref.WeakValueDictionary()
+"""By the dataset that a worker process reads."""
+Ring = BatchRing | WorkerRing
+
+
+def ring_of(dataset: Any) -> WorkerRing | None:
+    """Where a dataset's batches are to lie, in the worker process that reads it."""
+    return _worker_rings.get(id(dataset))
+
+
+class _Slot:
+    """A shared block of this worker, and who may still see it in this process."""
+
+    def __init__(self, ring: str, number: int, size_bytes: int) -> None:
+        self.place = Place(ring, number, -1, "", b"")
+        self.memory = np.zeros(_STATE_BYTES, np.uint8)
+        self._block: Block | None = None
+        self._lease: weakref.ref[np.ndarray] | None = None
+        if size_bytes:
+            self.replace(size_bytes)
+
+    @property
+    def is_free(self) -> bool:
+        return self.memory[0] == _FREE and (self._lease is None or self._lease() is None)
+
+    def replace(self, size_bytes: int) -> None:
+        """Take a larger block, or raise and stay as it is; memory of the old one stays valid for those who see it."""
+        # Without /proc the parent could not find a block that has no name.
+        nameless = hasattr(os, "memfd_create") and os.path.exists("/proc/self/fd")
+        block = Block.create(-(-size_bytes // _PAGE_BYTES) * _PAGE_BYTES, portable=not nameless)
+        if self._block:
+            self._block.close()
+        self._block, self.memory = block, block.array("uint8", (block.size_bytes,))
+        self.place = self.place._replace(
+            block_number=self.place.block_number + 1,
+            descriptor=f"/proc/{os.getpid()}/fd/{block.fileno()}",
+            block=pickle.dumps(block),
+        )
+
+    def lend(self) -> np.ndarray:
+        lease = self.memory[:]
+        self._lease = weakref.ref(lease)
+        return lease
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // _ALIGN_BYTES) * _ALIGN_BYTES
+
+
+# A batch as a pickle of its structure, and the memory of its tensors and arrays apart
+
+
+def address_of(array: np.ndarray) -> int:
+    return int(array.__array_interface__["data"][0])
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether dtype, shape, strides and memory are all there is to it."""
+    return (
+        tensor.layout is torch.strided
+        and tensor.device.type == "cpu"
+        and not (tensor.requires_grad or tensor.is_quantized or tensor.is_nested or tensor.is_conj() or tensor.is_neg())
+    )
+
+
+def _lies_in(part: np.ndarray, whole: np.ndarray) -> bool:
+    start = address_of(part) - address_of(whole)
+    return start >= 0 and start + part.nbytes <= whole.nbytes
+
+
+class _StorageSharedError(Exception):
+    """Two tensors of a batch are small parts of one large storage: in torch's way they stay parts of one."""
+
+
+class _Packer(pickle.Pickler):
+    """Pickles a batch, and puts the memory of its tensors and arrays aside as ``parts``: views, nothing is copied.
+
+    Storages in ``lease`` need not be copied to travel, and always travel whole.
+    """
+
+    def __init__(self, lease: np.ndarray) -> None:
+        self._lease, self.file = lease, io.BytesIO()
+        self.parts: list[np.ndarray] = []
+        parts = self.parts
+        # A callback that held the packer would make a cycle, and the slot's lease live until it is collected.
+        super().__init__(self.file, 5, buffer_callback=lambda part: parts.append(np.frombuffer(part.raw(), np.uint8)))
+        self.dispatch_table = ForkingPickler(io.BytesIO()).dispatch_table  # torch's way for all other tensors
+        self._storages: dict[int, np.ndarray | None] = {}  # None: only a part of it was sent
+
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) is np.ndarray and (not value.flags.writeable or value.dtype.byteorder in "<>"):
+            dtype = value.dtype if value.dtype.byteorder == "|" else value.dtype.newbyteorder("=")
+            return value.astype(dtype).__reduce_ex__(5)  # through torch's queue it is native and may be written to
+        if type(value) is not torch.Tensor or not is_plain(value):
+            return NotImplemented
+        size, strides, dtype = tuple(value.shape), value.stride(), value.dtype
+        if not value.numel():
+            return _tensor, (None, dtype, 0, size, strides)
+        offset, storage = value.storage_offset(), value.untyped_storage()
+        key = storage.data_ptr()
+        extent = 1 + sum((length - 1) * stride for length, stride in zip(size, strides, strict=True))
+        if key not in self._storages:
+            octets = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+            if octets.nbytes > _WHOLE_STORAGE * extent * value.itemsize and not _lies_in(octets, self._lease):
+                self._storages[key] = None
+                part = octets[offset * value.itemsize :][: extent * value.itemsize]
+                return _tensor, (part, dtype, 0, size, strides)
+            self._storages[key] = octets
+        if self._storages[key] is None:
+            raise _StorageSharedError
+        return _tensor, (self._storages[key], dtype, offset, size, strides)
+
+
+def _tensor(
+    octets: np.ndarray | None, dtype: torch.dtype, offset: int, size: tuple[int, ...], strides: tuple[int, ...]
+) -> torch.Tensor:
+    if octets is None:  # a tensor without elements
+        return torch.empty_strided(size, strides, dtype=dtype)
+    storage = torch.frombuffer(octets, dtype=torch.uint8).untyped_storage()
+    return torch.empty(0, dtype=dtype).set_(storage, offset, size, strides)
+
+
+# The training loop's end
+
+
+class Place(NamedTuple):
+    """Where the parent finds a slot: in which worker's ring, which one, and the pickled block, for the first time."""
+
+    ring: str
+    slot: int
+    block_number: int
+    descriptor: str
+    block: bytes
+
+
+class Parcel:
+    """A batch on its way; unpickling it gives the batch."""
+
+    def __init__(self, token: str, place: Place | None, spans: list[tuple[int, int]], data: bytes) -> None:
+        self._parts = token, place, spans, data
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _receive, self._parts
+
+
+class LostBatchError(StoreGoneError):
+    """A batch arrived after the process that holds its memory had ended."""
+
+
+class Arrivals:
+    """The slots of workers that this process has mapped, each once; those of ended workers are dropped."""
+
+    def __init__(self) -> None:
+        self.fresh_count = 0  # batches that came in torch's way, because all slots were lent or for what they hold
+        self._rings: dict[str, dict[int, tuple[Place, np.ndarray]]] = {}
+        self._loans: dict[tuple[str, int], _Loan] = {}  # by ring and slot
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy has mapped nothing yet."""
+        return Arrivals, ()
+
+    @classmethod
+    def of(cls, token: str) -> Arrivals:
+        """Return the one that all copies of a ``RingCollate`` in this process share."""
+        _forget_loans_in_children()
+        return _arrivals.setdefault(token, cls())
+
+    @property
+    def bytes_held(self) -> int:
+        return sum(memory.nbytes for memory in self.slots)
+
+    @property
+    def slots(self) -> list[np.ndarray]:
+        self._let_go()
+        return [memory for ring in list(self._rings.values()) for _, memory in list(ring.values())]
+
+    def receive(self, place: Place, spans: list[tuple[int, int]], data: bytes) -> Any:
+        memory = self._map(place)
+        lease = memory[:]
+        loan = _Loan(lease, _GIVE_BACK)
+        loan.set_state = memory[:1].fill
+        self._loans[place.ring, place.slot] = loan
+        whole = lease.data  # its slices keep the lease alive, and so does all that is made of them
+        return pickle.loads(data, buffers=[whole[start : start + size] for start, size in spans])
+
+    def _let_go(self) -> None:
+        """Forget the slots of workers that have ended."""
+        for name, ring in list(self._rings.items()):
+            if any(_has_ended(slot) for slot, _ in list(ring.values())[:1]):
+                self._rings.pop(name, None)
+                for number in ring:
+                    self._loans.pop((name, number), None)
+
+    def _map(self, place: Place) -> np.ndarray:
+        mapped = self._rings.get(place.ring, {}).get(place.slot)
+        if mapped is not None and mapped[0].block_number == place.block_number:
+            return mapped[1]
+        self._let_go()
+        with pickle.loads(place.block) as block:
+            memory: np.ndarray = block.array("uint8", (block.size_bytes,))
+        self._rings.setdefault(place.ring, {})[place.slot] = place, memory
+        return memory
+
+
+_arrivals: weakref.WeakValueDictionary[str, Arrivals] = weakref.WeakValueDictionary()
+_GIVE_BACK = operator.methodcaller("set_state", _FREE)
+
+
+@functools.cache
+def _forget_loans_in_children() -> None:
+    """Have a forked process drop what it inherits without giving it back: the batches are still its parent's."""
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=_forget_loans)
+
+
+def _forget_loans() -> None:
+    for arrivals in list(_arrivals.values()):
+        arrivals._loans.clear()
+
+
+def _receive(token: str, place: Place | None, spans: list[tuple[int, int]], data: bytes) -> Any:
+    """Unpickle a parcel: the batch, or where its worker has died, an error for the loader to raise."""
+    if place is None:
+        Arrivals.of(token).fresh_count += token != _UNCOUNTED
+        return pickle.loads(data, buffers=[bytearray() for _ in spans])  # of parts without bytes, if any
+    try:
+        return Arrivals.of(token).receive(place, spans, data)
+    except StoreGoneError:
+        pid = place.descriptor.split("/")[2]
+        lost = LostBatchError(f"the DataLoader worker (pid {pid}) has ended, and this batch with it.")
+        return ExceptionWrapper((type(lost), lost, None), "when a batch was received")
+
+
+def _has_ended(place: Place) -> bool:
+    return os.path.exists("/proc/self/fd") and not os.path.lexists(place.descriptor)

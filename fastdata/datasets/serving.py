@@ -1,0 +1,455 @@
+"""From how samples were prepared and the user's transform to the ``Reader`` that serves them; and what that costs.
+
+``compile_reader`` decides all that cannot change while neither is changed: it runs when a dataset is made, when another
+transform is assigned, and when an epoch begins after one was changed in place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from types import FunctionType, ModuleType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from fastdata.datasets.batch import SharedVisits
+from fastdata.datasets.reader import Lane, Reader
+from fastdata.errors import SampleError
+from fastdata.machine.memory import StoragePlan, format_bytes
+from fastdata.machine.shared import SampleTable
+from fastdata.pixels import (
+    TransformPlan,
+    Views,
+    core,
+    leading_steps,
+    plan_pairs,
+    plan_transform,
+    prepare_key,
+    split_upright,
+)
+from fastdata.pixels.images import OpenedImages, Resize, SampleSpec, decoder_of
+from fastdata.pixels.program import Program
+from fastdata.pixels.steps import cure_for, flatten, known_name
+from fastdata.report import log, warn_user
+from fastdata.sources import FileSource, Source
+from fastdata.stores.prepare import KeptSamples, Options, Prepared, is_fetched, read_path
+from fastdata.stores.readers import Store, UndecodableError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+Step = Callable[[Any], Any]
+_ADVISED_PX = 256
+"""Shorter side of images that are prepared for crops of 224 px."""
+_PROBED = 8
+_WORTH_SHARE = 0.8
+"""Of the memory: what is saved beyond it is not worth a word."""
+_WORTH_TIMES = 1.1
+"""Of the rate: less of a gain may be chance."""
+_DECODED = SampleSpec(shape=None, dtype="uint8", form="pil")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stored:
+    """How the samples of a dataset were prepared.
+
+    Attributes:
+        samples: kept ones, or what they are read from.
+        table: paths and targets; None where they are asked of the source.
+        source: what samples were read from, to prepare them again; copies in other processes do not know it.
+        options: of the dataset.
+        first_steps: its ``prepare=`` and ``resize=``, which run before the transform.
+        storage_plan, skipped: as the dataset shows them.
+        after: how many leading steps of the transform samples are stored after, and their key; None where none are
+            stored.
+        after_text: these steps as they were then, for errors.
+        unfit_after: the key of the steps that samples did not fit after, so that ``storage="auto"`` keeps none.
+        is_upright: whether samples were turned as their EXIF says, so that nothing of it is missed.
+        is_remote: whether samples that are not kept are fetched from behind a URL.
+    """
+
+    samples: KeptSamples | Source
+    table: SampleTable | None
+    options: Options
+    storage_plan: StoragePlan
+    source: Source | None = None
+    first_steps: tuple[Step, ...] = ()
+    skipped: tuple[SampleError, ...] = ()
+    after: tuple[int, str] | None = None
+    after_text: str = ""
+    unfit_after: str | None = None
+    is_upright: bool = False
+    is_remote: bool = False
+
+    @property
+    def kept(self) -> KeptSamples | None:
+        return self.samples if isinstance(self.samples, KeptSamples) else None
+
+    @property
+    def decodes_itself(self) -> bool:
+        """Whether fastdata alone decodes the files, so that batches can be made of them as they are read."""
+        source = self.source or self.samples
+        return isinstance(source, FileSource) and decoder_of(source.loader) is not None
+
+    def filled_share(self) -> float:
+        return 0.0 if self.kept is None else self.kept.filled_share()
+
+    def steps(self, plan: TransformPlan) -> tuple[Step, ...]:
+        return (*self.first_steps, *plan.prepare)
+
+    def split(self, transform: Any, **facts: Any) -> TransformPlan:
+        """Split a transform; a ValueError if it does not begin with the steps that samples are stored after."""
+        count, key = self.after or (None, None)
+        plan = plan_transform(transform, prepared=count, **facts)
+        if key is not None and prepare_key(plan.prepare) != key:
+            raise ValueError(
+                f"samples are stored after {self.after_text or 'no step'}, but the transform now begins with "
+                f"{plan.prepare_text or 'none'}. Give it the same first steps, or assign another "
+                "transform to dataset.transform in the process that made the dataset, which prepares samples again."
+            )
+        return plan
+
+    def filled(
+        self, prepared: Prepared, source: Source, table: SampleTable | None, leading: tuple[Step, ...]
+    ) -> Stored:
+        """This once samples were prepared after ``leading`` steps of the transform."""
+        kept, key = prepared.kept, prepare_key(leading)
+        is_unfit = kept is None and self.options.storage == "auto" and len(source) > 0
+        return replace(
+            self,
+            samples=source if kept is None else kept,
+            table=table if kept is None else kept.table,
+            source=source,
+            storage_plan=prepared.storage_plan,
+            skipped=tuple(prepared.skipped),
+            after=None if kept is None else (len(leading), key),
+            after_text=", ".join(map(repr, leading)),
+            unfit_after=key if is_unfit else None,
+            is_upright="exif_transpose" in map(known_name, (*self.first_steps, *leading)),
+            is_remote=is_fetched(source),
+        )
+
+    def is_to_prepare_again(self, transform: Any, *, was_read: bool) -> bool:
+        """Whether the store is after steps that the transform does not begin with, or another would be better, unused.
+
+        timm makes a dataset without a transform and assigns one later: images were kept whole, and nobody has read any.
+        """
+        if self.unfit_after is not None and self.source is not None:  # after other steps samples may fit
+            return prepare_key(leading_steps(transform)) != self.unfit_after
+        if self.after is None:
+            return False
+        count, stored_key = self.after
+        if prepare_key(leading_steps(transform, count)) != stored_key:
+            return True
+        is_unused = self.filled_share() == 0 or (not stored_key and not was_read)
+        return is_unused and self.source is not None and prepare_key(leading_steps(transform)) != stored_key
+
+
+def compile_reader(
+    stored: Stored,
+    *,
+    transform: Any,
+    target_transform: Callable[[Any], Any] | None,
+    pair_transform: Callable[[Any, Any], Any] | None,
+    visits: SharedVisits,
+    own: str,
+) -> Reader:
+    """Compile the user's transforms for samples as they are stored; see ``Reader``.
+
+    Raises:
+        ValueError: the transform does not begin with the steps that samples are stored after.
+    """
+    options, kept, beforehand = stored.options, stored.kept, stored.first_steps
+    path, is_upright = None, stored.is_upright
+    if kept is not None:
+        lanes, plan = _lanes_of_kept(stored, kept, transform)
+    else:
+        known: Any = "last" if options.batch_ops == "auto" else "off"
+        plan = stored.split(transform, batch_ops=known, obstacle=core.obstacle())
+        is_upright = "exif_transpose" in map(known_name, stored.steps(plan))
+        path = read_path(stored.samples, stored.steps(plan), pixels_only=False)
+        lanes = tuple(map(Lane, plan.each))
+        decoding = _decoding(stored, transform) if pair_transform is None else None
+        if decoding is not None:
+            is_upright, plan, lanes = decoding
+            beforehand = ()
+    if pair_transform is not None:
+        if options.return_index:
+            raise ValueError("return_index=True goes with transform= and target_transform=, not with transforms=")
+        lanes, plan = _lanes_of_pairs(kept, pair_transform, options)
+    return Reader(
+        samples=stored.samples,
+        table=stored.table,
+        visits=visits,
+        options=options,
+        transform=transform,
+        target_transform=target_transform,
+        pair_transform=pair_transform,
+        plan=replace(plan, beforehand=beforehand),
+        lanes=tuple(map(_with_last, lanes)),
+        path=path,
+        is_upright=is_upright,
+        is_remote=stored.is_remote,
+        own=own,
+    )
+
+
+def _with_last(lane: Lane) -> Lane:
+    return lane._replace(last=Program(lane.plan.last_ops, _DECODED)) if lane.plan.last_steps else lane
+
+
+def _lanes_of(plan: TransformPlan, spec: SampleSpec, shape: tuple[int, ...], part: int = 0) -> tuple[Lane, ...]:
+    lanes = []
+    for view in plan.each:
+        program = Program(view.batch_ops, spec)
+        lanes.append(Lane(view, program, program.output(shape), part=part))
+    return tuple(lanes)
+
+
+def _lanes_of_kept(stored: Stored, kept: KeptSamples, transform: Any) -> tuple[tuple[Lane, ...], TransformPlan]:
+    spec, shape = kept.images.spec, kept.images.shape(0)
+    is_image = len(shape) == 3
+    obstacle = "samples have several parts" if kept.is_tuple else core.obstacle()
+    plan = stored.split(
+        transform,
+        form=spec.form,
+        dtype=spec.dtype,
+        batch_ops=stored.options.batch_ops,
+        channels=_channels_of(kept.images) if is_image else None,
+        obstacle=obstacle or (None if is_image else f"samples have {len(shape)} dimensions"),
+    )
+    if any(view.batch_texts for view in plan.each) or (plan.views and plan.is_batched):
+        with kept.naming_damage():
+            return _lanes_of(plan, spec, shape), plan
+    output = (shape, np.dtype(spec.dtype)) if spec.is_dense and not plan.views else None
+    return tuple(Lane(view, output=output) for view in plan.each), plan
+
+
+def _decoding(stored: Stored, transform: Any) -> tuple[bool, TransformPlan, tuple[Lane, ...]] | None:
+    """What makes batches of files as they are read, by all steps; None where that cannot be."""
+    if not stored.decodes_itself or core.obstacle() is not None:
+        return None
+    upright, served = split_upright((*stored.first_steps, transform))
+    first = upright - len(stored.first_steps)
+    plan = plan_transform(served, channels=3, batch_ops=stored.options.batch_ops, prepared=0, first=first)
+    lanes = _lanes_of(plan, _DECODED, (3, 1, 1)) if plan.is_batched else ()
+    return (upright, plan, lanes) if lanes and all(lane.output for lane in lanes) else None
+
+
+def _lanes_of_pairs(
+    kept: KeptSamples | None, transforms: Any, options: Options
+) -> tuple[tuple[Lane, ...], TransformPlan]:
+    """Of ``transforms``, which takes sample and target together: one for images and one for masks, where it can be."""
+    plan = _plan_pairs(kept, transforms, options)
+    if kept is None or plan.per_sample:
+        return (Lane(plan),), plan
+    lanes = _lanes_of(plan, kept.images.spec, kept.images.shape(0))
+    if plan.mask is not None:
+        lanes += _lanes_of(plan.mask, kept.stores[1].spec, kept.stores[1].shape(0), part=1)
+    return lanes, plan
+
+
+def _plan_pairs(kept: KeptSamples | None, transforms: Any, options: Options) -> TransformPlan:
+    obstacle = "batch_ops='off'" if options.batch_ops == "off" else core.obstacle()
+    if kept is None or not kept.target_is_part:
+        return plan_pairs(transforms, obstacle="only images with a tv_tensors.Mask are served")
+    image, mask = kept.images, kept.stores[1]
+    size = image.shape(0)[1:]
+    if (image.spec.dtype, mask.spec.dtype, mask.spec.form) != ("uint8", "uint8", "mask"):
+        obstacle = "only uint8 images with a uint8 tv_tensors.Mask are served"
+    if obstacle is None and (len(size) != 2 or mask.shape(0)[:-2] not in ((), (1,))):
+        obstacle = f"images of shape {image.shape(0)} and masks of {mask.shape(0)} are not served"
+    return plan_pairs(transforms, form=image.spec.form, channels=_channels_of(image), obstacle=obstacle)
+
+
+def _channels_of(images: Store) -> int | None:
+    """Of all images; None where they differ."""
+    if images.spec.shape is not None:
+        return images.spec.shape[0]
+    shapes = images.shapes()
+    channels = {images.shape(0)[0]} if shapes is None else set(np.unique(shapes[:, 0]).tolist())
+    return channels.pop() if len(channels) == 1 else None
+
+
+# Changes in place
+
+_ATOMS = (type(None), bool, int, float, complex, str, bytes, type, FunctionType, ModuleType, Enum)
+_THEIRS = ("torchvision.", "timm.")
+
+
+class Watch:
+    """What transforms consist of, as it was when they were compiled, to notice what is changed in place."""
+
+    def __init__(self, calls: tuple[Any, ...]) -> None:
+        self._calls = calls
+        self._held: list[tuple[Any, Any]] = []  # dicts and lists, each with what was in it
+        self._arrays: list[tuple[Any, bytes]] = []
+        self._steps: tuple[Any, ...] | None = None  # where code was read to find them
+
+    def without(self, unknown: Iterable[Any]) -> Self:
+        """Note what there is; not what is in steps that run as they are, whatever is in them."""
+        met = {id(step): step for step in unknown}
+        for step in met.values():
+            if type(step).__module__.startswith(_THEIRS):  # which may become one that is known
+                self._held.append((vars(step), dict(vars(step))))
+        steps = _leaves(self._calls)
+        self._note(deque(self._calls), met)
+        if any(id(step) not in met for step in steps):
+            self._note(deque(steps), met)
+            self._steps = steps
+        return self
+
+    def _note(self, queue: deque[Any], met: dict[int, Any]) -> None:
+        while queue:
+            value = queue.popleft()
+            if id(value) in met or isinstance(value, _ATOMS):
+                continue
+            met[id(value)] = value
+            if isinstance(value, (torch.Tensor, np.ndarray)):
+                with contextlib.suppress(TypeError, RuntimeError):  # of bfloat16, or on a device
+                    self._arrays.append((value, np.asarray(value).tobytes()))
+            elif isinstance(value, dict):
+                self._held.append((value, dict(value)))
+                queue.extend(value.values())
+            elif isinstance(value, (list, tuple)):
+                self._held.append((value, type(value)(value) if type(value) is list else value))
+                queue.extend(value)
+            else:
+                queue.append(getattr(value, "__dict__", None))
+
+    def is_changed(self, calls: tuple[Any, ...]) -> bool:
+        if calls[0] is not self._calls[0] or calls[1] is not self._calls[1]:
+            return True
+        try:
+            for value, before in self._held:
+                if value != before:  # quick: all that is in it is the same object
+                    return True
+            for array, bytes_before in self._arrays:
+                if np.asarray(array).tobytes() != bytes_before:
+                    return True
+        except (TypeError, ValueError, RuntimeError):  # arrays that are not the same cannot be compared
+            return True
+        return self._steps is not None and list(map(id, _leaves(calls))) != list(map(id, self._steps))
+
+
+def _leaves(transform: Any) -> tuple[Any, ...]:
+    """The steps of a transform, with those of each view in the place of ``Views``."""
+    leaves: list[Any] = []
+    for step in flatten(transform):
+        leaves += _leaves(step.transforms) if type(step) is Views else [step]
+    return tuple(leaves)
+
+
+# What a user could gain
+
+
+def warn_of_modes(stored: Stored, kept: KeptSamples, transform: Any) -> None:
+    modes = kept.modes()
+    if len(modes) > 1 and stored.split(transform, form="pil").is_batched:
+        warn_user(
+            f"images are of several modes, {', '.join(modes)}, and a batch is of one. Convert them before they are "
+            "stored: prepare=lambda image: image.convert('RGB')."
+        )
+
+
+def with_advice(stored: Stored, reader: Reader) -> Stored:
+    """With what another ``resize=`` would gain in the reason of its storage."""
+    advice = ""
+    with contextlib.suppress(ValueError, SampleError, UndecodableError):  # of which whoever reads it is told
+        advice = resize_advice(reader, decodes_itself=stored.decodes_itself)
+    if not advice:
+        return stored
+    log.info("%s", advice)
+    plan = stored.storage_plan
+    return replace(stored, storage_plan=plan._replace(reason=f"{plan.reason}; {advice}"))
+
+
+def resize_advice(reader: Reader, *, decodes_itself: bool) -> str:
+    """What ``resize=`` would gain where whole images are kept for a random crop of them, measured in 10 ms."""
+    kept, lane = reader.kept, reader.lanes[0]
+    program, output = lane.program, lane.output
+    if kept is None or kept.images.spec.is_dense or program is None or not decodes_itself:
+        return ""
+    store, step = kept.images, max(1, len(kept.images) // _PROBED)
+    planes = [store.read(index) for index in range(0, len(store), step)][:_PROBED]
+    whole = [np.ascontiguousarray(image.transpose(1, 2, 0)) for image in planes]
+    small = plan_transform(Resize(f"short:{_ADVISED_PX}"), channels=planes[0].shape[0], prepared=0)
+    shrunk = Program(small.batch_ops, store.spec).prepare(OpenedImages.decoded(whole))
+    less = [np.array(image.transpose(1, 2, 0), order="C") for image in shrunk]
+    share = sum(image.size for image in less) / sum(image.size for image in whole)
+    if share > _WORTH_SHARE or output is None:
+        return ""
+    out, index_B = np.empty((len(whole), *output[0]), output[1]), np.arange(len(whole))
+    seconds = []
+    for images in (whole, less, whole, less):
+        start = time.perf_counter()
+        program.run_images(OpenedImages.decoded(images), index_B, 0, 0, out)
+        seconds.append(time.perf_counter() - start)
+    times = min(seconds[::2]) / min(seconds[1::2])
+    if times < _WORTH_TIMES:
+        return ""
+    bytes_then = format_bytes(int(share * store.size_bytes))
+    bound = f"resize='short:{_ADVISED_PX}'"
+    return f"images are kept as decoded; {bound} would keep {bytes_then}, served {times:.1f} times as fast"
+
+
+def fallback_notice(reader: Reader) -> str:
+    """Which code of the user's own runs on each sample unasked, what that costs and the way back; else empty.
+
+    None of it is run to find out.
+    """
+    plan, kept = reader.plan, reader.kept
+    unknown = plan.first_unknown
+    is_asked_for = reader.options.batch_ops == "off" or reader.pair_transform is not None
+    if is_asked_for or kept is None or kept.is_tuple or unknown is None:
+        return ""
+    cure, views = cure_for(unknown)
+    rate = _rate_without_unknown(reader, kept.images, reader.transform if views is None else views)
+    cost = f" Without it one core would serve {rate:,.0f} samples/s." if rate else ""
+    if not cure and plan.views:
+        cure = "Write steps that are served in its place: docs/served-steps.md."
+    elif not cure:
+        cure = (
+            "Give it as prepare= if it does the same each time, or as CudaPrefetcher(transform=) if it can take "
+            "whole batches."
+        )
+    return f"{plan.obstacle}, so that it runs in Python on each sample.{cost} {cure}"
+
+
+def _rate_without_unknown(reader: Reader, store: Store, transform: Any) -> float | None:
+    """Samples a second that one core serves by the steps that are known, measured on a few; None if by none."""
+    *before, last = flatten(transform)
+    ways = [(*before, *flatten(each)) for each in last.transforms] if type(last) is Views else [(*before, last)]
+    total_s = 0.0
+    for steps in ways:
+        seconds = _seconds_without_unknown(store, steps, len(reader.plan.prepare))
+        if seconds is None:
+            return None
+        total_s += seconds
+    return 1 / total_s
+
+
+def _seconds_without_unknown(store: Store, steps: Sequence[Any], prepared: int) -> float | None:
+    """What a sample takes by those steps that are known."""
+    shape = store.shape(0)
+    facts: dict[str, Any] = {"form": store.spec.form, "dtype": store.spec.dtype, "obstacle": core.obstacle()}
+    while (plan := plan_transform(steps, channels=shape[0], prepared=prepared, **facts)).per_sample:
+        unknown = len(steps) - len(plan.per_sample)
+        steps = (*steps[:unknown], *steps[unknown + 1 :])
+    program = Program(plan.batch_ops, store.spec) if plan.batch_ops and plan.is_batched else None
+    output = None if program is None else program.output(shape)
+    if program is None or output is None:
+        return None
+    index_B = np.arange(min(_PROBED, len(store)))
+    out, seconds = np.empty((len(index_B), *output[0]), output[1]), []
+    for _ in range(2):
+        start = time.perf_counter()
+        program.run(store, index_B, 0, 0, out)
+        seconds.append(time.perf_counter() - start)
+    return min(seconds) / len(index_B)

@@ -1,0 +1,1 @@
+"""Indices to batches to the device: the loader, its epochs and orders, the prefetcher."""

@@ -1,0 +1,420 @@
+"""One epoch of a loader: who reads its batches and why, and the iterators that hand them over and count them."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import wait
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch.autograd import profiler
+from torch.utils.data import dataloader as torch_loader
+from torch.utils.data._utils.pin_memory import pin_memory as copy_to_pinned
+
+from fastdata.datasets.batch import BatchDraws, DrawKey, collate
+from fastdata.datasets.reader import Lease, Reader
+from fastdata.datasets.ring import Arrivals, BatchRing, LostBatchError, RingCollate
+from fastdata.errors import IngestError, MemoryBudgetError
+from fastdata.loaders.order import Progress
+from fastdata.loaders.view import JoinedLease, JoinedReader
+from fastdata.machine.memory import PinningPlan, is_running
+from fastdata.report import EpochReport
+
+Slots = BatchRing | Arrivals
+HELD_BY_USER = 2
+"""Batches that the training loop may hold without costing new memory: the current one and one looked ahead."""
+_PARENT_CHECK_S = 0.5
+
+
+class Engine(NamedTuple):
+    """Who reads batches: fastdata's threads or torch's processes, how many (0: the training loop), and why."""
+
+    kind: Literal["thread", "process"]
+    path: str
+    workers: int = 0
+
+
+def shown_as(name: str) -> AbstractContextManager[Any]:
+    """Let a profiler show what runs within under this name; 0.3 us without one, where torch's own takes 4 us."""
+    return profiler.record_function(name) if profiler._is_profiler_enabled else nullcontext()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchMaker:
+    """Reads and collates a batch, in any thread; holds neither loader nor iterator.
+
+    Attributes:
+        dataset: what is read where there is no lease.
+        lease: of the reader of the fastdata dataset behind it; None where only the dataset knows what an index means.
+        ring: that batches take memory from.
+        collate_fn: the user's.
+        in_thread: whether that is beside the loop, which may draw from torch's generator too.
+    """
+
+    dataset: Any
+    lease: Lease | JoinedLease | None
+    ring: BatchRing
+    collate_fn: Callable[[Any], Any]
+    in_thread: bool
+
+    def __call__(self, indices: Any, draws: DrawKey) -> Any:
+        lease = self.lease
+        reader = None if lease is None else lease.reader or lease()
+        if reader is None or reader.obstacle is not None or reader.target_transform is not None:
+            return self._by_user(reader, indices, draws)
+        if self.collate_fn is collate:
+            return reader(indices, self.ring)
+        return draws.collated(self.collate_fn, reader.items(indices, self.ring))
+
+    def _by_user(self, reader: Reader | JoinedReader | None, indices: Any, draws: DrawKey) -> Any:
+        """As above, where code of the user's own reads, whose draws follow from ``draws`` too."""
+        with BatchDraws(draws.apart()) if self.in_thread else nullcontext():
+            if reader is None:
+                whole = getattr(self.dataset, "__getitems__", None)
+                samples = whole(indices) if whole else [self.dataset[index] for index in indices]
+            elif self.collate_fn is collate and reader.obstacle is None:
+                return reader(indices, self.ring)
+            else:
+                samples = reader.items(indices, self.ring)
+        return draws.collated(self.collate_fn, samples)
+
+
+@dataclass(slots=True)
+class LoopTimes:
+    """How long the training loop has waited for batches, and been busy between them."""
+
+    wait_s: float = 0.0
+    busy_s: float = 0.0
+    _left_at: float | None = None
+
+    def ask(self) -> float:
+        now = time.perf_counter()
+        if self._left_at is not None:
+            self.busy_s += now - self._left_at
+        return now
+
+    def answer(self, asked_at: float) -> None:
+        self._left_at = time.perf_counter()
+        self.wait_s += self._left_at - asked_at
+
+
+class Tally(LoopTimes):
+    """Counts of the epoch in progress."""
+
+    def __init__(self, engine: Engine, ring: Slots | None = None, pinning: PinningPlan | None = None) -> None:
+        super().__init__()
+        self._engine, self._ring, self._pinning = engine, ring, pinning
+        self._fresh_before = ring.fresh_count if ring else 0
+        self.batches = self.samples = 0
+
+    def report(self) -> EpochReport:
+        return EpochReport(
+            path=self._engine.path,
+            engine=self._engine.kind if self._engine.workers else "inline",
+            workers=self._engine.workers,
+            batches=self.batches,
+            samples=self.samples,
+            wait_s=self.wait_s,
+            busy_s=self.busy_s,
+            fresh_batches=self._ring.fresh_count - self._fresh_before if self._ring else 0,
+            bytes_held=self._ring.bytes_held if self._ring else 0,
+            pinning=self._pinning.reason if self._pinning else "",
+        )
+
+
+def sample_count(batch: Any) -> int:
+    """Length of the first tensor in a batch; 0 if it has none, or is of a kind that cannot tell."""
+    if type(batch) is list and batch and type(batch[0]) is torch.Tensor and batch[0].ndim:
+        return batch[0].size(0)  # most are
+    try:
+        return _first_length(batch)
+    except Exception:  # noqa: BLE001  # users' types raise anything, and what is only counted must stop nobody
+        return 0
+
+
+def _first_length(batch: Any) -> int:
+    if isinstance(batch, torch.Tensor):
+        return batch.size(0) if batch.ndim else 1
+    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
+    return next((count for part in parts if (count := _first_length(part))), 0)
+
+
+class TorchView:
+    """A loader as torch's iterators see it while they start, with other attributes in place of some."""
+
+    collate_fn: Any
+    multiprocessing_context: Any
+
+    def __init__(self, loader: torch_loader.DataLoader[Any], **instead: Any) -> None:
+        self._loader = loader
+        self.__dict__.update(instead)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+
+class Counted(torch_loader._BaseDataLoaderIter):
+    """An iterator that counts what it hands over and how long it kept the user waiting."""
+
+    tally: Tally  # of the epoch, as ``progress``; an iterator of workers that persist gets new ones for the next
+    ring: Slots | None = None  # that batches come through
+    lease: Lease | JoinedLease | None = None  # of what is read; ends the epoch once the dataset is closed
+
+    def __init__(self, view: TorchView, progress: Progress) -> None:
+        self.progress = progress
+        super().__init__(view)  # type: ignore[arg-type]
+
+    @property
+    def _base_seed(self) -> int:
+        assert self.progress.base_seed is not None
+        return self.progress.base_seed
+
+    @_base_seed.setter
+    def _base_seed(self, drawn: int) -> None:
+        if self.progress.base_seed is None:
+            self.progress.base_seed = drawn
+
+    def _unread(self) -> Collection[int]:
+        return ()  # of the batches drawn in this epoch
+
+    def _next_batch(self) -> Any:
+        return super().__next__()
+
+    def __next__(self) -> Any:
+        tally, progress = self.tally, self.progress
+        asked_at = tally.ask()
+        try:
+            if self.lease is not None and self.lease.reader is None:
+                self.lease()
+            batch = self._next_batch()
+            tally.batches += 1
+            progress.resumed_from = None
+            tally.samples += sample_count(batch) if self._auto_collation else 1
+            return batch
+        except StopIteration:
+            progress.is_finished, progress.resumed_from = True, None
+            raise
+        finally:
+            progress.note(self._unread())
+            tally.answer(asked_at)
+
+
+def _may_be_told(loader: Any) -> bool:
+    """Whether a sampler has ``set_epoch``, which Lightning calls between ``iter()`` and ``next()`` when it resumes.
+
+    Nothing is then read ahead before ``next``.
+    """
+    samplers = (loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None))
+    return any(hasattr(sampler, "set_epoch") for sampler in samplers)
+
+
+class InlineIter(Counted, torch_loader._SingleProcessDataLoaderIter):
+    """torch's engine in the training loop, counted."""
+
+
+class _Context:
+    """A context of multiprocessing whose processes end with their parent.
+
+    torch's workers look every 5 s whether their parent is another than at their start, and stay for ever where that was
+    killed just then.
+    """
+
+    def __init__(self, context: Any) -> None:
+        self._context = context
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
+
+    def Process(self, *, target: Callable[..., None], args: tuple[Any, ...]) -> Any:  # multiprocessing's
+        return self._context.Process(target=_work, args=(target, args))
+
+
+def _work(target: Callable[..., None], args: tuple[Any, ...]) -> None:
+    threading.Thread(target=end_with_parent, name="fastdata-parent", daemon=True).start()
+    target(*args)
+
+
+def end_with_parent(*, whole_group: bool = False) -> None:
+    """Wait for the parent's end, then end this process at once, or all of its process group."""
+    parent, above = multiprocessing.parent_process(), os.getppid()
+    while os.getppid() == above and (parent is None or parent.pid is None or is_running(parent.pid)):
+        time.sleep(_PARENT_CHECK_S)
+    if whole_group:
+        os.killpg(0, signal.SIGKILL)
+    os._exit(1)
+
+
+class ProcessIter(Counted, torch_loader._MultiProcessingDataLoaderIter):
+    """torch's worker processes, counted, with batches that come through a shared ring."""
+
+    _put_later = 0  # batches that workers are asked for at ``next``
+    _is_waiting = False
+
+    def __init__(self, view: TorchView, progress: Progress, *, held: int) -> None:
+        if not isinstance(view.collate_fn, RingCollate):
+            view.collate_fn = RingCollate(view.collate_fn, slots=view.prefetch_factor + 1 + held)
+        self.ring = self.arrivals = view.collate_fn.arrivals
+        view.multiprocessing_context = _Context(view.multiprocessing_context or torch.multiprocessing)
+        super().__init__(view, progress)
+
+    def _reset(self, loader: Any, first_iter: bool = False) -> None:
+        self._put_later, self._is_waiting = 0, _may_be_told(loader)
+        super()._reset(loader, first_iter)
+        self._is_waiting = False
+
+    def _try_put_index(self) -> None:
+        if self._is_waiting:
+            self._put_later += 1
+        else:
+            super()._try_put_index()
+
+    def _next_data(self) -> Any:
+        while self._put_later:
+            self._put_later -= 1
+            self._try_put_index()
+        return super()._next_data()  # type: ignore[no-untyped-call]
+
+    def __next__(self) -> Any:
+        try:
+            return super().__next__()
+        except RuntimeError as error:
+            if isinstance(error, LostBatchError):  # who has let go of its memory can soon be asked how it ended
+                ended = wait([worker.sentinel for worker in self._workers], timeout=1.0)
+                for worker in self._workers:
+                    worker.join(1.0 if worker.sentinel in ended else 0)
+            dead = [_describe_end(number, worker) for number, worker in enumerate(self._workers) if worker.exitcode]
+            if not dead or type(error) not in (RuntimeError, LostBatchError):
+                raise
+            message, cause = f"{str(error).rstrip(' .')}. {' '.join(dead)}", error.__cause__
+        if cause is not None:  # without torch's frames, which would hold it and this iterator in a cycle
+            cause.__traceback__ = cause.__context__ = None
+        raise RuntimeError(message) from cause
+
+    def _unread(self) -> Collection[int]:
+        return self._task_info.keys()
+
+    def _process_data(self, data: Any, worker_idx: int) -> Any:
+        try:
+            return super()._process_data(data, worker_idx)  # type: ignore[no-untyped-call]
+        except Exception as error:
+            # torch's frames hold the exception, and it them and this iterator: a cycle that the collector takes apart
+            # in an order in which ending the workers costs 5 s for each. The worker's traceback is in the message.
+            error.__traceback__ = None
+            raise error
+
+
+def _describe_end(number: int, worker: Any) -> str:
+    code = worker.exitcode
+    if code > 0:
+        return f"Worker {number} (pid {worker.pid}) exited with status {code}."
+    name = {each.value: each.name for each in signal.Signals}.get(-code, "unknown")
+    return f"Worker {number} (pid {worker.pid}) was killed by signal {-code} ({name})."
+
+
+class ThreadIter(Counted):
+    """Batches read ahead by threads, or in the training loop when there are none; always in order.
+
+    An exception is raised where its batch would have come. Threads end with the epoch, on ``break`` as soon as the
+    iterator is dropped, so that ``read``, which turns the indices and the draws of a batch into it, must not hold it.
+    """
+
+    def __init__(
+        self, view: TorchView, progress: Progress, ring: BatchRing, read: Callable[[Any, Any], Any], *, threads: int
+    ) -> None:
+        if view.num_workers == 0 and view.timeout != 0:  # what torch's loader lets pass, and its iterators do not
+            raise AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")
+        if view.num_workers > 0 and view.prefetch_factor <= 0:
+            raise AssertionError("prefetch_factor must be greater than 0 for MultiProcessingDataLoaderIter")
+        super().__init__(view, progress)
+        self.ring, self._ahead = ring, 0
+        self._read = partial(_read_batch, read)
+        self._pending: deque[Future[Any]] = deque()
+        self._threads: ThreadPoolExecutor | None = None
+        if threads:
+            self._threads = ThreadPoolExecutor(threads, thread_name_prefix="fastdata-loader")
+            self.stop = weakref.finalize(self, _stop, self._threads)
+            self._ahead = threads * view.prefetch_factor
+            if not _may_be_told(view):
+                self._start()
+
+    def _next_batch(self) -> Any:
+        # torch's own takes 10 us to tell a profiler of itself, and does nothing else here.
+        return super()._next_batch() if profiler._is_profiler_enabled else self._next_data()
+
+    def _next_data(self) -> Any:
+        if self._ahead:
+            self._start()
+        if self._threads is None:
+            batch = self._read(next(self._sampler_iter), self.progress.draws)
+        elif self._pending:
+            batch = self._receive()
+        else:
+            self.stop()
+            raise StopIteration
+        return copy_to_pinned(batch) if self._pin_memory else batch
+
+    def _start(self) -> None:
+        for _ in range(self._ahead):
+            self._submit()
+        self._ahead = 0
+
+    def _receive(self) -> Any:
+        future = self._pending[0]
+        try:
+            future.exception(self._timeout or None)  # only waits: the batch's own TimeoutError is returned
+        except FutureTimeoutError:
+            raise RuntimeError(f"DataLoader timed out after {self._timeout} seconds") from None
+        is_lost = isinstance(future.exception(), (IngestError, MemoryBudgetError))  # and no batch comes after it
+        if not is_lost:
+            self._pending.popleft()
+        try:
+            return future.result()
+        finally:
+            del future  # an exception would keep it, and it the exception
+            if not is_lost:
+                self._submit()
+
+    def _unread(self) -> Collection[int]:
+        return range(self.progress.drawn - len(self._pending), self.progress.drawn)
+
+    def _submit(self) -> None:
+        assert self._threads is not None
+        try:
+            indices = self._next_index()  # type: ignore[no-untyped-call]
+        except StopIteration:
+            return
+        except Exception as error:  # noqa: BLE001  # raised where its batch would have come
+            failed: Future[Any] = Future()
+            failed.set_exception(error)
+            self._pending.append(failed)
+        else:
+            self._pending.append(self._threads.submit(self._read, indices, self.progress.draws))
+
+
+def _read_batch(read: Callable[[Any, Any], Any], indices: Any, draws: DrawKey | None) -> Any:
+    if profiler._is_profiler_enabled:
+        with shown_as("fastdata: read"):
+            return read(indices, draws)
+    return read(indices, draws)
+
+
+def _stop(threads: ThreadPoolExecutor) -> None:
+    """End the threads; batches not begun are dropped. A thread that drops the last reference cannot wait for itself.
+
+    Nor can one wait that the garbage collector interrupts where it holds the lock of ``threading`` that a join takes.
+    """
+    lock = getattr(threading, "_shutdown_locks_lock", None)  # until Python 3.12
+    is_own = threading.get_ident() in {thread.ident for thread in threads._threads}
+    threads.shutdown(wait=not is_own and not (lock and lock.locked()), cancel_futures=True)

@@ -1,0 +1,405 @@
+"""One epoch's batches, brought from the host to a device ahead of the training loop.
+
+For each batch the thread waits for memory before it takes any::
+
+    next(loader) -> pinned memory -> a place -> copy on the side stream -> event -> queue
+
+and the training loop's stream waits for the event, not its thread. Each of ``depth`` places has two events: where the
+loop's stream had left the batch before (``left``), and where the side stream is done with its own (``ready``). A place
+goes from the thread to the loop and back: an event is recorded anew only when nobody waits for it any more.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from queue import SimpleQueue
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+import torch.cuda
+
+from fastdata.datasets.batch import flatten, memory_of
+from fastdata.datasets.ring import is_plain
+from fastdata.loaders.epochs import LoopTimes, shown_as
+from fastdata.machine import memory as host_memory
+from fastdata.machine.memory import PinningPlan, budget_bytes, choose_pinning
+from fastdata.report import log
+
+_T = TypeVar("_T")
+_PATIENCE_S = 10.0
+"""How long the end of an epoch waits for a loader that does not answer; the thread then ends with the process."""
+_EXCHANGE_MODE = "cudaThreadExchangeStreamCaptureMode"
+_RELAXED = 2  # cudaStreamCaptureModeRelaxed
+
+
+# Pinned memory
+
+
+@dataclasses.dataclass(slots=True)
+class CopyCounts:
+    """Copies of tensors to the device since the epoch began.
+
+    From pinned memory where they lay (``in_place``), after one more copy on the host to pinned memory (``staged``), or
+    from pageable memory, in parts by the driver (``pageable``).
+    """
+
+    in_place: int = 0
+    in_place_bytes: int = 0
+    staged: int = 0
+    staged_bytes: int = 0
+    pageable: int = 0
+    pageable_bytes: int = 0
+
+    def add(self, kind: str, size_bytes: int) -> None:
+        setattr(self, kind, getattr(self, kind) + 1)
+        setattr(self, f"{kind}_bytes", getattr(self, f"{kind}_bytes") + size_bytes)
+
+    @property
+    def device_bytes(self) -> int:
+        return self.in_place_bytes + self.staged_bytes + self.pageable_bytes
+
+
+class Pinned:
+    """What a prefetcher has of torch's pinned memory: slots of its loader's ring, and copies of batches.
+
+    Each may take the share of the free memory that ``choose_pinning`` allows; a ring too large for it stays ordinary
+    memory, whose batches are copied. Safe from any thread.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._lock = threading.Lock()
+        self._driver_refuses = False
+        self.ring_slots = 0
+        self.plans: dict[str, PinningPlan] = {}
+        self.bytes: dict[str, int] = {}
+
+    @property
+    def reason(self) -> str:
+        said = [f"{what} {plan.reason}" for what, plan in list(self.plans.items())]  # other threads add to it
+        return "; ".join(said) or "nothing pinned yet"
+
+    def allocate(self, size_bytes: int) -> np.ndarray:
+        """Return uint8 memory for one of the ring's slots, pinned if all may be."""
+        make = partial(torch.empty, size_bytes, dtype=torch.uint8, pin_memory=True)
+        with self._lock:
+            begin_thread(self._device)
+            pinned = self._pin("ring", self.ring_slots, [size_bytes], make)
+        return np.empty(size_bytes, np.uint8) if pinned is None else pinned.numpy()
+
+    def stage(self, tensors: list[torch.Tensor], depth: int) -> list[torch.Tensor] | None:
+        """Copy a batch's tensors to pinned memory, dense; None where there may be no more of it."""
+        sizes_bytes = [tensor.numel() * tensor.itemsize for tensor in tensors]
+        copies = (torch.empty_like(tensor, pin_memory=True).copy_(tensor) for tensor in tensors)
+        # Of each place one, the next one, and one that torch has not found to be read yet.
+        return self._pin("copies", depth + 2, sizes_bytes, partial(list, copies))
+
+    def _pin(self, what: str, count: int, sizes_bytes: list[int], make: Callable[[], _T]) -> _T | None:
+        """Make pinned memory, of which ``count`` such pieces are needed, if it may be."""
+        # torch's allocator takes the next power of two.
+        need_bytes = count * sum(1 << max(size - 1, 0).bit_length() for size in sizes_bytes)
+        known_bytes = self.bytes.get(what, 0)
+        if self._driver_refuses:
+            return None
+        if need_bytes > known_bytes:
+            self.plans[what] = choose_pinning(
+                has_accelerator=True,
+                batch_bytes=need_bytes,
+                pinned_bytes=need_bytes,
+                budget=budget_bytes(host_memory.available_bytes()),
+                copies_wait=True,
+            )
+            if not self.plans[what].pin:
+                return None
+        try:
+            made = make()
+        except RuntimeError as error:
+            self._driver_refuses = True
+            reason = f"not pinned: the driver refuses to ({str(error).splitlines()[0]})"
+            self.plans[what] = PinningPlan(pin=False, reason=reason, is_short=True)
+            return None
+        self.bytes[what] = max(need_bytes, known_bytes)
+        return made
+
+
+def begin_thread(device: torch.device) -> None:
+    """Prepare a thread of the prefetcher or its loader, not the user's, for asking CUDA for events and memory.
+
+    A thread begins on device 0, where a context would take memory that nobody may want. And while the training loop
+    captures a graph in torch's default mode ("global"), such calls are forbidden and end the capture, unless their
+    thread has said that it minds none.
+    """
+    torch.cuda.set_device(device)
+    names = ctypes.CDLL(None) if os.name == "posix" else None  # torch loads libcudart for all to see
+    exchange_mode: Any = getattr(names, _EXCHANGE_MODE, None)
+    if exchange_mode is None:
+        log.info("%s is not found: capture CUDA graphs before iter() of a CudaPrefetcher", _EXCHANGE_MODE)
+    else:
+        exchange_mode(ctypes.byref(ctypes.c_int(_RELAXED)))
+
+
+# The thread
+
+
+class Place:
+    """Room for a batch on the device."""
+
+    def __init__(self) -> None:
+        self.left = torch.cuda.Event(blocking=True)  # a waiting thread must not spin
+        self.ready = torch.cuda.Event(blocking=True)
+        self.sources: list[Any] = []  # what its copies read on the host
+
+    def let_go(self) -> None:
+        """Wait until the device has read what lies on the host, which others may have then."""
+        self.ready.synchronize()
+        self.sources.clear()
+
+
+class Arrival(NamedTuple):
+    """A batch on the device, or on its way there."""
+
+    batch: Any
+    samples: int
+    mark: Any  # how far the loader was read
+    place: Place | None
+    memory: list[torch.Tensor]
+
+
+Outcome = Arrival | BaseException | None
+"""What comes of reading a batch; None at the end."""
+
+
+@dataclasses.dataclass(eq=False)
+class Feed:
+    """One epoch: reads a loader's iterator in a thread and brings batches to the device, at most ``depth`` ahead.
+
+    The thread ends with the loader, or where something fails; it begins anew if the user asks again. Without a stream
+    there is none: batches stay where they are, and are read where they are asked for.
+    """
+
+    iterator: Iterator[Any] | None  # the loader's, made in the user's thread
+    device: torch.device
+    finish: Callable[[Any, int], Any] | None = None  # of batch i, on the stream that brought it
+    stream: Any = None  # for the copies
+    pinned: Any = None
+    depth: int = 0
+    mark: Callable[[], Any] = lambda: None  # how far the loader has read; called by who reads it
+    hand_over: Callable[[Any], Any] = lambda mark: None  # the user is there now; called in the user's thread
+
+    def __post_init__(self) -> None:
+        self.times = LoopTimes()
+        self.copies = CopyCounts()
+        self.batches = 0
+        self.samples = 0
+        self.read_s = 0.0  # how long the thread waited for the loader
+        self.copy_s = 0.0  # and for copies and what follows
+        self.seen: Any = None  # how far the loader had been read with the user's latest batch
+        self._number = 0
+        self._all_places = [Place() for _ in range(self.depth)]
+        self._places: SimpleQueue[Place | None] = SimpleQueue()
+        for place in self._all_places:
+            self._places.put(place)
+        self._ready: SimpleQueue[Outcome] = SimpleQueue()
+        self._stopped = threading.Event()
+        self._pid = os.getpid()
+        self._thread: threading.Thread | None = None
+
+    # In the user's thread
+
+    def receive(self) -> Any:
+        """Return the next batch, or raise the exception in its place, or StopIteration at the end.
+
+        The calling thread's stream is made to wait for it. The prefetcher's thread starts here and not before: what a
+        loader draws for its first batch is drawn while the user waits.
+        """
+        if self._stopped.is_set():
+            raise StopIteration
+        asked_at = self.times.ask()
+        try:
+            with shown_as("fastdata: wait"):
+                outcome = self._read_here() if self.stream is None else self._take()
+        except BaseException:  # Ctrl-C, or torch's word on a killed worker
+            self.stop()
+            raise
+        finally:
+            self.times.answer(asked_at)
+        if self._stopped.is_set():  # by another thread, while this one waited
+            raise StopIteration
+        mark = outcome.mark if isinstance(outcome, Arrival) else self.mark()
+        if mark is not None:
+            self.seen = mark
+            self.hand_over(mark)
+        if isinstance(outcome, BaseException):
+            try:
+                raise outcome
+            finally:
+                del outcome  # the exception would keep this frame, and it the exception
+        if outcome is None:
+            self.stop()
+            raise StopIteration
+        self.batches += 1
+        self.samples += outcome.samples
+        return outcome.batch
+
+    def stop(self) -> None:
+        """End the thread, and drop what was read ahead. Idempotent. A forked process leaves both to its parent."""
+        if os.getpid() != self._pid or self._stopped.is_set():
+            return
+        self._stopped.set()
+        self._places.put(None)
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(_PATIENCE_S)
+        self.iterator = None
+        while not self._ready.empty():
+            self._ready.get()
+        self._ready.put(None)
+
+    def _read_here(self) -> Outcome:
+        try:
+            batch = next(self.iterator or iter(()))
+            number = self._number
+            self._number += 1
+            samples = _count_samples(flatten(batch)[0])
+            batch = batch if self.finish is None else self.finish(batch, number)
+            return Arrival(batch, samples, None, None, [])
+        except StopIteration:
+            return None
+        except Exception as error:  # noqa: BLE001  # raised where the batch would have come
+            return error
+
+    def _take(self) -> Outcome:
+        if os.getpid() != self._pid:
+            raise RuntimeError("an iterator of a prefetcher works in the process that made it; call iter() in this one")
+        if _is_capturing():
+            raise RuntimeError(
+                "next() of a CudaPrefetcher was called while a CUDA graph is captured, which cannot hold the arrival "
+                "of a batch. Take the batch before the capture, and copy it to a tensor that the graph reads."
+            )
+        user_stream = torch.cuda.current_stream(self.device)
+        if self._thread is None:
+            self.stream.wait_stream(user_stream)  # what a loader or transform reads may have been made there
+            self._thread = threading.Thread(target=self._run, name="fastdata-prefetch", daemon=True)
+            self._thread.start()
+        outcome = self._ready.get()
+        if isinstance(outcome, Arrival):
+            assert outcome.place is not None
+            outcome.place.left.record(user_stream)
+            user_stream.wait_event(outcome.place.ready)
+            for tensor in outcome.memory:
+                if tensor.device.type == "cuda":
+                    tensor.record_stream(user_stream)
+            self._places.put(outcome.place)
+        elif outcome is not None:  # the last that its thread has done
+            self._thread.join()
+            self._thread = None
+        return outcome
+
+    # In the thread
+
+    def _run(self) -> None:
+        failure: BaseException | None = None
+        try:
+            begin_thread(self.device)
+            try:
+                with torch.cuda.stream(self.stream):
+                    while self._bring():
+                        pass
+                self.iterator = None
+            finally:
+                for place in self._all_places:
+                    place.let_go()
+        except BaseException as error:  # noqa: BLE001  # raised where its batch would have come
+            failure = error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)  # without this frame
+        for place in self._all_places:
+            place.sources.clear()  # of a lost device, which reads nothing any more
+        self._ready.put(failure)
+        del failure  # it would keep this frame, and this frame it
+
+    def _bring(self) -> bool:
+        """Bring one batch; whether there was one, and it is wanted."""
+        if self._stopped.is_set() or self.iterator is None:
+            return False
+        asked_at = time.perf_counter()
+        try:
+            batch = next(self.iterator)
+        except StopIteration:
+            return False
+        finally:
+            self.read_s += time.perf_counter() - asked_at
+        mark = self.mark()
+        number = self._number
+        self._number += 1
+        tensors, build = flatten(batch)
+        del batch
+        samples = _count_samples(tensors)
+        begun_at = time.perf_counter()
+        self._stage(tensors)
+        self.copy_s += time.perf_counter() - begun_at
+        place = self._places.get()
+        if place is None or self._stopped.is_set():
+            return False
+        try:
+            place.left.synchronize()  # so the device never holds more than the queue, the loop's batch and this one
+            place.let_go()
+            begun_at = time.perf_counter()
+            place.sources = tensors
+            try:
+                with shown_as("fastdata: copy"):
+                    batch = build([self._copy(tensor) for tensor in tensors])
+                if self.finish is not None:
+                    batch = self.finish(batch, number)
+            finally:
+                del tensors  # an exception keeps this frame
+                place.ready.record(self.stream)
+            memory = [part for tensor in flatten(batch)[0] for part in memory_of(tensor)]
+            self.copy_s += time.perf_counter() - begun_at
+        except BaseException:
+            self._places.put(place)
+            raise
+        self._ready.put(Arrival(batch, samples, mark, place, memory))
+        return True
+
+    def _stage(self, tensors: list[Any]) -> None:
+        """Put pinned copies in place of what the device cannot read where it lies, if there may be some."""
+        ours = [k for k, tensor in enumerate(tensors) if _is_host_tensor(tensor)]
+        staged = [k for k in ours if not tensors[k].is_pinned() or not _is_dense(tensors[k])]
+        copied = self.pinned.stage([tensors[k] for k in staged], self.depth) if staged else []
+        for k in ours:
+            kind = "in_place" if k not in staged else "pageable" if copied is None else "staged"
+            self.copies.add(kind, tensors[k].nbytes)
+        for k, pinned in zip(staged, copied or (), strict=False):
+            tensors[k] = pinned
+
+    def _copy(self, tensor: Any) -> Any:
+        """Queue the copy of a tensor, one transfer if it is dense; others go in torch's own way."""
+        if _is_host_tensor(tensor):
+            return tensor.to(self.device, non_blocking=tensor.is_pinned())
+        lies_on = tensor.device if isinstance(tensor, torch.Tensor) else tensor.data.device
+        return tensor.to(self.device) if lies_on.type == "cpu" else tensor
+
+
+def _is_capturing() -> bool:
+    # A build without CUDA captures nothing, and what it has in place of the question only raises.
+    return torch.backends.cuda.is_built() and torch.cuda.is_current_stream_capturing()
+
+
+def _count_samples(tensors: list[Any]) -> int:
+    """Length of the first tensor that has a length; 0 if none has."""
+    return next((t.size(0) for t in tensors if isinstance(t, torch.Tensor) and t.ndim), 0)
+
+
+def _is_host_tensor(value: Any) -> bool:
+    """Whether it is a CPU tensor that its bytes, dtype, shape and strides tell all about, and has some."""
+    return type(value) is torch.Tensor and is_plain(value) and value.numel() > 0
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether its elements fill a range of memory, in any order of dimensions: else torch would copy them first."""
+    return tensor.is_contiguous() or torch.empty_like(tensor, device="meta").stride() == tensor.stride()

@@ -1,0 +1,433 @@
+"""The DataLoader: torch's, with a thread engine for datasets that serve whole batches.
+
+Threads start in microseconds, share the dataset without copying anything, and hand batches over by reference. Kernels
+leave the GIL while they copy, so threads run side by side.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+import torch
+from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Sampler, Subset, default_collate
+from torch.utils.data import dataloader as torch_loader
+
+from fastdata.datasets.batch import DrawKey, collate
+from fastdata.datasets.dataset import PreparedDataset, latest_reader, own_reader
+from fastdata.datasets.ring import BatchRing
+from fastdata.datasets.serving import fallback_notice
+from fastdata.errors import kind_of
+from fastdata.loaders import epochs
+from fastdata.loaders.epochs import HELD_BY_USER, Counted, Engine, Tally, TorchView
+from fastdata.loaders.order import Progress, length_of, undisturbed
+from fastdata.loaders.resume import Checkpoints, LoaderEpochs
+from fastdata.loaders.samplers import RankSampler, Uneven
+from fastdata.loaders.view import MOSTLY_PREPARED, LoaderView, find_wrapped
+from fastdata.machine import memory
+from fastdata.machine.memory import PinningPlan, budget_bytes, choose_pinning
+from fastdata.machine.ranks import local_ranks
+from fastdata.pixels.describe import draws_nothing
+from fastdata.pixels.images import jpeg_obstacle
+from fastdata.report import EpochReport, warn_user
+
+_T_co = TypeVar("_T_co", covariant=True)
+_TORCHS = inspect.signature(torch_loader.DataLoader).parameters
+_NO_STREAM = (
+    "a DataLoader cannot resume an IterableDataset, which alone knows where it stands: its epochs begin anew. Save the "
+    "dataset's own state beside the loader's, or use a map-style dataset."
+)
+
+if TYPE_CHECKING:
+    _TorchLoader = torch_loader.DataLoader
+else:  # in as many type variables as torch's has: one until torch 2.13, then two
+    _TorchLoader = {_T_co: torch_loader.DataLoader[torch_loader.DataLoader.__parameters__]}
+
+
+class DataLoader(_TorchLoader[_T_co]):
+    """torch's DataLoader with torch's arguments, and an engine of threads where the dataset serves whole batches.
+
+    The arguments up to ``in_order`` are torch's. What there is to say of some:
+
+    - ``dataset``: any. Whole batches are served by fastdata's datasets, and by ``Subset`` and ``ConcatDataset`` of
+      them, when no step of the transform needs Python per sample.
+    - ``num_workers``: threads or processes; 0 reads in the training loop. ``"auto"`` takes the usable cores (affinity,
+      container quota) shared among the ranks of this machine (``LOCAL_WORLD_SIZE``), less one for the training loop:
+      0 on a single core, but 1 where another argument asks for workers. The attribute is the number;
+      ``fastdata.tune(dataset)`` measures a better one.
+    - ``collate_fn``: the default is ``fastdata.collate``, which takes whole batches as they are. What another one draws
+      from torch's global generator, as MixUp and CutMix do, follows from the base seed, or the ``seed`` of a fastdata
+      dataset, and the batch's number, with ``distributed`` that among the batches of all ranks: any number of threads
+      or processes gives the same batches.
+    - ``pin_memory``: ``"auto"`` pins if there is a CUDA or XPU device, batches are large enough to gain from it, and
+      all that are under way are a small part of the free memory; ``report()`` says what was decided and why. The
+      attribute is True or False. A ``CudaPrefetcher`` pins by itself.
+    - ``worker_init_fn``: called in worker processes only; it asks for them where a ``collate_fn`` of your own may need
+      it.
+    - ``persistent_workers``: threads only draw their base seed once, as torch then does.
+    - ``in_order``: threads always keep the order.
+    - ``workers``: ``"thread"``, ``"process"``, or ``"auto"`` for threads where whole batches are served and the dataset
+      has no ``target_transform`` that may draw, by all that it names: worker processes are seeded as torch's.
+    - ``distributed``: ``"auto"`` shares each epoch among the ranks of ``torch.distributed``, or of the launcher's
+      variables, by a ``fastdata.loaders.samplers.RankSampler``, which is the loader's ``sampler``: equally many
+      batches for all, a few samples repeated, or with ``drop_last`` left out. ``"exact"`` gives each sample once, so
+      that some ranks may have a batch more: for evaluation. The order follows from the dataset's ``seed`` (None: 0)
+      and the epoch, which is counted; a state goes on with another number of ranks, workers, or another
+      ``batch_size``. A ``sampler`` or ``batch_sampler`` of your own is taken as it is.
+
+    ``print(loader.report())`` says how batches are read and why, and how the latest epoch went.
+
+    Example:
+        >>> from fastdata import CachedDataset
+        >>> dataset = CachedDataset([(torch.full((1, 2, 2), i), i) for i in range(5)], progress=False)
+        >>> loader = DataLoader(dataset, batch_size=2, num_workers=1)
+        >>> [labels.tolist() for images, labels in loader]
+        [[0, 1], [2, 3], [4]]
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[_T_co],
+        batch_size: int | None = 1,
+        shuffle: bool | None = None,
+        sampler: Sampler[Any] | Iterable[Any] | None = None,
+        batch_sampler: Sampler[list[Any]] | Iterable[list[Any]] | None = None,
+        num_workers: int | Literal["auto"] = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        pin_memory: bool | Literal["auto"] = False,
+        drop_last: bool = False,
+        timeout: float = 0,
+        worker_init_fn: Callable[[int], None] | None = None,
+        multiprocessing_context: Any = None,
+        generator: torch.Generator | None = None,
+        *,
+        prefetch_factor: int | None = None,
+        persistent_workers: bool = False,
+        pin_memory_device: str = "",
+        in_order: bool = True,
+        workers: Literal["auto", "thread", "process"] = "auto",
+        distributed: Literal["off", "auto", "exact"] = "off",
+    ) -> None:
+        if workers not in ("auto", "thread", "process"):
+            raise ValueError(f"workers={workers!r} is not one of 'auto', 'thread', 'process'")
+        if distributed not in ("off", "auto", "exact"):
+            raise ValueError(f"distributed={distributed!r} is not one of 'off', 'auto', 'exact'")
+        if distributed != "off" and sampler is None and batch_sampler is None:
+            sampler, shuffle = _share(dataset, bool(shuffle), drop_last, distributed), None
+        if isinstance(pin_memory, str) and pin_memory != "auto":
+            raise ValueError(f"pin_memory={pin_memory!r} is neither True, False nor 'auto'")
+        if isinstance(num_workers, str):
+            if num_workers != "auto":
+                raise ValueError(f"num_workers={num_workers!r} is neither a number nor 'auto'")
+            asks = prefetch_factor is not None or persistent_workers or multiprocessing_context or timeout > 0
+            num_workers = max(int(bool(asks)), memory.usable_cores() // local_ranks() - 1)
+        makes_batches = batch_size is not None or batch_sampler is not None
+        if collate_fn is None and makes_batches:
+            collate_fn = collate
+        arguments = {name: value for name, value in locals().items() if name in _TORCHS}  # ``in_order`` is torch 2.6's
+        self.workers, self.distributed = workers, distributed
+        self._served = LoaderView.find(dataset) if makes_batches else None
+        self._ring: BatchRing | None = None
+        self._share_begun = -1.0  # of the samples, that were prepared when the latest epoch began
+        super().__init__(**arguments | {"pin_memory": pin_memory is True})
+        self.in_order = in_order
+        self._epochs = LoaderEpochs()
+        self._checkpoints = Checkpoints(
+            super()._index_sampler, self._served, self._epochs, seeds_once=persistent_workers
+        )
+        self._pinning = self._choose_pinning(pin_memory)
+        self.pin_memory = self._pinning.pin
+        self._tally = Tally(self._choose_engine(), pinning=self._pinning)
+
+    def __iter__(self) -> Any:
+        return self._get_iterator()
+
+    def _get_iterator(self) -> Any:  # torch's name for it, which subclasses override
+        return self.iterate()
+
+    def iterate(
+        self,
+        ring: BatchRing | None = None,
+        held: int = HELD_BY_USER,
+        read: Callable[[Any, BatchRing], Any] | None = None,
+    ) -> Any:
+        """Begin an epoch, as ``iter`` does.
+
+        Args:
+            ring: a prefetcher's, where threads gather batches; ``pin_memory="auto"`` leaves pinning to it.
+            held: batches that whoever takes them may hold at a time without costing new memory.
+            read: makes a batch of indices in place of the dataset; threads only.
+        """
+        if self._served and type(self.dataset) in (Subset, ConcatDataset):  # whose indices may be others now
+            self._served = self._checkpoints.served = LoaderView.find(self.dataset)
+        if self._served:
+            self._served.dataset.reader()  # which notices what was changed in place
+            self._say_fallback(self._served.parts)
+        elif not isinstance(self.dataset, IterableDataset):
+            wrapped, notice = find_wrapped(self.dataset)
+            self._say_fallback(wrapped, notice)
+        is_prefetched = ring is not None
+        if ring is None:
+            ring = self._ring = self._ring or BatchRing(self.ring_slots(held))
+        lease = self._served.lease() if self._served else None
+        engine, progress = self._choose_engine(), self._checkpoints.begin()
+        dataset: Any = self._served.fetched(self.dataset) if self._served else self.dataset
+        view = TorchView(
+            self,
+            dataset=dataset,
+            generator=torch.Generator() if progress.keeps_seed else self.generator,
+            pin_memory=self.pin_memory and not (self._pinning.is_own_choice and is_prefetched),
+        )
+        with undisturbed() if progress.is_begun else nullcontext():
+            if engine.kind == "process":
+                iterator = self._iterate_torch(view, progress, held)
+            else:
+                self._iterator = None  # persistent worker processes that have done their part
+                maker: Any = epochs.BatchMaker(
+                    dataset=view.dataset,
+                    lease=None if self._served is None or self._served.has_own else lease,
+                    ring=ring,
+                    collate_fn=view.collate_fn,
+                    in_thread=engine.workers > 0,
+                )
+                if read is not None:
+                    maker = partial(_without_draws, read, ring)
+                iterator = epochs.ThreadIter(view, progress, ring, maker, threads=engine.workers)
+        iterator.tally = self._tally = Tally(engine, iterator.ring, self._pinning)
+        iterator.lease = lease
+        self._share_begun = self._served.prepared_share if self._served else 1.0
+        return iterator
+
+    def _say_fallback(self, datasets: Sequence[PreparedDataset], notice: str | None = None) -> None:
+        """Warn once of what keeps datasets from being served in whole batches, where the user has not asked for it."""
+        if all(map(_WARNED.__contains__, map(id, datasets))):
+            return
+        _WARNED.update((id(dataset), dataset) for dataset in datasets)
+        if notice is None:
+            notice = next(filter(None, map(_fallback_notice, datasets)), "")
+        if notice and self.workers != "process":
+            warn_user(f"batches are not served whole: {notice}")
+
+    def _iterate_torch(self, view: TorchView, progress: Progress, held: int) -> Counted:
+        if self.num_workers == 0:
+            return epochs.InlineIter(view, progress)
+        iterator: Any = self._iterator  # of workers that persist
+        if iterator is not None:
+            iterator.progress = progress
+            iterator._reset(self)
+        else:
+            self.check_worker_number_rationality()
+            iterator = epochs.ProcessIter(view, progress, held=held)
+        self._iterator = iterator if self.persistent_workers else None
+        counted: Counted = iterator
+        return counted
+
+    @property
+    def _index_sampler(self) -> Any:
+        sampler = super()._index_sampler
+        return sampler if isinstance(self.dataset, IterableDataset) else self._checkpoints.order(self.generator)
+
+    def check_worker_number_rationality(self) -> None:
+        """Warn of more worker processes than cores, as torch does; threads may be many."""
+        if self.num_workers and self._choose_engine().kind == "process":
+            super().check_worker_number_rationality()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make the random draws of coming epochs those of ``epoch``, and of their base seed if the dataset has none.
+
+        A sampler of ``fastdata.loaders.samplers`` is told too.
+        """
+        self._epochs.set(operator.index(epoch))
+        counted = self._checkpoints.order(None).counted
+        if counted is not None:
+            counted.set_epoch(epoch)
+
+    def report(self) -> EpochReport:
+        """How the latest epoch went, complete or not; ``.path`` says how batches are read, and why."""
+        report, served = self._tally.report(), self._served
+        if served is None or not isinstance(served.dataset, PreparedDataset) or served.dataset.storage == "none":
+            return report
+        return replace(report, prepared=served.dataset.filled_share(served.subset))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the latest epoch stands, as a small dict of plain values.
+
+        Batches count once they are handed to the user, not when they are read ahead. Once the last one is, or before
+        the first, the state is the beginning of the next epoch: Lightning goes on there, and an epoch without a batch
+        would end its fit. A sampler with a ``state_dict`` adds its own. What a sampler of one's own draws from
+        Python's or NumPy's global generators is not found again. With one of ``fastdata.loaders.samplers`` the state
+        is the place in the order of all ranks: rank 0's does for any number of them, and for other batches. An
+        ``IterableDataset`` alone knows where it stands: the state of a loader over one is empty, which is said, and
+        its epochs begin anew.
+        """
+        if isinstance(self.dataset, IterableDataset):  # no error: Lightning asks every loader, resumed or not
+            warn_user(_NO_STREAM)
+            return {}
+        return self._checkpoints.state(self.generator, self._identity())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Let the next epoch be the one of ``state``, without the batches that were handed over before it was saved.
+
+        The state holds until a batch is handed over: Lightning may drop a first iterator without asking it for one.
+        Their samples are not read again. ``generator`` is put back to where it was; the global random generators are
+        left as they are, and decide later epochs. Resumed are the order and fastdata's own draws; what a transform
+        draws in worker processes from global generators begins anew.
+
+        Args:
+            state: what ``state_dict`` returned, here or in another process; an empty dict forgets a loaded state.
+
+        Raises:
+            ValueError: the state is of a loader over another dataset, or with other batches.
+        """
+        if state and isinstance(self.dataset, IterableDataset):
+            raise ValueError(_NO_STREAM)
+        self._checkpoints.load(state, self._identity())
+
+    def _identity(self) -> dict[str, Any]:
+        order = self._checkpoints.order(self.generator)
+        counted, shared = order.counted, order.sharing
+        if counted is not None:
+            shared |= {"world_size": counted.num_replicas, "order": counted.identity}
+        return {
+            "dataset_length": length_of(self.dataset),
+            "sampler_length": length_of(self.sampler),
+            "batch_size": self.batch_size,
+            "drop_last": self.drop_last,
+            "generators": len(order.generators),
+            "sampler": order.name,
+        } | shared
+
+    # For a prefetcher
+
+    def ring_slots(self, held: int) -> int:
+        """How many buffers threads and a user who holds ``held`` batches need, so that none is allocated anew."""
+        return self._choose_engine().workers * (self.prefetch_factor or 0) + 1 + held
+
+    def read_ahead(self) -> Progress:
+        """Count the batches of the epoch just begun where they are handed over, by its marks."""
+        progress = self._checkpoints.progress
+        progress.hand_over(progress.mark())
+        return progress
+
+    def device_obstacle(self) -> str | None:
+        """Why batches cannot be had as they are stored, to be finished on a device; None if they can."""
+        if self._served is None:
+            return f"the loader is {kind_of(self)}, not fastdata's DataLoader in batches"
+        engine = self._choose_engine()
+        if engine.kind == "process":
+            return f"batches come from {engine.path}"
+        obstacle = self._served.latest().device_obstacle
+        return obstacle or (None if self.collate_fn is collate else "collate_fn= is your own")
+
+    # Decisions
+
+    def _choose_engine(self) -> Engine:
+        served, count = self._served, self.num_workers
+        obstacle = self._thread_obstacle()
+        if obstacle is not None and (count or served is None):
+            path = f"{count} worker process{'es' * (count > 1)} over a shared ring"
+            path = path if count else "torch's engine in the training loop"
+            return Engine(kind="process", path=f"{path}: {obstacle}", workers=count)
+        serves, is_whole = "whole batches", True
+        reader = None if served is None else served.latest()
+        if reader is None or reader.obstacle is not None:
+            serves = "samples one by one" + (f" ({reader.obstacle})" if reader else "")
+            is_whole = False
+        elif getattr(reader, "kept", True) is None and jpeg_obstacle():
+            serves += f" of files that Pillow decodes whole ({jpeg_obstacle()})"
+        if count == 0:
+            return Engine(kind="thread", path=f"{serves}, read in the training loop: num_workers=0")
+        # Samples one by one by more threads than cores, which read ahead where reading waits for a disk or a network.
+        threads = min(count, memory.usable_cores()) if is_whole else count
+        capped = f", as many as there are usable cores (num_workers={count})" if threads < count else ""
+        uncalled = "; worker_init_fn= is not called, they draw from no global generator" if self.worker_init_fn else ""
+        path = f"{serves}, read by {threads} thread{'s' * (threads > 1)}{capped}{uncalled}"
+        return Engine(kind="thread", path=path, workers=threads)
+
+    def _thread_obstacle(self) -> str | None:
+        if isinstance(self.dataset, IterableDataset):
+            return "an IterableDataset is read in order"
+        if self.batch_sampler is None:
+            return "batch_size=None asks for single samples"
+        if self.workers != "auto":
+            return "workers='process'" if self.workers == "process" else None
+        if self._served is None:
+            return f"{type(self.dataset).__name__} is no fastdata dataset"
+        if self.worker_init_fn is not None and not self._draws_alone():
+            return "worker_init_fn is for worker processes"
+        if self.num_workers > 0 and self._is_filling(self._served):
+            return "samples are prepared on their first read"
+        if not all(draws_nothing(part.target_transform) for part in self._served.parts):
+            return "target_transform= may draw random numbers"
+        return self._served.latest().obstacle
+
+    def _is_filling(self, served: LoaderView) -> bool:
+        """Whether many samples will be prepared when they are read, by code that holds the GIL.
+
+        Not after an epoch that has prepared none: a rank reads its own samples only.
+        """
+        reader = served.latest()
+        kept = [each.kept for each in getattr(reader, "readers", [reader])]
+        if not any(samples is not None and samples.images.holds_gil for samples in kept):
+            return False
+        share = served.prepared_share
+        was_idle = share == self._share_begun and self._tally.batches > 0
+        return share < MOSTLY_PREPARED and not was_idle and reader.obstacle is None
+
+    def _draws_alone(self) -> bool:
+        """Whether nothing of the user's own runs for whole batches that a ``worker_init_fn`` might have prepared."""
+        init = getattr(self.worker_init_fn, "func", self.worker_init_fn)
+        if getattr(init, "__name__", "") == "pl_worker_init_function":  # Lightning's only seeds
+            return True
+        return self.collate_fn in (collate, default_collate)
+
+    def _choose_pinning(self, asked: bool | Literal["auto"]) -> PinningPlan:
+        if asked != "auto":
+            return PinningPlan(pin=asked, reason="", is_own_choice=False)
+        sample_bytes = self._served.latest().served_bytes if self._served else None
+        batch_bytes = None if sample_bytes is None or self.batch_size is None else sample_bytes * self.batch_size
+        under_way = max(1, self.num_workers * (self.prefetch_factor or 0)) + 1
+        return choose_pinning(
+            has_accelerator=torch.cuda.is_available() or torch.xpu.is_available(),
+            batch_bytes=batch_bytes,
+            pinned_bytes=(batch_bytes or 0) * under_way,
+            budget=budget_bytes(memory.available_bytes()),
+        )
+
+
+_WARNED: weakref.WeakValueDictionary[int, PreparedDataset] = weakref.WeakValueDictionary()
+"""Datasets of which it was said what keeps them from being served in whole batches."""
+
+
+def _fallback_notice(dataset: PreparedDataset) -> str:
+    own = own_reader(dataset)
+    if own is None:
+        return fallback_notice(latest_reader(dataset))
+    return (
+        f"{type(dataset).__name__}.{own} is called for each sample. Write what it does as transform= or "
+        "target_transform= instead."
+    )
+
+
+def _without_draws(read: Callable[[Any, BatchRing], Any], ring: BatchRing, indices: Any, draws: DrawKey) -> Any:
+    return read(indices, ring)
+
+
+def _share(dataset: Any, shuffle: bool, drop_last: bool, distributed: Literal["auto", "exact"]) -> RankSampler:
+    if isinstance(dataset, IterableDataset):
+        raise ValueError(
+            f"distributed={distributed!r} shares out samples by their index, and an IterableDataset has none. Let it "
+            "read its own rank's share, and leave distributed= out."
+        )
+    if distributed == "exact" and drop_last:
+        raise ValueError("distributed='exact' gives every sample once, and drop_last=True would drop some: choose one")
+    found = LoaderView.find(dataset)
+    seed = None if found is None else found.seed  # torch's generators may differ between ranks
+    uneven: Uneven = "keep" if distributed == "exact" else "drop" if drop_last else "pad"
+    return RankSampler(dataset, shuffle=shuffle, seed=seed or 0, uneven=uneven)

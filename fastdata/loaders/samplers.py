@@ -1,0 +1,457 @@
+"""Orders of an epoch that people write again and again, shared out to any number of ranks, for torch's loader too.
+
+The order of an epoch is that of all ranks together, a pure function of (seed, epoch). Of W ranks, rank r takes the
+places r, r + W, ... in it, so that each step of batches of B takes the next W * B places. Where an epoch stands is then
+one number, whatever the ranks, workers and batches are that go on with it.
+
+``EpochSampler`` counts epochs and says where one stands; a ``RankSampler`` shares out an ``Order``, of which
+``shuffled``, ``weighted``, ``balanced`` and ``repeated`` make some.
+
+Shape letters: N samples of a dataset, n of an epoch.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import zlib
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sized
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from torch.utils.data import ConcatDataset, Dataset, DistributedSampler
+
+from fastdata.datasets.batch import RepeatedIndex, count_earlier
+from fastdata.machine.ranks import find_rank
+from fastdata.pixels.draws import draw_integers, draw_uniform, sample_keys
+
+Int64s = npt.NDArray[np.int64]
+Uneven = Literal["pad", "drop", "keep"]
+
+_SHUFFLE_SALT = 0x73687566666C65  # keeps orders apart from what transforms draw with the same seed
+_CHOICE_SALT = 0x63686F696365
+_ROUND_SALT = 0x726F756E64
+
+
+class EpochSampler:
+    """Counts its epochs, each ``iter`` one, and says where the latest stands; the base of all samplers here.
+
+    ``set_epoch`` decides which epoch comes, until it is set again, as of torch's ``DistributedSampler``. An epoch
+    counts once its first index is asked for.
+
+    Attributes:
+        epoch: of the latest iterator, or before the first one and after ``set_epoch`` of the next.
+        position: what was consumed of that epoch before its iterator began: nothing, but after a resume.
+        rank, num_replicas: the rank and how many there are. One that was alone when it was made looks again when an
+            epoch begins: Lightning makes ranks of processes whose loaders are there already.
+        is_set: whether ``set_epoch`` chose the epoch.
+        has_begun: whether an iterator has begun the epoch.
+    """
+
+    epoch = 0
+    is_set = has_begun = False
+    position: int
+    rank: int
+    num_replicas = 1
+    _given: tuple[int | None, int | None]  # rank and number of ranks
+
+    @property
+    @abstractmethod
+    def identity(self) -> dict[str, Any]:
+        """What the order follows from besides the epoch, as plain values: a state is of samplers equal in these."""
+
+    @abstractmethod
+    def batches_left(self, position: int, batch_size: int = 1, *, drop_last: bool = False) -> int:
+        """How many batches there are from a position on, of the rank that has the most."""
+
+    @abstractmethod
+    def advance(self, position: int, batches: int, batch_size: int) -> int:
+        """The position so many batches of each rank further on."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch that comes; one that was loaded goes on if it is the same."""
+        epoch = operator.index(epoch)  # states are of plain values
+        if epoch != self.epoch:
+            self.epoch = epoch
+            self.position = 0
+            self.has_begun = False
+        self.is_set = True
+
+    def coming(self) -> dict[str, Any]:
+        """The state of what the next iterator will begin with."""
+        if self.has_begun:
+            return self._state(self.epoch + (not self.is_set), 0)
+        return self._state(self.epoch, self.position)
+
+    def _state(self, epoch: int, position: int) -> dict[str, Any]:
+        return {"epoch": epoch, "position": position, "order": self.identity}
+
+    def find_ranks(self) -> None:
+        if self.num_replicas == 1:
+            self.rank, self.num_replicas = find_rank(*self._given)
+
+    def _begin(self) -> None:
+        begun = self.coming()
+        self.find_ranks()
+        self.epoch = begun["epoch"]
+        self.position = begun["position"]
+        self.has_begun = True
+
+    def state_dict(self, batches: int = 0, batch_size: int = 1, *, drop_last: bool = False) -> dict[str, Any]:
+        """Return where the epoch stands, as a dict of plain values, the same on every rank.
+
+        fastdata's DataLoader holds it in its own state. torch's reads ahead, so that only the training loop knows how
+        far it is: ``sampler.state_dict(batches=step, batch_size=loader.batch_size)``.
+
+        Args:
+            batches: that this rank has got since the latest iterator began. After the last one the state is the
+                beginning of the next epoch.
+            batch_size: samples in each, on one rank.
+            drop_last: the loader's, which decides what batch is the last one.
+        """
+        batches, batch_size = operator.index(batches), operator.index(batch_size)
+        if not batches:
+            return self._state(self.epoch, self.position)
+        if batches >= self.batches_left(self.position, batch_size, drop_last=drop_last):
+            return self._state(self.epoch + 1, 0)
+        return self._state(self.epoch, self.advance(self.position, batches, batch_size))
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Let the next iterator go on where ``state`` was taken, with any number of ranks and any batch size.
+
+        Raises:
+            ValueError: the state is of a sampler with another order.
+        """
+        saved, own = state.get("order", {}), self.identity
+        if saved != own:
+            names = [name for name in {**own, **saved} if own.get(name) != saved.get(name)]
+            differing = "; ".join(f"{name} is {own.get(name)!r}, in the state {saved.get(name)!r}" for name in names)
+            raise ValueError(f"the state is of a sampler with another order: {differing}. Make the sampler as it was.")
+        self.epoch = state["epoch"]
+        self.position = state["position"]
+        self.has_begun = self.is_set = False
+
+
+class Order(NamedTuple):
+    """Which samples an epoch has, of all ranks, and in which order: for ``RankSampler(order=...)``.
+
+    Attributes:
+        draw: called with seed, epoch and n, gives int64 (n,), the samples in their order.
+        length: of the dataset, N.
+        num_samples: n, where nobody asks for another.
+        most: n, at most.
+        reason: of that, for an error.
+        identity: what ``draw`` follows from besides, as plain values: a state is of samplers equal in these.
+    """
+
+    draw: Callable[[int, int, int], Int64s]
+    length: int
+    num_samples: int
+    most: float
+    reason: str
+    identity: dict[str, Any]
+
+
+def shuffled(dataset: Sized | int, shuffle: bool = True) -> Order:
+    """All samples once, shuffled, or in the order of the dataset.
+
+    Args:
+        dataset: or its length.
+        shuffle: whether to shuffle.
+    """
+    length = len(dataset) if isinstance(dataset, Sized) else operator.index(dataset)
+    draw = partial(_draw_shuffled if shuffle else _draw_sequence, length)
+    reason = f"{length} samples come at most once"
+    return Order(draw, length, length, length, reason, {"shuffle": shuffle})
+
+
+def _draw_shuffled(length: int, seed: int, epoch: int, count: int) -> Int64s:
+    keys = sample_keys(seed ^ _SHUFFLE_SALT, epoch, np.arange(length))
+    return np.argsort(keys, kind="stable")[:count]
+
+
+def _draw_sequence(length: int, seed: int, epoch: int, count: int) -> Int64s:
+    return np.arange(length)[:count]
+
+
+def weighted(weights: Any, replacement: bool = True) -> Order:
+    """Samples drawn by their weights: torch's ``WeightedRandomSampler`` for any number of ranks, and resumable.
+
+    Args:
+        weights: (N,), of each sample, not negative; a sample with none never comes.
+        replacement: whether a sample may come again in an epoch; it draws other augmentations then. Without it an epoch
+            has as many samples as weights are above zero, at most.
+
+    Raises:
+        ValueError: a weight is negative or not finite, or all are zero.
+
+    Example:
+        >>> sampler = RankSampler(order=weighted([0.0, 1.0, 3.0]), num_samples=4000, rank=0, world_size=1)
+        >>> counts = np.bincount(list(sampler))
+        >>> int(counts[0]), bool(2900 < counts[2] < 3100)
+        (0, True)
+    """
+    given = np.asarray(weights, np.float64)
+    if given.ndim != 1:
+        raise ValueError(f"weights have the shape {given.shape}; one for each sample is needed")
+    wrong = np.flatnonzero(~(np.isfinite(given) & (given >= 0)))
+    if len(wrong):
+        raise ValueError(f"weight {wrong[0]} is {given[wrong[0]]}; weights must be finite and not negative")
+    positive = int(np.count_nonzero(given))
+    if not positive:
+        raise ValueError(f"all {len(given)} weights are zero; at least one must be above")
+    identity = {"order": "weighted", "replacement": replacement, "weights": _checksum(given)}
+    reason = f"without replacement, {positive} weights are above zero"
+    if replacement:
+        return Order(partial(_draw_weighted, given), len(given), len(given), math.inf, reason, identity)
+    return Order(partial(_draw_weighted_once, given), len(given), positive, positive, reason, identity)
+
+
+def _draw_weighted(weights: npt.NDArray[np.float64], seed: int, epoch: int, count: int) -> Int64s:
+    chosen = np.flatnonzero(weights)
+    ends = np.cumsum(weights[chosen] / weights.max())  # whose sum is finite
+    drawn = draw_uniform(sample_keys(seed ^ _CHOICE_SALT, epoch, np.arange(count)), 0, 0) * ends[-1]
+    order: Int64s = chosen[np.minimum(np.searchsorted(ends, drawn, side="right"), len(chosen) - 1)]
+    return order
+
+
+def _draw_weighted_once(weights: npt.NDArray[np.float64], seed: int, epoch: int, count: int) -> Int64s:
+    # Drawn without replacement, samples come in the order of exponential variates of these rates: P. S. Efraimidis,
+    # P. G. Spirakis, "Weighted random sampling with a reservoir", Information Processing Letters 97, 2006. Their
+    # logarithms stay finite, whatever the weights are.
+    chosen = np.flatnonzero(weights)
+    drawn = draw_uniform(sample_keys(seed ^ _CHOICE_SALT, epoch, chosen), 0, 0) + 2.0**-54  # in (0, 1)
+    log_waits = np.log(-np.log1p(-drawn)) - np.log(weights[chosen])
+    order: Int64s = chosen[np.argsort(log_waits, kind="stable")[:count]]
+    return order
+
+
+def balanced(targets: Any, replacement: bool = False) -> Order:
+    """Every class equally often: rounds in each of which all classes come once, in random order.
+
+    Args:
+        targets: (N,), the class of each sample, or a dataset that has them as ``targets``; of a ``Subset``, its own, of
+            a ``ConcatDataset`` those of its parts.
+        replacement: whether a sample may come again in an epoch, which has as many samples as the dataset then. Else
+            it has at most as many of each class as the smallest one has, other ones of the larger classes each time.
+
+    Raises:
+        ValueError: targets are no classes.
+
+    Example:
+        >>> targets = np.array([0, 0, 0, 0, 0, 1, 1, 2, 2, 2])
+        >>> sampler = RankSampler(order=balanced(targets), rank=0, world_size=1)
+        >>> np.bincount(targets[list(sampler)]).tolist()
+        [2, 2, 2]
+    """
+    found = _targets_of(targets)
+    if found.ndim != 1 or not len(found):
+        raise ValueError(f"targets have the shape {found.shape}; the class of each sample is needed, at least one")
+    try:
+        names, inverse = np.unique(found, return_inverse=True)
+    except TypeError as error:
+        raise ValueError(f"targets cannot be sorted, as classes are: {error}") from error
+    classes = inverse.astype(np.int64)
+    counts = np.bincount(classes)
+    smallest = int(counts.argmin())
+    most = len(names) * int(counts[smallest])
+    draw = partial(_draw_balanced, classes, replacement)
+    identity = {"order": "balanced", "replacement": replacement, "targets": _checksum(classes)}
+    reason = (
+        f"without replacement, class {names[smallest]} has {counts[smallest]} samples, and {len(names)} classes of as "
+        f"many are {most}. Use replacement=True, or fewer"
+    )
+    if replacement:
+        return Order(draw, len(found), len(found), math.inf, reason, identity)
+    return Order(draw, len(found), most, most, reason, identity)
+
+
+def _draw_balanced(classes: Int64s, replacement: bool, seed: int, epoch: int, count: int) -> Int64s:
+    counts = np.bincount(classes)
+    rounds = -(-count // len(counts))
+    keys = sample_keys(seed ^ _ROUND_SALT, epoch, np.arange(rounds * len(counts)))
+    drawn = np.argsort(keys.reshape(rounds, len(counts)), axis=1, kind="stable").reshape(-1)[:count]
+    everything = _draw_shuffled(len(classes), seed, epoch, len(classes))
+    members = everything[np.argsort(classes[everything], kind="stable")]  # of all classes in a row
+    which = np.arange(count) // len(counts)
+    if replacement:
+        which = draw_integers(keys[:count], 1, 0, counts[drawn])
+    order: Int64s = members[(np.cumsum(counts) - counts)[drawn] + which]
+    return order
+
+
+def repeated(dataset: Sized | int, repeats: int = 3, shuffle: bool = True) -> Order:
+    """Repeated augmentation: each sample several times in a row of the epoch, so that its copies go to several ranks.
+
+    As timm's ``RepeatAugSampler`` and DeiT's ``RASampler`` (M. Berman et al., "MultiGrain", 2019; E. Hoffer et al.,
+    "Augment your batch", CVPR 2020). Each copy draws augmentations of its own. An epoch has as many samples as the
+    dataset, so that it has as many batches as ever; ``num_samples=repeats * len(dataset)`` has all copies.
+
+    Args:
+        dataset: or its length.
+        repeats: of each sample.
+        shuffle: whether to shuffle.
+
+    Raises:
+        ValueError: ``repeats`` is below 1.
+
+    Example:
+        >>> order = repeated(6, 3, shuffle=False)
+        >>> [list(RankSampler(order=order, rank=rank, world_size=3)) for rank in range(3)]
+        [[0, 1], [0, 1], [0, 1]]
+    """
+    once = shuffled(dataset, shuffle)
+    repeats = operator.index(repeats)
+    if repeats < 1:
+        raise ValueError(f"repeats={repeats} must be at least 1")
+    most = repeats * once.length
+    return once._replace(
+        draw=partial(_draw_repeated, once.draw, repeats),
+        most=most,
+        reason=f"{once.length} samples {repeats} times are {most}",
+        identity={"order": "repeated", "repeats": repeats, "shuffle": shuffle},
+    )
+
+
+def _draw_repeated(once: Callable[..., Int64s], repeats: int, seed: int, epoch: int, count: int) -> Int64s:
+    return np.repeat(once(seed, epoch, -(-count // repeats)), repeats)[:count]
+
+
+class RankSampler(EpochSampler, DistributedSampler[int]):
+    """Each rank's share of an epoch: a ``DistributedSampler`` that counts its epochs and resumes inside of one.
+
+    ``DataLoader(distributed="auto")`` makes it. All ranks must give the same arguments but ``rank``.
+
+    Args:
+        dataset: or its length; not needed where there is an ``order``.
+        num_samples: of an epoch of all ranks, where that are not all samples of the order.
+        order: as ``weighted(...)``, ``balanced(...)``, ``repeated(...)`` make it; by default all samples once.
+        shuffle: else, where there is no ``order``, samples come in that of the dataset.
+        seed: of the order.
+        uneven: what becomes of samples that cannot be shared out evenly. ``"pad"``: the first of the epoch are
+            repeated, ``"drop"``: the last are left out; both as torch's. ``"keep"``: each comes once, and some ranks
+            have one more than others: for evaluation, as ranks that wait for each other in each step would wait for
+            ever; a state is that of rank 0.
+        rank: by default that of ``torch.distributed``, or of the launcher's variables; 0 where there is neither.
+        world_size: number of ranks; by default of the same.
+
+    Attributes:
+        num_samples: of this rank, in a whole epoch; ``len`` too, also of one that is resumed.
+        total_size: of all ranks.
+
+    A sample that comes again in an epoch is told apart, so that it draws anew, whichever rank that is on. An
+    ``Order`` of your own is shared out and resumed as those here are.
+
+    Raises:
+        ValueError: there is no such rank, fewer than ``num_samples``, or ``uneven`` is none of the three.
+
+    Example:
+        >>> [list(RankSampler(5, shuffle=False, rank=rank, world_size=2)) for rank in (0, 1)]
+        [[0, 2, 4], [1, 3, 0]]
+        >>> sampler = RankSampler(6, rank=0, world_size=2)
+        >>> state = sampler.state_dict(batches=2, batch_size=1)  # 4 of the 6 samples, on two ranks
+        >>> alone = RankSampler(6, rank=0, world_size=1)
+        >>> alone.load_state_dict(state)
+        >>> list(alone) == alone.order(epoch=0)[4:].tolist()
+        True
+    """
+
+    def __init__(
+        self,
+        dataset: Sized | int | None = None,
+        num_samples: int | None = None,
+        *,
+        order: Order | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        uneven: Uneven = "pad",
+        rank: int | None = None,
+        world_size: int | None = None,
+    ) -> None:
+        if uneven not in ("pad", "drop", "keep"):
+            raise ValueError(f"uneven={uneven!r} is not one of 'pad', 'drop', 'keep'")
+        if order is None:
+            if dataset is None:
+                raise TypeError("RankSampler needs a dataset, its length, or an order=")
+            order = shuffled(dataset, shuffle)
+        self._order = order
+        self.uneven = uneven
+        self.position = 0
+        self.order_length = self._order.num_samples if num_samples is None else operator.index(num_samples)
+        if not 0 <= self.order_length <= self._order.most:
+            raise ValueError(f"num_samples={num_samples}, but {self._order.reason}")
+        self._given = _plain(rank), _plain(world_size)
+        found = find_rank(*self._given)
+        numbers: Any = range(self.order_length)
+        drops = uneven == "drop"
+        super().__init__(numbers, found.world_size, found.rank, shuffle, operator.index(seed), drops)
+        self.find_ranks()
+
+    def find_ranks(self) -> None:
+        super().find_ranks()
+        self.num_samples = self._share_of(self.order_length)
+        self.total_size = self.order_length if self.uneven == "keep" else self.num_samples * self.num_replicas
+
+    def order(self, epoch: int) -> Int64s:
+        """The samples of an epoch, of all ranks, in the order in which they come: int64 (n,)."""
+        return self._order.draw(self.seed, epoch, self.order_length)
+
+    def __iter__(self) -> Iterator[int]:
+        self._begin()
+        order = self.order(self.epoch)
+        length = len(order)
+        count = self._share_of(length - self.position)
+        place = self.position + self.rank + self.num_replicas * np.arange(count)
+        shared = order[place % length].tolist() if count else []
+        if not count or (place[-1] < length and np.bincount(order).max() == 1):
+            yield from shared
+            return
+        earlier = count_earlier(np.zeros(self._order.length, np.uint32), order)[place % length]
+        earlier += place // length * np.bincount(order)[shared]  # those that pad come after all others
+        yield from map(RepeatedIndex.mark, shared, earlier.tolist())
+
+    def __len__(self) -> int:
+        if not self.has_begun:
+            self.find_ranks()
+        return self.num_samples
+
+    def _share_of(self, samples: int) -> int:
+        """How many of the coming samples of all ranks are this rank's."""
+        first = {"pad": 0, "drop": self.num_replicas - 1, "keep": self.rank}[self.uneven]
+        return max(-(-(samples - first) // self.num_replicas), 0)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        named = {"sampler": type(self).__name__, "samples": self.order_length, "length": self._order.length}
+        return named | {"seed": self.seed} | self._order.identity
+
+    def batches_left(self, position: int, batch_size: int = 1, *, drop_last: bool = False) -> int:
+        ranks = self.num_replicas
+        share = (self.order_length - position + (0 if self.uneven == "drop" else ranks - 1)) // ranks
+        return share // batch_size if drop_last else -(-share // batch_size)
+
+    def advance(self, position: int, batches: int, batch_size: int) -> int:
+        return position + batches * batch_size * self.num_replicas
+
+
+def _checksum(values: npt.NDArray[Any]) -> str:
+    return f"{zlib.crc32(np.ascontiguousarray(values).data):08x} of {len(values)}"
+
+
+def _plain(number: int | None) -> int | None:
+    return None if number is None else operator.index(number)
+
+
+def _targets_of(source: Any) -> npt.NDArray[Any]:
+    """The targets of a dataset, behind any ``Subset`` and ``ConcatDataset`` too."""
+    if hasattr(source, "indices") and hasattr(source, "dataset"):  # a Subset
+        return _targets_of(source.dataset)[np.asarray(source.indices, np.int64)]
+    if isinstance(source, ConcatDataset):
+        return np.concatenate([_targets_of(part) for part in source.datasets])
+    found = getattr(source, "targets", source)
+    if isinstance(found, Dataset):  # of which an array would be all samples, decoded
+        raise ValueError(f"{type(found).__name__} has no targets; give the class of each sample, an array (N,)")
+    return np.asarray(found)

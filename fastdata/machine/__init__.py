@@ -1,0 +1,1 @@
+"""What this machine gives: memory budgets, blocks that processes share, processes, ranks."""

@@ -1,0 +1,596 @@
+"""Memory that processes share and nothing leaves behind: blocks, lists packed in them, and locks on their bytes.
+
+On Linux a block is a ``memfd``: it has no name, so the kernel frees it with its last user whatever happens (kill -9
+included), and the size of ``/dev/shm`` does not matter. Elsewhere it is a memory-mapped temporary file, removed by its
+creator and, should that die first, swept by the next process that creates a block.
+
+A forked process inherits a block. Pickling one (spawn, forkserver, other ranks of the machine) sends a handle of about
+a hundred bytes; unpickling opens the creator's descriptor and copies nothing.
+
+Lists of a million Python strings are copied into every worker by touching their reference counts; arrays are not. So
+the paths, targets and class names of samples are a ``SampleTable`` in a block, with list-like views over it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import math
+import mmap
+import operator
+import os
+import pickle
+import secrets
+import struct
+import sys
+import tempfile
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, SupportsIndex, TypeVar, overload
+
+import numpy as np
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils.data import default_collate
+
+from fastdata.errors import MemoryBudgetError, StoreGoneError, counted
+from fastdata.machine import memory
+
+if sys.platform != "win32":
+    import fcntl
+
+_T = TypeVar("_T")
+_ALIGN_BYTES = 64
+_FILE_PREFIX = "fastdata-block-"
+OPEN_FLAGS = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+
+
+class Block:
+    """A range of memory shared between processes.
+
+    Lifecycle: ``create`` -> ``write`` or write through ``array()`` -> ``seal`` -> read through ``array()``. Once sealed
+    the memory cannot be written by anybody; arrays handed out before sealing must be gone by then.
+
+    Arrays keep the memory alive by themselves; ``close`` gives back the descriptor and this object's mapping.
+    """
+
+    def __init__(self, fd: int, size_bytes: int, path: str | None, *, sealed: bool = False, owner: bool) -> None:
+        self.size_bytes = size_bytes
+        self._fd, self._path, self.is_sealed = fd, path, sealed
+        self._map: mmap.mmap | None = None
+        self._close = weakref.finalize(self, _release, fd, path if owner else None, os.getpid())
+
+    @classmethod
+    def create(cls, size_bytes: int, *, portable: bool = not hasattr(os, "memfd_create")) -> Block:
+        """Reserve memory, which reads as zeros, in a temporary file if ``portable``, else in a memfd."""
+        if size_bytes < 1:
+            raise ValueError(f"a block needs at least 1 byte, got {size_bytes}")
+        flags = 0 if portable else os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+        fd, path = _open_file() if portable else (os.memfd_create("fastdata", flags), None)
+        try:
+            _reserve(fd, 0, size_bytes)
+        except BaseException:
+            _release(fd, path, os.getpid())
+            raise
+        return cls(fd, size_bytes, path, owner=True)
+
+    @property
+    def closed(self) -> bool:
+        return not self._close.alive
+
+    def grow(self, size_bytes: int) -> None:
+        """Reserve up to ``size_bytes`` in total, or fail and change nothing; arrays handed out keep their range."""
+        if size_bytes > self.size_bytes:
+            _reserve(self._fd, self.size_bytes, size_bytes - self.size_bytes)
+            self.size_bytes, self._map = size_bytes, None
+
+    def trim(self, size_bytes: int) -> None:
+        if size_bytes < self.size_bytes:
+            self.size_bytes, self._map = max(size_bytes, 1), None  # nothing cannot be mapped
+            os.ftruncate(self._fd, self.size_bytes)
+
+    def write(self, offset: int, data: np.ndarray) -> None:
+        """Copy a C-contiguous array to byte ``offset``.
+
+        By descriptor: that spares the page faults of a fresh mapping and works where another process has grown the
+        block meanwhile.
+        """
+        rest = memoryview(data.reshape(-1).view(np.uint8).data)
+        if hasattr(os, "pwrite"):
+            while rest.nbytes:
+                written = os.pwrite(self._fd, rest, offset)
+                rest, offset = rest[written:], offset + written
+        else:
+            self.array("uint8", (rest.nbytes,), offset)[:] = rest
+
+    def array(self, dtype: str, shape: tuple[int, ...], offset: int = 0) -> np.ndarray:
+        """View ``shape`` elements of ``dtype`` from byte ``offset`` on: no copy; read-only once the block is sealed."""
+        count = math.prod(shape)
+        if offset < 0 or offset + count * np.dtype(dtype).itemsize > self.size_bytes:
+            raise ValueError(f"{dtype}{list(shape)} at byte {offset} exceeds the block of {self.size_bytes} bytes")
+        return np.frombuffer(self._mapping(), dtype, count, offset).reshape(shape)
+
+    def seal(self) -> None:
+        """Make the block read-only for everybody; on Linux the kernel enforces it."""
+        if self.is_sealed:
+            return
+        self._map, self.is_sealed = None, True
+        if self._path is None and sys.platform != "win32":
+            with contextlib.suppress(OSError):  # somebody still maps it for writing: then only our views are read-only
+                fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE)
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def reopen(self) -> int:
+        """Open it once more: a descriptor with locks of its own, for the caller to close."""
+        return os.open(self._path or f"/proc/self/fd/{self._fd}", os.O_RDWR | OPEN_FLAGS)
+
+    def close(self) -> None:
+        """Give back the descriptor and the mapping; arrays handed out stay valid. Idempotent."""
+        self._map = None
+        self._close()
+
+    def __enter__(self) -> Block:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _attach, (os.getpid(), self._fd, self._inode(), self.size_bytes, self._path, self.is_sealed)
+
+    def _inode(self) -> int:
+        if self.closed:
+            raise StoreGoneError("the dataset was closed; a closed dataset cannot be sent to another process")
+        return os.fstat(self._fd).st_ino
+
+    def _mapping(self) -> mmap.mmap:
+        if self.closed:
+            raise StoreGoneError("the dataset was closed; create it again to read from it")
+        if self._map is None:
+            self._map = self._open_map()
+        return self._map
+
+    def _open_map(self) -> mmap.mmap:
+        if self.is_sealed and sys.platform != "win32":
+            # A private mapping: kernels before 6.7 refuse shared ones of a write-sealed memfd, even read-only ones.
+            return mmap.mmap(self._fd, self.size_bytes, mmap.MAP_PRIVATE, mmap.PROT_READ)
+        return mmap.mmap(self._fd, self.size_bytes, access=mmap.ACCESS_READ if self.is_sealed else mmap.ACCESS_WRITE)
+
+
+def _attach(pid: int, fd: int, inode: int, size_bytes: int, path: str | None, sealed: bool) -> Block:
+    """Open another process's block: ``/proc/PID/fd/FD``, or the file ``path`` where there is no memfd.
+
+    ``inode`` guards against a recycled process number: a descriptor that leads to another file is refused.
+    """
+    try:
+        fd = os.open(path or f"/proc/{pid}/fd/{fd}", (os.O_RDONLY if sealed else os.O_RDWR) | OPEN_FLAGS)
+    except OSError as error:
+        raise StoreGoneError(
+            f"process {pid}, which holds the prepared samples, cannot be reached ({error.strerror}). A pickled "
+            "dataset is a handle: it works only on the same machine while that process lives. cache_dir= keeps samples."
+        ) from None
+    found = os.fstat(fd)
+    if found.st_ino != inode or found.st_size < size_bytes:
+        os.close(fd)
+        raise StoreGoneError(
+            f"process {pid}, which held the prepared samples, has ended and its number was given to another."
+        )
+    return Block(fd, size_bytes, path, sealed=sealed, owner=False)
+
+
+def _open_file() -> tuple[int, str]:
+    """Create the temporary file of a portable block, after sweeping those of processes that are gone."""
+    folder = Path(tempfile.gettempdir())
+    for stale in folder.glob(f"{_FILE_PREFIX}*"):
+        pid = stale.name.removeprefix(_FILE_PREFIX).partition("-")[0]
+        if pid.isdigit() and not memory.is_running(int(pid)):
+            with contextlib.suppress(OSError):
+                stale.unlink()
+    path = folder / f"{_FILE_PREFIX}{os.getpid()}-{secrets.token_hex(8)}"
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | OPEN_FLAGS, 0o600), str(path)
+
+
+def _reserve(fd: int, offset: int, size_bytes: int) -> None:
+    """Make the kernel set the memory aside now, so that running out is an error here and no bus error later.
+
+    A memfd has no limit of its own: asked for more than there is, the kernel would fill the machine and then kill.
+    """
+    available = memory.available_bytes()
+    refusal = f"{memory.format_bytes(size_bytes)} of shared memory cannot be reserved"
+    cure = "Use storage='none', a smaller resize=, or free some memory."
+    if size_bytes > available.bytes:
+        free = f"{memory.format_bytes(available.bytes)} is free ({available.limited_by})"
+        raise MemoryBudgetError(f"{refusal}: {free}. {cure}")
+    try:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(fd, offset, size_bytes)
+        else:
+            os.ftruncate(fd, offset + size_bytes)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
+            raise
+        os.ftruncate(fd, offset)
+        raise MemoryBudgetError(f"{refusal} ({error.strerror}). {cure}") from None
+
+
+def _release(fd: int, path: str | None, creator_pid: int) -> None:
+    with contextlib.suppress(OSError):
+        os.close(fd)
+    if path is not None and os.getpid() == creator_pid:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+
+
+class ArrayBlock(Mapping[str, np.ndarray]):
+    """Named arrays copied into one block, which is sealed unless told; a mapping that pickles as a handle."""
+
+    def __init__(self, arrays: Mapping[str, np.ndarray], *, seal: bool = True) -> None:
+        self._layout: dict[str, tuple[str, tuple[int, ...], int]] = {}
+        end = 0
+        for name, array in arrays.items():
+            self._layout[name] = (array.dtype.str, array.shape, end)
+            end += -(-array.nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
+        self.block = Block.create(max(end, 1))
+        for name, array in arrays.items():
+            self[name][...] = array
+        if seal:
+            self.block.seal()
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return self.block.array(*self._layout[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._layout)
+
+    def __len__(self) -> int:
+        return len(self._layout)
+
+    def close(self) -> None:
+        """Give back the block; arrays handed out stay valid. Idempotent."""
+        self.block.close()
+
+
+def position_of(index: SupportsIndex, length: int) -> int:
+    """The place in [0, length) of a list's index, which counts from the end where it is negative."""
+    try:
+        return range(length)[operator.index(index)]
+    except IndexError:
+        raise IndexError(f"index {index} is out of range for {counted(length, 'sample')}") from None
+
+
+class ListView(Sequence[_T], Generic[_T]):
+    """A read-only list whose items are made when asked for; copies, slices and sums are real lists.
+
+    It is no ``list`` itself: C code reads a list's memory past its methods, and would find no item there. So
+    ``json.dumps(view, default=list)``. ``item`` is a method of the table: a pickled view is a pickled table.
+    """
+
+    def __init__(self, length: int, item: Callable[[int], _T]) -> None:
+        self._length, self._item = length, item
+
+    def __len__(self) -> int:
+        return self._length
+
+    @overload
+    def __getitem__(self, index: int) -> _T: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[_T]: ...
+    def __getitem__(self, index: int | slice) -> _T | list[_T]:
+        if isinstance(index, slice):
+            return list(map(self._item, range(self._length)[index]))
+        return self._item(position_of(index, self._length))
+
+    def __iter__(self) -> Iterator[_T]:
+        return map(self._item, range(self._length))
+
+    @property
+    def _identity(self) -> list[_T]:
+        return list(self)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, (list, ListView)):
+            return NotImplemented
+        return len(self) == len(other) and all(mine == theirs for mine, theirs in zip(self, other, strict=True))
+
+    def __add__(self, other: Iterable[_T]) -> list[_T]:
+        return [*self, *other]
+
+    def __radd__(self, other: Iterable[_T]) -> list[_T]:
+        return [*other, *self]
+
+    def __mul__(self, count: SupportsIndex) -> list[_T]:
+        return list(self) * count
+
+    __rmul__ = __mul__
+
+    def copy(self) -> list[_T]:
+        return list(self)
+
+    def __repr__(self) -> str:
+        if len(self) <= 6:
+            return repr(list(self))
+        return f"[{', '.join(map(repr, self[:3]))}, ... {len(self) - 4} more ..., {self[-1]!r}]"
+
+
+@dataclass(frozen=True, slots=True)
+class PackedPaths:
+    """File names end to end: name i is ``prefix`` and the bytes of ``blob`` from ``ends[i - 1]`` to ``ends[i]``.
+
+    A million of them are checked and copied without one Python string.
+    """
+
+    blob: np.ndarray
+    ends: np.ndarray
+    prefix: bytes = b""
+
+    @classmethod
+    def of(cls, paths: Iterable[str]) -> PackedPaths:
+        texts = list(map(os.fspath, paths))
+        text = "".join(texts)
+        if not text.isascii():
+            return cls(*_pack(list(map(os.fsencode, texts))))
+        ends = np.cumsum(np.fromiter(map(len, texts), np.int64, len(texts)))  # a character is a byte
+        return cls(np.frombuffer(text.encode("ascii"), np.uint8), ends)
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def names(self) -> list[bytes]:
+        """All names without the prefix."""
+        blob, ends = self.blob.tobytes(), self.ends.tolist()
+        return [blob[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+
+
+class SampleTable:
+    """Paths (where samples are files), targets and class names of all samples; pickles as a handle.
+
+    Targets that are numbers, or arrays or tensors of one shape and dtype, become one array; so do tensors that differ
+    in their first side. Tuples of one length become a table for each of their places; all others are pickled.
+    """
+
+    target_kind: str
+    target_places: tuple[SampleTable, ...]
+    _length: int
+    _arrays: dict[str, np.ndarray]
+
+    def __init__(
+        self,
+        targets: Sequence[Any] | np.ndarray | torch.Tensor,
+        *,
+        paths: Sequence[str] | PackedPaths | None = None,
+        class_to_idx: Mapping[str, int] | None = None,
+    ) -> None:
+        columns, kind = _target_columns(targets)
+        places = tuple(map(SampleTable, zip(*targets, strict=True))) if kind == "tuple" else ()
+        if paths is not None:
+            packed = paths if isinstance(paths, PackedPaths) else PackedPaths.of(paths)
+            prefix = np.frombuffer(packed.prefix, np.uint8)
+            columns |= {"path": packed.blob, "path_ends": packed.ends, "path_prefix": prefix}
+        if class_to_idx is not None:
+            columns["classes"] = np.frombuffer(json.dumps(dict(class_to_idx)).encode(), np.uint8)
+        self.__setstate__((kind, len(targets), ArrayBlock(columns), places))
+
+    def __getstate__(self) -> tuple[Any, ...]:
+        return self.target_kind, self._length, self._block, self.target_places
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self.target_kind, self._length, self._block, self.target_places = state
+        self._arrays = dict(self._block)
+        self._prefix = self._arrays["path_prefix"].tobytes() if self.has_paths else b""
+
+    def __len__(self) -> int:
+        return self._length
+
+    def columns(self) -> Iterator[np.ndarray]:
+        """All that it holds."""
+        yield from self._arrays.values()
+        for place in self.target_places:
+            yield from place.columns()
+
+    @property
+    def class_to_idx(self) -> dict[str, int] | None:
+        return json.loads(self._arrays["classes"].tobytes()) if "classes" in self._arrays else None
+
+    @property
+    def targets(self) -> ListView[Any]:
+        return ListView(self._length, self.target)
+
+    @property
+    def has_paths(self) -> bool:
+        return "path" in self._arrays
+
+    @property
+    def paths(self) -> ListView[str]:
+        return ListView(self._length, self.path)
+
+    @property
+    def pairs(self) -> ListView[tuple[str, Any]]:
+        return ListView(self._length, self.pair)
+
+    def target(self, index: int) -> Any:
+        kind = self.target_kind
+        if kind == "number":
+            return self._arrays["targets"][index].item()
+        if kind == "object":  # pickled by this process's family, in memory that nobody else can write
+            return pickle.loads(self._bytes("object", index))
+        if kind == "tuple":
+            return tuple(place.target(index) for place in self.target_places)
+        if kind == "rows":
+            return torch.from_numpy(self._rows_of(index))
+        row = np.array(self._arrays["targets"][index])  # of no dimensions too
+        return torch.from_numpy(row) if kind == "tensor" else row
+
+    def path(self, index: int) -> str:
+        return os.fsdecode(self._prefix + self._bytes("path", index))
+
+    def all_paths(self) -> list[str]:
+        """All paths, four times as fast as one by one."""
+        packed = PackedPaths(self._arrays["path"], self._arrays["path_ends"])
+        return [os.fsdecode(self._prefix + name) for name in packed.names()]
+
+    def pair(self, index: int) -> tuple[str, Any]:
+        return self.path(index), self.target(index)
+
+    def target_array(self) -> np.ndarray | None:
+        """Targets with the samples on the first axis, a read-only view; None if they are no numbers."""
+        return self._arrays.get("targets")
+
+    def collated_targets(self, index_B: np.ndarray) -> Any:
+        """What ``default_collate`` makes of the targets of a batch."""
+        if self.target_places:
+            return [place.collated_targets(index_B) for place in self.target_places]
+        if self.target_kind == "rows":
+            return collate_targets([self.target(index) for index in index_B.tolist()])
+        array = self.target_array()
+        if array is not None:
+            return torch.from_numpy(array[index_B])
+        blob, ends = self._arrays["object"].data, self._arrays["object_ends"]
+        spans = zip(np.where(index_B > 0, ends[index_B - 1], 0).tolist(), ends[index_B].tolist(), strict=True)
+        return collate_targets([pickle.loads(blob[start:end]) for start, end in spans])
+
+    def _rows_of(self, index: int) -> np.ndarray:
+        """Those of one target, in fresh memory."""
+        ends = self._arrays["row_ends"]
+        start = int(ends[index - 1]) if index else 0
+        rows: np.ndarray = self._arrays["rows"][start : int(ends[index])].copy()
+        return rows
+
+    def reduced_to(self, kept: Sequence[int]) -> SampleTable:
+        """The table of some samples; this one is closed."""
+        with contextlib.closing(self):
+            paths, targets = [self.path(index) for index in kept], [self.target(index) for index in kept]
+            return SampleTable(targets, paths=paths, class_to_idx=self.class_to_idx)
+
+    def close(self) -> None:
+        self._arrays = {}
+        self._block.close()
+        for place in self.target_places:
+            place.close()
+
+    def _bytes(self, column: str, index: int) -> bytes:
+        blob, ends = self._arrays[column], self._arrays[f"{column}_ends"]
+        return blob[int(ends[index - 1]) if index else 0 : int(ends[index])].tobytes()
+
+
+def collate_targets(targets: list[Any]) -> Any:
+    try:
+        return default_collate([(target,) for target in targets])[0]
+    except (OverflowError, RuntimeError, ValueError) as error:
+        wide = next((leaf for leaf in pytree.tree_leaves(targets) if is_wide(leaf)), None)
+        if wide is None:
+            raise
+        raise ValueError(
+            f"a target of {wide} cannot be in a batch: it is beyond int64, the widest whole numbers that torch has. "
+            "Give such numbers as text, str(...), or number them from 0."
+        ) from error
+
+
+def is_wide(value: Any) -> bool:
+    """Whether a value is a whole number beyond int64."""
+    return type(value) is int and not -(1 << 63) <= value < 1 << 63
+
+
+def _target_columns(targets: Sequence[Any] | np.ndarray | torch.Tensor) -> tuple[dict[str, np.ndarray], str]:
+    if isinstance(targets, torch.Tensor):
+        return {"targets": targets.numpy()}, "tensor"
+    if isinstance(targets, np.ndarray) and targets.ndim == 1:
+        return {"targets": targets}, "number"
+    types = {type(target) for target in targets}
+    # Numbers beyond int64; bfloat16, gradients, other devices: what NumPy does not know.
+    with contextlib.suppress(OverflowError, TypeError, RuntimeError):
+        if not types or types == {int} or types == {bool} or types == {float}:
+            return {"targets": np.array(targets, dtype=np.int64 if types <= {int} else None)}, "number"
+        if types == {torch.Tensor} or (len(types) == 1 and isinstance(targets[0], np.ndarray)):
+            arrays = [np.asarray(target) for target in targets]
+            if len({(array.shape, array.dtype) for array in arrays}) == 1 and arrays[0].dtype.kind in "iufb":
+                return {"targets": np.stack(arrays)}, "tensor" if isinstance(targets[0], torch.Tensor) else "array"
+            if types == {torch.Tensor} and _are_rows(arrays):
+                return _rows(arrays), "rows"
+    if types == {tuple} and targets[0] and len({len(target) for target in targets}) == 1:
+        return {}, "tuple"
+    blob, ends = _pack([pickle.dumps(target, protocol=5) for target in targets])
+    return {"object": blob, "object_ends": ends}, "object"
+
+
+def _are_rows(arrays: Sequence[np.ndarray]) -> bool:
+    """Whether arrays differ in their first side only."""
+    return len({(array.ndim, array.shape[1:], array.dtype) for array in arrays}) == 1 and arrays[0].ndim > 0
+
+
+def _rows(arrays: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
+    return {"rows": np.concatenate(arrays), "row_ends": np.cumsum([len(array) for array in arrays], dtype=np.int64)}
+
+
+def _pack(strings: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
+    """Lay byte strings end to end: string i reaches from ``ends[i - 1]`` to ``ends[i]``."""
+    return np.frombuffer(b"".join(strings), np.uint8), np.cumsum([len(string) for string in strings], dtype=np.int64)
+
+
+class ByteLocks:
+    """A lock for each byte of a block, held by one thread of one process at a time.
+
+    The kernel drops it when its holder dies, however that comes; no byte is written. Each holder opens the block anew:
+    the lock of an open file description is nobody else's, no thread's and no forked process's, and it stays when a copy
+    of the block is closed, where a POSIX record lock ends with any descriptor of the file. Pickles as the block does.
+
+    Where there are no such locks (macOS, gVisor), who holds a byte holds the whole block; on Windows only threads lock
+    each other out.
+    """
+
+    def __init__(self, block: Block) -> None:
+        self._block, self._threads = block, threading.Lock()
+
+    @contextlib.contextmanager
+    def hold(self, *places: int) -> Iterator[None]:
+        """Wait for the locks of these bytes, and hold them; not twice in one thread."""
+        if sys.platform == "win32":
+            with self._threads:
+                yield
+            return
+        fd = self._block.reopen()
+        try:
+            # In one order, or two who want the same bytes would wait for each other.
+            if not all(_waited_for(fd, byte) for byte in sorted(places)):
+                fcntl.flock(fd, fcntl.LOCK_EX)
+            yield
+        finally:
+            _unlock(fd)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return ByteLocks, (self._block,)
+
+
+def _waited_for(fd: int, byte: int) -> bool:
+    """Lock a byte; False where the kernel has no locks of open file descriptions."""
+    if not hasattr(fcntl, "F_OFD_SETLKW"):
+        return False
+    try:
+        _change_lock(fd, fcntl.F_WRLCK, byte, 1)
+    except OSError as problem:
+        if problem.errno != errno.EINVAL:
+            raise
+        return False
+    return True
+
+
+def _change_lock(fd: int, kind: int, start: int, size: int) -> None:
+    """Lock bytes of a file for its open file description, fcntl(2), once nobody else has them; or give them up."""
+    request = struct.pack("hhqqi4x", kind, os.SEEK_SET, start, size, 0)
+    fcntl.fcntl(fd, fcntl.F_OFD_SETLKW, request)
+
+
+def _unlock(fd: int) -> None:
+    """Give up what an open file description has locked, and close it.
+
+    To close it is not enough: a process that was forked meanwhile has it too.
+    """
+    fcntl.flock(fd, fcntl.LOCK_UN)
+    with contextlib.suppress(OSError, AttributeError):  # where there are none but those
+        _change_lock(fd, fcntl.F_UNLCK, 0, 0)
+    os.close(fd)

@@ -1,0 +1,634 @@
+"""Files and bytes to images, images to stored arrays, and back: the only door to PIL.
+
+An image is opened by PIL or, an ordinary JPEG, by the compiled core, through the libjpeg-turbo that PIL is linked to:
+the same decoder without PIL's copies, so the very pixels of torchvision's default loader, and of a part of an image
+without decoding the rest.
+
+Shape letters: C channels, H W size of an image.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import math
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal, TypeGuard
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from fastdata.errors import kind_of
+from fastdata.pixels import core
+
+if TYPE_CHECKING:
+    from PIL import Image  # 10 ms, which only those functions take that make images
+
+Array = npt.NDArray[Any]
+IMAGE_EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
+"""File name endings of images, torchvision's ``IMG_EXTENSIONS``."""
+Size = int | tuple[int, int]  # of a resize, as torchvision takes it: the shorter side, or (height, width)
+Bound = Size | str  # or "short:320" or "long:500": no side of that kind is longer, and nothing is enlarged
+
+
+# Samples to stored arrays and back
+
+Form = Literal["pil", "tensor", "array", "image", "mask", "video"]
+"""What a sample was before it was stored, hence what per-sample code must be given; the last are torchvision's
+``tv_tensors``. Boxes, which have a format and a canvas besides, are never samples, only beside them."""
+_TV_TENSORS: dict[Form, str] = {"image": "Image", "mask": "Mask", "video": "Video"}
+_WIDE_MODES = {"I;16": (1, "uint16"), "I": (1, "int32"), "F": (1, "float32")}
+_MODES = {"L": (1, "uint8"), "RGB": (3, "uint8"), "RGBA": (4, "uint8"), **_WIDE_MODES}
+"""PIL's modes that can be stored -> planes and dtype; those of uint8 are named after their planes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampleSpec:
+    """Shape, dtype and form of prepared samples."""
+
+    shape: tuple[int, ...] | None  # of every sample, (C, H, W) for images; None when each has its own (ragged)
+    dtype: str  # as NumPy names it
+    form: Form  # PIL images are stored planar (C, H, W), all others as they are
+
+    @property
+    def is_dense(self) -> bool:
+        return self.shape is not None
+
+    @property
+    def sample_bytes(self) -> int:
+        if self.shape is None:
+            raise ValueError("ragged samples have no common size")
+        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Planes:
+    """A decoded image that is planar already, uint8 (C, H, W): stored as a PIL image would be, without making one."""
+
+    pixels: Array
+
+
+def to_stored(sample: Any, *, is_mask: bool = False) -> tuple[Array, Form]:
+    """Give a sample's values, and what the sample was: of a PIL image new memory (C, H, W), of all others a view.
+
+    Of a mask with a palette, as VOC's, the values are the labels, without their colours.
+    """
+    if isinstance(sample, Planes):
+        return sample.pixels, "pil"
+    if is_pil(sample):
+        if is_mask and sample.mode == "P":
+            return np.array(sample)[None], "pil"
+        if sample.mode not in _MODES:
+            raise TypeError(
+                f"a PIL image of mode {sample.mode!r} cannot be stored; modes {', '.join(_MODES)} can. Convert it "
+                "before it is stored: prepare=lambda im: im.convert('RGB'), or np.array(im) for a mask of labels."
+            )
+        planes, dtype = _MODES[sample.mode]
+        array = np.empty((planes, sample.height, sample.width), dtype)
+        _pack_planes(sample, array)
+        return array, "pil"
+    if isinstance(sample, np.ndarray):
+        if sample.dtype.hasobject:
+            raise TypeError("an array of Python objects cannot be stored; give it a numeric dtype")
+        return sample, "array"
+    if not isinstance(sample, torch.Tensor):
+        raise TypeError(
+            f"a sample of type {type(sample).__name__} cannot be stored; PIL images, tensors and NumPy arrays can. "
+            "Return one of these from the dataset or from prepare=."
+        )
+    if sample.device.type != "cpu":
+        raise TypeError(f"a tensor on {sample.device} cannot be stored; give .cpu() of it")
+    form = _form_of(sample)
+    if form is None:
+        raise TypeError(
+            f"{kind_of(sample)} cannot be stored without losing what it is beside its values. Return it as or "
+            "within the target, which is kept as it is, or give .as_subclass(torch.Tensor) of it."
+        )
+    try:
+        return sample.detach().as_subclass(torch.Tensor).numpy(force=True), form
+    except TypeError as unsupported:
+        raise TypeError(f"a tensor of {sample.dtype} cannot be stored: {unsupported}") from unsupported
+
+
+def is_pil(value: Any) -> TypeGuard[Image.Image]:
+    # As long as nobody has imported PIL there is no image of it; a module that is being imported may lack the class.
+    return isinstance(value, getattr(sys.modules.get("PIL.Image"), "Image", ()))
+
+
+def decoded_shape(sample: Any) -> tuple[int, int, int] | None:
+    """Shape (C, H, W) of a PIL image of 1 or 3 channels of uint8; None of anything else."""
+    if not is_pil(sample) or sample.mode not in ("L", "RGB"):
+        return None
+    return _MODES[sample.mode][0], sample.height, sample.width
+
+
+def is_image(value: Any) -> bool:
+    """Whether a value is a PIL image, or numbers in two or more dimensions that are nothing but their values."""
+    if isinstance(value, np.ndarray):
+        return value.ndim > 1 and not value.dtype.hasobject
+    if isinstance(value, torch.Tensor):
+        return value.ndim > 1 and _form_of(value) is not None
+    return is_pil(value)
+
+
+def _form_of(tensor: torch.Tensor) -> Form | None:
+    """What a tensor is; None for classes whose tensors may be more than their values."""
+    kind = type(tensor)
+    if kind in (torch.Tensor, torch.nn.Parameter):
+        return "tensor"
+    names = _TV_TENSORS if kind.__module__.startswith("torchvision.tv_tensors") else {}
+    return next((form for form, name in names.items() if name == kind.__name__), None)
+
+
+def _pack_planes(image: Image.Image, out_CHW: Array) -> None:
+    if out_CHW.dtype != np.uint8:
+        out_CHW[0] = np.asarray(image)
+        return
+    # PIL packs a plane at a time: 42 us for 3 x 256 x 256; np.asarray(image).transpose(2, 0, 1) takes 93 us.
+    for plane, band in zip(out_CHW, image.mode, strict=True):
+        plane[...] = np.frombuffer(image.tobytes("raw", band), np.uint8).reshape(plane.shape)
+
+
+def mode_of(channels: int, dtype: str) -> str | None:
+    """PIL's mode of images that are stored so; None where there is none."""
+    return next((mode for mode, stored in _MODES.items() if stored == (channels, dtype)), None)
+
+
+def to_pil(array_CHW: Array) -> Image.Image:
+    """Make the PIL image that was stored as ``array_CHW``; it owns its pixels."""
+    from PIL import Image
+
+    bands, height, width = array_CHW.shape
+    mode = mode_of(bands, array_CHW.dtype.name)
+    if mode is None:
+        raise TypeError(
+            f"an array of {bands} channels of {array_CHW.dtype} is no PIL image; give 1, 3 or 4 channels of uint8"
+        )
+    # Merging zero-copy views of the planes takes 33 us for 3 x 256 x 256, transpose and fromarray 310 us.
+    planes = [np.ascontiguousarray(plane) for plane in array_CHW]
+    if bands == 1:
+        return Image.frombytes(mode, (width, height), planes[0].tobytes())
+    return Image.merge(mode, [Image.frombuffer("L", (width, height), plane, "raw", "L", 0, 1) for plane in planes])
+
+
+class _NoExif:
+    """Stands for the EXIF of images that come without it from a store, and of those made of them.
+
+    To answer that there is none would leave an image lying on its side that the user's own step turns upright.
+    """
+
+    def __bool__(self) -> bool:
+        raise LookupError(
+            "a stored image has no EXIF data, such as its orientation, any more. Give PIL.ImageOps.exif_transpose "
+            "itself as the first step of the transform, or as prepare=, to turn images upright before they are stored; "
+            "storage='none' keeps nothing and shows images as their files have them."
+        )
+
+    def __eq__(self, other: object) -> bool:
+        # What PIL's getexif, hence exif_transpose, does first with it is to see whether it is what was read before.
+        return self is other or (other is None and bool(self))
+
+    __hash__ = object.__hash__
+
+    def __repr__(self) -> str:
+        return "<not stored>"
+
+    def __reduce__(self) -> str:
+        return "_NO_EXIF"
+
+
+_NO_EXIF = _NoExif()
+
+
+def without_exif(sample: Any) -> Any:
+    """Let a stored image, or those in a tuple, say so when it is asked for its EXIF."""
+    for part in sample if isinstance(sample, tuple) else (sample,):
+        if is_pil(part):
+            part.info["exif"] = _NO_EXIF
+    return sample
+
+
+def to_image(planes: Planes) -> Image.Image:
+    image: Image.Image = without_exif(to_pil(planes.pixels))
+    return image
+
+
+def present(array: Array, form: Form) -> Any:
+    """Give a stored array as what the sample was."""
+    if form == "pil":
+        return to_pil(array)
+    return array if form == "array" else torch.from_numpy(array).as_subclass(tensor_class(form))
+
+
+def shown_class(form: Form) -> type[torch.Tensor] | type[np.ndarray]:
+    """Of an image in a list of samples."""
+    return np.ndarray if form == "array" else tensor_class(form)
+
+
+def tensor_class(form: Form) -> type[torch.Tensor]:
+    if form not in _TV_TENSORS:
+        return torch.Tensor
+    name, module = _TV_TENSORS[form], sys.modules.get("torchvision.tv_tensors")
+    if module is None:
+        raise ImportError(
+            f"samples are torchvision's tv_tensors.{name}, which this process has not imported. Write "
+            "`import torchvision.tv_tensors` before the first of them is read."
+        )
+    found: type[torch.Tensor] = getattr(module, name)
+    return found
+
+
+# Files and bytes to images
+
+
+@functools.cache
+def open_libjpeg() -> tuple[core.Jpeg | None, str]:
+    """PIL's own libjpeg-turbo for the core; or None and why PIL decodes alone."""
+    from PIL import _imaging
+
+    try:
+        return core.open_jpeg(_imaging.__file__), ""
+    except OSError as obstacle:
+        return None, str(obstacle)
+
+
+def jpeg_obstacle() -> str:
+    """Why PIL decodes alone; empty where the core does."""
+    return open_libjpeg()[1]
+
+
+def libjpeg_version() -> str | None:
+    """Of PIL's libjpeg-turbo; None if it has another libjpeg."""
+    from PIL import features
+
+    version: str | None = features.version_feature("libjpeg_turbo")
+    return version
+
+
+def load_image(path: str | os.PathLike[str]) -> Image.Image:
+    """Open an image file as torchvision's default loader does: mode RGB, the same pixels, ``info`` and errors."""
+    with open(path, "rb") as stream:
+        return _open(stream)
+
+
+def decode_image(data: bytes | memoryview) -> Image.Image:
+    return _open(io.BytesIO(data))
+
+
+def _open(stream: BinaryIO) -> Image.Image:
+    from PIL import Image
+
+    pixels = _decode_whole(stream.read())
+    stream.seek(0)
+    if pixels is None:
+        image: Image.Image = Image.open(stream).convert("RGB")
+        return image
+    image = Image.fromarray(pixels)
+    image.info = Image.open(stream).info  # 50 us, 100 us where there is EXIF
+    return image
+
+
+def _decode_whole(data: bytes) -> Array | None:
+    """Pixels (H, W, 3) of a JPEG file that is in order; None where PIL is to open it."""
+    opened = OpenedImages([data], lambda _: None)
+    _, height, width = opened.shapes_B3[0].tolist()
+    if opened.files is None or not opened.files.sizes[0]:
+        return None
+    pixels = np.empty((height, width, 3), np.uint8)
+    where = (opened.files.jpeg, opened.sources_B[0].item(), len(data), pixels)
+    return pixels if core.decode_jpeg(*where, interleaved=True) else None
+
+
+def decode_by_pillow(stream: BinaryIO, *, upright: bool = False) -> Array:
+    """Pixels (H, W, 3) as PIL alone decodes them, turned as EXIF says if they are to be upright."""
+    from PIL import Image, ImageOps
+
+    image = Image.open(stream).convert("RGB")
+    return np.ascontiguousarray(ImageOps.exif_transpose(image) if upright else image)
+
+
+class OpenedImages:
+    """Images for the core to serve: JPEG files as they lie in memory, opened by their headers, or decoded pixels.
+
+    Args:
+        files: the bytes of each image.
+        by_pillow: gives the pixels (H, W, 3) of image ``b`` where the core does not decode its file, and where that
+            turns out to be damaged; what it raises is raised. None stands for no pixels.
+        upright: whether images are turned as their EXIF says.
+
+    Attributes:
+        sources_B: where the images lie.
+        shapes_B3: channels, height and width of each, as it is served; 0 where there are no pixels.
+        files: what the core decodes.
+        is_interleaved: whether pixels are (H, W, C), not (C, H, W).
+    """
+
+    is_interleaved = True
+
+    def __init__(
+        self, files: Sequence[bytes | memoryview], by_pillow: Callable[[int], Array | None], *, upright: bool = False
+    ) -> None:
+        from PIL import Image
+
+        self._kept: list[Array] = [np.frombuffer(data, np.uint8) for data in files]
+        self._by_pillow = by_pillow
+        self.sources_B = addresses_of(self._kept)
+        self.shapes_B3 = np.zeros((len(files), 3), np.int32)
+        self.files: core.Files | None = None
+        jpeg, _ = open_libjpeg()
+        if jpeg is not None:
+            sizes_B = np.array([data.size for data in self._kept], np.int64)
+            self.shapes_B3, turns_B = core.jpeg_headers(self.sources_B, sizes_B)
+            channels_B, height_B, width_B = self.shapes_B3.T.astype(np.int64)
+            is_open_B = channels_B > 0
+            if Image.MAX_IMAGE_PIXELS is not None:
+                is_open_B &= height_B * width_B <= Image.MAX_IMAGE_PIXELS
+            if upright:
+                is_open_B &= turns_B > 0
+                self.shapes_B3[turns_B > 4, 1:] = self.shapes_B3[turns_B > 4, :0:-1]
+            else:
+                turns_B[:] = 1
+            self.shapes_B3[:, 0] = 3
+            self.files = core.Files(jpeg, sizes_B, turns_B)
+        for b in range(len(files)) if jpeg is None else np.flatnonzero(~is_open_B).tolist():
+            self.leave_to_pillow(b)
+
+    @classmethod
+    def decoded(cls, images: Sequence[Array]) -> OpenedImages:
+        """Pixels (H, W, C) that are there already, C-contiguous."""
+        opened = cls([], lambda _: None)
+        opened._kept, opened.files = list(images), None
+        opened.sources_B = addresses_of(images)
+        shapes_B3 = np.array([image.shape for image in images], np.int32).reshape(-1, 3)
+        opened.shapes_B3 = np.ascontiguousarray(shapes_B3[:, (2, 0, 1)])
+        return opened
+
+    @classmethod
+    def stored(
+        cls,
+        sources_B: npt.NDArray[np.int64],
+        sizes_B: npt.NDArray[np.int64],
+        shapes_B3: npt.NDArray[np.int32],
+        read: Callable[[int], Array],
+    ) -> OpenedImages:
+        """JPEG files of these shapes in memory that stays; ``read`` gives (C, H, W) of one that is not in order."""
+        opened = cls([], read)
+        jpeg, obstacle = open_libjpeg()
+        if jpeg is None:
+            raise OSError(obstacle)
+        found_B3, turns_B = core.jpeg_headers(sources_B, sizes_B)
+        turns_B[:] = 1
+        opened._kept, opened.is_interleaved = [sources_B] * len(sources_B), False
+        opened.sources_B, opened.shapes_B3 = sources_B.copy(), shapes_B3
+        opened.files = core.Files(jpeg, sizes_B.copy(), turns_B)
+        for b in np.flatnonzero((found_B3 != shapes_B3).any(axis=1)).tolist():
+            opened.leave_to_pillow(b)
+        return opened
+
+    def leave_to_pillow(self, b: int) -> None:
+        """Have image ``b`` decoded by PIL, or raise what is wrong with it."""
+        if self.files is not None:
+            self.files.sizes[b] = 0
+        pixels = self._by_pillow(b)
+        if pixels is None:
+            self.shapes_B3[b] = 0
+            return
+        self._kept[b] = pixels
+        self.sources_B[b] = pixels.__array_interface__["data"][0]
+        self.shapes_B3[b] = (pixels.shape[2], *pixels.shape[:2]) if self.is_interleaved else pixels.shape
+
+
+def addresses_of(arrays: Sequence[Array]) -> npt.NDArray[np.int64]:
+    return np.array([array.__array_interface__["data"][0] for array in arrays], np.int64)
+
+
+@dataclass(frozen=True)
+class PlanesLoader:
+    """Prepares the pixels of an image file without a PIL image in between.
+
+    Args:
+        prepare: of opened images makes planes (C, h, w), uint8, each of which stays until the next is asked for.
+        upright: whether images are turned as their EXIF says first.
+    """
+
+    prepare: Callable[[OpenedImages], Iterator[Array]]
+    upright: bool = False
+
+    def __call__(self, path: str) -> Planes:
+        with open(path, "rb") as stream:
+            return self._open(stream)
+
+    def decode(self, data: bytes | memoryview) -> Planes:
+        return self._open(io.BytesIO(data))
+
+    def _open(self, stream: BinaryIO) -> Planes:
+        def by_pillow(_: int) -> Array:
+            stream.seek(0)
+            return decode_by_pillow(stream, upright=self.upright)
+
+        images = OpenedImages([stream.read()], by_pillow, upright=self.upright)
+        return Planes(next(self.prepare(images)).copy())
+
+
+def decoder_of(loader: Callable[[str], Any]) -> Callable[[memoryview], Any] | None:
+    """What makes of a file's bytes what ``loader`` makes of the file; None for loaders of others."""
+    if loader is load_image:
+        return decode_image
+    return loader.decode if isinstance(loader, PlanesLoader) else None
+
+
+@dataclass(frozen=True, slots=True)
+class SourceDecoder:
+    """Codec ``"source"``: a sample is kept as the bytes of its own file, and prepared anew on each read.
+
+    Exact, and as slow as opening the file. There is nothing to encode.
+    """
+
+    open_bytes: Callable[[memoryview], Any]
+    prepare: Callable[[Any], Any]  # of what the file was opened as makes a PIL image, an array or a tensor
+
+    name = "source"
+    lossless = True
+
+    def settings(self) -> dict[str, Any]:
+        return {"name": self.name}
+
+    def sample(self, data: memoryview) -> Array:
+        return to_stored(self.prepare(self.open_bytes(data)))[0]
+
+    def decode(self, data: memoryview, out: Array) -> None:
+        """Prepare the sample of one file into ``out``, or raise ``ValueError`` for another shape or dtype."""
+        sample = self.sample(data)
+        if sample.shape != out.shape or sample.dtype != out.dtype:
+            raise ValueError(f"it comes out as {sample.dtype} {list(sample.shape)}; all samples must be alike")
+        out[...] = sample
+
+
+# Resizing and cropping
+
+
+@dataclass(frozen=True, slots=True)
+class Resize:
+    """Resizes PIL images to the very pixels of torchvision's ``Resize(size)``, bilinear."""
+
+    size: Bound
+
+    __torchvision_equal__ = "Resize"
+    interpolation = "bilinear"
+    max_size = None
+    antialias = True
+
+    def __post_init__(self) -> None:
+        sides: tuple[Any, ...] = tuple(self.size) if isinstance(self.size, (tuple, list)) else (self.size, self.size)
+        if isinstance(self.size, str):
+            kind, _, number = self.size.partition(":")
+            sides = (int(number), 1) if kind in ("short", "long") and number.isdecimal() else ()
+        if len(sides) != 2 or any(not isinstance(side, int) or side < 1 for side in sides):
+            raise ValueError(
+                f"resize={self.size!r} is no size. Give the shorter side in pixels, (height, width), or a bound "
+                'such as "short:320" or "long:500".'
+            )
+
+    def __call__(self, image: Any) -> Image.Image:
+        from PIL import Image
+
+        if not isinstance(image, Image.Image):
+            raise TypeError(f"resize= works on PIL images, not on {kind_of(image)}; resize it in prepare=")
+        height, width = _resized_size(image.height, image.width, self.size)
+        return image if (width, height) == image.size else image.resize((width, height), Image.Resampling.BILINEAR)
+
+
+@dataclass(frozen=True, slots=True)
+class CenterCrop:
+    """Cuts the centre, (height, width), out of PIL images: the very pixels of torchvision's ``CenterCrop(size)``."""
+
+    size: tuple[int, int]
+
+    __torchvision_equal__ = "CenterCrop"
+
+    def __call__(self, image: Image.Image) -> Image.Image:
+        height, width = self.size
+        left, top = _cut_start(image.width, width), _cut_start(image.height, height)
+        return image.crop((left, top, left + width, top + height))
+
+
+@dataclass(frozen=True, slots=True)
+class RGB:
+    """Converts PIL images to mode RGB, as ``image.convert("RGB")`` within a transform does."""
+
+    __torchvision_equal__ = "RGB"
+
+    def __call__(self, image: Image.Image) -> Image.Image:
+        return image.convert("RGB")
+
+
+TO_RGB = RGB()
+
+
+def _cut_start(there: int, wanted: int) -> int:
+    """Where torchvision's CenterCrop begins: it pads first, the odd pixel right and below, and then rounds."""
+    return round((there - wanted) / 2) if there >= wanted else -((wanted - there) // 2)
+
+
+def _resized_size(height: int, width: int, resize: Bound) -> tuple[int, int]:
+    if isinstance(resize, str):
+        kind, _, number = resize.partition(":")
+        bound, shorter, longer = int(number), min(height, width), max(height, width)
+        if (shorter if kind == "short" else longer) <= bound:
+            return height, width
+        if kind == "short":
+            return _resized_size(height, width, bound)
+        other = max(1, int(bound * shorter / longer))
+        return (bound, other) if height > width else (other, bound)
+    if not isinstance(resize, int):
+        return resize
+    if width <= height:
+        return int(resize * height / width), resize
+    return resize, int(resize * width / height)
+
+
+@functools.cache
+def pillow_chooses_order() -> bool:
+    """Whether this Pillow resizes columns first where more than twice as much height as width is lost.
+
+    Older ones, up to 12 at least, always resize rows first. Each pass rounds to uint8, so it shows in the last bit.
+    ``horizontal_first`` in Pillow's src/libImaging/Resample.c is the source of the rule.
+    """
+    from PIL import Image
+
+    probe = Image.fromarray((np.arange(48) ** 2 * 37 % 256).astype(np.uint8).reshape(12, 4))
+    whole, columns_first, rows_first = (
+        image.resize((3, 3), Image.Resampling.BILINEAR).tobytes()
+        for image in (probe, *(probe.resize(size, Image.Resampling.BILINEAR) for size in ((4, 3), (3, 12))))
+    )
+    return whole == columns_first != rows_first
+
+
+# Planes to JPEG files and back
+
+
+class Scratch(threading.local):
+    """Memory that each thread keeps for its own intermediate images; grows to the largest need, then is reused.
+
+    Fresh pages cost more than most kernels that fill them.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, npt.NDArray[np.uint8]] = {}
+
+    def take(self, name: str, shape: tuple[int, ...]) -> npt.NDArray[np.uint8]:
+        """Give the thread's buffer of that name; its contents are what was left in it, at first zeros."""
+        size = math.prod(shape)
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.size < size:
+            buffer = self._buffers[name] = np.zeros(round_up_8(size), np.uint8)
+        return buffer[:size].reshape(shape)
+
+
+def round_up_8(count: int) -> int:
+    return -(-count // 8) * 8
+
+
+def encode_image(image_CHW: Array, kind: str, **options: Any) -> bytes:
+    """Encode stored planes as an image file of a kind that PIL knows."""
+    stream = io.BytesIO()
+    to_pil(image_CHW).save(stream, kind, **options)
+    return stream.getvalue()
+
+
+def encode_planes(image_CHW: Array, *, quality: int, subsampling: str) -> bytes:
+    """Encode an image of uint8, 1 or 3 planes, as a baseline JPEG; the planes are read where they lie."""
+    return encode_image(image_CHW, "JPEG", quality=quality, subsampling=subsampling)
+
+
+def decode_planes_into(data: memoryview, out_CHW: Array) -> None:
+    """Decode a JPEG file, which is not trusted, into planar memory: uint8, 1 or 3 planes, C-contiguous.
+
+    Raises:
+        OSError: the file is damaged.
+        ValueError: its header says another size or number of planes than ``out_CHW`` has; nothing was decoded.
+    """
+    channels, height, width = out_CHW.shape
+    jpeg, _ = open_libjpeg()
+    if jpeg is not None:
+        source = np.frombuffer(data, np.uint8)
+        address = addresses_of([source])
+        shapes, _ = core.jpeg_headers(address, np.array([source.size], np.int64))
+        is_alike = shapes[0].tolist() == [channels, height, width]
+        if is_alike and core.decode_jpeg(jpeg, address[0].item(), source.size, out_CHW):
+            return
+    from PIL.JpegImagePlugin import JpegImageFile
+
+    try:
+        # Not Image.open: only JPEG is meant, and its size is held against ``out`` rather than a limit of pixels.
+        image = JpegImageFile(io.BytesIO(data))
+    except SyntaxError as problem:
+        raise OSError(f"no JPEG file ({problem})") from problem
+    if image.size != (width, height) or image.mode != {1: "L", 3: "RGB"}[channels]:
+        raise ValueError(f"it is a JPEG of {image.width} x {image.height} px in mode {image.mode}")
+    _pack_planes(image, out_CHW)

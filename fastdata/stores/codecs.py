@@ -1,0 +1,492 @@
+"""Encoding prepared samples and decoding them into the caller's memory: the door to lz4 and zstandard.
+
+LZ4 is the fastest to decode, Zstandard behind reversible prediction makes photographs half as
+large, JPEG seven to nine times smaller for the price of exactness; ``"source"`` keeps a file's own
+bytes.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import threading
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from typing import Any
+
+import numpy as np
+
+from fastdata.errors import CodecError, kind_of
+from fastdata.pixels.describe import describe
+from fastdata.pixels.images import Array, SampleSpec, Scratch, decode_planes_into, encode_planes
+from fastdata.stores.prediction import Bytes, Filter, Layout, apply_filter, layout_of, undo_filter
+
+Settings = dict[str, "int | str | bool"]
+"""Plain values that JSON keeps: ``name``, ``format`` (the version of the byte format), arguments."""
+
+
+class Codec(ABC):
+    """Encodes prepared samples; safe from several threads and processes; pickles as its settings."""
+
+    name: str
+    lossless: bool = True
+
+    @abstractmethod
+    def encode(self, sample: Array) -> bytes:
+        """Encode a C-contiguous sample; ``ValueError`` for one that has an ``obstacle``."""
+
+    @abstractmethod
+    def decode(self, data: memoryview, out: Array) -> None:
+        """Fill ``out`` completely, with no more memory than a few times ``out.nbytes``.
+
+        Raises:
+            CodecError: the data are damaged, or of a sample of another size.
+        """
+
+    def obstacle(self, spec: SampleSpec) -> str | None:
+        """Why samples of this spec are refused."""
+        return None
+
+    def settings(self) -> Settings:
+        return {"name": self.name, "format": 1, **vars(self)}
+
+
+def bytes_of(array: Array) -> Bytes:
+    """View the memory of a sample to encode as bytes."""
+    if not array.flags.c_contiguous:
+        raise ValueError(
+            f"an array of shape {array.shape} and strides {array.strides} is not C-contiguous; "
+            "codecs take np.ascontiguousarray of it"
+        )
+    if array.dtype.hasobject:
+        raise ValueError(f"an array of {array.dtype} holds Python objects, which no codec keeps; give a numeric dtype")
+    return array.reshape(-1).view(np.uint8) if array.dtype.itemsize else np.empty(0, np.uint8)
+
+
+def bytes_to_fill(out: Array) -> Bytes:
+    if not out.flags.writeable:
+        raise ValueError(f"the array of shape {out.shape} to decode into is read-only")
+    return bytes_of(out)
+
+
+def _size_error(codec: Codec, problem: str, out: Array) -> CodecError:
+    return CodecError(
+        f"codec {codec.name!r} found {problem}, but a sample of shape {out.shape} and {out.dtype} "
+        f"needs {out.nbytes:,} bytes. The data are damaged or belong to another sample; "
+        "prepare the samples anew."
+    )
+
+
+@cache
+def _library(name: str) -> Any:
+    """Imported only for a codec that needs it: it is not built for every Python."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as missing:
+        raise ImportError(f"{_to_install(name)} ({missing})") from missing
+
+
+def _to_install(name: str) -> str:
+    package = name.partition(".")[0]
+    return f"the codec needs the package {package}: pip install {package}, or use another codec"
+
+
+def _obstacle(spec: SampleSpec, most_bytes: int, library: str) -> str | None:
+    if importlib.util.find_spec(library) is None:
+        return _to_install(library)
+    if spec.shape is None or spec.sample_bytes <= most_bytes:
+        return None
+    size = f"{spec.sample_bytes:,} bytes, {most_bytes:,} at most can be encoded"
+    return f"a sample has {size}; store them raw"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lz4Codec(Codec):
+    """Lossless; photographs hardly shrink (ratio 1.06), masks, drawings and medical images do.
+
+    Encoded bytes, format 1: one block as the LZ4 Block Format Description defines it
+    (github.com/lz4/lz4/blob/dev/doc/lz4_Block_format.md), without a size before or a checksum
+    behind it, of the sample's memory in C order and the byte order of its dtype. A flipped bit may
+    so go unnoticed; a size never does.
+
+    Args:
+        level: with ``high_compression`` 1 to 12, 0 for the library's 9; without it the
+            acceleration, where 0 is none and larger is faster and worse.
+        high_compression: search longer while encoding; decoding takes the same time or less.
+    """
+
+    level: int = 0
+    high_compression: bool = False
+
+    name = "lz4"
+
+    def __post_init__(self) -> None:
+        if self.level < 0 or (self.high_compression and self.level > 12):
+            most = "12 with high_compression" if self.high_compression else "any acceleration"
+            raise ValueError(f"level of codec 'lz4' is {self.level}; it must be 0 to {most}")
+
+    def encode(self, sample: Array) -> bytes:
+        options: dict[str, Any] = {"mode": "fast", "acceleration": self.level or 1}
+        if self.high_compression:
+            options = {"mode": "high_compression", "compression": self.level or 9}
+        compress = _library("lz4.block").compress
+        return bytes(compress(bytes_of(sample), store_size=False, **options))
+
+    def decode(self, data: memoryview, out: Array) -> None:
+        target = bytes_to_fill(out)
+        block = _library("lz4.block")
+        try:
+            raw = block.decompress(data, uncompressed_size=target.size)
+        except (block.LZ4BlockError, ValueError, OverflowError) as problem:
+            found = f"{len(data):,} bytes that are no block of at most that size"
+            raise _size_error(self, found, out) from problem
+        if len(raw) != target.size:
+            raise _size_error(self, f"a block of {len(raw):,} bytes", out)
+        target[:] = np.frombuffer(raw, np.uint8)
+
+    def obstacle(self, spec: SampleSpec) -> str | None:
+        return _obstacle(spec, 0x7E000000, "lz4")  # LZ4_MAX_INPUT_SIZE
+
+
+_HEAD_BYTES = 5
+_TRIAL_BYTES = 24 * 1024
+_NOISE = {"strategy": 1, "min_match": 7, "hash_log": 6, "window_log": 15}
+"""How residuals of photographs are compressed: they hardly repeat, so what counts is a Huffman
+table for every 32 KiB. Ratio 2.18 and 130 us to decode 3 x 256 x 256, where level 1 gives 2.12 and
+144 us, level 3 gives 2.06 and 195 us."""
+_BOTH = Filter.ABOVE | Filter.LEFT
+_NARROW = [Filter.NONE, Filter.ABOVE, _BOTH]
+_WIDE = [Filter.NONE, Filter.SPLIT, Filter.SPLIT | Filter.ABOVE, Filter.SPLIT | _BOTH]
+"""Filters that are tried on elements of one byte, and of several."""
+
+
+class _Workers(threading.local):
+    """Each thread's own: zstandard's compressors are not safe from several."""
+
+    def __init__(self) -> None:
+        self.compressors: dict[object, Any] = {}
+        self.scratch = Scratch()
+
+    @cached_property
+    def decompressor(self) -> Any:
+        return _library("zstandard").ZstdDecompressor()
+
+
+_workers = _Workers()
+
+
+def _compress(data: Bytes, chosen: Filter, level: int) -> bytes:
+    compressors = _workers.compressors
+    is_noise = Filter.LEFT in chosen and Filter.SPLIT not in chosen
+    key = "noise" if is_noise else level
+    if key not in compressors:
+        library = _library("zstandard")
+        options: dict[str, Any] = {"level": level}
+        if is_noise:
+            options = {"compression_params": library.ZstdCompressionParameters(**_NOISE)}
+        compressors[key] = library.ZstdCompressor(**options)
+    frame: bytes = compressors[key].compress(data)
+    return frame
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZstdCodec(Codec):
+    """Lossless; chooses for each sample the prediction that makes it smallest.
+
+    Photographs of 3 x 256 x 256: ratio 2.1, about 5,000 images/s decoded on one core.
+
+    Encoded bytes, format 1: the filter (1 byte, the sum of ``prediction.Filter``'s values), the
+    length of what follows (4 bytes, little-endian, unsigned), and one Zstandard frame (RFC 8878)
+    with its content size and without a checksum. The frame holds the sample's memory in C order,
+    filtered as ``prediction`` says. A flipped bit may so go unnoticed; a size never does.
+
+    Args:
+        level: of zstd, for what is not a photograph; negative ones are faster, 22 is the highest.
+    """
+
+    level: int = 1
+
+    name = "zstd"
+
+    def __post_init__(self) -> None:
+        if not -131_072 <= self.level <= 22:
+            raise ValueError(f"level of codec 'zstd' is {self.level}; it must be -131,072 to 22")
+
+    def encode(self, sample: Array) -> bytes:
+        data = bytes_of(sample)
+        layout = layout_of(sample.shape, sample.dtype)
+        # A strip stands for the sample: one compression of the whole, not four, 1.6 times the rate.
+        strip, strip_layout = _strip(data, layout)
+        frames = {}
+        for chosen in _filters_for(strip_layout):
+            frames[chosen] = self._compress(strip, strip_layout, chosen)
+        best = min(frames, key=lambda chosen: len(frames[chosen]))
+        frame = frames[best] if strip is data else self._compress(data, layout, best)
+        return bytes((best,)) + len(frame).to_bytes(_HEAD_BYTES - 1, "little") + frame
+
+    def decode(self, data: memoryview, out: Array) -> None:
+        """Fill ``out``; what memory it takes besides the thread keeps, and none for whole words."""
+        target = bytes_to_fill(out)
+        layout = layout_of(out.shape, out.dtype)
+        chosen = self._filter_of(data, layout, out)
+        is_in_place = layout.is_whole and Filter.SPLIT not in chosen
+        filtered = target
+        if chosen and not (is_in_place and target.ctypes.data % 8 == 0):
+            filtered = _workers.scratch.take("filtered", (layout.size,))
+        self._decompress(data[_HEAD_BYTES:], filtered, out)
+        if chosen:
+            undo_filter(filtered, layout, chosen, target, _workers.scratch)
+
+    def obstacle(self, spec: SampleSpec) -> str | None:
+        return _obstacle(spec, 4_000_000_000, "zstandard")  # a frame's length must fit 4 bytes
+
+    def _compress(self, data: Bytes, layout: Layout, chosen: Filter) -> bytes:
+        return _compress(apply_filter(data, layout, chosen), chosen, self.level)
+
+    def _filter_of(self, data: memoryview, layout: Layout, out: Array) -> Filter:
+        if len(data) < _HEAD_BYTES:
+            found = f"{len(data)} bytes, fewer than the {_HEAD_BYTES} of its head,"
+            raise _size_error(self, found, out)
+        length = _HEAD_BYTES + int.from_bytes(data[1:_HEAD_BYTES], "little")
+        if length != len(data):
+            raise CodecError(
+                f"codec 'zstd' found {len(data):,} bytes where their head says {length:,}: "
+                "cut off, too long or damaged. Prepare the samples anew."
+            )
+        number = data[0]
+        # SPLIT is not optional with wide elements, so that there is one way to undo each lane.
+        is_wide = layout.lane > 1
+        is_split = bool(number & Filter.SPLIT)
+        is_possible = number == 0 or (out.nbytes > 0 and is_split == is_wide and number < 16)
+        if not is_possible or (number & Filter.GREEN and not layout.green):
+            raise CodecError(
+                f"codec 'zstd' found filter {number}, which samples of shape {out.shape} and "
+                f"{out.dtype} cannot have (format 1). The data are damaged, belong to another "
+                "sample, or a newer version wrote them."
+            )
+        return Filter(number)
+
+    def _decompress(self, frame: memoryview, filtered: Bytes, out: Array) -> None:
+        """Fill ``filtered``; the size that a frame claims is checked before it is decompressed."""
+        library = _library("zstandard")
+        written = 0
+        try:
+            size = library.frame_content_size(frame)
+            if size != filtered.size:
+                claim = f"a frame of {size:,} bytes where {filtered.size:,} are due"
+                raise _size_error(self, claim, out)
+            # It holds as many bytes as fit, so zstd writes to `filtered` without a buffer.
+            if size:
+                written = _workers.decompressor.stream_reader(frame).readinto(filtered)
+        except library.ZstdError as problem:
+            raise _size_error(self, f"a damaged frame ({problem})", out) from problem
+        if written != filtered.size:
+            found = f"a frame that ends after {written:,} bytes of {filtered.size:,}"
+            raise _size_error(self, found, out)
+
+
+def _filters_for(layout: Layout) -> list[Filter]:
+    if not layout.size:
+        return [Filter.NONE]
+    filters = _NARROW if layout.lane == 1 else _WIDE
+    return [*filters, filters[-1] | Filter.GREEN] if layout.green else filters
+
+
+def _strip(data: Bytes, layout: Layout) -> tuple[Bytes, Layout]:
+    """The middle rows of each plane, on which the filter is chosen; all of a small sample."""
+    if data.size <= 2 * _TRIAL_BYTES or layout.rows == 1:
+        return data, layout
+    count = max(1, layout.rows * _TRIAL_BYTES // data.size)
+    start = (layout.rows - count) // 2
+    rows = data.reshape(layout.planes, layout.rows, layout.row_bytes)
+    # Where short rows were joined, a plane is no plane of colour any more.
+    green = layout.green and layout.planes % 3 == 0
+    return rows[:, start : start + count].ravel(), replace(layout, rows=count, green=green)
+
+
+LONGEST_SIDE_PX = 65_500
+"""Of libjpeg; the standard's own limit is 65,535."""
+SUBSAMPLINGS = ("4:4:4", "4:2:2", "4:2:0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class JpegCodec(Codec):
+    """**Lossy**: samples are re-encoded at their prepared size and come back slightly changed.
+
+    Only images of uint8, (3, H, W) or (1, H, W), for in anything else (labels, depths, tables) a
+    change is an error. ImageNet photographs at 256 x 256: ratio 7 with the defaults.
+
+    Encoded bytes, format 1: one baseline JPEG file (ITU-T T.81) with a JFIF header, YCbCr as JFIF
+    has it or grey. Which pixels it decodes to is libjpeg-turbo's (accurate integer inverse DCT,
+    smooth chroma upsampling).
+
+    Args:
+        quality: 1 to 95, libjpeg's scale. 92 changes ImageNet pixels by 2 levels of 255 on average.
+        subsampling: of the colours, ``"4:4:4"`` (none), ``"4:2:2"`` or ``"4:2:0"``.
+
+    Example:
+        >>> codec = JpegCodec()
+        >>> grey, out = np.full((3, 32, 32), 128, np.uint8), np.empty((3, 32, 32), np.uint8)
+        >>> codec.decode(memoryview(codec.encode(grey)), out)
+        >>> bool((out == grey).all())
+        True
+    """
+
+    quality: int = 92
+    subsampling: str = "4:4:4"
+
+    name = "jpeg"
+    lossless = False
+    makes_jpeg_files = True
+    """The core decodes what is served of them."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.quality <= 95:
+            raise ValueError(f"quality of codec 'jpeg' is {self.quality}; it must be 1 to 95. Exact codecs: lz4, zstd")
+        if self.subsampling not in SUBSAMPLINGS:
+            known = ", ".join(SUBSAMPLINGS)
+            raise ValueError(f"subsampling of codec 'jpeg' is {self.subsampling!r}; it must be {known}")
+
+    def encode(self, sample: Array) -> bytes:
+        self._check(sample)
+        bytes_of(sample)
+        return encode_planes(sample, quality=self.quality, subsampling=self.subsampling)
+
+    def decode(self, data: memoryview, out: Array) -> None:
+        """Fill ``out``; the size in the file's header is checked before any pixel is decoded."""
+        bytes_to_fill(out)
+        self._check(out)
+        try:
+            decode_planes_into(data, out)
+        except (OSError, ValueError) as problem:
+            raise CodecError(
+                f"codec 'jpeg' found {len(data):,} bytes that give no image of {out.shape}: "
+                f"{problem}. The data are damaged or belong to another sample; "
+                "prepare the samples anew."
+            ) from problem
+
+    def obstacle(self, spec: SampleSpec) -> str | None:
+        reason = _spoiled_by_jpeg(spec.shape, spec.dtype)
+        return reason and f"{reason}; use codec='zstd' or 'lz4', which keep them exactly"
+
+    def _check(self, sample: Array) -> None:
+        spec = SampleSpec(shape=sample.shape, dtype=sample.dtype.name, form="array")
+        reason = self.obstacle(spec)
+        if reason is not None:
+            shape = f"shape {sample.shape} and {sample.dtype}"
+            raise ValueError(f"codec 'jpeg' cannot keep a sample of {shape}: {reason}")
+
+
+def _spoiled_by_jpeg(shape: tuple[int, ...] | None, dtype: str) -> str | None:
+    if dtype != "uint8":
+        return f"JPEG keeps 8 bits, not {dtype}"
+    if shape is None:
+        return None
+    if len(shape) == 2:
+        return "an array (H, W) looks like a label mask, and a lossy codec would change labels"
+    if len(shape) != 3 or shape[0] not in (1, 3):
+        return f"JPEG keeps images of 1 or 3 planes (C, H, W), not {shape}"
+    height, width = shape[1:]
+    if min(height, width) < 1 or max(height, width) > LONGEST_SIDE_PX:
+        return f"JPEG keeps sides of 1 to {LONGEST_SIDE_PX:,} px, not {height} x {width}"
+    return None
+
+
+class OwnCodec(Codec):
+    """A user's object that has ``encode`` and ``decode``. Pickles if the object does."""
+
+    def __init__(self, codec: Any) -> None:
+        self.codec = codec
+        self.name = str(getattr(codec, "name", type(codec).__name__))
+        self.lossless = bool(getattr(codec, "lossless", True))
+
+    def encode(self, sample: Array) -> bytes:
+        data = self.codec.encode(sample)
+        if not isinstance(data, bytes | bytearray | memoryview):
+            raise TypeError(f"encode of codec {self.name!r} gave {kind_of(data)}; it must give bytes")
+        return bytes(data)
+
+    def decode(self, data: memoryview, out: Array) -> None:
+        self.codec.decode(data, out)
+
+    def obstacle(self, spec: SampleSpec) -> str | None:
+        ask = getattr(self.codec, "obstacle", super().obstacle)
+        reason = ask(spec)
+        return None if reason is None else str(reason)
+
+    def settings(self) -> Settings:
+        return {"name": self.name}
+
+
+_CODECS: dict[str, type[Codec]] = {"lz4": Lz4Codec, "zstd": ZstdCodec, "jpeg": JpegCodec}
+KNOWN_CODECS = tuple(_CODECS)
+
+
+def describe_codec(codec: Any, cache_key: str | None = None) -> str:
+    """Text that is equal for what ``codec=`` takes where it encodes alike."""
+    if codec in ("auto", "source"):
+        return str(codec)
+    if isinstance(codec, tuple | list):
+        return " + ".join(describe_codec(each, cache_key) for each in codec)
+    made = find_codec(codec)
+    if isinstance(made, OwnCodec):
+        kind = type(made.codec).__qualname__
+        return f"{kind} {made.name} {describe(made.codec, cache_key)}"
+    return json.dumps(made.settings(), sort_keys=True)
+
+
+def find_codec(codec: str | object) -> Codec:
+    """Make the codec of that name, or take a user's object as one.
+
+    It has ``encode(sample)`` and ``decode(data, out)``; its ``name``, ``lossless`` and
+    ``obstacle(spec)`` are used where it has them.
+    """
+    if isinstance(codec, Codec):
+        return codec
+    if isinstance(codec, type):
+        name = codec.__name__
+        raise TypeError(f"codec={name} is a class; give an instance of it: codec={name}()")
+    if not isinstance(codec, str):
+        return OwnCodec(_checked(codec))
+    if codec not in _CODECS:
+        known = ", ".join(map(repr, KNOWN_CODECS))
+        raise ValueError(
+            f"codec={codec!r} is not known; {known} are, "
+            "and so is any object with encode(sample) -> bytes and decode(data, out)"
+        )
+    return _CODECS[codec]()
+
+
+def _checked(codec: object) -> object:
+    methods = ("encode", "decode")
+    missing = [name for name in methods if not callable(getattr(codec, name, None))]
+    if missing:
+        raise TypeError(
+            f"an object of type {type(codec).__name__} is no codec: "
+            f"it has no method {' and no '.join(missing)}. A codec has encode(sample) -> bytes "
+            "and decode(data, out), which fills the array out."
+        )
+    return codec
+
+
+def codec_of(settings: Settings) -> Codec:
+    """Make the codec of fastdata whose ``settings()`` these are, without pickle."""
+    arguments = dict(settings)
+    name = arguments.pop("name", None)
+    version = arguments.pop("format", None)
+    if name not in _CODECS:
+        raise ValueError(
+            f"the data were encoded by codec {name!r}, which is none of fastdata's "
+            f"({', '.join(KNOWN_CODECS)}); give the codec object that encoded them"
+        )
+    if version != 1:
+        raise ValueError(
+            f"the data have format {version} of codec {name!r}, but this version of fastdata "
+            "knows format 1; use the version that wrote them or prepare the samples anew"
+        )
+    try:
+        return _CODECS[str(name)](**arguments)
+    except TypeError as unknown:
+        raise ValueError(f"codec {name!r} does not know the settings {arguments}: {unknown}") from unknown
