@@ -31,7 +31,14 @@ TARGETS = {
 }
 
 # No product and sum are fused unless the source says so: every level gives the same pixels.
-FLAGS = ["-std=gnu11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-fvisibility=hidden"]
+FLAGS = [
+    "-std=gnu11",
+    "-O3",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fPIC",
+    "-fvisibility=hidden",
+]
 
 
 class CoreHook(BuildHookInterface[Any]):
@@ -43,12 +50,16 @@ class CoreHook(BuildHookInterface[Any]):
         here = (tag.platform for tag in sys_tags() if tag.platform in TARGETS)
         platform = os.environ.get("FASTDATA_WHEEL") or next(here, "any")
         if platform == "any":
-            self.app.display_warning(f"built without the compiled core, which there is for {', '.join(TARGETS)}")
+            self.app.display_warning(
+                f"built without the compiled core, which there is for {', '.join(TARGETS)}"
+            )
             return
         core = Path(self.root, "fastdata", "pixels", "core")
         for library in compile_core(core, Path(self.work.name), *TARGETS[platform]):
             if version == "editable":
-                (core / library.name).unlink(missing_ok=True)  # a process that has it open keeps the old one
+                (core / library.name).unlink(
+                    missing_ok=True
+                )  # a process that has it open keeps the old one
                 shutil.copy(library, core)
             else:
                 build_data["force_include"][str(library)] = f"fastdata/pixels/core/{library.name}"
@@ -59,18 +70,30 @@ class CoreHook(BuildHookInterface[Any]):
         self.work.cleanup()
 
 
-def compile_core(core: Path, work: Path, target: str, ending: str, cpus: dict[int, str]) -> list[Path]:
+def compile_core(
+    core: Path, work: Path, target: str, ending: str, cpus: dict[int, str]
+) -> list[Path]:
     """Make the libraries in ``work``, where the compiler's cache lies too."""
     files = sorted(core.glob("*.[ch]"))
     checksum = zlib.crc32(b"".join(file.read_bytes() for file in files))
     zig = [sys.executable, "-m", "ziglang", "cc", "-target", target]
-    cache = {"ZIG_LOCAL_CACHE_DIR": str(work / "cache"), "ZIG_GLOBAL_CACHE_DIR": str(work / "cache")}
+    cache = {
+        "ZIG_LOCAL_CACHE_DIR": str(work / "cache"),
+        "ZIG_GLOBAL_CACHE_DIR": str(work / "cache"),
+    }
     run = functools.partial(subprocess.run, env=os.environ | cache, check=True)
     libraries = {work / f"core-level{level}{ending}": cpu for level, cpu in cpus.items()}
     for library, cpu in libraries.items():
         compiler = [*zig, *f"-mcpu={cpu}".split(), *FLAGS, f"-DFASTDATA_SOURCES={checksum}u", "-c"]
-        objects = {str(work / f"{library.stem}.{file.stem}.o"): str(file) for file in files if file.suffix == ".c"}
-        for compiled, source in objects.items():  # one by one: zig makes one object of several sources
+        objects = {
+            str(work / f"{library.stem}.{file.stem}.o"): str(file)
+            for file in files
+            if file.suffix == ".c"
+        }
+        for (
+            compiled,
+            source,
+        ) in objects.items():  # one by one: zig makes one object of several sources
             run([*compiler, source, "-o", compiled])
         # Without the CPU, so that zig's own part of a library (minutes for Windows) is compiled for the first one only.
         run([*zig, "-O3", "-shared", "-s", "-Wl,-z,defs", *objects, "-lm", "-o", str(library)])

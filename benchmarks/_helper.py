@@ -98,7 +98,9 @@ class Row:
         return Spread(rounds=self.rounds)
 
 
-def in_turns(competitors: dict[str, Callable[[], float]], rounds: int) -> dict[str, tuple[float, ...]]:
+def in_turns(
+    competitors: dict[str, Callable[[], float]], rounds: int
+) -> dict[str, tuple[float, ...]]:
     """One warm-up of each, then ``rounds`` rounds in which each has its turn."""
     for measure in competitors.values():
         measure()
@@ -118,7 +120,11 @@ def seconds_of(action: Callable[[], object]) -> float:
 def vanilla_loader(dataset: Any, batch_size: int, num_workers: int) -> TorchDataLoader[Any]:
     """Torch's loader with workers that persist, so that rounds do not pay for starting them."""
     return TorchDataLoader(
-        dataset, batch_size=batch_size, shuffle=True, num_workers=num_workers, persistent_workers=num_workers > 0
+        dataset,
+        batch_size=batch_size,
+        shuffle=True,
+        num_workers=num_workers,
+        persistent_workers=num_workers > 0,
     )
 
 
@@ -138,7 +144,11 @@ def find_workers(make_loader: Callable[[int], Iterable[Any]], budget_s: float = 
 
 @contextmanager
 def class_folders(
-    given: Path | None, *, count: int | None, size: tuple[int, int] = (512, 384), variable: str = "FASTDATA_IMAGENET"
+    given: Path | None,
+    *,
+    count: int | None,
+    size: tuple[int, int] = (512, 384),
+    variable: str = "FASTDATA_IMAGENET",
 ) -> Iterator[tuple[Path, str]]:
     """A folder of class folders with ``count`` files, real ones copied as often as needed, and words that say which.
 
@@ -154,7 +164,9 @@ def class_folders(
             write_photos(root, count=count or 400, size=size, progress=sys.stderr.isatty())
             yield root, f"{count or 400} drawn images"
         else:
-            found = sorted(path for path in source.rglob("*") if path.suffix.lower() in IMAGE_SUFFIXES)
+            found = sorted(
+                path for path in source.rglob("*") if path.suffix.lower() in IMAGE_SUFFIXES
+            )
             _copy_to(root, found, count or len(found))
             yield root, f"{len(found)} images of {source.name} copied to {count} files"
 
@@ -173,8 +185,21 @@ def on_ranks(ranks: int, script: str, *arguments: object) -> Any:
     """Run the script under torchrun, a thread for each rank; return the JSON that rank 0 writes to ``--into``."""
     with tempfile.TemporaryDirectory(prefix="fastdata-benchmark-") as folder:
         into = Path(folder) / "figures.json"
-        launcher = ["torch.distributed.run", "--standalone", "--local-addr=localhost", f"--nproc-per-node={ranks}"]
-        command = [sys.executable, "-m", *launcher, script, *map(str, arguments), "--into", str(into)]
+        launcher = [
+            "torch.distributed.run",
+            "--standalone",
+            "--local-addr=localhost",
+            f"--nproc-per-node={ranks}",
+        ]
+        command = [
+            sys.executable,
+            "-m",
+            *launcher,
+            script,
+            *map(str, arguments),
+            "--into",
+            str(into),
+        ]
         subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
         return json.loads(into.read_text("utf-8"))
 
@@ -191,8 +216,12 @@ def _copy_to(root: Path, found: list[Path], count: int) -> None:
 
 def parser(description: str) -> argparse.ArgumentParser:
     """The options that every script has."""
-    options = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    options.add_argument("--images", type=Path, help="class folders of images; also FASTDATA_IMAGENET")
+    options = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    options.add_argument(
+        "--images", type=Path, help="class folders of images; also FASTDATA_IMAGENET"
+    )
     options.add_argument("--rounds", type=int, default=5, help="measured rounds")
     options.add_argument("--json", type=Path, help="keep every figure, with versions")
     return options
@@ -230,7 +259,12 @@ def save_rows(rows: list[Row], path: Path | None, **settings: Any) -> None:
         }
         for row in rows
     ]
-    document = {"figures": figures, "settings": settings, "versions": versions(), "machine": machine_facts()}
+    document = {
+        "figures": figures,
+        "settings": settings,
+        "versions": versions(),
+        "machine": machine_facts(),
+    }
     path.write_text(json.dumps(document, indent=2, default=str) + "\n", "utf-8")
 
 
@@ -247,7 +281,9 @@ def _range(spread: Spread) -> str:
     return f"{_figure(spread.lowest)} to {_figure(spread.highest)}"
 
 
-def images_per_s(loader: Iterable[Any], *, at_least_s: float = 0.0, whole_epochs: bool = True) -> float:
+def images_per_s(
+    loader: Iterable[Any], *, at_least_s: float = 0.0, whole_epochs: bool = True
+) -> float:
     """Images a second of epochs, one at least, until ``at_least_s`` has passed; else of batches until then."""
     images, start = 0, time.perf_counter()
     while True:

@@ -42,7 +42,9 @@ Holding = Callable[[Path], AbstractContextManager[None]]
 
 
 def open_folder(folder: Path, share: Share) -> ImageFolder:
-    return ImageFolder(str(folder), TRANSFORM, share=share, storage="shared", fill="eager", progress=False)
+    return ImageFolder(
+        str(folder), TRANSFORM, share=share, storage="shared", fill="eager", progress=False
+    )
 
 
 # Each holds the samples of the folder in this rank, all of them read by workers that are still there
@@ -65,7 +67,14 @@ def hold_nothing(folder: Path) -> Iterator[None]:
 @contextmanager
 def hold_in_fastdata(folder: Path, share: Share) -> Iterator[None]:
     with open_folder(folder, share) as data:
-        loader = DataLoader(data, BATCH, shuffle=True, num_workers=WORKERS, workers="process", persistent_workers=True)
+        loader = DataLoader(
+            data,
+            BATCH,
+            shuffle=True,
+            num_workers=WORKERS,
+            workers="process",
+            persistent_workers=True,
+        )
         read(loader)
         yield
 
@@ -76,7 +85,10 @@ class Preloaded(Dataset[tuple[torch.Tensor, int]]):
     def __init__(self, folder: Path) -> None:
         files = sorted(folder.glob("*/*"))
         inodes = {path.stat().st_ino: path for path in files}
-        images = [np.asarray(Image.open(path).convert("RGB").resize((SIDE_PX, SIDE_PX))) for path in inodes.values()]
+        images = [
+            np.asarray(Image.open(path).convert("RGB").resize((SIDE_PX, SIDE_PX)))
+            for path in inodes.values()
+        ]
         self.images = [images[index % len(images)].copy() for index in range(len(files))]
 
     def __len__(self) -> int:
@@ -120,7 +132,9 @@ FORMS = {
     SEPARATE: Form(hold=partial(hold_in_fastdata, share="off"), copies_per_rank=1),
     FORKED: Form(hold=partial(hold_in_list, start_method="fork"), copies_per_rank=1),
     # Python 3.14's default: each worker gets a copy of its own, and another one is on its way when it starts.
-    SERVED: Form(hold=partial(hold_in_list, start_method="forkserver"), copies_per_rank=WORKERS + 2),
+    SERVED: Form(
+        hold=partial(hold_in_list, start_method="forkserver"), copies_per_rank=WORKERS + 2
+    ),
 }
 
 

@@ -17,7 +17,16 @@ from PIL import Image
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset
 
-from _helper import Row, class_folders, in_turns, parser, print_rows, save_rows, seconds_of, transforms
+from _helper import (
+    Row,
+    class_folders,
+    in_turns,
+    parser,
+    print_rows,
+    save_rows,
+    seconds_of,
+    transforms,
+)
 from fastdata import DataLoader, ImageManifest
 
 BATCH = 100
@@ -31,7 +40,9 @@ class OnTheFly(Dataset[Any]):
 
     def __init__(self, manifest: Path) -> None:
         with open(manifest, newline="", encoding="utf-8") as file:
-            self.rows = [(manifest.parent / row["file"], int(row["label"])) for row in csv.DictReader(file)]
+            self.rows = [
+                (manifest.parent / row["file"], int(row["label"])) for row in csv.DictReader(file)
+            ]
         self.augment = transforms.Compose(AUGMENT)
 
     def __len__(self) -> int:
@@ -68,7 +79,9 @@ def epoch_s(loader: Iterable[Any], layer: torch.nn.Module) -> float:
 def write_manifest(root: Path) -> Path:
     """``file,label`` for every image below ``root``; the label numbers the class folders."""
     files = sorted(path for path in root.rglob("*") if path.suffix.lower() in (".jpg", ".jpeg"))
-    labels = {name: label for label, name in enumerate(sorted({path.parent.name for path in files}))}
+    labels = {
+        name: label for label, name in enumerate(sorted({path.parent.name for path in files}))
+    }
     manifest = root / "train.csv"
     with open(manifest, "w", newline="", encoding="utf-8") as file:
         table = csv.writer(file)
@@ -110,16 +123,32 @@ def measure(manifest: Path, rounds: int) -> list[Row]:
         )
         for name, dataset in built.items()
     }
-    epochs = in_turns({name: partial(epoch_s, loader, layer) for name, loader in loaders.items()}, rounds)
+    epochs = in_turns(
+        {name: partial(epoch_s, loader, layer) for name, loader in loaders.items()}, rounds
+    )
     convolution = in_turns(
-        {"": partial(epoch_s, [(torch.rand(BATCH, 3, 64, 64), 0)] * len(loaders["fastdata"]), layer)}, rounds
+        {
+            "": partial(
+                epoch_s, [(torch.rand(BATCH, 3, 64, 64), 0)] * len(loaders["fastdata"]), layer
+            )
+        },
+        rounds,
     )
     built["fastdata"].close()
     count = len(loaders["fastdata"].dataset)
     return [
-        *(Row(section="preparation, once", name=name, unit="s", rounds=(s,)) for name, s in prepare_s.items()),
         *(
-            Row(section=f"epoch of {count:,} images", name=name, unit="s", rounds=row, against="on the fly")
+            Row(section="preparation, once", name=name, unit="s", rounds=(s,))
+            for name, s in prepare_s.items()
+        ),
+        *(
+            Row(
+                section=f"epoch of {count:,} images",
+                name=name,
+                unit="s",
+                rounds=row,
+                against="on the fly",
+            )
             for name, row in epochs.items()
         ),
         Row(

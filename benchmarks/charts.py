@@ -10,7 +10,11 @@ from pathlib import Path
 RESULTS = Path(__file__).parent / "results"
 CHARTS = Path(__file__).parents[1] / "docs" / "charts"
 COLOURS = ("#9aa5b1", "#2f7ed8", "#7cb5ec", "#e8b04b", "#d9673a")
-FORMS = ("torchvision + torch, from files", "fastdata, 256x256 in memory", "fastdata, storage='none'")
+FORMS = (
+    "torchvision + torch, from files",
+    "fastdata, 256x256 in memory",
+    "fastdata, storage='none'",
+)
 ROW_PX, LABEL_PX, BARS_PX, FIGURE_PX = 15, 260, 380, 60
 
 Group = tuple[str, list[tuple[str, float]]]  # its name; (what a bar is, its length)
@@ -28,16 +32,22 @@ def bars(title: str, unit: str, groups: Iterable[Group]) -> str:
         marks.append(f'<text x="{x + 15}" y="{y + 9}">{escape(name)}</text>')
     y += 24
     for group, members in groups:
-        marks.append(f'<text x="0" y="{y + ROW_PX * len(members) / 2 + 4:g}">{escape(group)}</text>')
+        marks.append(
+            f'<text x="0" y="{y + ROW_PX * len(members) / 2 + 4:g}">{escape(group)}</text>'
+        )
         for name, length in members:
             colour, width = COLOURS[names.index(name)], max(1, round(BARS_PX * length / longest))
-            marks.append(f'<rect x="{LABEL_PX}" y="{y}" width="{width}" height="{ROW_PX - 3}" fill="{colour}"/>')
+            marks.append(
+                f'<rect x="{LABEL_PX}" y="{y}" width="{width}" height="{ROW_PX - 3}" fill="{colour}"/>'
+            )
             marks.append(f'<text x="{LABEL_PX + width + 5}" y="{y + 10}">{length:,.0f}</text>')
             y += ROW_PX
         y += ROW_PX // 2
     size = f'width="{LABEL_PX + BARS_PX + FIGURE_PX}" height="{y}"'
     style = 'font-family="sans-serif" font-size="11" fill="#808890"'
-    return "\n".join([f'<svg xmlns="http://www.w3.org/2000/svg" {size} {style}>', *marks, "</svg>", ""])
+    return "\n".join(
+        [f'<svg xmlns="http://www.w3.org/2000/svg" {size} {style}>', *marks, "</svg>", ""]
+    )
 
 
 def medians(file: str) -> dict[str, dict[str, float]]:
@@ -49,8 +59,14 @@ def medians(file: str) -> dict[str, dict[str, float]]:
 
 
 def recipes() -> str:
-    groups = [(name, rows) for name, rows in medians("recipes.json").items() if set(FORMS) <= set(rows)]
-    return bars("Recipes", "images/s", [(name, [(form, rows[form]) for form in FORMS]) for name, rows in groups])
+    groups = [
+        (name, rows) for name, rows in medians("recipes.json").items() if set(FORMS) <= set(rows)
+    ]
+    return bars(
+        "Recipes",
+        "images/s",
+        [(name, [(form, rows[form]) for form in FORMS]) for name, rows in groups],
+    )
 
 
 def larger_than_ram() -> str:
@@ -65,13 +81,24 @@ def larger_than_ram() -> str:
 
 
 def ranks() -> str:
-    sections = [(name, rows) for name, rows in medians("ranks.json").items() if name.startswith("PSS of the tree")]
+    sections = [
+        (name, rows)
+        for name, rows in medians("ranks.json").items()
+        if name.startswith("PSS of the tree")
+    ]
     what = sections[0][0].rpartition(", ")[0]
-    groups = [(f"{name.rpartition(', ')[2]}, ranks x workers", list(rows.items())) for name, rows in sections]
+    groups = [
+        (f"{name.rpartition(', ')[2]}, ranks x workers", list(rows.items()))
+        for name, rows in sections
+    ]
     return bars(what, "MB", groups)
 
 
-CHARTS_BY_NAME = {"recipes.svg": recipes, "larger-than-ram.svg": larger_than_ram, "ranks.svg": ranks}
+CHARTS_BY_NAME = {
+    "recipes.svg": recipes,
+    "larger-than-ram.svg": larger_than_ram,
+    "ranks.svg": ranks,
+}
 
 if __name__ == "__main__":
     for name, draw in CHARTS_BY_NAME.items():

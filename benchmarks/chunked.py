@@ -88,8 +88,12 @@ def cached(path: Path, codec: str) -> CachedDataset:
 
 
 def serve_from_memory(path: Path, count: int, codec: str) -> Any:
-    options: dict[str, Any] = {"storage": "shared"} if codec == RAW else {"storage": "compressed", "codec": codec}
-    dataset = CachedDataset(RawImages(path, count), transform=crop_and_flip(), fill="eager", progress=False, **options)
+    options: dict[str, Any] = (
+        {"storage": "shared"} if codec == RAW else {"storage": "compressed", "codec": codec}
+    )
+    dataset = CachedDataset(
+        RawImages(path, count), transform=crop_and_flip(), fill="eager", progress=False, **options
+    )
     return DataLoader(dataset, BATCH, shuffle=True, num_workers="auto")
 
 
@@ -130,7 +134,9 @@ def measure(make_loader: Callable[[], Any], seconds: float, is_cold: bool, conne
     with peak_memory(every_s=0.05) as peak:
         loader = make_loader()
         images_per_s(loader)
-    rate = cold_images_per_s(loader, seconds) if is_cold else images_per_s(loader, at_least_s=seconds)
+    rate = (
+        cold_images_per_s(loader, seconds) if is_cold else images_per_s(loader, at_least_s=seconds)
+    )
     peak.sample()
     plan = str(getattr(loader, "plan", ""))
     connection.send(Outcome(rate, peak.size_bytes, start_bytes, plan))
@@ -157,7 +163,9 @@ def forget_files(dataset: Any) -> None:
         os.close(descriptor)
 
 
-def in_own_process(make_loader: Callable[[], Any], seconds: float, is_cold: bool, outcomes: list[Outcome]) -> float:
+def in_own_process(
+    make_loader: Callable[[], Any], seconds: float, is_cold: bool, outcomes: list[Outcome]
+) -> float:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=measure, args=(make_loader, seconds, is_cold, theirs))
@@ -195,7 +203,8 @@ def compare(
     """Rates in turns, and the peaks of all rounds."""
     outcomes: dict[str, list[Outcome]] = {name: [] for name in competitors}
     turns = {
-        name: partial(in_own_process, make, seconds, is_cold, outcomes[name]) for name, make in competitors.items()
+        name: partial(in_own_process, make, seconds, is_cold, outcomes[name])
+        for name, make in competitors.items()
     }
     rates = in_turns(turns, rounds)
     for name in competitors:
@@ -221,8 +230,12 @@ def compare(
 def main() -> None:
     options = parser(__doc__.splitlines()[0])
     options.add_argument("--gib", type=float, default=4.0, help="size of the raw images")
-    options.add_argument("--limit-gib", type=float, default=1.0, help="memory_limit of the chunked loader")
-    options.add_argument("--seconds", type=float, default=5.0, help="of each measurement, whole epochs")
+    options.add_argument(
+        "--limit-gib", type=float, default=1.0, help="memory_limit of the chunked loader"
+    )
+    options.add_argument(
+        "--seconds", type=float, default=5.0, help="of each measurement, whole epochs"
+    )
     options.add_argument("--codecs", nargs="*", default=[RAW, "zstd"], help="of the caches")
     chosen = options.parse_args()
     limit = int(chosen.limit_gib * GIB)
@@ -233,17 +246,23 @@ def main() -> None:
         path = Path(folder) / "images.raw"
         start = time.perf_counter()
         count = write_raw(root, path, int(chosen.gib * GIB))
-        print(f"{what}: {count} raw images, {path.stat().st_size / GIB:.1f} GiB, {time.perf_counter() - start:.0f} s")
+        print(
+            f"{what}: {count} raw images, {path.stat().st_size / GIB:.1f} GiB, {time.perf_counter() - start:.0f} s"
+        )
         rows: list[Row] = []
         for codec in chosen.codecs:
             start = time.perf_counter()
             with cached(path, codec) as dataset:
-                print(f"{dataset.storage_plan.reason}, written in {time.perf_counter() - start:.0f} s")
+                print(
+                    f"{dataset.storage_plan.reason}, written in {time.perf_counter() - start:.0f} s"
+                )
             title = f"{codec if codec != RAW else 'raw'} images, {chosen.gib:g} GiB against {chosen.limit_gib:g} GiB"
             rows += compare(
                 title,
                 {
-                    "in memory, a quarter of them": partial(serve_from_memory, path, count // 4, codec),
+                    "in memory, a quarter of them": partial(
+                        serve_from_memory, path, count // 4, codec
+                    ),
                     "from disk, no limit": partial(serve_from_disk, path, codec),
                     "chunked": partial(serve_chunked, path, limit, codec),
                 },
@@ -255,7 +274,9 @@ def main() -> None:
                 f"{title}, read from the disk each epoch",
                 {
                     "from disk, no limit": partial(serve_from_disk, path, codec),
-                    "chunked, page cache emptied": partial(serve_chunked, path, limit, codec, empties_cache=True),
+                    "chunked, page cache emptied": partial(
+                        serve_chunked, path, limit, codec, empties_cache=True
+                    ),
                 },
                 chosen.seconds,
                 chosen.rounds,
@@ -273,7 +294,9 @@ def main() -> None:
             limit,
         )
     print_rows(rows)
-    save_rows(rows, chosen.json, images=what, raw_images=count, limit_bytes=limit, rounds=chosen.rounds)
+    save_rows(
+        rows, chosen.json, images=what, raw_images=count, limit_bytes=limit, rounds=chosen.rounds
+    )
 
 
 if __name__ == "__main__":

@@ -48,12 +48,18 @@ def photographs(root: Path) -> Samples:
 
 def drawings(count: int) -> Samples:
     """Filled shapes with antialiased edges on white."""
-    return [planar(drawn(seed, "RGB").resize((SIDE, SIDE), Image.Resampling.BILINEAR)) for seed in range(count)]
+    return [
+        planar(drawn(seed, "RGB").resize((SIDE, SIDE), Image.Resampling.BILINEAR))
+        for seed in range(count)
+    ]
 
 
 def masks(count: int) -> Samples:
     """Label masks (H, W) of uint8 with some ten classes."""
-    return [np.asarray(drawn(seed, "L").resize((SIDE, SIDE), Image.Resampling.NEAREST)).copy() for seed in range(count)]
+    return [
+        np.asarray(drawn(seed, "L").resize((SIDE, SIDE), Image.Resampling.NEAREST)).copy()
+        for seed in range(count)
+    ]
 
 
 def depths(count: int) -> Samples:
@@ -105,7 +111,9 @@ def decoding(codec: Codec, encoded: list[bytes], like: np.ndarray) -> Callable[[
     views, scratch = [memoryview(data) for data in encoded], Scratch()
 
     def decode(k: int) -> None:
-        codec.decode(views[k], scratch.take("out", (like.nbytes,)).view(like.dtype).reshape(like.shape))
+        codec.decode(
+            views[k], scratch.take("out", (like.nbytes,)).view(like.dtype).reshape(like.shape)
+        )
 
     return decode
 
@@ -122,12 +130,22 @@ def sizes_and_rates(kind: str, samples: Samples, rounds: int) -> list[Row]:
             continue
         ratio = sum(sample.nbytes for sample in samples) / sum(map(len, encoded))
         target = "1.7" if (kind, name) == ("photographs", "zstd") else ""
-        rows.append(Row(section=section, name=f"{name}: ratio", unit="times", rounds=(ratio,), target=target))
-        measures[f"{name}: encode"] = partial(rate, lambda k, codec=codec: codec.encode(samples[k]), len(samples))
-        measures[f"{name}: decode"] = partial(rate, decoding(codec, encoded, samples[0]), len(samples))
+        rows.append(
+            Row(
+                section=section, name=f"{name}: ratio", unit="times", rounds=(ratio,), target=target
+            )
+        )
+        measures[f"{name}: encode"] = partial(
+            rate, lambda k, codec=codec: codec.encode(samples[k]), len(samples)
+        )
+        measures[f"{name}: decode"] = partial(
+            rate, decoding(codec, encoded, samples[0]), len(samples)
+        )
     for name, figures in in_turns(measures, rounds).items():
         target = "2,500" if (kind, name) == ("photographs", "zstd: decode") else ""
-        rows.append(Row(section=section, name=name, unit="samples/s", rounds=figures, target=target))
+        rows.append(
+            Row(section=section, name=name, unit="samples/s", rounds=figures, target=target)
+        )
     return sorted(rows, key=lambda row: row.name.split(":")[0])
 
 
@@ -148,15 +166,30 @@ def undoing(samples: Samples, rounds: int) -> list[Row]:
     def copying(k: int) -> None:
         out[...] = sample
 
-    competitors = {"copy": copying, "np.cumsum of bytes, left only": in_bytes, "words: green, above, left": in_words}
+    competitors = {
+        "copy": copying,
+        "np.cumsum of bytes, left only": in_bytes,
+        "words: green, above, left": in_words,
+    }
     per_call = sample.nbytes / GB
     figures = in_turns(
-        {name: lambda action=action: per_call * rate(action, 50) for name, action in competitors.items()}, rounds
+        {
+            name: lambda action=action: per_call * rate(action, 50)
+            for name, action in competitors.items()
+        },
+        rounds,
     )
     rival = "np.cumsum of bytes, left only"
-    row = partial(Row, section="undoing the prediction of 3 x 256 x 256 bytes, one core", unit="GB/s", against=rival)
+    row = partial(
+        Row,
+        section="undoing the prediction of 3 x 256 x 256 bytes, one core",
+        unit="GB/s",
+        against=rival,
+    )
     targets = {"words: green, above, left": "1 GB/s"}
-    return [row(name=name, rounds=figures[name], target=targets.get(name, "")) for name in competitors]
+    return [
+        row(name=name, rounds=figures[name], target=targets.get(name, "")) for name in competitors
+    ]
 
 
 def threads_of_lz4(samples: Samples, rounds: int) -> list[Row]:
@@ -167,7 +200,15 @@ def threads_of_lz4(samples: Samples, rounds: int) -> list[Row]:
     def bare(k: int) -> None:
         lz4.block.decompress(encoded[k], uncompressed_size=size)
 
-    return against("lz4 of photographs", "lz4.block.decompress", bare, decode, len(samples), rounds, "1.4: 0.7 a core")
+    return against(
+        "lz4 of photographs",
+        "lz4.block.decompress",
+        bare,
+        decode,
+        len(samples),
+        rounds,
+        "1.4: 0.7 a core",
+    )
 
 
 def threads_of_jpeg(samples: Samples, rounds: int) -> list[Row]:
@@ -178,7 +219,9 @@ def threads_of_jpeg(samples: Samples, rounds: int) -> list[Row]:
         np.asarray(Image.open(io.BytesIO(encoded[k])).convert("RGB"))
 
     decode = decoding(JpegCodec(), encoded, samples[0])
-    return against("jpeg of photographs", "np.asarray of Pillow", plain, decode, len(samples), rounds, "1.7")
+    return against(
+        "jpeg of photographs", "np.asarray of Pillow", plain, decode, len(samples), rounds, "1.7"
+    )
 
 
 def threads_of_zstd(samples: Samples, rounds: int) -> list[Row]:
@@ -186,8 +229,13 @@ def threads_of_zstd(samples: Samples, rounds: int) -> list[Row]:
     encoded = [ZstdCodec().encode(sample) for sample in samples]
     decode = decoding(ZstdCodec(), encoded, samples[0])
     figures = in_turns({n: partial(rate, decode, len(samples), n) for n in (1, 2)}, rounds)
-    row = partial(Row, section="zstd of photographs, by threads", unit="images/s", against="codec, 1 thread")
-    return [row(name="codec, 1 thread", rounds=figures[1]), row(name="codec, 2 threads", rounds=figures[2])]
+    row = partial(
+        Row, section="zstd of photographs, by threads", unit="images/s", against="codec, 1 thread"
+    )
+    return [
+        row(name="codec, 1 thread", rounds=figures[1]),
+        row(name="codec, 2 threads", rounds=figures[2]),
+    ]
 
 
 def against(
@@ -201,17 +249,28 @@ def against(
 ) -> list[Row]:
     competitors = {f"{rival}, 1 thread": (bare, 1), f"{rival}, 2 threads": (bare, 2)}
     competitors |= {"codec, 1 thread": (decode, 1), "codec, 2 threads": (decode, 2)}
-    figures = in_turns({name: partial(rate, action, count, n) for name, (action, n) in competitors.items()}, rounds)
-    row = partial(Row, section=f"{section}, by threads", unit="images/s", against=f"{rival}, 1 thread")
+    figures = in_turns(
+        {name: partial(rate, action, count, n) for name, (action, n) in competitors.items()}, rounds
+    )
+    row = partial(
+        Row, section=f"{section}, by threads", unit="images/s", against=f"{rival}, 1 thread"
+    )
     targets = {"codec, 2 threads": target}
-    return [row(name=name, rounds=figures[name], target=targets.get(name, "")) for name in competitors]
+    return [
+        row(name=name, rounds=figures[name], target=targets.get(name, "")) for name in competitors
+    ]
 
 
 def main() -> None:
     options = parser(__doc__.splitlines()[0])
-    options.add_argument("--count", type=int, default=200, help="drawings, masks and depth maps of each kind")
+    options.add_argument(
+        "--count", type=int, default=200, help="drawings, masks and depth maps of each kind"
+    )
     chosen = options.parse_args()
-    with class_folders(chosen.images, count=None if chosen.images else chosen.count) as (root, what):
+    with class_folders(chosen.images, count=None if chosen.images else chosen.count) as (
+        root,
+        what,
+    ):
         photos = photographs(root)
     print(what)
     rows = sizes_and_rates("photographs", photos, chosen.rounds)

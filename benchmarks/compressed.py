@@ -49,7 +49,11 @@ Measure = Callable[[], float]
 
 def photo_transform(*, dense: bool = True) -> Any:
     resize = [transforms.Resize((SIDE_PX, SIDE_PX))] if dense else [transforms.Resize(SIDE_PX)]
-    rest = [transforms.RandomCrop(CROP_PX), transforms.RandomHorizontalFlip(), transforms.PILToTensor()]
+    rest = [
+        transforms.RandomCrop(CROP_PX),
+        transforms.RandomHorizontalFlip(),
+        transforms.PILToTensor(),
+    ]
     return transforms.Compose([*resize, *rest])
 
 
@@ -78,13 +82,22 @@ def encoded_of(dataset: Any) -> list[bytes]:
 def jpeg(root: Path, rounds: int) -> list[Row]:
     """Re-encoded as JPEG: against Pillow on one core over the same bytes, by the core and by Pillow alone."""
     rows: list[Row] = []
-    for codec, name in ((JpegCodec(), "quality 92, 4:4:4"), (JpegCodec(quality=90, subsampling="4:2:0"), "90, 4:2:0")):
+    for codec, name in (
+        (JpegCodec(), "quality 92, 4:4:4"),
+        (JpegCodec(quality=90, subsampling="4:2:0"), "90, 4:2:0"),
+    ):
         section = f"codec='jpeg', {name}: {CROP_PX} crop + flip of {SIDE_PX}x{SIDE_PX}, uint8, batch {BATCH}"
-        with ImageFolder(str(root), photo_transform(), storage="compressed", codec=codec, progress=False) as kept:
+        with ImageFolder(
+            str(root), photo_transform(), storage="compressed", codec=codec, progress=False
+        ) as kept:
             cores = usable_cores()
             ours = epoch_rate(loader_of(kept, BATCH, cores), ROUND_S)
-            competitors = {"Pillow alone, one core": decode_alone(open_with_pillow, encoded_of(kept))}
-            competitors[f"fastdata, by Pillow alone, {cores} workers"] = partial(without_libjpeg, ours)
+            competitors = {
+                "Pillow alone, one core": decode_alone(open_with_pillow, encoded_of(kept))
+            }
+            competitors[f"fastdata, by Pillow alone, {cores} workers"] = partial(
+                without_libjpeg, ours
+            )
             if planar.open_libjpeg()[0] is not None:
                 competitors[f"fastdata, {cores} workers"] = ours
             rates = in_turns(competitors, rounds)
@@ -94,10 +107,13 @@ def jpeg(root: Path, rounds: int) -> list[Row]:
         pillow, *fastdata = rates
         rows.append(row(name=pillow, rounds=rates[pillow]))
         rows += [
-            row(name=name, rounds=rates[name], against=pillow, target="1.7, or 5,000 images/s") for name in fastdata
+            row(name=name, rounds=rates[name], against=pillow, target="1.7, or 5,000 images/s")
+            for name in fastdata
         ]
         times = (raw_bytes / kept_bytes,)
-        rows.append(row(name="smaller than raw", unit="times", rounds=times, target="6 at quality 90"))
+        rows.append(
+            row(name="smaller than raw", unit="times", rounds=times, target="6 at quality 90")
+        )
     return rows
 
 
@@ -111,7 +127,9 @@ def without_libjpeg(measure: Measure) -> float:
 
 def zstd(root: Path, rounds: int) -> list[Row]:
     """Lossless: ratio and speed of one core, alone and served."""
-    with ImageFolder(str(root), photo_transform(), storage="compressed", codec="zstd", progress=False) as kept:
+    with ImageFolder(
+        str(root), photo_transform(), storage="compressed", codec="zstd", progress=False
+    ) as kept:
         encoded = [memoryview(data) for data in encoded_of(kept)]
         out, codec = np.empty((3, SIDE_PX, SIDE_PX), np.uint8), ZstdCodec()
         competitors = {
@@ -124,7 +142,10 @@ def zstd(root: Path, rounds: int) -> list[Row]:
     return [
         row(name="smaller than raw", unit="times", rounds=(ratio,), target="1.7"),
         row(name="decoder alone, one core", rounds=rates["alone"], target="2,500"),
-        *(row(name=f"fastdata, {n} workers", rounds=rates[n], against="decoder alone, one core") for n in ("1", "2")),
+        *(
+            row(name=f"fastdata, {n} workers", rounds=rates[n], against="decoder alone, one core")
+            for n in ("1", "2")
+        ),
     ]
 
 
@@ -137,7 +158,9 @@ def lz4_drawings(root: Path, rounds: int) -> list[Row]:
         items = [(torch.from_numpy(drawn(seed, mode)), 0) for seed in range(300)]
         with CachedDataset(items, storage="compressed", codec="lz4", progress=False) as kept:
             size_bytes = items[0][0].nbytes
-            alone = decode_alone(partial(lz4.block.decompress, uncompressed_size=size_bytes), encoded_of(kept))
+            alone = decode_alone(
+                partial(lz4.block.decompress, uncompressed_size=size_bytes), encoded_of(kept)
+            )
             competitors = {
                 "alone": alone,
                 "two threads": partial(in_two_threads, alone),
@@ -151,7 +174,10 @@ def lz4_drawings(root: Path, rounds: int) -> list[Row]:
             row(name="smaller than raw", unit="times", rounds=(ratio,)),
             row(name=against, rounds=tuple(cores * rate for rate in rates["alone"])),
             row(name="lz4 alone, two threads", rounds=rates["two threads"], against=against),
-            *(row(name=f"fastdata, {n} workers", rounds=rates[n], against=against, target="0.7") for n in "012"),
+            *(
+                row(name=f"fastdata, {n} workers", rounds=rates[n], against=against, target="0.7")
+                for n in "012"
+            ),
         ]
     return rows
 
@@ -183,17 +209,28 @@ def source(root: Path, rounds: int) -> list[Row]:
         originals = datasets.ImageFolder(str(root), transform)
         vanilla_workers = find_workers(partial(vanilla_loader, originals, BATCH), budget_s=4)
         vanilla = vanilla_loader(originals, BATCH, vanilla_workers)
-        with ImageFolder(str(root), transform, storage="compressed", codec="source", progress=False) as kept:
+        with ImageFolder(
+            str(root), transform, storage="compressed", codec="source", progress=False
+        ) as kept:
             competitors = {
                 "vanilla": epoch_rate(vanilla),
                 "threads": epoch_rate(loader_of(kept, BATCH, 2)),
                 "processes": epoch_rate(
-                    DataLoader(kept, BATCH, shuffle=True, num_workers=2, workers="process", persistent_workers=True)
+                    DataLoader(
+                        kept,
+                        BATCH,
+                        shuffle=True,
+                        num_workers=2,
+                        workers="process",
+                        persistent_workers=True,
+                    )
                 ),
             }
             rates = in_turns(competitors, rounds)
         name = "Resize((256, 256))" if dense else "Resize(256)"
-        row = partial(Row, section=f"codec='source', {name}, crop, flip, batch {BATCH}", unit="images/s")
+        row = partial(
+            Row, section=f"codec='source', {name}, crop, flip, batch {BATCH}", unit="images/s"
+        )
         against = f"vanilla, {vanilla_workers} workers"
         rows += [
             row(name=against, rounds=rates["vanilla"]),
@@ -225,12 +262,21 @@ def lazy(root: Path, rounds: int) -> list[Row]:
         },
         rounds,
     )
-    row = partial(Row, section=f"lazy filling, {usable_cores()} workers, batch {BATCH}", unit="images/s")
+    row = partial(
+        Row, section=f"lazy filling, {usable_cores()} workers, batch {BATCH}", unit="images/s"
+    )
     return [
         row(name="storage='none'", rounds=rates["none"]),
-        row(name="lazy, first epoch", rounds=rates["lazy"], against="storage='none'", target="0.95"),
+        row(
+            name="lazy, first epoch", rounds=rates["lazy"], against="storage='none'", target="0.95"
+        ),
         row(name="eager, second epoch", rounds=rates["eager"]),
-        row(name="lazy, second epoch", rounds=rates["lazy again"], against="eager, second epoch", target="1"),
+        row(
+            name="lazy, second epoch",
+            rounds=rates["lazy again"],
+            against="eager, second epoch",
+            target="1",
+        ),
     ]
 
 
@@ -242,19 +288,34 @@ def memory(root: Path, rounds: int) -> list[Row]:
         for _ in range(3):
             images_per_s(loader_of(kept, BATCH, 4))
         kept_bytes = kept.reader().kept.images.size_bytes
-    row = partial(Row, section="memory with 4 workers over 3 epochs (PSS of the process tree)", unit="MB")
+    row = partial(
+        Row, section="memory with 4 workers over 3 epochs (PSS of the process tree)", unit="MB"
+    )
     return [
         row(name="encoded data", rounds=(kept_bytes / MB,)),
-        row(name="peak", rounds=(peak.size_bytes / MB,), target=f"{1.15 * kept_bytes / MB + 400:,.0f} MB at most"),
+        row(
+            name="peak",
+            rounds=(peak.size_bytes / MB,),
+            target=f"{1.15 * kept_bytes / MB + 400:,.0f} MB at most",
+        ),
     ]
 
 
-SECTIONS = {"memory": memory, "jpeg": jpeg, "zstd": zstd, "lz4": lz4_drawings, "source": source, "lazy": lazy}
+SECTIONS = {
+    "memory": memory,
+    "jpeg": jpeg,
+    "zstd": zstd,
+    "lz4": lz4_drawings,
+    "source": source,
+    "lazy": lazy,
+}
 
 
 def main() -> None:
     options = parser(__doc__.splitlines()[0])
-    options.add_argument("--count", type=int, default=4000, help="files the photographs are copied to")
+    options.add_argument(
+        "--count", type=int, default=4000, help="files the photographs are copied to"
+    )
     options.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
     chosen = options.parse_args()
     rows: list[Row] = []

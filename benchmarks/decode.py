@@ -19,7 +19,16 @@ from typing import Any
 
 import torch
 
-from _helper import Row, class_folders, datasets, parser, print_rows, save_rows, transforms, vanilla_loader
+from _helper import (
+    Row,
+    class_folders,
+    datasets,
+    parser,
+    print_rows,
+    save_rows,
+    transforms,
+    vanilla_loader,
+)
 from fastdata import DataLoader, ImageFolder
 from fastdata.machine.memory import usable_cores
 from recipes import BATCH, RECIPES, SIDE_PX, crop_and_flip, last_steps
@@ -87,7 +96,9 @@ def measure(name: str, root: Path, *, by_cpu: bool) -> float:
             next(iter(loader))
         action = partial(read_all, loader)
     elif name in FIRST:
-        with ImageFolder(str(root), transforms.Compose(FIRST[name]()), storage="none", progress=False) as warm:
+        with ImageFolder(
+            str(root), transforms.Compose(FIRST[name]()), storage="none", progress=False
+        ) as warm:
             warm.__getitems__([0, 1])
 
         def action() -> int:
@@ -110,15 +121,29 @@ def measure(name: str, root: Path, *, by_cpu: bool) -> float:
 
 def in_process(name: str, root: Path, by_cpu: bool, tree: str = "") -> float:
     environment = os.environ | ({"PYTHONPATH": tree} if tree else {})
-    command = [sys.executable, __file__, "--measure", name, "--images", str(root), *["--cpu"] * by_cpu]
+    command = [
+        sys.executable,
+        __file__,
+        "--measure",
+        name,
+        "--images",
+        str(root),
+        *["--cpu"] * by_cpu,
+    ]
     return float(subprocess.check_output(command, env=environment).split()[-1])
 
 
-def rows_of(root: Path, before: str, rounds: int, chosen: list[str], *, by_cpu: bool) -> Iterator[Row]:
+def rows_of(
+    root: Path, before: str, rounds: int, chosen: list[str], *, by_cpu: bool
+) -> Iterator[Row]:
     names = [name for name in (*UNKEPT, *FIRST, KEPT) if any(word in name for word in chosen)]
-    competitors = {name: partial(in_process, name, root, by_cpu) for name in (BARE, *VANILLA, *names)}
+    competitors = {
+        name: partial(in_process, name, root, by_cpu) for name in (BARE, *VANILLA, *names)
+    }
     if before:
-        competitors |= {f"{name}: before": partial(in_process, name, root, by_cpu, before) for name in names}
+        competitors |= {
+            f"{name}: before": partial(in_process, name, root, by_cpu, before) for name in names
+        }
     figures: dict[str, list[float]] = {name: [] for name in competitors}
     for _ in range(rounds):
         for name, take in competitors.items():
@@ -128,7 +153,12 @@ def rows_of(root: Path, before: str, rounds: int, chosen: list[str], *, by_cpu: 
     for name in names:
         row = partial(Row, section=name, unit="images/s", rounds=tuple(figures[name]))
         if before:
-            yield Row(section=name, name="before", unit="images/s", rounds=tuple(figures[f"{name}: before"]))
+            yield Row(
+                section=name,
+                name="before",
+                unit="images/s",
+                rounds=tuple(figures[f"{name}: before"]),
+            )
             yield row(name="now", against="before")
         else:
             yield row(name="now")
@@ -141,7 +171,9 @@ def main() -> None:
     options = parser(__doc__ or "")
     options.add_argument("--count", type=int, default=2000, help="files, copied as often as needed")
     options.add_argument("--before", default="", help="a tree of fastdata to compare with")
-    options.add_argument("--rows", nargs="+", default=["storage", "first", "codec"], help="words of rows' names")
+    options.add_argument(
+        "--rows", nargs="+", default=["storage", "first", "codec"], help="words of rows' names"
+    )
     options.add_argument("--cpu", action="store_true", help="count CPU time")
     options.add_argument("--measure", help="one round of one row, in this process")
     args = options.parse_args()

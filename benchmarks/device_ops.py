@@ -41,7 +41,9 @@ class Samples:
     def __init__(self, device: torch.device, batch_size: int, side_px: int, batches: int) -> None:
         self.device, self.batch_size, self.batches = device, batch_size, batches
         self.spec = SampleSpec(shape=(3, side_px, side_px), dtype="uint8", form="pil")
-        self.store = torch.randint(0, 256, (batches * batch_size, 3, side_px, side_px), dtype=torch.uint8).to(device)
+        self.store = torch.randint(
+            0, 256, (batches * batch_size, 3, side_px, side_px), dtype=torch.uint8
+        ).to(device)
         order = np.random.default_rng(0).permutation(len(self.store)).reshape(batches, batch_size)
         self.index = list(order)
         self.index_on_device = [torch.from_numpy(rows).to(device) for rows in order]
@@ -75,12 +77,16 @@ def least_bytes(prog: DeviceProgram, batch_size: int) -> int:
 
 def copy_of(samples: Samples, size_bytes: int) -> Callable[[int], object]:
     """Copy so many bytes, counted as read and as written, from one place of the device to another."""
-    source = torch.randint(0, 256, (samples.batches, size_bytes // 2), dtype=torch.uint8).to(samples.device)
+    source = torch.randint(0, 256, (samples.batches, size_bytes // 2), dtype=torch.uint8).to(
+        samples.device
+    )
     target = torch.empty_like(source)
     return lambda number: target[number].copy_(source[number])
 
 
-def section(title: str, steps: list[Any], samples: Samples, rounds: int, **options: Any) -> list[Row]:
+def section(
+    title: str, steps: list[Any], samples: Samples, rounds: int, **options: Any
+) -> list[Row]:
     plan = plan_transform(transforms.Compose(steps), form="pil")
     prog = DeviceProgram(plan, samples.spec, **options)
     assert prog.host is None, f"{prog.host_step} runs on the CPU"
@@ -90,15 +96,21 @@ def section(title: str, steps: list[Any], samples: Samples, rounds: int, **optio
     runs: dict[str, Callable[[int], object]] = {
         "copy of as many bytes": copy_of(samples, size_bytes),
         "run": lambda number: prog.run(stored[number], draws[number]),
-        "run, from a store": lambda number: prog.run(samples.store, draws[number], samples.index_on_device[number]),
+        "run, from a store": lambda number: prog.run(
+            samples.store, draws[number], samples.index_on_device[number]
+        ),
     }
     if samples.device.type == "cpu":
         runs["Program.run, on the CPU"] = cpu_run(plan, samples)
     measures: dict[str, Measure] = {
-        name: partial(milliseconds, samples.device, run, samples.batches) for name, run in runs.items()
+        name: partial(milliseconds, samples.device, run, samples.batches)
+        for name, run in runs.items()
     }
     measures["draw, on the host"] = partial(
-        milliseconds, torch.device("cpu"), lambda number: prog.draw(samples.index[number], 0, SEED), samples.batches
+        milliseconds,
+        torch.device("cpu"),
+        lambda number: prog.draw(samples.index[number], 0, SEED),
+        samples.batches,
     )
     figures = in_turns(measures, rounds)
     words = f"{title}: {samples.batch_size} x {samples.spec.shape} to {prog.output[0]}, {size_bytes / 1e6:,.1f} MB"
@@ -130,7 +142,9 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     batch_size, batches = chosen.batch_size, BATCHES
     if device.type == "cpu":
-        print("No CUDA device: 8 images a batch on the CPU, to see that it runs. These are no figures of a GPU.")
+        print(
+            "No CUDA device: 8 images a batch on the CPU, to see that it runs. These are no figures of a GPU."
+        )
         batch_size, batches = 8, 2
     else:
         print(torch.cuda.get_device_name(device), file=sys.stderr)
@@ -143,12 +157,25 @@ def main() -> None:
     rows = [
         *section("crop + flip, uint8", [*crop, transforms.PILToTensor()], samples, chosen.rounds),
         *section("crop + flip, normalised float32", [*crop, *floats], samples, chosen.rounds),
-        *section("crop + flip, normalised float16", [*crop, *floats], samples, chosen.rounds, **half),
-        *section("the same, channels last", [*crop, *floats], samples, chosen.rounds, **half, **last),
-        *section("padded crop + flip, normalised float32", [*padded, *floats], samples, chosen.rounds),
+        *section(
+            "crop + flip, normalised float16", [*crop, *floats], samples, chosen.rounds, **half
+        ),
+        *section(
+            "the same, channels last", [*crop, *floats], samples, chosen.rounds, **half, **last
+        ),
+        *section(
+            "padded crop + flip, normalised float32", [*padded, *floats], samples, chosen.rounds
+        ),
     ]
     print_rows(rows)
-    save_rows(rows, chosen.json, device=str(device), batch_size=batch_size, side_px=chosen.side, crop_px=chosen.crop)
+    save_rows(
+        rows,
+        chosen.json,
+        device=str(device),
+        batch_size=batch_size,
+        side_px=chosen.side,
+        crop_px=chosen.crop,
+    )
 
 
 if __name__ == "__main__":

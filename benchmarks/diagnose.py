@@ -22,7 +22,16 @@ from PIL import Image
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, default_collate, get_worker_info
 
-from _helper import Row, class_folders, datasets, in_turns, parser, print_rows, save_rows, transforms
+from _helper import (
+    Row,
+    class_folders,
+    datasets,
+    in_turns,
+    parser,
+    print_rows,
+    save_rows,
+    transforms,
+)
 from fastdata import CudaPrefetcher
 from fastdata.machine.memory import usable_cores
 from fastdata.tools.diagnose import diagnose, run_loop
@@ -62,7 +71,11 @@ def collate_slowly(samples: list[Any]) -> Any:
 
 def conv_net() -> nn.Module:
     return nn.Sequential(
-        nn.Conv2d(3, 64, 5, 2), nn.ReLU(), nn.Conv2d(64, 128, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten()
+        nn.Conv2d(3, 64, 5, 2),
+        nn.ReLU(),
+        nn.Conv2d(64, 128, 3),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
     )
 
 
@@ -91,7 +104,12 @@ def loops(root: Path) -> dict[str, Callable[[], tuple[Any, Callable[[Any], Any]]
 
 
 def step_ms(
-    loader: Any, step: Callable[[Any], Any], batches: int, clock: Callable[[], float], *, is_diagnosed: bool
+    loader: Any,
+    step: Callable[[Any], Any],
+    batches: int,
+    clock: Callable[[], float],
+    *,
+    is_diagnosed: bool,
 ) -> float:
     """From the first step to the last one, for each."""
     stamps: list[float] = []
@@ -126,18 +144,35 @@ def cost(root: Path, rounds: int) -> list[Row]:
         for form, figures in in_turns(competitors, rounds).items():
             against, target = ("bare", "1.02") if form == "diagnosed" else ("", "")
             section = f"a step of a loop over {name}"
-            rows.append(Row(section=section, name=form, unit="ms", rounds=figures, against=against, target=target))
+            rows.append(
+                Row(
+                    section=section,
+                    name=form,
+                    unit="ms",
+                    rounds=figures,
+                    against=against,
+                    target=target,
+                )
+            )
     own = partial(_own_us, [[torch.zeros(BATCH, 3)]] * 20000)
     section = "what diagnose does for each step: CPU time"
     return [
         *rows,
-        Row(section=section, name="over batches in a list", unit="us", rounds=in_turns({"": own}, rounds)[""]),
+        Row(
+            section=section,
+            name="over batches in a list",
+            unit="us",
+            rounds=in_turns({"": own}, rounds)[""],
+        ),
     ]
 
 
 def _own_us(batches: list[Any]) -> float:
     nothing: Callable[[Any], None] = lambda batch: None  # noqa: E731
-    ways = [step_ms(batches, nothing, len(batches), time.thread_time, is_diagnosed=each) for each in (True, False)]
+    ways = [
+        step_ms(batches, nothing, len(batches), time.thread_time, is_diagnosed=each)
+        for each in (True, False)
+    ]
     return 1000 * (ways[0] - ways[1])
 
 
@@ -158,7 +193,11 @@ def main() -> None:
                     loader.close()
             print(f"{limit}: {found.limit}\n  {found.line}", file=sys.stderr)
             is_named = float(found.limit == limit)
-            rows.append(Row(section="is the culprit named? 1 if so", name=limit, unit="", rounds=(is_named,)))
+            rows.append(
+                Row(
+                    section="is the culprit named? 1 if so", name=limit, unit="", rounds=(is_named,)
+                )
+            )
             rows.append(Row(section="a diagnosis", name=limit, unit="s", rounds=(seconds,)))
         rows += cost(root, chosen.rounds)
     print_rows(rows)

@@ -19,7 +19,16 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from _helper import Row, class_folders, in_turns, parser, print_rows, save_rows, seconds_of, transforms
+from _helper import (
+    Row,
+    class_folders,
+    in_turns,
+    parser,
+    print_rows,
+    save_rows,
+    seconds_of,
+    transforms,
+)
 from fastdata import CachedDataset, ImageFolder
 from fastdata.machine.memory import usable_cores
 
@@ -41,14 +50,27 @@ def building(root: Path, work: Path, rounds: int) -> list[Row]:
     made = iter(range(10_000))
 
     def build(on_disk: bool) -> float:
-        options = {"cache_dir": work / f"build-{next(made)}"} if on_disk else {"storage": "shared", "fill": "eager"}
-        return count / seconds_of(lambda: ImageFolder(str(root), transform, progress=False, **options).close())
+        options = (
+            {"cache_dir": work / f"build-{next(made)}"}
+            if on_disk
+            else {"storage": "shared", "fill": "eager"}
+        )
+        return count / seconds_of(
+            lambda: ImageFolder(str(root), transform, progress=False, **options).close()
+        )
 
     rates = in_turns({"shared": partial(build, False), "disk": partial(build, True)}, rounds)
-    row = partial(Row, section=f"preparing {count} photographs at 256x256, all cores", unit="images/s")
+    row = partial(
+        Row, section=f"preparing {count} photographs at 256x256, all cores", unit="images/s"
+    )
     return [
         row(name="into shared memory", rounds=rates["shared"]),
-        row(name="into a cache, synced", rounds=rates["disk"], against="into shared memory", target="0.95"),
+        row(
+            name="into a cache, synced",
+            rounds=rates["disk"],
+            against="into shared memory",
+            target="0.95",
+        ),
     ]
 
 
@@ -56,14 +78,18 @@ def starting(root: Path, work: Path, rounds: int, count: int) -> list[Row]:
     """A run over many small images whose cache is filled: until the dataset is there, and the first batch out."""
     many = _many_links(root, work / "many", count)
     cache_dir = work / "start"
-    first_s = seconds_of(lambda: ImageFolder(str(many), cache_dir=cache_dir, resize=(32, 32), progress=False).close())
+    first_s = seconds_of(
+        lambda: ImageFolder(str(many), cache_dir=cache_dir, resize=(32, 32), progress=False).close()
+    )
 
     def start(what: str) -> float:
         command = [sys.executable, "-c", START, str(many), str(cache_dir), what]
         return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
     seconds = in_turns({what: partial(start, what) for what in ("dataset", "batch")}, rounds)
-    row = partial(Row, section=f"start from a filled cache, {count:,} images, without imports", unit="s")
+    row = partial(
+        Row, section=f"start from a filled cache, {count:,} images, without imports", unit="s"
+    )
     return [
         row(name="first run, all prepared", rounds=(first_s,)),
         row(name="dataset", rounds=seconds["dataset"]),
@@ -76,7 +102,11 @@ def reading(work: Path, rounds: int, size_mib: int) -> list[Row]:
     side = 256
     count = (size_mib << 20) // (3 * side * side)
     images = _Noise(count, side)
-    options: dict[str, Any] = {"cache_dir": work / "reading", "cache_key": f"noise {count}", "progress": False}
+    options: dict[str, Any] = {
+        "cache_dir": work / "reading",
+        "cache_key": f"noise {count}",
+        "progress": False,
+    }
     CachedDataset(images, **options).close()
     files = [path for path in (work / "reading").glob("*/part0-*.npy") if "sums" not in path.name]
     size_mb = sum(path.stat().st_size for path in files) / 1e6
@@ -95,7 +125,9 @@ def reading(work: Path, rounds: int, size_mib: int) -> list[Row]:
             return size_mb / seconds_of(lambda: read(store))
 
     def cat(command: str) -> float:
-        return size_mb / seconds_of(lambda: subprocess.run(["sh", "-c", command, "-", *files], check=True))
+        return size_mb / seconds_of(
+            lambda: subprocess.run(["sh", "-c", command, "-", *files], check=True)
+        )
 
     rates = in_turns(
         {
@@ -105,11 +137,18 @@ def reading(work: Path, rounds: int, size_mib: int) -> list[Row]:
         },
         rounds,
     )
-    row = partial(Row, section=f"raw samples in order from the page cache, {size_mb:,.0f} MB", unit="MB/s")
+    row = partial(
+        Row, section=f"raw samples in order from the page cache, {size_mb:,.0f} MB", unit="MB/s"
+    )
     against = "cat to /dev/null"
     return [
         row(name=against, rounds=rates["cat"]),
-        row(name="first reads, each sample checked", rounds=rates["first"], against=against, target="0.5"),
+        row(
+            name="first reads, each sample checked",
+            rounds=rates["first"],
+            against=against,
+            target="0.5",
+        ),
         row(name="later reads", rounds=rates["again"], against=against, target="0.5"),
     ]
 
@@ -119,7 +158,9 @@ class _Noise(Dataset[Any]):
 
     def __init__(self, count: int, side: int) -> None:
         self._count = count
-        self._image = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (3, side, side), np.uint8))
+        self._image = torch.from_numpy(
+            np.random.default_rng(0).integers(0, 256, (3, side, side), np.uint8)
+        )
 
     def __len__(self) -> int:
         return self._count
@@ -141,11 +182,19 @@ def _many_links(root: Path, target: Path, count: int) -> Path:
 
 def main() -> None:
     options = parser(__doc__.splitlines()[0])
-    options.add_argument("--small", type=Path, help="class folders of small images; also FASTDATA_CIFAR")
-    options.add_argument("--count", type=int, default=2000, help="files the photographs are copied to")
-    options.add_argument("--small-count", type=int, default=60_000, help="names the small images get")
+    options.add_argument(
+        "--small", type=Path, help="class folders of small images; also FASTDATA_CIFAR"
+    )
+    options.add_argument(
+        "--count", type=int, default=2000, help="files the photographs are copied to"
+    )
+    options.add_argument(
+        "--small-count", type=int, default=60_000, help="names the small images get"
+    )
     options.add_argument("--read-mib", type=int, default=2048, help="raw samples to be read")
-    options.add_argument("--work", type=Path, help="folder to work in; a temporary one is made there")
+    options.add_argument(
+        "--work", type=Path, help="folder to work in; a temporary one is made there"
+    )
     options.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
     chosen = options.parse_args()
     rows: list[Row] = []
@@ -162,7 +211,10 @@ def _building(chosen: argparse.Namespace, work: Path) -> list[Row]:
 
 
 def _starting(chosen: argparse.Namespace, work: Path) -> list[Row]:
-    with class_folders(chosen.small, count=2000, size=(32, 32), variable="FASTDATA_CIFAR") as (root, _):
+    with class_folders(chosen.small, count=2000, size=(32, 32), variable="FASTDATA_CIFAR") as (
+        root,
+        _,
+    ):
         return starting(root, work, chosen.rounds, chosen.small_count)
 
 

@@ -47,14 +47,18 @@ def build(bucket: Path) -> Images:
 def open_loader(what: str, options: dict[str, Any], local: str) -> Any:
     if what == "cache":
         url = "s3://bucket/cache"
-        return ChunkedLoader(url, BATCH, memory_limit="2GiB", local_cache=local, local_limit="1GiB", **options)
+        return ChunkedLoader(
+            url, BATCH, memory_limit="2GiB", local_cache=local, local_limit="1GiB", **options
+        )
     dataset = ImageFolder("s3://bucket/train", transforms.PILToTensor(), progress=False, **options)
     return DataLoader(dataset, BATCH, shuffle=True)
 
 
 def run_epochs(what: str, server: ThrottledS3, expected: Images, connection: Any) -> None:
     """For each word that comes, run an epoch from nothing and send what came of it."""
-    options = server.storage_options | {"config_kwargs": {"read_timeout": SILENCE_S, "connect_timeout": SILENCE_S}}
+    options = server.storage_options | {
+        "config_kwargs": {"read_timeout": SILENCE_S, "connect_timeout": SILENCE_S}
+    }
     while connection.recv():
         outcome: dict[str, Any] = {"right": 0, "wrong": 0, "samples": 0, "error": ""}
         with tempfile.TemporaryDirectory() as local:
@@ -63,7 +67,9 @@ def run_epochs(what: str, server: ThrottledS3, expected: Images, connection: Any
                 with closing(loader.dataset):
                     for images, labels in loader:
                         pairs = zip(images, labels.tolist(), strict=True)
-                        is_right = all(torch.equal(image, expected[label]) for image, label in pairs)
+                        is_right = all(
+                            torch.equal(image, expected[label]) for image, label in pairs
+                        )
                         outcome["right" if is_right else "wrong"] += 1
                         outcome["samples"] += len(labels)
             except Exception as error:  # noqa: BLE001  # any text is looked at
@@ -74,7 +80,9 @@ def run_epochs(what: str, server: ThrottledS3, expected: Images, connection: Any
 def main() -> None:
     options = parser(__doc__.splitlines()[0])
     options.add_argument("--faults", type=int, default=1000, help="to be injected, of all kinds")
-    options.add_argument("--limit-s", type=float, default=240, help="in which an epoch ends, well or not")
+    options.add_argument(
+        "--limit-s", type=float, default=240, help="in which an epoch ends, well or not"
+    )
     chosen = options.parse_args()
     counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
     texts: defaultdict[str, set[str]] = defaultdict(set)
@@ -91,12 +99,16 @@ def main() -> None:
                 kind, what = KINDS[seed % len(KINDS)], ("cache", "folder")[seed // len(KINDS) % 2]
                 if what not in children:
                     ours, theirs = context.Pipe()
-                    process = context.Process(target=run_epochs, args=(what, server, expected, theirs))
+                    process = context.Process(
+                        target=run_epochs, args=(what, server, expected, theirs)
+                    )
                     process.start()
                     children[what] = process, ours
                 process, ours = children[what]
                 attempts = None if seed % 3 == 2 else 2
-                plan = FaultPlan(rate=0.5, kinds=(kind,), attempts=attempts, seed=seed, stall_s=4 * SILENCE_S)
+                plan = FaultPlan(
+                    rate=0.5, kinds=(kind,), attempts=attempts, seed=seed, stall_s=4 * SILENCE_S
+                )
                 server.reset()
                 server.set_faults(plan)
                 ours.send(True)
@@ -126,7 +138,12 @@ def main() -> None:
         print(f"{name}: {sorted(told)[0]}")
     if chosen.json:
         told = {name: sorted(some)[:3] for name, some in texts.items()}
-        document = {"counts": counts, "texts": told, "versions": versions(), "machine": machine_facts()}
+        document = {
+            "counts": counts,
+            "texts": told,
+            "versions": versions(),
+            "machine": machine_facts(),
+        }
         chosen.json.write_text(json.dumps(document, indent=2) + "\n", "utf-8")
 
 

@@ -44,13 +44,27 @@ class Slow(Dataset[Any]):
 
 
 def rank(number: int, count: int, fill: str, marker: str) -> None:
-    os.environ |= {"RANK": str(number), "WORLD_SIZE": str(count), "MASTER_ADDR": "localhost", "MASTER_PORT": marker}
+    os.environ |= {
+        "RANK": str(number),
+        "WORLD_SIZE": str(count),
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": marker,
+    }
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     storage = "compressed" if fill == "compressed" else "shared"
-    with CachedDataset(Slow(), progress=False, num_workers=4, storage=storage, codec="lz4") as dataset:
-        loader = DataLoader(dataset, batch_size=20, shuffle=True, num_workers=2, workers="process", distributed="auto")
+    with CachedDataset(
+        Slow(), progress=False, num_workers=4, storage=storage, codec="lz4"
+    ) as dataset:
+        loader = DataLoader(
+            dataset,
+            batch_size=20,
+            shuffle=True,
+            num_workers=2,
+            workers="process",
+            distributed="auto",
+        )
         for _ in range(4):
             for images, targets in loader:
                 if not (images[:, 0, 0, 0] == targets % 251).all():
@@ -79,10 +93,14 @@ def family(marker: str) -> list[psutil.Process]:
 
 
 def shared_memory_bytes() -> int:
-    return 1024 * int(re.findall(r"^Shmem:\s+(\d+)", Path("/proc/meminfo").read_text(), re.MULTILINE)[0])
+    return 1024 * int(
+        re.findall(r"^Shmem:\s+(\d+)", Path("/proc/meminfo").read_text(), re.MULTILINE)[0]
+    )
 
 
-def choose_victims(drawn: random.Random, launcher: psutil.Process, kind: str) -> list[psutil.Process]:
+def choose_victims(
+    drawn: random.Random, launcher: psutil.Process, kind: str
+) -> list[psutil.Process]:
     ranks = launcher.children()
     if kind == "launcher" or not ranks:
         return [launcher]
@@ -94,7 +112,11 @@ def choose_victims(drawn: random.Random, launcher: psutil.Process, kind: str) ->
 
 def trial(drawn: random.Random, number: int, count: int) -> str:
     """Run one; return how it went: ``"clean"``, or what was wrong."""
-    kind, fill, before = VICTIMS[number % len(VICTIMS)], drawn.choice(("raw", "compressed")), shared_memory_bytes()
+    kind, fill, before = (
+        VICTIMS[number % len(VICTIMS)],
+        drawn.choice(("raw", "compressed")),
+        shared_memory_bytes(),
+    )
     pid = os.fork()
     if pid == 0:
         os.setpgid(0, 0)
@@ -124,7 +146,9 @@ def trial(drawn: random.Random, number: int, count: int) -> str:
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     options.add_argument("--trials", type=int, default=300)
     options.add_argument("--ranks", type=int, default=3)
     options.add_argument("--seed", type=int, default=0)
@@ -133,7 +157,10 @@ def main() -> None:
     outcomes: Counter[str] = Counter()
     for number in range(chosen.trials):
         outcomes[outcome := trial(drawn, number, chosen.ranks)] += 1
-        print(f"{number + 1} of {chosen.trials}, {time.monotonic() - begun:.0f} s: {outcome}", file=sys.stderr)
+        print(
+            f"{number + 1} of {chosen.trials}, {time.monotonic() - begun:.0f} s: {outcome}",
+            file=sys.stderr,
+        )
     for outcome, times in sorted(outcomes.items()):
         print(f"{times:5d}  {outcome}")
     print(f"{chosen.trials} trials in {time.monotonic() - begun:.0f} s")

@@ -30,7 +30,17 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-from _helper import Row, class_folders, datasets, models, on_ranks, parser, print_rows, save_rows, transforms
+from _helper import (
+    Row,
+    class_folders,
+    datasets,
+    models,
+    on_ranks,
+    parser,
+    print_rows,
+    save_rows,
+    transforms,
+)
 from fastdata import CudaPrefetcher, DataLoader, ImageFolder
 from fastdata.machine.memory import usable_cores
 
@@ -65,7 +75,9 @@ class Sizes:
             device = str(inputs[0].device)
             self.forward[device] = f"{tuple(inputs[0].shape)} to {tuple(output.shape)}"
             if output.requires_grad:
-                output.register_hook(lambda gradient: self.backward.update({device: f"{tuple(gradient.shape)}"}))
+                output.register_hook(
+                    lambda gradient: self.backward.update({device: f"{tuple(gradient.shape)}"})
+                )
 
         network.register_forward_hook(look)
 
@@ -115,7 +127,9 @@ class Rank:
         return network
 
     def ours(self, folder: Path, stack: ExitStack) -> CudaPrefetcher:
-        data = stack.enter_context(ImageFolder(str(folder), TRANSFORM, fill="eager", progress=False))
+        data = stack.enter_context(
+            ImageFolder(str(folder), TRANSFORM, fill="eager", progress=False)
+        )
         loader = DataLoader(
             data,
             self.batch_size,
@@ -155,7 +169,10 @@ class MovedBatches:
     """torch's loader as scripts use it: a new order each epoch, batches sent to the device where they are wanted."""
 
     def __init__(
-        self, loader: TorchDataLoader[Any], sampler: DistributedSampler[Any] | None, device: torch.device
+        self,
+        loader: TorchDataLoader[Any],
+        sampler: DistributedSampler[Any] | None,
+        device: torch.device,
     ) -> None:
         self.loader, self.sampler, self.device, self.epoch = loader, sampler, device, 0
 
@@ -234,13 +251,20 @@ def measure(rank: Rank, folder: Path, names: list[str], epochs: int) -> dict[str
             network, sizes = MODELS[name](num_classes=10).to(rank.devices[0]), Sizes()
             sizes.watch(network)
             model = rank.model_of(network)
-            train(model, [next(iter(sources[OURS]))] * 2, 1)  # warms up: algorithms are chosen, memory is taken
+            train(
+                model, [next(iter(sources[OURS]))] * 2, 1
+            )  # warms up: algorithms are chosen, memory is taken
             figures["sizes"][name] = rank.gathered(describe(sizes, network))
             for source, batches in sources.items():
                 for one in train(model, batches, epochs):
                     keep("training", name, source, one)
             for source, batches in sources.items():
-                keep("inference", name, source, infer(network if rank.mode == "ddp" else model, batches))
+                keep(
+                    "inference",
+                    name,
+                    source,
+                    infer(network if rank.mode == "ddp" else model, batches),
+                )
     return figures
 
 
@@ -258,9 +282,15 @@ def print_sizes(mode: str, model: str, ranks: list[dict[str, Any]]) -> None:
     for number, sizes in enumerate(ranks):
         for device, shapes in sizes["forward"].items():
             held = sizes["gradient_bytes"].get(device, 0)
-            kept = f"{held / 1e6:.1f} MB of parameter gradients" if held else "its gradients are added up elsewhere"
+            kept = (
+                f"{held / 1e6:.1f} MB of parameter gradients"
+                if held
+                else "its gradients are added up elsewhere"
+            )
             where = f"rank {number}, {device}" if len(ranks) > 1 else device
-            print(f"  {where:<16} forward {shapes}; backward {sizes['backward'].get(device, 'none')}, {kept}")
+            print(
+                f"  {where:<16} forward {shapes}; backward {sizes['backward'].get(device, 'none')}, {kept}"
+            )
 
 
 def rows_of(rounds: dict[str, list[dict[str, Any]]]) -> list[Row]:
@@ -290,11 +320,20 @@ def rows_of(rounds: dict[str, list[dict[str, Any]]]) -> list[Row]:
 
 
 def in_this_process(mode: str, chosen: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    return measure(Rank(mode, chosen.batch_size, chosen.num_workers), folder, chosen.models, chosen.epochs)
+    return measure(
+        Rank(mode, chosen.batch_size, chosen.num_workers), folder, chosen.models, chosen.epochs
+    )
 
 
 def settings_of(chosen: argparse.Namespace) -> list[object]:
-    given = ["--batch-size", chosen.batch_size, "--epochs", chosen.epochs, "--models", *chosen.models]
+    given = [
+        "--batch-size",
+        chosen.batch_size,
+        "--epochs",
+        chosen.epochs,
+        "--models",
+        *chosen.models,
+    ]
     return given if chosen.num_workers is None else [*given, "--num-workers", chosen.num_workers]
 
 
@@ -314,20 +353,30 @@ def main() -> None:
     options = parser(__doc__.splitlines()[0])
     options.set_defaults(rounds=3 if gpus else 1)
     options.add_argument("--count", type=int, default=50_000 if gpus else 128, help="files")
-    options.add_argument("--batch-size", type=int, default=256 if gpus else 16, help="of all devices together")
-    options.add_argument("--epochs", type=int, default=2 if gpus else 1, help="measured epochs of a round")
+    options.add_argument(
+        "--batch-size", type=int, default=256 if gpus else 16, help="of all devices together"
+    )
+    options.add_argument(
+        "--epochs", type=int, default=2 if gpus else 1, help="measured epochs of a round"
+    )
     options.add_argument("--ranks", type=int, default=gpus or 2, help="of DistributedDataParallel")
-    options.add_argument("--num-workers", type=int, help="of each process; default: auto, its cores")
+    options.add_argument(
+        "--num-workers", type=int, help="of each process; default: auto, its cores"
+    )
     options.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     options.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
-    options.add_argument("--mode", choices=MODES, help=argparse.SUPPRESS)  # of a process that main has started
+    options.add_argument(
+        "--mode", choices=MODES, help=argparse.SUPPRESS
+    )  # of a process that main has started
     options.add_argument("--into", type=Path, help=argparse.SUPPRESS)
     chosen = options.parse_args()
     if chosen.mode:
         be_rank(chosen)
         return
     rounds: dict[str, list[dict[str, Any]]] = {mode: [] for mode in chosen.modes}
-    with class_folders(chosen.images, count=chosen.count, size=(32, 32), variable="FASTDATA_CIFAR") as (root, what):
+    with class_folders(
+        chosen.images, count=chosen.count, size=(32, 32), variable="FASTDATA_CIFAR"
+    ) as (root, what):
         measures: dict[str, Callable[[], Any]] = {
             mode: partial(
                 on_ranks,
@@ -351,7 +400,14 @@ def main() -> None:
     print_rows(rows)
     names = [torch.cuda.get_device_name(index) for index in range(gpus)]
     words = {"images": what, "devices": names or ["CPU, a thread for each rank"], "sizes": sizes}
-    save_rows(rows, chosen.json, **words, ranks=chosen.ranks, batch=chosen.batch_size, epochs=chosen.epochs)
+    save_rows(
+        rows,
+        chosen.json,
+        **words,
+        ranks=chosen.ranks,
+        batch=chosen.batch_size,
+        epochs=chosen.epochs,
+    )
 
 
 if __name__ == "__main__":

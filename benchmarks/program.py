@@ -51,7 +51,10 @@ class Samples:
 
 def recipes(transforms: Any) -> Iterator[tuple[str, int, int, list[Any]]]:
     """Name, stored side, batch, steps."""
-    flip, floats = transforms.RandomHorizontalFlip(), [transforms.ToTensor(), transforms.Normalize(*NORMS)]
+    flip, floats = (
+        transforms.RandomHorizontalFlip(),
+        [transforms.ToTensor(), transforms.Normalize(*NORMS)],
+    )
     crop = transforms.RandomResizedCrop(224)
     jitter = transforms.ColorJitter(0.4, 0.4, 0.4, 0.1)
     yield "CIFAR crop, flip, float32", 32, 256, [transforms.RandomCrop(32, 4), flip, *floats]
@@ -74,7 +77,9 @@ def copy_rate(side_px: int, crop_px: int) -> float:
     rng, copied, start = np.random.default_rng(0), 0, time.process_time()
     while time.process_time() - start < ROUND_S:
         corners = rng.integers(0, side_px - crop_px + 1, (64, 2)).tolist()
-        for row, (index, (top, left)) in enumerate(zip(rng.integers(0, LENGTH, 64).tolist(), corners, strict=True)):
+        for row, (index, (top, left)) in enumerate(
+            zip(rng.integers(0, LENGTH, 64).tolist(), corners, strict=True)
+        ):
             out[row] = store[index, :, top : top + crop_px, left : left + crop_px]
         copied += 64
     return copied / (time.process_time() - start)
@@ -114,7 +119,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--beside", type=Path)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--once", action="store_true", help="print the rates of this process as JSON")
+    parser.add_argument(
+        "--once", action="store_true", help="print the rates of this process as JSON"
+    )
     parser.add_argument("names", nargs="*", help="parts of the recipes' names; all of them without")
     arguments = parser.parse_args()
     if arguments.once:
@@ -126,7 +133,9 @@ def main() -> None:
         for tree, result in zip(trees, results, strict=True):
             path = os.pathsep.join((str(tree), str(HERE / "tests")))
             command = [sys.executable, __file__, "--once", *arguments.names]
-            text = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, check=True, capture_output=True)
+            text = subprocess.run(
+                command, env={**os.environ, "PYTHONPATH": path}, check=True, capture_output=True
+            )
             for name, rate in json.loads(text.stdout).items():
                 result.setdefault(name, []).append(rate)
     for name in results[-1]:

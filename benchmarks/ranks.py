@@ -14,7 +14,16 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import _rank
-from _helper import Row, class_folders, in_turns, link_files, on_ranks, parser, print_rows, save_rows
+from _helper import (
+    Row,
+    class_folders,
+    in_turns,
+    link_files,
+    on_ranks,
+    parser,
+    print_rows,
+    save_rows,
+)
 from _rank import BARE, BATCH, FORMS, SAMPLE_BYTES, SHARED, SIDE_PX, WORKERS
 from fastdata.machine.memory import available_bytes, format_bytes
 
@@ -29,7 +38,9 @@ def memory(folder: Path, count: int, ranks: list[int]) -> list[Row]:
         most_mb = 1.05 * raw_bytes / MB + 250 * number
         bare_bytes = 0
         for name, form in FORMS.items():
-            need_bytes = 1.1 * (bare_bytes + (form.copies + form.copies_per_rank * number) * raw_bytes)
+            need_bytes = 1.1 * (
+                bare_bytes + (form.copies + form.copies_per_rank * number) * raw_bytes
+            )
             free_bytes = available_bytes().bytes
             if need_bytes > free_bytes:
                 words = f"up to {format_bytes(int(need_bytes))} of {format_bytes(free_bytes)} free"
@@ -37,10 +48,16 @@ def memory(folder: Path, count: int, ranks: list[int]) -> list[Row]:
                 continue
             found = on_ranks(number, _rank.__file__, "memory", folder, "--form", name)
             bare_bytes = found["tree_bytes"] if name == BARE else bare_bytes
-            row = partial(Row, section=section, name=name, unit="MB", rounds=(found["tree_bytes"] / MB,))
+            row = partial(
+                Row, section=section, name=name, unit="MB", rounds=(found["tree_bytes"] / MB,)
+            )
             rows.append(row(target=f"{most_mb:,.0f} MB at most" if name == SHARED else ""))
             if name == SHARED:
-                own = partial(Row, section="of it torchrun itself, with fastdata", name=f"{number} x {WORKERS}")
+                own = partial(
+                    Row,
+                    section="of it torchrun itself, with fastdata",
+                    name=f"{number} x {WORKERS}",
+                )
                 launchers.append(own(unit="MB", rounds=(found["launcher_bytes"] / MB,)))
     return [*rows, *launchers]
 
@@ -48,18 +65,31 @@ def memory(folder: Path, count: int, ranks: list[int]) -> list[Row]:
 def preparing(folder: Path, count: int, rounds: int) -> list[Row]:
     """One rank and two on the same cores, in turns."""
     competitors = {
-        f"{ranks} rank{'s' * (ranks > 1)}": partial(on_ranks, ranks, _rank.__file__, "preparing", folder)
+        f"{ranks} rank{'s' * (ranks > 1)}": partial(
+            on_ranks, ranks, _rank.__file__, "preparing", folder
+        )
         for ranks in (1, 2)
     }
-    row = partial(Row, section=f"preparing {count:,} photographs on all cores", unit="s", against="1 rank")
-    return [row(name=name, rounds=figures) for name, figures in in_turns(competitors, rounds).items()]
+    row = partial(
+        Row, section=f"preparing {count:,} photographs on all cores", unit="s", against="1 rank"
+    )
+    return [
+        row(name=name, rounds=figures) for name, figures in in_turns(competitors, rounds).items()
+    ]
 
 
 def attaching(folder: Path, count: int, rounds: int) -> list[Row]:
     """The second of two ranks, once the first one has prepared."""
     seconds = on_ranks(2, _rank.__file__, "attaching", folder, "--rounds", rounds)
     section = f"the dataset of a late rank, {count:,} photographs that are prepared"
-    return [Row(section=section, name="construction", unit="ms", rounds=tuple(1000 * each for each in seconds))]
+    return [
+        Row(
+            section=section,
+            name="construction",
+            unit="ms",
+            rounds=tuple(1000 * each for each in seconds),
+        )
+    ]
 
 
 SECTIONS = ("memory", "preparing", "attaching")
@@ -68,7 +98,10 @@ SECTIONS = ("memory", "preparing", "attaching")
 def main() -> None:
     options = parser(__doc__.splitlines()[0])
     options.add_argument(
-        "--gigabytes", type=float, default=1.0, help="raw samples whose memory is measured, 10^9 bytes"
+        "--gigabytes",
+        type=float,
+        default=1.0,
+        help="raw samples whose memory is measured, 10^9 bytes",
     )
     options.add_argument("--count", type=int, default=2000, help="photographs that are prepared")
     options.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8])
@@ -77,17 +110,30 @@ def main() -> None:
     rows: list[Row] = []
     count = round(chosen.gigabytes * 1e9 / SAMPLE_BYTES)
     if "memory" in chosen.sections:
-        with class_folders(None, count=50, size=(SIDE_PX, SIDE_PX)) as (few, _), TemporaryDirectory(dir=few) as linked:
+        with (
+            class_folders(None, count=50, size=(SIDE_PX, SIDE_PX)) as (few, _),
+            TemporaryDirectory(dir=few) as linked,
+        ):
             link_files(few, Path(linked), count)
             rows += memory(Path(linked), count, chosen.ranks)
     if {"preparing", "attaching"} & set(chosen.sections):
-        with class_folders(chosen.images, count=200) as (few, _), TemporaryDirectory(dir=few) as linked:
+        with (
+            class_folders(chosen.images, count=200) as (few, _),
+            TemporaryDirectory(dir=few) as linked,
+        ):
             link_files(few, Path(linked), chosen.count)
             for name, measure in (("preparing", preparing), ("attaching", attaching)):
                 if name in chosen.sections:
                     rows += measure(Path(linked), chosen.count, chosen.rounds)
     print_rows(rows)
-    save_rows(rows, chosen.json, gigabytes=chosen.gigabytes, count=chosen.count, rounds=chosen.rounds, batch=BATCH)
+    save_rows(
+        rows,
+        chosen.json,
+        gigabytes=chosen.gigabytes,
+        count=chosen.count,
+        rounds=chosen.rounds,
+        batch=BATCH,
+    )
 
 
 if __name__ == "__main__":

@@ -47,7 +47,11 @@ PEERS = ("ffcv", "nvidia-dali", "turboloader")
 ROUND_S = 2.0
 SIDE_PX = 224
 
-VANILLA, MEMORY, UNKEPT = "torchvision + torch, from files", "fastdata, 256x256 in memory", "fastdata, storage='none'"
+VANILLA, MEMORY, UNKEPT = (
+    "torchvision + torch, from files",
+    "fastdata, 256x256 in memory",
+    "fastdata, storage='none'",
+)
 
 Measure = Callable[[], float]
 
@@ -151,7 +155,10 @@ def form_rows(root: Path, rounds: int) -> list[Row]:
     forms = {
         "PIL steps, float32": ([*crop_and_flip(), *last_steps()], "15,000"),
         "PIL steps, uint8": ([*crop_and_flip(), transforms.PILToTensor()], "18,000"),
-        "tensor steps, float32": ([transforms.PILToTensor(), *crop_and_flip(), *_float_steps()], "15,000"),
+        "tensor steps, float32": (
+            [transforms.PILToTensor(), *crop_and_flip(), *_float_steps()],
+            "15,000",
+        ),
     }
     rates: dict[str, Measure] = {}
     opened = []
@@ -165,7 +172,9 @@ def form_rows(root: Path, rounds: int) -> list[Row]:
     figures = in_turns(rates, rounds)
     for dataset in opened:
         dataset.close()
-    targets = {name: target for name, (_, target) in forms.items()} | {"PIL steps, from images as decoded": "9,000"}
+    targets = {name: target for name, (_, target) in forms.items()} | {
+        "PIL steps, from images as decoded": "9,000"
+    }
     return [
         Row(section=section, name=name, unit="images/s", rounds=row, target=targets.get(name, ""))
         for name, row in figures.items()
@@ -173,7 +182,10 @@ def form_rows(root: Path, rounds: int) -> list[Row]:
 
 
 def _float_steps() -> list[Any]:
-    return [transforms.ConvertImageDtype(torch.float32), transforms.Normalize(IMAGENET_MEAN, IMAGENET_STD)]
+    return [
+        transforms.ConvertImageDtype(torch.float32),
+        transforms.Normalize(IMAGENET_MEAN, IMAGENET_STD),
+    ]
 
 
 def first_epoch_rows(root: Path, rounds: int) -> list[Row]:
@@ -183,7 +195,9 @@ def first_epoch_rows(root: Path, rounds: int) -> list[Row]:
     count = len(datasets.ImageFolder(str(root)))
 
     def fill() -> float:
-        with ImageFolder(str(root), transforms.Compose(steps), storage="shared", fill="eager", progress=False):
+        with ImageFolder(
+            str(root), transforms.Compose(steps), storage="shared", fill="eager", progress=False
+        ):
             pass
         return count
 
@@ -206,8 +220,22 @@ def first_epoch_rows(root: Path, rounds: int) -> list[Row]:
     return [
         Row(section=section, name=base, unit="images/s", rounds=figures[base]),
         Row(section=section, name=bare, unit="images/s", rounds=figures[bare], against=base),
-        Row(section=section, name=filled, unit="images/s", rounds=figures[filled], against=base, target="1.8 x"),
-        Row(section=section, name=filled + ".", unit="images/s", rounds=figures[filled], against=bare, target="0.7 x"),
+        Row(
+            section=section,
+            name=filled,
+            unit="images/s",
+            rounds=figures[filled],
+            against=base,
+            target="1.8 x",
+        ),
+        Row(
+            section=section,
+            name=filled + ".",
+            unit="images/s",
+            rounds=figures[filled],
+            against=bare,
+            target="0.7 x",
+        ),
     ]
 
 
@@ -241,8 +269,20 @@ def memory_rows(rounds: int) -> list[Row]:
             [transforms.RandomCrop(224), flip, transforms.PILToTensor()],
             "80,000",
         ),
-        "224 crop, flip, float32": ((2000, 256), BATCH, 224, [transforms.RandomCrop(224), flip, *normalize], "30,000"),
-        "CIFAR at 112, flip, uint8": ((4000, 112), 256, 112, [flip, transforms.PILToTensor()], "0.8 of the copy"),
+        "224 crop, flip, float32": (
+            (2000, 256),
+            BATCH,
+            224,
+            [transforms.RandomCrop(224), flip, *normalize],
+            "30,000",
+        ),
+        "CIFAR at 112, flip, uint8": (
+            (4000, 112),
+            256,
+            112,
+            [flip, transforms.PILToTensor()],
+            "0.8 of the copy",
+        ),
         "CIFAR at 32, padded crop, flip, float32": (
             (50_000, 32),
             512,
@@ -257,9 +297,13 @@ def memory_rows(rounds: int) -> list[Row]:
 
         pixels = torch.from_numpy(rng.integers(0, 256, (count, 3, side, side), np.uint8))
         samples = [(transforms.functional.to_pil_image(image), 0) for image in pixels]
-        with CachedDataset(samples, transform=transforms.Compose(steps), storage="shared", progress=False) as dataset:
+        with CachedDataset(
+            samples, transform=transforms.Compose(steps), storage="shared", progress=False
+        ) as dataset:
             make = partial(DataLoader, dataset, batch_size=batch, shuffle=True)
-            limit = copy_crops(count, batch, side, crop) if "uint8" in name else convert(batch, crop)
+            limit = (
+                copy_crops(count, batch, side, crop) if "uint8" in name else convert(batch, crop)
+            )
             figures = in_turns(
                 {
                     "the bare copy or conversion, 1 thread": limit,
@@ -272,7 +316,14 @@ def memory_rows(rounds: int) -> list[Row]:
         rows += [
             Row(section=name, name=bare, unit="images/s", rounds=figures[bare]),
             Row(section=name, name=one, unit="images/s", rounds=figures[one], against=bare),
-            Row(section=name, name=two, unit="images/s", rounds=figures[two], against=one, target=f"{target}; 1.6 x"),
+            Row(
+                section=name,
+                name=two,
+                unit="images/s",
+                rounds=figures[two],
+                against=one,
+                target=f"{target}; 1.6 x",
+            ),
         ]
     return rows
 
@@ -287,13 +338,17 @@ def start_rows(root: Path, rounds: int) -> list[Row]:
 
     with (
         TemporaryDirectory(prefix="fastdata-compiled-") as compiled,
-        ImageFolder(str(root), steps, storage="shared", resize=(256, 256), fill="eager", progress=False) as prepared,
+        ImageFolder(
+            str(root), steps, storage="shared", resize=(256, 256), fill="eager", progress=False
+        ) as prepared,
     ):
         make = partial(DataLoader, prepared, batch_size=BATCH, shuffle=True, num_workers=workers)
         figures = in_turns(
             {
                 "import fastdata, after torch": partial(import_ms, compiled),
-                "torchvision + torch": partial(first_ms, partial(vanilla_loader, originals, BATCH, workers)),
+                "torchvision + torch": partial(
+                    first_ms, partial(vanilla_loader, originals, BATCH, workers)
+                ),
                 "fastdata": partial(first_ms, make),
             },
             rounds,
@@ -323,7 +378,9 @@ def peer_rows(root: Path, rounds: int) -> list[Row]:
     """The crop recipe as float32 by the loaders of other projects, as far as they are installed, beside fastdata's."""
     steps = [*crop_and_flip(), *last_steps()]
     with TemporaryDirectory(prefix="fastdata-peers-") as work, ExitStack() as opened:
-        peers = peer_loaders(datasets.ImageFolder(str(root), transforms.Resize((256, 256))), Path(work))
+        peers = peer_loaders(
+            datasets.ImageFolder(str(root), transforms.Resize((256, 256))), Path(work)
+        )
         if not peers:
             return []
         prepared, loader = ours(root, steps, storage="shared", resize=(256, 256), fill="eager")
@@ -331,11 +388,17 @@ def peer_rows(root: Path, rounds: int) -> list[Row]:
         for dataset in (prepared, unkept):
             opened.enter_context(dataset)
         loaders = {VANILLA: vanilla(root, steps), MEMORY: loader, UNKEPT: unkept_loader, **peers}
-        figures = in_turns({name: epoch_rate(loader, ROUND_S) for name, loader in loaders.items()}, rounds)
+        figures = in_turns(
+            {name: epoch_rate(loader, ROUND_S) for name, loader in loaders.items()}, rounds
+        )
     row = partial(Row, section="RandomResizedCrop, flip: peers", unit="images/s")
     against = {VANILLA: "", MEMORY: VANILLA, UNKEPT: VANILLA}
     return [
-        row(name=name, rounds=rates, against=against.get(name, MEMORY if "256x256" in name else UNKEPT))
+        row(
+            name=name,
+            rounds=rates,
+            against=against.get(name, MEMORY if "256x256" in name else UNKEPT),
+        )
         for name, rates in figures.items()
     ]
 
@@ -368,14 +431,22 @@ def ffcv(originals: Any, work: Path) -> dict[str, Any]:
     from ffcv.fields import IntField, RGBImageField
     from ffcv.fields.decoders import IntDecoder, RandomResizedCropRGBImageDecoder
     from ffcv.loader import Loader, OrderOption
-    from ffcv.transforms import NormalizeImage, RandomHorizontalFlip, Squeeze, ToTensor, ToTorchImage
+    from ffcv.transforms import (
+        NormalizeImage,
+        RandomHorizontalFlip,
+        Squeeze,
+        ToTensor,
+        ToTorchImage,
+    )
     from ffcv.writer import DatasetWriter
 
     file = str(work / "images.beton")
     fields = {"image": RGBImageField(write_mode="raw"), "label": IntField()}
     DatasetWriter(file, fields, num_workers=usable_cores()).from_indexed_dataset(originals)
     crop = [RandomResizedCropRGBImageDecoder((SIDE_PX, SIDE_PX)), RandomHorizontalFlip()]
-    normalize = NormalizeImage(255 * np.array(IMAGENET_MEAN), 255 * np.array(IMAGENET_STD), np.float32)
+    normalize = NormalizeImage(
+        255 * np.array(IMAGENET_MEAN), 255 * np.array(IMAGENET_STD), np.float32
+    )
     loader = Loader(
         file,
         batch_size=BATCH,
@@ -402,8 +473,16 @@ def turboloader(originals: Any, work: Path) -> dict[str, Any]:
     labels = torch.tensor(originals.targets)
 
     def epochs(file: str, **how: Any) -> Epochs:
-        how |= {"output_format": "pytorch", "image_size": SIDE_PX, "train_aug": True, "transform": ImageNetNormalize()}
-        loader, numbers = DataLoader(file, BATCH, usable_cores(), shuffle=True, **how), itertools.count()
+        how |= {
+            "output_format": "pytorch",
+            "image_size": SIDE_PX,
+            "train_aug": True,
+            "transform": ImageNetNormalize(),
+        }
+        loader, numbers = (
+            DataLoader(file, BATCH, usable_cores(), shuffle=True, **how),
+            itertools.count(),
+        )
 
         def start() -> Iterator[Any]:
             loader.set_epoch(next(numbers))
@@ -430,32 +509,45 @@ def dali(originals: Any, work: Path) -> dict[str, Any]:
             yield [pixels[index] for index in chosen], list(targets[chosen])
 
     def from_memory() -> Any:
-        images, labels = fn.external_source(Epochs(batches), 2, cycle="raise", no_copy=True, layout=["HWC", ""])
+        images, labels = fn.external_source(
+            Epochs(batches), 2, cycle="raise", no_copy=True, layout=["HWC", ""]
+        )
         return fn.random_resized_crop(images, size=SIDE_PX), labels
 
     def from_files() -> Any:
         files, labels = fn.readers.file(file_root=originals.root, random_shuffle=True, name="files")
-        images = fn.decoders.image_random_crop(files, random_area=[0.08, 1.0], random_aspect_ratio=[3 / 4, 4 / 3])
+        images = fn.decoders.image_random_crop(
+            files, random_area=[0.08, 1.0], random_aspect_ratio=[3 / 4, 4 / 3]
+        )
         return fn.resize(images, size=[SIDE_PX, SIDE_PX]), labels
 
     def epochs(read: Callable[[], Any], **how: Any) -> Epochs:
         with Pipeline(BATCH, usable_cores(), None) as pipeline:
             images, labels = read()
-            scale = {"mean": [255 * mean for mean in IMAGENET_MEAN], "std": [255 * std for std in IMAGENET_STD]}
-            pipeline.set_outputs(fn.crop_mirror_normalize(images, mirror=fn.random.coin_flip(), **scale), labels)
+            scale = {
+                "mean": [255 * mean for mean in IMAGENET_MEAN],
+                "std": [255 * std for std in IMAGENET_STD],
+            }
+            pipeline.set_outputs(
+                fn.crop_mirror_normalize(images, mirror=fn.random.coin_flip(), **scale), labels
+            )
         loader = DALIGenericIterator([pipeline], ["images", "labels"], auto_reset=True, **how)
         return Epochs(lambda: ((batch["images"], batch["labels"]) for [batch] in loader))
 
     return {
         "DALI, 256x256 in memory": epochs(from_memory),
-        "DALI, from files": epochs(from_files, reader_name="files", last_batch_policy=LastBatchPolicy.PARTIAL),
+        "DALI, from files": epochs(
+            from_files, reader_name="files", last_batch_policy=LastBatchPolicy.PARTIAL
+        ),
     }
 
 
 def main() -> None:
     options = parser(__doc__ or "")
     options.add_argument("--count", type=int, default=2000, help="files, copied as often as needed")
-    options.add_argument("--sections", nargs="+", default=["start", "memory", "forms", "first", "recipes", "peers"])
+    options.add_argument(
+        "--sections", nargs="+", default=["start", "memory", "forms", "first", "recipes", "peers"]
+    )
     args = options.parse_args()
     rows: list[Row] = []
     if "memory" in args.sections:
@@ -473,7 +565,11 @@ def main() -> None:
         if "peers" in args.sections:
             rows += peer_rows(root, args.rounds)
     print_rows(rows)
-    peers = {found.name: found.version for found in metadata.distributions() if found.name.startswith(PEERS)}
+    peers = {
+        found.name: found.version
+        for found in metadata.distributions()
+        if found.name.startswith(PEERS)
+    }
     save_rows(rows, args.json, images=words, batch_size=BATCH, count=args.count, peers=peers)
 
 

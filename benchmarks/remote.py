@@ -69,7 +69,11 @@ class Place:
 
     @property
     def remote_options(self) -> dict[str, Any]:
-        return {"storage_options": self.server.storage_options} if self.root.startswith("s3://") else {}
+        return (
+            {"storage_options": self.server.storage_options}
+            if self.root.startswith("s3://")
+            else {}
+        )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -104,7 +108,9 @@ def folder(place: Place) -> Callable[[], Any]:
     transform = transforms.Compose(STEPS)
 
     def make() -> Any:
-        dataset = ImageFolder(f"{place.root}/train", transform, progress=False, **place.remote_options)
+        dataset = ImageFolder(
+            f"{place.root}/train", transform, progress=False, **place.remote_options
+        )
         return DataLoader(dataset, BATCH, shuffle=True, num_workers=WORKERS)
 
     return make
@@ -131,7 +137,9 @@ def litdata(kind: str, place: Place, **options: Any) -> Callable[[], Any]:
             transform=decode_sample if kind == "jpeg" else None,
             **options,
         )
-        return StreamingDataLoader(dataset, batch_size=BATCH, num_workers=WORKERS, persistent_workers=True)
+        return StreamingDataLoader(
+            dataset, batch_size=BATCH, num_workers=WORKERS, persistent_workers=True
+        )
 
     return make
 
@@ -173,14 +181,18 @@ def mosaic(kind: str, place: Place, **options: Any) -> Callable[[], Any]:
     def make() -> Any:
         where = {"remote": f"{place.root}/mds-{kind}", "local": place.local}
         dataset = Images(**where, batch_size=BATCH, shuffle=True, cache_limit="64gb", **options)
-        return torch.utils.data.DataLoader(dataset, BATCH, num_workers=WORKERS, persistent_workers=True)
+        return torch.utils.data.DataLoader(
+            dataset, BATCH, num_workers=WORKERS, persistent_workers=True
+        )
 
     return make
 
 
 def decode_sample(sample: tuple[bytes, int]) -> tuple[torch.Tensor, int]:
     """By the fastest decoder here, which fastdata uses too; torchvision's own is not in every build of it."""
-    return torch.from_numpy(simplejpeg.decode_jpeg(sample[0])).permute(2, 0, 1).contiguous(), sample[1]
+    return torch.from_numpy(simplejpeg.decode_jpeg(sample[0])).permute(
+        2, 0, 1
+    ).contiguous(), sample[1]
 
 
 def contenders(kind: str) -> dict[str, Callable[[Place], Callable[[], Any]]]:
@@ -211,9 +223,15 @@ def build(root: Path, bucket: Path, shard_bytes: int) -> int:
     shutil.copytree(root, bucket / "train")
     for kind, codec in CODECS.items():
         transform = transforms.Compose(STEPS)
-        options: dict[str, Any] = {"cache_dir": bucket / f"cache-{kind}", "codec": codec, "progress": False}
+        options: dict[str, Any] = {
+            "cache_dir": bucket / f"cache-{kind}",
+            "codec": codec,
+            "progress": False,
+        }
         ImageFolder(str(root), transform, **options).close()
-    with ImageFolder(str(root), transforms.Compose(STEPS), cache_dir=bucket / "cache-raw", progress=False) as photos:
+    with ImageFolder(
+        str(root), transforms.Compose(STEPS), cache_dir=bucket / "cache-raw", progress=False
+    ) as photos:
         for kind in CODECS:
             write_litdata(kind, photos, bucket / f"lit-{kind}", shard_bytes)
             write_mds(kind, photos, bucket / f"mds-{kind}", shard_bytes)
@@ -241,7 +259,10 @@ def write_litdata(kind: str, photos: ImageFolder, target: Path, shard_bytes: int
 def write_mds(kind: str, photos: ImageFolder, target: Path, shard_bytes: int) -> None:
     from streaming import MDSWriter
 
-    columns = {"image": "bytes" if kind == "jpeg" else f"ndarray:uint8:3,{SIDE},{SIDE}", "label": "int"}
+    columns = {
+        "image": "bytes" if kind == "jpeg" else f"ndarray:uint8:3,{SIDE},{SIDE}",
+        "label": "int",
+    }
     with MDSWriter(out=str(target), columns=columns, size_limit=shard_bytes) as writer:
         for image, label in samples(kind, photos):
             writer.write({"image": image, "label": label})
@@ -253,7 +274,9 @@ def write_mds(kind: str, photos: ImageFolder, target: Path, shard_bytes: int) ->
 def measure(contender: Callable[[Place], Callable[[], Any]], place: Place, connection: Any) -> None:
     """Two epochs in this process; its memory is looked at twice a second."""
     outcome = Outcome()
-    multiprocessing.set_start_method("fork", force=True)  # as in a script; here it would be that of this process
+    multiprocessing.set_start_method(
+        "fork", force=True
+    )  # as in a script; here it would be that of this process
     try:
         make = contender(place)
         with peak_memory(every_s=0.5) as peak:
@@ -270,7 +293,9 @@ def measure(contender: Callable[[Place], Callable[[], Any]], place: Place, conne
     except Exception as problem:  # noqa: BLE001  # what a contender made of a fault is told, not raised
         print(traceback.format_exc(limit=-1), file=sys.stderr)
         outcome.error = f"{type(problem).__name__}: {str(problem).strip().splitlines()[-1]}"
-    outcome.local_bytes = sum(path.stat().st_size for path in Path(place.local).rglob("*") if path.is_file())
+    outcome.local_bytes = sum(
+        path.stat().st_size for path in Path(place.local).rglob("*") if path.is_file()
+    )
     connection.send(outcome)
     connection.close()
 
@@ -287,19 +312,25 @@ def _epoch(loader: Any, start: float, outcome: Outcome) -> None:
     outcome.images.append(count)
 
 
-def in_own_process(contender: Callable[[Place], Callable[[], Any]], place: Place, limit_s: float) -> Outcome:
+def in_own_process(
+    contender: Callable[[Place], Callable[[], Any]], place: Place, limit_s: float
+) -> Outcome:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=measure, args=(contender, place, theirs))
     process.start()
     theirs.close()
     try:
-        return ours.recv() if ours.poll(limit_s) else Outcome(error=f"not done after {limit_s:.0f} s")
+        return (
+            ours.recv() if ours.poll(limit_s) else Outcome(error=f"not done after {limit_s:.0f} s")
+        )
     except EOFError:
         return Outcome(error="the process ended")
     finally:
         process.join(20)
-        for child in psutil.Process(process.pid).children(recursive=True) if process.is_alive() else ():
+        for child in (
+            psutil.Process(process.pid).children(recursive=True) if process.is_alive() else ()
+        ):
             child.kill()
         process.kill()
         process.join()
@@ -308,13 +339,17 @@ def in_own_process(contender: Callable[[Place], Callable[[], Any]], place: Place
 def download_s(server: ThrottledS3, bucket: Path, below: str, threads: int) -> float:
     """Seconds in which the bytes of a folder come, by plain requests for pieces of them."""
     paths = [path for path in (bucket / below).rglob("*") if path.is_file()]
-    pieces = [(path, start) for path in paths for start in range(0, path.stat().st_size, DOWNLOAD_BYTES)]
+    pieces = [
+        (path, start) for path in paths for start in range(0, path.stat().st_size, DOWNLOAD_BYTES)
+    ]
 
     def fetch(number: int) -> None:
         with closing(http.client.HTTPConnection(urlsplit(server.url).netloc)) as connection:
             for path, start in pieces[number::threads]:
                 span = {"Range": f"bytes={start}-{start + DOWNLOAD_BYTES - 1}"}
-                connection.request("GET", f"/{quote(path.relative_to(bucket.parent).as_posix())}", headers=span)
+                connection.request(
+                    "GET", f"/{quote(path.relative_to(bucket.parent).as_posix())}", headers=span
+                )
                 connection.getresponse().read()
 
     start = time.perf_counter()
@@ -335,35 +370,63 @@ QUESTIONS: dict[str, tuple[str, Callable[[Outcome], float]]] = {
 }
 
 
-def rows_of(kind: str, outcomes: dict[str, list[Outcome]], download: list[float], count: int) -> list[Row]:
+def rows_of(
+    kind: str, outcomes: dict[str, list[Outcome]], download: list[float], count: int
+) -> list[Row]:
     """All answers about one form of the images; a run that failed is in none of them."""
     runs = {name: [run for run in rounds if not run.error] for name, rounds in outcomes.items()}
-    rates = {name: tuple(run.images[0] / run.seconds[0] for run in good) for name, good in runs.items() if good}
+    rates = {
+        name: tuple(run.images[0] / run.seconds[0] for run in good)
+        for name, good in runs.items()
+        if good
+    }
     rates |= {(bare := "bare download"): tuple(count / seconds for seconds in download)}
-    limit = min({bare, "fastdata, local"} & rates.keys(), key=lambda name: statistics.median(rates[name]))
+    limit = min(
+        {bare, "fastdata, local"} & rates.keys(), key=lambda name: statistics.median(rates[name])
+    )
     rows = [Row(section=f"{kind}: first epoch", name=bare, unit="images/s", rounds=rates[bare])]
     for question, (unit, answer) in QUESTIONS.items():
         for name in filter(rates.__contains__, runs):
             is_held = question == "first epoch" and "local" not in name
-            limits = {"against": limit, "target": "0.9" if name == "fastdata" else ""} if is_held else {}
+            limits = (
+                {"against": limit, "target": "0.9" if name == "fastdata" else ""} if is_held else {}
+            )
             rounds = tuple(map(answer, runs[name]))
-            rows.append(Row(section=f"{kind}: {question}", name=name, unit=unit, rounds=rounds, **limits))
+            rows.append(
+                Row(section=f"{kind}: {question}", name=name, unit=unit, rounds=rounds, **limits)
+            )
     return rows
 
 
 def main() -> None:
     options = parser(__doc__.splitlines()[0])
     options.set_defaults(rounds=3)
-    options.add_argument("--count", type=int, default=4000, help="files the photographs are copied to")
-    options.add_argument("--shard-mib", type=float, default=64, help="of LitData and Mosaic, as both recommend")
-    options.add_argument("--kinds", nargs="+", choices=[*CODECS, "folder"], default=[*CODECS, "folder"])
+    options.add_argument(
+        "--count", type=int, default=4000, help="files the photographs are copied to"
+    )
+    options.add_argument(
+        "--shard-mib", type=float, default=64, help="of LitData and Mosaic, as both recommend"
+    )
+    options.add_argument(
+        "--kinds", nargs="+", choices=[*CODECS, "folder"], default=[*CODECS, "folder"]
+    )
     options.add_argument("--only", nargs="+", help="contenders whose names begin so")
     options.add_argument("--latency-s", type=float, default=0.05, help="of each request")
-    options.add_argument("--bandwidth", type=float, default=100e6, help="bytes a second, of all answers together")
-    options.add_argument("--fault-rate", type=float, default=0.01, help="part of the requests that go wrong")
-    options.add_argument("--memory-limit", default="2GiB", help="of fastdata's process tree, where it has the option")
-    options.add_argument("--limit-s", type=float, default=300, help="a contender that takes longer is ended")
-    options.add_argument("--work", type=Path, help="folder to work in; a temporary one is made there")
+    options.add_argument(
+        "--bandwidth", type=float, default=100e6, help="bytes a second, of all answers together"
+    )
+    options.add_argument(
+        "--fault-rate", type=float, default=0.01, help="part of the requests that go wrong"
+    )
+    options.add_argument(
+        "--memory-limit", default="2GiB", help="of fastdata's process tree, where it has the option"
+    )
+    options.add_argument(
+        "--limit-s", type=float, default=300, help="a contender that takes longer is ended"
+    )
+    options.add_argument(
+        "--work", type=Path, help="folder to work in; a temporary one is made there"
+    )
     chosen = options.parse_args()
     rows, kept = [], {}
     with (
@@ -372,7 +435,9 @@ def main() -> None:
     ):
         (bucket := Path(work, "served", "bucket")).mkdir(parents=True)
         count = build(root, bucket, int(chosen.shard_mib * MIB))
-        with throttled_s3(bucket.parent, latency_s=chosen.latency_s, bandwidth=chosen.bandwidth) as server:
+        with throttled_s3(
+            bucket.parent, latency_s=chosen.latency_s, bandwidth=chosen.bandwidth
+        ) as server:
             os.environ |= server.environment
             for kind in chosen.kinds:
                 outcomes: dict[str, list[Outcome]] = {}
@@ -387,10 +452,19 @@ def main() -> None:
                             continue
                         local = Path(tempfile.mkdtemp(prefix="local-", dir=work))
                         root_url = str(bucket) if "local" in name else f"s3://{bucket.name}"
-                        place = Place(root=root_url, server=server, local=str(local), memory_limit=chosen.memory_limit)
+                        place = Place(
+                            root=root_url,
+                            server=server,
+                            local=str(local),
+                            memory_limit=chosen.memory_limit,
+                        )
                         outcome = in_own_process(contender, place, chosen.limit_s)
                         outcomes.setdefault(name, []).append(outcome)
-                        print(f"{kind}, {name}: {outcome.error or outcome.seconds}", file=sys.stderr, flush=True)
+                        print(
+                            f"{kind}, {name}: {outcome.error or outcome.seconds}",
+                            file=sys.stderr,
+                            flush=True,
+                        )
                         shutil.rmtree(local)
                 rows += rows_of(kind, outcomes, download, count)
                 kept[kind] = {name: list(map(asdict, runs)) for name, runs in outcomes.items()}
@@ -402,10 +476,18 @@ def main() -> None:
         count=count,
         **{
             name: getattr(chosen, name)
-            for name in ("latency_s", "bandwidth", "fault_rate", "shard_mib", "memory_limit", "rounds")
+            for name in (
+                "latency_s",
+                "bandwidth",
+                "fault_rate",
+                "shard_mib",
+                "memory_limit",
+                "rounds",
+            )
         },
         packages={
-            name: importlib.metadata.version(name) for name in ("litdata", "mosaicml-streaming", "obstore", "s3fs")
+            name: importlib.metadata.version(name)
+            for name in ("litdata", "mosaicml-streaming", "obstore", "s3fs")
         },
         outcomes=kept,
     )

@@ -117,7 +117,9 @@ def photos_uint8(root: Path, rounds: int) -> list[Row]:
     """Photographs, 224 crop and flip, uint8, batch 64: against the copy and against vanilla."""
     section = "224 crop + flip of 256x256, uint8, batch 64"
     vanilla, vanilla_workers = best_vanilla(root, photo_transform("uint8"), 64)
-    with ImageFolder(str(root), photo_transform("uint8"), storage="shared", fill="eager", progress=False) as prepared:
+    with ImageFolder(
+        str(root), photo_transform("uint8"), storage="shared", fill="eager", progress=False
+    ) as prepared:
         ours, workers = best_loader(prepared, 64)
         rates = in_turns(
             {
@@ -138,7 +140,10 @@ def photos_uint8(root: Path, rounds: int) -> list[Row]:
             target="0.6",
         ),
         row(
-            name="fastdata, the same", rounds=rates["ours"], against=f"vanilla, {vanilla_workers} workers", target="75"
+            name="fastdata, the same",
+            rounds=rates["ours"],
+            against=f"vanilla, {vanilla_workers} workers",
+            target="75",
         ),
     ]
 
@@ -146,7 +151,9 @@ def photos_uint8(root: Path, rounds: int) -> list[Row]:
 def photos_float32(root: Path, rounds: int) -> list[Row]:
     """Photographs, normalised to float32: against the bare conversion."""
     section = "224 crop + flip of 256x256, normalised float32, batch 64"
-    with ImageFolder(str(root), photo_transform("float32"), storage="shared", fill="eager", progress=False) as prepared:
+    with ImageFolder(
+        str(root), photo_transform("float32"), storage="shared", fill="eager", progress=False
+    ) as prepared:
         ours, workers = best_loader(prepared, 64)
         rates = in_turns({"convert": convert(64, 224), "ours": epoch_rate(ours, ROUND_S)}, rounds)
     row = partial(Row, section=section, unit="images/s")
@@ -167,14 +174,21 @@ def small_112(cifar: Path, rounds: int) -> list[Row]:
     transform = transforms.Compose(
         [transforms.Resize(112), transforms.RandomHorizontalFlip(), transforms.PILToTensor()]
     )
-    with ImageFolder(str(cifar), transform, storage="shared", fill="eager", progress=False) as prepared:
+    with ImageFolder(
+        str(cifar), transform, storage="shared", fill="eager", progress=False
+    ) as prepared:
         ours, workers = best_loader(prepared, 256)
         copy = copy_crops(len(prepared), 256, 112, 112)
         rates = in_turns({"copy": copy, "ours": epoch_rate(ours, ROUND_S)}, rounds)
     row = partial(Row, section=section, unit="images/s")
     return [
         row(name="copy, one thread", rounds=rates["copy"]),
-        row(name=f"fastdata, {workers} workers", rounds=rates["ours"], against="copy, one thread", target="0.5"),
+        row(
+            name=f"fastdata, {workers} workers",
+            rounds=rates["ours"],
+            against="copy, one thread",
+            target="0.5",
+        ),
     ]
 
 
@@ -188,7 +202,9 @@ def small_32(cifar: Path, rounds: int) -> list[Row]:
             transforms.Normalize((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
         ]
     )
-    with ImageFolder(str(cifar), transform, storage="shared", fill="eager", progress=False) as prepared:
+    with ImageFolder(
+        str(cifar), transform, storage="shared", fill="eager", progress=False
+    ) as prepared:
         ours, workers = best_loader(prepared, 512)
         rates = in_turns({"ours": epoch_rate(ours, ROUND_S)}, rounds)
     return [
@@ -208,9 +224,13 @@ def preparing(root: Path, rounds: int) -> list[Row]:
     count = len(vanilla.dataset)
 
     def build() -> None:
-        ImageFolder(str(root), photo_transform("uint8"), storage="shared", fill="eager", progress=False).close()
+        ImageFolder(
+            str(root), photo_transform("uint8"), storage="shared", fill="eager", progress=False
+        ).close()
 
-    rates = in_turns({"vanilla": epoch_rate(vanilla), "ours": lambda: count / seconds_of(build)}, rounds)
+    rates = in_turns(
+        {"vanilla": epoch_rate(vanilla), "ours": lambda: count / seconds_of(build)}, rounds
+    )
     epoch = f"vanilla epoch, {vanilla_workers} workers"
     row = partial(Row, section="preparing, all cores", unit="images/s")
     return [
@@ -225,11 +245,17 @@ def first_batch_ms(make_loader: Callable[[], DataLoader]) -> float:
 
 def latency_and_threads(root: Path, rounds: int) -> list[Row]:
     """First batch after construction; one thread against two."""
-    with ImageFolder(str(root), photo_transform("uint8"), storage="shared", fill="eager", progress=False) as prepared:
+    with ImageFolder(
+        str(root), photo_transform("uint8"), storage="shared", fill="eager", progress=False
+    ) as prepared:
         make = partial(loader_of, prepared, 64)
-        first = in_turns({str(n): partial(first_batch_ms, partial(make, n)) for n in (1, 2)}, max(rounds, 5))
+        first = in_turns(
+            {str(n): partial(first_batch_ms, partial(make, n)) for n in (1, 2)}, max(rounds, 5)
+        )
         rates = in_turns({str(n): epoch_rate(make(n), ROUND_S) for n in (0, 1, 2)}, rounds)
-    start = partial(Row, section="first batch after construction, batch 64", unit="ms", target="under 50")
+    start = partial(
+        Row, section="first batch after construction, batch 64", unit="ms", target="under 50"
+    )
     row = partial(Row, section="threads, 224 crop + flip, uint8, batch 64", unit="images/s")
     return [
         *(start(name=f"{n} workers", rounds=first[n]) for n in first),
@@ -243,19 +269,32 @@ def memory(root: Path, rounds: int) -> list[Row]:
     after_epoch = []
     with (
         peak_memory() as peak,
-        ImageFolder(str(root), photo_transform("uint8"), storage="shared", fill="eager", progress=False) as data,
+        ImageFolder(
+            str(root), photo_transform("uint8"), storage="shared", fill="eager", progress=False
+        ) as data,
     ):
         raw_bytes = len(data) * 3 * 256 * 256
         loader = loader_of(data, 64, 4)
         for _ in range(20):
             images_per_s(loader)
             after_epoch.append(tree_pss_bytes(os.getpid()) / MB)
-    row = partial(Row, section="memory with 4 workers over 20 epochs (PSS of the process tree)", unit="MB")
+    row = partial(
+        Row, section="memory with 4 workers over 20 epochs (PSS of the process tree)", unit="MB"
+    )
     return [
         row(name="raw data", rounds=(raw_bytes / MB,)),
-        row(name="peak", rounds=(peak.size_bytes / MB,), target=f"{1.15 * raw_bytes / MB + 400:,.0f} MB at most"),
+        row(
+            name="peak",
+            rounds=(peak.size_bytes / MB,),
+            target=f"{1.15 * raw_bytes / MB + 400:,.0f} MB at most",
+        ),
         row(name="after epoch 2", rounds=(after_epoch[1],)),
-        row(name="after epoch 20", rounds=(after_epoch[-1],), against="after epoch 2", target="no growth"),
+        row(
+            name="after epoch 20",
+            rounds=(after_epoch[-1],),
+            against="after epoch 2",
+            target="no growth",
+        ),
     ]
 
 
@@ -272,16 +311,24 @@ SECTIONS = {
 
 def main() -> None:
     options = parser(__doc__.splitlines()[0])
-    options.add_argument("--cifar", type=Path, help="class folders of 32x32 images; also FASTDATA_CIFAR")
-    options.add_argument("--count", type=int, default=4000, help="files the photographs are copied to")
-    options.add_argument("--small-count", type=int, default=10_000, help="files the small images are copied to")
+    options.add_argument(
+        "--cifar", type=Path, help="class folders of 32x32 images; also FASTDATA_CIFAR"
+    )
+    options.add_argument(
+        "--count", type=int, default=4000, help="files the photographs are copied to"
+    )
+    options.add_argument(
+        "--small-count", type=int, default=10_000, help="files the small images are copied to"
+    )
     options.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
     chosen = options.parse_args()
     small = {"small_112", "small_32"}
     rows: list[Row] = []
     words = []
     photos = class_folders(chosen.images, count=chosen.count)
-    smalls = class_folders(chosen.cifar, count=chosen.small_count, size=(32, 32), variable="FASTDATA_CIFAR")
+    smalls = class_folders(
+        chosen.cifar, count=chosen.small_count, size=(32, 32), variable="FASTDATA_CIFAR"
+    )
     for source, names in ((photos, set(SECTIONS) - small), (smalls, small)):
         if wanted := [name for name in SECTIONS if name in names & set(chosen.sections)]:
             with source as (root, what):

@@ -19,7 +19,16 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from _helper import Row, class_folders, in_turns, parser, print_rows, save_rows, seconds_of, transforms
+from _helper import (
+    Row,
+    class_folders,
+    in_turns,
+    parser,
+    print_rows,
+    save_rows,
+    seconds_of,
+    transforms,
+)
 from fastdata import ImageFolder
 
 CORES = 2
@@ -48,7 +57,10 @@ def warm_up() -> None:
     import ray
 
     task = ray.remote(num_cpus=1)(importlib.import_module)
-    ray.wait([task.remote("fastdata.stores.cache.engines") for _ in range(4 * CORES)], num_returns=4 * CORES)
+    ray.wait(
+        [task.remote("fastdata.stores.cache.engines") for _ in range(4 * CORES)],
+        num_returns=4 * CORES,
+    )
 
 
 def build(root: Path, work: Path, shard_size: str, engine: str) -> float:
@@ -58,7 +70,9 @@ def build(root: Path, work: Path, shard_size: str, engine: str) -> float:
     options = {"num_workers": CORES, "shard_bytes": shard_size, "progress": False}
     try:
         return seconds_of(
-            lambda: ImageFolder(str(root), transform, cache_dir=cache_dir, engine=engine, **options).close()
+            lambda: ImageFolder(
+                str(root), transform, cache_dir=cache_dir, engine=engine, **options
+            ).close()
         )
     finally:
         shutil.rmtree(cache_dir, ignore_errors=True)
@@ -68,8 +82,12 @@ def main() -> None:
     options = parser(__doc__.splitlines()[0])
     options.add_argument("--count", type=int, default=3000, help="files the images are copied to")
     options.add_argument("--shard-size", default="32MiB")
-    options.add_argument("--work", type=Path, help="folder to work in; a temporary one is made there")
-    options.add_argument("--as-driver", action="store_true", help="only build --images into --work by Ray")
+    options.add_argument(
+        "--work", type=Path, help="folder to work in; a temporary one is made there"
+    )
+    options.add_argument(
+        "--as-driver", action="store_true", help="only build --images into --work by Ray"
+    )
     chosen = options.parse_args()
     if chosen.as_driver:
         build(chosen.images, chosen.work, chosen.shard_size, "ray")
@@ -94,17 +112,24 @@ def main() -> None:
                     "ray": by_ray,
                     # a driver of its own has workers of its own
                     "started": lambda: (
-                        chosen.count / seconds_of(partial(subprocess.run, [*map(str, alone)], check=True))
+                        chosen.count
+                        / seconds_of(partial(subprocess.run, [*map(str, alone)], check=True))
                     ),
                 },
                 chosen.rounds,
             )
-    row = partial(Row, section=f"writing shards of {chosen.shard_size}, {words}, to 256x256", unit="images/s")
+    row = partial(
+        Row, section=f"writing shards of {chosen.shard_size}, {words}, to 256x256", unit="images/s"
+    )
     against = "local engine, two cores"
     rows = [
         row(name=against, rounds=rates["local"]),
         row(name="Ray, two nodes of one core", rounds=rates["ray"], against=against, target="0.9"),
-        row(name="the same, with the start of the driver and of workers", rounds=rates["started"], against=against),
+        row(
+            name="the same, with the start of the driver and of workers",
+            rounds=rates["started"],
+            against=against,
+        ),
     ]
     print_rows(rows)
     save_rows(rows, chosen.json, ray=importlib.metadata.version("ray"), load=os.getloadavg())

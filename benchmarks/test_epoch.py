@@ -16,7 +16,10 @@ from fastdata.machine.memory import usable_cores
 BATCH = 64
 LAST = {
     "uint8": [transforms.PILToTensor()],
-    "float32": [transforms.ToTensor(), transforms.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))],
+    "float32": [
+        transforms.ToTensor(),
+        transforms.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+    ],
 }
 
 pytest.importorskip("pytest_benchmark")
@@ -30,7 +33,9 @@ def transform(request: pytest.FixtureRequest) -> Any:
 
 @pytest.fixture
 def prepared(photos: Path, transform: Any) -> Iterator[ImageFolder]:
-    with ImageFolder(str(photos), transform, storage="shared", fill="eager", progress=False) as dataset:
+    with ImageFolder(
+        str(photos), transform, storage="shared", fill="eager", progress=False
+    ) as dataset:
         yield dataset
 
 
@@ -60,7 +65,9 @@ def test_preparation(benchmark: Any, photos: Path, transform: Any) -> None:
     """Decode and resize everything once."""
 
     def prepare() -> int:
-        with ImageFolder(str(photos), transform, storage="shared", fill="eager", progress=False) as dataset:
+        with ImageFolder(
+            str(photos), transform, storage="shared", fill="eager", progress=False
+        ) as dataset:
             return len(dataset)
 
     assert benchmark.pedantic(prepare, rounds=3) == 400

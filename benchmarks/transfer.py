@@ -53,7 +53,9 @@ def program_of(steps: list[Any]) -> DeviceProgram:
     return DeviceProgram(plan_transform(transforms.Compose(steps), form="tensor"), spec)
 
 
-def ops_work(steps: list[Any]) -> tuple[Callable[[torch.Tensor], Any], Callable[[torch.Tensor], int]]:
+def ops_work(
+    steps: list[Any],
+) -> tuple[Callable[[torch.Tensor], Any], Callable[[torch.Tensor], int]]:
     """Batch ops with the draws of one batch, and what they must move: each pixel served, read and written once."""
     program = program_of(steps)
     shape, dtype = program.output
@@ -69,24 +71,36 @@ def ops_work(steps: list[Any]) -> tuple[Callable[[torch.Tensor], Any], Callable[
 
 
 DEVICE_WORK: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[torch.Tensor], int]]] = {
-    "cast to float16": (lambda images: images.to(torch.float16), lambda images: images.nbytes + 2 * images.numel()),
+    "cast to float16": (
+        lambda images: images.to(torch.float16),
+        lambda images: images.nbytes + 2 * images.numel(),
+    ),
     "crop, flip, Normalize": ops_work(CROP_STEPS),
 }
 """Name -> what runs on a uint8 batch on the device, and the bytes that it must read and write at least."""
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--batch-mib", type=int, default=38, help="size of a batch; 38 are 256 images of 224 x 224")
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    options.add_argument(
+        "--batch-mib", type=int, default=38, help="size of a batch; 38 are 256 images of 224 x 224"
+    )
     options.add_argument("--steps", type=int, default=200, help="batches a round")
-    options.add_argument("--step-ms", type=float, default=10.0, help="length of a step; more than a copy takes")
+    options.add_argument(
+        "--step-ms", type=float, default=10.0, help="length of a step; more than a copy takes"
+    )
     options.add_argument("--rounds", type=int, default=5)
     options.add_argument("--json", type=Path, help="keep every figure, with versions")
     chosen = options.parse_args()
     if not torch.cuda.is_available():
         sys.exit("this benchmark needs a CUDA device, and torch sees none")
     batch_size = max(1, chosen.batch_mib * MIB // (3 * 224 * 224))
-    batches = [torch.randint(0, 256, (batch_size, *IMAGE_SHAPE), dtype=torch.uint8) for _ in range(BATCHES_IN_TURN)]
+    batches = [
+        torch.randint(0, 256, (batch_size, *IMAGE_SHAPE), dtype=torch.uint8)
+        for _ in range(BATCHES_IN_TURN)
+    ]
     rows = [
         *measure_waits(batches, chosen),
         *measure_bandwidth(batches, chosen),
@@ -95,7 +109,10 @@ def main() -> None:
     ]
     print(torch.cuda.get_device_name())
     print_rows(rows)
-    settings = vars(chosen) | {"gpu": torch.cuda.get_device_name(), "batch_bytes": batches[0].nbytes}
+    settings = vars(chosen) | {
+        "gpu": torch.cuda.get_device_name(),
+        "batch_bytes": batches[0].nbytes,
+    }
     save_rows(rows, chosen.json, **settings)
 
 
@@ -111,10 +128,16 @@ def measure_waits(batches: list[torch.Tensor], chosen: argparse.Namespace) -> li
     rows = []
     with contextlib.ExitStack() as stack:
         dataset = stack.enter_context(CachedDataset(samples, progress=False))
-        loader = DataLoader(dataset, batch_sampler=Repeated(len(dataset), len(batches[0]), steps), num_workers=2)
+        loader = DataLoader(
+            dataset, batch_sampler=Repeated(len(dataset), len(batches[0]), steps), num_workers=2
+        )
         prefetched = {
-            "prefetcher, pageable batches": stack.enter_context(CudaPrefetcher(InTurn(batches, steps))),
-            "prefetcher, pinned batches": stack.enter_context(CudaPrefetcher(InTurn(pinned, steps))),
+            "prefetcher, pageable batches": stack.enter_context(
+                CudaPrefetcher(InTurn(batches, steps))
+            ),
+            "prefetcher, pinned batches": stack.enter_context(
+                CudaPrefetcher(InTurn(pinned, steps))
+            ),
             "prefetcher, gathered by threads": stack.enter_context(CudaPrefetcher(loader)),
         }
         ways: dict[str, Callable[[], Iterable[Any]]] = {
@@ -126,11 +149,18 @@ def measure_waits(batches: list[torch.Tensor], chosen: argparse.Namespace) -> li
                 batch.to("cuda", non_blocking=True) for batch in InTurn(pinned, steps)
             ),
         }
-        for kind, step in {"busy": make_busy_step(chosen.step_ms), "launch-bound": make_launch_bound_step()}.items():
+        for kind, step in {
+            "busy": make_busy_step(chosen.step_ms),
+            "launch-bound": make_launch_bound_step(),
+        }.items():
             waits: dict[str, list[float]] = {name: [] for name in ways}
             lengths = in_turns(
                 {
-                    name: (lambda make=make, step=step, wait=waits[name]: ms_per_step(make(), step, wait))  # type: ignore[misc]
+                    name: (
+                        lambda make=make, step=step, wait=waits[name]: ms_per_step(
+                            make(), step, wait
+                        )
+                    )  # type: ignore[misc]
                     for name, make in ways.items()
                 },
                 chosen.rounds,
@@ -226,7 +256,9 @@ def make_launch_bound_step(layers: int = 400) -> Callable[[torch.Tensor], None]:
     return step
 
 
-def ms_per_step(batches: Iterable[torch.Tensor], step: Callable[[torch.Tensor], None], waits: list[float]) -> float:
+def ms_per_step(
+    batches: Iterable[torch.Tensor], step: Callable[[torch.Tensor], None], waits: list[float]
+) -> float:
     """Length of a step; adds to ``waits`` how long the device's stream stood between a step's end and its batch."""
     iterator = iter(batches)
     stamps = []
@@ -260,9 +292,15 @@ def measure_bandwidth(batches: list[torch.Tensor], chosen: argparse.Namespace) -
         sampler = Repeated(len(dataset), len(batches[0]), chosen.steps)
         loader = DataLoader(dataset, batch_sampler=sampler, num_workers="auto")
         ways = {
-            peak: lambda: (target.copy_(batch, non_blocking=True) for batch in InTurn(pinned, chosen.steps)),
-            "prefetcher, pinned batches": stack.enter_context(CudaPrefetcher(InTurn(pinned, chosen.steps))).__iter__,
-            "prefetcher, pageable batches": stack.enter_context(CudaPrefetcher(InTurn(batches, chosen.steps))).__iter__,
+            peak: lambda: (
+                target.copy_(batch, non_blocking=True) for batch in InTurn(pinned, chosen.steps)
+            ),
+            "prefetcher, pinned batches": stack.enter_context(
+                CudaPrefetcher(InTurn(pinned, chosen.steps))
+            ).__iter__,
+            "prefetcher, pageable batches": stack.enter_context(
+                CudaPrefetcher(InTurn(batches, chosen.steps))
+            ).__iter__,
             "prefetcher, gathered by threads": stack.enter_context(CudaPrefetcher(loader)).__iter__,
         }
         figures = in_turns(
@@ -345,11 +383,16 @@ def measure_batch_ops(batch_size: int, chosen: argparse.Namespace) -> list[Row]:
     with contextlib.ExitStack() as stack:
         ways = {}
         for name, (storage, where) in roads.items():
-            dataset = stack.enter_context(CachedDataset(samples, transform=crop, storage=storage, progress=False))
+            dataset = stack.enter_context(
+                CachedDataset(samples, transform=crop, storage=storage, progress=False)
+            )
             loader = DataLoader(dataset, batch_size, shuffle=True, num_workers="auto")
             ways[name] = stack.enter_context(CudaPrefetcher(loader, batch_ops=where))
         figures = in_turns(
-            {name: (lambda batches=batches: images_per_s(batches, len(samples))) for name, batches in ways.items()},  # type: ignore[misc]
+            {
+                name: (lambda batches=batches: images_per_s(batches, len(samples)))
+                for name, batches in ways.items()
+            },  # type: ignore[misc]
             chosen.rounds,
         )
         for name, batches in ways.items():

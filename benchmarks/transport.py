@@ -67,7 +67,11 @@ class Photos(Dataset[Any]):
         self.images = [Image.fromarray(photo(index, (256, 256))) for index in range(32)]
         self.length = length
         self.transform = transforms.Compose(
-            [transforms.RandomResizedCrop(224), transforms.ColorJitter(0.4, 0.4, 0.4), transforms.ToTensor()]
+            [
+                transforms.RandomResizedCrop(224),
+                transforms.ColorJitter(0.4, 0.4, 0.4),
+                transforms.ToTensor(),
+            ]
         )
 
     def __len__(self) -> int:
@@ -92,7 +96,9 @@ def roads(dataset: Any, collate_fn: Callable[[Any], Any] = collate) -> dict[str,
 
 def tree_cpu_s() -> float:
     processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
-    return sum(times.user + times.system for times in (process.cpu_times() for process in processes))
+    return sum(
+        times.user + times.system for times in (process.cpu_times() for process in processes)
+    )
 
 
 def epoch(loader: Any, cpu_us: list[float]) -> float:
@@ -105,20 +111,38 @@ def epoch(loader: Any, cpu_us: list[float]) -> float:
     return images / seconds
 
 
-def measure_roads(section: str, loaders: dict[str, Any], rounds: int, targets: tuple[str, str]) -> list[Row]:
+def measure_roads(
+    section: str, loaders: dict[str, Any], rounds: int, targets: tuple[str, str]
+) -> list[Row]:
     cpu_us: dict[str, list[float]] = {name: [] for name in loaders}
     rates = in_turns(
-        {name: (lambda name=name, loader=loader: epoch(loader, cpu_us[name])) for name, loader in loaders.items()},
+        {
+            name: (lambda name=name, loader=loader: epoch(loader, cpu_us[name]))
+            for name, loader in loaders.items()
+        },
         rounds,
     )
     aims = dict(zip((RING, OURS), targets, strict=True))
     speed = [
-        Row(section=section, name=name, unit="images/s", rounds=rates[name], target=aims.get(name, ""), **_than(name))
+        Row(
+            section=section,
+            name=name,
+            unit="images/s",
+            rounds=rates[name],
+            target=aims.get(name, ""),
+            **_than(name),
+        )
         for name in loaders
     ]
     cost_section = f"{section}: CPU time"
     cost = [
-        Row(section=cost_section, name=name, unit="us/image", rounds=tuple(cpu_us[name][1:]), **_than(name))
+        Row(
+            section=cost_section,
+            name=name,
+            unit="us/image",
+            rounds=tuple(cpu_us[name][1:]),
+            **_than(name),
+        )
         for name in loaders
     ]
     return speed + cost
@@ -130,17 +154,23 @@ def _than(name: str) -> dict[str, str]:
 
 def samples_by_getitems(rounds: int) -> list[Row]:
     dataset = Lists(256, (224, 224, 3), torch.uint8, 2048)
-    return measure_roads("64x224x224x3 uint8, lists by __getitems__", roads(dataset), rounds, (">= 2", ">= 3"))
+    return measure_roads(
+        "64x224x224x3 uint8, lists by __getitems__", roads(dataset), rounds, (">= 2", ">= 3")
+    )
 
 
 def batches_by_getitems(rounds: int) -> list[Row]:
     dataset = Gathered(256, (224, 224, 3), torch.uint8, 2048)
     loaders = roads(dataset, as_is)
-    return measure_roads("64x224x224x3 uint8, tensors by __getitems__", loaders, rounds, (">= 2", ">= 3"))
+    return measure_roads(
+        "64x224x224x3 uint8, tensors by __getitems__", loaders, rounds, (">= 2", ">= 3")
+    )
 
 
 def stored_by_getitems(rounds: int) -> list[Row]:
-    planar = ((torch.randint(0, 255, (3, 256, 256), dtype=torch.uint8), index) for index in range(1024))
+    planar = (
+        (torch.randint(0, 255, (3, 256, 256), dtype=torch.uint8), index) for index in range(1024)
+    )
     steps = transforms.Compose([transforms.RandomCrop(224), transforms.RandomHorizontalFlip()])
     with CachedDataset(list(planar), transform=steps, progress=False) as dataset:
         section = "CachedDataset, 224 crop + flip, uint8"
@@ -170,10 +200,20 @@ def second_epoch(rounds: int) -> list[Row]:
         return seconds * 1e3
 
     loaders = roads(Lists(128, (3, 224, 224), torch.float32, 512))
-    times = in_turns({name: (lambda loader=loader: first_batch_ms(loader)) for name, loader in loaders.items()}, rounds)
+    times = in_turns(
+        {name: (lambda loader=loader: first_batch_ms(loader)) for name, loader in loaders.items()},
+        rounds,
+    )
     section = "first batch of a later epoch, persistent workers"
     return [
-        Row(section=section, name=name, unit="ms", rounds=times[name], target="<= 1" * (name != TORCH), **_than(name))
+        Row(
+            section=section,
+            name=name,
+            unit="ms",
+            rounds=times[name],
+            target="<= 1" * (name != TORCH),
+            **_than(name),
+        )
         for name in loaders
     ]
 
@@ -207,7 +247,9 @@ SECTIONS: dict[str, Callable[[int], list[Row]]] = {
 
 def main() -> None:
     options = parser(__doc__.splitlines()[0])
-    options.add_argument("--only", choices=SECTIONS, action="append", help="sections to run; all if not given")
+    options.add_argument(
+        "--only", choices=SECTIONS, action="append", help="sections to run; all if not given"
+    )
     given = options.parse_args()
     torch.set_num_threads(1)
     rows = [row for name in given.only or SECTIONS for row in SECTIONS[name](given.rounds)]

@@ -28,7 +28,11 @@ from fastdata import DataLoader, tune
 from fastdata.tools import measure as probe
 from fastdata.tools.measure import EndlessOrder, apart
 
-GRID = {"num_workers": (0, 1, 2, 4, 8, 16), "workers": ("auto", "thread"), "prefetch_factor": (2, 4, 8)}
+GRID = {
+    "num_workers": (0, 1, 2, 4, 8, 16),
+    "workers": ("auto", "thread"),
+    "prefetch_factor": (2, 4, 8),
+}
 LIMIT_S = 120.0
 RUNS = 2  # of tune, with equal seeds
 STEPS = {"loadtune": 100, "loadtune, 20 steps": 20}  # its default, and its only knob for time
@@ -52,7 +56,10 @@ class Chosen(NamedTuple):
 
     def probed(self, dataset: Synthetic, window_s: float) -> float:
         """The rate as tune finds it."""
-        return apart(lambda: probe.measure(self.over(dataset), seconds=window_s).samples_per_s, limit_s=LIMIT_S)
+        return apart(
+            lambda: probe.measure(self.over(dataset), seconds=window_s).samples_per_s,
+            limit_s=LIMIT_S,
+        )
 
     def counted(self, dataset: Synthetic, window_s: float) -> float:
         """The rate of a plain loop, in which an error of tune's own measuring would show."""
@@ -67,7 +74,9 @@ class Chosen(NamedTuple):
             torch.set_num_threads(self.num_threads)
         loader = self.over(dataset)
         batches, begun, served = iter(loader), time.perf_counter(), 0
-        for _ in range(1 + loader.num_workers * (1 + (loader.prefetch_factor or 0))):  # nothing is left of the start
+        for _ in range(
+            1 + loader.num_workers * (1 + (loader.prefetch_factor or 0))
+        ):  # nothing is left of the start
             next(batches)
             if time.perf_counter() - begun > window_s:
                 break
@@ -112,13 +121,17 @@ def ask_loadtune(dataset: Synthetic, steps: int) -> tuple[Settings, int | None, 
     return knobs.loader_kwargs(), knobs.num_threads, 1 + len(found.trials)
 
 
-def measure(name: str, dataset: Synthetic, given: Any, has_loadtune: bool) -> tuple[list[Row], dict[str, Any]]:
+def measure(
+    name: str, dataset: Synthetic, given: Any, has_loadtune: bool
+) -> tuple[list[Row], dict[str, Any]]:
     ranked, exhaustive_s = timed(partial(search, dataset, given.window))
     exhaustive = f"all {len(ranked)} settings"
     seconds = {exhaustive: [exhaustive_s]}
     choices = {f"place {place}": chosen for place, (chosen, _) in enumerate(ranked[:3], start=1)}
 
-    ask = partial(tune, dataset, batch_size=dataset.batch_size, parameters=GRID, seed=0, progress=False)
+    ask = partial(
+        tune, dataset, batch_size=dataset.batch_size, parameters=GRID, seed=0, progress=False
+    )
     runs = [ask() for _ in range(RUNS)]
     seconds["tune, twice"] = [run.seconds for run in runs]
     for label, run in zip(("tune", "tune again"), runs, strict=True):
@@ -133,10 +146,14 @@ def measure(name: str, dataset: Synthetic, given: Any, has_loadtune: bool) -> tu
         choices[label] = Chosen(options, TorchDataLoader, threads)
         choices[f"{label}: by ours"] = Chosen(options, DataLoader, threads)
 
-    keys = {label: f"{_engine(chosen)} {chosen}, {chosen.num_threads}" for label, chosen in choices.items()}
+    keys = {
+        label: f"{_engine(chosen)} {chosen}, {chosen.num_threads}"
+        for label, chosen in choices.items()
+    }
     distinct = {keys[label]: chosen for label, chosen in choices.items()}
     rounds = in_turns(
-        {key: partial(chosen.counted, dataset, given.longer) for key, chosen in distinct.items()}, given.rounds
+        {key: partial(chosen.counted, dataset, given.longer) for key, chosen in distinct.items()},
+        given.rounds,
     )
     best_label = max(list(choices)[:3], key=lambda label: statistics.median(rounds[keys[label]]))
     best_name = f"best of all: {choices[best_label]}"
@@ -145,12 +162,30 @@ def measure(name: str, dataset: Synthetic, given: Any, has_loadtune: bool) -> tu
         target = "0.90 at least" if label.startswith("tune") else ""
         figures = rounds[keys[label]]
         shown = f"{label}: {chosen}"
-        rows.append(Row(section=name, name=shown, unit="samples/s", rounds=figures, against=best_name, target=target))
+        rows.append(
+            Row(
+                section=name,
+                name=shown,
+                unit="samples/s",
+                rounds=figures,
+                against=best_name,
+                target=target,
+            )
+        )
     for label, took in seconds.items():
         target = "a third at most" if label.startswith("tune") else ""
         against = "" if label == exhaustive else exhaustive
         section = f"{name}: seconds to choose"
-        rows.append(Row(section=section, name=label, unit="s", rounds=tuple(took), against=against, target=target))
+        rows.append(
+            Row(
+                section=section,
+                name=label,
+                unit="s",
+                rounds=tuple(took),
+                against=against,
+                target=target,
+            )
+        )
     probed = [[probe.settings for probe in run.probes] for run in runs]
     details = {
         "grid": [{"settings": chosen.settings, "samples_per_s": rate} for chosen, rate in ranked],
@@ -158,7 +193,9 @@ def measure(name: str, dataset: Synthetic, given: Any, has_loadtune: bool) -> tu
         "probes": [len(settings) for settings in probed],
         "equal_probes": probed[0] == probed[1],
         "probed_once": [
-            settings for settings in probed[0] + probed[1] if (settings in probed[0]) != (settings in probed[1])
+            settings
+            for settings in probed[0] + probed[1]
+            if (settings in probed[0]) != (settings in probed[1])
         ],
         "measurements_of_loadtune": measured,
     }
@@ -182,7 +219,9 @@ def find_loadtune(folder: Path | None) -> str | None:
     try:
         version: str = importlib.import_module("loadtune").__version__
     except ImportError:
-        print("loadtune left out: pip install --no-deps loadtune==0.3.0 --target FOLDER, then --loadtune FOLDER")
+        print(
+            "loadtune left out: pip install --no-deps loadtune==0.3.0 --target FOLDER, then --loadtune FOLDER"
+        )
         return None
     return version
 
@@ -191,9 +230,15 @@ def main() -> None:
     options = parser(__doc__.splitlines()[0])
     options.set_defaults(rounds=3)
     options.add_argument("--loaders", nargs="+", choices=LOADERS, default=list(LOADERS))
-    options.add_argument("--window", type=float, default=0.75, help="seconds of a measured setting, as tune's probes")
-    options.add_argument("--longer", type=float, default=2.0, help="seconds of a setting in each of the rounds")
-    options.add_argument("--loadtune", type=Path, help="folder that the package loadtune is installed in")
+    options.add_argument(
+        "--window", type=float, default=0.75, help="seconds of a measured setting, as tune's probes"
+    )
+    options.add_argument(
+        "--longer", type=float, default=2.0, help="seconds of a setting in each of the rounds"
+    )
+    options.add_argument(
+        "--loadtune", type=Path, help="folder that the package loadtune is installed in"
+    )
     chosen = options.parse_args()
     loadtune = find_loadtune(chosen.loadtune)
     rows: list[Row] = []
@@ -204,7 +249,12 @@ def main() -> None:
         rows += found
         print(in_words(name, details[name]), flush=True)
     print_rows(rows)
-    settings = {"grid": GRID, "window_s": chosen.window, "longer_s": chosen.longer, "loadtune": loadtune}
+    settings = {
+        "grid": GRID,
+        "window_s": chosen.window,
+        "longer_s": chosen.longer,
+        "loadtune": loadtune,
+    }
     save_rows(rows, chosen.json, **settings, loaders=details)
 
 

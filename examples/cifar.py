@@ -26,15 +26,24 @@ def train_and_validate(folder: Path, epochs: int) -> float:
     """Train, print a line per epoch, and return the last validation accuracy."""
     torch.manual_seed(0)
     last = [transforms.ToTensor(), transforms.Normalize(MEAN, STD)]
-    augment = transforms.Compose([transforms.RandomCrop(32, padding=4), transforms.RandomHorizontalFlip(), *last])
-    with ImageFolder(str(folder), augment) as train, ImageFolder(str(folder), transforms.Compose(last)) as valid:
+    augment = transforms.Compose(
+        [transforms.RandomCrop(32, padding=4), transforms.RandomHorizontalFlip(), *last]
+    )
+    with (
+        ImageFolder(str(folder), augment) as train,
+        ImageFolder(str(folder), transforms.Compose(last)) as valid,
+    ):
         order = torch.randperm(len(train), generator=torch.Generator().manual_seed(0)).tolist()
         held_out = len(order) // 10
-        train_loader = DataLoader(Subset(train, order[held_out:]), batch_size=128, shuffle=True, num_workers=1)
+        train_loader = DataLoader(
+            Subset(train, order[held_out:]), batch_size=128, shuffle=True, num_workers=1
+        )
         valid_loader = DataLoader(Subset(valid, order[:held_out]), batch_size=512)
         model = network(len(train.classes))
         steps = epochs * len(train_loader)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4, nesterov=True)
+        optimizer = torch.optim.SGD(
+            model.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4, nesterov=True
+        )
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=steps)
         accuracy = 0.0
         for epoch in range(epochs):
@@ -43,7 +52,8 @@ def train_and_validate(folder: Path, epochs: int) -> float:
             accuracy = validate(model, valid_loader)
             seconds = time.perf_counter() - start
             print(
-                f"epoch {epoch + 1:2}: {seconds:5.1f} s, loss {loss:.3f}, accuracy {100 * accuracy:.1f} %", flush=True
+                f"epoch {epoch + 1:2}: {seconds:5.1f} s, loss {loss:.3f}, accuracy {100 * accuracy:.1f} %",
+                flush=True,
             )
         return accuracy
 
@@ -63,7 +73,9 @@ def network(classes: int) -> nn.Module:
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, classes))
 
 
-def train_epoch(model: nn.Module, loader: DataLoader, optimizer: torch.optim.Optimizer, schedule: object) -> float:
+def train_epoch(
+    model: nn.Module, loader: DataLoader, optimizer: torch.optim.Optimizer, schedule: object
+) -> float:
     """One pass over the training images; returns the mean loss."""
     model.train()
     losses = []

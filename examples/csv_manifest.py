@@ -23,7 +23,9 @@ def main(manifest: Path) -> None:
             transforms.ToTensor(),
         ]
     )
-    with ImageManifest(manifest, root=manifest.parent, file="file", label="label", transform=transform) as train:
+    with ImageManifest(
+        manifest, root=manifest.parent, file="file", label="label", transform=transform
+    ) as train:
         loader = DataLoader(train, batch_size=100, shuffle=True, num_workers=1)
         for images, labels in loader:
             print(tuple(images.shape), images.dtype, "labels", sorted(set(labels.tolist())))
@@ -37,7 +39,9 @@ def make_manifest(folder: Path) -> Path:
     with open(manifest, "w", newline="", encoding="utf-8") as file:
         table = csv.writer(file)
         table.writerow(["file", "label"])
-        table.writerows([path.relative_to(folder), path.parent.name] for path in sorted(folder.glob("*/*.jpg")))
+        table.writerows(
+            [path.relative_to(folder), path.parent.name] for path in sorted(folder.glob("*/*.jpg"))
+        )
     return manifest
 
 

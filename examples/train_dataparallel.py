@@ -70,18 +70,28 @@ def synchronize(devices: list[str]) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     options.add_argument("folder", nargs="?")
-    options.add_argument("--steps", type=int, help="steps an epoch; default: 100, or 5 with fewer than two GPUs")
-    options.add_argument("--batch-size", type=int, help="default: 256, or 16 with fewer than two GPUs")
+    options.add_argument(
+        "--steps", type=int, help="steps an epoch; default: 100, or 5 with fewer than two GPUs"
+    )
+    options.add_argument(
+        "--batch-size", type=int, help="default: 256, or 16 with fewer than two GPUs"
+    )
     chosen = options.parse_args(arguments)
     devices = [f"cuda:{index}" for index in range(torch.cuda.device_count())] or ["cpu"]
     steps, batch_size = (100, 256) if len(devices) > 1 else (5, 16)
     if len(devices) < 2:
-        print(f"torch sees {torch.cuda.device_count()} GPUs. Training on {devices[0]} in small steps.")
+        print(
+            f"torch sees {torch.cuda.device_count()} GPUs. Training on {devices[0]} in small steps."
+        )
     steps, batch_size = chosen.steps or steps, chosen.batch_size or batch_size
     crop = [transforms.Resize(128), transforms.CenterCrop(128), transforms.RandomCrop(112)]
-    transform = transforms.Compose([*crop, transforms.RandomHorizontalFlip(), transforms.ToTensor()])
+    transform = transforms.Compose(
+        [*crop, transforms.RandomHorizontalFlip(), transforms.ToTensor()]
+    )
     with tempfile.TemporaryDirectory() as drawn:
         if chosen.folder is None:
             write_photos(Path(drawn), count=200, size=(192, 144))

@@ -29,9 +29,15 @@ def train(folder: str, device: torch.device, chosen: argparse.Namespace) -> None
     """Train, print a line per epoch, and at the end how batches were read."""
     is_first, file = dist.get_rank() == 0, chosen.resume
     steps = [transforms.Resize(72), transforms.CenterCrop(72), transforms.RandomCrop(64)]
-    transform = transforms.Compose([*steps, transforms.RandomHorizontalFlip(), transforms.ToTensor()])
-    with ImageFolder(folder, transform, seed=0, progress=is_first) as data:  # prepared once, by all ranks together
-        loader = DataLoader(data, chosen.batch_size, shuffle=True, num_workers="auto", distributed="auto")
+    transform = transforms.Compose(
+        [*steps, transforms.RandomHorizontalFlip(), transforms.ToTensor()]
+    )
+    with ImageFolder(
+        folder, transform, seed=0, progress=is_first
+    ) as data:  # prepared once, by all ranks together
+        loader = DataLoader(
+            data, chosen.batch_size, shuffle=True, num_workers="auto", distributed="auto"
+        )
         network = make_network(len(data.classes)).to(device)
         optimizer = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9)
         states = {"network": network, "optimizer": optimizer, "loader": loader}
@@ -54,7 +60,10 @@ def train(folder: str, device: torch.device, chosen: argparse.Namespace) -> None
                 loss_sum, count = totals.tolist()
                 if is_first:
                     rate = count / (time.perf_counter() - start)
-                    print(f"epoch {epoch + 1}: loss {loss_sum / count:.3f}, {rate:,.0f} images/s", flush=True)
+                    print(
+                        f"epoch {epoch + 1}: loss {loss_sum / count:.3f}, {rate:,.0f} images/s",
+                        flush=True,
+                    )
             if is_first:
                 print(batches.report())
 
@@ -73,7 +82,9 @@ def make_network(classes: int) -> nn.Module:
 
 def save(file: Path, states: dict[str, Any], epoch: int) -> None:
     """Write where training stands, so that there is a whole checkpoint at any time."""
-    torch.save({"epoch": epoch} | {name: each.state_dict() for name, each in states.items()}, f"{file}.new")
+    torch.save(
+        {"epoch": epoch} | {name: each.state_dict() for name, each in states.items()}, f"{file}.new"
+    )
     os.replace(f"{file}.new", file)
 
 
@@ -106,12 +117,18 @@ def draw_for_all(folder: str) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     options.add_argument("folder", nargs="?")
     options.add_argument("--epochs", type=int, default=3)
     options.add_argument("--batch-size", type=int, default=16, help="of each rank")
-    options.add_argument("--resume", type=Path, metavar="FILE", help="checkpoint, where all ranks can read it")
-    options.add_argument("--save-every", type=int, default=0, metavar="STEPS", help="save inside an epoch, too")
+    options.add_argument(
+        "--resume", type=Path, metavar="FILE", help="checkpoint, where all ranks can read it"
+    )
+    options.add_argument(
+        "--save-every", type=int, default=0, metavar="STEPS", help="save inside an epoch, too"
+    )
     chosen = options.parse_args(arguments)
     torch.manual_seed(0)
     device = start_process_group()

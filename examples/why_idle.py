@@ -53,15 +53,25 @@ def epoch(loader: data.DataLoader) -> dict[str, float]:
     return {"waiting": time.perf_counter() - begun - trained_s, "training": trained_s}
 
 
-def main(manifest: Path, *, max_seconds: float = 20.0, plot: Path | None = None) -> dict[str, dict[str, float]]:
-    steps = [transforms.Resize((96, 128)), transforms.CenterCrop(64), transforms.RandomHorizontalFlip()]
+def main(
+    manifest: Path, *, max_seconds: float = 20.0, plot: Path | None = None
+) -> dict[str, dict[str, float]]:
+    steps = [
+        transforms.Resize((96, 128)),
+        transforms.CenterCrop(64),
+        transforms.RandomHorizontalFlip(),
+    ]
     transform = transforms.Compose([*steps, transforms.ToTensor()])
-    slow = data.DataLoader(Photographs(manifest, transform), batch_size=100, shuffle=True, num_workers=1)
+    slow = data.DataLoader(
+        Photographs(manifest, transform), batch_size=100, shuffle=True, num_workers=1
+    )
     found = {"an epoch before": epoch(slow)}
     print("before:", diagnose(slow, step).line)
 
     columns, start = {"file": "file", "label": "label"}, time.perf_counter()
-    with ImageManifest(manifest, root=manifest.parent, **columns, transform=transform, fill="eager") as train:
+    with ImageManifest(
+        manifest, root=manifest.parent, **columns, transform=transform, fill="eager"
+    ) as train:
         found["preparing, once"] = {"waiting": time.perf_counter() - start, "training": 0.0}
         tuned = tune(train, batch_size=100, max_seconds=max_seconds, progress=False)
         print("tuned: ", ", ".join(f"{name}={value}" for name, value in tuned.best.items()))
@@ -78,15 +88,26 @@ def main(manifest: Path, *, max_seconds: float = 20.0, plot: Path | None = None)
 def draw(found: dict[str, dict[str, float]], file: Path) -> None:
     import matplotlib.figure
 
-    grey = dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), "#808890")
-    look = {"svg.fonttype": "none", "svg.hashsalt": "fastdata", "savefig.transparent": True, "font.size": 9}
+    grey = dict.fromkeys(
+        ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), "#808890"
+    )
+    look = {
+        "svg.fonttype": "none",
+        "svg.hashsalt": "fastdata",
+        "savefig.transparent": True,
+        "font.size": 9,
+    }
     with matplotlib.rc_context(look | grey):
         figure = matplotlib.figure.Figure(figsize=(7.0, 2.0), layout="constrained")
         axes = figure.subplots()
         waiting, training = zip(*(seconds.values() for seconds in found.values()), strict=True)
         axes.barh(list(found), waiting, 0.6, color="#9aa5b1", label="waiting for batches")
-        bars = axes.barh(list(found), training, 0.6, left=waiting, color="#2f7ed8", label="training")
-        axes.bar_label(bars, [f"{sum(seconds.values()):.2f} s" for seconds in found.values()], padding=4)
+        bars = axes.barh(
+            list(found), training, 0.6, left=waiting, color="#2f7ed8", label="training"
+        )
+        axes.bar_label(
+            bars, [f"{sum(seconds.values()):.2f} s" for seconds in found.values()], padding=4
+        )
         axes.set_xlabel("seconds")
         axes.margins(x=0.12)
         axes.invert_yaxis()
@@ -97,7 +118,9 @@ def draw(found: dict[str, dict[str, float]], file: Path) -> None:
 def make_manifest(folder: Path, count: int = 1000) -> Path:
     """Draw photographs of 512x384 in ``folder`` and name them in a CSV."""
     write_photos(folder, count=count)
-    rows = [f"{path.relative_to(folder)},{path.parent.name}" for path in sorted(folder.glob("*/*.jpg"))]
+    rows = [
+        f"{path.relative_to(folder)},{path.parent.name}" for path in sorted(folder.glob("*/*.jpg"))
+    ]
     (folder / "train.csv").write_text("\n".join(["file,label", *rows]) + "\n", "utf-8")
     return folder / "train.csv"
 

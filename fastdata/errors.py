@@ -26,7 +26,9 @@ __all__ = [
 ]
 
 
-_NAMED = re.compile(r"^(?:[\w.]+: )?sample (\d+)(?:, (.+?),)? cannot be read", re.DOTALL | re.MULTILINE)
+_NAMED = re.compile(
+    r"^(?:[\w.]+: )?sample (\d+)(?:, (.+?),)? cannot be read", re.DOTALL | re.MULTILINE
+)
 """How the text of a ``SampleError`` begins: index and path. A traceback has it last."""
 
 
@@ -83,10 +85,14 @@ class SampleError(FastDataError, OSError):
     """
 
     def __init__(self, message: str, *, index: int | None = None, path: str | None = None) -> None:
-        if index is None:  # copied, unpickled or sent by torch: the text has the sample's index and path
+        if (
+            index is None
+        ):  # copied, unpickled or sent by torch: the text has the sample's index and path
             named = _NAMED.findall(message)
             if not named:
-                raise TypeError("SampleError needs index=, the position of the sample in its dataset")
+                raise TypeError(
+                    "SampleError needs index=, the position of the sample in its dataset"
+                )
             index, path = int(named[-1][0]), named[-1][1] or None
         elif not _NAMED.match(message):
             message = f"sample {index}{f', {path},' if path else ''} cannot be read: {message}"
@@ -121,7 +127,9 @@ _URL = re.compile(r"[A-Za-z][\w+.-]+:/")
 
 def is_url(path: str | os.PathLike[str]) -> bool:
     text = os.fsdecode(path)
-    return _URL.match(text) is not None and not text.startswith("file:") and not os.path.exists(text)
+    return (
+        _URL.match(text) is not None and not text.startswith("file:") and not os.path.exists(text)
+    )
 
 
 def refuse_remote(path: str | os.PathLike[str]) -> None:
@@ -133,7 +141,9 @@ def refuse_remote(path: str | os.PathLike[str]) -> None:
         )
 
 
-def sample_error(path: str | None, index: int, cause: BaseException, *, is_read: bool = False) -> SampleError:
+def sample_error(
+    path: str | None, index: int, cause: BaseException, *, is_read: bool = False
+) -> SampleError:
     """Say why one sample cannot be read, or prepared once it ``is_read``: which, what was found, and the cure.
 
     A sample's file is looked at again for its size and first bytes; ``path`` is None where it has none.
@@ -145,7 +155,9 @@ def sample_error(path: str | None, index: int, cause: BaseException, *, is_read:
         found, cure = "", _CURES_OF_SOUND_FILES[type(cause).__name__]
     # What no content of a sample raises, but the code that reads it: leaving samples out would leave out all of them.
     is_code = isinstance(cause, (TypeError, AttributeError, NameError, ImportError))
-    if is_code or (is_read and not isinstance(cause, OSError)):  # which pixels that are read only now raise
+    if is_code or (
+        is_read and not isinstance(cause, OSError)
+    ):  # which pixels that are read only now raise
         opener = "what opens or prepares it (loader=, prepare=, the transform's first steps)"
         cure, found = f"Correct {'the dataset' if path is None else opener}", ""
     if not is_code:
@@ -198,5 +210,7 @@ def _describe_file(path: str) -> str:
         kind = "only zeros at its start"
     else:
         unknown = f"no image: it starts with {start[:16]!r}"
-        kind = next((kind for sign, kind in _SIGNATURES.items() if text.startswith(sign.lower())), unknown)
+        kind = next(
+            (kind for sign, kind in _SIGNATURES.items() if text.startswith(sign.lower())), unknown
+        )
     return f"a file of {size:,} bytes, {kind}"

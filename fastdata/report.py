@@ -36,15 +36,32 @@ class _Log(_Bar):
     def update(self, n: float | None = 1) -> None:
         before, self.n = self.n, self.n + (n or 0)
         if 10 * self.n // self._total > 10 * before // self._total:
-            log.info("%s: %d of %d (%d %%)", self._description, self.n, self._total, 100 * self.n // self._total)
+            log.info(
+                "%s: %d of %d (%d %%)",
+                self._description,
+                self.n,
+                self._total,
+                100 * self.n // self._total,
+            )
 
 
-def progress_bar(total: int, description: str, *, unit: str = "img", enabled: bool = True) -> tqdm[Any]:
+def progress_bar(
+    total: int, description: str, *, unit: str = "img", enabled: bool = True
+) -> tqdm[Any]:
     """A bar in a terminal or a notebook, elsewhere lines by ``logging``; nothing at all unless ``enabled``."""
-    is_watched = sys.stderr.isatty() or any(base.__module__ == "tqdm.notebook" for base in _Bar.__mro__)
+    is_watched = sys.stderr.isatty() or any(
+        base.__module__ == "tqdm.notebook" for base in _Bar.__mro__
+    )
     if enabled and not is_watched:
         return _Log(total, description)
-    return _Bar(total=total, desc=description, unit=unit, disable=not enabled, dynamic_ncols=True, mininterval=0.5)
+    return _Bar(
+        total=total,
+        desc=description,
+        unit=unit,
+        disable=not enabled,
+        dynamic_ncols=True,
+        mininterval=0.5,
+    )
 
 
 def warn_user(message: str) -> None:
@@ -97,9 +114,15 @@ class EpochReport:
     def __str__(self) -> str:
         total_s = self.wait_s + self.busy_s
         waited = 100 * self.wait_s / total_s if total_s else 0.0
-        fresh = f"; {self.fresh_batches} batches got new memory, as all was in use" if self.fresh_batches else ""
+        fresh = (
+            f"; {self.fresh_batches} batches got new memory, as all was in use"
+            if self.fresh_batches
+            else ""
+        )
         pinning = f"\n{self.pinning}" if self.pinning else ""
-        prepared = f"\n{self.prepared:.0%} of the samples are prepared so far" if self.prepared < 1 else ""
+        prepared = (
+            f"\n{self.prepared:.0%} of the samples are prepared so far" if self.prepared < 1 else ""
+        )
         return (
             f"{self.path}\n"
             f"{self.batches} batches, {self.samples} samples, {self.samples_per_s:,.0f} samples/s\n"

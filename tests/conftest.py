@@ -139,7 +139,9 @@ def image_folder(tmp_path: Path) -> FolderMaker:
 
 def save_image(path: Path, index: int, size: tuple[int, int]) -> None:
     """Write the ``index``-th test image, of width x height pixels."""
-    Image.fromarray(test_image(index, size)).save(path, **({"quality": 95} if path.suffix == ".jpg" else {}))
+    Image.fromarray(test_image(index, size)).save(
+        path, **({"quality": 95} if path.suffix == ".jpg" else {})
+    )
 
 
 def test_image(index: int, size: tuple[int, int]) -> np.ndarray:

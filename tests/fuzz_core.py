@@ -27,7 +27,15 @@ HUGE = (-(2**31), 2**31 - 1, 2**20, -1000)
 REALS = (0.0, 0.1, 0.5, 0.9, 1.0, 1.5, 3.0, 9.0, -0.5, -90.0, 33.0)
 EXTREME = (np.inf, -np.inf, np.nan, 1e300, -1e300, 1e-300, 2.0**31)
 NOT_DRAWN = (
-    *("OP_WINDOW", "OP_TURN", "OP_SOLARIZE_ADD", "OP_MIX_BEGIN", "OP_MIX_ADD", "OP_MIX_END", "STEP_LENGTH"),
+    *(
+        "OP_WINDOW",
+        "OP_TURN",
+        "OP_SOLARIZE_ADD",
+        "OP_MIX_BEGIN",
+        "OP_MIX_ADD",
+        "OP_MIX_END",
+        "STEP_LENGTH",
+    ),
     *("STEP_MAGNITUDE", "STEP_TIMM_OP", "STEP_TIMM_POLICY"),
     *("STEP_SHEAR_X", "STEP_SHEAR_Y", "STEP_TRANSLATE_X", "STEP_TRANSLATE_Y", "STEP_ROTATE"),
 )
@@ -53,7 +61,9 @@ class Fuzz:
         self.rng = np.random.default_rng(seed)
         self.wild = self.pick(0.0, 0.0, 0.02, 0.2)
         every = sorted(name for name in core.constants() if name.startswith(("OP_", "STEP_")))
-        self.codes = [name for name in every if name not in NOT_DRAWN or self.rng.random() < self.wild]
+        self.codes = [
+            name for name in every if name not in NOT_DRAWN or self.rng.random() < self.wild
+        ]
 
     def pick(self, *choices: Any) -> Any:
         return choices[self.rng.integers(len(choices))]
@@ -68,7 +78,9 @@ class Fuzz:
         table = np.array(rows, core.STEP)
         if self.rng.random() < self.wild:
             words = table.view(np.int32).reshape(-1)
-            words[self.rng.integers(len(words), size=3)] = [self.pick(*SMALL, *HUGE) for _ in range(3)]
+            words[self.rng.integers(len(words), size=3)] = [
+                self.pick(*SMALL, *HUGE) for _ in range(3)
+            ]
         return table
 
     def children(self, code: str, depth: int) -> list[str]:
@@ -82,8 +94,14 @@ class Fuzz:
         return []
 
     def step(self, code: str, first: int, count: int) -> tuple[Any, ...]:
-        n = [int(self.pick(*HUGE) if self.rng.random() < self.wild else self.pick(*SMALL)) for _ in range(12)]
-        v = [float(self.pick(*EXTREME) if self.rng.random() < self.wild else self.pick(*REALS)) for _ in range(12)]
+        n = [
+            int(self.pick(*HUGE) if self.rng.random() < self.wild else self.pick(*SMALL))
+            for _ in range(12)
+        ]
+        v = [
+            float(self.pick(*EXTREME) if self.rng.random() < self.wild else self.pick(*REALS))
+            for _ in range(12)
+        ]
         domain, filters = self.pick(0, 1, 2), (0, 2, 4)
         if self.rng.random() > self.wild:  # where domains and interpolations stand
             n[1:3] = (domain, domain) if code.startswith("OP_") else (self.pick(*filters), domain)
@@ -92,16 +110,30 @@ class Fuzz:
                 n[1] = self.pick(*filters)
             if code in ("STEP_MAGNITUDE", "STEP_TIMM_OP"):
                 n[0] = core.constants()[self.pick(*self.codes, *NOT_DRAWN[-5:])]
-                n[1:4], n[7:12] = (self.pick(*filters[:2]), domain, self.pick(0, 1)), (1, 2, 2, 2, 2)
+                n[1:4], n[7:12] = (
+                    (self.pick(*filters[:2]), domain, self.pick(0, 1)),
+                    (1, 2, 2, 2, 2),
+                )
         fill = [float(self.pick(0, 0, 9, 255)) for _ in range(4)]
         if code == "STEP_TIMM_POLICY":
             code = "STEP_SEQUENCE"
-        return core.constants()[code], first, count, self.pick(1, 1, 1, 3), int(self.rng.integers(2**20)), n, v, fill
+        return (
+            core.constants()[code],
+            first,
+            count,
+            self.pick(1, 1, 1, 3),
+            int(self.rng.integers(2**20)),
+            n,
+            v,
+            fill,
+        )
 
     def values(self, channels: int, dtype: int) -> core.Values:
         mean_C, std_C = np.zeros(channels, np.float32), np.ones(channels, np.float32)
         table_C256 = np.tile(np.arange(256.0), (channels, 1))
-        values = core.Values(dtype, True, False, True, 1.0, *(a.ctypes.data for a in (mean_C, std_C, table_C256)))
+        values = core.Values(
+            dtype, True, False, True, 1.0, *(a.ctypes.data for a in (mean_C, std_C, table_C256))
+        )
         values.kept = [mean_C, std_C, table_C256]
         return values
 
@@ -134,12 +166,16 @@ def _serve(fuzz: Fuzz, table: core.Table, image: np.ndarray) -> str:
     core.draw(table, key, shape, is_probe=True)
     ops, after = core.draw(table, key, shape)
     channels, height, width = after[0].tolist()
-    if channels * height * width > 4 * MOST_PIXELS or any(_pixels(op) > MOST_PIXELS for op in ops[0]):
+    if channels * height * width > 4 * MOST_PIXELS or any(
+        _pixels(op) > MOST_PIXELS for op in ops[0]
+    ):
         return "large"
     dtype = int(fuzz.rng.integers(len(DTYPES)))
     out = np.empty((1, channels, height, width), DTYPES[dtype])
     solved = np.ones((1, ops.shape[1], 8)) if ops.shape[1] else None
-    served = core.Served(table, fuzz.values(channels, dtype), out.ctypes.data, out.shape[1:], solved)
+    served = core.Served(
+        table, fuzz.values(channels, dtype), out.ctypes.data, out.shape[1:], solved
+    )
     source = np.array([image.ctypes.data], np.int64)
     core.serve(core.Samples(source, image.shape), core.Keys(0, 0, index), [served])
     return "served"
@@ -147,7 +183,12 @@ def _serve(fuzz: Fuzz, table: core.Table, image: np.ndarray) -> str:
 
 def _pixels(op: Any) -> int:
     """Of the image that an op makes, where its records say so."""
-    places = {"OP_WINDOW": (6, 7), "OP_RESIZE": (4, 5), "OP_AFFINE": (0, 1), "OP_PERSPECTIVE": (0, 1)}
+    places = {
+        "OP_WINDOW": (6, 7),
+        "OP_RESIZE": (4, 5),
+        "OP_AFFINE": (0, 1),
+        "OP_PERSPECTIVE": (0, 1),
+    }
     of_code = {core.constants()[name]: place for name, place in places.items()}
     height, width = of_code.get(int(op["code"]), (8, 8))
     return int(op["n"][height]) * int(op["n"][width])
@@ -163,7 +204,9 @@ def main() -> None:
     while time.monotonic() < end:
         outcomes[run_once(seed)] += 1
         seed += 1
-    sys.stdout.write(f"{seed - arguments.seed} tables from seed {arguments.seed} on: {dict(outcomes)}\n")
+    sys.stdout.write(
+        f"{seed - arguments.seed} tables from seed {arguments.seed} on: {dict(outcomes)}\n"
+    )
 
 
 if __name__ == "__main__":

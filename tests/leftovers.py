@@ -41,11 +41,17 @@ class Holdings:
         """What is held beyond ``before``, in words."""
         kept = _kept_by_multiprocessing()
         rows = [f"thread {thread.name}" for thread in self.threads - before.threads]
-        rows += [_describe(child) for child in self.children - before.children if child.pid not in kept.pids]
+        rows += [
+            _describe(child)
+            for child in self.children - before.children
+            if child.pid not in kept.pids
+        ]
         rows += [
             f"descriptor {number} -> {target}"
             for number, target in sorted(self.descriptors - before.descriptors)
-            if number not in kept.descriptors and not target.endswith(KEPT_OPEN) and not target.startswith(DRIVERS)
+            if number not in kept.descriptors
+            and not target.endswith(KEPT_OPEN)
+            and not target.startswith(DRIVERS)
         ]
         rows += [f"/dev/shm/{name}" for name in sorted(self.shared_files - before.shared_files)]
         return rows

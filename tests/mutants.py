@@ -42,7 +42,10 @@ class Mutant:
 MUTANTS = [
     # The loop's stream
     Mutant(
-        "the loop's stream does not wait for the batch", FEED, "user_stream.wait_event(outcome.place.ready)", "pass"
+        "the loop's stream does not wait for the batch",
+        FEED,
+        "user_stream.wait_event(outcome.place.ready)",
+        "pass",
     ),
     Mutant("no record_stream", FEED, "tensor.record_stream(user_stream)", "pass"),
     Mutant(
@@ -83,7 +86,13 @@ MUTANTS = [
         "gathered",
     ),
     # Host memory
-    Mutant("sources are let go without waiting", FEED, "        self.ready.synchronize()\n", "", "gathered"),
+    Mutant(
+        "sources are let go without waiting",
+        FEED,
+        "        self.ready.synchronize()\n",
+        "",
+        "gathered",
+    ),
     Mutant("sources are not held", FEED, "            place.sources = tensors\n", "", "gathered"),
     Mutant(
         "the thread ends with copies in flight",
@@ -105,7 +114,13 @@ MUTANTS = [
         "self._free.append(buffer)",
         "gathered",
     ),
-    Mutant("tensors with gaps are read in place", FEED, " or not _is_dense(tensors[k])]", "]", "pinned_by_the_loader"),
+    Mutant(
+        "tensors with gaps are read in place",
+        FEED,
+        " or not _is_dense(tensors[k])]",
+        "]",
+        "pinned_by_the_loader",
+    ),
     Mutant(
         "what is pinned is copied once more",
         FEED,
@@ -113,7 +128,12 @@ MUTANTS = [
         "if True or",
         "pinned_by_the_loader",
     ),
-    Mutant("pinned copies block the thread", FEED, "non_blocking=tensor.is_pinned()", "non_blocking=False"),
+    Mutant(
+        "pinned copies block the thread",
+        FEED,
+        "non_blocking=tensor.is_pinned()",
+        "non_blocking=False",
+    ),
     # Bounds
     Mutant(
         "a copy does not wait until the device has left an older batch",
@@ -122,8 +142,20 @@ MUTANTS = [
         "            pass",
         "bounds",
     ),
-    Mutant("the loop does not say what it has left", FEED, "outcome.place.left.record(user_stream)", "pass", "bounds"),
-    Mutant("one place more", FEED, "for _ in range(self.depth)]", "for _ in range(self.depth + 1)]", "bounds"),
+    Mutant(
+        "the loop does not say what it has left",
+        FEED,
+        "outcome.place.left.record(user_stream)",
+        "pass",
+        "bounds",
+    ),
+    Mutant(
+        "one place more",
+        FEED,
+        "for _ in range(self.depth)]",
+        "for _ in range(self.depth + 1)]",
+        "bounds",
+    ),
     Mutant(
         "a failed batch keeps its place",
         FEED,
@@ -147,9 +179,18 @@ MUTANTS = [
         "",
         "capture_beside_loader_threads",
     ),
-    Mutant("the thread stays on device 0", FEED, "    torch.cuda.set_device(device)\n", "", "second_device"),
     Mutant(
-        "waiting threads spin", FEED, "self.ready = torch.cuda.Event(blocking=True)", "self.ready = torch.cuda.Event()"
+        "the thread stays on device 0",
+        FEED,
+        "    torch.cuda.set_device(device)\n",
+        "",
+        "second_device",
+    ),
+    Mutant(
+        "waiting threads spin",
+        FEED,
+        "self.ready = torch.cuda.Event(blocking=True)",
+        "self.ready = torch.cuda.Event()",
     ),
     Mutant(
         "waiting threads spin for the loop",
@@ -172,7 +213,12 @@ MUTANTS = [
         "            if True:\n",
         "store_on_the_device",
     ),
-    Mutant("every epoch has a new stream", INIT, "self._stream = self._stream or torch", "self._stream = torch"),
+    Mutant(
+        "every epoch has a new stream",
+        INIT,
+        "self._stream = self._stream or torch",
+        "self._stream = torch",
+    ),
     Mutant(
         "close() does not end epochs",
         INIT,
@@ -188,7 +234,9 @@ def mutated(mutant: Mutant) -> str:
     import fastdata
 
     source = (Path(fastdata.__file__).parent / mutant.file).read_text("utf-8")
-    assert source.count(mutant.old) == 1, f"{mutant.name}: stands {source.count(mutant.old)} times in {mutant.file}"
+    assert source.count(mutant.old) == 1, (
+        f"{mutant.name}: stands {source.count(mutant.old)} times in {mutant.file}"
+    )
     return source.replace(mutant.old, mutant.new)
 
 
@@ -244,7 +292,8 @@ def main() -> None:
         began = time.perf_counter()
         said = is_caught(mutant)
         missed += not said
-        print(f"{time.perf_counter() - began:5.1f} s  {mutant.name}: {said or 'MISSED'}"[:230], flush=True)  # noqa: T201
+        took = f"{time.perf_counter() - began:5.1f} s"
+        print(f"{took}  {mutant.name}: {said or 'MISSED'}"[:230], flush=True)  # noqa: T201
     sys.exit(missed > 0)
 
 

@@ -30,8 +30,16 @@ from typing import NamedTuple
 from urllib.parse import parse_qsl, unquote
 
 SECRET = "the-secret-key-of-the-tests"
-REFUSALS = {"error": (500, "InternalError"), "slow_down": (503, "SlowDown"), "expired": (403, "ExpiredToken")}
-BROKEN = ("reset", "stall", "cut")  # half of the answer, then a reset connection, silence, or its end
+REFUSALS = {
+    "error": (500, "InternalError"),
+    "slow_down": (503, "SlowDown"),
+    "expired": (403, "ExpiredToken"),
+}
+BROKEN = (
+    "reset",
+    "stall",
+    "cut",
+)  # half of the answer, then a reset connection, silence, or its end
 SPOILED = ("short", "changed", "resized", "corrupted")
 """Half of the bytes, as the length says; other bytes and another ETag, of the same size or of another; a wrong bit."""
 KINDS = (*REFUSALS, *BROKEN, *SPOILED)
@@ -53,7 +61,9 @@ os._exit(0)
 class FaultPlan:
     """Which answers go wrong, by (seed, key, range, attempt): whatever else is read at the time."""
 
-    rate: float = 0.0  # part of the requests; listings and HEADs never go wrong as those in ``SPOILED`` do
+    rate: float = (
+        0.0  # part of the requests; listings and HEADs never go wrong as those in ``SPOILED`` do
+    )
     kinds: tuple[str, ...] = ("error", "reset", "stall", "cut")  # of which one is drawn
     attempts: int | None = None  # only the first so many requests for a range may go wrong
     within: str = ""  # a text in the ``bucket/key`` of whatever may go wrong
@@ -61,7 +71,11 @@ class FaultPlan:
     seed: int = 0
 
     def draw(self, key: str, span: str, attempt: int) -> str | None:
-        if not self.rate or self.within not in key or (self.attempts is not None and attempt >= self.attempts):
+        if (
+            not self.rate
+            or self.within not in key
+            or (self.attempts is not None and attempt >= self.attempts)
+        ):
             return None
         draws = random.Random(f"{self.seed} {key} {span} {attempt}")
         return draws.choice(self.kinds) if draws.random() < self.rate else None
@@ -83,9 +97,17 @@ class S3:
     def __init__(self, url: str) -> None:
         self.url = url
         self.client_options = {"endpoint_url": url, "region_name": "us-east-1"}
-        self.storage_options = {"key": "tests", "secret": SECRET, "client_kwargs": self.client_options}  # for s3fs
+        self.storage_options = {
+            "key": "tests",
+            "secret": SECRET,
+            "client_kwargs": self.client_options,
+        }  # for s3fs
         urls = {"AWS_ENDPOINT_URL": url, "S3_ENDPOINT_URL": url, "AWS_ALLOW_HTTP": "true"}
-        keys = {"AWS_ACCESS_KEY_ID": "tests", "AWS_SECRET_ACCESS_KEY": SECRET, "AWS_DEFAULT_REGION": "us-east-1"}
+        keys = {
+            "AWS_ACCESS_KEY_ID": "tests",
+            "AWS_SECRET_ACCESS_KEY": SECRET,
+            "AWS_DEFAULT_REGION": "us-east-1",
+        }
         self.environment = urls | keys  # for boto3 and obstore
 
 
@@ -111,7 +133,11 @@ class MotoS3(S3):
 
     def upload_folder(self, bucket: str, prefix: str, folder: Path) -> None:
         for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-            self.put(bucket, f"{prefix}/{path.relative_to(folder).as_posix()}".lstrip("/"), path.read_bytes())
+            self.put(
+                bucket,
+                f"{prefix}/{path.relative_to(folder).as_posix()}".lstrip("/"),
+                path.read_bytes(),
+            )
 
 
 class ThrottledS3(S3):
@@ -145,7 +171,11 @@ def s3_server() -> Iterator[MotoS3]:
 
 @contextmanager
 def throttled_s3(
-    folder: Path, *, latency_s: float = 0.05, bandwidth: float = 100e6, faults: FaultPlan | None = None
+    folder: Path,
+    *,
+    latency_s: float = 0.05,
+    bandwidth: float = 100e6,
+    faults: FaultPlan | None = None,
 ) -> Iterator[ThrottledS3]:
     """Serve the folders in ``folder`` as buckets; ``bandwidth``, in bytes a second, is shared by all answers."""
     with _served(__file__, str(folder), str(latency_s), str(bandwidth)) as url:
@@ -157,7 +187,9 @@ def throttled_s3(
 @contextmanager
 def _served(*arguments: str) -> Iterator[str]:
     command = [sys.executable, *arguments]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         try:
             yield f"http://127.0.0.1:{int(process.stdout.readline())}"
@@ -175,11 +207,17 @@ class _Answer(NamedTuple):
 
 
 def _xml(root: str, inside: str, status: int = 200) -> _Answer:
-    return _Answer(status, {"Content-Type": "application/xml"}, f"<{root}>{inside}</{root}>".encode())
+    return _Answer(
+        status, {"Content-Type": "application/xml"}, f"<{root}>{inside}</{root}>".encode()
+    )
 
 
 def _refusal(status: int, code: str) -> _Answer:
-    return _xml("Error", f"<Code>{code}</Code><Message>{code}, says the server of the tests</Message>", status)
+    return _xml(
+        "Error",
+        f"<Code>{code}</Code><Message>{code}, says the server of the tests</Message>",
+        status,
+    )
 
 
 def _spoiled(answer: _Answer, kind: str | None) -> _Answer:
@@ -190,7 +228,9 @@ def _spoiled(answer: _Answer, kind: str | None) -> _Answer:
         return answer._replace(body=body[: len(body) // 2])
     if kind == "corrupted":
         middle = len(body) // 2
-        return answer._replace(body=b"".join([body[:middle], bytes([body[middle] ^ 1]), body[middle + 1 :]]))
+        return answer._replace(
+            body=b"".join([body[:middle], bytes([body[middle] ^ 1]), body[middle + 1 :]])
+        )
     if kind in ("changed", "resized"):
         headers = headers | {"ETag": f'"{hashlib.md5(headers["ETag"].encode()).hexdigest()}"'}
         body = bytes(body).translate(bytes(range(255, -1, -1)))
@@ -214,7 +254,9 @@ class _Server:
         self.attempts: Counter[tuple[str, str]] = Counter()
 
     async def run(self) -> None:
-        asyncio.get_running_loop().add_reader(sys.stdin.fileno(), os._exit, 0)  # ends with who started it
+        asyncio.get_running_loop().add_reader(
+            sys.stdin.fileno(), os._exit, 0
+        )  # ends with who started it
         server = await asyncio.start_server(self.serve, "127.0.0.1", 0, backlog=1024)
         sys.stdout.write(f"{server.sockets[0].getsockname()[1]}\n")
         sys.stdout.flush()
@@ -223,8 +265,13 @@ class _Server:
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with closing(writer), suppress(ConnectionError, asyncio.IncompleteReadError):
             while True:
-                first, *lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
-                headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+                first, *lines = (
+                    (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+                )
+                headers = {
+                    name.lower(): value.strip()
+                    for name, _, value in (line.partition(":") for line in lines)
+                }
                 method, target = first.split(" ")[:2]
                 if "expect" in headers:  # a client that would write; it is told when all has come
                     writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -235,7 +282,9 @@ class _Server:
                 finally:
                     self.at_once -= 1
 
-    async def answer(self, writer: asyncio.StreamWriter, method: str, target: str, span: str, data: bytes) -> None:
+    async def answer(
+        self, writer: asyncio.StreamWriter, method: str, target: str, span: str, data: bytes
+    ) -> None:
         """Send what was asked for, or what the plan makes of it."""
         path, _, query = target.partition("?")
         if path.startswith("/_"):
@@ -248,10 +297,18 @@ class _Server:
         if method not in ("GET", "HEAD"):
             answer = _refusal(405, "MethodNotAllowed")
             return writer.write(_head(answer) + answer.body)
-        answer = self.object(f"{self.folder}/{name}", span) if key else self.page(bucket, dict(parse_qsl(query)))
-        kind = self.plan.draw(name if key else f"{bucket}/?{query}", span, self.attempts[target, span])
+        answer = (
+            self.object(f"{self.folder}/{name}", span)
+            if key
+            else self.page(bucket, dict(parse_qsl(query)))
+        )
+        kind = self.plan.draw(
+            name if key else f"{bucket}/?{query}", span, self.attempts[target, span]
+        )
         self.attempts[target, span] += 1
-        if kind in SPOILED and (not key or method == "HEAD" or answer.status >= 300 or len(answer.body) < 2):
+        if kind in SPOILED and (
+            not key or method == "HEAD" or answer.status >= 300 or len(answer.body) < 2
+        ):
             kind = None
         if kind is not None:
             self.stats.faults[kind] += 1
@@ -273,7 +330,9 @@ class _Server:
             await asyncio.sleep(self.plan.stall_s if kind == "stall" else 0)
             if kind == "reset":
                 at_once = struct.pack("ii", 1, 0)
-                writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, at_once)
+                writer.get_extra_info("socket").setsockopt(
+                    socket.SOL_SOCKET, socket.SO_LINGER, at_once
+                )
             raise ConnectionAbortedError
         return None
 
@@ -290,12 +349,20 @@ class _Server:
             with open(path, "rb", buffering=0) as file:
                 status = os.fstat(file.fileno())
                 size = status.st_size
-                body = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size > PIECE else file.read()
+                body = (
+                    mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                    if size > PIECE
+                    else file.read()
+                )
         except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
             return _refusal(404, "NoSuchKey")
         if (fields := self.fields.get((path, size, status.st_mtime_ns))) is None:
             changed = formatdate(status.st_mtime, usegmt=True)
-            fields = {"ETag": f'"{hashlib.md5(body).hexdigest()}"', "Last-Modified": changed, "Accept-Ranges": "bytes"}
+            fields = {
+                "ETag": f'"{hashlib.md5(body).hexdigest()}"',
+                "Last-Modified": changed,
+                "Accept-Ranges": "bytes",
+            }
             self.fields[path, size, status.st_mtime_ns] = fields
         if (found := re.fullmatch(r"bytes=(\d*)-(\d*)", span)) is None:
             return _Answer(200, fields, memoryview(body))
@@ -314,7 +381,11 @@ class _Server:
         """Of a listing: names in order, those after the delimiter as one."""
         if not bucket or not os.path.isdir(f"{self.folder}/{bucket}"):
             return _refusal(404, "NoSuchBucket")
-        prefix, delimiter, most = query.get("prefix", ""), query.get("delimiter"), int(query.get("max-keys", 1000))
+        prefix, delimiter, most = (
+            query.get("prefix", ""),
+            query.get("delimiter"),
+            int(query.get("max-keys", 1000)),
+        )
         rows: dict[str, str] = {}
         after = query.get("continuation-token", query.get("start-after", ""))
         for key, path in self.objects(f"{self.folder}/{bucket}"):
@@ -328,13 +399,17 @@ class _Server:
             rows[name] = f"<CommonPrefixes><Prefix>{escape(name)}</Prefix></CommonPrefixes>"
             if end < 0:
                 _, headers, body = self.object(path, "")
-                changed = time.strftime("%Y-%m-%dT%H:%M:%S.000Z", time.gmtime(os.stat(path).st_mtime))
+                changed = time.strftime(
+                    "%Y-%m-%dT%H:%M:%S.000Z", time.gmtime(os.stat(path).st_mtime)
+                )
                 row = f"<Key>{escape(name)}</Key><LastModified>{changed}</LastModified><Size>{len(body)}</Size>"
                 rows[name] = f"<Contents>{row}<ETag>{headers['ETag']}</ETag></Contents>"
         is_cut = f"<IsTruncated>{str('' in rows).lower()}</IsTruncated><KeyCount>{len(rows) - ('' in rows)}</KeyCount>"
         return _xml(
             "ListBucketResult",
-            f"<Name>{bucket}</Name><Prefix>{escape(prefix)}</Prefix>" + is_cut + "".join(rows.values()),
+            f"<Name>{bucket}</Name><Prefix>{escape(prefix)}</Prefix>"
+            + is_cut
+            + "".join(rows.values()),
         )
 
 

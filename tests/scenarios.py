@@ -66,7 +66,10 @@ def rng(sim: Sim) -> Any:
 
 
 def fresh(count: int = BATCHES, size: tuple[int, ...] = (3, 5)) -> list[Any]:
-    return [(torch.full(size, float(i + 1)), torch.arange(size[0]) + 100 * (i + 1)) for i in range(count)]
+    return [
+        (torch.full(size, float(i + 1)), torch.arange(size[0]) + 100 * (i + 1))
+        for i in range(count)
+    ]
 
 
 class Making:
@@ -98,7 +101,9 @@ class Taking:
 
 
 def prefetcher(sim: Sim, loader: Any, **options: Any) -> CudaPrefetcher:
-    return CudaPrefetcher(loader, options.pop("device", "cuda:0"), depth=rng(sim).choice((1, 2, 3)), **options)
+    return CudaPrefetcher(
+        loader, options.pop("device", "cuda:0"), depth=rng(sim).choice((1, 2, 3)), **options
+    )
 
 
 def consume(sim: Sim, batches: Any, at_most: int = -1) -> list[Any]:
@@ -111,7 +116,9 @@ def consume(sim: Sim, batches: Any, at_most: int = -1) -> list[Any]:
         made.append((images.clone(), labels.clone()))
         held.append((images, labels))
         del images, labels, held[: max(0, len(held) - keeps)]
-        torch.full((3, 5), 255, dtype=torch.uint8, device=torch.device("cuda"))  # takes what was freed
+        torch.full(
+            (3, 5), 255, dtype=torch.uint8, device=torch.device("cuda")
+        )  # takes what was freed
         if len(made) == at_most:
             break
     return made
@@ -124,8 +131,12 @@ def check(made: list[Any], right: list[Any]) -> None:
     for number, (seen, expected) in enumerate(zip(made, right, strict=True)):
         for part, other in zip(seen, expected, strict=True):
             here = part.cpu()
-            if here.dtype != other.dtype or not torch.allclose(here.double(), other.double(), atol=1e-5, rtol=0):
-                raise WrongError(f"batch {number} is {here.flatten()[:3].tolist()}, not {other.flatten()[:3].tolist()}")
+            if here.dtype != other.dtype or not torch.allclose(
+                here.double(), other.double(), atol=1e-5, rtol=0
+            ):
+                raise WrongError(
+                    f"batch {number} is {here.flatten()[:3].tolist()}, not {other.flatten()[:3].tolist()}"
+                )
 
 
 # Roads of a batch
@@ -174,7 +185,9 @@ def pageable(sim: Sim) -> None:
     """The driver refuses to pin."""
     sim.refuses_to_pin = True
     right = fresh()
-    with prefetcher(sim, Making(right), transform=lambda batch: (batch[0] + 1, batch[1])) as batches:
+    with prefetcher(
+        sim, Making(right), transform=lambda batch: (batch[0] + 1, batch[1])
+    ) as batches:
         check(consume(sim, batches), [(images + 1, labels) for images, labels in right])
 
 
@@ -192,7 +205,10 @@ STEPS: dict[str, list[Any]] = {
 @functools.cache
 def dataset_of(storage: str, steps: str) -> CachedDataset:
     generator = torch.Generator().manual_seed(3)
-    samples = [(torch.randint(0, 256, (3, 8, 6), dtype=torch.uint8, generator=generator), i) for i in range(16)]
+    samples = [
+        (torch.randint(0, 256, (3, 8, 6), dtype=torch.uint8, generator=generator), i)
+        for i in range(16)
+    ]
     transform = transforms.Compose(STEPS[steps]) if STEPS[steps] else None
     return CachedDataset(samples, transform=transform, storage=storage, seed=0, progress=False)  # type: ignore[arg-type]
 
@@ -252,7 +268,10 @@ def ops_on_the_device(sim: Sim) -> None:
 @scenario
 def store_on_the_device(sim: Sim) -> None:
     """The samples lie on the device, copied there in chunks with the first batch, and once."""
-    before, prefetch_device.CHUNK_BYTES = prefetch_device.CHUNK_BYTES, 144 * rng(sim).choice((1, 7, 100))
+    before, prefetch_device.CHUNK_BYTES = (
+        prefetch_device.CHUNK_BYTES,
+        144 * rng(sim).choice((1, 7, 100)),
+    )
     try:
         ours(sim, "device", "crop", "auto")
     finally:
@@ -275,7 +294,9 @@ def bounds(sim: Sim) -> None:
         def noting() -> None:
             number, copied[0] = copied[0] // 2, copied[0] + 1
             if number >= oldest and number - oldest not in left:
-                sim.violation(f"batch {number} is copied before the device has left {number - oldest}")
+                sim.violation(
+                    f"batch {number} is copied before the device has left {number - oldest}"
+                )
 
         sim.on_copy = noting
         before, sums = sim.live_bytes, []
@@ -323,7 +344,10 @@ def transform(sim: Sim) -> None:
             made.append((images.clone(), labels.clone()))
             del images, labels
             torch.full((3, 5), 255.0, device=torch.device("cuda"))
-        check(made, [(images * 4, labels + 1) for n, (images, labels) in enumerate(right) if n not in bad])
+        check(
+            made,
+            [(images * 4, labels + 1) for n, (images, labels) in enumerate(right) if n not in bad],
+        )
 
 
 @scenario

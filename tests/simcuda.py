@@ -174,7 +174,9 @@ class Stream:
             self.queued += 1
 
     def can_run(self) -> bool:
-        return bool(self.work) and (self.work[0][0] != "wait" or self.work[0][1][0].done >= self.work[0][1][1])
+        return bool(self.work) and (
+            self.work[0][0] != "wait" or self.work[0][1][0].done >= self.work[0][1][1]
+        )
 
     def step(self) -> None:
         kind, work, stamps = self.work.popleft()
@@ -308,7 +310,9 @@ class Schedule:
     def add(self, who: Any) -> None:
         is_early = isinstance(who, Stream) == (self.kind == "early")
         plain = self.random.random() + (2.0 if self.kind in ("late", "early") and is_early else 0.0)
-        self._weights[who] = self.random.choice((0.03, 0.2, 1.0, 4.0)) if self.kind == "walk" else plain
+        self._weights[who] = (
+            self.random.choice((0.03, 0.2, 1.0, 4.0)) if self.kind == "walk" else plain
+        )
 
     def task(self) -> Task | None:
         return getattr(self._local, "task", None)
@@ -431,7 +435,9 @@ class SimThread(threading.Thread):
     def join(self, timeout: float | None = None) -> None:
         scheduler = self._sim.scheduler
         if isinstance(scheduler, Schedule) and not scheduler.dead:
-            scheduler.block(lambda: self._task.is_done, timeout is not None and scheduler.joins_time_out)
+            scheduler.block(
+                lambda: self._task.is_done, timeout is not None and scheduler.joins_time_out
+            )
             if not self._task.is_done:
                 return
             self._sim.order.receive(self._clock)
@@ -469,8 +475,17 @@ Clock = dict[Any, int]
 class Access:
     """A read or write of bytes [start, end) by an actor, as its so many-th deed."""
 
-    def __init__(self, actor: Any, time: int, start: int, end: int, is_write: bool, what: str) -> None:
-        self.actor, self.time, self.start, self.end, self.is_write, self.what = actor, time, start, end, is_write, what
+    def __init__(
+        self, actor: Any, time: int, start: int, end: int, is_write: bool, what: str
+    ) -> None:
+        self.actor, self.time, self.start, self.end, self.is_write, self.what = (
+            actor,
+            time,
+            start,
+            end,
+            is_write,
+            what,
+        )
 
 
 class Order:
@@ -508,7 +523,9 @@ class Order:
     def host_wait(self, event: Event) -> None:
         _join(self._host(), event.clock)
 
-    def work(self, stream: Stream, what: str, spans: Iterable[tuple[Memory, int, int, bool]]) -> None:
+    def work(
+        self, stream: Stream, what: str, spans: Iterable[tuple[Memory, int, int, bool]]
+    ) -> None:
         """Work that is queued touches these memories, from a byte to another; written to or not."""
         if not self.is_on:
             return
@@ -532,7 +549,11 @@ class Order:
     def _judge(self, memory: Memory, access: Access, clock: Clock) -> None:
         for other in memory.accesses:
             overlaps = other.start < access.end and access.start < other.end
-            if overlaps and (other.is_write or access.is_write) and clock.get(other.actor, 0) < other.time:
+            if (
+                overlaps
+                and (other.is_write or access.is_write)
+                and clock.get(other.actor, 0) < other.time
+            ):
                 self._owner.violation(f"no order: {access.what}, and {other.what} on {other.actor}")
 
 
@@ -587,7 +608,9 @@ class Sim:
         self.scheduler: Freely | Schedule = Freely(self) if seed is None else Schedule(self, seed)
         self._free: dict[Any, list[Memory]] = defaultdict(list)
         self._leaving: list[tuple[list[tuple[Stream, int]], Stream, Memory]] = []
-        self._pinned: dict[int, tuple[Memory, set[Stream]]] = {}  # by address, and which streams torch knows to read
+        self._pinned: dict[
+            int, tuple[Memory, set[Stream]]
+        ] = {}  # by address, and which streams torch knows to read
         self._pinned_free: dict[int, list[Memory]] = defaultdict(list)
         self._pinned_leaving: list[tuple[list[tuple[Stream, int]], Memory]] = []
         _current.append(self)
@@ -609,11 +632,15 @@ class Sim:
             is_own = self.capture[0] == threading.get_ident()
             if is_own or getattr(self.local, "mode", 0) != _RELAXED:
                 self.capture[1] = False
-                raise CudaError(f"CUDA error: operation not permitted when stream is capturing ({name})")
+                raise CudaError(
+                    f"CUDA error: operation not permitted when stream is capturing ({name})"
+                )
 
     def host_waits(self, what: str) -> None:
         if self.is_inside_next and threading.get_ident() == self.loop_thread:
-            self.violation(f"the training loop's thread waits for the device ({what}) inside next()")
+            self.violation(
+                f"the training loop's thread waits for the device ({what}) inside next()"
+            )
 
     def begin_capture(self) -> None:
         self.capture = [threading.get_ident(), True]
@@ -632,7 +659,11 @@ class Sim:
     # Devices and streams of a thread
 
     def index_of(self, device: Any) -> torch.device:
-        device = torch.device("cuda", device) if isinstance(device, int) else device and torch.device(device)
+        device = (
+            torch.device("cuda", device)
+            if isinstance(device, int)
+            else device and torch.device(device)
+        )
         return device if device and device.index is not None else self.current_device()
 
     def current_device(self) -> torch.device:
@@ -692,8 +723,12 @@ class Sim:
         with self.lock:
             self.live_bytes -= block.nbytes
             block.memory.given_up += 1
-            self.order.free(block.memory, [block.stream, *block.uses], "the next owner of freed memory")
-            self._leaving.append(([(used, used.queued) for used in block.uses], block.stream, block.memory))
+            self.order.free(
+                block.memory, [block.stream, *block.uses], "the next owner of freed memory"
+            )
+            self._leaving.append(
+                ([(used, used.queued) for used in block.uses], block.stream, block.memory)
+            )
 
     def take_back(self) -> None:
         """Hand out again what is freed, as far as the events recorded then are done."""
@@ -715,7 +750,11 @@ class Sim:
 
     def empty(self, device: torch.device, like: torch.Tensor) -> SimTensor:
         """Device memory for a tensor of this shape, dtype and strides."""
-        extent = 1 + sum((n - 1) * s for n, s in zip(like.shape, like.stride(), strict=True)) if like.numel() else 0
+        extent = (
+            1 + sum((n - 1) * s for n, s in zip(like.shape, like.stride(), strict=True))
+            if like.numel()
+            else 0
+        )
         block = self.allocate(device, extent * like.itemsize)
         if not extent:
             return SimTensor(torch.empty(like.shape, dtype=like.dtype), block)
@@ -723,12 +762,22 @@ class Sim:
         return SimTensor(cells.as_strided(like.shape, like.stride()), block)
 
     def launch(
-        self, kind: str, work: Callable[[], Any], *, reads: list[SimTensor], writes: list[SimTensor], device: Any = None
+        self,
+        kind: str,
+        work: Callable[[], Any],
+        *,
+        reads: list[SimTensor],
+        writes: list[SimTensor],
+        device: Any = None,
     ) -> None:
         self.call("cudaLaunchKernel")
         stream = self.current_stream(device or (reads + writes)[0].device)
         with self.lock:
-            self.order.work(stream, kind, [(*_span(t), False) for t in reads] + [(*_span(t), True) for t in writes])
+            self.order.work(
+                stream,
+                kind,
+                [(*_span(t), False) for t in reads] + [(*_span(t), True) for t in writes],
+            )
             stream.push(kind, work, [(t.block.memory, t.block.number) for t in (*reads, *writes)])
         self.scheduler.point()
 
@@ -755,7 +804,9 @@ class Sim:
             self._pinned[memory.address] = memory, set()
         lent = memory.array[:nbytes]
         weakref.finalize(lent, self._unpin, memory).atexit = False
-        return torch.frombuffer(lent.data, dtype=shape.dtype).as_strided(shape.shape, shape.stride())
+        return torch.frombuffer(lent.data, dtype=shape.dtype).as_strided(
+            shape.shape, shape.stride()
+        )
 
     def _unpin(self, memory: Memory) -> None:
         if _current and sim() is self:
@@ -801,8 +852,14 @@ class Sim:
             read = (memory, start, start + size, False)
             self.order.work(stream, "a copy from the host", [(*_span(target), True), read])
             address = source.data_ptr()
-            stream.push("a copy from the host", lambda: ctypes.memmove(cells.data_ptr(), address, size), stamps)
-            if source.untyped_storage().data_ptr() == memory.address:  # which torch finds its block by
+            stream.push(
+                "a copy from the host",
+                lambda: ctypes.memmove(cells.data_ptr(), address, size),
+                stamps,
+            )
+            if (
+                source.untyped_storage().data_ptr() == memory.address
+            ):  # which torch finds its block by
                 known.add(stream)
             self.scheduler.point()
             return
@@ -831,7 +888,10 @@ class Sim:
         wanted = None if wanted is None else torch.device(wanted)
         if not on_device and (wanted is None or wanted.type != "cuda"):
             return func(*args, **kwargs)
-        real_args, real_kwargs = _mapped(_cells, args), {key: _mapped(_cells, kwargs[key]) for key in kwargs}
+        real_args, real_kwargs = (
+            _mapped(_cells, args),
+            {key: _mapped(_cells, kwargs[key]) for key in kwargs},
+        )
         if wanted is not None and wanted.type == "meta":
             return func(*real_args, **real_kwargs)
         if func is aten._to_copy.default:
@@ -853,10 +913,15 @@ class Sim:
         if aliases and not any(alias.is_write for alias in aliases):
             views = _quietly(func, real_args, real_kwargs)
             block = on_device[0].block
-            return _mapped(lambda view: SimTensor(view, block) if isinstance(view, torch.Tensor) else view, views)
+            return _mapped(
+                lambda view: SimTensor(view, block) if isinstance(view, torch.Tensor) else view,
+                views,
+            )
         names = [argument.name for argument in schema.arguments]
         given = dict(zip(names, args, strict=False)) | kwargs
-        is_written = {each.name for each in schema.arguments if each.alias_info and each.alias_info.is_write}
+        is_written = {
+            each.name for each in schema.arguments if each.alias_info and each.alias_info.is_write
+        }
         written = [given[name] for name in names if name in is_written and name in given]
         if written:
             reads = [value for value in on_device if not any(value is each for each in written)]
@@ -865,8 +930,13 @@ class Sim:
             return written[0] if len(schema.returns) == 1 else tuple(written) or None
         return self._functional(func, device, real_args, real_kwargs, on_device)
 
-    def _functional(self, func: Any, device: torch.device, args: Any, kwargs: Any, reads: list[SimTensor]) -> Any:
-        meta_args, meta_kwargs = _mapped(_to_meta, args), {key: _mapped(_to_meta, kwargs[key]) for key in kwargs}
+    def _functional(
+        self, func: Any, device: torch.device, args: Any, kwargs: Any, reads: list[SimTensor]
+    ) -> Any:
+        meta_args, meta_kwargs = (
+            _mapped(_to_meta, args),
+            {key: _mapped(_to_meta, kwargs[key]) for key in kwargs},
+        )
         if "device" in kwargs:
             meta_kwargs["device"] = torch.device("meta")
         try:
@@ -874,7 +944,10 @@ class Sim:
         except NotImplementedError:  # what is made depends on values, for which torch waits too
             self._wait_here(self.current_stream(device), "value")
             shapes = _quietly(func, args, kwargs)
-        made = _mapped(lambda like: self.empty(device, like) if isinstance(like, torch.Tensor) else like, shapes)
+        made = _mapped(
+            lambda like: self.empty(device, like) if isinstance(like, torch.Tensor) else like,
+            shapes,
+        )
         outs = [value for value in _flat([made]) if isinstance(value, SimTensor)]
         if "empty" in func.overloadpacket.__name__:
             if func is aten.empty.memory_format:
@@ -883,7 +956,9 @@ class Sim:
         cells = [out.cells for out in outs]
 
         def work() -> None:
-            results = [value for value in _flat([_quietly(func, args, kwargs)]) if torch.is_tensor(value)]
+            results = [
+                value for value in _flat([_quietly(func, args, kwargs)]) if torch.is_tensor(value)
+            ]
             for cell, result in zip(cells, results, strict=True):
                 cell.copy_(result)
 
@@ -891,7 +966,13 @@ class Sim:
         return made
 
     def _to(
-        self, source: Any, *, dtype: Any = None, device: Any = None, non_blocking: bool = False, **more: Any
+        self,
+        source: Any,
+        *,
+        dtype: Any = None,
+        device: Any = None,
+        non_blocking: bool = False,
+        **more: Any,
     ) -> Any:
         target = source.device if device is None else torch.device(device)
         dtype = dtype or source.dtype
@@ -899,13 +980,17 @@ class Sim:
             self._wait_here(self.current_stream(source.device), "value")
             return source.cells.to(dtype=dtype, copy=True)
         memory_format = more.get("memory_format") or torch.preserve_format
-        like = torch.empty_like(_cells(source), dtype=dtype, device="meta", memory_format=memory_format)
+        like = torch.empty_like(
+            _cells(source), dtype=dtype, device="meta", memory_format=memory_format
+        )
         made = self.empty(self.index_of(target), like)
         if isinstance(source, SimTensor):
             into, origin = made.cells, source.cells
             self.launch("cast", lambda: into.copy_(origin), reads=[source], writes=[made])
         else:
-            self.copy_from_host(made, source if source.dtype == dtype else source.to(dtype), non_blocking)
+            self.copy_from_host(
+                made, source if source.dtype == dtype else source.to(dtype), non_blocking
+            )
         return made
 
     # In place of torch.cuda
@@ -926,7 +1011,9 @@ class Sim:
         empty, empty_like, take = torch.empty, torch.empty_like, BatchRing.take
 
         def any_empty(*size: Any, pin_memory: bool = False, **options: Any) -> Any:
-            return self.pinned_like(empty(*size, **options)) if pin_memory else empty(*size, **options)
+            return (
+                self.pinned_like(empty(*size, **options)) if pin_memory else empty(*size, **options)
+            )
 
         def any_like(model: Any, *, pin_memory: bool = False, **options: Any) -> Any:
             return self.pinned_like(model) if pin_memory else empty_like(model, **options)
@@ -945,8 +1032,12 @@ class Sim:
             return 0
 
         library = types.SimpleNamespace(cudaThreadExchangeStreamCaptureMode=exchange)
-        loaded = types.SimpleNamespace(CDLL=lambda name: library, byref=ctypes.byref, c_int=ctypes.c_int)
-        threads = types.SimpleNamespace(**{name: getattr(threading, name) for name in ("Event", "Lock")})
+        loaded = types.SimpleNamespace(
+            CDLL=lambda name: library, byref=ctypes.byref, c_int=ctypes.c_int
+        )
+        threads = types.SimpleNamespace(
+            **{name: getattr(threading, name) for name in ("Event", "Lock")}
+        )
         threads.Thread, threads.current_thread = SimThread, threading.current_thread
         put(
             torch.cuda,
@@ -969,7 +1060,10 @@ class Sim:
         )
         put(torch.backends.cuda, is_built=lambda: True)
         put(torch.Tensor, is_pinned=lambda tensor, device=None: self.pinned_of(tensor) is not None)
-        put(torch.Tensor, pin_memory=lambda tensor, device=None: self.pinned_like(tensor).copy_(tensor))
+        put(
+            torch.Tensor,
+            pin_memory=lambda tensor, device=None: self.pinned_like(tensor).copy_(tensor),
+        )
         put(torch, empty=any_empty, empty_like=any_like)
         put(BatchRing, take=overwriting)
         put(feed, ctypes=loaded, threading=threads)
@@ -984,7 +1078,9 @@ class Sim:
             with SimMode():
                 yield self
         finally:
-            if isinstance(self.scheduler, Schedule) and any(not task.is_done for task in self.scheduler.tasks[1:]):
+            if isinstance(self.scheduler, Schedule) and any(
+                not task.is_done for task in self.scheduler.tasks[1:]
+            ):
                 self.scheduler.die("a thread is still there at the end")
             for thread in threading.enumerate():
                 if isinstance(thread, SimThread):
@@ -1003,7 +1099,11 @@ def _are_done(uses: list[tuple[Stream, int]]) -> bool:
 def _span(tensor: SimTensor) -> tuple[Memory, int, int]:
     """Which bytes of which memory it may touch."""
     cells, memory = tensor.cells, tensor.block.memory
-    extent = 1 + sum((n - 1) * s for n, s in zip(cells.shape, cells.stride(), strict=True)) if cells.numel() else 0
+    extent = (
+        1 + sum((n - 1) * s for n, s in zip(cells.shape, cells.stride(), strict=True))
+        if cells.numel()
+        else 0
+    )
     start = cells.data_ptr() - memory.address
     return memory, start, start + extent * cells.itemsize
 

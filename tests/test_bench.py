@@ -19,7 +19,19 @@ from fastdata.tools import bench
 from fastdata.tools.cli import main
 from fastdata.tools.photos import photo, write_photos
 
-TINY = ["bench", "--images", "12", "--rounds", "1", "--batch-size", "4", "--resize", "32", "--crop", "24"]
+TINY = [
+    "bench",
+    "--images",
+    "12",
+    "--rounds",
+    "1",
+    "--batch-size",
+    "4",
+    "--resize",
+    "32",
+    "--crop",
+    "24",
+]
 
 
 @pytest.fixture(autouse=True)
@@ -49,9 +61,14 @@ def test_drawn_images_are_the_same_on_every_run() -> None:
     assert not np.array_equal(photo(3, (40, 30)), photo(4, (40, 30)))
 
 
-@pytest.mark.parametrize("options", [["--dtype", "uint8"], ["--dtype", "float32", "--num-workers", "0"]], ids=str)
+@pytest.mark.parametrize(
+    "options", [["--dtype", "uint8"], ["--dtype", "float32", "--num-workers", "0"]], ids=str
+)
 def test_bench_draws_and_measures(
-    options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    options: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Without a folder it draws images, prints a row for each recipe, keeps the figures and removes the images."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
@@ -68,9 +85,18 @@ def test_bench_draws_and_measures(
         assert re.search(rf"^{name} .* {recipe['ratio']:.1f} ", printed, re.MULTILINE)
         assert f"measuring {name} ...\n" in said  # nobody watches a bar here
     assert document["images"] == 12
-    assert set(document["versions"]) >= {"python", "torch", "torchvision", "numpy", "pillow", "fastdata"}
+    assert set(document["versions"]) >= {
+        "python",
+        "torch",
+        "torchvision",
+        "numpy",
+        "pillow",
+        "fastdata",
+    }
     assert document["machine"]["usable_cores"] >= 1
-    left = {path.name for path in tmp_path.iterdir() if not path.name.startswith("pymp-")}  # of killed workers
+    left = {
+        path.name for path in tmp_path.iterdir() if not path.name.startswith("pymp-")
+    }  # of killed workers
     assert left == {"figures.json"}
 
 
@@ -78,14 +104,30 @@ def test_the_last_line_is_one_to_quote(photos: str, capsys: pytest.CaptureFixtur
     """It says how many times as fast, as what, at what, and where."""
     assert main([*TINY, photos, "--recipe", "crop", "--num-workers", "0"]) == 0
     last = capsys.readouterr().out.splitlines()[-1]
-    assert re.fullmatch(r"fastdata reads [\d.]+ times as many .* as torchvision \+ torch \(crop; .*, \d+ cores\)", last)
+    assert re.fullmatch(
+        r"fastdata reads [\d.]+ times as many .* as torchvision \+ torch \(crop; .*, \d+ cores\)",
+        last,
+    )
 
 
-def test_bench_measures_a_folder(photos: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_measures_a_folder(
+    photos: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A given folder is measured and left as it was, no more than the images asked for, and a chart is drawn."""
     pytest.importorskip("matplotlib")
     chart = tmp_path / "chart.png"
-    words = [*TINY, photos, "--images", "5", "--recipe", "crop", "--num-workers", "0", "--plot", str(chart)]
+    words = [
+        *TINY,
+        photos,
+        "--images",
+        "5",
+        "--recipe",
+        "crop",
+        "--num-workers",
+        "0",
+        "--plot",
+        str(chart),
+    ]
     assert main(words) == 0
     assert f"5 images ({photos})" in capsys.readouterr().out
     with Image.open(chart) as image:
@@ -122,7 +164,9 @@ def test_bad_folder_is_one_line(
         (["bench", "--batch-size", "x"], "invalid positive value: 'x'"),
     ],
 )
-def test_bad_option_exits_with_2(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_option_exits_with_2(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """An option out of range is refused before anything is drawn."""
     with pytest.raises(SystemExit) as exit_:
         main(words)
@@ -142,7 +186,10 @@ def test_plot_without_matplotlib_says_how_to_get_it(
     """--plot fails before measuring, with the command that installs matplotlib."""
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main([*TINY, "--plot", "chart.png"]) == 2
-    assert "needs matplotlib, which is not installed: pip install 'fastdata[plot]'" in capsys.readouterr().err
+    assert (
+        "needs matplotlib, which is not installed: pip install 'fastdata[plot]'"
+        in capsys.readouterr().err
+    )
 
 
 def test_bench_runs_without_torchvision(
@@ -153,7 +200,10 @@ def test_bench_runs_without_torchvision(
     assert main([*TINY, photos, "--num-workers", "0"]) == 0
     printed = capsys.readouterr().out
     assert "fastdata's steps one by one + torch" in printed
-    assert "torchvision is not installed here: pip install 'fastdata[bench]'; trivial and randaug need it" in printed
+    assert (
+        "torchvision is not installed here: pip install 'fastdata[bench]'; trivial and randaug need it"
+        in printed
+    )
     assert re.findall(r"^(\w+)  ", printed, re.MULTILINE) == ["crop", "rrc", "simclr"]
     assert main([*TINY, "--recipe", "randaug"]) == 2
     assert "fastdata: torchvision is not installed here: pip install" in capsys.readouterr().err
@@ -194,7 +244,10 @@ def test_bench_measures_a_transform_of_ones_own(
     assert list(json.loads(Path("figures.json").read_text())["recipes"]) == ["own_steps:train"]
     for words, message in (
         ("own_steps", "--transform own_steps is not module:name"),
-        ("own_steps:test", "--transform own_steps:test: module 'own_steps' has no attribute 'test'"),
+        (
+            "own_steps:test",
+            "--transform own_steps:test: module 'own_steps' has no attribute 'test'",
+        ),
         ("own_step:train", "No module named 'own_step'"),
     ):
         assert main([*TINY, photos, "--transform", words]) == 2
@@ -210,7 +263,9 @@ def test_own_steps_equal_torchvisions(dtype: str) -> None:
 
     sizes: dict[str, Any] = {"crop_px": 24, "resize_px": 32, "dtype": dtype}
     for recipe in bench.RECIPES:
-        theirs = v1.Compose(bench.recipe_steps(lambda name, **values: getattr(v1, name)(**values), recipe, **sizes))
+        theirs = v1.Compose(
+            bench.recipe_steps(lambda name, **values: getattr(v1, name)(**values), recipe, **sizes)
+        )
         assert plan_transform(theirs).is_batched, recipe
         if recipe in bench.OWN_RECIPES:
             own = plan_transform(tuple(bench.recipe_steps(bench.own_step, recipe, **sizes)))
@@ -218,10 +273,13 @@ def test_own_steps_equal_torchvisions(dtype: str) -> None:
             assert repr(own.batch_ops) == repr(plan_transform(theirs).batch_ops), recipe
 
 
-def test_what_does_not_fit_names_flags(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_does_not_fit_names_flags(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The cure for a lack of memory is one of this command's flags."""
     monkeypatch.setattr(
-        "fastdata.machine.memory.available_bytes", lambda: Available(bytes=1, limited_by="cgroup limit")
+        "fastdata.machine.memory.available_bytes",
+        lambda: Available(bytes=1, limited_by="cgroup limit"),
     )
     assert main([*TINY, "--recipe", "crop", "--num-workers", "0"]) == 2
     said = capsys.readouterr().err

@@ -21,7 +21,12 @@ STEPS = {
     "flip": [v2.RandomHorizontalFlip(1.0)],
     "resize": [v2.Resize((31, 77))],
     "rotation": [v2.RandomRotation((9, 9))],
-    "all": [v2.Resize((50, 50)), v2.CenterCrop(30), v2.ClampBoundingBoxes(), v2.SanitizeBoundingBoxes(min_size=3)],
+    "all": [
+        v2.Resize((50, 50)),
+        v2.CenterCrop(30),
+        v2.ClampBoundingBoxes(),
+        v2.SanitizeBoundingBoxes(min_size=3),
+    ],
     "format": [v2.ConvertBoundingBoxFormat("CXCYWH"), v2.RandomVerticalFlip(1.0)],
 }
 
@@ -32,7 +37,12 @@ def target(count: int, number: int) -> dict[str, Any]:
     corner = torch.rand(count, 2, generator=generator) * torch.tensor([50.0, 30.0])
     boxes = torch.cat([corner, corner + torch.rand(count, 2, generator=generator) * 30 + 1], 1)
     boxed = tv_tensors.BoundingBoxes(boxes, format="XYXY", canvas_size=SIZE)
-    return {"boxes": boxed, "labels": torch.arange(count), "image_id": number, "file": f"{number}.jpg"}
+    return {
+        "boxes": boxed,
+        "labels": torch.arange(count),
+        "image_id": number,
+        "file": f"{number}.jpg",
+    }
 
 
 def samples(count: int = 8) -> list[Any]:
@@ -45,7 +55,11 @@ def as_lists(batch: list[Any]) -> tuple[Any, ...]:
 
 
 def check_boxes(found: Any, wanted: Any) -> None:
-    assert (found.format, found.canvas_size, found.dtype) == (wanted.format, wanted.canvas_size, wanted.dtype)
+    assert (found.format, found.canvas_size, found.dtype) == (
+        wanted.format,
+        wanted.canvas_size,
+        wanted.dtype,
+    )
     assert torch.equal(found, wanted)
 
 
@@ -62,7 +76,11 @@ def test_pairs_are_torchvisions(name: str) -> None:
                 assert torch.equal(found_image, image)
                 check_boxes(found["boxes"], wanted["boxes"])
                 assert list(found) == list(wanted)
-                assert all(torch.as_tensor(found[key] == wanted[key]).all() for key in wanted if key != "boxes")
+                assert all(
+                    torch.as_tensor(found[key] == wanted[key]).all()
+                    for key in wanted
+                    if key != "boxes"
+                )
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -71,7 +89,11 @@ def test_pairs_are_the_same_whoever_reads_them(num_workers: int) -> None:
     both = v2.Compose([v2.CenterCrop(30), v2.SanitizeBoundingBoxes(), *TO_FLOAT])
     data = samples()
     with CachedDataset(data, transforms=both, progress=False) as dataset:
-        for make, whole in ((DataLoader, dataset), (TorchDataLoader, dataset), (DataLoader, ConcatDataset([dataset]))):
+        for make, whole in (
+            (DataLoader, dataset),
+            (TorchDataLoader, dataset),
+            (DataLoader, ConcatDataset([dataset])),
+        ):
             batches = make(whole, batch_size=4, num_workers=num_workers, collate_fn=as_lists)
             found = [pair for batch in batches for pair in zip(*batch, strict=True)]
             for (image, it), given in zip(found, data, strict=True):
@@ -111,5 +133,8 @@ def test_values_that_numpy_does_not_know_are_kept() -> None:
             found = table.target(1)
             found = found["value"] if isinstance(found, dict) else found
             assert type(found) is type(value)
-            assert torch.equal(torch.as_tensor(found, dtype=torch.float64), torch.as_tensor(value, dtype=torch.float64))
+            assert torch.equal(
+                torch.as_tensor(found, dtype=torch.float64),
+                torch.as_tensor(value, dtype=torch.float64),
+            )
             table.close()

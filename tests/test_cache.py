@@ -79,7 +79,9 @@ def cached(root: Path, **options: Any) -> ImageFolder:
 
 def expected(root: Path, **options: Any) -> list[tuple[np.ndarray, int]]:
     """Every sample as it is prepared without any store."""
-    with ImageFolder(str(root), v1.Resize((7, 9)), storage="none", progress=False, **options) as plain:
+    with ImageFolder(
+        str(root), v1.Resize((7, 9)), storage="none", progress=False, **options
+    ) as plain:
         return [(np.asarray(image), target) for image, target in plain]
 
 
@@ -107,7 +109,9 @@ def files_of(cache_dir: Path) -> set[str]:
     """What lies in the folder beside caches, listings and locks."""
     homes = {path.parent.name for path in cache_dir.glob(f"*/{MANIFEST}")}
     return {
-        entry.name for entry in cache_dir.iterdir() if entry.name not in homes and entry.suffix not in (".lock", ".npz")
+        entry.name
+        for entry in cache_dir.iterdir()
+        if entry.name not in homes and entry.suffix not in (".lock", ".npz")
     }
 
 
@@ -118,7 +122,9 @@ def files_of(cache_dir: Path) -> set[str]:
 def test_the_second_run_opens_no_image(image_folder: Folder, prepared: Any, codec: str) -> None:
     """It serves the batches of the first, which are those of a store in memory, from files alone."""
     root = image_folder(per_class=9, size=(13, 11))
-    with ImageFolder(str(root), TRANSFORM, storage="shared", fill="eager", seed=0, progress=False) as raw:
+    with ImageFolder(
+        str(root), TRANSFORM, storage="shared", fill="eager", seed=0, progress=False
+    ) as raw:
         raw.set_epoch(3)
         wanted = list(DataLoader(raw, batch_size=4, num_workers=1))
     for run in range(2):
@@ -129,7 +135,10 @@ def test_the_second_run_opens_no_image(image_folder: Folder, prepared: Any, code
             assert (prepared() == []) == (run == 1)
             dataset.set_epoch(3)
             ours = list(DataLoader(dataset, batch_size=4, num_workers=1))
-            assert all(torch.equal(a, b) and torch.equal(c, d) for (a, c), (b, d) in zip(ours, wanted, strict=True))
+            assert all(
+                torch.equal(a, b) and torch.equal(c, d)
+                for (a, c), (b, d) in zip(ours, wanted, strict=True)
+            )
             assert dataset.samples == TorchvisionFolder(str(root)).samples
 
 
@@ -141,15 +150,25 @@ def test_images_of_many_shapes_are_kept(image_folder: Folder, prepared: Any) -> 
     for codec in CODECS:
         for _ in range(2):
             with cached(root, transform=None, codec=codec) as dataset:
-                assert all(np.array_equal(np.asarray(dataset[i][0]), np.asarray(plain[i][0])) for i in range(6))
+                assert all(
+                    np.array_equal(np.asarray(dataset[i][0]), np.asarray(plain[i][0]))
+                    for i in range(6)
+                )
 
 
 @pytest.mark.parametrize("codec", ["auto", ("zstd", "lz4")])
 def test_masks_are_kept_beside_images(tmp_path: Path, codec: Any) -> None:
     """A sample of several parts comes back from both runs, its target part too."""
-    pairs = [(torch.full((3, 4, 5), i, dtype=torch.uint8), np.full((4, 5), i, np.int16)) for i in range(6)]
+    pairs = [
+        (torch.full((3, 4, 5), i, dtype=torch.uint8), np.full((4, 5), i, np.int16))
+        for i in range(6)
+    ]
     for _ in range(2):
-        options: dict[str, Any] = {"cache_dir": tmp_path / "c", "cache_key": "pairs", "progress": False}
+        options: dict[str, Any] = {
+            "cache_dir": tmp_path / "c",
+            "cache_key": "pairs",
+            "progress": False,
+        }
         with CachedDataset(pairs, codec=codec, **options) as dataset:
             assert all(torch.equal(dataset[i][0], pairs[i][0]) for i in range(6))
             assert all(np.array_equal(dataset[i][1], pairs[i][1]) for i in range(6))
@@ -168,7 +187,9 @@ def test_masks_are_kept_beside_images(tmp_path: Path, codec: Any) -> None:
         [((1, 2), ("a", "b")), ((3, 4), ("c", "d")), ((5, 6), ("e", "f"))],
     ],
 )
-def test_targets_are_kept_without_pickle(tmp_path: Path, targets: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_targets_are_kept_without_pickle(
+    tmp_path: Path, targets: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Numbers, arrays, texts and plain structures come back with their type."""
     data = [(torch.zeros(2, 3, dtype=torch.uint8), target) for target in targets]
     for _ in range(2):
@@ -180,7 +201,9 @@ def test_targets_are_kept_without_pickle(tmp_path: Path, targets: list[Any], mon
 def test_targets_that_files_cannot_keep_are_refused(tmp_path: Path) -> None:
     """A target of another kind is an error before anything is prepared, and leaves nothing."""
     with pytest.raises(ValueError, match=r"cache_dir= keeps targets that are numbers.*not set"):
-        CachedDataset([(torch.zeros(2), {1, 2})] * 3, cache_dir=tmp_path, cache_key="k", progress=False)
+        CachedDataset(
+            [(torch.zeros(2), {1, 2})] * 3, cache_dir=tmp_path, cache_key="k", progress=False
+        )
     assert files_of(tmp_path) == set()
 
 
@@ -189,13 +212,18 @@ def test_raw_samples_are_a_plain_numpy_file(image_folder: Folder) -> None:
     root = image_folder(per_class=9, size=(13, 11))
     cached(root).close()
     pixels = np.load(sample_file(root.parent / "cache"), allow_pickle=False)
-    assert all(np.array_equal(a.transpose(1, 2, 0), b) for a, (b, _) in zip(pixels, expected(root), strict=True))
+    assert all(
+        np.array_equal(a.transpose(1, 2, 0), b)
+        for a, (b, _) in zip(pixels, expected(root), strict=True)
+    )
 
 
 # Changed files
 
 
-def test_a_changed_file_has_its_shard_written_anew(image_folder: Folder, prepared: Any, caplog: Any) -> None:
+def test_a_changed_file_has_its_shard_written_anew(
+    image_folder: Folder, prepared: Any, caplog: Any
+) -> None:
     """One changed, one added and one removed: the other shards stay, and all samples are right, now and later."""
     root = image_folder(per_class=8, size=(13, 11))
     cached(root, shard_bytes=FOUR).close()
@@ -205,8 +233,14 @@ def test_a_changed_file_has_its_shard_written_anew(image_folder: Folder, prepare
     (root / "dog" / "000.jpg").unlink()
     for run in range(2):
         prepared()
-        with caplog.at_level(logging.WARNING, "fastdata"), cached(root, shard_bytes=FOUR) as dataset:
-            cat, dog = ["000.jpg", "001.jpg", "002.jpg", "003.jpg"], ["001.jpg", "002.jpg", "003.jpg", "new.jpg"]
+        with (
+            caplog.at_level(logging.WARNING, "fastdata"),
+            cached(root, shard_bytes=FOUR) as dataset,
+        ):
+            cat, dog = (
+                ["000.jpg", "001.jpg", "002.jpg", "003.jpg"],
+                ["001.jpg", "002.jpg", "003.jpg", "new.jpg"],
+            )
             assert prepared() == (sorted(cat + dog) if run == 0 else [])
             assert same(dataset, expected(root))
     assert caplog.messages == ["8 of 16 samples are prepared anew: files in their shards are new or changed, or "
@@ -225,7 +259,9 @@ def test_either_size_or_time_tells_a_changed_file(image_folder: Folder, prepared
     os.utime(later, ns=(1, 1))
     prepared()
     cached(root, shard_bytes=FOUR).close()
-    assert prepared() == [f"{k:03}.jpg" for k in range(8)]  # the first half of one class, and the second of the other
+    assert prepared() == [
+        f"{k:03}.jpg" for k in range(8)
+    ]  # the first half of one class, and the second of the other
 
 
 def test_files_that_came_again_and_again_are_joined(
@@ -247,19 +283,30 @@ def test_a_file_that_is_listed_twice_stays_two_samples(image_folder: Folder) -> 
     """Also where other files have changed, and the one shard stays while the other goes."""
     root = image_folder(classes=("a",), per_class=8, size=(13, 11))
     names = [f"a/{k:03}.jpg" for k in (0, 1, 1, 2, 3, 4, 5, 6, 7)]
-    options: dict[str, Any] = {"cache_dir": root.parent / "cache", "resize": (7, 9), "progress": False}
+    options: dict[str, Any] = {
+        "cache_dir": root.parent / "cache",
+        "resize": (7, 9),
+        "progress": False,
+    }
     table = root.parent / "t.csv"
     for run in range(3):
         table.write_text("file,label\n" + "".join(f"{name},{k}\n" for k, name in enumerate(names)))
         with ImageManifest(table, root=root, num_workers=1, shard_bytes=FOUR, **options) as dataset:
-            wanted = [np.asarray(Image.open(root / name).resize((9, 7), Image.Resampling.BILINEAR)) for name in names]
-            assert all(np.array_equal(np.asarray(dataset[k][0]), image) for k, image in enumerate(wanted))
+            wanted = [
+                np.asarray(Image.open(root / name).resize((9, 7), Image.Resampling.BILINEAR))
+                for name in names
+            ]
+            assert all(
+                np.array_equal(np.asarray(dataset[k][0]), image) for k, image in enumerate(wanted)
+            )
             assert list(dataset.targets) == list(range(len(names)))
         save_image(root / "a" / "007.jpg", 60 + run, (14, 11))
         names = names[::-1]
 
 
-def test_an_empty_file_that_was_left_out_is_not_read_again(image_folder: Folder, prepared: Any, caplog: Any) -> None:
+def test_an_empty_file_that_was_left_out_is_not_read_again(
+    image_folder: Folder, prepared: Any, caplog: Any
+) -> None:
     """It is as it was, and so it is left out again without a second look."""
     root = image_folder(per_class=4, size=(13, 11))
     (root / "cat" / "001.jpg").write_bytes(b"")
@@ -308,7 +355,10 @@ def test_a_worker_killed_over_changed_files_is_named(tmp_path: Path) -> None:
     CachedDataset(Files(folder), **options).close()
     for index in range(80, 160):
         (folder / f"{index:03}").write_bytes(b"kill" if index == 81 else b"%04d" % -index)
-    with pytest.raises(IngestError, match=r"killed by SIGKILL while these were prepared: shard 0, samples 80 to 99;"):
+    with pytest.raises(
+        IngestError,
+        match=r"killed by SIGKILL while these were prepared: shard 0, samples 80 to 99;",
+    ):
         CachedDataset(Files(folder), **options)
 
 
@@ -337,7 +387,9 @@ def test_many_changes_write_the_cache_anew(image_folder: Folder, prepared: Any) 
     assert {path.name for path in home.iterdir()} == Manifest.read(home).file_names()
 
 
-def test_a_changed_image_of_another_shape_is_no_obstacle(image_folder: Folder, prepared: Any) -> None:
+def test_a_changed_image_of_another_shape_is_no_obstacle(
+    image_folder: Folder, prepared: Any
+) -> None:
     """Samples that had one shape until a file changed are written anew with shapes of their own."""
     root = image_folder(per_class=4, size=(12, 10))
     cached(root, transform=None).close()
@@ -362,7 +414,10 @@ def test_left_out_files_stay_left_out(image_folder: Folder, prepared: Any) -> No
     broken = root / "cat" / "002.jpg"
     whole = broken.read_bytes()
     broken.write_bytes(b"no image")
-    with pytest.warns(UserWarning, match="1 of 8 samples cannot be prepared"), cached(root, on_error="skip") as dataset:
+    with (
+        pytest.warns(UserWarning, match="1 of 8 samples cannot be prepared"),
+        cached(root, on_error="skip") as dataset,
+    ):
         assert len(dataset) == 7
     prepared()
     with cached(root, on_error="skip") as dataset:
@@ -401,7 +456,11 @@ def test_folders_of_one_kind_do_not_share_a_cache(image_folder: Folder, prepared
     for run in range(2):
         for root in roots:
             prepared()
-            options: dict[str, Any] = {"cache_dir": root.parent / "cache", "resize": (7, 9), "progress": False}
+            options: dict[str, Any] = {
+                "cache_dir": root.parent / "cache",
+                "resize": (7, 9),
+                "progress": False,
+            }
             with CachedDataset(TorchvisionFolder(str(root)), **options) as dataset:
                 assert (prepared() == []) == (run == 1)
                 assert same(dataset, expected(root))
@@ -414,7 +473,11 @@ def test_a_manifest_starts_from_its_cache(image_folder: Folder, prepared: Any) -
     for label in ("5", "6"):
         table.write_text("file,label\n" + "".join(f"a/{i:03}.jpg,{label}\n" for i in range(4)))
         prepared()
-        options: dict[str, Any] = {"cache_dir": root.parent / "cache", "progress": False, "num_workers": 1}
+        options: dict[str, Any] = {
+            "cache_dir": root.parent / "cache",
+            "progress": False,
+            "num_workers": 1,
+        }
         with ImageManifest(table, root=root, resize=(7, 9), **options) as dataset:
             assert list(dataset.targets) == [int(label)] * 4
             assert (prepared() == []) == (label == "6")
@@ -423,7 +486,9 @@ def test_a_manifest_starts_from_its_cache(image_folder: Folder, prepared: Any) -
 # The key
 
 
-def test_another_transform_or_codec_has_a_cache_of_its_own(image_folder: Folder, prepared: Any) -> None:
+def test_another_transform_or_codec_has_a_cache_of_its_own(
+    image_folder: Folder, prepared: Any
+) -> None:
     """Neither serves the other's samples, and both stay."""
     root = image_folder(size=(13, 11))
     runs: list[dict[str, Any]] = [
@@ -452,9 +517,15 @@ def test_equal_steps_share_a_cache_whoever_wrote_them() -> None:
     ]
     assert len({describe_steps(each, is_pil=True) for each in steps}) == 1
     assert len({describe_steps(each) for each in steps}) == len(steps)
-    reformed = [v2.ToImage(), v2.Resize(8)], [v2.ToImage(), v2.Resize(8, antialias=False)], [v2.Resize(8), v2.ToImage()]
+    reformed = (
+        [v2.ToImage(), v2.Resize(8)],
+        [v2.ToImage(), v2.Resize(8, antialias=False)],
+        [v2.Resize(8), v2.ToImage()],
+    )
     assert len({describe_steps(each, is_pil=True) for each in reformed}) == len(reformed)
-    assert describe_steps([v1.Resize(8)], is_pil=True) != describe_steps([v1.Resize((8, 8))], is_pil=True)
+    assert describe_steps([v1.Resize(8)], is_pil=True) != describe_steps(
+        [v1.Resize((8, 8))], is_pil=True
+    )
 
 
 def test_a_cache_key_tells_data_apart(tmp_path: Path) -> None:
@@ -464,14 +535,19 @@ def test_a_cache_key_tells_data_apart(tmp_path: Path) -> None:
         return [(torch.full((2,), value), i) for i in range(count)]
 
     for key, value, count in [("a", 1, 3), ("b", 2, 3), ("a", 1, 3), ("a", 3, 4)]:
-        with CachedDataset(data(value, count), cache_dir=tmp_path, cache_key=key, progress=False) as dataset:
+        with CachedDataset(
+            data(value, count), cache_dir=tmp_path, cache_key=key, progress=False
+        ) as dataset:
             assert [int(dataset[i][0][0]) for i in range(len(dataset))] == [value] * count
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"storage": "shared", "cache_dir": "c"}, "cache_dir= keeps samples on disk.*storage='shared'"),
+        (
+            {"storage": "shared", "cache_dir": "c"},
+            "cache_dir= keeps samples on disk.*storage='shared'",
+        ),
         ({"storage": "disk"}, "name it with cache_dir="),
         ({"fill": "lazy", "cache_dir": "c"}, "a cache is written whole"),
     ],
@@ -516,7 +592,9 @@ def test_a_damaged_small_file_or_a_cut_shard_is_a_rebuild(
         prepared()
         with cached(root, codec=codec) as dataset:
             assert same(dataset, wanted)
-        assert len([line for line in caplog.messages if "the cache is written anew: " in line]) == 1, name
+        assert (
+            len([line for line in caplog.messages if "the cache is written anew: " in line]) == 1
+        ), name
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -532,11 +610,16 @@ def test_a_flipped_byte_is_found_on_the_first_read(
     damage(damaged, damaged.stat().st_size - 70)
     with cached(root, codec=codec, shard_bytes=FOUR) as dataset:
         samples = DataLoader(dataset, batch_size=4, num_workers=1) if whole_batches else dataset
-        with pytest.raises(SampleError, match=r"sample \d+, .*jpg, cannot be read from the store: its bytes in .* not"):
+        with pytest.raises(
+            SampleError,
+            match=r"sample \d+, .*jpg, cannot be read from the store: its bytes in .* not",
+        ):
             list(samples)
         prepared()
     with cached(root, codec=codec, shard_bytes=FOUR) as dataset:
-        assert re.search(r"\d of 18 samples are prepared anew: .* or damaged in the cache", caplog.text)
+        assert re.search(
+            r"\d of 18 samples are prepared anew: .* or damaged in the cache", caplog.text
+        )
         assert 0 < len(prepared()) < 9
         assert same(dataset, wanted)
     assert not list((root.parent / "cache").glob("*/damaged-*"))
@@ -559,7 +642,10 @@ def test_a_flipped_byte_is_found_in_a_batch_of_whole_words(tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     ("field", "value", "words"),
-    [("version", 3, "has version 3; this fastdata reads 4"), ("root", "/", "its checksum does not fit")],
+    [
+        ("version", 3, "has version 3; this fastdata reads 4"),
+        ("root", "/", "its checksum does not fit"),
+    ],
 )
 def test_another_version_is_a_rebuild(
     image_folder: Folder, prepared: Any, caplog: Any, field: str, value: Any, words: str
@@ -611,27 +697,37 @@ def test_a_full_disk_is_an_error_before_any_image_is_prepared(
     assert len(prepared()) < 2 * 12  # to choose a codec, some twice
 
 
-def test_a_disk_that_cannot_hold_the_cache_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_cannot_hold_the_cache_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It says what the cache takes and what is free."""
     monkeypatch.setattr(files_module, "free_bytes", lambda folder: 1 << 20)
     data = [(np.random.default_rng(0).integers(0, 256, (1000, 1000), np.uint8), 0)] * 12
-    with pytest.raises(CacheError, match=r"too full for the cache: it takes 11\.\d MiB, 1\.0 MiB are free"):
+    with pytest.raises(
+        CacheError, match=r"too full for the cache: it takes 11\.\d MiB, 1\.0 MiB are free"
+    ):
         CachedDataset(data, cache_dir=tmp_path, cache_key="k", codec="zstd", progress=False)
 
 
-def test_a_limit_of_file_sizes_is_named(image_folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_limit_of_file_sizes_is_named(
+    image_folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The disk has room, but ``ulimit -f`` is lower than a shard."""
 
     def refuse(*_: Any) -> None:
         raise OSError(errno.EFBIG, "File too large")
 
     monkeypatch.setattr(files_module.os, "pwrite", refuse)
-    with pytest.raises(CacheError, match=r"larger than this process may write. Raise the limit \(ulimit -f\)"):
+    with pytest.raises(
+        CacheError, match=r"larger than this process may write. Raise the limit \(ulimit -f\)"
+    ):
         cached(image_folder(size=(13, 11)), codec="zstd")
 
 
 @pytest.mark.parametrize("on_error", ["raise", "skip"])
-def test_a_disk_that_fills_up_is_an_error(image_folder: Folder, monkeypatch: pytest.MonkeyPatch, on_error: Any) -> None:
+def test_a_disk_that_fills_up_is_an_error(
+    image_folder: Folder, monkeypatch: pytest.MonkeyPatch, on_error: Any
+) -> None:
     """No sample is left out for it, and nothing stays."""
     root = image_folder(per_class=6, size=(13, 11))
 
@@ -667,7 +763,9 @@ def forbid_writing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fastdata.stores.cache.build.FileLock.acquire", refuse)
 
 
-def test_a_read_only_cache_is_served(image_folder: Folder, prepared: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_only_cache_is_served(
+    image_folder: Folder, prepared: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where it is up to date nothing is written, no lock either; where it is not, the error says so."""
     root = image_folder(size=(13, 11))
     wanted = expected(root)
@@ -678,7 +776,8 @@ def test_a_read_only_cache_is_served(image_folder: Folder, prepared: Any, monkey
         assert same(dataset, wanted)
     (root / "cat" / "000.jpg").write_bytes(save)
     with pytest.raises(
-        CacheError, match=r"cannot be written \(Read-only file system\), and it holds no cache of these"
+        CacheError,
+        match=r"cannot be written \(Read-only file system\), and it holds no cache of these",
     ):
         cached(root)
 
@@ -695,7 +794,9 @@ def test_a_cache_deleted_while_in_use_goes_on(image_folder: Folder, prepared: An
         assert same(dataset, wanted)
         with cached(root) as again:
             assert same(again, wanted)
-        with pytest.raises(StoreGoneError, match=r"replaced while it was in use|deleted or changed"):
+        with pytest.raises(
+            StoreGoneError, match=r"replaced while it was in use|deleted or changed"
+        ):
             pickle.loads(sent)
 
 
@@ -769,7 +870,9 @@ def test_two_processes_that_start_together_build_once(image_folder: Folder) -> N
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_a_killed_build_leaves_nothing_wrong(image_folder: Folder, prepared: Any, codec: str) -> None:
+def test_a_killed_build_leaves_nothing_wrong(
+    image_folder: Folder, prepared: Any, codec: str
+) -> None:
     """Killed at any moment, again and again, the next run ends with the right samples and without leftovers.
 
     Every other time the cache is there already and some files have changed, so that an update is what is killed.
@@ -872,7 +975,9 @@ def test_prune_removes_what_no_run_can_use(image_folder: Folder) -> None:
     for folder, resize in ((root, 5), (root, 6), (gone, 5)):
         cached(folder, transform=v1.Resize((resize, 9))).close()
     homes = {found.folder.name: found for found in inspect_caches(cache_dir)}
-    sound, unreadable = (found.folder for found in homes.values() if found.folder.name.startswith("images"))
+    sound, unreadable = (
+        found.folder for found in homes.values() if found.folder.name.startswith("images")
+    )
     (unreadable / MANIFEST).write_text("{")
     (cache_dir / "killed").mkdir()
     (cache_dir / ".killed.lock").touch()
@@ -893,7 +998,9 @@ def test_prune_removes_what_no_run_can_use(image_folder: Folder) -> None:
 def test_center_crop_is_torchvisions(image_folder: Folder) -> None:
     """Images larger and smaller than the cut, even and odd, give torchvision's pixels."""
     for size in ((12, 10), (13, 11), (5, 4), (5, 14)):
-        image = Image.fromarray(np.random.default_rng(0).integers(1, 255, (size[1], size[0], 3), np.uint8))
+        image = Image.fromarray(
+            np.random.default_rng(0).integers(1, 255, (size[1], size[0], 3), np.uint8)
+        )
         for height, width in ((6, 8), (7, 9), (20, 3)):
             ours, theirs = CenterCrop((height, width))(image), v1.CenterCrop((height, width))(image)
             assert np.array_equal(np.asarray(ours), np.asarray(theirs)), (size, height, width)

@@ -45,7 +45,12 @@ def build(root: Path, transform: Any = RESIZE, **options: Any) -> Path:
 
 def build_of(data: Any, cache_dir: Path, **options: Any) -> Path:
     """The same for any dataset."""
-    options = {"cache_dir": cache_dir, "cache_key": "k", "progress": False, "num_workers": 1} | options
+    options = {
+        "cache_dir": cache_dir,
+        "cache_key": "k",
+        "progress": False,
+        "num_workers": 1,
+    } | options
     CachedDataset(data, **options).close()
     return cache_dir
 
@@ -54,7 +59,12 @@ def build_csv(folder: Path, rows: list[tuple[str, str]], **options: Any) -> Path
     """The same for a CSV file of paths and labels."""
     csv = folder / "train.csv"
     csv.write_text("file,label\n" + "".join(f"{file},{label}\n" for file, label in rows))
-    options = {"transform": RESIZE, "cache_dir": folder / "cache", "progress": False, "num_workers": 1} | options
+    options = {
+        "transform": RESIZE,
+        "cache_dir": folder / "cache",
+        "progress": False,
+        "num_workers": 1,
+    } | options
     ImageManifest(csv, **options).close()
     return folder / "cache"
 
@@ -70,14 +80,18 @@ def rewrite(home: Path, columns: Any = None, **changed: Any) -> None:
     columns = read_index(Place(home), manifest) | (columns or {})
     for name, value in changed.items():
         object.__setattr__(manifest, name, value)
-    manifest.write(Place(home), {name: column for name, column in columns.items() if column is not None})
+    manifest.write(
+        Place(home), {name: column for name, column in columns.items() if column is not None}
+    )
 
 
 # What is served
 
 
 @pytest.mark.parametrize("codec", ["auto", "lz4", "zstd"])
-def test_a_copied_cache_serves_what_its_folder_held(image_folder: Folder, tmp_path: Path, codec: str) -> None:
+def test_a_copied_cache_serves_what_its_folder_held(
+    image_folder: Folder, tmp_path: Path, codec: str
+) -> None:
     """Images, labels, class names and paths are those of the folder, which is gone, as is the cache's first place."""
     root = image_folder(classes=("cat", "dog", "eel"), per_class=3, size=(13, 11))
     wanted, theirs = images_of(root), TorchvisionFolder(str(root))
@@ -85,7 +99,10 @@ def test_a_copied_cache_serves_what_its_folder_held(image_folder: Folder, tmp_pa
     shutil.rmtree(root)
     with CachedDataset.from_cache(copy) as dataset:
         assert isinstance(dataset, CachedDataset)
-        assert all(np.array_equal(image, pixels) for (image, _), pixels in zip(dataset, wanted, strict=True))
+        assert all(
+            np.array_equal(image, pixels)
+            for (image, _), pixels in zip(dataset, wanted, strict=True)
+        )
         assert all(isinstance(image, Image.Image) for image, _ in dataset)
         assert dataset.targets == theirs.targets
         assert dataset.samples == dataset.imgs == theirs.samples
@@ -98,7 +115,22 @@ def test_a_lossy_cache_is_served_as_it_is(image_folder: Folder) -> None:
     """What ``fastdata build`` wrote with codec jpeg comes back as the dataset over the folder serves it."""
     root = image_folder(size=(40, 33))
     cache = root.parent / "cache"
-    assert main(["build", str(root), str(cache), "--resize", "24", "--codec", "jpeg", "--num-workers", "1"]) == 0
+    assert (
+        main(
+            [
+                "build",
+                str(root),
+                str(cache),
+                "--resize",
+                "24",
+                "--codec",
+                "jpeg",
+                "--num-workers",
+                "1",
+            ]
+        )
+        == 0
+    )
     with (
         ImageFolder(str(root), resize=24, codec="jpeg", cache_dir=cache, progress=False) as ours,
         CachedDataset.from_cache(cache) as dataset,
@@ -113,7 +145,9 @@ def test_every_step_runs_when_a_sample_is_read(image_folder: Folder) -> None:
     wanted = [small(Image.fromarray(pixels)) for pixels in images_of(root)]
     with CachedDataset.from_cache(build(root), transform=small) as dataset:
         assert dataset.plan.prepare == ()
-        assert all(torch.equal(image, pixels) for (image, _), pixels in zip(dataset, wanted, strict=True))
+        assert all(
+            torch.equal(image, pixels) for (image, _), pixels in zip(dataset, wanted, strict=True)
+        )
         dataset.transform = v1.Compose([v1.CenterCrop((3, 5)), v1.ToTensor()])
         assert dataset.plan.is_batched
         images, _ = dataset.__getitems__([0, 3]).stacked
@@ -127,13 +161,17 @@ def test_whole_batches_have_the_draws_of_the_whole_dataset(image_folder: Folder)
     steps = v1.Compose([v1.RandomCrop((5, 6)), v1.RandomHorizontalFlip(), v1.ToTensor()])
     cache = build(root)
     with (
-        ImageFolder(str(root), steps, resize=(7, 9), cache_dir=cache, seed=7, progress=False) as ours,
+        ImageFolder(
+            str(root), steps, resize=(7, 9), cache_dir=cache, seed=7, progress=False
+        ) as ours,
         CachedDataset.from_cache(cache, transform=steps, seed=7) as dataset,
     ):
         for workers in ("thread", "process"):
             for served in (ours, dataset):
                 served.set_epoch(2)
-            pairs = [DataLoader(d, batch_size=4, num_workers=1, workers=workers) for d in (ours, dataset)]
+            pairs = [
+                DataLoader(d, batch_size=4, num_workers=1, workers=workers) for d in (ours, dataset)
+            ]
             for (a, b), (c, d) in zip(*pairs, strict=True):
                 assert torch.equal(a, c)
                 assert torch.equal(b, d)
@@ -148,7 +186,9 @@ def test_left_out_samples_stay_out(image_folder: Folder) -> None:
     with CachedDataset.from_cache(cache) as dataset:
         assert len(dataset) == 5
         assert list(dataset.targets) == [0, 0, 1, 1, 1]
-        assert [os.path.basename(path) for path, _ in dataset.samples] == [f"00{i}.jpg" for i in (0, 2, 0, 1, 2)]
+        assert [os.path.basename(path) for path, _ in dataset.samples] == [
+            f"00{i}.jpg" for i in (0, 2, 0, 1, 2)
+        ]
         assert [error.path for error in dataset.skipped] == [str(root / "cat" / "001.jpg")]
 
 
@@ -166,13 +206,19 @@ def test_left_out_samples_stay_out(image_folder: Folder) -> None:
 )
 def test_targets_come_back_as_they_were(tmp_path: Path, targets: list[Any]) -> None:
     """Of one type and value, whatever the dataset had; it lists no files, and so no classes."""
-    data = [(torch.full((1, 2, 3), i, dtype=torch.uint8), target) for i, target in enumerate(targets)]
-    with CachedDataset.from_cache(build_of(data, tmp_path), target_transform=lambda target: (target,)) as dataset:
+    data = [
+        (torch.full((1, 2, 3), i, dtype=torch.uint8), target) for i, target in enumerate(targets)
+    ]
+    with CachedDataset.from_cache(
+        build_of(data, tmp_path), target_transform=lambda target: (target,)
+    ) as dataset:
         for (sample, (target,)), (wanted, value) in zip(dataset, data, strict=True):
             assert torch.equal(sample, wanted)
             assert type(target) is type(value)
             assert np.array_equal(target, value) if hasattr(value, "shape") else target == value
-        assert not any(hasattr(dataset, name) for name in ("samples", "imgs", "classes", "class_to_idx"))
+        assert not any(
+            hasattr(dataset, name) for name in ("samples", "imgs", "classes", "class_to_idx")
+        )
 
 
 def test_masks_are_parts_of_the_cache(tmp_path: Path) -> None:
@@ -180,7 +226,9 @@ def test_masks_are_parts_of_the_cache(tmp_path: Path) -> None:
     data = [(Image.new("RGB", (6, 5), (i, 0, 0)), Image.new("L", (6, 5), i)) for i in range(3)]
     cache = build_of(data, tmp_path)
     with CachedDataset.from_cache(cache, transforms=lambda image, mask: (mask, image)) as dataset:
-        assert [(m.getpixel((0, 0)), im.getpixel((0, 0))) for m, im in dataset] == [(i, (i, 0, 0)) for i in range(3)]
+        assert [(m.getpixel((0, 0)), im.getpixel((0, 0))) for m, im in dataset] == [
+            (i, (i, 0, 0)) for i in range(3)
+        ]
     with CachedDataset.from_cache(cache, as_tensors=True) as dataset:
         images, masks = next(iter(DataLoader(dataset, batch_size=3)))
         assert (images.shape, masks.shape) == ((3, 3, 5, 6), (3, 1, 5, 6))
@@ -229,18 +277,27 @@ def test_labels_follow_files_that_come_and_go(image_folder: Folder) -> None:
     with CachedDataset.from_cache(cache) as dataset:
         assert dataset.classes == ["bat", "cat", "dog"]
         assert dataset.samples == theirs.samples
-        assert all(np.array_equal(image, pixels) for (image, _), pixels in zip(dataset, images_of(root), strict=True))
+        assert all(
+            np.array_equal(image, pixels)
+            for (image, _), pixels in zip(dataset, images_of(root), strict=True)
+        )
 
 
-def test_other_labels_of_the_same_files_are_the_datasets(image_folder: Folder, monkeypatch: Any) -> None:
+def test_other_labels_of_the_same_files_are_the_datasets(
+    image_folder: Folder, monkeypatch: Any
+) -> None:
     """Whoever corrects a label in the CSV file is served it at once; the cache alone has those of its last build."""
     root = image_folder(classes=("all",), per_class=3, size=(13, 11))
     files = [f"all/00{i}.jpg" for i in range(3)]
     cache = build_csv(root, [(file, "cat") for file in files])
     with monkeypatch.context() as patch:
         patch.setattr("fastdata.stores.cache.shards.ingest", None)
-        (root / "train.csv").write_text("file,label\n" + "".join(f"{file},{k}\n" for k, file in enumerate(files)))
-        with ImageManifest(root / "train.csv", transform=RESIZE, cache_dir=cache, progress=False) as csv:
+        (root / "train.csv").write_text(
+            "file,label\n" + "".join(f"{file},{k}\n" for k, file in enumerate(files))
+        )
+        with ImageManifest(
+            root / "train.csv", transform=RESIZE, cache_dir=cache, progress=False
+        ) as csv:
             assert list(csv.targets) == [0, 1, 2]
         with CachedDataset.from_cache(cache) as dataset:
             assert dataset.classes == ["cat"]
@@ -265,7 +322,9 @@ def test_a_damaged_index_is_an_error_that_the_next_run_mends(image_folder: Folde
 
 
 @pytest.mark.parametrize("is_alone", [True, False])
-def test_an_update_meanwhile_is_read_again(image_folder: Folder, monkeypatch: Any, caplog: Any, is_alone: bool) -> None:
+def test_an_update_meanwhile_is_read_again(
+    image_folder: Folder, monkeypatch: Any, caplog: Any, is_alone: bool
+) -> None:
     """Files that another process replaces between two reads are no damage, with the dataset and without."""
     root = image_folder(classes=("all",), per_class=3, size=(13, 11))
     rows = [("all/000.jpg", "cat"), ("all/001.jpg", "dog")]
@@ -285,7 +344,9 @@ def test_an_update_meanwhile_is_read_again(image_folder: Folder, monkeypatch: An
         assert not [line for line in caplog.messages if "anew" in line]
     with CachedDataset.from_cache(cache) as dataset:
         assert len(dataset) == 3
-        assert np.array_equal(dataset[2][0], RESIZE(Image.open(root / "all" / "002.jpg").convert("RGB")))
+        assert np.array_equal(
+            dataset[2][0], RESIZE(Image.open(root / "all" / "002.jpg").convert("RGB"))
+        )
 
 
 # What cannot be opened
@@ -301,7 +362,9 @@ def test_one_cache_must_be_meant(image_folder: Folder, tmp_path: Path) -> None:
     assert find_cache(str(cache)) == find_cache(home) == home
     build(root, transform=v1.Resize((4, 5)), codec="zstd")
     other = next(path.parent for path in cache.glob(f"*/{MANIFEST}") if path.parent != home)
-    with pytest.raises(ValueError, match="holds 2 caches; give the folder of the one that you mean") as several:
+    with pytest.raises(
+        ValueError, match="holds 2 caches; give the folder of the one that you mean"
+    ) as several:
         CachedDataset.from_cache(cache)
     text = f"{home}: 6 samples of {root}, prepared: resize (7, 9) bilinear, codec: auto"
     assert text in str(several.value)
@@ -309,7 +372,9 @@ def test_one_cache_must_be_meant(image_folder: Folder, tmp_path: Path) -> None:
     (other / MANIFEST).write_text("{}")
     CachedDataset.from_cache(cache).close()
     (home / MANIFEST).write_text("{}")
-    with pytest.raises(CacheError, match=r"no cache that can be read; build it again:\n.*is no manifest"):
+    with pytest.raises(
+        CacheError, match=r"no cache that can be read; build it again:\n.*is no manifest"
+    ):
         CachedDataset.from_cache(cache)
     with pytest.raises(CacheError, match="is no manifest of a fastdata cache"):
         CachedDataset.from_cache(home)
@@ -318,7 +383,9 @@ def test_one_cache_must_be_meant(image_folder: Folder, tmp_path: Path) -> None:
 def test_files_as_they_are_need_their_dataset(image_folder: Folder) -> None:
     """With codec source only the dataset knows what prepares them."""
     cache = build(image_folder(size=(13, 11)), codec="source")
-    with pytest.raises(CacheError, match=r"image files as they are.* open that, with cache_dir=") as caught:
+    with pytest.raises(
+        CacheError, match=r"image files as they are.* open that, with cache_dir="
+    ) as caught:
         CachedDataset.from_cache(cache)
     assert repr(str(cache)) in str(caught.value)
 
@@ -338,7 +405,10 @@ class Plain:
 def test_a_codec_of_the_users_own_needs_its_dataset(tmp_path: Path) -> None:
     """The cache knows its name only."""
     cache = build_of([(torch.zeros(1, 2, 2), 0)], tmp_path, codec=Plain())
-    with pytest.raises(CacheError, match=r"codec 'plain', which is none of fastdata's.* with cache_dir=.* and codec="):
+    with pytest.raises(
+        CacheError,
+        match=r"codec 'plain', which is none of fastdata's.* with cache_dir=.* and codec=",
+    ):
         CachedDataset.from_cache(cache)
 
 
@@ -348,9 +418,18 @@ def test_a_codec_of_the_users_own_needs_its_dataset(tmp_path: Path) -> None:
         ({"targets.number": np.zeros(5, np.int64)}, r"int64\[5\] where numbers\[6\] are needed"),
         ({"targets.number": np.zeros(6, "U1")}, "<U1"),
         ({"targets.number": np.zeros(6, ">i8")}, r">i8\[6\] where"),
-        ({"targets.number": None, "targets.pickle": np.zeros(6, np.int64)}, "targets.pickle are targets of no known"),
-        ({"targets.number": None, "targets.0.number": np.zeros((5, 2))}, r"float64\[5, 2\] where numbers\[6\]"),
-        ({"targets.number": None, "targets.0.json": np.frombuffer(b"[0]", np.uint8)}, "targets.0.json holds no list"),
+        (
+            {"targets.number": None, "targets.pickle": np.zeros(6, np.int64)},
+            "targets.pickle are targets of no known",
+        ),
+        (
+            {"targets.number": None, "targets.0.number": np.zeros((5, 2))},
+            r"float64\[5, 2\] where numbers\[6\]",
+        ),
+        (
+            {"targets.number": None, "targets.0.json": np.frombuffer(b"[0]", np.uint8)},
+            "targets.0.json holds no list",
+        ),
         ({"targets.number": None}, "lacks the targets"),
         ({"targets.json": np.frombuffer(b"[0, 1]", np.uint8)}, "no list of 6 targets"),
         ({"targets.json": np.frombuffer(b"[0, 1", np.uint8)}, "cannot be read"),
@@ -362,7 +441,9 @@ def test_a_codec_of_the_users_own_needs_its_dataset(tmp_path: Path) -> None:
         ({"ends": np.arange(6)}, "file names overlap"),
     ],
 )
-def test_columns_that_do_not_fit_are_refused(image_folder: Folder, columns: dict[str, Any], words: str) -> None:
+def test_columns_that_do_not_fit_are_refused(
+    image_folder: Folder, columns: dict[str, Any], words: str
+) -> None:
     """Their number, type and form are checked against the samples before one is served; the checksums are right."""
     home = find_cache(build(image_folder(size=(13, 11))))
     rewrite(home, columns)
@@ -378,7 +459,9 @@ def test_columns_that_do_not_fit_are_refused(image_folder: Folder, columns: dict
         ("shapes", 8, "of other shapes than"),
     ],
 )
-def test_samples_beyond_their_file_are_refused(image_folder: Folder, column: str, value: int, words: str) -> None:
+def test_samples_beyond_their_file_are_refused(
+    image_folder: Folder, column: str, value: int, words: str
+) -> None:
     """Where an encoded sample lies, and how large it is, is checked against the file before it is mapped."""
     home = find_cache(build(image_folder(size=(13, 11)), codec="zstd"))
     wrong = read_index(Place(home), Manifest.read(home))[f"part0.{column}"].copy()
@@ -416,7 +499,9 @@ def test_an_index_larger_than_memory_is_refused(image_folder: Folder, monkeypatc
     def save(stream: Any, **columns: Any) -> None:
         plain(stream, **columns)
         with zipfile.ZipFile(stream, "a") as archive, archive.open("more.npy", "w") as entry:
-            np.lib.format.write_array_header_1_0(entry, {"descr": "<i8", "fortran_order": False, "shape": (1 << 43,)})
+            np.lib.format.write_array_header_1_0(
+                entry, {"descr": "<i8", "fortran_order": False, "shape": (1 << 43,)}
+            )
 
     monkeypatch.setattr(np, "savez", save)
     rewrite(home)
@@ -464,7 +549,9 @@ def test_a_damaged_sample_is_an_error_that_names_it(image_folder: Folder) -> Non
     for _ in range(2):
         with CachedDataset.from_cache(cache, as_tensors=True) as dataset:
             assert len(dataset) == 6
-            with pytest.raises(SampleError, match="the next run over its source prepares it anew") as caught:
+            with pytest.raises(
+                SampleError, match="the next run over its source prepares it anew"
+            ) as caught:
                 dataset.__getitems__(range(6))
             assert (caught.value.index, caught.value.path) == (5, str(root / "dog" / "002.jpg"))
             assert len(dataset.__getitems__(range(5))) == 5

@@ -25,7 +25,9 @@ Folder = Callable[..., Path]
 
 
 def cached(root: Path) -> ImageFolder:
-    return ImageFolder(root, cache_dir=root.parent / "cache", resize=(7, 9), progress=False, num_workers=2)
+    return ImageFolder(
+        root, cache_dir=root.parent / "cache", resize=(7, 9), progress=False, num_workers=2
+    )
 
 
 def all_files(folder: Path) -> set[str]:
@@ -67,24 +69,35 @@ def test_an_update_that_fails_leaves_the_cache_as_it_was(image_folder: Folder) -
     assert all_files(root.parent / "cache") == before
 
 
-def test_no_room_for_the_last_small_files_is_said_so(image_folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_room_for_the_last_small_files_is_said_so(
+    image_folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Samples may just fit; the error says what is free, and nothing is left."""
     root = image_folder(size=(13, 11))
     monkeypatch.setattr("fastdata.stores.cache.manifest.np.savez", refuse(errno.ENOSPC))
-    with pytest.raises(CacheError, match=r"too full for the cache: it ran out of room .* are free\. Free some space"):
+    with pytest.raises(
+        CacheError,
+        match=r"too full for the cache: it ran out of room .* are free\. Free some space",
+    ):
         cached(root)
-    assert {name for name in all_files(root.parent / "cache") if not name.endswith(".lock")} == set()
+    assert {
+        name for name in all_files(root.parent / "cache") if not name.endswith(".lock")
+    } == set()
 
 
 def test_a_file_in_the_place_of_the_folder_is_named(image_folder: Folder) -> None:
     """``cache_dir=`` of a file says that it is one."""
     root = image_folder(size=(13, 11))
     (root.parent / "cache").write_text("")
-    with pytest.raises(CacheError, match=r"cache' is no folder: .*cache is a file\. Name another one"):
+    with pytest.raises(
+        CacheError, match=r"cache' is no folder: .*cache is a file\. Name another one"
+    ):
         cached(root)
 
 
-def test_prune_of_a_read_only_folder_only_looks(image_folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prune_of_a_read_only_folder_only_looks(
+    image_folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """``dry_run`` needs no lock where none can be made; to remove is an error that says why."""
     root = image_folder(size=(13, 11))
     cached(root).close()
@@ -95,7 +108,9 @@ def test_prune_of_a_read_only_folder_only_looks(image_folder: Folder, monkeypatc
         prune_caches(root.parent / "cache")
 
 
-def test_damage_that_cannot_be_noted_is_said_so(image_folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damage_that_cannot_be_noted_is_said_so(
+    image_folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """``verify`` of a cache that cannot be written tells that the next run will not know."""
     root = image_folder(size=(13, 11))
     cached(root).close()
@@ -108,14 +123,21 @@ def test_damage_that_cannot_be_noted_is_said_so(image_folder: Folder, monkeypatc
         patch.setattr(Path, "touch", refuse(errno.EROFS))
         assert "cannot be noted (Read-only file system)" in verify_cache(found)[0]
     assert "the next run over its source prepares it anew" in verify_cache(found)[0]
-    assert "damaged: 1 file, which the next run writes anew" in str(inspect_caches(root.parent / "cache")[0])
+    assert "damaged: 1 file, which the next run writes anew" in str(
+        inspect_caches(root.parent / "cache")[0]
+    )
 
 
 @pytest.mark.parametrize("codec", ["auto", "zstd", "source"])
 def test_the_only_new_file_may_be_no_image(image_folder: Folder, codec: str) -> None:
     """Under ``on_error="skip"`` it is left out, the others are served, and the next run does not try it again."""
     root = image_folder(per_class=4, size=(13, 11))
-    options: dict[str, Any] = {"cache_dir": root.parent / "cache", "resize": (7, 9), "progress": False, "codec": codec}
+    options: dict[str, Any] = {
+        "cache_dir": root.parent / "cache",
+        "resize": (7, 9),
+        "progress": False,
+        "codec": codec,
+    }
     with ImageFolder(root, **options) as dataset:
         count = len(dataset)
     bad = root / "cat" / "999.jpg"
@@ -168,7 +190,12 @@ def test_lists_made_by_code_have_caches_of_their_own(image_folder: Folder, tmp_p
         (3, lambda: ImageManifest(folds[0], root=root, **options)),
         (3, lambda: ImageManifest(folds[1], root=root, **options)),
         (6, lambda: ImageFolder(root, **options)),
-        (2, lambda: ImageFolder(root, is_valid_file=lambda path: path.endswith("000.jpg"), **options)),
+        (
+            2,
+            lambda: ImageFolder(
+                root, is_valid_file=lambda path: path.endswith("000.jpg"), **options
+            ),
+        ),
         (4, lambda: ImageFolder(root, is_valid_file=lambda path: path[-7:] > "000.jpg", **options)),
         (4, lambda: Middle(root, **options)),
     ]
@@ -232,13 +259,19 @@ def in_time() -> Iterator[None]:
 
 @pytest.mark.parametrize("victim", ["fastdata.json", "index-*", "part0-*"])
 @pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
-def test_what_is_no_file_is_damage(image_folder: Folder, victim: str, kind: str, in_time: None) -> None:
+def test_what_is_no_file_is_damage(
+    image_folder: Folder, victim: str, kind: str, in_time: None
+) -> None:
     """A pipe, a link to a device and a folder in place of any file of a cache are errors at once, and mended."""
     root = image_folder(size=(13, 11))
     cached(root).close()
     (path,) = (root.parent / "cache").glob(f"*/{victim}")
     path.unlink()
-    make = {"pipe": os.mkfifo, "device": lambda path: path.symlink_to("/dev/zero"), "folder": os.mkdir}[kind]
+    make = {
+        "pipe": os.mkfifo,
+        "device": lambda path: path.symlink_to("/dev/zero"),
+        "folder": os.mkdir,
+    }[kind]
     make(path)
     with pytest.raises(CacheError):
         CachedDataset.from_cache(path.parent)
@@ -247,22 +280,36 @@ def test_what_is_no_file_is_damage(image_folder: Folder, victim: str, kind: str,
 
 
 @pytest.mark.parametrize("codec", ["auto", "zstd", "source"])
-def test_damage_that_opening_comes_upon_is_told_to_who_reads(image_folder: Folder, codec: str) -> None:
+def test_damage_that_opening_comes_upon_is_told_to_who_reads(
+    image_folder: Folder, codec: str
+) -> None:
     """Samples that are looked at for advice may be damaged: the dataset is made, and reading names the sample."""
     root, steps = image_folder(size=(40, 30), suffix=".png"), v1.RandomResizedCrop(8)
     save_image(root / "cat" / "001.png", 9, (41, 30))
-    options: dict[str, Any] = {"cache_dir": root.parent / "cache", "codec": codec, "progress": False, "num_workers": 1}
+    options: dict[str, Any] = {
+        "cache_dir": root.parent / "cache",
+        "codec": codec,
+        "progress": False,
+        "num_workers": 1,
+    }
     ImageFolder(root, v1.Compose([steps, v1.PILToTensor()]), **options).close()
     (path,) = (root.parent / "cache").glob("*/part0-*")
     path.write_bytes(bytes(byte ^ 1 for byte in path.read_bytes()))
     dataset = ImageFolder(root, v1.Compose([steps, v1.PILToTensor()]), **options)
-    with dataset, pytest.raises(SampleError, match=r"sample 0, .* its bytes in .* are not those that were written"):
+    with (
+        dataset,
+        pytest.raises(
+            SampleError, match=r"sample 0, .* its bytes in .* are not those that were written"
+        ),
+    ):
         dataset.__getitems__([0])
     with ImageFolder(root, v1.Compose([steps, v1.PILToTensor()]), **options) as dataset:
         assert dataset.__getitems__([0]).stacked[0].shape == (1, 3, 8, 8)
 
 
-def test_a_cache_behind_a_link_is_written_and_nothing_of_the_folder_removed(image_folder: Folder) -> None:
+def test_a_cache_behind_a_link_is_written_and_nothing_of_the_folder_removed(
+    image_folder: Folder,
+) -> None:
     """Whoever can make a link in cache_dir cannot have another folder's files removed."""
     root = image_folder(size=(13, 11))
     cached(root).close()
@@ -279,7 +326,9 @@ def test_a_cache_behind_a_link_is_written_and_nothing_of_the_folder_removed(imag
     assert (other / "thesis.txt").read_text() == "all of it"
 
 
-def test_what_another_user_left_stays(image_folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_another_user_left_stays(
+    image_folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A run removes leftovers of its own user only."""
     root = image_folder(size=(13, 11))
     cached(root).close()

@@ -45,7 +45,9 @@ def test_a_manifest_of_other_kinds_of_values_is_a_rebuild(
     root = image_folder(size=(13, 11))
 
     def images() -> np.ndarray:
-        with ImageFolder(root, cache_dir=root.parent / "cache", resize=(7, 9), progress=False) as dataset:
+        with ImageFolder(
+            root, cache_dir=root.parent / "cache", resize=(7, 9), progress=False
+        ) as dataset:
             return np.stack([np.asarray(image) for image, _ in dataset])
 
     wanted = images()
@@ -64,10 +66,17 @@ def test_a_manifest_of_other_kinds_of_values_is_a_rebuild(
     assert "the cache is written anew" in caplog.text
 
 
-def test_a_shape_that_no_sample_has_is_a_rebuild(image_folder: Folder, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_shape_that_no_sample_has_is_a_rebuild(
+    image_folder: Folder, caplog: pytest.LogCaptureFixture
+) -> None:
     """Encoded samples of 288 GiB, as a manifest may have it, are not believed: no memory is taken for them."""
     root = image_folder(size=(13, 11))
-    options: dict[str, Any] = {"cache_dir": root.parent / "cache", "resize": (7, 9), "codec": "zstd", "progress": False}
+    options: dict[str, Any] = {
+        "cache_dir": root.parent / "cache",
+        "resize": (7, 9),
+        "codec": "zstd",
+        "progress": False,
+    }
     ImageFolder(root, **options).close()
     path = next((root.parent / "cache").glob(f"*/{MANIFEST}"))
     document = json.loads(path.read_text())

@@ -21,7 +21,14 @@ from conftest import FolderMaker
 from fastdata import CachedDataset, ChunkedLoader, DataLoader, FastDataError, ImageFolder
 from fastdata.datasets.ring import BatchRing
 from fastdata.errors import MemoryBudgetError
-from fastdata.loaders.chunk_plan import CHUNKS_HELD, EpochOrder, Needs, plan_chunks, plan_epoch, shuffle_quality
+from fastdata.loaders.chunk_plan import (
+    CHUNKS_HELD,
+    EpochOrder,
+    Needs,
+    plan_chunks,
+    plan_epoch,
+    shuffle_quality,
+)
 
 MIB = 1 << 20
 LIMIT = "64GiB"  # far from binding: the machine of a test has less, and chunks are as small as the tests ask for
@@ -60,7 +67,11 @@ class Damaged(Squares):
 
 def chunked(data: Any, batch_size: int = 4, **arguments: Any) -> ChunkedLoader:
     """A loader with small chunks, where there are some, and one worker."""
-    return ChunkedLoader(data, batch_size, **{"memory_limit": LIMIT, "chunk_samples": 8, "num_workers": 1, **arguments})
+    return ChunkedLoader(
+        data,
+        batch_size,
+        **{"memory_limit": LIMIT, "chunk_samples": 8, "num_workers": 1, **arguments},
+    )
 
 
 def labels(loader: Any) -> list[list[int]]:
@@ -90,7 +101,10 @@ def test_every_sample_comes_once_an_epoch(workers: int, mix: int | None) -> None
         for _ in range(2):
             epoch = []
             for images, targets in loader:
-                assert all(torch.equal(image, square(int(t))) for image, t in zip(images, targets, strict=True))
+                assert all(
+                    torch.equal(image, square(int(t)))
+                    for image, t in zip(images, targets, strict=True)
+                )
                 epoch.append(targets.tolist())
             assert [len(batch) for batch in epoch] == [4] * 9 + [1]
             assert sorted(flat(epoch)) == list(range(37))
@@ -133,14 +147,20 @@ def test_masks_travel_with_their_images() -> None:
     data = [(square(i), square(i + 1)[0]) for i in range(10)]
     with CachedDataset(data, storage="none") as dataset, chunked(dataset, shuffle=False) as loader:
         batches = list(loader)
-    assert torch.equal(torch.cat([images for images, _ in batches]), torch.stack([image for image, _ in data]))
-    assert torch.equal(torch.cat([masks for _, masks in batches]), torch.stack([mask for _, mask in data]))
+    assert torch.equal(
+        torch.cat([images for images, _ in batches]), torch.stack([image for image, _ in data])
+    )
+    assert torch.equal(
+        torch.cat([masks for _, masks in batches]), torch.stack([mask for _, mask in data])
+    )
 
 
 def test_a_transform_per_sample_runs_on_each() -> None:
     """A step that is not known runs as the user wrote it, and the report says why."""
     with (
-        CachedDataset(Squares(10), transform=lambda image: image.float() + 0.5, storage="none") as dataset,
+        CachedDataset(
+            Squares(10), transform=lambda image: image.float() + 0.5, storage="none"
+        ) as dataset,
         chunked(dataset, shuffle=False) as loader,
     ):
         images = torch.cat([images for images, _ in loader])
@@ -150,7 +170,10 @@ def test_a_transform_per_sample_runs_on_each() -> None:
 
 def test_a_subset_serves_its_own_samples() -> None:
     """Of a Subset only its indices come."""
-    with CachedDataset(Squares(30), storage="none") as dataset, chunked(Subset(dataset, range(5, 16))) as loader:
+    with (
+        CachedDataset(Squares(30), storage="none") as dataset,
+        chunked(Subset(dataset, range(5, 16))) as loader,
+    ):
         assert sorted(flat(labels(loader))) == list(range(5, 16))
 
 
@@ -158,11 +181,16 @@ def test_a_subset_serves_its_own_samples() -> None:
 def test_dicts_are_served(storage: Any) -> None:
     """Items that are dicts come in batches of their keys, whether they are kept or not."""
     samples = [{"number": i, "image": square(i)} for i in range(9)]
-    with CachedDataset(samples, storage=storage) as dataset, chunked(dataset, shuffle=False) as loader:
+    with (
+        CachedDataset(samples, storage=storage) as dataset,
+        chunked(dataset, shuffle=False) as loader,
+    ):
         batches = list(loader)
     assert [list(batch) for batch in batches] == [["number", "image"]] * 3
     assert [number for batch in batches for number in batch["number"].tolist()] == list(range(9))
-    assert torch.equal(torch.cat([batch["image"] for batch in batches]), torch.stack([square(i) for i in range(9)]))
+    assert torch.equal(
+        torch.cat([batch["image"] for batch in batches]), torch.stack([square(i) for i in range(9)])
+    )
 
 
 def test_joined_datasets_are_served() -> None:
@@ -183,7 +211,9 @@ def test_joined_datasets_have_the_epochs_of_a_loader(workers: int) -> None:
     with (
         CachedDataset(data, transform=crop, progress=False) as one,
         CachedDataset(data, transform=crop, seed=3, progress=False) as other,
-        chunked(both := ConcatDataset([one, Subset(one, [4, 5]), other]), num_workers=workers) as loader,
+        chunked(
+            both := ConcatDataset([one, Subset(one, [4, 5]), other]), num_workers=workers
+        ) as loader,
     ):
         epochs = []
         for epoch in (2, 3):
@@ -200,7 +230,9 @@ class Drawing(Squares):
     """Squares that come with numbers that they draw."""
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return square(index), torch.tensor([torch.rand(()).item(), random.random(), np.random.rand()])
+        return square(index), torch.tensor(
+            [torch.rand(()).item(), random.random(), np.random.rand()]
+        )
 
 
 def test_workers_draw_for_a_dataset_of_the_users_own() -> None:
@@ -291,7 +323,9 @@ def test_workers_are_given_up_where_memory_is_short() -> None:
 
 def test_a_limit_that_is_too_low_says_what_is_needed() -> None:
     """The error names limit, need and cure, nothing is started, and what is needed is enough."""
-    with pytest.raises(MemoryBudgetError, match=r"memory_limit=1\.0 MiB .* at least .* Raise memory_limit") as caught:
+    with pytest.raises(
+        MemoryBudgetError, match=r"memory_limit=1\.0 MiB .* at least .* Raise memory_limit"
+    ) as caught:
         ChunkedLoader(Squares(10), 4, memory_limit=MIB, num_workers=1)
     found = re.search(r"at least ([\d,]+) MiB is needed", str(caught.value))
     assert found is not None
@@ -339,7 +373,12 @@ def test_a_mixed_chunk_is_made_of_whole_pieces() -> None:
 def test_ranks_share_every_epoch(shuffle: bool, piece: int, drop_last: bool) -> None:
     """Three ranks have equally many samples, together all of 31 but the one dropped, or two of them twice."""
     base = EpochOrder(
-        length=31, shuffle=shuffle, piece_samples=piece, chunk_samples=8, drop_last=drop_last, world_size=3
+        length=31,
+        shuffle=shuffle,
+        piece_samples=piece,
+        chunk_samples=8,
+        drop_last=drop_last,
+        world_size=3,
     )
     shares = [plan_epoch(replace(base, rank=rank), 1).tolist() for rank in range(3)]
     assert [len(share) for share in shares] == [10 if drop_last else 11] * 3
@@ -350,7 +389,9 @@ def test_ranks_share_every_epoch(shuffle: bool, piece: int, drop_last: bool) -> 
 def test_ranks_in_order_are_those_of_torch() -> None:
     """Without a shuffle, rank r has the samples that torch's DistributedSampler gives it."""
     for rank in range(3):
-        theirs = torch.utils.data.DistributedSampler(range(10), num_replicas=3, rank=rank, shuffle=False)
+        theirs = torch.utils.data.DistributedSampler(
+            range(10), num_replicas=3, rank=rank, shuffle=False
+        )
         with chunked(Squares(10), shuffle=False, rank=rank, world_size=3) as loader:
             assert flat(labels(loader)) == list(theirs)
 
@@ -359,14 +400,19 @@ def test_ranks_in_order_are_those_of_torch() -> None:
 @pytest.mark.parametrize("joined", [True, False])
 def test_no_two_ranks_draw_the_same_for_a_sample(shuffle: bool, joined: bool) -> None:
     """A sample that comes on two ranks is augmented in other ways on each."""
-    data, crop = [(torch.arange(400).reshape(1, 20, 20).to(torch.uint8), n) for n in range(3)], transforms.RandomCrop(2)
+    data, crop = (
+        [(torch.arange(400).reshape(1, 20, 20).to(torch.uint8), n) for n in range(3)],
+        transforms.RandomCrop(2),
+    )
     seen = []
     for rank in range(2):
         with CachedDataset(data, transform=crop, seed=3, progress=False) as dataset:
             half = Subset(dataset, [1, 1, 1, 1])
             each = ConcatDataset([half, half]) if joined else Subset(dataset, [1] * 8)
             with chunked(each, batch_size=2, shuffle=shuffle, rank=rank, world_size=2) as loader:
-                seen += [tuple(image.flatten().tolist()) for images, _ in loader for image in images]
+                seen += [
+                    tuple(image.flatten().tolist()) for images, _ in loader for image in images
+                ]
     assert len(set(seen)) == 8
 
 
@@ -383,7 +429,10 @@ def test_a_rank_is_taken_from_the_environment(monkeypatch: pytest.MonkeyPatch) -
 def test_quality_tells_orders_apart() -> None:
     """More pieces mixed are better, none is 0, a global shuffle 1; it is printed with its measure."""
     base = EpochOrder(length=4096, chunk_samples=256)
-    values = [shuffle_quality(replace(base, piece_samples=256 // n), 0, 32).value for n in (1, 4, 16, 64, 256)]
+    values = [
+        shuffle_quality(replace(base, piece_samples=256 // n), 0, 32).value
+        for n in (1, 4, 16, 64, 256)
+    ]
     assert values == sorted(values)
     assert values[0] < 0.2
     assert values[-1] == 1.0
@@ -431,7 +480,10 @@ def test_a_state_of_another_order_is_refused() -> None:
     """What differs is named."""
     with chunked(Squares(10)) as loader:
         state = loader.state_dict()
-    with chunked(Squares(10), seed=1) as other, pytest.raises(ValueError, match=r"'seed': 1.*in the state .*'seed': 0"):
+    with (
+        chunked(Squares(10), seed=1) as other,
+        pytest.raises(ValueError, match=r"'seed': 1.*in the state .*'seed': 0"),
+    ):
         other.load_state_dict(state)
 
 
@@ -488,10 +540,14 @@ def test_batches_kept_by_the_user_are_not_overwritten() -> None:
     with chunked(Squares(60), chunk_samples=4) as loader:
         kept = list(loader)
     for images, targets in kept:
-        assert all(torch.equal(image, square(int(t))) for image, t in zip(images, targets, strict=True))
+        assert all(
+            torch.equal(image, square(int(t))) for image, t in zip(images, targets, strict=True)
+        )
 
 
-@pytest.mark.parametrize("data", [Squares(8), Subset(Squares(8), [1, 2, 5])], ids=["whole", "subset"])
+@pytest.mark.parametrize(
+    "data", [Squares(8), Subset(Squares(8), [1, 2, 5])], ids=["whole", "subset"]
+)
 def test_a_dataset_of_the_users_own_stays_open(data: Any) -> None:
     """What the loader makes around any other dataset goes with it, the user's own does not."""
     with CachedDataset(data, progress=False) as own:
@@ -507,7 +563,11 @@ class Stream(IterableDataset[Any]):
 
 @pytest.mark.parametrize(
     ("data", "words"),
-    [(Stream(), "map-style"), ("a/folder", "neither a dataset nor a cache; open it first"), (3, "map-style")],
+    [
+        (Stream(), "map-style"),
+        ("a/folder", "neither a dataset nor a cache; open it first"),
+        (3, "map-style"),
+    ],
 )
 def test_what_cannot_be_read_by_index_is_refused(data: Any, words: str) -> None:
     """A stream, a path and a number are refused with the cure."""

@@ -46,17 +46,31 @@ def brought(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
 
 def on_disk(root: Path, transform: Any = TO_ONE_SIZE, **options: Any) -> ImageFolder:
     return ImageFolder(
-        str(root), transform, cache_dir=root.parent / "cache", seed=5, progress=False, num_workers=1, **options
+        str(root),
+        transform,
+        cache_dir=root.parent / "cache",
+        seed=5,
+        progress=False,
+        num_workers=1,
+        **options,
     )
 
 
 def in_memory(root: Path, transform: Any = TO_ONE_SIZE) -> ImageFolder:
-    return ImageFolder(str(root), transform, storage="shared", fill="eager", seed=5, progress=False, num_workers=1)
+    return ImageFolder(
+        str(root), transform, storage="shared", fill="eager", seed=5, progress=False, num_workers=1
+    )
 
 
 def chunked(data: Any, **arguments: Any) -> ChunkedLoader:
     """A loader with small chunks, each of three pieces from all over the data, that reads in a thread."""
-    usual = {"batch_size": 4, "memory_limit": "64GiB", "chunk_samples": 12, "mix_chunks": 3, "num_workers": 1}
+    usual = {
+        "batch_size": 4,
+        "memory_limit": "64GiB",
+        "chunk_samples": 12,
+        "mix_chunks": 3,
+        "num_workers": 1,
+    }
     return ChunkedLoader(data, **{**usual, **arguments})
 
 
@@ -102,7 +116,10 @@ def mapped_bytes(folder: Path) -> int:
     entries = re.split(r"(?m)^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text())
     shards = [entry for entry in entries if f"{folder}/" in entry.partition("\n")[0]]
     assert shards
-    return sum(int(found) for entry in shards for found in re.findall(r"(?m)^Rss: +(\d+) kB", entry)) << 10
+    return (
+        sum(int(found) for entry in shards for found in re.findall(r"(?m)^Rss: +(\d+) kB", entry))
+        << 10
+    )
 
 
 # What is served
@@ -110,7 +127,9 @@ def mapped_bytes(folder: Path) -> int:
 
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("workers", [1, 2])
-def test_pixels_are_those_of_the_loader_in_memory(image_folder: FolderMaker, codec: str, workers: int) -> None:
+def test_pixels_are_those_of_the_loader_in_memory(
+    image_folder: FolderMaker, codec: str, workers: int
+) -> None:
     """Each sample comes once, with the crop, mirror and values of a DataLoader over the data in memory."""
     root = image_folder(per_class=13, size=(17, 14))
     with (
@@ -176,7 +195,11 @@ def test_pieces_are_brought_in_one_go(image_folder: FolderMaker, brought: Any, c
         (lambda dataset: Subset(dataset, range(3, 30)), {}, 0),
         (lambda dataset: Subset(dataset, [7, 3, 30, 12, 8, 25]), {}, 2),
         (lambda dataset: dataset, {"rank": 1, "world_size": 2}, 0),
-        (lambda dataset: dataset, {"rank": 1, "world_size": 2, "shuffle": False, "mix_chunks": None}, 2),
+        (
+            lambda dataset: dataset,
+            {"rank": 1, "world_size": 2, "shuffle": False, "mix_chunks": None},
+            2,
+        ),
         (lambda dataset: dataset, {"mix_chunks": 2000}, 0),
     ],
     ids=["neighbours", "scattered", "rank", "every other", "single samples"],
@@ -186,15 +209,23 @@ def test_samples_without_neighbours_are_counted_with_the_pages_they_take(
 ) -> None:
     """Which of the samples are served changes none of them; where no two are neighbours, the plan has more memory."""
     root = image_folder(per_class=18, size=(17, 14))
-    with on_disk(root) as dataset, in_memory(root) as kept, chunked(data(dataset), **arguments) as loader:
+    with (
+        on_disk(root) as dataset,
+        in_memory(root) as kept,
+        chunked(data(dataset), **arguments) as loader,
+    ):
         assert same(loader, usual_batches(data(kept), loader, 0, arguments.get("rank", 0)))
         least = 3 * 10 * 12 + pages * mmap.PAGESIZE
         assert least <= loader.plan.chunk_bytes / loader.plan.chunk_samples < least + 512
 
 
-@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="the system does not tell what is mapped")
+@pytest.mark.skipif(
+    not Path("/proc/self/smaps").exists(), reason="the system does not tell what is mapped"
+)
 @pytest.mark.parametrize("shuffle", [True, False])
-def test_no_more_than_two_chunks_are_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shuffle: bool) -> None:
+def test_no_more_than_two_chunks_are_mapped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shuffle: bool
+) -> None:
     """While 12 MiB of samples are served, the files take no more memory than the plan says; none after a break."""
     data = [(torch.full((3, 160, 160), i, dtype=torch.uint8), i) for i in range(160)]
     with CachedDataset(data, cache_dir=tmp_path, cache_key="k", progress=False) as dataset:
@@ -212,10 +243,17 @@ def test_no_more_than_two_chunks_are_mapped(tmp_path: Path, monkeypatch: pytest.
 
 @pytest.mark.parametrize("transform", [TO_ONE_SIZE, RAGGED])
 @pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="the system does not tell what is mapped")
-def test_an_epoch_leaves_nothing_of_the_files_in_this_process(tmp_path: Path, transform: Any, codec: str) -> None:
+@pytest.mark.skipif(
+    not Path("/proc/self/smaps").exists(), reason="the system does not tell what is mapped"
+)
+def test_an_epoch_leaves_nothing_of_the_files_in_this_process(
+    tmp_path: Path, transform: Any, codec: str
+) -> None:
     """However the samples are read, no page of the shards stays mapped, so none counts against the limit."""
-    with on_disk(mixed_sizes(tmp_path), transform, codec=codec) as dataset, chunked(dataset) as loader:
+    with (
+        on_disk(mixed_sizes(tmp_path), transform, codec=codec) as dataset,
+        chunked(dataset) as loader,
+    ):
         for index in range(len(dataset)):
             dataset[index]
         assert mapped_bytes(tmp_path / "cache") > 0
@@ -223,8 +261,12 @@ def test_an_epoch_leaves_nothing_of_the_files_in_this_process(tmp_path: Path, tr
         assert mapped_bytes(tmp_path / "cache") == 0
 
 
-@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="the system does not tell what is mapped")
-def test_nothing_is_mapped_around_a_sample_that_was_brought(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.skipif(
+    not Path("/proc/self/smaps").exists(), reason="the system does not tell what is mapped"
+)
+def test_nothing_is_mapped_around_a_sample_that_was_brought(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The kernel maps neighbours of a page that is touched, but not of those brought; dropped, they leave nothing."""
     data = [(torch.full((3, 50, 41), i, dtype=torch.uint8), i) for i in range(100)]
     with CachedDataset(data, cache_dir=tmp_path, cache_key="k", progress=False) as dataset:
@@ -265,13 +307,22 @@ def test_what_was_dropped_is_read_again(tmp_path: Path, transform: Any, codec: s
             store.drop(np.array([index]))
 
 
-def test_many_cores_do_not_take_the_memory_of_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_cores_do_not_take_the_memory_of_chunks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With 64 cores batches ahead take a quarter of what is free, not all of it."""
     monkeypatch.setattr(memory, "usable_cores", lambda: 64)
     data = [(torch.full((3, 100, 100), i, dtype=torch.uint8), i) for i in range(64)]
-    with CachedDataset(data, cache_dir=tmp_path, cache_key="k", progress=False, num_workers=1) as dataset:
+    with CachedDataset(
+        data, cache_dir=tmp_path, cache_key="k", progress=False, num_workers=1
+    ) as dataset:
         limit = memory.tree_pss_bytes() + (100 << 20)
-        arguments = {"batch_size": 32, "memory_limit": limit, "num_workers": None, "chunk_samples": None}
+        arguments = {
+            "batch_size": 32,
+            "memory_limit": limit,
+            "num_workers": None,
+            "chunk_samples": None,
+        }
         with chunked(dataset, **arguments) as loader:
             assert loader.plan.batches_bytes < 50 << 20
             assert sorted(int(label) for _, labels in loader for label in labels) == list(range(64))
@@ -282,7 +333,8 @@ def test_many_cores_do_not_take_the_memory_of_chunks(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("disk", "free", "is_emptied"), [(0, 0, True), (100, 650, False), (101, 650, True), (0, 550, False)]
+    ("disk", "free", "is_emptied"),
+    [(0, 0, True), (100, 650, False), (101, 650, True), (0, 550, False)],
 )
 def test_the_page_cache_is_kept_where_it_fits(disk: int, free: int, is_emptied: bool) -> None:
     """Files of so many bytes beside the 500 that the loader takes and the 50 in reserve."""
@@ -334,12 +386,19 @@ def test_a_damaged_sample_is_named(image_folder: FolderMaker, codec: str, worker
     with on_disk(root, codec=codec) as dataset:
         wanted = dataset.reader().kept.images.read(0).copy()
     damage(root.parent / "cache", "part0-*", 140 if codec == "auto" else 3)
-    with on_disk(root, codec=codec) as dataset, chunked(dataset, shuffle=False, num_workers=workers) as loader:
+    with (
+        on_disk(root, codec=codec) as dataset,
+        chunked(dataset, shuffle=False, num_workers=workers) as loader,
+    ):
         batches = iter(loader)
-        with pytest.raises(SampleError, match=r"sample 0, .*cat.000\.jpg, cannot be read .* next run") as caught:
+        with pytest.raises(
+            SampleError, match=r"sample 0, .*cat.000\.jpg, cannot be read .* next run"
+        ) as caught:
             next(batches)
         assert caught.value.index == 0
-        assert [targets.tolist() for _, targets in batches] == [[0] * 4] * 2 + [[0, 1, 1, 1]] + [[1] * 4] * 2 + [[1, 1]]
+        assert [targets.tolist() for _, targets in batches] == [[0] * 4] * 2 + [[0, 1, 1, 1]] + [
+            [1] * 4
+        ] * 2 + [[1, 1]]
         del caught
     with on_disk(root, codec=codec) as dataset:
         assert np.array_equal(dataset.reader().kept.images.read(0), wanted)
@@ -381,7 +440,9 @@ def test_batches_reach_the_device_as_they_are(gpu: Sim, image_folder: FolderMake
     """A prefetcher brings the same batches of every epoch, and copies from no memory that was reused."""
     root = image_folder(per_class=13, size=(17, 14))
     with on_disk(root) as dataset, in_memory(root) as kept, chunked(dataset) as loader:
-        prefetcher = CudaPrefetcher(loader, "cuda:0", transform=lambda batch: [part.cpu() for part in batch])
+        prefetcher = CudaPrefetcher(
+            loader, "cuda:0", transform=lambda batch: [part.cpu() for part in batch]
+        )
         for epoch in (0, 1):
             assert same(prefetcher, usual_batches(kept, loader, epoch))
 
@@ -397,7 +458,9 @@ def test_the_path_of_a_cache_is_enough(image_folder: FolderMaker, codec: str) ->
     cache_dir = root.parent / "cache"
     (home,) = (path.parent for path in cache_dir.glob("*/fastdata.json"))
     for path in (home, str(cache_dir), str(home).encode()):
-        with ChunkedLoader(path, 8, memory_limit="2GiB", chunk_samples=8, mix_chunks=2, num_workers=1) as loader:
+        with ChunkedLoader(
+            path, 8, memory_limit="2GiB", chunk_samples=8, mix_chunks=2, num_workers=1
+        ) as loader:
             batches = list(loader)
             assert "whole batches" in loader.report().path
             opened = loader.dataset
@@ -407,7 +470,10 @@ def test_the_path_of_a_cache_is_enough(image_folder: FolderMaker, codec: str) ->
             opened[0]
         images, labels = (torch.cat(column) for column in zip(*batches, strict=True))
         assert images.dtype == torch.uint8
-        served = sorted((image.numpy().tobytes(), label) for image, label in zip(images, labels.tolist(), strict=True))
+        served = sorted(
+            (image.numpy().tobytes(), label)
+            for image, label in zip(images, labels.tolist(), strict=True)
+        )
         assert served == sorted((image.numpy().tobytes(), label) for image, label in wanted)
 
 
@@ -434,10 +500,18 @@ class Mirror:
 def test_bytes_that_a_codec_would_take_are_checked_too(tmp_path: Path) -> None:
     """Every encoded sample is held against its checksum, whatever its codec finds out by itself."""
     data = [(torch.full((1, 6, 5), i, dtype=torch.uint8), i) for i in range(8)]
-    options: dict[str, Any] = {"cache_dir": tmp_path, "cache_key": "k", "codec": Mirror(), "progress": False}
+    options: dict[str, Any] = {
+        "cache_dir": tmp_path,
+        "cache_key": "k",
+        "codec": Mirror(),
+        "progress": False,
+    }
     CachedDataset(data, **options).close()
     damage(tmp_path, "part0-*.bin", 3)
-    with CachedDataset(data, **options) as dataset, chunked(dataset, shuffle=False, mix_chunks=None) as loader:
+    with (
+        CachedDataset(data, **options) as dataset,
+        chunked(dataset, shuffle=False, mix_chunks=None) as loader,
+    ):
         batches = iter(loader)
         with pytest.raises(SampleError, match=r"sample 0 .* are not those that were written"):
             next(batches)
@@ -445,7 +519,9 @@ def test_bytes_that_a_codec_would_take_are_checked_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_error_kept", [False, True])
-def test_a_dataset_is_closed_after_an_epoch_that_failed(image_folder: FolderMaker, is_error_kept: bool) -> None:
+def test_a_dataset_is_closed_after_an_epoch_that_failed(
+    image_folder: FolderMaker, is_error_kept: bool
+) -> None:
     """Its chunks are dropped without a complaint, whether the iterator that failed lives on in a traceback or not."""
     batches: list[int] = []
     errors: list[Exception] = []
@@ -456,7 +532,10 @@ def test_a_dataset_is_closed_after_an_epoch_that_failed(image_folder: FolderMake
             raise ArithmeticError("no batch of these")
         return torch.stack([image for image, _ in samples])
 
-    with on_disk(image_folder(per_class=16)) as dataset, chunked(dataset, collate_fn=collate) as loader:
+    with (
+        on_disk(image_folder(per_class=16)) as dataset,
+        chunked(dataset, collate_fn=collate) as loader,
+    ):
         try:
             list(loader)
         except ArithmeticError as error:

@@ -26,19 +26,30 @@ def test_a_dataset_starts_from_what_was_built(
     """``build`` prepares exactly what a transform that begins with these steps asks for."""
     root = image_folder(size=(23, 21))
     cache = root.parent / "cache"
-    assert main(["build", str(root), str(cache), "--resize", "12", "--crop", "8", "--num-workers", "1"]) == 0
+    assert (
+        main(
+            ["build", str(root), str(cache), "--resize", "12", "--crop", "8", "--num-workers", "1"]
+        )
+        == 0
+    )
     assert "6 samples; storage='disk': " in capsys.readouterr().out
     monkeypatch.setattr("fastdata.stores.cache.shards.ingest", None)
-    transform = v1.Compose([v1.Resize(12), v1.CenterCrop(8), v1.RandomHorizontalFlip(), v1.ToTensor()])
+    transform = v1.Compose(
+        [v1.Resize(12), v1.CenterCrop(8), v1.RandomHorizontalFlip(), v1.ToTensor()]
+    )
     with (
         ImageFolder(str(root), transform, cache_dir=cache, progress=False) as ours,
-        ImageFolder(str(root), v1.Compose([v1.Resize(12), v1.CenterCrop(8)]), storage="none") as plain,
+        ImageFolder(
+            str(root), v1.Compose([v1.Resize(12), v1.CenterCrop(8)]), storage="none"
+        ) as plain,
     ):
         ours.transform = v1.Compose([v1.Resize(12), v1.CenterCrop(8)])
         assert all(ours[i][0].tobytes() == plain[i][0].tobytes() for i in range(6))
 
 
-def test_inspect_tells_what_is_damaged(image_folder: Folder, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_tells_what_is_damaged(
+    image_folder: Folder, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Status 0 and a table for a sound cache, 1 for one with a flipped byte or a cut file, 2 where there is none."""
     root = image_folder(size=(13, 11))
     cache = root.parent / "cache"
@@ -83,10 +94,15 @@ def test_urls_are_refused(words: list[str], capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.parametrize(
-    "words", [["build", "adl://b/x", "c"], ["build", "x", "adl://b/c"], ["inspect", "adl://b/c"]], ids=" ".join
+    "words",
+    [["build", "adl://b/x", "c"], ["build", "x", "adl://b/c"], ["inspect", "adl://b/c"]],
+    ids=" ".join,
 )
 def test_urls_need_a_package(
-    words: list[str], image_folder: Folder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: list[str],
+    image_folder: Folder,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """A URL whose file system is not installed exits with 2 and one line that names the package."""
     root = image_folder()
@@ -94,11 +110,15 @@ def test_urls_need_a_package(
     (root.parent / "x").symlink_to(root)
     assert main(words) == 2
     said = capsys.readouterr().err
-    assert re.match(r"fastdata: adl://b/(x|c\S*) needs a package that is not installed: .*adlfs", said)
+    assert re.match(
+        r"fastdata: adl://b/(x|c\S*) needs a package that is not installed: .*adlfs", said
+    )
     assert said.count("\n") == 1
 
 
-def test_a_cache_behind_a_url_is_inspected(image_folder: Folder, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_cache_behind_a_url_is_inspected(
+    image_folder: Folder, capsys: pytest.CaptureFixture[str]
+) -> None:
     """It is shown and verified as one here; options come from a file, whose faults are told."""
     root = image_folder(size=(13, 11))
     with ImageFolder(root, cache_dir=root.parent / "cache", progress=False):
@@ -106,7 +126,13 @@ def test_a_cache_behind_a_url_is_inspected(image_folder: Folder, capsys: pytest.
     for path in root.parent.glob("cache/*/*"):
         Place("memory://caches").upload(f"train/{path.name}", path)
     (root.parent / "options.json").write_text("{}")
-    words = ["inspect", "memory://caches", "--verify", "--storage-options", str(root.parent / "options.json")]
+    words = [
+        "inspect",
+        "memory://caches",
+        "--verify",
+        "--storage-options",
+        str(root.parent / "options.json"),
+    ]
     assert main(words) == 0
     said = capsys.readouterr().out
     assert said.startswith("memory://caches/train\n")
@@ -118,21 +144,41 @@ def test_a_cache_behind_a_url_is_inspected(image_folder: Folder, capsys: pytest.
     MemoryFileSystem.store.clear()
 
 
-def test_errors_are_the_librarys_own(image_folder: Folder, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_are_the_librarys_own(
+    image_folder: Folder, capsys: pytest.CaptureFixture[str]
+) -> None:
     """One line each, with its cure; arguments are named as in Python, and so are the flags but for their dashes."""
     root = image_folder(size=(13, 11))
     (root / "cat" / "000.jpg").write_bytes(b"no image")
     assert main(["build", str(root), str(root.parent / "cache"), "--num-workers", "1"]) == 2
     assert "or leave it out with on_error='skip'.\n" in capsys.readouterr().err
     (root.parent / "file").touch()
-    assert main(["build", str(root), str(root.parent / "file"), "--on-error", "skip", "--num-workers", "1"]) == 2
+    assert (
+        main(
+            [
+                "build",
+                str(root),
+                str(root.parent / "file"),
+                "--on-error",
+                "skip",
+                "--num-workers",
+                "1",
+            ]
+        )
+        == 2
+    )
     assert f"cache_dir='{root.parent / 'file'}'" in capsys.readouterr().err
 
 
-def test_a_folder_that_cannot_be_is_named(image_folder: Folder, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_cannot_be_is_named(
+    image_folder: Folder, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Not by the number of an error alone, whether it is to be made or to be looked through."""
     assert main(["prune", "/nosuch"]) == 2
-    assert capsys.readouterr().err == "fastdata: /nosuch is no folder: give the one that keeps caches\n"
+    assert (
+        capsys.readouterr().err
+        == "fastdata: /nosuch is no folder: give the one that keeps caches\n"
+    )
     assert main(["build", str(image_folder()), "/proc/x", "--num-workers", "1"]) == 2
     said = capsys.readouterr().err
     assert said.startswith(
@@ -148,10 +194,14 @@ def test_help_shows_defaults(capsys: pytest.CaptureFixture[str]) -> None:
             main([command, "--help"])
         shown = " ".join(capsys.readouterr().out.split())
         assert "None" not in shown
-        assert {"bench": "images in a batch; default: 64", "build": "no image; default: raise"}[command] in shown
+        assert {"bench": "images in a batch; default: 64", "build": "no image; default: raise"}[
+            command
+        ] in shown
 
 
-def test_prune_says_what_it_removes(image_folder: Folder, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prune_says_what_it_removes(
+    image_folder: Folder, capsys: pytest.CaptureFixture[str]
+) -> None:
     """``--dry-run`` only says so; without it the cache of a folder that is gone goes, if that is asked for."""
     root = image_folder(size=(13, 11))
     cache = root.parent / "cache"
@@ -174,6 +224,8 @@ def test_warnings_of_a_command_are_one_plain_line(image_folder: Folder) -> None:
     root = image_folder(size=(13, 11))
     (root / "cat" / "000.jpg").write_bytes(b"no image")
     words = ["build", str(root), str(root.parent / "cache"), "--resize", "7", "--on-error", "skip"]
-    done = subprocess.run([sys.executable, "-m", "fastdata.tools", *words], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "fastdata.tools", *words], capture_output=True, text=True, check=True
+    )
     assert done.stderr.startswith("fastdata: 1 of 6 samples cannot be prepared and were left out")
     assert len(done.stderr.splitlines()) == 1

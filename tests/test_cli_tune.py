@@ -38,8 +38,22 @@ def test_tune_ends_with_a_line_for_the_script(
 ) -> None:
     """The last line makes a loader of the fixed batch size; the files have what was measured."""
     pytest.importorskip("matplotlib")
-    root, figures, chart = image_folder(size=(20, 18)), tmp_path / "tune.json", tmp_path / "tune.png"
-    words = ["tune", str(root), *SMALL, "--batch-size", "2", "--json", str(figures), "--plot", str(chart)]
+    root, figures, chart = (
+        image_folder(size=(20, 18)),
+        tmp_path / "tune.json",
+        tmp_path / "tune.png",
+    )
+    words = [
+        "tune",
+        str(root),
+        *SMALL,
+        "--batch-size",
+        "2",
+        "--json",
+        str(figures),
+        "--plot",
+        str(chart),
+    ]
     assert main(words) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("storage='shared': ")
@@ -58,7 +72,10 @@ def test_tune_ends_with_a_line_for_the_script(
 
 
 def test_storage_and_batch_size_are_tuned_if_asked_for(
-    image_folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    image_folder: Folder,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """For a transform of one's own; then a line for the dataset stands before the loader's."""
     monkeypatch.chdir(tmp_path)
@@ -71,12 +88,17 @@ def test_storage_and_batch_size_are_tuned_if_asked_for(
     assert main(["tune", str(root), *SMALL, *words]) == 0
     *_, dataset, loader = capsys.readouterr().out.splitlines()
     assert re.fullmatch(
-        rf"dataset = ImageFolder\({str(root)!r}, transform, storage='(shared|compressed|none)'\)", dataset
+        rf"dataset = ImageFolder\({str(root)!r}, transform, storage='(shared|compressed|none)'\)",
+        dataset,
     )
-    assert re.match(r"loader = DataLoader\(dataset, batch_size=(16|32|64), shuffle=True, num_workers=\d", loader)
+    assert re.match(
+        r"loader = DataLoader\(dataset, batch_size=(16|32|64), shuffle=True, num_workers=\d", loader
+    )
 
 
-def test_decoding_is_tuned(image_folder: Folder, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_decoding_is_tuned(
+    image_folder: Folder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A folder that keeps nothing is measured as it is."""
     root, figures = image_folder(size=(20, 18)), tmp_path / "tune.json"
     words = ["--storage", "none", "--batch-size", "2", "--json", str(figures)]
@@ -124,7 +146,9 @@ def test_what_the_user_got_wrong_is_one_line(
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_bad_option_exits_with_2(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_option_exits_with_2(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """An option out of range, or a script that is missing, is refused by the parser."""
     with pytest.raises(SystemExit) as exit_:
         main(words)
@@ -136,7 +160,9 @@ def diagnose(folder: Path, script: str, *words: str, options: tuple[str, ...] = 
     """Run the command in a process of its own, as scripts do not expect another's ``__main__``."""
     (folder / "train.py").write_text(script)
     command = [sys.executable, "-m", "fastdata.tools", "diagnose", *options, "train.py", *words]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=55, check=False)
+    return subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=55, check=False
+    )
 
 
 def test_diagnose_stops_a_script_and_says_its_limit(tmp_path: Path) -> None:
@@ -167,8 +193,16 @@ def test_an_error_of_a_script_is_its_own(tmp_path: Path) -> None:
     ("script", "status", "said"),
     [
         ("x = (\n", 1, r'  File ".*train\.py", line 1\n(?s:.*)SyntaxError: .*\n'),
-        ("print(1)\n", 2, r"fastdata: \S*train\.py has no loop over a torch DataLoader of two batches or more.*\n"),
-        ("raise SystemExit(0)\n", 2, r"fastdata: \S*train\.py has ended before it read two batches .*\n"),
+        (
+            "print(1)\n",
+            2,
+            r"fastdata: \S*train\.py has no loop over a torch DataLoader of two batches or more.*\n",
+        ),
+        (
+            "raise SystemExit(0)\n",
+            2,
+            r"fastdata: \S*train\.py has ended before it read two batches .*\n",
+        ),
     ],
     ids=["syntax", "no loader", "ends"],
 )
@@ -202,7 +236,9 @@ def test_help_has_examples_that_parse(command: str, capsys: pytest.CaptureFixtur
     )
 
 
-def test_inspect_keeps_what_it_found(image_folder: Folder, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_keeps_what_it_found(
+    image_folder: Folder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """``inspect --json`` has each cache with its manifest, its problem and, if verified, its damaged samples."""
     root, figures = image_folder(size=(13, 11)), tmp_path / "found.json"
     main(["build", str(root), str(tmp_path / "cache"), "--resize", "7"])

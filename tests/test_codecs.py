@@ -18,7 +18,15 @@ from conftest import shown
 from fastdata.errors import CodecError, FastDataError
 from fastdata.pixels import images
 from fastdata.pixels.images import SampleSpec, Scratch
-from fastdata.stores.codecs import KNOWN_CODECS, Codec, JpegCodec, Lz4Codec, ZstdCodec, codec_of, find_codec
+from fastdata.stores.codecs import (
+    KNOWN_CODECS,
+    Codec,
+    JpegCodec,
+    Lz4Codec,
+    ZstdCodec,
+    codec_of,
+    find_codec,
+)
 from fastdata.stores.prediction import Filter, apply_filter, layout_of, undo_filter
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -51,7 +59,18 @@ SHAPES = [
     *((7, 50), (5, 1), (3, 70, 1), (19,), (1,), (), (0,), (3, 0, 6)),
 ]
 DTYPES = [
-    *("uint8", "int8", "bool", "uint16", "int16", "int32", "int64", "float16", "float32", "float64"),
+    *(
+        "uint8",
+        "int8",
+        "bool",
+        "uint16",
+        "int16",
+        "int32",
+        "int64",
+        "float16",
+        "float32",
+        "float64",
+    ),
     *("complex64", "complex128", "longdouble", ">u2", ">f8", "S3", "M8[s]"),
 ]
 
@@ -80,7 +99,11 @@ def decoded(codec: Codec, data: bytes | memoryview, like: np.ndarray) -> np.ndar
 
 
 def same_bits(found: np.ndarray, wanted: np.ndarray) -> bool:
-    return found.dtype == wanted.dtype and found.shape == wanted.shape and found.tobytes() == wanted.tobytes()
+    return (
+        found.dtype == wanted.dtype
+        and found.shape == wanted.shape
+        and found.tobytes() == wanted.tobytes()
+    )
 
 
 @pytest.fixture(params=CODECS.values(), ids=CODECS)
@@ -99,7 +122,9 @@ def test_lossless_samples_come_back_bit_for_bit(name: str, shape: tuple[int, ...
     """Any dtype, byte order and shape, odd widths, no axes and no elements included."""
     for dtype in DTYPES:
         sample = sample_of(shape, dtype)
-        assert same_bits(decoded(LOSSLESS[name], LOSSLESS[name].encode(sample), sample), sample), dtype
+        assert same_bits(decoded(LOSSLESS[name], LOSSLESS[name].encode(sample), sample), sample), (
+            dtype
+        )
 
 
 @pytest.mark.parametrize(
@@ -121,7 +146,9 @@ def test_every_filter_is_undone(dtype: str, shape: tuple[int, ...]) -> None:
     """Each combination of filters gives the sample back, random bits and carries between bytes included."""
     layout = layout_of(shape, np.dtype(dtype))
     for chosen in range(1, 16):
-        raw = np.random.default_rng(chosen).integers(0, 256, int(np.prod(shape)) * np.dtype(dtype).itemsize, np.uint8)
+        raw = np.random.default_rng(chosen).integers(
+            0, 256, int(np.prod(shape)) * np.dtype(dtype).itemsize, np.uint8
+        )
         filtered = np.zeros(layout.size, np.uint8)
         filtered[...] = apply_filter(raw, layout, Filter(chosen))
         out = np.full(raw.size, 0xA5, np.uint8)
@@ -134,31 +161,48 @@ def test_the_filters_are_the_documented_arithmetic() -> None:
     sample = np.random.default_rng(0).integers(0, 256, (2, 4, 40), np.uint8)
     layout = layout_of(sample.shape, sample.dtype)
     assert layout.words == (2, 4, 5)
-    words = [[[int.from_bytes(row[k : k + 8], "little") for k in range(0, 40, 8)] for row in plane] for plane in sample]
+    words = [
+        [[int.from_bytes(row[k : k + 8], "little") for k in range(0, 40, 8)] for row in plane]
+        for plane in sample
+    ]
     above = [
-        [[(w - (plane[r - 1][k] if r else 0)) % 2**64 for k, w in enumerate(row)] for r, row in enumerate(plane)]
+        [
+            [(w - (plane[r - 1][k] if r else 0)) % 2**64 for k, w in enumerate(row)]
+            for r, row in enumerate(plane)
+        ]
         for plane in words
     ]
-    wanted = b"".join(((w - (w << 8)) % 2**64).to_bytes(8, "little") for plane in above for row in plane for w in row)
+    wanted = b"".join(
+        ((w - (w << 8)) % 2**64).to_bytes(8, "little")
+        for plane in above
+        for row in plane
+        for w in row
+    )
     assert apply_filter(sample.reshape(-1), layout, Filter.ABOVE | Filter.LEFT).tobytes() == wanted
 
 
 def test_photographs_shrink_by_prediction() -> None:
     """Smooth noisy colour takes the filter with all three steps; a mask of few values takes none."""
     y, x = np.mgrid[:96, :96]
-    grey = 90 + 40 * np.sin(x / 9) * np.cos(y / 11) + np.random.default_rng(0).normal(0, 2, (96, 96))
+    grey = (
+        90 + 40 * np.sin(x / 9) * np.cos(y / 11) + np.random.default_rng(0).normal(0, 2, (96, 96))
+    )
     photo = np.stack([grey + 20, grey, grey - 30]).clip(0, 255).astype(np.uint8)
     codec = ZstdCodec()
     assert codec.encode(photo)[0] == Filter.GREEN | Filter.ABOVE | Filter.LEFT
     assert len(codec.encode(photo)) < 0.5 * photo.nbytes
-    mask = np.random.default_rng(0).integers(0, 3, (12, 12)).astype(np.uint8).repeat(8, 0).repeat(8, 1)
+    mask = (
+        np.random.default_rng(0).integers(0, 3, (12, 12)).astype(np.uint8).repeat(8, 0).repeat(8, 1)
+    )
     assert len(codec.encode(mask)) < 0.03 * mask.nbytes
 
 
 def test_wide_samples_shrink_by_prediction() -> None:
     """A smooth 16-bit image takes less than half, where plain zstd gains little."""
     y, x = np.mgrid[:96, :96]
-    depth = (20_000 + 90 * x + 55 * y + np.random.default_rng(0).normal(0, 9, (96, 96))).astype(np.uint16)
+    depth = (20_000 + 90 * x + 55 * y + np.random.default_rng(0).normal(0, 9, (96, 96))).astype(
+        np.uint16
+    )
     assert len(ZstdCodec().encode(depth)) < 0.5 * depth.nbytes < len(Lz4Codec().encode(depth))
 
 
@@ -170,7 +214,9 @@ def test_jpeg_changes_little(own: Codec) -> None:
 
 
 @pytest.mark.parametrize("channels", [1, 3])
-def test_both_jpeg_decoders_give_the_same_pixels(channels: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_jpeg_decoders_give_the_same_pixels(
+    channels: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The core, by PIL's libjpeg-turbo, and PIL alone decode a file to the same pixels."""
     sample = np.random.default_rng(0).integers(0, 256, (channels, 19, 23), np.uint8)
     for subsampling in ("4:4:4", "4:2:2", "4:2:0"):
@@ -243,7 +289,9 @@ def test_codecs_work_in_other_processes(method: str) -> None:
     sample = images_of(codec)
     data = codec.encode(sample)
     decoded(codec, data, sample)
-    child = multiprocessing.get_context(method).Process(target=check_in_child, args=(codec, data, sample))
+    child = multiprocessing.get_context(method).Process(
+        target=check_in_child, args=(codec, data, sample)
+    )
     child.start()
     child.join()
     assert child.exitcode == 0
@@ -255,14 +303,18 @@ def test_codecs_pickle(codec: Codec) -> None:
     data = codec.encode(sample)
     pickled = pickle.dumps(codec)
     assert len(pickled) < 300
-    assert np.array_equal(decoded(pickle.loads(pickled), data, sample), decoded(codec, data, sample))
+    assert np.array_equal(
+        decoded(pickle.loads(pickled), data, sample), decoded(codec, data, sample)
+    )
 
 
 def test_cut_off_data_raise(own: Codec) -> None:
     """Any number of bytes missing at the end is a CodecError, and the codec works on afterwards."""
     sample = images_of(own, (3, 9, 40))
     data = own.encode(sample)
-    for length in range(len(data) - 2 * (own.name == "jpeg")):  # without its end mark a JPEG is complete all the same
+    for length in range(
+        len(data) - 2 * (own.name == "jpeg")
+    ):  # without its end mark a JPEG is complete all the same
         with pytest.raises(CodecError, match="repare the samples anew"):
             decoded(own, data[:length], sample)
     decoded(own, data, sample)
@@ -303,7 +355,9 @@ def test_flipped_bits_never_crash(own: Codec) -> None:
     assert (batch[[0, 2]] == 0xA5).all()
 
 
-@pytest.mark.parametrize("shape", [(3, 11, 13), (3, 11, 15), (3, 12, 14), (1, 11, 14), (3, 110, 140)], ids=shown)
+@pytest.mark.parametrize(
+    "shape", [(3, 11, 13), (3, 11, 15), (3, 12, 14), (1, 11, 14), (3, 110, 140)], ids=shown
+)
 def test_another_size_raises(own: Codec, shape: tuple[int, ...]) -> None:
     """Data of one sample do not fill memory of another size, smaller or larger."""
     data = own.encode(images_of(own))
@@ -315,7 +369,9 @@ def test_another_dtype_raises() -> None:
     """Filtered data know whether elements have one byte or several."""
     sample = sample_of((16, 64))
     data = bytes((Filter.ABOVE,)) + ZstdCodec().encode(sample)[1:]
-    with pytest.raises(CodecError, match=r"filter 2, which samples of shape .16, 32. and uint16 cannot have"):
+    with pytest.raises(
+        CodecError, match=r"filter 2, which samples of shape .16, 32. and uint16 cannot have"
+    ):
         decoded(ZstdCodec(), data, np.empty((16, 32), np.uint16))
     with pytest.raises(CodecError, match="filter 7"):
         decoded(ZstdCodec(), bytes((7,)) + data[1:], sample)
@@ -327,8 +383,14 @@ def test_bombs_are_refused_before_memory_is_taken() -> None:
     """A frame that claims more bytes than the sample has, or hides its size, is not decompressed."""
     out = np.empty((3, 5, 6), np.uint8)
     for frame, found in (
-        (zstandard.ZstdCompressor().compress(bytes(100_000_000)), "a frame of 100,000,000 bytes where 90"),
-        (zstandard.ZstdCompressor(write_content_size=False).compress(bytes(90)), "a frame of -1 bytes|no content size"),
+        (
+            zstandard.ZstdCompressor().compress(bytes(100_000_000)),
+            "a frame of 100,000,000 bytes where 90",
+        ),
+        (
+            zstandard.ZstdCompressor(write_content_size=False).compress(bytes(90)),
+            "a frame of -1 bytes|no content size",
+        ),
     ):
         with pytest.raises(CodecError, match=found):
             decoded(ZstdCodec(), b"\0" + len(frame).to_bytes(4, "little") + frame, out)
@@ -356,7 +418,10 @@ def test_memory_that_cannot_be_filled_raises(own: Codec) -> None:
     data = memoryview(own.encode(sample))
     fixed = np.zeros_like(sample)
     fixed.flags.writeable = False
-    for out, words in ((fixed, "read-only"), (np.zeros((3, 11, 28), np.uint8)[..., ::2], "not C-contiguous")):
+    for out, words in (
+        (fixed, "read-only"),
+        (np.zeros((3, 11, 28), np.uint8)[..., ::2], "not C-contiguous"),
+    ):
         with pytest.raises(ValueError, match=words) as raised:
             own.decode(data, out)
         assert not isinstance(raised.value, CodecError)
@@ -381,7 +446,9 @@ def test_python_objects_are_refused(codec: Codec) -> None:
         (None, "float32", "JPEG keeps 8 bits"),
     ],
 )
-def test_jpeg_refuses_what_it_would_spoil(shape: tuple[int, ...] | None, dtype: str, words: str) -> None:
+def test_jpeg_refuses_what_it_would_spoil(
+    shape: tuple[int, ...] | None, dtype: str, words: str
+) -> None:
     """The reason is told of a spec beforehand, and raised for a sample, with the cure."""
     reason = JpegCodec().obstacle(SampleSpec(shape=shape, dtype=dtype, form="array"))
     assert reason is not None
@@ -416,11 +483,15 @@ def test_settings_rebuild_the_codec(own: Codec) -> None:
 def test_foreign_settings_are_refused() -> None:
     """Another format, an unknown argument and an unknown codec each say what is known."""
     settings = ZstdCodec().settings()
-    with pytest.raises(ValueError, match="format 2 of codec 'zstd', but this version of fastdata knows format 1"):
+    with pytest.raises(
+        ValueError, match="format 2 of codec 'zstd', but this version of fastdata knows format 1"
+    ):
         codec_of({**settings, "format": 2})
     with pytest.raises(ValueError, match="codec 'zstd' does not know the settings"):
         codec_of({**settings, "dictionary": "x"})
-    with pytest.raises(ValueError, match=r"'Inverted', which is none of fastdata's .lz4, zstd, jpeg."):
+    with pytest.raises(
+        ValueError, match=r"'Inverted', which is none of fastdata's .lz4, zstd, jpeg."
+    ):
         codec_of(find_codec(Inverted()).settings())
 
 
@@ -436,12 +507,16 @@ def test_wrong_codecs_are_explained() -> None:
     """Unknown names, incomplete objects, classes and wrong arguments each say what is needed."""
     with pytest.raises(ValueError, match="codec='gzip' is not known; 'lz4', 'zstd', 'jpeg' are"):
         find_codec("gzip")
-    with pytest.raises(TypeError, match="of type int is no codec: it has no method encode and no decode"):
+    with pytest.raises(
+        TypeError, match="of type int is no codec: it has no method encode and no decode"
+    ):
         find_codec(5)
     with pytest.raises(TypeError, match="codec=Inverted is a class; give an instance of it"):
         find_codec(Inverted)
     for make, level in ((ZstdCodec, 23), (ZstdCodec, -131_073), (Lz4Codec, -1)):
-        with pytest.raises(ValueError, match=f"level of codec '{make.name}' is {level}; it must be"):
+        with pytest.raises(
+            ValueError, match=f"level of codec '{make.name}' is {level}; it must be"
+        ):
             make(level=level)
     with pytest.raises(ValueError, match="it must be 0 to 12 with high_compression"):
         Lz4Codec(level=13, high_compression=True)
@@ -473,7 +548,9 @@ def test_users_objects_are_asked() -> None:
 
 
 @pytest.mark.parametrize(("codec", "library"), [(Lz4Codec(), "lz4"), (ZstdCodec(), "zstandard")])
-def test_a_missing_library_is_an_obstacle_that_says_what_to_install(codec: Codec, library: str) -> None:
+def test_a_missing_library_is_an_obstacle_that_says_what_to_install(
+    codec: Codec, library: str
+) -> None:
     """Where lz4 or zstandard cannot be had, their codec is refused with a cure, and all others work."""
     code = f"""
 import sys
@@ -531,5 +608,7 @@ def test_golden_files_decode(name: str) -> None:
         assert same_bits(out, sample)
     else:
         wanted = np.load(GOLDEN / name.replace(".bin", ".npy"))
-        assert np.abs(out.astype(int) - wanted).max() <= 1  # a libjpeg may round its inverse DCT otherwise
+        assert (
+            np.abs(out.astype(int) - wanted).max() <= 1
+        )  # a libjpeg may round its inverse DCT otherwise
     assert codec.encode(sample)

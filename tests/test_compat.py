@@ -49,7 +49,9 @@ from fastdata.machine import memory
 INLINE = {"num_workers": 0}
 THREADS = {"num_workers": 2, "workers": "thread"}
 PROCESSES = {"num_workers": 2, "workers": "process"}
-EVERY_ENGINE = pytest.mark.parametrize("engine", [INLINE, THREADS, PROCESSES], ids=["inline", "threads", "processes"])
+EVERY_ENGINE = pytest.mark.parametrize(
+    "engine", [INLINE, THREADS, PROCESSES], ids=["inline", "threads", "processes"]
+)
 
 
 def _plain(value: Any) -> Any:
@@ -79,7 +81,9 @@ def _torchs(engine: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in engine.items() if name != "workers"}
 
 
-def _same(dataset: Any, engine: dict[str, Any], make: Callable[[], dict[str, Any]], epochs: int = 2) -> Any:
+def _same(
+    dataset: Any, engine: dict[str, Any], make: Callable[[], dict[str, Any]], epochs: int = 2
+) -> Any:
     """Check that both loaders give equal epochs and leave torch's generator equal; return the epochs."""
 
     def run(loader_class: Any, arguments: dict[str, Any]) -> Any:
@@ -87,7 +91,10 @@ def _same(dataset: Any, engine: dict[str, Any], make: Callable[[], dict[str, Any
         loader = loader_class(dataset, **make(), **arguments)
         return [list(loader) for _ in range(epochs)], torch.get_rng_state()
 
-    ours, theirs = _outcome(lambda: run(DataLoader, engine)), _outcome(lambda: run(TorchLoader, _torchs(engine)))
+    ours, theirs = (
+        _outcome(lambda: run(DataLoader, engine)),
+        _outcome(lambda: run(TorchLoader, _torchs(engine))),
+    )
     assert ours == theirs
     assert not isinstance(ours[0][0], type), ours
     return ours[0][1][0]
@@ -105,13 +112,22 @@ ORDERS: dict[str, Callable[[], dict[str, Any]]] = {
     "in sequence": lambda: {"batch_size": 4},
     "drop_last": lambda: {"batch_size": 4, "drop_last": True},
     "shuffled": lambda: {"batch_size": 4, "shuffle": True},
-    "generator": lambda: {"batch_size": 4, "shuffle": True, "generator": torch.Generator().manual_seed(3)},
-    "replacement": lambda: {"batch_size": 4, "sampler": RandomSampler(range(11), replacement=True, num_samples=50)},
+    "generator": lambda: {
+        "batch_size": 4,
+        "shuffle": True,
+        "generator": torch.Generator().manual_seed(3),
+    },
+    "replacement": lambda: {
+        "batch_size": 4,
+        "sampler": RandomSampler(range(11), replacement=True, num_samples=50),
+    },
     "subset": lambda: {"batch_size": 2, "sampler": SubsetRandomSampler([4, 9, 2])},
     "weighted": lambda: {"batch_size": 4, "sampler": WeightedRandomSampler([1.0, 2.0] * 5, 13)},
     "distributed": lambda: {"batch_size": 2, "sampler": DistributedSampler(Numbers(), 2, 1)},
     "list of indices": lambda: {"batch_size": 3, "sampler": [5, 3, 0, 7]},
-    "batch sampler": lambda: {"batch_sampler": BatchSampler(SequentialSampler(range(11)), 4, drop_last=True)},
+    "batch sampler": lambda: {
+        "batch_sampler": BatchSampler(SequentialSampler(range(11)), 4, drop_last=True)
+    },
     "list of batches": lambda: {"batch_sampler": [[1, 2], [0], [7, 5, 4]]},
     "unsized batches": lambda: {"batch_sampler": Unsized()},
 }
@@ -157,18 +173,24 @@ def test_a_collate_function_gets_torchs_list(engine: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("num_workers", [0, 1, 2])
-@pytest.mark.parametrize("options", [{}, {"batch_size": 3}, {"batch_size": 3, "drop_last": True}, {"batch_size": None}])
+@pytest.mark.parametrize(
+    "options", [{}, {"batch_size": 3}, {"batch_size": 3, "drop_last": True}, {"batch_size": None}]
+)
 def test_a_stream_is_shared_by_its_workers(num_workers: int, options: dict[str, Any]) -> None:
     """An IterableDataset that asks get_worker_info() gives torch's batches, each sample once."""
     _same(Stream(), {"num_workers": num_workers}, lambda: options)
 
 
-@pytest.mark.parametrize("options", [{}, {"persistent_workers": True}, {"worker_init_fn": mark_worker}], ids=shown)
+@pytest.mark.parametrize(
+    "options", [{}, {"persistent_workers": True}, {"worker_init_fn": mark_worker}], ids=shown
+)
 def test_worker_processes_are_torchs(options: dict[str, Any]) -> None:
     """Workers know their id and number, run worker_init_fn with it once, and persist between epochs only if asked."""
 
     def readers(loader: Any) -> tuple[Any, bool]:
-        epochs = [[sample.tolist() for sample in torch.stack(batch, 1)] for batch in [*loader, *loader]]
+        epochs = [
+            [sample.tolist() for sample in torch.stack(batch, 1)] for batch in [*loader, *loader]
+        ]
         pids, *facts = zip(*(sample for batch in epochs for sample in batch), strict=True)
         return facts, set(pids[:11]) == set(pids[11:])
 
@@ -184,7 +206,9 @@ def test_workers_are_seeded_as_torchs(options: dict[str, Any]) -> None:
     """torch, random and NumPy draw in each worker, in two epochs, what they draw in torch's."""
 
     def make() -> dict[str, Any]:
-        generator = {"generator": torch.Generator().manual_seed(5)} if "generator" in options else {}
+        generator = (
+            {"generator": torch.Generator().manual_seed(5)} if "generator" in options else {}
+        )
         return {"batch_size": 3, **options, **generator}
 
     _same(Draws(), PROCESSES, make)
@@ -213,7 +237,9 @@ class Drawn(Sampler[int]):
 
 @EVERY_ENGINE
 @pytest.mark.parametrize("prefetch_factor", [1, 3])
-def test_prefetch_factor(engine: dict[str, Any], prefetch_factor: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefetch_factor(
+    engine: dict[str, Any], prefetch_factor: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As many batches are ahead of the user as in torch: prefetch_factor per worker, one more drawn for each taken."""
     monkeypatch.setattr(memory, "usable_cores", lambda: 2)
     options = {"prefetch_factor": prefetch_factor} if engine["num_workers"] else {}
@@ -247,7 +273,9 @@ def test_a_timeout_raises_torchs_error_and_loses_no_batch(engine: dict[str, Any]
     assert ours[0][0] == (RuntimeError, "DataLoader timed out after 0.3 seconds")
 
 
-@pytest.mark.skipif("in_order" not in TorchLoader.__init__.__kwdefaults__, reason="this torch has no in_order")
+@pytest.mark.skipif(
+    "in_order" not in TorchLoader.__init__.__kwdefaults__, reason="this torch has no in_order"
+)
 @pytest.mark.parametrize("loader_class", [DataLoader, TorchLoader])
 def test_out_of_order_batches_do_not_wait(loader_class: Any) -> None:
     """With in_order=False worker processes hand over what is ready while an earlier batch is still read."""
@@ -304,22 +332,35 @@ def test_the_rest_of_an_epoch_out_of_order_is_resumed() -> None:
 def test_what_torch_refuses_is_refused(options: dict[str, Any]) -> None:
     """Constructor errors have torch's type and words."""
     arguments = {"dataset": Numbers(), **options}
-    ours, theirs = _outcome(lambda: DataLoader(**arguments)), _outcome(lambda: TorchLoader(**arguments))
+    ours, theirs = (
+        _outcome(lambda: DataLoader(**arguments)),
+        _outcome(lambda: TorchLoader(**arguments)),
+    )
     assert ours == theirs
     assert issubclass(ours[0][1][0] if ours[0][0] == "tuple" else ours[0][0], Exception)
 
 
-@pytest.mark.parametrize("options", [{"timeout": 3}, {"num_workers": 2, "prefetch_factor": 0}], ids=shown)
+@pytest.mark.parametrize(
+    "options", [{"timeout": 3}, {"num_workers": 2, "prefetch_factor": 0}], ids=shown
+)
 def test_what_torch_refuses_to_iterate_is_refused_by_threads_too(options: dict[str, Any]) -> None:
     """Arguments that torch's loader takes and its iterators do not are refused, never served as an empty epoch."""
-    wanted = "requires timeout == 0" if "timeout" in options else "prefetch_factor must be greater than 0"
+    wanted = (
+        "requires timeout == 0"
+        if "timeout" in options
+        else "prefetch_factor must be greater than 0"
+    )
     with pytest.raises(AssertionError, match=wanted):
         iter(DataLoader(Numbers(), workers="thread", **options))
 
 
 @EVERY_ENGINE
-@pytest.mark.parametrize(("error", "words"), [(KeyError, "no\nkey"), (FileNotFoundError, "gone")], ids=shown)
-def test_an_exception_of_the_dataset(engine: dict[str, Any], error: type[Exception], words: str) -> None:
+@pytest.mark.parametrize(
+    ("error", "words"), [(KeyError, "no\nkey"), (FileNotFoundError, "gone")], ids=shown
+)
+def test_an_exception_of_the_dataset(
+    engine: dict[str, Any], error: type[Exception], words: str
+) -> None:
     """An exception has torch's type and, in processes, its words with worker and traceback; threads keep its own."""
 
     def failed(loader_class: Any, arguments: dict[str, Any]) -> tuple[Any, Any]:
@@ -335,7 +376,9 @@ def test_an_exception_of_the_dataset(engine: dict[str, Any], error: type[Excepti
         return
     assert ours == theirs
     if engine is PROCESSES:
-        assert ours[1][0][1].startswith(f"Caught {error.__name__} in DataLoader worker process 0.\nOriginal Traceback")
+        assert ours[1][0][1].startswith(
+            f"Caught {error.__name__} in DataLoader worker process 0.\nOriginal Traceback"
+        )
 
 
 def _end(iterator: Any) -> None:
@@ -424,7 +467,10 @@ def test_warnings_are_torchs(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name", ["batch_size", "batch_sampler", "sampler", "drop_last", "dataset"])
 def test_what_makes_batches_cannot_be_changed(name: str) -> None:
     """Setting what decided the batches is refused with torch's words."""
-    outcomes = [_outcome(lambda each=each: setattr(each(Numbers()), name, 3)) for each in (DataLoader, TorchLoader)]
+    outcomes = [
+        _outcome(lambda each=each: setattr(each(Numbers()), name, 3))
+        for each in (DataLoader, TorchLoader)
+    ]
     assert outcomes[0] == outcomes[1]
     assert "attribute should not be set after DataLoader is initialized" in str(outcomes[0])
 
@@ -432,16 +478,28 @@ def test_what_makes_batches_cannot_be_changed(name: str) -> None:
 def test_every_argument_is_an_attribute() -> None:
     """A loader can be made again from its attributes, as Lightning does."""
     with CachedDataset([(torch.zeros(1, 2, 2), i) for i in range(5)], progress=False) as dataset:
-        loader = DataLoader(dataset, batch_size=2, num_workers="auto", workers="thread", prefetch_factor=3)
-        names = [*DataLoader.__init__.__kwdefaults__, "dataset", "num_workers", "collate_fn", "timeout"]
+        loader = DataLoader(
+            dataset, batch_size=2, num_workers="auto", workers="thread", prefetch_factor=3
+        )
+        names = [
+            *DataLoader.__init__.__kwdefaults__,
+            "dataset",
+            "num_workers",
+            "collate_fn",
+            "timeout",
+        ]
         again = DataLoader(batch_size=2, **{name: getattr(loader, name) for name in names})
         assert _plain(list(again)) == _plain(list(loader))
         assert again.report().path == loader.report().path
 
 
-@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda loader: pickle.loads(pickle.dumps(loader))])
+@pytest.mark.parametrize(
+    "duplicate", [copy.copy, copy.deepcopy, lambda loader: pickle.loads(pickle.dumps(loader))]
+)
 @EVERY_ENGINE
-def test_a_used_loader_can_be_copied(engine: dict[str, Any], duplicate: Callable[[Any], Any]) -> None:
+def test_a_used_loader_can_be_copied(
+    engine: dict[str, Any], duplicate: Callable[[Any], Any]
+) -> None:
     """A copy, deep or pickled, of a loader that has served an epoch serves the next."""
     loader = DataLoader(Numbers(), batch_size=4, **engine)
     whole = _plain(list(loader))

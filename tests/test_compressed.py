@@ -31,7 +31,12 @@ OWN_STEP = [v1.RandomCrop(5), v1.Lambda(lambda image: np.asarray(image).copy())]
 TRANSFORMS = [
     [v1.PILToTensor()],
     [v1.RandomCrop(5), v1.PILToTensor()],
-    [v1.RandomCrop(5), v1.RandomHorizontalFlip(), v1.ToTensor(), v1.Normalize([0.5] * 3, [0.2] * 3)],
+    [
+        v1.RandomCrop(5),
+        v1.RandomHorizontalFlip(),
+        v1.ToTensor(),
+        v1.Normalize([0.5] * 3, [0.2] * 3),
+    ],
     [v1.RandomResizedCrop(4), v1.ToTensor()],
     OWN_STEP,
 ]
@@ -43,10 +48,17 @@ def _batches(dataset: Any, **options: Any) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize(
     ("steps", "num_workers"),
-    [(steps, workers) for steps in TRANSFORMS for workers in (0, 2) if steps is not OWN_STEP or not workers],
+    [
+        (steps, workers)
+        for steps in TRANSFORMS
+        for workers in (0, 2)
+        if steps is not OWN_STEP or not workers
+    ],
 )
 @pytest.mark.parametrize("codec", LOSSLESS)
-def test_a_lossless_codec_changes_no_pixel(image_folder: Folder, codec: str, steps: Any, num_workers: int) -> None:
+def test_a_lossless_codec_changes_no_pixel(
+    image_folder: Folder, codec: str, steps: Any, num_workers: int
+) -> None:
     """Batches and single samples are those of the raw store, whatever runs on them."""
     root = image_folder(per_class=5, size=(13, 11))
     transform = v1.Compose([v1.Resize((7, 9)), *steps])
@@ -75,7 +87,9 @@ def test_samples_of_many_shapes_are_kept(image_folder: Folder, codec: str) -> No
     transform = v1.Compose([v1.RandomCrop(8), v1.PILToTensor()])
     with (
         ImageFolder(root, transform, seed=0, progress=False) as raw,
-        ImageFolder(root, transform, storage="compressed", codec=codec, seed=0, progress=False) as ours,
+        ImageFolder(
+            root, transform, storage="compressed", codec=codec, seed=0, progress=False
+        ) as ours,
     ):
         assert all(map(torch.equal, _batches(raw), _batches(ours)))
         ours.transform = raw.transform = None
@@ -87,9 +101,17 @@ def test_samples_of_many_shapes_are_kept(image_folder: Folder, codec: str) -> No
 def test_a_crop_of_kept_jpeg_is_that_of_the_whole(image_folder: Folder, steps: Any) -> None:
     """Only the box is decoded, in memory and on disk, and the batch is the one of the decoded samples."""
     root = image_folder(per_class=5, size=(73, 51))
-    kept: dict[str, Any] = {"storage": "compressed", "codec": "jpeg", "resize": (40, 57), "progress": False}
+    kept: dict[str, Any] = {
+        "storage": "compressed",
+        "codec": "jpeg",
+        "resize": (40, 57),
+        "progress": False,
+    }
     on_disk = kept | {"storage": "disk", "cache_dir": root.parent / "cache"}
-    with ImageFolder(root, **kept) as whole, ImageFolder(root, v1.Compose(steps), **on_disk) as disk:
+    with (
+        ImageFolder(root, **kept) as whole,
+        ImageFolder(root, v1.Compose(steps), **on_disk) as disk,
+    ):
         decoded = [(image, 0) for image, _ in whole]
         raw = CachedDataset(decoded, transform=v1.Compose(steps), progress=False)
         with raw, whole.with_transform(v1.Compose(steps)) as ours:
@@ -107,7 +129,9 @@ def test_jpeg_is_close_and_called_lossy(image_folder: Folder) -> None:
     transform = v1.Compose([v1.Resize((48, 64)), v1.PILToTensor()])
     with (
         ImageFolder(root, transform, progress=False) as raw,
-        ImageFolder(root, transform, storage="compressed", codec=JpegCodec(quality=90), progress=False) as ours,
+        ImageFolder(
+            root, transform, storage="compressed", codec=JpegCodec(quality=90), progress=False
+        ) as ours,
     ):
         assert "codec='jpeg', lossy" in ours.storage_plan.reason
         difference = (raw[1][0].int() - ours[1][0].int()).abs()
@@ -118,7 +142,11 @@ def test_workers_get_a_handle_of_the_encoded_samples(image_folder: Folder) -> No
     """A pickled dataset is small, and its copy reads the same samples."""
     transform = v1.Compose([v1.Resize((48, 64)), v1.PILToTensor()])
     with ImageFolder(
-        image_folder(per_class=9, size=(64, 48)), transform, storage="compressed", codec="zstd", progress=False
+        image_folder(per_class=9, size=(64, 48)),
+        transform,
+        storage="compressed",
+        codec="zstd",
+        progress=False,
     ) as dataset:
         data = pickle.dumps(dataset)
         assert len(data) < 3000
@@ -159,8 +187,13 @@ def test_any_dtype_and_shape_comes_back_bit_for_bit(dtype: str, codec: str) -> N
     """Volumes, masks and tables of all types, ragged ones too, are the same after encoding."""
     random = np.random.default_rng(0)
     shapes = [(3, 5, 6), (2, 4, 6), (1, 5, 7)]
-    arrays = [random.integers(0, 2, shapes[i % 3]).astype(dtype) * np.array(i + 1).astype(dtype) for i in range(12)]
-    with CachedDataset([(a, 0) for a in arrays], storage="compressed", codec=codec, progress=False) as dataset:
+    arrays = [
+        random.integers(0, 2, shapes[i % 3]).astype(dtype) * np.array(i + 1).astype(dtype)
+        for i in range(12)
+    ]
+    with CachedDataset(
+        [(a, 0) for a in arrays], storage="compressed", codec=codec, progress=False
+    ) as dataset:
         for index, array in enumerate(arrays):
             read, _ = dataset[index]
             assert read.dtype == array.dtype
@@ -244,7 +277,10 @@ class _Segmentation(list[Any]):
         draw = np.random.default_rng(0).integers
         for i in range(6):
             size = (9, 8 + i % sizes)
-            image, mask = draw(256, size=(*size, 3), dtype=np.uint8), tv_tensors.Mask(draw(5, size=size))
+            image, mask = (
+                draw(256, size=(*size, 3), dtype=np.uint8),
+                tv_tensors.Mask(draw(5, size=size)),
+            )
             photo = Image.fromarray(image)
             if kind is tv_tensors.Image:
                 photo = v2.functional.to_image(photo)
@@ -264,12 +300,18 @@ KEPT = [
 @pytest.mark.parametrize("sizes", [1, 2], ids=["dense", "ragged"])
 @pytest.mark.parametrize("kind", [Image.Image, tv_tensors.Image])
 @pytest.mark.parametrize("options", KEPT, ids=shown)
-def test_masks_stay_in_step_with_their_images(options: Any, kind: Any, sizes: int, tmp_path: Path) -> None:
+def test_masks_stay_in_step_with_their_images(
+    options: Any, kind: Any, sizes: int, tmp_path: Path
+) -> None:
     """Joint transforms of torchvision do to image and mask what they do without fastdata, wherever both are kept."""
     items = _Segmentation(kind, sizes=sizes)
     options = options | ({"cache_dir": tmp_path} if options["storage"] == "disk" else {})
-    to_float = v2.ToDtype({tv_tensors.Image: torch.float32, tv_tensors.Mask: torch.int64}, scale=True)
-    joint = v2.Compose([v2.RandomHorizontalFlip(1.0), v2.RandomResizedCrop(4), v2.ToImage(), to_float])
+    to_float = v2.ToDtype(
+        {tv_tensors.Image: torch.float32, tv_tensors.Mask: torch.int64}, scale=True
+    )
+    joint = v2.Compose(
+        [v2.RandomHorizontalFlip(1.0), v2.RandomResizedCrop(4), v2.ToImage(), to_float]
+    )
     for _ in range(2):  # the second finds the cache
         with CachedDataset(items, transforms=joint, progress=False, **options) as dataset:
             for index, pair in enumerate(items):
@@ -296,7 +338,9 @@ def test_parts_keep_their_class(fill: Any) -> None:
                 assert target == label
 
 
-def test_an_image_tensor_is_torchvisions_behind_a_prepared_step_and_a_batch_op(tmp_path: Path) -> None:
+def test_an_image_tensor_is_torchvisions_behind_a_prepared_step_and_a_batch_op(
+    tmp_path: Path,
+) -> None:
     """After ToImage, a resize that is prepared and a flip on the batch, the user's step gets a tv_tensors.Image."""
     seen: list[type] = []
 
@@ -307,9 +351,19 @@ def test_an_image_tensor_is_torchvisions_behind_a_prepared_step_and_a_batch_op(t
     (tmp_path / "images" / "one").mkdir(parents=True)
     Image.new("RGB", (9, 8)).save(tmp_path / "images" / "one" / "0.png")
     geometry = [v2.ToImage(), v2.Resize((4, 4))]
-    for steps in ([*geometry, look], [*geometry, v2.RandomHorizontalFlip(), look], [v2.ToImage(), look]):
-        for options in ({"storage": "shared"}, {"storage": "compressed", "codec": "source"}, {"cache_dir": tmp_path}):
-            with ImageFolder(tmp_path / "images", v2.Compose(steps), progress=False, **options) as dataset:
+    for steps in (
+        [*geometry, look],
+        [*geometry, v2.RandomHorizontalFlip(), look],
+        [v2.ToImage(), look],
+    ):
+        for options in (
+            {"storage": "shared"},
+            {"storage": "compressed", "codec": "source"},
+            {"cache_dir": tmp_path},
+        ):
+            with ImageFolder(
+                tmp_path / "images", v2.Compose(steps), progress=False, **options
+            ) as dataset:
                 dataset[0]
     assert set(seen) == {tv_tensors.Image}
 
@@ -321,7 +375,9 @@ def test_a_collate_function_gets_torchvisions_tensors() -> None:
         loader = DataLoader(dataset, batch_size=2, collate_fn=list)
         kinds = {type(part) for batch in loader for pair in batch for part in pair}
         assert kinds == {tv_tensors.Image, tv_tensors.Mask}
-        assert {type(part) for batch in DataLoader(dataset, batch_size=2) for part in batch} == {torch.Tensor}
+        assert {type(part) for batch in DataLoader(dataset, batch_size=2) for part in batch} == {
+            torch.Tensor
+        }
 
 
 def test_boxes_keep_format_and_canvas_as_targets(tmp_path: Path) -> None:
@@ -331,11 +387,18 @@ def test_boxes_keep_format_and_canvas_as_targets(tmp_path: Path) -> None:
     for target in (boxes, {"boxes": boxes, "label": 3}):
         pair = (_photo(1), target)
         with CachedDataset([pair], transforms=flip, progress=False) as dataset:
-            found, wanted = (each if target is boxes else each["boxes"] for each in (dataset[0][1], flip(*pair)[1]))
+            found, wanted = (
+                each if target is boxes else each["boxes"]
+                for each in (dataset[0][1], flip(*pair)[1])
+            )
             assert repr(found) == repr(wanted)
-        with pytest.raises(ValueError, match=r"cache_dir= keeps targets that are .* and not (BoundingBoxes|dict)"):
+        with pytest.raises(
+            ValueError, match=r"cache_dir= keeps targets that are .* and not (BoundingBoxes|dict)"
+        ):
             CachedDataset([pair], cache_dir=tmp_path, cache_key="boxes", progress=False)
-    with pytest.raises(SampleError, match=r"a BoundingBoxes cannot be stored .* Return it as or within the target"):
+    with pytest.raises(
+        SampleError, match=r"a BoundingBoxes cannot be stored .* Return it as or within the target"
+    ):
         CachedDataset([((_photo(1), boxes), 3)], progress=False)
 
 
@@ -372,12 +435,18 @@ def test_lz4_batches_name_the_damaged_sample() -> None:
     [
         ([(np.zeros((3, 5, 6), np.float32), 0)], "jpeg", r"jpeg: .*8 bits"),
         ([(np.zeros((5, 6), np.uint8), 0)], "jpeg", r"jpeg: .*labels"),
-        ([(np.zeros((3, 5, 6), np.uint8), np.zeros((5, 6), np.uint8))], "jpeg", r"codec=\('jpeg', 'zstd'\)"),
+        (
+            [(np.zeros((3, 5, 6), np.uint8), np.zeros((5, 6), np.uint8))],
+            "jpeg",
+            r"codec=\('jpeg', 'zstd'\)",
+        ),
         ([(np.zeros((3, 5, 6), np.uint8), 0)], "source", r"source: the samples are no files"),
         ([(np.zeros((3, 5, 6), np.float32), 0)], Half(), r"half: it halves bytes"),
     ],
 )
-def test_a_codec_that_would_harm_is_refused_with_the_reason(samples: Any, codec: Any, reason: str) -> None:
+def test_a_codec_that_would_harm_is_refused_with_the_reason(
+    samples: Any, codec: Any, reason: str
+) -> None:
     """Lossy codecs for masks and wide values, and files that are none: an error before anything is kept."""
     with pytest.raises(ValueError, match=reason):
         CachedDataset(samples * 3, storage="compressed", codec=codec, progress=False)
@@ -394,14 +463,21 @@ def test_a_codec_that_would_harm_is_refused_with_the_reason(samples: Any, codec:
 def test_a_wrong_codec_is_named(codec: Any, problem: str) -> None:
     """Misspelt names, objects without the methods, and tuples of the wrong length."""
     with pytest.raises((ValueError, TypeError), match=problem):
-        CachedDataset([(np.zeros(3, np.uint8), 0)] * 3, storage="compressed", codec=codec, progress=False)
+        CachedDataset(
+            [(np.zeros(3, np.uint8), 0)] * 3, storage="compressed", codec=codec, progress=False
+        )
 
 
 def test_a_loader_of_ones_own_cannot_keep_files(image_folder: Folder) -> None:
     """codec='source' opens bytes itself, which a user's loader cannot."""
     with pytest.raises(ValueError, match="files are opened by your own loader="):
         ImageFolder(
-            image_folder(), loader=Image.open, storage="compressed", codec="source", fill="eager", progress=False
+            image_folder(),
+            loader=Image.open,
+            storage="compressed",
+            codec="source",
+            fill="eager",
+            progress=False,
         )
 
 
@@ -422,10 +498,16 @@ def test_a_damaged_sample_is_named_and_only_it_is_refused(image_folder: Folder, 
     """Batches without it are served, those with it name its path and index."""
     transform = v1.Compose([v1.Resize((16, 16)), v1.PILToTensor()])
     with ImageFolder(
-        image_folder(per_class=4, size=(20, 18)), transform, storage="compressed", codec=codec, progress=False
+        image_folder(per_class=4, size=(20, 18)),
+        transform,
+        storage="compressed",
+        codec=codec,
+        progress=False,
     ) as dataset:
         _spoil(dataset, 5)
-        with pytest.raises(SampleError, match=r"sample 5, .*dog.001\.jpg, cannot be read") as caught:
+        with pytest.raises(
+            SampleError, match=r"sample 5, .*dog.001\.jpg, cannot be read"
+        ) as caught:
             dataset.__getitems__([1, 5, 2])
         assert (caught.value.index, Path(caught.value.path or "").name) == (5, "001.jpg")
         with pytest.raises(SampleError, match="sample 5"):
@@ -433,7 +515,9 @@ def test_a_damaged_sample_is_named_and_only_it_is_refused(image_folder: Folder, 
         assert len(dataset.__getitems__([1, 2, 6])) == 3
 
 
-def test_a_damaged_file_is_found_by_eager_filling_unless_files_are_kept(image_folder: Folder) -> None:
+def test_a_damaged_file_is_found_by_eager_filling_unless_files_are_kept(
+    image_folder: Folder,
+) -> None:
     """Encoding opens every file; keeping files of known size does not, and names the damaged one when it is read."""
     root = image_folder(per_class=30)
     (root / "cat" / "001.jpg").write_bytes(b"\xff\xd8\xff nonsense")
@@ -441,8 +525,12 @@ def test_a_damaged_file_is_found_by_eager_filling_unless_files_are_kept(image_fo
         ImageFolder(root, v1.Resize((5, 6)), storage="compressed", codec="zstd", progress=False)
     with pytest.raises(SampleError, match=r"sample 1, .*001\.jpg"):
         ImageFolder(root, v1.Resize(5), storage="compressed", codec="source", progress=False)
-    with ImageFolder(root, v1.Resize((5, 6)), storage="compressed", codec="source", progress=False) as dataset:
-        with pytest.raises(SampleError, match=r"sample 1, .*001\.jpg, cannot be read: .*Delete or replace the file"):
+    with ImageFolder(
+        root, v1.Resize((5, 6)), storage="compressed", codec="source", progress=False
+    ) as dataset:
+        with pytest.raises(
+            SampleError, match=r"sample 1, .*001\.jpg, cannot be read: .*Delete or replace the file"
+        ):
             dataset[1]
         assert dataset[2][0].size == (6, 5)
 
@@ -463,9 +551,16 @@ def _late_large(index: int) -> int:
 def test_running_out_during_a_fill_says_what_would_fit() -> None:
     """Samples larger than those looked at do not fit after all: an error with the cure, and nothing is left."""
     samples = _noise(101, _late_large)
-    with pytest.raises(MemoryBudgetError, match=r"codec='lz4' need more than the .* free\. Use .*storage='none'"):
-        CachedDataset(samples, storage="compressed", codec="lz4", memory_limit="1MiB", progress=False)
-    with pytest.raises(MemoryBudgetError, match=r"many shapes need more than the 1\.0 MiB that is free\. Use .*codec="):
+    with pytest.raises(
+        MemoryBudgetError, match=r"codec='lz4' need more than the .* free\. Use .*storage='none'"
+    ):
+        CachedDataset(
+            samples, storage="compressed", codec="lz4", memory_limit="1MiB", progress=False
+        )
+    with pytest.raises(
+        MemoryBudgetError,
+        match=r"many shapes need more than the 1\.0 MiB that is free\. Use .*codec=",
+    ):
         CachedDataset(samples, storage="shared", memory_limit="1MiB", progress=False)
 
 

@@ -16,7 +16,9 @@ CORE = Path(core.__file__).parent
 LIBRARIES = sorted(CORE.glob(f"core-level*{core.ENDING}"))
 MACHINES = {("linux", "x86_64"), ("linux", "aarch64"), ("darwin", "arm64"), ("win32", "AMD64")}
 
-needs_library = pytest.mark.skipif((sys.platform, platform.machine()) not in MACHINES, reason="no core is built here")
+needs_library = pytest.mark.skipif(
+    (sys.platform, platform.machine()) not in MACHINES, reason="no core is built here"
+)
 
 
 @pytest.fixture
@@ -36,10 +38,16 @@ def test_the_core_is_there_wherever_it_is_built() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc/cpuinfo is Linux's")
 def test_the_level_is_what_the_system_says_of_the_cpu() -> None:
     """The level of x86-64 follows from the flags in /proc/cpuinfo; other machines have none of these, and level 1."""
-    flags = set(Path("/proc/cpuinfo").read_text().partition("\nflags")[2].partition("\n")[0].split())
+    flags = set(
+        Path("/proc/cpuinfo").read_text().partition("\nflags")[2].partition("\n")[0].split()
+    )
     expected = 1
     for level, needed in enumerate(
-        ("ssse3 sse4_1 sse4_2 popcnt", "avx2 bmi1 bmi2 fma f16c movbe abm", "avx512bw avx512vl avx512vbmi")
+        (
+            "ssse3 sse4_1 sse4_2 popcnt",
+            "avx2 bmi1 bmi2 fma f16c movbe abm",
+            "avx512bw avx512vl avx512vbmi",
+        )
     ):
         expected += expected == level + 1 and flags >= set(needed.split())
     assert core.load().fastdata_cpu_level() == expected
@@ -63,7 +71,9 @@ def test_a_library_of_other_sources_is_refused(copy: Path) -> None:
     """After a change of a C file an editable install says that it must be built again."""
     with (copy / "core.h").open("a") as file:
         file.write("\n")
-    with pytest.raises(OSError, match=r"core-level\d\.\w+ was built of other sources than those beside it: install"):
+    with pytest.raises(
+        OSError, match=r"core-level\d\.\w+ was built of other sources than those beside it: install"
+    ):
         core.open_library(copy)
 
 
@@ -88,6 +98,10 @@ def test_a_damaged_library_is_an_obstacle(tmp_path: Path) -> None:
 
 def test_importing_opens_no_library() -> None:
     """`import fastdata` loads the core of no level."""
-    code = "import fastdata; from fastdata.pixels import core; print(core.load.cache_info().currsize)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    code = (
+        "import fastdata; from fastdata.pixels import core; print(core.load.cache_info().currsize)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
     assert done.stdout == "0\n"

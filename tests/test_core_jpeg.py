@@ -22,10 +22,18 @@ from fastdata.pixels.ops import Op
 from fastdata.pixels.program import Program
 from test_core_programs import FILTERS, GEOMETRY, SIDES
 
-pytestmark = pytest.mark.skipif(images.open_libjpeg()[0] is None, reason="Pillow is linked to no shared libjpeg-turbo")
+pytestmark = pytest.mark.skipif(
+    images.open_libjpeg()[0] is None, reason="Pillow is linked to no shared libjpeg-turbo"
+)
 
 FUZZ = int(os.environ.get("FASTDATA_FUZZ", "400"))
-SAMPLINGS = {"4:4:4": (0, None), "4:2:2": (1, None), "4:2:0": (2, None), "4:4:0": (1, 0x12), "4:1:1": (2, 0x41)}
+SAMPLINGS = {
+    "4:4:4": (0, None),
+    "4:2:2": (1, None),
+    "4:2:0": (2, None),
+    "4:4:0": (1, 0x12),
+    "4:1:1": (2, 0x41),
+}
 """Pillow's number, and the sampling factors that its file is given instead: of as many blocks, in another order."""
 KINDS: dict[str, dict[str, Any]] = {
     "baseline": {},
@@ -111,7 +119,14 @@ def test_any_box_has_the_pixels_of_the_whole(sampling: str, kind: str) -> None:
         opened, wanted = OpenedImages([data], refuse), pixels_of(data).transpose(2, 0, 1)
         for top, left, h, w in boxes(rng, *wanted.shape[1:]):
             found = cut(opened, (top, left, h, w))
-            assert np.array_equal(found, wanted[:, top : top + h, left : left + w]), (height, width, top, left, h, w)
+            assert np.array_equal(found, wanted[:, top : top + h, left : left + w]), (
+                height,
+                width,
+                top,
+                left,
+                h,
+                w,
+            )
 
 
 def test_a_program_reads_only_what_it_needs_and_serves_the_same() -> None:
@@ -127,7 +142,15 @@ def test_a_program_reads_only_what_it_needs_and_serves_the_same() -> None:
         data = saved(photo(height, width), subsampling=pick(0, 1, 2), progressive=pick(False, True))
         programs = []
         for first in range(2):
-            names = [pick("RandomResizedCrop", "RandomCrop", "Resize", "CenterCrop", "RandomHorizontalFlip")]
+            names = [
+                pick(
+                    "RandomResizedCrop",
+                    "RandomCrop",
+                    "Resize",
+                    "CenterCrop",
+                    "RandomHorizontalFlip",
+                )
+            ]
             names += [pick(*GEOMETRY) for _ in range(rng.integers(3))]
             steps = tuple(GEOMETRY[name](v1, pick) for name in names)
             plan = plan_transform(steps, channels=3, prepared=0, first=10 * first)
@@ -135,7 +158,9 @@ def test_a_program_reads_only_what_it_needs_and_serves_the_same() -> None:
         one, other = programs
         decoded, opened = OpenedImages.decoded([pixels_of(data)]), OpenedImages([data], refuse)
         try:
-            wanted = [program.run_images(decoded, np.array([7]), 1, 2, None) for program in programs]
+            wanted = [
+                program.run_images(decoded, np.array([7]), 1, 2, None) for program in programs
+            ]
         except ValueError:
             continue
         out = np.empty_like(wanted[1])
@@ -154,11 +179,16 @@ def test_a_crop_behind_a_resize_is_made_of_its_support(name: str, size: Any) -> 
     data = saved(photo(260, 310))
     for crop in ((32, 24), (1, 40), (40, 1)):
         for form in ("pil", "tensor"):
-            steps = (v1.Resize(size, v1.InterpolationMode(name), antialias=True), v1.CenterCrop(crop))
+            steps = (
+                v1.Resize(size, v1.InterpolationMode(name), antialias=True),
+                v1.CenterCrop(crop),
+            )
             plan = plan_transform(steps, channels=3, prepared=0, form=form)
             program = Program(plan.batch_ops, SampleSpec(shape=None, dtype="uint8", form=form))
             found = next(program.prepare(OpenedImages([data], refuse))).copy()
-            assert np.array_equal(found, next(program.prepare(OpenedImages.decoded([pixels_of(data)]))))
+            assert np.array_equal(
+                found, next(program.prepare(OpenedImages.decoded([pixels_of(data)])))
+            )
 
 
 @pytest.mark.parametrize("orientation", range(10))
@@ -171,7 +201,9 @@ def test_exif_turns_the_box(orientation: int) -> None:
     opened = OpenedImages([data], refuse, upright=True)
     assert tuple(opened.shapes_B3[0]) == upright.shape
     for top, left, h, w in boxes(np.random.default_rng(orientation), *upright.shape[1:]):
-        assert np.array_equal(cut(opened, (top, left, h, w)), upright[:, top : top + h, left : left + w])
+        assert np.array_equal(
+            cut(opened, (top, left, h, w)), upright[:, top : top + h, left : left + w]
+        )
 
 
 def test_an_orientation_that_is_not_plain_is_pillows_to_read() -> None:
@@ -199,7 +231,11 @@ def damaged(data: bytes, rng: np.random.Generator) -> bytes:
     """A file with some bytes changed, cut out or put in, or with its end missing."""
     changed = bytearray(data)
     for _ in range(rng.integers(1, 5)):
-        at = int(rng.integers(len(changed)) if rng.random() < 0.6 else rng.integers(min(700, len(changed))))
+        at = int(
+            rng.integers(len(changed))
+            if rng.random() < 0.6
+            else rng.integers(min(700, len(changed)))
+        )
         match rng.integers(6):
             case 0:
                 del changed[at:]
@@ -219,10 +255,14 @@ def damaged(data: bytes, rng: np.random.Generator) -> bytes:
 def test_damaged_files_are_judged_by_pillow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is done to a file, its pixels, those of a box and the error are Pillow's, and nothing crashes."""
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1 << 20)
-    files = [jpeg_file(sampling, kind, 40, 61) for sampling in (*SAMPLINGS, "grey") for kind in KINDS]
+    files = [
+        jpeg_file(sampling, kind, 40, 61) for sampling in (*SAMPLINGS, "grey") for kind in KINDS
+    ]
     exif = Image.Exif()
     exif[0x112], exif[0x11A] = 6, 72.0
-    files += [saved(photo(50, 31), exif=exif, icc_profile=b"x" * 90, comment=b"hello", dpi=(72, 72))]
+    files += [
+        saved(photo(50, 31), exif=exif, icc_profile=b"x" * 90, comment=b"hello", dpi=(72, 72))
+    ]
     decoded = 0
     for number in range(FUZZ):
         rng = np.random.default_rng(number)
@@ -269,7 +309,9 @@ def test_a_size_is_checked_before_there_is_memory_for_it(monkeypatch: pytest.Mon
         decode_image(bytes(data))
 
 
-def test_a_file_that_lacks_scans_is_smoothed_as_pillow_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_lacks_scans_is_smoothed_as_pillow_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Of a progressive file that ends early, a box has the pixels of Pillow's whole image."""
     monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True)
     data = saved(photo(61, 90), progressive=True)
@@ -283,5 +325,7 @@ def test_a_file_that_lacks_scans_is_smoothed_as_pillow_does(monkeypatch: pytest.
 
 def test_a_library_without_libjpeg_is_said_to_have_none() -> None:
     """What has no shared libjpeg-turbo, as Pillow's wheels for Windows, is named with what it lacks."""
-    with pytest.raises(OSError, match=r"is not linked to a shared libjpeg-turbo: it knows no jpeg_CreateDecompress"):
+    with pytest.raises(
+        OSError, match=r"is not linked to a shared libjpeg-turbo: it knows no jpeg_CreateDecompress"
+    ):
         core.open_jpeg(core.load()._name)

@@ -27,23 +27,34 @@ Pick = Callable[..., Any]
 
 GEOMETRY: dict[str, Callable[[Any, Pick], Any]] = {
     "CenterCrop": lambda api, pick: api.CenterCrop((pick(*SIDES), pick(*SIDES))),
-    "Pad": lambda api, pick: api.Pad([pick(0, 1, 4, 9) for _ in range(4)], pick(0, 7), pick(*MODES)),
+    "Pad": lambda api, pick: api.Pad(
+        [pick(0, 1, 4, 9) for _ in range(4)], pick(0, 7), pick(*MODES)
+    ),
     "RandomCrop": lambda api, pick: api.RandomCrop(
-        (pick(*SIDES), pick(*SIDES)), pick(None, 1, (2, 5)), pick(True, True, False), padding_mode=pick(*MODES)
+        (pick(*SIDES), pick(*SIDES)),
+        pick(None, 1, (2, 5)),
+        pick(True, True, False),
+        padding_mode=pick(*MODES),
     ),
     "RandomHorizontalFlip": lambda api, pick: api.RandomHorizontalFlip(),
     "RandomVerticalFlip": lambda api, pick: api.RandomVerticalFlip(),
     "RandomResizedCrop": lambda api, pick: api.RandomResizedCrop(
-        (pick(*SIDES), pick(*SIDES)), interpolation=v1.InterpolationMode(pick(*FILTERS)), antialias=True
+        (pick(*SIDES), pick(*SIDES)),
+        interpolation=v1.InterpolationMode(pick(*FILTERS)),
+        antialias=True,
     ),
     "Resize": lambda api, pick: api.Resize(
-        pick(pick(*SIDES), (pick(*SIDES), pick(*SIDES))), v1.InterpolationMode(pick(*FILTERS)), antialias=True
+        pick(pick(*SIDES), (pick(*SIDES), pick(*SIDES))),
+        v1.InterpolationMode(pick(*FILTERS)),
+        antialias=True,
     ),
 }
 VALUES: dict[str, Callable[[Any, Pick], Any]] = {
     "ColorJitter": lambda api, pick: api.ColorJitter(0.5, 0.5, 0.5, pick(0.1, 0.5)),
     "GaussianBlur": lambda api, pick: api.GaussianBlur((pick(1, 3, 5), pick(1, 3, 7)), (0.1, 2.0)),
-    "RandomAffine": lambda api, pick: api.RandomAffine(40, (0.3, 0.3), (0.5, 1.5), 20, fill=pick(0, 9)),
+    "RandomAffine": lambda api, pick: api.RandomAffine(
+        40, (0.3, 0.3), (0.5, 1.5), 20, fill=pick(0, 9)
+    ),
     "RandomAdjustSharpness": lambda api, pick: api.RandomAdjustSharpness(pick(0.0, 1.7), 1.0),
     "RandomAutocontrast": lambda api, pick: api.RandomAutocontrast(1.0),
     "RandomEqualize": lambda api, pick: api.RandomEqualize(1.0),
@@ -51,11 +62,20 @@ VALUES: dict[str, Callable[[Any, Pick], Any]] = {
     "RandomInvert": lambda api, pick: api.RandomInvert(1.0),
     "RandomPerspective": lambda api, pick: api.RandomPerspective(0.6, 1.0),
     "RandomPosterize": lambda api, pick: api.RandomPosterize(pick(1, 3, 7), 1.0),
-    "RandomRotation": lambda api, pick: api.RandomRotation(180, pick(*map(v1.InterpolationMode, FILTERS[::2]))),
+    "RandomRotation": lambda api, pick: api.RandomRotation(
+        180, pick(*map(v1.InterpolationMode, FILTERS[::2]))
+    ),
     "RandomSolarize": lambda api, pick: api.RandomSolarize(pick(0, 100, 255), 1.0),
     "TrivialAugmentWide": lambda api, pick: api.TrivialAugmentWide(),
 }
-DRAWN = {"ColorJitter", "GaussianBlur", "RandomAffine", "RandomPerspective", "RandomRotation", "TrivialAugmentWide"}
+DRAWN = {
+    "ColorJitter",
+    "GaussianBlur",
+    "RandomAffine",
+    "RandomPerspective",
+    "RandomRotation",
+    "TrivialAugmentWide",
+}
 """Run only: what torchvision would make of the same draws is in test_steps.py."""
 
 
@@ -94,6 +114,8 @@ def test_random_programs(api: str, form: str, number: int) -> None:
                 compared += 1
             if form == "pil" and channels == 3:
                 pixels = np.ascontiguousarray(store.samples[index].transpose(1, 2, 0))
-                again = program.run_images(OpenedImages.decoded([pixels]), np.array([index]), EPOCH, SEED, None)[0]
+                again = program.run_images(
+                    OpenedImages.decoded([pixels]), np.array([index]), EPOCH, SEED, None
+                )[0]
                 assert np.array_equal(again, served)
     assert compared > 10

@@ -42,7 +42,12 @@ def reason_of(table: core.Table) -> str:
     [
         [("STEP_SEQUENCE", 0, 1)],
         [("STEP_SEQUENCE", 1, 1), ("STEP_CHOICE", 1, 1)],
-        [("STEP_SEQUENCE", 1, 2), ("STEP_SEQUENCE", 3, 1), ("STEP_SEQUENCE", 3, 1), ("STEP_FLIP", 0, 0)],
+        [
+            ("STEP_SEQUENCE", 1, 2),
+            ("STEP_SEQUENCE", 3, 1),
+            ("STEP_SEQUENCE", 3, 1),
+            ("STEP_FLIP", 0, 0),
+        ],
         [("STEP_SEQUENCE", 1, 9)],
         [("STEP_SEQUENCE", 1, -1)],
         [("STEP_SEQUENCE", 0, 0), ("STEP_FLIP", 0, 0)],
@@ -68,7 +73,9 @@ def test_more_ops_than_there_is_room_for_are_refused() -> None:
     """The error names the sample and its shape."""
     store = ArrayStore(images(3, (6, 5)))
     program = Program((Op("OP_RESIZE", n=(6, 5, 0, 0, "NEAREST", "PIL_DOMAIN")),) * 300, store.spec)
-    with pytest.raises(ValueError, match=r"sample 2, of shape \(3, 6, 5\), cannot be served: .* more than the core"):
+    with pytest.raises(
+        ValueError, match=r"sample 2, of shape \(3, 6, 5\), cannot be served: .* more than the core"
+    ):
         program.run_one(store, 2, 0, 0)
 
 
@@ -83,11 +90,15 @@ def test_draws_are_those_of_draws_py() -> None:
     """What the core draws is the function of key, step and number that samplers draw by."""
     flip = Op("STEP_FLIP", 5, v=(0.3,))
     crop = Op("STEP_CROP", child(2, 7), (0, 0, 0, 0, "PAD_CONSTANT", "PIL_DOMAIN", 4, 3, 0))
-    program = Program((sequence([crop]), flip), SampleSpec(shape=(3, 30, 40), dtype="uint8", form="pil"))
+    program = Program(
+        (sequence([crop]), flip), SampleSpec(shape=(3, 30, 40), dtype="uint8", form="pil")
+    )
     windows = program.draw(np.arange(300), 2, 7, np.full((300, 3), (3, 30, 40), np.int32))[:, 0]
     assert np.array_equal(windows["n"][:, 8], draw_uniform(KEYS, 5, 0) < 0.3)
     for number, count in enumerate((27, 38)):
-        assert np.array_equal(windows["n"][:, 4 + number], draw_integers(KEYS, child(2, 7), number, count))
+        assert np.array_equal(
+            windows["n"][:, 4 + number], draw_integers(KEYS, child(2, 7), number, count)
+        )
 
 
 def test_rotations_are_rounded_as_python_rounds() -> None:
@@ -96,7 +107,9 @@ def test_rotations_are_rounded_as_python_rounds() -> None:
     plan = plan_transform(step, prepared=0)
     program = Program(plan.batch_ops, SampleSpec(shape=(3, 30, 40), dtype="uint8", form="pil"))
     count = 20000
-    matrices = program.draw(np.arange(count), 0, 0, np.full((count, 3), (3, 30, 40), np.int32))[:, 0]["v"]
+    matrices = program.draw(np.arange(count), 0, 0, np.full((count, 3), (3, 30, 40), np.int32))[
+        :, 0
+    ]["v"]
     degrees = -180 + draw_uniform(sample_keys(0, 0, np.arange(count)), 0, 0) * 360
     for matrix, angle in zip(matrices.tolist(), degrees.tolist(), strict=True):
         radians = -math.radians(angle % 360.0)
@@ -123,6 +136,8 @@ def test_magnitudes_are_asked_for_each_size_once() -> None:
     for _ in range(2):
         program.run(store, np.arange(60), 0, 0, out)
     known = set(sizes)
-    assert [size for size in asked if size in known] == list(dict.fromkeys(size for size in asked if size in known))
+    assert [size for size in asked if size in known] == list(
+        dict.fromkeys(size for size in asked if size in known)
+    )
     fresh = Program(plan.batch_ops, store.spec)
     assert all(np.array_equal(out[index], fresh.run_one(store, index, 0, 0)) for index in range(60))

@@ -52,7 +52,9 @@ class Images:
         return self.count
 
     def __getitem__(self, index: int) -> tuple[Image.Image, int]:
-        pixels = np.random.default_rng(index).integers(0, 256, (5, 6 + index % self.sizes, 3), np.uint8)
+        pixels = np.random.default_rng(index).integers(
+            0, 256, (5, 6 + index % self.sizes, 3), np.uint8
+        )
         pixels[..., 0] = index
         return Image.fromarray(pixels), index * 10
 
@@ -101,7 +103,9 @@ def test_a_crop_of_a_crop_is_padded_if_needed(sizes: int, size: tuple[int, int])
     """What a larger crop adds to a smaller one is the border, not what the smaller one cut away."""
     flip, middle = v1.RandomVerticalFlip(1.0), v1.CenterCrop((3, 3))
     images = Images(6, sizes)
-    transform = v1.Compose([flip, middle, v1.RandomCrop(size, pad_if_needed=True, fill=200), v1.PILToTensor()])
+    transform = v1.Compose(
+        [flip, middle, v1.RandomCrop(size, pad_if_needed=True, fill=200), v1.PILToTensor()]
+    )
     with cached(images, transform=transform) as dataset:
         assert dataset.reader().obstacle is None
         for index, (mine, _) in enumerate(dataset.__getitems__(range(6))):
@@ -155,7 +159,11 @@ def test_changing_a_sample_does_not_change_the_store() -> None:
 def test_prepare_runs_before_the_store_is_filled() -> None:
     """prepare=, then resize=, then the transform's leading steps run once; what is stored is their result."""
     images = Images(3)
-    options = {"prepare": lambda image: image.convert("L"), "resize": (8, 9), "transform": v1.CenterCrop(7)}
+    options = {
+        "prepare": lambda image: image.convert("L"),
+        "resize": (8, 9),
+        "transform": v1.CenterCrop(7),
+    }
     with cached(images, **options) as dataset:
         wanted = v1.CenterCrop(7)(v1.Resize((8, 9))(images[2][0].convert("L")))
         assert dataset[2][0].mode == "L"
@@ -206,26 +214,49 @@ CROPPED = v1.Compose([v1.RandomResizedCrop(4), v1.ToTensor()])
 @pytest.mark.parametrize(
     ("dataset", "named"),
     [
-        (Single("", transform=CROPPED), r"RandomResizedCrop\(size=\(4, 4\).*\) in Single\.transform"),
+        (
+            Single("", transform=CROPPED),
+            r"RandomResizedCrop\(size=\(4, 4\).*\) in Single\.transform",
+        ),
         (Pairs("", transform=CROPPED), r"RandomResizedCrop\(.*\) in Pairs\.transform"),
-        (Pairs("", transforms=v2.RandomHorizontalFlip()), r"RandomHorizontalFlip\(p=0\.5\) in Pairs\.transforms"),
-        (Pairs("", target_transform=v1.RandomCrop(4)), r"RandomCrop\(.*\) in Pairs\.target_transform"),
-        (Subset(Single("", transform=CROPPED), [1, 0]), r"RandomResizedCrop\(.*\) in Single\.transform"),
+        (
+            Pairs("", transforms=v2.RandomHorizontalFlip()),
+            r"RandomHorizontalFlip\(p=0\.5\) in Pairs\.transforms",
+        ),
+        (
+            Pairs("", target_transform=v1.RandomCrop(4)),
+            r"RandomCrop\(.*\) in Pairs\.target_transform",
+        ),
+        (
+            Subset(Single("", transform=CROPPED), [1, 0]),
+            r"RandomResizedCrop\(.*\) in Single\.transform",
+        ),
         (
             ConcatDataset([Pairs(""), Subset(Pairs("", transform=CROPPED), [0])]),
             r"RandomResizedCrop\(.*\) in Pairs\.transform",
         ),
-        (Wrapping(Wrapping(Single("")), torch.nn.Sequential(v2.ColorJitter(0.5))), r"ColorJitter\(.*Wrapping\.trans"),
-        (Single("", transform=v1.RandomApply([v1.Pad(1)])), r"RandomApply\(.*\) in Single\.transform"),
+        (
+            Wrapping(Wrapping(Single("")), torch.nn.Sequential(v2.ColorJitter(0.5))),
+            r"ColorJitter\(.*Wrapping\.trans",
+        ),
+        (
+            Single("", transform=v1.RandomApply([v1.Pad(1)])),
+            r"RandomApply\(.*\) in Single\.transform",
+        ),
         (Single("", transform=Views(v1.ToTensor(), CROPPED)), r"Views\(.*\) in Single\.transform"),
         (Single("", transform=v1.GaussianBlur(3)), r"GaussianBlur\(.*\) in Single\.transform"),
-        (Single("", transform=v1.TrivialAugmentWide()), r"TrivialAugmentWide\(.*\) in Single\.transform"),
+        (
+            Single("", transform=v1.TrivialAugmentWide()),
+            r"TrivialAugmentWide\(.*\) in Single\.transform",
+        ),
     ],
     ids=lambda given: given if isinstance(given, str) else type(given).__name__,
 )
 def test_frozen_draws_are_refused(dataset: Any, named: str) -> None:
     """Random steps of torchvision in a wrapped dataset are named with the cure; where nothing is kept they may stay."""
-    with pytest.raises(ValueError, match=rf"^{named}.*: random, but .* as transform=, or as transforms=") as refused:
+    with pytest.raises(
+        ValueError, match=rf"^{named}.*: random, but .* as transform=, or as transforms="
+    ) as refused:
         cached(dataset)
     assert str(refused.value).count(" in ") == 1  # each step once
     with cached(dataset, storage="none") as served:
@@ -246,7 +277,8 @@ def test_unknown_steps_of_a_wrapped_dataset_are_warned_of() -> None:
         Pairs("", transforms=lambda image, target: (turn(image), target)),
     ):
         with pytest.warns(
-            FastDataWarning, match=r"\.transforms?: what .* not known to fastdata\. .* as prepare= if"
+            FastDataWarning,
+            match=r"\.transforms?: what .* not known to fastdata\. .* as prepare= if",
         ) as warned:
             cached(dataset).close()
         assert len(warned) == 1
@@ -266,11 +298,18 @@ def test_random_steps_under_another_name_are_warned_of() -> None:
 @pytest.mark.parametrize(
     "dataset",
     [
-        Single("", transform=v1.Compose([v1.Resize(4), v1.ToTensor(), v1.Normalize([0.5] * 3, [0.2] * 3)])),
-        Single("", transform=v1.Compose([v1.GaussianBlur(3, sigma=1.0), v1.RandomRotation((90, 90))])),
+        Single(
+            "",
+            transform=v1.Compose([v1.Resize(4), v1.ToTensor(), v1.Normalize([0.5] * 3, [0.2] * 3)]),
+        ),
+        Single(
+            "", transform=v1.Compose([v1.GaussianBlur(3, sigma=1.0), v1.RandomRotation((90, 90))])
+        ),
         Pairs("", transforms=v2.Compose([v2.ToImage(), v2.ToDtype(torch.float32, scale=True)])),
         Pairs("", target_transform=lambda label: label + 1),
-        ConcatDataset([Pairs("", transform=ImageOps.exif_transpose), Subset(Wrapping(Pairs("")), [0])]),
+        ConcatDataset(
+            [Pairs("", transform=ImageOps.exif_transpose), Subset(Wrapping(Pairs("")), [0])]
+        ),
     ],
 )
 def test_steps_that_do_the_same_each_time_may_stay(dataset: Any) -> None:
@@ -390,14 +429,22 @@ def test_per_sample_steps_get_what_they_would_have_got() -> None:
 
 def test_targets_of_a_batch_are_what_torch_makes_of_them() -> None:
     """Whatever the targets, a batch of them is default_collate's, after target_transform."""
-    for targets in ([1, 2, 3], [0.5, 1.5, 2.5], ["a", "b", "c"], [torch.ones(2)] * 3, [{"x": 1}, {"x": 2}, {"x": 3}]):
+    for targets in (
+        [1, 2, 3],
+        [0.5, 1.5, 2.5],
+        ["a", "b", "c"],
+        [torch.ones(2)] * 3,
+        [{"x": 1}, {"x": 2}, {"x": 3}],
+    ):
         with cached([(torch.zeros(1), target) for target in targets]) as dataset:
             wanted = default_collate([(torch.zeros(1), target) for target in targets])[1]
             found = collate(dataset.__getitems__([0, 1, 2]))[1]
             assert type(found) is type(wanted)
             assert str(found) == str(wanted)
             assert getattr(found, "dtype", None) == getattr(wanted, "dtype", None)
-    with cached([(torch.zeros(1), i) for i in range(3)], target_transform=lambda target: target + 0.5) as dataset:
+    with cached(
+        [(torch.zeros(1), i) for i in range(3)], target_transform=lambda target: target + 0.5
+    ) as dataset:
         assert collate(dataset.__getitems__([2, 0]))[1].tolist() == [2.5, 0.5]
         assert dataset[1][1] == 1.5
         assert dataset.targets == [0, 1, 2]
@@ -419,7 +466,11 @@ def test_a_batch_has_the_types_of_single_samples(parts: int) -> None:
     """Arrays are arrays, over the batch's memory, and texts of dicts are collated to a list, as of torch's own."""
     dicts = [{"image": np.full((2, 3), i, np.int16), "name": f"number {i}"} for i in range(6)]
     with cached(dicts) as dataset:
-        whole = ConcatDataset([Subset(dataset, [5, 4, 3]), Subset(dataset, [0])]) if parts > 1 else dataset
+        whole = (
+            ConcatDataset([Subset(dataset, [5, 4, 3]), Subset(dataset, [0])])
+            if parts > 1
+            else dataset
+        )
         loader = DataLoader(whole, batch_size=2, collate_fn=lambda samples: samples)
         samples = [sample for batch in loader for sample in batch]
         for sample, expected in zip(samples, (whole[k] for k in range(len(whole))), strict=True):
@@ -428,7 +479,11 @@ def test_a_batch_has_the_types_of_single_samples(parts: int) -> None:
             assert np.array_equal(sample["image"], expected["image"])
             assert sample["name"] == expected["name"]
         names = [batch["name"] for batch in DataLoader(whole, batch_size=2)]
-        assert names[0] == default_collate([whole[0], whole[1]])["name"] == [samples[0]["name"], samples[1]["name"]]
+        assert (
+            names[0]
+            == default_collate([whole[0], whole[1]])["name"]
+            == [samples[0]["name"], samples[1]["name"]]
+        )
         with CudaPrefetcher(loader, device="cpu") as batches:
             assert type(next(iter(batches))[1]["image"]) is np.ndarray
 
@@ -475,7 +530,11 @@ def test_changes_of_samples_in_a_collate_fn_count(change: Any, kind: Any) -> Non
     dicts = [{"image": kind([[i, 0.5]]), "boxes": torch.tensor([i]), "tags": [i]} for i in range(4)]
     with cached(dicts) as dataset:
         expected = make([dataset[k] for k in range(4)])
-        for options in ({}, {"num_workers": 1, "workers": "thread"}, {"num_workers": 1, "workers": "process"}):
+        for options in (
+            {},
+            {"num_workers": 1, "workers": "thread"},
+            {"num_workers": 1, "workers": "process"},
+        ):
             (found,) = DataLoader(dataset, batch_size=4, collate_fn=make, **options)
             assert str(found) == str(expected)
 
@@ -496,9 +555,13 @@ def test_changes_of_views_and_targets_in_a_collate_fn_count() -> None:
         assert [column.tolist() for column in targets] == [[0, 10, 20], [3, 3, 3]]
 
 
-def test_a_transform_that_begins_alike_is_served_from_the_same_store(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_transform_that_begins_alike_is_served_from_the_same_store(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """Nothing is prepared again where only what follows the stored steps is another."""
-    with cached(Images(4), transform=v1.Compose([v1.Resize((4, 4)), v1.RandomCrop(3), v1.ToTensor()])) as dataset:
+    with cached(
+        Images(4), transform=v1.Compose([v1.Resize((4, 4)), v1.RandomCrop(3), v1.ToTensor()])
+    ) as dataset:
         stores = dataset.reader().kept.stores
         dataset.transform = v1.Compose([v1.Resize((4, 4)), v1.ToTensor()])
         assert dataset[0][0].shape == (3, 4, 4)
@@ -506,7 +569,9 @@ def test_a_transform_that_begins_alike_is_served_from_the_same_store(caplog: pyt
         assert not caplog.records
 
 
-def test_a_transform_that_begins_otherwise_has_samples_prepared_again(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_transform_that_begins_otherwise_has_samples_prepared_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """Samples and batches are then those of a dataset made with it, and one line says so."""
     other = v1.Compose([v1.Grayscale(), v1.Resize((2, 3)), v1.ToTensor()])
     with (
@@ -514,10 +579,17 @@ def test_a_transform_that_begins_otherwise_has_samples_prepared_again(caplog: py
         cached(Images(4), transform=other) as wanted,
     ):
         dataset.transform = other
-        assert "samples are prepared again: the new transform does not begin with Resize" in caplog.text
+        assert (
+            "samples are prepared again: the new transform does not begin with Resize"
+            in caplog.text
+        )
         assert str(dataset.plan) == str(wanted.plan)
-        assert all(torch.equal(mine[0], theirs[0]) for mine, theirs in zip(dataset, wanted, strict=True))
-        assert torch.equal(dataset.__getitems__([2, 0]).stacked[0], wanted.__getitems__([2, 0]).stacked[0])
+        assert all(
+            torch.equal(mine[0], theirs[0]) for mine, theirs in zip(dataset, wanted, strict=True)
+        )
+        assert torch.equal(
+            dataset.__getitems__([2, 0]).stacked[0], wanted.__getitems__([2, 0]).stacked[0]
+        )
         assert dataset.targets == wanted.targets
 
 
@@ -535,7 +607,10 @@ def test_a_dataset_that_cannot_be_prepared_again_says_so() -> None:
 def test_two_views_serve_one_store() -> None:
     """Each has its own transform; the memory is given back with the last of them."""
     before = memfd_count()
-    train = cached(Images(4), transform=v1.Compose([v1.Resize((4, 4)), v1.RandomHorizontalFlip(1), v1.ToTensor()]))
+    train = cached(
+        Images(4),
+        transform=v1.Compose([v1.Resize((4, 4)), v1.RandomHorizontalFlip(1), v1.ToTensor()]),
+    )
     val = train.with_transform(v1.Compose([v1.Resize((4, 4)), v1.ToTensor()]))
     assert val.reader().kept is train.reader().kept
     assert torch.equal(train[1][0].flip(-1), val[1][0])
@@ -549,7 +624,10 @@ def test_two_views_serve_one_store() -> None:
 
 def test_a_view_that_begins_otherwise_has_a_store_of_its_own() -> None:
     """The first view goes on serving what it did."""
-    with cached(Images(4), transform=v1.Resize((4, 4))) as train, train.with_transform(v1.Resize((2, 2))) as val:
+    with (
+        cached(Images(4), transform=v1.Resize((4, 4))) as train,
+        train.with_transform(v1.Resize((2, 2))) as val,
+    ):
         assert (train[0][0].size, val[0][0].size) == ((4, 4), (2, 2))
         assert val.reader().kept is not train.reader().kept
 
@@ -600,7 +678,12 @@ class Dicts(Images):
 
     def __getitem__(self, index: int) -> Any:
         image, target = super().__getitem__(index)
-        values = {"image": image, "label": target, "name": f"name {index}", "boxes": torch.tensor([index, 1.5])}
+        values = {
+            "image": image,
+            "label": target,
+            "name": f"name {index}",
+            "boxes": torch.tensor([index, 1.5]),
+        }
         return {key: values[key] for key in self.keys}
 
 
@@ -613,18 +696,29 @@ class Transformed(Dicts):
 
 
 KEYS = [("image", "label"), ("label", "image"), ("name", "image", "boxes"), ("image",)]
-STORAGES: tuple[dict[str, Any], ...] = ({"storage": "shared"}, {"storage": "compressed"}, {"storage": "none"})
+STORAGES: tuple[dict[str, Any], ...] = (
+    {"storage": "shared"},
+    {"storage": "compressed"},
+    {"storage": "none"},
+)
 
 
 @pytest.mark.parametrize("keys", KEYS, ids=shown)
 @pytest.mark.parametrize("options", STORAGES, ids=shown)
 def test_dicts_stay_dicts(keys: tuple[str, ...], options: dict[str, Any]) -> None:
     """Items, lists of them and batches have the keys of the dataset's own items, in their order, as torch's loader."""
-    wanted = [default_collate([Transformed(*keys)[i] for i in order]) for order in ([3, 1, 7], [0, 2])]
+    wanted = [
+        default_collate([Transformed(*keys)[i] for i in order]) for order in ([3, 1, 7], [0, 2])
+    ]
     with cached(Dicts(*keys), transform=v1.ToTensor(), **options) as dataset:
         assert list(dataset[2]) == list(keys)
         more: dict[str, Any]
-        for more in ({}, {"num_workers": 2}, {"num_workers": 2, "workers": "process"}, {"collate_fn": _collate_items}):
+        for more in (
+            {},
+            {"num_workers": 2},
+            {"num_workers": 2, "workers": "process"},
+            {"collate_fn": _collate_items},
+        ):
             batches = list(DataLoader(dataset, batch_sampler=[[3, 1, 7], [0, 2]], **more))
             assert [list(batch) for batch in batches] == [list(keys)] * 2
             for batch, right in zip(batches, wanted, strict=True):
@@ -641,11 +735,15 @@ def _collate_items(items: list[dict[str, Any]]) -> dict[str, Any]:
 
 def test_dicts_are_transformed() -> None:
     """Each transform gets the image, the target or both, and what it returns stands under their keys."""
-    with cached(Dicts("label", "image"), transform=turn, target_transform=lambda label: label + 1) as dataset:
+    with cached(
+        Dicts("label", "image"), transform=turn, target_transform=lambda label: label + 1
+    ) as dataset:
         assert np.array_equal(dataset[3]["image"], turn(Images()[3][0]))
         assert (list(dataset[3]), dataset[3]["label"]) == (["label", "image"], 31)
         assert [item["label"] for item in dataset.__getitems__([1, 2])] == [11, 21]
-    with cached(Dicts("label", "image"), transforms=lambda image, label: (image.size, -label)) as dataset:
+    with cached(
+        Dicts("label", "image"), transforms=lambda image, label: (image.size, -label)
+    ) as dataset:
         assert dataset[3] == {"label": -30, "image": (6, 5)}
 
 
@@ -663,14 +761,19 @@ def test_dicts_are_kept_in_a_cache(tmp_path: Any) -> None:
 
 def test_dicts_that_have_no_image_are_refused() -> None:
     """The error says what there is and what to do; leaving out samples would not help."""
-    with pytest.raises(SampleError, match=r"dict with no image among label; .* Correct the dataset\.$") as refused:
+    with pytest.raises(
+        SampleError, match=r"dict with no image among label; .* Correct the dataset\.$"
+    ) as refused:
         cached(Dicts("label"))
     assert "on_error" not in str(refused.value)
 
 
 def test_dicts_beside_pairs_come_one_by_one() -> None:
     """A ConcatDataset of both is no whole batch."""
-    with cached(Dicts("image", "label"), transform=CROP) as dicts, cached(Images(), transform=CROP) as pairs:
+    with (
+        cached(Dicts("image", "label"), transform=CROP) as dicts,
+        cached(Images(), transform=CROP) as pairs,
+    ):
         loader = DataLoader(ConcatDataset([dicts, pairs]), collate_fn=list, batch_size=16)
         [items] = loader
         assert [isinstance(item, dict) for item in items] == [True] * 8 + [False] * 8
@@ -683,13 +786,19 @@ def test_a_function_of_batches_is_warned_of() -> None:
     """What a dataset of Hugging Face calls on its own batches is seen, and where its steps belong is said."""
     dataset: Any = Dicts("image", "label")
     dataset.format = {"type": "custom", "format_kwargs": {"transform": turn}}
-    with pytest.warns(FastDataWarning, match=r"turn.* in Dicts\.set_transform: .* takes a batch of items; these take"):
+    with pytest.warns(
+        FastDataWarning,
+        match=r"turn.* in Dicts\.set_transform: .* takes a batch of items; these take",
+    ):
         cached(dataset).close()
 
 
 def test_a_tensor_dataset_is_one_of_samples_and_targets() -> None:
     """A TensorDataset of images and labels is prepared as it is, and comes back in whole batches."""
-    images, labels = torch.arange(4 * 3 * 6 * 5, dtype=torch.uint8).view(4, 3, 6, 5), torch.tensor([7, 5, 3, 1])
+    images, labels = (
+        torch.arange(4 * 3 * 6 * 5, dtype=torch.uint8).view(4, 3, 6, 5),
+        torch.tensor([7, 5, 3, 1]),
+    )
     with cached(TensorDataset(images, labels)) as dataset:
         [batch] = DataLoader(dataset, batch_size=4)
         assert torch.equal(batch[0], images)
@@ -720,7 +829,8 @@ def test_wrong_indices_are_named() -> None:
 def test_wrong_options_are_named() -> None:
     """A misspelt option lists the choices."""
     with pytest.raises(
-        ValueError, match="storage='ram' is not one of 'auto', 'device', 'shared', 'compressed', 'disk', 'none'"
+        ValueError,
+        match="storage='ram' is not one of 'auto', 'device', 'shared', 'compressed', 'disk', 'none'",
     ):
         cached([(torch.zeros(1), 0)], storage="ram")
     with pytest.raises(TypeError, match="has no __getitem__ and __len__"):
@@ -732,7 +842,9 @@ def test_wrong_options_are_named() -> None:
         (ImageFolder, "cachedir", "Did you mean cache_dir="),
         (ImageManifest, "num_worker", "Did you mean num_workers="),
     ):
-        with pytest.raises(TypeError, match=rf"^{kind.__name__}\(\) has no argument {wrong}=\. {meant}"):
+        with pytest.raises(
+            TypeError, match=rf"^{kind.__name__}\(\) has no argument {wrong}=\. {meant}"
+        ):
             kind([(torch.zeros(1), 0)], **{wrong: 1})
     with pytest.raises(TypeError, match="num_workers='4' is no whole number"):
         cached([(torch.zeros(1), 0)], num_workers="4")
@@ -753,7 +865,9 @@ def test_wrong_options_are_named() -> None:
 )
 def test_items_of_another_kind_are_named(items: Any, named: str) -> None:
     """What an item is, with the right article, and the dataset is what to correct."""
-    with pytest.raises(SampleError, match=rf"sample 0 cannot be read: .*{named}.* Correct the dataset"):
+    with pytest.raises(
+        SampleError, match=rf"sample 0 cannot be read: .*{named}.* Correct the dataset"
+    ):
         cached(items)
 
 
@@ -791,13 +905,19 @@ def equal(mine: Any, wanted: Any) -> bool:
     if isinstance(wanted, dict):
         return list(mine) == list(wanted) and all(equal(mine[key], wanted[key]) for key in wanted)
     if isinstance(wanted, (tuple, list)):
-        return type(mine) is type(wanted) and all(map(equal, mine, wanted)) and len(mine) == len(wanted)
+        return (
+            type(mine) is type(wanted)
+            and all(map(equal, mine, wanted))
+            and len(mine) == len(wanted)
+        )
     return bool(mine == wanted)
 
 
 @pytest.mark.parametrize("return_index", [False, True])
 @pytest.mark.parametrize("form", FORMS)
-def test_items_of_any_form_come_in_whole_batches(form: str, return_index: bool, tmp_path: Path) -> None:
+def test_items_of_any_form_come_in_whole_batches(
+    form: str, return_index: bool, tmp_path: Path
+) -> None:
     """Items, and batches of every loader, are those of the dataset, with the index if asked; also out of a cache."""
     items = FORMS[form]
     theirs = Indexed(items) if return_index else items
@@ -815,7 +935,9 @@ def test_items_of_any_form_come_in_whole_batches(form: str, return_index: bool, 
             assert all(equal(dataset[i], theirs[i]) for i in range(6))
             for loader in (DataLoader(dataset, batch_size=4), TorchLoader(dataset, batch_size=4)):
                 assert equal(list(loader), wanted)
-            assert equal(list(DataLoader(dataset, batch_size=4, collate_fn=default_collate)), wanted)
+            assert equal(
+                list(DataLoader(dataset, batch_size=4, collate_fn=default_collate)), wanted
+            )
         assert DataLoader(kept, batch_size=4).report().path.startswith("whole batches")
         [batch] = DataLoader(Subset(kept, [5, 2]), batch_size=2)
         assert equal(batch, default_collate([theirs[5], theirs[2]]))
@@ -830,11 +952,16 @@ def test_the_index_is_beside_what_runs_per_sample() -> None:
         with pytest.warns(FastDataWarning, match="batches are not served whole"):
             [(_, targets, index)] = DataLoader(dataset, batch_size=3, sampler=[5, 0, 2])
         assert (targets, index.tolist()) == (("50", "0", "20"), [5, 0, 2])
-    with pytest.raises(ValueError, match=r"return_index=True goes with transform= .* not with transforms="):
+    with pytest.raises(
+        ValueError, match=r"return_index=True goes with transform= .* not with transforms="
+    ):
         cached(Images(2), transforms=lambda image, target: (image, target), return_index=True)
     with (
         cached([{"image": LEVELS[0], "index": 1}], return_index=True) as dataset,
-        pytest.raises(ValueError, match="return_index=True adds the key 'index', and the items have one already"),
+        pytest.raises(
+            ValueError,
+            match="return_index=True adds the key 'index', and the items have one already",
+        ),
     ):
         dataset[0]
 
@@ -850,7 +977,9 @@ def test_the_index_is_beside_what_runs_per_sample() -> None:
 )
 def test_items_of_several_forms_are_refused(items: Any) -> None:
     """The first that is not as those before it is named."""
-    with pytest.raises(SampleError, match=r"item 1 of list .*others are not\. Give all items one form"):
+    with pytest.raises(
+        SampleError, match=r"item 1 of list .*others are not\. Give all items one form"
+    ):
         cached(items)
 
 
@@ -859,7 +988,9 @@ def test_what_asks_for_sample_after_sample_is_told_the_way_back(make: Any) -> No
     """A dataset of one's own around a fastdata one is warned of once, and return_index= offered."""
     with cached(Images(4), transform=CROP) as dataset:
         loader = DataLoader(make(dataset), batch_size=2)
-        with pytest.warns(FastDataWarning, match=r"Wrapping asks its .* Give the loader .*return_index=True") as warned:
+        with pytest.warns(
+            FastDataWarning, match=r"Wrapping asks its .* Give the loader .*return_index=True"
+        ) as warned:
             assert [len(batch) for batch in loader] == [len(batch) for batch in loader]
         assert len(warned) == 1
         list(DataLoader(make(dataset), batch_size=2))
@@ -870,7 +1001,9 @@ def test_a_concat_with_a_dataset_of_others_is_told_the_way_back() -> None:
     theirs = [(CROP(image), target) for image, target in (Images(2)[0], Images(2)[1])]
     with cached(Images(4), transform=CROP) as dataset, cached(theirs) as ours:
         mixed = DataLoader(ConcatDataset([dataset, theirs]), batch_size=2)
-        with pytest.warns(FastDataWarning, match=r"builtins\.list in the ConcatDataset is no fastdata") as warned:
+        with pytest.warns(
+            FastDataWarning, match=r"builtins\.list in the ConcatDataset is no fastdata"
+        ) as warned:
             assert len(list(mixed)) == len(list(mixed))
         assert len(warned) == 1
         list(DataLoader(ConcatDataset([dataset, ours]), batch_size=2))
@@ -878,8 +1011,12 @@ def test_a_concat_with_a_dataset_of_others_is_told_the_way_back() -> None:
 
 def test_targets_beyond_int64_are_named() -> None:
     """A batch cannot hold them, and the error says so; a collate_fn of one's own may."""
-    with cached([(torch.zeros(3, 2, 2, dtype=torch.uint8), (1 << 63) + i) for i in range(2)]) as dataset:
-        with pytest.raises(ValueError, match=r"a target of 9223372036854775808 cannot be in a batch: .* int64"):
+    with cached(
+        [(torch.zeros(3, 2, 2, dtype=torch.uint8), (1 << 63) + i) for i in range(2)]
+    ) as dataset:
+        with pytest.raises(
+            ValueError, match=r"a target of 9223372036854775808 cannot be in a batch: .* int64"
+        ):
             next(iter(DataLoader(dataset, batch_size=2)))
         assert next(iter(DataLoader(dataset, batch_size=2, collate_fn=list)))[1][1] == (1 << 63) + 1
 
@@ -888,12 +1025,16 @@ MODES = ["RGB", "RGB", "L", "RGB", "RGBA"]
 NORMALIZED = v1.Compose([v1.RandomCrop(4), v1.ToTensor(), v1.Normalize((0.5,) * 3, (0.5,) * 3)])
 
 
-@pytest.mark.parametrize("make", [lambda image, i: (image, i), lambda image, i: {"image": image, "label": i}])
+@pytest.mark.parametrize(
+    "make", [lambda image, i: (image, i), lambda image, i: {"image": image, "label": i}]
+)
 def test_images_of_several_modes_are_said_and_named(make: Any) -> None:
     """How many there are of each, and where, when they are prepared; then the sample that a step is not for."""
     items = [make(Image.new(mode, (6, 5)), i) for i, mode in enumerate(MODES)]
     counted = r"1 of mode L \(first: sample 2\), 3 of mode RGB \(first: sample 0\), 1 of mode RGBA \(first: sample 4\)"
-    with pytest.warns(FastDataWarning, match=rf"{counted}.*prepare=lambda image: image\.convert\('RGB'\)") as warned:
+    with pytest.warns(
+        FastDataWarning, match=rf"{counted}.*prepare=lambda image: image\.convert\('RGB'\)"
+    ) as warned:
         dataset = cached(items, transform=NORMALIZED)
     assert len(warned) == 1
     with dataset:
@@ -901,9 +1042,14 @@ def test_images_of_several_modes_are_said_and_named(make: Any) -> None:
         for wrong in (2, 4):
             channels = "1 channel" if wrong == 2 else "4 channels"
             for batch in ([wrong, 0], [0, wrong]):
-                with pytest.raises((SampleError, ValueError), match=rf"sample {wrong} .*prepare=lambda image"):
+                with pytest.raises(
+                    (SampleError, ValueError), match=rf"sample {wrong} .*prepare=lambda image"
+                ):
                     dataset.__getitems__(batch)
-            with pytest.raises(SampleError, match=rf"sample {wrong} .* it has {channels}, but Normalize has 3 means"):
+            with pytest.raises(
+                SampleError,
+                match=rf"sample {wrong} .* it has {channels}, but Normalize has 3 means",
+            ):
                 dataset[wrong]
     with cached(items, transform=NORMALIZED, prepare=lambda image: image.convert("RGB")) as dataset:
         [batch] = DataLoader(dataset, batch_size=5)
@@ -913,7 +1059,9 @@ def test_images_of_several_modes_are_said_and_named(make: Any) -> None:
 
 def test_a_first_image_that_no_step_is_for_is_named() -> None:
     """The transform is refused at once, by the sample that shows it; nobody else need be asked."""
-    with pytest.raises(SampleError, match=r"sample 0 cannot be read: it has 1 channel, but Normalize has 3 means\."):
+    with pytest.raises(
+        SampleError, match=r"sample 0 cannot be read: it has 1 channel, but Normalize has 3 means\."
+    ):
         cached([(Image.new("L", (6, 5)), 0)] * 2, transform=NORMALIZED)
 
 
@@ -923,11 +1071,17 @@ def test_the_plan_shows_what_runs_before_the_transform() -> None:
     def grey(image: Any) -> Any:
         return image.convert("L")
 
-    options = {"prepare": grey, "resize": (8, 9), "transform": v1.Compose([v1.CenterCrop(7), v1.ToTensor()])}
+    options = {
+        "prepare": grey,
+        "resize": (8, 9),
+        "transform": v1.Compose([v1.CenterCrop(7), v1.ToTensor()]),
+    }
     for storage in ("shared", "none"):
         with cached(Images(3), storage=storage, **options) as dataset:
             first, *rest = str(dataset.plan).splitlines()
-            assert re.search(r"prepare, .*grey.*, Resize\(size=\(8, 9\)\), CenterCrop\(size=\(7, 7\)\)$", first)
+            assert re.search(
+                r"prepare, .*grey.*, Resize\(size=\(8, 9\)\), CenterCrop\(size=\(7, 7\)\)$", first
+            )
             assert "grey" not in "".join(rest)
 
 
@@ -935,9 +1089,15 @@ def test_the_plan_shows_what_runs_before_the_transform() -> None:
 def test_every_option_is_in_the_signature(kind: Any) -> None:
     """What help() shows of a dataset are all options that are documented, each with its default."""
     shown = inspect.signature(kind).parameters
-    assert all(shown[name].default is not inspect.Parameter.empty for name in DatasetOptions.__annotations__)
+    assert all(
+        shown[name].default is not inspect.Parameter.empty
+        for name in DatasetOptions.__annotations__
+    )
     assert not any(each.kind is inspect.Parameter.VAR_KEYWORD for each in shown.values())
-    assert all(f"        {name}: " in (DatasetOptions.__doc__ or "") for name in DatasetOptions.__annotations__)
+    assert all(
+        f"        {name}: " in (DatasetOptions.__doc__ or "")
+        for name in DatasetOptions.__annotations__
+    )
 
 
 def test_a_closed_dataset_says_so() -> None:
@@ -984,7 +1144,9 @@ def test_images_of_several_modes_are_converted_each(modes: list[str]) -> None:
     """A conversion to RGB is no batch op where some images need it and others do not."""
     pixels = np.random.default_rng(0).integers(0, 256, (8, 9, 3), np.uint8)
     samples = [(Image.fromarray(pixels).convert(mode), n) for n, mode in enumerate(modes)]
-    transform = v1.Compose([v1.RandomResizedCrop((8, 9), (1, 1), (1.125, 1.125)), v2.RGB(), v1.PILToTensor()])
+    transform = v1.Compose(
+        [v1.RandomResizedCrop((8, 9), (1, 1), (1.125, 1.125)), v2.RGB(), v1.PILToTensor()]
+    )
     with cached(samples, transform=transform) as dataset:
         for image, (wanted, _) in zip(dataset, samples, strict=True):
             assert torch.equal(image[0], v1.functional.pil_to_tensor(wanted.convert("RGB")))
@@ -1003,7 +1165,9 @@ def test_a_copy_is_a_view_of_its_own() -> None:
 def test_an_image_that_cannot_be_served_is_named() -> None:
     """Where a step leaves nothing of an image, the error says which it is, and its shape."""
     samples = [Images()[0], (Image.new("RGB", (300, 1)), 1)]
-    transform = v1.Compose([v1.RandomHorizontalFlip(), v1.Resize(32, max_size=60), v1.PILToTensor()])
+    transform = v1.Compose(
+        [v1.RandomHorizontalFlip(), v1.Resize(32, max_size=60), v1.PILToTensor()]
+    )
     words = r"sample 1, of shape \(3, 1, 300\), cannot be served: a step would leave no pixel of it"
     with cached(samples, transform=transform) as dataset, pytest.raises(ValueError, match=words):
         dataset[1]
@@ -1013,7 +1177,9 @@ def test_advice_is_not_worth_an_error(image_folder: Any) -> None:
     """One image that is smaller than the crop is an error when it is read, not when the dataset is made."""
     root = image_folder(("a",), 24, (300, 280))
     Image.new("RGB", (3, 3)).save(sorted((root / "a").iterdir())[3])
-    with ImageFolder(root, v1.RandomCrop(4), storage="shared", fill="eager", progress=False) as dataset:
+    with ImageFolder(
+        root, v1.RandomCrop(4), storage="shared", fill="eager", progress=False
+    ) as dataset:
         assert len(dataset) == 24
 
 
@@ -1042,7 +1208,9 @@ def test_a_store_is_let_go_before_samples_are_prepared_again() -> None:
         return image
 
     items = [(torch.full((3, 8, 8), i, dtype=torch.uint8), i) for i in range(4)]
-    with CachedDataset(items, prepare=note, transform=v1.CenterCrop(4), progress=False, num_workers=1) as dataset:
+    with CachedDataset(
+        items, prepare=note, transform=v1.CenterCrop(4), progress=False, num_workers=1
+    ) as dataset:
         assert dataset.reader().kept is not None
         stores.append(weakref.ref(dataset.reader().kept.images))
         dataset.transform = v1.CenterCrop(2)
@@ -1053,7 +1221,9 @@ def test_a_store_is_let_go_before_samples_are_prepared_again() -> None:
 
 def test_a_reader_serves_what_the_dataset_was() -> None:
     """What ``reader()`` gives is frozen: a transform assigned, or changed in place, meanwhile reaches the next one."""
-    with CachedDataset([(torch.full((1, 4, 4), i, dtype=torch.uint8), i) for i in range(4)], progress=False) as dataset:
+    with CachedDataset(
+        [(torch.full((1, 4, 4), i, dtype=torch.uint8), i) for i in range(4)], progress=False
+    ) as dataset:
         dataset.transform = crop = v2.RandomCrop(2)
         reader = dataset.reader()
         crop.size = (3, 3)

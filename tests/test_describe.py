@@ -122,7 +122,10 @@ def with_default(by: int) -> Any:
 
 
 def with_module(by: int) -> Any:
-    inner, outer = module(f"BY = {by}"), module("def step(image): return image.point(lambda level: level + inner.BY)")
+    inner, outer = (
+        module(f"BY = {by}"),
+        module("def step(image): return image.point(lambda level: level + inner.BY)"),
+    )
     outer.inner = inner
     return outer.step
 
@@ -166,21 +169,34 @@ def test_steps_that_differ_in_one_value_share_no_cache(image_folder: Folder, nam
     """Each serves its own pixels, and one that is made anew finds its cache again."""
     root = image_folder(classes=("a",), size=(8, 6))
     save_image(root / "a" / "000.jpg", 3, (8, 6))
-    options: dict[str, Any] = {"cache_dir": root.parent / "cache", "progress": False, "num_workers": 1}
+    options: dict[str, Any] = {
+        "cache_dir": root.parent / "cache",
+        "progress": False,
+        "num_workers": 1,
+    }
     source = TorchvisionFolder(str(root))
     steps = [MAKERS[name](by) for by in (1, 60, 1)]
-    one, other, again = (first_pixels(CachedDataset(source, prepare=step, **options)) for step in steps)
+    one, other, again = (
+        first_pixels(CachedDataset(source, prepare=step, **options)) for step in steps
+    )
     assert np.array_equal(one, np.asarray(steps[0](source[0][0])))
     assert np.array_equal(other, np.asarray(steps[1](source[0][0])))
     assert not np.array_equal(one, other)
     assert np.array_equal(one, again)
-    assert len(inspect_caches(root.parent / "cache")) == 2 + (name == "a hook")  # which torch numbers anew
+    assert len(inspect_caches(root.parent / "cache")) == 2 + (
+        name == "a hook"
+    )  # which torch numbers anew
 
 
 def test_resized_tensors_differ_by_who_resizes_and_how(tmp_path: Path) -> None:
     """Of tensors v1, v2 and ``antialias=`` each have a cache of their own: they give other pixels."""
     image = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (3, 24, 20), np.uint8))
-    options: dict[str, Any] = {"cache_dir": tmp_path, "cache_key": "image", "progress": False, "num_workers": 1}
+    options: dict[str, Any] = {
+        "cache_dir": tmp_path,
+        "cache_key": "image",
+        "progress": False,
+        "num_workers": 1,
+    }
     for kind, antialias in ((v1, True), (v2, True), (v1, False), (v2, False)):
         step = kind.Resize((6, 5), antialias=antialias)
         with CachedDataset([(image, 0)], transform=step, **options) as dataset:
@@ -202,15 +218,43 @@ def test_equal_values_have_one_description_and_others_another() -> None:
 
     def values() -> Iterator[Any]:
         for atom in (0, 1, True, 1.0, -0.0, 0.0, "1", b"1", None, ...):
-            yield from (atom, [atom], (atom,), {"a": atom}, {atom}, frozenset({atom}), [[atom]], [atom, [atom]])
+            yield from (
+                atom,
+                [atom],
+                (atom,),
+                {"a": atom},
+                {atom},
+                frozenset({atom}),
+                [[atom]],
+                [atom, [atom]],
+            )
             yield from (partial(print, atom), partial(print, key=atom), lambda atom=atom: atom)
             yield types.SimpleNamespace(a=atom)
         for dtype in ("int8", "uint8", "float32", "int64"):
-            yield from (np.zeros(4, dtype), np.zeros((2, 2), dtype), torch.zeros(4, dtype=getattr(torch, dtype)))
+            yield from (
+                np.zeros(4, dtype),
+                np.zeros((2, 2), dtype),
+                torch.zeros(4, dtype=getattr(torch, dtype)),
+            )
             yield from (np.dtype(dtype), getattr(torch, dtype), np.array([1, dtype], object))
         for kind in (v1, v2):
-            yield from (kind.Resize(8), kind.Resize(8, antialias=False), kind.Resize([8, 9]), kind.Pad(1), kind.Pad(2))
-        yield from (Slotted(1), Slotted(1).__call__, Slotted, Forgetful, os.path.join, np.sin, np.cos, torch.relu)
+            yield from (
+                kind.Resize(8),
+                kind.Resize(8, antialias=False),
+                kind.Resize([8, 9]),
+                kind.Pad(1),
+                kind.Pad(2),
+            )
+        yield from (
+            Slotted(1),
+            Slotted(1).__call__,
+            Slotted,
+            Forgetful,
+            os.path.join,
+            np.sin,
+            np.cos,
+            torch.relu,
+        )
 
     makers = list(zip(values(), values(), strict=True))
     texts = [(describe(one), describe(again)) for one, again in makers]
@@ -258,17 +302,25 @@ def test_a_description_outlives_its_process(tmp_path: Path) -> None:
 def test_what_cannot_be_seen_is_refused_by_name(image_folder: Folder) -> None:
     """What only C code knows needs a ``cache_key``, beside which all that can be seen still counts."""
     root = image_folder(size=(8, 6))
-    options: dict[str, Any] = {"cache_dir": root.parent / "cache", "progress": False, "num_workers": 1}
+    options: dict[str, Any] = {
+        "cache_dir": root.parent / "cache",
+        "progress": False,
+        "num_workers": 1,
+    }
     mine = module("""
         from PIL import Image
         def load(path): return Image.open(path).point(lambda level: level + BY) if server else None
     """)
     with socket.socket() as mine.server:
         for mine.BY in (1, 60):
-            with pytest.raises(ValueError, match=r"'server' of load, of type socket.socket, cannot.*cache_key="):
+            with pytest.raises(
+                ValueError, match=r"'server' of load, of type socket.socket, cannot.*cache_key="
+            ):
                 ImageFolder(root, loader=mine.load, **options)
             with ImageFolder(root, loader=mine.load, cache_key="a", **options) as dataset:
-                assert np.array_equal(np.asarray(dataset[0][0]), np.asarray(mine.load(dataset.samples[0][0])))
+                assert np.array_equal(
+                    np.asarray(dataset[0][0]), np.asarray(mine.load(dataset.samples[0][0]))
+                )
     assert len(inspect_caches(root.parent / "cache")) == 2
 
 
@@ -294,8 +346,16 @@ class Files:
 def test_labels_that_lie_elsewhere_are_those_of_now(image_folder: Folder, kind: str) -> None:
     """A cache is not served for other labels of the same files, wherever the dataset has them."""
     root = image_folder(classes=("a",), per_class=2)
-    options: dict[str, Any] = {"cache_dir": root.parent / "cache", "progress": False, "num_workers": 1}
-    for labels in ({"000.jpg": 1, "001.jpg": 2}, {"000.jpg": 1, "001.jpg": 3}, {"000.jpg": 1, "001.jpg": 2}):
+    options: dict[str, Any] = {
+        "cache_dir": root.parent / "cache",
+        "progress": False,
+        "num_workers": 1,
+    }
+    for labels in (
+        {"000.jpg": 1, "001.jpg": 2},
+        {"000.jpg": 1, "001.jpg": 3},
+        {"000.jpg": 1, "001.jpg": 2},
+    ):
         found = {
             "mapping": labels,
             "closure": lambda path, labels=dict(labels): labels[os.path.basename(path)],
@@ -321,8 +381,14 @@ def test_names_that_are_no_files_may_be_cached(image_folder: Folder) -> None:
             return Image.open(self.folder / self.samples[index]), self.labels[index]
 
     root = image_folder(classes=("a",), per_class=2)
-    options: dict[str, Any] = {"cache_dir": root.parent / "cache", "progress": False, "num_workers": 1}
-    with pytest.raises(ValueError, match=r"does not list their files in an attribute samples\. Give cache_key="):
+    options: dict[str, Any] = {
+        "cache_dir": root.parent / "cache",
+        "progress": False,
+        "num_workers": 1,
+    }
+    with pytest.raises(
+        ValueError, match=r"does not list their files in an attribute samples\. Give cache_key="
+    ):
         CachedDataset(Keys(root, [3, 4]), **options)
     for _ in range(2):
         with CachedDataset(Keys(root, [3, 4]), cache_key="keys", **options) as dataset:
@@ -334,8 +400,13 @@ def test_which_columns_are_chosen_counts(tmp_path: Path) -> None:
     """Two columns of one dataset of dicts have caches of their own."""
     rows = [{"a": np.full((2, 3), 1, np.uint8), "b": np.full((2, 3), 2, np.uint8), "label": 0}] * 2
     for name, level in (("a", 1), ("b", 2)):
-        columns, options = {"sample": name, "target": "label"}, {"cache_key": "rows", "progress": False}
-        with CachedDataset(rows, columns=columns, cache_dir=tmp_path, num_workers=1, **options) as dataset:
+        columns, options = (
+            {"sample": name, "target": "label"},
+            {"cache_key": "rows", "progress": False},
+        )
+        with CachedDataset(
+            rows, columns=columns, cache_dir=tmp_path, num_workers=1, **options
+        ) as dataset:
             assert int(dataset[0][0].max()) == level
 
 

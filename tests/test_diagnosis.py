@@ -32,7 +32,9 @@ def short_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(diagnosing, "_RATE_S", 0.1)
     monkeypatch.setattr(diagnosing, "_SAMPLES_S", 0.1)
     monkeypatch.setattr(diagnosing, "_MODEL_S", 0.1)
-    monkeypatch.setattr(diagnosing, "usable_cores", lambda: 1)  # nothing to try beyond what a case is about
+    monkeypatch.setattr(
+        diagnosing, "usable_cores", lambda: 1
+    )  # nothing to try beyond what a case is about
 
 
 def burn(seconds: float) -> None:
@@ -98,13 +100,17 @@ def case(name: str) -> tuple[Any, Callable[[Any], None]]:
         "disk": lambda: loader(Samples(partial(time.sleep, LONG_S))),
         "transform": lambda: loader(Samples(transform=slow_transform)),
         "collate": lambda: loader(Samples(), collate_fn=slow_collate),
-        "transport": lambda: loader(Samples(), collate_fn=lambda samples: Letter(default_collate(samples))),
+        "transport": lambda: loader(
+            Samples(), collate_fn=lambda samples: Letter(default_collate(samples))
+        ),
         "host-to-device": lambda: CudaPrefetcher(loader(Samples()), "cuda:0"),
     }
     return cases[name](), lambda batch: time.sleep(20 * LONG_S * (name == "model"))
 
 
-@pytest.mark.parametrize("limit", ["model", "host-to-device", "decode", "disk", "transform", "collate", "transport"])
+@pytest.mark.parametrize(
+    "limit", ["model", "host-to-device", "decode", "disk", "transform", "collate", "transport"]
+)
 def test_the_culprit_is_named(limit: str) -> None:
     """Of loops that differ in what is slow, the slow thing is what is said to be the limit."""
     gpu = Sim()
@@ -118,7 +124,15 @@ def test_the_culprit_is_named(limit: str) -> None:
     assert LIMITS[limit] in found.line
 
 
-BASE = Figures(batches=9, batch_size=10, wait_s=0.09, step_s=0.01, loader_per_s=100.0, usable_cores=4, workers=4)
+BASE = Figures(
+    batches=9,
+    batch_size=10,
+    wait_s=0.09,
+    step_s=0.01,
+    loader_per_s=100.0,
+    usable_cores=4,
+    workers=4,
+)
 READ = Part(name="photos", kind="read", seconds=0.03, cpu_s=0.029)
 SLOW_DISK = Part(name="photos", kind="read", seconds=0.03, cpu_s=0.005)
 CROP = Part(name="crop", kind="transform", seconds=0.02, cpu_s=0.02)
@@ -143,7 +157,10 @@ FEWER = Trial(name="num_workers=2", kind="fewer", samples_per_s=110.0, is_sure=T
         ("decode", {"parts": (READ,), "trials": (MORE,)}),
         ("workers: too few", {"parts": (READ,), "trials": (MORE,), "workers": 2}),
         ("decode", {"parts": (READ,), "trials": (replace(MORE, is_sure=False),), "workers": 2}),
-        ("decode", {"parts": (READ,), "trials": (replace(MORE, samples_per_s=110.0),), "workers": 2}),
+        (
+            "decode",
+            {"parts": (READ,), "trials": (replace(MORE, samples_per_s=110.0),), "workers": 2},
+        ),
         ("disk", {"parts": (SLOW_DISK,), "trials": (MORE,), "workers": 2}),
         ("workers: too many", {"parts": (SLOW_DISK,), "trials": (FEWER,)}),
         ("decode", {"parts": (READ,), "trials": (replace(FEWER, samples_per_s=105.0),)}),
@@ -170,7 +187,10 @@ def test_advice_has_its_figures() -> None:
         "the first batch came after 9.0 s, 82 % of an epoch: persistent_workers=True starts workers once",
     )
     line = "The loop waits 90 % of each step for data; reading from disk or network is the limit; "
-    assert shown.line == f"{line}the loader could feed 100 samples/s; num_workers=8 would lift it to 150"
+    assert (
+        shown.line
+        == f"{line}the loader could feed 100 samples/s; num_workers=8 would lift it to 150"
+    )
 
 
 def test_advice_needs_no_model_alone() -> None:
@@ -188,7 +208,11 @@ def test_the_two_lines_to_change_stand_at_the_end() -> None:
         "which would bring 8,000 samples/s where the loader has 100, and the loop from 100 to about 1,000: the model is"
         " the limit then",
     ]
-    for other in (replace(torchs, imports=""), replace(torchs, wait_s=0.0), replace(torchs, trials=())):
+    for other in (
+        replace(torchs, imports=""),
+        replace(torchs, wait_s=0.0),
+        replace(torchs, trials=()),
+    ):
         assert "from fastdata import" not in str(Diagnosis(other))
 
 
@@ -208,7 +232,9 @@ def test_keeping_samples_is_tried() -> None:
         DataLoader(Stream(), batch_size=3, num_workers=1),
         DataLoader(Samples(), batch_size=None),
         DataLoader(Samples(), batch_sampler=[[0, 1], [2], [3, 4]]),
-        DataLoader(Samples(), batch_size=2, collate_fn=lambda samples: {"images": default_collate(samples)}),
+        DataLoader(
+            Samples(), batch_size=2, collate_fn=lambda samples: {"images": default_collate(samples)}
+        ),
         fastdata.DataLoader(Samples(), batch_size=2, num_workers=1),
     ],
     ids=["stream", "stream in workers", "single samples", "batch sampler", "dicts", "ours"],
@@ -245,7 +271,9 @@ def test_less_is_said_of_other_iterables() -> None:
 @pytest.mark.parametrize("batches", [[], [torch.zeros(3)]])
 def test_two_batches_are_needed(batches: list[Any]) -> None:
     """A loader that ends too early to be measured is an error."""
-    with pytest.raises(ValueError, match=f"the loader gave {len(batches)} batches, and a diagnosis needs 2"):
+    with pytest.raises(
+        ValueError, match=f"the loader gave {len(batches)} batches, and a diagnosis needs 2"
+    ):
         diagnose(batches)
     with pytest.raises(ValueError, match="batches=1: at least 2 are needed"):
         diagnose(batches, batches=1)
@@ -280,7 +308,12 @@ def test_errors_of_a_trial_are_noted() -> None:
 def test_nothing_is_disturbed() -> None:
     """Random generators, the order of a loader with one of its own, and its persistent workers are as before."""
     generator = torch.Generator().manual_seed(3)
-    arguments: dict[str, Any] = {"batch_size": 2, "shuffle": True, "num_workers": 1, "persistent_workers": True}
+    arguments: dict[str, Any] = {
+        "batch_size": 2,
+        "shuffle": True,
+        "num_workers": 1,
+        "persistent_workers": True,
+    }
     loader = DataLoader(Samples(), generator=generator, **arguments)
     before = torch.get_rng_state(), generator.get_state()
     diagnose(loader, lambda batch: torch.rand(2), batches=3)
@@ -309,7 +342,9 @@ def test_lightning_is_timed_by_a_callback(monkeypatch: pytest.MonkeyPatch) -> No
     """The callback is of the Lightning that is imported; without one, that is an error."""
     for name in ("lightning.pytorch", "pytorch_lightning"):
         monkeypatch.delitem(sys.modules, name, raising=False)
-    with pytest.raises(ImportError, match="neither lightning nor pytorch_lightning is imported yet"):
+    with pytest.raises(
+        ImportError, match="neither lightning nor pytorch_lightning is imported yet"
+    ):
         lightning_callback()
     theirs: Any = types.ModuleType("pytorch_lightning")
     theirs.Callback = type("Callback", (), {})
@@ -355,18 +390,34 @@ def script(folder: Path, end: str = "pass") -> Path:
 @pytest.mark.parametrize("end", ["pass", "sys.exit(3)", "raise KeyError('late')"])
 def test_a_script_is_diagnosed(tmp_path: Path, end: str) -> None:
     """A script's own loop is timed, whether it is stopped, ends, or fails after it; all is then as before."""
-    before = sys.argv, sys.path[:], sys.modules["__main__"], DataLoader.__iter__, fastdata.DataLoader.__iter__
+    before = (
+        sys.argv,
+        sys.path[:],
+        sys.modules["__main__"],
+        DataLoader.__iter__,
+        fastdata.DataLoader.__iter__,
+    )
     found = diagnose_script(script(tmp_path, end), ["1"], batches=10 if end == "pass" else 100)
     assert found.limit == "disk"
     assert found.figures.batches == 9
-    assert any("the script has ended with" in note for note in found.figures.notes) == (end != "pass")
-    after = sys.argv, sys.path[:], sys.modules["__main__"], DataLoader.__iter__, fastdata.DataLoader.__iter__
+    assert any("the script has ended with" in note for note in found.figures.notes) == (
+        end != "pass"
+    )
+    after = (
+        sys.argv,
+        sys.path[:],
+        sys.modules["__main__"],
+        DataLoader.__iter__,
+        fastdata.DataLoader.__iter__,
+    )
     assert after == before
 
 
 def test_a_script_is_stopped(tmp_path: Path) -> None:
     """After the batches asked for a script does not go on."""
-    assert diagnose_script(script(tmp_path, "raise KeyError"), ["1"], batches=4).figures.batches == 3
+    assert (
+        diagnose_script(script(tmp_path, "raise KeyError"), ["1"], batches=4).figures.batches == 3
+    )
 
 
 def test_a_script_without_a_loop_is_an_error(tmp_path: Path) -> None:
@@ -402,7 +453,9 @@ def test_a_profiler_sees_reading_and_copying() -> None:
 
 def test_a_gpu_is_timed_by_its_own_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Events around each step say how long it was busy, which is what the line is about then."""
-    event = types.SimpleNamespace(record=lambda: None, synchronize=lambda: None, elapsed_time=lambda other: 1.0)
+    event = types.SimpleNamespace(
+        record=lambda: None, synchronize=lambda: None, elapsed_time=lambda other: 1.0
+    )
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)

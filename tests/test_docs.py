@@ -26,7 +26,10 @@ from fastdata.tools.cli import main
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-FENCE = re.compile(r"^(?:<!-- (?P<mark>.+) -->\n)?```(?P<language>\w+)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
+FENCE = re.compile(
+    r"^(?:<!-- (?P<mark>.+) -->\n)?```(?P<language>\w+)\n(?P<code>.*?)^```$",
+    re.MULTILINE | re.DOTALL,
+)
 
 # Names that blocks use without making them, in the order that each may need those above it.
 GIVEN = {
@@ -87,12 +90,17 @@ def blocks(*languages: str) -> list[Any]:
 
 
 @pytest.fixture
-def place(image_folder: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def place(
+    image_folder: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Path:
     """A folder with what the blocks name: class folders, a CSV, a script; ``/data`` stands for a folder in it."""
     monkeypatch.chdir(tmp_path)
     image_folder(root="imagenet/train", per_class=6, size=(40, 36))
     image_folder(root="images", per_class=6, size=(40, 36))
-    rows = [f"{path.relative_to('images')},{path.parent.name}" for path in sorted(Path("images").rglob("*.jpg"))]
+    rows = [
+        f"{path.relative_to('images')},{path.parent.name}"
+        for path in sorted(Path("images").rglob("*.jpg"))
+    ]
     for name in ("train.csv", "test.csv"):
         Path(name).write_text("\n".join(["file,label", *rows]) + "\n")
     Path("train.py").write_text(TRAIN)
@@ -103,7 +111,9 @@ def place(image_folder: Callable[..., Path], tmp_path: Path, monkeypatch: pytest
 def unmade_names(code: str) -> set[str]:
     """Names that the code reads and nowhere makes."""
     tree = ast.walk(ast.parse(code))
-    names = [(node.id, isinstance(node.ctx, ast.Load)) for node in tree if isinstance(node, ast.Name)]
+    names = [
+        (node.id, isinstance(node.ctx, ast.Load)) for node in tree if isinstance(node, ast.Name)
+    ]
     made = {name for name, is_read in names if not is_read} | set(dir(builtins))
     for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.Import | ast.ImportFrom):
@@ -121,14 +131,29 @@ def unmade_names(code: str) -> set[str]:
 def test_python_runs(block: Block, place: Path) -> None:
     """Each block runs by itself, given the dataset and the loader that it does not make."""
     if block.mark == "with a cache":
-        assert main(["build", "imagenet/train", f"{place}/data/fastdata", "--resize", "32", "--crop", "24"]) == 0
+        assert (
+            main(
+                [
+                    "build",
+                    "imagenet/train",
+                    f"{place}/data/fastdata",
+                    "--resize",
+                    "32",
+                    "--crop",
+                    "24",
+                ]
+            )
+            == 0
+        )
     code = given(block.code) + block.code.replace('"/data/', f'"{place}/data/')
     if block.mark == "as a rank":
         run_as_rank(code, place)
         return
     namespace: dict[str, Any] = {"__name__": "docs"}
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "This DataLoader will create")  # 8 workers, on a machine with fewer cores
+        warnings.filterwarnings(
+            "ignore", "This DataLoader will create"
+        )  # 8 workers, on a machine with fewer cores
         exec(compile(code, str(block), "exec"), namespace)
         namespace.clear()
         gc.collect()
@@ -147,9 +172,13 @@ def given(code: str) -> str:
 def run_as_rank(code: str, place: Path) -> None:
     """Run the code in the environment that torchrun gives the only rank of a run."""
     rank = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    rank["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    rank["PYTHONPATH"] = os.pathsep.join(
+        [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    )
     code = f"from torchvision_ops import import_torchvision\nimport_torchvision()\n{code}"
-    subprocess.run([sys.executable, "-c", code], env=os.environ | rank, cwd=place, check=True, timeout=100)
+    subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | rank, cwd=place, check=True, timeout=100
+    )
 
 
 @pytest.mark.parametrize("block", blocks("bash"))
@@ -172,12 +201,20 @@ def check_command(words: list[str]) -> None:
         case ["fastdata", name, *rest]:
             assert main([name, *rest, *SMALL.get(name, [])]) == 0
         case ["pip", "install", *rest]:
-            extras = re.findall(r"^([\w-]+) = \[", (ROOT / "pyproject.toml").read_text("utf-8"), re.MULTILINE)
-            asked = [extra for word in rest for extra in re.findall(r"[\w-]+", "".join(re.findall(r"\[(.*)\]", word)))]
+            extras = re.findall(
+                r"^([\w-]+) = \[", (ROOT / "pyproject.toml").read_text("utf-8"), re.MULTILINE
+            )
+            asked = [
+                extra
+                for word in rest
+                for extra in re.findall(r"[\w-]+", "".join(re.findall(r"\[(.*)\]", word)))
+            ]
             assert set(asked) <= set(extras)
             assert all((ROOT / word).exists() for word in rest if word.endswith(".txt"))
         case ["python", script, *rest] if script.endswith(".py"):
-            known = (ROOT / script).read_text("utf-8") + (ROOT / "benchmarks" / "_helper.py").read_text("utf-8")
+            known = (ROOT / script).read_text("utf-8") + (
+                ROOT / "benchmarks" / "_helper.py"
+            ).read_text("utf-8")
             assert all(f'"{word}"' in known for word in rest if word.startswith("--"))
         case ["python", "-m", "venv", _] | [".", ".venv/bin/activate"] | ["pytest", *_]:
             pass
@@ -194,7 +231,11 @@ def said_texts() -> list[str]:
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
             parts = node.values if isinstance(node, ast.JoinedStr) else [node]
             if all(isinstance(part, ast.Constant | ast.FormattedValue) for part in parts):
-                texts.append("".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in parts))
+                texts.append(
+                    "".join(
+                        str(part.value) if isinstance(part, ast.Constant) else "…" for part in parts
+                    )
+                )
     return texts
 
 
@@ -202,7 +243,9 @@ def test_quoted_errors_are_said() -> None:
     """Each clause that the page on troubleshooting quotes is, between its gaps, a text of the package."""
     texts = "\0".join(said_texts())
     text = (ROOT / "docs" / "troubleshooting.md").read_text("utf-8")
-    quoted = [match["code"].strip() for match in FENCE.finditer(text) if match["language"] == "text"]
+    quoted = [
+        match["code"].strip() for match in FENCE.finditer(text) if match["language"] == "text"
+    ]
     assert len(quoted) > 30
     clauses = [part.strip(" .,;:()") for quote in quoted for part in re.split(r"…|[.;:] ", quote)]
     assert [clause for clause in clauses if clause not in texts] == []
@@ -212,7 +255,9 @@ def test_readme_is_short_and_its_links_lead_somewhere() -> None:
     """README has at most 160 lines, and each file that it links to is there."""
     text = (ROOT / "README.md").read_text("utf-8")
     assert text.count("\n") <= 160
-    assert [link for link in re.findall(r"\]\((?!http)([^)#]+)", text) if not (ROOT / link).exists()] == []
+    assert [
+        link for link in re.findall(r"\]\((?!http)([^)#]+)", text) if not (ROOT / link).exists()
+    ] == []
 
 
 def test_api_names_exist() -> None:
@@ -225,18 +270,26 @@ def test_api_names_exist() -> None:
         module, _, attribute = name.rpartition(".")
         value = getattr(importlib.import_module(module), attribute)
         assert [
-            member for member in re.findall(r"\w+", members.replace("false", "")) if not hasattr(value, member)
+            member
+            for member in re.findall(r"\w+", members.replace("false", ""))
+            if not hasattr(value, member)
         ] == []
 
 
 def test_files_that_the_house_names_are_there() -> None:
     """The page for those who change the house, and README's tree, name files of the package that exist."""
     package = Path(fastdata.__file__).parent
-    named = re.findall(r"`((?:\w+/)?\w+(?:\.py|/))`", (ROOT / "docs" / "house.md").read_text("utf-8"))
+    named = re.findall(
+        r"`((?:\w+/)?\w+(?:\.py|/))`", (ROOT / "docs" / "house.md").read_text("utf-8")
+    )
     tree = re.findall(r"^  ([\w.]+/?) ", (ROOT / "README.md").read_text("utf-8"), re.MULTILINE)
     assert len(named) > 15
     assert len(tree) == 10
-    assert [name for name in {*named, *tree} if not (package / name).exists() and not (ROOT / name).exists()] == []
+    assert [
+        name
+        for name in {*named, *tree}
+        if not (package / name).exists() and not (ROOT / name).exists()
+    ] == []
 
 
 def test_charts_show_what_was_measured() -> None:

@@ -16,7 +16,8 @@ MODULES = [
     *(
         module.name
         for module in pkgutil.walk_packages(fastdata.__path__, "fastdata.")
-        if not module.name.endswith("__main__") and "core-level" not in module.name  # a library, not Python's
+        if not module.name.endswith("__main__")
+        and "core-level" not in module.name  # a library, not Python's
     ),
 ]
 

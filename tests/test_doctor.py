@@ -25,7 +25,14 @@ from fastdata.tools.doctor import Check, MachineReport, examine_machine
 MIB, GIB = 1 << 20, 1 << 30
 BUDGET = {"reserve_bytes": 512 * MIB, "limited_by": "cgroup limit"}
 JPEG = {"pillow": "12.0", "turbo": "3.1", "obstacle": ""}
-NVIDIA = {"toolkit": "CUDA 12.8", "devices": 0, "driver": "570.86.15", "nodes": 2, "visible": None, "said": ""}
+NVIDIA = {
+    "toolkit": "CUDA 12.8",
+    "devices": 0,
+    "driver": "570.86.15",
+    "nodes": 2,
+    "visible": None,
+    "said": "",
+}
 
 
 @pytest.mark.parametrize(
@@ -48,15 +55,23 @@ NVIDIA = {"toolkit": "CUDA 12.8", "devices": 0, "driver": "570.86.15", "nodes": 
             "temporary files: this system has no memfd",
         ),
         (doctor.check_locked(None, has_infiniband=True), "unlimited"),
-        (doctor.check_locked(8 * MIB, has_infiniband=False), "8.0 MiB; what CUDA pins does not count"),
+        (
+            doctor.check_locked(8 * MIB, has_infiniband=False),
+            "8.0 MiB; what CUDA pins does not count",
+        ),
         (doctor.check_open_files(None, None, cores=8), "unlimited"),
         (doctor.check_open_files(1024, 4096, cores=8), "1,024"),
         (doctor.check_start_method("fork"), "fork: worker processes inherit the dataset"),
         (doctor.check_core("for arm64", None), "for arm64"),
-        (doctor.check_jpeg(**JPEG), "Pillow 12.0 with libjpeg-turbo 3.1, which the compiled core decodes by"),
+        (
+            doctor.check_jpeg(**JPEG),
+            "Pillow 12.0 with libjpeg-turbo 3.1, which the compiled core decodes by",
+        ),
         (doctor.check_torchvision("0.28", torch_version="2.13", obstacle=""), "0.28"),
         (
-            doctor.check_torchvision(None, torch_version="2.13", obstacle="No module named 'torchvision'"),
+            doctor.check_torchvision(
+                None, torch_version="2.13", obstacle="No module named 'torchvision'"
+            ),
             "not installed; fastdata does not need it",
         ),
         (
@@ -73,7 +88,9 @@ NVIDIA = {"toolkit": "CUDA 12.8", "devices": 0, "driver": "570.86.15", "nodes": 
             "H100, 79.0 GiB of 80.0 GiB free, 0 % busy",
         ),
         (
-            doctor.check_gpu(1, "H100", total_bytes=80 * GIB, free_bytes=40 * GIB, busy_percent=None),
+            doctor.check_gpu(
+                1, "H100", total_bytes=80 * GIB, free_bytes=40 * GIB, busy_percent=None
+            ),
             "H100, 40.0 GiB of 80.0 GiB free",
         ),
     ],
@@ -96,13 +113,18 @@ def test_what_is_fine_is_only_named(check: Check, found: str) -> None:
         (doctor.check_open_files(256, None, cores=8), "ulimit -n 65536: "),
         (doctor.check_open_files(256, 256, cores=8), "raise the hard limit, then ulimit -n: "),
         (doctor.check_start_method("forkserver"), "under if __name__ == '__main__'"),
-        (doctor.check_jpeg(**JPEG | {"obstacle": "it is linked to none"}), "Pillow decodes whole images"),
+        (
+            doctor.check_jpeg(**JPEG | {"obstacle": "it is linked to none"}),
+            "Pillow decodes whole images",
+        ),
         (doctor.check_numa({1}, {0}), "numactl --cpunodebind=1: "),
         (doctor.check_torch("2.13", **NVIDIA | {"nodes": 0}), "docker run --gpus all"),
         (doctor.check_torch("2.13", **NVIDIA | {"visible": ""}), "unset CUDA_VISIBLE_DEVICES"),
         (doctor.check_torch("2.13", **NVIDIA | {"visible": "-1"}), "unset CUDA_VISIBLE_DEVICES"),
         (
-            doctor.check_gpu(0, "H100", total_bytes=80 * GIB, free_bytes=39 * GIB, busy_percent=None),
+            doctor.check_gpu(
+                0, "H100", total_bytes=80 * GIB, free_bytes=39 * GIB, busy_percent=None
+            ),
             "another program uses it",
         ),
         (
@@ -122,25 +144,48 @@ def test_what_may_hurt_is_advised(check: Check, advice: str) -> None:
     ("check", "advice"),
     [
         (doctor.check_cores(usable=1, machine=8, affinity=1), "taskset, sbatch --cpus-per-task"),
-        (doctor.check_cores(usable=1, machine=8, affinity=8), "docker run --cpus, a pod's CPU limit"),
+        (
+            doctor.check_cores(usable=1, machine=8, affinity=8),
+            "docker run --cpus, a pod's CPU limit",
+        ),
         (doctor.check_memory(Budget(bytes=0, **BUDGET)), "give the container or job more"),
-        (doctor.check_memory(Budget(bytes=0, **BUDGET | {"limited_by": "system memory"})), "free some"),
+        (
+            doctor.check_memory(Budget(bytes=0, **BUDGET | {"limited_by": "system memory"})),
+            "free some",
+        ),
         (doctor.check_shared_memory(is_memfd=True, obstacle="[Errno 1]"), "allow memfd_create"),
-        (doctor.check_shared_memory(is_memfd=False, obstacle="[Errno 28]"), "give TMPDIR a folder with room"),
+        (
+            doctor.check_shared_memory(is_memfd=False, obstacle="[Errno 28]"),
+            "give TMPDIR a folder with room",
+        ),
         (doctor.check_open_files(127, 4096, cores=8), "ulimit -n 4096: "),
         (doctor.check_core("", "no core-level*.so"), "every step runs per sample"),
         (
-            doctor.check_torchvision("0.28", torch_version="2.13+cpu", obstacle="operator torchvision::nms"),
+            doctor.check_torchvision(
+                "0.28", torch_version="2.13+cpu", obstacle="operator torchvision::nms"
+            ),
             "install the two that belong together; this torch is 2.13+cpu",
         ),
-        (doctor.check_torch("2.13", **NVIDIA | {"toolkit": ""}), "install a build of torch for CUDA"),
-        (doctor.check_torch("2.13", **NVIDIA | {"toolkit": "ROCm 6.4"}), "install a build of torch for CUDA"),
+        (
+            doctor.check_torch("2.13", **NVIDIA | {"toolkit": ""}),
+            "install a build of torch for CUDA",
+        ),
+        (
+            doctor.check_torch("2.13", **NVIDIA | {"toolkit": "ROCm 6.4"}),
+            "install a build of torch for CUDA",
+        ),
         (
             doctor.check_torch("2.13", **NVIDIA | {"driver": "470.57.02"}),
             "CUDA 12.8 needs driver 525 or newer: update it",
         ),
-        (doctor.check_torch("2.13", **NVIDIA | {"toolkit": "CUDA 13.0"}), "CUDA 13.0 needs driver 580 or newer"),
-        (doctor.check_torch("2.13", **NVIDIA | {"said": "CUDA unknown error"}), "CUDA unknown error"),
+        (
+            doctor.check_torch("2.13", **NVIDIA | {"toolkit": "CUDA 13.0"}),
+            "CUDA 13.0 needs driver 580 or newer",
+        ),
+        (
+            doctor.check_torch("2.13", **NVIDIA | {"said": "CUDA unknown error"}),
+            "CUDA unknown error",
+        ),
         (doctor.check_torch("2.13", **NVIDIA | {"visible": "0"}), "nvidia-smi"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -159,9 +204,14 @@ def test_what_breaks_training_is_a_problem(check: Check, advice: str) -> None:
 
 def test_a_report_is_aligned_and_plain_values() -> None:
     """All that was found begins in one column; JSON has what is printed."""
-    checks = (Check(name="cores", found="2"), Check(name="start method", found="spawn", advice="no lambda"))
+    checks = (
+        Check(name="cores", found="2"),
+        Check(name="start method", found="spawn", advice="no lambda"),
+    )
     report = MachineReport(checks=checks)
-    assert str(report) == ("  cores         2\n  start method  spawn\n                -> no lambda\n\nno problems")
+    assert str(report) == (
+        "  cores         2\n  start method  spawn\n                -> no lambda\n\nno problems"
+    )
     assert json.loads(json.dumps(report.as_dict())) == {
         "checks": [
             {"name": "cores", "found": "2", "advice": "", "is_problem": False},
@@ -181,17 +231,34 @@ def test_a_container_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     (tmp_path / "cpu.max").write_text("150000 100000\n")
     (tmp_path / "memory.max").write_text(f"{900 * MIB}\n")
     (tmp_path / "memory.current").write_text(f"{200 * MIB}\n")
-    found = {one.name: one for one in examine_machine(cgroup_root=tmp_path, cgroup_table=tmp_path / "table").checks}
+    found = {
+        one.name: one
+        for one in examine_machine(cgroup_root=tmp_path, cgroup_table=tmp_path / "table").checks
+    }
     assert found["cores"].found == "2 of 8 (cgroup quota)"
     assert found["torch threads"].advice.startswith("export OMP_NUM_THREADS=2")
-    assert found["memory"].found.startswith("630.0 MiB is free (cgroup limit, 70.0 MiB kept in reserve)")
+    assert found["memory"].found.startswith(
+        "630.0 MiB is free (cgroup limit, 70.0 MiB kept in reserve)"
+    )
 
 
 def test_all_that_was_asked_for_is_looked_at() -> None:
     """Each of the machine's sides has its line, and none of them is empty."""
     checks = examine_machine().checks
-    assert [check.name for check in checks if check.name != "/dev/shm" and not check.name.startswith("GPU")] == [
-        *("cores", "torch threads", "memory", "shared memory", "locked memory", "open files", "start method"),
+    assert [
+        check.name
+        for check in checks
+        if check.name != "/dev/shm" and not check.name.startswith("GPU")
+    ] == [
+        *(
+            "cores",
+            "torch threads",
+            "memory",
+            "shared memory",
+            "locked memory",
+            "open files",
+            "start method",
+        ),
         *("versions", "compiled core", "JPEG", "torchvision", "torch"),
     ]
     assert all(check.found for check in checks)
@@ -212,7 +279,9 @@ def test_what_cannot_be_made_or_loaded_is_said(monkeypatch: pytest.MonkeyPatch) 
     found = {one.name: one for one in examine_machine().checks}
     assert "Operation not permitted" in found["shared memory"].found
     assert found["compiled core"].found == "no core-level*.so"
-    assert found["torchvision"].found.endswith("cannot be imported: operator torchvision::nms does not exist")
+    assert found["torchvision"].found.endswith(
+        "cannot be imported: operator torchvision::nms does not exist"
+    )
     assert all(found[name].is_problem for name in ("shared memory", "compiled core", "torchvision"))
 
 
@@ -220,13 +289,20 @@ def test_what_torch_says_of_cuda_is_passed_on(monkeypatch: pytest.MonkeyPatch) -
     """The warning that torch gives instead of devices is advice, and is not printed besides."""
 
     def unavailable() -> bool:
-        warnings.warn("CUDA initialization: CUDA unknown error (Triggered internally at x.cpp:1.)", stacklevel=1)
+        warnings.warn(
+            "CUDA initialization: CUDA unknown error (Triggered internally at x.cpp:1.)",
+            stacklevel=1,
+        )
         return False
 
     monkeypatch.setattr(torch.cuda, "is_available", unavailable)
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     told = {}
-    monkeypatch.setattr(doctor, "check_torch", lambda version, **facts: told.update(facts) or Check(name="", found=""))
+    monkeypatch.setattr(
+        doctor,
+        "check_torch",
+        lambda version, **facts: told.update(facts) or Check(name="", found=""),
+    )
     assert examine_machine().checks
     assert (told["toolkit"], told["devices"], told["said"]) == (
         "CUDA 12.8",
@@ -238,8 +314,14 @@ def test_what_torch_says_of_cuda_is_passed_on(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("line", "version"),
     [
-        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.161.08  Sat Feb 24 22:53:39 UTC 2024", "535.161.08"),
-        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build", "570.86.15"),
+        (
+            "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.161.08  Sat Feb 24 22:53:39 UTC 2024",
+            "535.161.08",
+        ),
+        (
+            "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build",
+            "570.86.15",
+        ),
         ("", ""),
     ],
 )
@@ -269,7 +351,9 @@ def test_gpus_are_named_by_nvml(is_cut: bool, monkeypatch: pytest.MonkeyPatch) -
         nvmlDeviceGetCount=lambda: 2,
         nvmlDeviceGetHandleByIndex=lambda number: number,
         nvmlDeviceGetName=lambda handle: [b"H100", "H200"][handle],
-        nvmlDeviceGetMemoryInfo=lambda handle: types.SimpleNamespace(total=80 * GIB, free=(80 - 60 * handle) * GIB),
+        nvmlDeviceGetMemoryInfo=lambda handle: types.SimpleNamespace(
+            total=80 * GIB, free=(80 - 60 * handle) * GIB
+        ),
         nvmlDeviceGetUtilizationRates=rates,
     )
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
@@ -292,7 +376,9 @@ def test_the_command_keeps_and_counts(
     fine = Check(name="cores", found="2")
     bad = Check(name="memory", found="0 B", advice="free some", is_problem=True)
     for checks, status in (((fine,), 0), ((fine, bad), 1)):
-        monkeypatch.setattr(doctor, "examine_machine", lambda checks=checks: MachineReport(checks=checks))
+        monkeypatch.setattr(
+            doctor, "examine_machine", lambda checks=checks: MachineReport(checks=checks)
+        )
         assert main(["doctor", "--json", str(tmp_path / "doctor.json")]) == status
         assert ("-> free some" in capsys.readouterr().out) == bool(status)
         document = json.loads((tmp_path / "doctor.json").read_text())
@@ -310,7 +396,9 @@ def narrow() -> None:
 def test_limits_of_the_process_are_those_told() -> None:
     """``python -m fastdata.tools doctor`` sees the limits that it was started with, and prints no traceback."""
     words = [sys.executable, "-m", "fastdata.tools", "doctor"]
-    done = subprocess.run(words, capture_output=True, text=True, preexec_fn=narrow, check=False, timeout=60)
+    done = subprocess.run(
+        words, capture_output=True, text=True, preexec_fn=narrow, check=False, timeout=60
+    )
     assert "! open files     70" in done.stdout
     assert "cores          1" in done.stdout
     assert done.stderr == ""

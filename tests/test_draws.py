@@ -10,7 +10,9 @@ from fastdata.pixels.draws import draw_integers, draw_uniform, sample_keys
 INDEX = np.arange(4096)
 
 
-def uniform(seed: int, epoch_B: int | np.ndarray, index_B: np.ndarray, op: int, draw: int) -> np.ndarray:
+def uniform(
+    seed: int, epoch_B: int | np.ndarray, index_B: np.ndarray, op: int, draw: int
+) -> np.ndarray:
     return draw_uniform(sample_keys(seed, epoch_B, index_B), op, draw)
 
 
@@ -45,7 +47,15 @@ def test_draws_are_splitmix64_outputs() -> None:
     [
         (0, 0, 0, 0x33FE8BD4F9C57863, "0x1.67404d700e558p-3", "0x1.42d9b81866be6p-1", 521),
         (7, 3, 1, 0x6BFC273DBACE04E7, "0x1.f5d0f661b462cp-2", "0x1.ca1baaacede0cp-2", 739),
-        (-1, 2**33 + 5, 12345678, 0x3544A906F512E777, "0x1.f9efd9884e366p-1", "0x1.041ddb8fcac96p-1", 774),
+        (
+            -1,
+            2**33 + 5,
+            12345678,
+            0x3544A906F512E777,
+            "0x1.f9efd9884e366p-1",
+            "0x1.041ddb8fcac96p-1",
+            774,
+        ),
     ],
 )
 def test_draws_are_those_of_every_version(
@@ -70,10 +80,14 @@ def test_epochs_may_differ_within_a_batch() -> None:
     """An epoch per sample gives what one call per epoch gives."""
     epochs = np.array([0, 5, 0, 1])
     mixed = uniform(3, epochs, np.arange(4), 0, 0)
-    assert [uniform(3, int(e), np.array([i]), 0, 0)[0] for i, e in enumerate(epochs)] == mixed.tolist()
+    assert [
+        uniform(3, int(e), np.array([i]), 0, 0)[0] for i, e in enumerate(epochs)
+    ] == mixed.tolist()
 
 
-@pytest.mark.parametrize("other", [(4, 1, 2, 4), (3, 2, 2, 4), (3, 1, 3, 4), (3, 1, 2, 5), (-3, 1, 2, 4)])
+@pytest.mark.parametrize(
+    "other", [(4, 1, 2, 4), (3, 2, 2, 4), (3, 1, 3, 4), (3, 1, 2, 5), (-3, 1, 2, 4)]
+)
 def test_every_argument_matters(other: tuple[int, int, int, int]) -> None:
     """Another seed, epoch, op or draw gives draws that are not correlated with the first."""
     seed, epoch, op, draw = other
@@ -86,7 +100,9 @@ def test_uniform_over_samples_and_over_epochs() -> None:
     """Over 4096 samples, and over 4096 epochs of one sample, each of 16 bins gets its share."""
     for draws in (uniform(0, 0, INDEX, 0, 0), uniform(0, INDEX, np.zeros_like(INDEX), 0, 0)):
         counts = np.bincount((draws * 16).astype(int), minlength=16)
-        assert ((counts - 256) ** 2 / 256).sum() < 40  # chi-squared, 15 degrees of freedom: exceeded once in 2000
+        assert (
+            (counts - 256) ** 2 / 256
+        ).sum() < 40  # chi-squared, 15 degrees of freedom: exceeded once in 2000
         assert abs(np.corrcoef(draws[1:], draws[:-1])[0, 1]) < 4 / np.sqrt(len(INDEX))
 
 

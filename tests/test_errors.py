@@ -23,7 +23,9 @@ ODD_PATH = "/data/a, b: 'c'\nsample 7, d.jpg"
 
 def classes_of_errors() -> list[type[errors.FastDataError]]:
     found = [getattr(errors, name) for name in errors.__all__]
-    return [each for each in found if issubclass(each, errors.FastDataError) and each is not SampleError]
+    return [
+        each for each in found if issubclass(each, errors.FastDataError) and each is not SampleError
+    ]
 
 
 def raised_by_torch(error: Exception) -> Exception:
@@ -58,7 +60,9 @@ SAMPLE_ERRORS = {
     "file": sample_error("/data/a.jpg", 3, OSError("cut off")),
     "no file": sample_error(None, 3, KeyError("x")),
     "odd path": sample_error(ODD_PATH, 3, OSError("cut off")),
-    "of another dataset": sample_error("/data/a.jpg", 3, sample_error("/data/b.jpg", 5, OSError("cut off"))),
+    "of another dataset": sample_error(
+        "/data/a.jpg", 3, sample_error("/data/b.jpg", 5, OSError("cut off"))
+    ),
     "other words": SampleError("it is\nno image", index=3, path="/data/a.jpg"),
     "other words, no file": SampleError("it is no image", index=3),
 }
@@ -68,7 +72,13 @@ SAMPLE_ERRORS = {
 def test_a_sample_error_keeps_index_and_path(error: SampleError) -> None:
     """Index and path are the same after pickling, and as torch's loader raises it; its text names both."""
     came = raised_by_torch(error)
-    for each in (error, pickle.loads(pickle.dumps(error)), copy.copy(error), came, pickle.loads(pickle.dumps(came))):
+    for each in (
+        error,
+        pickle.loads(pickle.dumps(error)),
+        copy.copy(error),
+        came,
+        pickle.loads(pickle.dumps(came)),
+    ):
         assert isinstance(each, SampleError)
         assert (each.index, each.path) == (3, error.path)
         assert str(error) in str(each)
@@ -83,7 +93,9 @@ def test_a_sample_error_needs_an_index() -> None:
 
 @pytest.mark.parametrize("fill", ["lazy", "none"])
 @pytest.mark.parametrize("make_loader", [TorchLoader, DataLoader])
-def test_a_damaged_file_is_named_by_worker_processes(image_folder: Any, make_loader: Any, fill: str) -> None:
+def test_a_damaged_file_is_named_by_worker_processes(
+    image_folder: Any, make_loader: Any, fill: str
+) -> None:
     """A file that a worker process cannot read is a SampleError and an OSError with its index and path."""
     root = image_folder()
     path = root / "cat" / "001.jpg"
@@ -101,10 +113,14 @@ def test_a_damaged_file_is_named_by_worker_processes(image_folder: Any, make_loa
 def test_a_store_that_is_gone_is_told_by_a_spawned_worker(tmp_path: Path, make_loader: Any) -> None:
     """A spawned worker that finds the cache deleted lets the loop raise StoreGoneError, as a pickled dataset does."""
     data = [(torch.full((2, 3), i, dtype=torch.uint8), i) for i in range(4)]
-    with CachedDataset(data, cache_dir=tmp_path / "cache", cache_key="k", progress=False) as dataset:
+    with CachedDataset(
+        data, cache_dir=tmp_path / "cache", cache_key="k", progress=False
+    ) as dataset:
         shutil.rmtree(tmp_path / "cache")
         options: Any = {} if make_loader is TorchLoader else {"workers": "process"}
-        loader = make_loader(dataset, batch_size=2, num_workers=1, multiprocessing_context="spawn", **options)
+        loader = make_loader(
+            dataset, batch_size=2, num_workers=1, multiprocessing_context="spawn", **options
+        )
         with pytest.raises(StoreGoneError, match="was deleted or changed while it was in use"):
             list(loader)
 
@@ -121,14 +137,22 @@ def test_a_store_that_is_gone_is_told_by_a_spawned_worker(tmp_path: Path, make_l
     ],
     ids=["folder", "manifest", "from_cache", "manifest root", "cache_dir", "chunked"],
 )
-@pytest.mark.parametrize("root", ["adl://bucket/train", Path("adl://bucket/train")], ids=["text", "path"])
-def test_a_remote_root_needs_its_package(make: Callable[[object], object], root: str | Path) -> None:
+@pytest.mark.parametrize(
+    "root", ["adl://bucket/train", Path("adl://bucket/train")], ids=["text", "path"]
+)
+def test_a_remote_root_needs_its_package(
+    make: Callable[[object], object], root: str | Path
+) -> None:
     """A URL, also one that ``Path`` has taken a slash from, is none of a missing folder, but of a missing package."""
-    with pytest.raises(ImportError, match=r"^adl://bucket.* needs a package that is not installed: .*adlfs"):
+    with pytest.raises(
+        ImportError, match=r"^adl://bucket.* needs a package that is not installed: .*adlfs"
+    ):
         make(root)
 
 
-def test_a_folder_that_looks_like_a_url_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_looks_like_a_url_is_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What exists is a folder, whatever its name."""
     monkeypatch.chdir(tmp_path)
     os.makedirs("s3:/bucket/cat")

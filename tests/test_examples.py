@@ -32,7 +32,11 @@ def test_quickstart_prints_plan_and_rates(
     """The quickstart serves three epochs of a folder."""
     runpy.run_path(str(EXAMPLES / "quickstart.py"))["main"](str(image_folder()))
     printed = capsys.readouterr().out
-    assert [line.split(":")[0] for line in printed.splitlines()[-3:]] == ["epoch 0", "epoch 1", "epoch 2"]
+    assert [line.split(":")[0] for line in printed.splitlines()[-3:]] == [
+        "epoch 0",
+        "epoch 1",
+        "epoch 2",
+    ]
 
 
 def test_csv_manifest_reads_what_it_writes(
@@ -65,19 +69,25 @@ def test_why_idle_is_answered(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 def test_cifar_learns_drawn_images() -> None:
     """Two epochs over drawn images recognise far more than the tenth that chance does."""
-    accuracy = runpy.run_path(str(EXAMPLES / "cifar.py"))["main"](["--epochs", "2", "--per-class", "60"])
+    accuracy = runpy.run_path(str(EXAMPLES / "cifar.py"))["main"](
+        ["--epochs", "2", "--per-class", "60"]
+    )
     assert accuracy > 0.2
 
 
 def test_train_dataparallel_trains_with_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
     """A line says so where there are fewer than two GPUs, and either way there is a rate of DataParallel."""
-    runpy.run_path(str(EXAMPLES / "train_dataparallel.py"))["main"](["--steps", "2", "--batch-size", "4"])
+    runpy.run_path(str(EXAMPLES / "train_dataparallel.py"))["main"](
+        ["--steps", "2", "--batch-size", "4"]
+    )
     printed, gpus = capsys.readouterr().out, torch.cuda.device_count()
     assert (f"torch sees {gpus} GPUs." in printed) == (gpus < 2)
     assert re.search(r"^DataParallel +[\d,]+ images/s$", printed, re.MULTILINE)
 
 
-@pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="torch has no gloo here")
+@pytest.mark.skipif(
+    not (dist.is_available() and dist.is_gloo_available()), reason="torch has no gloo here"
+)
 def test_train_ddp_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
     """Two ranks train an epoch, each its half, and one process alone goes on with the next one."""
     with_torchvision = tmp_path / "run.py"  # where its compiled operators do not load, too
@@ -89,8 +99,19 @@ def test_train_ddp_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
         "runpy.run_path(sys.argv[0], run_name='__main__')\n",
         "utf-8",
     )
-    script = [str(with_torchvision), str(EXAMPLES / "train_ddp.py"), "--resume", str(tmp_path / "checkpoint.pt")]
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr=localhost", "--nproc-per-node=2"]
+    script = [
+        str(with_torchvision),
+        str(EXAMPLES / "train_ddp.py"),
+        "--resume",
+        str(tmp_path / "checkpoint.pt"),
+    ]
+    launcher = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--local-addr=localhost",
+        "--nproc-per-node=2",
+    ]
     first = _run_python(tmp_path, *launcher, *script, "--epochs", "1")
     assert [line.split(":")[0] for line in first if "loss" in line] == ["epoch 1"]
     assert "7 batches, 100 samples" in "\n".join(first)
@@ -101,9 +122,18 @@ def test_train_ddp_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
 
 def _run_python(temporary: Path, *arguments: str) -> list[str]:
     path = os.pathsep.join([str(Path(__file__).parent), os.environ["PYTHONPATH"]])
-    environment = os.environ | {"PYTHONPATH": path, "TMPDIR": str(temporary), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {
+        "PYTHONPATH": path,
+        "TMPDIR": str(temporary),
+        "OMP_NUM_THREADS": "1",
+    }
     done = subprocess.run(
-        [sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=100, check=False
+        [sys.executable, *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()

@@ -27,7 +27,9 @@ Folder = Callable[..., Path]
 @pytest.fixture
 def cache(image_folder: Folder, tmp_path: Path) -> Path:
     """Of three images in each of two classes, whole."""
-    ImageFolder(image_folder(), cache_dir=tmp_path / "cache", fill="eager", progress=False, num_workers=1).close()
+    ImageFolder(
+        image_folder(), cache_dir=tmp_path / "cache", fill="eager", progress=False, num_workers=1
+    ).close()
     return tmp_path / "cache"
 
 
@@ -41,9 +43,13 @@ def images(count: int) -> list[Image.Image]:
 
 
 @pytest.mark.parametrize("image_format", ["png", "webp"])
-def test_class_folders_have_the_pixels_of_the_cache(cache: Path, tmp_path: Path, image_format: Any) -> None:
+def test_class_folders_have_the_pixels_of_the_cache(
+    cache: Path, tmp_path: Path, image_format: Any
+) -> None:
     """Classes and pixels that torchvision reads are those that the cache serves."""
-    done = export_cache(cache, tmp_path / "out", to="folder", image_format=image_format, progress=False)
+    done = export_cache(
+        cache, tmp_path / "out", to="folder", image_format=image_format, progress=False
+    )
     assert (done.samples, done.lossless) == (6, True)
     theirs = Vanilla(str(tmp_path / "out"))
     with CachedDataset.from_cache(cache) as ours:
@@ -55,7 +61,10 @@ def test_class_folders_have_the_pixels_of_the_cache(cache: Path, tmp_path: Path,
 def test_tars_have_the_pixels_of_the_cache(cache: Path, tmp_path: Path) -> None:
     """What fastdata reads from the tars is what the cache serves; class names lie beside."""
     export_cache(cache, tmp_path / "out", to="webdataset", progress=False)
-    with CachedDataset(tmp_path / "out", progress=False) as theirs, CachedDataset.from_cache(cache) as ours:
+    with (
+        CachedDataset(tmp_path / "out", progress=False) as theirs,
+        CachedDataset.from_cache(cache) as ours,
+    ):
         assert list(theirs.targets) == list(ours.targets)
         assert all(theirs[i][0].tobytes() == ours[i][0].tobytes() for i in range(6))
     assert json.loads((tmp_path / "out" / "classes.json").read_text()) == ["cat", "dog"]
@@ -78,7 +87,9 @@ def test_tars_are_the_same_each_time(cache: Path, tmp_path: Path) -> None:
     assert count == 12
 
 
-def test_lossy_images_are_said_to_be(cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lossy_images_are_said_to_be(
+    cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The command says whether pixels are those of the cache; a lower quality takes fewer bytes."""
     sizes = []
     for quality in ("95", "10"):
@@ -100,9 +111,13 @@ def test_targets_of_other_kinds_are_json(tmp_path: Path) -> None:
     with CachedDataset(tmp_path / "out", progress=False) as dataset:
         assert dataset[1][1] == {"box": [1, 2.5], "name": "1"}
         assert np.array_equal(dataset[1][0], images(2)[1])
-    with pytest.raises(ValueError, match="class folders keep class names, or whole numbers from 0 on, and some"):
+    with pytest.raises(
+        ValueError, match="class folders keep class names, or whole numbers from 0 on, and some"
+    ):
         export_cache(cache, tmp_path / "folder", to="folder", progress=False)
-    tensors = cache_of(tmp_path / "tensors", [(image, torch.tensor([i, 1])) for i, image in enumerate(images(2))])
+    tensors = cache_of(
+        tmp_path / "tensors", [(image, torch.tensor([i, 1])) for i, image in enumerate(images(2))]
+    )
     export_cache(tensors, tmp_path / "vectors", to="webdataset", progress=False)
     with CachedDataset(tmp_path / "vectors", progress=False) as dataset:
         assert dataset[1][1] == [1, 1]
@@ -110,7 +125,10 @@ def test_targets_of_other_kinds_are_json(tmp_path: Path) -> None:
 
 def test_numbers_name_folders_that_sort_as_they_do(tmp_path: Path) -> None:
     """Where classes have no names, torchvision finds the numbers in their order."""
-    cache = cache_of(tmp_path / "cache", [(image, target) for image, target in zip(images(3), (10, 2, 2), strict=True)])
+    cache = cache_of(
+        tmp_path / "cache",
+        [(image, target) for image, target in zip(images(3), (10, 2, 2), strict=True)],
+    )
     export_cache(cache, tmp_path / "out", to="folder", progress=False)
     assert Vanilla(str(tmp_path / "out")).classes == ["02", "10"]
 
@@ -135,14 +153,38 @@ def test_tensors_and_arrays_are_images(tmp_path: Path, kind: str) -> None:
 @pytest.mark.parametrize(
     ("items", "options", "message"),
     [
-        ([(torch.zeros(5, 4, 4, dtype=torch.uint8), 0)], {}, r"sample 0, uint8 of shape \(5, 4, 4\), is no image that"),
-        ([(torch.zeros(3, 4, 4), 0)], {}, r"sample 0, float32 of shape \(3, 4, 4\), is no image that PNG keeps"),
-        ([((images(1)[0], images(1)[0]), 0)], {}, "samples with several parts, such as masks, are not exported"),
-        ([(images(1)[0], images(1)[0])], {}, "samples with images as targets, such as masks, are not exported"),
-        ([(images(1)[0].convert("RGBA"), 0)], {"image_format": "jpeg"}, r"is no image that JPEG keeps: cannot write"),
+        (
+            [(torch.zeros(5, 4, 4, dtype=torch.uint8), 0)],
+            {},
+            r"sample 0, uint8 of shape \(5, 4, 4\), is no image that",
+        ),
+        (
+            [(torch.zeros(3, 4, 4), 0)],
+            {},
+            r"sample 0, float32 of shape \(3, 4, 4\), is no image that PNG keeps",
+        ),
+        (
+            [((images(1)[0], images(1)[0]), 0)],
+            {},
+            "samples with several parts, such as masks, are not exported",
+        ),
+        (
+            [(images(1)[0], images(1)[0])],
+            {},
+            "samples with images as targets, such as masks, are not exported",
+        ),
+        (
+            [(images(1)[0].convert("RGBA"), 0)],
+            {"image_format": "jpeg"},
+            r"is no image that JPEG keeps: cannot write",
+        ),
         ([(images(1)[0], 0)], {"quality": 5}, "quality=5 is for image_format='jpeg' or 'webp'"),
         ([(images(1)[0], 0)], {"quality": 101, "image_format": "jpeg"}, "from 1 to 100"),
-        ([(images(1)[0], -1)], {"to": "folder"}, "class folders keep class names, or whole numbers from 0 on"),
+        (
+            [(images(1)[0], -1)],
+            {"to": "folder"},
+            "class folders keep class names, or whole numbers from 0 on",
+        ),
         ([(images(1)[0], 0)], {"shard_size": "many"}, "memory of 'many' is not understood"),
     ],
     ids=["channels", "float", "parts", "mask", "mode", "quality", "range", "negative", "size"],
@@ -157,16 +199,23 @@ def test_what_cannot_be_exported_leaves_nothing(
     assert os.listdir(tmp_path) == ["cache"]
 
 
-def test_ctrl_c_leaves_nothing(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_leaves_nothing(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An export that is stopped leaves no folder, and the command ends with 130."""
     before = set(os.listdir(tmp_path))
-    monkeypatch.setattr("fastdata.tools.export.encode_image", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(
+        "fastdata.tools.export.encode_image",
+        lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt),
+    )
     for to in ("folder", "webdataset"):
         assert main(["export", str(cache), str(tmp_path / "out"), "--to", to]) == 130
         assert set(os.listdir(tmp_path)) == before
 
 
-def test_a_folder_with_files_is_refused(cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_with_files_is_refused(
+    cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Nothing is overwritten; an empty folder is taken."""
     out = tmp_path / "out"
     out.mkdir()
@@ -186,7 +235,9 @@ def test_class_names_that_name_no_folder_are_refused(tmp_path: Path) -> None:
     images(1)[0].save(tmp_path / "0.png")
     rows = [(str(tmp_path / "0.png"), "../evil"), (str(tmp_path / "0.png"), "good")]
     ImageManifest(rows, cache_dir=tmp_path / "cache", fill="eager", progress=False).close()
-    with pytest.raises(ValueError, match=r"the class '../evil' cannot name a folder; use to='webdataset'"):
+    with pytest.raises(
+        ValueError, match=r"the class '../evil' cannot name a folder; use to='webdataset'"
+    ):
         export_cache(tmp_path / "cache", tmp_path / "out", to="folder", progress=False)
     export_cache(tmp_path / "cache", tmp_path / "out", to="webdataset", progress=False)
     with tarfile.open(tmp_path / "out" / "shard-000000.tar") as tar:

@@ -24,7 +24,14 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.transforms import v2
 
 from conftest import shown
-from fastdata import CachedDataset, CudaPrefetcher, DataLoader, FastDataWarning, ImageFolder, ImageManifest
+from fastdata import (
+    CachedDataset,
+    CudaPrefetcher,
+    DataLoader,
+    FastDataWarning,
+    ImageFolder,
+    ImageManifest,
+)
 from fastdata.errors import MemoryBudgetError, SampleError, StoreGoneError
 
 Folder = Callable[..., Path]
@@ -51,7 +58,9 @@ def test_it_has_torchvisions_face(image_folder: Folder, storage: Any) -> None:
         assert ours.find_classes(str(root)) == theirs.find_classes(str(root))
 
 
-@pytest.mark.parametrize("given", [{}, {"transform": v1.ToTensor()}, {"target_transform": str}], ids=shown)
+@pytest.mark.parametrize(
+    "given", [{}, {"transform": v1.ToTensor()}, {"target_transform": str}], ids=shown
+)
 def test_torchvisions_idioms_work(image_folder: Folder, given: dict[str, Any]) -> None:
     """``targets * 2`` is a list; ``transforms``, None without a transform, is called with image and target."""
     root = str(image_folder())
@@ -66,12 +75,16 @@ def test_torchvisions_idioms_work(image_folder: Folder, given: dict[str, Any]) -
             assert mine[1] == wanted[1]
 
 
-def test_before_images_are_prepared_a_transform_that_is_assigned_decides_what_is_stored(image_folder: Folder) -> None:
+def test_before_images_are_prepared_a_transform_that_is_assigned_decides_what_is_stored(
+    image_folder: Folder,
+) -> None:
     """Nothing is lost then, so that the dataset is as if it had been made with it."""
     root = image_folder(size=(15, 11))
     with (
         ImageFolder(str(root), v1.Resize((9, 9)), progress=False) as late,
-        ImageFolder(str(root), v1.Compose([v1.Resize((9, 9)), v1.CenterCrop(7)]), progress=False) as at_once,
+        ImageFolder(
+            str(root), v1.Compose([v1.Resize((9, 9)), v1.CenterCrop(7)]), progress=False
+        ) as at_once,
     ):
         late.transform = at_once.transform
         assert late.plan.prepare == at_once.plan.prepare
@@ -80,7 +93,9 @@ def test_before_images_are_prepared_a_transform_that_is_assigned_decides_what_is
 
 
 @pytest.mark.parametrize("storage", ["auto", "shared"])
-def test_without_a_transform_nothing_is_prepared_before_the_first_read(image_folder: Folder, storage: Any) -> None:
+def test_without_a_transform_nothing_is_prepared_before_the_first_read(
+    image_folder: Folder, storage: Any
+) -> None:
     """What a script may ask before it has a transform reads no file; the first sample, or a transform, prepares all."""
     root, read = image_folder(), []
 
@@ -88,7 +103,12 @@ def test_without_a_transform_nothing_is_prepared_before_the_first_read(image_fol
         read.append(path)
         return Image.open(path).convert("RGB")
 
-    options: dict[str, Any] = {"loader": opened, "storage": storage, "num_workers": 0, "progress": False}
+    options: dict[str, Any] = {
+        "loader": opened,
+        "storage": storage,
+        "num_workers": 0,
+        "progress": False,
+    }
     with ImageFolder(root, **options) as dataset, ImageFolder(root, **options) as other:
         assert "Storage: chosen at the first read" in repr(dataset)
         assert (len(dataset), dataset.targets, dataset.transform) == (6, [0, 0, 0, 1, 1, 1], None)
@@ -131,7 +151,10 @@ def test_a_first_transform_that_is_assigned_decides_what_is_stored(
 ) -> None:
     """So timm does it: made without one, images are kept whole, but none was read. Once one was, they stay so."""
     root = image_folder(size=(15, 11))
-    with ImageFolder(str(root), progress=False) as unread, ImageFolder(str(root), progress=False) as read:
+    with (
+        ImageFolder(str(root), progress=False) as unread,
+        ImageFolder(str(root), progress=False) as read,
+    ):
         assert read[0][0].size == (15, 11)
         unread.transform = read.transform = v1.Compose([*PREPARED, v1.ToTensor()])
         assert not caplog.records
@@ -150,7 +173,10 @@ def test_preparing_without_the_core_is_said(
     monkeypatch.setattr("fastdata.pixels.core.obstacle", lambda: "no core was built here.")
     caplog.set_level("INFO", "fastdata")
     with ImageFolder(root, v1.Compose(PREPARED), fill="eager", progress=False) as dataset:
-        assert all(np.array_equal(_pixels(image), it) for (image, _), it in zip(dataset, wanted, strict=True))
+        assert all(
+            np.array_equal(_pixels(image), it)
+            for (image, _), it in zip(dataset, wanted, strict=True)
+        )
     said = [message for message in caplog.messages if "Pillow" in message]
     assert said == ["Pillow prepares the images, which takes longer: no core was built here."]
 
@@ -165,12 +191,16 @@ def test_preparing_without_the_core_is_said(
         v1.Compose([*PREPARED, v1.PILToTensor(), v1.ConvertImageDtype(torch.float32)]),
         v1.Compose([v1.Grayscale(), v1.Resize((7, 5)), v1.ToTensor()]),
         v1.Compose([v1.Lambda(lambda image: image.rotate(90)), v1.ToTensor()]),
-        v2.Compose([v2.ToImage(), v2.Resize((6, 7), antialias=True), v2.ToDtype(torch.float32, scale=True)]),
+        v2.Compose(
+            [v2.ToImage(), v2.Resize((6, 7), antialias=True), v2.ToDtype(torch.float32, scale=True)]
+        ),
         v2.Compose([v2.PILToTensor(), v2.Resize(8, antialias=True), v2.CenterCrop(6)]),
     ],
     ids=repr,
 )
-def test_deterministic_transforms_give_torchvisions_pixels(image_folder: Folder, storage: Any, transform: Any) -> None:
+def test_deterministic_transforms_give_torchvisions_pixels(
+    image_folder: Folder, storage: Any, transform: Any
+) -> None:
     """Without randomness every sample equals torchvision's in type, mode, dtype and every pixel."""
     root = image_folder(size=(15, 11))
     theirs = TorchvisionFolder(str(root), transform)
@@ -194,7 +224,9 @@ def test_a_path_as_root_stays_one(image_folder: Folder, tmp_path: Path, storage:
 
 
 @pytest.mark.parametrize("is_cached", [False, True])
-def test_samples_are_those_of_make_dataset(image_folder: Folder, tmp_path: Path, is_cached: bool) -> None:
+def test_samples_are_those_of_make_dataset(
+    image_folder: Folder, tmp_path: Path, is_cached: bool
+) -> None:
     """A subclass's make_dataset lists the samples, and gets the arguments that torchvision's gets."""
 
     class Half(ImageFolder):
@@ -207,7 +239,12 @@ def test_samples_are_those_of_make_dataset(image_folder: Folder, tmp_path: Path,
     for kind in (Half, ImageFolder, Half):
         with kind(root, progress=False, **options) as ours:
             assert ours.samples == TorchvisionFolder(root).samples[:: 2 if kind is Half else 1]
-    for arguments in ((None, (".jpg",)), ({}, (".jpg",)), ({"cat": 0}, None), ({"cat": 0}, (".png",))):
+    for arguments in (
+        (None, (".jpg",)),
+        ({}, (".jpg",)),
+        ({"cat": 0}, None),
+        ({"cat": 0}, (".png",)),
+    ):
         errors = []
         for kind in (TorchvisionFolder, ImageFolder):
             with pytest.raises((ValueError, FileNotFoundError)) as raised:
@@ -247,13 +284,17 @@ def test_a_loader_that_gives_no_image_is_what_to_correct(image_folder: Folder, g
         (FileNotFoundError, "Bring the file back, or correct its path"),
     ],
 )
-def test_a_sound_file_is_not_called_damaged(image_folder: Folder, cause: type[Exception], cure: str) -> None:
+def test_a_sound_file_is_not_called_damaged(
+    image_folder: Folder, cause: type[Exception], cure: str
+) -> None:
     """A bomb by Pillow's limit, or a file that may not be read, is no damaged file that ought to be deleted."""
 
     def failing(path: str) -> Any:
         raise cause("no")
 
-    with pytest.raises(SampleError, match=rf"sample 0, .*{cure}.*, or leave it out with on_error='skip'") as raised:
+    with pytest.raises(
+        SampleError, match=rf"sample 0, .*{cure}.*, or leave it out with on_error='skip'"
+    ) as raised:
         ImageFolder(image_folder(suffix=".png"), loader=failing, fill="eager", progress=False)
     assert "damaged" not in str(raised.value)
     assert "Delete" not in str(raised.value)
@@ -262,7 +303,9 @@ def test_a_sound_file_is_not_called_damaged(image_folder: Folder, cause: type[Ex
 def test_without_storage_the_random_draws_are_torchvisions_too(image_folder: Folder) -> None:
     """With nothing kept, batch_ops="off" and the same global seed, random transforms give torchvision's pixels."""
     root = image_folder(size=(15, 11))
-    transform = v1.Compose([v1.RandomResizedCrop(8), v1.RandomHorizontalFlip(), v1.ColorJitter(0.5), v1.ToTensor()])
+    transform = v1.Compose(
+        [v1.RandomResizedCrop(8), v1.RandomHorizontalFlip(), v1.ColorJitter(0.5), v1.ToTensor()]
+    )
     theirs = TorchvisionFolder(str(root), transform)
     with ImageFolder(str(root), transform, storage="none", batch_ops="off") as ours:
         torch.manual_seed(3)
@@ -276,13 +319,19 @@ def test_without_storage_the_random_draws_are_torchvisions_too(image_folder: Fol
 def test_without_storage_batches_are_those_of_a_store(image_folder: Folder, resize: Any) -> None:
     """Decoded anew for each batch or kept, whole batches and single samples have the same pixels and draws."""
     root = image_folder(size=(15, 11))
-    transform = v1.Compose([v1.RandomResizedCrop(8), v1.RandomHorizontalFlip(), v1.ColorJitter(0.5), v1.ToTensor()])
+    transform = v1.Compose(
+        [v1.RandomResizedCrop(8), v1.RandomHorizontalFlip(), v1.ColorJitter(0.5), v1.ToTensor()]
+    )
     with (
         ImageFolder(root, transform, storage="none", seed=4, resize=resize) as none,
-        ImageFolder(root, transform, storage="shared", seed=4, resize=resize, progress=False) as shared,
+        ImageFolder(
+            root, transform, storage="shared", seed=4, resize=resize, progress=False
+        ) as shared,
     ):
         for workers in (0, 2):
-            batches = [list(DataLoader(each, batch_size=4, num_workers=workers)) for each in (none, shared)]
+            batches = [
+                list(DataLoader(each, batch_size=4, num_workers=workers)) for each in (none, shared)
+            ]
             for (images, labels), (wanted, numbers) in zip(*batches, strict=True):
                 assert torch.equal(images, wanted)
                 assert torch.equal(labels, numbers)
@@ -339,7 +388,9 @@ def _save_turned(root: Path) -> None:
         Image.fromarray(pixels).save(root / "all" / f"{orientation}.jpg", exif=exif)
 
 
-@pytest.mark.parametrize("rest", [[], [v1.RandomCrop(8)], [v1.Resize((7, 9))]], ids=["ragged", "cropped", "resized"])
+@pytest.mark.parametrize(
+    "rest", [[], [v1.RandomCrop(8)], [v1.Resize((7, 9))]], ids=["ragged", "cropped", "resized"]
+)
 @pytest.mark.parametrize(
     "options",
     [
@@ -353,7 +404,9 @@ def _save_turned(root: Path) -> None:
     ],
     ids=shown,
 )
-def test_images_are_turned_upright(tmp_path: Path, options: dict[str, Any], rest: list[Any]) -> None:
+def test_images_are_turned_upright(
+    tmp_path: Path, options: dict[str, Any], rest: list[Any]
+) -> None:
     """PIL's exif_transpose at the beginning of a transform does what it does with torchvision, in every storage."""
     _save_turned(tmp_path / "images")
     if options["storage"] == "disk":
@@ -395,7 +448,11 @@ def test_a_step_that_cannot_see_the_orientation_is_told(tmp_path: Path) -> None:
         assert all(torch.equal(ours[index][0], theirs[index][0]) for index in range(9))
     with ImageFolder(tmp_path, storage="none", progress=False) as ours:
         assert dict(ours[6][0].getexif()) == {0x0112: 6}
-    for options in ({"fill": "eager"}, {"fill": "lazy"}, {"storage": "compressed", "codec": "source"}):
+    for options in (
+        {"fill": "eager"},
+        {"fill": "lazy"},
+        {"storage": "compressed", "codec": "source"},
+    ):
         with (
             ImageFolder(tmp_path, transform, progress=False, **options) as ours,
             pytest.raises(LookupError, match="a stored image has no EXIF data"),
@@ -407,7 +464,9 @@ def test_an_image_that_was_turned_may_be_asked_for_its_exif(tmp_path: Path) -> N
     """Once images are stored upright, by the transform or prepare=, to turn them again changes nothing."""
     _save_turned(tmp_path / "images")
     cache = tmp_path / "cache"
-    again = v1.Compose([ImageOps.exif_transpose, v1.RandomCrop(10), v1.Lambda(ImageOps.exif_transpose)])
+    again = v1.Compose(
+        [ImageOps.exif_transpose, v1.RandomCrop(10), v1.Lambda(ImageOps.exif_transpose)]
+    )
     theirs = TorchvisionFolder(str(tmp_path / "images"))
     with ImageFolder(tmp_path / "images", again, cache_dir=cache, progress=False) as dataset:
         assert dataset[6][0].size == (10, 10)
@@ -415,7 +474,10 @@ def test_an_image_that_was_turned_may_be_asked_for_its_exif(tmp_path: Path) -> N
         assert dataset[6][0].size == (10, 20)
     with CachedDataset(theirs, prepare=ImageOps.exif_transpose, progress=False) as dataset:
         assert ImageOps.exif_transpose(dataset[6][0]).size == (10, 20)
-    with CachedDataset(theirs, progress=False) as dataset, pytest.raises(LookupError, match="no EXIF data"):
+    with (
+        CachedDataset(theirs, progress=False) as dataset,
+        pytest.raises(LookupError, match="no EXIF data"),
+    ):
         ImageOps.exif_transpose(dataset[6][0])
 
 
@@ -436,7 +498,9 @@ def test_a_loader_and_validity_of_the_users_own_are_used(image_folder: Folder) -
         np.testing.assert_array_equal(_pixels(ours[0][0]), _pixels(theirs[0][0]))
 
 
-@pytest.mark.parametrize("kwargs", [{}, {"allow_empty": True}, {"is_valid_file": lambda path: False}])
+@pytest.mark.parametrize(
+    "kwargs", [{}, {"allow_empty": True}, {"is_valid_file": lambda path: False}]
+)
 def test_folder_errors_are_torchvisions(tmp_path: Path, kwargs: dict[str, Any]) -> None:
     """No folder, no class and an empty class raise what torchvision raises, in its words."""
     (tmp_path / "one" / "empty").mkdir(parents=True)
@@ -465,7 +529,9 @@ def test_a_bad_file_is_named_with_the_cure(image_folder: Folder) -> None:
     """The first unreadable file raises an error that names path, index and cure."""
     root = image_folder(per_class=4)
     spoilt = _spoil(root)
-    with pytest.raises(SampleError, match=r"sample 1, .*001\.jpg.*empty file.*on_error='skip'") as caught:
+    with pytest.raises(
+        SampleError, match=r"sample 1, .*001\.jpg.*empty file.*on_error='skip'"
+    ) as caught:
         ImageFolder(root, transform=v1.Resize((5, 5)), fill="eager", progress=False)
     assert (caught.value.index, caught.value.path) == (1, str(spoilt[1]))
 
@@ -474,10 +540,15 @@ def test_bad_files_are_skipped_when_asked(image_folder: Folder) -> None:
     """on_error="skip" leaves them out before training, warns once with their number, and lists them."""
     root = image_folder(per_class=4)
     spoilt = _spoil(root)
-    good = [path for path in sorted(map(str, root.glob("*/*.jpg"))) if Path(path) not in spoilt.values()]
+    good = [
+        path for path in sorted(map(str, root.glob("*/*.jpg"))) if Path(path) not in spoilt.values()
+    ]
     with pytest.warns(FastDataWarning, match="4 of 8 samples cannot be prepared") as caught:
         dataset = ImageFolder(
-            root, transform=v1.Compose([v1.Resize((5, 5)), v1.ToTensor()]), on_error="skip", progress=False
+            root,
+            transform=v1.Compose([v1.Resize((5, 5)), v1.ToTensor()]),
+            on_error="skip",
+            progress=False,
         )
     assert len(caught) == 1
     assert [path for path, _ in dataset.samples] == good
@@ -493,9 +564,13 @@ def test_bad_files_are_skipped_when_asked(image_folder: Folder) -> None:
 def test_a_store_beyond_the_budget_is_refused_or_avoided(image_folder: Folder) -> None:
     """storage="shared" raises need, free and cure; "auto" keeps nothing, and says so once."""
     root = image_folder()
-    with pytest.raises(MemoryBudgetError, match=r"needs 2\.1 KiB but memory_limit= allows 1000 B\. Use cache_dir= "):
+    with pytest.raises(
+        MemoryBudgetError, match=r"needs 2\.1 KiB but memory_limit= allows 1000 B\. Use cache_dir= "
+    ):
         ImageFolder(root, storage="shared", fill="eager", memory_limit=1000, progress=False)
-    with pytest.warns(FastDataWarning, match="Every epoch decodes again; cache_dir= or a smaller") as caught:
+    with pytest.warns(
+        FastDataWarning, match="Every epoch decodes again; cache_dir= or a smaller"
+    ) as caught:
         dataset = ImageFolder(root, fill="eager", memory_limit=1000, progress=False)
     assert len(caught) == 1
     assert (dataset.storage, len(dataset), dataset[0][0].size) == ("none", 6, (12, 10))
@@ -505,7 +580,9 @@ def test_a_store_beyond_the_budget_is_refused_or_avoided(image_folder: Folder) -
 @pytest.mark.parametrize("storage", ["shared", "none"])
 def test_a_pickled_dataset_is_small(image_folder: Folder, storage: Any) -> None:
     """However many samples and classes, the pickle stays under 4 KB and reads the same memory."""
-    root = image_folder(classes=tuple(f"class_{i:04}" for i in range(300)), per_class=1, size=(4, 3))
+    root = image_folder(
+        classes=tuple(f"class_{i:04}" for i in range(300)), per_class=1, size=(4, 3)
+    )
     transform = v1.Compose([v1.RandomCrop(2), v1.ToTensor(), v1.Normalize((0.5,) * 3, (0.5,) * 3)])
     with ImageFolder(root, transform, storage=storage, progress=False) as dataset:
         data = pickle.dumps(dataset)
@@ -556,11 +633,15 @@ def labelled(image_folder: Folder) -> Path:
 
 @pytest.mark.parametrize("options", LABELS, ids=shown)
 @pytest.mark.parametrize("workers", ["none", "thread", "process"])
-def test_batches_of_labels_are_those_of_a_plain_dataset(labelled: Path, options: dict[str, Any], workers: str) -> None:
+def test_batches_of_labels_are_those_of_a_plain_dataset(
+    labelled: Path, options: dict[str, Any], workers: str
+) -> None:
     """Floats, vectors, ids and none: whole batches have the values and dtypes that torch's loader has."""
     count, kind = (0, "auto") if workers == "none" else (1, workers)
     storage = "none" if workers == "none" else "shared"
-    with ImageManifest(labelled, transform=v1.ToTensor(), storage=storage, progress=False, **options) as dataset:
+    with ImageManifest(
+        labelled, transform=v1.ToTensor(), storage=storage, progress=False, **options
+    ) as dataset:
         plain = [(torch.zeros(1), dataset[index][1]) for index in range(6)]
         loader = DataLoader(dataset, batch_size=4, num_workers=count, workers=kind)
         found = [targets for _, targets in CudaPrefetcher(loader)]
@@ -577,9 +658,13 @@ def test_labels_of_any_kind_are_kept_in_a_cache(labelled: Path, options: dict[st
         wanted = [repr((path, target, dtypes_of(target))) for path, target in dataset.samples]
     for _ in range(2):
         with ImageManifest(labelled, cache_dir=cache, progress=False, **options) as dataset:
-            assert [repr((path, target, dtypes_of(target))) for path, target in dataset.samples] == wanted
+            assert [
+                repr((path, target, dtypes_of(target))) for path, target in dataset.samples
+            ] == wanted
     with CachedDataset.from_cache(cache) as dataset:
-        assert [repr((path, target, dtypes_of(target))) for path, target in dataset.samples] == wanted
+        assert [
+            repr((path, target, dtypes_of(target))) for path, target in dataset.samples
+        ] == wanted
 
 
 def dtypes_of(targets: Any) -> Any:
@@ -608,21 +693,28 @@ def test_a_list_is_a_manifest(image_folder: Folder, monkeypatch: pytest.MonkeyPa
         with ImageManifest(pairs, root=start, progress=False) as dataset:
             assert dataset.root == (os.getcwd() if start is None else str(root))
             for (image, target), (name, label) in zip(dataset, pairs, strict=True):
-                np.testing.assert_array_equal(_pixels(image), _pixels(Image.open(root / name).convert("RGB")))
+                np.testing.assert_array_equal(
+                    _pixels(image), _pixels(Image.open(root / name).convert("RGB"))
+                )
                 assert torch.equal(target, torch.tensor(label))
 
 
 @pytest.mark.parametrize("labels", [(1 << 63, 1), ([5, 1 << 63], [1, 2])], ids=["one", "several"])
 def test_labels_beyond_int64_are_named(labels: Any) -> None:
     """No batch could hold them: a ValueError with the place and what to do."""
-    with pytest.raises(ValueError, match=r"item 0, column 'label.*: 9223372036854775808 is beyond int64.*id="):
+    with pytest.raises(
+        ValueError, match=r"item 0, column 'label.*: 9223372036854775808 is beyond int64.*id="
+    ):
         ImageManifest(list(zip("ab", labels, strict=True)))
 
 
 @pytest.mark.parametrize("given", [5, {"file": ["a.jpg"], "label": [1]}], ids=["int", "dict"])
 def test_what_is_no_manifest_is_named(given: Any) -> None:
     """What came, and what a manifest may be."""
-    with pytest.raises(TypeError, match=r"the path of a CSV file, a frame, or a list of samples, not (an int|a dict)"):
+    with pytest.raises(
+        TypeError,
+        match=r"the path of a CSV file, a frame, or a list of samples, not (an int|a dict)",
+    ):
         ImageManifest(given)
 
 
@@ -630,7 +722,9 @@ def test_what_is_no_manifest_is_named(given: Any) -> None:
 def test_a_bound_only_makes_images_smaller(image_folder: Callable[..., Path], bound: str) -> None:
     """``resize="short:20"`` gives the pixels of Resize(20) where an image is larger, and leaves others alone."""
     kind, limit = bound.split(":")
-    with ImageFolder(image_folder(size=(60, 25)), resize=bound, storage="shared", progress=False) as dataset:
+    with ImageFolder(
+        image_folder(size=(60, 25)), resize=bound, storage="shared", progress=False
+    ) as dataset:
         for index, (path, _) in enumerate(dataset.samples):
             whole = Image.open(path).convert("RGB")
             short, long = sorted(whole.size)
@@ -656,8 +750,12 @@ def test_whole_images_kept_for_random_crops_name_the_way_to_less(
 
     Small images get no advice either.
     """
-    clock = itertools.accumulate(itertools.cycle([0, times, 0, 1]))  # of whole images, of smaller ones
-    monkeypatch.setattr("fastdata.datasets.serving.time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    clock = itertools.accumulate(
+        itertools.cycle([0, times, 0, 1])
+    )  # of whole images, of smaller ones
+    monkeypatch.setattr(
+        "fastdata.datasets.serving.time", SimpleNamespace(perf_counter=lambda: next(clock))
+    )
     steps = v1.Compose([v1.RandomResizedCrop(20), v1.ToTensor()])
     for size, other in (((400, 600), (900, 512)), ((100, 90), (90, 60))):
         root = image_folder(size=size, root=f"{size}")

@@ -51,7 +51,10 @@ def write_tar(path: Path, files: Item) -> Path:
 @pytest.fixture
 def tars(tmp_path: Path) -> Path:
     """Two tars, of two samples and one."""
-    write_tar(tmp_path / "t-00.tar", {f"a/{i}.{k}": v for i in range(2) for k, v in sample_files(i).items()})
+    write_tar(
+        tmp_path / "t-00.tar",
+        {f"a/{i}.{k}": v for i in range(2) for k, v in sample_files(i).items()},
+    )
     write_tar(tmp_path / "t-01.tar", sample_files(2, "a/2."))
     return tmp_path
 
@@ -111,13 +114,22 @@ def test_a_tar_gives_the_files_that_columns_name(tmp_path: Path) -> None:
 
 def test_columns_choose_sample_and_target_of_a_tar(tmp_path: Path) -> None:
     """Several targets are a dict; without columns such a sample says that it needs them."""
-    path = write_tar(tmp_path / "x.tar", {"1.jpg": image_file(1, "jpeg"), "1.png": image_file(2), "1.cls": b"7"})
-    with CachedDataset(path, columns={"sample": "png", "target": ["cls", "__key__"]}, progress=False) as dataset:
+    path = write_tar(
+        tmp_path / "x.tar", {"1.jpg": image_file(1, "jpeg"), "1.png": image_file(2), "1.cls": b"7"}
+    )
+    with CachedDataset(
+        path, columns={"sample": "png", "target": ["cls", "__key__"]}, progress=False
+    ) as dataset:
         assert np.array_equal(dataset[0][0], pixels(2))
         assert dataset[0][1] == {"cls": 7, "__key__": "1"}
-    with pytest.raises(OSError, match=r"has the files jpg, png, cls, and not one image .* columns=\{'sample'"):
+    with pytest.raises(
+        OSError, match=r"has the files jpg, png, cls, and not one image .* columns=\{'sample'"
+    ):
         CachedDataset(path, progress=False)
-    with pytest.raises(OSError, match=r"number 0 of .*x.tar: ValueError: there is no column 'mask'; columns are 'jpg'"):
+    with pytest.raises(
+        OSError,
+        match=r"number 0 of .*x.tar: ValueError: there is no column 'mask'; columns are 'jpg'",
+    ):
         CachedDataset(path, columns={"sample": "jpg", "target": "mask"}, progress=False)
 
 
@@ -133,7 +145,9 @@ def test_columns_choose_sample_and_target_of_a_tar(tmp_path: Path) -> None:
     ],
     ids=["data", "end", "header", "garbage", "gzip", "empty"],
 )
-def test_damaged_tars_are_errors(tmp_path: Path, change: Callable[[bytes], bytes], message: str) -> None:
+def test_damaged_tars_are_errors(
+    tmp_path: Path, change: Callable[[bytes], bytes], message: str
+) -> None:
     """What is cut short, overwritten or no tar is said before anything is prepared, with the file's name."""
     path = write_tar(tmp_path / "x.tar", {"1.txt": b"text", "2.txt": b"text"})
     path.write_bytes(change(path.read_bytes()[:2048] + bytes(1024)))
@@ -145,13 +159,17 @@ def test_tars_are_refused_that_run_code_or_cannot_be_sought(tmp_path: Path) -> N
     """Pickles, files twice in a sample and compressed tars are named with the reason."""
     for ending in ("pyd", "pickle", "pth", "seg.pyd"):
         path = write_tar(tmp_path / "x.tar", {f"1.{ending}": pickle.dumps(1)})
-        with pytest.raises(ValueError, match=rf"x.tar cannot be read: ValueError: its file 1.{ending} is pickled"):
+        with pytest.raises(
+            ValueError, match=rf"x.tar cannot be read: ValueError: its file 1.{ending} is pickled"
+        ):
             open_dataset(path)
     with pytest.raises(ValueError, match=r"it holds 1.PNG twice"):
         open_dataset(write_tar(tmp_path / "x.tar", {"1.png": b"", "1.PNG": b""}))
     for name in ("x.tar.gz", "x.tgz"):
         (tmp_path / name).touch()
-        with pytest.raises(ValueError, match=rf"{name} is compressed as a whole.* Decompress it to a .tar"):
+        with pytest.raises(
+            ValueError, match=rf"{name} is compressed as a whole.* Decompress it to a .tar"
+        ):
             open_dataset(tmp_path / name)
     write_tar(tmp_path / "x.tar", sample_files(0, "0."))
     assert len(open_dataset(tmp_path)) == 1  # which others beside it do not keep from being read
@@ -166,7 +184,9 @@ def test_a_tar_without_samples_is_an_empty_dataset(tmp_path: Path) -> None:
 def test_damaged_images_name_their_file(tars: Path) -> None:
     """The error says which sample of which tar, and on_error="skip" leaves it out."""
     write_tar(tars / "t-01.tar", {"2.png": b"no image", "2.cls": b"1"})
-    with pytest.raises(OSError, match=r"sample 2 cannot be read: ValueError: number 0 of .*t-01.tar: Unidentified"):
+    with pytest.raises(
+        OSError, match=r"sample 2 cannot be read: ValueError: number 0 of .*t-01.tar: Unidentified"
+    ):
         CachedDataset(tars, progress=False, num_workers=1)
     with (
         pytest.warns(UserWarning, match="1 of 3 samples cannot be prepared"),
@@ -175,22 +195,32 @@ def test_damaged_images_name_their_file(tars: Path) -> None:
         assert list(dataset.targets) == [0, 10]
 
 
-@pytest.mark.parametrize("bad", [b"\x93NUMPY\1\0\xff\xff", b"", b"PK"], ids=["header", "empty", "zip"])
+@pytest.mark.parametrize(
+    "bad", [b"\x93NUMPY\1\0\xff\xff", b"", b"PK"], ids=["header", "empty", "zip"]
+)
 def test_damaged_arrays_are_errors(tmp_path: Path, bad: bytes) -> None:
     """An array takes no memory that its file does not hold."""
     with pytest.raises(ValueError, match="number 0 of"):
         open_dataset(write_tar(tmp_path / "x.tar", {"1.npy": bad}), columns=["npy"])[0]
     stream = io.BytesIO()
     np.save(stream, np.zeros(4))
-    with pytest.raises(ValueError, match=r"number 0 of .*x.tar: ValueError: .*EOF: reading array data"):
-        open_dataset(write_tar(tmp_path / "x.tar", {"1.npy": stream.getvalue()[:-1]}), columns=["npy"])[0]
+    with pytest.raises(
+        ValueError, match=r"number 0 of .*x.tar: ValueError: .*EOF: reading array data"
+    ):
+        open_dataset(
+            write_tar(tmp_path / "x.tar", {"1.npy": stream.getvalue()[:-1]}), columns=["npy"]
+        )[0]
     objects = io.BytesIO()
     np.save(objects, np.array([{}], object), allow_pickle=True)
     with pytest.raises(ValueError, match="Object arrays cannot be loaded"):
-        open_dataset(write_tar(tmp_path / "x.tar", {"1.npy": objects.getvalue()}), columns=["npy"])[0]
+        open_dataset(write_tar(tmp_path / "x.tar", {"1.npy": objects.getvalue()}), columns=["npy"])[
+            0
+        ]
 
 
-def test_a_cache_of_tars_is_found_again_until_a_file_changes(tars: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_of_tars_is_found_again_until_a_file_changes(
+    tars: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """cache_dir= needs no cache_key=, and another tar is another cache."""
     cache = tars / "cache"
     CachedDataset(str(tars / "t-*.tar"), cache_dir=cache, progress=False).close()
@@ -227,7 +257,9 @@ for given in ("memory://tars/t-*.tar", "memory://tars", "memory://tars/t-{00..01
 
 def test_tars_behind_a_url_are_read_by_ranges(tars: Path) -> None:
     """A pattern and a folder of a remote file system give what local ones give."""
-    done = subprocess.run([sys.executable, "-c", REMOTE, str(tars)], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", REMOTE, str(tars)], capture_output=True, text=True, check=True
+    )
     assert done.stdout.splitlines() == [f"[0, 10, 20] {pixels(2).sum()}"] * 3
 
 
@@ -254,23 +286,33 @@ def test_what_is_none_of_ours_says_what_to_give(tmp_path: Path) -> None:
     (tmp_path / "cat" / "0.png").write_bytes(image_file(0))
     (tmp_path / "t.csv").touch()
     for path in (tmp_path, str(tmp_path / "t.csv"), tmp_path / "nowhere", ""):
-        with pytest.raises(TypeError, match=r"is a path, not a dataset. Give fastdata.ImageFolder the folder of class"):
+        with pytest.raises(
+            TypeError,
+            match=r"is a path, not a dataset. Give fastdata.ImageFolder the folder of class",
+        ):
             CachedDataset(path)
     with pytest.raises(FileNotFoundError):
         CachedDataset(tmp_path / "nowhere.tar")
-    with pytest.raises(FileNotFoundError, match=r"no .tar, .parquet, .arrow or .feather file is like .*/x-\*"):
+    with pytest.raises(
+        FileNotFoundError, match=r"no .tar, .parquet, .arrow or .feather file is like .*/x-\*"
+    ):
         CachedDataset(f"{tmp_path}/x-*")
 
 
 def test_folders_of_several_kinds_or_splits_are_refused(tars: Path) -> None:
     """Files of two kinds, or of training and validation, are not served as one dataset."""
     (tars / "x.parquet").touch()
-    with pytest.raises(ValueError, match="holds files of several kinds, parquet, tar; give those of one by a pattern"):
+    with pytest.raises(
+        ValueError,
+        match="holds files of several kinds, parquet, tar; give those of one by a pattern",
+    ):
         open_dataset(tars)
     (tars / "x.parquet").unlink()
     for split in ("train", "val"):
         write_tar(tars / f"{split}-0.tar", sample_files(0, "0."))
-    with pytest.raises(ValueError, match=r"holds the splits train, val; give the files of one .*/train-\*"):
+    with pytest.raises(
+        ValueError, match=r"holds the splits train, val; give the files of one .*/train-\*"
+    ):
         open_dataset(tars)
     assert len(open_dataset(f"{tars}/train-*")) == 1
 
@@ -295,10 +337,14 @@ def test_arrow_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     ],
     ids=["mds", "litdata"],
 )
-def test_streams_of_others_name_the_package_that_reads_them(tmp_path: Path, index: Any, what: str, call: str) -> None:
+def test_streams_of_others_name_the_package_that_reads_them(
+    tmp_path: Path, index: Any, what: str, call: str
+) -> None:
     """A folder of litdata's or Mosaic's says what lies there, and the call that opens it."""
     (tmp_path / "index.json").write_text(json.dumps(index))
-    with pytest.raises(ValueError, match=rf"holds {what}, .* Install it, .*{re.escape(call.format(tmp_path))}"):
+    with pytest.raises(
+        ValueError, match=rf"holds {what}, .* Install it, .*{re.escape(call.format(tmp_path))}"
+    ):
         CachedDataset(tmp_path)
     (tmp_path / "index.json").write_text("{}")
     write_tar(tmp_path / "x.tar", sample_files(0, "0."))
@@ -332,32 +378,50 @@ def test_iterable_datasets_that_have_indices_are_read_by_them(workers: int) -> N
 def test_columns_take_sample_and_target_of_any_dicts() -> None:
     """Items are pairs then, also where several values are images; a list of targets makes a dict."""
     images = [torch.full((3, 2, 2), i, dtype=torch.uint8) for i in range(4)]
-    items = [{"image": image, "mask": image[0], "label": i, "id": str(i)} for i, image in enumerate(images)]
-    with CachedDataset(items, columns={"sample": "image", "target": "label"}, progress=False) as dataset:
+    items = [
+        {"image": image, "mask": image[0], "label": i, "id": str(i)}
+        for i, image in enumerate(images)
+    ]
+    with CachedDataset(
+        items, columns={"sample": "image", "target": "label"}, progress=False
+    ) as dataset:
         assert dataset[3][1] == 3
         assert dataset.__getitems__([1, 2]).stacked[1].tolist() == [1, 2]
-    with CachedDataset(items, columns={"sample": "image", "target": "mask"}, progress=False) as dataset:
+    with CachedDataset(
+        items, columns={"sample": "image", "target": "mask"}, progress=False
+    ) as dataset:
         assert torch.equal(dataset[3][1], images[3][0])
-    with CachedDataset(items, columns={"sample": "image", "target": ["label", "id"]}, progress=False) as dataset:
+    with CachedDataset(
+        items, columns={"sample": "image", "target": ["label", "id"]}, progress=False
+    ) as dataset:
         assert dataset[2][1] == {"label": 2, "id": "2"}
 
 
 def test_columns_that_are_not_there_are_errors() -> None:
     """Wrong names are said with those that there are, and pairs have none."""
     items: list[Any] = [{"image": torch.zeros(3, 2, 2), "label": 0}]
-    with pytest.raises(OSError, match="item 0 of list has no 'target' of columns=; there are 'image', 'label'"):
+    with pytest.raises(
+        OSError, match="item 0 of list has no 'target' of columns=; there are 'image', 'label'"
+    ):
         CachedDataset(items, columns={"sample": "image", "target": "target"}, progress=False)
-    with pytest.raises(OSError, match=r"item 0 of list is a tuple, and columns= chooses of a dict; leave it out"):
+    with pytest.raises(
+        OSError, match=r"item 0 of list is a tuple, and columns= chooses of a dict; leave it out"
+    ):
         CachedDataset([(1, 2)], columns={"sample": "image", "target": "label"}, progress=False)
     for columns in ({"image": "label"}, {"sample": "image"}, {"sample": 1, "target": "label"}):
-        with pytest.raises(ValueError, match=r"does not say which are sample and target. Give their names"):
+        with pytest.raises(
+            ValueError, match=r"does not say which are sample and target. Give their names"
+        ):
             CachedDataset(items, columns=columns, progress=False)  # type: ignore[arg-type]
 
 
 def test_images_that_are_left_as_bytes_are_opened(tmp_path: Path) -> None:
     """Hugging Face's Image(decode=False) gives bytes, or the path of a file; both come out as images."""
     (tmp_path / "1.png").write_bytes(image_file(1))
-    values = [{"bytes": image_file(0), "path": None}, {"bytes": None, "path": str(tmp_path / "1.png")}]
+    values = [
+        {"bytes": image_file(0), "path": None},
+        {"bytes": None, "path": str(tmp_path / "1.png")},
+    ]
     items = [{"image": value, "label": i} for i, value in enumerate(values)]
     with CachedDataset(items, progress=False) as dataset:
         assert all(np.array_equal(dataset[i]["image"], pixels(i)) for i in range(2))

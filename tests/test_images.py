@@ -19,10 +19,20 @@ from PIL import Image, ImageFile, ImageOps
 from fastdata import DataLoader, ImageFolder
 from fastdata.errors import SampleError, sample_error
 from fastdata.pixels import images
-from fastdata.pixels.images import Resize, decode_image, load_image, present, to_pil, to_stored, without_exif
+from fastdata.pixels.images import (
+    Resize,
+    decode_image,
+    load_image,
+    present,
+    to_pil,
+    to_stored,
+    without_exif,
+)
 
 folder = pytest.importorskip("torchvision.datasets.folder", reason="the reference is torchvision's")
-functional = pytest.importorskip("torchvision.transforms.functional", reason="the reference is torchvision's")
+functional = pytest.importorskip(
+    "torchvision.transforms.functional", reason="the reference is torchvision's"
+)
 
 transforms = pytest.importorskip("torchvision.transforms")
 
@@ -34,10 +44,14 @@ def photo(mode: str = "RGB", size: tuple[int, int] = (53, 35), seed: int = 0) ->
     width, height = size
     y, x = np.mgrid[0:height, 0:width]
     bands = len(Image.new(mode, (1, 1)).getbands())
-    waves = [127 + 80 * np.sin(x / (3 + band)) * np.cos(y / (5 - band / 2)) for band in range(bands)]
+    waves = [
+        127 + 80 * np.sin(x / (3 + band)) * np.cos(y / (5 - band / 2)) for band in range(bands)
+    ]
     noise = np.random.default_rng(seed).normal(0, 20, (height, width, bands))
     pixels = np.clip(np.stack(waves, axis=2) + noise, 0, 255).astype(np.uint8)
-    return Image.fromarray(pixels[:, :, 0] if bands == 1 else pixels, mode=None if bands in (1, 3) else mode)
+    return Image.fromarray(
+        pixels[:, :, 0] if bands == 1 else pixels, mode=None if bands in (1, 3) else mode
+    )
 
 
 def saved(image: Image.Image, kind: str, **options: Any) -> bytes:
@@ -85,7 +99,9 @@ FILES: dict[str, Callable[[], bytes]] = {
     "palette.png": lambda: saved(photo().quantize(16), "PNG"),
     "palette_transparent.png": lambda: saved(photo().quantize(16), "PNG", transparency=3),
     "bilevel.png": lambda: saved(photo("L").convert("1"), "PNG"),
-    "16bit.png": lambda: saved(Image.fromarray(np.arange(35 * 53, dtype=np.uint16).reshape(35, 53) * 7), "PNG"),
+    "16bit.png": lambda: saved(
+        Image.fromarray(np.arange(35 * 53, dtype=np.uint16).reshape(35, 53) * 7), "PNG"
+    ),
     "animated.gif": lambda: saved(photo(), "GIF", save_all=True, append_images=[photo(seed=1)]),
     "lossy.webp": lambda: saved(photo(), "WEBP", quality=70),
     "alpha.webp": lambda: saved(photo("RGBA"), "WEBP", lossless=True),
@@ -159,7 +175,9 @@ def test_a_missing_file_is_not_found(tmp_path: Path) -> None:
         load_image(tmp_path / "gone.jpg")
 
 
-def test_truncated_files_load_where_pil_is_told_so(tmp_path: Path, road: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_truncated_files_load_where_pil_is_told_so(
+    tmp_path: Path, road: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """PIL's LOAD_TRUNCATED_IMAGES is respected, with its very pixels."""
     monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True)
     path = tmp_path / "cut.jpg"
@@ -169,7 +187,9 @@ def test_truncated_files_load_where_pil_is_told_so(tmp_path: Path, road: str, mo
     assert outcome(load_image, path) == expected
 
 
-def test_decompression_bombs_are_pils_to_refuse(tmp_path: Path, road: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decompression_bombs_are_pils_to_refuse(
+    tmp_path: Path, road: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A JPEG of more than twice PIL's limit raises PIL's error."""
     path = tmp_path / "bomb.jpg"
     path.write_bytes(FILES["444.jpg"]())
@@ -191,12 +211,16 @@ def test_decompression_bombs_are_pils_to_refuse(tmp_path: Path, road: str, monke
         ("png_named.jpg", False),
     ],
 )
-def test_the_core_decodes_ordinary_jpeg(name: str, decoded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_core_decodes_ordinary_jpeg(
+    name: str, decoded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of JPEG files of one or three colours, PIL reads no more than the header; all others are PIL's."""
     if images.open_libjpeg()[0] is None:
         pytest.skip("Pillow is linked to no shared libjpeg-turbo")
     data, loaded, load = FILES[name](), [], ImageFile.ImageFile.load
-    monkeypatch.setattr(ImageFile.ImageFile, "load", lambda image: loaded.append(image) or load(image))
+    monkeypatch.setattr(
+        ImageFile.ImageFile, "load", lambda image: loaded.append(image) or load(image)
+    )
     decode_image(data)
     assert (not loaded) == decoded
 
@@ -207,7 +231,10 @@ def test_a_report_says_where_pillow_decodes(image_folder: Any, road: str) -> Non
     with ImageFolder(image_folder(), steps, storage="none", progress=False) as dataset:
         path = DataLoader(dataset, batch_size=6).report().path
         assert ("of files that Pillow decodes whole (none)" in path) == (road == "pil")
-        wanted = [transforms.PILToTensor()(steps.transforms[0](pil_loader(path))) for path, _ in dataset.samples]
+        wanted = [
+            transforms.PILToTensor()(steps.transforms[0](pil_loader(path)))
+            for path, _ in dataset.samples
+        ]
         assert torch.equal(dataset.__getitems__(range(6)).stacked[0], torch.stack(wanted))
 
 
@@ -226,14 +253,18 @@ def test_resize_gives_torchvisions_pixels(size: Any) -> None:
 @pytest.mark.parametrize("size", [0, -3, (3, 3, 3), (3,), (), (20, 0), (2.5, 3), "64"])
 def test_resize_refuses_what_is_no_size(size: Any) -> None:
     """The error shows what was given, at once and not at the first sample."""
-    with pytest.raises(ValueError, match=r"is no size\. Give the shorter side in pixels, ") as caught:
+    with pytest.raises(
+        ValueError, match=r"is no size\. Give the shorter side in pixels, "
+    ) as caught:
         Resize(size)
     assert repr(size) in str(caught.value)
 
 
 def test_resize_refuses_what_is_no_image() -> None:
     """A tensor is not resized in silence by another rule."""
-    with pytest.raises(TypeError, match="resize= works on PIL images, not on a Tensor; resize it in prepare="):
+    with pytest.raises(
+        TypeError, match="resize= works on PIL images, not on a Tensor; resize it in prepare="
+    ):
         Resize(4)(torch.zeros(3, 5, 6))
 
 
@@ -287,7 +318,10 @@ def test_an_image_without_its_exif_says_so(look: Any) -> None:
     assert without_exif(image) is image
     assert without_exif(pair) is pair
     for lost in (image, pair[0]):
-        with pytest.raises(LookupError, match=r"a stored image has no EXIF data, .*exif_transpose itself as the first"):
+        with pytest.raises(
+            LookupError,
+            match=r"a stored image has no EXIF data, .*exif_transpose itself as the first",
+        ):
             look(lost)
     assert pickle.loads(pickle.dumps(image)) == image
     assert str(image.info) == "{'exif': <not stored>}"
@@ -307,7 +341,9 @@ def test_an_image_made_from_the_store_owns_its_pixels() -> None:
 @pytest.mark.parametrize("mode", ["P", "1", "CMYK", "LA", "YCbCr", "HSV"])
 def test_other_modes_are_refused_with_their_cure(mode: str) -> None:
     """The error names the mode, the modes that work and the prepare= that converts."""
-    with pytest.raises(TypeError, match=rf"mode '{mode}' cannot be stored.*prepare=lambda im: im.convert\('RGB'\)"):
+    with pytest.raises(
+        TypeError, match=rf"mode '{mode}' cannot be stored.*prepare=lambda im: im.convert\('RGB'\)"
+    ):
         to_stored(Image.new(mode, (6, 5)))
 
 
@@ -327,11 +363,17 @@ def test_tensors_and_arrays_are_views() -> None:
     assert present(np.zeros((3, 5, 6), np.uint8), "pil").size == (6, 5)
 
 
-@pytest.mark.parametrize(("name", "shape"), [("Image", (3, 5, 6)), ("Mask", (5, 6)), ("Video", (2, 3, 5, 6))])
+@pytest.mark.parametrize(
+    ("name", "shape"), [("Image", (3, 5, 6)), ("Mask", (5, 6)), ("Video", (2, 3, 5, 6))]
+)
 def test_tv_tensors_come_back_over_their_memory(name: str, shape: tuple[int, ...]) -> None:
     """Torchvision's tensors give a view of their memory, and present gives their class back, if that is imported."""
-    tv_tensors = pytest.importorskip("torchvision.tv_tensors", reason="the subject is torchvision's")
-    sample = getattr(tv_tensors, name)(torch.arange(math.prod(shape), dtype=torch.uint8).reshape(shape))
+    tv_tensors = pytest.importorskip(
+        "torchvision.tv_tensors", reason="the subject is torchvision's"
+    )
+    sample = getattr(tv_tensors, name)(
+        torch.arange(math.prod(shape), dtype=torch.uint8).reshape(shape)
+    )
     array, form = to_stored(sample)
     assert array.__array_interface__["data"][0] == sample.data_ptr()
     again = present(array, form)
@@ -339,7 +381,9 @@ def test_tv_tensors_come_back_over_their_memory(name: str, shape: tuple[int, ...
     assert torch.equal(again, sample)
     with pytest.MonkeyPatch.context() as patched:
         patched.delitem(sys.modules, "torchvision.tv_tensors")
-        with pytest.raises(ImportError, match=rf"tv_tensors\.{name}, which this process .* `import torchvision"):
+        with pytest.raises(
+            ImportError, match=rf"tv_tensors\.{name}, which this process .* `import torchvision"
+        ):
             present(array, form)
 
 
@@ -354,7 +398,10 @@ class _Named(torch.Tensor):
         (np.array([None]), "array of Python objects cannot be stored"),
         (torch.zeros(2, dtype=torch.bfloat16), r"tensor of torch.bfloat16 cannot be stored"),
         (torch.zeros(2, device="meta"), r"tensor on meta cannot be stored; give .cpu\(\) of it"),
-        (torch.zeros(2).as_subclass(_Named), r"a _Named cannot be stored without .* give .as_subclass\(torch.Tensor\)"),
+        (
+            torch.zeros(2).as_subclass(_Named),
+            r"a _Named cannot be stored without .* give .as_subclass\(torch.Tensor\)",
+        ),
     ],
     ids=["list", "objects", "bfloat16", "device", "subclass"],
 )
@@ -378,13 +425,19 @@ def test_arrays_that_are_no_image_are_refused(array: np.ndarray) -> None:
     ("content", "found"),
     [
         (b"", "an empty file (0 bytes)"),
-        (b"hello world, no image", "a file of 21 bytes, no image: it starts with b'hello world, no '"),
+        (
+            b"hello world, no image",
+            "a file of 21 bytes, no image: it starts with b'hello world, no '",
+        ),
         (BAD_FILES["data_cut.jpg"](), "a JPEG without its end, probably cut off"),
         (FILES["444.jpg"](), "a JPEG."),
         (BAD_FILES["cut.png"](), "a damaged PNG"),
         (FILES["lossy.webp"]()[:-50], "a damaged WebP"),
         (b"\n <HTML><body>404", "an HTML page, probably a failed download"),
-        (b"version https://git-lfs.github.com/spec/v1\n", "a Git LFS pointer; fetch the file with `git lfs pull`"),
+        (
+            b"version https://git-lfs.github.com/spec/v1\n",
+            "a Git LFS pointer; fetch the file with `git lfs pull`",
+        ),
         (bytes(4096), "a file of 4,096 bytes, only zeros at its start"),
         (None, "a file that cannot be opened (No such file or directory)"),
     ],
@@ -398,7 +451,9 @@ def test_a_bad_file_is_described(tmp_path: Path, content: bytes | None, found: s
     error = sample_error(str(path), 17, OSError("broken data stream."))
     assert isinstance(error, SampleError)
     assert (error.index, error.path) == (17, str(path))
-    assert str(error).startswith(f"sample 17, {path}, cannot be read: OSError: broken data stream. It is ")
+    assert str(error).startswith(
+        f"sample 17, {path}, cannot be read: OSError: broken data stream. It is "
+    )
     assert found in str(error)
     assert str(error).endswith("Delete or replace the file, or leave it out with on_error='skip'.")
 

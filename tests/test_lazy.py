@@ -57,9 +57,13 @@ def _lazily(samples: Any, **options: Any) -> CachedDataset:
     return dataset
 
 
-@pytest.mark.parametrize("options", [{}, {"storage": "compressed", "codec": "zstd"}], ids=["raw", "zstd"])
+@pytest.mark.parametrize(
+    "options", [{}, {"storage": "compressed", "codec": "zstd"}], ids=["raw", "zstd"]
+)
 @pytest.mark.parametrize("shapes", [1, 3])
-def test_each_sample_is_prepared_once_on_its_first_read(tmp_path: Path, shapes: int, options: Any) -> None:
+def test_each_sample_is_prepared_once_on_its_first_read(
+    tmp_path: Path, shapes: int, options: Any
+) -> None:
     """Reads in any order and number prepare each sample once, and give what the source gives."""
     samples = Logged(tmp_path, shapes=shapes)
     with _lazily(samples, **options) as dataset:
@@ -70,7 +74,9 @@ def test_each_sample_is_prepared_once_on_its_first_read(tmp_path: Path, shapes: 
             array, target = dataset[index]
             assert np.array_equal(array, samples[index][0])
             assert target == index * 10
-            samples.log.write_text("".join(samples.log.read_text().splitlines(keepends=True)[:-1]))  # the comparison's
+            samples.log.write_text(
+                "".join(samples.log.read_text().splitlines(keepends=True)[:-1])
+            )  # the comparison's
         assert samples.reads() == sorted(set(range(40)) - ({0} if before else set()))
         assert dataset.filled_share() == 1
 
@@ -94,8 +100,12 @@ def test_workers_share_what_each_has_prepared(tmp_path: Path, workers: Any) -> N
 def test_a_spawned_process_fills_the_same_store(image_folder: Folder) -> None:
     """Workers that got the dataset as a pickle write where this process reads."""
     steps = Compose([Resize(8), CenterCrop((6, 6)), PILToTensor()])
-    with ImageFolder(image_folder(per_class=6), steps, fill="lazy", seed=0, progress=False) as dataset:
-        loader = DataLoader(dataset, batch_size=4, num_workers=2, multiprocessing_context="spawn", workers="process")
+    with ImageFolder(
+        image_folder(per_class=6), steps, fill="lazy", seed=0, progress=False
+    ) as dataset:
+        loader = DataLoader(
+            dataset, batch_size=4, num_workers=2, multiprocessing_context="spawn", workers="process"
+        )
         first = [images for images, _ in loader]
         assert dataset.filled_share() == 1
         loader.set_epoch(0)
@@ -113,10 +123,15 @@ def test_a_first_epoch_that_fastdata_decodes_is_read_by_threads(image_folder: Fo
 
 def test_a_first_epoch_by_a_loader_of_ones_own_is_read_by_processes(image_folder: Folder) -> None:
     """What is prepared is served by threads. Persistent workers end then."""
-    with ImageFolder(image_folder(per_class=6), STEPS, loader=open_plainly, fill="lazy", progress=False) as dataset:
+    with ImageFolder(
+        image_folder(per_class=6), STEPS, loader=open_plainly, fill="lazy", progress=False
+    ) as dataset:
         loader = DataLoader(dataset, batch_size=4, num_workers=2, persistent_workers=True)
         assert len(list(loader)) == 3
-        assert loader.report().path == "2 worker processes over a shared ring: samples are prepared on their first read"
+        assert (
+            loader.report().path
+            == "2 worker processes over a shared ring: samples are prepared on their first read"
+        )
         assert len(list(loader)) == 3
         assert loader.report().engine == "thread"
 
@@ -127,7 +142,9 @@ def open_plainly(path: str) -> Image.Image:
 
 def test_who_prepares_nothing_more_is_served_by_threads(image_folder: Folder) -> None:
     """A rank's sampler never reads the samples of the others, so that they are never prepared."""
-    with ImageFolder(image_folder(per_class=6), STEPS, loader=open_plainly, fill="lazy", progress=False) as dataset:
+    with ImageFolder(
+        image_folder(per_class=6), STEPS, loader=open_plainly, fill="lazy", progress=False
+    ) as dataset:
         loader = DataLoader(dataset, batch_size=4, num_workers=2, sampler=range(6))
         engines = [len(list(loader)) and loader.report().engine for _ in range(3)]
         assert engines == ["process", "process", "thread"]
@@ -186,7 +203,9 @@ def test_auto_is_lazy_where_what_samples_need_is_certain(
     image_folder: Folder, steps: list[Any], options: dict[str, Any], is_lazy: bool
 ) -> None:
     """Training begins at once if the sizes follow from the steps; else all is prepared beforehand."""
-    with ImageFolder(image_folder(), v1.Compose([*steps, v1.ToTensor()]), progress=False, **options) as dataset:
+    with ImageFolder(
+        image_folder(), v1.Compose([*steps, v1.ToTensor()]), progress=False, **options
+    ) as dataset:
         assert dataset.filled_share() == (0 if is_lazy else 1)
 
 
@@ -205,7 +224,9 @@ def test_threads_that_want_one_sample_prepare_it_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/locks").exists(), reason="asks Linux who waits for a lock")
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda dataset: pickle.loads(pickle.dumps(dataset))])
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda dataset: pickle.loads(pickle.dumps(dataset))]
+)
 def test_closing_a_copy_leaves_a_sample_to_who_prepares_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, copied: Any
 ) -> None:
@@ -255,7 +276,9 @@ def test_a_killed_reader_leaves_the_sample_to_the_next(tmp_path: Path) -> None:
         assert samples.reads() == [3, 3]
 
 
-def test_a_damaged_file_is_named_when_it_is_read_and_the_others_are_served(image_folder: Folder) -> None:
+def test_a_damaged_file_is_named_when_it_is_read_and_the_others_are_served(
+    image_folder: Folder,
+) -> None:
     """The error names path, index and cause; a file mended meanwhile is read."""
     root = image_folder(per_class=4)
     path = root / "cat" / "001.jpg"
@@ -278,7 +301,10 @@ def test_a_sample_of_another_shape_is_an_error_that_says_what_to_do(tmp_path: Pa
         targets = (0,) * 30
 
     with _lazily(Listed(samples)) as dataset:
-        with pytest.raises(SampleError, match=r"sample 5 has shape \(2, 4\), those before it \(2, 3\).*fill='eager'"):
+        with pytest.raises(
+            SampleError,
+            match=r"sample 5 has shape \(2, 4\), those before it \(2, 3\).*fill='eager'",
+        ):
             dataset[5]
         assert dataset[6][0].shape == (2, 3)
 
@@ -294,7 +320,9 @@ def test_what_does_not_fit_is_prepared_on_every_read(tmp_path: Path) -> None:
 
     samples = Growing(tmp_path, count=81)
     with _lazily(samples) as dataset:
-        with pytest.warns(FastDataWarning, match=r"the store is full with \d+ of 81 samples") as caught:
+        with pytest.warns(
+            FastDataWarning, match=r"the store is full with \d+ of 81 samples"
+        ) as caught:
             first = [dataset[index][0] for index in range(81)]
         assert all((array == index).all() for index, array in enumerate(first))
         assert len(caught) == 1
@@ -328,7 +356,9 @@ def test_skipping_needs_eager() -> None:
 def test_too_little_memory_is_an_error_at_once(image_folder: Folder) -> None:
     """The block is reserved up front, so that a lazy store cannot run out of memory later."""
     with pytest.raises(MemoryBudgetError, match="storage='shared' needs"):
-        ImageFolder(image_folder(), STEPS, fill="lazy", storage="shared", memory_limit=99, progress=False)
+        ImageFolder(
+            image_folder(), STEPS, fill="lazy", storage="shared", memory_limit=99, progress=False
+        )
 
 
 def test_a_closed_dataset_says_so(tmp_path: Path) -> None:

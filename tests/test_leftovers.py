@@ -48,7 +48,10 @@ def shared_file() -> Iterator[None]:
     os.unlink(path)
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="descriptors and /dev/shm are read as Linux has them")
+@pytest.mark.skipif(
+    not sys.platform.startswith("linux"),
+    reason="descriptors and /dev/shm are read as Linux has them",
+)
 @pytest.mark.parametrize(
     ("leak", "word"),
     [

@@ -39,7 +39,9 @@ from fastdata import CachedDataset, DataLoader, FastDataWarning, Views, collate
 from fastdata.datasets.ring import ring_of
 from fastdata.machine import memory
 
-AUGMENT = v1.Compose([v1.RandomCrop((4, 3)), v1.RandomHorizontalFlip(), v1.ConvertImageDtype(torch.float32)])
+AUGMENT = v1.Compose(
+    [v1.RandomCrop((4, 3)), v1.RandomHorizontalFlip(), v1.ConvertImageDtype(torch.float32)]
+)
 
 
 @pytest.fixture
@@ -51,7 +53,9 @@ def images() -> Iterator[CachedDataset]:
 
 def _images(transform: Any = AUGMENT, count: int = 23) -> CachedDataset:
     pixels = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (count, 3, 6, 5), np.uint8))
-    return CachedDataset([(pixels[i], i) for i in range(count)], transform=transform, seed=0, progress=False)
+    return CachedDataset(
+        [(pixels[i], i) for i in range(count)], transform=transform, seed=0, progress=False
+    )
 
 
 def _labels(loader: Any) -> list[list[int]]:
@@ -122,24 +126,40 @@ def test_worker_processes_and_threads_serve_the_same(images: CachedDataset) -> N
         assert _equal(other, epochs[0])
 
 
-@pytest.mark.parametrize("last", [v1.ConvertImageDtype(torch.float32), torch.Tensor.float], ids=["whole", "one by one"])
+@pytest.mark.parametrize(
+    "last", [v1.ConvertImageDtype(torch.float32), torch.Tensor.float], ids=["whole", "one by one"]
+)
 def test_parts_of_a_dataset_are_drawn_alike(last: Any) -> None:
     """Over a Subset of a Subset all engines give the draws of a set epoch, repetitions and negative indices too."""
     epochs = []
-    for options in ({}, {"num_workers": 2, "workers": "thread"}, {"num_workers": 2, "workers": "process"}):
+    for options in (
+        {},
+        {"num_workers": 2, "workers": "thread"},
+        {"num_workers": 2, "workers": "process"},
+    ):
         with _images(v1.Compose([v1.RandomCrop((4, 3)), last])) as dataset:
             part = Subset(Subset(dataset, [20, 3, -4, 7]), [3, 1, 2])
             loader = DataLoader(part, batch_size=2, sampler=[0, 1, 1, 2, 0, 2, 1], **options)
             loader.set_epoch(5)
             epochs.append([(images.clone(), labels.clone()) for images, labels in loader])
-    assert [label for _, labels in epochs[0] for label in labels.tolist()] == [7, 3, 3, 19, 7, 19, 3]
+    assert [label for _, labels in epochs[0] for label in labels.tolist()] == [
+        7,
+        3,
+        3,
+        19,
+        7,
+        19,
+        3,
+    ]
     for other in epochs[1:]:
         assert _equal(other, epochs[0])
 
 
 def test_a_worker_gathers_a_part_of_a_dataset_into_the_ring(images: CachedDataset) -> None:
     """Behind a Subset too a worker process writes whole batches to the memory that they travel in."""
-    loader = DataLoader(Subset(images, range(9)), num_workers=1, workers="process", collate_fn=_has_ring)
+    loader = DataLoader(
+        Subset(images, range(9)), num_workers=1, workers="process", collate_fn=_has_ring
+    )
     assert list(loader) == [True] * 9
 
 
@@ -198,34 +218,62 @@ def test_a_subset_is_served_whole(images: CachedDataset) -> None:
 CENTER = v1.Compose([v1.CenterCrop((4, 3)), v1.ConvertImageDtype(torch.float32)])
 
 
-def _half(first: int, transform: Any = AUGMENT, target: Any = None, **options: Any) -> CachedDataset:
+def _half(
+    first: int, transform: Any = AUGMENT, target: Any = None, **options: Any
+) -> CachedDataset:
     """Eleven of 22 images of 6 x 5 pixels, with their number as target or what ``target`` makes of it."""
-    pixels = torch.from_numpy(np.random.default_rng(first).integers(0, 256, (11, 3, 6, 5), np.uint8))
+    pixels = torch.from_numpy(
+        np.random.default_rng(first).integers(0, 256, (11, 3, 6, 5), np.uint8)
+    )
     samples = [(pixels[i], (target or int)(first + i)) for i in range(11)]
     return CachedDataset(samples, transform=transform, progress=False, **{"seed": 0} | options)
 
 
 def _twice(_: Any) -> Any:
-    both = [_half(0, CENTER), _half(11, CENTER)]  # torch's loader would draw a sample's second visit otherwise
-    return ConcatDataset([Subset(both[0], [3, -1, 3]), ConcatDataset([both[1], Subset(ConcatDataset(both), [4, 15])])])
+    both = [
+        _half(0, CENTER),
+        _half(11, CENTER),
+    ]  # torch's loader would draw a sample's second visit otherwise
+    return ConcatDataset(
+        [
+            Subset(both[0], [3, -1, 3]),
+            ConcatDataset([both[1], Subset(ConcatDataset(both), [4, 15])]),
+        ]
+    )
 
 
 JOINED: dict[str, Any] = {
     "two": lambda options: ConcatDataset([_half(0, **options), _half(11, **options)]),
-    "part": lambda options: Subset(ConcatDataset([_half(0, **options), _half(11)]), [21, 0, -4, 5, 12, 11]),
+    "part": lambda options: Subset(
+        ConcatDataset([_half(0, **options), _half(11)]), [21, 0, -4, 5, 12, 11]
+    ),
     "nested, and again": _twice,
     "one, and again": lambda _: ConcatDataset([each := _half(0, CENTER), Subset(each, [4, 2])]),
     "seeds": lambda options: ConcatDataset([_half(0, **options), _half(11, seed=3)]),
     "transforms": lambda options: ConcatDataset([_half(0, **options), _half(11, CENTER)]),
-    "targets": lambda options: ConcatDataset([_half(0, **options), _half(11, target_transform=lambda target: -target)]),
-    "types of target": lambda _: ConcatDataset([_half(0, target=float), _half(11, target=np.float32)]),
-    "lists of targets": lambda _: ConcatDataset([_half(0, target=lambda i: [i, -i]) for _ in range(2)]),
-    "target arrays": lambda _: ConcatDataset([_half(0, target=lambda i: np.full((2, 2), i)) for _ in range(2)]),
+    "targets": lambda options: ConcatDataset(
+        [_half(0, **options), _half(11, target_transform=lambda target: -target)]
+    ),
+    "types of target": lambda _: ConcatDataset(
+        [_half(0, target=float), _half(11, target=np.float32)]
+    ),
+    "lists of targets": lambda _: ConcatDataset(
+        [_half(0, target=lambda i: [i, -i]) for _ in range(2)]
+    ),
+    "target arrays": lambda _: ConcatDataset(
+        [_half(0, target=lambda i: np.full((2, 2), i)) for _ in range(2)]
+    ),
     "no step": lambda options: ConcatDataset([_half(0, None, **options), _half(11, None)]),
-    "encoded": lambda options: ConcatDataset([_half(0, storage="compressed", codec="lz4"), _half(11)]),
-    "bfloat16": lambda _: ConcatDataset([_half(i, v1.ConvertImageDtype(torch.bfloat16)) for i in (0, 11)]),
+    "encoded": lambda options: ConcatDataset(
+        [_half(0, storage="compressed", codec="lz4"), _half(11)]
+    ),
+    "bfloat16": lambda _: ConcatDataset(
+        [_half(i, v1.ConvertImageDtype(torch.bfloat16)) for i in (0, 11)]
+    ),
 }
-JOINED["random_split"] = lambda options: random_split(JOINED["two"](options), [9, 13], torch.Generator())[0]
+JOINED["random_split"] = lambda options: random_split(
+    JOINED["two"](options), [9, 13], torch.Generator()
+)[0]
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -269,13 +317,22 @@ def _collate_samples(samples: list[Any]) -> Any:
 
 def test_joined_datasets_go_to_spawned_processes() -> None:
     """A process that is not forked opens each of them."""
-    options: dict[str, Any] = {"num_workers": 1, "workers": "process", "multiprocessing_context": "spawn"}
-    assert _labels(DataLoader(JOINED["no step"]({}), batch_size=11, **options)) == [[*range(11)], [*range(11, 22)]]
+    options: dict[str, Any] = {
+        "num_workers": 1,
+        "workers": "process",
+        "multiprocessing_context": "spawn",
+    }
+    assert _labels(DataLoader(JOINED["no step"]({}), batch_size=11, **options)) == [
+        [*range(11)],
+        [*range(11, 22)],
+    ]
 
 
 def test_a_worker_gathers_joined_datasets_into_the_ring() -> None:
     """A worker process writes whole batches of a ConcatDataset to the memory that they travel in."""
-    loader = DataLoader(JOINED["two"]({}), num_workers=1, workers="process", collate_fn=_has_joined_ring)
+    loader = DataLoader(
+        JOINED["two"]({}), num_workers=1, workers="process", collate_fn=_has_joined_ring
+    )
     assert list(loader) == [True] * 22
 
 
@@ -297,16 +354,26 @@ def test_joined_datasets_that_differ_come_one_by_one(num_workers: int) -> None:
     """What differs is in the report, and samples and draws are those that torch's loader gets."""
     samples = [(torch.full((3, 6, 5), i, dtype=torch.uint8), i) for i in range(5)]
     for make, why in (
-        (lambda: _half(11, v1.RandomCrop(3)), r"differ, Tensor(3, 4, 3) of float32 and Tensor(3, 3, 3) of uint8"),
-        (lambda: Doubled(samples, transform=AUGMENT, seed=0, progress=False), "Doubled has a __getitem__ of its own"),
+        (
+            lambda: _half(11, v1.RandomCrop(3)),
+            r"differ, Tensor(3, 4, 3) of float32 and Tensor(3, 3, 3) of uint8",
+        ),
+        (
+            lambda: Doubled(samples, transform=AUGMENT, seed=0, progress=False),
+            "Doubled has a __getitem__ of its own",
+        ),
         (lambda: _half(11, lambda pixels: pixels + 1), "the transform works per sample"),
     ):
         epochs = []
         for loader_of, options in ((DataLoader, {"num_workers": num_workers}), (TorchLoader, {})):
-            loader = loader_of(ConcatDataset([_half(0), make()]), collate_fn=list, batch_size=3, **options)
+            loader = loader_of(
+                ConcatDataset([_half(0), make()]), collate_fn=list, batch_size=3, **options
+            )
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", FastDataWarning)
-                epochs.append([(image.clone(), target) for batch in loader for image, target in batch])
+                epochs.append(
+                    [(image.clone(), target) for batch in loader for image, target in batch]
+                )
             if loader_of is DataLoader:
                 assert why in loader.report().path
         for (image, target), (wanted_image, wanted_target) in zip(*epochs, strict=True):
@@ -317,14 +384,19 @@ def test_joined_datasets_that_differ_come_one_by_one(num_workers: int) -> None:
 def test_joined_datasets_warn_once() -> None:
     """What keeps one of them from being served whole is said by the first loader, not by each."""
     joined = ConcatDataset([_half(0), _half(11, lambda pixels: pixels.float())])
-    with pytest.warns(FastDataWarning, match="batches are not served whole: .*runs in Python on each sample"):
+    with pytest.warns(
+        FastDataWarning, match="batches are not served whole: .*runs in Python on each sample"
+    ):
         iter(DataLoader(joined))
     iter(DataLoader(joined))  # a warning would be an error
 
 
 def test_a_resume_over_joined_datasets_keeps_the_draws() -> None:
     """What is left of an epoch has the samples and draws that it would have had."""
-    loaders = [DataLoader(JOINED["two"]({"seed": None}), batch_size=4, shuffle=True, num_workers=1) for _ in range(2)]
+    loaders = [
+        DataLoader(JOINED["two"]({"seed": None}), batch_size=4, shuffle=True, num_workers=1)
+        for _ in range(2)
+    ]
     batches = iter(loaders[0])
     next(batches)
     loaders[1].load_state_dict(loaders[0].state_dict())
@@ -444,7 +516,9 @@ def test_no_thread_outlives_an_epoch(images: CachedDataset, how: str) -> None:
     assert [label for batch in _labels(loader) for label in batch] == list(range(23))
 
 
-@pytest.mark.skipif(not hasattr(threading, "_shutdown_locks_lock"), reason="Python 3.13 has no such lock")
+@pytest.mark.skipif(
+    not hasattr(threading, "_shutdown_locks_lock"), reason="Python 3.13 has no such lock"
+)
 def test_the_collector_waits_for_no_thread_within_threading(images: CachedDataset) -> None:
     """An iterator that is dropped where its thread holds the lock that a join takes ends its threads all the same."""
     loader = DataLoader(images, 2, num_workers=2)
@@ -456,11 +530,19 @@ def test_the_collector_waits_for_no_thread_within_threading(images: CachedDatase
     assert len(_labels(loader)) == 12
 
 
-@pytest.mark.parametrize(("workers", "persistent"), [("thread", False), ("process", False), ("process", True)])
-def test_an_epoch_set_after_iter_is_the_one_read(images: CachedDataset, workers: Any, persistent: bool) -> None:
+@pytest.mark.parametrize(
+    ("workers", "persistent"), [("thread", False), ("process", False), ("process", True)]
+)
+def test_an_epoch_set_after_iter_is_the_one_read(
+    images: CachedDataset, workers: Any, persistent: bool
+) -> None:
     """With such a sampler workers begin at next(): Lightning calls set_epoch between iter() and next()."""
     sampler: DistributedSampler[Any] = DistributedSampler(images, num_replicas=1, rank=0)
-    options: dict[str, Any] = {"num_workers": 2, "workers": workers, "persistent_workers": persistent}
+    options: dict[str, Any] = {
+        "num_workers": 2,
+        "workers": workers,
+        "persistent_workers": persistent,
+    }
     loader = DataLoader(images, batch_size=4, sampler=sampler, **options)
     before = _labels(loader)
     iterator = iter(loader)
@@ -474,7 +556,9 @@ def test_a_dropped_loader_is_gone_at_once(images: CachedDataset, workers: Any) -
     """Loader and iterator are in no reference cycle: threads and persistent processes end when the last name goes."""
     gc.disable()
     try:
-        loader = DataLoader(images, batch_size=4, num_workers=2, workers=workers, persistent_workers=True)
+        loader = DataLoader(
+            images, batch_size=4, num_workers=2, workers=workers, persistent_workers=True
+        )
         iterator = iter(loader)
         next(iterator)
         gone = weakref.ref(loader), weakref.ref(iterator)
@@ -523,7 +607,11 @@ def test_other_datasets_take_torchs_road() -> None:
     tensors = TensorDataset(torch.arange(7), torch.arange(7) * 2)
     for dataset, options, reason in (
         (tensors, {"batch_size": 3}, "TensorDataset is no fastdata dataset"),
-        (tensors, {"batch_size": 3, "num_workers": 2}, "2 worker processes over a shared ring: TensorDataset is no"),
+        (
+            tensors,
+            {"batch_size": 3, "num_workers": 2},
+            "2 worker processes over a shared ring: TensorDataset is no",
+        ),
         (tensors, {"batch_size": None}, "batch_size=None asks for single samples"),
         (Stream(), {"batch_size": 2}, "an IterableDataset is read in order"),
     ):
@@ -547,7 +635,11 @@ def test_the_road_is_told_with_its_reason(images: CachedDataset) -> None:
                 {"num_workers": 1, "workers": "process"},
                 "1 worker process over a shared ring: workers='process'",
             ),
-            (images, {"num_workers": 1, "worker_init_fn": print}, "by 1 thread; worker_init_fn= is not called"),
+            (
+                images,
+                {"num_workers": 1, "worker_init_fn": print},
+                "by 1 thread; worker_init_fn= is not called",
+            ),
             (
                 images,
                 {"num_workers": 1, "worker_init_fn": print, "collate_fn": list},
@@ -614,13 +706,22 @@ LAST = [v1.RandomCrop(4), v1.ConvertImageDtype(torch.float32)]
 @pytest.mark.parametrize(
     ("transform", "cure"),
     [
-        (Views(*[v1.Compose([GaussianBlur(), *LAST])] * 2), r"Write torchvision\.transforms\.GaussianBlur\(23, \(0\.1"),
+        (
+            Views(*[v1.Compose([GaussianBlur(), *LAST])] * 2),
+            r"Write torchvision\.transforms\.GaussianBlur\(23, \(0\.1",
+        ),
         (
             v1.Compose([v1.RandomApply([Solarization()]), *LAST]),
             r"Write torchvision\.transforms\.RandomSolarize\(128, p\)",
         ),
-        (Twice(v1.Compose(LAST)), r"write fastdata\.Views\(\*\[its base_transform\] \* 2\) in its place"),
-        (Views(v1.Compose([v1.Lambda(lambda image: +image), *LAST])), r"Write steps that are served in its place"),
+        (
+            Twice(v1.Compose(LAST)),
+            r"write fastdata\.Views\(\*\[its base_transform\] \* 2\) in its place",
+        ),
+        (
+            Views(v1.Compose([v1.Lambda(lambda image: +image), *LAST])),
+            r"Write steps that are served in its place",
+        ),
     ],
 )
 def test_a_lost_fast_path_names_what_would_be_served(transform: Any, cure: str) -> None:
@@ -642,7 +743,10 @@ class Own(CachedDataset):
 def test_a_reader_of_ones_own_is_said_to_cost_the_fast_path() -> None:
     """It is named; what the user asked for is not warned of."""
     samples = [(torch.full((3, 4, 4), i, dtype=torch.uint8), i) for i in range(4)]
-    with Own(samples, progress=False) as own, pytest.warns(FastDataWarning, match=r"Own\.__getitem__ is called"):
+    with (
+        Own(samples, progress=False) as own,
+        pytest.warns(FastDataWarning, match=r"Own\.__getitem__ is called"),
+    ):
         list(DataLoader(own))
     transform = v1.Lambda(lambda image: +image)
     with (
@@ -705,7 +809,10 @@ def test_samplers_are_reachable(images: CachedDataset) -> None:
     sampler.set_epoch(3)
     assert [y for batch in _labels(loader) for y in batch] == list(sampler)
     weighted = WeightedRandomSampler([1.0] * 23, 50)
-    assert sum(map(len, _labels(DataLoader(images, batch_size=8, sampler=weighted, num_workers=2)))) == 50
+    assert (
+        sum(map(len, _labels(DataLoader(images, batch_size=8, sampler=weighted, num_workers=2))))
+        == 50
+    )
 
 
 def test_no_warning_is_raised_for_threads_beyond_the_cores(images: CachedDataset) -> None:
@@ -721,7 +828,9 @@ def test_the_collate_of_torch_works_too(images: CachedDataset) -> None:
     """default_collate given by hand gives the same batches."""
     with _images() as other:
         mine = list(DataLoader(images, batch_size=5, num_workers=1))
-        assert _equal(list(DataLoader(other, batch_size=5, num_workers=1, collate_fn=default_collate)), mine)
+        assert _equal(
+            list(DataLoader(other, batch_size=5, num_workers=1, collate_fn=default_collate)), mine
+        )
 
 
 @pytest.mark.parametrize("collate_fn", [partial(collate, pad=0), default_collate])
@@ -776,7 +885,9 @@ def test_auto_leaves_a_core_to_the_training_loop(
     assert DataLoader(range(3), num_workers="auto", workers="thread", **asks).num_workers == workers  # type: ignore[arg-type]
 
 
-def test_auto_is_a_number_once_the_loader_is_made(images: CachedDataset, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_is_a_number_once_the_loader_is_made(
+    images: CachedDataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The environment is read when a loader is made, and the attribute is what any loader can be made from."""
     monkeypatch.setattr(memory, "usable_cores", lambda: 12)
     assert DataLoader(images, num_workers="auto").num_workers == 11
@@ -786,7 +897,9 @@ def test_auto_is_a_number_once_the_loader_is_made(images: CachedDataset, monkeyp
     assert _labels(loader) == _labels(DataLoader(images, batch_size=4))
 
 
-def test_other_words_for_num_workers_are_refused(images: CachedDataset, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_words_for_num_workers_are_refused(
+    images: CachedDataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A misspelt "auto", and a rank count that is no number, say what was found."""
     with pytest.raises(ValueError, match="num_workers='all' is neither a number nor 'auto'"):
         DataLoader(images, num_workers="all")  # type: ignore[arg-type]
@@ -818,7 +931,9 @@ def test_a_subset_of_another_dataset_has_any_indices() -> None:
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_batches_behind_a_wrong_index_still_come(images: CachedDataset, num_workers: int) -> None:
     """The error comes in the place of its batch, as in torch's iterators."""
-    batches = iter(DataLoader(images, batch_sampler=[[0, 1], [99, 2], [3, 4]], num_workers=num_workers))
+    batches = iter(
+        DataLoader(images, batch_sampler=[[0, 1], [99, 2], [3, 4]], num_workers=num_workers)
+    )
     assert next(batches)[1].tolist() == [0, 1]
     with pytest.raises(IndexError, match="index 99 is out of range"):
         next(batches)
@@ -833,7 +948,9 @@ def test_a_batch_dies_without_a_line_of_python(workers: Any, count: int) -> None
         batches = iter(DataLoader(dataset, batch_size=2, num_workers=count, workers=workers))
         batch = next(batches)
         called: list[str] = []
-        sys.setprofile(lambda frame, event, _: called.append(frame.f_code.co_name) if event == "call" else None)
+        sys.setprofile(
+            lambda frame, event, _: called.append(frame.f_code.co_name) if event == "call" else None
+        )
         del batch
         sys.setprofile(None)
         assert called == []

@@ -104,7 +104,9 @@ def test_cores_are_the_quotas_rounded_up(
         ({}, None),
     ],
 )
-def test_free_memory_of_one_cgroup(root: Path, table: Path, files: dict[str, str], free_mib: int | None) -> None:
+def test_free_memory_of_one_cgroup(
+    root: Path, table: Path, files: dict[str, str], free_mib: int | None
+) -> None:
     """The limit less the usage, idle page cache counted as free and never below 0; without a limit the system's."""
     table.write_text("0::/\n")
     found = available_bytes(root=lay_out(root, files), table=table)
@@ -115,9 +117,20 @@ def test_free_memory_of_one_cgroup(root: Path, table: Path, files: dict[str, str
 def test_nested_cgroups_are_walked_up_in_both_versions() -> None:
     """Every enclosing folder binds the process, from the innermost to the mount."""
     folders = [
-        str(folder) for folder in cgroup_folders(Path("/c"), "4:memory:/a/b\n3:cpu,cpuacct:/x\n0::/s\n", "memory")
+        str(folder)
+        for folder in cgroup_folders(
+            Path("/c"), "4:memory:/a/b\n3:cpu,cpuacct:/x\n0::/s\n", "memory"
+        )
     ]
-    assert folders == ["/c/memory/a/b", "/c/memory/a", "/c/memory", "/c/s", "/c", "/c/unified/s", "/c/unified"]
+    assert folders == [
+        "/c/memory/a/b",
+        "/c/memory/a",
+        "/c/memory",
+        "/c/s",
+        "/c",
+        "/c/unified/s",
+        "/c/unified",
+    ]
     cpu = [str(folder) for folder in cgroup_folders(Path("/c"), "3:cpu,cpuacct:/x\n", "cpu")]
     assert cpu == ["/c/cpu,cpuacct/x", "/c/cpu,cpuacct", "/c/cpu/x", "/c/cpu"]
 
@@ -147,7 +160,13 @@ def test_the_tightest_enclosing_memory_limit_counts(root: Path, table: Path) -> 
 def test_a_container_finds_its_limit_at_the_mount(root: Path, table: Path) -> None:
     """Where the table names a path of the host that is not there, the mount's own files count."""
     table.write_text("5:memory:/docker/0123abc\n")
-    lay_out(root, {"memory/memory.limit_in_bytes": str(8 * MIB), "memory/memory.usage_in_bytes": str(3 * MIB)})
+    lay_out(
+        root,
+        {
+            "memory/memory.limit_in_bytes": str(8 * MIB),
+            "memory/memory.usage_in_bytes": str(3 * MIB),
+        },
+    )
     assert available_bytes(root=root, table=table).bytes == 5 * MIB
 
 
@@ -235,11 +254,14 @@ def test_bytes_are_read_as_users_write_them(value: float | str, count: int) -> N
 
 
 @pytest.mark.parametrize(
-    "value", [-1, 0.0, -0.5, 1.5, True, "8", "8G", "GiB", "-8GiB", "8 iB", "lots", float("nan"), None]
+    "value",
+    [-1, 0.0, -0.5, 1.5, True, "8", "8G", "GiB", "-8GiB", "8 iB", "lots", float("nan"), None],
 )
 def test_amounts_that_could_mean_two_things_are_refused(value: object) -> None:
     """No guess is made about "8G", 1.5 or True; the error shows the value and the forms that work."""
-    with pytest.raises(ValueError, match=r"is not understood. Give bytes as an int, .* such as '8GiB'") as caught:
+    with pytest.raises(
+        ValueError, match=r"is not understood. Give bytes as an int, .* such as '8GiB'"
+    ) as caught:
         parse_bytes(value, of=1000)  # type: ignore[arg-type]
     assert repr(value) in str(caught.value)
 
@@ -288,7 +310,14 @@ BIG = Budget(bytes=16 * GIB, reserve_bytes=GIB, limited_by="system memory")
     [
         (True, 38 << 20, 76 << 20, True, "pinned: 76.0 MiB of 16.0 GiB free", False),
         (True, 1 * GIB, 2 * GIB, True, "pinned: 2.0 GiB", False),
-        (True, 1 * GIB, 2 * GIB + 1, False, "not pinned: 2.0 GiB needed, at most 12.5% of 16.0 GiB free", True),
+        (
+            True,
+            1 * GIB,
+            2 * GIB + 1,
+            False,
+            "not pinned: 2.0 GiB needed, at most 12.5% of 16.0 GiB free",
+            True,
+        ),
         (True, 64 << 10, 128 << 10, False, "64.0 KiB a batch gain nothing", False),
         (True, (64 << 10) + 1, 128 << 10, True, "pinned: 128.0 KiB", False),
         (True, None, 0, False, "not known before one is read", False),
@@ -296,11 +325,19 @@ BIG = Budget(bytes=16 * GIB, reserve_bytes=GIB, limited_by="system memory")
     ],
 )
 def test_pinning_follows_device_batch_and_free_memory(
-    has_accelerator: bool, batch_bytes: int | None, pinned_bytes: int, pin: bool, words: str, is_short: bool
+    has_accelerator: bool,
+    batch_bytes: int | None,
+    pinned_bytes: int,
+    pin: bool,
+    words: str,
+    is_short: bool,
 ) -> None:
     """Pinned are batches worth it, for a device, up to an eighth of the free memory; else the reason says why not."""
     plan = choose_pinning(
-        has_accelerator=has_accelerator, batch_bytes=batch_bytes, pinned_bytes=pinned_bytes, budget=BIG
+        has_accelerator=has_accelerator,
+        batch_bytes=batch_bytes,
+        pinned_bytes=pinned_bytes,
+        budget=BIG,
     )
     assert (plan.pin, plan.is_short) == (pin, is_short)
     assert words in plan.reason
@@ -308,14 +345,20 @@ def test_pinning_follows_device_batch_and_free_memory(
 
 def test_small_batches_are_pinned_where_a_copy_would_wait() -> None:
     """The prefetcher's copies from pageable memory wait for their stream, however small they are."""
-    plan = choose_pinning(has_accelerator=True, batch_bytes=100, pinned_bytes=200, budget=BIG, copies_wait=True)
+    plan = choose_pinning(
+        has_accelerator=True, batch_bytes=100, pinned_bytes=200, budget=BIG, copies_wait=True
+    )
     assert plan.pin
 
 
 @pytest.mark.parametrize(("free", "fits"), [(2 * GIB, True), (2 * GIB - 1, False)])
 def test_a_copy_of_all_samples_takes_half_of_a_device_at_most(free: int, fits: bool) -> None:
     """To the byte; the other half is the model's."""
-    with nullcontext() if fits else pytest.raises(MemoryBudgetError, match=r"needs 1\.0 GiB on cuda:1, .*at most 50%"):
+    with (
+        nullcontext()
+        if fits
+        else pytest.raises(MemoryBudgetError, match=r"needs 1\.0 GiB on cuda:1, .*at most 50%")
+    ):
         check_device_room(GIB, free, "cuda:1")
 
 
@@ -372,7 +415,12 @@ def test_storage_is_chosen_by_need_budget_and_speed(
             (ZSTD,),
             "storage='compressed', codec='zstd': about 4.0 GiB of 4.0 GiB free; raw needs 10.0 GiB",
         ),
-        ("compressed", GIB, (JPEG,), "storage='compressed', codec='jpeg', lossy: about 1.0 GiB of 4.0 GiB free"),
+        (
+            "compressed",
+            GIB,
+            (JPEG,),
+            "storage='compressed', codec='jpeg', lossy: about 1.0 GiB of 4.0 GiB free",
+        ),
         (
             "auto",
             TEN,
@@ -381,7 +429,9 @@ def test_storage_is_chosen_by_need_budget_and_speed(
         ),
     ],
 )
-def test_a_choice_says_why(storage: str, raw_bytes: int, trials: Sequence[CodecTrial], reason: str) -> None:
+def test_a_choice_says_why(
+    storage: str, raw_bytes: int, trials: Sequence[CodecTrial], reason: str
+) -> None:
     """One line has the numbers that decided."""
     assert choose_storage(storage, raw_bytes, BUDGET, trials, only_lossless=False).reason == reason
 
@@ -389,7 +439,8 @@ def test_a_choice_says_why(storage: str, raw_bytes: int, trials: Sequence[CodecT
 def test_a_device_store_must_fit_the_host_too() -> None:
     """Its samples lie in the host's memory as well."""
     with pytest.raises(
-        MemoryBudgetError, match=r"storage='device' needs 10\.0 GiB but 4\.0 GiB is free \(cgroup limit"
+        MemoryBudgetError,
+        match=r"storage='device' needs 10\.0 GiB but 4\.0 GiB is free \(cgroup limit",
     ):
         choose_storage("device", TEN, BUDGET, [ZSTD])
 
@@ -410,7 +461,9 @@ def test_a_device_store_must_fit_the_host_too() -> None:
         ("memory_limit=", "memory_limit= allows 4.0 GiB", "raise memory_limit="),
     ],
 )
-def test_shared_storage_that_does_not_fit_is_an_error_with_its_cure(limited_by: str, bound: str, cure: str) -> None:
+def test_shared_storage_that_does_not_fit_is_an_error_with_its_cure(
+    limited_by: str, bound: str, cure: str
+) -> None:
     """The message has need, the bound, with free memory and reserve where these are it, and the cure for that bound."""
     budget = Budget(bytes=4 * GIB, reserve_bytes=GIB, limited_by=limited_by)
     with pytest.raises(MemoryBudgetError) as caught:
@@ -424,9 +477,15 @@ def test_shared_storage_that_does_not_fit_is_an_error_with_its_cure(limited_by: 
 
 def test_what_does_not_fit_names_the_storage_that_would() -> None:
     """A lossless codec is named before a lossy one, which is called so."""
-    with pytest.raises(MemoryBudgetError, match=r"Use storage='compressed' with codec='zstd' \(about 4\.0 GiB\), ca"):
+    with pytest.raises(
+        MemoryBudgetError,
+        match=r"Use storage='compressed' with codec='zstd' \(about 4\.0 GiB\), ca",
+    ):
         choose_storage("shared", TEN, BUDGET, [JPEG, ZSTD])
-    with pytest.raises(MemoryBudgetError, match=r"codec='lz4' needs 9\.0 GiB .* codec='jpeg' \(lossy, about 1\.0 GiB"):
+    with pytest.raises(
+        MemoryBudgetError,
+        match=r"codec='lz4' needs 9\.0 GiB .* codec='jpeg' \(lossy, about 1\.0 GiB",
+    ):
         choose_storage("compressed", TEN, BUDGET, [JPEG, LZ4])
 
 
@@ -439,14 +498,18 @@ def test_ranks_that_share_the_machine_are_named() -> None:
 
 def test_a_codec_that_cannot_be_used_is_an_error_with_its_reason() -> None:
     """Where no codec is left, each says why."""
-    with pytest.raises(ValueError, match=r"storage='compressed' is not possible here: zstd: a sample is too large\."):
+    with pytest.raises(
+        ValueError,
+        match=r"storage='compressed' is not possible here: zstd: a sample is too large\.",
+    ):
         choose_storage("compressed", GIB, BUDGET, [REFUSED])
 
 
 def test_an_unknown_storage_is_refused_with_the_known_ones() -> None:
     """A misspelt storage= lists the choices."""
     with pytest.raises(
-        ValueError, match=r"storage='disk' is not known\. Use one of 'auto', 'device', 'shared', 'compressed', 'n"
+        ValueError,
+        match=r"storage='disk' is not known\. Use one of 'auto', 'device', 'shared', 'compressed', 'n",
     ):
         choose_storage("disk", 1, BUDGET)
 

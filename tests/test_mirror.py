@@ -56,7 +56,9 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 def upload(tmp_path: Path, codec: str = "auto") -> str:
     samples = [(value(index), index) for index in range(SAMPLES)]
-    CachedDataset(samples, cache_dir=tmp_path / "built", cache_key="x", codec=codec, progress=False).close()
+    CachedDataset(
+        samples, cache_dir=tmp_path / "built", cache_key="x", codec=codec, progress=False
+    ).close()
     for path in (tmp_path / "built").rglob("*"):
         if path.is_file() and not path.name.startswith("."):
             Place(URL).upload(str(path.relative_to(tmp_path / "built")), path)
@@ -106,7 +108,9 @@ def test_a_remote_cache_is_a_cache(url: str, tmp_path: Path, fetched: Callable[[
         with CachedDataset.from_cache(url, local_cache=tmp_path / "local") as dataset:
             check(dataset)
             loader = DataLoader(dataset, 32, shuffle=True, num_workers=2)
-            assert sorted(torch.cat([targets for _, targets in loader]).tolist()) == list(range(SAMPLES))
+            assert sorted(torch.cat([targets for _, targets in loader]).tolist()) == list(
+                range(SAMPLES)
+            )
             assert "memory://bucket/caches" in dataset.storage_plan.reason
         assert fetched() == needed
 
@@ -121,20 +125,32 @@ def test_only_what_is_read_is_fetched(tmp_path: Path, fetched: Callable[[], int]
         assert fetched() == 0
 
 
-def test_worker_processes_fetch_for_all(url: str, tmp_path: Path, fetched: Callable[[], int]) -> None:
+def test_worker_processes_fetch_for_all(
+    url: str, tmp_path: Path, fetched: Callable[[], int]
+) -> None:
     """Two worker processes and their parent fetch every byte once between them."""
     with CachedDataset.from_cache(url, local_cache=tmp_path / "local") as dataset:
         loader = DataLoader(dataset, 4, shuffle=True, num_workers=2, workers="process")
-        assert sorted(torch.cat([targets for _, targets in loader]).tolist()) == list(range(SAMPLES))
+        assert sorted(torch.cat([targets for _, targets in loader]).tolist()) == list(
+            range(SAMPLES)
+        )
         check(dataset)
     assert fetched() == part_bytes()
 
 
-def test_the_local_folder_keeps_its_limit(url: str, tmp_path: Path, fetched: Callable[[], int]) -> None:
+def test_the_local_folder_keeps_its_limit(
+    url: str, tmp_path: Path, fetched: Callable[[], int]
+) -> None:
     """ChunkedLoader serves a cache that is larger than the folder, each sample once an epoch, at most twice fetched."""
     limit_bytes, folder = part_bytes() // 2 + 16 * BLOCK_BYTES, tmp_path / "local"
     with ChunkedLoader(
-        url, 4, memory_limit="3GiB", chunk_samples=16, mix_chunks=2, local_cache=folder, local_limit=limit_bytes
+        url,
+        4,
+        memory_limit="3GiB",
+        chunk_samples=16,
+        mix_chunks=2,
+        local_cache=folder,
+        local_limit=limit_bytes,
     ) as loader:
         for _ in range(4):
             seen = []
@@ -144,14 +160,18 @@ def test_the_local_folder_keeps_its_limit(url: str, tmp_path: Path, fetched: Cal
                     seen.append(target)
                 assert disk_bytes(folder) <= limit_bytes
             assert sorted(seen) == list(range(SAMPLES))
-            assert fetched() <= part_bytes() + 2 * BLOCK_BYTES * SAMPLES // 8  # the edges of pieces of 8 samples
+            assert (
+                fetched() <= part_bytes() + 2 * BLOCK_BYTES * SAMPLES // 8
+            )  # the edges of pieces of 8 samples
 
 
 def test_what_fits_is_fetched_once(url: str, tmp_path: Path, fetched: Callable[[], int]) -> None:
     """Later epochs and runs of a cache that the folder has room for fetch nothing, by whatever loader."""
     folder = tmp_path / "local"
     for needed in (part_bytes(), 0):
-        with ChunkedLoader(url, 4, memory_limit="3GiB", chunk_samples=32, local_cache=folder) as loader:
+        with ChunkedLoader(
+            url, 4, memory_limit="3GiB", chunk_samples=32, local_cache=folder
+        ) as loader:
             for _ in range(2):
                 assert sum(len(targets) for _, targets in loader) == SAMPLES
         assert fetched() == needed
@@ -165,7 +185,9 @@ def test_too_small_a_folder_is_an_error(tmp_path: Path) -> None:
     options = {"local_cache": tmp_path / "local", "local_limit": 30 * BLOCK_BYTES}
     with CachedDataset.from_cache(upload(tmp_path), **options) as dataset:
         check(dataset, range(3))
-        problem = r"local_limit=120\.0 KiB of .*local is too small: .* Raise it; or use ChunkedLoader"
+        problem = (
+            r"local_limit=120\.0 KiB of .*local is too small: .* Raise it; or use ChunkedLoader"
+        )
         with pytest.raises(CacheError, match=problem):
             check(dataset)
         check(dataset, range(3))
@@ -189,7 +211,9 @@ def test_what_was_needed_longest_ago_leaves_first(tmp_path: Path) -> None:
     place, folder = Place("memory://bucket"), tmp_path / "local"
     for name in "ab":
         place.write(name, bytes(8 * BLOCK_BYTES))
-    one, two = (Mirror(place, [Entry(name, 8 * BLOCK_BYTES, 0)], folder, 12 * BLOCK_BYTES) for name in "ab")
+    one, two = (
+        Mirror(place, [Entry(name, 8 * BLOCK_BYTES, 0)], folder, 12 * BLOCK_BYTES) for name in "ab"
+    )
     fetch(one, segments(8))
     for number, path in enumerate(sorted(one.folder.iterdir())):
         os.utime(path, (number, number))
@@ -199,7 +223,9 @@ def test_what_was_needed_longest_ago_leaves_first(tmp_path: Path) -> None:
     assert there(one) == [0, 5, 6, 7]
 
 
-def test_a_deleted_segment_is_readable_where_it_is_mapped(tmp_path: Path, fetched: Callable[[], int]) -> None:
+def test_a_deleted_segment_is_readable_where_it_is_mapped(
+    tmp_path: Path, fetched: Callable[[], int]
+) -> None:
     """What others delete stays for the process that reads it; what is needed anew is fetched."""
     with CachedDataset.from_cache(upload(tmp_path), local_cache=tmp_path / "local") as dataset:
         check(dataset)
@@ -267,10 +293,13 @@ def test_damage_behind_the_url_is_an_error(tmp_path: Path) -> None:
         check(dataset, range(SAMPLES - 1))
         for _ in range(2):
             with pytest.raises(
-                SampleError, match=rf"^sample {SAMPLES - 1} .* came twice; the file was changed or is dama"
+                SampleError,
+                match=rf"^sample {SAMPLES - 1} .* came twice; the file was changed or is dama",
             ):
                 dataset[SAMPLES - 1]
-    with ChunkedLoader(url, 4, memory_limit="3GiB", local_cache=tmp_path / "local", shuffle=False) as loader:
+    with ChunkedLoader(
+        url, 4, memory_limit="3GiB", local_cache=tmp_path / "local", shuffle=False
+    ) as loader:
         batches = iter(loader)
         for _ in range(SAMPLES // 4 - 1):
             next(batches)
@@ -281,8 +310,14 @@ def test_damage_behind_the_url_is_an_error(tmp_path: Path) -> None:
 def test_a_file_that_is_replaced_while_it_is_read(tmp_path: Path) -> None:
     """Of a cache that changed under its readers come the right samples, or an error; never others."""
     url = upload(tmp_path)
-    options: dict[str, Any] = {"chunk_samples": 16, "mix_chunks": 2, "local_limit": part_bytes() // 2}
-    with ChunkedLoader(url, 4, memory_limit="3GiB", local_cache=tmp_path / "local", **options) as loader:
+    options: dict[str, Any] = {
+        "chunk_samples": 16,
+        "mix_chunks": 2,
+        "local_limit": part_bytes() // 2,
+    }
+    with ChunkedLoader(
+        url, 4, memory_limit="3GiB", local_cache=tmp_path / "local", **options
+    ) as loader:
         for _ in loader:
             pass
         for number in range(0, SAMPLES * SAMPLE_BYTES, SAMPLE_BYTES):
@@ -320,9 +355,13 @@ def test_a_lost_connection_is_an_error(tmp_path: Path, monkeypatch: pytest.Monke
         return plain(self, path, **span)
 
     monkeypatch.setattr(MemoryFileSystem, "cat_file", cat_file)
-    with ChunkedLoader(url, 4, memory_limit="3GiB", chunk_samples=16, local_cache=tmp_path / "local") as loader:
+    with ChunkedLoader(
+        url, 4, memory_limit="3GiB", chunk_samples=16, local_cache=tmp_path / "local"
+    ) as loader:
         is_down.set()
-        with pytest.raises(RemoteError, match=r"part0-\w+\.npy: ConnectionResetError: no route \(tried twice\)"):
+        with pytest.raises(
+            RemoteError, match=r"part0-\w+\.npy: ConnectionResetError: no route \(tried twice\)"
+        ):
             for _ in loader:
                 pass
         is_down.clear()
@@ -331,7 +370,9 @@ def test_a_lost_connection_is_an_error(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_a_break_ends_fetching(url: str, tmp_path: Path) -> None:
     """An epoch that is left early leaves no thread, and the next one is whole."""
-    with ChunkedLoader(url, 4, memory_limit="3GiB", chunk_samples=16, local_cache=tmp_path / "local") as loader:
+    with ChunkedLoader(
+        url, 4, memory_limit="3GiB", chunk_samples=16, local_cache=tmp_path / "local"
+    ) as loader:
         for _ in loader:
             break
         assert sum(len(targets) for _, targets in loader) == SAMPLES
@@ -363,7 +404,10 @@ def test_a_killed_reader_leaves_no_lock(tmp_path: Path) -> None:
 
 def test_a_pickled_cache_is_opened_again(tmp_path: Path) -> None:
     """A dataset of a remote cache travels to another process by the names of its files, without credentials."""
-    options: dict[str, Any] = {"local_cache": tmp_path / "local", "storage_options": {"token": "very secret"}}
+    options: dict[str, Any] = {
+        "local_cache": tmp_path / "local",
+        "storage_options": {"token": "very secret"},
+    }
     with CachedDataset.from_cache(upload(tmp_path), **options) as dataset:
         sent = pickle.dumps(dataset)
         assert b"very secret" not in sent
@@ -375,19 +419,31 @@ def test_ranks_read_what_is_theirs(tmp_path: Path, fetched: Callable[[], int]) -
     """Two ranks with folders of their own, as on two machines, fetch each byte once between them, but for the edges."""
     url, seen = upload(tmp_path), []
     for rank in range(2):
-        options: dict[str, Any] = {"rank": rank, "world_size": 2, "local_cache": tmp_path / f"machine{rank}"}
-        with ChunkedLoader(url, 4, memory_limit="3GiB", chunk_samples=24, mix_chunks=1, **options) as loader:
+        options: dict[str, Any] = {
+            "rank": rank,
+            "world_size": 2,
+            "local_cache": tmp_path / f"machine{rank}",
+        }
+        with ChunkedLoader(
+            url, 4, memory_limit="3GiB", chunk_samples=24, mix_chunks=1, **options
+        ) as loader:
             seen += [target for _, targets in loader for target in targets.tolist()]
     assert sorted(seen) == list(range(SAMPLES))
-    looked_at = 2 * 9 * (SAMPLE_BYTES + 2 * BLOCK_BYTES)  # by both, before they know which are theirs
+    looked_at = (
+        2 * 9 * (SAMPLE_BYTES + 2 * BLOCK_BYTES)
+    )  # by both, before they know which are theirs
     assert fetched() <= part_bytes() + looked_at
 
 
 def test_an_epoch_is_resumed_on_another_machine(tmp_path: Path) -> None:
     """A state that was taken inside an epoch goes on with the same batches from an empty folder."""
     url = upload(tmp_path)
-    first = ChunkedLoader(url, 4, memory_limit="3GiB", chunk_samples=16, local_cache=tmp_path / "one")
-    second = ChunkedLoader(url, 4, memory_limit="3GiB", chunk_samples=16, local_cache=tmp_path / "two")
+    first = ChunkedLoader(
+        url, 4, memory_limit="3GiB", chunk_samples=16, local_cache=tmp_path / "one"
+    )
+    second = ChunkedLoader(
+        url, 4, memory_limit="3GiB", chunk_samples=16, local_cache=tmp_path / "two"
+    )
     with first, second:
         batches = iter(first)
         for _ in range(7):

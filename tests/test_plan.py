@@ -16,7 +16,14 @@ from torchvision.transforms import v2
 from torchvision.transforms._presets import ImageClassification
 
 from fastdata import Views
-from fastdata.pixels import TransformPlan, leading_steps, plan_transform, prepare_key, read_center_crop, read_resize
+from fastdata.pixels import (
+    TransformPlan,
+    leading_steps,
+    plan_transform,
+    prepare_key,
+    read_center_crop,
+    read_resize,
+)
 
 NORM = ((0.5, 0.4, 0.3), (0.2, 0.3, 0.4))
 
@@ -30,7 +37,11 @@ def names(steps: tuple[Any, ...]) -> list[str]:
 
 
 def parts(plan: TransformPlan) -> tuple[list[str], list[str], list[str]]:
-    return names(plan.prepare), [text.split("(")[0] for text in plan.batch_texts], names(plan.per_sample)
+    return (
+        names(plan.prepare),
+        [text.split("(")[0] for text in plan.batch_texts],
+        names(plan.per_sample),
+    )
 
 
 def image(height: int = 5, width: int = 6) -> Image.Image:
@@ -45,7 +56,14 @@ def test_usual_training_transform(api: Any) -> None:
     convert = [] if api is v1 else [v2.ToDtype(torch.float32, scale=True)]
     plan = plan_transform(
         api.Compose(
-            [resize, api.RandomCrop(4, padding=1), api.RandomHorizontalFlip(), tensor, *convert, api.Normalize(*NORM)]
+            [
+                resize,
+                api.RandomCrop(4, padding=1),
+                api.RandomHorizontalFlip(),
+                tensor,
+                *convert,
+                api.Normalize(*NORM),
+            ]
         )
     )
     assert plan.prepare == (resize,)
@@ -58,7 +76,9 @@ def test_none_and_single_and_sequential_and_nested() -> None:
     """None has no step; a single transform, Sequential and nested Compose are flattened."""
     assert parts(plan_transform(None)) == ([], [], [])
     assert parts(plan_transform(v1.ToTensor())) == ([], ["ToTensor"], [])
-    nested = v1.Compose([v1.Compose([v1.Resize(4)]), torch.nn.Sequential(v1.CenterCrop(3), v1.RandomVerticalFlip())])
+    nested = v1.Compose(
+        [v1.Compose([v1.Resize(4)]), torch.nn.Sequential(v1.CenterCrop(3), v1.RandomVerticalFlip())]
+    )
     assert parts(plan_transform(nested)) == (["Resize", "CenterCrop"], ["RandomVerticalFlip"], [])
 
 
@@ -67,7 +87,9 @@ def test_form_changes_are_prepared_only_before_more_geometry() -> None:
     early = plan_transform(v2.Compose([v2.ToImage(), v2.Resize(4), v2.RandomHorizontalFlip()]))
     assert parts(early) == (["ToImage", "Resize"], ["RandomHorizontalFlip"], [])
     assert early.is_batched
-    late = plan_transform(v2.Compose([v2.Resize(4), v2.ToImage(), v2.ToDtype(torch.uint8), v2.RandomHorizontalFlip()]))
+    late = plan_transform(
+        v2.Compose([v2.Resize(4), v2.ToImage(), v2.ToDtype(torch.uint8), v2.RandomHorizontalFlip()])
+    )
     assert parts(late) == (["Resize"], ["ToImage", "ToDtype", "RandomHorizontalFlip"], [])
 
 
@@ -79,7 +101,13 @@ def test_conversions_to_float_are_never_prepared() -> None:
 
 def test_unknown_step_and_all_after_it_run_per_sample() -> None:
     """From ElasticTransform on everything is the user's own object; what precedes stays a batch op."""
-    steps = [v1.Resize(8), v1.RandomCrop(4), v1.ElasticTransform(), v1.RandomHorizontalFlip(), v1.ToTensor()]
+    steps = [
+        v1.Resize(8),
+        v1.RandomCrop(4),
+        v1.ElasticTransform(),
+        v1.RandomHorizontalFlip(),
+        v1.ToTensor(),
+    ]
     plan = plan_transform(v1.Compose(steps))
     assert plan.per_sample == tuple(steps[2:])
     assert parts(plan)[:2] == (["Resize"], ["RandomCrop"])
@@ -94,7 +122,9 @@ def test_known_steps_behind_an_unknown_one_are_batch_ops_again() -> None:
     behind = [v1.RandomCrop(4), v1.ToTensor(), v1.Normalize(*NORM)]
     plan = plan_transform(v1.Compose([v1.Resize(8), MyFlip(), v1.Pad(1), MyFlip(), *behind]))
     assert (plan.last_steps, plan.last_kind, len(plan.last_ops)) == (3, "tensor", 2)
-    assert plan_transform(v1.Compose([v1.ToTensor(), MyFlip(), v1.Normalize(*NORM)])).last_steps == 0
+    assert (
+        plan_transform(v1.Compose([v1.ToTensor(), MyFlip(), v1.Normalize(*NORM)])).last_steps == 0
+    )
     assert plan_transform(v1.Compose([MyFlip(), *behind]), batch_ops="off").last_steps == 0
 
 
@@ -129,7 +159,10 @@ def around(inner: Any) -> Any:
         (Reference().__call__, ["Resize"]),
         (Forward(), ["Resize"]),
         (around(Reference()), ["RGB", "Resize"]),
-        (v1.Compose([v1.Lambda(lambda image: image.convert("RGB")), Reference()]), ["RGB", "Resize"]),
+        (
+            v1.Compose([v1.Lambda(lambda image: image.convert("RGB")), Reference()]),
+            ["RGB", "Resize"],
+        ),
     ],
     ids=["preset", "method", "module", "lambda", "Lambda"],
 )
@@ -271,14 +304,20 @@ def test_a_hidden_step_is_named() -> None:
         def __call__(self, image: Any) -> Any:
             return self.transforms(image) * 1
 
-    assert "does more than to call its 'transforms'; give that itself" in (plan_transform(Prints()).obstacle or "")
+    assert "does more than to call its 'transforms'; give that itself" in (
+        plan_transform(Prints()).obstacle or ""
+    )
 
 
 def test_the_transform_of_weights_is_seen_through() -> None:
     """weights.transforms() gives the pixels of torchvision's, in batches, and the same steps each time."""
     preset = ImageClassification(crop_size=4, resize_size=6)
     plan = plan_transform(preset)
-    assert parts(plan) == (["Resize", "CenterCrop"], ["PILToTensor", "ConvertImageDtype", "Normalize"], [])
+    assert parts(plan) == (
+        ["Resize", "CenterCrop"],
+        ["PILToTensor", "ConvertImageDtype", "Normalize"],
+        [],
+    )
     assert plan_transform(preset).prepare[0] is plan.prepare[0]
     stepwise = v1.Compose([*plan.prepare, *plan_transform(preset, batch_ops="off").per_sample])
     assert torch.equal(stepwise(image(9, 12)), preset(image(9, 12)))
@@ -297,17 +336,32 @@ def test_the_transform_of_weights_is_seen_through() -> None:
         ([v1.PILToTensor(), v1.Normalize(*NORM)], "does not accept uint8"),
         ([v1.PILToTensor(), v1.ToTensor()], "does not accept tensors"),
         ([v1.ToTensor(), v1.Normalize(*NORM), v1.CenterCrop(3)], "may pad with 0 after Normalize"),
-        ([v1.ToTensor(), v1.Normalize(*NORM), v1.RandomCrop(3, padding=1)], "pads with a constant after Normalize"),
-        ([v1.ToTensor(), v1.RandomCrop(3, padding=1, fill=1)], "pads with a constant after the conversion"),
+        (
+            [v1.ToTensor(), v1.Normalize(*NORM), v1.RandomCrop(3, padding=1)],
+            "pads with a constant after Normalize",
+        ),
+        (
+            [v1.ToTensor(), v1.RandomCrop(3, padding=1, fill=1)],
+            "pads with a constant after the conversion",
+        ),
         ([v1.ToTensor(), v1.RandomResizedCrop(3)], "comes after the conversion to float32"),
         ([v1.ToTensor(), v1.Grayscale()], "comes after the conversion to float32"),
         ([v2.RandomCrop(3, padding=1, fill={tv_tensors.Mask: 1})], "dict of fill values"),
         ([v1.RandomCrop(3, padding=1, fill=300)], "fill=300"),
-        ([v1.PILToTensor(), v1.RandomCrop(3, padding=1, fill=(1, 2, 3))], "fill=(1, 2, 3) for tensors"),
+        (
+            [v1.PILToTensor(), v1.RandomCrop(3, padding=1, fill=(1, 2, 3))],
+            "fill=(1, 2, 3) for tensors",
+        ),
         ([v1.RandomCrop(3, padding=-1)], "padding=-1"),
         ([v1.RandomVerticalFlip(), v1.Pad(1.5)], "not served"),
-        ([v2.ToImage(), v2.RandomResizedCrop(3, interpolation="lanczos")], "interpolation='lanczos'"),
-        ([v2.ToImage(), v2.RandomResizedCrop(3, antialias=False)], "resizes tensors without antialias"),
+        (
+            [v2.ToImage(), v2.RandomResizedCrop(3, interpolation="lanczos")],
+            "interpolation='lanczos'",
+        ),
+        (
+            [v2.ToImage(), v2.RandomResizedCrop(3, antialias=False)],
+            "resizes tensors without antialias",
+        ),
         ([v1.ToTensor(), v1.Normalize((0.5,), (0.0,))], "std=(0.0,)"),
         ([v2.AugMix(interpolation=v1.InterpolationMode.BICUBIC)], "has interpolation='bicubic'"),
     ],
@@ -323,7 +377,10 @@ def test_unserved_steps_say_why(steps: list[Any], reason: str) -> None:
 def test_views_are_prepared_by_what_all_begin_with() -> None:
     """Equal deterministic steps at the front of every view run once, even as objects of their own."""
     tail = [v1.RandomCrop(3), v1.PILToTensor()]
-    views = Views(v1.Compose([v1.Resize(9), v1.CenterCrop(5), *tail]), v1.Compose([v1.Resize(9), v1.Pad(1), *tail]))
+    views = Views(
+        v1.Compose([v1.Resize(9), v1.CenterCrop(5), *tail]),
+        v1.Compose([v1.Resize(9), v1.Pad(1), *tail]),
+    )
     plan = plan_transform(views)
     assert names(plan.prepare) == ["Resize"]
     assert [names(view.prepare) for view in plan.views] == [["Resize"]] * 2
@@ -335,9 +392,15 @@ def test_views_are_prepared_by_what_all_begin_with() -> None:
 @pytest.mark.parametrize(
     ("transform", "reason"),
     [
-        (v1.Compose([v1.RandomVerticalFlip(), Views(v1.ToTensor())]), "leads to views that share a random step"),
+        (
+            v1.Compose([v1.RandomVerticalFlip(), Views(v1.ToTensor())]),
+            "leads to views that share a random step",
+        ),
         (Views(v1.ToTensor(), v2.ToImage()), "leads to views of several types"),
-        (v1.Compose([Views(v1.ToTensor()), v1.Lambda(len)]), "gives several views, which only the last step may"),
+        (
+            v1.Compose([Views(v1.ToTensor()), v1.Lambda(len)]),
+            "gives several views, which only the last step may",
+        ),
     ],
 )
 def test_unserved_views_say_why(transform: Any, reason: str) -> None:
@@ -355,13 +418,18 @@ def test_unserved_views_say_why(transform: Any, reason: str) -> None:
 def test_each_view_is_split_by_itself() -> None:
     """A step that is not known leaves what is before and behind it, and the other views, to whole batches."""
     known = [v1.RandomCrop(3), v1.ToTensor()]
-    plan = plan_transform(Views(v1.Compose(known), v1.Compose([v1.RandomInvert(), MyFlip(), *known])))
+    plan = plan_transform(
+        Views(v1.Compose(known), v1.Compose([v1.RandomInvert(), MyFlip(), *known]))
+    )
     assert not plan.is_batched
     assert [len(view.per_sample) for view in plan.views] == [0, 3]
     assert (plan.views[1].last_steps, plan.first_unknown) == (2, plan.views[1].per_sample[0])
     assert (plan.obstacle or "").startswith("in view 1 MyFlip")
     assert "after them, on whole batches:  RandomCrop" in str(plan)
-    assert plan_transform(Views(v1.RandomVerticalFlip())).obstacle == "in view 0 the transform ends with a PIL image"
+    assert (
+        plan_transform(Views(v1.RandomVerticalFlip())).obstacle
+        == "in view 0 the transform ends with a PIL image"
+    )
 
 
 def test_no_views_are_refused() -> None:
@@ -390,7 +458,11 @@ def test_batch_ops_off() -> None:
 def test_prepared_by_others() -> None:
     """With prepared=0 deterministic steps at the front are batch ops."""
     crop = v1.Compose([v1.CenterCrop(3), v1.RandomHorizontalFlip()])
-    assert parts(plan_transform(crop, prepared=0)) == ([], ["CenterCrop", "RandomHorizontalFlip"], [])
+    assert parts(plan_transform(crop, prepared=0)) == (
+        [],
+        ["CenterCrop", "RandomHorizontalFlip"],
+        [],
+    )
     resize = plan_transform(v1.Compose([v1.Resize(4), v1.ToTensor()]), prepared=0)
     assert parts(resize) == ([], ["Resize", "ToTensor"], [])
     assert resize.kind == "tensor"
@@ -413,7 +485,9 @@ def test_forms_that_batch_ops_do_not_know() -> None:
 def test_plan_is_the_same_for_the_source_and_for_the_store() -> None:
     """What is prepared does not depend on whether the form named is that before or after the prepare part."""
     transform = v2.Compose([v2.ToImage(), v2.Resize(4), v2.RandomHorizontalFlip()])
-    assert str(plan_transform(transform, form="pil")) == str(plan_transform(transform, form="tensor"))
+    assert str(plan_transform(transform, form="pil")) == str(
+        plan_transform(transform, form="tensor")
+    )
 
 
 def test_kind_is_what_the_next_step_would_have_had() -> None:
@@ -461,8 +535,15 @@ def test_prepare_key_is_no_address() -> None:
 def test_prepare_key_tells_preparations_apart() -> None:
     """Equal steps have equal keys in different objects; other arguments, another API or another order do not."""
     key = prepare_key(leading_steps(v1.Compose([v1.Resize(4), v1.CenterCrop(3), v1.ToTensor()])))
-    assert key == prepare_key(leading_steps(v1.Compose([v1.Resize(4), v1.CenterCrop(3), v1.RandomHorizontalFlip()])))
-    others = ([v1.Resize(5), v1.CenterCrop(3)], [v1.CenterCrop(3), v1.Resize(4)], [v2.Resize(4), v2.CenterCrop(3)], [])
+    assert key == prepare_key(
+        leading_steps(v1.Compose([v1.Resize(4), v1.CenterCrop(3), v1.RandomHorizontalFlip()]))
+    )
+    others = (
+        [v1.Resize(5), v1.CenterCrop(3)],
+        [v1.CenterCrop(3), v1.Resize(4)],
+        [v2.Resize(4), v2.CenterCrop(3)],
+        [],
+    )
     keys = {prepare_key(leading_steps(v1.Compose(steps))) for steps in others}
     assert len(keys | {key}) == 5
     assert "" in keys
@@ -479,7 +560,9 @@ def test_prepare_key_is_the_same_in_every_process(steps: Any) -> None:
 
 def test_print_shows_the_three_parts() -> None:
     """Each step of the user stands on the line of its part."""
-    plan = plan_transform(v1.Compose([v1.Resize(4), v1.RandomCrop(3), v1.ElasticTransform(), v1.ToTensor()]))
+    plan = plan_transform(
+        v1.Compose([v1.Resize(4), v1.RandomCrop(3), v1.ElasticTransform(), v1.ToTensor()])
+    )
     prepare, batch_ops, per_sample, because, last = str(plan).split("\n")
     assert "Resize(size=4" in prepare
     assert "RandomCrop(size=(3, 3)" in batch_ops
@@ -503,5 +586,7 @@ def test_torchvision_is_not_imported_by_the_package() -> None:
     import subprocess
 
     code = "import sys, fastdata.pixels.program; print('torchvision' in sys.modules)"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
     assert result.stdout.strip() == "False"

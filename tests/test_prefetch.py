@@ -141,7 +141,9 @@ def test_pinned_memory_of_the_user_is_copied_from_in_place(gpu: Sim) -> None:
     assert (copies.in_place, copies.staged, copies.pageable) == (1, 0, 0)
 
 
-def test_the_next_copy_is_queued_before_the_last_one_is_done(gpu: Sim, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_copy_is_queued_before_the_last_one_is_done(
+    gpu: Sim, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where the user is about to take a batch, the thread waits for that and not for copies; later it lets them go."""
     loader = Loader(100)
     batches = iter(on_device(loader, depth=2))
@@ -159,7 +161,10 @@ def test_a_runtime_that_cannot_be_told_of_captures_is_logged(
     with caplog.at_level("INFO", logger="fastdata"):
         assert len(list(on_device(Loader(3)))) == 3
     (message,) = caplog.messages
-    assert "cudaThreadExchangeStreamCaptureMode is not found: capture CUDA graphs before iter()" in message
+    assert (
+        "cudaThreadExchangeStreamCaptureMode is not found: capture CUDA graphs before iter()"
+        in message
+    )
 
 
 def test_next_inside_a_capture_is_refused(gpu: Sim) -> None:
@@ -167,7 +172,9 @@ def test_next_inside_a_capture_is_refused(gpu: Sim) -> None:
     batches = on_device(Loader(3))
     epoch = iter(batches)
     gpu.begin_capture()
-    with pytest.raises(RuntimeError, match=r"while a CUDA graph is captured.*Take the batch before the capture"):
+    with pytest.raises(
+        RuntimeError, match=r"while a CUDA graph is captured.*Take the batch before the capture"
+    ):
         next(epoch)
     assert gpu.end_capture()
     assert [number for _, number in batches] == [0, 1, 2]
@@ -227,7 +234,9 @@ def test_a_batch_that_was_staged_in_vain_gives_its_buffer_back(gpu: Sim) -> None
     for broken in range(1, 6):
         epoch = iter(batches)
         next(epoch)
-        wait_until(lambda broken=broken: loader.read == 4 * broken)  # one is handed over, two are there, one is staged
+        wait_until(
+            lambda broken=broken: loader.read == 4 * broken
+        )  # one is handed over, two are there, one is staged
         del epoch
     assert len(list(batches)) == 100
     assert gpu.counts["cudaHostAlloc"] <= 4
@@ -255,7 +264,9 @@ def test_two_iterators_go_side_by_side(gpu: Sim) -> None:
     """Each of two live iterators gives its own complete epoch, with right values."""
     batches = on_device(Loader(8), depth=1)
     pairs = list(zip(batches, batches, strict=True))
-    assert [(a[0].unique().item(), b[0].unique().item()) for a, b in pairs] == [(i, i) for i in range(8)]
+    assert [(a[0].unique().item(), b[0].unique().item()) for a, b in pairs] == [
+        (i, i) for i in range(8)
+    ]
 
 
 def test_a_finished_iterator_stays_finished(gpu: Sim) -> None:
@@ -282,7 +293,10 @@ def test_an_exception_comes_after_the_batches_before_it(gpu: Sim) -> None:
     assert [next(batches)[1], next(batches)[1]] == [0, 1]
     with pytest.raises(LookupError, match="batch 2 is missing") as caught:
         next(batches)
-    assert any(entry.name == "__next__" and "test_prefetch" in str(entry.path) for entry in caught.traceback[1:])
+    assert any(
+        entry.name == "__next__" and "test_prefetch" in str(entry.path)
+        for entry in caught.traceback[1:]
+    )
     assert [number for _, number in batches] == [3, 4]
 
 
@@ -399,7 +413,9 @@ next(batches)
 """
     paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
     environment = os.environ | {"PYTHONPATH": paths}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, timeout=60, check=False
+    )
     assert (done.returncode, done.stderr) == (0, b"")
 
 
@@ -409,14 +425,20 @@ next(batches)
 def room_for(monkeypatch: pytest.MonkeyPatch, size_bytes: int) -> None:
     """So much may be pinned."""
     free = math.ceil(8 * size_bytes / (1 - memory.RESERVE_SHARE))
-    monkeypatch.setattr(memory, "available_bytes", lambda: Available(bytes=free, limited_by="cgroup"))
+    monkeypatch.setattr(
+        memory, "available_bytes", lambda: Available(bytes=free, limited_by="cgroup")
+    )
 
 
 def test_copies_are_pinned_up_to_their_share(gpu: Sim, monkeypatch: pytest.MonkeyPatch) -> None:
     """For depth + 2 copies of a batch there must be room, in the sizes of torch's allocator; larger ones go without."""
     room_for(monkeypatch, 4 * 1024)
-    batches = on_device([torch.ones(size, dtype=torch.uint8) for size in (600, 1024, 1025, 10)], depth=2)
-    with pytest.warns(FastDataWarning, match=r"pageable memory, which takes longer: copies not pinned: 8\.0 KiB"):
+    batches = on_device(
+        [torch.ones(size, dtype=torch.uint8) for size in (600, 1024, 1025, 10)], depth=2
+    )
+    with pytest.warns(
+        FastDataWarning, match=r"pageable memory, which takes longer: copies not pinned: 8\.0 KiB"
+    ):
         assert [batch.sum().item() for batch in batches] == [600, 1024, 1025, 10]
     report = batches.report()
     assert (report.copies.staged, report.copies.pageable, report.pinned_bytes) == (3, 1, 4096)
@@ -435,7 +457,9 @@ def test_a_driver_that_refuses_is_asked_once(gpu: Sim) -> None:
 
 def test_too_little_memory_to_pin_is_said_once(gpu: Sim, monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches come all the same, from pageable memory; one warning for all epochs, and the report says why."""
-    monkeypatch.setattr(memory, "available_bytes", lambda: Available(bytes=100, limited_by="cgroup limit"))
+    monkeypatch.setattr(
+        memory, "available_bytes", lambda: Available(bytes=100, limited_by="cgroup limit")
+    )
     batches = on_device(Loader(3))
     with pytest.warns(FastDataWarning, match=r"pageable memory.*256 B.*cgroup limit") as caught:
         values = [images for images, _ in batches] + [images for images, _ in batches]
@@ -496,7 +520,9 @@ def test_a_failing_transform_names_the_batch(gpu: Sim) -> None:
 
     batches = iter(on_device(Loader(6), transform=transform))
     assert [next(batches)[1] for _ in range(3)] == [0, 1, 2]
-    with pytest.raises(ValueError, match="transform= failed on batch 3: ValueError: negative size") as caught:
+    with pytest.raises(
+        ValueError, match="transform= failed on batch 3: ValueError: negative size"
+    ) as caught:
         next(batches)
     assert isinstance(caught.value.__cause__, ValueError)
     assert [number for _, number in batches] == [4, 5]

@@ -40,7 +40,15 @@ def test_structures_keep_their_types(gpu: Sim) -> None:
     one = torch.ones(2)
     default = defaultdict(list, {"a": one})
     mapping = UserDict({"u": one, "name": "v"})
-    batch = (Point(one, "p"), Labelled(one, "n"), OrderedDict(b=one), default, [one, b"x"], mapping, {"k": 3})
+    batch = (
+        Point(one, "p"),
+        Labelled(one, "n"),
+        OrderedDict(b=one),
+        default,
+        [one, b"x"],
+        mapping,
+        {"k": 3},
+    )
     point, labelled, ordered, other, listed, user, plain = moved(batch)[0]
     kinds = [type(each) for each in (point, labelled, ordered, other, user)]
     assert kinds == [Point, Labelled, OrderedDict, defaultdict, UserDict]
@@ -66,7 +74,9 @@ def test_a_sample_batch_stays_one(gpu: Sim) -> None:
 def test_a_sample_batch_of_dicts_stays_one(gpu: Sim) -> None:
     """Its items are dicts whose images are views of those on the device."""
     keys = ItemKeys(("label", "image"), "image")
-    arrived, _ = moved(SampleBatch(torch.zeros(2, 3), torch.tensor([4, 5]), [4, 5], torch.Tensor, keys))
+    arrived, _ = moved(
+        SampleBatch(torch.zeros(2, 3), torch.tensor([4, 5]), [4, 5], torch.Tensor, keys)
+    )
     assert isinstance(arrived, SampleBatch)
     assert (list(arrived.stacked), arrived[1]["label"]) == (["label", "image"], 5)
     assert arrived[1]["image"].block is arrived.stacked["image"].block
@@ -144,8 +154,15 @@ def test_a_tensor_on_another_device_passes_through(gpu: Sim) -> None:
 def test_images_and_floats_are_cast_and_labels_are_not() -> None:
     """``dtype=`` casts floating-point tensors and uint8 images; ``channels_last`` is for four dimensions."""
     images = torch.zeros(2, 3, 4, 5, dtype=torch.uint8)
-    batch = [images, torch.ones(2), torch.ones(2, dtype=torch.int64), torch.ones(2, dtype=torch.uint8)]
-    cast = next(iter(CudaPrefetcher([batch], device="cpu", dtype=torch.bfloat16, channels_last=True)))
+    batch = [
+        images,
+        torch.ones(2),
+        torch.ones(2, dtype=torch.int64),
+        torch.ones(2, dtype=torch.uint8),
+    ]
+    cast = next(
+        iter(CudaPrefetcher([batch], device="cpu", dtype=torch.bfloat16, channels_last=True))
+    )
     assert [t.dtype for t in cast] == [torch.bfloat16, torch.bfloat16, torch.int64, torch.uint8]
     assert cast[0].is_contiguous(memory_format=torch.channels_last)
 
@@ -180,7 +197,9 @@ def test_a_transform_works_without_a_device() -> None:
             raise KeyError("two")
         return batch * 10
 
-    batches = iter(CudaPrefetcher([torch.tensor(i) for i in range(4)], device="cpu", transform=transform))
+    batches = iter(
+        CudaPrefetcher([torch.tensor(i) for i in range(4)], device="cpu", transform=transform)
+    )
     assert [next(batches).item(), next(batches).item()] == [0, 10]
     with pytest.raises(KeyError, match="batch 2"):
         next(batches)
@@ -196,7 +215,9 @@ def test_a_device_that_is_not_there_is_an_error() -> None:
 
 def test_what_is_no_single_cuda_device_is_refused() -> None:
     """A list of devices takes a process each, and other kinds of devices none; the error says what to do."""
-    with pytest.raises(DeviceError, match=r"device=\['cuda:0'\] is a list.*Start a process for each GPU"):
+    with pytest.raises(
+        DeviceError, match=r"device=\['cuda:0'\] is a list.*Start a process for each GPU"
+    ):
         CudaPrefetcher([], device=["cuda:0"])  # type: ignore[arg-type]
     with pytest.raises(DeviceError, match=r"device='xpu' is neither the CPU nor a CUDA device"):
         CudaPrefetcher([], device="xpu")
@@ -206,9 +227,16 @@ def test_ranks_that_share_a_device_by_mistake_are_told(monkeypatch: pytest.Monke
     """A rank that has not chosen its device hears that its batches go to the first one; one that has does not."""
     monkeypatch.setenv("LOCAL_RANK", "1")
     with Sim(devices=2).installed():
-        with pytest.warns(FastDataWarning, match=r"LOCAL_RANK=1 go to cuda:0.*Call torch.cuda.set_device\(1\) first"):
+        with pytest.warns(
+            FastDataWarning,
+            match=r"LOCAL_RANK=1 go to cuda:0.*Call torch.cuda.set_device\(1\) first",
+        ):
             assert CudaPrefetcher([]).device == torch.device("cuda", 0)
-        assert CudaPrefetcher([], "cuda").device == CudaPrefetcher([], "cuda:0").device == torch.device("cuda", 0)
+        assert (
+            CudaPrefetcher([], "cuda").device
+            == CudaPrefetcher([], "cuda:0").device
+            == torch.device("cuda", 0)
+        )
         with torch.cuda.device(1):
             assert CudaPrefetcher([]).device == torch.device("cuda", 1)
 

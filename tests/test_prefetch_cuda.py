@@ -49,7 +49,9 @@ def dataset() -> Iterator[CachedDataset]:
 
 def loaders(dataset: CachedDataset) -> dict[str, Any]:
     """Every road of a batch: gathered by threads, in slots of workers, fresh, pinned by the loader."""
-    fresh = [(torch.full((32, 3, 64, 48), i, dtype=torch.uint8), torch.arange(32)) for i in range(6)]
+    fresh = [
+        (torch.full((32, 3, 64, 48), i, dtype=torch.uint8), torch.arange(32)) for i in range(6)
+    ]
     return {
         "threads": DataLoader(dataset, batch_size=32, num_workers=2),
         "training loop": DataLoader(dataset, batch_size=32),
@@ -77,7 +79,10 @@ def test_batches_arrive_whole(dataset: CachedDataset, road: str) -> None:
                 assert torch.equal(labels.cpu(), numbers)
         copies = batches.report().copies
     assert copies.pageable == 0
-    assert copies.in_place == {"threads": 3, "training loop": 3, "processes": 0, "pinned": 6, "fresh": 0}[road]
+    assert (
+        copies.in_place
+        == {"threads": 3, "training loop": 3, "processes": 0, "pinned": 6, "fresh": 0}[road]
+    )
 
 
 @pytest.mark.parametrize("road", ROADS)
@@ -87,7 +92,9 @@ def test_a_slow_kernel_never_sees_later_memory(dataset: CachedDataset, road: str
     right = [int(images.long().sum()) for images, _ in loader]
 
     def poison(batch: Any) -> Any:
-        torch.full_like(batch[0], 255)  # takes the block of a batch that was freed too early, and drops it
+        torch.full_like(
+            batch[0], 255
+        )  # takes the block of a batch that was freed too early, and drops it
         return batch
 
     sums = []
@@ -106,7 +113,9 @@ def test_a_slow_kernel_never_sees_later_memory(dataset: CachedDataset, road: str
 def test_fifty_epochs_reserve_no_more_memory(dataset: CachedDataset) -> None:
     """Device memory does not grow (a batch kept in each epoch would be 29 MiB), nor pinned memory beyond its rings."""
     batch_bytes = 32 * 3 * 64 * 48
-    with CudaPrefetcher(DataLoader(dataset, batch_size=32, num_workers=2), dtype=torch.float16) as batches:
+    with CudaPrefetcher(
+        DataLoader(dataset, batch_size=32, num_workers=2), dtype=torch.float16
+    ) as batches:
         reserved = []
         for _ in range(50):
             for images, _ in batches:
@@ -115,7 +124,9 @@ def test_fifty_epochs_reserve_no_more_memory(dataset: CachedDataset) -> None:
             reserved.append(torch.cuda.memory_reserved())
         slots = batches.ring_slots(3)
         assert batches.report().pinned_bytes <= 2 * slots * batch_bytes + 4 * 4096  # powers of two
-    assert max(reserved[10:]) <= max(reserved[:10]) + 4 * MIB  # two segments of the allocator for small blocks
+    assert (
+        max(reserved[10:]) <= max(reserved[:10]) + 4 * MIB
+    )  # two segments of the allocator for small blocks
 
 
 def test_a_loop_that_runs_ahead_of_the_gpu_holds_few_batches() -> None:
@@ -188,7 +199,9 @@ def test_casts_happen_on_the_gpu() -> None:
 def test_odd_tensors_and_device_tensors_arrive() -> None:
     """Sparse ones are moved, those on the GPU pass through."""
     on_gpu = torch.ones(3, device="cuda")
-    ((sparse, passed, empty),) = CudaPrefetcher([[torch.eye(3).to_sparse(), on_gpu, torch.zeros(0, 3)]])
+    ((sparse, passed, empty),) = CudaPrefetcher(
+        [[torch.eye(3).to_sparse(), on_gpu, torch.zeros(0, 3)]]
+    )
     assert sparse.is_sparse
     assert torch.equal(sparse.to_dense().cpu(), torch.eye(3))
     assert passed is on_gpu
@@ -268,7 +281,9 @@ def test_a_graph_is_captured_beside_the_prefetcher(mode: str) -> None:
     moving = torch.ones(MIB, device="cuda")
     graph = torch.cuda.CUDAGraph()
     seen = []
-    with CudaPrefetcher([torch.full((MIB,), i % 251, dtype=torch.uint8) for i in range(60)]) as batches:
+    with CudaPrefetcher(
+        [torch.full((MIB,), i % 251, dtype=torch.uint8) for i in range(60)]
+    ) as batches:
         for number, batch in enumerate(batches):
             if number % 10 == 5:
                 with torch.cuda.graph(graph, capture_error_mode=mode):
@@ -283,12 +298,16 @@ def test_a_graph_is_captured_beside_the_prefetcher(mode: str) -> None:
 def test_a_compiled_net_with_graphs_gets_right_batches() -> None:
     """``torch.compile(mode="reduce-overhead")`` captures and replays graphs in the loop."""
     pytest.importorskip("triton")
-    layers = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8)).cuda()
+    layers = torch.nn.Sequential(
+        torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8)
+    ).cuda()
     net = torch.compile(layers, mode="reduce-overhead")
     loader = [torch.full((32, 64), float(i % 7)) for i in range(40)]
     with torch.no_grad(), CudaPrefetcher(loader) as batches:
         for number, batch in enumerate(batches):
-            torch.testing.assert_close(net(batch).clone(), layers(loader[number].cuda()), rtol=1e-3, atol=1e-3)
+            torch.testing.assert_close(
+                net(batch).clone(), layers(loader[number].cuda()), rtol=1e-3, atol=1e-3
+            )
 
 
 def test_a_loop_bound_by_launches_is_hardly_slowed() -> None:
@@ -320,7 +339,10 @@ def test_a_transform_has_neither_gradients_nor_the_loops_autocast() -> None:
         with torch.autocast("cuda", torch.bfloat16):
             return batch @ weight
 
-    with torch.autocast("cuda", torch.float16), CudaPrefetcher([torch.ones(2, 4)] * 3, transform=transform) as batches:
+    with (
+        torch.autocast("cuda", torch.float16),
+        CudaPrefetcher([torch.ones(2, 4)] * 3, transform=transform) as batches,
+    ):
         made = list(batches)
     assert seen == [torch.float32] * 3
     assert all(batch.dtype is torch.bfloat16 and not batch.requires_grad for batch in made)
@@ -344,7 +366,9 @@ def test_batches_that_torch_has_pinned_are_copied_in_place(num_workers: int) -> 
 
 
 def run_alone(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=110, check=False)
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=110, check=False
+    )
 
 
 @pytest.mark.parametrize("ending", ["", "sys.exit(3)", "raise ValueError('left')"])
@@ -401,12 +425,16 @@ def noisy(storage: Any, steps: Any) -> CachedDataset:
     generator = torch.Generator().manual_seed(1)
     images = torch.randint(0, 256, (96, 3, 64, 48), dtype=torch.uint8, generator=generator)
     samples = [(image, number) for number, image in enumerate(images)]
-    return CachedDataset(samples, transform=v1.Compose(steps), storage=storage, seed=0, progress=False)
+    return CachedDataset(
+        samples, transform=v1.Compose(steps), storage=storage, seed=0, progress=False
+    )
 
 
 def seeded(dataset: CachedDataset, **options: Any) -> DataLoader:
     """The same batches each time; the last one is smaller."""
-    loader = DataLoader(dataset, 28, shuffle=True, generator=torch.Generator().manual_seed(5), **options)
+    loader = DataLoader(
+        dataset, 28, shuffle=True, generator=torch.Generator().manual_seed(5), **options
+    )
     loader.set_epoch(2)
     return loader
 
@@ -418,14 +446,18 @@ def test_batch_ops_on_the_gpu_give_the_batches_of_the_cpu(name: str, storage: An
     with noisy(storage, STEPS[name]) as dataset:
         expected = list(seeded(dataset))
         for num_workers in (0, 2):
-            with CudaPrefetcher(seeded(dataset, num_workers=num_workers), batch_ops="device") as batches:
+            with CudaPrefetcher(
+                seeded(dataset, num_workers=num_workers), batch_ops="device"
+            ) as batches:
                 arrived = [(images.cpu(), labels.cpu()) for images, labels in batches]
                 assert batches.report().batch_ops.startswith("on cuda:")
             assert len(arrived) == len(expected)
             for (images, labels), (right, numbers) in zip(arrived, expected, strict=True):
                 assert labels.tolist() == numbers.tolist()
                 assert (images.shape, images.dtype) == (right.shape, right.dtype)
-                torch.testing.assert_close(images, right, rtol=0, atol=1e-5 if right.is_floating_point() else 0)
+                torch.testing.assert_close(
+                    images, right, rtol=0, atol=1e-5 if right.is_floating_point() else 0
+                )
 
 
 @pytest.mark.parametrize("storage", ["shared", "device"])
@@ -435,7 +467,10 @@ def test_a_slow_kernel_sees_what_batch_ops_made(storage: Any) -> None:
         right = [int(images.long().sum()) for images, _ in seeded(dataset)]
         sums = []
         stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream), CudaPrefetcher(seeded(dataset, num_workers=2), depth=1) as batches:
+        with (
+            torch.cuda.stream(stream),
+            CudaPrefetcher(seeded(dataset, num_workers=2), depth=1) as batches,
+        ):
             for _ in range(2):
                 for images, labels in batches:
                     torch.cuda._sleep(SLOW_CYCLES)

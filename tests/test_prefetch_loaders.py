@@ -65,7 +65,9 @@ def in_batches(count: int, size: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("num_workers", [0, 1, 2])
-def test_gathered_images_are_written_once(dataset: CachedDataset, gpu: Sim, num_workers: int) -> None:
+def test_gathered_images_are_written_once(
+    dataset: CachedDataset, gpu: Sim, num_workers: int
+) -> None:
     """Threads gather into pinned memory and the device reads it there: only the labels are copied on the host."""
     batches = on_device(DataLoader(dataset, batch_size=4, num_workers=num_workers))
     for _ in range(3):
@@ -77,7 +79,9 @@ def test_gathered_images_are_written_once(dataset: CachedDataset, gpu: Sim, num_
     assert report.path.startswith("whole batches")
 
 
-def test_gathered_batches_that_are_held_are_never_overwritten(dataset: CachedDataset, gpu: Sim) -> None:
+def test_gathered_batches_that_are_held_are_never_overwritten(
+    dataset: CachedDataset, gpu: Sim
+) -> None:
     """All batches are right when their copies happen as late as they can."""
     batches = list(on_device(DataLoader(dataset, batch_size=4, num_workers=2)))
     assert [images.unique().tolist() for images, _ in batches] == in_batches(23, 4)
@@ -141,13 +145,17 @@ def test_a_ring_that_may_not_be_pinned_whole_is_copied(
     batch_bytes = 512  # 8 images of 60 bytes
     for room, in_place in ((40 * batch_bytes, 3), (5 * batch_bytes, 0)):
         free = math.ceil(8 * room / (1 - memory.RESERVE_SHARE))
-        monkeypatch.setattr(memory, "available_bytes", lambda free=free: Available(bytes=free, limited_by="cgroup"))
+        monkeypatch.setattr(
+            memory, "available_bytes", lambda free=free: Available(bytes=free, limited_by="cgroup")
+        )
         batches = on_device(DataLoader(dataset, batch_size=8, num_workers=4))
         assert values(batches) == in_batches(23, 8)
         report = batches.report()
         assert (report.copies.in_place, report.copies.pageable) == (in_place, 0)
         assert report.fresh_batches == 0
-    assert re.match(r"ring not pinned: \S+ KiB needed, at most 12\.5% .*; copies pinned: ", report.pinning)
+    assert re.match(
+        r"ring not pinned: \S+ KiB needed, at most 12\.5% .*; copies pinned: ", report.pinning
+    )
 
 
 # The face
@@ -158,7 +166,15 @@ def test_the_loaders_attributes_reach_through(dataset: CachedDataset) -> None:
     loader = DataLoader(dataset, batch_size=4, num_workers=1, drop_last=True)
     batches = CudaPrefetcher(loader, device="cpu")
     assert len(batches) == len(loader) == 5
-    for name in ("dataset", "sampler", "batch_sampler", "batch_size", "drop_last", "num_workers", "pin_memory"):
+    for name in (
+        "dataset",
+        "sampler",
+        "batch_sampler",
+        "batch_size",
+        "drop_last",
+        "num_workers",
+        "pin_memory",
+    ):
         assert getattr(batches, name) is getattr(loader, name)
     plain = CudaPrefetcher([1, 2], device="cpu")
     assert not hasattr(plain, "dataset")
@@ -180,18 +196,29 @@ def test_set_epoch_reaches_loader_and_sampler(dataset: CachedDataset) -> None:
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("workers", ["thread", "process"])
-def test_the_state_counts_what_the_user_got(dataset: CachedDataset, gpu: Sim, num_workers: int, workers: Any) -> None:
+def test_the_state_counts_what_the_user_got(
+    dataset: CachedDataset, gpu: Sim, num_workers: int, workers: Any
+) -> None:
     """After each batch the state resumes with the very next one, although more were read ahead."""
 
     def make() -> DataLoader:
         torch.manual_seed(3)
-        return DataLoader(dataset, batch_size=4, shuffle=True, num_workers=num_workers, workers=workers)
+        return DataLoader(
+            dataset, batch_size=4, shuffle=True, num_workers=num_workers, workers=workers
+        )
 
     whole = [labels.tolist() for _, labels in make()]
     loader = make()
     batches = on_device(loader)
     states = [batches.state_dict() for _ in batches]
-    assert [state["num_yielded"] if state["is_begun"] else "over" for state in states] == [1, 2, 3, 4, 5, "over"]
+    assert [state["num_yielded"] if state["is_begun"] else "over" for state in states] == [
+        1,
+        2,
+        3,
+        4,
+        5,
+        "over",
+    ]
     assert loader.state_dict() == states[-1]
     for seen, state in enumerate(states[:-1], 1):
         again = on_device(make())
@@ -200,7 +227,9 @@ def test_the_state_counts_what_the_user_got(dataset: CachedDataset, gpu: Sim, nu
         assert values(again) == whole[seen:]
 
 
-def test_an_epoch_that_was_left_for_a_new_one_counts_no_more(dataset: CachedDataset, gpu: Sim) -> None:
+def test_an_epoch_that_was_left_for_a_new_one_counts_no_more(
+    dataset: CachedDataset, gpu: Sim
+) -> None:
     """Batches that an older iterator still gives do not move the state of the new epoch."""
     batches = on_device(DataLoader(dataset, batch_size=4))
     older = iter(batches)
@@ -268,10 +297,14 @@ def test_global_draws_of_an_epoch_are_those_of_the_bare_loader(
     told = []
     for is_prefetched in (False, True):
         torch.manual_seed(11)
-        batches: Any = DataLoader(dataset, batch_size=4, shuffle=True, num_workers=num_workers, workers=workers)
+        batches: Any = DataLoader(
+            dataset, batch_size=4, shuffle=True, num_workers=num_workers, workers=workers
+        )
         if is_prefetched:
             batches = on_device(batches)
-        told.append([([labels.tolist() for _, labels in batches], torch.rand(1).item()) for _ in range(2)])
+        told.append(
+            [([labels.tolist() for _, labels in batches], torch.rand(1).item()) for _ in range(2)]
+        )
     assert told[0] == told[1]
 
 
@@ -289,7 +322,9 @@ def test_auto_pinning_without_a_device_is_off_in_silence(dataset: CachedDataset)
     assert loader.report().pinning in str(loader.report())
 
 
-def test_auto_pinning_with_a_device_goes_by_the_batch(dataset: CachedDataset, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_pinning_with_a_device_goes_by_the_batch(
+    dataset: CachedDataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Batches of known size that are worth it are pinned; others are not."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(memory, "PINNING_FLOOR_BYTES", 0)

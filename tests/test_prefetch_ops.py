@@ -16,7 +16,14 @@ from torchvision import transforms as v1
 from torchvision.transforms import v2
 
 from conftest import FolderMaker
-from fastdata import CachedDataset, CudaPrefetcher, DataLoader, FastDataWarning, ImageFolder, collate
+from fastdata import (
+    CachedDataset,
+    CudaPrefetcher,
+    DataLoader,
+    FastDataWarning,
+    ImageFolder,
+    collate,
+)
 from fastdata.errors import MemoryBudgetError
 from fastdata.loaders import device_ops as prefetch_device
 from fastdata.loaders.device_ops import fallback_reason
@@ -33,11 +40,20 @@ STEPS: dict[str, Sequence[Any]] = {
     "crop and flip, normalised": [*CROP, *FLOATS],
     "normalised": FLOATS,
     "grayscale": [v1.Grayscale(3), v1.RandomVerticalFlip()],
-    "several gathers": [v1.RandomCrop((7, 5)), v1.Pad(2, fill=9), v1.RandomCrop((8, 6)), v1.RandomHorizontalFlip()],
+    "several gathers": [
+        v1.RandomCrop((7, 5)),
+        v1.Pad(2, fill=9),
+        v1.RandomCrop((8, 6)),
+        v1.RandomHorizontalFlip(),
+    ],
 }
 ON_THE_CPU: dict[str, Sequence[Any]] = {
     "resized": [v2.RandomResizedCrop((5, 4), antialias=True), v2.RandomHorizontalFlip()],
-    "resized, normalised": [v2.RandomHorizontalFlip(), v2.RandomResizedCrop((5, 4), antialias=True), *FLOATS],
+    "resized, normalised": [
+        v2.RandomHorizontalFlip(),
+        v2.RandomResizedCrop((5, 4), antialias=True),
+        *FLOATS,
+    ],
     "resized sometimes": [v2.RandomApply([v2.Resize((8, 6))]), *FLOATS],
     "two colours": [v1.RandomHorizontalFlip(), v1.Pad(1, fill=9), v1.Pad(1)],
 }
@@ -48,7 +64,10 @@ RUNS_ON_THE_CPU = r"(RandomResizedCrop|RandomApply|Pad)\(.*\) runs on the CPU"
 def cached(steps: Sequence[Any], **options: Any) -> CachedDataset:
     """Image i is random and i's own; its target is i."""
     generator = torch.Generator().manual_seed(1)
-    samples = [(torch.randint(0, 256, SHAPE, dtype=torch.uint8, generator=generator), i) for i in range(LENGTH)]
+    samples = [
+        (torch.randint(0, 256, SHAPE, dtype=torch.uint8, generator=generator), i)
+        for i in range(LENGTH)
+    ]
     transform = v1.Compose(list(steps)) if steps else None
     return CachedDataset(samples, transform=transform, seed=0, progress=False, **options)
 
@@ -61,7 +80,9 @@ def dataset() -> Iterator[CachedDataset]:
 
 def loader_of(dataset: Any, epoch: int = 3, **options: Any) -> DataLoader:
     """The same batches each time."""
-    loader = DataLoader(dataset, **{"batch_size": 4, "generator": torch.Generator().manual_seed(5)} | options)
+    loader = DataLoader(
+        dataset, **{"batch_size": 4, "generator": torch.Generator().manual_seed(5)} | options
+    )
     loader.set_epoch(epoch)
     return loader
 
@@ -75,7 +96,9 @@ def taken(batches: Any) -> list[Any]:
     found = []
     for batch in batches:
         is_dict = isinstance(batch, dict)
-        found.append({key: batch[key].cpu() for key in batch} if is_dict else [part.cpu() for part in batch])
+        found.append(
+            {key: batch[key].cpu() for key in batch} if is_dict else [part.cpu() for part in batch]
+        )
     return found
 
 
@@ -86,7 +109,9 @@ def assert_same(found: Sequence[Any], expected: Sequence[Any]) -> None:
         assert labels.tolist() == numbers.tolist()
         assert (images.shape, images.dtype) == (right.shape, right.dtype)
         if right.is_floating_point():
-            torch.testing.assert_close(images, right, rtol=0, atol=2e-3 if right.dtype is torch.float16 else 1e-5)
+            torch.testing.assert_close(
+                images, right, rtol=0, atol=2e-3 if right.dtype is torch.float16 else 1e-5
+            )
         else:
             assert torch.equal(images, right)
 
@@ -103,7 +128,9 @@ def mirrors(gpu: Sim) -> list[Any]:
 @pytest.mark.parametrize("num_workers", [0, 1, 2])
 @pytest.mark.parametrize("steps", STEPS.values(), ids=STEPS.keys())
 @pytest.mark.parametrize("storage", ["shared", "device"])
-def test_batches_are_those_of_the_cpu(gpu: Sim, steps: Sequence[Any], num_workers: int, storage: Any) -> None:
+def test_batches_are_those_of_the_cpu(
+    gpu: Sim, steps: Sequence[Any], num_workers: int, storage: Any
+) -> None:
     """Shuffled, over two epochs, with a last batch that is smaller."""
     with cached(steps, storage=storage) as dataset:
         plain = loader_of(dataset, shuffle=True)
@@ -136,11 +163,15 @@ def test_what_a_device_does_not_do_is_done_before_the_transfer(
                 gpu.sent.clear()  # the first epoch sends the constants
                 assert_same(taken(batches), expected)
         assert sum(gpu.sent) == LENGTH * (served_bytes + 8)
-        assert re.fullmatch(f"on cuda:0, the conversion only: {RUNS_ON_THE_CPU}", batches.report().batch_ops)
+        assert re.fullmatch(
+            f"on cuda:0, the conversion only: {RUNS_ON_THE_CPU}", batches.report().batch_ops
+        )
         assert not mirrors(gpu)
     assert [warning.category for warning in caught] == [FastDataWarning] * (storage == "device")
     for warning in caught:
-        assert re.fullmatch(f"storage='device' has no effect: {RUNS_ON_THE_CPU}", str(warning.message))
+        assert re.fullmatch(
+            f"storage='device' has no effect: {RUNS_ON_THE_CPU}", str(warning.message)
+        )
 
 
 @pytest.mark.parametrize("codec", ["lz4", "jpeg"])
@@ -166,7 +197,9 @@ def test_a_subset_gets_its_own_samples(gpu: Sim, storage: Any) -> None:
 def test_batches_of_dicts_are_dicts(gpu: Sim, storage: Any) -> None:
     """Items that are dicts come from the device in batches of their keys."""
     samples = [{"label": i, "image": torch.full(SHAPE, i, dtype=torch.uint8)} for i in range(8)]
-    with CachedDataset(samples, transform=v1.Compose(CROP), seed=0, storage=storage, progress=False) as dataset:
+    with CachedDataset(
+        samples, transform=v1.Compose(CROP), seed=0, storage=storage, progress=False
+    ) as dataset:
         expected = [(batch["image"], batch["label"]) for batch in loader_of(dataset)]
         batches = on_device(loader_of(dataset, num_workers=1))
         found = taken(batches)
@@ -182,8 +215,14 @@ def test_joined_datasets_are_finished_on_the_cpu(dataset: CachedDataset, gpu: Si
         expected = list(loader_of(joined))
         batches = on_device(loader_of(joined, num_workers=1))
         assert_same(taken(batches), expected)
-        assert batches.report().batch_ops == "on the CPU: the samples of a ConcatDataset lie in several stores"
-        with pytest.raises(ValueError, match="batch_ops='device' is not possible here: the samples of a ConcatDataset"):
+        assert (
+            batches.report().batch_ops
+            == "on the CPU: the samples of a ConcatDataset lie in several stores"
+        )
+        with pytest.raises(
+            ValueError,
+            match="batch_ops='device' is not possible here: the samples of a ConcatDataset",
+        ):
             list(on_device(loader_of(joined, num_workers=1), batch_ops="device"))
 
 
@@ -225,7 +264,9 @@ def test_casts_and_layout_are_those_of_the_cpus_batches(gpu: Sim) -> None:
         with cached(steps) as dataset:
             options = {"dtype": torch.float16, "channels_last": True, "transform": note}
             made = taken(on_device(loader_of(dataset), **options))
-            assert all(images.is_contiguous(memory_format=torch.channels_last) for images, _ in made)
+            assert all(
+                images.is_contiguous(memory_format=torch.channels_last) for images, _ in made
+            )
             assert_same(made, [[images.half(), labels] for images, labels in loader_of(dataset)])
     assert all(entry == [list, torch.float16, torch.int64] for entry in seen)
 
@@ -258,7 +299,9 @@ def test_uint8_crosses_the_bus(dataset: CachedDataset, gpu: Sim) -> None:
     assert sum(gpu.sent) == LENGTH * (3 * 7 * 5 * 4 + 8)
 
 
-def test_stored_samples_are_sent_from_where_they_were_gathered(dataset: CachedDataset, gpu: Sim) -> None:
+def test_stored_samples_are_sent_from_where_they_were_gathered(
+    dataset: CachedDataset, gpu: Sim
+) -> None:
     """Threads gather into pinned memory; draws and labels are copied to some."""
     batches = on_device(loader_of(dataset, num_workers=2))
     list(batches)
@@ -307,7 +350,11 @@ class PerSample:
 @pytest.mark.parametrize(
     ("steps", "options", "reason"),
     [
-        (CROP, {"workers": "process", "num_workers": 1}, "batches come from 1 worker process over a shared ring: work"),
+        (
+            CROP,
+            {"workers": "process", "num_workers": 1},
+            "batches come from 1 worker process over a shared ring: work",
+        ),
         (CROP, {"collate_fn": lambda samples: collate(samples)}, "collate_fn= is your own"),
         ([*CROP, PerSample()], {"workers": "thread"}, "the transform works per sample: "),
         ([v1.RandomCrop((2, 2))], {}, "a sample as stored is 144 B, after the batch ops 12 B"),
@@ -331,14 +378,18 @@ def test_the_loader_of_torch_keeps_its_batches(dataset: CachedDataset, gpu: Sim)
     """Its batches are made on the CPU, which is said; a list of tensors has no batch ops to speak of."""
     batches = on_device(TorchLoader(dataset, batch_size=4))
     assert len(list(batches)) == 6
-    assert batches.report().batch_ops.startswith("on the CPU: the loader is a DataLoader, not fastdata's")
+    assert batches.report().batch_ops.startswith(
+        "on the CPU: the loader is a DataLoader, not fastdata's"
+    )
     plain = on_device([torch.zeros(2, 3)])
     list(plain)
     assert plain.report().batch_ops == ""
     assert "batch ops" not in str(plain.report())
 
 
-def test_a_loader_that_is_iterated_in_a_way_of_its_own_keeps_its_batches(dataset: CachedDataset, gpu: Sim) -> None:
+def test_a_loader_that_is_iterated_in_a_way_of_its_own_keeps_its_batches(
+    dataset: CachedDataset, gpu: Sim
+) -> None:
     """A subclass with an ``__iter__`` is read by it, and the report does not say that the device makes its batches."""
 
     class Renamed(DataLoader):
@@ -347,7 +398,9 @@ def test_a_loader_that_is_iterated_in_a_way_of_its_own_keeps_its_batches(dataset
 
     batches = on_device(Renamed(dataset, batch_size=4))
     assert [sorted(batch) for batch in batches] == [["images", "labels"]] * 6
-    assert batches.report().batch_ops.startswith("on the CPU: the loader is a Renamed, not fastdata's DataLoader")
+    assert batches.report().batch_ops.startswith(
+        "on the CPU: the loader is a Renamed, not fastdata's DataLoader"
+    )
 
 
 def test_samples_without_batch_ops_are_sent_as_ever(gpu: Sim) -> None:
@@ -358,10 +411,14 @@ def test_samples_without_batch_ops_are_sent_as_ever(gpu: Sim) -> None:
         assert batches.report().batch_ops == ""
 
 
-def test_ops_are_on_the_device_while_a_lazy_store_is_filled(gpu: Sim, image_folder: FolderMaker) -> None:
+def test_ops_are_on_the_device_while_a_lazy_store_is_filled(
+    gpu: Sim, image_folder: FolderMaker
+) -> None:
     """The first epoch, whose samples are prepared by threads, is that of the full store."""
     steps = [v1.Resize((8, 6)), v1.RandomHorizontalFlip(), v1.ToTensor()]
-    with ImageFolder(str(image_folder()), transform=v1.Compose(steps), fill="lazy", seed=0, progress=False) as dataset:
+    with ImageFolder(
+        str(image_folder()), transform=v1.Compose(steps), fill="lazy", seed=0, progress=False
+    ) as dataset:
         batches = on_device(loader_of(dataset, num_workers=1))
         first = [[images.clone(), labels.clone()] for images, labels in taken(batches)]
         assert batches.report().batch_ops == "on cuda:0"
@@ -369,11 +426,15 @@ def test_ops_are_on_the_device_while_a_lazy_store_is_filled(gpu: Sim, image_fold
         assert batches.report().batch_ops == "on cuda:0"
 
 
-def test_ops_that_must_be_on_the_device_and_cannot_are_an_error(dataset: CachedDataset, gpu: Sim) -> None:
+def test_ops_that_must_be_on_the_device_and_cannot_are_an_error(
+    dataset: CachedDataset, gpu: Sim
+) -> None:
     """The error says why; a word that is no place is refused."""
     loader = loader_of(dataset, workers="process", num_workers=1)
     batches = on_device(loader, batch_ops="device")
-    with pytest.raises(ValueError, match=r"batch_ops='device' is not possible here: batches come from 1 worker"):
+    with pytest.raises(
+        ValueError, match=r"batch_ops='device' is not possible here: batches come from 1 worker"
+    ):
         iter(batches)
     with pytest.raises(ValueError, match="batch_ops='gpu' is not one of 'auto', 'device', 'cpu'"):
         CudaPrefetcher([], device="cpu", batch_ops="gpu")  # type: ignore[arg-type]
@@ -451,7 +512,8 @@ def test_a_device_store_that_is_not_used_is_said_once(gpu: Sim) -> None:
     with mirrored() as dataset:
         batches = on_device(loader_of(dataset, workers="process", num_workers=1))
         with pytest.warns(
-            FastDataWarning, match=r"storage='device' has no effect, batches are made on the CPU: batche"
+            FastDataWarning,
+            match=r"storage='device' has no effect, batches are made on the CPU: batche",
         ):
             assert_same(taken(batches), list(loader_of(dataset)))
         list(batches)
@@ -481,7 +543,9 @@ def test_samples_left_out_are_left_out_on_the_device(gpu: Sim, image_folder: Fol
     damaged.write_bytes(b"no image")
     steps = v1.Compose([v1.Resize((8, 6)), v1.RandomHorizontalFlip(), v1.PILToTensor()])
     with pytest.warns(FastDataWarning, match="1 of 6 samples"):
-        dataset = ImageFolder(str(root), transform=steps, storage="device", on_error="skip", progress=False)
+        dataset = ImageFolder(
+            str(root), transform=steps, storage="device", on_error="skip", progress=False
+        )
     with dataset, on_device(loader_of(dataset)) as batches:
         assert len(dataset) == 5
         assert_same(taken(batches), list(loader_of(dataset)))
@@ -489,13 +553,17 @@ def test_samples_left_out_are_left_out_on_the_device(gpu: Sim, image_folder: Fol
 
 def test_a_device_store_is_filled_at_construction() -> None:
     """fill='lazy' is refused: all samples are copied at once."""
-    with pytest.raises(ValueError, match=r"storage='device' copies all samples to the GPU at once, and fill='lazy'"):
+    with pytest.raises(
+        ValueError, match=r"storage='device' copies all samples to the GPU at once, and fill='lazy'"
+    ):
         mirrored(fill="lazy")
 
 
 def test_a_device_store_of_files_is_filled_at_construction(image_folder: FolderMaker) -> None:
     """Where fill='auto' would wait for the first epoch."""
     steps = v1.Compose([v1.Resize((8, 6)), v1.RandomHorizontalFlip(), v1.PILToTensor()])
-    with ImageFolder(str(image_folder()), transform=steps, storage="device", progress=False) as dataset:
+    with ImageFolder(
+        str(image_folder()), transform=steps, storage="device", progress=False
+    ) as dataset:
         assert dataset.filled_share() == 1
         assert dataset.storage_plan.reason.startswith("storage='device': 864 B of ")

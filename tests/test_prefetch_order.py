@@ -36,7 +36,9 @@ def prepared() -> Iterator[None]:
 def test_every_schedule_gives_right_batches(name: str) -> None:
     """Of so many, no one gives a batch other data, breaks a bound, makes the loop wait, or hangs."""
     wrong = {seed: seen for seed in range(SCHEDULES) if (seen := scenarios.run(name, seed))}
-    assert not wrong, f"{len(wrong)} of {SCHEDULES} schedules, the first: {next(iter(wrong.items()))}"
+    assert not wrong, (
+        f"{len(wrong)} of {SCHEDULES} schedules, the first: {next(iter(wrong.items()))}"
+    )
 
 
 @pytest.mark.parametrize("name", scenarios.SCENARIOS)

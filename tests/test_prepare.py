@@ -23,7 +23,9 @@ PARENT = os.getpid()
 
 def cached(samples: Any, **options: Any) -> CachedDataset:
     """Prepared by two workers, unless the options say otherwise."""
-    return CachedDataset(samples, **{"progress": False, "num_workers": 2, "storage": "shared", **options})
+    return CachedDataset(
+        samples, **{"progress": False, "num_workers": 2, "storage": "shared", **options}
+    )
 
 
 def dense(count: int) -> list[tuple[np.ndarray, int]]:
@@ -118,7 +120,10 @@ def test_bad_samples_are_left_out_when_asked() -> None:
     with dataset:
         assert dataset.targets == kept
         assert [int(sample[0]) for sample, _ in dataset] == kept
-        assert [sample.tolist() for sample, _ in dataset.__getitems__([95, 0])] == [[98, 98], [1, 1]]
+        assert [sample.tolist() for sample, _ in dataset.__getitems__([95, 0])] == [
+            [98, 98],
+            [1, 1],
+        ]
         assert [error.index for error in dataset.skipped] == sorted(bad)
 
 
@@ -132,18 +137,24 @@ def test_samples_of_another_type_are_bad_samples() -> None:
     """One float sample among int16 ones, and one with more dimensions among ragged ones, are named."""
     samples = dense(40)
     samples[9] = (np.zeros((2, 3), np.float32), 0)
-    with pytest.raises(SampleError, match=r"sample 9 .*it is of float32 array, the others are of int16 array"):
+    with pytest.raises(
+        SampleError, match=r"sample 9 .*it is of float32 array, the others are of int16 array"
+    ):
         cached(samples)
     samples = ragged(40)
     samples[9] = (np.zeros((2, 3, 4), np.int16), 0)
-    with pytest.raises(IngestError, match=r"has \d dimensions, those before it \d; make them alike"):
+    with pytest.raises(
+        IngestError, match=r"has \d dimensions, those before it \d; make them alike"
+    ):
         cached(samples)
 
 
 def test_ragged_samples_beyond_the_budget_stop_the_fill() -> None:
     """Ragged samples that turn out larger than the limit raise, name the limit, and free the block."""
     samples = [(np.zeros(100_000 if i % 10 == 3 else 10 + i % 2, np.uint8), 0) for i in range(200)]
-    with pytest.raises(MemoryBudgetError, match=r"more than the 1\.0 MiB that is free.*Use storage='compressed'"):
+    with pytest.raises(
+        MemoryBudgetError, match=r"more than the 1\.0 MiB that is free.*Use storage='compressed'"
+    ):
         cached(samples, memory_limit="1MiB")
 
 
@@ -156,7 +167,8 @@ def test_a_killed_worker_is_named() -> None:
         return sample
 
     with pytest.raises(
-        IngestError, match=r"was killed by SIGKILL while these were prepared: .*samples 64 to 79.*Out of memory"
+        IngestError,
+        match=r"was killed by SIGKILL while these were prepared: .*samples 64 to 79.*Out of memory",
     ):
         cached(dense(100), prepare=prepare)
 
@@ -187,7 +199,9 @@ def test_a_full_disk_is_no_samples_fault(tmp_path: Any) -> None:
     """What cannot be written to a cache is a CacheError, not a sample that is left out."""
     (tmp_path / "cache").write_text("a file")
     with pytest.raises((CacheError, OSError)):
-        cached(dense(10), storage="auto", cache_dir=tmp_path / "cache", cache_key="k", on_error="skip")
+        cached(
+            dense(10), storage="auto", cache_dir=tmp_path / "cache", cache_key="k", on_error="skip"
+        )
 
 
 SCRIPT = """
@@ -205,11 +219,15 @@ SCRIPT = """
 
 
 @pytest.mark.usefixtures("ctrl_c")
-@pytest.mark.parametrize("kill", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda s: s.name)
+@pytest.mark.parametrize(
+    "kill", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda s: s.name
+)
 def test_no_worker_survives_its_parent(kill: signal.Signals) -> None:
     """Ctrl-C, a polite kill and kill -9 of the parent end every worker."""
     command = [sys.executable, "-c", textwrap.dedent(SCRIPT)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+    ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"begin\n"
         workers = _children(process.pid, 2)

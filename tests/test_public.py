@@ -31,7 +31,9 @@ NAMES = {
 
 def in_fresh_interpreter(code: str) -> str:
     """What ``code`` prints in an interpreter of its own."""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -55,7 +57,17 @@ def test_datasets_show_what_torchvisions_do_and_little_more() -> None:
         "transform",
         "transforms",
     }
-    own = {"close", "epoch", "filled_share", "plan", "reader", "set_epoch", "skipped", "storage", "storage_plan"}
+    own = {
+        "close",
+        "epoch",
+        "filled_share",
+        "plan",
+        "reader",
+        "set_epoch",
+        "skipped",
+        "storage",
+        "storage_plan",
+    }
     own |= {"storage_report", "with_transform"}
     with fastdata.CachedDataset([(torch.zeros(1, 2, 2), 0)], progress=False) as dataset:
         shown = {name for name in dir(dataset) if not name.startswith("_")}
@@ -80,7 +92,10 @@ def test_the_version_is_the_installed_one() -> None:
 
 def test_child_processes_import_the_same_package() -> None:
     """A child of the tests imports the package that they test, the installed one, wherever pytest was started."""
-    assert in_fresh_interpreter("import fastdata; print(fastdata.__file__)") == f"{fastdata.__file__}\n"
+    assert (
+        in_fresh_interpreter("import fastdata; print(fastdata.__file__)")
+        == f"{fastdata.__file__}\n"
+    )
 
 
 def test_importing_does_no_work() -> None:

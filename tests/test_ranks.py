@@ -27,16 +27,30 @@ from fastdata.errors import IngestError, SampleError
 from fastdata.machine import ranks
 from fastdata.machine.ranks import Rank, find_rank, find_run, how_ended, local_ranks
 
-pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="ranks meet on Linux only")
+pytestmark = pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="ranks meet on Linux only"
+)
 
 FORK = multiprocessing.get_context("fork")
 WAIT_S = 15
-LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_STEP_ID", "PMIX_NAMESPACE")
+LAUNCHERS = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "SLURM_STEP_ID",
+    "PMIX_NAMESPACE",
+)
 
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in os.environ if name in LAUNCHERS or name.startswith(("TORCHELASTIC_", "OMPI_"))]:
+    for name in [
+        name
+        for name in os.environ
+        if name in LAUNCHERS or name.startswith(("TORCHELASTIC_", "OMPI_"))
+    ]:
         monkeypatch.delenv(name)
 
 
@@ -46,7 +60,9 @@ class Numbered(Dataset[Any]):
     Workers that prepare wait at their first sample for as long as there is a file of the log's name and ".hold".
     """
 
-    def __init__(self, length: int, log: Path, *, ragged: bool = False, broken: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self, length: int, log: Path, *, ragged: bool = False, broken: tuple[int, ...] = ()
+    ) -> None:
         self.length, self.log, self.ragged, self.broken = length, log, ragged, broken
         self.hold = Path(f"{log}.hold")
         log.touch()
@@ -62,7 +78,9 @@ class Numbered(Dataset[Any]):
             time.sleep(0.01)
         if index in self.broken:
             raise OSError("no such luck")
-        return torch.full((3, 6 + (index % 3 if self.ragged else 0), 5), index % 251, dtype=torch.uint8), index
+        return torch.full(
+            (3, 6 + (index % 3 if self.ragged else 0), 5), index % 251, dtype=torch.uint8
+        ), index
 
     def reads(self) -> list[tuple[str, int]]:
         """Rank and index of each sample read to be stored."""
@@ -81,7 +99,9 @@ class Ranks:
         self.pipes, self.processes = [], []
         for rank in range(count):
             mine, theirs = FORK.Pipe()
-            self.processes.append(FORK.Process(target=_be_rank, args=(rank, count, run, work, theirs)))
+            self.processes.append(
+                FORK.Process(target=_be_rank, args=(rank, count, run, work, theirs))
+            )
             self.processes[-1].start()
             theirs.close()
             self.pipes.append(mine)
@@ -110,7 +130,12 @@ class Ranks:
 
 
 def _be_rank(rank: int, count: int, run: str, work: Callable[[int, Any], Any], pipe: Any) -> None:
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(count), "MASTER_ADDR": "localhost", "MASTER_PORT": run}
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(count),
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": run,
+    }
     torch.set_num_threads(1)
     try:
         pipe.send(work(rank, pipe))
@@ -148,9 +173,13 @@ def expected(length: int) -> dict[str, Any]:
     return {"samples": [index % 251 for index in range(length)], "targets": list(range(length))}
 
 
-@pytest.mark.parametrize("options", [{}, {"storage": "compressed", "codec": "zstd"}], ids=["shared", "zstd"])
+@pytest.mark.parametrize(
+    "options", [{}, {"storage": "compressed", "codec": "zstd"}], ids=["shared", "zstd"]
+)
 @pytest.mark.parametrize("ragged", [False, True])
-def test_one_rank_prepares_and_all_hold_one_copy(tmp_path: Path, options: dict[str, Any], ragged: bool) -> None:
+def test_one_rank_prepares_and_all_hold_one_copy(
+    tmp_path: Path, options: dict[str, Any], ragged: bool
+) -> None:
     """Every sample is read once, by one of three ranks, and all of them serve it from the same memory."""
     source = Numbered(400, tmp_path / "log", ragged=ragged)
 
@@ -165,7 +194,9 @@ def test_one_rank_prepares_and_all_hold_one_copy(tmp_path: Path, options: dict[s
     assert sum("one copy for the ranks of this machine" in each["reason"] for each in found) == 2
     read = [index for _, index in source.reads()]
     assert set(read) == set(range(400))
-    assert len(read) == 400 or (ragged and len(read) < 800)  # begun anew when their shapes are found to differ
+    assert len(read) == 400 or (
+        ragged and len(read) < 800
+    )  # begun anew when their shapes are found to differ
 
 
 def test_the_first_rank_prepares_on_the_cores_of_all(tmp_path: Path) -> None:
@@ -339,7 +370,9 @@ def test_datasets_that_differ_are_not_shared(tmp_path: Path) -> None:
             return 40
 
         def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-            return torch.full((3, 6, 5), self.first + range(40)[index], dtype=torch.uint8), self.first
+            return torch.full(
+                (3, 6, 5), self.first + range(40)[index], dtype=torch.uint8
+            ), self.first
 
     def work(rank: int, pipe: Any) -> Any:
         with CachedDataset(Part(100 * rank), progress=False) as dataset:
@@ -355,8 +388,12 @@ def test_datasets_that_differ_are_not_shared(tmp_path: Path) -> None:
     assert found[0]["inodes"] != found[1]["inodes"]
 
 
-@pytest.mark.parametrize(("share", "runs"), [("off", ("1", "1")), ("auto", ("1", "2"))], ids=["off", "another run"])
-def test_ranks_that_shall_not_meet_do_not(tmp_path: Path, share: Any, runs: tuple[str, str]) -> None:
+@pytest.mark.parametrize(
+    ("share", "runs"), [("off", ("1", "1")), ("auto", ("1", "2"))], ids=["off", "another run"]
+)
+def test_ranks_that_shall_not_meet_do_not(
+    tmp_path: Path, share: Any, runs: tuple[str, str]
+) -> None:
     """With share="off", or in two runs that only their port tells apart, each process has memory of its own."""
     source = Numbered(40, tmp_path / "log")
 
@@ -473,14 +510,24 @@ def test_where_ranks_cannot_meet_is_said(tmp_path: Path, meeting: Path, kind: st
 
 ENVIRONMENTS = {
     "torchrun": {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"},
-    "Open MPI": {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
+    "Open MPI": {
+        "OMPI_COMM_WORLD_RANK": "1",
+        "OMPI_COMM_WORLD_SIZE": "4",
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    },
     "MPICH": {"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALNRANKS": "2"},
-    "srun": {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "2(x2)"},
+    "srun": {
+        "SLURM_PROCID": "1",
+        "SLURM_STEP_NUM_TASKS": "4",
+        "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    },
 }
 
 
 @pytest.mark.parametrize("environment", ENVIRONMENTS.values(), ids=list(ENVIRONMENTS))
-def test_rank_is_what_the_launcher_says(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_is_what_the_launcher_says(
+    environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """torchrun, mpirun and srun name a process's rank, how many there are, and how many on this machine."""
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
@@ -489,7 +536,11 @@ def test_rank_is_what_the_launcher_says(environment: dict[str, str], monkeypatch
 
 
 RUNS = {
-    "torchrun": ("TORCHELASTIC_ERROR_FILE", "/tmp/torchelastic_x/none_y/attempt_0/{}/error.json", "attempt_1"),
+    "torchrun": (
+        "TORCHELASTIC_ERROR_FILE",
+        "/tmp/torchelastic_x/none_y/attempt_0/{}/error.json",
+        "attempt_1",
+    ),
     "torchrun, restarted": ("TORCHELASTIC_RESTART_COUNT", "0", "1"),
     "Open MPI": ("PMIX_NAMESPACE", "prterun-host-12@1", "prterun-host-34@1"),
     "srun": ("SLURM_STEP_ID", "0", "1"),
@@ -498,10 +549,16 @@ RUNS = {
 
 
 @pytest.mark.parametrize(("name", "value", "other"), RUNS.values(), ids=list(RUNS))
-def test_ranks_of_one_run_know_it_and_no_other(name: str, value: str, other: str, monkeypatch: Any) -> None:
+def test_ranks_of_one_run_know_it_and_no_other(
+    name: str, value: str, other: str, monkeypatch: Any
+) -> None:
     """What the launcher says tells the ranks of a run from those of a second one, and of a restarted one."""
     runs = []
-    for rank, text in ((0, value.format(0)), (1, value.format(1)), (1, value.format(1).replace("attempt_0", other))):
+    for rank, text in (
+        (0, value.format(0)),
+        (1, value.format(1)),
+        (1, value.format(1).replace("attempt_0", other)),
+    ):
         is_other = len(runs) == 2 and "attempt_0" not in value
         settings = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_PORT": "1", "SLURM_JOB_ID": "7"}
         for each, setting in {**settings, name: other if is_other else text}.items():
@@ -537,14 +594,19 @@ def test_how_a_process_ended_is_told_before_and_after_it_is_reaped() -> None:
                 pass
             assert how_ended(child.pid, pidfd) == "was killed by SIGTERM"
             child.wait()
-            assert how_ended(child.pid, pidfd) in ("was killed by SIGTERM", "has ended")  # the latter before Linux 6.15
+            assert how_ended(child.pid, pidfd) in (
+                "was killed by SIGTERM",
+                "has ended",
+            )  # the latter before Linux 6.15
         finally:
             os.close(pidfd)
 
 
 @pytest.mark.parametrize("is_seen", [True, False], ids=["seen", "unseen"])
 @pytest.mark.parametrize("cache_key", [None, "data"])
-def test_datasets_that_differ_in_one_sample_are_not_shared(is_seen: bool, cache_key: str | None) -> None:
+def test_datasets_that_differ_in_one_sample_are_not_shared(
+    is_seen: bool, cache_key: str | None
+) -> None:
     """Unless ``cache_key`` says that they are one; and those that only C code can tell apart with it alone."""
 
     class Held(Dataset[Any]):
@@ -567,7 +629,11 @@ def test_datasets_that_differ_in_one_sample_are_not_shared(is_seen: bool, cache_
             dataset = CachedDataset(data, cache_key=cache_key, progress=False, num_workers=1)
             pipe.send("made")
             pipe.recv()
-            found = int(dataset[101][0].max()), made(dataset)["inodes"], [str(each.message) for each in warned]
+            found = (
+                int(dataset[101][0].max()),
+                made(dataset)["inodes"],
+                [str(each.message) for each in warned],
+            )
             dataset.close()
             return found
 
@@ -585,10 +651,14 @@ def test_datasets_that_only_their_steps_tell_apart_are_not_shared(images: Path) 
     """Samples that are not looked at may differ too: each rank gets those that its own steps make."""
     from PIL import Image
 
-    Image.new("RGB", (40, 30)).save(images / "class0" / "2.png")  # the only one that the bound changes, never looked at
+    Image.new("RGB", (40, 30)).save(
+        images / "class0" / "2.png"
+    )  # the only one that the bound changes, never looked at
 
     def work(rank: int, pipe: Any) -> Any:
-        with ImageFolder(images, resize="long:10" if rank else None, fill="eager", progress=False) as dataset:
+        with ImageFolder(
+            images, resize="long:10" if rank else None, fill="eager", progress=False
+        ) as dataset:
             pipe.send("made")
             pipe.recv()
             return [dataset[index][0].size for index in range(len(dataset))]
@@ -609,7 +679,10 @@ def test_two_datasets_of_one_rank_have_memory_of_their_own(images: Path) -> None
         with one, two:
             pipe.send("made")
             pipe.recv()
-            return [os.fstat(it.reader().kept.stores[0]._store.files[0].fileno()).st_ino for it in (one, two)]
+            return [
+                os.fstat(it.reader().kept.stores[0]._store.files[0].fileno()).st_ino
+                for it in (one, two)
+            ]
 
     with Ranks(2, work) as run:
         run.receive_all()
@@ -648,7 +721,10 @@ class Crop:
 
 def test_targets_that_numpy_does_not_know_are_no_obstacle(tmp_path: Path) -> None:
     """bfloat16 targets are shared, and kept, as without a launcher."""
-    pairs = [(torch.full((3, 6, 5), k, dtype=torch.uint8), torch.tensor(k, dtype=torch.bfloat16)) for k in range(40)]
+    pairs = [
+        (torch.full((3, 6, 5), k, dtype=torch.uint8), torch.tensor(k, dtype=torch.bfloat16))
+        for k in range(40)
+    ]
 
     with Ranks(2, showing(pairs)) as run:
         run.receive_all()

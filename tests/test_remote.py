@@ -49,7 +49,9 @@ def put(folder: Path, url: str) -> None:
             Place(url).upload(path.relative_to(folder).as_posix(), path)
 
 
-@pytest.mark.parametrize("url", ["memory://place/below", "{tmp_path}/place/below", "file://{tmp_path}/place"])
+@pytest.mark.parametrize(
+    "url", ["memory://place/below", "{tmp_path}/place/below", "file://{tmp_path}/place"]
+)
 def test_places_have_one_face(url: str, tmp_path: Path) -> None:
     """What is written is found, read in part and as a whole, and gone once it is removed: here and behind a URL."""
     place = Place(url.format(tmp_path=tmp_path))
@@ -58,7 +60,9 @@ def test_places_have_one_face(url: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"sent")
     place.upload("a/3.txt", tmp_path / "file")
     everything = {**FILES, "a/3.txt": b"sent"}
-    assert {entry.name: entry.size_bytes for entry in place.find()} == {n: len(data) for n, data in everything.items()}
+    assert {entry.name: entry.size_bytes for entry in place.find()} == {
+        n: len(data) for n, data in everything.items()
+    }
     assert [entry.name for entry in place.find("a")] == ["a/1.txt", "a/3.txt", "a/b/2.txt"]
     assert place.folders() == ["a"]
     assert [place.read(name) for name in everything] == list(everything.values())
@@ -115,7 +119,9 @@ def test_a_place_that_does_not_answer_is_named_meanwhile(
         with pytest.raises(RemoteError, match="tried twice"):
             future.result()
     (said,) = caplog.messages
-    assert re.search(r"place/name\d has not come .* asked for again: ConnectionRefusedError: .*127.0.0.1:9", said)
+    assert re.search(
+        r"place/name\d has not come .* asked for again: ConnectionRefusedError: .*127.0.0.1:9", said
+    )
     assert "hush" not in said
 
 
@@ -158,7 +164,9 @@ def test_refusals_are_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
         raise PermissionError("the token is expired")
 
     monkeypatch.setattr(MemoryFileSystem, "cat_file", cat_file)
-    with pytest.raises(RemoteError, match=r"expired\. Give credentials that are valid and allow it"):
+    with pytest.raises(
+        RemoteError, match=r"expired\. Give credentials that are valid and allow it"
+    ):
         Place("memory://place").read("name")
     assert len(tries) == 1
 
@@ -196,9 +204,13 @@ def test_a_password_in_a_url_is_refused(url: str) -> None:
 
 def test_a_missing_package_is_named() -> None:
     """A URL whose file system is not installed is an error that names the package, and an unknown one is an error."""
-    with pytest.raises(ImportError, match=r"^adl://store/x needs a package that is not installed: .*dlfs"):
+    with pytest.raises(
+        ImportError, match=r"^adl://store/x needs a package that is not installed: .*dlfs"
+    ):
         ImageFolder("adl://store/x")
-    with pytest.raises(ValueError, match=r"^nonsense://store/x is a URL of a kind that fsspec does not know"):
+    with pytest.raises(
+        ValueError, match=r"^nonsense://store/x is a URL of a kind that fsspec does not know"
+    ):
         ImageFolder("nonsense://store/x")
 
 
@@ -235,10 +247,15 @@ def test_a_forked_process_has_a_client_of_its_own() -> None:
     ],
     ids=shown,
 )
-def test_a_folder_behind_a_url_is_a_folder(bucket: tuple[str, Path], options: dict[str, Any]) -> None:
+def test_a_folder_behind_a_url_is_a_folder(
+    bucket: tuple[str, Path], options: dict[str, Any]
+) -> None:
     """Samples, classes and pixels are those of the same folder here; paths are URLs."""
     url, folder = bucket
-    with ImageFolder(url, progress=False, **options) as there, ImageFolder(folder, progress=False, **options) as here:
+    with (
+        ImageFolder(url, progress=False, **options) as there,
+        ImageFolder(folder, progress=False, **options) as here,
+    ):
         assert (there.classes, there.class_to_idx, list(there.targets)) == (
             here.classes,
             here.class_to_idx,
@@ -250,23 +267,42 @@ def test_a_folder_behind_a_url_is_a_folder(bucket: tuple[str, Path], options: di
         assert there.root == url
         for _ in range(2):
             for theirs, ours in zip(
-                DataLoader(there, 3, collate_fn=list), DataLoader(here, 3, collate_fn=list), strict=True
+                DataLoader(there, 3, collate_fn=list),
+                DataLoader(here, 3, collate_fn=list),
+                strict=True,
             ):
                 assert all(
-                    np.array_equal(np.asarray(a), np.asarray(b)) for (a, _), (b, _) in zip(theirs, ours, strict=True)
+                    np.array_equal(np.asarray(a), np.asarray(b))
+                    for (a, _), (b, _) in zip(theirs, ours, strict=True)
                 )
 
 
 def test_nested_folders_come_in_torchvisions_order(tmp_path: Path) -> None:
     """Files of a class lie in the order of a sorted walk, whatever their depth; other files are passed over."""
-    for name in ("cat/b/1.png", "cat/a.png", "cat/b.png", "cat/b-c/0.PNG", "dog/0.png", "dog/notes.txt"):
+    for name in (
+        "cat/b/1.png",
+        "cat/a.png",
+        "cat/b.png",
+        "cat/b-c/0.PNG",
+        "dog/0.png",
+        "dog/notes.txt",
+    ):
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        Image.new("RGB", (2, 2)).save(path, "PNG") if path.suffix != ".txt" else path.write_text("no image")
+        Image.new("RGB", (2, 2)).save(path, "PNG") if path.suffix != ".txt" else path.write_text(
+            "no image"
+        )
     put(tmp_path, "memory://bucket/train")
-    names = [path.removeprefix("memory://bucket/train/") for path, _ in ImageFolder("memory://bucket/train").samples]
-    assert names == [str(Path(path).relative_to(tmp_path)) for path, _ in ImageFolder(tmp_path).samples]
-    with pytest.raises(FileNotFoundError, match=r"Couldn't find any class folder in memory://bucket/train/dog\."):
+    names = [
+        path.removeprefix("memory://bucket/train/")
+        for path, _ in ImageFolder("memory://bucket/train").samples
+    ]
+    assert names == [
+        str(Path(path).relative_to(tmp_path)) for path, _ in ImageFolder(tmp_path).samples
+    ]
+    with pytest.raises(
+        FileNotFoundError, match=r"Couldn't find any class folder in memory://bucket/train/dog\."
+    ):
         ImageFolder("memory://bucket/train/dog")
     with pytest.raises(FileNotFoundError):
         ImageFolder("memory://bucket/none")
@@ -281,18 +317,24 @@ def test_the_users_own_loader_gets_a_file(bucket: tuple[str, Path]) -> None:
         return Image.open(path).convert("L")
 
     dataset = ImageFolder(bucket[0], loader=load, storage="none")
-    assert np.array_equal(np.asarray(dataset[0][0]), np.asarray(load(ImageFolder(bucket[1]).samples[0][0])))
+    assert np.array_equal(
+        np.asarray(dataset[0][0]), np.asarray(load(ImageFolder(bucket[1]).samples[0][0]))
+    )
     assert Path(seen[0]).suffix == Path(dataset.samples[0][0]).suffix
     assert not os.path.exists(seen[0])
 
 
-def test_files_are_listed_once_and_read_together(bucket: tuple[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_listed_once_and_read_together(
+    bucket: tuple[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One listing a class serves a dataset; a batch asks for all of its files before it waits for the first."""
     calls: list[str] = []
     for name in ("find", "ls", "info", "cat_file"):
         plain = getattr(MemoryFileSystem, name)
 
-        def counted(self: Any, path: str, *, _plain: Any = plain, _name: str = name, **options: Any) -> Any:
+        def counted(
+            self: Any, path: str, *, _plain: Any = plain, _name: str = name, **options: Any
+        ) -> Any:
             calls.append(_name)
             return _plain(self, path, **options)
 
@@ -316,7 +358,9 @@ def test_a_changed_file_is_an_error(bucket: tuple[str, Path]) -> None:
     dataset = ImageFolder(bucket[0], storage="none")
     place, name = Place(bucket[0]), dataset.samples[1][0].removeprefix(bucket[0] + "/")
     place.write(name, b"another")
-    with pytest.raises(SampleError, match=r"^sample 1, memory://bucket/train/.* 7 bytes came where \d+ are needed"):
+    with pytest.raises(
+        SampleError, match=r"^sample 1, memory://bucket/train/.* 7 bytes came where \d+ are needed"
+    ):
         dataset[1]
     place.remove(name)
     with pytest.raises(SampleError, match=r"is not there"):
@@ -338,10 +382,14 @@ def test_manifests_behind_urls(bucket: tuple[str, Path], tmp_path: Path, is_besi
             assert list(dataset.targets) == list(range(len(names)))
             for k, (path, _) in enumerate(dataset.samples):
                 assert path == f"{url}/{names[k]}"
-                assert np.array_equal(np.asarray(dataset[k][0]), np.asarray(Image.open(folder / names[k])))
+                assert np.array_equal(
+                    np.asarray(dataset[k][0]), np.asarray(Image.open(folder / names[k]))
+                )
 
 
-def test_a_cache_of_remote_files_is_kept_up_to_date(bucket: tuple[str, Path], tmp_path: Path) -> None:
+def test_a_cache_of_remote_files_is_kept_up_to_date(
+    bucket: tuple[str, Path], tmp_path: Path
+) -> None:
     """The next run finds the cache; of files that were replaced the new pixels are served."""
 
     def first() -> np.ndarray:
@@ -360,10 +408,14 @@ def test_a_cache_of_remote_files_is_kept_up_to_date(bucket: tuple[str, Path], tm
 
 def test_chunks_of_remote_files(bucket: tuple[str, Path]) -> None:
     """ChunkedLoader prepares files behind a URL anew in each epoch."""
-    dataset = ImageFolder(bucket[0], lambda image: torch.from_numpy(np.asarray(image).copy()), storage="none")
+    dataset = ImageFolder(
+        bucket[0], lambda image: torch.from_numpy(np.asarray(image).copy()), storage="none"
+    )
     with ChunkedLoader(dataset, 4, memory_limit="3GiB", num_workers=2, collate_fn=list) as loader:
         for _ in range(2):
-            assert sorted(target for batch in loader for _, target in batch) == sorted(dataset.targets)
+            assert sorted(target for batch in loader for _, target in batch) == sorted(
+                dataset.targets
+            )
 
 
 def test_a_url_is_no_dataset() -> None:
@@ -372,7 +424,9 @@ def test_a_url_is_no_dataset() -> None:
         CachedDataset.from_cache("memory://none")
 
 
-def test_a_link_among_temporary_folders_leads_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_link_among_temporary_folders_leads_nowhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What killed processes left is removed, and nothing where a link of such a name leads."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     left, other = tmp_path / "fastdata-remote-left", tmp_path / "other"

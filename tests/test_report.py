@@ -21,7 +21,17 @@ def test_the_fields_are_stable() -> None:
     """Scripts that log a report find these fields, and no field is lost."""
     names = [field.name for field in dataclasses.fields(EpochReport)]
     assert names == [
-        *("path", "engine", "workers", "batches", "samples", "wait_s", "busy_s", "fresh_batches", "bytes_held"),
+        *(
+            "path",
+            "engine",
+            "workers",
+            "batches",
+            "samples",
+            "wait_s",
+            "busy_s",
+            "fresh_batches",
+            "bytes_held",
+        ),
         *("pinning", "prepared"),
     ]
 
@@ -72,7 +82,12 @@ def test_the_engine_is_told(options: dict[str, Any], engine: str, workers: int) 
         for _ in range(2):
             list(loader)
             report = loader.report()
-            assert (report.engine, report.workers, report.batches, report.samples) == (engine, workers, 3, 5)
+            assert (report.engine, report.workers, report.batches, report.samples) == (
+                engine,
+                workers,
+                3,
+                5,
+            )
 
 
 def test_threads_tell_the_memory_they_hold() -> None:
@@ -110,7 +125,9 @@ def test_single_samples_count_as_one() -> None:
 
 
 def prepare_and_tell(count: int) -> None:
-    CachedDataset([(torch.zeros(3, 4, 4), i) for i in range(count)], fill="eager", num_workers=1).close()
+    CachedDataset(
+        [(torch.zeros(3, 4, 4), i) for i in range(count)], fill="eager", num_workers=1
+    ).close()
 
 
 def test_a_file_gets_a_line_for_every_tenth(
@@ -126,7 +143,9 @@ def test_a_file_gets_a_line_for_every_tenth(
 
 
 def test_a_terminal_gets_a_bar(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """There the bar has the same words, and nothing is logged for it."""
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)

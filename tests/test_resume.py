@@ -30,7 +30,9 @@ from children import Draws
 from conftest import shown
 from fastdata import CachedDataset, DataLoader, FastDataWarning
 
-AUGMENT = v1.Compose([v1.RandomCrop((4, 3)), v1.RandomHorizontalFlip(), v1.ConvertImageDtype(torch.float32)])
+AUGMENT = v1.Compose(
+    [v1.RandomCrop((4, 3)), v1.RandomHorizontalFlip(), v1.ConvertImageDtype(torch.float32)]
+)
 PIXELS = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (23, 3, 6, 5), np.uint8))
 
 INLINE = {"num_workers": 0}
@@ -76,7 +78,9 @@ class Counting(Sampler[int]):
 
 
 def _distributed() -> DistributedSampler[Any]:
-    sampler: DistributedSampler[Any] = DistributedSampler(PIXELS, num_replicas=2, rank=1, shuffle=True)  # type: ignore[arg-type]
+    sampler: DistributedSampler[Any] = DistributedSampler(
+        PIXELS, num_replicas=2, rank=1, shuffle=True
+    )  # type: ignore[arg-type]
     sampler.set_epoch(5)
     return sampler
 
@@ -85,14 +89,23 @@ ORDERS: dict[str, Callable[[], dict[str, Any]]] = {
     "in sequence": lambda: {"batch_size": 4},
     "shuffled": lambda: {"batch_size": 4, "shuffle": True},
     "shuffled, drop_last": lambda: {"batch_size": 4, "shuffle": True, "drop_last": True},
-    "own generator": lambda: {"batch_size": 4, "shuffle": True, "generator": torch.Generator().manual_seed(3)},
-    "with replacement": lambda: {"batch_size": 4, "sampler": RandomSampler(range(23), replacement=True)},
+    "own generator": lambda: {
+        "batch_size": 4,
+        "shuffle": True,
+        "generator": torch.Generator().manual_seed(3),
+    },
+    "with replacement": lambda: {
+        "batch_size": 4,
+        "sampler": RandomSampler(range(23), replacement=True),
+    },
     "weighted": lambda: {"batch_size": 4, "sampler": WeightedRandomSampler([1.0] * 23, 40)},
     "subset": lambda: {"batch_size": 2, "sampler": SubsetRandomSampler(range(3, 20))},
     "distributed": lambda: {"batch_size": 2, "sampler": _distributed()},
     "sampler of one's own": lambda: {"batch_size": 4, "sampler": Shuffle()},
     "sampler with a state": lambda: {"batch_size": 4, "sampler": Counting()},
-    "batch sampler": lambda: {"batch_sampler": BatchSampler(RandomSampler(range(23)), 5, drop_last=False)},
+    "batch sampler": lambda: {
+        "batch_sampler": BatchSampler(RandomSampler(range(23)), 5, drop_last=False)
+    },
     "list of batches": lambda: {"batch_sampler": [[1, 2], [0], [7, 5, 4], [3], [20, 21]]},
 }
 
@@ -111,7 +124,9 @@ def _through_json(state: dict[str, Any]) -> dict[str, Any]:
     return restored
 
 
-def _interrupted(options: dict[str, Any], seen: int, epochs: int = 1) -> tuple[dict[str, Any], list[Any], list[Any]]:
+def _interrupted(
+    options: dict[str, Any], seen: int, epochs: int = 1
+) -> tuple[dict[str, Any], list[Any], list[Any]]:
     """State after ``seen`` batches of the last of some epochs, the rest of that epoch, and the epoch after it."""
     with _images() as dataset:
         loader = DataLoader(dataset, **options)
@@ -153,13 +168,20 @@ def test_every_order_is_resumed(engine: dict[str, Any], order: str) -> None:
     assert rest
 
 
-@pytest.mark.parametrize("engine", [INLINE, THREADS, PERSISTENT_THREADS], ids=["inline", "threads", "persistent"])
+@pytest.mark.parametrize(
+    "engine", [INLINE, THREADS, PERSISTENT_THREADS], ids=["inline", "threads", "persistent"]
+)
 @pytest.mark.parametrize("order", ["own generator", "distributed", "sampler with a state"])
 def test_the_epoch_after_a_resumed_one_is_the_same_too(engine: dict[str, Any], order: str) -> None:
     """The loader's generator, samplers and draws go on from the resumed epoch as if nothing had happened."""
     generator = torch.Generator().manual_seed(3)
-    state, _, following = _interrupted({**ORDERS[order](), **engine, "generator": generator}, seen=2)
-    assert _resumed({**ORDERS[order](), **engine, "generator": torch.Generator()}, state)[1] == following
+    state, _, following = _interrupted(
+        {**ORDERS[order](), **engine, "generator": generator}, seen=2
+    )
+    assert (
+        _resumed({**ORDERS[order](), **engine, "generator": torch.Generator()}, state)[1]
+        == following
+    )
 
 
 @EVERY_ENGINE
@@ -176,7 +198,9 @@ def test_a_whole_epoch_leaves_the_next_one(engine: dict[str, Any]) -> None:
     assert _resumed(options, _through_json(state))[0] == following
 
 
-@pytest.mark.parametrize("engine", [INLINE, THREADS, PERSISTENT_THREADS], ids=["inline", "threads", "persistent"])
+@pytest.mark.parametrize(
+    "engine", [INLINE, THREADS, PERSISTENT_THREADS], ids=["inline", "threads", "persistent"]
+)
 def test_resuming_between_epochs_moves_the_global_generator(engine: dict[str, Any]) -> None:
     """Where the user restores torch's generator, all epochs after a resume between epochs are as uninterrupted."""
     options = {"batch_size": 4, "shuffle": True, **engine}
@@ -251,7 +275,12 @@ def test_a_state_of_a_new_loader_is_its_first_epoch() -> None:
 @EVERY_ENGINE
 def test_a_state_saved_at_the_last_batch_is_the_next_epoch(engine: dict[str, Any]) -> None:
     """In the body of the last batch the epoch has no rest, and its state is the beginning of the epoch after it."""
-    options = {"batch_size": 4, "shuffle": True, "generator": torch.Generator().manual_seed(3), **engine}
+    options = {
+        "batch_size": 4,
+        "shuffle": True,
+        "generator": torch.Generator().manual_seed(3),
+        **engine,
+    }
     state, rest, following = _interrupted(options, seen=6)
     assert (rest, len(following)) == ([], 6)
     assert _resumed(options | {"generator": torch.Generator()}, state)[0] == following
@@ -310,7 +339,9 @@ def test_saving_leaves_the_generators_alone() -> None:
         assert (torch.get_rng_state().tolist(), generator.get_state().tolist()) == before
 
 
-@pytest.mark.parametrize(("saved", "loaded"), list(itertools.permutations([INLINE, THREADS, PROCESSES], 2)), ids=shown)
+@pytest.mark.parametrize(
+    ("saved", "loaded"), list(itertools.permutations([INLINE, THREADS, PROCESSES], 2)), ids=shown
+)
 def test_the_engine_may_change(saved: dict[str, Any], loaded: dict[str, Any]) -> None:
     """A state saved with one number and kind of workers is resumed with another."""
     order = {"batch_size": 4, "shuffle": True}
@@ -391,7 +422,9 @@ def test_a_stream_has_an_empty_state() -> None:
     """A checkpoint of a loader over an IterableDataset says that nothing is resumed, and is taken back as nothing."""
     loader = DataLoader(Stream())
     next(iter(loader))
-    with pytest.warns(FastDataWarning, match="cannot resume an IterableDataset.*Save the dataset's own state"):
+    with pytest.warns(
+        FastDataWarning, match="cannot resume an IterableDataset.*Save the dataset's own state"
+    ):
         state = loader.state_dict()
     assert state == {}
     loader.load_state_dict(state)
@@ -406,7 +439,10 @@ def test_a_stream_has_an_empty_state() -> None:
         ({"dataset": range(9)}, "dataset_length is 9, in the state 10"),
         ({"batch_size": 3}, "batch_size is 3, in the state 2"),
         ({"drop_last": True}, "drop_last is True, in the state False"),
-        ({"shuffle": True}, "'BatchSampler > RandomSampler', in the state 'BatchSampler > SequentialSampler'"),
+        (
+            {"shuffle": True},
+            "'BatchSampler > RandomSampler', in the state 'BatchSampler > SequentialSampler'",
+        ),
         ({"sampler": SequentialSampler(range(5))}, "sampler_length is 5, in the state 10"),
         ({"generator": torch.Generator()}, "generators is 1, in the state 0"),
     ],
@@ -466,7 +502,9 @@ class Slow(Dataset[int]):
         return index
 
 
-@pytest.mark.skipif("in_order" not in TorchLoader.__init__.__kwdefaults__, reason="this torch has no in_order")
+@pytest.mark.skipif(
+    "in_order" not in TorchLoader.__init__.__kwdefaults__, reason="this torch has no in_order"
+)
 def test_batches_out_of_order_are_counted_one_by_one() -> None:
     """Without in_order a state holds both what is complete and what is ahead, also of an epoch resumed like that."""
     options = {"num_workers": 2, "in_order": False}
@@ -486,7 +524,10 @@ def test_batches_out_of_order_are_counted_one_by_one() -> None:
         state = again.state_dict()
         expected = next(number for number in range(7) if number not in seen)
         if len(seen) < 6:
-            assert (state["num_yielded"], state["ahead"]) == (expected, sorted(n for n in seen if n > expected))
+            assert (state["num_yielded"], state["ahead"]) == (
+                expected,
+                sorted(n for n in seen if n > expected),
+            )
     assert sorted(seen) == list(range(6))
 
 
@@ -504,7 +545,9 @@ def test_a_state_of_the_last_batch_is_where_the_next_epoch_begins(engine: dict[s
 
     def make() -> Any:
         generator = torch.Generator().manual_seed(1)
-        return DataLoader(list(range(12)), batch_size=3, shuffle=True, generator=generator, **engine)
+        return DataLoader(
+            list(range(12)), batch_size=3, shuffle=True, generator=generator, **engine
+        )
 
     uninterrupted, stopped, resumed = make(), make(), make()
     epochs = [[batch.tolist() for batch in uninterrupted] for _ in range(2)]

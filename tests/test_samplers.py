@@ -12,7 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import BatchSampler, ConcatDataset, Dataset, DistributedSampler, IterableDataset, Sampler, Subset
+from torch.utils.data import (
+    BatchSampler,
+    ConcatDataset,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    Sampler,
+    Subset,
+)
 from torch.utils.data import DataLoader as TorchLoader
 from torchvision import transforms as v1
 
@@ -21,7 +29,9 @@ from fastdata import CachedDataset, CudaPrefetcher, DataLoader, RingCollate, col
 from fastdata.datasets.batch import Padded
 from fastdata.loaders.samplers import Order, RankSampler, balanced, repeated, weighted
 
-AUGMENT = v1.Compose([v1.RandomCrop((4, 3)), v1.RandomHorizontalFlip(), v1.ConvertImageDtype(torch.float32)])
+AUGMENT = v1.Compose(
+    [v1.RandomCrop((4, 3)), v1.RandomHorizontalFlip(), v1.ConvertImageDtype(torch.float32)]
+)
 COUNT = 23
 WORLDS = [1, 2, 3, 4, 8]
 SHAPES = np.stack([np.arange(COUNT) * 7 % 5 + 2, np.arange(COUNT) * 11 % 6 + 2], axis=1)
@@ -92,7 +102,9 @@ def _together(ranks: list[list[list[int]]]) -> list[int]:
 @pytest.mark.parametrize("batch_size", [1, 4, 5])
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("world_size", WORLDS)
-def test_ranks_cover_each_epoch(launched: Any, world_size: int, drop_last: bool, batch_size: int) -> None:
+def test_ranks_cover_each_epoch(
+    launched: Any, world_size: int, drop_last: bool, batch_size: int
+) -> None:
     """Over three epochs ranks get equally many batches, and all samples: some again, or some not, as was asked for."""
     loaders = []
     for rank in range(world_size):
@@ -138,7 +150,16 @@ def test_unshuffled_shares_are_torchs(world_size: int, uneven: Any) -> None:
         theirs = DistributedSampler(Numbers(), world_size, rank, **options)
         assert list(ours) == list(theirs)
         assert len(ours) == len(theirs)
-        for name in ("num_replicas", "rank", "epoch", "drop_last", "shuffle", "seed", "num_samples", "total_size"):
+        for name in (
+            "num_replicas",
+            "rank",
+            "epoch",
+            "drop_last",
+            "shuffle",
+            "seed",
+            "num_samples",
+            "total_size",
+        ):
             assert getattr(ours, name) == getattr(theirs, name)
 
 
@@ -161,7 +182,9 @@ def test_epochs_count_themselves_until_one_is_set() -> None:
     """Each pass is the next epoch; after ``set_epoch`` that one, until it is set again."""
     sampler = RankSampler(COUNT, rank=1, world_size=2)
     orders = [RankSampler(COUNT, rank=0, world_size=1).order(epoch).tolist() for epoch in range(4)]
-    assert [(list(sampler)[:11], sampler.epoch) for _ in range(2)] == [(orders[k][1::2], k) for k in range(2)]
+    assert [(list(sampler)[:11], sampler.epoch) for _ in range(2)] == [
+        (orders[k][1::2], k) for k in range(2)
+    ]
     sampler.set_epoch(3)
     assert [list(sampler)[:11] for _ in range(2)] == [orders[3][1::2]] * 2
 
@@ -171,8 +194,13 @@ def test_a_sampler_given_is_not_shared_out_again(launched: Any) -> None:
     launched(1, 2)
     own = RankSampler(COUNT, rank=0, world_size=1)
     loader = DataLoader(Numbers(), sampler=own, distributed="auto")
-    assert (loader.sampler, loader.distributed) == (own, "auto")  # Lightning makes loaders of their attributes
-    assert [b.tolist() for b in DataLoader(Numbers(), batch_sampler=[[4, 2]], distributed="auto")] == [[4, 2]]
+    assert (loader.sampler, loader.distributed) == (
+        own,
+        "auto",
+    )  # Lightning makes loaders of their attributes
+    assert [
+        b.tolist() for b in DataLoader(Numbers(), batch_sampler=[[4, 2]], distributed="auto")
+    ] == [[4, 2]]
 
 
 def test_parts_of_datasets_are_shared_out(launched: Any) -> None:
@@ -181,7 +209,9 @@ def test_parts_of_datasets_are_shared_out(launched: Any) -> None:
         seen = []
         for rank in range(2):
             launched(rank, 2)
-            loader = DataLoader(Subset(dataset, range(3, 13)), batch_size=2, shuffle=True, distributed="auto")
+            loader = DataLoader(
+                Subset(dataset, range(3, 13)), batch_size=2, shuffle=True, distributed="auto"
+            )
             seen += [label for _, labels in loader for label in labels.tolist()]
     assert sorted(seen) == list(range(3, 13))
 
@@ -201,7 +231,9 @@ def test_the_datasets_seed_decides_the_order(launched: Any) -> None:
 # Draws
 
 
-@pytest.mark.parametrize("make", [RANKED["repeated"], RANKED["weighted"]], ids=["repeated", "weighted"])
+@pytest.mark.parametrize(
+    "make", [RANKED["repeated"], RANKED["weighted"]], ids=["repeated", "weighted"]
+)
 def test_repetitions_draw_alike_on_any_number_of_ranks(make: Callable[..., RankSampler]) -> None:
     """Each copy of a sample is drawn anew, and from the same numbers, wherever in the epoch it is and on what rank."""
     drawn: list[Counter[Any]] = []
@@ -229,7 +261,9 @@ def test_what_pads_ranks_is_told_apart(name: str) -> None:
     assert found.total() % 7 == 0
 
 
-@pytest.mark.parametrize("engine", [INLINE, THREADS, PROCESSES], ids=["inline", "threads", "processes"])
+@pytest.mark.parametrize(
+    "engine", [INLINE, THREADS, PROCESSES], ids=["inline", "threads", "processes"]
+)
 def test_draws_follow_the_samplers_epoch(engine: dict[str, Any]) -> None:
     """Order and draws are of one epoch, counted or set on the loader or on the sampler alone."""
     with _images() as dataset:
@@ -267,18 +301,28 @@ def _replacing(length: int) -> Order:
 
 TWICE: dict[str, Any] = {
     "a subset's repeats": lambda ranks, whole: RankSampler(whole, **ranks),
-    "torch's of those": lambda ranks, whole: DistributedSampler(whole, ranks["world_size"], ranks["rank"]),
-    "an order of one's own": lambda ranks, whole: RankSampler(order=_replacing(len(whole)), **ranks),
+    "torch's of those": lambda ranks, whole: DistributedSampler(
+        whole, ranks["world_size"], ranks["rank"]
+    ),
+    "an order of one's own": lambda ranks, whole: RankSampler(
+        order=_replacing(len(whole)), **ranks
+    ),
     "weights": lambda ranks, whole: RankSampler(order=weighted(np.ones(len(whole))), **ranks),
-    "repeated": lambda ranks, whole: RankSampler(num_samples=3 * len(whole), order=repeated(whole), **ranks),
-    "another's repeats": lambda ranks, whole: Repeating(len(whole), ranks["rank"], ranks["world_size"]),
+    "repeated": lambda ranks, whole: RankSampler(
+        num_samples=3 * len(whole), order=repeated(whole), **ranks
+    ),
+    "another's repeats": lambda ranks, whole: Repeating(
+        len(whole), ranks["rank"], ranks["world_size"]
+    ),
 }
 
 
 def _large() -> CachedDataset:
     """Images in which no two crops are the same."""
     pixels = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (8, 3, 99, 98), np.uint8))
-    return CachedDataset([*zip(pixels, range(8), strict=True)], transform=v1.RandomCrop(6), seed=0, progress=False)
+    return CachedDataset(
+        [*zip(pixels, range(8), strict=True)], transform=v1.RandomCrop(6), seed=0, progress=False
+    )
 
 
 def _read(whole: Any, sampler: Any) -> list[tuple[int, bytes]]:
@@ -294,8 +338,14 @@ def test_no_two_ranks_draw_the_same_for_one_sample(name: str, kind: str) -> None
     with _large() as dataset:
         part = Subset(dataset, [3, 0, 3, 3, 7, 0, -1])
         nested = Subset(part, [0, 2, 2, 6, -1])
-        whole: Any = {"subset": part, "concat": ConcatDataset([part, dataset]), "nested": nested}[kind]
-        read = [pair for rank in range(3) for pair in _read(whole, TWICE[name]({"rank": rank, "world_size": 3}, whole))]
+        whole: Any = {"subset": part, "concat": ConcatDataset([part, dataset]), "nested": nested}[
+            kind
+        ]
+        read = [
+            pair
+            for rank in range(3)
+            for pair in _read(whole, TWICE[name]({"rank": rank, "world_size": 3}, whole))
+        ]
         assert len(set(read)) == len(read) >= len(whole)
         if name != "another's repeats" and len(read) % len(whole) == 0:
             assert set(_read(whole, TWICE[name]({"rank": 0, "world_size": 1}, whole))) == set(read)
@@ -308,7 +358,9 @@ def test_a_subset_with_repeats_is_resumed(num_workers: int) -> None:
         part = Subset(dataset, [3, 0, 3, 3, 7, 0, 1, 1])
 
         def make() -> Any:
-            return DataLoader(part, 2, sampler=RankSampler(part, rank=0, world_size=1), num_workers=num_workers)
+            return DataLoader(
+                part, 2, sampler=RankSampler(part, rank=0, world_size=1), num_workers=num_workers
+            )
 
         loader = make()
         batches = iter(loader)
@@ -316,13 +368,17 @@ def test_a_subset_with_repeats_is_resumed(num_workers: int) -> None:
             next(batches)
         again = make()
         again.load_state_dict(loader.state_dict())
-        assert [images.tolist() for images, _ in again] == [images.tolist() for images, _ in batches]
+        assert [images.tolist() for images, _ in again] == [
+            images.tolist() for images, _ in batches
+        ]
 
 
 # Resuming
 
 
-def _ranks(make: Callable[..., Any], batch_size: int, world_size: int, state: Any, steps: int, engine: Any) -> Any:
+def _ranks(
+    make: Callable[..., Any], batch_size: int, world_size: int, state: Any, steps: int, engine: Any
+) -> Any:
     """What all ranks get in ``steps`` steps from a state on, and the states of each after these."""
     batches, states = [], []
     for rank in range(world_size):
@@ -336,8 +392,13 @@ def _ranks(make: Callable[..., Any], batch_size: int, world_size: int, state: An
     return _together(batches), states[0]
 
 
-def _ranked(make: Callable[..., RankSampler], batch_size: int, rank: int, world_size: int) -> dict[str, Any]:
-    return {"batch_size": batch_size, "sampler": make(rank=rank, world_size=world_size, uneven="keep")}
+def _ranked(
+    make: Callable[..., RankSampler], batch_size: int, rank: int, world_size: int
+) -> dict[str, Any]:
+    return {
+        "batch_size": batch_size,
+        "sampler": make(rank=rank, world_size=world_size, uneven="keep"),
+    }
 
 
 @pytest.mark.parametrize("trial", range(12))
@@ -367,7 +428,9 @@ def test_an_epoch_goes_on_with_other_ranks_and_batches(name: str, trial: int) ->
 
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize(("before", "after"), list(itertools.permutations(WORLDS, 2)), ids=shown)
-def test_ranks_that_share_evenly_go_on_as_others(launched: Any, before: int, after: int, drop_last: bool) -> None:
+def test_ranks_that_share_evenly_go_on_as_others(
+    launched: Any, before: int, after: int, drop_last: bool
+) -> None:
     """``distributed="auto"`` saved on some ranks and loaded on others repeats or drops at most what does not divide."""
     seen, state, sizes = [], {}, {before: 1, after: 3}
     for world_size, steps in ((before, 1), (after, None)):
@@ -391,7 +454,9 @@ def test_ranks_that_share_evenly_go_on_as_others(launched: Any, before: int, aft
     assert state["is_begun"] is False
 
 
-@pytest.mark.parametrize("engine", [INLINE, THREADS, PROCESSES], ids=["inline", "threads", "processes"])
+@pytest.mark.parametrize(
+    "engine", [INLINE, THREADS, PROCESSES], ids=["inline", "threads", "processes"]
+)
 @pytest.mark.parametrize("name", ["shuffled", "repeated"])
 def test_a_resumed_epoch_is_the_uninterrupted_one(name: str, engine: dict[str, Any]) -> None:
     """With the same ranks, the rest of an epoch and the next one have the same batches, pixels and draws."""
@@ -420,7 +485,9 @@ def test_what_a_collate_draws_goes_on(launched: Any) -> None:
     with _images() as dataset:
 
         def make() -> Any:
-            return DataLoader(dataset, 2, collate_fn=_noisy, distributed="auto", workers="thread", num_workers=1)
+            return DataLoader(
+                dataset, 2, collate_fn=_noisy, distributed="auto", workers="thread", num_workers=1
+            )
 
         loader = make()
         iterator = iter(loader)
@@ -446,20 +513,27 @@ def test_what_a_collate_draws_differs_between_ranks(launched: Any, name: str) ->
                 "torch's": DistributedSampler(dataset, 2, rank),
                 "one's own": Repeating(4, rank, 2),
             }
-            drawn += DataLoader(dataset, 2, sampler=samplers[name], collate_fn=_noisy, distributed="auto")
+            drawn += DataLoader(
+                dataset, 2, sampler=samplers[name], collate_fn=_noisy, distributed="auto"
+            )
     assert len(set(drawn)) == len(drawn) == (6 if name == "one's own" else 12)
 
 
 def test_a_state_after_a_set_epoch_is_the_next_one() -> None:
     """Once an epoch that was set is over its state is the one behind it; the loader itself repeats what was set."""
     make = partial(_ranked, RANKED["shuffled"])
-    loader, again = DataLoader(Numbers(), **make(COUNT, 0, 1)), DataLoader(Numbers(), **make(COUNT, 0, 1))
+    loader, again = (
+        DataLoader(Numbers(), **make(COUNT, 0, 1)),
+        DataLoader(Numbers(), **make(COUNT, 0, 1)),
+    )
     loader.set_epoch(3)
     assert loader.state_dict()["start"]["samplers"][-1]["state"]["epoch"] == 3
     list(loader)
     again.load_state_dict(loader.state_dict())
     orders = [next(iter(each)).tolist() for each in (loader, again)]
-    assert orders == [RankSampler(COUNT, rank=0, world_size=1).order(epoch).tolist() for epoch in (3, 4)]
+    assert orders == [
+        RankSampler(COUNT, rank=0, world_size=1).order(epoch).tolist() for epoch in (3, 4)
+    ]
 
 
 def test_an_epoch_without_a_batch_left_is_passed_over(launched: Any) -> None:
@@ -478,7 +552,9 @@ def test_states_of_numpys_numbers_are_plain() -> None:
     """Whatever integers a sampler is given, its state goes through JSON."""
     batch_size, repeats, count, seed, rank, world_size, epoch = np.arange(2, 9)
     order = repeated(np.int64(COUNT), repeats)  # type: ignore[arg-type]
-    sampler = RankSampler(order=order, num_samples=count * 9, seed=seed, rank=rank - 5, world_size=world_size)
+    sampler = RankSampler(
+        order=order, num_samples=count * 9, seed=seed, rank=rank - 5, world_size=world_size
+    )
     sampler.set_epoch(epoch)
     _through_json(sampler.state_dict(np.int64(1), batch_size))  # type: ignore[arg-type]
 
@@ -501,7 +577,12 @@ def test_a_set_epoch_after_loading_begins_that_epoch() -> None:
         again.load_state_dict(state)
         again.set_epoch(epoch)
         read = [index for batch in again for index in batch.tolist()]
-        assert read == RankSampler(COUNT, rank=0, world_size=1).order(epoch).tolist()[4 if epoch == 0 else 0 :]
+        assert (
+            read
+            == RankSampler(COUNT, rank=0, world_size=1)
+            .order(epoch)
+            .tolist()[4 if epoch == 0 else 0 :]
+        )
 
 
 def test_a_state_is_forgotten() -> None:
@@ -542,7 +623,9 @@ def test_gaps_are_resumed_with_the_same_ranks_only() -> None:
     again.set_epoch(3)  # another one, of which nothing came
     assert [len(batch) for batch in again] == [2, 2, 2, 2, 2, 1]
     for batch_size, ranks in ((3, 2), (2, 1)):
-        with pytest.raises(ValueError, match=f"only be loaded with batch_size=2 and 2 ranks.*size={batch_size} and"):
+        with pytest.raises(
+            ValueError, match=f"only be loaded with batch_size=2 and 2 ranks.*size={batch_size} and"
+        ):
             DataLoader(Numbers(), **make(batch_size, 0, ranks)).load_state_dict(state)
 
 
@@ -561,7 +644,9 @@ def test_a_batch_sampler_of_ones_own_resumes_over_a_rank_sampler() -> None:
             return 2
 
     def make(rank: int, world_size: int) -> Any:
-        return DataLoader(Numbers(), batch_sampler=Pairs(RankSampler(COUNT, rank=rank, world_size=world_size)))
+        return DataLoader(
+            Numbers(), batch_sampler=Pairs(RankSampler(COUNT, rank=rank, world_size=world_size))
+        )
 
     loader = make(0, 1)
     list(loader)
@@ -584,12 +669,16 @@ def test_torchs_loader_goes_on_too(num_workers: int) -> None:
     for (batch_size, world_size), steps in {(2, 3): 2, (3, 2): 1, (4, 1): None}.items():
         ranks, states = [], []
         for rank in range(world_size):
-            loader = TorchLoader(Numbers(), num_workers=num_workers, **make(batch_size, rank, world_size))
+            loader = TorchLoader(
+                Numbers(), num_workers=num_workers, **make(batch_size, rank, world_size)
+            )
             sampler: Any = loader.sampler
             if state:
                 sampler.load_state_dict(state)
             ranks.append([batch.tolist() for batch in itertools.islice(iter(loader), steps)])
-            states.append(_through_json(sampler.state_dict(batches=len(ranks[-1]), batch_size=batch_size)))
+            states.append(
+                _through_json(sampler.state_dict(batches=len(ranks[-1]), batch_size=batch_size))
+            )
         assert states == states[:1] * world_size
         state, seen = states[0], seen + _together(ranks)
     assert sorted(seen) == list(range(COUNT))
@@ -599,7 +688,9 @@ def test_torchs_loader_goes_on_too(num_workers: int) -> None:
 def test_a_state_of_another_order_is_refused() -> None:
     """A sampler with another seed or other weights says what differs, alone or in a loader."""
     state = RankSampler(COUNT, rank=0, world_size=1).state_dict()
-    with pytest.raises(ValueError, match=r"another order: seed is 1, in the state 0\. Make the sampler as it was"):
+    with pytest.raises(
+        ValueError, match=r"another order: seed is 1, in the state 0\. Make the sampler as it was"
+    ):
         RankSampler(COUNT, seed=1, rank=0, world_size=1).load_state_dict(state)
     saved = DataLoader(Numbers(), **_ranked(RANKED["weighted"], 2, 0, 1)).state_dict()
     other = RankSampler(order=weighted(WEIGHTS + 1), num_samples=31, rank=0, world_size=1)
@@ -614,7 +705,8 @@ def test_weighted_samples_come_by_their_weights() -> None:
     """Over many draws each sample comes as often as its weight says; one without weight never."""
     weights = np.array([0, 1, 2, 5, 0])
     counts = np.bincount(
-        RankSampler(order=weighted(weights), num_samples=8000, rank=0, world_size=1).order(0), minlength=5
+        RankSampler(order=weighted(weights), num_samples=8000, rank=0, world_size=1).order(0),
+        minlength=5,
     )
     assert np.abs(counts - 1000 * weights).max() < 150
     assert counts[[0, 4]].tolist() == [0, 0]
@@ -685,8 +777,14 @@ def test_images_are_padded_at_the_right_and_the_bottom(kind: str) -> None:
     if kind == "dicts":
         samples = [{"label": target, "image": image} for image, target in samples]
     batch = collate(samples if kind != "alone" else [image for image, _ in samples], pad=-1)
-    padded = {"pairs": lambda: batch[0], "dicts": lambda: batch["image"], "alone": lambda: batch}[kind]()
-    targets = {"pairs": lambda: batch[1], "dicts": lambda: batch["label"], "alone": lambda: torch.arange(3)}[kind]()
+    padded = {"pairs": lambda: batch[0], "dicts": lambda: batch["image"], "alone": lambda: batch}[
+        kind
+    ]()
+    targets = {
+        "pairs": lambda: batch[1],
+        "dicts": lambda: batch["label"],
+        "alone": lambda: torch.arange(3),
+    }[kind]()
     assert padded.images.shape == (3, 2, 4, 5)
     assert padded.sizes.tolist() == [[3, 5], [4, 2], [1, 1]]
     assert padded.sizes.dtype == torch.int64
@@ -704,19 +802,27 @@ def test_a_whole_batch_is_padded_without_a_copy() -> None:
         samples = dataset.__getitems__([1, 2])
         padded, labels = collate(samples, pad=0)
         assert padded.images is samples.stacked[0]
-        assert (padded.sizes.tolist(), padded.padded_share, labels.tolist()) == ([[4, 3]] * 2, 0.0, [1, 2])
+        assert (padded.sizes.tolist(), padded.padded_share, labels.tolist()) == (
+            [[4, 3]] * 2,
+            0.0,
+            [1, 2],
+        )
 
 
 @pytest.mark.parametrize("engine", [INLINE, PROCESSES], ids=["inline", "processes"])
 def test_padded_batches_go_all_ways(engine: dict[str, Any]) -> None:
     """Batches of ragged samples come padded through processes, RingCollate in torch's loader, and a prefetcher."""
     samples = [(torch.full((3, *shape), k), k) for k, shape in enumerate(SHAPES.tolist())]
-    with CachedDataset([(image.to(torch.uint8), k) for image, k in samples], progress=False) as dataset:
+    with CachedDataset(
+        [(image.to(torch.uint8), k) for image, k in samples], progress=False
+    ) as dataset:
         pads = partial(collate, pad=0)
         sampler = [*BatchSampler(range(COUNT), 4, False)]
         loader = DataLoader(dataset, batch_sampler=sampler, collate_fn=pads, **engine)
         workers = engine["num_workers"]
-        theirs = TorchLoader(dataset, batch_sampler=sampler, collate_fn=RingCollate(pads), num_workers=workers)
+        theirs = TorchLoader(
+            dataset, batch_sampler=sampler, collate_fn=RingCollate(pads), num_workers=workers
+        )
         for batches in (loader, theirs, CudaPrefetcher(loader, "cpu")):
             seen = []
             for padded, labels in batches:
@@ -733,9 +839,15 @@ def test_padded_batches_go_all_ways(engine: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: RankSampler(5, uneven="some"), "uneven='some' is not one of 'pad', 'drop', 'keep'"),
+        (
+            lambda: RankSampler(5, uneven="some"),
+            "uneven='some' is not one of 'pad', 'drop', 'keep'",
+        ),
         (lambda: RankSampler(5, 6), "num_samples=6, but 5 samples come at most once"),
-        (lambda: RankSampler(5, rank=2, world_size=2), "rank=2 is not one of the world_size=2 ranks"),
+        (
+            lambda: RankSampler(5, rank=2, world_size=2),
+            "rank=2 is not one of the world_size=2 ranks",
+        ),
         (lambda: weighted([1, -2]), r"weight 1 is -2\.0; weights must be finite and not negative"),
         (lambda: weighted([1, float("nan")]), "weight 1 is nan"),
         (lambda: weighted([0, 0]), "all 2 weights are zero"),
@@ -749,13 +861,28 @@ def test_padded_batches_go_all_ways(engine: dict[str, Any]) -> None:
             "but without replacement, class 7 has 1 samples, and 2 .* are 2",
         ),
         (lambda: balanced(Numbers()), "Numbers has no targets; give the class of each sample"),
-        (lambda: balanced(np.array([1, "a"], object)), "targets cannot be sorted, as classes are: '<' not"),
-        (lambda: collate([torch.zeros(1, 2, 2).byte()], pad=-1), "pad=-1 does not fit images of torch.uint8, .* 255"),
+        (
+            lambda: balanced(np.array([1, "a"], object)),
+            "targets cannot be sorted, as classes are: '<' not",
+        ),
+        (
+            lambda: collate([torch.zeros(1, 2, 2).byte()], pad=-1),
+            "pad=-1 does not fit images of torch.uint8, .* 255",
+        ),
         (lambda: balanced([]), r"targets have the shape \(0,\)"),
         (lambda: repeated(5, 0), "repeats=0 must be at least 1"),
-        (lambda: RankSampler(num_samples=11, order=repeated(5, 2)), "num_samples=11, but 5 samples 2 times are 10"),
-        (lambda: DataLoader(Numbers(), distributed="on"), "distributed='on' is not one of 'off', 'auto', 'exact'"),
-        (lambda: DataLoader(Stream(), distributed="auto"), "distributed='auto' shares .* an IterableDataset has none"),
+        (
+            lambda: RankSampler(num_samples=11, order=repeated(5, 2)),
+            "num_samples=11, but 5 samples 2 times are 10",
+        ),
+        (
+            lambda: DataLoader(Numbers(), distributed="on"),
+            "distributed='on' is not one of 'off', 'auto', 'exact'",
+        ),
+        (
+            lambda: DataLoader(Stream(), distributed="auto"),
+            "distributed='auto' shares .* an IterableDataset has none",
+        ),
         (
             lambda: DataLoader(Numbers(), 2, distributed="exact", drop_last=True),
             "distributed='exact' gives every sample once, and drop_last=True",
@@ -771,10 +898,19 @@ def test_what_cannot_be_is_refused(make: Callable[[], Any], message: str) -> Non
 @pytest.mark.parametrize(
     ("samples", "message"),
     [
-        ([("an image", 1)], r"tensors \(C, H, W\), not str; end the transform with a step that makes tensors"),
+        (
+            [("an image", 1)],
+            r"tensors \(C, H, W\), not str; end the transform with a step that makes tensors",
+        ),
         ([(torch.zeros(4, 4), 1)], r"not one of shape \(4, 4\)"),
-        ([torch.zeros(1, 2, 2), torch.zeros(3, 2, 2)], "float32 of 1 channels and torch.float32 of 3 channels"),
-        ([{"a": torch.zeros(1, 2, 2), "b": torch.zeros(1, 2, 2)}], "one image, .* in each sample, and finds a, b"),
+        (
+            [torch.zeros(1, 2, 2), torch.zeros(3, 2, 2)],
+            "float32 of 1 channels and torch.float32 of 3 channels",
+        ),
+        (
+            [{"a": torch.zeros(1, 2, 2), "b": torch.zeros(1, 2, 2)}],
+            "one image, .* in each sample, and finds a, b",
+        ),
         ([{"a": 1}], "finds none among a"),
     ],
 )
@@ -784,7 +920,9 @@ def test_images_that_cannot_be_padded_are_refused(samples: list[Any], message: s
         collate(samples, pad=0)
 
 
-def test_a_sampler_made_alone_knows_its_rank_when_it_is_iterated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sampler_made_alone_knows_its_rank_when_it_is_iterated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Lightning makes a process a rank only after the loader was made; a state is of the ranks of its epoch."""
     sampler = RankSampler(10, shuffle=False)
     assert len(sampler) == 10
@@ -798,11 +936,16 @@ def test_a_sampler_made_alone_knows_its_rank_when_it_is_iterated(monkeypatch: py
 
 def test_copies_on_different_ranks_draw_anew_in_torchs_loader_too() -> None:
     """A sample that two ranks have in one epoch is not cropped alike on both, whoever reads it."""
-    source = [(torch.arange(48 * 48, dtype=torch.uint8).reshape(1, 48, 48).repeat(3, 1, 1), k) for k in range(4)]
+    source = [
+        (torch.arange(48 * 48, dtype=torch.uint8).reshape(1, 48, 48).repeat(3, 1, 1), k)
+        for k in range(4)
+    ]
     crops = []
     for rank in (0, 1):
         with CachedDataset(source, transform=v1.RandomCrop(16), seed=0, progress=False) as dataset:
-            sampler = RankSampler(order=repeated(4, 2, shuffle=False), num_samples=8, rank=rank, world_size=2)
+            sampler = RankSampler(
+                order=repeated(4, 2, shuffle=False), num_samples=8, rank=rank, world_size=2
+            )
             loader = TorchLoader(dataset, batch_size=4, sampler=sampler)
             crops += [images for images, _ in loader]
     assert all(not torch.equal(one, other) for one, other in zip(*crops, strict=True))

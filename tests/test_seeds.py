@@ -40,7 +40,9 @@ class Pairs(list[Any]):
     targets = range(len(PIXELS))
 
 
-def _images(kind: type[CachedDataset] = CachedDataset, transform: Any = CROP, **options: Any) -> CachedDataset:
+def _images(
+    kind: type[CachedDataset] = CachedDataset, transform: Any = CROP, **options: Any
+) -> CachedDataset:
     pairs = Pairs((image, i) for i, image in enumerate(PIXELS))
     return kind(pairs, transform=transform, progress=False, **options)
 
@@ -69,7 +71,11 @@ def test_torchs_seed_decides_the_draws(images: CachedDataset, engine: str) -> No
         torch.manual_seed(seed)
         outcome.append(_epochs(images, engine))
     assert outcome[0] == outcome[1]
-    for a, b in ((outcome[0][0], outcome[0][1]), (outcome[0][0], outcome[2][0]), (outcome[0][1], outcome[2][1])):
+    for a, b in (
+        (outcome[0][0], outcome[0][1]),
+        (outcome[0][0], outcome[2][0]),
+        (outcome[0][1], outcome[2][1]),
+    ):
         assert all(x != y for x, y in zip(a, b, strict=True))
 
 
@@ -79,7 +85,9 @@ def test_the_loaders_generator_decides_the_draws(images: CachedDataset, engine: 
     outcome = []
     for number, seed in enumerate((1, 1, 2)):
         torch.manual_seed(number)
-        outcome.append(_epochs(images, engine, generator=torch.Generator().manual_seed(seed), shuffle=True))
+        outcome.append(
+            _epochs(images, engine, generator=torch.Generator().manual_seed(seed), shuffle=True)
+        )
     assert outcome[0] == outcome[1]
     assert outcome[0] != outcome[2]
 
@@ -122,7 +130,10 @@ def test_torchs_loader_without_workers() -> None:
 
 def test_loaders_that_take_turns_draw_anew(images: CachedDataset) -> None:
     """A torch loader with persistent workers does not repeat its draws when another reads the samples in between."""
-    training, other = TorchLoader(images, batch_size=5, **PERSIST), TorchLoader(images, batch_size=5, num_workers=1)
+    training, other = (
+        TorchLoader(images, batch_size=5, **PERSIST),
+        TorchLoader(images, batch_size=5, num_workers=1),
+    )
     epochs = []
     for _ in range(3):
         epochs += [_plain(training), _plain(other)]
@@ -152,7 +163,9 @@ def test_a_new_loader_begins_at_epoch_0() -> None:
         assert _plain(DataLoader(dataset, batch_size=5)) == _plain(loader) == second
 
 
-@pytest.mark.parametrize("engine", ["inline", "threads", "processes", "torch, processes", "torch, one process"])
+@pytest.mark.parametrize(
+    "engine", ["inline", "threads", "processes", "torch, processes", "torch, one process"]
+)
 def test_a_set_epoch_changes_the_draws_of_a_seed(images: CachedDataset, engine: str) -> None:
     """Where torch's seed decides, set_epoch on the dataset chooses among the draws of one seed."""
     outcome = []
@@ -180,12 +193,16 @@ def test_single_samples_follow_torchs_seed(images: CachedDataset) -> None:
 
 @pytest.mark.parametrize("seen", [2, 5], ids=["within", "after"])
 @pytest.mark.parametrize("epochs", [1, 3])
-@pytest.mark.parametrize("engine", [name for name, (loader_class, _) in ENGINES.items() if loader_class is DataLoader])
+@pytest.mark.parametrize(
+    "engine", [name for name, (loader_class, _) in ENGINES.items() if loader_class is DataLoader]
+)
 def test_a_resume_keeps_the_draws(engine: str, epochs: int, seen: int) -> None:
     """In a process seeded otherwise the rest of an epoch has its draws, and so have the epochs after it."""
     generator = torch.Generator().manual_seed(1)
     with _images() as dataset:
-        loader = DataLoader(dataset, batch_size=5, generator=generator, shuffle=True, **ENGINES[engine][1])
+        loader = DataLoader(
+            dataset, batch_size=5, generator=generator, shuffle=True, **ENGINES[engine][1]
+        )
         for _ in range(epochs - 1):
             _plain(loader)
         iterator = iter(loader)
@@ -196,7 +213,9 @@ def test_a_resume_keeps_the_draws(engine: str, epochs: int, seen: int) -> None:
         expected = [*([rest] if rest else []), _plain(loader), _plain(loader)]
     torch.manual_seed(99)
     with _images() as dataset:
-        loader = DataLoader(dataset, batch_size=5, generator=torch.Generator(), shuffle=True, **ENGINES[engine][1])
+        loader = DataLoader(
+            dataset, batch_size=5, generator=torch.Generator(), shuffle=True, **ENGINES[engine][1]
+        )
         loader.load_state_dict(state)
         assert [_plain(loader) for _ in expected] == expected
 
@@ -254,7 +273,9 @@ def _mixed(samples: list[Any]) -> Any:
 
 def _noisy(samples: list[Any]) -> Any:
     images, labels = default_collate(samples)
-    return images + torch.rand(2)[0] + torch.randn(images.shape) * torch.nn.functional.dropout(images + 1.0), labels
+    return images + torch.rand(2)[0] + torch.randn(images.shape) * torch.nn.functional.dropout(
+        images + 1.0
+    ), labels
 
 
 WORKERS: list[dict[str, Any]] = [
@@ -273,7 +294,9 @@ def test_a_collate_fn_draws_the_same_in_any_worker(images: CachedDataset, collat
     outcome = []
     for options, seed in [*((options, 1) for options in WORKERS), (WORKERS[0], 2)]:
         torch.manual_seed(seed)
-        loader = DataLoader(Subset(images, range(22)), batch_size=5, collate_fn=collate_fn, **options)
+        loader = DataLoader(
+            Subset(images, range(22)), batch_size=5, collate_fn=collate_fn, **options
+        )
         outcome.append([_plain(loader) for _ in range(2)])
     *equal, other = outcome
     assert all(each == equal[0] for each in equal)
@@ -318,9 +341,16 @@ def test_a_collate_fn_draws_alike_however_samples_are_read(name: str) -> None:
 
 
 @pytest.mark.parametrize("workers", ["thread", "process"])
-def test_a_resumed_collate_fn_draws_what_it_would_have_drawn(images: CachedDataset, workers: str) -> None:
+def test_a_resumed_collate_fn_draws_what_it_would_have_drawn(
+    images: CachedDataset, workers: str
+) -> None:
     """After a resume inside the epoch, each batch is mixed as without one."""
-    arguments: dict[str, Any] = {"batch_size": 5, "num_workers": 2, "workers": workers, "collate_fn": _mixed}
+    arguments: dict[str, Any] = {
+        "batch_size": 5,
+        "num_workers": 2,
+        "workers": workers,
+        "collate_fn": _mixed,
+    }
     loader = DataLoader(images, **arguments)
     batches = iter(loader)
     for _ in range(2):
@@ -365,15 +395,22 @@ def test_a_target_transform_that_draws_is_seeded_as_torchs(noise: Any) -> None:
         for loader_class in (TorchLoader, DataLoader, DataLoader):
             torch.manual_seed(1)
             loader = loader_class(dataset, batch_size=5, num_workers=2)
-            outcome.append([(labels.tolist(), torch.rand(()).item()) for _ in range(2) for _, labels in loader])
+            outcome.append(
+                [(labels.tolist(), torch.rand(()).item()) for _ in range(2) for _, labels in loader]
+            )
     assert outcome[0] == outcome[1] == outcome[2]
 
 
-@pytest.mark.parametrize("how", ["read as a whole", "read one by one", "no fastdata dataset", "in chunks"])
+@pytest.mark.parametrize(
+    "how", ["read as a whole", "read one by one", "no fastdata dataset", "in chunks"]
+)
 def test_threads_draw_nothing_from_the_loops_generator(how: str) -> None:
     """Where threads are asked for, labels follow the seed, epoch and batch, and the loop draws what it would alone."""
     outcome = []
-    options: dict[str, Any] = {"target_transform": _torchs, "batch_ops": "off" if how == "read one by one" else "auto"}
+    options: dict[str, Any] = {
+        "target_transform": _torchs,
+        "batch_ops": "off" if how == "read one by one" else "auto",
+    }
     with _images(**options) as dataset:
         for threads in (1, 3, 3):
             torch.manual_seed(1)
@@ -403,7 +440,9 @@ class NoisyPairs:
 def test_a_generator_given_to_a_draw_is_kept(images: CachedDataset) -> None:
     """A collate_fn that draws from a generator of its own gets that one's numbers."""
     own = torch.Generator().manual_seed(3)
-    loader = DataLoader(images, batch_size=5, collate_fn=lambda samples: torch.rand(2, generator=own))
+    loader = DataLoader(
+        images, batch_size=5, collate_fn=lambda samples: torch.rand(2, generator=own)
+    )
     drawn = [numbers.tolist() for numbers in loader]
     own.manual_seed(3)
     assert drawn == [torch.rand(2, generator=own).tolist() for _ in range(5)]
@@ -414,7 +453,9 @@ def test_a_chunked_loaders_collate_fn_draws_the_same_each_run(images: CachedData
     outcome = []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
-        with ChunkedLoader(images, 5, memory_limit="64GiB", chunk_samples=10, collate_fn=_mixed) as loader:
+        with ChunkedLoader(
+            images, 5, memory_limit="64GiB", chunk_samples=10, collate_fn=_mixed
+        ) as loader:
             outcome.append(_plain(loader))
     assert outcome[0] == outcome[1]
     assert outcome[0] != outcome[2]

@@ -41,7 +41,10 @@ EVERY_LOADER = pytest.mark.parametrize("loader_of", LOADERS.values(), ids=LOADER
 def samples(length: int = LENGTH) -> list[tuple[torch.Tensor, int]]:
     """Image i is random and i's own; its target is i."""
     generator = torch.Generator().manual_seed(1)
-    return [(torch.randint(0, 256, SHAPE, dtype=torch.uint8, generator=generator), i) for i in range(length)]
+    return [
+        (torch.randint(0, 256, SHAPE, dtype=torch.uint8, generator=generator), i)
+        for i in range(length)
+    ]
 
 
 def cached(kind: type[CachedDataset] = CachedDataset, *steps: Any, **options: Any) -> Any:
@@ -50,7 +53,9 @@ def cached(kind: type[CachedDataset] = CachedDataset, *steps: Any, **options: An
 
 
 def chunked(data: Any) -> ChunkedLoader:
-    return ChunkedLoader(data, 4, memory_limit="64GiB", chunk_samples=8, num_workers=1, shuffle=False)
+    return ChunkedLoader(
+        data, 4, memory_limit="64GiB", chunk_samples=8, num_workers=1, shuffle=False
+    )
 
 
 def epoch_of(loader: Any) -> list[torch.Tensor]:
@@ -74,11 +79,17 @@ class Numbered(CachedDataset):
 @pytest.mark.parametrize("storage", ["shared", "none"])
 def test_batches_are_made_of_an_own_getitem(loader_of: Callable[..., Any], storage: str) -> None:
     """A subclass's __getitem__ makes every sample of every batch, of what the dataset without it would serve."""
-    with cached(Numbered, v1.CenterCrop((7, 5)), storage=storage) as own, cached(storage=storage) as plain:
+    with (
+        cached(Numbered, v1.CenterCrop((7, 5)), storage=storage) as own,
+        cached(storage=storage) as plain,
+    ):
         images, targets, numbers = epoch_of(loader_of(own))
         wanted = torch.stack([255 - v1.CenterCrop((7, 5))(plain[i][0]) for i in range(LENGTH)])
         assert torch.equal(images, wanted)
-        assert (targets.tolist(), numbers.tolist()) == ([-i for i in range(LENGTH)], list(range(LENGTH)))
+        assert (targets.tolist(), numbers.tolist()) == (
+            [-i for i in range(LENGTH)],
+            list(range(LENGTH)),
+        )
         subset = epoch_of(loader_of(Subset(own, [5, 2])))
         assert torch.equal(subset[0], wanted[[5, 2]])
         assert subset[2].tolist() == [5, 2]
@@ -88,13 +99,19 @@ def test_batches_are_made_of_an_own_getitem(loader_of: Callable[..., Any], stora
 def test_chunks_are_served_through_an_own_getitem(storage: str, tmp_path: Any) -> None:
     """The chunked loader's batches are those of the DataLoader, own __getitem__ and random draws included."""
     kept = {"cache_dir": tmp_path, "cache_key": "x"} if storage == "disk" else {"storage": storage}
-    with cached(Numbered, *CROP, **kept) as own, cached(Numbered, *CROP) as other, chunked(own) as loader:
+    with (
+        cached(Numbered, *CROP, **kept) as own,
+        cached(Numbered, *CROP) as other,
+        chunked(own) as loader,
+    ):
         plain = DataLoader(other, batch_size=4)
         for epoch in (2, 0):
             loader.set_epoch(epoch)
             plain.set_epoch(epoch)
             found, wanted = epoch_of(loader), epoch_of(plain)
-            assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, wanted, strict=True))
+            assert all(
+                torch.equal(mine, theirs) for mine, theirs in zip(found, wanted, strict=True)
+            )
         assert "Numbered has a __getitem__ of its own" in loader.report().path
 
 
@@ -116,7 +133,11 @@ class TwoCrops(CachedDataset):
 
     def __getitem__(self, index: int) -> Any:
         neighbour = (index + 1) % len(self)
-        return super().__getitem__(index)[0], super().__getitem__(index)[0], super().__getitem__(neighbour)[0]
+        return (
+            super().__getitem__(index)[0],
+            super().__getitem__(index)[0],
+            super().__getitem__(neighbour)[0],
+        )
 
 
 def test_further_reads_of_an_own_getitem_are_drawn_anew() -> None:
@@ -130,7 +151,9 @@ def test_further_reads_of_an_own_getitem_are_drawn_anew() -> None:
         first, second, neighbour = epochs[0]
         assert sum(map(torch.equal, first, second)) < LENGTH / 2
         assert sum(map(torch.equal, first.roll(-1, 0), neighbour)) < LENGTH / 2
-        assert all(torch.equal(a, b) for other in epochs[1:] for a, b in zip(epochs[0], other, strict=True))
+        assert all(
+            torch.equal(a, b) for other in epochs[1:] for a, b in zip(epochs[0], other, strict=True)
+        )
 
 
 class Listed(CachedDataset):
@@ -138,17 +161,23 @@ class Listed(CachedDataset):
 
     def __getitems__(self, indices: Any) -> Any:
         return [
-            (255 - image, -target, i) for i, (image, target) in zip(indices, super().__getitems__(indices), strict=True)
+            (255 - image, -target, i)
+            for i, (image, target) in zip(indices, super().__getitems__(indices), strict=True)
         ]
 
 
 @pytest.mark.parametrize("kind", [Numbered, Listed])
 @pytest.mark.parametrize("name", ["inline", "threads", "processes"])
-def test_own_methods_behind_a_subset_draw_as_the_dataset_without_them(name: str, kind: type[CachedDataset]) -> None:
+def test_own_methods_behind_a_subset_draw_as_the_dataset_without_them(
+    name: str, kind: type[CachedDataset]
+) -> None:
     """They get indices of the dataset, and the epoch's draws: those of a number, and those of torch's seed."""
     chosen = [5, 2, -1, 5]
     for seed in (0, None):
-        with cached(kind, *CROP, seed=seed) as own, cached(CachedDataset, *CROP, seed=seed) as plain:
+        with (
+            cached(kind, *CROP, seed=seed) as own,
+            cached(CachedDataset, *CROP, seed=seed) as plain,
+        ):
             epochs = []
             for data in (plain, own, own):
                 torch.manual_seed(len(epochs) // 2)
@@ -272,7 +301,9 @@ def test_an_index_that_is_no_whole_number_raises_torchs_error(wrong: Any) -> Non
         for arguments in ((dataset, [0, wrong]), (Subset(dataset, [0, wrong]), [0, 1])):
             with pytest.raises(TypeError, match="must be a list of whole numbers"):
                 list(DataLoader(arguments[0], batch_size=2, sampler=arguments[1]))
-        assert [target for _, target in dataset.__getitems__([np.int32(3), torch.tensor(1), True])] == [3, 1, 1]
+        assert [
+            target for _, target in dataset.__getitems__([np.int32(3), torch.tensor(1), True])
+        ] == [3, 1, 1]
 
 
 @EVERY_LOADER
@@ -344,7 +375,9 @@ def test_a_step_changed_in_place_counts_from_the_next_epoch(loader_of: Callable[
     ],
     ids=["list", "tensor", "array", "attribute"],
 )
-def test_arguments_changed_in_place_are_noticed(make: Callable[[], Any], change: Callable[[Any], Any]) -> None:
+def test_arguments_changed_in_place_are_noticed(
+    make: Callable[[], Any], change: Callable[[Any], Any]
+) -> None:
     """A value inside a list, a tensor or an array of a step is seen as well, by batches and single samples."""
     with cached(CachedDataset, v1.ConvertImageDtype(torch.float32), make()) as dataset:
         before = dataset[3][0]
@@ -392,7 +425,9 @@ class MoreFlips(Flips):
         lambda: hooked(v2.CenterCrop((4, 6))),
         lambda: shadowed(v1.RandomVerticalFlip(1.0), forward=lambda image: image // 2),
         lambda: shadowed(v2.RandomVerticalFlip(1.0), transform=lambda image, params: image // 2),
-        lambda: v1.RandomApply([shadowed(v1.RandomInvert(1.0), forward=lambda image: image // 2)], 1.0),
+        lambda: v1.RandomApply(
+            [shadowed(v1.RandomInvert(1.0), forward=lambda image: image // 2)], 1.0
+        ),
         lambda: MoreFlips(),
         lambda: shadowed(v2.Pad(1, fill={torch.Tensor: 10, "others": 200}), fill=90),
     ],
@@ -402,7 +437,9 @@ def test_a_step_changed_on_its_object_is_run_as_it_is(make: Callable[[], Any]) -
     image = samples()[3][0]
     with cached(CachedDataset, make()) as dataset:
         assert torch.equal(dataset[3][0], dataset.transform(image))
-        assert torch.equal(epoch_of(DataLoader(dataset, batch_size=4))[0][3], dataset.transform(image))
+        assert torch.equal(
+            epoch_of(DataLoader(dataset, batch_size=4))[0][3], dataset.transform(image)
+        )
 
 
 def test_the_plan_names_what_was_changed_on_a_steps_object() -> None:
@@ -415,7 +452,9 @@ def test_a_hook_added_later_is_noticed() -> None:
     with cached(CachedDataset, v2.RandomVerticalFlip(1.0)) as dataset:
         flipped = samples()[3][0].flip(-2)
         assert torch.equal(dataset[3][0], flipped)
-        hook = dataset.transform.transforms[0].register_forward_hook(lambda module, given, made: made // 2)
+        hook = dataset.transform.transforms[0].register_forward_hook(
+            lambda module, given, made: made // 2
+        )
         assert torch.equal(dataset[3][0], flipped // 2)
         hook.remove()
         assert torch.equal(dataset[3][0], flipped)
@@ -429,11 +468,15 @@ def test_a_hook_added_later_is_noticed() -> None:
         lambda api, step: api.RandomApply(torch.nn.ModuleList([step]), 1.0),
         lambda api, step: api.RandomChoice([step]),
         lambda api, step: api.RandomOrder([step]),
-        lambda api, step: api.RandomOrder([api.Compose([api.RandomApply([api.Compose([step])], 1.0)])]),
+        lambda api, step: api.RandomOrder(
+            [api.Compose([api.RandomApply([api.Compose([step])], 1.0)])]
+        ),
     ],
     ids=["RandomApply", "ModuleList", "RandomChoice", "RandomOrder", "nested"],
 )
-def test_a_change_in_place_within_another_step_is_noticed(within: Callable[[Any, Any], Any], api: Any) -> None:
+def test_a_change_in_place_within_another_step_is_noticed(
+    within: Callable[[Any, Any], Any], api: Any
+) -> None:
     """A value of a step within others, however deep, is what the next epoch obeys."""
     step = api.RandomVerticalFlip(0.0)
     with cached(CachedDataset, within(api, step)) as dataset:
@@ -460,7 +503,8 @@ def test_stored_steps_changed_in_place_are_refused() -> None:
         ]
         for read in reads:
             with pytest.raises(
-                ValueError, match=r"stored after .*CenterCrop.*4, 6.* now begins with .*2, 2.*assign another transform"
+                ValueError,
+                match=r"stored after .*CenterCrop.*4, 6.* now begins with .*2, 2.*assign another transform",
             ):
                 read()
         steps[0].size = (4, 6)
@@ -473,7 +517,10 @@ def test_stored_steps_changed_in_place_are_refused() -> None:
 
 def test_steps_of_samples_that_are_kept_nowhere_may_change() -> None:
     """The next epoch of any loader is read after the steps as they are then."""
-    with cached(CachedDataset, v1.CenterCrop((4, 6)), storage="none") as dataset, chunked(dataset) as loader:
+    with (
+        cached(CachedDataset, v1.CenterCrop((4, 6)), storage="none") as dataset,
+        chunked(dataset) as loader,
+    ):
         assert epoch_of(loader)[0].shape == (LENGTH, 3, 4, 6)
         dataset.transform.transforms.append(v1.CenterCrop(2))
         assert epoch_of(loader)[0].shape == (LENGTH, 3, 2, 2)
@@ -562,7 +609,9 @@ def test_a_batch_that_is_being_read_keeps_its_samples(
 
 HALF = v1.Compose([v1.RandomCrop((4, 3)), v1.ConvertImageDtype(torch.float32)])
 SMALL = v1.Compose([v1.CenterCrop(6), v1.ToTensor()])
-VIEWS = Views(v1.Compose([v1.RandomResizedCrop((7, 5), antialias=True), v1.RandomInvert()]), *[HALF] * 2)
+VIEWS = Views(
+    v1.Compose([v1.RandomResizedCrop((7, 5), antialias=True), v1.RandomInvert()]), *[HALF] * 2
+)
 
 
 def views_of(loader: Any) -> list[torch.Tensor]:
@@ -587,7 +636,8 @@ def test_views_are_whole_batches_of_their_own(loader_of: Callable[..., Any], sto
         dataset.set_epoch(0)
         alone = [dataset[i][0] for i in range(LENGTH)]
         assert all(
-            torch.equal(torch.stack(each), view) for each, view in zip(zip(*alone, strict=True), views, strict=True)
+            torch.equal(torch.stack(each), view)
+            for each, view in zip(zip(*alone, strict=True), views, strict=True)
         )
         with dataset.with_transform(VIEWS.transforms[0]) as first:
             assert torch.equal(epoch_of(loader_of(first))[0], views[0])
@@ -615,11 +665,16 @@ class Crops:
 )
 def test_callables_that_return_several_crops_are_read_as_views(transform: Any, kind: type) -> None:
     """Two calls in one list or tuple, and views behind steps that all share, are served as Views of these."""
-    with cached().with_transform(transform) as dataset, cached(batch_ops="off").with_transform(transform) as plain:
+    with (
+        cached().with_transform(transform) as dataset,
+        cached(batch_ops="off").with_transform(transform) as plain,
+    ):
         assert dataset.reader().obstacle is None
         assert plain.reader().obstacle is not None
         assert type(dataset[0][0]) is type(plain[0][0]) is kind
-        assert [view.shape for view in views_of(DataLoader(dataset, batch_size=4))] == [(LENGTH, 3, 4, 3)] * 2
+        assert [view.shape for view in views_of(DataLoader(dataset, batch_size=4))] == [
+            (LENGTH, 3, 4, 3)
+        ] * 2
 
 
 def halve(image: Any) -> Any:
@@ -628,10 +683,18 @@ def halve(image: Any) -> Any:
 
 FLIP, OTHER_FLIP = v1.RandomHorizontalFlip(1.0), v1.RandomVerticalFlip(1.0)
 SPLIT = {
-    "one view": Views(v1.Compose([FLIP, halve, OTHER_FLIP, v1.ToTensor()]), v1.Compose([FLIP, v1.ToTensor()])),
+    "one view": Views(
+        v1.Compose([FLIP, halve, OTHER_FLIP, v1.ToTensor()]), v1.Compose([FLIP, v1.ToTensor()])
+    ),
     "both": Crops(v1.Compose([FLIP, v1.RandomApply([halve], 1.0), OTHER_FLIP, v1.ToTensor()])),
-    "a tuple": lambda image: (SPLIT["one view"].transforms[0](image), SPLIT["one view"].transforms[1](image)),
-    "at the end": Views(v1.Compose([FLIP, v1.ToTensor(), lambda image: image / 2]), v1.Compose([FLIP, v1.ToTensor()])),
+    "a tuple": lambda image: (
+        SPLIT["one view"].transforms[0](image),
+        SPLIT["one view"].transforms[1](image),
+    ),
+    "at the end": Views(
+        v1.Compose([FLIP, v1.ToTensor(), lambda image: image / 2]),
+        v1.Compose([FLIP, v1.ToTensor()]),
+    ),
     "PIL images": Views(FLIP, v1.Compose([OTHER_FLIP, halve])),
 }
 
@@ -639,21 +702,31 @@ SPLIT = {
 @EVERY_LOADER
 @pytest.mark.parametrize("storage", ["shared", "none"])
 @pytest.mark.parametrize("name", SPLIT)
-def test_views_with_a_step_that_is_not_known(name: str, storage: str, loader_of: Callable[..., Any]) -> None:
+def test_views_with_a_step_that_is_not_known(
+    name: str, storage: str, loader_of: Callable[..., Any]
+) -> None:
     """What is before and behind such a step is served, and each view is what its own steps make of the sample."""
     images = [Image.fromarray(image.permute(1, 2, 0).numpy()) for image, _ in samples()]
     pairs, transform = [(image, k) for k, image in enumerate(images)], SPLIT[name]
     if name == "PIL images":
         loader_of = partial(TorchLoader, batch_size=4, collate_fn=list)
-    with CachedDataset(pairs, transform=transform, storage=storage, progress=False, seed=0) as dataset:
+    with CachedDataset(
+        pairs, transform=transform, storage=storage, progress=False, seed=0
+    ) as dataset:
         batches = list(loader_of(dataset))
         if name == "PIL images":
             views = [(k, each) for batch in batches for each, k in batch]
         else:
-            views = [(k, each) for batch, labels in batches for k, *each in zip(labels.tolist(), *batch, strict=True)]
+            views = [
+                (k, each)
+                for batch, labels in batches
+                for k, *each in zip(labels.tolist(), *batch, strict=True)
+            ]
         for k, each in [*views, (3, dataset[3][0])]:
             wanted = transform(images[k])
-            assert all(np.array_equal(mine, theirs) for mine, theirs in zip(each, wanted, strict=True))
+            assert all(
+                np.array_equal(mine, theirs) for mine, theirs in zip(each, wanted, strict=True)
+            )
         assert type(dataset[3][0]) is type(wanted)
 
 
@@ -678,7 +751,9 @@ def test_encoded_samples_are_decoded_once_for_all_views() -> None:
             decoded.append(len(data))
             out[...] = np.frombuffer(data, out.dtype).reshape(out.shape)
 
-    with cached(storage="compressed", codec=Counting(), num_workers=1).with_transform(VIEWS) as dataset:
+    with cached(storage="compressed", codec=Counting(), num_workers=1).with_transform(
+        VIEWS
+    ) as dataset:
         decoded.clear()
         dataset.__getitems__([0, 3, 5])
         assert len(decoded) == 3
@@ -686,11 +761,16 @@ def test_encoded_samples_are_decoded_once_for_all_views() -> None:
 
 def test_files_that_are_kept_nowhere_give_whole_batches_of_views(image_folder: FolderMaker) -> None:
     """Without storage each view is what the core makes of the decoded file, as the store would serve it."""
-    root, views = image_folder(), Views(v1.Compose([v1.Resize(9), v1.RandomCrop(8), v1.PILToTensor()]), SMALL)
+    root, views = (
+        image_folder(),
+        Views(v1.Compose([v1.Resize(9), v1.RandomCrop(8), v1.PILToTensor()]), SMALL),
+    )
     with ImageFolder(root, transform=views, storage="none", seed=0, progress=False) as read:
         assert read.reader().obstacle is None
         with ImageFolder(root, transform=views, storage="shared", seed=0, progress=False) as kept:
-            for mine, theirs in zip(*(views_of(DataLoader(each, batch_size=4)) for each in (read, kept)), strict=True):
+            for mine, theirs in zip(
+                *(views_of(DataLoader(each, batch_size=4)) for each in (read, kept)), strict=True
+            ):
                 assert torch.equal(mine, theirs)
 
 
@@ -725,25 +805,37 @@ FIXED: dict[str, Any] = {
     "RandomShortestSize": v2.RandomShortestSize([23], max_size=29),
     "RandomRotation": v2.RandomRotation((33, 33), v1.InterpolationMode.BILINEAR, fill=FILLED),
     "RandomAffine": v2.RandomAffine((20, 20), scale=(1.25, 1.25), shear=(5, 5, -7, -7), fill=5),
-    "RandomApply": v2.RandomApply([v2.RandomVerticalFlip(1.0), v2.RandomInvert(1.0), v2.Pad(1)], p=1.0),
-    "colours": v2.Compose([v2.RandomSolarize(130, 1.0), v2.Grayscale(3), v2.RandomPosterize(3, 1.0)]),
+    "RandomApply": v2.RandomApply(
+        [v2.RandomVerticalFlip(1.0), v2.RandomInvert(1.0), v2.Pad(1)], p=1.0
+    ),
+    "colours": v2.Compose(
+        [v2.RandomSolarize(130, 1.0), v2.Grayscale(3), v2.RandomPosterize(3, 1.0)]
+    ),
 }
 
 
-def pairs(kind: str = "pil", size: tuple[int, int] = (20, 18), length: int = 5) -> list[tuple[Any, Any]]:
+def pairs(
+    kind: str = "pil", size: tuple[int, int] = (20, 18), length: int = 5
+) -> list[tuple[Any, Any]]:
     """Random images, as PIL's or tensors, and masks of 21 classes."""
     generator = torch.Generator().manual_seed(2)
     made = []
     for _ in range(length):
         image = torch.randint(0, 256, (3, *size), dtype=torch.uint8, generator=generator)
         mask = torch.randint(0, 21, (1, *size), dtype=torch.uint8, generator=generator)
-        shown: Any = Image.fromarray(image.permute(1, 2, 0).numpy()) if kind == "pil" else tv_tensors.Image(image)
+        shown: Any = (
+            Image.fromarray(image.permute(1, 2, 0).numpy())
+            if kind == "pil"
+            else tv_tensors.Image(image)
+        )
         made.append((shown, MASK(mask if kind == "pil" else mask[0])))
     return made
 
 
 def paired(samples: Any, *steps: Any, **options: Any) -> CachedDataset:
-    return CachedDataset(samples, transforms=v2.Compose(list(steps)), progress=False, **{"seed": 0, **options})
+    return CachedDataset(
+        samples, transforms=v2.Compose(list(steps)), progress=False, **{"seed": 0, **options}
+    )
 
 
 @pytest.mark.parametrize("kind", ["pil", "tensor"])
@@ -757,7 +849,9 @@ def test_masks_move_as_torchvision_moves_them(step: Any, kind: str) -> None:
         assert masks.dtype == torch.int64
         assert torch.equal(masks, torch.stack([mask for _, mask in wanted]))
         exactly = 0 if kind == "pil" else 1 / 255 / 0.2 + 1e-5
-        torch.testing.assert_close(images, torch.stack([image for image, _ in wanted]), rtol=0, atol=exactly)
+        torch.testing.assert_close(
+            images, torch.stack([image for image, _ in wanted]), rtol=0, atol=exactly
+        )
 
 
 @EVERY_LOADER
@@ -765,18 +859,31 @@ def test_masks_move_as_torchvision_moves_them(step: Any, kind: str) -> None:
     "steps",
     [
         [v2.RandomResizedCrop((9, 7), interpolation=NEAREST), v2.RandomHorizontalFlip()],
-        [v2.RandomResize(12, 40, interpolation=NEAREST), v2.RandomCrop(16, pad_if_needed=True, fill=3)],
-        [v2.RandomAffine(40, (0.1, 0.3), (0.5, 1.5), 20, fill=9), v2.RandomPerspective(interpolation=NEAREST, fill=1)],
+        [
+            v2.RandomResize(12, 40, interpolation=NEAREST),
+            v2.RandomCrop(16, pad_if_needed=True, fill=3),
+        ],
+        [
+            v2.RandomAffine(40, (0.1, 0.3), (0.5, 1.5), 20, fill=9),
+            v2.RandomPerspective(interpolation=NEAREST, fill=1),
+        ],
         [
             v2.RandomOrder([v2.RandomRotation(30), v2.RandomVerticalFlip()]),
             v2.RandomApply([v2.RandomCrop((20, 18), 3)]),
         ],
-        [v2.RandomChoice([v2.RandomHorizontalFlip(1.0), v2.RandomRotation(90), v2.GaussianNoise(0.0, 0.0)])],
+        [
+            v2.RandomChoice(
+                [v2.RandomHorizontalFlip(1.0), v2.RandomRotation(90), v2.GaussianNoise(0.0, 0.0)]
+            )
+        ],
     ],
 )
 def test_image_and_mask_share_their_draws(steps: list[Any], loader_of: Callable[..., Any]) -> None:
     """An image that shows its mask still does after any random geometry, and a sample alone is that of its batch."""
-    shown = [(tv_tensors.Image(mask.expand(3, -1, -1)), mask) for _, mask in pairs("tensor", length=LENGTH)]
+    shown = [
+        (tv_tensors.Image(mask.expand(3, -1, -1)), mask)
+        for _, mask in pairs("tensor", length=LENGTH)
+    ]
     with paired(shown, *steps) as dataset:
         images, masks = epoch_of(loader_of(dataset))
         assert torch.equal(images, masks[:, None].expand(-1, 3, -1, -1))
@@ -793,12 +900,21 @@ def test_pairs_of_many_sizes_are_whole_batches() -> None:
     samples = [pairs("tensor", (14 + i, 20 - i), 1)[0] for i in range(8)]
     steps = [v2.RandomResizedCrop((9, 7)), v2.RandomHorizontalFlip(), *TO_PAIR]
     batches = []
-    for options in ({}, {"storage": "compressed"}, {"storage": "compressed", "codec": ("lz4", "zstd")}):
+    for options in (
+        {},
+        {"storage": "compressed"},
+        {"storage": "compressed", "codec": ("lz4", "zstd")},
+    ):
         with paired(samples, *steps, **options) as dataset:
             batches.append(next(iter(DataLoader(dataset, batch_size=8))))
             dataset.set_epoch(0)
-            assert all(torch.equal(mine, whole[5]) for mine, whole in zip(dataset[5], batches[-1], strict=True))
-    assert all(torch.equal(a, b) for other in batches[1:] for a, b in zip(batches[0], other, strict=True))
+            assert all(
+                torch.equal(mine, whole[5])
+                for mine, whole in zip(dataset[5], batches[-1], strict=True)
+            )
+    assert all(
+        torch.equal(a, b) for other in batches[1:] for a, b in zip(batches[0], other, strict=True)
+    )
 
 
 class OwnStep(v2.Transform):
@@ -808,21 +924,45 @@ class OwnStep(v2.Transform):
 @pytest.mark.parametrize(
     ("transforms", "samples", "reason"),
     [
-        (v2.Compose([OwnStep(), *TO_PAIR]), pairs(), "contains OwnStep(), which is not a known batch op"),
+        (
+            v2.Compose([OwnStep(), *TO_PAIR]),
+            pairs(),
+            "contains OwnStep(), which is not a known batch op",
+        ),
         (v2.Compose([v2.RandAugment(), *TO_PAIR]), pairs(), "which does not accept masks"),
-        (v2.Compose([v2.Pad(1, fill=(1, 2, 3)), *TO_PAIR]), pairs(), "has fill=(1, 2, 3) for masks"),
+        (
+            v2.Compose([v2.Pad(1, fill=(1, 2, 3)), *TO_PAIR]),
+            pairs(),
+            "has fill=(1, 2, 3) for masks",
+        ),
         (
             v2.Compose([v2.Pad(1, fill={MASK: 1}), *TO_PAIR]),
             pairs(),
             "a dict of fill values with none for such samples",
         ),
-        (v2.RandomApply([v2.Lambda(v2.RandomVerticalFlip())]), pairs(), "contains Lambda, which is not a known"),
+        (
+            v2.RandomApply([v2.Lambda(v2.RandomVerticalFlip())]),
+            pairs(),
+            "contains Lambda, which is not a known",
+        ),
         (v1.Compose([v2.ToImage()]), pairs(), "is not a known batch op"),
         (v2.RandomHorizontalFlip(), pairs(), "leaves images that are PIL's"),
         (lambda image, mask: (len(mask), 0), pairs(), "is not a known batch op"),
-        (v2.Compose(TO_PAIR), [(image, image) for image, _ in pairs()], "images with a uint8 tv_tensors.Mask"),
-        (v2.Compose(TO_PAIR), [(image, 3) for image, _ in pairs()], "only images with a tv_tensors.Mask"),
-        (v2.Compose(TO_PAIR), [(image, MASK(mask.expand(2, -1, -1))) for image, mask in pairs()], "(2, 20, 18)"),
+        (
+            v2.Compose(TO_PAIR),
+            [(image, image) for image, _ in pairs()],
+            "images with a uint8 tv_tensors.Mask",
+        ),
+        (
+            v2.Compose(TO_PAIR),
+            [(image, 3) for image, _ in pairs()],
+            "only images with a tv_tensors.Mask",
+        ),
+        (
+            v2.Compose(TO_PAIR),
+            [(image, MASK(mask.expand(2, -1, -1))) for image, mask in pairs()],
+            "(2, 20, 18)",
+        ),
     ],
 )
 def test_unserved_pairs_say_why(transforms: Any, samples: Any, reason: str) -> None:
@@ -837,7 +977,9 @@ def test_a_mask_of_another_size_is_refused() -> None:
     (image, _), (_, mask) = pairs("tensor")[0], pairs("tensor", (20, 17))[0]
     with paired([(image, mask)], v2.RandomCrop(4)) as dataset:
         for read in (lambda: dataset[0], lambda: dataset.__getitems__([0])):
-            with pytest.raises(ValueError, match=r"sample 0 has an image of \(20, 18\) and a mask of \(20, 17\)"):
+            with pytest.raises(
+                ValueError, match=r"sample 0 has an image of \(20, 18\) and a mask of \(20, 17\)"
+            ):
                 read()
 
 
@@ -865,10 +1007,15 @@ def test_views_and_pairs_of_several_datasets_share_batches(make: Callable[[], An
 
     def tensors(data: Any) -> list[torch.Tensor]:
         loader = DataLoader(data, batch_size=4, num_workers=1)
-        batches = [first if isinstance(first, list) else [first, second] for first, second in loader]
+        batches = [
+            first if isinstance(first, list) else [first, second] for first, second in loader
+        ]
         assert loader.report().path.startswith("whole batches")
         return [torch.cat(column) for column in zip(*batches, strict=True)]
 
     with make() as one, make() as two:
         alone, joined = tensors(one), tensors(ConcatDataset([one, two]))
-        assert all(torch.equal(torch.cat([mine, mine]), both) for mine, both in zip(alone, joined, strict=True))
+        assert all(
+            torch.equal(torch.cat([mine, mine]), both)
+            for mine, both in zip(alone, joined, strict=True)
+        )

@@ -48,7 +48,12 @@ def engine_of(name: str, workers: int = 2) -> Iterator[str | Executor]:
 
 
 def cached(root: Path, **options: Any) -> ImageFolder:
-    usual = {"resize": (7, 9), "cache_dir": root.parent / "cache", "progress": False, "loader": open_noted}
+    usual = {
+        "resize": (7, 9),
+        "cache_dir": root.parent / "cache",
+        "progress": False,
+        "loader": open_noted,
+    }
     return ImageFolder(str(root), **{**usual, "shard_bytes": FOUR, "num_workers": 1, **options})
 
 
@@ -86,9 +91,18 @@ def let_go(root: Path) -> None:
 
 @pytest.mark.parametrize(
     ("engine", "codec"),
-    [("threads", "auto"), ("fork", "auto"), ("fork", "lz4"), ("fork", "zstd"), ("fork", "source"), ("spawn", "source")],
+    [
+        ("threads", "auto"),
+        ("fork", "auto"),
+        ("fork", "lz4"),
+        ("fork", "zstd"),
+        ("fork", "source"),
+        ("spawn", "source"),
+    ],
 )
-def test_shards_do_not_depend_on_who_writes_them(image_folder: Folder, engine: str, codec: str) -> None:
+def test_shards_do_not_depend_on_who_writes_them(
+    image_folder: Folder, engine: str, codec: str
+) -> None:
     """Every engine writes the files of ``"local"``, byte for byte, and nothing else; samples are those of one shard."""
     root = image_folder(per_class=5, size=(12, 10))
     loader = None if codec == "source" else open_noted
@@ -98,7 +112,10 @@ def test_shards_do_not_depend_on_who_writes_them(image_folder: Folder, engine: s
     with cached(root, cache_dir=root.parent / "ours", **options) as ours:
         assert samples_of(ours) == wanted
         listed = list(ours.samples)
-    with engine_of(engine) as chosen, cached(root, cache_dir=root.parent / engine, engine=chosen, **options) as theirs:
+    with (
+        engine_of(engine) as chosen,
+        cached(root, cache_dir=root.parent / engine, engine=chosen, **options) as theirs,
+    ):
         assert samples_of(theirs) == wanted
         assert list(theirs.samples) == listed
     assert shards_of(root.parent / engine) == shards_of(root.parent / "ours")
@@ -125,7 +142,11 @@ def test_targets_come_back(tmp_path: Path, target: Callable[[int], Any]) -> None
     items = [(np.full((4, 5), k, np.uint8), target(k)) for k in range(10)]
     found = []
     for engine in ("threads", "local"):
-        options: dict[str, Any] = {"cache_key": "x", "cache_dir": tmp_path / engine, "progress": False}
+        options: dict[str, Any] = {
+            "cache_key": "x",
+            "cache_dir": tmp_path / engine,
+            "progress": False,
+        }
         with engine_of(engine) as chosen:
             more = {"shard_bytes": 60} if engine == "threads" else {}
             with CachedDataset(items, engine=chosen, **options, **more) as dataset:
@@ -138,15 +159,21 @@ def test_targets_come_back(tmp_path: Path, target: Callable[[int], Any]) -> None
 def test_dicts_keep_their_keys(tmp_path: Path) -> None:
     """Items that are dicts come out of shards as dicts."""
     items = [{"image": np.full((4, 5), k, np.uint8), "label": k} for k in range(6)]
-    with CachedDataset(items, cache_key="x", cache_dir=tmp_path, shard_bytes=40, progress=False) as dataset:
-        assert [(int(item["image"][0, 0]), item["label"]) for item in dataset] == [(k, k) for k in range(6)]
+    with CachedDataset(
+        items, cache_key="x", cache_dir=tmp_path, shard_bytes=40, progress=False
+    ) as dataset:
+        assert [(int(item["image"][0, 0]), item["label"]) for item in dataset] == [
+            (k, k) for k in range(6)
+        ]
 
 
 @pytest.mark.parametrize("odd", [0, 4])
 def test_samples_of_many_shapes_are_kept(tmp_path: Path, odd: int) -> None:
     """Also where no sample that was looked at beforehand has another shape: the build then begins again."""
     items = [(np.full((4, 6 if k == odd else 5), k, np.uint8), k) for k in range(24)]
-    with CachedDataset(items, cache_key="x", cache_dir=tmp_path, shard_bytes=100, progress=False) as dataset:
+    with CachedDataset(
+        items, cache_key="x", cache_dir=tmp_path, shard_bytes=100, progress=False
+    ) as dataset:
         assert [sample.shape for sample, _ in dataset] == [sample.shape for sample, _ in items]
     home = home_of(tmp_path)
     assert {path.name for path in home.iterdir()} == Manifest.read(home).file_names()
@@ -203,7 +230,9 @@ def test_changed_files_are_added_as_shards(image_folder: Folder) -> None:
 # Builds that are stopped
 
 
-def stopped(root: Path, engine: str = "fork", how: str = "raise", error: Any = SampleError, **options: Any) -> str:
+def stopped(
+    root: Path, engine: str = "fork", how: str = "raise", error: Any = SampleError, **options: Any
+) -> str:
     """What a build says that is stopped at the tenth of twelve images; it forgets what it read."""
     stop_at(root, "009.jpg", how)
     with engine_of(engine, 1) as chosen, pytest.raises(error) as raised:
@@ -243,7 +272,10 @@ def test_an_error_names_its_shard(image_folder: Folder) -> None:
     """Beside the sample's index among all of them and its path, the shard and its samples."""
     root = image_folder(classes=("a",), per_class=12, size=(12, 10))
     stop_at(root, "009.jpg")
-    with engine_of("fork") as processes, pytest.raises(SampleError, match=r"sample 9, .*a/009.jpg") as raised:
+    with (
+        engine_of("fork") as processes,
+        pytest.raises(SampleError, match=r"sample 9, .*a/009.jpg") as raised,
+    ):
         cached(root, engine=processes)
     assert raised.value.index == 9
     assert "in shard 2, samples 8 to 11:" in str(raised.value.__cause__)
@@ -280,7 +312,9 @@ def read_again(root: Path) -> list[str]:
         ("part0-*.npy", Path.unlink),
     ],
 )
-def test_a_damaged_shard_is_written_anew(image_folder: Folder, pattern: str, damage: Callable[[Path], None]) -> None:
+def test_a_damaged_shard_is_written_anew(
+    image_folder: Folder, pattern: str, damage: Callable[[Path], None]
+) -> None:
     """A receipt or a file that is missing, cut short or not what was written; the others stay."""
     root = image_folder(classes=("a",), per_class=12, size=(12, 10))
     stopped(root)
@@ -322,11 +356,15 @@ def test_what_a_killed_committer_left_goes_with_the_next_run(image_folder: Folde
     assert noted(root) == []
 
 
-def test_machines_must_share_the_folder(image_folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machines_must_share_the_folder(
+    image_folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Shards that were written where this process does not see them are an error that says so."""
     root = image_folder(classes=("a",), per_class=4, size=(12, 10))
     monkeypatch.setattr("fastdata.stores.cache.shards.os.replace", lambda source, target: None)
-    with pytest.raises(IngestError, match=r"shard 0, samples 0 to 3 was written but is not in .*must share"):
+    with pytest.raises(
+        IngestError, match=r"shard 0, samples 0 to 3 was written but is not in .*must share"
+    ):
         cached(root)
 
 
@@ -337,7 +375,10 @@ def test_what_cannot_be_pickled_is_named(image_folder: Folder) -> None:
     """An executor gets pickled tasks; a lambda is an error that says what to do, and the local engine takes it."""
     root = image_folder(per_class=2, size=(12, 10))
     options: dict[str, Any] = {"loader": lambda path: open_noted(path), "cache_key": "x"}
-    with engine_of("threads") as threads, pytest.raises(ValueError, match=r"lambda.*Use functions of a module"):
+    with (
+        engine_of("threads") as threads,
+        pytest.raises(ValueError, match=r"lambda.*Use functions of a module"),
+    ):
         cached(root, engine=threads, **options)
     cached(root, **options).close()
 
@@ -353,21 +394,31 @@ def test_a_dataset_pickles_without_its_executor(image_folder: Folder) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"engine": "dask"}, "engine='dask' is not 'local', 'ray', or a concurrent.futures.Executor"),
+        (
+            {"engine": "dask"},
+            "engine='dask' is not 'local', 'ray', or a concurrent.futures.Executor",
+        ),
         ({"engine": "ray", "cache_dir": None}, "say how a cache is written; they need cache_dir="),
-        ({"shard_bytes": "1 GiB", "cache_dir": None}, "say how a cache is written; they need cache_dir="),
+        (
+            {"shard_bytes": "1 GiB", "cache_dir": None},
+            "say how a cache is written; they need cache_dir=",
+        ),
         ({"shard_bytes": 0}, "shard_bytes=0 is no size"),
         ({"shard_bytes": 0.5}, "shard_bytes=0.5 is no size"),
         ({"shard_bytes": "many"}, "'many' is not understood"),
     ],
 )
-def test_what_makes_no_sense_is_refused(image_folder: Folder, options: dict[str, Any], said: str) -> None:
+def test_what_makes_no_sense_is_refused(
+    image_folder: Folder, options: dict[str, Any], said: str
+) -> None:
     """Before anything is read."""
     with pytest.raises(ValueError, match=said):
         cached(image_folder(), **options)
 
 
-def test_ray_is_named_where_it_is_missing(image_folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ray_is_named_where_it_is_missing(
+    image_folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With what to install."""
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ImportError, match=r"engine='ray' needs Ray.*pip install 'fastdata\[ray\]'"):
@@ -387,7 +438,9 @@ def test_the_size_of_shards_does_not_depend_on_who_writes_them() -> None:
         samples_per_shard(201, 1000, 1)
 
 
-def test_each_machine_says_how_fast_it_was(image_folder: Folder, caplog: pytest.LogCaptureFixture) -> None:
+def test_each_machine_says_how_fast_it_was(
+    image_folder: Folder, caplog: pytest.LogCaptureFixture
+) -> None:
     """One line with its name, its samples and their rate; and progress counts the samples that are there already."""
     root = image_folder(classes=("a",), per_class=12, size=(12, 10))
     stopped(root)
@@ -398,10 +451,17 @@ def test_each_machine_says_how_fast_it_was(image_folder: Folder, caplog: pytest.
     assert "preparing 12 images: 12 of 12 (100 %)" in caplog.text
 
 
-def test_the_command_writes_shards(image_folder: Folder, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_shards(
+    image_folder: Folder, capsys: pytest.CaptureFixture[str]
+) -> None:
     """``build --shard-size`` does; a size that makes too many is an error in the words of the command."""
     root = image_folder(per_class=6, size=(12, 10))
-    assert main(["build", str(root), str(root.parent / "cache"), "--resize", "7", "--shard-size", "1KB"]) == 0
+    assert (
+        main(
+            ["build", str(root), str(root.parent / "cache"), "--resize", "7", "--shard-size", "1KB"]
+        )
+        == 0
+    )
     assert len(shards_of(root.parent / "cache")) == 3
     assert main(["build", str(root), str(root.parent / "cache"), "--shard-size", "none"]) == 2
     assert "memory of 'none' is not understood" in capsys.readouterr().err
@@ -433,7 +493,8 @@ def test_shards_go_to_a_url(image_folder: Folder) -> None:
     code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n{REMOTE}"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=50, cwd=home)
     far, near = (
-        {path.name: path.read_bytes() for path in (home / it).glob("*/*") if path.is_file()} for it in ("far", "near")
+        {path.name: path.read_bytes() for path in (home / it).glob("*/*") if path.is_file()}
+        for it in ("far", "near")
     )
     assert len([name for name in near if name.startswith("part")]) == 3
     assert set(far) == set(near)
@@ -441,7 +502,9 @@ def test_shards_go_to_a_url(image_folder: Folder) -> None:
     assert not any(b"no such word" in data for data in far.values())
 
 
-def test_what_killed_uploads_left_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_killed_uploads_left_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Files on their way to a URL lie in a folder that is gone afterwards; an old one that nobody holds goes, too."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "staged"))
     for name in ("killed", "held", "young"):
@@ -458,7 +521,14 @@ def test_what_killed_uploads_left_is_removed(tmp_path: Path, monkeypatch: pytest
     with lock, ThreadPoolExecutor(2) as threads:
         for name in ("killed", "held"):
             os.utime(tmp_path / "staged" / f"fastdata-remote-{name}", (0, 0))
-        with CachedDataset(samples, cache_dir="memory://shards", engine=threads, **options) as dataset:
-            assert [int(np.asarray(sample)[0, 0]) for sample, _ in (dataset[k] for k in range(6))] == list(range(6))
-    assert sorted(os.listdir(tmp_path / "staged")) == ["fastdata-remote-held", "fastdata-remote-young"]
+        with CachedDataset(
+            samples, cache_dir="memory://shards", engine=threads, **options
+        ) as dataset:
+            assert [
+                int(np.asarray(sample)[0, 0]) for sample, _ in (dataset[k] for k in range(6))
+            ] == list(range(6))
+    assert sorted(os.listdir(tmp_path / "staged")) == [
+        "fastdata-remote-held",
+        "fastdata-remote-young",
+    ]
     MemoryFileSystem.store.clear()

@@ -110,7 +110,9 @@ def test_a_block_grows_and_is_trimmed(portable: bool) -> None:
         assert block.array("uint8", (100,))[[0, 3, 50, 99]].tolist() == [5, 5, 0, 6]
         block.trim(10)
         assert block.size_bytes == 10
-        with pytest.raises(ValueError, match=r"uint8\[11\] at byte 0 exceeds the block of 10 bytes"):
+        with pytest.raises(
+            ValueError, match=r"uint8\[11\] at byte 0 exceeds the block of 10 bytes"
+        ):
             block.array("uint8", (11,))
 
 
@@ -151,7 +153,9 @@ def test_too_large_a_block_is_an_error_and_leaves_nothing() -> None:
         Block.create(1 << 62)
 
 
-def test_a_file_left_by_a_killed_process_is_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_left_by_a_killed_process_is_swept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The next portable block removes the file of a creator that died without closing it, and no living one's."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
@@ -159,7 +163,9 @@ def test_a_file_left_by_a_killed_process_is_swept(tmp_path: Path, monkeypatch: p
         "import os, sys, fastdata.machine.shared as b; k = b.Block.create(4, portable=True); print('made', flush=True);"
         "sys.stdin.read()"
     )
-    with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"made\n"
         with Block.create(4, portable=True):
@@ -172,8 +178,15 @@ def test_a_file_left_by_a_killed_process_is_swept(tmp_path: Path, monkeypatch: p
 
 def test_an_array_block_gives_back_its_arrays() -> None:
     """Arrays of any dtype and shape, empty ones too, come back equal and through a handle of bounded size."""
-    arrays = {"a": np.arange(7, dtype=np.int64), "b": np.zeros((0, 3), np.float32), "c": np.ones((2, 2), np.uint8)}
-    with closing(ArrayBlock(arrays)) as block, closing(pickle.loads(pickle.dumps(block))) as attached:
+    arrays = {
+        "a": np.arange(7, dtype=np.int64),
+        "b": np.zeros((0, 3), np.float32),
+        "c": np.ones((2, 2), np.uint8),
+    }
+    with (
+        closing(ArrayBlock(arrays)) as block,
+        closing(pickle.loads(pickle.dumps(block))) as attached,
+    ):
         assert list(attached) == ["a", "b", "c"]
         for name, array in arrays.items():
             np.testing.assert_array_equal(attached[name], array)
@@ -285,7 +298,9 @@ def test_paths_and_pairs_behave_like_lists() -> None:
     copy = table.paths.copy()
     copy.append("z")
     assert copy == [*paths, "z"]
-    assert json.loads(json.dumps({"targets": table.targets}, default=list)) == {"targets": [0, 0, 1]}
+    assert json.loads(json.dumps({"targets": table.targets}, default=list)) == {
+        "targets": [0, 0, 1]
+    }
     assert table.pairs[1] == ("/a/b.jpg", 0)
     assert np.array(table.targets).tolist() == [0, 0, 1]
     assert table.class_to_idx == {"x": 0, "y": 1}
@@ -398,7 +413,9 @@ def test_a_forked_process_does_not_hold_what_its_parent_holds(block: Block) -> N
 
 @KINDS
 @pytest.mark.parametrize("kind", ["of bytes", "of the block"])
-def test_closing_a_copy_lets_go_of_nothing(portable: bool, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_a_copy_lets_go_of_nothing(
+    portable: bool, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A byte stays held when a pickled copy of its block is closed in the process that holds it."""
     if kind == "of the block":  # as on macOS
         monkeypatch.delattr(fcntl, "F_OFD_SETLKW")

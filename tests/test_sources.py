@@ -15,7 +15,9 @@ from conftest import shown
 from fastdata import sources
 from fastdata.sources import DatasetSource, FileSource, find_classes, read_manifest, scan_folder
 
-folder = pytest.importorskip("torchvision.datasets.folder", reason="the reference is torchvision's own scan")
+folder = pytest.importorskip(
+    "torchvision.datasets.folder", reason="the reference is torchvision's own scan"
+)
 
 ENDINGS = (".jpg", ".png")
 Outcome = tuple[str, Any]
@@ -107,7 +109,9 @@ def test_scan_survives_a_link_to_its_own_parent(tmp_path: Path) -> None:
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / "x.jpg").touch()
     (tmp_path / "c" / "loop").symlink_to(tmp_path / "c")
-    assert scan_folder(tmp_path, extensions=ENDINGS) == folder.make_dataset(tmp_path, extensions=ENDINGS)
+    assert scan_folder(tmp_path, extensions=ENDINGS) == folder.make_dataset(
+        tmp_path, extensions=ENDINGS
+    )
 
 
 def test_is_valid_file_runs_in_the_calling_thread_in_order(tree: Path) -> None:
@@ -159,9 +163,13 @@ def test_manifest_with_a_decimal_point_has_floats(tmp_path: Path) -> None:
         ("2.5,1", torch.tensor([[2.5, 1.0], [1.0, 2.5]])),
     ],
 )
-def test_manifest_with_several_labels_has_vectors(tmp_path: Path, rows: str, targets: torch.Tensor) -> None:
+def test_manifest_with_several_labels_has_vectors(
+    tmp_path: Path, rows: str, targets: torch.Tensor
+) -> None:
     """Whole numbers and flags are int64, else float32, whichever column has the point; in the order asked for."""
-    path = write(tmp_path / "m.csv", f"file,x,y\na,{rows}\nb,{','.join(reversed(rows.split(',')))}\n")
+    path = write(
+        tmp_path / "m.csv", f"file,x,y\na,{rows}\nb,{','.join(reversed(rows.split(',')))}\n"
+    )
     found = read_manifest(path, label=["x", "y"]).targets
     assert found.dtype == targets.dtype
     assert torch.equal(found, targets)
@@ -181,7 +189,13 @@ def test_manifest_passes_ids_through(tmp_path: Path) -> None:
 def test_manifest_from_a_frame_is_that_of_its_csv(tmp_path: Path) -> None:
     """Rows of a pandas frame give what they give when it is written and read, and ids keep their type."""
     pandas = pytest.importorskip("pandas")
-    columns = {"file": ["a.jpg", "b.jpg"], "kind": ["dog", "cat"], "n": [3, 7], "x": [0.1, 2.0], "on": [True, False]}
+    columns = {
+        "file": ["a.jpg", "b.jpg"],
+        "kind": ["dog", "cat"],
+        "n": [3, 7],
+        "x": [0.1, 2.0],
+        "on": [True, False],
+    }
     frame = pandas.DataFrame(columns, index=[5, 5])
     frame.to_csv(tmp_path / "m.csv")
     for label in ("kind", "n", "x", "on", ["n", "x"], ["on", "n"], frame.columns[2:4], None):
@@ -190,12 +204,18 @@ def test_manifest_from_a_frame_is_that_of_its_csv(tmp_path: Path) -> None:
         assert repr(found[1:]) == repr(wanted[1:])
     assert list(read_manifest(frame, label=None, id="n").targets) == [3, 7]
     frame["points"] = [np.array([0.5, 1]), [2, 3]]
-    assert torch.equal(read_manifest(frame, label="points").targets, torch.tensor([[0.5, 1], [2, 3]]))
+    assert torch.equal(
+        read_manifest(frame, label="points").targets, torch.tensor([[0.5, 1], [2, 3]])
+    )
     for missing in (None, float("nan"), pandas.NA, pandas.NaT, " "):
         frame["kind"] = pandas.Series(["dog", missing], index=frame.index, dtype=object)
-        with pytest.raises(ValueError, match="the DataFrame, row 1, column 'kind': the value is missing"):
+        with pytest.raises(
+            ValueError, match="the DataFrame, row 1, column 'kind': the value is missing"
+        ):
             read_manifest(frame, label="kind")
-    with pytest.raises(ValueError, match="the DataFrame has no column 'label'; its columns are: 'file', 'kind'"):
+    with pytest.raises(
+        ValueError, match="the DataFrame has no column 'label'; its columns are: 'file', 'kind'"
+    ):
         read_manifest(frame)
     with pytest.raises(ValueError, match="the DataFrame lists no samples"):
         read_manifest(frame[:0], label="n")
@@ -220,17 +240,31 @@ def test_manifest_from_a_list(samples: Any, options: Any, targets: Any) -> None:
     """Pairs, with labels of any kind, ids in the third place and bare paths; paths start where they are told to."""
     found = read_manifest(samples, "/r", **options)
     assert found.paths == ["/r/a", "/r/b"]
-    assert repr(found.targets if isinstance(targets, torch.Tensor) else list(found.targets)) == repr(targets)
+    assert repr(
+        found.targets if isinstance(targets, torch.Tensor) else list(found.targets)
+    ) == repr(targets)
 
 
 @pytest.mark.parametrize(
     ("samples", "options", "message"),
     [
-        (["a"], {}, r"the list, item 0: \('a',\) has not the values file, label, in this order. .* label=None"),
+        (
+            ["a"],
+            {},
+            r"the list, item 0: \('a',\) has not the values file, label, in this order. .* label=None",
+        ),
         ([("a", 1), ("b", 2, 3)], {}, r"item 1: \('b', 2, 3\) has not the values"),
         ([("a", 1)], {"label": None}, "has not the values file, in this order"),
-        ([("a", 1), ("b", "cat")], {}, r"item 1, column 'label': 'cat' is a name, but '1' in item 0 is a number"),
-        ([("a", [1, 2]), ("b", [3])], {}, r"item 1, column 'label': \[3\] are not 2 numbers as in the first"),
+        (
+            [("a", 1), ("b", "cat")],
+            {},
+            r"item 1, column 'label': 'cat' is a name, but '1' in item 0 is a number",
+        ),
+        (
+            [("a", [1, 2]), ("b", [3])],
+            {},
+            r"item 1, column 'label': \[3\] are not 2 numbers as in the first",
+        ),
         ([("a", [1, 2]), ("b", [3, "x"])], {}, r"item 1, column 'label\[1\]': 'x' is no number"),
         ([("a", 1, None)], {"id": "key"}, "item 0, column 'key': the value is missing"),
         ([], {}, "the list lists no samples"),
@@ -245,13 +279,20 @@ def test_errors_of_lists_say_where_and_what(samples: Any, options: Any, message:
 def test_manifest_understands_bom_quotes_crlf_and_blank_lines(tmp_path: Path) -> None:
     """What spreadsheets write is read."""
     text = '\ufefffile,label\r\n"a, ""b"".jpg",1\r\n\r\n"c.jpg", 2\r\n'
-    assert read_manifest(write(tmp_path / "m.csv", text), root="r") == (['r/a, "b".jpg', "r/c.jpg"], [1, 2], None)
+    assert read_manifest(write(tmp_path / "m.csv", text), root="r") == (
+        ['r/a, "b".jpg', "r/c.jpg"],
+        [1, 2],
+        None,
+    )
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("file,kind\na,1\n", r"has no column 'label'; its columns are: 'file', 'kind'. Choose with file= and label=."),
+        (
+            "file,kind\na,1\n",
+            r"has no column 'label'; its columns are: 'file', 'kind'. Choose with file= and label=.",
+        ),
         ("file,label,label\na,1,2\n", "has several columns 'label'"),
         ("", "its columns are: none, the file is empty"),
         ("file,label\n", "lists no samples below its header line"),
@@ -267,7 +308,9 @@ def test_manifest_understands_bom_quotes_crlf_and_blank_lines(tmp_path: Path) ->
         ("file,label\n" + "x" * 200_000 + ",1\n", "line 2: field larger than field limit"),
     ],
 )
-def test_manifest_errors_say_where_and_what(tmp_path: Path, text: str | bytes, message: str) -> None:
+def test_manifest_errors_say_where_and_what(
+    tmp_path: Path, text: str | bytes, message: str
+) -> None:
     """Each fault names the file, the line and the column it is in."""
     path = write(tmp_path / "m.csv", text)
     with pytest.raises(ValueError, match=message) as caught:
@@ -278,15 +321,33 @@ def test_manifest_errors_say_where_and_what(tmp_path: Path, text: str | bytes, m
 @pytest.mark.parametrize(
     ("text", "options", "message"),
     [
-        ("file,x,y\na,1,2\nb,1,cat\n", {"label": ["x", "y"]}, r"line 3, column 'y': 'cat' is no number, .* name one"),
-        ("file,x,y\na,1,2\nb,,1\n", {"label": ["x", "y"]}, r"line 3, column 'x': the value is missing"),
+        (
+            "file,x,y\na,1,2\nb,1,cat\n",
+            {"label": ["x", "y"]},
+            r"line 3, column 'y': 'cat' is no number, .* name one",
+        ),
+        (
+            "file,x,y\na,1,2\nb,,1\n",
+            {"label": ["x", "y"]},
+            r"line 3, column 'x': the value is missing",
+        ),
         ("file,label,id\na,1,\n", {"id": "id"}, r"line 2, column 'id': the value is missing"),
-        ("file,label\na,1\n", {"id": "id"}, r"has no column 'id'; its columns are: 'file', 'label'"),
+        (
+            "file,label\na,1\n",
+            {"id": "id"},
+            r"has no column 'id'; its columns are: 'file', 'label'",
+        ),
         ("file\na\n", {}, r"has no column 'label'; .* or label=None where there are no labels"),
-        ("file,label\na,1.5\nb,nan\n", {}, r"line 3, column 'label': 'nan' is a name, but '1.5' in line 2 is a number"),
+        (
+            "file,label\na,1.5\nb,nan\n",
+            {},
+            r"line 3, column 'label': 'nan' is a name, but '1.5' in line 2 is a number",
+        ),
     ],
 )
-def test_errors_of_vectors_and_ids_say_where_and_what(tmp_path: Path, text: str, options: Any, message: str) -> None:
+def test_errors_of_vectors_and_ids_say_where_and_what(
+    tmp_path: Path, text: str, options: Any, message: str
+) -> None:
     """Each fault names the file, the line and the column it is in."""
     path = write(tmp_path / "m.csv", text)
     with pytest.raises(ValueError, match=message) as caught:
@@ -340,9 +401,13 @@ def test_dataset_source_reads_pairs_and_knows_listed_paths() -> None:
 
 def test_dataset_source_refuses_what_has_no_index_or_no_image() -> None:
     """An iterable dataset and items that are no images are named, with what to do."""
-    with pytest.raises(TypeError, match=r"generator has no __getitem__ and __len__.* Give a map-style dataset"):
+    with pytest.raises(
+        TypeError, match=r"generator has no __getitem__ and __len__.* Give a map-style dataset"
+    ):
         DatasetSource(item for item in ())
-    with pytest.raises(TypeError, match=r"item 0 of list is an int, not a \(sample, target\) pair, a tuple, a dict"):
+    with pytest.raises(
+        TypeError, match=r"item 0 of list is an int, not a \(sample, target\) pair, a tuple, a dict"
+    ):
         DatasetSource([1]).read(0)
 
 
@@ -350,15 +415,23 @@ def test_dataset_source_refuses_dicts_that_it_cannot_take_apart() -> None:
     """There is one image, and the keys are those of all items."""
     image = np.zeros((2, 2))
     for item, found in (
-        ({"label": 3}, "item 0 of list is a dict with no image among label; one under a name is needed"),
-        ({"image": image, "mask": image}, "item 0 of list is a dict with the images image, mask; one"),
+        (
+            {"label": 3},
+            "item 0 of list is a dict with no image among label; one under a name is needed",
+        ),
+        (
+            {"image": image, "mask": image},
+            "item 0 of list is a dict with the images image, mask; one",
+        ),
         ({0: image}, "item 0 of list is a dict with the images 0; one under a name"),
     ):
         with pytest.raises(TypeError, match=found):
             DatasetSource([item]).read(0)
     source = DatasetSource([{"image": image}, {"image": image, "label": 3}, (image, 3)])
     assert source.read(0)[1] == {}
-    with pytest.raises(TypeError, match="item 1 of list has the keys image, label, another one image"):
+    with pytest.raises(
+        TypeError, match="item 1 of list has the keys image, label, another one image"
+    ):
         source.read(1)
     with pytest.raises(TypeError, match="item 2 of list is a tuple of length 2, others are not"):
         source.read(2)
@@ -367,9 +440,17 @@ def test_dataset_source_refuses_dicts_that_it_cannot_take_apart() -> None:
 def test_dataset_source_refuses_what_is_no_dataset(tmp_path: Path) -> None:
     """A path has an index and a length too, and an array has no targets: both are named, with what to give instead."""
     for path in (str(tmp_path), tmp_path):
-        with pytest.raises(TypeError, match=r"is a path, not a dataset. Give fastdata.ImageFolder the folder"):
+        with pytest.raises(
+            TypeError, match=r"is a path, not a dataset. Give fastdata.ImageFolder the folder"
+        ):
             DatasetSource(path)
-    with pytest.raises(TypeError, match=r"a ndarray of shape \(2, 3\) has no targets.*list\(zip\(images, targets\)\)"):
+    with pytest.raises(
+        TypeError,
+        match=r"a ndarray of shape \(2, 3\) has no targets.*list\(zip\(images, targets\)\)",
+    ):
         DatasetSource(np.zeros((2, 3)))
-    with pytest.raises(TypeError, match=r"a Tensor of shape \(2,\) has no targets.*TensorDataset\(images, targets\)"):
+    with pytest.raises(
+        TypeError,
+        match=r"a Tensor of shape \(2,\) has no targets.*TensorDataset\(images, targets\)",
+    ):
         DatasetSource(torch.zeros(2))

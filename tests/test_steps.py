@@ -30,7 +30,9 @@ from fastdata.pixels.steps import READERS, known_name
 from test_transforms import EPOCH, SEED, ArrayStore, images, reference, to_array, to_form
 
 APIS = {"v1": v1, "v2": v2}
-BILINEAR, BICUBIC, NEAREST = (v1.InterpolationMode(name) for name in ("bilinear", "bicubic", "nearest"))
+BILINEAR, BICUBIC, NEAREST = (
+    v1.InterpolationMode(name) for name in ("bilinear", "bicubic", "nearest")
+)
 NORM = ((0.5, 0.4, 0.3), (0.2, 0.3, 0.4))
 both_apis = pytest.mark.parametrize("api", [v1, v2], ids=["v1", "v2"])
 all_forms = pytest.mark.parametrize("form", ["pil", "tensor"])
@@ -39,7 +41,13 @@ all_forms = pytest.mark.parametrize("form", ["pil", "tensor"])
 def read_table() -> dict[tuple[str, str, str], int]:
     """Levels of each (step, API, form) that the docs name."""
     table: dict[tuple[str, str, str], int] = {}
-    for line in Path(__file__).parents[1].joinpath("docs", "served-steps.md").read_text("utf-8").splitlines():
+    for line in (
+        Path(__file__)
+        .parents[1]
+        .joinpath("docs", "served-steps.md")
+        .read_text("utf-8")
+        .splitlines()
+    ):
         cells = [[part.strip() for part in cell.split(",")] for cell in line.strip("| ").split("|")]
         if len(cells) == 4 and cells[-1][0].isdigit():
             for step, api, form in itertools.product(*cells[:3]):
@@ -60,7 +68,9 @@ CASES: dict[str, Callable[[Any], Any]] = {
     "RandomHorizontalFlip": lambda api: api.RandomHorizontalFlip(),
     "RandomVerticalFlip": lambda api: api.RandomVerticalFlip(),
     "RandomResizedCrop": lambda api: api.RandomResizedCrop((11, 14), antialias=True),
-    "RandomResizedCrop, bicubic": lambda api: api.RandomResizedCrop(24, interpolation=BICUBIC, antialias=True),
+    "RandomResizedCrop, bicubic": lambda api: api.RandomResizedCrop(
+        24, interpolation=BICUBIC, antialias=True
+    ),
     "Resize": lambda api: api.Resize(23),
     "Resize, longest": lambda api: api.Resize(23, max_size=25),
     "Resize, bicubic": lambda api: api.Resize((20, 31), interpolation=BICUBIC),
@@ -70,10 +80,14 @@ CASES: dict[str, Callable[[Any], Any]] = {
     "RandomRotation": lambda api: api.RandomRotation((33, 33)),
     "RandomRotation, bilinear": lambda api: api.RandomRotation((-71, -71), interpolation=BILINEAR),
     "RandomRotation, filled": lambda api: api.RandomRotation((10, 10), fill=9, center=(3, 4)),
-    "RandomAffine": lambda api: api.RandomAffine((20, 20), scale=(1.25, 1.25), shear=(5, 5, -7, -7)),
+    "RandomAffine": lambda api: api.RandomAffine(
+        (20, 20), scale=(1.25, 1.25), shear=(5, 5, -7, -7)
+    ),
     "RandomAffine, bilinear": lambda api: api.RandomAffine((8, 8), interpolation=BILINEAR, fill=77),
     "RandomPerspective": lambda api: api.RandomPerspective(0.5, 1.0),
-    "RandomPerspective, nearest": lambda api: api.RandomPerspective(0.7, 1.0, interpolation=NEAREST, fill=5),
+    "RandomPerspective, nearest": lambda api: api.RandomPerspective(
+        0.7, 1.0, interpolation=NEAREST, fill=5
+    ),
     "ColorJitter: brightness": lambda api: api.ColorJitter(brightness=(1.4, 1.4)),
     "ColorJitter: brightness, darker": lambda api: api.ColorJitter(brightness=(0.3, 0.3)),
     "ColorJitter: contrast": lambda api: api.ColorJitter(contrast=(1.7, 1.7)),
@@ -93,7 +107,9 @@ CASES: dict[str, Callable[[Any], Any]] = {
     "RandomAdjustSharpness, softer": lambda api: api.RandomAdjustSharpness(0.2, 1.0),
     "GaussianBlur": lambda api: api.GaussianBlur((3, 7), (1.1, 1.1)),
     "GaussianBlur, hardly": lambda api: api.GaussianBlur(3, (0.2, 0.2)),
-    "RandomApply": lambda api: api.RandomApply([api.RandomInvert(1.0), api.RandomPosterize(3, 1.0)], 1.0),
+    "RandomApply": lambda api: api.RandomApply(
+        [api.RandomInvert(1.0), api.RandomPosterize(3, 1.0)], 1.0
+    ),
     "RandomApply, never": lambda api: api.RandomApply([api.RandomInvert(1.0)], 0.0),
     "ToTensor": lambda api: api.ToTensor(),
     "PILToTensor": lambda api: api.PILToTensor(),
@@ -102,13 +118,25 @@ CASES: dict[str, Callable[[Any], Any]] = {
     "Identity": lambda api: api.Identity(),
     "RGB": lambda api: api.RGB(),
     "ToDtype": lambda api: api.Compose([api.ToImage(), api.ToDtype(torch.float32, scale=True)]),
-    "ToDtype, half": lambda api: api.Compose([api.ToImage(), api.ToDtype(torch.float16, scale=True)]),
+    "ToDtype, half": lambda api: api.Compose(
+        [api.ToImage(), api.ToDtype(torch.float16, scale=True)]
+    ),
     "ToDtype, unscaled": lambda api: api.Compose([api.ToImage(), api.ToDtype(torch.float32)]),
     "ConvertImageDtype": lambda api: api.ConvertImageDtype(torch.float32),
-    "Normalize": lambda api: api.Compose([api.ConvertImageDtype(torch.float32), api.Normalize((0.4,), (0.3,))]),
+    "Normalize": lambda api: api.Compose(
+        [api.ConvertImageDtype(torch.float32), api.Normalize((0.4,), (0.3,))]
+    ),
 }
 ELSEWHERE = {
-    *("RandomChoice", "RandomOrder", "RandAugment", "TrivialAugmentWide", "AutoAugment", "AugMix", "RandomErasing"),
+    *(
+        "RandomChoice",
+        "RandomOrder",
+        "RandAugment",
+        "TrivialAugmentWide",
+        "AutoAugment",
+        "AugMix",
+        "RandomErasing",
+    ),
     *("GaussianNoise", "RandomPhotometricDistort", "RandomChannelPermutation"),
 }
 """Steps that have a test of their own below."""
@@ -128,7 +156,9 @@ def test_the_docs_name_every_step_that_is_served() -> None:
 
 def program_of(step: Any, store: ArrayStore) -> Program:
     """Of a step that is served, be it one that is usually prepared."""
-    plan = plan_transform(step, form=store.spec.form, channels=store.samples[0].shape[0], prepared=0)
+    plan = plan_transform(
+        step, form=store.spec.form, channels=store.samples[0].shape[0], prepared=0
+    )
     assert not plan.per_sample, plan.obstacle
     return Program(plan.batch_ops, store.spec)
 
@@ -146,7 +176,9 @@ def serve_many(step: Any, array: np.ndarray, form: str, count: int) -> np.ndarra
 def smooth_image(size: tuple[int, int]) -> np.ndarray:
     rng = np.random.default_rng(5)
     grid = torch.from_numpy(rng.integers(0, 256, (1, 3, 5, 6)).astype(np.float32))
-    array: np.ndarray = torch.nn.functional.interpolate(grid, size, mode="bicubic").clamp(0, 255)[0].byte().numpy()
+    array: np.ndarray = (
+        torch.nn.functional.interpolate(grid, size, mode="bicubic").clamp(0, 255)[0].byte().numpy()
+    )
     return array
 
 
@@ -163,25 +195,39 @@ def test_steps_are_as_close_as_the_docs_say(case: str) -> None:
             store = ArrayStore(arrays, form)
             program = program_of(step, store)
             for index, array in enumerate(arrays):
-                got, want = program.run_one(store, index, EPOCH, SEED), wanted(step, to_form(array, form), index)
+                got, want = (
+                    program.run_one(store, index, EPOCH, SEED),
+                    wanted(step, to_form(array, form), index),
+                )
                 assert (got.shape, got.dtype) == (want.shape, want.dtype)
                 worst = np.abs(got.astype(float) - want.astype(float)).max()
-                assert worst <= level, f"{api}, {form}: sample {index} with {channels} channels is off by {worst}"
+                assert worst <= level, (
+                    f"{api}, {form}: sample {index} with {channels} channels is off by {worst}"
+                )
 
 
 def wanted(step: Any, sample: Any, index: int) -> np.ndarray:
     """The step with the parameters that fastdata draws for this sample."""
     if type(step).__name__ != "RandomPerspective":
         return reference([step], sample, index)
-    api = v2.functional if type(step).__module__.startswith("torchvision.transforms.v2") else v1.functional
-    width, height = (sample.shape[-1], sample.shape[-2]) if isinstance(sample, torch.Tensor) else sample.size
+    api = (
+        v2.functional
+        if type(step).__module__.startswith("torchvision.transforms.v2")
+        else v1.functional
+    )
+    width, height = (
+        (sample.shape[-1], sample.shape[-2]) if isinstance(sample, torch.Tensor) else sample.size
+    )
     reach = [int(step.distortion_scale * (length // 2)) + 1 for length in (width, height)]
     key = sample_keys(SEED, EPOCH, np.array([index]))
     moved = [int(draw_integers(key, child(0, 0), k, reach[k % 2])[0]) for k in range(8)]
     left, top, right, bottom = 0, 0, width - 1, height - 1
     corners = [[left, top], [right, top], [right, bottom], [left, bottom]]
     ends = [
-        [moved[2 * k] if x == 0 else width - reach[0] + moved[2 * k], moved[2 * k + 1] + (y > 0) * (height - reach[1])]
+        [
+            moved[2 * k] if x == 0 else width - reach[0] + moved[2 * k],
+            moved[2 * k + 1] + (y > 0) * (height - reach[1]),
+        ]
         for k, (x, y) in enumerate(corners)
     ]
     return to_array(api.perspective(sample, corners, ends, step.interpolation, step.fill))
@@ -196,12 +242,16 @@ SMALL = [(8, 8), (5, 9), (31, 104), (89, 44)]
 def test_warps_at_any_angle(api: Any, form: str, interpolation: Any) -> None:
     """At right angles places fall between two pixels, and the last bit of a matrix decides for one of them."""
     how = {"interpolation": interpolation}
-    for angle, fill, center in itertools.product((45, 90, 270, 333.25), (7, None), (None, (27, 32))):
+    for angle, fill, center in itertools.product(
+        (45, 90, 270, 333.25), (7, None), (None, (27, 32))
+    ):
         steps = [
             api.RandomRotation((angle, angle), center=center, fill=fill, **how),
             api.RandomRotation((angle, angle), expand=form == "pil", fill=fill, **how),
             api.RandomAffine((angle, angle), scale=(0.5, 0.5), center=center, fill=fill, **how),
-            api.RandomAffine((angle, angle), scale=(2, 2), shear=(45, 45, 10, 10), fill=fill, **how),
+            api.RandomAffine(
+                (angle, angle), scale=(2, 2), shear=(45, 45, 10, 10), fill=fill, **how
+            ),
         ]
         for step in steps:
             assert_close(step, images(len(SMALL), *SMALL, channels=1), form)
@@ -233,7 +283,9 @@ def assert_close(step: Any, arrays: list[np.ndarray], form: str) -> None:
         got = program.run_one(store, index, EPOCH, SEED)
         assert got.shape == want.shape
         worst = np.abs(got.astype(int) - want).max()
-        assert worst <= LEVELS[type(step).__name__, api, form], f"{step} of {array.shape} is off by {worst}"
+        assert worst <= LEVELS[type(step).__name__, api, form], (
+            f"{step} of {array.shape} is off by {worst}"
+        )
 
 
 # All outcomes of a step
@@ -270,7 +322,9 @@ class Paths:
 
     # In the place of torch's, Python's and NumPy's functions.
 
-    def randint(self, *bounds: Any, low: int = 0, high: int = 0, size: Any = None, dtype: Any = None) -> torch.Tensor:
+    def randint(
+        self, *bounds: Any, low: int = 0, high: int = 0, size: Any = None, dtype: Any = None
+    ) -> torch.Tensor:
         if bounds:
             high, size = bounds
         numbers = [low + self.choose([1] * (high - low)) for _ in range(int(np.prod(size)))]
@@ -286,7 +340,9 @@ class Paths:
     def pick(self, values: Sequence[Any]) -> Any:
         return values[self.choose([1] * len(values))]
 
-    def pick_several(self, values: Sequence[Any], count: int, replace: bool = True, p: Any = None) -> list[Any]:
+    def pick_several(
+        self, values: Sequence[Any], count: int, replace: bool = True, p: Any = None
+    ) -> list[Any]:
         assert replace or count == 1
         return [values[self.choose([1] * len(values) if p is None else p)] for _ in range(count)]
 
@@ -333,14 +389,18 @@ def assert_served(step: Any, array: np.ndarray, form: str, level: int, count: in
     outcomes = outcomes_of(step, to_form(array, form))
     every = np.stack([np.frombuffer(outcome, np.uint8) for outcome in outcomes]).astype(np.int16)
     chances, found = np.array([*outcomes.values()]), np.zeros(len(outcomes))
-    for served, times in Counter(got.tobytes() for got in serve_many(step, array, form, count)).items():
+    for served, times in Counter(
+        got.tobytes() for got in serve_many(step, array, form, count)
+    ).items():
         distances = np.abs(every - np.frombuffer(served, np.uint8))
         nearest = int(distances.sum(axis=1).argmin())
         assert distances[nearest].max() <= level, f"off by {distances[nearest].max()}"
         found[nearest] += times
     deviations = np.abs(found - count * chances) / np.sqrt(count * chances * (1 - chances) + 1)
     worst = int(deviations.argmax())
-    assert deviations[worst] < 5, f"an outcome of chance {chances[worst]:.4f} came {found[worst]} times of {count}"
+    assert deviations[worst] < 5, (
+        f"an outcome of chance {chances[worst]:.4f} came {found[worst]} times of {count}"
+    )
 
 
 def kolmogorov(a: Any, b: Any) -> float:
@@ -348,20 +408,27 @@ def kolmogorov(a: Any, b: Any) -> float:
     a, b = np.sort(a), np.sort(b)
     every = np.concatenate([a, b])
     return float(
-        np.abs(np.searchsorted(a, every, "right") / len(a) - np.searchsorted(b, every, "right") / len(b)).max()
+        np.abs(
+            np.searchsorted(a, every, "right") / len(a)
+            - np.searchsorted(b, every, "right") / len(b)
+        ).max()
     )
 
 
 @pytest.mark.parametrize(
-    ("api", "form"), [(api, form) for step, api, form in LEVELS if step == "AutoAugment" and api in APIS]
+    ("api", "form"),
+    [(api, form) for step, api, form in LEVELS if step == "AutoAugment" and api in APIS],
 )
-@pytest.mark.parametrize("policy", ["RandAugment", "TrivialAugmentWide", "AutoAugment", "AutoAugment, CIFAR10"])
+@pytest.mark.parametrize(
+    "policy", ["RandAugment", "TrivialAugmentWide", "AutoAugment", "AutoAugment, CIFAR10"]
+)
 def test_automatic_augmentation(policy: str, api: str, form: str) -> None:
     """Every outcome of a policy comes as often as torchvision's code makes it, with its pixels."""
     name, _, which = policy.partition(", ")
-    options: dict[str, Any] = {"RandAugment": {"num_ops": 1}, "TrivialAugmentWide": {"num_magnitude_bins": 3}}.get(
-        name, {}
-    )
+    options: dict[str, Any] = {
+        "RandAugment": {"num_ops": 1},
+        "TrivialAugmentWide": {"num_magnitude_bins": 3},
+    }.get(name, {})
     if which:
         options = {"policy": v1.AutoAugmentPolicy[which], "interpolation": BILINEAR, "fill": 100}
     step = getattr(APIS[api], name)(**options)
@@ -392,7 +459,9 @@ def test_several_ops_in_turn(api: Any) -> None:
 @all_forms
 def test_jitter_in_random_order(api: Any, form: str) -> None:
     """ColorJitter applies its four factors in any of 24 orders, each about equally often."""
-    step = api.ColorJitter(**dict.fromkeys(("brightness", "contrast", "saturation"), (1.25, 1.25)), hue=(0.125, 0.125))
+    step = api.ColorJitter(
+        **dict.fromkeys(("brightness", "contrast", "saturation"), (1.25, 1.25)), hue=(0.125, 0.125)
+    )
     assert_served(step, smooth_image((13, 16)), form, 0 if form == "pil" else 4, 2000)
 
 
@@ -401,7 +470,9 @@ def test_photometric_distortion(form: str) -> None:
     """Each of its steps and each order of channels comes as often as it should."""
     fixed = dict.fromkeys(("brightness", "contrast", "saturation"), (1.25, 1.25))
     step = v2.RandomPhotometricDistort(**fixed, hue=(0.125, 0.125), p=0.75)
-    assert_served(step, smooth_image((13, 16)), form, LEVELS["RandomPhotometricDistort", "v2", form], 3000)
+    assert_served(
+        step, smooth_image((13, 16)), form, LEVELS["RandomPhotometricDistort", "v2", form], 3000
+    )
 
 
 @all_forms
@@ -416,7 +487,9 @@ def test_choice_and_order(api: Any, form: str) -> None:
     """RandomChoice takes each step as often as its weight says; RandomOrder takes both orders."""
     gray = np.full((3, 4, 4), 100, np.uint8)
     invert, brighter = api.RandomInvert(1.0), api.ColorJitter(brightness=(1.5, 1.5))
-    chosen = serve_many(api.RandomChoice([invert, brighter], p=[0.2, 0.8]), gray, form, 2000)[:, 0, 0, 0].tolist()
+    chosen = serve_many(api.RandomChoice([invert, brighter], p=[0.2, 0.8]), gray, form, 2000)[
+        :, 0, 0, 0
+    ].tolist()
     assert set(chosen) == {155, 150}
     assert 0.16 < chosen.count(155) / 2000 < 0.24
     ordered = serve_many(api.RandomOrder([invert, brighter]), gray, form, 2000)[:, 0, 0, 0].tolist()
@@ -440,14 +513,18 @@ class Script:
     def dirichlet(self, params: torch.Tensor) -> torch.Tensor:
         return torch.from_numpy(self._shares.pop(0)).float()
 
-    def randint(self, *bounds: Any, low: int = 0, high: int = 0, size: Any = None, dtype: Any = None) -> torch.Tensor:
+    def randint(
+        self, *bounds: Any, low: int = 0, high: int = 0, size: Any = None, dtype: Any = None
+    ) -> torch.Tensor:
         if low:
             self._chain, self._depth = self._chain + 1, 0
             return torch.tensor([1 + self._integer(0, 3)])
         if bounds[0] == 2:
             return torch.tensor([self._is_negative()])
         if bounds[0] == self._severity:
-            return torch.tensor(self._integer(4 * self._depth + 1, self._severity)).reshape(bounds[1])
+            return torch.tensor(self._integer(4 * self._depth + 1, self._severity)).reshape(
+                bounds[1]
+            )
         self._depth += 1
         return torch.tensor(self._integer(4 * self._depth, bounds[0])).reshape(bounds[1])
 
@@ -467,7 +544,11 @@ class Script:
 def mixing_shares(ops: np.ndarray) -> tuple[float, np.ndarray]:
     """The weight of the image itself, and those of the chains."""
     numbers = constants()
-    weights = [float(op["v"][0]) for op in ops if op["code"] in (numbers["OP_MIX_BEGIN"], numbers["OP_MIX_ADD"])]
+    weights = [
+        float(op["v"][0])
+        for op in ops
+        if op["code"] in (numbers["OP_MIX_BEGIN"], numbers["OP_MIX_ADD"])
+    ]
     return weights[0], np.array(weights[1:])
 
 
@@ -517,7 +598,9 @@ def test_crop_boxes_are_distributed_as_torchvisions(api: Any) -> None:
     boxes = drawn_records(step, (90, 120), 3000)[:, 0]["n"][:, :4]
     torch.manual_seed(0)
     sample = torch.zeros(3, 90, 120)
-    theirs = np.array([v1.RandomResizedCrop.get_params(sample, step.scale, step.ratio) for _ in range(3000)])
+    theirs = np.array(
+        [v1.RandomResizedCrop.get_params(sample, step.scale, step.ratio) for _ in range(3000)]
+    )
     for ours, wanted in zip(boxes.T, theirs.T, strict=True):
         assert kolmogorov(ours, wanted) < 0.045
 
@@ -525,7 +608,9 @@ def test_crop_boxes_are_distributed_as_torchvisions(api: Any) -> None:
 @both_apis
 def test_matrices_are_torchvisions(api: Any) -> None:
     """An affine map is the very numbers that torchvision computes, for any angle, shear, scale and translation."""
-    step = api.RandomAffine((-180, 180), translate=(0.3, 0.4), scale=(0.5, 2.0), shear=(-30, 30, -30, 30))
+    step = api.RandomAffine(
+        (-180, 180), translate=(0.3, 0.4), scale=(0.5, 2.0), shear=(-30, 30, -30, 30)
+    )
     size = (61, 83)
     records = drawn_records(step, size, 500)[:, 0]
     keys = sample_keys(0, 0, np.arange(500))
@@ -538,12 +623,18 @@ def test_matrices_are_torchvisions(api: Any) -> None:
         (-30, 30),
     ]
     drawn = np.stack(
-        [low + draw_uniform(keys, 0, number) * (high - low) for number, (low, high) in enumerate(limits)], axis=1
+        [
+            low + draw_uniform(keys, 0, number) * (high - low)
+            for number, (low, high) in enumerate(limits)
+        ],
+        axis=1,
     )
     for record, (angle, x, y, scale, *shear) in zip(records, drawn.tolist(), strict=True):
         middle = [size[1] * 0.5, size[0] * 0.5]
         functional = v1.functional if api is v1 else v2.functional._geometry  # a rounding apart
-        matrix = functional._get_inverse_affine_matrix(middle, angle, [round(x), round(y)], scale, shear)
+        matrix = functional._get_inverse_affine_matrix(
+            middle, angle, [round(x), round(y)], scale, shear
+        )
         assert record["v"][:6].tolist() == matrix
 
 
@@ -554,12 +645,18 @@ def test_erasing(api: Any, value: Any) -> None:
     step = api.RandomErasing(1.0, scale=(0.05, 0.3), value=value)
     torch.manual_seed(0)
     sample = torch.zeros(3, 40, 30)
-    theirs = [np.prod(v1.RandomErasing.get_params(sample, step.scale, step.ratio, [0.0])[2:4]) for _ in range(1500)]
+    theirs = [
+        np.prod(v1.RandomErasing.get_params(sample, step.scale, step.ratio, [0.0])[2:4])
+        for _ in range(1500)
+    ]
     boxes = erased_boxes(step)
     assert kolmogorov([box[0].size for box in boxes], theirs) < 0.12
     joined = np.concatenate([box.reshape(3, -1) for box in boxes], axis=1)
     if value == "random":
-        assert kolmogorov(joined.ravel()[:20000], np.random.default_rng(0).standard_normal(20000)) < 0.02
+        assert (
+            kolmogorov(joined.ravel()[:20000], np.random.default_rng(0).standard_normal(20000))
+            < 0.02
+        )
     else:
         assert (joined == np.broadcast_to(np.array(value, np.float32), 3)[:, None]).all()
 
@@ -595,7 +692,11 @@ def test_noise() -> None:
     (noisy,) = serve_many(v2.GaussianNoise(0.05, 0.1), gray, "tensor", 1)
     assert abs(noisy.mean() - 128 - 0.05 * 255) < 1
     assert abs(noisy.std() - 0.1 * 255) < 1
-    floats = [v2.ToDtype(torch.float32, scale=True), v2.GaussianNoise(0.0, 0.3), v2.Normalize((0.5,), (0.5,))]
+    floats = [
+        v2.ToDtype(torch.float32, scale=True),
+        v2.GaussianNoise(0.0, 0.3),
+        v2.Normalize((0.5,), (0.5,)),
+    ]
     (normal,) = serve_many(v2.Compose(floats), gray, "tensor", 1)
     assert -1 == normal.min() < normal.max() == 1
     assert abs(np.median(normal) - (128 / 255 - 0.5) / 0.5) < 0.05
@@ -607,7 +708,9 @@ def test_expanding_rotations(api: Any) -> None:
     step = api.RandomRotation((25, 25), expand=True)
     (array,) = images(1, (30, 41))
     store = ArrayStore([array])
-    assert np.array_equal(program_of(step, store).run_one(store, 0, 0, 0), to_array(step(to_form(array, "pil"))))
+    assert np.array_equal(
+        program_of(step, store).run_one(store, 0, 0, 0), to_array(step(to_form(array, "pil")))
+    )
 
 
 def test_sizes_are_drawn_from_the_whole_range() -> None:
@@ -629,10 +732,41 @@ def timm_data() -> Any:
 
 
 TIMM_OPS = {
-    *("AutoContrast", "Equalize", "Invert", "Rotate", "Posterize", "PosterizeIncreasing", "PosterizeOriginal"),
-    *("Solarize", "SolarizeIncreasing", "SolarizeAdd", "Color", "ColorIncreasing", "Contrast", "ContrastIncreasing"),
-    *("Brightness", "BrightnessIncreasing", "Sharpness", "SharpnessIncreasing", "ShearX", "ShearY", "TranslateX"),
-    *("TranslateY", "TranslateXRel", "TranslateYRel", "Desaturate", "GaussianBlur", "GaussianBlurRand"),
+    *(
+        "AutoContrast",
+        "Equalize",
+        "Invert",
+        "Rotate",
+        "Posterize",
+        "PosterizeIncreasing",
+        "PosterizeOriginal",
+    ),
+    *(
+        "Solarize",
+        "SolarizeIncreasing",
+        "SolarizeAdd",
+        "Color",
+        "ColorIncreasing",
+        "Contrast",
+        "ContrastIncreasing",
+    ),
+    *(
+        "Brightness",
+        "BrightnessIncreasing",
+        "Sharpness",
+        "SharpnessIncreasing",
+        "ShearX",
+        "ShearY",
+        "TranslateX",
+    ),
+    *(
+        "TranslateY",
+        "TranslateXRel",
+        "TranslateYRel",
+        "Desaturate",
+        "GaussianBlur",
+        "GaussianBlurRand",
+    ),
 }
 
 
@@ -648,7 +782,9 @@ def test_timm_ops(timm_data: Any, name: str) -> None:
     for magnitude in (3, 6, 9):
         op = timm_data.auto_augment.AugmentOp(name, 0.75, magnitude, hparams)
         step = timm_data.auto_augment.RandAugment([op], num_layers=1)
-        assert_served(step, smooth_image((13, 16)), "pil", LEVELS["RandAugment", "timm", "pil"], 2000)
+        assert_served(
+            step, smooth_image((13, 16)), "pil", LEVELS["RandAugment", "timm", "pil"], 2000
+        )
 
 
 def test_timm_op_that_blurs_at_random(timm_data: Any) -> None:
@@ -661,24 +797,34 @@ def test_timm_op_that_blurs_at_random(timm_data: Any) -> None:
     radius = program.draw(np.arange(300), EPOCH, SEED, shapes)[:, 0]["v"][:, 0]
     assert kolmogorov(radius, np.linspace(0.1, 1.2, 300)) < 0.1
     for got, each in zip(serve_many(step, array, "pil", 300)[:20], radius.tolist(), strict=False):
-        assert np.array_equal(got, to_array(to_form(array, "pil").filter(ImageFilter.GaussianBlur(each))))
+        assert np.array_equal(
+            got, to_array(to_form(array, "pil").filter(ImageFilter.GaussianBlur(each)))
+        )
 
 
 @pytest.mark.parametrize("name", ["original", "originalr", "v0r"])
 def test_timm_auto_augment(timm_data: Any, name: str) -> None:
     """Each policy comes as often as with timm, with its pixels."""
-    step = timm_data.auto_augment_transform(name, {"translate_const": 7, "img_mean": (124, 116, 104)})
+    step = timm_data.auto_augment_transform(
+        name, {"translate_const": 7, "img_mean": (124, 116, 104)}
+    )
     assert_served(step, smooth_image((9, 8)), "pil", LEVELS["AutoAugment", "timm", "pil"], 4000)
 
 
-@pytest.mark.parametrize("config", ["rand-m9-n1-inc1", "rand-m5-n1-tweights", "rand-m7-n1-p0.8-t3a"])
+@pytest.mark.parametrize(
+    "config", ["rand-m9-n1-inc1", "rand-m5-n1-tweights", "rand-m7-n1-p0.8-t3a"]
+)
 def test_timm_rand_augment(timm_data: Any, config: str) -> None:
     """Each op comes as often as with timm, weights included."""
-    step = timm_data.rand_augment_transform(config, {"translate_const": 7, "img_mean": (124, 116, 104)})
+    step = timm_data.rand_augment_transform(
+        config, {"translate_const": 7, "img_mean": (124, 116, 104)}
+    )
     assert_served(step, smooth_image((13, 16)), "pil", LEVELS["RandAugment", "timm", "pil"], 3000)
 
 
-@pytest.mark.parametrize("config", ["rand-m9-mstd0.5-inc1", "rand-m9-mstd101-inc1", "rand-m4-mstd3-mmax12"])
+@pytest.mark.parametrize(
+    "config", ["rand-m9-mstd0.5-inc1", "rand-m9-mstd101-inc1", "rand-m4-mstd3-mmax12"]
+)
 def test_timm_magnitudes(timm_data: Any, config: str) -> None:
     """They are spread around their mean as timm spreads them."""
     step = timm_data.rand_augment_transform(config, {"translate_const": 7})
@@ -689,12 +835,17 @@ def test_timm_magnitudes(timm_data: Any, config: str) -> None:
     random.seed(0)
     for _ in range(20000):
         op(None)
-    assert kolmogorov(records["v"][..., 0][records["code"] == constants()["OP_BRIGHTNESS"]], factors) < 0.02
+    assert (
+        kolmogorov(records["v"][..., 0][records["code"] == constants()["OP_BRIGHTNESS"]], factors)
+        < 0.02
+    )
 
 
 def test_timm_layers(timm_data: Any) -> None:
     """Each of two layers chooses among all 15 ops alike, and leaves half of the images as they are."""
-    records = drawn_records(timm_data.rand_augment_transform("rand-m9-mstd0.5-inc1"), (20, 20), 5000)
+    records = drawn_records(
+        timm_data.rand_augment_transform("rand-m9-mstd0.5-inc1"), (20, 20), 5000
+    )
     applied = (records["code"] > 0).sum(axis=1)
     for count, share in enumerate((0.25, 0.5, 0.25)):
         assert abs((applied == count).mean() - share) < 0.03
@@ -704,9 +855,15 @@ def test_timm_layers(timm_data: Any) -> None:
 
 def test_timm_auto_augment_with_spread_magnitudes(timm_data: Any) -> None:
     """With mstd images change about as far as with timm's own, on average and in spread."""
-    step, array = timm_data.auto_augment_transform("original-mstd0.5", {"translate_const": 7}), smooth_image((9, 8))
+    step, array = (
+        timm_data.auto_augment_transform("original-mstd0.5", {"translate_const": 7}),
+        smooth_image((9, 8)),
+    )
     random.seed(0)
-    theirs = [np.abs(to_array(step(to_form(array, "pil"))).astype(int) - array).mean() for _ in range(1000)]
+    theirs = [
+        np.abs(to_array(step(to_form(array, "pil"))).astype(int) - array).mean()
+        for _ in range(1000)
+    ]
     ours = np.abs(serve_many(step, array, "pil", 3000).astype(int) - array).mean(axis=(1, 2, 3))
     assert kolmogorov(theirs, ours) < 0.06
 
@@ -714,11 +871,15 @@ def test_timm_auto_augment_with_spread_magnitudes(timm_data: Any) -> None:
 @pytest.mark.parametrize("interpolation", ["random", "bilinear", "bicubic", "nearest", "lanczos"])
 def test_timm_crop(timm_data: Any, interpolation: str) -> None:
     """Boxes are distributed as timm's, filters alternate, and pixels are those of the same box and filter."""
-    step = timm_data.transforms.RandomResizedCropAndInterpolation(11, scale=(0.1, 0.9), interpolation=interpolation)
+    step = timm_data.transforms.RandomResizedCropAndInterpolation(
+        11, scale=(0.1, 0.9), interpolation=interpolation
+    )
     records = drawn_records(step, (90, 120), 3000)
     boxes = records[records["code"] > 0]["n"]
     random.seed(0)
-    theirs = np.array([step.get_params(torch.zeros(3, 90, 120), step.scale, step.ratio) for _ in range(3000)])
+    theirs = np.array(
+        [step.get_params(torch.zeros(3, 90, 120), step.scale, step.ratio) for _ in range(3000)]
+    )
     for ours, wanted in zip(boxes.T[:4], theirs.T, strict=True):
         assert kolmogorov(ours, wanted) < 0.045
     (array,) = images(1, (31, 40))
@@ -728,7 +889,9 @@ def test_timm_crop(timm_data: Any, interpolation: str) -> None:
     seen = set()
     drawn = records[records["code"] > 0]["n"].tolist()
     for got, record in zip(serve_many(step, array, "pil", 40), drawn, strict=True):
-        mode = next(mode for mode in v1.InterpolationMode if constants().get(mode.name) == record[6])
+        mode = next(
+            mode for mode in v1.InterpolationMode if constants().get(mode.name) == record[6]
+        )
         seen.add(mode.value)
         want = v1.functional.resized_crop(to_form(array, "pil"), *record[:4], step.size, mode)
         assert np.array_equal(got, to_array(want))
@@ -831,17 +994,23 @@ class DINOBlur:
         do_it = random.random() <= self.prob
         if not do_it:
             return img
-        return img.filter(ImageFilter.GaussianBlur(radius=random.uniform(self.radius_min, self.radius_max)))
+        return img.filter(
+            ImageFilter.GaussianBlur(radius=random.uniform(self.radius_min, self.radius_max))
+        )
 
 
-@pytest.mark.parametrize("step", [MoCoBlur((0.1, 2.0)), VICRegBlur(0.5), DINOBlur(0.5, 0.3, 1.7), Solarization(0.5)])
+@pytest.mark.parametrize(
+    "step", [MoCoBlur((0.1, 2.0)), VICRegBlur(0.5), DINOBlur(0.5, 0.3, 1.7), Solarization(0.5)]
+)
 def test_published_callables(step: Any) -> None:
     """What MoCo, VICReg and DINO write for themselves gives Pillow's pixels, by draws of their distributions."""
     (array,) = images(1, (9, 8))
     served = serve_many(step, array, "pil", 400)
     key = sample_keys(SEED, EPOCH, np.arange(400))
     p = getattr(step, "p", getattr(step, "prob", 1.0))
-    low, high = getattr(step, "sigma", (getattr(step, "radius_min", 0.1), getattr(step, "radius_max", 2.0)))
+    low, high = getattr(
+        step, "sigma", (getattr(step, "radius_min", 0.1), getattr(step, "radius_max", 2.0))
+    )
     sigma = low + draw_uniform(key, child(0, 0), 0) * (high - low)
     for index, is_applied in enumerate(draw_uniform(key, 0, 0) < p):
         image = to_form(array, "pil")

@@ -31,11 +31,15 @@ ODD, EIGHTS, LARGE = (6, 5), (8, 16), (101, 99)
 class ArrayStore:
     """Samples in a list of arrays."""
 
-    def __init__(self, samples: Sequence[np.ndarray], form: Any = "pil", *, gives_views: bool = True) -> None:
+    def __init__(
+        self, samples: Sequence[np.ndarray], form: Any = "pil", *, gives_views: bool = True
+    ) -> None:
         self.samples = list(samples)
         self.gives_views = gives_views
         shapes = {sample.shape for sample in samples}
-        self.spec = SampleSpec(shape=shapes.pop() if len(shapes) == 1 else None, dtype=samples[0].dtype.name, form=form)
+        self.spec = SampleSpec(
+            shape=shapes.pop() if len(shapes) == 1 else None, dtype=samples[0].dtype.name, form=form
+        )
 
     def read(self, index: int) -> np.ndarray:
         view = self.samples[index].view()
@@ -57,17 +61,26 @@ class ArrayStore:
 
 def images(count: int, *sizes: tuple[int, int], channels: int = 3) -> list[np.ndarray]:
     rng = np.random.default_rng(0)
-    return [rng.integers(0, 256, (channels, *sizes[i % len(sizes)]), dtype=np.uint8) for i in range(count)]
+    return [
+        rng.integers(0, 256, (channels, *sizes[i % len(sizes)]), dtype=np.uint8)
+        for i in range(count)
+    ]
 
 
 def to_form(array_CHW: np.ndarray, form: str) -> Any:
     if form == "tensor":
         return torch.from_numpy(array_CHW.copy())
-    return Image.fromarray(array_CHW[0] if len(array_CHW) == 1 else array_CHW.transpose(1, 2, 0).copy())
+    return Image.fromarray(
+        array_CHW[0] if len(array_CHW) == 1 else array_CHW.transpose(1, 2, 0).copy()
+    )
 
 
 def to_array(sample: Any) -> np.ndarray:
-    return sample.numpy() if isinstance(sample, torch.Tensor) else v2.functional.pil_to_tensor(sample).numpy()
+    return (
+        sample.numpy()
+        if isinstance(sample, torch.Tensor)
+        else v2.functional.pil_to_tensor(sample).numpy()
+    )
 
 
 def reference(steps: Sequence[Any], sample: Any, index: int) -> np.ndarray:
@@ -86,7 +99,9 @@ def reference(steps: Sequence[Any], sample: Any, index: int) -> np.ndarray:
             sample = random_crop(step, sample, draw)
         elif name == "RandomResizedCrop":
             box = resized_crop_box(step, sample, draw)
-            sample = api.resized_crop(sample, *box, list(step.size), step.interpolation, antialias=step.antialias)
+            sample = api.resized_crop(
+                sample, *box, list(step.size), step.interpolation, antialias=step.antialias
+            )
         else:
             sample = step(sample)
     return to_array(sample)
@@ -115,11 +130,16 @@ def resized_crop_box(step: Any, sample: Any, draw: Any) -> tuple[int, int, int, 
     height, width = F.get_size(sample)
     low, high = (math.log(r) for r in step.ratio)
     for attempt in range(10):
-        area = height * width * (step.scale[0] + draw(4 * attempt) * (step.scale[1] - step.scale[0]))
+        area = (
+            height * width * (step.scale[0] + draw(4 * attempt) * (step.scale[1] - step.scale[0]))
+        )
         ratio = math.exp(low + draw(4 * attempt + 1) * (high - low))
         w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
         if 0 < w <= width and 0 < h <= height:
-            top, left = int(draw(4 * attempt + 2) * (height - h + 1)), int(draw(4 * attempt + 3) * (width - w + 1))
+            top, left = (
+                int(draw(4 * attempt + 2) * (height - h + 1)),
+                int(draw(4 * attempt + 3) * (width - w + 1)),
+            )
             return top, left, h, w
     h, w = height, width
     if width / height < min(step.ratio):
@@ -190,7 +210,10 @@ def test_flips(api: Any, form: str, size: tuple[int, int]) -> None:
     """Mirrored samples equal torchvision's, for widths that are multiples of 8 and for others."""
     store = ArrayStore(images(70, size), form)
     check([api.RandomHorizontalFlip()], store)
-    check([api.RandomVerticalFlip(0.3), api.RandomHorizontalFlip(0.7), api.RandomVerticalFlip()], store)
+    check(
+        [api.RandomVerticalFlip(0.3), api.RandomHorizontalFlip(0.7), api.RandomVerticalFlip()],
+        store,
+    )
 
 
 @both_apis
@@ -211,9 +234,14 @@ def test_padding_between_flips(api: Any, form: str, mode: str) -> None:
     """Borders that a flip exchanges, and crops after and before flips, come out as in torchvision."""
     store = ArrayStore(images(12, EIGHTS), form)
     flip = api.RandomHorizontalFlip
-    check([flip(), api.Pad((1, 0, 3, 2), padding_mode=mode), flip(), api.RandomCrop(7), flip()], store)
+    check(
+        [flip(), api.Pad((1, 0, 3, 2), padding_mode=mode), flip(), api.RandomCrop(7), flip()], store
+    )
     check([flip(), api.RandomCrop(8, padding=2, padding_mode=mode), api.RandomCrop(5)], store)
-    check([api.RandomCrop(6), api.Pad(2, padding_mode=mode, fill=3), flip(), api.CenterCrop((7, 9))], store)
+    check(
+        [api.RandomCrop(6), api.Pad(2, padding_mode=mode, fill=3), flip(), api.CenterCrop((7, 9))],
+        store,
+    )
 
 
 @both_apis
@@ -239,7 +267,10 @@ def test_pad_if_needed(api: Any, form: str, mode: str, padding: Any) -> None:
 @both_apis
 def test_colour_fill(api: Any) -> None:
     """A fill per channel lands in its channel, also where samples are mirrored."""
-    check([api.RandomCrop(6, padding=3, fill=(1, 128, 255)), api.RandomHorizontalFlip()], ArrayStore(images(20, ODD)))
+    check(
+        [api.RandomCrop(6, padding=3, fill=(1, 128, 255)), api.RandomHorizontalFlip()],
+        ArrayStore(images(20, ODD)),
+    )
 
 
 def test_reflection_beyond_the_image() -> None:
@@ -248,7 +279,8 @@ def test_reflection_beyond_the_image() -> None:
     check(steps, ArrayStore(images(3, ODD)))
     tensors = ArrayStore(images(3, ODD), "tensor")
     with pytest.raises(
-        ValueError, match=r"padding \(9, 9, 9, 9\).*'reflect' is too large for the image size \(6, 5\) of sample 0"
+        ValueError,
+        match=r"padding \(9, 9, 9, 9\).*'reflect' is too large for the image size \(6, 5\) of sample 0",
     ):
         served(steps, tensors, [0, 1])
 
@@ -302,7 +334,9 @@ def test_grayscale_of_tensors(api: Any, channels: int) -> None:
 def test_conversions_are_bit_equal(steps: list[Any], size: tuple[int, int]) -> None:
     """Each way to floats gives exactly torchvision's, which divides in v1 and multiplies in v2, for all 256 values."""
     store = ArrayStore(images(5, size))
-    store.samples[0].flat[: min(256, store.samples[0].size)] = np.arange(256)[: store.samples[0].size]
+    store.samples[0].flat[: min(256, store.samples[0].size)] = np.arange(256)[
+        : store.samples[0].size
+    ]
     check([v1.RandomHorizontalFlip(), *steps], store)
 
 
@@ -312,8 +346,14 @@ def test_normalize(size: tuple[int, int]) -> None:
     store = ArrayStore(images(70 if size != LARGE else 3, size))
     check([v1.RandomHorizontalFlip(), v1.ToTensor(), v1.Normalize(*NORM)], store, atol=1e-6)
     check([v1.ToTensor(), v1.Normalize(*NORM), v1.Normalize((0.1,), (1.5,))], store, atol=1e-6)
-    check([v2.ToImage(), v2.ToDtype(torch.float32), v2.Normalize((127.0,), (64.0,))], store, atol=1e-6)
-    check([v2.ToImage(), v2.ToDtype(torch.float64, scale=True), v2.Normalize(*NORM)], store, atol=1e-12)
+    check(
+        [v2.ToImage(), v2.ToDtype(torch.float32), v2.Normalize((127.0,), (64.0,))], store, atol=1e-6
+    )
+    check(
+        [v2.ToImage(), v2.ToDtype(torch.float64, scale=True), v2.Normalize(*NORM)],
+        store,
+        atol=1e-12,
+    )
 
 
 def test_geometry_after_normalize() -> None:
@@ -328,10 +368,16 @@ def test_geometry_after_normalize() -> None:
 def test_channels_that_normalize_does_not_fit() -> None:
     """v2 widens one channel to three as torchvision does; v1 and other counts are errors that name both numbers."""
     gray = ArrayStore(images(5, ODD, channels=1))
-    check([v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(*NORM)], gray, atol=1e-6)
-    with pytest.raises(ValueError, match=r"sample 0 .* it has 1 channel, but Normalize has 3 means"):
+    check(
+        [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(*NORM)], gray, atol=1e-6
+    )
+    with pytest.raises(
+        ValueError, match=r"sample 0 .* it has 1 channel, but Normalize has 3 means"
+    ):
         served([v1.ToTensor(), v1.Normalize(*NORM)], gray, [0])
-    with pytest.raises(ValueError, match=r"sample 0 .* it has 1 channel, but fill=\(1, 2, 3\) has 3 values"):
+    with pytest.raises(
+        ValueError, match=r"sample 0 .* it has 1 channel, but fill=\(1, 2, 3\) has 3 values"
+    ):
         served([v1.RandomCrop(5, padding=1, fill=(1, 2, 3))], gray, [0])
 
 
@@ -346,15 +392,26 @@ def test_random_resized_crop(api: Any, form: str, interpolation: str) -> None:
     store = ArrayStore(images(12, (37, 50)), form)
     mode = v1.InterpolationMode(interpolation)
     levels = 1 if form == "tensor" and api is v1 else 0  # float32, summed in another order
-    check([api.RandomResizedCrop((16, 24), interpolation=mode), api.RandomHorizontalFlip()], store, atol=levels)
-    check([api.RandomCrop(36), api.RandomResizedCrop(90, scale=(0.5, 1.0), interpolation=mode)], store, atol=levels)
+    check(
+        [api.RandomResizedCrop((16, 24), interpolation=mode), api.RandomHorizontalFlip()],
+        store,
+        atol=levels,
+    )
+    check(
+        [api.RandomCrop(36), api.RandomResizedCrop(90, scale=(0.5, 1.0), interpolation=mode)],
+        store,
+        atol=levels,
+    )
 
 
 @pytest.mark.parametrize("interpolation", ["box", "hamming", "lanczos"])
 def test_random_resized_crop_with_pillows_other_filters(interpolation: str) -> None:
     """Filters that only Pillow has work on PIL images."""
     mode = v1.InterpolationMode(interpolation)
-    check([v1.RandomResizedCrop(16, interpolation=mode), v1.ToTensor()], ArrayStore(images(5, (37, 50))))
+    check(
+        [v1.RandomResizedCrop(16, interpolation=mode), v1.ToTensor()],
+        ArrayStore(images(5, (37, 50))),
+    )
 
 
 @both_apis
@@ -362,7 +419,10 @@ def test_a_box_of_the_whole_image_is_resized_without_a_warning(api: Any) -> None
     """torch, which warns of read-only memory once, gets none of a store's."""
     torch.set_warn_always(True)
     try:
-        check([api.RandomResizedCrop(9, scale=(1, 1), ratio=(1, 1))], ArrayStore(images(2, (7, 7)), "tensor"))
+        check(
+            [api.RandomResizedCrop(9, scale=(1, 1), ratio=(1, 1))],
+            ArrayStore(images(2, (7, 7)), "tensor"),
+        )
     finally:
         torch.set_warn_always(False)
 
@@ -389,7 +449,11 @@ def test_ragged_samples(api: Any) -> None:
     """Images of several sizes come out as one batch after a crop, equal to torchvision's."""
     store = ArrayStore(images(9, (12, 9), (9, 17), (31, 16)))
     check([api.RandomHorizontalFlip(), api.RandomCrop(8), api.RandomVerticalFlip()], store)
-    check([api.RandomResizedCrop(8), api.RandomHorizontalFlip(), v1.ToTensor(), v1.Normalize(*NORM)], store, atol=1e-6)
+    check(
+        [api.RandomResizedCrop(8), api.RandomHorizontalFlip(), v1.ToTensor(), v1.Normalize(*NORM)],
+        store,
+        atol=1e-6,
+    )
     check([api.RandomHorizontalFlip(), api.CenterCrop(14)], store)
     assert compiled([api.RandomCrop(8)], store).output((3, 12, 9)) == ((3, 8, 8), np.dtype("uint8"))
 
@@ -407,7 +471,9 @@ def test_output_is_none_where_it_depends_on_the_sample() -> None:
 def test_no_ops_copy() -> None:
     """A program of form changes only gives the stored samples in memory that is not the store's."""
     store = ArrayStore(images(4, ODD))
-    assert np.array_equal(served([v1.PILToTensor()], store, [2, 0]), np.stack([store.samples[2], store.samples[0]]))
+    assert np.array_equal(
+        served([v1.PILToTensor()], store, [2, 0]), np.stack([store.samples[2], store.samples[0]])
+    )
     alone = compiled([v1.PILToTensor()], store).run_one(store, 1, 0, 0)
     assert np.array_equal(alone, store.samples[1])
     assert not np.shares_memory(alone, store.samples[1])
@@ -416,7 +482,12 @@ def test_no_ops_copy() -> None:
 def test_a_sample_does_not_depend_on_its_batch() -> None:
     """In batches of any size, order and company, in any epoch array, a sample has the same pixels."""
     store = ArrayStore(images(130, EIGHTS))
-    steps = [v1.RandomCrop(8, padding=3), v1.RandomHorizontalFlip(), v1.ToTensor(), v1.Normalize(*NORM)]
+    steps = [
+        v1.RandomCrop(8, padding=3),
+        v1.RandomHorizontalFlip(),
+        v1.ToTensor(),
+        v1.Normalize(*NORM),
+    ]
     whole = served(steps, store, range(130))
     order = np.random.default_rng(1).permutation(130)
     assert np.array_equal(served(steps, store, order.tolist()), whole[order])
@@ -469,7 +540,12 @@ def test_threads_do_not_disturb_each_other() -> None:
 
 def test_empty_batch() -> None:
     """A batch of no samples is served without complaint."""
-    assert served([v1.RandomCrop(4), v1.ToTensor()], ArrayStore(images(2, ODD)), []).shape == (0, 3, 4, 4)
+    assert served([v1.RandomCrop(4), v1.ToTensor()], ArrayStore(images(2, ODD)), []).shape == (
+        0,
+        3,
+        4,
+        4,
+    )
 
 
 def test_a_compiled_program_pickles() -> None:
@@ -489,7 +565,8 @@ def test_a_compiled_program_pickles() -> None:
 def test_crop_larger_than_the_image(api: Any) -> None:
     """The error is torchvision's, with both sizes, and names the first sample that is too small."""
     with pytest.raises(
-        ValueError, match=r"Required crop size \(7, 4\) is larger than input image size \(6, 5\) of sample 2"
+        ValueError,
+        match=r"Required crop size \(7, 4\) is larger than input image size \(6, 5\) of sample 2",
     ):
         served([api.RandomCrop((7, 4))], ArrayStore(images(3, ODD)), [2, 1])
     ragged = ArrayStore(images(4, (9, 9), (9, 6)))
@@ -500,7 +577,10 @@ def test_crop_larger_than_the_image(api: Any) -> None:
 def test_samples_that_do_not_fit_the_batch() -> None:
     """A gray image among colour images is an error that names it, not a broadcast."""
     store = ArrayStore([*images(2, (8, 9)), *images(1, (8, 9), channels=1)])
-    with pytest.raises(ValueError, match=r"sample 2 comes out as \(1, 4, 4\), but the batch has room for \(3, 4, 4\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"sample 2 comes out as \(1, 4, 4\), but the batch has room for \(3, 4, 4\)",
+    ):
         served([v1.RandomCrop(4)], store, [0, 2])
 
 
@@ -517,7 +597,9 @@ def test_batch_memory_must_be_contiguous() -> None:
 def test_samples_that_are_no_uint8_images(samples: np.ndarray) -> None:
     """Compiling for them is an error that names dtype, shape and the cure."""
     store = ArrayStore([samples], "tensor")
-    with pytest.raises(ValueError, match=rf"the samples are {samples.dtype} of shape .*batch_ops='off'"):
+    with pytest.raises(
+        ValueError, match=rf"the samples are {samples.dtype} of shape .*batch_ops='off'"
+    ):
         Program(plan_transform(v1.RandomHorizontalFlip(), form="tensor").batch_ops, store.spec)
 
 
@@ -528,13 +610,21 @@ def test_samples_that_are_no_uint8_images(samples: np.ndarray) -> None:
 def test_half_floats_are_rounded_once(dtype: torch.dtype) -> None:
     """Batches and samples of 16-bit floats are the float32 ones, rounded; within their precision torchvision's."""
     samples = [(Image.fromarray(array.transpose(1, 2, 0)), 0) for array in images(5, ODD)]
-    steps = [v2.RandomHorizontalFlip(), v2.ToImage(), v2.ToDtype(dtype, scale=True), v2.Normalize((0.5,), (0.25,))]
+    steps = [
+        v2.RandomHorizontalFlip(),
+        v2.ToImage(),
+        v2.ToDtype(dtype, scale=True),
+        v2.Normalize((0.5,), (0.25,)),
+    ]
     whole = [*steps[:2], v2.ToDtype(torch.float32, scale=True), steps[3]]
     with (
         CachedDataset(samples, transform=v2.Compose(steps), seed=1, progress=False) as half,
         CachedDataset(samples, transform=v2.Compose(whole), seed=1, progress=False) as full,
     ):
-        (got, _), (want, _) = next(iter(DataLoader(half, batch_size=5))), next(iter(DataLoader(full, batch_size=5)))
+        (got, _), (want, _) = (
+            next(iter(DataLoader(half, batch_size=5))),
+            next(iter(DataLoader(full, batch_size=5))),
+        )
         assert got.dtype == half[0][0].dtype == dtype
         assert torch.equal(got, want.to(dtype))
 
@@ -542,7 +632,9 @@ def test_half_floats_are_rounded_once(dtype: torch.dtype) -> None:
 def test_what_comes_before_an_unknown_step_is_served_in_batches() -> None:
     """The step gets the very samples that it would get one by one, and its batches equal these."""
     seen: list[Any] = []
-    samples = [(Image.fromarray(array.transpose(1, 2, 0)), i) for i, array in enumerate(images(6, EIGHTS))]
+    samples = [
+        (Image.fromarray(array.transpose(1, 2, 0)), i) for i, array in enumerate(images(6, EIGHTS))
+    ]
     keep, zero = v1.Lambda(seen.append), v1.Lambda(lambda _: 0)
     steps = v1.Compose([v1.RandomCrop(7), v1.RandomHorizontalFlip(), keep, zero])
     with CachedDataset(samples, transform=steps, seed=1, progress=False) as dataset:

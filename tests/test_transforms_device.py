@@ -46,7 +46,15 @@ class OnDevice(TorchDispatchMode):
     shape only the device knows: the host waits.
     """
 
-    WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "item", "is_nonzero", "equal", "unique")
+    WAITING = (
+        "_local_scalar_dense",
+        "nonzero",
+        "masked_select",
+        "item",
+        "is_nonzero",
+        "equal",
+        "unique",
+    )
     VIEWS = (
         "view",
         "_unsafe_view",
@@ -74,10 +82,14 @@ class OnDevice(TorchDispatchMode):
             promoted = inputs[0].dtype
             for each in inputs[1:]:
                 promoted = torch.promote_types(promoted, each.dtype)
-            assert kwargs["out"].dtype == promoted, f"{name} computes {promoted} into {kwargs['out'].dtype}"
+            assert kwargs["out"].dtype == promoted, (
+                f"{name} computes {promoted} into {kwargs['out'].dtype}"
+            )
         result = func(*args, **kwargs)
         if isinstance(result, torch.Tensor) and name not in self.VIEWS:
-            assert result.dtype != torch.float64 or name == "lift_fresh", "float64, which not every device has"
+            assert result.dtype != torch.float64 or name == "lift_fresh", (
+                "float64, which not every device has"
+            )
             self.made.append((name, result))
         return result
 
@@ -87,7 +99,9 @@ def device(request: pytest.FixtureRequest) -> torch.device:
     return torch.device(request.param)
 
 
-def store_of(form: str = "pil", size: tuple[int, int] = SIZE, channels: int = 3, count: int = 24) -> ArrayStore:
+def store_of(
+    form: str = "pil", size: tuple[int, int] = SIZE, channels: int = 3, count: int = 24
+) -> ArrayStore:
     return ArrayStore(images(count, size, channels=channels), form)
 
 
@@ -95,7 +109,9 @@ def program_of(steps: Steps, store: ArrayStore, **options: Any) -> DeviceProgram
     """A program, of steps that end with a tensor."""
     if store.spec.form == "pil" and not any("To" in type(step).__name__ for step in steps):
         steps = [*steps, v1.PILToTensor()]
-    plan = plan_transform(v1.Compose(list(steps)), form=store.spec.form, channels=store.samples[0].shape[0])
+    plan = plan_transform(
+        v1.Compose(list(steps)), form=store.spec.form, channels=store.samples[0].shape[0]
+    )
     assert not plan.per_sample, plan.obstacle
     return DeviceProgram(plan, store.spec, **options)
 
@@ -104,7 +120,9 @@ def sent(prog: DeviceProgram, store: ArrayStore, index_B: np.ndarray) -> torch.T
     """What is sent to the device."""
     if prog.host is None:
         return torch.from_numpy(
-            np.stack([store.samples[i] for i in index_B] or [np.zeros(prog.sent_shape, np.uint8)])[: len(index_B)]
+            np.stack([store.samples[i] for i in index_B] or [np.zeros(prog.sent_shape, np.uint8)])[
+                : len(index_B)
+            ]
         )
     out = np.empty((len(index_B), *prog.sent_shape), np.uint8)
     prog.host.run(store, index_B, EPOCH, SEED, out)
@@ -129,13 +147,17 @@ def run_both(
     return batch.cpu()
 
 
-def check(steps: Steps, store: ArrayStore, device: torch.device, *, atol: float = 0, **options: Any) -> None:
+def check(
+    steps: Steps, store: ArrayStore, device: torch.device, *, atol: float = 0, **options: Any
+) -> None:
     """Batches equal those of the CPU's program, some samples twice."""
     index = [*reversed(range(len(store.samples))), 0, 0]
     expected = served(steps, store, index)
     batch = run_both(steps, store, index, device, **options)
     assert batch.is_contiguous(
-        memory_format=torch.channels_last if options.get("channels_last") else torch.contiguous_format
+        memory_format=torch.channels_last
+        if options.get("channels_last")
+        else torch.contiguous_format
     )
     assert batch.shape == expected.shape
     np.testing.assert_allclose(batch.numpy(), expected, rtol=0, atol=atol)
@@ -151,7 +173,11 @@ def check(steps: Steps, store: ArrayStore, device: torch.device, *, atol: float 
 @pytest.mark.parametrize("size", [(6, 5), (8, 16), SIZE], ids=shown)
 def test_flips(device: torch.device, api: Any, form: str, p: float, size: tuple[int, int]) -> None:
     """None, some and all mirrored, along one axis and along both."""
-    check([api.RandomHorizontalFlip(p), api.PILToTensor()][: 1 + (form == "pil")], store_of(form, size), device)
+    check(
+        [api.RandomHorizontalFlip(p), api.PILToTensor()][: 1 + (form == "pil")],
+        store_of(form, size),
+        device,
+    )
     check([api.RandomVerticalFlip(p), api.RandomHorizontalFlip(0.5)], store_of(form, size), device)
 
 
@@ -180,14 +206,23 @@ def test_pad_if_needed(device: torch.device, api: Any, mode: str, padding: Any) 
 def test_stages_that_do_not_fuse(device: torch.device, mode: str) -> None:
     """A border of a cropped image, then a crop of that, and another border."""
     pad = v1.Pad((1, 0, 3, 2), padding_mode=mode)
-    steps = [v1.RandomCrop(8), pad, v1.RandomHorizontalFlip(), v1.RandomCrop(9), v1.RandomVerticalFlip(), pad]
+    steps = [
+        v1.RandomCrop(8),
+        pad,
+        v1.RandomHorizontalFlip(),
+        v1.RandomCrop(9),
+        v1.RandomVerticalFlip(),
+        pad,
+    ]
     check(steps, store_of(), device)
 
 
 @pytest.mark.parametrize("size", [(3, 2), (4, 3), (9, 8), (9, 2), (2, 10)], ids=shown)
 def test_centre_crops(device: torch.device, size: tuple[int, int]) -> None:
     """Smaller and larger than the image, along each axis."""
-    check([v1.RandomHorizontalFlip(), v1.CenterCrop(size)], store_of(size=(6, 5), channels=1), device)
+    check(
+        [v1.RandomHorizontalFlip(), v1.CenterCrop(size)], store_of(size=(6, 5), channels=1), device
+    )
 
 
 def test_colour_fill_and_repeated_reflection(device: torch.device) -> None:
@@ -217,17 +252,31 @@ def test_normalize(device: torch.device, channels_last: bool) -> None:
     scale = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True)]
     for steps in (
         [v1.RandomHorizontalFlip(), v1.ToTensor(), norm],
-        [v1.ToTensor(), norm, v1.Normalize((0.1,), (1.5,)), v1.RandomCrop(30), v1.Pad(2, padding_mode="edge")],
+        [
+            v1.ToTensor(),
+            norm,
+            v1.Normalize((0.1,), (1.5,)),
+            v1.RandomCrop(30),
+            v1.Pad(2, padding_mode="edge"),
+        ],
         [v2.ToImage(), v2.ToDtype(torch.float32), v2.Normalize((127.0,), (64.0,))],
         [v1.RandomResizedCrop(16), v1.RandomHorizontalFlip(), v1.Grayscale(3), v1.ToTensor(), norm],
     ):
         check(steps, store_of(), device, atol=1e-6, channels_last=channels_last)
-    check([*scale, v2.Normalize(*NORM)], store_of(channels=1), device, atol=1e-6, channels_last=channels_last)
+    check(
+        [*scale, v2.Normalize(*NORM)],
+        store_of(channels=1),
+        device,
+        atol=1e-6,
+        channels_last=channels_last,
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("channels_last", [False, True])
-def test_half_floats_are_rounded_once(device: torch.device, dtype: torch.dtype, channels_last: bool) -> None:
+def test_half_floats_are_rounded_once(
+    device: torch.device, dtype: torch.dtype, channels_last: bool
+) -> None:
     """What ``dtype=`` serves is the float32 batch, rounded; uint8 batches stay uint8."""
     options: dict[str, Any] = {"channels_last": channels_last}
     scale = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True)]
@@ -242,7 +291,10 @@ def test_half_floats_are_rounded_once(device: torch.device, dtype: torch.dtype, 
         half = run_both(steps, store, range(24), device, dtype=dtype, **options)
         assert torch.equal(half, whole.to(dtype))
         assert half.stride() == whole.stride()
-    assert program_of([v1.RandomCrop(20)], store_of(), dtype=dtype).output == ((3, 20, 20), torch.uint8)
+    assert program_of([v1.RandomCrop(20)], store_of(), dtype=dtype).output == (
+        (3, 20, 20),
+        torch.uint8,
+    )
 
 
 # Steps that the device has no form of
@@ -260,7 +312,12 @@ WINDOWS = [v1.RandomCrop(36), v1.RandomHorizontalFlip(), v1.ToTensor(), v1.Norma
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_other_steps_run_before_the_transfer(device: torch.device, channels_last: bool) -> None:
     """Resizing and colours are done by the core, and only the uint8 that is served is sent."""
-    jitter = [v1.RandomResizedCrop(24), v1.ColorJitter(0.4, 0.4), v1.ToTensor(), v1.Normalize(*NORM)]
+    jitter = [
+        v1.RandomResizedCrop(24),
+        v1.ColorJitter(0.4, 0.4),
+        v1.ToTensor(),
+        v1.Normalize(*NORM),
+    ]
     for steps in (AUGMENTATION, jitter):
         check(steps, store_of(), device, atol=1e-6, channels_last=channels_last)
         prog = program_of(steps, store_of())
@@ -335,7 +392,12 @@ def test_the_stored_samples_are_only_read(device: torch.device) -> None:
         WINDOWS,
         [v1.RandomCrop(40, padding=4, padding_mode="reflect"), v1.ToTensor()],
         [v1.RandomCrop(40, padding=4, fill=7), v1.PILToTensor()],
-        [v2.RandomHorizontalFlip(), v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(*NORM)],
+        [
+            v2.RandomHorizontalFlip(),
+            v2.ToImage(),
+            v2.ToDtype(torch.float32, scale=True),
+            v2.Normalize(*NORM),
+        ],
     ],
     ids=["crop", "reflect", "fill", "v2"],
 )
@@ -392,7 +454,10 @@ def test_no_host_synchronisation_on_a_gpu(channels_last: bool) -> None:
     device = torch.device("cuda")
     store = store_of()
     prog = program_of(WINDOWS, store, channels_last=channels_last)
-    samples, index_B = torch.from_numpy(np.stack(store.samples)).to(device), torch.arange(24, device=device)
+    samples, index_B = (
+        torch.from_numpy(np.stack(store.samples)).to(device),
+        torch.arange(24, device=device),
+    )
     drawn = prog.draw(np.arange(24), EPOCH, SEED)
     assert drawn is not None
     draws = drawn.pin_memory()
@@ -411,13 +476,33 @@ def test_no_host_synchronisation_on_a_gpu(channels_last: bool) -> None:
 @pytest.mark.parametrize(
     ("steps", "spec", "reason"),
     [
-        ([v1.RandomCrop(4), v1.ToTensor()], {"shape": None}, "the stored samples have different shapes"),
-        ([v1.PILToTensor()], {"shape": (3, 8, 9), "dtype": "float32"}, "the stored samples are float32 of shape"),
-        ([v1.RandomHorizontalFlip(), v1.Lambda(abs)], {"shape": (3, 8, 9)}, "Lambda.* is not a known batch op"),
+        (
+            [v1.RandomCrop(4), v1.ToTensor()],
+            {"shape": None},
+            "the stored samples have different shapes",
+        ),
+        (
+            [v1.PILToTensor()],
+            {"shape": (3, 8, 9), "dtype": "float32"},
+            "the stored samples are float32 of shape",
+        ),
+        (
+            [v1.RandomHorizontalFlip(), v1.Lambda(abs)],
+            {"shape": (3, 8, 9)},
+            "Lambda.* is not a known batch op",
+        ),
         ([v1.RandomHorizontalFlip()], {"shape": (3, 8, 9)}, "the transform ends with a PIL image"),
         ([v1.ToTensor(), v1.Normalize(*NORM)], {"shape": (1, 8, 9)}, "Normalize has 3 means"),
-        ([v1.ToTensor(), v1.RandomErasing()], {"shape": (3, 8, 9)}, "erasing or noise comes after the conversion"),
-        ([v1.RandomRotation(9, expand=True), v1.ToTensor()], {"shape": (3, 8, 9)}, "differ in size"),
+        (
+            [v1.ToTensor(), v1.RandomErasing()],
+            {"shape": (3, 8, 9)},
+            "erasing or noise comes after the conversion",
+        ),
+        (
+            [v1.RandomRotation(9, expand=True), v1.ToTensor()],
+            {"shape": (3, 8, 9)},
+            "differ in size",
+        ),
     ],
     ids=["ragged", "floats", "unknown", "pil", "channels", "erased", "sizes"],
 )

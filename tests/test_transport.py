@@ -22,7 +22,14 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader as TorchLoader
-from torch.utils.data import Dataset, IterableDataset, Subset, default_collate, default_convert, get_worker_info
+from torch.utils.data import (
+    Dataset,
+    IterableDataset,
+    Subset,
+    default_collate,
+    default_convert,
+    get_worker_info,
+)
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from fastdata import CachedDataset, CudaPrefetcher, DataLoader, SampleBatch, collate
@@ -30,7 +37,9 @@ from fastdata.datasets import ring as rings
 from fastdata.datasets.ring import Arrivals, RingCollate
 from fastdata.errors import MemoryBudgetError
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="blocks without a name need Linux")
+pytestmark = pytest.mark.skipif(
+    not hasattr(os, "memfd_create"), reason="blocks without a name need Linux"
+)
 
 
 class Point(NamedTuple):
@@ -91,8 +100,12 @@ def _epoch(loader: Any) -> list[tuple[list[Any], list[int]]]:
     return [(images.tolist(), labels.tolist()) for images, labels in loader]
 
 
-def _numbers(batches: list[list[int]], shape: tuple[int, ...] = (2, 3)) -> list[tuple[list[Any], list[int]]]:
-    return [(torch.stack([torch.full(shape, i) for i in batch]).tolist(), batch) for batch in batches]
+def _numbers(
+    batches: list[list[int]], shape: tuple[int, ...] = (2, 3)
+) -> list[tuple[list[Any], list[int]]]:
+    return [
+        (torch.stack([torch.full(shape, i) for i in batch]).tolist(), batch) for batch in batches
+    ]
 
 
 def _ring(collate_fn: RingCollate, dataset: Any = None) -> Any:
@@ -187,11 +200,26 @@ STRUCTURES = {
     "dict": lambda: {"a": torch.ones(2), 4: {"b": np.arange(3.0)}},
     "namedtuple": lambda: Point(torch.ones(2), np.int64(4)),
     "dataclass": lambda: Labelled(torch.ones(2), "x"),
-    "arrays": lambda: [np.arange(6).reshape(2, 3), np.asfortranarray(np.eye(2, 3)), np.array(["a", "bc"])],
-    "odd arrays": lambda: [np.zeros((0, 2)), np.array(5), np.array([{}], dtype=object), np.arange(8)[::2]],
+    "arrays": lambda: [
+        np.arange(6).reshape(2, 3),
+        np.asfortranarray(np.eye(2, 3)),
+        np.array(["a", "bc"]),
+    ],
+    "odd arrays": lambda: [
+        np.zeros((0, 2)),
+        np.array(5),
+        np.array([{}], dtype=object),
+        np.arange(8)[::2],
+    ],
     "empty arrays": lambda: [np.zeros((0, 2)), np.zeros(0, np.int16)],
-    "arrays of the other byte order": lambda: [_swapped(np.arange(6).reshape(2, 3)), _swapped(np.array(["a", "bc"]))],
-    "read-only arrays": lambda: [np.frombuffer(b"abcd", np.uint8), _read_only(np.asfortranarray(np.eye(2, 3)))],
+    "arrays of the other byte order": lambda: [
+        _swapped(np.arange(6).reshape(2, 3)),
+        _swapped(np.array(["a", "bc"])),
+    ],
+    "read-only arrays": lambda: [
+        np.frombuffer(b"abcd", np.uint8),
+        _read_only(np.asfortranarray(np.eye(2, 3))),
+    ],
     "no tensors": lambda: ["a", 1.5, None, b"x"],
     "bytes": lambda: [bytearray(b"abc"), torch.ones(1)],
 }
@@ -205,14 +233,20 @@ def test_the_structure_arrives(make: Callable[[], Any]) -> None:
     assert repr(ours) == repr(theirs)
     for a, b in zip(ours, theirs, strict=True) if isinstance(ours, list) else ():
         if isinstance(a, np.ndarray):
-            assert (a.dtype, a.strides, a.flags.writeable) == (b.dtype, b.strides, b.flags.writeable)
+            assert (a.dtype, a.strides, a.flags.writeable) == (
+                b.dtype,
+                b.strides,
+                b.flags.writeable,
+            )
 
 
 def test_tensors_that_share_memory_still_do() -> None:
     """Halves of one tensor, the whole and an alias see each other's changes after the journey."""
     whole = torch.arange(8)
     collate_fn = RingCollate(as_is)
-    low, high, same, again = _arrive(_ring(collate_fn).send(as_is, [whole[:4], whole[4:], whole, whole]))
+    low, high, same, again = _arrive(
+        _ring(collate_fn).send(as_is, [whole[:4], whole[4:], whole, whole])
+    )
     low[0], high[0] = 70, 80
     assert same.tolist() == [70, 1, 2, 3, 80, 5, 6, 7]
     assert same is again
@@ -248,11 +282,16 @@ def test_stacked_memory_is_the_memory_that_arrives() -> None:
 
 def test_a_fastdata_dataset_writes_into_the_memory_that_arrives() -> None:
     """A whole batch, also behind a Subset, is gathered into the slot; as a list of samples it shares the slot too."""
-    with CachedDataset([(torch.full((1, 2, 2), i), i) for i in range(5)], progress=False) as dataset:
+    with CachedDataset(
+        [(torch.full((1, 2, 2), i), i) for i in range(5)], progress=False
+    ) as dataset:
         collate_fn = RingCollate()
         ring = _ring(collate_fn, Subset(dataset, [0]))
         _arrive(ring.send(collate, dataset.__getitems__([1, 2])))
-        for collate_samples, images_of in ((collate, lambda batch: batch[0]), (as_is, lambda batch: batch[0][0])):
+        for collate_samples, images_of in (
+            (collate, lambda batch: batch[0]),
+            (as_is, lambda batch: batch[0][0]),
+        ):
             samples = dataset.__getitems__([3, 4])
             assert isinstance(samples, SampleBatch)
             came = images_of(_arrive(ring.send(collate_samples, samples)))
@@ -265,7 +304,9 @@ def test_a_fastdata_dataset_writes_into_the_memory_that_arrives() -> None:
 @pytest.mark.parametrize("slots", [1, 2])
 def test_a_collate_function_may_read_more_samples_of_the_dataset(slots: int) -> None:
     """They take the slot that comes next, or none; both batches arrive right, and every slot is free again."""
-    with CachedDataset([(torch.full((1, 2, 2), i), i) for i in range(5)], progress=False) as dataset:
+    with CachedDataset(
+        [(torch.full((1, 2, 2), i), i) for i in range(5)], progress=False
+    ) as dataset:
 
         def with_more(samples: Any) -> Any:
             return [collate(samples), collate(dataset.__getitems__([4]))]
@@ -274,7 +315,9 @@ def test_a_collate_function_may_read_more_samples_of_the_dataset(slots: int) -> 
         ring = _ring(collate_fn, dataset)
         _arrive(ring.send(collate, dataset.__getitems__([1, 2])))
         for _ in range(3):
-            (images, labels), (more, number) = _arrive(ring.send(with_more, dataset.__getitems__([1, 2])))
+            (images, labels), (more, number) = _arrive(
+                ring.send(with_more, dataset.__getitems__([1, 2]))
+            )
             assert (labels.tolist(), images.flatten(1).tolist()) == ([1, 2], [[1] * 4, [2] * 4])
             assert (number.tolist(), more.flatten(1).tolist()) == ([4], [[4] * 4])
             del images, labels, more, number
@@ -285,7 +328,10 @@ def test_default_collate_fails_as_in_torch() -> None:
     """Samples of different shapes or unknown types raise torch's message."""
     for samples in ([torch.ones(2), torch.ones(3)], [torch.eye(2).to_sparse()] * 2, [object()] * 2):
         messages = []
-        for collate_samples in (default_collate, partial(_ring(RingCollate()).send, default_collate)):
+        for collate_samples in (
+            default_collate,
+            partial(_ring(RingCollate()).send, default_collate),
+        ):
             with pytest.raises((RuntimeError, TypeError)) as caught:
                 collate_samples(samples)
             messages.append(str(caught.value))
@@ -320,9 +366,15 @@ class Uncountable(dict[str, Any]):
 
 UNCOUNTED: dict[str, tuple[Callable[[], Any], int]] = {
     "nested": (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), 2),
-    "jagged": (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged), 2),
+    "jagged": (
+        lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+        2,
+    ),
     "a mapping of one's own": (lambda: Uncountable(a=torch.ones(2)), 0),
-    "a list that holds itself": (lambda: (lambda whole: [whole.extend([whole, whole]), whole][1])([]), 0),
+    "a list that holds itself": (
+        lambda: (lambda whole: [whole.extend([whole, whole]), whole][1])([]),
+        0,
+    ),
 }
 
 
@@ -368,10 +420,14 @@ def test_kept_batches_are_never_overwritten(make_loader: Any) -> None:
     del loader, collate_fn
     gc.collect()
     assert [labels.tolist() for _, labels in kept] == [[i, i + 1] for i in range(0, 24, 2)] * 2
-    assert [images.unique().tolist() for images, _ in kept] == [[i + 1] for i in range(0, 24, 2)] * 2
+    assert [images.unique().tolist() for images, _ in kept] == [
+        [i + 1] for i in range(0, 24, 2)
+    ] * 2
 
 
-def test_a_batch_that_the_worker_remembers_is_not_overwritten(torchs_road_in_this_process: None) -> None:
+def test_a_batch_that_the_worker_remembers_is_not_overwritten(
+    torchs_road_in_this_process: None,
+) -> None:
     """A collate function that keeps its last batch finds it unchanged, though the parent let go of it long ago."""
     kept: list[torch.Tensor] = []
 
@@ -436,7 +492,9 @@ def test_memory_that_cannot_be_reserved_leaves_torchs_road(
 def test_a_block_with_a_name_serves_where_proc_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """Through temporary files, as on systems without memfd, batches arrive just so, and no file is left."""
     create = rings.Block.create
-    monkeypatch.setattr(rings.Block, "create", lambda size_bytes, *, portable: create(size_bytes, portable=True))
+    monkeypatch.setattr(
+        rings.Block, "create", lambda size_bytes, *, portable: create(size_bytes, portable=True)
+    )
     folder = Path(tempfile.gettempdir())
     before = set(folder.glob("fastdata-block-*"))
     ring = _ring(collate_fn := RingCollate(first))
@@ -473,7 +531,12 @@ def test_every_start_method_works(make_loader: Any, method: str) -> None:
 def test_persistent_workers_keep_their_slots() -> None:
     """Later epochs, whole or broken off, need no more memory, and the report says how much it is."""
     loader = DataLoader(
-        Numbers(24), batch_size=2, num_workers=2, workers="process", persistent_workers=True, prefetch_factor=2
+        Numbers(24),
+        batch_size=2,
+        num_workers=2,
+        workers="process",
+        persistent_workers=True,
+        prefetch_factor=2,
     )
     for _ in range(3):
         assert len(_epoch(loader)) == 12
@@ -510,7 +573,10 @@ def test_several_loaders_share_a_collate_function() -> None:
     collate_fn = RingCollate()
     copies = [collate_fn, pickle.loads(pickle.dumps(collate_fn)), collate_fn, RingCollate()]
     assert copies[1].arrivals is collate_fn.arrivals
-    loaders = [TorchLoader(Numbers(6), batch_size=k, num_workers=1, collate_fn=c) for k, c in enumerate(copies, 1)]
+    loaders = [
+        TorchLoader(Numbers(6), batch_size=k, num_workers=1, collate_fn=c)
+        for k, c in enumerate(copies, 1)
+    ]
     iterators = [iter(loader) for loader in loaders]
     seen: list[list[int]] = [[] for _ in loaders]
     for _ in range(6):
@@ -590,7 +656,9 @@ def test_another_thread_may_receive() -> None:
 @pytest.mark.cuda
 def test_pinned_batches_are_whole() -> None:
     """With pin_memory=True batches are pinned copies, and the slots behind them are reused."""
-    loader = DataLoader(Numbers(24), batch_size=2, num_workers=2, workers="process", pin_memory=True)
+    loader = DataLoader(
+        Numbers(24), batch_size=2, num_workers=2, workers="process", pin_memory=True
+    )
     kept = list(loader)
     assert all(images.is_pinned() for images, _ in kept)
     assert [labels.tolist() for _, labels in kept] == [[i, i + 1] for i in range(0, 24, 2)]
@@ -656,7 +724,9 @@ def test_a_killed_worker_is_named(by: signal.Signals) -> None:
 @pytest.mark.usefixtures("killed_while_awaited")
 def test_a_killed_worker_of_an_untouched_loader_is_an_error() -> None:
     """An untouched loader over the ring fails as without it."""
-    loader = TorchLoader(Deadly(signal.SIGKILL), batch_size=1, num_workers=2, collate_fn=RingCollate())
+    loader = TorchLoader(
+        Deadly(signal.SIGKILL), batch_size=1, num_workers=2, collate_fn=RingCollate()
+    )
     with pytest.raises(RuntimeError, match="DataLoader worker"):
         list(loader)
 
@@ -668,7 +738,8 @@ def test_a_batch_whose_worker_is_gone_is_an_error() -> None:
     collate_fn._ring = None
     came = pickle.loads(parcel)
     with pytest.raises(
-        RuntimeError, match=rf"DataLoader worker \(pid {os.getpid()}\) has ended, and this batch with it"
+        RuntimeError,
+        match=rf"DataLoader worker \(pid {os.getpid()}\) has ended, and this batch with it",
     ):
         came.reraise()
     assert collate_fn.arrivals.bytes_held == 0

@@ -50,7 +50,9 @@ class Samples:
 # The search
 
 
-def climb(space: dict[str, Any], start: dict[str, Any], rate: Callable[..., float]) -> tuple[dict[str, Any], list[Any]]:
+def climb(
+    space: dict[str, Any], start: dict[str, Any], rate: Callable[..., float]
+) -> tuple[dict[str, Any], list[Any]]:
     """Where ``ascend`` ends if rates are exact, and the challengers it asked for."""
     asked = []
 
@@ -68,7 +70,9 @@ def test_the_search_climbs_to_the_top(best_workers: int, best_engine: str) -> No
     space = {"num_workers": WORKERS, "workers": ("auto", "thread"), "prefetch_factor": (2, 4, 8)}
 
     def rate(num_workers: int, workers: str, prefetch_factor: int) -> float:
-        distance = abs(WORKERS.index(num_workers) - WORKERS.index(best_workers)) + abs(prefetch_factor - 4)
+        distance = abs(WORKERS.index(num_workers) - WORKERS.index(best_workers)) + abs(
+            prefetch_factor - 4
+        )
         return 100 - distance + (workers == best_engine)
 
     start = {"num_workers": 2, "workers": "auto", "prefetch_factor": 2}
@@ -81,7 +85,9 @@ def test_the_search_climbs_to_the_top(best_workers: int, best_engine: str) -> No
 def test_the_search_always_tries_no_worker() -> None:
     """Reading in the training loop is tried even where one worker is slower than two."""
     rates = {0: 10.0, 1: 2.0, 2: 3.0, 4: 1.0, 8: 0.5}
-    found, asked = climb({"num_workers": WORKERS}, {"num_workers": 2}, lambda num_workers: rates[num_workers])
+    found, asked = climb(
+        {"num_workers": WORKERS}, {"num_workers": 2}, lambda num_workers: rates[num_workers]
+    )
     assert found == {"num_workers": 0}
     assert [each["num_workers"] for each in asked] == [4, 1, 0, 1]
 
@@ -93,7 +99,10 @@ def test_threads_are_tried_before_no_worker() -> None:
         return 5.0 if num_workers == 0 else {"auto": 4.0, "thread": 9.0}[workers] / num_workers
 
     space = {"num_workers": WORKERS, "workers": ("auto", "thread")}
-    assert climb(space, {"num_workers": 2, "workers": "auto"}, rate)[0] == {"num_workers": 1, "workers": "thread"}
+    assert climb(space, {"num_workers": 2, "workers": "auto"}, rate)[0] == {
+        "num_workers": 1,
+        "workers": "thread",
+    }
 
 
 def test_a_second_round_looks_at_earlier_parameters_again() -> None:
@@ -103,7 +112,10 @@ def test_a_second_round_looks_at_earlier_parameters_again() -> None:
         return {"auto": {1: 3, 2: 4, 4: 2}, "thread": {1: 1, 2: 5, 4: 9}}[workers][num_workers]
 
     space = {"num_workers": (1, 2, 4), "workers": ("auto", "thread")}
-    assert climb(space, {"num_workers": 2, "workers": "auto"}, rate)[0] == {"num_workers": 4, "workers": "thread"}
+    assert climb(space, {"num_workers": 2, "workers": "auto"}, rate)[0] == {
+        "num_workers": 4,
+        "workers": "thread",
+    }
 
 
 # Rates
@@ -111,7 +123,9 @@ def test_a_second_round_looks_at_earlier_parameters_again() -> None:
 
 def rate_of(mean: float, spread: float, slices: int) -> Rate:
     """A rate of slices of a second, half of them so much above the mean, half so much below."""
-    return Rate(tuple((mean + (spread if number % 2 else -spread), 1.0) for number in range(slices)))
+    return Rate(
+        tuple((mean + (spread if number % 2 else -spread), 1.0) for number in range(slices))
+    )
 
 
 @pytest.mark.parametrize(
@@ -119,7 +133,11 @@ def rate_of(mean: float, spread: float, slices: int) -> Rate:
     [
         ((100, 3, 8), (110, 3, 8), True),
         ((100, 15, 8), (110, 15, 8), False),
-        ((100, 2, 4), (103, 2, 4), False),  # four slices each: 2.4 standard errors are needed, 1.8 are there
+        (
+            (100, 2, 4),
+            (103, 2, 4),
+            False,
+        ),  # four slices each: 2.4 standard errors are needed, 1.8 are there
         ((100, 2, 30), (103, 2, 30), True),
         ((100, 0, 1), (900, 3, 8), False),
         ((100, 0, 8), (101, 0, 8), True),
@@ -152,8 +170,15 @@ class Bursts:
 
     prefetch_factor = 2
 
-    def __init__(self, clock: Clock, num_workers: int, burst_s: float, batches: int = 10_000) -> None:
-        self.clock, self.num_workers, self.burst_s, self.batches = clock, num_workers, burst_s, batches
+    def __init__(
+        self, clock: Clock, num_workers: int, burst_s: float, batches: int = 10_000
+    ) -> None:
+        self.clock, self.num_workers, self.burst_s, self.batches = (
+            clock,
+            num_workers,
+            burst_s,
+            batches,
+        )
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         self.clock.now += 5.0
@@ -165,7 +190,9 @@ class Bursts:
 
 @pytest.mark.parametrize("burst_s", [0.001, 0.3])
 @pytest.mark.parametrize("workers", [1, 4])
-def test_a_rate_is_of_the_steady_loop(workers: int, burst_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rate_is_of_the_steady_loop(
+    workers: int, burst_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Start-up is left out, and batches that come in bursts are counted with the time between them."""
     monkeypatch.setattr(measuring, "time", clock := Clock())
     rate = measure(Bursts(clock, workers, burst_s), seconds=1.0)
@@ -177,7 +204,9 @@ def test_a_rate_is_of_the_steady_loop(workers: int, burst_s: float, monkeypatch:
 def test_epochs_too_short_to_warm_up_are_counted_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a loader of two batches an epoch the start is a part."""
     monkeypatch.setattr(measuring, "time", clock := Clock())
-    assert measure(Bursts(clock, 1, 5.0, batches=2), seconds=1.0).samples_per_s == pytest.approx(20 / 15)
+    assert measure(Bursts(clock, 1, 5.0, batches=2), seconds=1.0).samples_per_s == pytest.approx(
+        20 / 15
+    )
 
 
 def test_what_cannot_win_is_cut_short(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,7 +292,11 @@ def test_workers_are_found_for_samples_that_wait() -> None:
     result = quick(samples, parameters={"num_workers": (0, 8)})
     assert result.best == {"num_workers": 8, "batch_size": 4}
     assert result.samples_per_s > 3 * result.start_samples_per_s
-    with pytest.warns(UserWarning, match="8 worker processes") if usable_cores() < 8 else nullcontext():
+    with (
+        pytest.warns(UserWarning, match="8 worker processes")
+        if usable_cores() < 8
+        else nullcontext()
+    ):
         assert DataLoader(samples, **result.best).num_workers == 8
     assert samples.read == []
 
@@ -273,7 +306,9 @@ def test_threads_are_found_for_samples_that_wait() -> None:
     many = usable_cores() + 6
     loader = DataLoader(Samples(seconds=0.001), 4, num_workers=many, workers="thread")
     assert f"read by {many} threads" in loader.report().path
-    assert quick(Samples(seconds=0.02), parameters={"num_workers": (many,), "workers": ("thread",)}).best == {
+    assert quick(
+        Samples(seconds=0.02), parameters={"num_workers": (many,), "workers": ("thread",)}
+    ).best == {
         "num_workers": many,
         "workers": "thread",
         "batch_size": 4,
@@ -282,7 +317,10 @@ def test_threads_are_found_for_samples_that_wait() -> None:
 
 def test_tuning_leaves_the_users_process_alone() -> None:
     """Neither global generators nor the dataset change, here or on the road of a device."""
-    samples, states = Samples(), (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
+    samples, states = (
+        Samples(),
+        (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()),
+    )
     for device in (None, "cpu"):
         quick(samples, parameters={"num_workers": (0, 1)}, max_seconds=2, device=device)
         after = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
@@ -299,7 +337,9 @@ def test_batches_that_do_not_fit_are_not_started() -> None:
     assert [each.settings["batch_size"] for each in refused] == [512]
     assert "would take about " in refused[0].reason
     assert "but memory_limit= allows 400.0 MiB" in refused[0].reason
-    with pytest.raises(MemoryBudgetError, match=r"num_workers=2, batch_size=512 would take about .* memory_limit="):
+    with pytest.raises(
+        MemoryBudgetError, match=r"num_workers=2, batch_size=512 would take about .* memory_limit="
+    ):
         quick(samples, batch_size=512, parameters={"num_workers": (2,)}, memory_limit="100MiB")
 
 
@@ -333,7 +373,9 @@ def test_the_time_box_ends_the_search() -> None:
     result = quick(Samples(seconds=0.05), max_seconds=1)
     assert result.ended == "1 s were over"
     assert result.best["batch_size"] == 4
-    with pytest.raises(TimeoutError, match=r"no probe ended within max_seconds: .*a sample takes 0\.\d\d s"):
+    with pytest.raises(
+        TimeoutError, match=r"no probe ended within max_seconds: .*a sample takes 0\.\d\d s"
+    ):
         quick(Samples(seconds=0.4), max_seconds=0.1, parameters={"num_workers": (0,)})
 
 
@@ -345,15 +387,32 @@ class Stream(IterableDataset[int]):
 @pytest.mark.parametrize(
     ("dataset", "options", "error", "words"),
     [
-        (Stream(), {}, TypeError, "reads samples by index, and Stream has no __getitem__ and __len__"),
+        (
+            Stream(),
+            {},
+            TypeError,
+            "reads samples by index, and Stream has no __getitem__ and __len__",
+        ),
         ([], {}, ValueError, "the dataset is empty"),
-        (Samples(), {"parameters": ("workers", "speed")}, ValueError, r"\['speed'\] are not known; .* num_workers"),
+        (
+            Samples(),
+            {"parameters": ("workers", "speed")},
+            ValueError,
+            r"\['speed'\] are not known; .* num_workers",
+        ),
         (Samples(), {"parameters": {"workers": ()}}, ValueError, "has no value for workers"),
-        (Samples(), {"parameters": ("storage",)}, ValueError, "for fastdata's datasets, not for a Samples"),
+        (
+            Samples(),
+            {"parameters": ("storage",)},
+            ValueError,
+            "for fastdata's datasets, not for a Samples",
+        ),
         (Samples(), {"max_seconds": 0}, ValueError, "max_seconds=0"),
     ],
 )
-def test_bad_input_is_refused(dataset: Any, options: Any, error: type[Exception], words: str) -> None:
+def test_bad_input_is_refused(
+    dataset: Any, options: Any, error: type[Exception], words: str
+) -> None:
     """What cannot be tuned is said before anything is measured."""
     with pytest.raises(error, match=words):
         quick(dataset, **options)
@@ -362,8 +421,12 @@ def test_bad_input_is_refused(dataset: Any, options: Any, error: type[Exception]
 def test_storage_is_tuned_on_some_samples(image_folder: Callable[..., Path]) -> None:
     """Storages are tried on samples of their own; the user's dataset stays unprepared; the table shows all that."""
     transforms = pytest.importorskip("torchvision.transforms")
-    with ImageFolder(image_folder(), transforms.PILToTensor(), resize=(8, 8), fill="lazy", progress=False) as dataset:
-        result = quick(dataset, parameters={"num_workers": (0,), "storage": ("none", "shared")}, max_seconds=3)
+    with ImageFolder(
+        image_folder(), transforms.PILToTensor(), resize=(8, 8), fill="lazy", progress=False
+    ) as dataset:
+        result = quick(
+            dataset, parameters={"num_workers": (0,), "storage": ("none", "shared")}, max_seconds=3
+        )
         assert dataset.filled_share() == 0
     assert result.best_storage in ({"storage": "shared"}, {"storage": "none"})
     assert {each.settings["storage"] for each in result.probes} == {"shared", "none"}
@@ -379,7 +442,10 @@ def test_a_result_is_shown_kept_as_json_and_drawn(tmp_path: Path) -> None:
     assert any(line.endswith("  best") for line in lines)
     assert lines[-2].startswith(f"best: num_workers={result.best['num_workers']}, batch_size=4: ")
     assert repr(result) == str(result)
-    assert result.call == f"DataLoader(dataset, batch_size=4, shuffle=True, num_workers={result.best['num_workers']})"
+    assert (
+        result.call
+        == f"DataLoader(dataset, batch_size=4, shuffle=True, num_workers={result.best['num_workers']})"
+    )
     assert json.loads(json.dumps(result.as_dict()))["best"] == result.best
     pytest.importorskip("matplotlib")
     result.plot(tmp_path / "probes.png")

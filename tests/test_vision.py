@@ -28,7 +28,9 @@ SIZES = [(6, 5), (6, 5), (7, 4)]
 def mask_of(index: int) -> Image.Image:
     """Labels with a palette, as VOC has them."""
     width, height = SIZES[index]
-    mask = Image.fromarray((np.arange(width * height).reshape(height, width) % 3 + index).astype(np.uint8), "P")
+    mask = Image.fromarray(
+        (np.arange(width * height).reshape(height, width) % 3 + index).astype(np.uint8), "P"
+    )
     mask.putpalette([value for label in range(256) for value in (label, 255 - label, 7)])
     return mask
 
@@ -36,13 +38,21 @@ def mask_of(index: int) -> Image.Image:
 @pytest.fixture
 def voc(tmp_path: Path) -> Path:
     base = tmp_path / "VOCdevkit" / "VOC2012"
-    for folder in ("JPEGImages", "Annotations", "SegmentationClass", "ImageSets/Main", "ImageSets/Segmentation"):
+    for folder in (
+        "JPEGImages",
+        "Annotations",
+        "SegmentationClass",
+        "ImageSets/Main",
+        "ImageSets/Segmentation",
+    ):
         (base / folder).mkdir(parents=True)
     for i, size in enumerate(SIZES):
         Image.fromarray(test_image(i, size)).save(base / "JPEGImages" / f"{i}.jpg")
         mask_of(i).save(base / "SegmentationClass" / f"{i}.png")
         boxes = f"<object><name>cat</name><bndbox><xmin>{i}</xmin></bndbox></object>" * (i + 1)
-        (base / "Annotations" / f"{i}.xml").write_text(f"<annotation><folder>VOC</folder>{boxes}</annotation>")
+        (base / "Annotations" / f"{i}.xml").write_text(
+            f"<annotation><folder>VOC</folder>{boxes}</annotation>"
+        )
     for task in ("Main", "Segmentation"):
         (base / "ImageSets" / task / "train.txt").write_text("0\n1\n2\n")
     return tmp_path
@@ -77,9 +87,16 @@ def coco(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         Image.fromarray(test_image(i, size)).save(tmp_path / f"{i}.jpg")
         images.append({"id": i, "file_name": f"{i}.jpg"})
         for k in range(i):  # the first image has none
-            box = {"bbox": [k, 1.5, 2, 2], "segmentation": [[0, 1, 2.5]], "category_id": 7, "iscrowd": 0}
+            box = {
+                "bbox": [k, 1.5, 2, 2],
+                "segmentation": [[0, 1, 2.5]],
+                "category_id": 7,
+                "iscrowd": 0,
+            }
             annotations.append({"id": len(annotations), "image_id": i, **box})
-    (tmp_path / "instances.json").write_text(json.dumps({"images": images, "annotations": annotations}))
+    (tmp_path / "instances.json").write_text(
+        json.dumps({"images": images, "annotations": annotations})
+    )
     return datasets.CocoDetection(str(tmp_path), str(tmp_path / "instances.json"))
 
 
@@ -91,7 +108,9 @@ def pets(tmp_path: Path) -> Path:
     names = ["Abyssinian_1", "beagle_1", "beagle_2"]
     for i, (name, size) in enumerate(zip(names, SIZES, strict=True)):
         Image.fromarray(test_image(i, size)).save(base / "images" / f"{name}.jpg")
-        Image.fromarray(np.asarray(mask_of(i))).save(base / "annotations" / "trimaps" / f"{name}.png")
+        Image.fromarray(np.asarray(mask_of(i))).save(
+            base / "annotations" / "trimaps" / f"{name}.png"
+        )
     lines = [f"{name} {label} {label} 1" for name, label in zip(names, (1, 2, 2), strict=True)]
     (base / "annotations" / "trainval.txt").write_text("\n".join(lines))
     return tmp_path
@@ -101,7 +120,9 @@ def both_ways(dataset: Any, folder: Path) -> Iterator[CachedDataset]:
     """In memory, from a cache that is being written, and from that cache alone."""
     with CachedDataset(dataset, progress=False, num_workers=1) as cached:
         yield cached
-    with CachedDataset(dataset, cache_dir=folder, cache_key="x", progress=False, num_workers=1) as cached:
+    with CachedDataset(
+        dataset, cache_dir=folder, cache_key="x", progress=False, num_workers=1
+    ) as cached:
         yield cached
     with CachedDataset.from_cache(folder) as cached:
         yield cached
@@ -111,7 +132,9 @@ def test_voc_detection(voc: Path, tmp_path: Path) -> None:
     """Images and nested dicts are what the dataset gives."""
     dataset = datasets.VOCDetection(str(voc), "2012", "train")
     for cached in both_ways(dataset, tmp_path / "cache"):
-        for (image, target), (wanted, facts) in zip((cached[i] for i in range(COUNT)), dataset, strict=False):
+        for (image, target), (wanted, facts) in zip(
+            (cached[i] for i in range(COUNT)), dataset, strict=False
+        ):
             assert np.array_equal(image, wanted)
             assert target == facts
             assert len(target["annotation"]["object"]) > 0
@@ -124,7 +147,9 @@ def test_coco_detection(coco: Any, tmp_path: Path) -> None:
             assert np.array_equal(cached[i][0], coco[i][0])
             assert cached[i][1] == coco[i][1]
             assert len(cached[i][1]) == i
-        (batch,) = DataLoader(cached, batch_size=COUNT, collate_fn=lambda samples: [len(each) for _, each in samples])
+        (batch,) = DataLoader(
+            cached, batch_size=COUNT, collate_fn=lambda samples: [len(each) for _, each in samples]
+        )
         assert batch == [0, 1, 2]
 
 
@@ -138,7 +163,9 @@ def test_voc_segmentation(voc: Path, tmp_path: Path) -> None:
             assert cached[i][1].mode == "L"
 
 
-@pytest.mark.parametrize("kinds", ["category", "segmentation", ["category", "segmentation"], ["binary-category"]])
+@pytest.mark.parametrize(
+    "kinds", ["category", "segmentation", ["category", "segmentation"], ["binary-category"]]
+)
 def test_oxford_pets(pets: Path, tmp_path: Path, kinds: Any) -> None:
     """Each kind of target, and both together, are what the dataset gives."""
     dataset = datasets.OxfordIIITPet(str(pets), target_types=kinds)
@@ -147,5 +174,7 @@ def test_oxford_pets(pets: Path, tmp_path: Path, kinds: Any) -> None:
             assert np.array_equal(cached[i][0], dataset[i][0])
             found, wanted = cached[i][1], dataset[i][1]
             assert type(found) is tuple if isinstance(wanted, tuple) else True
-            parts = zip(*([it if isinstance(it, tuple) else (it,) for it in (found, wanted)]), strict=True)
+            parts = zip(
+                *([it if isinstance(it, tuple) else (it,) for it in (found, wanted)]), strict=True
+            )
             assert all(np.array_equal(part, other) for part, other in parts)

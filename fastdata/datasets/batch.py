@@ -40,7 +40,9 @@ def as_numbers(indices: Any) -> np.ndarray:
         raise TypeError(f"indices of samples must be a list of whole numbers: {error}") from None
 
 
-_READ_SALT = 0x72656164  # keeps what is drawn where a batch is read apart from what is where it is collated
+_READ_SALT = (
+    0x72656164  # keeps what is drawn where a batch is read apart from what is where it is collated
+)
 
 
 class IndexBatch(list[int]):
@@ -63,7 +65,9 @@ class IndexBatch(list[int]):
     draws: DrawKey | None = None
 
     @classmethod
-    def of(cls, indices: Iterable[int], positions: np.ndarray, visits: np.ndarray, seed: int) -> IndexBatch:
+    def of(
+        cls, indices: Iterable[int], positions: np.ndarray, visits: np.ndarray, seed: int
+    ) -> IndexBatch:
         batch = cls(indices)
         batch.positions = positions
         batch.visits = visits
@@ -89,11 +93,15 @@ class SampleDict(dict[str, Any]):
         return dict, (dict(self),)
 
 
-def stacked(images: torch.Tensor | list[torch.Tensor] | Padded, targets: Any, keys: ItemForm | None) -> Any:
+def stacked(
+    images: torch.Tensor | list[torch.Tensor] | Padded, targets: Any, keys: ItemForm | None
+) -> Any:
     """What ``default_collate`` makes of samples whose images and targets it makes these of."""
     if keys is None:
         return [images, targets]
-    return keys.join(images, list(targets) if type(targets) is tuple else targets)  # texts, of dicts in a list
+    return keys.join(
+        images, list(targets) if type(targets) is tuple else targets
+    )  # texts, of dicts in a list
 
 
 class SampleBatch(list[Any]):
@@ -124,14 +132,21 @@ class SampleBatch(list[Any]):
     ) -> None:
         each_target = list(each_target)
         self._parts = images, targets, each_target, image_class, keys, made
-        views = [rows_of(each, image_class) for each in (images if isinstance(images, list) else [images])]
+        views = [
+            rows_of(each, image_class)
+            for each in (images if isinstance(images, list) else [images])
+        ]
         each_image = map(made, zip(*views, strict=True)) if isinstance(images, list) else views[0]
         pairs = zip(each_image, each_target, strict=True)
-        super().__init__(map(Sample, pairs) if keys is None else (_marked(keys.join(*pair)) for pair in pairs))
+        super().__init__(
+            map(Sample, pairs) if keys is None else (_marked(keys.join(*pair)) for pair in pairs)
+        )
         self._items = list(self)
         self._consisted_of = self._objects()
         for kind in (Sample, SampleDict):
-            default_collate_fn_map.setdefault(kind, _collate_samples)  # torch's own way to say how a class is collated
+            default_collate_fn_map.setdefault(
+                kind, _collate_samples
+            )  # torch's own way to say how a class is collated
 
     @property
     def is_intact(self) -> bool:
@@ -166,7 +181,13 @@ class SampleBatch(list[Any]):
 
 def _marked(item: Any) -> Any:
     """The item in a class that ``default_collate`` knows; a tensor alone as it is, and it is stacked."""
-    return SampleDict(item) if isinstance(item, dict) else Sample(item) if isinstance(item, tuple) else item
+    return (
+        SampleDict(item)
+        if isinstance(item, dict)
+        else Sample(item)
+        if isinstance(item, tuple)
+        else item
+    )
 
 
 def rows_of(images: torch.Tensor, kind: type) -> Sequence[Any]:
@@ -231,31 +252,48 @@ def collate(samples: list[Any], *, pad: float | None = None) -> Any:
         images, targets, each_target, _, keys, _ = samples._parts
         if isinstance(images, torch.Tensor):
             padded = Padded(images, torch.tensor(images.shape[-2:]).repeat(len(images), 1))
-            return stacked(padded, collate_targets(each_target) if targets is None else targets, keys)
+            return stacked(
+                padded, collate_targets(each_target) if targets is None else targets, keys
+            )
     first = samples[0]
     if isinstance(first, Mapping):
         key = _image_key(first)
-        rest = default_collate([{name: sample[name] for name in first if name != key} for sample in samples])
+        rest = default_collate(
+            [{name: sample[name] for name in first if name != key} for sample in samples]
+        )
         padded = _pad([sample[key] for sample in samples], pad)
         return {name: padded if name == key else rest[name] for name in first}
     if isinstance(first, (list, tuple)):
-        parts = _pad([sample[0] for sample in samples], pad), *default_collate([tuple(s[1:]) for s in samples])
+        parts = (
+            _pad([sample[0] for sample in samples], pad),
+            *default_collate([tuple(s[1:]) for s in samples]),
+        )
         return type(first)(*parts) if hasattr(first, "_fields") else list(parts)
     return _pad(samples, pad)
 
 
 def _image_key(sample: Mapping[Any, Any]) -> Any:
-    images = [key for key, value in sample.items() if isinstance(value, torch.Tensor) and value.ndim == 3]
+    images = [
+        key for key, value in sample.items() if isinstance(value, torch.Tensor) and value.ndim == 3
+    ]
     if len(images) != 1:
         found = ", ".join(map(str, images)) or f"none among {', '.join(map(str, sample))}"
-        raise TypeError(f"pad= needs one image, a tensor (C, H, W), in each sample, and finds {found}")
+        raise TypeError(
+            f"pad= needs one image, a tensor (C, H, W), in each sample, and finds {found}"
+        )
     return images[0]
 
 
 def _pad(images: list[Any], value: float) -> Padded:
-    wrong = next((image for image in images if not isinstance(image, torch.Tensor) or image.ndim != 3), None)
+    wrong = next(
+        (image for image in images if not isinstance(image, torch.Tensor) or image.ndim != 3), None
+    )
     if wrong is not None:
-        found = f"one of shape {tuple(wrong.shape)}" if isinstance(wrong, torch.Tensor) else type(wrong).__name__
+        found = (
+            f"one of shape {tuple(wrong.shape)}"
+            if isinstance(wrong, torch.Tensor)
+            else type(wrong).__name__
+        )
         raise TypeError(
             f"pad= needs images that are tensors (C, H, W), not {found}; end the transform with a step that makes "
             "tensors, such as ToTensor or PILToTensor."
@@ -263,7 +301,9 @@ def _pad(images: list[Any], value: float) -> Padded:
     kinds = {(image.dtype, image.shape[0]) for image in images}
     if len(kinds) > 1:
         found = " and ".join(sorted(f"{dtype} of {channels} channels" for dtype, channels in kinds))
-        raise TypeError(f"the images of one batch are {found}: pad= makes height and width alike, and nothing else")
+        raise TypeError(
+            f"the images of one batch are {found}: pad= makes height and width alike, and nothing else"
+        )
     dtype = images[0].dtype
     if not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool):
         limits = torch.iinfo(dtype)
@@ -272,7 +312,9 @@ def _pad(images: list[Any], value: float) -> Padded:
                 f"pad={value} does not fit images of {dtype}, whole numbers from {limits.min} to {limits.max}"
             )
     sizes = torch.tensor([image.shape[-2:] for image in images])
-    batch = images[0].new_full((len(images), images[0].shape[0], *sizes.amax(dim=0).tolist()), value)
+    batch = images[0].new_full(
+        (len(images), images[0].shape[0], *sizes.amax(dim=0).tolist()), value
+    )
     batch = batch.as_subclass(torch.Tensor)  # as torch stacks images that are tv_tensors
     for row, image in zip(batch, images, strict=True):
         row[:, : image.shape[1], : image.shape[2]] = image.as_subclass(torch.Tensor)
@@ -282,7 +324,9 @@ def _pad(images: list[Any], value: float) -> Padded:
 def _collate_samples(samples: list[Any], *, collate_fn_map: Any = None) -> Any:
     if isinstance(samples, SampleBatch) and samples.is_intact:
         return samples.stacked
-    return default_collate([dict(sample) if isinstance(sample, dict) else tuple(sample) for sample in samples])
+    return default_collate(
+        [dict(sample) if isinstance(sample, dict) else tuple(sample) for sample in samples]
+    )
 
 
 # What a batch's own draws are made from
@@ -300,7 +344,10 @@ class DrawKey(NamedTuple):
         return self._replace(seed=self.seed ^ _READ_SALT)
 
     def collated(self, collate_fn: Callable[[Any], Any], samples: Any) -> Any:
-        is_ours = getattr(collate_fn, "func", collate_fn) in (collate, default_collate)  # as a partial, with pad=, too
+        is_ours = getattr(collate_fn, "func", collate_fn) in (
+            collate,
+            default_collate,
+        )  # as a partial, with pad=, too
         with nullcontext() if is_ours else BatchDraws(self):  # ours draw nothing
             return collate_fn(samples)
 
@@ -317,7 +364,9 @@ class BatchDraws(TorchDispatchMode):
         start = sample_keys(key.seed, key.epoch, np.array([key.number]))
         self._generator = torch.Generator().manual_seed(int(start[0]))
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         if not _can_be_seeded(function):
             return function(*args, **kwargs)
@@ -332,8 +381,13 @@ class BatchDraws(TorchDispatchMode):
 @cache
 def _can_be_seeded(function: Any) -> bool:
     """Whether an operation draws random numbers, and it or another of its name takes a generator."""
-    names = [*(argument.name for argument in function._schema.arguments), *function.overloadpacket.overloads()]
-    return torch.Tag.nondeterministic_seeded in function.tags and any("generator" in name for name in names)
+    names = [
+        *(argument.name for argument in function._schema.arguments),
+        *function.overloadpacket.overloads(),
+    ]
+    return torch.Tag.nondeterministic_seeded in function.tags and any(
+        "generator" in name for name in names
+    )
 
 
 # Which visit to a sample this is: the number that its random draws are made from
@@ -396,7 +450,11 @@ class EpochVisits:
     """
 
     def __init__(
-        self, length: int, epoch: int, multiples: Multiples | None = None, share: tuple[int, int] = (0, 1)
+        self,
+        length: int,
+        epoch: int,
+        multiples: Multiples | None = None,
+        share: tuple[int, int] = (0, 1),
     ) -> None:
         self.length, self._epoch, self._multiples, self._share = length, epoch, multiples, share
         self._seen = np.zeros(length, np.uint32)
@@ -417,7 +475,9 @@ def _occurrences(given: Any) -> list[tuple[int, int]]:
     """Place and occurrence of each RepeatedIndex."""
     if not isinstance(given, list) or RepeatedIndex not in set(map(type, given)):
         return []
-    return [(k, index.occurrence) for k, index in enumerate(given) if isinstance(index, RepeatedIndex)]
+    return [
+        (k, index.occurrence) for k, index in enumerate(given) if isinstance(index, RepeatedIndex)
+    ]
 
 
 class SharedVisits:
@@ -430,7 +490,11 @@ class SharedVisits:
 
     def __init__(self, length: int) -> None:
         latest_two = np.zeros((2, length), np.uint32)
-        columns: dict[str, np.ndarray] = {"epoch": np.zeros(1, np.int64), "readers": latest_two, "seen": latest_two}
+        columns: dict[str, np.ndarray] = {
+            "epoch": np.zeros(1, np.int64),
+            "readers": latest_two,
+            "seen": latest_two,
+        }
         self.__setstate__(ArrayBlock(columns, seal=False))
 
     def __getstate__(self) -> ArrayBlock:
@@ -438,7 +502,11 @@ class SharedVisits:
 
     def __setstate__(self, columns: ArrayBlock) -> None:
         self._columns = columns
-        self._epoch, self._readers, self._seen = columns["epoch"], columns["readers"], columns["seen"]
+        self._epoch, self._readers, self._seen = (
+            columns["epoch"],
+            columns["readers"],
+            columns["seen"],
+        )
 
     def take(self, index_B: np.ndarray, reader: int, given: Any = ()) -> np.ndarray:
         """Return the visits (int64, B) of a reader to some samples and count them.
@@ -478,7 +546,9 @@ def count_earlier(seen: np.ndarray, index_B: np.ndarray) -> np.ndarray:
     starts = np.flatnonzero(np.concatenate(([True], ~is_repeat_B)))
     lengths = np.diff(np.append(starts, len(order)))
     before_B[order] += np.arange(len(order)) - np.repeat(starts, lengths)
-    np.add.at(seen, index_B, seen.dtype.type(1))  # counts repetitions; a plain 1 takes fifty times as long
+    np.add.at(
+        seen, index_B, seen.dtype.type(1)
+    )  # counts repetitions; a plain 1 takes fifty times as long
     return before_B
 
 
@@ -526,9 +596,15 @@ def _flatten(value: Any, numbered: dict[int, tuple[int, Any]]) -> Build | None:
         make = partial(_fill, _fill(value, dict.fromkeys(parts)))
     else:
         return None
-    builds = {key: build for key, part in parts.items() if (build := _flatten(part, numbered)) is not None}
+    builds = {
+        key: build for key, part in parts.items() if (build := _flatten(part, numbered)) is not None
+    }
     rest = parts | dict.fromkeys(builds)
-    return (lambda tensors: make(rest | {key: build(tensors) for key, build in builds.items()})) if builds else None
+    return (
+        (lambda tensors: make(rest | {key: build(tensors) for key, build in builds.items()}))
+        if builds
+        else None
+    )
 
 
 def _refill(value: MutableMapping[Any, Any]) -> Callable[[dict[Any, Any]], Any]:

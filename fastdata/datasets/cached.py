@@ -79,10 +79,15 @@ class CachedDataset(PreparedDataset):
         columns: Mapping[str, str | Sequence[str]] | None = None,
         **options: Unpack[DatasetOptions],
     ) -> None:
-        chosen, chosen_columns = read_options(CachedDataset, options), None if columns is None else Columns.of(columns)
+        chosen, chosen_columns = (
+            read_options(CachedDataset, options),
+            None if columns is None else Columns.of(columns),
+        )
         self._pair_transform = _checked(transforms, transform, target_transform)
         if _are_paths(dataset):
-            from fastdata.sources.formats import open_dataset  # 20 ms, which only files of others take
+            from fastdata.sources.formats import (
+                open_dataset,
+            )  # 20 ms, which only files of others take
 
             only = None if chosen_columns is None else chosen_columns.names
             found = open_dataset(dataset, chosen.storage_options, only)
@@ -95,10 +100,15 @@ class CachedDataset(PreparedDataset):
     def _list_files(self, source: Source) -> tuple[Listing | None, str]:
         from fastdata.stores.cache import list_paths
 
-        root, paths = "", [path for index in range(len(source)) if (path := source.path(index)) is not None]
+        root, paths = (
+            "",
+            [path for index in range(len(source)) if (path := source.path(index)) is not None],
+        )
         if not paths or len(paths) < len(source):
             return None, ""
-        with contextlib.suppress(ValueError):  # relative paths and others, or several drives: no common folder
+        with contextlib.suppress(
+            ValueError
+        ):  # relative paths and others, or several drives: no common folder
             root = os.path.commonpath({os.path.dirname(path) for path in paths})
         listing = list_paths(paths, root)
         if (listing["file_sizes"] < 0).all():  # names of another kind, such as keys of an LMDB
@@ -176,7 +186,9 @@ class CachedDataset(PreparedDataset):
         dataset._pair_transform = _checked(transforms, transform, target_transform)
         dataset._transform, dataset.target_transform = transform, target_transform
         home = find_cache(path, storage_options)
-        prepared, manifest = open_cache(home, as_tensors=as_tensors, mirroring=Mirroring(local_cache, local_limit))
+        prepared, manifest = open_cache(
+            home, as_tensors=as_tensors, mirroring=Mirroring(local_cache, local_limit)
+        )
         kept = prepared.kept
         assert kept is not None
         dataset.root = manifest.root
@@ -196,12 +208,18 @@ class CachedDataset(PreparedDataset):
 
 def _checked(transforms: Any, transform: Any, target_transform: Any) -> Any:
     if transforms is not None and (transform is not None or target_transform is not None):
-        raise ValueError("transforms= takes sample and target together; give it alone, or transform= and the like")
+        raise ValueError(
+            "transforms= takes sample and target together; give it alone, or transform= and the like"
+        )
     return transforms
 
 
 def _are_paths(dataset: Any) -> bool:
-    kinds = {type(each) for each in dataset} if isinstance(dataset, list) and dataset else {type(dataset)}
+    kinds = (
+        {type(each) for each in dataset}
+        if isinstance(dataset, list) and dataset
+        else {type(dataset)}
+    )
     return all(issubclass(kind, (str, os.PathLike)) for kind in kinds)
 
 
@@ -215,9 +233,15 @@ def _refuse_frozen_draws(dataset: Any) -> None:
         steps.setdefault(id(step), (owner, name, step))
     texts = {True: "", None: ""}
     for owner, name, step in steps.values():
-        drawn = is_random(step) if name in _USUAL_NAMES else None  # under another name it may stay unused
-        if drawn or (drawn is None and name != "target_transform"):  # labels are renamed, not augmented
-            texts[drawn] += f"{', ' if texts[drawn] else ''}{' '.join(repr(step).split())} in {owner}.{name}"
+        drawn = (
+            is_random(step) if name in _USUAL_NAMES else None
+        )  # under another name it may stay unused
+        if drawn or (
+            drawn is None and name != "target_transform"
+        ):  # labels are renamed, not augmented
+            texts[drawn] += (
+                f"{', ' if texts[drawn] else ''}{' '.join(repr(step).split())} in {owner}.{name}"
+            )
     if texts[True]:
         raise ValueError(
             f"{texts[True]}: random, but samples are kept as they are first read, so that every epoch would see the "
@@ -238,21 +262,33 @@ def _refuse_frozen_draws(dataset: Any) -> None:
 def _own_steps(dataset: Any) -> Iterator[tuple[str, str, Any]]:
     """The steps of a dataset's transforms and of those inside of it: whose, under which name, and the step."""
     owner, shown = type(dataset).__name__, getattr(dataset, "format", None)
-    if isinstance(shown, dict) and shown.get("type") == "custom":  # Hugging Face's, by ``set_transform``
+    if (
+        isinstance(shown, dict) and shown.get("type") == "custom"
+    ):  # Hugging Face's, by ``set_transform``
         yield owner, "set_transform", shown.get("format_kwargs", {}).get("transform")
     code = getattr(getattr(type(dataset), "__getitem__", None), "__code__", None)
     for name in _USUAL_NAMES:
         call: Any = getattr(dataset, name, None)
         if type(call).__name__ != "StandardTransform":
             yield from ((owner, name, step) for step in flatten(call))
-        elif "transforms" in getattr(code, "co_names", ()):  # else it holds both, and its dataset asks for each
+        elif "transforms" in getattr(
+            code, "co_names", ()
+        ):  # else it holds both, and its dataset asks for each
             yield from ((owner, "transforms", step) for step in flatten(call.transform))
-            yield from ((owner, "target_transform", step) for step in flatten(call.target_transform))
+            yield from (
+                (owner, "target_transform", step) for step in flatten(call.target_transform)
+            )
     for name, call in getattr(dataset, "__dict__", {}).items():
         if name not in _USUAL_NAMES and callable(call):
             yield from ((owner, name, step) for step in flatten(call) if is_random(step))
     parts = getattr(dataset, "datasets", None)
-    parts = parts.values() if isinstance(parts, dict) else parts if isinstance(parts, (list, tuple)) else ()
+    parts = (
+        parts.values()
+        if isinstance(parts, dict)
+        else parts
+        if isinstance(parts, (list, tuple))
+        else ()
+    )
     for part in (getattr(dataset, "dataset", None), *parts):
         if part is not None:
             yield from _own_steps(part)

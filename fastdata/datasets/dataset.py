@@ -134,7 +134,9 @@ class DatasetOptions(TypedDict, total=False):
 def show_options(init: _Init) -> _Init:
     """Have ``help`` and ``inspect.signature`` list the options of an ``__init__``, with their defaults."""
     shown = inspect.signature(init)
-    own = [each for each in shown.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
+    own = [
+        each for each in shown.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD
+    ]
     options = inspect.signature(Options).parameters.values()
     init.__signature__ = shown.replace(parameters=[*own, *options])  # type: ignore[attr-defined]
     return init
@@ -145,7 +147,11 @@ def read_options(made: type, given: Mapping[str, Any]) -> Options:
     for name in given:
         if name not in Options.__dataclass_fields__:
             close = get_close_matches(name, inspect.signature(made).parameters, n=1)
-            advice = f"Did you mean {close[0]}=?" if close else f"help({made.__name__}) lists those it has."
+            advice = (
+                f"Did you mean {close[0]}=?"
+                if close
+                else f"help({made.__name__}) lists those it has."
+            )
             raise TypeError(f"{made.__name__}() has no argument {name}=. {advice}")
     return Options(**given)
 
@@ -229,7 +235,9 @@ class _Opened(Dataset[Any]):
         derived = ("_reader", "_lease", "_leases", "_watch", "_views")
         state = {name: value for name, value in self.__dict__.items() if name not in derived}
         stored = self._stored
-        options = replace(stored.options, engine="local")  # an executor stays with the process that has it
+        options = replace(
+            stored.options, engine="local"
+        )  # an executor stays with the process that has it
         state["_stored"] = replace(stored, options=options, source=None, skipped=())
         stores = stored.kept.stores if stored.kept else ()
         state["_imported"] = [tensor_class(store.spec.form) for store in stores]
@@ -308,8 +316,12 @@ class _Listed(_Opened):
     def _files(self, asked_for: str) -> SampleTable:
         self._lease()
         table = self._stored.table
-        if table is None or not table.has_paths:  # so that hasattr says what it would of torchvision's own
-            raise AttributeError(f"{type(self).__name__} has no {asked_for}: it does not list files")
+        if (
+            table is None or not table.has_paths
+        ):  # so that hasattr says what it would of torchvision's own
+            raise AttributeError(
+                f"{type(self).__name__} has no {asked_for}: it does not list files"
+            )
         return table
 
 
@@ -335,7 +347,9 @@ class PreparedDataset(_Listed):
         """Choose the storage and fill it; the table has paths and targets where they are known beforehand."""
         self._transform, self.target_transform = transform, target_transform
         resize = None if options.resize is None else Resize(options.resize)
-        plan = StoragePlan(storage="none", reason="chosen at the first read, or once there is a transform")
+        plan = StoragePlan(
+            storage="none", reason="chosen at the first read, or once there is a transform"
+        )
         self._stored = Stored(
             samples=source,
             table=table,
@@ -345,8 +359,12 @@ class PreparedDataset(_Listed):
             storage_plan=plan,
             is_remote=is_fetched(source),
         )
-        is_asked_for = options.fill != "auto" or options.cache_dir is not None or options.on_error == "skip"
-        is_asked_for = is_asked_for or options.storage == "none" or len(source) == 0  # which take nothing
+        is_asked_for = (
+            options.fill != "auto" or options.cache_dir is not None or options.on_error == "skip"
+        )
+        is_asked_for = (
+            is_asked_for or options.storage == "none" or len(source) == 0
+        )  # which take nothing
         if transform is None and table is not None and not is_asked_for:
             # timm assigns a transform later: as decoded, samples may take ten times as much as after its first steps.
             self._serve(self._stored)
@@ -366,7 +384,9 @@ class PreparedDataset(_Listed):
                     f"{reason}. Files are decoded at each read. Give the {type(self).__name__} a transform, or "
                     "fill='eager', or read it by fastdata.DataLoader."
                 )
-                self._stored = replace(self._stored, storage_plan=StoragePlan(storage="none", reason=reason))
+                self._stored = replace(
+                    self._stored, storage_plan=StoragePlan(storage="none", reason=reason)
+                )
                 self._compile()
             self._is_waiting = False
 
@@ -375,7 +395,9 @@ class PreparedDataset(_Listed):
         options, steps = old.options, (*old.first_steps, *leading)
         path = read_path(source, steps)
         if options.cache_dir is None or len(source) == 0:
-            prepared = prepare_storage(path, options, table, by=(*steps, getattr(source, "loader", None)))
+            prepared = prepare_storage(
+                path, options, table, by=(*steps, getattr(source, "loader", None))
+            )
         else:
             prepared = self._prepare_on_disk(source, path, steps, table)
         self._was_read = False
@@ -384,14 +406,22 @@ class PreparedDataset(_Listed):
     def _prepare_on_disk(
         self, source: Source, path: ReadPath, steps: tuple[Any, ...], table: SampleTable | None
     ) -> Prepared:
-        from fastdata.stores.cache import prepare_on_disk  # 20 ms with filelock, which only caches take
+        from fastdata.stores.cache import (
+            prepare_on_disk,
+        )  # 20 ms with filelock, which only caches take
 
         options = self._stored.options
         listing, root = self._list_files(source)
         is_pil = isinstance(source, FileSource) and decoder_of(source.loader) is not None
         text = describe_steps(steps, options.cache_key, is_pil=is_pil)
-        where: dict[str, Any] = {"listing": listing, "root": root, "is_own_list": self._list_name is None}
-        return prepare_on_disk(path, options, table, opened=self._describe_source(source, listing), steps=text, **where)
+        where: dict[str, Any] = {
+            "listing": listing,
+            "root": root,
+            "is_own_list": self._list_name is None,
+        }
+        return prepare_on_disk(
+            path, options, table, opened=self._describe_source(source, listing), steps=text, **where
+        )
 
     def _list_files(self, source: Source) -> tuple[Listing | None, str]:
         """The files of a source and their folder, for a cache; nothing where samples are no files."""
@@ -439,7 +469,9 @@ class PreparedDataset(_Listed):
         target_transform = self.target_transform
         if self._watch.is_changed((self._transform, self._pair_transform)):
             self._compile()
-        elif target_transform is not reader.target_transform or (reader.is_filling and reader.filled_share() == 1):
+        elif target_transform is not reader.target_transform or (
+            reader.is_filling and reader.filled_share() == 1
+        ):
             self._read_by(replace(reader, target_transform=target_transform))
 
     def _origin(self) -> Source:
@@ -461,19 +493,28 @@ class PreparedDataset(_Listed):
         try:
             position = range(length)[operator.index(index)]
         except IndexError:
-            raise IndexError(f"index {index} is out of range for {counted(length, 'sample')}") from None
+            raise IndexError(
+                f"index {index} is out of range for {counted(length, 'sample')}"
+            ) from None
         if item is None:
             self._refresh()
         reader = self._lease.reader or self._lease()
-        return reader.item(reader.visit([position]) if item is None else item.batch_of(position, id(self), reader))
+        return reader.item(
+            reader.visit([position]) if item is None else item.batch_of(position, id(self), reader)
+        )
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """A whole batch: a ``SampleBatch`` if the transform allows, else a list of samples."""
         batch = indices if isinstance(indices, IndexBatch) else None
-        if batch is None or get_worker_info() is not None:  # else the epoch began with it, and other threads read
+        if (
+            batch is None or get_worker_info() is not None
+        ):  # else the epoch began with it, and other threads read
             self._refresh()
         if own_reader(self) == "__getitem__":
-            return [self[index] if batch is None else own_item(self, batch, k) for k, index in enumerate(indices)]
+            return [
+                self[index] if batch is None else own_item(self, batch, k)
+                for k, index in enumerate(indices)
+            ]
         reader = self._lease()
         return reader.items(reader.visit(indices), ring_of(self))
 
@@ -512,7 +553,9 @@ class PreparedDataset(_Listed):
     @property
     def transforms(self) -> Callable[[Any, Any], Any] | None:
         """What sample and target are called with together: the user's ``transforms=``, or both of his transforms."""
-        if self._pair_transform is not None or (self._transform is None and self.target_transform is None):
+        if self._pair_transform is not None or (
+            self._transform is None and self.target_transform is None
+        ):
             return self._pair_transform
         return StandardTransform(self._transform, self.target_transform)
 
@@ -537,7 +580,10 @@ class PreparedDataset(_Listed):
         """
         self._lease()
         other = self._copied()
-        other._visits, other._was_read = SharedVisits(len(self._stored.samples)), True  # by the first view, maybe
+        other._visits, other._was_read = (
+            SharedVisits(len(self._stored.samples)),
+            True,
+        )  # by the first view, maybe
         self._views.add(other)
         other.transform = transform
         return other
@@ -552,16 +598,22 @@ class PreparedDataset(_Listed):
             return
         if old.after is not None and old.filled_share() > 0 and (self._was_read or old.after[1]):
             first = ", ".join(map(repr, self.plan.prepare))
-            log.warning("samples are prepared again: the new transform does not begin with %s", first)
+            log.warning(
+                "samples are prepared again: the new transform does not begin with %s", first
+            )
         table = old.table if isinstance(source, FileSource) else None
         self._views.discard(self)
         if table is not None and self._views:  # whose table it is too
-            table = SampleTable(list(table.targets), paths=table.all_paths(), class_to_idx=table.class_to_idx)
+            table = SampleTable(
+                list(table.targets), paths=table.all_paths(), class_to_idx=table.class_to_idx
+            )
         # Both let go of the store before room is looked for.
         self._stored = replace(old, samples=source, source=None, table=table, after=None)
         del old
         source = self._origin()
-        self._lease = Lease(None, "the dataset could not be prepared again for another transform; create it anew")
+        self._lease = Lease(
+            None, "the dataset could not be prepared again for another transform; create it anew"
+        )
         self._reader = self._reader.emptied()
         self._prepare(source, table)
 
@@ -604,7 +656,12 @@ class PreparedDataset(_Listed):
         source, kind = self._origin(), type(self)
         if not kind.__module__.startswith("fastdata.") or isinstance(source, KeptSamples):
             raise TypeError(f"a {kind.__name__} is a subclass, or a copy in another process")
-        made = self._stored.first_steps, self._transform, self.target_transform, self._pair_transform
+        made = (
+            self._stored.first_steps,
+            self._transform,
+            self.target_transform,
+            self._pair_transform,
+        )
         if isinstance(source, FileSource):
             return made, list(source.paths), list(source.targets), source.loader
         return made, vars(source)
@@ -617,7 +674,9 @@ class PreparedDataset(_Listed):
         lines += [f"    {line}" for line in self._extra_repr()]
         lines.append(f"    Storage: {self.storage_plan.reason}{filling}")
         if self._transform is not None:
-            lines.append("    Transform: " + repr(self._transform).replace("\n", "\n               "))
+            lines.append(
+                "    Transform: " + repr(self._transform).replace("\n", "\n               ")
+            )
         return "\n".join(lines)
 
     def _extra_repr(self) -> list[str]:
@@ -664,7 +723,9 @@ def stored_of(dataset: PreparedDataset) -> Stored:
     return dataset._stored
 
 
-def prepared_anew(dataset: PreparedDataset, index: Sequence[int], **options: Any) -> PreparedDataset:
+def prepared_anew(
+    dataset: PreparedDataset, index: Sequence[int], **options: Any
+) -> PreparedDataset:
     """Some of the samples, read again and kept as ``options`` say: a dataset of its own, to be closed.
 
     Raises:
@@ -673,15 +734,27 @@ def prepared_anew(dataset: PreparedDataset, index: Sequence[int], **options: Any
     origin, stored, table = dataset._origin(), dataset._stored, None
     source: Source
     if isinstance(origin, FileSource):
-        paths, targets = ([values[place] for place in index] for values in (origin.paths, origin.targets))
-        table = SampleTable(targets, paths=paths, class_to_idx=stored.table.class_to_idx if stored.table else None)
+        paths, targets = (
+            [values[place] for place in index] for values in (origin.paths, origin.targets)
+        )
+        table = SampleTable(
+            targets, paths=paths, class_to_idx=stored.table.class_to_idx if stored.table else None
+        )
         source = FileSource(paths, targets, origin.loader)
     elif isinstance(origin, DatasetSource):
         source = DatasetSource(Subset(origin.dataset, list(index)), origin.columns)
     else:
-        raise ValueError(f"this {type(dataset).__name__} does not know what its samples were read from")
+        raise ValueError(
+            f"this {type(dataset).__name__} does not know what its samples were read from"
+        )
     other = dataset._copied()
-    usual = {"cache_dir": None, "cache_key": None, "fill": "eager", "progress": False, "share": "off"}
+    usual = {
+        "cache_dir": None,
+        "cache_key": None,
+        "fill": "eager",
+        "progress": False,
+        "share": "off",
+    }
     other._stored = replace(stored, options=replace(stored.options, **usual | options), after=None)
     other._prepare(source, table)
     return other

@@ -15,7 +15,15 @@ from fastdata.errors import is_url
 from fastdata.machine.shared import ArrayBlock, SampleTable
 from fastdata.pixels import describe_steps
 from fastdata.pixels.images import IMAGE_EXTENSIONS, load_image
-from fastdata.sources import FileSource, RemoteFiles, Source, find_classes, place_of, read_manifest, scan_folder
+from fastdata.sources import (
+    FileSource,
+    RemoteFiles,
+    Source,
+    find_classes,
+    place_of,
+    read_manifest,
+    scan_folder,
+)
 from fastdata.sources.remote import Place
 from fastdata.stores.prepare import Options
 
@@ -52,8 +60,13 @@ class _ImageFiles(PreparedDataset):
         table = SampleTable(targets, paths=paths, class_to_idx=class_to_idx)
         if self._place is not None:
             known = map(self._place.listed.get, (place_of(self._place, path)[1] for path in paths))
-            facts = np.array([(-1, -1) if entry is None else entry[1:] for entry in known], np.int64).reshape(-1, 2)
-            self._facts, self._place.listed = ArrayBlock({"sizes": facts[:, 0], "tags": facts[:, 1]}), {}
+            facts = np.array(
+                [(-1, -1) if entry is None else entry[1:] for entry in known], np.int64
+            ).reshape(-1, 2)
+            self._facts, self._place.listed = (
+                ArrayBlock({"sizes": facts[:, 0], "tags": facts[:, 1]}),
+                {},
+            )
         self._build(self._files_of(table), options, transform, target_transform, table=table)
 
     def _list_files(self, source: Source) -> tuple[Listing | None, str]:
@@ -100,13 +113,19 @@ class _ImageFiles(PreparedDataset):
 
 
 def _whole_name(path: str | os.PathLike[str]) -> str:
-    return os.fsdecode(path) if is_url(path) else os.path.abspath(os.path.expanduser(os.fsdecode(path)))
+    return (
+        os.fsdecode(path)
+        if is_url(path)
+        else os.path.abspath(os.path.expanduser(os.fsdecode(path)))
+    )
 
 
 def _unwrapped(cls: type, dataset: _ImageFiles, target_keys: Any = None) -> _ImageFiles:
     """Give the dataset itself in place of what ``wrap_dataset_for_transforms_v2`` makes of it."""
     if target_keys is not None:
-        raise ValueError(f"target_keys={target_keys!r} is for targets that are dicts, not {type(dataset).__name__}'s")
+        raise ValueError(
+            f"target_keys={target_keys!r} is for targets that are dicts, not {type(dataset).__name__}'s"
+        )
     return dataset
 
 
@@ -264,18 +283,27 @@ class ImageManifest(_ImageFiles):
         chosen = read_options(ImageManifest, options)
         beside = os.path.dirname(manifest) if isinstance(manifest, str | os.PathLike) else ""
         listed = read_manifest(manifest, root, file, label, id, chosen.storage_options)
-        url = next((path for path in listed.paths if "://" in path), "")  # of one is enough: most lie side by side
-        below = next((place for place in (root, beside) if place is not None and is_url(place)), os.path.dirname(url))
+        url = next(
+            (path for path in listed.paths if "://" in path), ""
+        )  # of one is enough: most lie side by side
+        below = next(
+            (place for place in (root, beside) if place is not None and is_url(place)),
+            os.path.dirname(url),
+        )
         if url and is_url(url):
             self._place = Place(below, chosen.storage_options)
             self.root = self._place.url
         else:
-            self.root = os.path.abspath(os.path.expanduser(beside)) if root is None else os.fspath(root)
+            self.root = (
+                os.path.abspath(os.path.expanduser(beside)) if root is None else os.fspath(root)
+            )
         self._list_name = None
         if isinstance(manifest, str | os.PathLike):
             is_beside = os.path.abspath(os.path.expanduser(beside)) == os.path.abspath(self.root)
             self._list_name = os.path.basename(manifest) if is_beside else _whole_name(manifest)
-        classes = None if listed.classes is None else {name: i for i, name in enumerate(listed.classes)}
+        classes = (
+            None if listed.classes is None else {name: i for i, name in enumerate(listed.classes)}
+        )
         self._build_files(
             listed.paths,
             listed.targets,

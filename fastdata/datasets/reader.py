@@ -27,7 +27,14 @@ import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
-from fastdata.datasets.batch import IndexBatch, SampleBatch, SharedVisits, as_numbers, rows_of, stacked
+from fastdata.datasets.batch import (
+    IndexBatch,
+    SampleBatch,
+    SharedVisits,
+    as_numbers,
+    rows_of,
+    stacked,
+)
 from fastdata.datasets.ring import Ring
 from fastdata.errors import ChannelsError, RemoteError, StoreGoneError, counted, sample_error
 from fastdata.machine.shared import SampleTable, collate_targets
@@ -175,7 +182,11 @@ class _Frozen:
         }
         pairs = zip(facts["_programs"], outputs, strict=False)
         # Of none where the dataset is closed.
-        served = [program.as_tensor(np.empty(0, dtype)) for program, (_, dtype) in pairs if program is not None]
+        served = [
+            program.as_tensor(np.empty(0, dtype))
+            for program, (_, dtype) in pairs
+            if program is not None
+        ]
         facts["_dtypes"] = tuple(tensor.dtype for tensor in served)
         for name, value in facts.items():
             object.__setattr__(self, name, value)
@@ -185,7 +196,12 @@ class _Frozen:
         """The targets of all samples, where each is a number and batches of them need nothing else."""
         table = self.table if kept is None else kept.table
         is_image = kept is not None and (kept.target_is_part or kept.mask_places)
-        if is_image or self.target_transform is not None or self.options.return_index or self.samples.keys is not None:
+        if (
+            is_image
+            or self.target_transform is not None
+            or self.options.return_index
+            or self.samples.keys is not None
+        ):
             return None
         is_listed = isinstance(table, SampleTable) and table.target_kind == "number"
         return cast("SampleTable", table).target_array() if is_listed else None
@@ -252,7 +268,9 @@ class Reader(_Frozen):
         """Shape and type of each image in a whole batch."""
         names = [shown_class(lane.plan.kind).__name__ for lane in self.lanes]
         pairs = zip(names, self.as_tensors(self.room(0, None)), strict=True)
-        form = ", ".join(f"{name}{tuple(each.shape[1:])} of {str(each.dtype)[6:]}" for name, each in pairs)
+        form = ", ".join(
+            f"{name}{tuple(each.shape[1:])} of {str(each.dtype)[6:]}" for name, each in pairs
+        )
         return form if self.keys is None else f"{form} in {self.keys}"
 
     def __call__(self, batch: IndexBatch, ring: Ring | None = None) -> Any:
@@ -272,7 +290,11 @@ class Reader(_Frozen):
         columns, read = self._columns(batch, ring)
         targets = None if self.plan.mask else self.targets_of(batch, read)
         tensors = [column for column in columns if isinstance(column, torch.Tensor)]
-        return self.sample_batch(tensors, targets) if len(tensors) == len(columns) else self._listed(columns, targets)
+        return (
+            self.sample_batch(tensors, targets)
+            if len(tensors) == len(columns)
+            else self._listed(columns, targets)
+        )
 
     def item(self, batch: IndexBatch) -> Any:
         """Sample and target of a batch of one, in whatever shape it has."""
@@ -329,7 +351,9 @@ class Reader(_Frozen):
         """The items of a batch."""
         pairs = zip(columns, self.lanes, strict=True)
         each = [
-            rows_of(column, shown_class(lane.plan.end_kind or "tensor")) if isinstance(column, torch.Tensor) else column
+            rows_of(column, shown_class(lane.plan.end_kind or "tensor"))
+            if isinstance(column, torch.Tensor)
+            else column
             for column, lane in pairs
         ]
         targets = list(each.pop()) if targets is None else targets
@@ -373,9 +397,13 @@ class Reader(_Frozen):
         if len(outputs) > 1:
             return _take([((count, *shape), dtype) for shape, dtype in outputs], ring)
         shape, dtype = outputs[0]
-        return [np.empty((count, *shape), dtype) if ring is None else ring.take((count, *shape), dtype)]
+        return [
+            np.empty((count, *shape), dtype) if ring is None else ring.take((count, *shape), dtype)
+        ]
 
-    def read_into(self, outs: list[np.ndarray], batch: IndexBatch, rows_B: np.ndarray | None = None) -> None:
+    def read_into(
+        self, outs: list[np.ndarray], batch: IndexBatch, rows_B: np.ndarray | None = None
+    ) -> None:
         """Read the images of a batch into ``room`` for it; or for a larger one, where ``rows_B`` says which rows."""
         if self.is_remote:
             self._expect(batch)
@@ -398,7 +426,9 @@ class Reader(_Frozen):
 
     def as_tensors(self, outs: list[np.ndarray]) -> list[torch.Tensor]:
         """Over the same memory; NumPy has no bfloat16, and holds its bits."""
-        return [torch.from_numpy(out).view(dtype) for dtype, out in zip(self._dtypes, outs, strict=True)]
+        return [
+            torch.from_numpy(out).view(dtype) for dtype, out in zip(self._dtypes, outs, strict=True)
+        ]
 
     def read_for_device(
         self, program: DeviceProgram, batch: IndexBatch, ring: Ring, *, only_places: bool
@@ -421,12 +451,17 @@ class Reader(_Frozen):
 
     # Samples one by one
 
-    def _samples(self, batch: IndexBatch, *, is_alone: bool) -> tuple[list[Column], list[Any] | None]:
+    def _samples(
+        self, batch: IndexBatch, *, is_alone: bool
+    ) -> tuple[list[Column], list[Any] | None]:
         """Samples before the steps that are not known, for each lane; and targets, where reading samples told them."""
         kept, views, indices = self.kept, len(self.lanes), batch.positions.tolist()
         if self.lanes[0].program is not None:
             served: Sequence[Any] = self._alone(batch) if is_alone else self._tensors(batch)
-            return [self._shown(column, lane.plan) for column, lane in zip(served, self.lanes, strict=True)], None
+            return [
+                self._shown(column, lane.plan)
+                for column, lane in zip(served, self.lanes, strict=True)
+            ], None
         if self.is_remote:
             self._expect(batch)
         samples: Column
@@ -461,7 +496,9 @@ class Reader(_Frozen):
                 store = self._stores[lane.part]
                 columns.append([])
                 for index, visit in zip(batch.positions.tolist(), visits_B, strict=True):
-                    columns[-1].append(program.as_tensor(program.run_one(store, index, visit, batch.seed)))
+                    columns[-1].append(
+                        program.as_tensor(program.run_one(store, index, visit, batch.seed))
+                    )
         except (UndecodableError, ChannelsError):
             with kept.naming_damage():
                 raise
@@ -477,7 +514,9 @@ class Reader(_Frozen):
         images = [present(sample.numpy(), plan.kind) for sample in served]
         return images if self.is_upright else list(map(without_exif, images))
 
-    def _finished(self, lane: Lane, samples: Column, batch: IndexBatch, ring: Ring | None) -> Column:
+    def _finished(
+        self, lane: Lane, samples: Column, batch: IndexBatch, ring: Ring | None
+    ) -> Column:
         """What the steps that are not known, and those behind them, make of samples: whole where that can be."""
         plan = lane.plan
         if plan.per_sample:
@@ -498,7 +537,9 @@ class Reader(_Frozen):
         # Of the ring there is one piece of memory a batch.
         take = np.empty if ring is None or len(self.lanes) > 1 else ring.take
         out = take((len(samples), *output[0]), output[1])
-        lane.last.run_images(OpenedImages.decoded(decoded), batch.positions, batch.visits, batch.seed, out)
+        lane.last.run_images(
+            OpenedImages.decoded(decoded), batch.positions, batch.visits, batch.seed, out
+        )
         return lane.last.as_tensor(out)
 
     # Files and stores
@@ -535,14 +576,19 @@ class Reader(_Frozen):
     def visit(self, indices: Sequence[int]) -> IndexBatch:
         """The batch of these indices, for readers that no loader of fastdata's tells their visits."""
         index_B = positions(as_numbers(indices), self.length)
-        if isinstance(indices, IndexBatch) and np.array_equal(index_B, indices.positions):  # else it was changed
+        if isinstance(indices, IndexBatch) and np.array_equal(
+            index_B, indices.positions
+        ):  # else it was changed
             return indices
         # The base seed of the iterator of torch's that reads in this process, and a number that tells it from others:
         # torch starts an iterator's workers one after the other, and multiprocessing numbers processes as they are made
         worker = get_worker_info()
         base_seed = reader = torch.initial_seed()
         if worker is not None:
-            base_seed, reader = worker.seed - worker.id, worker.id - getattr(current_process(), "_identity", (0,))[-1]
+            base_seed, reader = (
+                worker.seed - worker.id,
+                worker.id - getattr(current_process(), "_identity", (0,))[-1],
+            )
         if self.options.seed is not None:
             reader = 0  # all draw from one seed
         if not self._draws or self.visits is None:
@@ -554,11 +600,15 @@ class Reader(_Frozen):
 
 def positions(index_B: np.ndarray, length: int) -> np.ndarray:
     """Check that indices (int64, B) are in [-length, length) and make negative ones count from the end."""
-    if not (index_B.view(np.uint64) >= length).any():  # as unsigned numbers, negative ones are too large as well
+    if not (
+        index_B.view(np.uint64) >= length
+    ).any():  # as unsigned numbers, negative ones are too large as well
         return index_B
     wrong = index_B[(index_B < -length) | (index_B >= length)]
     if len(wrong):
-        raise IndexError(f"index {wrong[0]} is out of range for a dataset of {counted(length, 'sample')}")
+        raise IndexError(
+            f"index {wrong[0]} is out of range for a dataset of {counted(length, 'sample')}"
+        )
     return np.where(index_B < 0, index_B + length, index_B)
 
 
@@ -570,7 +620,11 @@ class OwnItem:
     """
 
     def __init__(self, batch: IndexBatch, k: int) -> None:
-        self._position, self._visit, self._seed = batch.positions[k : k + 1], batch.visits[k : k + 1], batch.seed
+        self._position, self._visit, self._seed = (
+            batch.positions[k : k + 1],
+            batch.visits[k : k + 1],
+            batch.seed,
+        )
         self._reads: Counter[int] = Counter()
 
     def batch_of(self, position: int, dataset: int, reader: Reader) -> IndexBatch:
@@ -599,7 +653,9 @@ class DeviceBatch(NamedTuple):
     keys: ItemForm | None
 
 
-def _take(wanted: list[tuple[tuple[int, ...], np.dtype[Any]]], ring: Ring | None) -> list[np.ndarray]:
+def _take(
+    wanted: list[tuple[tuple[int, ...], np.dtype[Any]]], ring: Ring | None
+) -> list[np.ndarray]:
     """Memory for arrays of these shapes and dtypes: one piece of the ring's, or fresh."""
     take = np.empty if ring is None else ring.take
     if len(wanted) == 1:
@@ -610,4 +666,7 @@ def _take(wanted: list[tuple[tuple[int, ...], np.dtype[Any]]], ring: Ring | None
     # By its buffer: a view of an array refers to what lies behind that, and the ring would take the memory back.
     whole = take((ends[-1],), np.dtype(np.uint8)).data
     parts = zip(wanted, counts, [0, *ends], strict=False)
-    return [np.frombuffer(whole, dtype, count, start).reshape(shape) for (shape, dtype), count, start in parts]
+    return [
+        np.frombuffer(whole, dtype, count, start).reshape(shape)
+        for (shape, dtype), count, start in parts
+    ]

@@ -47,7 +47,9 @@ from fastdata.machine.shared import Block
 _FREE, _LENT = 0, 1
 _ALIGN_BYTES, _PAGE_BYTES = 64, 4096
 _STATE_BYTES = _ALIGN_BYTES  # the first byte of a slot has a cache line of its own before the data
-_WHOLE_STORAGE = 4  # a tensor travels with its whole storage, as in torch, up to so many times its own extent
+_WHOLE_STORAGE = (
+    4  # a tensor travels with its whole storage, as in torch, up to so many times its own extent
+)
 _UNCOUNTED = ""  # token of a parcel that holds nothing that could travel through a ring
 _NOTHING = np.empty(0, np.uint8)
 
@@ -74,7 +76,9 @@ class BatchRing:
 
     def __init__(self, slots: int, allocate: Callable[[int], np.ndarray] | None = None) -> None:
         self._allocate = allocate or partial(np.empty, dtype=np.uint8)
-        self._free: deque[_Loan | None] = deque([None] * slots)  # None: a slot whose buffer is not allocated yet
+        self._free: deque[_Loan | None] = deque(
+            [None] * slots
+        )  # None: a slot whose buffer is not allocated yet
         self._loans: dict[int, _Loan] = {}  # by id
         self._slots = slots
         self.fresh_count = 0  # how often all slots were lent and the batch got memory of its own
@@ -149,7 +153,9 @@ class RingCollate:
         fetch = None if worker is None else _fetch_of_worker_loop()
         if worker is None or fetch is None:
             return self.collate(samples)
-        indices = fetch.f_locals[fetch.f_code.co_varnames[1]]  # whose loader knows what their batch draws
+        indices = fetch.f_locals[
+            fetch.f_code.co_varnames[1]
+        ]  # whose loader knows what their batch draws
         draws = getattr(indices, "draws", None)
         collate = self.collate if draws is None else partial(draws.collated, self.collate)
         if self._ring is None or self._ring.pid != os.getpid():
@@ -166,7 +172,10 @@ class RingCollate:
 def _fetch_of_worker_loop() -> FrameType | None:
     """The call that ``RingCollate.__call__`` returns to; None where that is of a loader inside of the worker."""
     frame = sys._getframe(2)
-    fetches = (each.fetch.__code__ for each in (torch_fetch._MapDatasetFetcher, torch_fetch._IterableDatasetFetcher))
+    fetches = (
+        each.fetch.__code__
+        for each in (torch_fetch._MapDatasetFetcher, torch_fetch._IterableDatasetFetcher)
+    )
     is_workers = frame.f_back is not None and frame.f_back.f_code is _worker_loop.__code__
     return frame if is_workers and frame.f_code in fetches else None
 
@@ -188,19 +197,27 @@ class WorkerRing:
         dataset = getattr(dataset, "behind", dataset)
         while isinstance(dataset, Subset):
             dataset = dataset.dataset
-        _worker_rings[id(dataset)] = self  # it gathers its batches straight into a slot, by ``take``
+        _worker_rings[id(dataset)] = (
+            self  # it gathers its batches straight into a slot, by ``take``
+        )
 
     def take(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         self._begin()
         memory = self._reserve(math.prod(shape) * dtype.itemsize)
-        return np.empty(shape, dtype) if memory is None else np.frombuffer(memory, dtype).reshape(shape)
+        return (
+            np.empty(shape, dtype)
+            if memory is None
+            else np.frombuffer(memory, dtype).reshape(shape)
+        )
 
     def send(self, collate: Callable[[Any], Any], samples: Any) -> Parcel:
         if self._filled is None:
             self._begin()
         try:
             batch = self._collate(collate, samples)
-            return self._pack(batch) or Parcel(self._token, None, [], bytes(ForkingPickler.dumps(batch)))
+            return self._pack(batch) or Parcel(
+                self._token, None, [], bytes(ForkingPickler.dumps(batch))
+            )
         finally:
             self._filled, self._lease = None, _NOTHING
 
@@ -226,7 +243,9 @@ class WorkerRing:
     def _collate(self, collate: Callable[[Any], Any], samples: Any) -> Any:
         """Collate; where that calls torch's ``default_collate``, it stacks tensors straight into the slot."""
         functions: Any = torch_collate.default_collate_fn_map
-        is_torchs = functions.get(torch.Tensor) is torch_collate.collate_tensor_fn  # or the user has set their own
+        is_torchs = (
+            functions.get(torch.Tensor) is torch_collate.collate_tensor_fn
+        )  # or the user has set their own
         if self._filled is None or not is_torchs:
             return collate(samples)
         functions[torch.Tensor] = self._stack
@@ -237,10 +256,17 @@ class WorkerRing:
 
     def _stack(self, batch: Any, *, collate_fn_map: Any = None) -> Any:
         first = batch[0]
-        if not all(type(sample) is torch.Tensor and is_plain(sample) for sample in batch) or not first.numel():
+        if (
+            not all(type(sample) is torch.Tensor and is_plain(sample) for sample in batch)
+            or not first.numel()
+        ):
             return torch_collate.collate_tensor_fn(batch, collate_fn_map=collate_fn_map)
         memory = self._reserve(len(batch) * first.numel() * first.itemsize)
-        out = torch.frombuffer(memory, dtype=first.dtype) if memory else first.new_empty(len(batch) * first.numel())
+        out = (
+            torch.frombuffer(memory, dtype=first.dtype)
+            if memory
+            else first.new_empty(len(batch) * first.numel())
+        )
         return torch.stack(tuple(batch), 0, out=out.view(len(batch), *first.shape))
 
     def _pack(self, batch: Any) -> Parcel | None:
@@ -254,7 +280,9 @@ class WorkerRing:
             if spans is None:
                 needed = _STATE_BYTES + sum(_aligned(part.nbytes) for part in packer.parts)
                 is_first = slot.place.block_number < 0
-                slot.replace(needed if is_first else needed + needed // 8)  # batches differ in size: leave room
+                slot.replace(
+                    needed if is_first else needed + needed // 8
+                )  # batches differ in size: leave room
                 self._lease, self._end = slot.lend(), _STATE_BYTES
                 spans = self._lay_out(packer.parts)
         except (MemoryBudgetError, _StorageSharedError):
@@ -342,7 +370,13 @@ def is_plain(tensor: torch.Tensor) -> bool:
     return (
         tensor.layout is torch.strided
         and tensor.device.type == "cpu"
-        and not (tensor.requires_grad or tensor.is_quantized or tensor.is_nested or tensor.is_conj() or tensor.is_neg())
+        and not (
+            tensor.requires_grad
+            or tensor.is_quantized
+            or tensor.is_nested
+            or tensor.is_conj()
+            or tensor.is_neg()
+        )
     )
 
 
@@ -366,14 +400,24 @@ class _Packer(pickle.Pickler):
         self.parts: list[np.ndarray] = []
         parts = self.parts
         # A callback that held the packer would make a cycle, and the slot's lease live until it is collected.
-        super().__init__(self.file, 5, buffer_callback=lambda part: parts.append(np.frombuffer(part.raw(), np.uint8)))
-        self.dispatch_table = ForkingPickler(io.BytesIO()).dispatch_table  # torch's way for all other tensors
+        super().__init__(
+            self.file,
+            5,
+            buffer_callback=lambda part: parts.append(np.frombuffer(part.raw(), np.uint8)),
+        )
+        self.dispatch_table = ForkingPickler(
+            io.BytesIO()
+        ).dispatch_table  # torch's way for all other tensors
         self._storages: dict[int, np.ndarray | None] = {}  # None: only a part of it was sent
 
     def reducer_override(self, value: Any) -> Any:
-        if type(value) is np.ndarray and (not value.flags.writeable or value.dtype.byteorder in "<>"):
+        if type(value) is np.ndarray and (
+            not value.flags.writeable or value.dtype.byteorder in "<>"
+        ):
             dtype = value.dtype if value.dtype.byteorder == "|" else value.dtype.newbyteorder("=")
-            return value.astype(dtype).__reduce_ex__(5)  # through torch's queue it is native and may be written to
+            return value.astype(dtype).__reduce_ex__(
+                5
+            )  # through torch's queue it is native and may be written to
         if type(value) is not torch.Tensor or not is_plain(value):
             return NotImplemented
         size, strides, dtype = tuple(value.shape), value.stride(), value.dtype
@@ -381,10 +425,14 @@ class _Packer(pickle.Pickler):
             return _tensor, (None, dtype, 0, size, strides)
         offset, storage = value.storage_offset(), value.untyped_storage()
         key = storage.data_ptr()
-        extent = 1 + sum((length - 1) * stride for length, stride in zip(size, strides, strict=True))
+        extent = 1 + sum(
+            (length - 1) * stride for length, stride in zip(size, strides, strict=True)
+        )
         if key not in self._storages:
             octets = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
-            if octets.nbytes > _WHOLE_STORAGE * extent * value.itemsize and not _lies_in(octets, self._lease):
+            if octets.nbytes > _WHOLE_STORAGE * extent * value.itemsize and not _lies_in(
+                octets, self._lease
+            ):
                 self._storages[key] = None
                 part = octets[offset * value.itemsize :][: extent * value.itemsize]
                 return _tensor, (part, dtype, 0, size, strides)
@@ -395,7 +443,11 @@ class _Packer(pickle.Pickler):
 
 
 def _tensor(
-    octets: np.ndarray | None, dtype: torch.dtype, offset: int, size: tuple[int, ...], strides: tuple[int, ...]
+    octets: np.ndarray | None,
+    dtype: torch.dtype,
+    offset: int,
+    size: tuple[int, ...],
+    strides: tuple[int, ...],
 ) -> torch.Tensor:
     if octets is None:  # a tensor without elements
         return torch.empty_strided(size, strides, dtype=dtype)
@@ -419,7 +471,9 @@ class Place(NamedTuple):
 class Parcel:
     """A batch on its way; unpickling it gives the batch."""
 
-    def __init__(self, token: str, place: Place | None, spans: list[tuple[int, int]], data: bytes) -> None:
+    def __init__(
+        self, token: str, place: Place | None, spans: list[tuple[int, int]], data: bytes
+    ) -> None:
         self._parts = token, place, spans, data
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -434,7 +488,9 @@ class Arrivals:
     """The slots of workers that this process has mapped, each once; those of ended workers are dropped."""
 
     def __init__(self) -> None:
-        self.fresh_count = 0  # batches that came in torch's way, because all slots were lent or for what they hold
+        self.fresh_count = (
+            0  # batches that came in torch's way, because all slots were lent or for what they hold
+        )
         self._rings: dict[str, dict[int, tuple[Place, np.ndarray]]] = {}
         self._loans: dict[tuple[str, int], _Loan] = {}  # by ring and slot
 
@@ -505,12 +561,16 @@ def _receive(token: str, place: Place | None, spans: list[tuple[int, int]], data
     """Unpickle a parcel: the batch, or where its worker has died, an error for the loader to raise."""
     if place is None:
         Arrivals.of(token).fresh_count += token != _UNCOUNTED
-        return pickle.loads(data, buffers=[bytearray() for _ in spans])  # of parts without bytes, if any
+        return pickle.loads(
+            data, buffers=[bytearray() for _ in spans]
+        )  # of parts without bytes, if any
     try:
         return Arrivals.of(token).receive(place, spans, data)
     except StoreGoneError:
         pid = place.descriptor.split("/")[2]
-        lost = LostBatchError(f"the DataLoader worker (pid {pid}) has ended, and this batch with it.")
+        lost = LostBatchError(
+            f"the DataLoader worker (pid {pid}) has ended, and this batch with it."
+        )
         return ExceptionWrapper((type(lost), lost, None), "when a batch was received")
 
 

@@ -116,7 +116,11 @@ class Stored:
         return plan
 
     def filled(
-        self, prepared: Prepared, source: Source, table: SampleTable | None, leading: tuple[Step, ...]
+        self,
+        prepared: Prepared,
+        source: Source,
+        table: SampleTable | None,
+        leading: tuple[Step, ...],
     ) -> Stored:
         """This once samples were prepared after ``leading`` steps of the transform."""
         kept, key = prepared.kept, prepare_key(leading)
@@ -140,7 +144,9 @@ class Stored:
 
         timm makes a dataset without a transform and assigns one later: images were kept whole, and nobody has read any.
         """
-        if self.unfit_after is not None and self.source is not None:  # after other steps samples may fit
+        if (
+            self.unfit_after is not None and self.source is not None
+        ):  # after other steps samples may fit
             return prepare_key(leading_steps(transform)) != self.unfit_after
         if self.after is None:
             return False
@@ -148,7 +154,11 @@ class Stored:
         if prepare_key(leading_steps(transform, count)) != stored_key:
             return True
         is_unused = self.filled_share() == 0 or (not stored_key and not was_read)
-        return is_unused and self.source is not None and prepare_key(leading_steps(transform)) != stored_key
+        return (
+            is_unused
+            and self.source is not None
+            and prepare_key(leading_steps(transform)) != stored_key
+        )
 
 
 def compile_reader(
@@ -181,7 +191,9 @@ def compile_reader(
             beforehand = ()
     if pair_transform is not None:
         if options.return_index:
-            raise ValueError("return_index=True goes with transform= and target_transform=, not with transforms=")
+            raise ValueError(
+                "return_index=True goes with transform= and target_transform=, not with transforms="
+            )
         lanes, plan = _lanes_of_pairs(kept, pair_transform, options)
     return Reader(
         samples=stored.samples,
@@ -201,10 +213,14 @@ def compile_reader(
 
 
 def _with_last(lane: Lane) -> Lane:
-    return lane._replace(last=Program(lane.plan.last_ops, _DECODED)) if lane.plan.last_steps else lane
+    return (
+        lane._replace(last=Program(lane.plan.last_ops, _DECODED)) if lane.plan.last_steps else lane
+    )
 
 
-def _lanes_of(plan: TransformPlan, spec: SampleSpec, shape: tuple[int, ...], part: int = 0) -> tuple[Lane, ...]:
+def _lanes_of(
+    plan: TransformPlan, spec: SampleSpec, shape: tuple[int, ...], part: int = 0
+) -> tuple[Lane, ...]:
     lanes = []
     for view in plan.each:
         program = Program(view.batch_ops, spec)
@@ -212,7 +228,9 @@ def _lanes_of(plan: TransformPlan, spec: SampleSpec, shape: tuple[int, ...], par
     return tuple(lanes)
 
 
-def _lanes_of_kept(stored: Stored, kept: KeptSamples, transform: Any) -> tuple[tuple[Lane, ...], TransformPlan]:
+def _lanes_of_kept(
+    stored: Stored, kept: KeptSamples, transform: Any
+) -> tuple[tuple[Lane, ...], TransformPlan]:
     spec, shape = kept.images.spec, kept.images.shape(0)
     is_image = len(shape) == 3
     obstacle = "samples have several parts" if kept.is_tuple else core.obstacle()
@@ -231,13 +249,17 @@ def _lanes_of_kept(stored: Stored, kept: KeptSamples, transform: Any) -> tuple[t
     return tuple(Lane(view, output=output) for view in plan.each), plan
 
 
-def _decoding(stored: Stored, transform: Any) -> tuple[bool, TransformPlan, tuple[Lane, ...]] | None:
+def _decoding(
+    stored: Stored, transform: Any
+) -> tuple[bool, TransformPlan, tuple[Lane, ...]] | None:
     """What makes batches of files as they are read, by all steps; None where that cannot be."""
     if not stored.decodes_itself or core.obstacle() is not None:
         return None
     upright, served = split_upright((*stored.first_steps, transform))
     first = upright - len(stored.first_steps)
-    plan = plan_transform(served, channels=3, batch_ops=stored.options.batch_ops, prepared=0, first=first)
+    plan = plan_transform(
+        served, channels=3, batch_ops=stored.options.batch_ops, prepared=0, first=first
+    )
     lanes = _lanes_of(plan, _DECODED, (3, 1, 1)) if plan.is_batched else ()
     return (upright, plan, lanes) if lanes and all(lane.output for lane in lanes) else None
 
@@ -265,7 +287,9 @@ def _plan_pairs(kept: KeptSamples | None, transforms: Any, options: Options) -> 
         obstacle = "only uint8 images with a uint8 tv_tensors.Mask are served"
     if obstacle is None and (len(size) != 2 or mask.shape(0)[:-2] not in ((), (1,))):
         obstacle = f"images of shape {image.shape(0)} and masks of {mask.shape(0)} are not served"
-    return plan_pairs(transforms, form=image.spec.form, channels=_channels_of(image), obstacle=obstacle)
+    return plan_pairs(
+        transforms, form=image.spec.form, channels=_channels_of(image), obstacle=obstacle
+    )
 
 
 def _channels_of(images: Store) -> int | None:
@@ -333,9 +357,15 @@ class Watch:
             for array, bytes_before in self._arrays:
                 if np.asarray(array).tobytes() != bytes_before:
                     return True
-        except (TypeError, ValueError, RuntimeError):  # arrays that are not the same cannot be compared
+        except (
+            TypeError,
+            ValueError,
+            RuntimeError,
+        ):  # arrays that are not the same cannot be compared
             return True
-        return self._steps is not None and list(map(id, _leaves(calls))) != list(map(id, self._steps))
+        return self._steps is not None and list(map(id, _leaves(calls))) != list(
+            map(id, self._steps)
+        )
 
 
 def _leaves(transform: Any) -> tuple[Any, ...]:
@@ -361,7 +391,9 @@ def warn_of_modes(stored: Stored, kept: KeptSamples, transform: Any) -> None:
 def with_advice(stored: Stored, reader: Reader) -> Stored:
     """With what another ``resize=`` would gain in the reason of its storage."""
     advice = ""
-    with contextlib.suppress(ValueError, SampleError, UndecodableError):  # of which whoever reads it is told
+    with contextlib.suppress(
+        ValueError, SampleError, UndecodableError
+    ):  # of which whoever reads it is told
         advice = resize_advice(reader, decodes_itself=stored.decodes_itself)
     if not advice:
         return stored
@@ -425,7 +457,11 @@ def fallback_notice(reader: Reader) -> str:
 def _rate_without_unknown(reader: Reader, store: Store, transform: Any) -> float | None:
     """Samples a second that one core serves by the steps that are known, measured on a few; None if by none."""
     *before, last = flatten(transform)
-    ways = [(*before, *flatten(each)) for each in last.transforms] if type(last) is Views else [(*before, last)]
+    ways = (
+        [(*before, *flatten(each)) for each in last.transforms]
+        if type(last) is Views
+        else [(*before, last)]
+    )
     total_s = 0.0
     for steps in ways:
         seconds = _seconds_without_unknown(store, steps, len(reader.plan.prepare))
@@ -438,7 +474,11 @@ def _rate_without_unknown(reader: Reader, store: Store, transform: Any) -> float
 def _seconds_without_unknown(store: Store, steps: Sequence[Any], prepared: int) -> float | None:
     """What a sample takes by those steps that are known."""
     shape = store.shape(0)
-    facts: dict[str, Any] = {"form": store.spec.form, "dtype": store.spec.dtype, "obstacle": core.obstacle()}
+    facts: dict[str, Any] = {
+        "form": store.spec.form,
+        "dtype": store.spec.dtype,
+        "obstacle": core.obstacle(),
+    }
     while (plan := plan_transform(steps, channels=shape[0], prepared=prepared, **facts)).per_sample:
         unknown = len(steps) - len(plan.per_sample)
         steps = (*steps[:unknown], *steps[unknown + 1 :])

@@ -199,7 +199,9 @@ class EpochOrder:
 
     @property
     def rank_samples(self) -> int:
-        return self.length // self.world_size if self.drop_last else -(-self.length // self.world_size)
+        return (
+            self.length // self.world_size if self.drop_last else -(-self.length // self.world_size)
+        )
 
 
 def plan_epoch(order: EpochOrder, epoch: int) -> Int64s:
@@ -220,9 +222,13 @@ def plan_epoch(order: EpochOrder, epoch: int) -> Int64s:
     """
     count = order.rank_samples
     stream = _plan_ranks(order, epoch)[order.rank * count : (order.rank + 1) * count]
-    for start in range(0, count if order.shuffle and order.piece_samples > 1 else 0, order.chunk_samples):
+    for start in range(
+        0, count if order.shuffle and order.piece_samples > 1 else 0, order.chunk_samples
+    ):
         chunk = stream[start : start + order.chunk_samples]
-        chunk[:] = _shuffled(order, epoch, chunk, order.length)  # keys of samples are those behind all pieces' keys
+        chunk[:] = _shuffled(
+            order, epoch, chunk, order.length
+        )  # keys of samples are those behind all pieces' keys
     return stream
 
 
@@ -301,7 +307,9 @@ def shuffle_quality(order: EpochOrder, epoch: int, batch_size: int) -> ShuffleQu
         full = len(positions) // size
         if not full:
             return 0.0
-        reached = (np.sort(positions[: full * size].reshape(full, size), axis=1) + 0.5) / order.length
+        reached = (
+            np.sort(positions[: full * size].reshape(full, size), axis=1) + 0.5
+        ) / order.length
         above, below = np.arange(1, size + 1) / size - reached, reached - np.arange(size) / size
         return float(np.maximum(above, below).max(axis=1).mean())
 
@@ -311,4 +319,6 @@ def shuffle_quality(order: EpochOrder, epoch: int, batch_size: int) -> ShuffleQu
     worst = distance(np.resize(plan_epoch(replace(plain, shuffle=False), 0), order.rank_samples))
     is_global = order.shuffle and (worst <= best or order.piece_samples == 1)
     value = 1.0 if is_global else min(max((worst - ours) / max(worst - best, 1e-12), 0.0), 1.0)
-    return ShuffleQuality(value=value, batch_distance=ours, global_distance=best, source_distance=worst)
+    return ShuffleQuality(
+        value=value, batch_distance=ours, global_distance=best, source_distance=worst
+    )

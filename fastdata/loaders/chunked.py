@@ -230,7 +230,9 @@ class ChunkedLoader:
         with contextlib.ExitStack() as cleanup:
             if isinstance(dataset, (str, bytes, os.PathLike)):
                 mirrored = {"local_cache": local_cache, "local_limit": local_limit}
-                opened = _open_path(os.fsdecode(dataset), storage_options=storage_options, **mirrored)
+                opened = _open_path(
+                    os.fsdecode(dataset), storage_options=storage_options, **mirrored
+                )
                 dataset = cleanup.enter_context(opened)
             if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
                 raise TypeError(
@@ -286,7 +288,9 @@ class ChunkedLoader:
         pages_bytes = 2 * mmap.PAGESIZE * len(self._stores)
         in_use_bytes = memory.tree_pss_bytes()
         free_bytes = memory.available_bytes().bytes
-        limit_bytes = memory.parse_bytes(memory_limit, of=free_bytes // local_ranks() + in_use_bytes)
+        limit_bytes = memory.parse_bytes(
+            memory_limit, of=free_bytes // local_ranks() + in_use_bytes
+        )
         served_bytes = None if reader is None else reader.served_bytes
         batch_bytes = (served_bytes or _SAMPLE_BYTES) * self.batch_size
         mirrored = [store for store in self._stores if isinstance(store, MirroredStore)]
@@ -312,19 +316,27 @@ class ChunkedLoader:
         log.info("%s", plan)
         if not self._stores:
             return order
-        self._empties_cache = empties_cache(sum(store.size_bytes for store in self._stores), free_bytes, plan)
+        self._empties_cache = empties_cache(
+            sum(store.size_bytes for store in self._stores), free_bytes, plan
+        )
         piece_samples = max(plan.chunk_samples // pieces, 1) if is_mixed else 1
         return replace(order, piece_samples=piece_samples, chunk_samples=plan.chunk_samples)
 
     def _most_of_chunk(self, order: EpochOrder, mix: int | None) -> tuple[int, int]:
         """The most bytes of a chunk that is mixed, and of how many pieces it is made."""
-        fetched_bytes = sum(store.size_bytes for store in self._stores if isinstance(store, MirroredStore))
+        fetched_bytes = sum(
+            store.size_bytes for store in self._stores if isinstance(store, MirroredStore)
+        )
         if not fetched_bytes:
             return _MOST_MIXED_BYTES, mix or _PIECES_PER_CHUNK
         share = order.rank_samples / order.length / _LEAST_FETCHED
         most_bytes = min(_MOST_FETCHED_BYTES, int(share * fetched_bytes))
-        segment_bytes = max(store.mirror.segment_bytes for store in self._stores if isinstance(store, MirroredStore))
-        piece_bytes = max(_PIECE_BYTES, 4 * segment_bytes)  # so that few of its segments are others', too
+        segment_bytes = max(
+            store.mirror.segment_bytes for store in self._stores if isinstance(store, MirroredStore)
+        )
+        piece_bytes = max(
+            _PIECE_BYTES, 4 * segment_bytes
+        )  # so that few of its segments are others', too
         return most_bytes, mix or min(_PIECES_PER_CHUNK, max(most_bytes // piece_bytes, 1))
 
     def __len__(self) -> int:
@@ -333,7 +345,9 @@ class ChunkedLoader:
     def __iter__(self) -> Any:
         return self.iterate()
 
-    def iterate(self, ring: BatchRing | None = None, held: int = HELD_BY_USER, read: None = None) -> Any:
+    def iterate(
+        self, ring: BatchRing | None = None, held: int = HELD_BY_USER, read: None = None
+    ) -> Any:
         """Begin an epoch, as ``iter`` does; for a prefetcher as that of a DataLoader."""
         if self._is_closed:
             raise RuntimeError("the loader was closed; make it again to go on")
@@ -374,7 +388,9 @@ class ChunkedLoader:
         if not self._stores:
             return report
         cache = ", the system's page cache emptied behind them" if self._empties_cache else ""
-        chunks = f"chunks of {self._sampler.order.chunk_samples} samples, read ahead by a thread{cache}"
+        chunks = (
+            f"chunks of {self._sampler.order.chunk_samples} samples, read ahead by a thread{cache}"
+        )
         return replace(report, path=f"{chunks}; {report.path}")
 
     def ring_slots(self, held: int) -> int:
@@ -411,7 +427,9 @@ class ChunkedLoader:
 class _Epoch:
     """The batches of an epoch; with the first one chunks begin to be read, each further one is told to them."""
 
-    def __init__(self, batches: Iterator[Any], begin_chunks: Callable[[], Residency | None]) -> None:
+    def __init__(
+        self, batches: Iterator[Any], begin_chunks: Callable[[], Residency | None]
+    ) -> None:
         self._batches = batches
         self._begin_chunks = begin_chunks
         self._residency: Residency | None = None
@@ -428,7 +446,9 @@ class _Epoch:
             self._is_begun = True
             self._residency = self._begin_chunks()
             if self._residency is not None:
-                stop = getattr(self._batches, "stop", None)  # there are threads, which read no more then
+                stop = getattr(
+                    self._batches, "stop", None
+                )  # there are threads, which read no more then
                 weakref.finalize(self, _close, self._residency, stop)
         try:
             return next(self._batches)
@@ -463,14 +483,18 @@ def _disk_stores(dataset: PreparedDataset) -> list[DiskStore]:
     return [store for store in kept.stores if isinstance(store, DiskStore)] if kept else []
 
 
-def _locator(view: LoaderView | None) -> Callable[[np.ndarray], Iterable[tuple[DiskStore, np.ndarray]]]:
+def _locator(
+    view: LoaderView | None,
+) -> Callable[[np.ndarray], Iterable[tuple[DiskStore, np.ndarray]]]:
     """What says of samples of a loader in which files they lie, and where in these."""
     parts = _parts_of(view)
     subset = None if view is None else view.subset
     ends = np.cumsum(list(map(index_count, parts)))
 
     def located(samples: np.ndarray) -> Iterator[tuple[DiskStore, np.ndarray]]:
-        index = samples if subset is None else np.sort(subset[samples] % ends[-1])  # -1 is the last one
+        index = (
+            samples if subset is None else np.sort(subset[samples] % ends[-1])
+        )  # -1 is the last one
         for part, end in zip(parts, ends.tolist(), strict=True):
             first = end - index_count(part)
             mine = index[(first <= index) & (index < end)] - first

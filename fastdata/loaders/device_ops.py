@@ -46,7 +46,12 @@ def is_own(loader: Any) -> bool:
 
 
 def fallback_reason(
-    asked: WhereOps, obstacle: str | None, *, stored_bytes: int, served_bytes: int, is_mirrored: bool = False
+    asked: WhereOps,
+    obstacle: str | None,
+    *,
+    stored_bytes: int,
+    served_bytes: int,
+    is_mirrored: bool = False,
 ) -> str | None:
     """Say why batch ops run on the CPU; None if on the device, where samples are sent as stored, or lie (mirrored).
 
@@ -60,8 +65,15 @@ def fallback_reason(
     if asked == "cpu":
         return "batch_ops='cpu'"
     if obstacle is not None and asked == "device":
-        raise ValueError(f"batch_ops='device' is not possible here: {obstacle}. Use batch_ops='auto'.")
-    if obstacle is not None or asked == "device" or is_mirrored or stored_bytes <= served_bytes * MOST_TIMES_SERVED:
+        raise ValueError(
+            f"batch_ops='device' is not possible here: {obstacle}. Use batch_ops='auto'."
+        )
+    if (
+        obstacle is not None
+        or asked == "device"
+        or is_mirrored
+        or stored_bytes <= served_bytes * MOST_TIMES_SERVED
+    ):
         return obstacle
     stored, served = format_bytes(stored_bytes), format_bytes(served_bytes)
     return f"a sample as stored is {stored}, after the batch ops {served}"
@@ -83,7 +95,9 @@ class DeviceOps:
         self._lock = threading.Lock()
         self._mirror: torch.Tensor | None = None
         self._has_warned = False
-        self.described = ""  # where they run in the latest epoch, and why; empty where the loader has none
+        self.described = (
+            ""  # where they run in the latest epoch, and why; empty where the loader has none
+        )
 
     def begin(self) -> tuple[Read, Ops] | None:
         """Say what reads the batches of an epoch and what finishes them; None if the CPU does it all.
@@ -97,7 +111,9 @@ class DeviceOps:
         served = self._served.dataset
         served.reader()  # which notices what was changed in place
         dataset = self._served.parts[0]  # several have an obstacle
-        obstacle: str | None = f"the loader is {kind_of(self._loader)}, not fastdata's DataLoader in batches"
+        obstacle: str | None = (
+            f"the loader is {kind_of(self._loader)}, not fastdata's DataLoader in batches"
+        )
         if isinstance(self._loader, DataLoader) and is_own(self._loader):
             obstacle = self._loader.device_obstacle()
         is_kept_there = dataset.storage == "device"
@@ -123,7 +139,9 @@ class DeviceOps:
             where += f", the conversion only{unused}"
         elif is_kept_there:
             is_there = True
-            where += f", from a copy of the store there ({format_bytes(_size_bytes(_store(lease)))})"
+            where += (
+                f", from a copy of the store there ({format_bytes(_size_bytes(_store(lease)))})"
+            )
         self.described = where
         if unused and is_kept_there and self._asked != "cpu" and not self._has_warned:
             self._has_warned = True
@@ -134,8 +152,13 @@ class DeviceOps:
         return read, partial(self.run, program, lease if is_there else None)
 
     def _compile(self, dataset: PreparedDataset) -> DeviceProgram:
-        if self._compiled is None or self._compiled[0] is not dataset.plan:  # the user may have replaced it
-            self._compiled = dataset.plan, DeviceProgram(dataset.plan, _store(lease_of(dataset)).spec, **self._options)
+        if (
+            self._compiled is None or self._compiled[0] is not dataset.plan
+        ):  # the user may have replaced it
+            self._compiled = (
+                dataset.plan,
+                DeviceProgram(dataset.plan, _store(lease_of(dataset)).spec, **self._options),
+            )
         return self._compiled[1]
 
     def run(self, program: DeviceProgram, lease: Lease | None, batch: DeviceBatch) -> Any:
@@ -146,7 +169,9 @@ class DeviceOps:
             if self._mirror is None:
                 self._mirror = _upload(_store(lease), self._device)
             store_NCHW = self._mirror
-        return stacked(program.run(store_NCHW, batch.draws, batch.samples), batch.targets, batch.keys)
+        return stacked(
+            program.run(store_NCHW, batch.draws, batch.samples), batch.targets, batch.keys
+        )
 
     def close(self) -> None:
         """Give back the memory on the device. Idempotent; a later epoch copies again."""
@@ -175,7 +200,9 @@ def _upload(store: Store, device: torch.device) -> torch.Tensor:
     return copy_NCHW
 
 
-def _read(lease: Lease, program: DeviceProgram, is_there: bool, batch: Any, ring: BatchRing) -> DeviceBatch:
+def _read(
+    lease: Lease, program: DeviceProgram, is_there: bool, batch: Any, ring: BatchRing
+) -> DeviceBatch:
     return lease().read_for_device(program, batch, ring, only_places=is_there)
 
 

@@ -113,7 +113,9 @@ class LoopTimes:
 class Tally(LoopTimes):
     """Counts of the epoch in progress."""
 
-    def __init__(self, engine: Engine, ring: Slots | None = None, pinning: PinningPlan | None = None) -> None:
+    def __init__(
+        self, engine: Engine, ring: Slots | None = None, pinning: PinningPlan | None = None
+    ) -> None:
         super().__init__()
         self._engine, self._ring, self._pinning = engine, ring, pinning
         self._fresh_before = ring.fresh_count if ring else 0
@@ -147,7 +149,13 @@ def sample_count(batch: Any) -> int:
 def _first_length(batch: Any) -> int:
     if isinstance(batch, torch.Tensor):
         return batch.size(0) if batch.ndim else 1
-    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
+    parts = (
+        batch.values()
+        if isinstance(batch, Mapping)
+        else batch
+        if isinstance(batch, (list, tuple))
+        else ()
+    )
     return next((count for part in parts if (count := _first_length(part))), 0)
 
 
@@ -170,7 +178,9 @@ class Counted(torch_loader._BaseDataLoaderIter):
 
     tally: Tally  # of the epoch, as ``progress``; an iterator of workers that persist gets new ones for the next
     ring: Slots | None = None  # that batches come through
-    lease: Lease | JoinedLease | None = None  # of what is read; ends the epoch once the dataset is closed
+    lease: Lease | JoinedLease | None = (
+        None  # of what is read; ends the epoch once the dataset is closed
+    )
 
     def __init__(self, view: TorchView, progress: Progress) -> None:
         self.progress = progress
@@ -216,7 +226,11 @@ def _may_be_told(loader: Any) -> bool:
 
     Nothing is then read ahead before ``next``.
     """
-    samplers = (loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None))
+    samplers = (
+        loader.sampler,
+        loader.batch_sampler,
+        getattr(loader.batch_sampler, "sampler", None),
+    )
     return any(hasattr(sampler, "set_epoch") for sampler in samplers)
 
 
@@ -237,7 +251,9 @@ class _Context:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._context, name)
 
-    def Process(self, *, target: Callable[..., None], args: tuple[Any, ...]) -> Any:  # multiprocessing's
+    def Process(
+        self, *, target: Callable[..., None], args: tuple[Any, ...]
+    ) -> Any:  # multiprocessing's
         return self._context.Process(target=_work, args=(target, args))
 
 
@@ -249,7 +265,9 @@ def _work(target: Callable[..., None], args: tuple[Any, ...]) -> None:
 def end_with_parent(*, whole_group: bool = False) -> None:
     """Wait for the parent's end, then end this process at once, or all of its process group."""
     parent, above = multiprocessing.parent_process(), os.getppid()
-    while os.getppid() == above and (parent is None or parent.pid is None or is_running(parent.pid)):
+    while os.getppid() == above and (
+        parent is None or parent.pid is None or is_running(parent.pid)
+    ):
         time.sleep(_PARENT_CHECK_S)
     if whole_group:
         os.killpg(0, signal.SIGKILL)
@@ -266,7 +284,9 @@ class ProcessIter(Counted, torch_loader._MultiProcessingDataLoaderIter):
         if not isinstance(view.collate_fn, RingCollate):
             view.collate_fn = RingCollate(view.collate_fn, slots=view.prefetch_factor + 1 + held)
         self.ring = self.arrivals = view.collate_fn.arrivals
-        view.multiprocessing_context = _Context(view.multiprocessing_context or torch.multiprocessing)
+        view.multiprocessing_context = _Context(
+            view.multiprocessing_context or torch.multiprocessing
+        )
         super().__init__(view, progress)
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
@@ -290,15 +310,23 @@ class ProcessIter(Counted, torch_loader._MultiProcessingDataLoaderIter):
         try:
             return super().__next__()
         except RuntimeError as error:
-            if isinstance(error, LostBatchError):  # who has let go of its memory can soon be asked how it ended
+            if isinstance(
+                error, LostBatchError
+            ):  # who has let go of its memory can soon be asked how it ended
                 ended = wait([worker.sentinel for worker in self._workers], timeout=1.0)
                 for worker in self._workers:
                     worker.join(1.0 if worker.sentinel in ended else 0)
-            dead = [_describe_end(number, worker) for number, worker in enumerate(self._workers) if worker.exitcode]
+            dead = [
+                _describe_end(number, worker)
+                for number, worker in enumerate(self._workers)
+                if worker.exitcode
+            ]
             if not dead or type(error) not in (RuntimeError, LostBatchError):
                 raise
             message, cause = f"{str(error).rstrip(' .')}. {' '.join(dead)}", error.__cause__
-        if cause is not None:  # without torch's frames, which would hold it and this iterator in a cycle
+        if (
+            cause is not None
+        ):  # without torch's frames, which would hold it and this iterator in a cycle
             cause.__traceback__ = cause.__context__ = None
         raise RuntimeError(message) from cause
 
@@ -331,12 +359,22 @@ class ThreadIter(Counted):
     """
 
     def __init__(
-        self, view: TorchView, progress: Progress, ring: BatchRing, read: Callable[[Any, Any], Any], *, threads: int
+        self,
+        view: TorchView,
+        progress: Progress,
+        ring: BatchRing,
+        read: Callable[[Any, Any], Any],
+        *,
+        threads: int,
     ) -> None:
-        if view.num_workers == 0 and view.timeout != 0:  # what torch's loader lets pass, and its iterators do not
+        if (
+            view.num_workers == 0 and view.timeout != 0
+        ):  # what torch's loader lets pass, and its iterators do not
             raise AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")
         if view.num_workers > 0 and view.prefetch_factor <= 0:
-            raise AssertionError("prefetch_factor must be greater than 0 for MultiProcessingDataLoaderIter")
+            raise AssertionError(
+                "prefetch_factor must be greater than 0 for MultiProcessingDataLoaderIter"
+            )
         super().__init__(view, progress)
         self.ring, self._ahead = ring, 0
         self._read = partial(_read_batch, read)
@@ -373,10 +411,14 @@ class ThreadIter(Counted):
     def _receive(self) -> Any:
         future = self._pending[0]
         try:
-            future.exception(self._timeout or None)  # only waits: the batch's own TimeoutError is returned
+            future.exception(
+                self._timeout or None
+            )  # only waits: the batch's own TimeoutError is returned
         except FutureTimeoutError:
             raise RuntimeError(f"DataLoader timed out after {self._timeout} seconds") from None
-        is_lost = isinstance(future.exception(), (IngestError, MemoryBudgetError))  # and no batch comes after it
+        is_lost = isinstance(
+            future.exception(), (IngestError, MemoryBudgetError)
+        )  # and no batch comes after it
         if not is_lost:
             self._pending.popleft()
         try:

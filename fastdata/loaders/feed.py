@@ -83,7 +83,9 @@ class Pinned:
 
     @property
     def reason(self) -> str:
-        said = [f"{what} {plan.reason}" for what, plan in list(self.plans.items())]  # other threads add to it
+        said = [
+            f"{what} {plan.reason}" for what, plan in list(self.plans.items())
+        ]  # other threads add to it
         return "; ".join(said) or "nothing pinned yet"
 
     def allocate(self, size_bytes: int) -> np.ndarray:
@@ -101,7 +103,9 @@ class Pinned:
         # Of each place one, the next one, and one that torch has not found to be read yet.
         return self._pin("copies", depth + 2, sizes_bytes, partial(list, copies))
 
-    def _pin(self, what: str, count: int, sizes_bytes: list[int], make: Callable[[], _T]) -> _T | None:
+    def _pin(
+        self, what: str, count: int, sizes_bytes: list[int], make: Callable[[], _T]
+    ) -> _T | None:
         """Make pinned memory, of which ``count`` such pieces are needed, if it may be."""
         # torch's allocator takes the next power of two.
         need_bytes = count * sum(1 << max(size - 1, 0).bit_length() for size in sizes_bytes)
@@ -137,10 +141,14 @@ def begin_thread(device: torch.device) -> None:
     thread has said that it minds none.
     """
     torch.cuda.set_device(device)
-    names = ctypes.CDLL(None) if os.name == "posix" else None  # torch loads libcudart for all to see
+    names = (
+        ctypes.CDLL(None) if os.name == "posix" else None
+    )  # torch loads libcudart for all to see
     exchange_mode: Any = getattr(names, _EXCHANGE_MODE, None)
     if exchange_mode is None:
-        log.info("%s is not found: capture CUDA graphs before iter() of a CudaPrefetcher", _EXCHANGE_MODE)
+        log.info(
+            "%s is not found: capture CUDA graphs before iter() of a CudaPrefetcher", _EXCHANGE_MODE
+        )
     else:
         exchange_mode(ctypes.byref(ctypes.c_int(_RELAXED)))
 
@@ -191,7 +199,9 @@ class Feed:
     pinned: Any = None
     depth: int = 0
     mark: Callable[[], Any] = lambda: None  # how far the loader has read; called by who reads it
-    hand_over: Callable[[Any], Any] = lambda mark: None  # the user is there now; called in the user's thread
+    hand_over: Callable[[Any], Any] = lambda mark: (
+        None
+    )  # the user is there now; called in the user's thread
 
     def __post_init__(self) -> None:
         self.times = LoopTimes()
@@ -276,7 +286,9 @@ class Feed:
 
     def _take(self) -> Outcome:
         if os.getpid() != self._pid:
-            raise RuntimeError("an iterator of a prefetcher works in the process that made it; call iter() in this one")
+            raise RuntimeError(
+                "an iterator of a prefetcher works in the process that made it; call iter() in this one"
+            )
         if _is_capturing():
             raise RuntimeError(
                 "next() of a CudaPrefetcher was called while a CUDA graph is captured, which cannot hold the arrival "
@@ -284,7 +296,9 @@ class Feed:
             )
         user_stream = torch.cuda.current_stream(self.device)
         if self._thread is None:
-            self.stream.wait_stream(user_stream)  # what a loader or transform reads may have been made there
+            self.stream.wait_stream(
+                user_stream
+            )  # what a loader or transform reads may have been made there
             self._thread = threading.Thread(target=self._run, name="fastdata-prefetch", daemon=True)
             self._thread.start()
         outcome = self._ready.get()
@@ -316,7 +330,9 @@ class Feed:
                 for place in self._all_places:
                     place.let_go()
         except BaseException as error:  # noqa: BLE001  # raised where its batch would have come
-            failure = error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)  # without this frame
+            failure = error.with_traceback(
+                error.__traceback__ and error.__traceback__.tb_next
+            )  # without this frame
         for place in self._all_places:
             place.sources.clear()  # of a lost device, which reads nothing any more
         self._ready.put(failure)
@@ -402,4 +418,7 @@ def _is_host_tensor(value: Any) -> bool:
 
 def _is_dense(tensor: torch.Tensor) -> bool:
     """Whether its elements fill a range of memory, in any order of dimensions: else torch would copy them first."""
-    return tensor.is_contiguous() or torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+    return (
+        tensor.is_contiguous()
+        or torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+    )

@@ -16,7 +16,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
-from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Sampler, Subset, default_collate
+from torch.utils.data import (
+    ConcatDataset,
+    Dataset,
+    IterableDataset,
+    Sampler,
+    Subset,
+    default_collate,
+)
 from torch.utils.data import dataloader as torch_loader
 
 from fastdata.datasets.batch import DrawKey, collate
@@ -125,12 +132,19 @@ class DataLoader(_TorchLoader[_T_co]):
         if isinstance(num_workers, str):
             if num_workers != "auto":
                 raise ValueError(f"num_workers={num_workers!r} is neither a number nor 'auto'")
-            asks = prefetch_factor is not None or persistent_workers or multiprocessing_context or timeout > 0
+            asks = (
+                prefetch_factor is not None
+                or persistent_workers
+                or multiprocessing_context
+                or timeout > 0
+            )
             num_workers = max(int(bool(asks)), memory.usable_cores() // local_ranks() - 1)
         makes_batches = batch_size is not None or batch_sampler is not None
         if collate_fn is None and makes_batches:
             collate_fn = collate
-        arguments = {name: value for name, value in locals().items() if name in _TORCHS}  # ``in_order`` is torch 2.6's
+        arguments = {
+            name: value for name, value in locals().items() if name in _TORCHS
+        }  # ``in_order`` is torch 2.6's
         self.workers, self.distributed = workers, distributed
         self._served = LoaderView.find(dataset) if makes_batches else None
         self._ring: BatchRing | None = None
@@ -164,7 +178,10 @@ class DataLoader(_TorchLoader[_T_co]):
             held: batches that whoever takes them may hold at a time without costing new memory.
             read: makes a batch of indices in place of the dataset; threads only.
         """
-        if self._served and type(self.dataset) in (Subset, ConcatDataset):  # whose indices may be others now
+        if self._served and type(self.dataset) in (
+            Subset,
+            ConcatDataset,
+        ):  # whose indices may be others now
             self._served = self._checkpoints.served = LoaderView.find(self.dataset)
         if self._served:
             self._served.dataset.reader()  # which notices what was changed in place
@@ -231,7 +248,11 @@ class DataLoader(_TorchLoader[_T_co]):
     @property
     def _index_sampler(self) -> Any:
         sampler = super()._index_sampler
-        return sampler if isinstance(self.dataset, IterableDataset) else self._checkpoints.order(self.generator)
+        return (
+            sampler
+            if isinstance(self.dataset, IterableDataset)
+            else self._checkpoints.order(self.generator)
+        )
 
     def check_worker_number_rationality(self) -> None:
         """Warn of more worker processes than cores, as torch does; threads may be many."""
@@ -251,7 +272,11 @@ class DataLoader(_TorchLoader[_T_co]):
     def report(self) -> EpochReport:
         """How the latest epoch went, complete or not; ``.path`` says how batches are read, and why."""
         report, served = self._tally.report(), self._served
-        if served is None or not isinstance(served.dataset, PreparedDataset) or served.dataset.storage == "none":
+        if (
+            served is None
+            or not isinstance(served.dataset, PreparedDataset)
+            or served.dataset.storage == "none"
+        ):
             return report
         return replace(report, prepared=served.dataset.filled_share(served.subset))
 
@@ -266,7 +291,9 @@ class DataLoader(_TorchLoader[_T_co]):
         ``IterableDataset`` alone knows where it stands: the state of a loader over one is empty, which is said, and
         its epochs begin anew.
         """
-        if isinstance(self.dataset, IterableDataset):  # no error: Lightning asks every loader, resumed or not
+        if isinstance(
+            self.dataset, IterableDataset
+        ):  # no error: Lightning asks every loader, resumed or not
             warn_user(_NO_STREAM)
             return {}
         return self._checkpoints.state(self.generator, self._identity())
@@ -345,8 +372,14 @@ class DataLoader(_TorchLoader[_T_co]):
             return Engine(kind="thread", path=f"{serves}, read in the training loop: num_workers=0")
         # Samples one by one by more threads than cores, which read ahead where reading waits for a disk or a network.
         threads = min(count, memory.usable_cores()) if is_whole else count
-        capped = f", as many as there are usable cores (num_workers={count})" if threads < count else ""
-        uncalled = "; worker_init_fn= is not called, they draw from no global generator" if self.worker_init_fn else ""
+        capped = (
+            f", as many as there are usable cores (num_workers={count})" if threads < count else ""
+        )
+        uncalled = (
+            "; worker_init_fn= is not called, they draw from no global generator"
+            if self.worker_init_fn
+            else ""
+        )
         path = f"{serves}, read by {threads} thread{'s' * (threads > 1)}{capped}{uncalled}"
         return Engine(kind="thread", path=path, workers=threads)
 
@@ -391,7 +424,11 @@ class DataLoader(_TorchLoader[_T_co]):
         if asked != "auto":
             return PinningPlan(pin=asked, reason="", is_own_choice=False)
         sample_bytes = self._served.latest().served_bytes if self._served else None
-        batch_bytes = None if sample_bytes is None or self.batch_size is None else sample_bytes * self.batch_size
+        batch_bytes = (
+            None
+            if sample_bytes is None or self.batch_size is None
+            else sample_bytes * self.batch_size
+        )
         under_way = max(1, self.num_workers * (self.prefetch_factor or 0)) + 1
         return choose_pinning(
             has_accelerator=torch.cuda.is_available() or torch.xpu.is_available(),
@@ -415,18 +452,24 @@ def _fallback_notice(dataset: PreparedDataset) -> str:
     )
 
 
-def _without_draws(read: Callable[[Any, BatchRing], Any], ring: BatchRing, indices: Any, draws: DrawKey) -> Any:
+def _without_draws(
+    read: Callable[[Any, BatchRing], Any], ring: BatchRing, indices: Any, draws: DrawKey
+) -> Any:
     return read(indices, ring)
 
 
-def _share(dataset: Any, shuffle: bool, drop_last: bool, distributed: Literal["auto", "exact"]) -> RankSampler:
+def _share(
+    dataset: Any, shuffle: bool, drop_last: bool, distributed: Literal["auto", "exact"]
+) -> RankSampler:
     if isinstance(dataset, IterableDataset):
         raise ValueError(
             f"distributed={distributed!r} shares out samples by their index, and an IterableDataset has none. Let it "
             "read its own rank's share, and leave distributed= out."
         )
     if distributed == "exact" and drop_last:
-        raise ValueError("distributed='exact' gives every sample once, and drop_last=True would drop some: choose one")
+        raise ValueError(
+            "distributed='exact' gives every sample once, and drop_last=True would drop some: choose one"
+        )
     found = LoaderView.find(dataset)
     seed = None if found is None else found.seed  # torch's generators may differ between ranks
     uneven: Uneven = "keep" if distributed == "exact" else "drop" if drop_last else "pad"

@@ -20,21 +20,38 @@ import numpy as np
 import torch
 from torch.utils import data as torch_data
 
-from fastdata.datasets.batch import DrawKey, EpochVisits, IndexBatch, Multiples, RepeatedIndex, as_numbers
+from fastdata.datasets.batch import (
+    DrawKey,
+    EpochVisits,
+    IndexBatch,
+    Multiples,
+    RepeatedIndex,
+    as_numbers,
+)
 from fastdata.datasets.dataset import PreparedDataset
 from fastdata.datasets.reader import positions
 from fastdata.loaders.samplers import EpochSampler
 from fastdata.loaders.view import LoaderView
 
-_DRAW_NOTHING = (torch_data.BatchSampler, torch_data.SequentialSampler, torch_data.DistributedSampler)
+_DRAW_NOTHING = (
+    torch_data.BatchSampler,
+    torch_data.SequentialSampler,
+    torch_data.DistributedSampler,
+)
 _PLAIN = (list, tuple, range, np.ndarray, torch.Tensor)
-_DRAW_FROM_TORCH = (torch_data.RandomSampler, torch_data.SubsetRandomSampler, torch_data.WeightedRandomSampler)
+_DRAW_FROM_TORCH = (
+    torch_data.RandomSampler,
+    torch_data.SubsetRandomSampler,
+    torch_data.WeightedRandomSampler,
+)
 
 
 @contextmanager
 def undisturbed(*others: torch.Generator) -> Iterator[None]:
     """Leave torch's global generator, and others, as they were."""
-    before = [(generator, generator.get_state()) for generator in (torch.default_generator, *others)]
+    before = [
+        (generator, generator.get_state()) for generator in (torch.default_generator, *others)
+    ]
     try:
         yield
     finally:
@@ -47,18 +64,28 @@ class Progress:
     """How far one epoch has come. Batches are numbered in the order of the sampler."""
 
     epoch: int | None = None  # its number, which random draws are made from
-    start: dict[str, Any] | None = None  # what the order is drawn from; None until the first index is drawn
+    start: dict[str, Any] | None = (
+        None  # what the order is drawn from; None until the first index is drawn
+    )
     is_begun: bool = False  # it is resumed inside: nothing more is drawn from the global generator
-    base_seed: int | None = None  # of worker processes, and of draws where the dataset has no seed; None until drawn
+    base_seed: int | None = (
+        None  # of worker processes, and of draws where the dataset has no seed; None until drawn
+    )
     keeps_seed: bool = False  # that was drawn by an earlier epoch of workers that persist
     first: int = 0  # batches before this one were handed over
-    ahead: tuple[int, ...] = ()  # batches after it that were handed over too; only without ``in_order``
-    passed: int = 0  # batches handed over before a sampler of fastdata's went on, which gives only later ones
+    ahead: tuple[
+        int, ...
+    ] = ()  # batches after it that were handed over too; only without ``in_order``
+    passed: int = (
+        0  # batches handed over before a sampler of fastdata's went on, which gives only later ones
+    )
     drawn: int = 0  # since the epoch was begun or resumed
     is_finished: bool = False
     resumed_from: dict[str, Any] | None = None  # holds until a batch is handed over
     draws: DrawKey | None = None  # of the batch that was drawn last
-    handed: Progress | None = None  # how far the user has got where a prefetcher reads ahead of them
+    handed: Progress | None = (
+        None  # how far the user has got where a prefetcher reads ahead of them
+    )
     _resumed_at: tuple[int, tuple[int, ...]] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -67,11 +94,17 @@ class Progress:
     def note(self, unread: Collection[int]) -> None:
         """Take down how far the user has come, by the batches drawn that they have not got."""
         resumed_first, resumed_ahead = self._resumed_at
-        if type(unread) is range and not resumed_ahead:  # the latest ones, where batches come in order
+        if (
+            type(unread) is range and not resumed_ahead
+        ):  # the latest ones, where batches come in order
             self.first = resumed_first + self.drawn - len(unread)
             return
         first = min(unread, default=self.drawn)
-        later = [] if self.drawn - first == len(unread) else [k for k in range(first, self.drawn) if k not in unread]
+        later = (
+            []
+            if self.drawn - first == len(unread)
+            else [k for k in range(first, self.drawn) if k not in unread]
+        )
         self.first = self._number(first)
         old = [number for number in resumed_ahead if number > self.first]
         self.ahead = tuple(sorted([*map(self._number, later), *old]))
@@ -105,7 +138,11 @@ class Order(Iterator[Any]):
     """
 
     def __init__(
-        self, sampler: Any, served: LoaderView | None, generator: torch.Generator | None, now: Callable[[], Progress]
+        self,
+        sampler: Any,
+        served: LoaderView | None,
+        generator: torch.Generator | None,
+        now: Callable[[], Progress],
     ) -> None:
         self._sampler, self._served, self._now = sampler, served, now
         self._samplers: list[Any] = []
@@ -120,17 +157,23 @@ class Order(Iterator[Any]):
             for each in self._samplers
         )
         found = [generator, *(getattr(each, "generator", None) for each in self._samplers)]
-        if not self._is_torchs or any(type(s) in _DRAW_FROM_TORCH and s.generator is None for s in self._samplers):
+        if not self._is_torchs or any(
+            type(s) in _DRAW_FROM_TORCH and s.generator is None for s in self._samplers
+        ):
             found.append(torch.default_generator)
         # Each once, torch's global one among them where it may be drawn from.
-        self.generators = list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())
+        self.generators = list(
+            {id(each): each for each in found if isinstance(each, torch.Generator)}.values()
+        )
 
     @property
     def sharing(self) -> dict[str, Any]:
         """Into what ranks and batches a sampler of fastdata's is shared out; nothing where that cannot be known."""
         counted: Any = self.counted
         outer = self._sampler
-        is_known = outer is counted or (type(outer) is torch_data.BatchSampler and outer.sampler is counted)
+        is_known = outer is counted or (
+            type(outer) is torch_data.BatchSampler and outer.sampler is counted
+        )
         if counted is None or not is_known:
             return {}
         if not counted.has_begun:
@@ -204,16 +247,25 @@ class Order(Iterator[Any]):
             # torch's generator moves on as at the start of any epoch. A sampler that is not torch's is not asked twice.
             next(iter(self._sampler), None)
         with undisturbed():
-            for generator, packed in zip(self.generators, progress.start["generators"], strict=True):
+            for generator, packed in zip(
+                self.generators, progress.start["generators"], strict=True
+            ):
                 generator.set_state(_unpack(packed))
             for sampler, saved in zip(self._samplers, progress.start["samplers"], strict=True):
                 if "state" in saved and sampler is not self.counted:
                     sampler.load_state_dict(copy.deepcopy(saved["state"]))
-                if "epoch" in saved and progress.is_begun:  # else it keeps one that was set on it since
+                if (
+                    "epoch" in saved and progress.is_begun
+                ):  # else it keeps one that was set on it since
                     sampler.set_epoch(saved["epoch"])
-            numbered, ahead = itertools.islice(enumerate(self._begin(progress)), progress.first, None), progress.ahead
+            numbered, ahead = (
+                itertools.islice(enumerate(self._begin(progress)), progress.first, None),
+                progress.ahead,
+            )
             rest = map(itemgetter(1), filter(lambda each: each[0] not in ahead, numbered))
-            return itertools.chain(list(itertools.islice(rest, 1)), rest)  # samplers draw when first asked
+            return itertools.chain(
+                list(itertools.islice(rest, 1)), rest
+            )  # samplers draw when first asked
 
     def _begin(self, progress: Progress) -> Iterator[Any]:
         indices: Iterator[Any] = iter(self._sampler)
@@ -222,24 +274,38 @@ class Order(Iterator[Any]):
         if self.counted:
             served, is_set = self._served, self.counted.is_set
             # Not where each epoch draws a seed, whose draws count from 0, nor where the epoch of draws was set alone.
-            if is_set or (served.epoch is None and (served.seed is not None or progress.keeps_seed)):
+            if is_set or (
+                served.epoch is None and (served.seed is not None or progress.keeps_seed)
+            ):
                 progress.epoch = self.counted.coming()["epoch"]
         assert progress.base_seed is not None
         shared, share = self._shared, (0, 1)
         is_torchs = type(shared) is torch_data.DistributedSampler
-        if is_torchs and type(self._sampler) is torch_data.BatchSampler and self._sampler.sampler is shared:
+        if (
+            is_torchs
+            and type(self._sampler) is torch_data.BatchSampler
+            and self._sampler.sampler is shared
+        ):
             indices = _mark_padding(indices, shared)
         elif shared is not None and shared is not self.counted and not is_torchs:
-            share = shared.rank, shared.num_replicas  # whose ranks may have one sample, in an order that nobody knows
+            share = (
+                shared.rank,
+                shared.num_replicas,
+            )  # whose ranks may have one sample, in an order that nobody knows
         is_marked = is_torchs or self.counted is not None
         each_once = share == (0, 1) and not is_marked and _gives_each_once(self._sampler)
-        return map(Visits(self._served, progress.epoch or 0, self._seed, is_marked, each_once, share), indices)
+        return map(
+            Visits(self._served, progress.epoch or 0, self._seed, is_marked, each_once, share),
+            indices,
+        )
 
     @property
     def _shared(self) -> Any:
         """The sampler that gives each rank its share; None where there is none that says so."""
         for each in self._samplers:
-            if isinstance(getattr(each, "rank", None), int) and isinstance(getattr(each, "num_replicas", None), int):
+            if isinstance(getattr(each, "rank", None), int) and isinstance(
+                getattr(each, "num_replicas", None), int
+            ):
                 return each
         return None
 
@@ -265,7 +331,13 @@ class Visits:
     """
 
     def __init__(
-        self, served: LoaderView, epoch: int, seed: int, is_marked: bool, each_once: bool, share: tuple[int, int]
+        self,
+        served: LoaderView,
+        epoch: int,
+        seed: int,
+        is_marked: bool,
+        each_once: bool,
+        share: tuple[int, int],
     ) -> None:
         self._subset, self._count = served.subset, served.index_count
         self._length = self._count if self._subset is None else len(self._subset)
@@ -286,7 +358,9 @@ class Visits:
 
     def _visited(self, indices: list[int]) -> IndexBatch:
         try:  # 5 us for 256 indices
-            index_B = np.asarray(array("q", indices)) if type(indices) is list else as_numbers(indices)
+            index_B = (
+                np.asarray(array("q", indices)) if type(indices) is list else as_numbers(indices)
+            )
         except TypeError:
             index_B = as_numbers(indices)  # which says what they are
         if (index_B.view(np.uint64) >= self._length).any():
@@ -313,10 +387,14 @@ def _mark_padding(batches: Iterator[list[int]], sampler: Any) -> Iterator[list[i
         places = range(place, place + len(batch) * sampler.num_replicas, sampler.num_replicas)
         place += len(places) * sampler.num_replicas
         earlier = (each // len(sampler.dataset) for each in places)
-        yield list(map(RepeatedIndex.mark, batch, earlier)) if place > len(sampler.dataset) else batch
+        yield (
+            list(map(RepeatedIndex.mark, batch, earlier)) if place > len(sampler.dataset) else batch
+        )
 
 
-def _pack(generator: torch.Generator) -> str:  # some 4,000 characters for a Mersenne twister of 20,000 bits
+def _pack(
+    generator: torch.Generator,
+) -> str:  # some 4,000 characters for a Mersenne twister of 20,000 bits
     return base64.b64encode(zlib.compress(generator.get_state().numpy().tobytes(), 1)).decode()
 
 

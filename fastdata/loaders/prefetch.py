@@ -158,7 +158,9 @@ class CudaPrefetcher:
         if batch_ops not in ("auto", "device", "cpu"):
             raise ValueError(f"batch_ops={batch_ops!r} is not one of 'auto', 'device', 'cpu'")
         if dtype is not None and not getattr(dtype, "is_floating_point", False):
-            raise ValueError(f"dtype={dtype!r} is no floating-point torch.dtype, such as torch.float16")
+            raise ValueError(
+                f"dtype={dtype!r} is no floating-point torch.dtype, such as torch.float16"
+            )
         self.loader = loader
         self.device = _resolve_device(device)
         self.depth = depth
@@ -166,7 +168,9 @@ class CudaPrefetcher:
         self._finishing = {**casts, "transform": transform}
         self._ring: BatchRing | None = None
         self._live: weakref.WeakSet[Epoch] = weakref.WeakSet()
-        self._feed = Feed(None, self.device)  # of the latest epoch; of an empty one before the first
+        self._feed = Feed(
+            None, self.device
+        )  # of the latest epoch; of an empty one before the first
         self._has_warned = False
         self._pinned: Pinned | None = None
         self._stream: Any = None
@@ -181,16 +185,27 @@ class CudaPrefetcher:
         return len(loader)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "loader" or name.startswith("__"):  # how to copy or pickle a loader is no answer for its prefetcher
+        if name == "loader" or name.startswith(
+            "__"
+        ):  # how to copy or pickle a loader is no answer for its prefetcher
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         value = getattr(self.loader, name)
-        own = {} if is_own(self.loader) else {"state_dict": self._user_state, "load_state_dict": self._load_user_state}
+        own = (
+            {}
+            if is_own(self.loader)
+            else {"state_dict": self._user_state, "load_state_dict": self._load_user_state}
+        )
         return own.get(name, value)
 
     def set_epoch(self, epoch: int) -> None:
         batch_sampler = getattr(self.loader, "batch_sampler", None)
         inner = getattr(batch_sampler, "sampler", None)
-        listeners: list[Any] = [self.loader, getattr(self.loader, "sampler", None), batch_sampler, inner]
+        listeners: list[Any] = [
+            self.loader,
+            getattr(self.loader, "sampler", None),
+            batch_sampler,
+            inner,
+        ]
         for listener in {id(one): one for one in listeners if hasattr(one, "set_epoch")}.values():
             listener.set_epoch(epoch)
 
@@ -237,14 +252,24 @@ class CudaPrefetcher:
     def report(self) -> PrefetchReport:
         asked: Any = getattr(self.loader, "report", None)
         said = asked() if callable(asked) else None
-        base = said if isinstance(said, EpochReport) else EpochReport(path=f"batches of {type(self.loader).__name__}")
+        base = (
+            said
+            if isinstance(said, EpochReport)
+            else EpochReport(path=f"batches of {type(self.loader).__name__}")
+        )
         feed, pinned = self._feed, self._pinned
-        fields: dict[str, Any] = {field.name: getattr(base, field.name) for field in dataclasses.fields(EpochReport)}
+        fields: dict[str, Any] = {
+            field.name: getattr(base, field.name) for field in dataclasses.fields(EpochReport)
+        }
         fields |= {"batches": feed.batches, "samples": feed.samples}
         fields |= {"wait_s": feed.times.wait_s, "busy_s": feed.times.busy_s}
         fields |= {"read_s": feed.read_s, "copy_s": feed.copy_s}
         if pinned is not None:
-            fields |= {"pinning": pinned.reason, "pinned_bytes": sum(pinned.bytes.values()), "copies": feed.copies}
+            fields |= {
+                "pinning": pinned.reason,
+                "pinned_bytes": sum(pinned.bytes.values()),
+                "copies": feed.copies,
+            }
             fields |= {"device": str(self.device), "batch_ops": self._ops.described}
         return PrefetchReport(**fields)
 
@@ -268,11 +293,19 @@ class CudaPrefetcher:
         if self._has_warned or not feed.copies.pageable or self._pinned is None:
             return
         self._has_warned = True
-        warn_user(f"batches go to {self.device} from pageable memory, which takes longer: {self._pinned.reason}")
+        warn_user(
+            f"batches go to {self.device} from pageable memory, which takes longer: {self._pinned.reason}"
+        )
 
 
 def _finish(
-    batch: Any, number: int, *, device: torch.device, ops: Ops | None, transform: Transform | None, **casts: Any
+    batch: Any,
+    number: int,
+    *,
+    device: torch.device,
+    ops: Ops | None,
+    transform: Transform | None,
+    **casts: Any,
 ) -> Any:
     """Batch ops, casts and the user's transform, in this order, on the calling thread's stream."""
     if ops is not None:
@@ -287,7 +320,9 @@ def _finish(
             return transform(batch)
     except Exception as error:
         message = f"transform= failed on batch {number}: {type(error).__name__}: {error}"
-        kind = RuntimeError if isinstance(error, StopIteration) else type(error)  # the former ends epochs in silence
+        kind = (
+            RuntimeError if isinstance(error, StopIteration) else type(error)
+        )  # the former ends epochs in silence
         try:
             named = kind(message)
         except Exception:  # noqa: BLE001  # a user's type may raise anything where it is made of a message
@@ -299,8 +334,14 @@ def _cast(tensor: Any, device: torch.device, dtype: torch.dtype | None, channels
     if not isinstance(tensor, torch.Tensor) or tensor.device not in (device, torch.device("cpu")):
         return tensor
     is_image = tensor.dtype is torch.uint8 and tensor.ndim >= _IMAGE_DIMENSIONS
-    layout = torch.channels_last if channels_last and tensor.ndim == _IMAGE_DIMENSIONS else torch.preserve_format
-    return tensor.to(dtype=dtype if tensor.is_floating_point() or is_image else None, memory_format=layout)
+    layout = (
+        torch.channels_last
+        if channels_last and tensor.ndim == _IMAGE_DIMENSIONS
+        else torch.preserve_format
+    )
+    return tensor.to(
+        dtype=dtype if tensor.is_floating_point() or is_image else None, memory_format=layout
+    )
 
 
 def _resolve_device(device: DeviceLike | None) -> torch.device:
@@ -317,9 +358,14 @@ def _resolve_device(device: DeviceLike | None) -> torch.device:
         )
     resolved = torch.device(("cuda" if count else "cpu") if device is None else device)
     if resolved.type not in ("cpu", "cuda"):
-        raise DeviceError(f"device={str(device)!r} is neither the CPU nor a CUDA device; leave batches on the CPU.")
+        raise DeviceError(
+            f"device={str(device)!r} is neither the CPU nor a CUDA device; leave batches on the CPU."
+        )
     if resolved.type == "cuda" and (resolved.index or 0) >= count:
-        toolkits = {"CUDA": getattr(torch.version, "cuda", None), "ROCm": getattr(torch.version, "hip", None)}
+        toolkits = {
+            "CUDA": getattr(torch.version, "cuda", None),
+            "ROCm": getattr(torch.version, "hip", None),
+        }
         built = " and ".join(f"{name} {version}" for name, version in toolkits.items() if version)
         raise DeviceError(
             f"device={str(device)!r} was asked for, but torch sees {count or 'no'} CUDA device{'s' * (count > 1)}: "

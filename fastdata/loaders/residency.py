@@ -34,7 +34,13 @@ class Residency:
     """
 
     def __init__(
-        self, located: Located, stream: np.ndarray, chunk_samples: int, batch_size: int, *, from_cache: bool
+        self,
+        located: Located,
+        stream: np.ndarray,
+        chunk_samples: int,
+        batch_size: int,
+        *,
+        from_cache: bool,
     ) -> None:
         self._located = located
         self._stream = stream
@@ -85,7 +91,9 @@ class Residency:
                 if self._is_closed:
                     return
                 some = positions[start : start + _AT_ONCE]
-                with contextlib.suppress(FastDataError, OSError):  # raised where its batch would come
+                with contextlib.suppress(
+                    FastDataError, OSError
+                ):  # raised where its batch would come
                     store.bring(some)
                     brought.append((store, some))
 

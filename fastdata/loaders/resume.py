@@ -58,11 +58,20 @@ class Checkpoints:
     fastdata dataset. With ``seeds_once`` only the first epoch draws a base seed, as in torch where workers persist.
     """
 
-    def __init__(self, sampler: Any, served: LoaderView | None, epochs: LoaderEpochs, *, seeds_once: bool) -> None:
+    def __init__(
+        self, sampler: Any, served: LoaderView | None, epochs: LoaderEpochs, *, seeds_once: bool
+    ) -> None:
         self.progress = Progress(is_finished=True)
-        self._sampler, self.served, self._epochs, self._seeds_once = sampler, served, epochs, seeds_once
+        self._sampler, self.served, self._epochs, self._seeds_once = (
+            sampler,
+            served,
+            epochs,
+            seeds_once,
+        )
         self._loaded: dict[str, Any] | None = None
-        self._before: dict[str, Any] = {}  # where a sampler that counts its epochs stood before one was loaded
+        self._before: dict[
+            str, Any
+        ] = {}  # where a sampler that counts its epochs stood before one was loaded
 
     def order(self, generator: torch.Generator | None) -> Order:
         return Order(self._sampler, self.served, generator, lambda: self.progress)
@@ -75,7 +84,9 @@ class Checkpoints:
         if state is None:
             if self.served:
                 epochs.begin(self._coming_number(self.served), self.served)
-            self.progress = Progress(epoch=epochs.current, base_seed=kept, keeps_seed=kept is not None)
+            self.progress = Progress(
+                epoch=epochs.current, base_seed=kept, keeps_seed=kept is not None
+            )
             return self.progress
         if self.served and state["epoch"] is not None:
             epochs.resume(state, self.served)
@@ -97,18 +108,26 @@ class Checkpoints:
         held = self._loaded or progress.resumed_from
         if held is not None:
             return copy.deepcopy(held)
-        is_over = progress.is_finished or (progress.first == order.batches(progress.start) and not progress.ahead)
+        is_over = progress.is_finished or (
+            progress.first == order.batches(progress.start) and not progress.ahead
+        )
         if is_over:  # how the next epoch would begin if it began now
             kept, epoch = self._kept_seed, self._coming_number(self.served) if self.served else None
             with undisturbed(*order.generators):
                 seed = draw_base_seed(generator) if kept is None else kept
-                progress = Progress(epoch, order.capture(), base_seed=seed, keeps_seed=kept is not None)
-            if progress.start and order.counted and order.counted.has_begun:  # one that was set is over too
+                progress = Progress(
+                    epoch, order.capture(), base_seed=seed, keeps_seed=kept is not None
+                )
+            if (
+                progress.start and order.counted and order.counted.has_begun
+            ):  # one that was set is over too
                 progress.start["samplers"][-1]["state"]["epoch"] = order.counted.epoch + 1
         start, first = copy.deepcopy(progress.start) or order.capture(), progress.first
         if order.counted and (sharing := order.sharing) and not progress.ahead:
             reached = start["samplers"][-1]["state"]
-            reached["position"] = order.counted.advance(reached["position"], first, sharing["batch_size"])
+            reached["position"] = order.counted.advance(
+                reached["position"], first, sharing["batch_size"]
+            )
             first += progress.passed
         return {
             "version": VERSION,
@@ -130,7 +149,9 @@ class Checkpoints:
         self.progress.resumed_from = self._seen.resumed_from = None
         if order.counted and (state or held):  # now, so that an epoch can be set on it afterwards
             self._before = self._before if held else order.counted.coming()
-            order.counted.load_state_dict(state["start"]["samplers"][-1]["state"] if state else self._before)
+            order.counted.load_state_dict(
+                state["start"]["samplers"][-1]["state"] if state else self._before
+            )
 
     def _put_back(self, state: dict[str, Any]) -> dict[str, Any] | None:
         """Where a sampler that counts its epochs was asked in vain, let it go on with a state all the same.
@@ -147,8 +168,15 @@ class Checkpoints:
             return state
         if counted.coming() != saved[0]["state"]:
             return None
-        if order.sharing and not state["ahead"] and not counted.is_set and order.batches(state["start"]) == 0:
-            counted.load_state_dict(counted.state_dict(1, order.sharing["batch_size"], drop_last=True))
+        if (
+            order.sharing
+            and not state["ahead"]
+            and not counted.is_set
+            and order.batches(state["start"]) == 0
+        ):
+            counted.load_state_dict(
+                counted.state_dict(1, order.sharing["batch_size"], drop_last=True)
+            )
             return None
         return state
 
@@ -165,7 +193,9 @@ class Checkpoints:
         return self._epochs.coming(is_counted_anew=served.seed is None and self._kept_seed is None)
 
 
-def check_state(state: dict[str, Any], loader: dict[str, Any], sharing: dict[str, Any] | None = None) -> None:
+def check_state(
+    state: dict[str, Any], loader: dict[str, Any], sharing: dict[str, Any] | None = None
+) -> None:
     """Check that a state is of a loader like this, whose values its entry ``"loader"`` must equal.
 
     Not those that are only how samples are shared out, where there is a ``sharing``.
@@ -179,7 +209,11 @@ def check_state(state: dict[str, Any], loader: dict[str, Any], sharing: dict[str
             f"{state.get('version')!r} and the keys {sorted(state)}"
         )
     saved, free = state["loader"], {*sharing, "sampler_length"} if sharing else set()
-    if sharing and state["ahead"] and any(saved.get(name) != value for name, value in sharing.items()):
+    if (
+        sharing
+        and state["ahead"]
+        and any(saved.get(name) != value for name, value in sharing.items())
+    ):
         raise ValueError(
             "the state was saved while batches were still to come that others had overtaken (in_order=False): it can "
             f"only be loaded with batch_size={saved.get('batch_size')} and {saved.get('world_size')} ranks, as it was "

@@ -100,7 +100,9 @@ class EpochSampler:
         self.position = begun["position"]
         self.has_begun = True
 
-    def state_dict(self, batches: int = 0, batch_size: int = 1, *, drop_last: bool = False) -> dict[str, Any]:
+    def state_dict(
+        self, batches: int = 0, batch_size: int = 1, *, drop_last: bool = False
+    ) -> dict[str, Any]:
         """Return where the epoch stands, as a dict of plain values, the same on every rank.
 
         fastdata's DataLoader holds it in its own state. torch's reads ahead, so that only the training loop knows how
@@ -128,8 +130,12 @@ class EpochSampler:
         saved, own = state.get("order", {}), self.identity
         if saved != own:
             names = [name for name in {**own, **saved} if own.get(name) != saved.get(name)]
-            differing = "; ".join(f"{name} is {own.get(name)!r}, in the state {saved.get(name)!r}" for name in names)
-            raise ValueError(f"the state is of a sampler with another order: {differing}. Make the sampler as it was.")
+            differing = "; ".join(
+                f"{name} is {own.get(name)!r}, in the state {saved.get(name)!r}" for name in names
+            )
+            raise ValueError(
+                f"the state is of a sampler with another order: {differing}. Make the sampler as it was."
+            )
         self.epoch = state["epoch"]
         self.position = state["position"]
         self.has_begun = self.is_set = False
@@ -199,15 +205,21 @@ def weighted(weights: Any, replacement: bool = True) -> Order:
         raise ValueError(f"weights have the shape {given.shape}; one for each sample is needed")
     wrong = np.flatnonzero(~(np.isfinite(given) & (given >= 0)))
     if len(wrong):
-        raise ValueError(f"weight {wrong[0]} is {given[wrong[0]]}; weights must be finite and not negative")
+        raise ValueError(
+            f"weight {wrong[0]} is {given[wrong[0]]}; weights must be finite and not negative"
+        )
     positive = int(np.count_nonzero(given))
     if not positive:
         raise ValueError(f"all {len(given)} weights are zero; at least one must be above")
     identity = {"order": "weighted", "replacement": replacement, "weights": _checksum(given)}
     reason = f"without replacement, {positive} weights are above zero"
     if replacement:
-        return Order(partial(_draw_weighted, given), len(given), len(given), math.inf, reason, identity)
-    return Order(partial(_draw_weighted_once, given), len(given), positive, positive, reason, identity)
+        return Order(
+            partial(_draw_weighted, given), len(given), len(given), math.inf, reason, identity
+        )
+    return Order(
+        partial(_draw_weighted_once, given), len(given), positive, positive, reason, identity
+    )
 
 
 def _draw_weighted(weights: npt.NDArray[np.float64], seed: int, epoch: int, count: int) -> Int64s:
@@ -218,12 +230,16 @@ def _draw_weighted(weights: npt.NDArray[np.float64], seed: int, epoch: int, coun
     return order
 
 
-def _draw_weighted_once(weights: npt.NDArray[np.float64], seed: int, epoch: int, count: int) -> Int64s:
+def _draw_weighted_once(
+    weights: npt.NDArray[np.float64], seed: int, epoch: int, count: int
+) -> Int64s:
     # Drawn without replacement, samples come in the order of exponential variates of these rates: P. S. Efraimidis,
     # P. G. Spirakis, "Weighted random sampling with a reservoir", Information Processing Letters 97, 2006. Their
     # logarithms stay finite, whatever the weights are.
     chosen = np.flatnonzero(weights)
-    drawn = draw_uniform(sample_keys(seed ^ _CHOICE_SALT, epoch, chosen), 0, 0) + 2.0**-54  # in (0, 1)
+    drawn = (
+        draw_uniform(sample_keys(seed ^ _CHOICE_SALT, epoch, chosen), 0, 0) + 2.0**-54
+    )  # in (0, 1)
     log_waits = np.log(-np.log1p(-drawn)) - np.log(weights[chosen])
     order: Int64s = chosen[np.argsort(log_waits, kind="stable")[:count]]
     return order
@@ -249,7 +265,9 @@ def balanced(targets: Any, replacement: bool = False) -> Order:
     """
     found = _targets_of(targets)
     if found.ndim != 1 or not len(found):
-        raise ValueError(f"targets have the shape {found.shape}; the class of each sample is needed, at least one")
+        raise ValueError(
+            f"targets have the shape {found.shape}; the class of each sample is needed, at least one"
+        )
     try:
         names, inverse = np.unique(found, return_inverse=True)
     except TypeError as error:
@@ -316,7 +334,9 @@ def repeated(dataset: Sized | int, repeats: int = 3, shuffle: bool = True) -> Or
     )
 
 
-def _draw_repeated(once: Callable[..., Int64s], repeats: int, seed: int, epoch: int, count: int) -> Int64s:
+def _draw_repeated(
+    once: Callable[..., Int64s], repeats: int, seed: int, epoch: int, count: int
+) -> Int64s:
     return np.repeat(once(seed, epoch, -(-count // repeats)), repeats)[:count]
 
 
@@ -380,20 +400,26 @@ class RankSampler(EpochSampler, DistributedSampler[int]):
         self._order = order
         self.uneven = uneven
         self.position = 0
-        self.order_length = self._order.num_samples if num_samples is None else operator.index(num_samples)
+        self.order_length = (
+            self._order.num_samples if num_samples is None else operator.index(num_samples)
+        )
         if not 0 <= self.order_length <= self._order.most:
             raise ValueError(f"num_samples={num_samples}, but {self._order.reason}")
         self._given = _plain(rank), _plain(world_size)
         found = find_rank(*self._given)
         numbers: Any = range(self.order_length)
         drops = uneven == "drop"
-        super().__init__(numbers, found.world_size, found.rank, shuffle, operator.index(seed), drops)
+        super().__init__(
+            numbers, found.world_size, found.rank, shuffle, operator.index(seed), drops
+        )
         self.find_ranks()
 
     def find_ranks(self) -> None:
         super().find_ranks()
         self.num_samples = self._share_of(self.order_length)
-        self.total_size = self.order_length if self.uneven == "keep" else self.num_samples * self.num_replicas
+        self.total_size = (
+            self.order_length if self.uneven == "keep" else self.num_samples * self.num_replicas
+        )
 
     def order(self, epoch: int) -> Int64s:
         """The samples of an epoch, of all ranks, in the order in which they come: int64 (n,)."""
@@ -410,7 +436,9 @@ class RankSampler(EpochSampler, DistributedSampler[int]):
             yield from shared
             return
         earlier = count_earlier(np.zeros(self._order.length, np.uint32), order)[place % length]
-        earlier += place // length * np.bincount(order)[shared]  # those that pad come after all others
+        earlier += (
+            place // length * np.bincount(order)[shared]
+        )  # those that pad come after all others
         yield from map(RepeatedIndex.mark, shared, earlier.tolist())
 
     def __len__(self) -> int:
@@ -425,12 +453,18 @@ class RankSampler(EpochSampler, DistributedSampler[int]):
 
     @property
     def identity(self) -> dict[str, Any]:
-        named = {"sampler": type(self).__name__, "samples": self.order_length, "length": self._order.length}
+        named = {
+            "sampler": type(self).__name__,
+            "samples": self.order_length,
+            "length": self._order.length,
+        }
         return named | {"seed": self.seed} | self._order.identity
 
     def batches_left(self, position: int, batch_size: int = 1, *, drop_last: bool = False) -> int:
         ranks = self.num_replicas
-        share = (self.order_length - position + (0 if self.uneven == "drop" else ranks - 1)) // ranks
+        share = (
+            self.order_length - position + (0 if self.uneven == "drop" else ranks - 1)
+        ) // ranks
         return share // batch_size if drop_last else -(-share // batch_size)
 
     def advance(self, position: int, batches: int, batch_size: int) -> int:
@@ -453,5 +487,7 @@ def _targets_of(source: Any) -> npt.NDArray[Any]:
         return np.concatenate([_targets_of(part) for part in source.datasets])
     found = getattr(source, "targets", source)
     if isinstance(found, Dataset):  # of which an array would be all samples, decoded
-        raise ValueError(f"{type(found).__name__} has no targets; give the class of each sample, an array (N,)")
+        raise ValueError(
+            f"{type(found).__name__} has no targets; give the class of each sample, an array (N,)"
+        )
     return np.asarray(found)

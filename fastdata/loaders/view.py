@@ -11,7 +11,14 @@ import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from fastdata.datasets.batch import IndexBatch, as_numbers
-from fastdata.datasets.dataset import PreparedDataset, index_count, latest_reader, lease_of, own_reader, stored_of
+from fastdata.datasets.dataset import (
+    PreparedDataset,
+    index_count,
+    latest_reader,
+    lease_of,
+    own_reader,
+    stored_of,
+)
 from fastdata.datasets.reader import Lease, Reader, positions
 from fastdata.datasets.ring import Ring, ring_of
 from fastdata.machine.shared import collate_targets
@@ -34,7 +41,9 @@ class JoinedDatasets:
     def __getitems__(self, batch: IndexBatch) -> list[Any]:
         leases = [lease_of(part) for part in self.parts]
         if not any(map(own_reader, self.parts)):
-            return JoinedReader([lease() for lease in leases], self.ends).items(batch, ring_of(self))
+            return JoinedReader([lease() for lease in leases], self.ends).items(
+                batch, ring_of(self)
+            )
         samples: list[Any] = [None] * len(batch)
         for number, row_B, position_B in _split(batch.positions, self.ends):
             part = self.parts[number]
@@ -67,14 +76,20 @@ class JoinedReader:
     def __init__(self, readers: Sequence[Reader], ends: np.ndarray) -> None:
         self.readers, self.ends = readers, ends
         self.obstacle = next((reader.obstacle for reader in readers if reader.obstacle), None)
-        self.target_transform = next((it.target_transform for it in readers if it.target_transform is not None), None)
+        self.target_transform = next(
+            (it.target_transform for it in readers if it.target_transform is not None), None
+        )
         self.own = next((reader.own for reader in readers if reader.own), "")
-        self.options = next((it.options for it in readers if it.options.seed is not None), readers[0].options)
+        self.options = next(
+            (it.options for it in readers if it.options.seed is not None), readers[0].options
+        )
         forms = {} if self.obstacle else dict.fromkeys(reader.image_form for reader in readers)
         if len(forms) > 1:
             self.obstacle = f"the datasets serve images that differ, {' and '.join(forms)}"
         self.served_bytes = None if self.obstacle else readers[0].served_bytes
-        self.device_obstacle = self.obstacle or "the samples of a ConcatDataset lie in several stores"
+        self.device_obstacle = (
+            self.obstacle or "the samples of a ConcatDataset lie in several stores"
+        )
 
     def seed_of(self, base_seed: int) -> int:
         return base_seed if self.options.seed is None else self.options.seed
@@ -84,7 +99,11 @@ class JoinedReader:
             reader = self.readers[number]
             position_B = positions(position_B, reader.length)
             seed = reader.seed_of(batch.seed)
-            yield reader, row_B, IndexBatch.of(position_B.tolist(), position_B, batch.visits[row_B], seed)
+            yield (
+                reader,
+                row_B,
+                IndexBatch.of(position_B.tolist(), position_B, batch.visits[row_B], seed),
+            )
 
     def __call__(self, batch: IndexBatch, ring: Ring | None = None) -> Any:
         tensors, first = self._tensors(batch, ring), self.readers[0]
@@ -94,10 +113,16 @@ class JoinedReader:
         if self.obstacle is not None:
             return self._gathered(batch, lambda reader, piece: reader.items(piece))
         tensors, first = self._tensors(batch, ring), self.readers[0]
-        targets = None if first.plan.mask else self._gathered(batch, lambda reader, piece: reader.targets_of(piece))
+        targets = (
+            None
+            if first.plan.mask
+            else self._gathered(batch, lambda reader, piece: reader.targets_of(piece))
+        )
         return first.sample_batch(tensors, targets)
 
-    def _gathered(self, batch: IndexBatch, read: Callable[[Reader, IndexBatch], list[Any]]) -> list[Any]:
+    def _gathered(
+        self, batch: IndexBatch, read: Callable[[Reader, IndexBatch], list[Any]]
+    ) -> list[Any]:
         """What the readers have of each sample, in the order of the batch."""
         gathered: list[Any] = [None] * len(batch)
         for reader, row_B, piece in self._batches(batch):
@@ -114,16 +139,25 @@ class JoinedReader:
     def _targets(self, batch: IndexBatch) -> Any:
         found = [(row_B, reader.targets(piece)) for reader, row_B, piece in self._batches(batch)]
         tensors = [target for _, target in found if isinstance(target, torch.Tensor)]
-        if len(tensors) < len(found) or len({(tensor.dtype, tensor.shape[1:]) for tensor in tensors}) != 1:
-            return collate_targets(self._gathered(batch, lambda reader, piece: reader.targets_of(piece)))
+        if (
+            len(tensors) < len(found)
+            or len({(tensor.dtype, tensor.shape[1:]) for tensor in tensors}) != 1
+        ):
+            return collate_targets(
+                self._gathered(batch, lambda reader, piece: reader.targets_of(piece))
+            )
         targets = tensors[0].new_empty((len(batch), *tensors[0].shape[1:]))
         for (row_B, _), tensor in zip(found, tensors, strict=True):
             targets[torch.from_numpy(row_B)] = tensor
         return targets
 
     def filled_share(self, index: np.ndarray) -> float:
-        pieces = [(self.readers[number], position_B) for number, _, position_B in _split(index, self.ends)]
-        return sum(prepared_share(reader, each) * len(each) for reader, each in pieces) / max(len(index), 1)
+        pieces = [
+            (self.readers[number], position_B) for number, _, position_B in _split(index, self.ends)
+        ]
+        return sum(prepared_share(reader, each) * len(each) for reader, each in pieces) / max(
+            len(index), 1
+        )
 
 
 def prepared_share(reader: Reader | JoinedReader, index: np.ndarray | None) -> float:
@@ -174,7 +208,10 @@ class LoaderView(NamedTuple):
         if isinstance(dataset, PreparedDataset):
             return cls(dataset, subset)
         assert joined is not None
-        return cls(parts[0] if len(parts) == 1 else JoinedDatasets(parts), joined if subset is None else joined[subset])
+        return cls(
+            parts[0] if len(parts) == 1 else JoinedDatasets(parts),
+            joined if subset is None else joined[subset],
+        )
 
     @property
     def parts(self) -> Sequence[PreparedDataset]:
@@ -189,7 +226,9 @@ class LoaderView(NamedTuple):
     def index_count(self) -> int:
         """Indices from 0 to this, exclusive, may be asked for."""
         dataset = self.dataset
-        return int(dataset.ends[-1]) if isinstance(dataset, JoinedDatasets) else index_count(dataset)
+        return (
+            int(dataset.ends[-1]) if isinstance(dataset, JoinedDatasets) else index_count(dataset)
+        )
 
     @property
     def epoch(self) -> int | None:
@@ -234,13 +273,20 @@ def find_wrapped(dataset: Any) -> tuple[list[PreparedDataset], str]:
     parts = [part for part in parts if isinstance(part, Dataset) or is_joined]
     views = [LoaderView.find(part) for part in parts]
     ours = [part for view in views if view is not None for part in view.parts]
-    names = [type(part).__name__ for part, view in zip(parts, views, strict=True) if (view is None) == is_joined]
+    names = [
+        type(part).__name__
+        for part, view in zip(parts, views, strict=True)
+        if (view is None) == is_joined
+    ]
     if not ours or not names:
         return [], ""
     if is_joined:
         other = next(type(part) for part, view in zip(parts, views, strict=True) if view is None)
         name = f"{other.__module__}.{other.__qualname__}"
-        return ours, f"{name} in the ConcatDataset is no fastdata dataset. Make a CachedDataset of it."
+        return (
+            ours,
+            f"{name} in the ConcatDataset is no fastdata dataset. Make a CachedDataset of it.",
+        )
     return ours, (
         f"{type(dataset).__name__} asks its {names[0]} for each sample. Give the loader the {names[0]} itself: with "
         "return_index=True its items are (image, label, index); what else is done to them can be transform= or "
@@ -262,7 +308,9 @@ def _joined(dataset: Any, parts: list[PreparedDataset]) -> np.ndarray | None:
         behind = _joined(dataset.dataset, parts)
         return None if behind is None else behind[as_numbers(dataset.indices)]
     if type(dataset) is ConcatDataset:
-        found = [indices for part in dataset.datasets if (indices := _joined(part, parts)) is not None]
+        found = [
+            indices for part in dataset.datasets if (indices := _joined(part, parts)) is not None
+        ]
         return np.concatenate(found) if len(found) == len(dataset.datasets) else None
     return None
 

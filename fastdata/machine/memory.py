@@ -42,13 +42,19 @@ class Available(NamedTuple):
     limited_by: str  # "system memory" or "cgroup limit"
 
 
-def usable_cores(cores: int | None = None, *, root: Path = CGROUP_ROOT, table: Path = CGROUP_TABLE) -> int:
+def usable_cores(
+    cores: int | None = None, *, root: Path = CGROUP_ROOT, table: Path = CGROUP_TABLE
+) -> int:
     """The least of the CPU affinity and the cgroups' quotas, rounded up: a container limited to 1.5 cores gets 2.
 
     ``cores`` in place of those of this process's affinity.
     """
     if cores is None:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        cores = (
+            len(os.sched_getaffinity(0))
+            if hasattr(os, "sched_getaffinity")
+            else os.cpu_count() or 1
+        )
     for folder in cgroup_folders(root, _read(table), "cpu"):
         if not folder.is_dir():
             continue
@@ -84,7 +90,9 @@ def available_bytes(*, root: Path = CGROUP_ROOT, table: Path = CGROUP_TABLE) -> 
         usage = _whole(_read(folder / usage_name))
         found = [limit for name in limits if (limit := _whole(_read(folder / name))) is not None]
         if usage is not None and found:
-            idle = re.search(rf"^{cache_key} (\d+)$", _read(folder / "memory.stat"), re.ASCII | re.MULTILINE)
+            idle = re.search(
+                rf"^{cache_key} (\d+)$", _read(folder / "memory.stat"), re.ASCII | re.MULTILINE
+            )
             free = max(0, min(found) - max(0, usage - int(idle[1] if idle else 0)))
             if free < available.bytes:
                 available = Available(bytes=free, limited_by="cgroup limit")
@@ -92,7 +100,9 @@ def available_bytes(*, root: Path = CGROUP_ROOT, table: Path = CGROUP_TABLE) -> 
 
 
 @functools.lru_cache(maxsize=8)
-def _memory_files(root: Path, table_text: str) -> tuple[tuple[Path, tuple[str, ...], str, str], ...]:
+def _memory_files(
+    root: Path, table_text: str
+) -> tuple[tuple[Path, tuple[str, ...], str, str], ...]:
     """Folders that say how much memory is used, which they do for as long as the table is the same, and their files."""
     return tuple(
         (folder, *names)
@@ -188,7 +198,9 @@ def cpu_seconds(processes: Collection[int], threads: Collection[int] = ()) -> di
     if threads:
         with contextlib.suppress(psutil.Error):
             found |= {
-                one.id: one.user_time + one.system_time for one in psutil.Process().threads() if one.id in threads
+                one.id: one.user_time + one.system_time
+                for one in psutil.Process().threads()
+                if one.id in threads
             }
     return found
 
@@ -200,7 +212,9 @@ def thread_clock() -> tuple[float, float]:
     system does not count how long threads wait for cores, the first is plain time.
     """
     try:
-        with open("/proc/thread-self/schedstat", "rb", buffering=0) as file:  # proc(5): ran, could have run, slices
+        with open(
+            "/proc/thread-self/schedstat", "rb", buffering=0
+        ) as file:  # proc(5): ran, could have run, slices
             ready_ns = int(file.read().split()[1])
     except (OSError, IndexError):
         ready_ns = 0
@@ -213,9 +227,14 @@ _UNITS = ("", "K", "M", "G", "T")
 def parse_bytes(value: int | float | str, *, of: int) -> int:
     """Read bytes as users write them: an int, a share of ``of`` as a float in (0, 1], or text with a unit."""
     if isinstance(value, str):
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(I)?)?B\s*", value, re.IGNORECASE | re.ASCII)
+        match = re.fullmatch(
+            r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(I)?)?B\s*", value, re.IGNORECASE | re.ASCII
+        )
         if match is not None:
-            return int(float(match[1]) * (1024 if match[3] else 1000) ** _UNITS.index((match[2] or "").upper()))
+            return int(
+                float(match[1])
+                * (1024 if match[3] else 1000) ** _UNITS.index((match[2] or "").upper())
+            )
     elif isinstance(value, float):
         if 0 < value <= 1:
             return int(value * of)
@@ -258,14 +277,18 @@ class Budget(NamedTuple):
 
     def __str__(self) -> str:
         """What there is and why not more, as the rest of a sentence."""
-        if self.limited_by == "memory_limit=":  # which is below what is free: that, and the reserve, have no say
+        if (
+            self.limited_by == "memory_limit="
+        ):  # which is below what is free: that, and the reserve, have no say
             return f"memory_limit= allows {format_bytes(self.bytes)}"
         sharing = f" shared by {self.ranks} ranks" if self.ranks > 1 else ""
         reserve = f"{format_bytes(self.reserve_bytes)} kept in reserve"
         return f"{format_bytes(self.bytes)} is free ({self.limited_by}{sharing}, {reserve})"
 
 
-def budget_bytes(available: Available, memory_limit: int | float | str | None = None, *, ranks: int = 1) -> Budget:
+def budget_bytes(
+    available: Available, memory_limit: int | float | str | None = None, *, ranks: int = 1
+) -> Budget:
     """What samples may take; the user's ``memory_limit``, a share of what is available or bytes, can only lower it."""
     reserve = reserve_bytes(available.bytes)
     free = max(0, available.bytes - reserve) // ranks
@@ -313,16 +336,25 @@ class StorageReport(NamedTuple):
 
     def __str__(self) -> str:
         rows = [("codec", "bytes", "ratio", "decode/s per core", "lossless", "would fit")]
-        rows.append(("(raw)", format_bytes(self.raw_bytes), "1.00", "-", "yes", self._fits(self.raw_bytes)))
+        rows.append(
+            ("(raw)", format_bytes(self.raw_bytes), "1.00", "-", "yes", self._fits(self.raw_bytes))
+        )
         for trial in self.trials:
             if trial.obstacle is not None:
                 rows.append((trial.codec, "-", "-", "-", "-", f"no: {trial.obstacle}"))
                 continue
             lossless = "yes" if trial.lossless else "no"
-            figures = (format_bytes(trial.need_bytes), f"{trial.ratio:.2f}", f"{trial.decode_per_s:,.0f}")
+            figures = (
+                format_bytes(trial.need_bytes),
+                f"{trial.ratio:.2f}",
+                f"{trial.decode_per_s:,.0f}",
+            )
             rows.append((trial.codec, *figures, lossless, self._fits(trial.need_bytes)))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:5], widths[1:]), row[5]]) for row in rows]
+        lines = [
+            "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:5], widths[1:]), row[5]])
+            for row in rows
+        ]
         free = f"{format_bytes(self.budget.bytes)} free ({self.budget.limited_by})"
         return "\n".join([*lines, f"{free}; figures from {self.looked_at} samples"])
 
@@ -331,7 +363,12 @@ class StorageReport(NamedTuple):
 
 
 def choose_storage(
-    storage: str, raw_bytes: int, budget: Budget, trials: Sequence[CodecTrial] = (), *, only_lossless: bool = True
+    storage: str,
+    raw_bytes: int,
+    budget: Budget,
+    trials: Sequence[CodecTrial] = (),
+    *,
+    only_lossless: bool = True,
 ) -> StoragePlan:
     """Pick where prepared samples are kept, of all but ``"disk"``, which is no choice of memory.
 
@@ -350,9 +387,13 @@ def choose_storage(
     """
     if storage not in STORAGES or storage == "disk":
         in_memory = [name for name in STORAGES if name != "disk"]
-        raise ValueError(f"storage={storage!r} is not known. Use one of {', '.join(map(repr, in_memory))}.")
+        raise ValueError(
+            f"storage={storage!r} is not known. Use one of {', '.join(map(repr, in_memory))}."
+        )
     if storage == "none":
-        return StoragePlan(storage="none", reason="storage='none': nothing is kept, every epoch decodes again")
+        return StoragePlan(
+            storage="none", reason="storage='none': nothing is kept, every epoch decodes again"
+        )
     raw, free = format_bytes(raw_bytes), format_bytes(budget.bytes)
     kept: Storage = "device" if storage == "device" else "shared"
     if storage != "compressed" and raw_bytes <= budget.bytes:
@@ -367,7 +408,11 @@ def choose_storage(
         instead = f"; raw needs {raw}" if storage == "auto" else ""
         reason = f"{what}: about {format_bytes(best.need_bytes)} of {free} free{instead}"
         return StoragePlan(storage="compressed", codec=best.codec, reason=reason)
-    usable = [trial for trial in trials if trial.obstacle is None and (trial.lossless or not only_lossless)]
+    usable = [
+        trial
+        for trial in trials
+        if trial.obstacle is None and (trial.lossless or not only_lossless)
+    ]
     if storage == "auto":
         least = format_bytes(min([raw_bytes, *(trial.need_bytes for trial in usable)]))
         return StoragePlan(storage="none", reason=f"storage='none': {least} needed, but {budget}")
@@ -379,22 +424,33 @@ def choose_storage(
     raise MemoryBudgetError(f"storage='compressed' with {need} {too_large}")
 
 
-def fastest_fitting(trials: Sequence[CodecTrial], free_bytes: int | None, *, only_lossless: bool) -> CodecTrial | None:
+def fastest_fitting(
+    trials: Sequence[CodecTrial], free_bytes: int | None, *, only_lossless: bool
+) -> CodecTrial | None:
     """The codec that decodes fastest of those that can be used and need no more than what is free; None: anything."""
-    usable = [trial for trial in trials if trial.obstacle is None and (trial.lossless or not only_lossless)]
+    usable = [
+        trial
+        for trial in trials
+        if trial.obstacle is None and (trial.lossless or not only_lossless)
+    ]
     fitting = [trial for trial in usable if free_bytes is None or trial.need_bytes <= free_bytes]
     return max(fitting, key=lambda trial: trial.decode_per_s, default=None)
 
 
 def would_fit(trials: Sequence[CodecTrial], budget: Budget) -> str:
     """Name what the user can do, the cure of the bound last: raising another one would not help."""
-    fitting = [trial for trial in trials if trial.obstacle is None and trial.need_bytes <= budget.bytes]
+    fitting = [
+        trial for trial in trials if trial.obstacle is None and trial.need_bytes <= budget.bytes
+    ]
     cures = ["cache_dir= to keep them on disk", "a smaller resize=", "storage='none'"]
     if fitting:
         best = max(fitting, key=lambda trial: (trial.lossless, trial.decode_per_s))
         needs = f"{'' if best.lossless else 'lossy, '}about {format_bytes(best.need_bytes)}"
         cures.insert(0, f"storage='compressed' with codec={best.codec!r} ({needs})")
-    more = {"memory_limit=": "raise memory_limit=", "cgroup limit": "give the container or job more memory"}
+    more = {
+        "memory_limit=": "raise memory_limit=",
+        "cgroup limit": "give the container or job more memory",
+    }
     return f"Use {', '.join(cures)}, or {more.get(budget.limited_by, 'free some memory on this machine')}."
 
 
@@ -430,7 +486,12 @@ class PinningPlan(NamedTuple):
 
 
 def choose_pinning(
-    *, has_accelerator: bool, batch_bytes: int | None, pinned_bytes: int, budget: Budget, copies_wait: bool = False
+    *,
+    has_accelerator: bool,
+    batch_bytes: int | None,
+    pinned_bytes: int,
+    budget: Budget,
+    copies_wait: bool = False,
 ) -> PinningPlan:
     """Decide whether memory for batches is pinned.
 
@@ -445,9 +506,14 @@ def choose_pinning(
     if not has_accelerator:
         return PinningPlan(pin=False, reason="not pinned: there is no CUDA or XPU device")
     if batch_bytes is None:
-        return PinningPlan(pin=False, reason="not pinned: how large batches are is not known before one is read")
+        return PinningPlan(
+            pin=False, reason="not pinned: how large batches are is not known before one is read"
+        )
     if batch_bytes <= PINNING_FLOOR_BYTES and not copies_wait:
-        return PinningPlan(pin=False, reason=f"not pinned: {format_bytes(batch_bytes)} a batch gain nothing from it")
+        return PinningPlan(
+            pin=False,
+            reason=f"not pinned: {format_bytes(batch_bytes)} a batch gain nothing from it",
+        )
     need, free = format_bytes(pinned_bytes), format_bytes(budget.bytes)
     if pinned_bytes > budget.bytes * PINNING_SHARE:
         share = f"at most {PINNING_SHARE:.1%} of {free} free ({budget.limited_by}) is locked"

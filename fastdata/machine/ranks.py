@@ -45,7 +45,11 @@ _LAUNCHERS = (
     ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),  # torchrun, Lightning, Accelerate, DeepSpeed
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),  # Open MPI
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS"),  # MPICH, Intel MPI
-    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE"),  # srun; a batch script is in no step
+    (
+        "SLURM_PROCID",
+        "SLURM_STEP_NUM_TASKS",
+        "SLURM_STEP_TASKS_PER_NODE",
+    ),  # srun; a batch script is in no step
 )
 """Variables of rank, number of ranks, and number of those on this machine."""
 
@@ -67,7 +71,9 @@ def find_rank(rank: int | None = None, world_size: int | None = None) -> Rank:
     rank = found.rank if rank is None else rank
     world_size = found.world_size if world_size is None else world_size
     if not 0 <= rank < world_size:
-        raise ValueError(f"rank={rank} is not one of the world_size={world_size} ranks, which count from 0")
+        raise ValueError(
+            f"rank={rank} is not one of the world_size={world_size} ranks, which count from 0"
+        )
     return Rank(rank, world_size)
 
 
@@ -83,7 +89,9 @@ def _known_rank(environ: Mapping[str, str]) -> Rank | None:
 
 def local_ranks() -> int:
     """How many ranks of a distributed run share this machine, as the launcher says it; 1 where none says so."""
-    name, text = next(((name, os.environ[name]) for *_, name in _LAUNCHERS if name in os.environ), ("", "1"))
+    name, text = next(
+        ((name, os.environ[name]) for *_, name in _LAUNCHERS if name in os.environ), ("", "1")
+    )
     ranks = re.match(r"\d+", text)  # Slurm's "4(x2)": four on each of two nodes
     if ranks is None or not int(ranks[0]):
         raise ValueError(f"{name}={text!r} is no number of ranks; unset it, or set it to 1 or more")
@@ -113,17 +121,29 @@ def find_run() -> Run | None:
     """The run that this process is a rank of; None where there are no others, or no way to meet them."""
     environ, is_subprocess = os.environ, False
     known = _known_rank(environ)
-    if known is None and environ.keys() >= {"LOCAL_RANK", "WORLD_SIZE"}:  # Lightning's, who has no RANK
+    if known is None and environ.keys() >= {
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+    }:  # Lightning's, who has no RANK
         known = Rank(int(environ["LOCAL_RANK"]), int(environ["WORLD_SIZE"]))
-    if not sys.platform.startswith("linux") or known is None or known.world_size == 1 or get_worker_info() is not None:
+    if (
+        not sys.platform.startswith("linux")
+        or known is None
+        or known.world_size == 1
+        or get_worker_info() is not None
+    ):
         return None
     parent = multiprocessing.parent_process()
-    if "TORCHELASTIC_ERROR_FILE" in environ:  # .../attempt_0/RANK/error.json, in a folder of the launcher's own
+    if (
+        "TORCHELASTIC_ERROR_FILE" in environ
+    ):  # .../attempt_0/RANK/error.json, in a folder of the launcher's own
         owner = os.path.dirname(os.path.dirname(environ["TORCHELASTIC_ERROR_FILE"]))
     elif "PMIX_NAMESPACE" in environ or "OMPI_MCA_ess_base_jobid" in environ:
         owner = environ.get("PMIX_NAMESPACE") or environ["OMPI_MCA_ess_base_jobid"]
     elif "SLURM_STEP_ID" in environ:
-        owner = " ".join(environ.get(f"SLURM_{name}", "") for name in ("JOB_ID", "STEP_ID", "RESTART_COUNT"))
+        owner = " ".join(
+            environ.get(f"SLURM_{name}", "") for name in ("JOB_ID", "STEP_ID", "RESTART_COUNT")
+        )
     elif parent is not None and parent.pid is not None:  # mp.spawn
         owner = _describe_process(parent.pid)
     elif "TORCHELASTIC_RUN_ID" in environ or "PMI_RANK" in environ:
@@ -134,7 +154,10 @@ def find_run() -> Run | None:
         return None
     names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")
     return Run(
-        known.rank, known.world_size, "\n".join([owner, *(environ.get(name, "") for name in names)]), is_subprocess
+        known.rank,
+        known.world_size,
+        "\n".join([owner, *(environ.get(name, "") for name in names)]),
+        is_subprocess,
     )
 
 
@@ -178,7 +201,9 @@ class Notice:
         file = io.BytesIO()
         _Pickler(file, known).dump(value)
         data = np.frombuffer(file.getbuffer(), np.uint8)
-        self._block = Block(os.memfd_create(_notice_name(key), os.MFD_CLOEXEC), len(data), None, owner=True)
+        self._block = Block(
+            os.memfd_create(_notice_name(key), os.MFD_CLOEXEC), len(data), None, owner=True
+        )
         self._block.write(0, data)
 
     def close(self) -> None:
@@ -209,7 +234,11 @@ _SELF_LAUNCHED = ("lightning", "pytorch_lightning", "lightning_fabric")
 def may_become_rank() -> bool:
     """Whether this may be the first rank of a run whose launcher, Lightning's, starts the others later."""
     is_main = multiprocessing.parent_process() is None and get_worker_info() is None
-    return is_main and hasattr(os, "memfd_create") and not sys.modules.keys().isdisjoint(_SELF_LAUNCHED)
+    return (
+        is_main
+        and hasattr(os, "memfd_create")
+        and not sys.modules.keys().isdisjoint(_SELF_LAUNCHED)
+    )
 
 
 _PIDFD_GET_INFO, _PIDFD_INFO_EXIT = 0xC040FF0B, 1 << 3
@@ -242,7 +271,10 @@ def signal_name(number: int) -> str:
 
 # The meeting: a file of this user, whose locks end with who holds them
 
-_IS_LED, _IS_PREPARING = 0, 1  # bytes of the file that the leader locks: for as long as it shares, and until it tells
+_IS_LED, _IS_PREPARING = (
+    0,
+    1,
+)  # bytes of the file that the leader locks: for as long as it shares, and until it tells
 _RETRY_S = 0.01
 _END_S = 1.0
 
@@ -335,7 +367,9 @@ def _met(path: Path, run: Run, key: str, known: Mapping[str, Any]) -> Leader | F
     try:
         if _is_locked(fd, _IS_LED):
             fcntl.lockf(fd, fcntl.LOCK_EX, 1, _IS_PREPARING)
-            if not path.exists() or os.stat(path).st_ino != os.fstat(fd).st_ino:  # its leader left meanwhile
+            if (
+                not path.exists() or os.stat(path).st_ino != os.fstat(fd).st_ino
+            ):  # its leader left meanwhile
                 return None
             os.ftruncate(fd, 0)
             leader, fd = Leader(fd, path, key, run), -1
@@ -363,7 +397,9 @@ def _follow(fd: int, run: Run, key: str, known: Mapping[str, Any]) -> Follower |
             with contextlib.suppress(OSError, ValueError):
                 select.select([pidfd], [], [], _END_S)
             how = how_ended(said["pid"], pidfd)
-            raise IngestError(f"{name} {how} while it prepared samples for all ranks of this machine")
+            raise IngestError(
+                f"{name} {how} while it prepared samples for all ranks of this machine"
+            )
     finally:
         if pidfd >= 0:
             os.close(pidfd)
@@ -414,7 +450,10 @@ def _sweep(folder: Path) -> None:
 
 
 def _place_of(run: Run, key: str) -> str:
-    boot, namespace = Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.stat("/proc/self/ns/pid").st_ino
+    boot, namespace = (
+        Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+        os.stat("/proc/self/ns/pid").st_ino,
+    )
     text = "\n".join([boot, str(namespace), run.name, key])
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 

@@ -58,7 +58,9 @@ class Block:
     Arrays keep the memory alive by themselves; ``close`` gives back the descriptor and this object's mapping.
     """
 
-    def __init__(self, fd: int, size_bytes: int, path: str | None, *, sealed: bool = False, owner: bool) -> None:
+    def __init__(
+        self, fd: int, size_bytes: int, path: str | None, *, sealed: bool = False, owner: bool
+    ) -> None:
         self.size_bytes = size_bytes
         self._fd, self._path, self.is_sealed = fd, path, sealed
         self._map: mmap.mmap | None = None
@@ -111,7 +113,9 @@ class Block:
         """View ``shape`` elements of ``dtype`` from byte ``offset`` on: no copy; read-only once the block is sealed."""
         count = math.prod(shape)
         if offset < 0 or offset + count * np.dtype(dtype).itemsize > self.size_bytes:
-            raise ValueError(f"{dtype}{list(shape)} at byte {offset} exceeds the block of {self.size_bytes} bytes")
+            raise ValueError(
+                f"{dtype}{list(shape)} at byte {offset} exceeds the block of {self.size_bytes} bytes"
+            )
         return np.frombuffer(self._mapping(), dtype, count, offset).reshape(shape)
 
     def seal(self) -> None:
@@ -120,8 +124,14 @@ class Block:
             return
         self._map, self.is_sealed = None, True
         if self._path is None and sys.platform != "win32":
-            with contextlib.suppress(OSError):  # somebody still maps it for writing: then only our views are read-only
-                fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE)
+            with contextlib.suppress(
+                OSError
+            ):  # somebody still maps it for writing: then only our views are read-only
+                fcntl.fcntl(
+                    self._fd,
+                    fcntl.F_ADD_SEALS,
+                    fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE,
+                )
 
     def fileno(self) -> int:
         return self._fd
@@ -142,11 +152,20 @@ class Block:
         self.close()
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _attach, (os.getpid(), self._fd, self._inode(), self.size_bytes, self._path, self.is_sealed)
+        return _attach, (
+            os.getpid(),
+            self._fd,
+            self._inode(),
+            self.size_bytes,
+            self._path,
+            self.is_sealed,
+        )
 
     def _inode(self) -> int:
         if self.closed:
-            raise StoreGoneError("the dataset was closed; a closed dataset cannot be sent to another process")
+            raise StoreGoneError(
+                "the dataset was closed; a closed dataset cannot be sent to another process"
+            )
         return os.fstat(self._fd).st_ino
 
     def _mapping(self) -> mmap.mmap:
@@ -160,16 +179,24 @@ class Block:
         if self.is_sealed and sys.platform != "win32":
             # A private mapping: kernels before 6.7 refuse shared ones of a write-sealed memfd, even read-only ones.
             return mmap.mmap(self._fd, self.size_bytes, mmap.MAP_PRIVATE, mmap.PROT_READ)
-        return mmap.mmap(self._fd, self.size_bytes, access=mmap.ACCESS_READ if self.is_sealed else mmap.ACCESS_WRITE)
+        return mmap.mmap(
+            self._fd,
+            self.size_bytes,
+            access=mmap.ACCESS_READ if self.is_sealed else mmap.ACCESS_WRITE,
+        )
 
 
-def _attach(pid: int, fd: int, inode: int, size_bytes: int, path: str | None, sealed: bool) -> Block:
+def _attach(
+    pid: int, fd: int, inode: int, size_bytes: int, path: str | None, sealed: bool
+) -> Block:
     """Open another process's block: ``/proc/PID/fd/FD``, or the file ``path`` where there is no memfd.
 
     ``inode`` guards against a recycled process number: a descriptor that leads to another file is refused.
     """
     try:
-        fd = os.open(path or f"/proc/{pid}/fd/{fd}", (os.O_RDONLY if sealed else os.O_RDWR) | OPEN_FLAGS)
+        fd = os.open(
+            path or f"/proc/{pid}/fd/{fd}", (os.O_RDONLY if sealed else os.O_RDWR) | OPEN_FLAGS
+        )
     except OSError as error:
         raise StoreGoneError(
             f"process {pid}, which holds the prepared samples, cannot be reached ({error.strerror}). A pickled "
@@ -296,7 +323,9 @@ class ListView(Sequence[_T], Generic[_T]):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, (list, ListView)):
             return NotImplemented
-        return len(self) == len(other) and all(mine == theirs for mine, theirs in zip(self, other, strict=True))
+        return len(self) == len(other) and all(
+            mine == theirs for mine, theirs in zip(self, other, strict=True)
+        )
 
     def __add__(self, other: Iterable[_T]) -> list[_T]:
         return [*self, *other]
@@ -335,7 +364,9 @@ class PackedPaths:
         text = "".join(texts)
         if not text.isascii():
             return cls(*_pack(list(map(os.fsencode, texts))))
-        ends = np.cumsum(np.fromiter(map(len, texts), np.int64, len(texts)))  # a character is a byte
+        ends = np.cumsum(
+            np.fromiter(map(len, texts), np.int64, len(texts))
+        )  # a character is a byte
         return cls(np.frombuffer(text.encode("ascii"), np.uint8), ends)
 
     def __len__(self) -> int:
@@ -417,7 +448,9 @@ class SampleTable:
         kind = self.target_kind
         if kind == "number":
             return self._arrays["targets"][index].item()
-        if kind == "object":  # pickled by this process's family, in memory that nobody else can write
+        if (
+            kind == "object"
+        ):  # pickled by this process's family, in memory that nobody else can write
             return pickle.loads(self._bytes("object", index))
         if kind == "tuple":
             return tuple(place.target(index) for place in self.target_places)
@@ -451,7 +484,11 @@ class SampleTable:
         if array is not None:
             return torch.from_numpy(array[index_B])
         blob, ends = self._arrays["object"].data, self._arrays["object_ends"]
-        spans = zip(np.where(index_B > 0, ends[index_B - 1], 0).tolist(), ends[index_B].tolist(), strict=True)
+        spans = zip(
+            np.where(index_B > 0, ends[index_B - 1], 0).tolist(),
+            ends[index_B].tolist(),
+            strict=True,
+        )
         return collate_targets([pickle.loads(blob[start:end]) for start, end in spans])
 
     def _rows_of(self, index: int) -> np.ndarray:
@@ -464,7 +501,10 @@ class SampleTable:
     def reduced_to(self, kept: Sequence[int]) -> SampleTable:
         """The table of some samples; this one is closed."""
         with contextlib.closing(self):
-            paths, targets = [self.path(index) for index in kept], [self.target(index) for index in kept]
+            paths, targets = (
+                [self.path(index) for index in kept],
+                [self.target(index) for index in kept],
+            )
             return SampleTable(targets, paths=paths, class_to_idx=self.class_to_idx)
 
     def close(self) -> None:
@@ -496,7 +536,9 @@ def is_wide(value: Any) -> bool:
     return type(value) is int and not -(1 << 63) <= value < 1 << 63
 
 
-def _target_columns(targets: Sequence[Any] | np.ndarray | torch.Tensor) -> tuple[dict[str, np.ndarray], str]:
+def _target_columns(
+    targets: Sequence[Any] | np.ndarray | torch.Tensor,
+) -> tuple[dict[str, np.ndarray], str]:
     if isinstance(targets, torch.Tensor):
         return {"targets": targets.numpy()}, "tensor"
     if isinstance(targets, np.ndarray) and targets.ndim == 1:
@@ -505,11 +547,18 @@ def _target_columns(targets: Sequence[Any] | np.ndarray | torch.Tensor) -> tuple
     # Numbers beyond int64; bfloat16, gradients, other devices: what NumPy does not know.
     with contextlib.suppress(OverflowError, TypeError, RuntimeError):
         if not types or types == {int} or types == {bool} or types == {float}:
-            return {"targets": np.array(targets, dtype=np.int64 if types <= {int} else None)}, "number"
+            return {
+                "targets": np.array(targets, dtype=np.int64 if types <= {int} else None)
+            }, "number"
         if types == {torch.Tensor} or (len(types) == 1 and isinstance(targets[0], np.ndarray)):
             arrays = [np.asarray(target) for target in targets]
-            if len({(array.shape, array.dtype) for array in arrays}) == 1 and arrays[0].dtype.kind in "iufb":
-                return {"targets": np.stack(arrays)}, "tensor" if isinstance(targets[0], torch.Tensor) else "array"
+            if (
+                len({(array.shape, array.dtype) for array in arrays}) == 1
+                and arrays[0].dtype.kind in "iufb"
+            ):
+                return {"targets": np.stack(arrays)}, "tensor" if isinstance(
+                    targets[0], torch.Tensor
+                ) else "array"
             if types == {torch.Tensor} and _are_rows(arrays):
                 return _rows(arrays), "rows"
     if types == {tuple} and targets[0] and len({len(target) for target in targets}) == 1:
@@ -520,16 +569,24 @@ def _target_columns(targets: Sequence[Any] | np.ndarray | torch.Tensor) -> tuple
 
 def _are_rows(arrays: Sequence[np.ndarray]) -> bool:
     """Whether arrays differ in their first side only."""
-    return len({(array.ndim, array.shape[1:], array.dtype) for array in arrays}) == 1 and arrays[0].ndim > 0
+    return (
+        len({(array.ndim, array.shape[1:], array.dtype) for array in arrays}) == 1
+        and arrays[0].ndim > 0
+    )
 
 
 def _rows(arrays: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
-    return {"rows": np.concatenate(arrays), "row_ends": np.cumsum([len(array) for array in arrays], dtype=np.int64)}
+    return {
+        "rows": np.concatenate(arrays),
+        "row_ends": np.cumsum([len(array) for array in arrays], dtype=np.int64),
+    }
 
 
 def _pack(strings: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
     """Lay byte strings end to end: string i reaches from ``ends[i - 1]`` to ``ends[i]``."""
-    return np.frombuffer(b"".join(strings), np.uint8), np.cumsum([len(string) for string in strings], dtype=np.int64)
+    return np.frombuffer(b"".join(strings), np.uint8), np.cumsum(
+        [len(string) for string in strings], dtype=np.int64
+    )
 
 
 class ByteLocks:

@@ -19,7 +19,14 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
+from concurrent.futures import (
+    FIRST_COMPLETED,
+    Executor,
+    Future,
+    ProcessPoolExecutor,
+    ThreadPoolExecutor,
+    wait,
+)
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from types import FrameType
@@ -37,7 +44,12 @@ _PARENT_CHECK_S = 1.0
 
 
 def run_tasks(
-    job: Callable[[Any], _T], tasks: Sequence[Any], workers: int, *, forks: bool = True, cores: Collection[int] = ()
+    job: Callable[[Any], _T],
+    tasks: Sequence[Any],
+    workers: int,
+    *,
+    forks: bool = True,
+    cores: Collection[int] = (),
 ) -> Generator[_T, None, None]:
     """Yield what the job returns for each task, in any order; close the generator to end the workers.
 
@@ -54,12 +66,16 @@ def run_tasks(
     if workers < 1:
         yield from map(job, tasks)
         return
-    forks = forks and sys.platform.startswith("linux") and not multiprocessing.current_process().daemon
+    forks = (
+        forks and sys.platform.startswith("linux") and not multiprocessing.current_process().daemon
+    )
     threads = partial(ThreadPoolExecutor, workers, "fastdata-ingest", _use_cores, (cores,))
     pool = _ForkedPool(job, workers, cores) if forks else threads()
     running: dict[Future[Any], Any] = {}
     try:
-        for future in _completed(pool, _attempt_job if forks else job, tasks, workers * _TASKS_AHEAD, running):
+        for future in _completed(
+            pool, _attempt_job if forks else job, tasks, workers * _TASKS_AHEAD, running
+        ):
             yield _answer(future.result(), running[future]) if forks else future.result()
     except BrokenProcessPool:
         assert isinstance(pool, _ForkedPool)
@@ -69,7 +85,11 @@ def run_tasks(
 
 
 def _completed(
-    pool: Executor, function: Callable[[Any], Any], tasks: Sequence[Any], ahead: int, running: dict[Future[Any], Any]
+    pool: Executor,
+    function: Callable[[Any], Any],
+    tasks: Sequence[Any],
+    ahead: int,
+    running: dict[Future[Any], Any],
 ) -> Iterator[Future[Any]]:
     """Give a pool its tasks, so many ahead, and yield its futures as they are done; they are ``running`` till then."""
     waiting = iter(tasks)
@@ -94,9 +114,13 @@ class _ForkedPool(ProcessPoolExecutor):
     """Processes that know one job from their parent."""
 
     def __init__(self, job: Callable[[Any], Any], workers: int, cores: Collection[int]) -> None:
-        super().__init__(workers, multiprocessing.get_context("fork"), _begin, (job, os.getpid(), cores))
+        super().__init__(
+            workers, multiprocessing.get_context("fork"), _begin, (job, os.getpid(), cores)
+        )
         self._creator = os.getpid()
-        with warnings.catch_warnings():  # Python 3.12 warns of forking beside threads; the child runs only our loop
+        with (
+            warnings.catch_warnings()
+        ):  # Python 3.12 warns of forking beside threads; the child runs only our loop
             warnings.simplefilter("ignore", DeprecationWarning)
             with _interrupts_deferred():
                 self.submit(os.getpid)  # which forks all of them
@@ -110,7 +134,9 @@ class _ForkedPool(ProcessPoolExecutor):
         how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
         usual = " Out of memory is the usual reason: use fewer num_workers= or a smaller resize=."
         what = "; ".join(map(str, tasks))
-        return IngestError(f"a worker process {how} while these were prepared: {what}.{usual * (code == -9)}")
+        return IngestError(
+            f"a worker process {how} while these were prepared: {what}.{usual * (code == -9)}"
+        )
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Kill the workers, which hold nothing that needs an orderly end; nothing in a forked process."""
@@ -129,7 +155,9 @@ def _begin(job: Callable[[Any], Any], parent_pid: int, cores: Collection[int]) -
     _job = job
     _use_cores(cores)
     multiprocessing.current_process().name = "fastdata-ingest"
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends this process
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C reaches the whole group; the parent ends this process
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     gc.freeze()  # what the parent left to its garbage collector is the parent's to finalise
     torch.set_num_threads(1)  # this process only: a forked OpenMP pool would hang

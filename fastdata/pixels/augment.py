@@ -33,7 +33,11 @@ _TIMM_CODES = {
     "GaussianBlur": "OP_BOX_BLUR",
     "GaussianBlurRand": "OP_BOX_BLUR",
 }
-_TIMM_SUFFIXES = {"Increasing": "TIMM_INCREASING", "Original": "TIMM_ORIGINAL", "Rel": "TIMM_RELATIVE"}
+_TIMM_SUFFIXES = {
+    "Increasing": "TIMM_INCREASING",
+    "Original": "TIMM_ORIGINAL",
+    "Rel": "TIMM_RELATIVE",
+}
 _TIMM_BITS = {"Desaturate": "TIMM_DESATURATES", "GaussianBlurRand": "TIMM_DRAWS"}
 _AUTO_BINS = 10
 _ANY_PX = 1
@@ -58,9 +62,13 @@ class Space:
         if hasattr(step, "_AUGMENTATION_SPACE"):  # v2
             every = getattr(step, "all_ops", True)
             space = step._AUGMENTATION_SPACE if every else step._PARTIAL_AUGMENTATION_SPACE
-            return {name: (function(bins, *size), signed) for name, (function, signed) in space.items()}
+            return {
+                name: (function(bins, *size), signed) for name, (function, signed) in space.items()
+            }
         depends_on_size = any(hasattr(step, name) for name in ("magnitude", "policies", "severity"))
-        drawn: dict[str, tuple[Any, bool]] = step._augmentation_space(*((bins, size) if depends_on_size else (bins,)))
+        drawn: dict[str, tuple[Any, bool]] = step._augmentation_space(
+            *((bins, size) if depends_on_size else (bins,))
+        )
         return drawn
 
     def magnitudes(self) -> dict[str, Op]:
@@ -90,11 +98,19 @@ def read_augment(step: Any, at: int, warp: dict[str, Any]) -> Op:
     policies = getattr(step, "policies", None) or getattr(step, "_policies", None)
     if policies:
         pairs = tuple(_policy(magnitudes, *each) for policy in policies for each in policy)
-        return Op("STEP_POLICIES", n=(*warp["n"], 0, space.bins, 0, is_share), children=pairs, **common)
+        return Op(
+            "STEP_POLICIES", n=(*warp["n"], 0, space.bins, 0, is_share), children=pairs, **common
+        )
     children = tuple(magnitudes.values())
     if hasattr(step, "severity"):
         counts = (step.mixture_width, space.bins, step.severity, is_share, max(0, step.chain_depth))
-        return Op("STEP_AUG_MIX", n=(*warp["n"], *counts), v=(float(step.alpha),), children=children, **common)
+        return Op(
+            "STEP_AUG_MIX",
+            n=(*warp["n"], *counts),
+            v=(float(step.alpha),),
+            children=children,
+            **common,
+        )
     fixed = getattr(step, "magnitude", -1)
     drawn = (getattr(step, "num_ops", 1), space.bins, fixed, is_share)
     return Op("STEP_AUGMENT", n=(*warp["n"], *drawn), children=children, **common)

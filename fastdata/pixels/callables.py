@@ -18,11 +18,23 @@ from typing import Any, NoReturn
 from fastdata.pixels.images import TO_RGB
 
 _VARIADIC = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
-_STATEFUL = {"SETUP_FINALLY", "PUSH_EXC_INFO", "STORE_GLOBAL", "DELETE_GLOBAL", "STORE_DEREF", "DELETE_DEREF"}
+_STATEFUL = {
+    "SETUP_FINALLY",
+    "PUSH_EXC_INFO",
+    "STORE_GLOBAL",
+    "DELETE_GLOBAL",
+    "STORE_DEREF",
+    "DELETE_DEREF",
+}
 """Instructions that catch errors, or change what outlives the call."""
 _ATTRIBUTES = (object.__getattribute__, ModuleType.__getattribute__, type.__getattribute__)
 _PLAIN = (bool, int, float, str, type(None))
-_MODULES = {"random": "random", "np": "numpy", "ImageFilter": "PIL.ImageFilter", "ImageOps": "PIL.ImageOps"}
+_MODULES = {
+    "random": "random",
+    "np": "numpy",
+    "ImageFilter": "PIL.ImageFilter",
+    "ImageOps": "PIL.ImageOps",
+}
 """What global names of published code mean."""
 _IMPORTS = "import random\nimport numpy as np\nfrom PIL import ImageFilter, ImageOps\n"
 
@@ -30,7 +42,9 @@ _IMPORTS = "import random\nimport numpy as np\nfrom PIL import ImageFilter, Imag
 # Wrappers around steps
 
 
-def read_calls(function: FunctionType, owner: Any = None) -> tuple[type | None, list[tuple[Any, ...]]] | None:
+def read_calls(
+    function: FunctionType, owner: Any = None
+) -> tuple[type | None, list[tuple[Any, ...]]] | None:
     """The steps that a function, or a method of ``owner``, calls on its argument one after the other; else None.
 
     They are one tuple, or several with the type, list or tuple, in which their results are returned.
@@ -42,9 +56,13 @@ def read_calls(function: FunctionType, owner: Any = None) -> tuple[type | None, 
     image = _Image((), images)
     try:
         held = function.__globals__
-        names: dict[str, Any] = {name: _stand_in(held[name]) for name in _names_in(code) if name in held}
+        names: dict[str, Any] = {
+            name: _stand_in(held[name]) for name in _names_in(code) if name in held
+        }
         names["__builtins__"] = {"range": range}
-        closure = tuple(CellType(_stand_in(cell.cell_contents)) for cell in function.__closure__ or ())
+        closure = tuple(
+            CellType(_stand_in(cell.cell_contents)) for cell in function.__closure__ or ()
+        )
         run = FunctionType(code, names, closure=closure)
         result = run(image) if owner is None else run(_StandIn(owner), image)
     except Exception:  # noqa: BLE001  # it asked a stand-in for more, or raises what it likes
@@ -94,12 +112,18 @@ class _StandIn:
     def __getattr__(self, name: str) -> Any:
         kind: Any = type(self.__value)
         held = vars(self.__value)
-        if kind.__getattribute__ not in _ATTRIBUTES or isinstance(getattr(kind, name, None), property):
+        if kind.__getattribute__ not in _ATTRIBUTES or isinstance(
+            getattr(kind, name, None), property
+        ):
             _refuse()
         return _stand_in(held[name] if name in held else held["_modules"][name])
 
     def __call__(self, image: Any) -> _Image:
-        return image._after(self.__value) if callable(self.__value) and type(image) is _Image else _refuse()
+        return (
+            image._after(self.__value)
+            if callable(self.__value) and type(image) is _Image
+            else _refuse()
+        )
 
 
 def _stand_in(value: Any) -> Any:
@@ -115,7 +139,9 @@ def _is_readable(code: CodeType, is_method: bool) -> bool:
         return False
     if any(name.startswith("__") for name in _names_in(code)):
         return False
-    return not any(step.opname in _STATEFUL for part in _codes_in(code) for step in dis.get_instructions(part))
+    return not any(
+        step.opname in _STATEFUL for part in _codes_in(code) for step in dis.get_instructions(part)
+    )
 
 
 @cache
@@ -174,7 +200,11 @@ def is_like(step: Any, source: str) -> bool:
     listing = _listing(call.__code__)
     for code in _compiled(source):
         if listing == _listing(code):
-            meant = ((call.__globals__.get(name), _MODULES[name]) for name in code.co_names if name in _MODULES)
+            meant = (
+                (call.__globals__.get(name), _MODULES[name])
+                for name in code.co_names
+                if name in _MODULES
+            )
             # "random" is an attribute of np, too, which then need not be a global.
             return all(value is None or value is sys.modules.get(module) for value, module in meant)
     return False
@@ -199,6 +229,8 @@ def _listing(code: CodeType) -> list[Any]:
     for step in dis.get_instructions(code):
         about = step.argval
         if "_FAST" in step.opname:
-            about = [numbers.get(name) for name in (about if isinstance(about, tuple) else (about,))]
+            about = [
+                numbers.get(name) for name in (about if isinstance(about, tuple) else (about,))
+            ]
         listing.append((step.opname, about))
     return listing

@@ -166,7 +166,9 @@ class _Describer(pickle.Pickler):
 
     def __init__(self, file: Any, whole: Any, cache_key: str | None) -> None:
         super().__init__(file, protocol=4)
-        self.fast = True  # without the memo, which would tell equal values from one that comes twice
+        self.fast = (
+            True  # without the memo, which would tell equal values from one that comes twice
+        )
         self._whole = whole
         self._cache_key = cache_key
         self._met: dict[int, tuple[int, Any]] = {}
@@ -320,7 +322,9 @@ def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
 def _imported(name: str) -> Any:
     module = sys.modules.get(name) or (_origin(name) if name else None)
     if module is None:
-        raise TypeError(f"it imports {name}, which is not there yet: import it where its module begins")
+        raise TypeError(
+            f"it imports {name}, which is not there yet: import it where its module begins"
+        )
     return module
 
 

@@ -39,7 +39,11 @@ def device_obstacle(plan: TransformPlan, spec: SampleSpec) -> str | None:
     if any(op.code == "OP_CAST" for op in plan.batch_ops[:-1]):
         return "erasing or noise comes after the conversion to floats"
     try:
-        return None if Program(plan.batch_ops, spec).output(spec.shape) else "the images that are served differ in size"
+        return (
+            None
+            if Program(plan.batch_ops, spec).output(spec.shape)
+            else "the images that are served differ in size"
+        )
     except ValueError as error:
         return str(error).rstrip(".")
 
@@ -63,16 +67,27 @@ class DeviceProgram:
     """
 
     def __init__(
-        self, plan: TransformPlan, spec: SampleSpec, *, dtype: torch.dtype | None = None, channels_last: bool = False
+        self,
+        plan: TransformPlan,
+        spec: SampleSpec,
+        *,
+        dtype: torch.dtype | None = None,
+        channels_last: bool = False,
     ) -> None:
         assert spec.shape is not None
-        ops, self._layout = plan.batch_ops, torch.channels_last if channels_last else torch.contiguous_format
+        ops, self._layout = (
+            plan.batch_ops,
+            torch.channels_last if channels_last else torch.contiguous_format,
+        )
         self._floats: _Floats | None = None
         if ops and ops[-1].code == "OP_CAST":
             self._floats, ops = _Floats(dtype, ops[-1].about), ops[:-1]
         served = Program(plan.batch_ops, spec).output(spec.shape)
         assert served is not None
-        self.output: tuple[Shape, torch.dtype] = (served[0], self._floats.dtype if self._floats else torch.uint8)
+        self.output: tuple[Shape, torch.dtype] = (
+            served[0],
+            self._floats.dtype if self._floats else torch.uint8,
+        )
         self.host: Program | None = None
         self.host_step = ""
         self._fill: tuple[float, ...] | None = None
@@ -86,7 +101,10 @@ class DeviceProgram:
             self._windows.clear()
             channels, _ = size_after(ops, spec.shape[0], None)
             self.sent_shape = (channels, *served[0][1:])
-            asking = next((op for op in others or ops if op.code not in ("STEP_CENTER_CROP", "STEP_FLIP")), ops[0])
+            asking = next(
+                (op for op in others or ops if op.code not in ("STEP_CENTER_CROP", "STEP_FLIP")),
+                ops[0],
+            )
             self.host_step = plan.batch_texts[step_number(asking.at) - len(plan.prepare)]
 
     def draw(self, index_B: Int64s, visits_B: int | Int64s, seed: int) -> Tensor | None:
@@ -110,7 +128,9 @@ class DeviceProgram:
                 draws_BS4[:, s, 2 * axis + 1] = step_B
         return torch.from_numpy(draws_BS4)
 
-    def run(self, stored_NCHW: Tensor, draws: Tensor | None, index_B: Tensor | None = None) -> Tensor:
+    def run(
+        self, stored_NCHW: Tensor, draws: Tensor | None, index_B: Tensor | None = None
+    ) -> Tensor:
         """Serve a batch, uint8 as stored or as ``host`` made it, which is only read; draws lie on the same device.
 
         ``index_B``, int64 and on the same device, chooses from a store there, contiguous, whose samples are not copied
@@ -127,7 +147,9 @@ class DeviceProgram:
         batch = self._floats.convert(batch) if self._floats else batch
         return batch.contiguous(memory_format=self._layout)
 
-    def _records(self, index_B: Int64s, visits_B: int | Int64s, seed: int, shape: Shape) -> npt.NDArray[Any]:
+    def _records(
+        self, index_B: Int64s, visits_B: int | Int64s, seed: int, shape: Shape
+    ) -> npt.NDArray[Any]:
         shapes_B3 = np.full((len(index_B), 3), shape, np.int32)
         return self._program.draw(index_B, visits_B, seed, shapes_B3)
 
@@ -141,7 +163,9 @@ class DeviceProgram:
             mode = MODES[int(n[8]) >> 8] if n[:4].any() else None
             self._windows.append(_Window(cut_from=size, size=wanted, mode=mode))
             size = wanted
-        filled = [r for r, window in zip(records, self._windows, strict=True) if window.mode == "constant"]
+        filled = [
+            r for r, window in zip(records, self._windows, strict=True) if window.mode == "constant"
+        ]
         fills = {tuple(record["v"][8 : 8 + min(4, shape[0])].tolist()) for record in filled}
         self._fill = next(iter(fills), None)
         return len(fills) < 2 and max(shape[1:]) < 1 << 15
@@ -150,7 +174,9 @@ class DeviceProgram:
         """Constants of ``_cut`` there: the first row of each plane, the fill, and what each window asks for."""
         if device not in self._constants:  # two threads at once may both make them
             fill = self._fill or (0,)
-            fill_C = torch.tensor([int(fill[min(c, len(fill) - 1)]) for c in range(channels)], dtype=torch.uint8)
+            fill_C = torch.tensor(
+                [int(fill[min(c, len(fill) - 1)]) for c in range(channels)], dtype=torch.uint8
+            )
             host = [torch.arange(0, channels * height, height), fill_C[:, None, None]]
             host += [constant for window in self._windows for constant in window.constants()]
             self._constants[device] = [send(constant, device) for constant in host]
@@ -165,8 +191,14 @@ class DeviceProgram:
         column_Bw = place_BL[:, rows:]
         if index_B is None:
             index_B = torch.arange(count, device=stored_NCHW.device)
-        line_BCh = (row_Bh[:, None] + first_row_C[:, None]).add_(index_B[:, None, None], alpha=channels * height)
-        taken = stored_NCHW.reshape(-1, width).index_select(0, line_BCh.view(-1)).view(*line_BCh.shape, width)
+        line_BCh = (row_Bh[:, None] + first_row_C[:, None]).add_(
+            index_B[:, None, None], alpha=channels * height
+        )
+        taken = (
+            stored_NCHW.reshape(-1, width)
+            .index_select(0, line_BCh.view(-1))
+            .view(*line_BCh.shape, width)
+        )
         cut = taken.gather(3, column_Bw[:, None, None, :].expand(-1, channels, rows, -1))
         if outside_BL is None:
             return cut
@@ -181,7 +213,10 @@ class DeviceProgram:
             rows = window.size[0]
             at_BL = draws_BS4.new_empty((len(draws_BS4), len(step_L)))
             for part, axis in ((slice(rows), 0), (slice(rows, None), 1)):
-                first_B1, step_B1 = draws_BS4[:, s, 2 * axis, None], draws_BS4[:, s, 2 * axis + 1, None]
+                first_B1, step_B1 = (
+                    draws_BS4[:, s, 2 * axis, None],
+                    draws_BS4[:, s, 2 * axis + 1, None],
+                )
                 torch.addcmul(first_B1, step_B1, step_L[part], out=at_BL[:, part])
             inside_BL = at_BL
             if window.mode in ("symmetric", "reflect"):
@@ -214,8 +249,12 @@ class _Window:
     def constants(self) -> list[Tensor]:
         """For each row, then each column: its number, 0, the last place it may come from, and where its kind begins."""
         step_L = torch.cat([torch.arange(length) for length in self.size])
-        last_L = torch.cat([torch.full((n,), c - 1) for n, c in zip(self.size, self.cut_from, strict=True)])
-        start_L = torch.cat([torch.full((n,), s) for n, s in zip(self.size, (0, self.cut_from[0]), strict=True)])
+        last_L = torch.cat(
+            [torch.full((n,), c - 1) for n, c in zip(self.size, self.cut_from, strict=True)]
+        )
+        start_L = torch.cat(
+            [torch.full((n,), s) for n, s in zip(self.size, (0, self.cut_from[0]), strict=True)]
+        )
         return [step_L, torch.zeros_like(step_L), last_L, start_L]
 
 
@@ -250,7 +289,9 @@ class _Floats:
             scale, offset = scale / np.array(std), (offset - np.array(mean)) / np.array(std)
         # A divisor that lies on the device: by a number of the host, CUDA multiplies with its rounded inverse.
         self._host = [torch.tensor([255.0], dtype=self._computed)]
-        self._host += [torch.tensor(each, dtype=self._computed)[:, None, None] for each in (scale, offset)]
+        self._host += [
+            torch.tensor(each, dtype=self._computed)[:, None, None] for each in (scale, offset)
+        ]
         self._on: dict[torch.device, list[Tensor]] = {}
         self._shifts = bool(offset.any())
 

@@ -22,10 +22,14 @@ _DRAWS_PER_OP = 1 << 10
 """Distance in its stream between the draws of two neighbouring ops; RandomResizedCrop uses 40, no op more."""
 
 
-def sample_keys(seed: int, epoch_B: int | npt.NDArray[np.int64], index_B: npt.NDArray[np.int64]) -> UInt64s:
+def sample_keys(
+    seed: int, epoch_B: int | npt.NDArray[np.int64], index_B: npt.NDArray[np.int64]
+) -> UInt64s:
     """Hash (seed modulo 2**64, epoch of all or of each, position in the dataset) into the start of each stream."""
     start = _mix(np.array([(seed + _GAMMA) & _MASK], np.uint64))
-    epoch_keys = _mix(np.atleast_1d(np.asarray(epoch_B, np.int64)).astype(np.uint64) * np.uint64(_GAMMA) + start)
+    epoch_keys = _mix(
+        np.atleast_1d(np.asarray(epoch_B, np.int64)).astype(np.uint64) * np.uint64(_GAMMA) + start
+    )
     return _mix(index_B.astype(np.uint64) * np.uint64(_GAMMA) + epoch_keys)
 
 

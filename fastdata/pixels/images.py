@@ -32,8 +32,12 @@ if TYPE_CHECKING:
 Array = npt.NDArray[Any]
 IMAGE_EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 """File name endings of images, torchvision's ``IMG_EXTENSIONS``."""
-Size = int | tuple[int, int]  # of a resize, as torchvision takes it: the shorter side, or (height, width)
-Bound = Size | str  # or "short:320" or "long:500": no side of that kind is longer, and nothing is enlarged
+Size = (
+    int | tuple[int, int]
+)  # of a resize, as torchvision takes it: the shorter side, or (height, width)
+Bound = (
+    Size | str
+)  # or "short:320" or "long:500": no side of that kind is longer, and nothing is enlarged
 
 
 # Samples to stored arrays and back
@@ -51,7 +55,9 @@ _MODES = {"L": (1, "uint8"), "RGB": (3, "uint8"), "RGBA": (4, "uint8"), **_WIDE_
 class SampleSpec:
     """Shape, dtype and form of prepared samples."""
 
-    shape: tuple[int, ...] | None  # of every sample, (C, H, W) for images; None when each has its own (ragged)
+    shape: (
+        tuple[int, ...] | None
+    )  # of every sample, (C, H, W) for images; None when each has its own (ragged)
     dtype: str  # as NumPy names it
     form: Form  # PIL images are stored planar (C, H, W), all others as they are
 
@@ -112,7 +118,9 @@ def to_stored(sample: Any, *, is_mask: bool = False) -> tuple[Array, Form]:
     try:
         return sample.detach().as_subclass(torch.Tensor).numpy(force=True), form
     except TypeError as unsupported:
-        raise TypeError(f"a tensor of {sample.dtype} cannot be stored: {unsupported}") from unsupported
+        raise TypeError(
+            f"a tensor of {sample.dtype} cannot be stored: {unsupported}"
+        ) from unsupported
 
 
 def is_pil(value: Any) -> TypeGuard[Image.Image]:
@@ -173,7 +181,9 @@ def to_pil(array_CHW: Array) -> Image.Image:
     planes = [np.ascontiguousarray(plane) for plane in array_CHW]
     if bands == 1:
         return Image.frombytes(mode, (width, height), planes[0].tobytes())
-    return Image.merge(mode, [Image.frombuffer("L", (width, height), plane, "raw", "L", 0, 1) for plane in planes])
+    return Image.merge(
+        mode, [Image.frombuffer("L", (width, height), plane, "raw", "L", 0, 1) for plane in planes]
+    )
 
 
 class _NoExif:
@@ -331,7 +341,11 @@ class OpenedImages:
     is_interleaved = True
 
     def __init__(
-        self, files: Sequence[bytes | memoryview], by_pillow: Callable[[int], Array | None], *, upright: bool = False
+        self,
+        files: Sequence[bytes | memoryview],
+        by_pillow: Callable[[int], Array | None],
+        *,
+        upright: bool = False,
     ) -> None:
         from PIL import Image
 
@@ -400,7 +414,9 @@ class OpenedImages:
             return
         self._kept[b] = pixels
         self.sources_B[b] = pixels.__array_interface__["data"][0]
-        self.shapes_B3[b] = (pixels.shape[2], *pixels.shape[:2]) if self.is_interleaved else pixels.shape
+        self.shapes_B3[b] = (
+            (pixels.shape[2], *pixels.shape[:2]) if self.is_interleaved else pixels.shape
+        )
 
 
 def addresses_of(arrays: Sequence[Array]) -> npt.NDArray[np.int64]:
@@ -450,7 +466,9 @@ class SourceDecoder:
     """
 
     open_bytes: Callable[[memoryview], Any]
-    prepare: Callable[[Any], Any]  # of what the file was opened as makes a PIL image, an array or a tensor
+    prepare: Callable[
+        [Any], Any
+    ]  # of what the file was opened as makes a PIL image, an array or a tensor
 
     name = "source"
     lossless = True
@@ -465,7 +483,9 @@ class SourceDecoder:
         """Prepare the sample of one file into ``out``, or raise ``ValueError`` for another shape or dtype."""
         sample = self.sample(data)
         if sample.shape != out.shape or sample.dtype != out.dtype:
-            raise ValueError(f"it comes out as {sample.dtype} {list(sample.shape)}; all samples must be alike")
+            raise ValueError(
+                f"it comes out as {sample.dtype} {list(sample.shape)}; all samples must be alike"
+            )
         out[...] = sample
 
 
@@ -484,7 +504,9 @@ class Resize:
     antialias = True
 
     def __post_init__(self) -> None:
-        sides: tuple[Any, ...] = tuple(self.size) if isinstance(self.size, (tuple, list)) else (self.size, self.size)
+        sides: tuple[Any, ...] = (
+            tuple(self.size) if isinstance(self.size, (tuple, list)) else (self.size, self.size)
+        )
         if isinstance(self.size, str):
             kind, _, number = self.size.partition(":")
             sides = (int(number), 1) if kind in ("short", "long") and number.isdecimal() else ()
@@ -498,9 +520,15 @@ class Resize:
         from PIL import Image
 
         if not isinstance(image, Image.Image):
-            raise TypeError(f"resize= works on PIL images, not on {kind_of(image)}; resize it in prepare=")
+            raise TypeError(
+                f"resize= works on PIL images, not on {kind_of(image)}; resize it in prepare="
+            )
         height, width = _resized_size(image.height, image.width, self.size)
-        return image if (width, height) == image.size else image.resize((width, height), Image.Resampling.BILINEAR)
+        return (
+            image
+            if (width, height) == image.size
+            else image.resize((width, height), Image.Resampling.BILINEAR)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -564,7 +592,10 @@ def pillow_chooses_order() -> bool:
     probe = Image.fromarray((np.arange(48) ** 2 * 37 % 256).astype(np.uint8).reshape(12, 4))
     whole, columns_first, rows_first = (
         image.resize((3, 3), Image.Resampling.BILINEAR).tobytes()
-        for image in (probe, *(probe.resize(size, Image.Resampling.BILINEAR) for size in ((4, 3), (3, 12))))
+        for image in (
+            probe,
+            *(probe.resize(size, Image.Resampling.BILINEAR) for size in ((4, 3), (3, 12))),
+        )
     )
     return whole == columns_first != rows_first
 

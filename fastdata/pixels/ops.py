@@ -69,7 +69,10 @@ class Cast:
     normalizations: tuple[tuple[Fill, Fill, bool], ...] = ()
 
     def op(self, at: int) -> Op:
-        checks = [Op("STEP_NORMALIZE", at, (len(mean), int(widens))) for mean, _, widens in self.normalizations]
+        checks = [
+            Op("STEP_NORMALIZE", at, (len(mean), int(widens)))
+            for mean, _, widens in self.normalizations
+        ]
         return Op("OP_CAST", at, children=tuple(checks), about=self)
 
 
@@ -89,7 +92,9 @@ def sequence(ops: Sequence[Op], *v: float) -> Op:
     return Op("STEP_SEQUENCE", v=v, children=tuple(ops))
 
 
-def choice(at: int, sequences: Sequence[Sequence[Op]], upto: Sequence[float], code: str = "STEP_CHOICE") -> Op:
+def choice(
+    at: int, sequences: Sequence[Sequence[Op]], upto: Sequence[float], code: str = "STEP_CHOICE"
+) -> Op:
     """One of several sequences of ops, or none; ``upto``: where in [0, 1) the probability of each ends."""
     return Op(code, at, children=tuple(map(sequence, sequences, upto)))
 
@@ -168,7 +173,9 @@ class Table:
         solved_Bk8 = np.zeros((len(ops_BS), max(1, count_B.max(initial=0)), 8))
         place_B, _ = np.nonzero(is_warped_BS)
         number_P = np.concatenate([np.arange(count) for count in count_B])
-        solved_Bk8[place_B, number_P] = _solve_perspectives(ops_BS[is_warped_BS], keys.indices[place_B])
+        solved_Bk8[place_B, number_P] = _solve_perspectives(
+            ops_BS[is_warped_BS], keys.indices[place_B]
+        )
         return solved_Bk8
 
     def is_answered(self, refused: core.CoreError) -> bool:
@@ -226,7 +233,14 @@ def _step(op: Op, first: int) -> tuple[Any, ...]:
     if len(op.children) > np.iinfo(np.int32).max or len(fill) != 4:
         raise ValueError(f"{op.code} has {len(op.fill)} values to fill with")
     columns = ([*n, *[0] * (12 - len(n))], [*op.v, *[0.0] * (12 - len(op.v))], list(fill))
-    return (numbers[op.code], first if op.children else 0, len(op.children), len(op.fill), op.at, *columns)
+    return (
+        numbers[op.code],
+        first if op.children else 0,
+        len(op.children),
+        len(op.fill),
+        op.at,
+        *columns,
+    )
 
 
 def size_after(ops: tuple[Op, ...], channels: int, size: Size | None) -> tuple[int, Size | None]:
@@ -240,7 +254,9 @@ def _wrong_channels(op: Op, channels: int, index: int) -> ChannelsError:
         needs = f"Normalize has {op.n[0]} means"
     elif op.code == "OP_ERASE":
         needs = f"erasing has {len(op.fill)} values"
-    cure = "Give all images one number of channels, as prepare=lambda image: image.convert('RGB') does"
+    cure = (
+        "Give all images one number of channels, as prepare=lambda image: image.convert('RGB') does"
+    )
     return ChannelsError(f"it has {counted(channels, 'channel')}, but {needs}. {cure}.", index)
 
 
@@ -257,7 +273,10 @@ def _torch_fuses() -> bool:
 
 def _torch_resizes_fast() -> bool:
     """Whether torch has a fast kernel for uint8: torchvision's v2 takes float32, v1's way, where it has not."""
-    return torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512") or platform.machine() in ("aarch64", "arm64")
+    return torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512") or platform.machine() in (
+        "aarch64",
+        "arm64",
+    )
 
 
 def _solve_perspectives(warps_P: npt.NDArray[Any], index_P: Int64s) -> Float64s:

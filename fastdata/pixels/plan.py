@@ -95,7 +95,9 @@ class TransformPlan:
             return f"{shorten(_text(self.per_sample[0]), _SHOWN_LETTERS, placeholder=' ...')} {self.reason}"
         if self.views:
             obstacles = enumerate(view.obstacle for view in self.views)
-            return next((f"in view {number} {obstacle}" for number, obstacle in obstacles if obstacle), None)
+            return next(
+                (f"in view {number} {obstacle}" for number, obstacle in obstacles if obstacle), None
+            )
         return "the transform ends with a PIL image" if self.kind == "pil" else None
 
     @property
@@ -192,7 +194,13 @@ def plan_transform(
     """
     steps = flatten(transform)
     if steps and isinstance(steps[-1], Views):
-        facts = {"form": form, "dtype": dtype, "channels": channels, "batch_ops": batch_ops, "obstacle": obstacle}
+        facts = {
+            "form": form,
+            "dtype": dtype,
+            "channels": channels,
+            "batch_ops": batch_ops,
+            "obstacle": obstacle,
+        }
         return _plan_views(steps[:-1], steps[-1], prepared, first, facts)
     leading = _leading(steps) if prepared is None else steps[:prepared]
     state, known, reason = State(kind=form), len(leading), ""
@@ -252,7 +260,9 @@ def _common(each: list[tuple[Step, ...]]) -> tuple[Step, ...]:
 
 
 def _are_alike(steps: tuple[Step, ...]) -> bool:
-    return all(step is steps[0] for step in steps) or len({describe(step, "") for step in steps}) == 1
+    return (
+        all(step is steps[0] for step in steps) or len({describe(step, "") for step in steps}) == 1
+    )
 
 
 def prepare_key(steps: Iterable[Step]) -> str:
@@ -313,25 +323,39 @@ def plan_pairs(
         channels: of images, where they are known.
         obstacle: why it runs as written in any case.
     """
-    image, other = State(kind=form, channels=channels), State(kind="mask", channels=1, is_beside=True)
-    steps, reason = joint_steps(transforms), f"runs as written, because {obstacle}" if obstacle else ""
+    image, other = (
+        State(kind=form, channels=channels),
+        State(kind="mask", channels=1, is_beside=True),
+    )
+    steps, reason = (
+        joint_steps(transforms),
+        f"runs as written, because {obstacle}" if obstacle else "",
+    )
     for at, step in enumerate(steps if not reason else ()):
         try:
             image = recognise(step, at, image)
             other = recognise(step, at, other)
         except UnknownStepError as unknown:
-            reason = reason or (f"contains {_text(step)}, which {unknown}" if len(steps) > 1 else str(unknown))
+            reason = reason or (
+                f"contains {_text(step)}, which {unknown}" if len(steps) > 1 else str(unknown)
+            )
     if not reason and image.kind == "pil":
         reason = "leaves images that are PIL's"
-    plan = TransformPlan(prepare=(), batch_ops=(), per_sample=(), kind=form, batch_texts=(), reason=reason)
+    plan = TransformPlan(
+        prepare=(), batch_ops=(), per_sample=(), kind=form, batch_texts=(), reason=reason
+    )
     if reason:
         return replace(plan, per_sample=(transforms,))
     mask = replace(plan, batch_ops=(*other.ops, *other.floats), kind=other.kind)
     texts = tuple(map(_text, steps))
-    return replace(plan, batch_ops=(*image.ops, *image.floats), kind=image.kind, batch_texts=texts, mask=mask)
+    return replace(
+        plan, batch_ops=(*image.ops, *image.floats), kind=image.kind, batch_texts=texts, mask=mask
+    )
 
 
-def _read_last(steps: tuple[Step, ...], unknown: int, first: int, before: State) -> tuple[int, State]:
+def _read_last(
+    steps: tuple[Step, ...], unknown: int, first: int, before: State
+) -> tuple[int, State]:
     """How many steps at the end are known again behind one that is not, if that keeps PIL images; and their ops."""
     nothing = State(kind="pil", channels=before.channels)
     if before.kind == "pil":
@@ -358,7 +382,9 @@ def read_resize(step: Any) -> tuple[int | tuple[int, int], Literal["bilinear", "
     """Size, as ``fastdata.pixels.images`` takes it, and filter of a torchvision ``Resize``; None for anything else."""
     if known_name(step) != "Resize" or step.max_size is not None:
         return None
-    smooth: Any = {"bilinear": "bilinear", "bicubic": "bicubic"}.get(interpolation_name(step.interpolation))
+    smooth: Any = {"bilinear": "bilinear", "bicubic": "bicubic"}.get(
+        interpolation_name(step.interpolation)
+    )
     if smooth is None:
         return None
     sides = [step.size] if isinstance(step.size, int) else list(step.size)
@@ -388,13 +414,17 @@ def shape_after(steps: Iterable[Any]) -> tuple[int, int, int] | None:
             size = size if size and size[0] == size[1] else None
         elif name != "RGB":
             try:
-                channels, size = size_after(recognise(step, 0, State(kind="pil")).ops, channels, size)
+                channels, size = size_after(
+                    recognise(step, 0, State(kind="pil")).ops, channels, size
+                )
             except UnknownStepError:
                 return None
     return None if size is None else (channels, *size)
 
 
-def describe_steps(steps: Iterable[Any], cache_key: str | None = None, *, is_pil: bool = False) -> str:
+def describe_steps(
+    steps: Iterable[Any], cache_key: str | None = None, *, is_pil: bool = False
+) -> str:
     """Text that is equal for steps that do the same, one after the other; ``cache_key`` as in ``describe``.
 
     Resize and centre crop of samples that are PIL images have one text whoever wrote them: torchvision v1, v2, or

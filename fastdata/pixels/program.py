@@ -53,7 +53,9 @@ class Program:
 
     def __init__(self, ops: tuple[Op, ...], spec: SampleSpec) -> None:
         dimensions = (2, 3) if spec.form == "mask" else (3,)
-        if ops and (spec.dtype != "uint8" or (spec.shape is not None and len(spec.shape) not in dimensions)):
+        if ops and (
+            spec.dtype != "uint8" or (spec.shape is not None and len(spec.shape) not in dimensions)
+        ):
             raise ValueError(
                 f"batch ops need uint8 images (C, H, W), but the samples are {spec.dtype} of shape {spec.shape}. "
                 "Use batch_ops='off'."
@@ -62,7 +64,9 @@ class Program:
         cast = next((op.about for op in ops if op.code == "OP_CAST"), Cast(spec.dtype))
         self._dtype = _FLOAT16S.get(cast.dtype) or np.dtype(cast.dtype)
         self._is_bfloat16 = cast.dtype == "bfloat16"
-        self._is_widened = bool(ops) and cast.dtype.upper() not in core.constants()  # of masks, to int64
+        self._is_widened = (
+            bool(ops) and cast.dtype.upper() not in core.constants()
+        )  # of masks, to int64
         self._cast = Cast("uint8") if self._is_widened else cast
         self._values: dict[int, core.Values] = {}
         self._scratch = Scratch()
@@ -74,7 +78,9 @@ class Program:
     def __reduce__(self) -> tuple[Any, ...]:
         return Program, (self._ops, self._spec)
 
-    def output(self, sample_shape: Shape | None, *, is_of_all: bool = False) -> tuple[Shape, np.dtype[Any]] | None:
+    def output(
+        self, sample_shape: Shape | None, *, is_of_all: bool = False
+    ) -> tuple[Shape, np.dtype[Any]] | None:
         """Shape and dtype of each served sample; None if the shape is not the same for all of them.
 
         ``sample_shape`` is that of any stored sample, whose channels count for all, or else ``is_of_all`` samples.
@@ -151,7 +157,9 @@ class Program:
         """
         if not len(index_B):
             return np.empty(0, self._dtype) if out_BChw is None else out_BChw
-        return _serve_images([(self, out_BChw), *others], images, _keys(seed, visits_B, index_B), rows_B)
+        return _serve_images(
+            [(self, out_BChw), *others], images, _keys(seed, visits_B, index_B), rows_B
+        )
 
     def prepare(self, images: OpenedImages) -> Iterator[Array]:
         """Serve images by ops that draw nothing at random, each in its own size, which the next one may lie over."""
@@ -178,7 +186,9 @@ class Program:
         tensor = torch.from_numpy(served)
         return tensor.view(torch.bfloat16) if self._is_bfloat16 else tensor
 
-    def _serve(self, store: Readable, keys: core.Keys, pairs: Sequence[_Pair], rows_B: Int64s | None = None) -> Array:
+    def _serve(
+        self, store: Readable, keys: core.Keys, pairs: Sequence[_Pair], rows_B: Int64s | None = None
+    ) -> Array:
         """Serve a batch of a store by several programs; gives the first one's."""
         addresses = getattr(store, "addresses", None)
         kept = store.read_all(keys.indices) if store.gives_views and addresses is None else []
@@ -196,11 +206,18 @@ class Program:
         if files is not None:
             shapes_B3 = _each_shape(shapes, len(indices))
             sources_B, sizes_B = files
-            images = OpenedImages.stored(sources_B, sizes_B, shapes_B3, lambda b: store.read(indices[b]))
+            images = OpenedImages.stored(
+                sources_B, sizes_B, shapes_B3, lambda b: store.read(indices[b])
+            )
             return _serve_images(pairs, images, keys, rows_B)
-        decoded = [self._scratch.take(f"decoded {b % _AHEAD}", store.shape(i)) for b, i in enumerate(indices)]
+        decoded = [
+            self._scratch.take(f"decoded {b % _AHEAD}", store.shape(i))
+            for b, i in enumerate(indices)
+        ]
         samples = core.Samples(addresses_of(decoded), shapes)
-        for first in range(0, len(decoded), _AHEAD):  # a few at a time, while their pixels are in the cache
+        for first in range(
+            0, len(decoded), _AHEAD
+        ):  # a few at a time, while their pixels are in the cache
             last = min(first + _AHEAD, len(decoded))
             for b in range(first, last):
                 store.read_into(indices[b], decoded[b])
@@ -234,7 +251,9 @@ def _call(
     outs, widened, served = [], [], []
     for program, given in pairs:
         shapes_B3 = (
-            _each_shape(samples.shapes, len(keys.indices)) if given is None or program._table.has_perspectives else None
+            _each_shape(samples.shapes, len(keys.indices))
+            if given is None or program._table.has_perspectives
+            else None
         )
         out = given
         if out is None:
@@ -249,7 +268,13 @@ def _call(
         shape = _planes(out.shape[1:])
         solved = None if shapes_B3 is None else program._table.solve(keys, shapes_B3)
         served.append(
-            core.Served(program._table.record, program._values_for(shape[0]), made.ctypes.data, shape, solved)
+            core.Served(
+                program._table.record,
+                program._values_for(shape[0]),
+                made.ctypes.data,
+                shape,
+                solved,
+            )
         )
     begin = first
     while True:
@@ -280,7 +305,9 @@ def _serve_images(
     last: int | None = None,
 ) -> Array:
     while True:
-        samples = core.Samples(images.sources_B, images.shapes_B3, images.files, images.is_interleaved)
+        samples = core.Samples(
+            images.sources_B, images.shapes_B3, images.files, images.is_interleaved
+        )
         try:
             return _call(pairs, samples, keys, rows_B, first, last)
         except core.CoreError as damaged:
@@ -288,7 +315,9 @@ def _serve_images(
         images.leave_to_pillow(first)
 
 
-def _refusal(refused: core.CoreError, table: Table, samples: core.Samples, keys: core.Keys, shape: Shape) -> ValueError:
+def _refusal(
+    refused: core.CoreError, table: Table, samples: core.Samples, keys: core.Keys, shape: Shape
+) -> ValueError:
     b = refused.place
     index = int(keys.indices[b])
     if refused.reason != "REFUSED_SHAPE":
@@ -310,7 +339,10 @@ def _make_values(channels: int, cast: Cast) -> core.Values:
     The core computes it, as (x / factor - mean) / std in float32, where that gives the very values of the table.
     """
     computed = np.float64 if cast.dtype == "float64" else np.float32
-    divides, factor = cast.scaling == "divide", computed({"divide": 255, "multiply": 1 / 255, "none": 1}[cast.scaling])
+    divides, factor = (
+        cast.scaling == "divide",
+        computed({"divide": 255, "multiply": 1 / 255, "none": 1}[cast.scaling]),
+    )
     table_C256 = np.broadcast_to(np.arange(256, dtype=computed), (channels, 256))
     table_C256 = table_C256 / factor if divides else table_C256 * factor
     mean_C, std_C, widens = np.zeros(channels, computed), np.ones(channels, computed), False

@@ -19,30 +19,78 @@ import numpy as np
 import torch
 
 from fastdata.pixels.augment import read_augment, read_timm_op
-from fastdata.pixels.callables import DINO_BLUR, MOCO_BLUR, VICREG_BLUR, VICREG_SOLARIZATION, is_like, read_calls
+from fastdata.pixels.callables import (
+    DINO_BLUR,
+    MOCO_BLUR,
+    VICREG_BLUR,
+    VICREG_SOLARIZATION,
+    is_like,
+    read_calls,
+)
 from fastdata.pixels.images import Form, tensor_class
 from fastdata.pixels.ops import MODES, Cast, Domain, Fill, Op, child, choice, domain_name, sequence
 
-_DETERMINISTIC = frozenset({"Resize", "CenterCrop", "Grayscale", "Pad", "RGB", "Identity", "exif_transpose"})
+_DETERMINISTIC = frozenset(
+    {"Resize", "CenterCrop", "Grayscale", "Pad", "RGB", "Identity", "exif_transpose"}
+)
 _REFORMING = frozenset({"ToImage", "PILToTensor", "ToPureTensor", "timm.MaybePILToTensor"})
 _REPEATABLE = {
-    *("ClampBoundingBoxes", "ClampKeyPoints", "ConvertBoundingBoxFormat", "ConvertImageDtype", "FiveCrop"),
-    *("LinearTransformation", "Normalize", "SanitizeBoundingBoxes", "SanitizeKeyPoints", "SetClampingMode", "TenCrop"),
-    *("ToDtype", "ToPILImage", "ToTensor", "UniformTemporalSubsample", *_DETERMINISTIC, *_REFORMING),
+    *(
+        "ClampBoundingBoxes",
+        "ClampKeyPoints",
+        "ConvertBoundingBoxFormat",
+        "ConvertImageDtype",
+        "FiveCrop",
+    ),
+    *(
+        "LinearTransformation",
+        "Normalize",
+        "SanitizeBoundingBoxes",
+        "SanitizeKeyPoints",
+        "SetClampingMode",
+        "TenCrop",
+    ),
+    *(
+        "ToDtype",
+        "ToPILImage",
+        "ToTensor",
+        "UniformTemporalSubsample",
+        *_DETERMINISTIC,
+        *_REFORMING,
+    ),
 }
 """Torchvision's steps that do the same to the same sample each time."""
 _RANDOM = {
-    *("AugMix", "AutoAugment", "ColorJitter", "CutMix", "ElasticTransform", "GaussianNoise", "MixUp", "ScaleJitter")
+    *(
+        "AugMix",
+        "AutoAugment",
+        "ColorJitter",
+        "CutMix",
+        "ElasticTransform",
+        "GaussianNoise",
+        "MixUp",
+        "ScaleJitter",
+    )
 }
 """Those that draw, beside all whose names begin with Rand or Trivial."""
 _RANGES = {"GaussianBlur": "sigma", "JPEG": "quality", "RandomRotation": "degrees"}
 """Those that draw from a range, and the attribute that holds it."""
 _PIL_INTERPOLATIONS = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")
 _TENSOR_INTERPOLATIONS = ("nearest", "nearest-exact", "bilinear", "bicubic")
-_MASK_DTYPES = {torch.int64: "int64", torch.int32: "int32", torch.float32: "float32", torch.uint8: "uint8"}
+_MASK_DTYPES = {
+    torch.int64: "int64",
+    torch.int32: "int32",
+    torch.float32: "float32",
+    torch.uint8: "uint8",
+}
 _ERASE_MODE = 6
 """Place among an erasing's numbers of what it fills with: 0, its fill; 1 and 2, normal numbers."""
-_FLOATS = {torch.float32: "float32", torch.float64: "float64", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+_FLOATS = {
+    torch.float32: "float32",
+    torch.float64: "float64",
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+}
 
 
 class Views:
@@ -118,7 +166,10 @@ class State:
     @property
     def is_noisy(self) -> bool:
         """Whether random numbers lie among the floats."""
-        return any(op.code == "OP_NOISE" or (op.code == "OP_ERASE" and op.n[_ERASE_MODE]) for op in self.floats)
+        return any(
+            op.code == "OP_NOISE" or (op.code == "OP_ERASE" and op.n[_ERASE_MODE])
+            for op in self.floats
+        )
 
     def add(self, op: Op) -> State:
         if op.code == "OP_CAST" or (self.floats and op.code in ("OP_ERASE", "OP_NOISE")):
@@ -136,7 +187,9 @@ def flatten(transform: Any) -> tuple[Any, ...]:
     """
     if transform is None:
         return ()
-    is_sequence = type(transform) is torch.nn.Sequential and not _changed_part(transform, torch.nn.Module)
+    is_sequence = type(transform) is torch.nn.Sequential and not _changed_part(
+        transform, torch.nn.Module
+    )
     parts: Any = transform if is_sequence or type(transform) is tuple else None
     name = None if parts is not None else known_name(transform)
     if name == "Compose":
@@ -149,7 +202,9 @@ def flatten(transform: Any) -> tuple[Any, ...]:
         parts = _called(transform.lambd)
     elif name is None and parts is None:
         parts = _called(transform)
-    return (transform,) if parts is None else tuple(step for part in parts for step in flatten(part))
+    return (
+        (transform,) if parts is None else tuple(step for part in parts for step in flatten(part))
+    )
 
 
 def joint_steps(transforms: Any) -> tuple[Any, ...]:
@@ -166,9 +221,16 @@ _INSTEAD: weakref.WeakKeyDictionary[Any, tuple[Any, ...]] = weakref.WeakKeyDicti
 def _preset_steps(preset: Any) -> tuple[Any, ...]:
     """The steps of what ``weights.transforms()`` gives, torchvision's transforms/_presets.py."""
     theirs = sys.modules["torchvision.transforms"]  # which the preset is a part of
-    resize = theirs.Resize(preset.resize_size, interpolation=preset.interpolation, antialias=preset.antialias)
+    resize = theirs.Resize(
+        preset.resize_size, interpolation=preset.interpolation, antialias=preset.antialias
+    )
     convert = theirs.PILToTensor(), theirs.ConvertImageDtype(torch.float)
-    return resize, theirs.CenterCrop(preset.crop_size), *convert, theirs.Normalize(preset.mean, preset.std)
+    return (
+        resize,
+        theirs.CenterCrop(preset.crop_size),
+        *convert,
+        theirs.Normalize(preset.mean, preset.std),
+    )
 
 
 @dataclass(frozen=True)
@@ -186,7 +248,9 @@ class _Named:
 
 def _called(call: Any) -> tuple[Any, ...] | None:
     """What a callable calls one after the other, where it does nothing else; None where it does or nothing is known."""
-    function, owner = (call.__func__, call.__self__) if isinstance(call, MethodType) else (call, None)
+    function, owner = (
+        (call.__func__, call.__self__) if isinstance(call, MethodType) else (call, None)
+    )
     if not isinstance(function, FunctionType):
         kind, owner = type(call), call
         function = getattr(kind, "__call__", None)  # noqa: B004
@@ -219,7 +283,9 @@ def known_name(step: Any) -> str | None:
         return None if _changed_part(step, kind) else kind.__name__
     if kind.__module__.startswith("timm.data"):
         return None if _changed_part(step, kind) else f"timm.{kind.__name__}"
-    name: str | None = vars(kind).get("__torchvision_equal__")  # vars: a subclass is not equal any more
+    name: str | None = vars(kind).get(
+        "__torchvision_equal__"
+    )  # vars: a subclass is not equal any more
     return name
 
 
@@ -261,7 +327,9 @@ def is_random(step: Any) -> bool | None:
 def is_reforming(step: Any) -> bool:
     """Whether a step changes what a uint8 sample is, and none of its values."""
     name = known_name(step)
-    return name in _REFORMING or (name in ("ToDtype", "ConvertImageDtype") and step.dtype == torch.uint8)
+    return name in _REFORMING or (
+        name in ("ToDtype", "ConvertImageDtype") and step.dtype == torch.uint8
+    )
 
 
 def recognise(step: Any, at: int, state: State) -> State:
@@ -292,8 +360,23 @@ def recognise(step: Any, at: int, state: State) -> State:
 
 
 _CUTTING = {
-    *("CenterCrop", "Pad", "RandomCrop", "RandomHorizontalFlip", "RandomResize", "RandomResizedCrop"),
-    *("RandomShortestSize", "RandomVerticalFlip", "Resize", "RandomApply", "RandomChoice", "RandomOrder", "ToDtype"),
+    *(
+        "CenterCrop",
+        "Pad",
+        "RandomCrop",
+        "RandomHorizontalFlip",
+        "RandomResize",
+        "RandomResizedCrop",
+    ),
+    *(
+        "RandomShortestSize",
+        "RandomVerticalFlip",
+        "Resize",
+        "RandomApply",
+        "RandomChoice",
+        "RandomOrder",
+        "ToDtype",
+    ),
 }
 _WARPING = {"RandomAffine", "RandomPerspective", "RandomRotation"}
 """With the former what v2 does to masks as well, drawn once for both; others leave these as they are."""
@@ -316,7 +399,9 @@ def _beside(step: Any, state: State) -> _Reader:
 def _center_crop(step: Any, at: int, state: State) -> State:
     _refuse(state.is_normalized, "may pad with 0 after Normalize")
     height, width = pair(step.size)
-    return _movable(state).add(Op("STEP_CENTER_CROP", at, (0, 0, 0, 0, "PAD_CONSTANT", "PIL_DOMAIN", height, width)))
+    return _movable(state).add(
+        Op("STEP_CENTER_CROP", at, (0, 0, 0, 0, "PAD_CONSTANT", "PIL_DOMAIN", height, width))
+    )
 
 
 def _random_crop(step: Any, at: int, state: State) -> State:
@@ -333,8 +418,13 @@ def _random_crop(step: Any, at: int, state: State) -> State:
         border, fill = _border(step, state)
         if not _is_v2(step) and border[0] != "PAD_CONSTANT" and any(borders) and pads_more:
             # v1 pads the padded image again, v2 pads once by the sum; it shows in all modes but constant.
-            state, borders = state.add(Op("STEP_PAD", at, (*borders, *border), fill=fill)), (0, 0, 0, 0)
-    return state.add(Op("STEP_CROP", at, (*borders, *border, height, width, int(pads_more)), fill=fill))
+            state, borders = (
+                state.add(Op("STEP_PAD", at, (*borders, *border), fill=fill)),
+                (0, 0, 0, 0),
+            )
+    return state.add(
+        Op("STEP_CROP", at, (*borders, *border, height, width, int(pads_more)), fill=fill)
+    )
 
 
 def _pad(step: Any, at: int, state: State) -> State:
@@ -349,9 +439,14 @@ def _resized_crop(step: Any, at: int, state: State) -> State:
     _refuse(ratio[0] <= 0, f"has ratio={ratio}")
     ranges = (*scale, *ratio, *np.log(ratio).tolist())
     crops = [
-        Op("STEP_RESIZED_CROP", at, (height, width, 0, 0, *_filters(step, state, name)), ranges) for name in several
+        Op("STEP_RESIZED_CROP", at, (height, width, 0, 0, *_filters(step, state, name)), ranges)
+        for name in several
     ]
-    return state.add(crops[0]) if len(crops) == 1 else _one_of([(crop,) for crop in crops], child(at, 0), state)
+    return (
+        state.add(crops[0])
+        if len(crops) == 1
+        else _one_of([(crop,) for crop in crops], child(at, 0), state)
+    )
 
 
 def _resize(step: Any, at: int, state: State) -> State:
@@ -359,7 +454,9 @@ def _resize(step: Any, at: int, state: State) -> State:
 
     def resize(sides: Sequence[int], longest: int | None = None, bound: int = 0) -> State:
         lengths = tuple(Op("STEP_LENGTH", n=(side,)) for side in sides)
-        return state.add(Op("OP_RESIZE", at, (0, 0, longest or 0, bound, *filters), children=lengths))
+        return state.add(
+            Op("OP_RESIZE", at, (0, 0, longest or 0, bound, *filters), children=lengths)
+        )
 
     if name == "RandomResize":
         return resize(range(step.min_size, step.max_size))
@@ -382,25 +479,37 @@ _BOUNDS = {"short": 2, "long": 3}
 
 def _rotation(step: Any, at: int, state: State) -> State:
     _refuse(step.expand and _domain(step, state) != "pil", "expands tensors")
-    return state.add(_warp("STEP_ROTATION", step, at, state, _range(step.degrees), expands=bool(step.expand)))
+    return state.add(
+        _warp("STEP_ROTATION", step, at, state, _range(step.degrees), expands=bool(step.expand))
+    )
 
 
 def _affine(step: Any, at: int, state: State) -> State:
     shear = (*(step.shear or ()), 0, 0, 0, 0)[:4]
     ranges = (step.degrees, step.translate or (0, 0), step.scale or (1, 1), shear[:2], shear[2:])
-    return state.add(_warp("OP_AFFINE", step, at, state, [number for each in ranges for number in _range(each)]))
+    return state.add(
+        _warp("OP_AFFINE", step, at, state, [number for each in ranges for number in _range(each)])
+    )
 
 
 def _perspective(step: Any, at: int, state: State) -> State:
     return state.add(_warp("OP_PERSPECTIVE", step, at, state, [float(step.distortion_scale)]))
 
 
-def _warp(code: str, step: Any, at: int, state: State, ranges: Sequence[float], *, expands: bool = False) -> Op:
+def _warp(
+    code: str, step: Any, at: int, state: State, ranges: Sequence[float], *, expands: bool = False
+) -> Op:
     center = _range(step.center) if getattr(step, "center", None) else ()
     warp = _warped(step, state)
     _, *how = warp["n"]
     how[-1] = int(bool(center))
-    return Op(code, at, (int(expands), *how), (*ranges, *[0.0] * (10 - len(ranges)), *center), warp["fill"])
+    return Op(
+        code,
+        at,
+        (int(expands), *how),
+        (*ranges, *[0.0] * (10 - len(ranges)), *center),
+        warp["fill"],
+    )
 
 
 # Values
@@ -420,7 +529,9 @@ def _jitters(step: Any, at: int, state: State) -> list[tuple[Op, ...]]:
     for number, name in enumerate(_JITTERED):
         limits = getattr(step, name)
         code = f"OP_{name.upper()}"
-        ops.append(() if limits is None else (_number(code, child(at, number), domain, *_range(limits)),))
+        ops.append(
+            () if limits is None else (_number(code, child(at, number), domain, *_range(limits)),)
+        )
     return ops
 
 
@@ -433,7 +544,9 @@ def _photometric_distort(step: Any, at: int, state: State) -> State:
     def maybe(number: int, ops: tuple[Op, ...]) -> tuple[Op, ...]:
         return (choice(child(at, number), [ops], [float(step.p)]),)
 
-    brightness, contrast, *others = (maybe(10 + k, ops) for k, ops in enumerate(_jitters(step, at, state)))
+    brightness, contrast, *others = (
+        maybe(10 + k, ops) for k, ops in enumerate(_jitters(step, at, state))
+    )
     middle = (*others[0], *others[1])
     state = replace(state, ops=(*state.ops, *brightness))
     state = _one_of([(*contrast, *middle), (*middle, *contrast)], child(at, 20), state)
@@ -477,7 +590,9 @@ def _noise(step: Any, at: int, state: State) -> State:
     if not state.floats:
         _colours(state)
     gain = 1.0 if state.floats else 255.0
-    return state.add(Op("OP_NOISE", at, (int(step.clip),), (step.mean, step.sigma, *[gain] * 4, *[0.0] * 4)))
+    return state.add(
+        Op("OP_NOISE", at, (int(step.clip),), (step.mean, step.sigma, *[gain] * 4, *[0.0] * 4))
+    )
 
 
 def _erasing(step: Any, at: int, state: State) -> State:
@@ -488,7 +603,10 @@ def _erasing(step: Any, at: int, state: State) -> State:
         _refuse(step.num_splits > 1, "erases only some splits of a batch")
         p, scale = step.probability, (step.min_area, step.max_area)
         low, high = map(math.exp, step.log_aspect_ratio)
-        fill, per_pixel = None if step.per_pixel or step.rand_color else (0.0,), bool(step.per_pixel)
+        fill, per_pixel = (
+            None if step.per_pixel or step.rand_color else (0.0,),
+            bool(step.per_pixel),
+        )
         ratio, counts = (low, high), (step.min_count, step.max_count)
     else:
         p, scale, ratio, value = step.p, _range(step.scale), _range(step.ratio), step.value
@@ -539,16 +657,26 @@ def cure_for(step: Any) -> tuple[str, Views | None]:
     for part in (step, *flatten(tuple(inner))):
         kind: Any = type(part)
         called = part if isinstance(part, FunctionType) else kind.__call__
-        words = {kind.__name__, *(called.__code__.co_names if isinstance(called, FunctionType) else ())}
+        words = {
+            kind.__name__,
+            *(called.__code__.co_names if isinstance(called, FunctionType) else ()),
+        }
         names = {word.lower() for word in words}
         found = next((served for name, served in _INSTEAD_OF.items() if name in names), None)
         if found:
             return f"Write {found} in its place, which is served.", None
-    held = {name: value for name, value in getattr(step, "__dict__", {}).items() if known_name(value) == "Compose"}
+    held = {
+        name: value
+        for name, value in getattr(step, "__dict__", {}).items()
+        if known_name(value) == "Compose"
+    }
     if held and known_name(step) is None:
         each = "*[its {}] * 2" if len(held) == 1 else ", ".join(["its {}"] * len(held))
         views = Views(*held.values(), *(held.values() if len(held) == 1 else ()))
-        return f"If it makes views of an image, write fastdata.Views({each.format(*held)}) in its place.", views
+        return (
+            f"If it makes views of an image, write fastdata.Views({each.format(*held)}) in its place.",
+            views,
+        )
     return "", None
 
 
@@ -581,7 +709,9 @@ def _inner(steps: Sequence[Any], at: int, state: State) -> tuple[Op, ...]:
     return after.ops
 
 
-def _one_of(sequences: Sequence[tuple[Op, ...]], at: int, state: State, weights: Any = None) -> State:
+def _one_of(
+    sequences: Sequence[tuple[Op, ...]], at: int, state: State, weights: Any = None
+) -> State:
     return state.add(choice(at, sequences, _shares(len(sequences), weights)))
 
 
@@ -606,12 +736,19 @@ def _reform(step: Any, at: int, state: State) -> State:
         return replace(state, kind="tensor" if state.kind == "image" else state.kind)
     if name == "Identity":
         return state
-    _refuse(name == "ToNumpy", "makes NumPy arrays (timm's fast collate then stacks them); use MaybePILToTensor")
+    _refuse(
+        name == "ToNumpy",
+        "makes NumPy arrays (timm's fast collate then stacks them); use MaybePILToTensor",
+    )
     if state.kind != "pil":
         _refuse(not (_is_v2(step) or name.startswith("Maybe")), "does not accept tensors")
         return state
     state = replace(state, kind="tensor")
-    return state if name.endswith("PILToTensor") else _cast(at, state, torch.get_default_dtype(), "divide")
+    return (
+        state
+        if name.endswith("PILToTensor")
+        else _cast(at, state, torch.get_default_dtype(), "divide")
+    )
 
 
 def _dtype(step: Any, at: int, state: State) -> State:
@@ -641,7 +778,10 @@ def _normalize(step: Any, at: int, state: State) -> State:
     _refuse(not state.floats, "does not accept uint8")
     _refuse(state.is_noisy and state.is_erased, "comes after random values")
     dtype = getattr(torch, state.dtype)
-    mean, std = (torch.as_tensor(values, dtype=dtype).reshape(-1).tolist() for values in (step.mean, step.std))
+    mean, std = (
+        torch.as_tensor(values, dtype=dtype).reshape(-1).tolist()
+        for values in (step.mean, step.std)
+    )
     lengths_agree = len(mean) == len(std) or 1 in (len(mean), len(std))
     if not (lengths_agree and all(map(math.isfinite, (*mean, *std))) and all(std)):
         raise UnknownStepError(f"has mean={step.mean} and std={step.std}")
@@ -677,7 +817,9 @@ def _timm_policies(step: Any, at: int, state: State) -> State:
         policies = [[read_timm_op(op) for op in policy] for policy in step.policy]
         return state.add(choice(at, policies, _shares(len(policies)), "STEP_TIMM"))
     for layer in range(step.num_layers):
-        _refuse(step.choice_weights is not None and step.num_layers > 1, "chooses without replacement")
+        _refuse(
+            step.choice_weights is not None and step.num_layers > 1, "chooses without replacement"
+        )
         policies = [[read_timm_op(op)] for op in step.ops]
         upto = _shares(len(policies), step.choice_weights)
         state = state.add(choice(child(at, layer), policies, upto, "STEP_TIMM"))
@@ -708,7 +850,9 @@ def _value(code: str, attribute: str = "") -> _Reader:
 
 
 def _flip(vertical: bool) -> _Reader:
-    return lambda step, at, state: _movable(state).add(Op("STEP_FLIP", at, (int(vertical),), (float(step.p),)))
+    return lambda step, at, state: _movable(state).add(
+        Op("STEP_FLIP", at, (int(vertical),), (float(step.p),))
+    )
 
 
 READERS: dict[str, _Reader] = {
@@ -743,7 +887,9 @@ READERS: dict[str, _Reader] = {
     # Steps of steps
     **dict.fromkeys(("AugMix", "AutoAugment", "RandAugment", "TrivialAugmentWide"), _auto_augment),
     **dict.fromkeys(("timm.AutoAugment", "timm.RandAugment"), _timm_policies),
-    "RandomApply": _sometimes(lambda step, at, state: replace(state, ops=_inner(list(step.transforms), at, state))),
+    "RandomApply": _sometimes(
+        lambda step, at, state: replace(state, ops=_inner(list(step.transforms), at, state))
+    ),
     "RandomChoice": lambda step, at, state: _one_of(_inners(step, at, state), at, state, step.p),
     "RandomOrder": lambda step, at, state: _in_order(_inners(step, at, state), at, state),
     # Forms and floats
@@ -762,7 +908,10 @@ _KNOWN = frozenset({*READERS, *_DETERMINISTIC, *_REFORMING})
 
 def pair(size: Any) -> tuple[int, int]:
     values = [size] if isinstance(size, int) else list(size)
-    _refuse(len(values) not in (1, 2) or not all(isinstance(v, int) for v in values), f"has size={size!r}")
+    _refuse(
+        len(values) not in (1, 2) or not all(isinstance(v, int) for v in values),
+        f"has size={size!r}",
+    )
     return values[0], values[-1]
 
 
@@ -824,8 +973,14 @@ def _filters(step: Any, state: State, interpolation: Any) -> tuple[str, str]:
     if state.is_beside:
         return "NEAREST", "V2_DOMAIN"
     domain, name = _domain(step, state), interpolation_name(interpolation)
-    _refuse(domain != "pil" and name not in _TENSOR_INTERPOLATIONS, f"resizes tensors with interpolation={name!r}")
-    _refuse(domain != "pil" and "nearest" not in name and not step.antialias, "resizes tensors without antialias")
+    _refuse(
+        domain != "pil" and name not in _TENSOR_INTERPOLATIONS,
+        f"resizes tensors with interpolation={name!r}",
+    )
+    _refuse(
+        domain != "pil" and "nearest" not in name and not step.antialias,
+        "resizes tensors without antialias",
+    )
     return _core_filter(name), domain_name(domain)
 
 
@@ -871,7 +1026,9 @@ def _fill(step: Any, state: State, domain: Domain, mode: str) -> Fill:
     fill = _drawn_fill(step, state)
     is_sequence = isinstance(fill, (list, tuple))
     _refuse(is_sequence and state.is_beside, f"has fill={step.fill!r} for masks")
-    if is_sequence and (domain == "v1" or (domain == "v2" and mode != "constant" and len(fill) > 1)):
+    if is_sequence and (
+        domain == "v1" or (domain == "v2" and mode != "constant" and len(fill) > 1)
+    ):
         raise UnknownStepError(f"has fill={step.fill!r} for tensors")
     if mode != "constant":
         return (0,)

@@ -83,7 +83,9 @@ class IndexedKeys:
 
     def __post_init__(self) -> None:
         if self.keys is not None and self.keys.kind == "dict" and "index" in self.keys.names:
-            raise ValueError("return_index=True adds the key 'index', and the items have one already; rename it")
+            raise ValueError(
+                "return_index=True adds the key 'index', and the items have one already; rename it"
+            )
 
     def join(self, sample: Any, target: Any) -> Any:
         inner, index = target
@@ -127,7 +129,9 @@ class Columns:
 
     def split(self, item: Any, which: str) -> tuple[Any, Any]:
         if not isinstance(item, Mapping):
-            raise TypeError(f"{which} is {kind_of(item)}, and columns= chooses of a dict; leave it out")
+            raise TypeError(
+                f"{which} is {kind_of(item)}, and columns= chooses of a dict; leave it out"
+            )
         missing = [repr(name) for name in self.names if name not in item]
         if missing:
             there = ", ".join(map(repr, item))
@@ -346,7 +350,9 @@ class DatasetSource:
                 raise TypeError(f"{which} has the keys {', '.join(item)}, another one {others}")
         elif is_dict or _keys_of(item, which) != keys:
             size = f" of length {len(item)}" if isinstance(item, tuple | list) else ""
-            raise TypeError(f"{which} is {kind_of(item)}{size}, others are not. Give all items one form.")
+            raise TypeError(
+                f"{which} is {kind_of(item)}{size}, others are not. Give all items one form."
+            )
 
     @property
     def is_remote(self) -> bool:
@@ -465,7 +471,9 @@ def scan_folder(
     elif not class_to_idx:
         raise ValueError("'class_to_index' must have at least one entry to collect any samples.")
     if (extensions is None) == (is_valid_file is None):
-        raise ValueError("Both extensions and is_valid_file cannot be None or not None at the same time")
+        raise ValueError(
+            "Both extensions and is_valid_file cannot be None or not None at the same time"
+        )
     endings = extensions
     if not isinstance(extensions, str | None):
         endings = tuple(extensions)
@@ -609,7 +617,9 @@ def read_manifest(
     return Manifest(paths, targets, classes)
 
 
-def _read_table(manifest: Any, names: list[str], storage_options: Mapping[str, Any] | None) -> tuple[_Table, str]:
+def _read_table(
+    manifest: Any, names: list[str], storage_options: Mapping[str, Any] | None
+) -> tuple[_Table, str]:
     """The columns, and the folder that paths in them start from."""
     if not isinstance(manifest, str | os.PathLike):
         read = _read_frame if hasattr(manifest, "columns") else _read_list
@@ -642,7 +652,9 @@ def _read_csv(title: str, stream: TextIO, names: list[str]) -> _Table:
     except csv.Error as broken:
         raise ValueError(f"{title}, line {reader.line_num}: {broken}") from broken
     except UnicodeDecodeError as broken:
-        raise ValueError(f"{title} is not UTF-8 text after line {reader.line_num}; save it as UTF-8") from broken
+        raise ValueError(
+            f"{title} is not UTF-8 text after line {reader.line_num}; save it as UTF-8"
+        ) from broken
     return _Table(title, "line", numbers, _by_name(names, rows))
 
 
@@ -672,7 +684,9 @@ def _read_frame(frame: Any, names: list[str]) -> _Table:
 
 def _read_list(samples: Iterable[Any], names: list[str]) -> _Table:
     if isinstance(samples, Mapping) or not isinstance(samples, Iterable):
-        raise TypeError(f"a manifest is the path of a CSV file, a frame, or a list of samples, not {kind_of(samples)}")
+        raise TypeError(
+            f"a manifest is the path of a CSV file, a frame, or a list of samples, not {kind_of(samples)}"
+        )
     rows = [(row,) if isinstance(row, str | os.PathLike) else row for row in samples]
     for index, row in enumerate(rows):
         if not isinstance(row, tuple | list) or len(row) != len(names):
@@ -713,7 +727,9 @@ def _read_lists(table: _Table, label: str) -> torch.Tensor:
     count = len(rows[0])
     for index, row in enumerate(rows):
         if not isinstance(row, tuple | list) or len(row) != count:
-            raise ValueError(f"{table.where(index, label)}: {row!r} are not {count} numbers as in the first")
+            raise ValueError(
+                f"{table.where(index, label)}: {row!r} are not {count} numbers as in the first"
+            )
     names = [f"{label}[{position}]" for position in range(count)]
     return _read_vectors(table._replace(columns=_by_name(names, list(rows))), names)
 

@@ -124,7 +124,9 @@ def open_dataset(
             files += _find_files(text, storage_options)
     kinds = sorted({_kind_of(file.name) for file in files})
     if len(kinds) > 1:
-        raise ValueError(f"{paths!r} holds files of several kinds, {', '.join(kinds)}; give those of one by a pattern")
+        raise ValueError(
+            f"{paths!r} holds files of several kinds, {', '.join(kinds)}; give those of one by a pattern"
+        )
     if not files:
         return None
     return TarSamples(files, columns) if kinds == ["tar"] else ArrowRows(files, columns)
@@ -231,7 +233,9 @@ def _naming(what: str) -> Iterator[None]:
 class _Samples:
     """Samples that lie in files, one after the other; pickles, and is safe from several threads."""
 
-    def __init__(self, files: Sequence[File], counts: Sequence[int], columns: Collection[str] | None) -> None:
+    def __init__(
+        self, files: Sequence[File], counts: Sequence[int], columns: Collection[str] | None
+    ) -> None:
         self._files = list(files)
         self._ends = np.cumsum(counts, dtype=np.int64)
         self._columns = None if columns is None else set(columns)
@@ -264,7 +268,9 @@ class _Samples:
         missing = sorted(self._columns - set(names))
         if missing:
             there = ", ".join(map(repr, names))
-            raise ValueError(f"there is no column {', '.join(map(repr, missing))}; columns are {there}")
+            raise ValueError(
+                f"there is no column {', '.join(map(repr, missing))}; columns are {there}"
+            )
         return [name for name in names if name in self._columns]
 
 
@@ -381,7 +387,9 @@ def _checked_member(info: tarfile.TarInfo, suffix: str, size_bytes: int) -> _Mem
     if info.issparse() or stop > size_bytes:
         raise ValueError(f"its file {info.name} does not lie within it")
     if suffix.rpartition(".")[2] in _PICKLED:
-        raise ValueError(f"its file {info.name} is pickled, and what is not trusted is not unpickled")
+        raise ValueError(
+            f"its file {info.name} is pickled, and what is not trusted is not unpickled"
+        )
     return suffix, info.offset_data, stop
 
 
@@ -411,8 +419,12 @@ class ArrowRows(_Samples):
     """Rows of Parquet or Arrow files as dicts; bytes of an image, as Hugging Face writes them too, are opened."""
 
     def __init__(self, files: Sequence[File], columns: Collection[str] | None) -> None:
-        groups = [(file, group, count) for file in files for group, count in enumerate(_row_counts(file))]
-        super().__init__([file for file, _, _ in groups], [count for _, _, count in groups], columns)
+        groups = [
+            (file, group, count) for file in files for group, count in enumerate(_row_counts(file))
+        ]
+        super().__init__(
+            [file for file, _, _ in groups], [count for _, _, count in groups], columns
+        )
         self._groups = [group for _, group, _ in groups]
         self._latest = _Latest()
 
@@ -451,7 +463,9 @@ def _import_arrow() -> Any:
         import pyarrow
         import pyarrow.parquet
     except ImportError as missing:
-        raise ImportError("Parquet and Arrow files need pyarrow: pip install 'fastdata[arrow]'") from missing
+        raise ImportError(
+            "Parquet and Arrow files need pyarrow: pip install 'fastdata[arrow]'"
+        ) from missing
     return pyarrow
 
 
@@ -459,7 +473,9 @@ def _open_arrow(file: File) -> Any:
     """A Parquet file, or a list of an Arrow file's record batches: those of this machine are mapped, not read."""
     arrow = _import_arrow()
     if _kind_of(file.name) == "parquet":
-        return arrow.parquet.ParquetFile(file.open() if file.place.is_remote else str(file), pre_buffer=False)
+        return arrow.parquet.ParquetFile(
+            file.open() if file.place.is_remote else str(file), pre_buffer=False
+        )
     data = file.open() if file.place.is_remote else arrow.memory_map(str(file))
     is_stream = data.read(6) != b"ARROW1"
     data.seek(0)
@@ -483,5 +499,7 @@ def _decode_value(value: Any) -> Any:
         if value["bytes"] is None:
             raise ValueError(f"it holds the path of an image, {value['path']!r}, and not its bytes")
         return decode_image(value["bytes"])
-    is_image = isinstance(value, bytes) and (value.startswith(_IMAGE_STARTS) or value[8:12] == b"WEBP")
+    is_image = isinstance(value, bytes) and (
+        value.startswith(_IMAGE_STARTS) or value[8:12] == b"WEBP"
+    )
     return decode_image(value) if is_image else value

@@ -32,9 +32,27 @@ ATTEMPT_S = 60.0
 """What has not ended by then is begun anew, once. Clients repeat what servers refuse for a moment themselves."""
 _PAUSE_S = 0.5
 _WARN_EVERY_S = 30.0
-_FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, ImportError, TypeError, ValueError)
+_FINAL = (
+    FileNotFoundError,
+    PermissionError,
+    IsADirectoryError,
+    NotADirectoryError,
+    ImportError,
+    TypeError,
+    ValueError,
+)
 """What comes again however often one asks."""
-_TAGS = ("ETag", "etag", "generation", "md5Hash", "mtime", "LastModified", "last_modified", "updated", "created")
+_TAGS = (
+    "ETag",
+    "etag",
+    "generation",
+    "md5Hash",
+    "mtime",
+    "LastModified",
+    "last_modified",
+    "updated",
+    "created",
+)
 """What file systems call that which tells an object from a newer one of its name."""
 _S3_DEFAULTS: dict[str, Any] = {"max_pool_connections": 64, "connect_timeout": 5, "read_timeout": 5}
 """Of botocore, whose 10 connections fetch 200 small objects a second at 50 ms each; timeouts are seconds of silence."""
@@ -74,7 +92,9 @@ def _sweep(parent: str) -> None:
     for left in Path(parent).glob(f"{_FLEETING}*"):
         with contextlib.suppress(OSError):  # a Timeout, too, of one that is in use
             is_own = stat.S_ISDIR(left.lstat().st_mode) and made_by_this_user(left)
-            if is_own and time.time() - left.lstat().st_mtime > _FLEETING_S:  # else it may not have its lock yet
+            if (
+                is_own and time.time() - left.lstat().st_mtime > _FLEETING_S
+            ):  # else it may not have its lock yet
                 with FileLock(left / "lock").acquire(timeout=0):
                     shutil.rmtree(left)
 
@@ -120,7 +140,9 @@ class Place:
 
     _warned_s: ClassVar[float] = -math.inf
 
-    def __init__(self, url: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, url: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None
+    ) -> None:
         text = os.fsdecode(url)
         self.is_remote = is_url(text)
         self._options = StorageOptions(storage_options or {})
@@ -175,9 +197,13 @@ class Place:
     def size(self, name: str) -> int:
         if not self.is_remote:
             return os.path.getsize(self.at(name))
-        return int(self._submit(name, lambda client, path: _call(client, "info", path)).result()["size"])
+        return int(
+            self._submit(name, lambda client, path: _call(client, "info", path)).result()["size"]
+        )
 
-    def read(self, name: str, start: int = 0, stop: int | None = None, *, size_bytes: int | None = None) -> bytes:
+    def read(
+        self, name: str, start: int = 0, stop: int | None = None, *, size_bytes: int | None = None
+    ) -> bytes:
         """The bytes of a file, or those from ``start`` to ``stop``; a whole one of another size is an error."""
         return self.submit(name, start, stop, size_bytes=size_bytes).result()
 
@@ -234,15 +260,23 @@ class Place:
         if not self.is_remote:
             with os.scandir(self.url) as found:
                 return sorted(each.name for each in found if each.is_dir())
-        found = self._submit("", lambda client, path: _call(client, "ls", path, detail=True)).result()
-        return sorted(each["name"].rstrip("/").rpartition("/")[2] for each in found if each["type"] == "directory")
+        found = self._submit(
+            "", lambda client, path: _call(client, "ls", path, detail=True)
+        ).result()
+        return sorted(
+            each["name"].rstrip("/").rpartition("/")[2]
+            for each in found
+            if each["type"] == "directory"
+        )
 
     # Writing
 
     def write(self, name: str, data: bytes | memoryview) -> None:
         """Make these bytes the file, at once and for good: nobody sees half of it."""
         if self.is_remote:
-            self._submit(name, lambda client, path: _call(client, "pipe_file", path, bytes(data))).result()
+            self._submit(
+                name, lambda client, path: _call(client, "pipe_file", path, bytes(data))
+            ).result()
         else:
             _write_local(self.at(name), lambda stream: stream.write(data))
 
@@ -250,11 +284,17 @@ class Place:
         """Make a copy of a file of this machine the file of that name."""
         if not self.is_remote:
             with path.open("rb") as source:
-                _write_local(self.at(name), lambda stream: shutil.copyfileobj(source, stream, 1 << 20))
+                _write_local(
+                    self.at(name), lambda stream: shutil.copyfileobj(source, stream, 1 << 20)
+                )
             return
-        self._submit(name, lambda client, target: _call(client, "put_file", str(path), target)).result()
+        self._submit(
+            name, lambda client, target: _call(client, "put_file", str(path), target)
+        ).result()
         if (there := self.size(name)) != path.stat().st_size:
-            raise RemoteError(f"{self.at(name)} has {there:,} bytes after {path.stat().st_size:,} were sent to it")
+            raise RemoteError(
+                f"{self.at(name)} has {there:,} bytes after {path.stat().st_size:,} were sent to it"
+            )
 
     def remove(self, *names: str) -> None:
         for name in names:
@@ -279,17 +319,25 @@ class Place:
                     options["config_kwargs"] = {**_S3_DEFAULTS, **options.get("config_kwargs", {})}
                 _CLIENTS[key] = kind(skip_instance_cache=True, **options)
             except ImportError as missing:
-                raise ImportError(f"{self.url} needs a package that is not installed: {missing}") from None
+                raise ImportError(
+                    f"{self.url} needs a package that is not installed: {missing}"
+                ) from None
             except ValueError as unknown:
-                raise ValueError(f"{self.url} is a URL of a kind that fsspec does not know: {unknown}") from None
+                raise ValueError(
+                    f"{self.url} is a URL of a kind that fsspec does not know: {unknown}"
+                ) from None
         return _CLIENTS[key]
 
-    def _submit(self, name: str, request: Callable[[Any, str], Awaitable[_Given]]) -> Future[_Given]:
+    def _submit(
+        self, name: str, request: Callable[[Any, str], Awaitable[_Given]]
+    ) -> Future[_Given]:
         """Make a request, of the client and the path of a file, on fsspec's loop."""
         from fsspec.asyn import get_loop
 
         client = self._client()
-        path = "/".join(part for part in (client._strip_protocol(self.url).rstrip("/"), name) if part)
+        path = "/".join(
+            part for part in (client._strip_protocol(self.url).rstrip("/"), name) if part
+        )
         return asyncio.run_coroutine_threadsafe(
             self._request(partial(request, client, path), self.at(name)), get_loop()
         )
@@ -313,11 +361,15 @@ class Place:
         if now_s - Place._warned_s > _WARN_EVERY_S:
             Place._warned_s = now_s
             log.warning(
-                "%s has not come and is asked for again: %s", url, f"{type(problem).__name__}: {self._said(problem)}"
+                "%s has not come and is asked for again: %s",
+                url,
+                f"{type(problem).__name__}: {self._said(problem)}",
             )
 
     def _said(self, problem: Exception) -> str:
-        said = str(problem) or (f"no answer in {ATTEMPT_S:.0f} s" if isinstance(problem, TimeoutError) else "")
+        said = str(problem) or (
+            f"no answer in {ATTEMPT_S:.0f} s" if isinstance(problem, TimeoutError) else ""
+        )
         for secret in _texts(self._options):
             said = said.replace(secret, "***")
         return said
@@ -328,7 +380,9 @@ class Place:
             return problem
         said = self._said(problem)
         if isinstance(problem, _OtherSizeError):
-            return OSError(f"{url}: {problem} (tried twice): it was changed since it was listed, or is cut short")
+            return OSError(
+                f"{url}: {problem} (tried twice): it was changed since it was listed, or is cut short"
+            )
         cure = "Look at the network, and run again"
         if isinstance(problem, PermissionError) or "redential" in said:
             cure = "Give credentials that are valid and allow it, in the environment or as storage_options="
@@ -392,7 +446,11 @@ def _texts(options: Any) -> Iterator[str]:
     elif isinstance(options, (list, tuple)):
         for value in options:
             yield from _texts(value)
-    elif isinstance(options, str) and len(options) >= _TEXT_BYTES and not re.match(r"https?://", options):
+    elif (
+        isinstance(options, str)
+        and len(options) >= _TEXT_BYTES
+        and not re.match(r"https?://", options)
+    ):
         yield options
 
 
@@ -422,7 +480,9 @@ def _read_local(path: str, start: int, stop: int | None) -> bytes:
         stream.seek(start)
         data = stream.read() if stop is None else stream.read(stop - start)
     if stop is not None and len(data) != stop - start:
-        raise OSError(f"{path}: {len(data):,} bytes from {start:,} on, where {stop - start:,} are needed")
+        raise OSError(
+            f"{path}: {len(data):,} bytes from {start:,} on, where {stop - start:,} are needed"
+        )
     return data
 
 
@@ -439,7 +499,9 @@ def _find_local(root: str, below: str) -> list[Entry]:
 
 def _write_local(path: str, write: Callable[[Any], object]) -> None:
     os.makedirs(os.path.dirname(path), exist_ok=True)
-    fresh = os.path.join(os.path.dirname(path), f".{uuid.uuid4().hex}.new")  # with the user's umask, as any file
+    fresh = os.path.join(
+        os.path.dirname(path), f".{uuid.uuid4().hex}.new"
+    )  # with the user's umask, as any file
     try:
         with open(fresh, "xb") as stream:
             write(stream)

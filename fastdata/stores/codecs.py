@@ -61,7 +61,9 @@ def bytes_of(array: Array) -> Bytes:
             "codecs take np.ascontiguousarray of it"
         )
     if array.dtype.hasobject:
-        raise ValueError(f"an array of {array.dtype} holds Python objects, which no codec keeps; give a numeric dtype")
+        raise ValueError(
+            f"an array of {array.dtype} holds Python objects, which no codec keeps; give a numeric dtype"
+        )
     return array.reshape(-1).view(np.uint8) if array.dtype.itemsize else np.empty(0, np.uint8)
 
 
@@ -344,10 +346,14 @@ class JpegCodec(Codec):
 
     def __post_init__(self) -> None:
         if not 1 <= self.quality <= 95:
-            raise ValueError(f"quality of codec 'jpeg' is {self.quality}; it must be 1 to 95. Exact codecs: lz4, zstd")
+            raise ValueError(
+                f"quality of codec 'jpeg' is {self.quality}; it must be 1 to 95. Exact codecs: lz4, zstd"
+            )
         if self.subsampling not in SUBSAMPLINGS:
             known = ", ".join(SUBSAMPLINGS)
-            raise ValueError(f"subsampling of codec 'jpeg' is {self.subsampling!r}; it must be {known}")
+            raise ValueError(
+                f"subsampling of codec 'jpeg' is {self.subsampling!r}; it must be {known}"
+            )
 
     def encode(self, sample: Array) -> bytes:
         self._check(sample)
@@ -405,7 +411,9 @@ class OwnCodec(Codec):
     def encode(self, sample: Array) -> bytes:
         data = self.codec.encode(sample)
         if not isinstance(data, bytes | bytearray | memoryview):
-            raise TypeError(f"encode of codec {self.name!r} gave {kind_of(data)}; it must give bytes")
+            raise TypeError(
+                f"encode of codec {self.name!r} gave {kind_of(data)}; it must give bytes"
+            )
         return bytes(data)
 
     def decode(self, data: memoryview, out: Array) -> None:
@@ -489,4 +497,6 @@ def codec_of(settings: Settings) -> Codec:
     try:
         return _CODECS[str(name)](**arguments)
     except TypeError as unknown:
-        raise ValueError(f"codec {name!r} does not know the settings {arguments}: {unknown}") from unknown
+        raise ValueError(
+            f"codec {name!r} does not know the settings {arguments}: {unknown}"
+        ) from unknown

@@ -48,7 +48,9 @@ class DiskFile(Block):
         super().__init__(fd, os.fstat(fd).st_size, None, sealed=flags == os.O_RDONLY, owner=False)
         self.path = path
         self._pending = _Pending()
-        self._areas: dict[int, _Areas] = {}  # by process: a forked one must not wait for a thread of its parent
+        self._areas: dict[
+            int, _Areas
+        ] = {}  # by process: a forked one must not wait for a thread of its parent
 
     @classmethod
     def reserve(cls, path: Path, size_bytes: int) -> DiskFile:
@@ -70,11 +72,19 @@ class DiskFile(Block):
             refuse_special(path)
             file = cls(path, os.O_RDONLY)
         except OSError as problem:
-            many = "; raise the limit of open files (ulimit -n)" if problem.errno == errno.EMFILE else ""
-            raise CacheError(f"{path} cannot be opened ({problem.strerror or problem}){many}") from problem
+            many = (
+                "; raise the limit of open files (ulimit -n)"
+                if problem.errno == errno.EMFILE
+                else ""
+            )
+            raise CacheError(
+                f"{path} cannot be opened ({problem.strerror or problem}){many}"
+            ) from problem
         if file.size_bytes != size_bytes:
             file.close()
-            raise CacheError(f"{path} has {file.size_bytes:,} bytes where {size_bytes:,} were written")
+            raise CacheError(
+                f"{path} has {file.size_bytes:,} bytes where {size_bytes:,} were written"
+            )
         return file
 
     # Writing
@@ -157,7 +167,9 @@ class DiskFile(Block):
             # unmapped last, when nobody can map again
             _advise(mapped, first, stop, "MADV_NOHUGEPAGE", "MADV_NORMAL", "MADV_DONTNEED")
         if from_cache and hasattr(os, "posix_fadvise"):
-            first_byte = start // _HUGE_BYTES * _HUGE_BYTES  # a huge page goes as a whole or not at all
+            first_byte = (
+                start // _HUGE_BYTES * _HUGE_BYTES
+            )  # a huge page goes as a whole or not at all
             stop_byte = -(-(start + size) // _HUGE_BYTES) * _HUGE_BYTES
             os.posix_fadvise(self._fd, first_byte, stop_byte - first_byte, os.POSIX_FADV_DONTNEED)
 
@@ -173,7 +185,9 @@ def _open_again(path: Path, size_bytes: int, inode: int) -> DiskFile:
     try:
         file = DiskFile.open(path, size_bytes)
     except CacheError as gone:
-        raise StoreGoneError(f"the cache was deleted or changed while it was in use: {gone}") from gone
+        raise StoreGoneError(
+            f"the cache was deleted or changed while it was in use: {gone}"
+        ) from gone
     if os.fstat(file._fd).st_ino != inode:
         file.close()
         raise StoreGoneError(f"{path} was replaced while it was in use; make the dataset again")
@@ -212,7 +226,9 @@ def _advise(mapped: mmap.mmap, first: int, stop: int, *advice: str) -> None:
     for name in advice:
         if stop > first and hasattr(mmap, name):
             with contextlib.suppress(OSError):
-                mapped.madvise(getattr(mmap, name), first * mmap.PAGESIZE, (stop - first) * mmap.PAGESIZE)
+                mapped.madvise(
+                    getattr(mmap, name), first * mmap.PAGESIZE, (stop - first) * mmap.PAGESIZE
+                )
 
 
 def free_bytes(folder: Path) -> int:

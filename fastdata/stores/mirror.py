@@ -74,10 +74,16 @@ class Mirror:
     """
 
     def __init__(
-        self, place: Place, files: Sequence[Entry], local_cache: str | os.PathLike[str], limit: int | float | str
+        self,
+        place: Place,
+        files: Sequence[Entry],
+        local_cache: str | os.PathLike[str],
+        limit: int | float | str,
     ) -> None:
         if sys.platform != "linux":
-            raise CacheError(f"{place} is mirrored by means that only Linux has; copy it to a local disk and open that")
+            raise CacheError(
+                f"{place} is mirrored by means that only Linux has; copy it to a local disk and open that"
+            )
         self.place = place
         self.files = tuple(files)
         self.sizes = {file.name: file.size_bytes for file in files}
@@ -85,7 +91,9 @@ class Mirror:
         while sum(self.sizes.values()) > self.segment_bytes * _MOST_SEGMENTS:
             self.segment_bytes *= 2
         self._all = Path(local_cache).expanduser().absolute()
-        digest = hashlib.sha256(json.dumps([place.url, self.segment_bytes, *self.files]).encode()).hexdigest()
+        digest = hashlib.sha256(
+            json.dumps([place.url, self.segment_bytes, *self.files]).encode()
+        ).hexdigest()
         stem = re.sub(r"[^A-Za-z0-9._]+", "-", place.url.rpartition("/")[2]).strip(".-") or "cache"
         self.folder = self._all / f"{_FOLDER}{stem}-{digest[:12]}"
         try:
@@ -93,7 +101,9 @@ class Mirror:
             (self._all / ".locks").mkdir(exist_ok=True)
             used_bytes = sum(size_bytes for _, size_bytes, _ in _list_segments(self._all))
         except OSError as problem:
-            raise CacheError(f"local_cache={str(self._all)!r} cannot be written ({problem.strerror})") from problem
+            raise CacheError(
+                f"local_cache={str(self._all)!r} cannot be written ({problem.strerror})"
+            ) from problem
         self.limit_bytes = parse_bytes(limit, of=free_bytes(self._all) + used_bytes)
         self._spare_bytes = 0
         self._coming_bytes = 0
@@ -103,7 +113,9 @@ class Mirror:
 
     def read(self, name: str, *, again: bool = False) -> bytes:
         """A whole file; fetched ``again`` where what is here is of no use."""
-        segments = [Segment(name, number) for number in range(-(-self.sizes[name] // self.segment_bytes))]
+        segments = [
+            Segment(name, number) for number in range(-(-self.sizes[name] // self.segment_bytes))
+        ]
         if again:
             self.forget(segments)
         found = {}
@@ -165,7 +177,9 @@ class Mirror:
         return self.folder / f"{segment.name}.{segment.number}"
 
     def _size_of(self, segment: Segment) -> int:
-        return min(self.segment_bytes, self.sizes[segment.name] - segment.number * self.segment_bytes)
+        return min(
+            self.segment_bytes, self.sizes[segment.name] - segment.number * self.segment_bytes
+        )
 
     def _open_local(self, segment: Segment) -> int | None:
         try:
@@ -200,7 +214,9 @@ class Mirror:
     def _keep(self, segment: Segment, coming: Future[bytes]) -> int:
         self._coming_bytes -= self._size_of(segment)
         path = self._path(segment)
-        part = path.with_name(f"{path.name}.part")  # which a killed process leaves to the next one that fetches it
+        part = path.with_name(
+            f"{path.name}.part"
+        )  # which a killed process leaves to the next one that fetches it
         data = coming.result()
         path.parent.mkdir(exist_ok=True)
         fd = os.open(part, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
@@ -242,7 +258,9 @@ class Mirror:
                 for folder in {os.path.dirname(path) for _, _, path in segments}:
                     with contextlib.suppress(OSError):  # of one that is not empty
                         os.rmdir(folder)
-            self._spare_bytes = min(self.limit_bytes - used_bytes, max(self.limit_bytes // _SLACK, size_bytes))
+            self._spare_bytes = min(
+                self.limit_bytes - used_bytes, max(self.limit_bytes // _SLACK, size_bytes)
+            )
         self._spare_bytes -= size_bytes
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -268,7 +286,9 @@ class MirroredFile:
         self.path = path
         self.size_bytes = size_bytes
         self.segment_bytes = segment_bytes
-        self._map = mmap.mmap(-1, max(size_bytes, 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, mmap.PROT_READ)
+        self._map = mmap.mmap(
+            -1, max(size_bytes, 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, mmap.PROT_READ
+        )
         self._address = np.frombuffer(self._map, np.uint8).__array_interface__["data"][0]
 
     def array(self, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -287,7 +307,17 @@ class MirroredFile:
         address = ctypes.c_void_p(self._address + start)
         call = ctypes.CDLL(None, use_errno=True).mmap
         call.restype = ctypes.c_void_p
-        if call(address, ctypes.c_size_t(length), mmap.PROT_READ, flags | fixed, fd, ctypes.c_long(0)) != address.value:
+        if (
+            call(
+                address,
+                ctypes.c_size_t(length),
+                mmap.PROT_READ,
+                flags | fixed,
+                fd,
+                ctypes.c_long(0),
+            )
+            != address.value
+        ):
             raise OSError(ctypes.get_errno(), f"{self.path.name} cannot be mapped")
 
     def release(self) -> None: ...
@@ -313,14 +343,20 @@ class MirroredStore(DiskStore):
         self.mirror = mirror
         self._names = tuple(names)
         size = mirror.segment_bytes
-        self._mirrored = [MirroredFile(mirror.folder / name, mirror.sizes[name], size) for name in names]
+        self._mirrored = [
+            MirroredFile(mirror.folder / name, mirror.sizes[name], size) for name in names
+        ]
         super().__init__(self._mirrored, spec, index, decoder)  # type: ignore[arg-type]
         self._marks.close()
         self._checked = np.zeros(max(len(self), 1), np.uint8)  # of this process alone
         self._readers = np.zeros(len(self._checked), np.uint16)  # that need each sample here
         self._firsts = np.cumsum([0, *(-(-file.size_bytes // size) for file in self._mirrored)])
-        self._users = np.zeros(self._firsts[-1], np.uint32)  # samples that need each segment of all files
-        self._locks: dict[int, threading.Lock] = {}  # by process: a forked one must not wait for its parent's threads
+        self._users = np.zeros(
+            self._firsts[-1], np.uint32
+        )  # samples that need each segment of all files
+        self._locks: dict[
+            int, threading.Lock
+        ] = {}  # by process: a forked one must not wait for its parent's threads
 
     def expect(self, indices: Sequence[int]) -> None:
         self._have(np.array(indices, np.int64))
@@ -351,7 +387,11 @@ class MirroredStore(DiskStore):
     def _enter(self, index: int, found: int) -> None:
         wanted = int(self._sums[index])
         if found != wanted:
-            log.info("sample %d of %s is not as it was written; it is fetched again", index, self.mirror.place)
+            log.info(
+                "sample %d of %s is not as it was written; it is fetched again",
+                index,
+                self.mirror.place,
+            )
             with self._lock:
                 self._checked[:] = 0  # samples beside it come again, too
                 numbers = np.unique(self._segments(np.array([index])))
@@ -395,7 +435,9 @@ class MirroredStore(DiskStore):
         """The segments of samples, counted over all files: int64, those of each sample in a row."""
         size = self.mirror.segment_bytes
         first_B = self._offsets[index_B] // size
-        count_B = (self._offsets[index_B] + np.maximum(self._sizes[index_B], 1) - 1) // size - first_B + 1
+        count_B = (
+            (self._offsets[index_B] + np.maximum(self._sizes[index_B], 1) - 1) // size - first_B + 1
+        )
         first_B = first_B + self._firsts[self._of[index_B]]
         within = np.arange(count_B.sum()) - np.repeat(np.cumsum(count_B) - count_B, count_B)
         segments: np.ndarray = np.repeat(first_B, count_B) + within

@@ -128,7 +128,9 @@ def apply_filter(sample: Bytes, layout: Layout, chosen: Filter) -> Bytes:
     return filtered.view(np.uint8)
 
 
-def undo_filter(filtered: Bytes, layout: Layout, chosen: Filter, out: Bytes, scratch: Scratch) -> None:
+def undo_filter(
+    filtered: Bytes, layout: Layout, chosen: Filter, out: Bytes, scratch: Scratch
+) -> None:
     """Undo ``apply_filter``, in long calls on whole arrays: NumPy gives up the GIL during each.
 
     ``filtered``, ``layout.size`` bytes that begin on a multiple of 8, is overwritten and may be

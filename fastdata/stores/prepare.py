@@ -134,7 +134,9 @@ class Options:
             object.__setattr__(self, "storage_options", StorageOptions(self.storage_options))
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
-                raise ValueError(f"{name}={getattr(self, name)!r} is not one of {', '.join(map(repr, choices))}")
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} is not one of {', '.join(map(repr, choices))}"
+                )
         for name in ("num_workers", "seed"):
             number = getattr(self, name)
             if number is not None and not isinstance(number, Integral):
@@ -146,7 +148,9 @@ class Options:
 
             if self.codec not in KNOWN_CODECS:
                 known = ", ".join(map(repr, ("auto", _SOURCE, *KNOWN_CODECS)))
-                raise ValueError(f"codec={self.codec!r} is not one of {known}, nor an object with encode and decode")
+                raise ValueError(
+                    f"codec={self.codec!r} is not one of {known}, nor an object with encode and decode"
+                )
         if self.fill == "lazy" and self.on_error == "skip":
             raise ValueError(
                 "fill='lazy' finds a damaged sample only when it is read, too late for on_error='skip'; "
@@ -165,13 +169,23 @@ class Options:
                 "does not. Leave one of them out; codec= compresses on disk as well."
             )
         if self.cache_dir is not None and self.fill == "lazy":
-            raise ValueError("fill='lazy' prepares samples in memory; a cache is written whole. Leave out fill=.")
+            raise ValueError(
+                "fill='lazy' prepares samples in memory; a cache is written whole. Leave out fill=."
+            )
         if self.engine not in ("local", "ray") and not isinstance(self.engine, Executor):
-            raise ValueError(f"engine={self.engine!r} is not 'local', 'ray', or a concurrent.futures.Executor")
+            raise ValueError(
+                f"engine={self.engine!r} is not 'local', 'ray', or a concurrent.futures.Executor"
+            )
         if self.cache_dir is None and (self.engine != "local" or self.shard_bytes is not None):
-            raise ValueError("engine= and shard_bytes= say how a cache is written; they need cache_dir=")
-        if self.shard_bytes is not None and parse_bytes(self.shard_bytes, of=0) < 1:  # a share of nothing
-            raise ValueError(f"shard_bytes={self.shard_bytes!r} is no size: give bytes as an int, or text as '256MiB'")
+            raise ValueError(
+                "engine= and shard_bytes= say how a cache is written; they need cache_dir="
+            )
+        if (
+            self.shard_bytes is not None and parse_bytes(self.shard_bytes, of=0) < 1
+        ):  # a share of nothing
+            raise ValueError(
+                f"shard_bytes={self.shard_bytes!r} is no size: give bytes as an int, or text as '256MiB'"
+            )
 
 
 # One sample
@@ -228,7 +242,9 @@ class ReadPath(NamedTuple):
         return None if self.open_bytes is None else SourceDecoder(self.open_bytes, self.prepare)
 
 
-def read_path(source: Source, steps: tuple[Callable[[Any], Any], ...], *, pixels_only: bool = True) -> ReadPath:
+def read_path(
+    source: Source, steps: tuple[Callable[[Any], Any], ...], *, pixels_only: bool = True
+) -> ReadPath:
     """How samples are read and prepared: image files by the compiled core, where it knows all steps.
 
     ``pixels_only``: nothing else is wanted of images, because they are to be stored.
@@ -246,11 +262,15 @@ def read_path(source: Source, steps: tuple[Callable[[Any], Any], ...], *, pixels
             log.info("Pillow prepares the images, which takes longer: %s", obstacle)
         elif is_known:
             if jpeg_obstacle():
-                log.info("Pillow decodes the images, whole, which takes longer: %s", jpeg_obstacle())
+                log.info(
+                    "Pillow decodes the images, whole, which takes longer: %s", jpeg_obstacle()
+                )
             spec = SampleSpec(shape=None, dtype="uint8", form="pil")
             loader, steps = PlanesLoader(Program(plan.batch_ops, spec).prepare, upright), ()
             open_bytes = loader.decode
-    return ReadPath(source=source.opened_by(loader), prepare=Steps(steps), open_bytes=open_bytes, shape=shape)
+    return ReadPath(
+        source=source.opened_by(loader), prepare=Steps(steps), open_bytes=open_bytes, shape=shape
+    )
 
 
 def open_files(source: FileSource, indices: Sequence[int], *, upright: bool) -> OpenedImages:
@@ -265,7 +285,9 @@ def open_files(source: FileSource, indices: Sequence[int], *, upright: bool) -> 
             raise sample_error(source.path(index), index, cause) from cause
 
     def by_pillow(b: int) -> np.ndarray:
-        pixels: np.ndarray = named(indices[b], decode_by_pillow, io.BytesIO(files[b]), upright=upright)
+        pixels: np.ndarray = named(
+            indices[b], decode_by_pillow, io.BytesIO(files[b]), upright=upright
+        )
         return pixels
 
     files = [named(index, source.read_bytes, index) for index in indices]
@@ -289,12 +311,16 @@ def take_apart(index: int, prepared: Any, target: Any) -> ReadSample:
     is_tuple = isinstance(prepared, (tuple, list))
     parts = [Part(*to_stored(part)) for part in (prepared if is_tuple else [prepared])]
     target_is_part = is_image(target)
-    places = tuple(k for k, value in enumerate(target) if is_pil(value)) if type(target) is tuple else ()
+    places = (
+        tuple(k for k, value in enumerate(target) if is_pil(value)) if type(target) is tuple else ()
+    )
     masks = [target] if target_is_part else [target[place] for place in places]
     parts += [Part(*to_stored(mask, is_mask=True)) for mask in masks]
     if places:
         target = tuple(None if k in places else value for k, value in enumerate(target))
-    return ReadSample(index, tuple(parts), None if target_is_part else target, is_tuple, target_is_part, places)
+    return ReadSample(
+        index, tuple(parts), None if target_is_part else target, is_tuple, target_is_part, places
+    )
 
 
 class WritePath(NamedTuple):
@@ -324,7 +350,9 @@ class WritePath(NamedTuple):
         """Read and prepare samples, or say what is wrong with them; each may lie over the one before."""
         for first in range(0, len(indices), _AT_ONCE):
             group, count = indices[first : first + _AT_ONCE], 0
-            with contextlib.suppress(SampleError, ValueError):  # one after the other tells whose that is
+            with contextlib.suppress(
+                SampleError, ValueError
+            ):  # one after the other tells whose that is
                 for sample in self._read_together(group):
                     count += 1
                     yield sample
@@ -362,7 +390,9 @@ class WritePath(NamedTuple):
         """
         index, pairs = sample.position, zip(self.writers, sample.parts, strict=True)
         try:
-            return [writer.write(index if row is None else row, part.array) for writer, part in pairs]
+            return [
+                writer.write(index if row is None else row, part.array) for writer, part in pairs
+            ]
         except (CacheError, MemoryError, ShapesDifferError):
             raise
         except Exception as cause:  # an encoder raises anything; all of it is named and kept
@@ -414,7 +444,9 @@ def forecast(source: Source, prepare: Callable[[Any], Any], *, probes: int = 8) 
     """Prepare ``probes`` + 1 samples; the first one's error is raised if none of them can be."""
     count = len(source)
     if count == 0:
-        return Forecast(specs=(SampleSpec(shape=(0,), dtype="uint8", form="array"),), part_bytes=(0,))
+        return Forecast(
+            specs=(SampleSpec(shape=(0,), dtype="uint8", form="array"),), part_bytes=(0,)
+        )
     samples: list[ReadSample] = []
     errors: list[SampleError] = []
     source.expect(_spread(count, probes))
@@ -431,10 +463,16 @@ def forecast(source: Source, prepare: Callable[[Any], Any], *, probes: int = 8) 
     part_bytes: list[int] = []
     for column in zip(*(sample.parts for sample in alike), strict=True):
         (array, form), shapes = column[0], {part.array.shape for part in column}
-        spec = SampleSpec(shape=array.shape if len(shapes) == 1 else None, dtype=array.dtype.name, form=form)
+        spec = SampleSpec(
+            shape=array.shape if len(shapes) == 1 else None, dtype=array.dtype.name, form=form
+        )
         padded_bytes = sum(-(-part.array.nbytes // ALIGN_BYTES) * ALIGN_BYTES for part in column)
         specs.append(spec)
-        part_bytes.append(spec.sample_bytes * count if spec.is_dense else math.ceil(padded_bytes / len(column) * count))
+        part_bytes.append(
+            spec.sample_bytes * count
+            if spec.is_dense
+            else math.ceil(padded_bytes / len(column) * count)
+        )
     return Forecast(
         specs=tuple(specs),
         part_bytes=tuple(part_bytes),
@@ -505,7 +543,9 @@ def ingest(
             for writer in to_write.writers:
                 cleanup.callback(writer.close)
             try:
-                targets, errors = _write_all(to_write, positions, options, with_targets=with_targets, cores=cores)
+                targets, errors = _write_all(
+                    to_write, positions, options, with_targets=with_targets, cores=cores
+                )
             except ShapesDifferError as found:
                 if chosen is not None:
                     raise
@@ -517,15 +557,24 @@ def ingest(
             skipped = [errors[row] for row in sorted(errors)]
             kept = np.delete(np.arange(len(positions)), sorted(errors))
             if not len(kept) and chosen is None:
-                raise IngestError(f"none of the {len(skipped)} samples can be prepared; the first: {skipped[0]}")
+                raise IngestError(
+                    f"none of the {len(skipped)} samples can be prepared; the first: {skipped[0]}"
+                )
             stores = tuple(writer.finish(kept) for writer in to_write.writers if len(kept))
             if stores:
                 cleanup.pop_all()
-            return Ingested(stores, kept, [pickle.loads(targets[row]) for row in sorted(targets)], skipped)
+            return Ingested(
+                stores, kept, [pickle.loads(targets[row]) for row in sorted(targets)], skipped
+            )
 
 
 def _write_all(
-    to_write: WritePath, positions: Sequence[int], options: Options, *, with_targets: bool, cores: Collection[int]
+    to_write: WritePath,
+    positions: Sequence[int],
+    options: Options,
+    *,
+    with_targets: bool,
+    cores: Collection[int],
 ) -> tuple[dict[int, bytes], dict[int, SampleError]]:
     """Write samples by all workers; give pickled targets and errors, by row."""
     length, size = len(positions), _FETCHED_PER_TASK if is_fetched(to_write.source) else _AT_ONCE
@@ -536,7 +585,9 @@ def _write_all(
     targets: dict[int, bytes] = {}
     errors: dict[int, SampleError] = {}
     with (
-        contextlib.closing(run_tasks(job, tasks, workers, forks=to_write.forks, cores=cores)) as finished,
+        contextlib.closing(
+            run_tasks(job, tasks, workers, forks=to_write.forks, cores=cores)
+        ) as finished,
         progress_bar(length, f"preparing {length:,} images", enabled=options.progress) as bar,
     ):
         for results in finished:
@@ -552,15 +603,23 @@ def _write_all(
 
 
 def ingest_workers(options: Options, cores: Collection[int] = ()) -> int:
-    return memory.usable_cores(len(cores) or None) if options.num_workers is None else options.num_workers
+    return (
+        memory.usable_cores(len(cores) or None)
+        if options.num_workers is None
+        else options.num_workers
+    )
 
 
 def is_fetched(source: Source) -> bool:
     """Whether reading a sample is waiting for a network."""
-    return isinstance(source, RemoteFiles) or (isinstance(source, DatasetSource) and source.is_remote)
+    return isinstance(source, RemoteFiles) or (
+        isinstance(source, DatasetSource) and source.is_remote
+    )
 
 
-def writing_job(to_write: WritePath, *, with_targets: bool) -> Callable[[_Task], list[tuple[int, _Written]]]:
+def writing_job(
+    to_write: WritePath, *, with_targets: bool
+) -> Callable[[_Task], list[tuple[int, _Written]]]:
     """What a worker does: write the samples of a task; give, by row, their pickled targets, errors, or nothing."""
 
     def job(task: _Task) -> list[tuple[int, _Written]]:
@@ -571,7 +630,9 @@ def writing_job(to_write: WritePath, *, with_targets: bool) -> Callable[[_Task],
                 if isinstance(sample, SampleError):
                     raise sample
                 to_write.write(sample, row)
-                results.append((row, pickle.dumps(sample.target, protocol=5) if with_targets else None))
+                results.append(
+                    (row, pickle.dumps(sample.target, protocol=5) if with_targets else None)
+                )
             except SampleError as error:
                 results.append((row, error))
         for writer in to_write.writers:
@@ -666,14 +727,18 @@ class KeptSamples:
             yield
         except UndecodableError as damaged:
             path = self.path(damaged.index)
-            if damaged.codec == _SOURCE and damaged.__cause__ is not None:  # the decoder's own complaint of the file
+            if (
+                damaged.codec == _SOURCE and damaged.__cause__ is not None
+            ):  # the decoder's own complaint of the file
                 raise sample_error(path, damaged.index, damaged.__cause__) from damaged.__cause__
             name = f"sample {damaged.index}" if path is None else f"sample {damaged.index}, {path},"
             cure = "" if damaged.is_on_disk else "; make the dataset again to mend it"
             text = f"{name} cannot be read from the store: {damaged}. The others can{cure}."
             raise SampleError(text, index=damaged.index, path=path) from damaged
         except ChannelsError as wrong:
-            raise SampleError(wrong.reason, index=wrong.index, path=self.path(wrong.index)) from wrong
+            raise SampleError(
+                wrong.reason, index=wrong.index, path=self.path(wrong.index)
+            ) from wrong
 
     def modes(self) -> list[str]:
         """How many samples are of which of PIL's modes, and the first of each; empty where that is not known."""
@@ -685,7 +750,9 @@ class KeptSamples:
         said = []
         for channels, first, count in found:
             where = ", ".join(filter(None, [f"sample {first}", self.path(int(first))]))
-            said.append(f"{count:,} of mode {mode_of(int(channels), store.spec.dtype)} (first: {where})")
+            said.append(
+                f"{count:,} of mode {mode_of(int(channels), store.spec.dtype)} (first: {where})"
+            )
         return said
 
     def end_sharing(self) -> None:
@@ -709,7 +776,9 @@ _LAZY_FLOOR_BYTES = 1 << 20
 """Reserved beyond what samples of unknown size are expected to take, because every process maps it once."""
 
 
-def prepare_storage(path: ReadPath, options: Options, table: SampleTable | None, by: Sequence[Any] = ()) -> Prepared:
+def prepare_storage(
+    path: ReadPath, options: Options, table: SampleTable | None, by: Sequence[Any] = ()
+) -> Prepared:
     """Decide where samples are kept; keep them there unless the decision is ``"none"``.
 
     ``table`` has paths and targets where they are known beforehand; else targets come from the source. ``by`` are the
@@ -717,8 +786,12 @@ def prepare_storage(path: ReadPath, options: Options, table: SampleTable | None,
     """
     if options.storage == "none" or len(path.source) == 0:
         if options.on_error == "skip":
-            warn_user("on_error='skip' leaves out what cannot be prepared; storage='none' finds out only when it reads")
-        plan = StoragePlan(storage="none", reason="storage='none': samples are prepared on every read")
+            warn_user(
+                "on_error='skip' leaves out what cannot be prepared; storage='none' finds out only when it reads"
+            )
+        plan = StoragePlan(
+            storage="none", reason="storage='none': samples are prepared on every read"
+        )
         return Prepared(storage_plan=plan)
     preparation = _Preparation(path, options, table)
     return preparation.run() if options.share == "off" else preparation.run_with_others(by)
@@ -793,7 +866,12 @@ class _Preparation:
             options.on_error,
             options.memory_limit,
         ]
-        words += [options.cache_key, len(path.source), self._expected.specs, describe(list(by), options.cache_key)]
+        words += [
+            options.cache_key,
+            len(path.source),
+            self._expected.specs,
+            describe(list(by), options.cache_key),
+        ]
         if isinstance(path.source, DatasetSource):
             words += [_describe(path.source.dataset, options.cache_key), path.source.columns]
         digest = hashlib.blake2b(repr(words).encode(), digest_size=16)
@@ -801,7 +879,10 @@ class _Preparation:
             digest.update(np.ascontiguousarray(column).data)
         for sample in looked_at:
             digest.update(repr(sample.position).encode())
-            for leaf in (*(part.array for part in sample.parts), *pytree.tree_leaves(sample.target)):
+            for leaf in (
+                *(part.array for part in sample.parts),
+                *pytree.tree_leaves(sample.target),
+            ):
                 digest.update(_bytes_of(leaf))
         key = digest.hexdigest()
         _MADE[key] += 1
@@ -813,7 +894,11 @@ class _Preparation:
         codecs = {f"codec {k}": codec for k, codec in enumerate(_listed(self._options.codec))}
         steps = {"prepare": path.prepare, "open_bytes": path.open_bytes}
         source = {name: getattr(path.source, name, None) for name in ("loader", "dataset")}
-        return {**steps, **source, **{name: it for name, it in codecs.items() if not isinstance(it, str)}}
+        return {
+            **steps,
+            **source,
+            **{name: it for name, it in codecs.items() if not isinstance(it, str)},
+        }
 
     def run(self) -> Prepared:
         plan = self._choose(self._expected.need_bytes)
@@ -824,17 +909,25 @@ class _Preparation:
             except MemoryBudgetError as error:  # samples turned out larger than those looked at
                 others = [trial for trial in self._tried() if trial.codec != plan.codec]
                 if self._options.storage != "auto":
-                    raise MemoryBudgetError(f"{error}. {would_fit(others, self._budget)}") from error
+                    raise MemoryBudgetError(
+                        f"{error}. {would_fit(others, self._budget)}"
+                    ) from error
                 self._trials = others
                 log.info("%s; the next storage is tried", error)
             plan = self._choose(self._budget.bytes + 1)
-        warn_user(f"{plan.reason}. Every epoch decodes again; cache_dir= or a smaller resize= may help.")
+        warn_user(
+            f"{plan.reason}. Every epoch decodes again; cache_dir= or a smaller resize= may help."
+        )
         return Prepared(storage_plan=plan)
 
     def _choose(self, raw_bytes: int) -> StoragePlan:
         options, budget = self._options, self._budget
-        trials = self._tried() if options.storage == "compressed" or raw_bytes > budget.bytes else []
-        return choose_storage(options.storage, raw_bytes, budget, trials, only_lossless=options.codec == "auto")
+        trials = (
+            self._tried() if options.storage == "compressed" or raw_bytes > budget.bytes else []
+        )
+        return choose_storage(
+            options.storage, raw_bytes, budget, trials, only_lossless=options.codec == "auto"
+        )
 
     def _tried(self) -> list[CodecTrial]:
         if self._trials is None:
@@ -846,12 +939,22 @@ class _Preparation:
         skipped: list[SampleError] = []
         is_certain = plan.codec is None and path.shape is not None and table is not None
         is_certain = is_certain and plan.storage != "device"  # all of them are copied there at once
-        if options.fill == "lazy" or (options.fill == "auto" and is_certain and options.on_error == "raise"):
+        if options.fill == "lazy" or (
+            options.fill == "auto" and is_certain and options.on_error == "raise"
+        ):
             table = _table_beforehand(path.source, expected.looked_at) if table is None else table
-            to_write = WritePath.open(path, self._writer_plans(plan, is_lazy=True), len(path.source))
+            to_write = WritePath.open(
+                path, self._writer_plans(plan, is_lazy=True), len(path.source)
+            )
             stores: tuple[Store, ...] = LazyFill(to_write, len(path.source)).stores()
         else:
-            ingested = ingest(path, self._writer_plans(plan), options, with_targets=table is None, cores=self._cores)
+            ingested = ingest(
+                path,
+                self._writer_plans(plan),
+                options,
+                with_targets=table is None,
+                cores=self._cores,
+            )
             stores, skipped = ingested.stores, ingested.skipped
             warn_of_skipped(skipped, len(path.source))
             if table is None:
@@ -865,14 +968,20 @@ class _Preparation:
     def _writer_plans(self, plan: StoragePlan, *, is_lazy: bool = False) -> list[WriterPlan]:
         expected, path, part_bytes = self._expected, self._path, self._expected.part_bytes
         if plan.codec is not None:
-            part_bytes = next(trial.part_bytes for trial in self._tried() if trial.codec == plan.codec)
+            part_bytes = next(
+                trial.part_bytes for trial in self._tried() if trial.codec == plan.codec
+            )
         coders = coders_of(plan.codec, path, self._options.codec, len(part_bytes))
         free_bytes, plans = self._budget.bytes - sum(part_bytes), []
         parts = expected.looked_at[0].parts
-        for part, spec, coder, first_bytes in zip(parts, expected.specs, coders, part_bytes, strict=True):
+        for part, spec, coder, first_bytes in zip(
+            parts, expected.specs, coders, part_bytes, strict=True
+        ):
             limit_bytes = max(free_bytes + first_bytes, 1)
             if is_lazy:
-                first_bytes = limit_bytes = min(int(first_bytes * _LAZY_SLACK) + _LAZY_FLOOR_BYTES, limit_bytes)
+                first_bytes = limit_bytes = min(
+                    int(first_bytes * _LAZY_SLACK) + _LAZY_FLOOR_BYTES, limit_bytes
+                )
             writer_plan = WriterPlan(
                 spec=spec,
                 dimensions=part.array.ndim,
@@ -886,7 +995,11 @@ class _Preparation:
 
 
 def _shared_by(place: Leader | Notice | None, prepared: Prepared) -> Prepared:
-    return prepared if prepared.kept is None else replace(prepared, kept=replace(prepared.kept, shared_by=place))
+    return (
+        prepared
+        if prepared.kept is None
+        else replace(prepared, kept=replace(prepared.kept, shared_by=place))
+    )
 
 
 _MADE: Counter[str] = Counter()
@@ -904,7 +1017,9 @@ def _describe(dataset: Any, cache_key: str | None) -> str:
 
 def _bytes_of(leaf: Any) -> Any:
     if isinstance(leaf, (np.ndarray, torch.Tensor)):
-        with contextlib.suppress(TypeError, ValueError, RuntimeError):  # bfloat16, gradients: not for NumPy
+        with contextlib.suppress(
+            TypeError, ValueError, RuntimeError
+        ):  # bfloat16, gradients: not for NumPy
             return np.ascontiguousarray(leaf).tobytes()
     return repr(leaf).encode()
 
@@ -935,7 +1050,9 @@ def _table_beforehand(source: Source, looked_at: Sequence[ReadSample]) -> Sample
             "for each of its samples. Use fill='eager'."
         )
     if looked_at[0].target_is_part or looked_at[0].mask_places:
-        raise ValueError("fill='lazy' keeps images, and targets that are images too only with fill='eager'. Use that.")
+        raise ValueError(
+            "fill='lazy' keeps images, and targets that are images too only with fill='eager'. Use that."
+        )
     for sample in looked_at:
         if not np.array_equal(targets[sample.position], sample.target):
             raise ValueError(
@@ -955,7 +1072,9 @@ _FILE_SIZES = 256
 
 def _choices(codec: Any, path: ReadPath, parts: int) -> dict[str, tuple[Decoder | None, ...]]:
     """What ``codec=`` leaves open: by name what encodes each part of samples; None for files that cannot be kept."""
-    choices: dict[str, tuple[Decoder | None, ...]] = {_SOURCE: (path.decoder,)} if codec in ("auto", _SOURCE) else {}
+    choices: dict[str, tuple[Decoder | None, ...]] = (
+        {_SOURCE: (path.decoder,)} if codec in ("auto", _SOURCE) else {}
+    )
     from fastdata.stores.codecs import find_codec
 
     if codec == "auto":
@@ -963,14 +1082,20 @@ def _choices(codec: Any, path: ReadPath, parts: int) -> dict[str, tuple[Decoder 
         found = [(find_codec(name), *others) for name in ("lz4", "zstd", "jpeg")]
     elif isinstance(codec, (tuple, list)):
         if len(codec) != parts:
-            raise ValueError(f"codec= has {len(codec)} codecs, but samples have {parts} parts; give one for each")
+            raise ValueError(
+                f"codec= has {len(codec)} codecs, but samples have {parts} parts; give one for each"
+            )
         found = [tuple(map(find_codec, codec))]
     else:
         found = [] if codec == _SOURCE else [(find_codec(codec),) * parts]
-    return choices | {"+".join(dict.fromkeys(codec.name for codec in codecs)): codecs for codecs in found}
+    return choices | {
+        "+".join(dict.fromkeys(codec.name for codec in codecs)): codecs for codecs in found
+    }
 
 
-def coders_of(name: str | None, path: ReadPath, codec: Any, parts: int) -> tuple[Decoder | None, ...]:
+def coders_of(
+    name: str | None, path: ReadPath, codec: Any, parts: int
+) -> tuple[Decoder | None, ...]:
     """What encodes each part of samples by the choice of this name that ``codec=`` leaves open; None: nothing does."""
     return (None,) * parts if name is None else _choices(codec, path, parts)[name]
 
@@ -999,8 +1124,13 @@ def report_storage(path: ReadPath, options: Options) -> StorageReport:
     )
 
 
-def _try(name: str, coders: Sequence[Decoder | None], path: ReadPath, expected: Forecast) -> CodecTrial:
-    obstacle, known = _obstacle(coders, path, expected), [coder for coder in coders if coder is not None]
+def _try(
+    name: str, coders: Sequence[Decoder | None], path: ReadPath, expected: Forecast
+) -> CodecTrial:
+    obstacle, known = (
+        _obstacle(coders, path, expected),
+        [coder for coder in coders if coder is not None],
+    )
     lossless = all(coder.lossless for coder in known)
     if obstacle is not None:
         return CodecTrial(codec=name, obstacle=obstacle, lossless=lossless)
@@ -1030,10 +1160,16 @@ def _obstacle(coders: Sequence[Decoder | None], path: ReadPath, expected: Foreca
                 return "the samples are no files"
             return "files are opened by your own loader=" if coder is None else None
         shapes = dict.fromkeys(array.shape for array in expected.column(part))
-        obstacle = next(filter(None, (coder.obstacle(replace(spec, shape=shape)) for shape in shapes)), None)
+        obstacle = next(
+            filter(None, (coder.obstacle(replace(spec, shape=shape)) for shape in shapes)), None
+        )
         if obstacle is not None and part:
-            names = ", ".join(map(repr, [getattr(coders[0], "name", ""), *[_SECOND_PART] * (len(coders) - 1)]))
-            obstacle += f" (part {part + 1} of each sample; one codec for each part: codec=({names}))"
+            names = ", ".join(
+                map(repr, [getattr(coders[0], "name", ""), *[_SECOND_PART] * (len(coders) - 1)])
+            )
+            obstacle += (
+                f" (part {part + 1} of each sample; one codec for each part: codec=({names}))"
+            )
         if obstacle is not None:
             return obstacle
     return None
@@ -1052,7 +1188,9 @@ def _encoded(
     return [files.read(sample.position)[0].data for sample in expected.looked_at], sizes
 
 
-def _decode_s(decoder: Decoder, encodings: Sequence[bytes | memoryview], samples: Sequence[np.ndarray]) -> float:
+def _decode_s(
+    decoder: Decoder, encodings: Sequence[bytes | memoryview], samples: Sequence[np.ndarray]
+) -> float:
     outs, times = list(map(np.zeros_like, samples)), []
     for _ in range(1 if isinstance(decoder, SourceDecoder) else _ROUNDS):
         begun = time.perf_counter()

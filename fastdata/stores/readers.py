@@ -117,7 +117,11 @@ class FileStore(Store):
     """
 
     def __init__(
-        self, files: Sequence[Block], spec: SampleSpec, index: ArrayBlock, decoder: Decoder | None = None
+        self,
+        files: Sequence[Block],
+        spec: SampleSpec,
+        index: ArrayBlock,
+        decoder: Decoder | None = None,
     ) -> None:
         self.files, self.spec, self.index, self._decoder = tuple(files), spec, index, decoder
         self.size_bytes, self._dtype = sum(file.size_bytes for file in files), np.dtype(spec.dtype)
@@ -125,11 +129,19 @@ class FileStore(Store):
         self._bytes = [file.array("uint8", (file.size_bytes,)) for file in files]
         for data in self._bytes:
             data.flags.writeable = False
-        self._addresses = np.array([data.__array_interface__["data"][0] for data in self._bytes], np.int64)
-        self._row_bytes = spec.sample_bytes if decoder is None and spec.is_dense else 0  # of a table
+        self._addresses = np.array(
+            [data.__array_interface__["data"][0] for data in self._bytes], np.int64
+        )
+        self._row_bytes = (
+            spec.sample_bytes if decoder is None and spec.is_dense else 0
+        )  # of a table
         self._offsets, self._shapes = index["offsets"], index.get("shapes")
         length = self._offsets.shape
-        self._sizes = index["sizes"] if "sizes" in index else np.broadcast_to(np.int64(spec.sample_bytes), length)
+        self._sizes = (
+            index["sizes"]
+            if "sizes" in index
+            else np.broadcast_to(np.int64(spec.sample_bytes), length)
+        )
         self._of = index["files"] if "files" in index else np.broadcast_to(np.int32(0), length)
 
     def __len__(self) -> int:
@@ -194,7 +206,9 @@ class FileStore(Store):
 
     def close(self) -> None:
         self._bytes = []
-        vars(self).update({name: it[:0].copy() for name, it in vars(self).items() if isinstance(it, np.ndarray)})
+        vars(self).update(
+            {name: it[:0].copy() for name, it in vars(self).items() if isinstance(it, np.ndarray)}
+        )
         for file in self.files:
             file.close()
         self.index.close()
@@ -224,7 +238,9 @@ class DiskStore(FileStore):
         super().__init__(files, spec, index, decoder)
         self._disk_files, self.codec = tuple(files), "raw" if decoder is None else decoder.name
         self._sums = index["sums"]
-        self._marks = marks or ArrayBlock({"checked": np.zeros(max(len(self), 1), np.uint8)}, seal=False)
+        self._marks = marks or ArrayBlock(
+            {"checked": np.zeros(max(len(self), 1), np.uint8)}, seal=False
+        )
         self._checked = self._marks["checked"]
 
     def heaviest_bytes(self, samples: int) -> float:
@@ -243,7 +259,9 @@ class DiskStore(FileStore):
 
     def gather_into(self, index_B: np.ndarray, out_B: np.ndarray) -> None:
         super().gather_into(index_B, out_B)
-        unchecked = np.flatnonzero(self._checked[index_B] == 0)  # those that were copied in one call
+        unchecked = np.flatnonzero(
+            self._checked[index_B] == 0
+        )  # those that were copied in one call
         if len(unchecked):
             self._check_copies(index_B, out_B, unchecked)
 
@@ -311,8 +329,14 @@ class DiskStore(FileStore):
         numbers, starts, ends = numbers[order], starts[order], (starts + sizes)[order]
         gaps = starts[1:] - ends[:-1]
         cuts = np.flatnonzero((numbers[1:] != numbers[:-1]) | (gaps < 0) | (gaps > _GAP_BYTES)) + 1
-        for first, stop in itertools.pairwise([0, *cuts.tolist(), len(order)] if len(order) else []):
-            yield self._disk_files[numbers[first]], int(starts[first]), int(ends[stop - 1] - starts[first])
+        for first, stop in itertools.pairwise(
+            [0, *cuts.tolist(), len(order)] if len(order) else []
+        ):
+            yield (
+                self._disk_files[numbers[first]],
+                int(starts[first]),
+                int(ends[stop - 1] - starts[first]),
+            )
 
     def close(self) -> None:
         super().close()

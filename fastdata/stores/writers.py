@@ -102,7 +102,10 @@ class Writer:
             index["offsets"] = len(head) + np.arange(length) * plan.spec.sample_bytes
             size_bytes = len(head) + length * plan.spec.sample_bytes
         else:
-            index["sizes"], index["shapes"] = np.zeros(length, np.int64), np.zeros((length, plan.dimensions), np.int32)
+            index["sizes"], index["shapes"] = (
+                np.zeros(length, np.int64),
+                np.zeros((length, plan.dimensions), np.int32),
+            )
             size_bytes = min(plan.first_bytes, plan.limit_bytes)
         index["used and reserved"] = np.array([0, max(size_bytes, 1)])
         if plan.path is None:
@@ -126,14 +129,25 @@ class Writer:
             CacheError: the disk is full.
             Exception: it cannot be encoded; or the file was opened and is damaged.
         """
-        codec, common, shape, data = self.plan.codec, self.plan.spec.shape, array.shape, np.ascontiguousarray(array)
+        codec, common, shape, data = (
+            self.plan.codec,
+            self.plan.spec.shape,
+            array.shape,
+            np.ascontiguousarray(array),
+        )
         if isinstance(codec, SourceDecoder):
-            shape = common if self.plan.is_certain and common is not None else codec.sample(array.data).shape
+            shape = (
+                common
+                if self.plan.is_certain and common is not None
+                else codec.sample(array.data).shape
+            )
         if common not in (None, shape):
             raise ShapesDifferError(f"sample {row} has shape {shape}, those before it {common}")
         if codec is not None and not isinstance(codec, SourceDecoder):
             data = np.frombuffer(codec.encode(data), np.uint8)
-        start: int = self._columns["offsets"][row].item() if self.plan.is_table else self._take(data.nbytes)
+        start: int = (
+            self._columns["offsets"][row].item() if self.plan.is_table else self._take(data.nbytes)
+        )
         self.file.write(start, data)
         if self._length:
             self._enter(row, start, data, shape)
@@ -157,8 +171,14 @@ class Writer:
             what = "prepared samples of many shapes"
             if codec is not None:
                 is_source = isinstance(codec, SourceDecoder)
-                what = "the files' own bytes" if is_source else f"samples encoded by codec={codec.name!r}"
-            raise MemoryBudgetError(f"{what} need more than the {format_bytes(limit_bytes)} that is free")
+                what = (
+                    "the files' own bytes"
+                    if is_source
+                    else f"samples encoded by codec={codec.name!r}"
+                )
+            raise MemoryBudgetError(
+                f"{what} need more than the {format_bytes(limit_bytes)} that is free"
+            )
         size_bytes = min(end + max(int(self.plan.first_bytes * _GROWTH), 1 << 20), limit_bytes)
         self.file.grow(size_bytes)
         self._columns["used and reserved"][1] = size_bytes
@@ -169,7 +189,11 @@ class Writer:
             if len(shape) != index["shapes"].shape[1]:
                 counts = f"{len(shape)} dimensions, those before it {index['shapes'].shape[1]}"
                 raise ShapesDifferError(f"sample {row} has {counts}")
-            index["offsets"][row], index["sizes"][row], index["shapes"][row] = start, data.nbytes, shape
+            index["offsets"][row], index["sizes"][row], index["shapes"][row] = (
+                start,
+                data.nbytes,
+                shape,
+            )
         if "sums" in index:
             index["sums"][row] = checksum(data.reshape(-1).view(np.uint8))
 
@@ -193,7 +217,11 @@ class Writer:
             self.file.grow(reserved_bytes)  # by other processes so far
             self.file.trim(used_bytes)
         self.file.seal()
-        columns = {name: column[rows] for name, column in self._columns.items() if name != "used and reserved"}
+        columns = {
+            name: column[rows]
+            for name, column in self._columns.items()
+            if name != "used and reserved"
+        }
         self._let_go()
         return FileStore((self.file,), self.plan.spec, ArrayBlock(columns), self.plan.codec)
 
@@ -293,7 +321,9 @@ class LazyFill:
             self._path.write(sample)
         except ShapesDifferError as found:
             index = sample.position
-            cause = ValueError(f"{found}, and fill='lazy' has taken these for the shape of all; use fill='eager'")
+            cause = ValueError(
+                f"{found}, and fill='lazy' has taken these for the shape of all; use fill='eager'"
+            )
             raise sample_error(self._path.source.path(index), index, cause) from None
         except MemoryBudgetError:
             self._is_out_of_room = True
@@ -324,7 +354,9 @@ class LazyStore(Store):
         part: which one it is.
     """
 
-    gives_views = True  # whole samples should be asked for: some may have to be prepared to know their shape
+    gives_views = (
+        True  # whole samples should be asked for: some may have to be prepared to know their shape
+    )
 
     def __init__(self, store: Store, fill: LazyFill, part: int) -> None:
         self._store, self._fill, self._part = store, fill, part

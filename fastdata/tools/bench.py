@@ -148,7 +148,9 @@ def find_transform(words: str | None) -> Any:
         return _transform("rrc", torchvision, crop_px=224, resize_px=256, dtype="float32")
     module, _, name = words.partition(":")
     if not (module and name):
-        raise ValueError(f"--transform {words} is not module:name, as in --transform train:train_transform")
+        raise ValueError(
+            f"--transform {words} is not module:name, as in --transform train:train_transform"
+        )
     sys.path.insert(0, os.getcwd())
     try:
         return getattr(importlib.import_module(module), name)
@@ -162,7 +164,9 @@ def _transform(recipe: str, torchvision: Any, **sizes: Any) -> Any:
     if torchvision is None:
         return tuple(recipe_steps(own_step, recipe, **sizes))
     v1 = torchvision.transforms
-    return v1.Compose(recipe_steps(lambda name, **attributes: getattr(v1, name)(**attributes), recipe, **sizes))
+    return v1.Compose(
+        recipe_steps(lambda name, **attributes: getattr(v1, name)(**attributes), recipe, **sizes)
+    )
 
 
 # Measuring
@@ -186,7 +190,10 @@ def run_bench(options: argparse.Namespace) -> dict[str, Any]:
         paths = choose_images(folder, options.images or 1000)
         bytes_each = sum(map(os.path.getsize, paths)) // len(paths)
         root = os.path.abspath(folder)
-        chosen: dict[str, Any] = {"is_valid_file": frozenset(paths).__contains__, "allow_empty": True}
+        chosen: dict[str, Any] = {
+            "is_valid_file": frozenset(paths).__contains__,
+            "allow_empty": True,
+        }
         bar = stack.enter_context(progress_bar(len(transforms), "measuring", unit="recipe"))
         for name, transform in transforms.items():
             _say(f"measuring {name}")
@@ -222,7 +229,9 @@ def _chosen(options: argparse.Namespace, torchvision: Any, note: str) -> dict[st
     """The transform of each recipe, under its name: those asked for, by default all that can be made."""
     sizes = {"crop_px": options.crop_px, "resize_px": options.resize_px, "dtype": options.dtype}
     if options.crop_px > options.resize_px:
-        raise ValueError(f"--crop {options.crop_px} is larger than the prepared square, --resize {options.resize_px}")
+        raise ValueError(
+            f"--crop {options.crop_px} is larger than the prepared square, --resize {options.resize_px}"
+        )
     known = RECIPES if torchvision else OWN_RECIPES
     names = options.recipe or (() if options.transform else known)
     if not set(names) <= set(known):
@@ -235,7 +244,9 @@ def _chosen(options: argparse.Namespace, torchvision: Any, note: str) -> dict[st
 
 def _prepared(root: str, transform: Any, **options: Any) -> ImageFolder:
     try:
-        return ImageFolder(root, transform, storage="shared", fill="eager", progress=False, **options)
+        return ImageFolder(
+            root, transform, storage="shared", fill="eager", progress=False, **options
+        )
     except MemoryBudgetError as error:
         problem = str(error).partition(". Use ")[0]
         raise MemoryBudgetError(f"{problem}. Use fewer --images or a smaller --resize.") from error
@@ -255,7 +266,9 @@ def _rate(options: argparse.Namespace, kind: Any, dataset: Any, workers: int) ->
     return measure(loader, seconds=_RATE_S, limit_s=4 * _RATE_S).samples_per_s
 
 
-def _in_turns(options: argparse.Namespace, sides: dict[str, Any], workers: dict[str, int]) -> dict[str, Any]:
+def _in_turns(
+    options: argparse.Namespace, sides: dict[str, Any], workers: dict[str, int]
+) -> dict[str, Any]:
     rates: dict[str, Any] = {side: [] for side in sides}
     for _ in range(options.rounds):
         for side, (kind, dataset) in sides.items():
@@ -297,7 +310,9 @@ def table(document: dict[str, Any]) -> Iterator[str]:
     yield f"{files}, {size}; {settings['dtype']}, batch {settings['batch_size']}; {settings['rounds']} rounds in turns"
     yield machine
     yield ""
-    rows = [["images/s, median", vanilla, "fastdata", "ratio", "lowest to highest", "prepare, once", ""]]
+    rows = [
+        ["images/s, median", vanilla, "fastdata", "ratio", "lowest to highest", "prepare, once", ""]
+    ]
     rows += [_row(name, recipe) for name, recipe in recipes.items()]
     workers = map(str, document["num_workers"].values())
     rows.append(["num_workers, the best", *workers, "", "", "", ""])
@@ -334,8 +349,19 @@ def _row(name: str, recipe: dict[str, Any]) -> list[str]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("folder", nargs="?", type=Path, metavar="FOLDER", help="class folders of images; without it images are drawn")
-    add("--images", type=output.positive, metavar="N", help="images at most; by default 1000, or 400 drawn ones")
+    add(
+        "folder",
+        nargs="?",
+        type=Path,
+        metavar="FOLDER",
+        help="class folders of images; without it images are drawn",
+    )
+    add(
+        "--images",
+        type=output.positive,
+        metavar="N",
+        help="images at most; by default 1000, or 400 drawn ones",
+    )
     recipes = "what to measure, several times if need be; by default all of them"
     add("--recipe", action="append", choices=RECIPES, help=recipes)
     add_transform(parser, "alone, or beside each --recipe")
@@ -345,9 +371,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--crop", dest="crop_px", default=224, type=output.positive, metavar="PX", help=crop)
     dtypes = "float32 is normalised; default: %(default)s"
     add("--dtype", choices=("uint8", "float32"), default="uint8", help=dtypes)
-    add("--batch-size", type=output.positive, default=64, metavar="N", help="images in a batch; default: %(default)s")
-    add("--rounds", type=output.positive, default=3, metavar="N", help="measured rounds; default: %(default)s")
-    add("--num-workers", type=int, metavar="N", help="of both loaders; by default the best for each")
+    add(
+        "--batch-size",
+        type=output.positive,
+        default=64,
+        metavar="N",
+        help="images in a batch; default: %(default)s",
+    )
+    add(
+        "--rounds",
+        type=output.positive,
+        default=3,
+        metavar="N",
+        help="measured rounds; default: %(default)s",
+    )
+    add(
+        "--num-workers", type=int, metavar="N", help="of both loaders; by default the best for each"
+    )
     output.add_files(parser, plots=True)
 
 

@@ -19,7 +19,9 @@ from fastdata.tools.export import export_cache
 
 
 def _add_storage_options(parser: argparse.ArgumentParser) -> None:
-    secrets = "JSON of fsspec's options for URLs, such as credentials, which must not stand in a command"
+    secrets = (
+        "JSON of fsspec's options for URLs, such as credentials, which must not stand in a command"
+    )
     parser.add_argument("--storage-options", type=_json, metavar="FILE", help=secrets)
 
 
@@ -37,18 +39,36 @@ def add_build(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("folder", type=Path, metavar="FOLDER", help="class folders of images")
     add("cache", type=Path, metavar="CACHE", help="folder that keeps caches")
-    add("--resize", type=output.positive, metavar="PX", help="length of the shorter side; default: as it is")
-    add("--crop", type=output.positive, metavar="PX", help="side of the square cut out of the centre; default: all")
+    add(
+        "--resize",
+        type=output.positive,
+        metavar="PX",
+        help="length of the shorter side; default: as it is",
+    )
+    add(
+        "--crop",
+        type=output.positive,
+        metavar="PX",
+        help="side of the square cut out of the centre; default: all",
+    )
     codecs = ("auto", "source", *KNOWN_CODECS)
-    add("--codec", choices=codecs, default="auto", help="default: auto, which is raw where the disk has room")
+    add(
+        "--codec",
+        choices=codecs,
+        default="auto",
+        help="default: auto, which is raw where the disk has room",
+    )
     on_error = "what to do with a file that is no image; default: %(default)s"
     add("--on-error", choices=("raise", "skip"), default="raise", help=on_error)
-    add("--num-workers", type=output.positive, metavar="N", help="processes; by default all usable cores")
+    add(
+        "--num-workers",
+        type=output.positive,
+        metavar="N",
+        help="processes; by default all usable cores",
+    )
     engines = "what prepares: this machine, or a Ray cluster (extra: ray); default: %(default)s"
     add("--engine", choices=("local", "ray"), default="local", help=engines)
-    sizes = (
-        "write shards of about this size, such as 256MiB; a build that was stopped goes on after those that are done"
-    )
+    sizes = "write shards of about this size, such as 256MiB; a stopped build goes on after those that are done"
     add("--shard-size", dest="shard_bytes", metavar="SIZE", help=sizes)
     _add_storage_options(parser)
 
@@ -67,7 +87,9 @@ def build(options: argparse.Namespace) -> int:
 
 
 def add_inspect(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("cache", type=Path, metavar="CACHE", help="a cache, or a folder that keeps caches")
+    parser.add_argument(
+        "cache", type=Path, metavar="CACHE", help="a cache, or a folder that keeps caches"
+    )
     marks = "read every sample and mark damaged ones, which the next run prepares anew"
     parser.add_argument("--verify", action="store_true", help=marks)
     _add_storage_options(parser)
@@ -112,7 +134,9 @@ def export(options: argparse.Namespace) -> int:
 
 def add_prune(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("cache", type=Path, metavar="CACHE", help="folder that keeps caches")
-    parser.add_argument("--gone", action="store_true", help="also caches of folders that are not there now")
+    parser.add_argument(
+        "--gone", action="store_true", help="also caches of folders that are not there now"
+    )
     parser.add_argument("--dry-run", action="store_true", help="only say what would go")
 
 

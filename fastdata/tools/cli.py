@@ -27,7 +27,10 @@ COMMANDS = {
         bench.add_arguments,
         bench.run,
         "measure published recipes on your images: torchvision and torch against fastdata, in turns",
-        ("fastdata bench", "fastdata bench imagenet/train --recipe rrc --dtype float32 --json bench.json"),
+        (
+            "fastdata bench",
+            "fastdata bench imagenet/train --recipe rrc --dtype float32 --json bench.json",
+        ),
     ),
     "tune": Command(
         tune.add_arguments,
@@ -48,7 +51,10 @@ COMMANDS = {
         diagnose.add_arguments,
         diagnose.run,
         "run a training script for some batches and say what limits it; words after its name are its own",
-        ("fastdata diagnose train.py --epochs 1", "fastdata diagnose --batches 300 --plot steps.png train.py"),
+        (
+            "fastdata diagnose train.py --epochs 1",
+            "fastdata diagnose --batches 300 --plot steps.png train.py",
+        ),
     ),
     "build": Command(
         caches.add_build,
@@ -108,7 +114,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="fastdata", description="Image batches for PyTorch at memory speed.")
+    parser = argparse.ArgumentParser(
+        prog="fastdata", description="Image batches for PyTorch at memory speed."
+    )
     version = f"fastdata {output.version('fastdata') or '(not installed)'}"
     parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")

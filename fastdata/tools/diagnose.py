@@ -48,7 +48,15 @@ from fastdata.machine.memory import (
 from fastdata.pixels.steps import flatten as flatten_steps
 from fastdata.report import EngineKind
 from fastdata.tools import output
-from fastdata.tools.measure import EndlessOrder, Rate, apart, differs, measure, stored_bytes, undisturbed_generators
+from fastdata.tools.measure import (
+    EndlessOrder,
+    Rate,
+    apart,
+    differs,
+    measure,
+    stored_bytes,
+    undisturbed_generators,
+)
 from fastdata.tools.verdict import Diagnosis, Figures, Part, Trial, name_limit
 
 Costs = npt.NDArray[np.float64]
@@ -93,21 +101,37 @@ def diagnose(
     if batches < 2:
         raise ValueError(f"batches={batches}: at least 2 are needed, the first one is not counted")
     target = _behind(loader)
-    move = None if device is None or target is not loader else partial(_moved, device=torch.device(device))
+    move = (
+        None
+        if device is None or target is not loader
+        else partial(_moved, device=torch.device(device))
+    )
     inner = getattr(getattr(target, "batch_sampler", None), "sampler", None)
-    owners = (getattr(owner, "generator", None) for owner in (target, getattr(target, "sampler", None), inner))
+    owners = (
+        getattr(owner, "generator", None)
+        for owner in (target, getattr(target, "sampler", None), inner)
+    )
     prepared = target.report().prepared if isinstance(target, DataLoader) else 1.0
     had_workers = getattr(target, "_iterator", None) is not None
-    with undisturbed_generators(), undisturbed(*(own for own in owners if isinstance(own, torch.Generator))):
+    with (
+        undisturbed_generators(),
+        undisturbed(*(own for own in owners if isinstance(own, torch.Generator))),
+    ):
         figures, batch = run_loop(loader, step, move, batches)
         if not had_workers and getattr(target, "_iterator", None) is not None:
-            target._iterator = None  # of workers that persist: the user's first epoch starts its own
-        figures = replace(figures, prepared=prepared, model_per_s=_model_rate(step, batch) if step else None)
+            target._iterator = (
+                None  # of workers that persist: the user's first epoch starts its own
+            )
+        figures = replace(
+            figures, prepared=prepared, model_per_s=_model_rate(step, batch) if step else None
+        )
         del batch
         return Diagnosis(_examine(figures, loader))
 
 
-def diagnose_script(path: str | PathLike[str], arguments: Sequence[str] = (), *, batches: int = 100) -> Diagnosis:
+def diagnose_script(
+    path: str | PathLike[str], arguments: Sequence[str] = (), *, batches: int = 100
+) -> Diagnosis:
     """Run a training script and say where the time of its loop goes.
 
     The script runs in this process as ``__main__``, until a loop over one of its loaders has had ``batches`` batches,
@@ -139,9 +163,13 @@ def diagnose_script(path: str | PathLike[str], arguments: Sequence[str] = (), *,
             if not any(loop.batches > 1 for loop in loops.values()):
                 raise
             notes.append(f"the script has ended with {type(end).__name__}: {end}")
-        loop = max(loops.values(), key=lambda one: one.times.wait_s + one.times.busy_s, default=None)
+        loop = max(
+            loops.values(), key=lambda one: one.times.wait_s + one.times.busy_s, default=None
+        )
         if loop is None or loop.batches < 2:
-            raise ValueError(f"{path} has no loop over a torch DataLoader of two batches or more: nothing to diagnose")
+            raise ValueError(
+                f"{path} has no loop over a torch DataLoader of two batches or more: nothing to diagnose"
+            )
         if torch.cuda.is_initialized():
             notes.append("the wait is the loop's own: the GPU may have had queued work meanwhile")
         figures = _figures(loop, step_s=loop.times.busy_s, notes=tuple(notes))
@@ -186,7 +214,9 @@ class TimedLoop:
         return self.over(iter(self.loader))
 
     def over(self, iterator: Any) -> Iterator[Any]:
-        self.times = LoopTimes(self.times.wait_s, self.times.busy_s)  # what lies between two epochs is no step
+        self.times = LoopTimes(
+            self.times.wait_s, self.times.busy_s
+        )  # what lies between two epochs is no step
         while True:
             asked_at = self.times.ask()
             if self.batches == self._most_batches:
@@ -212,7 +242,9 @@ class _EnoughError(BaseException):
 @contextlib.contextmanager
 def _timed_loaders(loops: dict[int, TimedLoop], batches: int) -> Iterator[None]:
     """Time all loops over loaders; of a prefetcher and the loader that it reads in a thread, the prefetcher's."""
-    kinds: dict[Any, Any] = {kind: kind.__iter__ for kind in (TorchDataLoader, DataLoader, CudaPrefetcher)}
+    kinds: dict[Any, Any] = {
+        kind: kind.__iter__ for kind in (TorchDataLoader, DataLoader, CudaPrefetcher)
+    }
     inside: list[Any] = []
 
     def timed(begin: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -224,7 +256,9 @@ def _timed_loaders(loops: dict[int, TimedLoop], batches: int) -> Iterator[None]:
                 iterator = begin(loader)
             finally:
                 inside.clear()
-            loop = loops.setdefault(id(_behind(loader)), TimedLoop(loader, batches))  # prefetchers may be made anew
+            loop = loops.setdefault(
+                id(_behind(loader)), TimedLoop(loader, batches)
+            )  # prefetchers may be made anew
             return loop.over(iterator)
 
         return timed_iter
@@ -246,7 +280,9 @@ def lightning_callback() -> Any:
     names = ("lightning.pytorch", "pytorch_lightning")
     base: Any = next((sys.modules[name].Callback for name in names if name in sys.modules), None)
     if base is None:
-        raise ImportError("neither lightning nor pytorch_lightning is imported yet: import the one that you train with")
+        raise ImportError(
+            "neither lightning nor pytorch_lightning is imported yet: import the one that you train with"
+        )
 
     class LoopTimer(base):  # type: ignore[misc]  # whose base is known when it runs
         def __init__(self) -> None:
@@ -292,7 +328,9 @@ def run_loop(loader: Any, step: Any, move: Any, batches: int) -> tuple[Figures, 
         elif step is not None:
             step(batch)
     if loop.batches < 2:
-        raise ValueError(f"the loader gave {loop.batches} batches, and a diagnosis needs 2: the first one is left out")
+        raise ValueError(
+            f"the loader gave {loop.batches} batches, and a diagnosis needs 2: the first one is left out"
+        )
     loop.times.ask()
     copied_s = 0.0
     if isinstance(loader, CudaPrefetcher):
@@ -313,7 +351,9 @@ def _busy_share(events: list[tuple[Any, Any]]) -> float | None:
     return float(busy_ms / first.elapsed_time(last))
 
 
-def _figures(loop: TimedLoop, *, step_s: float, move_s: float = 0.0, copied_s: float = 0.0, **more: Any) -> Figures:
+def _figures(
+    loop: TimedLoop, *, step_s: float, move_s: float = 0.0, copied_s: float = 0.0, **more: Any
+) -> Figures:
     count = loop.batches - 1
     return Figures(
         batches=count,
@@ -353,7 +393,9 @@ def _examine(figures: Figures, loader: Any) -> Figures:
     figures = replace(figures, is_prefetched=target is not loader)
     notes = list(figures.notes)
     if not isinstance(target, TorchDataLoader):
-        notes.append(f"{kind_of(target)} is no torch DataLoader: what it costs to make a batch is not measured")
+        notes.append(
+            f"{kind_of(target)} is no torch DataLoader: what it costs to make a batch is not measured"
+        )
         return replace(figures, notes=tuple(notes))
     engine: EngineKind = "process" if target.num_workers else "inline"
     if isinstance(target, DataLoader):
@@ -379,7 +421,9 @@ def _noting(notes: list[str], what: str) -> Iterator[None]:
         yield
     except Exception as error:  # noqa: BLE001  # of the user's code, under settings that they did not ask for
         first = f"{error}".partition("\n")[0]
-        notes.append(f"not measured: {what}: {type(error).__name__}: {shorten(first, 160, placeholder=' ...')}")
+        notes.append(
+            f"not measured: {what}: {type(error).__name__}: {shorten(first, 160, placeholder=' ...')}"
+        )
 
 
 def _imports(loader: Any) -> str:
@@ -391,7 +435,9 @@ def _imports(loader: Any) -> str:
 
 def _rate(loader: Any, to_beat: Rate | None = None, **changes: Any) -> Rate:
     def work() -> Rate:
-        return measure(_variant(loader, **changes), seconds=_RATE_S, limit_s=6 * _RATE_S, to_beat=to_beat)
+        return measure(
+            _variant(loader, **changes), seconds=_RATE_S, limit_s=6 * _RATE_S, to_beat=to_beat
+        )
 
     return apart(work, limit_s=_PATIENCE_S)
 
@@ -421,7 +467,9 @@ def _trials(loader: Any, base: Rate, figures: Figures, notes: list[str]) -> Iter
     for count, kind in counts:
         with _noting(notes, f"num_workers={count}"):
             rate = _rate(loader, base, num_workers=count)
-            if rate.samples_per_s > base.samples_per_s and _is_sure(rate, base):  # and not for what others did
+            if rate.samples_per_s > base.samples_per_s and _is_sure(
+                rate, base
+            ):  # and not for what others did
                 rate += _rate(loader, num_workers=count)
             yield _trial(f"num_workers={count}", kind, rate, base)
     is_kept = isinstance(loader.dataset, PreparedDataset) and loader.dataset.storage != "none"
@@ -431,7 +479,13 @@ def _trials(loader: Any, base: Rate, figures: Figures, notes: list[str]) -> Iter
 
 
 def _trial(name: str, kind: Any, rate: Rate, base: Rate, needs: str = "") -> Trial:
-    return Trial(name=name, kind=kind, samples_per_s=rate.samples_per_s, is_sure=_is_sure(rate, base), needs=needs)
+    return Trial(
+        name=name,
+        kind=kind,
+        samples_per_s=rate.samples_per_s,
+        is_sure=_is_sure(rate, base),
+        needs=needs,
+    )
 
 
 def _is_sure(rate: Rate, base: Rate) -> bool:
@@ -448,7 +502,9 @@ def _kept_trial(loader: Any, base: Rate, figures: Figures) -> Iterator[Trial]:
     index = range(0, length, max(1, length // count))[:count]
     budget = budget_bytes(available_bytes())
     for storage in ("shared", "compressed"):
-        rate, bytes_each = apart(partial(_rate_when_kept, loader, storage, index), limit_s=_PATIENCE_S)
+        rate, bytes_each = apart(
+            partial(_rate_when_kept, loader, storage, index), limit_s=_PATIENCE_S
+        )
         need = int(bytes_each * length)
         if need <= budget.bytes:
             needs = f"all {length:,} samples need about {format_bytes(need)}, and {budget}"
@@ -463,7 +519,9 @@ def _rate_when_kept(loader: Any, storage: Any, index: Sequence[int]) -> tuple[Ra
         kept = prepared_anew(dataset, index, storage=storage, codec="auto")
     else:
         some = Subset(_under(dataset, None), list(index))
-        kept = CachedDataset(some, transform=_transform_of(dataset), storage=storage, progress=False)
+        kept = CachedDataset(
+            some, transform=_transform_of(dataset), storage=storage, progress=False
+        )
     other: Any = DataLoader(
         kept,
         loader.batch_size,
@@ -525,7 +583,9 @@ class _Watched:
     """A transform that adds up what its steps cost."""
 
     def __init__(self, transform: Any, spent: dict[Any, Costs]) -> None:
-        self._steps = [((number, _text(step)), step) for number, step in enumerate(flatten_steps(transform))]
+        self._steps = [
+            ((number, _text(step)), step) for number, step in enumerate(flatten_steps(transform))
+        ]
         self._spent = spent
 
     def __call__(self, sample: Any) -> Any:
@@ -560,7 +620,9 @@ def _under(dataset: Any, transform: Any) -> Any:
         other.dataset = _under(dataset.dataset, transform)
     elif hasattr(dataset, "transform"):
         other.transform = transform
-    if getattr(dataset, "transforms", None) is not None:  # torchvision's StandardTransform, which holds the same one
+    if (
+        getattr(dataset, "transforms", None) is not None
+    ):  # torchvision's StandardTransform, which holds the same one
         other.transforms = copy.copy(dataset.transforms)
         other.transforms.transform = transform
     return other
@@ -586,7 +648,9 @@ def _parts_of_batches(dataset: PreparedDataset) -> Iterator[Part]:
         names = []
 
 
-def _batched(dataset: PreparedDataset, steps: tuple[Any, ...], count: int) -> PreparedDataset | None:
+def _batched(
+    dataset: PreparedDataset, steps: tuple[Any, ...], count: int
+) -> PreparedDataset | None:
     """The dataset under its first steps, and under one of the others that makes tensors where they do not."""
     for last in ((), *((step,) for step in steps[count:])):
         other = dataset.with_transform((*steps[:count], *last))  # type: ignore[arg-type]
@@ -606,28 +670,38 @@ def _seconds(work: Callable[[], Any]) -> float:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     output.add_files(parser, plots=True)
-    parser.add_argument("--batches", type=output.positive, default=100, metavar="N", help="to measure; default: 100")
+    parser.add_argument(
+        "--batches", type=output.positive, default=100, metavar="N", help="to measure; default: 100"
+    )
     parser.add_argument("script", type=Path, metavar="SCRIPT", help="the script that trains")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="the script's arguments")
+    parser.add_argument(
+        "arguments", nargs=argparse.REMAINDER, metavar="...", help="the script's arguments"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
     script = options.script
     if not script.is_file():
-        raise FileNotFoundError(f"{script} is no file: give the script that trains, then its own arguments")
+        raise FileNotFoundError(
+            f"{script} is no file: give the script that trains, then its own arguments"
+        )
     try:
         diagnosis = diagnose_script(script, options.arguments, batches=options.batches)
     except SystemExit as end:
         if end.code:
             raise
-        raise ValueError(f"{script} has ended before it read two batches of a torch DataLoader") from end
+        raise ValueError(
+            f"{script} has ended before it read two batches of a torch DataLoader"
+        ) from end
     except Exception as error:
         frame = error.__traceback__
         while frame and frame.tb_frame.f_code.co_filename != str(script):
             frame = frame.tb_next
         if frame is None and not isinstance(error, SyntaxError):
             raise
-        traceback.print_exception(type(error), error, frame)  # the user's own code, from its first line on
+        traceback.print_exception(
+            type(error), error, frame
+        )  # the user's own code, from its first line on
         return 1
     print(diagnosis)
     output.keep(diagnosis.as_dict(), options, diagnosis.plot)

@@ -56,7 +56,9 @@ class MachineReport:
         width = max(len(check.name) for check in self.checks)
         lines = []
         for check in self.checks:
-            lines.append(f"{'!' if check.is_problem else ' '} {check.name.ljust(width)}  {check.found}")
+            lines.append(
+                f"{'!' if check.is_problem else ' '} {check.name.ljust(width)}  {check.found}"
+            )
             if check.advice:
                 lines.append(f"  {' ' * width}  -> {check.advice}")
         count = f"{self.problems or 'no'} problem{'s' * (self.problems != 1)}"
@@ -73,7 +75,10 @@ def examine_machine(
     cores = memory.usable_cores(root=cgroup_root, table=cgroup_table)
     affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores + 1
     available = memory.available_bytes(root=cgroup_root, table=cgroup_table)
-    method = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
+    method = (
+        multiprocessing.get_start_method(allow_none=True)
+        or multiprocessing.get_all_start_methods()[0]
+    )
     checks = [
         check_cores(usable=cores, machine=os.cpu_count() or cores, affinity=affinity),
         check_threads(torch.get_num_threads(), cores=cores, omp=os.environ.get("OMP_NUM_THREADS")),
@@ -107,13 +112,18 @@ def check_threads(threads: int, *, cores: int, omp: str | None) -> Check:
     22 with eight and 20 to 18 with sixteen.
     """
     found = f"{threads} for an operation{f' (OMP_NUM_THREADS={omp})' if omp else ''}"
-    advice = f"export OMP_NUM_THREADS={cores}: more threads than usable cores wait for each other" * (threads > cores)
+    advice = (
+        f"export OMP_NUM_THREADS={cores}: more threads than usable cores wait for each other"
+        * (threads > cores)
+    )
     return Check("torch threads", found, advice)
 
 
 def check_memory(budget: Budget) -> Check:
     if budget.bytes:
-        return Check("memory", f"{budget}: {budget.bytes // (256 * 256 * 3):,} images of 256x256, raw")
+        return Check(
+            "memory", f"{budget}: {budget.bytes // (256 * 256 * 3):,} images of 256x256, raw"
+        )
     bound = "give the container or job more" if budget.limited_by == "cgroup limit" else "free some"
     advice = f"no image can be kept in memory: {bound}, or keep them on disk (cache_dir=)"
     return Check("memory", str(budget), advice, True)
@@ -121,7 +131,9 @@ def check_memory(budget: Budget) -> Check:
 
 def check_shm(*, size_bytes: int, free_bytes: int) -> Check:
     """A batch of 256 float32 images of 224x224 is 147 MiB, and torch's loader keeps two for each worker there."""
-    found = f"{format_bytes(free_bytes)} of {format_bytes(size_bytes)} free" if size_bytes else "none"
+    found = (
+        f"{format_bytes(free_bytes)} of {format_bytes(size_bytes)} free" if size_bytes else "none"
+    )
     advice = "fastdata does not need it; for worker processes of torch's own loader: docker run --shm-size=8g"
     return Check("/dev/shm", found, advice * (free_bytes < 1 << 30))
 
@@ -130,13 +142,21 @@ def check_shared_memory(*, is_memfd: bool, obstacle: str) -> Check:
     found = "memfd" if is_memfd else "temporary files: this system has no memfd"
     if not obstacle:
         return Check("shared memory", found)
-    advice = "allow memfd_create (a container's seccomp profile)" if is_memfd else "give TMPDIR a folder with room"
+    advice = (
+        "allow memfd_create (a container's seccomp profile)"
+        if is_memfd
+        else "give TMPDIR a folder with room"
+    )
     return Check("shared memory", f"{found}: {obstacle}", advice, True)
 
 
 def check_locked(limit_bytes: int | None, *, has_infiniband: bool) -> Check:
     """What CUDA pins is locked by its driver, which does not ask for this limit; InfiniBand's drivers do."""
-    found = "unlimited" if limit_bytes is None else f"{format_bytes(limit_bytes)}; what CUDA pins does not count"
+    found = (
+        "unlimited"
+        if limit_bytes is None
+        else f"{format_bytes(limit_bytes)}; what CUDA pins does not count"
+    )
     advice = "ulimit -l unlimited (docker run --ulimit memlock=-1): NCCL over InfiniBand needs it"
     return Check("locked memory", found, advice * (has_infiniband and limit_bytes is not None))
 
@@ -162,7 +182,9 @@ def check_start_method(method: str) -> Check:
 def _limits(cores: int) -> Iterator[Check]:
     if sys.platform == "linux":
         usage = shutil.disk_usage("/dev/shm") if os.path.isdir("/dev/shm") else None
-        yield check_shm(size_bytes=usage.total if usage else 0, free_bytes=usage.free if usage else 0)
+        yield check_shm(
+            size_bytes=usage.total if usage else 0, free_bytes=usage.free if usage else 0
+        )
     obstacle = ""
     try:
         Block.create(1).close()
@@ -178,7 +200,9 @@ def _limits(cores: int) -> Iterator[Check]:
 
 
 def _bounds(kind: int) -> list[int | None]:
-    return [None if bound == resource.RLIM_INFINITY else bound for bound in resource.getrlimit(kind)]
+    return [
+        None if bound == resource.RLIM_INFINITY else bound for bound in resource.getrlimit(kind)
+    ]
 
 
 # Libraries
@@ -211,7 +235,10 @@ def check_torchvision(version: str | None, *, torch_version: str, obstacle: str)
 
 def _libraries() -> Iterator[Check]:
     versions = output.versions()
-    named = ", ".join(f"{name} {versions[name] or '-'}" for name in ("python", "fastdata", "numpy", "lz4", "zstandard"))
+    named = ", ".join(
+        f"{name} {versions[name] or '-'}"
+        for name in ("python", "fastdata", "numpy", "lz4", "zstandard")
+    )
     yield Check("versions", named)
     obstacle = core.obstacle()
     level = "-" if obstacle else Path(core.load()._name).stem[-1]
@@ -224,7 +251,9 @@ def _libraries() -> Iterator[Check]:
         importlib.import_module("torchvision")
     except (ImportError, OSError, RuntimeError) as error:
         problem = str(error)
-    yield check_torchvision(versions["torchvision"], torch_version=torch.__version__, obstacle=problem)
+    yield check_torchvision(
+        versions["torchvision"], torch_version=torch.__version__, obstacle=problem
+    )
 
 
 # Devices
@@ -244,17 +273,20 @@ def check_torch(
     said: str,  # by torch, when it was asked for devices
 ) -> Check:
     setting = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible!r})"
-    found = (
-        f"{version}, built for {toolkit or 'the CPU only'}; sees {devices or 'no'} GPU{'s' * (devices > 1)}{setting}"
-    )
+    built = f"{version}, built for {toolkit or 'the CPU only'}"
+    found = f"{built}; sees {devices or 'no'} GPU{'s' * (devices > 1)}{setting}"
     if devices or not driver:
         return Check("torch", found if devices else f"{found}, and no NVIDIA driver is loaded")
     found += f", but the NVIDIA driver {driver} is loaded"
     if not nodes:
-        advice = "this process is shown no device: docker run --gpus all, or ask the scheduler for one"
+        advice = (
+            "this process is shown no device: docker run --gpus all, or ask the scheduler for one"
+        )
         return Check("torch", found, advice)
     if visible is not None and not re.match(r"\s*(\d|GPU-|MIG-)", visible):
-        return Check("torch", found, "unset CUDA_VISIBLE_DEVICES, which hides them, to train on them")
+        return Check(
+            "torch", found, "unset CUDA_VISIBLE_DEVICES, which hides them, to train on them"
+        )
     kind, _, toolkit_version = toolkit.partition(" ")
     least = LEAST_DRIVERS.get(toolkit_version.partition(".")[0], 0)
     advice = said or "nvidia-smi and python -m torch.utils.collect_env show both sides"
@@ -265,7 +297,9 @@ def check_torch(
     return Check("torch", found, advice, True)
 
 
-def check_gpu(number: int, name: str, *, total_bytes: int, free_bytes: int, busy_percent: int | None) -> Check:
+def check_gpu(
+    number: int, name: str, *, total_bytes: int, free_bytes: int, busy_percent: int | None
+) -> Check:
     """What other programs take of a GPU; ``busy_percent`` is None where nobody counts."""
     busy = "" if busy_percent is None else f", {busy_percent} % busy"
     found = f"{name}, {format_bytes(free_bytes)} of {format_bytes(total_bytes)} free{busy}"
@@ -307,8 +341,12 @@ def _devices() -> Iterator[Check]:
     )
     if devices and torch.version.cuda:
         yield from _gpus()
-    gpus = [Path("/sys/bus/pci/devices", path.name, "numa_node") for path in table.parent.glob("gpus/*")]
-    gpu_nodes = {int(path.read_text()) for path in gpus if path.exists()} - {-1}  # which says that there are no nodes
+    gpus = [
+        Path("/sys/bus/pci/devices", path.name, "numa_node") for path in table.parent.glob("gpus/*")
+    ]
+    gpu_nodes = {int(path.read_text()) for path in gpus if path.exists()} - {
+        -1
+    }  # which says that there are no nodes
     cores = os.sched_getaffinity(0) if gpu_nodes else ()
     folders = [Path(f"/sys/devices/system/cpu/cpu{core}") for core in cores]
     core_nodes = {int(node.name[4:]) for folder in folders for node in folder.glob("node*")}
@@ -320,7 +358,9 @@ def _gpus() -> Iterator[Check]:
     """Each of the machine's GPUs, hidden ones too, asked without opening it."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # an older package of the same name says that it is deprecated
+            warnings.simplefilter(
+                "ignore"
+            )  # an older package of the same name says that it is deprecated
             nvml = importlib.import_module("pynvml")
     except ImportError:
         advice = "pip install nvidia-ml-py, to see their memory and use, here and in training"
@@ -335,7 +375,9 @@ def _gpus() -> Iterator[Check]:
         except nvml.NVMLError:  # a GPU that is cut into instances counts nothing
             busy = None
         name = name if isinstance(name, str) else name.decode()
-        yield check_gpu(number, name, total_bytes=size.total, free_bytes=size.free, busy_percent=busy)
+        yield check_gpu(
+            number, name, total_bytes=size.total, free_bytes=size.free, busy_percent=busy
+        )
     nvml.nvmlShutdown()
 
 

@@ -91,18 +91,28 @@ def export_cache(
     folder = Path(out).expanduser().absolute()
     limit_bytes = parse_bytes(shard_size, of=1 << 40)
     if quality is not None and (image_format == "png" or not 1 <= quality <= 100):
-        raise ValueError(f"quality={quality} is for image_format='jpeg' or 'webp', from 1 to 100; PNG is lossless")
+        raise ValueError(
+            f"quality={quality} is for image_format='jpeg' or 'webp', from 1 to 100; PNG is lossless"
+        )
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise FileExistsError(f"{folder} is there and not empty; give a folder that is to be made")
     lossless = image_format == "png" or (image_format == "webp" and quality is None)
     options: dict[str, Any] = {"lossless": True} if lossless else {"quality": quality or 95}
     part = folder.with_name(f".{folder.name}.{os.getpid()}.part")
-    with CachedDataset.from_cache(cache, as_tensors=True, storage_options=storage_options) as dataset:
+    with CachedDataset.from_cache(
+        cache, as_tensors=True, storage_options=storage_options
+    ) as dataset:
         samples = _Samples.of(dataset, image_format, {} if image_format == "png" else options)
-        write = _write_folder(samples, part) if to == "folder" else _write_tars(samples, part, limit_bytes)
+        write = (
+            _write_folder(samples, part)
+            if to == "folder"
+            else _write_tars(samples, part, limit_bytes)
+        )
         try:
             part.mkdir(parents=True)
-            with progress_bar(len(dataset), f"exporting {len(dataset):,} images", enabled=progress) as bar:
+            with progress_bar(
+                len(dataset), f"exporting {len(dataset):,} images", enabled=progress
+            ) as bar:
                 for count in write:
                     bar.update(count)
             if folder.exists():
@@ -129,7 +139,9 @@ class _Samples:
         assert kept is not None
         if kept.is_tuple or kept.target_is_part or kept.mask_places:
             what = "several parts" if kept.is_tuple else "images as targets"
-            raise ValueError(f"samples with {what}, such as masks, are not exported; read them by from_cache instead")
+            raise ValueError(
+                f"samples with {what}, such as masks, are not exported; read them by from_cache instead"
+            )
         targets = [_plain(target) for target in dataset.targets]
         classes: list[str] = getattr(dataset, "classes", [])
         if not all(type(target) is int and 0 <= target < len(classes) for target in targets):
@@ -155,7 +167,9 @@ class _Samples:
             pixels = np.asarray(self.kept.sample(index))
             if spec.form == "array" and pixels.ndim == 3 and pixels.shape[-1] in (1, 3, 4):
                 pixels = pixels.transpose(2, 0, 1)
-            return encode_image(pixels[None] if pixels.ndim == 2 else pixels, self.kind, **self.options)
+            return encode_image(
+                pixels[None] if pixels.ndim == 2 else pixels, self.kind, **self.options
+            )
         except SampleError:
             raise
         except (TypeError, ValueError, OSError, LookupError) as cause:
@@ -196,7 +210,9 @@ def _write_tars(samples: _Samples, folder: Path, limit_bytes: int) -> Iterator[i
         (folder / "classes.json").write_text(json.dumps(samples.classes, indent=1), "utf-8")
     ending = "cls" if samples.are_numbers else "json"
     for number, shard in groupby(_numbered(samples, limit_bytes), itemgetter(0)):
-        with tarfile.open(folder / f"shard-{number:06}.tar", "w", format=tarfile.USTAR_FORMAT) as tar:
+        with tarfile.open(
+            folder / f"shard-{number:06}.tar", "w", format=tarfile.USTAR_FORMAT
+        ) as tar:
             for _, (index, image, target) in shard:
                 _add(tar, f"{index:08}.{_ENDINGS[samples.kind]}", image)
                 _add(tar, f"{index:08}.{ending}", _json(index, target))
@@ -225,4 +241,6 @@ def _json(index: int, target: Any) -> bytes:
     try:
         return json.dumps(target).encode()
     except (TypeError, ValueError) as cause:
-        raise ValueError(f"the target of sample {index} cannot be written as JSON: {cause}") from cause
+        raise ValueError(
+            f"the target of sample {index} cannot be written as JSON: {cause}"
+        ) from cause

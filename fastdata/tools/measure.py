@@ -45,7 +45,9 @@ _left_open: list[Any] | None = None
 class Rate:
     """Samples a second of a loader without a model, with the slices of time that say how certain that is."""
 
-    slices: tuple[tuple[int, float], ...] = ()  # samples and seconds; what came before them is left out
+    slices: tuple[
+        tuple[int, float], ...
+    ] = ()  # samples and seconds; what came before them is left out
     memory_bytes: int = 0  # of this process and all below it at the end (PSS)
     is_cut: bool = False  # ended early: it could not reach the rate to beat
 
@@ -85,7 +87,9 @@ def differs(one: Rate, other: Rate) -> bool:
     return distance > quantile * math.sqrt(variance)
 
 
-def measure(loader: Iterable[Any], *, seconds: float, limit_s: float = math.inf, to_beat: Rate | None = None) -> Rate:
+def measure(
+    loader: Iterable[Any], *, seconds: float, limit_s: float = math.inf, to_beat: Rate | None = None
+) -> Rate:
     """Loop over a loader, epoch after epoch, until it has been measured for ``seconds`` and in three slices.
 
     What its workers need to start, and what they have read ahead by then, is left out. A slice is of equally many
@@ -132,7 +136,10 @@ def _slices(loader: Any, slice_s: float) -> Iterator[tuple[int, float]]:
                 continue
             if is_warm:
                 has_slices = True
-                yield samples, now - since  # what its taker does counts: meanwhile workers read ahead
+                yield (
+                    samples,
+                    now - since,
+                )  # what its taker does counts: meanwhile workers read ahead
             else:  # until nothing is left of what was read while workers started
                 is_warm = count >= ahead or (count > turns and now - since >= slice_s)
             total += samples
@@ -148,7 +155,9 @@ def _is_hopeless(rate: Rate, to_beat: Rate) -> bool:
     if len(rate.slices) < 2 or rate.samples_per_s >= to_beat.samples_per_s:
         return False
     best = max(samples / seconds for samples, seconds in rate.slices)
-    return best * _HOPELESS < to_beat.samples_per_s or (len(rate.slices) >= _LEAST_SLICES and differs(rate, to_beat))
+    return best * _HOPELESS < to_beat.samples_per_s or (
+        len(rate.slices) >= _LEAST_SLICES and differs(rate, to_beat)
+    )
 
 
 class EndlessOrder(Sampler[int]):
@@ -192,7 +201,9 @@ def apart(work: Callable[[], _T], *, limit_s: float) -> _T:
             return work()
     available_bytes()  # imports what its threads would import while it forks
     receiving, sending = multiprocessing.Pipe(duplex=False)
-    process: Any = multiprocessing.get_context("fork").Process(target=_answer, args=(work, sending, receiving))
+    process: Any = multiprocessing.get_context("fork").Process(
+        target=_answer, args=(work, sending, receiving)
+    )
     process.start()
     with contextlib.suppress(OSError):  # here and there: whoever comes first
         os.setpgid(process.pid, process.pid)
@@ -203,7 +214,9 @@ def apart(work: Callable[[], _T], *, limit_s: float) -> _T:
         has_failed, outcome = pickle.loads(receiving.recv_bytes())
     except EOFError:
         process.join()
-        raise RuntimeError(f"the measuring process has ended with exit code {process.exitcode}") from None
+        raise RuntimeError(
+            f"the measuring process has ended with exit code {process.exitcode}"
+        ) from None
     finally:
         receiving.close()
         _end(process)

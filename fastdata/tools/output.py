@@ -29,7 +29,9 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def add_files(parser: argparse.ArgumentParser, *, plots: bool = False) -> None:
-    parser.add_argument("--json", type=Path, metavar="FILE", help="keep every figure, with versions")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="keep every figure, with versions"
+    )
     if plots:
         parser.add_argument("--plot", type=Path, metavar="FILE", help="draw a chart (extra: plot)")
 
@@ -49,7 +51,11 @@ def check_files(options: argparse.Namespace) -> None:
         import_matplotlib()
 
 
-def keep(document: dict[str, Any], options: argparse.Namespace, plot: Callable[[Path], object] | None = None) -> None:
+def keep(
+    document: dict[str, Any],
+    options: argparse.Namespace,
+    plot: Callable[[Path], object] | None = None,
+) -> None:
     """Write the files that were asked for: figures with the versions and the machine that they are of, and a chart."""
     if options.json:
         facts = {"versions": versions(), "machine": machine_facts()}
@@ -87,7 +93,9 @@ def import_matplotlib() -> Any:
         raise ImportError(message) from error
 
 
-def bars(file: Path | str, rows: Sequence[tuple[str, float, bool]], unit: str, title: str = "") -> None:
+def bars(
+    file: Path | str, rows: Sequence[tuple[str, float, bool]], unit: str, title: str = ""
+) -> None:
     """Draw a bar for each (name, value, whether it stands out), without pyplot, whose backend is the user's choice."""
     import_matplotlib()
     size = (8.0, 1.4 + 0.32 * len(rows))

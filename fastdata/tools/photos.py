@@ -14,7 +14,12 @@ from fastdata.report import progress_bar
 
 
 def write_photos(
-    root: Path, *, count: int, classes: int = 8, size: tuple[int, int] = (512, 384), progress: bool = False
+    root: Path,
+    *,
+    count: int,
+    classes: int = 8,
+    size: tuple[int, int] = (512, 384),
+    progress: bool = False,
 ) -> None:
     """Write JPEGs into class folders; the same arguments give the same pixels.
 
@@ -45,9 +50,13 @@ def photo(seed: int, size: tuple[int, int] = (512, 384)) -> npt.NDArray[np.uint8
     rng = np.random.default_rng(seed)
     width, height = size
 
-    def smooth(cells: int) -> npt.NDArray[np.float32]:  # of about unit variance, in shapes of 1/cells of the width
+    def smooth(
+        cells: int,
+    ) -> npt.NDArray[np.float32]:  # of about unit variance, in shapes of 1/cells of the width
         grid = rng.standard_normal((max(2, cells * height // width), cells), dtype=np.float32)
-        return np.asarray(Image.fromarray(grid).resize(size, Image.Resampling.BICUBIC), dtype=np.float32)
+        return np.asarray(
+            Image.fromarray(grid).resize(size, Image.Resampling.BICUBIC), dtype=np.float32
+        )
 
     # Amplitudes fall as the shapes get finer, as the spectrum of photographs does; the fine end and the grain are set
     # so that 512x384 takes 60 to 110 KB at quality 90, as photographs of that size do.

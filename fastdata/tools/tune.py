@@ -27,11 +27,25 @@ from fastdata.errors import MemoryBudgetError, kind_of
 from fastdata.loaders.loader import DataLoader
 from fastdata.loaders.prefetch import CudaPrefetcher
 from fastdata.loaders.view import MOSTLY_PREPARED, LoaderView
-from fastdata.machine.memory import available_bytes, budget_bytes, format_bytes, tree_pss_bytes, usable_cores
+from fastdata.machine.memory import (
+    available_bytes,
+    budget_bytes,
+    format_bytes,
+    tree_pss_bytes,
+    usable_cores,
+)
 from fastdata.machine.ranks import local_ranks
 from fastdata.report import progress_bar
 from fastdata.tools import bench, output
-from fastdata.tools.measure import EndlessOrder, Rate, apart, differs, measure, stored_bytes, undisturbed_generators
+from fastdata.tools.measure import (
+    EndlessOrder,
+    Rate,
+    apart,
+    differs,
+    measure,
+    stored_bytes,
+    undisturbed_generators,
+)
 
 Settings = dict[str, Any]
 Outcome = Literal["measured", "cut short", "not started", "failed"]
@@ -109,7 +123,10 @@ class TuneResult:
     def plot(self, file: str | Path) -> None:
         """Draw the rate of each probe as a bar, the best in another colour (extra: plot)."""
         shown = [probe for probe in self.probes if probe.samples_per_s]
-        rows = [(_in_words(probe.settings), probe.samples_per_s, self._is_best(probe)) for probe in shown]
+        rows = [
+            (_in_words(probe.settings), probe.samples_per_s, self._is_best(probe))
+            for probe in shown
+        ]
         output.bars(file, rows, "samples/s, an empty loop")
 
     def _is_best(self, probe: Probe) -> bool:
@@ -122,7 +139,9 @@ class TuneResult:
             outcome = "best" if self._is_best(probe) else probe.outcome
             words = "" if outcome == "measured" else f"{outcome}: {probe.reason}".removesuffix(": ")
             values = [str(probe.settings.get(name, "-")) for name in names]
-            figures = [f"{figure:,.0f}" if figure else "-" for figure in (probe.samples_per_s, probe.error)]
+            figures = [
+                f"{figure:,.0f}" if figure else "-" for figure in (probe.samples_per_s, probe.error)
+            ]
             rows.append([*values, *figures, f"{probe.seconds:.1f}", words])
         gain = self.samples_per_s / self.start_samples_per_s if self.start_samples_per_s else 1.0
         best = _in_words(self.best | self.best_storage)
@@ -202,7 +221,9 @@ def tune(
             device=device,
             memory_limit=memory_limit,
             stack=stack,
-            bar=stack.enter_context(progress_bar(math.ceil(max_seconds), "tuning", unit="s", enabled=progress)),
+            bar=stack.enter_context(
+                progress_bar(math.ceil(max_seconds), "tuning", unit="s", enabled=progress)
+            ),
         )
         judge.begin(start)
         try:
@@ -226,7 +247,9 @@ def tune(
 # The search
 
 
-def ascend(space: Mapping[str, Sequence[Any]], start: Settings, wins: Callable[[Settings, Settings], bool]) -> Settings:
+def ascend(
+    space: Mapping[str, Sequence[Any]], start: Settings, wins: Callable[[Settings, Settings], bool]
+) -> Settings:
     """Coordinate ascent: move one parameter at a time while the challenger wins, until a round changes nothing.
 
     No worker at all is not fewer of them but another engine, which has no further parameters: it comes last in a round.
@@ -237,13 +260,21 @@ def ascend(space: Mapping[str, Sequence[Any]], start: Settings, wins: Callable[[
         before = best
         for name, values in space.items():
             is_kept_for_later = name == "num_workers" and best[name]
-            best = _along(name, [value for value in values if value or not is_kept_for_later], best, wins)
-        if best["num_workers"] and 0 in space.get("num_workers", ()) and wins(best | {"num_workers": 0}, best):
+            best = _along(
+                name, [value for value in values if value or not is_kept_for_later], best, wins
+            )
+        if (
+            best["num_workers"]
+            and 0 in space.get("num_workers", ())
+            and wins(best | {"num_workers": 0}, best)
+        ):
             best = best | {"num_workers": 0}
     return best
 
 
-def _along(name: str, values: Sequence[Any], best: Settings, wins: Callable[[Settings, Settings], bool]) -> Settings:
+def _along(
+    name: str, values: Sequence[Any], best: Settings, wins: Callable[[Settings, Settings], bool]
+) -> Settings:
     if not all(isinstance(value, int) for value in values):  # no order to climb along
         for value in values:
             if value != best[name] and wins(best | {name: value}, best):
@@ -267,7 +298,9 @@ def _along(name: str, values: Sequence[Any], best: Settings, wins: Callable[[Set
 
 def _space(dataset: Any, batch_size: int | None, parameters: Any) -> dict[str, Sequence[Any]]:
     """Values to choose from for each parameter that is tuned."""
-    if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+    if isinstance(dataset, IterableDataset) or not (
+        hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    ):
         raise TypeError(
             f"tune() reads samples by index, and {type(dataset).__name__} has no __getitem__ and __len__. Give a "
             "map-style dataset, such as the one that your DataLoader is made of."
@@ -278,13 +311,22 @@ def _space(dataset: Any, batch_size: int | None, parameters: Any) -> dict[str, S
     view = LoaderView.find(dataset)
     is_batched = view is not None and view.latest().obstacle is None
     known: dict[str, Sequence[Any]] = {
-        "num_workers": sorted({0, cores, *(2**power for power in range(max(16, 4 * cores).bit_length()))}),
+        "num_workers": sorted(
+            {0, cores, *(2**power for power in range(max(16, 4 * cores).bit_length()))}
+        ),
         "workers": ("auto", "process" if is_batched else "thread"),
         "prefetch_factor": (2, 4, 8),
-        "batch_size": tuple(size for size in (16, 32, 64, 128, 256, 512, 1024) if size <= len(dataset)) or (1,),
+        "batch_size": tuple(
+            size for size in (16, 32, 64, 128, 256, 512, 1024) if size <= len(dataset)
+        )
+        or (1,),
         "storage": ("shared", "compressed", "none"),
     }
-    space = dict(parameters) if isinstance(parameters, Mapping) else {name: known.get(name, ()) for name in parameters}
+    space = (
+        dict(parameters)
+        if isinstance(parameters, Mapping)
+        else {name: known.get(name, ()) for name in parameters}
+    )
     if unknown := sorted(set(space) - set(known)):
         raise ValueError(f"parameters={unknown} are not known; tune() knows {', '.join(known)}")
     if "storage" in space and not isinstance(dataset, PreparedDataset):
@@ -293,7 +335,9 @@ def _space(dataset: Any, batch_size: int | None, parameters: Any) -> dict[str, S
             "CachedDataset(dataset), or leave it out of parameters="
         )
     if set(space.get("storage", ())) - set(known["storage"]):
-        raise ValueError(f"storage={list(space['storage'])} cannot be tuned; choose of {', '.join(known['storage'])}")
+        raise ValueError(
+            f"storage={list(space['storage'])} cannot be tuned; choose of {', '.join(known['storage'])}"
+        )
     if batch_size is not None:
         space.pop("batch_size", None)
     for name, values in space.items():
@@ -307,7 +351,9 @@ def _start(space: Mapping[str, Sequence[Any]], batch_size: int | None, dataset: 
     start = {name: values[0] for name, values in space.items()}
     workers = min(_WORKERS_PER_GPU, max(1, usable_cores() // local_ranks()))
     start["num_workers"] = _nearest(space.get("num_workers", [workers]), workers)
-    start["batch_size"] = batch_size or _nearest(space.get("batch_size", [_BATCH_SIZE]), _BATCH_SIZE)
+    start["batch_size"] = batch_size or _nearest(
+        space.get("batch_size", [_BATCH_SIZE]), _BATCH_SIZE
+    )
     if "storage" in space and dataset.storage in space["storage"]:
         start["storage"] = dataset.storage
     return start
@@ -351,11 +397,15 @@ class _TimeOverError(Exception):
 
 def _look(dataset: Any, collate_fn: Callable[[list[Any]], Any]) -> tuple[float, int]:
     """Seconds and bytes of a sample, of a few that are read after a first one."""
-    read = getattr(dataset, "__getitems__", None) or (lambda indices: [dataset[index] for index in indices])
+    read = getattr(dataset, "__getitems__", None) or (
+        lambda indices: [dataset[index] for index in indices]
+    )
     read([0])
     start = time.perf_counter()
     tensors = flatten(collate_fn(read([0, len(dataset) // 2])))[0]
-    return (time.perf_counter() - start) / 2, sum(getattr(tensor, "nbytes", 0) for tensor in tensors) // 2
+    return (time.perf_counter() - start) / 2, sum(
+        getattr(tensor, "nbytes", 0) for tensor in tensors
+    ) // 2
 
 
 def _measure(make_loader: Callable[[], Any], **limits: Any) -> tuple[Rate, int]:
@@ -363,7 +413,11 @@ def _measure(make_loader: Callable[[], Any], **limits: Any) -> tuple[Rate, int]:
     own_bytes = tree_pss_bytes()
     loader = make_loader()
     rate = measure(loader, **limits)
-    if not (isinstance(loader, DataLoader) and loader.num_workers and loader.report().engine == "process"):
+    if not (
+        isinstance(loader, DataLoader)
+        and loader.num_workers
+        and loader.report().engine == "process"
+    ):
         return rate, 0
     return rate, max(0, rate.memory_bytes - own_bytes) // loader.num_workers
 
@@ -428,7 +482,9 @@ class _Judge:
 
     def _compare(self, mine: Any, theirs: Any) -> tuple[float, bool]:
         rate = self.rates[mine]
-        return rate.samples_per_s / self.rates[theirs].samples_per_s, differs(rate, self.rates[theirs])
+        return rate.samples_per_s / self.rates[theirs].samples_per_s, differs(
+            rate, self.rates[theirs]
+        )
 
     def _try(self, settings: Settings, to_beat: Rate) -> None:
         """Measure settings that nothing is known of; those that fail, or would not fit, lose."""
@@ -441,9 +497,13 @@ class _Judge:
         except MemoryBudgetError as error:
             self._note(settings, "not started", began, Rate(is_cut=True), str(error))
         except Exception as error:  # noqa: BLE001  # a user's dataset raises anything
-            self._note(settings, "failed", began, Rate(is_cut=True), f"{type(error).__name__}: {error}")
+            self._note(
+                settings, "failed", began, Rate(is_cut=True), f"{type(error).__name__}: {error}"
+            )
 
-    def _probe(self, settings: Settings, to_beat: Rate | None = None, seconds: float | None = None) -> None:
+    def _probe(
+        self, settings: Settings, to_beat: Rate | None = None, seconds: float | None = None
+    ) -> None:
         """Measure, and join that with what is known.
 
         Raises:
@@ -454,7 +514,9 @@ class _Judge:
         if left_s < self.probe_s and self.rates:
             raise _TimeOverError
         make = partial(self._loader, settings, self._dataset(settings), number=len(self.probes))
-        work = partial(_measure, make, seconds=seconds or self.probe_s, limit_s=left_s, to_beat=to_beat)
+        work = partial(
+            _measure, make, seconds=seconds or self.probe_s, limit_s=left_s, to_beat=to_beat
+        )
         try:
             rate, worker_bytes = self._run(work, left_s + _GRACE_S)
         except TimeoutError:
@@ -467,7 +529,9 @@ class _Judge:
         self.worker_bytes = max(self.worker_bytes, worker_bytes)
         self._note(settings, "cut short" if rate.is_cut else "measured", began, rate)
 
-    def _note(self, settings: Settings, outcome: Outcome, began: float, rate: Rate, reason: str = "") -> None:
+    def _note(
+        self, settings: Settings, outcome: Outcome, began: float, rate: Rate, reason: str = ""
+    ) -> None:
         key = _canonical(settings)
         took_s = time.perf_counter() - began
         self.bar.update(min(round(took_s), self.bar.total - self.bar.n))
@@ -493,7 +557,9 @@ class _Judge:
         """A loader of these settings over an order without an end, or a prefetcher of it."""
         options, _ = _split(settings)
         if not hasattr(dataset, "__getitems__"):
-            options["batch_size"] = min(options["batch_size"], max(1, int(_BATCH_S / max(self.sample_s, 1e-9))))
+            options["batch_size"] = min(
+                options["batch_size"], max(1, int(_BATCH_S / max(self.sample_s, 1e-9)))
+            )
         order = EndlessOrder(len(dataset), self.seed, number)
         loader = DataLoader(dataset, sampler=order, collate_fn=self.collate_fn, **options)
         return loader if self.device is None else CudaPrefetcher(loader, self.device)
@@ -504,7 +570,9 @@ class _Judge:
         if view is None or not isinstance(view.dataset, PreparedDataset):
             return self.dataset
         storage = settings.get("storage", view.dataset.storage)
-        if "storage" not in settings and (view.dataset.storage == "none" or view.prepared_share >= MOSTLY_PREPARED):
+        if "storage" not in settings and (
+            view.dataset.storage == "none" or view.prepared_share >= MOSTLY_PREPARED
+        ):
             return self.dataset
         if storage not in self.datasets:
             indices = np.arange(view.index_count) if view.subset is None else view.subset
@@ -516,7 +584,11 @@ class _Judge:
     def _check_memory(self, settings: Settings) -> None:
         """Raise MemoryBudgetError if batches, worker processes or samples would take more than there is."""
         workers = settings["num_workers"]
-        need = (2 + workers * (settings.get("prefetch_factor") or 2)) * settings["batch_size"] * self.sample_bytes
+        need = (
+            (2 + workers * (settings.get("prefetch_factor") or 2))
+            * settings["batch_size"]
+            * self.sample_bytes
+        )
         if settings.get("workers", "auto") != "thread":
             need = max(need, workers * self.worker_bytes)
         if settings.get("storage", "none") != "none":
@@ -524,7 +596,9 @@ class _Judge:
             need += stored_bytes(some) * len(self.dataset) // len(some)
         budget = budget_bytes(available_bytes(), self.memory_limit)
         if need > budget.bytes:
-            raise MemoryBudgetError(f"{_in_words(settings)} would take about {format_bytes(need)}, but {budget}")
+            raise MemoryBudgetError(
+                f"{_in_words(settings)} would take about {format_bytes(need)}, but {budget}"
+            )
 
 
 # The command
@@ -532,12 +606,20 @@ class _Judge:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="class folders of images")
-    bench.add_transform(parser, "by default a random resized crop to 224 and a flip, as normalised float32")
-    parser.add_argument("--batch-size", type=size_or_auto, default=64, metavar="N", help="or auto; default: 64")
+    bench.add_transform(
+        parser, "by default a random resized crop to 224 and a flip, as normalised float32"
+    )
+    parser.add_argument(
+        "--batch-size", type=size_or_auto, default=64, metavar="N", help="or auto; default: 64"
+    )
     kept = "as ImageFolder's: auto is what fits, none tunes decoding; default: %(default)s"
-    parser.add_argument("--storage", choices=("auto", "shared", "compressed", "none"), default="auto", help=kept)
+    parser.add_argument(
+        "--storage", choices=("auto", "shared", "compressed", "none"), default="auto", help=kept
+    )
     parser.add_argument("--tune-storage", action="store_true", help="tune storage, too")
-    parser.add_argument("--seconds", type=float, default=60.0, metavar="S", help="time for all of it; default: 60")
+    parser.add_argument(
+        "--seconds", type=float, default=60.0, metavar="S", help="time for all of it; default: 60"
+    )
     output.add_files(parser, plots=True)
 
 
@@ -553,10 +635,17 @@ def run(options: argparse.Namespace) -> int:
     resize = None if is_as_it_is else (256, 256)
     with ImageFolder(options.folder, transform, resize=resize, storage=options.storage) as dataset:
         print(dataset.storage_plan.reason)
-        result = tune(dataset, batch_size=options.batch_size, max_seconds=options.seconds, parameters=parameters)
+        result = tune(
+            dataset,
+            batch_size=options.batch_size,
+            max_seconds=options.seconds,
+            parameters=parameters,
+        )
     print(result)
     output.keep(result.as_dict(), options, result.plot)
     if result.best_storage:
-        print(f"dataset = ImageFolder({str(options.folder)!r}, transform, {_in_words(result.best_storage)})")
+        print(
+            f"dataset = ImageFolder({str(options.folder)!r}, transform, {_in_words(result.best_storage)})"
+        )
     print(f"loader = {result.call}")
     return 0

@@ -154,7 +154,9 @@ class Figures:
     @property
     def better(self) -> list[Trial]:
         """Trials that gain beyond the noise, the best first."""
-        found = [trial for trial in self.trials if trial.is_sure and self.gain(trial) >= _FEWER_IS_BETTER]
+        found = [
+            trial for trial in self.trials if trial.is_sure and self.gain(trial) >= _FEWER_IS_BETTER
+        ]
         return sorted(found, key=lambda trial: -trial.samples_per_s)
 
     def best(self, kind: str) -> Trial | None:
@@ -184,25 +186,38 @@ class Diagnosis:
 
     def as_dict(self) -> dict[str, Any]:
         """All of it as plain values, for JSON."""
-        return {"limit": self.limit, "line": self.line, "advice": self.advice, "figures": asdict(self.figures)}
+        return {
+            "limit": self.limit,
+            "line": self.line,
+            "advice": self.advice,
+            "figures": asdict(self.figures),
+        }
 
     def plot(self, file: str | PathLike[str]) -> None:
         """Draw the parts of a step, and of making a sample, as a chart."""
-        rows = [(f"a step: {name}", seconds * 1000, True) for name, seconds in self.figures.step.items()]
-        rows += [(f"a sample: {part.name}", part.seconds * 1000, False) for part in self.figures.parts]
+        rows = [
+            (f"a step: {name}", seconds * 1000, True) for name, seconds in self.figures.step.items()
+        ]
+        rows += [
+            (f"a sample: {part.name}", part.seconds * 1000, False) for part in self.figures.parts
+        ]
         output.bars(str(file), rows, "ms", self.line)
 
     def __repr__(self) -> str:
         advice = [f"- {line}" for line in self.advice]
         notes = [f"({note})" for note in self.figures.notes]
         swap = list(_swap(self.figures, self.limit))
-        return "\n".join([self.line, "", *output.aligned(list(_rows(self.figures))), "", *advice, *notes, *swap])
+        return "\n".join(
+            [self.line, "", *output.aligned(list(_rows(self.figures))), "", *advice, *notes, *swap]
+        )
 
 
 def name_limit(figures: Figures) -> str:
     """Name what the loop is limited by; of figures alone."""
     model = figures.model_per_s
-    if figures.waited <= _HARDLY or (model is not None and figures.loop_per_s >= (1 - _HARDLY) * model):
+    if figures.waited <= _HARDLY or (
+        model is not None and figures.loop_per_s >= (1 - _HARDLY) * model
+    ):
         return "model"
     if figures.move_s > figures.wait_s:
         return "host-to-device"
@@ -231,7 +246,10 @@ def _say(figures: Figures, limit: str) -> Iterator[str]:
     who = "The GPU" if figures.gpu_busy is not None else "The loop"
     yield f"{who} waits {_percent(figures.waited)} of each step for data"
     yield LIMITS[limit]
-    could = {"the loader could feed": figures.loader_per_s, "the model could take": figures.model_per_s}
+    could = {
+        "the loader could feed": figures.loader_per_s,
+        "the model could take": figures.model_per_s,
+    }
     rates = [f"{words} {rate:,.0f}" for words, rate in could.items() if rate is not None]
     if rates:
         yield f"{', '.join(rates)} samples/s"
@@ -260,8 +278,14 @@ def _advise(figures: Figures, limit: str) -> Iterator[str]:
     parts = [part for part in figures.parts if part.limit == limit] or figures.parts
     if parts:
         part = max(parts, key=lambda part: part.seconds)
-        share = f"{part.name} takes {_ms(part.seconds)}, {_percent(part.seconds / figures.sample_s)}"
-        how = f", and waits {_percent(part.waiting)} of that for disk or network" if part.is_waiting else ""
+        share = (
+            f"{part.name} takes {_ms(part.seconds)}, {_percent(part.seconds / figures.sample_s)}"
+        )
+        how = (
+            f", and waits {_percent(part.waiting)} of that for disk or network"
+            if part.is_waiting
+            else ""
+        )
         if part.kind == "transform" and not part.is_batched:
             how = ", one sample after the other in Python"
         yield f"{share} of what a sample costs{how}"
@@ -274,7 +298,9 @@ def _advise(figures: Figures, limit: str) -> Iterator[str]:
 
 def _advise_model(figures: Figures) -> str:
     if figures.slowed < _SLOWED:
-        return f"no faster loader would help: a step is {_ms(figures.step_s)} of the model's own work"
+        return (
+            f"no faster loader would help: a step is {_ms(figures.step_s)} of the model's own work"
+        )
     alone = f"a step takes {_ms(figures.step_s)} beside the loader and {_ms(figures.step_s / figures.slowed)} alone"
     return f"{alone}: they share the cores, so that samples that cost less would help the model"
 
@@ -286,7 +312,11 @@ def _swap(figures: Figures, limit: str) -> Iterator[str]:
         return
     most = figures.batch_size / max(figures.step_s, 1e-9)
     loop = min(kept.samples_per_s, most)
-    then = "the model is the limit then" if most < kept.samples_per_s else "the loader still is the limit then"
+    then = (
+        "the model is the limit then"
+        if most < kept.samples_per_s
+        else "the loader still is the limit then"
+    )
     yield ""
     yield "change the imports, and keep the script:"
     yield f"    from fastdata import {figures.imports}"
@@ -326,4 +356,8 @@ def _rows(figures: Figures) -> Iterator[tuple[str, str, str]]:
         yield "tried, the loader alone", "", ""
     for trial in figures.trials:
         doubt = "" if trial.is_sure else ", within the noise"
-        yield f"  {trial.name}", f"{trial.samples_per_s:,.0f}", f"samples/s, {figures.gain(trial):.2f} times{doubt}"
+        yield (
+            f"  {trial.name}",
+            f"{trial.samples_per_s:,.0f}",
+            f"samples/s, {figures.gain(trial):.2f} times{doubt}",
+        )

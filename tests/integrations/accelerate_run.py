@@ -39,14 +39,22 @@ def train(accelerator: Accelerator, loader: Any, epochs: int) -> list[list[Batch
 
 def run_rank(rank: int, port: int, dataset: CountingImages, folder: Path) -> None:
     """One of two ranks: train, gather, skip; with and without Accelerate's padding."""
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    place = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": 2,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
     os.environ.update({name: str(value) for name, value in place.items()})
     torch.set_num_threads(1)
     accelerator = make_accelerator()
     loader = accelerator.prepare(DataLoader(dataset, batch_size=4, shuffle=True))
     seen: dict[str, Any] = {"epochs": train(accelerator, loader, 2)}
     ordered = accelerator.prepare(DataLoader(dataset, batch_size=4))
-    seen["gathered"] = [label for _, labels in ordered for label in accelerator.gather_for_metrics(labels).tolist()]
+    seen["gathered"] = [
+        label for _, labels in ordered for label in accelerator.gather_for_metrics(labels).tolist()
+    ]
     again = accelerator.prepare(DataLoader(dataset, batch_size=4, shuffle=True))
     again.set_epoch(1)
     seen["skipped"] = [see(batch) for batch in skip_first_batches(again, 1)]

@@ -12,7 +12,9 @@ import pytest
 from fastdata.sources import remote
 from s3 import MotoS3, ThrottledS3, s3_server, throttled_s3
 
-os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"  # as gcsfs is imported: its test server has no gRPC
+os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = (
+    "false"  # as gcsfs is imported: its test server has no gRPC
+)
 
 
 @pytest.fixture(scope="session")

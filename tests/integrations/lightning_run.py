@@ -55,18 +55,29 @@ class Recorder(pl.LightningModule):
 
 def make_trainer(**options: Any) -> pl.Trainer:
     """A Trainer on the CPU that writes nothing."""
-    silent = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    silent = dict.fromkeys(
+        ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
+    )
     return pl.Trainer(accelerator="cpu", **{"devices": 1, "max_epochs": 2, **silent, **options})
 
 
 def fit(
-    dataset: CountingImages, *, resume: str | None = None, loader: Any = None, validation: Any = None, **options: Any
+    dataset: CountingImages,
+    *,
+    resume: str | None = None,
+    loader: Any = None,
+    validation: Any = None,
+    **options: Any,
 ) -> Recorder:
     """Fit anew, or on from the checkpoint ``resume``; with threads and shuffled unless there is a ``loader``."""
     model = Recorder()
-    chosen = DataLoader(dataset, batch_size=4, shuffle=True, num_workers=2) if loader is None else loader
+    chosen = (
+        DataLoader(dataset, batch_size=4, shuffle=True, num_workers=2) if loader is None else loader
+    )
     plain_values_only = None if resume is None else True
-    make_trainer(**options).fit(model, chosen, validation, ckpt_path=resume, weights_only=plain_values_only)
+    make_trainer(**options).fit(
+        model, chosen, validation, ckpt_path=resume, weights_only=plain_values_only
+    )
     return model
 
 
@@ -101,7 +112,9 @@ def main(folder: Path) -> None:
         rank = trainer.global_rank
         sampler = DistributedSampler(dataset, num_replicas=2, rank=rank, drop_last=True)
         own = DataLoader(dataset, batch_size=4, sampler=sampler, num_workers=2)
-        seen["own_sampler"] = list(fit(dataset, loader=own, use_distributed_sampler=False, **two).epochs.values())
+        seen["own_sampler"] = list(
+            fit(dataset, loader=own, use_distributed_sampler=False, **two).epochs.values()
+        )
     checkpoint = str(folder / "middle.ckpt")
     with CountingImages() as dataset:
         before = fit(dataset, callbacks=[SaveAt(4, checkpoint)], **two)

@@ -32,7 +32,9 @@ def build(home: Path, engine: str) -> dict[str, bytes]:
     """The files of the cache's samples."""
     options = {"resize": (7, 9), "loader": open_noted, "progress": False, "num_workers": 1}
     cache = home / engine
-    ImageFolder(str(home / "images"), cache_dir=cache, engine=engine, shard_bytes=SHARD, **options).close()
+    ImageFolder(
+        str(home / "images"), cache_dir=cache, engine=engine, shard_bytes=SHARD, **options
+    ).close()
     return {path.name: path.read_bytes() for path in cache.glob("*/part*")}
 
 
@@ -46,7 +48,9 @@ def wait_for_task(home: Path, driver: int) -> int:
     with (home / "gate").open("wb"):  # which waits for its reader
         (home / "stop.txt").unlink()
         lines = [line.split() for line in (home / "read.txt").read_text().splitlines()]
-        return next(int(process) for process, name in lines if name == AT and int(process) != driver)
+        return next(
+            int(process) for process, name in lines if name == AT and int(process) != driver
+        )
 
 
 def give_up(*_: object) -> None:
@@ -62,11 +66,17 @@ def kill_node(home: Path, cluster: Cluster) -> None:
     with ThreadPoolExecutor(1) as thread:
         built = thread.submit(build, home, "ray")
         raylet = psutil.Process(wait_for_task(home, os.getpid())).ppid()
-        (node,) = [it for it in cluster.worker_nodes if it.all_processes["raylet"][0].process.pid == raylet]
+        (node,) = [
+            it for it in cluster.worker_nodes if it.all_processes["raylet"][0].process.pid == raylet
+        ]
         cluster.remove_node(node, allow_graceful=False)
         assert built.result() == wanted
     assert len(wanted) == 3
-    tried = [line.split()[0] for line in (home / "read.txt").read_text().splitlines() if line.endswith(AT)]
+    tried = [
+        line.split()[0]
+        for line in (home / "read.txt").read_text().splitlines()
+        if line.endswith(AT)
+    ]
     assert len(set(tried)) >= 2
 
 
@@ -74,7 +84,10 @@ def kill_driver(home: Path, cluster: Cluster) -> None:
     """The driver is killed: there is no cache, and the next driver prepares what is left."""
     wanted = build(home, "local")
     (home / "read.txt").unlink()
-    command, env = [sys.executable, __file__, "build", str(home)], {**os.environ, "RAY_ADDRESS": cluster.address}
+    command, env = (
+        [sys.executable, __file__, "build", str(home)],
+        {**os.environ, "RAY_ADDRESS": cluster.address},
+    )
     with subprocess.Popen(command, env=env) as driver:
         stop(home, driver.pid)
         task = psutil.Process(wait_for_task(home, driver.pid))

@@ -37,11 +37,17 @@ class CountingImages(CachedDataset):
     """
 
     def __init__(self) -> None:
-        pixels = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (COUNT, 3, 6, 5), np.uint8))
+        pixels = torch.from_numpy(
+            np.random.default_rng(0).integers(0, 256, (COUNT, 3, 6, 5), np.uint8)
+        )
         self._calls = Block.create(2 * 8)
         self._locks = ByteLocks(self._calls)
-        transform = v1.Compose([v1.RandomCrop((4, 3)), v1.RandomHorizontalFlip(), v1.ConvertImageDtype(torch.float32)])
-        super().__init__([(pixels[i], i) for i in range(COUNT)], transform=transform, seed=0, progress=False)
+        transform = v1.Compose(
+            [v1.RandomCrop((4, 3)), v1.RandomHorizontalFlip(), v1.ConvertImageDtype(torch.float32)]
+        )
+        super().__init__(
+            [(pixels[i], i) for i in range(COUNT)], transform=transform, seed=0, progress=False
+        )
 
     @property
     def reads(self) -> np.ndarray:
@@ -95,7 +101,9 @@ def labels_of(epoch: Iterable[Batch]) -> list[int]:
 
 def draws_of(epoch: Iterable[Batch]) -> dict[int, float]:
     """How each of an epoch's samples was cropped and flipped, by index."""
-    return {label: draw for labels, draws in epoch for label, draw in zip(labels, draws, strict=True)}
+    return {
+        label: draw for labels, draws in epoch for label, draw in zip(labels, draws, strict=True)
+    }
 
 
 def repeated(epochs_of_ranks: Sequence[Sequence[Batch]]) -> int:

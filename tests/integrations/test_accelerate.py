@@ -40,7 +40,9 @@ def test_every_epoch_is_read_in_whole_batches(
     images: CountingImages, accelerator: Accelerator, num_workers: int
 ) -> None:
     """The plain torch loader that Accelerate makes serves every sample once per epoch, by one read for each batch."""
-    loader = accelerator.prepare(DataLoader(images, batch_size=4, shuffle=True, num_workers=num_workers))
+    loader = accelerator.prepare(
+        DataLoader(images, batch_size=4, shuffle=True, num_workers=num_workers)
+    )
     assert type(loader.base_dataloader) is TorchLoader
     first, second = train(accelerator, loader, 2)
     assert sorted(labels_of(first)) == sorted(labels_of(second)) == list(range(COUNT))
@@ -66,9 +68,13 @@ def test_epochs_draw_anew(images: CountingImages, accelerator: Accelerator) -> N
 
 
 @pytest.mark.parametrize("epoch", [0, 1])
-def test_skipped_batches_leave_the_rest(images: CountingImages, accelerator: Accelerator, epoch: int) -> None:
+def test_skipped_batches_leave_the_rest(
+    images: CountingImages, accelerator: Accelerator, epoch: int
+) -> None:
     """skip_first_batches in a new run, its epoch set, gives exactly the batches and draws that were not seen."""
-    whole = train(accelerator, accelerator.prepare(DataLoader(images, batch_size=4, shuffle=True)), 2)[epoch]
+    whole = train(
+        accelerator, accelerator.prepare(DataLoader(images, batch_size=4, shuffle=True)), 2
+    )[epoch]
     with CountingImages() as dataset:
         loader = accelerator.prepare(DataLoader(dataset, batch_size=4, shuffle=True))
         loader.set_epoch(epoch)
@@ -90,7 +96,9 @@ def test_gradients_accumulate_to_the_end(images: CountingImages, accelerator: Ac
 
 def test_our_loader_can_be_put_back(images: CountingImages, accelerator: Accelerator) -> None:
     """With our DataLoader as base_dataloader, Accelerate's loader reads with threads, the same samples as before."""
-    whole = train(accelerator, accelerator.prepare(DataLoader(images, batch_size=4, shuffle=True)), 2)
+    whole = train(
+        accelerator, accelerator.prepare(DataLoader(images, batch_size=4, shuffle=True)), 2
+    )
     with CountingImages() as dataset:
         loader = accelerator.prepare(DataLoader(dataset, batch_size=4, shuffle=True))
         ours = DataLoader(loader.dataset, batch_sampler=loader.batch_sampler, num_workers=2)
@@ -109,7 +117,9 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     with CountingImages() as dataset:
-        torch.multiprocessing.start_processes(run_rank, args=(port, dataset, folder), nprocs=2, start_method="spawn")
+        torch.multiprocessing.start_processes(
+            run_rank, args=(port, dataset, folder), nprocs=2, start_method="spawn"
+        )
         single, batches = dataset.reads.tolist()
     assert single == 0
     assert batches > 0

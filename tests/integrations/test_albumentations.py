@@ -36,6 +36,8 @@ def test_its_compose_is_a_transform(workers: int) -> None:
 
 def test_it_may_stand_among_torchvisions_steps() -> None:
     """What follows gets the array that it makes."""
-    with CachedDataset(images(), transform=v1.Compose([CROP, v1.ToTensor()]), progress=False) as dataset:
+    with CachedDataset(
+        images(), transform=v1.Compose([CROP, v1.ToTensor()]), progress=False
+    ) as dataset:
         wanted = v1.functional.to_tensor(CROP(image=np.asarray(images()[1][0]))["image"])
         assert torch.equal(dataset[1][0], wanted)

@@ -28,7 +28,9 @@ from s3 import ThrottledS3
 tqdm.tqdm.monitor_interval = 0  # the monitor of the bars of datasets is a thread that stays
 COUNT = 7
 NAMES = ["cat", "dog"]
-LEFT_OPEN = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore:unclosed file")
+LEFT_OPEN = pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning", "ignore:unclosed file"
+)
 """webdataset leaves the files that it reads to the garbage collector."""
 
 
@@ -47,7 +49,9 @@ def same(found: Any, index: int) -> bool:
 @pytest.fixture
 def hugging(tmp_path: Path) -> datasets.Dataset:
     """Items of image and label; nothing is kept outside of the test's folder."""
-    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=NAMES)})
+    features = datasets.Features(
+        {"image": datasets.Image(), "label": datasets.ClassLabel(names=NAMES)}
+    )
     rows = {"image": [image(i) for i in range(COUNT)], "label": [i % 2 for i in range(COUNT)]}
     return datasets.Dataset.from_dict(rows, features=features)
 
@@ -55,7 +59,9 @@ def hugging(tmp_path: Path) -> datasets.Dataset:
 @pytest.fixture
 def cache(image_folder: Callable[..., Path], tmp_path: Path) -> Path:
     root = image_folder(suffix=".png")
-    ImageFolder(root, cache_dir=tmp_path / "cache", fill="eager", progress=False, num_workers=1).close()
+    ImageFolder(
+        root, cache_dir=tmp_path / "cache", fill="eager", progress=False, num_workers=1
+    ).close()
     return tmp_path / "cache"
 
 
@@ -64,7 +70,13 @@ def test_webdatasets_writer(tmp_path: Path) -> None:
     """Tars of its ShardWriter are pairs, and columns are what its own reader gives."""
     with webdataset.ShardWriter(str(tmp_path / "t-%02d.tar"), maxcount=3, verbose=0) as writer:
         for i in range(COUNT):
-            item = {"__key__": f"a/{i:03}", "png": image(i), "cls": i, "json": {"a": i}, "npy": np.arange(i + 1)}
+            item = {
+                "__key__": f"a/{i:03}",
+                "png": image(i),
+                "cls": i,
+                "json": {"a": i},
+                "npy": np.arange(i + 1),
+            }
             writer.write(item)
     with CachedDataset(f"{tmp_path}/t-{{00..02}}.tar", progress=False, num_workers=2) as dataset:
         assert list(dataset.targets) == list(range(COUNT))
@@ -98,9 +110,13 @@ def test_litdatas_dataset_is_prepared(tmp_path: Path) -> None:
         writer[i] = {"image": image(i), "label": i}
     writer.done()
     writer.merge()
-    done = subprocess.run([sys.executable, "-c", STREAM, str(tmp_path)], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", STREAM, str(tmp_path)], capture_output=True, text=True, check=True
+    )
     assert done.stdout.splitlines() == [f"{list(range(COUNT))} {pixels(COUNT - 1).sum()}"] * 2
-    with pytest.raises(ValueError, match=r"holds chunks of litdata, .*CachedDataset\(StreamingDataset\("):
+    with pytest.raises(
+        ValueError, match=r"holds chunks of litdata, .*CachedDataset\(StreamingDataset\("
+    ):
         CachedDataset(tmp_path)
 
 
@@ -111,7 +127,9 @@ def write_parquet(hugging: datasets.Dataset, folder: Path) -> None:
 def write_feather(hugging: datasets.Dataset, folder: Path) -> None:
     for name, compression in (("a", "lz4"), ("b", "uncompressed")):
         table = hugging.data.table.slice(*((0, 4) if name == "a" else (4, 3)))
-        pyarrow.feather.write_feather(table, folder / f"{name}.feather", compression=compression, chunksize=2)
+        pyarrow.feather.write_feather(
+            table, folder / f"{name}.feather", compression=compression, chunksize=2
+        )
 
 
 def write_stream(hugging: datasets.Dataset, folder: Path) -> None:
@@ -119,7 +137,9 @@ def write_stream(hugging: datasets.Dataset, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("write", [write_parquet, write_feather, write_stream])
-def test_arrow_and_parquet_are_dicts(tmp_path: Path, hugging: Any, write: Callable[..., None]) -> None:
+def test_arrow_and_parquet_are_dicts(
+    tmp_path: Path, hugging: Any, write: Callable[..., None]
+) -> None:
     """Rows of what Hugging Face and pyarrow write come out as dicts with images, prepared by two workers."""
     folder = tmp_path / "rows"
     folder.mkdir()
@@ -129,7 +149,9 @@ def test_arrow_and_parquet_are_dicts(tmp_path: Path, hugging: Any, write: Callab
         assert all(same(dataset[i]["image"], i) for i in range(COUNT))
 
 
-def test_row_groups_are_read_once_in_a_row(tmp_path: Path, hugging: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_row_groups_are_read_once_in_a_row(
+    tmp_path: Path, hugging: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A thread that goes through all rows reads each group once, and only the columns that it needs."""
     write_parquet(hugging, tmp_path)
     dataset = open_dataset(tmp_path, columns=["label"])
@@ -154,18 +176,30 @@ def test_binary_columns_are_images_and_others_are_not(tmp_path: Path) -> None:
     item = open_dataset(tmp_path / "a.parquet")[0]
     assert same(item.pop("jpg"), 3)
     assert item == {"raw": b"\0\1", "label": 3}
-    with pytest.raises(ValueError, match="there is no column 'mask'; columns are 'jpg', 'raw', 'label'"):
+    with pytest.raises(
+        ValueError, match="there is no column 'mask'; columns are 'jpg', 'raw', 'label'"
+    ):
         open_dataset(tmp_path / "a.parquet", columns=["mask"])[0]
-    pyarrow.parquet.write_table(pa.table({"image": [{"bytes": None, "path": "x.png"}]}), tmp_path / "b.parquet")
-    with pytest.raises(ValueError, match=r"it holds the path of an image, 'x.png', and not its bytes"):
+    pyarrow.parquet.write_table(
+        pa.table({"image": [{"bytes": None, "path": "x.png"}]}), tmp_path / "b.parquet"
+    )
+    with pytest.raises(
+        ValueError, match=r"it holds the path of an image, 'x.png', and not its bytes"
+    ):
         open_dataset(tmp_path / "b.parquet")[0]
 
 
 @pytest.mark.parametrize("write", [write_parquet, write_feather, write_stream])
-def test_damaged_tables_are_errors(tmp_path: Path, hugging: Any, write: Callable[..., None]) -> None:
+def test_damaged_tables_are_errors(
+    tmp_path: Path, hugging: Any, write: Callable[..., None]
+) -> None:
     """A file that is cut, or no such file, is named; whatever byte is another, nothing worse than an error comes."""
     write(hugging, tmp_path)
-    path = next(path for path in sorted(tmp_path.iterdir()) if path.suffix in (".parquet", ".feather", ".arrow"))
+    path = next(
+        path
+        for path in sorted(tmp_path.iterdir())
+        if path.suffix in (".parquet", ".feather", ".arrow")
+    )
     data = path.read_bytes()
     for bad in (data[: len(data) // 2], b"", b"x" * 100):
         path.write_bytes(bad)
@@ -191,7 +225,11 @@ def test_files_behind_a_url(throttled: ThrottledS3, hugging: Any, tmp_path: Path
             writer.write({"__key__": f"{i}", "png": image(i), "cls": i % 2})
     write_parquet(hugging, bucket / "parquet")
     write_stream(hugging, bucket / "arrow")
-    options: dict[str, Any] = {"storage_options": throttled.storage_options, "progress": False, "num_workers": 2}
+    options: dict[str, Any] = {
+        "storage_options": throttled.storage_options,
+        "progress": False,
+        "num_workers": 2,
+    }
     for name in ("tar/t-{00..02}.tar", "tar", "tar/t-*.tar"):
         with CachedDataset(f"s3://bucket/{name}", **options) as dataset:
             assert list(dataset.targets) == [i % 2 for i in range(COUNT)]
@@ -216,7 +254,9 @@ def test_an_export_is_a_dataset_of_hugging_face(cache: Path, tmp_path: Path) -> 
     """Its imagefolder opens class folders with images and class names."""
     export_cache(cache, tmp_path / "out", to="folder", progress=False)
     home = str(tmp_path / "home")
-    theirs = datasets.load_dataset("imagefolder", data_dir=str(tmp_path / "out"), split="train", cache_dir=home)
+    theirs = datasets.load_dataset(
+        "imagefolder", data_dir=str(tmp_path / "out"), split="train", cache_dir=home
+    )
     assert theirs.features == {"image": datasets.Image(), "label": datasets.ClassLabel(names=NAMES)}
     with CachedDataset.from_cache(cache) as ours:
         assert theirs["label"] == list(ours.targets)
@@ -233,7 +273,9 @@ def test_a_cache_behind_a_url_is_exported(
     done = export_cache("s3://bucket/cache", tmp_path / "out", to="folder", **options)
     with CachedDataset.from_cache(cache) as ours:
         assert done.samples == len(ours)
-        for path, (wanted, _) in zip(sorted(done.folder.rglob("*.png")), (ours[i] for i in range(6)), strict=True):
+        for path, (wanted, _) in zip(
+            sorted(done.folder.rglob("*.png")), (ours[i] for i in range(6)), strict=True
+        ):
             with Image.open(path) as found:
                 assert found.tobytes() == wanted.tobytes()
 
@@ -243,7 +285,9 @@ def test_webdataset_reads_an_export(cache: Path, tmp_path: Path) -> None:
     """Its own reader gives the pixels and classes of the cache, in order."""
     export_cache(cache, tmp_path / "out", to="webdataset", shard_size=600, progress=False)
     shards = sorted(map(str, (tmp_path / "out").glob("*.tar")))
-    theirs = list(webdataset.WebDataset(shards, shardshuffle=False).decode("pil").to_tuple("png", "cls"))
+    theirs = list(
+        webdataset.WebDataset(shards, shardshuffle=False).decode("pil").to_tuple("png", "cls")
+    )
     with CachedDataset.from_cache(cache) as ours:
         assert [target for _, target in theirs] == list(ours.targets)
         assert all(theirs[i][0].tobytes() == ours[i][0].tobytes() for i in range(len(ours)))

@@ -62,10 +62,15 @@ def test_folder_manifest_and_cache(options: dict[str, Any], tmp_path: Path) -> N
     cached = {**there, "cache_dir": "gs://bucket/caches", "local_cache": tmp_path / "mirror"}
     assert seen(ImageFolder("gs://bucket/train", tensor_of, **cached)) == local
     opened = CachedDataset.from_cache(
-        "gs://bucket/caches", transform=tensor_of, storage_options=options, local_cache=tmp_path / "other"
+        "gs://bucket/caches",
+        transform=tensor_of,
+        storage_options=options,
+        local_cache=tmp_path / "other",
     )
     assert seen(opened) == local
     with ImageFolder("gs://bucket/train", tensor_of, storage="none", **there) as dataset:
         files.rm(f"bucket/train/{'/'.join(Path(dataset.samples[5][0]).parts[-2:])}")
-        with pytest.raises(SampleError, match=r"sample 5, gs://bucket/train/class1/04.png, .* is not there"):
+        with pytest.raises(
+            SampleError, match=r"sample 5, gs://bucket/train/class1/04.png, .* is not there"
+        ):
             dataset[5]

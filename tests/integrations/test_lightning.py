@@ -31,7 +31,9 @@ def images() -> Iterator[CountingImages]:
 
 
 def _loader_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("fastdata-loader")]
+    return [
+        thread.name for thread in threading.enumerate() if thread.name.startswith("fastdata-loader")
+    ]
 
 
 def test_every_epoch_serves_every_sample_once(images: CountingImages) -> None:
@@ -98,7 +100,9 @@ def test_a_loader_made_again_keeps_its_arguments(images: CountingImages, where: 
     model = Hooked()
     trainer = make_trainer(overfit_batches=2)
     with pytest.warns(UserWarning, match="overfit"):
-        trainer.fit(model, *([] if where == "hook" else [DataLoader(images, shuffle=True, **options)]))
+        trainer.fit(
+            model, *([] if where == "hook" else [DataLoader(images, shuffle=True, **options)])
+        )
     made = trainer.train_dataloader
     assert type(made) is DataLoader
     assert type(made.sampler) is SequentialSampler
@@ -113,25 +117,45 @@ def test_predictions_know_their_samples(images: CountingImages) -> None:
 
     class Writer(pl.callbacks.BasePredictionWriter):
         def write_on_batch_end(
-            self, trainer: Any, module: Any, prediction: list[int], batch_indices: list[int], *_: Any
+            self,
+            trainer: Any,
+            module: Any,
+            prediction: list[int],
+            batch_indices: list[int],
+            *_: Any,
         ) -> None:
             noted.append((prediction, list(batch_indices)))
 
     trainer = make_trainer(callbacks=[Writer("batch")])
-    trainer.predict(Recorder(), DataLoader(images, batch_size=4, num_workers=2), return_predictions=False)
+    trainer.predict(
+        Recorder(), DataLoader(images, batch_size=4, num_workers=2), return_predictions=False
+    )
     assert [label for prediction, _ in noted for label in prediction] == list(range(COUNT))
     assert all(prediction == indices for prediction, indices in noted)
 
 
 def _ordered_by_generator(dataset: CountingImages) -> DataLoader:
-    return DataLoader(dataset, batch_size=4, shuffle=True, num_workers=2, generator=torch.Generator().manual_seed(5))
+    return DataLoader(
+        dataset,
+        batch_size=4,
+        shuffle=True,
+        num_workers=2,
+        generator=torch.Generator().manual_seed(5),
+    )
 
 
 @pytest.mark.parametrize(
     ("step", "hook"),
-    [(2, "on_train_batch_end"), (6, "on_train_batch_end"), (6, "on_validation_end"), (8, "on_train_batch_end")],
+    [
+        (2, "on_train_batch_end"),
+        (6, "on_train_batch_end"),
+        (6, "on_validation_end"),
+        (8, "on_train_batch_end"),
+    ],
 )
-def test_a_resumed_fit_serves_what_remains(images: CountingImages, tmp_path: Path, step: int, hook: str) -> None:
+def test_a_resumed_fit_serves_what_remains(
+    images: CountingImages, tmp_path: Path, step: int, hook: str
+) -> None:
     """Stopped after a step and resumed with all objects made anew, a fit sees the batches and draws it had not seen."""
     checkpoint = str(tmp_path / "stopped.ckpt")
     whole = fit(images, loader=_ordered_by_generator(images)).epochs
@@ -139,14 +163,21 @@ def test_a_resumed_fit_serves_what_remains(images: CountingImages, tmp_path: Pat
         validation = DataLoader(checked, batch_size=12, num_workers=1)
         with CountingImages() as dataset:
             stop = SaveAt(step, checkpoint, hook)
-            fit(dataset, loader=_ordered_by_generator(dataset), validation=validation, callbacks=[stop])
+            fit(
+                dataset,
+                loader=_ordered_by_generator(dataset),
+                validation=validation,
+                callbacks=[stop],
+            )
         with CountingImages() as dataset:
             loader = _ordered_by_generator(dataset)
             resumed = fit(dataset, resume=checkpoint, loader=loader, validation=validation).epochs
     assert [batch for epoch in resumed.values() for batch in epoch] == [*whole[0], *whole[1]][step:]
 
 
-def test_a_fit_resumed_between_epochs_serves_the_next_one_whole(images: CountingImages, tmp_path: Path) -> None:
+def test_a_fit_resumed_between_epochs_serves_the_next_one_whole(
+    images: CountingImages, tmp_path: Path
+) -> None:
     """From an end-of-epoch checkpoint, whose loader state Lightning leaves aside, every sample still comes once."""
     checkpoint = str(tmp_path / "stopped.ckpt")
     fit(images, callbacks=[SaveAt(6, checkpoint, "on_train_epoch_end")])
@@ -175,7 +206,11 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     path = [str(script.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"}
     run = subprocess.run(
-        [sys.executable, str(script), str(folder)], env=environment, timeout=100, capture_output=True, text=True
+        [sys.executable, str(script), str(folder)],
+        env=environment,
+        timeout=100,
+        capture_output=True,
+        text=True,
     )
     assert run.returncode == 0, run.stderr[-4000:]
     return load(folder)
@@ -185,7 +220,13 @@ def test_ranks_share_every_epoch(ranks: list[dict[str, Any]]) -> None:
     """Each epoch of two ranks holds every sample once, but for the one that DistributedSampler repeats."""
     for epoch in range(2):
         assert repeated([seen["epochs"][epoch] for seen in ranks]) == 1
-        assert len(set(labels_of(ranks[0]["epochs"][epoch])) & set(labels_of(ranks[1]["epochs"][epoch]))) <= 1
+        assert (
+            len(
+                set(labels_of(ranks[0]["epochs"][epoch]))
+                & set(labels_of(ranks[1]["epochs"][epoch]))
+            )
+            <= 1
+        )
 
 
 def test_ranks_shuffle_anew(ranks: list[dict[str, Any]]) -> None:
@@ -198,7 +239,10 @@ def test_ranks_shuffle_anew(ranks: list[dict[str, Any]]) -> None:
 def test_ranks_take_the_fast_road(ranks: list[dict[str, Any]]) -> None:
     """The loader that Lightning made again for each rank is fastdata's, and serves whole batches from threads."""
     for seen in ranks:
-        assert (seen["loader"], seen["sampler"]) == ("fastdata.loaders.loader", DistributedSampler.__name__)
+        assert (seen["loader"], seen["sampler"]) == (
+            "fastdata.loaders.loader",
+            DistributedSampler.__name__,
+        )
         assert all(path.startswith("whole batches, read by") for path in seen["paths"])
 
 

@@ -16,11 +16,15 @@ SCRIPT = Path(__file__).parent / "ray_run.py"
 
 @pytest.mark.timeout(340)
 @pytest.mark.parametrize("what", ["node", "driver"])
-def test_whatever_is_killed_the_cache_is_right(image_folder: Callable[..., Path], what: str) -> None:
+def test_whatever_is_killed_the_cache_is_right(
+    image_folder: Callable[..., Path], what: str
+) -> None:
     """Byte for byte that of the local build: a node's tasks are run on the other, a driver's by the next one."""
     home = image_folder(classes=("a",), per_class=12, size=(12, 10)).parent
     command = [sys.executable, str(SCRIPT), what, str(home)]
     path = os.pathsep.join([str(SCRIPT.parents[1]), os.environ.get("PYTHONPATH", "")])
     env = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": path}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=320, check=False)
+    done = subprocess.run(
+        command, env=env, capture_output=True, text=True, timeout=320, check=False
+    )
     assert done.returncode == 0, done.stderr

@@ -58,9 +58,15 @@ def test_a_folder_in_s3_through_faults(
     throttled: ThrottledS3, folder: Path, options: dict[str, Any], workers: Any
 ) -> None:
     """Every sample comes right, although a third of the requests fail, break off or bring too little."""
-    throttled.set_faults(FaultPlan(rate=0.3, kinds=("error", "slow_down", "reset", "cut", "short"), attempts=3))
+    throttled.set_faults(
+        FaultPlan(rate=0.3, kinds=("error", "slow_down", "reset", "cut", "short"), attempts=3)
+    )
     dataset = ImageFolder(
-        "s3://bucket/train", tensor_of, storage_options=throttled.storage_options, progress=False, **options
+        "s3://bucket/train",
+        tensor_of,
+        storage_options=throttled.storage_options,
+        progress=False,
+        **options,
     )
     with dataset:
         loader = DataLoader(dataset, 8, num_workers=2, workers=workers)
@@ -72,13 +78,20 @@ def test_a_folder_in_s3_through_faults(
 
 def test_a_cache_in_s3_through_faults(throttled: ThrottledS3, folder: Path, tmp_path: Path) -> None:
     """Every sample of a streamed cache comes right, although blocks come broken off, too short or with wrong bits."""
-    with ImageFolder(folder, resize=(300, 300), cache_dir=tmp_path / "built", progress=False) as dataset:
+    with ImageFolder(
+        folder, resize=(300, 300), cache_dir=tmp_path / "built", progress=False
+    ) as dataset:
         colours, targets = colours_of(dataset), sorted(dataset.targets)
     (home,) = (path.parent for path in (tmp_path / "built").glob("*/fastdata.json"))
     shutil.copytree(home, tmp_path / "s3/bucket/cache")
     throttled.set_faults(FaultPlan(rate=0.5, kinds=MENDED, attempts=2, within="part0"))
-    options: dict[str, Any] = {"storage_options": throttled.storage_options, "local_cache": tmp_path / "local"}
-    with ChunkedLoader("s3://bucket/cache", 4, chunk_samples=8, memory_limit="3GiB", **options) as loader:
+    options: dict[str, Any] = {
+        "storage_options": throttled.storage_options,
+        "local_cache": tmp_path / "local",
+    }
+    with ChunkedLoader(
+        "s3://bucket/cache", 4, chunk_samples=8, memory_limit="3GiB", **options
+    ) as loader:
         for _ in range(2):
             assert sorted(targets_of(loader, colours)) == targets
     assert sum(throttled.stats().faults.values()) > 0
@@ -86,15 +99,21 @@ def test_a_cache_in_s3_through_faults(throttled: ThrottledS3, folder: Path, tmp_
 
 def test_credentials_that_are_not_valid_any_more(throttled: ThrottledS3, folder: Path) -> None:
     """An expired token is an error at once, which names the file and the cure, and no secret."""
-    dataset = ImageFolder("s3://bucket/train", storage="none", storage_options=throttled.storage_options)
+    dataset = ImageFolder(
+        "s3://bucket/train", storage="none", storage_options=throttled.storage_options
+    )
     throttled.set_faults(FaultPlan(rate=1, kinds=("expired",)))
-    with pytest.raises(RemoteError, match=r"s3://bucket/train/class0/0\.png: PermissionError.*Give cred") as raised:
+    with pytest.raises(
+        RemoteError, match=r"s3://bucket/train/class0/0\.png: PermissionError.*Give cred"
+    ) as raised:
         dataset[0]
     assert throttled.storage_options["secret"] not in str(raised.value)
     assert folder.is_dir()
 
 
-def test_a_server_that_is_silent(throttled: ThrottledS3, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_is_silent(
+    throttled: ThrottledS3, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Requests that are not answered are given up, and the file is named."""
     monkeypatch.setattr(remote, "ATTEMPT_S", 0.3)
     place = Place("s3://bucket/train", throttled.storage_options)
@@ -113,7 +132,10 @@ def test_files_are_written_to_s3(s3: MotoS3, tmp_path: Path) -> None:
     place.upload("large", tmp_path / "large")
     place.write("small", b"bytes")
     place.write("small", b"other")
-    assert [(entry.name, entry.size_bytes) for entry in place.find()] == [("large", 6 << 20), ("small", 5)]
+    assert [(entry.name, entry.size_bytes) for entry in place.find()] == [
+        ("large", 6 << 20),
+        ("small", 5),
+    ]
     assert place.read("small", 1, 3) == b"th"
     place.remove("small", "large", "none")
     assert place.find() == []
@@ -137,8 +159,16 @@ def test_a_cache_is_built_in_s3(s3: MotoS3, tmp_path: Path, folder: Path, engine
     """Files in S3 become a cache in S3; the next run finds it, a changed file is prepared anew, streaming reads it."""
     s3.make_bucket("bucket")
     s3.upload_folder("bucket", "train", folder)
-    options: dict[str, Any] = {"cache_dir": "s3://bucket/caches", "storage_options": s3.storage_options}
-    options |= {"local_cache": tmp_path / "local", "progress": False, "resize": (8, 8), "shard_bytes": 192 * 4}
+    options: dict[str, Any] = {
+        "cache_dir": "s3://bucket/caches",
+        "storage_options": s3.storage_options,
+    }
+    options |= {
+        "local_cache": tmp_path / "local",
+        "progress": False,
+        "resize": (8, 8),
+        "shard_bytes": 192 * 4,
+    }
     with contextlib.ExitStack() as cleanup:
         if engine == "processes":
             engine = cleanup.enter_context(ProcessPoolExecutor(2, get_context("spawn")))
@@ -164,8 +194,16 @@ def test_a_cache_is_built_in_s3(s3: MotoS3, tmp_path: Path, folder: Path, engine
 def test_a_build_in_s3_goes_on(s3: MotoS3, tmp_path: Path, folder: Path) -> None:
     """A build that a damaged file ended leaves its shards, which the next one takes, and no cache."""
     s3.make_bucket("bucket")
-    options: dict[str, Any] = {"cache_dir": "s3://bucket/caches", "storage_options": s3.storage_options}
-    options |= {"local_cache": tmp_path / "local", "progress": False, "resize": (8, 8), "shard_bytes": 192 * 4}
+    options: dict[str, Any] = {
+        "cache_dir": "s3://bucket/caches",
+        "storage_options": s3.storage_options,
+    }
+    options |= {
+        "local_cache": tmp_path / "local",
+        "progress": False,
+        "resize": (8, 8),
+        "shard_bytes": 192 * 4,
+    }
     whole = (folder / "class2/23.png").read_bytes()
     (folder / "class2/23.png").write_bytes(b"no image")
     place = Place("s3://bucket/caches", s3.storage_options)

@@ -35,7 +35,13 @@ def _loader(root: Path, split: str, **options: Any) -> Any:
     dataset = create_dataset("torch/folder", root=str(root), split=split)
     device = torch.device("cpu")
     return create_loader(
-        dataset, SIZE, 4, is_training=split == "train", device=device, persistent_workers=False, **options
+        dataset,
+        SIZE,
+        4,
+        is_training=split == "train",
+        device=device,
+        persistent_workers=False,
+        **options,
     )
 
 
@@ -56,7 +62,9 @@ def test_training_is_served_in_whole_batches(root: Path, options: dict[str, Any]
         first, second = list(loader), list(loader)
     assert [images.shape for images, _ in first] == [(4, *SIZE)] * BATCHES
     assert {images.dtype for images, _ in first + second} == {torch.float32}
-    assert all(not torch.equal(one, other) for (one, _), (other, _) in zip(first, second, strict=True))
+    assert all(
+        not torch.equal(one, other) for (one, _), (other, _) in zip(first, second, strict=True)
+    )
     assert {*torch.cat([labels for _, labels in first + second]).tolist()} == {0, 1}
 
 
@@ -70,8 +78,13 @@ def test_evaluation_is_timms(root: Path, options: dict[str, Any]) -> None:
         assert [type(step).__name__ for step in dataset.plan.prepare] == ["Resize", "CenterCrop"]
         for _ in range(2):
             ours = list(loader)
-            assert [labels.tolist() for _, labels in ours] == [labels.tolist() for _, labels in theirs]
-            assert all(torch.equal(image, other) for (image, _), (other, _) in zip(ours, theirs, strict=True))
+            assert [labels.tolist() for _, labels in ours] == [
+                labels.tolist() for _, labels in theirs
+            ]
+            assert all(
+                torch.equal(image, other)
+                for (image, _), (other, _) in zip(ours, theirs, strict=True)
+            )
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,13 @@ class OurLoader(Trainer):
     """Trains by fastdata's DataLoader."""
 
     def get_train_dataloader(self) -> Any:
-        return DataLoader(self.train_dataset, self._train_batch_size, shuffle=True, num_workers=2, collate_fn=as_dict)
+        return DataLoader(
+            self.train_dataset,
+            self._train_batch_size,
+            shuffle=True,
+            num_workers=2,
+            collate_fn=as_dict,
+        )
 
 
 def as_dict(samples: list[Any]) -> dict[str, Any]:
@@ -49,20 +55,39 @@ def as_dict(samples: list[Any]) -> dict[str, Any]:
 
 
 def _train(
-    folder: Path, images: Any, trainer_class: type[Trainer] = Trainer, collator: Any = None, **options: Any
+    folder: Path,
+    images: Any,
+    trainer_class: type[Trainer] = Trainer,
+    collator: Any = None,
+    **options: Any,
 ) -> Recorder:
     """Train and evaluate for two epochs."""
-    silent = {"report_to": "none", "save_strategy": "no", "logging_strategy": "no", "disable_tqdm": True}
+    silent = {
+        "report_to": "none",
+        "save_strategy": "no",
+        "logging_strategy": "no",
+        "disable_tqdm": True,
+    }
     sizes = dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size"), 4)
     arguments = TrainingArguments(
-        str(folder), num_train_epochs=2, eval_strategy="epoch", use_cpu=True, **silent, **sizes, **options
+        str(folder),
+        num_train_epochs=2,
+        eval_strategy="epoch",
+        use_cpu=True,
+        **silent,
+        **sizes,
+        **options,
     )
     model = Recorder()
-    trainer_class(model, arguments, data_collator=collator, train_dataset=images, eval_dataset=images).train()
+    trainer_class(
+        model, arguments, data_collator=collator, train_dataset=images, eval_dataset=images
+    ).train()
     return model
 
 
-@pytest.mark.parametrize(("trainer_class", "num_workers"), [(Trainer, 0), (Trainer, 2), (OurLoader, 0)])
+@pytest.mark.parametrize(
+    ("trainer_class", "num_workers"), [(Trainer, 0), (Trainer, 2), (OurLoader, 0)]
+)
 def test_every_epoch_is_read_in_whole_batches(
     tmp_path: Path, images: CountingImages, trainer_class: type[Trainer], num_workers: int
 ) -> None:
@@ -78,8 +103,14 @@ def test_every_epoch_is_read_in_whole_batches(
 
 def test_items_that_are_dicts_need_no_collator(tmp_path: Path) -> None:
     """Items with the names that the model takes go through the Trainer's own collator, which asks for a label."""
-    items = [{"pixel_values": torch.full((4, 3, 3), i, dtype=torch.uint8), "label": i} for i in range(COUNT)]
+    items = [
+        {"pixel_values": torch.full((4, 3, 3), i, dtype=torch.uint8), "label": i}
+        for i in range(COUNT)
+    ]
     with CachedDataset(items, transform=lambda image: image.float(), progress=False) as dataset:
         model = _train(tmp_path, dataset)
     assert sorted(labels_of(model.trained)) == sorted([*range(COUNT), *range(COUNT)])
-    assert {draw / max(label, 1) for label, draw in draws_of(model.evaluated).items()} == {0, sum(range(1, PIXELS + 1))}
+    assert {draw / max(label, 1) for label, draw in draws_of(model.evaluated).items()} == {
+        0,
+        sum(range(1, PIXELS + 1)),
+    }

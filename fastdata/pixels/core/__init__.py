@@ -32,7 +32,9 @@ STEP = np.dtype(
     ]
 )
 """``Step`` of core.h: what is drawn for all samples."""
-LEVELS = np.dtype([*((name, "<i4") for name in ("step", "height", "width", "count")), ("levels", "<u8")])
+LEVELS = np.dtype(
+    [*((name, "<i4") for name in ("step", "height", "width", "count")), ("levels", "<u8")]
+)
 """``Levels`` of core.h."""
 _MASK = (1 << 64) - 1
 _FEW_OPS = 8
@@ -44,7 +46,10 @@ class Table(ctypes.Structure):
     _fields_ = (
         ("steps", ctypes.c_void_p),
         ("levels", ctypes.c_void_p),
-        *((name, ctypes.c_int32) for name in ("count", "levels_count", "fuses", "resizes_fast", "chooses_order")),
+        *(
+            (name, ctypes.c_int32)
+            for name in ("count", "levels_count", "fuses", "resizes_fast", "chooses_order")
+        ),
     )
     kept: tuple[Any, ...]
 
@@ -73,12 +78,21 @@ class Batch(ctypes.Structure):
     """``Batch`` of serve.c."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("sources_B", "sizes_B", "turns_B", "jpeg", "shapes_B3")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("sources_B", "sizes_B", "turns_B", "jpeg", "shapes_B3")
+        ),
         ("seed", ctypes.c_uint64),
-        *((name, ctypes.c_void_p) for name in ("visits_B", "indices_B", "solved_Bk8", "table", "out_B", "rows_B")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("visits_B", "indices_B", "solved_Bk8", "table", "out_B", "rows_B")
+        ),
         ("visit", ctypes.c_int64),
         ("shape", ctypes.c_int32 * 3),
-        *((name, ctypes.c_int32) for name in ("solved", "interleaved", "channels", "height", "width")),
+        *(
+            (name, ctypes.c_int32)
+            for name in ("solved", "interleaved", "channels", "height", "width")
+        ),
         ("values", Values),
         ("next", ctypes.c_void_p),
     )
@@ -88,16 +102,27 @@ class Jpeg(ctypes.Structure):
     """``Jpeg`` of core.h: libjpeg-turbo's functions, and the library that they are of."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("create", "read_header", "start", "crop", "skip", "read")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("create", "read_header", "start", "crop", "skip", "read")
+        ),
         *((name, ctypes.c_void_p) for name in ("is_read", "resync", "destroy")),
         ("version", ctypes.c_int32),
     )
     library: ctypes.CDLL
 
 
-_JPEG_NAMES = {"create": "CreateDecompress", "start": "start_decompress", "is_read": "input_complete"}
+_JPEG_NAMES = {
+    "create": "CreateDecompress",
+    "start": "start_decompress",
+    "is_read": "input_complete",
+}
 _JPEG_NAMES |= {"crop": "crop_scanline", "skip": "skip_scanlines", "read": "read_scanlines"}
-_JPEG_NAMES |= {"read_header": "read_header", "resync": "resync_to_restart", "destroy": "destroy_decompress"}
+_JPEG_NAMES |= {
+    "read_header": "read_header",
+    "resync": "resync_to_restart",
+    "destroy": "destroy_decompress",
+}
 """Field of ``Jpeg`` -> the function's name, without ``jpeg_``."""
 
 
@@ -154,7 +179,9 @@ class CoreError(Exception):
 
     def __init__(self, place: int, refusal: Refusal) -> None:
         names = (name for name, number in constants().items() if number == refusal.reason)
-        self.reason = next(name for name in names if name.startswith(("REFUSED", "NEEDS", "NO_MEMORY")))
+        self.reason = next(
+            name for name in names if name.startswith(("REFUSED", "NEEDS", "NO_MEMORY"))
+        )
         super().__init__(f"the compiled core refused sample {place} of a batch: {self.reason}")
         self.place, self.program, self.step = place, int(refusal.program), int(refusal.step)
         self.numbers: tuple[int, ...] = tuple(refusal.n)
@@ -199,18 +226,42 @@ def open_library(folder: Path) -> ctypes.CDLL:
         )
     level = ctypes.CDLL(str(files[min(files)])).fastdata_cpu_level()
     if level < min(files):
-        raise OSError(f"the compiled core needs a CPU with x86-64-v{min(files)}; this one has x86-64-v{level}.")
+        raise OSError(
+            f"the compiled core needs a CPU with x86-64-v{min(files)}; this one has x86-64-v{level}."
+        )
     file = files[max(each for each in files if each <= level)]
     library = ctypes.CDLL(str(file))
     library.fastdata_sources.restype = ctypes.c_uint32
-    if library.fastdata_sources() != zlib.crc32(b"".join(path.read_bytes() for path in sorted(folder.glob("*.[ch]")))):
-        raise OSError(f"{file} was built of other sources than those beside it: install fastdata again.")
+    if library.fastdata_sources() != zlib.crc32(
+        b"".join(path.read_bytes() for path in sorted(folder.glob("*.[ch]")))
+    ):
+        raise OSError(
+            f"{file} was built of other sources than those beside it: install fastdata again."
+        )
     library.fastdata_serve.restype = library.fastdata_draw.restype = ctypes.c_int64
     address, count, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
     library.fastdata_serve.argtypes = (address, count, count, address)
-    library.fastdata_draw.argtypes = (address, address, address, count, address, count, ctypes.c_bool, address)
+    library.fastdata_draw.argtypes = (
+        address,
+        address,
+        address,
+        count,
+        address,
+        count,
+        ctypes.c_bool,
+        address,
+    )
     library.fastdata_jpeg_headers.argtypes = (address, address, count, address)
-    library.fastdata_jpeg_decode.argtypes = (address, address, count, number, number, number, number, address)
+    library.fastdata_jpeg_decode.argtypes = (
+        address,
+        address,
+        count,
+        number,
+        number,
+        number,
+        number,
+        address,
+    )
     return library
 
 
@@ -221,7 +272,9 @@ def open_jpeg(path: str) -> Jpeg:
     for field, name in _JPEG_NAMES.items():
         function = getattr(jpeg.library, f"jpeg_{name}", None)
         if function is None:
-            raise OSError(f"{path} is not linked to a shared libjpeg-turbo: it knows no jpeg_{name}")
+            raise OSError(
+                f"{path} is not linked to a shared libjpeg-turbo: it knows no jpeg_{name}"
+            )
         setattr(jpeg, field, ctypes.cast(function, ctypes.c_void_p).value)
     jpeg.version = load().fastdata_jpeg_version(ctypes.byref(jpeg))
     if not jpeg.version:
@@ -243,19 +296,38 @@ def jpeg_headers(
 
 
 def decode_jpeg(
-    jpeg: Jpeg, source: int, size_bytes: int, out: npt.NDArray[np.uint8], *, interleaved: bool = False
+    jpeg: Jpeg,
+    source: int,
+    size_bytes: int,
+    out: npt.NDArray[np.uint8],
+    *,
+    interleaved: bool = False,
 ) -> bool:
     """Decode a file of the size of ``out``, (C, H, W) or interleaved; False where its header or data are not in order.
 
     3 channels come of any file, 1 of a grey one.
     """
     channels, height, width = (out.shape[2], *out.shape[:2]) if interleaved else out.shape
-    where = (ctypes.byref(jpeg), source, size_bytes, channels, height, width, interleaved, out.ctypes.data)
+    where = (
+        ctypes.byref(jpeg),
+        source,
+        size_bytes,
+        channels,
+        height,
+        width,
+        interleaved,
+        out.ctypes.data,
+    )
     return bool(load().fastdata_jpeg_decode(*where))
 
 
 def make_table(
-    steps: npt.NDArray[Any], levels: npt.NDArray[Any], *, fuses: bool, resizes_fast: bool, chooses_order: bool
+    steps: npt.NDArray[Any],
+    levels: npt.NDArray[Any],
+    *,
+    fuses: bool,
+    resizes_fast: bool,
+    chooses_order: bool,
 ) -> Table:
     """A table of steps, whose levels lie in memory that stays; the facts are of this machine's torch and Pillow."""
     addresses = (steps.ctypes.data, levels.ctypes.data)
@@ -287,7 +359,9 @@ def draw(
         shapes_after_B3, refusal = np.array(shapes_B3, np.int32, order="C"), Refusal()
         ops_BS = np.empty((len(keys_B), room), OP)
         addresses = keys_B.ctypes.data, shapes_after_B3.ctypes.data, len(keys_B), ops_BS.ctypes.data
-        most = load().fastdata_draw(ctypes.byref(table), *addresses, room, is_probe, ctypes.byref(refusal))
+        most = load().fastdata_draw(
+            ctypes.byref(table), *addresses, room, is_probe, ctypes.byref(refusal)
+        )
         if most < 0:
             raise CoreError(-1 - most, refusal)
         if is_probe or most <= room:
@@ -317,16 +391,27 @@ def serve(
     encoded: tuple[Any, ...] = (None, None, None)
     if files is not None:
         encoded = (files.sizes.ctypes.data, files.turns.ctypes.data, ctypes.addressof(files.jpeg))
-    shapes_address, shape = (None, shapes) if isinstance(shapes, tuple) else (shapes.ctypes.data, (0, 0, 0))
+    shapes_address, shape = (
+        (None, shapes) if isinstance(shapes, tuple) else (shapes.ctypes.data, (0, 0, 0))
+    )
     visits_address, visit = (None, visits) if isinstance(visits, int) else (visits.ctypes.data, 0)
-    where = (sources.ctypes.data, *encoded, shapes_address, seed & _MASK, visits_address, indices.ctypes.data)
+    where = (
+        sources.ctypes.data,
+        *encoded,
+        shapes_address,
+        seed & _MASK,
+        visits_address,
+        indices.ctypes.data,
+    )
     rows_address = None if rows is None else rows.ctypes.data
     batches: list[Batch] = []
     for table, values, out, (channels, height, width), solved in reversed(every):
         coefficients, count = (None, 0) if solved is None else (solved.ctypes.data, solved.shape[1])
         what = (coefficients, ctypes.addressof(table), out, rows_address, visit, shape, count)
         behind = ctypes.addressof(batches[-1]) if batches else None
-        batches.append(Batch(*where, *what, is_interleaved, channels, height, width, values, behind))
+        batches.append(
+            Batch(*where, *what, is_interleaved, channels, height, width, values, behind)
+        )
     refusal = Refusal()
     whole = len(sources) if last is None else last
     place = load().fastdata_serve(ctypes.byref(batches[-1]), first, whole, ctypes.byref(refusal))
@@ -334,5 +419,7 @@ def serve(
         return
     refused = CoreError(place, refusal)
     if refused.reason == "NO_MEMORY":
-        raise MemoryError(f"there is no memory for the intermediate images of sample {place} of a batch")
+        raise MemoryError(
+            f"there is no memory for the intermediate images of sample {place} of a batch"
+        )
     raise refused

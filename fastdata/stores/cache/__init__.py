@@ -1,7 +1,13 @@
 """Prepared samples that outlive the run: caches on disk, found again by what they were made from."""
 
 from fastdata.stores.cache.build import Listing, list_paths, prepare_on_disk
-from fastdata.stores.cache.inspect import find_cache, inspect_caches, open_cache, prune_caches, verify_cache
+from fastdata.stores.cache.inspect import (
+    find_cache,
+    inspect_caches,
+    open_cache,
+    prune_caches,
+    verify_cache,
+)
 from fastdata.stores.cache.manifest import Mirroring
 
 __all__ = [

@@ -25,7 +25,13 @@ import numpy.typing as npt
 from filelock import FileLock, Timeout
 
 from fastdata.errors import CacheError, FastDataError, IngestError, SampleError, is_url
-from fastdata.machine.memory import StoragePlan, fastest_fitting, format_bytes, parse_bytes, usable_cores
+from fastdata.machine.memory import (
+    StoragePlan,
+    fastest_fitting,
+    format_bytes,
+    parse_bytes,
+    usable_cores,
+)
 from fastdata.machine.shared import PackedPaths, SampleTable
 from fastdata.machine.workers import run_tasks
 from fastdata.report import log
@@ -116,7 +122,13 @@ class _Wanted:
     def coders(self) -> list[Decoder]:
         """Those that a cache's own words may not be enough to make."""
         given, decoder = self.options.codec, self.path.decoder
-        codecs = given if isinstance(given, (tuple, list)) else () if given in ("auto", SOURCE) else (given,)
+        codecs = (
+            given
+            if isinstance(given, (tuple, list))
+            else ()
+            if given in ("auto", SOURCE)
+            else (given,)
+        )
         return [*map(find_codec, codecs), *([] if decoder is None else [decoder])]
 
 
@@ -142,7 +154,11 @@ def prepare_on_disk(
         ValueError: samples or targets cannot be kept in files.
     """
     assert options.cache_dir is not None
-    key = {"source": opened, "prepare": steps, "codec": describe_codec(options.codec, options.cache_key)}
+    key = {
+        "source": opened,
+        "prepare": steps,
+        "codec": describe_codec(options.codec, options.cache_key),
+    }
     root = os.path.abspath(os.path.expanduser(root)) if root and not is_url(root) else root
     name = _name_of(key, root, listing if is_own_list else None)
     place = Place(options.cache_dir, options.storage_options).below(name)
@@ -157,7 +173,9 @@ def prepare_on_disk(
             _write(wanted, why)
             prepared, why = _opened(wanted)
     if prepared is None:
-        raise CacheError(f"{place} was written but cannot be read: {why or 'files changed meanwhile'}")
+        raise CacheError(
+            f"{place} was written but cannot be read: {why or 'files changed meanwhile'}"
+        )
     warn_of_skipped(prepared.skipped, len(path.source))
     return prepared
 
@@ -225,7 +243,9 @@ def damaged_files(home: Path) -> set[str]:
     return {path.name.removeprefix(DAMAGE_PREFIX) for path in home.glob(f"{DAMAGE_PREFIX}*")}
 
 
-def serve(cache: Cache, rows: Int64s, known: Sequence[Decoder], table: SampleTable | None) -> Prepared:
+def serve(
+    cache: Cache, rows: Int64s, known: Sequence[Decoder], table: SampleTable | None
+) -> Prepared:
     """Map the samples of a cache in these rows, but for those that were left out.
 
     Args:
@@ -253,9 +273,15 @@ def serve(cache: Cache, rows: Int64s, known: Sequence[Decoder], table: SampleTab
     log.info("%s", reason)
     kinds = manifest.is_tuple, manifest.target_is_part, manifest.keys
     skipped = {entry.row: entry for entry in manifest.skipped}
-    pairs = [(i, skipped[row]) for i, row in enumerate(rows.tolist()) if row in skipped] if skipped else []
+    pairs = (
+        [(i, skipped[row]) for i, row in enumerate(rows.tolist()) if row in skipped]
+        if skipped
+        else []
+    )
     return Prepared(
-        storage_plan=StoragePlan(storage="disk", reason=reason, codec=None if what == "raw" else what),
+        storage_plan=StoragePlan(
+            storage="disk", reason=reason, codec=None if what == "raw" else what
+        ),
         kept=KeptSamples(tuple(stores), table, *kinds, mask_places=manifest.mask_places),
         skipped=[SampleError(entry.message, index=i, path=entry.path) for i, entry in pairs],
     )
@@ -289,7 +315,9 @@ def stored_targets(cache: Cache, rows: Int64s) -> Any:
         return np.zeros(len(rows), np.int64)
     stored = targets_of(cache.columns)
     chosen = (np.cumsum(cache.columns["is_kept"]) - 1)[rows]
-    return stored[chosen] if isinstance(stored, np.ndarray) else [stored[i] for i in chosen.tolist()]
+    return (
+        stored[chosen] if isinstance(stored, np.ndarray) else [stored[i] for i in chosen.tolist()]
+    )
 
 
 # Writing
@@ -359,11 +387,19 @@ def _draft_of(wanted: _Wanted, cache: Cache) -> _Draft | None:
         size = samples_per_shard(manifest.count, manifest.size_bytes, None)
         staying = [shard for shard in staying if 4 * shard.rows >= 3 * size]
     if not staying:
-        log.warning("the cache is written anew: %d of its samples are not up to date", (rows < 0).sum())
+        log.warning(
+            "the cache is written anew: %d of its samples are not up to date", (rows < 0).sum()
+        )
         return None
-    stays = np.repeat([shard in staying for shard in manifest.shards], [shard.rows for shard in manifest.shards])
+    stays = np.repeat(
+        [shard in staying for shard in manifest.shards], [shard.rows for shard in manifest.shards]
+    )
     new_rows = np.append(np.where(stays, np.cumsum(stays) - 1, -1), -1)
-    skipped = [replace(entry, row=int(new_rows[entry.row])) for entry in manifest.skipped if stays[entry.row]]
+    skipped = [
+        replace(entry, row=int(new_rows[entry.row]))
+        for entry in manifest.skipped
+        if stays[entry.row]
+    ]
     kept = np.flatnonzero(stays & columns["is_kept"])
     targets = stored_targets(cache, kept) if wanted.table is None else []
     draft = _Draft(
@@ -376,7 +412,10 @@ def _draft_of(wanted: _Wanted, cache: Cache) -> _Draft | None:
     missing = int((draft.rows < 0).sum())
     reason = "files in their shards are new or changed, or damaged in the cache"
     log.warning("%d of %d samples are prepared anew: %s", missing, len(rows), reason)
-    plans = [_plan_again(wanted, manifest, number, columns, missing) for number in range(len(manifest.parts))]
+    plans = [
+        _plan_again(wanted, manifest, number, columns, missing)
+        for number in range(len(manifest.parts))
+    ]
     return draft._replace(plans=plans)
 
 
@@ -391,7 +430,9 @@ def _without_repeats(rows: Int64s) -> Int64s:
     return np.where(is_first, rows, -1)
 
 
-def _plan_again(wanted: _Wanted, manifest: Manifest, number: int, columns: Columns, missing: int) -> WriterPlan:
+def _plan_again(
+    wanted: _Wanted, manifest: Manifest, number: int, columns: Columns, missing: int
+) -> WriterPlan:
     """Of so many more samples of a part of a cache."""
     part = manifest.parts[number]
     size_bytes = sum(shard.sizes[number] for shard in manifest.shards)
@@ -408,7 +449,9 @@ def _begin(wanted: _Wanted) -> _Draft:
     source = wanted.path.source
     expected = forecast(source, wanted.path.prepare)
     if not expected.target_is_part:
-        with contextlib.closing(SampleTable([sample.target for sample in expected.looked_at])) as table:
+        with contextlib.closing(
+            SampleTable([sample.target for sample in expected.looked_at])
+        ) as table:
             target_columns(table, np.arange(len(table)))  # an error now, if they cannot be kept
     choice, part_bytes = _choose_codec(wanted, expected)
     coders = coders_of(choice, wanted.path, wanted.options.codec, len(expected.specs))
@@ -449,7 +492,9 @@ def _choose_codec(wanted: _Wanted, expected: Forecast) -> tuple[str | None, Sequ
     """
     codec, raw = wanted.options.codec, (None, expected.part_bytes)
     is_free, free = codec == "auto", max(free_bytes(wanted.home) - _SPARE_BYTES, 0)
-    if is_free and (wanted.place.is_remote or expected.need_bytes <= free):  # a bucket is never full
+    if is_free and (
+        wanted.place.is_remote or expected.need_bytes <= free
+    ):  # a bucket is never full
         return raw
     trials = try_all(wanted.path, look_longer(wanted.path), codec)
     best = fastest_fitting(trials, free if is_free else None, only_lossless=is_free)
@@ -458,7 +503,12 @@ def _choose_codec(wanted: _Wanted, expected: Forecast) -> tuple[str | None, Sequ
     if best is None:
         return raw  # its writer says need, free and cure
     if is_free:
-        log.info("codec=%r: raw %s, %s free", best.codec, format_bytes(expected.need_bytes), format_bytes(free))
+        log.info(
+            "codec=%r: raw %s, %s free",
+            best.codec,
+            format_bytes(expected.need_bytes),
+            format_bytes(free),
+        )
     return best.codec, best.part_bytes
 
 
@@ -470,7 +520,9 @@ def _fill(wanted: _Wanted, draft: _Draft) -> None:
         if not any(part.spec.is_dense for part in draft.manifest.parts):
             raise IngestError(f"{found}; make them alike") from None
         if draft.manifest.shards:
-            log.warning("the cache is written anew: the changed samples have other shapes than those in the cache")
+            log.warning(
+                "the cache is written anew: the changed samples have other shapes than those in the cache"
+            )
         log.info("%s; samples are stored one by one with their own shapes", found)
         _fill(wanted, draft.of_any_shapes())
         return
@@ -483,7 +535,9 @@ def _fill(wanted: _Wanted, draft: _Draft) -> None:
     for name in by_row[-1]:
         columns[name] = np.concatenate([each[name] for each in by_row])
     if not columns["is_kept"].any():
-        raise IngestError(f"none of the {len(rows)} samples can be prepared; the first: {manifest.skipped[0].message}")
+        raise IngestError(
+            f"none of the {len(rows)} samples can be prepared; the first: {manifest.skipped[0].message}"
+        )
     if wanted.table is not None:
         columns |= target_columns(wanted.table, np.argsort(rows)[columns["is_kept"]])
         manifest = replace(manifest, classes=wanted.table.class_to_idx)
@@ -498,7 +552,9 @@ def _prepare_missing(wanted: _Wanted, draft: _Draft) -> list[Written]:
     manifest, missing = draft.manifest, np.flatnonzero(draft.rows < 0)
     need_bytes = sum(plan.first_bytes for plan in draft.plans)
     asked = wanted.options.shard_bytes
-    if asked is not None and manifest.shards:  # for the shards that there are already the user is not to blame
+    if (
+        asked is not None and manifest.shards
+    ):  # for the shards that there are already the user is not to blame
         asked = max(parse_bytes(asked, of=0), need_bytes // MOST_SHARDS + 1)
     size = samples_per_shard(len(missing), need_bytes, asked)
     words = [
@@ -508,7 +564,9 @@ def _prepare_missing(wanted: _Wanted, draft: _Draft) -> list[Written]:
     ]
     tasks = make_tasks(missing, size, words, wanted.listing)
     options = Options(on_error=wanted.options.on_error, num_workers=1, progress=False)
-    plans = [replace(plan, first_bytes=max(plan.first_bytes // len(tasks), 1)) for plan in draft.plans]
+    plans = [
+        replace(plan, first_bytes=max(plan.first_bytes // len(tasks), 1)) for plan in draft.plans
+    ]
     writer = ShardWriter(
         path=wanted.path,
         plans=tuple(plans),
@@ -543,7 +601,9 @@ def _sweep(place: Place, *, is_done: bool = True) -> None:
         names = {entry.name for entry in place.find() if "/" not in entry.name}
         orphans = names - belong
         if not place.is_remote:
-            orphans = {path.name for path in orphans_in(Path(place.url), belong) if made_by_this_user(path)}
+            orphans = {
+                path.name for path in orphans_in(Path(place.url), belong) if made_by_this_user(path)
+            }
         place.remove(*sorted(orphans if is_done else orphans - done_files(names)))
 
 
@@ -565,7 +625,9 @@ def locked(home: Path, *, wait: bool = True) -> Iterator[None]:
             try:
                 lock.acquire(timeout=_SAY_AGAIN_S)
             except Timeout:
-                sizes = [entry.stat().st_size for entry in os.scandir(home)] if home.is_dir() else []
+                sizes = (
+                    [entry.stat().st_size for entry in os.scandir(home)] if home.is_dir() else []
+                )
                 log.warning("still waiting: %s are there", format_bytes(sum(sizes)))
     try:
         yield
@@ -586,7 +648,9 @@ def _writable(cache_dir: Path, why: str) -> Iterator[None]:
             raise
         shown = f"cache_dir={str(cache_dir)!r}"
         if problem.errno in (errno.ENOTDIR, errno.EEXIST):
-            raise CacheError(f"{shown} is no folder: {problem.filename} is a file. Name another one.") from problem
+            raise CacheError(
+                f"{shown} is no folder: {problem.filename} is a file. Name another one."
+            ) from problem
         raise CacheError(
             f"{shown} cannot be written ({problem.strerror}), and {why}. Name a folder that can be written, or run "
             "`fastdata build` where it can."
@@ -634,7 +698,9 @@ def _ask_files(paths: Sequence[str]) -> Int64s:
     def ask(files: range) -> tuple[range, Int64s]:
         return files, np.array([_ask(paths[i]) for i in files], np.int64).T
 
-    with contextlib.closing(run_tasks(ask, tasks, usable_cores() if len(tasks) > 4 else 0)) as answers:
+    with contextlib.closing(
+        run_tasks(ask, tasks, usable_cores() if len(tasks) > 4 else 0)
+    ) as answers:
         for files, answer in answers:
             asked[:, files.start : files.stop] = answer
     return asked

@@ -71,7 +71,9 @@ def _run_in(
                 yield result
             give()
     except Exception:
-        wait([future for future in running if not future.cancel()])  # what is being written now stays, too
+        wait(
+            [future for future in running if not future.cancel()]
+        )  # what is being written now stays, too
         raise
     finally:
         for future in running:
@@ -89,7 +91,9 @@ def _naming_loss(executor: Executor, task: Any) -> Iterator[None]:
         yield
     except Exception as lost:  # an executor raises anything
         what = f"{type(lost).__name__}: {lost}".rstrip(". :")
-        raise IngestError(f"{type(executor).__name__.strip('_')} has lost {task} ({what})") from lost
+        raise IngestError(
+            f"{type(executor).__name__.strip('_')} has lost {task} ({what})"
+        ) from lost
 
 
 def _pickled(job: Callable[[Any], Any]) -> bytes:

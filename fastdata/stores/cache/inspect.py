@@ -20,12 +20,21 @@ from fastdata.machine.memory import format_bytes
 from fastdata.machine.shared import PackedPaths, SampleTable
 from fastdata.sources.remote import Place
 from fastdata.stores.cache.build import damaged_files, lock_file, locked, serve, stored_targets
-from fastdata.stores.cache.manifest import MANIFEST, Cache, Manifest, Mirroring, orphans_in, read_settled
+from fastdata.stores.cache.manifest import (
+    MANIFEST,
+    Cache,
+    Manifest,
+    Mirroring,
+    orphans_in,
+    read_settled,
+)
 from fastdata.stores.prepare import Prepared
 from fastdata.stores.readers import UndecodableError
 
 
-def find_cache(path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> Path | Place:
+def find_cache(
+    path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None
+) -> Path | Place:
     """The cache that a path or URL means: its own folder, or a ``cache_dir`` that holds only this one.
 
     Raises:
@@ -47,13 +56,18 @@ def find_cache(path: str | os.PathLike[str], storage_options: Mapping[str, Any] 
             lines += f"\n  {folder}: cannot be read: {damaged}"
             continue
         readable.append(folder)
-        made_from, prepared = manifest.root or "a dataset", manifest.key.get("prepare") or "as they are"
+        made_from, prepared = (
+            manifest.root or "a dataset",
+            manifest.key.get("prepare") or "as they are",
+        )
         lines += f"\n  {folder}: {counted(manifest.count, 'sample')} of {made_from}, prepared: {prepared}, "
         lines += f"codec: {manifest.key.get('codec')}"
     if len(readable) == 1:
         return readable[0] if home.is_remote else Path(readable[0].url)
     if readable:
-        raise ValueError(f"{home} holds {len(readable)} caches; give the folder of the one that you mean:{lines}")
+        raise ValueError(
+            f"{home} holds {len(readable)} caches; give the folder of the one that you mean:{lines}"
+        )
     raise CacheError(f"{home} holds no cache that can be read; build it again:{lines}")
 
 
@@ -66,7 +80,9 @@ def _cache_folders(home: Place) -> list[Place]:
     asked = [place.submit_facts(MANIFEST) for place in below]
     folders = [place for place, facts in zip(below, asked, strict=True) if facts.result()[0] >= 0]
     if not folders:
-        raise FileNotFoundError(f"{home} is no cache and holds none: there is no {MANIFEST} in it or one below it")
+        raise FileNotFoundError(
+            f"{home} is no cache and holds none: there is no {MANIFEST} in it or one below it"
+        )
     return folders
 
 
@@ -91,10 +107,14 @@ def _serve_alone(cache: Cache, *, as_tensors: bool) -> tuple[Prepared, Manifest]
     kept = np.flatnonzero(cache.columns["is_kept"][rows])
     has_paths = "paths" in cache.columns and not (manifest.target_is_part or manifest.mask_places)
     paths = _paths_of(cache, kept) if has_paths else None
-    table = SampleTable(stored_targets(cache, rows[kept]), paths=paths, class_to_idx=manifest.classes)
+    table = SampleTable(
+        stored_targets(cache, rows[kept]), paths=paths, class_to_idx=manifest.classes
+    )
     if as_tensors:
         parts = tuple(
-            replace(part, spec=replace(part.spec, form="tensor")) if part.spec.form == "pil" else part
+            replace(part, spec=replace(part.spec, form="tensor"))
+            if part.spec.form == "pil"
+            else part
             for part in manifest.parts
         )
         cache = cache._replace(manifest=replace(manifest, parts=parts))
@@ -140,13 +160,23 @@ class Inspected:
             f"  prepared   {manifest.key.get('prepare') or '-'}",
         ]
         for number, part in enumerate(manifest.parts):
-            shape = "x".join(map(str, part.spec.shape)) if part.spec.shape is not None else "of many shapes"
-            codec = "raw" if part.codec is None else " ".join(f"{name}={value}" for name, value in part.codec.items())
+            shape = (
+                "x".join(map(str, part.spec.shape))
+                if part.spec.shape is not None
+                else "of many shapes"
+            )
+            codec = (
+                "raw"
+                if part.codec is None
+                else " ".join(f"{name}={value}" for name, value in part.codec.items())
+            )
             lines.append(f"  part{number:<5}  {part.spec.dtype} {shape}, {codec}")
         return "\n".join([*lines, f"  problem    {self.problem}"] if self.problem else lines)
 
 
-def inspect_caches(path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> list[Inspected]:
+def inspect_caches(
+    path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None
+) -> list[Inspected]:
     """Read all but the samples of a cache, or of all caches in a ``cache_dir``; FileNotFoundError if there is none."""
     places = _cache_folders(Place(path, storage_options))
     return [_look(place if place.is_remote else Path(place.url)) for place in places]
@@ -163,7 +193,9 @@ def _look(folder: Path | Place) -> Inspected:
     except (CacheError, FileNotFoundError) as unreadable:
         return Inspected(folder=folder, manifest=None, problem=str(unreadable))
     damaged = len(damaged_files(folder)) if isinstance(folder, Path) else 0
-    problem = f"damaged: {_count(damaged, 'file')}, which the next run writes anew" if damaged else ""
+    problem = (
+        f"damaged: {_count(damaged, 'file')}, which the next run writes anew" if damaged else ""
+    )
     return Inspected(folder=folder, manifest=manifest, problem=problem)
 
 
@@ -218,7 +250,9 @@ def prune_caches(cache_dir: Path, *, gone: bool = False, dry_run: bool = False) 
     if not cache_dir.is_dir():
         raise FileNotFoundError(f"{cache_dir} is no folder: give the one that keeps caches")
     removals = []
-    for folder in sorted(path for path in cache_dir.iterdir() if path.is_dir() and not path.is_symlink()):
+    for folder in sorted(
+        path for path in cache_dir.iterdir() if path.is_dir() and not path.is_symlink()
+    ):
         if not (folder / MANIFEST).exists() and not lock_file(folder).exists():
             continue  # none of ours
         try:
@@ -232,7 +266,9 @@ def prune_caches(cache_dir: Path, *, gone: bool = False, dry_run: bool = False) 
             if not dry_run:
                 what = f"{folder} cannot be removed or changed ({problem.strerror})"
                 raise CacheError(f"{what}. Prune it where, and as who, it can be.") from problem
-            removals += _prune(folder, gone=gone, dry_run=True)  # without a lock, which cannot be made there
+            removals += _prune(
+                folder, gone=gone, dry_run=True
+            )  # without a lock, which cannot be made there
     return removals
 
 
@@ -243,7 +279,11 @@ def _prune(folder: Path, *, gone: bool, dry_run: bool) -> list[Removal]:
         reason = "left by a writer that died"
     elif found.manifest is None:
         reason = f"cannot be read: {found.problem}"
-    elif gone and found.manifest.root and not (is_url(found.manifest.root) or os.path.isdir(found.manifest.root)):
+    elif (
+        gone
+        and found.manifest.root
+        and not (is_url(found.manifest.root) or os.path.isdir(found.manifest.root))
+    ):
         reason = f"{found.manifest.root} is not there"
     if reason or found.manifest is None:
         size_bytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

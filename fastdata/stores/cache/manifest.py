@@ -44,7 +44,16 @@ from fastdata.stores.readers import DAMAGE_PREFIX, Decoder, DiskStore
 MANIFEST = "fastdata.json"
 FORMAT = "fastdata cache"
 VERSION = 4
-DAMAGED = (OSError, EOFError, KeyError, MemoryError, TypeError, ValueError, RecursionError, zipfile.BadZipFile)
+DAMAGED = (
+    OSError,
+    EOFError,
+    KeyError,
+    MemoryError,
+    TypeError,
+    ValueError,
+    RecursionError,
+    zipfile.BadZipFile,
+)
 """What reading bytes raises that nobody has written: of memory, too, for an array of the size that they claim."""
 _SHARD_NAME = re.compile(r"[0-9a-f]{16}")
 _MAX_DIMENSIONS = 8
@@ -152,7 +161,9 @@ class Manifest:
 
     def __post_init__(self) -> None:
         if len(self.parts) <= self.target_is_part + len(self.mask_places):
-            raise ValueError(f"{len(self.parts)} parts are no samples, target_is_part={self.target_is_part}")
+            raise ValueError(
+                f"{len(self.parts)} parts are no samples, target_is_part={self.target_is_part}"
+            )
         if not all(type(number) is int for number in (self.classes or {}).values()):
             raise ValueError("classes have no numbers")
         if any(len(shard.sizes) != len(self.parts) for shard in self.shards):
@@ -178,7 +189,9 @@ class Manifest:
     def files(self, shard: Shard) -> dict[str, int]:
         """The names of a shard's files, and how many bytes they have."""
         parts = zip(self.parts, shard.sizes, strict=True)
-        return {file_name(k, part, shard.name): size for k, (part, size) in enumerate(parts) if size}
+        return {
+            file_name(k, part, shard.name): size for k, (part, size) in enumerate(parts) if size
+        }
 
     def file_sizes(self) -> dict[str, int]:
         return {name: size for shard in self.shards for name, size in self.files(shard).items()}
@@ -190,7 +203,12 @@ class Manifest:
         """Make this, with an index of these columns, what the cache in a folder holds, at once and for good."""
         index = pack_columns(columns)
         crc32 = zlib.crc32(index)
-        document = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(self), "index_crc32": crc32}
+        document = {
+            "format": FORMAT,
+            "version": VERSION,
+            **dataclasses.asdict(self),
+            "index_crc32": crc32,
+        }
         document["crc32"] = crc_of(document)
         with naming_full_disk(Path(place.url)):
             place.write(_index_name(crc32), index)
@@ -208,15 +226,21 @@ class Manifest:
             if not isinstance(document, dict) or document.get("format") != FORMAT:
                 raise CacheError(f"{path} is no manifest of a fastdata cache")
             if document.get("version") != VERSION:
-                raise CacheError(f"{path} has version {document.get('version')!r}; this fastdata reads {VERSION}")
+                raise CacheError(
+                    f"{path} has version {document.get('version')!r}; this fastdata reads {VERSION}"
+                )
             if document.pop("crc32", None) != crc_of(document):
-                raise CacheError(f"{path} was changed after it was written: its checksum does not fit")
+                raise CacheError(
+                    f"{path} was changed after it was written: its checksum does not fit"
+                )
             manifest: Manifest = _typed(cls, document)
             return manifest
         except (FileNotFoundError, CacheError, RemoteError):
             raise
         except DAMAGED as problem:
-            raise CacheError(f"{path} cannot be read: {type(problem).__name__}: {problem}") from problem
+            raise CacheError(
+                f"{path} cannot be read: {type(problem).__name__}: {problem}"
+            ) from problem
 
 
 def _index_name(crc32: int) -> str:
@@ -291,7 +315,10 @@ def unpack_columns(data: bytes) -> Columns:
         if any(entry.compress_type != zipfile.ZIP_STORED for entry in stored.zip.infolist()):
             raise ValueError("its columns are compressed, to whatever size")
         arrays = {name: np.asarray(column) for name, column in stored.items()}
-    return {name: json.loads(it.tobytes()) if name.endswith(".json") else it for name, it in arrays.items()}
+    return {
+        name: json.loads(it.tobytes()) if name.endswith(".json") else it
+        for name, it in arrays.items()
+    }
 
 
 def _check(manifest: Manifest, columns: Columns) -> None:
@@ -305,7 +332,9 @@ def _check(manifest: Manifest, columns: Columns) -> None:
         _check_part(manifest, number, columns, is_kept)
     if "paths" in columns:
         blob = _need(columns, "paths", "uint8", -1)
-        ends, _, _ = (_need(columns, name, "int64", count) for name in ("ends", "file_sizes", "mtimes_ns"))
+        ends, _, _ = (
+            _need(columns, name, "int64", count) for name in ("ends", "file_sizes", "mtimes_ns")
+        )
         if count and (ends[0] < 0 or ends[-1] != len(blob) or (np.diff(ends) < 0).any()):
             raise ValueError("file names overlap")
     targets = {name: column for name, column in columns.items() if name.startswith("targets.")}
@@ -320,9 +349,13 @@ def _need(columns: Columns, name: str, dtype: str, *shape: int) -> np.ndarray:
     if name not in columns:
         raise ValueError(f"it lacks the {name} of its samples")
     column: np.ndarray = columns[name]
-    wanted = tuple(size if want == -1 else want for want, size in zip(shape, column.shape, strict=False))
+    wanted = tuple(
+        size if want == -1 else want for want, size in zip(shape, column.shape, strict=False)
+    )
     if column.dtype != np.dtype(dtype) or column.ndim != len(shape) or column.shape != wanted:
-        raise ValueError(f"{name} are {column.dtype}{list(column.shape)} where {dtype}{list(shape)} are needed")
+        raise ValueError(
+            f"{name} are {column.dtype}{list(column.shape)} where {dtype}{list(shape)} are needed"
+        )
     return column
 
 
@@ -338,9 +371,13 @@ def _check_part(manifest: Manifest, number: int, columns: Columns, is_kept: np.n
         sizes = _need(columns, f"{name}.sizes", "int64", count)
         shapes = _need(columns, f"{name}.shapes", "int32", count, -1)
         common = part.spec.shape
-        if common is not None and (shapes.shape[1] != len(common) or (shapes[is_kept] != common).any()):
+        if common is not None and (
+            shapes.shape[1] != len(common) or (shapes[is_kept] != common).any()
+        ):
             raise ValueError(f"{name} holds samples of other shapes than {list(common)}")
-        is_wrong = (offsets < 0) | (sizes < 0) | (offsets > file_bytes - sizes) | (shapes < 0).any(axis=1)
+        is_wrong = (
+            (offsets < 0) | (sizes < 0) | (offsets > file_bytes - sizes) | (shapes < 0).any(axis=1)
+        )
         item_bytes = np.dtype(part.spec.dtype).itemsize
         sample_bytes = shapes.astype(np.float64).prod(axis=1) * item_bytes
         if part.codec is None:
@@ -363,7 +400,9 @@ def _check_targets(name: str, column: Any, count: int) -> None:
     dtype = column.dtype
     is_number = dtype.kind in "iufb" and dtype.itemsize <= 8 and dtype.isnative
     if not is_number or column.shape[:1] != (count,):
-        raise ValueError(f"targets are {dtype}{list(column.shape)} where numbers[{count}] are needed")
+        raise ValueError(
+            f"targets are {dtype}{list(column.shape)} where numbers[{count}] are needed"
+        )
 
 
 def target_columns(table: SampleTable, chosen: np.ndarray) -> dict[str, np.ndarray]:
@@ -374,7 +413,11 @@ def target_columns(table: SampleTable, chosen: np.ndarray) -> dict[str, np.ndarr
     """
     if table.target_places:
         places = [target_columns(place, chosen) for place in table.target_places]
-        return {name.replace(".", f".{i}.", 1): them for i, place in enumerate(places) for name, them in place.items()}
+        return {
+            name.replace(".", f".{i}.", 1): them
+            for i, place in enumerate(places)
+            for name, them in place.items()
+        }
     array = table.target_array()
     if array is not None:
         return {f"targets.{table.target_kind}": array[chosen]}
@@ -392,7 +435,11 @@ def target_columns(table: SampleTable, chosen: np.ndarray) -> dict[str, np.ndarr
 
 def targets_of(columns: Mapping[str, Any], prefix: str = "targets.") -> Any:
     """Targets of the rows that are kept, in their order: numbers in one array, else a list."""
-    mine = {name.removeprefix(prefix): value for name, value in columns.items() if name.startswith(prefix)}
+    mine = {
+        name.removeprefix(prefix): value
+        for name, value in columns.items()
+        if name.startswith(prefix)
+    }
     for kind in ("number", "json"):
         if kind in mine:
             return mine[kind]
@@ -400,7 +447,10 @@ def targets_of(columns: Mapping[str, Any], prefix: str = "targets.") -> Any:
         return list(torch.from_numpy(mine["tensor"]))
     if "array" in mine:
         return list(mine["array"])
-    places = [targets_of(mine, f"{number}.") for number in dict.fromkeys(name.partition(".")[0] for name in mine)]
+    places = [
+        targets_of(mine, f"{number}.")
+        for number in dict.fromkeys(name.partition(".")[0] for name in mine)
+    ]
     return list(zip(*map(_listed, places), strict=True))
 
 
@@ -428,7 +478,9 @@ class Mirroring(NamedTuple):
         for name in (manifest.index_name, *sizes):
             found = there[name].size_bytes if name in there else 0
             if name not in there or found != sizes.get(name, found):
-                raise CacheError(f"{place.at(name)} has {found:,} bytes where {sizes.get(name, 1):,} were written")
+                raise CacheError(
+                    f"{place.at(name)} has {found:,} bytes where {sizes.get(name, 1):,} were written"
+                )
         files = [there[name] for name in (manifest.index_name, *sizes) if there[name].size_bytes]
         return Mirror(place, files, self.folder, self.limit or _MIRRORED_SHARE)
 
@@ -457,7 +509,10 @@ class Cache(NamedTuple):
             heads = sizes - np.diff(first_rows) * row_bytes
             index["offsets"] = heads[shards_N] + (rows - first_rows[shards_N]) * row_bytes
         else:
-            index |= {name: columns[f"part{number}.{name}"][rows] for name in ("offsets", "sizes", "shapes")}
+            index |= {
+                name: columns[f"part{number}.{name}"][rows]
+                for name in ("offsets", "sizes", "shapes")
+            }
         names = [file_name(number, part, shard.name) for shard in shards if shard.sizes[number]]
         if self.mirror is not None:
             return MirroredStore(names, part.spec, ArrayBlock(index), decoder, self.mirror)
@@ -471,7 +526,9 @@ class Cache(NamedTuple):
         return store
 
 
-def read_settled(home: Path | Place, use: Callable[[Cache], _Made], mirroring: Mirroring | None = None) -> _Made:
+def read_settled(
+    home: Path | Place, use: Callable[[Cache], _Made], mirroring: Mirroring | None = None
+) -> _Made:
     """Make something of a cache; once more where another process has meanwhile brought it up to date.
 
     Raises:

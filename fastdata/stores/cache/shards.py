@@ -51,7 +51,14 @@ from fastdata.stores.cache.manifest import (
     unpack_columns,
 )
 from fastdata.stores.files import DiskFile
-from fastdata.stores.prepare import Ingested, Options, ReadPath, ingest, ingest_workers, needs_processes
+from fastdata.stores.prepare import (
+    Ingested,
+    Options,
+    ReadPath,
+    ingest,
+    ingest_workers,
+    needs_processes,
+)
 from fastdata.stores.readers import DAMAGE_PREFIX
 from fastdata.stores.writers import WriterPlan
 
@@ -69,7 +76,9 @@ _OF_SHARD = re.compile(r"(?:shard|part\d+)-([0-9a-f]{16})\.\w+")
 def samples_per_shard(count: int, need_bytes: int, shard_bytes: int | str | None) -> int:
     """How many of so many samples, which take about ``need_bytes``, a shard has, whoever is to write them."""
     if shard_bytes is None:
-        good = max(min(max(need_bytes / _GOOD_SHARDS, _LEAST_BYTES), _GOOD_BYTES), need_bytes / MOST_SHARDS)
+        good = max(
+            min(max(need_bytes / _GOOD_SHARDS, _LEAST_BYTES), _GOOD_BYTES), need_bytes / MOST_SHARDS
+        )
         shards = min(math.ceil(need_bytes / good), MOST_SHARDS, count)
     else:
         shards = min(math.ceil(need_bytes / parse_bytes(shard_bytes, of=0)), count)
@@ -188,14 +197,20 @@ class ShardWriter:
         begun_s = time.time()
         path = self.path
         if multiprocessing.parent_process() is not None:
-            torch.set_num_threads(1)  # there is a process for each core; and a forked OpenMP pool would hang
+            torch.set_num_threads(
+                1
+            )  # there is a process for each core; and a forked OpenMP pool would hang
         if isinstance(path.source, FileSource) and task.columns is not None:
             path = path._replace(source=path.source.over(task.columns))
         with contextlib.ExitStack() as cleanup:
             folder = self._folder(cleanup)
             attempt = folder / uuid.uuid4().hex  # there may be several of one shard
-            plans = [replace(plan, path=Path(f"{attempt}.{k}")) for k, plan in enumerate(self.plans)]
-            ingested = ingest(path, plans, self.options, with_targets=self.with_targets, chosen=task.positions)
+            plans = [
+                replace(plan, path=Path(f"{attempt}.{k}")) for k, plan in enumerate(self.plans)
+            ]
+            ingested = ingest(
+                path, plans, self.options, with_targets=self.with_targets, chosen=task.positions
+            )
             paths = []
             for store in ingested.stores:
                 cleanup.callback(store.close)
@@ -219,7 +234,9 @@ class ShardWriter:
         folder = Path(self.place.url)
         if not folder.is_dir():
             where = f"{folder} is not there on {platform.node()}"
-            raise CacheError(f"{where}: the machines of engine= must share cache_dir=, or it must be a URL")
+            raise CacheError(
+                f"{where}: the machines of engine= must share cache_dir=, or it must be a URL"
+            )
         return folder
 
     def _receipt(self, ingested: Ingested, task: Task, seconds: tuple[float, float]) -> bytes:
@@ -241,7 +258,10 @@ class ShardWriter:
         facts = {
             "name": task.name,
             "sizes": [store.size_bytes for store in ingested.stores] or [0] * len(self.plans),
-            "skipped": [(row, error.path, str(error)) for row, error in zip(left_out, ingested.skipped, strict=True)],
+            "skipped": [
+                (row, error.path, str(error))
+                for row, error in zip(left_out, ingested.skipped, strict=True)
+            ],
             "host": platform.node(),
             "seconds": seconds,
         }
@@ -260,7 +280,10 @@ class ShardWriter:
             Shard(name=facts["name"], rows=len(columns["is_kept"]), sizes=tuple(facts["sizes"])),
             {name: column for name, column in columns.items() if not name.startswith("targets.")},
             targets.tolist() if isinstance(targets, np.ndarray) else targets,
-            [Skipped(row=row, path=path, message=message) for row, path, message in facts["skipped"]],
+            [
+                Skipped(row=row, path=path, message=message)
+                for row, path, message in facts["skipped"]
+            ],
             facts["host"],
             tuple(facts["seconds"]),
         )
@@ -307,7 +330,13 @@ def write_shards(writer: ShardWriter, tasks: Sequence[Task], options: Options) -
     for host, theirs in sorted(by_host.items()):
         seconds = max(each.seconds[1] for each in theirs) - min(each.seconds[0] for each in theirs)
         samples = sum(each.shard.rows for each in theirs)
-        log.info("%s prepared %d samples, %.0f a second, as %d shards", host, samples, samples / seconds, len(theirs))
+        log.info(
+            "%s prepared %d samples, %.0f a second, as %d shards",
+            host,
+            samples,
+            samples / seconds,
+            len(theirs),
+        )
     sizes = _sizes_in(writer.place)
     for task in tasks:
         if not _is_there(writer, done[task.number], sizes):
@@ -318,7 +347,9 @@ def write_shards(writer: ShardWriter, tasks: Sequence[Task], options: Options) -
     return [done[task.number] for task in tasks]
 
 
-def _done_before(writer: ShardWriter, tasks: Sequence[Task], options: Options) -> dict[int, Written]:
+def _done_before(
+    writer: ShardWriter, tasks: Sequence[Task], options: Options
+) -> dict[int, Written]:
     sizes = _sizes_in(writer.place)
     begun = [task for task in tasks if task.receipt_name in sizes]
     receipts = [writer.place.submit(task.receipt_name) for task in begun]
@@ -344,7 +375,9 @@ def _is_there(writer: ShardWriter, written: Written, sizes: Mapping[str, int]) -
     return True
 
 
-def _run(writer: ShardWriter, tasks: Sequence[Task], options: Options) -> Generator[tuple[int, bytes], None, None]:
+def _run(
+    writer: ShardWriter, tasks: Sequence[Task], options: Options
+) -> Generator[tuple[int, bytes], None, None]:
     """Write shards in any order; yield number and receipt of each."""
     workers, source = ingest_workers(options), writer.path.source
     if options.engine != "local":
@@ -361,4 +394,8 @@ def _run(writer: ShardWriter, tasks: Sequence[Task], options: Options) -> Genera
 
 
 def _with_files(source: Source, task: Task) -> Task:
-    return task._replace(columns=source.columns_of(task.positions)) if isinstance(source, FileSource) else task
+    return (
+        task._replace(columns=source.columns_of(task.positions))
+        if isinstance(source, FileSource)
+        else task
+    )
