@@ -251,9 +251,8 @@ def measure(rank: Rank, folder: Path, names: list[str], epochs: int) -> dict[str
             network, sizes = MODELS[name](num_classes=10).to(rank.devices[0]), Sizes()
             sizes.watch(network)
             model = rank.model_of(network)
-            train(
-                model, [next(iter(sources[OURS]))] * 2, 1
-            )  # warms up: algorithms are chosen, memory is taken
+            # Warms up: algorithms are chosen, memory is taken.
+            train(model, [next(iter(sources[OURS]))] * 2, 1)
             figures["sizes"][name] = rank.gathered(describe(sizes, network))
             for source, batches in sources.items():
                 for one in train(model, batches, epochs):
@@ -365,9 +364,8 @@ def main() -> None:
     )
     options.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     options.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
-    options.add_argument(
-        "--mode", choices=MODES, help=argparse.SUPPRESS
-    )  # of a process that main has started
+    # Of a process that main has started.
+    options.add_argument("--mode", choices=MODES, help=argparse.SUPPRESS)
     options.add_argument("--into", type=Path, help=argparse.SUPPRESS)
     chosen = options.parse_args()
     if chosen.mode:

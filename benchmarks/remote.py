@@ -274,9 +274,8 @@ def write_mds(kind: str, photos: ImageFolder, target: Path, shard_bytes: int) ->
 def measure(contender: Callable[[Place], Callable[[], Any]], place: Place, connection: Any) -> None:
     """Two epochs in this process; its memory is looked at twice a second."""
     outcome = Outcome()
-    multiprocessing.set_start_method(
-        "fork", force=True
-    )  # as in a script; here it would be that of this process
+    # As in a script; here it would be that of this process.
+    multiprocessing.set_start_method("fork", force=True)
     try:
         make = contender(place)
         with peak_memory(every_s=0.5) as peak:

@@ -35,11 +35,12 @@ REFUSALS = {
     "slow_down": (503, "SlowDown"),
     "expired": (403, "ExpiredToken"),
 }
+# Half of the answer, then a reset connection, silence, or its end.
 BROKEN = (
     "reset",
     "stall",
     "cut",
-)  # half of the answer, then a reset connection, silence, or its end
+)
 SPOILED = ("short", "changed", "resized", "corrupted")
 """Half of the bytes, as the length says; other bytes and another ETag, of the same size or of another; a wrong bit."""
 KINDS = (*REFUSALS, *BROKEN, *SPOILED)
@@ -97,11 +98,12 @@ class S3:
     def __init__(self, url: str) -> None:
         self.url = url
         self.client_options = {"endpoint_url": url, "region_name": "us-east-1"}
+        # For s3fs.
         self.storage_options = {
             "key": "tests",
             "secret": SECRET,
             "client_kwargs": self.client_options,
-        }  # for s3fs
+        }
         urls = {"AWS_ENDPOINT_URL": url, "S3_ENDPOINT_URL": url, "AWS_ALLOW_HTTP": "true"}
         keys = {
             "AWS_ACCESS_KEY_ID": "tests",
@@ -254,9 +256,8 @@ class _Server:
         self.attempts: Counter[tuple[str, str]] = Counter()
 
     async def run(self) -> None:
-        asyncio.get_running_loop().add_reader(
-            sys.stdin.fileno(), os._exit, 0
-        )  # ends with who started it
+        # Ends with who started it.
+        asyncio.get_running_loop().add_reader(sys.stdin.fileno(), os._exit, 0)
         server = await asyncio.start_server(self.serve, "127.0.0.1", 0, backlog=1024)
         sys.stdout.write(f"{server.sockets[0].getsockname()[1]}\n")
         sys.stdout.flush()

@@ -116,9 +116,8 @@ def consume(sim: Sim, batches: Any, at_most: int = -1) -> list[Any]:
         made.append((images.clone(), labels.clone()))
         held.append((images, labels))
         del images, labels, held[: max(0, len(held) - keeps)]
-        torch.full(
-            (3, 5), 255, dtype=torch.uint8, device=torch.device("cuda")
-        )  # takes what was freed
+        # Takes what was freed.
+        torch.full((3, 5), 255, dtype=torch.uint8, device=torch.device("cuda"))
         if len(made) == at_most:
             break
     return made

@@ -94,9 +94,8 @@ def test_bench_draws_and_measures(
         "fastdata",
     }
     assert document["machine"]["usable_cores"] >= 1
-    left = {
-        path.name for path in tmp_path.iterdir() if not path.name.startswith("pymp-")
-    }  # of killed workers
+    # Of killed workers.
+    left = {path.name for path in tmp_path.iterdir() if not path.name.startswith("pymp-")}
     assert left == {"figures.json"}
 
 

@@ -259,9 +259,8 @@ def test_either_size_or_time_tells_a_changed_file(image_folder: Folder, prepared
     os.utime(later, ns=(1, 1))
     prepared()
     cached(root, shard_bytes=FOUR).close()
-    assert prepared() == [
-        f"{k:03}.jpg" for k in range(8)
-    ]  # the first half of one class, and the second of the other
+    # The first half of one class, and the second of the other.
+    assert prepared() == [f"{k:03}.jpg" for k in range(8)]
 
 
 def test_files_that_came_again_and_again_are_joined(

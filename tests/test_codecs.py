@@ -608,7 +608,6 @@ def test_golden_files_decode(name: str) -> None:
         assert same_bits(out, sample)
     else:
         wanted = np.load(GOLDEN / name.replace(".bin", ".npy"))
-        assert (
-            np.abs(out.astype(int) - wanted).max() <= 1
-        )  # a libjpeg may round its inverse DCT otherwise
+        # A libjpeg may round its inverse DCT otherwise.
+        assert np.abs(out.astype(int) - wanted).max() <= 1
     assert codec.encode(sample)

@@ -183,9 +183,8 @@ def test_steps_that_differ_in_one_value_share_no_cache(image_folder: Folder, nam
     assert np.array_equal(other, np.asarray(steps[1](source[0][0])))
     assert not np.array_equal(one, other)
     assert np.array_equal(one, again)
-    assert len(inspect_caches(root.parent / "cache")) == 2 + (
-        name == "a hook"
-    )  # which torch numbers anew
+    # Which torch numbers anew.
+    assert len(inspect_caches(root.parent / "cache")) == 2 + (name == "a hook")
 
 
 def test_resized_tensors_differ_by_who_resizes_and_how(tmp_path: Path) -> None:

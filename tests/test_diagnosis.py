@@ -32,9 +32,8 @@ def short_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(diagnosing, "_RATE_S", 0.1)
     monkeypatch.setattr(diagnosing, "_SAMPLES_S", 0.1)
     monkeypatch.setattr(diagnosing, "_MODEL_S", 0.1)
-    monkeypatch.setattr(
-        diagnosing, "usable_cores", lambda: 1
-    )  # nothing to try beyond what a case is about
+    # Nothing to try beyond what a case is about.
+    monkeypatch.setattr(diagnosing, "usable_cores", lambda: 1)
 
 
 def burn(seconds: float) -> None:

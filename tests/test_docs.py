@@ -151,9 +151,8 @@ def test_python_runs(block: Block, place: Path) -> None:
         return
     namespace: dict[str, Any] = {"__name__": "docs"}
     with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", "This DataLoader will create"
-        )  # 8 workers, on a machine with fewer cores
+        # 8 workers, on a machine with fewer cores.
+        warnings.filterwarnings("ignore", "This DataLoader will create")
         exec(compile(code, str(block), "exec"), namespace)
         namespace.clear()
         gc.collect()

@@ -750,9 +750,8 @@ def test_whole_images_kept_for_random_crops_name_the_way_to_less(
 
     Small images get no advice either.
     """
-    clock = itertools.accumulate(
-        itertools.cycle([0, times, 0, 1])
-    )  # of whole images, of smaller ones
+    # Of whole images, of smaller ones.
+    clock = itertools.accumulate(itertools.cycle([0, times, 0, 1]))
     monkeypatch.setattr(
         "fastdata.datasets.serving.time", SimpleNamespace(perf_counter=lambda: next(clock))
     )

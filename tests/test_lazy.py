@@ -74,9 +74,8 @@ def test_each_sample_is_prepared_once_on_its_first_read(
             array, target = dataset[index]
             assert np.array_equal(array, samples[index][0])
             assert target == index * 10
-            samples.log.write_text(
-                "".join(samples.log.read_text().splitlines(keepends=True)[:-1])
-            )  # the comparison's
+            # The comparison's.
+            samples.log.write_text("".join(samples.log.read_text().splitlines(keepends=True)[:-1]))
         assert samples.reads() == sorted(set(range(40)) - ({0} if before else set()))
         assert dataset.filled_share() == 1
 

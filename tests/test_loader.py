@@ -230,10 +230,11 @@ def _half(
 
 
 def _twice(_: Any) -> Any:
+    # Torch's loader would draw a sample's second visit otherwise.
     both = [
         _half(0, CENTER),
         _half(11, CENTER),
-    ]  # torch's loader would draw a sample's second visit otherwise
+    ]
     return ConcatDataset(
         [
             Subset(both[0], [3, -1, 3]),

@@ -160,9 +160,8 @@ def test_the_local_folder_keeps_its_limit(
                     seen.append(target)
                 assert disk_bytes(folder) <= limit_bytes
             assert sorted(seen) == list(range(SAMPLES))
-            assert (
-                fetched() <= part_bytes() + 2 * BLOCK_BYTES * SAMPLES // 8
-            )  # the edges of pieces of 8 samples
+            # The edges of pieces of 8 samples.
+            assert fetched() <= part_bytes() + 2 * BLOCK_BYTES * SAMPLES // 8
 
 
 def test_what_fits_is_fetched_once(url: str, tmp_path: Path, fetched: Callable[[], int]) -> None:
@@ -429,9 +428,8 @@ def test_ranks_read_what_is_theirs(tmp_path: Path, fetched: Callable[[], int]) -
         ) as loader:
             seen += [target for _, targets in loader for target in targets.tolist()]
     assert sorted(seen) == list(range(SAMPLES))
-    looked_at = (
-        2 * 9 * (SAMPLE_BYTES + 2 * BLOCK_BYTES)
-    )  # by both, before they know which are theirs
+    # By both, before they know which are theirs.
+    looked_at = 2 * 9 * (SAMPLE_BYTES + 2 * BLOCK_BYTES)
     assert fetched() <= part_bytes() + looked_at
 
 

@@ -234,9 +234,8 @@ def test_a_batch_that_was_staged_in_vain_gives_its_buffer_back(gpu: Sim) -> None
     for broken in range(1, 6):
         epoch = iter(batches)
         next(epoch)
-        wait_until(
-            lambda broken=broken: loader.read == 4 * broken
-        )  # one is handed over, two are there, one is staged
+        # One is handed over, two are there, one is staged.
+        wait_until(lambda broken=broken: loader.read == 4 * broken)
         del epoch
     assert len(list(batches)) == 100
     assert gpu.counts["cudaHostAlloc"] <= 4

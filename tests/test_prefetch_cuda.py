@@ -92,9 +92,8 @@ def test_a_slow_kernel_never_sees_later_memory(dataset: CachedDataset, road: str
     right = [int(images.long().sum()) for images, _ in loader]
 
     def poison(batch: Any) -> Any:
-        torch.full_like(
-            batch[0], 255
-        )  # takes the block of a batch that was freed too early, and drops it
+        # Takes the block of a batch that was freed too early, and drops it.
+        torch.full_like(batch[0], 255)
         return batch
 
     sums = []
@@ -124,9 +123,8 @@ def test_fifty_epochs_reserve_no_more_memory(dataset: CachedDataset) -> None:
             reserved.append(torch.cuda.memory_reserved())
         slots = batches.ring_slots(3)
         assert batches.report().pinned_bytes <= 2 * slots * batch_bytes + 4 * 4096  # powers of two
-    assert (
-        max(reserved[10:]) <= max(reserved[:10]) + 4 * MIB
-    )  # two segments of the allocator for small blocks
+    # Two segments of the allocator for small blocks.
+    assert max(reserved[10:]) <= max(reserved[:10]) + 4 * MIB
 
 
 def test_a_loop_that_runs_ahead_of_the_gpu_holds_few_batches() -> None:

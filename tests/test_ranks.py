@@ -194,9 +194,8 @@ def test_one_rank_prepares_and_all_hold_one_copy(
     assert sum("one copy for the ranks of this machine" in each["reason"] for each in found) == 2
     read = [index for _, index in source.reads()]
     assert set(read) == set(range(400))
-    assert len(read) == 400 or (
-        ragged and len(read) < 800
-    )  # begun anew when their shapes are found to differ
+    # Begun anew when their shapes are found to differ.
+    assert len(read) == 400 or (ragged and len(read) < 800)
 
 
 def test_the_first_rank_prepares_on_the_cores_of_all(tmp_path: Path) -> None:
@@ -594,10 +593,11 @@ def test_how_a_process_ended_is_told_before_and_after_it_is_reaped() -> None:
                 pass
             assert how_ended(child.pid, pidfd) == "was killed by SIGTERM"
             child.wait()
+            # The latter before Linux 6.15.
             assert how_ended(child.pid, pidfd) in (
                 "was killed by SIGTERM",
                 "has ended",
-            )  # the latter before Linux 6.15
+            )
         finally:
             os.close(pidfd)
 
@@ -651,9 +651,8 @@ def test_datasets_that_only_their_steps_tell_apart_are_not_shared(images: Path) 
     """Samples that are not looked at may differ too: each rank gets those that its own steps make."""
     from PIL import Image
 
-    Image.new("RGB", (40, 30)).save(
-        images / "class0" / "2.png"
-    )  # the only one that the bound changes, never looked at
+    # The only one that the bound changes, never looked at.
+    Image.new("RGB", (40, 30)).save(images / "class0" / "2.png")
 
     def work(rank: int, pipe: Any) -> Any:
         with ImageFolder(

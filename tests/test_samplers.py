@@ -194,10 +194,11 @@ def test_a_sampler_given_is_not_shared_out_again(launched: Any) -> None:
     launched(1, 2)
     own = RankSampler(COUNT, rank=0, world_size=1)
     loader = DataLoader(Numbers(), sampler=own, distributed="auto")
+    # Lightning makes loaders of their attributes.
     assert (loader.sampler, loader.distributed) == (
         own,
         "auto",
-    )  # Lightning makes loaders of their attributes
+    )
     assert [
         b.tolist() for b in DataLoader(Numbers(), batch_sampler=[[4, 2]], distributed="auto")
     ] == [[4, 2]]

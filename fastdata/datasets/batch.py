@@ -99,9 +99,8 @@ def stacked(
     """What ``default_collate`` makes of samples whose images and targets it makes these of."""
     if keys is None:
         return [images, targets]
-    return keys.join(
-        images, list(targets) if type(targets) is tuple else targets
-    )  # texts, of dicts in a list
+    # Texts, of dicts in a list.
+    return keys.join(images, list(targets) if type(targets) is tuple else targets)
 
 
 class SampleBatch(list[Any]):
@@ -144,9 +143,8 @@ class SampleBatch(list[Any]):
         self._items = list(self)
         self._consisted_of = self._objects()
         for kind in (Sample, SampleDict):
-            default_collate_fn_map.setdefault(
-                kind, _collate_samples
-            )  # torch's own way to say how a class is collated
+            # Torch's own way to say how a class is collated.
+            default_collate_fn_map.setdefault(kind, _collate_samples)
 
     @property
     def is_intact(self) -> bool:
@@ -344,10 +342,11 @@ class DrawKey(NamedTuple):
         return self._replace(seed=self.seed ^ _READ_SALT)
 
     def collated(self, collate_fn: Callable[[Any], Any], samples: Any) -> Any:
+        # As a partial, with pad=, too.
         is_ours = getattr(collate_fn, "func", collate_fn) in (
             collate,
             default_collate,
-        )  # as a partial, with pad=, too
+        )
         with nullcontext() if is_ours else BatchDraws(self):  # ours draw nothing
             return collate_fn(samples)
 
@@ -546,9 +545,8 @@ def count_earlier(seen: np.ndarray, index_B: np.ndarray) -> np.ndarray:
     starts = np.flatnonzero(np.concatenate(([True], ~is_repeat_B)))
     lengths = np.diff(np.append(starts, len(order)))
     before_B[order] += np.arange(len(order)) - np.repeat(starts, lengths)
-    np.add.at(
-        seen, index_B, seen.dtype.type(1)
-    )  # counts repetitions; a plain 1 takes fifty times as long
+    # Counts repetitions; a plain 1 takes fifty times as long.
+    np.add.at(seen, index_B, seen.dtype.type(1))
     return before_B
 
 

@@ -85,9 +85,10 @@ class CachedDataset(PreparedDataset):
         )
         self._pair_transform = _checked(transforms, transform, target_transform)
         if _are_paths(dataset):
+            # 20 ms, which only files of others take.
             from fastdata.sources.formats import (
                 open_dataset,
-            )  # 20 ms, which only files of others take
+            )
 
             only = None if chosen_columns is None else chosen_columns.names
             found = open_dataset(dataset, chosen.storage_options, only)
@@ -233,9 +234,8 @@ def _refuse_frozen_draws(dataset: Any) -> None:
         steps.setdefault(id(step), (owner, name, step))
     texts = {True: "", None: ""}
     for owner, name, step in steps.values():
-        drawn = (
-            is_random(step) if name in _USUAL_NAMES else None
-        )  # under another name it may stay unused
+        # Under another name it may stay unused.
+        drawn = is_random(step) if name in _USUAL_NAMES else None
         if drawn or (
             drawn is None and name != "target_transform"
         ):  # labels are renamed, not augmented

@@ -235,9 +235,8 @@ class _Opened(Dataset[Any]):
         derived = ("_reader", "_lease", "_leases", "_watch", "_views")
         state = {name: value for name, value in self.__dict__.items() if name not in derived}
         stored = self._stored
-        options = replace(
-            stored.options, engine="local"
-        )  # an executor stays with the process that has it
+        # An executor stays with the process that has it.
+        options = replace(stored.options, engine="local")
         state["_stored"] = replace(stored, options=options, source=None, skipped=())
         stores = stored.kept.stores if stored.kept else ()
         state["_imported"] = [tensor_class(store.spec.form) for store in stores]
@@ -362,9 +361,8 @@ class PreparedDataset(_Listed):
         is_asked_for = (
             options.fill != "auto" or options.cache_dir is not None or options.on_error == "skip"
         )
-        is_asked_for = (
-            is_asked_for or options.storage == "none" or len(source) == 0
-        )  # which take nothing
+        # Which take nothing.
+        is_asked_for = is_asked_for or options.storage == "none" or len(source) == 0
         if transform is None and table is not None and not is_asked_for:
             # timm assigns a transform later: as decoded, samples may take ten times as much as after its first steps.
             self._serve(self._stored)
@@ -406,9 +404,10 @@ class PreparedDataset(_Listed):
     def _prepare_on_disk(
         self, source: Source, path: ReadPath, steps: tuple[Any, ...], table: SampleTable | None
     ) -> Prepared:
+        # 20 ms with filelock, which only caches take.
         from fastdata.stores.cache import (
             prepare_on_disk,
-        )  # 20 ms with filelock, which only caches take
+        )
 
         options = self._stored.options
         listing, root = self._list_files(source)
@@ -580,10 +579,11 @@ class PreparedDataset(_Listed):
         """
         self._lease()
         other = self._copied()
+        # By the first view, maybe.
         other._visits, other._was_read = (
             SharedVisits(len(self._stored.samples)),
             True,
-        )  # by the first view, maybe
+        )
         self._views.add(other)
         other.transform = transform
         return other

@@ -283,9 +283,8 @@ class ImageManifest(_ImageFiles):
         chosen = read_options(ImageManifest, options)
         beside = os.path.dirname(manifest) if isinstance(manifest, str | os.PathLike) else ""
         listed = read_manifest(manifest, root, file, label, id, chosen.storage_options)
-        url = next(
-            (path for path in listed.paths if "://" in path), ""
-        )  # of one is enough: most lie side by side
+        # Of one is enough: most lie side by side.
+        url = next((path for path in listed.paths if "://" in path), "")
         below = next(
             (place for place in (root, beside) if place is not None and is_url(place)),
             os.path.dirname(url),

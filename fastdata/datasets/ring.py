@@ -76,9 +76,8 @@ class BatchRing:
 
     def __init__(self, slots: int, allocate: Callable[[int], np.ndarray] | None = None) -> None:
         self._allocate = allocate or partial(np.empty, dtype=np.uint8)
-        self._free: deque[_Loan | None] = deque(
-            [None] * slots
-        )  # None: a slot whose buffer is not allocated yet
+        # None: a slot whose buffer is not allocated yet.
+        self._free: deque[_Loan | None] = deque([None] * slots)
         self._loans: dict[int, _Loan] = {}  # by id
         self._slots = slots
         self.fresh_count = 0  # how often all slots were lent and the batch got memory of its own
@@ -153,9 +152,8 @@ class RingCollate:
         fetch = None if worker is None else _fetch_of_worker_loop()
         if worker is None or fetch is None:
             return self.collate(samples)
-        indices = fetch.f_locals[
-            fetch.f_code.co_varnames[1]
-        ]  # whose loader knows what their batch draws
+        # Whose loader knows what their batch draws.
+        indices = fetch.f_locals[fetch.f_code.co_varnames[1]]
         draws = getattr(indices, "draws", None)
         collate = self.collate if draws is None else partial(draws.collated, self.collate)
         if self._ring is None or self._ring.pid != os.getpid():
@@ -243,9 +241,8 @@ class WorkerRing:
     def _collate(self, collate: Callable[[Any], Any], samples: Any) -> Any:
         """Collate; where that calls torch's ``default_collate``, it stacks tensors straight into the slot."""
         functions: Any = torch_collate.default_collate_fn_map
-        is_torchs = (
-            functions.get(torch.Tensor) is torch_collate.collate_tensor_fn
-        )  # or the user has set their own
+        # Or the user has set their own.
+        is_torchs = functions.get(torch.Tensor) is torch_collate.collate_tensor_fn
         if self._filled is None or not is_torchs:
             return collate(samples)
         functions[torch.Tensor] = self._stack
@@ -280,9 +277,8 @@ class WorkerRing:
             if spans is None:
                 needed = _STATE_BYTES + sum(_aligned(part.nbytes) for part in packer.parts)
                 is_first = slot.place.block_number < 0
-                slot.replace(
-                    needed if is_first else needed + needed // 8
-                )  # batches differ in size: leave room
+                # Batches differ in size: leave room.
+                slot.replace(needed if is_first else needed + needed // 8)
                 self._lease, self._end = slot.lend(), _STATE_BYTES
                 spans = self._lay_out(packer.parts)
         except (MemoryBudgetError, _StorageSharedError):
@@ -415,9 +411,8 @@ class _Packer(pickle.Pickler):
             not value.flags.writeable or value.dtype.byteorder in "<>"
         ):
             dtype = value.dtype if value.dtype.byteorder == "|" else value.dtype.newbyteorder("=")
-            return value.astype(dtype).__reduce_ex__(
-                5
-            )  # through torch's queue it is native and may be written to
+            # Through torch's queue it is native and may be written to.
+            return value.astype(dtype).__reduce_ex__(5)
         if type(value) is not torch.Tensor or not is_plain(value):
             return NotImplemented
         size, strides, dtype = tuple(value.shape), value.stride(), value.dtype
@@ -561,9 +556,8 @@ def _receive(token: str, place: Place | None, spans: list[tuple[int, int]], data
     """Unpickle a parcel: the batch, or where its worker has died, an error for the loader to raise."""
     if place is None:
         Arrivals.of(token).fresh_count += token != _UNCOUNTED
-        return pickle.loads(
-            data, buffers=[bytearray() for _ in spans]
-        )  # of parts without bytes, if any
+        # Of parts without bytes, if any.
+        return pickle.loads(data, buffers=[bytearray() for _ in spans])
     try:
         return Arrivals.of(token).receive(place, spans, data)
     except StoreGoneError:

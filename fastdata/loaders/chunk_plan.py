@@ -226,9 +226,8 @@ def plan_epoch(order: EpochOrder, epoch: int) -> Int64s:
         0, count if order.shuffle and order.piece_samples > 1 else 0, order.chunk_samples
     ):
         chunk = stream[start : start + order.chunk_samples]
-        chunk[:] = _shuffled(
-            order, epoch, chunk, order.length
-        )  # keys of samples are those behind all pieces' keys
+        # Keys of samples are those behind all pieces' keys.
+        chunk[:] = _shuffled(order, epoch, chunk, order.length)
     return stream
 
 

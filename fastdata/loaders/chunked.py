@@ -334,9 +334,8 @@ class ChunkedLoader:
         segment_bytes = max(
             store.mirror.segment_bytes for store in self._stores if isinstance(store, MirroredStore)
         )
-        piece_bytes = max(
-            _PIECE_BYTES, 4 * segment_bytes
-        )  # so that few of its segments are others', too
+        # So that few of its segments are others', too.
+        piece_bytes = max(_PIECE_BYTES, 4 * segment_bytes)
         return most_bytes, mix or min(_PIECES_PER_CHUNK, max(most_bytes // piece_bytes, 1))
 
     def __len__(self) -> int:
@@ -446,9 +445,8 @@ class _Epoch:
             self._is_begun = True
             self._residency = self._begin_chunks()
             if self._residency is not None:
-                stop = getattr(
-                    self._batches, "stop", None
-                )  # there are threads, which read no more then
+                # There are threads, which read no more then.
+                stop = getattr(self._batches, "stop", None)
                 weakref.finalize(self, _close, self._residency, stop)
         try:
             return next(self._batches)
@@ -492,9 +490,8 @@ def _locator(
     ends = np.cumsum(list(map(index_count, parts)))
 
     def located(samples: np.ndarray) -> Iterator[tuple[DiskStore, np.ndarray]]:
-        index = (
-            samples if subset is None else np.sort(subset[samples] % ends[-1])
-        )  # -1 is the last one
+        # -1 is the last one.
+        index = samples if subset is None else np.sort(subset[samples] % ends[-1])
         for part, end in zip(parts, ends.tolist(), strict=True):
             first = end - index_count(part)
             mine = index[(first <= index) & (index < end)] - first

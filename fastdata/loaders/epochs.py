@@ -411,14 +411,12 @@ class ThreadIter(Counted):
     def _receive(self) -> Any:
         future = self._pending[0]
         try:
-            future.exception(
-                self._timeout or None
-            )  # only waits: the batch's own TimeoutError is returned
+            # Only waits: the batch's own TimeoutError is returned.
+            future.exception(self._timeout or None)
         except FutureTimeoutError:
             raise RuntimeError(f"DataLoader timed out after {self._timeout} seconds") from None
-        is_lost = isinstance(
-            future.exception(), (IngestError, MemoryBudgetError)
-        )  # and no batch comes after it
+        # And no batch comes after it.
+        is_lost = isinstance(future.exception(), (IngestError, MemoryBudgetError))
         if not is_lost:
             self._pending.popleft()
         try:

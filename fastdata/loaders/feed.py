@@ -83,9 +83,8 @@ class Pinned:
 
     @property
     def reason(self) -> str:
-        said = [
-            f"{what} {plan.reason}" for what, plan in list(self.plans.items())
-        ]  # other threads add to it
+        # Other threads add to it.
+        said = [f"{what} {plan.reason}" for what, plan in list(self.plans.items())]
         return "; ".join(said) or "nothing pinned yet"
 
     def allocate(self, size_bytes: int) -> np.ndarray:
@@ -141,9 +140,8 @@ def begin_thread(device: torch.device) -> None:
     thread has said that it minds none.
     """
     torch.cuda.set_device(device)
-    names = (
-        ctypes.CDLL(None) if os.name == "posix" else None
-    )  # torch loads libcudart for all to see
+    # Torch loads libcudart for all to see.
+    names = ctypes.CDLL(None) if os.name == "posix" else None
     exchange_mode: Any = getattr(names, _EXCHANGE_MODE, None)
     if exchange_mode is None:
         log.info(
@@ -199,9 +197,8 @@ class Feed:
     pinned: Any = None
     depth: int = 0
     mark: Callable[[], Any] = lambda: None  # how far the loader has read; called by who reads it
-    hand_over: Callable[[Any], Any] = lambda mark: (
-        None
-    )  # the user is there now; called in the user's thread
+    # The user is there now; called in the user's thread.
+    hand_over: Callable[[Any], Any] = lambda mark: None
 
     def __post_init__(self) -> None:
         self.times = LoopTimes()
@@ -296,9 +293,8 @@ class Feed:
             )
         user_stream = torch.cuda.current_stream(self.device)
         if self._thread is None:
-            self.stream.wait_stream(
-                user_stream
-            )  # what a loader or transform reads may have been made there
+            # What a loader or transform reads may have been made there.
+            self.stream.wait_stream(user_stream)
             self._thread = threading.Thread(target=self._run, name="fastdata-prefetch", daemon=True)
             self._thread.start()
         outcome = self._ready.get()
@@ -330,9 +326,8 @@ class Feed:
                 for place in self._all_places:
                     place.let_go()
         except BaseException as error:  # noqa: BLE001  # raised where its batch would have come
-            failure = error.with_traceback(
-                error.__traceback__ and error.__traceback__.tb_next
-            )  # without this frame
+            # Without this frame.
+            failure = error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)
         for place in self._all_places:
             place.sources.clear()  # of a lost device, which reads nothing any more
         self._ready.put(failure)

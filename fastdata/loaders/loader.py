@@ -142,9 +142,8 @@ class DataLoader(_TorchLoader[_T_co]):
         makes_batches = batch_size is not None or batch_sampler is not None
         if collate_fn is None and makes_batches:
             collate_fn = collate
-        arguments = {
-            name: value for name, value in locals().items() if name in _TORCHS
-        }  # ``in_order`` is torch 2.6's
+        # ``in_order`` is torch 2.6's.
+        arguments = {name: value for name, value in locals().items() if name in _TORCHS}
         self.workers, self.distributed = workers, distributed
         self._served = LoaderView.find(dataset) if makes_batches else None
         self._ring: BatchRing | None = None

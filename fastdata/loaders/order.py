@@ -263,9 +263,8 @@ class Order(Iterator[Any]):
                 progress.ahead,
             )
             rest = map(itemgetter(1), filter(lambda each: each[0] not in ahead, numbered))
-            return itertools.chain(
-                list(itertools.islice(rest, 1)), rest
-            )  # samplers draw when first asked
+            # Samplers draw when first asked.
+            return itertools.chain(list(itertools.islice(rest, 1)), rest)
 
     def _begin(self, progress: Progress) -> Iterator[Any]:
         indices: Iterator[Any] = iter(self._sampler)
@@ -288,10 +287,11 @@ class Order(Iterator[Any]):
         ):
             indices = _mark_padding(indices, shared)
         elif shared is not None and shared is not self.counted and not is_torchs:
+            # Whose ranks may have one sample, in an order that nobody knows.
             share = (
                 shared.rank,
                 shared.num_replicas,
-            )  # whose ranks may have one sample, in an order that nobody knows
+            )
         is_marked = is_torchs or self.counted is not None
         each_once = share == (0, 1) and not is_marked and _gives_each_once(self._sampler)
         return map(

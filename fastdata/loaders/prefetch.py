@@ -168,9 +168,8 @@ class CudaPrefetcher:
         self._finishing = {**casts, "transform": transform}
         self._ring: BatchRing | None = None
         self._live: weakref.WeakSet[Epoch] = weakref.WeakSet()
-        self._feed = Feed(
-            None, self.device
-        )  # of the latest epoch; of an empty one before the first
+        # Of the latest epoch; of an empty one before the first.
+        self._feed = Feed(None, self.device)
         self._has_warned = False
         self._pinned: Pinned | None = None
         self._stream: Any = None
@@ -320,9 +319,8 @@ def _finish(
             return transform(batch)
     except Exception as error:
         message = f"transform= failed on batch {number}: {type(error).__name__}: {error}"
-        kind = (
-            RuntimeError if isinstance(error, StopIteration) else type(error)
-        )  # the former ends epochs in silence
+        # The former ends epochs in silence.
+        kind = RuntimeError if isinstance(error, StopIteration) else type(error)
         try:
             named = kind(message)
         except Exception:  # noqa: BLE001  # a user's type may raise anything where it is made of a message

@@ -237,9 +237,8 @@ def _draw_weighted_once(
     # P. G. Spirakis, "Weighted random sampling with a reservoir", Information Processing Letters 97, 2006. Their
     # logarithms stay finite, whatever the weights are.
     chosen = np.flatnonzero(weights)
-    drawn = (
-        draw_uniform(sample_keys(seed ^ _CHOICE_SALT, epoch, chosen), 0, 0) + 2.0**-54
-    )  # in (0, 1)
+    # In (0, 1).
+    drawn = draw_uniform(sample_keys(seed ^ _CHOICE_SALT, epoch, chosen), 0, 0) + 2.0**-54
     log_waits = np.log(-np.log1p(-drawn)) - np.log(weights[chosen])
     order: Int64s = chosen[np.argsort(log_waits, kind="stable")[:count]]
     return order
@@ -436,9 +435,8 @@ class RankSampler(EpochSampler, DistributedSampler[int]):
             yield from shared
             return
         earlier = count_earlier(np.zeros(self._order.length, np.uint32), order)[place % length]
-        earlier += (
-            place // length * np.bincount(order)[shared]
-        )  # those that pad come after all others
+        # Those that pad come after all others.
+        earlier += place // length * np.bincount(order)[shared]
         yield from map(RepeatedIndex.mark, shared, earlier.tolist())
 
     def __len__(self) -> int:

@@ -271,10 +271,11 @@ def signal_name(number: int) -> str:
 
 # The meeting: a file of this user, whose locks end with who holds them
 
+# Bytes of the file that the leader locks: for as long as it shares, and until it tells.
 _IS_LED, _IS_PREPARING = (
     0,
     1,
-)  # bytes of the file that the leader locks: for as long as it shares, and until it tells
+)
 _RETRY_S = 0.01
 _END_S = 1.0
 

@@ -364,9 +364,8 @@ class PackedPaths:
         text = "".join(texts)
         if not text.isascii():
             return cls(*_pack(list(map(os.fsencode, texts))))
-        ends = np.cumsum(
-            np.fromiter(map(len, texts), np.int64, len(texts))
-        )  # a character is a byte
+        # A character is a byte.
+        ends = np.cumsum(np.fromiter(map(len, texts), np.int64, len(texts)))
         return cls(np.frombuffer(text.encode("ascii"), np.uint8), ends)
 
     def __len__(self) -> int:

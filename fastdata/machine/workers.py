@@ -155,9 +155,8 @@ def _begin(job: Callable[[Any], Any], parent_pid: int, cores: Collection[int]) -
     _job = job
     _use_cores(cores)
     multiprocessing.current_process().name = "fastdata-ingest"
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C reaches the whole group; the parent ends this process
+    # Ctrl-C reaches the whole group; the parent ends this process.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     gc.freeze()  # what the parent left to its garbage collector is the parent's to finalise
     torch.set_num_threads(1)  # this process only: a forked OpenMP pool would hang

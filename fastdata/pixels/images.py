@@ -32,12 +32,10 @@ if TYPE_CHECKING:
 Array = npt.NDArray[Any]
 IMAGE_EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 """File name endings of images, torchvision's ``IMG_EXTENSIONS``."""
-Size = (
-    int | tuple[int, int]
-)  # of a resize, as torchvision takes it: the shorter side, or (height, width)
-Bound = (
-    Size | str
-)  # or "short:320" or "long:500": no side of that kind is longer, and nothing is enlarged
+# Of a resize, as torchvision takes it: the shorter side, or (height, width).
+Size = int | tuple[int, int]
+# Or "short:320" or "long:500": no side of that kind is longer, and nothing is enlarged.
+Bound = Size | str
 
 
 # Samples to stored arrays and back
@@ -55,9 +53,8 @@ _MODES = {"L": (1, "uint8"), "RGB": (3, "uint8"), "RGBA": (4, "uint8"), **_WIDE_
 class SampleSpec:
     """Shape, dtype and form of prepared samples."""
 
-    shape: (
-        tuple[int, ...] | None
-    )  # of every sample, (C, H, W) for images; None when each has its own (ragged)
+    # Of every sample, (C, H, W) for images; None when each has its own (ragged).
+    shape: tuple[int, ...] | None
     dtype: str  # as NumPy names it
     form: Form  # PIL images are stored planar (C, H, W), all others as they are
 
@@ -466,9 +463,8 @@ class SourceDecoder:
     """
 
     open_bytes: Callable[[memoryview], Any]
-    prepare: Callable[
-        [Any], Any
-    ]  # of what the file was opened as makes a PIL image, an array or a tensor
+    # Of what the file was opened as makes a PIL image, an array or a tensor.
+    prepare: Callable[[Any], Any]
 
     name = "source"
     lossless = True

@@ -64,9 +64,8 @@ class Program:
         cast = next((op.about for op in ops if op.code == "OP_CAST"), Cast(spec.dtype))
         self._dtype = _FLOAT16S.get(cast.dtype) or np.dtype(cast.dtype)
         self._is_bfloat16 = cast.dtype == "bfloat16"
-        self._is_widened = (
-            bool(ops) and cast.dtype.upper() not in core.constants()
-        )  # of masks, to int64
+        # Of masks, to int64.
+        self._is_widened = bool(ops) and cast.dtype.upper() not in core.constants()
         self._cast = Cast("uint8") if self._is_widened else cast
         self._values: dict[int, core.Values] = {}
         self._scratch = Scratch()

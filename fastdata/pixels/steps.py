@@ -283,9 +283,8 @@ def known_name(step: Any) -> str | None:
         return None if _changed_part(step, kind) else kind.__name__
     if kind.__module__.startswith("timm.data"):
         return None if _changed_part(step, kind) else f"timm.{kind.__name__}"
-    name: str | None = vars(kind).get(
-        "__torchvision_equal__"
-    )  # vars: a subclass is not equal any more
+    # Vars: a subclass is not equal any more.
+    name: str | None = vars(kind).get("__torchvision_equal__")
     return name
 
 

@@ -499,9 +499,8 @@ def _find_local(root: str, below: str) -> list[Entry]:
 
 def _write_local(path: str, write: Callable[[Any], object]) -> None:
     os.makedirs(os.path.dirname(path), exist_ok=True)
-    fresh = os.path.join(
-        os.path.dirname(path), f".{uuid.uuid4().hex}.new"
-    )  # with the user's umask, as any file
+    # With the user's umask, as any file.
+    fresh = os.path.join(os.path.dirname(path), f".{uuid.uuid4().hex}.new")
     try:
         with open(fresh, "xb") as stream:
             write(stream)

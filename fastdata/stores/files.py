@@ -167,9 +167,8 @@ class DiskFile(Block):
             # unmapped last, when nobody can map again
             _advise(mapped, first, stop, "MADV_NOHUGEPAGE", "MADV_NORMAL", "MADV_DONTNEED")
         if from_cache and hasattr(os, "posix_fadvise"):
-            first_byte = (
-                start // _HUGE_BYTES * _HUGE_BYTES
-            )  # a huge page goes as a whole or not at all
+            # A huge page goes as a whole or not at all.
+            first_byte = start // _HUGE_BYTES * _HUGE_BYTES
             stop_byte = -(-(start + size) // _HUGE_BYTES) * _HUGE_BYTES
             os.posix_fadvise(self._fd, first_byte, stop_byte - first_byte, os.POSIX_FADV_DONTNEED)
 

@@ -214,9 +214,8 @@ class Mirror:
     def _keep(self, segment: Segment, coming: Future[bytes]) -> int:
         self._coming_bytes -= self._size_of(segment)
         path = self._path(segment)
-        part = path.with_name(
-            f"{path.name}.part"
-        )  # which a killed process leaves to the next one that fetches it
+        # Which a killed process leaves to the next one that fetches it.
+        part = path.with_name(f"{path.name}.part")
         data = coming.result()
         path.parent.mkdir(exist_ok=True)
         fd = os.open(part, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
@@ -351,9 +350,8 @@ class MirroredStore(DiskStore):
         self._checked = np.zeros(max(len(self), 1), np.uint8)  # of this process alone
         self._readers = np.zeros(len(self._checked), np.uint16)  # that need each sample here
         self._firsts = np.cumsum([0, *(-(-file.size_bytes // size) for file in self._mirrored)])
-        self._users = np.zeros(
-            self._firsts[-1], np.uint32
-        )  # samples that need each segment of all files
+        # Samples that need each segment of all files.
+        self._users = np.zeros(self._firsts[-1], np.uint32)
         self._locks: dict[
             int, threading.Lock
         ] = {}  # by process: a forked one must not wait for its parent's threads

@@ -132,9 +132,8 @@ class FileStore(Store):
         self._addresses = np.array(
             [data.__array_interface__["data"][0] for data in self._bytes], np.int64
         )
-        self._row_bytes = (
-            spec.sample_bytes if decoder is None and spec.is_dense else 0
-        )  # of a table
+        # Of a table.
+        self._row_bytes = spec.sample_bytes if decoder is None and spec.is_dense else 0
         self._offsets, self._shapes = index["offsets"], index.get("shapes")
         length = self._offsets.shape
         self._sizes = (
@@ -259,9 +258,8 @@ class DiskStore(FileStore):
 
     def gather_into(self, index_B: np.ndarray, out_B: np.ndarray) -> None:
         super().gather_into(index_B, out_B)
-        unchecked = np.flatnonzero(
-            self._checked[index_B] == 0
-        )  # those that were copied in one call
+        # Those that were copied in one call.
+        unchecked = np.flatnonzero(self._checked[index_B] == 0)
         if len(unchecked):
             self._check_copies(index_B, out_B, unchecked)
 

@@ -214,9 +214,8 @@ class TimedLoop:
         return self.over(iter(self.loader))
 
     def over(self, iterator: Any) -> Iterator[Any]:
-        self.times = LoopTimes(
-            self.times.wait_s, self.times.busy_s
-        )  # what lies between two epochs is no step
+        # What lies between two epochs is no step.
+        self.times = LoopTimes(self.times.wait_s, self.times.busy_s)
         while True:
             asked_at = self.times.ask()
             if self.batches == self._most_batches:
@@ -256,9 +255,8 @@ def _timed_loaders(loops: dict[int, TimedLoop], batches: int) -> Iterator[None]:
                 iterator = begin(loader)
             finally:
                 inside.clear()
-            loop = loops.setdefault(
-                id(_behind(loader)), TimedLoop(loader, batches)
-            )  # prefetchers may be made anew
+            # Prefetchers may be made anew.
+            loop = loops.setdefault(id(_behind(loader)), TimedLoop(loader, batches))
             return loop.over(iterator)
 
         return timed_iter
@@ -699,9 +697,8 @@ def run(options: argparse.Namespace) -> int:
             frame = frame.tb_next
         if frame is None and not isinstance(error, SyntaxError):
             raise
-        traceback.print_exception(
-            type(error), error, frame
-        )  # the user's own code, from its first line on
+        # The user's own code, from its first line on.
+        traceback.print_exception(type(error), error, frame)
         return 1
     print(diagnosis)
     output.keep(diagnosis.as_dict(), options, diagnosis.plot)

@@ -344,9 +344,8 @@ def _devices() -> Iterator[Check]:
     gpus = [
         Path("/sys/bus/pci/devices", path.name, "numa_node") for path in table.parent.glob("gpus/*")
     ]
-    gpu_nodes = {int(path.read_text()) for path in gpus if path.exists()} - {
-        -1
-    }  # which says that there are no nodes
+    # Which says that there are no nodes.
+    gpu_nodes = {int(path.read_text()) for path in gpus if path.exists()} - {-1}
     cores = os.sched_getaffinity(0) if gpu_nodes else ()
     folders = [Path(f"/sys/devices/system/cpu/cpu{core}") for core in cores]
     core_nodes = {int(node.name[4:]) for folder in folders for node in folder.glob("node*")}
@@ -358,9 +357,8 @@ def _gpus() -> Iterator[Check]:
     """Each of the machine's GPUs, hidden ones too, asked without opening it."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore"
-            )  # an older package of the same name says that it is deprecated
+            # An older package of the same name says that it is deprecated.
+            warnings.simplefilter("ignore")
             nvml = importlib.import_module("pynvml")
     except ImportError:
         advice = "pip install nvidia-ml-py, to see their memory and use, here and in training"

@@ -136,10 +136,11 @@ def _slices(loader: Any, slice_s: float) -> Iterator[tuple[int, float]]:
                 continue
             if is_warm:
                 has_slices = True
+                # What its taker does counts: meanwhile workers read ahead.
                 yield (
                     samples,
                     now - since,
-                )  # what its taker does counts: meanwhile workers read ahead
+                )
             else:  # until nothing is left of what was read while workers started
                 is_warm = count >= ahead or (count > turns and now - since >= slice_s)
             total += samples

@@ -71,9 +71,8 @@ def _run_in(
                 yield result
             give()
     except Exception:
-        wait(
-            [future for future in running if not future.cancel()]
-        )  # what is being written now stays, too
+        # What is being written now stays, too.
+        wait([future for future in running if not future.cancel()])
         raise
     finally:
         for future in running:

@@ -266,9 +266,8 @@ def prune_caches(cache_dir: Path, *, gone: bool = False, dry_run: bool = False) 
             if not dry_run:
                 what = f"{folder} cannot be removed or changed ({problem.strerror})"
                 raise CacheError(f"{what}. Prune it where, and as who, it can be.") from problem
-            removals += _prune(
-                folder, gone=gone, dry_run=True
-            )  # without a lock, which cannot be made there
+            # Without a lock, which cannot be made there.
+            removals += _prune(folder, gone=gone, dry_run=True)
     return removals
 
 

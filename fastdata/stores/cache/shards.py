@@ -197,9 +197,8 @@ class ShardWriter:
         begun_s = time.time()
         path = self.path
         if multiprocessing.parent_process() is not None:
-            torch.set_num_threads(
-                1
-            )  # there is a process for each core; and a forked OpenMP pool would hang
+            # There is a process for each core; and a forked OpenMP pool would hang.
+            torch.set_num_threads(1)
         if isinstance(path.source, FileSource) and task.columns is not None:
             path = path._replace(source=path.source.over(task.columns))
         with contextlib.ExitStack() as cleanup:
