@@ -106,7 +106,8 @@ def inspect(options: argparse.Namespace) -> int:
             print(f"  {line}")
         if damaged == []:
             print("  verified   every sample is as it was written")
-        documents.append({**asdict(found), "damaged": damaged})
+        samples = found.manifest.count if found.manifest else 0
+        documents.append({**asdict(found), "samples": samples, "damaged": damaged})
     output.keep({"caches": documents}, options)
     return int(any(each["problem"] or each["damaged"] for each in documents))
 
