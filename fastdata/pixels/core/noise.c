@@ -50,6 +50,44 @@ static uint16_t to_bfloat16(float value) { /* to the nearest, halves to even; th
     return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
+#if defined(__F16C__) || defined(__aarch64__)
+static uint16_t to_float16(float value) {
+    const _Float16 half = (_Float16)value;
+    uint16_t bits;
+    memcpy(&bits, &half, 2);
+    return bits;
+}
+
+static float from_float16(uint16_t bits) {
+    _Float16 half;
+    memcpy(&half, &bits, 2);
+    return (float)half;
+}
+#else
+/* Written out: the compiler's own functions would come with its own sin, cos, exp and log, which are not the system's. */
+static uint16_t to_float16(float value) { /* to the nearest, halves to even; there are no NaNs here */
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    const uint32_t sign = bits >> 16 & 0x8000, magnitude = bits & 0x7fffffff;
+    if (magnitude >= 0x477ff000) return (uint16_t)(sign | 0x7c00);
+    if (magnitude >= 0x38800000)
+        return (uint16_t)(sign | ((magnitude - 0x38000000 + 0xfff + (magnitude >> 13 & 1)) >> 13));
+    float small; /* whose last bit beside 0.5 is that of the smallest half */
+    memcpy(&small, &magnitude, 4);
+    small += 0.5f;
+    memcpy(&bits, &small, 4);
+    return (uint16_t)(sign | (bits - 0x3f000000));
+}
+
+static float from_float16(uint16_t half) {
+    const uint32_t magnitude = half & 0x7fff, bits = magnitude << 13;
+    float value;
+    memcpy(&value, &bits, 4);
+    value = magnitude < 0x7c00 ? value * 0x1p112f : INFINITY;
+    return half & 0x8000 ? -value : value;
+}
+#endif
+
 /* Floats to values of an image or of a batch, and back. */
 void store(int32_t dtype, const float *restrict in, int64_t count, uint8_t *out) {
     for (int64_t i = 0; i < count && dtype == UINT8; i++) {
@@ -58,7 +96,7 @@ void store(int32_t dtype, const float *restrict in, int64_t count, uint8_t *out)
     }
     for (int64_t i = 0; i < count && dtype == FLOAT32; i++) ((float *)out)[i] = in[i];
     for (int64_t i = 0; i < count && dtype == FLOAT64; i++) ((double *)out)[i] = in[i];
-    for (int64_t i = 0; i < count && dtype == FLOAT16; i++) ((_Float16 *)out)[i] = (_Float16)in[i];
+    for (int64_t i = 0; i < count && dtype == FLOAT16; i++) ((uint16_t *)out)[i] = to_float16(in[i]);
     for (int64_t i = 0; i < count && dtype == BFLOAT16; i++) ((uint16_t *)out)[i] = to_bfloat16(in[i]);
 }
 
@@ -66,7 +104,7 @@ static void load(int32_t dtype, const uint8_t *in, int64_t count, float *restric
     for (int64_t i = 0; i < count && dtype == UINT8; i++) out[i] = in[i];
     for (int64_t i = 0; i < count && dtype == FLOAT32; i++) out[i] = ((const float *)in)[i];
     for (int64_t i = 0; i < count && dtype == FLOAT64; i++) out[i] = (float)((const double *)in)[i];
-    for (int64_t i = 0; i < count && dtype == FLOAT16; i++) out[i] = (float)((const _Float16 *)in)[i];
+    for (int64_t i = 0; i < count && dtype == FLOAT16; i++) out[i] = from_float16(((const uint16_t *)in)[i]);
     for (int64_t i = 0; i < count && dtype == BFLOAT16; i++) {
         uint32_t bits = (uint32_t)((const uint16_t *)in)[i] << 16;
         memcpy(out + i, &bits, 4);
