@@ -29,7 +29,15 @@ INLINE float fused(float a, float b, float c) {
 #if defined(__FMA__) || defined(__aarch64__)
     return __builtin_fmaf(a, b, c);
 #else
-    return (float)((double)a * b + c);
+    const double product = (double)a * b, sum = product + c, back = sum - product; /* the product is exact */
+    const double lost = (product - (sum - back)) + (c - back);
+    if (lost == 0 || sum - sum != 0) return (float)sum;
+    uint64_t bits; /* rounded to odd, so that to round to a float rounds once */
+    __builtin_memcpy(&bits, &sum, 8);
+    if (!(bits & 1)) bits += (lost > 0) == (sum > 0) ? 1 : -1;
+    double odd;
+    __builtin_memcpy(&odd, &bits, 8);
+    return (float)odd;
 #endif
 }
 
