@@ -1,8 +1,8 @@
 """The errors fastdata raises on its own account.
 
-Each also derives from the built-in class that a caller would catch anyway, so that a swapped import keeps existing
-handlers working, and can be made of its text alone: of an error in a worker process torch's loader sends no more than
-the class and the traceback as text.
+Each also derives from the built-in class that a caller would catch anyway, so that a swapped import
+keeps existing handlers working, and can be made of its text alone: of an error in a worker process
+torch's loader sends no more than the class and the traceback as text.
 """
 
 from __future__ import annotations
@@ -146,14 +146,16 @@ def sample_error(
 ) -> SampleError:
     """Say why one sample cannot be read, or prepared once it ``is_read``: which, what was found, and the cure.
 
-    A sample's file is looked at again for its size and first bytes; ``path`` is None where it has none.
+    A sample's file is looked at again for its size and first bytes; ``path`` is None where it has
+    none.
     """
     where = f"sample {index}" if path is None else f"sample {index}, {path},"
     found = "" if path is None or is_url(path) else f"It is {_describe_file(path)}. "
     cure = "Correct the dataset" if path is None else "Delete or replace the file"
     if type(cause).__name__ in _CURES_OF_SOUND_FILES:
         found, cure = "", _CURES_OF_SOUND_FILES[type(cause).__name__]
-    # What no content of a sample raises, but the code that reads it: leaving samples out would leave out all of them.
+    # What no content of a sample raises, but the code that reads it: leaving samples out would
+    # leave out all of them.
     is_code = isinstance(cause, (TypeError, AttributeError, NameError, ImportError))
     if is_code or (
         is_read and not isinstance(cause, OSError)

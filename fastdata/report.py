@@ -21,8 +21,9 @@ log = logging.getLogger("fastdata")
 
 class _Bar(tqdm):  # type: ignore[type-arg]  # generic in the stubs only
     monitor_interval = 0  # tqdm's monitor would be a thread that outlives the preparation
-    # tqdm's own lock is a semaphore that forked processes share: one that is killed while it draws, or only makes a
-    # bar, would leave it taken, and every later bar of its relatives would wait forever.
+    # tqdm's own lock is a semaphore that forked processes share: one that is killed while it draws,
+    # or only makes a bar, would leave it taken, and every later bar of its relatives would wait
+    # forever.
     _lock = threading.RLock()
 
 
@@ -76,21 +77,26 @@ def warn_user(message: str) -> None:
 class EpochReport:
     """How the latest epoch of a loader went, complete or not.
 
-    How to read it: where the loop waits for data more than a few percent of the time, the loader is what limits
-    training, and ``path`` says what it does and why. Where it hardly waits, no faster loader would help.
+    How to read it: where the loop waits for data more than a few percent of the time, the loader is
+    what limits training, and ``path`` says what it does and why. Where it hardly waits, no faster
+    loader would help.
 
     Args:
         path: the way the batches took and why, in one line; its wording may change.
-        engine: where batches were read: in a ``"thread"``, a ``"process"`` or, ``"inline"``, the training loop.
+        engine: where batches were read: in a ``"thread"``, a ``"process"`` or, ``"inline"``, the
+            training loop.
         workers: how many threads or processes; 0 for ``"inline"``.
         batches: batches handed over; after a resume, since then.
-        samples: samples in them, by the length of a batch's first tensor; with ``batch_size=None`` one for each.
+        samples: samples in them, by the length of a batch's first tensor; with ``batch_size=None``
+            one for each.
         wait_s: seconds the training loop waited for a batch.
         busy_s: seconds the training loop spent between batches, in the user's code.
-        fresh_batches: batches that got new memory because the user still held every reusable buffer.
+        fresh_batches: batches that got new memory because the user still held every reusable
+            buffer.
         bytes_held: memory that the loader keeps for reuse by coming batches, lent batches included.
         pinning: whether batches lie in pinned memory, and why; empty where nobody asked.
-        prepared: share of the samples that are prepared by now; less than 1 while they are on their first read.
+        prepared: share of the samples that are prepared by now; less than 1 while they are on their
+            first read.
     """
 
     path: str

@@ -48,15 +48,16 @@ _READ_SALT = (
 class IndexBatch(list[int]):
     """The sample indices of one batch, and what the samples' random draws are made from.
 
-    As the sampler gave them, or those in the fastdata dataset where that lies behind a ``Subset``; of several in a
-    ``ConcatDataset``, those in all of them in a row.
+    As the sampler gave them, or those in the fastdata dataset where that lies behind a ``Subset``;
+    of several in a ``ConcatDataset``, those in all of them in a row.
 
     Attributes:
         positions: int64 (B,), the same, none of them negative.
-        visits: int64 (B,), which visit to each sample this is: the epoch, and how often the sample came before in the
-            same epoch (as with ``WeightedRandomSampler``).
+        visits: int64 (B,), which visit to each sample this is: the epoch, and how often the sample
+            came before in the same epoch (as with ``WeightedRandomSampler``).
         seed: the dataset's, or the epoch's base seed.
-        draws: what a ``collate_fn`` draws from, wherever the batch is made; None where no loader counts batches.
+        draws: what a ``collate_fn`` draws from, wherever the batch is made; None where no loader
+            counts batches.
     """
 
     positions: np.ndarray
@@ -106,14 +107,16 @@ def stacked(
 class SampleBatch(list[Any]):
     """A list of (image, target) samples, or dicts of both, that are views of one stacked tensor.
 
-    torch's ``default_collate`` and ``fastdata.collate`` take the stacked tensors as they are, so that a ``collate_fn``
-    that calls the former, as those of MixUp and CutMix do, copies nothing. Where one has put other samples into the
-    list, or other values into a sample, these are stacked as any.
+    torch's ``default_collate`` and ``fastdata.collate`` take the stacked tensors as they are, so
+    that a ``collate_fn`` that calls the former, as those of MixUp and CutMix do, copies nothing.
+    Where one has put other samples into the list, or other values into a sample, these are stacked
+    as any.
 
     Args:
-        images: (B, C, h, w); sample i is a view of ``images[i]``. Or a list of such tensors, several views of it.
-        targets: what ``default_collate`` makes of the targets: int64 (B,) for class numbers. None: it is made when
-            it is asked for, if it can be.
+        images: (B, C, h, w); sample i is a view of ``images[i]``. Or a list of such tensors,
+            several views of it.
+        targets: what ``default_collate`` makes of the targets: int64 (B,) for class numbers. None:
+            it is made when it is asked for, if it can be.
         each_target: one Python object per sample.
         image_class: of the images in the list, such as ``tv_tensors.Image`` or ``np.ndarray``.
         keys: of samples that are dicts; None where they are tuples.
@@ -229,10 +232,11 @@ def collate(samples: list[Any], *, pad: float | None = None) -> Any:
 
     Args:
         samples: of one kind, as torch's.
-        pad: where images differ in size, the value that fills the right and the bottom of smaller ones. The images of
-            the batch are then a ``Padded``, always: its ``images``, the ``sizes`` before, and the ``padded_share``.
-            Images are (C, H, W) tensors: the samples themselves, the first value of a tuple, or the only such one in a
-            dict. For a loader: ``collate_fn=functools.partial(collate, pad=0)``.
+        pad: where images differ in size, the value that fills the right and the bottom of smaller
+            ones. The images of the batch are then a ``Padded``, always: its ``images``, the
+            ``sizes`` before, and the ``padded_share``. Images are (C, H, W) tensors: the samples
+            themselves, the first value of a tuple, or the only such one in a dict. For a loader:
+            ``collate_fn=functools.partial(collate, pad=0)``.
 
     Raises:
         TypeError: with ``pad``, images are no tensors, or differ in more than height and width.
@@ -354,8 +358,9 @@ class DrawKey(NamedTuple):
 class BatchDraws(TorchDispatchMode):
     """Within, and in this thread only, what would draw from torch's global generator draws from one of the batch's own.
 
-    So what a ``collate_fn`` draws is the same whoever makes the batch, and the user's generator is left alone. What is
-    drawn on a device, and from Python's or NumPy's generators, is drawn as ever.
+    So what a ``collate_fn`` draws is the same whoever makes the batch, and the user's generator is
+    left alone. What is drawn on a device, and from Python's or NumPy's generators, is drawn as
+    ever.
     """
 
     def __init__(self, key: DrawKey) -> None:
@@ -391,8 +396,9 @@ def _can_be_seeded(function: Any) -> bool:
 
 # Which visit to a sample this is: the number that its random draws are made from
 #
-# A visit is ``epoch + (k << 32)`` where k tells visits to the sample in the same epoch apart. Samplers that repeat
-# samples thus get different draws for each repetition, and everyone else gets the epoch.
+# A visit is ``epoch + (k << 32)`` where k tells visits to the sample in the same epoch apart.
+# Samplers that repeat samples thus get different draws for each repetition, and everyone else gets
+# the epoch.
 
 _REPEAT_SHIFT = 32
 
@@ -419,7 +425,8 @@ class RepeatedIndex(int):
 class Multiples(NamedTuple):
     """Indices of which several are of one sample, as a ``Subset``'s may be.
 
-    Which of them it is tells its draws apart, whatever the order, the ranks, and where an epoch is resumed.
+    Which of them it is tells its draws apart, whatever the order, the ranks, and where an epoch is
+    resumed.
     """
 
     times: np.ndarray  # of each index, how many there are of its sample
@@ -444,8 +451,8 @@ class EpochVisits:
         length: of the indices that it draws.
         epoch: its number.
         multiples: where several indices are of one sample.
-        share: rank and number of ranks, where the sampler draws its own share of what nobody knows: another rank may
-            have the same sample.
+        share: rank and number of ranks, where the sampler draws its own share of what nobody knows:
+            another rank may have the same sample.
     """
 
     def __init__(
@@ -482,9 +489,10 @@ def _occurrences(given: Any) -> list[tuple[int, int]]:
 class SharedVisits:
     """Visits counted per sample in shared memory; for readers that are told no epoch, such as torch's own loader.
 
-    They are counted for each reader, such as an iterator with its workers: from 0 for a new one, on for one that
-    persists. Reading each sample once per epoch gives each epoch's number, whatever process reads it. A sample knows
-    its two latest readers, so that loaders may take turns and the visits of one that persists do not begin again.
+    They are counted for each reader, such as an iterator with its workers: from 0 for a new one, on
+    for one that persists. Reading each sample once per epoch gives each epoch's number, whatever
+    process reads it. A sample knows its two latest readers, so that loaders may take turns and the
+    visits of one that persists do not begin again.
     """
 
     def __init__(self, length: int) -> None:
@@ -558,8 +566,9 @@ Build = Callable[[Sequence[Any]], Any]
 def flatten(batch: Any) -> tuple[list[Any], Build]:
     """Return the tensors in a batch, each once, and what makes the same batch of others; that holds none of them.
 
-    Tuples, namedtuples, lists, mappings, dataclasses and ``SampleBatch`` keep their type; one that holds no tensor is
-    passed on as it is, like every other value. A ``PackedSequence`` counts as a tensor.
+    Tuples, namedtuples, lists, mappings, dataclasses and ``SampleBatch`` keep their type; one that
+    holds no tensor is passed on as it is, like every other value. A ``PackedSequence`` counts as a
+    tensor.
 
     Example:
         >>> tensors, build = flatten({"image": torch.zeros(2), "name": "a"})

@@ -25,25 +25,29 @@ class CachedDataset(PreparedDataset):
     """Any map-style dataset of (sample, target) or of dicts, prepared once and kept in shared memory.
 
     Args:
-        dataset: has ``__len__`` and ``__getitem__`` giving (PIL image | tensor | array, target). Read once, from forked
-            worker processes, so that what its own transforms draw would stay the same: those of torchvision that are
-            random are refused, those that fastdata does not know are warned of. The sample may be a tuple of these,
-            and the target an image or array too, such as a mask: all of them are stored. Of an item of three or more
-            values the first is the sample; an image or tensor alone has no target. Of an item that is a dict the one
-            value that is an image is the sample, and the target that of the other key, or a dict of several; items
-            and batches are dicts of the same keys then. Or the path or URL of another format's files, a pattern such
-            as ``"train-{000..009}.tar"``, or a list of these: WebDataset's tars, Parquet and Arrow; see
-            docs/other-datasets.md.
+        dataset: has ``__len__`` and ``__getitem__`` giving (PIL image | tensor | array, target).
+            Read once, from forked worker processes, so that what its own transforms draw would stay
+            the same: those of torchvision that are random are refused, those that fastdata does not
+            know are warned of. The sample may be a tuple of these, and the target an image or array
+            too, such as a mask: all of them are stored. Of an item of three or more values the
+            first is the sample; an image or tensor alone has no target. Of an item that is a dict
+            the one value that is an image is the sample, and the target that of the other key, or a
+            dict of several; items and batches are dicts of the same keys then. Or the path or URL
+            of another format's files, a pattern such as ``"train-{000..009}.tar"``, or a list of
+            these: WebDataset's tars, Parquet and Arrow; see docs/other-datasets.md.
         columns: of items that are dicts the names of those that are sample and target, such as
-            ``{"sample": "image", "target": "label"}``; items are pairs then, and a list of names makes the target a
-            dict.
-        prepare: called on each sample before it is stored, e.g. ``lambda image: image.convert("RGB")``.
-        transform: as torchvision's. Its leading deterministic steps run once per sample, before it is stored; see
-            ``plan``.
+            ``{"sample": "image", "target": "label"}``; items are pairs then, and a list of names
+            makes the target a dict.
+        prepare: called on each sample before it is stored, e.g. ``lambda image:
+            image.convert("RGB")``.
+        transform: as torchvision's. Its leading deterministic steps run once per sample, before it
+            is stored; see ``plan``.
         target_transform: called on each target when it is read.
-        transforms: in place of both, called with sample and target together, as torchvision's: for masks and boxes. One
-            of v2's known steps, on images with a ``tv_tensors.Mask``, runs on whole batches.
-        options: where and how samples are kept, and more: see ``fastdata.datasets.dataset.DatasetOptions``.
+        transforms: in place of both, called with sample and target together, as torchvision's: for
+            masks and boxes. One of v2's known steps, on images with a ``tv_tensors.Mask``, runs on
+            whole batches.
+        options: where and how samples are kept, and more: see
+            ``fastdata.datasets.dataset.DatasetOptions``.
 
     ``CachedDataset.from_cache`` opens what ``cache_dir`` keeps without ``dataset``.
 
@@ -52,8 +56,9 @@ class CachedDataset(PreparedDataset):
         CacheError: ``cache_dir`` cannot be written, or its disk is full.
         MemoryBudgetError: ``storage="shared"`` does not fit; raised before anything is allocated.
 
-    A pickled dataset is a handle of a few hundred bytes plus the transforms; it opens only on the same machine, while
-    the process that made it lives. ``close()`` gives the memory back; so does dropping the last reference.
+    A pickled dataset is a handle of a few hundred bytes plus the transforms; it opens only on the
+    same machine, while the process that made it lives. ``close()`` gives the memory back; so does
+    dropping the last reference.
 
     Example:
         >>> import torch
@@ -65,7 +70,8 @@ class CachedDataset(PreparedDataset):
     """
 
     root: str
-    """Of ``from_cache``: the folder of the files when the cache was written; empty where samples were no files."""
+    """Of ``from_cache``: the folder of the files when the cache was written; empty where samples
+    were no files."""
 
     @show_options
     def __init__(
@@ -148,20 +154,23 @@ class CachedDataset(PreparedDataset):
     ) -> Self:
         """Open a cache on its own: the dataset and the files that it was made from need not be there.
 
-        Serves what was kept when the cache was last brought up to date, in that order; ``skipped`` lists what was left
-        out. Where samples are files, ``samples``, ``classes`` and ``class_to_idx`` are those of the dataset then, and
-        ``root`` is the folder that it had.
+        Serves what was kept when the cache was last brought up to date, in that order; ``skipped``
+        lists what was left out. Where samples are files, ``samples``, ``classes`` and
+        ``class_to_idx`` are those of the dataset then, and ``root`` is the folder that it had.
 
         Args:
-            path: a cache, or the ``cache_dir`` that holds only this one, or the URL of such. Any dataset or ``fastdata
-                build`` may have written it, but not with ``codec="source"`` or a codec object of your own.
-            transform: called on each sample as the cache holds it. All of its steps run when a sample is read; those
-                that fastdata knows on whole batches.
+            path: a cache, or the ``cache_dir`` that holds only this one, or the URL of such. Any
+                dataset or ``fastdata build`` may have written it, but not with ``codec="source"``
+                or a codec object of your own.
+            transform: called on each sample as the cache holds it. All of its steps run when a
+                sample is read; those that fastdata knows on whole batches.
             target_transform: called on each target when it is read.
             transforms: in place of both, called with sample and target together.
-            as_tensors: give images as tensors (C, H, W) of their stored pixels, those of torchvision's
-                ``PILToTensor``, and not as PIL images, which a ``transform`` would have to make tensors of.
-            seed: of the random draws of batch ops; see ``fastdata.datasets.dataset.DatasetOptions``.
+            as_tensors: give images as tensors (C, H, W) of their stored pixels, those of
+                torchvision's ``PILToTensor``, and not as PIL images, which a ``transform`` would
+                have to make tensors of.
+            seed: of the random draws of batch ops; see
+                ``fastdata.datasets.dataset.DatasetOptions``.
             batch_ops: ``"off"`` runs known random transforms per sample exactly as written.
             storage_options: for a URL; see ``fastdata.datasets.dataset.DatasetOptions``.
             local_cache: as there.

@@ -1,7 +1,9 @@
 """Datasets: torch map-style datasets composed of samples, kept or read anew, and a compiled transform.
 
-What stands here is the face that torchvision's datasets have. How samples were prepared, and how they are served, are
-values: ``Stored`` and ``Reader``. Datasets of image files are in folder.py, any others prepared once in cached.py.
+What stands here is the face that torchvision's datasets have. How samples were prepared, and how
+they are served, are
+values: ``Stored`` and ``Reader``. Datasets of image files are in folder.py, any others prepared
+    once in cached.py.
 """
 
 from __future__ import annotations
@@ -60,54 +62,63 @@ class DatasetOptions(TypedDict, total=False):
     """The keyword arguments that all fastdata datasets share.
 
     Attributes:
-        storage: ``"shared"`` keeps prepared samples in shared memory; ``"compressed"`` keeps them encoded there, and
-            decodes on every read; ``"disk"`` keeps them in ``cache_dir``; ``"none"`` keeps nothing and prepares on
-            every read; ``"auto"`` (default) is ``"disk"`` where ``cache_dir`` is given, else takes the first of the
-            others that fits the memory budget. ``"device"``: like ``"shared"``, and each ``CudaPrefetcher`` copies all
-            of them to its GPU once, to gather batches there; never chosen by ``"auto"``.
-        codec: how ``"compressed"`` samples, or those on disk, are encoded. ``"source"``: their own files as they are,
-            prepared on every read. ``"lz4"``, ``"zstd"``: lossless. ``"jpeg"``: lossy. An object with
-            ``encode(array) -> bytes`` and ``decode(memoryview, out)``. A tuple of these, one for each part of a sample.
-            ``"auto"`` (default): the lossless one that decodes fastest of those that fit, tried on samples of the data,
-            see ``storage_report``; on disk none where samples fit as they are.
-        resize: size in pixels that images are resized to before they are stored, as torchvision's ``Resize``: an int
-            for the shorter side, or (height, width); or ``"short:320"``, ``"long:500"``: at most that, never enlarged.
-        fill: ``"eager"`` prepares all samples now, ``"lazy"`` each on its first read. ``"auto"`` (default) is lazy
-            where the memory that samples need follows from the transform, as it may for image files, else eager;
-            without a transform image files wait for one, or for the first read.
+        storage: ``"shared"`` keeps prepared samples in shared memory; ``"compressed"`` keeps them
+            encoded there, and decodes on every read; ``"disk"`` keeps them in ``cache_dir``;
+            ``"none"`` keeps nothing and prepares on every read; ``"auto"`` (default) is ``"disk"``
+            where ``cache_dir`` is given, else takes the first of the others that fits the memory
+            budget. ``"device"``: like ``"shared"``, and each ``CudaPrefetcher`` copies all of them
+            to its GPU once, to gather batches there; never chosen by ``"auto"``.
+        codec: how ``"compressed"`` samples, or those on disk, are encoded. ``"source"``: their own
+            files as they are, prepared on every read. ``"lz4"``, ``"zstd"``: lossless. ``"jpeg"``:
+            lossy. An object with ``encode(array) -> bytes`` and ``decode(memoryview, out)``. A
+            tuple of these, one for each part of a sample. ``"auto"`` (default): the lossless one
+            that decodes fastest of those that fit, tried on samples of the data, see
+            ``storage_report``; on disk none where samples fit as they are.
+        resize: size in pixels that images are resized to before they are stored, as torchvision's
+            ``Resize``: an int for the shorter side, or (height, width); or ``"short:320"``,
+            ``"long:500"``: at most that, never enlarged.
+        fill: ``"eager"`` prepares all samples now, ``"lazy"`` each on its first read. ``"auto"``
+            (default) is lazy where the memory that samples need follows from the transform, as it
+            may for image files, else eager; without a transform image files wait for one, or for
+            the first read.
         memory_limit: the most memory to use: bytes, ``"8GiB"``, or a fraction of what is free.
         progress: show a progress bar on standard error; default: True.
-        seed: of the random draws of batch ops. ``None`` (default) takes the base seed that torch's loaders draw in each
-            epoch, so that ``torch.manual_seed`` and ``generator=`` decide; with a number draws depend on it, the epoch
-            and the sample only.
-        batch_ops: ``"auto"`` (default) runs known random transforms on whole batches, with fastdata's own draws;
-            ``"off"`` runs them per sample exactly as written.
-        on_error: ``"raise"`` (default), or ``"skip"`` to leave out samples that cannot be prepared, with one warning.
-        num_workers: threads that prepare, or processes where code of your own reads or prepares samples; default: all
-            usable cores.
-        cache_dir: folder that keeps prepared samples for the next run, which maps them into memory and prepares only
-            those whose file has changed since. The page cache holds one copy for all workers, ranks and runs. It is
-            found by the prepare part, the codec and the files (relative path, size, time); any number of datasets may
-            share a folder. Not with a ``storage`` in memory. Every sample is held against a checksum when it is first
-            read.
-        cache_key: stands for what fastdata cannot see: the samples of a dataset that does not list its files in
-            ``samples``, and what only C code knows of steps and loaders. Change it whenever these change.
-        storage_options: for URLs, of files and of ``cache_dir``: what their file system in fsspec takes, such as
-            credentials. They get into no pickle, cache or message.
-        local_cache: folder in which all runs and ranks of a machine keep what they need of caches behind URLs; by
-            default ``~/.cache/fastdata/remote``.
-        local_limit: the most disk space for it: bytes, ``"200GiB"``, or a share of what is free; by default half. What
-            was needed least lately leaves first.
-        share: ``"auto"`` (default): ranks of one machine (torchrun, mpirun, srun, ``mp.spawn``, Lightning, Accelerate)
-            that make the same dataset prepare it together and hold one copy. Where fastdata cannot see all of a dataset
-            that lists neither ``samples`` nor ``targets``, only with ``cache_key``. ``"off"``: each rank its own.
-        return_index: add each sample's index to its item, as the last value or under the key ``"index"``: what datasets
-            are wrapped for that keep a loss or a weight of each sample. Whole batches have the indices as int64 (B,).
-            Those of a ``Subset`` or ``ConcatDataset`` are of the dataset behind it.
-        engine: what writes a cache: ``"local"`` (default), this machine; ``"ray"``, a Ray cluster (extra ``ray``); or
-            any ``concurrent.futures.Executor``. All write the same shards, from which a build that was stopped goes on.
-        shard_bytes: about how large a shard is, as ``memory_limit``. Default: 16 to 64 MiB, or as much as 200 shards
-            take.
+        seed: of the random draws of batch ops. ``None`` (default) takes the base seed that torch's
+            loaders draw in each epoch, so that ``torch.manual_seed`` and ``generator=`` decide;
+            with a number draws depend on it, the epoch and the sample only.
+        batch_ops: ``"auto"`` (default) runs known random transforms on whole batches, with
+            fastdata's own draws; ``"off"`` runs them per sample exactly as written.
+        on_error: ``"raise"`` (default), or ``"skip"`` to leave out samples that cannot be prepared,
+            with one warning.
+        num_workers: threads that prepare, or processes where code of your own reads or prepares
+            samples; default: all usable cores.
+        cache_dir: folder that keeps prepared samples for the next run, which maps them into memory
+            and prepares only those whose file has changed since. The page cache holds one copy for
+            all workers, ranks and runs. It is found by the prepare part, the codec and the files
+            (relative path, size, time); any number of datasets may share a folder. Not with a
+            ``storage`` in memory. Every sample is held against a checksum when it is first read.
+        cache_key: stands for what fastdata cannot see: the samples of a dataset that does not list
+            its files in ``samples``, and what only C code knows of steps and loaders. Change it
+            whenever these change.
+        storage_options: for URLs, of files and of ``cache_dir``: what their file system in fsspec
+            takes, such as credentials. They get into no pickle, cache or message.
+        local_cache: folder in which all runs and ranks of a machine keep what they need of caches
+            behind URLs; by default ``~/.cache/fastdata/remote``.
+        local_limit: the most disk space for it: bytes, ``"200GiB"``, or a share of what is free; by
+            default half. What was needed least lately leaves first.
+        share: ``"auto"`` (default): ranks of one machine (torchrun, mpirun, srun, ``mp.spawn``,
+            Lightning, Accelerate) that make the same dataset prepare it together and hold one copy.
+            Where fastdata cannot see all of a dataset that lists neither ``samples`` nor
+            ``targets``, only with ``cache_key``. ``"off"``: each rank its own.
+        return_index: add each sample's index to its item, as the last value or under the key
+            ``"index"``: what datasets are wrapped for that keep a loss or a weight of each sample.
+            Whole batches have the indices as int64 (B,). Those of a ``Subset`` or ``ConcatDataset``
+            are of the dataset behind it.
+        engine: what writes a cache: ``"local"`` (default), this machine; ``"ray"``, a Ray cluster
+            (extra ``ray``); or any ``concurrent.futures.Executor``. All write the same shards, from
+            which a build that was stopped goes on.
+        shard_bytes: about how large a shard is, as ``memory_limit``. Default: 16 to 64 MiB, or as
+            much as 200 shards take.
     """
 
     storage: Literal["auto", "device", "shared", "compressed", "disk", "none"]
@@ -185,14 +196,16 @@ class _Opened(Dataset[Any]):
     _leases: weakref.WeakSet[Lease]
     """It, and those that epochs began with before another transform came."""
     _views: weakref.WeakSet[_Opened]
-    """The datasets over the same kept samples; the last one to be closed gives their memory back."""
+    """The datasets over the same kept samples; the last one to be closed gives their memory
+    back."""
     _watch: Watch
     _visits: SharedVisits
     _is_waiting = False
     """Whether samples are to be prepared once one is read, or there is a transform."""
     _was_read = False
     _list_name: str | None = ""
-    """Of the file that lists the samples, which may change; empty where a folder does, None for a list made by code."""
+    """Of the file that lists the samples, which may change; empty where a folder does, None for a
+    list made by code."""
 
     def set_epoch(self, epoch: int) -> None:
         """Make random draws those of ``epoch``, until it is set again."""
@@ -203,7 +216,8 @@ class _Opened(Dataset[Any]):
     def close(self) -> None:
         """Give the memory back, unless other views are open; batches already served stay valid. Idempotent.
 
-        An epoch that runs ends with StoreGoneError, and a batch that is being read is read to its end.
+        An epoch that runs ends with StoreGoneError, and a batch that is being read is read to its
+        end.
         """
         self._views.discard(self)
         kept = self._stored.kept
@@ -241,7 +255,8 @@ class _Opened(Dataset[Any]):
         stores = stored.kept.stores if stored.kept else ()
         state["_imported"] = [tensor_class(store.spec.form) for store in stores]
         if get_spawning_popen() is not None:
-            # An error while a process starts would end it, and nobody would be told why: it is raised when it reads.
+            # An error while a process starts would end it, and nobody would be told why: it is
+            # raised when it reads.
             opened = {name: state.pop(name) for name in ("_stored", "_visits")}
             state["_sent"] = bytes(ForkingPickler.dumps(opened))
         return state
@@ -327,8 +342,8 @@ class _Listed(_Opened):
 class PreparedDataset(_Listed):
     """What all fastdata datasets are, once their source is known; made by its subclasses only.
 
-    A subclass of these may have a ``__getitem__``, ``__getitems__`` or ``__len__`` of its own, over those here: then
-    they are asked for every batch, and what an index means is theirs to say.
+    A subclass of these may have a ``__getitem__``, ``__getitems__`` or ``__len__`` of its own, over
+    those here: then they are asked for every batch, and what an index means is theirs to say.
     """
 
     # Making
@@ -364,7 +379,8 @@ class PreparedDataset(_Listed):
         # Which take nothing.
         is_asked_for = is_asked_for or options.storage == "none" or len(source) == 0
         if transform is None and table is not None and not is_asked_for:
-            # timm assigns a transform later: as decoded, samples may take ten times as much as after its first steps.
+            # timm assigns a transform later: as decoded, samples may take ten times as much as
+            # after its first steps.
             self._serve(self._stored)
             self._is_waiting = True
         else:
@@ -565,8 +581,8 @@ class PreparedDataset(_Listed):
     def with_transform(self, transform: Callable[[Any], Any] | None) -> Self:
         """The same samples under another transform: a second view of one store, as for training and validation.
 
-        A transform that begins with other steps than those that samples are stored after gets a store of its own. The
-        memory is given back when the last view is closed or let go.
+        A transform that begins with other steps than those that samples are stored after gets a
+        store of its own. The memory is given back when the last view is closed or let go.
 
         Example:
             >>> import torch

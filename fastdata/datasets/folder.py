@@ -43,7 +43,8 @@ class _ImageFiles(PreparedDataset):
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         if any(base.__name__ == "VisionDatasetTVTensorWrapper" for base in cls.__bases__):
-            # torchvision's wrap_dataset_for_transforms_v2, which leaves image classification as it is
+            # torchvision's wrap_dataset_for_transforms_v2, which leaves image classification as it
+            # is
             cls.__new__ = _unwrapped  # type: ignore[method-assign, assignment]
 
     def _build_files(
@@ -133,14 +134,16 @@ class ImageFolder(_ImageFiles):
     """torchvision's ``ImageFolder``: one folder of images per class, prepared once and kept in shared memory.
 
     Args:
-        root: holds one folder per class; may be a URL such as ``s3://bucket/train``, see ``storage_options``.
-        transform: as torchvision's. Its leading deterministic steps run once per image, before it is stored; see
-            ``print(dataset.plan)``.
+        root: holds one folder per class; may be a URL such as ``s3://bucket/train``, see
+            ``storage_options``.
+        transform: as torchvision's. Its leading deterministic steps run once per image, before it
+            is stored; see ``print(dataset.plan)``.
         target_transform: called on each class number when it is read.
         loader: opens one path; default: as torchvision's own, the same pixels.
         is_valid_file: tells image files from others; default: by extension.
         allow_empty: accept class folders without images.
-        options: where and how images are kept, and more: see ``fastdata.datasets.dataset.DatasetOptions``.
+        options: where and how images are kept, and more: see
+            ``fastdata.datasets.dataset.DatasetOptions``.
 
     Attributes:
         classes: sorted class names.
@@ -209,8 +212,8 @@ class ImageFolder(_ImageFiles):
         """(path, class number) of every sample; override it to list them yourself. As torchvision's.
 
         Raises:
-            ValueError: ``class_to_idx`` is empty or None, or both or none of ``extensions`` and ``is_valid_file`` are
-                given.
+            ValueError: ``class_to_idx`` is empty or None, or both or none of ``extensions`` and
+                ``is_valid_file`` are given.
             FileNotFoundError: a class has no valid file.
         """
         if class_to_idx is None:
@@ -230,25 +233,31 @@ class ImageManifest(_ImageFiles):
     r"""Image files listed with their labels in a CSV file, a pandas frame, or a list.
 
     Args:
-        manifest: the path or URL of a CSV file (comma-separated UTF-8, with a header line); a pandas frame; or a list
-            of (path, label), of (path, label, id) with ``id``, and of paths with ``label=None``. Paths may be URLs.
-        root: folder that relative paths start from; default: the CSV file's own, else the current one.
+        manifest: the path or URL of a CSV file (comma-separated UTF-8, with a header line); a
+            pandas frame; or a list of (path, label), of (path, label, id) with ``id``, and of paths
+            with ``label=None``. Paths may be URLs.
+        root: folder that relative paths start from; default: the CSV file's own, else the current
+            one.
         file: name of the column of paths.
-        label: name of the column of labels; of several, or of one of lists, for a vector; None where there are none.
-        id: name of a column to pass through beside the label, such as the key of a submission. It may be ``file``'s.
+        label: name of the column of labels; of several, or of one of lists, for a vector; None
+            where there are none.
+        id: name of a column to pass through beside the label, such as the key of a submission. It
+            may be ``file``'s.
         target_transform: called on each target when it is read, with ``id`` on both.
         transform, loader, options: see ``ImageFolder``.
 
     A target, and what a batch of them is, follows from all labels together:
 
     * whole numbers: an int, as it stands; int64 (B,).
-    * numbers of which one has a decimal point: a float; float64 (B,), as ``default_collate`` has it.
+    * numbers of which one has a decimal point: a float; float64 (B,), as ``default_collate`` has
+      it.
     * names: an int, the name's place in ``classes``, which are sorted; int64 (B,).
     * several labels: a tensor, int64 if all are whole numbers, else float32; (B, labels).
     * ``label=None``: the id; without ``id`` the sample's place in the manifest, from 0; int64 (B,).
     * with ``id`` and ``label``: a tuple (label, id); a list of both.
 
-    Ids are texts as the CSV file has them ("007"), or the values of the frame or list; a batch of texts is a tuple.
+    Ids are texts as the CSV file has them ("007"), or the values of the frame or list; a batch of
+    texts is a tuple.
 
     Raises:
         ValueError: a value or column is missing or malformed; names line and column.

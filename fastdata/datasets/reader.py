@@ -1,14 +1,14 @@
 """Reading: what an epoch is served from, frozen when it begins.
 
-A ``Reader`` holds samples, program and targets as one value, so that nothing that is assigned to the dataset meanwhile
-reaches an epoch: shapes, memory and program are of one piece. It also holds the memory that samples lie in. Who reads
-takes it from a ``Lease`` for as long as one batch takes; closing the dataset ends the lease, and the memory goes with
-the last batch that is being read.
+A ``Reader`` holds samples, program and targets as one value, so that nothing that is assigned to
+the dataset meanwhile reaches an epoch: shapes, memory and program are of one piece. It also holds
+the memory that samples lie in. Who reads takes it from a ``Lease`` for as long as one batch takes;
+closing the dataset ends the lease, and the memory goes with the last batch that is being read.
 
-There is one road. A batch has a column for each view of its samples, or for images and masks. A column is read whole
-by the core where all samples are served in one shape; else they are read one by one, as those are that are kept
-nowhere. Steps that are not known run on each sample then, and the core again on what they leave. One sample is a batch
-of one.
+There is one road. A batch has a column for each view of its samples, or for images and masks. A
+column is read whole by the core where all samples are served in one shape; else they are read one
+by one, as those are that are kept nowhere. Steps that are not known run on each sample then, and
+the core again on what they leave. One sample is a batch of one.
 
 Shape letters: B batch, C channels, H W size sent, h w size served.
 """
@@ -124,18 +124,21 @@ class _Frozen:
         samples: kept ones, or what they are read from.
         table: paths and targets; None where they are asked of the source.
         options: of the dataset.
-        transform, target_transform, pair_transform: the user's; the last takes sample and target together.
+        transform, target_transform, pair_transform: the user's; the last takes sample and target
+        together.
         plan: of the transform.
         lanes: one for each view of a sample, or for image and mask.
         path: of single samples that are kept nowhere.
         is_upright: whether samples were turned as their EXIF says before they were stored.
         is_remote: whether samples that are not kept are fetched from behind a URL.
-        own: the method of a subclass that is asked for each item in its place; empty where there is none.
+        own: the method of a subclass that is asked for each item in its place; empty where there is
+            none.
         kept: the samples, where they are kept.
         length: number of samples.
         outputs: of every lane; None where samples differ in one.
         is_filling: whether samples are kept as they are read, and some were still to come.
-        obstacle: why whole batches cannot be served without Python work per sample; None if they can.
+        obstacle: why whole batches cannot be served without Python work per sample; None if they
+            can.
     """
 
     samples: KeptSamples | Source
@@ -580,8 +583,9 @@ class Reader(_Frozen):
             index_B, indices.positions
         ):  # else it was changed
             return indices
-        # The base seed of the iterator of torch's that reads in this process, and a number that tells it from others:
-        # torch starts an iterator's workers one after the other, and multiprocessing numbers processes as they are made
+        # The base seed of the iterator of torch's that reads in this process, and a number that
+        # tells it from others: torch starts an iterator's workers one after the other, and
+        # multiprocessing numbers processes as they are made
         worker = get_worker_info()
         base_seed = reader = torch.initial_seed()
         if worker is not None:
@@ -615,8 +619,9 @@ def positions(index_B: np.ndarray, length: int) -> np.ndarray:
 class OwnItem:
     """The item of a batch that a subclass's own ``__getitem__`` is making: says what its reads are drawn from.
 
-    A dataset's first read is on the item's visit if it is of the same index. All others are on visits of their own that
-    follow from it, so that two crops of one image differ, and are the same whoever reads them.
+    A dataset's first read is on the item's visit if it is of the same index. All others are on
+    visits of their own that follow from it, so that two crops of one image differ, and are the same
+    whoever reads them.
     """
 
     def __init__(self, batch: IndexBatch, k: int) -> None:
@@ -643,8 +648,9 @@ OWN_ITEM: ContextVar[OwnItem | None] = ContextVar("fastdata_item", default=None)
 class DeviceBatch(NamedTuple):
     """A batch that a ``DeviceProgram`` makes the images of. All its tensors have one row for each sample.
 
-    ``samples`` are uint8 (B, C, H, W) as stored or as the core made them, or int64 (B,), where they lie in a copy of
-    the store on the device; ``draws`` int16 (B, windows, 4), None where samples are served as they are sent.
+    ``samples`` are uint8 (B, C, H, W) as stored or as the core made them, or int64 (B,), where they
+    lie in a copy of the store on the device; ``draws`` int16 (B, windows, 4), None where samples
+    are served as they are sent.
     """
 
     samples: torch.Tensor
@@ -663,7 +669,8 @@ def _take(
     counts = [math.prod(shape) for shape, _ in wanted]
     sizes = [count * dtype.itemsize for count, (_, dtype) in zip(counts, wanted, strict=True)]
     ends = np.cumsum([-(-size // _ALIGN_BYTES) * _ALIGN_BYTES for size in sizes]).tolist()
-    # By its buffer: a view of an array refers to what lies behind that, and the ring would take the memory back.
+    # By its buffer: a view of an array refers to what lies behind that, and the ring would take the
+    # memory back.
     whole = take((ends[-1],), np.dtype(np.uint8)).data
     parts = zip(wanted, counts, [0, *ends], strict=False)
     return [

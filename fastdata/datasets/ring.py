@@ -1,16 +1,20 @@
 """Host memory for batches, reused when the user lets go of it.
 
-Fresh memory is what makes batches slow: every page of it is faulted in and cleared before it is written, in torch's
-queue between processes twice. A ring hands out the same few buffers again and again. Who owns a buffer is decided by
-references, never by counting batches: it comes back when the last tensor over it has died.
+Fresh memory is what makes batches slow: every page of it is faulted in and cleared before it is
+written, in torch's queue between processes twice. A ring hands out the same few buffers again and
+again. Who owns a buffer is decided by references, never by counting batches: it comes back when the
+last tensor over it has died.
 
-``BatchRing`` is the ring of one process; that of a worker process brings its batches to the training loop:
+``BatchRing`` is the ring of one process; that of a worker process brings its batches to the
+training loop:
 
-    worker:  samples -> collate, stacking into a free slot -> Parcel (pickle of the structure, place of the slot)
+    worker:  samples -> collate, stacking into a free slot -> Parcel (pickle of the structure, place
+        of the slot)
     parent:  unpickling a Parcel -> the structure, with tensors and arrays over the mapped slot
 
-The first byte of a slot says whose turn it is. Only its owner writes it: the worker lends, the parent gives back. The
-slots belong to the worker, so that those of a killed one are garbage that the kernel collects with its last mapping.
+The first byte of a slot says whose turn it is. Only its owner writes it: the worker lends, the
+parent gives back. The slots belong to the worker, so that those of a killed one are garbage that
+the kernel collects with its last mapping.
 """
 
 from __future__ import annotations
@@ -57,7 +61,8 @@ _NOTHING = np.empty(0, np.uint8)
 class _Loan(weakref.ref[np.ndarray]):
     """An array that was lent; what is called when it dies runs no line of Python.
 
-    In one, Ctrl-C would be an error that is printed and forgotten, and the training loop would go on.
+    In one, Ctrl-C would be an error that is printed and forgotten, and the training loop would go
+    on.
     """
 
     __slots__ = ("buffer", "set_state")
@@ -68,10 +73,10 @@ class _Loan(weakref.ref[np.ndarray]):
 class BatchRing:
     """Up to ``slots`` buffers, each lent as an array until that array dies.
 
-    They are ordinary memory, or ``allocate(size_bytes)`` gives a uint8 array of that size; it is called from the
-    threads that take.
-    Safe from several threads: a buffer is taken and given back by single deque operations, because an array may die at
-    any moment, also in a thread that is just taking one.
+    They are ordinary memory, or ``allocate(size_bytes)`` gives a uint8 array of that size; it is
+    called from the threads that take.
+    Safe from several threads: a buffer is taken and given back by single deque operations, because
+    an array may die at any moment, also in a thread that is just taking one.
     """
 
     def __init__(self, slots: int, allocate: Callable[[int], np.ndarray] | None = None) -> None:
@@ -116,20 +121,22 @@ class BatchRing:
 class RingCollate:
     """A collate function that sends batches from worker processes through reused shared memory.
 
-    Give it to any ``torch.utils.data.DataLoader`` as ``collate_fn``; ``fastdata.DataLoader`` uses it by itself. In a
-    worker process it must be the ``collate_fn`` itself, not called by another one. Anywhere else, as with
-    ``num_workers=0``, it is ``collate``.
+    Give it to any ``torch.utils.data.DataLoader`` as ``collate_fn``; ``fastdata.DataLoader`` uses
+    it by itself. In a worker process it must be the ``collate_fn`` itself, not called by another
+    one. Anywhere else, as with ``num_workers=0``, it is ``collate``.
 
-    The batch may be any nesting that pickles. Plain CPU tensors and contiguous NumPy arrays in it travel through the
-    ring and keep dtype, shape and strides; sparse, quantized, gradient-requiring tensors and tensor subclasses travel
-    in torch's way. What the training loop receives is its own: memory is reused when the last tensor over it has died.
-    Only a process that is forked while a batch lives must copy what it uses after its parent has let go of it.
-    ``default_collate``, also when called by ``collate``, stacks straight into the ring.
+    The batch may be any nesting that pickles. Plain CPU tensors and contiguous NumPy arrays in it
+    travel through the ring and keep dtype, shape and strides; sparse, quantized, gradient-requiring
+    tensors and tensor subclasses travel in torch's way. What the training loop receives is its own:
+    memory is reused when the last tensor over it has died. Only a process that is forked while a
+    batch lives must copy what it uses after its parent has let go of it. ``default_collate``, also
+    when called by ``collate``, stacks straight into the ring.
 
     Args:
         collate: turns samples into a batch, as a DataLoader's ``collate_fn``.
-        slots: batches per worker that may be under way or held by the training loop at a time; further ones travel in
-            torch's way. Slots are made when needed, each as large as the largest batch it carried.
+        slots: batches per worker that may be under way or held by the training loop at a time;
+            further ones travel in torch's way. Slots are made when needed, each as large as the
+            largest batch it carried.
 
     Example:
         >>> import torch
@@ -395,7 +402,8 @@ class _Packer(pickle.Pickler):
         self._lease, self.file = lease, io.BytesIO()
         self.parts: list[np.ndarray] = []
         parts = self.parts
-        # A callback that held the packer would make a cycle, and the slot's lease live until it is collected.
+        # A callback that held the packer would make a cycle, and the slot's lease live until it is
+        # collected.
         super().__init__(
             self.file,
             5,

@@ -1,7 +1,8 @@
 """From how samples were prepared and the user's transform to the ``Reader`` that serves them; and what that costs.
 
-``compile_reader`` decides all that cannot change while neither is changed: it runs when a dataset is made, when another
-transform is assigned, and when an epoch begins after one was changed in place.
+``compile_reader`` decides all that cannot change while neither is changed: it runs when a dataset
+is made, when another transform is assigned, and when an epoch begins after one was changed in
+place.
 """
 
 from __future__ import annotations
@@ -62,14 +63,16 @@ class Stored:
     Attributes:
         samples: kept ones, or what they are read from.
         table: paths and targets; None where they are asked of the source.
-        source: what samples were read from, to prepare them again; copies in other processes do not know it.
+        source: what samples were read from, to prepare them again; copies in other processes do not
+            know it.
         options: of the dataset.
         first_steps: its ``prepare=`` and ``resize=``, which run before the transform.
         storage_plan, skipped: as the dataset shows them.
-        after: how many leading steps of the transform samples are stored after, and their key; None where none are
-            stored.
+        after: how many leading steps of the transform samples are stored after, and their key; None
+            where none are stored.
         after_text: these steps as they were then, for errors.
-        unfit_after: the key of the steps that samples did not fit after, so that ``storage="auto"`` keeps none.
+        unfit_after: the key of the steps that samples did not fit after, so that ``storage="auto"``
+            keeps none.
         is_upright: whether samples were turned as their EXIF says, so that nothing of it is missed.
         is_remote: whether samples that are not kept are fetched from behind a URL.
     """
@@ -142,7 +145,8 @@ class Stored:
     def is_to_prepare_again(self, transform: Any, *, was_read: bool) -> bool:
         """Whether the store is after steps that the transform does not begin with, or another would be better, unused.
 
-        timm makes a dataset without a transform and assigns one later: images were kept whole, and nobody has read any.
+        timm makes a dataset without a transform and assigns one later: images were kept whole, and
+        nobody has read any.
         """
         if (
             self.unfit_after is not None and self.source is not None

@@ -20,7 +20,8 @@ Int64s = npt.NDArray[np.int64]
 CHUNKS_HELD = 2
 """One is served while the next one is read."""
 PROCESS_BYTES = 48 << 20
-"""Allowed for a process that decodes: 8 to 13 MiB were its own on ImageNet photographs, and 12 megapixels take 36."""
+"""Allowed for a process that decodes: 8 to 13 MiB were its own on ImageNet photographs, and 12
+megapixels take 36."""
 _RESERVE_BYTES = 64 << 20
 _RESERVE_SHARE = 0.05
 """Left for what nobody can foresee, such as the training loop's own growth."""
@@ -39,12 +40,15 @@ class ChunkPlan:
     """What is in memory at once; ``print(loader.plan)`` shows it.
 
     Args:
-        limit_bytes: ``memory_limit``, for all memory of this process and its children, Python and torch included.
+        limit_bytes: ``memory_limit``, for all memory of this process and its children, Python and
+            torch included.
         in_use_bytes: of these when the loader was made.
         reserve_bytes: left alone.
-        batches_bytes: of the batches that exist at once, of the epoch's order and the like, and of worker processes.
+        batches_bytes: of the batches that exist at once, of the epoch's order and the like, and of
+            worker processes.
         workers: that make batches.
-        chunk_samples: in one chunk of samples that lie on disk, whole batches; 0 where none lie there.
+        chunk_samples: in one chunk of samples that lie on disk, whole batches; 0 where none lie
+            there.
         chunk_bytes: of one chunk; two are in memory.
     """
 
@@ -77,7 +81,8 @@ class Needs:
 
     Args:
         in_use_bytes: before anything is loaded.
-        fixed_bytes: of the epoch's order, of the batches that the loop holds, and of chunks besides their samples.
+        fixed_bytes: of the epoch's order, of the batches that the loop holds, and of chunks besides
+            their samples.
         batch_bytes: of one batch; each worker has two ahead.
         batch_size: samples in a batch.
         samples: of an epoch.
@@ -107,10 +112,12 @@ def plan_chunks(limit_bytes: int, needs: Needs, chunk_samples: int | None = None
     Args:
         limit_bytes: for the whole process tree.
         needs: of the data.
-        chunk_samples: as the user wants it, rounded down to whole batches, at least one; None for what fits.
+        chunk_samples: as the user wants it, rounded down to whole batches, at least one; None for
+            what fits.
 
     Raises:
-        MemoryBudgetError: not even a batch a chunk fits, or not what the user wants; says need, limit and cure.
+        MemoryBudgetError: not even a batch a chunk fits, or not what the user wants; says need,
+            limit and cure.
     """
     reserve_bytes = max(_RESERVE_BYTES, int(limit_bytes * _RESERVE_SHARE))
     free_bytes = limit_bytes - needs.in_use_bytes - reserve_bytes
@@ -164,8 +171,9 @@ def empties_cache(disk_bytes: int, free_bytes: int, plan: ChunkPlan) -> bool:
     """Decide whether the system's page cache is to let go of files' pages once they are served.
 
     Kept, they make the next epoch read memory instead of the disk: 30,364 against 5,695 images/s in
-    ``benchmarks/chunked.py``. Where not all of them can stay beside the loader, they would push out what others need
-    and count against a cgroup's limit, and most of them would be gone when they are read again.
+    ``benchmarks/chunked.py``. Where not all of them can stay beside the loader, they would push out
+    what others need and count against a cgroup's limit, and most of them would be gone when they
+    are read again.
     """
     return disk_bytes > free_bytes - (plan.peak_bytes - plan.in_use_bytes) - plan.reserve_bytes
 
@@ -181,9 +189,11 @@ class EpochOrder:
         length: number of samples, N.
         shuffle: whether they are shuffled at all.
         seed: of the order.
-        piece_samples: samples that stay together until they are mixed within their chunk; 1 shuffles globally.
+        piece_samples: samples that stay together until they are mixed within their chunk; 1
+            shuffles globally.
         chunk_samples: over how many samples pieces are mixed.
-        drop_last: whether ranks drop what cannot be shared out evenly; else the first samples are repeated.
+        drop_last: whether ranks drop what cannot be shared out evenly; else the first samples are
+            repeated.
         rank: the one whose share is wanted.
         world_size: number of ranks.
     """
@@ -207,12 +217,13 @@ class EpochOrder:
 def plan_epoch(order: EpochOrder, epoch: int) -> Int64s:
     """Positions in the dataset in the order in which one rank sees them: int64 (n,).
 
-    Over all ranks each position comes once, but for those dropped or repeated to give all ranks equally many.
+    Over all ranks each position comes once, but for those dropped or repeated to give all ranks
+    equally many.
 
-    Shuffled, the samples are cut into pieces that lie side by side in the dataset, the pieces are put in random order,
-    each rank takes a stretch of them, and within each chunk of the stretch the samples are mixed. With pieces of one
-    sample that is a random permutation of all. In order, rank r takes every ``world_size``-th sample from the r-th on,
-    as torch's ``DistributedSampler``.
+    Shuffled, the samples are cut into pieces that lie side by side in the dataset, the pieces are
+    put in random order, each rank takes a stretch of them, and within each chunk of the stretch the
+    samples are mixed. With pieces of one sample that is a random permutation of all. In order, rank
+    r takes every ``world_size``-th sample from the r-th on, as torch's ``DistributedSampler``.
 
     Example:
         >>> plan_epoch(EpochOrder(length=5, shuffle=False, rank=1, world_size=2), 0)
@@ -264,11 +275,12 @@ def _shuffled(order: EpochOrder, epoch: int, things: Int64s, first_key: int = 0)
 class ShuffleQuality:
     """How far from a global shuffle an order is: 1 is as good as one, 0 is the source's own order.
 
-    ``value = (D_source - D) / (D_source - D_global)``, cut to [0, 1], where D is the mean over the batches of an epoch
-    of the Kolmogorov-Smirnov distance between the source positions in the batch and the uniform distribution over the
-    dataset, and D_source and D_global are the same of the unshuffled order and of a global shuffle. D is small where
-    each batch is drawn from all over the data. It is what matters for data sorted by class or by time: the distance
-    bounds how far the share of any stretch of the data in a batch is from its share in the whole.
+    ``value = (D_source - D) / (D_source - D_global)``, cut to [0, 1], where D is the mean over the
+    batches of an epoch of the Kolmogorov-Smirnov distance between the source positions in the batch
+    and the uniform distribution over the dataset, and D_source and D_global are the same of the
+    unshuffled order and of a global shuffle. D is small where each batch is drawn from all over the
+    data. It is what matters for data sorted by class or by time: the distance bounds how far the
+    share of any stretch of the data in a batch is from its share in the whole.
 
     Args:
         value: in [0, 1].

@@ -50,7 +50,8 @@ __all__ = ["ChunkedLoader", "ShuffleQuality"]
 
 _PIECES_PER_CHUNK = 32
 _MOST_BYTES = 256 << 20
-"""Of a chunk that is only read ahead: whatever its size, the order is the same, so that more would bring nothing."""
+"""Of a chunk that is only read ahead: whatever its size, the order is the same, so that more would
+bring nothing."""
 _MOST_MIXED_BYTES = 4 << 30
 """Of a chunk that is mixed: the larger, the better the order, but the later the first batch."""
 _MOST_FETCHED_BYTES = 512 << 20
@@ -58,13 +59,15 @@ _MOST_FETCHED_BYTES = 512 << 20
 _LEAST_FETCHED = 8
 """Chunks of an epoch, so that the next one comes while one is decoded."""
 _PIECE_BYTES = 4 << 20
-"""Of what lies side by side in a chunk that comes over a network: many small requests would take long."""
+"""Of what lies side by side in a chunk that comes over a network: many small requests would take
+long."""
 _ORDER_BYTES = 24
 """For each sample of the dataset while an epoch is planned: its key, its place, and sorting."""
 _ENTRY_BYTES = 256
 """For each sample of a chunk, besides its own: where it lies, and that it is there."""
 _NEIGHBOURS = 256
-"""Fewer than a chunk or a piece of one has, mostly: their mean is hardly above that of the heaviest so many."""
+"""Fewer than a chunk or a piece of one has, mostly: their mean is hardly above that of the heaviest
+so many."""
 _SAMPLE_BYTES = 4 * 3 * 224 * 224
 """Of a sample in a batch where only running the transform would tell."""
 
@@ -145,46 +148,51 @@ class ChunkSampler(EpochSampler):
 class ChunkedLoader:
     """Trains on data larger than memory: a ``DataLoader`` in an order of chunks, under a memory limit.
 
-    Chunk k + 1 is read from disk while chunk k is served, which is let go of then. Samples that are kept nowhere are
-    prepared anew each epoch, in an order that is shuffled globally. Every sample comes exactly once an epoch, with the
-    pixels that ``DataLoader`` over the same dataset held in memory would serve in the epoch of the same number. It is
-    no subclass of torch's loader, which Accelerate and Lightning would make anew over the dataset alone, but has
-    ``__iter__`` and ``__len__``, ``dataset``, ``batch_size`` and ``drop_last``.
+    Chunk k + 1 is read from disk while chunk k is served, which is let go of then. Samples that are
+    kept nowhere are prepared anew each epoch, in an order that is shuffled globally. Every sample
+    comes exactly once an epoch, with the pixels that ``DataLoader`` over the same dataset held in
+    memory would serve in the epoch of the same number. It is no subclass of torch's loader, which
+    Accelerate and Lightning would make anew over the dataset alone, but has ``__iter__`` and
+    ``__len__``, ``dataset``, ``batch_size`` and ``drop_last``.
 
     Args:
-        dataset: a fastdata dataset with ``cache_dir=``, whose samples are read from disk; or any other map-style
-            dataset, which is read as a ``DataLoader`` reads it. A path is opened as
-            ``CachedDataset.from_cache(path, as_tensors=True)``: images come as tensors (C, H, W) of the pixels that the
-            cache holds, uint8 of photographs, without any transform.
+        dataset: a fastdata dataset with ``cache_dir=``, whose samples are read from disk; or any
+            other map-style dataset, which is read as a ``DataLoader`` reads it. A path is opened as
+            ``CachedDataset.from_cache(path, as_tensors=True)``: images come as tensors (C, H, W) of
+            the pixels that the cache holds, uint8 of photographs, without any transform.
         batch_size: samples in a batch.
-        memory_limit: for all memory of this process and its children, Python and torch included (the sum of their
-            proportional set sizes): bytes, ``"1GiB"``, or a fraction of what is free. What is in use now, batches and
-            workers are taken off, chunks get the rest, so make the loader after the model. See ``plan``. Each rank has
-            a limit of its own.
+        memory_limit: for all memory of this process and its children, Python and torch included
+            (the sum of their proportional set sizes): bytes, ``"1GiB"``, or a fraction of what is
+            free. What is in use now, batches and workers are taken off, chunks get the rest, so
+            make the loader after the model. See ``plan``. Each rank has a limit of its own.
         shuffle: whether to shuffle; else samples come in the order of the dataset.
-        drop_last: whether to drop the last batch if it is not full. Over several ranks, samples that cannot be shared
-            out evenly are dropped too; else the first ones are repeated, as torch's ``DistributedSampler`` does.
+        drop_last: whether to drop the last batch if it is not full. Over several ranks, samples
+            that cannot be shared out evenly are dropped too; else the first ones are repeated, as
+            torch's ``DistributedSampler`` does.
         chunk_samples: samples in a chunk, rounded down to whole batches; by default what fits.
-        mix_chunks: of how many pieces of neighbouring samples a chunk is made, from all over the dataset; within the
-            chunk they are mixed. Reading is sequential then, and the shuffle not quite global: see
-            ``shuffle_quality``. By default 32 where samples lie on disk and are best read in sequence, elsewhere the
-            shuffle is global.
-        num_workers: threads or processes that make batches, at most; by default the usable cores. Fewer where memory
-            is short.
+        mix_chunks: of how many pieces of neighbouring samples a chunk is made, from all over the
+            dataset; within the chunk they are mixed. Reading is sequential then, and the shuffle
+            not quite global: see ``shuffle_quality``. By default 32 where samples lie on disk and
+            are best read in sequence, elsewhere the shuffle is global.
+        num_workers: threads or processes that make batches, at most; by default the usable cores.
+            Fewer where memory is short.
         collate_fn: as torch's; the default is ``fastdata.collate``.
-        seed: of the order, which all ranks must share. Random draws of transforms follow the dataset's own seed; where
-            that is None, a base seed that is drawn for each epoch from torch's generator, as by torch's loader.
-        rank: which share of each epoch to serve; by default that of ``torch.distributed``, or of the environment that
-            torchrun sets.
+        seed: of the order, which all ranks must share. Random draws of transforms follow the
+            dataset's own seed; where that is None, a base seed that is drawn for each epoch from
+            torch's generator, as by torch's loader.
+        rank: which share of each epoch to serve; by default that of ``torch.distributed``, or of
+            the environment that torchrun sets.
         world_size: number of shares.
-        storage_options, local_cache, local_limit: of a cache at a URL, of which the machine keeps what it needs; see
-            ``fastdata.datasets.dataset.DatasetOptions``. Two chunks of every rank of the machine must have room.
+        storage_options, local_cache, local_limit: of a cache at a URL, of which the machine keeps
+        what it needs; see
+            ``fastdata.datasets.dataset.DatasetOptions``. Two chunks of every rank of the machine
+            must have room.
 
     Raises:
         MemoryBudgetError: ``memory_limit`` leaves no room for batches and two chunks of one batch.
 
-    A damaged sample raises ``SampleError`` where its batch would come, and the next batch can be asked for. One
-    iterator is open at a time: the next one ends it.
+    A damaged sample raises ``SampleError`` where its batch would come, and the next batch can be
+    asked for. One iterator is open at a time: the next one ends it.
 
     Example:
         >>> squares = [(torch.full((1, 2, 2), i), i * i) for i in range(10)]

@@ -34,8 +34,9 @@ Ops = Callable[[Any], Any]
 CHUNK_BYTES = 32 << 20
 """What of a store is copied at a time."""
 MOST_TIMES_SERVED = 1.5
-"""Up to so many times the bytes are sent. To gather 256 samples of 256 x 256 takes the host as long as to crop them to
-224 x 224 (9.0 and 8.5 ms on a thread), at 1.3 times the bytes: beyond that the device's work spares the host none."""
+"""Up to so many times the bytes are sent. To gather 256 samples of 256 x 256 takes the host as long
+as to crop them to 224 x 224 (9.0 and 8.5 ms on a thread), at 1.3 times the bytes: beyond that the
+device's work spares the host none."""
 
 
 def is_own(loader: Any) -> bool:

@@ -34,7 +34,8 @@ from fastdata.report import EpochReport
 
 Slots = BatchRing | Arrivals
 HELD_BY_USER = 2
-"""Batches that the training loop may hold without costing new memory: the current one and one looked ahead."""
+"""Batches that the training loop may hold without costing new memory: the current one and one
+looked ahead."""
 _PARENT_CHECK_S = 0.5
 
 
@@ -57,7 +58,8 @@ class BatchMaker:
 
     Attributes:
         dataset: what is read where there is no lease.
-        lease: of the reader of the fastdata dataset behind it; None where only the dataset knows what an index means.
+        lease: of the reader of the fastdata dataset behind it; None where only the dataset knows
+            what an index means.
         ring: that batches take memory from.
         collate_fn: the user's.
         in_thread: whether that is beside the loop, which may draw from torch's generator too.
@@ -241,8 +243,8 @@ class InlineIter(Counted, torch_loader._SingleProcessDataLoaderIter):
 class _Context:
     """A context of multiprocessing whose processes end with their parent.
 
-    torch's workers look every 5 s whether their parent is another than at their start, and stay for ever where that was
-    killed just then.
+    torch's workers look every 5 s whether their parent is another than at their start, and stay for
+    ever where that was killed just then.
     """
 
     def __init__(self, context: Any) -> None:
@@ -337,8 +339,9 @@ class ProcessIter(Counted, torch_loader._MultiProcessingDataLoaderIter):
         try:
             return super()._process_data(data, worker_idx)  # type: ignore[no-untyped-call]
         except Exception as error:
-            # torch's frames hold the exception, and it them and this iterator: a cycle that the collector takes apart
-            # in an order in which ending the workers costs 5 s for each. The worker's traceback is in the message.
+            # torch's frames hold the exception, and it them and this iterator: a cycle that the
+            # collector takes apart in an order in which ending the workers costs 5 s for each. The
+            # worker's traceback is in the message.
             error.__traceback__ = None
             raise error
 
@@ -354,8 +357,9 @@ def _describe_end(number: int, worker: Any) -> str:
 class ThreadIter(Counted):
     """Batches read ahead by threads, or in the training loop when there are none; always in order.
 
-    An exception is raised where its batch would have come. Threads end with the epoch, on ``break`` as soon as the
-    iterator is dropped, so that ``read``, which turns the indices and the draws of a batch into it, must not hold it.
+    An exception is raised where its batch would have come. Threads end with the epoch, on ``break``
+    as soon as the iterator is dropped, so that ``read``, which turns the indices and the draws of a
+    batch into it, must not hold it.
     """
 
     def __init__(
@@ -453,7 +457,8 @@ def _read_batch(read: Callable[[Any, Any], Any], indices: Any, draws: DrawKey | 
 def _stop(threads: ThreadPoolExecutor) -> None:
     """End the threads; batches not begun are dropped. A thread that drops the last reference cannot wait for itself.
 
-    Nor can one wait that the garbage collector interrupts where it holds the lock of ``threading`` that a join takes.
+    Nor can one wait that the garbage collector interrupts where it holds the lock of ``threading``
+    that a join takes.
     """
     lock = getattr(threading, "_shutdown_locks_lock", None)  # until Python 3.12
     is_own = threading.get_ident() in {thread.ident for thread in threads._threads}

@@ -4,9 +4,11 @@ For each batch the thread waits for memory before it takes any::
 
     next(loader) -> pinned memory -> a place -> copy on the side stream -> event -> queue
 
-and the training loop's stream waits for the event, not its thread. Each of ``depth`` places has two events: where the
-loop's stream had left the batch before (``left``), and where the side stream is done with its own (``ready``). A place
-goes from the thread to the loop and back: an event is recorded anew only when nobody waits for it any more.
+and the training loop's stream waits for the event, not its thread. Each of ``depth`` places has two
+events: where the loop's stream had left the batch before (``left``), and where the side stream is
+    done with its own (``ready``). A place
+goes from the thread to the loop and back: an event is recorded anew only when nobody waits for it
+any more.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ from fastdata.report import log
 
 _T = TypeVar("_T")
 _PATIENCE_S = 10.0
-"""How long the end of an epoch waits for a loader that does not answer; the thread then ends with the process."""
+"""How long the end of an epoch waits for a loader that does not answer; the thread then ends with
+the process."""
 _EXCHANGE_MODE = "cudaThreadExchangeStreamCaptureMode"
 _RELAXED = 2  # cudaStreamCaptureModeRelaxed
 
@@ -46,8 +49,8 @@ _RELAXED = 2  # cudaStreamCaptureModeRelaxed
 class CopyCounts:
     """Copies of tensors to the device since the epoch began.
 
-    From pinned memory where they lay (``in_place``), after one more copy on the host to pinned memory (``staged``), or
-    from pageable memory, in parts by the driver (``pageable``).
+    From pinned memory where they lay (``in_place``), after one more copy on the host to pinned
+    memory (``staged``), or from pageable memory, in parts by the driver (``pageable``).
     """
 
     in_place: int = 0
@@ -69,8 +72,8 @@ class CopyCounts:
 class Pinned:
     """What a prefetcher has of torch's pinned memory: slots of its loader's ring, and copies of batches.
 
-    Each may take the share of the free memory that ``choose_pinning`` allows; a ring too large for it stays ordinary
-    memory, whose batches are copied. Safe from any thread.
+    Each may take the share of the free memory that ``choose_pinning`` allows; a ring too large for
+    it stays ordinary memory, whose batches are copied. Safe from any thread.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -135,9 +138,9 @@ class Pinned:
 def begin_thread(device: torch.device) -> None:
     """Prepare a thread of the prefetcher or its loader, not the user's, for asking CUDA for events and memory.
 
-    A thread begins on device 0, where a context would take memory that nobody may want. And while the training loop
-    captures a graph in torch's default mode ("global"), such calls are forbidden and end the capture, unless their
-    thread has said that it minds none.
+    A thread begins on device 0, where a context would take memory that nobody may want. And while
+    the training loop captures a graph in torch's default mode ("global"), such calls are forbidden
+    and end the capture, unless their thread has said that it minds none.
     """
     torch.cuda.set_device(device)
     # Torch loads libcudart for all to see.
@@ -186,8 +189,9 @@ Outcome = Arrival | BaseException | None
 class Feed:
     """One epoch: reads a loader's iterator in a thread and brings batches to the device, at most ``depth`` ahead.
 
-    The thread ends with the loader, or where something fails; it begins anew if the user asks again. Without a stream
-    there is none: batches stay where they are, and are read where they are asked for.
+    The thread ends with the loader, or where something fails; it begins anew if the user asks
+    again. Without a stream there is none: batches stay where they are, and are read where they are
+    asked for.
     """
 
     iterator: Iterator[Any] | None  # the loader's, made in the user's thread
@@ -223,8 +227,8 @@ class Feed:
     def receive(self) -> Any:
         """Return the next batch, or raise the exception in its place, or StopIteration at the end.
 
-        The calling thread's stream is made to wait for it. The prefetcher's thread starts here and not before: what a
-        loader draws for its first batch is drawn while the user waits.
+        The calling thread's stream is made to wait for it. The prefetcher's thread starts here and
+        not before: what a loader draws for its first batch is drawn while the user waits.
         """
         if self._stopped.is_set():
             raise StopIteration

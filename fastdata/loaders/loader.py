@@ -1,7 +1,7 @@
 """The DataLoader: torch's, with a thread engine for datasets that serve whole batches.
 
-Threads start in microseconds, share the dataset without copying anything, and hand batches over by reference. Kernels
-leave the GIL while they copy, so threads run side by side.
+Threads start in microseconds, share the dataset without copying anything, and hand batches over by
+reference. Kernels leave the GIL while they copy, so threads run side by side.
 """
 
 from __future__ import annotations
@@ -62,30 +62,35 @@ class DataLoader(_TorchLoader[_T_co]):
 
     The arguments up to ``in_order`` are torch's. What there is to say of some:
 
-    - ``dataset``: any. Whole batches are served by fastdata's datasets, and by ``Subset`` and ``ConcatDataset`` of
-      them, when no step of the transform needs Python per sample.
-    - ``num_workers``: threads or processes; 0 reads in the training loop. ``"auto"`` takes the usable cores (affinity,
-      container quota) shared among the ranks of this machine (``LOCAL_WORLD_SIZE``), less one for the training loop:
-      0 on a single core, but 1 where another argument asks for workers. The attribute is the number;
-      ``fastdata.tune(dataset)`` measures a better one.
-    - ``collate_fn``: the default is ``fastdata.collate``, which takes whole batches as they are. What another one draws
-      from torch's global generator, as MixUp and CutMix do, follows from the base seed, or the ``seed`` of a fastdata
-      dataset, and the batch's number, with ``distributed`` that among the batches of all ranks: any number of threads
-      or processes gives the same batches.
-    - ``pin_memory``: ``"auto"`` pins if there is a CUDA or XPU device, batches are large enough to gain from it, and
-      all that are under way are a small part of the free memory; ``report()`` says what was decided and why. The
-      attribute is True or False. A ``CudaPrefetcher`` pins by itself.
-    - ``worker_init_fn``: called in worker processes only; it asks for them where a ``collate_fn`` of your own may need
-      it.
+    - ``dataset``: any. Whole batches are served by fastdata's datasets, and by ``Subset`` and
+      ``ConcatDataset`` of them, when no step of the transform needs Python per sample.
+    - ``num_workers``: threads or processes; 0 reads in the training loop. ``"auto"`` takes the
+      usable cores (affinity, container quota) shared among the ranks of this machine
+      (``LOCAL_WORLD_SIZE``), less one for the training loop: 0 on a single core, but 1 where
+      another argument asks for workers. The attribute is the number; ``fastdata.tune(dataset)``
+      measures a better one.
+    - ``collate_fn``: the default is ``fastdata.collate``, which takes whole batches as they are.
+      What another one draws from torch's global generator, as MixUp and CutMix do, follows from the
+      base seed, or the ``seed`` of a fastdata dataset, and the batch's number, with ``distributed``
+      that among the batches of all ranks: any number of threads or processes gives the same
+      batches.
+    - ``pin_memory``: ``"auto"`` pins if there is a CUDA or XPU device, batches are large enough to
+      gain from it, and all that are under way are a small part of the free memory; ``report()``
+      says what was decided and why. The attribute is True or False. A ``CudaPrefetcher`` pins by
+      itself.
+    - ``worker_init_fn``: called in worker processes only; it asks for them where a ``collate_fn``
+      of your own may need it.
     - ``persistent_workers``: threads only draw their base seed once, as torch then does.
     - ``in_order``: threads always keep the order.
-    - ``workers``: ``"thread"``, ``"process"``, or ``"auto"`` for threads where whole batches are served and the dataset
-      has no ``target_transform`` that may draw, by all that it names: worker processes are seeded as torch's.
-    - ``distributed``: ``"auto"`` shares each epoch among the ranks of ``torch.distributed``, or of the launcher's
-      variables, by a ``fastdata.loaders.samplers.RankSampler``, which is the loader's ``sampler``: equally many
-      batches for all, a few samples repeated, or with ``drop_last`` left out. ``"exact"`` gives each sample once, so
-      that some ranks may have a batch more: for evaluation. The order follows from the dataset's ``seed`` (None: 0)
-      and the epoch, which is counted; a state goes on with another number of ranks, workers, or another
+    - ``workers``: ``"thread"``, ``"process"``, or ``"auto"`` for threads where whole batches are
+      served and the dataset has no ``target_transform`` that may draw, by all that it names: worker
+      processes are seeded as torch's.
+    - ``distributed``: ``"auto"`` shares each epoch among the ranks of ``torch.distributed``, or of
+      the launcher's variables, by a ``fastdata.loaders.samplers.RankSampler``, which is the
+      loader's ``sampler``: equally many batches for all, a few samples repeated, or with
+      ``drop_last`` left out. ``"exact"`` gives each sample once, so that some ranks may have a
+      batch more: for evaluation. The order follows from the dataset's ``seed`` (None: 0) and the
+      epoch, which is counted; a state goes on with another number of ranks, workers, or another
       ``batch_size``. A ``sampler`` or ``batch_sampler`` of your own is taken as it is.
 
     ``print(loader.report())`` says how batches are read and why, and how the latest epoch went.
@@ -173,7 +178,8 @@ class DataLoader(_TorchLoader[_T_co]):
         """Begin an epoch, as ``iter`` does.
 
         Args:
-            ring: a prefetcher's, where threads gather batches; ``pin_memory="auto"`` leaves pinning to it.
+            ring: a prefetcher's, where threads gather batches; ``pin_memory="auto"`` leaves pinning
+                to it.
             held: batches that whoever takes them may hold at a time without costing new memory.
             read: makes a batch of indices in place of the dataset; threads only.
         """
@@ -282,13 +288,14 @@ class DataLoader(_TorchLoader[_T_co]):
     def state_dict(self) -> dict[str, Any]:
         """Return where the latest epoch stands, as a small dict of plain values.
 
-        Batches count once they are handed to the user, not when they are read ahead. Once the last one is, or before
-        the first, the state is the beginning of the next epoch: Lightning goes on there, and an epoch without a batch
-        would end its fit. A sampler with a ``state_dict`` adds its own. What a sampler of one's own draws from
-        Python's or NumPy's global generators is not found again. With one of ``fastdata.loaders.samplers`` the state
-        is the place in the order of all ranks: rank 0's does for any number of them, and for other batches. An
-        ``IterableDataset`` alone knows where it stands: the state of a loader over one is empty, which is said, and
-        its epochs begin anew.
+        Batches count once they are handed to the user, not when they are read ahead. Once the last
+        one is, or before the first, the state is the beginning of the next epoch: Lightning goes on
+        there, and an epoch without a batch would end its fit. A sampler with a ``state_dict`` adds
+        its own. What a sampler of one's own draws from Python's or NumPy's global generators is not
+        found again. With one of ``fastdata.loaders.samplers`` the state is the place in the order
+        of all ranks: rank 0's does for any number of them, and for other batches. An
+        ``IterableDataset`` alone knows where it stands: the state of a loader over one is empty,
+        which is said, and its epochs begin anew.
         """
         if isinstance(
             self.dataset, IterableDataset
@@ -300,13 +307,15 @@ class DataLoader(_TorchLoader[_T_co]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Let the next epoch be the one of ``state``, without the batches that were handed over before it was saved.
 
-        The state holds until a batch is handed over: Lightning may drop a first iterator without asking it for one.
-        Their samples are not read again. ``generator`` is put back to where it was; the global random generators are
-        left as they are, and decide later epochs. Resumed are the order and fastdata's own draws; what a transform
-        draws in worker processes from global generators begins anew.
+        The state holds until a batch is handed over: Lightning may drop a first iterator without
+        asking it for one. Their samples are not read again. ``generator`` is put back to where it
+        was; the global random generators are left as they are, and decide later epochs. Resumed are
+        the order and fastdata's own draws; what a transform draws in worker processes from global
+        generators begins anew.
 
         Args:
-            state: what ``state_dict`` returned, here or in another process; an empty dict forgets a loaded state.
+            state: what ``state_dict`` returned, here or in another process; an empty dict forgets a
+                loaded state.
 
         Raises:
             ValueError: the state is of a loader over another dataset, or with other batches.
@@ -369,7 +378,8 @@ class DataLoader(_TorchLoader[_T_co]):
             serves += f" of files that Pillow decodes whole ({jpeg_obstacle()})"
         if count == 0:
             return Engine(kind="thread", path=f"{serves}, read in the training loop: num_workers=0")
-        # Samples one by one by more threads than cores, which read ahead where reading waits for a disk or a network.
+        # Samples one by one by more threads than cores, which read ahead where reading waits for a
+        # disk or a network.
         threads = min(count, memory.usable_cores()) if is_whole else count
         capped = (
             f", as many as there are usable cores (num_workers={count})" if threads < count else ""

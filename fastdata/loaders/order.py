@@ -1,6 +1,7 @@
 """The order of an epoch: the indices of its batches, what these draw from, and how far it has come.
 
-torch's iterators take an ``Order`` for the sampler. It moves a ``Progress`` on, which a state is made of; resume.py.
+torch's iterators take an ``Order`` for the sampler. It moves a ``Progress`` on, which a state is
+made of; resume.py.
 """
 
 from __future__ import annotations
@@ -134,7 +135,8 @@ class Progress:
 class Order(Iterator[Any]):
     """The indices of the epoch that was begun last, from where it stands, and what they are drawn from.
 
-    torch's iterators take it for the sampler. It does not hold the loader, which may hold such an iterator.
+    torch's iterators take it for the sampler. It does not hold the loader, which may hold such an
+    iterator.
     """
 
     def __init__(
@@ -209,7 +211,8 @@ class Order(Iterator[Any]):
             self._progress.drawn -= 1
             raise
         if self._progress.drawn == self._length:
-            # RandomSampler draws once more after its last index: now, before a state is taken of where that leaves it.
+            # RandomSampler draws once more after its last index: now, before a state is taken of
+            # where that leaves it.
             self._indices = itertools.chain(list(itertools.islice(self._indices, 1)), self._indices)
         rank, ranks = self._share
         # Among the batches of all ranks, so that no two draw the same.
@@ -244,7 +247,8 @@ class Order(Iterator[Any]):
         if self.counted:  # another epoch may have been set on it since
             progress.start = progress.start | {"samplers": self.capture()["samplers"]}
         elif not progress.is_begun and self._is_torchs:
-            # torch's generator moves on as at the start of any epoch. A sampler that is not torch's is not asked twice.
+            # torch's generator moves on as at the start of any epoch. A sampler that is not torch's
+            # is not asked twice.
             next(iter(self._sampler), None)
         with undisturbed():
             for generator, packed in zip(
@@ -272,7 +276,8 @@ class Order(Iterator[Any]):
             return indices
         if self.counted:
             served, is_set = self._served, self.counted.is_set
-            # Not where each epoch draws a seed, whose draws count from 0, nor where the epoch of draws was set alone.
+            # Not where each epoch draws a seed, whose draws count from 0, nor where the epoch of
+            # draws was set alone.
             if is_set or (
                 served.epoch is None and (served.seed is not None or progress.keeps_seed)
             ):

@@ -1,13 +1,16 @@
 """Batches on the device before the training loop asks for them.
 
-A thread reads the loader, finds the batch pinned or pins it, and copies it on a stream of its own (``feed``). Who may
-write to memory when:
+A thread reads the loader, finds the batch pinned or pins it, and copies it on a stream of its own
+(``feed``). Who may write to memory when:
 
     pinned host memory   held by the thread until the event after its copy is done
-    device memory        made on the thread's stream; the training loop's stream waits for the copy before it reads, and
-                         ``record_stream`` keeps the memory until that stream has done what it was given
+    device memory        made on the thread's stream; the training loop's stream waits for the copy
+    before it reads, and
+                         ``record_stream`` keeps the memory until that stream has done what it was
+                         given
     a store on a device  made, read and given back on the thread's stream only (``device``)
-    the whole device     the thread copies a batch when the device has left the one ``depth + 1`` before it
+    the whole device     the thread copies a batch when the device has left the one ``depth + 1``
+    before it
 
 Batch ops of fastdata's loaders run on the thread's stream, behind the copies.
 """
@@ -46,16 +49,19 @@ _IMAGE_DIMENSIONS = 4
 class PrefetchReport(EpochReport):
     """How the latest epoch of a prefetcher went, complete or not.
 
-    Batches, samples and times are those of the training loop; ``wait_s`` is how long it waited for the prefetcher.
-    What the loader says of itself (path, engine, workers, memory) is the loader's.
+    Batches, samples and times are those of the training loop; ``wait_s`` is how long it waited for
+    the prefetcher. What the loader says of itself (path, engine, workers, memory) is the loader's.
 
     Args:
         device: where batches went; ``"cpu"`` where nothing was moved.
         read_s: seconds its thread waited for the loader.
-        copy_s: seconds its thread was busy with copies, waited for them, and for what follows them on the device.
-        pinned_bytes: host memory that this prefetcher has pinned, at most, in the sizes that torch's allocator takes.
+        copy_s: seconds its thread was busy with copies, waited for them, and for what follows them
+            on the device.
+        pinned_bytes: host memory that this prefetcher has pinned, at most, in the sizes that
+            torch's allocator takes.
         copies: copies of tensors, by where they were copied from.
-        batch_ops: where they ran, and why there if on the CPU; empty where the loader has none of fastdata's.
+        batch_ops: where they ran, and why there if on the CPU; empty where the loader has none of
+            fastdata's.
     """
 
     device: str = "cpu"
@@ -97,43 +103,51 @@ class Epoch(Iterator[Any]):
 class CudaPrefetcher:
     """Batches of a loader on the GPU, brought there while the GPU computes.
 
-    A thread reads the loader and copies batches on a stream of its own, from pinned memory; the training loop gets
-    tensors on the device and never waits for a copy. Batches that the threads of fastdata's loader gather are copied
-    from where they lie, as is what the loader has pinned; others are copied once on the host, to pinned memory of
-    torch's allocator. Where there is too little memory to pin, copies are pageable, which is said once.
+    A thread reads the loader and copies batches on a stream of its own, from pinned memory; the
+    training loop gets tensors on the device and never waits for a copy. Batches that the threads of
+    fastdata's loader gather are copied from where they lie, as is what the loader has pinned;
+    others are copied once on the host, to pinned memory of torch's allocator. Where there is too
+    little memory to pin, copies are pageable, which is said once.
 
-    A batch may be any nesting of tuples, lists, dicts, namedtuples, dataclasses and ``SampleBatch``; values that are no
-    tensors, and tensors that lie on a device already, pass through. Without a GPU, and with ``device="cpu"``, batches
-    stay where they are, and everything else is the same. Attributes that it has not are the loader's: ``dataset``,
-    ``sampler``, ``batch_sampler``, ``batch_size``, ``state_dict`` ...; ``state_dict()`` counts batches as the training
-    loop gets them, whatever was read ahead.
+    A batch may be any nesting of tuples, lists, dicts, namedtuples, dataclasses and
+    ``SampleBatch``; values that are no tensors, and tensors that lie on a device already, pass
+    through. Without a GPU, and with ``device="cpu"``, batches stay where they are, and everything
+    else is the same. Attributes that it has not are the loader's: ``dataset``, ``sampler``,
+    ``batch_sampler``, ``batch_size``, ``state_dict`` ...; ``state_dict()`` counts batches as the
+    training loop gets them, whatever was read ahead.
 
     Args:
         loader: any iterable of batches; each ``iter`` of the prefetcher is one of the loader.
-        device: where batches go; default the current CUDA device, or the CPU where there is none. Several take a
-            process each (``torchrun``).
-        depth: batches that lie on the device before the training loop takes them. The GPU holds up to two more: the
-            loop's, and one that is being copied. A depth of 1 leaves less room for a loop that varies.
-        transform: called on each batch, on the device, in the thread and on its stream, in order, under
-            ``torch.no_grad()``. The loop's autocast and inference mode do not hold in that thread: enter them inside.
-        dtype: floating-point tensors, and uint8 tensors of four or more dimensions (images), are cast to it on the
-            device, before ``transform``; others, such as int64 labels, keep their dtype.
-        channels_last: give tensors of four dimensions this memory format, on the device, before ``transform``.
-        batch_ops: where the batch ops of fastdata's loaders run, first of all. ``"auto"``: on the device, with the
-            draws and pixels of the CPU (floats within 1e-6), if threads read whole batches and samples are not much
-            larger as they are stored, which is how they are sent then; else, and with ``"cpu"``, before they are sent.
-            ``"device"``: there, whatever is sent. ``report().batch_ops`` says where and why.
+        device: where batches go; default the current CUDA device, or the CPU where there is none.
+            Several take a process each (``torchrun``).
+        depth: batches that lie on the device before the training loop takes them. The GPU holds up
+            to two more: the loop's, and one that is being copied. A depth of 1 leaves less room for
+            a loop that varies.
+        transform: called on each batch, on the device, in the thread and on its stream, in order,
+            under ``torch.no_grad()``. The loop's autocast and inference mode do not hold in that
+            thread: enter them inside.
+        dtype: floating-point tensors, and uint8 tensors of four or more dimensions (images), are
+            cast to it on the device, before ``transform``; others, such as int64 labels, keep their
+            dtype.
+        channels_last: give tensors of four dimensions this memory format, on the device, before
+            ``transform``.
+        batch_ops: where the batch ops of fastdata's loaders run, first of all. ``"auto"``: on the
+            device, with the draws and pixels of the CPU (floats within 1e-6), if threads read whole
+            batches and samples are not much larger as they are stored, which is how they are sent
+            then; else, and with ``"cpu"``, before they are sent. ``"device"``: there, whatever is
+            sent. ``report().batch_ops`` says where and why.
 
     Raises:
         DeviceError: torch does not see the device.
         ValueError: when an epoch begins: batch ops are to run on the device and cannot.
         MemoryBudgetError: in place of the first batch: ``storage="device"`` does not fit there.
 
-    An exception of the loader or of ``transform`` is raised where its batch would have come. What a loader
-    draws from global generators while it is read is drawn in the thread; what it draws for its first batch, in order.
-    A loader must not write again to a pinned tensor that it has yielded: it is read when the copy runs, and not before.
-    Pinned memory goes back to torch's allocator, which keeps it for whoever asks next, when the prefetcher is dropped,
-    at the end of a ``with`` statement, or by ``close()``.
+    An exception of the loader or of ``transform`` is raised where its batch would have come. What a
+    loader draws from global generators while it is read is drawn in the thread; what it draws for
+    its first batch, in order. A loader must not write again to a pinned tensor that it has yielded:
+    it is read when the copy runs, and not before. Pinned memory goes back to torch's allocator,
+    which keeps it for whoever asks next, when the prefetcher is dropped, at the end of a ``with``
+    statement, or by ``close()``.
 
     Example:
         >>> loader = [torch.zeros(2, 3), torch.ones(2, 3)]

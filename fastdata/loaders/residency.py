@@ -1,6 +1,7 @@
 """Which samples of files on disk are in memory: the chunk that is served, and the next one, which a thread reads ahead.
 
-These are hints: a sample that is not there is read when it is asked for, and one that was let go is read again.
+These are hints: a sample that is not there is read when it is asked for, and one that was let go is
+read again.
 """
 
 from __future__ import annotations

@@ -1,12 +1,14 @@
 """Resuming inside an epoch: what a state holds, and how the rest of the epoch is found again.
 
-Batches are read ahead of the user, and so is the sampler: what it says of itself is not what the user has seen. A state
-therefore holds what the epoch's order was drawn from, and how many batches were handed over. Resuming draws the same
-order again and passes over indices, never over samples. fastdata's own samplers begin anywhere: of them a state holds
-the place in the order of all ranks that the batches handed over lead to, so that other ranks and batches can go on.
+Batches are read ahead of the user, and so is the sampler: what it says of itself is not what the
+user has seen. A state therefore holds what the epoch's order was drawn from, and how many batches
+were handed over. Resuming draws the same order again and passes over indices, never over samples.
+fastdata's own samplers begin anywhere: of them a state holds the place in the order of all ranks
+that the batches handed over lead to, so that other ranks and batches can go on.
 
-Only what an order can be drawn from is recorded: for an epoch in sequence nothing, for torch's own samplers their
-generators, for one that nobody knows also torch's global one; Python's and NumPy's never.
+Only what an order can be drawn from is recorded: for an epoch in sequence nothing, for torch's own
+samplers their generators, for one that nobody knows also torch's global one; Python's and NumPy's
+never.
 """
 
 from __future__ import annotations
@@ -54,8 +56,9 @@ class LoaderEpochs:
 class Checkpoints:
     """How far the latest epoch of a loader has come, which comes next, and the state that one is resumed from.
 
-    ``sampler`` gives the indices of each batch, or single ones; ``served`` is None where they are no samples of a
-    fastdata dataset. With ``seeds_once`` only the first epoch draws a base seed, as in torch where workers persist.
+    ``sampler`` gives the indices of each batch, or single ones; ``served`` is None where they are
+    no samples of a fastdata dataset. With ``seeds_once`` only the first epoch draws a base seed, as
+    in torch where workers persist.
     """
 
     def __init__(
@@ -156,7 +159,8 @@ class Checkpoints:
     def _put_back(self, state: dict[str, Any]) -> dict[str, Any] | None:
         """Where a sampler that counts its epochs was asked in vain, let it go on with a state all the same.
 
-        None where another epoch begins: it was told to, or has no batch left of the one that the state stands in.
+        None where another epoch begins: it was told to, or has no batch left of the one that the
+        state stands in.
         """
         order = self.order(None)
         counted, saved = order.counted, state["start"]["samplers"][-1:]

@@ -1,11 +1,12 @@
 """Orders of an epoch that people write again and again, shared out to any number of ranks, for torch's loader too.
 
-The order of an epoch is that of all ranks together, a pure function of (seed, epoch). Of W ranks, rank r takes the
-places r, r + W, ... in it, so that each step of batches of B takes the next W * B places. Where an epoch stands is then
-one number, whatever the ranks, workers and batches are that go on with it.
+The order of an epoch is that of all ranks together, a pure function of (seed, epoch). Of W ranks,
+rank r takes the places r, r + W, ... in it, so that each step of batches of B takes the next W * B
+places. Where an epoch stands is then one number, whatever the ranks, workers and batches are that
+go on with it.
 
-``EpochSampler`` counts epochs and says where one stands; a ``RankSampler`` shares out an ``Order``, of which
-``shuffled``, ``weighted``, ``balanced`` and ``repeated`` make some.
+``EpochSampler`` counts epochs and says where one stands; a ``RankSampler`` shares out an ``Order``,
+of which ``shuffled``, ``weighted``, ``balanced`` and ``repeated`` make some.
 
 Shape letters: N samples of a dataset, n of an epoch.
 """
@@ -39,13 +40,15 @@ _ROUND_SALT = 0x726F756E64
 class EpochSampler:
     """Counts its epochs, each ``iter`` one, and says where the latest stands; the base of all samplers here.
 
-    ``set_epoch`` decides which epoch comes, until it is set again, as of torch's ``DistributedSampler``. An epoch
-    counts once its first index is asked for.
+    ``set_epoch`` decides which epoch comes, until it is set again, as of torch's
+    ``DistributedSampler``. An epoch counts once its first index is asked for.
 
     Attributes:
         epoch: of the latest iterator, or before the first one and after ``set_epoch`` of the next.
-        position: what was consumed of that epoch before its iterator began: nothing, but after a resume.
-        rank, num_replicas: the rank and how many there are. One that was alone when it was made looks again when an
+        position: what was consumed of that epoch before its iterator began: nothing, but after a
+            resume.
+        rank, num_replicas: the rank and how many there are. One that was alone when it was made
+        looks again when an
             epoch begins: Lightning makes ranks of processes whose loaders are there already.
         is_set: whether ``set_epoch`` chose the epoch.
         has_begun: whether an iterator has begun the epoch.
@@ -105,12 +108,13 @@ class EpochSampler:
     ) -> dict[str, Any]:
         """Return where the epoch stands, as a dict of plain values, the same on every rank.
 
-        fastdata's DataLoader holds it in its own state. torch's reads ahead, so that only the training loop knows how
-        far it is: ``sampler.state_dict(batches=step, batch_size=loader.batch_size)``.
+        fastdata's DataLoader holds it in its own state. torch's reads ahead, so that only the
+        training loop knows how far it is: ``sampler.state_dict(batches=step,
+        batch_size=loader.batch_size)``.
 
         Args:
-            batches: that this rank has got since the latest iterator began. After the last one the state is the
-                beginning of the next epoch.
+            batches: that this rank has got since the latest iterator began. After the last one the
+                state is the beginning of the next epoch.
             batch_size: samples in each, on one rank.
             drop_last: the loader's, which decides what batch is the last one.
         """
@@ -150,7 +154,8 @@ class Order(NamedTuple):
         num_samples: n, where nobody asks for another.
         most: n, at most.
         reason: of that, for an error.
-        identity: what ``draw`` follows from besides, as plain values: a state is of samplers equal in these.
+        identity: what ``draw`` follows from besides, as plain values: a state is of samplers equal
+            in these.
     """
 
     draw: Callable[[int, int, int], Int64s]
@@ -188,8 +193,8 @@ def weighted(weights: Any, replacement: bool = True) -> Order:
 
     Args:
         weights: (N,), of each sample, not negative; a sample with none never comes.
-        replacement: whether a sample may come again in an epoch; it draws other augmentations then. Without it an epoch
-            has as many samples as weights are above zero, at most.
+        replacement: whether a sample may come again in an epoch; it draws other augmentations then.
+            Without it an epoch has as many samples as weights are above zero, at most.
 
     Raises:
         ValueError: a weight is negative or not finite, or all are zero.
@@ -233,9 +238,9 @@ def _draw_weighted(weights: npt.NDArray[np.float64], seed: int, epoch: int, coun
 def _draw_weighted_once(
     weights: npt.NDArray[np.float64], seed: int, epoch: int, count: int
 ) -> Int64s:
-    # Drawn without replacement, samples come in the order of exponential variates of these rates: P. S. Efraimidis,
-    # P. G. Spirakis, "Weighted random sampling with a reservoir", Information Processing Letters 97, 2006. Their
-    # logarithms stay finite, whatever the weights are.
+    # Drawn without replacement, samples come in the order of exponential variates of these rates:
+    # P. S. Efraimidis, P. G. Spirakis, "Weighted random sampling with a reservoir", Information
+    # Processing Letters 97, 2006. Their logarithms stay finite, whatever the weights are.
     chosen = np.flatnonzero(weights)
     # In (0, 1).
     drawn = draw_uniform(sample_keys(seed ^ _CHOICE_SALT, epoch, chosen), 0, 0) + 2.0**-54
@@ -248,10 +253,11 @@ def balanced(targets: Any, replacement: bool = False) -> Order:
     """Every class equally often: rounds in each of which all classes come once, in random order.
 
     Args:
-        targets: (N,), the class of each sample, or a dataset that has them as ``targets``; of a ``Subset``, its own, of
-            a ``ConcatDataset`` those of its parts.
-        replacement: whether a sample may come again in an epoch, which has as many samples as the dataset then. Else
-            it has at most as many of each class as the smallest one has, other ones of the larger classes each time.
+        targets: (N,), the class of each sample, or a dataset that has them as ``targets``; of a
+            ``Subset``, its own, of a ``ConcatDataset`` those of its parts.
+        replacement: whether a sample may come again in an epoch, which has as many samples as the
+            dataset then. Else it has at most as many of each class as the smallest one has, other
+            ones of the larger classes each time.
 
     Raises:
         ValueError: targets are no classes.
@@ -303,9 +309,10 @@ def _draw_balanced(classes: Int64s, replacement: bool, seed: int, epoch: int, co
 def repeated(dataset: Sized | int, repeats: int = 3, shuffle: bool = True) -> Order:
     """Repeated augmentation: each sample several times in a row of the epoch, so that its copies go to several ranks.
 
-    As timm's ``RepeatAugSampler`` and DeiT's ``RASampler`` (M. Berman et al., "MultiGrain", 2019; E. Hoffer et al.,
-    "Augment your batch", CVPR 2020). Each copy draws augmentations of its own. An epoch has as many samples as the
-    dataset, so that it has as many batches as ever; ``num_samples=repeats * len(dataset)`` has all copies.
+    As timm's ``RepeatAugSampler`` and DeiT's ``RASampler`` (M. Berman et al., "MultiGrain", 2019;
+    E. Hoffer et al., "Augment your batch", CVPR 2020). Each copy draws augmentations of its own. An
+    epoch has as many samples as the dataset, so that it has as many batches as ever;
+    ``num_samples=repeats * len(dataset)`` has all copies.
 
     Args:
         dataset: or its length.
@@ -342,30 +349,34 @@ def _draw_repeated(
 class RankSampler(EpochSampler, DistributedSampler[int]):
     """Each rank's share of an epoch: a ``DistributedSampler`` that counts its epochs and resumes inside of one.
 
-    ``DataLoader(distributed="auto")`` makes it. All ranks must give the same arguments but ``rank``.
+    ``DataLoader(distributed="auto")`` makes it. All ranks must give the same arguments but
+    ``rank``.
 
     Args:
         dataset: or its length; not needed where there is an ``order``.
         num_samples: of an epoch of all ranks, where that are not all samples of the order.
-        order: as ``weighted(...)``, ``balanced(...)``, ``repeated(...)`` make it; by default all samples once.
+        order: as ``weighted(...)``, ``balanced(...)``, ``repeated(...)`` make it; by default all
+            samples once.
         shuffle: else, where there is no ``order``, samples come in that of the dataset.
         seed: of the order.
-        uneven: what becomes of samples that cannot be shared out evenly. ``"pad"``: the first of the epoch are
-            repeated, ``"drop"``: the last are left out; both as torch's. ``"keep"``: each comes once, and some ranks
-            have one more than others: for evaluation, as ranks that wait for each other in each step would wait for
-            ever; a state is that of rank 0.
-        rank: by default that of ``torch.distributed``, or of the launcher's variables; 0 where there is neither.
+        uneven: what becomes of samples that cannot be shared out evenly. ``"pad"``: the first of
+            the epoch are repeated, ``"drop"``: the last are left out; both as torch's. ``"keep"``:
+            each comes once, and some ranks have one more than others: for evaluation, as ranks that
+            wait for each other in each step would wait for ever; a state is that of rank 0.
+        rank: by default that of ``torch.distributed``, or of the launcher's variables; 0 where
+            there is neither.
         world_size: number of ranks; by default of the same.
 
     Attributes:
         num_samples: of this rank, in a whole epoch; ``len`` too, also of one that is resumed.
         total_size: of all ranks.
 
-    A sample that comes again in an epoch is told apart, so that it draws anew, whichever rank that is on. An
-    ``Order`` of your own is shared out and resumed as those here are.
+    A sample that comes again in an epoch is told apart, so that it draws anew, whichever rank that
+    is on. An ``Order`` of your own is shared out and resumed as those here are.
 
     Raises:
-        ValueError: there is no such rank, fewer than ``num_samples``, or ``uneven`` is none of the three.
+        ValueError: there is no such rank, fewer than ``num_samples``, or ``uneven`` is none of the
+            three.
 
     Example:
         >>> [list(RankSampler(5, shuffle=False, rank=rank, world_size=2)) for rank in (0, 1)]

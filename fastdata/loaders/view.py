@@ -24,14 +24,15 @@ from fastdata.datasets.ring import Ring, ring_of
 from fastdata.machine.shared import collate_targets
 
 MOSTLY_PREPARED = 0.9
-"""Share of the samples from which on threads are worth it, although some of the rest are still to be prepared."""
+"""Share of the samples from which on threads are worth it, although some of the rest are still to
+be prepared."""
 
 
 class JoinedDatasets:
     """The fastdata datasets in a ``ConcatDataset`` as a loader asks them: as one, whose indices are theirs in a row.
 
-    Each is read with its own transform, targets and draws, into its rows of the batch. One without a ``seed`` draws
-    from that of the first that has one.
+    Each is read with its own transform, targets and draws, into its rows of the batch. One without
+    a ``seed`` draws from that of the first that has one.
     """
 
     def __init__(self, parts: Sequence[PreparedDataset]) -> None:
@@ -297,7 +298,8 @@ def find_wrapped(dataset: Any) -> tuple[list[PreparedDataset], str]:
 def _joined(dataset: Any, parts: list[PreparedDataset]) -> np.ndarray | None:
     """The indices of a dataset's samples among those of all ``parts`` in a row, which those behind it are added to.
 
-    None if there is anything but fastdata datasets, or one that is as long as a subclass of one's own says.
+    None if there is anything but fastdata datasets, or one that is as long as a subclass of one's
+    own says.
     """
     if isinstance(dataset, PreparedDataset) and len(dataset) == index_count(dataset):
         if not any(dataset is part for part in parts):

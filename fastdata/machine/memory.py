@@ -1,7 +1,8 @@
 """What this process may use of the machine, and what follows from it: the storage of samples, and pinning.
 
-The only module that knows psutil and the files of Linux control groups (cgroups). Its first part asks the machine,
-starting from folders that a test can lay out; all after it are pure functions of numbers.
+The only module that knows psutil and the files of Linux control groups (cgroups). Its first part
+asks the machine, starting from folders that a test can lay out; all after it are pure functions of
+numbers.
 """
 
 from __future__ import annotations
@@ -80,8 +81,9 @@ def cpu_model() -> str:
 def available_bytes(*, root: Path = CGROUP_ROOT, table: Path = CGROUP_TABLE) -> Available:
     """What can still be allocated: the least over the system and every enclosing cgroup.
 
-    Version 2's ``memory.high`` counts as a limit: beyond it the kernel slows the process down instead of killing it.
-    Page cache that nobody used lately (``inactive_file``) counts as free: the kernel drops it before it fails anything.
+    Version 2's ``memory.high`` counts as a limit: beyond it the kernel slows the process down
+    instead of killing it. Page cache that nobody used lately (``inactive_file``) counts as free:
+    the kernel drops it before it fails anything.
     """
     import psutil
 
@@ -115,9 +117,10 @@ def _memory_files(
 def tree_pss_bytes(pid: int | None = None) -> int:
     """Sum the proportional set size (PSS) of a process, by default this one, and all its descendants.
 
-    PSS counts a page shared by n processes as 1/n in each, so the sum counts it once. Shared memory (memfd) counts
-    where it is mapped and touched, not where it merely exists. Where the system has no PSS, or denies it, resident
-    memory (RSS) stands in, which counts shared pages once per process. A descendant that ends meanwhile is left out.
+    PSS counts a page shared by n processes as 1/n in each, so the sum counts it once. Shared memory
+    (memfd) counts where it is mapped and touched, not where it merely exists. Where the system has
+    no PSS, or denies it, resident memory (RSS) stands in, which counts shared pages once per
+    process. A descendant that ends meanwhile is left out.
     """
     import psutil
 
@@ -142,8 +145,9 @@ def _pss_bytes(process: psutil.Process) -> int:
 def cgroup_folders(root: Path, table_text: str, controller: str) -> Iterator[Path]:
     """Yield the folders whose limits on ``"cpu"`` or ``"memory"`` bind this process, innermost first.
 
-    The table has lines of ``id:controllers:path``, where no controllers means version 2. Inside a container the path
-    may be the host's, which is not there; then the mount's root, walked to last, is the container's own.
+    The table has lines of ``id:controllers:path``, where no controllers means version 2. Inside a
+    container the path may be the host's, which is not there; then the mount's root, walked to last,
+    is the container's own.
     """
     for line in table_text.splitlines():
         _, _, rest = line.partition(":")
@@ -208,8 +212,9 @@ def cpu_seconds(processes: Collection[int], threads: Collection[int] = ()) -> di
 def thread_clock() -> tuple[float, float]:
     """Seconds in which the calling thread was not kept waiting by others for a core, and its CPU seconds.
 
-    A difference of the first that is more than one of the second was spent waiting, for a disk or a network. Where the
-    system does not count how long threads wait for cores, the first is plain time.
+    A difference of the first that is more than one of the second was spent waiting, for a disk or a
+    network. Where the system does not count how long threads wait for cores, the first is plain
+    time.
     """
     try:
         with open(
@@ -372,13 +377,14 @@ def choose_storage(
 ) -> StoragePlan:
     """Pick where prepared samples are kept, of all but ``"disk"``, which is no choice of memory.
 
-    ``"auto"`` keeps them raw where that fits, else by the lossless codec that decodes fastest among those that fit,
-    else nowhere. A codec that loses something is used only when it is asked for by name. ``trials`` are needed only
-    where samples are to be compressed or do not fit raw.
+    ``"auto"`` keeps them raw where that fits, else by the lossless codec that decodes fastest among
+    those that fit, else nowhere. A codec that loses something is used only when it is asked for by
+    name. ``trials`` are needed only where samples are to be compressed or do not fit raw.
 
-    ``"device"`` keeps them as ``"shared"`` does; it is a prefetcher that copies them to its device, and holds what they
-    take against what is free there. ``"auto"`` never chooses it: to ask a device for its free memory opens it in this
-    process, which worker processes could then not be forked from safely, and what the model will need is not known yet.
+    ``"device"`` keeps them as ``"shared"`` does; it is a prefetcher that copies them to its device,
+    and holds what they take against what is free there. ``"auto"`` never chooses it: to ask a
+    device for its free memory opens it in this process, which worker processes could then not be
+    forked from safely, and what the model will need is not known yet.
 
     Example:
         >>> budget = Budget(bytes=20 << 30, reserve_bytes=1 << 30, limited_by="system memory")
@@ -455,7 +461,8 @@ def would_fit(trials: Sequence[CodecTrial], budget: Budget) -> str:
 
 
 DEVICE_SHARE = 1 / 2
-"""What samples may take of a device's free memory: the rest is for the model, its gradients and activations."""
+"""What samples may take of a device's free memory: the rest is for the model, its gradients and
+activations."""
 
 
 def check_device_room(need_bytes: int, free_bytes: int, device: str) -> None:
@@ -470,10 +477,11 @@ def check_device_room(need_bytes: int, free_bytes: int, device: str) -> None:
 # Pinning
 
 PINNING_FLOOR_BYTES = 64 << 10
-"""CUDA brings pageable memory up to this size to the device without waiting for it (CUDA C++ Programming Guide,
-asynchronous concurrent execution): pinning gains nothing."""
+"""CUDA brings pageable memory up to this size to the device without waiting for it (CUDA C++
+Programming Guide, asynchronous concurrent execution): pinning gains nothing."""
 PINNING_SHARE = 1 / 8
-"""Locked pages cannot be swapped or dropped: more than a small part of the free memory would starve the machine."""
+"""Locked pages cannot be swapped or dropped: more than a small part of the free memory would starve
+the machine."""
 
 
 class PinningPlan(NamedTuple):
@@ -500,8 +508,8 @@ def choose_pinning(
         batch_bytes: None where it is not known before a batch is read.
         pinned_bytes: in all.
         budget: with what is pinned already.
-        copies_wait: a copy from memory that is not pinned waits for all that its stream has to do, however small it
-            is, as torch's ``copy_`` does; then small batches gain from it too.
+        copies_wait: a copy from memory that is not pinned waits for all that its stream has to do,
+            however small it is, as torch's ``copy_`` does; then small batches gain from it too.
     """
     if not has_accelerator:
         return PinningPlan(pin=False, reason="not pinned: there is no CUDA or XPU device")

@@ -1,10 +1,11 @@
 """Ranks: which process of a distributed run this is, and how the ranks of one machine share what they prepare.
 
-Who a rank is says ``torch.distributed`` where a process group is up, else the launcher by its environment variables.
+Who a rank is says ``torch.distributed`` where a process group is up, else the launcher by its
+environment variables.
 
-Ranks meet at a file in a folder of their user. Who locks it first is the leader: it prepares, on all cores of the job,
-while the others wait, and map its memory through /proc/PID/fd then. The kernel ends the locks of who dies, and nobody
-waits for a rank that does not come.
+Ranks meet at a file in a folder of their user. Who locks it first is the leader: it prepares, on
+all cores of the job, while the others wait, and map its memory through /proc/PID/fd then. The
+kernel ends the locks of who dies, and nobody waits for a rank that does not come.
 """
 
 from __future__ import annotations
@@ -108,7 +109,8 @@ class Run(NamedTuple):
         rank: of this process.
         world_size: number of ranks, on other machines too.
         name: of the run, and of the attempt where the launcher restarts it.
-        is_subprocess: it may be a child of the first rank, which was no rank yet when it made its dataset (Lightning).
+        is_subprocess: it may be a child of the first rank, which was no rank yet when it made its
+            dataset (Lightning).
     """
 
     rank: int
@@ -338,8 +340,9 @@ def _leave(fd: int, path: Path, pid: int) -> None:
 def lead_or_follow(run: Run, key: str, known: Mapping[str, Any]) -> Leader | Follower | None:
     """Be the first of the ranks that make the same dataset, or wait for what that has prepared.
 
-    They meet at a file whose name follows from the machine since it was started, the user, what processes are seen, the
-    run, and the key. What is ``known`` to all of them is told by its name. None where that cannot be.
+    They meet at a file whose name follows from the machine since it was started, the user, what
+    processes are seen, the run, and the key. What is ``known`` to all of them is told by its name.
+    None where that cannot be.
 
     Raises:
         IngestError: the leader has ended.

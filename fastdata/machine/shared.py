@@ -1,14 +1,17 @@
 """Memory that processes share and nothing leaves behind: blocks, lists packed in them, and locks on their bytes.
 
-On Linux a block is a ``memfd``: it has no name, so the kernel frees it with its last user whatever happens (kill -9
-included), and the size of ``/dev/shm`` does not matter. Elsewhere it is a memory-mapped temporary file, removed by its
-creator and, should that die first, swept by the next process that creates a block.
+On Linux a block is a ``memfd``: it has no name, so the kernel frees it with its last user whatever
+happens (kill -9 included), and the size of ``/dev/shm`` does not matter. Elsewhere it is a
+memory-mapped temporary file, removed by its creator and, should that die first, swept by the next
+process that creates a block.
 
-A forked process inherits a block. Pickling one (spawn, forkserver, other ranks of the machine) sends a handle of about
-a hundred bytes; unpickling opens the creator's descriptor and copies nothing.
+A forked process inherits a block. Pickling one (spawn, forkserver, other ranks of the machine)
+sends a handle of about a hundred bytes; unpickling opens the creator's descriptor and copies
+nothing.
 
-Lists of a million Python strings are copied into every worker by touching their reference counts; arrays are not. So
-the paths, targets and class names of samples are a ``SampleTable`` in a block, with list-like views over it.
+Lists of a million Python strings are copied into every worker by touching their reference counts;
+arrays are not. So the paths, targets and class names of samples are a ``SampleTable`` in a block,
+with list-like views over it.
 """
 
 from __future__ import annotations
@@ -52,10 +55,12 @@ OPEN_FLAGS = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 class Block:
     """A range of memory shared between processes.
 
-    Lifecycle: ``create`` -> ``write`` or write through ``array()`` -> ``seal`` -> read through ``array()``. Once sealed
+    Lifecycle: ``create`` -> ``write`` or write through ``array()`` -> ``seal`` -> read through
+        ``array()``. Once sealed
     the memory cannot be written by anybody; arrays handed out before sealing must be gone by then.
 
-    Arrays keep the memory alive by themselves; ``close`` gives back the descriptor and this object's mapping.
+    Arrays keep the memory alive by themselves; ``close`` gives back the descriptor and this
+    object's mapping.
     """
 
     def __init__(
@@ -98,8 +103,8 @@ class Block:
     def write(self, offset: int, data: np.ndarray) -> None:
         """Copy a C-contiguous array to byte ``offset``.
 
-        By descriptor: that spares the page faults of a fresh mapping and works where another process has grown the
-        block meanwhile.
+        By descriptor: that spares the page faults of a fresh mapping and works where another
+        process has grown the block meanwhile.
         """
         rest = memoryview(data.reshape(-1).view(np.uint8).data)
         if hasattr(os, "pwrite"):
@@ -177,7 +182,8 @@ class Block:
 
     def _open_map(self) -> mmap.mmap:
         if self.is_sealed and sys.platform != "win32":
-            # A private mapping: kernels before 6.7 refuse shared ones of a write-sealed memfd, even read-only ones.
+            # A private mapping: kernels before 6.7 refuse shared ones of a write-sealed memfd, even
+            # read-only ones.
             return mmap.mmap(self._fd, self.size_bytes, mmap.MAP_PRIVATE, mmap.PROT_READ)
         return mmap.mmap(
             self._fd,
@@ -191,7 +197,8 @@ def _attach(
 ) -> Block:
     """Open another process's block: ``/proc/PID/fd/FD``, or the file ``path`` where there is no memfd.
 
-    ``inode`` guards against a recycled process number: a descriptor that leads to another file is refused.
+    ``inode`` guards against a recycled process number: a descriptor that leads to another file is
+    refused.
     """
     try:
         fd = os.open(
@@ -226,7 +233,8 @@ def _open_file() -> tuple[int, str]:
 def _reserve(fd: int, offset: int, size_bytes: int) -> None:
     """Make the kernel set the memory aside now, so that running out is an error here and no bus error later.
 
-    A memfd has no limit of its own: asked for more than there is, the kernel would fill the machine and then kill.
+    A memfd has no limit of its own: asked for more than there is, the kernel would fill the machine
+    and then kill.
     """
     available = memory.available_bytes()
     refusal = f"{memory.format_bytes(size_bytes)} of shared memory cannot be reserved"
@@ -294,8 +302,9 @@ def position_of(index: SupportsIndex, length: int) -> int:
 class ListView(Sequence[_T], Generic[_T]):
     """A read-only list whose items are made when asked for; copies, slices and sums are real lists.
 
-    It is no ``list`` itself: C code reads a list's memory past its methods, and would find no item there. So
-    ``json.dumps(view, default=list)``. ``item`` is a method of the table: a pickled view is a pickled table.
+    It is no ``list`` itself: C code reads a list's memory past its methods, and would find no item
+    there. So ``json.dumps(view, default=list)``. ``item`` is a method of the table: a pickled view
+    is a pickled table.
     """
 
     def __init__(self, length: int, item: Callable[[int], _T]) -> None:
@@ -380,8 +389,9 @@ class PackedPaths:
 class SampleTable:
     """Paths (where samples are files), targets and class names of all samples; pickles as a handle.
 
-    Targets that are numbers, or arrays or tensors of one shape and dtype, become one array; so do tensors that differ
-    in their first side. Tuples of one length become a table for each of their places; all others are pickled.
+    Targets that are numbers, or arrays or tensors of one shape and dtype, become one array; so do
+    tensors that differ in their first side. Tuples of one length become a table for each of their
+    places; all others are pickled.
     """
 
     target_kind: str
@@ -591,12 +601,13 @@ def _pack(strings: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
 class ByteLocks:
     """A lock for each byte of a block, held by one thread of one process at a time.
 
-    The kernel drops it when its holder dies, however that comes; no byte is written. Each holder opens the block anew:
-    the lock of an open file description is nobody else's, no thread's and no forked process's, and it stays when a copy
-    of the block is closed, where a POSIX record lock ends with any descriptor of the file. Pickles as the block does.
+    The kernel drops it when its holder dies, however that comes; no byte is written. Each holder
+    opens the block anew: the lock of an open file description is nobody else's, no thread's and no
+    forked process's, and it stays when a copy of the block is closed, where a POSIX record lock
+    ends with any descriptor of the file. Pickles as the block does.
 
-    Where there are no such locks (macOS, gVisor), who holds a byte holds the whole block; on Windows only threads lock
-    each other out.
+    Where there are no such locks (macOS, gVisor), who holds a byte holds the whole block; on
+    Windows only threads lock each other out.
     """
 
     def __init__(self, block: Block) -> None:

@@ -1,7 +1,8 @@
 """Running a job over tasks: in threads where it holds no GIL, else in processes that are forked.
 
-Forked processes share all memory of the parent as it was, so that a job needs no pickling, only its tasks and results.
-They are killed when a run ends, whatever the reason, and end by themselves within a second of the parent.
+Forked processes share all memory of the parent as it was, so that a job needs no pickling, only its
+tasks and results. They are killed when a run ends, whatever the reason, and end by themselves
+within a second of the parent.
 """
 
 from __future__ import annotations
@@ -194,8 +195,8 @@ def attempt(job: Callable[[Any], Any], task: Any) -> bytes:
 def _interrupts_deferred() -> Iterator[None]:
     """Hold Ctrl-C back until the block ends.
 
-    Python drops exceptions in the hooks that run around a fork: a KeyboardInterrupt there would be lost in the parent,
-    or leave a child half made.
+    Python drops exceptions in the hooks that run around a fork: a KeyboardInterrupt there would be
+    lost in the parent, or leave a child half made.
     """
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or handler is None:

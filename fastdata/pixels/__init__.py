@@ -1,7 +1,8 @@
 """The user's transform: its split in three parts, the steps it is made of, and running them on whole batches.
 
-``ops`` and ``augment`` are steps as values, with what each draws for a batch; ``steps`` reads torchvision's and timm's
-as such, ``callables`` those of the user's; ``plan`` splits a transform; ``cpu`` and ``device`` run its batch part.
+``ops`` and ``augment`` are steps as values, with what each draws for a batch; ``steps`` reads
+torchvision's and timm's as such, ``callables`` those of the user's; ``plan`` splits a transform;
+``cpu`` and ``device`` run its batch part.
 """
 
 from fastdata.pixels.plan import (

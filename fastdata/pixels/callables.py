@@ -1,8 +1,8 @@
 """What a callable of the user's does, where that can be read from its code: which steps it calls, or which one it is.
 
-``read_calls`` runs its bytecode once on stand-ins: of the image, and of all that it names. They can be called and
-handed on, and refuse everything else, so that nothing of the user's runs. ``is_like`` holds bytecode against that of
-published source, which the same interpreter compiles.
+``read_calls`` runs its bytecode once on stand-ins: of the image, and of all that it names. They can
+be called and handed on, and refuse everything else, so that nothing of the user's runs. ``is_like``
+holds bytecode against that of published source, which the same interpreter compiles.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ def read_calls(
 ) -> tuple[type | None, list[tuple[Any, ...]]] | None:
     """The steps that a function, or a method of ``owner``, calls on its argument one after the other; else None.
 
-    They are one tuple, or several with the type, list or tuple, in which their results are returned.
+    They are one tuple, or several with the type, list or tuple, in which their results are
+    returned.
     """
     code = function.__code__
     if not _is_readable(code, owner is not None):
@@ -191,7 +192,8 @@ def blur(self, img):
 def is_like(step: Any, source: str) -> bool:
     """Whether what runs where a step is called is this code, but for the names of local variables.
 
-    With ``random.random`` in the place of ``np.random.rand`` as well, as DINO and Barlow Twins have it.
+    With ``random.random`` in the place of ``np.random.rand`` as well, as DINO and Barlow Twins have
+    it.
     """
     kind: Any = type(step)
     call = getattr(kind, "__call__", None)  # noqa: B004

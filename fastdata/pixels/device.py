@@ -1,8 +1,8 @@
 """A plan's batch ops for batches that lie on a device: windows, casts and Normalize, whole batches at a time.
 
-Every shape is known beforehand, what differs between samples is where rows and columns come from, which the host draws.
-Nothing asks the device for a value, so the host never waits. Steps of other kinds run in the compiled core before the
-transfer, which then sends the uint8 that is served.
+Every shape is known beforehand, what differs between samples is where rows and columns come from,
+which the host draws. Nothing asks the device for a value, so the host never waits. Steps of other
+kinds run in the compiled core before the transfer, which then sends the uint8 that is served.
 
 Shape letters: N stored samples, B batch, C channels, H W size sent, h w size served.
 """
@@ -51,18 +51,21 @@ def device_obstacle(plan: TransformPlan, spec: SampleSpec) -> str | None:
 class DeviceProgram:
     """Batch ops on dense uint8 batches, the last of them on a device; safe from several threads.
 
-    ``host`` is what runs before the transfer, and ``host_step`` the step that asks for it; None and empty where samples
-    are sent as they are stored. ``draw`` makes a batch's random numbers on the host, ``run`` its pixels, wherever the
-    tensors lie that it is given. They are those of ``Program`` for the same seed, visits and indices: uint8 is
-    bit-equal, normalised floats come from one fused multiplication and addition, within 1e-6 of its larger term.
+    ``host`` is what runs before the transfer, and ``host_step`` the step that asks for it; None and
+    empty where samples are sent as they are stored. ``draw`` makes a batch's random numbers on the
+    host, ``run`` its pixels, wherever the tensors lie that it is given. They are those of
+    ``Program`` for the same seed, visits and indices: uint8 is bit-equal, normalised floats come
+    from one fused multiplication and addition, within 1e-6 of its larger term.
 
-    In bytes moved for each pixel served, where F is the size of a float: rows and columns of windows 4, a constant
-    border 3 more, the conversion to floats 1 + F. A crop, mirrored or not, is 8 kernels, one that is padded 12.
+    In bytes moved for each pixel served, where F is the size of a float: rows and columns of
+    windows 4, a constant border 3 more, the conversion to floats 1 + F. A crop, mirrored or not, is
+    8 kernels, one that is padded 12.
 
     Args:
         plan: of the dataset; has no ``device_obstacle``.
         spec: of the samples.
-        dtype: of what is served, instead of the plan's float32 or float64; rounded once. Uint8 stays uint8.
+        dtype: of what is served, instead of the plan's float32 or float64; rounded once. Uint8
+            stays uint8.
         channels_last: whether batches lie in memory with their channels last.
     """
 
@@ -111,8 +114,10 @@ class DeviceProgram:
         """Draw where the rows and columns of a batch come from, on the host, for what ``run`` is given.
 
         Returns:
-            int16 (B, windows, 4): for rows, then for columns, the place of the first one, and the step to the next, 1
-            or -1, in what the window is cut from. None where samples are served whole as they are sent.
+            int16 (B, windows, 4): for rows, then for columns, the place of the first one, and the
+                step to the next, 1
+            or -1, in what the window is cut from. None where samples are served whole as they are
+            sent.
         """
         if not self._windows:
             return None
@@ -133,11 +138,13 @@ class DeviceProgram:
     ) -> Tensor:
         """Serve a batch, uint8 as stored or as ``host`` made it, which is only read; draws lie on the same device.
 
-        ``index_B``, int64 and on the same device, chooses from a store there, contiguous, whose samples are not copied
-        whole; it is not checked to be in [0, N), which would wait for the device.
+        ``index_B``, int64 and on the same device, chooses from a store there, contiguous, whose
+        samples are not copied whole; it is not checked to be in [0, N), which would wait for the
+        device.
 
         Returns:
-            (B, C, h, w) of ``output``'s dtype, in fresh memory; the batch itself where there is nothing to do.
+            (B, C, h, w) of ``output``'s dtype, in fresh memory; the batch itself where there is
+            nothing to do.
         """
         batch = stored_NCHW
         if draws is not None:
@@ -287,7 +294,8 @@ class _Floats:
         offset = np.zeros(self._channels)
         for mean, std, _ in normalizations:
             scale, offset = scale / np.array(std), (offset - np.array(mean)) / np.array(std)
-        # A divisor that lies on the device: by a number of the host, CUDA multiplies with its rounded inverse.
+        # A divisor that lies on the device: by a number of the host, CUDA multiplies with its
+        # rounded inverse.
         self._host = [torch.tensor([255.0], dtype=self._computed)]
         self._host += [
             torch.tensor(each, dtype=self._computed)[:, None, None] for each in (scale, offset)

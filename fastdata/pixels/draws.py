@@ -1,10 +1,12 @@
 """Random draws that are a pure function of (seed, epoch, sample index, op, draw): no state, no global generator.
 
-Each sample of each epoch owns a SplitMix64 stream. Its start is a hash of (seed, epoch, index) and its n-th output
-depends on n only, so a draw is the same whoever computes it, in whatever order and in however large a batch.
+Each sample of each epoch owns a SplitMix64 stream. Its start is a hash of (seed, epoch, index) and
+its n-th output depends on n only, so a draw is the same whoever computes it, in whatever order and
+in however large a batch.
 
-Source of the mixing function and its constants: G. L. Steele, D. Lea, C. H. Flood, "Fast splittable pseudorandom number
-generators", OOPSLA 2014, with the variant 13 constants of D. Stafford; C code: https://prng.di.unimi.it/splitmix64.c
+Source of the mixing function and its constants: G. L. Steele, D. Lea, C. H. Flood, "Fast splittable
+pseudorandom number generators", OOPSLA 2014, with the variant 13 constants of D. Stafford; C code:
+https://prng.di.unimi.it/splitmix64.c
 
 Shape letters: B batch.
 """
@@ -19,7 +21,8 @@ UInt64s = npt.NDArray[np.uint64]
 _MASK = (1 << 64) - 1
 _GAMMA = 0x9E3779B97F4A7C15
 _DRAWS_PER_OP = 1 << 10
-"""Distance in its stream between the draws of two neighbouring ops; RandomResizedCrop uses 40, no op more."""
+"""Distance in its stream between the draws of two neighbouring ops; RandomResizedCrop uses 40, no
+op more."""
 
 
 def sample_keys(

@@ -1,8 +1,8 @@
 """Files and bytes to images, images to stored arrays, and back: the only door to PIL.
 
-An image is opened by PIL or, an ordinary JPEG, by the compiled core, through the libjpeg-turbo that PIL is linked to:
-the same decoder without PIL's copies, so the very pixels of torchvision's default loader, and of a part of an image
-without decoding the rest.
+An image is opened by PIL or, an ordinary JPEG, by the compiled core, through the libjpeg-turbo that
+PIL is linked to: the same decoder without PIL's copies, so the very pixels of torchvision's default
+loader, and of a part of an image without decoding the rest.
 
 Shape letters: C channels, H W size of an image.
 """
@@ -41,12 +41,14 @@ Bound = Size | str
 # Samples to stored arrays and back
 
 Form = Literal["pil", "tensor", "array", "image", "mask", "video"]
-"""What a sample was before it was stored, hence what per-sample code must be given; the last are torchvision's
-``tv_tensors``. Boxes, which have a format and a canvas besides, are never samples, only beside them."""
+"""What a sample was before it was stored, hence what per-sample code must be given; the last are
+torchvision's ``tv_tensors``. Boxes, which have a format and a canvas besides, are never samples,
+only beside them."""
 _TV_TENSORS: dict[Form, str] = {"image": "Image", "mask": "Mask", "video": "Video"}
 _WIDE_MODES = {"I;16": (1, "uint16"), "I": (1, "int32"), "F": (1, "float32")}
 _MODES = {"L": (1, "uint8"), "RGB": (3, "uint8"), "RGBA": (4, "uint8"), **_WIDE_MODES}
-"""PIL's modes that can be stored -> planes and dtype; those of uint8 are named after their planes."""
+"""PIL's modes that can be stored -> planes and dtype; those of uint8 are named after their
+planes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,7 +123,8 @@ def to_stored(sample: Any, *, is_mask: bool = False) -> tuple[Array, Form]:
 
 
 def is_pil(value: Any) -> TypeGuard[Image.Image]:
-    # As long as nobody has imported PIL there is no image of it; a module that is being imported may lack the class.
+    # As long as nobody has imported PIL there is no image of it; a module that is being imported
+    # may lack the class.
     return isinstance(value, getattr(sys.modules.get("PIL.Image"), "Image", ()))
 
 
@@ -154,7 +157,8 @@ def _pack_planes(image: Image.Image, out_CHW: Array) -> None:
     if out_CHW.dtype != np.uint8:
         out_CHW[0] = np.asarray(image)
         return
-    # PIL packs a plane at a time: 42 us for 3 x 256 x 256; np.asarray(image).transpose(2, 0, 1) takes 93 us.
+    # PIL packs a plane at a time: 42 us for 3 x 256 x 256; np.asarray(image).transpose(2, 0, 1)
+    # takes 93 us.
     for plane, band in zip(out_CHW, image.mode, strict=True):
         plane[...] = np.frombuffer(image.tobytes("raw", band), np.uint8).reshape(plane.shape)
 
@@ -174,7 +178,8 @@ def to_pil(array_CHW: Array) -> Image.Image:
         raise TypeError(
             f"an array of {bands} channels of {array_CHW.dtype} is no PIL image; give 1, 3 or 4 channels of uint8"
         )
-    # Merging zero-copy views of the planes takes 33 us for 3 x 256 x 256, transpose and fromarray 310 us.
+    # Merging zero-copy views of the planes takes 33 us for 3 x 256 x 256, transpose and fromarray
+    # 310 us.
     planes = [np.ascontiguousarray(plane) for plane in array_CHW]
     if bands == 1:
         return Image.frombytes(mode, (width, height), planes[0].tobytes())
@@ -186,7 +191,8 @@ def to_pil(array_CHW: Array) -> Image.Image:
 class _NoExif:
     """Stands for the EXIF of images that come without it from a store, and of those made of them.
 
-    To answer that there is none would leave an image lying on its side that the user's own step turns upright.
+    To answer that there is none would leave an image lying on its side that the user's own step
+    turns upright.
     """
 
     def __bool__(self) -> bool:
@@ -197,7 +203,8 @@ class _NoExif:
         )
 
     def __eq__(self, other: object) -> bool:
-        # What PIL's getexif, hence exif_transpose, does first with it is to see whether it is what was read before.
+        # What PIL's getexif, hence exif_transpose, does first with it is to see whether it is what
+        # was read before.
         return self is other or (other is None and bool(self))
 
     __hash__ = object.__hash__
@@ -324,8 +331,9 @@ class OpenedImages:
 
     Args:
         files: the bytes of each image.
-        by_pillow: gives the pixels (H, W, 3) of image ``b`` where the core does not decode its file, and where that
-            turns out to be damaged; what it raises is raised. None stands for no pixels.
+        by_pillow: gives the pixels (H, W, 3) of image ``b`` where the core does not decode its
+            file, and where that turns out to be damaged; what it raises is raised. None stands for
+            no pixels.
         upright: whether images are turned as their EXIF says.
 
     Attributes:
@@ -425,7 +433,8 @@ class PlanesLoader:
     """Prepares the pixels of an image file without a PIL image in between.
 
     Args:
-        prepare: of opened images makes planes (C, h, w), uint8, each of which stays until the next is asked for.
+        prepare: of opened images makes planes (C, h, w), uint8, each of which stays until the next
+            is asked for.
         upright: whether images are turned as their EXIF says first.
     """
 
@@ -580,8 +589,9 @@ def _resized_size(height: int, width: int, resize: Bound) -> tuple[int, int]:
 def pillow_chooses_order() -> bool:
     """Whether this Pillow resizes columns first where more than twice as much height as width is lost.
 
-    Older ones, up to 12 at least, always resize rows first. Each pass rounds to uint8, so it shows in the last bit.
-    ``horizontal_first`` in Pillow's src/libImaging/Resample.c is the source of the rule.
+    Older ones, up to 12 at least, always resize rows first. Each pass rounds to uint8, so it shows
+    in the last bit. ``horizontal_first`` in Pillow's src/libImaging/Resample.c is the source of the
+    rule.
     """
     from PIL import Image
 
@@ -638,7 +648,8 @@ def decode_planes_into(data: memoryview, out_CHW: Array) -> None:
 
     Raises:
         OSError: the file is damaged.
-        ValueError: its header says another size or number of planes than ``out_CHW`` has; nothing was decoded.
+        ValueError: its header says another size or number of planes than ``out_CHW`` has; nothing
+            was decoded.
     """
     channels, height, width = out_CHW.shape
     jpeg, _ = open_libjpeg()
@@ -652,7 +663,8 @@ def decode_planes_into(data: memoryview, out_CHW: Array) -> None:
     from PIL.JpegImagePlugin import JpegImageFile
 
     try:
-        # Not Image.open: only JPEG is meant, and its size is held against ``out`` rather than a limit of pixels.
+        # Not Image.open: only JPEG is meant, and its size is held against ``out`` rather than a
+        # limit of pixels.
         image = JpegImageFile(io.BytesIO(data))
     except SyntaxError as problem:
         raise OSError(f"no JPEG file ({problem})") from problem

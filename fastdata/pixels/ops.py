@@ -1,7 +1,7 @@
 """The steps of a transform as values, and the table that they are compiled to, which the core draws.
 
-An op is a record of core/core.h: what its numbers mean, what it draws, and what it does to pixels stand there
-and in the C files. Nothing here draws or touches a pixel.
+An op is a record of core/core.h: what its numbers mean, what it draws, and what it does to pixels
+stand there and in the C files. Nothing here draws or touches a pixel.
 
 Shape letters: B batch, S ops of a sample, k perspectives of a sample, P perspectives of a batch.
 """
@@ -34,7 +34,8 @@ Fill = tuple[float, ...]
 MODES = ("constant", "edge", "reflect", "symmetric")
 _CHILDREN = 1 << 10
 _NUMBERS = (1 << 54) - 33
-"""A prime number of numbers, as many as draws tell apart: those of steps nested deeper are folded into these."""
+"""A prime number of numbers, as many as draws tell apart: those of steps nested deeper are folded
+into these."""
 _FUSED_ROWS = 1 << 10
 _MOST_LEVELS = 1000
 """Sizes of images whose magnitudes are kept."""
@@ -44,7 +45,8 @@ _MOST_LEVELS = 1000
 class Op:
     """A step as core.h describes it by ``code``; names in ``n`` stand for their numbers there.
 
-    ``about`` is what the core is not told: of a cast how values become floats, of a policy its magnitudes.
+    ``about`` is what the core is not told: of a cast how values become floats, of a policy its
+    magnitudes.
     """
 
     code: str

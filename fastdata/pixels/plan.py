@@ -54,19 +54,22 @@ class TransformPlan:
     """A transform in three parts; made by ``plan_transform``, printed by ``print(dataset.plan)``.
 
     Attributes:
-        prepare: the user's own leading deterministic objects; run once per sample, before it is stored.
+        prepare: the user's own leading deterministic objects; run once per sample, before it is
+            stored.
         batch_ops: what runs on whole batches.
         per_sample: the user's own objects that run on each sample, as they are.
         kind: what a sample is after the batch ops.
         batch_texts: the steps behind ``batch_ops``, as the user wrote them.
         reason: why the first of ``per_sample`` is no batch op; empty if there is none.
-        last_steps: how many steps at the end of ``per_sample`` are known again. Where the steps before them give PIL
-            images, ``last_ops`` run on whole batches in their place, whose samples are of ``last_kind`` then.
-        views: the plans of several views of each sample, in place of all but ``prepare``, which they share; each may
-            have steps per sample of its own.
+        last_steps: how many steps at the end of ``per_sample`` are known again. Where the steps
+            before them give PIL images, ``last_ops`` run on whole batches in their place, whose
+            samples are of ``last_kind`` then.
+        views: the plans of several views of each sample, in place of all but ``prepare``, which
+            they share; each may have steps per sample of its own.
         made: of what type several views of a sample are, list or tuple.
         mask: what becomes of the mask beside an image, where one transform takes both.
-        beforehand: the dataset's own ``prepare=`` and ``resize=``, which run before the ``prepare`` part.
+        beforehand: the dataset's own ``prepare=`` and ``resize=``, which run before the ``prepare``
+            part.
     """
 
     prepare: tuple[Step, ...]
@@ -176,14 +179,15 @@ def plan_transform(
     """Cut a transform in what runs once per sample, on whole batches, and per sample.
 
     Args:
-        transform: a torchvision Compose (v1 or v2, nested or not), a single transform, ``nn.Sequential``, or None.
+        transform: a torchvision Compose (v1 or v2, nested or not), a single transform,
+            ``nn.Sequential``, or None.
         form: what the samples are: those of the source or, the same in effect, those in the store.
         dtype: of the stored samples; batch ops know uint8 only.
         channels: of the stored samples, where they are known; colours need 1 or 3.
-        batch_ops: ``"off"`` leaves all but the prepare part to run per sample; ``"last"`` all but that and the known
-            steps at the end.
-        prepared: how many of the leading steps samples are stored after, where they are stored already; all others run
-            when they are read.
+        batch_ops: ``"off"`` leaves all but the prepare part to run per sample; ``"last"`` all but
+            that and the known steps at the end.
+        prepared: how many of the leading steps samples are stored after, where they are stored
+            already; all others run when they are read.
         obstacle: why there are no batch ops on this machine.
         first: number that random draws know the first step by.
 
@@ -427,8 +431,8 @@ def describe_steps(
 ) -> str:
     """Text that is equal for steps that do the same, one after the other; ``cache_key`` as in ``describe``.
 
-    Resize and centre crop of samples that are PIL images have one text whoever wrote them: torchvision v1, v2, or
-    ``resize=``.
+    Resize and centre crop of samples that are PIL images have one text whoever wrote them:
+    torchvision v1, v2, or ``resize=``.
     """
     texts: list[str] = []
     for step in steps:

@@ -45,7 +45,8 @@ class Readable(Protocol):
 class Program:
     """Batch ops of a plan for samples of a spec, ready to run, safe from several threads at once.
 
-    Draws are a pure function of (seed, visit, index): a sample comes out the same alone and in any batch.
+    Draws are a pure function of (seed, visit, index): a sample comes out the same alone and in any
+    batch.
 
     Raises:
         ValueError: there are batch ops, and the samples are no uint8 images (C, H, W).
@@ -82,7 +83,8 @@ class Program:
     ) -> tuple[Shape, np.dtype[Any]] | None:
         """Shape and dtype of each served sample; None if the shape is not the same for all of them.
 
-        ``sample_shape`` is that of any stored sample, whose channels count for all, or else ``is_of_all`` samples.
+        ``sample_shape`` is that of any stored sample, whose channels count for all, or else
+        ``is_of_all`` samples.
 
         Raises:
             ChannelsError: an op is for another number of channels.
@@ -108,12 +110,14 @@ class Program:
     ) -> None:
         """Serve a batch into the caller's memory, C-contiguous, of ``output``'s shape and dtype; filled completely.
 
-        Draws are made from the seed and ``visits_B``, as of ``SharedVisits``: one for all samples, or one for each.
-        With ``rows_B`` samples are written to these rows of memory for more, and no others.
-        ``others`` serve the same samples into memory of their own, and none is decoded again for them.
+        Draws are made from the seed and ``visits_B``, as of ``SharedVisits``: one for all samples,
+        or one for each. With ``rows_B`` samples are written to these rows of memory for more, and
+        no others. ``others`` serve the same samples into memory of their own, and none is decoded
+        again for them.
 
         Raises:
-            ValueError: an image is smaller than its crop, or not of the shape that ``out`` has room for.
+            ValueError: an image is smaller than its crop, or not of the shape that ``out`` has room
+                for.
         """
         with_ops = []
         for program, out in ((self, out_BChw), *others):
@@ -335,7 +339,8 @@ def _each_shape(shapes: Shape | Int32s, count: int) -> Int32s:
 def _make_values(channels: int, cast: Cast) -> core.Values:
     """Let channel c's value x become ``table_C256[c, x]``, by torchvision's own arithmetic.
 
-    The core computes it, as (x / factor - mean) / std in float32, where that gives the very values of the table.
+    The core computes it, as (x / factor - mean) / std in float32, where that gives the very values
+    of the table.
     """
     computed = np.float64 if cast.dtype == "float64" else np.float32
     divides, factor = (

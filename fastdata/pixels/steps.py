@@ -1,7 +1,7 @@
 """The steps that fastdata knows, recognised by class name and read as ops: torchvision's, v1 and v2, and timm's.
 
-Neither is ever imported: a step counts as theirs only if its class is exactly one of theirs, so that a user's subclass
-stays the user's.
+Neither is ever imported: a step counts as theirs only if its class is exactly one of theirs, so
+that a user's subclass stays the user's.
 """
 
 from __future__ import annotations
@@ -96,9 +96,9 @@ _FLOATS = {
 class Views:
     """Several transforms of one image: what each makes of it, in a list, as contrastive training takes it.
 
-    As ``transform=`` or the last step of one, batches are lists of one stacked tensor for each transform, whose shapes
-    need not agree. All of them are made of the same prepared samples, by draws of their own. Anywhere else, as in
-    torchvision's datasets, it is a callable like others.
+    As ``transform=`` or the last step of one, batches are lists of one stacked tensor for each
+    transform, whose shapes need not agree. All of them are made of the same prepared samples, by
+    draws of their own. Anywhere else, as in torchvision's datasets, it is a callable like others.
 
     Args:
         transforms: each is called with the image; one may stand there several times.
@@ -174,16 +174,18 @@ class State:
     def add(self, op: Op) -> State:
         if op.code == "OP_CAST" or (self.floats and op.code in ("OP_ERASE", "OP_NOISE")):
             return replace(self, floats=(*self.floats, op))
-        # What moves pixels is done before the conversion, with which it commutes: its reader admits nothing else.
+        # What moves pixels is done before the conversion, with which it commutes: its reader admits
+        # nothing else.
         return replace(self, ops=(*self.ops, op))
 
 
 def flatten(transform: Any) -> tuple[Any, ...]:
     """List the steps of a transform: of nested Compose and Sequential, of several in a tuple, a single one, or None.
 
-    Functions, and objects with a ``__call__`` or ``forward`` of their own, are seen through where they do nothing but
-    call steps one after the other, as a lambda around a Compose and torchvision's reference presets. One that returns
-    several such results, as MoCo's two crops, is read as ``Views``.
+    Functions, and objects with a ``__call__`` or ``forward`` of their own, are seen through where
+    they do nothing but call steps one after the other, as a lambda around a Compose and
+    torchvision's reference presets. One that returns several such results, as MoCo's two crops, is
+    read as ``Views``.
     """
     if transform is None:
         return ()
@@ -378,7 +380,8 @@ _CUTTING = {
     ),
 }
 _WARPING = {"RandomAffine", "RandomPerspective", "RandomRotation"}
-"""With the former what v2 does to masks as well, drawn once for both; others leave these as they are."""
+"""With the former what v2 does to masks as well, drawn once for both; others leave these as they
+are."""
 
 
 def _beside(step: Any, state: State) -> _Reader:
@@ -416,7 +419,8 @@ def _random_crop(step: Any, at: int, state: State) -> State:
     if pads_more or any(borders):
         border, fill = _border(step, state)
         if not _is_v2(step) and border[0] != "PAD_CONSTANT" and any(borders) and pads_more:
-            # v1 pads the padded image again, v2 pads once by the sum; it shows in all modes but constant.
+            # v1 pads the padded image again, v2 pads once by the sum; it shows in all modes but
+            # constant.
             state, borders = (
                 state.add(Op("STEP_PAD", at, (*borders, *border), fill=fill)),
                 (0, 0, 0, 0),

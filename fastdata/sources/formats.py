@@ -1,7 +1,7 @@
 """Other people's files as map-style datasets: WebDataset's tars, Parquet, Arrow. The only door to pyarrow.
 
-A tar is gone through once for its headers; from then on a sample's own bytes are read. Row groups and record batches
-are read whole, and each thread keeps its last. Nothing is ever unpickled.
+A tar is gone through once for its headers; from then on a sample's own bytes are read. Row groups
+and record batches are read whole, and each thread keeps its last. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ _OTHERS = {
         ("{path!r}", "{path!r}"),
     ),
 }
-"""What an index.json lists -> what lies there, and how its own package opens it, here and behind a URL."""
+"""What an index.json lists -> what lies there, and how its own package opens it, here and behind a
+URL."""
 
 
 class File(NamedTuple):
@@ -114,7 +115,8 @@ def open_dataset(
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: files are damaged, of several kinds, or of a kind that is not read here; says what reads it.
+        ValueError: files are damaged, of several kinds, or of a kind that is not read here; says
+            what reads it.
         ImportError: pyarrow or the URL's file system is not installed.
     """
     given = paths if isinstance(paths, list) else [paths]
@@ -286,8 +288,8 @@ _KEY = "__key__"
 class TarSamples(_Samples):
     """WebDataset's tars: files of one key, up to the first dot of the base name, are a sample.
 
-    Items are dicts by ending with ``columns``, and else pairs: of the one image, and of the first of ``cls``, ``json``
-    and ``txt`` that there is.
+    Items are dicts by ending with ``columns``, and else pairs: of the one image, and of the first
+    of ``cls``, ``json`` and ``txt`` that there is.
     """
 
     def __init__(self, files: Sequence[File], columns: Collection[str] | None) -> None:

@@ -1,7 +1,7 @@
 """Files behind a URL, in an object store or on a server, with the face of a folder here. The only door to fsspec.
 
-Requests run on fsspec's own event loop, many at once, each tried twice and held against the length that it must have.
-A client belongs to the process that made it: a forked one makes its own.
+Requests run on fsspec's own event loop, many at once, each tried twice and held against the length
+that it must have. A client belongs to the process that made it: a forked one makes its own.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from fastdata.errors import RemoteError, is_url
 from fastdata.report import log
 
 ATTEMPT_S = 60.0
-"""What has not ended by then is begun anew, once. Clients repeat what servers refuse for a moment themselves."""
+"""What has not ended by then is begun anew, once. Clients repeat what servers refuse for a moment
+themselves."""
 _PAUSE_S = 0.5
 _WARN_EVERY_S = 30.0
 _FINAL = (
@@ -55,7 +56,8 @@ _TAGS = (
 )
 """What file systems call that which tells an object from a newer one of its name."""
 _S3_DEFAULTS: dict[str, Any] = {"max_pool_connections": 64, "connect_timeout": 5, "read_timeout": 5}
-"""Of botocore, whose 10 connections fetch 200 small objects a second at 50 ms each; timeouts are seconds of silence."""
+"""Of botocore, whose 10 connections fetch 200 small objects a second at 50 ms each; timeouts are
+seconds of silence."""
 _MOST_EXPECTED = 1024
 _FLEETING, _FLEETING_S = "fastdata-remote-", 60.0
 _TEXT_BYTES = 4
@@ -127,8 +129,9 @@ def options_travel() -> Iterator[None]:
 class Place:
     """A folder of this machine or behind a URL: its files by relative names, with ``/``.
 
-    Safe from several threads. Pickles without ``storage_options``, which may be secret, unless to a process that is
-    being started; without them whatever the environment has is asked for credentials.
+    Safe from several threads. Pickles without ``storage_options``, which may be secret, unless to a
+    process that is being started; without them whatever the environment has is asked for
+    credentials.
 
     Raises:
         ValueError: the URL holds a password, or a query, which may be one.
@@ -214,7 +217,8 @@ class Place:
         if not self.is_remote:
             return _done(partial(_read_local, self.at(name), start, stop))
         wanted_bytes = size_bytes if stop is None else stop - start
-        # One byte more lets a file that has grown show it; and s3fs asks for the size unless it is told one.
+        # One byte more lets a file that has grown show it; and s3fs asks for the size unless it is
+        # told one.
         end = size_bytes + 1 if size_bytes else stop
 
         async def fetch(client: Any, path: str) -> bytes:

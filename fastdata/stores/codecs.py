@@ -24,7 +24,8 @@ from fastdata.pixels.images import Array, SampleSpec, Scratch, decode_planes_int
 from fastdata.stores.prediction import Bytes, Filter, Layout, apply_filter, layout_of, undo_filter
 
 Settings = dict[str, "int | str | bool"]
-"""Plain values that JSON keeps: ``name``, ``format`` (the version of the byte format), arguments."""
+"""Plain values that JSON keeps: ``name``, ``format`` (the version of the byte format),
+arguments."""
 
 
 class Codec(ABC):

@@ -1,7 +1,8 @@
 """What stores lie in: a block of shared memory, or a file on disk with the same face.
 
-A file on disk is made under a name that nobody has opened before, written, sealed, and never changed again; who opens
-it maps it read-only, so that the page cache holds one copy for all processes and for the next run.
+A file on disk is made under a name that nobody has opened before, written, sealed, and never
+changed again; who opens it maps it read-only, so that the page cache holds one copy for all
+processes and for the next run.
 """
 
 from __future__ import annotations
@@ -33,14 +34,16 @@ _FAULT_BYTES = 64 << 10
 _TOUCHED_BYTES = 512
 _HUGE_BYTES = 2 << 20
 _MOST_AREAS = 8192
-"""Of the 65,530 that a process may have; what is brought beyond them maps more memory than it needs."""
+"""Of the 65,530 that a process may have; what is brought beyond them maps more memory than it
+needs."""
 
 
 class DiskFile(Block):
     """A block on disk: ``create`` -> ``write``, ``flush`` -> ``seal`` -> ``array``; or ``open`` -> ``array``.
 
-    Arrays keep the mapping alive by themselves, also when the file is deleted. Pickles as its name: another process
-    opens it again, and refuses another one that has taken its place. A disk that is full is a CacheError.
+    Arrays keep the mapping alive by themselves, also when the file is deleted. Pickles as its name:
+    another process opens it again, and refuses another one that has taken its place. A disk that is
+    full is a CacheError.
     """
 
     def __init__(self, path: Path, flags: int) -> None:
@@ -131,9 +134,10 @@ class DiskFile(Block):
     def bring(self, start: int, size: int) -> None:
         """Have bytes in memory until ``drop``, so that nobody waits for the disk when they are read.
 
-        Reading them then maps their pages and no others. The kernel maps what it has around a page that is touched, up
-        to 2 MiB, but not across the border of an area with other flags: so they are made such an area. Its flags let
-        the disk read ahead, and the page cache keep the file in huge pages, which are mapped at no cost.
+        Reading them then maps their pages and no others. The kernel maps what it has around a page
+        that is touched, up to 2 MiB, but not across the border of an area with other flags: so they
+        are made such an area. Its flags let the disk read ahead, and the page cache keep the file
+        in huge pages, which are mapped at no cost.
         """
         mapped, (first, stop) = self._map, _pages(start, size)
         if mapped is None or not size:
@@ -151,7 +155,8 @@ class DiskFile(Block):
     def drop(self, start: int, size: int, *, from_cache: bool) -> None:
         """Let go of memory that caches what was brought; nothing is lost, reading it again takes longer.
 
-        ``from_cache``: let go of the system's page cache too; pages that any process has mapped stay.
+        ``from_cache``: let go of the system's page cache too; pages that any process has mapped
+        stay.
         """
         mapped, (first, stop) = self._map, _pages(start, size)
         if mapped is None or not size:

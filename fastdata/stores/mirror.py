@@ -1,9 +1,10 @@
 """The files of a cache behind a URL: those segments of them that were needed lately, as files on a local disk.
 
-Below ``local_cache``, which all caches, ranks and runs of a machine share, a folder for each cache holds its segments:
-equal pieces of its files, each whole or not there. What was needed longest ago is deleted to make room. A process maps
-the segments that it needs at their places in one range of addresses a file; one that is deleted stays readable for
-whoever has it mapped, so that nobody has to say what is in use.
+Below ``local_cache``, which all caches, ranks and runs of a machine share, a folder for each cache
+holds its segments: equal pieces of its files, each whole or not there. What was needed longest ago
+is deleted to make room. A process maps the segments that it needs at their places in one range of
+addresses a file; one that is deleted stays readable for whoever has it mapped, so that nobody has
+to say what is in use.
 """
 
 from __future__ import annotations
@@ -44,11 +45,13 @@ FETCH_BYTES = 64 << 20
 """On their way at once, where 50 ms at 1 GB/s are 48 MiB."""
 _SEGMENT_BYTES = 1 << 20
 _MOST_SEGMENTS = 1 << 15
-"""Of a cache, whose segments are doubled until they are so few: a process may have 65,530 mappings."""
+"""Of a cache, whose segments are doubled until they are so few: a process may have 65,530
+mappings."""
 _LOCKS = 256
 _POLL_S = 0.005
 _SLACK = 32
-"""Room is made for a 32nd of the limit at once: to find what was needed longest ago is a look at every segment."""
+"""Room is made for a 32nd of the limit at once: to find what was needed longest ago is a look at
+every segment."""
 _FOLDER = "mirror-"
 
 
@@ -60,7 +63,8 @@ class Segment(NamedTuple):
 class Mirror:
     """Some of the segments of some files of a place, in a local folder of at most so many bytes.
 
-    What some have mapped and others have deleted takes room beside these, until it is not mapped any more.
+    What some have mapped and others have deleted takes room beside these, until it is not mapped
+    any more.
 
     Args:
         place: the cache.
@@ -327,8 +331,8 @@ class MirroredFile:
 class MirroredStore(DiskStore):
     """Samples in the files of a mirror, whose segments are fetched and mapped before they are read.
 
-    Those that are brought are there until they are dropped; what is read without stays. Checksums are looked at after
-    each time; a sample that fails is fetched once more.
+    Those that are brought are there until they are dropped; what is read without stays. Checksums
+    are looked at after each time; a sample that fails is fetched once more.
     """
 
     def __init__(

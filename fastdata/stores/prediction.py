@@ -47,9 +47,11 @@ class Filter(IntFlag):
     ABOVE = 2
     """From each word the word one row above was subtracted, both little-endian integers."""
     LEFT = 4
-    """Within each word, from each element the one to its left: ``word - (word << element bits)``."""
+    """Within each word, from each element the one to its left: ``word - (word << element
+    bits)``."""
     SPLIT = 8
-    """A bias was added (0x80 in each byte but the highest), then all lowest bytes, all second ..."""
+    """A bias was added (0x80 in each byte but the highest), then all lowest bytes, all second
+    ..."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,9 +1,11 @@
 """Prepare: Source -> decode, resize -> Store, once per dataset, on all usable cores. The only writer of stores.
 
-``prepare_storage`` forecasts what samples will take, tries codecs where that matters, acts out the choice of memory.py
-and goes on to the next one where samples turn out larger. ``ingest`` fills the stores: this process hands runs of
-sample numbers to workers.py and shows progress; workers read, prepare and write straight into the stores' memory.
-Whatever happens, a killed worker or Ctrl-C included, no worker outlives it and unfinished memory is freed.
+``prepare_storage`` forecasts what samples will take, tries codecs where that matters, acts out the
+choice of memory.py and goes on to the next one where samples turn out larger. ``ingest`` fills the
+stores: this process hands runs of sample numbers to workers.py and shows progress; workers read,
+    prepare and write straight into the stores' memory.
+Whatever happens, a killed worker or Ctrl-C included, no worker outlives it and unfinished memory is
+freed.
 """
 
 from __future__ import annotations
@@ -199,8 +201,8 @@ class Part(NamedTuple):
 class ReadSample(NamedTuple):
     """One prepared sample, taken apart.
 
-    Most samples have one part. A tuple such as (image, mask) has one for each; a target that is an image or an array of
-    two or more dimensions is the last part, and ``target`` None.
+    Most samples have one part. A tuple such as (image, mask) has one for each; a target that is an
+    image or an array of two or more dimensions is the last part, and ``target`` None.
     """
 
     position: int
@@ -228,8 +230,9 @@ class Steps:
 class ReadPath(NamedTuple):
     """Where samples come from, and what is done to each before it is stored.
 
-    ``open_bytes`` makes of a file's bytes what the source makes of the file; None where the samples are no files, or
-    are opened by the user's own loader. ``shape`` is that of every prepared sample, where it follows from the steps.
+    ``open_bytes`` makes of a file's bytes what the source makes of the file; None where the samples
+    are no files, or are opened by the user's own loader. ``shape`` is that of every prepared
+    sample, where it follows from the steps.
     """
 
     source: Source
@@ -420,8 +423,8 @@ def _is_own(codec: Decoder | None) -> bool:
 class Forecast(NamedTuple):
     """What the stores of a source will look like, told from a few samples spread over it.
 
-    ``specs`` are dense if all samples looked at have one shape; ``part_bytes``, of each part of all samples as they
-    are, is exact then, else the mean of those looked at times N.
+    ``specs`` are dense if all samples looked at have one shape; ``part_bytes``, of each part of all
+    samples as they are, is exact then, else the mean of those looked at times N.
     """
 
     specs: tuple[SampleSpec, ...]
@@ -526,9 +529,10 @@ def ingest(
 ) -> Ingested:
     """Fill stores with every sample of a source, each read once; or with some: ``chosen[row]`` becomes row ``row``.
 
-    There is a plan for each part of samples; if these turn out to differ in shape, stores are written for any shapes.
-    Of chosen samples, beside which there are others, none need be fit, but all must have the planned shapes. Where
-    ``cores`` are given they are used in place of this process's.
+    There is a plan for each part of samples; if these turn out to differ in shape, stores are
+    written for any shapes. Of chosen samples, beside which there are others, none need be fit, but
+    all must have the planned shapes. Where ``cores`` are given they are used in place of this
+    process's.
 
     Raises:
         SampleError: a sample cannot be prepared; names its path and index.
@@ -649,13 +653,15 @@ def writing_job(
 class KeptSamples:
     """The kept samples of a dataset, one store for each of their parts, and their targets; a source of them, too.
 
-    Samples are tuples of parts if ``is_tuple``. The targets are the last part if ``target_is_part``, else the table's;
-    of those that are tuples, the images at ``mask_places`` are the last parts.
+    Samples are tuples of parts if ``is_tuple``. The targets are the last part if
+    ``target_is_part``, else the table's; of those that are tuples, the images at ``mask_places``
+    are the last parts.
     """
 
     stores: tuple[Store, ...]
     table: SampleTable | Any
-    """Or what has its ``has_paths``, ``path``, ``target``, ``collated_targets``, ``close`` and length."""
+    """Or what has its ``has_paths``, ``path``, ``target``, ``collated_targets``, ``close`` and
+    length."""
     is_tuple: bool = False
     target_is_part: bool = False
     keys: ItemKeys | None = None
@@ -773,7 +779,8 @@ class Prepared:
 
 _LAZY_SLACK = 1.1
 _LAZY_FLOOR_BYTES = 1 << 20
-"""Reserved beyond what samples of unknown size are expected to take, because every process maps it once."""
+"""Reserved beyond what samples of unknown size are expected to take, because every process maps it
+once."""
 
 
 def prepare_storage(
@@ -781,8 +788,8 @@ def prepare_storage(
 ) -> Prepared:
     """Decide where samples are kept; keep them there unless the decision is ``"none"``.
 
-    ``table`` has paths and targets where they are known beforehand; else targets come from the source. ``by`` are the
-    steps and the loader that samples are read and prepared by.
+    ``table`` has paths and targets where they are known beforehand; else targets come from the
+    source. ``by`` are the steps and the loader that samples are read and prepared by.
     """
     if options.storage == "none" or len(path.source) == 0:
         if options.on_error == "skip":
@@ -1003,7 +1010,8 @@ def _shared_by(place: Leader | Notice | None, prepared: Prepared) -> Prepared:
 
 
 _MADE: Counter[str] = Counter()
-"""Datasets that this process has made, by key: it must not share with itself, to whom it would answer."""
+"""Datasets that this process has made, by key: it must not share with itself, to whom it would
+answer."""
 
 
 def _describe(dataset: Any, cache_key: str | None) -> str:
@@ -1062,7 +1070,8 @@ def _table_beforehand(source: Source, looked_at: Sequence[ReadSample]) -> Sample
     return SampleTable(list(targets))
 
 
-# Codecs tried on a few of the user's samples: how small they make them, and how fast they give them back
+# Codecs tried on a few of the user's samples: how small they make them, and how fast they give them
+# back
 
 _TRIAL_SAMPLES = 24
 _SECOND_PART = "zstd"

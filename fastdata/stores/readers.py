@@ -22,14 +22,16 @@ DAMAGE_PREFIX = "damaged-"
 """Of the empty files that name files found damaged, for the next run to write anew."""
 _WORD_BYTES = 8
 _GAP_BYTES = 64
-"""Between samples that are still brought and dropped as one piece: what alignment leaves. Pieces must not overlap."""
+"""Between samples that are still brought and dropped as one piece: what alignment leaves. Pieces
+must not overlap."""
 
 
 class Store(Protocol):
     """Prepared samples, read by index; sealed, so safe from any number of threads and processes.
 
-    Pickles as a handle. Indices are positions in [0, N); they are checked by the dataset, not here. What reads encoded
-    samples raises UndecodableError for one that is damaged; the others can still be read.
+    Pickles as a handle. Indices are positions in [0, N); they are checked by the dataset, not here.
+    What reads encoded samples raises UndecodableError for one that is damaged; the others can still
+    be read.
 
     Attributes:
         gives_views: whether ``read`` costs nothing, because samples lie there as they are served.
@@ -96,7 +98,8 @@ class UndecodableError(Exception):
     Attributes:
         index: of the sample.
         codec: name of the codec.
-        is_on_disk: whether the bytes are other ones than were written to disk; the message says how that is mended.
+        is_on_disk: whether the bytes are other ones than were written to disk; the message says how
+            that is mended.
     """
 
     def __init__(self, message: str, *, index: int, codec: str, is_on_disk: bool = False) -> None:
@@ -110,9 +113,10 @@ class FileStore(Store):
     Args:
         files: sealed, unless samples are still to come.
         spec: of the samples as they are served.
-        index: by sample ``offsets``, int64 (N,), its first byte. Unless they are raw and of one shape, so that they lie
-            as rows of a table, ``sizes``, int64 (N,), its bytes, and ``shapes``, int32 (N, ndim). Of several files
-            ``files``, int32 (N,), the one that it is in.
+        index: by sample ``offsets``, int64 (N,), its first byte. Unless they are raw and of one
+            shape, so that they lie as rows of a table, ``sizes``, int64 (N,), its bytes, and
+            ``shapes``, int32 (N, ndim). Of several files ``files``, int32 (N,), the one that it is
+            in.
         decoder: decodes samples straight into the caller's memory; None for raw ones.
     """
 
@@ -223,7 +227,8 @@ class DiskStore(FileStore):
 
     Args:
         files, spec, index, decoder: as of ``FileStore``; by sample also ``sums``, its checksum.
-        marks: a byte for each sample that says whether it was read before; made where there are none.
+        marks: a byte for each sample that says whether it was read before; made where there are
+            none.
     """
 
     def __init__(
@@ -347,8 +352,8 @@ class DiskStore(FileStore):
 def checksum(data: Bytes) -> int:
     """Sum of the bytes as little-endian 64-bit words, modulo 2**64, the last word filled up with zeros.
 
-    Any change within one word is seen, and so are missing and zeroed pages. It runs at 28 GB/s where CRC-32 runs at 3,
-    so that every sample can be checked on its first read.
+    Any change within one word is seen, and so are missing and zeroed pages. It runs at 28 GB/s
+    where CRC-32 runs at 3, so that every sample can be checked on its first read.
 
     Example:
         >>> checksum(np.array([1, 0, 0, 0, 0, 0, 0, 0, 2], np.uint8))

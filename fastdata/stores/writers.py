@@ -1,6 +1,7 @@
 """Filling a block of memory or a file with samples, from any worker, and sealing it as a store.
 
-A store may also be filled by its readers: each sample is prepared on its first read, in whatever process that is.
+A store may also be filled by its readers: each sample is prepared on its first read, in whatever
+process that is.
 """
 
 from __future__ import annotations
@@ -52,8 +53,10 @@ class WriterPlan:
     Args:
         spec: of the samples as they are served; dense if all have one shape.
         dimensions: of their shapes, where they may differ or are encoded.
-        codec: encodes them. A ``SourceDecoder`` keeps files' bytes as they are: each is prepared when it is read.
-        is_certain: whether the spec of files is dense for sure; else each is opened once to learn its sample's shape.
+        codec: encodes them. A ``SourceDecoder`` keeps files' bytes as they are: each is prepared
+            when it is read.
+        is_certain: whether the spec of files is dense for sure; else each is opened once to learn
+            its sample's shape.
         path: of the new file on disk, without its ending; None for memory.
         first_bytes: reserved at once, unless samples are a table.
         limit_bytes: the most that may be reserved.
@@ -81,8 +84,9 @@ class WriterPlan:
 class Writer:
     """Puts samples into a file, from any thread, or process that was forked with it.
 
-    In a table each has its place. All others lie in the order in which they are written, raw ones from multiples of 64
-    bytes on, encoded ones end to end, and the file grows as their sizes become known.
+    In a table each has its place. All others lie in the order in which they are written, raw ones
+    from multiples of 64 bytes on, encoded ones end to end, and the file grows as their sizes become
+    known.
 
     Args:
         plan: of the store.
@@ -125,7 +129,8 @@ class Writer:
 
         Raises:
             MemoryBudgetError: there is no room left within the limit.
-            ShapesDifferError: it is not of the common shape, or has more or fewer dimensions than the others.
+            ShapesDifferError: it is not of the common shape, or has more or fewer dimensions than
+                the others.
             CacheError: the disk is full.
             Exception: it cannot be encoded; or the file was opened and is damaged.
         """
@@ -267,8 +272,8 @@ def _npy_head(spec: SampleSpec, rows: int) -> bytes:
 class LazyFill:
     """Fills the stores of all parts of a dataset's samples, each sample once.
 
-    Who reads a sample that is not there prepares and writes it, while others who want the same one wait. A reader that
-    dies leaves the sample to the next one.
+    Who reads a sample that is not there prepares and writes it, while others who want the same one
+    wait. A reader that dies leaves the sample to the next one.
 
     Args:
         path: of the samples, a ``prepare.WritePath``; what its writers write to is reserved.

@@ -32,7 +32,8 @@ IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 RECIPES = ("crop", "rrc", "trivial", "randaug", "simclr")
 OWN_RECIPES = ("crop", "rrc", "simclr")
-"""Those that need nothing of torchvision's, which alone has the tables of the others' magnitudes."""
+"""Those that need nothing of torchvision's, which alone has the tables of the others'
+magnitudes."""
 _RATE_S = 0.5
 
 Step = Callable[..., Any]
@@ -47,8 +48,9 @@ def recipe_steps(step: Step, recipe: str, *, crop_px: int, resize_px: int, dtype
 
     Args:
         step: makes each of them of its torchvision name and attributes.
-        recipe: ``"crop"`` is what people write who resize once; ``"rrc"``, ``"trivial"`` and ``"randaug"`` are those of
-            torchvision's references; ``"simclr"`` is the view of its paper, as public reimplementations write it.
+        recipe: ``"crop"`` is what people write who resize once; ``"rrc"``, ``"trivial"`` and
+            ``"randaug"`` are those of torchvision's references; ``"simclr"`` is the view of its
+            paper, as public reimplementations write it.
         crop_px: side of what comes out.
         resize_px: side of the square that ``"crop"`` is cut of.
         dtype: ``"uint8"``, or ``"float32"``, which is normalised.
@@ -82,8 +84,8 @@ def recipe_steps(step: Step, recipe: str, *, crop_px: int, resize_px: int, dtype
 def import_torchvision() -> tuple[Any, str]:
     """Torchvision, or None, and what to say of that.
 
-    Built for another torch it fails to import, as it registers two operators of its library, which did not load. Its
-    transforms need none: declared, they let the rest be imported.
+    Built for another torch it fails to import, as it registers two operators of its library, which
+    did not load. Its transforms need none: declared, they let the rest be imported.
     """
     try:
         return importlib.import_module("torchvision"), ""

@@ -92,8 +92,9 @@ COMMANDS = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the words after ``fastdata``, by default the process's, and return the exit status.
 
-    That is 0; 1 when ``inspect`` finds a cache damaged, ``doctor`` a problem, or the script of ``diagnose`` fails; 2
-    when the input is at fault, after one line on standard error; 130 after Ctrl-C.
+    That is 0; 1 when ``inspect`` finds a cache damaged, ``doctor`` a problem, or the script of
+    ``diagnose`` fails; 2 when the input is at fault, after one line on standard error; 130 after
+    Ctrl-C.
     """
     options = _parser().parse_args(arguments)
     command: Callable[[Any], int] = options.__dict__.pop("command")

@@ -1,8 +1,8 @@
 """``fastdata.diagnose``: where a training loop's time goes, and what would make it shorter.
 
-Measured are the loop as it is, the model with one batch again and again, the loader without a model, what one sample
-costs in its parts, and other settings of the loader; all but the first two in processes of their own. ``verdict.py``
-makes words of it.
+Measured are the loop as it is, the model with one batch again and again, the loader without a
+model, what one sample costs in its parts, and other settings of the loader; all but the first two
+in processes of their own. ``verdict.py`` makes words of it.
 """
 
 from __future__ import annotations
@@ -80,13 +80,14 @@ def diagnose(
 ) -> Diagnosis:
     """Run a training loop and say where its time goes.
 
-    The loop is run over one epoch at most, then ``step`` again on its last batch for about a second: the model learns
-    from that. All else runs in forked processes; random generators, the loader's too, are left as they were. A loader
+    The loop is run over one epoch at most, then ``step`` again on its last batch for about a
+    second: the model learns from that. All else runs in forked processes; random generators, the
+        loader's too, are left as they were. A loader
     of fastdata's counts the epoch. What the loader or ``step`` raises in the loop is raised here.
 
     Args:
-        loader: any torch ``DataLoader``, fastdata's among them, or a ``CudaPrefetcher``. Of other iterables of batches
-            only the loop is measured.
+        loader: any torch ``DataLoader``, fastdata's among them, or a ``CudaPrefetcher``. Of other
+            iterables of batches only the loop is measured.
         step: called with each batch; without it nothing is done with them.
         device: where batches are moved before ``step``; default: where they are.
         batches: to run at most, at least 2; the first one is not counted.
@@ -134,8 +135,9 @@ def diagnose_script(
 ) -> Diagnosis:
     """Run a training script and say where the time of its loop goes.
 
-    The script runs in this process as ``__main__``, until a loop over one of its loaders has had ``batches`` batches,
-    or to its end. Wait and step are those of its loop; the loader is then measured alone.
+    The script runs in this process as ``__main__``, until a loop over one of its loaders has had
+    ``batches`` batches, or to its end. Wait and step are those of its loop; the loader is then
+    measured alone.
 
     Args:
         path: of the script.
@@ -194,7 +196,8 @@ def _main_module(module: types.ModuleType, arguments: list[str]) -> Iterator[Non
 class TimedLoop:
     """A loader whose loops are timed, but for the first batch, which workers start for.
 
-    ``times.wait_s`` is how long the loop waited for ``batches``, ``times.busy_s`` how long it was busy between them.
+    ``times.wait_s`` is how long the loop waited for ``batches``, ``times.busy_s`` how long it was
+    busy between them.
 
     Example:
         >>> loop = TimedLoop([1, 2, 3])

@@ -1,7 +1,7 @@
 """``fastdata doctor``: what this machine gives to training, and what to do about what is missing.
 
-``examine_machine`` asks; each ``check_`` decides of the numbers alone. A problem breaks training or slows it badly,
-advice is for what may; most checks have neither.
+``examine_machine`` asks; each ``check_`` decides of the numbers alone. A problem breaks training or
+slows it badly, advice is for what may; most checks have neither.
 """
 
 from __future__ import annotations
@@ -108,8 +108,8 @@ def check_cores(*, usable: int, machine: int, affinity: int) -> Check:
 def check_threads(threads: int, *, cores: int, omp: str | None) -> Check:
     """Torch counts the affinity's cores and knows nothing of a quota.
 
-    On one core of an AMD EPYC a loop of small convolutions and products made 26 rounds a second with one thread, 24 to
-    22 with eight and 20 to 18 with sixteen.
+    On one core of an AMD EPYC a loop of small convolutions and products made 26 rounds a second
+    with one thread, 24 to 22 with eight and 20 to 18 with sixteen.
     """
     found = f"{threads} for an operation{f' (OMP_NUM_THREADS={omp})' if omp else ''}"
     advice = (
@@ -259,7 +259,8 @@ def _libraries() -> Iterator[Check]:
 # Devices
 
 LEAST_DRIVERS = {"11": 450, "12": 525, "13": 580}
-"""CUDA -> the oldest branch of NVIDIA's drivers for it (CUDA Toolkit Release Notes, minor version compatibility)."""
+"""CUDA -> the oldest branch of NVIDIA's drivers for it (CUDA Toolkit Release Notes, minor version
+compatibility)."""
 
 
 def check_torch(

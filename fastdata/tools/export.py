@@ -65,10 +65,11 @@ def export_cache(
     Args:
         cache: a cache, or the ``cache_dir`` that holds only this one.
         out: the folder to make; it may be there if it is empty.
-        to: ``"folder"``: class folders of image files, as ``ImageFolder`` and Hugging Face's ``imagefolder`` read them.
-            ``"webdataset"``: tars of images beside ``.cls``, or ``.json`` for targets that are no whole numbers; class
-            names lie in ``classes.json``.
-        image_format: ``"png"`` is lossless, ``"jpeg"`` is not, nor is ``"webp"`` with a ``quality``.
+        to: ``"folder"``: class folders of image files, as ``ImageFolder`` and Hugging Face's
+            ``imagefolder`` read them. ``"webdataset"``: tars of images beside ``.cls``, or
+            ``.json`` for targets that are no whole numbers; class names lie in ``classes.json``.
+        image_format: ``"png"`` is lossless, ``"jpeg"`` is not, nor is ``"webp"`` with a
+            ``quality``.
         quality: of JPEG, by default 95, or of lossy WebP; 1 to 100.
         shard_size: most bytes of image files in one tar.
         progress: show a progress bar on standard error.

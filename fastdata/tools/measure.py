@@ -1,8 +1,9 @@
 """How fast a loader is without a model: what bench, tune and diagnose all ask.
 
-``measure`` is an empty loop with a warm-up, in slices whose spread says how certain the rate is; ``differs`` tests
-whether two rates are more than noise apart. ``apart`` measures in a forked copy of this process: what the loop draws,
-reads, caches or breaks stays there, and its memory, threads and worker processes end with it.
+``measure`` is an empty loop with a warm-up, in slices whose spread says how certain the rate is;
+``differs`` tests whether two rates are more than noise apart. ``apart`` measures in a forked copy
+of this process: what the loop draws, reads, caches or breaks stays there, and its memory, threads
+and worker processes end with it.
 """
 
 from __future__ import annotations
@@ -36,9 +37,11 @@ _T = TypeVar("_T")
 _MOST_SLICES = 8
 _LEAST_SLICES = 3
 _HOPELESS = 3.0
-"""Two slices that are so many times slower than the rate to beat end the measurement; one may be a stall."""
+"""Two slices that are so many times slower than the rate to beat end the measurement; one may be a
+stall."""
 _left_open: list[Any] | None = None
-"""In a process of its own: loops that were left, so that nobody waits for their workers, which are killed with it."""
+"""In a process of its own: loops that were left, so that nobody waits for their workers, which are
+killed with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +78,8 @@ class Rate:
 def differs(one: Rate, other: Rate) -> bool:
     """Whether two rates are further apart than their noise explains: Welch's t-test of their slices, at 5 %.
 
-    The quantile of Student's distribution is Cornish and Fisher's expansion (Abramowitz and Stegun, 26.7.5), which is
-    within 3 % from two degrees of freedom on.
+    The quantile of Student's distribution is Cornish and Fisher's expansion (Abramowitz and Stegun,
+    26.7.5), which is within 3 % from two degrees of freedom on.
     """
     distance = abs(one.samples_per_s - other.samples_per_s)
     variance = one.error**2 + other.error**2
@@ -92,13 +95,14 @@ def measure(
 ) -> Rate:
     """Loop over a loader, epoch after epoch, until it has been measured for ``seconds`` and in three slices.
 
-    What its workers need to start, and what they have read ahead by then, is left out. A slice is of equally many
-    batches of each worker, as those come in turns.
+    What its workers need to start, and what they have read ahead by then, is left out. A slice is
+    of equally many batches of each worker, as those come in turns.
 
     Args:
         loader: what to measure.
         seconds: to measure, in at most 8 slices.
-        limit_s: seconds after which the latest slice is the last one; looked at where a batch comes.
+        limit_s: seconds after which the latest slice is the last one; looked at where a batch
+            comes.
         to_beat: ends the measurement as soon as it is clear that this rate is not reached.
 
     Raises:
@@ -189,9 +193,10 @@ def stored_bytes(dataset: PreparedDataset) -> int:
 def apart(work: Callable[[], _T], *, limit_s: float) -> _T:
     """Return what ``work`` returns, or raise what it raises, from a forked copy of this process; it ends with us.
 
-    ``work`` runs in a thread: what a library has started in threads of this process is dead in the copy, OpenMP's pool
-    among it, which waits for its threads for ever; a thread that is new gets a pool of its own. Elsewhere than
-    on Linux, where forks are not safe or not there, it runs here, and only global random generators are put back.
+    ``work`` runs in a thread: what a library has started in threads of this process is dead in the
+    copy, OpenMP's pool among it, which waits for its threads for ever; a thread that is new gets a
+    pool of its own. Elsewhere than on Linux, where forks are not safe or not there, it runs here,
+    and only global random generators are put back.
 
     Raises:
         TimeoutError: it took longer than ``limit_s`` seconds.

@@ -58,8 +58,9 @@ def photo(seed: int, size: tuple[int, int] = (512, 384)) -> npt.NDArray[np.uint8
             Image.fromarray(grid).resize(size, Image.Resampling.BICUBIC), dtype=np.float32
         )
 
-    # Amplitudes fall as the shapes get finer, as the spectrum of photographs does; the fine end and the grain are set
-    # so that 512x384 takes 60 to 110 KB at quality 90, as photographs of that size do.
+    # Amplitudes fall as the shapes get finer, as the spectrum of photographs does; the fine end and
+    # the grain are set so that 512x384 takes 60 to 110 KB at quality 90, as photographs of that
+    # size do.
     amplitudes = {3: 50.0, 8: 38.0, 20: 28.0, 50: 17.0, 120: 17.0}
     luma = np.full((height, width), 120.0)
     for cells, amplitude in amplitudes.items():

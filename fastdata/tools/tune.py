@@ -1,8 +1,9 @@
 """``fastdata.tune``: the loader's settings that read a dataset fastest on this machine, found by measuring.
 
-The search is coordinate ascent: one parameter at a time is moved while that wins, until a whole round over all of them
-changes nothing (``ascend``, which measures nothing itself). ``_Judge`` measures and says who wins. Equal seeds read
-equal samples in each probe; which probes follow depends on the rates found alone.
+The search is coordinate ascent: one parameter at a time is moved while that wins, until a whole
+round over all of them changes nothing (``ascend``, which measures nothing itself). ``_Judge``
+measures and says who wins. Equal seeds read equal samples in each probe; which probes follow
+depends on the rates found alone.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ _BATCH_SIZE = 64
 _CLEAR = 1.25
 """A rate that is so many times another one, and beyond the noise, is not measured again."""
 _WORTH = 0.03
-"""What costs more memory or processes must gain at least this share, and what costs less may lose less than this."""
+"""What costs more memory or processes must gain at least this share, and what costs less may lose
+less than this."""
 _BATCH_S = 0.1
 """A batch of a probe takes a worker about this long, where it may be smaller than the user's."""
 _PROBES = 80
@@ -72,7 +74,8 @@ class Probe:
 
     Args:
         settings: of the loader, and of the dataset where its storage is tuned.
-        outcome: ``"cut short"`` as soon as it could not win; ``"not started"`` where memory would not have sufficed.
+        outcome: ``"cut short"`` as soon as it could not win; ``"not started"`` where memory would
+            not have sufficed.
         samples_per_s: of the loop; 0 where nothing was measured.
         error: standard error of it; 0 where it is not known.
         seconds: that the probe took in all.
@@ -92,8 +95,9 @@ class TuneResult:
     """What ``fastdata.tune`` found; shown as a table of all probes.
 
     Args:
-        best: arguments of ``DataLoader(dataset, shuffle=True, **result.best)``. The argument ``workers`` is fastdata's
-            own; it is there only where another engine than the usual one won.
+        best: arguments of ``DataLoader(dataset, shuffle=True, **result.best)``. The argument
+            ``workers`` is fastdata's own; it is there only where another engine than the usual one
+            won.
         best_storage: the dataset's ``storage``; empty unless it was tuned.
         samples_per_s: of the best, over all probes of it.
         start_samples_per_s: of the settings that the search began with.
@@ -168,31 +172,35 @@ def tune(
 ) -> TuneResult:
     """Measure which settings of a ``DataLoader`` read a dataset fastest, one parameter at a time.
 
-    Each probe is an empty loop (no model) in a forked process of its own, over samples shuffled by ``seed``, after a
-    warm-up. It is cut short as soon as it cannot win. Two rates that are within their noise (Welch's t-test of time
-    slices, at 5 %), or less than 25 % apart, are measured again in turns where that can change who wins. What costs
-    more processes or memory must gain 3 %. The search begins with the usual rule of 4 workers per GPU, or with as many
-    as there are cores.
+    Each probe is an empty loop (no model) in a forked process of its own, over samples shuffled by
+    ``seed``, after a warm-up. It is cut short as soon as it cannot win. Two rates that are within
+    their noise (Welch's t-test of time slices, at 5 %), or less than 25 % apart, are measured again
+    in turns where that can change who wins. What costs more processes or memory must gain 3 %. The
+    search begins with the usual rule of 4 workers per GPU, or with as many as there are cores.
 
-    Neither the dataset nor random generators of this process change, no process is left behind. Probes of a dataset
-    that is slow to read are in smaller batches of the same samples.
+    Neither the dataset nor random generators of this process change, no process is left behind.
+    Probes of a dataset that is slow to read are in smaller batches of the same samples.
 
     Args:
-        dataset: any map-style dataset, fastdata's or not. Of one that is still being prepared, up to 512 samples are
-            prepared for the probes.
+        dataset: any map-style dataset, fastdata's or not. Of one that is still being prepared, up
+            to 512 samples are prepared for the probes.
         batch_size: samples in a batch, which is then not tuned; by default it is, from 64 on.
         max_seconds: time box; the best so far is the result when it is over.
-        parameters: names of what to tune, in this order, of ``num_workers``, ``workers`` (the engine: threads or
-            processes), ``prefetch_factor``, ``batch_size``, and, for a fastdata dataset, ``storage``;
+        parameters: names of what to tune, in this order, of ``num_workers``, ``workers`` (the
+            engine: threads or processes), ``prefetch_factor``, ``batch_size``, and, for a fastdata
+                dataset, ``storage``;
             or a mapping of names to the values to choose from, numbers in ascending order.
-        device: where batches go by a ``CudaPrefetcher``; probes with one run in this process, which alone can use it.
+        device: where batches go by a ``CudaPrefetcher``; probes with one run in this process, which
+            alone can use it.
         collate_fn: the loader's; default ``fastdata.collate``.
-        memory_limit: the most memory that a probe may take, as datasets have it; default: what is free.
+        memory_limit: the most memory that a probe may take, as datasets have it; default: what is
+            free.
         seed: of the order that samples are read in.
         progress: show a progress bar on standard error.
 
     Returns:
-        A ``TuneResult``: ``DataLoader(dataset, shuffle=True, **result.best)``; ``print(result)`` shows all probes.
+        A ``TuneResult``: ``DataLoader(dataset, shuffle=True, **result.best)``; ``print(result)``
+        shows all probes.
 
     Raises:
         TypeError: the dataset cannot be read by index.
@@ -252,7 +260,8 @@ def ascend(
 ) -> Settings:
     """Coordinate ascent: move one parameter at a time while the challenger wins, until a round changes nothing.
 
-    No worker at all is not fewer of them but another engine, which has no further parameters: it comes last in a round.
+    No worker at all is not fewer of them but another engine, which has no further parameters: it
+    comes last in a round.
     """
     best = start
     before = None

@@ -20,7 +20,8 @@ _SLOWED = 1.3
 _WAITING = 0.5
 """A read that waits so much of its time for others than a core is limited by them."""
 _UNEXPLAINED = 3.0
-"""So many times slower than its workers' costs add up to, a loader spends its time on handing batches over."""
+"""So many times slower than its workers' costs add up to, a loader spends its time on handing
+batches over."""
 
 LIMITS = {
     "model": "the model is the limit",
@@ -34,7 +35,8 @@ LIMITS = {
     "transport": "handing batches over from the workers is the limit",
     "loader": "the loader is the limit",
 }
-"""What limits a loop; the last one where the loader is none of torch's, so that nothing more is known of it."""
+"""What limits a loop; the last one where the loader is none of torch's, so that nothing more is
+known of it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,10 +91,12 @@ class Figures:
         gpu_busy: share of the loop in which the GPU had work of the step, by CUDA events.
         engine: who reads.
         memory_bytes: of this process and all below it (PSS).
-        prepared: share of fastdata's samples that were prepared before the loop, others on their first read in it.
+        prepared: share of fastdata's samples that were prepared before the loop, others on their
+            first read in it.
         is_prefetched: whether a CudaPrefetcher moves batches.
         epoch_batches: of a loader whose workers start anew with each epoch; 0 of others.
-        imports: what to import from fastdata in place of torchvision's and torch's, where the loader is theirs.
+        imports: what to import from fastdata in place of torchvision's and torch's, where the
+            loader is theirs.
         parts: of making a sample.
         trials: other settings.
         notes: what could not be measured, or holds only in part.

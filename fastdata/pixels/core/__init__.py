@@ -1,10 +1,12 @@
 """The door to the compiled core: its library, its records, and the calls that draw and serve a batch.
 
-The library is plain C without Python's C API, opened by ctypes, which lets go of the GIL for the whole call. What a
-record means stands in core.h, whose numbers are read from it, and how a batch is served in serve.c. hatch_build.py
-makes one library for each level of instruction set and puts it beside the C files; nothing is opened on import.
+The library is plain C without Python's C API, opened by ctypes, which lets go of the GIL for the
+whole call. What a record means stands in core.h, whose numbers are read from it, and how a batch is
+served in serve.c. hatch_build.py makes one library for each level of instruction set and puts it
+beside the C files; nothing is opened on import.
 
-Shape letters: B batch, S ops of a sample, C channels, H W size before, h w size served, k perspectives of a sample.
+Shape letters: B batch, S ops of a sample, C channels, H W size before, h w size served, k
+perspectives of a sample.
 """
 
 from __future__ import annotations
@@ -345,11 +347,12 @@ def draw(
 ) -> tuple[npt.NDArray[Any], npt.NDArray[np.int32]]:
     """Draw samples of these channels, heights and widths, by keys of ``draws.sample_keys``.
 
-    Perspectives have their corners where ``serve`` needs their coefficients. A probe gives no ops and refuses no size.
-    Of it 0 x 0 is a size that is not known, or not the same for all draws.
+    Perspectives have their corners where ``serve`` needs their coefficients. A probe gives no ops
+    and refuses no size. Of it 0 x 0 is a size that is not known, or not the same for all draws.
 
     Returns:
-        what is done to each sample, ``OP`` (B, S), rows filled up with OP_NOTHING; and shapes behind that.
+        what is done to each sample, ``OP`` (B, S), rows filled up with OP_NOTHING; and shapes
+        behind that.
 
     Raises:
         CoreError: a step is not for such a sample.
@@ -383,7 +386,8 @@ def serve(
     With ``rows``, int64 (B,), only these rows are filled of what may have more than B.
 
     Raises:
-        CoreError: a sample does not come out in that shape, a step is not for it, or its file is not in order.
+        CoreError: a sample does not come out in that shape, a step is not for it, or its file is
+            not in order.
         MemoryError: there is no memory for an image.
     """
     sources, shapes, files, is_interleaved = samples

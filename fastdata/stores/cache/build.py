@@ -1,8 +1,9 @@
 """Serving from the cache of a dataset: found, brought up to date or written once among any number of processes.
 
-A cache is shards and a manifest that names them, renamed into its place last: a writer that is killed at any moment
-leaves it as it was, and the shards that it has done, which the next one takes over. A shard stays while the files of
-all its samples are what they were; the samples of all others, and new ones, go into new shards.
+A cache is shards and a manifest that names them, renamed into its place last: a writer that is
+killed at any moment leaves it as it was, and the shards that it has done, which the next one takes
+over. A shard stays while the files of all its samples are what they were; the samples of all
+others, and new ones, go into new shards.
 """
 
 from __future__ import annotations
@@ -92,7 +93,8 @@ class _Wanted:
     Args:
         path: that samples are read by.
         options: as given by the user, with ``cache_dir``.
-        table: paths and targets where they are known beforehand; else targets are kept in the cache.
+        table: paths and targets where they are known beforehand; else targets are kept in the
+            cache.
         listing: the files, where samples are files.
         key: what they depend on besides their files.
         root: folder of the files; empty where there is none.
@@ -145,8 +147,9 @@ def prepare_on_disk(
 ) -> Prepared:
     """Serve from the cache of these samples; write it first, or what of it is missing.
 
-    ``opened`` and ``steps`` say what opens and what prepares them, ``is_own_list`` that somebody chose the files, so
-    that others over the same root have caches of their own; the rest is as in ``_Wanted``.
+    ``opened`` and ``steps`` say what opens and what prepares them, ``is_own_list`` that somebody
+    chose the files, so that others over the same root have caches of their own; the rest is as in
+    ``_Wanted``.
 
     Raises:
         SampleError: a sample cannot be prepared.
@@ -488,7 +491,8 @@ def _choose_codec(wanted: _Wanted, expected: Forecast) -> tuple[str | None, Sequ
     """Keep samples raw where the disk has room for them, else by the fastest lossless codec, or as the user says.
 
     Returns:
-        The name of what encodes them, None for raw ones, and about how many bytes all samples take of each part.
+        The name of what encodes them, None for raw ones, and about how many bytes all samples take
+        of each part.
     """
     codec, raw = wanted.options.codec, (None, expected.part_bytes)
     is_free, free = codec == "auto", max(free_bytes(wanted.home) - _SPARE_BYTES, 0)
@@ -663,9 +667,10 @@ def _writable(cache_dir: Path, why: str) -> Iterator[None]:
 def list_paths(paths: Sequence[str], root: str, facts: Int64s | None = None) -> Listing:
     """The files of a dataset, one for each sample: their names, sizes and times.
 
-    ``paths``, uint8, has the names end to end, relative to the root where they lie below it, and ``ends``, int64 (N,),
-    where each ends; ``file_sizes`` and ``mtimes_ns``, int64 (N,), are -1 where there is no file. Of remote files
-    ``facts`` has both, (2, N), of which the second stand for their content.
+    ``paths``, uint8, has the names end to end, relative to the root where they lie below it, and
+    ``ends``, int64 (N,), where each ends; ``file_sizes`` and ``mtimes_ns``, int64 (N,), are -1
+    where there is no file. Of remote files ``facts`` has both, (2, N), of which the second stand
+    for their content.
     """
     prefix = os.path.join(os.path.expanduser(root), "") if root else ""
     sizes, mtimes_ns = _ask_files(paths) if facts is None else facts

@@ -2,13 +2,15 @@
 
 A cache is a folder of
 
-* shards: of each a file for each part of the samples, ``part0-<shard>.npy``, raw ones of one shape, an ordinary NumPy
-  file (n, *shape); or ``part0-<shard>.bin``, encoded ones or raw ones of many shapes, end to end;
+* shards: of each a file for each part of the samples, ``part0-<shard>.npy``, raw ones of one shape,
+  an ordinary NumPy file (n, *shape); or ``part0-<shard>.bin``, encoded ones or raw ones of many
+  shapes, end to end;
 * ``index-<crc32>.npz``, small columns about them, see ``Manifest``;
 * ``fastdata.json``, written last, with the CRC-32 of the index and a CRC-32 of itself.
 
-Nothing is ever unpickled. A shard is named after what its samples are made from, so that its files never change: a
-writer adds some and replaces ``fastdata.json`` by renaming. What is not named there was left by a writer that died.
+Nothing is ever unpickled. A shard is named after what its samples are made from, so that its files
+never change: a writer adds some and replaces ``fastdata.json`` by renaming. What is not named there
+was left by a writer that died.
 """
 
 from __future__ import annotations
@@ -54,7 +56,8 @@ DAMAGED = (
     RecursionError,
     zipfile.BadZipFile,
 )
-"""What reading bytes raises that nobody has written: of memory, too, for an array of the size that they claim."""
+"""What reading bytes raises that nobody has written: of memory, too, for an array of the size that
+they claim."""
 _SHARD_NAME = re.compile(r"[0-9a-f]{16}")
 _MAX_DIMENSIONS = 8
 _MOST_SAMPLE_BYTES = 1 << 36
@@ -125,13 +128,15 @@ class Manifest:
     Rows are the samples of all shards, one after the other. An index has these columns:
 
     * ``rows``, int64 (count,), the row of each sample in the order of the source;
-    * by row ``is_kept``, bool, False where the sample was left out, and of each part ``part0.sums``, uint64
-      (``stores.readers.checksum``); unless it is a table also ``part0.offsets`` and ``part0.sizes``, int64, in the
-      file of its shard, and ``part0.shapes``, int32 (rows, dimensions);
-    * where samples are files ``paths``, ``ends``, ``file_sizes`` and ``mtimes_ns``, see ``list_paths``;
-    * unless they are a part, the targets of the rows that are kept, in their order: ``targets.number``,
-      ``targets.tensor`` or ``targets.array``, or ``targets.json``, a list as text; of tuples ``targets.0.number`` and
-      the like, one for each place, in order.
+    * by row ``is_kept``, bool, False where the sample was left out, and of each part
+      ``part0.sums``, uint64 (``stores.readers.checksum``); unless it is a table also
+      ``part0.offsets`` and ``part0.sizes``, int64, in the file of its shard, and ``part0.shapes``,
+      int32 (rows, dimensions);
+    * where samples are files ``paths``, ``ends``, ``file_sizes`` and ``mtimes_ns``, see
+      ``list_paths``;
+    * unless they are a part, the targets of the rows that are kept, in their order:
+      ``targets.number``, ``targets.tensor`` or ``targets.array``, or ``targets.json``, a list as
+      text; of tuples ``targets.0.number`` and the like, one for each place, in order.
 
     Args:
         key: what the samples depend on besides their files.
@@ -409,7 +414,8 @@ def target_columns(table: SampleTable, chosen: np.ndarray) -> dict[str, np.ndarr
     """The targets of chosen samples as the column of an index.
 
     Raises:
-        ValueError: they are neither numbers, arrays of one shape, plain values that JSON keeps, nor tuples of these.
+        ValueError: they are neither numbers, arrays of one shape, plain values that JSON keeps, nor
+            tuples of these.
     """
     if table.target_places:
         places = [target_columns(place, chosen) for place in table.target_places]

@@ -1,7 +1,9 @@
 """Writing shards, by this machine or by any executor: the same bytes, whoever writes them and however often.
 
-A task reads, prepares and writes one shard. Last it writes a receipt, ``shard-<name>.npz``, of what the index is to
-hold: a shard whose receipt and files are there is done, and stays when a build is stopped. The process that called
+A task reads, prepares and writes one shard. Last it writes a receipt, ``shard-<name>.npz``, of what
+the index is to
+hold: a shard whose receipt and files are there is done, and stays when a build is stopped. The
+    process that called
 gathers the receipts, and it alone makes them a cache.
 """
 
