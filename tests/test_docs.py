@@ -217,6 +217,8 @@ def check_command(words: list[str]) -> None:
             assert all(f'"{word}"' in known for word in rest if word.startswith("--"))
         case ["python", "-m", "venv", _] | [".", ".venv/bin/activate"] | ["pytest", *_]:
             pass
+        case ["git", "clone", _] | ["cd", _]:
+            pass
         case ["torchrun", *_]:
             importlib.import_module("torch.distributed.run")
         case _:
@@ -250,13 +252,13 @@ def test_quoted_errors_are_said() -> None:
     assert [clause for clause in clauses if clause not in texts] == []
 
 
-def test_readme_is_short_and_its_links_lead_somewhere() -> None:
-    """README has at most 160 lines, and each file that it links to is there."""
-    text = (ROOT / "README.md").read_text("utf-8")
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "AGENTS.md", "llms.txt"])
+def test_first_pages_are_short_and_lead_somewhere(name: str) -> None:
+    """A page that people read first has at most 160 lines, and each file that it links to is there."""
+    text = (ROOT / name).read_text("utf-8")
     assert text.count("\n") <= 160
-    assert [
-        link for link in re.findall(r"\]\((?!http)([^)#]+)", text) if not (ROOT / link).exists()
-    ] == []
+    links = re.findall(r"\]\((?!http)([^)#]+)", text)
+    assert [link for link in links if not (ROOT / link).exists()] == []
 
 
 def test_api_names_exist() -> None:
@@ -276,12 +278,11 @@ def test_api_names_exist() -> None:
 
 
 def test_files_that_the_house_names_are_there() -> None:
-    """The page for those who change the house, and README's tree, name files of the package that exist."""
+    """The page for those who change the house, its tree too, names files of the package that exist."""
     package = Path(fastdata.__file__).parent
-    named = re.findall(
-        r"`((?:\w+/)?\w+(?:\.py|/))`", (ROOT / "docs" / "house.md").read_text("utf-8")
-    )
-    tree = re.findall(r"^  ([\w.]+/?) ", (ROOT / "README.md").read_text("utf-8"), re.MULTILINE)
+    page = (ROOT / "docs" / "house.md").read_text("utf-8")
+    named = re.findall(r"`((?:\w+/)?\w+(?:\.py|/))`", page)
+    tree = re.findall(r"^  ([\w.]+/?) ", page, re.MULTILINE)
     assert len(named) > 15
     assert len(tree) == 10
     assert [
@@ -291,8 +292,11 @@ def test_files_that_the_house_names_are_there() -> None:
     ] == []
 
 
-def test_charts_show_what_was_measured() -> None:
-    """The charts in docs/ are those that the script draws of the results."""
-    drawn = runpy.run_path(str(ROOT / "benchmarks" / "charts.py"))
-    for name, draw in drawn["CHARTS_BY_NAME"].items():
-        assert (drawn["CHARTS"] / name).read_text("utf-8") == draw()
+def test_figures_are_those_measured() -> None:
+    """Charts and tables of README and docs/ are those that the script makes of the results."""
+    made = runpy.run_path(str(ROOT / "benchmarks" / "figures.py"))
+    for name, draw in made["CHARTS_BY_NAME"].items():
+        assert (made["CHARTS"] / name).read_text("utf-8") == draw()
+    texts = [page.read_text("utf-8") for page in PAGES]
+    assert sum(text.count("<!-- figures: ") for text in texts) > 3
+    assert texts == [made["with_tables"](text) for text in texts]

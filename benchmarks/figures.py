@@ -1,14 +1,23 @@
-"""Draws the charts of docs/benchmarks.md from what benchmarks/results/ keeps: ``python benchmarks/charts.py``."""
+"""Charts of docs/, and tables of README and docs/, made of benchmarks/results/: ``python benchmarks/figures.py``.
+
+A page has a table between ``<!-- figures: NAME -->`` and ``<!-- end of figures -->``.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from html import escape
 from pathlib import Path
 
-RESULTS = Path(__file__).parent / "results"
-CHARTS = Path(__file__).parents[1] / "docs" / "charts"
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+CHARTS = ROOT / "docs" / "charts"
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+TABLE = re.compile(
+    r"(?<=<!-- figures: )(?P<name>[\w-]+)(?P<open> -->\n).*?(?=<!-- end of figures -->)", re.DOTALL
+)
 COLOURS = ("#9aa5b1", "#2f7ed8", "#7cb5ec", "#e8b04b", "#d9673a")
 FORMS = (
     "torchvision + torch, from files",
@@ -100,6 +109,69 @@ CHARTS_BY_NAME = {
     "ranks.svg": ranks,
 }
 
+
+def recipe_table() -> str:
+    lines = [
+        "| images/s | torchvision + torch, from files | fastdata, 256x256 in memory | | "
+        'fastdata, `storage="none"` | |',
+        "|---|---|---|---|---|---|",
+    ]
+    for name, rows in medians("recipes.json").items():
+        if set(FORMS) <= set(rows):
+            vanilla, memory, unkept = (rows[form] for form in FORMS)
+            lines.append(
+                f"| {name} | {vanilla:,.0f} | **{memory:,.0f}** | {memory / vanilla:.0f} times "
+                f"| {unkept:,.0f} | {unkept / vanilla:.1f} times |"
+            )
+    return "\n".join(lines)
+
+
+def limit_table() -> str:
+    """Recipes without decoding, beside the least that they can cost."""
+    lines = [
+        "| images/s | a bare copy or conversion, 1 thread | fastdata, 1 thread | | 2 threads |",
+        "|---|---|---|---|---|",
+    ]
+    for name, rows in medians("recipes.json").items():
+        if "fastdata, 2 threads" in rows:
+            bare = rows["the bare copy or conversion, 1 thread"]
+            one = rows["fastdata, 1 thread"]
+            two = rows["fastdata, 2 threads"]
+            lines.append(f"| {name} | {bare:,.0f} | {one:,.0f} | {one / bare:.2f} | {two:,.0f} |")
+    return "\n".join(lines)
+
+
+def decode_table() -> str:
+    """What decodes, beside torchvision and torch, and beside the bare decoder."""
+    bare_row = "bare simplejpeg, whole images"
+    lines = [
+        "| images/s | torchvision + torch | fastdata | | bare simplejpeg, whole images | |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, rows in medians("decode.json").items():
+        vanilla = next((rate for row, rate in rows.items() if row.startswith("vanilla")), None)
+        if "now" in rows and vanilla is not None:
+            ours = rows["now"]
+            bare = rows[bare_row]
+            lines.append(
+                f"| {name} | {vanilla:,.0f} | **{ours:,.0f}** | {ours / vanilla:.1f} times "
+                f"| {bare:,.0f} | {ours / bare:.2f} |"
+            )
+    return "\n".join(lines)
+
+
+TABLES = {"recipes": recipe_table, "limits": limit_table, "decode": decode_table}
+
+
+def with_tables(page: str) -> str:
+    """The page's text with each table as the results have it."""
+    return TABLE.sub(
+        lambda match: f"{match['name']}{match['open']}{TABLES[match['name']]()}\n\n", page
+    )
+
+
 if __name__ == "__main__":
     for name, draw in CHARTS_BY_NAME.items():
         (CHARTS / name).write_text(draw(), "utf-8")
+    for path in PAGES:
+        path.write_text(with_tables(path.read_text("utf-8")), "utf-8")
