@@ -52,13 +52,11 @@ from fastdata.machine.memory import (
 from fastdata.machine.ranks import (
     Follower,
     Leader,
-    Notice,
     cores_of_job,
     find_run,
     lead_or_follow,
     local_ranks,
-    may_become_rank,
-    read_notice,
+    run_to_be,
 )
 from fastdata.machine.shared import SampleTable, collate_targets
 from fastdata.machine.workers import run_tasks
@@ -665,7 +663,7 @@ class KeptSamples:
     is_tuple: bool = False
     target_is_part: bool = False
     keys: ItemKeys | None = None
-    shared_by: Leader | Notice | None = None
+    shared_by: Leader | None = None
     """What tells other ranks of the machine where they lie."""
     mask_places: tuple[int, ...] = ()
 
@@ -815,22 +813,17 @@ class _Preparation:
 
     def run_with_others(self, by: Sequence[Any]) -> Prepared:
         """Prepare, or have it from, or together with, the other ranks of this machine that make the same dataset."""
-        run = find_run()
-        if run is None and not may_become_rank():
+        run = find_run() or run_to_be()
+        if run is None:
             return self.run()
-        known = self._known()
         try:
             key = self._key(by)
         except ValueError as refused:
-            if run is not None:
+            if find_run() is not None:
                 warn_user(f"each rank prepares and holds samples of its own: {refused}")
                 self._budget = _budget(replace(self._options, share="off"))
             return self.run()
-        if run is None:
-            prepared = self.run()
-            return _shared_by(Notice(key, prepared, known), prepared)
-        if run.is_subprocess and (found := read_notice(os.getppid(), key, known)) is not None:
-            return self._attached(found, "the process that started this one")
+        known = self._known()
         place = lead_or_follow(run, key, known)
         if isinstance(place, Follower):
             return self._attached(place.value, place.leader)
@@ -844,8 +837,8 @@ class _Preparation:
                 place.close()
             else:
                 place.tell(prepared, known)
-        except BaseException as error:
-            place.refuse(error)
+        except BaseException:
+            place.close()
             raise
         return _shared_by(place, prepared)
 
@@ -1001,7 +994,7 @@ class _Preparation:
         return plans
 
 
-def _shared_by(place: Leader | Notice | None, prepared: Prepared) -> Prepared:
+def _shared_by(place: Leader | None, prepared: Prepared) -> Prepared:
     return (
         prepared
         if prepared.kept is None
