@@ -120,8 +120,8 @@ def recipe_table() -> str:
         if set(FORMS) <= set(rows):
             vanilla, memory, unkept = (rows[form] for form in FORMS)
             lines.append(
-                f"| {name} | {vanilla:,.0f} | **{memory:,.0f}** | {memory / vanilla:.0f} times "
-                f"| {unkept:,.0f} | {unkept / vanilla:.1f} times |"
+                f"| {name} | {vanilla:,.0f} | **{memory:,.0f}** | {memory / vanilla:.0f}x "
+                f"| {unkept:,.0f} | {unkept / vanilla:.1f}x |"
             )
     return "\n".join(lines)
 
@@ -154,7 +154,7 @@ def decode_table() -> str:
             ours = rows["now"]
             bare = rows[bare_row]
             lines.append(
-                f"| {name} | {vanilla:,.0f} | **{ours:,.0f}** | {ours / vanilla:.1f} times "
+                f"| {name} | {vanilla:,.0f} | **{ours:,.0f}** | {ours / vanilla:.1f}x "
                 f"| {bare:,.0f} | {ours / bare:.2f} |"
             )
     return "\n".join(lines)
