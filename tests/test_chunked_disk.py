@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import mmap
 import re
@@ -74,15 +75,17 @@ def chunked(data: Any, **arguments: Any) -> ChunkedLoader:
     return ChunkedLoader(data, **{**usual, **arguments})
 
 
-def order_of(loader: ChunkedLoader, rank: int = 0) -> EpochOrder:
+def order_of(loader: ChunkedLoader) -> EpochOrder:
     """What the epochs of a chunked loader follow from, as its state tells."""
-    fields = loader.state_dict()["loader"]["order"]
-    return EpochOrder(**fields | {"chunk_samples": fields["chunk_samples"] or 1}, rank=rank)
+    told = loader.state_dict()["loader"]["order"]
+    fields = {field.name: told[field.name] for field in dataclasses.fields(EpochOrder)}
+    return EpochOrder(**fields | {"chunk_samples": fields["chunk_samples"] or 1})
 
 
 def usual_batches(dataset: Any, loader: ChunkedLoader, epoch: int, rank: int = 0) -> list[Any]:
     """What ``DataLoader`` serves of a dataset in memory in the order of a chunked loader's epoch."""
-    order = plan_epoch(order_of(loader, rank), epoch).tolist()
+    planned = order_of(loader)
+    order = plan_epoch(planned, epoch)[rank :: planned.world_size].tolist()
     usual = DataLoader(dataset, batch_size=loader.batch_size, sampler=order)
     usual.set_epoch(epoch)
     return list(usual)

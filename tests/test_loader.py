@@ -329,19 +329,6 @@ def test_joined_datasets_go_to_spawned_processes() -> None:
     ]
 
 
-def test_a_worker_gathers_joined_datasets_into_the_ring() -> None:
-    """A worker process writes whole batches of a ConcatDataset to the memory that they travel in."""
-    loader = DataLoader(
-        JOINED["two"]({}), num_workers=1, workers="process", collate_fn=_has_joined_ring
-    )
-    assert list(loader) == [True] * 22
-
-
-def _has_joined_ring(samples: Any) -> bool:
-    worker: Any = get_worker_info()
-    return ring_of(worker.dataset.behind) is not None and samples.stacked is not None
-
-
 class Doubled(CachedDataset):
     """With a ``__getitem__`` of its own."""
 

@@ -505,38 +505,15 @@ class Slow(Dataset[int]):
 @pytest.mark.skipif(
     "in_order" not in TorchLoader.__init__.__kwdefaults__, reason="this torch has no in_order"
 )
-def test_batches_out_of_order_are_counted_one_by_one() -> None:
-    """Without in_order a state holds both what is complete and what is ahead, also of an epoch resumed like that."""
-    options = {"num_workers": 2, "in_order": False}
+def test_a_state_of_batches_out_of_order_says_that_it_is_not_exact() -> None:
+    """Without in_order, workers' batches overtake each other, and a state only counts them."""
     dataset = Slow(1)
-    loader = DataLoader(dataset, **options)
+    loader = DataLoader(dataset, num_workers=2, in_order=False)
     iterator = iter(loader)
-    seen = [next(iterator).item() for _ in range(3)]
-    state = loader.state_dict()
+    assert 1 not in [next(iterator).item() for _ in range(3)]
     dataset.may_come.set()
-    assert 1 not in seen
-    assert (state["num_yielded"], state["ahead"]) == (1, sorted(seen)[1:])
-    again = DataLoader(Slow(-1), **options)
-    again.load_state_dict(state)
-    iterator = iter(again)
-    while len(seen) < 6:
-        seen.append(next(iterator).item())
-        state = again.state_dict()
-        expected = next(number for number in range(7) if number not in seen)
-        if len(seen) < 6:
-            assert (state["num_yielded"], state["ahead"]) == (
-                expected,
-                sorted(n for n in seen if n > expected),
-            )
-    assert sorted(seen) == list(range(6))
-
-
-def test_what_came_ahead_does_not_come_again() -> None:
-    """A resumed epoch leaves out batches that were handed over before their turn."""
-    loader = DataLoader(range(6))  # type: ignore[arg-type]
-    state = loader.state_dict() | {"num_yielded": 1, "ahead": [2, 4], "is_begun": True}
-    loader.load_state_dict(state)
-    assert [batch.item() for batch in loader] == [1, 3, 5]
+    with pytest.warns(FastDataWarning, match="in_order=False .* may repeat some and leave out"):
+        assert loader.state_dict()["num_yielded"] == 3
 
 
 @EVERY_ENGINE

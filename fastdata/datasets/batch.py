@@ -422,61 +422,6 @@ class RepeatedIndex(int):
         return marked
 
 
-class Multiples(NamedTuple):
-    """Indices of which several are of one sample, as a ``Subset``'s may be.
-
-    Which of them it is tells its draws apart, whatever the order, the ranks, and where an epoch is
-    resumed.
-    """
-
-    times: np.ndarray  # of each index, how many there are of its sample
-    earlier: np.ndarray  # how many of these are smaller
-
-    @classmethod
-    def find(cls, sample_of: np.ndarray, length: int) -> Multiples | None:
-        """None where each index is of another sample; of wrong numbers of samples who reads them is told."""
-        sample_of = np.where(sample_of < 0, sample_of + length, sample_of)
-        if not len(sample_of) or sample_of.min() < 0 or sample_of.max() >= length:
-            return None
-        times = np.bincount(sample_of)
-        if times.max() == 1:
-            return None
-        return cls(times[sample_of], count_earlier(np.zeros(length, np.uint32), sample_of))
-
-
-class EpochVisits:
-    """Visits of one epoch in the order in which a sampler draws them; for a loader that knows its epoch.
-
-    Args:
-        length: of the indices that it draws.
-        epoch: its number.
-        multiples: where several indices are of one sample.
-        share: rank and number of ranks, where the sampler draws its own share of what nobody knows:
-            another rank may have the same sample.
-    """
-
-    def __init__(
-        self,
-        length: int,
-        epoch: int,
-        multiples: Multiples | None = None,
-        share: tuple[int, int] = (0, 1),
-    ) -> None:
-        self.length, self._epoch, self._multiples, self._share = length, epoch, multiples, share
-        self._seen = np.zeros(length, np.uint32)
-
-    def take(self, index_B: np.ndarray, given: Any = ()) -> np.ndarray:
-        """Return the visits (int64, B) of some indices and count them; those of a RepeatedIndex it knows itself."""
-        before_B = count_earlier(self._seen, index_B)
-        for k, occurrence in _occurrences(given):
-            before_B[k] = occurrence
-        if self._multiples is not None:
-            before_B = before_B * self._multiples.times[index_B] + self._multiples.earlier[index_B]
-        rank, ranks = self._share
-        visits_B: np.ndarray = self._epoch + (before_B * ranks + rank << _REPEAT_SHIFT)
-        return visits_B
-
-
 def _occurrences(given: Any) -> list[tuple[int, int]]:
     """Place and occurrence of each RepeatedIndex."""
     if not isinstance(given, list) or RepeatedIndex not in set(map(type, given)):

@@ -1,41 +1,42 @@
-"""The loader for data larger than memory: a DataLoader in an order of chunks, of which two are in memory."""
+"""The loader for data larger than memory: a DataLoader in an order of chunks, two of them in memory."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import mmap
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch.utils.data import IterableDataset
 
-from fastdata.datasets.batch import RepeatedIndex, count_earlier
 from fastdata.datasets.cached import CachedDataset
 from fastdata.datasets.dataset import PreparedDataset, index_count, stored_of
 from fastdata.datasets.ring import BatchRing
+from fastdata.errors import FastDataError
 from fastdata.loaders.chunk_plan import (
     CHUNKS_HELD,
     PROCESS_BYTES,
     ChunkPlan,
     EpochOrder,
+    Int64s,
     Needs,
     ShuffleQuality,
     empties_cache,
     plan_chunks,
-    plan_earlier,
     plan_epoch,
     shuffle_quality,
 )
 from fastdata.loaders.epochs import HELD_BY_USER
 from fastdata.loaders.loader import DataLoader
 from fastdata.loaders.order import Progress
-from fastdata.loaders.residency import Residency
-from fastdata.loaders.samplers import EpochSampler
+from fastdata.loaders.samplers import Order, RankSampler
 from fastdata.loaders.view import LoaderView
 from fastdata.machine import memory
 from fastdata.machine.ranks import find_rank, local_ranks
@@ -50,8 +51,7 @@ __all__ = ["ChunkedLoader", "ShuffleQuality"]
 
 _PIECES_PER_CHUNK = 32
 _MOST_BYTES = 256 << 20
-"""Of a chunk that is only read ahead: whatever its size, the order is the same, so that more would
-bring nothing."""
+"""Of a chunk that is only read ahead: whatever its size, the order is the same."""
 _MOST_MIXED_BYTES = 4 << 30
 """Of a chunk that is mixed: the larger, the better the order, but the later the first batch."""
 _MOST_FETCHED_BYTES = 512 << 20
@@ -59,90 +59,157 @@ _MOST_FETCHED_BYTES = 512 << 20
 _LEAST_FETCHED = 8
 """Chunks of an epoch, so that the next one comes while one is decoded."""
 _PIECE_BYTES = 4 << 20
-"""Of what lies side by side in a chunk that comes over a network: many small requests would take
-long."""
-_ORDER_BYTES = 24
+"""Of neighbours in a chunk that comes over a network: many small requests would take long."""
+_ORDER_BYTES = 64
 """For each sample of the dataset while an epoch is planned: its key, its place, and sorting."""
 _ENTRY_BYTES = 256
 """For each sample of a chunk, besides its own: where it lies, and that it is there."""
 _NEIGHBOURS = 256
-"""Fewer than a chunk or a piece of one has, mostly: their mean is hardly above that of the heaviest
-so many."""
+"""Their mean size, of the heaviest so many, is hardly below that of a chunk."""
 _SAMPLE_BYTES = 4 * 3 * 224 * 224
 """Of a sample in a batch where only running the transform would tell."""
+_BROUGHT_AT_ONCE = 128
+"""Samples between two looks whether the epoch has ended."""
+
+Located = Iterable[tuple[DiskStore, Int64s]]
 
 
-class ChunkSampler(EpochSampler):
-    """The samples of one rank in the order of each epoch; positions count this rank's samples.
+class ResidentChunks:
+    """Reads the chunks of one epoch ahead of their batches, and lets go of each behind its last one.
 
-    Attributes:
-        order: what it follows from.
-        residency: of the epoch that has begun, which is told what chunk comes next.
+    These are hints: a sample that is not there is read when it is asked for, and one that was let
+    go is read again.
+
+    Args:
+        locate: the stores that samples lie in, and their positions there.
+        stream: the samples of the epoch in their order, int64 (n,).
+        chunk_samples: in each chunk, whole batches.
+        batch_size: samples in a batch.
+        from_cache: whether the system's page cache lets go of samples, too.
     """
 
-    def __init__(self, order: EpochOrder, rank: int | None, world_size: int | None) -> None:
-        self.order = order
-        self.position = 0
-        self.rank = order.rank
-        self.num_replicas = order.world_size
-        self.residency: Residency | None = None
-        self._given = rank, world_size
-        self._planned: tuple[int, EpochOrder, np.ndarray] | None = None
+    def __init__(
+        self,
+        locate: Callable[[Int64s], Located],
+        stream: Int64s,
+        *,
+        chunk_samples: int,
+        batch_size: int,
+        from_cache: bool,
+    ) -> None:
+        self._locate = locate
+        self._stream = stream
+        self._chunk_samples = chunk_samples
+        self._batch_size = batch_size
+        self._from_cache = from_cache
+        self._handed = 0
+        self._is_closed = False
+        self._pid = os.getpid()
+        self._coming: dict[int, Future[None]] = {}
+        self._brought: dict[int, list[tuple[DiskStore, Int64s]]] = {}
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="fastdata-chunks")
+        for chunk in range(CHUNKS_HELD):
+            self._begin(chunk)
 
-    @property
-    def identity(self) -> dict[str, Any]:
-        order = asdict(self.order)
-        del order["rank"]  # all ranks stand at the same batch: one's state does for all
-        if self.order.piece_samples == 1:
-            order["chunk_samples"] = None  # says nothing about the order
-        return order
+    def will_need(self, chunk: int) -> None:
+        """Wait for a chunk: its thread reads in sequence, faster than batches would."""
+        if chunk in self._coming:
+            self._coming[chunk].result()
 
-    def __len__(self) -> int:
-        return self.order.rank_samples
+    def passed(self) -> None:
+        """Note that one more batch was handed over; the last one of a chunk makes room."""
+        self._handed += self._batch_size
+        if self._handed % self._chunk_samples == 0:
+            served = self._handed // self._chunk_samples - 1
+            self._release(served)
+            self._begin(served + CHUNKS_HELD)
 
-    def batches_left(self, position: int, batch_size: int = 1, *, drop_last: bool = False) -> int:
-        left = len(self) - position
-        return left // batch_size if drop_last else -(-left // batch_size)
+    def close(self) -> None:
+        """End the thread, and let go of what is there. Idempotent; nothing in a forked process."""
+        if os.getpid() != self._pid:
+            return
+        self._is_closed = True
+        self._thread.shutdown(cancel_futures=True)
+        for chunk in list(self._coming):
+            self._release(chunk)
 
-    def advance(self, position: int, batches: int, batch_size: int) -> int:
-        return position + batches * batch_size
+    def _begin(self, chunk: int) -> None:
+        first = chunk * self._chunk_samples
+        if first < len(self._stream):
+            samples = np.sort(self._stream[first : first + self._chunk_samples])
+            self._coming[chunk] = self._thread.submit(self._bring, chunk, samples)
+
+    def _bring(self, chunk: int, samples: Int64s) -> None:
+        brought = self._brought.setdefault(chunk, [])
+        for store, positions in self._locate(samples):
+            for start in range(0, len(positions), _BROUGHT_AT_ONCE):
+                if self._is_closed:
+                    return
+                some = positions[start : start + _BROUGHT_AT_ONCE]
+                # An error is raised where its batch would come.
+                with contextlib.suppress(FastDataError, OSError):
+                    store.bring(some)
+                    brought.append((store, some))
+
+    def _release(self, chunk: int) -> None:
+        future = self._coming.pop(chunk)
+        if not future.cancel():
+            future.result()
+        for store, positions in self._brought.pop(chunk, ()):
+            store.drop(positions, from_cache=self._from_cache)
+
+
+class ChunkSampler(RankSampler):
+    """A rank's samples in an order of chunks; waits for each chunk before it gives samples of it.
+
+    Args:
+        chunks: what the order follows from.
+        rank, world_size: as the user gave them.
+        hold: makes the resident chunks of an epoch of these samples; None where none lie on disk.
+    """
+
+    def __init__(
+        self,
+        chunks: EpochOrder,
+        rank: int | None,
+        world_size: int | None,
+        hold: Callable[[Int64s], ResidentChunks] | None,
+    ) -> None:
+        self.chunks = chunks
+        self.resident: ResidentChunks | None = None
+        self._hold = hold
+        super().__init__(order=self._chunked(), seed=chunks.seed, rank=rank, world_size=world_size)
+
+    def _chunked(self) -> Order:
+        chunks = self.chunks
+        count = chunks.rank_samples * chunks.world_size
+        return Order(self._draw, chunks.length, count, count, chunks.identity)
+
+    def _draw(self, seed: int, epoch: int, count: int) -> Int64s:
+        return plan_epoch(self.chunks, epoch)
 
     def find_ranks(self) -> None:
         super().find_ranks()
-        self.order = replace(self.order, rank=self.rank, world_size=self.num_replicas)
+        if self.num_replicas != self.chunks.world_size:
+            self.chunks = replace(self.chunks, world_size=self.num_replicas)
+            self._order = self._chunked()
+            self.order_length = self._order.num_samples
+            super().find_ranks()
 
-    def coming_stream(self) -> np.ndarray:
-        """The samples that the next iterator gives, int64 (n,)."""
-        coming = self.coming()
-        self.find_ranks()
-        return self._stream_of(coming["epoch"])[coming["position"] :]
-
-    def _stream_of(self, epoch: int) -> np.ndarray:
-        if self._planned is None or self._planned[:2] != (epoch, self.order):
-            self._planned = epoch, self.order, plan_epoch(self.order, epoch)
-        return self._planned[2]
-
-    def __iter__(self) -> Iterator[int]:
-        self._begin()
-        stream = self._stream_of(self.epoch)
-        earlier = self._count_earlier(stream)
-        size = self.order.chunk_samples
-        for number, start in enumerate(range(self.position, len(stream), size)):
-            if self.residency is not None:
-                self.residency.will_need(number)
-            chunk = stream[start : start + size].tolist()
-            if earlier is None:
-                yield from chunk
-            else:
-                yield from map(RepeatedIndex.mark, chunk, earlier[start : start + size].tolist())
-
-    def _count_earlier(self, stream: np.ndarray) -> np.ndarray | None:
-        """How often each sample came before, on lower ranks or here; None where none is repeated to fill the ranks."""
-        if len(stream) * self.order.world_size <= self.order.length:
-            return None
-        seen = np.zeros(self.order.length, np.uint32)
-        count_earlier(seen, plan_earlier(self.order, self.epoch))
-        return count_earlier(seen, stream)
+    def _indices(self) -> Iterator[int]:
+        indices = super()._indices()
+        if self._hold is None:
+            yield from indices
+            return
+        places = slice(self.position + self.rank, None, self.num_replicas)
+        self.resident = self._hold(self.order(self.epoch)[places])
+        for chunk in itertools.count():
+            some = list(itertools.islice(indices, self.chunks.chunk_samples))
+            if not some:
+                return
+            if self.resident is not None:  # the epoch has not ended
+                self.resident.will_need(chunk)
+            yield from some
 
 
 class ChunkedLoader:
@@ -229,41 +296,42 @@ class ChunkedLoader:
         for name, count in counts.items():
             if count is not None and count < 1:
                 raise ValueError(f"{name}={count} must be at least 1")
-        found = find_rank(rank, world_size)
         self.batch_size = batch_size
         self.drop_last = drop_last
         self.shuffle = shuffle
         self._is_closed = False
+        self._empties_cache = False
         self._epoch: weakref.ref[_Epoch] | None = None
+        order = EpochOrder(
+            length=0,
+            shuffle=shuffle,
+            seed=seed,
+            drop_last=drop_last,
+            world_size=find_rank(rank, world_size).world_size,
+        )
         with contextlib.ExitStack() as cleanup:
             if isinstance(dataset, (str, bytes, os.PathLike)):
+                path = os.fsdecode(dataset)
                 mirrored = {"local_cache": local_cache, "local_limit": local_limit}
-                opened = _open_path(
-                    os.fsdecode(dataset), storage_options=storage_options, **mirrored
-                )
-                dataset = cleanup.enter_context(opened)
+                dataset = _open_path(path, storage_options=storage_options, **mirrored)
+                cleanup.enter_context(dataset)
             if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
                 raise TypeError(
-                    f"ChunkedLoader reads samples by index, which {type(dataset).__name__} has no way for. Give it a "
-                    "map-style dataset, such as fastdata.ImageFolder(root, cache_dir=...)."
+                    f"ChunkedLoader reads samples by index, which {type(dataset).__name__} has no "
+                    "way for. Give it a map-style dataset, such as fastdata.ImageFolder(root, "
+                    "cache_dir=...)."
                 )
             self.dataset = dataset
             self._view = LoaderView.find(dataset)
-            self._stores = [store for part in _parts_of(self._view) for store in _disk_stores(part)]
-            order = EpochOrder(
-                length=len(dataset),
-                shuffle=shuffle,
-                seed=seed,
-                drop_last=drop_last,
-                rank=found.rank,
-                world_size=found.world_size,
-                chunk_samples=len(dataset) or 1,
-            )
-            cores = num_workers or memory.usable_cores()
+            parts = [] if self._view is None else self._view.parts
+            self._stores = [store for part in parts for store in _disk_stores(part)]
+            order = replace(order, length=len(dataset), chunk_samples=len(dataset) or 1)
             if order.rank_samples:
-                order = self._plan(order, memory_limit, chunk_samples, mix_chunks, cores)
+                workers = num_workers or memory.usable_cores()
+                order = self._plan(order, memory_limit, chunk_samples, mix_chunks, workers)
             has_seed = self._view is not None and self._view.seed is not None
-            self._sampler = ChunkSampler(order, rank, world_size)
+            hold = self._hold if self._stores else None
+            self._sampler = ChunkSampler(order, rank, world_size, hold)
             self._loader: DataLoader[Any] = DataLoader(
                 dataset,
                 batch_size,
@@ -282,69 +350,70 @@ class ChunkedLoader:
         order: EpochOrder,
         memory_limit: int | float | str,
         chunk_samples: int | None,
-        mix: int | None,
+        mix_chunks: int | None,
         most_workers: int,
     ) -> EpochOrder:
         """Plan batches and chunks, and return the order that they give."""
-        view = self._view
-        for store in self._stores:
-            store.release()  # it is no memory that is in use: chunks will be there in its place
-        reader = None if view is None else view.dataset.reader()
+        stores = self._stores
+        for store in stores:
+            store.release()  # chunks will be there in its place
+        reader = None if self._view is None else self._view.dataset.reader()
         is_served = reader is not None and reader.obstacle is None
-        is_mixed = order.shuffle and bool(self._stores)
-        most_bytes, pieces = self._most_of_chunk(order, mix) if is_mixed else (_MOST_BYTES, 1)
-        pages_bytes = 2 * mmap.PAGESIZE * len(self._stores)
-        in_use_bytes = memory.tree_pss_bytes()
-        free_bytes = memory.available_bytes().bytes
-        limit_bytes = memory.parse_bytes(
-            memory_limit, of=free_bytes // local_ranks() + in_use_bytes
-        )
         served_bytes = None if reader is None else reader.served_bytes
         batch_bytes = (served_bytes or _SAMPLE_BYTES) * self.batch_size
-        mirrored = [store for store in self._stores if isinstance(store, MirroredStore)]
-        fetch_bytes = CHUNKS_HELD * FETCH_BYTES * len(mirrored)
-        fixed_bytes = fetch_bytes + _ORDER_BYTES * order.length + CHUNKS_HELD * pieces * pages_bytes
-        # Of what local_limit= leaves, one share is what others' blocks waste.
-        room_bytes = min((store.mirror.limit_bytes for store in mirrored), default=1 << 62)
-        room_bytes //= local_ranks() * (CHUNKS_HELD + 1)
-        mapped_bytes = sum(store.heaviest_bytes(_NEIGHBOURS) for store in self._stores)
-        mapped_bytes += _lone_share(order, view) * pages_bytes
+        in_use_bytes = memory.tree_pss_bytes()
+        free_bytes = memory.available_bytes().bytes
+        is_mixed = order.shuffle and bool(stores)
+        most_bytes, pieces, fetch_bytes = _bounds_of_chunk(order, stores, mix_chunks)
+        edges_bytes = 2 * mmap.PAGESIZE * len(stores)  # pages of a piece that others' samples share
+        sample_bytes = _ENTRY_BYTES + sum(store.heaviest_bytes(_NEIGHBOURS) for store in stores)
+        sample_bytes += _lone_share(order, self._view) * edges_bytes
+        fixed_bytes = fetch_bytes + _ORDER_BYTES * order.length
+        fixed_bytes += CHUNKS_HELD * pieces * edges_bytes + (1 + HELD_BY_USER) * batch_bytes
         needs = Needs(
             in_use_bytes=in_use_bytes,
-            fixed_bytes=fixed_bytes + (1 + HELD_BY_USER) * batch_bytes,
+            fixed_bytes=fixed_bytes,
             batch_bytes=batch_bytes,
             batch_size=self.batch_size,
             samples=order.rank_samples,
-            worker_bytes=0 if is_served or self._stores else PROCESS_BYTES,
-            most_workers=1 if self._stores and not is_served else most_workers,
-            sample_bytes=_ENTRY_BYTES + mapped_bytes if self._stores else 0,
-            most_bytes=min(most_bytes, room_bytes),
+            worker_bytes=0 if is_served or stores else PROCESS_BYTES,
+            most_workers=1 if stores and not is_served else most_workers,
+            sample_bytes=sample_bytes if stores else 0,
+            most_bytes=most_bytes,
         )
+        share_bytes = free_bytes // local_ranks() + in_use_bytes
+        limit_bytes = memory.parse_bytes(memory_limit, of=share_bytes)
         self.plan = plan = plan_chunks(limit_bytes, needs, chunk_samples)
         log.info("%s", plan)
-        if not self._stores:
+        if not stores:
             return order
-        self._empties_cache = empties_cache(
-            sum(store.size_bytes for store in self._stores), free_bytes, plan
-        )
+        disk_bytes = sum(store.size_bytes for store in stores)
+        self._empties_cache = empties_cache(disk_bytes, free_bytes, plan)
         piece_samples = max(plan.chunk_samples // pieces, 1) if is_mixed else 1
         return replace(order, piece_samples=piece_samples, chunk_samples=plan.chunk_samples)
 
-    def _most_of_chunk(self, order: EpochOrder, mix: int | None) -> tuple[int, int]:
-        """The most bytes of a chunk that is mixed, and of how many pieces it is made."""
-        fetched_bytes = sum(
-            store.size_bytes for store in self._stores if isinstance(store, MirroredStore)
+    def _hold(self, stream: Int64s) -> ResidentChunks:
+        return ResidentChunks(
+            self._locate,
+            stream,
+            chunk_samples=self._sampler.chunks.chunk_samples,
+            batch_size=self.batch_size,
+            from_cache=self._empties_cache,
         )
-        if not fetched_bytes:
-            return _MOST_MIXED_BYTES, mix or _PIECES_PER_CHUNK
-        share = order.rank_samples / order.length / _LEAST_FETCHED
-        most_bytes = min(_MOST_FETCHED_BYTES, int(share * fetched_bytes))
-        segment_bytes = max(
-            store.mirror.segment_bytes for store in self._stores if isinstance(store, MirroredStore)
-        )
-        # So that few of its segments are others', too.
-        piece_bytes = max(_PIECE_BYTES, 4 * segment_bytes)
-        return most_bytes, mix or min(_PIECES_PER_CHUNK, max(most_bytes // piece_bytes, 1))
+
+    def _locate(self, samples: Int64s) -> Located:
+        """In which files samples of the loader lie, and where in these."""
+        assert self._view is not None
+        parts = self._view.parts
+        ends = np.cumsum([index_count(part) for part in parts])
+        if self._view.subset is not None:
+            samples = np.sort(self._view.subset[samples] % ends[-1])  # -1 is the last one
+        for part, end in zip(parts, ends.tolist(), strict=True):
+            first = end - index_count(part)
+            mine = samples[(first <= samples) & (samples < end)] - first
+            if len(mine):
+                for store in _disk_stores(part):
+                    yield store, mine
 
     def __len__(self) -> int:
         return len(self._loader)
@@ -359,22 +428,9 @@ class ChunkedLoader:
         if self._is_closed:
             raise RuntimeError("the loader was closed; make it again to go on")
         self._end("another one of the same loader was begun")
-        batches = self._loader.iterate(ring, held)
-        epoch = _Epoch(batches, self._begin_chunks)
+        epoch = _Epoch(self._loader.iterate(ring, held), self._sampler)
         self._epoch = weakref.ref(epoch)
         return epoch
-
-    def _begin_chunks(self) -> Residency | None:
-        """Begin to read the chunks of the epoch that comes; None where no samples lie on disk."""
-        if self._stores:
-            self._sampler.residency = Residency(
-                _locator(self._view),
-                self._sampler.coming_stream(),
-                self._sampler.order.chunk_samples,
-                self.batch_size,
-                from_cache=self._empties_cache,
-            )
-        return self._sampler.residency
 
     def _end(self, reason: str) -> None:
         epoch = self._epoch() if self._epoch else None
@@ -382,23 +438,22 @@ class ChunkedLoader:
             epoch.end(reason)
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the order and the random draws of the coming epochs those of ``epoch``, until it is set again."""
+        """Make the order and the draws of the coming epochs those of ``epoch``, until set again."""
         self._loader.set_epoch(epoch)
 
     def shuffle_quality(self, epoch: int = 0) -> ShuffleQuality:
         """How far the order of an epoch is from a global shuffle, of this rank; reads no data."""
-        return shuffle_quality(self._sampler.order, epoch, self.batch_size)
+        sampler = self._sampler
+        return shuffle_quality(sampler.chunks, sampler.rank, epoch, self.batch_size)
 
     def report(self) -> EpochReport:
-        """How the latest epoch went, complete or not; ``.path`` says how batches are read, and why."""
+        """How the latest epoch went; ``.path`` says how batches are read, and why."""
         report = self._loader.report()
         if not self._stores:
             return report
         cache = ", the system's page cache emptied behind them" if self._empties_cache else ""
-        chunks = (
-            f"chunks of {self._sampler.order.chunk_samples} samples, read ahead by a thread{cache}"
-        )
-        return replace(report, path=f"{chunks}; {report.path}")
+        chunks = f"chunks of {self._sampler.chunks.chunk_samples} samples, read ahead by a thread"
+        return replace(report, path=f"{chunks}{cache}; {report.path}")
 
     def ring_slots(self, held: int) -> int:
         return self._loader.ring_slots(held)
@@ -407,11 +462,11 @@ class ChunkedLoader:
         return self._loader.read_ahead()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the latest epoch stands, as ``DataLoader.state_dict``; the same on every rank."""
+        """Return where the latest epoch stands, as ``DataLoader.state_dict``."""
         return self._loader.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Let the next epoch be the one of ``state``, without the batches handed over before; only the rest is read.
+        """Let the next epoch be the one of ``state``; only the rest of it is read.
 
         Raises:
             ValueError: the state is of a loader over another dataset, or with another order.
@@ -432,16 +487,14 @@ class ChunkedLoader:
 
 
 class _Epoch:
-    """The batches of an epoch; with the first one chunks begin to be read, each further one is told to them."""
+    """The batches of an epoch; says to the resident chunks when one was handed over."""
 
-    def __init__(
-        self, batches: Iterator[Any], begin_chunks: Callable[[], Residency | None]
-    ) -> None:
+    def __init__(self, batches: Iterator[Any], sampler: ChunkSampler) -> None:
         self._batches = batches
-        self._begin_chunks = begin_chunks
-        self._residency: Residency | None = None
-        self._is_begun = False
+        self._sampler = sampler
         self._ended = ""
+        stop = getattr(batches, "stop", None)
+        self._finish = weakref.finalize(self, _finish, sampler, stop)
 
     def __iter__(self) -> _Epoch:
         return self
@@ -449,38 +502,28 @@ class _Epoch:
     def __next__(self) -> Any:
         if self._ended:
             raise RuntimeError(f"this iterator has no more batches: {self._ended}")
-        if not self._is_begun:
-            self._is_begun = True
-            self._residency = self._begin_chunks()
-            if self._residency is not None:
-                # There are threads, which read no more then.
-                stop = getattr(self._batches, "stop", None)
-                weakref.finalize(self, _close, self._residency, stop)
         try:
             return next(self._batches)
         except StopIteration:
-            self.end("")
+            self._finish()
             raise
         finally:
-            if self._residency is not None:
-                self._residency.passed()
+            if self._sampler.resident is not None:
+                self._sampler.resident.passed()
 
     def end(self, reason: str) -> None:
         self._ended = reason
-        if self._residency is not None:
-            _close(self._residency, getattr(self._batches, "stop", None))
-            self._residency = None
+        self._finish()
 
 
-def _close(residency: Residency, stop: Callable[[], Any] | None) -> None:
+def _finish(sampler: ChunkSampler, stop: Callable[[], Any] | None) -> None:
     """Let go of what is in memory once nobody reads it any more, which would map it again."""
     if stop is not None:
         stop()
-    residency.close()
-
-
-def _parts_of(view: LoaderView | None) -> Sequence[PreparedDataset]:
-    return [] if view is None else view.parts
+    resident = sampler.resident
+    sampler.resident = None
+    if resident is not None:
+        resident.close()
 
 
 def _disk_stores(dataset: PreparedDataset) -> list[DiskStore]:
@@ -489,33 +532,27 @@ def _disk_stores(dataset: PreparedDataset) -> list[DiskStore]:
     return [store for store in kept.stores if isinstance(store, DiskStore)] if kept else []
 
 
-def _locator(
-    view: LoaderView | None,
-) -> Callable[[np.ndarray], Iterable[tuple[DiskStore, np.ndarray]]]:
-    """What says of samples of a loader in which files they lie, and where in these."""
-    parts = _parts_of(view)
-    subset = None if view is None else view.subset
-    ends = np.cumsum(list(map(index_count, parts)))
-
-    def located(samples: np.ndarray) -> Iterator[tuple[DiskStore, np.ndarray]]:
-        # -1 is the last one.
-        index = samples if subset is None else np.sort(subset[samples] % ends[-1])
-        for part, end in zip(parts, ends.tolist(), strict=True):
-            first = end - index_count(part)
-            mine = index[(first <= index) & (index < end)] - first
-            for store in _disk_stores(part) if len(mine) else ():
-                yield store, mine
-
-    return located
-
-
-def _open_path(path: str, **remote: Any) -> CachedDataset:
-    try:
-        return CachedDataset.from_cache(path, as_tensors=True, **remote)
-    except FileNotFoundError as missing:
-        raise TypeError(
-            f"{path!r} is neither a dataset nor a cache; open it first, as in ImageFolder({path!r}, storage='none')"
-        ) from missing
+def _bounds_of_chunk(
+    order: EpochOrder, stores: list[DiskStore], mix_chunks: int | None
+) -> tuple[int, int, int]:
+    """The most bytes of a chunk, of how many pieces it is made, and what fetching takes besides."""
+    mirrored = [store for store in stores if isinstance(store, MirroredStore)]
+    is_mixed = order.shuffle and bool(stores)
+    most_bytes = _MOST_MIXED_BYTES if is_mixed else _MOST_BYTES
+    most_pieces = _PIECES_PER_CHUNK
+    if mirrored:
+        # Of what local_limit= leaves, one share is what others' blocks waste.
+        room_bytes = min(store.mirror.limit_bytes for store in mirrored)
+        most_bytes = min(most_bytes, room_bytes // (local_ranks() * (CHUNKS_HELD + 1)))
+    if mirrored and is_mixed:
+        epoch_bytes = sum(store.size_bytes for store in mirrored) // order.world_size
+        most_bytes = min(most_bytes, _MOST_FETCHED_BYTES, epoch_bytes // _LEAST_FETCHED)
+        # So that few of its segments are others', too.
+        segment_bytes = max(store.mirror.segment_bytes for store in mirrored)
+        piece_bytes = max(_PIECE_BYTES, 4 * segment_bytes)
+        most_pieces = min(most_pieces, max(most_bytes // piece_bytes, 1))
+    pieces = mix_chunks or most_pieces
+    return most_bytes, pieces if is_mixed else 1, CHUNKS_HELD * FETCH_BYTES * len(mirrored)
 
 
 def _lone_share(order: EpochOrder, view: LoaderView | None) -> float:
@@ -527,3 +564,13 @@ def _lone_share(order: EpochOrder, view: LoaderView | None) -> float:
         return 0.0
     steps = np.diff(subset)
     return float((steps != 1).mean()) if (steps > 0).all() else 1.0
+
+
+def _open_path(path: str, **remote: Any) -> CachedDataset:
+    try:
+        return CachedDataset.from_cache(path, as_tensors=True, **remote)
+    except FileNotFoundError as missing:
+        raise TypeError(
+            f"{path!r} is neither a dataset nor a cache; open it first, as in ImageFolder({path!r},"
+            " storage='none')"
+        ) from missing

@@ -9,13 +9,12 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing.connection import wait
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -23,9 +22,9 @@ from torch.autograd import profiler
 from torch.utils.data import dataloader as torch_loader
 from torch.utils.data._utils.pin_memory import pin_memory as copy_to_pinned
 
-from fastdata.datasets.batch import BatchDraws, DrawKey, collate
+from fastdata.datasets.batch import BatchDraws, DrawKey, collate, flatten
 from fastdata.datasets.reader import Lease, Reader
-from fastdata.datasets.ring import Arrivals, BatchRing, LostBatchError, RingCollate
+from fastdata.datasets.ring import Arrivals, BatchRing, RingCollate
 from fastdata.errors import IngestError, MemoryBudgetError
 from fastdata.loaders.order import Progress
 from fastdata.loaders.view import JoinedLease, JoinedReader
@@ -74,23 +73,20 @@ class BatchMaker:
     def __call__(self, indices: Any, draws: DrawKey) -> Any:
         lease = self.lease
         reader = None if lease is None else lease.reader or lease()
-        if reader is None or reader.obstacle is not None or reader.target_transform is not None:
-            return self._by_user(reader, indices, draws)
-        if self.collate_fn is collate:
-            return reader(indices, self.ring)
-        return draws.collated(self.collate_fn, reader.items(indices, self.ring))
-
-    def _by_user(self, reader: Reader | JoinedReader | None, indices: Any, draws: DrawKey) -> Any:
-        """As above, where code of the user's own reads, whose draws follow from ``draws`` too."""
-        with BatchDraws(draws.apart()) if self.in_thread else nullcontext():
-            if reader is None:
-                whole = getattr(self.dataset, "__getitems__", None)
-                samples = whole(indices) if whole else [self.dataset[index] for index in indices]
-            elif self.collate_fn is collate and reader.obstacle is None:
+        is_whole = reader is not None and reader.obstacle is None
+        # Whether no code of the user's own reads.
+        is_ours = reader is not None and is_whole and reader.target_transform is None
+        with nullcontext() if is_ours or not self.in_thread else BatchDraws(draws.apart()):
+            if reader is not None and is_whole and self.collate_fn is collate:
                 return reader(indices, self.ring)
-            else:
-                samples = reader.items(indices, self.ring)
+            samples = self._samples(reader, indices)
         return draws.collated(self.collate_fn, samples)
+
+    def _samples(self, reader: Reader | JoinedReader | None, indices: Any) -> Any:
+        if reader is not None:
+            return reader.items(indices, self.ring)
+        whole = getattr(self.dataset, "__getitems__", None)
+        return whole(indices) if whole else [self.dataset[index] for index in indices]
 
 
 @dataclass(slots=True)
@@ -143,29 +139,16 @@ def sample_count(batch: Any) -> int:
     if type(batch) is list and batch and type(batch[0]) is torch.Tensor and batch[0].ndim:
         return batch[0].size(0)  # most are
     try:
-        return _first_length(batch)
-    except Exception:  # noqa: BLE001  # users' types raise anything, and what is only counted must stop nobody
+        tensors = flatten(batch)[0]
+        return next((t.size(0) for t in tensors if isinstance(t, torch.Tensor) and t.ndim), 0)
+    except Exception:  # noqa: BLE001  # users' types raise anything, and counting stops nobody
         return 0
-
-
-def _first_length(batch: Any) -> int:
-    if isinstance(batch, torch.Tensor):
-        return batch.size(0) if batch.ndim else 1
-    parts = (
-        batch.values()
-        if isinstance(batch, Mapping)
-        else batch
-        if isinstance(batch, (list, tuple))
-        else ()
-    )
-    return next((count for part in parts if (count := _first_length(part))), 0)
 
 
 class TorchView:
     """A loader as torch's iterators see it while they start, with other attributes in place of some."""
 
     collate_fn: Any
-    multiprocessing_context: Any
 
     def __init__(self, loader: torch_loader.DataLoader[Any], **instead: Any) -> None:
         self._loader = loader
@@ -198,8 +181,10 @@ class Counted(torch_loader._BaseDataLoaderIter):
         if self.progress.base_seed is None:
             self.progress.base_seed = drawn
 
-    def _unread(self) -> Collection[int]:
-        return ()  # of the batches drawn in this epoch
+    @property
+    def _unread(self) -> int:
+        """Of the batches drawn in this epoch, how many were not handed over."""
+        return 0
 
     def _next_batch(self) -> Any:
         return super().__next__()
@@ -212,14 +197,13 @@ class Counted(torch_loader._BaseDataLoaderIter):
                 self.lease()
             batch = self._next_batch()
             tally.batches += 1
-            progress.resumed_from = None
             tally.samples += sample_count(batch) if self._auto_collation else 1
             return batch
         except StopIteration:
-            progress.is_finished, progress.resumed_from = True, None
+            progress.is_finished = True
             raise
         finally:
-            progress.note(self._unread())
+            progress.handed = progress.drawn - self._unread
             tally.answer(asked_at)
 
 
@@ -238,30 +222,6 @@ def _may_be_told(loader: Any) -> bool:
 
 class InlineIter(Counted, torch_loader._SingleProcessDataLoaderIter):
     """torch's engine in the training loop, counted."""
-
-
-class _Context:
-    """A context of multiprocessing whose processes end with their parent.
-
-    torch's workers look every 5 s whether their parent is another than at their start, and stay for
-    ever where that was killed just then.
-    """
-
-    def __init__(self, context: Any) -> None:
-        self._context = context
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._context, name)
-
-    def Process(
-        self, *, target: Callable[..., None], args: tuple[Any, ...]
-    ) -> Any:  # multiprocessing's
-        return self._context.Process(target=_work, args=(target, args))
-
-
-def _work(target: Callable[..., None], args: tuple[Any, ...]) -> None:
-    threading.Thread(target=end_with_parent, name="fastdata-parent", daemon=True).start()
-    target(*args)
 
 
 def end_with_parent(*, whole_group: bool = False) -> None:
@@ -286,9 +246,6 @@ class ProcessIter(Counted, torch_loader._MultiProcessingDataLoaderIter):
         if not isinstance(view.collate_fn, RingCollate):
             view.collate_fn = RingCollate(view.collate_fn, slots=view.prefetch_factor + 1 + held)
         self.ring = self.arrivals = view.collate_fn.arrivals
-        view.multiprocessing_context = _Context(
-            view.multiprocessing_context or torch.multiprocessing
-        )
         super().__init__(view, progress)
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
@@ -308,32 +265,9 @@ class ProcessIter(Counted, torch_loader._MultiProcessingDataLoaderIter):
             self._try_put_index()
         return super()._next_data()  # type: ignore[no-untyped-call]
 
-    def __next__(self) -> Any:
-        try:
-            return super().__next__()
-        except RuntimeError as error:
-            if isinstance(
-                error, LostBatchError
-            ):  # who has let go of its memory can soon be asked how it ended
-                ended = wait([worker.sentinel for worker in self._workers], timeout=1.0)
-                for worker in self._workers:
-                    worker.join(1.0 if worker.sentinel in ended else 0)
-            dead = [
-                _describe_end(number, worker)
-                for number, worker in enumerate(self._workers)
-                if worker.exitcode
-            ]
-            if not dead or type(error) not in (RuntimeError, LostBatchError):
-                raise
-            message, cause = f"{str(error).rstrip(' .')}. {' '.join(dead)}", error.__cause__
-        if (
-            cause is not None
-        ):  # without torch's frames, which would hold it and this iterator in a cycle
-            cause.__traceback__ = cause.__context__ = None
-        raise RuntimeError(message) from cause
-
-    def _unread(self) -> Collection[int]:
-        return self._task_info.keys()
+    @property
+    def _unread(self) -> int:
+        return len(self._task_info)
 
     def _process_data(self, data: Any, worker_idx: int) -> Any:
         try:
@@ -344,14 +278,6 @@ class ProcessIter(Counted, torch_loader._MultiProcessingDataLoaderIter):
             # worker's traceback is in the message.
             error.__traceback__ = None
             raise error
-
-
-def _describe_end(number: int, worker: Any) -> str:
-    code = worker.exitcode
-    if code > 0:
-        return f"Worker {number} (pid {worker.pid}) exited with status {code}."
-    name = {each.value: each.name for each in signal.Signals}.get(-code, "unknown")
-    return f"Worker {number} (pid {worker.pid}) was killed by signal {-code} ({name})."
 
 
 class ThreadIter(Counted):
@@ -430,8 +356,9 @@ class ThreadIter(Counted):
             if not is_lost:
                 self._submit()
 
-    def _unread(self) -> Collection[int]:
-        return range(self.progress.drawn - len(self._pending), self.progress.drawn)
+    @property
+    def _unread(self) -> int:
+        return len(self._pending)
 
     def _submit(self) -> None:
         assert self._threads is not None

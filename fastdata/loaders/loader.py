@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -20,6 +20,7 @@ from torch.utils.data import (
     ConcatDataset,
     Dataset,
     IterableDataset,
+    RandomSampler,
     Sampler,
     Subset,
     default_collate,
@@ -34,18 +35,22 @@ from fastdata.errors import kind_of
 from fastdata.loaders import epochs
 from fastdata.loaders.epochs import HELD_BY_USER, Counted, Engine, Tally, TorchView
 from fastdata.loaders.order import Progress, length_of, undisturbed
-from fastdata.loaders.resume import Checkpoints, LoaderEpochs
+from fastdata.loaders.resume import Checkpoints
 from fastdata.loaders.samplers import RankSampler, Uneven
-from fastdata.loaders.view import MOSTLY_PREPARED, LoaderView, find_wrapped
+from fastdata.loaders.view import MOSTLY_PREPARED, LoaderView, wrapped_notice
 from fastdata.machine import memory
 from fastdata.machine.memory import PinningPlan, budget_bytes, choose_pinning
-from fastdata.machine.ranks import local_ranks
+from fastdata.machine.ranks import find_rank, local_ranks
 from fastdata.pixels.describe import draws_nothing
 from fastdata.pixels.images import jpeg_obstacle
 from fastdata.report import EpochReport, warn_user
 
 _T_co = TypeVar("_T_co", covariant=True)
 _TORCHS = inspect.signature(torch_loader.DataLoader).parameters
+_NO_ORDER = (
+    "with in_order=False batches overtake each other, and a state counts them only: an epoch that "
+    "is resumed from it may repeat some and leave out others. Use in_order=True."
+)
 _NO_STREAM = (
     "a DataLoader cannot resume an IterableDataset, which alone knows where it stands: its epochs begin anew. Save the "
     "dataset's own state beside the loader's, or use a map-style dataset."
@@ -149,16 +154,17 @@ class DataLoader(_TorchLoader[_T_co]):
             collate_fn = collate
         # ``in_order`` is torch 2.6's.
         arguments = {name: value for name, value in locals().items() if name in _TORCHS}
-        self.workers, self.distributed = workers, distributed
+        self.workers = workers
+        self.distributed = distributed
         self._served = LoaderView.find(dataset) if makes_batches else None
         self._ring: BatchRing | None = None
         self._share_begun = -1.0  # of the samples, that were prepared when the latest epoch began
         super().__init__(**arguments | {"pin_memory": pin_memory is True})
         self.in_order = in_order
-        self._epochs = LoaderEpochs()
         self._checkpoints = Checkpoints(
-            super()._index_sampler, self._served, self._epochs, seeds_once=persistent_workers
+            super()._index_sampler, self._served, seeds_once=persistent_workers
         )
+        self._has_warned = False
         self._pinning = self._choose_pinning(pin_memory)
         self.pin_memory = self._pinning.pin
         self._tally = Tally(self._choose_engine(), pinning=self._pinning)
@@ -183,17 +189,12 @@ class DataLoader(_TorchLoader[_T_co]):
             held: batches that whoever takes them may hold at a time without costing new memory.
             read: makes a batch of indices in place of the dataset; threads only.
         """
-        if self._served and type(self.dataset) in (
-            Subset,
-            ConcatDataset,
-        ):  # whose indices may be others now
+        if self._served and type(self.dataset) in (Subset, ConcatDataset):
+            # Whose indices may be others now.
             self._served = self._checkpoints.served = LoaderView.find(self.dataset)
         if self._served:
             self._served.dataset.reader()  # which notices what was changed in place
-            self._say_fallback(self._served.parts)
-        elif not isinstance(self.dataset, IterableDataset):
-            wrapped, notice = find_wrapped(self.dataset)
-            self._say_fallback(wrapped, notice)
+        self._say_once()
         is_prefetched = ring is not None
         if ring is None:
             ring = self._ring = self._ring or BatchRing(self.ring_slots(held))
@@ -226,13 +227,22 @@ class DataLoader(_TorchLoader[_T_co]):
         self._share_begun = self._served.prepared_share if self._served else 1.0
         return iterator
 
-    def _say_fallback(self, datasets: Sequence[PreparedDataset], notice: str | None = None) -> None:
-        """Warn once of what keeps datasets from being served in whole batches, where the user has not asked for it."""
-        if all(map(_WARNED.__contains__, map(id, datasets))):
+    def _say_once(self) -> None:
+        """Warn of samples that every rank reads, and of what keeps batches from being whole."""
+        if self._has_warned:
             return
-        _WARNED.update((id(dataset), dataset) for dataset in datasets)
-        if notice is None:
-            notice = next(filter(None, map(_fallback_notice, datasets)), "")
+        self._has_warned = True
+        if type(self.sampler) is RandomSampler and find_rank().world_size > 1:
+            warn_user(
+                f"this is one of {find_rank().world_size} ranks, and each of them reads all samples "
+                "of the dataset: the loader's sampler shares out none. Give the loader "
+                "distributed='auto', or a sampler that knows its rank."
+            )
+        new = [] if self._served is None else [p for p in self._served.parts if id(p) not in _SAID]
+        _SAID.update((id(part), part) for part in new)
+        notice = next(filter(None, map(_fallback_notice, new)), "")
+        if self._served is None and not isinstance(self.dataset, IterableDataset):
+            notice = wrapped_notice(self.dataset)
         if notice and self.workers != "process":
             warn_user(f"batches are not served whole: {notice}")
 
@@ -252,12 +262,9 @@ class DataLoader(_TorchLoader[_T_co]):
 
     @property
     def _index_sampler(self) -> Any:
-        sampler = super()._index_sampler
-        return (
-            sampler
-            if isinstance(self.dataset, IterableDataset)
-            else self._checkpoints.order(self.generator)
-        )
+        if isinstance(self.dataset, IterableDataset):
+            return super()._index_sampler
+        return self._checkpoints.indices(self.generator)
 
     def check_worker_number_rationality(self) -> None:
         """Warn of more worker processes than cores, as torch does; threads may be many."""
@@ -269,10 +276,7 @@ class DataLoader(_TorchLoader[_T_co]):
 
         A sampler of ``fastdata.loaders.samplers`` is told too.
         """
-        self._epochs.set(operator.index(epoch))
-        counted = self._checkpoints.order(None).counted
-        if counted is not None:
-            counted.set_epoch(epoch)
+        self._checkpoints.set_epoch(operator.index(epoch))
 
     def report(self) -> EpochReport:
         """How the latest epoch went, complete or not; ``.path`` says how batches are read, and why."""
@@ -297,11 +301,12 @@ class DataLoader(_TorchLoader[_T_co]):
         ``IterableDataset`` alone knows where it stands: the state of a loader over one is empty,
         which is said, and its epochs begin anew.
         """
-        if isinstance(
-            self.dataset, IterableDataset
-        ):  # no error: Lightning asks every loader, resumed or not
+        # No errors: Lightning asks every loader, resumed or not.
+        if isinstance(self.dataset, IterableDataset):
             warn_user(_NO_STREAM)
             return {}
+        if not self.in_order and self.num_workers > 1 and self._choose_engine().kind == "process":
+            warn_user(_NO_ORDER)
         return self._checkpoints.state(self.generator, self._identity())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -325,18 +330,18 @@ class DataLoader(_TorchLoader[_T_co]):
         self._checkpoints.load(state, self._identity())
 
     def _identity(self) -> dict[str, Any]:
-        order = self._checkpoints.order(self.generator)
-        counted, shared = order.counted, order.sharing
-        if counted is not None:
-            shared |= {"world_size": counted.num_replicas, "order": counted.identity}
+        indices = self._checkpoints.indices(self.generator)
+        ranked: dict[str, Any] = indices.sharing
+        if indices.ranked is not None:
+            ranked |= {"world_size": indices.ranked.num_replicas, "order": indices.ranked.identity}
         return {
             "dataset_length": length_of(self.dataset),
             "sampler_length": length_of(self.sampler),
             "batch_size": self.batch_size,
             "drop_last": self.drop_last,
-            "generators": len(order.generators),
-            "sampler": order.name,
-        } | shared
+            "generators": len(indices.generators),
+            "sampler": indices.name,
+        } | ranked
 
     # For a prefetcher
 
@@ -447,7 +452,7 @@ class DataLoader(_TorchLoader[_T_co]):
         )
 
 
-_WARNED: weakref.WeakValueDictionary[int, PreparedDataset] = weakref.WeakValueDictionary()
+_SAID: weakref.WeakValueDictionary[int, PreparedDataset] = weakref.WeakValueDictionary()
 """Datasets of which it was said what keeps them from being served in whole batches."""
 
 

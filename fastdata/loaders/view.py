@@ -1,13 +1,12 @@
-"""What a loader sees of the datasets behind ``Subset`` and ``ConcatDataset``: one, whose batches know their draws."""
+"""What a loader sees of the fastdata datasets behind ``Subset`` and ``ConcatDataset``."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from fastdata.datasets.batch import IndexBatch, as_numbers
@@ -19,17 +18,17 @@ from fastdata.datasets.dataset import (
     own_reader,
     stored_of,
 )
-from fastdata.datasets.reader import Lease, Reader, positions
-from fastdata.datasets.ring import Ring, ring_of
+from fastdata.datasets.reader import Lease, Reader
+from fastdata.datasets.ring import Ring
 from fastdata.machine.shared import collate_targets
 
 MOSTLY_PREPARED = 0.9
-"""Share of the samples from which on threads are worth it, although some of the rest are still to
-be prepared."""
+"""Share of the samples from which on threads are worth it, although the rest are still to be
+prepared."""
 
 
 class JoinedDatasets:
-    """The fastdata datasets in a ``ConcatDataset`` as a loader asks them: as one, whose indices are theirs in a row.
+    """The datasets in a ``ConcatDataset`` as one, whose indices are theirs in a row.
 
     Each is read with its own transform, targets and draws, into its rows of the batch. One without
     a ``seed`` draws from that of the first that has one.
@@ -40,20 +39,11 @@ class JoinedDatasets:
         self.ends = np.cumsum([index_count(part) for part in parts])
 
     def __getitems__(self, batch: IndexBatch) -> list[Any]:
-        leases = [lease_of(part) for part in self.parts]
-        if not any(map(own_reader, self.parts)):
-            return JoinedReader([lease() for lease in leases], self.ends).items(
-                batch, ring_of(self)
-            )
-        samples: list[Any] = [None] * len(batch)
-        for number, row_B, position_B in _split(batch.positions, self.ends):
-            part = self.parts[number]
-            position_B = positions(position_B, index_count(part))
-            seed = leases[number]().seed_of(batch.seed)
-            piece = IndexBatch.of(position_B.tolist(), position_B, batch.visits[row_B], seed)
-            for row, sample in zip(row_B.tolist(), part.__getitems__(piece), strict=True):
-                samples[row] = sample
-        return samples
+        parts = self.parts
+        seeds = [latest_reader(part).seed_of(batch.seed) for part in parts]
+        return _gathered(
+            batch, self.ends, seeds, lambda number, piece: parts[number].__getitems__(piece)
+        )
 
     def reader(self) -> JoinedReader:
         return JoinedReader([part.reader() for part in self.parts], self.ends)
@@ -63,7 +53,8 @@ class JoinedLease:
     """Of the readers of several datasets."""
 
     def __init__(self, leases: Sequence[Lease], ends: np.ndarray) -> None:
-        self._leases, self._ends = leases, ends
+        self._leases = leases
+        self._ends = ends
 
     def __call__(self) -> JoinedReader:
         return JoinedReader([lease() for lease in self._leases], self._ends)
@@ -72,147 +63,108 @@ class JoinedLease:
 
 
 class JoinedReader:
-    """The readers of several datasets as one, for a batch; whatever it has of a ``Reader``'s name is the same."""
+    """The readers of several datasets as one, for a batch; what it has of a ``Reader`` is alike."""
 
     def __init__(self, readers: Sequence[Reader], ends: np.ndarray) -> None:
-        self.readers, self.ends = readers, ends
+        self.readers = readers
+        self.ends = ends
         self.obstacle = next((reader.obstacle for reader in readers if reader.obstacle), None)
-        self.target_transform = next(
-            (it.target_transform for it in readers if it.target_transform is not None), None
-        )
-        self.own = next((reader.own for reader in readers if reader.own), "")
-        self.options = next(
-            (it.options for it in readers if it.options.seed is not None), readers[0].options
-        )
         forms = {} if self.obstacle else dict.fromkeys(reader.image_form for reader in readers)
         if len(forms) > 1:
             self.obstacle = f"the datasets serve images that differ, {' and '.join(forms)}"
+        transforms = [reader.target_transform for reader in readers]
+        self.target_transform = next(filter(None, transforms), None)
         self.served_bytes = None if self.obstacle else readers[0].served_bytes
-        self.device_obstacle = (
-            self.obstacle or "the samples of a ConcatDataset lie in several stores"
-        )
-
-    def seed_of(self, base_seed: int) -> int:
-        return base_seed if self.options.seed is None else self.options.seed
-
-    def _batches(self, batch: IndexBatch) -> Iterator[tuple[Reader, np.ndarray, IndexBatch]]:
-        for number, row_B, position_B in _split(batch.positions, self.ends):
-            reader = self.readers[number]
-            position_B = positions(position_B, reader.length)
-            seed = reader.seed_of(batch.seed)
-            yield (
-                reader,
-                row_B,
-                IndexBatch.of(position_B.tolist(), position_B, batch.visits[row_B], seed),
-            )
+        several = "the samples of a ConcatDataset lie in several stores"
+        self.device_obstacle = self.obstacle or several
 
     def __call__(self, batch: IndexBatch, ring: Ring | None = None) -> Any:
-        tensors, first = self._tensors(batch, ring), self.readers[0]
-        return first.joined(tensors, None if first.plan.mask else self._targets(batch))
+        first = self.readers[0]
+        outs = first.room(len(batch), ring)
+        for number, row_B, piece in _pieces(batch, self.ends, self._seeds(batch)):
+            self.readers[number].read_into(outs, piece, row_B)
+        targets = None
+        if not first.plan.mask:
+            targets = collate_targets(
+                self._gather(batch, lambda reader, piece: reader.targets_of(piece))
+            )
+        return first.joined(first.as_tensors(outs), targets)
 
     def items(self, batch: IndexBatch, ring: Ring | None = None) -> list[Any]:
-        if self.obstacle is not None:
-            return self._gathered(batch, lambda reader, piece: reader.items(piece))
-        tensors, first = self._tensors(batch, ring), self.readers[0]
-        targets = (
-            None
-            if first.plan.mask
-            else self._gathered(batch, lambda reader, piece: reader.targets_of(piece))
-        )
-        return first.sample_batch(tensors, targets)
+        return self._gather(batch, lambda reader, piece: reader.items(piece))
 
-    def _gathered(
+    def _gather(
         self, batch: IndexBatch, read: Callable[[Reader, IndexBatch], list[Any]]
     ) -> list[Any]:
-        """What the readers have of each sample, in the order of the batch."""
-        gathered: list[Any] = [None] * len(batch)
-        for reader, row_B, piece in self._batches(batch):
-            for row, value in zip(row_B.tolist(), read(reader, piece), strict=True):
-                gathered[row] = value
-        return gathered
-
-    def _tensors(self, batch: IndexBatch, ring: Ring | None) -> list[torch.Tensor]:
-        outs = self.readers[0].room(len(batch), ring)
-        for reader, row_B, piece in self._batches(batch):
-            reader.read_into(outs, piece, row_B)
-        return self.readers[0].as_tensors(outs)
-
-    def _targets(self, batch: IndexBatch) -> Any:
-        found = [(row_B, reader.targets(piece)) for reader, row_B, piece in self._batches(batch)]
-        tensors = [target for _, target in found if isinstance(target, torch.Tensor)]
-        if (
-            len(tensors) < len(found)
-            or len({(tensor.dtype, tensor.shape[1:]) for tensor in tensors}) != 1
-        ):
-            return collate_targets(
-                self._gathered(batch, lambda reader, piece: reader.targets_of(piece))
-            )
-        targets = tensors[0].new_empty((len(batch), *tensors[0].shape[1:]))
-        for (row_B, _), tensor in zip(found, tensors, strict=True):
-            targets[torch.from_numpy(row_B)] = tensor
-        return targets
-
-    def filled_share(self, index: np.ndarray) -> float:
-        pieces = [
-            (self.readers[number], position_B) for number, _, position_B in _split(index, self.ends)
-        ]
-        return sum(prepared_share(reader, each) * len(each) for reader, each in pieces) / max(
-            len(index), 1
+        return _gathered(
+            batch,
+            self.ends,
+            self._seeds(batch),
+            lambda number, piece: read(self.readers[number], piece),
         )
 
-
-def prepared_share(reader: Reader | JoinedReader, index: np.ndarray | None) -> float:
-    """Share of the samples, or of those of ``index``, that will not be prepared and kept when they are read."""
-    if isinstance(reader, JoinedReader):
-        assert index is not None
-        return reader.filled_share(index)
-    return 1.0 if reader.kept is None else reader.filled_share(index)
+    def _seeds(self, batch: IndexBatch) -> list[int]:
+        return [reader.seed_of(batch.seed) for reader in self.readers]
 
 
-def _split(index_B: np.ndarray, ends: np.ndarray) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-    """The number of each dataset that indices are of, which of them those are, and their indices in it."""
-    number_B = np.searchsorted(ends, index_B, side="right")
+def _pieces(
+    batch: IndexBatch, ends: np.ndarray, seeds: Sequence[int]
+) -> Iterator[tuple[int, np.ndarray, IndexBatch]]:
+    """The number of each dataset that indices are of, their rows in the batch, and its own batch."""
+    number_B = np.searchsorted(ends, batch.positions, side="right")
     for number in np.unique(number_B).tolist():
         row_B = np.flatnonzero(number_B == number)
-        yield number, row_B, index_B[row_B] - (ends[number - 1] if number else 0)
+        position_B = batch.positions[row_B] - (ends[number - 1] if number else 0)
+        visit_B = batch.visits[row_B]
+        yield number, row_B, IndexBatch.of(position_B.tolist(), position_B, visit_B, seeds[number])
 
 
-Served = PreparedDataset | JoinedDatasets
+def _gathered(
+    batch: IndexBatch,
+    ends: np.ndarray,
+    seeds: Sequence[int],
+    read: Callable[[int, IndexBatch], list[Any]],
+) -> list[Any]:
+    """What the datasets have of each sample, in the order of the batch."""
+    gathered: list[Any] = [None] * len(batch)
+    for number, row_B, piece in _pieces(batch, ends, seeds):
+        for row, value in zip(row_B.tolist(), read(number, piece), strict=True):
+            gathered[row] = value
+    return gathered
 
 
-class LoaderView(NamedTuple):
-    """What is fastdata's behind a loader, and which of its samples the loader sees; None: all of them as they are."""
+@dataclass(frozen=True, slots=True)
+class LoaderView:
+    """What is fastdata's behind a loader, and which of its samples the loader sees (None: all)."""
 
-    dataset: Served
+    dataset: PreparedDataset | JoinedDatasets
     subset: np.ndarray | None
 
     @classmethod
     def find(cls, dataset: Any) -> LoaderView | None:
-        """Look behind any ``Subset`` and ``ConcatDataset``; None if there is anything but fastdata datasets."""
+        """Look behind any ``Subset`` and ``ConcatDataset``; None if anything else is there."""
         subsets: list[Subset[Any]] = []
         while type(dataset) is Subset:
             subsets.append(dataset)
             dataset = dataset.dataset
         parts: list[PreparedDataset] = []
-        joined = _joined(dataset, parts) if type(dataset) is ConcatDataset else None
-        if joined is None and not isinstance(dataset, PreparedDataset):
-            return None
         subset: np.ndarray | None = None
-        for each in subsets:  # another dataset's indices may be anything
+        if type(dataset) is ConcatDataset:
+            subset = _joined(dataset, parts)
+            if subset is None:
+                return None
+            dataset = parts[0] if len(parts) == 1 else JoinedDatasets(parts)
+        elif not isinstance(dataset, PreparedDataset):
+            return None
+        for each in reversed(subsets):
             try:
                 indices = as_numbers(each.indices)
             except TypeError:
                 if not isinstance(dataset, PreparedDataset) or own_reader(dataset) is None:
                     raise
                 return None  # only a subclass's own methods know what these mean
-            subset = indices if subset is None else indices[subset]
-        if isinstance(dataset, PreparedDataset):
-            return cls(dataset, subset)
-        assert joined is not None
-        return cls(
-            parts[0] if len(parts) == 1 else JoinedDatasets(parts),
-            joined if subset is None else joined[subset],
-        )
+            subset = indices if subset is None else subset[indices]
+        return cls(dataset, subset)
 
     @property
     def parts(self) -> Sequence[PreparedDataset]:
@@ -226,10 +178,7 @@ class LoaderView(NamedTuple):
     @property
     def index_count(self) -> int:
         """Indices from 0 to this, exclusive, may be asked for."""
-        dataset = self.dataset
-        return (
-            int(dataset.ends[-1]) if isinstance(dataset, JoinedDatasets) else index_count(dataset)
-        )
+        return sum(index_count(part) for part in self.parts)
 
     @property
     def epoch(self) -> int | None:
@@ -250,7 +199,10 @@ class LoaderView(NamedTuple):
 
     @property
     def prepared_share(self) -> float:
-        return prepared_share(self.latest(), self.subset)
+        """Share of the samples that will not be prepared and kept when they are read; the least."""
+        index = None if isinstance(self.dataset, JoinedDatasets) else self.subset
+        readers = [latest_reader(part) for part in self.parts]
+        return min(1.0 if it.kept is None else it.filled_share(index) for it in readers)
 
     def lease(self) -> Lease | JoinedLease:
         """What an epoch reads by that begins now."""
@@ -261,66 +213,35 @@ class LoaderView(NamedTuple):
     def fetched(self, dataset: Any) -> Any:
         """What is read in place of a loader's ``dataset``, so that what batches know is not lost."""
         if type(dataset) is ConcatDataset:
-            return _VisitedConcat(dataset, self.dataset)
-        return dataset if self.subset is None else _VisitedSubset(dataset, self.dataset)
-
-
-def find_wrapped(dataset: Any) -> tuple[list[PreparedDataset], str]:
-    """The fastdata datasets in one that is none, of which they are asked for sample after sample; and the way back."""
-    while type(dataset) is Subset:
-        dataset = dataset.dataset
-    is_joined = type(dataset) is ConcatDataset
-    parts = dataset.datasets if is_joined else getattr(dataset, "__dict__", {}).values()
-    parts = [part for part in parts if isinstance(part, Dataset) or is_joined]
-    views = [LoaderView.find(part) for part in parts]
-    ours = [part for view in views if view is not None for part in view.parts]
-    names = [
-        type(part).__name__
-        for part, view in zip(parts, views, strict=True)
-        if (view is None) == is_joined
-    ]
-    if not ours or not names:
-        return [], ""
-    if is_joined:
-        other = next(type(part) for part, view in zip(parts, views, strict=True) if view is None)
-        name = f"{other.__module__}.{other.__qualname__}"
-        return (
-            ours,
-            f"{name} in the ConcatDataset is no fastdata dataset. Make a CachedDataset of it.",
-        )
-    return ours, (
-        f"{type(dataset).__name__} asks its {names[0]} for each sample. Give the loader the {names[0]} itself: with "
-        "return_index=True its items are (image, label, index); what else is done to them can be transform= or "
-        "target_transform=."
-    )
+            return _WholeConcat(dataset, self.dataset)
+        return dataset if self.subset is None else _WholeSubset(dataset, self.dataset)
 
 
 def _joined(dataset: Any, parts: list[PreparedDataset]) -> np.ndarray | None:
-    """The indices of a dataset's samples among those of all ``parts`` in a row, which those behind it are added to.
+    """The indices of a dataset's samples among those of all ``parts`` in a row; adds its own parts.
 
     None if there is anything but fastdata datasets, or one that is as long as a subclass of one's
     own says.
     """
     if isinstance(dataset, PreparedDataset) and len(dataset) == index_count(dataset):
-        if not any(dataset is part for part in parts):
-            parts.append(dataset)
-        before = itertools.takewhile(lambda part: part is not dataset, parts)
-        return np.arange(len(dataset)) + sum(map(index_count, before))
+        known = [dataset is part for part in parts]
+        number = known.index(True) if True in known else len(parts)
+        parts[number:] = parts[number:] or [dataset]
+        return np.arange(len(dataset)) + sum(map(index_count, parts[:number]))
     if type(dataset) is Subset:
-        behind = _joined(dataset.dataset, parts)
-        return None if behind is None else behind[as_numbers(dataset.indices)]
-    if type(dataset) is ConcatDataset:
-        found = [
-            indices for part in dataset.datasets if (indices := _joined(part, parts)) is not None
-        ]
-        return np.concatenate(found) if len(found) == len(dataset.datasets) else None
-    return None
+        whole = _joined(dataset.dataset, parts)
+        return None if whole is None else whole[as_numbers(dataset.indices)]
+    if type(dataset) is not ConcatDataset:
+        return None
+    found = [_joined(part, parts) for part in dataset.datasets]
+    whole_parts = [indices for indices in found if indices is not None]
+    return np.concatenate(whole_parts) if len(whole_parts) == len(found) else None
 
 
-class _Visited(Dataset[Any]):
-    """Hands batches to what is ``behind`` as they are, where torch's own would make plain lists or samples of them."""
+class _Whole(Dataset[Any]):
+    """Hands batches to what is ``behind``, where torch's own class would make plain lists of them."""
 
-    behind: Served
+    behind: PreparedDataset | JoinedDatasets
 
     def __getitems__(self, indices: list[int]) -> list[Any]:
         if isinstance(indices, IndexBatch):
@@ -329,13 +250,37 @@ class _Visited(Dataset[Any]):
         return whole(indices) if whole else [self[index] for index in indices]
 
 
-class _VisitedSubset(_Visited, Subset[Any]):
-    def __init__(self, subset: Subset[Any], behind: Served) -> None:
+class _WholeSubset(_Whole, Subset[Any]):
+    def __init__(self, subset: Subset[Any], behind: PreparedDataset | JoinedDatasets) -> None:
         super().__init__(subset.dataset, subset.indices)
         self.behind = behind
 
 
-class _VisitedConcat(_Visited, ConcatDataset[Any]):
-    def __init__(self, concat: ConcatDataset[Any], behind: Served) -> None:
+class _WholeConcat(_Whole, ConcatDataset[Any]):
+    def __init__(
+        self, concat: ConcatDataset[Any], behind: PreparedDataset | JoinedDatasets
+    ) -> None:
         super().__init__(concat.datasets)
         self.behind = behind
+
+
+def wrapped_notice(dataset: Any) -> str:
+    """How to have whole batches where a fastdata dataset is asked for sample after sample."""
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    if type(dataset) is ConcatDataset:
+        views = [LoaderView.find(part) for part in dataset.datasets]
+        if not any(views):
+            return ""
+        other = type(dataset.datasets[views.index(None)]) if None in views else ConcatDataset
+        name = f"{other.__module__}.{other.__qualname__}"
+        return f"{name} in the ConcatDataset is no fastdata dataset. Make a CachedDataset of it."
+    for value in getattr(dataset, "__dict__", {}).values():
+        if isinstance(value, Dataset) and LoaderView.find(value) is not None:
+            name = type(value).__name__
+            return (
+                f"{type(dataset).__name__} asks its {name} for each sample. Give the loader the "
+                f"{name} itself: with return_index=True its items are (image, label, index); what "
+                "else is done to them can be transform= or target_transform=."
+            )
+    return ""
