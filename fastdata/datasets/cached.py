@@ -12,7 +12,7 @@ from fastdata.datasets.serving import Stored
 from fastdata.pixels.describe import describe_dataset
 from fastdata.pixels.steps import flatten, is_random
 from fastdata.report import warn_user
-from fastdata.sources import Columns, DatasetSource, Source
+from fastdata.sources import DatasetSource, Source, chosen_keys
 from fastdata.stores.prepare import Options
 
 if TYPE_CHECKING:
@@ -85,16 +85,12 @@ class CachedDataset(PreparedDataset):
         columns: Mapping[str, str | Sequence[str]] | None = None,
         **options: Unpack[DatasetOptions],
     ) -> None:
-        chosen, chosen_columns = (
-            read_options(CachedDataset, options),
-            None if columns is None else Columns.of(columns),
-        )
+        chosen = read_options(CachedDataset, options)
+        chosen_columns = None if columns is None else chosen_keys(columns)
         self._pair_transform = _checked(transforms, transform, target_transform)
         if _are_paths(dataset):
             # 20 ms, which only files of others take.
-            from fastdata.sources.formats import (
-                open_dataset,
-            )
+            from fastdata.sources.formats import open_dataset
 
             only = None if chosen_columns is None else chosen_columns.names
             found = open_dataset(dataset, chosen.storage_options, only)

@@ -33,42 +33,39 @@ around: 50,000 files in 100 folders of a local disk take 37 ms in one thread, 61
 torchvision 65 ms."""
 
 
+# What items are
+
+
 @dataclass(frozen=True, slots=True)
 class ItemKeys:
-    """What items are that are no pairs, and how sample and target become one of them, or a batch.
+    """Items that are no pairs: how they split into sample and target, and are joined again.
 
-    Of dicts the keys, in their order, and whose value is the sample; the rest is the target: the
-    value of the one other key, else a dict. Of tuples the first value is the sample, and the
-    others, a tuple, are the target. Where there is no other value, the target is 0.
+    The sample of a dict is the value of ``image``; the target is the value of the other key, or a
+    dict of several. The sample of a tuple is its first value; the target is a tuple of the others.
+    Where there is no other value, the target is 0.
     """
 
     names: tuple[str, ...]
     image: str
     kind: Literal["dict", "tuple", "alone"] = "dict"
 
-    def __post_init__(self) -> None:
-        if self.names.count(self.image) != 1:
-            raise ValueError(f"{self.image!r} is not one of the different keys {self.names}")
-
     def split(self, item: Any) -> tuple[Any, Any]:
         if self.kind == "alone":
             return item, 0
         if self.kind == "tuple":
             return item[0], tuple(item[1:]) or 0
-        others = {name: item[name] for name in self.names}
-        sample = others.pop(self.image)
+        others = {name: item[name] for name in self.names if name != self.image}
+        target = others
         if len(others) == 1:
-            [others] = others.values()
-        return sample, others
+            [target] = others.values()
+        return item[self.image], target
 
     def join(self, sample: Any, target: Any) -> Any:
         """The item again; or a batch of them, whose tuples are lists as in ``default_collate``."""
         if self.kind == "alone":
             return sample
         if self.kind == "dict":
-            others = target
-            if len(self.names) == 2:
-                others = dict.fromkeys(self.names, target)
+            others = dict.fromkeys(self.names, target) if len(self.names) == 2 else target
             return {name: sample if name == self.image else others[name] for name in self.names}
         if len(self.names) > 1:
             return type(target)((sample, *target))
@@ -77,7 +74,7 @@ class ItemKeys:
 
 @dataclass(frozen=True, slots=True)
 class IndexedKeys:
-    """Items with the sample's index as their last value: of targets (target, index), or lists."""
+    """Items with the sample's index as their last value; their target is (target, index)."""
 
     keys: ItemKeys | None
 
@@ -101,48 +98,24 @@ class IndexedKeys:
 ItemForm = ItemKeys | IndexedKeys
 
 
-@dataclass(frozen=True, slots=True)
-class Columns:
-    """The keys of dicts whose values are sample and target; of several targets a dict is made."""
+def chosen_keys(columns: Mapping[str, Any]) -> ItemKeys:
+    """The keys of a dict that are asked for as sample and target.
 
-    sample: str
-    target: str | list[str]
-
-    @classmethod
-    def of(cls, names: Mapping[str, Any]) -> Columns:
-        target = names.get("target")
-        if isinstance(target, tuple | list) and all(isinstance(name, str) for name in target):
-            target = list(target)
-        sample = names.get("sample")
-        if len(names) != 2 or not isinstance(sample, str) or not target:
-            raise ValueError(
-                f"columns={names!r} does not say which are sample and target. Give their names, "
-                "or a list of several for the target: "
-                "columns={'sample': 'image', 'target': 'label'}."
-            )
-        return cls(sample, target)
-
-    @property
-    def names(self) -> list[str]:
-        targets = [self.target] if isinstance(self.target, str) else self.target
-        return [self.sample, *targets]
-
-    def split(self, item: Any, which: str) -> tuple[Any, Any]:
-        if not isinstance(item, Mapping):
-            raise TypeError(
-                f"{which} is {kind_of(item)}, and columns= chooses of a dict; leave it out"
-            )
-        missing = [repr(name) for name in self.names if name not in item]
-        if missing:
-            there = ", ".join(map(repr, item))
-            raise KeyError(f"{which} has no {', '.join(missing)} of columns=; there are {there}")
-        if isinstance(self.target, str):
-            return item[self.sample], item[self.target]
-        return item[self.sample], {name: item[name] for name in self.target}
+    Raises:
+        ValueError: it is not said which is which.
+    """
+    target: Any = columns.get("target")
+    names = [columns.get("sample"), *([target] if isinstance(target, str) else target or ())]
+    if len(columns) != 2 or len(names) < 2 or not all(isinstance(name, str) for name in names):
+        raise ValueError(
+            f"columns={columns!r} does not say which are sample and target. Give their names, or a "
+            "list of several for the target: columns={'sample': 'image', 'target': 'label'}."
+        )
+    return ItemKeys(tuple(map(str, names)), str(names[0]))
 
 
 class Source(Protocol):
-    """Samples by index in [0, len), each read anew whenever it is asked for.
+    """Samples by index in [0, len), each read again whenever it is asked for.
 
     ``read`` gives (sample, target), from several threads at once if the source's parts allow it.
     ``expect`` says which ones this process reads next: worth something where reading is waiting.
@@ -157,20 +130,21 @@ class Source(Protocol):
     def path(self, index: int) -> str | None: ...
 
 
-@dataclass(eq=False, repr=False)
 class FileSource:
     """One file per sample, opened by ``loader``; paths and targets are read by index only."""
 
     keys: ClassVar[ItemKeys | None] = None
 
-    paths: Sequence[str]
-    targets: Sequence[Any]
-    loader: Callable[[str], Any]
-
-    def __post_init__(self) -> None:
-        count = len(self.targets)
-        if len(self.paths) != count:
-            raise ValueError(f"{len(self.paths)} paths but {count} targets; each sample needs both")
+    def __init__(
+        self, paths: Sequence[str], targets: Sequence[Any], loader: Callable[[str], Any]
+    ) -> None:
+        if len(paths) != len(targets):
+            raise ValueError(
+                f"{len(paths)} paths but {len(targets)} targets; each sample needs both"
+            )
+        self.paths = paths
+        self.targets = targets
+        self.loader = loader
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -188,7 +162,11 @@ class FileSource:
             return stream.read()
 
     def opened_by(self, loader: Callable[[str], Any]) -> Self:
-        return self.over({"loader": loader})  # what one expects the other reads
+        return self.over({"loader": loader})
+
+    def as_bytes(self) -> Self:
+        """The files as they are, unopened: uint8 (bytes,)."""
+        return self.opened_by(_read_bytes)
 
     def columns_of(self, indices: Sequence[int]) -> dict[str, Any]:
         """What is known of these samples, for ``over`` in another process."""
@@ -197,14 +175,10 @@ class FileSource:
         return {"paths": paths, "targets": targets}
 
     def over(self, columns: Mapping[str, Any]) -> Self:
-        """The same over other samples; columns are read by index only."""
+        """The same with other attributes; columns of samples are read by index only."""
         other = copy.copy(self)
         vars(other).update(columns)
         return other
-
-    def as_bytes(self) -> Self:
-        """The files as they are, unopened: uint8 (bytes,)."""
-        return self.opened_by(_read_bytes)
 
     def size_bytes(self, index: int) -> int:
         """Size of the file of sample ``index``; 0 where there is none."""
@@ -229,10 +203,10 @@ class RemoteFiles(FileSource):
     Args:
         place: that all or most of them lie below.
         paths: URLs.
-        facts: of each file ``sizes`` and ``tags``, int64 (N,); -1 where they are not known. A file
-            that comes in another size was changed since it was listed, which is an error.
         targets, loader: as of ``FileSource``. A loader of the user's own gets the path of a
             temporary copy.
+        facts: ``sizes`` and ``tags``, int64 (N,); -1 where they are not known. A file that comes
+            in another size was changed since it was listed, which is an error.
     """
 
     def __init__(
@@ -267,10 +241,7 @@ class RemoteFiles(FileSource):
             return self.loader(str(copied))
 
     def read_bytes(self, index: int) -> bytes:
-        coming = self._coming.here().pop(index, None)
-        if coming is None:
-            coming = self._submit(index)
-        return coming.result()
+        return self._coming.take(index, self._submit).result()
 
     def columns_of(self, indices: Sequence[int]) -> dict[str, Any]:
         facts = {}
@@ -300,10 +271,7 @@ class RemoteFiles(FileSource):
 def place_of(place: Place, url: str) -> tuple[Place, str]:
     """The place and the name there of a file that most likely lies below ``place``."""
     name = url.removeprefix(f"{place.url}/")
-    if name != url:
-        return place, name
-    folder, _, name = url.rpartition("/")
-    return place.beside(folder), name
+    return (place, name) if name != url else place.beside(url).apart()
 
 
 class DatasetSource:
@@ -312,14 +280,13 @@ class DatasetSource:
     With ``columns`` the items are dicts, of which those named are sample and target.
     """
 
-    keys: ItemKeys | None = None
-    _has_keys = False
-    """Whether an item was read, so that ``keys`` are those of all."""
-
-    def __init__(self, dataset: Any, columns: Columns | None = None) -> None:
+    def __init__(self, dataset: Any, columns: ItemKeys | None = None) -> None:
         _check_dataset(dataset)
         self.dataset = dataset
         self.columns = columns
+        self.keys: ItemKeys | None = None
+        self._form: str | None = None  # of the items read so far
+        self.is_remote: bool = getattr(dataset, "is_remote", False)  # of formats.py
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -330,36 +297,21 @@ class DatasetSource:
         if isinstance(item, Mapping):
             item = {name: _opened(value) for name, value in item.items()}
         if self.columns is not None:
-            return self.columns.split(item, which)
-        self._check_keys(item, which)
+            _check_columns_of(item, self.columns, which)
+            return self.columns.split(item)
+        form = _form_of(item)
+        if self._form is None:
+            self.keys = _keys_of(item, which)
+            self._form = form
+        if form != self._form:
+            raise TypeError(f"{which} is {form}, others are {self._form}. Give all items one form.")
         if self.keys is not None:
             return self.keys.split(item)
         sample, target = item
         return sample, target
 
-    def _check_keys(self, item: Any, which: str) -> None:
-        """Hold an item against those before it; of a dict what its image is follows from one."""
-        if not self._has_keys:
-            self.keys = _keys_of(item, which)
-            self._has_keys = True
-        keys = self.keys
-        is_dict = isinstance(item, dict)
-        if is_dict and keys is not None and keys.kind == "dict":
-            if set(item) != set(keys.names):
-                others = ", ".join(keys.names)
-                raise TypeError(f"{which} has the keys {', '.join(item)}, another one {others}")
-        elif is_dict or _keys_of(item, which) != keys:
-            size = f" of length {len(item)}" if isinstance(item, tuple | list) else ""
-            raise TypeError(
-                f"{which} is {kind_of(item)}{size}, others are not. Give all items one form."
-            )
-
-    @property
-    def is_remote(self) -> bool:
-        return getattr(self.dataset, "is_remote", False)
-
     def expect(self, indices: Sequence[int]) -> None:
-        if self.is_remote:  # of formats/
+        if self.is_remote:
             self.dataset.expect(indices)
 
     def path(self, index: int) -> str | None:
@@ -409,31 +361,48 @@ def _opened(value: Any) -> Any:
     return decode_image(value["bytes"])
 
 
+def _check_columns_of(item: Any, columns: ItemKeys, which: str) -> None:
+    if not isinstance(item, Mapping):
+        raise TypeError(f"{which} is {kind_of(item)}, and columns= chooses of a dict; leave it out")
+    missing = [name for name in columns.names if name not in item]
+    if missing:
+        there = ", ".join(map(repr, item))
+        raise KeyError(f"{which} has no {missing[0]!r} of columns=; there are {there}")
+
+
+def _form_of(item: Any) -> str:
+    if isinstance(item, dict):
+        return f"a dict of {', '.join(sorted(map(str, item)))}"
+    if isinstance(item, tuple | list):
+        return f"a tuple of length {len(item)}"
+    return "an image alone" if _is_alone(item) else kind_of(item)
+
+
+def _is_alone(item: Any) -> bool:
+    return isinstance(item, torch.Tensor | np.ndarray) or is_image(item)
+
+
 def _keys_of(item: Any, which: str) -> ItemKeys | None:
     """None for a pair."""
     if isinstance(item, dict):
-        return _keys_of_dict(item, which)
+        images = [name for name, value in item.items() if is_image(value)]
+        if len(images) == 1 and all(isinstance(name, str) for name in item):
+            return ItemKeys(tuple(item), images[0])
+        listed = ", ".join(map(str, images or item))
+        raise TypeError(
+            f"{which} is a dict with {'the images' if images else 'no image among'} {listed}; one "
+            "under a name is needed: a PIL image, array or tensor. Wrap the dataset in one whose "
+            "__getitem__ returns ((image, mask), target), or say which it is: "
+            "columns={'sample': 'image', 'target': 'label'}, or the like."
+        )
     if isinstance(item, tuple | list):
         names = tuple(map(str, range(len(item))))
         return None if len(item) == 2 else ItemKeys(names, "0", "tuple")
-    if isinstance(item, torch.Tensor | np.ndarray) or is_image(item):
+    if _is_alone(item):
         return ItemKeys(("0",), "0", "alone")
     raise TypeError(
         f"{which} is {kind_of(item)}, not a (sample, target) pair, a tuple, a dict with an image "
         "or an image. Wrap the dataset in one whose __getitem__ returns one of these."
-    )
-
-
-def _keys_of_dict(item: dict[Any, Any], which: str) -> ItemKeys:
-    images = [name for name, value in item.items() if is_image(value)]
-    if len(images) == 1 and all(isinstance(name, str) for name in item):
-        return ItemKeys(tuple(item), images[0])
-    listed = ", ".join(map(str, images or item))
-    raise TypeError(
-        f"{which} is a dict with {'the images' if images else 'no image among'} {listed}; one "
-        "under a name is needed: a PIL image, array or tensor. Wrap the dataset in one whose "
-        "__getitem__ returns ((image, mask), target), or say which it is: "
-        "columns={'sample': 'image', 'target': 'label'}, or the like."
     )
 
 
@@ -464,8 +433,6 @@ def scan_folder(
     Order and errors are torchvision's. Links are followed. Folders that are slow to list, as over a
     network, are listed in parallel threads; ``is_valid_file`` runs in the calling thread, in order.
     """
-    if not isinstance(root, Place):
-        root = os.path.expanduser(root)
     if class_to_idx is None:
         _, class_to_idx = find_classes(root)
     elif not class_to_idx:
@@ -474,14 +441,14 @@ def scan_folder(
         raise ValueError(
             "Both extensions and is_valid_file cannot be None or not None at the same time"
         )
-    endings = extensions
-    if not isinstance(extensions, str | None):
-        endings = tuple(extensions)
+    endings = extensions if isinstance(extensions, str | None) else tuple(extensions)
+    if is_valid_file is None:
+        is_valid_file = bool  # any path is one
     samples: list[tuple[str, int]] = []
     empty: list[str] = []
     names = sorted(class_to_idx)
     for name, paths in zip(names, _list_classes(root, names, endings), strict=True):
-        valid = [path for path in paths if is_valid_file is None or is_valid_file(path)]
+        valid = list(filter(is_valid_file, paths))
         samples += zip(valid, repeat(class_to_idx[name]), strict=False)
         if not valid:
             empty.append(name)
@@ -495,33 +462,22 @@ def scan_folder(
 
 
 def _list_classes(root: AnyPath, names: list[str], endings: Endings) -> Iterator[list[str]]:
-    if isinstance(root, Place) and root.is_remote:
-        return _list_remote(root, names, endings)
-    return _list_folders([os.path.join(root, name) for name in names], endings)
-
-
-def _list_remote(place: Place, names: list[str], endings: Endings) -> Iterator[list[str]]:
-    """In the order of ``_list_files``, all folders at once."""
-    for future in [place.submit_find(name) for name in names]:
-        files = [entry.name for entry in future.result()]
-        files.sort(key=os.path.split)
-        yield [place.at(name) for name in files if _ends(name, endings)]
-
-
-def _list_folders(tops: list[str], endings: Endings) -> Iterator[list[str]]:
     """List folders in turn, the rest in threads once listing has waited more than it worked."""
-    idle_s = 0.0
+    if isinstance(root, Place) and root.is_remote:
+        yield from _list_remote(root, names, endings)
+        return
+    tops = [os.path.join(os.path.expanduser(root), name) for name in names]
+    begun_s = _idle_s()
     for position, top in enumerate(tops, start=1):
-        begun_s = time.perf_counter()
-        begun_work_s = time.thread_time()
-        listing = _list_files(top, endings)
-        worked_s = time.thread_time() - begun_work_s
-        idle_s += time.perf_counter() - begun_s - 2 * worked_s
-        yield listing
-        if idle_s > SCAN_PATIENCE_S and len(tops) > position + 1:
+        yield _list_files(top, endings)
+        if _idle_s() - begun_s > SCAN_PATIENCE_S:
             with ThreadPoolExecutor(SCAN_THREADS) as threads:
                 yield from threads.map(_list_files, tops[position:], repeat(endings))
             return
+
+
+def _idle_s() -> float:
+    return time.perf_counter() - 2 * time.thread_time()
 
 
 def _list_files(top: str, endings: Endings) -> list[str]:
@@ -531,6 +487,14 @@ def _list_files(top: str, endings: Endings) -> list[str]:
         prefix = os.path.join(folder, "")
         paths += [prefix + name for name in sorted(names) if _ends(name, endings)]
     return paths
+
+
+def _list_remote(place: Place, names: list[str], endings: Endings) -> Iterator[list[str]]:
+    """In the order of ``_list_files``, all folders at once."""
+    for future in [place.submit_find(name) for name in names]:
+        files = [entry.name for entry in future.result()]
+        files.sort(key=os.path.split)
+        yield [place.at(name) for name in files if _ends(name, endings)]
 
 
 def _ends(name: str, endings: Endings) -> bool:
@@ -557,27 +521,39 @@ class Manifest(NamedTuple):
     classes: list[str] | None
 
 
-class _Table(NamedTuple):
+@dataclass(frozen=True)
+class _Table:
     """Columns by name. Messages call it ``title``, its rows ``row`` and a number: ``line 3``."""
 
     title: str
     row: str
     numbers: Sequence[int]
-    columns: Mapping[str, Sequence[Any]]
+    columns: dict[str, list[Any]]
 
     def where(self, index: int, column: str) -> str:
         return f"{self.title}, {self.row} {self.numbers[index]}, column {column!r}"
 
     def texts(self, column: str) -> list[str]:
-        texts = [_text(value) for value in self.columns[column]]
-        if "" in texts:
-            raise ValueError(f"{self.where(texts.index(''), column)}: the value is missing")
+        texts = []
+        for index, value in enumerate(self.columns[column]):
+            text = str(value).strip()
+            if not text or (text in _MISSING and not isinstance(value, str)):
+                raise ValueError(f"{self.where(index, column)}: the value is missing")
+            texts.append(text)
         return texts
 
-
-def _text(value: Any) -> str:
-    text = str(value).strip()
-    return "" if text in _MISSING and not isinstance(value, str) else text
+    def numbers_of(self, column: str, texts: list[str]) -> np.ndarray:
+        """int64 where all are whole numbers, else float64."""
+        if not all(map(_WHOLE.fullmatch, texts)):
+            return np.array(texts).astype(np.float64)
+        for index, text in enumerate(texts):
+            if is_wide(int(text)):
+                raise ValueError(
+                    f"{self.where(index, column)}: {text} is beyond int64, the widest whole "
+                    "numbers that torch has. Pass such numbers through as id=, or write names, "
+                    f"such as 'class_{text}'."
+                )
+        return np.array(list(map(int, texts)), np.int64)
 
 
 def read_manifest(
@@ -590,11 +566,14 @@ def read_manifest(
 ) -> Manifest:
     """Read paths and targets from what ``ImageManifest`` takes; see there."""
     labels = [label] if isinstance(label, str) else label or ()
-    names = [file, *labels]
-    if id is not None:
-        names.append(id)
-    names = list(dict.fromkeys(names))
-    table, folder = _read_table(manifest, names, storage_options)
+    names = list(dict.fromkeys([file, *labels] if id is None else [file, *labels, id]))
+    folder = ""
+    if hasattr(manifest, "columns"):
+        table = _read_frame(manifest, names)
+    elif isinstance(manifest, str | os.PathLike):
+        table, folder = _read_csv(manifest, names, storage_options)
+    else:
+        table = _read_list(manifest, names)
     if not table.numbers:
         below = " below its header line" if table.row == "line" else ""
         raise ValueError(f"{table.title} lists no samples{below}")
@@ -617,75 +596,69 @@ def read_manifest(
     return Manifest(paths, targets, classes)
 
 
-def _read_table(
-    manifest: Any, names: list[str], storage_options: Mapping[str, Any] | None
+def _read_csv(
+    path: AnyPath, names: list[str], storage_options: Mapping[str, Any] | None
 ) -> tuple[_Table, str]:
     """The columns, and the folder that paths in them start from."""
-    if not isinstance(manifest, str | os.PathLike):
-        read = _read_frame if hasattr(manifest, "columns") else _read_list
-        return read(manifest, names), ""
-    if is_url(manifest):
-        place, name = Place(manifest, storage_options).apart()
-        text = io.TextIOWrapper(io.BytesIO(place.read(name)), encoding="utf-8-sig", newline="")
-        return _read_csv(place.at(name), text, names), place.url
-    path = os.path.expanduser(manifest)
-    with open(path, newline="", encoding="utf-8-sig") as stream:
-        return _read_csv(path, stream, names), os.path.dirname(path)
+    if is_url(path):
+        place, name = Place(path, storage_options).apart()
+        data = io.BytesIO(place.read(name))
+        with io.TextIOWrapper(data, encoding="utf-8-sig", newline="") as stream:
+            return _parse_csv(place.at(name), stream, names), place.url
+    title = os.path.expanduser(os.fsdecode(path))
+    with open(title, encoding="utf-8-sig", newline="") as stream:
+        return _parse_csv(title, stream, names), os.path.dirname(title)
 
 
-def _read_csv(title: str, stream: TextIO, names: list[str]) -> _Table:
-    reader = csv.reader(stream)
-    rows = []
+def _parse_csv(title: str, stream: TextIO, names: list[str]) -> _Table:
+    reader = csv.DictReader(stream, restval="")
+    columns: dict[str, list[Any]] = {name: [] for name in names}
     numbers = []
     try:
-        header = next(reader, [])
-        places = [_place_of_column(title, header, name) for name in names]
-        for cells in filter(None, reader):
-            if len(cells) > len(header):
+        header = list(reader.fieldnames or ())
+        _check_columns(title, header, names)
+        for row in reader:
+            numbers.append(reader.reader.line_num)
+            if None in row:
                 raise ValueError(
-                    f"{title}, line {reader.line_num}: {len(cells)} values for {len(header)} "
-                    'columns. Put quotes around a value that holds a comma: "a,b.jpg".'
+                    f"{title}, line {reader.reader.line_num}: {len(header) + len(row[None])} values for "
+                    f"{len(header)} columns. Put quotes around a value that holds a comma: "
+                    '"a,b.jpg".'
                 )
-            cells += [""] * (len(header) - len(cells))
-            rows.append([cells[place].strip() for place in places])
-            numbers.append(reader.line_num)
+            for name in names:
+                columns[name].append(row[name].strip())
     except csv.Error as broken:
-        raise ValueError(f"{title}, line {reader.line_num}: {broken}") from broken
+        raise ValueError(f"{title}, line {reader.reader.line_num}: {broken}") from broken
     except UnicodeDecodeError as broken:
         raise ValueError(
-            f"{title} is not UTF-8 text after line {reader.line_num}; save it as UTF-8"
+            f"{title} is not UTF-8 text after line {reader.reader.line_num}; save it as UTF-8"
         ) from broken
-    return _Table(title, "line", numbers, _by_name(names, rows))
+    return _Table(title, "line", numbers, columns)
 
 
-def _by_name(names: list[str], rows: list[Any]) -> dict[str, Sequence[Any]]:
-    return dict(zip(names, zip(*rows, strict=True), strict=False))
-
-
-def _place_of_column(title: str, header: list[str], name: str) -> int:
-    if header.count(name) == 1:
-        return header.index(name)
-    there = ", ".join(map(repr, header)) or "none, the file is empty"
-    problem = "no column" if name not in header else "several columns"
-    raise ValueError(
-        f"{title} has {problem} {name!r}; its columns are: {there}. Choose with file= and label=, "
-        "or label=None where there are no labels."
-    )
+def _check_columns(title: str, there: list[str], names: list[str]) -> None:
+    for name in names:
+        if there.count(name) != 1:
+            listed = ", ".join(map(repr, there)) or "none, the file is empty"
+            problem = "several columns" if name in there else "no column"
+            raise ValueError(
+                f"{title} has {problem} {name!r}; its columns are: {listed}. Choose with file= and "
+                "label=, or label=None where there are no labels."
+            )
 
 
 def _read_frame(frame: Any, names: list[str]) -> _Table:
     """Of pandas, or any library whose frames have ``columns``, each by its name, as Polars."""
     title = f"the {type(frame).__name__}"
-    for name in names:
-        _place_of_column(title, list(frame.columns), name)
-    columns = {name: list(frame[name]) for name in names}
-    return _Table(title, "row", range(len(frame)), columns)
+    _check_columns(title, list(frame.columns), names)
+    return _Table(title, "row", range(len(frame)), {name: list(frame[name]) for name in names})
 
 
 def _read_list(samples: Iterable[Any], names: list[str]) -> _Table:
     if isinstance(samples, Mapping) or not isinstance(samples, Iterable):
         raise TypeError(
-            f"a manifest is the path of a CSV file, a frame, or a list of samples, not {kind_of(samples)}"
+            "a manifest is the path of a CSV file, a frame, or a list of samples, not "
+            f"{kind_of(samples)}"
         )
     rows = [(row,) if isinstance(row, str | os.PathLike) else row for row in samples]
     for index, row in enumerate(rows):
@@ -695,21 +668,26 @@ def _read_list(samples: Iterable[Any], names: list[str]) -> _Table:
                 "order. Leave out what there is not by label=None and id=None, or give a frame or "
                 "the path of a CSV file."
             )
-    return _Table("the list", "item", range(len(rows)), _by_name(names, rows))
+    columns = {name: [row[place] for row in rows] for place, name in enumerate(names)}
+    return _Table("the list", "item", range(len(rows)), columns)
 
 
 def _read_labels(table: _Table, label: str) -> tuple[Any, list[str] | None]:
     """Targets, and the class names where labels are names."""
-    arrays = table.columns[label]
-    values = [value.tolist() if hasattr(value, "tolist") else value for value in arrays]
-    table = table._replace(columns={label: values})
+    values = [
+        value.tolist() if hasattr(value, "tolist") else value for value in table.columns[label]
+    ]
+    table.columns[label] = values
     if isinstance(values[0], tuple | list):
-        return _read_lists(table, label), None
+        try:
+            vectors = torch.tensor(values)
+            return (vectors.long() if vectors.dtype == torch.bool else vectors), None
+        except (ValueError, TypeError, RuntimeError) as problem:
+            raise ValueError(f"{table.title}, column {label!r}: {problem}") from problem
     texts = table.texts(label)
     is_number = [_NUMBER.fullmatch(text) is not None for text in texts]
     if all(is_number):
-        column = _numbers(table, label, texts)
-        return column.tolist(), None
+        return table.numbers_of(label, texts).tolist(), None
     if any(is_number):
         name = is_number.index(False)
         number = is_number.index(True)
@@ -720,18 +698,6 @@ def _read_labels(table: _Table, label: str) -> tuple[Any, list[str] | None]:
         )
     classes, targets = np.unique(np.array(texts, object), return_inverse=True)
     return targets.tolist(), classes.tolist()
-
-
-def _read_lists(table: _Table, label: str) -> torch.Tensor:
-    rows = table.columns[label]
-    count = len(rows[0])
-    for index, row in enumerate(rows):
-        if not isinstance(row, tuple | list) or len(row) != count:
-            raise ValueError(
-                f"{table.where(index, label)}: {row!r} are not {count} numbers as in the first"
-            )
-    names = [f"{label}[{position}]" for position in range(count)]
-    return _read_vectors(table._replace(columns=_by_name(names, list(rows))), names)
 
 
 def _read_vectors(table: _Table, names: Sequence[str]) -> torch.Tensor:
@@ -745,20 +711,6 @@ def _read_vectors(table: _Table, names: Sequence[str]) -> torch.Tensor:
                     f"{table.where(index, name)}: {text!r} is no number, and several labels are a "
                     "vector of numbers. Write numbers, or name one column of class names."
                 )
-        columns.append(_numbers(table, name, texts))
+        columns.append(table.numbers_of(name, texts))
     values = torch.from_numpy(np.stack(columns, axis=1))
     return values.float() if values.is_floating_point() else values
-
-
-def _numbers(table: _Table, column: str, texts: list[str]) -> np.ndarray:
-    """int64 where all are whole numbers, else float64."""
-    if not all(map(_WHOLE.fullmatch, texts)):
-        return np.array(texts).astype(np.float64)
-    for index, text in enumerate(texts):
-        if is_wide(int(text)):
-            raise ValueError(
-                f"{table.where(index, column)}: {text} is beyond int64, the widest whole numbers "
-                "that torch has. Pass such numbers through as id=, or write names, such as "
-                f"'class_{text}'."
-            )
-    return np.array(list(map(int, texts)), np.int64)

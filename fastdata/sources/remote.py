@@ -414,6 +414,11 @@ class Coming:
             self._pid, self._futures = os.getpid(), {}
         return self._futures
 
+    def take(self, index: int, submit: Callable[[int], Future[bytes]]) -> Future[bytes]:
+        """What was asked for, or is now."""
+        future = self.here().pop(index, None)
+        return submit(index) if future is None else future
+
     def expect(self, indices: Sequence[int], submit: Callable[[int], Future[bytes] | None]) -> None:
         """Ask for these, unless they are asked for, or ``submit`` finds that they cannot come by themselves."""
         coming = self.here()
