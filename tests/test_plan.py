@@ -175,14 +175,12 @@ class Chain:
     """A Compose of one's own."""
 
     def __init__(self, *parts: Any) -> None:
-        self.parts, self.is_short = list(parts), False
+        self.parts = list(parts)
 
     def __call__(self, image: Any) -> Any:
         for part in self.parts:
             image = part(image)
-        if self.is_short:
-            return image
-        return self.parts[-1](image)
+        return image
 
 
 class Generator:
@@ -195,22 +193,62 @@ class Generator:
         return [self.base_transform(x) for i in range(self.n_views)]
 
 
-class MoreViews(Generator):
+class Crops:
+    """DINO's crops."""
+
+    def __init__(self, first: Any, second: Any, local: Any, count: int) -> None:
+        self.global_transfo1, self.global_transfo2 = first, second
+        self.local_transfo, self.local_crops_number = local, count
+
     def __call__(self, image: Any) -> Any:
-        crops = [self.base_transform(image)]
-        for _ in range(self.n_views):
-            crops.append(self.base_transform(image))  # noqa: PERF401
+        crops = []
+        crops.append(self.global_transfo1(image))
+        crops.append(self.global_transfo2(image))
+        for _ in range(self.local_crops_number):
+            crops.append(self.local_transfo(image))  # noqa: PERF401
         return crops
 
 
-def test_loops_over_steps_are_seen_through() -> None:
-    """Neither a loop, a list that grows nor a condition on a plain value hides the steps; another value counts."""
+class TwoCrops:
+    """MoCo's pair."""
+
+    def __init__(self, base_transform: Any) -> None:
+        self.base_transform = base_transform
+
+    def __call__(self, x: Any) -> Any:
+        q = self.base_transform(x)
+        k = self.base_transform(x)
+        return [q, k]
+
+
+class Pair:
+    """VICReg's pair, of two transforms."""
+
+    def __init__(self, first: Any, second: Any) -> None:
+        self.transform, self.transform_prime = first, second
+
+    def __call__(self, sample: Any) -> Any:
+        x1 = self.transform(sample)
+        x2 = self.transform_prime(sample)
+        return x1, x2
+
+
+def test_published_wrappers_are_seen_through() -> None:
+    """What MoCo, SimCLR, VICReg and DINO write around their steps, under any names."""
     chain = Chain(v1.Resize(8), v1.RandomCrop(4))
-    assert parts(plan_transform(chain)) == (["Resize"], ["RandomCrop", "RandomCrop"], [])
-    chain.is_short = True
     assert parts(plan_transform(chain)) == (["Resize"], ["RandomCrop"], [])
-    assert len(plan_transform(Generator(Reference(), 3)).views) == 3
-    assert len(plan_transform(MoreViews(Reference(), 3)).views) == 4
+    one, other, local = Reference(), Reference(), Reference()
+    for transform, expected, kind in (
+        (TwoCrops(one), [one, one], list),
+        (Generator(one, 3), [one] * 3, list),
+        (Pair(one, other), [one, other], tuple),
+        (Crops(one, other, local, 2), [one, other, local, local], list),
+    ):
+        plan = plan_transform(transform)
+        assert (len(plan.views), plan.made) == (len(expected), kind)
+        crops = [view.batch_texts[0] for view in plan.views]
+        assert crops == [repr(each.transforms.transforms[1]) for each in expected]
+        assert plan.is_batched
 
 
 LOOKED_UP, LEADING = np.arange(256), Reference()

@@ -682,15 +682,12 @@ def halve(image: Any) -> Any:
 
 
 FLIP, OTHER_FLIP = v1.RandomHorizontalFlip(1.0), v1.RandomVerticalFlip(1.0)
+HALVED = v1.Compose([FLIP, halve, OTHER_FLIP, v1.ToTensor()])
+FLIPPED = v1.Compose([FLIP, v1.ToTensor()])
 SPLIT = {
-    "one view": Views(
-        v1.Compose([FLIP, halve, OTHER_FLIP, v1.ToTensor()]), v1.Compose([FLIP, v1.ToTensor()])
-    ),
+    "one view": Views(HALVED, FLIPPED),
     "both": Crops(v1.Compose([FLIP, v1.RandomApply([halve], 1.0), OTHER_FLIP, v1.ToTensor()])),
-    "a tuple": lambda image: (
-        SPLIT["one view"].transforms[0](image),
-        SPLIT["one view"].transforms[1](image),
-    ),
+    "a tuple": lambda image: (HALVED(image), FLIPPED(image)),
     "at the end": Views(
         v1.Compose([FLIP, v1.ToTensor(), lambda image: image / 2]),
         v1.Compose([FLIP, v1.ToTensor()]),

@@ -22,11 +22,12 @@ from torchvision import transforms as v1
 from torchvision.transforms import v2
 
 from fastdata.pixels import plan_transform
+from fastdata.pixels.compose import known_name
 from fastdata.pixels.core import constants
 from fastdata.pixels.draws import draw_integers, draw_uniform, sample_keys
 from fastdata.pixels.ops import child
 from fastdata.pixels.program import Program
-from fastdata.pixels.steps import READERS, known_name
+from fastdata.pixels.steps import READERS
 from test_transforms import EPOCH, SEED, ArrayStore, images, reference, to_array, to_form
 
 APIS = {"v1": v1, "v2": v2}

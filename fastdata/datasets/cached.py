@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from fastdata.datasets.dataset import DatasetOptions, PreparedDataset, read_options, show_options
 from fastdata.datasets.serving import Stored
+from fastdata.pixels.compose import flatten, is_random
 from fastdata.pixels.describe import describe_dataset
-from fastdata.pixels.steps import flatten, is_random
 from fastdata.report import warn_user
 from fastdata.sources import DatasetSource, Source, chosen_keys
 from fastdata.stores.prepare import Options

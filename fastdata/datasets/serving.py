@@ -34,9 +34,9 @@ from fastdata.pixels import (
     prepare_key,
     split_upright,
 )
+from fastdata.pixels.compose import cure_for, flatten, known_name
 from fastdata.pixels.images import OpenedImages, Resize, SampleSpec, decoder_of
 from fastdata.pixels.program import Program
-from fastdata.pixels.steps import cure_for, flatten, known_name
 from fastdata.report import log, warn_user
 from fastdata.sources import FileSource, Source
 from fastdata.stores.prepare import KeptSamples, Options, Prepared, is_fetched, read_path

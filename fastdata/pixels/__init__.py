@@ -1,10 +1,10 @@
-"""The user's transform: its split in three parts, the steps it is made of, and running them on whole batches.
+"""The user's transform: its split in three parts, its steps, and running them on whole batches.
 
-``ops`` and ``augment`` are steps as values, with what each draws for a batch; ``steps`` reads
-torchvision's and timm's as such, ``callables`` those of the user's; ``plan`` splits a transform;
-``cpu`` and ``device`` run its batch part.
+``compose`` says which steps a transform has, ``steps`` and ``augment`` read torchvision's and
+timm's as ``ops``, ``plan`` splits a transform; ``program`` and ``device`` run its batch part.
 """
 
+from fastdata.pixels.compose import Views
 from fastdata.pixels.plan import (
     StandardTransform,
     TransformPlan,
@@ -18,7 +18,6 @@ from fastdata.pixels.plan import (
     shape_after,
     split_upright,
 )
-from fastdata.pixels.steps import Views
 
 __all__ = [
     "StandardTransform",

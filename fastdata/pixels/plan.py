@@ -10,24 +10,20 @@ from textwrap import shorten
 from typing import Any, Literal
 
 from fastdata.pixels import core
-from fastdata.pixels.describe import describe, name_of
-from fastdata.pixels.images import Form, Resize
-from fastdata.pixels.ops import Op, size_after
-from fastdata.pixels.steps import (
-    State,
-    UnknownStepError,
+from fastdata.pixels.compose import (
     Views,
     flatten,
-    interpolation_name,
     is_preparable,
     is_random,
     is_reforming,
     joint_steps,
     known_name,
-    pair,
-    recognise,
     run_steps,
 )
+from fastdata.pixels.describe import describe, name_of
+from fastdata.pixels.images import Form, Resize
+from fastdata.pixels.ops import Op, size_after
+from fastdata.pixels.steps import State, UnknownStepError, interpolation_name, pair, recognise
 
 Step = Callable[[Any], Any]
 _SHOWN_LETTERS = 100

@@ -1,132 +1,40 @@
-"""The steps that fastdata knows, recognised by class name and read as ops: torchvision's, v1 and v2, and timm's.
+"""The steps that fastdata knows, read as ops: ``READERS`` has one function for each name.
 
-Neither is ever imported: a step counts as theirs only if its class is exactly one of theirs, so
-that a user's subclass stays the user's.
+A reader looks at the attributes of the user's object, and gives the state of samples after it, or
+says why it has to run as it is.
 """
 
 from __future__ import annotations
 
 import math
-import sys
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
-from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 
 from fastdata.pixels.augment import read_augment, read_timm_op
-from fastdata.pixels.callables import (
-    DINO_BLUR,
-    MOCO_BLUR,
-    VICREG_BLUR,
-    VICREG_SOLARIZATION,
-    is_like,
-    read_calls,
+from fastdata.pixels.compose import (
+    Views,
+    changed_part,
+    flatten,
+    is_library,
+    is_v2,
+    joint_steps,
+    known_name,
+    names_in,
+    seen_through,
 )
 from fastdata.pixels.images import Form, tensor_class
 from fastdata.pixels.ops import MODES, Cast, Domain, Fill, Op, child, choice, domain_name, sequence
 
-_DETERMINISTIC = frozenset(
-    {"Resize", "CenterCrop", "Grayscale", "Pad", "RGB", "Identity", "exif_transpose"}
-)
-_REFORMING = frozenset({"ToImage", "PILToTensor", "ToPureTensor", "timm.MaybePILToTensor"})
-_REPEATABLE = {
-    *(
-        "ClampBoundingBoxes",
-        "ClampKeyPoints",
-        "ConvertBoundingBoxFormat",
-        "ConvertImageDtype",
-        "FiveCrop",
-    ),
-    *(
-        "LinearTransformation",
-        "Normalize",
-        "SanitizeBoundingBoxes",
-        "SanitizeKeyPoints",
-        "SetClampingMode",
-        "TenCrop",
-    ),
-    *(
-        "ToDtype",
-        "ToPILImage",
-        "ToTensor",
-        "UniformTemporalSubsample",
-        *_DETERMINISTIC,
-        *_REFORMING,
-    ),
-}
-"""Torchvision's steps that do the same to the same sample each time."""
-_RANDOM = {
-    *(
-        "AugMix",
-        "AutoAugment",
-        "ColorJitter",
-        "CutMix",
-        "ElasticTransform",
-        "GaussianNoise",
-        "MixUp",
-        "ScaleJitter",
-    )
-}
-"""Those that draw, beside all whose names begin with Rand or Trivial."""
-_RANGES = {"GaussianBlur": "sigma", "JPEG": "quality", "RandomRotation": "degrees"}
-"""Those that draw from a range, and the attribute that holds it."""
 _PIL_INTERPOLATIONS = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")
 _TENSOR_INTERPOLATIONS = ("nearest", "nearest-exact", "bilinear", "bicubic")
-_MASK_DTYPES = {
-    torch.int64: "int64",
-    torch.int32: "int32",
-    torch.float32: "float32",
-    torch.uint8: "uint8",
-}
+_MASK_DTYPES = ("int64", "int32", "float32", "uint8")
+_FLOATS = ("float32", "float64", "float16", "bfloat16")
 _ERASE_MODE = 6
 """Place among an erasing's numbers of what it fills with: 0, its fill; 1 and 2, normal numbers."""
-_FLOATS = {
-    torch.float32: "float32",
-    torch.float64: "float64",
-    torch.float16: "float16",
-    torch.bfloat16: "bfloat16",
-}
-
-
-class Views:
-    """Several transforms of one image: what each makes of it, in a list, as contrastive training takes it.
-
-    As ``transform=`` or the last step of one, batches are lists of one stacked tensor for each
-    transform, whose shapes need not agree. All of them are made of the same prepared samples, by
-    draws of their own. Anywhere else, as in torchvision's datasets, it is a callable like others.
-
-    Args:
-        transforms: each is called with the image; one may stand there several times.
-
-    Example:
-        >>> crops = Views(lambda image: image + 1, *[lambda image: image * 2] * 2)
-        >>> crops(5)
-        [6, 10, 10]
-    """
-
-    def __init__(self, *transforms: Any) -> None:
-        if not transforms:
-            raise ValueError("Views() needs one transform or more")
-        self.transforms = transforms
-        self.kind: type = list
-
-    def __call__(self, image: Any) -> Any:
-        return self.kind(run_steps(transform, image) for transform in self.transforms)
-
-    def __repr__(self) -> str:
-        return f"Views({', '.join(map(repr, self.transforms))})"
-
-
-def run_steps(transform: Any, sample: Any) -> Any:
-    """Call a transform, or those of a tuple one after the other."""
-    for step in transform if type(transform) is tuple else (transform,):
-        sample = step(sample)
-    return sample
 
 
 class UnknownStepError(Exception):
@@ -179,220 +87,58 @@ class State:
         return replace(self, ops=(*self.ops, op))
 
 
-def flatten(transform: Any) -> tuple[Any, ...]:
-    """List the steps of a transform: of nested Compose and Sequential, of several in a tuple, a single one, or None.
-
-    Functions, and objects with a ``__call__`` or ``forward`` of their own, are seen through where
-    they do nothing but call steps one after the other, as a lambda around a Compose and
-    torchvision's reference presets. One that returns several such results, as MoCo's two crops, is
-    read as ``Views``.
-    """
-    if transform is None:
-        return ()
-    is_sequence = type(transform) is torch.nn.Sequential and not _changed_part(
-        transform, torch.nn.Module
-    )
-    parts: Any = transform if is_sequence or type(transform) is tuple else None
-    name = None if parts is not None else known_name(transform)
-    if name == "Compose":
-        parts = transform.transforms
-    elif name == "ImageClassification" or type(transform).__module__.startswith("albumentations."):
-        if transform not in _INSTEAD:
-            _INSTEAD[transform] = _preset_steps(transform) if name else (_Named(transform),)
-        parts = _INSTEAD[transform]
-    elif name == "Lambda" and getattr(transform, "types", (object,)) == (object,):
-        parts = _called(transform.lambd)
-    elif name is None and parts is None:
-        parts = _called(transform)
-    return (
-        (transform,) if parts is None else tuple(step for part in parts for step in flatten(part))
-    )
-
-
-def joint_steps(transforms: Any) -> tuple[Any, ...]:
-    """The steps of v2's nested Compose: whatever else ``flatten`` sees through takes one sample at a time."""
-    if known_name(transforms) != "Compose" or not _is_v2(transforms):
-        return (transforms,)
-    return tuple(step for part in transforms.transforms for step in joint_steps(part))
-
-
-_INSTEAD: weakref.WeakKeyDictionary[Any, tuple[Any, ...]] = weakref.WeakKeyDictionary()
-"""Steps that stand for one of the user's; kept, so that they are the same at each call."""
-
-
-def _preset_steps(preset: Any) -> tuple[Any, ...]:
-    """The steps of what ``weights.transforms()`` gives, torchvision's transforms/_presets.py."""
-    theirs = sys.modules["torchvision.transforms"]  # which the preset is a part of
-    resize = theirs.Resize(
-        preset.resize_size, interpolation=preset.interpolation, antialias=preset.antialias
-    )
-    convert = theirs.PILToTensor(), theirs.ConvertImageDtype(torch.float)
-    return (
-        resize,
-        theirs.CenterCrop(preset.crop_size),
-        *convert,
-        theirs.Normalize(preset.mean, preset.std),
-    )
-
-
-@dataclass(frozen=True)
-class _Named:
-    """An albumentations transform, which takes arrays by name and gives dicts, as a step."""
-
-    step: Any
-
-    def __call__(self, image: Any) -> Any:
-        return self.step(image=np.asarray(image))["image"]
-
-    def __repr__(self) -> str:
-        return repr(self.step)
-
-
-def _called(call: Any) -> tuple[Any, ...] | None:
-    """What a callable calls one after the other, where it does nothing else; None where it does or nothing is known."""
-    function, owner = (
-        (call.__func__, call.__self__) if isinstance(call, MethodType) else (call, None)
-    )
-    if not isinstance(function, FunctionType):
-        kind, owner = type(call), call
-        function = getattr(kind, "__call__", None)  # noqa: B004
-        if function is torch.nn.Module.__call__:
-            function = None if _changed_part(call, torch.nn.Module) else kind.forward
-    read = read_calls(function, owner) if isinstance(function, FunctionType) else None
-    if read is None:
-        return None
-    made, each = read
-    if made is None:
-        return each[0]
-    views = Views(*each)
-    views.kind = made
-    return (views,)
-
-
-_OF_STEPS = {"RandomApply", "RandomChoice", "RandomOrder"}
-
-
-def known_name(step: Any) -> str | None:
-    """Class name of torchvision's own transforms, of timm's after ``"timm."``, name of ImageOps' functions; else None.
-
-    A step that was changed on the object itself is nobody's but the user's. A class that says
-    ``__torchvision_equal__ = "RandomCrop"`` is taken at its word: same attributes, same pixels.
-    """
-    kind = type(step)
-    if getattr(step, "__module__", None) == "PIL.ImageOps":
-        return str(step.__name__)
-    if kind.__module__.startswith("torchvision.transforms"):
-        return None if _changed_part(step, kind) else kind.__name__
-    if kind.__module__.startswith("timm.data"):
-        return None if _changed_part(step, kind) else f"timm.{kind.__name__}"
-    # Vars: a subclass is not equal any more.
-    name: str | None = vars(kind).get("__torchvision_equal__")
-    return name
-
-
-def _changed_part(step: Any, kind: type) -> str:
-    """What an object has in the place of its class's, or what runs around it as a hook; empty if nothing."""
-    held: dict[str, Any] = getattr(step, "__dict__", {})
-    names = _names_of(kind)
-    if not names.isdisjoint(held):
-        return next(name for name in held if name in names)
-    return "forward hook" if held.get("_forward_pre_hooks") or held.get("_forward_hooks") else ""
-
-
-@cache
-def _names_of(kind: type) -> frozenset[str]:
-    return frozenset(dir(kind))
-
-
-def is_preparable(step: Any) -> bool:
-    """Whether a step may run once per sample, before it is stored: it is deterministic and keeps uint8."""
-    return known_name(step) in _DETERMINISTIC or is_reforming(step)
-
-
-def is_random(step: Any) -> bool | None:
-    """Whether a step draws at random; None where that is not known."""
-    if type(step) is Views:
-        drawn = {is_random(each) for transform in step.transforms for each in flatten(transform)}
-        return True if True in drawn else None if None in drawn else False
-    name = known_name(step)
-    if name is None:
-        return None
-    if name in _RANGES:
-        return len(set(getattr(step, _RANGES[name]))) > 1
-    plain = name.removeprefix("timm.")
-    if plain in _RANDOM or plain.startswith(("Rand", "Trivial")):
-        return True
-    return False if name in _REPEATABLE else None
-
-
-def is_reforming(step: Any) -> bool:
-    """Whether a step changes what a uint8 sample is, and none of its values."""
-    name = known_name(step)
-    return name in _REFORMING or (
-        name in ("ToDtype", "ConvertImageDtype") and step.dtype == torch.uint8
-    )
-
-
 def recognise(step: Any, at: int, state: State) -> State:
     """Read one of the user's objects: the state after it, with its ops, whose draws ``at`` numbers.
 
     Raises:
         UnknownStepError: it has to run as it is.
     """
-    reader = READERS.get(known_name(step) or "")
     _refuse(type(step) is Views, "gives several views, which only the last step may")
-    if reader is None and _published_values(step):
-        reader = _published
-    if reader is None:
-        if type(step).__module__.startswith(("torchvision.transforms", "timm.data")):
-            changed = _changed_part(step, type(step))
-            _refuse(changed, f"has a {changed} of its own, which fastdata does not see through")
-        inner = next((name for name in ("transforms", "transform") if hasattr(step, name)), None)
-        hidden = f", and does more than to call its {inner!r}; give that itself" if inner else ""
-        raise UnknownStepError(f"is not a known batch op{hidden}")
-    if state.is_beside:
-        reader = _beside(step, state)
-    elif state.kind in ("array", "mask", "video"):
-        raise UnknownStepError(f"gets {state.kind}s, which are no images to batch ops")
     try:
+        reader = READERS.get(known_name(step) or "")
+        published = None if reader else seen_through(step, "blur")
+        if published is not None:
+            return _published(published, at, state)
+        if reader is None:
+            raise UnknownStepError(_why_unknown(step))
+        if state.is_beside:
+            return _read_beside(step, at, state, reader)
+        _refuse(
+            state.kind in ("array", "mask", "video"),
+            f"gets {state.kind}s, which are no images to batch ops",
+        )
         return reader(step, at, state)
     except (AttributeError, TypeError, ValueError) as unread:
         raise UnknownStepError(f"has arguments that are not served: {unread}") from unread
 
 
-_CUTTING = {
-    *(
-        "CenterCrop",
-        "Pad",
-        "RandomCrop",
-        "RandomHorizontalFlip",
-        "RandomResize",
-        "RandomResizedCrop",
-    ),
-    *(
-        "RandomShortestSize",
-        "RandomVerticalFlip",
-        "Resize",
-        "RandomApply",
-        "RandomChoice",
-        "RandomOrder",
-        "ToDtype",
-    ),
-}
-_WARPING = {"RandomAffine", "RandomPerspective", "RandomRotation"}
-"""With the former what v2 does to masks as well, drawn once for both; others leave these as they
-are."""
+def _why_unknown(step: Any) -> str:
+    changed = changed_part(step) if is_library(step) else ""
+    if changed:
+        return f"has a {changed} of its own, which fastdata does not see through"
+    for name in ("transforms", "transform"):
+        if hasattr(step, name):
+            does = f"does more than to call its {name!r}; give that itself"
+            return f"is not a known batch op, and {does}"
+    return "is not a known batch op"
 
 
-def _beside(step: Any, state: State) -> _Reader:
-    """The reader of what v2 does to a mask beside its image."""
-    name = known_name(step) or ""
-    _refuse(not _is_v2(step), "is not of torchvision.transforms.v2, and takes no masks")
-    _refuse(READERS[name] is _auto_augment, "does not accept masks")
+_MOVING = names_in(
+    "CenterCrop Pad RandomAffine RandomApply RandomChoice RandomCrop RandomHorizontalFlip "
+    "RandomOrder RandomPerspective RandomResize RandomResizedCrop RandomRotation "
+    "RandomShortestSize RandomVerticalFlip Resize ToDtype"
+)
+"""What v2 does to masks as well, drawn once for both; others leave these as they are."""
+
+
+def _read_beside(step: Any, at: int, state: State, reader: _Reader) -> State:
+    """Read what v2 does to a mask beside its image."""
+    _refuse(not is_v2(step), "is not of torchvision.transforms.v2, and takes no masks")
+    _refuse(reader is _auto_augment, "does not accept masks")
+    name = known_name(step)
     if name == "ToPureTensor":
-        return lambda step, at, state: replace(state, kind="tensor")
-    moves = name in _CUTTING | _WARPING and state.kind == "mask"
-    return READERS[name] if moves else lambda step, at, state: state
+        return replace(state, kind="tensor")
+    return reader(step, at, state) if name in _MOVING and state.kind == "mask" else state
 
 
 # Geometry
@@ -410,7 +156,7 @@ def _random_crop(step: Any, at: int, state: State) -> State:
     _movable(state)
     height, width = pair(step.size)
     borders = _borders(step.padding)
-    if _is_v2(step) and step.padding is not None:
+    if is_v2(step) and step.padding is not None:
         left, right, top, bottom = step.padding
         borders = _borders((left, top, right, bottom))
     pads_more = bool(step.pad_if_needed)
@@ -418,7 +164,7 @@ def _random_crop(step: Any, at: int, state: State) -> State:
     fill: Fill = (0,)
     if pads_more or any(borders):
         border, fill = _border(step, state)
-        if not _is_v2(step) and border[0] != "PAD_CONSTANT" and any(borders) and pads_more:
+        if not is_v2(step) and border[0] != "PAD_CONSTANT" and any(borders) and pads_more:
             # v1 pads the padded image again, v2 pads once by the sum; it shows in all modes but
             # constant.
             state, borders = (
@@ -622,65 +368,13 @@ def _erasing(step: Any, at: int, state: State) -> State:
     return state.add(Op("OP_ERASE", at, (*counts, 0, 0, 0, 0, mode), ranges, fill or (0.0,)))
 
 
-# Published callables of PIL images: the op, the range of its number, and the probability
-
-_PUBLISHED: dict[str, Callable[[Any], tuple[str, float, float, float]]] = {
-    MOCO_BLUR: lambda held: ("OP_BOX_BLUR", held.sigma[0], held.sigma[1], 1.0),
-    VICREG_BLUR: lambda held: ("OP_BOX_BLUR", 0.1, 2.0, held.p),
-    VICREG_SOLARIZATION: lambda held: ("OP_SOLARIZE", 128.0, 128.0, held.p),
-    DINO_BLUR: lambda held: ("OP_BOX_BLUR", held.radius_min, held.radius_max, held.prob),
-}
-
-
-def _published_values(step: Any) -> Callable[[Any], tuple[str, float, float, float]] | None:
-    return next((values for source, values in _PUBLISHED.items() if is_like(step, source)), None)
-
-
-def _published(step: Any, at: int, state: State) -> State:
-    values = _published_values(step)
-    assert values is not None
-    code, low, high, p = values(SimpleNamespace(**vars(step)))
+def _published(values: tuple[str, float, float, float], at: int, state: State) -> State:
+    """Of what people publish for PIL images: the op, the range of its number, and the probability."""
+    code, low, high, p = values
     _refuse(_colours(state).kind != "pil" or state.is_beside, "takes PIL images only")
     _refuse(not 0 <= low <= high, f"blurs by {low} to {high} px")
     number = _number(code, child(at, 0), "pil", float(low), float(high))
     return state.add(choice(at, [(number,)], [float(p)]))
-
-
-_INSTEAD_OF = {
-    "gaussianblur": "torchvision.transforms.GaussianBlur(23, (0.1, 2.0)), its kernel a tenth of the side,",
-    "solarization": "torchvision.transforms.RandomSolarize(128, p)",
-    "solarize": "torchvision.transforms.RandomSolarize(128, p)",
-    "equalize": "torchvision.transforms.RandomEqualize(p)",
-}
-
-
-def cure_for(step: Any) -> tuple[str, Views | None]:
-    """What to write in the place of a step that is not served, as far as its names tell; and the views it may hold."""
-    inner = step.transforms if known_name(step) in _OF_STEPS else ()
-    for part in (step, *flatten(tuple(inner))):
-        kind: Any = type(part)
-        called = part if isinstance(part, FunctionType) else kind.__call__
-        words = {
-            kind.__name__,
-            *(called.__code__.co_names if isinstance(called, FunctionType) else ()),
-        }
-        names = {word.lower() for word in words}
-        found = next((served for name, served in _INSTEAD_OF.items() if name in names), None)
-        if found:
-            return f"Write {found} in its place, which is served.", None
-    held = {
-        name: value
-        for name, value in getattr(step, "__dict__", {}).items()
-        if known_name(value) == "Compose"
-    }
-    if held and known_name(step) is None:
-        each = "*[its {}] * 2" if len(held) == 1 else ", ".join(["its {}"] * len(held))
-        views = Views(*held.values(), *(held.values() if len(held) == 1 else ()))
-        return (
-            f"If it makes views of an image, write fastdata.Views({each.format(*held)}) in its place.",
-            views,
-        )
-    return "", None
 
 
 # Automatic augmentation
@@ -744,7 +438,7 @@ def _reform(step: Any, at: int, state: State) -> State:
         "makes NumPy arrays (timm's fast collate then stacks them); use MaybePILToTensor",
     )
     if state.kind != "pil":
-        _refuse(not (_is_v2(step) or name.startswith("Maybe")), "does not accept tensors")
+        _refuse(not (is_v2(step) or name.startswith("Maybe")), "does not accept tensors")
         return state
     state = replace(state, kind="tensor")
     return (
@@ -757,8 +451,9 @@ def _reform(step: Any, at: int, state: State) -> State:
 def _dtype(step: Any, at: int, state: State) -> State:
     is_to_dtype, dtype = known_name(step) == "ToDtype", _of_kind(step.dtype, state, "dtypes")
     if state.is_beside and dtype is not None and isinstance(step.dtype, dict):
-        _refuse(state.floats or dtype not in _MASK_DTYPES, f"converts masks to {dtype}")
-        return replace(state, floats=(Cast(_MASK_DTYPES[dtype]).op(at),))
+        name = _dtype_name(dtype)
+        _refuse(state.floats or name not in _MASK_DTYPES, f"converts masks to {dtype}")
+        return replace(state, floats=(Cast(name).op(at),))
     if dtype is None or state.is_beside:
         return state
     if state.kind == "pil":
@@ -767,13 +462,17 @@ def _dtype(step: Any, at: int, state: State) -> State:
     if dtype == getattr(torch, state.dtype):
         return state
     _refuse(state.dtype != "uint8", f"converts {state.dtype} to {dtype}")
-    scaling = "multiply" if _is_v2(step) else "divide"
+    scaling = "multiply" if is_v2(step) else "divide"
     return _cast(at, state, dtype, "none" if is_to_dtype and not step.scale else scaling)
 
 
 def _cast(at: int, state: State, dtype: Any, scaling: str) -> State:
-    _refuse(dtype not in _FLOATS, f"converts to {dtype}")
-    return state.add(Cast(_FLOATS[dtype], scaling).op(at))
+    _refuse(_dtype_name(dtype) not in _FLOATS, f"converts to {dtype}")
+    return state.add(Cast(_dtype_name(dtype), scaling).op(at))
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _normalize(step: Any, at: int, state: State) -> State:
@@ -792,7 +491,7 @@ def _normalize(step: Any, at: int, state: State) -> State:
     mean, std = mean * (count // len(mean)), std * (count // len(std))
     (op, *others), cast = state.floats, state.cast
     assert cast is not None
-    normalization = tuple(mean), tuple(std), _is_v2(step) and not step.inplace
+    normalization = tuple(mean), tuple(std), is_v2(step) and not step.inplace
     cast = replace(cast, normalizations=(*cast.normalizations, normalization))
     return replace(state, floats=(cast.op(op.at), *(_normalized(op, mean, std) for op in others)))
 
@@ -903,9 +602,6 @@ READERS: dict[str, _Reader] = {
 }
 
 
-_KNOWN = frozenset({*READERS, *_DETERMINISTIC, *_REFORMING})
-
-
 # Arguments
 
 
@@ -924,17 +620,9 @@ def interpolation_name(mode: Any) -> str:
     return name
 
 
-def _core_filter(name: str) -> str:
-    return name.upper().replace("-", "_")
-
-
 def _refuse(wrong: Any, reason: str) -> None:
     if wrong:
         raise UnknownStepError(reason)
-
-
-def _is_v2(step: Any) -> bool:
-    return type(step).__module__.startswith("torchvision.transforms.v2")
 
 
 def _uint8(state: State) -> State:
@@ -968,7 +656,7 @@ def _of_kind(value: Any, state: State, what: str) -> Any:
 def _domain(step: Any, state: State) -> Domain:
     if state.kind == "pil":
         return "pil"
-    return "v2" if _is_v2(step) else "v1"
+    return "v2" if is_v2(step) else "v1"
 
 
 def _filters(step: Any, state: State, interpolation: Any) -> tuple[str, str]:
@@ -984,7 +672,7 @@ def _filters(step: Any, state: State, interpolation: Any) -> tuple[str, str]:
         domain != "pil" and "nearest" not in name and not step.antialias,
         "resizes tensors without antialias",
     )
-    return _core_filter(name), domain_name(domain)
+    return name.upper().replace("-", "_"), domain_name(domain)
 
 
 def _warped(step: Any, state: State) -> dict[str, Any]:
@@ -995,7 +683,14 @@ def _warped(step: Any, state: State) -> dict[str, Any]:
     if name not in ("nearest", "bilinear", "bicubic") or (domain != "pil" and name == "bicubic"):
         raise UnknownStepError(f"has interpolation={name!r}")
     is_filled = _drawn_fill(step, state) is not None
-    numbers = (0, _core_filter(name), domain_name(domain), int(_is_v2(step)), int(is_filled), 0)
+    numbers = (
+        0,
+        name.upper().replace("-", "_"),
+        domain_name(domain),
+        int(is_v2(step)),
+        int(is_filled),
+        0,
+    )
     return {"n": numbers, "fill": _fill(step, state, "pil", "constant") if is_filled else (0,)}
 
 

@@ -45,7 +45,7 @@ from fastdata.machine.memory import (
     tree_pss_bytes,
     usable_cores,
 )
-from fastdata.pixels.steps import flatten as flatten_steps
+from fastdata.pixels.compose import flatten as flatten_steps
 from fastdata.report import EngineKind
 from fastdata.tools import output
 from fastdata.tools.measure import (
