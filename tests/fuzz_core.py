@@ -177,7 +177,9 @@ def _serve(fuzz: Fuzz, table: core.Table, image: np.ndarray) -> str:
         table, fuzz.values(channels, dtype), out.ctypes.data, out.shape[1:], solved
     )
     source = np.array([image.ctypes.data], np.int64)
-    core.serve(core.Samples(source, image.shape), core.Keys(0, 0, index), [served])
+    core.serve(
+        core.Samples(source, image.shape), core.Keys(0, np.zeros(1, np.int64), index), [served]
+    )
     return "served"
 
 

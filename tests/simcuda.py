@@ -1018,9 +1018,10 @@ class Sim:
         def any_like(model: Any, *, pin_memory: bool = False, **options: Any) -> Any:
             return self.pinned_like(model) if pin_memory else empty_like(model, **options)
 
-        def overwriting(ring: Any, shape: Any, dtype: Any) -> Any:
-            lent = take(ring, shape, dtype)
-            buffer = lent.reshape(-1).view(np.uint8)
+        def overwriting(ring: Any, shape: Any, dtype: Any, channels_last: bool = False) -> Any:
+            lent = take(ring, shape, dtype, channels_last)
+            lying = lent.transpose(0, 2, 3, 1) if channels_last else lent
+            buffer = lying.reshape(-1).view(np.uint8)
             weakref.finalize(lent, self.given_back, _whole(buffer)[: buffer.nbytes]).atexit = False
             return lent
 

@@ -56,8 +56,8 @@ DOORS = {
 MOST_NODES = 178_000
 MOST_NODES_PER_LINE = 7
 MOST_FILES = 71
-MOST_LINES = 29_500
-MOST_LINES_OF_A_CLASS = 390
+MOST_LINES = 29_800
+MOST_LINES_OF_A_CLASS = 405
 MOST_LINES_OF_A_FILE = 1_240
 WALKS = {  # calls, files, moves; the goals: 900, 14, 120; 45, 6, 14; 60, 6
     "root until the first batch": (2_200, 31, 1_200),

@@ -58,12 +58,14 @@ class IndexBatch(list[int]):
         seed: the dataset's, or the epoch's base seed.
         draws: what a ``collate_fn`` draws from, wherever the batch is made; None where no loader
             counts batches.
+        channels_last: whether images are to lie so in memory, where they can be served so.
     """
 
     positions: np.ndarray
     visits: np.ndarray
     seed: int
     draws: DrawKey | None = None
+    channels_last: bool = False
 
     @classmethod
     def of(
@@ -523,6 +525,28 @@ def flatten(batch: Any) -> tuple[list[Any], Build]:
     numbered: dict[int, tuple[int, Any]] = {}
     build = _flatten(batch, numbered)
     return [tensor for _, tensor in numbered.values()], build or (lambda _: batch)
+
+
+def as_channels_last(batch: Any) -> Any:
+    """The batch with its tensors of four dimensions in ``torch.channels_last``; as it is where they are."""
+    tensors, build = flatten(batch)
+    converted = [
+        tensor.contiguous(memory_format=torch.channels_last)
+        if isinstance(tensor, torch.Tensor) and tensor.ndim == 4
+        else tensor
+        for tensor in tensors
+    ]
+    return batch if _are_same(tensors, converted) else build(converted)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ChannelsLast:
+    """A ``collate_fn`` whose batches come ``as_channels_last``."""
+
+    func: Callable[[Any], Any]  # named as a partial's, by which fastdata's own are known
+
+    def __call__(self, samples: Any) -> Any:
+        return as_channels_last(self.func(samples))
 
 
 def _flatten(value: Any, numbered: dict[int, tuple[int, Any]]) -> Build | None:

@@ -35,7 +35,7 @@ from fastdata.datasets.batch import (
     rows_of,
     stacked,
 )
-from fastdata.datasets.ring import Ring
+from fastdata.datasets.ring import Ring, laid_out
 from fastdata.errors import ChannelsError, RemoteError, StoreGoneError, counted, sample_error
 from fastdata.machine.shared import SampleTable, collate_targets
 from fastdata.pixels import TransformPlan
@@ -389,20 +389,26 @@ class Reader(_Frozen):
 
     def _tensors(self, batch: IndexBatch, ring: Ring | None = None) -> list[torch.Tensor]:
         """Whole batches, one for each lane."""
-        outs = self.room(len(batch), ring)
+        outs = self.room(len(batch), ring, channels_last=batch.channels_last)
         self.read_into(outs, batch)
         return self.as_tensors(outs)
 
-    def room(self, count: int, ring: Ring | None) -> list[np.ndarray]:
+    def room(
+        self, count: int, ring: Ring | None, *, channels_last: bool = False
+    ) -> list[np.ndarray]:
         """Memory for whole batches of so many samples, one for each lane."""
         outputs = self.outputs
         assert outputs is not None
-        if len(outputs) > 1:
-            return _take([((count, *shape), dtype) for shape, dtype in outputs], ring)
-        shape, dtype = outputs[0]
-        return [
-            np.empty((count, *shape), dtype) if ring is None else ring.take((count, *shape), dtype)
-        ]
+        channels_last = channels_last and self.can_write_channels_last
+        if len(outputs) == 1 and ring is not None:
+            shape, dtype = outputs[0]
+            return [ring.take((count, *shape), dtype, channels_last)]
+        return _take([((count, *shape), dtype) for shape, dtype in outputs], ring, channels_last)
+
+    @property
+    def can_write_channels_last(self) -> bool:
+        pairs = zip(self._programs, self.outputs or (), strict=False)
+        return all(program.can_write_channels_last(shape) for program, (shape, _) in pairs)
 
     def read_into(
         self, outs: list[np.ndarray], batch: IndexBatch, rows_B: np.ndarray | None = None
@@ -660,12 +666,10 @@ class DeviceBatch(NamedTuple):
 
 
 def _take(
-    wanted: list[tuple[tuple[int, ...], np.dtype[Any]]], ring: Ring | None
+    wanted: list[tuple[tuple[int, ...], np.dtype[Any]]], ring: Ring | None, channels_last: bool
 ) -> list[np.ndarray]:
     """Memory for arrays of these shapes and dtypes: one piece of the ring's, or fresh."""
     take = np.empty if ring is None else ring.take
-    if len(wanted) == 1:
-        return [take(*wanted[0])]
     counts = [math.prod(shape) for shape, _ in wanted]
     sizes = [count * dtype.itemsize for count, (_, dtype) in zip(counts, wanted, strict=True)]
     ends = np.cumsum([-(-size // _ALIGN_BYTES) * _ALIGN_BYTES for size in sizes]).tolist()
@@ -674,6 +678,6 @@ def _take(
     whole = take((ends[-1],), np.dtype(np.uint8)).data
     parts = zip(wanted, counts, [0, *ends], strict=False)
     return [
-        np.frombuffer(whole, dtype, count, start).reshape(shape)
+        laid_out(np.frombuffer(whole, dtype, count, start), shape, channels_last)
         for (shape, dtype), count, start in parts
     ]

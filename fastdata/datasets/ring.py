@@ -58,6 +58,15 @@ _UNCOUNTED = ""  # token of a parcel that holds nothing that could travel throug
 _NOTHING = np.empty(0, np.uint8)
 
 
+def laid_out(values: np.ndarray, shape: tuple[int, ...], channels_last: bool) -> np.ndarray:
+    """Memory as an array of this shape; (B, C, h, w) may lie as (B, h, w, C)."""
+    if not channels_last:
+        return values.reshape(shape)
+    count, channels, height, width = shape
+    lying: np.ndarray = values.reshape(count, height, width, channels).transpose(0, 3, 1, 2)
+    return lying
+
+
 class _Loan(weakref.ref[np.ndarray]):
     """An array that was lent; what is called when it dies runs no line of Python.
 
@@ -96,13 +105,15 @@ class BatchRing:
     def bytes_held(self) -> int:
         return sum(self._grown_bytes)
 
-    def take(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    def take(
+        self, shape: tuple[int, ...], dtype: np.dtype, channels_last: bool = False
+    ) -> np.ndarray:
         size_bytes = math.prod(shape) * dtype.itemsize
         try:
             loan = self._free.pop()
         except IndexError:
             self.fresh_count += 1
-            return np.empty(shape, dtype)
+            return laid_out(np.empty(math.prod(shape), dtype), shape, channels_last)
         buffer: np.ndarray | None = None
         if loan is not None:
             del self._loans[id(loan)]
@@ -111,7 +122,8 @@ class BatchRing:
             old_bytes = 0 if buffer is None else buffer.nbytes
             buffer = self._allocate(size_bytes)
             self._grown_bytes.append(buffer.nbytes - old_bytes)
-        lent = buffer[:size_bytes].view(dtype).reshape(shape)
+        values = buffer[:size_bytes].view(dtype)
+        lent = laid_out(values, shape, True) if channels_last else values.reshape(shape)
         loan = _Loan(lent, self._free.append)
         loan.buffer = buffer
         self._loans[id(loan)] = loan
@@ -206,14 +218,14 @@ class WorkerRing:
             self  # it gathers its batches straight into a slot, by ``take``
         )
 
-    def take(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    def take(
+        self, shape: tuple[int, ...], dtype: np.dtype, channels_last: bool = False
+    ) -> np.ndarray:
         self._begin()
-        memory = self._reserve(math.prod(shape) * dtype.itemsize)
-        return (
-            np.empty(shape, dtype)
-            if memory is None
-            else np.frombuffer(memory, dtype).reshape(shape)
-        )
+        count = math.prod(shape)
+        memory = self._reserve(count * dtype.itemsize)
+        values = np.empty(count, dtype) if memory is None else np.frombuffer(memory, dtype)
+        return laid_out(values, shape, channels_last)
 
     def send(self, collate: Callable[[Any], Any], samples: Any) -> Parcel:
         if self._filled is None:

@@ -27,9 +27,9 @@ from torch.utils.data import (
 )
 from torch.utils.data import dataloader as torch_loader
 
-from fastdata.datasets.batch import DrawKey, collate
+from fastdata.datasets.batch import ChannelsLast, DrawKey, as_channels_last, collate
 from fastdata.datasets.dataset import PreparedDataset, latest_reader, own_reader
-from fastdata.datasets.ring import BatchRing
+from fastdata.datasets.ring import BatchRing, RingCollate
 from fastdata.datasets.serving import fallback_notice
 from fastdata.errors import kind_of
 from fastdata.loaders import epochs
@@ -97,6 +97,9 @@ class DataLoader(_TorchLoader[_T_co]):
       batch more: for evaluation. The order follows from the dataset's ``seed`` (None: 0) and the
       epoch, which is counted; a state goes on with another number of ranks, workers, or another
       ``batch_size``. A ``sampler`` or ``batch_sampler`` of your own is taken as it is.
+    - ``memory_format``: with ``torch.channels_last`` tensors of four dimensions come so in memory,
+      as a model in that format wants them. Whole batches are written so at once; others are
+      converted.
 
     ``print(loader.report())`` says how batches are read and why, and how the latest epoch went.
 
@@ -130,7 +133,9 @@ class DataLoader(_TorchLoader[_T_co]):
         in_order: bool = True,
         workers: Literal["auto", "thread", "process"] = "auto",
         distributed: Literal["off", "auto", "exact"] = "off",
+        memory_format: torch.memory_format = torch.contiguous_format,
     ) -> None:
+        _collating(None, memory_format)  # which refuses others
         if workers not in ("auto", "thread", "process"):
             raise ValueError(f"workers={workers!r} is not one of 'auto', 'thread', 'process'")
         if distributed not in ("off", "auto", "exact"):
@@ -156,6 +161,7 @@ class DataLoader(_TorchLoader[_T_co]):
         arguments = {name: value for name, value in locals().items() if name in _TORCHS}
         self.workers = workers
         self.distributed = distributed
+        self.memory_format = memory_format
         self._served = LoaderView.find(dataset) if makes_batches else None
         self._ring: BatchRing | None = None
         self._share_begun = -1.0  # of the samples, that were prepared when the latest epoch began
@@ -206,6 +212,7 @@ class DataLoader(_TorchLoader[_T_co]):
             dataset=dataset,
             generator=torch.Generator() if progress.keeps_seed else self.generator,
             pin_memory=self.pin_memory and not (self._pinning.is_own_choice and is_prefetched),
+            collate_fn=_collating(self.collate_fn, self.memory_format),
         )
         with undisturbed() if progress.is_begun else nullcontext():
             if engine.kind == "process":
@@ -216,11 +223,13 @@ class DataLoader(_TorchLoader[_T_co]):
                     dataset=view.dataset,
                     lease=None if self._served is None or self._served.has_own else lease,
                     ring=ring,
-                    collate_fn=view.collate_fn,
+                    collate_fn=self.collate_fn,
                     in_thread=engine.workers > 0,
                 )
                 if read is not None:
                     maker = partial(_without_draws, read, ring)
+                elif self.memory_format is torch.channels_last:
+                    maker = partial(_made_channels_last, maker)
                 iterator = epochs.ThreadIter(view, progress, ring, maker, threads=engine.workers)
         iterator.tally = self._tally = Tally(engine, iterator.ring, self._pinning)
         iterator.lease = lease
@@ -264,7 +273,11 @@ class DataLoader(_TorchLoader[_T_co]):
     def _index_sampler(self) -> Any:
         if isinstance(self.dataset, IterableDataset):
             return super()._index_sampler
-        return self._checkpoints.indices(self.generator)
+        indices = self._checkpoints.indices(self.generator)
+        # A collate_fn of the user's own gets samples that lie as ever.
+        is_asked = self.memory_format is torch.channels_last
+        indices.channels_last = is_asked and self.collate_fn is collate
+        return indices
 
     def check_worker_number_rationality(self) -> None:
         """Warn of more worker processes than cores, as torch does; threads may be many."""
@@ -464,6 +477,24 @@ def _fallback_notice(dataset: PreparedDataset) -> str:
         f"{type(dataset).__name__}.{own} is called for each sample. Write what it does as transform= or "
         "target_transform= instead."
     )
+
+
+def _collating(collate_fn: Any, memory_format: torch.memory_format) -> Any:
+    """A ``collate_fn`` whose batches come in this format."""
+    if memory_format is torch.contiguous_format:
+        return collate_fn
+    if memory_format is not torch.channels_last:
+        raise ValueError(
+            f"memory_format={memory_format!r} is neither torch.contiguous_format nor "
+            "torch.channels_last"
+        )
+    if isinstance(collate_fn, RingCollate):
+        return RingCollate(ChannelsLast(collate_fn.collate), slots=collate_fn.slots)
+    return ChannelsLast(collate_fn)
+
+
+def _made_channels_last(maker: epochs.BatchMaker, indices: Any, draws: DrawKey) -> Any:
+    return as_channels_last(maker(indices, draws))
 
 
 def _without_draws(

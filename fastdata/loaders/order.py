@@ -121,7 +121,12 @@ class EpochIndices(Iterator[Any]):
     """The indices of the epoch that was begun last, from where it stands, and their draws.
 
     It does not hold the loader, which may hold an iterator of torch's that holds this.
+
+    Attributes:
+        channels_last: what batches of indices are told; see ``IndexBatch``.
     """
+
+    channels_last: bool = False
 
     def __init__(
         self,
@@ -206,6 +211,7 @@ class EpochIndices(Iterator[Any]):
         progress.draws = draws = DrawKey(self._seed, progress.epoch or 0, number)
         if isinstance(indices, IndexBatch):
             indices.draws = draws
+            indices.channels_last = self.channels_last
         return indices
 
     def _begin_epoch(self) -> None:

@@ -130,7 +130,7 @@ class CudaPrefetcher:
             cast to it on the device, before ``transform``; others, such as int64 labels, keep their
             dtype.
         channels_last: give tensors of four dimensions this memory format, on the device, before
-            ``transform``.
+            ``transform``; they also have it where the loader has ``memory_format``.
         batch_ops: where the batch ops of fastdata's loaders run, first of all. ``"auto"``: on the
             device, with the draws and pixels of the CPU (floats within 1e-6), if threads read whole
             batches and samples are not much larger as they are stored, which is how they are sent
@@ -178,7 +178,8 @@ class CudaPrefetcher:
         self.loader = loader
         self.device = _resolve_device(device)
         self.depth = depth
-        casts: dict[str, Any] = {"dtype": dtype, "channels_last": channels_last}
+        is_asked = channels_last or getattr(loader, "memory_format", None) is torch.channels_last
+        casts: dict[str, Any] = {"dtype": dtype, "channels_last": is_asked}
         self._finishing = {**casts, "transform": transform}
         self._ring: BatchRing | None = None
         self._live: weakref.WeakSet[Epoch] = weakref.WeakSet()

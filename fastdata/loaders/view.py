@@ -80,7 +80,8 @@ class JoinedReader:
 
     def __call__(self, batch: IndexBatch, ring: Ring | None = None) -> Any:
         first = self.readers[0]
-        outs = first.room(len(batch), ring)
+        can = batch.channels_last and all(each.can_write_channels_last for each in self.readers)
+        outs = first.room(len(batch), ring, channels_last=can)
         for number, row_B, piece in _pieces(batch, self.ends, self._seeds(batch)):
             self.readers[number].read_into(outs, piece, row_B)
         targets = None

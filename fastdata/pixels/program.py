@@ -25,14 +25,12 @@ _AHEAD = 4
 """Encoded samples that are decoded before the core takes them."""
 _PREPARED_BYTES = 4 << 20
 """Of images of one size that are prepared by one call."""
-_FLOAT16S = {"float16": np.dtype("float16"), "bfloat16": np.dtype("uint16")}
+_FLOAT16S = {"float16": "float16", "bfloat16": "uint16"}
 
 
 class Readable(Protocol):
     """The face of a store that serving needs."""
 
-    @property
-    def spec(self) -> SampleSpec: ...
     @property
     def gives_views(self) -> bool: ...
     def shape(self, index: int, /) -> Shape: ...
@@ -53,22 +51,24 @@ class Program:
     """
 
     def __init__(self, ops: tuple[Op, ...], spec: SampleSpec) -> None:
+        stored = spec.shape
         dimensions = (2, 3) if spec.form == "mask" else (3,)
-        if ops and (
-            spec.dtype != "uint8" or (spec.shape is not None and len(spec.shape) not in dimensions)
-        ):
+        is_image = spec.dtype == "uint8" and (stored is None or len(stored) in dimensions)
+        if ops and not is_image:
             raise ValueError(
-                f"batch ops need uint8 images (C, H, W), but the samples are {spec.dtype} of shape {spec.shape}. "
-                "Use batch_ops='off'."
+                f"batch ops need uint8 images (C, H, W), but the samples are {spec.dtype} of "
+                f"shape {stored}. Use batch_ops='off'."
             )
-        self._ops, self._spec = ops, spec
+        self._ops = ops
+        self._spec = spec
+        self._planes = None if stored is None else _planes(stored)
         cast = next((op.about for op in ops if op.code == "OP_CAST"), Cast(spec.dtype))
-        self._dtype = _FLOAT16S.get(cast.dtype) or np.dtype(cast.dtype)
+        self._dtype = np.dtype(_FLOAT16S.get(cast.dtype, cast.dtype))
         self._is_bfloat16 = cast.dtype == "bfloat16"
         # Of masks, to int64.
         self._is_widened = bool(ops) and cast.dtype.upper() not in core.constants()
-        self._cast = Cast("uint8") if self._is_widened else cast
-        self._values: dict[int, core.Values] = {}
+        made = Cast("uint8") if self._is_widened else cast
+        self._values = functools.cache(functools.partial(_make_values, cast=made))
         self._scratch = Scratch()
 
     @functools.cached_property
@@ -96,7 +96,13 @@ class Program:
             return None
         known = None if stored is None else (stored[-2], stored[-1])
         channels, size = self._table.size_after(_planes(sample_shape)[0], known)
-        return None if size is None else ((channels, *size)[3 - len(sample_shape) :], self._dtype)
+        if size is None:
+            return None
+        return (size if len(sample_shape) == 2 else (channels, *size)), self._dtype
+
+    def can_write_channels_last(self, shape: Shape) -> bool:
+        """Whether ``run`` serves samples of this shape into memory whose channels lie last."""
+        return bool(self._ops) and len(shape) == 3 and shape[0] <= core.MAX_CHANNELS
 
     def run(
         self,
@@ -108,38 +114,40 @@ class Program:
         rows_B: Int64s | None = None,
         others: Sequence[tuple[Program, Array]] = (),
     ) -> None:
-        """Serve a batch into the caller's memory, C-contiguous, of ``output``'s shape and dtype; filled completely.
+        """Serve a batch into the caller's memory, of ``output``'s shape and dtype; filled completely.
 
-        Draws are made from the seed and ``visits_B``, as of ``SharedVisits``: one for all samples,
-        or one for each. With ``rows_B`` samples are written to these rows of memory for more, and
-        no others. ``others`` serve the same samples into memory of their own, and none is decoded
-        again for them.
+        It is C-contiguous, or where ``can_write_channels_last`` as torch's channels_last. Draws are
+        made from the seed and ``visits_B``, as of ``SharedVisits``: one for all samples, or one for
+        each. With ``rows_B`` samples are written to these rows of memory for more, and no others.
+        ``others`` serve the same samples into memory of their own, and none is decoded again for
+        them.
 
         Raises:
             ValueError: an image is smaller than its crop, or not of the shape that ``out`` has room
                 for.
         """
-        with_ops = []
+        pairs = []
         for program, out in ((self, out_BChw), *others):
-            if not out.flags.c_contiguous:
-                raise ValueError("the memory for a batch must be C-contiguous")
             if program._ops:
-                with_ops.append((program, out))
+                pairs.append((program, out))
             elif rows_B is None:
                 store.gather_into(index_B, out)
             else:
                 for row, index in zip(rows_B.tolist(), index_B.tolist(), strict=True):
                     store.read_into(index, out[row])
-        if with_ops and len(index_B):
-            self._serve(store, _keys(seed, visits_B, index_B), with_ops, rows_B)
+        if pairs and len(index_B):
+            self._serve(store, _keys(seed, visits_B, index_B), pairs, rows_B)
 
     def run_one(self, store: Readable, index: int, visit: int | Int64s, seed: int) -> Array:
         """Serve one sample in fresh memory: the pixels that it has in a batch, in whatever shape it has."""
         if not self._ops:
             return np.array(store.read(index))
         keys = _keys(seed, visit, np.array([index], np.int64))
-        served: Array = self._serve(store, keys, [(self, None)])[0]
-        return served if len(store.shape(index)) == 3 else served[0]
+        shape = store.shape(index)
+        out_1Chw = self._empty(keys, np.array([_planes(shape)], np.int32))
+        self._serve(store, keys, [(self, out_1Chw)])
+        served: Array = out_1Chw[0]
+        return served if len(shape) == 3 else served[0]
 
     def run_images(
         self,
@@ -158,14 +166,17 @@ class Program:
         Raises:
             Exception: what ``images`` raise of a damaged one.
         """
-        if not len(index_B):
-            return np.empty(0, self._dtype) if out_BChw is None else out_BChw
-        return _serve_images(
-            [(self, out_BChw), *others], images, _keys(seed, visits_B, index_B), rows_B
-        )
+        keys = _keys(seed, visits_B, index_B)
+        out = self._empty(keys, images.shapes_B3) if out_BChw is None else out_BChw
+        if len(index_B):
+            _serve_images([(self, out), *others], images, keys, rows_B)
+        return out
 
     def prepare(self, images: OpenedImages) -> Iterator[Array]:
-        """Serve images by ops that draw nothing at random, each in its own size, which the next one may lie over."""
+        """Serve images by ops that draw nothing at random, each in its own size.
+
+        The next one may lie over it.
+        """
         count = len(images.shapes_B3)
         keys = _keys(0, 0, np.arange(count))
         _, shapes_after_B3 = self._table.draw(keys, images.shapes_B3)
@@ -173,8 +184,10 @@ class Program:
         first = 0
         while first < count:
             shape = shapes[first]
-            last = min(first + max(_PREPARED_BYTES // math.prod(shape), 1), count)
-            last = next((b for b in range(first, last) if shapes[b] != shape), last)
+            most = first + max(_PREPARED_BYTES // math.prod(shape), 1)
+            last = first
+            while last < min(most, count) and shapes[last] == shape:
+                last += 1
             out = self._scratch.take("prepared", (last - first, *shape))
             _serve_images([(self, out)], images, keys, np.arange(count) - first, first, last)
             yield from out
@@ -189,96 +202,90 @@ class Program:
         tensor = torch.from_numpy(served)
         return tensor.view(torch.bfloat16) if self._is_bfloat16 else tensor
 
+    def _empty(self, keys: core.Keys, shapes_B3: Int32s) -> Array:
+        """Memory for samples of these shapes, all of which come out in that of the first one."""
+        if not len(shapes_B3):
+            return np.empty(0, self._dtype)
+        _, shapes_after_B3 = self._table.draw(keys, shapes_B3)
+        return np.empty((len(shapes_B3), *shapes_after_B3[0].tolist()), self._dtype)
+
     def _serve(
-        self, store: Readable, keys: core.Keys, pairs: Sequence[_Pair], rows_B: Int64s | None = None
-    ) -> Array:
-        """Serve a batch of a store by several programs; gives the first one's."""
-        addresses = getattr(store, "addresses", None)
-        kept = store.read_all(keys.indices) if store.gives_views and addresses is None else []
-        indices = keys.indices.tolist() if self._spec.shape is None or not store.gives_views else []
-        shapes: Shape | Int32s
-        if self._spec.shape is not None:
-            shapes = _planes(self._spec.shape)
-        else:
-            each_shape = [image.shape for image in kept] or map(store.shape, indices)
-            shapes = np.array(list(map(_planes, each_shape)), np.int32)
+        self, store: Readable, keys: core.Keys, pairs: list[_Pair], rows_B: Int64s | None = None
+    ) -> None:
+        """Serve a batch of a store by several programs."""
+        index_B = keys.indices
         if store.gives_views:
-            sources_B = addresses_of(kept) if addresses is None else addresses(keys.indices)
-            return _call(pairs, core.Samples(sources_B, shapes), keys, rows_B)
-        files = getattr(store, "jpeg_files", lambda _: None)(keys.indices)
+            addresses = getattr(store, "addresses", None)
+            kept = store.read_all(index_B) if addresses is None else []
+            sources_B = addresses_of(kept) if addresses is None else addresses(index_B)
+            shapes = self._planes or _shapes_of(store, index_B)
+            _call(pairs, core.Samples(sources_B, shapes), keys, rows_B)
+            return
+        shapes_B3 = _shapes_of(store, index_B)
+        indices = index_B.tolist()
+        files = getattr(store, "jpeg_files", lambda _: None)(index_B)
         if files is not None:
-            shapes_B3 = _each_shape(shapes, len(indices))
             sources_B, sizes_B = files
             images = OpenedImages.stored(
                 sources_B, sizes_B, shapes_B3, lambda b: store.read(indices[b])
             )
-            return _serve_images(pairs, images, keys, rows_B)
+            _serve_images(pairs, images, keys, rows_B)
+            return
         decoded = [
-            self._scratch.take(f"decoded {b % _AHEAD}", store.shape(i))
-            for b, i in enumerate(indices)
+            self._scratch.take(f"decoded {b % _AHEAD}", store.shape(index))
+            for b, index in enumerate(indices)
         ]
-        samples = core.Samples(addresses_of(decoded), shapes)
-        for first in range(
-            0, len(decoded), _AHEAD
-        ):  # a few at a time, while their pixels are in the cache
+        samples = core.Samples(addresses_of(decoded), shapes_B3)
+        # A few at a time, while their pixels are in the cache.
+        for first in range(0, len(decoded), _AHEAD):
             last = min(first + _AHEAD, len(decoded))
             for b in range(first, last):
                 store.read_into(indices[b], decoded[b])
-            out = _call(pairs, samples, keys, rows_B, first, last)
-        return out
+            _call(pairs, samples, keys, rows_B, first, last)
 
-    def _values_for(self, channels: int) -> core.Values:
-        if channels not in self._values:
-            self._values[channels] = _make_values(channels, self._cast)
-        return self._values[channels]
+    def _served(self, out: Array, samples: core.Samples, keys: core.Keys) -> core.Served:
+        """What the core fills ``out`` by."""
+        flags = out.flags
+        is_last = not flags.c_contiguous
+        if is_last and not (out.ndim == 4 and out.transpose(0, 2, 3, 1).flags.c_contiguous):
+            raise ValueError("the memory for a batch must be C-contiguous or channels_last")
+        shape = out.shape[1:]
+        shape = shape if len(shape) == 3 else (1, *shape)
+        solved = None
+        if self._table.has_perspectives:
+            solved = self._table.solve(keys, _each_shape(samples.shapes, len(keys.indices)))
+        return core.Served(
+            self._table.record, self._values(shape[0]), out.ctypes.data, shape, solved, is_last
+        )
 
 
-_Pair = tuple[Program, "Array | None"]
-"""A program, and the memory that it fills; None: fresh memory for the only sample."""
+_Pair = tuple[Program, Array]
+"""A program, and the memory that it fills."""
 
 
 def _keys(seed: int, visits_B: int | Int64s, index_B: Int64s) -> core.Keys:
-    visits = visits_B if isinstance(visits_B, int) else np.ascontiguousarray(visits_B, np.int64)
-    return core.Keys(seed, visits, np.ascontiguousarray(index_B, np.int64))
+    if isinstance(visits_B, int):
+        visits_B = np.full(len(index_B), visits_B, np.int64)
+    visits_B = np.ascontiguousarray(visits_B, np.int64)
+    return core.Keys(seed, visits_B, np.ascontiguousarray(index_B, np.int64))
 
 
 def _call(
-    pairs: Sequence[_Pair],
+    pairs: list[_Pair],
     samples: core.Samples,
     keys: core.Keys,
     rows_B: Int64s | None = None,
     first: int = 0,
     last: int | None = None,
-) -> Array:
-    """Serve samples [first, last) by several programs in one call of the core; gives the first one's."""
-    outs, widened, served = [], [], []
-    for program, given in pairs:
-        shapes_B3 = (
-            _each_shape(samples.shapes, len(keys.indices))
-            if given is None or program._table.has_perspectives
-            else None
-        )
-        out = given
-        if out is None:
-            assert shapes_B3 is not None
-            _, shapes_after_B3 = program._table.draw(keys, shapes_B3)
-            out = np.empty((1, *shapes_after_B3[0].tolist()), program._dtype)
-        outs.append(out)
+) -> None:
+    """Serve samples [first, last) by several programs in one call of the core."""
+    served, widened = [], []
+    for program, out in pairs:
         made = out
         if program._is_widened:
             made = program._scratch.take("not widened", out.shape)
             widened.append((made, out))
-        shape = _planes(out.shape[1:])
-        solved = None if shapes_B3 is None else program._table.solve(keys, shapes_B3)
-        served.append(
-            core.Served(
-                program._table.record,
-                program._values_for(shape[0]),
-                made.ctypes.data,
-                shape,
-                solved,
-            )
-        )
+        served.append(program._served(made, samples, keys))
     begin = first
     while True:
         try:
@@ -296,26 +303,27 @@ def _call(
     rows = these if rows_B is None else rows_B[these]
     for made, out in widened:
         out[rows] = made[rows]
-    return outs[0]
 
 
 def _serve_images(
-    pairs: Sequence[_Pair],
+    pairs: list[_Pair],
     images: OpenedImages,
     keys: core.Keys,
     rows_B: Int64s | None = None,
     first: int = 0,
     last: int | None = None,
-) -> Array:
-    while True:
+) -> None:
+    is_served = False
+    while not is_served:
         samples = core.Samples(
             images.sources_B, images.shapes_B3, images.files, images.is_interleaved
         )
         try:
-            return _call(pairs, samples, keys, rows_B, first, last)
+            _call(pairs, samples, keys, rows_B, first, last)
+            is_served = True
         except core.CoreError as damaged:
             first = damaged.place
-        images.leave_to_pillow(first)
+            images.leave_to_pillow(first)
 
 
 def _refusal(
@@ -326,10 +334,14 @@ def _refusal(
     if refused.reason != "REFUSED_SHAPE":
         return table.refusal(refused, index, _each_shape(samples.shapes, len(keys.indices))[b])
     return ValueError(
-        f"sample {index} comes out as {refused.numbers[:3]}, but the batch has room for {shape} each. "
-        "Crop or resize to one size, and give all images one number of channels, as "
+        f"sample {index} comes out as {refused.numbers[:3]}, but the batch has room for {shape} "
+        "each. Crop or resize to one size, and give all images one number of channels, as "
         "prepare=lambda image: image.convert('RGB') does."
     )
+
+
+def _shapes_of(store: Readable, index_B: Int64s) -> Int32s:
+    return np.array([_planes(store.shape(index)) for index in index_B.tolist()], np.int32)
 
 
 def _each_shape(shapes: Shape | Int32s, count: int) -> Int32s:
@@ -342,23 +354,26 @@ def _make_values(channels: int, cast: Cast) -> core.Values:
     The core computes it, as (x / factor - mean) / std in float32, where that gives the very values
     of the table.
     """
-    computed = np.float64 if cast.dtype == "float64" else np.float32
-    divides, factor = (
-        cast.scaling == "divide",
-        computed({"divide": 255, "multiply": 1 / 255, "none": 1}[cast.scaling]),
-    )
+    is_double = cast.dtype == "float64"
+    computed = np.float64 if is_double else np.float32
+    divides = cast.scaling == "divide"
+    factor = computed({"divide": 255, "multiply": 1 / 255, "none": 1}[cast.scaling])
     table_C256 = np.broadcast_to(np.arange(256, dtype=computed), (channels, 256))
     table_C256 = table_C256 / factor if divides else table_C256 * factor
-    mean_C, std_C, widens = np.zeros(channels, computed), np.ones(channels, computed), False
+    mean_C = np.zeros(channels, computed)
+    std_C = np.ones(channels, computed)
+    widens = False
     for mean, std, widens_too in cast.normalizations:
         # Where there are more of them than channels, the core refuses the samples.
-        mean_C, std_C = (np.resize(np.array(each, computed), channels) for each in (mean, std))
-        table_C256, widens = (table_C256 - mean_C[:, None]) / std_C[:, None], widens or widens_too
-    kept: list[Array] = [np.array(each, np.float32) for each in (mean_C, std_C)]
+        mean_C = np.resize(np.array(mean, computed), channels)
+        std_C = np.resize(np.array(std, computed), channels)
+        table_C256 = (table_C256 - mean_C[:, None]) / std_C[:, None]
+        widens = widens or widens_too
+    kept: list[Array] = [mean_C.astype(np.float32), std_C.astype(np.float32)]
     kept.append(np.array(table_C256, np.float64, order="C"))
-    addresses = (array.ctypes.data for array in kept)
+    addresses = [array.ctypes.data for array in kept]
     dtype = core.constants()[cast.dtype.upper()]
-    values = core.Values(dtype, computed is np.float32, divides, widens, factor, *addresses)
+    values = core.Values(dtype, not is_double, divides, widens, factor, *addresses)
     values.kept = kept
     return values
 

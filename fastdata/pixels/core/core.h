@@ -3,7 +3,8 @@
  * A sample is a planar uint8 image (C, H, W). A transform is a table of `Step` records, made once, that hold what does not
  * depend on a sample: probabilities, ranges, sizes. For each sample its steps are drawn (draw.c), which gives a few `Op`
  * records; these run one after the other through buffers that stay in the cache, and the result is written to its place
- * in the batch (serve.c). Nothing here knows torch or Python, which reads its numbers from the enums of this file.
+ * in the batch (serve.c). Nothing here knows torch or Python. Python reads the enums and the records of this file, which
+ * are made of plain numbers, arrays of these, pointers, and records that stand before them.
  *
  * "Domain" says whose pixels are wanted: PIL_DOMAIN those of Pillow, V1_DOMAIN and V2_DOMAIN those of torchvision's
  * functions on uint8 tensors.
@@ -310,7 +311,7 @@ bool settle(Sample *sample);
 void copy_row(const uint8_t *restrict in, int64_t pixel, int64_t count, uint8_t *restrict out);
 int window(Sample *sample, const Op *op); /* gives OK, or why not */
 
-/* Functions of libjpeg-turbo by their names without jpeg_, and the version of its ABI. Mirrored by __init__.py. */
+/* Functions of libjpeg-turbo by their names without jpeg_, and the version of its ABI. */
 typedef struct {
     void (*create)(void *, int version, size_t struct_bytes);
     int (*read_header)(void *, int needs_image);
@@ -323,6 +324,37 @@ typedef struct {
     void (*destroy)(void *);
     int32_t version;
 } Jpeg;
+
+/* How uint8 becomes what is served. */
+typedef struct {
+    int32_t dtype;
+    int32_t by_formula; /* floats are (x / factor - mean) / std, or with x * factor if not `divides`, where that gives the
+                           very values of the table; else these */
+    int32_t divides, widens; /* whether one channel may become several */
+    float factor;
+    const float *mean_C, *std_C;
+    const double *table_C256;
+} Values;
+
+/* Samples, and what they are served as. */
+typedef struct Batch {
+    const uint8_t *const *sources_B; /* first byte of each sample, uint8 */
+    const int64_t *sizes_B; /* bytes of those that are JPEG files, 0 of pixels; NULL: all are pixels */
+    const int32_t *turns_B; /* EXIF orientations that files are turned by, which their shapes follow; NULL: none is */
+    const Jpeg *jpeg;
+    const int32_t *shapes_B3;       /* channels, height, width; NULL: all have `shape` */
+    uint64_t seed;                  /* with the next two what is drawn from */
+    const int64_t *visits_B, *indices_B;
+    const double *solved_Bk8;       /* of perspectives, `solved` for each sample */
+    const Table *table;
+    uint8_t *out_B;        /* (B, C, h, w), or more rows; (B, h, w, C) in memory if `channels_last` */
+    const int64_t *rows_B; /* which of them each sample is written to; NULL: its own number */
+    int32_t shape[3], solved, interleaved; /* whether sources are (H, W, C), not (C, H, W) */
+    int32_t channels, height, width, channels_last;
+    Values values;
+    struct Batch *next; /* what else the same samples are served as; of that are read table, perspectives, out, its size
+                           and layout, and values */
+} Batch;
 
 /* Decode the box from (top, left) on that `out` has the size of, packed or (H, W, C), of a file of height x width. False
  * where Pillow is to judge, or there is no memory. */

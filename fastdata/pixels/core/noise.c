@@ -140,7 +140,12 @@ static void draw_normal(uint64_t key, int64_t first, int64_t count, float out[CH
     for (int64_t i = 0; i < count; i++) out[i] = normal(bits[i]);
 }
 
-/* OP_ERASE and OP_NOISE on a packed image of uint8 or, behind the conversion, of the floats served: torchvision's
+/* Values of `bytes` each, from places that lie `from` values apart to those that lie `to` apart. */
+static void move_values(const uint8_t *in, int64_t from, int64_t count, int64_t bytes, uint8_t *out, int64_t to) {
+    for (int64_t i = 0; i < count; i++) memcpy(out + i * to * bytes, in + i * from * bytes, (size_t)bytes);
+}
+
+/* OP_ERASE and OP_NOISE on a packed image of uint8 or, behind the conversion, on the floats served: torchvision's
  * RandomErasing and gaussian_noise_image (v2/functional/_misc.py), timm's RandomErasing. */
 int rewrite(const Op *op, const Image *image, int32_t dtype) {
     const bool erases = op->code == OP_ERASE;
@@ -149,6 +154,7 @@ int rewrite(const Op *op, const Image *image, int32_t dtype) {
     const int64_t width = box[3], ahead = width < 1 || width > CHUNK ? 1 : CHUNK / width; /* rows drawn at a time */
     const uint64_t key = (uint32_t)op->n[4] | (uint64_t)(uint32_t)op->n[5] << 32;
     float values[CHUNK], drawn[CHUNK] = {0};
+    uint8_t together[CHUNK * sizeof(double)];
     if (!erases && op->code != OP_NOISE) return REFUSED_OP;
     if (erases && (!is_inside(op, image->height, image->width) || (dtype == UINT8 && mode))) return REFUSED_OUTSIDE;
     for (int64_t k = 0; k < (int64_t)image->channels * box[2]; k++) {
@@ -158,18 +164,22 @@ int rewrite(const Op *op, const Image *image, int32_t dtype) {
         const float fill = mode ? drawn[0] : (float)op->v[8 + channel];
         for (int64_t x = 0; x < width; x += CHUNK) {
             const int64_t count = width - x < CHUNK ? width - x : CHUNK;
-            uint8_t *at = image->data + ((c * image->height + y) * image->width + box[1] + x) * ITEM_BYTES[dtype];
+            const int64_t bytes = ITEM_BYTES[dtype], pixel = image->pixel, place = (box[1] + x) * pixel;
+            uint8_t *at = image->data + (c * image->plane + y * image->row + place) * bytes;
+            uint8_t *packed = pixel == 1 ? at : together;
             float *out = drawn + k % ahead * width;
             if (mode != 1) for (int64_t i = 0; i < count; i++) out[i] = fill;
             else if (out == drawn) draw_normal(key, k * width + x, ahead > 1 ? ahead * width : count, drawn);
             if (!erases) {
-                load(dtype, at, count, values);
+                if (pixel != 1) move_values(at, pixel, count, bytes, packed, 1);
+                load(dtype, packed, count, values);
                 for (int64_t i = 0; i < count; i++) {
                     const float value = values[i] + ((float)op->v[0] + out[i] * (float)op->v[1]) * scale;
                     out[i] = !op->n[0] ? value : value < low ? low : value > high ? high : value;
                 }
             }
-            store(dtype, out, count, at);
+            store(dtype, out, count, packed);
+            if (pixel != 1) move_values(packed, 1, count, bytes, at, pixel);
         }
     }
     return OK;

@@ -7,41 +7,10 @@
 #include <string.h>
 
 enum { BUFFER = 4096, SHORT_ROW = 128 }; /* bytes: rows shorter than that are converted several at a time */
+enum { PERIOD = 48 }; /* values: whole pixels of 2, 3 and 4 channels, and whole vectors */
 enum { POOLED = 32, POOLED_BYTES = 8 << 20 }; /* scratches, and the most that one of them holds */
 enum { EXPECTED_BYTES = 16 << 10 };
 enum { MARGIN = 64 }; /* bytes before and behind a decoded image that kernels may read */
-
-/* How uint8 becomes what is served. This and Batch are mirrored by fastdata/core/__init__.py. */
-typedef struct {
-    int32_t dtype;
-    int32_t by_formula; /* floats are (x / factor - mean) / std, or with x * factor if not `divides`, where that gives the
-                           very values of the table; else these */
-    int32_t divides, widens; /* whether one channel may become several */
-    float factor;
-    const float *mean_C, *std_C;
-    const double *table_C256;
-} Values;
-
-typedef struct Batch {
-    const uint8_t *const *sources_B; /* first byte of each sample, uint8 */
-    const int64_t *sizes_B; /* bytes of those that are JPEG files, 0 of pixels; NULL: all are pixels */
-    const int32_t *turns_B; /* EXIF orientations that files are turned by, which their shapes follow; NULL: none is */
-    const Jpeg *jpeg;
-    const int32_t *shapes_B3;       /* channels, height, width; NULL: all have `shape` */
-    uint64_t seed;                  /* with the next two what is drawn from */
-    const int64_t *visits_B;        /* NULL: all have `visit` */
-    const int64_t *indices_B;
-    const double *solved_Bk8;       /* of perspectives, `solved` for each sample */
-    const Table *table;
-    uint8_t *out_B;        /* (B, C, h, w), or more rows */
-    const int64_t *rows_B; /* which of them each sample is written to; NULL: its own number */
-    int64_t visit;
-    int32_t shape[3], solved, interleaved; /* whether sources are (H, W, C), not (C, H, W) */
-    int32_t channels, height, width;
-    Values values;
-    struct Batch *next; /* what else the same samples are served as; of that are read table, perspectives, out, its size
-                           and values */
-} Batch;
 
 /* What was drawn for a sample by one program. */
 typedef struct {
@@ -332,6 +301,100 @@ static void write_plane(const Batch *batch, const Image *image, int32_t c, uint8
     }
 }
 
+/* Channels-last: pixels are laid together as uint8, then converted by constants that repeat. */
+
+INLINE void lay_pixels(const uint8_t *restrict in, int64_t plane, int64_t pixel, int64_t count, int64_t channels,
+                       uint8_t *restrict out) {
+    for (int64_t x = 0; x < count; x++)
+        for (int64_t c = 0; c < channels; c++) out[x * channels + c] = in[c * plane + x * pixel];
+}
+
+static void lay_row(const Image *image, const uint8_t *row, int64_t count, int64_t channels, uint8_t *out) {
+    const int64_t plane = image->channels == 1 ? 0 : image->plane, pixel = image->pixel;
+    if (plane == 1 && pixel == channels) memcpy(out, row, (size_t)(count * channels));
+    else if (channels == 3 && pixel == 1) lay_pixels(row, plane, 1, count, 3, out);
+    else if (channels == 3 && pixel == -1) lay_pixels(row, plane, -1, count, 3, out);
+    else lay_pixels(row, plane, pixel, count, channels, out);
+}
+
+/* The constants of PERIOD values of pixels one after the other. */
+typedef struct {
+    float mean[PERIOD], value[PERIOD], high[PERIOD], low[PERIOD];
+} Pattern;
+
+static void repeat(const Values *v, int64_t channels, Pattern *pattern) {
+    for (int64_t c = 0; c < channels; c++) {
+        const Divisor std = divisor_of(v->std_C[c]);
+        for (int64_t k = c; k < PERIOD; k += channels)
+            pattern->mean[k] = v->mean_C[c], pattern->value[k] = std.value, pattern->high[k] = std.high, pattern->low[k] = std.low;
+    }
+}
+
+INLINE void convert_pattern(const Values *v, const Pattern *p, Divisor whole, const uint8_t *restrict in,
+                            float *restrict out, bool divides) {
+    for (int k = 0; k < PERIOD; k++) {
+        const float scaled = divides ? divide(in[k], whole) : in[k] * v->factor;
+        out[k] = divide(scaled - p->mean[k], (Divisor){p->value[k], p->high[k], p->low[k]});
+    }
+}
+
+INLINE void convert_pixels(const Values *v, const Pattern *pattern, const uint8_t *in, int64_t count, float *out,
+                           bool divides) {
+    const Divisor whole = divisor_of(v->factor);
+    for (; count >= PERIOD; count -= PERIOD, in += PERIOD, out += PERIOD)
+        convert_pattern(v, pattern, whole, in, out, divides);
+    uint8_t last[PERIOD] = {0};
+    float made[PERIOD];
+    memcpy(last, in, (size_t)count);
+    convert_pattern(v, pattern, whole, last, made, divides);
+    memcpy(out, made, (size_t)count * sizeof *made);
+}
+
+/* Values of whole pixels; of a table where `pattern` is NULL. */
+static void write_pixels(const Values *v, const Pattern *pattern, int64_t channels, const uint8_t *in, int64_t count,
+                         uint8_t *out) {
+    float floats[CHUNK];
+    const bool is_half = v->dtype == FLOAT16 || v->dtype == BFLOAT16;
+    const int64_t step = !is_half ? count : pattern ? CHUNK / PERIOD * PERIOD : CHUNK / channels * channels;
+    for (int64_t from = 0; from < count; from += step, in += step) {
+        const int64_t part = count - from < step ? count - from : step;
+        float *to = is_half ? floats : (float *)out;
+        if (v->dtype == FLOAT64)
+            for (int64_t i = 0; i < part; i++) ((double *)out)[i] = v->table_C256[256 * (i % channels) + in[i]];
+        else if (!pattern)
+            for (int64_t i = 0; i < part; i++) to[i] = (float)v->table_C256[256 * (i % channels) + in[i]];
+        else v->divides ? convert_pixels(v, pattern, in, part, to, true) : convert_pixels(v, pattern, in, part, to, false);
+        if (is_half) store(v->dtype, floats, part, out + 2 * from);
+    }
+}
+
+/* `buffer` has room for BUFFER values. */
+static void write_channels_last(const Batch *batch, const Image *image, uint8_t *out, uint8_t *buffer) {
+    const Values *v = &batch->values;
+    const int64_t channels = batch->channels, width = image->width, most = BUFFER / channels;
+    const bool by_formula = v->by_formula && PERIOD % channels == 0;
+    Pattern pattern;
+    if (by_formula) repeat(v, channels, &pattern);
+    int64_t waiting = 0; /* values in the buffer */
+    for (int64_t y = 0; y < image->height; y++)
+        for (int64_t x = 0; x < width; x += most) {
+            const int64_t pixels = width - x < most ? width - x : most, count = pixels * channels;
+            const uint8_t *from = image->data + y * image->row + x * image->pixel;
+            if (v->dtype == UINT8) {
+                lay_row(image, from, pixels, channels, out);
+                out += count;
+                continue;
+            }
+            if (waiting + count > BUFFER) {
+                write_pixels(v, by_formula ? &pattern : NULL, channels, buffer, waiting, out);
+                out += waiting * ITEM_BYTES[v->dtype], waiting = 0;
+            }
+            lay_row(image, from, pixels, channels, buffer + waiting);
+            waiting += count;
+        }
+    if (waiting) write_pixels(v, by_formula ? &pattern : NULL, channels, buffer, waiting, out);
+}
+
 /* Samples that are files */
 
 /* The part of an image (height, width) that a program reads, which its first op may narrow. */
@@ -431,8 +494,13 @@ static int serve_image(const Batch *batch, int64_t b, Drawn *drawn, const Image 
     if (!buffer) return NO_MEMORY;
     int64_t row = batch->rows_B ? batch->rows_B[b] : b;
     uint8_t *out = batch->out_B + row * batch->channels * batch->height * batch->width * ITEM_BYTES[batch->values.dtype];
-    for (int32_t c = 0; c < batch->channels; c++) write_plane(batch, image, c, out, buffer);
-    const Image served = {.data = out, .channels = batch->channels, .height = batch->height, .width = batch->width};
+    Image served = {.channels = batch->channels, .height = batch->height, .width = batch->width};
+    pack(&served, out);
+    if (batch->channels_last) {
+        served.plane = 1, served.pixel = served.channels, served.row = (int64_t)served.width * served.channels;
+        write_channels_last(batch, image, out, buffer);
+    } else
+        for (int32_t c = 0; c < batch->channels; c++) write_plane(batch, image, c, out, buffer);
     for (; op < end; op++) {
         int problem = op->code == OP_CAST ? OK : rewrite(op, &served, batch->values.dtype);
         if (problem) return problem;
@@ -456,7 +524,7 @@ static int serve_one(const Batch *batch, int64_t b, int64_t programs, Scratch *s
     if (channels < 1 || height < 1 || width < 1) return REFUSED_SHAPE;
     Drawn *drawn = take(scratch, SLOT_DRAWN, programs * (int64_t)sizeof(Drawn));
     if (!drawn) return NO_MEMORY;
-    const uint64_t key = sample_key(batch->seed, batch->visits_B ? batch->visits_B[b] : batch->visit, batch->indices_B[b]);
+    const uint64_t key = sample_key(batch->seed, batch->visits_B[b], batch->indices_B[b]);
     for (const Batch *each = batch; each; each = each->next, number++) {
         refusal->program = number;
         if (!draw_sample(each, b, shape, key, drawn + number, refusal)) return refusal->reason;

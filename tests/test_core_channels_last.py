@@ -1,0 +1,146 @@
+"""``memory_format=torch.channels_last``: the values of planar batches, which the core writes so."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, default_collate
+from torchvision.transforms import v2
+
+from fastdata import CachedDataset, CudaPrefetcher, DataLoader, RingCollate
+from fastdata.pixels import plan_transform
+from fastdata.pixels.program import Program
+from test_transforms import ArrayStore, images
+
+LAST = torch.channels_last
+DTYPES = [torch.uint8, torch.float32, torch.float16, torch.bfloat16, torch.float64]
+ENGINES: list[dict[str, Any]] = [
+    {"num_workers": 0},
+    {"num_workers": 2},
+    {"num_workers": 2, "workers": "process"},
+]
+WINDOW = (v2.RandomCrop((15, 17), (1, 3)), v2.RandomHorizontalFlip(), v2.RandomVerticalFlip())
+
+
+class Images(Dataset[Any]):
+    """19 of 16 x 18 pixels."""
+
+    def __init__(self, channels: int = 3) -> None:
+        rng = np.random.default_rng(channels)
+        self.pixels = torch.from_numpy(rng.integers(0, 256, (19, channels, 16, 18), np.uint8))
+
+    def __len__(self) -> int:
+        return len(self.pixels)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.pixels[index], index
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(Images())
+
+
+def prepared(*steps: Any, channels: int = 3) -> CachedDataset:
+    return CachedDataset(
+        Images(channels), transform=v2.Compose(steps), seed=5, progress=False, storage="shared"
+    )
+
+
+def floats(dtype: torch.dtype, channels: int) -> list[Any]:
+    if dtype is torch.uint8:
+        return []
+    return [v2.ToDtype(dtype, scale=True), v2.Normalize([0.45] * channels, [0.2] * channels)]
+
+
+def check(make: Callable[..., Any]) -> None:
+    """Batches of ``make(memory_format=...)`` are those without it, channels last."""
+    planar, last = list(make()), list(make(memory_format=LAST))
+    assert len(planar) == len(last) > 0
+    for wanted, found in zip(planar, last, strict=True):
+        assert torch.equal(found[0], wanted[0])
+        assert found[0].dtype == wanted[0].dtype
+        assert torch.equal(found[1], wanted[1])
+        assert found[0].is_contiguous(memory_format=LAST)
+
+
+@pytest.mark.parametrize("engine", ENGINES, ids=str)
+@pytest.mark.parametrize("channels", [1, 3, 4])
+def test_loaders(channels: int, engine: dict[str, Any]) -> None:
+    """All dtypes, in the training loop, from threads and worker processes."""
+    for dtype in DTYPES:
+        dataset = prepared(*WINDOW, *floats(dtype, channels), channels=channels)
+        check(lambda dataset=dataset, **given: DataLoader(dataset, 8, **given, **engine))
+
+
+@pytest.mark.parametrize("channels", [1, 2, 3, 4])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_core_writes_channels_last(dtype: torch.dtype, channels: int) -> None:
+    """Also where wide rows are taken in parts, and noise and rectangles come behind the conversion."""
+    ends = floats(dtype, channels)
+    if ends:
+        ends += [v2.RandomErasing(1.0, value=0.5), v2.RandomErasing(0.5, value="random")]
+    for width in (1, 5, 40, 5000):
+        store = ArrayStore(images(3, (12, width), channels=channels), "tensor")
+        steps = (v2.RandomHorizontalFlip(), v2.RandomVerticalFlip(), *ends)
+        plan = plan_transform(steps, form="tensor", channels=channels, prepared=0)
+        program = Program(plan.batch_ops, store.spec)
+        output = program.output(store.spec.shape)
+        assert output is not None
+        planar = np.empty((3, *output[0]), output[1])
+        last = np.empty((3, 12, width, channels), output[1]).transpose(0, 3, 1, 2)
+        for out in (planar, last):
+            program.run(store, np.arange(3), 0, 0, out)
+        assert np.array_equal(planar.view(np.uint8), np.ascontiguousarray(last).view(np.uint8))
+
+
+def test_one_channel_becomes_three() -> None:
+    """Normalize with three means widens a grey image, channels last too."""
+    dataset = prepared(v2.ToDtype(torch.float32), v2.Normalize([1, 2, 3], [1, 2, 4]), channels=1)
+    check(lambda **given: DataLoader(dataset, 8, **given))
+
+
+@pytest.mark.filterwarnings("ignore:batches are not served whole")
+@pytest.mark.parametrize("engine", ENGINES, ids=str)
+def test_what_is_not_served_whole_is_converted(engine: dict[str, Any]) -> None:
+    """Steps of one's own, a collate_fn, samples as they are stored, other datasets, streams."""
+    own = prepared(*WINDOW, v2.Lambda(lambda image: image.flip(-1)))
+    datasets = [own, prepared(*WINDOW), CachedDataset(Images(), progress=False), Images(), Stream()]
+    for dataset in datasets:
+        check(lambda dataset=dataset, **given: DataLoader(dataset, 8, **given, **engine))
+    for collate_fn in (default_collate, RingCollate(default_collate)):
+        check(
+            lambda it=collate_fn, **given: DataLoader(
+                datasets[1], 8, collate_fn=it, **given, **engine
+            )
+        )
+
+
+def test_subsets_and_joined_datasets() -> None:
+    """One whose samples are served as they are stored has the batch converted."""
+    crop = v2.RandomCrop((16, 18))
+    as_stored = CachedDataset(Images(), progress=False)
+    parts = [prepared(crop), prepared(v2.RandomHorizontalFlip()), as_stored]
+    for dataset in (Subset(parts[0], [3, 1, 2]), ConcatDataset(parts[:2]), ConcatDataset(parts)):
+        check(lambda dataset=dataset, **given: DataLoader(dataset, 8, **given))
+
+
+def test_prefetchers_have_it_of_their_loader() -> None:
+    """On the CPU as elsewhere, and so does a loader that was made again of its attributes, as Lightning does."""
+    dataset = prepared(*WINDOW, *floats(torch.float32, 3))
+    loader = DataLoader(dataset, 8, memory_format=LAST)
+    assert loader.memory_format is LAST
+    check(lambda **given: CudaPrefetcher(DataLoader(dataset, 8, **given), device="cpu"))
+    shown = next(iter(pickle.loads(pickle.dumps(DataLoader(Images(), 2, memory_format=LAST)))))
+    assert shown[0].is_contiguous(memory_format=LAST)
+
+
+def test_another_format_is_refused() -> None:
+    """Images have two that batches may come in."""
+    with pytest.raises(ValueError, match=r"memory_format=torch\.channels_last_3d is neither"):
+        DataLoader(Images(), memory_format=torch.channels_last_3d)
