@@ -256,8 +256,8 @@ def lazy(root: Path, rounds: int) -> list[Row]:
     rates = in_turns(
         {
             "none": partial(first_epoch, storage="none"),
-            "lazy": partial(first_epoch, fill="lazy"),
-            "lazy again": partial(second_epoch, fill="lazy"),
+            "lazy": first_epoch,
+            "lazy again": second_epoch,
             "eager": partial(second_epoch, fill="eager"),
         },
         rounds,

@@ -548,7 +548,6 @@ def test_a_cache_key_tells_data_apart(tmp_path: Path) -> None:
             "cache_dir= keeps samples on disk.*storage='shared'",
         ),
         ({"storage": "disk"}, "name it with cache_dir="),
-        ({"fill": "lazy", "cache_dir": "c"}, "a cache is written whole"),
     ],
 )
 def test_contradictions_are_refused(options: Any, words: str) -> None:

@@ -22,7 +22,8 @@ from fastdata import CachedDataset, DataLoader, ImageFolder, collate
 from fastdata.errors import MemoryBudgetError, SampleError
 from fastdata.sources import DatasetSource
 from fastdata.stores.codecs import JpegCodec
-from fastdata.stores.prepare import Steps, forecast
+from fastdata.stores.prepare import forecast
+from fastdata.stores.samples import ReadPath, Steps
 
 Folder = Callable[..., Path]
 LOSSLESS = ["source", "lz4", "zstd"]
@@ -324,12 +325,11 @@ def test_masks_stay_in_step_with_their_images(
                 assert all(map(torch.equal, found, wanted))
 
 
-@pytest.mark.parametrize("fill", ["eager", "lazy"])
-def test_parts_keep_their_class(fill: Any) -> None:
+def test_parts_keep_their_class() -> None:
     """Of a sample (image, mask) both are torchvision's to a transform per sample, on the first read and on others."""
     items = _Segmentation(tv_tensors.Image, labelled=True)
     flip = v2.RandomHorizontalFlip(1.0)
-    with CachedDataset(items, transform=flip, fill=fill, progress=False) as dataset:
+    with CachedDataset(items, transform=flip, progress=False) as dataset:
         for _ in range(2):
             for index, (pair, label) in enumerate(items):
                 found, target = dataset[index]
@@ -597,6 +597,6 @@ def test_a_report_tells_what_each_codec_makes_of_the_data(image_folder: Folder) 
 def test_a_forecast_of_pairs_counts_both_parts() -> None:
     """Bytes needed are those of images and masks together."""
     pairs = [(np.zeros((3, 4), np.uint8), np.zeros((4, 4), np.int32))] * 5
-    expected = forecast(DatasetSource(pairs), Steps(()))
+    expected = forecast(ReadPath(DatasetSource(pairs), Steps(())))
     assert expected.part_bytes == (5 * 12, 5 * 64)
-    assert (expected.is_tuple, expected.target_is_part) == (False, True)
+    assert (expected.first.is_tuple, expected.first.target_is_part) == (False, True)

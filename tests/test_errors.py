@@ -91,17 +91,16 @@ def test_a_sample_error_needs_an_index() -> None:
         SampleError("it is no image")
 
 
-@pytest.mark.parametrize("fill", ["lazy", "none"])
+@pytest.mark.parametrize("storage", ["shared", "none"])
 @pytest.mark.parametrize("make_loader", [TorchLoader, DataLoader])
 def test_a_damaged_file_is_named_by_worker_processes(
-    image_folder: Any, make_loader: Any, fill: str
+    image_folder: Any, make_loader: Any, storage: Any
 ) -> None:
     """A file that a worker process cannot read is a SampleError and an OSError with its index and path."""
     root = image_folder()
     path = root / "cat" / "001.jpg"
     path.write_bytes(path.read_bytes()[:100])
-    options: Any = {"storage": "none"} if fill == "none" else {"storage": "shared", "fill": "lazy"}
-    with ImageFolder(root, resize=(8, 8), progress=False, **options) as dataset:
+    with ImageFolder(root, resize=(8, 8), progress=False, storage=storage) as dataset:
         loader = make_loader(dataset, batch_size=2, num_workers=1, collate_fn=list)
         with pytest.raises(OSError, match="in DataLoader worker process 0") as caught:
             list(loader)

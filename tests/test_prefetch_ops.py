@@ -417,7 +417,7 @@ def test_ops_are_on_the_device_while_a_lazy_store_is_filled(
     """The first epoch, whose samples are prepared by threads, is that of the full store."""
     steps = [v1.Resize((8, 6)), v1.RandomHorizontalFlip(), v1.ToTensor()]
     with ImageFolder(
-        str(image_folder()), transform=v1.Compose(steps), fill="lazy", seed=0, progress=False
+        str(image_folder()), transform=v1.Compose(steps), seed=0, progress=False
     ) as dataset:
         batches = on_device(loader_of(dataset, num_workers=1))
         first = [[images.clone(), labels.clone()] for images, labels in taken(batches)]
@@ -549,14 +549,6 @@ def test_samples_left_out_are_left_out_on_the_device(gpu: Sim, image_folder: Fol
     with dataset, on_device(loader_of(dataset)) as batches:
         assert len(dataset) == 5
         assert_same(taken(batches), list(loader_of(dataset)))
-
-
-def test_a_device_store_is_filled_at_construction() -> None:
-    """fill='lazy' is refused: all samples are copied at once."""
-    with pytest.raises(
-        ValueError, match=r"storage='device' copies all samples to the GPU at once, and fill='lazy'"
-    ):
-        mirrored(fill="lazy")
 
 
 def test_a_device_store_of_files_is_filled_at_construction(image_folder: FolderMaker) -> None:

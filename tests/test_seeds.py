@@ -319,7 +319,6 @@ class Single(CachedDataset):
 
 
 SLOWLY: dict[str, Any] = {
-    "a lazy first epoch": lambda: _images(fill="lazy", seed=3),
     "an unknown step": lambda: _images(transform=v1.Compose([*CROP.transforms, Halved()]), seed=3),
     "batch_ops off": lambda: _images(transform=Halved(), batch_ops="off", seed=3),
     "an own method": lambda: _images(Single, seed=3),

@@ -422,7 +422,7 @@ def test_storage_is_tuned_on_some_samples(image_folder: Callable[..., Path]) -> 
     """Storages are tried on samples of their own; the user's dataset stays unprepared; the table shows all that."""
     transforms = pytest.importorskip("torchvision.transforms")
     with ImageFolder(
-        image_folder(), transforms.PILToTensor(), resize=(8, 8), fill="lazy", progress=False
+        image_folder(), transforms.PILToTensor(), resize=(8, 8), progress=False
     ) as dataset:
         result = quick(
             dataset, parameters={"num_workers": (0,), "storage": ("none", "shared")}, max_seconds=3

@@ -36,17 +36,13 @@ from fastdata.pixels.images import Bound, Resize, decoder_of, tensor_class
 from fastdata.report import log, warn_user
 from fastdata.sources import DatasetSource, FileSource, Source
 from fastdata.stores.prepare import (
-    KeptSamples,
     OnError,
     Options,
     Prepared,
-    ReadPath,
-    Steps,
-    is_fetched,
     prepare_storage,
-    read_path,
     report_storage,
 )
+from fastdata.stores.samples import KeptSamples, ReadPath, Steps, is_fetched, read_path
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor
@@ -77,10 +73,10 @@ class DatasetOptions(TypedDict, total=False):
         resize: size in pixels that images are resized to before they are stored, as torchvision's
             ``Resize``: an int for the shorter side, or (height, width); or ``"short:320"``,
             ``"long:500"``: at most that, never enlarged.
-        fill: ``"eager"`` prepares all samples now, ``"lazy"`` each on its first read. ``"auto"``
-            (default) is lazy where the memory that samples need follows from the transform, as it
-            may for image files, else eager; without a transform image files wait for one, or for
-            the first read.
+        fill: ``"auto"`` (default) prepares each sample on its first read where fastdata decodes
+            the files and the memory that they need follows from the transform, else all now;
+            without a transform image files wait for one, or for the first read. ``"eager"``
+            prepares all samples now.
         memory_limit: the most memory to use: bytes, ``"8GiB"``, or a fraction of what is free.
         progress: show a progress bar on standard error; default: True.
         seed: of the random draws of batch ops. ``None`` (default) takes the base seed that torch's
@@ -124,7 +120,7 @@ class DatasetOptions(TypedDict, total=False):
     storage: Literal["auto", "device", "shared", "compressed", "disk", "none"]
     codec: Any
     resize: Bound | None
-    fill: Literal["auto", "eager", "lazy"]
+    fill: Literal["auto", "eager"]
     memory_limit: int | float | str | None
     progress: bool
     seed: int | None

@@ -53,8 +53,9 @@ from fastdata.pixels.images import (
 )
 from fastdata.pixels.program import Program
 from fastdata.sources import FileSource, IndexedKeys, ItemForm, ItemKeys, Source
-from fastdata.stores.prepare import KeptSamples, Options, ReadPath, open_files
+from fastdata.stores.prepare import Options
 from fastdata.stores.readers import Store, UndecodableError
+from fastdata.stores.samples import KeptSamples, ReadPath, open_files
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -170,7 +171,7 @@ class _Frozen:
         samples = self.samples
         kept = samples if isinstance(samples, KeptSamples) else None
         outputs = [lane.output for lane in self.lanes if lane.output is not None]
-        stores = () if kept is None else tuple(store.settled for store in kept.stores)
+        stores = () if kept is None else kept.stores
         plain = Program((), stores[0].spec) if stores else None
         facts: dict[str, Any] = {
             "kept": kept,

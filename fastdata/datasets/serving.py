@@ -39,8 +39,9 @@ from fastdata.pixels.images import OpenedImages, Resize, SampleSpec, decoder_of
 from fastdata.pixels.program import Program
 from fastdata.report import log, warn_user
 from fastdata.sources import FileSource, Source
-from fastdata.stores.prepare import KeptSamples, Options, Prepared, is_fetched, read_path
+from fastdata.stores.prepare import Options, Prepared
 from fastdata.stores.readers import Store, UndecodableError
+from fastdata.stores.samples import KeptSamples, is_fetched, read_path
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -37,7 +37,7 @@ from fastdata.loaders.epochs import HELD_BY_USER, Counted, Engine, Tally, TorchV
 from fastdata.loaders.order import Progress, length_of, undisturbed
 from fastdata.loaders.resume import Checkpoints
 from fastdata.loaders.samplers import RankSampler, Uneven
-from fastdata.loaders.view import MOSTLY_PREPARED, LoaderView, wrapped_notice
+from fastdata.loaders.view import LoaderView, wrapped_notice
 from fastdata.machine import memory
 from fastdata.machine.memory import PinningPlan, budget_bytes, choose_pinning
 from fastdata.machine.ranks import find_rank, local_ranks
@@ -164,7 +164,6 @@ class DataLoader(_TorchLoader[_T_co]):
         self.memory_format = memory_format
         self._served = LoaderView.find(dataset) if makes_batches else None
         self._ring: BatchRing | None = None
-        self._share_begun = -1.0  # of the samples, that were prepared when the latest epoch began
         super().__init__(**arguments | {"pin_memory": pin_memory is True})
         self.in_order = in_order
         self._checkpoints = Checkpoints(
@@ -233,7 +232,6 @@ class DataLoader(_TorchLoader[_T_co]):
                 iterator = epochs.ThreadIter(view, progress, ring, maker, threads=engine.workers)
         iterator.tally = self._tally = Tally(engine, iterator.ring, self._pinning)
         iterator.lease = lease
-        self._share_begun = self._served.prepared_share if self._served else 1.0
         return iterator
 
     def _say_once(self) -> None:
@@ -421,24 +419,9 @@ class DataLoader(_TorchLoader[_T_co]):
             return f"{type(self.dataset).__name__} is no fastdata dataset"
         if self.worker_init_fn is not None and not self._draws_alone():
             return "worker_init_fn is for worker processes"
-        if self.num_workers > 0 and self._is_filling(self._served):
-            return "samples are prepared on their first read"
         if not all(draws_nothing(part.target_transform) for part in self._served.parts):
             return "target_transform= may draw random numbers"
         return self._served.latest().obstacle
-
-    def _is_filling(self, served: LoaderView) -> bool:
-        """Whether many samples will be prepared when they are read, by code that holds the GIL.
-
-        Not after an epoch that has prepared none: a rank reads its own samples only.
-        """
-        reader = served.latest()
-        kept = [each.kept for each in getattr(reader, "readers", [reader])]
-        if not any(samples is not None and samples.images.holds_gil for samples in kept):
-            return False
-        share = served.prepared_share
-        was_idle = share == self._share_begun and self._tally.batches > 0
-        return share < MOSTLY_PREPARED and not was_idle and reader.obstacle is None
 
     def _draws_alone(self) -> bool:
         """Whether nothing of the user's own runs for whole batches that a ``worker_init_fn`` might have prepared."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import itertools
 import multiprocessing
 import os
 import pickle
@@ -20,17 +19,9 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
-from concurrent.futures import (
-    FIRST_COMPLETED,
-    Executor,
-    Future,
-    ProcessPoolExecutor,
-    ThreadPoolExecutor,
-    wait,
-)
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from functools import partial
-from types import FrameType
+from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
 
 import torch
@@ -39,8 +30,6 @@ from fastdata.errors import IngestError
 from fastdata.machine.ranks import signal_name
 
 _T = TypeVar("_T")
-_TASKS_AHEAD = 2
-"""Of a worker: the one it is at, and the next."""
 _PARENT_CHECK_S = 1.0
 
 
@@ -52,7 +41,7 @@ def run_tasks(
     forks: bool = True,
     cores: Collection[int] = (),
 ) -> Generator[_T, None, None]:
-    """Yield what the job returns for each task, in any order; close the generator to end the workers.
+    """Yield what the job returns for each task, in order; close the generator to end the workers.
 
     Args:
         job: called with one task; what it raises is raised here.
@@ -64,87 +53,71 @@ def run_tasks(
     Raises:
         IngestError: a worker died.
     """
+    can_fork = sys.platform.startswith("linux") and not multiprocessing.current_process().daemon
     if workers < 1:
         yield from map(job, tasks)
-        return
-    forks = (
-        forks and sys.platform.startswith("linux") and not multiprocessing.current_process().daemon
-    )
-    threads = partial(ThreadPoolExecutor, workers, "fastdata-ingest", _use_cores, (cores,))
-    pool = _ForkedPool(job, workers, cores) if forks else threads()
-    running: dict[Future[Any], Any] = {}
+    elif forks and can_fork:
+        yield from _run_forked(job, tasks, workers, cores)
+    else:
+        pool = ThreadPoolExecutor(workers, "fastdata-ingest", _use_cores, (cores,))
+        try:
+            yield from pool.map(job, tasks)
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _run_forked(
+    job: Callable[[Any], _T], tasks: Sequence[Any], workers: int, cores: Collection[int]
+) -> Generator[_T, None, None]:
+    creator = os.getpid()
+    context = multiprocessing.get_context("fork")
+    pool = ProcessPoolExecutor(workers, context, _begin, (job, creator, cores))
+    children: list[BaseProcess] = []
+    done = 0
     try:
-        for future in _completed(
-            pool, _attempt_job if forks else job, tasks, workers * _TASKS_AHEAD, running
-        ):
-            yield _answer(future.result(), running[future]) if forks else future.result()
+        with _forking():
+            pool.submit(os.getpid)  # which forks all of them
+            children += pool._processes.values()
+        for task, answer in zip(tasks, pool.map(_attempt_job, tasks), strict=True):
+            result, error, text = pickle.loads(answer)
+            if error is not None:
+                raise error from IngestError(f"in a worker process, {task}:\n{text}")
+            yield result
+            done += 1
     except BrokenProcessPool:
-        assert isinstance(pool, _ForkedPool)
-        raise pool.loss(list(running.values())) from None
+        pool.shutdown()  # by when it has ended the others, too
+        raise _loss(children, tasks[done : done + 2 * workers]) from None
     finally:
-        pool.shutdown(cancel_futures=True)
+        if os.getpid() == creator:
+            for child in children:
+                child.kill()  # they hold nothing that needs an orderly end
+            pool.shutdown(cancel_futures=True)
 
 
-def _completed(
-    pool: Executor,
-    function: Callable[[Any], Any],
-    tasks: Sequence[Any],
-    ahead: int,
-    running: dict[Future[Any], Any],
-) -> Iterator[Future[Any]]:
-    """Give a pool its tasks, so many ahead, and yield its futures as they are done; they are ``running`` till then."""
-    waiting = iter(tasks)
-    for task in itertools.islice(waiting, ahead):
-        running[pool.submit(function, task)] = task
-    while running:
-        for future in wait(running, return_when=FIRST_COMPLETED).done:
-            for task in itertools.islice(waiting, 1):
-                running[pool.submit(function, task)] = task
-            yield future
-            del running[future]
+def _loss(children: Sequence[BaseProcess], tasks: Sequence[Any]) -> IngestError:
+    """What is to be said of a worker that died, while about these were prepared."""
+    codes = [child.exitcode or 0 for child in children]
+    code = next((code for code in codes if code not in (0, -signal.SIGTERM)), -signal.SIGTERM)
+    how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+    text = f"a worker process {how} while these were prepared: {'; '.join(map(str, tasks))}."
+    if code == -signal.SIGKILL:
+        text += " Out of memory is the usual reason: use fewer num_workers= or a smaller resize=."
+    return IngestError(text)
 
 
-def _answer(answer: bytes, task: Any) -> Any:
-    result, error, text = pickle.loads(answer)
-    if error is not None:
-        raise error from IngestError(f"in a worker process, {task}:\n{text}")
-    return result
+@contextlib.contextmanager
+def _forking() -> Iterator[None]:
+    """Fork, although there are threads: the child runs only our loop.
 
-
-class _ForkedPool(ProcessPoolExecutor):
-    """Processes that know one job from their parent."""
-
-    def __init__(self, job: Callable[[Any], Any], workers: int, cores: Collection[int]) -> None:
-        super().__init__(
-            workers, multiprocessing.get_context("fork"), _begin, (job, os.getpid(), cores)
-        )
-        self._creator = os.getpid()
-        with (
-            warnings.catch_warnings()
-        ):  # Python 3.12 warns of forking beside threads; the child runs only our loop
-            warnings.simplefilter("ignore", DeprecationWarning)
-            with _interrupts_deferred():
-                self.submit(os.getpid)  # which forks all of them
-                self.workers = list(self._processes.values())
-
-    def loss(self, tasks: Sequence[Any]) -> IngestError:
-        """What is to be said of a worker that died, while these were prepared."""
-        super().shutdown()  # by when it has ended the others, too
-        codes = [worker.exitcode or 0 for worker in self.workers]
-        code = next((code for code in codes if code not in (0, -signal.SIGTERM)), -signal.SIGTERM)
-        how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
-        usual = " Out of memory is the usual reason: use fewer num_workers= or a smaller resize=."
-        what = "; ".join(map(str, tasks))
-        return IngestError(
-            f"a worker process {how} while these were prepared: {what}.{usual * (code == -9)}"
-        )
-
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Kill the workers, which hold nothing that needs an orderly end; nothing in a forked process."""
-        if os.getpid() == self._creator:
-            for worker in self.workers:
-                worker.kill()
-            super().shutdown(wait, cancel_futures=cancel_futures)
+    Ctrl-C waits till then: Python drops exceptions in the hooks that run around a fork.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            yield
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
 _job: Callable[[Any], Any]
@@ -189,24 +162,3 @@ def attempt(job: Callable[[Any], Any], task: Any) -> bytes:
         with contextlib.suppress(Exception):  # an error that cannot be pickled travels as text
             return pickle.dumps((None, error, text))
         return pickle.dumps((None, IngestError(text), text))
-
-
-@contextlib.contextmanager
-def _interrupts_deferred() -> Iterator[None]:
-    """Hold Ctrl-C back until the block ends.
-
-    Python drops exceptions in the hooks that run around a fork: a KeyboardInterrupt there would be
-    lost in the parent, or leave a child half made.
-    """
-    handler = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or handler is None:
-        yield
-        return
-    received: list[tuple[int, FrameType | None]] = []
-    signal.signal(signal.SIGINT, lambda number, frame: received.append((number, frame)))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-        if received and callable(handler):
-            handler(*received[0])

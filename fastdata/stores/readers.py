@@ -51,16 +51,6 @@ class Store(Protocol):
     def close(self) -> None:
         """Give back the memory; arrays handed out stay valid. Idempotent."""
 
-    @property
-    def settled(self) -> Store:
-        """What to read from, of a store that is filled as it is read; else itself."""
-        return self
-
-    @property
-    def holds_gil(self) -> bool:
-        """Whether what is not there is prepared by Python code."""
-        return False
-
     def filled_share(self, index_B: np.ndarray | None = None) -> float:
         """How many of the samples, or of those chosen, are there; 1 unless they are prepared when they are read."""
         return 1.0

@@ -518,6 +518,13 @@ static bool draw_sample(const Batch *batch, int64_t b, const int32_t shape[3], u
     return is_drawn;
 }
 
+/* Whether a file is all that a sample is to be, so that it is decoded where it is served. */
+static bool is_served_whole(const Batch *batch, int64_t b, const Drawn *drawn, const Image *image) {
+    const bool is_alike = image->channels == batch->channels && image->height == batch->height && image->width == batch->width;
+    const bool is_turned = batch->turns_B && batch->turns_B[b] != 1;
+    return is_alike && !is_turned && !batch->next && !drawn->count && batch->values.dtype == UINT8;
+}
+
 static int serve_one(const Batch *batch, int64_t b, int64_t programs, Scratch *scratch, Refusal *refusal) {
     const int32_t *shape = batch->shapes_B3 ? batch->shapes_B3 + 3 * b : batch->shape;
     int64_t channels = shape[0], height = shape[1], width = shape[2], number = 0;
@@ -533,7 +540,16 @@ static int serve_one(const Batch *batch, int64_t b, int64_t programs, Scratch *s
     image.plane = batch->interleaved ? 1 : height * width;
     image.row = batch->interleaved ? width * channels : width;
     image.pixel = batch->interleaved ? channels : 1;
-    if (batch->sizes_B && batch->sizes_B[b] && !decode_sample(batch, b, drawn, &image, scratch)) return REFUSED_FILE;
+    const bool is_file = batch->sizes_B && batch->sizes_B[b];
+    if (is_file && is_served_whole(batch, b, drawn, &image)) {
+        Image out;
+        out.channels = image.channels, out.height = image.height, out.width = image.width;
+        pack(&out, batch->out_B + (batch->rows_B ? batch->rows_B[b] : b) * channels * height * width);
+        const bool is_decoded = decode(batch->jpeg, batch->sources_B[b], batch->sizes_B[b], image.height, image.width, 0, 0,
+                                       &out, scratch);
+        return is_decoded ? OK : REFUSED_FILE;
+    }
+    if (is_file && !decode_sample(batch, b, drawn, &image, scratch)) return REFUSED_FILE;
     int problem = OK;
     for (refusal->program = 0; batch && !problem; batch = batch->next, drawn++) {
         problem = serve_image(batch, b, drawn, &image, scratch, refusal);

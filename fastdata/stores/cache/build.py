@@ -61,10 +61,8 @@ from fastdata.stores.codecs import codec_of, describe_codec, find_codec
 from fastdata.stores.files import free_bytes, naming_full_disk
 from fastdata.stores.prepare import (
     Forecast,
-    KeptSamples,
     Options,
     Prepared,
-    ReadPath,
     coders_of,
     forecast,
     look_longer,
@@ -72,6 +70,7 @@ from fastdata.stores.prepare import (
     warn_of_skipped,
 )
 from fastdata.stores.readers import DAMAGE_PREFIX, Decoder
+from fastdata.stores.samples import KeptSamples, ReadPath
 from fastdata.stores.writers import ShapesDifferError, WriterPlan
 
 Int64s = npt.NDArray[np.int64]
@@ -450,8 +449,8 @@ def _plan_again(
 def _begin(wanted: _Wanted) -> _Draft:
     """A cache that has no samples yet."""
     source = wanted.path.source
-    expected = forecast(source, wanted.path.prepare)
-    if not expected.target_is_part:
+    expected = forecast(wanted.path)
+    if not expected.first.target_is_part:
         with contextlib.closing(
             SampleTable([sample.target for sample in expected.looked_at])
         ) as table:
@@ -471,7 +470,7 @@ def _begin(wanted: _Wanted) -> _Draft:
             first_bytes=first_bytes,
         )
         for part, looked_at, coder, first_bytes in zip(
-            parts, expected.looked_at[0].parts, coders, part_bytes, strict=True
+            parts, expected.first.parts, coders, part_bytes, strict=True
         )
     ]
     manifest = Manifest(
@@ -479,9 +478,9 @@ def _begin(wanted: _Wanted) -> _Draft:
         root=wanted.root,
         parts=parts,
         shards=(),
-        is_tuple=expected.is_tuple,
-        target_is_part=expected.target_is_part,
-        mask_places=expected.mask_places,
+        is_tuple=expected.first.is_tuple,
+        target_is_part=expected.first.target_is_part,
+        mask_places=expected.first.mask_places,
         keys=expected.keys,
     )
     return _Draft(manifest, plans, {}, [], np.full(len(source), -1))

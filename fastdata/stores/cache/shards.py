@@ -53,15 +53,10 @@ from fastdata.stores.cache.manifest import (
     unpack_columns,
 )
 from fastdata.stores.files import DiskFile
-from fastdata.stores.prepare import (
-    Ingested,
-    Options,
-    ReadPath,
-    ingest,
-    ingest_workers,
-    needs_processes,
-)
+from fastdata.stores.fill import Ingested, ingest, ingest_workers, needs_processes
+from fastdata.stores.prepare import Options
 from fastdata.stores.readers import DAMAGE_PREFIX
+from fastdata.stores.samples import ReadPath
 from fastdata.stores.writers import WriterPlan
 
 MOST_SHARDS = 200

@@ -1,0 +1,320 @@
+"""Samples: how they are read and taken apart before they are stored, and how kept ones are given.
+
+A sample is a sequence of parts: the image, or each value of a tuple such as (image, mask), and
+behind these the targets that are images themselves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fastdata.errors import CacheError, ChannelsError, RemoteError, SampleError, sample_error
+from fastdata.machine.ranks import Leader
+from fastdata.machine.shared import SampleTable, collate_targets
+from fastdata.pixels import core, plan_transform, shape_after, split_upright
+from fastdata.pixels.images import (
+    Form,
+    OpenedImages,
+    Planes,
+    PlanesLoader,
+    SampleSpec,
+    SourceDecoder,
+    decode_by_pillow,
+    decoder_of,
+    is_image,
+    is_pil,
+    mode_of,
+    present,
+    to_stored,
+)
+from fastdata.pixels.program import Program
+from fastdata.report import log
+from fastdata.sources import DatasetSource, FileSource, ItemKeys, RemoteFiles, Source
+from fastdata.stores.readers import Store, UndecodableError
+from fastdata.stores.writers import ShapesDifferError
+
+SOURCE = "source"
+AT_ONCE = 16
+"""Samples that are read together."""
+
+
+class Part(NamedTuple):
+    array: np.ndarray
+    form: Form
+
+
+@dataclass(frozen=True, slots=True)
+class ReadSample:
+    """One prepared sample, taken apart; ``target`` is None where it is the last part."""
+
+    index: int
+    parts: tuple[Part, ...]
+    target: Any
+    is_tuple: bool
+    target_is_part: bool = False
+    mask_places: tuple[int, ...] = ()
+    """Of a target that is a tuple, the places of images: they are the last parts."""
+
+    def copied(self) -> ReadSample:
+        """In memory of its own."""
+        parts = tuple(Part(array.copy(), form) for array, form in self.parts)
+        return replace(self, parts=parts)
+
+
+def take_apart(index: int, prepared: Any, target: Any) -> ReadSample:
+    is_tuple = isinstance(prepared, (tuple, list))
+    parts = [Part(*to_stored(part)) for part in (prepared if is_tuple else [prepared])]
+    if is_image(target):
+        parts.append(Part(*to_stored(target, is_mask=True)))
+        return ReadSample(index, tuple(parts), None, is_tuple, target_is_part=True)
+    places: tuple[int, ...] = ()
+    if type(target) is tuple:
+        places = tuple(k for k, value in enumerate(target) if is_pil(value))
+        parts += [Part(*to_stored(target[k], is_mask=True)) for k in places]
+        target = tuple(None if k in places else value for k, value in enumerate(target))
+    return ReadSample(index, tuple(parts), target, is_tuple, mask_places=places)
+
+
+# Reading
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    steps: tuple[Callable[[Any], Any], ...]
+
+    def __call__(self, sample: Any) -> Any:
+        for step in self.steps:
+            sample = step(sample)
+        return sample
+
+
+class ReadPath(NamedTuple):
+    """Where samples come from, and what is done to each before it is stored."""
+
+    source: Source
+    prepare: Steps
+    shape: tuple[int, ...] | None = None
+    """Of every prepared sample, where it follows from the steps."""
+
+    @property
+    def by_core(self) -> PlanesLoader | None:
+        """What opens and prepares samples without the GIL; None where it is others' code."""
+        loader = getattr(self.source, "loader", None)
+        return loader if isinstance(loader, PlanesLoader) else None
+
+    @property
+    def decoder(self) -> SourceDecoder | None:
+        """Prepares the bytes of files; None where samples are none, or are opened by others."""
+        source = self.source
+        open_bytes = decoder_of(source.loader) if isinstance(source, FileSource) else None
+        return None if open_bytes is None else SourceDecoder(open_bytes, self.prepare)
+
+
+def read_path(
+    source: Source, steps: tuple[Callable[[Any], Any], ...], *, pixels_only: bool = True
+) -> ReadPath:
+    """How samples are read and prepared: image files by the core, where it knows all steps.
+
+    ``pixels_only``: nothing else is wanted of images, because they are to be stored.
+    """
+    if not isinstance(source, FileSource) or decoder_of(source.loader) is None:
+        return ReadPath(source, Steps(steps))
+    shape = shape_after(steps)
+    if pixels_only:
+        upright, served = split_upright(steps)
+        plan = plan_transform(served, channels=3, prepared=0)
+        obstacle = core.obstacle()
+        if obstacle is not None:
+            log.info("Pillow prepares the images, which takes longer: %s", obstacle)
+        elif plan.kind == "pil" and not plan.per_sample:
+            spec = SampleSpec(shape=None, dtype="uint8", form="pil")
+            loader = PlanesLoader(Program(plan.batch_ops, spec).prepare, upright)
+            return ReadPath(source.opened_by(loader), Steps(()), shape)
+    return ReadPath(source, Steps(steps), shape)
+
+
+def is_fetched(source: Source) -> bool:
+    """Whether reading a sample is waiting for a network."""
+    is_remote = isinstance(source, DatasetSource) and source.is_remote
+    return is_remote or isinstance(source, RemoteFiles)
+
+
+@contextlib.contextmanager
+def naming_sample(source: Source, index: int, *, is_read: bool = False) -> Iterator[None]:
+    """Make what goes wrong with a sample a SampleError that names its path and index."""
+    try:
+        yield
+    except (MemoryError, SampleError, RemoteError, CacheError, ShapesDifferError):
+        raise
+    except Exception as cause:  # user code and decoders raise anything; all of it is named and kept
+        raise sample_error(source.path(index), index, cause, is_read=is_read) from cause
+
+
+def open_files(source: FileSource, indices: Sequence[int], *, upright: bool) -> OpenedImages:
+    """The files of samples, for the core; what is wrong with one is a SampleError."""
+    files = []
+    for index in indices:
+        with naming_sample(source, index):
+            files.append(source.read_bytes(index))
+
+    def by_pillow(b: int) -> np.ndarray:
+        with naming_sample(source, indices[b]):
+            return decode_by_pillow(io.BytesIO(files[b]), upright=upright)
+
+    return OpenedImages(files, by_pillow, upright=upright)
+
+
+def read_samples(path: ReadPath, indices: Sequence[int]) -> Iterator[ReadSample | SampleError]:
+    """Read and prepare samples, or say what is wrong; each may lie over the one before."""
+    for first in range(0, len(indices), AT_ONCE):
+        group = indices[first : first + AT_ONCE]
+        count = 0
+        if path.by_core is not None:
+            # One after the other tells whose an error is.
+            with contextlib.suppress(SampleError, ValueError):
+                for sample in _read_together(path, path.by_core, group):
+                    count += 1
+                    yield sample
+        for index in group[count:]:
+            try:
+                yield _read_one(path, index)
+            except SampleError as error:
+                yield error
+
+
+def _read_together(
+    path: ReadPath, loader: PlanesLoader, indices: Sequence[int]
+) -> Iterator[ReadSample]:
+    source = path.source
+    assert isinstance(source, FileSource)
+    images = open_files(source, indices, upright=loader.upright)
+    for index, pixels in zip(indices, loader.prepare(images), strict=True):
+        yield take_apart(index, Planes(pixels), source.targets[index])
+
+
+def _read_one(path: ReadPath, index: int) -> ReadSample:
+    with naming_sample(path.source, index):
+        sample, target = path.source.read(index)
+    with naming_sample(path.source, index, is_read=True):
+        return take_apart(index, path.prepare(sample), target)
+
+
+# What is kept
+
+
+@dataclass(frozen=True, slots=True)
+class KeptSamples:
+    """The kept samples of a dataset, and their targets; a source of them, too.
+
+    Args:
+        stores: one for each part.
+        table: of the targets that are no parts; or what has its ``has_paths``, ``path``,
+            ``target``, ``collated_targets``, ``close`` and length.
+        is_tuple: whether samples are tuples of parts.
+        target_is_part: whether targets are the last part.
+        shared_by: tells other ranks of the machine where they lie.
+        mask_places: of targets that are tuples, the places of images, which are the last parts.
+    """
+
+    stores: tuple[Store, ...]
+    table: SampleTable | Any
+    is_tuple: bool = False
+    target_is_part: bool = False
+    keys: ItemKeys | None = None
+    shared_by: Leader | None = None
+    mask_places: tuple[int, ...] = ()
+
+    @property
+    def images(self) -> Store:
+        """The first part."""
+        return self.stores[0]
+
+    def filled_share(self, index: np.ndarray | None = None) -> float:
+        """Share of the samples, or of those of ``index``, that are kept already."""
+        return self.stores[0].filled_share(index)
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def expect(self, indices: Sequence[int]) -> None:
+        for store in self.stores:
+            store.expect(indices)
+
+    def path(self, index: int) -> str | None:
+        return self.table.path(index) if self.table.has_paths else None
+
+    def read(self, index: int) -> tuple[Any, Any]:
+        return self.sample(index), self.target(index)
+
+    def sample(self, index: int) -> Any:
+        """One sample as it was before it was stored; its memory is the caller's own."""
+        count = len(self.stores) - self.target_is_part - len(self.mask_places)
+        parts = tuple(self._owned(store, index) for store in self.stores[:count])
+        return parts if self.is_tuple else parts[0]
+
+    def target(self, index: int) -> Any:
+        if self.target_is_part:
+            return self._owned(self.stores[-1], index)
+        target = self.table.target(index)
+        if not self.mask_places:
+            return target
+        values = list(target)
+        stores = self.stores[-len(self.mask_places) :]
+        for place, store in zip(self.mask_places, stores, strict=True):
+            values[place] = self._owned(store, index)
+        return tuple(values)
+
+    def collated_targets(self, index_B: np.ndarray) -> Any:
+        """What ``default_collate`` makes of the targets of a batch."""
+        if self.target_is_part or self.mask_places:
+            return collate_targets([self.target(index) for index in index_B.tolist()])
+        return self.table.collated_targets(index_B)
+
+    def _owned(self, store: Store, index: int) -> Any:
+        with self.naming_damage():
+            array = store.read(index)
+        return present(array.copy() if store.gives_views else array, store.spec.form)
+
+    @contextlib.contextmanager
+    def naming_damage(self) -> Iterator[None]:
+        """Raise a SampleError that says which sample is damaged, in place of a store's own."""
+        try:
+            yield
+        except UndecodableError as damaged:
+            raise self._sample_error(damaged) from damaged.__cause__ or damaged
+        except ChannelsError as wrong:
+            path = self.path(wrong.index)
+            raise SampleError(wrong.reason, index=wrong.index, path=path) from wrong
+
+    def _sample_error(self, damaged: UndecodableError) -> SampleError:
+        path = self.path(damaged.index)
+        # The decoder's own complaint of the file.
+        if damaged.codec == SOURCE and damaged.__cause__ is not None:
+            return sample_error(path, damaged.index, damaged.__cause__)
+        name = f"sample {damaged.index}" if path is None else f"sample {damaged.index}, {path},"
+        cure = "" if damaged.is_on_disk else "; make the dataset again to mend it"
+        text = f"{name} cannot be read from the store: {damaged}. The others can{cure}."
+        return SampleError(text, index=damaged.index, path=path)
+
+    def modes(self) -> list[str]:
+        """How many samples are of which of PIL's modes; empty where that is not known."""
+        store = self.images
+        shapes = store.shapes() if store.spec.form == "pil" else None
+        if shapes is None or len(shapes) == 0:
+            return []
+        said = []
+        found = np.unique(shapes[:, 0], return_index=True, return_counts=True)
+        for channels, first, count in zip(*map(np.ndarray.tolist, found), strict=True):
+            where = ", ".join(filter(None, [f"sample {first}", self.path(first)]))
+            said.append(f"{count:,} of mode {mode_of(channels, store.spec.dtype)} (first: {where})")
+        return said
+
+    def end_sharing(self) -> None:
+        if self.shared_by is not None:
+            self.shared_by.close()
