@@ -27,7 +27,14 @@ from torchvision import transforms as v1
 from conftest import shown
 from fastdata import CachedDataset, CudaPrefetcher, DataLoader, RingCollate, collate
 from fastdata.datasets.batch import Padded
-from fastdata.loaders.samplers import Order, RankSampler, balanced, repeated, weighted
+from fastdata.loaders.samplers import (
+    Order,
+    RankSampler,
+    balanced,
+    mixed,
+    repeated,
+    weighted,
+)
 
 AUGMENT = v1.Compose(
     [v1.RandomCrop((4, 3)), v1.RandomHorizontalFlip(), v1.ConvertImageDtype(torch.float32)]
@@ -50,6 +57,7 @@ RANKED: dict[str, Callable[..., RankSampler]] = {
     "balanced": partial(RankSampler, order=balanced(TARGETS, replacement=True)),
     "balanced, once": partial(RankSampler, order=balanced(TARGETS)),
     "repeated": partial(RankSampler, order=repeated(COUNT, 3), num_samples=50),
+    "mixed": partial(RankSampler, order=mixed([7, COUNT - 7], [2, 1], stop="all")),
 }
 
 
@@ -743,6 +751,21 @@ def test_copies_go_to_different_ranks() -> None:
     assert [getattr(share[0], "occurrence", 0) for share in shares] == [0, 1, 2]
 
 
+@pytest.mark.parametrize(("stop", "length"), [("first", 40), ("all", 120)])
+def test_datasets_are_mixed_in_their_shares(stop: Any, length: int) -> None:
+    """A quarter of each epoch is of the first dataset; no sample comes twice before all of its dataset have come."""
+    sampler = RankSampler(order=mixed([10, 90], [1, 3], stop), rank=0, world_size=1)
+    epochs = [sampler.order(epoch) for epoch in range(5)]
+    for order in epochs:
+        assert len(order) == length
+        times = np.bincount(order, minlength=100)
+        assert times[:10].sum() == length // 4
+        assert times[:10].max() - times[:10].min() <= 1
+        assert times[10:].max() <= 1
+    assert len({tuple(order) for order in epochs}) == 5
+    assert max((order < 10).argmax() for order in epochs) < 30
+
+
 # Padding
 
 
@@ -851,6 +874,9 @@ def test_padded_batches_go_all_ways(engine: dict[str, Any]) -> None:
         ),
         (lambda: balanced([]), r"targets have the shape \(0,\)"),
         (lambda: repeated(5, 0), "repeats=0 must be at least 1"),
+        (lambda: mixed([5, 6], [1]), "2 datasets and 1 weights; give one for each"),
+        (lambda: mixed([5, 6], [1, 0]), r"weights=\[1.0, 0.0\] of datasets of \[5, 6\] samples"),
+        (lambda: mixed([5, 0]), "no dataset empty"),
         (
             lambda: RankSampler(num_samples=11, order=repeated(5, 2)),
             "num_samples=11, but .* at most 10 samples",

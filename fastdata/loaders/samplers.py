@@ -5,8 +5,8 @@ rank r takes the places r, r + W, ... in it, so that each step of batches of B t
 places. Where an epoch stands is then one number, whatever the ranks, workers and batches are that
 go on with it.
 
-A ``RankSampler`` shares out an ``Order``, of which ``shuffled``, ``weighted``, ``balanced`` and
-``repeated`` make some.
+A ``RankSampler`` shares out an ``Order``, of which ``shuffled``, ``weighted``, ``balanced``,
+``repeated`` and ``mixed`` make some.
 
 Shape letters: N samples of a dataset, n of an epoch.
 """
@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import operator
 import zlib
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Iterator, Sequence, Sized
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -225,6 +225,67 @@ def _draw_repeated(
     once: Callable[..., Int64s], repeats: int, seed: int, epoch: int, count: int
 ) -> Int64s:
     return np.repeat(once(seed, epoch, -(-count // repeats)), repeats)[:count]
+
+
+def mixed(
+    datasets: Sequence[Sized | int],
+    weights: Sequence[float] | None = None,
+    stop: Literal["first", "all"] = "first",
+) -> Order:
+    """Samples of several datasets in fixed shares: the order of a ``ConcatDataset`` of them.
+
+    Each dataset is shuffled by itself, and shuffled anew where its samples come round again. Shares
+    are exact, to a sample, in each epoch; which dataset comes when is random.
+
+    Args:
+        datasets: of the ``ConcatDataset``, in its order; or their lengths.
+        weights: the share of each, of any sum; by default they are equal.
+        stop: an epoch ends when the ``"first"`` of the datasets has been read whole, so that no
+            sample comes twice, or when ``"all"`` of them have.
+
+    Raises:
+        ValueError: a weight is not above zero, or not finite; a dataset is empty; there are not as
+            many weights as datasets.
+
+    Example:
+        >>> order = mixed([100, 1000], weights=[0.25, 0.75])
+        >>> indices = np.array(list(RankSampler(order=order, rank=0, world_size=1)))
+        >>> len(indices), int((indices < 100).sum())
+        (400, 100)
+    """
+    lengths = np.array([each if isinstance(each, int) else len(each) for each in datasets])
+    shares = np.ones(len(lengths)) if weights is None else np.asarray(weights, np.float64)
+    if shares.shape != lengths.shape or not len(lengths):
+        raise ValueError(f"{len(lengths)} datasets and {shares.size} weights; give one for each")
+    if not (np.isfinite(shares) & (shares > 0)).all() or not lengths.all():
+        raise ValueError(
+            f"weights={shares.tolist()} of datasets of {lengths.tolist()} samples: weights must be "
+            "finite and above zero, and no dataset empty"
+        )
+    shares = shares / shares.sum()
+    whole = lengths / shares
+    count = int(whole.min() if stop == "first" else np.ceil(whole.max()))
+    identity = {"order": "mixed", "lengths": lengths.tolist(), "shares": shares.tolist()}
+    return Order(
+        partial(_draw_mixed, lengths, shares), int(lengths.sum()), count, math.inf, identity
+    )
+
+
+def _draw_mixed(
+    lengths: Int64s, shares: npt.NDArray[np.float64], seed: int, epoch: int, count: int
+) -> Int64s:
+    ends = np.rint(np.cumsum(shares) * count).astype(np.int64)
+    firsts = np.cumsum(lengths) - lengths
+    parts = []
+    for number, taken in enumerate(np.diff(ends, prepend=0)):
+        length = int(lengths[number])
+        rounds = [
+            _draw_shuffled(length, seed ^ (number << 32), (epoch << 16) + again, length)
+            for again in range(-(-int(taken) // length))
+        ]
+        parts.append(firsts[number] + np.concatenate([*rounds, [0]])[:taken])
+    order: Int64s = np.concatenate(parts)[_draw_shuffled(count, seed, epoch, count)]
+    return order
 
 
 class RankSampler(DistributedSampler[int]):
