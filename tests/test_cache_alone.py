@@ -76,8 +76,8 @@ def images_of(root: Path) -> list[np.ndarray]:
 
 def rewrite(home: Path, columns: Any = None, **changed: Any) -> None:
     """Change fields of a manifest, or columns of its index, with checksums that fit."""
-    manifest = Manifest.read(home)
-    columns = read_index(Place(home), manifest) | (columns or {})
+    manifest = Manifest.read(Place(home))
+    columns = read_index(Place(home), manifest).columns | (columns or {})
     for name, value in changed.items():
         object.__setattr__(manifest, name, value)
     manifest.write(
@@ -341,6 +341,7 @@ def test_an_update_meanwhile_is_read_again(
     monkeypatch.setattr(manifest_module, "read_index", updating)
     if not is_alone:
         build_csv(root, rows)
+        build_csv(root, [*rows, ("all/002.jpg", "cat")])
         assert not [line for line in caplog.messages if "anew" in line]
     with CachedDataset.from_cache(cache) as dataset:
         assert len(dataset) == 3
@@ -358,8 +359,8 @@ def test_one_cache_must_be_meant(image_folder: Folder, tmp_path: Path) -> None:
         CachedDataset.from_cache(tmp_path / "missing")
     root = image_folder(size=(13, 11))
     cache = build(root)
-    home = find_cache(cache)
-    assert find_cache(str(cache)) == find_cache(home) == home
+    home = Path(find_cache(cache))
+    assert find_cache(str(cache)) == find_cache(home) == Place(home)
     build(root, transform=v1.Resize((4, 5)), codec="zstd")
     other = next(path.parent for path in cache.glob(f"*/{MANIFEST}") if path.parent != home)
     with pytest.raises(
@@ -434,9 +435,7 @@ def test_a_codec_of_the_users_own_needs_its_dataset(tmp_path: Path) -> None:
         ({"targets.json": np.frombuffer(b"[0, 1]", np.uint8)}, "no list of 6 targets"),
         ({"targets.json": np.frombuffer(b"[0, 1", np.uint8)}, "cannot be read"),
         ({"targets.json": np.frombuffer(b"[" * 100_000, np.uint8)}, "cannot be read"),
-        ({"rows": np.full(6, 6)}, "has 6 rows, but its samples reach to 6"),
-        ({"is_kept": np.ones(6, np.int8)}, r"int8\[6\] where bool\[6\] are needed"),
-        ({"rows": None}, "lacks the rows"),
+        ({"part0.sums": None}, "lacks the part0.sums"),
         ({"part0.sums": np.zeros(5, np.uint64)}, r"uint64\[5\] where uint64\[6\] are needed"),
         ({"ends": np.arange(6)}, "file names overlap"),
     ],
@@ -445,7 +444,7 @@ def test_columns_that_do_not_fit_are_refused(
     image_folder: Folder, columns: dict[str, Any], words: str
 ) -> None:
     """Their number, type and form are checked against the samples before one is served; the checksums are right."""
-    home = find_cache(build(image_folder(size=(13, 11))))
+    home = Path(find_cache(build(image_folder(size=(13, 11)))))
     rewrite(home, columns)
     with pytest.raises(CacheError, match=words):
         CachedDataset.from_cache(home)
@@ -456,15 +455,15 @@ def test_columns_that_do_not_fit_are_refused(
     [
         ("offsets", -1, "does not lie within"),
         ("sizes", 1 << 40, "does not lie within"),
-        ("shapes", 8, "of other shapes than"),
+        ("shapes", 8, "have other shapes than"),
     ],
 )
 def test_samples_beyond_their_file_are_refused(
     image_folder: Folder, column: str, value: int, words: str
 ) -> None:
     """Where an encoded sample lies, and how large it is, is checked against the file before it is mapped."""
-    home = find_cache(build(image_folder(size=(13, 11)), codec="zstd"))
-    wrong = read_index(Place(home), Manifest.read(home))[f"part0.{column}"].copy()
+    home = Path(find_cache(build(image_folder(size=(13, 11)), codec="zstd")))
+    wrong = read_index(Place(home), Manifest.read(Place(home))).columns[f"part0.{column}"].copy()
     wrong[3] = value
     rewrite(home, {f"part0.{column}": wrong})
     with pytest.raises(CacheError, match=words):
@@ -475,16 +474,16 @@ def test_samples_beyond_their_file_are_refused(
 def test_shapes_that_no_sample_has_are_refused(tmp_path: Path, codec: str) -> None:
     """Nothing has a negative side, whether raw or encoded."""
     samples = [(np.zeros((2, 3 + index), np.uint8), 0) for index in range(4)]
-    home = find_cache(build_of(samples, tmp_path, codec=codec))
-    shapes = read_index(Place(home), Manifest.read(home))["part0.shapes"].copy()
+    home = Path(find_cache(build_of(samples, tmp_path, codec=codec)))
+    shapes = read_index(Place(home), Manifest.read(Place(home))).columns["part0.shapes"].copy()
     rewrite(home, {"part0.shapes": shapes * -1})
-    with pytest.raises(CacheError, match="row 0 of part0 does not lie within its file"):
+    with pytest.raises(CacheError, match="sample 0 of part0 does not lie within its file"):
         CachedDataset.from_cache(home)
 
 
 def test_a_compressed_index_is_refused(image_folder: Folder, monkeypatch: Any) -> None:
     """Its columns take no more memory than the file has bytes."""
-    home = find_cache(build(image_folder(size=(13, 11))))
+    home = Path(find_cache(build(image_folder(size=(13, 11)))))
     monkeypatch.setattr(np, "savez", np.savez_compressed)
     rewrite(home)
     with pytest.raises(CacheError, match="its columns are compressed"):
@@ -493,7 +492,7 @@ def test_a_compressed_index_is_refused(image_folder: Folder, monkeypatch: Any) -
 
 def test_an_index_larger_than_memory_is_refused(image_folder: Folder, monkeypatch: Any) -> None:
     """What a column says of its size is damage like any other, whatever it is: nobody gets a MemoryError."""
-    home = find_cache(build(image_folder(size=(13, 11))))
+    home = Path(find_cache(build(image_folder(size=(13, 11)))))
     plain = np.savez
 
     def save(stream: Any, **columns: Any) -> None:
@@ -512,17 +511,17 @@ def test_an_index_larger_than_memory_is_refused(image_folder: Folder, monkeypatc
 def test_a_sample_larger_than_memory_is_refused(tmp_path: Path) -> None:
     """An encoded sample may claim any shape; one of 8 TiB is damage, found when the cache is opened."""
     samples = [(np.zeros((2, 3 + index), np.uint8), 0) for index in range(4)]
-    home = find_cache(build_of(samples, tmp_path, codec="zstd"))
-    shapes = read_index(Place(home), Manifest.read(home))["part0.shapes"].copy()
+    home = Path(find_cache(build_of(samples, tmp_path, codec="zstd")))
+    shapes = read_index(Place(home), Manifest.read(Place(home))).columns["part0.shapes"].copy()
     shapes[1] = 1 << 21, 1 << 22
     rewrite(home, {"part0.shapes": shapes})
-    with pytest.raises(CacheError, match="part0 has a sample of 8,796,093,022,208 bytes"):
+    with pytest.raises(CacheError, match="a sample has 8,796,093,022,208 bytes"):
         CachedDataset.from_cache(home)
 
 
 def test_classes_without_numbers_are_refused(image_folder: Folder) -> None:
     """A manifest with a right checksum is not believed either."""
-    home = find_cache(build(image_folder(size=(13, 11))))
+    home = Path(find_cache(build(image_folder(size=(13, 11)))))
     rewrite(home, classes={"cat": "x"})
     with pytest.raises(CacheError, match="classes have no numbers"):
         CachedDataset.from_cache(home)
@@ -530,7 +529,7 @@ def test_classes_without_numbers_are_refused(image_folder: Folder) -> None:
 
 def test_skipped_samples_are_checked_too(image_folder: Folder) -> None:
     """An entry that is none of a sample's is damage, not a crash later."""
-    home = find_cache(build(image_folder(size=(13, 11))))
+    home = Path(find_cache(build(image_folder(size=(13, 11)))))
     document = json.loads((home / MANIFEST).read_text())
     assert document["skipped"] == []
     rewrite(home, skipped=(Skipped(row="x", path=None, message="m"),))

@@ -18,7 +18,7 @@ from torchvision import transforms as v1
 from conftest import save_image
 from fastdata import CachedDataset, ImageFolder, ImageManifest
 from fastdata.errors import CacheError, SampleError
-from fastdata.stores.cache import inspect_caches, prune_caches, verify_cache
+from fastdata.stores.cache import inspect_caches, prune_caches
 from fastdata.stores.files import DiskFile
 
 Folder = Callable[..., Path]
@@ -118,12 +118,14 @@ def test_damage_that_cannot_be_noted_is_said_so(
     data = bytearray(shard.read_bytes())
     data[-1] ^= 1
     shard.write_bytes(data)
-    found = inspect_caches(root.parent / "cache")[0]
+    cache_dir = root.parent / "cache"
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "touch", refuse(errno.EROFS))
-        assert "cannot be noted (Read-only file system)" in verify_cache(found)[0]
-    assert "the next run over its source prepares it anew" in verify_cache(found)[0]
-    assert "damaged: 1 file, which the next run writes anew" in str(
+        patch.setattr(Path, "unlink", refuse(errno.EROFS))
+        (found,) = inspect_caches(cache_dir, verify=True)
+        assert "cannot be noted (Read-only file system)" in str(found)
+    (found,) = inspect_caches(cache_dir, verify=True)
+    assert "the next run over its source prepares it anew" in str(found)
+    assert "damaged: 1 shard, which the next run writes anew" in str(
         inspect_caches(root.parent / "cache")[0]
     )
 
@@ -329,15 +331,15 @@ def test_a_cache_behind_a_link_is_written_and_nothing_of_the_folder_removed(
 def test_what_another_user_left_stays(
     image_folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run removes leftovers of its own user only."""
+    """Leftovers are removed by their own user only."""
     root = image_folder(size=(13, 11))
     cached(root).close()
     (path,) = (root.parent / "cache").glob("*/fastdata.json")
     stray = path.with_name("part0-00007.npy")
     stray.touch()
     monkeypatch.setattr(os, "getuid", lambda: path.stat().st_uid + 1)
-    cached(root).close()
+    assert prune_caches(root.parent / "cache") == []
     assert stray.exists()
     monkeypatch.undo()
-    cached(root).close()
+    assert len(prune_caches(root.parent / "cache")) == 1
     assert not stray.exists()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import os
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import numpy as np
@@ -18,8 +20,6 @@ if TYPE_CHECKING:
 
 Decoder: TypeAlias = "Codec | SourceDecoder"
 
-DAMAGE_PREFIX = "damaged-"
-"""Of the empty files that name files found damaged, for the next run to write anew."""
 _WORD_BYTES = 8
 _GAP_BYTES = 64
 """Between samples that are still brought and dropped as one piece: what alignment leaves. Pieces
@@ -291,8 +291,9 @@ class DiskStore(FileStore):
             self._checked[index] = 1
             return
         path = self._disk_files[self._of[index]].path
+        shard = path.stem.partition("-")[2]
         try:
-            path.with_name(f"{DAMAGE_PREFIX}{path.name}").touch()
+            path.with_name(receipt_name(shard)).unlink(missing_ok=True)
             cure = "the next run over its source prepares it anew"
         except OSError as problem:
             cure = f"that cannot be noted ({problem.strerror}): build {path.parent} anew"
@@ -337,6 +338,15 @@ class DiskStore(FileStore):
 
     def __reduce__(self) -> tuple[object, ...]:
         return DiskStore, (self.files, self.spec, self.index, self._decoder, self._marks)
+
+
+def receipt_name(shard: str) -> str:
+    """Of the file beside a shard's own that says that it is complete; without it it is written anew."""
+    return f"shard-{shard}.npz"
+
+
+def receipts_in(folder: Path) -> set[str]:
+    return {name for name in os.listdir(folder) if name.startswith("shard-")}
 
 
 def checksum(data: Bytes) -> int:

@@ -12,7 +12,7 @@ from fastdata.datasets.folder import ImageFolder
 from fastdata.errors import counted, is_url
 from fastdata.machine.memory import format_bytes
 from fastdata.pixels.images import CenterCrop
-from fastdata.stores.cache import inspect_caches, prune_caches, verify_cache
+from fastdata.stores.cache import inspect_caches, prune_caches
 from fastdata.stores.codecs import KNOWN_CODECS
 from fastdata.tools import output
 from fastdata.tools.export import export_cache
@@ -98,18 +98,14 @@ def add_inspect(parser: argparse.ArgumentParser) -> None:
 
 def inspect(options: argparse.Namespace) -> int:
     """Show caches; the status is 1 if one is damaged."""
+    caches = inspect_caches(options.cache, options.storage_options, verify=options.verify)
     documents = []
-    for found in inspect_caches(options.cache, options.storage_options):
+    for found in caches:
         print(found)
-        damaged = verify_cache(found) if options.verify else None
-        for line in damaged or ():
-            print(f"  {line}")
-        if damaged == []:
-            print("  verified   every sample is as it was written")
         samples = found.manifest.count if found.manifest else 0
-        documents.append({**asdict(found), "samples": samples, "damaged": damaged})
+        documents.append({**asdict(found), "samples": samples})
     output.keep({"caches": documents}, options)
-    return int(any(each["problem"] or each["damaged"] for each in documents))
+    return int(any(found.problem or found.damaged for found in caches))
 
 
 def add_export(parser: argparse.ArgumentParser) -> None:

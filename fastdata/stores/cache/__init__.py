@@ -1,13 +1,7 @@
-"""Prepared samples that outlive the run: caches on disk, found again by what they were made from."""
+"""Prepared samples that outlive the run: caches on disk, found by what they were made from."""
 
 from fastdata.stores.cache.build import Listing, list_paths, prepare_on_disk
-from fastdata.stores.cache.inspect import (
-    find_cache,
-    inspect_caches,
-    open_cache,
-    prune_caches,
-    verify_cache,
-)
+from fastdata.stores.cache.inspect import find_cache, inspect_caches, open_cache, prune_caches
 from fastdata.stores.cache.manifest import Mirroring
 
 __all__ = [
@@ -19,5 +13,4 @@ __all__ = [
     "open_cache",
     "prepare_on_disk",
     "prune_caches",
-    "verify_cache",
 ]

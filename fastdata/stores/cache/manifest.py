@@ -2,15 +2,15 @@
 
 A cache is a folder of
 
-* shards: of each a file for each part of the samples, ``part0-<shard>.npy``, raw ones of one shape,
-  an ordinary NumPy file (n, *shape); or ``part0-<shard>.bin``, encoded ones or raw ones of many
-  shapes, end to end;
-* ``index-<crc32>.npz``, small columns about them, see ``Manifest``;
+* shards: of each a file for each part of the samples, ``part0-<shard>.npy`` (raw samples of one
+  shape, an ordinary NumPy file (n, *shape)) or ``part0-<shard>.bin`` (all others, end to end), and
+  its receipt ``shard-<shard>.npz``, which says what is in them;
+* ``index-<crc32>.npz``, columns about all samples, see ``Manifest``;
 * ``fastdata.json``, written last, with the CRC-32 of the index and a CRC-32 of itself.
 
 Nothing is ever unpickled. A shard is named after what its samples are made from, so that its files
-never change: a writer adds some and replaces ``fastdata.json`` by renaming. What is not named there
-was left by a writer that died.
+never change: a writer adds some and replaces ``fastdata.json`` by renaming. A shard without a
+receipt is not complete, or was found damaged: the next build writes it again.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ import types
 import typing
 import zipfile
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -41,27 +41,26 @@ from fastdata.sources import ItemKeys
 from fastdata.sources.remote import Place
 from fastdata.stores.files import DiskFile, naming_full_disk
 from fastdata.stores.mirror import Mirror, MirroredStore
-from fastdata.stores.readers import DAMAGE_PREFIX, Decoder, DiskStore
+from fastdata.stores.readers import Decoder, DiskStore, receipt_name
 
 MANIFEST = "fastdata.json"
 FORMAT = "fastdata cache"
-VERSION = 4
+VERSION = 5
 DAMAGED = (
     OSError,
     EOFError,
     KeyError,
     MemoryError,
+    OverflowError,
     TypeError,
     ValueError,
     RecursionError,
     zipfile.BadZipFile,
+    zlib.error,
 )
-"""What reading bytes raises that nobody has written: of memory, too, for an array of the size that
-they claim."""
-_SHARD_NAME = re.compile(r"[0-9a-f]{16}")
+"""What reading foreign bytes raises; MemoryError for an array of the size that they claim."""
 _MAX_DIMENSIONS = 8
 _MOST_SAMPLE_BYTES = 1 << 36
-"""Of an encoded sample, whose size nothing else tells."""
 _MIRRORED_SHARE = 0.5
 """Of what is free on the disk, for mirrors where nobody says more."""
 
@@ -76,17 +75,24 @@ class Part:
 
     Args:
         spec: of the samples as they are served.
+        dimensions: of their shapes.
         codec: settings of what encoded them; None if they are raw.
     """
 
     spec: SampleSpec
+    dimensions: int
     codec: dict[str, Any] | None
 
     def __post_init__(self) -> None:
         dtype = np.dtype(self.spec.dtype)
         is_known = not dtype.hasobject and dtype.name == self.spec.dtype
-        if not is_known or len(self.spec.shape or ()) > _MAX_DIMENSIONS:
+        if not is_known or self.dimensions > _MAX_DIMENSIONS:
             raise ValueError(f"samples of {self.spec} are not known")
+        if self.spec.shape is not None:
+            if len(self.spec.shape) != self.dimensions:
+                raise ValueError(f"{self.spec} has not {self.dimensions} dimensions")
+            if self.spec.sample_bytes > _MOST_SAMPLE_BYTES:
+                raise ValueError(f"a sample has {self.spec.sample_bytes:,} bytes, as none has")
         if self.codec is not None and not isinstance(self.codec.get("name"), str):
             raise ValueError(f"codec {self.codec!r} has no name")
 
@@ -110,12 +116,14 @@ class Shard:
     sizes: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if not _SHARD_NAME.fullmatch(self.name):
+        if not re.fullmatch(r"[0-9a-f]{16}", self.name):
             raise ValueError(f"{self.name!r} is no name of a shard")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Skipped:
+    """A sample that was left out; ``row`` is its index in the source."""
+
     row: int
     path: str | None
     message: str
@@ -125,18 +133,16 @@ class Skipped:
 class Manifest:
     """What a cache holds, and what it was made from: ``fastdata.json``.
 
-    Rows are the samples of all shards, one after the other. An index has these columns:
+    Rows are the samples of all shards in the order of the source. An index has these columns:
 
-    * ``rows``, int64 (count,), the row of each sample in the order of the source;
-    * by row ``is_kept``, bool, False where the sample was left out, and of each part
-      ``part0.sums``, uint64 (``stores.readers.checksum``); unless it is a table also
-      ``part0.offsets`` and ``part0.sizes``, int64, in the file of its shard, and ``part0.shapes``,
-      int32 (rows, dimensions);
-    * where samples are files ``paths``, ``ends``, ``file_sizes`` and ``mtimes_ns``, see
+    * of each part, by sample that was kept, ``part0.sums``, uint64 (``stores.readers.checksum``);
+      unless it is a table also ``part0.offsets`` and ``part0.sizes``, int64, in the file of its
+      shard, and ``part0.shapes``, int32 (kept, dimensions);
+    * where samples are files, by row ``paths``, ``ends``, ``file_sizes`` and ``mtimes_ns``, see
       ``list_paths``;
-    * unless they are a part, the targets of the rows that are kept, in their order:
-      ``targets.number``, ``targets.tensor`` or ``targets.array``, or ``targets.json``, a list as
-      text; of tuples ``targets.0.number`` and the like, one for each place, in order.
+    * unless they are a part, the targets of the samples that were kept: ``targets.number``,
+      ``targets.tensor`` or ``targets.array``, or ``targets.json``, a list as text; of tuples
+      ``targets.0.number`` and the like, one for each place, in order.
 
     Args:
         key: what the samples depend on besides their files.
@@ -144,12 +150,13 @@ class Manifest:
         index_crc32: of the whole file.
         classes: number of each class, where classes have names.
         parts: of the samples.
+        shard_rows: about how many samples a shard has.
         shards: of the samples.
         is_tuple: whether samples are tuples of parts.
         target_is_part: whether the last part is the target.
         keys: of items that are dicts.
         mask_places: where targets that are tuples have images, which are the last parts.
-        skipped: the samples that were left out.
+        skipped: the samples that were left out, by row.
     """
 
     key: dict[str, str]
@@ -157,6 +164,7 @@ class Manifest:
     index_crc32: int = 0
     classes: dict[str, Any] | None = None
     parts: tuple[Part, ...]
+    shard_rows: int
     shards: tuple[Shard, ...]
     is_tuple: bool
     target_is_part: bool
@@ -166,13 +174,19 @@ class Manifest:
 
     def __post_init__(self) -> None:
         if len(self.parts) <= self.target_is_part + len(self.mask_places):
-            raise ValueError(
-                f"{len(self.parts)} parts are no samples, target_is_part={self.target_is_part}"
-            )
+            raise ValueError(f"{counted(len(self.parts), 'part')} are no samples")
         if not all(type(number) is int for number in (self.classes or {}).values()):
             raise ValueError("classes have no numbers")
         if any(len(shard.sizes) != len(self.parts) for shard in self.shards):
             raise ValueError(f"shards have no file for each of {counted(len(self.parts), 'part')}")
+        if len({shard.name for shard in self.shards}) < len(self.shards):
+            raise ValueError("shards share a name")
+        names = [] if self.keys is None else self.keys.names
+        if len(set(names)) < len(names) or (self.keys and self.keys.image not in names):
+            raise ValueError(f"{self.keys} are no keys of items")
+        rows = [entry.row for entry in self.skipped]
+        if rows != sorted(set(rows)) or (rows and rows[-1] >= self.count):
+            raise ValueError(f"the {counted(len(rows), 'sample')} left out are not in order")
 
     @property
     def count(self) -> int:
@@ -187,33 +201,38 @@ class Manifest:
     def index_name(self) -> str:
         return _index_name(self.index_crc32)
 
-    def first_rows(self) -> np.ndarray:
-        """The first row of each shard, and the number of rows: int64 (shards + 1,)."""
-        return np.cumsum([0, *(shard.rows for shard in self.shards)])
+    def kept_rows(self) -> np.ndarray:
+        """The rows that were not left out: int64, in order."""
+        return np.delete(np.arange(self.count), [entry.row for entry in self.skipped])
 
-    def files(self, shard: Shard) -> dict[str, int]:
-        """The names of a shard's files, and how many bytes they have."""
-        parts = zip(self.parts, shard.sizes, strict=True)
+    def files_of(self, number: int) -> dict[str, int]:
+        """The names of the files of a part, and how many bytes they have."""
+        part = self.parts[number]
         return {
-            file_name(k, part, shard.name): size for k, (part, size) in enumerate(parts) if size
+            file_name(number, part, shard.name): shard.sizes[number]
+            for shard in self.shards
+            if shard.sizes[number]
         }
 
     def file_sizes(self) -> dict[str, int]:
-        return {name: size for shard in self.shards for name, size in self.files(shard).items()}
+        """Those of all parts."""
+        sizes: dict[str, int] = {}
+        for number in range(len(self.parts)):
+            sizes |= self.files_of(number)
+        return sizes
+
+    def receipts(self) -> set[str]:
+        return {receipt_name(shard.name) for shard in self.shards}
 
     def file_names(self) -> set[str]:
-        return {MANIFEST, self.index_name, *self.file_sizes()}
+        return {MANIFEST, self.index_name, *self.file_sizes(), *self.receipts()}
 
     def write(self, place: Place, columns: Mapping[str, np.ndarray]) -> None:
-        """Make this, with an index of these columns, what the cache in a folder holds, at once and for good."""
+        """Make this, with an index of these columns, what a cache holds, at once and for good."""
         index = pack_columns(columns)
         crc32 = zlib.crc32(index)
-        document = {
-            "format": FORMAT,
-            "version": VERSION,
-            **dataclasses.asdict(self),
-            "index_crc32": crc32,
-        }
+        document = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(self)}
+        document["index_crc32"] = crc32
         document["crc32"] = crc_of(document)
         with naming_full_disk(Path(place.url)):
             place.write(_index_name(crc32), index)
@@ -222,18 +241,21 @@ class Manifest:
             _sync(place)
 
     @classmethod
-    def read(cls, home: Path | Place) -> Manifest:
-        """Read and check the manifest of a cache; FileNotFoundError where there is none, CacheError where it is bad."""
-        place = home if isinstance(home, Place) else Place(home)
+    def read(cls, place: Place) -> Manifest:
+        """Read and check a manifest.
+
+        Raises:
+            FileNotFoundError: there is none.
+            CacheError: it is damaged, or of another version.
+        """
         path = place.at(MANIFEST)
         try:
             document = json.loads(place.read(MANIFEST))
             if not isinstance(document, dict) or document.get("format") != FORMAT:
                 raise CacheError(f"{path} is no manifest of a fastdata cache")
-            if document.get("version") != VERSION:
-                raise CacheError(
-                    f"{path} has version {document.get('version')!r}; this fastdata reads {VERSION}"
-                )
+            version = document.get("version")
+            if version != VERSION:
+                raise CacheError(f"{path} has version {version!r}; this fastdata reads {VERSION}")
             if document.pop("crc32", None) != crc_of(document):
                 raise CacheError(
                     f"{path} was changed after it was written: its checksum does not fit"
@@ -261,18 +283,19 @@ def crc_of(document: Mapping[str, Any]) -> int:
 
 
 def _typed(kind: Any, value: Any) -> Any:
-    """A value of JSON as this type, dataclasses included; ValueError for another one, or a number that is no count."""
+    """A value of JSON as this type, dataclasses included; ValueError for any other."""
     origin = typing.get_origin(kind)
     arguments = typing.get_args(kind)
     if kind is Any:
         return value
     if origin in (types.UnionType, typing.Union):
         return None if value is None else _typed(arguments[0], value)
-    if origin is Literal and isinstance(value, str) and value in arguments:
+    if origin is typing.Literal and isinstance(value, str) and value in arguments:
         return value
-    if isinstance(kind, type) and dataclasses.is_dataclass(kind) and isinstance(value, dict):
+    if dataclasses.is_dataclass(kind) and isinstance(value, dict):
         hints = typing.get_type_hints(kind).items()
-        return kind(**{name: _typed(hint, value[name]) for name, hint in hints if name in value})
+        fields = {name: _typed(hint, value[name]) for name, hint in hints if name in value}
+        return typing.cast(Any, kind)(**fields)
     if origin is tuple and isinstance(value, list):
         return tuple(_typed(arguments[0], item) for item in value)
     if origin is dict and isinstance(value, dict):
@@ -290,15 +313,6 @@ def _sync(place: Place) -> None:
             os.fsync(fd)
         finally:
             os.close(fd)
-
-
-def orphans_in(folder: Path, belong: set[str]) -> list[Path]:
-    """Files beside those that belong to a cache, and the marks of damaged ones of these; none behind a link."""
-    if folder.is_symlink():
-        return []
-    belong = belong | {f"{DAMAGE_PREFIX}{name}" for name in belong}
-    others = [path for path in folder.iterdir() if path.name not in belong]
-    return [path for path in others if path.is_file() and not path.is_symlink()]
 
 
 # Columns
@@ -319,79 +333,83 @@ def unpack_columns(data: bytes) -> Columns:
     with np.load(io.BytesIO(data), allow_pickle=False) as stored:
         if any(entry.compress_type != zipfile.ZIP_STORED for entry in stored.zip.infolist()):
             raise ValueError("its columns are compressed, to whatever size")
-        arrays = {name: np.asarray(column) for name, column in stored.items()}
-    return {
-        name: json.loads(it.tobytes()) if name.endswith(".json") else it
-        for name, it in arrays.items()
-    }
+        columns: Columns = {name: np.asarray(column) for name, column in stored.items()}
+    for name, column in columns.items():
+        if name.endswith(".json"):
+            columns[name] = json.loads(column.tobytes())
+    return columns
 
 
-def _check(manifest: Manifest, columns: Columns) -> None:
-    """Raise a ValueError for columns that do not fit each other or the sizes of the files."""
-    count = manifest.count
-    rows = _need(columns, "rows", "int64", count)
-    if rows.max(initial=0) >= max(count, 1) or rows.min(initial=0) < 0:
-        raise ValueError(f"it has {counted(count, 'row')}, but its samples reach to {rows.max()}")
-    is_kept = _need(columns, "is_kept", "bool", count)
-    for number in range(len(manifest.parts)):
-        _check_part(manifest, number, columns, is_kept)
-    if "paths" in columns:
-        blob = _need(columns, "paths", "uint8", -1)
-        ends, _, _ = (
-            _need(columns, name, "int64", count) for name in ("ends", "file_sizes", "mtimes_ns")
-        )
-        if count and (ends[0] < 0 or ends[-1] != len(blob) or (np.diff(ends) < 0).any()):
-            raise ValueError("file names overlap")
-    targets = {name: column for name, column in columns.items() if name.startswith("targets.")}
-    if not targets and not manifest.target_is_part:
-        raise ValueError("it lacks the targets of its samples")
-    for name, column in targets.items():
-        _check_targets(name, column, int(is_kept.sum()))
-
-
-def _need(columns: Columns, name: str, dtype: str, *shape: int) -> np.ndarray:
-    """A column of this type and shape, of which -1 is any."""
+def column_of(columns: Columns, name: str, dtype: str, *shape: int) -> np.ndarray:
+    """A column of this type and shape, of which -1 is any; ValueError for another one."""
     if name not in columns:
         raise ValueError(f"it lacks the {name} of its samples")
     column: np.ndarray = columns[name]
-    wanted = tuple(
-        size if want == -1 else want for want, size in zip(shape, column.shape, strict=False)
-    )
-    if column.dtype != np.dtype(dtype) or column.ndim != len(shape) or column.shape != wanted:
+    is_wanted = column.dtype == np.dtype(dtype) and column.ndim == len(shape)
+    if not is_wanted or any(
+        want not in (-1, size) for want, size in zip(shape, column.shape, strict=True)
+    ):
         raise ValueError(
             f"{name} are {column.dtype}{list(column.shape)} where {dtype}{list(shape)} are needed"
         )
     return column
 
 
-def _check_part(manifest: Manifest, number: int, columns: Columns, is_kept: np.ndarray) -> None:
-    part, count, name = manifest.parts[number], manifest.count, f"part{number}"
-    _need(columns, f"{name}.sums", "uint64", count)
-    rows = [shard.rows for shard in manifest.shards]
-    file_bytes = np.repeat([shard.sizes[number] for shard in manifest.shards], rows)
+def _check_listing(columns: Columns, count: int) -> None:
+    blob = column_of(columns, "paths", "uint8", -1)
+    ends = column_of(columns, "ends", "int64", count)
+    column_of(columns, "file_sizes", "int64", count)
+    column_of(columns, "mtimes_ns", "int64", count)
+    if count and (ends[0] < 0 or ends[-1] != len(blob) or (np.diff(ends) < 0).any()):
+        raise ValueError("file names overlap")
+
+
+def _locate(manifest: Manifest, number: int, columns: Columns, kept: np.ndarray) -> Columns:
+    """Where the samples of a part lie, for ``FileStore``; ValueError where that is not possible."""
+    part = manifest.parts[number]
+    name = f"part{number}"
+    count = len(kept)
+    rows = np.array([shard.rows for shard in manifest.shards], np.int64)
+    file_bytes = np.array([shard.sizes[number] for shard in manifest.shards], np.int64)
+    stops = np.cumsum(rows)
+    shards = np.searchsorted(stops, kept, side="right")
+    files = (np.cumsum(file_bytes > 0) - 1)[shards]
+    index: Columns = {
+        "files": files.astype(np.int32),
+        "sums": column_of(columns, f"{name}.sums", "uint64", count),
+    }
     if part.is_table:
-        is_wrong = file_bytes < np.repeat(rows, rows) * part.spec.sample_bytes
+        sizes = np.int64(part.spec.sample_bytes)
+        heads = file_bytes - rows * sizes
+        offsets = heads[shards] + (kept - (stops - rows)[shards]) * sizes
+        is_wrong = heads[shards] < 0
     else:
-        offsets = _need(columns, f"{name}.offsets", "int64", count)
-        sizes = _need(columns, f"{name}.sizes", "int64", count)
-        shapes = _need(columns, f"{name}.shapes", "int32", count, -1)
-        common = part.spec.shape
-        if common is not None and (
-            shapes.shape[1] != len(common) or (shapes[is_kept] != common).any()
-        ):
-            raise ValueError(f"{name} holds samples of other shapes than {list(common)}")
-        is_wrong = (
-            (offsets < 0) | (sizes < 0) | (offsets > file_bytes - sizes) | (shapes < 0).any(axis=1)
-        )
-        item_bytes = np.dtype(part.spec.dtype).itemsize
-        sample_bytes = shapes.astype(np.float64).prod(axis=1) * item_bytes
-        if part.codec is None:
-            is_wrong |= (sample_bytes != sizes) | (offsets % item_bytes != 0)
-        elif sample_bytes.max(initial=0) > _MOST_SAMPLE_BYTES:
-            raise ValueError(f"{name} has a sample of {sample_bytes.max():,.0f} bytes, as none is")
-    is_wrong = is_kept & (is_wrong | (file_bytes == 0))
+        offsets = column_of(columns, f"{name}.offsets", "int64", count)
+        sizes = index["sizes"] = column_of(columns, f"{name}.sizes", "int64", count)
+        index["shapes"] = column_of(columns, f"{name}.shapes", "int32", count, part.dimensions)
+        is_wrong = _wrong_shapes(part, index["shapes"], offsets, sizes)
+    index["offsets"] = offsets
+    is_wrong = is_wrong | (offsets < 0) | (sizes < 0) | (offsets > file_bytes[shards] - sizes)
+    is_wrong |= file_bytes[shards] == 0
     if is_wrong.any():
-        raise ValueError(f"row {int(is_wrong.argmax())} of {name} does not lie within its file")
+        raise ValueError(f"sample {int(is_wrong.argmax())} of {name} does not lie within its file")
+    return index
+
+
+def _wrong_shapes(
+    part: Part, shapes: np.ndarray, offsets: np.ndarray, sizes: np.ndarray
+) -> np.ndarray:
+    """Which samples, bool (kept,), cannot have the shapes that they claim."""
+    if part.spec.shape is not None and (shapes != part.spec.shape).any():
+        raise ValueError(f"samples have other shapes than {list(part.spec.shape)}")
+    item_bytes = np.dtype(part.spec.dtype).itemsize
+    sample_bytes = shapes.astype(np.float64).prod(axis=1) * item_bytes
+    is_wrong: np.ndarray = np.any(shapes < 0, axis=1)
+    if part.codec is None:
+        is_wrong |= (sample_bytes != sizes) | (offsets % item_bytes != 0)
+    elif sample_bytes.max(initial=0) > _MOST_SAMPLE_BYTES:
+        raise ValueError(f"a sample has {sample_bytes.max():,.0f} bytes, as none has")
+    return is_wrong
 
 
 def _check_targets(name: str, column: Any, count: int) -> None:
@@ -410,65 +428,63 @@ def _check_targets(name: str, column: Any, count: int) -> None:
         )
 
 
-def target_columns(table: SampleTable, chosen: np.ndarray) -> dict[str, np.ndarray]:
-    """The targets of chosen samples as the column of an index.
+def target_columns(targets: Sequence[Any] | np.ndarray) -> dict[str, np.ndarray]:
+    """Targets as columns of an index.
 
     Raises:
         ValueError: they are neither numbers, arrays of one shape, plain values that JSON keeps, nor
             tuples of these.
     """
-    if table.target_places:
-        places = [target_columns(place, chosen) for place in table.target_places]
-        return {
-            name.replace(".", f".{i}.", 1): them
-            for i, place in enumerate(places)
-            for name, them in place.items()
-        }
-    array = table.target_array()
-    if array is not None:
-        return {f"targets.{table.target_kind}": array[chosen]}
-    targets = [table.target(i) for i in chosen.tolist()]
+    with contextlib.closing(SampleTable(targets)) as table:
+        if table.target_kind in ("number", "tensor", "array"):
+            return {f"targets.{table.target_kind}": np.array(table.target_array())}
+        is_tuple = bool(table.target_places)
+    columns = {}
+    for i, place in enumerate(zip(*targets, strict=True) if is_tuple else ()):
+        for name, column in target_columns(place).items():
+            columns[name.replace(".", f".{i}.", 1)] = column
+    if columns:
+        return columns
+    targets = list(targets)
     with contextlib.suppress(TypeError, ValueError):
         if repr(json.loads(json.dumps(targets))) == repr(targets):
             return {"targets.json": json_column(targets)}
     kinds = ", ".join(sorted({type(target).__name__ for target in targets}))
     raise ValueError(
-        f"cache_dir= keeps targets that are numbers, arrays of one shape, texts, lists and dicts of these, or tuples "
-        f"of one length, and not {kinds}. Give such targets from the dataset, and make what you need of them in "
-        "target_transform=."
+        "cache_dir= keeps targets that are numbers, arrays of one shape, texts, lists and dicts "
+        f"of these, or tuples of one length, and not {kinds}. Give such targets from the dataset, "
+        "and make what you need of them in target_transform=."
     )
 
 
-def targets_of(columns: Mapping[str, Any], prefix: str = "targets.") -> Any:
-    """Targets of the rows that are kept, in their order: numbers in one array, else a list."""
-    mine = {
-        name.removeprefix(prefix): value
-        for name, value in columns.items()
+def targets_of(columns: Columns, prefix: str = "targets.") -> Any:
+    """The targets that are kept in columns: numbers in one array, else a list."""
+    kinds = {
+        name.removeprefix(prefix): column
+        for name, column in columns.items()
         if name.startswith(prefix)
     }
     for kind in ("number", "json"):
-        if kind in mine:
-            return mine[kind]
-    if "tensor" in mine:
-        return list(torch.from_numpy(mine["tensor"]))
-    if "array" in mine:
-        return list(mine["array"])
-    places = [
-        targets_of(mine, f"{number}.")
-        for number in dict.fromkeys(name.partition(".")[0] for name in mine)
-    ]
-    return list(zip(*map(_listed, places), strict=True))
+        if kind in kinds:
+            return kinds[kind]
+    if "tensor" in kinds:
+        return list(torch.from_numpy(kinds["tensor"]))
+    if "array" in kinds:
+        return list(kinds["array"])
+    numbers = dict.fromkeys(name.partition(".")[0] for name in kinds)
+    places = [as_list(targets_of(kinds, f"{number}.")) for number in numbers]
+    return list(zip(*places, strict=True))
 
 
-def _listed(targets: Any) -> Any:
-    return targets.tolist() if isinstance(targets, np.ndarray) else targets
+def as_list(targets: Any) -> list[Any]:
+    return list(targets.tolist() if isinstance(targets, np.ndarray) else targets)
 
 
 # An open cache
 
 
 class Mirroring(NamedTuple):
-    """Where mirrors are, by default in the user's cache folder, and how many bytes all of them may take."""
+    """Where mirrors are, by default in the user's cache folder, and how many bytes they may take."""
 
     local_cache: str | os.PathLike[str] | None = None
     limit: int | float | str | None = None
@@ -481,80 +497,82 @@ class Mirroring(NamedTuple):
         """Raises CacheError where a file of the cache is missing or has another size."""
         there = {entry.name: entry for entry in place.find()}
         sizes = manifest.file_sizes()
-        for name in (manifest.index_name, *sizes):
+        for name, size_bytes in sizes.items():
             found = there[name].size_bytes if name in there else 0
-            if name not in there or found != sizes.get(name, found):
+            if found != size_bytes:
                 raise CacheError(
-                    f"{place.at(name)} has {found:,} bytes where {sizes.get(name, 1):,} were written"
+                    f"{place.at(name)} has {found:,} bytes where {size_bytes:,} were written"
                 )
-        files = [there[name] for name in (manifest.index_name, *sizes) if there[name].size_bytes]
+        if manifest.index_name not in there:
+            raise CacheError(f"{place.at(manifest.index_name)} is missing")
+        files = [there[name] for name in (manifest.index_name, *sizes)]
         return Mirror(place, files, self.folder, self.limit or _MIRRORED_SHARE)
 
 
 class Cache(NamedTuple):
-    """What was read of a cache; ``mirror`` is of one behind a URL, where its files are opened."""
+    """What was read of a cache, and found to fit.
+
+    Args:
+        place: where it is.
+        manifest: what it holds.
+        columns: its listing and its targets.
+        kept: int64 (K,), the rows that were kept.
+        indexes: of each part where these samples lie, as ``FileStore`` takes it.
+        mirror: of a cache behind a URL, where its files are opened.
+    """
 
     place: Place
     manifest: Manifest
     columns: Columns
-    mirror: Mirror | None = None
+    kept: np.ndarray
+    indexes: list[Columns]
+    mirror: Mirror | None
 
-    def open_part(self, number: int, rows: np.ndarray, decoder: Decoder | None) -> DiskStore:
-        """Map the files of a part as the store of the samples in these rows, int64 (N,).
-
-        A file that is missing or has another size is a CacheError.
-        """
-        part, shards, columns = self.manifest.parts[number], self.manifest.shards, self.columns
-        first_rows = self.manifest.first_rows()
-        shards_N = np.searchsorted(first_rows, rows, side="right") - 1
-        sizes = np.array([shard.sizes[number] for shard in shards])
-        files_N = (np.cumsum(sizes > 0) - 1)[shards_N]
-        index = {"files": files_N.astype(np.int32), "sums": columns[f"part{number}.sums"][rows]}
-        if part.is_table:
-            row_bytes = part.spec.sample_bytes
-            heads = sizes - np.diff(first_rows) * row_bytes
-            index["offsets"] = heads[shards_N] + (rows - first_rows[shards_N]) * row_bytes
-        else:
-            index |= {
-                name: columns[f"part{number}.{name}"][rows]
-                for name in ("offsets", "sizes", "shapes")
-            }
-        names = [file_name(number, part, shard.name) for shard in shards if shard.sizes[number]]
+    def open_part(self, number: int, decoder: Decoder | None) -> DiskStore:
+        """Map the files of a part; CacheError where one is missing or has another size."""
+        spec = self.manifest.parts[number].spec
+        sizes = self.manifest.files_of(number)
+        index = ArrayBlock(self.indexes[number])
         if self.mirror is not None:
-            return MirroredStore(names, part.spec, ArrayBlock(index), decoder, self.mirror)
+            return MirroredStore(list(sizes), spec, index, decoder, self.mirror)
         with contextlib.ExitStack() as cleanup:
             files = []
-            for name, size in zip(names, sizes[sizes > 0].tolist(), strict=True):
-                files.append(DiskFile.open(Path(self.place.url) / name, size))
+            for name, size_bytes in sizes.items():
+                files.append(DiskFile.open(Path(self.place.url) / name, size_bytes))
                 cleanup.callback(files[-1].close)
-            store = DiskStore(files, part.spec, ArrayBlock(index), decoder)
+            store = DiskStore(files, spec, index, decoder)
             cleanup.pop_all()
         return store
 
+    def targets(self) -> Any:
+        """Those of the samples that were kept; zeros where a part has them."""
+        if self.manifest.target_is_part:
+            return np.zeros(len(self.kept), np.int64)
+        return targets_of(self.columns)
+
 
 def read_settled(
-    home: Path | Place, use: Callable[[Cache], _Made], mirroring: Mirroring | None = None
+    place: Place, use: Callable[[Cache], _Made], mirroring: Mirroring | None = None
 ) -> _Made:
-    """Make something of a cache; once more where another process has meanwhile brought it up to date.
+    """Make something of a cache; once more where another process has meanwhile replaced it.
 
     Raises:
         FileNotFoundError: there is none.
         CacheError: it is damaged.
         RemoteError: it cannot be fetched.
     """
-    place = home if isinstance(home, Place) else Place(home)
     while True:
         manifest = Manifest.read(place)
         try:
             mirror = (mirroring or Mirroring()).of(place, manifest) if place.is_remote else None
-            return use(Cache(place, manifest, read_index(place, manifest, mirror), mirror))
+            return use(read_index(place, manifest, mirror))
         except CacheError:
             if Manifest.read(place) == manifest:
                 raise
 
 
-def read_index(place: Place, manifest: Manifest, mirror: Mirror | None = None) -> Columns:
-    """Read all columns. Types, sizes and offsets are checked here, whatever they are used for later."""
+def read_index(place: Place, manifest: Manifest, mirror: Mirror | None = None) -> Cache:
+    """Read all columns. Types, sizes and offsets are checked here, whatever they are used for."""
     name = manifest.index_name
     path = place.at(name)
     try:
@@ -564,9 +582,20 @@ def read_index(place: Place, manifest: Manifest, mirror: Mirror | None = None) -
         if zlib.crc32(data) != manifest.index_crc32:
             raise CacheError(f"{path} is not what was written")
         columns = unpack_columns(data)
-        _check(manifest, columns)
+        kept_count = manifest.count - len(manifest.skipped)
+        column_of(columns, "part0.sums", "uint64", kept_count)  # so that the count can be believed
+        kept = manifest.kept_rows()
+        numbers = range(len(manifest.parts))
+        indexes = [_locate(manifest, number, columns, kept) for number in numbers]
+        if "paths" in columns:
+            _check_listing(columns, manifest.count)
+        targets = [column for column in columns if column.startswith("targets.")]
+        if not targets and not manifest.target_is_part:
+            raise ValueError("it lacks the targets of its samples")
+        for column in targets:
+            _check_targets(column, columns[column], kept_count)
     except (CacheError, RemoteError):
         raise
-    except (*DAMAGED, zlib.error) as problem:
+    except DAMAGED as problem:
         raise CacheError(f"{path} cannot be read: {problem}") from problem
-    return columns
+    return Cache(place, manifest, columns, kept, indexes, mirror)

@@ -1,10 +1,9 @@
-"""Writing shards, by this machine or by any executor: the same bytes, whoever writes them and however often.
+"""Writing shards, by this machine or by any executor: the same bytes, whoever writes them.
 
 A task reads, prepares and writes one shard. Last it writes a receipt, ``shard-<name>.npz``, of what
-the index is to
-hold: a shard whose receipt and files are there is done, and stays when a build is stopped. The
-    process that called
-gathers the receipts, and it alone makes them a cache.
+the index is to hold: a shard whose receipt and files are there is complete, and is not written
+again, whether by a build that goes on after it was stopped or by one that follows changed files.
+The process that called gathers the receipts, and it alone makes them a cache.
 """
 
 from __future__ import annotations
@@ -16,14 +15,10 @@ import math
 import multiprocessing
 import os
 import platform
-import re
-import time
 import uuid
 import zlib
-from collections import defaultdict
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,7 +27,7 @@ import torch
 
 from fastdata.errors import CacheError, IngestError
 from fastdata.machine.memory import parse_bytes
-from fastdata.machine.shared import PackedPaths, SampleTable
+from fastdata.machine.shared import PackedPaths
 from fastdata.machine.workers import run_tasks
 from fastdata.report import log, progress_bar
 from fastdata.sources import FileSource, Source
@@ -45,6 +40,8 @@ from fastdata.stores.cache.manifest import (
     Part,
     Shard,
     Skipped,
+    as_list,
+    column_of,
     file_name,
     json_column,
     pack_columns,
@@ -55,43 +52,34 @@ from fastdata.stores.cache.manifest import (
 from fastdata.stores.files import DiskFile
 from fastdata.stores.fill import Ingested, ingest, ingest_workers, needs_processes
 from fastdata.stores.prepare import Options
-from fastdata.stores.readers import DAMAGE_PREFIX
+from fastdata.stores.readers import receipt_name
 from fastdata.stores.samples import ReadPath
 from fastdata.stores.writers import WriterPlan
 
 MOST_SHARDS = 200
 """Every process keeps a descriptor open for each file, and 1,024 is a usual limit."""
-_LEAST_BYTES, _GOOD_BYTES = 16 << 20, 64 << 20
-"""Of a shard: less is too little to hand out as a task, and from these on it may be more."""
+_LEAST_BYTES = 16 << 20
+"""Of a shard: less is too little to hand out as a task."""
+_GOOD_BYTES = 64 << 20
+"""From these on a shard may be more, where there are enough for all workers."""
 _GOOD_SHARDS = 64
-_CRC_BYTES = 4
 _NAME_CHARACTERS = 16
-_RECEIPT = re.compile(r"shard-([0-9a-f]{16})\.npz")
-_OF_SHARD = re.compile(r"(?:shard|part\d+)-([0-9a-f]{16})\.\w+")
 
 
 def samples_per_shard(count: int, need_bytes: int, shard_bytes: int | str | None) -> int:
-    """How many of so many samples, which take about ``need_bytes``, a shard has, whoever is to write them."""
+    """How many of so many samples, which take about ``need_bytes``, a shard has on average."""
     if shard_bytes is None:
-        good = max(
-            min(max(need_bytes / _GOOD_SHARDS, _LEAST_BYTES), _GOOD_BYTES), need_bytes / MOST_SHARDS
-        )
-        shards = min(math.ceil(need_bytes / good), MOST_SHARDS, count)
+        size_bytes = min(max(need_bytes / _GOOD_SHARDS, _LEAST_BYTES), _GOOD_BYTES)
+        shards = min(math.ceil(need_bytes / size_bytes), MOST_SHARDS)
     else:
         shards = min(math.ceil(need_bytes / parse_bytes(shard_bytes, of=0)), count)
         if shards > MOST_SHARDS:
             raise ValueError(
-                f"shard_bytes={shard_bytes!r} makes {shards:,} files of each part, which every process that reads the "
-                f"cache opens; {MOST_SHARDS} are possible. Give more bytes, or leave it out."
+                f"shard_bytes={shard_bytes!r} makes {shards:,} files of each part, which every "
+                f"process that reads the cache opens; {MOST_SHARDS} are possible. Give more bytes, "
+                "or leave it out."
             )
-    return math.ceil(count / max(shards, 1))
-
-
-def done_files(names: Iterable[str]) -> set[str]:
-    """Of the files of a cache those of shards that are done, receipts included, while no manifest names them."""
-    names = list(names)
-    done = {match[1] for name in names if (match := _RECEIPT.fullmatch(name))}
-    return {name for name in names if (match := _OF_SHARD.fullmatch(name)) and match[1] in done}
+    return math.ceil(count / max(min(shards, count), 1))
 
 
 class Task(NamedTuple):
@@ -106,47 +94,62 @@ class Task(NamedTuple):
 
     number: int
     name: str
-    positions: Sequence[int]
+    positions: range
     columns: Mapping[str, Any] | None = None
-
-    @property
-    def receipt_name(self) -> str:
-        return f"shard-{self.name}.npz"
 
     def __str__(self) -> str:
         return f"shard {self.number}, samples {self.positions[0]} to {self.positions[-1]}"
 
 
 def make_tasks(
-    missing: np.ndarray, size: int, words: Sequence[Any], listing: Mapping[str, np.ndarray] | None
+    count: int, size: int, words: Sequence[Any], listing: Mapping[str, np.ndarray] | None
 ) -> list[Task]:
-    """Cut samples into runs, named after all that their bytes depend on.
+    """Cut samples into runs, each named after all that its bytes depend on.
 
     Args:
-        missing: int64, positions of the samples.
-        size: of a run.
-        words: plain values that the samples depend on besides their files.
+        count: samples.
+        size: of a run; of files the mean size.
+        words: plain values that all samples depend on besides their files.
         listing: the files, where samples are files.
     """
-    names = [] if listing is None else PackedPaths(listing["paths"], listing["ends"]).names()
     basis = hashlib.sha256(json.dumps([VERSION, *words], sort_keys=True).encode())
+    names = [] if listing is None else PackedPaths(listing["paths"], listing["ends"]).names()
+    stops = [*range(size, count, size), count] if listing is None else _cut(names, size)
     tasks = []
-    for number, first in enumerate(range(0, len(missing), size)):
-        positions = missing[first : first + size]
+    taken = set()
+    start = 0
+    for number, stop in enumerate(stops):
         digest = basis.copy()
         if listing is None:
-            digest.update(positions.data)
+            digest.update(f"{start} {stop}".encode())
         else:
-            digest.update(b"\0".join(names[i] for i in positions.tolist()))
-            digest.update(listing["file_sizes"][positions].data)
-            digest.update(listing["mtimes_ns"][positions].data)
-        tasks.append(Task(number, digest.hexdigest()[:_NAME_CHARACTERS], _as_range(positions)))
+            digest.update(b"\0".join(names[start:stop]))
+            digest.update(listing["file_sizes"][start:stop].tobytes())
+            digest.update(listing["mtimes_ns"][start:stop].tobytes())
+        if digest.digest() in taken:  # of a list that has the same files twice
+            digest.update(str(number).encode())
+        taken.add(digest.digest())
+        name = digest.hexdigest()[:_NAME_CHARACTERS]
+        tasks.append(Task(number, name, range(start, stop)))
+        start = stop
     return tasks
 
 
-def _as_range(positions: np.ndarray) -> Sequence[int]:
-    first, last = int(positions[0]), int(positions[-1])
-    return range(first, last + 1) if last - first + 1 == len(positions) else positions.tolist()
+def _cut(names: Sequence[bytes], size: int) -> list[int]:
+    """Where runs of files end, of ``size`` on average: before the name of the lowest hash in reach.
+
+    So the cuts depend on the files around them alone, and a file that comes or goes changes the run
+    that it is in, while those behind it begin and end where they did.
+    """
+    hashes = np.array([zlib.crc32(name) for name in names], np.uint32)
+    least = max(size // 2, 1)
+    stops = []
+    start = 0
+    while len(names) - start > least + size:
+        reach = hashes[start + least : start + least + size]
+        start += least + int(reach.argmin())
+        stops.append(start)
+    return [*stops, len(names)]
 
 
 class Written(NamedTuple):
@@ -154,19 +157,15 @@ class Written(NamedTuple):
 
     Args:
         shard: for the manifest.
-        columns: of the index, by row of the shard.
-        targets: of the rows that are kept; none if the cache is not to have them from the source.
+        columns: of the index, by sample that was kept.
+        targets: of these; none if the source has those of the cache.
         skipped: the others, by row of the shard.
-        host: the machine that has written it.
-        seconds: from when to when, by its clock.
     """
 
     shard: Shard
     columns: Columns
     targets: list[Any]
     skipped: list[Skipped]
-    host: str
-    seconds: tuple[float, float]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -191,7 +190,6 @@ class ShardWriter:
 
     def __call__(self, task: Task) -> tuple[int, bytes]:
         """Write the files of a shard, and then its receipt; gives its number, and that."""
-        begun_s = time.time()
         path = self.path
         if multiprocessing.parent_process() is not None:
             # There is a process for each core; and a forked OpenMP pool would hang.
@@ -199,8 +197,7 @@ class ShardWriter:
         if isinstance(path.source, FileSource) and task.columns is not None:
             path = path._replace(source=path.source.over(task.columns))
         with contextlib.ExitStack() as cleanup:
-            folder = self._folder(cleanup)
-            attempt = folder / uuid.uuid4().hex  # there may be several of one shard
+            attempt = self._folder(cleanup) / uuid.uuid4().hex  # there may be several of one shard
             plans = [
                 replace(plan, path=Path(f"{attempt}.{k}")) for k, plan in enumerate(self.plans)
             ]
@@ -213,15 +210,14 @@ class ShardWriter:
                 assert isinstance(store.files[0], DiskFile)
                 paths.append(store.files[0].path)
                 cleanup.callback(paths[-1].unlink, missing_ok=True)
-            receipt = self._receipt(ingested, task, (begun_s, time.time()))
+            receipt = self._receipt(ingested, task)
             for number, file in enumerate(paths):
                 name = file_name(number, self.parts[number], task.name)
                 if self.place.is_remote:
                     self.place.upload(name, file)
                 else:
-                    os.replace(file, folder / name)
-                    self.place.remove(f"{DAMAGE_PREFIX}{name}")  # of the one before
-            self.place.write(task.receipt_name, receipt)
+                    os.replace(file, file.with_name(name))
+            self.place.write(receipt_name(task.name), receipt)
         return task.number, receipt
 
     def _folder(self, cleanup: contextlib.ExitStack) -> Path:
@@ -229,67 +225,57 @@ class ShardWriter:
             return cleanup.enter_context(fleeting_folder())
         folder = Path(self.place.url)
         if not folder.is_dir():
-            where = f"{folder} is not there on {platform.node()}"
             raise CacheError(
-                f"{where}: the machines of engine= must share cache_dir=, or it must be a URL"
+                f"{folder} is not there on {platform.node()}: the machines of engine= must share "
+                "cache_dir=, or it must be a URL"
             )
         return folder
 
-    def _receipt(self, ingested: Ingested, task: Task, seconds: tuple[float, float]) -> bytes:
-        rows, kept = len(task.positions), ingested.kept
-        columns: Columns = {"is_kept": np.isin(np.arange(rows), kept)}
+    def _receipt(self, ingested: Ingested, task: Task) -> bytes:
+        columns: Columns = {}
         for number, plan in enumerate(self.plans):
-            empty = {"sums": np.zeros(rows, np.uint64)}
-            if not plan.is_table:
-                empty |= {"offsets": np.zeros(rows, np.int64), "sizes": np.zeros(rows, np.int64)}
-                empty["shapes"] = np.zeros((rows, plan.dimensions), np.int32)
-            for name, column in empty.items():
-                if len(kept):
-                    column[kept] = ingested.stores[number].index[name]
-                columns[f"part{number}.{name}"] = column
+            index: Columns = {
+                "sums": np.zeros(0, np.uint64),
+                "offsets": np.zeros(0, np.int64),
+                "sizes": np.zeros(0, np.int64),
+                "shapes": np.zeros((0, plan.dimensions), np.int32),
+            }
+            if ingested.stores:
+                index |= ingested.stores[number].index
+            for name in ("sums",) if plan.is_table else index:
+                columns[f"part{number}.{name}"] = index[name]
         if self.with_targets:
-            with contextlib.closing(SampleTable(ingested.targets)) as table:
-                columns |= target_columns(table, np.arange(len(table)))
-        left_out = np.flatnonzero(~columns["is_kept"]).tolist()
+            columns |= target_columns(ingested.targets)
+        rows = np.delete(np.arange(len(task.positions)), ingested.kept).tolist()
         facts = {
             "name": task.name,
+            "rows": len(task.positions),
             "sizes": [store.size_bytes for store in ingested.stores] or [0] * len(self.plans),
             "skipped": [
                 (row, error.path, str(error))
-                for row, error in zip(left_out, ingested.skipped, strict=True)
+                for row, error in zip(rows, ingested.skipped, strict=True)
             ],
-            "host": platform.node(),
-            "seconds": seconds,
         }
-        data = pack_columns({**columns, "facts.json": json_column(facts)})
-        return data + zlib.crc32(data).to_bytes(_CRC_BYTES, "little")
+        return pack_columns({**columns, "facts.json": json_column(facts)})
 
     def unpack(self, receipt: bytes, task: Task) -> Written:
         """What a receipt says; one of ``DAMAGED`` for what cannot be of this shard."""
-        data, crc32 = receipt[:-_CRC_BYTES], receipt[-_CRC_BYTES:]
-        if zlib.crc32(data).to_bytes(_CRC_BYTES, "little") != crc32:
-            raise ValueError("its checksum does not fit")
-        columns = unpack_columns(data)
+        columns = unpack_columns(receipt)
         facts = columns.pop("facts.json")
-        targets = targets_of(columns) if self.with_targets else []
-        written = Written(
-            Shard(name=facts["name"], rows=len(columns["is_kept"]), sizes=tuple(facts["sizes"])),
-            {name: column for name, column in columns.items() if not name.startswith("targets.")},
-            targets.tolist() if isinstance(targets, np.ndarray) else targets,
-            [
-                Skipped(row=row, path=path, message=message)
-                for row, path, message in facts["skipped"]
-            ],
-            facts["host"],
-            tuple(facts["seconds"]),
-        )
-        if (written.shard.name, written.shard.rows) != (task.name, len(task.positions)):
+        if (facts["name"], facts["rows"]) != (task.name, len(task.positions)):
             raise ValueError("it is of other samples")
-        return written
+        shard = Shard(name=task.name, rows=facts["rows"], sizes=tuple(facts["sizes"]))
+        skipped = [
+            Skipped(row=row, path=path, message=text) for row, path, text in facts["skipped"]
+        ]
+        column_of(columns, "part0.sums", "uint64", shard.rows - len(skipped))
+        targets = as_list(targets_of(columns)) if self.with_targets else []
+        by_sample = {name: it for name, it in columns.items() if name.startswith("part")}
+        return Written(shard, by_sample, targets, skipped)
 
 
 def write_shards(writer: ShardWriter, tasks: Sequence[Task], options: Options) -> list[Written]:
-    """Write all shards that are not there yet.
+    """Write all shards that are not complete.
 
     Args:
         writer: of shards.
@@ -302,53 +288,49 @@ def write_shards(writer: ShardWriter, tasks: Sequence[Task], options: Options) -
         ShapesDifferError: a sample has another shape.
         ValueError: what prepares samples cannot be pickled.
     """
-    done = _done_before(writer, tasks, options)
-    if done:
-        log.info("%d of %d shards are there from a build that was stopped", len(done), len(tasks))
+    done = _complete(writer, tasks, options)
     left = [task for task in tasks if task.number not in done]
+    missing = sum(len(task.positions) for task in left)
     count = sum(len(task.positions) for task in tasks)
-    by_host = defaultdict[str, list[Written]](list)
+    if done:
+        log.warning(
+            "%d of %d samples are prepared: those of new or changed files, of damaged shards, or "
+            "that a build that was stopped has left",
+            missing,
+            count,
+        )
     with (
         contextlib.closing(_run(writer, left, options)) as receipts,
         progress_bar(count, f"preparing {count:,} images", enabled=options.progress) as bar,
     ):
-        bar.update(count - sum(len(task.positions) for task in left))
+        bar.update(count - missing)
         try:
             for number, receipt in receipts:
                 done[number] = writer.unpack(receipt, tasks[number])
-                by_host[done[number].host].append(done[number])
                 bar.update(done[number].shard.rows)
         except IngestError as lost:
             if not done:
                 raise
-            there = f"{len(done)} of {len(tasks)} shards are done ({', '.join(map(str, sorted(done)))}) and stay"
-            raise IngestError(f"{str(lost).rstrip('.')}. {there}; run again to go on") from lost
-    for host, theirs in sorted(by_host.items()):
-        seconds = max(each.seconds[1] for each in theirs) - min(each.seconds[0] for each in theirs)
-        samples = sum(each.shard.rows for each in theirs)
-        log.info(
-            "%s prepared %d samples, %.0f a second, as %d shards",
-            host,
-            samples,
-            samples / seconds,
-            len(theirs),
-        )
-    sizes = _sizes_in(writer.place)
+            numbers = ", ".join(map(str, sorted(done)))
+            raise IngestError(
+                f"{str(lost).rstrip('.')}. {len(done)} of {len(tasks)} shards are done ({numbers}) "
+                "and stay; run again to go on"
+            ) from lost
+    sizes = sizes_in(writer.place)
     for task in tasks:
         if not _is_there(writer, done[task.number], sizes):
             raise IngestError(
-                f"{task} was written but is not in {writer.place}: the machines of engine= must share cache_dir=, or "
-                "it must be a URL; and one process at a time may build a cache"
+                f"{task} was written but is not in {writer.place}: the machines of engine= must "
+                "share cache_dir=, or it must be a URL; and one process at a time may build a cache"
             )
     return [done[task.number] for task in tasks]
 
 
-def _done_before(
-    writer: ShardWriter, tasks: Sequence[Task], options: Options
-) -> dict[int, Written]:
-    sizes = _sizes_in(writer.place)
-    begun = [task for task in tasks if task.receipt_name in sizes]
-    receipts = [writer.place.submit(task.receipt_name) for task in begun]
+def _complete(writer: ShardWriter, tasks: Sequence[Task], options: Options) -> dict[int, Written]:
+    """The shards that are there, by number."""
+    sizes = sizes_in(writer.place)
+    begun = [task for task in tasks if receipt_name(task.name) in sizes]
+    receipts = [writer.place.submit(receipt_name(task.name)) for task in begun]
     done = {}
     for task, receipt in zip(begun, receipts, strict=True):
         with contextlib.suppress(*DAMAGED):
@@ -359,28 +341,29 @@ def _done_before(
     return done
 
 
-def _sizes_in(place: Place) -> dict[str, int]:
-    return {entry.name: entry.size_bytes for entry in place.find()}
+def sizes_in(place: Place) -> dict[str, int]:
+    return {entry.name: entry.size_bytes for entry in place.find() if "/" not in entry.name}
 
 
 def _is_there(writer: ShardWriter, written: Written, sizes: Mapping[str, int]) -> bool:
-    for number, size in enumerate(written.shard.sizes):
-        name = file_name(number, writer.parts[number], written.shard.name)
-        if f"{DAMAGE_PREFIX}{name}" in sizes or sizes.get(name, 0) != size:
-            return False
-    return True
+    name = written.shard.name
+    return all(
+        sizes.get(file_name(number, writer.parts[number], name), 0) == size
+        for number, size in enumerate(written.shard.sizes)
+    )
 
 
 def _run(
     writer: ShardWriter, tasks: Sequence[Task], options: Options
 ) -> Generator[tuple[int, bytes], None, None]:
     """Write shards in any order; yield number and receipt of each."""
-    workers, source = ingest_workers(options), writer.path.source
+    workers = ingest_workers(options)
+    source = writer.path.source
     if options.engine != "local":
         if isinstance(source, FileSource):  # a task has the files of its own samples only
             sent = source.over(source.columns_of(()))
             writer = replace(writer, path=writer.path._replace(source=sent))
-        yield from run_on(options.engine, writer, tasks, partial(_with_files, source))
+        yield from run_on(options.engine, writer, [_with_files(source, task) for task in tasks])
     elif 1 < workers <= len(tasks):
         forks = needs_processes(writer.path, writer.plans)
         yield from run_tasks(writer, tasks, workers, forks=forks)
@@ -390,8 +373,6 @@ def _run(
 
 
 def _with_files(source: Source, task: Task) -> Task:
-    return (
-        task._replace(columns=source.columns_of(task.positions))
-        if isinstance(source, FileSource)
-        else task
-    )
+    if not isinstance(source, FileSource):
+        return task
+    return task._replace(columns=source.columns_of(task.positions))
