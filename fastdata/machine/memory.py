@@ -14,7 +14,7 @@ import os
 import platform
 import re
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -46,25 +46,18 @@ class Available(NamedTuple):
 def usable_cores(
     cores: int | None = None, *, root: Path = CGROUP_ROOT, table: Path = CGROUP_TABLE
 ) -> int:
-    """The least of the CPU affinity and the cgroups' quotas, rounded up: a container limited to 1.5 cores gets 2.
+    """The least of the CPU affinity and the cgroups' quotas, rounded up: 1.5 cores count as 2.
 
     ``cores`` in place of those of this process's affinity.
     """
     if cores is None:
-        cores = (
-            len(os.sched_getaffinity(0))
-            if hasattr(os, "sched_getaffinity")
-            else os.cpu_count() or 1
-        )
+        has_affinity = hasattr(os, "sched_getaffinity")
+        cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
     for folder in cgroup_folders(root, _read(table), "cpu"):
-        if not folder.is_dir():
-            continue
-        quota, _, period = _read(folder / "cpu.max").partition(" ")
-        if not quota:  # version 1
-            quota, period = _read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")
-        quota_us, period_us = _whole(quota), _whole(period)
-        if quota_us is not None and period_us:
-            cores = min(cores, math.ceil(quota_us / period_us))
+        version_1 = f"{_read(folder / 'cpu.cfs_quota_us')} {_read(folder / 'cpu.cfs_period_us')}"
+        limit = re.fullmatch(r"(\d+)\s+(\d+)\s*", _read(folder / "cpu.max") or version_1)
+        if limit is not None and int(limit[2]):
+            cores = min(cores, math.ceil(int(limit[1]) / int(limit[2])))
     return max(1, cores)
 
 
@@ -88,16 +81,14 @@ def available_bytes(*, root: Path = CGROUP_ROOT, table: Path = CGROUP_TABLE) -> 
     import psutil
 
     available = Available(bytes=int(psutil.virtual_memory().available), limited_by="system memory")
-    for folder, limits, usage_name, cache_key in _memory_files(root, _read(table)):
+    for folder, limit_names, usage_name, idle_key in _memory_files(root, _read(table)):
+        limits = [_whole(_read(folder / name)) for name in limit_names]
         usage = _whole(_read(folder / usage_name))
-        found = [limit for name in limits if (limit := _whole(_read(folder / name))) is not None]
-        if usage is not None and found:
-            idle = re.search(
-                rf"^{cache_key} (\d+)$", _read(folder / "memory.stat"), re.ASCII | re.MULTILINE
-            )
-            free = max(0, min(found) - max(0, usage - int(idle[1] if idle else 0)))
-            if free < available.bytes:
-                available = Available(bytes=free, limited_by="cgroup limit")
+        idle = re.search(rf"^{idle_key} (\d+)$", _read(folder / "memory.stat"), re.M)
+        used = max(0, (usage or 0) - int(idle[1] if idle else 0))
+        for limit in limits:
+            if usage is not None and limit is not None and limit - used < available.bytes:
+                available = Available(bytes=max(0, limit - used), limited_by="cgroup limit")
     return available
 
 
@@ -105,7 +96,7 @@ def available_bytes(*, root: Path = CGROUP_ROOT, table: Path = CGROUP_TABLE) -> 
 def _memory_files(
     root: Path, table_text: str
 ) -> tuple[tuple[Path, tuple[str, ...], str, str], ...]:
-    """Folders that say how much memory is used, which they do for as long as the table is the same, and their files."""
+    """Folders with memory limits, and their files; the same for as long as the table is."""
     return tuple(
         (folder, *names)
         for folder in cgroup_folders(root, table_text, "memory")
@@ -135,10 +126,12 @@ def tree_pss_bytes(pid: int | None = None) -> int:
 def _pss_bytes(process: psutil.Process) -> int:
     import psutil
 
-    for ask in (process.memory_full_info, process.memory_info):
-        with contextlib.suppress(psutil.Error, OSError, NotImplementedError):
-            found = ask()
+    with contextlib.suppress(psutil.NoSuchProcess):
+        try:
+            found = process.memory_full_info()
             return int(getattr(found, "pss", found.rss))
+        except (psutil.AccessDenied, OSError):
+            return int(process.memory_info().rss)
     return 0
 
 
@@ -191,24 +184,6 @@ def is_running(pid: int) -> bool:
     return True
 
 
-def cpu_seconds(processes: Collection[int], threads: Collection[int] = ()) -> dict[int, float]:
-    """CPU seconds so far of processes, and of this process's threads, by the system's ids; of those that are there."""
-    import psutil
-
-    found = {}
-    for pid in processes:
-        with contextlib.suppress(psutil.Error):
-            found[pid] = sum(psutil.Process(pid).cpu_times()[:2])
-    if threads:
-        with contextlib.suppress(psutil.Error):
-            found |= {
-                one.id: one.user_time + one.system_time
-                for one in psutil.Process().threads()
-                if one.id in threads
-            }
-    return found
-
-
 def thread_clock() -> tuple[float, float]:
     """Seconds in which the calling thread was not kept waiting by others for a core, and its CPU seconds.
 
@@ -232,17 +207,12 @@ _UNITS = ("", "K", "M", "G", "T")
 def parse_bytes(value: int | float | str, *, of: int) -> int:
     """Read bytes as users write them: an int, a share of ``of`` as a float in (0, 1], or text with a unit."""
     if isinstance(value, str):
-        match = re.fullmatch(
-            r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(I)?)?B\s*", value, re.IGNORECASE | re.ASCII
-        )
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(I)?)?B\s*", value, re.I | re.A)
         if match is not None:
-            return int(
-                float(match[1])
-                * (1024 if match[3] else 1000) ** _UNITS.index((match[2] or "").upper())
-            )
-    elif isinstance(value, float):
-        if 0 < value <= 1:
-            return int(value * of)
+            power = _UNITS.index((match[2] or "").upper())
+            return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
+    elif isinstance(value, float) and 0 < value <= 1:
+        return int(value * of)
     elif type(value) is int and value >= 0:  # no bool
         return value
     raise ValueError(
@@ -322,6 +292,11 @@ class CodecTrial(NamedTuple):
     def need_bytes(self) -> int:
         return sum(self.part_bytes)
 
+    def fits(self, free_bytes: int | None, *, only_lossless: bool = False) -> bool:
+        """Whether the codec can be used and needs no more than what is free; None: anything."""
+        is_usable = self.obstacle is None and (self.lossless or not only_lossless)
+        return is_usable and (free_bytes is None or self.need_bytes <= free_bytes)
+
 
 class StoragePlan(NamedTuple):
     """Where prepared samples are kept, by which codec if any, and one line that says why."""
@@ -340,31 +315,24 @@ class StorageReport(NamedTuple):
     looked_at: int  # how many samples were encoded and decoded for it
 
     def __str__(self) -> str:
-        rows = [("codec", "bytes", "ratio", "decode/s per core", "lossless", "would fit")]
-        rows.append(
-            ("(raw)", format_bytes(self.raw_bytes), "1.00", "-", "yes", self._fits(self.raw_bytes))
-        )
+        lines = [_ROW.format("codec", "bytes", "ratio", "decode/s per core", "lossless", "fits")]
+        fits = "yes" if self.raw_bytes <= self.budget.bytes else "no"
+        lines.append(_ROW.format("(raw)", format_bytes(self.raw_bytes), "1.00", "-", "yes", fits))
         for trial in self.trials:
             if trial.obstacle is not None:
-                rows.append((trial.codec, "-", "-", "-", "-", f"no: {trial.obstacle}"))
+                lines.append(_ROW.format(trial.codec, *"----", f"no: {trial.obstacle}"))
                 continue
+            need = format_bytes(trial.need_bytes)
             lossless = "yes" if trial.lossless else "no"
-            figures = (
-                format_bytes(trial.need_bytes),
-                f"{trial.ratio:.2f}",
-                f"{trial.decode_per_s:,.0f}",
-            )
-            rows.append((trial.codec, *figures, lossless, self._fits(trial.need_bytes)))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [
-            "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:5], widths[1:]), row[5]])
-            for row in rows
-        ]
+            fits = "yes" if trial.fits(self.budget.bytes) else "no"
+            ratio = f"{trial.ratio:.2f}"
+            rate = f"{trial.decode_per_s:,.0f}"
+            lines.append(_ROW.format(trial.codec, need, ratio, rate, lossless, fits))
         free = f"{format_bytes(self.budget.bytes)} free ({self.budget.limited_by})"
         return "\n".join([*lines, f"{free}; figures from {self.looked_at} samples"])
 
-    def _fits(self, need_bytes: int) -> str:
-        return "yes" if need_bytes <= self.budget.bytes else "no"
+
+_ROW = "{:<12} {:>10} {:>6} {:>18} {:>9}  {}"
 
 
 def choose_storage(
@@ -414,11 +382,7 @@ def choose_storage(
         instead = f"; raw needs {raw}" if storage == "auto" else ""
         reason = f"{what}: about {format_bytes(best.need_bytes)} of {free} free{instead}"
         return StoragePlan(storage="compressed", codec=best.codec, reason=reason)
-    usable = [
-        trial
-        for trial in trials
-        if trial.obstacle is None and (trial.lossless or not only_lossless)
-    ]
+    usable = [trial for trial in trials if trial.fits(None, only_lossless=only_lossless)]
     if storage == "auto":
         least = format_bytes(min([raw_bytes, *(trial.need_bytes for trial in usable)]))
         return StoragePlan(storage="none", reason=f"storage='none': {least} needed, but {budget}")
@@ -433,21 +397,14 @@ def choose_storage(
 def fastest_fitting(
     trials: Sequence[CodecTrial], free_bytes: int | None, *, only_lossless: bool
 ) -> CodecTrial | None:
-    """The codec that decodes fastest of those that can be used and need no more than what is free; None: anything."""
-    usable = [
-        trial
-        for trial in trials
-        if trial.obstacle is None and (trial.lossless or not only_lossless)
-    ]
-    fitting = [trial for trial in usable if free_bytes is None or trial.need_bytes <= free_bytes]
+    """The codec that decodes fastest of those that fit into what is free; None: anything."""
+    fitting = [trial for trial in trials if trial.fits(free_bytes, only_lossless=only_lossless)]
     return max(fitting, key=lambda trial: trial.decode_per_s, default=None)
 
 
 def would_fit(trials: Sequence[CodecTrial], budget: Budget) -> str:
     """Name what the user can do, the cure of the bound last: raising another one would not help."""
-    fitting = [
-        trial for trial in trials if trial.obstacle is None and trial.need_bytes <= budget.bytes
-    ]
+    fitting = [trial for trial in trials if trial.fits(budget.bytes)]
     cures = ["cache_dir= to keep them on disk", "a smaller resize=", "storage='none'"]
     if fitting:
         best = max(fitting, key=lambda trial: (trial.lossless, trial.decode_per_s))
