@@ -52,7 +52,7 @@ class FastDataWarning(UserWarning):
 
 
 class MemoryBudgetError(FastDataError, MemoryError):
-    """Prepared samples need more memory than the budget leaves; raised before anything is allocated."""
+    """Prepared samples need more memory than there is; raised before anything is allocated."""
 
 
 class ChannelsError(FastDataError, ValueError):
@@ -85,9 +85,7 @@ class SampleError(FastDataError, OSError):
     """
 
     def __init__(self, message: str, *, index: int | None = None, path: str | None = None) -> None:
-        if (
-            index is None
-        ):  # copied, unpickled or sent by torch: the text has the sample's index and path
+        if index is None:  # copied, unpickled or sent by torch: the text says it
             named = _NAMED.findall(message)
             if not named:
                 raise TypeError(
@@ -102,7 +100,7 @@ class SampleError(FastDataError, OSError):
 
 
 class IngestError(FastDataError, RuntimeError):
-    """Preparation stopped for a reason that is no single sample's fault, such as a killed worker process."""
+    """Preparation stopped, and no single sample is at fault, as when a worker process is killed."""
 
 
 class CacheError(FastDataError, OSError):
@@ -114,7 +112,7 @@ class RemoteError(FastDataError, OSError):
 
 
 class CodecError(FastDataError, ValueError):
-    """Encoded bytes are not what a sample of this shape and dtype was encoded to: damaged, cut off, or another's."""
+    """Encoded bytes are not those of a sample of this shape and dtype: damaged or cut off."""
 
 
 class StoreGoneError(FastDataError, RuntimeError):
@@ -136,15 +134,15 @@ def refuse_remote(path: str | os.PathLike[str]) -> None:
     """Raise ``ValueError`` for a URL where a folder or a file of this machine is needed."""
     if is_url(path):
         raise ValueError(
-            f"{os.fsdecode(path)} is a URL, and this needs a folder of this machine. Copy the files to a local disk, "
-            "or mount them, as with mountpoint-s3 or gcsfuse, and give that."
+            f"{os.fsdecode(path)} is a URL, and this needs a folder of this machine. Copy the "
+            "files to a local disk, or mount them, as with mountpoint-s3 or gcsfuse, and give that."
         )
 
 
 def sample_error(
     path: str | None, index: int, cause: BaseException, *, is_read: bool = False
 ) -> SampleError:
-    """Say why one sample cannot be read, or prepared once it ``is_read``: which, what was found, and the cure.
+    """Say why one sample cannot be read, or prepared once it ``is_read``, and the cure.
 
     A sample's file is looked at again for its size and first bytes; ``path`` is None where it has
     none.
@@ -153,15 +151,16 @@ def sample_error(
     found = "" if path is None or is_url(path) else f"It is {_describe_file(path)}. "
     cure = "Correct the dataset" if path is None else "Delete or replace the file"
     if type(cause).__name__ in _CURES_OF_SOUND_FILES:
-        found, cure = "", _CURES_OF_SOUND_FILES[type(cause).__name__]
+        found = ""
+        cure = _CURES_OF_SOUND_FILES[type(cause).__name__]
     # What no content of a sample raises, but the code that reads it: leaving samples out would
     # leave out all of them.
     is_code = isinstance(cause, (TypeError, AttributeError, NameError, ImportError))
-    if is_code or (
-        is_read and not isinstance(cause, OSError)
-    ):  # which pixels that are read only now raise
+    # An OSError is raised by pixels that are read only now.
+    if is_code or (is_read and not isinstance(cause, OSError)):
         opener = "what opens or prepares it (loader=, prepare=, the transform's first steps)"
-        cure, found = f"Correct {'the dataset' if path is None else opener}", ""
+        cure = f"Correct {'the dataset' if path is None else opener}"
+        found = ""
     if not is_code:
         cure += ", or leave it out with on_error='skip'"
     problem = f"{type(cause).__name__}: {str(cause).rstrip('.')}"
@@ -171,8 +170,8 @@ def sample_error(
 
 _CURES_OF_SOUND_FILES = {
     "DecompressionBombError": (
-        "The file may well be sound: if you trust it, set PIL.Image.MAX_IMAGE_PIXELS higher, or to None, in every "
-        "process that reads"
+        "The file may well be sound: if you trust it, set PIL.Image.MAX_IMAGE_PIXELS higher, or to "
+        "None, in every process that reads"
     ),
     "PermissionError": "Give the user that runs this permission to read the file",
     "FileNotFoundError": "Bring the file back, or correct its path",

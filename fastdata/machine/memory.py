@@ -1,4 +1,4 @@
-"""What this process may use of the machine, and what follows from it: the storage of samples, and pinning.
+"""What this process may use of the machine, and what follows: storage of samples, and pinning.
 
 The only module that knows psutil and the files of Linux control groups (cgroups). Its first part
 asks the machine, starting from folders that a test can lay out; all after it are pure functions of
@@ -106,7 +106,7 @@ def _memory_files(
 
 
 def tree_pss_bytes(pid: int | None = None) -> int:
-    """Sum the proportional set size (PSS) of a process, by default this one, and all its descendants.
+    """Sum the proportional set size (PSS) of a process, by default this one, and its descendants.
 
     PSS counts a page shared by n processes as 1/n in each, so the sum counts it once. Shared memory
     (memfd) counts where it is mapped and touched, not where it merely exists. Where the system has
@@ -136,7 +136,7 @@ def _pss_bytes(process: psutil.Process) -> int:
 
 
 def cgroup_folders(root: Path, table_text: str, controller: str) -> Iterator[Path]:
-    """Yield the folders whose limits on ``"cpu"`` or ``"memory"`` bind this process, innermost first.
+    """Yield the folders whose limits on "cpu" or "memory" bind this process, innermost first.
 
     The table has lines of ``id:controllers:path``, where no controllers means version 2. Inside a
     container the path may be the host's, which is not there; then the mount's root, walked to last,
@@ -158,7 +158,7 @@ def cgroup_folders(root: Path, table_text: str, controller: str) -> Iterator[Pat
 
 
 def _whole(text: str) -> int | None:
-    """A non-negative whole number; None for ``max``, ``-1`` (version 1: no quota) and a missing file's empty text."""
+    """A whole number; None for ``max``, ``-1`` (version 1: no limit) and a missing file."""
     text = text.strip()
     return int(text) if text.isascii() and text.isdigit() else None
 
@@ -175,7 +175,8 @@ def is_running(pid: int) -> bool:
         import psutil
 
         return psutil.pid_exists(pid)
-    try:  # without an import: a process that is forked while another thread imports has half a module
+    # Without an import: a process that is forked while another thread imports has half a module.
+    try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
@@ -185,16 +186,15 @@ def is_running(pid: int) -> bool:
 
 
 def thread_clock() -> tuple[float, float]:
-    """Seconds in which the calling thread was not kept waiting by others for a core, and its CPU seconds.
+    """Seconds in which the calling thread did not wait for a core, and its CPU seconds.
 
     A difference of the first that is more than one of the second was spent waiting, for a disk or a
     network. Where the system does not count how long threads wait for cores, the first is plain
     time.
     """
     try:
-        with open(
-            "/proc/thread-self/schedstat", "rb", buffering=0
-        ) as file:  # proc(5): ran, could have run, slices
+        # proc(5): ran, could have run, slices
+        with open("/proc/thread-self/schedstat", "rb", buffering=0) as file:
             ready_ns = int(file.read().split()[1])
     except (OSError, IndexError):
         ready_ns = 0
@@ -205,7 +205,7 @@ _UNITS = ("", "K", "M", "G", "T")
 
 
 def parse_bytes(value: int | float | str, *, of: int) -> int:
-    """Read bytes as users write them: an int, a share of ``of`` as a float in (0, 1], or text with a unit."""
+    """Bytes as users write them: an int, a share of ``of`` as a float, or text with a unit."""
     if isinstance(value, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(I)?)?B\s*", value, re.I | re.A)
         if match is not None:
@@ -217,7 +217,8 @@ def parse_bytes(value: int | float | str, *, of: int) -> int:
         return value
     raise ValueError(
         f"memory of {value!r} is not understood. "
-        "Give bytes as an int, a share of the free memory as a float in (0, 1], or text such as '8GiB' or '500MB'."
+        "Give bytes as an int, a share of the free memory as a float in (0, 1], or text such as "
+        "'8GiB' or '500MB'."
     )
 
 
@@ -238,7 +239,7 @@ RESERVE_CEILING_BYTES = 16 << 30
 
 
 def reserve_bytes(available_bytes: int) -> int:
-    """What is left to batches, workers and the page cache: a share of what is available, up to a ceiling."""
+    """What is left to batches, workers and the page cache: a share, up to a ceiling."""
     return min(int(available_bytes * RESERVE_SHARE), RESERVE_CEILING_BYTES)
 
 
@@ -248,13 +249,11 @@ class Budget(NamedTuple):
     bytes: int  # what may be spent, the reserve already taken off
     reserve_bytes: int  # left alone for everything else on the machine
     limited_by: str  # "system memory", "cgroup limit" or "memory_limit="
-    ranks: int = 1  # processes that share what is available, each with samples of its own; `bytes` is the part of one
+    ranks: int = 1  # processes that share what is available; `bytes` is the part of one
 
     def __str__(self) -> str:
         """What there is and why not more, as the rest of a sentence."""
-        if (
-            self.limited_by == "memory_limit="
-        ):  # which is below what is free: that, and the reserve, have no say
+        if self.limited_by == "memory_limit=":  # which is below what is free less the reserve
             return f"memory_limit= allows {format_bytes(self.bytes)}"
         sharing = f" shared by {self.ranks} ranks" if self.ranks > 1 else ""
         reserve = f"{format_bytes(self.reserve_bytes)} kept in reserve"
@@ -264,11 +263,13 @@ class Budget(NamedTuple):
 def budget_bytes(
     available: Available, memory_limit: int | float | str | None = None, *, ranks: int = 1
 ) -> Budget:
-    """What samples may take; the user's ``memory_limit``, a share of what is available or bytes, can only lower it."""
+    """What samples may take; the user's ``memory_limit`` can only lower it."""
     reserve = reserve_bytes(available.bytes)
     free = max(0, available.bytes - reserve) // ranks
-    if memory_limit is not None and (limit := parse_bytes(memory_limit, of=available.bytes)) < free:
-        return Budget(bytes=limit, reserve_bytes=reserve, limited_by="memory_limit=")
+    if memory_limit is not None:
+        limit = parse_bytes(memory_limit, of=available.bytes)
+        if limit < free:
+            return Budget(bytes=limit, reserve_bytes=reserve, limited_by="memory_limit=")
     return Budget(bytes=free, reserve_bytes=reserve, limited_by=available.limited_by, ranks=ranks)
 
 
@@ -413,8 +414,9 @@ def would_fit(trials: Sequence[CodecTrial], budget: Budget) -> str:
     more = {
         "memory_limit=": "raise memory_limit=",
         "cgroup limit": "give the container or job more memory",
+        "system memory": "free some memory on this machine",
     }
-    return f"Use {', '.join(cures)}, or {more.get(budget.limited_by, 'free some memory on this machine')}."
+    return f"Use {', '.join(cures)}, or {more[budget.limited_by]}."
 
 
 DEVICE_SHARE = 1 / 2
@@ -425,9 +427,10 @@ activations."""
 def check_device_room(need_bytes: int, free_bytes: int, device: str) -> None:
     if need_bytes > free_bytes * DEVICE_SHARE:
         raise MemoryBudgetError(
-            f"storage='device' needs {format_bytes(need_bytes)} on {device}, but takes at most {DEVICE_SHARE:.0%} of "
-            f"the {format_bytes(free_bytes)} that are free there, to leave room for the model. Use storage='shared', "
-            f"which sends each batch there, a smaller resize=, or free memory of the device."
+            f"storage='device' needs {format_bytes(need_bytes)} on {device}, but takes at most "
+            f"{DEVICE_SHARE:.0%} of the {format_bytes(free_bytes)} that are free there, to leave "
+            "room for the model. Use storage='shared', which sends each batch there, a smaller "
+            "resize=, or free memory of the device."
         )
 
 

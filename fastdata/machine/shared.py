@@ -1,4 +1,4 @@
-"""Memory that processes share and nothing leaves behind: blocks, lists packed in them, and locks on their bytes.
+"""Memory that processes share: blocks, lists packed in them, and locks on their bytes.
 
 On Linux a block is a ``memfd``: it has no name, so the kernel frees it with its last user whatever
 happens (kill -9 included), and the size of ``/dev/shm`` does not matter. Elsewhere it is a
@@ -55,9 +55,9 @@ OPEN_FLAGS = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 class Block:
     """A range of memory shared between processes.
 
-    Lifecycle: ``create`` -> ``write`` or write through ``array()`` -> ``seal`` -> read through
-        ``array()``. Once sealed
-    the memory cannot be written by anybody; arrays handed out before sealing must be gone by then.
+    Lifecycle: ``create``, write by ``write`` or through ``array()``, ``seal``, read through
+    ``array()``. Once sealed the memory cannot be written by anybody; arrays handed out before
+    sealing must be gone by then.
 
     Arrays keep the memory alive by themselves; ``close`` gives back the descriptor and this
     object's mapping.
@@ -67,13 +67,15 @@ class Block:
         self, fd: int, size_bytes: int, path: str | None, *, sealed: bool = False, owner: bool
     ) -> None:
         self.size_bytes = size_bytes
-        self._fd, self._path, self.is_sealed = fd, path, sealed
+        self.is_sealed = sealed
+        self._fd = fd
+        self._path = path
         self._map: mmap.mmap | None = None
         self._close = weakref.finalize(self, _release, fd, path if owner else None, os.getpid())
 
     @classmethod
     def create(cls, size_bytes: int, *, portable: bool = not hasattr(os, "memfd_create")) -> Block:
-        """Reserve memory, which reads as zeros, in a temporary file if ``portable``, else in a memfd."""
+        """Reserve memory, which reads as zeros: a temporary file if ``portable``, else a memfd."""
         if size_bytes < 1:
             raise ValueError(f"a block needs at least 1 byte, got {size_bytes}")
         flags = 0 if portable else os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
@@ -90,14 +92,16 @@ class Block:
         return not self._close.alive
 
     def grow(self, size_bytes: int) -> None:
-        """Reserve up to ``size_bytes`` in total, or fail and change nothing; arrays handed out keep their range."""
+        """Reserve ``size_bytes`` in total, or fail and change nothing; arrays keep their range."""
         if size_bytes > self.size_bytes:
             _reserve(self._fd, self.size_bytes, size_bytes - self.size_bytes)
-            self.size_bytes, self._map = size_bytes, None
+            self.size_bytes = size_bytes
+            self._map = None
 
     def trim(self, size_bytes: int) -> None:
         if size_bytes < self.size_bytes:
-            self.size_bytes, self._map = max(size_bytes, 1), None  # nothing cannot be mapped
+            self.size_bytes = max(size_bytes, 1)  # nothing cannot be mapped
+            self._map = None
             os.ftruncate(self._fd, self.size_bytes)
 
     def write(self, offset: int, data: np.ndarray) -> None:
@@ -110,16 +114,18 @@ class Block:
         if hasattr(os, "pwrite"):
             while rest.nbytes:
                 written = os.pwrite(self._fd, rest, offset)
-                rest, offset = rest[written:], offset + written
+                rest = rest[written:]
+                offset += written
         else:
             self.array("uint8", (rest.nbytes,), offset)[:] = rest
 
     def array(self, dtype: str, shape: tuple[int, ...], offset: int = 0) -> np.ndarray:
-        """View ``shape`` elements of ``dtype`` from byte ``offset`` on: no copy; read-only once the block is sealed."""
+        """View memory from byte ``offset`` on: no copy; read-only once the block is sealed."""
         count = math.prod(shape)
         if offset < 0 or offset + count * np.dtype(dtype).itemsize > self.size_bytes:
             raise ValueError(
-                f"{dtype}{list(shape)} at byte {offset} exceeds the block of {self.size_bytes} bytes"
+                f"{dtype}{list(shape)} at byte {offset} exceeds the block of {self.size_bytes} "
+                "bytes"
             )
         return np.frombuffer(self._mapping(), dtype, count, offset).reshape(shape)
 
@@ -127,16 +133,13 @@ class Block:
         """Make the block read-only for everybody; on Linux the kernel enforces it."""
         if self.is_sealed:
             return
-        self._map, self.is_sealed = None, True
+        self._map = None
+        self.is_sealed = True
         if self._path is None and sys.platform != "win32":
-            with contextlib.suppress(
-                OSError
-            ):  # somebody still maps it for writing: then only our views are read-only
-                fcntl.fcntl(
-                    self._fd,
-                    fcntl.F_ADD_SEALS,
-                    fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE,
-                )
+            seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+            # Somebody still maps it for writing: then only our views are read-only.
+            with contextlib.suppress(OSError):
+                fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, seals)
 
     def fileno(self) -> int:
         return self._fd
@@ -195,7 +198,7 @@ class Block:
 def _attach(
     pid: int, fd: int, inode: int, size_bytes: int, path: str | None, sealed: bool
 ) -> Block:
-    """Open another process's block: ``/proc/PID/fd/FD``, or the file ``path`` where there is no memfd.
+    """Open another process's block: ``/proc/PID/fd/FD``, or ``path`` where there is no memfd.
 
     ``inode`` guards against a recycled process number: a descriptor that leads to another file is
     refused.
@@ -206,20 +209,22 @@ def _attach(
         )
     except OSError as error:
         raise StoreGoneError(
-            f"process {pid}, which holds the prepared samples, cannot be reached ({error.strerror}). A pickled "
-            "dataset is a handle: it works only on the same machine while that process lives. cache_dir= keeps samples."
+            f"process {pid}, which holds the prepared samples, cannot be reached "
+            f"({error.strerror}). A pickled dataset is a handle: it works only on the same machine "
+            "while that process lives. cache_dir= keeps samples."
         ) from None
     found = os.fstat(fd)
     if found.st_ino != inode or found.st_size < size_bytes:
         os.close(fd)
         raise StoreGoneError(
-            f"process {pid}, which held the prepared samples, has ended and its number was given to another."
+            f"process {pid}, which held the prepared samples, has ended and its number was given "
+            "to another."
         )
     return Block(fd, size_bytes, path, sealed=sealed, owner=False)
 
 
 def _open_file() -> tuple[int, str]:
-    """Create the temporary file of a portable block, after sweeping those of processes that are gone."""
+    """Create the temporary file of a block, after sweeping those of processes that are gone."""
     folder = Path(tempfile.gettempdir())
     for stale in folder.glob(f"{_FILE_PREFIX}*"):
         pid = stale.name.removeprefix(_FILE_PREFIX).partition("-")[0]
@@ -231,7 +236,7 @@ def _open_file() -> tuple[int, str]:
 
 
 def _reserve(fd: int, offset: int, size_bytes: int) -> None:
-    """Make the kernel set the memory aside now, so that running out is an error here and no bus error later.
+    """Make the kernel set memory aside now: running out is an error here, no bus error later.
 
     A memfd has no limit of its own: asked for more than there is, the kernel would fill the machine
     and then kill.
@@ -263,7 +268,7 @@ def _release(fd: int, path: str | None, creator_pid: int) -> None:
 
 
 class ArrayBlock(Mapping[str, np.ndarray]):
-    """Named arrays copied into one block, which is sealed unless told; a mapping that pickles as a handle."""
+    """Named arrays in one block, sealed unless told; a mapping that pickles as a handle."""
 
     def __init__(self, arrays: Mapping[str, np.ndarray], *, seal: bool = True) -> None:
         self._layout: dict[str, tuple[str, tuple[int, ...], int]] = {}
@@ -292,7 +297,7 @@ class ArrayBlock(Mapping[str, np.ndarray]):
 
 
 def position_of(index: SupportsIndex, length: int) -> int:
-    """The place in [0, length) of a list's index, which counts from the end where it is negative."""
+    """The place in [0, length) of a list's index, which may count from the end."""
     try:
         return range(length)[operator.index(index)]
     except IndexError:
@@ -308,7 +313,8 @@ class ListView(Sequence[_T], Generic[_T]):
     """
 
     def __init__(self, length: int, item: Callable[[int], _T]) -> None:
-        self._length, self._item = length, item
+        self._length = length
+        self._item = item
 
     def __len__(self) -> int:
         return self._length
@@ -342,11 +348,6 @@ class ListView(Sequence[_T], Generic[_T]):
     def __radd__(self, other: Iterable[_T]) -> list[_T]:
         return [*other, *self]
 
-    def __mul__(self, count: SupportsIndex) -> list[_T]:
-        return list(self) * count
-
-    __rmul__ = __mul__
-
     def copy(self) -> list[_T]:
         return list(self)
 
@@ -358,7 +359,7 @@ class ListView(Sequence[_T], Generic[_T]):
 
 @dataclass(frozen=True, slots=True)
 class PackedPaths:
-    """File names end to end: name i is ``prefix`` and the bytes of ``blob`` from ``ends[i - 1]`` to ``ends[i]``.
+    """File names end to end: ``prefix`` and ``blob`` from ``ends[i - 1]`` to ``ends[i]``.
 
     A million of them are checked and copied without one Python string.
     """
@@ -389,9 +390,8 @@ class PackedPaths:
 class SampleTable:
     """Paths (where samples are files), targets and class names of all samples; pickles as a handle.
 
-    Targets that are numbers, or arrays or tensors of one shape and dtype, become one array; so do
-    tensors that differ in their first side. Tuples of one length become a table for each of their
-    places; all others are pickled.
+    Targets that are numbers, or arrays or tensors of one shape and dtype, become one array. Tuples
+    of one length become a table for each of their places; all others are pickled.
     """
 
     target_kind: str
@@ -457,14 +457,10 @@ class SampleTable:
         kind = self.target_kind
         if kind == "number":
             return self._arrays["targets"][index].item()
-        if (
-            kind == "object"
-        ):  # pickled by this process's family, in memory that nobody else can write
+        if kind == "object":  # pickled by this process's family; nobody else can write there
             return pickle.loads(self._bytes("object", index))
         if kind == "tuple":
             return tuple(place.target(index) for place in self.target_places)
-        if kind == "rows":
-            return torch.from_numpy(self._rows_of(index))
         row = np.array(self._arrays["targets"][index])  # of no dimensions too
         return torch.from_numpy(row) if kind == "tensor" else row
 
@@ -480,40 +476,23 @@ class SampleTable:
         return self.path(index), self.target(index)
 
     def target_array(self) -> np.ndarray | None:
-        """Targets with the samples on the first axis, a read-only view; None if they are no numbers."""
+        """Targets with the samples on the first axis, read-only; None if they are no numbers."""
         return self._arrays.get("targets")
 
     def collated_targets(self, index_B: np.ndarray) -> Any:
         """What ``default_collate`` makes of the targets of a batch."""
         if self.target_places:
             return [place.collated_targets(index_B) for place in self.target_places]
-        if self.target_kind == "rows":
-            return collate_targets([self.target(index) for index in index_B.tolist()])
         array = self.target_array()
         if array is not None:
             return torch.from_numpy(array[index_B])
-        blob, ends = self._arrays["object"].data, self._arrays["object_ends"]
-        spans = zip(
-            np.where(index_B > 0, ends[index_B - 1], 0).tolist(),
-            ends[index_B].tolist(),
-            strict=True,
-        )
-        return collate_targets([pickle.loads(blob[start:end]) for start, end in spans])
-
-    def _rows_of(self, index: int) -> np.ndarray:
-        """Those of one target, in fresh memory."""
-        ends = self._arrays["row_ends"]
-        start = int(ends[index - 1]) if index else 0
-        rows: np.ndarray = self._arrays["rows"][start : int(ends[index])].copy()
-        return rows
+        return collate_targets([self.target(index) for index in index_B.tolist()])
 
     def reduced_to(self, kept: Sequence[int]) -> SampleTable:
         """The table of some samples; this one is closed."""
         with contextlib.closing(self):
-            paths, targets = (
-                [self.path(index) for index in kept],
-                [self.target(index) for index in kept],
-            )
+            paths = [self.path(index) for index in kept]
+            targets = [self.target(index) for index in kept]
             return SampleTable(targets, paths=paths, class_to_idx=self.class_to_idx)
 
     def close(self) -> None:
@@ -535,8 +514,8 @@ def collate_targets(targets: list[Any]) -> Any:
         if wide is None:
             raise
         raise ValueError(
-            f"a target of {wide} cannot be in a batch: it is beyond int64, the widest whole numbers that torch has. "
-            "Give such numbers as text, str(...), or number them from 0."
+            f"a target of {wide} cannot be in a batch: it is beyond int64, the widest whole "
+            "numbers that torch has. Give such numbers as text, str(...), or number them from 0."
         ) from error
 
 
@@ -548,6 +527,7 @@ def is_wide(value: Any) -> bool:
 def _target_columns(
     targets: Sequence[Any] | np.ndarray | torch.Tensor,
 ) -> tuple[dict[str, np.ndarray], str]:
+    """The arrays that hold targets, and their kind."""
     if isinstance(targets, torch.Tensor):
         return {"targets": targets.numpy()}, "tensor"
     if isinstance(targets, np.ndarray) and targets.ndim == 1:
@@ -555,40 +535,19 @@ def _target_columns(
     types = {type(target) for target in targets}
     # Numbers beyond int64; bfloat16, gradients, other devices: what NumPy does not know.
     with contextlib.suppress(OverflowError, TypeError, RuntimeError):
-        if not types or types == {int} or types == {bool} or types == {float}:
-            return {
-                "targets": np.array(targets, dtype=np.int64 if types <= {int} else None)
-            }, "number"
-        if types == {torch.Tensor} or (len(types) == 1 and isinstance(targets[0], np.ndarray)):
+        if len(types) == 0 or types <= {int} or types == {bool} or types == {float}:
+            dtype = np.int64 if types <= {int} else None
+            return {"targets": np.array(targets, dtype)}, "number"
+        if types == {torch.Tensor} or types == {np.ndarray}:
             arrays = [np.asarray(target) for target in targets]
-            if (
-                len({(array.shape, array.dtype) for array in arrays}) == 1
-                and arrays[0].dtype.kind in "iufb"
-            ):
-                return {"targets": np.stack(arrays)}, "tensor" if isinstance(
-                    targets[0], torch.Tensor
-                ) else "array"
-            if types == {torch.Tensor} and _are_rows(arrays):
-                return _rows(arrays), "rows"
+            forms = {(array.shape, array.dtype) for array in arrays}
+            if len(forms) == 1 and arrays[0].dtype.kind in "iufb":
+                kind = "tensor" if types == {torch.Tensor} else "array"
+                return {"targets": np.stack(arrays)}, kind
     if types == {tuple} and targets[0] and len({len(target) for target in targets}) == 1:
         return {}, "tuple"
     blob, ends = _pack([pickle.dumps(target, protocol=5) for target in targets])
     return {"object": blob, "object_ends": ends}, "object"
-
-
-def _are_rows(arrays: Sequence[np.ndarray]) -> bool:
-    """Whether arrays differ in their first side only."""
-    return (
-        len({(array.ndim, array.shape[1:], array.dtype) for array in arrays}) == 1
-        and arrays[0].ndim > 0
-    )
-
-
-def _rows(arrays: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
-    return {
-        "rows": np.concatenate(arrays),
-        "row_ends": np.cumsum([len(array) for array in arrays], dtype=np.int64),
-    }
 
 
 def _pack(strings: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
@@ -611,7 +570,8 @@ class ByteLocks:
     """
 
     def __init__(self, block: Block) -> None:
-        self._block, self._threads = block, threading.Lock()
+        self._block = block
+        self._threads = threading.Lock()
 
     @contextlib.contextmanager
     def hold(self, *places: int) -> Iterator[None]:
@@ -622,9 +582,7 @@ class ByteLocks:
             return
         fd = self._block.reopen()
         try:
-            # In one order, or two who want the same bytes would wait for each other.
-            if not all(_waited_for(fd, byte) for byte in sorted(places)):
-                fcntl.flock(fd, fcntl.LOCK_EX)
+            _lock(fd, sorted(places))  # in one order, or two would wait for each other
             yield
         finally:
             _unlock(fd)
@@ -633,21 +591,21 @@ class ByteLocks:
         return ByteLocks, (self._block,)
 
 
-def _waited_for(fd: int, byte: int) -> bool:
-    """Lock a byte; False where the kernel has no locks of open file descriptions."""
-    if not hasattr(fcntl, "F_OFD_SETLKW"):
-        return False
+def _lock(fd: int, places: Sequence[int]) -> None:
+    """Wait for bytes, or the whole file where the kernel has no locks of open descriptions."""
     try:
-        _change_lock(fd, fcntl.F_WRLCK, byte, 1)
+        for byte in places:
+            _change_lock(fd, fcntl.F_WRLCK, byte, 1)
+    except AttributeError:
+        fcntl.flock(fd, fcntl.LOCK_EX)
     except OSError as problem:
         if problem.errno != errno.EINVAL:
             raise
-        return False
-    return True
+        fcntl.flock(fd, fcntl.LOCK_EX)
 
 
 def _change_lock(fd: int, kind: int, start: int, size: int) -> None:
-    """Lock bytes of a file for its open file description, fcntl(2), once nobody else has them; or give them up."""
+    """Lock bytes for an open file description, fcntl(2), once they are free; or give them up."""
     request = struct.pack("hhqqi4x", kind, os.SEEK_SET, start, size, 0)
     fcntl.fcntl(fd, fcntl.F_OFD_SETLKW, request)
 

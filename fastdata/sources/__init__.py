@@ -621,8 +621,8 @@ def _parse_csv(title: str, stream: TextIO, names: list[str]) -> _Table:
             numbers.append(reader.reader.line_num)
             if None in row:
                 raise ValueError(
-                    f"{title}, line {reader.reader.line_num}: {len(header) + len(row[None])} values for "
-                    f"{len(header)} columns. Put quotes around a value that holds a comma: "
+                    f"{title}, line {reader.reader.line_num}: {len(header) + len(row[None])} "
+                    f"values for {len(header)} columns. Put quotes around a value that holds a comma: "
                     '"a,b.jpg".'
                 )
             for name in names:
