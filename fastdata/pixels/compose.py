@@ -87,27 +87,24 @@ def flatten(transform: Any) -> tuple[Any, ...]:
     """
     if transform is None:
         return ()
-    parts = _parts(transform)
-    if parts is None:
-        return (transform,)
-    return tuple(step for part in parts for step in flatten(part))
-
-
-def _parts(transform: Any) -> Any:
-    """What a transform calls one after the other; None where that is not known."""
     kind = type(transform)
     name = known_name(transform)
+    parts: Any = None
     if kind is tuple or (kind is torch.nn.Sequential and not changed_part(transform)):
-        return transform
-    if name == "Compose":
-        return transform.transforms
-    if name == "ImageClassification" or kind.__module__.startswith("albumentations."):
+        parts = transform
+    elif name == "Compose":
+        parts = transform.transforms
+    elif name == "ImageClassification" or kind.__module__.startswith("albumentations."):
         if transform not in _INSTEAD:
             _INSTEAD[transform] = _preset_steps(transform) if name else (_Named(transform),)
         return _INSTEAD[transform]
-    if name == "Lambda" and getattr(transform, "types", (object,)) == (object,):
-        return seen_through(transform.lambd, "wrapper")
-    return seen_through(transform, "wrapper") if name is None else None
+    elif name is None:
+        parts = seen_through(transform, "wrapper")
+    elif name == "Lambda" and getattr(transform, "types", (object,)) == (object,):
+        parts = seen_through(transform.lambd, "wrapper")
+    if parts is None:
+        return (transform,)
+    return tuple(step for part in parts for step in flatten(part))
 
 
 def joint_steps(transforms: Any) -> tuple[Any, ...]:
@@ -149,6 +146,8 @@ class _Named:
 
 # Names
 
+_LIBRARIES = ("torchvision.transforms", "timm.data")
+
 
 def known_name(step: Any) -> str | None:
     """Class name of torchvision's transforms, of timm's after ``"timm."``, name of ImageOps' functions; else None.
@@ -157,18 +156,14 @@ def known_name(step: Any) -> str | None:
     ``__torchvision_equal__ = "RandomCrop"`` is taken at its word: same attributes, same pixels.
     """
     kind = type(step)
+    if kind.__module__.startswith(_LIBRARIES):
+        prefix = "timm." if kind.__module__.startswith("timm.") else ""
+        return None if changed_part(step) else prefix + kind.__name__
     if getattr(step, "__module__", None) == "PIL.ImageOps":
         return str(step.__name__)
-    if not is_library(step):
-        # Vars: a subclass is not equal any more.
-        name: str | None = vars(kind).get("__torchvision_equal__")
-        return name
-    prefix = "timm." if kind.__module__.startswith("timm.") else ""
-    return None if changed_part(step) else prefix + kind.__name__
-
-
-def is_library(step: Any) -> bool:
-    return type(step).__module__.startswith(("torchvision.transforms", "timm.data"))
+    # Vars: a subclass is not equal any more.
+    name: str | None = vars(kind).get("__torchvision_equal__")
+    return name
 
 
 def is_v2(step: Any) -> bool:
@@ -180,7 +175,7 @@ def changed_part(step: Any) -> str:
     held: dict[str, Any] = getattr(step, "__dict__", {})
     if held.get("_forward_pre_hooks") or held.get("_forward_hooks"):
         return "forward hook"
-    return next((name for name in dir(type(step)) if name in held), "")
+    return min(held.keys() & set(dir(type(step))), default="")
 
 
 def is_preparable(step: Any) -> bool:

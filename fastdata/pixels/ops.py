@@ -12,7 +12,7 @@ import functools
 import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +23,6 @@ from fastdata.pixels import core
 from fastdata.pixels.draws import sample_keys
 from fastdata.pixels.images import pillow_chooses_order
 
-Domain = Literal["pil", "v1", "v2"]
 Size = tuple[int, int]
 Int64s = npt.NDArray[np.int64]
 Float64s = npt.NDArray[np.float64]
@@ -99,10 +98,6 @@ def choice(
 ) -> Op:
     """One of several sequences of ops, or none; ``upto``: where in [0, 1) the probability of each ends."""
     return Op(code, at, children=tuple(map(sequence, sequences, upto)))
-
-
-def domain_name(domain: Domain) -> str:
-    return f"{domain.upper()}_DOMAIN"
 
 
 class Table:

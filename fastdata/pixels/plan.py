@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import takewhile
 from textwrap import shorten
 from typing import Any, Literal
@@ -23,7 +23,8 @@ from fastdata.pixels.compose import (
 from fastdata.pixels.describe import describe, name_of
 from fastdata.pixels.images import Form, Resize
 from fastdata.pixels.ops import Op, size_after
-from fastdata.pixels.steps import State, UnknownStepError, interpolation_name, pair, recognise
+from fastdata.pixels.state import State, UnknownStepError, interpolation_name, pair
+from fastdata.pixels.steps import recognise
 
 Step = Callable[[Any], Any]
 _SHOWN_LETTERS = 100
@@ -68,12 +69,12 @@ class TransformPlan:
             part.
     """
 
-    prepare: tuple[Step, ...]
-    batch_ops: tuple[Op, ...]
-    per_sample: tuple[Step, ...]
     kind: Form
-    batch_texts: tuple[str, ...]
-    reason: str
+    prepare: tuple[Step, ...] = ()
+    batch_ops: tuple[Op, ...] = ()
+    per_sample: tuple[Step, ...] = ()
+    batch_texts: tuple[str, ...] = ()
+    reason: str = ""
     last_steps: int = 0
     last_ops: tuple[Op, ...] = ()
     last_kind: Form = "pil"
@@ -194,13 +195,8 @@ def plan_transform(
     """
     steps = flatten(transform)
     if steps and isinstance(steps[-1], Views):
-        facts = {
-            "form": form,
-            "dtype": dtype,
-            "channels": channels,
-            "batch_ops": batch_ops,
-            "obstacle": obstacle,
-        }
+        facts: dict[str, Any] = {"form": form, "dtype": dtype, "channels": channels}
+        facts |= {"batch_ops": batch_ops, "obstacle": obstacle}
         return _plan_views(steps[:-1], steps[-1], prepared, first, facts)
     leading = _leading(steps) if prepared is None else steps[:prepared]
     state, known, reason = State(kind=form), len(leading), ""
@@ -227,13 +223,13 @@ def plan_transform(
             last_steps, last = _read_last(steps, known, first, state)
     return TransformPlan(
         prepare=leading,
-        batch_ops=(*state.ops, *state.floats),
+        batch_ops=state.all_ops,
         per_sample=steps[known:],
         kind=state.kind,
         batch_texts=tuple(map(_text, steps[len(leading) : known])),
         reason=reason if steps[known:] else "",
         last_steps=last_steps,
-        last_ops=(*last.ops, *last.floats) if last_steps else (),
+        last_ops=last.all_ops if last_steps else (),
         last_kind=last.kind,
     )
 
@@ -294,18 +290,17 @@ def _plan_views(
         reason = "leads to views that share a random step; write it in each of them"
     elif len(kinds) > 1:
         reason = "leads to views of several types"
-    rest = Views(*(steps[max(len(before), len(prepare)) :] for steps in each))
-    rest.kind = views.kind
-    return TransformPlan(
-        prepare=prepare,
-        batch_ops=(),
-        per_sample=(*before[len(prepare) :], rest) if reason else (),
-        kind=facts["form"] if reason else plans[0].kind,
-        batch_texts=(),
-        reason=reason,
-        views=() if reason else tuple(plans),
-        made=views.kind,
-    )
+    if reason:
+        rest = Views(*(steps[max(len(before), len(prepare)) :] for steps in each))
+        rest.kind = views.kind
+        return TransformPlan(
+            prepare=prepare,
+            per_sample=(*before[len(prepare) :], rest),
+            kind=facts["form"],
+            reason=reason,
+            made=views.kind,
+        )
+    return TransformPlan(prepare=prepare, kind=plans[0].kind, views=tuple(plans), made=views.kind)
 
 
 def plan_pairs(
@@ -323,33 +318,25 @@ def plan_pairs(
         channels: of images, where they are known.
         obstacle: why it runs as written in any case.
     """
-    image, other = (
-        State(kind=form, channels=channels),
-        State(kind="mask", channels=1, is_beside=True),
-    )
-    steps, reason = (
-        joint_steps(transforms),
-        f"runs as written, because {obstacle}" if obstacle else "",
-    )
-    for at, step in enumerate(steps if not reason else ()):
-        try:
+    steps = joint_steps(transforms)
+    image = State(kind=form, channels=channels)
+    mask = State(kind="mask", channels=1, is_beside=True)
+    reason = f"runs as written, because {obstacle}" if obstacle else ""
+    try:
+        for at, step in enumerate(() if reason else steps):
             image = recognise(step, at, image)
-            other = recognise(step, at, other)
-        except UnknownStepError as unknown:
-            reason = reason or (
-                f"contains {_text(step)}, which {unknown}" if len(steps) > 1 else str(unknown)
-            )
+            mask = recognise(step, at, mask)
+    except UnknownStepError as unknown:
+        reason = f"contains {_text(step)}, which {unknown}" if len(steps) > 1 else str(unknown)
     if not reason and image.kind == "pil":
         reason = "leaves images that are PIL's"
-    plan = TransformPlan(
-        prepare=(), batch_ops=(), per_sample=(), kind=form, batch_texts=(), reason=reason
-    )
     if reason:
-        return replace(plan, per_sample=(transforms,))
-    mask = replace(plan, batch_ops=(*other.ops, *other.floats), kind=other.kind)
-    texts = tuple(map(_text, steps))
-    return replace(
-        plan, batch_ops=(*image.ops, *image.floats), kind=image.kind, batch_texts=texts, mask=mask
+        return TransformPlan(per_sample=(transforms,), kind=form, reason=reason)
+    return TransformPlan(
+        batch_ops=image.all_ops,
+        kind=image.kind,
+        batch_texts=tuple(map(_text, steps)),
+        mask=TransformPlan(batch_ops=mask.all_ops, kind=mask.kind),
     )
 
 
@@ -358,14 +345,11 @@ def _read_last(
 ) -> tuple[int, State]:
     """How many steps at the end are known again behind one that is not, if that keeps PIL images; and their ops."""
     nothing = State(kind="pil", channels=before.channels)
-    if before.kind == "pil":
-        for start in range(unknown + 1, len(steps)):
-            state = nothing
-            try:
-                for at in range(start, len(steps)):
-                    state = recognise(steps[at], first + at, state)
-            except UnknownStepError:
-                continue
+    for start in range(unknown + 1, len(steps)) if before.kind == "pil" else ():
+        state = nothing
+        with suppress(UnknownStepError):
+            for at in range(start, len(steps)):
+                state = recognise(steps[at], first + at, state)
             if state.kind != "pil":
                 return len(steps) - start, state
     return 0, nothing
@@ -382,10 +366,8 @@ def read_resize(step: Any) -> tuple[int | tuple[int, int], Literal["bilinear", "
     """Size, as ``fastdata.pixels.images`` takes it, and filter of a torchvision ``Resize``; None for anything else."""
     if known_name(step) != "Resize" or step.max_size is not None:
         return None
-    smooth: Any = {"bilinear": "bilinear", "bicubic": "bicubic"}.get(
-        interpolation_name(step.interpolation)
-    )
-    if smooth is None:
+    smooth: Any = interpolation_name(step.interpolation)
+    if smooth not in ("bilinear", "bicubic"):
         return None
     sides = [step.size] if isinstance(step.size, int) else list(step.size)
     return (sides[0] if len(sides) == 1 else pair(sides)), smooth
@@ -435,13 +417,13 @@ def describe_steps(
         resize = (step.size, "bilinear") if isinstance(step, Resize) else read_resize(step)
         crop = read_center_crop(step)
         is_pil = is_pil and not (resize is None and crop is None)
-        name = getattr(step, "__qualname__", type(step).__qualname__)
         if is_pil and resize is not None:
-            size = tuple(resize[0]) if isinstance(resize[0], (list, tuple)) else resize[0]
-            texts.append(f"resize {size} {resize[1]}")
+            size, smooth = resize
+            texts.append(f"resize {size if isinstance(size, (int, str)) else tuple(size)} {smooth}")
         elif is_pil:
             texts.append(f"centre crop {crop}")
         else:
+            name = getattr(step, "__qualname__", type(step).__qualname__)
             texts.append(name_of(step) or f"{name} {describe(step, cache_key)}")
     return " | ".join(texts)
 

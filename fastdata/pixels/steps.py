@@ -8,83 +8,45 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from fastdata.pixels.augment import read_augment, read_timm_op
+from fastdata.pixels import core
 from fastdata.pixels.compose import (
     Views,
     changed_part,
     flatten,
-    is_library,
     is_v2,
     joint_steps,
     known_name,
     names_in,
     seen_through,
 )
-from fastdata.pixels.images import Form, tensor_class
-from fastdata.pixels.ops import MODES, Cast, Domain, Fill, Op, child, choice, domain_name, sequence
+from fastdata.pixels.ops import Cast, Fill, Float64s, Op, Size, child, choice, sequence
+from fastdata.pixels.state import (
+    ERASE_MODE,
+    State,
+    UnknownStepError,
+    domain_of,
+    need_colours,
+    need_movable,
+    need_uint8,
+    pair,
+    read_border,
+    read_borders,
+    read_filters,
+    read_range,
+    read_warp,
+    refuse,
+    value_for,
+)
 
-_PIL_INTERPOLATIONS = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")
-_TENSOR_INTERPOLATIONS = ("nearest", "nearest-exact", "bilinear", "bicubic")
 _MASK_DTYPES = ("int64", "int32", "float32", "uint8")
 _FLOATS = ("float32", "float64", "float16", "bfloat16")
-_ERASE_MODE = 6
-"""Place among an erasing's numbers of what it fills with: 0, its fill; 1 and 2, normal numbers."""
-
-
-class UnknownStepError(Exception):
-    """A step that must run as the user wrote it; the message says why."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class State:
-    """What a sample is before a step, and the ops that made it so."""
-
-    kind: Form
-    channels: int | None = None
-    ops: tuple[Op, ...] = ()
-    """On uint8."""
-    floats: tuple[Op, ...] = ()
-    """The conversion to floats, with all normalisations, and what runs after it."""
-    is_beside: bool = False
-    """Whether it is the mask of an image, that v2 takes the same steps with."""
-
-    @property
-    def dtype(self) -> str:
-        return self.cast.dtype if self.cast else "uint8"
-
-    @property
-    def cast(self) -> Cast | None:
-        return self.floats[0].about if self.floats else None
-
-    @property
-    def is_normalized(self) -> bool:
-        return bool(self.cast and self.cast.normalizations)
-
-    @property
-    def is_erased(self) -> bool:
-        """Whether rectangles among the floats are."""
-        return any(op.code == "OP_ERASE" for op in self.floats)
-
-    @property
-    def is_noisy(self) -> bool:
-        """Whether random numbers lie among the floats."""
-        return any(
-            op.code == "OP_NOISE" or (op.code == "OP_ERASE" and op.n[_ERASE_MODE])
-            for op in self.floats
-        )
-
-    def add(self, op: Op) -> State:
-        if op.code == "OP_CAST" or (self.floats and op.code in ("OP_ERASE", "OP_NOISE")):
-            return replace(self, floats=(*self.floats, op))
-        # What moves pixels is done before the conversion, with which it commutes: its reader admits
-        # nothing else.
-        return replace(self, ops=(*self.ops, op))
+_Reader = Callable[[Any, int, State], State]
 
 
 def recognise(step: Any, at: int, state: State) -> State:
@@ -93,7 +55,7 @@ def recognise(step: Any, at: int, state: State) -> State:
     Raises:
         UnknownStepError: it has to run as it is.
     """
-    _refuse(type(step) is Views, "gives several views, which only the last step may")
+    refuse(type(step) is Views, "gives several views, which only the last step may")
     try:
         reader = READERS.get(known_name(step) or "")
         published = None if reader else seen_through(step, "blur")
@@ -103,7 +65,7 @@ def recognise(step: Any, at: int, state: State) -> State:
             raise UnknownStepError(_why_unknown(step))
         if state.is_beside:
             return _read_beside(step, at, state, reader)
-        _refuse(
+        refuse(
             state.kind in ("array", "mask", "video"),
             f"gets {state.kind}s, which are no images to batch ops",
         )
@@ -113,9 +75,8 @@ def recognise(step: Any, at: int, state: State) -> State:
 
 
 def _why_unknown(step: Any) -> str:
-    changed = changed_part(step) if is_library(step) else ""
-    if changed:
-        return f"has a {changed} of its own, which fastdata does not see through"
+    if changed_part(step) and type(step).__module__.startswith(("torchvision.", "timm.")):
+        return f"has a {changed_part(step)} of its own, which fastdata does not see through"
     for name in ("transforms", "transform"):
         if hasattr(step, name):
             does = f"does more than to call its {name!r}; give that itself"
@@ -133,8 +94,8 @@ _MOVING = names_in(
 
 def _read_beside(step: Any, at: int, state: State, reader: _Reader) -> State:
     """Read what v2 does to a mask beside its image."""
-    _refuse(not is_v2(step), "is not of torchvision.transforms.v2, and takes no masks")
-    _refuse(reader is _auto_augment, "does not accept masks")
+    refuse(not is_v2(step), "is not of torchvision.transforms.v2, and takes no masks")
+    refuse(reader is _auto_augment, "does not accept masks")
     name = known_name(step)
     if name == "ToPureTensor":
         return replace(state, kind="tensor")
@@ -145,80 +106,74 @@ def _read_beside(step: Any, at: int, state: State, reader: _Reader) -> State:
 
 
 def _center_crop(step: Any, at: int, state: State) -> State:
-    _refuse(state.is_normalized, "may pad with 0 after Normalize")
-    height, width = pair(step.size)
-    return _movable(state).add(
-        Op("STEP_CENTER_CROP", at, (0, 0, 0, 0, "PAD_CONSTANT", "PIL_DOMAIN", height, width))
-    )
+    refuse(state.is_normalized, "may pad with 0 after Normalize")
+    n = (0, 0, 0, 0, "PAD_CONSTANT", "PIL_DOMAIN", *pair(step.size))
+    return need_movable(state).add(Op("STEP_CENTER_CROP", at, n))
 
 
 def _random_crop(step: Any, at: int, state: State) -> State:
-    _movable(state)
-    height, width = pair(step.size)
-    borders = _borders(step.padding)
-    if is_v2(step) and step.padding is not None:
-        left, right, top, bottom = step.padding
-        borders = _borders((left, top, right, bottom))
+    need_movable(state)
+    padding = step.padding
+    if is_v2(step) and padding is not None:
+        left, right, top, bottom = padding
+        padding = [left, top, right, bottom]
+    borders = read_borders(padding)
     pads_more = bool(step.pad_if_needed)
-    border: tuple[str, str] = ("PAD_CONSTANT", "PIL_DOMAIN")
+    border = ("PAD_CONSTANT", "PIL_DOMAIN")
     fill: Fill = (0,)
     if pads_more or any(borders):
-        border, fill = _border(step, state)
-        if not is_v2(step) and border[0] != "PAD_CONSTANT" and any(borders) and pads_more:
-            # v1 pads the padded image again, v2 pads once by the sum; it shows in all modes but
-            # constant.
-            state, borders = (
-                state.add(Op("STEP_PAD", at, (*borders, *border), fill=fill)),
-                (0, 0, 0, 0),
-            )
-    return state.add(
-        Op("STEP_CROP", at, (*borders, *border, height, width, int(pads_more)), fill=fill)
-    )
+        border, fill = read_border(step, state)
+    if not is_v2(step) and border[0] != "PAD_CONSTANT" and any(borders) and pads_more:
+        # v1 pads the padded image again, v2 once by the sum: it shows in all modes but constant.
+        state = state.add(Op("STEP_PAD", at, (*borders, *border), fill=fill))
+        borders = (0, 0, 0, 0)
+    n = (*borders, *border, *pair(step.size), int(pads_more))
+    return state.add(Op("STEP_CROP", at, n, fill=fill))
 
 
 def _pad(step: Any, at: int, state: State) -> State:
-    border, fill = _border(step, state)
-    return state.add(Op("STEP_PAD", at, (*_borders(step.padding), *border), fill=fill))
+    border, fill = read_border(step, state)
+    return state.add(Op("STEP_PAD", at, (*read_borders(step.padding), *border), fill=fill))
 
 
 def _resized_crop(step: Any, at: int, state: State) -> State:
     names = step.interpolation
     several = names if isinstance(names, (list, tuple)) else [names]  # timm draws one of two
-    (height, width), scale, ratio = pair(step.size), _range(step.scale), _range(step.ratio)
-    _refuse(ratio[0] <= 0, f"has ratio={ratio}")
-    ranges = (*scale, *ratio, *np.log(ratio).tolist())
-    crops = [
-        Op("STEP_RESIZED_CROP", at, (height, width, 0, 0, *_filters(step, state, name)), ranges)
-        for name in several
-    ]
-    return (
-        state.add(crops[0])
-        if len(crops) == 1
-        else _one_of([(crop,) for crop in crops], child(at, 0), state)
-    )
+    ratio = read_range(step.ratio)
+    refuse(ratio[0] <= 0, f"has ratio={ratio}")
+    ranges = (*read_range(step.scale), *ratio, *np.log(ratio).tolist())
+    crops = []
+    for name in several:
+        n = (*pair(step.size), 0, 0, *read_filters(step, state, name))
+        crops.append(Op("STEP_RESIZED_CROP", at, n, ranges))
+    if len(crops) == 1:
+        return state.add(crops[0])
+    return _one_of([(crop,) for crop in crops], child(at, 0), state)
 
 
 def _resize(step: Any, at: int, state: State) -> State:
-    filters, name = _filters(step, state, step.interpolation), known_name(step)
-
-    def resize(sides: Sequence[int], longest: int | None = None, bound: int = 0) -> State:
-        lengths = tuple(Op("STEP_LENGTH", n=(side,)) for side in sides)
-        return state.add(
-            Op("OP_RESIZE", at, (0, 0, longest or 0, bound, *filters), children=lengths)
-        )
-
+    filters = read_filters(step, state, step.interpolation)
+    name = known_name(step)
+    longest = getattr(step, "max_size", None) or 0
+    bound = 0
+    sides: Sequence[int]
     if name == "RandomResize":
-        return resize(range(step.min_size, step.max_size))
-    if name == "RandomShortestSize":
-        return resize(step.min_size, step.max_size, _BY_FACTOR)
-    if isinstance(step.size, str):  # fastdata's own
+        longest = 0
+        sides = range(step.min_size, step.max_size)
+    elif name == "RandomShortestSize":
+        bound = _BY_FACTOR
+        sides = step.min_size
+    elif isinstance(step.size, str):  # fastdata's own
         which, _, number = step.size.partition(":")
-        return resize([int(number)], bound=_BOUNDS[which])
-    sides = [step.size] if isinstance(step.size, int) else list(step.size or [])
-    if len(sides) == 2:
-        return state.add(Op("OP_RESIZE", at, (*pair(sides), 0, 0, *filters)))
-    _refuse(len(sides) != 1, f"has size={step.size!r}")
-    return resize([int(sides[0])], step.max_size)
+        bound = _BOUNDS[which]
+        sides = [int(number)]
+    else:
+        sides = [step.size] if isinstance(step.size, int) else list(step.size or [])
+        if len(sides) == 2:
+            return state.add(Op("OP_RESIZE", at, (*pair(sides), 0, 0, *filters)))
+        refuse(len(sides) != 1, f"has size={step.size!r}")
+    lengths = tuple(Op("STEP_LENGTH", n=(int(side),)) for side in sides)
+    return state.add(Op("OP_RESIZE", at, (0, 0, longest, bound, *filters), children=lengths))
 
 
 _BY_FACTOR = 1
@@ -227,17 +182,18 @@ _BOUNDS = {"short": 2, "long": 3}
 
 
 def _rotation(step: Any, at: int, state: State) -> State:
-    _refuse(step.expand and _domain(step, state) != "pil", "expands tensors")
-    return state.add(
-        _warp("STEP_ROTATION", step, at, state, _range(step.degrees), expands=bool(step.expand))
-    )
+    refuse(step.expand and state.kind != "pil", "expands tensors")
+    warp = _warp("STEP_ROTATION", step, at, state, read_range(step.degrees))
+    return state.add(replace(warp, n=(int(step.expand), *warp.n[1:])))
 
 
 def _affine(step: Any, at: int, state: State) -> State:
     shear = (*(step.shear or ()), 0, 0, 0, 0)[:4]
     ranges = (step.degrees, step.translate or (0, 0), step.scale or (1, 1), shear[:2], shear[2:])
     return state.add(
-        _warp("OP_AFFINE", step, at, state, [number for each in ranges for number in _range(each)])
+        _warp(
+            "OP_AFFINE", step, at, state, [number for each in ranges for number in read_range(each)]
+        )
     )
 
 
@@ -245,42 +201,31 @@ def _perspective(step: Any, at: int, state: State) -> State:
     return state.add(_warp("OP_PERSPECTIVE", step, at, state, [float(step.distortion_scale)]))
 
 
-def _warp(
-    code: str, step: Any, at: int, state: State, ranges: Sequence[float], *, expands: bool = False
-) -> Op:
-    center = _range(step.center) if getattr(step, "center", None) else ()
-    warp = _warped(step, state)
-    _, *how = warp["n"]
-    how[-1] = int(bool(center))
-    return Op(
-        code,
-        at,
-        (int(expands), *how),
-        (*ranges, *[0.0] * (10 - len(ranges)), *center),
-        warp["fill"],
-    )
+def _warp(code: str, step: Any, at: int, state: State, ranges: Sequence[float]) -> Op:
+    center = read_range(step.center) if getattr(step, "center", None) else ()
+    n, fill = read_warp(step, state)
+    v = (*ranges, *[0.0] * (10 - len(ranges)), *center)
+    return Op(code, at, (*n[:-1], int(bool(center))), v, fill)
 
 
 # Values
 
-_JITTERED = ("brightness", "contrast", "saturation", "hue")
 
-
-def _number(code: str, at: int, domain: Domain, low: float = 0.0, high: float = 0.0) -> Op:
+def _number(code: str, at: int, domain: str, low: float, high: float) -> Op:
     """An op with one number, uniform between two."""
-    return Op(code, at, (0, domain_name(domain)), (low, high))
+    return Op(code, at, (0, domain), (low, high))
 
 
 def _jitters(step: Any, at: int, state: State) -> list[tuple[Op, ...]]:
-    """Brightness, contrast, saturation and hue of a step that has ranges of these; none for those that it leaves."""
+    """Brightness, contrast, saturation and hue of a step; no op for those that it leaves."""
+    domain = domain_of(step, need_colours(state))
     ops: list[tuple[Op, ...]] = []
-    domain = _domain(step, _colours(state))
-    for number, name in enumerate(_JITTERED):
+    for number, name in enumerate(("brightness", "contrast", "saturation", "hue")):
         limits = getattr(step, name)
-        code = f"OP_{name.upper()}"
-        ops.append(
-            () if limits is None else (_number(code, child(at, number), domain, *_range(limits)),)
+        jitter = limits and _number(
+            f"OP_{name.upper()}", child(at, number), domain, *read_range(limits)
         )
+        ops.append((jitter,) if jitter else ())
     return ops
 
 
@@ -302,42 +247,38 @@ def _photometric_distort(step: Any, at: int, state: State) -> State:
     return replace(state, ops=(*state.ops, *maybe(22, (Op("OP_PERMUTE", child(at, 21)),))))
 
 
+def _grey(step: Any, at: int, state: State, channels: int) -> State:
+    return need_colours(state).add(Op("OP_GRAYSCALE", at, (channels, domain_of(step, state))))
+
+
 def _grayscale(step: Any, at: int, state: State) -> State:
-    _colours(state)
-    channels, domain = step.num_output_channels, _domain(step, state)
-    _refuse(channels not in (1, 3), f"has num_output_channels={channels!r}")
-    state = state.add(Op("OP_GRAYSCALE", at, (channels, domain_name(domain))))
-    return state if domain == "v1" and state.channels == 1 else replace(state, channels=channels)
+    channels = step.num_output_channels
+    refuse(channels not in (1, 3), f"has num_output_channels={channels!r}")
+    grey = _grey(step, at, state, channels)
+    keeps_one = state.channels == 1 and domain_of(step, state) == "V1_DOMAIN"
+    return grey if keeps_one else replace(grey, channels=channels)
 
 
 def _rgb(step: Any, at: int, state: State) -> State:
-    _refuse(state.channels not in (1, 3), "makes RGB of images whose mode is not known")
-    if state.channels == 3:
-        return state
-    domain = _domain(step, _colours(state))
-    return replace(state.add(Op("OP_GRAYSCALE", at, (3, domain_name(domain)))), channels=3)
-
-
-def _random_grayscale(step: Any, at: int, state: State) -> State:
-    domain = _domain(step, _colours(state))
-    return state.add(Op("OP_GRAYSCALE", at, (0, domain_name(domain))))
+    refuse(state.channels not in (1, 3), "makes RGB of images whose mode is not known")
+    return state if state.channels == 3 else replace(_grey(step, at, state, 3), channels=3)
 
 
 def _permute(step: Any, at: int, state: State) -> State:
-    _refuse((state.channels or 3) > 4, f"permutes {state.channels} channels")
-    return _uint8(state).add(Op("OP_PERMUTE", at))
+    refuse((state.channels or 3) > 4, f"permutes {state.channels} channels")
+    return need_uint8(state).add(Op("OP_PERMUTE", at))
 
 
 def _blur(step: Any, at: int, state: State) -> State:
     width, height = step.kernel_size
-    return _colours(state).add(Op("OP_BLUR", at, (width, height), _range(step.sigma)))
+    return need_colours(state).add(Op("OP_BLUR", at, (width, height), read_range(step.sigma)))
 
 
 def _noise(step: Any, at: int, state: State) -> State:
-    _refuse(state.kind == "pil", "does not accept PIL images")
-    _refuse(state.is_normalized or state.is_erased, "comes after Normalize or erasing")
+    refuse(state.kind == "pil", "does not accept PIL images")
+    refuse(state.is_normalized or state.is_erased, "comes after Normalize or erasing")
     if not state.floats:
-        _colours(state)
+        need_colours(state)
     gain = 1.0 if state.floats else 255.0
     return state.add(
         Op("OP_NOISE", at, (int(step.clip),), (step.mean, step.sigma, *[gain] * 4, *[0.0] * 4))
@@ -345,45 +286,186 @@ def _noise(step: Any, at: int, state: State) -> State:
 
 
 def _erasing(step: Any, at: int, state: State) -> State:
-    _refuse(state.kind == "pil", "does not accept PIL images")
-    fill: Fill | None
-    per_pixel, counts = True, (1, 1)
-    if known_name(step) == "timm.RandomErasing":
-        _refuse(step.num_splits > 1, "erases only some splits of a batch")
-        p, scale = step.probability, (step.min_area, step.max_area)
-        low, high = map(math.exp, step.log_aspect_ratio)
-        fill, per_pixel = (
-            None if step.per_pixel or step.rand_color else (0.0,),
-            bool(step.per_pixel),
-        )
-        ratio, counts = (low, high), (step.min_count, step.max_count)
-    else:
-        p, scale, ratio, value = step.p, _range(step.scale), _range(step.ratio), step.value
-        values = value if isinstance(value, (list, tuple)) else (value,)
-        fill = None if value is None or isinstance(value, str) else tuple(map(float, values))
-    if not state.floats and (fill is None or not all(0 <= v <= 255 for v in fill)):
-        raise UnknownStepError("erases uint8 with random values, or with others than 0 to 255")
-    mode = 0 if fill is not None else 1 if per_pixel else 2
-    ranges = (float(p), *map(float, scale), *np.log(ratio).tolist())
-    return state.add(Op("OP_ERASE", at, (*counts, 0, 0, 0, 0, mode), ranges, fill or (0.0,)))
+    value = step.value
+    fill: Fill | None = None
+    if value is not None and not isinstance(value, str):
+        fill = tuple(map(float, value if isinstance(value, (list, tuple)) else (value,)))
+    ranges = (step.p, *read_range(step.scale), *np.log(read_range(step.ratio)).tolist())
+    return _erase(at, state, ranges, (1, 1), fill, 0 if fill else 1)
+
+
+def _timm_erasing(step: Any, at: int, state: State) -> State:
+    refuse(step.num_splits > 1, "erases only some splits of a batch")
+    mode = 1 if step.per_pixel else 2 if step.rand_color else 0
+    ratio = list(map(math.exp, step.log_aspect_ratio))
+    ranges = (step.probability, step.min_area, step.max_area, *np.log(ratio).tolist())
+    counts = (step.min_count, step.max_count)
+    return _erase(at, state, ranges, counts, None if mode else (0.0,), mode)
+
+
+def _erase(
+    at: int, state: State, ranges: Fill, counts: tuple[int, int], fill: Fill | None, mode: int
+) -> State:
+    refuse(state.kind == "pil", "does not accept PIL images")
+    is_served = state.floats or (fill and all(0 <= v <= 255 for v in fill))
+    refuse(not is_served, "erases uint8 with random values, or with others than 0 to 255")
+    n = (*counts, 0, 0, 0, 0, mode)
+    return state.add(Op("OP_ERASE", at, n, tuple(map(float, ranges)), fill or (0.0,)))
 
 
 def _published(values: tuple[str, float, float, float], at: int, state: State) -> State:
     """Of what people publish for PIL images: the op, the range of its number, and the probability."""
     code, low, high, p = values
-    _refuse(_colours(state).kind != "pil" or state.is_beside, "takes PIL images only")
-    _refuse(not 0 <= low <= high, f"blurs by {low} to {high} px")
-    number = _number(code, child(at, 0), "pil", float(low), float(high))
+    refuse(need_colours(state).kind != "pil" or state.is_beside, "takes PIL images only")
+    refuse(not 0 <= low <= high, f"blurs by {low} to {high} px")
+    number = _number(code, child(at, 0), "PIL_DOMAIN", float(low), float(high))
     return state.add(choice(at, [(number,)], [float(p)]))
 
 
 # Automatic augmentation
 
+_CODES = {
+    "Brightness": "OP_BRIGHTNESS",
+    "Color": "OP_SATURATION",
+    "Contrast": "OP_CONTRAST",
+    "Sharpness": "OP_SHARPNESS",
+    "AutoContrast": "OP_AUTOCONTRAST",
+    "Equalize": "OP_EQUALIZE",
+    "Invert": "OP_INVERT",
+    "Posterize": "OP_POSTERIZE",
+    "Solarize": "OP_SOLARIZE",
+    "ShearX": "STEP_SHEAR_X",
+    "ShearY": "STEP_SHEAR_Y",
+    "TranslateX": "STEP_TRANSLATE_X",
+    "TranslateY": "STEP_TRANSLATE_Y",
+    "Rotate": "STEP_ROTATE",
+}
+_TORCHVISION_CODES = {**_CODES, "Identity": "OP_NOTHING"}
+_TIMM_CODES = {
+    **_CODES,
+    "Desaturate": "OP_SATURATION",
+    "SolarizeAdd": "OP_SOLARIZE_ADD",
+    "GaussianBlur": "OP_BOX_BLUR",
+    "GaussianBlurRand": "OP_BOX_BLUR",
+}
+_TIMM_SUFFIXES = {
+    "Increasing": "TIMM_INCREASING",
+    "Original": "TIMM_ORIGINAL",
+    "Rel": "TIMM_RELATIVE",
+}
+_TIMM_BITS = {"Desaturate": "TIMM_DESATURATES", "GaussianBlurRand": "TIMM_DRAWS"}
+_AUTO_BINS = 10
+_ANY_PX = 1
+_PIL_FILTERS = ("NEAREST", "LANCZOS", "BILINEAR", "BICUBIC")
+
 
 def _auto_augment(step: Any, at: int, state: State) -> State:
     mixes = known_name(step) == "AugMix"  # which makes tensors of PIL images
-    warp = _warped(step, replace(state, kind="tensor") if mixes else state)
-    return state.add(read_augment(step, at, warp))
+    n, fill = read_warp(step, replace(state, kind="tensor") if mixes else state)
+    return state.add(read_augment(step, at, n, fill))
+
+
+class Space:
+    """What a step of torchvision, the user's own, chooses from, and how far: it depends on the size of the image."""
+
+    def __init__(self, step: Any) -> None:
+        self.step = step
+        self.bins: int = getattr(step, "num_magnitude_bins", _AUTO_BINS)
+
+    def levels(self, height: int, width: int) -> Float64s:
+        """Magnitudes (names, bins), 0 where one has none."""
+        table = self.table((height, width))
+        return np.stack([np.zeros(self.bins) + _values(values) for values, _ in table.values()])
+
+    def table(self, size: Size) -> dict[str, tuple[Any, bool]]:
+        """Names of ops, the same for all sizes -> magnitudes, and if it takes a sign."""
+        step, bins = self.step, self.bins
+        if hasattr(step, "_AUGMENTATION_SPACE"):  # v2
+            every = getattr(step, "all_ops", True)
+            space = step._AUGMENTATION_SPACE if every else step._PARTIAL_AUGMENTATION_SPACE
+            return {
+                name: (function(bins, *size), signed) for name, (function, signed) in space.items()
+            }
+        depends_on_size = any(hasattr(step, name) for name in ("magnitude", "policies", "severity"))
+        drawn: dict[str, tuple[Any, bool]] = step._augmentation_space(
+            *((bins, size) if depends_on_size else (bins,))
+        )
+        return drawn
+
+    def magnitudes(self) -> dict[str, Op]:
+        """Names of ops -> what the core chooses from.
+
+        Raises:
+            ValueError: one is not known.
+        """
+        ops = {}
+        for row, (name, (_, is_signed)) in enumerate(self.table((_ANY_PX, _ANY_PX)).items()):
+            if name not in _TORCHVISION_CODES:
+                raise ValueError(f"the op {name!r} is not known")
+            ops[name] = Op("STEP_MAGNITUDE", n=(_TORCHVISION_CODES[name], int(is_signed), 0, row))
+        return ops
+
+
+def _values(values: Any) -> Any:
+    return 0.0 if values is None else values.double().numpy()
+
+
+def read_augment(step: Any, at: int, warp: tuple[int | str, ...], fill: Fill) -> Op:
+    """RandAugment, TrivialAugmentWide, AutoAugment or AugMix; ``warp`` and ``fill`` are those of all its warps."""
+    space = Space(step)
+    magnitudes = space.magnitudes()
+    is_share = int(hasattr(step, "_AUGMENTATION_SPACE"))  # thresholds, of v2
+    common: dict[str, Any] = {"at": at, "fill": fill, "about": space}
+    policies = getattr(step, "policies", None) or getattr(step, "_policies", None)
+    if policies:
+        pairs = tuple(_policy(magnitudes, *each) for policy in policies for each in policy)
+        return Op("STEP_POLICIES", n=(*warp, 0, space.bins, 0, is_share), children=pairs, **common)
+    children = tuple(magnitudes.values())
+    if hasattr(step, "severity"):
+        counts = (step.mixture_width, space.bins, step.severity, is_share, max(0, step.chain_depth))
+        return Op(
+            "STEP_AUG_MIX",
+            n=(*warp, *counts),
+            v=(float(step.alpha),),
+            children=children,
+            **common,
+        )
+    fixed = getattr(step, "magnitude", -1)
+    drawn = (getattr(step, "num_ops", 1), space.bins, fixed, is_share)
+    return Op("STEP_AUGMENT", n=(*warp, *drawn), children=children, **common)
+
+
+def _policy(magnitudes: dict[str, Op], name: str, p: float, bin: int | None) -> Op:
+    code, is_signed, _, row = magnitudes[name].n
+    return Op("STEP_MAGNITUDE", n=(code, is_signed, bin or 0, row), v=(float(p),))
+
+
+def read_timm_op(op: Any) -> Op:
+    """Read an ``AugmentOp`` of timm's data/auto_augment.py, on PIL images.
+
+    Raises:
+        ValueError: its name is not known.
+    """
+    numbers = core.constants()
+    bits, base = 0, op.name
+    for suffix, name in _TIMM_SUFFIXES.items():
+        bits |= numbers[name] * base.endswith(suffix)
+        base = base.removesuffix(suffix)
+    if base not in _TIMM_CODES:
+        raise ValueError(f"the op {op.name!r} is not known")
+    bits |= numbers.get(_TIMM_BITS.get(base, ""), 0)
+    resample, fill = op.kwargs["resample"], op.kwargs["fillcolor"]
+    several = resample if isinstance(resample, (list, tuple)) else (resample,)
+    filters = [_PIL_FILTERS[int(mode)] for mode in several]
+    is_relative = op.name.endswith("Rel")
+    most = op.hparams.get(*(("translate_pct", 0.45) if is_relative else ("translate_const", 250)))
+    magnitude = (op.prob, op.magnitude, op.magnitude_std, op.magnitude_max or 10.0, most)
+    return Op(
+        "STEP_TIMM_OP",
+        n=(_TIMM_CODES[base], 0, "PIL_DOMAIN", 0, 1, 0, bits, len(several), *filters),
+        v=tuple(map(float, magnitude)),
+        fill=tuple(map(float, fill if isinstance(fill, (list, tuple)) else (fill,))),
+    )
 
 
 # Steps of steps
@@ -402,7 +484,7 @@ def _inner(steps: Sequence[Any], at: int, state: State) -> tuple[Op, ...]:
             after = recognise(step, child(at, number), after)
         except UnknownStepError as unknown:
             raise UnknownStepError(f"contains {type(step).__name__}, which {unknown}") from unknown
-    _refuse(replace(after, ops=()) != before, "changes what only some samples are")
+    refuse(replace(after, ops=()) != before, "changes what only some samples are")
     return after.ops
 
 
@@ -430,44 +512,40 @@ def _reform(step: Any, at: int, state: State) -> State:
     if name == "ToImage":
         return replace(state, kind="image")
     if name == "ToPureTensor":
-        return replace(state, kind="tensor" if state.kind == "image" else state.kind)
+        return replace(state, kind="tensor") if state.kind == "image" else state
     if name == "Identity":
         return state
-    _refuse(
-        name == "ToNumpy",
-        "makes NumPy arrays (timm's fast collate then stacks them); use MaybePILToTensor",
-    )
+    fast_collate = "timm's fast collate then stacks them"
+    refuse(name == "ToNumpy", f"makes NumPy arrays ({fast_collate}); use MaybePILToTensor")
     if state.kind != "pil":
-        _refuse(not (is_v2(step) or name.startswith("Maybe")), "does not accept tensors")
+        refuse(not (is_v2(step) or name.startswith("Maybe")), "does not accept tensors")
         return state
     state = replace(state, kind="tensor")
-    return (
-        state
-        if name.endswith("PILToTensor")
-        else _cast(at, state, torch.get_default_dtype(), "divide")
-    )
+    if name.endswith("PILToTensor"):
+        return state
+    return _cast(at, state, torch.get_default_dtype(), "divide")
 
 
 def _dtype(step: Any, at: int, state: State) -> State:
-    is_to_dtype, dtype = known_name(step) == "ToDtype", _of_kind(step.dtype, state, "dtypes")
+    is_to_dtype, dtype = known_name(step) == "ToDtype", value_for(step.dtype, state, "dtypes")
     if state.is_beside and dtype is not None and isinstance(step.dtype, dict):
         name = _dtype_name(dtype)
-        _refuse(state.floats or name not in _MASK_DTYPES, f"converts masks to {dtype}")
+        refuse(state.floats or name not in _MASK_DTYPES, f"converts masks to {dtype}")
         return replace(state, floats=(Cast(name).op(at),))
     if dtype is None or state.is_beside:
         return state
     if state.kind == "pil":
-        _refuse(not is_to_dtype, "does not accept PIL images")
+        refuse(not is_to_dtype, "does not accept PIL images")
         return state  # ToDtype leaves everything but tensors as it is
     if dtype == getattr(torch, state.dtype):
         return state
-    _refuse(state.dtype != "uint8", f"converts {state.dtype} to {dtype}")
+    refuse(state.dtype != "uint8", f"converts {state.dtype} to {dtype}")
     scaling = "multiply" if is_v2(step) else "divide"
     return _cast(at, state, dtype, "none" if is_to_dtype and not step.scale else scaling)
 
 
 def _cast(at: int, state: State, dtype: Any, scaling: str) -> State:
-    _refuse(_dtype_name(dtype) not in _FLOATS, f"converts to {dtype}")
+    refuse(_dtype_name(dtype) not in _FLOATS, f"converts to {dtype}")
     return state.add(Cast(_dtype_name(dtype), scaling).op(at))
 
 
@@ -476,9 +554,9 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 def _normalize(step: Any, at: int, state: State) -> State:
-    _refuse(state.kind == "pil", "does not accept PIL images")
-    _refuse(not state.floats, "does not accept uint8")
-    _refuse(state.is_noisy and state.is_erased, "comes after random values")
+    refuse(state.kind == "pil", "does not accept PIL images")
+    refuse(not state.floats, "does not accept uint8")
+    refuse(state.is_noisy and state.is_erased, "comes after random values")
     dtype = getattr(torch, state.dtype)
     mean, std = (
         torch.as_tensor(values, dtype=dtype).reshape(-1).tolist()
@@ -499,7 +577,7 @@ def _normalize(step: Any, at: int, state: State) -> State:
 def _normalized(op: Op, mean: Sequence[float], std: Sequence[float]) -> Op:
     """An op among floats after a Normalize that comes later."""
     if op.code == "OP_ERASE":
-        return op if op.n[_ERASE_MODE] else replace(op, fill=_normalize_each(op.fill, mean, std))
+        return op if op.n[ERASE_MODE] else replace(op, fill=_normalize_each(op.fill, mean, std))
     (noise_mean, sigma), gain, low = op.v[:2], op.v[2:6], op.v[6:10]
     four_means, four_stds = ([*values, *[values[-1]] * 3][:4] for values in (mean, std))
     gain = _normalize_each(gain, [0.0] * 4, four_stds)
@@ -514,21 +592,18 @@ def _normalize_each(values: Fill, mean: Sequence[float], std: Sequence[float]) -
 
 
 def _timm_policies(step: Any, at: int, state: State) -> State:
-    _refuse(_colours(state).kind != "pil", "does not accept tensors")
+    refuse(need_colours(state).kind != "pil", "does not accept tensors")
     if known_name(step) == "timm.AutoAugment":
         policies = [[read_timm_op(op) for op in policy] for policy in step.policy]
         return state.add(choice(at, policies, _shares(len(policies)), "STEP_TIMM"))
     for layer in range(step.num_layers):
-        _refuse(
+        refuse(
             step.choice_weights is not None and step.num_layers > 1, "chooses without replacement"
         )
         policies = [[read_timm_op(op)] for op in step.ops]
         upto = _shares(len(policies), step.choice_weights)
         state = state.add(choice(child(at, layer), policies, upto, "STEP_TIMM"))
     return state
-
-
-_Reader = Callable[[Any, int, State], State]
 
 
 def _sometimes(read: _Reader) -> _Reader:
@@ -546,13 +621,13 @@ def _value(code: str, attribute: str = "") -> _Reader:
 
     def reader(step: Any, at: int, state: State) -> State:
         number = float(getattr(step, attribute, 0.0))
-        return _colours(state).add(_number(code, at, _domain(step, state), number, number))
+        return need_colours(state).add(_number(code, at, domain_of(step, state), number, number))
 
     return _sometimes(reader)
 
 
 def _flip(vertical: bool) -> _Reader:
-    return lambda step, at, state: _movable(state).add(
+    return lambda step, at, state: need_movable(state).add(
         Op("STEP_FLIP", at, (int(vertical),), (float(step.p),))
     )
 
@@ -580,12 +655,13 @@ READERS: dict[str, _Reader] = {
     "RandomAutocontrast": _value("OP_AUTOCONTRAST"),
     "RandomChannelPermutation": _permute,
     "RandomEqualize": _value("OP_EQUALIZE"),
-    "RandomGrayscale": _sometimes(_random_grayscale),
+    "RandomGrayscale": _sometimes(lambda step, at, state: _grey(step, at, state, 0)),
     "RandomInvert": _value("OP_INVERT"),
     "RandomPhotometricDistort": _photometric_distort,
     "RandomPosterize": _value("OP_POSTERIZE", "bits"),
     "RandomSolarize": _value("OP_SOLARIZE", "threshold"),
-    **dict.fromkeys(("RandomErasing", "timm.RandomErasing"), _erasing),
+    "RandomErasing": _erasing,
+    "timm.RandomErasing": _timm_erasing,
     # Steps of steps
     **dict.fromkeys(("AugMix", "AutoAugment", "RandAugment", "TrivialAugmentWide"), _auto_augment),
     **dict.fromkeys(("timm.AutoAugment", "timm.RandAugment"), _timm_policies),
@@ -600,143 +676,3 @@ READERS: dict[str, _Reader] = {
     **dict.fromkeys(("timm.MaybePILToTensor", "timm.MaybeToTensor", "timm.ToNumpy"), _reform),
     "Normalize": _normalize,
 }
-
-
-# Arguments
-
-
-def pair(size: Any) -> tuple[int, int]:
-    values = [size] if isinstance(size, int) else list(size)
-    _refuse(
-        len(values) not in (1, 2) or not all(isinstance(v, int) for v in values),
-        f"has size={size!r}",
-    )
-    return values[0], values[-1]
-
-
-def interpolation_name(mode: Any) -> str:
-    name = _PIL_INTERPOLATIONS[mode] if isinstance(mode, int) else str(getattr(mode, "value", mode))
-    _refuse(name not in (*_PIL_INTERPOLATIONS, "nearest-exact"), f"has interpolation={mode!r}")
-    return name
-
-
-def _refuse(wrong: Any, reason: str) -> None:
-    if wrong:
-        raise UnknownStepError(reason)
-
-
-def _uint8(state: State) -> State:
-    _refuse(state.floats, f"comes after the conversion to {state.dtype}")
-    return state
-
-
-def _colours(state: State) -> State:
-    _refuse(state.channels not in (None, 1, 3), f"gets images of {state.channels} channels")
-    return _uint8(state)
-
-
-def _movable(state: State) -> State:
-    """Geometry written after the conversion is done before it; erased rectangles and noise would not move along."""
-    _refuse(state.is_erased or state.is_noisy, "comes after erasing or noise among floats")
-    return state
-
-
-def _of_kind(value: Any, state: State, what: str) -> Any:
-    """What a step of v2 says of such a sample, where it has a dict by types."""
-    if not isinstance(value, dict):
-        return value
-    kind = "PIL.Image" if state.kind == "pil" else tensor_class(state.kind)
-    for key, given in value.items():
-        if kind in (key, getattr(key, "__module__", None)):
-            return given
-    _refuse("others" not in value, f"has a dict of {what} with none for such samples")
-    return value["others"]
-
-
-def _domain(step: Any, state: State) -> Domain:
-    if state.kind == "pil":
-        return "pil"
-    return "v2" if is_v2(step) else "v1"
-
-
-def _filters(step: Any, state: State, interpolation: Any) -> tuple[str, str]:
-    _uint8(state)
-    if state.is_beside:
-        return "NEAREST", "V2_DOMAIN"
-    domain, name = _domain(step, state), interpolation_name(interpolation)
-    _refuse(
-        domain != "pil" and name not in _TENSOR_INTERPOLATIONS,
-        f"resizes tensors with interpolation={name!r}",
-    )
-    _refuse(
-        domain != "pil" and "nearest" not in name and not step.antialias,
-        "resizes tensors without antialias",
-    )
-    return name.upper().replace("-", "_"), domain_name(domain)
-
-
-def _warped(step: Any, state: State) -> dict[str, Any]:
-    """What core.h calls "warp", from ``n[0]`` on, and the fill."""
-    _colours(state)
-    domain, name = _domain(step, state), interpolation_name(step.interpolation)
-    name = "nearest" if state.is_beside else name
-    if name not in ("nearest", "bilinear", "bicubic") or (domain != "pil" and name == "bicubic"):
-        raise UnknownStepError(f"has interpolation={name!r}")
-    is_filled = _drawn_fill(step, state) is not None
-    numbers = (
-        0,
-        name.upper().replace("-", "_"),
-        domain_name(domain),
-        int(is_v2(step)),
-        int(is_filled),
-        0,
-    )
-    return {"n": numbers, "fill": _fill(step, state, "pil", "constant") if is_filled else (0,)}
-
-
-def _border(step: Any, state: State) -> tuple[tuple[str, str], Fill]:
-    """Mode and domain, and the fill. Padding after a conversion is done before it, where that gives the same."""
-    _movable(state)
-    domain, mode = _domain(step, state), step.padding_mode
-    _refuse(mode not in MODES, f"has padding_mode={mode!r}")
-    fill = _fill(step, state, domain, mode)
-    if state.floats and mode == "constant" and (any(fill) or state.is_normalized):
-        raise UnknownStepError(
-            f"pads with a constant after {'Normalize' if state.is_normalized else 'the conversion to float'}"
-        )
-    return (f"PAD_{mode.upper()}", domain_name(domain)), fill
-
-
-def _borders(padding: Any) -> tuple[int, int, int, int]:
-    values = [0] if padding is None else [padding] if isinstance(padding, int) else list(padding)
-    if len(values) not in (1, 2, 4) or not all(isinstance(v, int) and v >= 0 for v in values):
-        raise UnknownStepError(f"has padding={padding!r}")
-    left, top, right, bottom = values * (4 // len(values))
-    return left, top, right, bottom
-
-
-def _drawn_fill(step: Any, state: State) -> Any:
-    """What a step fills with: v2's look at ``_fill``, which they made of ``fill``, and never at that again."""
-    return _of_kind(getattr(step, "_fill", step.fill), state, "fill values")
-
-
-def _fill(step: Any, state: State, domain: Domain, mode: str) -> Fill:
-    fill = _drawn_fill(step, state)
-    is_sequence = isinstance(fill, (list, tuple))
-    _refuse(is_sequence and state.is_beside, f"has fill={step.fill!r} for masks")
-    if is_sequence and (
-        domain == "v1" or (domain == "v2" and mode != "constant" and len(fill) > 1)
-    ):
-        raise UnknownStepError(f"has fill={step.fill!r} for tensors")
-    if mode != "constant":
-        return (0,)
-    values = tuple(fill) if is_sequence else (0 if fill is None else fill,)
-    whole = tuple(int(v) for v in values)
-    if not whole or len(whole) > 4 or not all(0 <= v <= 255 for v in whole):
-        raise UnknownStepError(f"has fill={step.fill!r}, outside of 0 to 255")
-    return whole
-
-
-def _range(values: Sequence[float]) -> tuple[float, float]:
-    low, high = values
-    return float(low), float(high)
