@@ -408,7 +408,7 @@ def _keys_of(item: Any, which: str) -> ItemKeys | None:
 
 # Folders of class folders
 
-Endings = str | tuple[str, ...] | None
+Endings = str | tuple[str, ...]
 AnyPath = str | os.PathLike[str]
 
 
@@ -424,7 +424,7 @@ def find_classes(directory: AnyPath) -> tuple[list[str], dict[str, int]]:
 def scan_folder(
     root: AnyPath,
     class_to_idx: dict[str, int] | None = None,
-    extensions: Endings = None,
+    extensions: Endings | None = None,
     is_valid_file: Callable[[str], bool] | None = None,
     allow_empty: bool = False,
 ) -> list[tuple[str, int]]:
@@ -441,7 +441,9 @@ def scan_folder(
         raise ValueError(
             "Both extensions and is_valid_file cannot be None or not None at the same time"
         )
-    endings = extensions if isinstance(extensions, str | None) else tuple(extensions)
+    endings = extensions or ""  # which every name ends in
+    if not isinstance(endings, str):
+        endings = tuple(endings)
     if is_valid_file is None:
         is_valid_file = bool  # any path is one
     samples: list[tuple[str, int]] = []
@@ -467,17 +469,15 @@ def _list_classes(root: AnyPath, names: list[str], endings: Endings) -> Iterator
         yield from _list_remote(root, names, endings)
         return
     tops = [os.path.join(os.path.expanduser(root), name) for name in names]
-    begun_s = _idle_s()
+    begun_s = time.perf_counter()
+    begun_work_s = time.thread_time()
     for position, top in enumerate(tops, start=1):
         yield _list_files(top, endings)
-        if _idle_s() - begun_s > SCAN_PATIENCE_S:
+        worked_s = time.thread_time() - begun_work_s
+        if time.perf_counter() - begun_s - 2 * worked_s > SCAN_PATIENCE_S:
             with ThreadPoolExecutor(SCAN_THREADS) as threads:
                 yield from threads.map(_list_files, tops[position:], repeat(endings))
             return
-
-
-def _idle_s() -> float:
-    return time.perf_counter() - 2 * time.thread_time()
 
 
 def _list_files(top: str, endings: Endings) -> list[str]:
@@ -485,7 +485,7 @@ def _list_files(top: str, endings: Endings) -> list[str]:
     paths: list[str] = []
     for folder, _, names in sorted(os.walk(top, followlinks=True)):
         prefix = os.path.join(folder, "")
-        paths += [prefix + name for name in sorted(names) if _ends(name, endings)]
+        paths += [prefix + name for name in sorted(names) if name.lower().endswith(endings)]
     return paths
 
 
@@ -494,11 +494,7 @@ def _list_remote(place: Place, names: list[str], endings: Endings) -> Iterator[l
     for future in [place.submit_find(name) for name in names]:
         files = [entry.name for entry in future.result()]
         files.sort(key=os.path.split)
-        yield [place.at(name) for name in files if _ends(name, endings)]
-
-
-def _ends(name: str, endings: Endings) -> bool:
-    return endings is None or name.lower().endswith(endings)
+        yield [place.at(name) for name in files if name.lower().endswith(endings)]
 
 
 # Manifests: CSV files, frames, lists
@@ -511,10 +507,7 @@ _MISSING = ("None", "nan", "NaT", "<NA>")
 
 
 class Manifest(NamedTuple):
-    """Samples that a user lists, targets as ``SampleTable`` takes them.
-
-    ``classes`` is None where no labels are names.
-    """
+    """Samples that a user lists; ``classes`` is None where no labels are names."""
 
     paths: list[str]
     targets: Any
@@ -568,8 +561,11 @@ def read_manifest(
     labels = [label] if isinstance(label, str) else label or ()
     names = list(dict.fromkeys([file, *labels] if id is None else [file, *labels, id]))
     folder = ""
-    if hasattr(manifest, "columns"):
-        table = _read_frame(manifest, names)
+    if hasattr(manifest, "columns"):  # a frame of pandas or Polars
+        title = f"the {type(manifest).__name__}"
+        _check_columns(title, list(manifest.columns), names)
+        columns = {name: list(manifest[name]) for name in names}
+        table = _Table(title, "row", range(len(manifest)), columns)
     elif isinstance(manifest, str | os.PathLike):
         table, folder = _read_csv(manifest, names, storage_options)
     else:
@@ -621,8 +617,8 @@ def _parse_csv(title: str, stream: TextIO, names: list[str]) -> _Table:
             numbers.append(reader.reader.line_num)
             if None in row:
                 raise ValueError(
-                    f"{title}, line {reader.reader.line_num}: {len(header) + len(row[None])} "
-                    f"values for {len(header)} columns. Put quotes around a value that holds a comma: "
+                    f"{title}, line {numbers[-1]}: {len(header) + len(row[None])} values for "
+                    f"{len(header)} columns. Put quotes around a value that holds a comma: "
                     '"a,b.jpg".'
                 )
             for name in names:
@@ -645,13 +641,6 @@ def _check_columns(title: str, there: list[str], names: list[str]) -> None:
                 f"{title} has {problem} {name!r}; its columns are: {listed}. Choose with file= and "
                 "label=, or label=None where there are no labels."
             )
-
-
-def _read_frame(frame: Any, names: list[str]) -> _Table:
-    """Of pandas, or any library whose frames have ``columns``, each by its name, as Polars."""
-    title = f"the {type(frame).__name__}"
-    _check_columns(title, list(frame.columns), names)
-    return _Table(title, "row", range(len(frame)), {name: list(frame[name]) for name in names})
 
 
 def _read_list(samples: Iterable[Any], names: list[str]) -> _Table:

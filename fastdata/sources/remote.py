@@ -1,4 +1,4 @@
-"""Files behind a URL, in an object store or on a server, with the face of a folder here. The only door to fsspec.
+"""Files behind a URL, with the face of a folder here. The only door to fsspec.
 
 Requests run on fsspec's own event loop, many at once, each tried twice and held against the length
 that it must have. A client belongs to the process that made it: a forked one makes its own.
@@ -9,9 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import math
 import os
-import re
 import shutil
 import stat
 import tempfile
@@ -23,7 +21,9 @@ from contextvars import ContextVar
 from functools import cache, partial
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, NamedTuple
+
+from torch.utils import _pytree as pytree
 
 from fastdata.errors import RemoteError, is_url
 from fastdata.report import log
@@ -32,7 +32,6 @@ ATTEMPT_S = 60.0
 """What has not ended by then is begun anew, once. Clients repeat what servers refuse for a moment
 themselves."""
 _PAUSE_S = 0.5
-_WARN_EVERY_S = 30.0
 _FINAL = (
     FileNotFoundError,
     PermissionError,
@@ -61,18 +60,18 @@ seconds of silence."""
 _READ_AHEAD_BYTES = 8 << 20
 """Read at once of a file that is gone through: as much as comes in two round trips."""
 _MOST_EXPECTED = 1024
-_FLEETING, _FLEETING_S = "fastdata-remote-", 60.0
+_FLEETING = "fastdata-remote-"
+_FLEETING_S = 60.0
 _TEXT_BYTES = 4
 """A secret that is shorter is not looked for in messages: every other word would be one."""
 
-_Given = TypeVar("_Given")
 _CLIENTS: dict[tuple[int, str, str], Any] = {}
 """By process, protocol and options. Those of a parent stay there: to end them is the parent's."""
 _OPTIONS_TRAVEL: ContextVar[bool] = ContextVar("fastdata_options_travel", default=False)
 
 
 class Entry(NamedTuple):
-    """A file: name relative to its place, size, -1 where that is not told, and a number that stands for its content."""
+    """A file: name relative to its place, size (-1: not told), a number that tells its content."""
 
     name: str
     size_bytes: int
@@ -81,7 +80,7 @@ class Entry(NamedTuple):
 
 @contextlib.contextmanager
 def fleeting_folder() -> Iterator[Path]:
-    """A folder for files on their way to a URL, or from one; those that killed processes left are removed first."""
+    """A folder for files on their way to or from a URL; what killed processes left is removed."""
     from filelock import FileLock  # 20 ms, which only they take
 
     _sweep(tempfile.gettempdir())
@@ -96,19 +95,14 @@ def _sweep(parent: str) -> None:
     for left in Path(parent).glob(f"{_FLEETING}*"):
         with contextlib.suppress(OSError):  # a Timeout, too, of one that is in use
             is_own = stat.S_ISDIR(left.lstat().st_mode) and made_by_this_user(left)
-            if (
-                is_own and time.time() - left.lstat().st_mtime > _FLEETING_S
-            ):  # else it may not have its lock yet
+            age_s = time.time() - left.lstat().st_mtime
+            if is_own and age_s > _FLEETING_S:  # else it may not have its lock yet
                 with FileLock(left / "lock").acquire(timeout=0):
                     shutil.rmtree(left)
 
 
-class _OtherSizeError(OSError):
-    pass
-
-
 class StorageOptions(dict[str, Any]):
-    """What a file system takes, such as credentials: shown nowhere, and pickled empty, unless they are to travel."""
+    """What a file system takes, such as credentials: shown nowhere, pickled empty by default."""
 
     def __repr__(self) -> str:
         return "{...}" if self else "{}"
@@ -120,7 +114,7 @@ class StorageOptions(dict[str, Any]):
 
 @contextlib.contextmanager
 def options_travel() -> Iterator[None]:
-    """Let what is pickled in this block carry storage_options: tasks on their way to a worker, never files."""
+    """Let what is pickled in this block carry storage_options: tasks for workers, never files."""
     token = _OPTIONS_TRAVEL.set(True)
     try:
         yield
@@ -143,8 +137,6 @@ class Place:
         OSError: what comes of it is not as long as it must be.
     """
 
-    _warned_s: ClassVar[float] = -math.inf
-
     def __init__(
         self, url: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None
     ) -> None:
@@ -157,12 +149,14 @@ class Place:
             self.url = os.path.abspath(os.path.expanduser(text.removeprefix("file://")))
             return
         scheme, rest = text.split(":/", 1)
-        self.url = f"{scheme}://{rest.lstrip('/').rstrip('/')}"
-        server = rest.lstrip("/").partition("/")[0]
+        rest = rest.strip("/")
+        self.url = f"{scheme}://{rest}"
+        server = rest.partition("/")[0]
         if (":" in server and "@" in server) or (scheme.startswith("http") and "?" in rest):
             raise ValueError(
-                f"{scheme}://{server.rpartition('@')[2]}/... holds a password or a query, which messages and caches "
-                "would show. Give the plain URL, and the rest as storage_options=."
+                f"{scheme}://{server.rpartition('@')[2]}/... holds a password or a query, which "
+                "messages and caches would show. Give the plain URL, and the rest as "
+                "storage_options=."
             )
 
     def below(self, name: str) -> Place:
@@ -183,12 +177,6 @@ class Place:
         """The path or URL of a file, for messages."""
         return f"{self.url}/{name}" if name else self.url
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Place) and other.url == self.url
-
-    def __hash__(self) -> int:
-        return hash(self.url)
-
     def __str__(self) -> str:
         return self.url
 
@@ -200,36 +188,25 @@ class Place:
     # Reading
 
     def size(self, name: str) -> int:
-        if not self.is_remote:
-            return os.path.getsize(self.at(name))
-        return int(
-            self._submit(name, lambda client, path: _call(client, "info", path)).result()["size"]
-        )
+        return int(self._submit("info", name).result()["size"])
 
     def read(
         self, name: str, start: int = 0, stop: int | None = None, *, size_bytes: int | None = None
     ) -> bytes:
-        """The bytes of a file, or those from ``start`` to ``stop``; a whole one of another size is an error."""
+        """The bytes of a file, or some; a whole one of another size is an error."""
         return self.submit(name, start, stop, size_bytes=size_bytes).result()
 
     def submit(
         self, name: str, start: int = 0, stop: int | None = None, *, size_bytes: int | None = None
     ) -> Future[bytes]:
-        """``read``, in the background; there may be any number at once, and each takes the memory of its bytes."""
-        if not self.is_remote:
-            return _done(partial(_read_local, self.at(name), start, stop))
+        """``read``, in the background; there may be any number at once."""
         wanted_bytes = size_bytes if stop is None else stop - start
+
         # One byte more lets a file that has grown show it; and s3fs asks for the size unless it is
         # told one.
         end = size_bytes + 1 if size_bytes else stop
-
-        async def fetch(client: Any, path: str) -> bytes:
-            data: bytes = await _call(client, "cat_file", path, start=start, end=end)
-            if wanted_bytes is not None and len(data) != wanted_bytes:
-                raise _OtherSizeError(f"{len(data):,} bytes came where {wanted_bytes:,} are needed")
-            return data
-
-        return self._submit(name, fetch)
+        check = partial(_check_size, self.at(name), wanted_bytes)
+        return self._submit("cat_file", name, start=start, end=end, then=check)
 
     def open(self, name: str) -> Any:
         """A stream of a file's bytes that can seek."""
@@ -240,86 +217,59 @@ class Place:
 
     def submit_facts(self, name: str) -> Future[tuple[int, int]]:
         """Size and tag of a file; -1 where it is not there."""
-        if not self.is_remote:
-            return _done(partial(_local_facts, self.at(name)))
-
-        async def look(client: Any, path: str) -> tuple[int, int]:
-            try:
-                return _facts(await _call(client, "info", path))
-            except FileNotFoundError:
-                return -1, -1
-
-        return self._submit(name, look)
+        return self._submit("info", name, then=_facts, missing=(-1, -1))
 
     def find(self, below: str = "") -> list[Entry]:
         """All files below a folder, sorted by name; none where it is not there."""
         return self.submit_find(below).result()
 
     def submit_find(self, below: str = "") -> Future[list[Entry]]:
-        if not self.is_remote:
-            return _done(partial(_find_local, self.url, below))
-
-        async def find(client: Any, path: str) -> list[Entry]:
-            found = await _call(client, "find", path, detail=True)
-            root_length = len(client._strip_protocol(self.url).rstrip("/")) + 1
-            entries = [Entry(path[root_length:], *_facts(facts)) for path, facts in found.items()]
-            self.listed.update((entry.name, entry) for entry in entries)
+        def list_entries(files: Mapping[str, Any]) -> list[Entry]:
+            above = len(self._path(self._client(), "")) + 1
+            entries = [Entry(path[above:], *_facts(facts)) for path, facts in files.items()]
+            if self.is_remote:
+                self.listed.update((entry.name, entry) for entry in entries)
             return sorted(entries)
 
-        return self._submit(below, find)
+        return self._submit("find", below, detail=True, then=list_entries)
 
     def folders(self) -> list[str]:
-        """The names of the folders right in this one, sorted; FileNotFoundError where nothing is there."""
+        """The names of the folders right in this one, sorted.
+
+        Raises:
+            FileNotFoundError: nothing is there.
+        """
         if not self.is_remote:
-            with os.scandir(self.url) as found:
-                return sorted(each.name for each in found if each.is_dir())
-        found = self._submit(
-            "", lambda client, path: _call(client, "ls", path, detail=True)
-        ).result()
-        return sorted(
-            each["name"].rstrip("/").rpartition("/")[2]
-            for each in found
-            if each["type"] == "directory"
-        )
+            with os.scandir(self.url) as entries:
+                return sorted(entry.name for entry in entries if entry.is_dir())
+        listed = self._submit("ls", "", detail=True).result()
+        paths = [each["name"].rstrip("/") for each in listed if each["type"] == "directory"]
+        return sorted(path.rpartition("/")[2] for path in paths)
 
     # Writing
 
     def write(self, name: str, data: bytes | memoryview) -> None:
         """Make these bytes the file, at once and for good: nobody sees half of it."""
-        if self.is_remote:
-            self._submit(
-                name, lambda client, path: _call(client, "pipe_file", path, bytes(data))
-            ).result()
-        else:
-            _write_local(self.at(name), lambda stream: stream.write(data))
+        self._submit("pipe_file", name, bytes(data)).result()
 
     def upload(self, name: str, path: Path) -> None:
         """Make a copy of a file of this machine the file of that name."""
-        if not self.is_remote:
-            with path.open("rb") as source:
-                _write_local(
-                    self.at(name), lambda stream: shutil.copyfileobj(source, stream, 1 << 20)
-                )
-            return
-        self._submit(
-            name, lambda client, target: _call(client, "put_file", str(path), target)
-        ).result()
-        if (there := self.size(name)) != path.stat().st_size:
+        self._submit("put_file", name, source=str(path)).result()
+        there = self.size(name)
+        if there != path.stat().st_size:
             raise RemoteError(
                 f"{self.at(name)} has {there:,} bytes after {path.stat().st_size:,} were sent to it"
             )
 
     def remove(self, *names: str) -> None:
         for name in names:
-            with contextlib.suppress(FileNotFoundError):
-                if self.is_remote:
-                    self._submit(name, lambda client, path: _call(client, "rm_file", path)).result()
-                else:
-                    os.unlink(self.at(name))
+            self._submit("rm_file", name, missing=b"").result()
 
     # The client
 
     def _client(self) -> Any:
+        if not self.is_remote:
+            return _LocalFiles
         import fsspec
 
         protocol = self.url.partition("://")[0]
@@ -346,63 +296,73 @@ class Place:
         return "/".join(part for part in (root, name) if part)
 
     def _submit(
-        self, name: str, request: Callable[[Any, str], Awaitable[_Given]]
-    ) -> Future[_Given]:
-        """Make a request, of the client and the path of a file, on fsspec's loop."""
-        from fsspec.asyn import get_loop
+        self,
+        method: str,
+        name: str,
+        *arguments: Any,
+        source: str | None = None,
+        then: Callable[[Any], Any] = lambda result: result,
+        missing: Any = None,
+        **options: Any,
+    ) -> Future[Any]:
+        """Call a method of the client with the path of a file: here at once, else in fsspec's loop.
 
+        ``then`` is what the result goes through, ``missing`` stands for a file that is not there.
+        """
         client = self._client()
         path = self._path(client, name)
-        return asyncio.run_coroutine_threadsafe(
-            self._request(partial(request, client, path), self.at(name)), get_loop()
-        )
+        paths = [path] if source is None else [source, path]
+        if not self.is_remote:
+            call = partial(getattr(client, method), *paths, *arguments, **options)
+            return _done(call, then, missing)
+        from fsspec.asyn import get_loop
 
-    async def _request(self, call: Callable[[], Awaitable[_Given]], url: str) -> _Given:
-        for tries in (1, 2):
+        call = partial(_call, client, method, *paths, *arguments, **options)
+        request = self._request(call, then, missing, self.at(name))
+        return asyncio.run_coroutine_threadsafe(request, get_loop())
+
+    async def _request(
+        self,
+        call: Callable[[], Awaitable[Any]],
+        then: Callable[[Any], Any],
+        missing: Any,
+        url: str,
+    ) -> Any:
+        for is_last in (False, True):
             try:
-                return await asyncio.wait_for(call(), ATTEMPT_S)
+                return then(await asyncio.wait_for(call(), ATTEMPT_S))
             except FileNotFoundError:
-                raise FileNotFoundError(f"{url} is not there") from None
+                if missing is None:
+                    raise FileNotFoundError(f"{url} is not there") from None
+                return missing
             except Exception as problem:  # noqa: BLE001  # clients raise anything
-                if tries == 2 or isinstance(problem, _FINAL):
-                    raise self._error(url, problem, tries) from None
-                self._warn(url, problem)
+                if is_last or isinstance(problem, _FINAL):
+                    raise self._error(url, problem, is_last=is_last) from None
+                log.info("%s is asked for again: %s", url, self._said(problem))
             await asyncio.sleep(_PAUSE_S)
         raise AssertionError
 
-    def _warn(self, url: str, problem: Exception) -> None:
-        """Once in a while for all requests, of which thousands may fail together."""
-        now_s = time.monotonic()
-        if now_s - Place._warned_s > _WARN_EVERY_S:
-            Place._warned_s = now_s
-            log.warning(
-                "%s has not come and is asked for again: %s",
-                url,
-                f"{type(problem).__name__}: {self._said(problem)}",
-            )
-
     def _said(self, problem: Exception) -> str:
-        said = str(problem) or (
-            f"no answer in {ATTEMPT_S:.0f} s" if isinstance(problem, TimeoutError) else ""
-        )
-        for secret in _texts(self._options):
-            said = said.replace(secret, "***")
-        return said
+        said = str(problem)
+        if isinstance(problem, TimeoutError):
+            said = said or f"no answer in {ATTEMPT_S:.0f} s"
+        for text in pytree.tree_leaves(dict(self._options)):
+            is_text = isinstance(text, str) and len(text) >= _TEXT_BYTES
+            if is_text and not text.startswith(("http://", "https://")):
+                said = said.replace(text, "***")
+        return f"{type(problem).__name__}: {said.rstrip('.')}"
 
-    def _error(self, url: str, problem: Exception, tries: int) -> Exception:
+    def _error(self, url: str, problem: Exception, *, is_last: bool) -> Exception:
         """Without its cause, whose text and traceback may show credentials."""
-        if isinstance(problem, ImportError):
+        if isinstance(problem, ImportError | _SizeError):
             return problem
         said = self._said(problem)
-        if isinstance(problem, _OtherSizeError):
-            return OSError(
-                f"{url}: {problem} (tried twice): it was changed since it was listed, or is cut short"
-            )
         cure = "Look at the network, and run again"
         if isinstance(problem, PermissionError) or "redential" in said:
-            cure = "Give credentials that are valid and allow it, in the environment or as storage_options="
-        again = " (tried twice)" if tries == 2 else ""
-        return RemoteError(f"{url}: {type(problem).__name__}: {said.rstrip('.')}{again}. {cure}.")
+            cure = "Give credentials that are valid and allow it, in the environment or as "
+            cure += "storage_options="
+        again = " (tried twice)" if is_last else ""
+        return RemoteError(f"{url}: {said}{again}. {cure}.")
 
 
 async def _call(client: Any, method: str, *arguments: Any, **options: Any) -> Any:
@@ -414,15 +374,38 @@ async def _call(client: Any, method: str, *arguments: Any, **options: Any) -> An
     return await asyncio.get_running_loop().run_in_executor(None, job)
 
 
+class _SizeError(OSError):
+    pass
+
+
+def _check_size(url: str, wanted_bytes: int | None, data: bytes) -> bytes:
+    if wanted_bytes is not None and len(data) != wanted_bytes:
+        raise _SizeError(
+            f"{url}: {len(data):,} bytes came where {wanted_bytes:,} are needed: it was changed "
+            "since it was listed, or is cut short"
+        )
+    return data
+
+
+def _facts(info: Mapping[str, Any]) -> tuple[int, int]:
+    """Size and tag of a file, as its file system tells them."""
+    tag = next((str(info[name]) for name in _TAGS if info.get(name) is not None), "")
+    digest = hashlib.blake2b(tag.encode(), digest_size=8).digest()
+    size = info.get("size")
+    return -1 if size is None else int(size), int.from_bytes(digest, "little") >> 1
+
+
 class Coming:
-    """Files, or pieces of them, that were asked for and not read yet: by index, of the process that asked."""
+    """Files, or pieces of them, that this process asked for and has not read yet: by index."""
 
     def __init__(self) -> None:
-        self._pid, self._futures = 0, dict[int, "Future[bytes]"]()
+        self._pid = 0
+        self._futures: dict[int, Future[bytes]] = {}
 
     def here(self) -> dict[int, Future[bytes]]:
         if self._pid != os.getpid():  # what a parent waits for never comes here
-            self._pid, self._futures = os.getpid(), {}
+            self._pid = os.getpid()
+            self._futures = {}
         return self._futures
 
     def take(self, index: int, submit: Callable[[int], Future[bytes]]) -> Future[bytes]:
@@ -430,12 +413,11 @@ class Coming:
         future = self.here().pop(index, None)
         return submit(index) if future is None else future
 
-    def expect(self, indices: Sequence[int], submit: Callable[[int], Future[bytes] | None]) -> None:
-        """Ask for these, unless they are asked for, or ``submit`` finds that they cannot come by themselves."""
+    def expect(self, indices: Sequence[int], submit: Callable[[int], Future[bytes]]) -> None:
         coming = self.here()
         for index in indices:
-            if index not in coming and (future := submit(index)) is not None:
-                coming[index] = future
+            if index not in coming:
+                coming[index] = submit(index)
         while len(coming) > max(_MOST_EXPECTED, len(indices)):  # of readers that gave up
             with contextlib.suppress(KeyError, StopIteration):
                 coming.pop(next(iter(coming))).cancel()
@@ -444,42 +426,75 @@ class Coming:
         return Coming, ()
 
 
-def _facts(found: Mapping[str, Any]) -> tuple[int, int]:
-    """Size and tag of a file, as its file system tells them."""
-    tag = next((str(found[name]) for name in _TAGS if found.get(name) is not None), "")
-    size, digest = found.get("size"), hashlib.blake2b(tag.encode(), digest_size=8).digest()
-    return -1 if size is None else int(size), int.from_bytes(digest, "little") >> 1
+# A folder here, with the methods of fsspec's file systems
 
 
-def _local_facts(path: str) -> tuple[int, int]:
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+class _LocalFiles:
+    @staticmethod
+    def _strip_protocol(url: str) -> str:
+        return url
+
+    @staticmethod
+    def info(path: str) -> dict[str, int]:
         found = os.stat(path)
-        return found.st_size, found.st_mtime_ns
-    return -1, -1
+        return {"size": found.st_size, "mtime": found.st_mtime_ns}
+
+    @classmethod
+    def find(cls, top: str, *, detail: bool) -> dict[str, dict[str, int]]:
+        files = {}
+        for folder, _, names in os.walk(top):
+            for path in (os.path.join(folder, name) for name in names):
+                with contextlib.suppress(FileNotFoundError):
+                    files[path] = cls.info(path)
+        return files
+
+    @staticmethod
+    def cat_file(path: str, start: int, end: int | None) -> bytes:
+        refuse_special(path)
+        with open(path, "rb") as stream:
+            stream.seek(start)
+            return stream.read(-1 if end is None else end - start)
+
+    @staticmethod
+    def pipe_file(path: str, data: bytes) -> None:
+        with _replacing(path) as stream:
+            stream.write(data)
+
+    @staticmethod
+    def put_file(source: str, path: str) -> None:
+        with open(source, "rb") as data, _replacing(path) as stream:
+            shutil.copyfileobj(data, stream, 1 << 20)
+
+    rm_file = staticmethod(os.unlink)
 
 
-def _texts(options: Any) -> Iterator[str]:
-    """What may be secret in options: their texts, inside of what is nested, too."""
-    if isinstance(options, Mapping):
-        for value in options.values():
-            yield from _texts(value)
-    elif isinstance(options, (list, tuple)):
-        for value in options:
-            yield from _texts(value)
-    elif (
-        isinstance(options, str)
-        and len(options) >= _TEXT_BYTES
-        and not re.match(r"https?://", options)
-    ):
-        yield options
-
-
-def _done(job: Callable[[], _Given]) -> Future[_Given]:
-    future: Future[_Given] = Future()
+@contextlib.contextmanager
+def _replacing(path: str) -> Iterator[Any]:
+    """A stream whose bytes become the file when it ends well."""
+    folder = os.path.dirname(path)
+    os.makedirs(folder, exist_ok=True)
+    fresh = os.path.join(folder, f".{uuid.uuid4().hex}.new")
     try:
-        future.set_result(job())
+        with open(fresh, "xb") as stream:  # with the user's umask, as any file
+            yield stream
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(fresh, path)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(fresh)
+
+
+def _done(call: Callable[[], Any], then: Callable[[Any], Any], missing: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+    try:
+        future.set_result(then(call()))
     except Exception as problem:  # noqa: BLE001  # raised by whoever asks for the result
-        future.set_exception(problem)
+        is_missing = isinstance(problem, FileNotFoundError | NotADirectoryError)
+        if is_missing and missing is not None:
+            future.set_result(missing)
+        else:
+            future.set_exception(problem)
     return future
 
 
@@ -490,44 +505,6 @@ def made_by_this_user(path: Path) -> bool:
 
 def refuse_special(path: str | os.PathLike[str]) -> None:
     """Raise OSError for a pipe, a socket or a device, to open or read which may take for ever."""
-    if not stat.S_ISREG(mode := os.stat(path).st_mode) and not stat.S_ISDIR(mode):
+    mode = os.stat(path).st_mode
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
         raise OSError(f"{os.fspath(path)} is no file, but a pipe, a socket or a device")
-
-
-def _read_local(path: str, start: int, stop: int | None) -> bytes:
-    refuse_special(path)
-    with open(path, "rb") as stream:
-        stream.seek(start)
-        data = stream.read() if stop is None else stream.read(stop - start)
-    if stop is not None and len(data) != stop - start:
-        raise OSError(
-            f"{path}: {len(data):,} bytes from {start:,} on, where {stop - start:,} are needed"
-        )
-    return data
-
-
-def _find_local(root: str, below: str) -> list[Entry]:
-    entries = []
-    for folder, _, names in os.walk(os.path.join(root, below)):
-        for name in names:
-            path = os.path.join(folder, name)
-            with contextlib.suppress(FileNotFoundError):
-                found = os.stat(path)
-                entries.append(Entry(os.path.relpath(path, root), found.st_size, found.st_mtime_ns))
-    return sorted(entries)
-
-
-def _write_local(path: str, write: Callable[[Any], object]) -> None:
-    os.makedirs(os.path.dirname(path), exist_ok=True)
-    # With the user's umask, as any file.
-    fresh = os.path.join(os.path.dirname(path), f".{uuid.uuid4().hex}.new")
-    try:
-        with open(fresh, "xb") as stream:
-            write(stream)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(fresh, path)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(fresh)
-        raise
