@@ -1,8 +1,9 @@
-"""What does decoding cost: an epoch of files that are kept nowhere, a first epoch, and kept JPEG, beside bare decoding?
+"""What does decoding cost, of files kept nowhere, in a first epoch, of kept JPEG, beside bare?
 
-Each figure is of a process of its own, in turns; with ``--before`` another tree of fastdata takes part. Bare decoding
-is simplejpeg's, in as many threads as there are cores, of whole images, which are thrown away. ``--cpu`` counts CPU
-time, times the cores, in place of time: for a machine that is busy with other work.
+Each figure is of a process of its own, in turns; with ``--before`` another tree of fastdata takes
+part, with its own ``benchmarks/decode.py``. Bare decoding is simplejpeg's, in as many threads as
+there are cores, of whole images, which are thrown away. ``--cpu`` counts CPU time, times the
+cores, in place of time: for a machine that is busy with other work.
 """
 
 from __future__ import annotations
@@ -121,9 +122,10 @@ def measure(name: str, root: Path, *, by_cpu: bool) -> float:
 
 def in_process(name: str, root: Path, by_cpu: bool, tree: str = "") -> float:
     environment = os.environ | ({"PYTHONPATH": tree} if tree else {})
+    script = Path(tree, "benchmarks", "decode.py") if tree else Path(__file__)
     command = [
         sys.executable,
-        __file__,
+        str(script),
         "--measure",
         name,
         "--images",

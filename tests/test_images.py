@@ -28,6 +28,7 @@ from fastdata.pixels.images import (
     to_stored,
     without_exif,
 )
+from fastdata.pixels.program import Program
 
 folder = pytest.importorskip("torchvision.datasets.folder", reason="the reference is torchvision's")
 functional = pytest.importorskip(
@@ -221,7 +222,8 @@ def test_the_core_decodes_ordinary_jpeg(
     monkeypatch.setattr(
         ImageFile.ImageFile, "load", lambda image: loaded.append(image) or load(image)
     )
-    decode_image(data)
+    spec = images.SampleSpec(shape=None, dtype="uint8", form="pil")
+    images.PlanesLoader(Program((), spec).prepare).decode(data)
     assert (not loaded) == decoded
 
 

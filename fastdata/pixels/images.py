@@ -285,7 +285,7 @@ def libjpeg_version() -> str | None:
 
 
 def load_image(path: str | os.PathLike[str]) -> Image.Image:
-    """Open an image file as torchvision's default loader does: mode RGB, the same pixels, ``info`` and errors."""
+    """Open an image file as torchvision's default loader does: mode RGB."""
     with open(path, "rb") as stream:
         return _open(stream)
 
@@ -297,37 +297,20 @@ def decode_image(data: bytes | memoryview) -> Image.Image:
 def _open(stream: BinaryIO) -> Image.Image:
     from PIL import Image
 
-    pixels = _decode_whole(stream.read())
-    stream.seek(0)
-    if pixels is None:
-        image: Image.Image = Image.open(stream).convert("RGB")
-        return image
-    image = Image.fromarray(pixels)
-    image.info = Image.open(stream).info  # 50 us, 100 us where there is EXIF
+    image: Image.Image = Image.open(stream).convert("RGB")
     return image
-
-
-def _decode_whole(data: bytes) -> Array | None:
-    """Pixels (H, W, 3) of a JPEG file that is in order; None where PIL is to open it."""
-    opened = OpenedImages([data], lambda _: None)
-    _, height, width = opened.shapes_B3[0].tolist()
-    if opened.files is None or not opened.files.sizes[0]:
-        return None
-    pixels = np.empty((height, width, 3), np.uint8)
-    where = (opened.files.jpeg, opened.sources_B[0].item(), len(data), pixels)
-    return pixels if core.decode_jpeg(*where, interleaved=True) else None
 
 
 def decode_by_pillow(stream: BinaryIO, *, upright: bool = False) -> Array:
     """Pixels (H, W, 3) as PIL alone decodes them, turned as EXIF says if they are to be upright."""
-    from PIL import Image, ImageOps
+    from PIL import ImageOps
 
-    image = Image.open(stream).convert("RGB")
+    image = _open(stream)
     return np.ascontiguousarray(ImageOps.exif_transpose(image) if upright else image)
 
 
 class OpenedImages:
-    """Images for the core to serve: JPEG files as they lie in memory, opened by their headers, or decoded pixels.
+    """Images for the core: JPEG files as they lie in memory, opened by their headers, or pixels.
 
     Args:
         files: the bytes of each image.
@@ -344,6 +327,7 @@ class OpenedImages:
     """
 
     is_interleaved = True
+    files: core.Files | None = None
 
     def __init__(
         self,
@@ -352,21 +336,16 @@ class OpenedImages:
         *,
         upright: bool = False,
     ) -> None:
-        from PIL import Image
-
         self._kept: list[Array] = [np.frombuffer(data, np.uint8) for data in files]
         self._by_pillow = by_pillow
         self.sources_B = addresses_of(self._kept)
         self.shapes_B3 = np.zeros((len(files), 3), np.int32)
-        self.files: core.Files | None = None
+        is_open_B = np.zeros(len(files), np.bool_)
         jpeg, _ = open_libjpeg()
         if jpeg is not None:
             sizes_B = np.array([data.size for data in self._kept], np.int64)
             self.shapes_B3, turns_B = core.jpeg_headers(self.sources_B, sizes_B)
-            channels_B, height_B, width_B = self.shapes_B3.T.astype(np.int64)
-            is_open_B = channels_B > 0
-            if Image.MAX_IMAGE_PIXELS is not None:
-                is_open_B &= height_B * width_B <= Image.MAX_IMAGE_PIXELS
+            is_open_B = self._may_open_B()
             if upright:
                 is_open_B &= turns_B > 0
                 self.shapes_B3[turns_B > 4, 1:] = self.shapes_B3[turns_B > 4, :0:-1]
@@ -374,17 +353,27 @@ class OpenedImages:
                 turns_B[:] = 1
             self.shapes_B3[:, 0] = 3
             self.files = core.Files(jpeg, sizes_B, turns_B)
-        for b in range(len(files)) if jpeg is None else np.flatnonzero(~is_open_B).tolist():
+        for b in np.flatnonzero(~is_open_B).tolist():
             self.leave_to_pillow(b)
+
+    def _may_open_B(self) -> npt.NDArray[np.bool_]:
+        """Which files have a header that the core reads, and no more pixels than PIL takes."""
+        from PIL import Image
+
+        channels_B, height_B, width_B = self.shapes_B3.T.astype(np.int64)
+        most = math.inf if Image.MAX_IMAGE_PIXELS is None else Image.MAX_IMAGE_PIXELS
+        is_open_B: npt.NDArray[np.bool_] = (channels_B > 0) & (height_B * width_B <= most)
+        return is_open_B
 
     @classmethod
     def decoded(cls, images: Sequence[Array]) -> OpenedImages:
         """Pixels (H, W, C) that are there already, C-contiguous."""
         opened = cls([], lambda _: None)
-        opened._kept, opened.files = list(images), None
+        opened.files = None
+        opened._kept = list(images)
         opened.sources_B = addresses_of(images)
-        shapes_B3 = np.array([image.shape for image in images], np.int32).reshape(-1, 3)
-        opened.shapes_B3 = np.ascontiguousarray(shapes_B3[:, (2, 0, 1)])
+        shapes = [(image.shape[2], *image.shape[:2]) for image in images]
+        opened.shapes_B3 = np.array(shapes, np.int32).reshape(-1, 3)
         return opened
 
     @classmethod
@@ -395,16 +384,19 @@ class OpenedImages:
         shapes_B3: npt.NDArray[np.int32],
         read: Callable[[int], Array],
     ) -> OpenedImages:
-        """JPEG files of these shapes in memory that stays; ``read`` gives (C, H, W) of one that is not in order."""
+        """JPEG files of these shapes in memory that stays.
+
+        ``read`` gives (C, H, W) of one that is not in order.
+        """
         opened = cls([], read)
-        jpeg, obstacle = open_libjpeg()
-        if jpeg is None:
-            raise OSError(obstacle)
+        assert opened.files is not None
         found_B3, turns_B = core.jpeg_headers(sources_B, sizes_B)
         turns_B[:] = 1
-        opened._kept, opened.is_interleaved = [sources_B] * len(sources_B), False
-        opened.sources_B, opened.shapes_B3 = sources_B.copy(), shapes_B3
-        opened.files = core.Files(jpeg, sizes_B.copy(), turns_B)
+        opened.is_interleaved = False
+        opened._kept = [sources_B] * len(sources_B)
+        opened.sources_B = sources_B.copy()
+        opened.shapes_B3 = shapes_B3
+        opened.files = core.Files(opened.files.jpeg, sizes_B.copy(), turns_B)
         for b in np.flatnonzero((found_B3 != shapes_B3).any(axis=1)).tolist():
             opened.leave_to_pillow(b)
         return opened
@@ -419,9 +411,8 @@ class OpenedImages:
             return
         self._kept[b] = pixels
         self.sources_B[b] = pixels.__array_interface__["data"][0]
-        self.shapes_B3[b] = (
-            (pixels.shape[2], *pixels.shape[:2]) if self.is_interleaved else pixels.shape
-        )
+        shape = pixels.shape
+        self.shapes_B3[b] = (shape[2], *shape[:2]) if self.is_interleaved else shape
 
 
 def addresses_of(arrays: Sequence[Array]) -> npt.NDArray[np.int64]:
@@ -443,17 +434,13 @@ class PlanesLoader:
 
     def __call__(self, path: str) -> Planes:
         with open(path, "rb") as stream:
-            return self._open(stream)
+            return self.decode(stream.read())
 
     def decode(self, data: bytes | memoryview) -> Planes:
-        return self._open(io.BytesIO(data))
-
-    def _open(self, stream: BinaryIO) -> Planes:
         def by_pillow(_: int) -> Array:
-            stream.seek(0)
-            return decode_by_pillow(stream, upright=self.upright)
+            return decode_by_pillow(io.BytesIO(data), upright=self.upright)
 
-        images = OpenedImages([stream.read()], by_pillow, upright=self.upright)
+        images = OpenedImages([data], by_pillow, upright=self.upright)
         return Planes(next(self.prepare(images)).copy())
 
 
@@ -509,16 +496,17 @@ class Resize:
     antialias = True
 
     def __post_init__(self) -> None:
-        sides: tuple[Any, ...] = (
-            tuple(self.size) if isinstance(self.size, (tuple, list)) else (self.size, self.size)
-        )
         if isinstance(self.size, str):
             kind, _, number = self.size.partition(":")
-            sides = (int(number), 1) if kind in ("short", "long") and number.isdecimal() else ()
-        if len(sides) != 2 or any(not isinstance(side, int) or side < 1 for side in sides):
+            is_size = kind in ("short", "long") and number.isdecimal() and int(number) > 0
+        else:
+            is_pair = isinstance(self.size, (tuple, list))
+            sides: tuple[Any, ...] = tuple(self.size) if is_pair else (self.size, self.size)  # type: ignore[arg-type]
+            is_size = len(sides) == 2 and all(isinstance(side, int) and side > 0 for side in sides)
+        if not is_size:
             raise ValueError(
-                f"resize={self.size!r} is no size. Give the shorter side in pixels, (height, width), or a bound "
-                'such as "short:320" or "long:500".'
+                f"resize={self.size!r} is no size. Give the shorter side in pixels, "
+                '(height, width), or a bound such as "short:320" or "long:500".'
             )
 
     def __call__(self, image: Any) -> Image.Image:
@@ -568,21 +556,22 @@ def _cut_start(there: int, wanted: int) -> int:
     return round((there - wanted) / 2) if there >= wanted else -((wanted - there) // 2)
 
 
-def _resized_size(height: int, width: int, resize: Bound) -> tuple[int, int]:
-    if isinstance(resize, str):
-        kind, _, number = resize.partition(":")
-        bound, shorter, longer = int(number), min(height, width), max(height, width)
-        if (shorter if kind == "short" else longer) <= bound:
+def _resized_size(height: int, width: int, size: Bound) -> tuple[int, int]:
+    if isinstance(size, str):
+        kind, _, number = size.partition(":")
+        size = int(number)
+        longer = max(height, width)
+        shorter = min(height, width)
+        if size >= (shorter if kind == "short" else longer):
             return height, width
-        if kind == "short":
-            return _resized_size(height, width, bound)
-        other = max(1, int(bound * shorter / longer))
-        return (bound, other) if height > width else (other, bound)
-    if not isinstance(resize, int):
-        return resize
+        if kind == "long":
+            other = max(1, int(size * shorter / longer))
+            return (size, other) if height > width else (other, size)
+    if not isinstance(size, int):
+        return size
     if width <= height:
-        return int(resize * height / width), resize
-    return resize, int(resize * width / height)
+        return int(size * height / width), size
+    return size, int(size * width / height)
 
 
 @functools.cache
@@ -595,14 +584,13 @@ def pillow_chooses_order() -> bool:
     """
     from PIL import Image
 
+    def resized(image: Image.Image, width: int, height: int) -> Image.Image:
+        return image.resize((width, height), Image.Resampling.BILINEAR)
+
     probe = Image.fromarray((np.arange(48) ** 2 * 37 % 256).astype(np.uint8).reshape(12, 4))
-    whole, columns_first, rows_first = (
-        image.resize((3, 3), Image.Resampling.BILINEAR).tobytes()
-        for image in (
-            probe,
-            *(probe.resize(size, Image.Resampling.BILINEAR) for size in ((4, 3), (3, 12))),
-        )
-    )
+    whole = resized(probe, 3, 3).tobytes()
+    columns_first = resized(resized(probe, 4, 3), 3, 3).tobytes()
+    rows_first = resized(resized(probe, 3, 12), 3, 3).tobytes()
     return whole == columns_first != rows_first
 
 
