@@ -7,7 +7,7 @@ import logging
 import sys
 import threading
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from tqdm.auto import tqdm
@@ -28,28 +28,25 @@ class _Bar(tqdm):  # type: ignore[type-arg]  # generic in the stubs only
 
 
 class _Log(_Bar):
-    """Progress where nobody watches, as in a file: a line for every tenth, of whoever has set logging up for them."""
+    """Progress where nobody watches: a line for every tenth, where logging is set up for them."""
 
     def __init__(self, total: int, description: str) -> None:
         super().__init__(total=total, disable=True)
-        self._total, self._description = total, description
+        self._total = total
+        self._description = description
 
     def update(self, n: float | None = 1) -> None:
-        before, self.n = self.n, self.n + (n or 0)
+        before = self.n
+        self.n += n or 0
         if 10 * self.n // self._total > 10 * before // self._total:
-            log.info(
-                "%s: %d of %d (%d %%)",
-                self._description,
-                self.n,
-                self._total,
-                100 * self.n // self._total,
-            )
+            share = 100 * self.n // self._total
+            log.info("%s: %d of %d (%d %%)", self._description, self.n, self._total, share)
 
 
 def progress_bar(
     total: int, description: str, *, unit: str = "img", enabled: bool = True
 ) -> tqdm[Any]:
-    """A bar in a terminal or a notebook, elsewhere lines by ``logging``; nothing at all unless ``enabled``."""
+    """A bar in a terminal or a notebook, elsewhere lines by ``logging``; nothing if not enabled."""
     is_watched = sys.stderr.isatty() or any(
         base.__module__ == "tqdm.notebook" for base in _Bar.__mro__
     )
@@ -67,13 +64,15 @@ def progress_bar(
 
 def warn_user(message: str) -> None:
     """Warn, naming the user's line that called into fastdata."""
-    frame, depth = inspect.currentframe(), 1
+    frame = inspect.currentframe()
+    depth = 1
     while frame and frame.f_globals.get("__name__", "").startswith("fastdata."):
-        frame, depth = frame.f_back, depth + 1
+        frame = frame.f_back
+        depth += 1
     warnings.warn(message, FastDataWarning, stacklevel=depth)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class EpochReport:
     """How the latest epoch of a loader went, complete or not.
 
@@ -117,9 +116,22 @@ class EpochReport:
         seconds = self.wait_s + self.busy_s
         return self.samples / seconds if seconds else 0.0
 
+    @property
+    def wait_share(self) -> float:
+        """Share of the loop's time that it waited for data, from 0 to 1."""
+        seconds = self.wait_s + self.busy_s
+        return self.wait_s / seconds if seconds else 0.0
+
+    def as_dict(self) -> dict[str, float]:
+        """The figures, flat, for a logger: ``wandb.log(loader.report().as_dict())``."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        figures = {name: it for name, it in values.items() if isinstance(it, (int, float))}
+        return figures | {"samples_per_s": self.samples_per_s, "wait_share": self.wait_share}
+
+    def __repr__(self) -> str:
+        return str(self)
+
     def __str__(self) -> str:
-        total_s = self.wait_s + self.busy_s
-        waited = 100 * self.wait_s / total_s if total_s else 0.0
         fresh = (
             f"; {self.fresh_batches} batches got new memory, as all was in use"
             if self.fresh_batches
@@ -132,6 +144,7 @@ class EpochReport:
         return (
             f"{self.path}\n"
             f"{self.batches} batches, {self.samples} samples, {self.samples_per_s:,.0f} samples/s\n"
-            f"waited for data {self.wait_s:.2f} s ({waited:.0f} %), in the training loop {self.busy_s:.2f} s\n"
+            f"waited for data {self.wait_s:.2f} s ({100 * self.wait_share:.0f} %), "
+            f"in the training loop {self.busy_s:.2f} s\n"
             f"holds {self.bytes_held / (1 << 20):.1f} MiB for batches{fresh}{pinning}{prepared}"
         )

@@ -201,8 +201,8 @@ MUTANTS = [
     Mutant(
         "a driver that refuses ends the epoch",
         FEED,
-        "except RuntimeError as error:\n            self._driver",
-        "except KeyError as error:\n            self._driver",
+        "except RuntimeError as error:\n            reason",
+        "except KeyError as error:\n            reason",
         "pageable",
     ),
     # The store on the device, and epochs

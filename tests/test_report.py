@@ -55,6 +55,10 @@ def test_a_report_reads_well() -> None:
         "waited for data 0.50 s (25 %), in the training loop 1.50 s",
         "holds 1.5 MiB for batches; 3 batches got new memory, as all was in use",
     ]
+    assert repr(report) == str(report)
+    figures = report.as_dict()
+    assert (figures["batches"], figures["samples_per_s"], figures["wait_share"]) == (6, 1150, 0.25)
+    assert "path" not in figures
 
 
 def test_an_epoch_not_begun_has_no_rate() -> None:
@@ -62,6 +66,14 @@ def test_an_epoch_not_begun_has_no_rate() -> None:
     report = DataLoader(TensorDataset(torch.arange(3))).report()
     assert (report.batches, report.samples_per_s) == (0, 0.0)
     assert "0 batches, 0 samples, 0 samples/s" in str(report)
+
+
+def test_a_loader_reads_well() -> None:
+    """Its text says how many batches of what it has, and how they are read."""
+    loader = DataLoader(TensorDataset(torch.arange(3)), batch_size=2)
+    first, second = repr(loader).splitlines()
+    assert first == "DataLoader of TensorDataset: 2 batches of batch_size=2, num_workers=0"
+    assert second == loader.report().path
 
 
 @pytest.mark.parametrize(

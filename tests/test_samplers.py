@@ -25,7 +25,14 @@ from torch.utils.data import DataLoader as TorchLoader
 from torchvision import transforms as v1
 
 from conftest import shown
-from fastdata import CachedDataset, CudaPrefetcher, DataLoader, RingCollate, collate
+from fastdata import (
+    CachedDataset,
+    CudaPrefetcher,
+    DataLoader,
+    FastDataWarning,
+    RingCollate,
+    collate,
+)
 from fastdata.datasets.batch import Padded
 from fastdata.loaders.samplers import (
     Order,
@@ -53,7 +60,6 @@ RANKED: dict[str, Callable[..., RankSampler]] = {
     "shuffled": partial(RankSampler, COUNT),
     "in order": partial(RankSampler, COUNT, shuffle=False),
     "weighted": partial(RankSampler, order=weighted(WEIGHTS), num_samples=31),
-    "weighted, once": partial(RankSampler, order=weighted(WEIGHTS, replacement=False)),
     "balanced": partial(RankSampler, order=balanced(TARGETS, replacement=True)),
     "balanced, once": partial(RankSampler, order=balanced(TARGETS)),
     "repeated": partial(RankSampler, order=repeated(COUNT, 3), num_samples=50),
@@ -700,20 +706,11 @@ def test_weighted_samples_come_by_their_weights() -> None:
     assert counts[[0, 4]].tolist() == [0, 0]
 
 
-@pytest.mark.parametrize("replacement", [False, True])
-def test_weights_may_differ_by_any_factor(replacement: bool) -> None:
+def test_weights_may_differ_by_any_factor() -> None:
     """The smallest and the largest numbers are weights as others are."""
-    order = weighted([5e-324, 1.7e308, 1.7e308], replacement)
+    order = weighted([5e-324, 1.7e308, 1.7e308])
     sampler = RankSampler(order=order, num_samples=2, rank=0, world_size=1)
     assert {index for epoch in range(9) for index in sampler.order(epoch).tolist()} == {1, 2}
-
-
-def test_without_replacement_heavy_samples_come_first() -> None:
-    """No sample comes twice; the first draw of each epoch is by the weights, as of an urn."""
-    sampler = RankSampler(order=weighted([1, 0, 3], replacement=False), rank=0, world_size=1)
-    orders = [sampler.order(epoch).tolist() for epoch in range(2000)]
-    assert {tuple(sorted(order)) for order in orders} == {(0, 2)}
-    assert 1400 < sum(order[0] == 2 for order in orders) < 1600
 
 
 @pytest.mark.parametrize("replacement", [False, True])
@@ -836,6 +833,17 @@ def test_padded_batches_go_all_ways(engine: dict[str, Any]) -> None:
             assert sorted(seen) == list(range(COUNT))
 
 
+def test_ranks_that_all_read_all_samples_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shuffled loader in one of two ranks says once that it shares out nothing; one that does, not."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    loader = DataLoader(Numbers(), batch_size=4, shuffle=True)
+    with pytest.warns(FastDataWarning, match="one of 2 ranks, and each of them reads all"):
+        list(loader)
+    list(loader)
+    list(DataLoader(Numbers(), batch_size=4, shuffle=True, distributed="auto"))
+
+
 # Errors
 
 
@@ -855,10 +863,6 @@ def test_padded_batches_go_all_ways(engine: dict[str, Any]) -> None:
         (lambda: weighted([1, float("nan")]), "weight 1 is nan"),
         (lambda: weighted([0, 0]), "all 2 weights are zero"),
         (lambda: weighted([[1.0]]), r"weights have the shape \(1, 1\)"),
-        (
-            lambda: RankSampler(num_samples=2, order=weighted([1, 0], False)),
-            "num_samples=2, but .* at most 1 samples",
-        ),
         (
             lambda: RankSampler(num_samples=3, order=balanced([0, 0, 7])),
             "num_samples=3, but .* at most 2 samples",

@@ -70,11 +70,24 @@ class ChunkPlan:
         )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Needs:
-    """What batches and chunks take.
+def plan_chunks(
+    limit_bytes: int,
+    *,
+    in_use_bytes: int,
+    fixed_bytes: int,
+    batch_bytes: int,
+    batch_size: int,
+    samples: int,
+    worker_bytes: int,
+    most_workers: int,
+    sample_bytes: float = 0,
+    most_bytes: int = 0,
+    chunk_samples: int | None = None,
+) -> ChunkPlan:
+    """Decide how large chunks are and how many workers make batches.
 
     Args:
+        limit_bytes: for the whole process tree.
         in_use_bytes: before anything is loaded.
         fixed_bytes: of the epoch's order, the batches that the loop holds, and chunks besides
             their samples.
@@ -85,62 +98,37 @@ class Needs:
         most_workers: that may be.
         sample_bytes: of a sample in a chunk; 0 where none lie on disk.
         most_bytes: of a chunk; more than this would bring nothing.
-    """
-
-    in_use_bytes: int
-    fixed_bytes: int
-    batch_bytes: int
-    batch_size: int
-    samples: int
-    worker_bytes: int
-    most_workers: int
-    sample_bytes: float = 0
-    most_bytes: int = 0
-
-    def batches_bytes(self, workers: int) -> int:
-        return self.fixed_bytes + workers * (2 * self.batch_bytes + self.worker_bytes)
-
-
-def plan_chunks(limit_bytes: int, needs: Needs, chunk_samples: int | None = None) -> ChunkPlan:
-    """Decide how large chunks are and how many workers make batches.
-
-    Args:
-        limit_bytes: for the whole process tree.
-        needs: of the data.
         chunk_samples: as the user wants it, rounded down to whole batches; None for what fits.
 
     Raises:
         MemoryBudgetError: not even a batch a chunk fits, or not what the user wants.
     """
     reserve_bytes = max(_RESERVE_BYTES, int(limit_bytes * _RESERVE_SHARE))
-    free_bytes = limit_bytes - needs.in_use_bytes - reserve_bytes
-    batch_bytes = needs.sample_bytes * needs.batch_size  # in a chunk
-    most = -(-needs.samples // needs.batch_size)
+    free_bytes = limit_bytes - in_use_bytes - reserve_bytes
+    held_bytes = CHUNKS_HELD * sample_bytes * batch_size  # of chunks, for each of their batches
+    most = -(-samples // batch_size)
     wanted = min(_ENOUGH_BATCHES, most)
     if chunk_samples is not None:
-        wanted = min(max(chunk_samples // needs.batch_size, 1), most)
-    workers = needs.most_workers
-    while workers > 1:
-        left_bytes = free_bytes - needs.batches_bytes(workers)
-        is_enough = left_bytes >= CHUNKS_HELD * wanted * batch_bytes
-        if is_enough and 2 * workers * needs.batch_bytes <= free_bytes * _BATCHES_SHARE:
-            break
-        workers -= 1
-    batches = 0
-    if batch_bytes:
-        batches = wanted
-        if chunk_samples is None:
-            left_bytes = free_bytes - needs.batches_bytes(workers)
-            useful = max(int(needs.most_bytes // batch_bytes), _ENOUGH_BATCHES)
-            batches = max(min(int(left_bytes // (CHUNKS_HELD * batch_bytes)), useful, most), 1)
+        wanted = min(max(chunk_samples // batch_size, 1), most)
+    each_bytes = 2 * batch_bytes + worker_bytes
+    fitting = (free_bytes - fixed_bytes - wanted * held_bytes) // each_bytes
+    ahead = free_bytes * _BATCHES_SHARE // (2 * batch_bytes)
+    workers = int(max(min(most_workers, fitting, ahead), 1))
+    batches_bytes = fixed_bytes + workers * each_bytes
+    batches = wanted
+    if not sample_bytes:
+        batches = 0
+    elif chunk_samples is None:
+        useful = max(int(CHUNKS_HELD * most_bytes // held_bytes), _ENOUGH_BATCHES)
+        batches = max(min(int((free_bytes - batches_bytes) // held_bytes), useful, most), 1)
     plan = ChunkPlan(
         limit_bytes=limit_bytes,
-        in_use_bytes=needs.in_use_bytes,
+        in_use_bytes=in_use_bytes,
         reserve_bytes=reserve_bytes,
-        batches_bytes=needs.batches_bytes(workers),
+        batches_bytes=batches_bytes,
         workers=workers,
-        chunk_samples=batches * needs.batch_size,
-        chunk_bytes=int(batches * batch_bytes),
+        chunk_samples=batches * batch_size,
+        chunk_bytes=int(batches * batch_size * sample_bytes),
     )
     if plan.peak_bytes + reserve_bytes > limit_bytes:
         raise MemoryBudgetError(_too_little(plan))
@@ -251,57 +239,29 @@ def _shuffled(order: EpochOrder, epoch: int, things: Int64s, first_key: int) -> 
     return shuffled
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ShuffleQuality:
-    """How far from a global shuffle an order is: 1 is as good as one, 0 is the source's own order.
+def shuffle_quality(order: EpochOrder, rank: int, epoch: int, batch_size: int) -> float:
+    """How far from a global shuffle one rank's order of an epoch is: 1 is as good, 0 is no shuffle.
 
-    ``value = (D_source - D) / (D_source - D_global)``, cut to [0, 1], where D is the mean over the
-    batches of an epoch of the Kolmogorov-Smirnov distance between the source positions in the batch
-    and the uniform distribution over the dataset. It matters for data sorted by class or by time:
-    the distance bounds how far the share of any stretch of the data in a batch is from its share in
-    the whole.
-
-    Args:
-        value: in [0, 1].
-        batch_distance: D of the order.
-        global_distance: D of a global shuffle; not 0, because a batch is a sample.
-        source_distance: D of the source's order.
-    """
-
-    value: float
-    batch_distance: float
-    global_distance: float
-    source_distance: float
-
-    def __str__(self) -> str:
-        return (
-            f"shuffle quality {self.value:.3f} (1 = global shuffle, 0 = source order): batches are "
-            f"{self.batch_distance:.3f} from an even draw of the data (Kolmogorov-Smirnov); of a "
-            f"global shuffle {self.global_distance:.3f}, in source order {self.source_distance:.3f}"
-        )
-
-
-def shuffle_quality(order: EpochOrder, rank: int, epoch: int, batch_size: int) -> ShuffleQuality:
-    """Measure one rank's order of one epoch; reads no data.
+    ``(D_source - D) / (D_source - D_global)``, cut to [0, 1], where D is the mean over the batches
+    of the Kolmogorov-Smirnov distance between the source positions in the batch and the uniform
+    distribution over the dataset. It matters for data sorted by class or by time: the distance
+    bounds how far the share of any stretch of the data in a batch is from its share in the whole.
 
     Example:
-        >>> shuffle_quality(EpochOrder(length=1000), 0, 0, batch_size=10).value
+        >>> shuffle_quality(EpochOrder(length=1000), 0, 0, batch_size=10)
         1.0
-        >>> shuffle_quality(EpochOrder(length=1000, shuffle=False), 0, 0, batch_size=10).value
+        >>> shuffle_quality(EpochOrder(length=1000, shuffle=False), 0, 0, batch_size=10)
         0.0
     """
     length = order.length
-    count = order.rank_samples
     plain = EpochOrder(length=length, seed=order.seed)
     own = plan_epoch(order, epoch)[rank :: order.world_size]
-    ours = _distance(own, length, batch_size)
-    best = _distance(np.resize(plan_epoch(plain, 0), count), length, batch_size)
-    worst = _distance(np.resize(np.arange(length), count), length, batch_size)
-    is_global = order.shuffle and (worst <= best or order.piece_samples == 1)
-    value = 1.0 if is_global else min(max((worst - ours) / max(worst - best, 1e-12), 0.0), 1.0)
-    return ShuffleQuality(
-        value=value, batch_distance=ours, global_distance=best, source_distance=worst
-    )
+    best = _distance(np.resize(plan_epoch(plain, 0), len(own)), length, batch_size)
+    worst = _distance(np.resize(np.arange(length), len(own)), length, batch_size)
+    if order.shuffle and (worst <= best or order.piece_samples == 1):
+        return 1.0
+    value = (worst - _distance(own, length, batch_size)) / max(worst - best, 1e-12)
+    return min(max(value, 0.0), 1.0)
 
 
 def _distance(positions: Int64s, length: int, batch_size: int) -> float:

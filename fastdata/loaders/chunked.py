@@ -26,8 +26,6 @@ from fastdata.loaders.chunk_plan import (
     ChunkPlan,
     EpochOrder,
     Int64s,
-    Needs,
-    ShuffleQuality,
     empties_cache,
     plan_chunks,
     plan_epoch,
@@ -47,7 +45,7 @@ from fastdata.stores.readers import DiskStore
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["ChunkedLoader", "ShuffleQuality"]
+__all__ = ["ChunkedLoader"]
 
 _PIECES_PER_CHUNK = 32
 _MOST_BYTES = 256 << 20
@@ -367,10 +365,13 @@ class ChunkedLoader:
         most_bytes, pieces, fetch_bytes = _bounds_of_chunk(order, stores, mix_chunks)
         edges_bytes = 2 * mmap.PAGESIZE * len(stores)  # pages of a piece that others' samples share
         sample_bytes = _ENTRY_BYTES + sum(store.heaviest_bytes(_NEIGHBOURS) for store in stores)
-        sample_bytes += _lone_share(order, self._view) * edges_bytes
+        if _is_scattered(order, self._view):
+            sample_bytes += edges_bytes
+        share_bytes = free_bytes // local_ranks() + in_use_bytes
         fixed_bytes = fetch_bytes + _ORDER_BYTES * order.length
         fixed_bytes += CHUNKS_HELD * pieces * edges_bytes + (1 + HELD_BY_USER) * batch_bytes
-        needs = Needs(
+        self.plan = plan = plan_chunks(
+            memory.parse_bytes(memory_limit, of=share_bytes),
             in_use_bytes=in_use_bytes,
             fixed_bytes=fixed_bytes,
             batch_bytes=batch_bytes,
@@ -380,10 +381,8 @@ class ChunkedLoader:
             most_workers=1 if stores and not is_served else most_workers,
             sample_bytes=sample_bytes if stores else 0,
             most_bytes=most_bytes,
+            chunk_samples=chunk_samples,
         )
-        share_bytes = free_bytes // local_ranks() + in_use_bytes
-        limit_bytes = memory.parse_bytes(memory_limit, of=share_bytes)
-        self.plan = plan = plan_chunks(limit_bytes, needs, chunk_samples)
         log.info("%s", plan)
         if not stores:
             return order
@@ -441,8 +440,11 @@ class ChunkedLoader:
         """Make the order and the draws of the coming epochs those of ``epoch``, until set again."""
         self._loader.set_epoch(epoch)
 
-    def shuffle_quality(self, epoch: int = 0) -> ShuffleQuality:
-        """How far the order of an epoch is from a global shuffle, of this rank; reads no data."""
+    def shuffle_quality(self, epoch: int = 0) -> float:
+        """How good this rank's order of an epoch is: 1 as a global shuffle, 0 as none.
+
+        It compares how evenly batches are drawn from all over the data; reads no data.
+        """
         sampler = self._sampler
         return shuffle_quality(sampler.chunks, sampler.rank, epoch, self.batch_size)
 
@@ -555,15 +557,12 @@ def _bounds_of_chunk(
     return most_bytes, pieces if is_mixed else 1, CHUNKS_HELD * FETCH_BYTES * len(mirrored)
 
 
-def _lone_share(order: EpochOrder, view: LoaderView | None) -> float:
-    """How many of the samples have no neighbour in their chunk, from 0 to 1."""
+def _is_scattered(order: EpochOrder, view: LoaderView | None) -> bool:
+    """Whether samples have no neighbours in their chunk."""
     subset = None if view is None else view.subset
     if order.world_size > 1 and not order.shuffle:
-        return 1.0  # each rank has every so manieth
-    if subset is None or len(subset) <= 1:
-        return 0.0
-    steps = np.diff(subset)
-    return float((steps != 1).mean()) if (steps > 0).all() else 1.0
+        return True  # each rank has every so manieth
+    return subset is not None and bool((np.diff(subset) != 1).any())
 
 
 def _open_path(path: str, **remote: Any) -> CachedDataset:

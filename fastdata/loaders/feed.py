@@ -19,9 +19,8 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from queue import SimpleQueue
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,12 +28,11 @@ import torch.cuda
 
 from fastdata.datasets.batch import flatten, memory_of
 from fastdata.datasets.ring import is_plain
-from fastdata.loaders.epochs import LoopTimes, shown_as
+from fastdata.loaders.epochs import LoopTimes, sample_count, shown_as
 from fastdata.machine import memory as host_memory
-from fastdata.machine.memory import PinningPlan, budget_bytes, choose_pinning
+from fastdata.machine.memory import budget_bytes, choose_pinning
 from fastdata.report import log
 
-_T = TypeVar("_T")
 _PATIENCE_S = 10.0
 """How long the end of an epoch waits for a loader that does not answer; the thread then ends with
 the process."""
@@ -70,69 +68,78 @@ class CopyCounts:
 
 
 class Pinned:
-    """What a prefetcher has of torch's pinned memory: slots of its loader's ring, and copies of batches.
+    """What a prefetcher has of torch's pinned memory: its loader's ring, and copies of batches.
 
-    Each may take the share of the free memory that ``choose_pinning`` allows; a ring too large for
-    it stays ordinary memory, whose batches are copied. Safe from any thread.
+    The ring may take the share of the free memory that ``choose_pinning`` allows; a larger one
+    stays ordinary memory, whose batches are copied. Safe from any thread.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._lock = threading.Lock()
-        self._driver_refuses = False
+        self._refusal = ""  # the driver's
+        self._ring = ""
+        self._copies = ""
         self.ring_slots = 0
-        self.plans: dict[str, PinningPlan] = {}
-        self.bytes: dict[str, int] = {}
+        self.ring_bytes = 0
+        self.copies_bytes = 0
 
     @property
     def reason(self) -> str:
-        # Other threads add to it.
-        said = [f"{what} {plan.reason}" for what, plan in list(self.plans.items())]
-        return "; ".join(said) or "nothing pinned yet"
+        said = [self._ring, self._copies, self._refusal]
+        return "; ".join(filter(None, said)) or "nothing pinned yet"
 
     def allocate(self, size_bytes: int) -> np.ndarray:
         """Return uint8 memory for one of the ring's slots, pinned if all may be."""
-        make = partial(torch.empty, size_bytes, dtype=torch.uint8, pin_memory=True)
         with self._lock:
             begin_thread(self._device)
-            pinned = self._pin("ring", self.ring_slots, [size_bytes], make)
-        return np.empty(size_bytes, np.uint8) if pinned is None else pinned.numpy()
-
-    def stage(self, tensors: list[torch.Tensor], depth: int) -> list[torch.Tensor] | None:
-        """Copy a batch's tensors to pinned memory, dense; None where there may be no more of it."""
-        sizes_bytes = [tensor.numel() * tensor.itemsize for tensor in tensors]
-        copies = (torch.empty_like(tensor, pin_memory=True).copy_(tensor) for tensor in tensors)
-        # Of each place one, the next one, and one that torch has not found to be read yet.
-        return self._pin("copies", depth + 2, sizes_bytes, partial(list, copies))
-
-    def _pin(
-        self, what: str, count: int, sizes_bytes: list[int], make: Callable[[], _T]
-    ) -> _T | None:
-        """Make pinned memory, of which ``count`` such pieces are needed, if it may be."""
-        # torch's allocator takes the next power of two.
-        need_bytes = count * sum(1 << max(size - 1, 0).bit_length() for size in sizes_bytes)
-        known_bytes = self.bytes.get(what, 0)
-        if self._driver_refuses:
-            return None
-        if need_bytes > known_bytes:
-            self.plans[what] = choose_pinning(
+            need_bytes = self.ring_slots * _allocated_bytes(size_bytes)
+            plan = choose_pinning(
                 has_accelerator=True,
                 batch_bytes=need_bytes,
                 pinned_bytes=need_bytes,
                 budget=budget_bytes(host_memory.available_bytes()),
                 copies_wait=True,
             )
-            if not self.plans[what].pin:
-                return None
-        try:
-            made = make()
-        except RuntimeError as error:
-            self._driver_refuses = True
-            reason = f"not pinned: the driver refuses to ({str(error).splitlines()[0]})"
-            self.plans[what] = PinningPlan(pin=False, reason=reason, is_short=True)
+            if need_bytes > self.ring_bytes:
+                self._ring = f"ring {plan.reason}"
+            if plan.pin or need_bytes <= self.ring_bytes:
+                pinned = self._pin(lambda: [_pinned_bytes(size_bytes)])
+                if pinned is not None:
+                    self.ring_bytes = max(need_bytes, self.ring_bytes)
+                    return pinned[0].numpy()
+        return np.empty(size_bytes, np.uint8)
+
+    def stage(self, tensors: list[torch.Tensor], depth: int) -> list[torch.Tensor] | None:
+        """Copy a batch's tensors to pinned memory, dense; None where the driver refuses."""
+        copies = self._pin(
+            lambda: [torch.empty_like(it, pin_memory=True).copy_(it) for it in tensors]
+        )
+        if copies is not None:
+            # Of each place one, the next one, and one that torch has not found to be read yet.
+            size_bytes = sum(_allocated_bytes(tensor.nbytes) for tensor in tensors)
+            self.copies_bytes = max((depth + 2) * size_bytes, self.copies_bytes)
+            self._copies = "copies pinned"
+        return copies
+
+    def _pin(self, make: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor] | None:
+        if self._refusal:
             return None
-        self.bytes[what] = max(need_bytes, known_bytes)
-        return made
+        try:
+            return make()
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            self._refusal = f"not pinned: the driver refuses to ({reason})"
+            return None
+
+
+def _pinned_bytes(size_bytes: int) -> torch.Tensor:
+    return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+
+
+def _allocated_bytes(size_bytes: int) -> int:
+    """What torch's allocator takes: the next power of two."""
+    return 1 << max(size_bytes - 1, 0).bit_length()
 
 
 def begin_thread(device: torch.device) -> None:
@@ -277,7 +284,7 @@ class Feed:
             batch = next(self.iterator or iter(()))
             number = self._number
             self._number += 1
-            samples = _count_samples(flatten(batch)[0])
+            samples = sample_count(batch)
             batch = batch if self.finish is None else self.finish(batch, number)
             return Arrival(batch, samples, None, None, [])
         except StopIteration:
@@ -351,9 +358,9 @@ class Feed:
         mark = self.mark()
         number = self._number
         self._number += 1
+        samples = sample_count(batch)
         tensors, build = flatten(batch)
         del batch
-        samples = _count_samples(tensors)
         begun_at = time.perf_counter()
         self._stage(tensors)
         self.copy_s += time.perf_counter() - begun_at
@@ -403,11 +410,6 @@ class Feed:
 def _is_capturing() -> bool:
     # A build without CUDA captures nothing, and what it has in place of the question only raises.
     return torch.backends.cuda.is_built() and torch.cuda.is_current_stream_capturing()
-
-
-def _count_samples(tensors: list[Any]) -> int:
-    """Length of the first tensor that has a length; 0 if none has."""
-    return next((t.size(0) for t in tensors if isinstance(t, torch.Tensor) and t.ndim), 0)
 
 
 def _is_host_tensor(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""The DataLoader: torch's, with a thread engine for datasets that serve whole batches.
+"""The DataLoader: torch's, with an engine of threads for datasets that serve whole batches.
 
 Threads start in microseconds, share the dataset without copying anything, and hand batches over by
 reference. Kernels leave the GIL while they copy, so threads run side by side.
@@ -204,7 +204,8 @@ class DataLoader(_TorchLoader[_T_co]):
         if ring is None:
             ring = self._ring = self._ring or BatchRing(self.ring_slots(held))
         lease = self._served.lease() if self._served else None
-        engine, progress = self._choose_engine(), self._checkpoints.begin()
+        engine = self._choose_engine()
+        progress = self._checkpoints.begin()
         dataset: Any = self._served.fetched(self.dataset) if self._served else self.dataset
         view = TorchView(
             self,
@@ -283,34 +284,37 @@ class DataLoader(_TorchLoader[_T_co]):
             super().check_worker_number_rationality()
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the random draws of coming epochs those of ``epoch``, and of their base seed if the dataset has none.
+        """Make the random draws of coming epochs those of ``epoch``; a RankSampler is told too.
 
-        A sampler of ``fastdata.loaders.samplers`` is told too.
+        They follow from the base seed too, where the dataset has no ``seed``.
         """
         self._checkpoints.set_epoch(operator.index(epoch))
 
     def report(self) -> EpochReport:
-        """How the latest epoch went, complete or not; ``.path`` says how batches are read, and why."""
-        report, served = self._tally.report(), self._served
-        if (
-            served is None
-            or not isinstance(served.dataset, PreparedDataset)
-            or served.dataset.storage == "none"
-        ):
+        """How the latest epoch went; ``.path`` says how batches are read, and why."""
+        report = self._tally.report()
+        if self._served is None:
             return report
-        return replace(report, prepared=served.dataset.filled_share(served.subset))
+        return replace(report, prepared=self._served.prepared_share)
+
+    def __repr__(self) -> str:
+        length = length_of(self)
+        batches = "batches" if length is None else f"{length:,} batches"
+        return (
+            f"{type(self).__name__} of {type(self.dataset).__name__}: {batches} of batch_size="
+            f"{self.batch_size}, num_workers={self.num_workers}\n{self._choose_engine().path}"
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the latest epoch stands, as a small dict of plain values.
 
         Batches count once they are handed to the user, not when they are read ahead. Once the last
         one is, or before the first, the state is the beginning of the next epoch: Lightning goes on
-        there, and an epoch without a batch would end its fit. A sampler with a ``state_dict`` adds
-        its own. What a sampler of one's own draws from Python's or NumPy's global generators is not
-        found again. With one of ``fastdata.loaders.samplers`` the state is the place in the order
-        of all ranks: rank 0's does for any number of them, and for other batches. An
-        ``IterableDataset`` alone knows where it stands: the state of a loader over one is empty,
-        which is said, and its epochs begin anew.
+        there. A sampler with a ``state_dict`` adds its own. What a sampler of one's own draws from
+        Python's or NumPy's global generators is not found again. With a ``RankSampler`` the state
+        is the place in the order of all ranks: rank 0's does for any number of them, and for other
+        batches. With ``in_order=False`` a state of worker processes is not exact, and for an
+        ``IterableDataset``, which alone knows where it stands, it is empty; both are said.
         """
         # No errors: Lightning asks every loader, resumed or not.
         if isinstance(self.dataset, IterableDataset):
@@ -321,7 +325,7 @@ class DataLoader(_TorchLoader[_T_co]):
         return self._checkpoints.state(self.generator, self._identity())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Let the next epoch be the one of ``state``, without the batches that were handed over before it was saved.
+        """Let the next epoch be the one of ``state``, without the batches handed over before.
 
         The state holds until a batch is handed over: Lightning may drop a first iterator without
         asking it for one. Their samples are not read again. ``generator`` is put back to where it

@@ -45,7 +45,7 @@ Transform = Callable[[Any], Any]
 _IMAGE_DIMENSIONS = 4
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class PrefetchReport(EpochReport):
     """How the latest epoch of a prefetcher went, complete or not.
 
@@ -70,6 +70,11 @@ class PrefetchReport(EpochReport):
     pinned_bytes: int = 0
     copies: CopyCounts = dataclasses.field(default_factory=CopyCounts)
     batch_ops: str = ""
+
+    def as_dict(self) -> dict[str, float]:
+        copies = dataclasses.asdict(self.copies)
+        figures = super(PrefetchReport, self).as_dict()
+        return figures | {f"copies_{name}": figure for name, figure in copies.items()}
 
     def __str__(self) -> str:
         lines = super(PrefetchReport, self).__str__().splitlines()
@@ -204,24 +209,21 @@ class CudaPrefetcher:
         ):  # how to copy or pickle a loader is no answer for its prefetcher
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         value = getattr(self.loader, name)
-        own = (
-            {}
-            if is_own(self.loader)
-            else {"state_dict": self._user_state, "load_state_dict": self._load_user_state}
-        )
+        if is_own(self.loader):
+            return value
+        own = {"state_dict": self._user_state, "load_state_dict": self._load_user_state}
         return own.get(name, value)
 
     def set_epoch(self, epoch: int) -> None:
         batch_sampler = getattr(self.loader, "batch_sampler", None)
+        sampler = getattr(self.loader, "sampler", None)
         inner = getattr(batch_sampler, "sampler", None)
-        listeners: list[Any] = [
-            self.loader,
-            getattr(self.loader, "sampler", None),
-            batch_sampler,
-            inner,
-        ]
-        for listener in {id(one): one for one in listeners if hasattr(one, "set_epoch")}.values():
-            listener.set_epoch(epoch)
+        listeners: dict[int, Any] = {
+            id(one): one for one in (self.loader, sampler, batch_sampler, inner)
+        }
+        for listener in listeners.values():
+            if hasattr(listener, "set_epoch"):
+                listener.set_epoch(epoch)
 
     def _user_state(self) -> Any:
         loader: Any = self.loader
@@ -238,54 +240,63 @@ class CudaPrefetcher:
         if getattr(self.loader, "persistent_workers", False) or isinstance(self.loader, Iterator):
             for epoch in list(self._live):  # both would read the same iterator
                 epoch.close()
-        read, ops = (self._ops.begin() if self._pinned else None) or (None, None)
-        options: dict[str, Any] = {}
+        finish: Callable[..., Any] | None = None
+        begun = None if self._pinned is None else self._ops.begin()
+        read, ops = begun or (None, None)
         if ops or any(self._finishing.values()):
-            options["finish"] = partial(_finish, device=self.device, ops=ops, **self._finishing)
-        loader: Any = self.loader
+            finish = partial(_finish, device=self.device, ops=ops, **self._finishing)
         if self._pinned is None:
-            self._feed = Feed(iter(loader), self.device, **options)
-            return Epoch(self._feed, self)
-        if is_own(loader):
-            held = max(HELD_BY_USER, self.depth + 1)
-            self._pinned.ring_slots = loader.ring_slots(held)
-            self._ring = self._ring or BatchRing(self._pinned.ring_slots, self._pinned.allocate)
-            iterator = loader.iterate(self._ring, held, read)
-            read_ahead = loader.read_ahead()
-            options |= {"mark": read_ahead.mark, "hand_over": read_ahead.hand_over}
+            self._feed = Feed(iter(self.loader), self.device, finish)
         else:
-            iterator = iter(loader)
-            options["mark"] = getattr(loader, "state_dict", lambda: None)
-        self._stream = self._stream or torch.cuda.Stream(self.device)
-        options |= {"stream": self._stream, "pinned": self._pinned, "depth": self.depth}
-        self._feed = Feed(iterator, self.device, **options)
+            self._feed = self._begin(self._pinned, finish, read)
         epoch = Epoch(self._feed, self)
         self._live.add(epoch)
         return epoch
 
-    def report(self) -> PrefetchReport:
-        asked: Any = getattr(self.loader, "report", None)
-        said = asked() if callable(asked) else None
-        base = (
-            said
-            if isinstance(said, EpochReport)
-            else EpochReport(path=f"batches of {type(self.loader).__name__}")
+    def _begin(self, pinned: Pinned, finish: Callable[..., Any] | None, read: Any) -> Feed:
+        """An epoch of the loader, in the prefetcher's ring where it is fastdata's."""
+        loader: Any = self.loader
+        self._stream = self._stream or torch.cuda.Stream(self.device)
+        device = {"stream": self._stream, "pinned": pinned, "depth": self.depth}
+        if not is_own(loader):
+            mark = getattr(loader, "state_dict", lambda: None)
+            return Feed(iter(loader), self.device, finish, mark=mark, **device)
+        held = max(HELD_BY_USER, self.depth + 1)
+        pinned.ring_slots = loader.ring_slots(held)
+        self._ring = self._ring or BatchRing(pinned.ring_slots, pinned.allocate)
+        iterator = loader.iterate(self._ring, held, read)
+        progress = loader.read_ahead()
+        hand_over = progress.hand_over
+        return Feed(
+            iterator, self.device, finish, mark=progress.mark, hand_over=hand_over, **device
         )
-        feed, pinned = self._feed, self._pinned
-        fields: dict[str, Any] = {
-            field.name: getattr(base, field.name) for field in dataclasses.fields(EpochReport)
+
+    def report(self) -> PrefetchReport:
+        ask = getattr(self.loader, "report", None)
+        said = ask() if callable(ask) else None
+        if not isinstance(said, EpochReport):
+            said = EpochReport(path=f"batches of {type(self.loader).__name__}")
+        feed = self._feed
+        values: dict[str, Any] = {
+            field.name: getattr(said, field.name) for field in dataclasses.fields(EpochReport)
         }
-        fields |= {"batches": feed.batches, "samples": feed.samples}
-        fields |= {"wait_s": feed.times.wait_s, "busy_s": feed.times.busy_s}
-        fields |= {"read_s": feed.read_s, "copy_s": feed.copy_s}
-        if pinned is not None:
-            fields |= {
-                "pinning": pinned.reason,
-                "pinned_bytes": sum(pinned.bytes.values()),
+        values |= {
+            "batches": feed.batches,
+            "samples": feed.samples,
+            "wait_s": feed.times.wait_s,
+            "busy_s": feed.times.busy_s,
+            "read_s": feed.read_s,
+            "copy_s": feed.copy_s,
+        }
+        if self._pinned is not None:
+            values |= {
+                "device": str(self.device),
+                "pinning": self._pinned.reason,
+                "pinned_bytes": self._pinned.ring_bytes + self._pinned.copies_bytes,
                 "copies": feed.copies,
+                "batch_ops": self._ops.described,
             }
-            fields |= {"device": str(self.device), "batch_ops": self._ops.described}
-        return PrefetchReport(**fields)
+        return PrefetchReport(**values)
 
     def close(self) -> None:
         """End live iterators, give back pinned memory and copies of the store. Idempotent; an epoch begins anew."""
@@ -294,7 +305,8 @@ class CudaPrefetcher:
         self._ring = None
         if self._pinned is not None:
             self._ops.close()
-            self._pinned.bytes.clear()
+            self._pinned.ring_bytes = 0
+            self._pinned.copies_bytes = 0
 
     def __enter__(self) -> Self:
         return self
@@ -375,17 +387,14 @@ def _resolve_device(device: DeviceLike | None) -> torch.device:
             f"device={str(device)!r} is neither the CPU nor a CUDA device; leave batches on the CPU."
         )
     if resolved.type == "cuda" and (resolved.index or 0) >= count:
-        toolkits = {
-            "CUDA": getattr(torch.version, "cuda", None),
-            "ROCm": getattr(torch.version, "hip", None),
-        }
-        built = " and ".join(f"{name} {version}" for name, version in toolkits.items() if version)
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
+        built = torch.version.cuda or getattr(torch.version, "hip", None) or "the CPU only"
         raise DeviceError(
-            f"device={str(device)!r} was asked for, but torch sees {count or 'no'} CUDA device{'s' * (count > 1)}: "
-            f"torch {torch.__version__} is built for {built or 'the CPU only'}, CUDA_VISIBLE_DEVICES is "
-            f"{os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')!r}. Name one that is there, install a build of torch "
-            "for this machine's accelerator and its driver (`python -m torch.utils.collect_env` shows both), or leave "
-            "device=None, which is the CPU where there is no accelerator."
+            f"device={str(device)!r} was asked for, but torch sees {count or 'no'} CUDA "
+            f"device{'s' * (count > 1)}: torch {torch.__version__} is built for {built}, "
+            f"CUDA_VISIBLE_DEVICES is {visible!r}. Name one that is there, install a build of torch "
+            "for this machine's accelerator and its driver (`python -m torch.utils.collect_env` "
+            "shows both), or leave device=None, which is the CPU where there is no accelerator."
         )
     if resolved == torch.device("cuda"):
         resolved = torch.device("cuda", torch.cuda.current_device())

@@ -78,13 +78,12 @@ def _draw_sequence(length: int, seed: int, epoch: int, count: int) -> Int64s:
     return np.arange(length)[:count]
 
 
-def weighted(weights: Any, replacement: bool = True) -> Order:
+def weighted(weights: Any) -> Order:
     """Samples drawn by their weights: a ``WeightedRandomSampler`` for ranks, and resumable.
 
     Args:
-        weights: (N,), of each sample, not negative; a sample with none never comes.
-        replacement: whether a sample may come again in an epoch; it draws other augmentations then.
-            Without it an epoch has as many samples as weights are above zero, at most.
+        weights: (N,), of each sample, not negative; a sample with none never comes. One that comes
+            again in an epoch draws other augmentations.
 
     Raises:
         ValueError: a weight is negative or not finite, or all are zero.
@@ -104,14 +103,10 @@ def weighted(weights: Any, replacement: bool = True) -> Order:
         raise ValueError(
             f"weight {wrong[0]} is {given[wrong[0]]}; weights must be finite and not negative"
         )
-    positive = int(np.count_nonzero(given))
-    if not positive:
+    if not given.any():
         raise ValueError(f"all {len(given)} weights are zero; at least one must be above")
-    identity = {"order": "weighted", "replacement": replacement, "weights": _checksum(given)}
-    if replacement:
-        return Order(partial(_draw_weighted, given), len(given), len(given), math.inf, identity)
-    draw = partial(_draw_weighted_once, given)
-    return Order(draw, len(given), positive, positive, identity)
+    identity = {"order": "weighted", "weights": _checksum(given)}
+    return Order(partial(_draw_weighted, given), len(given), len(given), math.inf, identity)
 
 
 def _draw_weighted(weights: npt.NDArray[np.float64], seed: int, epoch: int, count: int) -> Int64s:
@@ -119,20 +114,6 @@ def _draw_weighted(weights: npt.NDArray[np.float64], seed: int, epoch: int, coun
     ends = np.cumsum(weights[chosen] / weights.max())  # whose sum is finite
     drawn = draw_uniform(sample_keys(seed ^ _CHOICE_SALT, epoch, np.arange(count)), 0, 0) * ends[-1]
     order: Int64s = chosen[np.minimum(np.searchsorted(ends, drawn, side="right"), len(chosen) - 1)]
-    return order
-
-
-def _draw_weighted_once(
-    weights: npt.NDArray[np.float64], seed: int, epoch: int, count: int
-) -> Int64s:
-    # Drawn without replacement, samples come in the order of exponential variates of these rates:
-    # P. S. Efraimidis, P. G. Spirakis, "Weighted random sampling with a reservoir", Information
-    # Processing Letters 97, 2006. Their logarithms stay finite, whatever the weights are.
-    chosen = np.flatnonzero(weights)
-    # In (0, 1).
-    drawn = draw_uniform(sample_keys(seed ^ _CHOICE_SALT, epoch, chosen), 0, 0) + 2.0**-54
-    log_waits = np.log(-np.log1p(-drawn)) - np.log(weights[chosen])
-    order: Int64s = chosen[np.argsort(log_waits, kind="stable")[:count]]
     return order
 
 
