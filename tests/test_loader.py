@@ -497,7 +497,10 @@ def test_no_thread_outlives_an_epoch(images: CachedDataset, how: str) -> None:
             _fail_in_the_first_batch(loader)
     else:
         iterators = [iter(loader), iter(loader)]
+        for iterator in iterators:
+            next(iterator)
         assert _reader_threads()
+        del iterator
         del iterators
     gc.collect()
     assert _reader_threads() == []

@@ -190,7 +190,8 @@ def test_set_epoch_reaches_loader_and_sampler(dataset: CachedDataset) -> None:
     loader = DataLoader(dataset, batch_size=4, sampler=sampler)
     CudaPrefetcher(loader, device="cpu").set_epoch(7)
     assert sampler.epoch == 7
-    assert loader._epochs._set == 7
+    iter(loader)
+    assert loader.state_dict()["epoch"] == 7
     CudaPrefetcher([], device="cpu").set_epoch(7)
 
 

@@ -1,4 +1,4 @@
-"""The loader for data larger than memory: a DataLoader in an order of chunks, two of them in memory."""
+"""The loader for data larger than memory: a DataLoader in an order of chunks."""
 
 from __future__ import annotations
 
@@ -54,10 +54,6 @@ _MOST_MIXED_BYTES = 4 << 30
 """Of a chunk that is mixed: the larger, the better the order, but the later the first batch."""
 _MOST_FETCHED_BYTES = 512 << 20
 """Of a mixed chunk that comes over a network, at 100 MB/s in five seconds."""
-_LEAST_FETCHED = 8
-"""Chunks of an epoch, so that the next one comes while one is decoded."""
-_PIECE_BYTES = 4 << 20
-"""Of neighbours in a chunk that comes over a network: many small requests would take long."""
 _ORDER_BYTES = 64
 """For each sample of the dataset while an epoch is planned: its key, its place, and sorting."""
 _ENTRY_BYTES = 256
@@ -73,7 +69,7 @@ Located = Iterable[tuple[DiskStore, Int64s]]
 
 
 class ResidentChunks:
-    """Reads the chunks of one epoch ahead of their batches, and lets go of each behind its last one.
+    """Reads the chunks of an epoch ahead of their batches, and lets go of each behind its last.
 
     These are hints: a sample that is not there is read when it is asked for, and one that was let
     go is read again.
@@ -211,7 +207,7 @@ class ChunkSampler(RankSampler):
 
 
 class ChunkedLoader:
-    """Trains on data larger than memory: a ``DataLoader`` in an order of chunks, under a memory limit.
+    """Trains on data larger than memory: a ``DataLoader`` in an order of chunks, under a limit.
 
     Chunk k + 1 is read from disk while chunk k is served, which is let go of then. Samples that are
     kept nowhere are prepared anew each epoch, in an order that is shuffled globally. Every sample
@@ -362,7 +358,9 @@ class ChunkedLoader:
         in_use_bytes = memory.tree_pss_bytes()
         free_bytes = memory.available_bytes().bytes
         is_mixed = order.shuffle and bool(stores)
-        most_bytes, pieces, fetch_bytes = _bounds_of_chunk(order, stores, mix_chunks)
+        pieces = (mix_chunks or _PIECES_PER_CHUNK) if is_mixed else 1
+        mirrored = [store for store in stores if isinstance(store, MirroredStore)]
+        fetch_bytes = CHUNKS_HELD * FETCH_BYTES * len(mirrored)
         edges_bytes = 2 * mmap.PAGESIZE * len(stores)  # pages of a piece that others' samples share
         sample_bytes = _ENTRY_BYTES + sum(store.heaviest_bytes(_NEIGHBOURS) for store in stores)
         if _is_scattered(order, self._view):
@@ -380,7 +378,7 @@ class ChunkedLoader:
             worker_bytes=0 if is_served or stores else PROCESS_BYTES,
             most_workers=1 if stores and not is_served else most_workers,
             sample_bytes=sample_bytes if stores else 0,
-            most_bytes=most_bytes,
+            most_bytes=_most_of_chunk(order, stores),
             chunk_samples=chunk_samples,
         )
         log.info("%s", plan)
@@ -534,27 +532,15 @@ def _disk_stores(dataset: PreparedDataset) -> list[DiskStore]:
     return [store for store in kept.stores if isinstance(store, DiskStore)] if kept else []
 
 
-def _bounds_of_chunk(
-    order: EpochOrder, stores: list[DiskStore], mix_chunks: int | None
-) -> tuple[int, int, int]:
-    """The most bytes of a chunk, of how many pieces it is made, and what fetching takes besides."""
-    mirrored = [store for store in stores if isinstance(store, MirroredStore)]
-    is_mixed = order.shuffle and bool(stores)
-    most_bytes = _MOST_MIXED_BYTES if is_mixed else _MOST_BYTES
-    most_pieces = _PIECES_PER_CHUNK
-    if mirrored:
-        # Of what local_limit= leaves, one share is what others' blocks waste.
-        room_bytes = min(store.mirror.limit_bytes for store in mirrored)
-        most_bytes = min(most_bytes, room_bytes // (local_ranks() * (CHUNKS_HELD + 1)))
-    if mirrored and is_mixed:
-        epoch_bytes = sum(store.size_bytes for store in mirrored) // order.world_size
-        most_bytes = min(most_bytes, _MOST_FETCHED_BYTES, epoch_bytes // _LEAST_FETCHED)
-        # So that few of its segments are others', too.
-        segment_bytes = max(store.mirror.segment_bytes for store in mirrored)
-        piece_bytes = max(_PIECE_BYTES, 4 * segment_bytes)
-        most_pieces = min(most_pieces, max(most_bytes // piece_bytes, 1))
-    pieces = mix_chunks or most_pieces
-    return most_bytes, pieces if is_mixed else 1, CHUNKS_HELD * FETCH_BYTES * len(mirrored)
+def _most_of_chunk(order: EpochOrder, stores: list[DiskStore]) -> int:
+    """The most bytes of a chunk; more would bring nothing, or the first batch too late."""
+    most_bytes = _MOST_MIXED_BYTES if order.shuffle and stores else _MOST_BYTES
+    for store in stores:
+        if isinstance(store, MirroredStore):
+            # Of what local_limit= leaves, one share is what others' blocks waste.
+            room_bytes = store.mirror.limit_bytes // (local_ranks() * (CHUNKS_HELD + 1))
+            most_bytes = min(most_bytes, _MOST_FETCHED_BYTES, room_bytes)
+    return most_bytes
 
 
 def _is_scattered(order: EpochOrder, view: LoaderView | None) -> bool:

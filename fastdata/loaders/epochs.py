@@ -1,4 +1,4 @@
-"""One epoch of a loader: who reads its batches and why, and the iterators that hand them over and count them."""
+"""One epoch of a loader: who reads its batches, and the iterators that hand them over."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _PARENT_CHECK_S = 0.5
 
 
 class Engine(NamedTuple):
-    """Who reads batches: fastdata's threads or torch's processes, how many (0: the training loop), and why."""
+    """Who reads batches, how many (0: the training loop), and why."""
 
     kind: Literal["thread", "process"]
     path: str
@@ -47,7 +47,7 @@ class Engine(NamedTuple):
 
 
 def shown_as(name: str) -> AbstractContextManager[Any]:
-    """Let a profiler show what runs within under this name; 0.3 us without one, where torch's own takes 4 us."""
+    """Let a profiler show what runs within; 0.3 us without one, where torch's own takes 4 us."""
     return profiler.record_function(name) if profiler._is_profiler_enabled else nullcontext()
 
 
@@ -115,7 +115,9 @@ class Tally(LoopTimes):
         self, engine: Engine, ring: Slots | None = None, pinning: PinningPlan | None = None
     ) -> None:
         super().__init__()
-        self._engine, self._ring, self._pinning = engine, ring, pinning
+        self._engine = engine
+        self._ring = ring
+        self._pinning = pinning
         self._fresh_before = ring.fresh_count if ring else 0
         self.batches = self.samples = 0
 
@@ -135,18 +137,18 @@ class Tally(LoopTimes):
 
 
 def sample_count(batch: Any) -> int:
-    """Length of the first tensor in a batch; 0 if it has none, or is of a kind that cannot tell."""
+    """Length of the first tensor in a batch; 0 if it has none, or cannot tell; 1 of a scalar."""
     if type(batch) is list and batch and type(batch[0]) is torch.Tensor and batch[0].ndim:
         return batch[0].size(0)  # most are
     try:
-        tensors = flatten(batch)[0]
-        return next((t.size(0) for t in tensors if isinstance(t, torch.Tensor) and t.ndim), 0)
+        tensors = [it for it in flatten(batch)[0] if isinstance(it, torch.Tensor)]
+        return next((it.size(0) for it in tensors if it.ndim), len(tensors[:1]))
     except Exception:  # noqa: BLE001  # users' types raise anything, and counting stops nobody
         return 0
 
 
 class TorchView:
-    """A loader as torch's iterators see it while they start, with other attributes in place of some."""
+    """A loader as torch's iterators see it while they start, some attributes replaced."""
 
     collate_fn: Any
 
@@ -161,11 +163,11 @@ class TorchView:
 class Counted(torch_loader._BaseDataLoaderIter):
     """An iterator that counts what it hands over and how long it kept the user waiting."""
 
-    tally: Tally  # of the epoch, as ``progress``; an iterator of workers that persist gets new ones for the next
+    # Of the epoch, as ``progress``; an iterator of persistent workers gets new ones for the next.
+    tally: Tally
     ring: Slots | None = None  # that batches come through
-    lease: Lease | JoinedLease | None = (
-        None  # of what is read; ends the epoch once the dataset is closed
-    )
+    # Of what is read; ends the epoch once the dataset is closed.
+    lease: Lease | JoinedLease | None = None
 
     def __init__(self, view: TorchView, progress: Progress) -> None:
         self.progress = progress
@@ -207,19 +209,6 @@ class Counted(torch_loader._BaseDataLoaderIter):
             tally.answer(asked_at)
 
 
-def _may_be_told(loader: Any) -> bool:
-    """Whether a sampler has ``set_epoch``, which Lightning calls between ``iter()`` and ``next()`` when it resumes.
-
-    Nothing is then read ahead before ``next``.
-    """
-    samplers = (
-        loader.sampler,
-        loader.batch_sampler,
-        getattr(loader.batch_sampler, "sampler", None),
-    )
-    return any(hasattr(sampler, "set_epoch") for sampler in samplers)
-
-
 class InlineIter(Counted, torch_loader._SingleProcessDataLoaderIter):
     """torch's engine in the training loop, counted."""
 
@@ -249,7 +238,9 @@ class ProcessIter(Counted, torch_loader._MultiProcessingDataLoaderIter):
         super().__init__(view, progress)
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
-        self._put_later, self._is_waiting = 0, _may_be_told(loader)
+        # Lightning sets an epoch between ``iter()`` and ``next()``: nothing is read ahead before.
+        self._put_later = 0
+        self._is_waiting = True
         super()._reset(loader, first_iter)
         self._is_waiting = False
 
@@ -306,7 +297,8 @@ class ThreadIter(Counted):
                 "prefetch_factor must be greater than 0 for MultiProcessingDataLoaderIter"
             )
         super().__init__(view, progress)
-        self.ring, self._ahead = ring, 0
+        self.ring = ring
+        self._ahead = 0  # batches to submit at ``next``
         self._read = partial(_read_batch, read)
         self._pending: deque[Future[Any]] = deque()
         self._threads: ThreadPoolExecutor | None = None
@@ -314,16 +306,15 @@ class ThreadIter(Counted):
             self._threads = ThreadPoolExecutor(threads, thread_name_prefix="fastdata-loader")
             self.stop = weakref.finalize(self, _stop, self._threads)
             self._ahead = threads * view.prefetch_factor
-            if not _may_be_told(view):
-                self._start()
 
     def _next_batch(self) -> Any:
         # torch's own takes 10 us to tell a profiler of itself, and does nothing else here.
         return super()._next_batch() if profiler._is_profiler_enabled else self._next_data()
 
     def _next_data(self) -> Any:
-        if self._ahead:
-            self._start()
+        while self._ahead:  # not before the first ``next``, as of workers
+            self._ahead -= 1
+            self._submit()
         if self._threads is None:
             batch = self._read(next(self._sampler_iter), self.progress.draws)
         elif self._pending:
@@ -332,11 +323,6 @@ class ThreadIter(Counted):
             self.stop()
             raise StopIteration
         return copy_to_pinned(batch) if self._pin_memory else batch
-
-    def _start(self) -> None:
-        for _ in range(self._ahead):
-            self._submit()
-        self._ahead = 0
 
     def _receive(self) -> Any:
         future = self._pending[0]
@@ -382,10 +368,10 @@ def _read_batch(read: Callable[[Any, Any], Any], indices: Any, draws: DrawKey | 
 
 
 def _stop(threads: ThreadPoolExecutor) -> None:
-    """End the threads; batches not begun are dropped. A thread that drops the last reference cannot wait for itself.
+    """End the threads; batches not begun are dropped.
 
-    Nor can one wait that the garbage collector interrupts where it holds the lock of ``threading``
-    that a join takes.
+    A thread that drops the last reference cannot wait for itself, nor can one that the garbage
+    collector interrupts where it holds the lock of ``threading`` that a join takes.
     """
     lock = getattr(threading, "_shutdown_locks_lock", None)  # until Python 3.12
     is_own = threading.get_ident() in {thread.ident for thread in threads._threads}

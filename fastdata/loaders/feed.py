@@ -143,7 +143,7 @@ def _allocated_bytes(size_bytes: int) -> int:
 
 
 def begin_thread(device: torch.device) -> None:
-    """Prepare a thread of the prefetcher or its loader, not the user's, for asking CUDA for events and memory.
+    """Prepare a thread of the prefetcher or its loader for asking CUDA for events and memory.
 
     A thread begins on device 0, where a context would take memory that nobody may want. And while
     the training loop captures a graph in torch's default mode ("global"), such calls are forbidden
@@ -194,7 +194,7 @@ Outcome = Arrival | BaseException | None
 
 @dataclasses.dataclass(eq=False)
 class Feed:
-    """One epoch: reads a loader's iterator in a thread and brings batches to the device, at most ``depth`` ahead.
+    """One epoch: a thread reads a loader's iterator and brings batches, at most ``depth`` ahead.
 
     The thread ends with the loader, or where something fails; it begins anew if the user asks
     again. Without a stream there is none: batches stay where they are, and are read where they are
@@ -267,7 +267,7 @@ class Feed:
         return outcome.batch
 
     def stop(self) -> None:
-        """End the thread, and drop what was read ahead. Idempotent. A forked process leaves both to its parent."""
+        """End the thread, and drop what was read ahead. Idempotent; nothing in a forked process."""
         if os.getpid() != self._pid or self._stopped.is_set():
             return
         self._stopped.set()
@@ -295,12 +295,14 @@ class Feed:
     def _take(self) -> Outcome:
         if os.getpid() != self._pid:
             raise RuntimeError(
-                "an iterator of a prefetcher works in the process that made it; call iter() in this one"
+                "an iterator of a prefetcher works in the process that made it; call iter() in "
+                "this one"
             )
         if _is_capturing():
             raise RuntimeError(
-                "next() of a CudaPrefetcher was called while a CUDA graph is captured, which cannot hold the arrival "
-                "of a batch. Take the batch before the capture, and copy it to a tensor that the graph reads."
+                "next() of a CudaPrefetcher was called while a CUDA graph is captured, which "
+                "cannot hold the arrival of a batch. Take the batch before the capture, and copy "
+                "it to a tensor that the graph reads."
             )
         user_stream = torch.cuda.current_stream(self.device)
         if self._thread is None:
@@ -368,7 +370,8 @@ class Feed:
         if place is None or self._stopped.is_set():
             return False
         try:
-            place.left.synchronize()  # so the device never holds more than the queue, the loop's batch and this one
+            # So the device never holds more than the queue, the loop's batch and this one.
+            place.left.synchronize()
             place.let_go()
             begun_at = time.perf_counter()
             place.sources = tensors
@@ -389,7 +392,7 @@ class Feed:
         return True
 
     def _stage(self, tensors: list[Any]) -> None:
-        """Put pinned copies in place of what the device cannot read where it lies, if there may be some."""
+        """Put pinned copies in place of what the device cannot read where it lies."""
         ours = [k for k, tensor in enumerate(tensors) if _is_host_tensor(tensor)]
         staged = [k for k in ours if not tensors[k].is_pinned() or not _is_dense(tensors[k])]
         copied = self.pinned.stage([tensors[k] for k in staged], self.depth) if staged else []
@@ -413,12 +416,12 @@ def _is_capturing() -> bool:
 
 
 def _is_host_tensor(value: Any) -> bool:
-    """Whether it is a CPU tensor that its bytes, dtype, shape and strides tell all about, and has some."""
+    """Whether it is a CPU tensor with elements, and bytes, dtype, shape and strides are all."""
     return type(value) is torch.Tensor and is_plain(value) and value.numel() > 0
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether its elements fill a range of memory, in any order of dimensions: else torch would copy them first."""
+    """Whether its elements fill a range of memory: else torch would copy them first."""
     return (
         tensor.is_contiguous()
         or torch.empty_like(tensor, device="meta").stride() == tensor.stride()

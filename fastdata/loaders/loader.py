@@ -52,8 +52,8 @@ _NO_ORDER = (
     "is resumed from it may repeat some and leave out others. Use in_order=True."
 )
 _NO_STREAM = (
-    "a DataLoader cannot resume an IterableDataset, which alone knows where it stands: its epochs begin anew. Save the "
-    "dataset's own state beside the loader's, or use a map-style dataset."
+    "a DataLoader cannot resume an IterableDataset, which alone knows where it stands: its epochs "
+    "begin anew. Save the dataset's own state beside the loader's, or use a map-style dataset."
 )
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ else:  # in as many type variables as torch's has: one until torch 2.13, then tw
 
 
 class DataLoader(_TorchLoader[_T_co]):
-    """torch's DataLoader with torch's arguments, and an engine of threads where the dataset serves whole batches.
+    """torch's DataLoader, with an engine of threads where the dataset serves whole batches.
 
     The arguments up to ``in_order`` are torch's. What there is to say of some:
 
@@ -105,7 +105,8 @@ class DataLoader(_TorchLoader[_T_co]):
 
     Example:
         >>> from fastdata import CachedDataset
-        >>> dataset = CachedDataset([(torch.full((1, 2, 2), i), i) for i in range(5)], progress=False)
+        >>> samples = [(torch.full((1, 2, 2), i), i) for i in range(5)]
+        >>> dataset = CachedDataset(samples, progress=False)
         >>> loader = DataLoader(dataset, batch_size=2, num_workers=1)
         >>> [labels.tolist() for images, labels in loader]
         [[0, 1], [2, 3], [4]]
@@ -242,8 +243,8 @@ class DataLoader(_TorchLoader[_T_co]):
         self._has_warned = True
         if type(self.sampler) is RandomSampler and find_rank().world_size > 1:
             warn_user(
-                f"this is one of {find_rank().world_size} ranks, and each of them reads all samples "
-                "of the dataset: the loader's sampler shares out none. Give the loader "
+                f"this is one of {find_rank().world_size} ranks, and each of them reads all "
+                "samples of the dataset: the loader's sampler shares out none. Give the loader "
                 "distributed='auto', or a sampler that knows its rank."
             )
         new = [] if self._served is None else [p for p in self._served.parts if id(p) not in _SAID]
@@ -361,7 +362,7 @@ class DataLoader(_TorchLoader[_T_co]):
     # For a prefetcher
 
     def ring_slots(self, held: int) -> int:
-        """How many buffers threads and a user who holds ``held`` batches need, so that none is allocated anew."""
+        """How many buffers threads and a user who holds ``held`` batches need."""
         return self._choose_engine().workers * (self.prefetch_factor or 0) + 1 + held
 
     def read_ahead(self) -> Progress:
@@ -371,7 +372,7 @@ class DataLoader(_TorchLoader[_T_co]):
         return progress
 
     def device_obstacle(self) -> str | None:
-        """Why batches cannot be had as they are stored, to be finished on a device; None if they can."""
+        """Why batches cannot be had as they are stored, to be finished on a device, or None."""
         if self._served is None:
             return f"the loader is {kind_of(self)}, not fastdata's DataLoader in batches"
         engine = self._choose_engine()
@@ -428,7 +429,7 @@ class DataLoader(_TorchLoader[_T_co]):
         return self._served.latest().obstacle
 
     def _draws_alone(self) -> bool:
-        """Whether nothing of the user's own runs for whole batches that a ``worker_init_fn`` might have prepared."""
+        """Whether no code of the user's runs that a ``worker_init_fn`` might have prepared."""
         init = getattr(self.worker_init_fn, "func", self.worker_init_fn)
         if getattr(init, "__name__", "") == "pl_worker_init_function":  # Lightning's only seeds
             return True
@@ -461,8 +462,8 @@ def _fallback_notice(dataset: PreparedDataset) -> str:
     if own is None:
         return fallback_notice(latest_reader(dataset))
     return (
-        f"{type(dataset).__name__}.{own} is called for each sample. Write what it does as transform= or "
-        "target_transform= instead."
+        f"{type(dataset).__name__}.{own} is called for each sample. Write what it does as "
+        "transform= or target_transform= instead."
     )
 
 
@@ -495,12 +496,14 @@ def _share(
 ) -> RankSampler:
     if isinstance(dataset, IterableDataset):
         raise ValueError(
-            f"distributed={distributed!r} shares out samples by their index, and an IterableDataset has none. Let it "
-            "read its own rank's share, and leave distributed= out."
+            f"distributed={distributed!r} shares out samples by their index, and an "
+            "IterableDataset has none. Let it read its own rank's share, and leave distributed= "
+            "out."
         )
     if distributed == "exact" and drop_last:
         raise ValueError(
-            "distributed='exact' gives every sample once, and drop_last=True would drop some: choose one"
+            "distributed='exact' gives every sample once, and drop_last=True would drop some: "
+            "choose one"
         )
     found = LoaderView.find(dataset)
     seed = None if found is None else found.seed  # torch's generators may differ between ranks

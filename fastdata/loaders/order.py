@@ -105,7 +105,7 @@ class Progress:
     seen: Mark | None = None
 
     def mark(self) -> Mark:
-        """For a prefetcher's thread to take with each batch, and the user's to hand over with it."""
+        """For a prefetcher's thread to take with each batch, to be handed over with it."""
         return Mark(self.handed, self.is_finished)
 
     def hand_over(self, mark: Mark) -> None:
@@ -340,7 +340,7 @@ class _BatchDraws:
         self._seen = None if is_plain else np.zeros(self._length, np.uint32)
 
     def __call__(self, indices: list[int]) -> list[int]:
-        """Raise an error where an index is out of range or no number, unless only the dataset knows."""
+        """Raise an error where an index is out of range, unless only the dataset knows."""
         try:
             return self._batch_of(indices)
         except (IndexError, TypeError, ValueError):

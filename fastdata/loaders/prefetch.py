@@ -83,7 +83,8 @@ class PrefetchReport(EpochReport):
         copies = self.copies
         lines += [
             f"to {self.device}: {format_bytes(copies.device_bytes)}, of it "
-            f"{format_bytes(copies.in_place_bytes)} straight from pinned memory ({copies.in_place} tensors), "
+            f"{format_bytes(copies.in_place_bytes)} straight from pinned memory "
+            f"({copies.in_place} tensors), "
             f"{format_bytes(copies.staged_bytes)} by one more host copy ({copies.staged}), "
             f"{format_bytes(copies.pageable_bytes)} from pageable memory ({copies.pageable})",
             f"pinned at most {format_bytes(self.pinned_bytes)}",
@@ -299,7 +300,7 @@ class CudaPrefetcher:
         return PrefetchReport(**values)
 
     def close(self) -> None:
-        """End live iterators, give back pinned memory and copies of the store. Idempotent; an epoch begins anew."""
+        """End live iterators, give back pinned memory and copies of the store. Idempotent."""
         for epoch in list(self._live):
             epoch.close()
         self._ring = None
@@ -320,7 +321,8 @@ class CudaPrefetcher:
             return
         self._has_warned = True
         warn_user(
-            f"batches go to {self.device} from pageable memory, which takes longer: {self._pinned.reason}"
+            f"batches go to {self.device} from pageable memory, which takes longer: "
+            f"{self._pinned.reason}"
         )
 
 
@@ -350,7 +352,7 @@ def _finish(
         kind = RuntimeError if isinstance(error, StopIteration) else type(error)
         try:
             named = kind(message)
-        except Exception:  # noqa: BLE001  # a user's type may raise anything where it is made of a message
+        except Exception:  # noqa: BLE001  # a user's type may raise anything
             named = RuntimeError(message)
         raise named from error
 
@@ -370,7 +372,7 @@ def _cast(tensor: Any, device: torch.device, dtype: torch.dtype | None, channels
 
 
 def _resolve_device(device: DeviceLike | None) -> torch.device:
-    """Return the device asked for, with its number where it has one; None is the current one, or the CPU.
+    """Return the device asked for, with its number; None is the current one, or the CPU.
 
     Raises:
         DeviceError: torch does not see it.
@@ -378,13 +380,15 @@ def _resolve_device(device: DeviceLike | None) -> torch.device:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if isinstance(device, (list, tuple)):
         raise DeviceError(
-            f"device={device!r} is a list, and one process brings batches to one device. Start a process for each GPU "
-            "(torchrun), or give a module of DataParallel whole batches on its first device."
+            f"device={device!r} is a list, and one process brings batches to one device. Start a "
+            "process for each GPU (torchrun), or give a module of DataParallel whole batches on "
+            "its first device."
         )
     resolved = torch.device(("cuda" if count else "cpu") if device is None else device)
     if resolved.type not in ("cpu", "cuda"):
         raise DeviceError(
-            f"device={str(device)!r} is neither the CPU nor a CUDA device; leave batches on the CPU."
+            f"device={str(device)!r} is neither the CPU nor a CUDA device; leave batches on the "
+            "CPU."
         )
     if resolved.type == "cuda" and (resolved.index or 0) >= count:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
@@ -392,16 +396,18 @@ def _resolve_device(device: DeviceLike | None) -> torch.device:
         raise DeviceError(
             f"device={str(device)!r} was asked for, but torch sees {count or 'no'} CUDA "
             f"device{'s' * (count > 1)}: torch {torch.__version__} is built for {built}, "
-            f"CUDA_VISIBLE_DEVICES is {visible!r}. Name one that is there, install a build of torch "
-            "for this machine's accelerator and its driver (`python -m torch.utils.collect_env` "
-            "shows both), or leave device=None, which is the CPU where there is no accelerator."
+            f"CUDA_VISIBLE_DEVICES is {visible!r}. Name one that is there, install a build of "
+            "torch for this machine's accelerator and its driver (`python -m "
+            "torch.utils.collect_env` shows both), or leave device=None, which is the CPU where "
+            "there is no accelerator."
         )
     if resolved == torch.device("cuda"):
         resolved = torch.device("cuda", torch.cuda.current_device())
         rank = int(os.environ.get("LOCAL_RANK") or 0)
         if device is None and not resolved.index and 0 < rank < count:
             warn_user(
-                f"batches of the process with LOCAL_RANK={rank} go to cuda:0, which is its current device, as those of "
-                f"rank 0 do. Call torch.cuda.set_device({rank}) first, or pass device='cuda:{rank}' (or 'cuda:0')."
+                f"batches of the process with LOCAL_RANK={rank} go to cuda:0, which is its current "
+                f"device, as those of rank 0 do. Call torch.cuda.set_device({rank}) first, or pass "
+                f"device='cuda:{rank}' (or 'cuda:0')."
             )
     return resolved

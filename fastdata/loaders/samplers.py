@@ -139,7 +139,8 @@ def balanced(targets: Any, replacement: bool = False) -> Order:
     found = _targets_of(targets)
     if found.ndim != 1 or not len(found):
         raise ValueError(
-            f"targets have the shape {found.shape}; the class of each sample is needed, at least one"
+            f"targets have the shape {found.shape}; the class of each sample is needed, at least "
+            "one"
         )
     try:
         names, inverse = np.unique(found, return_inverse=True)

@@ -111,7 +111,7 @@ class JoinedReader:
 def _pieces(
     batch: IndexBatch, ends: np.ndarray, seeds: Sequence[int]
 ) -> Iterator[tuple[int, np.ndarray, IndexBatch]]:
-    """The number of each dataset that indices are of, their rows in the batch, and its own batch."""
+    """The number of each dataset with indices in a batch, their rows, and its own batch."""
     number_B = np.searchsorted(ends, batch.positions, side="right")
     for number in np.unique(number_B).tolist():
         row_B = np.flatnonzero(number_B == number)
@@ -212,7 +212,7 @@ class LoaderView:
         return lease_of(self.dataset)
 
     def fetched(self, dataset: Any) -> Any:
-        """What is read in place of a loader's ``dataset``, so that what batches know is not lost."""
+        """What is read in place of a loader's ``dataset``, so that batches keep their draws."""
         if type(dataset) is ConcatDataset:
             return _WholeConcat(dataset, self.dataset)
         return dataset if self.subset is None else _WholeSubset(dataset, self.dataset)
@@ -240,7 +240,7 @@ def _joined(dataset: Any, parts: list[PreparedDataset]) -> np.ndarray | None:
 
 
 class _Whole(Dataset[Any]):
-    """Hands batches to what is ``behind``, where torch's own class would make plain lists of them."""
+    """Hands batches to what is ``behind``, where torch's own class would make lists of them."""
 
     behind: PreparedDataset | JoinedDatasets
 
