@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from filelock import FileLock
 from fsspec.implementations.memory import MemoryFileSystem
 
 from fastdata import CachedDataset, ChunkedLoader, DataLoader
@@ -378,7 +379,8 @@ def test_a_break_ends_fetching(url: str, tmp_path: Path) -> None:
 
 
 def fetch_and_die(mirror: Mirror, results: Any) -> None:
-    mirror._lock(Segment("a", 1))  # as one who fetches
+    lock = FileLock(mirror._all / ".locks" / str(mirror._lock_number(Segment("a", 1))))
+    lock.acquire()  # as one who fetches
     mirror._path(Segment("a", 1)).with_name("a.1.part").write_bytes(b"half")
     results.put(0)
     os.kill(os.getpid(), 9)

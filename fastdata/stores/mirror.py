@@ -20,12 +20,10 @@ import os
 import re
 import sys
 import threading
-import time
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -38,9 +36,6 @@ from fastdata.sources.remote import Entry, Place
 from fastdata.stores.files import free_bytes
 from fastdata.stores.readers import Decoder, DiskStore, UndecodableError, checksum
 
-if TYPE_CHECKING:
-    from filelock import FileLock
-
 FETCH_BYTES = 64 << 20
 """On their way at once, where 50 ms at 1 GB/s are 48 MiB."""
 _SEGMENT_BYTES = 1 << 20
@@ -48,7 +43,6 @@ _MOST_SEGMENTS = 1 << 15
 """Of a cache, whose segments are doubled until they are so few: a process may have 65,530
 mappings."""
 _LOCKS = 256
-_POLL_S = 0.005
 _SLACK = 32
 """Room is made for a 32nd of the limit at once: to find what was needed longest ago is a look at
 every segment."""
@@ -110,7 +104,6 @@ class Mirror:
             ) from problem
         self.limit_bytes = parse_bytes(limit, of=free_bytes(self._all) + used_bytes)
         self._spare_bytes = 0
-        self._coming_bytes = 0
 
     def at(self, name: str) -> str:
         return self.place.at(name)
@@ -137,45 +130,37 @@ class Mirror:
 
         Two processes never fetch the same segment: the second waits for the first.
         """
-        missing: deque[Segment] = deque()
+        missing = []
         for segment in segments:
             fd = self._open_local(segment)
             if fd is None:
                 missing.append(segment)
             else:
                 yield segment, fd
-        pending: dict[Future[bytes], tuple[Segment, FileLock]] = {}
-        try:
-            while missing or pending:
-                for _ in range(len(missing)):
-                    if pending and (len(pending) + 1) * self.segment_bytes > FETCH_BYTES:
-                        break
-                    segment = missing.popleft()
-                    lock = self._lock(segment)
-                    if lock is None:
-                        missing.append(segment)
-                        continue
-                    fd = self._open_local(segment)  # whoever had the lock may have fetched it
-                    if fd is None:
-                        pending[self._submit(segment)] = segment, lock
-                        continue
-                    lock.release()
+        at_once = max(FETCH_BYTES // self.segment_bytes, 1)
+        for first in range(0, len(missing), at_once):
+            yield from self._fetch(missing[first : first + at_once])
+
+    def _fetch(self, segments: Sequence[Segment]) -> Iterator[tuple[Segment, int]]:
+        from filelock import FileLock  # 20 ms, which only they take
+
+        with contextlib.ExitStack() as cleanup:
+            # In the same order by all, who can so wait for each other.
+            for number in sorted({self._lock_number(segment) for segment in segments}):
+                cleanup.enter_context(FileLock(self._all / ".locks" / str(number)))
+            away = []
+            for segment in segments:
+                fd = self._open_local(segment)  # whoever had the lock may have fetched it
+                if fd is None:
+                    away.append(segment)
+                else:
                     yield segment, fd
-                if not pending:
-                    time.sleep(_POLL_S)
-                    continue
-                for future in wait(pending, _POLL_S if missing else None, FIRST_COMPLETED).done:
-                    segment, lock = pending.pop(future)
-                    try:
-                        fd = self._keep(segment, future)
-                    finally:
-                        lock.release()
-                    yield segment, fd
-        finally:
-            for future, (segment, lock) in pending.items():
-                future.cancel()
-                self._coming_bytes -= self._size_of(segment)
-                lock.release()
+            self._make_room(sum(map(self._size_of, away)))
+            coming = [(segment, self._submit(segment)) for segment in away]
+            for _, future in coming:
+                cleanup.callback(future.cancel)
+            for segment, future in coming:
+                yield segment, self._keep(segment, future.result())
 
     def _path(self, segment: Segment) -> Path:
         return self.folder / f"{segment.name}.{segment.number}"
@@ -196,48 +181,30 @@ class Mirror:
         os.utime(fd)
         return fd
 
-    def _lock(self, segment: Segment) -> FileLock | None:
-        """The lock of who fetches a segment; None where another one has it."""
-        from filelock import FileLock, Timeout  # 20 ms, which only they take
-
+    def _lock_number(self, segment: Segment) -> int:
         digest = hashlib.blake2b(str(self._path(segment)).encode(), digest_size=8).digest()
-        lock = FileLock(self._all / ".locks" / str(int.from_bytes(digest, "little") % _LOCKS))
-        try:
-            lock.acquire(timeout=0)
-        except Timeout:
-            return None
-        return lock
+        return int.from_bytes(digest, "little") % _LOCKS
 
     def _submit(self, segment: Segment) -> Future[bytes]:
-        size_bytes = self._size_of(segment)
-        self._make_room(size_bytes)
-        self._coming_bytes += size_bytes
         start = segment.number * self.segment_bytes
-        return self.place.submit(segment.name, start, start + size_bytes)
+        return self.place.submit(segment.name, start, start + self._size_of(segment))
 
-    def _keep(self, segment: Segment, coming: Future[bytes]) -> int:
-        self._coming_bytes -= self._size_of(segment)
+    def _keep(self, segment: Segment, data: bytes) -> int:
         path = self._path(segment)
         # Which a killed process leaves to the next one that fetches it.
         part = path.with_name(f"{path.name}.part")
-        data = coming.result()
         path.parent.mkdir(exist_ok=True)
-        fd = os.open(part, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
         try:
-            with open(fd, "wb", closefd=False, buffering=0) as file:
-                rest = memoryview(data)
-                while rest:
-                    rest = rest[file.write(rest) :]
-            os.lseek(fd, 0, os.SEEK_SET)
+            part.write_bytes(data)
+            fd = os.open(part, os.O_RDONLY | os.O_CLOEXEC)
             part.rename(path)
         except OSError as problem:
-            os.close(fd)
             part.unlink(missing_ok=True)
             if problem.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
             raise CacheError(
-                f"the disk of local_cache={str(self._all)!r} is full. Free some space, or give a smaller "
-                f"local_limit= than {format_bytes(self.limit_bytes)}."
+                f"the disk of local_cache={str(self._all)!r} is full. Free some space, or give a "
+                f"smaller local_limit= than {format_bytes(self.limit_bytes)}."
             ) from problem
         return fd
 
@@ -246,24 +213,17 @@ class Mirror:
         from filelock import FileLock
 
         if self._spare_bytes < size_bytes:
+            room_bytes = max(size_bytes, self.limit_bytes // _SLACK)
             with FileLock(self._all / ".lock"):
                 segments = sorted(_list_segments(self._all))
-                used_bytes = sum(each_bytes for _, each_bytes, _ in segments) + self._coming_bytes
-                most_bytes = self.limit_bytes - size_bytes
-                if used_bytes > most_bytes:
-                    most_bytes -= self.limit_bytes // _SLACK
+                used_bytes = sum(each_bytes for _, each_bytes, _ in segments)
                 for _, each_bytes, path in segments:
-                    if used_bytes <= most_bytes:
+                    if used_bytes + room_bytes <= self.limit_bytes:
                         break
                     with contextlib.suppress(OSError):
                         os.unlink(path)
                         used_bytes -= each_bytes
-                for folder in {os.path.dirname(path) for _, _, path in segments}:
-                    with contextlib.suppress(OSError):  # of one that is not empty
-                        os.rmdir(folder)
-            self._spare_bytes = min(
-                self.limit_bytes - used_bytes, max(self.limit_bytes // _SLACK, size_bytes)
-            )
+            self._spare_bytes = room_bytes
         self._spare_bytes -= size_bytes
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -310,17 +270,8 @@ class MirroredFile:
         address = ctypes.c_void_p(self._address + start)
         call = ctypes.CDLL(None, use_errno=True).mmap
         call.restype = ctypes.c_void_p
-        if (
-            call(
-                address,
-                ctypes.c_size_t(length),
-                mmap.PROT_READ,
-                flags | fixed,
-                fd,
-                ctypes.c_long(0),
-            )
-            != address.value
-        ):
+        sizes = ctypes.c_size_t(length), mmap.PROT_READ, flags | fixed, fd, ctypes.c_long(0)
+        if call(address, *sizes) != address.value:
             raise OSError(ctypes.get_errno(), f"{self.path.name} cannot be mapped")
 
     def release(self) -> None: ...
@@ -363,14 +314,6 @@ class MirroredStore(DiskStore):
     def expect(self, indices: Sequence[int]) -> None:
         self._have(np.array(indices, np.int64))
 
-    def read(self, index: int) -> np.ndarray:
-        self.check(np.array([index]))
-        return super().read(index)
-
-    def read_into(self, index: int, out: np.ndarray) -> None:
-        self.check(np.array([index]))
-        super().read_into(index, out)
-
     def gather_into(self, index_B: np.ndarray, out_B: np.ndarray) -> None:
         self.check(index_B)
         super().gather_into(index_B, out_B)
@@ -379,6 +322,11 @@ class MirroredStore(DiskStore):
         unchecked = index_B[self._checked[index_B] == 0]
         self._have(unchecked)
         super().check(unchecked)
+
+    def _check(self, index: int) -> None:
+        if not self._checked[index]:
+            self._have(np.array([index]))
+            super()._check(index)
 
     def _have(self, index_B: np.ndarray) -> None:
         """Fetch samples that nobody has brought; they stay."""
