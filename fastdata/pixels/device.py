@@ -157,19 +157,31 @@ class DeviceProgram:
     def _places(self, records_SB: npt.NDArray[Any], axis: int, length: int) -> Int32s:
         """Follow each row (axis 0) or column (axis 1) served back through the windows."""
         place_BL = np.arange(length, dtype=np.int32)[None]
-        outside_BL = np.zeros_like(place_BL, bool)
+        outside_BL = None
+        # A window alone is a first place and a step, of each sample: what is small stays small.
+        first_B1 = np.zeros((1, 1), np.int32)
+        step_B1 = np.ones((1, 1), np.int32)
         for record_B, (size, mode) in zip(records_SB[::-1], self._windows[::-1], strict=True):
             n_B1 = record_B["n"].T[:, :, None]
-            last_B1 = n_B1[6 + axis] - 1
-            place_BL = np.where(n_B1[8] & _MIRRORED[axis], last_B1 - place_BL, place_BL)
-            place_BL = place_BL + (n_B1[4 + axis] - n_B1[1 - axis])
+            is_mirrored_B1 = (n_B1[8] & _MIRRORED[axis]) != 0
+            first_B1 = np.where(is_mirrored_B1, n_B1[6 + axis] - 1 - first_B1, first_B1)
+            first_B1 = first_B1 + n_B1[4 + axis] - n_B1[1 - axis]
+            step_B1 = np.where(is_mirrored_B1, -step_B1, step_B1)
+            if mode is None:
+                continue
+            place_BL = step_B1 * place_BL + first_B1
+            first_B1 = np.zeros_like(first_B1)
+            step_B1 = np.ones_like(step_B1)
             if mode in ("symmetric", "reflect"):
                 place_BL = _reflected(place_BL, size[axis], edge=mode == "reflect")
-            elif mode is not None:
-                inside_BL = place_BL.clip(0, size[axis] - 1)
-                outside_BL = outside_BL | ((inside_BL != place_BL) & (mode == "constant"))
-                place_BL = inside_BL
-        return np.where(outside_BL, -1, place_BL)
+                continue
+            inside_BL = place_BL.clip(0, size[axis] - 1)
+            if mode == "constant":
+                is_new_BL = inside_BL != place_BL
+                outside_BL = is_new_BL if outside_BL is None else outside_BL | is_new_BL
+            place_BL = inside_BL
+        place_BL = step_B1 * place_BL + first_B1
+        return place_BL if outside_BL is None else np.where(outside_BL, np.int32(-1), place_BL)
 
     def _cut(self, stored_NCHW: Tensor, index_B: Tensor | None, place_BL: Tensor) -> Tensor:
         count, channels, height, width = stored_NCHW.shape
