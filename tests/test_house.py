@@ -55,7 +55,7 @@ DOORS = {
 # No figure may grow. The goals: 100,000 nodes, 6.5 a line, 45 files, no class over 350 lines, no file over 700.
 MOST_NODES = 178_000
 MOST_NODES_PER_LINE = 7
-MOST_FILES = 74
+MOST_FILES = 72
 MOST_LINES = 29_800
 MOST_LINES_OF_A_CLASS = 405
 MOST_LINES_OF_A_FILE = 1_240

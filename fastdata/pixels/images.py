@@ -73,13 +73,15 @@ class SampleSpec:
 
 @dataclass(frozen=True, slots=True)
 class Planes:
-    """A decoded image that is planar already, uint8 (C, H, W): stored as a PIL image would be, without making one."""
+    """A decoded image, uint8 (C, H, W): stored as a PIL image would be, without making one."""
 
     pixels: Array
 
 
 def to_stored(sample: Any, *, is_mask: bool = False) -> tuple[Array, Form]:
-    """Give a sample's values, and what the sample was: of a PIL image new memory (C, H, W), of all others a view.
+    """Give a sample's values, and what it was.
+
+    Of a PIL image they are new memory (C, H, W), of all others a view.
 
     Of a mask with a palette, as VOC's, the values are the labels, without their colours.
     """
@@ -90,8 +92,9 @@ def to_stored(sample: Any, *, is_mask: bool = False) -> tuple[Array, Form]:
             return np.array(sample)[None], "pil"
         if sample.mode not in _MODES:
             raise TypeError(
-                f"a PIL image of mode {sample.mode!r} cannot be stored; modes {', '.join(_MODES)} can. Convert it "
-                "before it is stored: prepare=lambda im: im.convert('RGB'), or np.array(im) for a mask of labels."
+                f"a PIL image of mode {sample.mode!r} cannot be stored; modes {', '.join(_MODES)} "
+                "can. Convert it before it is stored: prepare=lambda im: im.convert('RGB'), or "
+                "np.array(im) for a mask of labels."
             )
         planes, dtype = _MODES[sample.mode]
         array = np.empty((planes, sample.height, sample.width), dtype)
@@ -103,7 +106,8 @@ def to_stored(sample: Any, *, is_mask: bool = False) -> tuple[Array, Form]:
         return sample, "array"
     if not isinstance(sample, torch.Tensor):
         raise TypeError(
-            f"a sample of type {type(sample).__name__} cannot be stored; PIL images, tensors and NumPy arrays can. "
+            f"a sample of type {type(sample).__name__} cannot be stored; PIL images, tensors and "
+            "NumPy arrays can. "
             "Return one of these from the dataset or from prepare=."
         )
     if sample.device.type != "cpu":
@@ -111,7 +115,8 @@ def to_stored(sample: Any, *, is_mask: bool = False) -> tuple[Array, Form]:
     form = _form_of(sample)
     if form is None:
         raise TypeError(
-            f"{kind_of(sample)} cannot be stored without losing what it is beside its values. Return it as or "
+            f"{kind_of(sample)} cannot be stored without losing what it is beside its values. "
+            "Return it as or "
             "within the target, which is kept as it is, or give .as_subclass(torch.Tensor) of it."
         )
     try:
@@ -136,7 +141,7 @@ def decoded_shape(sample: Any) -> tuple[int, int, int] | None:
 
 
 def is_image(value: Any) -> bool:
-    """Whether a value is a PIL image, or numbers in two or more dimensions that are nothing but their values."""
+    """Whether a value is a PIL image, or plain numbers in two or more dimensions."""
     if isinstance(value, np.ndarray):
         return value.ndim > 1 and not value.dtype.hasobject
     if isinstance(value, torch.Tensor):
@@ -176,7 +181,8 @@ def to_pil(array_CHW: Array) -> Image.Image:
     mode = mode_of(bands, array_CHW.dtype.name)
     if mode is None:
         raise TypeError(
-            f"an array of {bands} channels of {array_CHW.dtype} is no PIL image; give 1, 3 or 4 channels of uint8"
+            f"an array of {bands} channels of {array_CHW.dtype} is no PIL image; give 1, 3 or 4 "
+            "channels of uint8"
         )
     # Merging zero-copy views of the planes takes 33 us for 3 x 256 x 256, transpose and fromarray
     # 310 us.
@@ -197,8 +203,9 @@ class _NoExif:
 
     def __bool__(self) -> bool:
         raise LookupError(
-            "a stored image has no EXIF data, such as its orientation, any more. Give PIL.ImageOps.exif_transpose "
-            "itself as the first step of the transform, or as prepare=, to turn images upright before they are stored; "
+            "a stored image has no EXIF data, such as its orientation, any more. Give "
+            "PIL.ImageOps.exif_transpose itself as the first step of the transform, or as "
+            "prepare=, to turn images upright before they are stored; "
             "storage='none' keeps nothing and shows images as their files have them."
         )
 
@@ -250,7 +257,8 @@ def tensor_class(form: Form) -> type[torch.Tensor]:
     name, module = _TV_TENSORS[form], sys.modules.get("torchvision.tv_tensors")
     if module is None:
         raise ImportError(
-            f"samples are torchvision's tv_tensors.{name}, which this process has not imported. Write "
+            f"samples are torchvision's tv_tensors.{name}, which this process has not imported. "
+            "Write "
             "`import torchvision.tv_tensors` before the first of them is read."
         )
     found: type[torch.Tensor] = getattr(module, name)
@@ -445,7 +453,7 @@ class PlanesLoader:
 
 
 def decoder_of(loader: Callable[[str], Any]) -> Callable[[memoryview], Any] | None:
-    """What makes of a file's bytes what ``loader`` makes of the file; None for loaders of others."""
+    """What makes of a file's bytes what ``loader`` makes of it; None for others' loaders."""
     if loader is load_image:
         return decode_image
     return loader.decode if isinstance(loader, PlanesLoader) else None
@@ -453,7 +461,7 @@ def decoder_of(loader: Callable[[str], Any]) -> Callable[[memoryview], Any] | No
 
 @dataclass(frozen=True, slots=True)
 class SourceDecoder:
-    """Codec ``"source"``: a sample is kept as the bytes of its own file, and prepared anew on each read.
+    """Codec ``"source"``: a sample is kept as its file's bytes, and prepared on each read.
 
     Exact, and as slow as opening the file. There is nothing to encode.
     """
@@ -472,7 +480,7 @@ class SourceDecoder:
         return to_stored(self.prepare(self.open_bytes(data)))[0]
 
     def decode(self, data: memoryview, out: Array) -> None:
-        """Prepare the sample of one file into ``out``, or raise ``ValueError`` for another shape or dtype."""
+        """Prepare the sample of one file; ``ValueError`` where ``out`` is of another type."""
         sample = self.sample(data)
         if sample.shape != out.shape or sample.dtype != out.dtype:
             raise ValueError(
@@ -500,8 +508,8 @@ class Resize:
             kind, _, number = self.size.partition(":")
             is_size = kind in ("short", "long") and number.isdecimal() and int(number) > 0
         else:
-            is_pair = isinstance(self.size, (tuple, list))
-            sides: tuple[Any, ...] = tuple(self.size) if is_pair else (self.size, self.size)  # type: ignore[arg-type]
+            size: Any = self.size
+            sides = tuple(size) if isinstance(size, (tuple, list)) else (size, size)
             is_size = len(sides) == 2 and all(isinstance(side, int) and side > 0 for side in sides)
         if not is_size:
             raise ValueError(
@@ -526,7 +534,7 @@ class Resize:
 
 @dataclass(frozen=True, slots=True)
 class CenterCrop:
-    """Cuts the centre, (height, width), out of PIL images: the very pixels of torchvision's ``CenterCrop(size)``."""
+    """Cuts (height, width) out of PIL images, as torchvision's ``CenterCrop(size)``."""
 
     size: tuple[int, int]
 
@@ -552,7 +560,7 @@ TO_RGB = RGB()
 
 
 def _cut_start(there: int, wanted: int) -> int:
-    """Where torchvision's CenterCrop begins: it pads first, the odd pixel right and below, and then rounds."""
+    """Where torchvision's CenterCrop begins: it pads first, right and below, and then rounds."""
     return round((there - wanted) / 2) if there >= wanted else -((wanted - there) // 2)
 
 
@@ -576,7 +584,7 @@ def _resized_size(height: int, width: int, size: Bound) -> tuple[int, int]:
 
 @functools.cache
 def pillow_chooses_order() -> bool:
-    """Whether this Pillow resizes columns first where more than twice as much height as width is lost.
+    """Whether this Pillow resizes columns first where twice as much height as width is lost.
 
     Older ones, up to 12 at least, always resize rows first. Each pass rounds to uint8, so it shows
     in the last bit. ``horizontal_first`` in Pillow's src/libImaging/Resample.c is the source of the
@@ -598,7 +606,7 @@ def pillow_chooses_order() -> bool:
 
 
 class Scratch(threading.local):
-    """Memory that each thread keeps for its own intermediate images; grows to the largest need, then is reused.
+    """Memory that each thread keeps for intermediate images; grows to the largest need.
 
     Fresh pages cost more than most kernels that fill them.
     """
@@ -607,7 +615,7 @@ class Scratch(threading.local):
         self._buffers: dict[str, npt.NDArray[np.uint8]] = {}
 
     def take(self, name: str, shape: tuple[int, ...]) -> npt.NDArray[np.uint8]:
-        """Give the thread's buffer of that name; its contents are what was left in it, at first zeros."""
+        """Give the thread's buffer of that name, with what was left in it, at first zeros."""
         size = math.prod(shape)
         buffer = self._buffers.get(name)
         if buffer is None or buffer.size < size:
@@ -627,12 +635,12 @@ def encode_image(image_CHW: Array, kind: str, **options: Any) -> bytes:
 
 
 def encode_planes(image_CHW: Array, *, quality: int, subsampling: str) -> bytes:
-    """Encode an image of uint8, 1 or 3 planes, as a baseline JPEG; the planes are read where they lie."""
+    """Encode an image of uint8, 1 or 3 planes, as a baseline JPEG."""
     return encode_image(image_CHW, "JPEG", quality=quality, subsampling=subsampling)
 
 
 def decode_planes_into(data: memoryview, out_CHW: Array) -> None:
-    """Decode a JPEG file, which is not trusted, into planar memory: uint8, 1 or 3 planes, C-contiguous.
+    """Decode a JPEG file, which is not trusted, into planes: uint8, 1 or 3, C-contiguous.
 
     Raises:
         OSError: the file is damaged.

@@ -47,10 +47,9 @@ from fastdata.pixels.images import Bound, SampleSpec, SourceDecoder
 from fastdata.report import log, warn_user
 from fastdata.sources import DatasetSource, FileSource, ItemKeys
 from fastdata.sources.remote import StorageOptions
-from fastdata.stores.fill import LazyStore, ingest
 from fastdata.stores.readers import Decoder, Store
 from fastdata.stores.samples import SOURCE, KeptSamples, ReadPath, ReadSample, read_samples
-from fastdata.stores.writers import ALIGN_BYTES, WriterPlan
+from fastdata.stores.writers import ALIGN_BYTES, LazyStore, WriterPlan, ingest
 
 OnError = Literal["raise", "skip"]
 _CHOICES = {

@@ -82,6 +82,10 @@ class Store(Protocol):
             self.read_into(index, out)
 
 
+class ShapesDifferError(Exception):
+    """A sample does not have the shape that the others have."""
+
+
 class UndecodableError(Exception):
     """A sample's bytes cannot be decoded; its cause is what the codec raised.
 

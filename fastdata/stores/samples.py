@@ -36,8 +36,7 @@ from fastdata.pixels.images import (
 from fastdata.pixels.program import Program
 from fastdata.report import log
 from fastdata.sources import DatasetSource, FileSource, ItemKeys, RemoteFiles, Source
-from fastdata.stores.readers import Store, UndecodableError
-from fastdata.stores.writers import ShapesDifferError
+from fastdata.stores.readers import ShapesDifferError, Store, UndecodableError
 
 SOURCE = "source"
 AT_ONCE = 16

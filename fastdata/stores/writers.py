@@ -1,36 +1,54 @@
-"""Filling a block of memory or a file with samples, from any worker, and sealing it as a store."""
+"""Writing stores: in memory or files, by any worker; all samples now, or each on its first read.
+
+All at once by threads where the core prepares them, by processes where somebody else's code does.
+Whatever happens, a killed worker or Ctrl-C included, no worker outlives it and unfinished memory is
+freed.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from fastdata.errors import MemoryBudgetError
+from fastdata.errors import IngestError, MemoryBudgetError, SampleError
+from fastdata.machine import memory
 from fastdata.machine.memory import format_bytes
 from fastdata.machine.shared import ArrayBlock, Block, ByteLocks
+from fastdata.machine.workers import run_tasks
 from fastdata.pixels.images import Form, SampleSpec, SourceDecoder
+from fastdata.report import log, progress_bar
+from fastdata.sources import FileSource
 from fastdata.stores.files import DiskFile
-from fastdata.stores.readers import FileStore, checksum
+from fastdata.stores.readers import FileStore, ShapesDifferError, checksum
+from fastdata.stores.samples import (
+    AT_ONCE,
+    ReadPath,
+    ReadSample,
+    Steps,
+    is_fetched,
+    naming_sample,
+    read_samples,
+)
 
 if TYPE_CHECKING:
     from fastdata.stores.codecs import Codec
+    from fastdata.stores.prepare import Options
 
+_FETCHED_AT_ONCE = 128
+"""Where reading is waiting for a network: what a worker asks for at once."""
 ALIGN_BYTES = 64
 """Each raw sample of a shape of its own begins at a multiple of these."""
 _CHUNK_BYTES = 64 << 20
 """Reserved at a time: a thread does it while others decode."""
 _NO_LIMIT = 1 << 62
 _ENDS = "used and reserved"
-
-
-class ShapesDifferError(Exception):
-    """A sample does not have the shape that the others have."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -236,3 +254,275 @@ def _npy_head(spec: SampleSpec, rows: int) -> bytes:
     what = {"descr": np.dtype(spec.dtype).str, "fortran_order": False, "shape": shape}
     np.lib.format.write_array_header_1_0(head, what)
     return head.getvalue()
+
+
+# From a source to the writers of its samples' parts
+
+
+class WritePath(NamedTuple):
+    """The way of samples from their source to the writers of their parts."""
+
+    path: ReadPath
+    writers: tuple[Writer, ...]
+
+    @classmethod
+    def open(cls, path: ReadPath, plans: Sequence[WriterPlan], length: int) -> WritePath:
+        """With a new writer for each part."""
+        if any(isinstance(plan.codec, SourceDecoder) for plan in plans):
+            assert isinstance(path.source, FileSource)
+            path = ReadPath(path.source.as_bytes(), Steps(()))
+        return cls(path, open_writers(plans, length))
+
+    def write(self, indices: Sequence[int], first_row: int | None = None) -> Iterator[_Written]:
+        """Read, prepare and write samples, from a row on; else each to the row of its index."""
+        for k, sample in enumerate(read_samples(self.path, indices)):
+            row = indices[k] if first_row is None else first_row + k
+            if isinstance(sample, SampleError):
+                yield _Written(row, None, sample)
+                continue
+            try:
+                self._write_one(row, sample)
+                yield _Written(row, sample.target, None)
+            except SampleError as error:
+                yield _Written(row, None, error)
+
+    def _write_one(self, row: int, sample: ReadSample) -> None:
+        """What is no error of a writer is a SampleError."""
+        with naming_sample(self.path.source, sample.index):
+            if len(sample.parts) != len(self.writers):
+                count = len(self.writers)
+                problem = f"it has {len(sample.parts)} parts among samples of {count}"
+                raise TypeError(f"{problem}; give all samples one type in prepare=")
+            for writer, (array, form) in zip(self.writers, sample.parts, strict=True):
+                writer.write(row, array, form)
+
+    def close(self) -> None:
+        for writer in self.writers:
+            writer.close()
+
+
+class _Written(NamedTuple):
+    row: int
+    target: Any
+    error: SampleError | None
+
+
+def needs_processes(path: ReadPath, plans: Sequence[WriterPlan]) -> bool:
+    """Whether preparing samples takes the GIL, because somebody else's code does it."""
+    if path.by_core is None:
+        return True
+    codecs = [plan.codec for plan in plans if plan.codec is not None]
+    if all(isinstance(codec, SourceDecoder) for codec in codecs):
+        return False
+    from fastdata.stores.codecs import OwnCodec
+
+    return any(isinstance(codec, OwnCodec) for codec in codecs)
+
+
+# All now
+
+
+class Ingested(NamedTuple):
+    """Filled, sealed stores, one for each part."""
+
+    stores: tuple[FileStore, ...]
+    kept: np.ndarray  # int64, rows that samples were written to
+    targets: list[Any]  # of those kept, as the source gave them; empty if they were not asked for
+    skipped: list[SampleError]  # one for each of the others
+
+
+class _Task(NamedTuple):
+    """Samples for the rows from ``first_row`` on."""
+
+    first_row: int
+    indices: Sequence[int]
+
+    def __str__(self) -> str:
+        return f"samples {self.indices[0]} to {self.indices[-1]}"
+
+
+def ingest(
+    path: ReadPath,
+    plans: Sequence[WriterPlan],
+    options: Options,
+    *,
+    with_targets: bool,
+    chosen: Sequence[int] | None = None,
+    cores: Collection[int] = (),
+) -> Ingested:
+    """Fill stores with every sample of a source, each read once.
+
+    Args:
+        path: that samples are read by.
+        plans: of each part of samples; if these turn out to differ in shape, stores are written
+            for any shapes.
+        options: of the dataset.
+        with_targets: whether targets are wanted.
+        chosen: the only samples: ``chosen[row]`` becomes row ``row``. None of them need be fit,
+            but all must have the planned shapes.
+        cores: in place of this process's.
+
+    Raises:
+        SampleError: a sample cannot be prepared; names its path and index.
+        MemoryBudgetError: samples turned out larger than the writers may store.
+        IngestError: a worker died, or no sample at all could be prepared.
+        ShapesDifferError: a chosen sample has another shape.
+    """
+    indices = range(len(path.source)) if chosen is None else chosen
+    with contextlib.ExitStack() as cleanup:
+        to_write = WritePath.open(path, plans, len(indices))
+        cleanup.callback(to_write.close)
+        job = partial(_write_task, to_write, with_targets)
+        forks = needs_processes(path, plans)
+        try:
+            results = _run(job, is_fetched(path.source), indices, options, forks, cores)
+        except ShapesDifferError as found:
+            if chosen is not None:
+                raise
+            if not any(plan.spec.is_dense for plan in plans):
+                raise IngestError(f"{found}; make them alike") from None
+            log.info("%s; samples are stored one by one with their own shapes", found)
+        else:
+            ingested = _finish(to_write, results, is_all=chosen is None)
+            if ingested.stores:
+                cleanup.pop_all()
+            return ingested
+    ragged = [plan.of_any_shapes() for plan in plans]
+    return ingest(path, ragged, options, with_targets=with_targets, cores=cores)
+
+
+def _run(
+    job: Callable[[_Task], list[_Written]],
+    is_fetched: bool,
+    indices: Sequence[int],
+    options: Options,
+    forks: bool,
+    cores: Collection[int],
+) -> list[_Written]:
+    """Have all samples written by all workers."""
+    size = _FETCHED_AT_ONCE if is_fetched else AT_ONCE
+    tasks = [_Task(row, indices[row : row + size]) for row in range(0, len(indices), size)]
+    workers = min(ingest_workers(options, cores), len(tasks))
+    done = run_tasks(job, tasks, workers if workers > 1 else 0, forks=forks, cores=cores)
+    said = f"preparing {len(indices):,} images"
+    results: list[_Written] = []
+    with (
+        contextlib.closing(done),
+        progress_bar(len(indices), said, enabled=options.progress) as bar,
+    ):
+        for written in done:
+            for each in written:
+                if each.error is not None and options.on_error == "raise":
+                    raise each.error
+            results += written
+            bar.update(len(written))
+    return results
+
+
+def ingest_workers(options: Options, cores: Collection[int] = ()) -> int:
+    if options.num_workers is None:
+        return memory.usable_cores(len(cores) or None)
+    return options.num_workers
+
+
+def _write_task(to_write: WritePath, with_targets: bool, task: _Task) -> list[_Written]:
+    """What a worker does."""
+    to_write.path.source.expect(task.indices)
+    written = list(to_write.write(task.indices, task.first_row))
+    for writer in to_write.writers:
+        writer.flush()
+    return written if with_targets else [each._replace(target=None) for each in written]
+
+
+def _finish(to_write: WritePath, results: list[_Written], *, is_all: bool) -> Ingested:
+    results.sort(key=lambda each: each.row)
+    skipped = [each.error for each in results if each.error is not None]
+    sound = [each for each in results if each.error is None]
+    if not sound and is_all:
+        what = f"none of the {len(skipped)} samples can be prepared"
+        raise IngestError(f"{what}; the first: {skipped[0]}")
+    kept = np.array([each.row for each in sound], np.int64)
+    stores = tuple(writer.finish(kept) for writer in to_write.writers if sound)
+    return Ingested(stores, kept, [each.target for each in sound], skipped)
+
+
+# Each on its first read
+
+
+class LazyStore(FileStore):
+    """Samples of one shape, each of which is prepared and written by whoever reads it first.
+
+    Others who want the same one wait. A reader that dies leaves it to the next one.
+
+    Args:
+        to_write: what is written to, which is reserved.
+        marks: a byte for each sample that says whether it is there.
+    """
+
+    def __init__(self, to_write: WritePath, marks: ArrayBlock) -> None:
+        [writer] = to_write.writers
+        super().__init__((writer.file,), writer.spec, writer.index)
+        self._to_write = to_write
+        self._marks = marks
+        self._locks = ByteLocks(marks.block)
+        self._is_there = marks["is_there"]  # (N,), for every process to see
+        self._is_full = False
+
+    @classmethod
+    def open(cls, path: ReadPath, plan: WriterPlan) -> LazyStore:
+        length = len(path.source)
+        marks = ArrayBlock({"is_there": np.zeros(length, np.bool_)}, seal=False)
+        return cls(WritePath.open(path, [plan], length), marks)
+
+    def expect(self, indices: Sequence[int]) -> None:
+        missing = [index for index in indices if not self._is_there[index]]
+        self._to_write.path.source.expect(missing)
+
+    def filled_share(self, index_B: np.ndarray | None = None) -> float:
+        is_there = self._is_there if index_B is None else self._is_there[index_B]
+        return float(np.count_nonzero(is_there) / max(is_there.size, 1))
+
+    def _want(self, index_B: np.ndarray) -> None:
+        """See to it that samples are there.
+
+        Raises:
+            SampleError: one cannot be read or prepared; what is there of the others stays.
+        """
+        if self._is_full:
+            return
+        missing = np.unique(index_B[~self._is_there[index_B]]).tolist()
+        self._is_full = not missing and bool(self._is_there.all())
+        for first in range(0, len(missing), AT_ONCE):
+            group = missing[first : first + AT_ONCE]
+            with self._locks.hold(*group):
+                self._fill([index for index in group if not self._is_there[index]])
+
+    def _fill(self, indices: Sequence[int]) -> None:
+        error = None
+        for written in self._to_write.write(indices):
+            if written.error is None:
+                self._is_there[written.row] = True
+            else:
+                error = error or written.error
+        if error is not None:
+            raise error
+
+    def read(self, index: int) -> np.ndarray:
+        self._want(np.array([index]))
+        return super().read(index)
+
+    def addresses(self, index_B: np.ndarray) -> np.ndarray:
+        self._want(index_B)
+        return super().addresses(index_B)
+
+    def gather_into(self, index_B: np.ndarray, out_B: np.ndarray) -> None:
+        self._want(index_B)
+        super().gather_into(index_B, out_B)
+
+    def close(self) -> None:
+        super().close()
+        self._marks.close()
+        self._to_write.close()
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return LazyStore, (self._to_write, self._marks)

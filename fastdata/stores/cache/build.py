@@ -66,9 +66,9 @@ from fastdata.stores.prepare import (
     try_all,
     warn_of_skipped,
 )
-from fastdata.stores.readers import Decoder, receipts_in
+from fastdata.stores.readers import Decoder, ShapesDifferError, receipts_in
 from fastdata.stores.samples import KeptSamples, ReadPath
-from fastdata.stores.writers import ShapesDifferError, WriterPlan
+from fastdata.stores.writers import WriterPlan
 
 Int64s = npt.NDArray[np.int64]
 Listing = Mapping[str, np.ndarray]

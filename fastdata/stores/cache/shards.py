@@ -50,11 +50,16 @@ from fastdata.stores.cache.manifest import (
     unpack_columns,
 )
 from fastdata.stores.files import DiskFile
-from fastdata.stores.fill import Ingested, ingest, ingest_workers, needs_processes
 from fastdata.stores.prepare import Options
 from fastdata.stores.readers import receipt_name
 from fastdata.stores.samples import ReadPath
-from fastdata.stores.writers import WriterPlan
+from fastdata.stores.writers import (
+    Ingested,
+    WriterPlan,
+    ingest,
+    ingest_workers,
+    needs_processes,
+)
 
 MOST_SHARDS = 200
 """Every process keeps a descriptor open for each file, and 1,024 is a usual limit."""
