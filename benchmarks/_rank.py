@@ -25,7 +25,6 @@ from torch.utils.data import Dataset
 
 from fastdata import DataLoader, ImageFolder
 from fastdata.machine.memory import tree_pss_bytes
-from fastdata.tools.bench import own_step
 
 BATCH = 32
 WORKERS = 2
@@ -33,9 +32,22 @@ SIDE_PX = 256
 SAMPLE_BYTES = 3 * SIDE_PX * SIDE_PX
 BARE, SHARED, SEPARATE = "bare processes", "fastdata", "fastdata, share='off'"
 FORKED, SERVED = "a list of arrays, forked workers", "a list of arrays, forkserver"
-SIZES = {"Resize": SIDE_PX, "CenterCrop": (SIDE_PX, SIDE_PX), "RandomCrop": (224, 224)}
-STEPS = [own_step(name, size=size) for name, size in SIZES.items()]
-TRANSFORM = (*STEPS, own_step("RandomHorizontalFlip", p=0.5), own_step("PILToTensor"))
+
+
+def own_step(name: str, **attributes: Any) -> Any:
+    """A step for fastdata alone, which reads it as torchvision's of that name."""
+    usual = {"interpolation": "bilinear", "antialias": True, "max_size": None}
+    pads = {"padding": None, "pad_if_needed": False, "fill": 0, "padding_mode": "constant"}
+    return type(name, (), {"__torchvision_equal__": name} | usual | pads | attributes)()
+
+
+TRANSFORM = (
+    own_step("Resize", size=SIDE_PX),
+    own_step("CenterCrop", size=(SIDE_PX, SIDE_PX)),
+    own_step("RandomCrop", size=(224, 224)),
+    own_step("RandomHorizontalFlip", p=0.5),
+    own_step("PILToTensor"),
+)
 
 Share = Literal["auto", "off"]
 Holding = Callable[[Path], AbstractContextManager[None]]

@@ -2,7 +2,7 @@
 
 Five synthetic datasets wait for different things. Every setting of a grid is measured once, as long as a probe of tune;
 that is the exhaustive search, and its seconds. The three fastest are then measured again, longer, in turns with what
-tune chose of the same grid in two runs with equal seeds, and with what the package loadtune chose, by torch's loader,
+tune chose of the same grid in two runs, and with what the package loadtune chose, by torch's loader,
 which is what it tunes, and by ours. So the best is the fastest of several, measured beside the others, by a plain loop.
 All loops are empty, over endlessly shuffled samples, in processes of their own.
 """
@@ -14,6 +14,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -34,7 +35,7 @@ GRID = {
     "prefetch_factor": (2, 4, 8),
 }
 LIMIT_S = 120.0
-RUNS = 2  # of tune, with equal seeds
+RUNS = 2  # of tune
 STEPS = {"loadtune": 100, "loadtune, 20 steps": 20}  # its default, and its only knob for time
 
 Settings = dict[str, Any]
@@ -129,9 +130,7 @@ def measure(
     seconds = {exhaustive: [exhaustive_s]}
     choices = {f"place {place}": chosen for place, (chosen, _) in enumerate(ranked[:3], start=1)}
 
-    ask = partial(
-        tune, dataset, batch_size=dataset.batch_size, parameters=GRID, seed=0, progress=False
-    )
+    ask = partial(tune, dataset, batch_size=dataset.batch_size, parameters=GRID, progress=False)
     runs = [ask() for _ in range(RUNS)]
     seconds["tune, twice"] = [run.seconds for run in runs]
     for label, run in zip(("tune", "tune again"), runs, strict=True):
@@ -189,7 +188,7 @@ def measure(
     probed = [[probe.settings for probe in run.probes] for run in runs]
     details = {
         "grid": [{"settings": chosen.settings, "samples_per_s": rate} for chosen, rate in ranked],
-        "tune": [run.as_dict() for run in runs],
+        "tune": [asdict(run) for run in runs],
         "probes": [len(settings) for settings in probed],
         "equal_probes": probed[0] == probed[1],
         "probed_once": [
@@ -205,7 +204,7 @@ def measure(
 def in_words(name: str, found: dict[str, Any]) -> str:
     one, other = found["probes"]
     words = "the same" if found["equal_probes"] else f"{len(found['probed_once'])} in one run only"
-    return f"{name}: {one} and {other} probes with equal seeds, {words}"
+    return f"{name}: {one} and {other} probes, {words}"
 
 
 def _engine(chosen: Chosen) -> str:

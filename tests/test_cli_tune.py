@@ -34,77 +34,39 @@ raise SystemExit("the script went on to its end")
 
 
 def test_tune_ends_with_a_line_for_the_script(
-    image_folder: Folder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    image_folder: Folder, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The last line makes a loader of the fixed batch size; the files have what was measured."""
-    pytest.importorskip("matplotlib")
-    root, figures, chart = (
-        image_folder(size=(20, 18)),
-        tmp_path / "tune.json",
-        tmp_path / "tune.png",
-    )
-    words = [
-        "tune",
-        str(root),
-        *SMALL,
-        "--batch-size",
-        "2",
-        "--json",
-        str(figures),
-        "--plot",
-        str(chart),
-    ]
-    assert main(words) == 0
+    """The last line makes a loader of the batch size that was asked for."""
+    root = image_folder(size=(20, 18))
+    assert main(["tune", str(root), *SMALL, "--batch-size", "2"]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("storage='shared': ")
-    assert "samples/s" in printed
-    document = json.loads(figures.read_text())
     line = printed.splitlines()[-1]
     assert line.startswith("loader = DataLoader(dataset, batch_size=2, shuffle=True, num_workers=")
-    assert {probe["settings"]["batch_size"] for probe in document["probes"]} == {2}
-    assert {"versions", "machine", "ended"} <= set(document)
-    assert chart.stat().st_size > 1000
     with ImageFolder(root, progress=False) as dataset, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that there are more workers than cores
         loader = eval(line.partition("= ")[2], {"DataLoader": DataLoader, "dataset": dataset})
     assert loader.batch_size == 2
-    assert loader.num_workers == document["best"]["num_workers"]
 
 
-def test_storage_and_batch_size_are_tuned_if_asked_for(
+def test_a_transform_of_ones_own_is_tuned(
     image_folder: Folder,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """For a transform of one's own; then a line for the dataset stands before the loader's."""
+    """Decoding is measured where nothing is kept."""
     monkeypatch.chdir(tmp_path)
     Path("tune_steps.py").write_text(
         "from torchvision import transforms\n"
         "train = transforms.Compose([transforms.RandomResizedCrop(8), transforms.ToTensor()])\n"
     )
     root = image_folder(size=(20, 18), per_class=40)
-    words = ["--tune-storage", "--batch-size", "auto", "--transform", "tune_steps:train"]
+    words = ["--storage", "none", "--transform", "tune_steps:train"]
     assert main(["tune", str(root), *SMALL, *words]) == 0
-    *_, dataset, loader = capsys.readouterr().out.splitlines()
-    assert re.fullmatch(
-        rf"dataset = ImageFolder\({str(root)!r}, transform, storage='(shared|compressed|none)'\)",
-        dataset,
-    )
-    assert re.match(
-        r"loader = DataLoader\(dataset, batch_size=(16|32|64), shuffle=True, num_workers=\d", loader
-    )
-
-
-def test_decoding_is_tuned(
-    image_folder: Folder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A folder that keeps nothing is measured as it is."""
-    root, figures = image_folder(size=(20, 18)), tmp_path / "tune.json"
-    words = ["--storage", "none", "--batch-size", "2", "--json", str(figures)]
-    assert main(["tune", str(root), *SMALL, *words]) == 0
-    assert "storage='none'" in capsys.readouterr().out
-    assert any(probe["samples_per_s"] > 0 for probe in json.loads(figures.read_text())["probes"])
+    printed = capsys.readouterr().out
+    assert "storage='none'" in printed
+    assert "loader = DataLoader(dataset, batch_size=64, shuffle=True, num_workers=" in printed
 
 
 @pytest.mark.parametrize(
@@ -115,8 +77,7 @@ def test_decoding_is_tuned(
         (["tune", "s3://b/x"], "is a URL, and this needs a folder of this machine"),
         (["tune", "."], "Couldn't find any class folder in ."),
         (["tune", ".", "--transform", "steps"], "--transform steps is not module:name"),
-        (["tune", ".", "--json", "gone/x.json"], "--json gone/x.json: there is no folder gone"),
-        (["doctor", "--json", "gone/x.json"], "--json gone/x.json: there is no folder gone"),
+        (["bench", ".", "--json", "gone/x.json"], "--json gone/x.json: there is no folder gone"),
         (["diagnose", "nowhere.py"], "nowhere.py is no file: give the script that trains"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -140,9 +101,9 @@ def test_what_the_user_got_wrong_is_one_line(
     ("words", "message"),
     [
         (["tune", ".", "--seconds", "some"], "invalid float value: 'some'"),
-        (["tune", ".", "--batch-size", "some"], "invalid size_or_auto value: 'some'"),
+        (["tune", ".", "--batch-size", "some"], "invalid positive value: 'some'"),
         (["diagnose", "--batches", "0", "x.py"], "must be at least 1"),
-        (["diagnose", "--json", "x.json"], "SCRIPT"),
+        (["diagnose"], "SCRIPT"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -167,56 +128,39 @@ def diagnose(folder: Path, script: str, *words: str, options: tuple[str, ...] = 
 
 def test_diagnose_stops_a_script_and_says_its_limit(tmp_path: Path) -> None:
     """Words after the script's name are its own, options before it are the command's."""
-    options = ("--batches", "20", "--json", "found.json")
-    done = diagnose(tmp_path, SCRIPT, "--json", "own.json", options=options)
+    done = diagnose(tmp_path, SCRIPT, "--json", "own.json", options=("--batches", "20"))
     assert done.returncode == 0, done.stderr
-    document = json.loads((tmp_path / "found.json").read_text())
-    assert done.stdout.startswith(document["line"])
-    assert document["figures"]["batches"] == 19
-    assert {"versions", "machine"} <= set(document)
-    assert not (tmp_path / "own.json").exists()
+    assert done.stdout.startswith("The loop waits ")
+    assert "a step, mean of 19\n" in done.stdout
 
 
 def test_an_error_of_a_script_is_its_own(tmp_path: Path) -> None:
-    """It is shown from the script's own first line on, its warnings as Python has them."""
+    """It is shown as Python does, and so are its warnings."""
     script = "import warnings\nwarnings.warn('mine')\ndef f():\n    raise ValueError('mine')\nf()\n"
     done = diagnose(tmp_path, script)
     assert done.returncode == 1
-    said = (
-        r"train\.py:2: UserWarning: mine\n.*\nTraceback \(most recent call last\):\n  File \"train\.py\", line 5"
-        r"(?s:.*)\nValueError: mine\n"
-    )
-    assert re.fullmatch(said, done.stderr)
+    assert "train.py:2: UserWarning: mine\n" in done.stderr
+    assert 'train.py", line 5' in done.stderr
+    assert done.stderr.endswith("\nValueError: mine\n")
 
 
 @pytest.mark.parametrize(
     ("script", "status", "said"),
     [
-        ("x = (\n", 1, r'  File ".*train\.py", line 1\n(?s:.*)SyntaxError: .*\n'),
-        (
-            "print(1)\n",
-            2,
-            r"fastdata: \S*train\.py has no loop over a torch DataLoader of two batches or more.*\n",
-        ),
-        (
-            "raise SystemExit(0)\n",
-            2,
-            r"fastdata: \S*train\.py has ended before it read two batches .*\n",
-        ),
+        ("x = (\n", 1, "SyntaxError: "),
+        ("print(1)\n", 2, "train.py has no loop over a torch DataLoader of two batches or more\n"),
+        ("raise SystemExit(0)\n", 2, "train.py has no loop over a torch DataLoader"),
+        ("raise SystemExit(3)\n", 3, ""),
     ],
-    ids=["syntax", "no loader", "ends"],
+    ids=["syntax", "no loader", "ends", "status"],
 )
 def test_a_script_without_a_loop_is_told(
-    script: str, status: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    script: str, status: int, said: str, tmp_path: Path
 ) -> None:
     """One line says what it lacks; a status of its own is the command's."""
-    path = tmp_path / "train.py"
-    path.write_text(script)
-    assert main(["diagnose", str(path)]) == status
-    assert re.fullmatch(said, capsys.readouterr().err)
-    path.write_text("raise SystemExit(3)\n")
-    with pytest.raises(SystemExit, match="3"):
-        main(["diagnose", str(path)])
+    done = diagnose(tmp_path, script)
+    assert done.returncode == status
+    assert said in done.stderr
 
 
 @pytest.mark.parametrize("command", COMMANDS)

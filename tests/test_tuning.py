@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
@@ -18,10 +17,10 @@ import torch
 from torch.utils.data import IterableDataset
 
 from fastdata import DataLoader, ImageFolder
-from fastdata.errors import MemoryBudgetError
-from fastdata.machine.memory import usable_cores
+from fastdata.machine.memory import Budget, usable_cores
 from fastdata.tools import measure as measuring
-from fastdata.tools.measure import EndlessOrder, Rate, apart, differs, measure
+from fastdata.tools import tune as tuning
+from fastdata.tools.measure import EndlessOrder, Rate, apart, measure
 from fastdata.tools.tune import TuneResult, ascend, tune
 
 WORKERS = (0, 1, 2, 4, 8)
@@ -121,39 +120,9 @@ def test_a_second_round_looks_at_earlier_parameters_again() -> None:
 # Rates
 
 
-def rate_of(mean: float, spread: float, slices: int) -> Rate:
-    """A rate of slices of a second, half of them so much above the mean, half so much below."""
-    return Rate(
-        tuple((mean + (spread if number % 2 else -spread), 1.0) for number in range(slices))
-    )
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "is_apart"),
-    [
-        ((100, 3, 8), (110, 3, 8), True),
-        ((100, 15, 8), (110, 15, 8), False),
-        (
-            (100, 2, 4),
-            (103, 2, 4),
-            False,
-        ),  # four slices each: 2.4 standard errors are needed, 1.8 are there
-        ((100, 2, 30), (103, 2, 30), True),
-        ((100, 0, 1), (900, 3, 8), False),
-        ((100, 0, 8), (101, 0, 8), True),
-    ],
-)
-def test_rates_differ_beyond_their_noise(one: Any, other: Any, is_apart: bool) -> None:
-    """Welch's test takes the errors and the number of slices into account."""
-    rates = [rate_of(*each) for each in (one, other)]
-    assert differs(*rates) is differs(*reversed(rates)) is is_apart
-
-
 def test_two_measurements_are_one_rate() -> None:
-    """What they differ by counts as spread."""
-    both = rate_of(100, 1, 4) + rate_of(110, 1, 4)
-    assert both.samples_per_s == 105
-    assert both.error > 1.5 > rate_of(100, 1, 8).error
+    """Longer ones have more to say."""
+    assert (Rate(100, 1.0) + Rate(440, 4.0)).samples_per_s == 108
 
 
 class Clock:
@@ -197,7 +166,6 @@ def test_a_rate_is_of_the_steady_loop(
     monkeypatch.setattr(measuring, "time", clock := Clock())
     rate = measure(Bursts(clock, workers, burst_s), seconds=1.0)
     assert rate.samples_per_s == pytest.approx(10 * workers / burst_s)
-    assert rate.error == pytest.approx(0.0, abs=1e-6 * rate.samples_per_s)
     assert rate.seconds >= 0.99
 
 
@@ -207,14 +175,6 @@ def test_epochs_too_short_to_warm_up_are_counted_whole(monkeypatch: pytest.Monke
     assert measure(Bursts(clock, 1, 5.0, batches=2), seconds=1.0).samples_per_s == pytest.approx(
         20 / 15
     )
-
-
-def test_what_cannot_win_is_cut_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A loader at a third of the rate to beat is given up after two slices, a slightly slower one after three."""
-    monkeypatch.setattr(measuring, "time", clock := Clock())
-    for rival, slices in ((10_001.0, 2), (5_000.0, 3)):
-        rate = measure(Bursts(clock, 1, 0.003), seconds=1.0, to_beat=rate_of(rival, 1.0, 8))
-        assert (rate.is_cut, len(rate.slices)) == (True, slices)
 
 
 def test_a_loader_without_batches_is_refused() -> None:
@@ -316,31 +276,24 @@ def test_threads_are_found_for_samples_that_wait() -> None:
 
 
 def test_tuning_leaves_the_users_process_alone() -> None:
-    """Neither global generators nor the dataset change, here or on the road of a device."""
-    samples, states = (
-        Samples(),
-        (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()),
-    )
-    for device in (None, "cpu"):
-        quick(samples, parameters={"num_workers": (0, 1)}, max_seconds=2, device=device)
-        after = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
-        assert after == states
-        assert (samples.read == []) is (device is None)
+    """Neither global generators nor the dataset change."""
+    samples = Samples()
+    states = random.getstate(), torch.get_rng_state().tolist()
+    quick(samples, parameters={"num_workers": (0, 1)}, max_seconds=2)
+    assert (random.getstate(), torch.get_rng_state().tolist()) == states
+    assert samples.read == []
 
 
-def test_batches_that_do_not_fit_are_not_started() -> None:
-    """A challenger beyond memory_limit is listed as not started, with what it would take; the rest is tuned."""
+def test_batches_that_do_not_fit_are_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A challenger beyond what is free is listed with what it would take; the rest is tuned."""
+    budget = Budget(20 << 20, 0, "system memory")
+    monkeypatch.setattr(tuning, "budget_bytes", lambda _: budget)
     samples = Samples(count=1024, side=256)  # 256 KiB each
-    sizes = {"batch_size": (64, 512), "num_workers": (2,)}
-    result = quick(samples, batch_size=None, parameters=sizes, memory_limit="400MiB", max_seconds=3)
-    refused = [each for each in result.probes if each.outcome == "not started"]
-    assert [each.settings["batch_size"] for each in refused] == [512]
-    assert "would take about " in refused[0].reason
-    assert "but memory_limit= allows 400.0 MiB" in refused[0].reason
-    with pytest.raises(
-        MemoryBudgetError, match=r"num_workers=2, batch_size=512 would take about .* memory_limit="
-    ):
-        quick(samples, batch_size=512, parameters={"num_workers": (2,)}, memory_limit="100MiB")
+    space = {"num_workers": (2,), "prefetch_factor": (2, 64)}
+    result = quick(samples, parameters=space, max_seconds=3)
+    refused = [probe for probe in result.probes if probe.failed]
+    assert [probe.settings["prefetch_factor"] for probe in refused] == [64]
+    assert "batches would take 130.0 MiB, but 20.0 MiB is free" in refused[0].failed
 
 
 def test_what_the_dataset_raises_is_raised() -> None:
@@ -365,18 +318,18 @@ def test_a_setting_that_fails_loses() -> None:
 
     result = quick(Alone(), parameters={"num_workers": (0, 8)}, max_seconds=2)
     assert result.best["num_workers"] == 0
-    assert "failed: OSError: Caught OSError in DataLoader worker process" in str(result)
+    assert "OSError: Caught OSError in DataLoader worker process" in str(result)
 
 
 def test_the_time_box_ends_the_search() -> None:
     """The best so far is the result when the time is over."""
     result = quick(Samples(seconds=0.05), max_seconds=1)
-    assert result.ended == "1 s were over"
+    assert not result.is_complete
     assert result.best["batch_size"] == 4
     with pytest.raises(
-        TimeoutError, match=r"no probe ended within max_seconds: .*a sample takes 0\.\d\d s"
+        TimeoutError, match=r"no probe ended within max_seconds: .*a sample takes 1\.\d\d s"
     ):
-        quick(Samples(seconds=0.4), max_seconds=0.1, parameters={"num_workers": (0,)})
+        quick(Samples(seconds=1.2), max_seconds=0.1, parameters={"num_workers": (0,)})
 
 
 class Stream(IterableDataset[int]):
@@ -394,19 +347,6 @@ class Stream(IterableDataset[int]):
             "reads samples by index, and Stream has no __getitem__ and __len__",
         ),
         ([], {}, ValueError, "the dataset is empty"),
-        (
-            Samples(),
-            {"parameters": ("workers", "speed")},
-            ValueError,
-            r"\['speed'\] are not known; .* num_workers",
-        ),
-        (Samples(), {"parameters": {"workers": ()}}, ValueError, "has no value for workers"),
-        (
-            Samples(),
-            {"parameters": ("storage",)},
-            ValueError,
-            "for fastdata's datasets, not for a Samples",
-        ),
         (Samples(), {"max_seconds": 0}, ValueError, "max_seconds=0"),
     ],
 )
@@ -418,35 +358,23 @@ def test_bad_input_is_refused(
         quick(dataset, **options)
 
 
-def test_storage_is_tuned_on_some_samples(image_folder: Callable[..., Path]) -> None:
-    """Storages are tried on samples of their own; the user's dataset stays unprepared; the table shows all that."""
+def test_an_unprepared_dataset_stays_so(image_folder: Callable[..., Path]) -> None:
+    """Some samples are prepared for the probes; the user's dataset is as it was."""
     transforms = pytest.importorskip("torchvision.transforms")
     with ImageFolder(
         image_folder(), transforms.PILToTensor(), resize=(8, 8), progress=False
     ) as dataset:
-        result = quick(
-            dataset, parameters={"num_workers": (0,), "storage": ("none", "shared")}, max_seconds=3
-        )
+        result = quick(dataset, parameters={"num_workers": (0,)}, max_seconds=2)
         assert dataset.filled_share() == 0
-    assert result.best_storage in ({"storage": "shared"}, {"storage": "none"})
-    assert {each.settings["storage"] for each in result.probes} == {"shared", "none"}
-    with pytest.raises(ValueError, match=r"storage=\['disk'\] cannot be tuned"):
-        quick(dataset, parameters={"storage": ("disk",)})
+    assert result.samples_per_s > 0
 
 
-def test_a_result_is_shown_kept_as_json_and_drawn(tmp_path: Path) -> None:
-    """The table has a row for each probe and names the best; the chart is a file."""
+def test_a_result_is_shown_with_the_call_to_paste() -> None:
+    """The table has a row for each probe, names the best, and ends with a line for the script."""
     result = quick(Samples(), parameters={"num_workers": (0, 1)}, max_seconds=2)
-    lines = str(result).splitlines()
-    assert len(lines) == len(result.probes) + 3
+    lines = repr(result).splitlines()
+    assert len(lines) == len(result.probes) + 4
     assert any(line.endswith("  best") for line in lines)
-    assert lines[-2].startswith(f"best: num_workers={result.best['num_workers']}, batch_size=4: ")
-    assert repr(result) == str(result)
-    assert (
-        result.call
-        == f"DataLoader(dataset, batch_size=4, shuffle=True, num_workers={result.best['num_workers']})"
-    )
-    assert json.loads(json.dumps(result.as_dict()))["best"] == result.best
-    pytest.importorskip("matplotlib")
-    result.plot(tmp_path / "probes.png")
-    assert (tmp_path / "probes.png").stat().st_size > 5_000
+    workers = result.best["num_workers"]
+    call = f"DataLoader(dataset, batch_size=4, shuffle=True, num_workers={workers})"
+    assert lines[-1] == f"loader = {result.call}" == f"loader = {call}"

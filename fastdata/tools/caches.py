@@ -93,7 +93,7 @@ def add_inspect(parser: argparse.ArgumentParser) -> None:
     marks = "read every sample and mark damaged ones, which the next run prepares anew"
     parser.add_argument("--verify", action="store_true", help=marks)
     _add_storage_options(parser)
-    output.add_files(parser)
+    output.add_json(parser)
 
 
 def inspect(options: argparse.Namespace) -> int:
@@ -114,8 +114,8 @@ def add_export(parser: argparse.ArgumentParser) -> None:
     add("out", type=Path, metavar="OUT", help="the folder to make")
     add("--to", choices=("webdataset", "folder"), required=True, help="what to write")
     formats = "default: %(default)s, which is lossless"
-    add("--image-format", choices=("png", "jpeg", "webp"), default="png", help=formats)
-    qualities = "1 to 100, of JPEG, by default 95, or of WebP, by default lossless"
+    add("--image-format", choices=("png", "jpeg"), default="png", help=formats)
+    qualities = "1 to 100, of JPEG; by default 95"
     add("--quality", type=output.positive, metavar="N", help=qualities)
     sizes = "most bytes of images in a tar; default: %(default)s"
     add("--shard-size", default="256MiB", metavar="SIZE", help=sizes)

@@ -6,7 +6,6 @@ import argparse
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from textwrap import fill
 from typing import Any, NamedTuple
 
 from fastdata.errors import FastDataError
@@ -26,43 +25,34 @@ COMMANDS = {
     "bench": Command(
         bench.add_arguments,
         bench.run,
-        "measure published recipes on your images: torchvision and torch against fastdata, in turns",
-        (
-            "fastdata bench",
-            "fastdata bench imagenet/train --recipe rrc --dtype float32 --json bench.json",
-        ),
+        "measure published recipes on your images: torchvision and torch against fastdata",
+        ("fastdata bench", "fastdata bench imagenet/train --recipe rrc --json bench.json"),
     ),
     "tune": Command(
         tune.add_arguments,
         tune.run,
-        "find the loader's settings that read a folder of images fastest on this machine, and print the call to paste",
-        (
-            "fastdata tune imagenet/train --transform train:train_transform --batch-size 256",
-            "fastdata tune imagenet/train --storage none --batch-size auto --json tune.json",
-        ),
+        "find the fastest settings of a loader over a folder, and print the call to paste",
+        ("fastdata tune imagenet/train --transform train:train_transform --batch-size 256",),
     ),
     "doctor": Command(
         doctor.add_arguments,
         doctor.run,
-        "look at what this machine gives to training; status 1 if there is a problem, marked with !",
-        ("fastdata doctor", "docker run --gpus all IMAGE fastdata doctor --json doctor.json"),
+        "look at what this machine gives to training; status 1 if there is a problem",
+        ("fastdata doctor", "docker run --gpus all IMAGE fastdata doctor"),
     ),
     "diagnose": Command(
         diagnose.add_arguments,
         diagnose.run,
-        "run a training script for some batches and say what limits it; words after its name are its own",
-        (
-            "fastdata diagnose train.py --epochs 1",
-            "fastdata diagnose --batches 300 --plot steps.png train.py",
-        ),
+        "run a training script for some batches and say what limits it",
+        ("fastdata diagnose train.py --epochs 1", "fastdata diagnose --batches 300 train.py"),
     ),
     "build": Command(
         caches.add_build,
         caches.build,
-        "prepare a folder of images into a cache, for cache_dir= of runs whose transform begins with these sizes",
+        "prepare a folder of images into a cache, for cache_dir= of runs with these sizes",
         (
             "fastdata build imagenet/train /data/caches --resize 256 --crop 256",
-            "fastdata build imagenet/train /data/caches --resize 256 --codec lz4 --on-error skip",
+            "fastdata build imagenet/train /data/caches --codec lz4 --on-error skip",
         ),
     ),
     "inspect": Command(
@@ -77,7 +67,7 @@ COMMANDS = {
         "write a cache as class folders or WebDataset tars; PNG keeps every pixel",
         (
             "fastdata export /data/caches /data/folder --to folder",
-            "fastdata export /data/caches /data/tars --to webdataset --image-format jpeg --quality 95",
+            "fastdata export /data/caches /data/tars --to webdataset --image-format jpeg",
         ),
     ),
     "prune": Command(
@@ -102,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if command is not diagnose.run:  # whose warnings are of the user's own script
         warnings.formatwarning = lambda message, *_, **__: f"fastdata: {message}\n"
     try:
-        output.check_files(options)
+        output.check_json(options)
         return command(options)
     except KeyboardInterrupt:
         print("fastdata: interrupted", file=sys.stderr)
@@ -125,7 +115,7 @@ def _parser() -> argparse.ArgumentParser:
         child = commands.add_parser(
             name,
             help=command.text,
-            description=fill(f"{command.text[0].upper()}{command.text[1:]}.", 100),
+            description=f"{command.text[0].upper()}{command.text[1:]}.",
             epilog="\n  ".join(["examples:", *command.examples]),
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )

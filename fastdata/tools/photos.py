@@ -21,42 +21,31 @@ def write_photos(
     size: tuple[int, int] = (512, 384),
     progress: bool = False,
 ) -> None:
-    """Write JPEGs into class folders; the same arguments give the same pixels.
+    """Write JPEGs of ``size`` (width, height) into class folders, in turns.
 
-    Args:
-        root: gets a folder for each class.
-        count: of all images.
-        classes: that take them in turns.
-        size: width and height.
-        progress: show a bar.
+    The same arguments give the same pixels.
     """
 
-    def write(index: int) -> None:  # in a thread per core: Pillow releases the GIL
+    def write(index: int) -> None:
         path = root / f"class{index % classes}" / f"{index:05}.jpg"
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(photo(index, size)).save(path, quality=90)
 
     bar = progress_bar(count, "drawing images", enabled=progress)
-    with bar, ThreadPoolExecutor(os.cpu_count()) as pool:
-        try:
-            for _ in pool.map(write, range(count)):
-                bar.update()
-        finally:
-            pool.shutdown(cancel_futures=True)
+    with bar, ThreadPoolExecutor(os.cpu_count()) as pool:  # Pillow releases the GIL
+        for _ in pool.map(write, range(count)):
+            bar.update()
 
 
 def photo(seed: int, size: tuple[int, int] = (512, 384)) -> npt.NDArray[np.uint8]:
-    """One image of ``size`` (width, height), uint8 (height, width, 3): smooth shapes, weaker colour, a grain."""
+    """One image of ``size`` (width, height), uint8: smooth shapes, weaker colour, a grain."""
     rng = np.random.default_rng(seed)
     width, height = size
 
-    def smooth(
-        cells: int,
-    ) -> npt.NDArray[np.float32]:  # of about unit variance, in shapes of 1/cells of the width
+    def smooth(cells: int) -> npt.NDArray[np.float32]:
+        """Of about unit variance, in shapes of 1/cells of the width."""
         grid = rng.standard_normal((max(2, cells * height // width), cells), dtype=np.float32)
-        return np.asarray(
-            Image.fromarray(grid).resize(size, Image.Resampling.BICUBIC), dtype=np.float32
-        )
+        return np.asarray(Image.fromarray(grid).resize(size, Image.Resampling.BICUBIC))
 
     # Amplitudes fall as the shapes get finer, as the spectrum of photographs does; the fine end and
     # the grain are set so that 512x384 takes 60 to 110 KB at quality 90, as photographs of that
