@@ -1,4 +1,4 @@
-"""Encoding prepared samples and decoding them into the caller's memory: the door to lz4 and zstandard.
+"""Encoding prepared samples, and decoding them: the door to lz4 and zstandard.
 
 LZ4 is the fastest to decode, Zstandard behind reversible prediction makes photographs half as
 large, JPEG seven to nine times smaller for the price of exactness; ``"source"`` keeps a file's own
@@ -29,7 +29,7 @@ arguments."""
 
 
 class Codec(ABC):
-    """Encodes prepared samples; safe from several threads and processes; pickles as its settings."""
+    """Encodes prepared samples; safe from any threads and processes; pickles as its settings."""
 
     name: str
     lossless: bool = True
@@ -63,7 +63,8 @@ def bytes_of(array: Array) -> Bytes:
         )
     if array.dtype.hasobject:
         raise ValueError(
-            f"an array of {array.dtype} holds Python objects, which no codec keeps; give a numeric dtype"
+            f"an array of {array.dtype} holds Python objects, which no codec keeps; "
+            "give a numeric dtype"
         )
     return array.reshape(-1).view(np.uint8) if array.dtype.itemsize else np.empty(0, np.uint8)
 
@@ -348,7 +349,8 @@ class JpegCodec(Codec):
     def __post_init__(self) -> None:
         if not 1 <= self.quality <= 95:
             raise ValueError(
-                f"quality of codec 'jpeg' is {self.quality}; it must be 1 to 95. Exact codecs: lz4, zstd"
+                f"quality of codec 'jpeg' is {self.quality}; it must be 1 to 95. "
+                "Exact codecs: lz4, zstd"
             )
         if self.subsampling not in SUBSAMPLINGS:
             known = ", ".join(SUBSAMPLINGS)

@@ -39,7 +39,7 @@ needs."""
 
 
 class DiskFile(Block):
-    """A block on disk: ``create`` -> ``write``, ``flush`` -> ``seal`` -> ``array``; or ``open`` -> ``array``.
+    """A block on disk: ``reserve``, ``write``, ``seal``, ``array``; or ``open``, ``array``.
 
     Arrays keep the mapping alive by themselves, also when the file is deleted. Pickles as its name:
     another process opens it again, and refuses another one that has taken its place. A disk that is
@@ -100,10 +100,11 @@ class DiskFile(Block):
                     os.posix_fallocate(self._fd, 0, size_bytes)
                 else:
                     os.ftruncate(self._fd, size_bytes)
-            self.size_bytes, self._map = size_bytes, None
+            self.size_bytes = size_bytes
+            self._map = None
 
     def write(self, offset: int, data: np.ndarray) -> None:
-        """Copy a C-contiguous array to byte ``offset``, at the latest when this thread calls ``flush``.
+        """Copy a C-contiguous array to byte ``offset``, at the latest on this thread's ``flush``.
 
         Neighbours are written at once: the system then caches and maps them in larger pieces.
         """
@@ -117,11 +118,13 @@ class DiskFile(Block):
         pending = self._pending
         with naming_full_disk(self.path.parent):
             super().write(pending.first, np.frombuffer(pending.data, np.uint8))
-        pending.first, pending.data = pending.first + len(pending.data), bytearray()
+        pending.first += len(pending.data)
+        pending.data = bytearray()
 
     def seal(self) -> None:
         """See to it that all of it is on the disk."""
-        self._map, self.is_sealed = None, True
+        self._map = None
+        self.is_sealed = True
         with naming_full_disk(self.path.parent):
             os.fsync(self._fd)
 
@@ -132,7 +135,7 @@ class DiskFile(Block):
         return mmap.mmap(self._fd, self.size_bytes, access=access)
 
     def bring(self, start: int, size: int) -> None:
-        """Have bytes in memory until ``drop``, so that nobody waits for the disk when they are read.
+        """Have bytes in memory until ``drop``, so that nobody who reads them waits for the disk.
 
         Reading them then maps their pages and no others. The kernel maps what it has around a page
         that is touched, up to 2 MiB, but not across the border of an area with other flags: so they
@@ -153,7 +156,7 @@ class DiskFile(Block):
         _touch(np.frombuffer(mapped, np.uint8)[first * mmap.PAGESIZE : start + size])
 
     def drop(self, start: int, size: int, *, from_cache: bool) -> None:
-        """Let go of memory that caches what was brought; nothing is lost, reading it again takes longer.
+        """Let go of memory that was brought; nothing is lost, reading it again takes longer.
 
         ``from_cache``: let go of the system's page cache too; pages that any process has mapped
         stay.
@@ -202,19 +205,21 @@ class _Pending(threading.local):
     """Neighbouring bytes that a thread has yet to write."""
 
     def __init__(self) -> None:
-        self.first, self.data = 0, bytearray()
+        self.first = 0
+        self.data = bytearray()
 
 
 class _Areas:
-    """The page that each piece of a file that a process has brought begins or ends in, how often: two may share one."""
+    """The pages that brought pieces begin or end in, how often: two may share one."""
 
     def __init__(self) -> None:
-        self.lock, self.is_begun = threading.Lock(), False
+        self.lock = threading.Lock()
+        self.is_begun = False
         self.borders: Counter[int] = Counter()
 
 
 def _touch(data: Bytes) -> None:
-    """Read a little of every so many bytes, without the GIL: NumPy keeps it for less than 500 elements."""
+    """Read a little of every so many bytes, without the GIL: NumPy keeps it for 500 elements."""
     whole = data.size // _FAULT_BYTES * _FAULT_BYTES
     data[:whole].reshape(-1, _FAULT_BYTES)[:, :_TOUCHED_BYTES].max(initial=0)
     data[whole:][:_TOUCHED_BYTES].max(initial=0)
@@ -226,7 +231,7 @@ def _pages(start: int, size: int) -> tuple[int, int]:
 
 
 def _advise(mapped: mmap.mmap, first: int, stop: int, *advice: str) -> None:
-    """Give the kernel advice on pages, where it takes any: it is about memory and time, never about what is read."""
+    """Give the kernel advice on pages, where it takes any."""
     for name in advice:
         if stop > first and hasattr(mmap, name):
             with contextlib.suppress(OSError):
@@ -244,14 +249,14 @@ def free_bytes(folder: Path) -> int:
 
 @contextlib.contextmanager
 def naming_full_disk(folder: Path) -> Iterator[None]:
-    """Turn the system's complaint about a full disk into a CacheError that says what is free, and the cure."""
+    """Turn a full disk into a CacheError that says what is free, and the cure."""
     try:
         yield
     except OSError as problem:
         if problem.errno == errno.EFBIG:
             raise CacheError(
-                f"a file of the cache in {folder.parent} would be larger than this process may write. Raise the limit "
-                "(ulimit -f), or give codec='zstd' or a smaller resize=."
+                f"a file of the cache in {folder.parent} would be larger than this process may "
+                "write. Raise the limit (ulimit -f), or give codec='zstd' or a smaller resize=."
             ) from problem
         if problem.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
@@ -260,7 +265,7 @@ def naming_full_disk(folder: Path) -> Iterator[None]:
 
 def _full(folder: Path, what: str) -> CacheError:
     return CacheError(
-        f"the disk of {folder.parent} is too full for the cache: {what}, {format_bytes(free_bytes(folder))} are free. "
-        "Free some space, or give another cache_dir=, a smaller resize=, or codec='zstd', which about halves raw "
-        "samples."
+        f"the disk of {folder.parent} is too full for the cache: {what}, "
+        f"{format_bytes(free_bytes(folder))} are free. Free some space, or give another "
+        "cache_dir=, a smaller resize=, or codec='zstd', which about halves raw samples."
     )

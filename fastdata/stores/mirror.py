@@ -1,4 +1,4 @@
-"""The files of a cache behind a URL: those segments of them that were needed lately, as files on a local disk.
+"""The files of a cache behind a URL: segments that were needed lately, on a local disk.
 
 Below ``local_cache``, which all caches, ranks and runs of a machine share, a folder for each cache
 holds its segments: equal pieces of its files, each whole or not there. What was needed longest ago
@@ -80,7 +80,8 @@ class Mirror:
     ) -> None:
         if sys.platform != "linux":
             raise CacheError(
-                f"{place} is mirrored by means that only Linux has; copy it to a local disk and open that"
+                f"{place} is mirrored by means that only Linux has; copy it to a local disk and "
+                "open that"
             )
         self.place = place
         self.files = tuple(files)
@@ -126,7 +127,7 @@ class Mirror:
             self._path(segment).unlink(missing_ok=True)
 
     def open(self, segments: Iterable[Segment]) -> Iterator[tuple[Segment, int]]:
-        """Descriptors of segments, which the caller closes; what is not here is fetched, many at once.
+        """Descriptors of segments, which the caller closes; what is not here is fetched.
 
         Two processes never fetch the same segment: the second waits for the first.
         """
@@ -243,7 +244,7 @@ def _list_segments(local_cache: Path) -> Iterator[tuple[int, int, str]]:
 
 
 class MirroredFile:
-    """A range of addresses as large as a file; what lies there are those of its segments that are mapped, and zeros."""
+    """A range of addresses as large as a file: its segments that are mapped, and zeros."""
 
     def __init__(self, path: Path, size_bytes: int, segment_bytes: int) -> None:
         self.path = path
@@ -350,8 +351,8 @@ class MirroredStore(DiskStore):
             found = checksum(self.stored(index))
         if found != wanted:
             name = self._names[self._of[index]]
-            what = f"its bytes in {self.mirror.at(name)} are not those that were written, and came twice"
-            what += "; the file was changed or is damaged there: build the cache anew"
+            what = f"its bytes in {self.mirror.at(name)} are not those that were written, "
+            what += "and came twice; the file was changed or is damaged there: build the cache anew"
             raise UndecodableError(what, index=index, codec=self.codec, is_on_disk=True)
         self._checked[index] = 1
 
@@ -404,9 +405,10 @@ class MirroredStore(DiskStore):
         need_bytes = (np.count_nonzero(self._users) + len(numbers)) * self.mirror.segment_bytes
         if need_bytes > self.mirror.limit_bytes + self.mirror.segment_bytes:
             raise CacheError(
-                f"local_limit={format_bytes(self.mirror.limit_bytes)} of {self.mirror.folder.parent} is too small: "
-                f"this process needs {format_bytes(need_bytes)} at once. Raise it; or use ChunkedLoader with a smaller "
-                "memory_limit= or chunk_samples=, which needs two chunks at a time."
+                f"local_limit={format_bytes(self.mirror.limit_bytes)} of "
+                f"{self.mirror.folder.parent} is too small: this process needs "
+                f"{format_bytes(need_bytes)} at once. Raise it; or use ChunkedLoader with a "
+                "smaller memory_limit= or chunk_samples=, which needs two chunks at a time."
             )
         files = dict(zip(self._names, self._mirrored, strict=True))
         for segment, fd in self.mirror.open(map(self._segment, numbers.tolist())):

@@ -1,4 +1,4 @@
-"""Reversible prediction: a sample minus what its neighbours let one expect, which compresses better.
+"""Reversible prediction: a sample minus what its neighbours let one expect.
 
 A sample is taken as planes of rows, each row filled up to whole words of 8 bytes, and a word as
 **one integer**. So one ``add.accumulate`` of words undoes "minus the row above" for 8 bytes at a
@@ -39,7 +39,7 @@ SHORTEST_ROW_BYTES = 32
 
 
 class Filter(IntFlag):
-    """What was done to a sample before compression, in this order; an encoded sample's first byte."""
+    """What was done to a sample before compression, in order; its first byte when encoded."""
 
     NONE = 0
     GREEN = 1

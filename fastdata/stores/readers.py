@@ -52,7 +52,7 @@ class Store(Protocol):
         """Give back the memory; arrays handed out stay valid. Idempotent."""
 
     def filled_share(self, index_B: np.ndarray | None = None) -> float:
-        """How many of the samples, or of those chosen, are there; 1 unless they are prepared when they are read."""
+        """How many of the samples, or of those chosen, are there; 1 where all are."""
         return 1.0
 
     def expect(self, indices: Sequence[int]) -> None:
@@ -77,7 +77,7 @@ class Store(Protocol):
         return list(map(self.read, index_B.tolist()))
 
     def gather_into(self, index_B: np.ndarray, out_B: np.ndarray) -> None:
-        """Put the chosen samples into ``out_B`` (B, *shape), C-contiguous; only where all have one shape."""
+        """Put samples of one shape into ``out_B`` (B, *shape), C-contiguous."""
         for index, out in zip(index_B.tolist(), out_B, strict=True):
             self.read_into(index, out)
 
@@ -98,7 +98,9 @@ class UndecodableError(Exception):
 
     def __init__(self, message: str, *, index: int, codec: str, is_on_disk: bool = False) -> None:
         super().__init__(message)
-        self.index, self.codec, self.is_on_disk = index, codec, is_on_disk
+        self.index = index
+        self.codec = codec
+        self.is_on_disk = is_on_disk
 
 
 class FileStore(Store):
@@ -121,8 +123,12 @@ class FileStore(Store):
         index: ArrayBlock,
         decoder: Decoder | None = None,
     ) -> None:
-        self.files, self.spec, self.index, self._decoder = tuple(files), spec, index, decoder
-        self.size_bytes, self._dtype = sum(file.size_bytes for file in files), np.dtype(spec.dtype)
+        self.files = tuple(files)
+        self.spec = spec
+        self.index = index
+        self._decoder = decoder
+        self.size_bytes = sum(file.size_bytes for file in files)
+        self._dtype = np.dtype(spec.dtype)
         self.gives_views = decoder is None
         self._bytes = [file.array("uint8", (file.size_bytes,)) for file in files]
         for data in self._bytes:
@@ -132,7 +138,8 @@ class FileStore(Store):
         )
         # Of a table.
         self._row_bytes = spec.sample_bytes if decoder is None and spec.is_dense else 0
-        self._offsets, self._shapes = index["offsets"], index.get("shapes")
+        self._offsets = index["offsets"]
+        self._shapes = index.get("shapes")
         length = self._offsets.shape
         self._sizes = (
             index["sizes"]
@@ -164,7 +171,7 @@ class FileStore(Store):
         return addresses_B
 
     def jpeg_files(self, index_B: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-        """Addresses and sizes of the chosen samples, int64 (B,), where the core decodes them; else None."""
+        """Addresses and sizes of samples, int64 (B,), where the core decodes them; else None."""
         if not getattr(self._decoder, "makes_jpeg_files", False) or open_libjpeg()[0] is None:
             return None
         return FileStore.addresses(self, index_B), self._sizes[index_B]
@@ -172,7 +179,8 @@ class FileStore(Store):
     def read(self, index: int) -> np.ndarray:
         if not self.gives_views:
             return super().read(index)
-        data, shape = self._bytes[self._of[index]].data, self.spec.shape or self.shape(index)
+        data = self._bytes[self._of[index]].data
+        shape = self.spec.shape or self.shape(index)
         sample: np.ndarray = np.ndarray(shape, self._dtype, data, self._offsets[index])
         return sample
 
@@ -185,17 +193,19 @@ class FileStore(Store):
             self._decoder.decode(data, out)
         except Exception as cause:  # decoders raise anything; all of it is named and kept
             codec = self._decoder.name
-            what = f"{len(data):,} bytes of codec {codec!r} cannot be decoded to {out.dtype} {list(out.shape)}"
+            to = f"{out.dtype} {list(out.shape)}"
+            what = f"{len(data):,} bytes of codec {codec!r} cannot be decoded to {to}"
             raise UndecodableError(f"{what}: {cause}", index=index, codec=codec) from cause
 
     def gather_into(self, index_B: np.ndarray, out_B: np.ndarray) -> None:
-        """Put the chosen samples into ``out_B`` (B, *shape); one call, at memory speed, where one table has them."""
+        """Put samples into ``out_B`` (B, *shape); in one call where one table has them."""
         row_bytes = self._row_bytes if len(out_B) else 0
         number = int(self._of[index_B[0]]) if row_bytes else 0
         if not row_bytes or (len(self._bytes) > 1 and (self._of[index_B] != number).any()):
             super().gather_into(index_B, out_B)
             return
-        data, starts_B = self._bytes[number], self._offsets[index_B]
+        data = self._bytes[number]
+        starts_B = self._offsets[index_B]
         first = int(starts_B[0]) % row_bytes
         shape = (len(data) - first) // row_bytes, *out_B.shape[1:]
         table: np.ndarray = np.ndarray(shape, self._dtype, data.data, first)
@@ -215,7 +225,7 @@ class FileStore(Store):
 
 
 class DiskStore(FileStore):
-    """Samples in files on disk, each held against its checksum when it is first read, by whichever process that is.
+    """Samples in files on disk, each held against its checksum when it is first read.
 
     Whatever reads a sample raises UndecodableError where its bytes are not those that were written.
 
@@ -234,7 +244,8 @@ class DiskStore(FileStore):
         marks: ArrayBlock | None = None,
     ) -> None:
         super().__init__(files, spec, index, decoder)
-        self._disk_files, self.codec = tuple(files), "raw" if decoder is None else decoder.name
+        self._disk_files = tuple(files)
+        self.codec = "raw" if decoder is None else decoder.name
         self._sums = index["sums"]
         self._marks = marks or ArrayBlock(
             {"checked": np.zeros(max(len(self), 1), np.uint8)}, seal=False
@@ -280,7 +291,7 @@ class DiskStore(FileStore):
             self._enter(index, checksum(self.stored(index)))
 
     def _check_copies(self, index_B: np.ndarray, out_B: np.ndarray, chosen: np.ndarray) -> None:
-        """Hold copies that are warm from copying against the checksums; all in one call where rows are whole words."""
+        """Hold copies against the checksums; all in one call where rows are whole words."""
         bytes_B = out_B.reshape(len(out_B), -1).view(np.uint8)
         if bytes_B.shape[1] % _WORD_BYTES == 0 and len(chosen) == len(out_B):
             sums_B = bytes_B.view("<u8").sum(axis=1, dtype=np.uint64)
@@ -301,8 +312,9 @@ class DiskStore(FileStore):
             cure = "the next run over its source prepares it anew"
         except OSError as problem:
             cure = f"that cannot be noted ({problem.strerror}): build {path.parent} anew"
-        what = f"its bytes in {path.parent} are not those that were written (a failing disk, or a foreign hand); {cure}"
-        raise UndecodableError(what, index=index, codec=self.codec, is_on_disk=True)
+        what = f"its bytes in {path.parent} are not those that were written"
+        text = f"{what} (a failing disk, or a foreign hand); {cure}"
+        raise UndecodableError(text, index=index, codec=self.codec, is_on_disk=True)
 
     # What of the files is in memory
 
@@ -321,10 +333,14 @@ class DiskStore(FileStore):
             file.release()
 
     def _runs(self, index_B: np.ndarray) -> Iterator[tuple[DiskFile, int, int]]:
-        """File, first byte and size of each piece of a file in which chosen samples lie end to end."""
-        numbers, starts, sizes = self._of[index_B], self._offsets[index_B], self._sizes[index_B]
+        """File, first byte and size of each piece in which chosen samples lie end to end."""
+        numbers = self._of[index_B]
+        starts = self._offsets[index_B]
+        stops = starts + self._sizes[index_B]
         order = np.lexsort((starts, numbers))
-        numbers, starts, ends = numbers[order], starts[order], (starts + sizes)[order]
+        numbers = numbers[order]
+        starts = starts[order]
+        ends = stops[order]
         gaps = starts[1:] - ends[:-1]
         cuts = np.flatnonzero((numbers[1:] != numbers[:-1]) | (gaps < 0) | (gaps > _GAP_BYTES)) + 1
         for first, stop in itertools.pairwise(
@@ -345,7 +361,7 @@ class DiskStore(FileStore):
 
 
 def receipt_name(shard: str) -> str:
-    """Of the file beside a shard's own that says that it is complete; without it it is written anew."""
+    """Of the file that says that a shard is complete; without it the shard is written anew."""
     return f"shard-{shard}.npz"
 
 
@@ -354,7 +370,7 @@ def receipts_in(folder: Path) -> set[str]:
 
 
 def checksum(data: Bytes) -> int:
-    """Sum of the bytes as little-endian 64-bit words, modulo 2**64, the last word filled up with zeros.
+    """Sum of the bytes as little-endian 64-bit words, modulo 2**64, the last filled with zeros.
 
     Any change within one word is seen, and so are missing and zeroed pages. It runs at 28 GB/s
     where CRC-32 runs at 3, so that every sample can be checked on its first read.

@@ -68,7 +68,7 @@ def add_build(parser: argparse.ArgumentParser) -> None:
     )
     engines = "what prepares: this machine, or a Ray cluster (extra: ray); default: %(default)s"
     add("--engine", choices=("local", "ray"), default="local", help=engines)
-    sizes = "write shards of about this size, such as 256MiB; a stopped build goes on after those that are done"
+    sizes = "write shards of about this size, such as 256MiB; a stopped build goes on after them"
     add("--shard-size", dest="shard_bytes", metavar="SIZE", help=sizes)
     _add_storage_options(parser)
 

@@ -283,7 +283,7 @@ def _coder_of(place: Place, part: Part, known: Sequence[Decoder]) -> Decoder | N
 
 
 class _Draft(NamedTuple):
-    """A cache that is to be written: its manifest without shards, and about how large each part is."""
+    """A cache to be written: its manifest without shards, and about how large each part is."""
 
     manifest: Manifest
     part_bytes: Sequence[int]
@@ -310,7 +310,7 @@ def _write(wanted: _Wanted) -> None:
 
 
 def _draft_of(wanted: _Wanted) -> _Draft | None:
-    """Another cache like the one that is there; None where that cannot be, or has grown too large."""
+    """Another cache like the one that is there; None where there is none or it has grown."""
     try:
         manifest = Manifest.read(wanted.place)
         for part in manifest.parts:

@@ -1,4 +1,4 @@
-"""The files of a cache. Read without trust: a cache comes from a disk, and maybe from somebody else.
+"""The files of a cache, read without trust: they come from a disk, maybe from somebody else.
 
 A cache is a folder of
 
@@ -484,7 +484,7 @@ def as_list(targets: Any) -> list[Any]:
 
 
 class Mirroring(NamedTuple):
-    """Where mirrors are, by default in the user's cache folder, and how many bytes they may take."""
+    """Where mirrors are, by default in the user's cache folder, and the most that they take."""
 
     local_cache: str | os.PathLike[str] | None = None
     limit: int | float | str | None = None
