@@ -17,7 +17,6 @@ from fastdata.pixels import describe_steps
 from fastdata.pixels.images import IMAGE_EXTENSIONS, load_image
 from fastdata.sources import (
     FileSource,
-    RemoteFiles,
     Source,
     find_classes,
     place_of,
@@ -39,6 +38,7 @@ class _ImageFiles(PreparedDataset):
     root: str | os.PathLike[str]
     _place: Place | None = None
     """That remote files lie below; and ``_facts`` of them."""
+    _facts: ArrayBlock | None = None
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -83,9 +83,7 @@ class _ImageFiles(PreparedDataset):
         return f"{opened}, {self._list_name}" if self._list_name else opened
 
     def _files_of(self, table: SampleTable) -> FileSource:
-        if self._place is not None:
-            return RemoteFiles(self._place, table.paths, table.targets, self._loader, self._facts)
-        return FileSource(table.paths, table.targets, self._loader)
+        return FileSource(table.paths, table.targets, self._loader, self._place, self._facts)
 
     def _origin(self) -> Source:
         """The files, which copies in other processes know too."""

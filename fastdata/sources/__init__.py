@@ -131,12 +131,27 @@ class Source(Protocol):
 
 
 class FileSource:
-    """One file per sample, opened by ``loader``; paths and targets are read by index only."""
+    """One file per sample, here or behind a URL; paths and targets are read by index only.
+
+    Args:
+        paths, targets: of the samples.
+        loader: opens a file by its path. Of a remote file, one of the user's own gets the path of a
+            temporary copy.
+        place: that all or most remote files lie below. Those that are expected are fetched
+            together, in the background.
+        facts: of remote files ``sizes`` and ``tags``, int64 (N,); -1 where they are not known. A
+            file that comes in another size was changed since it was listed, which is an error.
+    """
 
     keys: ClassVar[ItemKeys | None] = None
 
     def __init__(
-        self, paths: Sequence[str], targets: Sequence[Any], loader: Callable[[str], Any]
+        self,
+        paths: Sequence[str],
+        targets: Sequence[Any],
+        loader: Callable[[str], Any],
+        place: Place | None = None,
+        facts: Mapping[str, np.ndarray] | None = None,
     ) -> None:
         if len(paths) != len(targets):
             raise ValueError(
@@ -145,91 +160,25 @@ class FileSource:
         self.paths = paths
         self.targets = targets
         self.loader = loader
+        self.place = place
+        self.facts = facts or {}
+        self._coming = Coming()
+
+    @property
+    def is_remote(self) -> bool:
+        return self.place is not None
 
     def __len__(self) -> int:
         return len(self.paths)
 
     def read(self, index: int) -> tuple[Any, Any]:
-        return self.loader(self.paths[index]), self.targets[index]
+        return self._open(index), self.targets[index]
 
-    def expect(self, indices: Sequence[int]) -> None: ...
-
-    def path(self, index: int) -> str:
-        return self.paths[index]
-
-    def read_bytes(self, index: int) -> bytes:
-        with open(self.paths[index], "rb") as stream:
-            return stream.read()
-
-    def opened_by(self, loader: Callable[[str], Any]) -> Self:
-        return self.over({"loader": loader})
-
-    def as_bytes(self) -> Self:
-        """The files as they are, unopened: uint8 (bytes,)."""
-        return self.opened_by(_read_bytes)
-
-    def columns_of(self, indices: Sequence[int]) -> dict[str, Any]:
-        """What is known of these samples, for ``over`` in another process."""
-        paths = {index: self.paths[index] for index in indices}
-        targets = {index: self.targets[index] for index in indices}
-        return {"paths": paths, "targets": targets}
-
-    def over(self, columns: Mapping[str, Any]) -> Self:
-        """The same with other attributes; columns of samples are read by index only."""
-        other = copy.copy(self)
-        vars(other).update(columns)
-        return other
-
-    def size_bytes(self, index: int) -> int:
-        """Size of the file of sample ``index``; 0 where there is none."""
-        try:
-            return os.path.getsize(self.paths[index])
-        except OSError:
-            return 0
-
-    def listing(self) -> np.ndarray | None:
-        """Sizes and times, (2, samples), where they are known without looking at each file."""
-        return None
-
-
-def _read_bytes(path: str) -> np.ndarray:
-    with open(path, "rb") as stream:
-        return np.frombuffer(stream.read(), np.uint8)
-
-
-class RemoteFiles(FileSource):
-    """Files behind a URL; those that are expected are fetched together, in the background.
-
-    Args:
-        place: that all or most of them lie below.
-        paths: URLs.
-        targets, loader: as of ``FileSource``. A loader of the user's own gets the path of a
-            temporary copy.
-        facts: ``sizes`` and ``tags``, int64 (N,); -1 where they are not known. A file that comes
-            in another size was changed since it was listed, which is an error.
-    """
-
-    def __init__(
-        self,
-        place: Place,
-        paths: Sequence[str],
-        targets: Sequence[Any],
-        loader: Callable[[str], Any],
-        facts: Mapping[str, np.ndarray],
-    ) -> None:
-        super().__init__(paths, targets, loader)
-        self._place = place
-        self._facts = facts
-        self._coming = Coming()
-
-    def expect(self, indices: Sequence[int]) -> None:
-        self._coming.expect(indices, self._submit)
-
-    def read(self, index: int) -> tuple[Any, Any]:
-        sample = self._open(self.read_bytes(index), self.paths[index])
-        return sample, self.targets[index]
-
-    def _open(self, data: bytes, path: str) -> Any:
+    def _open(self, index: int) -> Any:
+        path = self.paths[index]
+        if not self.is_remote:
+            return self.loader(path)
+        data = self.read_bytes(index)
         decode = decoder_of(self.loader)
         if self.loader is _read_bytes:
             return np.frombuffer(data, np.uint8)
@@ -240,32 +189,74 @@ class RemoteFiles(FileSource):
             copied.write_bytes(data)
             return self.loader(str(copied))
 
+    def expect(self, indices: Sequence[int]) -> None:
+        if self.is_remote:
+            self._coming.expect(indices, self._submit)
+
+    def path(self, index: int) -> str:
+        return self.paths[index]
+
     def read_bytes(self, index: int) -> bytes:
-        return self._coming.take(index, self._submit).result()
+        if self.is_remote:
+            return self._coming.take(index, self._submit).result()
+        with open(self.paths[index], "rb") as stream:
+            return stream.read()
+
+    def _submit(self, index: int) -> Future[bytes]:
+        place, name = self._locate(index)
+        size = int(self.facts["sizes"][index])
+        return place.submit(name, size_bytes=None if size < 0 else size)
+
+    def _locate(self, index: int) -> tuple[Place, str]:
+        assert self.place is not None
+        return place_of(self.place, self.paths[index])
+
+    def opened_by(self, loader: Callable[[str], Any]) -> Self:
+        return self.over({"loader": loader})  # what one expects the other reads
+
+    def as_bytes(self) -> Self:
+        """The files as they are, unopened: uint8 (bytes,)."""
+        return self.opened_by(_read_bytes)
 
     def columns_of(self, indices: Sequence[int]) -> dict[str, Any]:
+        """What is known of these samples, for ``over`` in another process."""
+        paths = {index: self.paths[index] for index in indices}
+        targets = {index: self.targets[index] for index in indices}
         facts = {}
-        for name, column in self._facts.items():
+        for name, column in self.facts.items():
             facts[name] = {index: int(column[index]) for index in indices}
-        return {**super().columns_of(indices), "_facts": facts}
+        return {"paths": paths, "targets": targets, "facts": facts}
+
+    def over(self, columns: Mapping[str, Any]) -> Self:
+        """The same with other attributes; columns of samples are read by index only."""
+        other = copy.copy(self)
+        vars(other).update(columns)
+        return other
 
     def size_bytes(self, index: int) -> int:
-        return max(int(self._facts["sizes"][index]), 0)
+        """Size of the file of sample ``index``; 0 where there is none, or it is not known."""
+        if self.is_remote:
+            return max(int(self.facts["sizes"][index]), 0)
+        try:
+            return os.path.getsize(self.paths[index])
+        except OSError:
+            return 0
 
-    def listing(self) -> np.ndarray:
-        facts = np.stack([self._facts["sizes"], self._facts["tags"]])
+    def listing(self) -> np.ndarray | None:
+        """Sizes and tags, (2, samples), of remote files."""
+        if not self.is_remote:
+            return None
+        facts = np.stack([self.facts["sizes"], self.facts["tags"]])
         if len(self) and facts[0].max() < 0:  # nobody has listed them
-            submitted = []
-            for path in self.paths:
-                place, name = place_of(self._place, path)
-                submitted.append(place.submit_facts(name))
+            located = map(self._locate, range(len(self)))
+            submitted = [place.submit_facts(name) for place, name in located]
             facts = np.array([future.result() for future in submitted], np.int64).T
         return facts
 
-    def _submit(self, index: int) -> Future[bytes]:
-        place, name = place_of(self._place, self.paths[index])
-        size = int(self._facts["sizes"][index])
-        return place.submit(name, size_bytes=None if size < 0 else size)
+
+def _read_bytes(path: str) -> np.ndarray:
+    with open(path, "rb") as stream:
+        return np.frombuffer(stream.read(), np.uint8)
 
 
 def place_of(place: Place, url: str) -> tuple[Place, str]:

@@ -19,6 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
 from glob import glob
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -65,7 +66,8 @@ def open_dataset(
         ImportError: pyarrow or the URL's file system is not installed.
     """
     files: list[File] = []
-    for path in paths if isinstance(paths, list) else [paths]:
+    given = paths if isinstance(paths, list) else [paths]
+    for path in given:
         for text in _expand_braces(os.path.expanduser(os.fsdecode(path))):
             files += _find_files(text, storage_options)
     kinds = sorted({_kind_of(file.name) for file in files})
@@ -132,8 +134,11 @@ def _sized(file: File) -> File:
 def _match(place: Place, pattern: str) -> list[Entry]:
     if place.is_remote:
         depth = pattern.count("/")
-        entries = [entry for entry in place.find() if entry.name.count("/") == depth]
-        return [entry for entry in entries if fnmatchcase(entry.name, pattern)]
+        return [
+            entry
+            for entry in place.find()
+            if entry.name.count("/") == depth and fnmatchcase(entry.name, pattern)
+        ]
     names = sorted(glob(pattern, root_dir=place.url))
     return [Entry(name, *place.submit_facts(name).result()) for name in names]
 
@@ -157,19 +162,19 @@ def _list_folder(place: Place) -> list[Entry]:
 def _refuse_index(place: Place) -> None:
     index = json.loads(place.read("index.json"))
     if "shards" in index:
-        where = "remote" if place.is_remote else "local"
         what = "MDS shards of mosaicml-streaming"
-        call = f"from streaming import StreamingDataset; CachedDataset(StreamingDataset({where}="
-        call += f"{place.url!r}, batch_size=1))"
+        package = "streaming"
+        options = f"{'remote' if place.is_remote else 'local'}={place.url!r}, batch_size=1"
     elif "chunks" in index:
         what = "chunks of litdata"
-        call = "from litdata import StreamingDataset; CachedDataset(StreamingDataset("
-        call += f"{place.url!r}))"
+        package = "litdata"
+        options = repr(place.url)
     else:
         return
     raise ValueError(
         f"{place} holds {what}, which its own package reads, as a map-style dataset. Install it, "
-        f"and give that: {call}"
+        f"and give that: from {package} import StreamingDataset; "
+        f"CachedDataset(StreamingDataset({options}))"
     )
 
 
@@ -246,14 +251,21 @@ class TarSamples(_Samples):
         with ThreadPoolExecutor(_LISTING_THREADS if files[0].place.is_remote else 1) as pool:
             listings = list(pool.map(_list_tar, files))
         super().__init__(files, [len(listing) for listing in listings], columns)
-        samples = [sample for listing in listings for sample in listing]
-        spans = [(name, *span) for _, spans in samples for name, span in spans.items()]
-        self._suffixes = sorted({name for name, _, _ in spans})
-        numbers = {suffix: number for number, suffix in enumerate(self._suffixes)}
-        rows = [(numbers[name], start, stop) for name, start, stop in spans]
+        # Arrays, which worker processes do not copy as they do Python objects.
+        numbers: dict[str, int] = {}
+        rows = []
+        firsts = [0]
+        keys = []
+        for key, spans in chain.from_iterable(listings):
+            for suffix, (start, stop) in spans.items():
+                number = numbers.setdefault(suffix, len(numbers))
+                rows.append((number, start, stop))
+            firsts.append(len(rows))
+            keys.append(os.fsencode(key))
+        self._suffixes = list(numbers)
         self._spans = np.array(rows, np.int64).reshape(-1, 3)
-        self._firsts = np.cumsum([0, *(len(spans) for _, spans in samples)])
-        self._keys = np.array([os.fsencode(key) for key, _ in samples], np.bytes_)
+        self._firsts = np.array(firsts)
+        self._keys = np.array(keys, np.bytes_)
         self._coming = Coming()
 
     def expect(self, indices: Sequence[int]) -> None:
@@ -272,10 +284,9 @@ class TarSamples(_Samples):
             spans = self._spans_of(index)
             begin, _ = _around(spans)
             data = self._coming.take(index, self._submit).result()
-            values = {
-                suffix: _decode_member(suffix, data[start - begin : stop - begin])
-                for suffix, (start, stop) in spans.items()
-            }
+            values = {}
+            for suffix, (start, stop) in spans.items():
+                values[suffix] = _decode_member(suffix, data[start - begin : stop - begin])
         if self._columns is None:
             return tuple(values.values())
         if _KEY in self._columns:
@@ -300,9 +311,10 @@ class TarSamples(_Samples):
 
 
 def _around(spans: _Spans) -> tuple[int, int]:
-    starts = [start for start, _ in spans.values()]
-    stops = [stop for _, stop in spans.values()]
-    return min(starts, default=0), max(stops, default=0)
+    """From the first byte of all to the one behind the last."""
+    first = min((start for start, _ in spans.values()), default=0)
+    last = max((stop for _, stop in spans.values()), default=0)
+    return first, last
 
 
 def _list_tar(file: File) -> list[tuple[str, _Spans]]:
@@ -379,9 +391,15 @@ class ArrowRows(_Samples):
     """
 
     def __init__(self, files: Sequence[File], columns: Collection[str] | None) -> None:
-        groups = [(file, *group) for file in files for group in enumerate(_row_counts(file))]
-        super().__init__([file for file, *_ in groups] or files, [n for *_, n in groups], columns)
-        self._groups = [group for _, group, _ in groups]
+        owners = []
+        counts = []
+        self._groups = []
+        for file in files:
+            for group, count in enumerate(_row_counts(file)):
+                owners.append(file)
+                counts.append(count)
+                self._groups.append(group)
+        super().__init__(owners or files, counts, columns)
         self._latest = _Latest()
 
     def __getitem__(self, index: int) -> Any:

@@ -35,7 +35,7 @@ from fastdata.pixels.images import (
 )
 from fastdata.pixels.program import Program
 from fastdata.report import log
-from fastdata.sources import DatasetSource, FileSource, ItemKeys, RemoteFiles, Source
+from fastdata.sources import DatasetSource, FileSource, ItemKeys, Source
 from fastdata.stores.readers import ShapesDifferError, Store, UndecodableError
 
 SOURCE = "source"
@@ -140,8 +140,7 @@ def read_path(
 
 def is_fetched(source: Source) -> bool:
     """Whether reading a sample is waiting for a network."""
-    is_remote = isinstance(source, DatasetSource) and source.is_remote
-    return is_remote or isinstance(source, RemoteFiles)
+    return isinstance(source, FileSource | DatasetSource) and source.is_remote
 
 
 @contextlib.contextmanager
