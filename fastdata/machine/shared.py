@@ -21,7 +21,6 @@ import errno
 import json
 import math
 import mmap
-import operator
 import os
 import pickle
 import secrets
@@ -33,7 +32,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, SupportsIndex, TypeVar, overload
+from typing import Any, Generic, TypeVar, overload
 
 import numpy as np
 import torch
@@ -296,14 +295,6 @@ class ArrayBlock(Mapping[str, np.ndarray]):
         self.block.close()
 
 
-def position_of(index: SupportsIndex, length: int) -> int:
-    """The place in [0, length) of a list's index, which may count from the end."""
-    try:
-        return range(length)[operator.index(index)]
-    except IndexError:
-        raise IndexError(f"index {index} is out of range for {counted(length, 'sample')}") from None
-
-
 class ListView(Sequence[_T], Generic[_T]):
     """A read-only list whose items are made when asked for; copies, slices and sums are real lists.
 
@@ -326,7 +317,11 @@ class ListView(Sequence[_T], Generic[_T]):
     def __getitem__(self, index: int | slice) -> _T | list[_T]:
         if isinstance(index, slice):
             return list(map(self._item, range(self._length)[index]))
-        return self._item(position_of(index, self._length))
+        try:
+            return self._item(range(self._length)[index])
+        except IndexError:
+            there = counted(self._length, "sample")
+            raise IndexError(f"index {index} is out of range for {there}") from None
 
     def __iter__(self) -> Iterator[_T]:
         return map(self._item, range(self._length))
@@ -347,6 +342,11 @@ class ListView(Sequence[_T], Generic[_T]):
 
     def __radd__(self, other: Iterable[_T]) -> list[_T]:
         return [*other, *self]
+
+    def __mul__(self, count: int) -> list[_T]:
+        return list(self) * count
+
+    __rmul__ = __mul__
 
     def copy(self) -> list[_T]:
         return list(self)
