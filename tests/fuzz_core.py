@@ -172,9 +172,10 @@ def _serve(fuzz: Fuzz, table: core.Table, image: np.ndarray) -> str:
         return "large"
     dtype = int(fuzz.rng.integers(len(DTYPES)))
     out = np.empty((1, channels, height, width), DTYPES[dtype])
+    channels_last = bool(fuzz.pick(False, True))
     solved = np.ones((1, ops.shape[1], 8)) if ops.shape[1] else None
     served = core.Served(
-        table, fuzz.values(channels, dtype), out.ctypes.data, out.shape[1:], solved
+        table, fuzz.values(channels, dtype), out.ctypes.data, out.shape[1:], solved, channels_last
     )
     source = np.array([image.ctypes.data], np.int64)
     core.serve(
