@@ -1,8 +1,10 @@
 """How fast is a compiled program, on one thread, and beside that of another tree of these sources?
 
-    python benchmarks/program.py [--beside PATH_OF_ANOTHER_TREE]
+    python benchmarks/program.py [--beside PATH_OF_ANOTHER_TREE] [--json benchmarks/results/program.json]
 
-Trees run in turns, each in a process of its own; images per second of CPU time, the median of the rounds.
+Trees run in turns, each in a process of its own; images per second of CPU time, the median of the rounds and their
+spread. "loader" rows are whole batches of a DataLoader; "channels last" ones have the format from the core or, in
+the row "by torch", converted.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
 import statistics
 import subprocess
 import sys
@@ -112,13 +115,79 @@ def rates(names: list[str]) -> dict[str, float]:
             program.run(store, order[done % 64], done, 0, out)
             done += 1
         found[name] = done * batch / seconds
+    for name, options in LOADERS.items():
+        if not names or any(part in name for part in names):
+            found |= loader_rate(name, transforms, **options)
     return found
+
+
+LOADERS: dict[str, dict[str, Any]] = {
+    "loader, CIFAR, batch 256": {"batch_size": 256},
+    "loader, CIFAR, batch 1,024": {"batch_size": 1024},
+    "loader, CIFAR, batch 1,024, 2 threads": {"batch_size": 1024, "num_workers": 2},
+    "loader, CIFAR, channels last": {"batch_size": 256, "channels_last": "core"},
+    "loader, CIFAR, channels last by torch": {"batch_size": 256, "channels_last": "torch"},
+    "loader, 224, channels last": {"batch_size": 64, "side_px": 256, "channels_last": "core"},
+    "loader, 224, channels last by torch": {
+        "batch_size": 64,
+        "side_px": 256,
+        "channels_last": "torch",
+    },
+}
+
+
+class Items(torch.utils.data.Dataset[Any]):
+    """Stored images with labels."""
+
+    def __init__(self, side_px: int) -> None:
+        self.samples_NCHW = torch.from_numpy(Samples(side_px).samples_NCHW)
+        self.repeats = 20 if side_px < 64 else 1
+
+    def __len__(self) -> int:
+        return LENGTH * self.repeats
+
+    def __getitem__(self, index: int) -> Any:
+        return self.samples_NCHW[index % LENGTH], index % 10
+
+
+def loader_rate(
+    name: str, transforms: Any, side_px: int = 32, channels_last: str = "", **options: Any
+) -> dict[str, float]:
+    """Images a second of a loader: of CPU time, or with threads of the clock; none of trees without the format."""
+    from fastdata import CachedDataset, DataLoader
+
+    crop = transforms.RandomCrop(32, 4) if side_px == 32 else transforms.RandomCrop(224)
+    floats = [transforms.ConvertImageDtype(torch.float32), transforms.Normalize(*NORMS)]
+    steps = transforms.Compose([crop, transforms.RandomHorizontalFlip(), *floats])
+    dataset = CachedDataset(
+        Items(side_px), transform=steps, seed=1, storage="shared", progress=False
+    )
+    if channels_last == "core":
+        options["memory_format"] = torch.channels_last
+    try:
+        loader = DataLoader(dataset, shuffle=True, drop_last=True, **options)
+    except TypeError:
+        return {}
+    clock = time.perf_counter if "num_workers" in options else time.process_time
+    torch.set_num_threads(1)
+    done, start = 0, 0.0
+    for epoch in range(1000):
+        if epoch == 1:
+            start, done = clock(), 0
+        if epoch and clock() - start > ROUND_S:
+            break
+        for images, _ in loader:
+            if channels_last == "torch":
+                images = images.contiguous(memory_format=torch.channels_last)
+            done += len(images)
+    return {name: done / (clock() - start)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--beside", type=Path)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", type=Path, help="write the figures there, too")
     parser.add_argument(
         "--once", action="store_true", help="print the rates of this process as JSON"
     )
@@ -138,10 +207,40 @@ def main() -> None:
             )
             for name, rate in json.loads(text.stdout).items():
                 result.setdefault(name, []).append(rate)
-    for name in results[-1]:
-        medians = [statistics.median(result[name]) for result in results]
-        ratio = f"  {medians[1] / medians[0]:.2f} times" if len(medians) > 1 else ""
-        print(f"{name:28}" + "".join(f"{median:12,.0f}" for median in medians) + ratio)
+    rows = {name: row_of([result.get(name, []) for result in results]) for name in results[-1]}
+    for name, row in rows.items():
+        ratio = f"  {row['ratio']:.2f} times" if "ratio" in row else ""
+        before = f"{row['before']['median']:12,.0f}" if "before" in row else ""
+        print(f"{name:36}{before}{row['now']['median']:12,.0f}{ratio}")
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(about(arguments) | {"images_per_s": rows}, indent=1))
+
+
+def row_of(rates_of_trees: list[list[float]]) -> dict[str, Any]:
+    *before, now = [
+        {"median": statistics.median(found), "least": min(found), "most": max(found)}
+        for found in rates_of_trees
+        if found
+    ]
+    row: dict[str, Any] = {"now": now}
+    if before:
+        row |= {"before": before[0], "ratio": now["median"] / before[0]["median"]}
+    return row
+
+
+def about(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Of what the figures are."""
+    git = ["git", "-C", str(arguments.beside or HERE), "rev-parse", "--short", "HEAD"]
+    found = subprocess.run(git, capture_output=True, text=True)
+    return {
+        "script": "benchmarks/program.py",
+        "rounds": arguments.rounds,
+        "before": found.stdout.strip() if arguments.beside else None,
+        "cpu": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "load_1_min": os.getloadavg()[0],
+        "torch": torch.__version__,
+    }
 
 
 if __name__ == "__main__":
