@@ -1,4 +1,4 @@
-"""``fastdata bench``: published recipes over one folder, by torchvision and torch, and by fastdata."""
+"""``fastdata bench``: published recipes over one folder, by torchvision and by fastdata."""
 
 from __future__ import annotations
 

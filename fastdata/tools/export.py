@@ -90,7 +90,7 @@ def export_cache(
         ...     options = {"cache_dir": cache, "cache_key": "squares", "progress": False}
         ...     CachedDataset(squares, **options).close()
         ...     export = export_cache(cache, tars, to="webdataset", progress=False)
-        ...     print(export.samples, export.lossless, [path.name for path in export.folder.iterdir()])
+        ...     print(export.samples, export.lossless, sorted(os.listdir(export.folder)))
         3 True ['shard-000000.tar']
     """
     refuse_remote(out)
@@ -215,7 +215,7 @@ def _write_tars(
 
 
 def _numbered(samples: Iterator[_Sample], limit_bytes: int) -> Iterator[tuple[int, _Sample]]:
-    """Samples with the number of their shard, whose images have at most so many bytes, or are one."""
+    """Samples with the number of their shard, whose images have so many bytes at most."""
     number = 0
     filled_bytes = 0
     for sample in samples:
