@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import psutil
@@ -30,7 +30,7 @@ BATCH = 32
 WORKERS = 2
 SIDE_PX = 256
 SAMPLE_BYTES = 3 * SIDE_PX * SIDE_PX
-BARE, SHARED, SEPARATE = "bare processes", "fastdata", "fastdata, share='off'"
+BARE, SHARED = "bare processes", "fastdata"
 FORKED, SERVED = "a list of arrays, forked workers", "a list of arrays, forkserver"
 
 
@@ -49,14 +49,15 @@ TRANSFORM = (
     own_step("PILToTensor"),
 )
 
-Share = Literal["auto", "off"]
 Holding = Callable[[Path], AbstractContextManager[None]]
 
 
-def open_folder(folder: Path, share: Share) -> ImageFolder:
+def open_folder(folder: Path) -> ImageFolder:
     return ImageFolder(
-        str(folder), TRANSFORM, share=share, storage="shared", fill="eager", progress=False
-    )
+        str(folder),
+        TRANSFORM,
+        storage="shared",
+    ).prepare()
 
 
 # Each holds the samples of the folder in this rank, all of them read by workers that are still there
@@ -77,8 +78,8 @@ def hold_nothing(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def hold_in_fastdata(folder: Path, share: Share) -> Iterator[None]:
-    with open_folder(folder, share) as data:
+def hold_in_fastdata(folder: Path) -> Iterator[None]:
+    with open_folder(folder) as data:
         loader = DataLoader(
             data,
             BATCH,
@@ -140,8 +141,7 @@ class Form:
 
 FORMS = {
     BARE: Form(hold=hold_nothing),
-    SHARED: Form(hold=partial(hold_in_fastdata, share="auto"), copies=1),
-    SEPARATE: Form(hold=partial(hold_in_fastdata, share="off"), copies_per_rank=1),
+    SHARED: Form(hold=hold_in_fastdata, copies=1),
     FORKED: Form(hold=partial(hold_in_list, start_method="fork"), copies_per_rank=1),
     # Python 3.14's default: each worker gets a copy of its own, and another one is on its way when it starts.
     SERVED: Form(
@@ -173,7 +173,7 @@ def measure_preparing(folder: Path) -> float:
     """Seconds until the last rank has its dataset."""
     dist.barrier()
     start = time.perf_counter()
-    with open_folder(folder, "auto"):
+    with open_folder(folder):
         seconds = time.perf_counter() - start
         dist.barrier()
     return max(from_all(seconds))
@@ -186,11 +186,11 @@ def measure_attaching(folder: Path, rounds: int) -> list[float]:
     for _ in range(rounds + 1):
         with ExitStack() as stack:
             if not is_late:
-                stack.enter_context(open_folder(folder, "auto"))
+                stack.enter_context(open_folder(folder))
             dist.barrier()
             start = time.perf_counter()
             if is_late:
-                stack.enter_context(open_folder(folder, "auto"))
+                stack.enter_context(open_folder(folder))
             taken.append(from_all(time.perf_counter() - start)[-1])
         dist.barrier()
     return taken[1:]

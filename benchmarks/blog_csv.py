@@ -112,7 +112,6 @@ def measure(manifest: Path, rounds: int) -> list[Row]:
                 file="file",
                 label="label",
                 transform=whole,
-                progress=False,
             ),
         ),
     }

@@ -83,7 +83,6 @@ def cached(path: Path, codec: str) -> CachedDataset:
         codec=codec,
         cache_dir=path.with_name("cache"),
         cache_key="photographs",
-        progress=False,
     )
 
 
@@ -91,9 +90,7 @@ def serve_from_memory(path: Path, count: int, codec: str) -> Any:
     options: dict[str, Any] = (
         {"storage": "shared"} if codec == RAW else {"storage": "compressed", "codec": codec}
     )
-    dataset = CachedDataset(
-        RawImages(path, count), transform=crop_and_flip(), fill="eager", progress=False, **options
-    )
+    dataset = CachedDataset(RawImages(path, count), transform=crop_and_flip(), **options).prepare()
     return DataLoader(dataset, BATCH, shuffle=True, num_workers="auto")
 
 
@@ -108,7 +105,7 @@ def serve_chunked(path: Path, limit_bytes: int, codec: str, *, empties_cache: bo
 
 
 def serve_folder(root: Path, limit_bytes: int) -> Any:
-    dataset = ImageFolder(str(root), photo_transform(), storage="none", progress=False)
+    dataset = ImageFolder(str(root), photo_transform(), storage="none")
     return ChunkedLoader(dataset, BATCH, memory_limit=limit_bytes)
 
 
@@ -179,7 +176,11 @@ def in_own_process(
 def write_raw(root: Path, path: Path, size_bytes: int) -> int:
     """Prepare the photographs into a file and repeat them up to its size; return how many there are."""
     steps = transforms.Compose([transforms.Resize(256), transforms.CenterCrop(256)])
-    with ImageFolder(str(root), steps, storage="shared", fill="eager", progress=False) as photos:
+    with ImageFolder(
+        str(root),
+        steps,
+        storage="shared",
+    ).prepare() as photos:
         assert photos.reader().kept is not None
         block = np.stack([photos.reader().kept.images.read(index) for index in range(len(photos))])
     count = size_bytes // SPEC.sample_bytes

@@ -67,7 +67,7 @@ def read_all(loader: Any) -> int:
 
 
 def fastdata_loader(root: Path, steps: list[Any], **options: Any) -> Any:
-    dataset = ImageFolder(str(root), transforms.Compose(steps), progress=False, **options)
+    dataset = ImageFolder(str(root), transforms.Compose(steps), **options)
     return DataLoader(dataset, batch_size=BATCH, shuffle=True, num_workers=usable_cores())
 
 
@@ -97,9 +97,7 @@ def measure(name: str, root: Path, *, by_cpu: bool) -> float:
             next(iter(loader))
         action = partial(read_all, loader)
     elif name in FIRST:
-        with ImageFolder(
-            str(root), transforms.Compose(FIRST[name]()), storage="none", progress=False
-        ) as warm:
+        with ImageFolder(str(root), transforms.Compose(FIRST[name]()), storage="none") as warm:
             warm.__getitems__([0, 1])
 
         def action() -> int:

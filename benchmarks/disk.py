@@ -36,7 +36,7 @@ START = """
 import sys, time
 from fastdata import ImageFolder
 start = time.perf_counter()
-dataset = ImageFolder(sys.argv[1], cache_dir=sys.argv[2], resize=(32, 32), progress=False)
+dataset = ImageFolder(sys.argv[1], cache_dir=sys.argv[2], resize=(32, 32))
 if sys.argv[3] == "batch":
     dataset.__getitems__(range(0, len(dataset), len(dataset) // 64))
 print(time.perf_counter() - start)
@@ -50,13 +50,9 @@ def building(root: Path, work: Path, rounds: int) -> list[Row]:
     made = iter(range(10_000))
 
     def build(on_disk: bool) -> float:
-        options = (
-            {"cache_dir": work / f"build-{next(made)}"}
-            if on_disk
-            else {"storage": "shared", "fill": "eager"}
-        )
+        options = {"cache_dir": work / f"build-{next(made)}"} if on_disk else {"storage": "shared"}
         return count / seconds_of(
-            lambda: ImageFolder(str(root), transform, progress=False, **options).close()
+            lambda: ImageFolder(str(root), transform, **options).prepare().close()
         )
 
     rates = in_turns({"shared": partial(build, False), "disk": partial(build, True)}, rounds)
@@ -79,7 +75,7 @@ def starting(root: Path, work: Path, rounds: int, count: int) -> list[Row]:
     many = _many_links(root, work / "many", count)
     cache_dir = work / "start"
     first_s = seconds_of(
-        lambda: ImageFolder(str(many), cache_dir=cache_dir, resize=(32, 32), progress=False).close()
+        lambda: ImageFolder(str(many), cache_dir=cache_dir, resize=(32, 32)).close()
     )
 
     def start(what: str) -> float:
@@ -105,9 +101,8 @@ def reading(work: Path, rounds: int, size_mib: int) -> list[Row]:
     options: dict[str, Any] = {
         "cache_dir": work / "reading",
         "cache_key": f"noise {count}",
-        "progress": False,
     }
-    CachedDataset(images, **options).close()
+    CachedDataset(images, **options).prepare().close()
     files = [path for path in (work / "reading").glob("*/part0-*.npy") if "sums" not in path.name]
     size_mb = sum(path.stat().st_size for path in files) / 1e6
     out = np.empty((64, 3, side, side), np.uint8)

@@ -39,7 +39,7 @@ def build(bucket: Path) -> Images:
         path = bucket / "train" / f"{label:03}" / "image.png"
         path.parent.mkdir(parents=True)
         Image.fromarray(image).save(path)
-    options: dict[str, Any] = {"cache_dir": bucket / "cache", "progress": False}
+    options: dict[str, Any] = {"cache_dir": bucket / "cache"}
     ImageFolder(str(bucket / "train"), transforms.PILToTensor(), **options).close()
     return {label: torch.from_numpy(image).permute(2, 0, 1) for label, image in enumerate(pixels)}
 
@@ -47,10 +47,8 @@ def build(bucket: Path) -> Images:
 def open_loader(what: str, options: dict[str, Any], local: str) -> Any:
     if what == "cache":
         url = "s3://bucket/cache"
-        return ChunkedLoader(
-            url, BATCH, memory_limit="2GiB", local_cache=local, local_limit="1GiB", **options
-        )
-    dataset = ImageFolder("s3://bucket/train", transforms.PILToTensor(), progress=False, **options)
+        return ChunkedLoader(url, BATCH, memory_limit="2GiB", local_cache=local, **options)
+    dataset = ImageFolder("s3://bucket/train", transforms.PILToTensor(), **options)
     return DataLoader(dataset, BATCH, shuffle=True)
 
 

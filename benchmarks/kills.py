@@ -54,9 +54,7 @@ def rank(number: int, count: int, fill: str, marker: str) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     storage = "compressed" if fill == "compressed" else "shared"
-    with CachedDataset(
-        Slow(), progress=False, num_workers=4, storage=storage, codec="lz4"
-    ) as dataset:
+    with CachedDataset(Slow(), prepare_workers=4, storage=storage, codec="lz4") as dataset:
         loader = DataLoader(
             dataset,
             batch_size=20,

@@ -128,7 +128,10 @@ class Rank:
 
     def ours(self, folder: Path, stack: ExitStack) -> CudaPrefetcher:
         data = stack.enter_context(
-            ImageFolder(str(folder), TRANSFORM, fill="eager", progress=False)
+            ImageFolder(
+                str(folder),
+                TRANSFORM,
+            ).prepare()
         )
         loader = DataLoader(
             data,

@@ -112,7 +112,7 @@ TARGETS = (15_000, 6_000, 5_000, 2_500, 5_000, 4_000)
 
 def ours(root: Path, steps: list[Any], **how: Any) -> tuple[Any, DataLoader[Any]]:
     """A prepared dataset, and a loader with its best number of workers."""
-    dataset = ImageFolder(str(root), transforms.Compose(steps), progress=False, **how)
+    dataset = ImageFolder(str(root), transforms.Compose(steps), **how)
     make = partial(DataLoader, dataset, batch_size=BATCH, shuffle=True)
     workers = find_workers(lambda count: make(num_workers=count), budget_s=1.0)
     return dataset, make(num_workers=workers, persistent_workers=workers > 0)
@@ -128,7 +128,7 @@ def recipe_rows(root: Path, name: str, target: int, rounds: int) -> list[Row]:
     steps = RECIPES[name]()
     if steps is None:
         return []
-    prepared, loader = ours(root, steps, storage="shared", resize=(256, 256), fill="eager")
+    prepared, loader = ours(root, steps, storage="shared", resize=(256, 256)).prepare()
     unkept, unkept_loader = ours(root, steps, storage="none")
     with prepared, unkept:
         print(f"{name}: {loader.report().path}; {unkept_loader.report().path}")
@@ -163,10 +163,10 @@ def form_rows(root: Path, rounds: int) -> list[Row]:
     rates: dict[str, Measure] = {}
     opened = []
     for name, (steps, _) in forms.items():
-        dataset, loader = ours(root, steps, storage="shared", resize=(256, 256), fill="eager")
+        dataset, loader = ours(root, steps, storage="shared", resize=(256, 256)).prepare()
         opened.append(dataset)
         rates[name] = epoch_rate(loader, ROUND_S)
-    dataset, loader = ours(root, forms["PIL steps, float32"][0], storage="shared", fill="eager")
+    dataset, loader = ours(root, forms["PIL steps, float32"][0], storage="shared").prepare()
     opened.append(dataset)
     rates["PIL steps, from images as decoded"] = epoch_rate(loader, ROUND_S)
     figures = in_turns(rates, rounds)
@@ -196,8 +196,10 @@ def first_epoch_rows(root: Path, rounds: int) -> list[Row]:
 
     def fill() -> float:
         with ImageFolder(
-            str(root), transforms.Compose(steps), storage="shared", fill="eager", progress=False
-        ):
+            str(root),
+            transforms.Compose(steps),
+            storage="shared",
+        ).prepare():
             pass
         return count
 
@@ -298,7 +300,7 @@ def memory_rows(rounds: int) -> list[Row]:
         pixels = torch.from_numpy(rng.integers(0, 256, (count, 3, side, side), np.uint8))
         samples = [(transforms.functional.to_pil_image(image), 0) for image in pixels]
         with CachedDataset(
-            samples, transform=transforms.Compose(steps), storage="shared", progress=False
+            samples, transform=transforms.Compose(steps), storage="shared"
         ) as dataset:
             make = partial(DataLoader, dataset, batch_size=batch, shuffle=True)
             limit = (
@@ -339,8 +341,11 @@ def start_rows(root: Path, rounds: int) -> list[Row]:
     with (
         TemporaryDirectory(prefix="fastdata-compiled-") as compiled,
         ImageFolder(
-            str(root), steps, storage="shared", resize=(256, 256), fill="eager", progress=False
-        ) as prepared,
+            str(root),
+            steps,
+            storage="shared",
+            resize=(256, 256),
+        ).prepare() as prepared,
     ):
         make = partial(DataLoader, prepared, batch_size=BATCH, shuffle=True, num_workers=workers)
         figures = in_turns(
@@ -383,7 +388,7 @@ def peer_rows(root: Path, rounds: int) -> list[Row]:
         )
         if not peers:
             return []
-        prepared, loader = ours(root, steps, storage="shared", resize=(256, 256), fill="eager")
+        prepared, loader = ours(root, steps, storage="shared", resize=(256, 256)).prepare()
         unkept, unkept_loader = ours(root, steps, storage="none")
         for dataset in (prepared, unkept):
             opened.enter_context(dataset)

@@ -98,7 +98,7 @@ def chunked(kind: str, place: Place) -> Callable[[], Any]:
 
     options: dict[str, Any] = {"memory_limit": place.memory_limit, **place.remote_options}
     if options.get("storage_options"):
-        options |= {"local_cache": place.local, "local_limit": "64GiB"}
+        options |= {"local_cache": place.local}
     return lambda: ChunkedLoader(f"{place.root}/cache-{kind}", BATCH, **options)
 
 
@@ -108,9 +108,7 @@ def folder(place: Place) -> Callable[[], Any]:
     transform = transforms.Compose(STEPS)
 
     def make() -> Any:
-        dataset = ImageFolder(
-            f"{place.root}/train", transform, progress=False, **place.remote_options
-        )
+        dataset = ImageFolder(f"{place.root}/train", transform, **place.remote_options)
         return DataLoader(dataset, BATCH, shuffle=True, num_workers=WORKERS)
 
     return make
@@ -226,11 +224,10 @@ def build(root: Path, bucket: Path, shard_bytes: int) -> int:
         options: dict[str, Any] = {
             "cache_dir": bucket / f"cache-{kind}",
             "codec": codec,
-            "progress": False,
         }
         ImageFolder(str(root), transform, **options).close()
     with ImageFolder(
-        str(root), transforms.Compose(STEPS), cache_dir=bucket / "cache-raw", progress=False
+        str(root), transforms.Compose(STEPS), cache_dir=bucket / "cache-raw"
     ) as photos:
         for kind in CODECS:
             write_litdata(kind, photos, bucket / f"lit-{kind}", shard_bytes)

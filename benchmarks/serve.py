@@ -118,8 +118,10 @@ def photos_uint8(root: Path, rounds: int) -> list[Row]:
     section = "224 crop + flip of 256x256, uint8, batch 64"
     vanilla, vanilla_workers = best_vanilla(root, photo_transform("uint8"), 64)
     with ImageFolder(
-        str(root), photo_transform("uint8"), storage="shared", fill="eager", progress=False
-    ) as prepared:
+        str(root),
+        photo_transform("uint8"),
+        storage="shared",
+    ).prepare() as prepared:
         ours, workers = best_loader(prepared, 64)
         rates = in_turns(
             {
@@ -152,8 +154,10 @@ def photos_float32(root: Path, rounds: int) -> list[Row]:
     """Photographs, normalised to float32: against the bare conversion."""
     section = "224 crop + flip of 256x256, normalised float32, batch 64"
     with ImageFolder(
-        str(root), photo_transform("float32"), storage="shared", fill="eager", progress=False
-    ) as prepared:
+        str(root),
+        photo_transform("float32"),
+        storage="shared",
+    ).prepare() as prepared:
         ours, workers = best_loader(prepared, 64)
         rates = in_turns({"convert": convert(64, 224), "ours": epoch_rate(ours, ROUND_S)}, rounds)
     row = partial(Row, section=section, unit="images/s")
@@ -175,8 +179,10 @@ def small_112(cifar: Path, rounds: int) -> list[Row]:
         [transforms.Resize(112), transforms.RandomHorizontalFlip(), transforms.PILToTensor()]
     )
     with ImageFolder(
-        str(cifar), transform, storage="shared", fill="eager", progress=False
-    ) as prepared:
+        str(cifar),
+        transform,
+        storage="shared",
+    ).prepare() as prepared:
         ours, workers = best_loader(prepared, 256)
         copy = copy_crops(len(prepared), 256, 112, 112)
         rates = in_turns({"copy": copy, "ours": epoch_rate(ours, ROUND_S)}, rounds)
@@ -203,8 +209,10 @@ def small_32(cifar: Path, rounds: int) -> list[Row]:
         ]
     )
     with ImageFolder(
-        str(cifar), transform, storage="shared", fill="eager", progress=False
-    ) as prepared:
+        str(cifar),
+        transform,
+        storage="shared",
+    ).prepare() as prepared:
         ours, workers = best_loader(prepared, 512)
         rates = in_turns({"ours": epoch_rate(ours, ROUND_S)}, rounds)
     return [
@@ -225,8 +233,10 @@ def preparing(root: Path, rounds: int) -> list[Row]:
 
     def build() -> None:
         ImageFolder(
-            str(root), photo_transform("uint8"), storage="shared", fill="eager", progress=False
-        ).close()
+            str(root),
+            photo_transform("uint8"),
+            storage="shared",
+        ).prepare().close()
 
     rates = in_turns(
         {"vanilla": epoch_rate(vanilla), "ours": lambda: count / seconds_of(build)}, rounds
@@ -246,8 +256,10 @@ def first_batch_ms(make_loader: Callable[[], DataLoader]) -> float:
 def latency_and_threads(root: Path, rounds: int) -> list[Row]:
     """First batch after construction; one thread against two."""
     with ImageFolder(
-        str(root), photo_transform("uint8"), storage="shared", fill="eager", progress=False
-    ) as prepared:
+        str(root),
+        photo_transform("uint8"),
+        storage="shared",
+    ).prepare() as prepared:
         make = partial(loader_of, prepared, 64)
         first = in_turns(
             {str(n): partial(first_batch_ms, partial(make, n)) for n in (1, 2)}, max(rounds, 5)
@@ -270,8 +282,10 @@ def memory(root: Path, rounds: int) -> list[Row]:
     with (
         peak_memory() as peak,
         ImageFolder(
-            str(root), photo_transform("uint8"), storage="shared", fill="eager", progress=False
-        ) as data,
+            str(root),
+            photo_transform("uint8"),
+            storage="shared",
+        ).prepare() as data,
     ):
         raw_bytes = len(data) * 3 * 256 * 256
         loader = loader_of(data, 64, 4)

@@ -67,10 +67,10 @@ def build(root: Path, work: Path, shard_size: str, engine: str) -> float:
     """Seconds to write a cache."""
     transform = transforms.Compose([transforms.Resize(256), transforms.CenterCrop(256)])
     cache_dir = work / engine
-    options = {"num_workers": CORES, "shard_bytes": shard_size, "progress": False}
+    options = {"prepare_workers": CORES, "shard_bytes": shard_size}
     try:
         return seconds_of(
-            lambda: ImageFolder(
+            lambda: ImageFolder.build_cache(
                 str(root), transform, cache_dir=cache_dir, engine=engine, **options
             ).close()
         )

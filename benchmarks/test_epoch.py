@@ -34,8 +34,10 @@ def transform(request: pytest.FixtureRequest) -> Any:
 @pytest.fixture
 def prepared(photos: Path, transform: Any) -> Iterator[ImageFolder]:
     with ImageFolder(
-        str(photos), transform, storage="shared", fill="eager", progress=False
-    ) as dataset:
+        str(photos),
+        transform,
+        storage="shared",
+    ).prepare() as dataset:
         yield dataset
 
 
@@ -66,8 +68,10 @@ def test_preparation(benchmark: Any, photos: Path, transform: Any) -> None:
 
     def prepare() -> int:
         with ImageFolder(
-            str(photos), transform, storage="shared", fill="eager", progress=False
-        ) as dataset:
+            str(photos),
+            transform,
+            storage="shared",
+        ).prepare() as dataset:
             return len(dataset)
 
     assert benchmark.pedantic(prepare, rounds=3) == 400

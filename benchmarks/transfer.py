@@ -127,7 +127,7 @@ def measure_waits(batches: list[torch.Tensor], chosen: argparse.Namespace) -> li
     samples = [(image, 0) for batch in batches for image in batch]
     rows = []
     with contextlib.ExitStack() as stack:
-        dataset = stack.enter_context(CachedDataset(samples, progress=False))
+        dataset = stack.enter_context(CachedDataset(samples))
         loader = DataLoader(
             dataset, batch_sampler=Repeated(len(dataset), len(batches[0]), steps), num_workers=2
         )
@@ -288,7 +288,7 @@ def measure_bandwidth(batches: list[torch.Tensor], chosen: argparse.Namespace) -
     samples = [(image, 0) for batch in batches for image in batch]
     peak = "pinned blocks, copied in turn"
     with contextlib.ExitStack() as stack:
-        dataset = stack.enter_context(CachedDataset(samples, progress=False))
+        dataset = stack.enter_context(CachedDataset(samples))
         sampler = Repeated(len(dataset), len(batches[0]), chosen.steps)
         loader = DataLoader(dataset, batch_sampler=sampler, num_workers="auto")
         ways = {
@@ -383,9 +383,7 @@ def measure_batch_ops(batch_size: int, chosen: argparse.Namespace) -> list[Row]:
     with contextlib.ExitStack() as stack:
         ways = {}
         for name, (storage, where) in roads.items():
-            dataset = stack.enter_context(
-                CachedDataset(samples, transform=crop, storage=storage, progress=False)
-            )
+            dataset = stack.enter_context(CachedDataset(samples, transform=crop, storage=storage))
             loader = DataLoader(dataset, batch_size, shuffle=True, num_workers="auto")
             ways[name] = stack.enter_context(CudaPrefetcher(loader, batch_ops=where))
         figures = in_turns(

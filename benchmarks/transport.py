@@ -172,7 +172,7 @@ def stored_by_getitems(rounds: int) -> list[Row]:
         (torch.randint(0, 255, (3, 256, 256), dtype=torch.uint8), index) for index in range(1024)
     )
     steps = transforms.Compose([transforms.RandomCrop(224), transforms.RandomHorizontalFlip()])
-    with CachedDataset(list(planar), transform=steps, progress=False) as dataset:
+    with CachedDataset(list(planar), transform=steps) as dataset:
         section = "CachedDataset, 224 crop + flip, uint8"
         return measure_roads(section, roads(dataset), rounds, (">= 2", ">= 3"))
 

@@ -95,7 +95,7 @@ def main(arguments: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as drawn:
         if chosen.folder is None:
             write_photos(Path(drawn), count=200, size=(192, 144))
-        with ImageFolder(chosen.folder or drawn, transform, fill="eager") as data:
+        with ImageFolder(chosen.folder or drawn, transform).prepare() as data:
             sampler = RandomSampler(data, replacement=True, num_samples=steps * batch_size)
             loader = DataLoader(data, batch_size, sampler=sampler, num_workers="auto")
             classes = len(data.classes)

@@ -32,9 +32,7 @@ def train(folder: str, device: torch.device, chosen: argparse.Namespace) -> None
     transform = transforms.Compose(
         [*steps, transforms.RandomHorizontalFlip(), transforms.ToTensor()]
     )
-    with ImageFolder(
-        folder, transform, seed=0, progress=is_first
-    ) as data:  # prepared once, by all ranks together
+    with ImageFolder(folder, transform, seed=0) as data:  # prepared once, by all ranks together
         loader = DataLoader(
             data, chosen.batch_size, shuffle=True, num_workers="auto", distributed="auto"
         )

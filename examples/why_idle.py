@@ -70,8 +70,8 @@ def main(
 
     columns, start = {"file": "file", "label": "label"}, time.perf_counter()
     with ImageManifest(
-        manifest, root=manifest.parent, **columns, transform=transform, fill="eager"
-    ) as train:
+        manifest, root=manifest.parent, **columns, transform=transform
+    ).prepare() as train:
         found["preparing, once"] = {"waiting": time.perf_counter() - start, "training": 0.0}
         tuned = tune(train, batch_size=100, max_seconds=max_seconds, progress=False)
         print("tuned: ", ", ".join(f"{name}={value}" for name, value in tuned.best.items()))

@@ -209,7 +209,7 @@ def dataset_of(storage: str, steps: str) -> CachedDataset:
         for i in range(16)
     ]
     transform = transforms.Compose(STEPS[steps]) if STEPS[steps] else None
-    return CachedDataset(samples, transform=transform, storage=storage, seed=0, progress=False)  # type: ignore[arg-type]
+    return CachedDataset(samples, transform=transform, storage=storage, seed=0)  # type: ignore[arg-type]
 
 
 @functools.cache

@@ -67,7 +67,7 @@ def check_boxes(found: Any, wanted: Any) -> None:
 def test_pairs_are_torchvisions(name: str) -> None:
     """What v2 makes of image, boxes and labels comes in batches and alone; all else of a target stays."""
     data, both = samples(), v2.Compose([*STEPS[name], *TO_FLOAT])
-    with CachedDataset(data, transforms=both, progress=False) as dataset:
+    with CachedDataset(data, transforms=both) as dataset:
         loader = DataLoader(dataset, batch_size=4, collate_fn=as_lists)
         served = [pair for batch in loader for pair in zip(*batch, strict=True)]
         for pair, alone, given in zip(served, [dataset[n] for n in range(8)], data, strict=True):
@@ -88,7 +88,7 @@ def test_pairs_are_the_same_whoever_reads_them(num_workers: int) -> None:
     """Torch's own loader and a ConcatDataset read them too."""
     both = v2.Compose([v2.CenterCrop(30), v2.SanitizeBoundingBoxes(), *TO_FLOAT])
     data = samples()
-    with CachedDataset(data, transforms=both, progress=False) as dataset:
+    with CachedDataset(data, transforms=both) as dataset:
         for make, whole in (
             (DataLoader, dataset),
             (TorchDataLoader, dataset),
@@ -106,7 +106,7 @@ def test_pairs_are_the_same_whoever_reads_them(num_workers: int) -> None:
 def test_targets_that_do_not_collate_go_to_a_collate_fn() -> None:
     """Under a transform of the image alone, whole batches are read all the same."""
     image_only = v2.Compose([v2.ToImage(), v2.ToDtype(torch.float32, scale=True)])
-    with CachedDataset(samples(), transform=image_only, progress=False) as dataset:
+    with CachedDataset(samples(), transform=image_only) as dataset:
         loader = DataLoader(dataset, batch_size=4, collate_fn=as_lists)
         assert [len(it["labels"]) for _, targets in loader for it in targets] == [0, 1, 2, 3] * 2
         assert loader.report().path.startswith("whole batches")
@@ -118,7 +118,7 @@ def test_boxes_alone_are_a_target() -> None:
     """As v2 takes them."""
     data = [(image, it["boxes"]) for image, it in samples()]
     both = v2.Compose([v2.CenterCrop(30), v2.SanitizeBoundingBoxes(labels_getter=None), *TO_FLOAT])
-    with CachedDataset(data, transforms=both, progress=False) as dataset:
+    with CachedDataset(data, transforms=both) as dataset:
         for (_, found), given in zip(DataLoader(dataset, batch_size=None), data, strict=True):
             check_boxes(found, both(*given)[1])
         assert "only images with a tv_tensors.Mask are served" in (dataset.plan.obstacle or "")

@@ -72,17 +72,14 @@ def cached(root: Path, **options: Any) -> ImageFolder:
     options = {
         "transform": TRANSFORM,
         "cache_dir": root.parent / "cache",
-        "progress": False,
-        "num_workers": 1,
+        "prepare_workers": 1,
     } | options
-    return ImageFolder(str(root), **options)
+    return ImageFolder.build_cache(str(root), **options)
 
 
 def expected(root: Path, **options: Any) -> list[tuple[np.ndarray, int]]:
     """Every sample as it is prepared without any store."""
-    with ImageFolder(
-        str(root), v1.Resize((7, 9)), storage="none", progress=False, **options
-    ) as plain:
+    with ImageFolder(str(root), v1.Resize((7, 9)), storage="none", **options) as plain:
         return [(np.asarray(image), target) for image, target in plain]
 
 
@@ -123,9 +120,7 @@ def files_of(cache_dir: Path) -> set[str]:
 def test_the_second_run_opens_no_image(image_folder: Folder, prepared: Any, codec: str) -> None:
     """It serves the batches of the first, which are those of a store in memory, from files alone."""
     root = image_folder(per_class=9, size=(13, 11))
-    with ImageFolder(
-        str(root), TRANSFORM, storage="shared", fill="eager", seed=0, progress=False
-    ) as raw:
+    with ImageFolder(str(root), TRANSFORM, storage="shared", seed=0).prepare() as raw:
         raw.set_epoch(3)
         wanted = list(DataLoader(raw, batch_size=4, num_workers=1))
     for run in range(2):
@@ -168,7 +163,6 @@ def test_masks_are_kept_beside_images(tmp_path: Path, codec: Any) -> None:
         options: dict[str, Any] = {
             "cache_dir": tmp_path / "c",
             "cache_key": "pairs",
-            "progress": False,
         }
         with CachedDataset(pairs, codec=codec, **options) as dataset:
             assert all(torch.equal(dataset[i][0], pairs[i][0]) for i in range(6))
@@ -194,7 +188,7 @@ def test_targets_are_kept_without_pickle(
     """Numbers, arrays, texts and plain structures come back with their type."""
     data = [(torch.zeros(2, 3, dtype=torch.uint8), target) for target in targets]
     for _ in range(2):
-        with CachedDataset(data, cache_dir=tmp_path, cache_key="k", progress=False) as dataset:
+        with CachedDataset(data, cache_dir=tmp_path, cache_key="k") as dataset:
             assert [type(t) for t in dataset.targets] == [type(t) for t in targets]
             assert all(np.array_equal(a, b) for a, b in zip(dataset.targets, targets, strict=True))
 
@@ -202,9 +196,7 @@ def test_targets_are_kept_without_pickle(
 def test_targets_that_files_cannot_keep_are_refused(tmp_path: Path) -> None:
     """A target of another kind is an error before anything is prepared, and leaves nothing."""
     with pytest.raises(ValueError, match=r"cache_dir= keeps targets that are numbers.*not set"):
-        CachedDataset(
-            [(torch.zeros(2), {1, 2})] * 3, cache_dir=tmp_path, cache_key="k", progress=False
-        )
+        CachedDataset([(torch.zeros(2), {1, 2})] * 3, cache_dir=tmp_path, cache_key="k")
     assert files_of(tmp_path) == set()
 
 
@@ -269,12 +261,13 @@ def test_a_file_that_is_listed_twice_stays_two_samples(image_folder: Folder) -> 
     options: dict[str, Any] = {
         "cache_dir": root.parent / "cache",
         "resize": (7, 9),
-        "progress": False,
     }
     table = root.parent / "t.csv"
     for run in range(3):
         table.write_text("file,label\n" + "".join(f"{name},{k}\n" for k, name in enumerate(names)))
-        with ImageManifest(table, root=root, num_workers=1, shard_bytes=FOUR, **options) as dataset:
+        with ImageManifest.build_cache(
+            table, root=root, prepare_workers=1, shard_bytes=FOUR, **options
+        ) as dataset:
             wanted = [
                 np.asarray(Image.open(root / name).resize((9, 7), Image.Resampling.BILINEAR))
                 for name in names
@@ -333,16 +326,16 @@ def test_a_worker_killed_over_changed_files_is_named(tmp_path: Path) -> None:
     folder.mkdir()
     for index in range(160):
         (folder / f"{index:03}").write_bytes(b"%04d" % index)
-    options: dict[str, Any] = {"cache_dir": tmp_path / "cache", "num_workers": 2, "progress": False}
+    options: dict[str, Any] = {"cache_dir": tmp_path / "cache", "prepare_workers": 2}
     options["shard_bytes"] = 160  # of 40 samples
-    CachedDataset(Files(folder), **options).close()
+    CachedDataset.build_cache(Files(folder), **options).close()
     for index in range(80, 160):
         (folder / f"{index:03}").write_bytes(b"kill" if index == 81 else b"%04d" % -index)
     with pytest.raises(
         IngestError,
         match=r"killed by SIGKILL while these were prepared: .*shard 1, samples \d+ to (8|9)\d",
     ):
-        CachedDataset(Files(folder), **options)
+        CachedDataset.build_cache(Files(folder), **options)
 
 
 def test_a_removed_file_costs_its_shard(image_folder: Folder, prepared: Any) -> None:
@@ -418,15 +411,14 @@ def test_changes_of_any_dataset_are_seen(image_folder: Folder, prepared: Any) ->
     options: dict[str, Any] = {
         "cache_dir": root.parent / "cache",
         "resize": (7, 9),
-        "progress": False,
-        "num_workers": 1,
+        "prepare_workers": 1,
         "shard_bytes": FOUR,
     }
-    CachedDataset(TorchvisionFolder(str(root)), **options).close()
+    CachedDataset.build_cache(TorchvisionFolder(str(root)), **options).close()
     save_image(root / "cat" / "001.jpg", 9, (6, 5))
     for run in range(2):
         prepared()
-        with CachedDataset(TorchvisionFolder(str(root)), **options) as dataset:
+        with CachedDataset.build_cache(TorchvisionFolder(str(root)), **options) as dataset:
             assert prepared() == ([f"{k:03}.jpg" for k in range(4)] if run == 0 else [])
             assert same(dataset, expected(root))
 
@@ -440,9 +432,8 @@ def test_folders_of_one_kind_do_not_share_a_cache(image_folder: Folder, prepared
             options: dict[str, Any] = {
                 "cache_dir": root.parent / "cache",
                 "resize": (7, 9),
-                "progress": False,
             }
-            with CachedDataset(TorchvisionFolder(str(root)), **options) as dataset:
+            with CachedDataset.build_cache(TorchvisionFolder(str(root)), **options) as dataset:
                 assert (prepared() == []) == (run == 1)
                 assert same(dataset, expected(root))
 
@@ -456,8 +447,7 @@ def test_a_manifest_starts_from_its_cache(image_folder: Folder, prepared: Any) -
         prepared()
         options: dict[str, Any] = {
             "cache_dir": root.parent / "cache",
-            "progress": False,
-            "num_workers": 1,
+            "prepare_workers": 1,
         }
         with ImageManifest(table, root=root, resize=(7, 9), **options) as dataset:
             assert list(dataset.targets) == [int(label)] * 4
@@ -516,9 +506,7 @@ def test_a_cache_key_tells_data_apart(tmp_path: Path) -> None:
         return [(torch.full((2,), value), i) for i in range(count)]
 
     for key, value, count in [("a", 1, 3), ("b", 2, 3), ("a", 1, 3), ("a", 3, 4)]:
-        with CachedDataset(
-            data(value, count), cache_dir=tmp_path, cache_key=key, progress=False
-        ) as dataset:
+        with CachedDataset(data(value, count), cache_dir=tmp_path, cache_key=key) as dataset:
             assert [int(dataset[i][0][0]) for i in range(len(dataset))] == [value] * count
 
 
@@ -605,7 +593,7 @@ def test_a_flipped_byte_is_found_on_the_first_read(
 def test_a_flipped_byte_is_found_in_a_batch_of_whole_words(tmp_path: Path) -> None:
     """Rows of whole 64-bit words are checked all at once, and as strictly."""
     data = [(torch.full((4, 8), i, dtype=torch.uint8), i) for i in range(6)]
-    options: dict[str, Any] = {"cache_dir": tmp_path, "cache_key": "k", "progress": False}
+    options: dict[str, Any] = {"cache_dir": tmp_path, "cache_key": "k"}
     CachedDataset(data, **options).close()
     damage(sample_file(tmp_path), 128 + 3 * 32 + 5)
     with CachedDataset(data, **options) as dataset:
@@ -683,7 +671,7 @@ def test_a_disk_that_cannot_hold_the_cache_is_an_error(
     with pytest.raises(
         CacheError, match=r"too full for the cache: it takes 11\.\d MiB, 1\.0 MiB are free"
     ):
-        CachedDataset(data, cache_dir=tmp_path, cache_key="k", codec="zstd", progress=False)
+        CachedDataset(data, cache_dir=tmp_path, cache_key="k", codec="zstd")
 
 
 def test_a_limit_of_file_sizes_is_named(
@@ -780,7 +768,7 @@ def test_a_cache_deleted_while_in_use_goes_on(image_folder: Folder, prepared: An
 def test_it_opens_in_another_process(tmp_path: Path) -> None:
     """A spawned process maps the same files."""
     data = [(torch.full((2, 3), i, dtype=torch.uint8), i) for i in range(4)]
-    with CachedDataset(data, cache_dir=tmp_path, cache_key="k", progress=False) as dataset:
+    with CachedDataset(data, cache_dir=tmp_path, cache_key="k") as dataset:
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
         child = context.Process(target=send_sample, args=(dataset, 2, theirs))
@@ -814,7 +802,7 @@ def build(root: Path, codec: str, begin: Any = None) -> None:
     """What a child process does."""
     if begin is not None:
         begin.wait()
-    options: dict[str, Any] = {"loader": Noting(root.parent / "log"), "num_workers": 2}
+    options: dict[str, Any] = {"loader": Noting(root.parent / "log"), "prepare_workers": 2}
     if codec == "source":
         del options["loader"]
     with cached(root, codec=codec, **options) as dataset:
@@ -922,7 +910,7 @@ def test_neighbours_that_are_written_at_once_stay_apart(
     """However many rows wait to be written, across shards and gaps, each has its own pixels."""
     monkeypatch.setattr(files_module, "_PENDING_BYTES", pending_bytes)
     data = OneBuffer(40, (7, 21))
-    options: dict[str, Any] = {"on_error": "skip", "num_workers": num_workers, "progress": False}
+    options: dict[str, Any] = {"on_error": "skip", "prepare_workers": num_workers}
     with CachedDataset(data, cache_dir=tmp_path, cache_key="k", **options) as dataset:
         kept = [index for index in range(40) if index not in (7, 21)]
         assert list(dataset.targets) == kept

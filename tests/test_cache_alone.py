@@ -38,7 +38,7 @@ RESIZE = v1.Resize((7, 9))
 def build(root: Path, transform: Any = RESIZE, **options: Any) -> Path:
     """Write the cache of a folder, and give its ``cache_dir``."""
     cache_dir = root.parent / "cache"
-    options = {"cache_dir": cache_dir, "progress": False, "num_workers": 1} | options
+    options = {"cache_dir": cache_dir, "prepare_workers": 1} | options
     ImageFolder(str(root), transform, **options).close()
     return cache_dir
 
@@ -48,8 +48,7 @@ def build_of(data: Any, cache_dir: Path, **options: Any) -> Path:
     options = {
         "cache_dir": cache_dir,
         "cache_key": "k",
-        "progress": False,
-        "num_workers": 1,
+        "prepare_workers": 1,
     } | options
     CachedDataset(data, **options).close()
     return cache_dir
@@ -62,8 +61,7 @@ def build_csv(folder: Path, rows: list[tuple[str, str]], **options: Any) -> Path
     options = {
         "transform": RESIZE,
         "cache_dir": folder / "cache",
-        "progress": False,
-        "num_workers": 1,
+        "prepare_workers": 1,
     } | options
     ImageManifest(csv, **options).close()
     return folder / "cache"
@@ -132,7 +130,7 @@ def test_a_lossy_cache_is_served_as_it_is(image_folder: Folder) -> None:
         == 0
     )
     with (
-        ImageFolder(str(root), resize=24, codec="jpeg", cache_dir=cache, progress=False) as ours,
+        ImageFolder(str(root), resize=24, codec="jpeg", cache_dir=cache) as ours,
         CachedDataset.from_cache(cache) as dataset,
     ):
         assert all(a.tobytes() == b.tobytes() for (a, _), (b, _) in zip(ours, dataset, strict=True))
@@ -161,9 +159,7 @@ def test_whole_batches_have_the_draws_of_the_whole_dataset(image_folder: Folder)
     steps = v1.Compose([v1.RandomCrop((5, 6)), v1.RandomHorizontalFlip(), v1.ToTensor()])
     cache = build(root)
     with (
-        ImageFolder(
-            str(root), steps, resize=(7, 9), cache_dir=cache, seed=7, progress=False
-        ) as ours,
+        ImageFolder(str(root), steps, resize=(7, 9), cache_dir=cache, seed=7) as ours,
         CachedDataset.from_cache(cache, transform=steps, seed=7) as dataset,
     ):
         for workers in ("thread", "process"):
@@ -295,9 +291,7 @@ def test_other_labels_of_the_same_files_are_the_datasets(
         (root / "train.csv").write_text(
             "file,label\n" + "".join(f"{file},{k}\n" for k, file in enumerate(files))
         )
-        with ImageManifest(
-            root / "train.csv", transform=RESIZE, cache_dir=cache, progress=False
-        ) as csv:
+        with ImageManifest(root / "train.csv", transform=RESIZE, cache_dir=cache) as csv:
             assert list(csv.targets) == [0, 1, 2]
         with CachedDataset.from_cache(cache) as dataset:
             assert dataset.classes == ["cat"]

@@ -25,9 +25,7 @@ Folder = Callable[..., Path]
 
 
 def cached(root: Path) -> ImageFolder:
-    return ImageFolder(
-        root, cache_dir=root.parent / "cache", resize=(7, 9), progress=False, num_workers=2
-    )
+    return ImageFolder(root, cache_dir=root.parent / "cache", resize=(7, 9), prepare_workers=2)
 
 
 def all_files(folder: Path) -> set[str]:
@@ -137,7 +135,6 @@ def test_the_only_new_file_may_be_no_image(image_folder: Folder, codec: str) -> 
     options: dict[str, Any] = {
         "cache_dir": root.parent / "cache",
         "resize": (7, 9),
-        "progress": False,
         "codec": codec,
     }
     with ImageFolder(root, **options) as dataset:
@@ -165,7 +162,7 @@ def test_lists_in_one_folder_have_caches_of_their_own(image_folder: Folder) -> N
     cache = root.parent / "cache"
     kept = []
     for name in (*lists, *lists):
-        with ImageManifest(root / name, cache_dir=cache, progress=False) as dataset:
+        with ImageManifest(root / name, cache_dir=cache) as dataset:
             assert len(dataset) == len(lists[name])
         kept.append(all_files(cache))
     assert kept[1] == kept[2] == kept[3]
@@ -185,7 +182,7 @@ def test_lists_made_by_code_have_caches_of_their_own(image_folder: Folder, tmp_p
     for fold, files in zip(folds, (names[:3], names[3:]), strict=True):
         fold.parent.mkdir()
         fold.write_text("file,label\n" + "".join(f"{file},1\n" for file in files), "utf-8")
-    options: dict[str, Any] = {"cache_dir": tmp_path / "cache", "progress": False, "num_workers": 1}
+    options: dict[str, Any] = {"cache_dir": tmp_path / "cache", "prepare_workers": 1}
     makers: list[tuple[int, Callable[[], Any]]] = [
         (3, lambda: ImageManifest([(name, 0) for name in names[:3]], root=root, **options)),
         (3, lambda: ImageManifest([(name, 1) for name in names[3:]], root=root, **options)),
@@ -226,7 +223,7 @@ def test_labels_in_samples_are_part_of_what_a_cache_is_of(tmp_path: Path) -> Non
     save_image(tmp_path / "a.png", 0, (6, 5))
     for label in (1, 2):
         listed = Listed([(str(tmp_path / "a.png"), label)])
-        with CachedDataset(listed, cache_dir=tmp_path / "cache", progress=False) as dataset:
+        with CachedDataset(listed, cache_dir=tmp_path / "cache") as dataset:
             assert list(dataset.targets) == [label]
 
 
@@ -291,8 +288,7 @@ def test_damage_that_opening_comes_upon_is_told_to_who_reads(
     options: dict[str, Any] = {
         "cache_dir": root.parent / "cache",
         "codec": codec,
-        "progress": False,
-        "num_workers": 1,
+        "prepare_workers": 1,
     }
     ImageFolder(root, v1.Compose([steps, v1.PILToTensor()]), **options).close()
     (path,) = (root.parent / "cache").glob("*/part0-*")

@@ -46,9 +46,7 @@ def test_a_manifest_of_other_kinds_of_values_is_a_rebuild(
     root = image_folder(size=(13, 11))
 
     def images() -> np.ndarray:
-        with ImageFolder(
-            root, cache_dir=root.parent / "cache", resize=(7, 9), progress=False
-        ) as dataset:
+        with ImageFolder(root, cache_dir=root.parent / "cache", resize=(7, 9)) as dataset:
             return np.stack([np.asarray(image) for image, _ in dataset])
 
     wanted = images()
@@ -76,7 +74,6 @@ def test_a_shape_that_no_sample_has_is_a_rebuild(
         "cache_dir": root.parent / "cache",
         "resize": (7, 9),
         "codec": "zstd",
-        "progress": False,
     }
     ImageFolder(root, **options).close()
     path = next((root.parent / "cache").glob(f"*/{MANIFEST}"))

@@ -126,7 +126,7 @@ def test_pixels_are_those_of_the_loader_in_memory(image_folder: FolderMaker) -> 
     root = str(image_folder(per_class=9))
     with (
         ImageFolder(root, steps, storage="none", seed=5) as kept_nowhere,
-        ImageFolder(root, steps, storage="shared", seed=5, progress=False) as in_memory,
+        ImageFolder(root, steps, storage="shared", seed=5) as in_memory,
         chunked(kept_nowhere, num_workers=2) as loader,
         chunked(in_memory) as copying,
     ):
@@ -208,8 +208,8 @@ def test_joined_datasets_have_the_epochs_of_a_loader(workers: int) -> None:
     data = [(torch.arange(400).reshape(1, 20, 20).to(torch.uint8), n) for n in range(9)]
     crop = transforms.RandomCrop(2)
     with (
-        CachedDataset(data, transform=crop, progress=False) as one,
-        CachedDataset(data, transform=crop, seed=3, progress=False) as other,
+        CachedDataset(data, transform=crop) as one,
+        CachedDataset(data, transform=crop, seed=3) as other,
         chunked(
             both := ConcatDataset([one, Subset(one, [4, 5]), other]), num_workers=workers
         ) as loader,
@@ -257,7 +257,7 @@ def test_the_last_batch_is_dropped_only_on_request(drop_last: bool) -> None:
 
 def test_batches_are_gathered_in_the_memory_of_a_prefetcher() -> None:
     """A ring given to ``iterate`` holds the batches, and the marks of ``read_ahead`` say what the user has got."""
-    with CachedDataset(Squares(20), progress=False) as dataset, chunked(dataset) as loader:
+    with CachedDataset(Squares(20)) as dataset, chunked(dataset) as loader:
         ring = BatchRing(loader.ring_slots(3))
         batches = loader.iterate(ring, 3)
         read_ahead = loader.read_ahead()
@@ -406,7 +406,7 @@ def test_no_two_ranks_draw_the_same_for_a_sample(shuffle: bool, joined: bool) ->
     )
     seen = []
     for rank in range(2):
-        with CachedDataset(data, transform=crop, seed=3, progress=False) as dataset:
+        with CachedDataset(data, transform=crop, seed=3) as dataset:
             half = Subset(dataset, [1, 1, 1, 1])
             each = ConcatDataset([half, half]) if joined else Subset(dataset, [1] * 8)
             with chunked(each, batch_size=2, shuffle=shuffle, rank=rank, world_size=2) as loader:
@@ -549,7 +549,7 @@ def test_batches_kept_by_the_user_are_not_overwritten() -> None:
 )
 def test_a_dataset_of_the_users_own_stays_open(data: Any) -> None:
     """What the loader makes around any other dataset goes with it, the user's own does not."""
-    with CachedDataset(data, progress=False) as own:
+    with CachedDataset(data) as own:
         chunked(own).close()
         assert int(own[0][1]) == int(data[0][1])
     chunked(data).close()
@@ -597,9 +597,9 @@ def test_repeated_and_negative_indices_are_a_loaders() -> None:
     crop = transforms.RandomCrop(2)
     data = [(image, n) for n, image in enumerate(pixels)]
     indices = [1, 1, 1, -1, 1]
-    with CachedDataset(data, transform=crop, seed=3, progress=False) as dataset:
+    with CachedDataset(data, transform=crop, seed=3) as dataset:
         wanted, _ = next(iter(DataLoader(Subset(dataset, indices), batch_size=5)))
-    kept = CachedDataset(data, transform=crop, seed=3, progress=False)
+    kept = CachedDataset(data, transform=crop, seed=3)
     with kept, chunked(Subset(kept, indices), shuffle=False, batch_size=5) as loader:
         found, targets = next(iter(loader))
     assert torch.equal(found, wanted)

@@ -51,16 +51,13 @@ def on_disk(root: Path, transform: Any = TO_ONE_SIZE, **options: Any) -> ImageFo
         transform,
         cache_dir=root.parent / "cache",
         seed=5,
-        progress=False,
-        num_workers=1,
+        prepare_workers=1,
         **options,
     )
 
 
 def in_memory(root: Path, transform: Any = TO_ONE_SIZE) -> ImageFolder:
-    return ImageFolder(
-        str(root), transform, storage="shared", fill="eager", seed=5, progress=False, num_workers=1
-    )
+    return ImageFolder(str(root), transform, storage="shared", seed=5, prepare_workers=1).prepare()
 
 
 def chunked(data: Any, **arguments: Any) -> ChunkedLoader:
@@ -166,7 +163,7 @@ def test_masks_travel_with_their_images(tmp_path: Path, codec: str) -> None:
     images = torch.randint(0, 255, (20, 3, 6, 5), generator=generator, dtype=torch.uint8)
     masks = torch.arange(20).view(-1, 1, 1).expand(20, 6, 5).to(torch.int16).contiguous()
     data = list(zip(images, masks, strict=True))
-    options = {"cache_dir": tmp_path / "cache", "cache_key": "pairs", "progress": False}
+    options = {"cache_dir": tmp_path / "cache", "cache_key": "pairs"}
     with CachedDataset(data, codec=codec, **options) as dataset, chunked(dataset) as loader:
         batches = list(loader)
         order = torch.from_numpy(plan_epoch(order_of(loader), 0))
@@ -231,7 +228,7 @@ def test_no_more_than_two_chunks_are_mapped(
 ) -> None:
     """While 12 MiB of samples are served, the files take no more memory than the plan says; none after a break."""
     data = [(torch.full((3, 160, 160), i, dtype=torch.uint8), i) for i in range(160)]
-    with CachedDataset(data, cache_dir=tmp_path, cache_key="k", progress=False) as dataset:
+    with CachedDataset(data, cache_dir=tmp_path, cache_key="k") as dataset:
         pieces = 2 if shuffle else None
         with chunked(dataset, chunk_samples=16, shuffle=shuffle, mix_chunks=pieces) as loader:
             edges = (pieces or 1) * 2 * mmap.PAGESIZE
@@ -272,7 +269,7 @@ def test_nothing_is_mapped_around_a_sample_that_was_brought(
 ) -> None:
     """The kernel maps neighbours of a page that is touched, but not of those brought; dropped, they leave nothing."""
     data = [(torch.full((3, 50, 41), i, dtype=torch.uint8), i) for i in range(100)]
-    with CachedDataset(data, cache_dir=tmp_path, cache_key="k", progress=False) as dataset:
+    with CachedDataset(data, cache_dir=tmp_path, cache_key="k") as dataset:
         store: Any = dataset.reader().kept.images
         store.bring(np.array([50]))
         store.read(50).sum()
@@ -316,9 +313,7 @@ def test_many_cores_do_not_take_the_memory_of_chunks(
     """With 64 cores batches ahead take a quarter of what is free, not all of it."""
     monkeypatch.setattr(memory, "usable_cores", lambda: 64)
     data = [(torch.full((3, 100, 100), i, dtype=torch.uint8), i) for i in range(64)]
-    with CachedDataset(
-        data, cache_dir=tmp_path, cache_key="k", progress=False, num_workers=1
-    ) as dataset:
+    with CachedDataset(data, cache_dir=tmp_path, cache_key="k", prepare_workers=1) as dataset:
         limit = memory.tree_pss_bytes() + (100 << 20)
         arguments = {
             "batch_size": 32,
@@ -507,7 +502,6 @@ def test_bytes_that_a_codec_would_take_are_checked_too(tmp_path: Path) -> None:
         "cache_dir": tmp_path,
         "cache_key": "k",
         "codec": Mirror(),
-        "progress": False,
     }
     CachedDataset(data, **options).close()
     damage(tmp_path, "part0-*.bin", 3)

@@ -38,7 +38,7 @@ def test_a_dataset_starts_from_what_was_built(
         [v1.Resize(12), v1.CenterCrop(8), v1.RandomHorizontalFlip(), v1.ToTensor()]
     )
     with (
-        ImageFolder(str(root), transform, cache_dir=cache, progress=False) as ours,
+        ImageFolder(str(root), transform, cache_dir=cache) as ours,
         ImageFolder(
             str(root), v1.Compose([v1.Resize(12), v1.CenterCrop(8)]), storage="none"
         ) as plain,
@@ -121,7 +121,7 @@ def test_a_cache_behind_a_url_is_inspected(
 ) -> None:
     """It is shown and verified as one here; options come from a file, whose faults are told."""
     root = image_folder(size=(13, 11))
-    with ImageFolder(root, cache_dir=root.parent / "cache", progress=False):
+    with ImageFolder(root, cache_dir=root.parent / "cache"):
         pass
     for path in root.parent.glob("cache/*/*"):
         Place("memory://caches").upload(f"train/{path.name}", path)

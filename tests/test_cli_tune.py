@@ -43,7 +43,7 @@ def test_tune_ends_with_a_line_for_the_script(
     assert printed.startswith("storage='shared': ")
     line = printed.splitlines()[-1]
     assert line.startswith("loader = DataLoader(dataset, batch_size=2, shuffle=True, num_workers=")
-    with ImageFolder(root, progress=False) as dataset, warnings.catch_warnings():
+    with ImageFolder(root) as dataset, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that there are more workers than cores
         loader = eval(line.partition("= ")[2], {"DataLoader": DataLoader, "dataset": dataset})
     assert loader.batch_size == 2

@@ -477,7 +477,7 @@ def test_what_makes_batches_cannot_be_changed(name: str) -> None:
 
 def test_every_argument_is_an_attribute() -> None:
     """A loader can be made again from its attributes, as Lightning does."""
-    with CachedDataset([(torch.zeros(1, 2, 2), i) for i in range(5)], progress=False) as dataset:
+    with CachedDataset([(torch.zeros(1, 2, 2), i) for i in range(5)]) as dataset:
         loader = DataLoader(
             dataset, batch_size=2, num_workers="auto", workers="thread", prefetch_factor=3
         )

@@ -64,8 +64,12 @@ def test_a_lossless_codec_changes_no_pixel(
     root = image_folder(per_class=5, size=(13, 11))
     transform = v1.Compose([v1.Resize((7, 9)), *steps])
     with (
-        ImageFolder(root, transform, storage="shared", fill="eager", progress=False) as raw,
-        ImageFolder(root, transform, storage="compressed", codec=codec, progress=False) as ours,
+        ImageFolder(
+            root,
+            transform,
+            storage="shared",
+        ).prepare() as raw,
+        ImageFolder(root, transform, storage="compressed", codec=codec) as ours,
     ):
         assert (ours.storage, ours.storage_plan.codec) == ("compressed", codec)
         torch.manual_seed(0)
@@ -87,10 +91,8 @@ def test_samples_of_many_shapes_are_kept(image_folder: Folder, codec: str) -> No
     image_folder(classes=("b",), per_class=4, size=(9, 14))
     transform = v1.Compose([v1.RandomCrop(8), v1.PILToTensor()])
     with (
-        ImageFolder(root, transform, seed=0, progress=False) as raw,
-        ImageFolder(
-            root, transform, storage="compressed", codec=codec, seed=0, progress=False
-        ) as ours,
+        ImageFolder(root, transform, seed=0) as raw,
+        ImageFolder(root, transform, storage="compressed", codec=codec, seed=0) as ours,
     ):
         assert all(map(torch.equal, _batches(raw), _batches(ours)))
         ours.transform = raw.transform = None
@@ -106,7 +108,6 @@ def test_a_crop_of_kept_jpeg_is_that_of_the_whole(image_folder: Folder, steps: A
         "storage": "compressed",
         "codec": "jpeg",
         "resize": (40, 57),
-        "progress": False,
     }
     on_disk = kept | {"storage": "disk", "cache_dir": root.parent / "cache"}
     with (
@@ -114,7 +115,7 @@ def test_a_crop_of_kept_jpeg_is_that_of_the_whole(image_folder: Folder, steps: A
         ImageFolder(root, v1.Compose(steps), **on_disk) as disk,
     ):
         decoded = [(image, 0) for image, _ in whole]
-        raw = CachedDataset(decoded, transform=v1.Compose(steps), progress=False)
+        raw = CachedDataset(decoded, transform=v1.Compose(steps))
         with raw, whole.with_transform(v1.Compose(steps)) as ours:
             for dataset in (ours, disk):
                 torch.manual_seed(0)
@@ -129,10 +130,8 @@ def test_jpeg_is_close_and_called_lossy(image_folder: Folder) -> None:
     root = image_folder(size=(64, 48))
     transform = v1.Compose([v1.Resize((48, 64)), v1.PILToTensor()])
     with (
-        ImageFolder(root, transform, progress=False) as raw,
-        ImageFolder(
-            root, transform, storage="compressed", codec=JpegCodec(quality=90), progress=False
-        ) as ours,
+        ImageFolder(root, transform) as raw,
+        ImageFolder(root, transform, storage="compressed", codec=JpegCodec(quality=90)) as ours,
     ):
         assert "codec='jpeg', lossy" in ours.storage_plan.reason
         difference = (raw[1][0].int() - ours[1][0].int()).abs()
@@ -147,7 +146,6 @@ def test_workers_get_a_handle_of_the_encoded_samples(image_folder: Folder) -> No
         transform,
         storage="compressed",
         codec="zstd",
-        progress=False,
     ) as dataset:
         data = pickle.dumps(dataset)
         assert len(data) < 3000
@@ -174,7 +172,7 @@ class Half:
 def test_a_users_own_codec_is_used() -> None:
     """Any object with encode and decode will do, by its own name and word on loss."""
     samples = [(np.full((2, 3), i * 16 + 5, np.uint8), i) for i in range(5)]
-    with CachedDataset(samples, storage="compressed", codec=Half(), progress=False) as dataset:
+    with CachedDataset(samples, storage="compressed", codec=Half()) as dataset:
         assert [int(dataset[i][0][0, 0]) for i in range(5)] == [i * 16 for i in range(5)]
         assert "codec='half', lossy" in dataset.storage_plan.reason
 
@@ -192,9 +190,7 @@ def test_any_dtype_and_shape_comes_back_bit_for_bit(dtype: str, codec: str) -> N
         random.integers(0, 2, shapes[i % 3]).astype(dtype) * np.array(i + 1).astype(dtype)
         for i in range(12)
     ]
-    with CachedDataset(
-        [(a, 0) for a in arrays], storage="compressed", codec=codec, progress=False
-    ) as dataset:
+    with CachedDataset([(a, 0) for a in arrays], storage="compressed", codec=codec) as dataset:
         for index, array in enumerate(arrays):
             read, _ = dataset[index]
             assert read.dtype == array.dtype
@@ -226,7 +222,7 @@ def _photo(index: int, size: tuple[int, int] = (6, 5)) -> Image.Image:
 def test_an_image_and_its_mask_come_back(options: Any) -> None:
     """A target that is an image is stored like one, and given back as what it was; sizes may differ."""
     pairs = [(_photo(i, (6 + i % 2, 5)), _mask(i, (6 + i % 2, 5))) for i in range(9)]
-    with CachedDataset(pairs, progress=False, **options) as dataset:
+    with CachedDataset(pairs, **options) as dataset:
         for index, (photo, mask) in enumerate(pairs):
             got_photo, got_mask = dataset[index]
             assert np.array_equal(np.asarray(got_photo), np.asarray(photo))
@@ -237,7 +233,7 @@ def test_an_image_and_its_mask_come_back(options: Any) -> None:
 def test_samples_may_be_tuples() -> None:
     """((image, mask), label) keeps both parts and the label."""
     items = [((_photo(i), np.full((5, 6), i, np.int64)), i) for i in range(9)]
-    with CachedDataset(items, storage="compressed", progress=False) as dataset:
+    with CachedDataset(items, storage="compressed") as dataset:
         (photo, mask), label = dataset[4]
         assert photo.getpixel((0, 0)) == (4, 4, 4)
         assert mask.dtype == np.int64
@@ -247,7 +243,7 @@ def test_samples_may_be_tuples() -> None:
 def test_masks_that_are_tensors_are_served_in_batches() -> None:
     """Images and masks of one shape take the fast road, stacked as default_collate does."""
     items = [(torch.full((3, 8, 8), i, dtype=torch.uint8), torch.full((8, 8), i)) for i in range(9)]
-    with CachedDataset(items, storage="compressed", progress=False) as dataset:
+    with CachedDataset(items, storage="compressed") as dataset:
         loader = DataLoader(dataset, batch_size=4)
         images, masks = next(iter(loader))
         assert loader.report().path.startswith("whole batches")
@@ -262,13 +258,13 @@ def test_joint_transforms_get_image_and_mask() -> None:
     def flip(image: Image.Image, mask: Image.Image) -> tuple[Any, Any]:
         return np.asarray(image)[:, ::-1].copy(), np.asarray(mask)[:, ::-1].copy()
 
-    with CachedDataset(items, transforms=flip, progress=False) as dataset:
+    with CachedDataset(items, transforms=flip) as dataset:
         image, mask = dataset[3]
         assert image.shape == (5, 6, 3)
         assert mask.shape == (5, 6)
         assert "several parts" in (dataset.reader().obstacle or "")
     with pytest.raises(ValueError, match="transforms= takes sample and target together"):
-        CachedDataset(items, transforms=flip, transform=flip, progress=False)
+        CachedDataset(items, transforms=flip, transform=flip)
 
 
 class _Segmentation(list[Any]):
@@ -314,7 +310,7 @@ def test_masks_stay_in_step_with_their_images(
         [v2.RandomHorizontalFlip(1.0), v2.RandomResizedCrop(4), v2.ToImage(), to_float]
     )
     for _ in range(2):  # the second finds the cache
-        with CachedDataset(items, transforms=joint, progress=False, **options) as dataset:
+        with CachedDataset(items, transforms=joint, **options) as dataset:
             for index, pair in enumerate(items):
                 torch.manual_seed(index)
                 wanted = joint(*pair)
@@ -329,7 +325,7 @@ def test_parts_keep_their_class() -> None:
     """Of a sample (image, mask) both are torchvision's to a transform per sample, on the first read and on others."""
     items = _Segmentation(tv_tensors.Image, labelled=True)
     flip = v2.RandomHorizontalFlip(1.0)
-    with CachedDataset(items, transform=flip, progress=False) as dataset:
+    with CachedDataset(items, transform=flip) as dataset:
         for _ in range(2):
             for index, (pair, label) in enumerate(items):
                 found, target = dataset[index]
@@ -361,9 +357,7 @@ def test_an_image_tensor_is_torchvisions_behind_a_prepared_step_and_a_batch_op(
             {"storage": "compressed", "codec": "source"},
             {"cache_dir": tmp_path},
         ):
-            with ImageFolder(
-                tmp_path / "images", v2.Compose(steps), progress=False, **options
-            ) as dataset:
+            with ImageFolder(tmp_path / "images", v2.Compose(steps), **options) as dataset:
                 dataset[0]
     assert set(seen) == {tv_tensors.Image}
 
@@ -371,7 +365,7 @@ def test_an_image_tensor_is_torchvisions_behind_a_prepared_step_and_a_batch_op(
 def test_a_collate_function_gets_torchvisions_tensors() -> None:
     """Samples of a whole batch are in the list what they are one by one; default_collate stacks them to a tensor."""
     items = _Segmentation(tv_tensors.Image)
-    with CachedDataset(items, transform=v2.RandomHorizontalFlip(1.0), progress=False) as dataset:
+    with CachedDataset(items, transform=v2.RandomHorizontalFlip(1.0)) as dataset:
         loader = DataLoader(dataset, batch_size=2, collate_fn=list)
         kinds = {type(part) for batch in loader for pair in batch for part in pair}
         assert kinds == {tv_tensors.Image, tv_tensors.Mask}
@@ -386,7 +380,7 @@ def test_boxes_keep_format_and_canvas_as_targets(tmp_path: Path) -> None:
     flip = v2.RandomHorizontalFlip(1.0)
     for target in (boxes, {"boxes": boxes, "label": 3}):
         pair = (_photo(1), target)
-        with CachedDataset([pair], transforms=flip, progress=False) as dataset:
+        with CachedDataset([pair], transforms=flip) as dataset:
             found, wanted = (
                 each if target is boxes else each["boxes"]
                 for each in (dataset[0][1], flip(*pair)[1])
@@ -395,17 +389,17 @@ def test_boxes_keep_format_and_canvas_as_targets(tmp_path: Path) -> None:
         with pytest.raises(
             ValueError, match=r"cache_dir= keeps targets that are .* and not (BoundingBoxes|dict)"
         ):
-            CachedDataset([pair], cache_dir=tmp_path, cache_key="boxes", progress=False)
+            CachedDataset([pair], cache_dir=tmp_path, cache_key="boxes")
     with pytest.raises(
         SampleError, match=r"a BoundingBoxes cannot be stored .* Return it as or within the target"
     ):
-        CachedDataset([((_photo(1), boxes), 3)], progress=False)
+        CachedDataset([((_photo(1), boxes), 3)])
 
 
 def test_another_process_imports_what_samples_are() -> None:
     """A mask is one in a process that has only unpickled the dataset."""
     context = multiprocessing.get_context("spawn")
-    with CachedDataset(_Segmentation(tv_tensors.Image), progress=False) as dataset:
+    with CachedDataset(_Segmentation(tv_tensors.Image)) as dataset:
         connection, theirs = context.Pipe()
         process = context.Process(target=send_class_of_target, args=(pickle.dumps(dataset), theirs))
         process.start()
@@ -419,7 +413,7 @@ def test_another_process_imports_what_samples_are() -> None:
 def test_lz4_batches_name_the_damaged_sample() -> None:
     """Samples before it and after it in the batch do not matter."""
     samples = [(np.full((4, 50), i, np.uint8), i) for i in range(9)]
-    with CachedDataset(samples, storage="compressed", codec="lz4", progress=False) as dataset:
+    with CachedDataset(samples, storage="compressed", codec="lz4") as dataset:
         batch = collate(dataset.__getitems__([8, 0, 3]))[0]
         assert batch[:, 0, 0].tolist() == [8, 0, 3]
         _spoil(dataset, 5)
@@ -449,7 +443,7 @@ def test_a_codec_that_would_harm_is_refused_with_the_reason(
 ) -> None:
     """Lossy codecs for masks and wide values, and files that are none: an error before anything is kept."""
     with pytest.raises(ValueError, match=reason):
-        CachedDataset(samples * 3, storage="compressed", codec=codec, progress=False)
+        CachedDataset(samples * 3, storage="compressed", codec=codec)
 
 
 @pytest.mark.parametrize(
@@ -463,9 +457,7 @@ def test_a_codec_that_would_harm_is_refused_with_the_reason(
 def test_a_wrong_codec_is_named(codec: Any, problem: str) -> None:
     """Misspelt names, objects without the methods, and tuples of the wrong length."""
     with pytest.raises((ValueError, TypeError), match=problem):
-        CachedDataset(
-            [(np.zeros(3, np.uint8), 0)] * 3, storage="compressed", codec=codec, progress=False
-        )
+        CachedDataset([(np.zeros(3, np.uint8), 0)] * 3, storage="compressed", codec=codec)
 
 
 def test_a_loader_of_ones_own_cannot_keep_files(image_folder: Folder) -> None:
@@ -476,9 +468,7 @@ def test_a_loader_of_ones_own_cannot_keep_files(image_folder: Folder) -> None:
             loader=Image.open,
             storage="compressed",
             codec="source",
-            fill="eager",
-            progress=False,
-        )
+        ).prepare()
 
 
 # Damage
@@ -502,7 +492,6 @@ def test_a_damaged_sample_is_named_and_only_it_is_refused(image_folder: Folder, 
         transform,
         storage="compressed",
         codec=codec,
-        progress=False,
     ) as dataset:
         _spoil(dataset, 5)
         with pytest.raises(
@@ -522,12 +511,10 @@ def test_a_damaged_file_is_found_by_eager_filling_unless_files_are_kept(
     root = image_folder(per_class=30)
     (root / "cat" / "001.jpg").write_bytes(b"\xff\xd8\xff nonsense")
     with pytest.raises(SampleError, match=r"sample 1, .*001\.jpg"):
-        ImageFolder(root, v1.Resize((5, 6)), storage="compressed", codec="zstd", progress=False)
+        ImageFolder(root, v1.Resize((5, 6)), storage="compressed", codec="zstd")
     with pytest.raises(SampleError, match=r"sample 1, .*001\.jpg"):
-        ImageFolder(root, v1.Resize(5), storage="compressed", codec="source", progress=False)
-    with ImageFolder(
-        root, v1.Resize((5, 6)), storage="compressed", codec="source", progress=False
-    ) as dataset:
+        ImageFolder(root, v1.Resize(5), storage="compressed", codec="source")
+    with ImageFolder(root, v1.Resize((5, 6)), storage="compressed", codec="source") as dataset:
         with pytest.raises(
             SampleError, match=r"sample 1, .*001\.jpg, cannot be read: .*Delete or replace the file"
         ):
@@ -554,24 +541,22 @@ def test_running_out_during_a_fill_says_what_would_fit() -> None:
     with pytest.raises(
         MemoryBudgetError, match=r"codec='lz4' need more than the .* free\. Use .*storage='none'"
     ):
-        CachedDataset(
-            samples, storage="compressed", codec="lz4", memory_limit="1MiB", progress=False
-        )
+        CachedDataset(samples, storage="compressed", codec="lz4", memory_limit="1MiB")
     with pytest.raises(
         MemoryBudgetError,
         match=r"many shapes need more than the 1\.0 MiB that is free\. Use .*codec=",
     ):
-        CachedDataset(samples, storage="shared", memory_limit="1MiB", progress=False)
+        CachedDataset(samples, storage="shared", memory_limit="1MiB")
 
 
 def test_auto_goes_on_to_the_next_storage_when_it_runs_out() -> None:
     """What turns out not to fit raw is compressed, and what does not fit compressed is kept nowhere."""
     zeros = [(np.zeros(_late_large(i), np.uint8), 0) for i in range(101)]
-    with CachedDataset(zeros, memory_limit="1MiB", progress=False) as dataset:
+    with CachedDataset(zeros, memory_limit="1MiB") as dataset:
         assert dataset.storage == "compressed"
         assert dataset[52][0].size == 1_000_052
     with pytest.warns(UserWarning, match="storage='none'"):
-        dataset = CachedDataset(_noise(101, _late_large), memory_limit="1MiB", progress=False)
+        dataset = CachedDataset(_noise(101, _late_large), memory_limit="1MiB")
     with dataset:
         assert dataset.storage == "none"
         assert dataset[52][0].size == 1_000_052
@@ -580,13 +565,13 @@ def test_auto_goes_on_to_the_next_storage_when_it_runs_out() -> None:
 def test_a_report_tells_what_each_codec_makes_of_the_data(image_folder: Folder) -> None:
     """Names, ratios and reasons are those of the data; also of a dataset that has let go of its source."""
     transform = v1.Compose([v1.Resize((48, 64)), v1.PILToTensor()])
-    with ImageFolder(image_folder(size=(64, 48)), transform, progress=False) as dataset:
+    with ImageFolder(image_folder(size=(64, 48)), transform) as dataset:
         report = dataset.storage_report()
         assert [trial.codec for trial in report.trials] == ["source", "lz4", "zstd", "jpeg"]
         assert all(trial.obstacle is None and trial.ratio > 1 for trial in report.trials)
         assert report.raw_bytes == 6 * 3 * 48 * 64
     masks = [(np.zeros((50, 60), np.int32), 0)] * 9
-    with CachedDataset(masks, codec=Half(), progress=False) as cached:
+    with CachedDataset(masks, codec=Half()) as cached:
         trials = {trial.codec: trial for trial in cached.storage_report().trials}
         assert trials["lz4"].ratio > 20
         assert "8 bits" in str(trials["jpeg"].obstacle)

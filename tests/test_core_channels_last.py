@@ -47,9 +47,7 @@ class Stream(IterableDataset[Any]):
 
 
 def prepared(*steps: Any, channels: int = 3) -> CachedDataset:
-    return CachedDataset(
-        Images(channels), transform=v2.Compose(steps), seed=5, progress=False, storage="shared"
-    )
+    return CachedDataset(Images(channels), transform=v2.Compose(steps), seed=5, storage="shared")
 
 
 def floats(dtype: torch.dtype, channels: int) -> list[Any]:
@@ -110,7 +108,7 @@ def test_one_channel_becomes_three() -> None:
 def test_what_is_not_served_whole_is_converted(engine: dict[str, Any]) -> None:
     """Steps of one's own, a collate_fn, samples as they are stored, other datasets, streams."""
     own = prepared(*WINDOW, v2.Lambda(lambda image: image.flip(-1)))
-    datasets = [own, prepared(*WINDOW), CachedDataset(Images(), progress=False), Images(), Stream()]
+    datasets = [own, prepared(*WINDOW), CachedDataset(Images()), Images(), Stream()]
     for dataset in datasets:
         check(lambda dataset=dataset, **given: DataLoader(dataset, 8, **given, **engine))
     for collate_fn in (default_collate, RingCollate(default_collate)):
@@ -124,7 +122,7 @@ def test_what_is_not_served_whole_is_converted(engine: dict[str, Any]) -> None:
 def test_subsets_and_joined_datasets() -> None:
     """One whose samples are served as they are stored has the batch converted."""
     crop = v2.RandomCrop((16, 18))
-    as_stored = CachedDataset(Images(), progress=False)
+    as_stored = CachedDataset(Images())
     parts = [prepared(crop), prepared(v2.RandomHorizontalFlip()), as_stored]
     for dataset in (Subset(parts[0], [3, 1, 2]), ConcatDataset(parts[:2]), ConcatDataset(parts)):
         check(lambda dataset=dataset, **given: DataLoader(dataset, 8, **given))

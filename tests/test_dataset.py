@@ -60,7 +60,7 @@ class Images:
 
 
 def cached(dataset: Any, **options: Any) -> CachedDataset:
-    return CachedDataset(dataset, progress=False, **options)
+    return CachedDataset(dataset, **options)
 
 
 def memfd_count() -> int:
@@ -840,16 +840,16 @@ def test_wrong_options_are_named() -> None:
         (CachedDataset, "transfrom", "Did you mean transform="),
         (CachedDataset, "fast_decode", r"help\(CachedDataset\) lists"),
         (ImageFolder, "cachedir", "Did you mean cache_dir="),
-        (ImageManifest, "num_worker", "Did you mean num_workers="),
+        (ImageManifest, "prepare_worker", "Did you mean prepare_workers="),
     ):
         with pytest.raises(
             TypeError, match=rf"^{kind.__name__}\(\) has no argument {wrong}=\. {meant}"
         ):
             kind([(torch.zeros(1), 0)], **{wrong: 1})
-    with pytest.raises(TypeError, match="num_workers='4' is no whole number"):
-        cached([(torch.zeros(1), 0)], num_workers="4")
-    with pytest.raises(ValueError, match="num_workers=-1 is below 0"):
-        cached([(torch.zeros(1), 0)], num_workers=-1)
+    with pytest.raises(TypeError, match="prepare_workers='4' is no whole number"):
+        cached([(torch.zeros(1), 0)], prepare_workers="4")
+    with pytest.raises(ValueError, match="prepare_workers=-1 is below 0"):
+        cached([(torch.zeros(1), 0)], prepare_workers=-1)
     with pytest.raises(ValueError, match=r"resize=2\.5 is no size"):
         cached([(torch.zeros(1), 0)], resize=2.5)
 
@@ -882,22 +882,6 @@ FORMS = {
 }
 
 
-class Indexed:
-    """What return_index=True stands for: the items of a dataset with their index."""
-
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, index: int) -> Any:
-        item = self.dataset[index]
-        if isinstance(item, dict):
-            return {**item, "index": index}
-        return (*item, index) if isinstance(item, tuple) else (item, index)
-
-
 def equal(mine: Any, wanted: Any) -> bool:
     """Whether two items or batches are of the same type, structure and values."""
     if isinstance(wanted, torch.Tensor):
@@ -913,19 +897,14 @@ def equal(mine: Any, wanted: Any) -> bool:
     return bool(mine == wanted)
 
 
-@pytest.mark.parametrize("return_index", [False, True])
 @pytest.mark.parametrize("form", FORMS)
-def test_items_of_any_form_come_in_whole_batches(
-    form: str, return_index: bool, tmp_path: Path
-) -> None:
-    """Items, and batches of every loader, are those of the dataset, with the index if asked; also out of a cache."""
+def test_items_of_any_form_come_in_whole_batches(form: str, tmp_path: Path) -> None:
+    """Items, and batches of every loader, are those of the dataset; also out of a cache."""
     items = FORMS[form]
-    theirs = Indexed(items) if return_index else items
     transform = v1.PILToTensor() if form == "PIL images" else None
-    if transform is not None:
-        theirs = Indexed(LEVELS) if return_index else LEVELS
+    theirs = items if transform is None else LEVELS
     wanted = list(TorchLoader(theirs, batch_size=4))
-    options: dict[str, Any] = {"return_index": return_index, "transform": transform}
+    options: dict[str, Any] = {"transform": transform}
     with (
         cached(items, **options) as kept,
         cached(items, cache_dir=tmp_path, cache_key="x", **options) as on_disk,
@@ -942,28 +921,6 @@ def test_items_of_any_form_come_in_whole_batches(
         [batch] = DataLoader(Subset(kept, [5, 2]), batch_size=2)
         assert equal(batch, default_collate([theirs[5], theirs[2]]))
         assert equal(list(CudaPrefetcher(DataLoader(kept, batch_size=4))), wanted)
-
-
-def test_the_index_is_beside_what_runs_per_sample() -> None:
-    """A step that is not known, and a target_transform, leave the index as it is."""
-    transform = v1.Compose([v1.RandomCrop(4), turn, v1.ToTensor()])
-    with cached(Images(6), transform=transform, target_transform=str, return_index=True) as dataset:
-        assert dataset[4][1:] == ("40", 4)
-        with pytest.warns(FastDataWarning, match="batches are not served whole"):
-            [(_, targets, index)] = DataLoader(dataset, batch_size=3, sampler=[5, 0, 2])
-        assert (targets, index.tolist()) == (("50", "0", "20"), [5, 0, 2])
-    with pytest.raises(
-        ValueError, match=r"return_index=True goes with transform= .* not with transforms="
-    ):
-        cached(Images(2), transforms=lambda image, target: (image, target), return_index=True)
-    with (
-        cached([{"image": LEVELS[0], "index": 1}], return_index=True) as dataset,
-        pytest.raises(
-            ValueError,
-            match="return_index=True adds the key 'index', and the items have one already",
-        ),
-    ):
-        dataset[0]
 
 
 @pytest.mark.parametrize(
@@ -985,11 +942,11 @@ def test_items_of_several_forms_are_refused(items: Any) -> None:
 
 @pytest.mark.parametrize("make", [Wrapping, lambda it: Subset(Wrapping(Subset(it, [0, 1])), [0])])
 def test_what_asks_for_sample_after_sample_is_told_the_way_back(make: Any) -> None:
-    """A dataset of one's own around a fastdata one is warned of once, and return_index= offered."""
+    """A dataset of one's own around a fastdata one is warned of once, and transform= offered."""
     with cached(Images(4), transform=CROP) as dataset:
         loader = DataLoader(make(dataset), batch_size=2)
         with pytest.warns(
-            FastDataWarning, match=r"Wrapping asks its .* Give the loader .*return_index=True"
+            FastDataWarning, match=r"Wrapping asks its .* Give the loader .*transform="
         ) as warned:
             assert [len(batch) for batch in loader] == [len(batch) for batch in loader]
         assert len(warned) == 1
@@ -1130,7 +1087,7 @@ def test_without_a_compiled_core_steps_run_as_written(monkeypatch: pytest.Monkey
     monkeypatch.setattr("fastdata.pixels.core.obstacle", lambda: "there is no library")
     images = [(Image.new("RGB", (8, 6), (index, 2 * index, 7)), index) for index in range(5)]
     steps = v1.Compose([v1.Pad(1), v1.RandomHorizontalFlip(), v1.ToTensor()])
-    with CachedDataset(images, transform=steps, storage="shared", progress=False) as dataset:
+    with CachedDataset(images, transform=steps, storage="shared") as dataset:
         loader = DataLoader(dataset, batch_size=5)
         ((batch, labels),) = loader
         assert "there is no library" in loader.report().path
@@ -1178,8 +1135,10 @@ def test_advice_is_not_worth_an_error(image_folder: Any) -> None:
     root = image_folder(("a",), 24, (300, 280))
     Image.new("RGB", (3, 3)).save(sorted((root / "a").iterdir())[3])
     with ImageFolder(
-        root, v1.RandomCrop(4), storage="shared", fill="eager", progress=False
-    ) as dataset:
+        root,
+        v1.RandomCrop(4),
+        storage="shared",
+    ).prepare() as dataset:
         assert len(dataset) == 24
 
 
@@ -1188,7 +1147,7 @@ def test_what_did_not_fit_is_kept_once_a_smaller_transform_comes() -> None:
     noise = np.random.default_rng(0).integers(0, 256, (6, 32, 32, 3), np.uint8)
     items = [(Image.fromarray(pixels), index) for index, pixels in enumerate(noise)]
     with pytest.warns(FastDataWarning, match="Every epoch decodes again"):
-        dataset = CachedDataset(items, memory_limit=8000, progress=False, num_workers=1)
+        dataset = CachedDataset(items, memory_limit=8000, prepare_workers=1)
     with dataset:
         assert dataset.storage == "none"
         dataset.transform = v1.RandomHorizontalFlip(1.0)
@@ -1209,7 +1168,7 @@ def test_a_store_is_let_go_before_samples_are_prepared_again() -> None:
 
     items = [(torch.full((3, 8, 8), i, dtype=torch.uint8), i) for i in range(4)]
     with CachedDataset(
-        items, prepare=note, transform=v1.CenterCrop(4), progress=False, num_workers=1
+        items, prepare=note, transform=v1.CenterCrop(4), prepare_workers=1
     ) as dataset:
         assert dataset.reader().kept is not None
         stores.append(weakref.ref(dataset.reader().kept.images))
@@ -1222,7 +1181,7 @@ def test_a_store_is_let_go_before_samples_are_prepared_again() -> None:
 def test_a_reader_serves_what_the_dataset_was() -> None:
     """What ``reader()`` gives is frozen: a transform assigned, or changed in place, meanwhile reaches the next one."""
     with CachedDataset(
-        [(torch.full((1, 4, 4), i, dtype=torch.uint8), i) for i in range(4)], progress=False
+        [(torch.full((1, 4, 4), i, dtype=torch.uint8), i) for i in range(4)]
     ) as dataset:
         dataset.transform = crop = v2.RandomCrop(2)
         reader = dataset.reader()

@@ -171,8 +171,7 @@ def test_steps_that_differ_in_one_value_share_no_cache(image_folder: Folder, nam
     save_image(root / "a" / "000.jpg", 3, (8, 6))
     options: dict[str, Any] = {
         "cache_dir": root.parent / "cache",
-        "progress": False,
-        "num_workers": 1,
+        "prepare_workers": 1,
     }
     source = TorchvisionFolder(str(root))
     steps = [MAKERS[name](by) for by in (1, 60, 1)]
@@ -193,8 +192,7 @@ def test_resized_tensors_differ_by_who_resizes_and_how(tmp_path: Path) -> None:
     options: dict[str, Any] = {
         "cache_dir": tmp_path,
         "cache_key": "image",
-        "progress": False,
-        "num_workers": 1,
+        "prepare_workers": 1,
     }
     for kind, antialias in ((v1, True), (v2, True), (v1, False), (v2, False)):
         step = kind.Resize((6, 5), antialias=antialias)
@@ -207,7 +205,7 @@ def test_a_step_assigned_later_is_told_by_all_its_values(image_folder: Folder) -
     """Samples are prepared again for a step that differs in what its repr does not show."""
     source = TorchvisionFolder(str(image_folder(classes=("a",))))
     steps = [v2.Pad(1, fill={Image.Image: level, "others": 0}) for level in (1, 60)]
-    with CachedDataset(source, transform=steps[0], progress=False, num_workers=1) as dataset:
+    with CachedDataset(source, transform=steps[0], prepare_workers=1) as dataset:
         dataset.transform = steps[1]
         assert np.array_equal(np.asarray(dataset[0][0]), np.asarray(steps[1](source[0][0])))
 
@@ -303,8 +301,7 @@ def test_what_cannot_be_seen_is_refused_by_name(image_folder: Folder) -> None:
     root = image_folder(size=(8, 6))
     options: dict[str, Any] = {
         "cache_dir": root.parent / "cache",
-        "progress": False,
-        "num_workers": 1,
+        "prepare_workers": 1,
     }
     mine = module("""
         from PIL import Image
@@ -347,8 +344,7 @@ def test_labels_that_lie_elsewhere_are_those_of_now(image_folder: Folder, kind: 
     root = image_folder(classes=("a",), per_class=2)
     options: dict[str, Any] = {
         "cache_dir": root.parent / "cache",
-        "progress": False,
-        "num_workers": 1,
+        "prepare_workers": 1,
     }
     for labels in (
         {"000.jpg": 1, "001.jpg": 2},
@@ -382,8 +378,7 @@ def test_names_that_are_no_files_may_be_cached(image_folder: Folder) -> None:
     root = image_folder(classes=("a",), per_class=2)
     options: dict[str, Any] = {
         "cache_dir": root.parent / "cache",
-        "progress": False,
-        "num_workers": 1,
+        "prepare_workers": 1,
     }
     with pytest.raises(
         ValueError, match=r"does not list their files in an attribute samples\. Give cache_key="
@@ -401,10 +396,10 @@ def test_which_columns_are_chosen_counts(tmp_path: Path) -> None:
     for name, level in (("a", 1), ("b", 2)):
         columns, options = (
             {"sample": name, "target": "label"},
-            {"cache_key": "rows", "progress": False},
+            {"cache_key": "rows"},
         )
         with CachedDataset(
-            rows, columns=columns, cache_dir=tmp_path, num_workers=1, **options
+            rows, columns=columns, cache_dir=tmp_path, prepare_workers=1, **options
         ) as dataset:
             assert int(dataset[0][0].max()) == level
 

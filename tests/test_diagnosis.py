@@ -211,7 +211,7 @@ def test_own_batches_are_not_taken_apart() -> None:
     """Of a fastdata dataset that keeps its samples, what it costs to read one is the transform's."""
     transforms = pytest.importorskip("torchvision.transforms.v2")
     crop = transforms.Compose([transforms.RandomCrop(3), transforms.RandomHorizontalFlip()])
-    with CachedDataset(Samples(), transform=crop, progress=False) as dataset:
+    with CachedDataset(Samples(), transform=crop) as dataset:
         found = diagnose(fastdata.DataLoader(dataset, batch_size=4, num_workers=1))
     assert not found.notes
     assert [part.kind for part in found.parts] == ["transform", "collate"]
@@ -344,7 +344,7 @@ def test_a_script_without_a_loop_has_none(tmp_path: Path) -> None:
 
 def test_a_profiler_sees_reading_and_copying() -> None:
     """In the loop's thread reading and waiting have names; without a profiler nothing is recorded."""
-    dataset = CachedDataset(Samples(), progress=False)
+    dataset = CachedDataset(Samples())
     with (
         dataset,
         torch.profiler.profile() as profiled,

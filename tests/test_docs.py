@@ -39,7 +39,7 @@ train_transform = Compose([Resize(32), CenterCrop(28), RandomCrop(24), RandomHor
 """,
     "train": """
 import fastdata
-train = fastdata.ImageFolder("imagenet/train", transform=train_transform, fill="eager", progress=False)
+train = fastdata.ImageFolder("imagenet/train", transform=train_transform).prepare()
 """,
     "loader": """
 import fastdata
@@ -59,7 +59,7 @@ SMALL = {
 TRAIN = f"""{GIVEN["train_transform"]}
 if __name__ == "__main__":
     from fastdata import DataLoader, ImageFolder
-    for images, labels in DataLoader(ImageFolder("imagenet/train", train_transform, progress=False), batch_size=4):
+    for images, labels in DataLoader(ImageFolder("imagenet/train", train_transform), batch_size=4):
         images.mean()
 """
 

@@ -100,7 +100,7 @@ def test_a_damaged_file_is_named_by_worker_processes(
     root = image_folder()
     path = root / "cat" / "001.jpg"
     path.write_bytes(path.read_bytes()[:100])
-    with ImageFolder(root, resize=(8, 8), progress=False, storage=storage) as dataset:
+    with ImageFolder(root, resize=(8, 8), storage=storage) as dataset:
         loader = make_loader(dataset, batch_size=2, num_workers=1, collate_fn=list)
         with pytest.raises(OSError, match="in DataLoader worker process 0") as caught:
             list(loader)
@@ -112,9 +112,7 @@ def test_a_damaged_file_is_named_by_worker_processes(
 def test_a_store_that_is_gone_is_told_by_a_spawned_worker(tmp_path: Path, make_loader: Any) -> None:
     """A spawned worker that finds the cache deleted lets the loop raise StoreGoneError, as a pickled dataset does."""
     data = [(torch.full((2, 3), i, dtype=torch.uint8), i) for i in range(4)]
-    with CachedDataset(
-        data, cache_dir=tmp_path / "cache", cache_key="k", progress=False
-    ) as dataset:
+    with CachedDataset(data, cache_dir=tmp_path / "cache", cache_key="k") as dataset:
         shutil.rmtree(tmp_path / "cache")
         options: Any = {} if make_loader is TorchLoader else {"workers": "process"}
         loader = make_loader(
@@ -130,7 +128,7 @@ def test_a_store_that_is_gone_is_told_by_a_spawned_worker(tmp_path: Path, make_l
         ImageFolder,
         ImageManifest,
         CachedDataset.from_cache,
-        lambda root: ImageManifest([("1.jpg", 0)], root=root, storage="shared", fill="eager"),
+        lambda root: ImageManifest([("1.jpg", 0)], root=root, storage="shared").prepare(),
         lambda root: CachedDataset([(torch.zeros(1, 2, 2), 0)], cache_dir=root, cache_key="x"),
         lambda root: ChunkedLoader(root, 1, memory_limit="1GiB"),
     ],
@@ -155,4 +153,4 @@ def test_a_folder_that_looks_like_a_url_is_opened(
     """What exists is a folder, whatever its name."""
     monkeypatch.chdir(tmp_path)
     os.makedirs("s3:/bucket/cat")
-    assert ImageFolder("s3://bucket", allow_empty=True, progress=False).classes == ["cat"]
+    assert ImageFolder("s3://bucket", allow_empty=True).classes == ["cat"]

@@ -27,14 +27,12 @@ Folder = Callable[..., Path]
 @pytest.fixture
 def cache(image_folder: Folder, tmp_path: Path) -> Path:
     """Of three images in each of two classes, whole."""
-    ImageFolder(
-        image_folder(), cache_dir=tmp_path / "cache", fill="eager", progress=False, num_workers=1
-    ).close()
+    ImageFolder(image_folder(), cache_dir=tmp_path / "cache", prepare_workers=1).prepare().close()
     return tmp_path / "cache"
 
 
 def cache_of(folder: Path, items: list[Any]) -> Path:
-    CachedDataset(items, cache_dir=folder, cache_key="items", progress=False, num_workers=1).close()
+    CachedDataset(items, cache_dir=folder, cache_key="items", prepare_workers=1).close()
     return folder
 
 
@@ -62,7 +60,7 @@ def test_tars_have_the_pixels_of_the_cache(cache: Path, tmp_path: Path) -> None:
     """What fastdata reads from the tars is what the cache serves; class names lie beside."""
     export_cache(cache, tmp_path / "out", to="webdataset", progress=False)
     with (
-        CachedDataset(tmp_path / "out", progress=False) as theirs,
+        CachedDataset(tmp_path / "out") as theirs,
         CachedDataset.from_cache(cache) as ours,
     ):
         assert list(theirs.targets) == list(ours.targets)
@@ -108,7 +106,7 @@ def test_targets_of_other_kinds_are_json(tmp_path: Path) -> None:
     items = [{"image": image, "box": [i, 2.5], "name": f"{i}"} for i, image in enumerate(images(2))]
     cache = cache_of(tmp_path / "cache", items)
     export_cache(cache, tmp_path / "out", to="webdataset", progress=False)
-    with CachedDataset(tmp_path / "out", progress=False) as dataset:
+    with CachedDataset(tmp_path / "out") as dataset:
         assert dataset[1][1] == {"box": [1, 2.5], "name": "1"}
         assert np.array_equal(dataset[1][0], images(2)[1])
     with pytest.raises(
@@ -119,7 +117,7 @@ def test_targets_of_other_kinds_are_json(tmp_path: Path) -> None:
         tmp_path / "tensors", [(image, torch.tensor([i, 1])) for i, image in enumerate(images(2))]
     )
     export_cache(tensors, tmp_path / "vectors", to="webdataset", progress=False)
-    with CachedDataset(tmp_path / "vectors", progress=False) as dataset:
+    with CachedDataset(tmp_path / "vectors") as dataset:
         assert dataset[1][1] == [1, 1]
 
 
@@ -144,7 +142,7 @@ def test_tensors_and_arrays_are_images(tmp_path: Path, kind: str) -> None:
     }.get(kind, lambda it: it)
     cache = cache_of(tmp_path / "cache", [(made(each), i) for i, each in enumerate(pixels)])
     export_cache(cache, tmp_path / "out", to="webdataset", progress=False)
-    with CachedDataset(tmp_path / "out", progress=False, num_workers=1) as dataset:
+    with CachedDataset(tmp_path / "out", prepare_workers=1) as dataset:
         for i, wanted in enumerate(pixels):
             wanted = np.repeat(wanted[:, :, 2:], 3, 2) if kind == "grey" else wanted
             assert np.array_equal(dataset[i][0], wanted)
@@ -195,7 +193,7 @@ def test_what_cannot_be_exported_leaves_nothing(
     """The error says why, and neither the folder nor a part of it is left behind."""
     cache = cache_of(tmp_path / "cache", items)
     with pytest.raises(ValueError, match=message):
-        export_cache(cache, tmp_path / "out", **{"to": "webdataset", "progress": False, **options})
+        export_cache(cache, tmp_path / "out", **{"to": "webdataset", **options})
     assert os.listdir(tmp_path) == ["cache"]
 
 
@@ -234,7 +232,10 @@ def test_class_names_that_name_no_folder_are_refused(tmp_path: Path) -> None:
 
     images(1)[0].save(tmp_path / "0.png")
     rows = [(str(tmp_path / "0.png"), "../evil"), (str(tmp_path / "0.png"), "good")]
-    ImageManifest(rows, cache_dir=tmp_path / "cache", fill="eager", progress=False).close()
+    ImageManifest(
+        rows,
+        cache_dir=tmp_path / "cache",
+    ).prepare().close()
     with pytest.raises(
         ValueError, match=r"the class '../evil' cannot name a folder; use to='webdataset'"
     ):

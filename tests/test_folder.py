@@ -50,7 +50,7 @@ def test_it_has_torchvisions_face(image_folder: Folder, storage: Any) -> None:
     os.rename(root / "a" / "001.jpg", root / "a" / "deep" / "er" / "0.JPG")
     (root / "a" / "notes.txt").write_text("no image")
     theirs = TorchvisionFolder(str(root))
-    with ImageFolder(str(root), storage=storage, progress=False) as ours:
+    with ImageFolder(str(root), storage=storage) as ours:
         for name in ("classes", "class_to_idx", "samples", "imgs", "targets", "root", "extensions"):
             assert getattr(ours, name) == getattr(theirs, name)
         assert len(ours) == len(theirs)
@@ -65,7 +65,7 @@ def test_torchvisions_idioms_work(image_folder: Folder, given: dict[str, Any]) -
     """``targets * 2`` is a list; ``transforms``, None without a transform, is called with image and target."""
     root = str(image_folder())
     theirs = TorchvisionFolder(root, **given)
-    with ImageFolder(root, progress=False, **given) as ours:
+    with ImageFolder(root, **given) as ours:
         assert ours.targets * 2 == 2 * ours.targets == theirs.targets * 2
         assert (ours.transforms is None) == (theirs.transforms is None)
         if theirs.transforms is not None:
@@ -81,10 +81,8 @@ def test_before_images_are_prepared_a_transform_that_is_assigned_decides_what_is
     """Nothing is lost then, so that the dataset is as if it had been made with it."""
     root = image_folder(size=(15, 11))
     with (
-        ImageFolder(str(root), v1.Resize((9, 9)), progress=False) as late,
-        ImageFolder(
-            str(root), v1.Compose([v1.Resize((9, 9)), v1.CenterCrop(7)]), progress=False
-        ) as at_once,
+        ImageFolder(str(root), v1.Resize((9, 9))) as late,
+        ImageFolder(str(root), v1.Compose([v1.Resize((9, 9)), v1.CenterCrop(7)])) as at_once,
     ):
         late.transform = at_once.transform
         assert late.plan.prepare == at_once.plan.prepare
@@ -106,8 +104,7 @@ def test_without_a_transform_nothing_is_prepared_before_the_first_read(
     options: dict[str, Any] = {
         "loader": opened,
         "storage": storage,
-        "num_workers": 0,
-        "progress": False,
+        "prepare_workers": 0,
     }
     with ImageFolder(root, **options) as dataset, ImageFolder(root, **options) as other:
         assert "Storage: chosen at the first read" in repr(dataset)
@@ -127,13 +124,13 @@ def test_without_a_transform_nothing_is_prepared_before_the_first_read(
     with pytest.raises(StoreGoneError, match="was closed"):
         unread[0]
     read.clear()
-    with ImageFolder(root, **options, fill="eager") as eager:
+    with ImageFolder(root, **options).prepare() as eager:
         assert set(read) == {path for path, _ in eager.samples}
 
 
 def test_what_waits_in_a_worker_process_is_served_unkept(image_folder: Folder) -> None:
     """Where torch's loader has a worker do the first read, samples are right, nothing is kept, and that is said."""
-    with ImageFolder(image_folder(), progress=False) as dataset:
+    with ImageFolder(image_folder()) as dataset:
         loader = TorchLoader(dataset, batch_size=6, num_workers=1, collate_fn=list)
         with pytest.raises(FastDataWarning, match="the first read came in a worker process"):
             list(loader)
@@ -152,8 +149,8 @@ def test_a_first_transform_that_is_assigned_decides_what_is_stored(
     """So timm does it: made without one, images are kept whole, but none was read. Once one was, they stay so."""
     root = image_folder(size=(15, 11))
     with (
-        ImageFolder(str(root), progress=False) as unread,
-        ImageFolder(str(root), progress=False) as read,
+        ImageFolder(str(root)) as unread,
+        ImageFolder(str(root)) as read,
     ):
         assert read[0][0].size == (15, 11)
         unread.transform = read.transform = v1.Compose([*PREPARED, v1.ToTensor()])
@@ -168,11 +165,17 @@ def test_preparing_without_the_core_is_said(
 ) -> None:
     """Once, and with the reason; the pixels are the same."""
     root = image_folder(size=(15, 11))
-    with ImageFolder(root, v1.Compose(PREPARED), fill="eager", progress=False) as dataset:
+    with ImageFolder(
+        root,
+        v1.Compose(PREPARED),
+    ).prepare() as dataset:
         wanted = [_pixels(image) for image, _ in dataset]
     monkeypatch.setattr("fastdata.pixels.core.obstacle", lambda: "no core was built here.")
     caplog.set_level("INFO", "fastdata")
-    with ImageFolder(root, v1.Compose(PREPARED), fill="eager", progress=False) as dataset:
+    with ImageFolder(
+        root,
+        v1.Compose(PREPARED),
+    ).prepare() as dataset:
         assert all(
             np.array_equal(_pixels(image), it)
             for (image, _), it in zip(dataset, wanted, strict=True)
@@ -204,7 +207,7 @@ def test_deterministic_transforms_give_torchvisions_pixels(
     """Without randomness every sample equals torchvision's in type, mode, dtype and every pixel."""
     root = image_folder(size=(15, 11))
     theirs = TorchvisionFolder(str(root), transform)
-    with ImageFolder(str(root), transform, storage=storage, progress=False) as ours:
+    with ImageFolder(str(root), transform, storage=storage) as ours:
         for (mine, label), (wanted, wanted_label) in zip(ours, theirs, strict=True):
             assert label == wanted_label
             if isinstance(wanted, Image.Image):
@@ -218,7 +221,7 @@ def test_deterministic_transforms_give_torchvisions_pixels(
 def test_a_path_as_root_stays_one(image_folder: Folder, tmp_path: Path, storage: Any) -> None:
     """``root`` is the Path that was given, as torchvision's is, and a str has its ~ expanded."""
     root, kept = image_folder(), {"cache_dir": tmp_path} if storage == "disk" else {}
-    with ImageFolder(root, storage=storage, progress=False, **kept) as ours:
+    with ImageFolder(root, storage=storage, **kept) as ours:
         assert (ours.root, ours.samples) == (root, TorchvisionFolder(root).samples)
         assert f"Root location: {root}" in repr(ours)
 
@@ -237,7 +240,7 @@ def test_samples_are_those_of_make_dataset(
     root = image_folder()
     options = {"cache_dir": tmp_path / "cache"} if is_cached else {}
     for kind in (Half, ImageFolder, Half):
-        with kind(root, progress=False, **options) as ours:
+        with kind(root, **options) as ours:
             assert ours.samples == TorchvisionFolder(root).samples[:: 2 if kind is Half else 1]
     for arguments in (
         (None, (".jpg",)),
@@ -257,7 +260,7 @@ def test_wrapping_for_transforms_v2_leaves_it_as_it_is(image_folder: Folder) -> 
     """The dataset itself is what comes of torchvision's wrapper, which does nothing to image classification."""
     root = image_folder()
     transform = v2.Compose([v2.Resize((4, 5)), v2.RandomHorizontalFlip(), v2.PILToTensor()])
-    with ImageFolder(root, transform, progress=False) as ours:
+    with ImageFolder(root, transform) as ours:
         assert wrap_dataset_for_transforms_v2(ours) is ours
         with pytest.raises(ValueError, match="target_keys"):
             wrap_dataset_for_transforms_v2(ours, target_keys="all")
@@ -269,7 +272,10 @@ def test_wrapping_for_transforms_v2_leaves_it_as_it_is(image_folder: Folder) -> 
 def test_a_loader_that_gives_no_image_is_what_to_correct(image_folder: Folder, given: Any) -> None:
     """The error says what came, and its cure is not to delete the file, of which nothing is wrong."""
     with pytest.raises(SampleError) as raised:
-        ImageFolder(image_folder(), loader=lambda path: given, fill="eager", progress=False)
+        ImageFolder(
+            image_folder(),
+            loader=lambda path: given,
+        ).prepare()
     message = str(raised.value)
     assert f"a sample of type {type(given).__name__} cannot be stored" in message
     assert "Correct what opens or prepares it (loader=" in message
@@ -295,7 +301,10 @@ def test_a_sound_file_is_not_called_damaged(
     with pytest.raises(
         SampleError, match=rf"sample 0, .*{cure}.*, or leave it out with on_error='skip'"
     ) as raised:
-        ImageFolder(image_folder(suffix=".png"), loader=failing, fill="eager", progress=False)
+        ImageFolder(
+            image_folder(suffix=".png"),
+            loader=failing,
+        ).prepare()
     assert "damaged" not in str(raised.value)
     assert "Delete" not in str(raised.value)
 
@@ -307,7 +316,7 @@ def test_without_storage_the_random_draws_are_torchvisions_too(image_folder: Fol
         [v1.RandomResizedCrop(8), v1.RandomHorizontalFlip(), v1.ColorJitter(0.5), v1.ToTensor()]
     )
     theirs = TorchvisionFolder(str(root), transform)
-    with ImageFolder(str(root), transform, storage="none", batch_ops="off") as ours:
+    with ImageFolder(str(root), transform, storage="none", batch_ops=False) as ours:
         torch.manual_seed(3)
         wanted = [theirs[i][0] for i in range(6)]
         torch.manual_seed(3)
@@ -324,9 +333,7 @@ def test_without_storage_batches_are_those_of_a_store(image_folder: Folder, resi
     )
     with (
         ImageFolder(root, transform, storage="none", seed=4, resize=resize) as none,
-        ImageFolder(
-            root, transform, storage="shared", seed=4, resize=resize, progress=False
-        ) as shared,
+        ImageFolder(root, transform, storage="shared", seed=4, resize=resize) as shared,
     ):
         for workers in (0, 2):
             batches = [
@@ -371,7 +378,7 @@ def test_unusual_images_are_torchvisions(tmp_path: Path) -> None:
     """CMYK, palette, alpha, 16-bit, EXIF-rotated and animated images come out as torchvision's loader reads them."""
     _save_zoo(tmp_path / "zoo")
     theirs = TorchvisionFolder(str(tmp_path))
-    with ImageFolder(tmp_path, progress=False) as ours:
+    with ImageFolder(tmp_path) as ours:
         for (mine, _), (wanted, _), path in zip(ours, theirs, ours.samples, strict=True):
             assert mine.mode == wanted.mode == "RGB"
             np.testing.assert_array_equal(_pixels(mine), _pixels(wanted), err_msg=str(path))
@@ -395,7 +402,6 @@ def _save_turned(root: Path) -> None:
     "options",
     [
         {"storage": "none"},
-        {"storage": "shared", "fill": "eager"},
         {"storage": "shared"},
         {"storage": "compressed", "codec": "source"},
         {"storage": "compressed", "codec": "lz4"},
@@ -411,11 +417,11 @@ def test_images_are_turned_upright(
     _save_turned(tmp_path / "images")
     if options["storage"] == "disk":
         options = options | {"cache_dir": tmp_path / "cache"}
-    options = options | {"batch_ops": "off"}
+    options = options | {"batch_ops": False}
     transform = v1.Compose([ImageOps.exif_transpose, *rest, v1.PILToTensor()])
     theirs = TorchvisionFolder(str(tmp_path / "images"), transform)
     for _ in range(2):  # the second opens the cache
-        with ImageFolder(tmp_path / "images", transform, progress=False, **options) as ours:
+        with ImageFolder(tmp_path / "images", transform, **options) as ours:
             for index in range(9):
                 torch.manual_seed(index)
                 wanted = theirs[index][0]
@@ -431,7 +437,7 @@ def test_a_turn_before_a_resize_is_no_reason_to_prepare_beforehand(tmp_path: Pat
         ([v1.Resize((9, 9)), ImageOps.exif_transpose], 1),
         ([v1.Resize((7, 9)), ImageOps.exif_transpose], 1),
     ):
-        with ImageFolder(tmp_path, v1.Compose(steps), progress=False) as dataset:
+        with ImageFolder(tmp_path, v1.Compose(steps)) as dataset:
             assert dataset.filled_share() == share
 
 
@@ -444,17 +450,17 @@ def test_a_step_that_cannot_see_the_orientation_is_told(tmp_path: Path) -> None:
 
     transform = v1.Compose([v1.CenterCrop((4, 6)), turn, v1.PILToTensor()])
     theirs = TorchvisionFolder(str(tmp_path), transform)
-    with ImageFolder(tmp_path, transform, storage="none", progress=False) as ours:
+    with ImageFolder(tmp_path, transform, storage="none") as ours:
         assert all(torch.equal(ours[index][0], theirs[index][0]) for index in range(9))
-    with ImageFolder(tmp_path, storage="none", progress=False) as ours:
+    with ImageFolder(tmp_path, storage="none") as ours:
         assert dict(ours[6][0].getexif()) == {0x0112: 6}
     for options in (
-        {"fill": "eager"},
+        {"storage": "shared"},
         {},
         {"storage": "compressed", "codec": "source"},
     ):
         with (
-            ImageFolder(tmp_path, transform, progress=False, **options) as ours,
+            ImageFolder(tmp_path, transform, **options) as ours,
             pytest.raises(LookupError, match="a stored image has no EXIF data"),
         ):
             ours[6]
@@ -468,14 +474,14 @@ def test_an_image_that_was_turned_may_be_asked_for_its_exif(tmp_path: Path) -> N
         [ImageOps.exif_transpose, v1.RandomCrop(10), v1.Lambda(ImageOps.exif_transpose)]
     )
     theirs = TorchvisionFolder(str(tmp_path / "images"))
-    with ImageFolder(tmp_path / "images", again, cache_dir=cache, progress=False) as dataset:
+    with ImageFolder(tmp_path / "images", again, cache_dir=cache) as dataset:
         assert dataset[6][0].size == (10, 10)
     with CachedDataset.from_cache(cache, transform=ImageOps.exif_transpose) as dataset:
         assert dataset[6][0].size == (10, 20)
-    with CachedDataset(theirs, prepare=ImageOps.exif_transpose, progress=False) as dataset:
+    with CachedDataset(theirs, prepare=ImageOps.exif_transpose) as dataset:
         assert ImageOps.exif_transpose(dataset[6][0]).size == (10, 20)
     with (
-        CachedDataset(theirs, progress=False) as dataset,
+        CachedDataset(theirs) as dataset,
         pytest.raises(LookupError, match="no EXIF data"),
     ):
         ImageOps.exif_transpose(dataset[6][0])
@@ -492,7 +498,7 @@ def test_a_loader_and_validity_of_the_users_own_are_used(image_folder: Folder) -
         return Image.new("L", (4, 3), len(path) % 256)
 
     theirs = TorchvisionFolder(str(root), loader=load, is_valid_file=valid)
-    with ImageFolder(str(root), loader=load, is_valid_file=valid, progress=False) as ours:
+    with ImageFolder(str(root), loader=load, is_valid_file=valid) as ours:
         assert ours.samples == theirs.samples
         assert [image.mode for image, _ in ours] == ["L", "L"]
         np.testing.assert_array_equal(_pixels(ours[0][0]), _pixels(theirs[0][0]))
@@ -532,7 +538,10 @@ def test_a_bad_file_is_named_with_the_cure(image_folder: Folder) -> None:
     with pytest.raises(
         SampleError, match=r"sample 1, .*001\.jpg.*empty file.*on_error='skip'"
     ) as caught:
-        ImageFolder(root, transform=v1.Resize((5, 5)), fill="eager", progress=False)
+        ImageFolder(
+            root,
+            transform=v1.Resize((5, 5)),
+        ).prepare()
     assert (caught.value.index, caught.value.path) == (1, str(spoilt[1]))
 
 
@@ -548,7 +557,6 @@ def test_bad_files_are_skipped_when_asked(image_folder: Folder) -> None:
             root,
             transform=v1.Compose([v1.Resize((5, 5)), v1.ToTensor()]),
             on_error="skip",
-            progress=False,
         )
     assert len(caught) == 1
     assert [path for path, _ in dataset.samples] == good
@@ -567,11 +575,11 @@ def test_a_store_beyond_the_budget_is_refused_or_avoided(image_folder: Folder) -
     with pytest.raises(
         MemoryBudgetError, match=r"needs 2\.1 KiB but memory_limit= allows 1000 B\. Use cache_dir= "
     ):
-        ImageFolder(root, storage="shared", fill="eager", memory_limit=1000, progress=False)
+        ImageFolder(root, storage="shared", memory_limit=1000).prepare()
     with pytest.warns(
         FastDataWarning, match="Every epoch decodes again; cache_dir= or a smaller"
     ) as caught:
-        dataset = ImageFolder(root, fill="eager", memory_limit=1000, progress=False)
+        dataset = ImageFolder(root, memory_limit=1000).prepare()
     assert len(caught) == 1
     assert (dataset.storage, len(dataset), dataset[0][0].size) == ("none", 6, (12, 10))
     dataset.close()
@@ -584,7 +592,7 @@ def test_a_pickled_dataset_is_small(image_folder: Folder, storage: Any) -> None:
         classes=tuple(f"class_{i:04}" for i in range(300)), per_class=1, size=(4, 3)
     )
     transform = v1.Compose([v1.RandomCrop(2), v1.ToTensor(), v1.Normalize((0.5,) * 3, (0.5,) * 3)])
-    with ImageFolder(root, transform, storage=storage, progress=False) as dataset:
+    with ImageFolder(root, transform, storage=storage) as dataset:
         data = pickle.dumps(dataset)
         assert len(data) < 4096
         with pickle.loads(data) as copy:
@@ -600,7 +608,7 @@ def test_a_manifest_lists_its_rows(image_folder: Folder, labels: tuple[Any, ...]
     files = ["dog/001.jpg", "cat/000.jpg", "dog/002.jpg"]
     rows = [f'x,"{file}",{label}' for file, label in zip(files, labels, strict=True)]
     (root / "train.csv").write_text("\n".join(["id,image,kind", *rows]))
-    with ImageManifest(root / "train.csv", file="image", label="kind", progress=False) as dataset:
+    with ImageManifest(root / "train.csv", file="image", label="kind") as dataset:
         assert [path for path, _ in dataset.samples] == [str(root / file) for file in files]
         assert dataset.targets == ([0, 1, 0] if labels[0] == "cat" else [7, 3, 7])
         assert dataset.classes == (["cat", "dog"] if labels[0] == "cat" else [])
@@ -639,9 +647,7 @@ def test_batches_of_labels_are_those_of_a_plain_dataset(
     """Floats, vectors, ids and none: whole batches have the values and dtypes that torch's loader has."""
     count, kind = (0, "auto") if workers == "none" else (1, workers)
     storage = "none" if workers == "none" else "shared"
-    with ImageManifest(
-        labelled, transform=v1.ToTensor(), storage=storage, progress=False, **options
-    ) as dataset:
+    with ImageManifest(labelled, transform=v1.ToTensor(), storage=storage, **options) as dataset:
         plain = [(torch.zeros(1), dataset[index][1]) for index in range(6)]
         loader = DataLoader(dataset, batch_size=4, num_workers=count, workers=kind)
         found = [targets for _, targets in CudaPrefetcher(loader)]
@@ -657,7 +663,7 @@ def test_labels_of_any_kind_are_kept_in_a_cache(labelled: Path, options: dict[st
     with ImageManifest(labelled, storage="none", **options) as dataset:
         wanted = [repr((path, target, dtypes_of(target))) for path, target in dataset.samples]
     for _ in range(2):
-        with ImageManifest(labelled, cache_dir=cache, progress=False, **options) as dataset:
+        with ImageManifest(labelled, cache_dir=cache, **options) as dataset:
             assert [
                 repr((path, target, dtypes_of(target))) for path, target in dataset.samples
             ] == wanted
@@ -675,7 +681,7 @@ def dtypes_of(targets: Any) -> Any:
 def test_a_skipped_image_takes_its_label_and_id_along(labelled: Path) -> None:
     """With on_error="skip" the others keep theirs, and their place in the manifest."""
     (labelled.parent / "cat" / "001.jpg").write_bytes(b"no image")
-    options: dict[str, Any] = {"on_error": "skip", "fill": "eager", "progress": False}
+    options: dict[str, Any] = {"on_error": "skip"}
     for chosen, targets in (
         ({"label": None}, [0, 2, 3, 4, 5]),
         ({"label": "n", "id": "key"}, [(0, "000"), (0, "002"), (1, "003"), (0, "004"), (1, "005")]),
@@ -690,7 +696,7 @@ def test_a_list_is_a_manifest(image_folder: Folder, monkeypatch: pytest.MonkeyPa
     pairs = [("dog/000.jpg", [0.5, 1.5]), ("cat/001.jpg", [2.5, 3.5])]
     monkeypatch.chdir(root)
     for start in (None, root):
-        with ImageManifest(pairs, root=start, progress=False) as dataset:
+        with ImageManifest(pairs, root=start) as dataset:
             assert dataset.root == (os.getcwd() if start is None else str(root))
             for (image, target), (name, label) in zip(dataset, pairs, strict=True):
                 np.testing.assert_array_equal(
@@ -723,9 +729,7 @@ def test_what_is_no_manifest_is_named(given: Any) -> None:
 def test_a_bound_only_makes_images_smaller(image_folder: Callable[..., Path], bound: str) -> None:
     """``resize="short:20"`` gives the pixels of Resize(20) where an image is larger, and leaves others alone."""
     kind, limit = bound.split(":")
-    with ImageFolder(
-        image_folder(size=(60, 25)), resize=bound, storage="shared", progress=False
-    ) as dataset:
+    with ImageFolder(image_folder(size=(60, 25)), resize=bound, storage="shared") as dataset:
         for index, (path, _) in enumerate(dataset.samples):
             whole = Image.open(path).convert("RGB")
             short, long = sorted(whole.size)
@@ -740,7 +744,7 @@ def test_a_bound_only_makes_images_smaller(image_folder: Callable[..., Path], bo
 def test_a_bound_that_is_none(image_folder: Callable[..., Path]) -> None:
     """Words that are no bound are refused with examples of some."""
     with pytest.raises(ValueError, match=r"resize='320' is no size.*\"short:320\""):
-        ImageFolder(image_folder(), resize="320", progress=False)
+        ImageFolder(image_folder(), resize="320")
 
 
 @pytest.mark.parametrize("times", [2.0, 0.8])
@@ -760,7 +764,7 @@ def test_whole_images_kept_for_random_crops_name_the_way_to_less(
     for size, other in (((400, 600), (900, 512)), ((100, 90), (90, 60))):
         root = image_folder(size=size, root=f"{size}")
         Image.new("RGB", other).save(root / "cat" / "other.png")
-        with ImageFolder(root, steps, progress=False) as dataset:
+        with ImageFolder(root, steps) as dataset:
             advised = "resize='short:256' would keep" in dataset.storage_plan.reason
             assert advised == (size[0] > 256 and times > 1)
             assert advised == ("served 2.0 times as fast" in repr(dataset))

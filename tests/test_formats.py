@@ -72,14 +72,14 @@ def sample_files(index: int, prefix: str = "") -> Item:
 def test_tars_are_pairs_of_image_and_class(tars: Path, given: Any) -> None:
     """A pattern, a folder and a list of tars give the same pairs, with the pixels of fastdata's own loader."""
     paths = [tars / each for each in given] if isinstance(given, list) else f"{tars}/{given}"
-    with CachedDataset(paths, progress=False, num_workers=1) as dataset:
+    with CachedDataset(paths, prepare_workers=1) as dataset:
         assert list(dataset.targets) == [0, 10, 20]
         assert [np.array_equal(dataset[i][0], pixels(i)) for i in range(3)] == [True] * 3
 
 
 def test_tars_are_served_in_batches(tars: Path) -> None:
     """Two workers prepare them, and a loader gives what a list of the same pairs gives."""
-    with CachedDataset(str(tars / "t-*.tar"), progress=False, num_workers=2) as dataset:
+    with CachedDataset(str(tars / "t-*.tar"), prepare_workers=2) as dataset:
         dataset.transform = lambda image: torch.from_numpy(np.array(image))
         (batch,) = DataLoader(dataset, batch_size=3)
         assert torch.equal(batch[0], torch.from_numpy(np.stack([pixels(i) for i in range(3)])))
@@ -117,20 +117,18 @@ def test_columns_choose_sample_and_target_of_a_tar(tmp_path: Path) -> None:
     path = write_tar(
         tmp_path / "x.tar", {"1.jpg": image_file(1, "jpeg"), "1.png": image_file(2), "1.cls": b"7"}
     )
-    with CachedDataset(
-        path, columns={"sample": "png", "target": ["cls", "__key__"]}, progress=False
-    ) as dataset:
+    with CachedDataset(path, columns={"sample": "png", "target": ["cls", "__key__"]}) as dataset:
         assert np.array_equal(dataset[0][0], pixels(2))
         assert dataset[0][1] == {"cls": 7, "__key__": "1"}
     with pytest.raises(
         OSError, match=r"has the files jpg, png, cls, and not one image .* columns=\{'sample'"
     ):
-        CachedDataset(path, progress=False)
+        CachedDataset(path)
     with pytest.raises(
         OSError,
         match=r"number 0 of .*x.tar: ValueError: there is no column 'mask'; columns are 'jpg'",
     ):
-        CachedDataset(path, columns={"sample": "jpg", "target": "mask"}, progress=False)
+        CachedDataset(path, columns={"sample": "jpg", "target": "mask"})
 
 
 @pytest.mark.parametrize(
@@ -177,7 +175,7 @@ def test_tars_are_refused_that_run_code_or_cannot_be_sought(tmp_path: Path) -> N
 
 def test_a_tar_without_samples_is_an_empty_dataset(tmp_path: Path) -> None:
     """It is read, and found to hold none, not taken for a path of another kind."""
-    with CachedDataset(write_tar(tmp_path / "x.tar", {}), progress=False) as dataset:
+    with CachedDataset(write_tar(tmp_path / "x.tar", {})) as dataset:
         assert len(dataset) == 0
 
 
@@ -187,10 +185,10 @@ def test_damaged_images_name_their_file(tars: Path) -> None:
     with pytest.raises(
         OSError, match=r"sample 2 cannot be read: ValueError: number 0 of .*t-01.tar: Unidentified"
     ):
-        CachedDataset(tars, progress=False, num_workers=1)
+        CachedDataset(tars, prepare_workers=1)
     with (
         pytest.warns(UserWarning, match="1 of 3 samples cannot be prepared"),
-        CachedDataset(tars, on_error="skip", progress=False, num_workers=1) as dataset,
+        CachedDataset(tars, on_error="skip", prepare_workers=1) as dataset,
     ):
         assert list(dataset.targets) == [0, 10]
 
@@ -223,13 +221,13 @@ def test_a_cache_of_tars_is_found_again_until_a_file_changes(
 ) -> None:
     """cache_dir= needs no cache_key=, and another tar is another cache."""
     cache = tars / "cache"
-    CachedDataset(str(tars / "t-*.tar"), cache_dir=cache, progress=False).close()
+    CachedDataset(str(tars / "t-*.tar"), cache_dir=cache).close()
     with monkeypatch.context() as patch:
         patch.setattr("fastdata.stores.cache.shards.ingest", None)
-        with CachedDataset(str(tars / "t-*.tar"), cache_dir=cache, progress=False) as again:
+        with CachedDataset(str(tars / "t-*.tar"), cache_dir=cache) as again:
             assert list(again.targets) == [0, 10, 20]
     write_tar(tars / "t-01.tar", sample_files(3, "2."))
-    with CachedDataset(str(tars / "t-*.tar"), cache_dir=cache, progress=False) as changed:
+    with CachedDataset(str(tars / "t-*.tar"), cache_dir=cache) as changed:
         assert list(changed.targets) == [0, 10, 30]
 
 
@@ -250,7 +248,7 @@ folder, memory = pathlib.Path(sys.argv[1]), fsspec.filesystem("memory")
 for path in folder.glob("*.tar"):
     memory.pipe_file(f"/tars/{path.name}", path.read_bytes())
 for given in ("memory://tars/t-*.tar", "memory://tars", "memory://tars/t-{00..01}.tar"):
-    with CachedDataset(given, storage_options={}, progress=False, num_workers=1) as dataset:
+    with CachedDataset(given, storage_options={}, prepare_workers=1) as dataset:
         print(list(dataset.targets), sum(dataset[2][0].tobytes()))
 """
 
@@ -367,7 +365,7 @@ class Streamed(IterableDataset[Any]):
 @pytest.mark.parametrize("workers", [1, 2])
 def test_iterable_datasets_that_have_indices_are_read_by_them(workers: int) -> None:
     """Items of such a dataset are prepared once, and served in any order."""
-    with CachedDataset(Streamed(), progress=False, num_workers=workers) as dataset:
+    with CachedDataset(Streamed(), prepare_workers=workers) as dataset:
         assert [dataset[i]["label"] for i in (2, 0, 1)] == [2, 0, 1]
         assert np.array_equal(dataset[2]["image"], pixels(2))
 
@@ -382,18 +380,12 @@ def test_columns_take_sample_and_target_of_any_dicts() -> None:
         {"image": image, "mask": image[0], "label": i, "id": str(i)}
         for i, image in enumerate(images)
     ]
-    with CachedDataset(
-        items, columns={"sample": "image", "target": "label"}, progress=False
-    ) as dataset:
+    with CachedDataset(items, columns={"sample": "image", "target": "label"}) as dataset:
         assert dataset[3][1] == 3
         assert dataset.__getitems__([1, 2]).stacked[1].tolist() == [1, 2]
-    with CachedDataset(
-        items, columns={"sample": "image", "target": "mask"}, progress=False
-    ) as dataset:
+    with CachedDataset(items, columns={"sample": "image", "target": "mask"}) as dataset:
         assert torch.equal(dataset[3][1], images[3][0])
-    with CachedDataset(
-        items, columns={"sample": "image", "target": ["label", "id"]}, progress=False
-    ) as dataset:
+    with CachedDataset(items, columns={"sample": "image", "target": ["label", "id"]}) as dataset:
         assert dataset[2][1] == {"label": 2, "id": "2"}
 
 
@@ -403,16 +395,16 @@ def test_columns_that_are_not_there_are_errors() -> None:
     with pytest.raises(
         OSError, match="item 0 of list has no 'target' of columns=; there are 'image', 'label'"
     ):
-        CachedDataset(items, columns={"sample": "image", "target": "target"}, progress=False)
+        CachedDataset(items, columns={"sample": "image", "target": "target"})
     with pytest.raises(
         OSError, match=r"item 0 of list is a tuple, and columns= chooses of a dict; leave it out"
     ):
-        CachedDataset([(1, 2)], columns={"sample": "image", "target": "label"}, progress=False)
+        CachedDataset([(1, 2)], columns={"sample": "image", "target": "label"})
     for columns in ({"image": "label"}, {"sample": "image"}, {"sample": 1, "target": "label"}):
         with pytest.raises(
             ValueError, match=r"does not say which are sample and target. Give their names"
         ):
-            CachedDataset(items, columns=columns, progress=False)  # type: ignore[arg-type]
+            CachedDataset(items, columns=columns)  # type: ignore[arg-type]
 
 
 def test_images_that_are_left_as_bytes_are_opened(tmp_path: Path) -> None:
@@ -423,5 +415,5 @@ def test_images_that_are_left_as_bytes_are_opened(tmp_path: Path) -> None:
         {"bytes": None, "path": str(tmp_path / "1.png")},
     ]
     items = [{"image": value, "label": i} for i, value in enumerate(values)]
-    with CachedDataset(items, progress=False) as dataset:
+    with CachedDataset(items) as dataset:
         assert all(np.array_equal(dataset[i]["image"], pixels(i)) for i in range(2))

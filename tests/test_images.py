@@ -230,7 +230,7 @@ def test_the_core_decodes_ordinary_jpeg(
 def test_a_report_says_where_pillow_decodes(image_folder: Any, road: str) -> None:
     """Without a shared libjpeg-turbo batches are the same, and report() says why they take longer."""
     steps = transforms.Compose([transforms.CenterCrop(5), transforms.PILToTensor()])
-    with ImageFolder(image_folder(), steps, storage="none", progress=False) as dataset:
+    with ImageFolder(image_folder(), steps, storage="none") as dataset:
         path = DataLoader(dataset, batch_size=6).report().path
         assert ("of files that Pillow decodes whole (none)" in path) == (road == "pil")
         wanted = [

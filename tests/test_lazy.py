@@ -20,7 +20,7 @@ from torchvision import transforms as v1
 
 from children import Compose, PILToTensor
 from conftest import shown
-from fastdata import DataLoader, ImageFolder
+from fastdata import DataLoader, ImageFolder, ImageManifest
 from fastdata.errors import FastDataError, MemoryBudgetError, SampleError
 from fastdata.pixels.images import CenterCrop, Resize
 
@@ -55,7 +55,7 @@ class Pending:
 
 
 def _pixels(root: Path) -> list[torch.Tensor]:
-    with ImageFolder(root, RESIZED, storage="none", progress=False) as dataset:
+    with ImageFolder(root, RESIZED, storage="none") as dataset:
         return [image for image, _ in dataset]
 
 
@@ -63,7 +63,7 @@ def test_each_sample_is_prepared_once_on_its_first_read(image_folder: Folder) ->
     """Reads in any order and number prepare each sample once, and give what the files have."""
     root = image_folder(per_class=6)
     wanted = _pixels(root)
-    with ImageFolder(root, RESIZED, progress=False) as dataset:
+    with ImageFolder(root, RESIZED) as dataset:
         assert dataset.filled_share() == 0
         for index in np.random.default_rng(0).permutation(12).tolist():
             assert torch.equal(dataset[index][0], wanted[index])
@@ -77,11 +77,12 @@ def test_workers_share_what_each_has_prepared(image_folder: Folder, workers: Any
     """After an epoch with two workers no file is needed any more, and every batch is right."""
     root = image_folder(per_class=6)
     wanted = torch.stack(_pixels(root))
-    with ImageFolder(root, RESIZED, return_index=True, progress=False) as dataset:
+    rows = [(str(path), 0, number) for number, path in enumerate(sorted(root.rglob("*.jpg")))]
+    with ImageManifest(rows, id="number", transform=RESIZED) as dataset:
         loader = DataLoader(dataset, batch_size=4, shuffle=True, num_workers=2, workers=workers)
         for _ in range(2):
             seen = []
-            for images, _, indices in loader:
+            for images, (_, indices) in loader:
                 assert torch.equal(images, wanted[indices])
                 seen += indices.tolist()
             assert sorted(seen) == list(range(12))
@@ -93,7 +94,7 @@ def test_workers_share_what_each_has_prepared(image_folder: Folder, workers: Any
 def test_a_spawned_process_fills_the_same_store(image_folder: Folder) -> None:
     """Workers that got the dataset as a pickle write where this process reads."""
     steps = Compose([Resize(8), CenterCrop((6, 6)), PILToTensor()])
-    with ImageFolder(image_folder(per_class=6), steps, seed=0, progress=False) as dataset:
+    with ImageFolder(image_folder(per_class=6), steps, seed=0) as dataset:
         loader = DataLoader(
             dataset, batch_size=4, num_workers=2, multiprocessing_context="spawn", workers="process"
         )
@@ -105,7 +106,7 @@ def test_a_spawned_process_fills_the_same_store(image_folder: Folder) -> None:
 
 def test_a_first_epoch_that_fastdata_decodes_is_read_by_threads(image_folder: Folder) -> None:
     """Decoding and resizing hold no GIL: there is no process to start."""
-    with ImageFolder(image_folder(per_class=6), STEPS, progress=False) as dataset:
+    with ImageFolder(image_folder(per_class=6), STEPS) as dataset:
         loader = DataLoader(dataset, batch_size=4, num_workers=2)
         assert len(list(loader)) == 3
         assert loader.report().engine == "thread"
@@ -114,7 +115,7 @@ def test_a_first_epoch_that_fastdata_decodes_is_read_by_threads(image_folder: Fo
 
 def test_the_report_tells_how_much_is_prepared(image_folder: Folder) -> None:
     """In the middle of a first epoch a share of the loader's own samples; nothing is said once all are there."""
-    with ImageFolder(image_folder(per_class=6), STEPS, progress=False) as dataset:
+    with ImageFolder(image_folder(per_class=6), STEPS) as dataset:
         loader = DataLoader(Subset(dataset, range(4)), batch_size=1)
         next(iter(loader))
         assert loader.report().prepared == 0.25
@@ -126,7 +127,7 @@ def test_the_report_tells_how_much_is_prepared(image_folder: Folder) -> None:
 
 def test_a_subset_that_is_filled_is_served_by_threads(image_folder: Folder) -> None:
     """Samples that a loader does not see need not be there."""
-    with ImageFolder(image_folder(per_class=6), STEPS, progress=False) as dataset:
+    with ImageFolder(image_folder(per_class=6), STEPS) as dataset:
         loader = DataLoader(Subset(dataset, range(4)), batch_size=2, num_workers=1)
         for _ in range(2):
             list(loader)
@@ -139,8 +140,11 @@ def test_lazy_and_eager_give_the_same_batches(image_folder: Folder) -> None:
     """How the store is filled changes no pixel."""
     root = image_folder(per_class=6)
     batches = []
-    for fill in ("auto", "eager"):
-        with ImageFolder(root, STEPS, fill=fill, seed=0, progress=False) as dataset:  # type: ignore[arg-type]
+    for is_asked in (False, True):
+        with ImageFolder(root, STEPS, seed=0) as dataset:
+            if is_asked:
+                assert dataset.prepare() is dataset
+            assert dataset.filled_share() == is_asked
             batches.append([images for images, _ in DataLoader(dataset, batch_size=5)])
     assert all(map(torch.equal, *batches))
 
@@ -154,7 +158,6 @@ def test_lazy_and_eager_give_the_same_batches(image_folder: Folder) -> None:
         ([], {"resize": (6, 8)}, True),
         ([], {"resize": 8}, False),
         ([v1.Resize((6, 8))], {"on_error": "skip"}, False),
-        ([v1.Resize((6, 8))], {"fill": "eager"}, False),
         ([v1.Resize((6, 8))], {"storage": "compressed", "codec": "lz4"}, False),
         ([v1.Resize((6, 8))], {"loader": lambda path: torch.zeros(3, 2, 2)}, False),
     ],
@@ -164,9 +167,7 @@ def test_auto_is_lazy_where_what_samples_need_is_certain(
     image_folder: Folder, steps: list[Any], options: dict[str, Any], is_lazy: bool
 ) -> None:
     """Training begins at once if the sizes follow from the steps; else all is prepared beforehand."""
-    with ImageFolder(
-        image_folder(), v1.Compose([*steps, v1.ToTensor()]), progress=False, **options
-    ) as dataset:
+    with ImageFolder(image_folder(), v1.Compose([*steps, v1.ToTensor()]), **options) as dataset:
         assert dataset.filled_share() == (0 if is_lazy else 1)
 
 
@@ -174,7 +175,7 @@ def test_threads_that_want_one_sample_prepare_it_once(image_folder: Folder) -> N
     """While one prepares a sample the others wait for it."""
     root = image_folder(per_class=6)
     wanted = _pixels(root)[7]
-    with ImageFolder(root, RESIZED, progress=False) as dataset:
+    with ImageFolder(root, RESIZED) as dataset:
         pending = Pending(dataset, 7)
         got: list[Any] = []
         threads = [threading.Thread(target=lambda: got.append(dataset[7][0])) for _ in range(4)]
@@ -196,7 +197,7 @@ def test_closing_a_copy_leaves_a_sample_to_who_prepares_it(
     """Another process waits for a thread's sample, although a copy of the dataset was closed."""
     root = image_folder(per_class=6)
     wanted = _pixels(root)[7]
-    with ImageFolder(root, RESIZED, progress=False) as dataset:
+    with ImageFolder(root, RESIZED) as dataset:
         pending = Pending(dataset, 7)
         thread = threading.Thread(target=lambda: dataset[7])
         thread.start()
@@ -218,7 +219,7 @@ def test_a_killed_reader_leaves_the_sample_to_the_next(image_folder: Folder) -> 
     """A process that is killed while it prepares a sample blocks nobody, and nothing half written is served."""
     root = image_folder(per_class=6)
     wanted = _pixels(root)[3]
-    with ImageFolder(root, RESIZED, progress=False) as dataset:
+    with ImageFolder(root, RESIZED) as dataset:
         pending = Pending(dataset, 3)
         pid = os.fork()
         if pid == 0:
@@ -239,7 +240,7 @@ def test_a_damaged_file_is_named_when_it_is_read_and_the_others_are_served(
     root = image_folder(per_class=4)
     path = root / "cat" / "001.jpg"
     whole = path.read_bytes()
-    with ImageFolder(root, STEPS, progress=False) as dataset:
+    with ImageFolder(root, STEPS) as dataset:
         path.write_bytes(whole[: len(whole) // 2])
         with pytest.raises(SampleError, match=r"sample 1, .*001\.jpg.*cut off"):
             dataset[1]
@@ -251,15 +252,22 @@ def test_a_damaged_file_is_named_when_it_is_read_and_the_others_are_served(
 def test_too_little_memory_is_an_error_at_once(image_folder: Folder) -> None:
     """The block is reserved up front, so that a lazy store cannot run out of memory later."""
     with pytest.raises(MemoryBudgetError, match="storage='shared' needs"):
-        ImageFolder(image_folder(), STEPS, storage="shared", memory_limit=99, progress=False)
+        ImageFolder(image_folder(), STEPS, storage="shared", memory_limit=99)
 
 
 def test_a_closed_dataset_says_so(image_folder: Folder) -> None:
     """Neither reading nor pickling a closed dataset works, and closing twice does."""
-    dataset = ImageFolder(image_folder(), STEPS, progress=False)
+    dataset = ImageFolder(image_folder(), STEPS)
     dataset.close()
     dataset.close()
     with pytest.raises(FastDataError, match="was closed"):
         dataset[0]
     with pytest.raises(FastDataError, match="was closed"):
         pickle.dumps(dataset)
+
+
+def test_prepare_takes_a_dataset_without_a_transform(image_folder: Folder) -> None:
+    """Samples that wait for a transform are prepared as they are decoded, once."""
+    with ImageFolder(image_folder()) as dataset:
+        assert dataset.storage == "none"
+        assert dataset.prepare().prepare().filled_share() == 1

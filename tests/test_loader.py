@@ -53,9 +53,7 @@ def images() -> Iterator[CachedDataset]:
 
 def _images(transform: Any = AUGMENT, count: int = 23) -> CachedDataset:
     pixels = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (count, 3, 6, 5), np.uint8))
-    return CachedDataset(
-        [(pixels[i], i) for i in range(count)], transform=transform, seed=0, progress=False
-    )
+    return CachedDataset([(pixels[i], i) for i in range(count)], transform=transform, seed=0)
 
 
 def _labels(loader: Any) -> list[list[int]]:
@@ -226,7 +224,7 @@ def _half(
         np.random.default_rng(first).integers(0, 256, (11, 3, 6, 5), np.uint8)
     )
     samples = [(pixels[i], (target or int)(first + i)) for i in range(11)]
-    return CachedDataset(samples, transform=transform, progress=False, **{"seed": 0} | options)
+    return CachedDataset(samples, transform=transform, **{"seed": 0} | options)
 
 
 def _twice(_: Any) -> Any:
@@ -347,7 +345,7 @@ def test_joined_datasets_that_differ_come_one_by_one(num_workers: int) -> None:
             r"differ, Tensor(3, 4, 3) of float32 and Tensor(3, 3, 3) of uint8",
         ),
         (
-            lambda: Doubled(samples, transform=AUGMENT, seed=0, progress=False),
+            lambda: Doubled(samples, transform=AUGMENT, seed=0),
             "Doubled has a __getitem__ of its own",
         ),
         (lambda: _half(11, lambda pixels: pixels + 1), "the transform works per sample"),
@@ -398,7 +396,7 @@ def test_joined_datasets_of_others_are_torchs(images: CachedDataset) -> None:
         def __len__(self) -> int:
             return 3
 
-    with Short([(torch.zeros(3, 4, 3), i) for i in range(5)], progress=False) as short:
+    with Short([(torch.zeros(3, 4, 3), i) for i in range(5)]) as short:
         for other in (short, TensorDataset(torch.zeros(3, 3, 4, 3), torch.arange(3))):
             loader = DataLoader(ConcatDataset([images, other]), batch_size=26)
             assert _labels(loader) == [[*range(23), 0, 1, 2]]
@@ -735,15 +733,15 @@ def test_a_reader_of_ones_own_is_said_to_cost_the_fast_path() -> None:
     """It is named; what the user asked for is not warned of."""
     samples = [(torch.full((3, 4, 4), i, dtype=torch.uint8), i) for i in range(4)]
     with (
-        Own(samples, progress=False) as own,
+        Own(samples) as own,
         pytest.warns(FastDataWarning, match=r"Own\.__getitem__ is called"),
     ):
         list(DataLoader(own))
     transform = v1.Lambda(lambda image: +image)
     with (
         warnings.catch_warnings(),
-        CachedDataset(samples, transform=transform, batch_ops="off", progress=False) as asked,
-        CachedDataset(samples, transform=transform, progress=False) as processes,
+        CachedDataset(samples, transform=transform, batch_ops=False) as asked,
+        CachedDataset(samples, transform=transform) as processes,
     ):
         warnings.simplefilter("error")
         list(DataLoader(asked))
@@ -841,7 +839,7 @@ def test_ctrl_c_in_the_loop_leaves_at_once() -> None:
         import os, signal, torch
         from fastdata import CachedDataset, DataLoader, FastDataWarning
         from fastdata.machine import memory
-        dataset = CachedDataset([(torch.zeros(3, 64, 64), i) for i in range(500)], progress=False)
+        dataset = CachedDataset([(torch.zeros(3, 64, 64), i) for i in range(500)])
         for images, labels in DataLoader(dataset, batch_size=2, num_workers=2):
             os.kill(os.getpid(), signal.SIGINT)
     """
@@ -935,7 +933,7 @@ def test_batches_behind_a_wrong_index_still_come(images: CachedDataset, num_work
 def test_a_batch_dies_without_a_line_of_python(workers: Any, count: int) -> None:
     """Where it is dropped Ctrl-C ends the loop: in a finaliser it would be printed and forgotten."""
     pixels = [(torch.full((3, 4, 4), i, dtype=torch.uint8), i) for i in range(8)]
-    with CachedDataset(pixels, progress=False) as dataset:
+    with CachedDataset(pixels) as dataset:
         batches = iter(DataLoader(dataset, batch_size=2, num_workers=count, workers=workers))
         batch = next(batches)
         called: list[str] = []

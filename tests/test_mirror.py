@@ -23,7 +23,7 @@ from fastdata.errors import CacheError, RemoteError, SampleError
 from fastdata.sources import remote
 from fastdata.sources.remote import Entry, Place
 from fastdata.stores import mirror as mirror_module
-from fastdata.stores.cache import find_cache
+from fastdata.stores.cache import find_cache, manifest
 from fastdata.stores.mirror import Mirror, Segment
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="maps segments at fixed addresses")
@@ -57,9 +57,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 def upload(tmp_path: Path, codec: str = "auto") -> str:
     samples = [(value(index), index) for index in range(SAMPLES)]
-    CachedDataset(
-        samples, cache_dir=tmp_path / "built", cache_key="x", codec=codec, progress=False
-    ).close()
+    CachedDataset(samples, cache_dir=tmp_path / "built", cache_key="x", codec=codec).close()
     for path in (tmp_path / "built").rglob("*"):
         if path.is_file() and not path.name.startswith("."):
             Place(URL).upload(str(path.relative_to(tmp_path / "built")), path)
@@ -140,10 +138,11 @@ def test_worker_processes_fetch_for_all(
 
 
 def test_the_local_folder_keeps_its_limit(
-    url: str, tmp_path: Path, fetched: Callable[[], int]
+    url: str, tmp_path: Path, fetched: Callable[[], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """ChunkedLoader serves a cache that is larger than the folder, each sample once an epoch, at most twice fetched."""
     limit_bytes, folder = part_bytes() // 2 + 16 * BLOCK_BYTES, tmp_path / "local"
+    monkeypatch.setattr(manifest, "_MIRRORED_SHARE", limit_bytes)
     with ChunkedLoader(
         url,
         4,
@@ -151,7 +150,6 @@ def test_the_local_folder_keeps_its_limit(
         chunk_samples=16,
         mix_chunks=2,
         local_cache=folder,
-        local_limit=limit_bytes,
     ) as loader:
         for _ in range(4):
             seen = []
@@ -180,13 +178,14 @@ def test_what_fits_is_fetched_once(url: str, tmp_path: Path, fetched: Callable[[
     assert fetched() == 0
 
 
-def test_too_small_a_folder_is_an_error(tmp_path: Path) -> None:
+def test_too_small_a_folder_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What all is needed at once and has no room is an error that says the limit and the cure; the rest is read."""
-    options = {"local_cache": tmp_path / "local", "local_limit": 30 * BLOCK_BYTES}
-    with CachedDataset.from_cache(upload(tmp_path), **options) as dataset:
+    monkeypatch.setattr(manifest, "_MIRRORED_SHARE", 30 * BLOCK_BYTES)
+    folder = tmp_path / "local"
+    with CachedDataset.from_cache(upload(tmp_path), local_cache=folder) as dataset:
         check(dataset, range(3))
         problem = (
-            r"local_limit=120\.0 KiB of .*local is too small: .* Raise it; or use ChunkedLoader"
+            r"half of what is free in .*local, 120\.0 KiB, is too small: .* or use ChunkedLoader"
         )
         with pytest.raises(CacheError, match=problem):
             check(dataset)
@@ -307,14 +306,16 @@ def test_damage_behind_the_url_is_an_error(tmp_path: Path) -> None:
             next(batches)
 
 
-def test_a_file_that_is_replaced_while_it_is_read(tmp_path: Path) -> None:
+def test_a_file_that_is_replaced_while_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of a cache that changed under its readers come the right samples, or an error; never others."""
     url = upload(tmp_path)
     options: dict[str, Any] = {
         "chunk_samples": 16,
         "mix_chunks": 2,
-        "local_limit": part_bytes() // 2,
     }
+    monkeypatch.setattr(manifest, "_MIRRORED_SHARE", part_bytes() // 2)
     with ChunkedLoader(
         url, 4, memory_limit="3GiB", local_cache=tmp_path / "local", **options
     ) as loader:

@@ -43,7 +43,7 @@ class Filled(Dataset[Any]):
 
 @pytest.fixture
 def dataset() -> Iterator[CachedDataset]:
-    with CachedDataset(Filled(), progress=False) as cached:
+    with CachedDataset(Filled()) as cached:
         yield cached
 
 
@@ -423,9 +423,7 @@ def noisy(storage: Any, steps: Any) -> CachedDataset:
     generator = torch.Generator().manual_seed(1)
     images = torch.randint(0, 256, (96, 3, 64, 48), dtype=torch.uint8, generator=generator)
     samples = [(image, number) for number, image in enumerate(images)]
-    return CachedDataset(
-        samples, transform=v1.Compose(steps), storage=storage, seed=0, progress=False
-    )
+    return CachedDataset(samples, transform=v1.Compose(steps), storage=storage, seed=0)
 
 
 def seeded(dataset: CachedDataset, **options: Any) -> DataLoader:

@@ -27,7 +27,7 @@ CUDA = torch.device("cuda", 0)
 def dataset() -> Iterator[CachedDataset]:
     """Image i is 3 x 4 x 5 of value i."""
     samples = [(torch.full((3, 4, 5), i, dtype=torch.uint8), i) for i in range(23)]
-    with CachedDataset(samples, progress=False) as cached:
+    with CachedDataset(samples) as cached:
         yield cached
 
 

@@ -69,7 +69,7 @@ def cached(steps: Sequence[Any], **options: Any) -> CachedDataset:
         for i in range(LENGTH)
     ]
     transform = v1.Compose(list(steps)) if steps else None
-    return CachedDataset(samples, transform=transform, seed=0, progress=False, **options)
+    return CachedDataset(samples, transform=transform, seed=0, **options)
 
 
 @pytest.fixture
@@ -197,9 +197,7 @@ def test_a_subset_gets_its_own_samples(gpu: Sim, storage: Any) -> None:
 def test_batches_of_dicts_are_dicts(gpu: Sim, storage: Any) -> None:
     """Items that are dicts come from the device in batches of their keys."""
     samples = [{"label": i, "image": torch.full(SHAPE, i, dtype=torch.uint8)} for i in range(8)]
-    with CachedDataset(
-        samples, transform=v1.Compose(CROP), seed=0, storage=storage, progress=False
-    ) as dataset:
+    with CachedDataset(samples, transform=v1.Compose(CROP), seed=0, storage=storage) as dataset:
         expected = [(batch["image"], batch["label"]) for batch in loader_of(dataset)]
         batches = on_device(loader_of(dataset, num_workers=1))
         found = taken(batches)
@@ -416,9 +414,7 @@ def test_ops_are_on_the_device_while_a_lazy_store_is_filled(
 ) -> None:
     """The first epoch, whose samples are prepared by threads, is that of the full store."""
     steps = [v1.Resize((8, 6)), v1.RandomHorizontalFlip(), v1.ToTensor()]
-    with ImageFolder(
-        str(image_folder()), transform=v1.Compose(steps), seed=0, progress=False
-    ) as dataset:
+    with ImageFolder(str(image_folder()), transform=v1.Compose(steps), seed=0) as dataset:
         batches = on_device(loader_of(dataset, num_workers=1))
         first = [[images.clone(), labels.clone()] for images, labels in taken(batches)]
         assert batches.report().batch_ops == "on cuda:0"
@@ -543,9 +539,7 @@ def test_samples_left_out_are_left_out_on_the_device(gpu: Sim, image_folder: Fol
     damaged.write_bytes(b"no image")
     steps = v1.Compose([v1.Resize((8, 6)), v1.RandomHorizontalFlip(), v1.PILToTensor()])
     with pytest.warns(FastDataWarning, match="1 of 6 samples"):
-        dataset = ImageFolder(
-            str(root), transform=steps, storage="device", on_error="skip", progress=False
-        )
+        dataset = ImageFolder(str(root), transform=steps, storage="device", on_error="skip")
     with dataset, on_device(loader_of(dataset)) as batches:
         assert len(dataset) == 5
         assert_same(taken(batches), list(loader_of(dataset)))
@@ -554,8 +548,6 @@ def test_samples_left_out_are_left_out_on_the_device(gpu: Sim, image_folder: Fol
 def test_a_device_store_of_files_is_filled_at_construction(image_folder: FolderMaker) -> None:
     """Where fill='auto' would wait for the first epoch."""
     steps = v1.Compose([v1.Resize((8, 6)), v1.RandomHorizontalFlip(), v1.PILToTensor()])
-    with ImageFolder(
-        str(image_folder()), transform=steps, storage="device", progress=False
-    ) as dataset:
+    with ImageFolder(str(image_folder()), transform=steps, storage="device") as dataset:
         assert dataset.filled_share() == 1
         assert dataset.storage_plan.reason.startswith("storage='device': 864 B of ")

@@ -23,9 +23,7 @@ PARENT = os.getpid()
 
 def cached(samples: Any, **options: Any) -> CachedDataset:
     """Prepared by two workers, unless the options say otherwise."""
-    return CachedDataset(
-        samples, **{"progress": False, "num_workers": 2, "storage": "shared", **options}
-    )
+    return CachedDataset(samples, **{"prepare_workers": 2, "storage": "shared", **options})
 
 
 def dense(count: int) -> list[tuple[np.ndarray, int]]:
@@ -41,7 +39,7 @@ def ragged(count: int) -> list[tuple[np.ndarray, int]]:
 def test_every_sample_is_stored_at_its_index(make: Any, workers: int) -> None:
     """Whatever the number of workers, sample and target i of the dataset are those of the source."""
     samples = make(100)
-    with cached(samples, num_workers=workers) as dataset:
+    with cached(samples, prepare_workers=workers) as dataset:
         assert dataset.targets == [target for _, target in samples]
         for (mine, _), (array, _) in zip(dataset, samples, strict=True):
             np.testing.assert_array_equal(mine, array)
@@ -82,7 +80,11 @@ def test_files_that_fastdata_decodes_are_prepared_by_threads(
     """No process is forked for them; for a loader of the user's own the processes are as many as asked for."""
     root, fork, forked = image_folder(per_class=40), os.fork, []
     monkeypatch.setattr(os, "fork", lambda: forked.append(1) or fork())
-    with ImageFolder(root, loader=loader, num_workers=2, fill="eager", progress=False) as dataset:
+    with ImageFolder(
+        root,
+        loader=loader,
+        prepare_workers=2,
+    ).prepare() as dataset:
         assert len({np.asarray(image).tobytes() for image, _ in dataset}) == 80
     assert len(forked) == (0 if loader is None else 2)
 
@@ -107,7 +109,7 @@ class Failing:
 def test_a_bad_sample_is_named(workers: int) -> None:
     """The error names path, index and cause, and no worker survives it."""
     with pytest.raises(SampleError, match=r"sample 61, .*/data/61\.jpg.*broken pixels") as caught:
-        cached(Failing(100, {61}), num_workers=workers)
+        cached(Failing(100, {61}), prepare_workers=workers)
     assert (caught.value.index, caught.value.path) == (61, "/data/61.jpg")
 
 
@@ -214,7 +216,7 @@ SCRIPT = """
         return sample
 
     print("begin", flush=True)
-    CachedDataset([(np.zeros(3, np.uint8), 0)] * 10_000, prepare=slow, num_workers=2, progress=False, storage="shared")
+    CachedDataset([(np.zeros(3, np.uint8), 0)] * 10_000, prepare=slow, prepare_workers=2, storage="shared")
 """
 
 
@@ -257,7 +259,7 @@ def test_ctrl_c_in_the_middle_of_a_fork_is_not_lost() -> None:
         import numpy as np
         from fastdata import CachedDataset, ImageFolder
         os.register_at_fork(after_in_parent=lambda: os.kill(os.getpid(), signal.SIGINT))
-        CachedDataset([(np.zeros(3, np.uint8), 0)] * 1000, num_workers=2, progress=False)
+        CachedDataset([(np.zeros(3, np.uint8), 0)] * 1000, prepare_workers=2)
     """
     done = _run(script, check=False)
     assert done.returncode == -signal.SIGINT
@@ -282,11 +284,11 @@ def test_a_daemonic_process_prepares_with_threads() -> None:
                 return sample
 
             samples = [(np.full(1 + i % 2, i, np.uint8), i) for i in range(100)]
-            with CachedDataset(samples, prepare=meet, num_workers=2, progress=False) as dataset:
+            with CachedDataset(samples, prepare=meet, prepare_workers=2) as dataset:
                 assert [int(sample[0]) for sample, _ in dataset] == list(range(100))
             samples[70] = samples[70][0].astype(np.float32), 70
             try:
-                CachedDataset(samples, num_workers=2, progress=False)
+                CachedDataset(samples, prepare_workers=2)
             except SampleError as error:
                 assert error.index == 70
             else:

@@ -161,7 +161,7 @@ def showing(source: Any, **options: Any) -> Callable[[int, Any], Any]:
     """What makes a dataset, says so, and shows it when it is told to: once all have attached."""
 
     def work(rank: int, pipe: Any) -> Any:
-        with CachedDataset(source, progress=False, **options) as dataset:
+        with CachedDataset(source, **options) as dataset:
             pipe.send("made")
             pipe.recv()
             return made(dataset)
@@ -183,7 +183,7 @@ def test_one_rank_prepares_and_all_hold_one_copy(
     """Every sample is read once, by one of three ranks, and all of them serve it from the same memory."""
     source = Numbered(400, tmp_path / "log", ragged=ragged)
 
-    work = showing(source, num_workers=3, **options)
+    work = showing(source, prepare_workers=3, **options)
 
     with Ranks(3, work) as run:
         assert run.receive_all() == ["made"] * 3
@@ -213,7 +213,7 @@ def test_the_first_rank_prepares_on_the_cores_of_all(tmp_path: Path) -> None:
 
     def work(rank: int, pipe: Any) -> Any:
         os.sched_setaffinity(0, {sorted(cores)[rank]})
-        with CachedDataset(source, progress=False) as dataset:
+        with CachedDataset(source) as dataset:
             pipe.send("made")
             pipe.recv()
             return made(dataset)["targets"], len(os.sched_getaffinity(0))
@@ -228,7 +228,7 @@ def test_a_sample_that_one_rank_reads_is_there_for_all(images: Path) -> None:
     """Its file is needed once."""
 
     def work(rank: int, pipe: Any) -> Any:
-        with ImageFolder(images, np.asarray, resize=(8, 8), progress=False) as dataset:
+        with ImageFolder(images, np.asarray, resize=(8, 8)) as dataset:
             pipe.send("made")
             if rank:
                 pipe.recv()
@@ -266,7 +266,7 @@ def test_a_rank_outlives_the_one_that_prepared(tmp_path: Path) -> None:
 
     def work(rank: int, pipe: Any) -> Any:
         pipe.recv()
-        with CachedDataset(source, progress=False) as dataset:
+        with CachedDataset(source) as dataset:
             pipe.send("made")
             pipe.recv()
             return made(dataset)
@@ -298,7 +298,7 @@ def test_another_rank_prepares_when_the_first_is_killed(tmp_path: Path) -> None:
         if rank:
             pipe.recv()
             pipe.send("comes")
-        with CachedDataset(source, progress=False, num_workers=4) as dataset:
+        with CachedDataset(source, prepare_workers=4) as dataset:
             pipe.send("made")
             pipe.recv()
             return made(dataset)
@@ -334,7 +334,7 @@ def test_a_damaged_sample_is_told_to_every_rank(tmp_path: Path, on_error: Any) -
 
     def work(rank: int, pipe: Any) -> Any:
         warnings.simplefilter("ignore")  # of samples left out
-        with CachedDataset(source, progress=False, num_workers=4, on_error=on_error) as dataset:
+        with CachedDataset(source, prepare_workers=4, on_error=on_error) as dataset:
             pipe.send("made")
             pipe.recv()
             return made(dataset)
@@ -371,7 +371,7 @@ def test_datasets_that_differ_are_not_shared(tmp_path: Path) -> None:
             ), self.first
 
     def work(rank: int, pipe: Any) -> Any:
-        with CachedDataset(Part(100 * rank), progress=False) as dataset:
+        with CachedDataset(Part(100 * rank)) as dataset:
             pipe.send("made")
             pipe.recv()
             return made(dataset)
@@ -384,18 +384,13 @@ def test_datasets_that_differ_are_not_shared(tmp_path: Path) -> None:
     assert found[0]["inodes"] != found[1]["inodes"]
 
 
-@pytest.mark.parametrize(
-    ("share", "runs"), [("off", ("1", "1")), ("auto", ("1", "2"))], ids=["off", "another run"]
-)
-def test_ranks_that_shall_not_meet_do_not(
-    tmp_path: Path, share: Any, runs: tuple[str, str]
-) -> None:
-    """With share="off", or in two runs that only their port tells apart, each process has memory of its own."""
+def test_ranks_of_two_runs_do_not_meet(tmp_path: Path) -> None:
+    """In two runs that only their port tells apart each process has memory of its own."""
     source = Numbered(40, tmp_path / "log")
 
     def work(rank: int, pipe: Any) -> Any:
-        os.environ |= {"MASTER_PORT": runs[rank]}
-        with CachedDataset(source, progress=False, share=share) as dataset:
+        os.environ |= {"MASTER_PORT": "12"[rank]}
+        with CachedDataset(source) as dataset:
             pipe.send("made")
             pipe.recv()
             return made(dataset)
@@ -428,7 +423,7 @@ def test_no_meeting_outlives_its_dataset(tmp_path: Path, meeting: Path) -> None:
     def work(rank: int, pipe: Any) -> Any:
         if rank:
             return None
-        one, other = (CachedDataset(source, progress=False) for _ in range(2))
+        one, other = (CachedDataset(source) for _ in range(2))
         during = len(files_in(meeting))
         is_up = FORK.Event()
         child = FORK.Process(target=lambda: (is_up.set(), time.sleep(60)))
@@ -455,7 +450,7 @@ PARENT = """
 import os, subprocess, sys
 sys.modules["lightning_fabric"] = sys
 from fastdata import ImageFolder
-dataset = ImageFolder(sys.argv[1], fill="eager", progress=False)
+dataset = ImageFolder(sys.argv[1]).prepare()
 inode = os.fstat(dataset.reader().kept.stores[0].files[0].fileno()).st_ino
 ranks = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
 command = [sys.executable, "-c", sys.argv[2], sys.argv[1]]
@@ -465,7 +460,7 @@ print(found.stderr, found.stdout.split() == [str(inode), "parent"], found.stdout
 CHILD = """
 import os, sys
 from fastdata import ImageFolder
-dataset = ImageFolder(sys.argv[1], fill="eager", progress=False)
+dataset = ImageFolder(sys.argv[1]).prepare()
 inode = os.fstat(dataset.reader().kept.stores[0].files[0].fileno()).st_ino
 print(inode, "parent" if f"prepared with rank 0 (process {os.getppid()})" in dataset.storage_plan.reason else "own")
 """
@@ -495,7 +490,7 @@ def test_where_ranks_cannot_meet_is_said(tmp_path: Path, meeting: Path, kind: st
         if kind == "no locks":
             ranks.fcntl.flock = refuse  # of this forked process
         with pytest.warns(FastDataWarning, match="cannot meet"):
-            dataset = CachedDataset(Numbered(40, tmp_path / f"log{rank}"), progress=False)
+            dataset = CachedDataset(Numbered(40, tmp_path / f"log{rank}"))
         with dataset:
             return made(dataset)
 
@@ -594,7 +589,7 @@ def test_datasets_that_differ_in_one_sample_are_not_shared(
             data = Held(254 + rank if is_seen and cache_key is None else 255, handle)
             warned = cleanup.enter_context(warnings.catch_warnings(record=True))
             warnings.simplefilter("always")
-            dataset = CachedDataset(data, cache_key=cache_key, progress=False, num_workers=1)
+            dataset = CachedDataset(data, cache_key=cache_key, prepare_workers=1)
             pipe.send("made")
             pipe.recv()
             found = (
@@ -624,8 +619,9 @@ def test_datasets_that_only_their_steps_tell_apart_are_not_shared(images: Path) 
 
     def work(rank: int, pipe: Any) -> Any:
         with ImageFolder(
-            images, resize="long:10" if rank else None, fill="eager", progress=False
-        ) as dataset:
+            images,
+            resize="long:10" if rank else None,
+        ).prepare() as dataset:
             pipe.send("made")
             pipe.recv()
             return [dataset[index][0].size for index in range(len(dataset))]
@@ -642,9 +638,7 @@ def test_two_datasets_of_one_rank_have_memory_of_their_own(images: Path) -> None
     """The second of a rank meets the second of another one: record locks would not keep two in one process apart."""
 
     def work(rank: int, pipe: Any) -> Any:
-        one, two = (
-            ImageFolder(images, np.asarray, resize=(8, 8), progress=False) for _ in range(2)
-        )
+        one, two = (ImageFolder(images, np.asarray, resize=(8, 8)) for _ in range(2))
         with one, two:
             pipe.send("made")
             pipe.recv()
@@ -664,7 +658,7 @@ def test_a_view_whose_transform_is_replaced_keeps_the_others_table(images: Path)
     """Preparing one view again, on a guest too, leaves the paths and targets of the dataset alone."""
 
     def work(rank: int, pipe: Any) -> Any:
-        with ImageFolder(images, transform=Crop((4, 4)), progress=False) as dataset:
+        with ImageFolder(images, transform=Crop((4, 4))) as dataset:
             view = dataset.with_transform(None)
             view.transform = Crop((2, 2))
             pipe.send("made")

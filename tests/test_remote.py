@@ -217,8 +217,8 @@ def test_a_forked_process_has_a_client_of_its_own() -> None:
     "options",
     [
         {},
-        {"fill": "eager"},
-        {"fill": "eager", "num_workers": 1},
+        {"storage": "shared"},
+        {"storage": "shared", "prepare_workers": 1},
         {"storage": "none"},
         {"storage": "compressed", "codec": "source"},
         {"storage": "none", "resize": (4, 4)},
@@ -231,8 +231,8 @@ def test_a_folder_behind_a_url_is_a_folder(
     """Samples, classes and pixels are those of the same folder here; paths are URLs."""
     url, folder = bucket
     with (
-        ImageFolder(url, progress=False, **options) as there,
-        ImageFolder(folder, progress=False, **options) as here,
+        ImageFolder(url, **options) as there,
+        ImageFolder(folder, **options) as here,
     ):
         assert (there.classes, there.class_to_idx, list(there.targets)) == (
             here.classes,
@@ -356,7 +356,7 @@ def test_manifests_behind_urls(bucket: tuple[str, Path], tmp_path: Path, is_besi
     (tmp_path / "list.csv").write_text(text)
     csv_file = f"{url}/list.csv" if is_beside else tmp_path / "list.csv"
     for _ in range(2):
-        with ImageManifest(csv_file, cache_dir=tmp_path / "cache", progress=False) as dataset:
+        with ImageManifest(csv_file, cache_dir=tmp_path / "cache") as dataset:
             assert list(dataset.targets) == list(range(len(names)))
             for k, (path, _) in enumerate(dataset.samples):
                 assert path == f"{url}/{names[k]}"
@@ -371,7 +371,7 @@ def test_a_cache_of_remote_files_is_kept_up_to_date(
     """The next run finds the cache; of files that were replaced the new pixels are served."""
 
     def first() -> np.ndarray:
-        with ImageFolder(bucket[0], cache_dir=tmp_path / "caches", progress=False) as dataset:
+        with ImageFolder(bucket[0], cache_dir=tmp_path / "caches") as dataset:
             return np.asarray(dataset[0][0])
 
     assert np.array_equal(first(), first())

@@ -88,7 +88,7 @@ def test_a_loader_reads_well() -> None:
 )
 def test_the_engine_is_told(options: dict[str, Any], engine: str, workers: int) -> None:
     """Engine and workers say who read the batches, before an epoch and after it; counts start anew with each epoch."""
-    with CachedDataset([(torch.zeros(3, 4, 4), i) for i in range(5)], progress=False) as dataset:
+    with CachedDataset([(torch.zeros(3, 4, 4), i) for i in range(5)]) as dataset:
         loader = DataLoader(dataset, batch_size=2, **options)
         assert (loader.report().engine, loader.report().workers) == (engine, workers)
         for _ in range(2):
@@ -104,7 +104,7 @@ def test_the_engine_is_told(options: dict[str, Any], engine: str, workers: int) 
 
 def test_threads_tell_the_memory_they_hold() -> None:
     """bytes_held is that of every buffer kept for reuse: a loop that keeps one batch needs few of them."""
-    with CachedDataset([(torch.zeros(3, 4, 4), i) for i in range(40)], progress=False) as dataset:
+    with CachedDataset([(torch.zeros(3, 4, 4), i) for i in range(40)]) as dataset:
         loader = DataLoader(dataset, batch_size=2)
         for _ in loader:
             pass
@@ -138,8 +138,8 @@ def test_single_samples_count_as_one() -> None:
 
 def prepare_and_tell(count: int) -> None:
     CachedDataset(
-        [(torch.zeros(3, 4, 4), i) for i in range(count)], fill="eager", num_workers=1
-    ).close()
+        [(torch.zeros(3, 4, 4), i) for i in range(count)], prepare_workers=1
+    ).prepare().close()
 
 
 def test_a_file_gets_a_line_for_every_tenth(

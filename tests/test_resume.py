@@ -111,7 +111,7 @@ ORDERS: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 def _images() -> CachedDataset:
-    return CachedDataset([(PIXELS[i], i) for i in range(23)], transform=AUGMENT, progress=False)
+    return CachedDataset([(PIXELS[i], i) for i in range(23)], transform=AUGMENT)
 
 
 def _plain(batches: Any) -> list[Any]:

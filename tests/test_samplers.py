@@ -94,7 +94,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
 def _images(**options: Any) -> CachedDataset:
     pixels = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (COUNT, 3, 6, 5), np.uint8))
     samples = [(pixels[i], i) for i in range(COUNT)]
-    return CachedDataset(samples, transform=AUGMENT, progress=False, **{"seed": 0, **options})
+    return CachedDataset(samples, transform=AUGMENT, **{"seed": 0, **options})
 
 
 def _through_json(state: dict[str, Any]) -> dict[str, Any]:
@@ -332,9 +332,7 @@ TWICE: dict[str, Any] = {
 def _large() -> CachedDataset:
     """Images in which no two crops are the same."""
     pixels = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (8, 3, 99, 98), np.uint8))
-    return CachedDataset(
-        [*zip(pixels, range(8), strict=True)], transform=v1.RandomCrop(6), seed=0, progress=False
-    )
+    return CachedDataset([*zip(pixels, range(8), strict=True)], transform=v1.RandomCrop(6), seed=0)
 
 
 def _read(whole: Any, sampler: Any) -> list[tuple[int, bytes]]:
@@ -813,9 +811,7 @@ def test_a_whole_batch_is_padded_without_a_copy() -> None:
 def test_padded_batches_go_all_ways(engine: dict[str, Any]) -> None:
     """Batches of ragged samples come padded through processes, RingCollate in torch's loader, and a prefetcher."""
     samples = [(torch.full((3, *shape), k), k) for k, shape in enumerate(SHAPES.tolist())]
-    with CachedDataset(
-        [(image.to(torch.uint8), k) for image, k in samples], progress=False
-    ) as dataset:
+    with CachedDataset([(image.to(torch.uint8), k) for image, k in samples]) as dataset:
         pads = partial(collate, pad=0)
         sampler = [*BatchSampler(range(COUNT), 4, False)]
         loader = DataLoader(dataset, batch_sampler=sampler, collate_fn=pads, **engine)
@@ -952,7 +948,7 @@ def test_copies_on_different_ranks_draw_anew_in_torchs_loader_too() -> None:
     ]
     crops = []
     for rank in (0, 1):
-        with CachedDataset(source, transform=v1.RandomCrop(16), seed=0, progress=False) as dataset:
+        with CachedDataset(source, transform=v1.RandomCrop(16), seed=0) as dataset:
             sampler = RankSampler(
                 order=repeated(4, 2, shuffle=False), num_samples=8, rank=rank, world_size=2
             )

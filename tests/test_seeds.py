@@ -44,7 +44,7 @@ def _images(
     kind: type[CachedDataset] = CachedDataset, transform: Any = CROP, **options: Any
 ) -> CachedDataset:
     pairs = Pairs((image, i) for i, image in enumerate(PIXELS))
-    return kind(pairs, transform=transform, progress=False, **options)
+    return kind(pairs, transform=transform, **options)
 
 
 @pytest.fixture
@@ -320,7 +320,7 @@ class Single(CachedDataset):
 
 SLOWLY: dict[str, Any] = {
     "an unknown step": lambda: _images(transform=v1.Compose([*CROP.transforms, Halved()]), seed=3),
-    "batch_ops off": lambda: _images(transform=Halved(), batch_ops="off", seed=3),
+    "batch_ops off": lambda: _images(transform=Halved(), batch_ops=False, seed=3),
     "an own method": lambda: _images(Single, seed=3),
     "a target_transform": lambda: _images(target_transform=abs, seed=3),
 }
@@ -408,7 +408,7 @@ def test_threads_draw_nothing_from_the_loops_generator(how: str) -> None:
     outcome = []
     options: dict[str, Any] = {
         "target_transform": _torchs,
-        "batch_ops": "off" if how == "read one by one" else "auto",
+        "batch_ops": how != "read one by one",
     }
     with _images(**options) as dataset:
         for threads in (1, 3, 3):

@@ -48,7 +48,7 @@ def samples(length: int = LENGTH) -> list[tuple[torch.Tensor, int]]:
 
 
 def cached(kind: type[CachedDataset] = CachedDataset, *steps: Any, **options: Any) -> Any:
-    options = {"progress": False, "seed": 0, **options}
+    options = {"seed": 0, **options}
     return kind(samples(), transform=v1.Compose(list(steps)) if steps else None, **options)
 
 
@@ -328,7 +328,7 @@ def test_a_loader_set_later_is_obeyed_or_refused(image_folder: FolderMaker) -> N
     def black(path: str) -> Any:
         return Image.new("RGB", (12, 10))
 
-    with ImageFolder(root, v1.PILToTensor(), storage="none", progress=False) as unkept:
+    with ImageFolder(root, v1.PILToTensor(), storage="none") as unkept:
         loader = DataLoader(unkept, batch_size=4, num_workers=2)
         assert epoch_of(loader)[0].any()
         with chunked(unkept) as chunks:
@@ -336,7 +336,7 @@ def test_a_loader_set_later_is_obeyed_or_refused(image_folder: FolderMaker) -> N
             assert unkept.loader is black
             assert not epoch_of(loader)[0].any()
             assert not epoch_of(chunks)[0].any()
-    with ImageFolder(root, v1.PILToTensor(), progress=False) as kept:
+    with ImageFolder(root, v1.PILToTensor()) as kept:
         with pytest.raises(ValueError, match=r"kept as the loader .*storage='none'"):
             kept.loader = black
         assert epoch_of(DataLoader(kept, batch_size=4))[0].any()
@@ -667,7 +667,7 @@ def test_callables_that_return_several_crops_are_read_as_views(transform: Any, k
     """Two calls in one list or tuple, and views behind steps that all share, are served as Views of these."""
     with (
         cached().with_transform(transform) as dataset,
-        cached(batch_ops="off").with_transform(transform) as plain,
+        cached(batch_ops=False).with_transform(transform) as plain,
     ):
         assert dataset.reader().obstacle is None
         assert plain.reader().obstacle is not None
@@ -707,9 +707,7 @@ def test_views_with_a_step_that_is_not_known(
     pairs, transform = [(image, k) for k, image in enumerate(images)], SPLIT[name]
     if name == "PIL images":
         loader_of = partial(TorchLoader, batch_size=4, collate_fn=list)
-    with CachedDataset(
-        pairs, transform=transform, storage=storage, progress=False, seed=0
-    ) as dataset:
+    with CachedDataset(pairs, transform=transform, storage=storage, seed=0) as dataset:
         batches = list(loader_of(dataset))
         if name == "PIL images":
             views = [(k, each) for batch in batches for each, k in batch]
@@ -730,7 +728,7 @@ def test_views_with_a_step_that_is_not_known(
 def test_known_steps_around_one_that_is_not_give_whole_batches() -> None:
     """Neither a published blur nor what each view ends with costs the core's work on all other steps."""
     image = Image.fromarray(samples()[0][0].permute(1, 2, 0).numpy())
-    with CachedDataset([(image, 0)] * 4, transform=SPLIT["both"], progress=False) as dataset:
+    with CachedDataset([(image, 0)] * 4, transform=SPLIT["both"]) as dataset:
         first, second = (views for views, _ in dataset.__getitems__([0, 1]))
         for mine, other in zip(first, second, strict=True):  # of one batch's memory
             assert mine.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
@@ -748,7 +746,7 @@ def test_encoded_samples_are_decoded_once_for_all_views() -> None:
             decoded.append(len(data))
             out[...] = np.frombuffer(data, out.dtype).reshape(out.shape)
 
-    with cached(storage="compressed", codec=Counting(), num_workers=1).with_transform(
+    with cached(storage="compressed", codec=Counting(), prepare_workers=1).with_transform(
         VIEWS
     ) as dataset:
         decoded.clear()
@@ -762,9 +760,9 @@ def test_files_that_are_kept_nowhere_give_whole_batches_of_views(image_folder: F
         image_folder(),
         Views(v1.Compose([v1.Resize(9), v1.RandomCrop(8), v1.PILToTensor()]), SMALL),
     )
-    with ImageFolder(root, transform=views, storage="none", seed=0, progress=False) as read:
+    with ImageFolder(root, transform=views, storage="none", seed=0) as read:
         assert read.reader().obstacle is None
-        with ImageFolder(root, transform=views, storage="shared", seed=0, progress=False) as kept:
+        with ImageFolder(root, transform=views, storage="shared", seed=0) as kept:
             for mine, theirs in zip(
                 *(views_of(DataLoader(each, batch_size=4)) for each in (read, kept)), strict=True
             ):
@@ -830,9 +828,7 @@ def pairs(
 
 
 def paired(samples: Any, *steps: Any, **options: Any) -> CachedDataset:
-    return CachedDataset(
-        samples, transforms=v2.Compose(list(steps)), progress=False, **{"seed": 0, **options}
-    )
+    return CachedDataset(samples, transforms=v2.Compose(list(steps)), **{"seed": 0, **options})
 
 
 @pytest.mark.parametrize("kind", ["pil", "tensor"])
@@ -964,7 +960,7 @@ class OwnStep(v2.Transform):
 )
 def test_unserved_pairs_say_why(transforms: Any, samples: Any, reason: str) -> None:
     """What is not for whole batches of image and mask runs as written on each pair, and the plan says why."""
-    with CachedDataset(samples, transforms=transforms, progress=False) as dataset:
+    with CachedDataset(samples, transforms=transforms) as dataset:
         assert reason in (dataset.reader().obstacle or "")
         assert dataset.plan.per_sample == (transforms,)
 

@@ -54,10 +54,11 @@ def cached(root: Path, **options: Any) -> ImageFolder:
     usual = {
         "resize": (7, 9),
         "cache_dir": root.parent / "cache",
-        "progress": False,
         "loader": open_noted,
     }
-    return ImageFolder(str(root), **{**usual, "shard_bytes": FOUR, "num_workers": 1, **options})
+    return ImageFolder.build_cache(
+        str(root), **{**usual, "shard_bytes": FOUR, "prepare_workers": 1, **options}
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -156,11 +157,10 @@ def test_targets_come_back(tmp_path: Path, target: Callable[[int], Any]) -> None
         options: dict[str, Any] = {
             "cache_key": "x",
             "cache_dir": tmp_path / engine,
-            "progress": False,
         }
         with engine_of(engine) as chosen:
             more = {"shard_bytes": 60} if engine == "threads" else {}
-            with CachedDataset(items, engine=chosen, **options, **more) as dataset:
+            with CachedDataset.build_cache(items, engine=chosen, **options, **more) as dataset:
                 found.append([(type(target), np.asarray(target).tolist()) for _, target in dataset])
                 assert all((sample == k).all() for k, (sample, _) in enumerate(dataset))
     assert len(shards_of(tmp_path / "threads")) >= 4
@@ -170,8 +170,8 @@ def test_targets_come_back(tmp_path: Path, target: Callable[[int], Any]) -> None
 def test_dicts_keep_their_keys(tmp_path: Path) -> None:
     """Items that are dicts come out of shards as dicts."""
     items = [{"image": np.full((4, 5), k, np.uint8), "label": k} for k in range(6)]
-    with CachedDataset(
-        items, cache_key="x", cache_dir=tmp_path, shard_bytes=40, progress=False
+    with CachedDataset.build_cache(
+        items, cache_key="x", cache_dir=tmp_path, shard_bytes=40
     ) as dataset:
         assert [(int(item["image"][0, 0]), item["label"]) for item in dataset] == [
             (k, k) for k in range(6)
@@ -182,8 +182,8 @@ def test_dicts_keep_their_keys(tmp_path: Path) -> None:
 def test_samples_of_many_shapes_are_kept(tmp_path: Path, odd: int) -> None:
     """Also where no sample that was looked at beforehand has another shape: the build then begins again."""
     items = [(np.full((4, 6 if k == odd else 5), k, np.uint8), k) for k in range(24)]
-    with CachedDataset(
-        items, cache_key="x", cache_dir=tmp_path, shard_bytes=100, progress=False
+    with CachedDataset.build_cache(
+        items, cache_key="x", cache_dir=tmp_path, shard_bytes=100
     ) as dataset:
         assert [sample.shape for sample, _ in dataset] == [sample.shape for sample, _ in items]
     home = home_of(tmp_path)
@@ -194,7 +194,7 @@ def test_a_sample_of_other_dimensions_is_an_error(tmp_path: Path) -> None:
     """As without shards: nothing is left of them."""
     items = [(np.zeros((4, 5, 1) if k == 4 else (4, 5), np.uint8), k) for k in range(24)]
     with pytest.raises(IngestError, match=r"dimensions.*; make them alike"):
-        CachedDataset(items, cache_key="x", cache_dir=tmp_path, shard_bytes=100, progress=False)
+        CachedDataset.build_cache(items, cache_key="x", cache_dir=tmp_path, shard_bytes=100)
     assert not list(tmp_path.glob(f"*/{MANIFEST}"))
 
 
@@ -259,7 +259,9 @@ def stopped(
 def test_a_build_that_was_stopped_goes_on(image_folder: Folder, engine: str, how: str) -> None:
     """By an image, or because a worker was killed: no cache is there, and the next build reads what is left alone."""
     root = image_folder(classes=("a",), per_class=12, size=(12, 10))
-    said = stopped(root, engine, how, SampleError if how == "raise" else IngestError, num_workers=2)
+    said = stopped(
+        root, engine, how, SampleError if how == "raise" else IngestError, prepare_workers=2
+    )
     if how == "raise":
         assert "sample 9, " in said
     else:
@@ -267,7 +269,7 @@ def test_a_build_that_was_stopped_goes_on(image_folder: Folder, engine: str, how
     assert not list(root.parent.glob(f"cache/*/{MANIFEST}"))
     done = {path.stem.partition("-")[2] for path in root.parent.glob("cache/*/shard-*")}
     inodes = {path.name: path.stat().st_ino for path in root.parent.glob("cache/*/part*")}
-    with engine_of(engine) as chosen, cached(root, engine=chosen, num_workers=2) as ours:
+    with engine_of(engine) as chosen, cached(root, engine=chosen, prepare_workers=2) as ours:
         if engine != "local":  # which reads what one shard has in this process
             assert len(noted(root)) == 12 - 4 * len(done)
         with cached(root, cache_dir=root.parent / "whole", shard_bytes=None) as whole:
@@ -384,8 +386,8 @@ def test_a_dataset_pickles_without_its_executor(image_folder: Folder) -> None:
     """It goes to a loader's workers, while the executor stays."""
     root = image_folder(per_class=2, size=(12, 10))
     with engine_of("threads") as threads, cached(root, engine=threads) as ours:
-        assert ours.reader().options.engine is threads
-        assert pickle.loads(pickle.dumps(ours)).reader().options.engine == "local"
+        assert ours.reader().options.writing.engine is threads
+        assert pickle.loads(pickle.dumps(ours)).reader().options.writing.engine == "local"
 
 
 @pytest.mark.parametrize(
@@ -395,10 +397,10 @@ def test_a_dataset_pickles_without_its_executor(image_folder: Folder) -> None:
             {"engine": "dask"},
             "engine='dask' is not 'local', 'ray', or a concurrent.futures.Executor",
         ),
-        ({"engine": "ray", "cache_dir": None}, "say how a cache is written; they need cache_dir="),
+        ({"engine": "ray", "cache_dir": None}, "writes a cache; name its folder with cache_dir="),
         (
             {"shard_bytes": "1 GiB", "cache_dir": None},
-            "say how a cache is written; they need cache_dir=",
+            "writes a cache; name its folder with cache_dir=",
         ),
         ({"shard_bytes": 0}, "shard_bytes=0 is no size"),
         ({"shard_bytes": 0.5}, "shard_bytes=0.5 is no size"),
@@ -442,7 +444,7 @@ def test_progress_counts_what_is_there(
     root = image_folder(classes=("a",), per_class=12, size=(12, 10))
     stopped(root)
     with caplog.at_level(logging.INFO, "fastdata"):
-        cached(root, progress=True).close()
+        cached(root).close()
     assert "4 of 12 samples are prepared: those of new or changed files" in caplog.text
     assert "preparing 12 images: 12 of 12 (100 %)" in caplog.text
 
@@ -488,10 +490,10 @@ from children import open_noted
 from fastdata import ImageFolder
 
 storage_options = {"secret": "no such word", "auto_mkdir": True}
-options = {"loader": open_noted, "resize": (7, 9), "storage_options": storage_options, "progress": False}
+options = {"loader": open_noted, "resize": (7, 9), "storage_options": storage_options}
 for url in ("local://far", "near"):
     with ProcessPoolExecutor(2, get_context("fork")) as engine:
-        dataset = ImageFolder("images", cache_dir=url, engine=engine, shard_bytes=4 * 189, **options)
+        dataset = ImageFolder.build_cache("images", cache_dir=url, engine=engine, shard_bytes=4 * 189, **options)
     assert list(dataset.targets) == [0] * 12
     dataset.close()
 """
@@ -527,13 +529,12 @@ def test_what_killed_uploads_left_is_removed(
     options: dict[str, Any] = {
         "cache_key": "levels",
         "shard_bytes": 48,
-        "progress": False,
         "local_cache": tmp_path / "l",
     }
     with lock, ThreadPoolExecutor(2) as threads:
         for name in ("killed", "held"):
             os.utime(tmp_path / "staged" / f"fastdata-remote-{name}", (0, 0))
-        with CachedDataset(
+        with CachedDataset.build_cache(
             samples, cache_dir="memory://shards", engine=threads, **options
         ) as dataset:
             assert [

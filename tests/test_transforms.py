@@ -618,8 +618,8 @@ def test_half_floats_are_rounded_once(dtype: torch.dtype) -> None:
     ]
     whole = [*steps[:2], v2.ToDtype(torch.float32, scale=True), steps[3]]
     with (
-        CachedDataset(samples, transform=v2.Compose(steps), seed=1, progress=False) as half,
-        CachedDataset(samples, transform=v2.Compose(whole), seed=1, progress=False) as full,
+        CachedDataset(samples, transform=v2.Compose(steps), seed=1) as half,
+        CachedDataset(samples, transform=v2.Compose(whole), seed=1) as full,
     ):
         (got, _), (want, _) = (
             next(iter(DataLoader(half, batch_size=5))),
@@ -637,7 +637,7 @@ def test_what_comes_before_an_unknown_step_is_served_in_batches() -> None:
     ]
     keep, zero = v1.Lambda(seen.append), v1.Lambda(lambda _: 0)
     steps = v1.Compose([v1.RandomCrop(7), v1.RandomHorizontalFlip(), keep, zero])
-    with CachedDataset(samples, transform=steps, seed=1, progress=False) as dataset:
+    with CachedDataset(samples, transform=steps, seed=1) as dataset:
         dataset.set_epoch(0)
         dataset.__getitems__([4, 0, 5])
         together = [np.asarray(image) for image in seen]

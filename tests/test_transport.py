@@ -282,9 +282,7 @@ def test_stacked_memory_is_the_memory_that_arrives() -> None:
 
 def test_a_fastdata_dataset_writes_into_the_memory_that_arrives() -> None:
     """A whole batch, also behind a Subset, is gathered into the slot; as a list of samples it shares the slot too."""
-    with CachedDataset(
-        [(torch.full((1, 2, 2), i), i) for i in range(5)], progress=False
-    ) as dataset:
+    with CachedDataset([(torch.full((1, 2, 2), i), i) for i in range(5)]) as dataset:
         collate_fn = RingCollate()
         ring = _ring(collate_fn, Subset(dataset, [0]))
         _arrive(ring.send(collate, dataset.__getitems__([1, 2])))
@@ -304,9 +302,7 @@ def test_a_fastdata_dataset_writes_into_the_memory_that_arrives() -> None:
 @pytest.mark.parametrize("slots", [1, 2])
 def test_a_collate_function_may_read_more_samples_of_the_dataset(slots: int) -> None:
     """They take the slot that comes next, or none; both batches arrive right, and every slot is free again."""
-    with CachedDataset(
-        [(torch.full((1, 2, 2), i), i) for i in range(5)], progress=False
-    ) as dataset:
+    with CachedDataset([(torch.full((1, 2, 2), i), i) for i in range(5)]) as dataset:
 
         def with_more(samples: Any) -> Any:
             return [collate(samples), collate(dataset.__getitems__([4]))]

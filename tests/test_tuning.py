@@ -361,9 +361,7 @@ def test_bad_input_is_refused(
 def test_an_unprepared_dataset_stays_so(image_folder: Callable[..., Path]) -> None:
     """Some samples are prepared for the probes; the user's dataset is as it was."""
     transforms = pytest.importorskip("torchvision.transforms")
-    with ImageFolder(
-        image_folder(), transforms.PILToTensor(), resize=(8, 8), progress=False
-    ) as dataset:
+    with ImageFolder(image_folder(), transforms.PILToTensor(), resize=(8, 8)) as dataset:
         result = quick(dataset, parameters={"num_workers": (0,)}, max_seconds=2)
         assert dataset.filled_share() == 0
     assert result.samples_per_s > 0

@@ -118,11 +118,9 @@ def pets(tmp_path: Path) -> Path:
 
 def both_ways(dataset: Any, folder: Path) -> Iterator[CachedDataset]:
     """In memory, from a cache that is being written, and from that cache alone."""
-    with CachedDataset(dataset, progress=False, num_workers=1) as cached:
+    with CachedDataset(dataset, prepare_workers=1) as cached:
         yield cached
-    with CachedDataset(
-        dataset, cache_dir=folder, cache_key="x", progress=False, num_workers=1
-    ) as cached:
+    with CachedDataset(dataset, cache_dir=folder, cache_key="x", prepare_workers=1) as cached:
         yield cached
     with CachedDataset.from_cache(folder) as cached:
         yield cached

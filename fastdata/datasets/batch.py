@@ -21,7 +21,7 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 
 from fastdata.machine.shared import ArrayBlock, collate_targets
 from fastdata.pixels.draws import sample_keys
-from fastdata.sources import ItemForm
+from fastdata.sources import ItemKeys
 
 
 def as_numbers(indices: Any) -> np.ndarray:
@@ -97,7 +97,7 @@ class SampleDict(dict[str, Any]):
 
 
 def stacked(
-    images: torch.Tensor | list[torch.Tensor] | Padded, targets: Any, keys: ItemForm | None
+    images: torch.Tensor | list[torch.Tensor] | Padded, targets: Any, keys: ItemKeys | None
 ) -> Any:
     """What ``default_collate`` makes of samples whose images and targets it makes these of."""
     if keys is None:
@@ -131,7 +131,7 @@ class SampleBatch(list[Any]):
         targets: Any,
         each_target: Iterable[Any],
         image_class: type[torch.Tensor] | type[np.ndarray] = torch.Tensor,
-        keys: ItemForm | None = None,
+        keys: ItemKeys | None = None,
         made: type = list,
     ) -> None:
         each_target = list(each_target)

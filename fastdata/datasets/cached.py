@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from fastdata.datasets.dataset import DatasetOptions, PreparedDataset, read_options, show_options
 from fastdata.datasets.serving import Stored
@@ -63,7 +63,7 @@ class CachedDataset(PreparedDataset):
     Example:
         >>> import torch
         >>> squares = [(torch.full((3, 4, 4), i, dtype=torch.uint8), i * i) for i in range(5)]
-        >>> with CachedDataset(squares, progress=False) as dataset:
+        >>> with CachedDataset(squares) as dataset:
         ...     images, targets = dataset.__getitems__([1, 3]).stacked
         >>> images.shape, targets
         (torch.Size([2, 3, 4, 4]), tensor([1, 9]))
@@ -85,7 +85,7 @@ class CachedDataset(PreparedDataset):
         columns: Mapping[str, str | Sequence[str]] | None = None,
         **options: Unpack[DatasetOptions],
     ) -> None:
-        chosen = read_options(CachedDataset, options)
+        chosen = read_options(CachedDataset, options, self._writing)
         chosen_columns = None if columns is None else chosen_keys(columns)
         self._pair_transform = _checked(transforms, transform, target_transform)
         if _are_paths(dataset):
@@ -143,10 +143,9 @@ class CachedDataset(PreparedDataset):
         transforms: Callable[[Any, Any], Any] | None = None,
         as_tensors: bool = False,
         seed: int | None = None,
-        batch_ops: Literal["auto", "off"] = "auto",
+        batch_ops: bool = True,
         storage_options: Mapping[str, Any] | None = None,
         local_cache: str | os.PathLike[str] | None = None,
-        local_limit: int | float | str | None = None,
     ) -> Self:
         """Open a cache on its own: the dataset and the files that it was made from need not be there.
 
@@ -167,10 +166,9 @@ class CachedDataset(PreparedDataset):
                 have to make tensors of.
             seed: of the random draws of batch ops; see
                 ``fastdata.datasets.dataset.DatasetOptions``.
-            batch_ops: ``"off"`` runs known random transforms per sample exactly as written.
+            batch_ops: False runs known random transforms per sample exactly as written.
             storage_options: for a URL; see ``fastdata.datasets.dataset.DatasetOptions``.
             local_cache: as there.
-            local_limit: as there.
 
         Raises:
             FileNotFoundError: there is no cache.
@@ -181,7 +179,7 @@ class CachedDataset(PreparedDataset):
             >>> import tempfile, torch
             >>> squares = [(torch.full((3, 4, 4), i, dtype=torch.uint8), i * i) for i in range(5)]
             >>> with tempfile.TemporaryDirectory() as folder:
-            ...     CachedDataset(squares, cache_dir=folder, cache_key="squares", progress=False).close()
+            ...     CachedDataset(squares, cache_dir=folder, cache_key="squares").close()
             ...     with CachedDataset.from_cache(folder) as dataset:
             ...         print(len(dataset), list(dataset.targets))
             5 [0, 1, 4, 9, 16]
@@ -193,7 +191,7 @@ class CachedDataset(PreparedDataset):
         dataset._transform, dataset.target_transform = transform, target_transform
         home = find_cache(path, storage_options)
         prepared, manifest = open_cache(
-            home, as_tensors=as_tensors, mirroring=Mirroring(local_cache, local_limit)
+            home, as_tensors=as_tensors, mirroring=Mirroring(local_cache)
         )
         kept = prepared.kept
         assert kept is not None

@@ -36,6 +36,7 @@ from fastdata.pixels.images import Bound, Resize, decoder_of, tensor_class
 from fastdata.report import log, warn_user
 from fastdata.sources import DatasetSource, FileSource, Source
 from fastdata.stores.prepare import (
+    CacheWriting,
     OnError,
     Options,
     Prepared,
@@ -73,20 +74,16 @@ class DatasetOptions(TypedDict, total=False):
         resize: size in pixels that images are resized to before they are stored, as torchvision's
             ``Resize``: an int for the shorter side, or (height, width); or ``"short:320"``,
             ``"long:500"``: at most that, never enlarged.
-        fill: ``"auto"`` (default) prepares each sample on its first read where fastdata decodes
-            the files and the memory that they need follows from the transform, else all now;
-            without a transform image files wait for one, or for the first read. ``"eager"``
-            prepares all samples now.
         memory_limit: the most memory to use: bytes, ``"8GiB"``, or a fraction of what is free.
-        progress: show a progress bar on standard error; default: True.
         seed: of the random draws of batch ops. ``None`` (default) takes the base seed that torch's
             loaders draw in each epoch, so that ``torch.manual_seed`` and ``generator=`` decide;
             with a number draws depend on it, the epoch and the sample only.
-        batch_ops: ``"auto"`` (default) runs known random transforms on whole batches, with
-            fastdata's own draws; ``"off"`` runs them per sample exactly as written.
+        batch_ops: run known random transforms on whole batches, with fastdata's own draws; False
+            runs them per sample exactly as written. Default: True.
         on_error: ``"raise"`` (default), or ``"skip"`` to leave out samples that cannot be prepared,
-            with one warning.
-        num_workers: threads that prepare, or processes where code of your own reads or prepares
+            with one warning. More than 1 % of the samples (and more than 10), or 100 in a row, is
+            an error all the same.
+        prepare_workers: threads that prepare, or processes where code of your own reads or prepares
             samples; default: all usable cores.
         cache_dir: folder that keeps prepared samples for the next run, which maps them into memory
             and prepares only those whose file has changed since. The page cache holds one copy for
@@ -99,43 +96,22 @@ class DatasetOptions(TypedDict, total=False):
         storage_options: for URLs, of files and of ``cache_dir``: what their file system in fsspec
             takes, such as credentials. They get into no pickle, cache or message.
         local_cache: folder in which all runs and ranks of a machine keep what they need of caches
-            behind URLs; by default ``~/.cache/fastdata/remote``.
-        local_limit: the most disk space for it: bytes, ``"200GiB"``, or a share of what is free; by
-            default half. What was needed least lately leaves first.
-        share: ``"auto"`` (default): ranks of one machine (torchrun, mpirun, srun, ``mp.spawn``,
-            Lightning, Accelerate) that make the same dataset prepare it together and hold one copy.
-            Where fastdata cannot see all of a dataset that lists neither ``samples`` nor
-            ``targets``, only with ``cache_key``. ``"off"``: each rank its own.
-        return_index: add each sample's index to its item, as the last value or under the key
-            ``"index"``: what datasets are wrapped for that keep a loss or a weight of each sample.
-            Whole batches have the indices as int64 (B,). Those of a ``Subset`` or ``ConcatDataset``
-            are of the dataset behind it.
-        engine: what writes a cache: ``"local"`` (default), this machine; ``"ray"``, a Ray cluster
-            (extra ``ray``); or any ``concurrent.futures.Executor``. All write the same shards, from
-            which a build that was stopped goes on.
-        shard_bytes: about how large a shard is, as ``memory_limit``. Default: 16 to 64 MiB, or as
-            much as 200 shards take.
+            behind URLs; by default ``~/.cache/fastdata/remote``. It takes up to half of what is
+            free there; what was needed least lately leaves first.
     """
 
     storage: Literal["auto", "device", "shared", "compressed", "disk", "none"]
     codec: Any
     resize: Bound | None
-    fill: Literal["auto", "eager"]
-    memory_limit: int | float | str | None
-    progress: bool
-    seed: int | None
-    batch_ops: Literal["auto", "off"]
-    on_error: OnError
-    num_workers: int | None
     cache_dir: str | os.PathLike[str] | None
     cache_key: str | None
+    memory_limit: int | float | str | None
     storage_options: Mapping[str, Any] | None
     local_cache: str | os.PathLike[str] | None
-    local_limit: int | float | str | None
-    share: Literal["auto", "off"]
-    return_index: bool
-    engine: Literal["local", "ray"] | Executor
-    shard_bytes: int | str | None
+    seed: int | None
+    on_error: OnError
+    prepare_workers: int | None
+    batch_ops: bool
 
 
 def show_options(init: _Init) -> _Init:
@@ -144,15 +120,16 @@ def show_options(init: _Init) -> _Init:
     own = [
         each for each in shown.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD
     ]
-    options = inspect.signature(Options).parameters.values()
+    defaults = inspect.signature(Options).parameters
+    options = [defaults[name] for name in DatasetOptions.__annotations__]
     init.__signature__ = shown.replace(parameters=[*own, *options])  # type: ignore[attr-defined]
     return init
 
 
-def read_options(made: type, given: Mapping[str, Any]) -> Options:
+def read_options(made: type, given: Mapping[str, Any], writing: CacheWriting) -> Options:
     """The options that a dataset's constructor was given; a TypeError for a name that none of its arguments has."""
     for name in given:
-        if name not in Options.__dataclass_fields__:
+        if name not in DatasetOptions.__annotations__:
             close = get_close_matches(name, inspect.signature(made).parameters, n=1)
             advice = (
                 f"Did you mean {close[0]}=?"
@@ -160,7 +137,7 @@ def read_options(made: type, given: Mapping[str, Any]) -> Options:
                 else f"help({made.__name__}) lists those it has."
             )
             raise TypeError(f"{made.__name__}() has no argument {name}=. {advice}")
-    return Options(**given)
+    return Options(**given, writing=writing)
 
 
 _ENDING = threading.RLock()
@@ -196,12 +173,37 @@ class _Opened(Dataset[Any]):
     back."""
     _watch: Watch
     _visits: SharedVisits
+    _writing = CacheWriting()
     _is_waiting = False
     """Whether samples are to be prepared once one is read, or there is a transform."""
     _was_read = False
     _list_name: str | None = ""
     """Of the file that lists the samples, which may change; empty where a folder does, None for a
     list made by code."""
+
+    @classmethod
+    def build_cache(
+        cls,
+        *arguments: Any,
+        engine: Literal["local", "ray"] | Executor = "local",
+        shard_bytes: int | str | None = None,
+        **options: Any,
+    ) -> Self:
+        """Make a dataset with ``cache_dir=``, and say what writes the cache; returns the dataset.
+
+        Args:
+            *arguments: of the dataset.
+            engine: ``"local"``, this machine; ``"ray"``, a Ray cluster (extra ``ray``); or any
+                ``concurrent.futures.Executor``. All write the same shards, from which a build that
+                was stopped goes on.
+            shard_bytes: about how large a shard is: bytes, or ``"256MiB"``. Default: 16 to 64 MiB,
+                or as much as 200 shards take.
+            **options: of the dataset.
+        """
+        dataset = cls.__new__(cls)
+        dataset._writing = CacheWriting(engine=engine, shard_bytes=shard_bytes)
+        dataset.__init__(*arguments, **options)  # type: ignore[misc]
+        return dataset
 
     def set_epoch(self, epoch: int) -> None:
         """Make random draws those of ``epoch``, until it is set again."""
@@ -242,11 +244,11 @@ class _Opened(Dataset[Any]):
                 "cache_dir= to keep them on disk, from where the next run serves them at once, and make it anew there."
             )
         self._refresh()  # what a copy cannot serve is said here, not where it is opened
-        derived = ("_reader", "_lease", "_leases", "_watch", "_views")
+        derived = ("_reader", "_lease", "_leases", "_watch", "_views", "_writing")
         state = {name: value for name, value in self.__dict__.items() if name not in derived}
         stored = self._stored
         # An executor stays with the process that has it.
-        options = replace(stored.options, engine="local")
+        options = replace(stored.options, writing=CacheWriting())
         state["_stored"] = replace(stored, options=options, source=None, skipped=())
         stores = stored.kept.stores if stored.kept else ()
         state["_imported"] = [tensor_class(store.spec.form) for store in stores]
@@ -369,9 +371,7 @@ class PreparedDataset(_Listed):
             storage_plan=plan,
             is_remote=is_fetched(source),
         )
-        is_asked_for = (
-            options.fill != "auto" or options.cache_dir is not None or options.on_error == "skip"
-        )
+        is_asked_for = options.cache_dir is not None or options.on_error == "skip"
         # Which take nothing.
         is_asked_for = is_asked_for or options.storage == "none" or len(source) == 0
         if transform is None and table is not None and not is_asked_for:
@@ -392,7 +392,7 @@ class PreparedDataset(_Listed):
                 reason = "storage='none': the first read came in a worker process, which has nobody to share with"
                 warn_user(
                     f"{reason}. Files are decoded at each read. Give the {type(self).__name__} a transform, or "
-                    "fill='eager', or read it by fastdata.DataLoader."
+                    "call its prepare(), or read it by fastdata.DataLoader."
                 )
                 self._stored = replace(
                     self._stored, storage_plan=StoragePlan(storage="none", reason=reason)
@@ -554,6 +554,7 @@ class PreparedDataset(_Listed):
             if self._is_waiting:
                 self._end_waiting()
             elif self._stored.is_to_prepare_again(transform, was_read=self._was_read):
+                self._warn_of_another_store()
                 self._prepare_again()
             else:
                 self._compile()
@@ -584,7 +585,7 @@ class PreparedDataset(_Listed):
             >>> import torch
             >>> from fastdata import CachedDataset
             >>> squares = [(torch.full((3, 4, 4), i, dtype=torch.uint8), i * i) for i in range(5)]
-            >>> with CachedDataset(squares, progress=False) as train:
+            >>> with CachedDataset(squares) as train:
             ...     val = train.with_transform(lambda image: image / 2)
             ...     print(train[3][0].max().item(), val[3][0].max().item())
             3 1.5
@@ -603,16 +604,19 @@ class PreparedDataset(_Listed):
     def __copy__(self) -> Self:
         return self.with_transform(self._transform)
 
-    def _prepare_again(self) -> None:
-        source, old = self._origin(), self._stored
-        if old.unfit_after is None and (source is old.samples or old.after is None):
-            self._compile()  # which says what is wrong
-            return
+    def _warn_of_another_store(self) -> None:
+        old = self._stored
         if old.after is not None and old.filled_share() > 0 and (self._was_read or old.after[1]):
             first = ", ".join(map(repr, self.plan.prepare))
             log.warning(
                 "samples are prepared again: the new transform does not begin with %s", first
             )
+
+    def _prepare_again(self) -> None:
+        source, old = self._origin(), self._stored
+        if old.unfit_after is None and (source is old.samples or old.after is None):
+            self._compile()  # which says what is wrong
+            return
         table = old.table if isinstance(source, FileSource) else None
         self._views.discard(self)
         if table is not None and self._views:  # whose table it is too
@@ -628,6 +632,28 @@ class PreparedDataset(_Listed):
         )
         self._reader = self._reader.emptied()
         self._prepare(source, table)
+
+    def prepare(self) -> Self:
+        """Prepare all samples now, those too that would be prepared on their first read; returns the dataset.
+
+        Example:
+            >>> import torch
+            >>> from fastdata import CachedDataset
+            >>> squares = [(torch.full((3, 4, 4), i, dtype=torch.uint8), i * i) for i in range(5)]
+            >>> with CachedDataset(squares).prepare() as dataset:
+            ...     dataset.filled_share()
+            1.0
+        """
+        self._lease()
+        stored = self._stored
+        is_lazy = stored.kept is not None and stored.filled_share() < 1
+        if self._is_waiting or is_lazy:
+            self._stored = replace(stored, options=replace(stored.options, at_once=True))
+            if self._is_waiting:
+                self._end_waiting()
+            else:
+                self._prepare_again()
+        return self
 
     # What is kept, and why
 
@@ -763,9 +789,8 @@ def prepared_anew(
     usual = {
         "cache_dir": None,
         "cache_key": None,
-        "fill": "eager",
-        "progress": False,
-        "share": "off",
+        "at_once": True,
+        "alone": True,
     }
     other._stored = replace(stored, options=replace(stored.options, **usual | options), after=None)
     other._prepare(source, table)

@@ -162,7 +162,7 @@ class ImageFolder(_ImageFiles):
         ...     for name in ("cat", "dog"):
         ...         (pathlib.Path(root) / name).mkdir()
         ...         Image.new("RGB", (6, 5)).save(pathlib.Path(root) / name / "0.png")
-        ...     dataset = ImageFolder(root, fill="eager", progress=False)
+        ...     dataset = ImageFolder(root)
         >>> dataset.classes, dataset.targets, dataset[1][0].size
         (['cat', 'dog'], [0, 1], (6, 5))
     """
@@ -180,7 +180,7 @@ class ImageFolder(_ImageFiles):
         allow_empty: bool = False,
         **options: Unpack[DatasetOptions],
     ) -> None:
-        chosen = read_options(ImageFolder, options)
+        chosen = read_options(ImageFolder, options, self._writing)
         self.root = os.path.expanduser(root) if isinstance(root, str) else root
         if is_url(root):
             self._place = Place(root, chosen.storage_options)
@@ -268,7 +268,7 @@ class ImageManifest(_ImageFiles):
         >>> with tempfile.TemporaryDirectory() as root:
         ...     Image.new("RGB", (6, 5)).save(f"{root}/a.png")
         ...     _ = pathlib.Path(root, "train.csv").write_text("file,label\na.png,cat\n")
-        ...     dataset = ImageManifest(f"{root}/train.csv", progress=False)
+        ...     dataset = ImageManifest(f"{root}/train.csv")
         >>> dataset.classes, len(dataset)
         (['cat'], 1)
     """
@@ -287,7 +287,7 @@ class ImageManifest(_ImageFiles):
         loader: Callable[[str], Any] | None = None,
         **options: Unpack[DatasetOptions],
     ) -> None:
-        chosen = read_options(ImageManifest, options)
+        chosen = read_options(ImageManifest, options, self._writing)
         beside = os.path.dirname(manifest) if isinstance(manifest, str | os.PathLike) else ""
         listed = read_manifest(manifest, root, file, label, id, chosen.storage_options)
         # Of one is enough: most lie side by side.

@@ -52,7 +52,7 @@ from fastdata.pixels.images import (
     without_exif,
 )
 from fastdata.pixels.program import Program
-from fastdata.sources import FileSource, IndexedKeys, ItemForm, ItemKeys, Source
+from fastdata.sources import FileSource, ItemKeys, Source
 from fastdata.stores.prepare import Options
 from fastdata.stores.readers import Store, UndecodableError
 from fastdata.stores.samples import KeptSamples, ReadPath, open_files
@@ -200,12 +200,7 @@ class _Frozen:
         """The targets of all samples, where each is a number and batches of them need nothing else."""
         table = self.table if kept is None else kept.table
         is_image = kept is not None and (kept.target_is_part or kept.mask_places)
-        if (
-            is_image
-            or self.target_transform is not None
-            or self.options.return_index
-            or self.samples.keys is not None
-        ):
+        if is_image or self.target_transform is not None or self.samples.keys is not None:
             return None
         is_listed = isinstance(table, SampleTable) and table.target_kind == "number"
         return cast("SampleTable", table).target_array() if is_listed else None
@@ -232,10 +227,9 @@ class _Frozen:
         return replace(self, samples=gone, table=None, visits=None, path=None)
 
     @property
-    def keys(self) -> ItemForm | None:
+    def keys(self) -> ItemKeys | None:
         """What items are that are no pairs, as far as that is known: where none are kept, once one was read."""
-        keys = self.samples.keys
-        return IndexedKeys(keys) if self.options.return_index else keys
+        return self.samples.keys
 
     # What there is to say of it
 
@@ -332,8 +326,7 @@ class Reader(_Frozen):
         listed = self.table if self.kept is None else self.kept
         if listed is None or self.target_transform is not None:
             return collate_targets(self.targets_of(batch))
-        targets = listed.collated_targets(batch.positions)
-        return [targets, torch.tensor(batch.positions)] if self.options.return_index else targets
+        return listed.collated_targets(batch.positions)
 
     def targets_of(self, batch: IndexBatch, read: list[Any] | None = None) -> list[Any]:
         """The target of each sample; ``read``: as they are before ``target_transform``, where that is known."""
@@ -344,7 +337,7 @@ class Reader(_Frozen):
         targets = list(map(self.stored_target, indices)) if read is None else read
         if self.target_transform is not None:
             targets = list(map(self.target_transform, targets))
-        return list(zip(targets, indices, strict=True)) if self.options.return_index else targets
+        return targets
 
     def stored_target(self, index: int) -> Any:
         if self.kept is not None:
@@ -663,7 +656,7 @@ class DeviceBatch(NamedTuple):
     samples: torch.Tensor
     draws: torch.Tensor | None
     targets: Any
-    keys: ItemForm | None
+    keys: ItemKeys | None
 
 
 def _take(

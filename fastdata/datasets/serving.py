@@ -185,7 +185,7 @@ def compile_reader(
     if kept is not None:
         lanes, plan = _lanes_of_kept(stored, kept, transform)
     else:
-        known: Any = "last" if options.batch_ops == "auto" else "off"
+        known: Any = "last" if options.batch_ops else "off"
         plan = stored.split(transform, batch_ops=known, obstacle=core.obstacle())
         is_upright = "exif_transpose" in map(known_name, stored.steps(plan))
         path = read_path(stored.samples, stored.steps(plan), pixels_only=False)
@@ -195,10 +195,6 @@ def compile_reader(
             is_upright, plan, lanes = decoding
             beforehand = ()
     if pair_transform is not None:
-        if options.return_index:
-            raise ValueError(
-                "return_index=True goes with transform= and target_transform=, not with transforms="
-            )
         lanes, plan = _lanes_of_pairs(kept, pair_transform, options)
     return Reader(
         samples=stored.samples,
@@ -243,7 +239,7 @@ def _lanes_of_kept(
         transform,
         form=spec.form,
         dtype=spec.dtype,
-        batch_ops=stored.options.batch_ops,
+        batch_ops="auto" if stored.options.batch_ops else "off",
         channels=_channels_of(kept.images) if is_image else None,
         obstacle=obstacle or (None if is_image else f"samples have {len(shape)} dimensions"),
     )
@@ -263,7 +259,11 @@ def _decoding(
     upright, served = split_upright((*stored.first_steps, transform))
     first = upright - len(stored.first_steps)
     plan = plan_transform(
-        served, channels=3, batch_ops=stored.options.batch_ops, prepared=0, first=first
+        served,
+        channels=3,
+        batch_ops="auto" if stored.options.batch_ops else "off",
+        prepared=0,
+        first=first,
     )
     lanes = _lanes_of(plan, _DECODED, (3, 1, 1)) if plan.is_batched else ()
     return (upright, plan, lanes) if lanes and all(lane.output for lane in lanes) else None
@@ -283,7 +283,7 @@ def _lanes_of_pairs(
 
 
 def _plan_pairs(kept: KeptSamples | None, transforms: Any, options: Options) -> TransformPlan:
-    obstacle = "batch_ops='off'" if options.batch_ops == "off" else core.obstacle()
+    obstacle = core.obstacle() if options.batch_ops else "batch_ops=False"
     if kept is None or not kept.target_is_part:
         return plan_pairs(transforms, obstacle="only images with a tv_tensors.Mask are served")
     image, mask = kept.images, kept.stores[1]
@@ -443,7 +443,7 @@ def fallback_notice(reader: Reader) -> str:
     """
     plan, kept = reader.plan, reader.kept
     unknown = plan.first_unknown
-    is_asked_for = reader.options.batch_ops == "off" or reader.pair_transform is not None
+    is_asked_for = not reader.options.batch_ops or reader.pair_transform is not None
     if is_asked_for or kept is None or kept.is_tuple or unknown is None:
         return ""
     cure, views = cure_for(unknown)

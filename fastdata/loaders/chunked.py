@@ -244,7 +244,7 @@ class ChunkedLoader:
         rank: which share of each epoch to serve; by default that of ``torch.distributed``, or of
             the environment that torchrun sets.
         world_size: number of shares.
-        storage_options, local_cache, local_limit: of a cache at a URL, of which the machine keeps
+        storage_options, local_cache: of a cache at a URL, of which the machine keeps
         what it needs; see
             ``fastdata.datasets.dataset.DatasetOptions``. Two chunks of every rank of the machine
             must have room.
@@ -283,7 +283,6 @@ class ChunkedLoader:
         world_size: int | None = None,
         storage_options: Mapping[str, Any] | None = None,
         local_cache: str | os.PathLike[str] | None = None,
-        local_limit: int | float | str | None = None,
     ) -> None:
         counts = {"batch_size": batch_size, "chunk_samples": chunk_samples}
         counts |= {"mix_chunks": mix_chunks, "num_workers": num_workers}
@@ -306,8 +305,8 @@ class ChunkedLoader:
         with contextlib.ExitStack() as cleanup:
             if isinstance(dataset, (str, bytes, os.PathLike)):
                 path = os.fsdecode(dataset)
-                mirrored = {"local_cache": local_cache, "local_limit": local_limit}
-                dataset = _open_path(path, storage_options=storage_options, **mirrored)
+                remote = {"storage_options": storage_options, "local_cache": local_cache}
+                dataset = _open_path(path, **remote)
                 cleanup.enter_context(dataset)
             if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
                 raise TypeError(
@@ -537,7 +536,7 @@ def _most_of_chunk(order: EpochOrder, stores: list[DiskStore]) -> int:
     most_bytes = _MOST_MIXED_BYTES if order.shuffle and stores else _MOST_BYTES
     for store in stores:
         if isinstance(store, MirroredStore):
-            # Of what local_limit= leaves, one share is what others' blocks waste.
+            # Of what the mirror may take, one share is what others' blocks waste.
             room_bytes = store.mirror.limit_bytes // (local_ranks() * (CHUNKS_HELD + 1))
             most_bytes = min(most_bytes, _MOST_FETCHED_BYTES, room_bytes)
     return most_bytes

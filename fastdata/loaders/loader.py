@@ -106,7 +106,7 @@ class DataLoader(_TorchLoader[_T_co]):
     Example:
         >>> from fastdata import CachedDataset
         >>> samples = [(torch.full((1, 2, 2), i), i) for i in range(5)]
-        >>> dataset = CachedDataset(samples, progress=False)
+        >>> dataset = CachedDataset(samples)
         >>> loader = DataLoader(dataset, batch_size=2, num_workers=1)
         >>> [labels.tolist() for images, labels in loader]
         [[0, 1], [2, 3], [4]]

@@ -281,7 +281,6 @@ def wrapped_notice(dataset: Any) -> str:
             name = type(value).__name__
             return (
                 f"{type(dataset).__name__} asks its {name} for each sample. Give the loader the "
-                f"{name} itself: with return_index=True its items are (image, label, index); what "
-                "else is done to them can be transform= or target_transform=."
+                f"{name} itself: what is done to its items can be transform= or target_transform=."
             )
     return ""

@@ -226,8 +226,7 @@ def lead_or_follow(run: str, key: str, known: Mapping[str, Any]) -> Leader | Fol
     except OSError as obstacle:  # no /proc, no locks, or a folder of somebody else's
         warn_user(
             f"the ranks of this machine cannot meet ({obstacle}), so that each prepares and holds "
-            "samples of its own. cache_dir= holds one copy on disk; share='off' is without this "
-            "warning."
+            "samples of its own. cache_dir= holds one copy on disk."
         )
         return None
 

@@ -101,7 +101,9 @@ def _loss(children: Sequence[BaseProcess], tasks: Sequence[Any]) -> IngestError:
     how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
     text = f"a worker process {how} while these were prepared: {'; '.join(map(str, tasks))}."
     if code == -signal.SIGKILL:
-        text += " Out of memory is the usual reason: use fewer num_workers= or a smaller resize=."
+        text += (
+            " Out of memory is the usual reason: use fewer prepare_workers= or a smaller resize=."
+        )
     return IngestError(text)
 
 

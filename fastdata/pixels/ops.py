@@ -213,7 +213,7 @@ class Table:
         why = _REFUSALS.get(refused.reason, f"{op.code} asks for more than the core has room for")
         stored = tuple(map(int, shape))
         return ValueError(
-            f"sample {index}, of shape {stored}, cannot be served: {why}. Use batch_ops='off', or leave it out."
+            f"sample {index}, of shape {stored}, cannot be served: {why}. Use batch_ops=False, or leave it out."
         )
 
 

@@ -206,7 +206,7 @@ def plan_transform(
     state = State(kind=state.kind, channels=channels)
     last_steps, last = 0, state
     if batch_ops == "off":
-        reason = "runs as written, because batch_ops='off'"
+        reason = "runs as written, because batch_ops=False"
     elif obstacle is not None:
         reason = f"runs as written, because {obstacle}"
     elif batch_ops == "last":

@@ -57,7 +57,7 @@ class Program:
         if ops and not is_image:
             raise ValueError(
                 f"batch ops need uint8 images (C, H, W), but the samples are {spec.dtype} of "
-                f"shape {stored}. Use batch_ops='off'."
+                f"shape {stored}. Use batch_ops=False."
             )
         self._ops = ops
         self._spec = spec

@@ -72,32 +72,6 @@ class ItemKeys:
         return [sample] if isinstance(target, torch.Tensor) else (sample,)
 
 
-@dataclass(frozen=True, slots=True)
-class IndexedKeys:
-    """Items with the sample's index as their last value; their target is (target, index)."""
-
-    keys: ItemKeys | None
-
-    def __post_init__(self) -> None:
-        if self.keys is not None and self.keys.kind == "dict" and "index" in self.keys.names:
-            raise ValueError(
-                "return_index=True adds the key 'index', and the items have one already; rename it"
-            )
-
-    def join(self, sample: Any, target: Any) -> Any:
-        inner, index = target
-        if self.keys is None:
-            return type(target)((sample, inner, index))
-        item = self.keys.join(sample, inner)
-        if self.keys.kind == "dict":
-            return {**item, "index": index}
-        values = (item,) if self.keys.kind == "alone" else item
-        return type(target)((*values, index))
-
-
-ItemForm = ItemKeys | IndexedKeys
-
-
 def chosen_keys(columns: Mapping[str, Any]) -> ItemKeys:
     """The keys of a dict that are asked for as sample and target.
 

@@ -205,7 +205,7 @@ class Mirror:
                 raise
             raise CacheError(
                 f"the disk of local_cache={str(self._all)!r} is full. Free some space, or give a "
-                f"smaller local_limit= than {format_bytes(self.limit_bytes)}."
+                "local_cache= on another one."
             ) from problem
         return fd
 
@@ -405,10 +405,11 @@ class MirroredStore(DiskStore):
         need_bytes = (np.count_nonzero(self._users) + len(numbers)) * self.mirror.segment_bytes
         if need_bytes > self.mirror.limit_bytes + self.mirror.segment_bytes:
             raise CacheError(
-                f"local_limit={format_bytes(self.mirror.limit_bytes)} of "
-                f"{self.mirror.folder.parent} is too small: this process needs "
-                f"{format_bytes(need_bytes)} at once. Raise it; or use ChunkedLoader with a "
-                "smaller memory_limit= or chunk_samples=, which needs two chunks at a time."
+                f"half of what is free in {self.mirror.folder.parent}, "
+                f"{format_bytes(self.mirror.limit_bytes)}, is too small: "
+                f"this process needs {format_bytes(need_bytes)} at once. Free some, or use "
+                "ChunkedLoader with a smaller memory_limit= or chunk_samples=, which needs two "
+                "chunks at a time."
             )
         files = dict(zip(self._names, self._mirrored, strict=True))
         for segment, fd in self.mirror.open(map(self._segment, numbers.tolist())):

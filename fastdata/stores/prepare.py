@@ -16,14 +16,13 @@ from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from numbers import Integral
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 import numpy as np
 
 from fastdata.errors import MemoryBudgetError, SampleError
 from fastdata.machine import memory
 from fastdata.machine.memory import (
-    STORAGES,
     Budget,
     CodecTrial,
     StoragePlan,
@@ -49,56 +48,70 @@ from fastdata.sources import DatasetSource, FileSource, ItemKeys
 from fastdata.sources.remote import StorageOptions
 from fastdata.stores.readers import Decoder, Store
 from fastdata.stores.samples import SOURCE, KeptSamples, ReadPath, ReadSample, read_samples
-from fastdata.stores.writers import ALIGN_BYTES, LazyStore, WriterPlan, ingest
+from fastdata.stores.writers import ALIGN_BYTES, LazyStore, WriterPlan, check_skipped, ingest
 
 OnError = Literal["raise", "skip"]
-_CHOICES = {
-    "storage": STORAGES,
-    "fill": ("auto", "eager"),
-    "batch_ops": ("auto", "off"),
-    "on_error": ("raise", "skip"),
-    "share": ("auto", "off"),
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Options:
-    """What the user chooses of any dataset, as ``DatasetOptions`` of datasets/ documents it."""
+class CacheWriting:
+    """What writes a cache, and how large its shards are; see ``build_cache`` of datasets."""
 
-    storage: Literal["auto", "device", "shared", "compressed", "disk", "none"] = "auto"
-    codec: Any = "auto"
-    resize: Bound | None = None
-    fill: Literal["auto", "eager"] = "auto"
-    memory_limit: int | float | str | None = None
-    progress: bool = True
-    seed: int | None = None
-    batch_ops: Literal["auto", "off"] = "auto"
-    on_error: OnError = "raise"
-    num_workers: int | None = None
-    cache_dir: str | os.PathLike[str] | None = None
-    cache_key: str | None = None
-    storage_options: Mapping[str, Any] | None = None
-    local_cache: str | os.PathLike[str] | None = None
-    local_limit: int | float | str | None = None
-    share: Literal["auto", "off"] = "auto"
-    return_index: bool = False
     engine: Literal["local", "ray"] | Executor = "local"
     shard_bytes: int | str | None = None
 
     def __post_init__(self) -> None:
+        if self.engine not in ("local", "ray") and not isinstance(self.engine, Executor):
+            raise ValueError(
+                f"engine={self.engine!r} is not 'local', 'ray', or a concurrent.futures.Executor"
+            )
+        # A share of nothing is no size.
+        if self.shard_bytes is not None and parse_bytes(self.shard_bytes, of=0) < 1:
+            what = f"shard_bytes={self.shard_bytes!r} is no size"
+            raise ValueError(f"{what}: give bytes as an int, or text as '256MiB'")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """What the user chooses of any dataset, as ``DatasetOptions`` of datasets/ documents it.
+
+    The last three are not for the user to give.
+    """
+
+    storage: Literal["auto", "device", "shared", "compressed", "disk", "none"] = "auto"
+    codec: Any = "auto"
+    resize: Bound | None = None
+    cache_dir: str | os.PathLike[str] | None = None
+    cache_key: str | None = None
+    memory_limit: int | float | str | None = None
+    storage_options: Mapping[str, Any] | None = None
+    local_cache: str | os.PathLike[str] | None = None
+    seed: int | None = None
+    on_error: OnError = "raise"
+    prepare_workers: int | None = None
+    batch_ops: bool = True
+    at_once: bool = False
+    """Whether all samples are prepared now, and none on its first read."""
+    alone: bool = False
+    """Whether samples are not for the other ranks of this machine."""
+    writing: CacheWriting = CacheWriting()
+
+    def __post_init__(self) -> None:
         if self.storage_options is not None:
             object.__setattr__(self, "storage_options", StorageOptions(self.storage_options))
-        for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise ValueError(
-                    f"{name}={getattr(self, name)!r} is not one of {', '.join(map(repr, choices))}"
-                )
-        for name in ("num_workers", "seed"):
+        for name, kind in get_type_hints(Options).items():
+            value = getattr(self, name)
+            if get_origin(kind) is Literal and value not in get_args(kind):
+                choices = ", ".join(map(repr, get_args(kind)))
+                raise ValueError(f"{name}={value!r} is not one of {choices}")
+        for name in ("prepare_workers", "seed"):
             number = getattr(self, name)
             if number is not None and not isinstance(number, Integral):
                 raise TypeError(f"{name}={number!r} is no whole number")
-        if self.num_workers is not None and self.num_workers < 0:
-            raise ValueError(f"num_workers={self.num_workers} is below 0")
+        if self.prepare_workers is not None and self.prepare_workers < 0:
+            raise ValueError(f"prepare_workers={self.prepare_workers} is below 0")
+        if not isinstance(self.batch_ops, bool):
+            raise TypeError(f"batch_ops={self.batch_ops!r} is neither True nor False")
         if isinstance(self.codec, str) and self.codec not in ("auto", SOURCE):
             from fastdata.stores.codecs import KNOWN_CODECS
 
@@ -114,18 +127,8 @@ class Options:
                 f"storage={self.storage!r} does not. Leave one of them out; codec= compresses on "
                 "disk as well."
             )
-        if self.engine not in ("local", "ray") and not isinstance(self.engine, Executor):
-            raise ValueError(
-                f"engine={self.engine!r} is not 'local', 'ray', or a concurrent.futures.Executor"
-            )
-        if self.cache_dir is None and (self.engine != "local" or self.shard_bytes is not None):
-            raise ValueError(
-                "engine= and shard_bytes= say how a cache is written; they need cache_dir="
-            )
-        # A share of nothing is no size.
-        if self.shard_bytes is not None and parse_bytes(self.shard_bytes, of=0) < 1:
-            what = f"shard_bytes={self.shard_bytes!r} is no size"
-            raise ValueError(f"{what}: give bytes as an int, or text as '256MiB'")
+        if self.cache_dir is None and self.writing != CacheWriting():
+            raise ValueError("build_cache() writes a cache; name its folder with cache_dir=")
 
 
 # A few samples
@@ -208,7 +211,7 @@ def prepare_storage(
     """
     if options.storage != "none" and len(path.source) > 0:
         preparation = _Preparation(path, options, table)
-        return preparation.run() if options.share == "off" else preparation.run_with_others(by)
+        return preparation.run() if options.alone else preparation.run_with_others(by)
     if options.on_error == "skip":
         warn_user(
             "on_error='skip' leaves out what cannot be prepared; storage='none' finds out only "
@@ -295,7 +298,7 @@ class _Preparation:
     def _is_lazy(self, plan: StoragePlan) -> bool:
         """Whether samples wait for their first read: where what they take is certain."""
         options, path = self._options, self._path
-        is_asked_for = options.fill == "auto" and options.on_error == "raise"
+        is_asked_for = options.on_error == "raise" and not options.at_once
         # All of them are copied to a device at once.
         is_raw = plan.codec is None and plan.storage != "device"
         return is_asked_for and is_raw and path.by_core is not None and path.shape is not None
@@ -353,7 +356,7 @@ class _Preparation:
         return replace(prepared, kept=replace(prepared.kept, shared_by=place))
 
     def _run_alone(self) -> Prepared:
-        self._budget = _budget(replace(self._options, share="off"))
+        self._budget = _budget(replace(self._options, alone=True))
         return self.run()
 
     def _attached(self, prepared: Prepared, leader: str) -> Prepared:
@@ -376,7 +379,12 @@ class _Preparation:
 
         options, source = self._options, self._path.source
         name = options.cache_key
-        words: list[Any] = [options.storage, options.fill, options.on_error, options.memory_limit]
+        words: list[Any] = [
+            options.storage,
+            options.at_once,
+            options.on_error,
+            options.memory_limit,
+        ]
         words += [name, describe_codec(options.codec, name), describe(list(by), name)]
         words += [len(source), self._expected.specs]
         if isinstance(source, DatasetSource):
@@ -418,13 +426,13 @@ def _describe(dataset: Any, cache_key: str | None) -> str:
 
 
 def _budget(options: Options) -> Budget:
-    is_shared = options.share == "auto" and find_run() is not None
-    ranks = 1 if is_shared else local_ranks()
+    ranks = local_ranks() if options.alone or find_run() is None else 1
     return budget_bytes(memory.available_bytes(), options.memory_limit, ranks=ranks)
 
 
 def warn_of_skipped(skipped: Sequence[SampleError], count: int) -> None:
     if skipped:
+        check_skipped(dict(enumerate(skipped)), count)
         left_out = f"{len(skipped)} of {count} samples cannot be prepared and were left out"
         warn_user(f"{left_out}; dataset.skipped lists them. The first: {skipped[0]}")
 

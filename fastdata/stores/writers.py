@@ -406,23 +406,53 @@ def _run(
     done = run_tasks(job, tasks, workers if workers > 1 else 0, forks=forks, cores=cores)
     said = f"preparing {len(indices):,} images"
     results: list[_Written] = []
+    errors: dict[int, SampleError] = {}
     with (
         contextlib.closing(done),
-        progress_bar(len(indices), said, enabled=options.progress) as bar,
+        progress_bar(len(indices), said) as bar,
     ):
         for written in done:
             for each in written:
-                if each.error is not None and options.on_error == "raise":
-                    raise each.error
+                if each.error is not None:
+                    if options.on_error == "raise":
+                        raise each.error
+                    errors[each.row] = each.error
+                    check_skipped(errors, len(indices))
             results += written
             bar.update(len(written))
     return results
 
 
 def ingest_workers(options: Options, cores: Collection[int] = ()) -> int:
-    if options.num_workers is None:
+    if options.prepare_workers is None:
         return memory.usable_cores(len(cores) or None)
-    return options.num_workers
+    return options.prepare_workers
+
+
+_SKIPPED_AT_LEAST = 10
+"""That may be left out of any dataset, however few samples it has."""
+_SKIPPED_IN_A_ROW = 100
+
+
+def check_skipped(errors: dict[int, SampleError], count: int) -> None:
+    """Raise IngestError where ``on_error="skip"`` would leave out more than single samples.
+
+    Args:
+        errors: by number of the sample, the latest one last.
+        count: of all samples.
+    """
+    latest = next(reversed(errors), 0)
+    in_a_row = range(latest, latest - _SKIPPED_IN_A_ROW, -1)
+    if len(errors) > max(_SKIPPED_AT_LEAST, count // 100):
+        found = f"{len(errors):,} of {count:,} samples cannot be prepared, more than 1 %"
+    elif len(errors) >= _SKIPPED_IN_A_ROW and all(row in errors for row in in_a_row):
+        found = f"{_SKIPPED_IN_A_ROW} samples in a row, up to {latest}, cannot be prepared"
+    else:
+        return
+    first = errors[min(errors)]
+    raise IngestError(
+        f"on_error='skip' leaves out single damaged samples, but {found}. The first: {first}"
+    ) from first
 
 
 def _write_task(to_write: WritePath, with_targets: bool, task: _Task) -> list[_Written]:

@@ -159,10 +159,8 @@ def _measure_recipe(
         transform,
         resize=None if is_square else (PREPARED_PX, PREPARED_PX),
         storage="shared",
-        fill="eager",
-        progress=False,
         **chosen,
-    )
+    ).prepare()
     with prepared as ours:
         prepare_s = time.perf_counter() - began
         rates: dict[str, list[float]] = {"vanilla": [], "fastdata": []}

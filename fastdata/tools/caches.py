@@ -61,7 +61,7 @@ def add_build(parser: argparse.ArgumentParser) -> None:
     on_error = "what to do with a file that is no image; default: %(default)s"
     add("--on-error", choices=("raise", "skip"), default="raise", help=on_error)
     add(
-        "--num-workers",
+        "--prepare-workers",
         type=output.positive,
         metavar="N",
         help="processes; by default all usable cores",
@@ -81,7 +81,7 @@ def build(options: argparse.Namespace) -> int:
     if not is_url(folder):
         output.check_folder(folder)
     centre = CenterCrop((crop, crop)) if crop else None
-    with ImageFolder(folder, centre, cache_dir=cache, **arguments) as dataset:
+    with ImageFolder.build_cache(folder, centre, cache_dir=cache, **arguments) as dataset:
         print(f"{counted(len(dataset), 'sample')}; {dataset.storage_plan.reason}")
     return 0
 

@@ -87,7 +87,7 @@ def export_cache(
         >>> squares = [(torch.full((3, 4, 4), i, dtype=torch.uint8), i * i) for i in range(3)]
         >>> with tempfile.TemporaryDirectory() as root:
         ...     cache, tars = f"{root}/cache", f"{root}/tars"
-        ...     options = {"cache_dir": cache, "cache_key": "squares", "progress": False}
+        ...     options = {"cache_dir": cache, "cache_key": "squares"}
         ...     CachedDataset(squares, **options).close()
         ...     export = export_cache(cache, tars, to="webdataset", progress=False)
         ...     print(export.samples, export.lossless, sorted(os.listdir(export.folder)))

@@ -30,9 +30,9 @@ SHARD = 4 * 3 * 7 * 9
 
 def build(home: Path, engine: str) -> dict[str, bytes]:
     """The files of the cache's samples."""
-    options = {"resize": (7, 9), "loader": open_noted, "progress": False, "num_workers": 1}
+    options = {"resize": (7, 9), "loader": open_noted, "prepare_workers": 1}
     cache = home / engine
-    ImageFolder(
+    ImageFolder.build_cache(
         str(home / "images"), cache_dir=cache, engine=engine, shard_bytes=SHARD, **options
     ).close()
     return {path.name: path.read_bytes() for path in cache.glob("*/part*")}

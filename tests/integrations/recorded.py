@@ -45,9 +45,7 @@ class CountingImages(CachedDataset):
         transform = v1.Compose(
             [v1.RandomCrop((4, 3)), v1.RandomHorizontalFlip(), v1.ConvertImageDtype(torch.float32)]
         )
-        super().__init__(
-            [(pixels[i], i) for i in range(COUNT)], transform=transform, seed=0, progress=False
-        )
+        super().__init__([(pixels[i], i) for i in range(COUNT)], transform=transform, seed=0)
 
     @property
     def reads(self) -> np.ndarray:

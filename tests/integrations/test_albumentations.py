@@ -26,7 +26,7 @@ def images() -> list[tuple[Image.Image, int]]:
 def test_its_compose_is_a_transform(workers: int) -> None:
     """Batches are of what it makes of the arrays, and one line says that it runs on each sample."""
     transform = albumentations.Compose([CROP, albumentations.Normalize(), ToTensorV2()])
-    with CachedDataset(images(), transform=transform, progress=False) as dataset:
+    with CachedDataset(images(), transform=transform) as dataset:
         with pytest.warns(FastDataWarning, match=r"Compose\(.* is not a known batch op"):
             (batch,) = DataLoader(dataset, batch_size=4, num_workers=workers)
         wanted = torch.stack([transform(image=np.asarray(image))["image"] for image, _ in images()])
@@ -36,8 +36,6 @@ def test_its_compose_is_a_transform(workers: int) -> None:
 
 def test_it_may_stand_among_torchvisions_steps() -> None:
     """What follows gets the array that it makes."""
-    with CachedDataset(
-        images(), transform=v1.Compose([CROP, v1.ToTensor()]), progress=False
-    ) as dataset:
+    with CachedDataset(images(), transform=v1.Compose([CROP, v1.ToTensor()])) as dataset:
         wanted = v1.functional.to_tensor(CROP(image=np.asarray(images()[1][0]))["image"])
         assert torch.equal(dataset[1][0], wanted)

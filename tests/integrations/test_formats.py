@@ -59,9 +59,7 @@ def hugging(tmp_path: Path) -> datasets.Dataset:
 @pytest.fixture
 def cache(image_folder: Callable[..., Path], tmp_path: Path) -> Path:
     root = image_folder(suffix=".png")
-    ImageFolder(
-        root, cache_dir=tmp_path / "cache", fill="eager", progress=False, num_workers=1
-    ).close()
+    ImageFolder(root, cache_dir=tmp_path / "cache", prepare_workers=1).prepare().close()
     return tmp_path / "cache"
 
 
@@ -78,7 +76,7 @@ def test_webdatasets_writer(tmp_path: Path) -> None:
                 "npy": np.arange(i + 1),
             }
             writer.write(item)
-    with CachedDataset(f"{tmp_path}/t-{{00..02}}.tar", progress=False, num_workers=2) as dataset:
+    with CachedDataset(f"{tmp_path}/t-{{00..02}}.tar", prepare_workers=2) as dataset:
         assert list(dataset.targets) == list(range(COUNT))
         assert all(same(dataset[i][0], i) for i in range(COUNT))
     ours = open_dataset(tmp_path, columns=["png", "cls", "json", "npy", "__key__"])
@@ -97,7 +95,7 @@ import numpy as np
 from litdata import StreamingDataset
 from fastdata import CachedDataset
 for workers in (1, 2):
-    with CachedDataset(StreamingDataset(sys.argv[1]), progress=False, num_workers=workers) as dataset:
+    with CachedDataset(StreamingDataset(sys.argv[1]), prepare_workers=workers) as dataset:
         print([item["label"] for item in dataset], np.array(dataset[len(dataset) - 1]["image"], np.int64).sum())
 """
 """In a process of its own: litdata leaves its files open."""
@@ -144,7 +142,7 @@ def test_arrow_and_parquet_are_dicts(
     folder = tmp_path / "rows"
     folder.mkdir()
     write(hugging, folder)
-    with CachedDataset(folder, progress=False, num_workers=2) as dataset:
+    with CachedDataset(folder, prepare_workers=2) as dataset:
         assert [dataset[i]["label"] for i in range(COUNT)] == [i % 2 for i in range(COUNT)]
         assert all(same(dataset[i]["image"], i) for i in range(COUNT))
 
@@ -227,8 +225,7 @@ def test_files_behind_a_url(throttled: ThrottledS3, hugging: Any, tmp_path: Path
     write_stream(hugging, bucket / "arrow")
     options: dict[str, Any] = {
         "storage_options": throttled.storage_options,
-        "progress": False,
-        "num_workers": 2,
+        "prepare_workers": 2,
     }
     for name in ("tar/t-{00..02}.tar", "tar", "tar/t-*.tar"):
         with CachedDataset(f"s3://bucket/{name}", **options) as dataset:
@@ -242,11 +239,11 @@ def test_files_behind_a_url(throttled: ThrottledS3, hugging: Any, tmp_path: Path
 def test_hugging_faces_datasets(hugging: Any) -> None:
     """Its objects are served as dicts, decoded by it or left as bytes, and as pairs by columns."""
     for dataset in (hugging, hugging.cast_column("image", datasets.Image(decode=False))):
-        with CachedDataset(dataset, progress=False, num_workers=1) as ours:
+        with CachedDataset(dataset, prepare_workers=1) as ours:
             assert ours[3]["label"] == 1
             assert all(same(ours[i]["image"], i) for i in range(COUNT))
         columns = {"sample": "image", "target": "label"}
-        with CachedDataset(dataset, columns=columns, progress=False, num_workers=1) as ours:
+        with CachedDataset(dataset, columns=columns, prepare_workers=1) as ours:
             assert list(ours.targets) == [i % 2 for i in range(COUNT)]
 
 
@@ -269,7 +266,7 @@ def test_a_cache_behind_a_url_is_exported(
     """Its images are those of the cache that was copied there."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     shutil.copytree(cache, tmp_path / "s3" / "bucket" / "cache")
-    options = {"storage_options": throttled.storage_options, "progress": False}
+    options = {"storage_options": throttled.storage_options}
     done = export_cache("s3://bucket/cache", tmp_path / "out", to="folder", **options)
     with CachedDataset.from_cache(cache) as ours:
         assert done.samples == len(ours)

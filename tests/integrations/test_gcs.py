@@ -55,8 +55,8 @@ def test_folder_manifest_and_cache(options: dict[str, Any], tmp_path: Path) -> N
                 for image, target in zip(images, targets, strict=True)
             )
 
-    local = seen(ImageFolder(tmp_path / "train", tensor_of, progress=False))
-    there: dict[str, Any] = {"storage_options": options, "progress": False}
+    local = seen(ImageFolder(tmp_path / "train", tensor_of))
+    there: dict[str, Any] = {"storage_options": options}
     assert seen(ImageFolder("gs://bucket/train", tensor_of, **there)) == local
     assert seen(ImageManifest("gs://bucket/train.csv", transform=tensor_of, **there)) == local
     cached = {**there, "cache_dir": "gs://bucket/caches", "local_cache": tmp_path / "mirror"}

@@ -53,7 +53,7 @@ def colours_of(dataset: ImageFolder) -> list[int]:
 
 
 @pytest.mark.parametrize("workers", ["thread", "process"])
-@pytest.mark.parametrize("options", [{"storage": "none"}, {}, {"fill": "eager"}], ids=str)
+@pytest.mark.parametrize("options", [{"storage": "none"}, {}, {"resize": (8, 8)}], ids=str)
 def test_a_folder_in_s3_through_faults(
     throttled: ThrottledS3, folder: Path, options: dict[str, Any], workers: Any
 ) -> None:
@@ -65,7 +65,6 @@ def test_a_folder_in_s3_through_faults(
         "s3://bucket/train",
         tensor_of,
         storage_options=throttled.storage_options,
-        progress=False,
         **options,
     )
     with dataset:
@@ -78,9 +77,7 @@ def test_a_folder_in_s3_through_faults(
 
 def test_a_cache_in_s3_through_faults(throttled: ThrottledS3, folder: Path, tmp_path: Path) -> None:
     """Every sample of a streamed cache comes right, although blocks come broken off, too short or with wrong bits."""
-    with ImageFolder(
-        folder, resize=(300, 300), cache_dir=tmp_path / "built", progress=False
-    ) as dataset:
+    with ImageFolder(folder, resize=(300, 300), cache_dir=tmp_path / "built") as dataset:
         colours, targets = colours_of(dataset), sorted(dataset.targets)
     (home,) = (path.parent for path in (tmp_path / "built").glob("*/fastdata.json"))
     shutil.copytree(home, tmp_path / "s3/bucket/cache")
@@ -165,14 +162,13 @@ def test_a_cache_is_built_in_s3(s3: MotoS3, tmp_path: Path, folder: Path, engine
     }
     options |= {
         "local_cache": tmp_path / "local",
-        "progress": False,
         "resize": (8, 8),
         "shard_bytes": 192 * 4,
     }
     with contextlib.ExitStack() as cleanup:
         if engine == "processes":
             engine = cleanup.enter_context(ProcessPoolExecutor(2, get_context("spawn")))
-        with ImageFolder("s3://bucket/train", engine=engine, **options) as dataset:
+        with ImageFolder.build_cache("s3://bucket/train", engine=engine, **options) as dataset:
             colours, targets = colours_of(dataset), list(dataset.targets)
             assert colours_in(dataset) == colours
     place = Place("s3://bucket/caches", s3.storage_options)
@@ -200,7 +196,6 @@ def test_a_build_in_s3_goes_on(s3: MotoS3, tmp_path: Path, folder: Path) -> None
     }
     options |= {
         "local_cache": tmp_path / "local",
-        "progress": False,
         "resize": (8, 8),
         "shard_bytes": 192 * 4,
     }
@@ -208,14 +203,14 @@ def test_a_build_in_s3_goes_on(s3: MotoS3, tmp_path: Path, folder: Path) -> None
     (folder / "class2/23.png").write_bytes(b"no image")
     place = Place("s3://bucket/caches", s3.storage_options)
     with pytest.raises(SampleError, match=r"class2/23\.png"):
-        ImageFolder(folder, num_workers=1, **options)
+        ImageFolder.build_cache(folder, prepare_workers=1, **options)
     left = {entry.name: entry.tag for entry in place.find()}
     assert left
     assert not [name for name in left if name.endswith("fastdata.json")]
     with pytest.raises(SampleError, match=r"class2/23\.png"):
-        ImageFolder(folder, num_workers=1, **options)
+        ImageFolder.build_cache(folder, prepare_workers=1, **options)
     assert {entry.name: entry.tag for entry in place.find()} == left
     (folder / "class2/23.png").write_bytes(whole)
-    with ImageFolder(folder, **options) as dataset:
+    with ImageFolder.build_cache(folder, **options) as dataset:
         assert colours_in(dataset) == colours_of(dataset)
     assert not [entry.name for entry in place.find() if "shard" in entry.name]

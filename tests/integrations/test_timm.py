@@ -99,7 +99,7 @@ def test_what_timm_wraps_a_dataset_in_reads_ours(
     root: Path, options: dict[str, Any], shapes: set[tuple[int, ...]]
 ) -> None:
     """A wrapper that takes the transform for itself, in parts or whole, trains over ours: batches of its own shapes."""
-    with fastdata.ImageFolder(root / "train", progress=False) as dataset:
+    with fastdata.ImageFolder(root / "train") as dataset:
         wrapped = AugMixDataset(dataset, 3) if "num_aug_splits" in options else dataset
         loader = create_loader(
             wrapped,

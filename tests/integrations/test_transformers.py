@@ -107,7 +107,7 @@ def test_items_that_are_dicts_need_no_collator(tmp_path: Path) -> None:
         {"pixel_values": torch.full((4, 3, 3), i, dtype=torch.uint8), "label": i}
         for i in range(COUNT)
     ]
-    with CachedDataset(items, transform=lambda image: image.float(), progress=False) as dataset:
+    with CachedDataset(items, transform=lambda image: image.float()) as dataset:
         model = _train(tmp_path, dataset)
     assert sorted(labels_of(model.trained)) == sorted([*range(COUNT), *range(COUNT)])
     assert {draw / max(label, 1) for label, draw in draws_of(model.evaluated).items()} == {

@@ -113,7 +113,7 @@ class _Wanted:
 
     @property
     def mirroring(self) -> Mirroring:
-        return Mirroring(self.options.local_cache, self.options.local_limit)
+        return Mirroring(self.options.local_cache)
 
     @property
     def coders(self) -> list[Decoder]:
@@ -344,7 +344,9 @@ def _begin(wanted: _Wanted) -> _Draft:
         key=wanted.key,
         root=wanted.root,
         parts=parts,
-        shard_rows=samples_per_shard(len(source), sum(part_bytes), wanted.options.shard_bytes),
+        shard_rows=samples_per_shard(
+            len(source), sum(part_bytes), wanted.options.writing.shard_bytes
+        ),
         shards=(),
         is_tuple=expected.first.is_tuple,
         target_is_part=expected.first.target_is_part,
@@ -434,7 +436,7 @@ def _write_missing(wanted: _Wanted, draft: _Draft) -> list[Written]:
         plans=plans,
         parts=manifest.parts,
         place=wanted.place,
-        options=Options(on_error=wanted.options.on_error, num_workers=1, progress=False),
+        options=Options(on_error=wanted.options.on_error, prepare_workers=1),
         with_targets=wanted.table is None and not manifest.target_is_part,
     )
     return write_shards(writer, tasks, wanted.options)

@@ -306,7 +306,7 @@ def write_shards(writer: ShardWriter, tasks: Sequence[Task], options: Options) -
         )
     with (
         contextlib.closing(_run(writer, left, options)) as receipts,
-        progress_bar(count, f"preparing {count:,} images", enabled=options.progress) as bar,
+        progress_bar(count, f"preparing {count:,} images") as bar,
     ):
         bar.update(count - missing)
         try:
@@ -364,16 +364,18 @@ def _run(
     """Write shards in any order; yield number and receipt of each."""
     workers = ingest_workers(options)
     source = writer.path.source
-    if options.engine != "local":
+    if options.writing.engine != "local":
         if isinstance(source, FileSource):  # a task has the files of its own samples only
             sent = source.over(source.columns_of(()))
             writer = replace(writer, path=writer.path._replace(source=sent))
-        yield from run_on(options.engine, writer, [_with_files(source, task) for task in tasks])
+        yield from run_on(
+            options.writing.engine, writer, [_with_files(source, task) for task in tasks]
+        )
     elif 1 < workers <= len(tasks):
         forks = needs_processes(writer.path, writer.plans)
         yield from run_tasks(writer, tasks, workers, forks=forks)
     else:  # too few to go round: all workers at one after the other
-        alone = replace(writer, options=replace(writer.options, num_workers=workers))
+        alone = replace(writer, options=replace(writer.options, prepare_workers=workers))
         yield from map(alone, tasks)
 
 
