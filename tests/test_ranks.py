@@ -230,8 +230,7 @@ def test_a_sample_that_one_rank_reads_is_there_for_all(images: Path) -> None:
     def work(rank: int, pipe: Any) -> Any:
         with ImageFolder(images, np.asarray, resize=(8, 8)) as dataset:
             pipe.send("made")
-            if rank:
-                pipe.recv()
+            pipe.recv()
             found = [np.asarray(dataset[index][0]).tolist() for index in range(len(dataset))]
             for path, _ in dataset.samples:
                 Path(path).unlink(missing_ok=True)
@@ -241,6 +240,7 @@ def test_a_sample_that_one_rank_reads_is_there_for_all(images: Path) -> None:
 
     with Ranks(2, work) as run:
         assert run.receive_all() == ["made"] * 2
+        run.pipes[0].send("go")
         assert run.receive(0) == 1.0
         run.pipes[1].send("go")
         assert run.receive(1) == 1.0
