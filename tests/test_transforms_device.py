@@ -345,13 +345,13 @@ def test_a_sample_does_not_depend_on_its_batch(device: torch.device) -> None:
 
 
 def test_draws_are_one_small_tensor() -> None:
-    """One int16 tensor: for each row and column served, where in the sample it comes from."""
+    """Eight bytes a sample, of one int16 tensor: where its first row and column lie, and the way from there."""
     prog = program_of(WINDOWS, store_of())
     draws = prog.draw(np.arange(24), EPOCH, SEED)
     assert draws is not None
     assert draws.dtype == torch.int16
     assert draws.is_contiguous()
-    assert draws.shape == (24, 36 + 36)
+    assert draws.shape == (24, 1, 4)
     mixed = prog.draw(np.arange(24), np.arange(24) % 2, SEED)
     assert mixed is not None
     assert not torch.equal(mixed, draws)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from fastdata.datasets.batch import stacked
-from fastdata.datasets.dataset import lease_of
+from fastdata.datasets.dataset import PreparedDataset, lease_of
 from fastdata.datasets.reader import DeviceBatch, Lease
 from fastdata.datasets.ring import BatchRing
 from fastdata.errors import kind_of
@@ -69,8 +69,12 @@ def fallback_reason(
         raise ValueError(
             f"batch_ops='device' is not possible here: {obstacle}. Use batch_ops='auto'."
         )
-    is_small = stored_bytes <= served_bytes * MOST_TIMES_SERVED
-    if obstacle is not None or asked == "device" or is_mirrored or is_small:
+    if (
+        obstacle is not None
+        or asked == "device"
+        or is_mirrored
+        or stored_bytes <= served_bytes * MOST_TIMES_SERVED
+    ):
         return obstacle
     stored, served = format_bytes(stored_bytes), format_bytes(served_bytes)
     return f"a sample as stored is {stored}, after the batch ops {served}"
@@ -92,8 +96,9 @@ class DeviceOps:
         self._lock = threading.Lock()
         self._mirror: torch.Tensor | None = None
         self._has_warned = False
-        # Where they run in the latest epoch, and why; empty where the loader has none.
-        self.described = ""
+        self.described = (
+            ""  # where they run in the latest epoch, and why; empty where the loader has none
+        )
 
     def begin(self) -> tuple[Read, Ops] | None:
         """Say what reads the batches of an epoch and what finishes them; None if the CPU does it all.
@@ -104,14 +109,18 @@ class DeviceOps:
         self.described = ""
         if self._served is None:
             return None
-        self._served.dataset.reader()  # which notices what was changed in place
+        served = self._served.dataset
+        served.reader()  # which notices what was changed in place
         dataset = self._served.parts[0]  # several have an obstacle
+        obstacle: str | None = (
+            f"the loader is {kind_of(self._loader)}, not fastdata's DataLoader in batches"
+        )
+        if isinstance(self._loader, DataLoader) and is_own(self._loader):
+            obstacle = self._loader.device_obstacle()
         is_kept_there = dataset.storage == "device"
-        obstacle = self._obstacle()
         if obstacle is None and not dataset.plan.batch_ops and not is_kept_there:
             return None
-        lease = lease_of(dataset)
-        program = None if obstacle else self._compile(dataset.plan, lease)
+        program = self._compile(dataset) if obstacle is None else None
         reason = fallback_reason(
             self._asked,
             obstacle,
@@ -119,49 +128,51 @@ class DeviceOps:
             served_bytes=self._served.latest().served_bytes or 0,
             is_mirrored=is_kept_there and program is not None and program.host is None,
         )
+        lease = lease_of(dataset)
+        is_there = False
+        where = f"on {self._device}"
+        unused = ""
         if program is None or reason is not None:
-            self.described = f"on the CPU: {reason}"
-            self._say_unused(is_kept_there, f", batches are made on the CPU: {reason}")
-            return None
-        self.described = f"on {self._device}"
-        is_there = is_kept_there and program.host is None
-        if program.host is not None:
-            self.described += f", the conversion only: {program.host_step} runs on the CPU"
-            self._say_unused(is_kept_there, f": {program.host_step} runs on the CPU")
-        elif is_there:
-            size = format_bytes(_size_bytes(_store(lease)))
-            self.described += f", from a copy of the store there ({size})"
-        read = partial(_read, lease, program, is_there)
-        return read, partial(self._run, program, lease if is_there else None)
-
-    def _obstacle(self) -> str | None:
-        if isinstance(self._loader, DataLoader) and is_own(self._loader):
-            return self._loader.device_obstacle()
-        return f"the loader is {kind_of(self._loader)}, not fastdata's DataLoader in batches"
-
-    def _say_unused(self, is_kept_there: bool, why: str) -> None:
-        if is_kept_there and self._asked != "cpu" and not self._has_warned:
+            where = f"on the CPU: {reason}"
+            unused = f", batches are made on the CPU: {reason}"
+        elif program.host is not None:
+            unused = f": {program.host_step} runs on the CPU"
+            where += f", the conversion only{unused}"
+        elif is_kept_there:
+            is_there = True
+            where += (
+                f", from a copy of the store there ({format_bytes(_size_bytes(_store(lease)))})"
+            )
+        self.described = where
+        if unused and is_kept_there and self._asked != "cpu" and not self._has_warned:
             self._has_warned = True
-            warn_user(f"storage='device' has no effect{why}")
+            warn_user(f"storage='device' has no effect{unused}")
+        if program is None or reason is not None:
+            return None
+        read = partial(_read, lease, program, is_there)
+        return read, partial(self.run, program, lease if is_there else None)
 
-    def _compile(self, plan: TransformPlan, lease: Lease) -> DeviceProgram:
-        # The user may have replaced the transform.
-        if self._compiled is None or self._compiled[0] is not plan:
-            program = DeviceProgram(plan, _store(lease).spec, **self._options)
-            self._compiled = plan, program
+    def _compile(self, dataset: PreparedDataset) -> DeviceProgram:
+        if (
+            self._compiled is None or self._compiled[0] is not dataset.plan
+        ):  # the user may have replaced it
+            self._compiled = (
+                dataset.plan,
+                DeviceProgram(dataset.plan, _store(lease_of(dataset)).spec, **self._options),
+            )
         return self._compiled[1]
 
-    def _run(self, program: DeviceProgram, lease: Lease | None, batch: DeviceBatch) -> Any:
-        """Make the images on the device, of a stored batch or, with a lease, of a copy of the store there."""
+    def run(self, program: DeviceProgram, lease: Lease | None, batch: DeviceBatch) -> Any:
+        """Make the images of a stored batch on the device that it lies on; or, with a lease, of a copy of the store."""
         if lease is None:
-            images = program.run(batch.samples, batch.draws)
-        else:
-            with self._lock:  # two iterators may be the first
-                if self._mirror is None:
-                    self._mirror = _upload(_store(lease), self._device)
-                mirror_NCHW = self._mirror
-            images = program.run(mirror_NCHW, batch.draws, batch.samples)
-        return stacked(images, batch.targets, batch.keys)
+            return stacked(program.run(batch.samples, batch.draws), batch.targets, batch.keys)
+        with self._lock:  # two iterators may be the first
+            if self._mirror is None:
+                self._mirror = _upload(_store(lease), self._device)
+            store_NCHW = self._mirror
+        return stacked(
+            program.run(store_NCHW, batch.draws, batch.samples), batch.targets, batch.keys
+        )
 
     def close(self) -> None:
         """Give back the memory on the device. Idempotent; a later epoch copies again."""
