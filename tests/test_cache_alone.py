@@ -123,7 +123,7 @@ def test_a_lossy_cache_is_served_as_it_is(image_folder: Folder) -> None:
                 "24",
                 "--codec",
                 "jpeg",
-                "--num-workers",
+                "--prepare-workers",
                 "1",
             ]
         )

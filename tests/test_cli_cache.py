@@ -28,7 +28,17 @@ def test_a_dataset_starts_from_what_was_built(
     cache = root.parent / "cache"
     assert (
         main(
-            ["build", str(root), str(cache), "--resize", "12", "--crop", "8", "--num-workers", "1"]
+            [
+                "build",
+                str(root),
+                str(cache),
+                "--resize",
+                "12",
+                "--crop",
+                "8",
+                "--prepare-workers",
+                "1",
+            ]
         )
         == 0
     )
@@ -150,7 +160,7 @@ def test_errors_are_the_librarys_own(
     """One line each, with its cure; arguments are named as in Python, and so are the flags but for their dashes."""
     root = image_folder(size=(13, 11))
     (root / "cat" / "000.jpg").write_bytes(b"no image")
-    assert main(["build", str(root), str(root.parent / "cache"), "--num-workers", "1"]) == 2
+    assert main(["build", str(root), str(root.parent / "cache"), "--prepare-workers", "1"]) == 2
     assert "or leave it out with on_error='skip'.\n" in capsys.readouterr().err
     (root.parent / "file").touch()
     assert (
@@ -161,7 +171,7 @@ def test_errors_are_the_librarys_own(
                 str(root.parent / "file"),
                 "--on-error",
                 "skip",
-                "--num-workers",
+                "--prepare-workers",
                 "1",
             ]
         )
@@ -179,7 +189,7 @@ def test_a_folder_that_cannot_be_is_named(
         capsys.readouterr().err
         == "fastdata: /nosuch is no folder: give the one that keeps caches\n"
     )
-    assert main(["build", str(image_folder()), "/proc/x", "--num-workers", "1"]) == 2
+    assert main(["build", str(image_folder()), "/proc/x", "--prepare-workers", "1"]) == 2
     said = capsys.readouterr().err
     assert said.startswith(
         "fastdata: cache_dir='/proc/x' cannot be written (No such file or directory), and it holds no"
