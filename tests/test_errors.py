@@ -100,7 +100,7 @@ def test_a_damaged_file_is_named_by_worker_processes(
     root = image_folder()
     path = root / "cat" / "001.jpg"
     path.write_bytes(path.read_bytes()[:100])
-    with ImageFolder(root, resize=(8, 8), storage=storage) as dataset:
+    with ImageFolder(root, lambda image: image.size, resize=(8, 8), storage=storage) as dataset:
         loader = make_loader(dataset, batch_size=2, num_workers=1, collate_fn=list)
         with pytest.raises(OSError, match="in DataLoader worker process 0") as caught:
             list(loader)
