@@ -244,10 +244,8 @@ class ChunkedLoader:
         rank: which share of each epoch to serve; by default that of ``torch.distributed``, or of
             the environment that torchrun sets.
         world_size: number of shares.
-        storage_options, local_cache: of a cache at a URL, of which the machine keeps
-        what it needs; see
-            ``fastdata.datasets.dataset.DatasetOptions``. Two chunks of every rank of the machine
-            must have room.
+        storage_options, local_cache: of a cache at a URL, as of ``ImageFolder``: where the machine
+            keeps what it needs of it. Two chunks of every rank of the machine must have room.
 
     Raises:
         MemoryBudgetError: ``memory_limit`` leaves no room for batches and two chunks of one batch.
