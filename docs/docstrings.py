@@ -1,8 +1,12 @@
-"""Lets griffe see the examples, which it knows as ``Examples:`` only, and each of several names that share a line."""
+"""Lets griffe see what it does not know of: ``Example:``, names that share a line, datasets' options."""
 
+import inspect
 import re
+from typing import Any
 
 import griffe
+
+from fastdata.stores.options import DatasetOptions
 
 SHARED = re.compile(r"^( +)(\w+(?:, \w+)+): (.+(?:\n\1 +.+)*)$", re.MULTILINE)
 """``seed, rank: as of RankSampler``, and the lines that go on with it."""
@@ -18,3 +22,25 @@ class OwnSections(griffe.Extension):
         if obj.docstring is not None:
             text = obj.docstring.value.replace("\nExample:\n", "\nExamples:\n")
             obj.docstring.value = SHARED.sub(each_alone, text)
+
+    def on_package(self, *, pkg: griffe.Module, **_: object) -> None:
+        """Show every option of a dataset on its own page, with its default and meaning."""
+        meanings = inspect.cleandoc(DatasetOptions.__doc__ or "").partition("Attributes:\n")[2]
+        facts = pkg["stores.options.Options"].members
+        for name in ("cached.CachedDataset", "folder.ImageFolder", "folder.ImageManifest"):
+            dataset: Any = pkg[f"datasets.{name}"]
+            text = dataset.docstring.value
+            dataset.docstring.value = text.replace(
+                "    options: see ``DatasetOptions``.", meanings.rstrip()
+            )
+            parameters = dataset.members["__init__"].parameters
+            del parameters["options"]
+            for option in DatasetOptions.__annotations__:
+                parameters.add(
+                    griffe.Parameter(
+                        option,
+                        annotation=facts[option].annotation,
+                        kind=griffe.ParameterKind.keyword_only,
+                        default=facts[option].value,
+                    )
+                )

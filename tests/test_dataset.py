@@ -9,7 +9,7 @@ import pickle
 import re
 import weakref
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import numpy as np
 import pytest
@@ -35,8 +35,8 @@ from fastdata import (
     Views,
     collate,
 )
-from fastdata.datasets.dataset import DatasetOptions
 from fastdata.errors import SampleError, StoreGoneError
+from fastdata.stores.options import DatasetOptions, Options
 from leftovers import open_descriptors
 
 CROP = v1.Compose([v1.RandomCrop((4, 3)), v1.RandomHorizontalFlip(), v1.ToTensor()])
@@ -1043,18 +1043,15 @@ def test_the_plan_shows_what_runs_before_the_transform() -> None:
 
 
 @pytest.mark.parametrize("kind", [CachedDataset, ImageFolder, ImageManifest])
-def test_every_option_is_in_the_signature(kind: Any) -> None:
-    """What help() shows of a dataset are all options that are documented, each with its default."""
+def test_help_shows_every_option(kind: Any) -> None:
+    """On the page of each dataset's own, with its default and what it means."""
     shown = inspect.signature(kind).parameters
-    assert all(
-        shown[name].default is not inspect.Parameter.empty
-        for name in DatasetOptions.__annotations__
-    )
+    hints = get_type_hints(Options)
+    for name, value in get_type_hints(DatasetOptions).items():
+        assert value == hints[name]
+        assert shown[name].default == inspect.signature(Options).parameters[name].default
+        assert re.search(rf"^    {name}: \S", kind.__doc__, re.MULTILINE)
     assert not any(each.kind is inspect.Parameter.VAR_KEYWORD for each in shown.values())
-    assert all(
-        f"        {name}: " in (DatasetOptions.__doc__ or "")
-        for name in DatasetOptions.__annotations__
-    )
 
 
 def test_a_closed_dataset_says_so() -> None:

@@ -7,13 +7,13 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from fastdata.datasets.dataset import DatasetOptions, PreparedDataset, read_options, show_options
+from fastdata.datasets.dataset import PreparedDataset
 from fastdata.datasets.serving import Stored
 from fastdata.pixels.compose import flatten, is_random
 from fastdata.pixels.describe import describe_dataset
 from fastdata.report import warn_user
 from fastdata.sources import DatasetSource, Source, chosen_keys
-from fastdata.stores.prepare import Options
+from fastdata.stores.options import DatasetOptions, Options, read_options, with_options
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from fastdata.stores.cache import Listing
 
 
+@with_options
 class CachedDataset(PreparedDataset):
     """Any map-style dataset of (sample, target) or of dicts, prepared once and kept in shared memory.
 
@@ -46,8 +47,7 @@ class CachedDataset(PreparedDataset):
         transforms: in place of both, called with sample and target together, as torchvision's: for
             masks and boxes. One of v2's known steps, on images with a ``tv_tensors.Mask``, runs on
             whole batches.
-        options: where and how samples are kept, and more: see
-            ``fastdata.datasets.dataset.DatasetOptions``.
+        options: see ``DatasetOptions``.
 
     ``CachedDataset.from_cache`` opens what ``cache_dir`` keeps without ``dataset``.
 
@@ -73,7 +73,6 @@ class CachedDataset(PreparedDataset):
     """Of ``from_cache``: the folder of the files when the cache was written; empty where samples
     were no files."""
 
-    @show_options
     def __init__(
         self,
         dataset: Any,
@@ -165,9 +164,9 @@ class CachedDataset(PreparedDataset):
                 torchvision's ``PILToTensor``, and not as PIL images, which a ``transform`` would
                 have to make tensors of.
             seed: of the random draws of batch ops; see
-                ``fastdata.datasets.dataset.DatasetOptions``.
+                ``fastdata.stores.options.DatasetOptions``.
             batch_ops: False runs known random transforms per sample exactly as written.
-            storage_options: for a URL; see ``fastdata.datasets.dataset.DatasetOptions``.
+            storage_options: for a URL; see ``fastdata.stores.options.DatasetOptions``.
             local_cache: as there.
 
         Raises:

@@ -10,16 +10,14 @@ from __future__ import annotations
 
 import inspect
 import operator
-import os
 import pickle
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from difflib import get_close_matches
 from multiprocessing.context import get_spawning_popen
 from multiprocessing.reduction import ForkingPickler
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from torch.utils.data import Dataset, Subset, get_worker_info
@@ -32,17 +30,11 @@ from fastdata.errors import SampleError, StoreGoneError, counted, kind_of
 from fastdata.machine.memory import StoragePlan, StorageReport
 from fastdata.machine.shared import ListView, SampleTable
 from fastdata.pixels import StandardTransform, TransformPlan, describe_steps, leading_steps
-from fastdata.pixels.images import Bound, Resize, decoder_of, tensor_class
+from fastdata.pixels.images import Resize, decoder_of, tensor_class
 from fastdata.report import log, warn_user
 from fastdata.sources import DatasetSource, FileSource, Source
-from fastdata.stores.prepare import (
-    CacheWriting,
-    OnError,
-    Options,
-    Prepared,
-    prepare_storage,
-    report_storage,
-)
+from fastdata.stores.options import CacheWriting, Options
+from fastdata.stores.prepare import Prepared, prepare_storage, report_storage
 from fastdata.stores.samples import KeptSamples, ReadPath, Steps, is_fetched, read_path
 
 if TYPE_CHECKING:
@@ -51,93 +43,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from fastdata.stores.cache import Listing
-
-_Init = TypeVar("_Init", bound=Callable[..., None])
-
-
-class DatasetOptions(TypedDict, total=False):
-    """The keyword arguments that all fastdata datasets share.
-
-    Attributes:
-        storage: ``"shared"`` keeps prepared samples in shared memory; ``"compressed"`` keeps them
-            encoded there, and decodes on every read; ``"disk"`` keeps them in ``cache_dir``;
-            ``"none"`` keeps nothing and prepares on every read; ``"auto"`` (default) is ``"disk"``
-            where ``cache_dir`` is given, else takes the first of the others that fits the memory
-            budget. ``"device"``: like ``"shared"``, and each ``CudaPrefetcher`` copies all of them
-            to its GPU once, to gather batches there; never chosen by ``"auto"``.
-        codec: how ``"compressed"`` samples, or those on disk, are encoded. ``"source"``: their own
-            files as they are, prepared on every read. ``"lz4"``, ``"zstd"``: lossless. ``"jpeg"``:
-            lossy. An object with ``encode(array) -> bytes`` and ``decode(memoryview, out)``. A
-            tuple of these, one for each part of a sample. ``"auto"`` (default): the lossless one
-            that decodes fastest of those that fit, tried on samples of the data, see
-            ``storage_report``; on disk none where samples fit as they are.
-        resize: size in pixels that images are resized to before they are stored, as torchvision's
-            ``Resize``: an int for the shorter side, or (height, width); or ``"short:320"``,
-            ``"long:500"``: at most that, never enlarged.
-        memory_limit: the most memory to use: bytes, ``"8GiB"``, or a fraction of what is free.
-        seed: of the random draws of batch ops. ``None`` (default) takes the base seed that torch's
-            loaders draw in each epoch, so that ``torch.manual_seed`` and ``generator=`` decide;
-            with a number draws depend on it, the epoch and the sample only.
-        batch_ops: run known random transforms on whole batches, with fastdata's own draws; False
-            runs them per sample exactly as written. Default: True.
-        on_error: ``"raise"`` (default), or ``"skip"`` to leave out samples that cannot be prepared,
-            with one warning. More than 1 % of the samples (and more than 10), or 100 in a row, is
-            an error all the same.
-        prepare_workers: threads that prepare, or processes where code of your own reads or prepares
-            samples; default: all usable cores.
-        cache_dir: folder that keeps prepared samples for the next run, which maps them into memory
-            and prepares only those whose file has changed since. The page cache holds one copy for
-            all workers, ranks and runs. It is found by the prepare part, the codec and the files
-            (relative path, size, time); any number of datasets may share a folder. Not with a
-            ``storage`` in memory. Every sample is held against a checksum when it is first read.
-        cache_key: stands for what fastdata cannot see: the samples of a dataset that does not list
-            its files in ``samples``, and what only C code knows of steps and loaders. Change it
-            whenever these change.
-        storage_options: for URLs, of files and of ``cache_dir``: what their file system in fsspec
-            takes, such as credentials. They get into no pickle, cache or message.
-        local_cache: folder in which all runs and ranks of a machine keep what they need of caches
-            behind URLs; by default ``~/.cache/fastdata/remote``. It takes up to half of what is
-            free there; what was needed least lately leaves first.
-    """
-
-    storage: Literal["auto", "device", "shared", "compressed", "disk", "none"]
-    codec: Any
-    resize: Bound | None
-    cache_dir: str | os.PathLike[str] | None
-    cache_key: str | None
-    memory_limit: int | float | str | None
-    storage_options: Mapping[str, Any] | None
-    local_cache: str | os.PathLike[str] | None
-    seed: int | None
-    on_error: OnError
-    prepare_workers: int | None
-    batch_ops: bool
-
-
-def show_options(init: _Init) -> _Init:
-    """Have ``help`` and ``inspect.signature`` list the options of an ``__init__``, with their defaults."""
-    shown = inspect.signature(init)
-    own = [
-        each for each in shown.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD
-    ]
-    defaults = inspect.signature(Options).parameters
-    options = [defaults[name] for name in DatasetOptions.__annotations__]
-    init.__signature__ = shown.replace(parameters=[*own, *options])  # type: ignore[attr-defined]
-    return init
-
-
-def read_options(made: type, given: Mapping[str, Any], writing: CacheWriting) -> Options:
-    """The options that a dataset's constructor was given; a TypeError for a name that none of its arguments has."""
-    for name in given:
-        if name not in DatasetOptions.__annotations__:
-            close = get_close_matches(name, inspect.signature(made).parameters, n=1)
-            advice = (
-                f"Did you mean {close[0]}=?"
-                if close
-                else f"help({made.__name__}) lists those it has."
-            )
-            raise TypeError(f"{made.__name__}() has no argument {name}=. {advice}")
-    return Options(**given, writing=writing)
 
 
 _ENDING = threading.RLock()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastdata.datasets.dataset import DatasetOptions, PreparedDataset, read_options, show_options
+from fastdata.datasets.dataset import PreparedDataset
 from fastdata.errors import is_url
 from fastdata.machine.shared import ArrayBlock, SampleTable
 from fastdata.pixels import describe_steps
@@ -24,7 +24,7 @@ from fastdata.sources import (
     scan_folder,
 )
 from fastdata.sources.remote import Place
-from fastdata.stores.prepare import Options
+from fastdata.stores.options import DatasetOptions, Options, read_options, with_options
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -128,6 +128,7 @@ def _unwrapped(cls: type, dataset: _ImageFiles, target_keys: Any = None) -> _Ima
     return dataset
 
 
+@with_options
 class ImageFolder(_ImageFiles):
     """torchvision's ``ImageFolder``: one folder of images per class, prepared once and kept in shared memory.
 
@@ -140,8 +141,7 @@ class ImageFolder(_ImageFiles):
         loader: opens one path; default: as torchvision's own, the same pixels.
         is_valid_file: tells image files from others; default: by extension.
         allow_empty: accept class folders without images.
-        options: where and how images are kept, and more: see
-            ``fastdata.datasets.dataset.DatasetOptions``.
+        options: see ``DatasetOptions``.
 
     Attributes:
         classes: sorted class names.
@@ -169,7 +169,6 @@ class ImageFolder(_ImageFiles):
 
     extensions = IMAGE_EXTENSIONS
 
-    @show_options
     def __init__(
         self,
         root: str | os.PathLike[str],
@@ -227,6 +226,7 @@ class ImageFolder(_ImageFiles):
         return find_classes(directory)
 
 
+@with_options
 class ImageManifest(_ImageFiles):
     r"""Image files listed with their labels in a CSV file, a pandas frame, or a list.
 
@@ -242,7 +242,8 @@ class ImageManifest(_ImageFiles):
         id: name of a column to pass through beside the label, such as the key of a submission. It
             may be ``file``'s.
         target_transform: called on each target when it is read, with ``id`` on both.
-        transform, loader, options: see ``ImageFolder``.
+        transform, loader: see ``ImageFolder``.
+        options: see ``DatasetOptions``.
 
     A target, and what a batch of them is, follows from all labels together:
 
@@ -273,7 +274,6 @@ class ImageManifest(_ImageFiles):
         (['cat'], 1)
     """
 
-    @show_options
     def __init__(
         self,
         manifest: str | os.PathLike[str] | Any,

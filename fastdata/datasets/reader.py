@@ -53,7 +53,7 @@ from fastdata.pixels.images import (
 )
 from fastdata.pixels.program import Program
 from fastdata.sources import FileSource, ItemKeys, Source
-from fastdata.stores.prepare import Options
+from fastdata.stores.options import Options
 from fastdata.stores.readers import Store, UndecodableError
 from fastdata.stores.samples import KeptSamples, ReadPath, open_files
 

@@ -39,7 +39,8 @@ from fastdata.pixels.images import OpenedImages, Resize, SampleSpec, decoder_of
 from fastdata.pixels.program import Program
 from fastdata.report import log, warn_user
 from fastdata.sources import FileSource, Source
-from fastdata.stores.prepare import Options, Prepared
+from fastdata.stores.options import Options
+from fastdata.stores.prepare import Prepared
 from fastdata.stores.readers import Store, UndecodableError
 from fastdata.stores.samples import KeptSamples, is_fetched, read_path
 

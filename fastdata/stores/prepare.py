@@ -9,14 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
-from numbers import Integral
-from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -29,7 +26,6 @@ from fastdata.machine.memory import (
     StorageReport,
     budget_bytes,
     choose_storage,
-    parse_bytes,
     would_fit,
 )
 from fastdata.machine.ranks import (
@@ -42,94 +38,13 @@ from fastdata.machine.ranks import (
 )
 from fastdata.machine.shared import SampleTable
 from fastdata.pixels.describe import describe, describe_dataset, is_listed
-from fastdata.pixels.images import Bound, SampleSpec, SourceDecoder
+from fastdata.pixels.images import SampleSpec, SourceDecoder
 from fastdata.report import log, warn_user
 from fastdata.sources import DatasetSource, FileSource, ItemKeys
-from fastdata.sources.remote import StorageOptions
+from fastdata.stores.options import Options
 from fastdata.stores.readers import Decoder, Store
 from fastdata.stores.samples import SOURCE, KeptSamples, ReadPath, ReadSample, read_samples
 from fastdata.stores.writers import ALIGN_BYTES, LazyStore, WriterPlan, check_skipped, ingest
-
-OnError = Literal["raise", "skip"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CacheWriting:
-    """What writes a cache, and how large its shards are; see ``build_cache`` of datasets."""
-
-    engine: Literal["local", "ray"] | Executor = "local"
-    shard_bytes: int | str | None = None
-
-    def __post_init__(self) -> None:
-        if self.engine not in ("local", "ray") and not isinstance(self.engine, Executor):
-            raise ValueError(
-                f"engine={self.engine!r} is not 'local', 'ray', or a concurrent.futures.Executor"
-            )
-        # A share of nothing is no size.
-        if self.shard_bytes is not None and parse_bytes(self.shard_bytes, of=0) < 1:
-            what = f"shard_bytes={self.shard_bytes!r} is no size"
-            raise ValueError(f"{what}: give bytes as an int, or text as '256MiB'")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Options:
-    """What the user chooses of any dataset, as ``DatasetOptions`` of datasets/ documents it.
-
-    The last three are not for the user to give.
-    """
-
-    storage: Literal["auto", "device", "shared", "compressed", "disk", "none"] = "auto"
-    codec: Any = "auto"
-    resize: Bound | None = None
-    cache_dir: str | os.PathLike[str] | None = None
-    cache_key: str | None = None
-    memory_limit: int | float | str | None = None
-    storage_options: Mapping[str, Any] | None = None
-    local_cache: str | os.PathLike[str] | None = None
-    seed: int | None = None
-    on_error: OnError = "raise"
-    prepare_workers: int | None = None
-    batch_ops: bool = True
-    at_once: bool = False
-    """Whether all samples are prepared now, and none on its first read."""
-    alone: bool = False
-    """Whether samples are not for the other ranks of this machine."""
-    writing: CacheWriting = CacheWriting()
-
-    def __post_init__(self) -> None:
-        if self.storage_options is not None:
-            object.__setattr__(self, "storage_options", StorageOptions(self.storage_options))
-        for name, kind in get_type_hints(Options).items():
-            value = getattr(self, name)
-            if get_origin(kind) is Literal and value not in get_args(kind):
-                choices = ", ".join(map(repr, get_args(kind)))
-                raise ValueError(f"{name}={value!r} is not one of {choices}")
-        for name in ("prepare_workers", "seed"):
-            number = getattr(self, name)
-            if number is not None and not isinstance(number, Integral):
-                raise TypeError(f"{name}={number!r} is no whole number")
-        if self.prepare_workers is not None and self.prepare_workers < 0:
-            raise ValueError(f"prepare_workers={self.prepare_workers} is below 0")
-        if not isinstance(self.batch_ops, bool):
-            raise TypeError(f"batch_ops={self.batch_ops!r} is neither True nor False")
-        if isinstance(self.codec, str) and self.codec not in ("auto", SOURCE):
-            from fastdata.stores.codecs import KNOWN_CODECS
-
-            if self.codec not in KNOWN_CODECS:
-                known = ", ".join(map(repr, ("auto", SOURCE, *KNOWN_CODECS)))
-                what = f"codec={self.codec!r} is not one of {known}"
-                raise ValueError(f"{what}, nor an object with encode and decode")
-        if self.cache_dir is None and self.storage == "disk":
-            raise ValueError("storage='disk' keeps samples in a folder; name it with cache_dir=")
-        if self.cache_dir is not None and self.storage not in ("auto", "disk"):
-            raise ValueError(
-                "cache_dir= keeps samples on disk, from where the page cache serves them; "
-                f"storage={self.storage!r} does not. Leave one of them out; codec= compresses on "
-                "disk as well."
-            )
-        if self.cache_dir is None and self.writing != CacheWriting():
-            raise ValueError("build_cache() writes a cache; name its folder with cache_dir=")
-
 
 # A few samples
 

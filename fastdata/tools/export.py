@@ -76,7 +76,7 @@ def export_cache(
         quality: of JPEG, 1 to 100; by default 95.
         shard_size: most bytes of image files in one tar.
         progress: show a progress bar on standard error.
-        storage_options: for a cache behind a URL; see ``fastdata.datasets.dataset.DatasetOptions``.
+        storage_options: for a cache behind a URL; see ``fastdata.stores.options.DatasetOptions``.
 
     Raises:
         FileExistsError: ``out`` is not empty.

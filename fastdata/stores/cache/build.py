@@ -56,9 +56,9 @@ from fastdata.stores.cache.shards import (
 )
 from fastdata.stores.codecs import codec_of, describe_codec, find_codec
 from fastdata.stores.files import free_bytes, naming_full_disk
+from fastdata.stores.options import Options
 from fastdata.stores.prepare import (
     Forecast,
-    Options,
     Prepared,
     coders_of,
     forecast,

@@ -50,7 +50,7 @@ from fastdata.stores.cache.manifest import (
     unpack_columns,
 )
 from fastdata.stores.files import DiskFile
-from fastdata.stores.prepare import Options
+from fastdata.stores.options import Options
 from fastdata.stores.readers import receipt_name
 from fastdata.stores.samples import ReadPath
 from fastdata.stores.writers import (
