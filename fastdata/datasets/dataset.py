@@ -57,7 +57,7 @@ def _is_saved_by_torch() -> bool:
 
 
 class _Opened(Dataset[Any]):
-    """How long the samples of a dataset are held, by whom, and what of it goes to another process."""
+    """How samples are prepared, who holds them how long, and what goes to another process."""
 
     target_transform: Callable[[Any], Any] | None
     epoch: int | None = None
@@ -183,73 +183,7 @@ class _Opened(Dataset[Any]):
         other._leases = weakref.WeakSet()
         return other
 
-    def _compile(self) -> None:
-        raise NotImplementedError
-
-    def _refresh(self) -> None:
-        raise NotImplementedError
-
-
-class _Listed(_Opened):
-    """What torchvision's datasets list of their samples."""
-
-    @property
-    def targets(self) -> ListView[Any]:
-        """Target of every sample, before ``target_transform``; read-only."""
-        return ListView(self._reader.length, lambda index: self._lease().stored_target(index))
-
-    @targets.setter
-    def targets(self, _: object) -> None:
-        self._refuse_list("targets")
-
-    @property
-    def samples(self) -> ListView[tuple[str, Any]]:
-        """(path, target) of every sample, in torchvision's order; only where samples are files. Read-only."""
-        return self._files("samples").pairs
-
-    @samples.setter
-    def samples(self, _: object) -> None:
-        self._refuse_list("samples")
-
-    imgs = samples
-
-    def _refuse_list(self, name: str) -> None:
-        raise AttributeError(
-            f"{name} of {kind_of(self)} cannot be assigned: samples are kept by their number. Take some "
-            "of them by torch.utils.data.Subset(dataset, indices), other labels by target_transform= or by "
-            "ImageManifest([(path, label), ...])."
-        )
-
-    @property
-    def classes(self) -> list[str]:
-        """Class names, sorted; empty where labels are plain numbers. Only where samples are files."""
-        return list(self._files("classes").class_to_idx or ())
-
-    @property
-    def class_to_idx(self) -> dict[str, int]:
-        """Number of each class; only where samples are files."""
-        return self._files("class_to_idx").class_to_idx or {}
-
-    def _files(self, asked_for: str) -> SampleTable:
-        self._lease()
-        table = self._stored.table
-        if (
-            table is None or not table.has_paths
-        ):  # so that hasattr says what it would of torchvision's own
-            raise AttributeError(
-                f"{type(self).__name__} has no {asked_for}: it does not list files"
-            )
-        return table
-
-
-class PreparedDataset(_Listed):
-    """What all fastdata datasets are, once their source is known; made by its subclasses only.
-
-    A subclass of these may have a ``__getitem__``, ``__getitems__`` or ``__len__`` of its own, over
-    those here: then they are asked for every batch, and what an index means is theirs to say.
-    """
-
-    # Making
+    # Preparing
 
     def _build(
         self,
@@ -345,7 +279,7 @@ class PreparedDataset(_Listed):
 
     def _describe_source(self, source: Source, listing: Listing | None) -> str:
         """Text that is equal where a cache of the same samples is."""
-        raise NotImplementedError
+        return self._stored.options.cache_key or ""
 
     def _serve(self, stored: Stored) -> None:
         self._stored, kept = stored, stored.kept
@@ -393,6 +327,66 @@ class PreparedDataset(_Listed):
     def _origin(self) -> Source:
         """What samples were read from, where that is still known, else the kept samples."""
         return self._stored.source or self._stored.samples
+
+
+class _Listed(_Opened):
+    """What torchvision's datasets list of their samples."""
+
+    @property
+    def targets(self) -> ListView[Any]:
+        """Target of every sample, before ``target_transform``; read-only."""
+        return ListView(self._reader.length, lambda index: self._lease().stored_target(index))
+
+    @targets.setter
+    def targets(self, _: object) -> None:
+        self._refuse_list("targets")
+
+    @property
+    def samples(self) -> ListView[tuple[str, Any]]:
+        """(path, target) of every sample, in torchvision's order; only where samples are files. Read-only."""
+        return self._files("samples").pairs
+
+    @samples.setter
+    def samples(self, _: object) -> None:
+        self._refuse_list("samples")
+
+    imgs = samples
+
+    def _refuse_list(self, name: str) -> None:
+        raise AttributeError(
+            f"{name} of {kind_of(self)} cannot be assigned: samples are kept by their number. Take some "
+            "of them by torch.utils.data.Subset(dataset, indices), other labels by target_transform= or by "
+            "ImageManifest([(path, label), ...])."
+        )
+
+    @property
+    def classes(self) -> list[str]:
+        """Class names, sorted; empty where labels are plain numbers. Only where samples are files."""
+        return list(self._files("classes").class_to_idx or ())
+
+    @property
+    def class_to_idx(self) -> dict[str, int]:
+        """Number of each class; only where samples are files."""
+        return self._files("class_to_idx").class_to_idx or {}
+
+    def _files(self, asked_for: str) -> SampleTable:
+        self._lease()
+        table = self._stored.table
+        if (
+            table is None or not table.has_paths
+        ):  # so that hasattr says what it would of torchvision's own
+            raise AttributeError(
+                f"{type(self).__name__} has no {asked_for}: it does not list files"
+            )
+        return table
+
+
+class PreparedDataset(_Listed):
+    """What all fastdata datasets are, once their source is known; made by its subclasses only.
+
+    A subclass of these may have a ``__getitem__``, ``__getitems__`` or ``__len__`` of its own, over
+    those here: then they are asked for every batch, and what an index means is theirs to say.
+    """
 
     # Three verbs
 
@@ -639,9 +633,9 @@ def lease_of(dataset: PreparedDataset) -> Lease:
     return dataset._lease
 
 
-def own_reader(dataset: PreparedDataset) -> str | None:
+def own_reader(dataset: Dataset[Any]) -> str | None:
     """The method of a subclass that knows what an index means; None where it is the number of a sample."""
-    kind = type(dataset)
+    kind: Any = type(dataset)
     if kind.__getitem__ is not PreparedDataset.__getitem__:
         return "__getitem__"
     return "__getitems__" if kind.__getitems__ is not PreparedDataset.__getitems__ else None
