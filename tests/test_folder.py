@@ -768,3 +768,31 @@ def test_whole_images_kept_for_random_crops_name_the_way_to_less(
             advised = "resize='short:256' would keep" in dataset.storage_plan.reason
             assert advised == (size[0] > 256 and times > 1)
             assert advised == ("served 2.0 times as fast" in repr(dataset))
+
+
+@pytest.mark.parametrize("storage", ["auto", "shared", "none"])
+@pytest.mark.parametrize("transform", [None, v2.Compose(PREPARED)])
+def test_before_the_first_read_samples_and_targets_may_be_assigned(
+    image_folder: Folder, storage: Any, transform: Any
+) -> None:
+    """For subsets and other labels, as with torchvision's; once samples are read, it is an error."""
+    root = image_folder(classes=("a", "b"), per_class=4)
+    theirs = TorchvisionFolder(str(root), transform)
+    theirs.samples = theirs.samples[5:1:-1]
+    with ImageFolder(root, transform, storage=storage) as ours:
+        ours.targets = [9] * 8
+        assert list(ours.targets) == [9] * 8
+        ours.samples = ours.samples[5:1:-1]
+        with pytest.raises(ValueError, match=r"^3 targets for 4 samples"):
+            ours.targets = [7, 7, 7]
+        ours.targets = [7, 6, 5, 4]
+        assert ours.imgs == [(path, 7 - n) for n, (path, _) in enumerate(theirs.samples)]
+        assert len(ours) == 4
+        for n, (image, target) in enumerate(DataLoader(ours, batch_size=None)):
+            assert np.array_equal(image, theirs[n][0])
+            assert target == 7 - n
+        for name in ("samples", "imgs", "targets"):
+            with pytest.raises(AttributeError, match=r"(samples|targets) of an Image.*Subset"):
+                setattr(ours, name, [])
+    with pytest.raises(StoreGoneError):
+        ours.targets = [1, 2, 3, 4]

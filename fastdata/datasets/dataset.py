@@ -328,35 +328,50 @@ class _Opened(Dataset[Any]):
         """What samples were read from, where that is still known, else the kept samples."""
         return self._stored.source or self._stored.samples
 
+    def _narrow(self, index: Sequence[int]) -> Source:
+        """What some of the samples are read from; this dataset is then of these only."""
+        origin = self._origin()
+        if not isinstance(origin, DatasetSource):
+            raise ValueError(
+                f"this {type(self).__name__} does not know what its samples were read from"
+            )
+        return DatasetSource(Subset(origin.dataset, list(index)), origin.columns)
+
 
 class _Listed(_Opened):
     """What torchvision's datasets list of their samples."""
 
     @property
     def targets(self) -> ListView[Any]:
-        """Target of every sample, before ``target_transform``; read-only."""
+        """Target of every sample, before ``target_transform``.
+
+        Read-only once a sample was read or prepared; before that they may be assigned.
+        """
         return ListView(self._reader.length, lambda index: self._lease().stored_target(index))
 
     @targets.setter
-    def targets(self, _: object) -> None:
-        self._refuse_list("targets")
+    def targets(self, targets: Sequence[Any]) -> None:
+        self._relist("targets", targets)
 
     @property
     def samples(self) -> ListView[tuple[str, Any]]:
-        """(path, target) of every sample, in torchvision's order; only where samples are files. Read-only."""
+        """(path, target) of every sample, in torchvision's order; only where samples are files.
+
+        Read-only once one was read or prepared; before that they may be assigned.
+        """
         return self._files("samples").pairs
 
     @samples.setter
-    def samples(self, _: object) -> None:
-        self._refuse_list("samples")
+    def samples(self, samples: Sequence[tuple[str, Any]]) -> None:
+        self._relist("samples", samples)
 
     imgs = samples
 
-    def _refuse_list(self, name: str) -> None:
+    def _relist(self, name: str, _: Sequence[Any]) -> None:
         raise AttributeError(
-            f"{name} of {kind_of(self)} cannot be assigned: samples are kept by their number. Take some "
-            "of them by torch.utils.data.Subset(dataset, indices), other labels by target_transform= or by "
-            "ImageManifest([(path, label), ...])."
+            f"{name} of {kind_of(self)} cannot be assigned: samples are kept by their number. Take "
+            "some of them by torch.utils.data.Subset(dataset, indices), other labels by "
+            "target_transform= or by ImageManifest([(path, label), ...])."
         )
 
     @property
@@ -668,29 +683,10 @@ def prepared_anew(
     Raises:
         ValueError: what samples were read from is not known, as in copies in other processes.
     """
-    origin, stored, table = dataset._origin(), dataset._stored, None
-    source: Source
-    if isinstance(origin, FileSource):
-        paths, targets = (
-            [values[place] for place in index] for values in (origin.paths, origin.targets)
-        )
-        table = SampleTable(
-            targets, paths=paths, class_to_idx=stored.table.class_to_idx if stored.table else None
-        )
-        source = FileSource(paths, targets, origin.loader)
-    elif isinstance(origin, DatasetSource):
-        source = DatasetSource(Subset(origin.dataset, list(index)), origin.columns)
-    else:
-        raise ValueError(
-            f"this {type(dataset).__name__} does not know what its samples were read from"
-        )
     other = dataset._copied()
-    usual = {
-        "cache_dir": None,
-        "cache_key": None,
-        "at_once": True,
-        "alone": True,
-    }
-    other._stored = replace(stored, options=replace(stored.options, **usual | options), after=None)
-    other._prepare(source, table)
+    source = other._narrow(index)
+    usual = {"cache_dir": None, "cache_key": None, "at_once": True, "alone": True}
+    chosen = replace(other._stored.options, **usual | options)
+    other._stored = replace(other._stored, options=chosen, after=None)
+    other._prepare(source, other._stored.table if isinstance(source, FileSource) else None)
     return other

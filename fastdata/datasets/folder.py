@@ -90,6 +90,42 @@ class _ImageFiles(PreparedDataset):
         table = self._stored.table
         return self._stored.samples if table is None else self._files_of(table)
 
+    def _narrow(self, index: Sequence[int]) -> Source:
+        table = self._files("samples")
+        self._list(list(map(table.path, index)), list(map(table.target, index)))
+        return self._origin()
+
+    def _relist(self, name: str, listed: Sequence[Any]) -> None:
+        self._lease()
+        if self._was_read or self.filled_share() > 0 or len(self._views) > 1:
+            super()._relist(name, listed)
+        paths = self._files(name).all_paths()
+        if name == "samples":
+            self._list([path for path, _ in listed], [target for _, target in listed])
+        elif len(listed) == len(paths):
+            self._list(paths, listed)
+        else:
+            raise ValueError(
+                f"{len(listed)} targets for {len(paths)} samples. For fewer samples assign "
+                "samples, which bring their targets."
+            )
+        if self._stored.after is None and self._stored.unfit_after is None:
+            self._serve(self._stored)
+        else:
+            self._prepare_again()
+
+    def _list(self, paths: list[str], targets: Sequence[Any]) -> None:
+        """Have these files in place of those listed so far, with what is known of them."""
+        before = self._files("samples")
+        if self._facts is not None:
+            rows = {path: row for row, path in enumerate(before.all_paths())}
+            index = np.array([rows.get(path, -1) for path in paths], np.int64)
+            facts = {name: np.append(column, -1)[index] for name, column in self._facts.items()}
+            self._facts = ArrayBlock(facts)
+        table = SampleTable(targets, paths=paths, class_to_idx=before.class_to_idx)
+        files = self._files_of(table)
+        self._stored = replace(self._stored, samples=files, source=files, table=table)
+
     @property
     def loader(self) -> Callable[[str], Any]:
         """What opens a file. It may be replaced where nothing is kept."""
@@ -146,8 +182,9 @@ class ImageFolder(_ImageFiles):
     Attributes:
         classes: sorted class names.
         class_to_idx: class name -> class number.
-        samples: list-like of (path, class number); ``imgs`` is the same.
-        targets: list-like of class numbers.
+        samples: list-like of (path, class number); ``imgs`` is the same. May be assigned until the
+            first sample is read or prepared.
+        targets: list-like of class numbers; may be assigned as long.
         skipped: with ``on_error="skip"``, the errors of the images left out.
 
     Raises:
