@@ -1073,10 +1073,13 @@ def test_printing_tells_storage_and_transform() -> None:
     """The repr shows length, storage with its reason, and the transform."""
     with cached(Images(4), transform=v1.Compose([v1.Resize((4, 4)), v1.ToTensor()])) as dataset:
         text = repr(dataset)
-    assert text.startswith(
-        "Dataset CachedDataset\n    Number of datapoints: 4\n    Storage: storage='shared': 192 B of "
-    )
+    head = "Dataset CachedDataset\n    Number of datapoints: 4\n    Storage: "
+    assert text.startswith(f"{head}storage='shared': 192 B of ")
+    assert "\n    Transform: Compose(\n" in text
     assert "Resize(size=(4, 4)" in text
+    assert repr(dataset).startswith(f"{head}closed\n")
+    with cached(Images(4), storage="none", target_transform=str) as dataset:
+        assert repr(dataset).endswith("\n    Target transform: <class 'str'>")
 
 
 def test_without_a_compiled_core_steps_run_as_written(monkeypatch: pytest.MonkeyPatch) -> None:

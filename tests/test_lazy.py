@@ -133,7 +133,7 @@ def test_a_subset_that_is_filled_is_served_by_threads(image_folder: Folder) -> N
             list(loader)
         assert loader.report().engine == "thread"
         assert dataset.filled_share() == pytest.approx(4 / 12)
-        assert "; 33% prepared so far, the rest on first read\n" in repr(dataset)
+        assert "\n             33% prepared so far, the rest on first read\n" in repr(dataset)
 
 
 def test_lazy_and_eager_give_the_same_batches(image_folder: Folder) -> None:

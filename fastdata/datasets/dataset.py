@@ -619,17 +619,23 @@ class PreparedDataset(_Listed):
         return made, vars(source)
 
     def __repr__(self) -> str:
-        share = self.filled_share()
-        is_filling = self._stored.kept is not None and share < 1
-        filling = f"; {share:.0%} prepared so far, the rest on first read" if is_filling else ""
-        lines = [f"Dataset {type(self).__name__}", f"    Number of datapoints: {len(self)}"]
-        lines += [f"    {line}" for line in self._extra_repr()]
-        lines.append(f"    Storage: {self.storage_plan.reason}{filling}")
-        if self._transform is not None:
-            lines.append(
-                "    Transform: " + repr(self._transform).replace("\n", "\n               ")
-            )
-        return "\n".join(lines)
+        stored, share = self._stored, self.filled_share()
+        kept = stored.storage_plan.reason.replace("; ", "\n")
+        if stored.kept is not None and share < 1:
+            kept += f"\n{share:.0%} prepared so far, the rest on first read"
+        shown = {
+            "Storage": kept if self._lease.reader is not None else "closed",
+            "Transform": self._transform,
+            "Target transform": self.target_transform,
+            "Transforms": self._pair_transform,
+        }
+        lines = [f"Dataset {type(self).__name__}", f"Number of datapoints: {len(self)}"]
+        lines += self._extra_repr()
+        for title, value in shown.items():
+            if value is not None:
+                indent = " " * len(f"    {title}: ")
+                lines.append(f"{title}: {value}".replace("\n", f"\n{indent}"))
+        return "\n    ".join(lines)
 
     def _extra_repr(self) -> list[str]:
         return []
