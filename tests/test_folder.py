@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import pickle
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -745,29 +743,6 @@ def test_a_bound_that_is_none(image_folder: Callable[..., Path]) -> None:
     """Words that are no bound are refused with examples of some."""
     with pytest.raises(ValueError, match=r"resize='320' is no size.*\"short:320\""):
         ImageFolder(image_folder(), resize="320")
-
-
-@pytest.mark.parametrize("times", [2.0, 0.8])
-def test_whole_images_kept_for_random_crops_name_the_way_to_less(
-    image_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, times: float
-) -> None:
-    """The line that says what is kept names a bound, what it would keep and gain; where it gains nothing it does not.
-
-    Small images get no advice either.
-    """
-    # Of whole images, of smaller ones.
-    clock = itertools.accumulate(itertools.cycle([0, times, 0, 1]))
-    monkeypatch.setattr(
-        "fastdata.datasets.serving.time", SimpleNamespace(perf_counter=lambda: next(clock))
-    )
-    steps = v1.Compose([v1.RandomResizedCrop(20), v1.ToTensor()])
-    for size, other in (((400, 600), (900, 512)), ((100, 90), (90, 60))):
-        root = image_folder(size=size, root=f"{size}")
-        Image.new("RGB", other).save(root / "cat" / "other.png")
-        with ImageFolder(root, steps) as dataset:
-            advised = "resize='short:256' would keep" in dataset.storage_plan.reason
-            assert advised == (size[0] > 256 and times > 1)
-            assert advised == ("served 2.0 times as fast" in repr(dataset))
 
 
 @pytest.mark.parametrize("storage", ["auto", "shared", "none"])

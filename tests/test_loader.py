@@ -654,12 +654,11 @@ def test_the_road_is_told_with_its_reason(images: CachedDataset) -> None:
 
 
 def test_a_lost_fast_path_is_said_once() -> None:
-    """The warning names the step, what its loss costs and the way back, at the line that began the epoch."""
+    """The warning names the step and the way back, at the line that began the epoch."""
     steps = [v1.RandomCrop(4), v1.Lambda(lambda image: +image), v1.ConvertImageDtype(torch.float32)]
     with _images(v1.Compose(steps)) as dataset:
         text = r"whole: Lambda\(\) is not a known batch op, so that it runs in Python on each sample\. "
-        rate = r"Without it one core would serve [\d,]+ samples/s\. "
-        with pytest.warns(FastDataWarning, match=f"{text}{rate}Give it as prepare=") as said:
+        with pytest.warns(FastDataWarning, match=f"{text}Give it as prepare=") as said:
             list(DataLoader(dataset, batch_size=4))
         assert said[0].filename == __file__
         with warnings.catch_warnings():
@@ -714,10 +713,10 @@ LAST = [v1.RandomCrop(4), v1.ConvertImageDtype(torch.float32)]
     ],
 )
 def test_a_lost_fast_path_names_what_would_be_served(transform: Any, cure: str) -> None:
-    """The step or the views that do the same, and what the core would serve then, measured."""
+    """The step or the views that do the same."""
     with (
         _images(transform) as dataset,
-        pytest.warns(FastDataWarning, match=rf"one core would serve [\d,]+ samples/s\. .*{cure}"),
+        pytest.warns(FastDataWarning, match=rf"on each sample\. .*{cure}"),
     ):
         DataLoader(dataset, batch_size=4).__iter__()
 

@@ -25,7 +25,7 @@ from torch.utils.data import Dataset, Subset, get_worker_info
 from fastdata.datasets.batch import IndexBatch, SharedVisits
 from fastdata.datasets.reader import CLOSED, OWN_ITEM, Lease, OwnItem, Reader
 from fastdata.datasets.ring import ring_of
-from fastdata.datasets.serving import Stored, Watch, compile_reader, warn_of_modes, with_advice
+from fastdata.datasets.serving import Stored, Watch, compile_reader, warn_of_modes
 from fastdata.errors import SampleError, StoreGoneError, counted, kind_of
 from fastdata.machine.memory import StoragePlan, StorageReport
 from fastdata.machine.shared import ListView, SampleTable
@@ -288,7 +288,6 @@ class _Opened(Dataset[Any]):
         if kept is not None and self._pair_transform is None:
             warn_of_modes(stored, kept, self._transform)
         self._compile()
-        self._stored = with_advice(stored, self._reader)
 
     def _compile(self) -> None:
         calls, own = (self._transform, self._pair_transform), own_reader(self)

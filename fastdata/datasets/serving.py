@@ -1,4 +1,4 @@
-"""From how samples were prepared and the user's transform to the ``Reader`` that serves them; and what that costs.
+"""From how samples were prepared and the user's transform to the ``Reader`` that serves them.
 
 ``compile_reader`` decides all that cannot change while neither is changed: it runs when a dataset
 is made, when another transform is assigned, and when an epoch begins after one was changed in
@@ -8,9 +8,8 @@ place.
 from __future__ import annotations
 
 import contextlib
-import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
 from types import FunctionType, ModuleType
@@ -22,7 +21,7 @@ import torch
 from fastdata.datasets.batch import SharedVisits
 from fastdata.datasets.reader import Lane, Reader
 from fastdata.errors import SampleError
-from fastdata.machine.memory import StoragePlan, format_bytes
+from fastdata.machine.memory import StoragePlan
 from fastdata.machine.shared import SampleTable
 from fastdata.pixels import (
     TransformPlan,
@@ -35,26 +34,19 @@ from fastdata.pixels import (
     split_upright,
 )
 from fastdata.pixels.compose import cure_for, flatten, known_name
-from fastdata.pixels.images import OpenedImages, Resize, SampleSpec, decoder_of
+from fastdata.pixels.images import SampleSpec, decoder_of
 from fastdata.pixels.program import Program
-from fastdata.report import log, warn_user
+from fastdata.report import warn_user
 from fastdata.sources import FileSource, Source
 from fastdata.stores.options import Options
 from fastdata.stores.prepare import Prepared
-from fastdata.stores.readers import Store, UndecodableError
+from fastdata.stores.readers import Store
 from fastdata.stores.samples import KeptSamples, is_fetched, read_path
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 Step = Callable[[Any], Any]
-_ADVISED_PX = 256
-"""Shorter side of images that are prepared for crops of 224 px."""
-_PROBED = 8
-_WORTH_SHARE = 0.8
-"""Of the memory: what is saved beyond it is not worth a word."""
-_WORTH_TIMES = 1.1
-"""Of the rate: less of a gain may be chance."""
 _DECODED = SampleSpec(shape=None, dtype="uint8", form="pil")
 
 
@@ -382,7 +374,7 @@ def _leaves(transform: Any) -> tuple[Any, ...]:
     return tuple(leaves)
 
 
-# What a user could gain
+# What a user is told
 
 
 def warn_of_modes(stored: Stored, kept: KeptSamples, transform: Any) -> None:
@@ -394,108 +386,20 @@ def warn_of_modes(stored: Stored, kept: KeptSamples, transform: Any) -> None:
         )
 
 
-def with_advice(stored: Stored, reader: Reader) -> Stored:
-    """With what another ``resize=`` would gain in the reason of its storage."""
-    advice = ""
-    with contextlib.suppress(
-        ValueError, SampleError, UndecodableError
-    ):  # of which whoever reads it is told
-        advice = resize_advice(reader, decodes_itself=stored.decodes_itself)
-    if not advice:
-        return stored
-    log.info("%s", advice)
-    plan = stored.storage_plan
-    return replace(stored, storage_plan=plan._replace(reason=f"{plan.reason}; {advice}"))
-
-
-def resize_advice(reader: Reader, *, decodes_itself: bool) -> str:
-    """What ``resize=`` would gain where whole images are kept for a random crop of them, measured in 10 ms."""
-    kept, lane = reader.kept, reader.lanes[0]
-    program, output = lane.program, lane.output
-    if kept is None or kept.images.spec.is_dense or program is None or not decodes_itself:
-        return ""
-    store, step = kept.images, max(1, len(kept.images) // _PROBED)
-    planes = [store.read(index) for index in range(0, len(store), step)][:_PROBED]
-    whole = [np.ascontiguousarray(image.transpose(1, 2, 0)) for image in planes]
-    small = plan_transform(Resize(f"short:{_ADVISED_PX}"), channels=planes[0].shape[0], prepared=0)
-    shrunk = Program(small.batch_ops, store.spec).prepare(OpenedImages.decoded(whole))
-    less = [np.array(image.transpose(1, 2, 0), order="C") for image in shrunk]
-    share = sum(image.size for image in less) / sum(image.size for image in whole)
-    if share > _WORTH_SHARE or output is None:
-        return ""
-    out, index_B = np.empty((len(whole), *output[0]), output[1]), np.arange(len(whole))
-    seconds = []
-    for images in (whole, less, whole, less):
-        start = time.perf_counter()
-        program.run_images(OpenedImages.decoded(images), index_B, 0, 0, out)
-        seconds.append(time.perf_counter() - start)
-    times = min(seconds[::2]) / min(seconds[1::2])
-    if times < _WORTH_TIMES:
-        return ""
-    bytes_then = format_bytes(int(share * store.size_bytes))
-    bound = f"resize='short:{_ADVISED_PX}'"
-    return f"images are kept as decoded; {bound} would keep {bytes_then}, served {times:.1f} times as fast"
-
-
 def fallback_notice(reader: Reader) -> str:
-    """Which code of the user's own runs on each sample unasked, what that costs and the way back; else empty.
-
-    None of it is run to find out.
-    """
-    plan, kept = reader.plan, reader.kept
+    """Which code of the user's own runs on each sample unasked, and the cure; else empty."""
+    plan = reader.plan
+    kept = reader.kept
     unknown = plan.first_unknown
     is_asked_for = not reader.options.batch_ops or reader.pair_transform is not None
     if is_asked_for or kept is None or kept.is_tuple or unknown is None:
         return ""
-    cure, views = cure_for(unknown)
-    rate = _rate_without_unknown(reader, kept.images, reader.transform if views is None else views)
-    cost = f" Without it one core would serve {rate:,.0f} samples/s." if rate else ""
+    cure = cure_for(unknown)
     if not cure and plan.views:
         cure = "Write steps that are served in its place: docs/served-steps.md."
     elif not cure:
         cure = (
-            "Give it as prepare= if it does the same each time, or as CudaPrefetcher(transform=) if it can take "
-            "whole batches."
+            "Give it as prepare= if it does the same each time, or as CudaPrefetcher(transform=) "
+            "if it can take whole batches."
         )
-    return f"{plan.obstacle}, so that it runs in Python on each sample.{cost} {cure}"
-
-
-def _rate_without_unknown(reader: Reader, store: Store, transform: Any) -> float | None:
-    """Samples a second that one core serves by the steps that are known, measured on a few; None if by none."""
-    *before, last = flatten(transform)
-    ways = (
-        [(*before, *flatten(each)) for each in last.transforms]
-        if type(last) is Views
-        else [(*before, last)]
-    )
-    total_s = 0.0
-    for steps in ways:
-        seconds = _seconds_without_unknown(store, steps, len(reader.plan.prepare))
-        if seconds is None:
-            return None
-        total_s += seconds
-    return 1 / total_s
-
-
-def _seconds_without_unknown(store: Store, steps: Sequence[Any], prepared: int) -> float | None:
-    """What a sample takes by those steps that are known."""
-    shape = store.shape(0)
-    facts: dict[str, Any] = {
-        "form": store.spec.form,
-        "dtype": store.spec.dtype,
-        "obstacle": core.obstacle(),
-    }
-    while (plan := plan_transform(steps, channels=shape[0], prepared=prepared, **facts)).per_sample:
-        unknown = len(steps) - len(plan.per_sample)
-        steps = (*steps[:unknown], *steps[unknown + 1 :])
-    program = Program(plan.batch_ops, store.spec) if plan.batch_ops and plan.is_batched else None
-    output = None if program is None else program.output(shape)
-    if program is None or output is None:
-        return None
-    index_B = np.arange(min(_PROBED, len(store)))
-    out, seconds = np.empty((len(index_B), *output[0]), output[1]), []
-    for _ in range(2):
-        start = time.perf_counter()
-        program.run(store, index_B, 0, 0, out)
-        seconds.append(time.perf_counter() - start)
-    return min(seconds) / len(index_B)
+    return f"{plan.obstacle}, so that it runs in Python on each sample. {cure}"

@@ -399,8 +399,8 @@ _INSTEAD_OF = {
 """torchvision's own, for names of classes that people write."""
 
 
-def cure_for(step: Any) -> tuple[str, Views | None]:
-    """What to write in the place of a step that is not served, by its class's name; and views that it may hold."""
+def cure_for(step: Any) -> str:
+    """What to write in the place of a step that is not served, by its class's name."""
     inner = (
         step.transforms
         if known_name(step) in ("RandomApply", "RandomChoice", "RandomOrder")
@@ -409,16 +409,14 @@ def cure_for(step: Any) -> tuple[str, Views | None]:
     for part in (step, *flatten(tuple(inner))):
         served = _INSTEAD_OF.get(type(part).__name__.lower())
         if served:
-            return f"Write torchvision.transforms.{served} in its place, which is served.", None
+            return f"Write torchvision.transforms.{served} in its place, which is served."
     held = {
         name: value
         for name, value in getattr(step, "__dict__", {}).items()
         if known_name(value) == "Compose"
     }
     if not held or known_name(step) is not None:
-        return "", None
+        return ""
     each = ", ".join(f"its {name}" for name in held)
-    count = 2 if len(held) == 1 else 1
-    written = f"*[{each}] * 2" if count == 2 else each
-    cure = f"If it makes views of an image, write fastdata.Views({written}) in its place."
-    return cure, Views(*[*held.values()] * count)
+    written = f"*[{each}] * 2" if len(held) == 1 else each
+    return f"If it makes views of an image, write fastdata.Views({written}) in its place."
