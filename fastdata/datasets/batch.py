@@ -1,4 +1,4 @@
-"""Batches: the list of samples that torch's collate expects, the tensors behind it; visits; batches as trees."""
+"""Batches: a list of samples for torch's collate, its tensors; visits; batches as trees."""
 
 from __future__ import annotations
 
@@ -40,9 +40,8 @@ def as_numbers(indices: Any) -> np.ndarray:
         raise TypeError(f"indices of samples must be a list of whole numbers: {error}") from None
 
 
-_READ_SALT = (
-    0x72656164  # keeps what is drawn where a batch is read apart from what is where it is collated
-)
+# Keeps what is drawn where a batch is read apart from what is where it is collated.
+_READ_SALT = 0x72656164
 
 
 class IndexBatch(list[int]):
@@ -79,7 +78,7 @@ class IndexBatch(list[int]):
 
 
 class Sample(tuple[Any, ...]):
-    """One (image, target) of a ``SampleBatch``: a tuple whose class tells ``default_collate`` how to collate a list."""
+    """One (image, target) of a ``SampleBatch``; its class tells ``default_collate`` what to do."""
 
     __slots__ = ()
 
@@ -157,7 +156,7 @@ class SampleBatch(list[Any]):
         return _are_same(self, self._items) and _are_same(self._objects(), self._consisted_of)
 
     def _objects(self) -> list[Any]:
-        """What may be put in place of another: values of dicts, with their keys, and views in a list."""
+        """What may be put in place of another: keys and values of dicts, and views in a list."""
         images, made = self._parts[0], self._parts[-1]
         are_dicts = bool(self) and isinstance(self[0], SampleDict)
         if not are_dicts and not (isinstance(images, list) and made is list):
@@ -169,7 +168,7 @@ class SampleBatch(list[Any]):
 
     @property
     def stacked(self) -> Any:
-        """``[images, targets]``, or a dict of the samples' keys; None once another object is in the list or a sample.
+        """``[images, targets]``, or a dict of the samples' keys; None once another object is in it.
 
         Raises what ``default_collate`` raises of targets that it cannot collate.
         """
@@ -183,14 +182,10 @@ class SampleBatch(list[Any]):
 
 
 def _marked(item: Any) -> Any:
-    """The item in a class that ``default_collate`` knows; a tensor alone as it is, and it is stacked."""
-    return (
-        SampleDict(item)
-        if isinstance(item, dict)
-        else Sample(item)
-        if isinstance(item, tuple)
-        else item
-    )
+    """The item in a class that ``default_collate`` knows; a tensor alone as it is."""
+    if isinstance(item, dict):
+        return SampleDict(item)
+    return Sample(item) if isinstance(item, tuple) else item
 
 
 def rows_of(images: torch.Tensor, kind: type) -> Sequence[Any]:
@@ -207,7 +202,7 @@ def _are_same(objects: list[Any], others: list[Any]) -> bool:
 
 
 class Padded(NamedTuple):
-    """Images of several sizes as one tensor, each at the top left; what ``collate(samples, pad=...)`` makes of them.
+    """Images of several sizes as one tensor, each at the top left, of ``collate(pad=...)``.
 
     Attributes:
         images: (B, C, H, W), as high as the highest and as wide as the widest.
@@ -230,7 +225,7 @@ class Padded(NamedTuple):
 
 
 def collate(samples: list[Any], *, pad: float | None = None) -> Any:
-    """Turn a list of samples into a batch, as ``torch.utils.data.default_collate`` does, without copying a SampleBatch.
+    """Turn samples into a batch as torch's ``default_collate`` does; a SampleBatch is not copied.
 
     Args:
         samples: of one kind, as torch's.
@@ -299,21 +294,23 @@ def _pad(images: list[Any], value: float) -> Padded:
             else type(wrong).__name__
         )
         raise TypeError(
-            f"pad= needs images that are tensors (C, H, W), not {found}; end the transform with a step that makes "
-            "tensors, such as ToTensor or PILToTensor."
+            f"pad= needs images that are tensors (C, H, W), not {found}; end the transform with "
+            "a step that makes tensors, such as ToTensor or PILToTensor."
         )
     kinds = {(image.dtype, image.shape[0]) for image in images}
     if len(kinds) > 1:
         found = " and ".join(sorted(f"{dtype} of {channels} channels" for dtype, channels in kinds))
         raise TypeError(
-            f"the images of one batch are {found}: pad= makes height and width alike, and nothing else"
+            f"the images of one batch are {found}: pad= makes height and width alike, "
+            "and nothing else"
         )
     dtype = images[0].dtype
     if not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool):
         limits = torch.iinfo(dtype)
         if not limits.min <= value <= limits.max or value != int(value):
             raise ValueError(
-                f"pad={value} does not fit images of {dtype}, whole numbers from {limits.min} to {limits.max}"
+                f"pad={value} does not fit images of {dtype}, "
+                f"whole numbers from {limits.min} to {limits.max}"
             )
     sizes = torch.tensor([image.shape[-2:] for image in images])
     batch = images[0].new_full(
@@ -337,7 +334,7 @@ def _collate_samples(samples: list[Any], *, collate_fn_map: Any = None) -> Any:
 
 
 class DrawKey(NamedTuple):
-    """What a ``collate_fn`` of the user's draws from: its batch among those of all epochs and ranks."""
+    """What a ``collate_fn`` draws from: its batch among those of all epochs and ranks."""
 
     seed: int
     epoch: int
@@ -349,16 +346,13 @@ class DrawKey(NamedTuple):
 
     def collated(self, collate_fn: Callable[[Any], Any], samples: Any) -> Any:
         # As a partial, with pad=, too.
-        is_ours = getattr(collate_fn, "func", collate_fn) in (
-            collate,
-            default_collate,
-        )
+        is_ours = getattr(collate_fn, "func", collate_fn) in (collate, default_collate)
         with nullcontext() if is_ours else BatchDraws(self):  # ours draw nothing
             return collate_fn(samples)
 
 
 class BatchDraws(TorchDispatchMode):
-    """Within, and in this thread only, what would draw from torch's global generator draws from one of the batch's own.
+    """What would draw from torch's global generator draws from the batch's, in this thread only.
 
     So what a ``collate_fn`` draws is the same whoever makes the batch, and the user's generator is
     left alone. What is drawn on a device, and from Python's or NumPy's generators, is drawn as
@@ -386,7 +380,7 @@ class BatchDraws(TorchDispatchMode):
 
 @cache
 def _can_be_seeded(function: Any) -> bool:
-    """Whether an operation draws random numbers, and it or another of its name takes a generator."""
+    """Whether an operation draws, and it or another of its name takes a generator."""
     names = [
         *(argument.name for argument in function._schema.arguments),
         *function.overloadpacket.overloads(),
@@ -406,7 +400,7 @@ _REPEAT_SHIFT = 32
 
 
 class RepeatedIndex(int):
-    """An index that came before in its epoch, whichever rank that was on: so that no two draw the same.
+    """An index that came before in its epoch, on any rank: so that no two draw the same.
 
     Attributes:
         occurrence: how often, 1 or more.
@@ -434,7 +428,7 @@ def _occurrences(given: Any) -> list[tuple[int, int]]:
 
 
 class SharedVisits:
-    """Visits counted per sample in shared memory; for readers that are told no epoch, such as torch's own loader.
+    """Visits per sample in shared memory, for readers told no epoch, such as torch's loader.
 
     They are counted for each reader, such as an iterator with its workers: from 0 for a new one, on
     for one that persists. Reading each sample once per epoch gives each epoch's number, whatever
@@ -456,11 +450,9 @@ class SharedVisits:
 
     def __setstate__(self, columns: ArrayBlock) -> None:
         self._columns = columns
-        self._epoch, self._readers, self._seen = (
-            columns["epoch"],
-            columns["readers"],
-            columns["seen"],
-        )
+        self._epoch = columns["epoch"]
+        self._readers = columns["readers"]
+        self._seen = columns["seen"]
 
     def take(self, index_B: np.ndarray, reader: int, given: Any = ()) -> np.ndarray:
         """Return the visits (int64, B) of a reader to some samples and count them.
@@ -489,7 +481,7 @@ class SharedVisits:
 
 
 def count_earlier(seen: np.ndarray, index_B: np.ndarray) -> np.ndarray:
-    """Return how often each index came before, earlier ones of the same batch included, and count it in ``seen``."""
+    """Return how often each index came before, also in this batch; count it in ``seen``."""
     before_B: np.ndarray = seen[index_B].astype(np.int64)
     order = np.argsort(index_B, kind="stable")
     sorted_B = index_B[order]
@@ -511,11 +503,11 @@ Build = Callable[[Sequence[Any]], Any]
 
 
 def flatten(batch: Any) -> tuple[list[Any], Build]:
-    """Return the tensors in a batch, each once, and what makes the same batch of others; that holds none of them.
+    """Return the tensors in a batch, each once, and what makes the same batch of others.
 
     Tuples, namedtuples, lists, mappings, dataclasses and ``SampleBatch`` keep their type; one that
     holds no tensor is passed on as it is, like every other value. A ``PackedSequence`` counts as a
-    tensor.
+    tensor. What makes the batch holds none of its tensors.
 
     Example:
         >>> tensors, build = flatten({"image": torch.zeros(2), "name": "a"})
@@ -528,7 +520,7 @@ def flatten(batch: Any) -> tuple[list[Any], Build]:
 
 
 def as_channels_last(batch: Any) -> Any:
-    """The batch with its tensors of four dimensions in ``torch.channels_last``; as it is where they are."""
+    """The batch with its tensors of four dimensions in ``torch.channels_last``."""
     tensors, build = flatten(batch)
     converted = [
         tensor.contiguous(memory_format=torch.channels_last)
@@ -584,7 +576,7 @@ def _flatten(value: Any, numbered: dict[int, tuple[int, Any]]) -> Build | None:
 
 
 def _refill(value: MutableMapping[Any, Any]) -> Callable[[dict[Any, Any]], Any]:
-    """What fills an empty copy, as such a class may not take None for a tensor; a dict where it has no such copies."""
+    """What fills an empty copy, as its class may refuse None; a dict where it has no copies."""
     parts = dict(value)
     with suppress(Exception):
         shell = copy.copy(value)
@@ -605,7 +597,7 @@ def _make_sequence(kind: Any, parts: dict[int, Any]) -> Any:
 
 
 def _fill(old: Any, parts: dict[Any, Any]) -> Any:
-    """Copy a mapping or dataclass with other values; it keeps what it knows besides, such as a default factory."""
+    """Copy a mapping or dataclass with other values; it keeps the rest, as a default factory."""
     new = copy.copy(old)
     for key, part in parts.items():
         if isinstance(new, MutableMapping):

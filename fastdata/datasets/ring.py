@@ -51,9 +51,8 @@ from fastdata.machine.shared import Block
 _FREE, _LENT = 0, 1
 _ALIGN_BYTES, _PAGE_BYTES = 64, 4096
 _STATE_BYTES = _ALIGN_BYTES  # the first byte of a slot has a cache line of its own before the data
-_WHOLE_STORAGE = (
-    4  # a tensor travels with its whole storage, as in torch, up to so many times its own extent
-)
+# A tensor travels with its whole storage, as in torch, up to so many times its own extent.
+_WHOLE_STORAGE = 4
 _UNCOUNTED = ""  # token of a parcel that holds nothing that could travel through a ring
 _NOTHING = np.empty(0, np.uint8)
 
@@ -153,7 +152,8 @@ class RingCollate:
     Example:
         >>> import torch
         >>> from torch.utils.data import DataLoader
-        >>> loader = DataLoader(torch.arange(6), batch_size=3, num_workers=1, collate_fn=RingCollate())
+        >>> ring = RingCollate()
+        >>> loader = DataLoader(torch.arange(6), batch_size=3, num_workers=1, collate_fn=ring)
         >>> [batch.tolist() for batch in loader]
         [[0, 1, 2], [3, 4, 5]]
     """
@@ -187,7 +187,7 @@ class RingCollate:
 
 
 def _fetch_of_worker_loop() -> FrameType | None:
-    """The call that ``RingCollate.__call__`` returns to; None where that is of a loader inside of the worker."""
+    """The call that ``RingCollate`` returns to; None for a loader inside of the worker."""
     frame = sys._getframe(2)
     fetches = (
         each.fetch.__code__
@@ -201,7 +201,7 @@ def _fetch_of_worker_loop() -> FrameType | None:
 
 
 class WorkerRing:
-    """The slots of one worker, shared blocks: one at a time is filled, from front to back, again and again."""
+    """The slots of one worker, shared blocks: one at a time is filled, from front to back."""
 
     def __init__(self, token: str, slot_limit: int, dataset: Any = None) -> None:
         self.pid = os.getpid()
@@ -214,9 +214,8 @@ class WorkerRing:
         dataset = getattr(dataset, "behind", dataset)
         while isinstance(dataset, Subset):
             dataset = dataset.dataset
-        _worker_rings[id(dataset)] = (
-            self  # it gathers its batches straight into a slot, by ``take``
-        )
+        # It gathers its batches straight into a slot, by ``take``.
+        _worker_rings[id(dataset)] = self
 
     def take(
         self, shape: tuple[int, ...], dtype: np.dtype, channels_last: bool = False
@@ -239,7 +238,7 @@ class WorkerRing:
             self._filled, self._lease = None, _NOTHING
 
     def _begin(self) -> None:
-        """Choose a free slot to fill; none if all are lent or there is no memory for another one."""
+        """Choose a free slot to fill; none if all are lent or no memory is left."""
         self._filled, self._lease = None, _NOTHING  # what was taken for a batch that never came
         slot = next((slot for slot in self._slots if slot.is_free), None)
         if slot is None and len(self._slots) < self._slot_limit:
@@ -258,7 +257,7 @@ class WorkerRing:
         return self._lease.data[start:end]
 
     def _collate(self, collate: Callable[[Any], Any], samples: Any) -> Any:
-        """Collate; where that calls torch's ``default_collate``, it stacks tensors straight into the slot."""
+        """Collate; torch's ``default_collate`` stacks tensors straight into the slot."""
         functions: Any = torch_collate.default_collate_fn_map
         # Or the user has set their own.
         is_torchs = functions.get(torch.Tensor) is torch_collate.collate_tensor_fn
@@ -310,7 +309,7 @@ class WorkerRing:
         return Parcel(self._token, slot.place, spans, packer.file.getvalue())
 
     def _lay_out(self, parts: list[np.ndarray]) -> list[tuple[int, int]] | None:
-        """Copy to the slot what does not lie there, and return (offset, bytes) of all; None if it is full."""
+        """Copy to the slot what is not there; return (offset, bytes) of all, None if it is full."""
         spans = []
         for part in parts:
             start = self._end
@@ -350,7 +349,7 @@ class _Slot:
         return self.memory[0] == _FREE and (self._lease is None or self._lease() is None)
 
     def replace(self, size_bytes: int) -> None:
-        """Take a larger block, or raise and stay as it is; memory of the old one stays valid for those who see it."""
+        """Take a larger block, or raise and stay; the old one stays valid for those who see it."""
         # Without /proc the parent could not find a block that has no name.
         nameless = hasattr(os, "memfd_create") and os.path.exists("/proc/self/fd")
         block = Block.create(-(-size_bytes // _PAGE_BYTES) * _PAGE_BYTES, portable=not nameless)
@@ -401,11 +400,11 @@ def _lies_in(part: np.ndarray, whole: np.ndarray) -> bool:
 
 
 class _StorageSharedError(Exception):
-    """Two tensors of a batch are small parts of one large storage: in torch's way they stay parts of one."""
+    """Two tensors are small parts of one large storage: in torch's way they stay so."""
 
 
 class _Packer(pickle.Pickler):
-    """Pickles a batch, and puts the memory of its tensors and arrays aside as ``parts``: views, nothing is copied.
+    """Pickles a batch; the memory of tensors and arrays goes to ``parts``, views without a copy.
 
     Storages in ``lease`` need not be copied to travel, and always travel whole.
     """
@@ -421,9 +420,8 @@ class _Packer(pickle.Pickler):
             5,
             buffer_callback=lambda part: parts.append(np.frombuffer(part.raw(), np.uint8)),
         )
-        self.dispatch_table = ForkingPickler(
-            io.BytesIO()
-        ).dispatch_table  # torch's way for all other tensors
+        # Torch's way for all other tensors.
+        self.dispatch_table = ForkingPickler(io.BytesIO()).dispatch_table
         self._storages: dict[int, np.ndarray | None] = {}  # None: only a part of it was sent
 
     def reducer_override(self, value: Any) -> Any:
@@ -474,7 +472,7 @@ def _tensor(
 
 
 class Place(NamedTuple):
-    """Where the parent finds a slot: in which worker's ring, which one, and the pickled block, for the first time."""
+    """Where the parent finds a slot: the worker's ring, its number, the pickled block."""
 
     ring: str
     slot: int
@@ -500,12 +498,11 @@ class LostBatchError(StoreGoneError):
 
 
 class Arrivals:
-    """The slots of workers that this process has mapped, each once; those of ended workers are dropped."""
+    """The slots of workers that this process has mapped; those of ended workers are dropped."""
 
     def __init__(self) -> None:
-        self.fresh_count = (
-            0  # batches that came in torch's way, because all slots were lent or for what they hold
-        )
+        # Batches that came in torch's way, because all slots were lent or for what they hold.
+        self.fresh_count = 0
         self._rings: dict[str, dict[int, tuple[Place, np.ndarray]]] = {}
         self._loans: dict[tuple[str, int], _Loan] = {}  # by ring and slot
 
@@ -539,8 +536,10 @@ class Arrivals:
 
     def _let_go(self) -> None:
         """Forget the slots of workers that have ended."""
+        if not os.path.exists("/proc/self/fd"):
+            return
         for name, ring in list(self._rings.items()):
-            if any(_has_ended(slot) for slot, _ in list(ring.values())[:1]):
+            if any(not os.path.lexists(slot.descriptor) for slot, _ in list(ring.values())[:1]):
                 self._rings.pop(name, None)
                 for number in ring:
                     self._loans.pop((name, number), None)
@@ -562,7 +561,7 @@ _GIVE_BACK = operator.methodcaller("set_state", _FREE)
 
 @functools.cache
 def _forget_loans_in_children() -> None:
-    """Have a forked process drop what it inherits without giving it back: the batches are still its parent's."""
+    """Have a forked process drop what it inherits: the batches are still its parent's."""
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=_forget_loans)
 
@@ -573,7 +572,7 @@ def _forget_loans() -> None:
 
 
 def _receive(token: str, place: Place | None, spans: list[tuple[int, int]], data: bytes) -> Any:
-    """Unpickle a parcel: the batch, or where its worker has died, an error for the loader to raise."""
+    """Unpickle a parcel: the batch, or the loader's error where its worker has died."""
     if place is None:
         Arrivals.of(token).fresh_count += token != _UNCOUNTED
         # Of parts without bytes, if any.
@@ -586,7 +585,3 @@ def _receive(token: str, place: Place | None, spans: list[tuple[int, int]], data
             f"the DataLoader worker (pid {pid}) has ended, and this batch with it."
         )
         return ExceptionWrapper((type(lost), lost, None), "when a batch was received")
-
-
-def _has_ended(place: Place) -> bool:
-    return os.path.exists("/proc/self/fd") and not os.path.lexists(place.descriptor)

@@ -90,7 +90,7 @@ class Stored:
 
     @property
     def decodes_itself(self) -> bool:
-        """Whether fastdata alone decodes the files, so that batches can be made of them as they are read."""
+        """Whether fastdata alone decodes the files, and can make batches as they are read."""
         source = self.source or self.samples
         return isinstance(source, FileSource) and decoder_of(source.loader) is not None
 
@@ -101,14 +101,16 @@ class Stored:
         return (*self.first_steps, *plan.prepare)
 
     def split(self, transform: Any, **facts: Any) -> TransformPlan:
-        """Split a transform; a ValueError if it does not begin with the steps that samples are stored after."""
+        """Split a transform; a ValueError if it does not begin with the stored steps."""
         count, key = self.after or (None, None)
         plan = plan_transform(transform, prepared=count, **facts)
         if key is not None and prepare_key(plan.prepare) != key:
             raise ValueError(
-                f"samples are stored after {self.after_text or 'no step'}, but the transform now begins with "
+                f"samples are stored after {self.after_text or 'no step'}, "
+                "but the transform now begins with "
                 f"{plan.prepare_text or 'none'}. Give it the same first steps, or assign another "
-                "transform to dataset.transform in the process that made the dataset, which prepares samples again."
+                "transform to dataset.transform in the process that made the dataset, "
+                "which prepares samples again."
             )
         return plan
 
@@ -137,14 +139,13 @@ class Stored:
         )
 
     def is_to_prepare_again(self, transform: Any, *, was_read: bool) -> bool:
-        """Whether the store is after steps that the transform does not begin with, or another would be better, unused.
+        """Whether the store is after other steps than the transform's, or a better one is unused.
 
         timm makes a dataset without a transform and assigns one later: images were kept whole, and
         nobody has read any.
         """
-        if (
-            self.unfit_after is not None and self.source is not None
-        ):  # after other steps samples may fit
+        # After other steps samples may fit.
+        if self.unfit_after is not None and self.source is not None:
             return prepare_key(leading_steps(transform)) != self.unfit_after
         if self.after is None:
             return False
@@ -198,17 +199,16 @@ def compile_reader(
         target_transform=target_transform,
         pair_transform=pair_transform,
         plan=replace(plan, beforehand=beforehand),
-        lanes=tuple(map(_with_last, lanes)),
+        lanes=tuple(
+            lane._replace(last=Program(lane.plan.last_ops, _DECODED))
+            if lane.plan.last_steps
+            else lane
+            for lane in lanes
+        ),
         path=path,
         is_upright=is_upright,
         is_remote=stored.is_remote,
         own=own,
-    )
-
-
-def _with_last(lane: Lane) -> Lane:
-    return (
-        lane._replace(last=Program(lane.plan.last_ops, _DECODED)) if lane.plan.last_steps else lane
     )
 
 
@@ -265,7 +265,7 @@ def _decoding(
 def _lanes_of_pairs(
     kept: KeptSamples | None, transforms: Any, options: Options
 ) -> tuple[tuple[Lane, ...], TransformPlan]:
-    """Of ``transforms``, which takes sample and target together: one for images and one for masks, where it can be."""
+    """Of ``transforms``, which takes sample and target: one for images and one for masks."""
     plan = _plan_pairs(kept, transforms, options)
     if kept is None or plan.per_sample:
         return (Lane(plan),), plan
@@ -306,7 +306,7 @@ _THEIRS = ("torchvision.", "timm.")
 
 
 class Watch:
-    """What transforms consist of, as it was when they were compiled, to notice what is changed in place."""
+    """What transforms consisted of when they were compiled, to notice changes in place."""
 
     def __init__(self, calls: tuple[Any, ...]) -> None:
         self._calls = calls
@@ -355,11 +355,7 @@ class Watch:
             for array, bytes_before in self._arrays:
                 if np.asarray(array).tobytes() != bytes_before:
                     return True
-        except (
-            TypeError,
-            ValueError,
-            RuntimeError,
-        ):  # arrays that are not the same cannot be compared
+        except (TypeError, ValueError, RuntimeError):  # arrays cannot be compared so
             return True
         return self._steps is not None and list(map(id, _leaves(calls))) != list(
             map(id, self._steps)
@@ -381,8 +377,8 @@ def warn_of_modes(stored: Stored, kept: KeptSamples, transform: Any) -> None:
     modes = kept.modes()
     if len(modes) > 1 and stored.split(transform, form="pil").is_batched:
         warn_user(
-            f"images are of several modes, {', '.join(modes)}, and a batch is of one. Convert them before they are "
-            "stored: prepare=lambda image: image.convert('RGB')."
+            f"images are of several modes, {', '.join(modes)}, and a batch is of one. "
+            "Convert them before they are stored: prepare=lambda image: image.convert('RGB')."
         )
 
 
