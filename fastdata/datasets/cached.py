@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @with_options
 class CachedDataset(PreparedDataset):
-    """Any map-style dataset of (sample, target) or of dicts, prepared once and kept in shared memory.
+    """Any map-style dataset of (sample, target) or of dicts, prepared once and kept.
 
     Args:
         dataset: has ``__len__`` and ``__getitem__`` giving (PIL image | tensor | array, target).
@@ -125,9 +125,10 @@ class CachedDataset(PreparedDataset):
             inner = inner.dataset
         if cache_key is None and listing is None and not hasattr(inner, "_identity"):
             raise ValueError(
-                f"cache_dir= must know in the next run whether the samples of {type(inner).__name__} are still the "
-                "same, but it does not list their files in an attribute samples. Give cache_key='a name' and change it "
-                "whenever the data change."
+                f"cache_dir= must know in the next run whether the samples of "
+                f"{type(inner).__name__} are still the same, but it does not list their files in "
+                "an attribute samples. Give cache_key='a name' and change it whenever the data "
+                "change."
             )
         described = describe_dataset(source.dataset, cache_key)
         return described if source.columns is None else f"{described} {source.columns}"
@@ -146,7 +147,7 @@ class CachedDataset(PreparedDataset):
         storage_options: Mapping[str, Any] | None = None,
         local_cache: str | os.PathLike[str] | None = None,
     ) -> Self:
-        """Open a cache on its own: the dataset and the files that it was made from need not be there.
+        """Open a cache on its own, without the dataset and the files that it was made from.
 
         Serves what was kept when the cache was last brought up to date, in that order; ``skipped``
         lists what was left out. Where samples are files, ``samples``, ``classes`` and
@@ -212,7 +213,8 @@ class CachedDataset(PreparedDataset):
 def _checked(transforms: Any, transform: Any, target_transform: Any) -> Any:
     if transforms is not None and (transform is not None or target_transform is not None):
         raise ValueError(
-            "transforms= takes sample and target together; give it alone, or transform= and the like"
+            "transforms= takes sample and target together; give it alone, or transform= and the "
+            "like"
         )
     return transforms
 
@@ -230,7 +232,7 @@ _USUAL_NAMES = ("transforms", "transform", "target_transform")
 
 
 def _refuse_frozen_draws(dataset: Any) -> None:
-    """See to it that what a dataset, or one inside of it, draws at random is not drawn once and kept."""
+    """Refuse what a dataset, or one inside of it, draws at random: it would be kept."""
     steps: dict[int, tuple[str, str, Any]] = {}
     for owner, name, step in _own_steps(dataset):
         steps.setdefault(id(step), (owner, name, step))
@@ -246,15 +248,17 @@ def _refuse_frozen_draws(dataset: Any) -> None:
             )
     if texts[True]:
         raise ValueError(
-            f"{texts[True]}: random, but samples are kept as they are first read, so that every epoch would see the "
-            "same draws. Make the dataset without it, and give it to CachedDataset as transform=, or as transforms= "
-            "where it takes the target too; or use storage='none'."
+            f"{texts[True]}: random, but samples are kept as they are first read, so that every "
+            "epoch would see the same draws. Make the dataset without it, and give it to "
+            "CachedDataset as transform=, or as transforms= where it takes the target too; or use "
+            "storage='none'."
         )
     if texts[None]:
         advice = (
-            f"{texts[None]}: what it does is not known to fastdata. If it draws at random, every epoch sees the same "
-            "draws, because samples are kept as they are first read. Make the dataset without it, and give it to "
-            "CachedDataset as transform= or transforms=; or as prepare= if it does the same each time."
+            f"{texts[None]}: what it does is not known to fastdata. If it draws at random, every "
+            "epoch sees the same draws, because samples are kept as they are first read. Make the "
+            "dataset without it, and give it to CachedDataset as transform= or transforms=; or as "
+            "prepare= if it does the same each time."
         )
         if any(name == "set_transform" for _, name, _ in steps.values()):
             advice += " What set_transform calls takes a batch of items; these take one image."
@@ -262,7 +266,7 @@ def _refuse_frozen_draws(dataset: Any) -> None:
 
 
 def _own_steps(dataset: Any) -> Iterator[tuple[str, str, Any]]:
-    """The steps of a dataset's transforms and of those inside of it: whose, under which name, and the step."""
+    """Of a dataset's transforms and of those inside it: whose, under which name, the step."""
     owner, shown = type(dataset).__name__, getattr(dataset, "format", None)
     if (
         isinstance(shown, dict) and shown.get("type") == "custom"

@@ -1,9 +1,8 @@
-"""Datasets: torch map-style datasets composed of samples, kept or read anew, and a compiled transform.
+"""Datasets: torch map-style datasets of samples, kept or read anew, and a compiled transform.
 
 What stands here is the face that torchvision's datasets have. How samples were prepared, and how
-they are served, are
-values: ``Stored`` and ``Reader``. Datasets of image files are in folder.py, any others prepared
-    once in cached.py.
+they are served, are values: ``Stored`` and ``Reader``. Datasets of image files are in folder.py,
+any others prepared once in cached.py.
 """
 
 from __future__ import annotations
@@ -117,10 +116,10 @@ class _Opened(Dataset[Any]):
         self._visits.restart(epoch)
 
     def close(self) -> None:
-        """Give the memory back, unless other views are open; batches already served stay valid. Idempotent.
+        """Give the memory back, unless other views are open; idempotent.
 
-        An epoch that runs ends with StoreGoneError, and a batch that is being read is read to its
-        end.
+        Batches already served stay valid, and a batch that is being read is read to its end. An
+        epoch that runs ends with StoreGoneError.
         """
         self._views.discard(self)
         kept = self._stored.kept
@@ -129,7 +128,7 @@ class _Opened(Dataset[Any]):
         self._let_go()
 
     def _let_go(self) -> None:
-        """End all reading; the memory goes with the last batch that is being read from it: nothing is dismantled."""
+        """End all reading; the memory goes with the last batch that is being read from it."""
         for lease in {*self._leases, self._lease}:
             lease.end(CLOSED)
         self._reader = self._reader.emptied()
@@ -145,8 +144,9 @@ class _Opened(Dataset[Any]):
     def __getstate__(self) -> dict[str, Any]:
         if get_spawning_popen() is None and _is_saved_by_torch():
             raise TypeError(
-                f"this {type(self).__name__} cannot be saved: it is a handle to samples in this process's memory. Give "
-                "cache_dir= to keep them on disk, from where the next run serves them at once, and make it anew there."
+                f"this {type(self).__name__} cannot be saved: it is a handle to samples in this "
+                "process's memory. Give cache_dir= to keep them on disk, from where the next run "
+                "serves them at once, and make it anew there."
             )
         self._refresh()  # what a copy cannot serve is said here, not where it is opened
         derived = ("_reader", "_lease", "_leases", "_watch", "_views", "_writing")
@@ -195,7 +195,7 @@ class _Opened(Dataset[Any]):
         prepare: Callable[[Any], Any] | None = None,
         table: SampleTable | None = None,
     ) -> None:
-        """Choose the storage and fill it; the table has paths and targets where they are known beforehand."""
+        """Choose the storage and fill it; ``table``: paths and targets, where known beforehand."""
         self._transform, self.target_transform = transform, target_transform
         resize = None if options.resize is None else Resize(options.resize)
         plan = StoragePlan(
@@ -228,10 +228,13 @@ class _Opened(Dataset[Any]):
             if get_worker_info() is None:
                 self._prepare(self._origin(), self._stored.table)
             else:
-                reason = "storage='none': the first read came in a worker process, which has nobody to share with"
+                reason = (
+                    "storage='none': the first read came in a worker process, which has nobody to "
+                    "share with"
+                )
                 warn_user(
-                    f"{reason}. Files are decoded at each read. Give the {type(self).__name__} a transform, or "
-                    "call its prepare(), or read it by fastdata.DataLoader."
+                    f"{reason}. Files are decoded at each read. Give the {type(self).__name__} a "
+                    "transform, or call its prepare(), or read it by fastdata.DataLoader."
                 )
                 self._stored = replace(
                     self._stored, storage_plan=StoragePlan(storage="none", reason=reason)
@@ -256,9 +259,7 @@ class _Opened(Dataset[Any]):
         self, source: Source, path: ReadPath, steps: tuple[Any, ...], table: SampleTable | None
     ) -> Prepared:
         # 20 ms with filelock, which only caches take.
-        from fastdata.stores.cache import (
-            prepare_on_disk,
-        )
+        from fastdata.stores.cache import prepare_on_disk
 
         options = self._stored.options
         listing, root = self._list_files(source)
@@ -274,7 +275,7 @@ class _Opened(Dataset[Any]):
         )
 
     def _list_files(self, source: Source) -> tuple[Listing | None, str]:
-        """The files of a source and their folder, for a cache; nothing where samples are no files."""
+        """The files of a source and their folder, for a cache; none where samples are no files."""
         return None, ""
 
     def _describe_source(self, source: Source, listing: Listing | None) -> str:
@@ -309,7 +310,7 @@ class _Opened(Dataset[Any]):
         self._leases.add(self._lease)
 
     def _refresh(self) -> None:
-        """Serve what the transform says now, whose steps may have been changed in place; cheap where none were."""
+        """Serve what the transform says now, whose steps may have been changed in place."""
         reader = self._lease.reader or self._lease()
         if self._is_waiting:
             self._end_waiting()
@@ -375,7 +376,7 @@ class _Listed(_Opened):
 
     @property
     def classes(self) -> list[str]:
-        """Class names, sorted; empty where labels are plain numbers. Only where samples are files."""
+        """Class names, sorted; only where samples are files. Empty if labels are plain numbers."""
         return list(self._files("classes").class_to_idx or ())
 
     @property
@@ -408,7 +409,7 @@ class PreparedDataset(_Listed):
         return self._reader.length
 
     def __getitem__(self, index: int) -> Any:
-        """Sample and target, transformed as the user's transforms say; a dict where the items are dicts.
+        """Sample and target, transformed as the transforms say; a dict where items are dicts.
 
         Raises:
             IndexError: ``index`` is not in [-N, N).
@@ -443,7 +444,7 @@ class PreparedDataset(_Listed):
         return reader.items(reader.visit(indices), ring_of(self))
 
     def reader(self) -> Reader:
-        """What a coming epoch is served by: frozen, and the memory of the samples for as long as it is held.
+        """What a coming epoch is served by: frozen, and it holds the memory of the samples.
 
         Raises:
             StoreGoneError: the dataset was closed.
@@ -477,7 +478,7 @@ class PreparedDataset(_Listed):
 
     @property
     def transforms(self) -> Callable[[Any, Any], Any] | None:
-        """What sample and target are called with together: the user's ``transforms=``, or both of his transforms."""
+        """Called with sample and target: the user's ``transforms=``, or both other transforms."""
         if self._pair_transform is not None or (
             self._transform is None and self.target_transform is None
         ):
@@ -489,7 +490,7 @@ class PreparedDataset(_Listed):
         self._pair_transform = transforms
 
     def with_transform(self, transform: Callable[[Any], Any] | None) -> Self:
-        """The same samples under another transform: a second view of one store, as for training and validation.
+        """A second view of the same samples, under another transform, as for validation.
 
         A transform that begins with other steps than those that samples are stored after gets a
         store of its own. The memory is given back when the last view is closed or let go.
@@ -505,11 +506,8 @@ class PreparedDataset(_Listed):
         """
         self._lease()
         other = self._copied()
-        # By the first view, maybe.
-        other._visits, other._was_read = (
-            SharedVisits(len(self._stored.samples)),
-            True,
-        )
+        other._visits = SharedVisits(len(self._stored.samples))
+        other._was_read = True  # by the first view, maybe
         self._views.add(other)
         other.transform = transform
         return other
@@ -547,7 +545,7 @@ class PreparedDataset(_Listed):
         self._prepare(source, table)
 
     def prepare(self) -> Self:
-        """Prepare all samples now, those too that would be prepared on their first read; returns the dataset.
+        """Prepare all samples now, none on their first read; returns the dataset.
 
         Example:
             >>> import torch
@@ -588,11 +586,11 @@ class PreparedDataset(_Listed):
         return list(self._stored.skipped)
 
     def filled_share(self, index: np.ndarray | None = None) -> float:
-        """Share of the samples, or of those of ``index``, that are kept already; 0 where none ever are."""
+        """Share of the samples, or of those of ``index``, that are kept already."""
         return self._reader.filled_share(index)
 
     def storage_report(self) -> StorageReport:
-        """Try every codec on samples spread over the dataset; ``print(dataset.storage_report())`` shows the outcome.
+        """Try every codec on samples spread over the dataset; to be printed.
 
         Takes about a second: up to 25 samples are read, encoded and decoded.
         """
@@ -644,7 +642,7 @@ class PreparedDataset(_Listed):
 
 
 def latest_reader(dataset: PreparedDataset) -> Reader:
-    """What was served last, whether the transform was changed since or the dataset closed; not to be held."""
+    """What was served last, even if the transform was changed since; not to be held."""
     return dataset._reader
 
 
@@ -654,7 +652,7 @@ def lease_of(dataset: PreparedDataset) -> Lease:
 
 
 def own_reader(dataset: Dataset[Any]) -> str | None:
-    """The method of a subclass that knows what an index means; None where it is the number of a sample."""
+    """The method of a subclass that knows what an index means; None if it is a sample's number."""
     kind: Any = type(dataset)
     if kind.__getitem__ is not PreparedDataset.__getitem__:
         return "__getitem__"
@@ -667,7 +665,7 @@ def index_count(dataset: PreparedDataset) -> int:
 
 
 def own_item(dataset: PreparedDataset, batch: IndexBatch, k: int) -> Any:
-    """What a subclass's own ``__getitem__`` makes of index ``k`` of a batch; its reads are drawn from its visit."""
+    """What a subclass's own ``__getitem__`` makes of index ``k`` of a batch, drawn by its visit."""
     token = OWN_ITEM.set(OwnItem(batch, k))
     try:
         return dataset[batch[k]]
@@ -683,7 +681,7 @@ def stored_of(dataset: PreparedDataset) -> Stored:
 def prepared_anew(
     dataset: PreparedDataset, index: Sequence[int], **options: Any
 ) -> PreparedDataset:
-    """Some of the samples, read again and kept as ``options`` say: a dataset of its own, to be closed.
+    """Some of the samples, read again and kept as ``options`` say, in a dataset to be closed.
 
     Raises:
         ValueError: what samples were read from is not known, as in copies in other processes.

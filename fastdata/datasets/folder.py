@@ -135,8 +135,9 @@ class _ImageFiles(PreparedDataset):
     def loader(self, loader: Callable[[str], Any]) -> None:
         if self._stored.kept is not None:
             raise ValueError(
-                "samples are kept as the loader that the dataset was made with opens them, and another one would not "
-                "be asked for them. Make a new dataset with loader=, or one with storage='none'."
+                "samples are kept as the loader that the dataset was made with opens them, and "
+                "another one would not be asked for them. Make a new dataset with loader=, or one "
+                "with storage='none'."
             )
         self._loader = loader
         source = self._origin()
@@ -159,14 +160,15 @@ def _unwrapped(cls: type, dataset: _ImageFiles, target_keys: Any = None) -> _Ima
     """Give the dataset itself in place of what ``wrap_dataset_for_transforms_v2`` makes of it."""
     if target_keys is not None:
         raise ValueError(
-            f"target_keys={target_keys!r} is for targets that are dicts, not {type(dataset).__name__}'s"
+            f"target_keys={target_keys!r} is for targets that are dicts, not "
+            f"{type(dataset).__name__}'s"
         )
     return dataset
 
 
 @with_options
 class ImageFolder(_ImageFiles):
-    """torchvision's ``ImageFolder``: one folder of images per class, prepared once and kept in shared memory.
+    """torchvision's ``ImageFolder``: a folder of images per class, prepared once and kept.
 
     Args:
         root: holds one folder per class; may be a URL such as ``s3://bucket/train``, see
@@ -243,7 +245,7 @@ class ImageFolder(_ImageFiles):
         is_valid_file: Callable[[str], bool] | None = None,
         allow_empty: bool = False,
     ) -> list[tuple[str, int]]:
-        """(path, class number) of every sample; override it to list them yourself. As torchvision's.
+        """(path, class number) of every sample, as torchvision's; override it to list others.
 
         Raises:
             ValueError: ``class_to_idx`` is empty or None, or both or none of ``extensions`` and

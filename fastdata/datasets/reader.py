@@ -80,7 +80,8 @@ class Lease:
     """A reader, for as long as the dataset that it is of is open; then None."""
 
     def __init__(self, reader: Reader | None, gone: str = "") -> None:
-        self.reader, self._gone = reader, gone
+        self.reader = reader
+        self._gone = gone
 
     def __call__(self) -> Reader:
         """What to read a batch by, which its memory stays valid with.
@@ -197,7 +198,7 @@ class _Frozen:
         object.__setattr__(self, "obstacle", self._find_obstacle())
 
     def _find_numbers(self, kept: KeptSamples | None) -> np.ndarray | None:
-        """The targets of all samples, where each is a number and batches of them need nothing else."""
+        """The targets of all samples, where each is a number and batches need nothing else."""
         table = self.table if kept is None else kept.table
         is_image = kept is not None and (kept.target_is_part or kept.mask_places)
         if is_image or self.target_transform is not None or self.samples.keys is not None:
@@ -206,7 +207,8 @@ class _Frozen:
         return cast("SampleTable", table).target_array() if is_listed else None
 
     def _find_obstacle(self) -> str | None:
-        kept, plan = self.kept, self.plan
+        kept = self.kept
+        plan = self.plan
         if self.own:
             return self.own
         if kept is None and self.lanes[0].program is None:
@@ -218,7 +220,10 @@ class _Frozen:
         if not plan.is_batched:
             return f"the transform works per sample: {plan.obstacle}"
         if self.outputs is None:
-            return "prepared samples differ in shape; a crop or resize to one size would make them batches"
+            return (
+                "prepared samples differ in shape; a crop or resize to one size would make them "
+                "batches"
+            )
         return None
 
     def emptied(self) -> Self:
@@ -228,7 +233,7 @@ class _Frozen:
 
     @property
     def keys(self) -> ItemKeys | None:
-        """What items are that are no pairs, as far as that is known: where none are kept, once one was read."""
+        """What items are that are no pairs; where none are kept, known once one was read."""
         return self.samples.keys
 
     # What there is to say of it
@@ -252,7 +257,7 @@ class _Frozen:
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.outputs)
 
     def filled_share(self, index: np.ndarray | None = None) -> float:
-        """Share of the samples, or of those of ``index``, that are kept already; 0 where none ever are."""
+        """Share of the samples, or of those of ``index``, that are kept already."""
         return 0.0 if self.kept is None else self.kept.filled_share(index)
 
 
@@ -272,7 +277,7 @@ class Reader(_Frozen):
         return form if self.keys is None else f"{form} in {self.keys}"
 
     def __call__(self, batch: IndexBatch, ring: Ring | None = None) -> Any:
-        """Images (B, *shape) and what ``default_collate`` makes of the targets; only if there is no obstacle.
+        """Images (B, *shape) and collated targets; only if there is no obstacle.
 
         Memory comes from ``ring``, or is fresh.
         """
@@ -313,7 +318,8 @@ class Reader(_Frozen):
 
     def sample_batch(self, tensors: list[torch.Tensor], targets: list[Any] | None) -> SampleBatch:
         """As ``joined``, with a list of the samples."""
-        plan, mask = self.plan, self.plan.mask
+        plan = self.plan
+        mask = self.plan.mask
         image_class = shown_class(plan.end_kind or "tensor")
         if mask is not None:
             masks = rows_of(tensors[1], shown_class(mask.kind))
@@ -329,7 +335,7 @@ class Reader(_Frozen):
         return listed.collated_targets(batch.positions)
 
     def targets_of(self, batch: IndexBatch, read: list[Any] | None = None) -> list[Any]:
-        """The target of each sample; ``read``: as they are before ``target_transform``, where that is known."""
+        """The target of each sample; ``read``: those before ``target_transform``, where known."""
         if read is None and self._numbers is not None:
             numbers: list[Any] = self._numbers[batch.positions].tolist()
             return numbers
@@ -360,7 +366,8 @@ class Reader(_Frozen):
 
     def _pairs(self, batch: IndexBatch) -> list[Any]:
         """The items, by the user's own code for sample and target together."""
-        transform, keys = self.pair_transform, self.keys
+        transform = self.pair_transform
+        keys = self.keys
         assert transform is not None
         columns, read = self._samples(batch, is_alone=True)
         targets = list(map(self.stored_target, batch.positions.tolist())) if read is None else read
@@ -372,7 +379,7 @@ class Reader(_Frozen):
     def _columns(
         self, batch: IndexBatch, ring: Ring | None, *, is_alone: bool = False
     ) -> tuple[list[Column], list[Any] | None]:
-        """What is made of the samples of a batch; and their targets, where reading samples told them."""
+        """What is made of a batch's samples; and their targets, where reading told them."""
         if self.obstacle is None and not is_alone:
             return list(self._tensors(batch, ring)), None
         columns, targets = self._samples(batch, is_alone=is_alone or self.outputs is None)
@@ -407,10 +414,12 @@ class Reader(_Frozen):
     def read_into(
         self, outs: list[np.ndarray], batch: IndexBatch, rows_B: np.ndarray | None = None
     ) -> None:
-        """Read the images of a batch into ``room`` for it; or for a larger one, where ``rows_B`` says which rows."""
+        """Read a batch's images into ``room`` for it; or into rows ``rows_B`` of a larger one."""
         if self.is_remote:
             self._expect(batch)
-        programs, index_B, kept = self._programs, batch.positions, self.kept
+        programs = self._programs
+        index_B = batch.positions
+        kept = self.kept
         others = list(zip(programs[1:], outs[1:], strict=True))
         drawn_by = batch.visits, batch.seed
         if kept is None:
@@ -436,15 +445,17 @@ class Reader(_Frozen):
     def read_for_device(
         self, program: DeviceProgram, batch: IndexBatch, ring: Ring, *, only_places: bool
     ) -> DeviceBatch:
-        """Read a batch without its batch ops, but with what those draw; only where samples are kept.
+        """Read a batch without its batch ops, but with their draws; only where samples are kept.
 
         With ``only_places`` the samples' positions in the store stand for them.
         """
         if self.is_remote:
             self._expect(batch)
-        kept, index_B = self.kept, batch.positions
+        kept = self.kept
+        index_B = batch.positions
         assert kept is not None
-        draws, samples = program.draw(index_B, batch.visits, batch.seed), index_B.copy()
+        draws = program.draw(index_B, batch.visits, batch.seed)
+        samples = index_B.copy()
         if not only_places:
             samples = ring.take((len(index_B), *program.sent_shape), np.dtype(np.uint8))
             whole = program.host or Program((), self._stores[0].spec)
@@ -457,8 +468,10 @@ class Reader(_Frozen):
     def _samples(
         self, batch: IndexBatch, *, is_alone: bool
     ) -> tuple[list[Column], list[Any] | None]:
-        """Samples before the steps that are not known, for each lane; and targets, where reading samples told them."""
-        kept, views, indices = self.kept, len(self.lanes), batch.positions.tolist()
+        """Each lane's samples before unknown steps; and targets, where reading told them."""
+        kept = self.kept
+        views = len(self.lanes)
+        indices = batch.positions.tolist()
         if self.lanes[0].program is not None:
             served: Sequence[Any] = self._alone(batch) if is_alone else self._tensors(batch)
             return [
@@ -489,7 +502,8 @@ class Reader(_Frozen):
 
     def _alone(self, batch: IndexBatch) -> list[list[torch.Tensor]]:
         """What ``_tensors`` gives, of samples in whatever shape each has."""
-        kept, visits_B = self.kept, batch.visits
+        kept = self.kept
+        visits_B = batch.visits
         assert kept is not None
         if self.plan.mask:
             self._refuse_other_sizes(batch.positions)
@@ -520,7 +534,7 @@ class Reader(_Frozen):
     def _finished(
         self, lane: Lane, samples: Column, batch: IndexBatch, ring: Ring | None
     ) -> Column:
-        """What the steps that are not known, and those behind them, make of samples: whole where that can be."""
+        """What unknown steps, and those behind them, make of samples: whole where that can be."""
         plan = lane.plan
         if plan.per_sample:
             samples = [plan.run_unknown(sample) for sample in samples]
@@ -553,7 +567,7 @@ class Reader(_Frozen):
             self.samples.expect(batch.positions.tolist())
 
     def _refuse_other_sizes(self, index_B: np.ndarray) -> None:
-        """Raise ValueError where a mask is not as large as its image: what is drawn for one would not fit the other."""
+        """Raise ValueError where a mask is not as large as its image, whose draws it takes."""
         kept = self.kept
         assert kept is not None
         image, mask = kept.stores
@@ -562,8 +576,8 @@ class Reader(_Frozen):
             sizes = image.shape(index)[-2:], mask.shape(index)[-2:]
             if sizes[0] != sizes[1]:
                 raise ValueError(
-                    f"sample {index} has an image of {sizes[0]} and a mask of {sizes[1]} (height, width); a transform "
-                    "of both needs one size."
+                    f"sample {index} has an image of {sizes[0]} and a mask of {sizes[1]} (height, "
+                    "width); a transform of both needs one size."
                 )
 
     def open_files(self, indices: Sequence[int]) -> OpenedImages:
@@ -573,11 +587,11 @@ class Reader(_Frozen):
     # What random draws are made from
 
     def seed_of(self, base_seed: int) -> int:
-        """What they are made from in an epoch of this base seed: the user's ``seed``, if there is one."""
+        """What they are made from in an epoch: the user's ``seed``, else this base seed."""
         return base_seed if self.options.seed is None else self.options.seed
 
     def visit(self, indices: Sequence[int]) -> IndexBatch:
-        """The batch of these indices, for readers that no loader of fastdata's tells their visits."""
+        """The batch of these indices, for readers that no loader of ours tells their visits."""
         index_B = positions(as_numbers(indices), self.length)
         if isinstance(indices, IndexBatch) and np.array_equal(
             index_B, indices.positions
@@ -589,10 +603,8 @@ class Reader(_Frozen):
         worker = get_worker_info()
         base_seed = reader = torch.initial_seed()
         if worker is not None:
-            base_seed, reader = (
-                worker.seed - worker.id,
-                worker.id - getattr(current_process(), "_identity", (0,))[-1],
-            )
+            base_seed = worker.seed - worker.id
+            reader = worker.id - getattr(current_process(), "_identity", (0,))[-1]
         if self.options.seed is not None:
             reader = 0  # all draw from one seed
         if not self._draws or self.visits is None:
@@ -603,7 +615,7 @@ class Reader(_Frozen):
 
 
 def positions(index_B: np.ndarray, length: int) -> np.ndarray:
-    """Check that indices (int64, B) are in [-length, length) and make negative ones count from the end."""
+    """Indices (int64, B) of [-length, length), negative ones counted from the end."""
     if not (
         index_B.view(np.uint64) >= length
     ).any():  # as unsigned numbers, negative ones are too large as well
@@ -617,7 +629,7 @@ def positions(index_B: np.ndarray, length: int) -> np.ndarray:
 
 
 class OwnItem:
-    """The item of a batch that a subclass's own ``__getitem__`` is making: says what its reads are drawn from.
+    """The item that a subclass's own ``__getitem__`` makes: says what its reads are drawn from.
 
     A dataset's first read is on the item's visit if it is of the same index. All others are on
     visits of their own that follow from it, so that two crops of one image differ, and are the same
@@ -625,11 +637,9 @@ class OwnItem:
     """
 
     def __init__(self, batch: IndexBatch, k: int) -> None:
-        self._position, self._visit, self._seed = (
-            batch.positions[k : k + 1],
-            batch.visits[k : k + 1],
-            batch.seed,
-        )
+        self._position = batch.positions[k : k + 1]
+        self._visit = batch.visits[k : k + 1]
+        self._seed = batch.seed
         self._reads: Counter[int] = Counter()
 
     def batch_of(self, position: int, dataset: int, reader: Reader) -> IndexBatch:
@@ -646,7 +656,7 @@ OWN_ITEM: ContextVar[OwnItem | None] = ContextVar("fastdata_item", default=None)
 
 
 class DeviceBatch(NamedTuple):
-    """A batch that a ``DeviceProgram`` makes the images of. All its tensors have one row for each sample.
+    """A batch that a ``DeviceProgram`` makes the images of; one row for each sample.
 
     ``samples`` are uint8 (B, C, H, W) as stored or as the core made them, or int64 (B,), where they
     lie in a copy of the store on the device; ``draws`` int16 (B, windows, 4), None where samples

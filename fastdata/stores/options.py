@@ -41,7 +41,7 @@ class CacheWriting:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """What was chosen: ``DatasetOptions`` with their defaults, and three that are not the user's."""
+    """What was chosen: ``DatasetOptions`` and their defaults, and three not of the user."""
 
     storage: Storage = "auto"
     codec: Any = "auto"
@@ -127,11 +127,12 @@ class DatasetOptions(TypedDict, total=False):
             an error all the same.
         prepare_workers: threads that prepare, or processes where code of your own reads or prepares
             samples; default: all usable cores.
-        cache_dir: folder that keeps prepared samples for the next run (default: none does), which maps them into memory
-            and prepares only those whose file has changed since. The page cache holds one copy for
-            all workers, ranks and runs. It is found by the prepare part, the codec and the files
-            (relative path, size, time); any number of datasets may share a folder. Not with a
-            ``storage`` in memory. Every sample is held against a checksum when it is first read.
+        cache_dir: folder that keeps prepared samples for the next run (default: none does), which
+            maps them into memory and prepares only those whose file has changed since. The page
+            cache holds one copy for all workers, ranks and runs. It is found by the prepare part,
+            the codec and the files (relative path, size, time); any number of datasets may share a
+            folder. Not with a ``storage`` in memory. Every sample is held against a checksum when
+            it is first read.
         cache_key: stands for what fastdata cannot see: the samples of a dataset that does not list
             its files in ``samples``, and what only C code knows of steps and loaders. Change it
             whenever these change. Default: none.
@@ -158,7 +159,7 @@ class DatasetOptions(TypedDict, total=False):
 
 
 def with_options(dataset: type[_Dataset]) -> type[_Dataset]:
-    """Have ``help`` of a class, and its signature, list each option, its default and its meaning."""
+    """Have ``help`` of a class, and its signature, list each option with default and meaning."""
     init: Any = dataset.__init__
     shown = inspect.signature(init)
     defaults = inspect.signature(Options).parameters
@@ -172,7 +173,7 @@ def with_options(dataset: type[_Dataset]) -> type[_Dataset]:
 
 
 def read_options(made: type, given: Mapping[str, Any], writing: CacheWriting) -> Options:
-    """The options that a constructor was given; a TypeError for a name that it has no argument of."""
+    """The options that a constructor was given; a TypeError for a name it has no argument of."""
     for name in given:
         if name not in DatasetOptions.__annotations__:
             close = get_close_matches(name, inspect.signature(made).parameters, n=1)
