@@ -201,7 +201,7 @@ class ImageFolder(_ImageFiles):
         ...     for name in ("cat", "dog"):
         ...         (pathlib.Path(root) / name).mkdir()
         ...         Image.new("RGB", (6, 5)).save(pathlib.Path(root) / name / "0.png")
-        ...     dataset = ImageFolder(root)
+        ...     dataset = ImageFolder(root).prepare()
         >>> dataset.classes, dataset.targets, dataset[1][0].size
         (['cat', 'dog'], [0, 1], (6, 5))
     """
