@@ -292,7 +292,6 @@ class _Opened(Dataset[Any]):
 
     def _compile(self) -> None:
         calls, own = (self._transform, self._pair_transform), own_reader(self)
-        watch = Watch(calls)
         reader = compile_reader(
             self._stored,
             transform=self._transform,
@@ -301,7 +300,8 @@ class _Opened(Dataset[Any]):
             visits=self._visits,
             own=f"{type(self).__name__} has a {own} of its own" if own else "",
         )
-        self._watch = watch.without(step for view in reader.plan.each for step in view.per_sample)
+        unknown = (step for view in reader.plan.each for step in view.per_sample)
+        self._watch = Watch(calls, unknown)
         self._read_by(reader)
 
     def _read_by(self, reader: Reader) -> None:

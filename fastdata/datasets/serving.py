@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
 from types import FunctionType, ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,9 +42,6 @@ from fastdata.stores.options import Options
 from fastdata.stores.prepare import Prepared
 from fastdata.stores.readers import Store
 from fastdata.stores.samples import KeptSamples, is_fetched, read_path
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 Step = Callable[[Any], Any]
 _DECODED = SampleSpec(shape=None, dtype="uint8", form="pil")
@@ -308,14 +305,12 @@ _THEIRS = ("torchvision.", "timm.")
 class Watch:
     """What transforms consisted of when they were compiled, to notice changes in place."""
 
-    def __init__(self, calls: tuple[Any, ...]) -> None:
+    def __init__(self, calls: tuple[Any, ...], unknown: Iterable[Any]) -> None:
+        """Note what there is; not what is in unknown steps, which run as they are."""
         self._calls = calls
         self._held: list[tuple[Any, Any]] = []  # dicts and lists, each with what was in it
         self._arrays: list[tuple[Any, bytes]] = []
         self._steps: tuple[Any, ...] | None = None  # where code was read to find them
-
-    def without(self, unknown: Iterable[Any]) -> Self:
-        """Note what there is; not what is in steps that run as they are, whatever is in them."""
         met = {id(step): step for step in unknown}
         for step in met.values():
             if type(step).__module__.startswith(_THEIRS):  # which may become one that is known
@@ -325,7 +320,6 @@ class Watch:
         if any(id(step) not in met for step in steps):
             self._note(deque(steps), met)
             self._steps = steps
-        return self
 
     def _note(self, queue: deque[Any], met: dict[int, Any]) -> None:
         while queue:
