@@ -490,7 +490,7 @@ def test_batch_ops_off() -> None:
     steps = [v1.Resize(4), v1.RandomHorizontalFlip(), v1.ToTensor()]
     plan = plan_transform(v1.Compose(steps), batch_ops="off")
     assert parts(plan) == (["Resize"], [], ["RandomHorizontalFlip", "ToTensor"])
-    assert "batch_ops='off'" in str(plan)
+    assert "batch_ops=False" in str(plan)
 
 
 def test_prepared_by_others() -> None:

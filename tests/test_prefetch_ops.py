@@ -362,7 +362,7 @@ def test_the_report_says_why_ops_run_on_the_cpu(
     gpu: Sim, steps: Sequence[Any], options: dict[str, Any], reason: str
 ) -> None:
     """Batches are the loader's own then."""
-    with cached(steps, batch_ops="auto") as dataset:
+    with cached(steps) as dataset:
         batches = on_device(loader_of(dataset, **options))
         if not isinstance(steps[-1], PerSample):
             assert_same(taken(batches), list(loader_of(dataset)))

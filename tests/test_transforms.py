@@ -598,7 +598,7 @@ def test_samples_that_are_no_uint8_images(samples: np.ndarray) -> None:
     """Compiling for them is an error that names dtype, shape and the cure."""
     store = ArrayStore([samples], "tensor")
     with pytest.raises(
-        ValueError, match=rf"the samples are {samples.dtype} of shape .*batch_ops='off'"
+        ValueError, match=rf"the samples are {samples.dtype} of shape .*batch_ops=False"
     ):
         Program(plan_transform(v1.RandomHorizontalFlip(), form="tensor").batch_ops, store.spec)
 

@@ -209,6 +209,16 @@ class Counted(torch_loader._BaseDataLoaderIter):
             tally.answer(asked_at)
 
 
+def _may_be_told(loader: Any) -> bool:
+    """Whether a sampler has ``set_epoch``: Lightning calls it between ``iter()`` and ``next()``.
+
+    Nothing is read ahead before ``next`` then; else from ``iter()`` on, as by torch's loader.
+    """
+    inner = getattr(loader.batch_sampler, "sampler", None)
+    samplers = (loader.sampler, loader.batch_sampler, inner)
+    return any(hasattr(sampler, "set_epoch") for sampler in samplers)
+
+
 class InlineIter(Counted, torch_loader._SingleProcessDataLoaderIter):
     """torch's engine in the training loop, counted."""
 
@@ -238,9 +248,8 @@ class ProcessIter(Counted, torch_loader._MultiProcessingDataLoaderIter):
         super().__init__(view, progress)
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
-        # Lightning sets an epoch between ``iter()`` and ``next()``: nothing is read ahead before.
         self._put_later = 0
-        self._is_waiting = True
+        self._is_waiting = _may_be_told(loader)
         super()._reset(loader, first_iter)
         self._is_waiting = False
 
@@ -306,15 +315,16 @@ class ThreadIter(Counted):
             self._threads = ThreadPoolExecutor(threads, thread_name_prefix="fastdata-loader")
             self.stop = weakref.finalize(self, _stop, self._threads)
             self._ahead = threads * view.prefetch_factor
+            if not _may_be_told(view):
+                self._start()
 
     def _next_batch(self) -> Any:
         # torch's own takes 10 us to tell a profiler of itself, and does nothing else here.
         return super()._next_batch() if profiler._is_profiler_enabled else self._next_data()
 
     def _next_data(self) -> Any:
-        while self._ahead:  # not before the first ``next``, as of workers
-            self._ahead -= 1
-            self._submit()
+        if self._ahead:
+            self._start()
         if self._threads is None:
             batch = self._read(next(self._sampler_iter), self.progress.draws)
         elif self._pending:
@@ -323,6 +333,11 @@ class ThreadIter(Counted):
             self.stop()
             raise StopIteration
         return copy_to_pinned(batch) if self._pin_memory else batch
+
+    def _start(self) -> None:
+        for _ in range(self._ahead):
+            self._submit()
+        self._ahead = 0
 
     def _receive(self) -> Any:
         future = self._pending[0]
