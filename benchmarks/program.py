@@ -159,9 +159,7 @@ def loader_rate(
     crop = transforms.RandomCrop(32, 4) if side_px == 32 else transforms.RandomCrop(224)
     floats = [transforms.ConvertImageDtype(torch.float32), transforms.Normalize(*NORMS)]
     steps = transforms.Compose([crop, transforms.RandomHorizontalFlip(), *floats])
-    dataset = CachedDataset(
-        Items(side_px), transform=steps, seed=1, storage="shared", progress=False
-    )
+    dataset = CachedDataset(Items(side_px), transform=steps, seed=1, storage="shared")
     if channels_last == "core":
         options["memory_format"] = torch.channels_last
     try:

@@ -53,16 +53,16 @@ DOORS = {
 """Library -> the only wings that import it."""
 
 # No figure may grow. The goals: 100,000 nodes, 6.5 a line, 45 files, no class over 350 lines, no file over 700.
-MOST_NODES = 178_000
-MOST_NODES_PER_LINE = 7
-MOST_FILES = 72
-MOST_LINES = 29_800
-MOST_LINES_OF_A_CLASS = 405
-MOST_LINES_OF_A_FILE = 1_240
+MOST_NODES = 158_000
+MOST_NODES_PER_LINE = 6.8
+MOST_FILES = 71
+MOST_LINES = 27_200
+MOST_LINES_OF_A_CLASS = 390
+MOST_LINES_OF_A_FILE = 700
 WALKS = {  # calls, files, moves; the goals: 900, 14, 120; 45, 6, 14; 60, 6
-    "root until the first batch": (2_200, 34, 1_200),
+    "root until the first batch": (2_000, 34, 1_200),
     "one steady batch": (31, 7, 14),
-    "dataset[3]": (43, 9, 30),
+    "dataset[3]": (42, 9, 28),
 }
 
 

@@ -13,6 +13,7 @@ from typing import Any, Literal, TypedDict, TypeVar, get_args, get_origin, get_t
 
 from fastdata.machine.memory import parse_bytes
 from fastdata.pixels.images import Bound
+from fastdata.report import warn_user
 from fastdata.sources.remote import StorageOptions
 from fastdata.stores.samples import SOURCE
 
@@ -172,9 +173,21 @@ def with_options(dataset: type[_Dataset]) -> type[_Dataset]:
     return dataset
 
 
+_RETIRED = {
+    "progress": "set TQDM_DISABLE=1 to hide progress bars",
+    "fill": "dataset.prepare() prepares all samples at once",
+    "share": "the ranks of a machine always share their samples",
+}
+"""Options of earlier versions that scripts still give -> what stands for them."""
+
+
 def read_options(made: type, given: Mapping[str, Any], writing: CacheWriting) -> Options:
     """The options that a constructor was given; a TypeError for a name it has no argument of."""
-    for name in given:
+    at_once = given.get("fill") == "eager"
+    for name in _RETIRED.keys() & given.keys():
+        warn_user(f"{name}={given[name]!r} is no option any more: {_RETIRED[name]}")
+    chosen = {name: value for name, value in given.items() if name not in _RETIRED}
+    for name in chosen:
         if name not in DatasetOptions.__annotations__:
             close = get_close_matches(name, inspect.signature(made).parameters, n=1)
             advice = (
@@ -183,4 +196,4 @@ def read_options(made: type, given: Mapping[str, Any], writing: CacheWriting) ->
                 else f"help({made.__name__}) lists those it has."
             )
             raise TypeError(f"{made.__name__}() has no argument {name}=. {advice}")
-    return Options(**given, writing=writing)
+    return Options(**chosen, writing=writing, at_once=at_once)

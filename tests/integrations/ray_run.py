@@ -71,7 +71,7 @@ def kill_node(home: Path, cluster: Cluster) -> None:
         ]
         cluster.remove_node(node, allow_graceful=False)
         assert built.result() == wanted
-    assert len(wanted) == 3
+    assert len(wanted) > 1
     tried = [
         line.split()[0]
         for line in (home / "read.txt").read_text().splitlines()
