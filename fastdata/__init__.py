@@ -14,9 +14,10 @@ from fastdata.datasets.ring import RingCollate
 from fastdata.errors import FastDataError, FastDataWarning
 from fastdata.loaders.loader import DataLoader
 from fastdata.loaders.prefetch import CudaPrefetcher
-from fastdata.pixels import Views, plan_transform
+from fastdata.pixels import AlternatingFlip, Views, plan_transform
 
 __all__ = [
+    "AlternatingFlip",
     "CachedDataset",
     "ChunkedLoader",
     "CudaPrefetcher",

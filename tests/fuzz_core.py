@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 
 from fastdata.pixels import core
-from fastdata.pixels.draws import sample_keys
 
 __all__ = ["run_once"]
 
@@ -162,9 +161,9 @@ def run_once(seed: int) -> str:
 
 def _serve(fuzz: Fuzz, table: core.Table, image: np.ndarray) -> str:
     index, shape = fuzz.rng.integers(2**62, size=1), np.array([image.shape], np.int32)
-    key = sample_keys(0, 0, index)
-    core.draw(table, key, shape, is_probe=True)
-    ops, after = core.draw(table, key, shape)
+    keys = core.Keys(0, np.zeros(1, np.int64), index)
+    core.draw(table, keys, shape, is_probe=True)
+    ops, after = core.draw(table, keys, shape)
     channels, height, width = after[0].tolist()
     if channels * height * width > 4 * MOST_PIXELS or any(
         _pixels(op) > MOST_PIXELS for op in ops[0]
@@ -178,9 +177,7 @@ def _serve(fuzz: Fuzz, table: core.Table, image: np.ndarray) -> str:
         table, fuzz.values(channels, dtype), out.ctypes.data, out.shape[1:], solved, channels_last
     )
     source = np.array([image.ctypes.data], np.int64)
-    core.serve(
-        core.Samples(source, image.shape), core.Keys(0, np.zeros(1, np.int64), index), [served]
-    )
+    core.serve(core.Samples(source, image.shape), keys, [served])
     return "served"
 
 

@@ -19,6 +19,7 @@ from test_transforms import ArrayStore, images
 
 MACHINE = {"fuses": False, "resizes_fast": True, "chooses_order": False}
 KEYS = sample_keys(7, 2, np.arange(300))
+ONE = core.Keys(7, np.full(1, 2), np.zeros(1, np.int64))
 
 
 def table_of(*rows: tuple[str, int, int]) -> core.Table:
@@ -32,7 +33,7 @@ def table_of(*rows: tuple[str, int, int]) -> core.Table:
 
 def reason_of(table: core.Table) -> str:
     with pytest.raises(core.CoreError) as refused:
-        core.draw(table, KEYS[:1], np.array([[3, 8, 9]], np.int32))
+        core.draw(table, ONE, np.array([[3, 8, 9]], np.int32))
     assert refused.value.place == 0
     return refused.value.reason
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from PIL import ImageFilter, ImageOps
 from torchvision import transforms as v1
 from torchvision.transforms import v2
 
+from fastdata import AlternatingFlip
 from fastdata.pixels import plan_transform
 from fastdata.pixels.compose import known_name
 from fastdata.pixels.core import constants
@@ -52,7 +54,8 @@ def read_table() -> dict[tuple[str, str, str], int]:
         cells = [[part.strip() for part in cell.split(",")] for cell in line.strip("| ").split("|")]
         if len(cells) == 4 and cells[-1][0].isdigit():
             for step, api, form in itertools.product(*cells[:3]):
-                key = (step.removesuffix(" (and what is in them)"), api, form.lower())
+                name = re.sub(r"\[(.*)\]\(.*\)", r"\1", step).removesuffix(" (and what is in them)")
+                key = (name, api, form.lower())
                 assert key not in table, f"{key} stands twice in the table"
                 table[key] = int(cells[-1][0])
     return table
@@ -139,6 +142,7 @@ ELSEWHERE = {
         "RandomErasing",
     ),
     *("GaussianNoise", "RandomPhotometricDistort", "RandomChannelPermutation"),
+    "AlternatingFlip",
 }
 """Steps that have a test of their own below."""
 
@@ -232,6 +236,42 @@ def wanted(step: Any, sample: Any, index: int) -> np.ndarray:
         for k, (x, y) in enumerate(corners)
     ]
     return to_array(api.perspective(sample, corners, ends, step.interpolation, step.fill))
+
+
+@all_forms
+def test_an_alternating_flip_shows_both_sides_of_each_image_in_two_epochs(form: str) -> None:
+    """Half of the images are mirrored in an epoch, and the others in the next, whatever the seed."""
+    samples = images(400, (3, 4))
+    store = ArrayStore(samples, form)
+    program = program_of(AlternatingFlip(), store)
+    index_B = np.arange(400)
+    epochs = []
+    for epoch, seed in ((0, 1), (1, 2), (2, 3)):
+        out = np.empty((400, 3, 3, 4), np.uint8)
+        program.run(store, index_B, epoch, seed, out)
+        is_mirrored = [
+            np.array_equal(image, sample[..., ::-1])
+            for image, sample in zip(out, samples, strict=True)
+        ]
+        is_same = [
+            np.array_equal(image, sample) for image, sample in zip(out, samples, strict=True)
+        ]
+        assert is_same == [not each for each in is_mirrored]
+        epochs.append(is_mirrored)
+    assert epochs[1] == [not each for each in epochs[0]]
+    assert epochs[2] == epochs[0]
+    assert 150 < sum(epochs[0]) < 250
+
+
+@all_forms
+def test_an_alternating_flip_alone_is_a_random_one(form: str) -> None:
+    """Where nobody says index and epoch, half of the images are mirrored."""
+    [pixels] = images(1, (3, 4))
+    torch.manual_seed(0)
+    flips = [to_array(AlternatingFlip()(to_form(pixels, form))) for _ in range(60)]
+    mirrored = sum(np.array_equal(each, pixels[..., ::-1]) for each in flips)
+    assert 15 < mirrored < 45
+    assert mirrored + sum(np.array_equal(each, pixels) for each in flips) == 60
 
 
 SMALL = [(8, 8), (5, 9), (31, 104), (89, 44)]

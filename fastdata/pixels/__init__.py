@@ -4,7 +4,7 @@
 timm's as ``ops``, ``plan`` splits a transform; ``program`` and ``device`` run its batch part.
 """
 
-from fastdata.pixels.compose import Views
+from fastdata.pixels.compose import AlternatingFlip, Views
 from fastdata.pixels.plan import (
     StandardTransform,
     TransformPlan,
@@ -20,6 +20,7 @@ from fastdata.pixels.plan import (
 )
 
 __all__ = [
+    "AlternatingFlip",
     "StandardTransform",
     "TransformPlan",
     "Views",

@@ -36,7 +36,8 @@ _REPEATABLE = names_in(
 )
 """Torchvision's other steps that do the same to the same sample each time."""
 _RANDOM = names_in(
-    "AugMix AutoAugment ColorJitter CutMix ElasticTransform GaussianNoise MixUp ScaleJitter"
+    "AlternatingFlip AugMix AutoAugment ColorJitter CutMix ElasticTransform GaussianNoise "
+    "MixUp ScaleJitter"
 )
 """Those that draw, beside all whose names begin with Rand or Trivial."""
 _RANGES = {"GaussianBlur": "sigma", "JPEG": "quality", "RandomRotation": "degrees"}
@@ -70,6 +71,36 @@ class Views:
 
     def __repr__(self) -> str:
         return f"Views({', '.join(map(repr, self.transforms))})"
+
+
+class AlternatingFlip:
+    """Mirror each image left to right in every second epoch: half of them begin with it.
+
+    So any two epochs in a row show both sides of each image, where ``RandomHorizontalFlip`` shows
+    half of the images twice alike (K. Jordan, "94% on CIFAR-10 in 3.29 Seconds on a Single GPU",
+    arXiv 2404.00498). Epochs are those of the random draws: a dataset with a ``seed`` counts them,
+    else ``loader.set_epoch(epoch)`` says them.
+
+    Outside of fastdata's batches, where a step is told neither index nor epoch, half of the images
+    are mirrored at random.
+
+    Example:
+        >>> image = torch.arange(3).view(1, 1, 3)
+        >>> AlternatingFlip()(image).flatten().tolist() in ([0, 1, 2], [2, 1, 0])
+        True
+    """
+
+    __torchvision_equal__ = "AlternatingFlip"
+
+    def __call__(self, image: Any) -> Any:
+        if torch.rand(()) < 0.5:
+            return image
+        if isinstance(image, torch.Tensor):
+            return image.flip(-1)
+        return image.transpose(0)  # Pillow's FLIP_LEFT_RIGHT
+
+    def __repr__(self) -> str:
+        return "AlternatingFlip()"
 
 
 def run_steps(transform: Any, sample: Any) -> Any:

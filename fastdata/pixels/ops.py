@@ -20,7 +20,6 @@ import torch
 
 from fastdata.errors import ChannelsError, counted
 from fastdata.pixels import core
-from fastdata.pixels.draws import sample_keys
 from fastdata.pixels.images import pillow_chooses_order
 
 Size = tuple[int, int]
@@ -133,10 +132,9 @@ class Table:
         Raises:
             ValueError: a step is not for such a sample.
         """
-        keys_B = sample_keys(keys.seed, keys.visits, keys.indices)
         while True:
             try:
-                return core.draw(self.record, keys_B, shapes_B3)
+                return core.draw(self.record, keys, shapes_B3)
             except core.CoreError as refused:
                 if not self.is_answered(refused):
                     b = refused.place
@@ -149,8 +147,9 @@ class Table:
             ChannelsError: an op is for another number of channels.
         """
         shape = np.array([(channels, *(size or (0, 0)))], np.int32)
+        zero = np.zeros(1, np.int64)
         try:
-            _, shapes_after = core.draw(self.record, np.zeros(1, np.uint64), shape, is_probe=True)
+            _, shapes_after = core.draw(self.record, core.Keys(0, zero, zero), shape, is_probe=True)
         except core.CoreError as refused:
             raise self.refusal(refused, 0, shape[0]) from None
         channels, height, width = shapes_after[0].tolist()

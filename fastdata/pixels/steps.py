@@ -634,6 +634,7 @@ def _flip(vertical: bool) -> _Reader:
 
 READERS: dict[str, _Reader] = {
     # Geometry
+    "AlternatingFlip": lambda step, at, state: need_movable(state).add(Op("STEP_FLIP", at, (0, 1))),
     "CenterCrop": _center_crop,
     "Pad": _pad,
     "RandomAffine": _affine,

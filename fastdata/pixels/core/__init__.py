@@ -175,7 +175,8 @@ def open_library(folder: Path) -> ctypes.CDLL:
     library.fastdata_serve.restype = count
     library.fastdata_serve.argtypes = (*sized, *sized[::-1])
     library.fastdata_draw.restype = count
-    library.fastdata_draw.argtypes = (address, address, *sized, *sized, ctypes.c_bool, address)
+    keys = ctypes.c_uint64, address, address
+    library.fastdata_draw.argtypes = (address, *keys, *sized, *sized, ctypes.c_bool, address)
     library.fastdata_jpeg_headers.argtypes = (address, *sized, address)
     library.fastdata_jpeg_decode.argtypes = (address, *sized, *[number] * 4, address)
     return library
@@ -316,12 +317,12 @@ def make_table(
 
 def draw(
     table: Table,
-    keys_B: npt.NDArray[np.uint64],
+    keys: Keys,
     shapes_B3: npt.NDArray[np.int32],
     *,
     is_probe: bool = False,
 ) -> tuple[npt.NDArray[Any], npt.NDArray[np.int32]]:
-    """Draw samples of these channels, heights and widths, by keys of ``draws.sample_keys``.
+    """Draw samples of these channels, heights and widths.
 
     Perspectives have their corners where ``serve`` needs their coefficients. A probe gives no ops
     and refuses no size. Of it 0 x 0 is a size that is not known, or not the same for all draws.
@@ -333,15 +334,16 @@ def draw(
     Raises:
         CoreError: a step is not for such a sample.
     """
-    keys_B = np.ascontiguousarray(keys_B, np.uint64)
+    seed, visits_B, indices_B = keys
     room = 0 if is_probe else _FEW_OPS
     while True:
         refusal = Refusal()
         after_B3 = np.array(shapes_B3, np.int32, order="C")
-        ops_BS = np.empty((len(keys_B), room), OP)
-        drawn = ctypes.byref(table), keys_B.ctypes.data, after_B3.ctypes.data, len(keys_B)
+        ops_BS = np.empty((len(indices_B), room), OP)
+        drawn = ctypes.byref(table), seed & _MASK, visits_B.ctypes.data, indices_B.ctypes.data
+        shapes = after_B3.ctypes.data, len(after_B3)
         into = ops_BS.ctypes.data, room, is_probe, ctypes.byref(refusal)
-        most = load().fastdata_draw(*drawn, *into)
+        most = load().fastdata_draw(*drawn, *shapes, *into)
         if most < 0:
             raise CoreError(-1 - most, refusal)
         if is_probe or most <= room:

@@ -143,7 +143,7 @@ enum {
     STEP_PAD,         /* n[0..3] borders left, top, right, bottom; n[4] mode, n[5] domain */
     STEP_CROP,        /* the same; n[6..7] height, width; n[8] whether borders are added where the image is too small */
     STEP_CENTER_CROP, /* n[6..7] height, width */
-    STEP_FLIP,        /* n[0] whether top to bottom; v[0] probability */
+    STEP_FLIP,        /* n[0] whether top to bottom; v[0] probability, or n[1]: each second epoch, by d->turn */
     STEP_RESIZED_CROP, /* n[0..1] height, width, n[4] interpolation, n[5] domain; v[0..1] scale, v[2..3] width / height,
                          v[4..5] logarithm of that */
     STEP_ROTATION,    /* warp; n[0] whether it expands; v[0..1] degrees; v[10..11] centre x, y */
@@ -207,7 +207,7 @@ enum {
  * this size, whatever is drawn. */
 typedef struct {
     const Table *table;
-    uint64_t key;
+    uint64_t key, turn;   /* of sample_key and turn_of */
     int64_t height, width;
     int32_t channels, count, depth, solved_count;
     bool is_probe, is_known, is_cast, wants_corners;
@@ -223,6 +223,7 @@ bool is_sound(const Table *table); /* nothing is drawn of another */
 bool resolve(Drawing *d);          /* false: refused */
 bool draw_steps(Drawing *d, const Table *table, int64_t first, int64_t count);
 uint64_t sample_key(uint64_t seed, int64_t visit, int64_t index);
+uint64_t turn_of(int64_t visit, int64_t index); /* odd in each second epoch, whatever the seed */
 int64_t child(int64_t at, int64_t number);
 double uniform(const Drawing *d, int64_t at, int64_t draw);
 double between(const Drawing *d, int64_t at, int64_t draw, double low, double high);

@@ -17,6 +17,8 @@ uint64_t sample_key(uint64_t seed, int64_t visit, int64_t index) {
     return scramble((uint64_t)index * GAMMA + epoch);
 }
 
+uint64_t turn_of(int64_t visit, int64_t index) { return sample_key(0, 0, index) + (uint64_t)visit; }
+
 int64_t child(int64_t at, int64_t number) {
     return (int64_t)((((uint64_t)at + 1) * CHILDREN + (uint64_t)number) % NUMBERS);
 }
@@ -236,15 +238,17 @@ bool resolve(Drawing *d) {
 /* Draw samples of a batch: ops_BS has room for `room` ops of each, and the rest of a row is OP_NOTHING. shapes_B3, channels,
  * height, width, become those behind all steps. A probe draws nothing: 0 as a height says that it is not known.
  * Returns most ops of one sample, or -1 - the sample that was refused. */
-EXPORT int64_t fastdata_draw(const Table *table, const uint64_t *keys_B, int32_t *shapes_B3, int64_t samples, Op *ops_BS,
-                             int64_t room, bool is_probe, Refusal *refusal) {
+EXPORT int64_t fastdata_draw(const Table *table, uint64_t seed, const int64_t *visits_B, const int64_t *indices_B,
+                             int32_t *shapes_B3, int64_t samples, Op *ops_BS, int64_t room, bool is_probe,
+                             Refusal *refusal) {
     int64_t most = 0;
     Op ops[MAX_OPS];
     const bool can_draw = is_sound(table);
     for (int64_t b = 0; b < samples; b++) {
         int32_t *shape = shapes_B3 + 3 * b;
         const bool is_known = shape[1] > 0;
-        Drawing d = {.table = table, .key = keys_B[b], .channels = shape[0], .ops = ops, .refusal = refusal};
+        Drawing d = {.table = table, .channels = shape[0], .ops = ops, .refusal = refusal};
+        d.key = sample_key(seed, visits_B[b], indices_B[b]), d.turn = turn_of(visits_B[b], indices_B[b]);
         d.height = is_known ? shape[1] : ANY_PX, d.width = is_known ? shape[2] : ANY_PX, d.is_known = is_known;
         d.is_probe = is_probe, d.wants_corners = true;
         if (!can_draw) deny(&d, table->steps, REFUSED_TABLE, NULL, 0);

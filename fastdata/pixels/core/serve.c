@@ -508,9 +508,9 @@ static int serve_image(const Batch *batch, int64_t b, Drawn *drawn, const Image 
     return OK;
 }
 
-static bool draw_sample(const Batch *batch, int64_t b, const int32_t shape[3], uint64_t key, Drawn *drawn,
+static bool draw_sample(const Batch *batch, int64_t b, const int32_t shape[3], uint64_t key, uint64_t turn, Drawn *drawn,
                         Refusal *refusal) {
-    Drawing d = {.table = batch->table, .key = key, .channels = shape[0], .height = shape[1], .width = shape[2]};
+    Drawing d = {.table = batch->table, .key = key, .turn = turn, .channels = shape[0], .height = shape[1], .width = shape[2]};
     d.ops = drawn->ops, d.refusal = refusal;
     d.solved_room = batch->solved, d.solved = batch->solved_Bk8 + 8 * b * batch->solved;
     const bool is_drawn = resolve(&d);
@@ -531,10 +531,11 @@ static int serve_one(const Batch *batch, int64_t b, int64_t programs, Scratch *s
     if (channels < 1 || height < 1 || width < 1) return REFUSED_SHAPE;
     Drawn *drawn = take(scratch, SLOT_DRAWN, programs * (int64_t)sizeof(Drawn));
     if (!drawn) return NO_MEMORY;
-    const uint64_t key = sample_key(batch->seed, batch->visits_B[b], batch->indices_B[b]);
+    const int64_t visit = batch->visits_B[b], index = batch->indices_B[b];
+    const uint64_t key = sample_key(batch->seed, visit, index), turn = turn_of(visit, index);
     for (const Batch *each = batch; each; each = each->next, number++) {
         refusal->program = number;
-        if (!draw_sample(each, b, shape, key, drawn + number, refusal)) return refusal->reason;
+        if (!draw_sample(each, b, shape, key, turn, drawn + number, refusal)) return refusal->reason;
     }
     Image image = {.data = (uint8_t *)batch->sources_B[b], .channels = shape[0], .height = shape[1], .width = shape[2]};
     image.plane = batch->interleaved ? 1 : height * width;

@@ -69,7 +69,8 @@ bool draw_center_crop(Drawing *d, const Step *step) {
 /* Mirrors the window before it, if there is one; a window of its own even where it does not mirror, so that all samples
  * have the same windows (transforms/device.py). */
 bool draw_flip(Drawing *d, const Step *step) {
-    const int32_t bit = uniform(d, step->at, 0) < step->v[0] ? 1 + (step->n[0] != 0) : 0;
+    const bool mirrors = step->n[1] ? d->turn & 1 : uniform(d, step->at, 0) < step->v[0];
+    const int32_t bit = mirrors ? 1 + (step->n[0] != 0) : 0;
     Op *op = d->count > 0 ? d->ops + d->count - 1 : NULL;
     if (!op || op->code != OP_WINDOW) {
         op = add(d, step, OP_WINDOW, 0);
