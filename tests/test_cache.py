@@ -34,7 +34,7 @@ from fastdata.errors import CacheError, IngestError, SampleError, StoreGoneError
 from fastdata.pixels import describe_steps
 from fastdata.pixels.images import CenterCrop, Resize, load_image
 from fastdata.sources.remote import Place
-from fastdata.stores import files as files_module
+from fastdata.stores import readers as readers_module
 from fastdata.stores.cache import inspect_caches, prune_caches
 from fastdata.stores.cache.build import locked
 from fastdata.stores.cache.manifest import MANIFEST, Manifest
@@ -666,7 +666,7 @@ def test_a_disk_that_cannot_hold_the_cache_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It says what the cache takes and what is free."""
-    monkeypatch.setattr(files_module, "free_bytes", lambda folder: 1 << 20)
+    monkeypatch.setattr(readers_module, "free_bytes", lambda folder: 1 << 20)
     data = [(np.random.default_rng(0).integers(0, 256, (1000, 1000), np.uint8), 0)] * 12
     with pytest.raises(
         CacheError, match=r"too full for the cache: it takes 11\.\d MiB, 1\.0 MiB are free"
@@ -682,7 +682,7 @@ def test_a_limit_of_file_sizes_is_named(
     def refuse(*_: Any) -> None:
         raise OSError(errno.EFBIG, "File too large")
 
-    monkeypatch.setattr(files_module.os, "pwrite", refuse)
+    monkeypatch.setattr(readers_module.os, "pwrite", refuse)
     with pytest.raises(
         CacheError, match=r"larger than this process may write. Raise the limit \(ulimit -f\)"
     ):
@@ -699,7 +699,7 @@ def test_a_disk_that_fills_up_is_an_error(
     def full(*_: Any) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(files_module.os, "pwrite", full)
+    monkeypatch.setattr(readers_module.os, "pwrite", full)
     with pytest.raises(CacheError, match="too full for the cache"):
         cached(root, on_error=on_error, codec="zstd")
     assert files_of(root.parent / "cache") == set()
@@ -908,7 +908,7 @@ def test_neighbours_that_are_written_at_once_stay_apart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pending_bytes: int, num_workers: int
 ) -> None:
     """However many rows wait to be written, across shards and gaps, each has its own pixels."""
-    monkeypatch.setattr(files_module, "_PENDING_BYTES", pending_bytes)
+    monkeypatch.setattr(readers_module, "_PENDING_BYTES", pending_bytes)
     data = OneBuffer(40, (7, 21))
     options: dict[str, Any] = {"on_error": "skip", "prepare_workers": num_workers}
     with CachedDataset(data, cache_dir=tmp_path, cache_key="k", **options) as dataset:

@@ -19,7 +19,7 @@ from conftest import save_image
 from fastdata import CachedDataset, ImageFolder, ImageManifest
 from fastdata.errors import CacheError, SampleError
 from fastdata.stores.cache import inspect_caches, prune_caches
-from fastdata.stores.files import DiskFile
+from fastdata.stores.readers import DiskFile
 
 Folder = Callable[..., Path]
 

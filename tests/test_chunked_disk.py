@@ -21,7 +21,7 @@ from fastdata import CachedDataset, ChunkedLoader, CudaPrefetcher, DataLoader, I
 from fastdata.errors import MemoryBudgetError, SampleError, StoreGoneError
 from fastdata.loaders.chunk_plan import ChunkPlan, EpochOrder, empties_cache, plan_epoch
 from fastdata.machine import memory
-from fastdata.stores import files as files_module
+from fastdata.stores import readers as readers_module
 from fastdata.stores.readers import DiskStore
 from simcuda import Sim
 
@@ -286,7 +286,7 @@ def test_too_many_pieces_only_take_more_memory(
     image_folder: FolderMaker, monkeypatch: pytest.MonkeyPatch, most: int
 ) -> None:
     """Where no more of the files may be told apart, the samples are the same."""
-    monkeypatch.setattr(files_module, "_MOST_AREAS", most)
+    monkeypatch.setattr(readers_module, "_MOST_AREAS", most)
     root = image_folder(per_class=13, size=(17, 14))
     with on_disk(root) as dataset, in_memory(root) as kept, chunked(dataset) as loader:
         assert same(loader, usual_batches(kept, loader, 0))

@@ -184,15 +184,13 @@ class CachedDataset(PreparedDataset):
             ...         print(len(dataset), list(dataset.targets))
             5 [0, 1, 4, 9, 16]
         """
-        from fastdata.stores.cache import Mirroring, find_cache, open_cache
+        from fastdata.stores.cache import find_cache, open_cache
 
         dataset = cls.__new__(cls)
         dataset._pair_transform = _checked(transforms, transform, target_transform)
         dataset._transform, dataset.target_transform = transform, target_transform
         home = find_cache(path, storage_options)
-        prepared, manifest = open_cache(
-            home, as_tensors=as_tensors, mirroring=Mirroring(local_cache)
-        )
+        prepared, manifest = open_cache(home, as_tensors=as_tensors, local_cache=local_cache)
         kept = prepared.kept
         assert kept is not None
         dataset.root = manifest.root

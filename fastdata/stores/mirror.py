@@ -20,10 +20,12 @@ import os
 import re
 import sys
 import threading
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -33,8 +35,7 @@ from fastdata.machine.shared import ArrayBlock
 from fastdata.pixels.images import SampleSpec
 from fastdata.report import log
 from fastdata.sources.remote import Entry, Place
-from fastdata.stores.files import free_bytes
-from fastdata.stores.readers import Decoder, DiskStore, UndecodableError, checksum
+from fastdata.stores.readers import Decoder, DiskStore, free_bytes
 
 FETCH_BYTES = 64 << 20
 """On their way at once, where 50 ms at 1 GB/s are 48 MiB."""
@@ -47,6 +48,7 @@ _SLACK = 32
 """Room is made for a 32nd of the limit at once: to find what was needed longest ago is a look at
 every segment."""
 _FOLDER = "mirror-"
+_MAP_FIXED = 0x10
 
 
 class Segment(NamedTuple):
@@ -64,7 +66,7 @@ class Mirror:
         place: the cache.
         files: of it; they never change under their names, sizes and tags.
         local_cache: folder that all mirrors of a machine share.
-        limit: for all of them: bytes, ``"200GiB"``, or a share of what is free and what they have.
+        limit: for all of them: bytes, or a share of what is free and what they have.
 
     Raises:
         CacheError: the folder cannot hold them; says why and the cure.
@@ -72,11 +74,7 @@ class Mirror:
     """
 
     def __init__(
-        self,
-        place: Place,
-        files: Sequence[Entry],
-        local_cache: str | os.PathLike[str],
-        limit: int | float | str,
+        self, place: Place, files: Sequence[Entry], local_cache: Path, limit: int | float
     ) -> None:
         if sys.platform != "linux":
             raise CacheError(
@@ -89,10 +87,9 @@ class Mirror:
         self.segment_bytes = _SEGMENT_BYTES
         while sum(self.sizes.values()) > self.segment_bytes * _MOST_SEGMENTS:
             self.segment_bytes *= 2
-        self._all = Path(local_cache).expanduser().absolute()
-        digest = hashlib.sha256(
-            json.dumps([place.url, self.segment_bytes, *self.files]).encode()
-        ).hexdigest()
+        self._all = local_cache
+        what = json.dumps([place.url, self.segment_bytes, *self.files])
+        digest = hashlib.sha256(what.encode()).hexdigest()
         stem = re.sub(r"[^A-Za-z0-9._]+", "-", place.url.rpartition("/")[2]).strip(".-") or "cache"
         self.folder = self._all / f"{_FOLDER}{stem}-{digest[:12]}"
         try:
@@ -106,23 +103,21 @@ class Mirror:
         self.limit_bytes = parse_bytes(limit, of=free_bytes(self._all) + used_bytes)
         self._spare_bytes = 0
 
-    def at(self, name: str) -> str:
-        return self.place.at(name)
-
-    def read(self, name: str, *, again: bool = False) -> bytes:
-        """A whole file; fetched ``again`` where what is here is of no use."""
-        segments = [
+    def segments(self, name: str) -> list[Segment]:
+        return [
             Segment(name, number) for number in range(-(-self.sizes[name] // self.segment_bytes))
         ]
-        if again:
-            self.forget(segments)
+
+    def read(self, name: str) -> bytes:
+        """A whole file."""
         found = {}
-        for segment, fd in self.open(segments):
+        for segment, fd in self.open(self.segments(name)):
             with os.fdopen(fd, "rb") as file:
-                found[segment] = file.read()
-        return b"".join(found[segment] for segment in segments)
+                found[segment.number] = file.read()
+        return b"".join(found[number] for number in range(len(found)))
 
     def forget(self, segments: Iterable[Segment]) -> None:
+        """Have segments fetched again, because what is here is of no use."""
         for segment in segments:
             self._path(segment).unlink(missing_ok=True)
 
@@ -143,12 +138,10 @@ class Mirror:
             yield from self._fetch(missing[first : first + at_once])
 
     def _fetch(self, segments: Sequence[Segment]) -> Iterator[tuple[Segment, int]]:
-        from filelock import FileLock  # 20 ms, which only they take
-
         with contextlib.ExitStack() as cleanup:
             # In the same order by all, who can so wait for each other.
-            for number in sorted({self._lock_number(segment) for segment in segments}):
-                cleanup.enter_context(FileLock(self._all / ".locks" / str(number)))
+            for number in sorted(set(map(self._lock_number, segments))):
+                cleanup.enter_context(self._lock(str(number)))
             away = []
             for segment in segments:
                 fd = self._open_local(segment)  # whoever had the lock may have fetched it
@@ -157,19 +150,26 @@ class Mirror:
                 else:
                     yield segment, fd
             self._make_room(sum(map(self._size_of, away)))
-            coming = [(segment, self._submit(segment)) for segment in away]
-            for _, future in coming:
+            coming = [self._submit(segment) for segment in away]
+            for future in coming:
                 cleanup.callback(future.cancel)
-            for segment, future in coming:
+            for segment, future in zip(away, coming, strict=True):
                 yield segment, self._keep(segment, future.result())
+
+    def _lock(self, name: str) -> AbstractContextManager[Any]:
+        from filelock import FileLock  # 20 ms, which only they take
+
+        return FileLock(self._all / ".locks" / name)
+
+    def _lock_number(self, segment: Segment) -> int:
+        return zlib.crc32(str(self._path(segment)).encode()) % _LOCKS
 
     def _path(self, segment: Segment) -> Path:
         return self.folder / f"{segment.name}.{segment.number}"
 
     def _size_of(self, segment: Segment) -> int:
-        return min(
-            self.segment_bytes, self.sizes[segment.name] - segment.number * self.segment_bytes
-        )
+        start = segment.number * self.segment_bytes
+        return min(self.segment_bytes, self.sizes[segment.name] - start)
 
     def _open_local(self, segment: Segment) -> int | None:
         try:
@@ -182,10 +182,6 @@ class Mirror:
         os.utime(fd)
         return fd
 
-    def _lock_number(self, segment: Segment) -> int:
-        digest = hashlib.blake2b(str(self._path(segment)).encode(), digest_size=8).digest()
-        return int.from_bytes(digest, "little") % _LOCKS
-
     def _submit(self, segment: Segment) -> Future[bytes]:
         start = segment.number * self.segment_bytes
         return self.place.submit(segment.name, start, start + self._size_of(segment))
@@ -194,8 +190,8 @@ class Mirror:
         path = self._path(segment)
         # Which a killed process leaves to the next one that fetches it.
         part = path.with_name(f"{path.name}.part")
-        path.parent.mkdir(exist_ok=True)
         try:
+            path.parent.mkdir(exist_ok=True)
             part.write_bytes(data)
             fd = os.open(part, os.O_RDONLY | os.O_CLOEXEC)
             part.rename(path)
@@ -211,20 +207,18 @@ class Mirror:
 
     def _make_room(self, size_bytes: int) -> None:
         """Delete what was needed longest ago, of whatever cache, where there is no room."""
-        from filelock import FileLock
-
         if self._spare_bytes < size_bytes:
-            room_bytes = max(size_bytes, self.limit_bytes // _SLACK)
-            with FileLock(self._all / ".lock"):
+            self._spare_bytes = max(size_bytes, self.limit_bytes // _SLACK)
+            with self._lock("room"):
                 segments = sorted(_list_segments(self._all))
-                used_bytes = sum(each_bytes for _, each_bytes, _ in segments)
+                too_many_bytes = sum(each_bytes for _, each_bytes, _ in segments)
+                too_many_bytes += self._spare_bytes - self.limit_bytes
                 for _, each_bytes, path in segments:
-                    if used_bytes + room_bytes <= self.limit_bytes:
+                    if too_many_bytes <= 0:
                         break
                     with contextlib.suppress(OSError):
                         os.unlink(path)
-                        used_bytes -= each_bytes
-            self._spare_bytes = room_bytes
+                        too_many_bytes -= each_bytes
         self._spare_bytes -= size_bytes
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -233,14 +227,12 @@ class Mirror:
 
 def _list_segments(local_cache: Path) -> Iterator[tuple[int, int, str]]:
     """When each segment of any mirror was needed, its bytes, its path."""
-    with os.scandir(local_cache) as folders:
-        for folder in folders:
-            if folder.name.startswith(_FOLDER):
-                with contextlib.suppress(FileNotFoundError), os.scandir(folder.path) as files:
-                    for file in files:
-                        with contextlib.suppress(FileNotFoundError):
-                            facts = file.stat()
-                            yield facts.st_mtime_ns, facts.st_size, file.path
+    for folder in local_cache.glob(f"{_FOLDER}*"):
+        with contextlib.suppress(FileNotFoundError), os.scandir(folder) as files:
+            for file in files:
+                with contextlib.suppress(FileNotFoundError):
+                    facts = file.stat()
+                    yield facts.st_mtime_ns, facts.st_size, file.path
 
 
 class MirroredFile:
@@ -253,26 +245,26 @@ class MirroredFile:
         self._map = mmap.mmap(
             -1, max(size_bytes, 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, mmap.PROT_READ
         )
-        self._address = np.frombuffer(self._map, np.uint8).__array_interface__["data"][0]
 
     def array(self, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
         return np.frombuffer(self._map, dtype, math.prod(shape)).reshape(shape)
 
-    def map(self, number: int, fd: int) -> None:
-        self._replace(number, mmap.MAP_SHARED, fd)
-
-    def unmap(self, number: int) -> None:
-        self._replace(number, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
-
-    def _replace(self, number: int, flags: int, fd: int) -> None:
+    def map(self, number: int, fd: int | None) -> None:
+        """Put a segment, or zeros, in the place of what is there, at once."""
         start = number * self.segment_bytes
-        length = min(self.segment_bytes, self.size_bytes - start)
-        fixed = 0x10  # MAP_FIXED: takes the place of what was mapped there, at once
-        address = ctypes.c_void_p(self._address + start)
+        address = np.frombuffer(self._map, np.uint8).ctypes.data + start
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS if fd is None else mmap.MAP_SHARED
         call = ctypes.CDLL(None, use_errno=True).mmap
         call.restype = ctypes.c_void_p
-        sizes = ctypes.c_size_t(length), mmap.PROT_READ, flags | fixed, fd, ctypes.c_long(0)
-        if call(address, *sizes) != address.value:
+        found = call(
+            ctypes.c_void_p(address),
+            ctypes.c_size_t(min(self.segment_bytes, self.size_bytes - start)),
+            mmap.PROT_READ,
+            flags | _MAP_FIXED,
+            -1 if fd is None else fd,
+            ctypes.c_long(0),
+        )
+        if found != address:
             raise OSError(ctypes.get_errno(), f"{self.path.name} cannot be mapped")
 
     def release(self) -> None: ...
@@ -295,114 +287,95 @@ class MirroredStore(DiskStore):
         decoder: Decoder | None,
         mirror: Mirror,
     ) -> None:
+        self._mirrored = {
+            name: MirroredFile(mirror.folder / name, mirror.sizes[name], mirror.segment_bytes)
+            for name in names
+        }
+        files: Any = self._mirrored.values()
+        super().__init__(files, spec, index, decoder)
         self.mirror = mirror
-        self._names = tuple(names)
-        size = mirror.segment_bytes
-        self._mirrored = [
-            MirroredFile(mirror.folder / name, mirror.sizes[name], size) for name in names
-        ]
-        super().__init__(self._mirrored, spec, index, decoder)  # type: ignore[arg-type]
-        self._marks.close()
-        self._checked = np.zeros(max(len(self), 1), np.uint8)  # of this process alone
-        self._readers = np.zeros(len(self._checked), np.uint16)  # that need each sample here
-        self._firsts = np.cumsum([0, *(-(-file.size_bytes // size) for file in self._mirrored)])
-        # Samples that need each segment of all files.
-        self._users = np.zeros(self._firsts[-1], np.uint32)
-        self._locks: dict[
-            int, threading.Lock
-        ] = {}  # by process: a forked one must not wait for its parent's threads
+        self._segments = [segment for name in names for segment in mirror.segments(name)]
+        self._firsts = np.cumsum([0, *(len(mirror.segments(name)) for name in names)])
+        # All of this process alone, as what is mapped.
+        self._checked = np.zeros(len(self), np.uint8)
+        self._sample_users = np.zeros(len(self), np.uint16)
+        self._segment_users = np.zeros(len(self._segments), np.uint32)
+        # By process: a forked one must not wait for its parent's threads.
+        self._locks: dict[int, threading.Lock] = {}
 
     def expect(self, indices: Sequence[int]) -> None:
         self._have(np.array(indices, np.int64))
 
-    def gather_into(self, index_B: np.ndarray, out_B: np.ndarray) -> None:
-        self.check(index_B)
-        super().gather_into(index_B, out_B)
-
-    def check(self, index_B: np.ndarray) -> None:
+    def ensure(self, index_B: np.ndarray) -> None:
         unchecked = index_B[self._checked[index_B] == 0]
         self._have(unchecked)
-        super().check(unchecked)
-
-    def _check(self, index: int) -> None:
-        if not self._checked[index]:
-            self._have(np.array([index]))
-            super()._check(index)
+        super().ensure(unchecked)
 
     def _have(self, index_B: np.ndarray) -> None:
         """Fetch samples that nobody has brought; they stay."""
-        away = np.unique(index_B[self._readers[index_B] == 0])
+        away = np.unique(index_B[self._sample_users[index_B] == 0])
         if len(away):
             self.bring(away)
 
-    def _enter(self, index: int, found: int) -> None:
-        wanted = int(self._sums[index])
-        if found != wanted:
-            log.info(
-                "sample %d of %s is not as it was written; it is fetched again",
-                index,
-                self.mirror.place,
-            )
-            with self._lock:
-                self._checked[:] = 0  # samples beside it come again, too
-                numbers = np.unique(self._segments(np.array([index])))
-                self.mirror.forget(map(self._segment, numbers.tolist()))
-                self._map(numbers)
-            found = checksum(self.stored(index))
-        if found != wanted:
-            name = self._names[self._of[index]]
-            what = f"its bytes in {self.mirror.at(name)} are not those that were written, "
-            what += "and came twice; the file was changed or is damaged there: build the cache anew"
-            raise UndecodableError(what, index=index, codec=self.codec, is_on_disk=True)
-        self._checked[index] = 1
+    def _is_sound(self, index: int) -> bool:
+        if super()._is_sound(index):
+            return True
+        place = self.mirror.place
+        log.info("sample %d of %s is not as it was written; it is fetched again", index, place)
+        with self._lock:
+            self._checked[:] = 0  # samples beside it come again, too
+            numbers = self._numbers(np.array([index]))
+            self.mirror.forget(self._segments[number] for number in numbers.tolist())
+            self._map(numbers)
+        return super()._is_sound(index)
+
+    def _note_damage(self, index: int) -> str:
+        path = self.mirror.place.at(self.files[self._of[index]].path.name)
+        return (
+            f"its bytes in {path} are not those that were written, and came twice; the file was "
+            "changed or is damaged there: build the cache anew"
+        )
 
     # What of the files is here
 
     def bring(self, index_B: np.ndarray) -> None:
-        segments = self._segments(index_B)
+        numbers = self._numbers(index_B)
         with self._lock:
-            needed = np.unique(segments)
-            self._map(needed[self._users[needed] == 0])
-            np.add.at(self._users, segments, 1)
-            self._readers[index_B] += 1
+            needed = np.unique(numbers)
+            self._map(needed[self._segment_users[needed] == 0])
+            np.add.at(self._segment_users, numbers, 1)
+            self._sample_users[index_B] += 1
 
     def drop(self, index_B: np.ndarray, *, from_cache: bool = False) -> None:
         with self._lock:
-            brought = index_B[self._readers[index_B] > 0]
-            segments = self._segments(brought)
-            self._readers[brought] -= 1
-            self._checked[brought[self._readers[brought] == 0]] = 0
-            np.subtract.at(self._users, segments, 1)
-            left = np.unique(segments)
-            for number in left[self._users[left] == 0].tolist():
-                file = self._file_of(number)
-                self._mirrored[file].unmap(number - int(self._firsts[file]))
+            brought = index_B[self._sample_users[index_B] > 0]
+            numbers = self._numbers(brought)
+            self._sample_users[brought] -= 1
+            self._checked[brought[self._sample_users[brought] == 0]] = 0
+            np.subtract.at(self._segment_users, numbers, 1)
+            left = np.unique(numbers)
+            for number in left[self._segment_users[left] == 0].tolist():
+                segment = self._segments[number]
+                self._mirrored[segment.name].map(segment.number, None)
 
     @property
     def _lock(self) -> threading.Lock:
         return self._locks.setdefault(os.getpid(), threading.Lock())
 
-    def _segments(self, index_B: np.ndarray) -> np.ndarray:
+    def _numbers(self, index_B: np.ndarray) -> np.ndarray:
         """The segments of samples, counted over all files: int64, those of each sample in a row."""
         size = self.mirror.segment_bytes
-        first_B = self._offsets[index_B] // size
-        count_B = (
-            (self._offsets[index_B] + np.maximum(self._sizes[index_B], 1) - 1) // size - first_B + 1
-        )
-        first_B = first_B + self._firsts[self._of[index_B]]
+        start_B = self._offsets[index_B]
+        last_B = (start_B + np.maximum(self._sizes[index_B], 1) - 1) // size
+        first_B = start_B // size
+        count_B = last_B - first_B + 1
         within = np.arange(count_B.sum()) - np.repeat(np.cumsum(count_B) - count_B, count_B)
-        segments: np.ndarray = np.repeat(first_B, count_B) + within
-        return segments
-
-    def _file_of(self, number: int) -> int:
-        return int(np.searchsorted(self._firsts, number, side="right")) - 1
-
-    def _segment(self, number: int) -> Segment:
-        file = self._file_of(number)
-        return Segment(self._names[file], number - int(self._firsts[file]))
+        numbers: np.ndarray = within + np.repeat(first_B + self._firsts[self._of[index_B]], count_B)
+        return numbers
 
     def _map(self, numbers: np.ndarray) -> None:
-        need_bytes = (np.count_nonzero(self._users) + len(numbers)) * self.mirror.segment_bytes
+        need_bytes = np.count_nonzero(self._segment_users) + len(numbers)
+        need_bytes *= self.mirror.segment_bytes
         if need_bytes > self.mirror.limit_bytes + self.mirror.segment_bytes:
             raise CacheError(
                 f"half of what is free in {self.mirror.folder.parent}, "
@@ -411,12 +384,17 @@ class MirroredStore(DiskStore):
                 "ChunkedLoader with a smaller memory_limit= or chunk_samples=, which needs two "
                 "chunks at a time."
             )
-        files = dict(zip(self._names, self._mirrored, strict=True))
-        for segment, fd in self.mirror.open(map(self._segment, numbers.tolist())):
+        for segment, fd in self.mirror.open(self._segments[number] for number in numbers.tolist()):
             try:
-                files[segment.name].map(segment.number, fd)
+                self._mirrored[segment.name].map(segment.number, fd)
             finally:
                 os.close(fd)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return MirroredStore, (self._names, self.spec, self.index, self._decoder, self.mirror)
+        return MirroredStore, (
+            list(self._mirrored),
+            self.spec,
+            self.index,
+            self._decoder,
+            self.mirror,
+        )

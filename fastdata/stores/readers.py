@@ -1,29 +1,52 @@
-"""Reading samples, of one shape or of many, raw or encoded, from memory or from files on disk."""
+"""Reading samples, of one shape or of many, raw or encoded, from memory or from files on disk.
+
+A file on disk is made under a name that nobody has opened before, written, sealed, and never
+changed again; who opens it maps it read-only, so that the page cache holds one copy for all
+processes and for the next run.
+"""
 
 from __future__ import annotations
 
-import itertools
+import contextlib
+import errno
+import mmap
 import os
+import shutil
+import threading
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
-from fastdata.machine.shared import ArrayBlock, Block
+from fastdata.errors import CacheError, StoreGoneError
+from fastdata.machine.memory import format_bytes
+from fastdata.machine.shared import OPEN_FLAGS, ArrayBlock, Block
 from fastdata.pixels.images import SampleSpec, SourceDecoder, open_libjpeg
-from fastdata.stores.files import Bytes, DiskFile
+from fastdata.sources.remote import refuse_special
 
 if TYPE_CHECKING:
     from fastdata.stores.codecs import Codec
 
+Bytes = npt.NDArray[np.uint8]
 Decoder: TypeAlias = "Codec | SourceDecoder"
 
 _WORD_BYTES = 8
 _GAP_BYTES = 64
 """Between samples that are still brought and dropped as one piece: what alignment leaves. Pieces
 must not overlap."""
+_PENDING_BYTES = 4 << 20
+"""Of neighbouring samples that are written at once."""
+_FAULT_BYTES = 64 << 10
+"""The kernel maps about so much around a page that is touched."""
+_TOUCHED_BYTES = 512
+_HUGE_BYTES = 2 << 20
+_MOST_AREAS = 8192
+"""Of the 65,530 that a process may have; what is brought beyond them maps more memory than it
+needs."""
 
 
 class Store(Protocol):
@@ -126,27 +149,27 @@ class FileStore(Store):
         self.files = tuple(files)
         self.spec = spec
         self.index = index
-        self._decoder = decoder
-        self.size_bytes = sum(file.size_bytes for file in files)
-        self._dtype = np.dtype(spec.dtype)
         self.gives_views = decoder is None
+        self.size_bytes = sum(file.size_bytes for file in files)
+        self._decoder = decoder
         self._bytes = [file.array("uint8", (file.size_bytes,)) for file in files]
         for data in self._bytes:
             data.flags.writeable = False
-        self._addresses = np.array(
-            [data.__array_interface__["data"][0] for data in self._bytes], np.int64
-        )
-        # Of a table.
+        self._addresses = np.array([data.ctypes.data for data in self._bytes], np.int64)
         self._row_bytes = spec.sample_bytes if decoder is None and spec.is_dense else 0
         self._offsets = index["offsets"]
-        self._shapes = index.get("shapes")
         length = self._offsets.shape
-        self._sizes = (
-            index["sizes"]
-            if "sizes" in index
-            else np.broadcast_to(np.int64(spec.sample_bytes), length)
-        )
-        self._of = index["files"] if "files" in index else np.broadcast_to(np.int32(0), length)
+        self._sizes = index.get("sizes", np.broadcast_to(np.int64(self._row_bytes), length))
+        self._shapes = index.get("shapes")
+        self._of = index.get("files", np.broadcast_to(np.int32(0), length))
+
+    def ensure(self, index_B: np.ndarray) -> None:
+        """See to it that samples are there and are those that were written, before they are read.
+
+        Raises:
+            UndecodableError: one is not.
+        """
+        return
 
     def __len__(self) -> int:
         return len(self._offsets)
@@ -167,6 +190,7 @@ class FileStore(Store):
 
     def addresses(self, index_B: np.ndarray) -> np.ndarray:
         """Where the chosen raw samples lie in memory: int64 (B,)."""
+        self.ensure(index_B)
         addresses_B: np.ndarray = self._addresses[self._of[index_B]] + self._offsets[index_B]
         return addresses_B
 
@@ -174,20 +198,23 @@ class FileStore(Store):
         """Addresses and sizes of samples, int64 (B,), where the core decodes them; else None."""
         if not getattr(self._decoder, "makes_jpeg_files", False) or open_libjpeg()[0] is None:
             return None
-        return FileStore.addresses(self, index_B), self._sizes[index_B]
+        return self.addresses(index_B), self._sizes[index_B]
 
     def read(self, index: int) -> np.ndarray:
-        if not self.gives_views:
+        if self._decoder is not None:
             return super().read(index)
+        self.ensure(np.array([index]))
         data = self._bytes[self._of[index]].data
-        shape = self.spec.shape or self.shape(index)
-        sample: np.ndarray = np.ndarray(shape, self._dtype, data, self._offsets[index])
+        sample: np.ndarray = np.ndarray(
+            self.shape(index), self.spec.dtype, data, self._offsets[index]
+        )
         return sample
 
     def read_into(self, index: int, out: np.ndarray) -> None:
         if self._decoder is None:
             out[...] = self.read(index)
             return
+        self.ensure(np.array([index]))
         data = self.stored(index).data
         try:
             self._decoder.decode(data, out)
@@ -199,17 +226,17 @@ class FileStore(Store):
 
     def gather_into(self, index_B: np.ndarray, out_B: np.ndarray) -> None:
         """Put samples into ``out_B`` (B, *shape); in one call where one table has them."""
-        row_bytes = self._row_bytes if len(out_B) else 0
-        number = int(self._of[index_B[0]]) if row_bytes else 0
-        if not row_bytes or (len(self._bytes) > 1 and (self._of[index_B] != number).any()):
+        numbers = np.unique(self._of[index_B])
+        if not self._row_bytes or len(numbers) != 1:
             super().gather_into(index_B, out_B)
             return
-        data = self._bytes[number]
+        self.ensure(index_B)
+        data = self._bytes[numbers[0]]
         starts_B = self._offsets[index_B]
-        first = int(starts_B[0]) % row_bytes
-        shape = (len(data) - first) // row_bytes, *out_B.shape[1:]
-        table: np.ndarray = np.ndarray(shape, self._dtype, data.data, first)
-        np.take(table, (starts_B - first) // row_bytes, axis=0, out=out_B, mode="clip")
+        first = int(starts_B[0]) % self._row_bytes
+        shape = (len(data) - first) // self._row_bytes, *out_B.shape[1:]
+        table: np.ndarray = np.ndarray(shape, self.spec.dtype, data.data, first)
+        np.take(table, (starts_B - first) // self._row_bytes, axis=0, out=out_B, mode="clip")
 
     def close(self) -> None:
         self._bytes = []
@@ -225,15 +252,15 @@ class FileStore(Store):
 
 
 class DiskStore(FileStore):
-    """Samples in files on disk, each held against its checksum when it is first read.
-
-    Whatever reads a sample raises UndecodableError where its bytes are not those that were written.
+    """Samples in files on disk, each held against its checksum before it is first read.
 
     Args:
         files, spec, index, decoder: as of ``FileStore``; by sample also ``sums``, its checksum.
-        marks: a byte for each sample that says whether it was read before; made where there are
+        checked: a byte for each sample that says whether it was read before; made where there are
             none.
     """
+
+    files: tuple[DiskFile, ...]
 
     def __init__(
         self,
@@ -241,16 +268,15 @@ class DiskStore(FileStore):
         spec: SampleSpec,
         index: ArrayBlock,
         decoder: Decoder | None = None,
-        marks: ArrayBlock | None = None,
+        checked: ArrayBlock | None = None,
     ) -> None:
         super().__init__(files, spec, index, decoder)
-        self._disk_files = tuple(files)
         self.codec = "raw" if decoder is None else decoder.name
         self._sums = index["sums"]
-        self._marks = marks or ArrayBlock(
-            {"checked": np.zeros(max(len(self), 1), np.uint8)}, seal=False
+        self._checked_block = checked or ArrayBlock(
+            {"checked": np.zeros(len(self), np.uint8)}, seal=False
         )
-        self._checked = self._marks["checked"]
+        self._checked = self._checked_block["checked"]
 
     def heaviest_bytes(self, samples: int) -> float:
         """The mean size of those so many neighbours that are the heaviest."""
@@ -258,106 +284,64 @@ class DiskStore(FileStore):
         samples = min(samples, len(self))
         return float((ends[samples:] - ends[: len(ends) - samples]).max() / samples)
 
-    def read(self, index: int) -> np.ndarray:
-        self._check(index)
-        return super().read(index)
-
-    def read_into(self, index: int, out: np.ndarray) -> None:
-        self._check(index)
-        super().read_into(index, out)
-
-    def gather_into(self, index_B: np.ndarray, out_B: np.ndarray) -> None:
-        super().gather_into(index_B, out_B)
-        # Those that were copied in one call.
-        unchecked = np.flatnonzero(self._checked[index_B] == 0)
-        if len(unchecked):
-            self._check_copies(index_B, out_B, unchecked)
-
-    def addresses(self, index_B: np.ndarray) -> np.ndarray:
-        self.check(index_B)
-        return super().addresses(index_B)
-
-    def jpeg_files(self, index_B: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-        self.check(index_B)
-        return super().jpeg_files(index_B)
-
-    def check(self, index_B: np.ndarray) -> None:
-        """Hold those samples that were not read before against their checksums."""
+    def ensure(self, index_B: np.ndarray) -> None:
         for index in index_B[self._checked[index_B] == 0].tolist():
-            self._check(index)
-
-    def _check(self, index: int) -> None:
-        if not self._checked[index]:
-            self._enter(index, checksum(self.stored(index)))
-
-    def _check_copies(self, index_B: np.ndarray, out_B: np.ndarray, chosen: np.ndarray) -> None:
-        """Hold copies against the checksums; all in one call where rows are whole words."""
-        bytes_B = out_B.reshape(len(out_B), -1).view(np.uint8)
-        if bytes_B.shape[1] % _WORD_BYTES == 0 and len(chosen) == len(out_B):
-            sums_B = bytes_B.view("<u8").sum(axis=1, dtype=np.uint64)
-            if (sums_B == self._sums[index_B]).all():
-                self._checked[index_B] = 1
-                return
-        for b in chosen.tolist():
-            self._enter(int(index_B[b]), checksum(bytes_B[b]))
-
-    def _enter(self, index: int, found: int) -> None:
-        if found == int(self._sums[index]):
+            if not self._is_sound(index):
+                what = self._note_damage(index)
+                raise UndecodableError(what, index=index, codec=self.codec, is_on_disk=True)
             self._checked[index] = 1
-            return
-        path = self._disk_files[self._of[index]].path
-        shard = path.stem.partition("-")[2]
+
+    def _is_sound(self, index: int) -> bool:
+        return checksum(self.stored(index)) == int(self._sums[index])
+
+    def _note_damage(self, index: int) -> str:
+        """Have the next build write the shard of a sample again; gives what to say."""
+        path = self.files[self._of[index]].path
+        cure = "the next run over its source prepares it anew"
         try:
-            path.with_name(receipt_name(shard)).unlink(missing_ok=True)
-            cure = "the next run over its source prepares it anew"
+            path.with_name(receipt_name(path.stem.partition("-")[2])).unlink(missing_ok=True)
         except OSError as problem:
             cure = f"that cannot be noted ({problem.strerror}): build {path.parent} anew"
         what = f"its bytes in {path.parent} are not those that were written"
-        text = f"{what} (a failing disk, or a foreign hand); {cure}"
-        raise UndecodableError(text, index=index, codec=self.codec, is_on_disk=True)
+        return f"{what} (a failing disk, or a foreign hand); {cure}"
 
     # What of the files is in memory
 
     def bring(self, index_B: np.ndarray) -> None:
         """Have samples in memory until they are dropped, and nothing else; see ``DiskFile``."""
-        for file, start, size in self._runs(index_B):
+        for file, start, size in self._pieces(index_B):
             file.bring(start, size)
 
     def drop(self, index_B: np.ndarray, *, from_cache: bool = False) -> None:
         """Let go of their memory; those that were brought at once are dropped at once."""
-        for file, start, size in self._runs(index_B):
+        for file, start, size in self._pieces(index_B):
             file.drop(start, size, from_cache=from_cache)
 
     def release(self) -> None:
-        for file in self._disk_files:
+        for file in self.files:
             file.release()
 
-    def _runs(self, index_B: np.ndarray) -> Iterator[tuple[DiskFile, int, int]]:
+    def _pieces(self, index_B: np.ndarray) -> Iterator[tuple[DiskFile, int, int]]:
         """File, first byte and size of each piece in which chosen samples lie end to end."""
+        order = np.lexsort((self._offsets[index_B], self._of[index_B]))
+        index_B = index_B[order]
         numbers = self._of[index_B]
         starts = self._offsets[index_B]
         stops = starts + self._sizes[index_B]
-        order = np.lexsort((starts, numbers))
-        numbers = numbers[order]
-        starts = starts[order]
-        ends = stops[order]
-        gaps = starts[1:] - ends[:-1]
-        cuts = np.flatnonzero((numbers[1:] != numbers[:-1]) | (gaps < 0) | (gaps > _GAP_BYTES)) + 1
-        for first, stop in itertools.pairwise(
-            [0, *cuts.tolist(), len(order)] if len(order) else []
-        ):
-            yield (
-                self._disk_files[numbers[first]],
-                int(starts[first]),
-                int(ends[stop - 1] - starts[first]),
-            )
+        gaps = starts[1:] - stops[:-1]
+        is_cut = (np.diff(numbers) != 0) | (gaps < 0) | (gaps > _GAP_BYTES)
+        firsts = np.flatnonzero(np.append(len(order) > 0, is_cut))
+        lasts = np.append(firsts[1:], len(order)) - 1
+        for first, last in zip(firsts.tolist(), lasts.tolist(), strict=False):
+            start = int(starts[first])
+            yield self.files[numbers[first]], start, int(stops[last]) - start
 
     def close(self) -> None:
         super().close()
-        self._marks.close()
+        self._checked_block.close()
 
     def __reduce__(self) -> tuple[object, ...]:
-        return DiskStore, (self.files, self.spec, self.index, self._decoder, self._marks)
+        return DiskStore, (self.files, self.spec, self.index, self._decoder, self._checked_block)
 
 
 def receipt_name(shard: str) -> str:
@@ -382,3 +366,236 @@ def checksum(data: Bytes) -> int:
     whole = data.size // _WORD_BYTES * _WORD_BYTES
     total = int(data[:whole].view("<u8").sum(dtype=np.uint64))
     return (total + int.from_bytes(data[whole:].tobytes(), "little")) & 0xFFFF_FFFF_FFFF_FFFF
+
+
+# Files on disk
+
+
+class DiskFile(Block):
+    """A block on disk: ``reserve``, ``write``, ``seal``, ``array``; or ``open``, ``array``.
+
+    Arrays keep the mapping alive by themselves, also when the file is deleted. Pickles as its name:
+    another process opens it again, and refuses another one that has taken its place. A disk that is
+    full is a CacheError.
+    """
+
+    def __init__(self, path: Path, flags: int) -> None:
+        fd = os.open(path, flags | OPEN_FLAGS, 0o666)
+        super().__init__(fd, os.fstat(fd).st_size, None, sealed=flags == os.O_RDONLY, owner=False)
+        self.path = path
+        self._pending = _Pending()
+        # By process: a forked one must not wait for a thread of its parent.
+        self._areas: dict[int, _Areas] = {}
+
+    @classmethod
+    def reserve(cls, path: Path, size_bytes: int) -> DiskFile:
+        """Reserve a new file, so that a full disk is found before anything is prepared."""
+        if size_bytes > free_bytes(path.parent):
+            raise _full(path.parent, f"it takes {format_bytes(size_bytes)}")
+        file = cls(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        try:
+            file.grow(size_bytes)
+        except BaseException:
+            file.close()
+            raise
+        return file
+
+    @classmethod
+    def open(cls, path: Path, size_bytes: int) -> DiskFile:
+        """Raises CacheError where it is missing or has another size."""
+        try:
+            refuse_special(path)
+            file = cls(path, os.O_RDONLY)
+        except OSError as problem:
+            what = f"{path} cannot be opened ({problem.strerror or problem})"
+            if problem.errno == errno.EMFILE:
+                what += "; raise the limit of open files (ulimit -n)"
+            raise CacheError(what) from problem
+        if file.size_bytes != size_bytes:
+            file.close()
+            raise CacheError(
+                f"{path} has {file.size_bytes:,} bytes where {size_bytes:,} were written"
+            )
+        return file
+
+    # Writing
+
+    def grow(self, size_bytes: int) -> None:
+        """Reserve more, up to ``size_bytes`` in total."""
+        if size_bytes > self.size_bytes:
+            with naming_full_disk(self.path.parent):
+                if hasattr(os, "posix_fallocate"):
+                    os.posix_fallocate(self._fd, 0, size_bytes)
+                else:
+                    os.ftruncate(self._fd, size_bytes)
+            self.size_bytes = size_bytes
+            self._map = None
+
+    def write(self, offset: int, data: np.ndarray) -> None:
+        """Copy a C-contiguous array to byte ``offset``, at the latest on this thread's ``flush``.
+
+        Neighbours are written at once: the system then caches and maps them in larger pieces.
+        """
+        pending = self._pending
+        if offset != pending.first + len(pending.data) or len(pending.data) > _PENDING_BYTES:
+            self.flush()
+            pending.first = offset
+        pending.data += data.reshape(-1).view(np.uint8).data
+
+    def flush(self) -> None:
+        pending = self._pending
+        with naming_full_disk(self.path.parent):
+            super().write(pending.first, np.frombuffer(pending.data, np.uint8))
+        pending.first += len(pending.data)
+        pending.data = bytearray()
+
+    def seal(self) -> None:
+        """See to it that all of it is on the disk."""
+        self._map = None
+        self.is_sealed = True
+        with naming_full_disk(self.path.parent):
+            os.fsync(self._fd)
+
+    # Reading
+
+    def _open_map(self) -> mmap.mmap:
+        access = mmap.ACCESS_READ if self.is_sealed else mmap.ACCESS_WRITE
+        return mmap.mmap(self._fd, self.size_bytes, access=access)
+
+    def bring(self, start: int, size: int) -> None:
+        """Have bytes in memory until ``drop``, so that nobody who reads them waits for the disk.
+
+        Reading them then maps their pages and no others. The kernel maps what it has around a page
+        that is touched, up to 2 MiB, but not across the border of an area with other flags: so they
+        are made such an area. Its flags let the disk read ahead, and the page cache keep the file
+        in huge pages, which are mapped at no cost.
+        """
+        mapped = self._map
+        if mapped is None or not size:
+            return
+        first, stop = _pages(start, size)
+        areas = self._areas.setdefault(os.getpid(), _Areas())
+        with areas.lock:
+            if not areas.is_begun:
+                areas.is_begun = True
+                _advise(mapped, *_pages(0, len(mapped)), "MADV_NOHUGEPAGE")
+            if len(areas.borders) < 2 * _MOST_AREAS:
+                _advise(mapped, first, stop, "MADV_SEQUENTIAL", "MADV_HUGEPAGE")
+            areas.borders.update({first, stop - 1})
+        _touch(np.frombuffer(mapped, np.uint8)[first * mmap.PAGESIZE : start + size])
+
+    def drop(self, start: int, size: int, *, from_cache: bool) -> None:
+        """Let go of memory that was brought; nothing is lost, reading it again takes longer.
+
+        ``from_cache``: let go of the system's page cache too; pages that any process has mapped
+        stay.
+        """
+        mapped = self._map
+        if mapped is None or not size:
+            return
+        first, stop = _pages(start, size)
+        areas = self._areas.setdefault(os.getpid(), _Areas())
+        with areas.lock:
+            for border in {first, stop - 1}:
+                areas.borders[border] -= 1
+                if areas.borders[border] <= 0:
+                    del areas.borders[border]
+            first += first in areas.borders
+            stop -= stop - 1 in areas.borders
+            # unmapped last, when nobody can map again
+            _advise(mapped, first, stop, "MADV_NOHUGEPAGE", "MADV_NORMAL", "MADV_DONTNEED")
+        if from_cache and hasattr(os, "posix_fadvise"):
+            # A huge page goes as a whole or not at all.
+            first_byte = start // _HUGE_BYTES * _HUGE_BYTES
+            stop_byte = -(-(start + size) // _HUGE_BYTES) * _HUGE_BYTES
+            os.posix_fadvise(self._fd, first_byte, stop_byte - first_byte, os.POSIX_FADV_DONTNEED)
+
+    def release(self) -> None:
+        if self._map is not None:
+            _advise(self._map, *_pages(0, len(self._map)), "MADV_DONTNEED")
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _open_again, (self.path, self.size_bytes, self._inode())
+
+
+def _open_again(path: Path, size_bytes: int, inode: int) -> DiskFile:
+    try:
+        file = DiskFile.open(path, size_bytes)
+    except CacheError as gone:
+        raise StoreGoneError(
+            f"the cache was deleted or changed while it was in use: {gone}"
+        ) from gone
+    if os.fstat(file._fd).st_ino != inode:
+        file.close()
+        raise StoreGoneError(f"{path} was replaced while it was in use; make the dataset again")
+    return file
+
+
+class _Pending(threading.local):
+    """Neighbouring bytes that a thread has yet to write."""
+
+    def __init__(self) -> None:
+        self.first = 0
+        self.data = bytearray()
+
+
+class _Areas:
+    """The pages that brought pieces begin or end in, how often: two may share one."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.is_begun = False
+        self.borders: Counter[int] = Counter()
+
+
+def _touch(data: Bytes) -> None:
+    """Read a little of every so many bytes, without the GIL: NumPy keeps it for 500 elements."""
+    whole = data.size // _FAULT_BYTES * _FAULT_BYTES
+    data[:whole].reshape(-1, _FAULT_BYTES)[:, :_TOUCHED_BYTES].max(initial=0)
+    data[whole:][:_TOUCHED_BYTES].max(initial=0)
+    data[-_TOUCHED_BYTES:].max(initial=0)
+
+
+def _pages(start: int, size: int) -> tuple[int, int]:
+    return start // mmap.PAGESIZE, -(-(start + size) // mmap.PAGESIZE)
+
+
+def _advise(mapped: mmap.mmap, first: int, stop: int, *advice: str) -> None:
+    """Give the kernel advice on pages, where it takes any."""
+    for name in advice:
+        if stop > first and hasattr(mmap, name):
+            with contextlib.suppress(OSError):
+                mapped.madvise(
+                    getattr(mmap, name), first * mmap.PAGESIZE, (stop - first) * mmap.PAGESIZE
+                )
+
+
+def free_bytes(folder: Path) -> int:
+    """Free space on the disk of a folder, which need not be there yet."""
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
+
+
+@contextlib.contextmanager
+def naming_full_disk(folder: Path) -> Iterator[None]:
+    """Turn a full disk into a CacheError that says what is free, and the cure."""
+    try:
+        yield
+    except OSError as problem:
+        if problem.errno == errno.EFBIG:
+            raise CacheError(
+                f"a file of the cache in {folder.parent} would be larger than this process may "
+                "write. Raise the limit (ulimit -f), or give codec='zstd' or a smaller resize=."
+            ) from problem
+        if problem.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise _full(folder, f"it ran out of room ({problem.strerror})") from problem
+
+
+def _full(folder: Path, what: str) -> CacheError:
+    return CacheError(
+        f"the disk of {folder.parent} is too full for the cache: {what}, "
+        f"{format_bytes(free_bytes(folder))} are free. Free some space, or give another "
+        "cache_dir=, a smaller resize=, or codec='zstd', which about halves raw samples."
+    )

@@ -25,8 +25,7 @@ from fastdata.machine.workers import run_tasks
 from fastdata.pixels.images import Form, SampleSpec, SourceDecoder
 from fastdata.report import log, progress_bar
 from fastdata.sources import FileSource
-from fastdata.stores.files import DiskFile
-from fastdata.stores.readers import FileStore, ShapesDifferError, checksum
+from fastdata.stores.readers import DiskFile, FileStore, ShapesDifferError, checksum
 from fastdata.stores.samples import (
     AT_ONCE,
     ReadPath,
@@ -512,7 +511,7 @@ class LazyStore(FileStore):
         is_there = self._is_there if index_B is None else self._is_there[index_B]
         return float(np.count_nonzero(is_there) / max(is_there.size, 1))
 
-    def _want(self, index_B: np.ndarray) -> None:
+    def ensure(self, index_B: np.ndarray) -> None:
         """See to it that samples are there.
 
         Raises:
@@ -536,18 +535,6 @@ class LazyStore(FileStore):
                 error = error or written.error
         if error is not None:
             raise error
-
-    def read(self, index: int) -> np.ndarray:
-        self._want(np.array([index]))
-        return super().read(index)
-
-    def addresses(self, index_B: np.ndarray) -> np.ndarray:
-        self._want(index_B)
-        return super().addresses(index_B)
-
-    def gather_into(self, index_B: np.ndarray, out_B: np.ndarray) -> None:
-        self._want(index_B)
-        super().gather_into(index_B, out_B)
 
     def close(self) -> None:
         super().close()

@@ -2,11 +2,9 @@
 
 from fastdata.stores.cache.build import Listing, list_paths, prepare_on_disk
 from fastdata.stores.cache.inspect import find_cache, inspect_caches, open_cache, prune_caches
-from fastdata.stores.cache.manifest import Mirroring
 
 __all__ = [
     "Listing",
-    "Mirroring",
     "find_cache",
     "inspect_caches",
     "list_paths",

@@ -40,8 +40,8 @@ from fastdata.stores.cache.manifest import (
     Cache,
     Columns,
     Manifest,
-    Mirroring,
     Part,
+    mirror_folder,
     read_settled,
     target_columns,
 )
@@ -55,7 +55,6 @@ from fastdata.stores.cache.shards import (
     write_shards,
 )
 from fastdata.stores.codecs import codec_of, describe_codec, find_codec
-from fastdata.stores.files import free_bytes, naming_full_disk
 from fastdata.stores.options import Options
 from fastdata.stores.prepare import (
     Forecast,
@@ -66,7 +65,13 @@ from fastdata.stores.prepare import (
     try_all,
     warn_of_skipped,
 )
-from fastdata.stores.readers import Decoder, ShapesDifferError, receipts_in
+from fastdata.stores.readers import (
+    Decoder,
+    ShapesDifferError,
+    free_bytes,
+    naming_full_disk,
+    receipts_in,
+)
 from fastdata.stores.samples import KeptSamples, ReadPath
 from fastdata.stores.writers import WriterPlan
 
@@ -108,12 +113,8 @@ class _Wanted:
     def home(self) -> Path:
         """Of a cache behind a URL only what its lock on this machine is named after."""
         if self.place.is_remote:
-            return self.mirroring.folder / self.place.url.rpartition("/")[2]
+            return mirror_folder(self.options.local_cache) / self.place.url.rpartition("/")[2]
         return Path(self.place.url)
-
-    @property
-    def mirroring(self) -> Mirroring:
-        return Mirroring(self.options.local_cache)
 
     @property
     def coders(self) -> list[Decoder]:
@@ -190,7 +191,8 @@ def _name_of(key: Mapping[str, str], root: str, listing: Listing | None) -> str:
 def _opened(wanted: _Wanted) -> tuple[Prepared | None, str]:
     """What a cache serves that is up to date, or why it cannot; no reason where it is stale."""
     try:
-        return read_settled(wanted.place, partial(_serve_current, wanted), wanted.mirroring), ""
+        serve_current = partial(_serve_current, wanted)
+        return read_settled(wanted.place, serve_current, wanted.options.local_cache), ""
     except FileNotFoundError:
         return None, ""
     except CacheError as damaged:

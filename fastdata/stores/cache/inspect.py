@@ -19,7 +19,7 @@ from fastdata.machine.memory import format_bytes
 from fastdata.machine.shared import PackedPaths, SampleTable
 from fastdata.sources.remote import Place
 from fastdata.stores.cache.build import REFUSED, lock_file, locked, serve, sweep
-from fastdata.stores.cache.manifest import MANIFEST, Cache, Manifest, Mirroring, read_settled
+from fastdata.stores.cache.manifest import MANIFEST, Cache, LocalCache, Manifest, read_settled
 from fastdata.stores.prepare import Prepared
 from fastdata.stores.readers import UndecodableError, receipts_in
 
@@ -75,19 +75,19 @@ def _cache_places(home: Place) -> list[Place]:
 
 
 def open_cache(
-    place: Place, *, as_tensors: bool = False, mirroring: Mirroring | None = None
+    place: Place, *, as_tensors: bool = False, local_cache: LocalCache = None
 ) -> tuple[Prepared, Manifest]:
     """Map a cache and all that it knows of its samples; also gives its manifest.
 
     Args:
         place: of the cache.
         as_tensors: give images as tensors of their stored pixels, not as PIL images.
-        mirroring: where one behind a URL is mirrored.
+        local_cache: folder that holds what is needed of one behind a URL.
 
     Raises:
         CacheError: it is damaged, or cannot be served without its dataset.
     """
-    return read_settled(place, partial(_serve_alone, as_tensors=as_tensors), mirroring)
+    return read_settled(place, partial(_serve_alone, as_tensors=as_tensors), local_cache)
 
 
 def _serve_alone(cache: Cache, *, as_tensors: bool) -> tuple[Prepared, Manifest]:
@@ -196,7 +196,7 @@ def _inspect(cache: Cache, *, verify: bool) -> Inspected:
         with contextlib.closing(cache.open_part(number, None)) as store:
             for k, row in enumerate(cache.kept.tolist() if verify else ()):
                 try:
-                    store.check(np.array([k]))
+                    store.ensure(np.array([k]))
                 except UndecodableError as wrong:
                     damaged.append(f"sample {row}, part{number}, is damaged: {wrong}")
     missing: set[str] = set()

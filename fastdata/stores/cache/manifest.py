@@ -39,9 +39,8 @@ from fastdata.machine.shared import ArrayBlock, SampleTable
 from fastdata.pixels.images import SampleSpec
 from fastdata.sources import ItemKeys
 from fastdata.sources.remote import Place
-from fastdata.stores.files import DiskFile, naming_full_disk
 from fastdata.stores.mirror import Mirror, MirroredStore
-from fastdata.stores.readers import Decoder, DiskStore, receipt_name
+from fastdata.stores.readers import Decoder, DiskFile, DiskStore, naming_full_disk, receipt_name
 
 MANIFEST = "fastdata.json"
 FORMAT = "fastdata cache"
@@ -483,30 +482,28 @@ def as_list(targets: Any) -> list[Any]:
 # An open cache
 
 
-class Mirroring(NamedTuple):
-    """Where mirrors are, by default in the user's cache folder, and the most that they take."""
+LocalCache = str | os.PathLike[str] | None
 
-    local_cache: str | os.PathLike[str] | None = None
-    limit: int | float | str | None = None
 
-    @property
-    def folder(self) -> Path:
-        return Path(self.local_cache or user_cache() / "remote").expanduser().absolute()
+def mirror_folder(local_cache: LocalCache) -> Path:
+    """Where mirrors are: by default in the user's cache folder."""
+    return Path(local_cache or user_cache() / "remote").expanduser().absolute()
 
-    def of(self, place: Place, manifest: Manifest) -> Mirror:
-        """Raises CacheError where a file of the cache is missing or has another size."""
-        there = {entry.name: entry for entry in place.find()}
-        sizes = manifest.file_sizes()
-        for name, size_bytes in sizes.items():
-            found = there[name].size_bytes if name in there else 0
-            if found != size_bytes:
-                raise CacheError(
-                    f"{place.at(name)} has {found:,} bytes where {size_bytes:,} were written"
-                )
-        if manifest.index_name not in there:
-            raise CacheError(f"{place.at(manifest.index_name)} is missing")
-        files = [there[name] for name in (manifest.index_name, *sizes)]
-        return Mirror(place, files, self.folder, self.limit or _MIRRORED_SHARE)
+
+def _open_mirror(place: Place, manifest: Manifest, local_cache: LocalCache) -> Mirror:
+    """Raises CacheError where a file of the cache is missing or has another size."""
+    there = {entry.name: entry for entry in place.find()}
+    sizes = manifest.file_sizes()
+    for name, size_bytes in sizes.items():
+        found = there[name].size_bytes if name in there else 0
+        if found != size_bytes:
+            raise CacheError(
+                f"{place.at(name)} has {found:,} bytes where {size_bytes:,} were written"
+            )
+    if manifest.index_name not in there:
+        raise CacheError(f"{place.at(manifest.index_name)} is missing")
+    files = [there[name] for name in (manifest.index_name, *sizes)]
+    return Mirror(place, files, mirror_folder(local_cache), _MIRRORED_SHARE)
 
 
 class Cache(NamedTuple):
@@ -552,7 +549,7 @@ class Cache(NamedTuple):
 
 
 def read_settled(
-    place: Place, use: Callable[[Cache], _Made], mirroring: Mirroring | None = None
+    place: Place, use: Callable[[Cache], _Made], local_cache: LocalCache = None
 ) -> _Made:
     """Make something of a cache; once more where another process has meanwhile replaced it.
 
@@ -564,7 +561,7 @@ def read_settled(
     while True:
         manifest = Manifest.read(place)
         try:
-            mirror = (mirroring or Mirroring()).of(place, manifest) if place.is_remote else None
+            mirror = _open_mirror(place, manifest, local_cache) if place.is_remote else None
             return use(read_index(place, manifest, mirror))
         except CacheError:
             if Manifest.read(place) == manifest:
@@ -578,7 +575,8 @@ def read_index(place: Place, manifest: Manifest, mirror: Mirror | None = None) -
     try:
         data = place.read(name) if mirror is None else mirror.read(name)
         if mirror is not None and zlib.crc32(data) != manifest.index_crc32:
-            data = mirror.read(name, again=True)
+            mirror.forget(mirror.segments(name))
+            data = mirror.read(name)
         if zlib.crc32(data) != manifest.index_crc32:
             raise CacheError(f"{path} is not what was written")
         columns = unpack_columns(data)

@@ -49,9 +49,8 @@ from fastdata.stores.cache.manifest import (
     targets_of,
     unpack_columns,
 )
-from fastdata.stores.files import DiskFile
 from fastdata.stores.options import Options
-from fastdata.stores.readers import receipt_name
+from fastdata.stores.readers import DiskFile, receipt_name
 from fastdata.stores.samples import ReadPath
 from fastdata.stores.writers import (
     Ingested,
