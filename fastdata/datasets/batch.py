@@ -6,8 +6,10 @@ import copy
 import dataclasses
 import operator
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import nullcontext, suppress
+from contextvars import ContextVar
 from functools import cache, partial
 from itertools import chain
 from typing import Any, NamedTuple
@@ -19,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
+from fastdata.errors import counted
 from fastdata.machine.shared import ArrayBlock, collate_targets
 from fastdata.pixels.draws import sample_keys
 from fastdata.sources import ItemKeys
@@ -38,6 +41,20 @@ def as_numbers(indices: Any) -> np.ndarray:
         return np.asarray(array("q", indices))
     except TypeError as error:
         raise TypeError(f"indices of samples must be a list of whole numbers: {error}") from None
+
+
+def positions(index_B: np.ndarray, length: int) -> np.ndarray:
+    """Indices (int64, B) of [-length, length), negative ones counted from the end."""
+    if not (
+        index_B.view(np.uint64) >= length
+    ).any():  # as unsigned numbers, negative ones are too large as well
+        return index_B
+    wrong = index_B[(index_B < -length) | (index_B >= length)]
+    if len(wrong):
+        raise IndexError(
+            f"index {wrong[0]} is out of range for a dataset of {counted(length, 'sample')}"
+        )
+    return np.where(index_B < 0, index_B + length, index_B)
 
 
 # Keeps what is drawn where a batch is read apart from what is where it is collated.
@@ -75,6 +92,34 @@ class IndexBatch(list[int]):
         batch.visits = visits
         batch.seed = seed
         return batch
+
+
+class OwnItem:
+    """The item that a subclass's own ``__getitem__`` makes: says what its reads are drawn from.
+
+    A dataset's first read is on the item's visit if it is of the same index. All others are on
+    visits of their own that follow from it, so that two crops of one image differ, and are the same
+    whoever reads them.
+    """
+
+    def __init__(self, batch: IndexBatch, k: int) -> None:
+        self._position = batch.positions[k : k + 1]
+        self._visit = batch.visits[k : k + 1]
+        self._seed = batch.seed
+        self._reads: Counter[int] = Counter()
+
+    def batch_of(self, position: int, reader: int, own_seed: int | None) -> IndexBatch:
+        """Of a read by the dataset of this id and, where the user gave it one, this seed."""
+        read = self._reads[reader]
+        self._reads[reader] += 1
+        visit = self._visit
+        if read or position != self._position[0]:
+            visit = sample_keys(read, self._visit, self._position).view(np.int64)
+        seed = self._seed if own_seed is None else own_seed
+        return IndexBatch.of([position], np.array([position]), visit, seed)
+
+
+OWN_ITEM: ContextVar[OwnItem | None] = ContextVar("fastdata_item", default=None)
 
 
 class Sample(tuple[Any, ...]):
@@ -153,7 +198,7 @@ class SampleBatch(list[Any]):
     @property
     def is_intact(self) -> bool:
         """Whether list and samples still consist of the very objects that they were made of."""
-        return _are_same(self, self._items) and _are_same(self._objects(), self._consisted_of)
+        return are_same(self, self._items) and are_same(self._objects(), self._consisted_of)
 
     def _objects(self) -> list[Any]:
         """What may be put in place of another: keys and values of dicts, and views in a list."""
@@ -197,7 +242,7 @@ def rows_of(images: torch.Tensor, kind: type) -> Sequence[Any]:
     return rows if kind is torch.Tensor else [row.as_subclass(kind) for row in rows]
 
 
-def _are_same(objects: list[Any], others: list[Any]) -> bool:
+def are_same(objects: list[Any], others: list[Any]) -> bool:
     return len(objects) == len(others) and all(map(operator.is_, objects, others))
 
 
@@ -528,7 +573,7 @@ def as_channels_last(batch: Any) -> Any:
         else tensor
         for tensor in tensors
     ]
-    return batch if _are_same(tensors, converted) else build(converted)
+    return batch if are_same(tensors, converted) else build(converted)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

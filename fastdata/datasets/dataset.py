@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from torch.utils.data import Dataset, Subset, get_worker_info
 
-from fastdata.datasets.batch import IndexBatch, SharedVisits
-from fastdata.datasets.reader import CLOSED, OWN_ITEM, Lease, OwnItem, Reader
+from fastdata.datasets.batch import OWN_ITEM, IndexBatch, OwnItem, SharedVisits
+from fastdata.datasets.reader import Lease, Reader
 from fastdata.datasets.ring import ring_of
-from fastdata.datasets.serving import Stored, Watch, compile_reader, warn_of_modes
+from fastdata.datasets.serving import Stored, compile_reader, warn_of_modes
 from fastdata.errors import SampleError, StoreGoneError, counted, kind_of
 from fastdata.machine.memory import StoragePlan, StorageReport
 from fastdata.machine.shared import ListView, SampleTable
@@ -75,7 +75,6 @@ class _Opened(Dataset[Any]):
     _views: weakref.WeakSet[_Opened]
     """The datasets over the same kept samples; the last one to be closed gives their memory
     back."""
-    _watch: Watch
     _visits: SharedVisits
     _writing = CacheWriting()
     _is_waiting = False
@@ -130,7 +129,7 @@ class _Opened(Dataset[Any]):
     def _let_go(self) -> None:
         """End all reading; the memory goes with the last batch that is being read from it."""
         for lease in {*self._leases, self._lease}:
-            lease.end(CLOSED)
+            lease.reader = None
         self._reader = self._reader.emptied()
         self._stored = replace(self._stored, samples=self._reader.samples, table=None, source=None)
         self.__dict__.pop("_visits", None)
@@ -149,7 +148,7 @@ class _Opened(Dataset[Any]):
                 "serves them at once, and make it anew there."
             )
         self._refresh()  # what a copy cannot serve is said here, not where it is opened
-        derived = ("_reader", "_lease", "_leases", "_watch", "_views", "_writing")
+        derived = ("_reader", "_lease", "_leases", "_views", "_writing")
         state = {name: value for name, value in self.__dict__.items() if name not in derived}
         stored = self._stored
         # An executor stays with the process that has it.
@@ -291,7 +290,7 @@ class _Opened(Dataset[Any]):
         self._compile()
 
     def _compile(self) -> None:
-        calls, own = (self._transform, self._pair_transform), own_reader(self)
+        own = own_reader(self)
         reader = compile_reader(
             self._stored,
             transform=self._transform,
@@ -300,8 +299,6 @@ class _Opened(Dataset[Any]):
             visits=self._visits,
             own=f"{type(self).__name__} has a {own} of its own" if own else "",
         )
-        unknown = (step for view in reader.plan.each for step in view.per_sample)
-        self._watch = Watch(calls, unknown)
         self._read_by(reader)
 
     def _read_by(self, reader: Reader) -> None:
@@ -317,11 +314,9 @@ class _Opened(Dataset[Any]):
             reader = self._reader
         self._was_read = True
         target_transform = self.target_transform
-        if self._watch.is_changed((self._transform, self._pair_transform)):
+        if reader.watch.is_changed((self._transform, self._pair_transform)):
             self._compile()
-        elif target_transform is not reader.target_transform or (
-            reader.is_filling and reader.filled_share() == 1
-        ):
+        elif target_transform is not reader.target_transform:
             self._read_by(replace(reader, target_transform=target_transform))
 
     def _origin(self) -> Source:
@@ -425,7 +420,9 @@ class PreparedDataset(_Listed):
             self._refresh()
         reader = self._lease.reader or self._lease()
         return reader.item(
-            reader.visit([position]) if item is None else item.batch_of(position, id(self), reader)
+            reader.visit([position])
+            if item is None
+            else item.batch_of(position, id(self), self._stored.options.seed)
         )
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:

@@ -2,8 +2,8 @@
 
 A ``Reader`` holds samples, program and targets as one value, so that nothing that is assigned to
 the dataset meanwhile reaches an epoch: shapes, memory and program are of one piece. It also holds
-the memory that samples lie in. Who reads takes it from a ``Lease`` for as long as one batch takes;
-closing the dataset ends the lease, and the memory goes with the last batch that is being read.
+the memory that samples lie in. Who reads takes it from a ``Lease`` for as long as one batch
+takes; closing the dataset empties that, and the memory goes with the last batch that is being read.
 
 There is one road. A batch has a column for each view of its samples, or for images and masks. A
 column is read whole by the core where all samples are served in one shape; else they are read one
@@ -16,12 +16,15 @@ Shape letters: B batch, C channels, H W size sent, h w size served.
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Sequence
-from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from functools import cached_property
 from multiprocessing import current_process
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from operator import is_not, ne
+from types import FunctionType, ModuleType
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -31,23 +34,24 @@ from fastdata.datasets.batch import (
     IndexBatch,
     SampleBatch,
     SharedVisits,
+    are_same,
     as_numbers,
+    positions,
     rows_of,
     stacked,
 )
 from fastdata.datasets.ring import Ring, laid_out
-from fastdata.errors import ChannelsError, RemoteError, StoreGoneError, counted, sample_error
+from fastdata.errors import ChannelsError, RemoteError, StoreGoneError, sample_error
 from fastdata.machine.shared import SampleTable, collate_targets
-from fastdata.pixels import TransformPlan
+from fastdata.pixels import TransformPlan, Views
+from fastdata.pixels.compose import flatten
 from fastdata.pixels.device import DeviceProgram, device_obstacle
-from fastdata.pixels.draws import sample_keys
 from fastdata.pixels.images import (
     OpenedImages,
     Planes,
     decoded_shape,
     present,
     shown_class,
-    tensor_class,
     to_image,
     without_exif,
 )
@@ -56,9 +60,6 @@ from fastdata.sources import FileSource, ItemKeys, Source
 from fastdata.stores.options import Options
 from fastdata.stores.readers import Store, UndecodableError
 from fastdata.stores.samples import KeptSamples, ReadPath, open_files
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 Output = tuple[tuple[int, ...], np.dtype[Any]]
 Column = torch.Tensor | list[Any]
@@ -79,7 +80,7 @@ class Lane(NamedTuple):
 class Lease:
     """A reader, for as long as the dataset that it is of is open; then None."""
 
-    def __init__(self, reader: Reader | None, gone: str = "") -> None:
+    def __init__(self, reader: Reader | None, gone: str = CLOSED) -> None:
         self.reader = reader
         self._gone = gone
 
@@ -93,10 +94,6 @@ class Lease:
         if reader is None:
             raise StoreGoneError(self._gone)
         return reader
-
-    def end(self, why: str) -> None:
-        self._gone = why
-        self.reader = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,275 +115,81 @@ class GoneSamples:
         return None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Frozen:
-    """All that batches are made of. What cannot change is decided when it is made.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Columns:
+    """What batches are made of, and the columns of each.
 
     Attributes:
         samples: kept ones, or what they are read from.
         table: paths and targets; None where they are asked of the source.
         options: of the dataset.
-        transform, target_transform, pair_transform: the user's; the last takes sample and target
-        together.
+        target_transform: the user's.
+        pair_transform: the user's, of sample and target together, where it runs on each sample.
         plan: of the transform.
         lanes: one for each view of a sample, or for image and mask.
+        watch: notices when the transforms were changed in place.
         path: of single samples that are kept nowhere.
         is_upright: whether samples were turned as their EXIF says before they were stored.
         is_remote: whether samples that are not kept are fetched from behind a URL.
         own: the method of a subclass that is asked for each item in its place; empty where there is
             none.
-        kept: the samples, where they are kept.
-        length: number of samples.
-        outputs: of every lane; None where samples differ in one.
-        is_filling: whether samples are kept as they are read, and some were still to come.
-        obstacle: why whole batches cannot be served without Python work per sample; None if they
-            can.
     """
 
     samples: KeptSamples | Source
     table: SampleTable | None
     visits: SharedVisits | None
     options: Options
-    transform: Any
     target_transform: Callable[[Any], Any] | None
     pair_transform: Callable[[Any, Any], Any] | None
     plan: TransformPlan
     lanes: tuple[Lane, ...]
+    watch: Watch
     path: ReadPath | None
     is_upright: bool
     is_remote: bool
     own: str
-    kept: KeptSamples | None = field(init=False)
-    length: int = field(init=False)
-    outputs: list[Output] | None = field(init=False)
-    is_filling: bool = field(init=False)
-    obstacle: str | None = field(init=False)
-    _stores: tuple[Store, ...] = field(init=False)
-    _programs: tuple[Program, ...] = field(init=False)
-    _dtypes: tuple[torch.dtype, ...] = field(init=False)
-    _has_last: bool = field(init=False)
-    _draws: bool = field(init=False)
-    _numbers: np.ndarray | None = field(init=False)
 
-    def __post_init__(self) -> None:
-        samples = self.samples
-        kept = samples if isinstance(samples, KeptSamples) else None
+    # What follows from these
+
+    @cached_property
+    def kept(self) -> KeptSamples | None:
+        """The samples, where they are kept."""
+        return self.samples if isinstance(self.samples, KeptSamples) else None
+
+    @cached_property
+    def length(self) -> int:
+        return len(self.samples)
+
+    @cached_property
+    def outputs(self) -> list[Output] | None:
+        """Of every lane; None where samples differ in one."""
         outputs = [lane.output for lane in self.lanes if lane.output is not None]
-        stores = () if kept is None else kept.stores
-        plain = Program((), stores[0].spec) if stores else None
-        facts: dict[str, Any] = {
-            "kept": kept,
-            "length": len(samples),
-            "outputs": outputs if len(outputs) == len(self.lanes) else None,
-            "is_filling": kept is not None and kept.filled_share() < 1,
-            "_stores": stores,
-            "_programs": tuple(lane.program or plain for lane in self.lanes),
-            "_numbers": self._find_numbers(kept),
-            "_has_last": any(lane.last is not None for lane in self.lanes),
-            "_draws": any(lane.program is not None or lane.last is not None for lane in self.lanes),
-        }
-        pairs = zip(facts["_programs"], outputs, strict=False)
-        # Of none where the dataset is closed.
-        served = [
-            program.as_tensor(np.empty(0, dtype))
-            for program, (_, dtype) in pairs
-            if program is not None
-        ]
-        facts["_dtypes"] = tuple(tensor.dtype for tensor in served)
-        for name, value in facts.items():
-            object.__setattr__(self, name, value)
-        object.__setattr__(self, "obstacle", self._find_obstacle())
+        return outputs if len(outputs) == len(self.lanes) else None
 
-    def _find_numbers(self, kept: KeptSamples | None) -> np.ndarray | None:
-        """The targets of all samples, where each is a number and batches need nothing else."""
-        table = self.table if kept is None else kept.table
-        is_image = kept is not None and (kept.target_is_part or kept.mask_places)
-        if is_image or self.target_transform is not None or self.samples.keys is not None:
-            return None
-        is_listed = isinstance(table, SampleTable) and table.target_kind == "number"
-        return cast("SampleTable", table).target_array() if is_listed else None
+    @cached_property
+    def _stores(self) -> tuple[Store, ...]:
+        return () if self.kept is None else self.kept.stores
 
-    def _find_obstacle(self) -> str | None:
-        kept = self.kept
-        plan = self.plan
-        if self.own:
-            return self.own
-        if kept is None and self.lanes[0].program is None:
-            return "storage='none' prepares every sample when it is read"
-        if kept is not None and kept.is_tuple:
-            return "samples have several parts, such as image and mask"
-        if self.pair_transform is not None and plan.per_sample:
-            return f"samples have several parts, such as image and mask, and {plan.obstacle}"
-        if not plan.is_batched:
-            return f"the transform works per sample: {plan.obstacle}"
-        if self.outputs is None:
-            return (
-                "prepared samples differ in shape; a crop or resize to one size would make them "
-                "batches"
-            )
-        return None
+    @cached_property
+    def _programs(self) -> list[Program]:
+        """Of every lane; one without steps gives samples as they are stored."""
+        return [lane.program or Program((), self._stores[0].spec) for lane in self.lanes]
 
-    def emptied(self) -> Self:
-        """What is left of it once there is nothing to read any more: how it was read."""
-        gone = GoneSamples(self.length, self.samples.keys)
-        return replace(self, samples=gone, table=None, visits=None, path=None)
+    @cached_property
+    def _dtypes(self) -> list[torch.dtype]:
+        pairs = zip(self._programs, self.outputs or (), strict=True)
+        return [program.as_tensor(np.empty(0, dtype)).dtype for program, (_, dtype) in pairs]
 
-    @property
-    def keys(self) -> ItemKeys | None:
-        """What items are that are no pairs; where none are kept, known once one was read."""
-        return self.samples.keys
+    @cached_property
+    def _draws(self) -> bool:
+        return any(lane.program is not None or lane.last is not None for lane in self.lanes)
 
-    # What there is to say of it
-
-    @property
-    def device_obstacle(self) -> str | None:
-        """Why batch ops cannot run on the device that batches are sent to; None if they can."""
-        if self.obstacle is not None:
-            return self.obstacle
-        if self.kept is None:
-            return "samples are kept nowhere, and files are decoded on the CPU"
-        if len(self.lanes) > 1:
-            return "several views of an image, or image and mask, are made on the CPU"
-        return device_obstacle(self.plan, self.kept.images.spec)
-
-    @property
-    def served_bytes(self) -> int | None:
-        """Bytes of each sample in a whole batch; None where there are no whole batches."""
-        if self.obstacle is not None or self.outputs is None:
-            return None
-        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.outputs)
-
-    def filled_share(self, index: np.ndarray | None = None) -> float:
-        """Share of the samples, or of those of ``index``, that are kept already."""
-        return 0.0 if self.kept is None else self.kept.filled_share(index)
-
-
-class Reader(_Frozen):
-    """Serves batches of what it holds; safe from several threads at once."""
-
-    __slots__ = ()
-
-    @property
-    def image_form(self) -> str:
-        """Shape and type of each image in a whole batch."""
-        names = [shown_class(lane.plan.kind).__name__ for lane in self.lanes]
-        pairs = zip(names, self.as_tensors(self.room(0, None)), strict=True)
-        form = ", ".join(
-            f"{name}{tuple(each.shape[1:])} of {str(each.dtype)[6:]}" for name, each in pairs
-        )
-        return form if self.keys is None else f"{form} in {self.keys}"
-
-    def __call__(self, batch: IndexBatch, ring: Ring | None = None) -> Any:
-        """Images (B, *shape) and collated targets; only if there is no obstacle.
-
-        Memory comes from ``ring``, or is fresh.
-        """
-        tensors = self._tensors(batch, ring)
-        if self._numbers is None or len(tensors) > 1:
-            return self.joined(tensors, None if self.plan.mask else self.targets(batch))
-        return [tensors[0], torch.from_numpy(self._numbers[batch.positions])]
-
-    def items(self, batch: IndexBatch, ring: Ring | None = None) -> list[Any]:
-        """A ``SampleBatch`` where all images are of one shape, else a list of samples."""
-        if self._is_by_pair:
-            return self._pairs(batch)
-        columns, read = self._columns(batch, ring)
-        targets = None if self.plan.mask else self.targets_of(batch, read)
-        tensors = [column for column in columns if isinstance(column, torch.Tensor)]
-        return (
-            self.sample_batch(tensors, targets)
-            if len(tensors) == len(columns)
-            else self._listed(columns, targets)
-        )
-
-    def item(self, batch: IndexBatch) -> Any:
-        """Sample and target of a batch of one, in whatever shape it has."""
-        if self._is_by_pair:
-            return self._pairs(batch)[0]
-        columns, read = self._columns(batch, None, is_alone=self.kept is not None)
-        return self._listed(columns, None if self.plan.mask else self.targets_of(batch, read))[0]
-
-    @property
-    def _is_by_pair(self) -> bool:
-        """Whether the user's own code takes sample and target together."""
-        return self.pair_transform is not None and bool(self.plan.per_sample)
-
-    def joined(self, tensors: list[torch.Tensor], targets: Any) -> Any:
-        """The batch of these tensors, one for each lane, and of its targets, unless masks are."""
-        images: Any = tensors if self.plan.views else tensors[0]
-        return stacked(images, tensors[1] if self.plan.mask else targets, self.keys)
-
-    def sample_batch(self, tensors: list[torch.Tensor], targets: list[Any] | None) -> SampleBatch:
-        """As ``joined``, with a list of the samples."""
-        plan = self.plan
-        mask = self.plan.mask
-        image_class = shown_class(plan.end_kind or "tensor")
-        if mask is not None:
-            masks = rows_of(tensors[1], shown_class(mask.kind))
-            return SampleBatch(tensors[0], tensors[1], masks, image_class, self.keys)
-        images = tensors if plan.views else tensors[0]
-        return SampleBatch(images, None, targets or [], image_class, self.keys, plan.made)
-
-    def targets(self, batch: IndexBatch) -> Any:
-        """What ``default_collate`` makes of the targets of a batch."""
-        listed = self.table if self.kept is None else self.kept
-        if listed is None or self.target_transform is not None:
-            return collate_targets(self.targets_of(batch))
-        return listed.collated_targets(batch.positions)
-
-    def targets_of(self, batch: IndexBatch, read: list[Any] | None = None) -> list[Any]:
-        """The target of each sample; ``read``: those before ``target_transform``, where known."""
-        if read is None and self._numbers is not None:
-            numbers: list[Any] = self._numbers[batch.positions].tolist()
-            return numbers
-        indices = batch.positions.tolist()
-        targets = list(map(self.stored_target, indices)) if read is None else read
-        if self.target_transform is not None:
-            targets = list(map(self.target_transform, targets))
-        return targets
-
-    def stored_target(self, index: int) -> Any:
-        if self.kept is not None:
-            return self.kept.target(index)
-        return self.samples.read(index)[1] if self.table is None else self.table.target(index)
-
-    def _listed(self, columns: list[Column], targets: list[Any] | None) -> list[Any]:
-        """The items of a batch."""
-        pairs = zip(columns, self.lanes, strict=True)
-        each = [
-            rows_of(column, shown_class(lane.plan.end_kind or "tensor"))
-            if isinstance(column, torch.Tensor)
-            else column
-            for column, lane in pairs
-        ]
-        targets = list(each.pop()) if targets is None else targets
-        samples = map(self.plan.made, zip(*each, strict=True)) if self.plan.views else each[0]
-        pairs = zip(samples, targets, strict=True)
-        return list(pairs) if self.keys is None else [self.keys.join(*pair) for pair in pairs]
-
-    def _pairs(self, batch: IndexBatch) -> list[Any]:
-        """The items, by the user's own code for sample and target together."""
-        transform = self.pair_transform
-        keys = self.keys
-        assert transform is not None
-        columns, read = self._samples(batch, is_alone=True)
-        targets = list(map(self.stored_target, batch.positions.tolist())) if read is None else read
-        items: list[Any] = list(map(transform, columns[0], targets))
-        return items if keys is None else [keys.join(*item) for item in items]
+    @cached_property
+    def _are_alike(self) -> bool:
+        """Whether kept samples are of one shape, which says what each is served as."""
+        return self.outputs is not None and all(store.spec.is_dense for store in self._stores)
 
     # Columns
-
-    def _columns(
-        self, batch: IndexBatch, ring: Ring | None, *, is_alone: bool = False
-    ) -> tuple[list[Column], list[Any] | None]:
-        """What is made of a batch's samples; and their targets, where reading told them."""
-        if self.obstacle is None and not is_alone:
-            return list(self._tensors(batch, ring)), None
-        columns, targets = self._samples(batch, is_alone=is_alone or self.outputs is None)
-        if not self.plan.mask:
-            pairs = zip(self.lanes, columns, strict=True)
-            columns = [self._finished(lane, samples, batch, ring) for lane, samples in pairs]
-        return columns, targets
 
     def _tensors(self, batch: IndexBatch, ring: Ring | None = None) -> list[torch.Tensor]:
         """Whole batches, one for each lane."""
@@ -401,10 +204,12 @@ class Reader(_Frozen):
         outputs = self.outputs
         assert outputs is not None
         channels_last = channels_last and self.can_write_channels_last
-        if len(outputs) == 1 and ring is not None:
-            shape, dtype = outputs[0]
-            return [ring.take((count, *shape), dtype, channels_last)]
-        return _take([((count, *shape), dtype) for shape, dtype in outputs], ring, channels_last)
+        if len(outputs) > 1 or (channels_last and ring is None):
+            return _carved(count, outputs, ring, channels_last)
+        [(shape, dtype)] = outputs
+        if ring is None:
+            return [np.empty((count, *shape), dtype)]
+        return [ring.take((count, *shape), dtype, channels_last)]
 
     @property
     def can_write_channels_last(self) -> bool:
@@ -423,7 +228,8 @@ class Reader(_Frozen):
         others = list(zip(programs[1:], outs[1:], strict=True))
         drawn_by = batch.visits, batch.seed
         if kept is None:
-            images = self.open_files(index_B.tolist())
+            files = cast("FileSource", self.samples)
+            images = open_files(files, index_B.tolist(), upright=self.is_upright)
             programs[0].run_images(images, index_B, *drawn_by, outs[0], rows_B, others)
             return
         masks = others.pop() if self.plan.mask else None
@@ -442,51 +248,28 @@ class Reader(_Frozen):
             torch.from_numpy(out).view(dtype) for dtype, out in zip(self._dtypes, outs, strict=True)
         ]
 
-    def read_for_device(
-        self, program: DeviceProgram, batch: IndexBatch, ring: Ring, *, only_places: bool
-    ) -> DeviceBatch:
-        """Read a batch without its batch ops, but with their draws; only where samples are kept.
-
-        With ``only_places`` the samples' positions in the store stand for them.
-        """
-        if self.is_remote:
-            self._expect(batch)
-        kept = self.kept
-        index_B = batch.positions
-        assert kept is not None
-        draws = program.draw(index_B, batch.visits, batch.seed)
-        samples = index_B.copy()
-        if not only_places:
-            samples = ring.take((len(index_B), *program.sent_shape), np.dtype(np.uint8))
-            whole = program.host or Program((), self._stores[0].spec)
-            with kept.naming_damage():
-                whole.run(self._stores[0], index_B, batch.visits, batch.seed, samples)
-        return DeviceBatch(torch.from_numpy(samples), draws, self.targets(batch), self.keys)
-
     # Samples one by one
 
     def _samples(
         self, batch: IndexBatch, *, is_alone: bool
-    ) -> tuple[list[Column], list[Any] | None]:
+    ) -> tuple[Sequence[Column], list[Any] | None]:
         """Each lane's samples before unknown steps; and targets, where reading told them."""
         kept = self.kept
-        views = len(self.lanes)
         indices = batch.positions.tolist()
         if self.lanes[0].program is not None:
             served: Sequence[Any] = self._alone(batch) if is_alone else self._tensors(batch)
-            return [
-                self._shown(column, lane.plan)
-                for column, lane in zip(served, self.lanes, strict=True)
-            ], None
+            plans = [lane.plan for lane in self.lanes]
+            return list(map(self._shown, served, plans)), None
         if self.is_remote:
             self._expect(batch)
-        samples: Column
+        targets = None
         if kept is None:
-            pairs = [self._from_source(index) for index in indices]
+            pairs = list(map(self._from_source, indices))
             samples = [sample for sample, _ in pairs]
-            return [samples] * views, [target for _, target in pairs]
-        samples = [kept.sample(index) for index in indices]
-        return [samples if self.is_upright else list(map(without_exif, samples))] * views, None
+            targets = [target for _, target in pairs]
+        else:
+            samples = self._turned(list(map(kept.sample, indices)))
+        return [samples] * len(self.lanes), targets
 
     def _from_source(self, index: int) -> tuple[Any, Any]:
         path = self.path
@@ -503,33 +286,29 @@ class Reader(_Frozen):
     def _alone(self, batch: IndexBatch) -> list[list[torch.Tensor]]:
         """What ``_tensors`` gives, of samples in whatever shape each has."""
         kept = self.kept
-        visits_B = batch.visits
         assert kept is not None
         if self.plan.mask:
             self._refuse_other_sizes(batch.positions)
+        pairs = list(zip(batch.positions.tolist(), batch.visits, strict=True))
         columns: list[list[torch.Tensor]] = []
-        try:
+        with kept.naming_damage():
             for lane, program in zip(self.lanes, self._programs, strict=True):
                 store = self._stores[lane.part]
-                columns.append([])
-                for index, visit in zip(batch.positions.tolist(), visits_B, strict=True):
-                    columns[-1].append(
-                        program.as_tensor(program.run_one(store, index, visit, batch.seed))
-                    )
-        except (UndecodableError, ChannelsError):
-            with kept.naming_damage():
-                raise
+                served = [
+                    program.run_one(store, index, visit, batch.seed) for index, visit in pairs
+                ]
+                columns.append(list(map(program.as_tensor, served)))
         return columns
 
-    def _shown(self, served: torch.Tensor | list[torch.Tensor], plan: TransformPlan) -> list[Any]:
+    def _shown(self, served: Sequence[torch.Tensor], plan: TransformPlan) -> list[Any]:
         """Samples after the batch ops, as the rest of the transform wants them."""
         if plan.kind == "tensor":
             return list(served)
-        if plan.kind != "pil":
-            kind = tensor_class(plan.kind)
-            return [sample.as_subclass(kind) for sample in served]
-        images = [present(sample.numpy(), plan.kind) for sample in served]
-        return images if self.is_upright else list(map(without_exif, images))
+        return self._turned([present(sample.numpy(), plan.kind) for sample in served])
+
+    def _turned(self, samples: list[Any]) -> list[Any]:
+        """Kept samples, which tell nothing of an EXIF that they were not turned by."""
+        return samples if self.is_upright else list(map(without_exif, samples))
 
     def _finished(
         self, lane: Lane, samples: Column, batch: IndexBatch, ring: Ring | None
@@ -538,7 +317,7 @@ class Reader(_Frozen):
         plan = lane.plan
         if plan.per_sample:
             samples = [plan.run_unknown(sample) for sample in samples]
-        if not self._has_last:
+        if all(each.last is None for each in self.lanes):
             return samples
         shapes = {decoded_shape(sample) if plan.per_sample else sample.shape for sample in samples}
         shape = shapes.pop() if len(shapes) == 1 else None
@@ -580,9 +359,203 @@ class Reader(_Frozen):
                     "width); a transform of both needs one size."
                 )
 
-    def open_files(self, indices: Sequence[int]) -> OpenedImages:
-        """The files of samples that are kept nowhere, as they are to be served."""
-        return open_files(cast("FileSource", self.samples), indices, upright=self.is_upright)
+
+class Reader(_Columns):
+    """Serves batches of what it holds; safe from several threads at once."""
+
+    def emptied(self) -> Reader:
+        """What is left of it once there is nothing to read any more: how it was read."""
+        gone = GoneSamples(self.length, self.keys)
+        return replace(self, samples=gone, table=None, visits=None, path=None)
+
+    @property
+    def keys(self) -> ItemKeys | None:
+        """What items are that are no pairs; where none are kept, known once one was read."""
+        return self.samples.keys
+
+    @cached_property
+    def obstacle(self) -> str | None:
+        """Why whole batches need Python work per sample; None if they do not."""
+        if self.own:
+            return self.own
+        if self.kept is None and self.lanes[0].program is None:
+            return "storage='none' prepares every sample when it is read"
+        if self.kept is not None and self.kept.is_tuple:
+            return "samples have several parts, such as image and mask"
+        if self.pair_transform is not None:
+            return f"samples have several parts, such as image and mask, and {self.plan.obstacle}"
+        if not self.plan.is_batched:
+            return f"the transform works per sample: {self.plan.obstacle}"
+        if self.outputs is None:
+            return (
+                "prepared samples differ in shape; a crop or resize to one size would make them "
+                "batches"
+            )
+        return None
+
+    @cached_property
+    def device_obstacle(self) -> str | None:
+        """Why batch ops cannot run on the device that batches are sent to; None if they can."""
+        if self.obstacle is not None:
+            return self.obstacle
+        if self.kept is None:
+            return "samples are kept nowhere, and files are decoded on the CPU"
+        if len(self.lanes) > 1:
+            return "several views of an image, or image and mask, are made on the CPU"
+        return device_obstacle(self.plan, self.kept.images.spec)
+
+    @property
+    def served_bytes(self) -> int | None:
+        """Bytes of each sample in a whole batch; None where there are no whole batches."""
+        if self.obstacle is not None or self.outputs is None:
+            return None
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.outputs)
+
+    @property
+    def image_form(self) -> str:
+        """Shape and type of each image in a whole batch."""
+        names = [shown_class(lane.plan.kind).__name__ for lane in self.lanes]
+        pairs = zip(names, self.as_tensors(self.room(0, None)), strict=True)
+        form = ", ".join(
+            f"{name}{tuple(each.shape[1:])} of {str(each.dtype)[6:]}" for name, each in pairs
+        )
+        return form if self.keys is None else f"{form} in {self.keys}"
+
+    def filled_share(self, index: np.ndarray | None = None) -> float:
+        """Share of the samples, or of those of ``index``, that are kept already."""
+        return 0.0 if self.kept is None else self.kept.filled_share(index)
+
+    @cached_property
+    def _numbers(self) -> np.ndarray | None:
+        """The targets of all samples, where each is a number and batches need nothing else."""
+        is_image = self.kept is not None and (self.kept.target_is_part or self.kept.mask_places)
+        if is_image or self.target_transform is not None or self.keys is not None:
+            return None
+        is_listed = isinstance(self.table, SampleTable) and self.table.target_kind == "number"
+        return cast("SampleTable", self.table).target_array() if is_listed else None
+
+    @cached_property
+    def _classes(self) -> list[type]:
+        """Of what each lane serves, in lists of samples."""
+        return [shown_class(lane.plan.end_kind or "tensor") for lane in self.lanes]
+
+    # Batches and items
+
+    def __call__(self, batch: IndexBatch, ring: Ring | None = None) -> Any:
+        """Images (B, *shape) and collated targets; only if there is no obstacle.
+
+        Memory comes from ``ring``, or is fresh.
+        """
+        tensors = self._tensors(batch, ring)
+        if self._numbers is None or len(tensors) > 1:
+            return self.joined(tensors, None if self.plan.mask else self.targets(batch))
+        return [tensors[0], torch.from_numpy(self._numbers[batch.positions])]
+
+    def items(self, batch: IndexBatch, ring: Ring | None = None) -> list[Any]:
+        """A ``SampleBatch`` where all images are of one shape, else a list of samples."""
+        if self.pair_transform is not None:
+            return self._pairs(batch)
+        columns, targets = self._columns(batch, ring, is_alone=self.outputs is None)
+        tensors = [column for column in columns if isinstance(column, torch.Tensor)]
+        is_whole = len(tensors) == len(columns)
+        return self.sample_batch(tensors, targets) if is_whole else self._listed(columns, targets)
+
+    def item(self, batch: IndexBatch) -> Any:
+        """Sample and target of a batch of one, in whatever shape it has."""
+        if self.pair_transform is not None:
+            return self._pairs(batch)[0]
+        is_alone = self.kept is not None and not self._are_alike
+        return self._listed(*self._columns(batch, None, is_alone=is_alone))[0]
+
+    def joined(self, tensors: list[torch.Tensor], targets: Any) -> Any:
+        """The batch of these tensors, one for each lane, and of its targets, unless masks are."""
+        images: Any = tensors if self.plan.views else tensors[0]
+        return stacked(images, tensors[1] if self.plan.mask else targets, self.keys)
+
+    def sample_batch(self, tensors: list[torch.Tensor], targets: list[Any] | None) -> SampleBatch:
+        """As ``joined``, with a list of the samples."""
+        plan = self.plan
+        kind = self._classes[0]
+        if plan.mask is not None:
+            masks = rows_of(tensors[1], self._classes[1])
+            return SampleBatch(tensors[0], tensors[1], masks, kind, self.keys)
+        images = tensors if plan.views else tensors[0]
+        return SampleBatch(images, None, targets or [], kind, self.keys, plan.made)
+
+    def targets(self, batch: IndexBatch) -> Any:
+        """What ``default_collate`` makes of the targets of a batch."""
+        listed = self.table if self.kept is None else self.kept
+        if listed is None or self.target_transform is not None:
+            return collate_targets(self.targets_of(batch))
+        return listed.collated_targets(batch.positions)
+
+    def targets_of(self, batch: IndexBatch, read: list[Any] | None = None) -> list[Any]:
+        """The target of each sample; ``read``: those before ``target_transform``, where known."""
+        if read is None and self._numbers is not None:
+            return list(self._numbers[batch.positions].tolist())
+        indices = batch.positions.tolist()
+        targets = list(map(self.stored_target, indices)) if read is None else read
+        if self.target_transform is not None:
+            targets = list(map(self.target_transform, targets))
+        return targets
+
+    def stored_target(self, index: int) -> Any:
+        if self.kept is not None:
+            return self.kept.target(index)
+        return self.samples.read(index)[1] if self.table is None else self.table.target(index)
+
+    def _listed(self, columns: Sequence[Column], targets: list[Any] | None) -> list[Any]:
+        """The items of a batch."""
+        each = [
+            rows_of(column, kind) if isinstance(column, torch.Tensor) else column
+            for column, kind in zip(columns, self._classes, strict=True)
+        ]
+        targets = list(each.pop()) if targets is None else targets
+        samples = map(self.plan.made, zip(*each, strict=True)) if self.plan.views else each[0]
+        return _items(zip(samples, targets, strict=True), self.keys)
+
+    def _pairs(self, batch: IndexBatch) -> list[Any]:
+        """The items, by the user's own code for sample and target together."""
+        assert self.pair_transform is not None
+        [samples], read = self._samples(batch, is_alone=True)
+        targets = list(map(self.stored_target, batch.positions.tolist())) if read is None else read
+        return _items(map(self.pair_transform, samples, targets), self.keys)
+
+    def _columns(
+        self, batch: IndexBatch, ring: Ring | None, *, is_alone: bool
+    ) -> tuple[Sequence[Column], list[Any] | None]:
+        """What is made of a batch's samples; and their targets, where no column is of masks."""
+        read = None
+        columns: Sequence[Column]
+        if self.obstacle is None and not is_alone:
+            columns = self._tensors(batch, ring)
+        else:
+            columns, read = self._samples(batch, is_alone=is_alone)
+            if not self.plan.mask:
+                pairs = zip(self.lanes, columns, strict=True)
+                columns = [self._finished(lane, samples, batch, ring) for lane, samples in pairs]
+        return columns, None if self.plan.mask else self.targets_of(batch, read)
+
+    def read_for_device(
+        self, program: DeviceProgram, batch: IndexBatch, ring: Ring, *, only_places: bool
+    ) -> DeviceBatch:
+        """Read a batch without its batch ops, but with their draws; only where samples are kept.
+
+        With ``only_places`` the samples' positions in the store stand for them.
+        """
+        if self.is_remote:
+            self._expect(batch)
+        kept = self.kept
+        index_B = batch.positions
+        assert kept is not None
+        draws = program.draw(index_B, batch.visits, batch.seed)
+        samples = index_B.copy()
+        if not only_places:
+            samples = ring.take((len(index_B), *program.sent_shape), np.dtype(np.uint8))
+            whole = program.host or Program((), self._stores[0].spec)
+            with kept.naming_damage():
+                whole.run(self._stores[0], index_B, batch.visits, batch.seed, samples)
+        return DeviceBatch(torch.from_numpy(samples), draws, self.targets(batch), self.keys)
 
     # What random draws are made from
 
@@ -614,47 +587,6 @@ class Reader(_Frozen):
         return IndexBatch.of(indices, index_B, visits_B, self.seed_of(base_seed))
 
 
-def positions(index_B: np.ndarray, length: int) -> np.ndarray:
-    """Indices (int64, B) of [-length, length), negative ones counted from the end."""
-    if not (
-        index_B.view(np.uint64) >= length
-    ).any():  # as unsigned numbers, negative ones are too large as well
-        return index_B
-    wrong = index_B[(index_B < -length) | (index_B >= length)]
-    if len(wrong):
-        raise IndexError(
-            f"index {wrong[0]} is out of range for a dataset of {counted(length, 'sample')}"
-        )
-    return np.where(index_B < 0, index_B + length, index_B)
-
-
-class OwnItem:
-    """The item that a subclass's own ``__getitem__`` makes: says what its reads are drawn from.
-
-    A dataset's first read is on the item's visit if it is of the same index. All others are on
-    visits of their own that follow from it, so that two crops of one image differ, and are the same
-    whoever reads them.
-    """
-
-    def __init__(self, batch: IndexBatch, k: int) -> None:
-        self._position = batch.positions[k : k + 1]
-        self._visit = batch.visits[k : k + 1]
-        self._seed = batch.seed
-        self._reads: Counter[int] = Counter()
-
-    def batch_of(self, position: int, dataset: int, reader: Reader) -> IndexBatch:
-        """Of a read by the dataset of this id."""
-        read = self._reads[dataset]
-        self._reads[dataset] += 1
-        visit = self._visit
-        if read or position != self._position[0]:
-            visit = sample_keys(read, self._visit, self._position).view(np.int64)
-        return IndexBatch.of([position], np.array([position]), visit, reader.seed_of(self._seed))
-
-
-OWN_ITEM: ContextVar[OwnItem | None] = ContextVar("fastdata_item", default=None)
-
-
 class DeviceBatch(NamedTuple):
     """A batch that a ``DeviceProgram`` makes the images of; one row for each sample.
 
@@ -669,19 +601,98 @@ class DeviceBatch(NamedTuple):
     keys: ItemKeys | None
 
 
-def _take(
-    wanted: list[tuple[tuple[int, ...], np.dtype[Any]]], ring: Ring | None, channels_last: bool
+def _items(pairs: Iterable[Any], keys: ItemKeys | None) -> list[Any]:
+    return list(pairs) if keys is None else [keys.join(*pair) for pair in pairs]
+
+
+def _carved(
+    count: int, outputs: list[Output], ring: Ring | None, channels_last: bool
 ) -> list[np.ndarray]:
-    """Memory for arrays of these shapes and dtypes: one piece of the ring's, or fresh."""
+    """Memory for so many of each output: one piece of the ring's, or fresh."""
+    shapes = [(count, *shape) for shape, _ in outputs]
+    sizes = [
+        math.prod(shape) * dtype.itemsize for shape, (_, dtype) in zip(shapes, outputs, strict=True)
+    ]
+    starts = np.cumsum([0, *(-(-size // _ALIGN_BYTES) * _ALIGN_BYTES for size in sizes)]).tolist()
     take = np.empty if ring is None else ring.take
-    counts = [math.prod(shape) for shape, _ in wanted]
-    sizes = [count * dtype.itemsize for count, (_, dtype) in zip(counts, wanted, strict=True)]
-    ends = np.cumsum([-(-size // _ALIGN_BYTES) * _ALIGN_BYTES for size in sizes]).tolist()
     # By its buffer: a view of an array refers to what lies behind that, and the ring would take the
     # memory back.
-    whole = take((ends[-1],), np.dtype(np.uint8)).data
-    parts = zip(wanted, counts, [0, *ends], strict=False)
+    whole = take((starts[-1],), np.dtype(np.uint8)).data
     return [
-        laid_out(np.frombuffer(whole, dtype, count, start), shape, channels_last)
-        for (shape, dtype), count, start in parts
+        laid_out(np.frombuffer(whole, dtype, math.prod(shape), start), shape, channels_last)
+        for shape, (_, dtype), start in zip(shapes, outputs, starts, strict=False)
     ]
+
+
+# Changes in place
+
+_ATOMS = (type(None), bool, int, float, complex, str, bytes, type, FunctionType, ModuleType, Enum)
+_THEIRS = ("torchvision.", "timm.")
+
+
+class Watch:
+    """What transforms consisted of when they were compiled, to notice changes in place."""
+
+    def __init__(self, calls: tuple[Any, ...], unknown: Iterable[Any]) -> None:
+        """Note what there is; not what is in unknown steps, which run as they are."""
+        self._calls = calls
+        self._parts: list[Any] = []  # dicts and lists
+        self._arrays: list[Any] = []
+        self._steps: list[Any] | None = None  # where code was read to find them
+        met = {id(step): step for step in unknown}
+        for step in met.values():
+            if type(step).__module__.startswith(_THEIRS):  # which may become one that is known
+                self._parts.append(vars(step))
+        steps = _leaves(calls)
+        self._note(list(calls), met)
+        if any(id(step) not in met for step in steps):
+            self._note(steps, met)
+            self._steps = steps
+        self._copies = [part.copy() for part in self._parts]  # with the same objects in them
+        self._octets = list(map(_octets, self._arrays))
+
+    def _note(self, values: list[Any], met: dict[int, Any]) -> None:
+        """Note these, and all that is in them."""
+        queue = deque(values)
+        while queue:
+            value = queue.popleft()
+            if id(value) in met or isinstance(value, _ATOMS):
+                continue
+            met[id(value)] = value
+            if isinstance(value, (torch.Tensor, np.ndarray)):
+                self._arrays.append(value)
+            elif isinstance(value, (dict, list)):
+                self._parts.append(value)
+                queue.extend(value.values() if isinstance(value, dict) else value)
+            elif isinstance(value, tuple):
+                queue.extend(value)
+            else:
+                queue.append(getattr(value, "__dict__", None))
+
+    def is_changed(self, calls: tuple[Any, ...]) -> bool:
+        if any(map(is_not, calls, self._calls)):
+            return True
+        try:
+            # Quick: all that is in a part is the same object.
+            if any(map(ne, self._parts, self._copies)):
+                return True
+        except (TypeError, ValueError, RuntimeError):  # arrays cannot be compared so
+            return True
+        if self._arrays and list(map(_octets, self._arrays)) != self._octets:
+            return True
+        return self._steps is not None and not are_same(_leaves(calls), self._steps)
+
+
+def _octets(array: Any) -> bytes:
+    try:
+        return np.asarray(array).tobytes()
+    except (TypeError, RuntimeError):  # of bfloat16, or on a device
+        return b""
+
+
+def _leaves(transform: Any) -> list[Any]:
+    """The steps of a transform, with those of each view in the place of ``Views``."""
+    leaves: list[Any] = []
+    for step in flatten(transform):
+        leaves += _leaves(step.transforms) if type(step) is Views else [step]
+    return leaves

@@ -7,25 +7,19 @@ place.
 
 from __future__ import annotations
 
-import contextlib
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from enum import Enum
-from types import FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
-import torch
 
 from fastdata.datasets.batch import SharedVisits
-from fastdata.datasets.reader import Lane, Reader
+from fastdata.datasets.reader import Lane, Reader, Watch
 from fastdata.errors import SampleError
 from fastdata.machine.memory import StoragePlan
 from fastdata.machine.shared import SampleTable
 from fastdata.pixels import (
     TransformPlan,
-    Views,
     core,
     leading_steps,
     plan_pairs,
@@ -33,7 +27,7 @@ from fastdata.pixels import (
     prepare_key,
     split_upright,
 )
-from fastdata.pixels.compose import cure_for, flatten, known_name
+from fastdata.pixels.compose import cure_for, known_name
 from fastdata.pixels.images import SampleSpec, decoder_of
 from fastdata.pixels.program import Program
 from fastdata.report import warn_user
@@ -192,15 +186,17 @@ def compile_reader(
         table=stored.table,
         visits=visits,
         options=options,
-        transform=transform,
         target_transform=target_transform,
-        pair_transform=pair_transform,
+        pair_transform=pair_transform if plan.per_sample else None,
         plan=replace(plan, beforehand=beforehand),
         lanes=tuple(
             lane._replace(last=Program(lane.plan.last_ops, _DECODED))
             if lane.plan.last_steps
             else lane
             for lane in lanes
+        ),
+        watch=Watch(
+            (transform, pair_transform), (step for view in plan.each for step in view.per_sample)
         ),
         path=path,
         is_upright=is_upright,
@@ -294,74 +290,6 @@ def _channels_of(images: Store) -> int | None:
     shapes = images.shapes()
     channels = {images.shape(0)[0]} if shapes is None else set(np.unique(shapes[:, 0]).tolist())
     return channels.pop() if len(channels) == 1 else None
-
-
-# Changes in place
-
-_ATOMS = (type(None), bool, int, float, complex, str, bytes, type, FunctionType, ModuleType, Enum)
-_THEIRS = ("torchvision.", "timm.")
-
-
-class Watch:
-    """What transforms consisted of when they were compiled, to notice changes in place."""
-
-    def __init__(self, calls: tuple[Any, ...], unknown: Iterable[Any]) -> None:
-        """Note what there is; not what is in unknown steps, which run as they are."""
-        self._calls = calls
-        self._held: list[tuple[Any, Any]] = []  # dicts and lists, each with what was in it
-        self._arrays: list[tuple[Any, bytes]] = []
-        self._steps: tuple[Any, ...] | None = None  # where code was read to find them
-        met = {id(step): step for step in unknown}
-        for step in met.values():
-            if type(step).__module__.startswith(_THEIRS):  # which may become one that is known
-                self._held.append((vars(step), dict(vars(step))))
-        steps = _leaves(self._calls)
-        self._note(deque(self._calls), met)
-        if any(id(step) not in met for step in steps):
-            self._note(deque(steps), met)
-            self._steps = steps
-
-    def _note(self, queue: deque[Any], met: dict[int, Any]) -> None:
-        while queue:
-            value = queue.popleft()
-            if id(value) in met or isinstance(value, _ATOMS):
-                continue
-            met[id(value)] = value
-            if isinstance(value, (torch.Tensor, np.ndarray)):
-                with contextlib.suppress(TypeError, RuntimeError):  # of bfloat16, or on a device
-                    self._arrays.append((value, np.asarray(value).tobytes()))
-            elif isinstance(value, dict):
-                self._held.append((value, dict(value)))
-                queue.extend(value.values())
-            elif isinstance(value, (list, tuple)):
-                self._held.append((value, type(value)(value) if type(value) is list else value))
-                queue.extend(value)
-            else:
-                queue.append(getattr(value, "__dict__", None))
-
-    def is_changed(self, calls: tuple[Any, ...]) -> bool:
-        if calls[0] is not self._calls[0] or calls[1] is not self._calls[1]:
-            return True
-        try:
-            for value, before in self._held:
-                if value != before:  # quick: all that is in it is the same object
-                    return True
-            for array, bytes_before in self._arrays:
-                if np.asarray(array).tobytes() != bytes_before:
-                    return True
-        except (TypeError, ValueError, RuntimeError):  # arrays cannot be compared so
-            return True
-        return self._steps is not None and list(map(id, _leaves(calls))) != list(
-            map(id, self._steps)
-        )
-
-
-def _leaves(transform: Any) -> tuple[Any, ...]:
-    """The steps of a transform, with those of each view in the place of ``Views``."""
-    leaves: list[Any] = []
-    for step in flatten(transform):
-        leaves += _leaves(step.transforms) if type(step) is Views else [step]
-    return tuple(leaves)
 
 
 # What a user is told

@@ -26,9 +26,9 @@ from fastdata.datasets.batch import (
     RepeatedIndex,
     as_numbers,
     count_earlier,
+    positions,
 )
 from fastdata.datasets.dataset import PreparedDataset
-from fastdata.datasets.reader import positions
 from fastdata.loaders.samplers import RankSampler
 from fastdata.loaders.view import LoaderView
 
