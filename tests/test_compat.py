@@ -514,6 +514,23 @@ def test_there_is_no_worker_in_the_training_loop(loader_class: Any) -> None:
         assert get_worker_info() is None
 
 
+def test_a_generator_made_from_torchs_draws_alike_in_any_thread() -> None:
+    """What docs/differences.md advises for NumPy's: the same for any number of threads."""
+
+    class Drawing(Numbers):
+        def __getitem__(self, index: int) -> int:
+            rng = np.random.default_rng(int(torch.randint(2**62, ())))
+            return int(rng.integers(1 << 30))
+
+    drawn = []
+    for workers in (1, 3):
+        torch.manual_seed(3)
+        loader = DataLoader(Drawing(12), 2, shuffle=True, num_workers=workers, workers="thread")
+        drawn.append(torch.cat(list(loader)).tolist())
+    assert drawn[0] == drawn[1]
+    assert len(set(drawn[0])) == 12
+
+
 def test_threads_are_no_workers_to_the_dataset() -> None:
     """In threads get_worker_info() is None too, and worker_init_fn is not called."""
     seen: list[Any] = []
