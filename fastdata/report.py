@@ -7,7 +7,11 @@ import logging
 import sys
 import threading
 import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
+from html import escape
+from itertools import groupby
 from typing import Any, Literal
 
 from tqdm.auto import tqdm
@@ -72,8 +76,51 @@ def warn_user(message: str) -> None:
     warnings.warn(message, FastDataWarning, stacklevel=depth)
 
 
+Line = str | tuple[str, ...]
+"""Of a report: text, or a row of a table."""
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows of a table as lines: figures to the right between a name and words at the end."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for name, *figures, words in rows:
+        cells = [name.ljust(widths[0]), *map(str.rjust, figures, widths[1:]), words]
+        lines.append("  ".join(cells).rstrip())
+    return lines
+
+
+class Report(ABC):
+    """What shows itself as lines of text, and in a notebook as tables."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def _lines(self) -> Iterable[Line]: ...
+
+    def _blocks(self) -> Iterator[list[Line]]:
+        """Lines of text that follow one another, and rows that do."""
+        return (list(lines) for _, lines in groupby(self._lines(), type))
+
+    def __repr__(self) -> str:
+        lines: list[str] = []
+        for block in self._blocks():
+            lines += map(str, block) if isinstance(block[0], str) else aligned(block)
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        parts = []
+        for block in self._blocks():
+            if isinstance(block[0], str):
+                parts.append("<br>".join(escape(str(line)) for line in block))
+                continue
+            rows = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in block)
+            parts.append(f"<table>{''.join(f'<tr>{row}</tr>' for row in rows)}</table>")
+        return "".join(parts)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
-class EpochReport:
+class EpochReport(Report):
     """How the latest epoch of a loader went, complete or not.
 
     How to read it: where the loop waits for data more than a few percent of the time, the loader is
@@ -128,23 +175,16 @@ class EpochReport:
         figures = {name: it for name, it in values.items() if isinstance(it, (int, float))}
         return figures | {"samples_per_s": self.samples_per_s, "wait_share": self.wait_share}
 
-    def __repr__(self) -> str:
-        return str(self)
-
-    def __str__(self) -> str:
-        fresh = (
-            f"; {self.fresh_batches} batches got new memory, as all was in use"
-            if self.fresh_batches
-            else ""
-        )
-        pinning = f"\n{self.pinning}" if self.pinning else ""
-        prepared = (
-            f"\n{self.prepared:.0%} of the samples are prepared so far" if self.prepared < 1 else ""
-        )
-        return (
-            f"{self.path}\n"
-            f"{self.batches} batches, {self.samples} samples, {self.samples_per_s:,.0f} samples/s\n"
-            f"waited for data {self.wait_s:.2f} s ({100 * self.wait_share:.0f} %), "
-            f"in the training loop {self.busy_s:.2f} s\n"
-            f"holds {self.bytes_held / (1 << 20):.1f} MiB for batches{fresh}{pinning}{prepared}"
-        )
+    def _lines(self) -> Iterator[Line]:
+        fresh = f"{self.fresh_batches} batches got new memory, as all was in use"
+        rate = f"{self.samples:,} samples, {self.samples_per_s:,.0f} samples/s"
+        yield self.path
+        yield "batches", f"{self.batches:,}", rate
+        yield "waited for data", f"{self.wait_s:.2f} s", f"{100 * self.wait_share:.0f} %"
+        yield "in the training loop", f"{self.busy_s:.2f} s", ""
+        held = f"{self.bytes_held / (1 << 20):.1f} MiB"
+        yield "held for batches", held, fresh if self.fresh_batches else ""
+        if self.pinning:
+            yield self.pinning
+        if self.prepared < 1:
+            yield f"{self.prepared:.0%} of the samples are prepared so far"

@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch.utils.data import (
@@ -519,7 +520,7 @@ def test_a_generator_made_from_torchs_draws_alike_in_any_thread() -> None:
 
     class Drawing(Numbers):
         def __getitem__(self, index: int) -> int:
-            rng = np.random.default_rng(int(torch.randint(2**62, ())))
+            rng = numpy.random.default_rng(int(torch.randint(2**62, ())))
             return int(rng.integers(1 << 30))
 
     drawn = []

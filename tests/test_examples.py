@@ -114,10 +114,10 @@ def test_train_ddp_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
     ]
     first = _run_python(tmp_path, *launcher, *script, "--epochs", "1")
     assert [line.split(":")[0] for line in first if "loss" in line] == ["epoch 1"]
-    assert "7 batches, 100 samples" in "\n".join(first)
+    assert "7  100 samples" in "\n".join(first)
     then = _run_python(tmp_path, *script, "--epochs", "2")
     assert [line.split(":")[0] for line in then if "loss" in line] == ["epoch 2"]
-    assert "13 batches, 200 samples" in "\n".join(then)
+    assert "13  200 samples" in "\n".join(then)
 
 
 def _run_python(temporary: Path, *arguments: str) -> list[str]:

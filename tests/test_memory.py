@@ -518,10 +518,10 @@ def test_a_report_prints_as_a_table() -> None:
     """A line for each codec, in columns; an obstacle stands in place of figures."""
     report = StorageReport(raw_bytes=TEN, budget=BUDGET, trials=(LZ4, REFUSED, JPEG), looked_at=24)
     assert str(report).splitlines() == [
-        "codec             bytes  ratio  decode/s per core  lossless  fits",
-        "(raw)          10.0 GiB   1.00                  -       yes  no",
-        "lz4             9.0 GiB   1.10             20,000       yes  no",
-        "zstd                  -      -                  -         -  no: a sample is too large",
-        "jpeg            1.0 GiB  10.00              3,000        no  yes",
+        "codec     bytes  ratio  decode/s per core  lossless  fits",
+        "(raw)  10.0 GiB   1.00                  -       yes  no",
+        "lz4     9.0 GiB   1.10             20,000       yes  no",
+        "zstd          -      -                  -         -  no: a sample is too large",
+        "jpeg    1.0 GiB  10.00              3,000        no  yes",
         "4.0 GiB free (cgroup limit); figures from 24 samples",
     ]

@@ -51,11 +51,14 @@ def test_a_report_reads_well() -> None:
     )
     assert str(report).splitlines() == [
         "whole batches, read by 2 threads",
-        "6 batches, 2300 samples, 1,150 samples/s",
-        "waited for data 0.50 s (25 %), in the training loop 1.50 s",
-        "holds 1.5 MiB for batches; 3 batches got new memory, as all was in use",
+        "batches                     6  2,300 samples, 1,150 samples/s",
+        "waited for data        0.50 s  25 %",
+        "in the training loop   1.50 s",
+        "held for batches      1.5 MiB  3 batches got new memory, as all was in use",
     ]
     assert repr(report) == str(report)
+    html = report._repr_html_()
+    assert html.startswith("whole batches, read by 2 threads<table><tr><td>batches</td><td>6</td>")
     figures = report.as_dict()
     assert (figures["batches"], figures["samples_per_s"], figures["wait_share"]) == (6, 1150, 0.25)
     assert "path" not in figures
@@ -65,7 +68,7 @@ def test_an_epoch_not_begun_has_no_rate() -> None:
     """A report of nothing divides by nothing."""
     report = DataLoader(TensorDataset(torch.arange(3))).report()
     assert (report.batches, report.samples_per_s) == (0, 0.0)
-    assert "0 batches, 0 samples, 0 samples/s" in str(report)
+    assert "0  0 samples, 0 samples/s" in str(report)
 
 
 def test_a_loader_reads_well() -> None:

@@ -34,7 +34,7 @@ from fastdata.loaders.device_ops import DeviceOps, Ops, WhereOps, is_own
 from fastdata.loaders.epochs import HELD_BY_USER
 from fastdata.loaders.feed import CopyCounts, Feed, Pinned
 from fastdata.machine.memory import format_bytes
-from fastdata.report import EpochReport, warn_user
+from fastdata.report import EpochReport, Line, warn_user
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -76,20 +76,22 @@ class PrefetchReport(EpochReport):
         figures = super(PrefetchReport, self).as_dict()
         return figures | {f"copies_{name}": figure for name, figure in copies.items()}
 
-    def __str__(self) -> str:
-        lines = super(PrefetchReport, self).__str__().splitlines()
+    def _lines(self) -> Iterator[Line]:
+        yield from super(PrefetchReport, self)._lines()
         if self.device == "cpu":
-            return "\n".join([*lines, "batches stay on the CPU"])
+            yield "batches stay on the CPU"
+            return
         copies = self.copies
-        lines += [
+        yield (
             f"to {self.device}: {format_bytes(copies.device_bytes)}, of it "
             f"{format_bytes(copies.in_place_bytes)} straight from pinned memory "
             f"({copies.in_place} tensors), "
             f"{format_bytes(copies.staged_bytes)} by one more host copy ({copies.staged}), "
-            f"{format_bytes(copies.pageable_bytes)} from pageable memory ({copies.pageable})",
-            f"pinned at most {format_bytes(self.pinned_bytes)}",
-        ]
-        return "\n".join([*lines, *([f"batch ops: {self.batch_ops}"] if self.batch_ops else [])])
+            f"{format_bytes(copies.pageable_bytes)} from pageable memory ({copies.pageable})"
+        )
+        yield f"pinned at most {format_bytes(self.pinned_bytes)}"
+        if self.batch_ops:
+            yield f"batch ops: {self.batch_ops}"
 
 
 class Epoch(Iterator[Any]):

@@ -15,10 +15,12 @@ import platform
 import re
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from fastdata.errors import MemoryBudgetError
+from fastdata.report import Line, Report
 
 if TYPE_CHECKING:
     import psutil  # 7 ms, which only those functions take that ask it
@@ -307,33 +309,30 @@ class StoragePlan(NamedTuple):
     codec: str | None = None
 
 
-class StorageReport(NamedTuple):
-    """What each codec makes of the user's data; printed as a table."""
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class StorageReport(Report):
+    """What each codec makes of the user's data; shown as a table."""
 
     raw_bytes: int  # of all samples as they are
     budget: Budget  # what they may take
     trials: tuple[CodecTrial, ...]
     looked_at: int  # how many samples were encoded and decoded for it
 
-    def __str__(self) -> str:
-        lines = [_ROW.format("codec", "bytes", "ratio", "decode/s per core", "lossless", "fits")]
+    def _lines(self) -> Iterator[Line]:
+        yield "codec", "bytes", "ratio", "decode/s per core", "lossless", "fits"
         fits = "yes" if self.raw_bytes <= self.budget.bytes else "no"
-        lines.append(_ROW.format("(raw)", format_bytes(self.raw_bytes), "1.00", "-", "yes", fits))
+        yield "(raw)", format_bytes(self.raw_bytes), "1.00", "-", "yes", fits
         for trial in self.trials:
             if trial.obstacle is not None:
-                lines.append(_ROW.format(trial.codec, *"----", f"no: {trial.obstacle}"))
+                yield trial.codec, *"----", f"no: {trial.obstacle}"
                 continue
-            need = format_bytes(trial.need_bytes)
+            figures = format_bytes(trial.need_bytes), f"{trial.ratio:.2f}"
+            rate = f"{trial.decode_per_s:,.0f}"
             lossless = "yes" if trial.lossless else "no"
             fits = "yes" if trial.fits(self.budget.bytes) else "no"
-            ratio = f"{trial.ratio:.2f}"
-            rate = f"{trial.decode_per_s:,.0f}"
-            lines.append(_ROW.format(trial.codec, need, ratio, rate, lossless, fits))
+            yield trial.codec, *figures, rate, lossless, fits
         free = f"{format_bytes(self.budget.bytes)} free ({self.budget.limited_by})"
-        return "\n".join([*lines, f"{free}; figures from {self.looked_at} samples"])
-
-
-_ROW = "{:<12} {:>10} {:>6} {:>18} {:>9}  {}"
+        yield f"{free}; figures from {self.looked_at} samples"
 
 
 def choose_storage(

@@ -22,7 +22,7 @@ from fastdata.datasets.folder import ImageFolder
 from fastdata.loaders.loader import DataLoader
 from fastdata.machine.memory import cpu_model, usable_cores
 from fastdata.pixels.images import IMAGE_EXTENSIONS
-from fastdata.report import progress_bar
+from fastdata.report import aligned, progress_bar
 from fastdata.tools import output
 from fastdata.tools.measure import EndlessOrder, apart, measure
 from fastdata.tools.photos import write_photos
@@ -213,7 +213,7 @@ def table(document: dict[str, Any]) -> Iterator[str]:
     for name, recipe in recipes.items():
         rates = [f"{median(recipe[side]):,.0f}" for side in ("vanilla", "fastdata")]
         rows.append([name, *rates, f"{recipe['ratio']:.1f}", f"{recipe['prepare_s']:.2f} s", ""])
-    yield from output.aligned(rows)
+    yield from aligned(rows)
     yield ""
     yield f"crop: Resize and CenterCrop {PREPARED_PX}, RandomCrop, flip. The other recipes:"
     yield "RandomResizedCrop, flip, and what their name says. torchvision reads the files, fastdata"

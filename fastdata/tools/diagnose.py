@@ -40,6 +40,7 @@ from fastdata.machine.memory import (
     usable_cores,
 )
 from fastdata.pixels.compose import flatten
+from fastdata.report import Line, Report
 from fastdata.tools import output
 from fastdata.tools.measure import EndlessOrder, Rate, apart, measure
 
@@ -83,7 +84,7 @@ class Part:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
-class Diagnosis:
+class Diagnosis(Report):
     """Where a training loop's time goes; shown as one line, the table behind it, and advice.
 
     Args:
@@ -162,13 +163,8 @@ class Diagnosis:
             return (cure,)
         return cure, f"samples in memory: {self.kept_per_s:,.0f} samples/s, tried; {self.kept}"
 
-    def __repr__(self) -> str:
-        advice = [f"- {line}" for line in self.advice]
-        notes = [f"({note})" for note in self.notes]
-        table = output.aligned(list(self._rows()))
-        return "\n".join([self.line, "", *table, "", *advice, *notes, *self._swap()])
-
-    def _rows(self) -> Iterator[tuple[str, str, str]]:
+    def _lines(self) -> Iterator[Line]:
+        yield from (self.line, "")
         yield f"a step, mean of {self.batches}", "", ""
         yield "  wait for data", _ms(self.wait_s), _percent(self.waited)
         yield "  step", _ms(self.step_s), _percent(1 - self.waited)
@@ -181,9 +177,9 @@ class Diagnosis:
         for part in self.parts:
             waits = f"CPU {_ms(part.cpu_s)}" if part.limit == "disk" else ""
             yield f"  {part.kind}: {part.name}", _ms(part.seconds), waits
-
-    def _swap(self) -> Iterator[str]:
-        """The lines to change where the loader is torch's, and what they would bring."""
+        yield ""
+        yield from (f"- {line}" for line in self.advice)
+        yield from (f"({note})" for note in self.notes)
         if not self.imports or self.kept_per_s is None or self.limit == "model":
             return
         limit = "model" if self.model_per_s < self.kept_per_s else "loader"

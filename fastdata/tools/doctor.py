@@ -23,6 +23,7 @@ from fastdata.machine import memory
 from fastdata.machine.memory import format_bytes
 from fastdata.machine.shared import Block
 from fastdata.pixels import core, images
+from fastdata.report import Line, Report
 from fastdata.tools import output
 
 NVIDIA = Path("/proc/driver/nvidia")
@@ -41,7 +42,7 @@ class Check:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class MachineReport:
+class MachineReport(Report):
     """What this machine gives to training; problems are marked with ``!``, advice with ``->``."""
 
     checks: tuple[Check, ...]
@@ -50,15 +51,12 @@ class MachineReport:
     def problems(self) -> int:
         return sum(check.is_problem for check in self.checks)
 
-    def __repr__(self) -> str:
-        width = max(len(check.name) for check in self.checks)
-        lines = []
+    def _lines(self) -> Iterator[Line]:
         for check in self.checks:
-            mark = "!" if check.is_problem else " "
-            lines.append(f"{mark} {check.name.ljust(width)}  {check.found}")
+            yield f"{'!' if check.is_problem else ' '} {check.name}", check.found
             if check.advice:
-                lines.append(f"  {' ' * width}  -> {check.advice}")
-        return "\n".join([*lines, "", f"problems: {self.problems}"])
+                yield "", f"-> {check.advice}"
+        yield from ("", f"problems: {self.problems}")
 
 
 def examine_machine() -> MachineReport:

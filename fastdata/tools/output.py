@@ -7,22 +7,11 @@ import importlib.metadata
 import json
 import os
 import platform
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from fastdata.errors import refuse_remote
 from fastdata.machine.memory import cpu_model, usable_cores
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows of a table as lines: figures to the right between a name and words at the end."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for name, *figures, words in rows:
-        cells = [name.ljust(widths[0]), *map(str.rjust, figures, widths[1:]), words]
-        lines.append("  ".join(cells).rstrip())
-    return lines
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +26,7 @@ from fastdata.errors import MemoryBudgetError
 from fastdata.loaders.loader import DataLoader
 from fastdata.loaders.view import MOSTLY_PREPARED
 from fastdata.machine.memory import available_bytes, budget_bytes, format_bytes, usable_cores
-from fastdata.report import progress_bar
+from fastdata.report import Line, Report, progress_bar
 from fastdata.tools import bench, output
 from fastdata.tools.measure import EndlessOrder, Rate, apart, measure
 
@@ -60,7 +60,7 @@ class Probe:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
-class TuneResult:
+class TuneResult(Report):
     """What ``fastdata.tune`` found; shown as a table of all probes, with the call to paste.
 
     Args:
@@ -87,23 +87,18 @@ class TuneResult:
         settings = {"batch_size": self.best["batch_size"], "shuffle": True} | self.best
         return f"DataLoader(dataset, {_in_words(settings)})"
 
-    def __repr__(self) -> str:
+    def _lines(self) -> Iterator[Line]:
         names = list(self.probes[0].settings)
-        rows = [[*names, "samples/s", ""]]
+        yield *names, "samples/s", ""
         for probe in self.probes:
             words = "best" if _loader_arguments(probe.settings) == self.best else probe.failed
             values = [str(probe.settings.get(name, "-")) for name in names]
-            rows.append([*values, f"{probe.samples_per_s:,.0f}", words])
+            yield *values, f"{probe.samples_per_s:,.0f}", words
         gain = self.samples_per_s / self.start_samples_per_s
         end = "nothing more to gain" if self.is_complete else "the time was over"
-        return "\n".join(
-            [
-                *output.aligned(rows),
-                f"{len(self.probes)} probes in {self.seconds:.1f} s: {end}",
-                f"{self.samples_per_s:,.0f} samples/s, {gain:.2f} times the start's:",
-                f"loader = {self.call}",
-            ]
-        )
+        yield f"{len(self.probes)} probes in {self.seconds:.1f} s: {end}"
+        yield f"{self.samples_per_s:,.0f} samples/s, {gain:.2f} times the start's:"
+        yield f"loader = {self.call}"
 
 
 def tune(
