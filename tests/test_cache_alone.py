@@ -28,7 +28,7 @@ from fastdata.sources.remote import Place
 from fastdata.stores.cache import find_cache
 from fastdata.stores.cache import manifest as manifest_module
 from fastdata.stores.cache.manifest import MANIFEST, Manifest, Skipped, read_index
-from fastdata.tools.cli import main
+from fastdata.tools.__main__ import main
 from simcuda import Sim
 
 Folder = Callable[..., Path]

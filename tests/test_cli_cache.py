@@ -15,7 +15,7 @@ from torchvision import transforms as v1
 
 from fastdata import ImageFolder
 from fastdata.sources.remote import Place
-from fastdata.tools.cli import main
+from fastdata.tools.__main__ import main
 
 Folder = Callable[..., Path]
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from fastdata import DataLoader, ImageFolder
-from fastdata.tools.cli import main
+from fastdata.tools.__main__ import main
 
 Folder = Callable[..., Path]
 COMMANDS = ("bench", "tune", "doctor", "diagnose", "build", "inspect", "prune")

@@ -22,7 +22,7 @@ import pytest
 
 import fastdata
 from fastdata import errors
-from fastdata.tools.cli import main
+from fastdata.tools.__main__ import main
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -18,8 +18,8 @@ from torchvision.datasets import ImageFolder as Vanilla
 
 from conftest import test_image
 from fastdata import CachedDataset, ImageFolder
-from fastdata.tools.cli import main
-from fastdata.tools.export import export_cache
+from fastdata.tools.__main__ import main
+from fastdata.tools.caches import export_cache
 
 Folder = Callable[..., Path]
 
@@ -203,7 +203,7 @@ def test_ctrl_c_leaves_nothing(
     """An export that is stopped leaves no folder, and the command ends with 130."""
     before = set(os.listdir(tmp_path))
     monkeypatch.setattr(
-        "fastdata.tools.export.encode_image",
+        "fastdata.tools.caches.encode_image",
         lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt),
     )
     for to in ("folder", "webdataset"):

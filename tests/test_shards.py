@@ -31,7 +31,7 @@ from fastdata.sources.remote import Place
 from fastdata.stores.cache import shards as shards_module
 from fastdata.stores.cache.manifest import MANIFEST, Manifest
 from fastdata.stores.cache.shards import samples_per_shard
-from fastdata.tools.cli import main
+from fastdata.tools.__main__ import main
 
 Folder = Callable[..., Path]
 FOUR = 4 * 3 * 7 * 9

@@ -1,7 +1,129 @@
-"""``python -m fastdata`` is the command ``fastdata``."""
+"""The command ``fastdata``."""
 
+from __future__ import annotations
+
+import argparse
 import sys
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
-from fastdata.tools.cli import main
+from fastdata.errors import FastDataError
+from fastdata.tools import bench, caches, diagnose, doctor, tune
+from fastdata.tools.measure import check_json, version
 
-sys.exit(main())
+
+class Command(NamedTuple):
+    """A command's options, what it does with them, and its help."""
+
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+    text: str
+    examples: tuple[str, ...]
+
+
+COMMANDS = {
+    "bench": Command(
+        bench.add_arguments,
+        bench.run,
+        "measure published recipes on your images: torchvision and torch against fastdata",
+        ("fastdata bench", "fastdata bench imagenet/train --recipe rrc --json bench.json"),
+    ),
+    "tune": Command(
+        tune.add_arguments,
+        tune.run,
+        "find the fastest settings of a loader over a folder, and print the call to paste",
+        ("fastdata tune imagenet/train --transform train:train_transform --batch-size 256",),
+    ),
+    "doctor": Command(
+        doctor.add_arguments,
+        doctor.run,
+        "look at what this machine gives to training; status 1 if there is a problem",
+        ("fastdata doctor", "docker run --gpus all IMAGE fastdata doctor"),
+    ),
+    "diagnose": Command(
+        diagnose.add_arguments,
+        diagnose.run,
+        "run a training script for some batches and say what limits it",
+        ("fastdata diagnose train.py --epochs 1", "fastdata diagnose --batches 300 train.py"),
+    ),
+    "build": Command(
+        caches.add_build,
+        caches.build,
+        "prepare a folder of images into a cache, for cache_dir= of runs with these sizes",
+        (
+            "fastdata build imagenet/train /data/caches --resize 256 --crop 256",
+            "fastdata build imagenet/train /data/caches --codec lz4 --on-error skip",
+        ),
+    ),
+    "inspect": Command(
+        caches.add_inspect,
+        caches.inspect,
+        "show what caches hold, and whether they are sound; status 1 if one is damaged",
+        ("fastdata inspect /data/caches --verify",),
+    ),
+    "export": Command(
+        caches.add_export,
+        caches.export,
+        "write a cache as class folders or WebDataset tars; PNG keeps every pixel",
+        (
+            "fastdata export /data/caches /data/folder --to folder",
+            "fastdata export /data/caches /data/tars --to webdataset --image-format jpeg",
+        ),
+    ),
+    "prune": Command(
+        caches.add_prune,
+        caches.prune,
+        "remove what dead writers left, and caches that no run can use any more",
+        ("fastdata prune /data/caches --gone --dry-run",),
+    ),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the words after ``fastdata``, by default the process's, and return the exit status.
+
+    That is 0; 1 when ``inspect`` finds a cache damaged, ``doctor`` a problem, or the script of
+    ``diagnose`` fails; 2 when the input is at fault, after one line on standard error; 130 after
+    Ctrl-C.
+    """
+    options = _parser().parse_args(arguments)
+    command: Callable[[Any], int] = options.__dict__.pop("command")
+    format_before = warnings.formatwarning
+    if command is not diagnose.run:  # whose warnings are of the user's own script
+        warnings.formatwarning = lambda message, *_, **__: f"fastdata: {message}\n"
+    try:
+        check_json(options)
+        return command(options)
+    except KeyboardInterrupt:
+        print("fastdata: interrupted", file=sys.stderr)
+        return 130
+    except (FastDataError, ImportError, OSError, ValueError) as error:
+        print(f"fastdata: {error}", file=sys.stderr)
+        return 2
+    finally:
+        warnings.formatwarning = format_before
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="fastdata", description="Image batches for PyTorch at memory speed."
+    )
+    installed = f"fastdata {version('fastdata') or '(not installed)'}"
+    parser.add_argument("--version", action="version", version=installed)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for name, command in COMMANDS.items():
+        child = commands.add_parser(
+            name,
+            help=command.text,
+            description=f"{command.text[0].upper()}{command.text[1:]}.",
+            epilog="\n  ".join(["examples:", *command.examples]),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        child.set_defaults(command=command.run)
+        command.add_arguments(child)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,10 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
+from PIL import Image
 from torch.utils.data import DataLoader as TorchDataLoader
 
 from fastdata.datasets.folder import ImageFolder
@@ -23,9 +27,15 @@ from fastdata.loaders.loader import DataLoader
 from fastdata.machine.memory import cpu_model, usable_cores
 from fastdata.pixels.images import IMAGE_EXTENSIONS
 from fastdata.report import aligned, progress_bar
-from fastdata.tools import output
-from fastdata.tools.measure import EndlessOrder, apart, measure
-from fastdata.tools.photos import write_photos
+from fastdata.tools.measure import (
+    EndlessOrder,
+    add_json,
+    apart,
+    check_folder,
+    keep,
+    measure,
+    positive,
+)
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
@@ -186,7 +196,7 @@ def _rate(kind: Any, dataset: Any, options: argparse.Namespace) -> float:
 
 def choose_images(root: Path, most: int) -> list[str]:
     """Absolute paths of at most so many images, spread evenly over the class folders."""
-    output.check_folder(root)
+    check_folder(root)
     files = (os.path.abspath(path) for path in root.glob("*/**/*"))
     paths = sorted(path for path in files if path.lower().endswith(IMAGE_EXTENSIONS))
     if not paths:
@@ -196,6 +206,56 @@ def choose_images(root: Path, most: int) -> list[str]:
         )
     count = min(most, len(paths))
     return [paths[index * len(paths) // count] for index in range(count)]
+
+
+# Images like photographs, for whoever has none at hand
+
+
+def write_photos(
+    root: Path,
+    *,
+    count: int,
+    classes: int = 8,
+    size: tuple[int, int] = (512, 384),
+    progress: bool = False,
+) -> None:
+    """Write JPEGs of ``size`` (width, height) into class folders, in turns.
+
+    The same arguments give the same pixels.
+    """
+
+    def write(index: int) -> None:
+        path = root / f"class{index % classes}" / f"{index:05}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(photo(index, size)).save(path, quality=90)
+
+    bar = progress_bar(count, "drawing images", enabled=progress)
+    with bar, ThreadPoolExecutor(os.cpu_count()) as pool:  # Pillow releases the GIL
+        for _ in pool.map(write, range(count)):
+            bar.update()
+
+
+def photo(seed: int, size: tuple[int, int] = (512, 384)) -> npt.NDArray[np.uint8]:
+    """One image of ``size`` (width, height), uint8: smooth shapes, weaker colour, a grain."""
+    rng = np.random.default_rng(seed)
+    width, height = size
+
+    def smooth(cells: int) -> npt.NDArray[np.float32]:
+        """Of about unit variance, in shapes of 1/cells of the width."""
+        grid = rng.standard_normal((max(2, cells * height // width), cells), dtype=np.float32)
+        return np.asarray(Image.fromarray(grid).resize(size, Image.Resampling.BICUBIC))
+
+    # Amplitudes fall as the shapes get finer, as the spectrum of photographs does; the fine end and
+    # the grain are set so that 512x384 takes 60 to 110 KB at quality 90, as photographs of that
+    # size do.
+    amplitudes = {3: 50.0, 8: 38.0, 20: 28.0, 50: 17.0, 120: 17.0}
+    luma = np.full((height, width), 120.0)
+    for cells, amplitude in amplitudes.items():
+        luma += amplitude * smooth(cells)
+    tints = [30.0 * smooth(6) + 8.0 * smooth(40) for _ in range(3)]
+    luma += 9.5 * rng.standard_normal((height, width), dtype=np.float32)
+    planes = np.stack([luma + tint for tint in tints], axis=-1)
+    return planes.clip(0, 255).astype(np.uint8)
 
 
 # The command
@@ -230,7 +290,7 @@ def add_transform(parser: argparse.ArgumentParser, usual: str) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    number = partial(parser.add_argument, type=output.positive, metavar="N")
+    number = partial(parser.add_argument, type=positive, metavar="N")
     folder = "class folders of images; without it images are drawn"
     parser.add_argument("folder", nargs="?", type=Path, metavar="FOLDER", help=folder)
     number("--images", help="images at most; default: 1000, or 400 drawn ones")
@@ -242,12 +302,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     number("--batch-size", default=64, help="images in a batch; default: %(default)s")
     workers = "of both loaders; default: usable cores, %(default)s here"
     number("--num-workers", default=usable_cores(), help=workers)
-    output.add_json(parser)
+    add_json(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     document = run_bench(options)
     for line in table(document):
         print(line)
-    output.keep(document, options)
+    keep(document, options)
     return 0

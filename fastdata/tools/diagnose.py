@@ -41,8 +41,7 @@ from fastdata.machine.memory import (
 )
 from fastdata.pixels.compose import flatten
 from fastdata.report import Line, Report
-from fastdata.tools import output
-from fastdata.tools.measure import EndlessOrder, Rate, apart, measure
+from fastdata.tools.measure import EndlessOrder, Rate, apart, measure, positive
 
 _RATE_S = 1.0
 _SAMPLES_S = 1.5
@@ -506,7 +505,7 @@ def _with_transform(dataset: Any, transform: Any) -> Any:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     batches = "to measure; default: %(default)s"
-    add("--batches", type=output.positive, default=100, metavar="N", help=batches)
+    add("--batches", type=positive, default=100, metavar="N", help=batches)
     add("script", type=Path, metavar="SCRIPT", help="the script that trains")
     add("arguments", nargs=argparse.REMAINDER, metavar="...", help="the script's arguments")
 

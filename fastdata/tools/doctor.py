@@ -24,7 +24,7 @@ from fastdata.machine.memory import format_bytes
 from fastdata.machine.shared import Block
 from fastdata.pixels import core, images
 from fastdata.report import Line, Report
-from fastdata.tools import output
+from fastdata.tools.measure import versions
 
 NVIDIA = Path("/proc/driver/nvidia")
 SYSTEM = Path("/sys")
@@ -135,12 +135,12 @@ def check_shared_memory() -> Check:
 
 
 def _libraries() -> Iterator[Check]:
-    versions = output.versions()
+    installed = versions()
     shown = ("python", "fastdata", "numpy", "lz4", "zstandard")
-    yield Check("versions", ", ".join(f"{name} {versions[name] or '-'}" for name in shown))
+    yield Check("versions", ", ".join(f"{name} {installed[name] or '-'}" for name in shown))
     yield check_core()
-    yield check_jpeg(versions["pillow"])
-    yield check_torchvision(versions["torchvision"])
+    yield check_jpeg(installed["pillow"])
+    yield check_torchvision(installed["torchvision"])
 
 
 def check_core() -> Check:

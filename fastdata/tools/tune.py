@@ -27,8 +27,8 @@ from fastdata.loaders.loader import DataLoader
 from fastdata.loaders.view import MOSTLY_PREPARED
 from fastdata.machine.memory import available_bytes, budget_bytes, format_bytes, usable_cores
 from fastdata.report import Line, Report, progress_bar
-from fastdata.tools import bench, output
-from fastdata.tools.measure import EndlessOrder, Rate, apart, measure
+from fastdata.tools import bench
+from fastdata.tools.measure import EndlessOrder, Rate, apart, check_folder, measure, positive
 
 Settings = dict[str, Any]
 
@@ -392,7 +392,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("folder", type=Path, metavar="FOLDER", help="class folders of images")
     bench.add_transform(parser, "default: 256 px squares, random crop to 224, flip, float32")
     batch_size = "images in a batch; default: %(default)s"
-    add("--batch-size", type=output.positive, default=64, metavar="N", help=batch_size)
+    add("--batch-size", type=positive, default=64, metavar="N", help=batch_size)
     storage = "as ImageFolder's: auto is what fits, none tunes decoding; default: %(default)s"
     add("--storage", choices=("auto", "shared", "compressed", "none"), default="auto", help=storage)
     seconds = "time for all of it; default: %(default)g"
@@ -400,7 +400,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    output.check_folder(options.folder)
+    check_folder(options.folder)
     transform = bench.make_recipe("crop", "float32")
     if options.transform:
         transform = bench.find_transform(options.transform)

@@ -22,7 +22,7 @@ from PIL import Image
 
 from fastdata import CachedDataset, ImageFolder
 from fastdata.sources.formats import open_dataset
-from fastdata.tools.export import export_cache
+from fastdata.tools.caches import export_cache
 from s3 import ThrottledS3
 
 tqdm.tqdm.monitor_interval = 0  # the monitor of the bars of datasets is a thread that stays
