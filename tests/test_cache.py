@@ -608,7 +608,7 @@ def test_a_flipped_byte_is_found_in_a_batch_of_whole_words(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("field", "value", "words"),
     [
-        ("version", 4, "has version 4; this fastdata reads 5"),
+        ("version", 5, "has version 5; this fastdata reads 6"),
         ("root", "/", "its checksum does not fit"),
     ],
 )

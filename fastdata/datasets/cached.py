@@ -113,7 +113,7 @@ class CachedDataset(PreparedDataset):
         ):  # relative paths and others, or several drives: no common folder
             root = os.path.commonpath({os.path.dirname(path) for path in paths})
         listing = list_paths(paths, root)
-        if (listing["file_sizes"] < 0).all():  # names of another kind, such as keys of an LMDB
+        if (listing.sizes < 0).all():  # names of another kind, such as keys of an LMDB
             return None, ""
         return listing, root
 

@@ -1,7 +1,8 @@
 """Prepared samples that outlive the run: caches on disk, found by what they were made from."""
 
-from fastdata.stores.cache.build import Listing, list_paths, prepare_on_disk
+from fastdata.stores.cache.build import list_paths, prepare_on_disk
 from fastdata.stores.cache.inspect import find_cache, inspect_caches, open_cache, prune_caches
+from fastdata.stores.cache.shards import Listing
 
 __all__ = [
     "Listing",

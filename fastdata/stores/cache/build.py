@@ -11,15 +11,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
-import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -47,8 +45,10 @@ from fastdata.stores.cache.manifest import (
 )
 from fastdata.stores.cache.shards import (
     MOST_SHARDS,
+    Listing,
     ShardWriter,
     Written,
+    fingerprint,
     make_tasks,
     samples_per_shard,
     sizes_in,
@@ -76,7 +76,6 @@ from fastdata.stores.samples import KeptSamples, ReadPath
 from fastdata.stores.writers import WriterPlan
 
 Int64s = npt.NDArray[np.int64]
-Listing = Mapping[str, np.ndarray]
 
 SOURCE = "source"
 REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS)
@@ -87,7 +86,7 @@ _SPARE_BYTES = 256 << 20
 """Left on the disk where the choice is ours."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class _Wanted:
     """The samples that are to be served, and where their cache is if there is one.
 
@@ -96,6 +95,7 @@ class _Wanted:
         options: as given by the user, with ``cache_dir``.
         table: paths and targets where they are known beforehand; else the cache keeps targets.
         listing: the files, where samples are files.
+        content: a fingerprint of these, or the number of samples.
         key: what they depend on besides their files.
         root: folder of the files; empty where there is none.
         place: of the cache.
@@ -105,6 +105,7 @@ class _Wanted:
     options: Options
     table: SampleTable | None
     listing: Listing | None
+    content: str
     key: dict[str, str]
     root: str
     place: Place
@@ -151,9 +152,23 @@ def prepare_on_disk(
     codec = describe_codec(options.codec, options.cache_key)
     key = {"source": opened, "prepare": steps, "codec": codec}
     root = os.path.abspath(os.path.expanduser(root)) if root and not is_url(root) else root
-    name = _name_of(key, root, listing if is_own_list else None)
+    stem = re.sub(r"[^A-Za-z0-9._]+", "-", os.path.basename(root)).strip(".-") or "samples"
+    text = json.dumps({**key, "root": root}, sort_keys=True)
+    name = f"{stem}-{fingerprint(text.encode())[:_NAME_CHARACTERS]}"
+    if is_own_list and listing is not None:
+        of_list = fingerprint(listing.paths.ends, listing.paths.blob)
+        name += f"-{of_list[:_NAME_CHARACTERS]}"
     place = Place(options.cache_dir, options.storage_options).below(name)
-    wanted = _Wanted(path, options, table, listing, key, root, place)
+    wanted = _Wanted(
+        path=path,
+        options=options,
+        table=table,
+        listing=listing,
+        content=str(len(path.source)) if listing is None else listing.fingerprint(),
+        key=key,
+        root=root,
+        place=place,
+    )
     prepared, why = _opened(wanted)
     if prepared is not None:
         return prepared
@@ -173,18 +188,6 @@ def prepare_on_disk(
     return prepared
 
 
-def _name_of(key: Mapping[str, str], root: str, listing: Listing | None) -> str:
-    """Of the folder of a cache."""
-    stem = re.sub(r"[^A-Za-z0-9._]+", "-", os.path.basename(root)).strip(".-") or "samples"
-    text = json.dumps({**key, "root": root}, sort_keys=True)
-    name = f"{stem}-{hashlib.sha256(text.encode()).hexdigest()[:_NAME_CHARACTERS]}"
-    if listing is None:
-        return name
-    digest = hashlib.sha256(listing["ends"].data)
-    digest.update(listing["paths"].data)
-    return f"{name}-{digest.hexdigest()[:_NAME_CHARACTERS]}"
-
-
 # Opening
 
 
@@ -201,19 +204,13 @@ def _opened(wanted: _Wanted) -> tuple[Prepared | None, str]:
 
 def _serve_current(wanted: _Wanted, cache: Cache) -> Prepared | None:
     manifest = cache.manifest
-    if manifest.key != wanted.key:
-        raise CacheError(f"{cache.place} was made in another way")
-    if wanted.listing is None and manifest.count != len(wanted.path.source):
-        count = len(wanted.path.source)
-        raise CacheError(f"{cache.place} holds {manifest.count} samples, but there are {count} now")
-    if manifest.skipped and wanted.options.on_error == "raise":
-        return None
-    for name, column in (wanted.listing or {}).items():
-        if not np.array_equal(column, cache.columns.get(name, [])):
-            return None
-    if not wanted.place.is_remote and manifest.receipts() - receipts_in(wanted.home):
-        return None  # somebody has found a shard damaged
-    return serve(cache, wanted.coders, wanted.table)
+    is_stale = (
+        (manifest.key, manifest.content) != (wanted.key, wanted.content)
+        or (manifest.skipped and wanted.options.on_error == "raise")
+        # Somebody has found a shard damaged.
+        or not (wanted.place.is_remote or manifest.receipts() <= receipts_in(wanted.home))
+    )
+    return None if is_stale else serve(cache, wanted.coders, wanted.table)
 
 
 def serve(cache: Cache, known: Sequence[Decoder], table: SampleTable | None) -> Prepared:
@@ -234,29 +231,26 @@ def serve(cache: Cache, known: Sequence[Decoder], table: SampleTable | None) -> 
             stores.append(cache.open_part(number, _coder_of(place, part, known)))
             cleanup.callback(stores[-1].close)
         if table is None:
-            table = SampleTable(cache.targets())
+            table = SampleTable(cache.targets)
         elif len(cache.kept) < len(table):
             table = table.reduced_to(cache.kept.tolist())
         cleanup.pop_all()
     what = "+".join(dict.fromkeys(store.codec for store in stores))
     reason = f"storage='disk': {format_bytes(manifest.size_bytes)} {what} in {place}"
     log.info("%s", reason)
-    codec = None if what == "raw" else what
-    return Prepared(
-        storage_plan=StoragePlan(storage="disk", reason=reason, codec=codec),
-        kept=KeptSamples(
-            tuple(stores),
-            table,
-            manifest.is_tuple,
-            manifest.target_is_part,
-            manifest.keys,
-            mask_places=manifest.mask_places,
-        ),
-        skipped=[
-            SampleError(entry.message, index=entry.row, path=entry.path)
-            for entry in manifest.skipped
-        ],
+    plan = StoragePlan(storage="disk", reason=reason, codec=None if what == "raw" else what)
+    kept = KeptSamples(
+        tuple(stores),
+        table,
+        manifest.is_tuple,
+        manifest.target_is_part,
+        manifest.keys,
+        mask_places=manifest.mask_places,
     )
+    skipped = [
+        SampleError(entry.message, index=entry.row, path=entry.path) for entry in manifest.skipped
+    ]
+    return Prepared(storage_plan=plan, kept=kept, skipped=skipped)
 
 
 def _coder_of(place: Place, part: Part, known: Sequence[Decoder]) -> Decoder | None:
@@ -284,78 +278,72 @@ def _coder_of(place: Place, part: Part, known: Sequence[Decoder]) -> Decoder | N
 # Writing
 
 
-class _Draft(NamedTuple):
-    """A cache to be written: its manifest without shards, and about how large each part is."""
-
-    manifest: Manifest
-    part_bytes: Sequence[int]
-
-
 def _write(wanted: _Wanted) -> None:
     """Bring the cache up to date. Under the lock."""
-    if not wanted.place.is_remote:
-        wanted.home.mkdir(parents=True, exist_ok=True)
-        for path in [] if wanted.home.is_symlink() else wanted.home.glob("*.*"):
+    home, is_remote = wanted.home, wanted.place.is_remote
+    if not is_remote:
+        home.mkdir(parents=True, exist_ok=True)
+        for path in [] if home.is_symlink() else home.glob("*.*"):
             with contextlib.suppress(OSError):
                 path.rmdir()  # a file may have to take its place
     is_done = False
     try:
-        _fill(wanted, _draft_of(wanted) or _begin(wanted))
+        _fill(wanted, *(_continue(wanted) or _begin(wanted)))
         is_done = True
     finally:
         # What went out of use, or what an error or Ctrl-C left half done.
         with contextlib.suppress(OSError):
-            if is_done or not wanted.place.is_remote:  # there another machine may be writing
+            if is_done or not is_remote:  # there another machine may be writing
                 sweep(wanted.place, keep_complete=not is_done)
-            if not wanted.place.is_remote:
-                wanted.home.rmdir()  # where nothing is in it
+            if not is_remote:
+                home.rmdir()  # where nothing is in it
 
 
-def _draft_of(wanted: _Wanted) -> _Draft | None:
-    """Another cache like the one that is there; None where there is none or it has grown."""
+def _continue(wanted: _Wanted) -> tuple[Manifest, Sequence[int]] | None:
+    """As ``_begin``, another cache like the one that is there; None where it is none or grew."""
     try:
         manifest = Manifest.read(wanted.place)
         for part in manifest.parts:
             _coder_of(wanted.place, part, wanted.coders)
     except (FileNotFoundError, CacheError):
         return None
-    is_fit = len(wanted.path.source) <= manifest.shard_rows * MOST_SHARDS * 2
-    if manifest.key != wanted.key or not is_fit or not manifest.shard_rows:
+    most = manifest.shard_rows * MOST_SHARDS * 2
+    if manifest.key != wanted.key or not 0 < len(wanted.path.source) <= most:
         return None
-    numbers = range(len(manifest.parts))
-    part_bytes = [sum(manifest.files_of(number).values()) for number in numbers]
-    return _Draft(replace(manifest, shards=(), skipped=()), part_bytes)
+    part_bytes = [
+        sum(sizes) for sizes in zip(*(each.sizes for each in manifest.shards), strict=True)
+    ]
+    return replace(manifest, shards=(), skipped=()), part_bytes
 
 
-def _begin(wanted: _Wanted) -> _Draft:
-    source = wanted.path.source
+def _begin(wanted: _Wanted) -> tuple[Manifest, Sequence[int]]:
+    """The manifest of a new cache, without shards, and about how many bytes each part takes."""
     expected = forecast(wanted.path)
-    if not expected.first.target_is_part:  # an error now, if they cannot be kept
+    first = expected.first
+    if not first.target_is_part:  # an error now, if they cannot be kept
         target_columns([sample.target for sample in expected.looked_at])
     codec, part_bytes = _choose_codec(wanted, expected)
     coders = coders_of(codec, wanted.path, wanted.options.codec, len(expected.specs))
-    parts = tuple(
-        Part(
-            spec=spec,
-            dimensions=sample.array.ndim,
-            codec=None if coder is None else dict(coder.settings()),
-        )
-        for spec, sample, coder in zip(expected.specs, expected.first.parts, coders, strict=True)
-    )
     manifest = Manifest(
         key=wanted.key,
         root=wanted.root,
-        parts=parts,
-        shard_rows=samples_per_shard(
-            len(source), sum(part_bytes), wanted.options.writing.shard_bytes
+        parts=tuple(
+            Part(
+                spec=spec,
+                dimensions=sample.array.ndim,
+                codec=None if coder is None else dict(coder.settings()),
+            )
+            for spec, sample, coder in zip(expected.specs, first.parts, coders, strict=True)
         ),
-        shards=(),
-        is_tuple=expected.first.is_tuple,
-        target_is_part=expected.first.target_is_part,
-        mask_places=expected.first.mask_places,
+        shard_rows=samples_per_shard(
+            len(wanted.path.source), sum(part_bytes), wanted.options.writing.shard_bytes
+        ),
+        is_tuple=first.is_tuple,
+        target_is_part=first.target_is_part,
+        mask_places=first.mask_places,
         keys=expected.keys,
     )
-    return _Draft(manifest, part_bytes)
+    return manifest, part_bytes
 
 
 def _choose_codec(wanted: _Wanted, expected: Forecast) -> tuple[str | None, Sequence[int]]:
@@ -366,62 +354,64 @@ def _choose_codec(wanted: _Wanted, expected: Forecast) -> tuple[str | None, Sequ
         of each part.
     """
     codec = wanted.options.codec
-    if codec != "auto":
-        trials = try_all(wanted.path, look_longer(wanted.path), codec)
-        best = fastest_fitting(trials, None, only_lossless=False)
-        if best is None:
-            raise ValueError(f"codec={codec!r} is not possible here: {trials[0].obstacle}")
-        return best.codec, best.part_bytes
-    free = max(free_bytes(wanted.home) - _SPARE_BYTES, 0)
-    if wanted.place.is_remote or expected.need_bytes <= free:  # a bucket is never full
+    is_free = codec == "auto"
+    free = max(free_bytes(wanted.home) - _SPARE_BYTES, 0) if is_free else None
+    # A bucket is never full.
+    if free is not None and (wanted.place.is_remote or expected.need_bytes <= free):
         return None, expected.part_bytes
     trials = try_all(wanted.path, look_longer(wanted.path), codec)
-    best = fastest_fitting(trials, free, only_lossless=True)
-    if best is None:
-        return None, expected.part_bytes  # its writer says need, free and cure
-    need = format_bytes(expected.need_bytes)
-    log.info("codec=%r: raw %s, %s free", best.codec, need, format_bytes(free))
-    return best.codec, best.part_bytes
+    best = fastest_fitting(trials, free, only_lossless=is_free)
+    if best is not None:
+        need = format_bytes(expected.need_bytes)
+        log.info("codec=%r on disk, where raw samples take %s", best.codec, need)
+        return best.codec, best.part_bytes
+    if not is_free:
+        raise ValueError(f"codec={codec!r} is not possible here: {trials[0].obstacle}")
+    return None, expected.part_bytes  # its writer says need, free and cure
 
 
-def _fill(wanted: _Wanted, draft: _Draft) -> None:
+def _fill(wanted: _Wanted, manifest: Manifest, part_bytes: Sequence[int]) -> None:
     """Write the shards that are not there, and let the cache hold all from now on."""
     try:
-        written = _write_missing(wanted, draft)
+        written = _write_missing(wanted, manifest, part_bytes)
     except ShapesDifferError as found:
-        manifest = draft.manifest
         if not any(part.spec.is_dense for part in manifest.parts):
             raise IngestError(f"{found}; make them alike") from None
         log.info("%s; samples are stored one by one with their own shapes", found)
         parts = [replace(part, spec=replace(part.spec, shape=None)) for part in manifest.parts]
-        _fill(wanted, draft._replace(manifest=replace(manifest, parts=tuple(parts))))
+        _fill(wanted, replace(manifest, parts=tuple(parts)), part_bytes)
         return
-    manifest = _joined(draft.manifest, written)
-    kept = manifest.kept_rows()
-    if not len(kept):
+    skipped = []
+    first_row = 0
+    for each in written:
+        skipped += [replace(entry, row=first_row + entry.row) for entry in each.skipped]
+        first_row += each.shard.rows
+    if len(skipped) == first_row:
         raise IngestError(
-            f"none of the {manifest.count} samples can be prepared; the first: "
-            f"{manifest.skipped[0].message}"
+            f"none of the {first_row} samples can be prepared; the first: {skipped[0].message}"
         )
-    columns: Columns = dict(wanted.listing or {})
-    for name in written[0].columns:
-        columns[name] = np.concatenate([each.columns[name] for each in written])
+    manifest = replace(
+        manifest,
+        content=wanted.content,
+        shards=tuple(each.shard for each in written),
+        skipped=tuple(skipped),
+    )
+    every = [each.columns for each in written if each.columns]
+    columns: Columns = {name: np.concatenate([each[name] for each in every]) for name in every[0]}
+    if wanted.listing is not None:
+        columns |= {"paths": wanted.listing.paths.blob, "ends": wanted.listing.paths.ends}
     if wanted.table is not None:
-        columns |= target_columns([wanted.table.target(i) for i in kept.tolist()])
+        kept = manifest.kept_rows().tolist()
+        columns |= target_columns([wanted.table.target(row) for row in kept])
         manifest = replace(manifest, classes=wanted.table.class_to_idx)
     elif not manifest.target_is_part:
         columns |= target_columns([target for each in written for target in each.targets])
     manifest.write(wanted.place, columns)
 
 
-def _write_missing(wanted: _Wanted, draft: _Draft) -> list[Written]:
-    manifest = draft.manifest
-    listing = wanted.listing
-    count = len(wanted.path.source)
-    words: list[Any] = [manifest.key, *map(dataclasses.asdict, manifest.parts)]
-    if listing is None:
-        words.append(count)
-    tasks = make_tasks(count, manifest.shard_rows, words, listing)
+def _write_missing(wanted: _Wanted, manifest: Manifest, part_bytes: Sequence[int]) -> list[Written]:
+    words = [manifest.key, *map(dataclasses.asdict, manifest.parts)]
+    tasks = make_tasks(len(wanted.path.source), manifest.shard_rows, words, wanted.listing)
     is_certain = wanted.options.on_error == "raise"  # else files are opened, to leave some out
     plans = tuple(
         WriterPlan(
@@ -429,9 +419,9 @@ def _write_missing(wanted: _Wanted, draft: _Draft) -> list[Written]:
             dimensions=0 if part.is_table else part.dimensions,
             codec=_coder_of(wanted.place, part, wanted.coders),
             is_certain=is_certain and part.spec.shape == wanted.path.shape,
-            first_bytes=max(part_bytes // len(tasks), 1),
+            first_bytes=max(size_bytes // len(tasks), 1),
         )
-        for part, part_bytes in zip(manifest.parts, draft.part_bytes, strict=True)
+        for part, size_bytes in zip(manifest.parts, part_bytes, strict=True)
     )
     writer = ShardWriter(
         path=wanted.path,
@@ -444,17 +434,6 @@ def _write_missing(wanted: _Wanted, draft: _Draft) -> list[Written]:
     return write_shards(writer, tasks, wanted.options)
 
 
-def _joined(manifest: Manifest, written: Sequence[Written]) -> Manifest:
-    """With these shards."""
-    skipped = []
-    first_row = 0
-    for each in written:
-        skipped += [replace(entry, row=first_row + entry.row) for entry in each.skipped]
-        first_row += each.shard.rows
-    shards = tuple(each.shard for each in written)
-    return replace(manifest, shards=shards, skipped=tuple(skipped))
-
-
 def sweep(place: Place, *, keep_complete: bool = False, dry_run: bool = False) -> dict[str, int]:
     """Remove the files of a cache that its manifest does not name; gives their sizes.
 
@@ -465,28 +444,18 @@ def sweep(place: Place, *, keep_complete: bool = False, dry_run: bool = False) -
         keep_complete: leave shards that are complete, of a build that is not.
         dry_run: only look.
     """
-    sizes = sizes_in(place)
     try:
         belong = Manifest.read(place).file_names()
     except FileNotFoundError:
         belong = set()
     except CacheError:
         return {}
-    if not place.is_remote:
-        folder = Path(place.url)
-        is_link = folder.is_symlink()
-        sizes = {
-            name: size
-            for name, size in sizes.items()
-            if not is_link and not (folder / name).is_symlink() and made_by_this_user(folder / name)
-        }
-    complete = set()
-    if keep_complete:
-        complete = {_shard_of(name) for name in sizes if name.startswith("shard-")}
+    sizes = sizes_in(place)
+    complete = {_shard_of(name) for name in sizes if keep_complete and name.startswith("shard-")}
     orphans = {
         name: size
         for name, size in sizes.items()
-        if name not in belong and _shard_of(name) not in complete
+        if name not in belong and _shard_of(name) not in complete and _is_removable(place, name)
     }
     if not dry_run:
         place.remove(*sorted(orphans))
@@ -495,6 +464,12 @@ def sweep(place: Place, *, keep_complete: bool = False, dry_run: bool = False) -
 
 def _shard_of(name: str) -> str:
     return name.partition("-")[2].partition(".")[0]
+
+
+def _is_removable(place: Place, name: str) -> bool:
+    path = Path(place.url, name)
+    is_linked = path.is_symlink() or path.parent.is_symlink()
+    return place.is_remote or (not is_linked and made_by_this_user(path))
 
 
 def lock_file(home: Path) -> Path:
@@ -547,37 +522,33 @@ def _writable(cache_dir: Path, why: str) -> Iterator[None]:
 
 
 def list_paths(paths: Sequence[str], root: str, facts: Int64s | None = None) -> Listing:
-    """The files of a dataset, one for each sample: their names, sizes and times.
+    """The files of a dataset, one for each sample.
 
-    ``paths``, uint8, has the names end to end, relative to the root where they lie below it, and
-    ``ends``, int64 (N,), where each ends; ``file_sizes`` and ``mtimes_ns``, int64 (N,), are -1
-    where there is no file. Of remote files ``facts`` has both, (2, N), of which the second stand
-    for their content.
+    Their names are relative to the root where they lie below it. Of remote files ``facts`` has
+    sizes, and what stands for their content, (2, N).
     """
     prefix = os.path.join(os.path.expanduser(root), "") if root else ""
-    sizes, mtimes_ns = _ask_files(paths) if facts is None else facts
     packed = PackedPaths.of([os.fspath(path).removeprefix(prefix) for path in paths])
-    return {"paths": packed.blob, "ends": packed.ends, "file_sizes": sizes, "mtimes_ns": mtimes_ns}
+    return Listing(packed, *(_ask_files(paths) if facts is None else facts))
 
 
 def _ask_files(paths: Sequence[str]) -> Int64s:
     """Size and time of each file, int64 (2, files); 1,300,000 are a matter of seconds."""
     tasks = [paths[i : i + _FILES_PER_TASK] for i in range(0, len(paths), _FILES_PER_TASK)]
-
-    def ask(task: tuple[int, Sequence[str]]) -> tuple[int, Int64s]:
-        return task[0], np.array([_ask(name) for name in task[1]], np.int64)
-
     workers = usable_cores() if len(tasks) > 4 else 0
-    with contextlib.closing(run_tasks(ask, list(enumerate(tasks)), workers)) as answers:
-        facts = dict(answers)
-    answers_by_task = [facts[number] for number in range(len(tasks))]
-    asked: Int64s = np.concatenate([np.zeros((0, 2), np.int64), *answers_by_task]).T
-    return asked
+    with contextlib.closing(run_tasks(_ask, tasks, workers)) as answers:
+        facts: Int64s = np.concatenate([np.zeros((2, 0), np.int64), *answers], axis=1)
+        return facts
 
 
-def _ask(name: str) -> tuple[int, int]:
+def _ask(paths: Sequence[str]) -> Int64s:
+    facts: Int64s = np.array([_facts_of(path) for path in paths], np.int64).T
+    return facts
+
+
+def _facts_of(path: str) -> tuple[int, int]:
     try:
-        found = os.stat(name)
+        found = os.stat(path)
     except (OSError, ValueError):  # no such file, or a name that cannot be one
         return _NO_FILE, _NO_FILE
     return found.st_size, found.st_mtime_ns

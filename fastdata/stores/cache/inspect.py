@@ -94,7 +94,7 @@ def _serve_alone(cache: Cache, *, as_tensors: bool) -> tuple[Prepared, Manifest]
     manifest = cache.manifest
     has_paths = "paths" in cache.columns and not (manifest.target_is_part or manifest.mask_places)
     paths = _paths_of(cache) if has_paths else None
-    table = SampleTable(cache.targets(), paths=paths, class_to_idx=manifest.classes)
+    table = SampleTable(cache.targets, paths=paths, class_to_idx=manifest.classes)
     if as_tensors:
         parts = tuple(
             replace(part, spec=replace(part.spec, form="tensor"))

@@ -33,7 +33,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 
-from fastdata.errors import CacheError, RemoteError, counted
+from fastdata.errors import CacheError, RemoteError
 from fastdata.machine.memory import user_cache
 from fastdata.machine.shared import ArrayBlock, SampleTable
 from fastdata.pixels.images import SampleSpec
@@ -44,7 +44,7 @@ from fastdata.stores.readers import Decoder, DiskFile, DiskStore, naming_full_di
 
 MANIFEST = "fastdata.json"
 FORMAT = "fastdata cache"
-VERSION = 5
+VERSION = 6
 DAMAGED = (
     OSError,
     EOFError,
@@ -58,13 +58,14 @@ DAMAGED = (
     zlib.error,
 )
 """What reading foreign bytes raises; MemoryError for an array of the size that they claim."""
-_MAX_DIMENSIONS = 8
 _MOST_SAMPLE_BYTES = 1 << 36
+_MOST = 1 << 62
 _MIRRORED_SHARE = 0.5
-"""Of what is free on the disk, for mirrors where nobody says more."""
+"""Of what is free on the disk, for mirrors."""
 
 Columns = dict[str, Any]
 """Those of an index by name: arrays; of JSON what it says."""
+LocalCache = str | os.PathLike[str] | None
 _Made = TypeVar("_Made")
 
 
@@ -84,14 +85,8 @@ class Part:
 
     def __post_init__(self) -> None:
         dtype = np.dtype(self.spec.dtype)
-        is_known = not dtype.hasobject and dtype.name == self.spec.dtype
-        if not is_known or self.dimensions > _MAX_DIMENSIONS:
+        if dtype.hasobject or dtype.name != self.spec.dtype:
             raise ValueError(f"samples of {self.spec} are not known")
-        if self.spec.shape is not None:
-            if len(self.spec.shape) != self.dimensions:
-                raise ValueError(f"{self.spec} has not {self.dimensions} dimensions")
-            if self.spec.sample_bytes > _MOST_SAMPLE_BYTES:
-                raise ValueError(f"a sample has {self.spec.sample_bytes:,} bytes, as none has")
         if self.codec is not None and not isinstance(self.codec.get("name"), str):
             raise ValueError(f"codec {self.codec!r} has no name")
 
@@ -117,6 +112,8 @@ class Shard:
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[0-9a-f]{16}", self.name):
             raise ValueError(f"{self.name!r} is no name of a shard")
+        if min(self.rows, *self.sizes) < 0:
+            raise ValueError(f"{self} has less than nothing")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,11 +131,10 @@ class Manifest:
 
     Rows are the samples of all shards in the order of the source. An index has these columns:
 
-    * of each part, by sample that was kept, ``part0.sums``, uint64 (``stores.readers.checksum``);
-      unless it is a table also ``part0.offsets`` and ``part0.sizes``, int64, in the file of its
-      shard, and ``part0.shapes``, int32 (kept, dimensions);
-    * where samples are files, by row ``paths``, ``ends``, ``file_sizes`` and ``mtimes_ns``, see
-      ``list_paths``;
+    * of each part, by sample that was kept, ``part0.sums``, uint64 (``stores.readers.checksum``),
+      and ``part0.offsets``, int64, in the file of its shard; unless it is a table also
+      ``part0.sizes``, int64, and ``part0.shapes``, int32 (kept, dimensions);
+    * where samples are files, by row ``paths`` and ``ends``, see ``PackedPaths``;
     * unless they are a part, the targets of the samples that were kept: ``targets.number``,
       ``targets.tensor`` or ``targets.array``, or ``targets.json``, a list as text; of tuples
       ``targets.0.number`` and the like, one for each place, in order.
@@ -146,6 +142,7 @@ class Manifest:
     Args:
         key: what the samples depend on besides their files.
         root: folder of the files when it was written.
+        content: a fingerprint of the files, or the number of samples where these are none.
         index_crc32: of the whole file.
         classes: number of each class, where classes have names.
         parts: of the samples.
@@ -160,11 +157,12 @@ class Manifest:
 
     key: dict[str, str]
     root: str
+    content: str = ""
     index_crc32: int = 0
-    classes: dict[str, Any] | None = None
+    classes: dict[str, int] | None = None
     parts: tuple[Part, ...]
     shard_rows: int
-    shards: tuple[Shard, ...]
+    shards: tuple[Shard, ...] = ()
     is_tuple: bool
     target_is_part: bool
     keys: ItemKeys | None = None
@@ -172,20 +170,19 @@ class Manifest:
     skipped: tuple[Skipped, ...] = ()
 
     def __post_init__(self) -> None:
-        if len(self.parts) <= self.target_is_part + len(self.mask_places):
-            raise ValueError(f"{counted(len(self.parts), 'part')} are no samples")
-        if not all(type(number) is int for number in (self.classes or {}).values()):
-            raise ValueError("classes have no numbers")
-        if any(len(shard.sizes) != len(self.parts) for shard in self.shards):
-            raise ValueError(f"shards have no file for each of {counted(len(self.parts), 'part')}")
-        if len({shard.name for shard in self.shards}) < len(self.shards):
-            raise ValueError("shards share a name")
-        names = [] if self.keys is None else self.keys.names
-        if len(set(names)) < len(names) or (self.keys and self.keys.image not in names):
-            raise ValueError(f"{self.keys} are no keys of items")
+        keys = self.keys
         rows = [entry.row for entry in self.skipped]
-        if rows != sorted(set(rows)) or (rows and rows[-1] >= self.count):
-            raise ValueError(f"the {counted(len(rows), 'sample')} left out are not in order")
+        names = {shard.name for shard in self.shards}
+        wrong = {
+            "parts": len(self.parts) <= self.target_is_part + len(self.mask_places),
+            "shards": len(names) < len(self.shards)
+            or any(len(shard.sizes) != len(self.parts) for shard in self.shards),
+            "keys": keys and (keys.image not in keys.names or len({*keys.names}) < len(keys.names)),
+            "skipped": rows != sorted({*rows}) or not all(0 <= row < self.count for row in rows),
+        }
+        for name, is_wrong in wrong.items():
+            if is_wrong:
+                raise ValueError(f"its {name} do not fit: {getattr(self, name)}")
 
     @property
     def count(self) -> int:
@@ -206,25 +203,18 @@ class Manifest:
 
     def files_of(self, number: int) -> dict[str, int]:
         """The names of the files of a part, and how many bytes they have."""
-        part = self.parts[number]
         return {
-            file_name(number, part, shard.name): shard.sizes[number]
+            file_name(number, self.parts[number], shard.name): shard.sizes[number]
             for shard in self.shards
             if shard.sizes[number]
         }
-
-    def file_sizes(self) -> dict[str, int]:
-        """Those of all parts."""
-        sizes: dict[str, int] = {}
-        for number in range(len(self.parts)):
-            sizes |= self.files_of(number)
-        return sizes
 
     def receipts(self) -> set[str]:
         return {receipt_name(shard.name) for shard in self.shards}
 
     def file_names(self) -> set[str]:
-        return {MANIFEST, self.index_name, *self.file_sizes(), *self.receipts()}
+        parts = map(self.files_of, range(len(self.parts)))
+        return {MANIFEST, self.index_name}.union(self.receipts(), *parts)
 
     def write(self, place: Place, columns: Mapping[str, np.ndarray]) -> None:
         """Make this, with an index of these columns, what a cache holds, at once and for good."""
@@ -232,12 +222,10 @@ class Manifest:
         crc32 = zlib.crc32(index)
         document = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(self)}
         document["index_crc32"] = crc32
-        document["crc32"] = crc_of(document)
+        document["crc32"] = _crc_of(document)
         with naming_full_disk(Path(place.url)):
             place.write(_index_name(crc32), index)
-            _sync(place)
             place.write(MANIFEST, json.dumps(document, indent=1).encode())
-            _sync(place)
 
     @classmethod
     def read(cls, place: Place) -> Manifest:
@@ -250,12 +238,13 @@ class Manifest:
         path = place.at(MANIFEST)
         try:
             document = json.loads(place.read(MANIFEST))
-            if not isinstance(document, dict) or document.get("format") != FORMAT:
+            if not isinstance(document, dict) or document.pop("format", None) != FORMAT:
                 raise CacheError(f"{path} is no manifest of a fastdata cache")
-            version = document.get("version")
+            version = document.pop("version", None)
             if version != VERSION:
                 raise CacheError(f"{path} has version {version!r}; this fastdata reads {VERSION}")
-            if document.pop("crc32", None) != crc_of(document):
+            crc32 = document.pop("crc32", None)
+            if crc32 != _crc_of({"format": FORMAT, "version": VERSION, **document}):
                 raise CacheError(
                     f"{path} was changed after it was written: its checksum does not fit"
                 )
@@ -264,9 +253,8 @@ class Manifest:
         except (FileNotFoundError, CacheError, RemoteError):
             raise
         except DAMAGED as problem:
-            raise CacheError(
-                f"{path} cannot be read: {type(problem).__name__}: {problem}"
-            ) from problem
+            what = f"{type(problem).__name__}: {problem}"
+            raise CacheError(f"{path} cannot be read: {what}") from problem
 
 
 def _index_name(crc32: int) -> str:
@@ -277,41 +265,28 @@ def file_name(number: int, part: Part, shard_name: str) -> str:
     return f"part{number}-{shard_name}{'.npy' if part.is_table else '.bin'}"
 
 
-def crc_of(document: Mapping[str, Any]) -> int:
+def _crc_of(document: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(document, sort_keys=True).encode())
 
 
 def _typed(kind: Any, value: Any) -> Any:
-    """A value of JSON as this type, dataclasses included; ValueError for any other."""
-    origin = typing.get_origin(kind)
+    """A value of JSON as this type, dataclasses included; one of ``DAMAGED`` for any other."""
     arguments = typing.get_args(kind)
-    if kind is Any:
+    if kind is Any or (typing.get_origin(kind) is typing.Literal and value in arguments):
         return value
-    if origin in (types.UnionType, typing.Union):
+    if types.NoneType in arguments:
         return None if value is None else _typed(arguments[0], value)
-    if origin is typing.Literal and isinstance(value, str) and value in arguments:
-        return value
-    if dataclasses.is_dataclass(kind) and isinstance(value, dict):
-        hints = typing.get_type_hints(kind).items()
-        fields = {name: _typed(hint, value[name]) for name, hint in hints if name in value}
-        return typing.cast(Any, kind)(**fields)
-    if origin is tuple and isinstance(value, list):
+    if typing.get_origin(kind) is tuple and isinstance(value, list):
         return tuple(_typed(arguments[0], item) for item in value)
-    if origin is dict and isinstance(value, dict):
+    if typing.get_origin(kind) is dict and isinstance(value, dict):
         return {name: _typed(arguments[1], item) for name, item in value.items()}
-    if type(value) is not kind or (kind is int and not 0 <= value < 1 << 62):
+    if dataclasses.is_dataclass(kind) and isinstance(value, dict):
+        hints = typing.get_type_hints(kind)
+        fields = {name: _typed(hints[name], item) for name, item in value.items()}
+        return typing.cast(Any, kind)(**fields)
+    if type(value) is not kind or (kind is int and abs(value) >= _MOST):
         raise ValueError(f"{value!r} is in the place of {getattr(kind, '__name__', kind)}")
     return value
-
-
-def _sync(place: Place) -> None:
-    """See to it that the names of a folder's files are on the disk."""
-    if os.name != "nt" and not place.is_remote:
-        fd = os.open(place.url, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
 
 
 # Columns
@@ -332,7 +307,7 @@ def unpack_columns(data: bytes) -> Columns:
     with np.load(io.BytesIO(data), allow_pickle=False) as stored:
         if any(entry.compress_type != zipfile.ZIP_STORED for entry in stored.zip.infolist()):
             raise ValueError("its columns are compressed, to whatever size")
-        columns: Columns = {name: np.asarray(column) for name, column in stored.items()}
+        columns: Columns = dict(stored.items())
     for name, column in columns.items():
         if name.endswith(".json"):
             columns[name] = json.loads(column.tobytes())
@@ -340,27 +315,14 @@ def unpack_columns(data: bytes) -> Columns:
 
 
 def column_of(columns: Columns, name: str, dtype: str, *shape: int) -> np.ndarray:
-    """A column of this type and shape, of which -1 is any; ValueError for another one."""
+    """A column of this type and shape; ValueError for another one."""
     if name not in columns:
         raise ValueError(f"it lacks the {name} of its samples")
     column: np.ndarray = columns[name]
-    is_wanted = column.dtype == np.dtype(dtype) and column.ndim == len(shape)
-    if not is_wanted or any(
-        want not in (-1, size) for want, size in zip(shape, column.shape, strict=True)
-    ):
-        raise ValueError(
-            f"{name} are {column.dtype}{list(column.shape)} where {dtype}{list(shape)} are needed"
-        )
+    if column.dtype != np.dtype(dtype) or column.shape != shape:
+        found = f"{column.dtype}{list(column.shape)}"
+        raise ValueError(f"{name} are {found} where {dtype}{list(shape)} are needed")
     return column
-
-
-def _check_listing(columns: Columns, count: int) -> None:
-    blob = column_of(columns, "paths", "uint8", -1)
-    ends = column_of(columns, "ends", "int64", count)
-    column_of(columns, "file_sizes", "int64", count)
-    column_of(columns, "mtimes_ns", "int64", count)
-    if count and (ends[0] < 0 or ends[-1] != len(blob) or (np.diff(ends) < 0).any()):
-        raise ValueError("file names overlap")
 
 
 def _locate(manifest: Manifest, number: int, columns: Columns, kept: np.ndarray) -> Columns:
@@ -368,63 +330,35 @@ def _locate(manifest: Manifest, number: int, columns: Columns, kept: np.ndarray)
     part = manifest.parts[number]
     name = f"part{number}"
     count = len(kept)
-    rows = np.array([shard.rows for shard in manifest.shards], np.int64)
-    file_bytes = np.array([shard.sizes[number] for shard in manifest.shards], np.int64)
-    stops = np.cumsum(rows)
-    shards = np.searchsorted(stops, kept, side="right")
-    files = (np.cumsum(file_bytes > 0) - 1)[shards]
     index: Columns = {
-        "files": files.astype(np.int32),
         "sums": column_of(columns, f"{name}.sums", "uint64", count),
+        "offsets": column_of(columns, f"{name}.offsets", "int64", count),
     }
+    item_bytes = np.dtype(part.spec.dtype).itemsize
     if part.is_table:
-        sizes = np.int64(part.spec.sample_bytes)
-        heads = file_bytes - rows * sizes
-        offsets = heads[shards] + (kept - (stops - rows)[shards]) * sizes
-        is_wrong = heads[shards] < 0
+        shapes = np.broadcast_to(np.array(part.spec.shape), (count, len(part.spec.shape or ())))
+        sizes = np.full(count, part.spec.sample_bytes)
     else:
-        offsets = column_of(columns, f"{name}.offsets", "int64", count)
-        sizes = index["sizes"] = column_of(columns, f"{name}.sizes", "int64", count)
-        index["shapes"] = column_of(columns, f"{name}.shapes", "int32", count, part.dimensions)
-        is_wrong = _wrong_shapes(part, index["shapes"], offsets, sizes)
-    index["offsets"] = offsets
-    is_wrong = is_wrong | (offsets < 0) | (sizes < 0) | (offsets > file_bytes[shards] - sizes)
-    is_wrong |= file_bytes[shards] == 0
+        shapes = column_of(columns, f"{name}.shapes", "int32", count, part.dimensions)
+        sizes = column_of(columns, f"{name}.sizes", "int64", count)
+        index |= {"sizes": sizes, "shapes": shapes}
+    if part.spec.shape is not None and (shapes != part.spec.shape).any():
+        raise ValueError(f"samples have other shapes than {list(part.spec.shape)}")
+    sample_bytes = shapes.astype(np.float64).prod(axis=1) * item_bytes
+    if sample_bytes.max(initial=0) > _MOST_SAMPLE_BYTES:
+        raise ValueError(f"a sample has {sample_bytes.max():,.0f} bytes, as none has")
+    shards = np.searchsorted(np.cumsum([shard.rows for shard in manifest.shards]), kept, "right")
+    file_bytes = np.array([shard.sizes[number] for shard in manifest.shards])
+    index["files"] = (np.cumsum(file_bytes > 0) - 1)[shards].astype(np.int32)
+    offsets = index["offsets"]
+    room = file_bytes[shards]
+    is_wrong = (room == 0) | (offsets < 0) | (sizes < 0) | (offsets > room - sizes)
+    is_wrong |= (shapes < 0).any(axis=1)
+    if part.codec is None:
+        is_wrong |= (sample_bytes != sizes) | (offsets % item_bytes != 0)
     if is_wrong.any():
         raise ValueError(f"sample {int(is_wrong.argmax())} of {name} does not lie within its file")
     return index
-
-
-def _wrong_shapes(
-    part: Part, shapes: np.ndarray, offsets: np.ndarray, sizes: np.ndarray
-) -> np.ndarray:
-    """Which samples, bool (kept,), cannot have the shapes that they claim."""
-    if part.spec.shape is not None and (shapes != part.spec.shape).any():
-        raise ValueError(f"samples have other shapes than {list(part.spec.shape)}")
-    item_bytes = np.dtype(part.spec.dtype).itemsize
-    sample_bytes = shapes.astype(np.float64).prod(axis=1) * item_bytes
-    is_wrong: np.ndarray = np.any(shapes < 0, axis=1)
-    if part.codec is None:
-        is_wrong |= (sample_bytes != sizes) | (offsets % item_bytes != 0)
-    elif sample_bytes.max(initial=0) > _MOST_SAMPLE_BYTES:
-        raise ValueError(f"a sample has {sample_bytes.max():,.0f} bytes, as none has")
-    return is_wrong
-
-
-def _check_targets(name: str, column: Any, count: int) -> None:
-    kind = name.rpartition(".")[2]
-    if kind == "json":
-        if not isinstance(column, list) or len(column) != count:
-            raise ValueError(f"{name} holds no list of {count} targets")
-        return
-    if kind not in ("number", "tensor", "array"):
-        raise ValueError(f"{name} are targets of no known kind")
-    dtype = column.dtype
-    is_number = dtype.kind in "iufb" and dtype.itemsize <= 8 and dtype.isnative
-    if not is_number or column.shape[:1] != (count,):
-        raise ValueError(
-            f"targets are {dtype}{list(column.shape)} where numbers[{count}] are needed"
-        )
 
 
 def target_columns(targets: Sequence[Any] | np.ndarray) -> dict[str, np.ndarray]:
@@ -435,7 +369,7 @@ def target_columns(targets: Sequence[Any] | np.ndarray) -> dict[str, np.ndarray]
             tuples of these.
     """
     with contextlib.closing(SampleTable(targets)) as table:
-        if table.target_kind in ("number", "tensor", "array"):
+        if table.target_kind in _KINDS:
             return {f"targets.{table.target_kind}": np.array(table.target_array())}
         is_tuple = bool(table.target_places)
     columns = {}
@@ -456,23 +390,47 @@ def target_columns(targets: Sequence[Any] | np.ndarray) -> dict[str, np.ndarray]
     )
 
 
-def targets_of(columns: Columns, prefix: str = "targets.") -> Any:
-    """The targets that are kept in columns: numbers in one array, else a list."""
-    kinds = {
-        name.removeprefix(prefix): column
-        for name, column in columns.items()
-        if name.startswith(prefix)
-    }
-    for kind in ("number", "json"):
-        if kind in kinds:
-            return kinds[kind]
-    if "tensor" in kinds:
-        return list(torch.from_numpy(kinds["tensor"]))
-    if "array" in kinds:
-        return list(kinds["array"])
-    numbers = dict.fromkeys(name.partition(".")[0] for name in kinds)
-    places = [as_list(targets_of(kinds, f"{number}.")) for number in numbers]
-    return list(zip(*places, strict=True))
+_KINDS: dict[str, Callable[[np.ndarray], Any]] = {
+    "number": lambda column: column,
+    "tensor": lambda column: list(torch.from_numpy(column)),
+    "array": list,
+}
+"""Of targets that are a column of numbers: what it stands for."""
+
+
+def targets_of(columns: Columns, count: int, prefix: str = "targets.") -> Any:
+    """The targets of so many samples in an index: numbers in one array, else a list.
+
+    Raises:
+        ValueError: there are none, or they are of other samples.
+    """
+    found = None
+    places: dict[str, None] = {}
+    for name, column in columns.items():
+        kind = name.removeprefix(prefix)
+        place, _, rest = kind.partition(".")
+        if kind == name:
+            continue
+        if rest:
+            places[place] = None
+        elif kind == "json":
+            if not isinstance(column, list) or len(column) != count:
+                raise ValueError(f"{name} holds no list of {count} targets")
+            found = column
+        elif kind not in _KINDS:
+            raise ValueError(f"{name} are targets of no known kind")
+        else:
+            is_number = column.dtype.kind in "iufb" and column.dtype.isnative
+            if not is_number or column.shape[:1] != (count,):
+                given = f"{column.dtype}{list(column.shape)}"
+                raise ValueError(f"{name} are {given} where numbers[{count}] are needed")
+            found = _KINDS[kind](column)
+    if places:
+        each = (as_list(targets_of(columns, count, f"{prefix}{place}.")) for place in places)
+        return list(zip(*each, strict=True))
+    if found is None:
+        raise ValueError("it lacks the targets of its samples")
+    return found
 
 
 def as_list(targets: Any) -> list[Any]:
@@ -482,39 +440,16 @@ def as_list(targets: Any) -> list[Any]:
 # An open cache
 
 
-LocalCache = str | os.PathLike[str] | None
-
-
-def mirror_folder(local_cache: LocalCache) -> Path:
-    """Where mirrors are: by default in the user's cache folder."""
-    return Path(local_cache or user_cache() / "remote").expanduser().absolute()
-
-
-def _open_mirror(place: Place, manifest: Manifest, local_cache: LocalCache) -> Mirror:
-    """Raises CacheError where a file of the cache is missing or has another size."""
-    there = {entry.name: entry for entry in place.find()}
-    sizes = manifest.file_sizes()
-    for name, size_bytes in sizes.items():
-        found = there[name].size_bytes if name in there else 0
-        if found != size_bytes:
-            raise CacheError(
-                f"{place.at(name)} has {found:,} bytes where {size_bytes:,} were written"
-            )
-    if manifest.index_name not in there:
-        raise CacheError(f"{place.at(manifest.index_name)} is missing")
-    files = [there[name] for name in (manifest.index_name, *sizes)]
-    return Mirror(place, files, mirror_folder(local_cache), _MIRRORED_SHARE)
-
-
 class Cache(NamedTuple):
     """What was read of a cache, and found to fit.
 
     Args:
         place: where it is.
         manifest: what it holds.
-        columns: its listing and its targets.
+        columns: its index.
         kept: int64 (K,), the rows that were kept.
         indexes: of each part where these samples lie, as ``FileStore`` takes it.
+        targets: of these samples; zeros where a part has them.
         mirror: of a cache behind a URL, where its files are opened.
     """
 
@@ -523,6 +458,7 @@ class Cache(NamedTuple):
     columns: Columns
     kept: np.ndarray
     indexes: list[Columns]
+    targets: Any
     mirror: Mirror | None
 
     def open_part(self, number: int, decoder: Decoder | None) -> DiskStore:
@@ -541,11 +477,28 @@ class Cache(NamedTuple):
             cleanup.pop_all()
         return store
 
-    def targets(self) -> Any:
-        """Those of the samples that were kept; zeros where a part has them."""
-        if self.manifest.target_is_part:
-            return np.zeros(len(self.kept), np.int64)
-        return targets_of(self.columns)
+
+def mirror_folder(local_cache: LocalCache) -> Path:
+    """Where mirrors are: by default in the user's cache folder."""
+    return Path(local_cache or user_cache() / "remote").expanduser().absolute()
+
+
+def _open_mirror(place: Place, manifest: Manifest, local_cache: LocalCache) -> Mirror:
+    """Raises CacheError where a file of the cache is missing or has another size."""
+    there = {entry.name: entry for entry in place.find()}
+    files = []
+    for number in range(len(manifest.parts)):
+        for name, size_bytes in manifest.files_of(number).items():
+            found = there[name].size_bytes if name in there else 0
+            if found != size_bytes:
+                raise CacheError(
+                    f"{place.at(name)} has {found:,} bytes where {size_bytes:,} were written"
+                )
+            files.append(there[name])
+    if manifest.index_name not in there:
+        raise CacheError(f"{place.at(manifest.index_name)} is missing")
+    files.append(there[manifest.index_name])
+    return Mirror(place, files, mirror_folder(local_cache), _MIRRORED_SHARE)
 
 
 def read_settled(
@@ -580,20 +533,20 @@ def read_index(place: Place, manifest: Manifest, mirror: Mirror | None = None) -
         if zlib.crc32(data) != manifest.index_crc32:
             raise CacheError(f"{path} is not what was written")
         columns = unpack_columns(data)
-        kept_count = manifest.count - len(manifest.skipped)
-        column_of(columns, "part0.sums", "uint64", kept_count)  # so that the count can be believed
+        count = manifest.count - len(manifest.skipped)
+        column_of(columns, "part0.sums", "uint64", count)  # so that the count can be believed
         kept = manifest.kept_rows()
-        numbers = range(len(manifest.parts))
-        indexes = [_locate(manifest, number, columns, kept) for number in numbers]
+        indexes = [_locate(manifest, k, columns, kept) for k in range(len(manifest.parts))]
         if "paths" in columns:
-            _check_listing(columns, manifest.count)
-        targets = [column for column in columns if column.startswith("targets.")]
-        if not targets and not manifest.target_is_part:
-            raise ValueError("it lacks the targets of its samples")
-        for column in targets:
-            _check_targets(column, columns[column], kept_count)
+            ends = column_of(columns, "ends", "int64", manifest.count)
+            column_of(columns, "paths", "uint8", ends[-1])
+            if (np.diff(ends, prepend=0) < 0).any():
+                raise ValueError("file names overlap")
+        targets = (
+            targets_of(columns, count) if not manifest.target_is_part else np.zeros(count, int)
+        )
     except (CacheError, RemoteError):
         raise
     except DAMAGED as problem:
         raise CacheError(f"{path} cannot be read: {problem}") from problem
-    return Cache(place, manifest, columns, kept, indexes, mirror)
+    return Cache(place, manifest, columns, kept, indexes, targets, mirror)

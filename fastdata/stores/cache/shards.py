@@ -14,10 +14,12 @@ import json
 import math
 import multiprocessing
 import os
+import pickle
 import platform
 import uuid
 import zlib
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, Future, as_completed, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,11 +30,10 @@ import torch
 from fastdata.errors import CacheError, IngestError
 from fastdata.machine.memory import parse_bytes
 from fastdata.machine.shared import PackedPaths
-from fastdata.machine.workers import run_tasks
+from fastdata.machine.workers import attempt, run_tasks
 from fastdata.report import log, progress_bar
-from fastdata.sources import FileSource, Source
-from fastdata.sources.remote import Place, fleeting_folder
-from fastdata.stores.cache.engines import run_on
+from fastdata.sources import FileSource
+from fastdata.sources.remote import Place, fleeting_folder, options_travel
 from fastdata.stores.cache.manifest import (
     DAMAGED,
     VERSION,
@@ -68,6 +69,8 @@ _GOOD_BYTES = 64 << 20
 """From these on a shard may be more, where there are enough for all workers."""
 _GOOD_SHARDS = 64
 _NAME_CHARACTERS = 16
+_RAY_RETRIES = 10
+"""Of a task whose node was lost."""
 
 
 def samples_per_shard(count: int, need_bytes: int, shard_bytes: int | str | None) -> int:
@@ -84,6 +87,30 @@ def samples_per_shard(count: int, need_bytes: int, shard_bytes: int | str | None
                 "or leave it out."
             )
     return math.ceil(count / max(min(shards, count), 1))
+
+
+class Listing(NamedTuple):
+    """The files that samples are made from, one for each.
+
+    Args:
+        paths: their names.
+        sizes: int64 (N,), -1 where there is no file.
+        times: int64 (N,), of the last change, or what else stands for their content.
+    """
+
+    paths: PackedPaths
+    sizes: np.ndarray
+    times: np.ndarray
+
+    def fingerprint(self) -> str:
+        return fingerprint(self.paths.blob, self.paths.ends, self.sizes, self.times)
+
+
+def fingerprint(*data: bytes | np.ndarray) -> str:
+    digest = hashlib.sha256()
+    for each in data:
+        digest.update(each if isinstance(each, bytes) else np.ascontiguousarray(each).data)
+    return digest.hexdigest()
 
 
 class Task(NamedTuple):
@@ -105,9 +132,7 @@ class Task(NamedTuple):
         return f"shard {self.number}, samples {self.positions[0]} to {self.positions[-1]}"
 
 
-def make_tasks(
-    count: int, size: int, words: Sequence[Any], listing: Mapping[str, np.ndarray] | None
-) -> list[Task]:
+def make_tasks(count: int, size: int, words: Sequence[Any], listing: Listing | None) -> list[Task]:
     """Cut samples into runs, each named after all that its bytes depend on.
 
     Args:
@@ -116,26 +141,20 @@ def make_tasks(
         words: plain values that all samples depend on besides their files.
         listing: the files, where samples are files.
     """
-    basis = hashlib.sha256(json.dumps([VERSION, *words], sort_keys=True).encode())
-    names = [] if listing is None else PackedPaths(listing["paths"], listing["ends"]).names()
-    stops = [*range(size, count, size), count] if listing is None else _cut(names, size)
-    tasks = []
-    taken = set()
-    start = 0
-    for number, stop in enumerate(stops):
-        digest = basis.copy()
-        if listing is None:
-            digest.update(f"{start} {stop}".encode())
-        else:
-            digest.update(b"\0".join(names[start:stop]))
-            digest.update(listing["file_sizes"][start:stop].tobytes())
-            digest.update(listing["mtimes_ns"][start:stop].tobytes())
-        if digest.digest() in taken:  # of a list that has the same files twice
-            digest.update(str(number).encode())
-        taken.add(digest.digest())
-        name = digest.hexdigest()[:_NAME_CHARACTERS]
-        tasks.append(Task(number, name, range(start, stop)))
-        start = stop
+    basis = json.dumps([VERSION, count if listing is None else 0, *words], sort_keys=True)
+    paths = [] if listing is None else listing.paths.names()
+    stops = [*range(size, count, size), count] if listing is None else _cut(paths, size)
+    tasks: list[Task] = []
+    names: set[str] = set()
+    for start, stop in zip([0, *stops], stops, strict=False):
+        content: list[bytes | np.ndarray] = [basis.encode(), b"\0".join(paths[start:stop])]
+        if listing is not None:
+            content += [listing.sizes[start:stop], listing.times[start:stop]]
+        name = fingerprint(*content)
+        if listing is None or name in names:  # of a list that has the same files twice
+            name = fingerprint(*content, f"{start} {stop}".encode())
+        names.add(name)
+        tasks.append(Task(len(tasks), name[:_NAME_CHARACTERS], range(start, stop)))
     return tasks
 
 
@@ -161,7 +180,7 @@ class Written(NamedTuple):
 
     Args:
         shard: for the manifest.
-        columns: of the index, by sample that was kept.
+        columns: of the index, by sample that was kept; none where no sample was.
         targets: of these; none if the source has those of the cache.
         skipped: the others, by row of the shard.
     """
@@ -208,19 +227,20 @@ class ShardWriter:
             ingested = ingest(
                 path, plans, self.options, with_targets=self.with_targets, chosen=task.positions
             )
-            paths = []
+            files = []
             for store in ingested.stores:
                 cleanup.callback(store.close)
-                assert isinstance(store.files[0], DiskFile)
-                paths.append(store.files[0].path)
-                cleanup.callback(paths[-1].unlink, missing_ok=True)
-            receipt = self._receipt(ingested, task)
-            for number, file in enumerate(paths):
+                [file] = store.files
+                assert isinstance(file, DiskFile)
+                cleanup.callback(file.path.unlink, missing_ok=True)
+                files.append(file.path)
+            for number, file_path in enumerate(files):
                 name = file_name(number, self.parts[number], task.name)
                 if self.place.is_remote:
-                    self.place.upload(name, file)
+                    self.place.upload(name, file_path)
                 else:
-                    os.replace(file, file.with_name(name))
+                    os.replace(file_path, file_path.with_name(name))
+            receipt = self._receipt(ingested, task)
             self.place.write(receipt_name(task.name), receipt)
         return task.number, receipt
 
@@ -236,18 +256,11 @@ class ShardWriter:
         return folder
 
     def _receipt(self, ingested: Ingested, task: Task) -> bytes:
-        columns: Columns = {}
-        for number, plan in enumerate(self.plans):
-            index: Columns = {
-                "sums": np.zeros(0, np.uint64),
-                "offsets": np.zeros(0, np.int64),
-                "sizes": np.zeros(0, np.int64),
-                "shapes": np.zeros((0, plan.dimensions), np.int32),
-            }
-            if ingested.stores:
-                index |= ingested.stores[number].index
-            for name in ("sums",) if plan.is_table else index:
-                columns[f"part{number}.{name}"] = index[name]
+        columns: Columns = {
+            f"part{number}.{name}": column
+            for number, store in enumerate(ingested.stores)
+            for name, column in store.index.items()
+        }
         if self.with_targets:
             columns |= target_columns(ingested.targets)
         rows = np.delete(np.arange(len(task.positions)), ingested.kept).tolist()
@@ -256,7 +269,7 @@ class ShardWriter:
             "rows": len(task.positions),
             "sizes": [store.size_bytes for store in ingested.stores] or [0] * len(self.plans),
             "skipped": [
-                (row, error.path, str(error))
+                {"row": row, "path": error.path, "message": str(error)}
                 for row, error in zip(rows, ingested.skipped, strict=True)
             ],
         }
@@ -268,14 +281,14 @@ class ShardWriter:
         facts = columns.pop("facts.json")
         if (facts["name"], facts["rows"]) != (task.name, len(task.positions)):
             raise ValueError("it is of other samples")
-        shard = Shard(name=task.name, rows=facts["rows"], sizes=tuple(facts["sizes"]))
-        skipped = [
-            Skipped(row=row, path=path, message=text) for row, path, text in facts["skipped"]
-        ]
-        column_of(columns, "part0.sums", "uint64", shard.rows - len(skipped))
-        targets = as_list(targets_of(columns)) if self.with_targets else []
-        by_sample = {name: it for name, it in columns.items() if name.startswith("part")}
-        return Written(shard, by_sample, targets, skipped)
+        skipped = [Skipped(**each) for each in facts.pop("skipped")]
+        shard = Shard(**facts)
+        count = shard.rows - len(skipped)
+        targets = as_list(targets_of(columns, count)) if self.with_targets else []
+        of_parts = {name: it for name, it in columns.items() if name.startswith("part")}
+        if count:
+            column_of(columns, "part0.sums", "uint64", count)
+        return Written(shard, of_parts, targets, skipped)
 
 
 def write_shards(writer: ShardWriter, tasks: Sequence[Task], options: Options) -> list[Written]:
@@ -362,23 +375,108 @@ def _run(
 ) -> Generator[tuple[int, bytes], None, None]:
     """Write shards in any order; yield number and receipt of each."""
     workers = ingest_workers(options)
+    engine = options.writing.engine
     source = writer.path.source
-    if options.writing.engine != "local":
-        if isinstance(source, FileSource):  # a task has the files of its own samples only
-            sent = source.over(source.columns_of(()))
-            writer = replace(writer, path=writer.path._replace(source=sent))
-        yield from run_on(
-            options.writing.engine, writer, [_with_files(source, task) for task in tasks]
-        )
-    elif 1 < workers <= len(tasks):
-        forks = needs_processes(writer.path, writer.plans)
-        yield from run_tasks(writer, tasks, workers, forks=forks)
-    else:  # too few to go round: all workers at one after the other
-        alone = replace(writer, options=replace(writer.options, prepare_workers=workers))
-        yield from map(alone, tasks)
+    if engine == "local":
+        if 1 < workers <= len(tasks):
+            forks = needs_processes(writer.path, writer.plans)
+            yield from run_tasks(writer, tasks, workers, forks=forks)
+        else:  # too few to go round: all workers at one after the other
+            alone = replace(writer, options=replace(writer.options, prepare_workers=workers))
+            yield from map(alone, tasks)
+        return
+    if isinstance(source, FileSource):  # a task has the files of its own samples only
+        tasks = [task._replace(columns=source.columns_of(task.positions)) for task in tasks]
+        sent = source.over(source.columns_of(()))
+        writer = replace(writer, path=writer.path._replace(source=sent))
+    if not isinstance(engine, str):
+        yield from _run_in(engine, _pickled(writer), tasks)
+    elif tasks:
+        with _Ray() as ray:
+            yield from _run_in(ray, ray.put(writer), tasks)
 
 
-def _with_files(source: Source, task: Task) -> Task:
-    if not isinstance(source, FileSource):
-        return task
-    return task._replace(columns=source.columns_of(task.positions))
+# Tasks of a build that run elsewhere
+
+
+def _run_in(executor: Executor, packed: Any, tasks: Sequence[Task]) -> Iterator[tuple[int, bytes]]:
+    running: dict[Future[bytes], Task] = {}
+    try:
+        for task in tasks:
+            with _naming_loss(executor, task):
+                running[executor.submit(_attempt, packed, task)] = task
+        for future in as_completed(running):
+            with _naming_loss(executor, running[future]):
+                answer = future.result()
+            result, error, text = pickle.loads(answer)
+            if error is not None:
+                raise error from IngestError(f"in {running[future]}:\n{text}")
+            yield result
+    finally:
+        # What is being written now stays, too.
+        wait([future for future in running if not future.cancel()])
+
+
+@contextlib.contextmanager
+def _naming_loss(executor: Executor, task: Task) -> Iterator[None]:
+    try:
+        yield
+    except Exception as lost:  # an executor raises anything
+        what = f"{type(lost).__name__}: {lost}".rstrip(". :")
+        name = type(executor).__name__.strip("_")
+        raise IngestError(f"{name} has lost {task} ({what})") from lost
+
+
+def _attempt(packed: bytes, task: Task) -> bytes:
+    """What an executor runs: its errors are answers, so that all others are the executor's."""
+    return attempt(lambda task: pickle.loads(packed)(task), task)
+
+
+def _pickled(job: Callable[[Task], Any]) -> bytes:
+    try:
+        with options_travel():
+            return pickle.dumps(job)
+    except Exception as problem:  # pickling runs code of the user's
+        raise ValueError(
+            "engine= sends what reads and prepares samples to other processes, which cannot be "
+            f"pickled: {problem}. Use functions of a module in place of lambdas and of functions "
+            "within others; or engine='local', which forks, or engine='ray', which sends their "
+            "code."
+        ) from problem
+
+
+class _Ray(Executor):
+    """The Ray cluster that this process is connected to, or RAY_ADDRESS or this machine has.
+
+    Where there is none it starts one. A task whose node was lost is run again on another one.
+    """
+
+    def __init__(self) -> None:
+        try:
+            import ray
+        except ImportError as missing:
+            text = "engine='ray' needs Ray, which is not installed: pip install 'fastdata[ray]'"
+            raise ImportError(text) from missing
+        self._ray = ray
+        self._refs: list[Any] = []
+        self._is_connected = ray.is_initialized()
+        if not self._is_connected:
+            ray.init(log_to_driver=False, logging_level="error")
+        self._task = ray.remote(num_cpus=1, max_retries=_RAY_RETRIES)(_attempt)
+
+    def put(self, job: Callable[[Task], Any]) -> Any:
+        """A reference to the pickled job, which each node fetches once."""
+        with options_travel():
+            return self._ray.put(self._ray.cloudpickle.dumps(job))
+
+    def submit(self, function: Any, /, *arguments: Any, **_: Any) -> Future[Any]:
+        self._refs.append(self._task.remote(*arguments))
+        future: Future[Any] = self._refs[-1].future()
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Cancel what is not done, and let go of the cluster; one that was started here ends."""
+        for ref in self._refs:
+            self._ray.cancel(ref)
+        if not self._is_connected:
+            self._ray.shutdown()
