@@ -8,13 +8,12 @@ numbers.
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import os
 import platform
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -56,8 +55,8 @@ def usable_cores(
         has_affinity = hasattr(os, "sched_getaffinity")
         cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
     for folder in cgroup_folders(root, _read(table), "cpu"):
-        version_1 = f"{_read(folder / 'cpu.cfs_quota_us')} {_read(folder / 'cpu.cfs_period_us')}"
-        limit = re.fullmatch(r"(\d+)\s+(\d+)\s*", _read(folder / "cpu.max") or version_1)
+        text = _read(folder / "cpu.max", folder / "cpu.cfs_quota_us", folder / "cpu.cfs_period_us")
+        limit = re.fullmatch(r"(\d+)\s+(\d+)\s*", text)
         if limit is not None and int(limit[2]):
             cores = min(cores, math.ceil(int(limit[1]) / int(limit[2])))
     return max(1, cores)
@@ -83,28 +82,19 @@ def available_bytes(*, root: Path = CGROUP_ROOT, table: Path = CGROUP_TABLE) -> 
     import psutil
 
     available = Available(bytes=int(psutil.virtual_memory().available), limited_by="system memory")
-    for folder, limit_names, usage_name, idle_key in _memory_files(root, _read(table)):
-        limits = [_whole(_read(folder / name)) for name in limit_names]
-        usage = _whole(_read(folder / usage_name))
-        idle = re.search(rf"^{idle_key} (\d+)$", _read(folder / "memory.stat"), re.M)
-        used = max(0, (usage or 0) - int(idle[1] if idle else 0))
-        for limit in limits:
-            if usage is not None and limit is not None and limit - used < available.bytes:
-                available = Available(bytes=max(0, limit - used), limited_by="cgroup limit")
+    for folder in cgroup_folders(root, _read(table), "memory"):
+        for limits, usage, idle_key in _MEMORY_FILES:
+            used = re.match(r"\d+", _read(folder / usage))
+            if used is None:
+                continue
+            idle = re.search(rf"^{idle_key} (\d+)$", _read(folder / "memory.stat"), re.M)
+            used_bytes = max(0, int(used[0]) - int(idle[1] if idle else 0))
+            # No limit is "max", and -1 in version 1.
+            for limit in re.findall(r"^\d+$", _read(*[folder / name for name in limits]), re.M):
+                if int(limit) - used_bytes < available.bytes:
+                    free_bytes = max(0, int(limit) - used_bytes)
+                    available = Available(bytes=free_bytes, limited_by="cgroup limit")
     return available
-
-
-@functools.lru_cache(maxsize=8)
-def _memory_files(
-    root: Path, table_text: str
-) -> tuple[tuple[Path, tuple[str, ...], str, str], ...]:
-    """Folders with memory limits, and their files; the same for as long as the table is."""
-    return tuple(
-        (folder, *names)
-        for folder in cgroup_folders(root, table_text, "memory")
-        for names in _MEMORY_FILES
-        if (folder / names[1]).is_file()
-    )
 
 
 def tree_pss_bytes(pid: int | None = None) -> int:
@@ -137,13 +127,14 @@ def _pss_bytes(process: psutil.Process) -> int:
     return 0
 
 
-def cgroup_folders(root: Path, table_text: str, controller: str) -> Iterator[Path]:
-    """Yield the folders whose limits on "cpu" or "memory" bind this process, innermost first.
+def cgroup_folders(root: Path, table_text: str, controller: str) -> list[Path]:
+    """The folders whose limits on "cpu" or "memory" bind this process, innermost first.
 
     The table has lines of ``id:controllers:path``, where no controllers means version 2. Inside a
     container the path may be the host's, which is not there; then the mount's root, walked to last,
     is the container's own.
     """
+    folders = []
     for line in table_text.splitlines():
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
@@ -153,23 +144,19 @@ def cgroup_folders(root: Path, table_text: str, controller: str) -> Iterator[Pat
             mounts = [root / controllers, root / controller]
         else:
             continue
-        parts = [part for part in path.split("/") if part not in ("", ".", "..")]
+        inside = Path(os.path.normpath("/" + path.lstrip("/"))[1:])
         for mount in dict.fromkeys(mounts):
-            for depth in range(len(parts), -1, -1):
-                yield mount.joinpath(*parts[:depth])
+            folders += [mount / each for each in (inside, *inside.parents)]
+    return folders
 
 
-def _whole(text: str) -> int | None:
-    """A whole number; None for ``max``, ``-1`` (version 1: no limit) and a missing file."""
-    text = text.strip()
-    return int(text) if text.isascii() and text.isdigit() else None
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return ""
+def _read(*paths: Path) -> str:
+    """The text of those files that can be read, a line each or more."""
+    text = ""
+    for path in paths:
+        with contextlib.suppress(OSError):
+            text += path.read_text(encoding="ascii", errors="replace") + "\n"
+    return text
 
 
 def is_running(pid: int) -> bool:

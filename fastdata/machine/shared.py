@@ -47,6 +47,8 @@ if sys.platform != "win32":
 
 _T = TypeVar("_T")
 _ALIGN_BYTES = 64
+_ASKED_FOR_BYTES = 1 << 20
+"""From here on a reservation is held against what is free."""
 _FILE_PREFIX = "fastdata-block-"
 OPEN_FLAGS = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 
@@ -85,10 +87,6 @@ class Block:
             _release(fd, path, os.getpid())
             raise
         return cls(fd, size_bytes, path, owner=True)
-
-    @property
-    def closed(self) -> bool:
-        return not self._close.alive
 
     def grow(self, size_bytes: int) -> None:
         """Reserve ``size_bytes`` in total, or fail and change nothing; arrays keep their range."""
@@ -169,16 +167,16 @@ class Block:
         )
 
     def _inode(self) -> int:
-        if self.closed:
+        if not self._close.alive:
             raise StoreGoneError(
                 "the dataset was closed; a closed dataset cannot be sent to another process"
             )
         return os.fstat(self._fd).st_ino
 
     def _mapping(self) -> mmap.mmap:
-        if self.closed:
-            raise StoreGoneError("the dataset was closed; create it again to read from it")
         if self._map is None:
+            if not self._close.alive:
+                raise StoreGoneError("the dataset was closed; create it again to read from it")
             self._map = self._open_map()
         return self._map
 
@@ -240,10 +238,11 @@ def _reserve(fd: int, offset: int, size_bytes: int) -> None:
     A memfd has no limit of its own: asked for more than there is, the kernel would fill the machine
     and then kill.
     """
-    available = memory.available_bytes()
     refusal = f"{memory.format_bytes(size_bytes)} of shared memory cannot be reserved"
     cure = "Use storage='none', a smaller resize=, or free some memory."
-    if size_bytes > available.bytes:
+    # To ask the machine takes longer than to reserve a little.
+    available = memory.available_bytes() if size_bytes >= _ASKED_FOR_BYTES else None
+    if available is not None and size_bytes > available.bytes:
         free = f"{memory.format_bytes(available.bytes)} is free ({available.limited_by})"
         raise MemoryBudgetError(f"{refusal}: {free}. {cure}")
     try:
@@ -266,32 +265,43 @@ def _release(fd: int, path: str | None, creator_pid: int) -> None:
             os.unlink(path)
 
 
-class ArrayBlock(Mapping[str, np.ndarray]):
-    """Named arrays in one block, sealed unless told; a mapping that pickles as a handle."""
+class ArrayBlock(dict[str, np.ndarray]):
+    """Named arrays in one block, sealed unless told; pickles as a handle."""
 
     def __init__(self, arrays: Mapping[str, np.ndarray], *, seal: bool = True) -> None:
-        self._layout: dict[str, tuple[str, tuple[int, ...], int]] = {}
+        layout = {}
         end = 0
         for name, array in arrays.items():
-            self._layout[name] = (array.dtype.str, array.shape, end)
+            layout[name] = (array.dtype.str, array.shape, end)
             end += -(-array.nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
-        self.block = Block.create(max(end, 1))
+        block = Block.create(max(end, 1))
+        self._open(block, layout)
         for name, array in arrays.items():
             self[name][...] = array
         if seal:
-            self.block.seal()
+            self.clear()  # what can be written is not sealed
+            block.seal()
+            self._open(block, layout)
 
-    def __getitem__(self, name: str) -> np.ndarray:
-        return self.block.array(*self._layout[name])
+    def _open(self, block: Block, layout: Mapping[str, tuple[str, tuple[int, ...], int]]) -> None:
+        self.block = block
+        self._layout = layout
+        memory = block.array("uint8", (block.size_bytes,)).data
+        for name, (dtype, shape, start) in layout.items():
+            self[name] = np.ndarray(shape, dtype, memory, start)
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._layout)
+    @classmethod
+    def _attach(cls, *opened: Any) -> ArrayBlock:
+        attached = cls.__new__(cls)
+        attached._open(*opened)
+        return attached
 
-    def __len__(self) -> int:
-        return len(self._layout)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self._attach, (self.block, self._layout)
 
     def close(self) -> None:
         """Give back the block; arrays handed out stay valid. Idempotent."""
+        self.clear()
         self.block.close()
 
 
@@ -325,6 +335,10 @@ class ListView(Sequence[_T], Generic[_T]):
 
     def __iter__(self) -> Iterator[_T]:
         return map(self._item, range(self._length))
+
+    def chosen(self, indices: Iterable[int]) -> list[_T]:
+        """The items of these indices in [0, length)."""
+        return list(map(self._item, indices))
 
     @property
     def _identity(self) -> list[_T]:
@@ -394,11 +408,6 @@ class SampleTable:
     of one length become a table for each of their places; all others are pickled.
     """
 
-    target_kind: str
-    target_places: tuple[SampleTable, ...]
-    _length: int
-    _arrays: dict[str, np.ndarray]
-
     def __init__(
         self,
         targets: Sequence[Any] | np.ndarray | torch.Tensor,
@@ -406,44 +415,38 @@ class SampleTable:
         paths: Sequence[str] | PackedPaths | None = None,
         class_to_idx: Mapping[str, int] | None = None,
     ) -> None:
-        columns, kind = _target_columns(targets)
-        places = tuple(map(SampleTable, zip(*targets, strict=True))) if kind == "tuple" else ()
+        columns, self.target_kind = _target_columns(targets)
+        is_tuple = self.target_kind == "tuple"
+        each = zip(*targets, strict=True) if is_tuple else ()
+        self.target_places = tuple(map(SampleTable, each))
+        self.has_paths = paths is not None
+        self._length = len(targets)
+        self._prefix = b""
         if paths is not None:
             packed = paths if isinstance(paths, PackedPaths) else PackedPaths.of(paths)
-            prefix = np.frombuffer(packed.prefix, np.uint8)
-            columns |= {"path": packed.blob, "path_ends": packed.ends, "path_prefix": prefix}
+            columns |= {"path": packed.blob, "path_ends": packed.ends}
+            self._prefix = packed.prefix
         if class_to_idx is not None:
             columns["classes"] = np.frombuffer(json.dumps(dict(class_to_idx)).encode(), np.uint8)
-        self.__setstate__((kind, len(targets), ArrayBlock(columns), places))
-
-    def __getstate__(self) -> tuple[Any, ...]:
-        return self.target_kind, self._length, self._block, self.target_places
-
-    def __setstate__(self, state: tuple[Any, ...]) -> None:
-        self.target_kind, self._length, self._block, self.target_places = state
-        self._arrays = dict(self._block)
-        self._prefix = self._arrays["path_prefix"].tobytes() if self.has_paths else b""
+        self._columns = ArrayBlock(columns)
 
     def __len__(self) -> int:
         return self._length
 
     def columns(self) -> Iterator[np.ndarray]:
         """All that it holds."""
-        yield from self._arrays.values()
+        yield from self._columns.values()
         for place in self.target_places:
             yield from place.columns()
 
     @property
     def class_to_idx(self) -> dict[str, int] | None:
-        return json.loads(self._arrays["classes"].tobytes()) if "classes" in self._arrays else None
+        text = self._columns.get("classes")
+        return None if text is None else json.loads(text.tobytes())
 
     @property
     def targets(self) -> ListView[Any]:
         return ListView(self._length, self.target)
-
-    @property
-    def has_paths(self) -> bool:
-        return "path" in self._arrays
 
     @property
     def paths(self) -> ListView[str]:
@@ -456,12 +459,12 @@ class SampleTable:
     def target(self, index: int) -> Any:
         kind = self.target_kind
         if kind == "number":
-            return self._arrays["targets"][index].item()
+            return self._columns["targets"][index].item()
         if kind == "object":  # pickled by this process's family; nobody else can write there
             return pickle.loads(self._bytes("object", index))
         if kind == "tuple":
             return tuple(place.target(index) for place in self.target_places)
-        row = np.array(self._arrays["targets"][index])  # of no dimensions too
+        row = np.array(self._columns["targets"][index])  # of no dimensions too
         return torch.from_numpy(row) if kind == "tensor" else row
 
     def path(self, index: int) -> str:
@@ -469,7 +472,7 @@ class SampleTable:
 
     def all_paths(self) -> list[str]:
         """All paths, four times as fast as one by one."""
-        packed = PackedPaths(self._arrays["path"], self._arrays["path_ends"])
+        packed = PackedPaths(self._columns["path"], self._columns["path_ends"])
         return [os.fsdecode(self._prefix + name) for name in packed.names()]
 
     def pair(self, index: int) -> tuple[str, Any]:
@@ -477,7 +480,7 @@ class SampleTable:
 
     def target_array(self) -> np.ndarray | None:
         """Targets with the samples on the first axis, read-only; None if they are no numbers."""
-        return self._arrays.get("targets")
+        return self._columns.get("targets")
 
     def collated_targets(self, index_B: np.ndarray) -> Any:
         """What ``default_collate`` makes of the targets of a batch."""
@@ -496,13 +499,12 @@ class SampleTable:
             return SampleTable(targets, paths=paths, class_to_idx=self.class_to_idx)
 
     def close(self) -> None:
-        self._arrays = {}
-        self._block.close()
+        self._columns.close()
         for place in self.target_places:
             place.close()
 
     def _bytes(self, column: str, index: int) -> bytes:
-        blob, ends = self._arrays[column], self._arrays[f"{column}_ends"]
+        blob, ends = self._columns[column], self._columns[f"{column}_ends"]
         return blob[int(ends[index - 1]) if index else 0 : int(ends[index])].tobytes()
 
 
@@ -585,7 +587,11 @@ class ByteLocks:
             _lock(fd, sorted(places))  # in one order, or two would wait for each other
             yield
         finally:
-            _unlock(fd)
+            # To close it is not enough: a process that was forked meanwhile has it too.
+            fcntl.flock(fd, fcntl.LOCK_UN)
+            with contextlib.suppress(OSError, AttributeError):  # where there are none but those
+                _change_lock(fd, fcntl.F_UNLCK, 0, 0)
+            os.close(fd)
 
     def __reduce__(self) -> tuple[object, ...]:
         return ByteLocks, (self._block,)
@@ -596,10 +602,8 @@ def _lock(fd: int, places: Sequence[int]) -> None:
     try:
         for byte in places:
             _change_lock(fd, fcntl.F_WRLCK, byte, 1)
-    except AttributeError:
-        fcntl.flock(fd, fcntl.LOCK_EX)
-    except OSError as problem:
-        if problem.errno != errno.EINVAL:
+    except (AttributeError, OSError) as problem:
+        if getattr(problem, "errno", errno.EINVAL) != errno.EINVAL:
             raise
         fcntl.flock(fd, fcntl.LOCK_EX)
 
@@ -608,14 +612,3 @@ def _change_lock(fd: int, kind: int, start: int, size: int) -> None:
     """Lock bytes for an open file description, fcntl(2), once they are free; or give them up."""
     request = struct.pack("hhqqi4x", kind, os.SEEK_SET, start, size, 0)
     fcntl.fcntl(fd, fcntl.F_OFD_SETLKW, request)
-
-
-def _unlock(fd: int) -> None:
-    """Give up what an open file description has locked, and close it.
-
-    To close it is not enough: a process that was forked meanwhile has it too.
-    """
-    fcntl.flock(fd, fcntl.LOCK_UN)
-    with contextlib.suppress(OSError, AttributeError):  # where there are none but those
-        _change_lock(fd, fcntl.F_UNLCK, 0, 0)
-    os.close(fd)

@@ -432,8 +432,8 @@ class PlanesLoader:
     """Prepares the pixels of an image file without a PIL image in between.
 
     Args:
-        prepare: of opened images makes planes (C, h, w), uint8, each of which stays until the next
-            is asked for.
+        prepare: of opened images makes planes (n, C, h, w), uint8, of neighbours of one size; they
+            stay until the next are asked for.
         upright: whether images are turned as their EXIF says first.
     """
 
@@ -449,7 +449,7 @@ class PlanesLoader:
             return decode_by_pillow(io.BytesIO(data), upright=self.upright)
 
         images = OpenedImages([data], by_pillow, upright=self.upright)
-        return Planes(next(self.prepare(images)).copy())
+        return Planes(next(self.prepare(images))[0].copy())
 
 
 def decoder_of(loader: Callable[[str], Any]) -> Callable[[memoryview], Any] | None:

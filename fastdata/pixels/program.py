@@ -173,9 +173,9 @@ class Program:
         return out
 
     def prepare(self, images: OpenedImages) -> Iterator[Array]:
-        """Serve images by ops that draw nothing at random, each in its own size.
+        """Serve images by ops that draw nothing at random: neighbours of one size together.
 
-        The next one may lie over it.
+        The next ones may lie over them.
         """
         count = len(images.shapes_B3)
         keys = _keys(0, 0, np.arange(count))
@@ -190,7 +190,7 @@ class Program:
                 last += 1
             out = self._scratch.take("prepared", (last - first, *shape))
             _serve_images([(self, out)], images, keys, np.arange(count) - first, first, last)
-            yield from out
+            yield out
             first = last
 
     def draw(self, index_B: Int64s, visits_B: int | Int64s, seed: int, shapes_B3: Int32s) -> Array:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from fastdata.errors import is_url, kind_of
-from fastdata.machine.shared import is_wide
+from fastdata.machine.shared import ListView, is_wide
 from fastdata.pixels.images import decode_image, decoder_of, is_image, load_image
 from fastdata.sources.remote import Coming, Place, fleeting_folder
 
@@ -152,7 +152,7 @@ class FileSource:
         path = self.paths[index]
         if not self.is_remote:
             return self.loader(path)
-        data = self.read_bytes(index)
+        [data] = self.read_files([index])
         decode = decoder_of(self.loader)
         if self.loader is _read_bytes:
             return np.frombuffer(data, np.uint8)
@@ -170,11 +170,18 @@ class FileSource:
     def path(self, index: int) -> str:
         return self.paths[index]
 
-    def read_bytes(self, index: int) -> bytes:
-        if self.is_remote:
-            return self._coming.take(index, self._submit).result()
-        with open(self.paths[index], "rb") as stream:
-            return stream.read()
+    def targets_of(self, indices: Sequence[int]) -> list[Any]:
+        return _chosen(self.targets, indices)
+
+    def read_files(self, indices: Sequence[int]) -> list[bytes]:
+        """The bytes of these files."""
+        if self.place is not None:
+            return [self._coming.take(index, self._submit).result() for index in indices]
+        files = []
+        for path in _chosen(self.paths, indices):
+            with open(path, "rb") as stream:
+                files.append(stream.read())
+        return files
 
     def _submit(self, index: int) -> Future[bytes]:
         place, name = self._locate(index)
@@ -226,6 +233,12 @@ class FileSource:
             submitted = [place.submit_facts(name) for place, name in located]
             facts = np.array([future.result() for future in submitted], np.int64).T
         return facts
+
+
+def _chosen(column: Any, indices: Sequence[int]) -> list[Any]:
+    if isinstance(column, ListView):
+        return column.chosen(indices)
+    return [column[index] for index in indices]
 
 
 def _read_bytes(path: str) -> np.ndarray:

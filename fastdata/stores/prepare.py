@@ -43,7 +43,7 @@ from fastdata.report import log, warn_user
 from fastdata.sources import DatasetSource, FileSource, ItemKeys
 from fastdata.stores.options import Options
 from fastdata.stores.readers import Decoder, Store
-from fastdata.stores.samples import SOURCE, KeptSamples, ReadPath, ReadSample, read_samples
+from fastdata.stores.samples import SOURCE, KeptSamples, ReadPath, ReadSamples, read_samples
 from fastdata.stores.writers import ALIGN_BYTES, LazyStore, WriterPlan, check_skipped, ingest
 
 # A few samples
@@ -58,19 +58,28 @@ class Forecast(NamedTuple):
 
     specs: tuple[SampleSpec, ...]
     part_bytes: tuple[int, ...]
-    looked_at: tuple[ReadSample, ...]
+    looked_at: tuple[ReadSamples, ...]
     keys: ItemKeys | None
 
     @property
-    def first(self) -> ReadSample:
+    def first(self) -> ReadSamples:
         return self.looked_at[0]
+
+    @property
+    def dimensions(self) -> list[int]:
+        """Of each part."""
+        return [part.array.ndim - 1 for part in self.first.parts]
 
     @property
     def need_bytes(self) -> int:
         return sum(self.part_bytes)
 
+    @property
+    def targets(self) -> list[Any]:
+        return [target for found in self.looked_at for target in found.targets]
+
     def column(self, part: int) -> list[np.ndarray]:
-        return [sample.parts[part].array for sample in self.looked_at]
+        return [sample for found in self.looked_at for sample in found.parts[part].array]
 
 
 def forecast(path: ReadPath, *, probes: int = 8) -> Forecast:
@@ -78,26 +87,32 @@ def forecast(path: ReadPath, *, probes: int = 8) -> Forecast:
     count = len(path.source)
     indices = _spread(count, probes)
     path.source.expect(indices)
-    samples: list[ReadSample] = []
+    looked_at: list[ReadSamples] = []
     errors: list[SampleError] = []
-    for sample in read_samples(path, indices):
-        if isinstance(sample, SampleError):
-            errors.append(sample)
-        elif not samples or len(sample.parts) == len(samples[0].parts):
-            samples.append(sample.copied())
-    if not samples:
+    for found in read_samples(path, indices):
+        if isinstance(found, SampleError):
+            errors.append(found)
+        elif not looked_at or len(found.parts) == len(looked_at[0].parts):
+            looked_at.append(found.copied())
+    if not looked_at:
         raise errors[0]
     specs: list[SampleSpec] = []
     part_bytes: list[int] = []
-    for column in zip(*(sample.parts for sample in samples), strict=True):
-        array, form = column[0]
-        is_dense = len({part.array.shape for part in column}) == 1
-        shape = array.shape if is_dense else None
+    for number, (array, form) in enumerate(looked_at[0].parts):
+        arrays = [found.parts[number].array for found in looked_at]
+        is_dense = len({each.shape[1:] for each in arrays}) == 1
+        shape = array.shape[1:] if is_dense else None
         specs.append(SampleSpec(shape=shape, dtype=array.dtype.name, form=form))
-        sizes = [-(-part.array.nbytes // ALIGN_BYTES) * ALIGN_BYTES for part in column]
-        mean_bytes = array.nbytes if is_dense else sum(sizes) / len(sizes)
+        mean_bytes: float = array[0].nbytes
+        if not is_dense:
+            sizes = [len(each) * _aligned(each[0].nbytes) for each in arrays]
+            mean_bytes = sum(sizes) / sum(map(len, arrays))
         part_bytes.append(math.ceil(mean_bytes * count))
-    return Forecast(tuple(specs), tuple(part_bytes), tuple(samples), path.source.keys)
+    return Forecast(tuple(specs), tuple(part_bytes), tuple(looked_at), path.source.keys)
+
+
+def _aligned(size_bytes: int) -> int:
+    return -(-size_bytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
 def _spread(count: int, probes: int) -> list[int]:
@@ -226,17 +241,17 @@ class _Preparation:
             part_bytes = tried[plan.codec].part_bytes
         coders = coders_of(plan.codec, self._path, self._options.codec, len(part_bytes))
         free_bytes = self._budget.bytes - sum(part_bytes)
-        each = zip(expected.first.parts, expected.specs, coders, part_bytes, strict=True)
+        each = zip(expected.dimensions, expected.specs, coders, part_bytes, strict=True)
         return [
             WriterPlan(
                 spec=spec,
-                dimensions=part.array.ndim,
+                dimensions=dimensions,
                 codec=coder,
                 is_certain=spec.shape == self._path.shape,
                 first_bytes=first_bytes,
                 limit_bytes=max(free_bytes + first_bytes, 1),
             )
-            for part, spec, coder, first_bytes in each
+            for dimensions, spec, coder, first_bytes in each
         ]
 
     # With the other ranks of this machine that make the same dataset
@@ -307,9 +322,9 @@ class _Preparation:
         digest = hashlib.blake2b(repr(words).encode(), digest_size=16)
         for column in self._table.columns() if self._table is not None else ():
             digest.update(np.ascontiguousarray(column).data)
-        for sample in self._expected.looked_at:
-            digest.update(repr((sample.index, sample.target)).encode())
-            for part in sample.parts:
+        for found in self._expected.looked_at:
+            digest.update(repr((list(found.indices), list(found.targets))).encode())
+            for part in found.parts:
                 digest.update(part.array.tobytes())
         key = digest.hexdigest()
         _MADE[key] += 1
@@ -370,7 +385,7 @@ def report_storage(path: ReadPath, options: Options) -> StorageReport:
         raw_bytes=expected.need_bytes,
         budget=_budget(options),
         trials=tuple(try_all(path, expected, "auto", options.codec)),
-        looked_at=len(expected.looked_at),
+        looked_at=len(expected.targets),
     )
 
 
@@ -438,7 +453,7 @@ def _try(
         codec=name,
         part_bytes=tuple(part_bytes),
         ratio=raw_bytes / max(encoded_bytes, 1),
-        decode_per_s=len(expected.looked_at) / seconds,
+        decode_per_s=len(expected.targets) / seconds,
         lossless=lossless,
     )
 
@@ -467,7 +482,8 @@ def _files(path: ReadPath, expected: Forecast) -> tuple[list[memoryview], float]
     assert isinstance(path.source, FileSource)
     files = path.source.as_bytes()
     sizes = [files.size_bytes(index) for index in _spread(len(files), _FILE_SIZES)]
-    encodings = [files.read(sample.index)[0].data for sample in expected.looked_at]
+    indices = [index for found in expected.looked_at for index in found.indices]
+    encodings = [files.read(index)[0].data for index in indices]
     return encodings, sum(sizes) / len(sizes)
 
 

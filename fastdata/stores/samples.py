@@ -43,41 +43,50 @@ AT_ONCE = 16
 """Samples that are read together."""
 
 
+_PLAIN = {int, float, bool, str, bytes, type(None)}
+"""Types of targets that hold no images."""
+
+
 class Part(NamedTuple):
+    """One part of samples of one shape: (n, *shape)."""
+
     array: np.ndarray
     form: Form
 
 
 @dataclass(frozen=True, slots=True)
-class ReadSample:
-    """One prepared sample, taken apart; ``target`` is None where it is the last part."""
+class ReadSamples:
+    """Prepared samples of one shape, taken apart."""
 
-    index: int
+    indices: Sequence[int]
     parts: tuple[Part, ...]
-    target: Any
-    is_tuple: bool
+    targets: Sequence[Any]
+    """None where they are the last part."""
+    is_tuple: bool = False
     target_is_part: bool = False
     mask_places: tuple[int, ...] = ()
-    """Of a target that is a tuple, the places of images: they are the last parts."""
+    """Of targets that are tuples, the places of images: they are the last parts."""
 
-    def copied(self) -> ReadSample:
-        """In memory of its own."""
-        parts = tuple(Part(array.copy(), form) for array, form in self.parts)
+    def copied(self) -> ReadSamples:
+        """In memory of their own."""
+        parts = tuple([Part(array.copy(), form) for array, form in self.parts])
         return replace(self, parts=parts)
 
 
-def take_apart(index: int, prepared: Any, target: Any) -> ReadSample:
+def take_apart(index: int, prepared: Any, target: Any) -> ReadSamples:
     is_tuple = isinstance(prepared, (tuple, list))
-    parts = [Part(*to_stored(part)) for part in (prepared if is_tuple else [prepared])]
-    if is_image(target):
-        parts.append(Part(*to_stored(target, is_mask=True)))
-        return ReadSample(index, tuple(parts), None, is_tuple, target_is_part=True)
+    found = [to_stored(part) for part in (prepared if is_tuple else [prepared])]
+    target_is_part = is_image(target)
     places: tuple[int, ...] = ()
-    if type(target) is tuple:
+    if target_is_part:
+        found.append(to_stored(target, is_mask=True))
+        target = None
+    elif type(target) is tuple:
         places = tuple(k for k, value in enumerate(target) if is_pil(value))
-        parts += [Part(*to_stored(target[k], is_mask=True)) for k in places]
+        found += [to_stored(target[k], is_mask=True) for k in places]
         target = tuple(None if k in places else value for k, value in enumerate(target))
-    return ReadSample(index, tuple(parts), target, is_tuple, mask_places=places)
+    parts = tuple([Part(array[None], form) for array, form in found])
+    return ReadSamples([index], parts, [target], is_tuple, target_is_part, places)
 
 
 # Reading
@@ -156,10 +165,13 @@ def naming_sample(source: Source, index: int, *, is_read: bool = False) -> Itera
 
 def open_files(source: FileSource, indices: Sequence[int], *, upright: bool) -> OpenedImages:
     """The files of samples, for the core; what is wrong with one is a SampleError."""
-    files = []
-    for index in indices:
-        with naming_sample(source, index):
-            files.append(source.read_bytes(index))
+    try:
+        files = source.read_files(indices)
+    except OSError:  # of one of them
+        files = []
+        for index in indices:
+            with naming_sample(source, index):
+                files += source.read_files([index])
 
     def by_pillow(b: int) -> np.ndarray:
         with naming_sample(source, indices[b]):
@@ -168,18 +180,22 @@ def open_files(source: FileSource, indices: Sequence[int], *, upright: bool) -> 
     return OpenedImages(files, by_pillow, upright=upright)
 
 
-def read_samples(path: ReadPath, indices: Sequence[int]) -> Iterator[ReadSample | SampleError]:
-    """Read and prepare samples, or say what is wrong; each may lie over the one before."""
+def read_samples(
+    path: ReadPath, indices: Sequence[int], *, together: bool = True
+) -> Iterator[ReadSamples | SampleError]:
+    """Read and prepare samples, in order, or say what is wrong with one.
+
+    Those of one shape may come ``together``; and each time they may lie over those before.
+    """
     for first in range(0, len(indices), AT_ONCE):
         group = indices[first : first + AT_ONCE]
-        count = 0
         if path.by_core is not None:
             # One after the other tells whose an error is.
             with contextlib.suppress(SampleError, ValueError):
-                for sample in _read_together(path, path.by_core, group):
-                    count += 1
-                    yield sample
-        for index in group[count:]:
+                for found in _read_together(path, path.by_core, group, together):
+                    group = group[len(found.indices) :]
+                    yield found
+        for index in group:
             try:
                 yield _read_one(path, index)
             except SampleError as error:
@@ -187,16 +203,25 @@ def read_samples(path: ReadPath, indices: Sequence[int]) -> Iterator[ReadSample 
 
 
 def _read_together(
-    path: ReadPath, loader: PlanesLoader, indices: Sequence[int]
-) -> Iterator[ReadSample]:
+    path: ReadPath, loader: PlanesLoader, indices: Sequence[int], together: bool
+) -> Iterator[ReadSamples]:
     source = path.source
     assert isinstance(source, FileSource)
     images = open_files(source, indices, upright=loader.upright)
-    for index, pixels in zip(indices, loader.prepare(images), strict=True):
-        yield take_apart(index, Planes(pixels), source.targets[index])
+    targets = source.targets_of(indices)
+    together = together and _PLAIN.issuperset(map(type, targets))
+    first = 0
+    for pixels in loader.prepare(images):
+        last = first + len(pixels)
+        if together:
+            yield ReadSamples(indices[first:last], (Part(pixels, "pil"),), targets[first:last])
+        else:
+            for b in range(first, last):
+                yield take_apart(indices[b], Planes(pixels[b - first]), targets[b])
+        first = last
 
 
-def _read_one(path: ReadPath, index: int) -> ReadSample:
+def _read_one(path: ReadPath, index: int) -> ReadSamples:
     with naming_sample(path.source, index):
         sample, target = path.source.read(index)
     with naming_sample(path.source, index, is_read=True):

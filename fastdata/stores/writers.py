@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -29,7 +30,7 @@ from fastdata.stores.readers import DiskFile, FileStore, ShapesDifferError, chec
 from fastdata.stores.samples import (
     AT_ONCE,
     ReadPath,
-    ReadSample,
+    ReadSamples,
     Steps,
     is_fetched,
     naming_sample,
@@ -104,7 +105,7 @@ class Writer:
         if isinstance(plan.codec, SourceDecoder):
             self.spec = SampleSpec(shape=None, dtype="uint8", form="array")
         self.index = index
-        self._columns = dict(index)  # to find a view takes longer than to use it
+        self.is_table = plan.is_table
         self._locks = ByteLocks(index.block)
 
     @classmethod
@@ -135,52 +136,69 @@ class Writer:
         writer.flush()  # by this process, not by those that are forked
         return writer
 
-    def write(self, row: int, array: np.ndarray, form: Form) -> None:
-        """Store a sample, encoded if it is to be.
+    def write(self, rows: Sequence[int], samples: np.ndarray, form: Form) -> None:
+        """Store samples (n, *shape), encoded if they are to be, in these rows, which ascend.
 
         Raises:
-            TypeError: it is not of the type that is stored.
+            TypeError: they are not of the type that is stored.
             MemoryBudgetError: there is no room left within the limit.
-            ShapesDifferError: it is not of the common shape, or has more or fewer dimensions than
-                the others.
+            ShapesDifferError: they are not of the common shape, or have more or fewer dimensions
+                than the others.
             CacheError: the disk is full.
-            Exception: it cannot be encoded; or the file was opened and is damaged.
+            Exception: one cannot be encoded; or a file was opened and is damaged.
         """
-        if (array.dtype.name, form) != (self.spec.dtype, self.spec.form):
+        if (samples.dtype.name, form) != (self.spec.dtype, self.spec.form):
             others = f"the others are of {self.spec.dtype} {self.spec.form}"
             cure = "give all samples one type in prepare="
-            raise TypeError(f"it is of {array.dtype} {form}, {others}; {cure}")
-        codec = self.plan.codec
+            raise TypeError(f"it is of {samples.dtype} {form}, {others}; {cure}")
+        data = np.ascontiguousarray(samples)
+        if not self.is_table:
+            for k, row in enumerate(rows):
+                self._append(row, data[k, ...])
+            return
+        self._check_shape(rows[0], samples.shape[1:])
+        starts = self.index["offsets"]
+        is_one_run = rows[-1] - rows[0] < len(rows) and "sums" not in self.index
+        step = len(rows) if is_one_run else 1
+        for k in range(0, len(rows), step):
+            self._put(rows[k], starts[rows[k]].item(), data[k : k + step])
+
+    def _put(self, row: int, start: int, data: np.ndarray) -> None:
+        self.file.write(start, data)
+        if "sums" in self.index:
+            self.index["sums"][row] = checksum(data.reshape(-1).view(np.uint8))
+
+    def _check_shape(self, row: int, shape: tuple[int, ...]) -> None:
         common = self.plan.spec.shape
-        shape = array.shape
-        data = np.ascontiguousarray(array)
-        if isinstance(codec, SourceDecoder):
-            is_known = self.plan.is_certain and common is not None
-            shape = (common or ()) if is_known else codec.sample(array.data).shape
         if common not in (None, shape):
             raise ShapesDifferError(f"sample {row} has shape {shape}, those before it {common}")
-        if codec is not None and not isinstance(codec, SourceDecoder):
-            data = np.frombuffer(codec.encode(data), np.uint8)
-        columns = self._columns
-        if self.plan.is_table:
-            start = columns["offsets"][row].item()
-        else:
-            dimensions = columns["shapes"].shape[1]
-            if len(shape) != dimensions:
-                counts = f"{len(shape)} dimensions, those before it {dimensions}"
-                raise ShapesDifferError(f"sample {row} has {counts}")
-            start = self._take(data.nbytes)
-            columns["offsets"][row] = start
-            columns["sizes"][row] = data.nbytes
-            columns["shapes"][row] = shape
-        self.file.write(start, data)
-        if "sums" in columns:
-            columns["sums"][row] = checksum(data.reshape(-1).view(np.uint8))
+
+    def _append(self, row: int, sample: np.ndarray) -> None:
+        codec = self.plan.codec
+        common = self.plan.spec.shape
+        shape = sample.shape
+        data = sample
+        if isinstance(codec, SourceDecoder):
+            is_known = self.plan.is_certain and common is not None
+            shape = (common or ()) if is_known else codec.sample(sample.data).shape
+        elif codec is not None:
+            data = np.frombuffer(codec.encode(sample), np.uint8)
+        self._check_shape(row, shape)
+        index = self.index
+        dimensions = index["shapes"].shape[1]
+        if len(shape) != dimensions:
+            counts = f"{len(shape)} dimensions, those before it {dimensions}"
+            raise ShapesDifferError(f"sample {row} has {counts}")
+        start = self._take(data.nbytes)
+        index["offsets"][row] = start
+        index["sizes"][row] = data.nbytes
+        index["shapes"][row] = shape
+        self._put(row, start, data)
 
     def _take(self, size_bytes: int) -> int:
         """The first byte of so many that are nobody else's."""
         align_bytes = ALIGN_BYTES if self.plan.codec is None else 1
-        ends = self._columns[_ENDS]
+        ends = self.index[_ENDS]
         with self._locks.hold(0):
             start: int = ends[0].item()
             end = start + max(-(-size_bytes // align_bytes) * align_bytes, 1)
@@ -203,7 +221,7 @@ class Writer:
         more_bytes = min(max(plan.first_bytes // 16, 1 << 20), _CHUNK_BYTES)
         size_bytes = min(end + more_bytes, plan.limit_bytes)
         self.file.grow(size_bytes)
-        self._columns[_ENDS][1] = size_bytes
+        self.index[_ENDS][1] = size_bytes
 
     def flush(self) -> None:
         """Finish what this thread has written."""
@@ -212,20 +230,18 @@ class Writer:
 
     def finish(self, rows: np.ndarray) -> FileStore:
         """Seal the file, and give the samples in these rows, all that were written, as a store."""
-        used_bytes, reserved_bytes = self._columns.pop(_ENDS).tolist()
+        used_bytes, reserved_bytes = self.index.pop(_ENDS).tolist()
         if not self.plan.is_table:
             self.file.grow(reserved_bytes)  # by other processes so far
             self.file.trim(used_bytes)
         self.file.seal()
-        index = ArrayBlock({name: column[rows] for name, column in self._columns.items()})
-        self._columns = {}
+        index = ArrayBlock({name: column[rows] for name, column in self.index.items()})
         self.index.close()
         return FileStore((self.file,), self.plan.spec, index, self.plan.codec)
 
     def close(self) -> None:
         """Give up what was written, a file on disk included. Idempotent."""
         self.file.close()
-        self._columns = {}
         self.index.close()
         if isinstance(self.file, DiskFile):
             self.file.path.unlink(missing_ok=True)
@@ -272,28 +288,33 @@ class WritePath(NamedTuple):
             path = ReadPath(path.source.as_bytes(), Steps(()))
         return cls(path, open_writers(plans, length))
 
-    def write(self, indices: Sequence[int], first_row: int | None = None) -> Iterator[_Written]:
+    def write(self, indices: Sequence[int], first_row: int | None = None) -> list[_Written]:
         """Read, prepare and write samples, from a row on; else each to the row of its index."""
-        for k, sample in enumerate(read_samples(self.path, indices)):
-            row = indices[k] if first_row is None else first_row + k
-            if isinstance(sample, SampleError):
-                yield _Written(row, None, sample)
+        rows = indices if first_row is None else range(first_row, first_row + len(indices))
+        are_tables = all(writer.is_table for writer in self.writers)
+        written: list[_Written] = []
+        for found in read_samples(self.path, indices, together=are_tables):
+            done = len(written)
+            if isinstance(found, SampleError):
+                written.append(_Written(rows[done], None, found))
                 continue
+            some = rows[done : done + len(found.indices)]
             try:
-                self._write_one(row, sample)
-                yield _Written(row, sample.target, None)
+                self._write(some, found)
+                written += map(_Written, some, found.targets, repeat(None))
             except SampleError as error:
-                yield _Written(row, None, error)
+                written += [_Written(row, None, error) for row in some]
+        return written
 
-    def _write_one(self, row: int, sample: ReadSample) -> None:
+    def _write(self, rows: Sequence[int], found: ReadSamples) -> None:
         """What is no error of a writer is a SampleError."""
-        with naming_sample(self.path.source, sample.index):
-            if len(sample.parts) != len(self.writers):
+        with naming_sample(self.path.source, found.indices[0]):
+            if len(found.parts) != len(self.writers):
                 count = len(self.writers)
-                problem = f"it has {len(sample.parts)} parts among samples of {count}"
+                problem = f"it has {len(found.parts)} parts among samples of {count}"
                 raise TypeError(f"{problem}; give all samples one type in prepare=")
-            for writer, (array, form) in zip(self.writers, sample.parts, strict=True):
-                writer.write(row, array, form)
+            for writer, (array, form) in zip(self.writers, found.parts, strict=True):
+                writer.write(rows, array, form)
 
     def close(self) -> None:
         for writer in self.writers:
@@ -457,14 +478,13 @@ def check_skipped(errors: dict[int, SampleError], count: int) -> None:
 def _write_task(to_write: WritePath, with_targets: bool, task: _Task) -> list[_Written]:
     """What a worker does."""
     to_write.path.source.expect(task.indices)
-    written = list(to_write.write(task.indices, task.first_row))
+    written = to_write.write(task.indices, task.first_row)
     for writer in to_write.writers:
         writer.flush()
     return written if with_targets else [each._replace(target=None) for each in written]
 
 
 def _finish(to_write: WritePath, results: list[_Written], *, is_all: bool) -> Ingested:
-    results.sort(key=lambda each: each.row)
     skipped = [each.error for each in results if each.error is not None]
     sound = [each for each in results if each.error is None]
     if not sound and is_all:
@@ -527,14 +547,11 @@ class LazyStore(FileStore):
                 self._fill([index for index in group if not self._is_there[index]])
 
     def _fill(self, indices: Sequence[int]) -> None:
-        error = None
-        for written in self._to_write.write(indices):
-            if written.error is None:
-                self._is_there[written.row] = True
-            else:
-                error = error or written.error
-        if error is not None:
-            raise error
+        written = self._to_write.write(indices)
+        self._is_there[[each.row for each in written if each.error is None]] = True
+        for each in written:
+            if each.error is not None:
+                raise each.error
 
     def close(self) -> None:
         super().close()

@@ -321,7 +321,7 @@ def _begin(wanted: _Wanted) -> tuple[Manifest, Sequence[int]]:
     expected = forecast(wanted.path)
     first = expected.first
     if not first.target_is_part:  # an error now, if they cannot be kept
-        target_columns([sample.target for sample in expected.looked_at])
+        target_columns(expected.targets)
     codec, part_bytes = _choose_codec(wanted, expected)
     coders = coders_of(codec, wanted.path, wanted.options.codec, len(expected.specs))
     manifest = Manifest(
@@ -330,10 +330,12 @@ def _begin(wanted: _Wanted) -> tuple[Manifest, Sequence[int]]:
         parts=tuple(
             Part(
                 spec=spec,
-                dimensions=sample.array.ndim,
+                dimensions=dimensions,
                 codec=None if coder is None else dict(coder.settings()),
             )
-            for spec, sample, coder in zip(expected.specs, first.parts, coders, strict=True)
+            for spec, dimensions, coder in zip(
+                expected.specs, expected.dimensions, coders, strict=True
+            )
         ),
         shard_rows=samples_per_shard(
             len(wanted.path.source), sum(part_bytes), wanted.options.writing.shard_bytes
