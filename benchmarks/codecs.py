@@ -21,15 +21,22 @@ from PIL import Image, ImageDraw
 
 from _helper import Row, class_folders, in_turns, parser, print_rows, save_rows, transforms
 from fastdata.pixels.images import Scratch
-from fastdata.stores.codecs import Codec, JpegCodec, Lz4Codec, ZstdCodec
-from fastdata.stores.prediction import Filter, apply_filter, layout_of, undo_filter
+from fastdata.stores.codecs import (
+    Codec,
+    Filter,
+    JpegCodec,
+    Lz4Codec,
+    ZstdCodec,
+    apply_filter,
+    layout_of,
+    undo_filter,
+)
 
 SIDE = 256
 ROUND_S = 0.5
 GB = 1e9
 CODECS: dict[str, Codec] = {
     "lz4": Lz4Codec(),
-    "lz4, high_compression": Lz4Codec(high_compression=True),
     "zstd": ZstdCodec(),
     "zstd, level=9": ZstdCodec(level=9),
     "jpeg": JpegCodec(),

@@ -21,13 +21,16 @@ from fastdata.pixels.images import SampleSpec, Scratch
 from fastdata.stores.codecs import (
     KNOWN_CODECS,
     Codec,
+    Filter,
     JpegCodec,
     Lz4Codec,
     ZstdCodec,
+    apply_filter,
     codec_of,
     find_codec,
+    layout_of,
+    undo_filter,
 )
-from fastdata.stores.prediction import Filter, apply_filter, layout_of, undo_filter
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -44,8 +47,6 @@ class Inverted:
 
 OWN = {
     "lz4": Lz4Codec(),
-    "lz4 fast": Lz4Codec(level=8),
-    "lz4 high": Lz4Codec(level=12, high_compression=True),
     "zstd": ZstdCodec(),
     "zstd -5": ZstdCodec(level=-5),
     "zstd 9": ZstdCodec(level=9),
@@ -513,13 +514,9 @@ def test_wrong_codecs_are_explained() -> None:
         find_codec(5)
     with pytest.raises(TypeError, match="codec=Inverted is a class; give an instance of it"):
         find_codec(Inverted)
-    for make, level in ((ZstdCodec, 23), (ZstdCodec, -131_073), (Lz4Codec, -1)):
-        with pytest.raises(
-            ValueError, match=f"level of codec '{make.name}' is {level}; it must be"
-        ):
-            make(level=level)
-    with pytest.raises(ValueError, match="it must be 0 to 12 with high_compression"):
-        Lz4Codec(level=13, high_compression=True)
+    for level in (23, -131_073):
+        with pytest.raises(ValueError, match=f"level of codec 'zstd' is {level}; it must be"):
+            ZstdCodec(level=level)
     for arguments in ({"quality": 0}, {"quality": 96}, {"subsampling": "4:4:0"}):
         with pytest.raises(ValueError, match="of codec 'jpeg' is"):
             JpegCodec(**arguments)
@@ -587,7 +584,7 @@ def golden_samples() -> dict[str, tuple[Codec, np.ndarray]]:
     depth = (1000 + 37 * x + 59 * y + (x * y) % 7).astype(np.uint16)[0]
     return {
         "lz4_image.bin": (Lz4Codec(), image),
-        "lz4_depth.bin": (Lz4Codec(high_compression=True), depth),
+        "lz4_depth.bin": (Lz4Codec(), depth),
         "zstd_image.bin": (ZstdCodec(), image),
         "zstd_photo.bin": (ZstdCodec(), photo),
         "zstd_odd.bin": (ZstdCodec(), np.ascontiguousarray(photo[..., :35])),
