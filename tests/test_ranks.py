@@ -24,8 +24,8 @@ from torch.utils.data import Dataset
 
 from fastdata import CachedDataset, FastDataWarning, ImageFolder
 from fastdata.errors import SampleError
-from fastdata.machine import ranks
-from fastdata.machine.ranks import Rank, find_rank, find_run, local_ranks
+from fastdata.machine import processes
+from fastdata.machine.processes import Rank, find_rank, find_run, local_ranks
 
 pytestmark = pytest.mark.skipif(
     not sys.platform.startswith("linux"), reason="ranks meet on Linux only"
@@ -488,7 +488,7 @@ def test_where_ranks_cannot_meet_is_said(tmp_path: Path, meeting: Path, kind: st
             raise OSError(errno.ENOLCK, "No locks available")
 
         if kind == "no locks":
-            ranks.fcntl.flock = refuse  # of this forked process
+            processes.fcntl.flock = refuse  # of this forked process
         with pytest.warns(FastDataWarning, match="cannot meet"):
             dataset = CachedDataset(Numbered(40, tmp_path / f"log{rank}"))
         with dataset:

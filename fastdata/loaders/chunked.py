@@ -37,7 +37,7 @@ from fastdata.loaders.order import Progress
 from fastdata.loaders.samplers import Order, RankSampler
 from fastdata.loaders.view import LoaderView
 from fastdata.machine import memory
-from fastdata.machine.ranks import find_rank, local_ranks
+from fastdata.machine.processes import find_rank, local_ranks
 from fastdata.report import EpochReport, log
 from fastdata.stores.mirror import FETCH_BYTES, MirroredStore
 from fastdata.stores.readers import DiskStore

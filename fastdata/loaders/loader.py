@@ -40,7 +40,7 @@ from fastdata.loaders.samplers import RankSampler, Uneven
 from fastdata.loaders.view import LoaderView, wrapped_notice
 from fastdata.machine import memory
 from fastdata.machine.memory import PinningPlan, budget_bytes, choose_pinning
-from fastdata.machine.ranks import find_rank, local_ranks
+from fastdata.machine.processes import find_rank, local_ranks
 from fastdata.pixels.describe import draws_nothing
 from fastdata.pixels.images import jpeg_obstacle
 from fastdata.report import EpochReport, warn_user

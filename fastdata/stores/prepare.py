@@ -28,7 +28,7 @@ from fastdata.machine.memory import (
     choose_storage,
     would_fit,
 )
-from fastdata.machine.ranks import (
+from fastdata.machine.processes import (
     Follower,
     cores_of_job,
     find_run,

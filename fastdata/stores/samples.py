@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fastdata.errors import CacheError, ChannelsError, RemoteError, SampleError, sample_error
-from fastdata.machine.ranks import Leader
+from fastdata.machine.processes import Leader
 from fastdata.machine.shared import SampleTable, collate_targets
 from fastdata.pixels import core, plan_transform, shape_after, split_upright
 from fastdata.pixels.images import (

@@ -21,8 +21,8 @@ import numpy as np
 from fastdata.errors import IngestError, MemoryBudgetError, SampleError
 from fastdata.machine import memory
 from fastdata.machine.memory import format_bytes
+from fastdata.machine.processes import run_tasks
 from fastdata.machine.shared import ArrayBlock, Block, ByteLocks
-from fastdata.machine.workers import run_tasks
 from fastdata.pixels.images import Form, SampleSpec, SourceDecoder
 from fastdata.report import log, progress_bar
 from fastdata.sources import FileSource

@@ -30,8 +30,8 @@ from fastdata.machine.memory import (
     format_bytes,
     usable_cores,
 )
+from fastdata.machine.processes import run_tasks
 from fastdata.machine.shared import PackedPaths, SampleTable
-from fastdata.machine.workers import run_tasks
 from fastdata.report import log
 from fastdata.sources.remote import Place, made_by_this_user
 from fastdata.stores.cache.manifest import (

@@ -29,8 +29,8 @@ import torch
 
 from fastdata.errors import CacheError, IngestError
 from fastdata.machine.memory import parse_bytes
+from fastdata.machine.processes import attempt, run_tasks
 from fastdata.machine.shared import PackedPaths
-from fastdata.machine.workers import attempt, run_tasks
 from fastdata.report import log, progress_bar
 from fastdata.sources import FileSource
 from fastdata.sources.remote import Place, fleeting_folder, options_travel
