@@ -35,7 +35,7 @@ from fastdata.sources import FileSource, Source
 from fastdata.stores.options import Options
 from fastdata.stores.prepare import Prepared
 from fastdata.stores.readers import Store
-from fastdata.stores.samples import KeptSamples, is_fetched, read_path
+from fastdata.stores.samples import KeptSamples, ReadPath, Steps, is_fetched
 
 Step = Callable[[Any], Any]
 _DECODED = SampleSpec(shape=None, dtype="uint8", form="pil")
@@ -173,7 +173,7 @@ def compile_reader(
         known: Any = "last" if options.batch_ops else "off"
         plan = stored.split(transform, batch_ops=known, obstacle=core.obstacle())
         is_upright = "exif_transpose" in map(known_name, stored.steps(plan))
-        path = read_path(stored.samples, stored.steps(plan), pixels_only=False)
+        path = ReadPath(stored.samples, Steps(stored.steps(plan)))
         lanes = tuple(map(Lane, plan.each))
         decoding = _decoding(stored, transform) if pair_transform is None else None
         if decoding is not None:

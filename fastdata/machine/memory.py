@@ -13,7 +13,7 @@ import os
 import platform
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -28,13 +28,6 @@ if TYPE_CHECKING:
 
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 CGROUP_TABLE = Path("/proc/self/cgroup")
-
-
-_MEMORY_FILES = (
-    (("memory.max", "memory.high"), "memory.current", "inactive_file"),
-    (("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"),
-)
-"""Of version 2 and 1: limits, what is used, and the key of what of that is idle."""
 
 
 class Available(NamedTuple):
@@ -83,17 +76,19 @@ def available_bytes(*, root: Path = CGROUP_ROOT, table: Path = CGROUP_TABLE) -> 
 
     available = Available(bytes=int(psutil.virtual_memory().available), limited_by="system memory")
     for folder in cgroup_folders(root, _read(table), "memory"):
-        for limits, usage, idle_key in _MEMORY_FILES:
-            used = re.match(r"\d+", _read(folder / usage))
-            if used is None:
-                continue
-            idle = re.search(rf"^{idle_key} (\d+)$", _read(folder / "memory.stat"), re.M)
-            used_bytes = max(0, int(used[0]) - int(idle[1] if idle else 0))
-            # No limit is "max", and -1 in version 1.
-            for limit in re.findall(r"^\d+$", _read(*[folder / name for name in limits]), re.M):
-                if int(limit) - used_bytes < available.bytes:
-                    free_bytes = max(0, int(limit) - used_bytes)
-                    available = Available(bytes=free_bytes, limited_by="cgroup limit")
+        # Of version 2, or of version 1.
+        used = re.match(r"\d+", _read(folder / "memory.current", folder / "memory.usage_in_bytes"))
+        if used is None:
+            continue
+        stat = _read(folder / "memory.stat")
+        idle = map(int, re.findall(r"^(?:total_)?inactive_file (\d+)$", stat, re.M))
+        used_bytes = max(0, int(used[0]) - max(idle, default=0))
+        names = ("memory.max", "memory.high", "memory.limit_in_bytes")
+        # No limit is "max", and -1 in version 1.
+        for limit in re.findall(r"^\d+$", _read(*map(folder.joinpath, names)), re.M):
+            if int(limit) - used_bytes < available.bytes:
+                free_bytes = max(0, int(limit) - used_bytes)
+                available = Available(bytes=free_bytes, limited_by="cgroup limit")
     return available
 
 
@@ -134,7 +129,7 @@ def cgroup_folders(root: Path, table_text: str, controller: str) -> list[Path]:
     container the path may be the host's, which is not there; then the mount's root, walked to last,
     is the container's own.
     """
-    folders = []
+    folders: list[Path] = []
     for line in table_text.splitlines():
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
@@ -146,7 +141,7 @@ def cgroup_folders(root: Path, table_text: str, controller: str) -> list[Path]:
             continue
         inside = Path(os.path.normpath("/" + path.lstrip("/"))[1:])
         for mount in dict.fromkeys(mounts):
-            folders += [mount / each for each in (inside, *inside.parents)]
+            folders += map(mount.joinpath, (inside, *inside.parents))
     return folders
 
 

@@ -15,7 +15,6 @@ from fastdata.pixels.plan import (
     prepare_key,
     read_center_crop,
     read_resize,
-    shape_after,
     split_upright,
 )
 
@@ -31,6 +30,5 @@ __all__ = [
     "prepare_key",
     "read_center_crop",
     "read_resize",
-    "shape_after",
     "split_upright",
 ]

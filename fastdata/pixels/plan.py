@@ -9,7 +9,6 @@ from itertools import takewhile
 from textwrap import shorten
 from typing import Any, Literal
 
-from fastdata.pixels import core
 from fastdata.pixels.compose import (
     Views,
     flatten,
@@ -22,7 +21,7 @@ from fastdata.pixels.compose import (
 )
 from fastdata.pixels.describe import describe, name_of
 from fastdata.pixels.images import Form, Resize
-from fastdata.pixels.ops import Op, size_after
+from fastdata.pixels.ops import Op
 from fastdata.pixels.state import State, UnknownStepError, interpolation_name, pair
 from fastdata.pixels.steps import recognise
 
@@ -376,32 +375,6 @@ def read_resize(step: Any) -> tuple[int | tuple[int, int], Literal["bilinear", "
 def read_center_crop(step: Any) -> tuple[int, int] | None:
     """(height, width) of a torchvision ``CenterCrop``; None for anything else."""
     return pair(step.size) if known_name(step) == "CenterCrop" else None
-
-
-def shape_after(steps: Iterable[Any]) -> tuple[int, int, int] | None:
-    """Shape (C, H, W) that RGB images of any size have after deterministic steps; None where it depends on the image.
-
-    None, too, where there is no core to ask.
-
-    Example:
-        >>> shape_after([]) is None
-        True
-    """
-    channels, size = 3, None
-    if core.obstacle() is not None:
-        return None
-    for step in steps:
-        name = known_name(step)
-        if name == "exif_transpose":
-            size = size if size and size[0] == size[1] else None
-        elif name != "RGB":
-            try:
-                channels, size = size_after(
-                    recognise(step, 0, State(kind="pil")).ops, channels, size
-                )
-            except UnknownStepError:
-                return None
-    return None if size is None else (channels, *size)
 
 
 def describe_steps(

@@ -135,12 +135,9 @@ class FileSource:
         self.targets = targets
         self.loader = loader
         self.place = place
+        self.is_remote = place is not None
         self.facts = facts or {}
         self._coming = Coming()
-
-    @property
-    def is_remote(self) -> bool:
-        return self.place is not None
 
     def __len__(self) -> int:
         return len(self.paths)

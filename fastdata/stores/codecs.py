@@ -49,7 +49,7 @@ from fastdata.pixels.images import (
     encode_planes,
     round_up_8,
 )
-from fastdata.stores.files import Bytes
+from fastdata.stores.readers import Bytes
 
 Settings = dict[str, "int | str | bool"]
 """Plain values that JSON keeps: ``name``, ``format`` (the version of the byte format),

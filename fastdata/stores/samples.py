@@ -17,7 +17,7 @@ import numpy as np
 from fastdata.errors import CacheError, ChannelsError, RemoteError, SampleError, sample_error
 from fastdata.machine.processes import Leader
 from fastdata.machine.shared import SampleTable, collate_targets
-from fastdata.pixels import core, plan_transform, shape_after, split_upright
+from fastdata.pixels import core, plan_transform, split_upright
 from fastdata.pixels.images import (
     Form,
     OpenedImages,
@@ -124,27 +124,23 @@ class ReadPath(NamedTuple):
         return None if open_bytes is None else SourceDecoder(open_bytes, self.prepare)
 
 
-def read_path(
-    source: Source, steps: tuple[Callable[[Any], Any], ...], *, pixels_only: bool = True
-) -> ReadPath:
-    """How samples are read and prepared: image files by the core, where it knows all steps.
-
-    ``pixels_only``: nothing else is wanted of images, because they are to be stored.
-    """
+def read_path(source: Source, steps: tuple[Callable[[Any], Any], ...]) -> ReadPath:
+    """How samples that are to be stored are read: image files by the core, where it knows all steps."""
+    as_written = ReadPath(source, Steps(steps))
     if not isinstance(source, FileSource) or decoder_of(source.loader) is None:
-        return ReadPath(source, Steps(steps))
-    shape = shape_after(steps)
-    if pixels_only:
-        upright, served = split_upright(steps)
-        plan = plan_transform(served, channels=3, prepared=0)
-        obstacle = core.obstacle()
-        if obstacle is not None:
-            log.info("Pillow prepares the images, which takes longer: %s", obstacle)
-        elif plan.kind == "pil" and not plan.per_sample:
-            spec = SampleSpec(shape=None, dtype="uint8", form="pil")
-            loader = PlanesLoader(Program(plan.batch_ops, spec).prepare, upright)
-            return ReadPath(source.opened_by(loader), Steps(()), shape)
-    return ReadPath(source, Steps(steps), shape)
+        return as_written
+    obstacle = core.obstacle()
+    if obstacle is not None:
+        log.info("Pillow prepares the images, which takes longer: %s", obstacle)
+        return as_written
+    upright, served = split_upright(steps)
+    plan = plan_transform(served, channels=3, prepared=0)
+    if plan.kind != "pil" or plan.per_sample:
+        return as_written
+    program = Program(plan.batch_ops, SampleSpec(shape=None, dtype="uint8", form="pil"))
+    output = program.output((3, 1, 1))
+    files = source.opened_by(PlanesLoader(program.prepare, upright))
+    return ReadPath(files, Steps(()), None if output is None else output[0])
 
 
 def is_fetched(source: Source) -> bool:
