@@ -286,12 +286,12 @@ def test_a_new_transform_counts_from_the_next_epoch(gpu: Sim) -> None:
 
 
 def test_uint8_crosses_the_bus(dataset: CachedDataset, gpu: Sim) -> None:
-    """Stored samples, four int16, and labels, and not the float32 that the CPU would send."""
+    """Stored samples, an int16 for each row and column, and labels, and not the float32 that the CPU would send."""
     batches = on_device(loader_of(dataset, num_workers=1))
     for _ in range(2):  # the first one sends the constants
         gpu.sent.clear()
         list(batches)
-    assert sum(gpu.sent) == LENGTH * (STORED_BYTES + 2 * 4 + 8)
+    assert sum(gpu.sent) == LENGTH * (STORED_BYTES + 2 * (7 + 5) + 8)
     gpu.sent.clear()
     list(on_device(loader_of(dataset), batch_ops="cpu"))
     assert sum(gpu.sent) == LENGTH * (3 * 7 * 5 * 4 + 8)
@@ -457,7 +457,7 @@ def test_a_store_on_the_device_is_sent_once(gpu: Sim, monkeypatch: pytest.Monkey
     with mirrored() as dataset, on_device(loader_of(dataset, num_workers=1)) as batches:
         expected = list(loader_of(dataset))
         assert_same(taken(batches), expected)
-        batch_bytes = LENGTH * (8 + 2 * 4 + 8)
+        batch_bytes = LENGTH * (8 + 2 * (7 + 5) + 8)
         assert [gpu.sent.count(size * STORED_BYTES) for size in (5, 3)] == [4, 1]
         gpu.sent.clear()
         assert_same(taken(batches), expected)

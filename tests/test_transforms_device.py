@@ -345,13 +345,13 @@ def test_a_sample_does_not_depend_on_its_batch(device: torch.device) -> None:
 
 
 def test_draws_are_one_small_tensor() -> None:
-    """Eight bytes a sample, of one int16 tensor: where its first row and column lie, and the way from there."""
+    """Two bytes for each row and column served, of one int16 tensor: where it comes from."""
     prog = program_of(WINDOWS, store_of())
     draws = prog.draw(np.arange(24), EPOCH, SEED)
     assert draws is not None
     assert draws.dtype == torch.int16
     assert draws.is_contiguous()
-    assert draws.shape == (24, 1, 4)
+    assert draws.shape == (24, sum(prog.output[0][1:]))
     mixed = prog.draw(np.arange(24), np.arange(24) % 2, SEED)
     assert mixed is not None
     assert not torch.equal(mixed, draws)

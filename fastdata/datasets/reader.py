@@ -591,8 +591,8 @@ class DeviceBatch(NamedTuple):
     """A batch that a ``DeviceProgram`` makes the images of; one row for each sample.
 
     ``samples`` are uint8 (B, C, H, W) as stored or as the core made them, or int64 (B,), where they
-    lie in a copy of the store on the device; ``draws`` int16 (B, windows, 4), None where samples
-    are served as they are sent.
+    lie in a copy of the store on the device; ``draws`` int16 (B, h + w), where rows and columns
+    come from; None where samples are served as they are sent.
     """
 
     samples: torch.Tensor
