@@ -999,7 +999,7 @@ class Sim:
     def installed(self) -> Iterator[Sim]:
         """Let torch.cuda, and in a schedule the prefetcher's threads and queues, be the simulation's."""
         from fastdata.datasets.ring import BatchRing
-        from fastdata.loaders import feed
+        from fastdata.loaders import transfer
 
         saved: list[tuple[Any, str, Any]] = []
 
@@ -1067,10 +1067,10 @@ class Sim:
         )
         put(torch, empty=any_empty, empty_like=any_like)
         put(BatchRing, take=overwriting)
-        put(feed, ctypes=loaded, threading=threads)
+        put(transfer, ctypes=loaded, threading=threads)
         is_scheduled = isinstance(self.scheduler, Schedule)
         if is_scheduled:
-            put(feed, SimpleQueue=SimQueue)
+            put(transfer, SimpleQueue=SimQueue)
         was_enabled = is_scheduled and gc.isenabled()
         if was_enabled:
             gc.disable()  # nobody is interrupted by finalisers but where the last reference dies

@@ -25,8 +25,8 @@ from fastdata import (
     collate,
 )
 from fastdata.errors import MemoryBudgetError
-from fastdata.loaders import device_ops as prefetch_device
-from fastdata.loaders.device_ops import fallback_reason
+from fastdata.loaders import prefetch as prefetch_device
+from fastdata.loaders.prefetch import fallback_reason
 from simcuda import Sim
 
 CUDA = torch.device("cuda", 0)

@@ -90,9 +90,11 @@ class BatchMaker:
 
 
 @dataclass(slots=True)
-class LoopTimes:
-    """How long the training loop has waited for batches, and been busy between them."""
+class LoopCounts:
+    """What the training loop has got, how long it waited for it, and was busy in between."""
 
+    batches: int = 0
+    samples: int = 0
     wait_s: float = 0.0
     busy_s: float = 0.0
     _left_at: float | None = None
@@ -107,32 +109,33 @@ class LoopTimes:
         self._left_at = time.perf_counter()
         self.wait_s += self._left_at - asked_at
 
+    def figures(self) -> dict[str, float]:
+        """As in an ``EpochReport``."""
+        names = ("batches", "samples", "wait_s", "busy_s")
+        return {name: getattr(self, name) for name in names}
 
-class Tally(LoopTimes):
-    """Counts of the epoch in progress."""
 
-    def __init__(
-        self, engine: Engine, ring: Slots | None = None, pinning: PinningPlan | None = None
-    ) -> None:
-        super().__init__()
+class Tally:
+    """What a loader reports of the epoch in progress."""
+
+    def __init__(self, engine: Engine, pinning: PinningPlan, ring: Slots | None = None) -> None:
+        self.counts = LoopCounts()
         self._engine = engine
-        self._ring = ring
         self._pinning = pinning
+        self._ring = ring
         self._fresh_before = ring.fresh_count if ring else 0
-        self.batches = self.samples = 0
 
     def report(self) -> EpochReport:
+        engine, ring = self._engine, self._ring
+        figures: dict[str, Any] = self.counts.figures()
         return EpochReport(
-            path=self._engine.path,
-            engine=self._engine.kind if self._engine.workers else "inline",
-            workers=self._engine.workers,
-            batches=self.batches,
-            samples=self.samples,
-            wait_s=self.wait_s,
-            busy_s=self.busy_s,
-            fresh_batches=self._ring.fresh_count - self._fresh_before if self._ring else 0,
-            bytes_held=self._ring.bytes_held if self._ring else 0,
-            pinning=self._pinning.reason if self._pinning else "",
+            path=engine.path,
+            engine=engine.kind if engine.workers else "inline",
+            workers=engine.workers,
+            fresh_batches=ring.fresh_count - self._fresh_before if ring else 0,
+            bytes_held=ring.bytes_held if ring else 0,
+            pinning=self._pinning.reason,
+            **figures,
         )
 
 
@@ -164,7 +167,7 @@ class Counted(torch_loader._BaseDataLoaderIter):
     """An iterator that counts what it hands over and how long it kept the user waiting."""
 
     # Of the epoch, as ``progress``; an iterator of persistent workers gets new ones for the next.
-    tally: Tally
+    counts: LoopCounts
     ring: Slots | None = None  # that batches come through
     # Of what is read; ends the epoch once the dataset is closed.
     lease: Lease | JoinedLease | None = None
@@ -192,21 +195,21 @@ class Counted(torch_loader._BaseDataLoaderIter):
         return super().__next__()
 
     def __next__(self) -> Any:
-        tally, progress = self.tally, self.progress
-        asked_at = tally.ask()
+        counts, progress = self.counts, self.progress
+        asked_at = counts.ask()
         try:
             if self.lease is not None and self.lease.reader is None:
                 self.lease()
             batch = self._next_batch()
-            tally.batches += 1
-            tally.samples += sample_count(batch) if self._auto_collation else 1
+            counts.batches += 1
+            counts.samples += sample_count(batch) if self._auto_collation else 1
             return batch
         except StopIteration:
             progress.is_finished = True
             raise
         finally:
             progress.handed = progress.drawn - self._unread
-            tally.answer(asked_at)
+            counts.answer(asked_at)
 
 
 def _may_be_told(loader: Any) -> bool:

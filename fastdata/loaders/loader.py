@@ -173,7 +173,7 @@ class DataLoader(_TorchLoader[_T_co]):
         self._has_warned = False
         self._pinning = self._choose_pinning(pin_memory)
         self.pin_memory = self._pinning.pin
-        self._tally = Tally(self._choose_engine(), pinning=self._pinning)
+        self._tally = Tally(self._choose_engine(), self._pinning)
 
     def __iter__(self) -> Any:
         return self._get_iterator()
@@ -232,7 +232,8 @@ class DataLoader(_TorchLoader[_T_co]):
                 elif self.memory_format is torch.channels_last:
                     maker = partial(_made_channels_last, maker)
                 iterator = epochs.ThreadIter(view, progress, ring, maker, threads=engine.workers)
-        iterator.tally = self._tally = Tally(engine, iterator.ring, self._pinning)
+        self._tally = Tally(engine, self._pinning, iterator.ring)
+        iterator.counts = self._tally.counts
         iterator.lease = lease
         return iterator
 

@@ -1,51 +1,70 @@
 """Batches on the device before the training loop asks for them.
 
 A thread reads the loader, finds the batch pinned or pins it, and copies it on a stream of its own
-(``feed``). Who may write to memory when:
+(``transfer``). Who may write to memory when:
 
     pinned host memory   held by the thread until the event after its copy is done
     device memory        made on the thread's stream; the training loop's stream waits for the copy
     before it reads, and
                          ``record_stream`` keeps the memory until that stream has done what it was
                          given
-    a store on a device  made, read and given back on the thread's stream only (``device``)
+    a store on a device  made, read and given back on the thread's stream only (``DeviceOps``)
     the whole device     the thread copies a batch when the device has left the one ``depth + 1``
     before it
 
-Batch ops of fastdata's loaders run on the thread's stream, behind the copies.
+Batch ops of fastdata's loaders run on the thread's stream, after the copies, or on the CPU before
+batches are sent.
+
+Shape letters: N stored samples, C channels, H W stored size.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import torch
 import torch.cuda
 
-from fastdata.datasets.batch import flatten
+from fastdata.datasets.batch import flatten, stacked
+from fastdata.datasets.dataset import PreparedDataset, lease_of
+from fastdata.datasets.reader import DeviceBatch, Lease
 from fastdata.datasets.ring import BatchRing
-from fastdata.errors import DeviceError
-from fastdata.loaders.device_ops import DeviceOps, Ops, WhereOps, is_own
+from fastdata.errors import DeviceError, kind_of
 from fastdata.loaders.epochs import HELD_BY_USER
-from fastdata.loaders.feed import CopyCounts, Feed, Pinned
-from fastdata.machine.memory import format_bytes
+from fastdata.loaders.loader import DataLoader
+from fastdata.loaders.transfer import CopyCounts, PinnedMemory, Transfer
+from fastdata.loaders.view import LoaderView
+from fastdata.machine.memory import check_device_room, format_bytes
+from fastdata.pixels import TransformPlan
+from fastdata.pixels.device import DeviceProgram
 from fastdata.report import EpochReport, Line, warn_user
+from fastdata.stores.readers import Store
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 DeviceLike = str | int | torch.device
 Transform = Callable[[Any], Any]
+WhereOps = Literal["auto", "device", "cpu"]
+Read = Callable[[Any, BatchRing], DeviceBatch]
 
-_IMAGE_DIMENSIONS = 4
+CHUNK_BYTES = 32 << 20
+"""What of a store is copied at a time."""
+MOST_TIMES_SERVED = 1.5
+"""Up to so many times the bytes are sent. To gather 256 samples of 256 x 256 takes the host as long
+as to crop them to 224 x 224 (9.0 and 8.5 ms on a thread), at 1.3 times the bytes: beyond that the
+device's work spares the host none."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class PrefetchReport(EpochReport):
     """How the latest epoch of a prefetcher went, complete or not.
 
@@ -73,17 +92,17 @@ class PrefetchReport(EpochReport):
 
     def as_dict(self) -> dict[str, float]:
         copies = dataclasses.asdict(self.copies)
-        figures = super(PrefetchReport, self).as_dict()
-        return figures | {f"copies_{name}": figure for name, figure in copies.items()}
+        return super().as_dict() | {f"copies_{name}": figure for name, figure in copies.items()}
 
     def _lines(self) -> Iterator[Line]:
-        yield from super(PrefetchReport, self)._lines()
+        yield from super()._lines()
         if self.device == "cpu":
             yield "batches stay on the CPU"
             return
         copies = self.copies
+        sent_bytes = copies.in_place_bytes + copies.staged_bytes + copies.pageable_bytes
         yield (
-            f"to {self.device}: {format_bytes(copies.device_bytes)}, of it "
+            f"to {self.device}: {format_bytes(sent_bytes)}, of it "
             f"{format_bytes(copies.in_place_bytes)} straight from pinned memory "
             f"({copies.in_place} tensors), "
             f"{format_bytes(copies.staged_bytes)} by one more host copy ({copies.staged}), "
@@ -95,16 +114,17 @@ class PrefetchReport(EpochReport):
 
 
 class Epoch(Iterator[Any]):
-    """What a feed has brought, handed out; its thread ends when this is dropped."""
+    """The batches of a transfer, whose thread ends when this is dropped."""
 
-    def __init__(self, feed: Feed, prefetcher: CudaPrefetcher) -> None:
-        self._feed = feed
+    def __init__(self, transfer: Transfer, prefetcher: CudaPrefetcher) -> None:
+        self._transfer = transfer
         self._prefetcher = prefetcher  # is kept alive
-        self.close = weakref.finalize(self, feed.stop)
+        self.close = weakref.finalize(self, transfer.stop)
 
     def __next__(self) -> Any:
-        batch = self._feed.receive()
-        self._prefetcher.say_pageable(self._feed)
+        batch = self._transfer.receive()
+        if self._transfer.copies.pageable:
+            self._prefetcher.warn_of_pageable()
         return batch
 
 
@@ -188,16 +208,16 @@ class CudaPrefetcher:
         self.depth = depth
         is_asked = channels_last or getattr(loader, "memory_format", None) is torch.channels_last
         casts: dict[str, Any] = {"dtype": dtype, "channels_last": is_asked}
-        self._finishing = {**casts, "transform": transform}
+        self._finish = partial(_finish, device=self.device, transform=transform, **casts)
         self._ring: BatchRing | None = None
         self._live: weakref.WeakSet[Epoch] = weakref.WeakSet()
         # Of the latest epoch; of an empty one before the first.
-        self._feed = Feed(None, self.device)
+        self._transfer = Transfer(iter(()), self.device, self._finish)
         self._has_warned = False
-        self._pinned: Pinned | None = None
+        self._pinned: PinnedMemory | None = None
         self._stream: Any = None
         if self.device.type == "cuda":
-            self._pinned = Pinned(self.device)
+            self._pinned = PinnedMemory(self.device)
             self._ops = DeviceOps(loader, batch_ops, self.device, **casts)
 
     # The loader's face
@@ -219,23 +239,20 @@ class CudaPrefetcher:
 
     def set_epoch(self, epoch: int) -> None:
         batch_sampler = getattr(self.loader, "batch_sampler", None)
-        sampler = getattr(self.loader, "sampler", None)
-        inner = getattr(batch_sampler, "sampler", None)
-        listeners: dict[int, Any] = {
-            id(one): one for one in (self.loader, sampler, batch_sampler, inner)
-        }
+        samplers = (getattr(it, "sampler", None) for it in (self.loader, batch_sampler))
+        listeners: dict[int, Any] = {id(it): it for it in (self.loader, batch_sampler, *samplers)}
         for listener in listeners.values():
             if hasattr(listener, "set_epoch"):
                 listener.set_epoch(epoch)
 
     def _user_state(self) -> Any:
         loader: Any = self.loader
-        return loader.state_dict() if self._feed.seen is None else self._feed.seen
+        return loader.state_dict() if self._transfer.seen is None else self._transfer.seen
 
     def _load_user_state(self, state: Any) -> None:
         loader: Any = self.loader
         loader.load_state_dict(state)
-        self._feed.seen = None
+        self._transfer.seen = None
 
     # Epochs
 
@@ -243,60 +260,48 @@ class CudaPrefetcher:
         if getattr(self.loader, "persistent_workers", False) or isinstance(self.loader, Iterator):
             for epoch in list(self._live):  # both would read the same iterator
                 epoch.close()
-        finish: Callable[..., Any] | None = None
-        begun = None if self._pinned is None else self._ops.begin()
-        read, ops = begun or (None, None)
-        if ops or any(self._finishing.values()):
-            finish = partial(_finish, device=self.device, ops=ops, **self._finishing)
-        if self._pinned is None:
-            self._feed = Feed(iter(self.loader), self.device, finish)
-        else:
-            self._feed = self._begin(self._pinned, finish, read)
-        epoch = Epoch(self._feed, self)
+        self._transfer = self._begin()
+        epoch = Epoch(self._transfer, self)
         self._live.add(epoch)
         return epoch
 
-    def _begin(self, pinned: Pinned, finish: Callable[..., Any] | None, read: Any) -> Feed:
+    def _begin(self) -> Transfer:
         """An epoch of the loader, in the prefetcher's ring where it is fastdata's."""
         loader: Any = self.loader
+        pinned = self._pinned
+        if pinned is None:
+            return Transfer(iter(loader), self.device, self._finish)
+        read, ops = self._ops.begin() or (None, None)
+        finish = partial(self._finish, ops=ops)
         self._stream = self._stream or torch.cuda.Stream(self.device)
-        device = {"stream": self._stream, "pinned": pinned, "depth": self.depth}
+        cuda = {"stream": self._stream, "pinned": pinned, "depth": self.depth}
         if not is_own(loader):
             mark = getattr(loader, "state_dict", lambda: None)
-            return Feed(iter(loader), self.device, finish, mark=mark, **device)
+            return Transfer(iter(loader), self.device, finish, mark=mark, **cuda)
         held = max(HELD_BY_USER, self.depth + 1)
         pinned.ring_slots = loader.ring_slots(held)
         self._ring = self._ring or BatchRing(pinned.ring_slots, pinned.allocate)
         iterator = loader.iterate(self._ring, held, read)
         progress = loader.read_ahead()
-        hand_over = progress.hand_over
-        return Feed(
-            iterator, self.device, finish, mark=progress.mark, hand_over=hand_over, **device
-        )
+        marks = {"mark": progress.mark, "hand_over": progress.hand_over}
+        return Transfer(iterator, self.device, finish, **marks, **cuda)
 
     def report(self) -> PrefetchReport:
         ask = getattr(self.loader, "report", None)
         said = ask() if callable(ask) else None
         if not isinstance(said, EpochReport):
             said = EpochReport(path=f"batches of {type(self.loader).__name__}")
-        feed = self._feed
+        latest = self._transfer
         values: dict[str, Any] = {
             field.name: getattr(said, field.name) for field in dataclasses.fields(EpochReport)
         }
-        values |= {
-            "batches": feed.batches,
-            "samples": feed.samples,
-            "wait_s": feed.times.wait_s,
-            "busy_s": feed.times.busy_s,
-            "read_s": feed.read_s,
-            "copy_s": feed.copy_s,
-        }
+        values |= latest.counts.figures() | {"read_s": latest.read_s, "copy_s": latest.copy_s}
         if self._pinned is not None:
             values |= {
                 "device": str(self.device),
                 "pinning": self._pinned.reason,
                 "pinned_bytes": self._pinned.ring_bytes + self._pinned.copies_bytes,
-                "copies": feed.copies,
+                "copies": latest.copies,
                 "batch_ops": self._ops.described,
             }
         return PrefetchReport(**values)
@@ -317,9 +322,9 @@ class CudaPrefetcher:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def say_pageable(self, feed: Feed) -> None:
-        """Warn, once, that batches of an epoch go to the device the slow way, and why."""
-        if self._has_warned or not feed.copies.pageable or self._pinned is None:
+    def warn_of_pageable(self) -> None:
+        """Say, once, that batches go to the device the slow way, and why."""
+        if self._has_warned or self._pinned is None:
             return
         self._has_warned = True
         warn_user(
@@ -333,8 +338,8 @@ def _finish(
     number: int,
     *,
     device: torch.device,
-    ops: Ops | None,
     transform: Transform | None,
+    ops: Transform | None = None,
     **casts: Any,
 ) -> Any:
     """Batch ops, casts and the user's transform, in this order, on the calling thread's stream."""
@@ -362,14 +367,11 @@ def _finish(
 def _cast(tensor: Any, device: torch.device, dtype: torch.dtype | None, channels_last: bool) -> Any:
     if not isinstance(tensor, torch.Tensor) or tensor.device not in (device, torch.device("cpu")):
         return tensor
-    is_image = tensor.dtype is torch.uint8 and tensor.ndim >= _IMAGE_DIMENSIONS
-    layout = (
-        torch.channels_last
-        if channels_last and tensor.ndim == _IMAGE_DIMENSIONS
-        else torch.preserve_format
-    )
+    is_image = tensor.dtype is torch.uint8 and tensor.ndim >= 4
+    is_laid_out = channels_last and tensor.ndim == 4
     return tensor.to(
-        dtype=dtype if tensor.is_floating_point() or is_image else None, memory_format=layout
+        dtype=dtype if tensor.is_floating_point() or is_image else None,
+        memory_format=torch.channels_last if is_laid_out else torch.preserve_format,
     )
 
 
@@ -413,3 +415,174 @@ def _resolve_device(device: DeviceLike | None) -> torch.device:
                 f"device='cuda:{rank}' (or 'cuda:0')."
             )
     return resolved
+
+
+# Where batch ops run
+
+
+def is_own(loader: Any) -> bool:
+    """Whether it is fastdata's: who defines how it is iterated also defines ``iterate``."""
+    begins = {"__iter__", "_get_iterator"}
+    definer = next((kind for kind in type(loader).__mro__ if begins & vars(kind).keys()), object)
+    return "iterate" in vars(definer)
+
+
+def fallback_reason(
+    asked: WhereOps,
+    obstacle: str | None,
+    *,
+    stored_bytes: int,
+    served_bytes: int,
+    is_mirrored: bool = False,
+) -> str | None:
+    """Why batch ops run on the CPU; None if on the device, where samples are sent as stored.
+
+    Or where they lie, if they are mirrored.
+
+    Raises:
+        ValueError: they are to run on the device, and there is an obstacle.
+
+    Example:
+        >>> fallback_reason("auto", None, stored_bytes=786_432, served_bytes=3_072)
+        'a sample as stored is 768.0 KiB, after the batch ops 3.0 KiB'
+    """
+    if asked == "cpu":
+        return "batch_ops='cpu'"
+    if obstacle is not None and asked == "device":
+        raise ValueError(
+            f"batch_ops='device' is not possible here: {obstacle}. Use batch_ops='auto'."
+        )
+    is_small = stored_bytes <= served_bytes * MOST_TIMES_SERVED
+    if obstacle is not None or asked == "device" or is_mirrored or is_small:
+        return obstacle
+    stored, served = format_bytes(stored_bytes), format_bytes(served_bytes)
+    return f"a sample as stored is {stored}, after the batch ops {served}"
+
+
+class DeviceOps:
+    """The batch ops of a loader, epoch after epoch, and the copy of its store on the device.
+
+    Attributes:
+        described: where they run in the latest epoch, and why; empty where the loader has none.
+    """
+
+    def __init__(self, loader: Any, asked: WhereOps, device: torch.device, **options: Any) -> None:
+        self.described = ""
+        self._loader = loader
+        self._asked = asked
+        self._device = device
+        self._served = LoaderView.find(getattr(loader, "dataset", None))
+        self._options = options  # of ``DeviceProgram``
+        self._compiled: tuple[TransformPlan, DeviceProgram] | None = None
+        self._lock = threading.Lock()
+        self._mirror: torch.Tensor | None = None
+        self._has_warned = False
+
+    def begin(self) -> tuple[Read, Transform] | None:
+        """What reads the batches of an epoch, what finishes them; None if the CPU does it all.
+
+        Raises:
+            ValueError: as ``fallback_reason``.
+        """
+        self.described = ""
+        if self._served is None:
+            return None
+        self._served.dataset.reader()  # which notices what was changed in place
+        dataset = self._served.parts[0]  # several have an obstacle
+        is_mirrored = dataset.storage == "device"
+        obstacle: str | None = (
+            f"the loader is {kind_of(self._loader)}, not fastdata's DataLoader in batches"
+        )
+        if isinstance(self._loader, DataLoader) and is_own(self._loader):
+            obstacle = self._loader.device_obstacle()
+        if obstacle is None and not dataset.plan.batch_ops and not is_mirrored:
+            return None
+        program = self._compile(dataset) if obstacle is None else None
+        reason = fallback_reason(
+            self._asked,
+            obstacle,
+            stored_bytes=math.prod(program.sent_shape) if program else 0,
+            served_bytes=self._served.latest().served_bytes or 0,
+            is_mirrored=is_mirrored and program is not None and program.host is None,
+        )
+        lease = lease_of(dataset)
+        where = f"on {self._device}"
+        unused = ""
+        if reason is not None:
+            where = f"on the CPU: {reason}"
+            unused = f", batches are made on the CPU: {reason}"
+        elif program is not None and program.host is not None:
+            unused = f": {program.host_step} runs on the CPU"
+            where += f", the conversion only{unused}"
+        elif is_mirrored:
+            size = format_bytes(_size_bytes(_store(lease)))
+            where += f", from a copy of the store there ({size})"
+        self.described = where
+        if unused and is_mirrored and self._asked != "cpu" and not self._has_warned:
+            self._has_warned = True
+            warn_user(f"storage='device' has no effect{unused}")
+        if program is None or reason is not None:
+            return None
+        is_there = is_mirrored and not unused
+
+        def read(batch: Any, ring: BatchRing) -> DeviceBatch:
+            return lease().read_for_device(program, batch, ring, only_places=is_there)
+
+        return read, partial(self._run, program, lease if is_there else None)
+
+    def _compile(self, dataset: PreparedDataset) -> DeviceProgram:
+        plan = dataset.plan  # the user may have replaced it
+        if self._compiled is None or self._compiled[0] is not plan:
+            spec = _store(lease_of(dataset)).spec
+            self._compiled = plan, DeviceProgram(plan, spec, **self._options)
+        return self._compiled[1]
+
+    def _run(self, program: DeviceProgram, lease: Lease | None, batch: DeviceBatch) -> Any:
+        """Make the images of a batch on its device; with a lease, of samples in the store there."""
+        samples = batch.samples
+        positions_B = None
+        if lease is not None:
+            positions_B = samples
+            with self._lock:  # two iterators may be the first
+                if self._mirror is None:
+                    self._mirror = _upload(_store(lease), self._device)
+                samples = self._mirror
+        images = program.run(samples, batch.draws, positions_B)
+        return stacked(images, batch.targets, batch.keys)
+
+    def close(self) -> None:
+        """Give back the memory on the device. Idempotent; a later epoch copies again."""
+        with self._lock:
+            self._mirror = None
+
+
+def _upload(store: Store, device: torch.device) -> torch.Tensor:
+    """Copy a dense uint8 store to (N, C, H, W) on the caller's current stream, which owns it; waits.
+
+    Raises:
+        MemoryBudgetError: there is too little memory on the device.
+    """
+    shape = store.spec.shape
+    assert shape is not None
+    unused_bytes = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    free_bytes = torch.cuda.mem_get_info(device)[0] + unused_bytes
+    check_device_room(_size_bytes(store), free_bytes, str(device))
+    copy_NCHW = torch.empty((len(store), *shape), dtype=torch.uint8, device=device)
+    rows = max(1, CHUNK_BYTES // max(store.spec.sample_bytes, 1))
+    chunk = np.empty((min(rows, len(store)), *shape), np.uint8)
+    for start in range(0, len(store), rows):
+        index = np.arange(start, min(start + rows, len(store)))
+        part = chunk[: len(index)]
+        store.gather_into(index, part)
+        copy_NCHW[start : start + len(index)].copy_(torch.from_numpy(part))
+    return copy_NCHW
+
+
+def _store(lease: Lease) -> Store:
+    kept = lease().kept
+    assert kept is not None
+    return kept.images
+
+
+def _size_bytes(store: Store) -> int:
+    return len(store) * store.spec.sample_bytes

@@ -10,6 +10,8 @@ of them.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -21,7 +23,7 @@ from fastdata.pixels.program import Program
 
 Tensor = torch.Tensor
 Shape = tuple[int, ...]
-Ints = npt.NDArray[np.integer]
+Ints = npt.NDArray[Any]
 
 _WINDOWS = ("STEP_PAD", "STEP_CROP", "STEP_CENTER_CROP", "STEP_FLIP")
 """Ops that only say where rows and columns come from, or that they are filled."""
@@ -154,7 +156,7 @@ class DeviceProgram:
         batch = self._floats.convert(batch) if self._floats else batch
         return batch.contiguous(memory_format=self._layout)
 
-    def _records(self, index_B: Int64s, visits_B: int | Int64s, seed: int) -> npt.NDArray[np.void]:
+    def _records(self, index_B: Int64s, visits_B: int | Int64s, seed: int) -> npt.NDArray[Any]:
         shapes_B3 = np.full((len(index_B), 3), self.sent_shape, np.int32)
         return self._program.draw(index_B, visits_B, seed, shapes_B3)
 

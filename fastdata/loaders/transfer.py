@@ -1,14 +1,13 @@
 """One epoch's batches, brought from the host to a device ahead of the training loop.
 
-For each batch the thread waits for memory before it takes any::
+For each batch the copy thread waits for memory before it takes any::
 
-    next(loader) -> pinned memory -> a place -> copy on the side stream -> event -> queue
+    next(loader) -> pinned memory -> a slot -> copy on the side stream -> event -> queue
 
-and the training loop's stream waits for the event, not its thread. Each of ``depth`` places has two
+and the training loop's stream waits for the event, not its thread. Each of ``depth`` slots has two
 events: where the loop's stream had left the batch before (``left``), and where the side stream is
-    done with its own (``ready``). A place
-goes from the thread to the loop and back: an event is recorded anew only when nobody waits for it
-any more.
+done with its own (``ready``). A slot goes from the thread to the loop and back: an event is
+recorded again only when nobody waits for it any more.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import dataclasses
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
@@ -28,7 +27,7 @@ import torch.cuda
 
 from fastdata.datasets.batch import flatten, memory_of
 from fastdata.datasets.ring import is_plain
-from fastdata.loaders.epochs import LoopTimes, sample_count, shown_as
+from fastdata.loaders.epochs import LoopCounts, sample_count, shown_as
 from fastdata.machine import memory as host_memory
 from fastdata.machine.memory import budget_bytes, choose_pinning
 from fastdata.report import log
@@ -62,12 +61,8 @@ class CopyCounts:
         setattr(self, kind, getattr(self, kind) + 1)
         setattr(self, f"{kind}_bytes", getattr(self, f"{kind}_bytes") + size_bytes)
 
-    @property
-    def device_bytes(self) -> int:
-        return self.in_place_bytes + self.staged_bytes + self.pageable_bytes
 
-
-class Pinned:
+class PinnedMemory:
     """What a prefetcher has of torch's pinned memory: its loader's ring, and copies of batches.
 
     The ring may take the share of the free memory that ``choose_pinning`` allows; a larger one
@@ -77,67 +72,57 @@ class Pinned:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._lock = threading.Lock()
-        self._refusal = ""  # the driver's
-        self._ring = ""
-        self._copies = ""
+        self._reasons = {"ring": "", "copies": "", "refusal": ""}
         self.ring_slots = 0
         self.ring_bytes = 0
         self.copies_bytes = 0
 
     @property
     def reason(self) -> str:
-        said = [self._ring, self._copies, self._refusal]
-        return "; ".join(filter(None, said)) or "nothing pinned yet"
+        return "; ".join(filter(None, self._reasons.values())) or "nothing pinned yet"
 
     def allocate(self, size_bytes: int) -> np.ndarray:
         """Return uint8 memory for one of the ring's slots, pinned if all may be."""
         with self._lock:
             begin_thread(self._device)
-            need_bytes = self.ring_slots * _allocated_bytes(size_bytes)
-            plan = choose_pinning(
-                has_accelerator=True,
-                batch_bytes=need_bytes,
-                pinned_bytes=need_bytes,
-                budget=budget_bytes(host_memory.available_bytes()),
-                copies_wait=True,
-            )
-            if need_bytes > self.ring_bytes:
-                self._ring = f"ring {plan.reason}"
-            if plan.pin or need_bytes <= self.ring_bytes:
-                pinned = self._pin(lambda: [_pinned_bytes(size_bytes)])
-                if pinned is not None:
-                    self.ring_bytes = max(need_bytes, self.ring_bytes)
-                    return pinned[0].numpy()
-        return np.empty(size_bytes, np.uint8)
+            need_bytes = self.ring_slots * allocated_bytes(size_bytes)
+            is_allowed = need_bytes <= self.ring_bytes
+            if not is_allowed:
+                plan = choose_pinning(
+                    has_accelerator=True,
+                    batch_bytes=need_bytes,
+                    pinned_bytes=need_bytes,
+                    budget=budget_bytes(host_memory.available_bytes()),
+                    copies_wait=True,
+                )
+                is_allowed = plan.pin
+                self._reasons["ring"] = f"ring {plan.reason}"
+            slot = self._pin(torch.empty(size_bytes, dtype=torch.uint8)) if is_allowed else None
+            if slot is None:
+                return np.empty(size_bytes, np.uint8)
+            self.ring_bytes = max(need_bytes, self.ring_bytes)
+            return slot.numpy()
 
-    def stage(self, tensors: list[torch.Tensor], depth: int) -> list[torch.Tensor] | None:
-        """Copy a batch's tensors to pinned memory, dense; None where the driver refuses."""
-        copies = self._pin(
-            lambda: [torch.empty_like(it, pin_memory=True).copy_(it) for it in tensors]
-        )
-        if copies is not None:
-            # Of each place one, the next one, and one that torch has not found to be read yet.
-            size_bytes = sum(_allocated_bytes(tensor.nbytes) for tensor in tensors)
-            self.copies_bytes = max((depth + 2) * size_bytes, self.copies_bytes)
-            self._copies = "copies pinned"
-        return copies
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Copy a tensor to pinned memory, dense; None where the driver refuses."""
+        pinned = self._pin(tensor)
+        if pinned is None:
+            return None
+        self._reasons["copies"] = "copies pinned"
+        return pinned.copy_(tensor)
 
-    def _pin(self, make: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor] | None:
-        if self._refusal:
+    def _pin(self, like: torch.Tensor) -> torch.Tensor | None:
+        if self._reasons["refusal"]:
             return None
         try:
-            return make()
+            return torch.empty_like(like, pin_memory=True)
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
-            self._refusal = f"not pinned: the driver refuses to ({reason})"
+            self._reasons["refusal"] = f"not pinned: the driver refuses to ({reason})"
             return None
 
 
-def _pinned_bytes(size_bytes: int) -> torch.Tensor:
-    return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
-
-
-def _allocated_bytes(size_bytes: int) -> int:
+def allocated_bytes(size_bytes: int) -> int:
     """What torch's allocator takes: the next power of two."""
     return 1 << max(size_bytes - 1, 0).bit_length()
 
@@ -161,10 +146,10 @@ def begin_thread(device: torch.device) -> None:
         exchange_mode(ctypes.byref(ctypes.c_int(_RELAXED)))
 
 
-# The thread
+# The copy thread
 
 
-class Place:
+class Slot:
     """Room for a batch on the device."""
 
     def __init__(self) -> None:
@@ -178,32 +163,32 @@ class Place:
         self.sources.clear()
 
 
-class Arrival(NamedTuple):
+class BatchHandle(NamedTuple):
     """A batch on the device, or on its way there."""
 
     batch: Any
     samples: int
-    mark: Any  # how far the loader was read
-    place: Place | None
-    memory: list[torch.Tensor]
+    mark: Any = None  # how far the loader was read
+    slot: Slot | None = None
+    memory: Sequence[torch.Tensor] = ()
 
 
-Outcome = Arrival | BaseException | None
+Outcome = BatchHandle | BaseException | None
 """What comes of reading a batch; None at the end."""
 
 
 @dataclasses.dataclass(eq=False)
-class Feed:
-    """One epoch: a thread reads a loader's iterator and brings batches, at most ``depth`` ahead.
+class Transfer:
+    """One epoch: a thread reads a loader's iterator and copies batches, at most ``depth`` ahead.
 
-    The thread ends with the loader, or where something fails; it begins anew if the user asks
+    The thread ends with the loader, or where something fails; another one begins if the user asks
     again. Without a stream there is none: batches stay where they are, and are read where they are
     asked for.
     """
 
-    iterator: Iterator[Any] | None  # the loader's, made in the user's thread
+    iterator: Iterator[Any]  # the loader's, made in the user's thread
     device: torch.device
-    finish: Callable[[Any, int], Any] | None = None  # of batch i, on the stream that brought it
+    finish: Callable[[Any, int], Any]  # of batch i, on the stream that brought it
     stream: Any = None  # for the copies
     pinned: Any = None
     depth: int = 0
@@ -212,18 +197,16 @@ class Feed:
     hand_over: Callable[[Any], Any] = lambda mark: None
 
     def __post_init__(self) -> None:
-        self.times = LoopTimes()
+        self.counts = LoopCounts()
         self.copies = CopyCounts()
-        self.batches = 0
-        self.samples = 0
         self.read_s = 0.0  # how long the thread waited for the loader
         self.copy_s = 0.0  # and for copies and what follows
         self.seen: Any = None  # how far the loader had been read with the user's latest batch
-        self._number = 0
-        self._all_places = [Place() for _ in range(self.depth)]
-        self._places: SimpleQueue[Place | None] = SimpleQueue()
-        for place in self._all_places:
-            self._places.put(place)
+        self._number = -1  # of the latest batch
+        self._all_slots = [Slot() for _ in range(self.depth)]
+        self._slots: SimpleQueue[Slot | None] = SimpleQueue()
+        for slot in self._all_slots:
+            self._slots.put(slot)
         self._ready: SimpleQueue[Outcome] = SimpleQueue()
         self._stopped = threading.Event()
         self._pid = os.getpid()
@@ -234,12 +217,12 @@ class Feed:
     def receive(self) -> Any:
         """Return the next batch, or raise the exception in its place, or StopIteration at the end.
 
-        The calling thread's stream is made to wait for it. The prefetcher's thread starts here and
-        not before: what a loader draws for its first batch is drawn while the user waits.
+        The calling thread's stream is made to wait for it. The copy thread starts here and not
+        before: what a loader draws for its first batch is drawn while the user waits.
         """
         if self._stopped.is_set():
             raise StopIteration
-        asked_at = self.times.ask()
+        asked_at = self.counts.ask()
         try:
             with shown_as("fastdata: wait"):
                 outcome = self._read_here() if self.stream is None else self._take()
@@ -247,10 +230,10 @@ class Feed:
             self.stop()
             raise
         finally:
-            self.times.answer(asked_at)
+            self.counts.answer(asked_at)
         if self._stopped.is_set():  # by another thread, while this one waited
             raise StopIteration
-        mark = outcome.mark if isinstance(outcome, Arrival) else self.mark()
+        mark = outcome.mark if isinstance(outcome, BatchHandle) else self.mark()
         if mark is not None:
             self.seen = mark
             self.hand_over(mark)
@@ -262,8 +245,8 @@ class Feed:
         if outcome is None:
             self.stop()
             raise StopIteration
-        self.batches += 1
-        self.samples += outcome.samples
+        self.counts.batches += 1
+        self.counts.samples += outcome.samples
         return outcome.batch
 
     def stop(self) -> None:
@@ -271,22 +254,20 @@ class Feed:
         if os.getpid() != self._pid or self._stopped.is_set():
             return
         self._stopped.set()
-        self._places.put(None)
+        self._slots.put(None)
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(_PATIENCE_S)
-        self.iterator = None
+        self.iterator = iter(())
         while not self._ready.empty():
             self._ready.get()
         self._ready.put(None)
 
     def _read_here(self) -> Outcome:
         try:
-            batch = next(self.iterator or iter(()))
-            number = self._number
+            batch = next(self.iterator)
             self._number += 1
             samples = sample_count(batch)
-            batch = batch if self.finish is None else self.finish(batch, number)
-            return Arrival(batch, samples, None, None, [])
+            return BatchHandle(self.finish(batch, self._number), samples)
         except StopIteration:
             return None
         except Exception as error:  # noqa: BLE001  # raised where the batch would have come
@@ -298,7 +279,8 @@ class Feed:
                 "an iterator of a prefetcher works in the process that made it; call iter() in "
                 "this one"
             )
-        if _is_capturing():
+        # A build without CUDA captures nothing, and what it has in place of the question raises.
+        if torch.backends.cuda.is_built() and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "next() of a CudaPrefetcher was called while a CUDA graph is captured, which "
                 "cannot hold the arrival of a batch. Take the batch before the capture, and copy "
@@ -311,20 +293,20 @@ class Feed:
             self._thread = threading.Thread(target=self._run, name="fastdata-prefetch", daemon=True)
             self._thread.start()
         outcome = self._ready.get()
-        if isinstance(outcome, Arrival):
-            assert outcome.place is not None
-            outcome.place.left.record(user_stream)
-            user_stream.wait_event(outcome.place.ready)
+        if isinstance(outcome, BatchHandle):
+            assert outcome.slot is not None
+            outcome.slot.left.record(user_stream)
+            user_stream.wait_event(outcome.slot.ready)
             for tensor in outcome.memory:
                 if tensor.device.type == "cuda":
                     tensor.record_stream(user_stream)
-            self._places.put(outcome.place)
+            self._slots.put(outcome.slot)
         elif outcome is not None:  # the last that its thread has done
             self._thread.join()
             self._thread = None
         return outcome
 
-    # In the thread
+    # In the copy thread
 
     def _run(self) -> None:
         failure: BaseException | None = None
@@ -332,23 +314,23 @@ class Feed:
             begin_thread(self.device)
             try:
                 with torch.cuda.stream(self.stream):
-                    while self._bring():
+                    while self._copy_next():
                         pass
-                self.iterator = None
+                self.iterator = iter(())
             finally:
-                for place in self._all_places:
-                    place.let_go()
+                for slot in self._all_slots:
+                    slot.let_go()
         except BaseException as error:  # noqa: BLE001  # raised where its batch would have come
             # Without this frame.
             failure = error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)
-        for place in self._all_places:
-            place.sources.clear()  # of a lost device, which reads nothing any more
+        for slot in self._all_slots:
+            slot.sources.clear()  # of a lost device, which reads nothing any more
         self._ready.put(failure)
         del failure  # it would keep this frame, and this frame it
 
-    def _bring(self) -> bool:
+    def _copy_next(self) -> bool:
         """Bring one batch; whether there was one, and it is wanted."""
-        if self._stopped.is_set() or self.iterator is None:
+        if self._stopped.is_set():
             return False
         asked_at = time.perf_counter()
         try:
@@ -358,7 +340,6 @@ class Feed:
         finally:
             self.read_s += time.perf_counter() - asked_at
         mark = self.mark()
-        number = self._number
         self._number += 1
         samples = sample_count(batch)
         tensors, build = flatten(batch)
@@ -366,41 +347,47 @@ class Feed:
         begun_at = time.perf_counter()
         self._stage(tensors)
         self.copy_s += time.perf_counter() - begun_at
-        place = self._places.get()
-        if place is None or self._stopped.is_set():
+        slot = self._slots.get()
+        if slot is None or self._stopped.is_set():
             return False
         try:
             # So the device never holds more than the queue, the loop's batch and this one.
-            place.left.synchronize()
-            place.let_go()
+            slot.left.synchronize()
+            slot.let_go()
             begun_at = time.perf_counter()
-            place.sources = tensors
+            slot.sources = tensors
             try:
                 with shown_as("fastdata: copy"):
                     batch = build([self._copy(tensor) for tensor in tensors])
-                if self.finish is not None:
-                    batch = self.finish(batch, number)
+                batch = self.finish(batch, self._number)
             finally:
                 del tensors  # an exception keeps this frame
-                place.ready.record(self.stream)
+                slot.ready.record(self.stream)
             memory = [part for tensor in flatten(batch)[0] for part in memory_of(tensor)]
             self.copy_s += time.perf_counter() - begun_at
         except BaseException:
-            self._places.put(place)
+            self._slots.put(slot)
             raise
-        self._ready.put(Arrival(batch, samples, mark, place, memory))
+        self._ready.put(BatchHandle(batch, samples, mark, slot, memory))
         return True
 
     def _stage(self, tensors: list[Any]) -> None:
         """Put pinned copies in place of what the device cannot read where it lies."""
-        ours = [k for k, tensor in enumerate(tensors) if _is_host_tensor(tensor)]
-        staged = [k for k in ours if not tensors[k].is_pinned() or not _is_dense(tensors[k])]
-        copied = self.pinned.stage([tensors[k] for k in staged], self.depth) if staged else []
-        for k in ours:
-            kind = "in_place" if k not in staged else "pageable" if copied is None else "staged"
-            self.copies.add(kind, tensors[k].nbytes)
-        for k, pinned in zip(staged, copied or (), strict=False):
-            tensors[k] = pinned
+        staged_bytes = 0
+        for k, tensor in enumerate(tensors):
+            if not _is_host_tensor(tensor):
+                continue
+            kind = "in_place"
+            if not tensor.is_pinned() or not _is_dense(tensor):
+                copied = self.pinned.copy(tensor)
+                kind = "pageable" if copied is None else "staged"
+                if copied is not None:
+                    tensors[k] = copied
+                    staged_bytes += allocated_bytes(tensor.nbytes)
+            self.copies.add(kind, tensor.nbytes)
+        # Of each slot one, the next one, and one that torch has not found to be read yet.
+        need_bytes = (self.depth + 2) * staged_bytes
+        self.pinned.copies_bytes = max(need_bytes, self.pinned.copies_bytes)
 
     def _copy(self, tensor: Any) -> Any:
         """Queue the copy of a tensor, one transfer if it is dense; others go in torch's own way."""
@@ -410,11 +397,6 @@ class Feed:
         return tensor.to(self.device) if lies_on.type == "cpu" else tensor
 
 
-def _is_capturing() -> bool:
-    # A build without CUDA captures nothing, and what it has in place of the question only raises.
-    return torch.backends.cuda.is_built() and torch.cuda.is_current_stream_capturing()
-
-
 def _is_host_tensor(value: Any) -> bool:
     """Whether it is a CPU tensor with elements, and bytes, dtype, shape and strides are all."""
     return type(value) is torch.Tensor and is_plain(value) and value.numel() > 0
@@ -422,7 +404,4 @@ def _is_host_tensor(value: Any) -> bool:
 
 def _is_dense(tensor: torch.Tensor) -> bool:
     """Whether its elements fill a range of memory: else torch would copy them first."""
-    return (
-        tensor.is_contiguous()
-        or torch.empty_like(tensor, device="meta").stride() == tensor.stride()
-    )
+    return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
