@@ -34,8 +34,7 @@ from fastdata.datasets.serving import fallback_notice
 from fastdata.errors import kind_of
 from fastdata.loaders import epochs
 from fastdata.loaders.epochs import HELD_BY_USER, Counted, Engine, Tally, TorchView
-from fastdata.loaders.order import Progress, length_of, undisturbed
-from fastdata.loaders.resume import Checkpoints
+from fastdata.loaders.order import Checkpoints, Progress, length_of, undisturbed
 from fastdata.loaders.samplers import RankSampler, Uneven
 from fastdata.loaders.view import LoaderView, wrapped_notice
 from fastdata.machine import memory
@@ -274,11 +273,9 @@ class DataLoader(_TorchLoader[_T_co]):
     def _index_sampler(self) -> Any:
         if isinstance(self.dataset, IterableDataset):
             return super()._index_sampler
-        indices = self._checkpoints.indices(self.generator)
         # A collate_fn of the user's own gets samples that lie as ever.
-        is_asked = self.memory_format is torch.channels_last
-        indices.channels_last = is_asked and self.collate_fn is collate
-        return indices
+        is_asked = self.memory_format is torch.channels_last and self.collate_fn is collate
+        return self._checkpoints.indices(self.generator, channels_last=is_asked)
 
     def check_worker_number_rationality(self) -> None:
         """Warn of more worker processes than cores, as torch does; threads may be many."""
@@ -347,18 +344,12 @@ class DataLoader(_TorchLoader[_T_co]):
         self._checkpoints.load(state, self._identity())
 
     def _identity(self) -> dict[str, Any]:
-        indices = self._checkpoints.indices(self.generator)
-        ranked: dict[str, Any] = indices.sharing
-        if indices.ranked is not None:
-            ranked |= {"world_size": indices.ranked.num_replicas, "order": indices.ranked.identity}
         return {
             "dataset_length": length_of(self.dataset),
             "sampler_length": length_of(self.sampler),
             "batch_size": self.batch_size,
             "drop_last": self.drop_last,
-            "generators": len(indices.generators),
-            "sampler": indices.name,
-        } | ranked
+        } | self._checkpoints.indices(self.generator).identity
 
     # For a prefetcher
 

@@ -1,7 +1,15 @@
 """The order of an epoch: the indices of its batches, and what their random draws are made from.
 
-torch's iterators take ``EpochIndices`` for the sampler. It moves a ``Progress`` on, which a state
-is made of; resume.py.
+torch's iterators take ``EpochIndices`` for the sampler. It moves a ``Progress`` on, which
+``Checkpoints`` make a state of, to resume inside an epoch.
+
+Batches are read ahead of the user, and so is the sampler. A state therefore holds what the epoch's
+order was drawn from, and how many batches were handed over. Resuming draws the same order again and
+passes over indices, never over samples. Of a RankSampler, which begins anywhere, a state holds the
+position in the order of all ranks, so that other ranks and batches can go on.
+
+What an order can be drawn from is recorded: for torch's own samplers their generators, for one that
+nobody knows also torch's global one; Python's and NumPy's never.
 """
 
 from __future__ import annotations
@@ -14,7 +22,7 @@ from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,7 +37,7 @@ from fastdata.datasets.batch import (
     positions,
 )
 from fastdata.datasets.dataset import PreparedDataset
-from fastdata.loaders.samplers import RankSampler
+from fastdata.loaders.samplers import RankSampler, name_differences
 from fastdata.loaders.view import LoaderView
 
 _DRAW_FROM_TORCH = (
@@ -46,9 +54,10 @@ _KNOWN = (
     *(list, tuple, range, np.ndarray, torch.Tensor),
 )
 """Samplers that draw from torch's generators only, or not at all."""
-_REPEAT_SHIFT = (
-    32  # a visit to a sample is the epoch, and above it how often the sample came before
-)
+_REPEAT_SHIFT = 32
+"""A visit to a sample is the epoch, and above it how often the sample came before."""
+VERSION = 4
+"""Of states."""
 
 
 @contextmanager
@@ -61,13 +70,6 @@ def undisturbed(*others: torch.Generator) -> Iterator[None]:
     finally:
         for generator, state in zip(generators, states, strict=True):
             generator.set_state(state)
-
-
-class Mark(NamedTuple):
-    """How far an epoch was handed over, since it was begun or resumed."""
-
-    batches: int
-    is_finished: bool
 
 
 @dataclass(slots=True)
@@ -87,7 +89,7 @@ class Progress:
         handed: of these, those that were handed over.
         resumed_from: a state, which holds until a batch is handed over.
         draws: of the batch that was drawn last.
-        seen: how far the user has come where a prefetcher reads ahead of them.
+        seen: the mark that the user has come to where a prefetcher reads ahead of them.
     """
 
     epoch: int | None = None
@@ -102,31 +104,33 @@ class Progress:
     is_finished: bool = False
     resumed_from: dict[str, Any] | None = None
     draws: DrawKey | None = None
-    seen: Mark | None = None
+    seen: tuple[int, bool] | None = None
 
-    def mark(self) -> Mark:
-        """For a prefetcher's thread to take with each batch, to be handed over with it."""
-        return Mark(self.handed, self.is_finished)
+    def mark(self) -> tuple[int, bool]:
+        """Batches handed over and whether those are all; a prefetcher's thread takes it along."""
+        return self.handed, self.is_finished
 
-    def hand_over(self, mark: Mark) -> None:
+    def hand_over(self, mark: tuple[int, bool]) -> None:
         self.seen = mark
 
     @property
     def pending(self) -> dict[str, Any] | None:
         """The state that it was resumed from, while no batch was handed over."""
-        return self.resumed_from if (self.seen or self.mark()) == Mark(0, False) else None
+        return self.resumed_from if (self.seen or self.mark()) == (0, False) else None
 
 
-class EpochIndices(Iterator[Any]):
-    """The indices of the epoch that was begun last, from where it stands, and their draws.
+class EpochIndices:
+    """The indices of an epoch's batches, from where it stands, and their draws.
 
     It does not hold the loader, which may hold an iterator of torch's that holds this.
 
-    Attributes:
+    Args:
+        sampler: gives the indices of each batch, or single ones.
+        served: None where they are no samples of a fastdata dataset.
+        generator: the loader's.
+        now: the epoch that was begun last, which ``iter`` goes on with.
         channels_last: what batches of indices are told; see ``IndexBatch``.
     """
-
-    channels_last: bool = False
 
     def __init__(
         self,
@@ -134,10 +138,13 @@ class EpochIndices(Iterator[Any]):
         served: LoaderView | None,
         generator: torch.Generator | None,
         now: Callable[[], Progress],
+        *,
+        channels_last: bool = False,
     ) -> None:
         self._sampler = sampler
         self._served = served
         self._now = now
+        self._channels_last = channels_last
         self._samplers = _nested(sampler)
         last = self._samplers[-1] if self._samplers else None
         self.ranked = last if isinstance(last, RankSampler) else None
@@ -147,34 +154,42 @@ class EpochIndices(Iterator[Any]):
             type(s) in _DRAW_FROM_TORCH and s.generator is None for s in self._samplers
         ):
             generators.append(torch.default_generator)
-        found = [each for each in generators if isinstance(each, torch.Generator)]
-        self.generators = list({id(each): each for each in found}.values())
+        found = (each for each in generators if isinstance(each, torch.Generator))
+        self.generators = list(dict.fromkeys(found))
 
     @property
-    def sharing(self) -> dict[str, int]:
-        """Into what ranks and batches a RankSampler is shared out; empty where that is unknown."""
+    def shared_batch_size(self) -> int | None:
+        """Samples in each batch of a rank where a RankSampler is shared out; else None."""
         outer = self._sampler
         ranked = self.ranked
-        is_batched = type(outer) is torch_data.BatchSampler and outer.sampler is ranked
-        if ranked is None or not (outer is ranked or is_batched):
-            return {}
+        if ranked is None:
+            return None
         if not ranked.has_begun:
             ranked.find_ranks()
-        batch_size = outer.batch_size if is_batched else 1
-        return {"batch_size": batch_size, "world_size": ranked.num_replicas}
+        is_batched = type(outer) is torch_data.BatchSampler and outer.sampler is ranked
+        return outer.batch_size if is_batched else 1 if outer is ranked else None
 
     def batches(self, start: dict[str, Any] | None) -> int | None:
         """How many batches an epoch has that begins with ``start``."""
-        sharing = self.sharing
-        if self.ranked is None or start is None or not sharing:
+        size = self.shared_batch_size
+        if self.ranked is None or start is None or size is None:
             return length_of(self._sampler)
-        drop_last = self._sampler is not self.ranked and self._sampler.drop_last
         position = start["samplers"][-1]["state"]["position"]
-        return self.ranked.batches_left(position, sharing["batch_size"], drop_last=drop_last)
+        return self.ranked.batches_left(position, size, drop_last=self._sampler.drop_last)
 
     @property
-    def name(self) -> str:
-        return " > ".join(type(sampler).__name__ for sampler in self._samplers)
+    def identity(self) -> dict[str, Any]:
+        """What a state and the loader that takes it must have alike."""
+        identity = {
+            "generators": len(self.generators),
+            "sampler": " > ".join(type(sampler).__name__ for sampler in self._samplers),
+        }
+        size = self.shared_batch_size
+        if size is not None:
+            identity["batch_size"] = size
+        if self.ranked is not None:
+            identity |= {"world_size": self.ranked.num_replicas, "order": self.ranked.identity}
+        return identity
 
     def capture(self) -> dict[str, Any]:
         """What the order is drawn from."""
@@ -186,47 +201,41 @@ class EpochIndices(Iterator[Any]):
     def __len__(self) -> int:
         return len(self._sampler)
 
-    def __iter__(self) -> EpochIndices:
-        self._progress = self._now()
-        self._indices: Iterator[Any] | None = None
-        return self
+    def __iter__(self) -> Iterator[Any]:
+        return self._draw(self._now())
 
-    def __next__(self) -> Any:
-        progress = self._progress
-        if self._indices is None:
-            self._begin_epoch()
-            self._indices = self._open(progress)
-        progress.drawn += 1  # a sampler that fails has drawn a batch that cannot be had
-        try:
-            indices = next(self._indices)
-        except StopIteration:
-            progress.drawn -= 1
-            raise
-        if progress.drawn == self._length:
-            # RandomSampler draws once more after its last index: now, before a state is taken of
-            # where that leaves it.
-            self._indices = itertools.chain(list(itertools.islice(self._indices, 1)), self._indices)
-        # Among the batches of all ranks, so that no two draw the same.
-        number = (progress.offset + progress.drawn - 1) * self._ranks + self._rank
-        progress.draws = draws = DrawKey(self._seed, progress.epoch or 0, number)
-        if isinstance(indices, IndexBatch):
-            indices.draws = draws
-            indices.channels_last = self.channels_last
-        return indices
-
-    def _begin_epoch(self) -> None:
-        """Decide what cannot change in it."""
-        shared = self._rank_aware
-        self._length = length_of(self._sampler) if self._is_known else None
-        self._rank = 0 if shared is None else shared.rank
-        self._ranks = 1 if shared is None else shared.num_replicas
+    def _draw(self, progress: Progress) -> Iterator[Any]:
         seed = None if self._served is None else self._served.seed
-        self._seed = self._progress.base_seed or 0 if seed is None else seed
+        if seed is None:
+            seed = progress.base_seed or 0
+        shared = next(filter(_is_shared, self._samplers), None)
+        rank, ranks = (0, 1) if shared is None else (shared.rank, shared.num_replicas)
+        length = length_of(self._sampler) if self._is_known else None
+        indices = self._rest(progress, seed, shared)
+        while True:
+            progress.drawn += 1  # a sampler that fails has drawn a batch that cannot be had
+            try:
+                batch = next(indices)
+            except StopIteration:
+                progress.drawn -= 1
+                return
+            if progress.drawn == length:
+                # RandomSampler draws once more after its last index: now, before a state is taken
+                # of where that leaves it.
+                indices = _with_first(indices)
+            # Among the batches of all ranks, so that no two draw the same.
+            number = (progress.offset + progress.drawn - 1) * ranks + rank
+            progress.draws = DrawKey(seed, progress.epoch or 0, number)
+            if isinstance(batch, IndexBatch):
+                batch.draws = progress.draws
+                batch.channels_last = self._channels_last
+            yield batch
 
-    def _open(self, progress: Progress) -> Iterator[Any]:
+    def _rest(self, progress: Progress, seed: int, shared: Any) -> Iterator[Any]:
+        """The batches of the epoch that are still to come."""
         if progress.start is None:
             progress.start = self.capture()
-            return self._begin(progress)
+            return self._begin(progress, seed, shared)
         if self.ranked is not None:  # another epoch may have been set on it since
             progress.start = progress.start | {"samplers": self.capture()["samplers"]}
         elif not progress.is_begun and self._is_known:
@@ -234,22 +243,21 @@ class EpochIndices(Iterator[Any]):
             # is not asked twice.
             next(iter(self._sampler), None)
         with undisturbed():
-            for generator, packed in zip(
-                self.generators, progress.start["generators"], strict=True
-            ):
+            start = progress.start
+            for generator, packed in zip(self.generators, start["generators"], strict=True):
                 generator.set_state(_unpack(packed))
-            for sampler, saved in zip(self._samplers, progress.start["samplers"], strict=True):
+            for sampler, saved in zip(self._samplers, start["samplers"], strict=True):
                 if "state" in saved and sampler is not self.ranked:
                     sampler.load_state_dict(copy.deepcopy(saved["state"]))
                 if "epoch" in saved and progress.is_begun:  # else it may have been set since
                     sampler.set_epoch(saved["epoch"])
-            rest = itertools.islice(self._begin(progress), progress.skipped, None)
             # Samplers draw when first asked.
-            return itertools.chain(list(itertools.islice(rest, 1)), rest)
+            rest = itertools.islice(self._begin(progress, seed, shared), progress.skipped, None)
+            return _with_first(rest)
 
-    def _begin(self, progress: Progress) -> Iterator[Any]:
-        indices: Iterator[Any] = iter(self._sampler)
+    def _begin(self, progress: Progress, seed: int, shared: Any) -> Iterator[Any]:
         served = self._served
+        indices: Iterator[Any] = iter(self._sampler)
         if served is None:
             return indices
         if self.ranked is not None:
@@ -258,29 +266,28 @@ class EpochIndices(Iterator[Any]):
             is_counted = served.seed is not None or progress.keeps_seed
             if self.ranked.is_set or (served.epoch is None and is_counted):
                 progress.epoch = self.ranked.coming()["epoch"]
-        shared = self._rank_aware
         # Of another sampler nobody knows whether other ranks have the same samples.
         is_unknown = shared is not None and type(shared) not in _KNOWN and shared is not self.ranked
-        return map(
-            _BatchDraws(
-                served,
-                progress.epoch or 0,
-                self._seed,
-                rank=self._rank if is_unknown else 0,
-                ranks=self._ranks if is_unknown else 1,
-                is_counted=not _gives_each_once(self._sampler),
-            ),
-            indices,
+        draws = _BatchDraws(
+            served,
+            progress.epoch or 0,
+            seed,
+            rank=shared.rank if is_unknown else 0,
+            ranks=shared.num_replicas if is_unknown else 1,
+            is_counted=not _gives_each_once(self._sampler),
         )
+        return map(draws, indices)
 
-    @property
-    def _rank_aware(self) -> Any:
-        """The sampler that gives each rank its share; None where there is none that says so."""
-        for each in self._samplers:
-            numbers = (getattr(each, "rank", None), getattr(each, "num_replicas", None))
-            if all(isinstance(number, int) for number in numbers):
-                return each
-        return None
+
+def _with_first(indices: Iterator[Any]) -> Iterator[Any]:
+    """The same, whose first one is drawn now."""
+    return itertools.chain(list(itertools.islice(indices, 1)), indices)
+
+
+def _is_shared(sampler: Any) -> bool:
+    """Whether it gives each rank its share, and says so."""
+    numbers = (getattr(sampler, "rank", None), getattr(sampler, "num_replicas", None))
+    return all(isinstance(number, int) for number in numbers)
 
 
 def _nested(sampler: Any) -> list[Any]:
@@ -420,3 +427,175 @@ def length_of(sized: Any) -> int | None:
         return len(sized)
     except (TypeError, NotImplementedError):
         return None
+
+
+class Checkpoints:
+    """How far the latest epoch of a loader has come, which comes next, and states of both.
+
+    Args:
+        sampler: gives the indices of each batch, or single ones.
+        served: None where they are no samples of a fastdata dataset.
+        seeds_once: only the first epoch draws a base seed, as in torch where workers persist.
+    """
+
+    def __init__(self, sampler: Any, served: LoaderView | None, *, seeds_once: bool) -> None:
+        self.progress = Progress(is_finished=True)
+        self.served = served
+        self._sampler = sampler
+        self._seeds_once = seeds_once
+        self._epoch: int | None = None  # number of the latest
+        self._set: int | None = None  # of the coming ones, by the user
+        self._loaded: dict[str, Any] | None = None
+
+    def indices(
+        self, generator: torch.Generator | None = None, *, channels_last: bool = False
+    ) -> EpochIndices:
+        return EpochIndices(
+            self._sampler,
+            self.served,
+            generator,
+            lambda: self.progress,
+            channels_last=channels_last,
+        )
+
+    def set_epoch(self, epoch: int) -> None:
+        self._set = epoch
+        ranked = self.indices().ranked
+        if ranked is not None:
+            ranked.set_epoch(epoch)
+
+    def begin(self) -> Progress:
+        """Begin the next epoch, or the rest of the one whose state was loaded."""
+        state = self._loaded or self.progress.pending
+        self._loaded = None
+        kept = self._kept_seed
+        indices = self.indices()
+        if state is None or not _goes_on(state, indices):
+            self._epoch = self._chosen(self._next_number)
+            self.progress = Progress(epoch=self._epoch, base_seed=kept, keeps_seed=kept is not None)
+            return self.progress
+        is_begun = state["is_begun"]
+        if state["epoch"] is not None:
+            self._epoch = state["epoch"] if is_begun else self._chosen(state["epoch"])
+        self.progress = Progress(
+            epoch=self._epoch,
+            start=state["start"],
+            is_begun=is_begun,
+            base_seed=state["base_seed"],
+            keeps_seed=kept is not None or state["keeps_seed"],
+            offset=state["num_yielded"],
+            skipped=0 if indices.shared_batch_size else state["num_yielded"],
+            resumed_from=state,
+        )
+        return self.progress
+
+    def state(self, generator: torch.Generator | None, identity: dict[str, Any]) -> dict[str, Any]:
+        progress = self.progress
+        pending = self._loaded or progress.pending
+        if pending is not None:
+            return copy.deepcopy(pending)
+        indices = self.indices(generator)
+        handed, is_over = progress.seen or progress.mark()
+        is_over = is_over or progress.skipped + handed == indices.batches(progress.start)
+        if is_over:
+            handed = 0
+            progress = self._coming(indices, generator)
+        start = copy.deepcopy(progress.start) or indices.capture()
+        size = indices.shared_batch_size
+        if indices.ranked is not None and size is not None:
+            reached = start["samplers"][-1]["state"]
+            reached["position"] = indices.ranked.advance(reached["position"], handed, size)
+        return {
+            "version": VERSION,
+            "num_yielded": progress.offset + handed,
+            "is_begun": not is_over,
+            "epoch": progress.epoch,
+            "base_seed": progress.base_seed,
+            "keeps_seed": progress.keeps_seed,
+            "start": start,
+            "loader": identity,
+        }
+
+    def _coming(self, indices: EpochIndices, generator: torch.Generator | None) -> Progress:
+        """How the next epoch would begin if it began now."""
+        seed = kept = self._kept_seed
+        with undisturbed(*indices.generators):
+            if kept is None:
+                seed = int(torch.empty((), dtype=torch.int64).random_(generator=generator))
+            start = indices.capture()
+        if indices.ranked is not None and indices.ranked.has_begun:  # one that was set is over too
+            start["samplers"][-1]["state"]["epoch"] = indices.ranked.epoch + 1
+        return Progress(self._next_number, start, base_seed=seed, keeps_seed=kept is not None)
+
+    def load(self, state: dict[str, Any], identity: dict[str, Any]) -> None:
+        """Let the next epoch be that of a state.
+
+        Raises:
+            ValueError: it is of another loader; says what differs.
+        """
+        indices = self.indices()
+        if state:
+            _check(state, identity, is_shared=indices.shared_batch_size is not None)
+        self._loaded = copy.deepcopy(state) or None
+        self.progress.resumed_from = None
+        if indices.ranked is not None:
+            indices.ranked.is_set = False  # an epoch that is set from now on counts
+
+    @property
+    def _kept_seed(self) -> int | None:
+        return self.progress.base_seed if self._seeds_once else None
+
+    @property
+    def _next_number(self) -> int | None:
+        """Number of the coming epoch, as draws count it: those of a new base seed from 0."""
+        if self.served is None:
+            return None
+        if self._epoch is None or (self.served.seed is None and self._kept_seed is None):
+            return 0
+        return self._epoch + 1
+
+    def _chosen(self, number: int | None) -> int | None:
+        """The number of the epoch that the user has set, or ``number``."""
+        if self.served is None:
+            return None
+        chosen = self.served.epoch if self._set is None else self._set
+        return number if chosen is None else chosen
+
+
+def _goes_on(state: dict[str, Any], indices: EpochIndices) -> bool:
+    """Put a RankSampler where the state stands; False if another epoch begins.
+
+    It was told to, or there is no batch left of the one that the state stands in.
+    """
+    ranked = indices.ranked
+    if ranked is None:
+        return True
+    saved = state["start"]["samplers"][-1]["state"]
+    is_set = ranked.is_set
+    if is_set and ranked.epoch != saved["epoch"]:
+        return not state["is_begun"]
+    ranked.load_state_dict(saved)
+    ranked.is_set = is_set
+    if state["is_begun"] and not is_set and indices.batches(state["start"]) == 0:
+        ranked.load_state_dict(saved | {"epoch": saved["epoch"] + 1, "position": 0})
+        return False
+    return True
+
+
+def _check(state: dict[str, Any], own: dict[str, Any], *, is_shared: bool) -> None:
+    """Check that a state is of a loader like this; how samples are shared out may differ."""
+    if state.get("version") != VERSION:
+        raise ValueError(
+            f"this is no state of a fastdata DataLoader of version {VERSION}: it has version "
+            f"{state.get('version')!r} and the keys {sorted(state)}"
+        )
+    saved = state["loader"]
+    if is_shared:
+        free = dict.fromkeys(("batch_size", "world_size", "sampler_length"))
+        saved, own = saved | free, own | free
+    differing = name_differences(saved, own)
+    if differing:
+        raise ValueError(
+            f"the state is of another loader: {differing}. Make the loader as it was when the "
+            "state was saved, or begin a new epoch without the state."
+        )

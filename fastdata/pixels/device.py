@@ -213,7 +213,8 @@ def _within(at_BL: Ints, length: int, mode: str) -> Ints:
     shift = 0 if mode == "reflect" else 1  # symmetric: the outermost pixel comes twice
     period = max(2 * (length - 1 + shift), 1)
     folded_BL = at_BL % period
-    return np.minimum(folded_BL, period - shift - folded_BL)
+    mirrored_BL: Ints = np.minimum(folded_BL, period - shift - folded_BL)
+    return mirrored_BL
 
 
 class _Floats:
