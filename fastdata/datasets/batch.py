@@ -441,7 +441,7 @@ def _can_be_seeded(function: Any) -> bool:
 # Samplers that repeat samples thus get different draws for each repetition, and everyone else gets
 # the epoch.
 
-_REPEAT_SHIFT = 32
+REPEAT_SHIFT = 32
 
 
 class RepeatedIndex(int):
@@ -463,7 +463,7 @@ class RepeatedIndex(int):
         return marked
 
 
-def _occurrences(given: Any) -> list[tuple[int, int]]:
+def occurrences(given: Any) -> list[tuple[int, int]]:
     """Place and occurrence of each RepeatedIndex."""
     if not isinstance(given, list) or RepeatedIndex not in set(map(type, given)):
         return []
@@ -513,8 +513,8 @@ class SharedVisits:
             readers[1, others], seen[1, others] = readers[0, others], seen[0, others]
             readers[0, others], seen[0, others] = number, known
         visits_B: np.ndarray = self._epoch + count_earlier(seen[0], index_B)
-        for k, occurrence in _occurrences(given):
-            visits_B[k] += occurrence << _REPEAT_SHIFT
+        for k, occurrence in occurrences(given):
+            visits_B[k] += occurrence << REPEAT_SHIFT
         return visits_B
 
     def restart(self, epoch: int) -> None:

@@ -22,12 +22,12 @@ from torch.autograd import profiler
 from torch.utils.data import dataloader as torch_loader
 from torch.utils.data._utils.pin_memory import pin_memory as copy_to_pinned
 
-from fastdata.datasets.batch import BatchDraws, DrawKey, collate, flatten
-from fastdata.datasets.reader import Lease, Reader
+from fastdata.datasets.batch import BatchDraws, DrawKey, as_channels_last, collate, flatten
+from fastdata.datasets.reader import Lease
 from fastdata.datasets.ring import Arrivals, BatchRing, RingCollate
 from fastdata.errors import IngestError, MemoryBudgetError
 from fastdata.loaders.order import Progress
-from fastdata.loaders.view import JoinedLease, JoinedReader
+from fastdata.loaders.view import JoinedLease
 from fastdata.machine.memory import PinningPlan, is_running
 from fastdata.report import EpochReport
 
@@ -62,6 +62,8 @@ class BatchMaker:
         ring: that batches take memory from.
         collate_fn: the user's.
         in_thread: whether that is beside the loop, which may draw from torch's generator too.
+        channels_last: whether batches are to lie so.
+        read: makes a batch of indices in place of all this.
     """
 
     dataset: Any
@@ -69,8 +71,16 @@ class BatchMaker:
     ring: BatchRing
     collate_fn: Callable[[Any], Any]
     in_thread: bool
+    channels_last: bool = False
+    read: Callable[[Any, BatchRing], Any] | None = None
 
     def __call__(self, indices: Any, draws: DrawKey) -> Any:
+        if self.read is not None:
+            return self.read(indices, self.ring)
+        batch = self._make(indices, draws)
+        return as_channels_last(batch) if self.channels_last else batch
+
+    def _make(self, indices: Any, draws: DrawKey) -> Any:
         lease = self.lease
         reader = None if lease is None else lease.reader or lease()
         is_whole = reader is not None and reader.obstacle is None
@@ -79,14 +89,13 @@ class BatchMaker:
         with nullcontext() if is_ours or not self.in_thread else BatchDraws(draws.apart()):
             if reader is not None and is_whole and self.collate_fn is collate:
                 return reader(indices, self.ring)
-            samples = self._samples(reader, indices)
+            if reader is not None:
+                samples = reader.items(indices, self.ring)
+            elif getattr(self.dataset, "__getitems__", None):
+                samples = self.dataset.__getitems__(indices)
+            else:
+                samples = [self.dataset[index] for index in indices]
         return draws.collated(self.collate_fn, samples)
-
-    def _samples(self, reader: Reader | JoinedReader | None, indices: Any) -> Any:
-        if reader is not None:
-            return reader.items(indices, self.ring)
-        whole = getattr(self.dataset, "__getitems__", None)
-        return whole(indices) if whole else [self.dataset[index] for index in indices]
 
 
 @dataclass(slots=True)
@@ -379,10 +388,8 @@ class ThreadIter(Counted):
 
 
 def _read_batch(read: Callable[[Any, Any], Any], indices: Any, draws: DrawKey | None) -> Any:
-    if profiler._is_profiler_enabled:
-        with shown_as("fastdata: read"):
-            return read(indices, draws)
-    return read(indices, draws)
+    with shown_as("fastdata: read"):
+        return read(indices, draws)
 
 
 def _stop(threads: ThreadPoolExecutor) -> None:

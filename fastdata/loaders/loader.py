@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
@@ -27,11 +26,11 @@ from torch.utils.data import (
 )
 from torch.utils.data import dataloader as torch_loader
 
-from fastdata.datasets.batch import ChannelsLast, DrawKey, as_channels_last, collate
+from fastdata.datasets.batch import ChannelsLast, collate
 from fastdata.datasets.dataset import PreparedDataset, latest_reader, own_reader
 from fastdata.datasets.ring import BatchRing, RingCollate
 from fastdata.datasets.serving import fallback_notice
-from fastdata.errors import kind_of
+from fastdata.errors import counted, kind_of
 from fastdata.loaders import epochs
 from fastdata.loaders.epochs import HELD_BY_USER, Counted, Engine, Tally, TorchView
 from fastdata.loaders.order import Checkpoints, Progress, length_of, undisturbed
@@ -136,10 +135,8 @@ class DataLoader(_TorchLoader[_T_co]):
         memory_format: torch.memory_format = torch.contiguous_format,
     ) -> None:
         _collating(None, memory_format)  # which refuses others
-        if workers not in ("auto", "thread", "process"):
-            raise ValueError(f"workers={workers!r} is not one of 'auto', 'thread', 'process'")
-        if distributed not in ("off", "auto", "exact"):
-            raise ValueError(f"distributed={distributed!r} is not one of 'off', 'auto', 'exact'")
+        _check_choice("workers", workers, "'auto', 'thread', 'process'")
+        _check_choice("distributed", distributed, "'off', 'auto', 'exact'")
         if distributed != "off" and sampler is None and batch_sampler is None:
             sampler, shuffle = _share(dataset, bool(shuffle), drop_last, distributed), None
         if isinstance(pin_memory, str) and pin_memory != "auto":
@@ -219,17 +216,15 @@ class DataLoader(_TorchLoader[_T_co]):
                 iterator = self._iterate_torch(view, progress, held)
             else:
                 self._iterator = None  # persistent worker processes that have done their part
-                maker: Any = epochs.BatchMaker(
+                maker = epochs.BatchMaker(
                     dataset=view.dataset,
                     lease=None if self._served is None or self._served.has_own else lease,
                     ring=ring,
                     collate_fn=self.collate_fn,
                     in_thread=engine.workers > 0,
+                    channels_last=self.memory_format is torch.channels_last,
+                    read=read,
                 )
-                if read is not None:
-                    maker = partial(_without_draws, read, ring)
-                elif self.memory_format is torch.channels_last:
-                    maker = partial(_made_channels_last, maker)
                 iterator = epochs.ThreadIter(view, progress, ring, maker, threads=engine.workers)
         self._tally = Tally(engine, self._pinning, iterator.ring)
         iterator.counts = self._tally.counts
@@ -382,27 +377,23 @@ class DataLoader(_TorchLoader[_T_co]):
             path = f"{count} worker process{'es' * (count > 1)} over a shared ring"
             path = path if count else "torch's engine in the training loop"
             return Engine(kind="process", path=f"{path}: {obstacle}", workers=count)
-        serves, is_whole = "whole batches", True
+        path = "whole batches"
         reader = None if served is None else served.latest()
-        if reader is None or reader.obstacle is not None:
-            serves = "samples one by one" + (f" ({reader.obstacle})" if reader else "")
-            is_whole = False
+        is_whole = reader is not None and reader.obstacle is None
+        if not is_whole:
+            path = "samples one by one" + (f" ({reader.obstacle})" if reader else "")
         elif getattr(reader, "kept", True) is None and jpeg_obstacle():
-            serves += f" of files that Pillow decodes whole ({jpeg_obstacle()})"
+            path += f" of files that Pillow decodes whole ({jpeg_obstacle()})"
         if count == 0:
-            return Engine(kind="thread", path=f"{serves}, read in the training loop: num_workers=0")
+            return Engine(kind="thread", path=f"{path}, read in the training loop: num_workers=0")
         # Samples one by one by more threads than cores, which read ahead where reading waits for a
         # disk or a network.
         threads = min(count, memory.usable_cores()) if is_whole else count
-        capped = (
-            f", as many as there are usable cores (num_workers={count})" if threads < count else ""
-        )
-        uncalled = (
-            "; worker_init_fn= is not called, they draw from no global generator"
-            if self.worker_init_fn
-            else ""
-        )
-        path = f"{serves}, read by {threads} thread{'s' * (threads > 1)}{capped}{uncalled}"
+        path += f", read by {counted(threads, 'thread')}"
+        if threads < count:
+            path += f", as many as there are usable cores (num_workers={count})"
+        if self.worker_init_fn:
+            path += "; worker_init_fn= is not called, they draw from no global generator"
         return Engine(kind="thread", path=path, workers=threads)
 
     def _thread_obstacle(self) -> str | None:
@@ -473,14 +464,9 @@ def _collating(collate_fn: Any, memory_format: torch.memory_format) -> Any:
     return ChannelsLast(collate_fn)
 
 
-def _made_channels_last(maker: epochs.BatchMaker, indices: Any, draws: DrawKey) -> Any:
-    return as_channels_last(maker(indices, draws))
-
-
-def _without_draws(
-    read: Callable[[Any, BatchRing], Any], ring: BatchRing, indices: Any, draws: DrawKey
-) -> Any:
-    return read(indices, ring)
+def _check_choice(name: str, value: str, choices: str) -> None:
+    if repr(value) not in choices.split(", "):
+        raise ValueError(f"{name}={value!r} is not one of {choices}")
 
 
 def _share(

@@ -18,7 +18,6 @@ import base64
 import copy
 import itertools
 import zlib
-from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,11 +28,12 @@ import torch
 from torch.utils import data as torch_data
 
 from fastdata.datasets.batch import (
+    REPEAT_SHIFT,
     DrawKey,
     IndexBatch,
-    RepeatedIndex,
     as_numbers,
     count_earlier,
+    occurrences,
     positions,
 )
 from fastdata.datasets.dataset import PreparedDataset
@@ -54,8 +54,6 @@ _KNOWN = (
     *(list, tuple, range, np.ndarray, torch.Tensor),
 )
 """Samplers that draw from torch's generators only, or not at all."""
-_REPEAT_SHIFT = 32
-"""A visit to a sample is the epoch, and above it how often the sample came before."""
 VERSION = 4
 """Of states."""
 
@@ -349,43 +347,27 @@ class _BatchDraws:
     def __call__(self, indices: list[int]) -> list[int]:
         """Raise an error where an index is out of range, unless only the dataset knows."""
         try:
-            return self._batch_of(indices)
+            index_B = positions(as_numbers(indices), self._length)
+            visit_B = self._visits(index_B, indices)
+            if self._subset is not None:
+                index_B = self._subset[index_B]
+                indices = index_B.tolist()
+                index_B = positions(index_B, self._count)
         except (IndexError, TypeError, ValueError):
             if not self._is_own:
                 raise
             return indices
+        return IndexBatch.of(indices, index_B, visit_B, self._seed)
 
-    def _batch_of(self, indices: list[int]) -> IndexBatch:
-        try:  # 5 us for 256 indices
-            fast = type(indices) is list
-            index_B = np.asarray(array("q", indices)) if fast else as_numbers(indices)
-        except TypeError:
-            index_B = as_numbers(indices)  # which says what they are
-        if (index_B.view(np.uint64) >= self._length).any():
-            index_B = positions(index_B, self._length)
+    def _visits(self, index_B: np.ndarray, indices: list[int]) -> np.ndarray:
         if self._seen is None:
-            visit_B = np.full(len(index_B), self._epoch, np.int64)
-        else:
-            visit_B = self._repeated(index_B, indices, self._seen)
-        if self._subset is not None:
-            index_B = self._subset[index_B]
-            indices = index_B.tolist()
-            index_B = positions(index_B, self._count)
-        batch = IndexBatch(indices)
-        batch.positions = index_B
-        batch.visits = visit_B
-        batch.seed = self._seed
-        return batch
-
-    def _repeated(self, index_B: np.ndarray, indices: list[int], seen: np.ndarray) -> np.ndarray:
-        before_B = count_earlier(seen, index_B)
-        if RepeatedIndex in set(map(type, indices)):
-            for k, index in enumerate(indices):
-                if isinstance(index, RepeatedIndex):
-                    before_B[k] = index.occurrence
+            return np.full(len(index_B), self._epoch, np.int64)
+        before_B = count_earlier(self._seen, index_B)
+        for k, occurrence in occurrences(indices):
+            before_B[k] = occurrence
         if self._earlier is not None:
             before_B = before_B * (int(self._earlier.max()) + 1) + self._earlier[index_B]
-        visit_B: np.ndarray = self._epoch + (before_B * self._ranks + self._rank << _REPEAT_SHIFT)
+        visit_B: np.ndarray = self._epoch + (before_B * self._ranks + self._rank << REPEAT_SHIFT)
         return visit_B
 
 
