@@ -23,7 +23,7 @@ import torch
 from PIL import Image
 
 from _helper import parser, transforms
-from fastdata import ChunkedLoader, DataLoader, ImageFolder
+from fastdata import CachedDataset, ChunkedLoader, DataLoader, ImageFolder
 from fastdata.tools.measure import machine_facts, versions
 from s3 import KINDS, SECRET, FaultPlan, ThrottledS3, throttled_s3
 
@@ -46,8 +46,10 @@ def build(bucket: Path) -> Images:
 
 def open_loader(what: str, options: dict[str, Any], local: str) -> Any:
     if what == "cache":
-        url = "s3://bucket/cache"
-        return ChunkedLoader(url, BATCH, memory_limit="2GiB", local_cache=local, **options)
+        cache = CachedDataset.from_cache(
+            "s3://bucket/cache", as_tensors=True, local_cache=local, **options
+        )
+        return ChunkedLoader(cache, BATCH, memory_limit="2GiB")
     dataset = ImageFolder("s3://bucket/train", transforms.PILToTensor(), **options)
     return DataLoader(dataset, BATCH, shuffle=True)
 

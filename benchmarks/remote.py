@@ -47,7 +47,7 @@ from _helper import (
     transforms,
     vanilla_loader,
 )
-from fastdata import ChunkedLoader, DataLoader, ImageFolder
+from fastdata import CachedDataset, ChunkedLoader, DataLoader, ImageFolder
 from fastdata.stores.codecs import JpegCodec
 from s3 import FaultPlan, ThrottledS3, throttled_s3
 
@@ -96,10 +96,15 @@ class Outcome:
 def chunked(kind: str, place: Place) -> Callable[[], Any]:
     import s3fs  # noqa: F401  # by fastdata, where it is first needed
 
-    options: dict[str, Any] = {"memory_limit": place.memory_limit, **place.remote_options}
+    options: dict[str, Any] = dict(place.remote_options)
     if options.get("storage_options"):
         options |= {"local_cache": place.local}
-    return lambda: ChunkedLoader(f"{place.root}/cache-{kind}", BATCH, **options)
+
+    def make() -> ChunkedLoader:
+        cache = CachedDataset.from_cache(f"{place.root}/cache-{kind}", as_tensors=True, **options)
+        return ChunkedLoader(cache, BATCH, memory_limit=place.memory_limit)
+
+    return make
 
 
 def folder(place: Place) -> Callable[[], Any]:

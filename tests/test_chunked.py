@@ -564,7 +564,7 @@ class Stream(IterableDataset[Any]):
     ("data", "words"),
     [
         (Stream(), "map-style"),
-        ("a/folder", "neither a dataset nor a cache; open it first"),
+        ("a/folder", "from_cache"),
         (3, "map-style"),
     ],
 )

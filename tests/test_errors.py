@@ -15,7 +15,7 @@ import torch
 from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader as TorchLoader
 
-from fastdata import CachedDataset, ChunkedLoader, DataLoader, ImageFolder, ImageManifest, errors
+from fastdata import CachedDataset, DataLoader, ImageFolder, ImageManifest, errors
 from fastdata.errors import SampleError, StoreGoneError, sample_error
 
 ODD_PATH = "/data/a, b: 'c'\nsample 7, d.jpg"
@@ -130,9 +130,8 @@ def test_a_store_that_is_gone_is_told_by_a_spawned_worker(tmp_path: Path, make_l
         CachedDataset.from_cache,
         lambda root: ImageManifest([("1.jpg", 0)], root=root, storage="shared").prepare(),
         lambda root: CachedDataset([(torch.zeros(1, 2, 2), 0)], cache_dir=root, cache_key="x"),
-        lambda root: ChunkedLoader(root, 1, memory_limit="1GiB"),
     ],
-    ids=["folder", "manifest", "from_cache", "manifest root", "cache_dir", "chunked"],
+    ids=["folder", "manifest", "from_cache", "manifest root", "cache_dir"],
 )
 @pytest.mark.parametrize(
     "root", ["adl://bucket/train", Path("adl://bucket/train")], ids=["text", "path"]

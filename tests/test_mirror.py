@@ -148,14 +148,10 @@ def test_the_local_folder_keeps_its_limit(
     """ChunkedLoader serves a cache that is larger than the folder, each sample once an epoch, at most twice fetched."""
     limit_bytes, folder = part_bytes() // 2 + 16 * BLOCK_BYTES, tmp_path / "local"
     monkeypatch.setattr(manifest, "_MIRRORED_SHARE", limit_bytes)
-    with ChunkedLoader(
-        url,
-        4,
-        memory_limit="3GiB",
-        chunk_samples=16,
-        mix_chunks=2,
-        local_cache=folder,
-    ) as loader:
+    with (
+        CachedDataset.from_cache(url, as_tensors=True, local_cache=folder) as cached,
+        ChunkedLoader(cached, 4, memory_limit="3GiB", chunk_samples=16, mix_chunks=2) as loader,
+    ):
         for _ in range(4):
             seen = []
             for samples, targets in loader:
@@ -172,9 +168,10 @@ def test_what_fits_is_fetched_once(url: str, tmp_path: Path, fetched: Callable[[
     """Later epochs and runs of a cache that the folder has room for fetch nothing, by whatever loader."""
     folder = tmp_path / "local"
     for needed in (part_bytes(), 0):
-        with ChunkedLoader(
-            url, 4, memory_limit="3GiB", chunk_samples=32, local_cache=folder
-        ) as loader:
+        with (
+            CachedDataset.from_cache(url, as_tensors=True, local_cache=folder) as cached,
+            ChunkedLoader(cached, 4, memory_limit="3GiB", chunk_samples=32) as loader,
+        ):
             for _ in range(2):
                 assert sum(len(targets) for _, targets in loader) == SAMPLES
         assert fetched() == needed
@@ -301,9 +298,10 @@ def test_damage_behind_the_url_is_an_error(tmp_path: Path) -> None:
                 match=rf"^sample {SAMPLES - 1} .* came twice; the file was changed or is dama",
             ):
                 dataset[SAMPLES - 1]
-    with ChunkedLoader(
-        url, 4, memory_limit="3GiB", local_cache=tmp_path / "local", shuffle=False
-    ) as loader:
+    with (
+        CachedDataset.from_cache(url, as_tensors=True, local_cache=tmp_path / "local") as cached,
+        ChunkedLoader(cached, 4, memory_limit="3GiB", shuffle=False) as loader,
+    ):
         batches = iter(loader)
         for _ in range(SAMPLES // 4 - 1):
             next(batches)
@@ -321,9 +319,10 @@ def test_a_file_that_is_replaced_while_it_is_read(
         "mix_chunks": 2,
     }
     monkeypatch.setattr(manifest, "_MIRRORED_SHARE", part_bytes() // 2)
-    with ChunkedLoader(
-        url, 4, memory_limit="3GiB", local_cache=tmp_path / "local", **options
-    ) as loader:
+    with (
+        CachedDataset.from_cache(url, as_tensors=True, local_cache=tmp_path / "local") as cached,
+        ChunkedLoader(cached, 4, memory_limit="3GiB", **options) as loader,
+    ):
         for _ in loader:
             pass
         for number in range(0, SAMPLES * SAMPLE_BYTES, SAMPLE_BYTES):
@@ -361,9 +360,10 @@ def test_a_lost_connection_is_an_error(tmp_path: Path, monkeypatch: pytest.Monke
         return plain(self, path, **span)
 
     monkeypatch.setattr(MemoryFileSystem, "cat_file", cat_file)
-    with ChunkedLoader(
-        url, 4, memory_limit="3GiB", chunk_samples=16, local_cache=tmp_path / "local"
-    ) as loader:
+    with (
+        CachedDataset.from_cache(url, as_tensors=True, local_cache=tmp_path / "local") as cached,
+        ChunkedLoader(cached, 4, memory_limit="3GiB", chunk_samples=16) as loader,
+    ):
         is_down.set()
         with pytest.raises(
             RemoteError, match=r"part0-\w+\.npy: ConnectionResetError: no route \(tried twice\)"
@@ -376,9 +376,10 @@ def test_a_lost_connection_is_an_error(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_a_break_ends_fetching(url: str, tmp_path: Path) -> None:
     """An epoch that is left early leaves no thread, and the next one is whole."""
-    with ChunkedLoader(
-        url, 4, memory_limit="3GiB", chunk_samples=16, local_cache=tmp_path / "local"
-    ) as loader:
+    with (
+        CachedDataset.from_cache(url, as_tensors=True, local_cache=tmp_path / "local") as cached,
+        ChunkedLoader(cached, 4, memory_limit="3GiB", chunk_samples=16) as loader,
+    ):
         for _ in loader:
             break
         assert sum(len(targets) for _, targets in loader) == SAMPLES
@@ -426,14 +427,14 @@ def test_ranks_read_what_is_theirs(tmp_path: Path, fetched: Callable[[], int]) -
     """Two ranks with folders of their own, as on two machines, fetch each byte once between them, but for the edges."""
     url, seen = upload(tmp_path), []
     for rank in range(2):
-        options: dict[str, Any] = {
-            "rank": rank,
-            "world_size": 2,
-            "local_cache": tmp_path / f"machine{rank}",
-        }
-        with ChunkedLoader(
-            url, 4, memory_limit="3GiB", chunk_samples=24, mix_chunks=1, **options
-        ) as loader:
+        options: dict[str, Any] = {"rank": rank, "world_size": 2}
+        local = tmp_path / f"machine{rank}"
+        with (
+            CachedDataset.from_cache(url, as_tensors=True, local_cache=local) as cached,
+            ChunkedLoader(
+                cached, 4, memory_limit="3GiB", chunk_samples=24, mix_chunks=1, **options
+            ) as loader,
+        ):
             seen += [target for _, targets in loader for target in targets.tolist()]
     assert sorted(seen) == list(range(SAMPLES))
     # By both, before they know which are theirs.
@@ -444,13 +445,13 @@ def test_ranks_read_what_is_theirs(tmp_path: Path, fetched: Callable[[], int]) -
 def test_an_epoch_is_resumed_on_another_machine(tmp_path: Path) -> None:
     """A state that was taken inside an epoch goes on with the same batches from an empty folder."""
     url = upload(tmp_path)
-    first = ChunkedLoader(
-        url, 4, memory_limit="3GiB", chunk_samples=16, local_cache=tmp_path / "one"
-    )
-    second = ChunkedLoader(
-        url, 4, memory_limit="3GiB", chunk_samples=16, local_cache=tmp_path / "two"
-    )
-    with first, second:
+    options: dict[str, Any] = {"memory_limit": "3GiB", "chunk_samples": 16}
+    with (
+        CachedDataset.from_cache(url, as_tensors=True, local_cache=tmp_path / "one") as one,
+        CachedDataset.from_cache(url, as_tensors=True, local_cache=tmp_path / "two") as two,
+        ChunkedLoader(one, 4, **options) as first,
+        ChunkedLoader(two, 4, **options) as second,
+    ):
         batches = iter(first)
         for _ in range(7):
             next(batches)

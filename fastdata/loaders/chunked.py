@@ -7,7 +7,7 @@ import itertools
 import mmap
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset
 
-from fastdata.datasets.cached import CachedDataset
 from fastdata.datasets.dataset import PreparedDataset, index_count, stored_of
 from fastdata.datasets.ring import BatchRing
 from fastdata.errors import FastDataError
@@ -99,8 +98,7 @@ class ResidentChunks:
         self._handed = 0
         self._is_closed = False
         self._pid = os.getpid()
-        self._coming: dict[int, Future[None]] = {}
-        self._brought: dict[int, list[tuple[DiskStore, Int64s]]] = {}
+        self._coming: dict[int, Future[list[tuple[DiskStore, Int64s]]]] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="fastdata-chunks")
         for chunk in range(CHUNKS_HELD):
             self._begin(chunk)
@@ -131,25 +129,25 @@ class ResidentChunks:
         first = chunk * self._chunk_samples
         if first < len(self._stream):
             samples = np.sort(self._stream[first : first + self._chunk_samples])
-            self._coming[chunk] = self._thread.submit(self._bring, chunk, samples)
+            self._coming[chunk] = self._thread.submit(self._bring, samples)
 
-    def _bring(self, chunk: int, samples: Int64s) -> None:
-        brought = self._brought.setdefault(chunk, [])
+    def _bring(self, samples: Int64s) -> list[tuple[DiskStore, Int64s]]:
+        brought: list[tuple[DiskStore, Int64s]] = []
         for store, positions in self._locate(samples):
             for start in range(0, len(positions), _BROUGHT_AT_ONCE):
                 if self._is_closed:
-                    return
+                    return brought
                 some = positions[start : start + _BROUGHT_AT_ONCE]
                 # An error is raised where its batch would come.
                 with contextlib.suppress(FastDataError, OSError):
                     store.bring(some)
                     brought.append((store, some))
+        return brought
 
     def _release(self, chunk: int) -> None:
         future = self._coming.pop(chunk)
-        if not future.cancel():
-            future.result()
-        for store, positions in self._brought.pop(chunk, ()):
+        brought = [] if future.cancel() else future.result()
+        for store, positions in brought:
             store.drop(positions, from_cache=self._from_cache)
 
 
@@ -218,9 +216,9 @@ class ChunkedLoader:
 
     Args:
         dataset: a fastdata dataset with ``cache_dir=``, whose samples are read from disk; or any
-            other map-style dataset, which is read as a ``DataLoader`` reads it. A path is opened as
-            ``CachedDataset.from_cache(path, as_tensors=True)``: images come as tensors (C, H, W) of
-            the pixels that the cache holds, uint8 of photographs, without any transform.
+            other map-style dataset, which is read as a ``DataLoader`` reads it. A cache alone, at a
+            URL too, is opened by ``CachedDataset.from_cache``; two chunks of every rank of the
+            machine must have room where the machine keeps what it needs of a remote one.
         batch_size: samples in a batch.
         memory_limit: for all memory of this process and its children, Python and torch included
             (the sum of their proportional set sizes): bytes, ``"1GiB"``, or a fraction of what is
@@ -244,8 +242,6 @@ class ChunkedLoader:
         rank: which share of each epoch to serve; by default that of ``torch.distributed``, or of
             the environment that torchrun sets.
         world_size: number of shares.
-        storage_options, local_cache: of a cache at a URL, as of ``ImageFolder``: where the machine
-            keeps what it needs of it. Two chunks of every rank of the machine must have room.
 
     Raises:
         MemoryBudgetError: ``memory_limit`` leaves no room for batches and two chunks of one batch.
@@ -279,8 +275,6 @@ class ChunkedLoader:
         seed: int = 0,
         rank: int | None = None,
         world_size: int | None = None,
-        storage_options: Mapping[str, Any] | None = None,
-        local_cache: str | os.PathLike[str] | None = None,
     ) -> None:
         counts = {"batch_size": batch_size, "chunk_samples": chunk_samples}
         counts |= {"mix_chunks": mix_chunks, "num_workers": num_workers}
@@ -293,48 +287,42 @@ class ChunkedLoader:
         self._is_closed = False
         self._empties_cache = False
         self._epoch: weakref.ref[_Epoch] | None = None
+        is_path = isinstance(dataset, (str, bytes, os.PathLike))
+        if is_path or isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+            raise TypeError(
+                f"ChunkedLoader reads samples by index, which {type(dataset).__name__} has no "
+                "way for. Give it a map-style dataset, such as fastdata.ImageFolder(root, "
+                "cache_dir=...), or CachedDataset.from_cache(path) of a cache."
+            )
+        self.dataset = dataset
+        self._view = LoaderView.find(dataset)
+        parts = [] if self._view is None else self._view.parts
+        self._stores = [store for part in parts for store in _disk_stores(part)]
         order = EpochOrder(
-            length=0,
+            length=len(dataset),
             shuffle=shuffle,
             seed=seed,
+            chunk_samples=len(dataset) or 1,
             drop_last=drop_last,
             world_size=find_rank(rank, world_size).world_size,
         )
-        with contextlib.ExitStack() as cleanup:
-            if isinstance(dataset, (str, bytes, os.PathLike)):
-                path = os.fsdecode(dataset)
-                remote = {"storage_options": storage_options, "local_cache": local_cache}
-                dataset = _open_path(path, **remote)
-                cleanup.enter_context(dataset)
-            if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
-                raise TypeError(
-                    f"ChunkedLoader reads samples by index, which {type(dataset).__name__} has no "
-                    "way for. Give it a map-style dataset, such as fastdata.ImageFolder(root, "
-                    "cache_dir=...)."
-                )
-            self.dataset = dataset
-            self._view = LoaderView.find(dataset)
-            parts = [] if self._view is None else self._view.parts
-            self._stores = [store for part in parts for store in _disk_stores(part)]
-            order = replace(order, length=len(dataset), chunk_samples=len(dataset) or 1)
-            if order.rank_samples:
-                workers = num_workers or memory.usable_cores()
-                order = self._plan(order, memory_limit, chunk_samples, mix_chunks, workers)
-            has_seed = self._view is not None and self._view.seed is not None
-            hold = self._hold if self._stores else None
-            self._sampler = ChunkSampler(order, rank, world_size, hold)
-            self._loader: DataLoader[Any] = DataLoader(
-                dataset,
-                batch_size,
-                sampler=self._sampler,
-                num_workers=self.plan.workers if self.plan else 0,
-                collate_fn=collate_fn,
-                drop_last=drop_last,
-                generator=torch.Generator() if has_seed else None,
-                workers="thread" if self._stores else "auto",
-            )
-            self.collate_fn = self._loader.collate_fn
-            self._owned = cleanup.pop_all()
+        if order.rank_samples:
+            workers = num_workers or memory.usable_cores()
+            order = self._plan(order, memory_limit, chunk_samples, mix_chunks, workers)
+        has_seed = self._view is not None and self._view.seed is not None
+        hold = self._hold if self._stores else None
+        self._sampler = ChunkSampler(order, rank, world_size, hold)
+        self._loader: DataLoader[Any] = DataLoader(
+            dataset,
+            batch_size,
+            sampler=self._sampler,
+            num_workers=self.plan.workers if self.plan else 0,
+            collate_fn=collate_fn,
+            drop_last=drop_last,
+            generator=torch.Generator() if has_seed else None,
+            workers="thread" if self._stores else "auto",
+        )
+        self.collate_fn = self._loader.collate_fn
 
     def _plan(
         self,
@@ -474,7 +462,6 @@ class ChunkedLoader:
         """End what runs and give the memory back; batches handed over stay valid. Idempotent."""
         self._is_closed = True
         self._end("the loader was closed")
-        self._owned.close()
 
     def __enter__(self) -> Self:
         return self
@@ -546,13 +533,3 @@ def _is_scattered(order: EpochOrder, view: LoaderView | None) -> bool:
     if order.world_size > 1 and not order.shuffle:
         return True  # each rank has every so manieth
     return subset is not None and bool((np.diff(subset) != 1).any())
-
-
-def _open_path(path: str, **remote: Any) -> CachedDataset:
-    try:
-        return CachedDataset.from_cache(path, as_tensors=True, **remote)
-    except FileNotFoundError as missing:
-        raise TypeError(
-            f"{path!r} is neither a dataset nor a cache; open it first, as in ImageFolder({path!r},"
-            " storage='none')"
-        ) from missing

@@ -27,6 +27,7 @@ Ints = npt.NDArray[Any]
 
 _WINDOWS = ("STEP_PAD", "STEP_CROP", "STEP_CENTER_CROP", "STEP_FLIP")
 """Ops that only say where rows and columns come from, or that they are filled."""
+_FILLING = ("STEP_PAD", "STEP_CROP")
 _FILLED = -1
 
 
@@ -105,19 +106,19 @@ class DeviceProgram:
     def _plan_windows(self, ops: tuple[Op, ...]) -> Op | None:
         """Note the windows of ops that are no more; else the op that only the host can run."""
         others = [op for op in ops if op.code not in _WINDOWS]
-        if others:
-            return others[0]
+        if others or not ops:
+            return next(iter(others), None)
         record_R = self._records(np.zeros(1, np.int64), 0, 0)[0]
-        has_fill = (record_R["n"][:, 8] >> 8 == MODES.index("constant")) & record_R["n"][:, :4].any(
-            1
-        )
-        fills = np.unique(record_R["v"][has_fill, 8 : 8 + min(4, self.sent_shape[0])], axis=0)
-        if (
-            len(fills) > 1 or max(self.sent_shape) >= 1 << 15
-        ):  # one pass fills once; places are int16
-            return next(op for op in ops if op.code in ("STEP_PAD", "STEP_CROP"))
+        windows = record_R["n"]
+        is_constant = windows[:, 8] >> 8 == MODES.index("constant")
+        has_fill = is_constant & windows[:, :4].any(axis=1)
+        colours = slice(8, 8 + min(4, self.sent_shape[0]))
+        fills = np.unique(record_R["v"][has_fill, colours], axis=0)
+        # One pass fills once, and rows and columns are int16.
+        if len(fills) > 1 or max(self.sent_shape) >= 1 << 15:
+            return next((op for op in ops if op.code in _FILLING), ops[0])
         self._fill = fills.astype(int).ravel().tolist()
-        self._windows = record_R["n"] if len(record_R) else None
+        self._windows = windows
         return None
 
     def draw(self, index_B: Int64s, visits_B: int | Int64s, seed: int) -> Tensor | None:
@@ -166,17 +167,19 @@ class DeviceProgram:
         source_BL: Ints | None = None
         for r, window in enumerate(windows_R):
             n_B = n_BR[:, r]
-            is_mirrored_B = n_B[:, 8] >> (1 - axis) & 1
             cut = int(window[6 + axis])
-            first_B = n_B[:, 4 + axis] - n_B[:, 1 - axis] + is_mirrored_B * (cut - 1)
+            padding_B = n_B[:, 1 - axis]
+            is_mirrored_B = n_B[:, 8] >> (1 - axis) & 1
+            first_B = n_B[:, 4 + axis] - padding_B + is_mirrored_B * (cut - 1)
             step_B = 1 - 2 * is_mirrored_B
             at_BL = first_B[:, None] + step_B[:, None] * np.arange(cut, dtype=np.int32)
             if window[:4].any():
                 at_BL = _within(at_BL, length, MODES[window[8] >> 8])
-            if source_BL is not None:
-                source_BL = np.take_along_axis(source_BL, at_BL.clip(0), 1)
-                at_BL = np.where(at_BL == _FILLED, _FILLED, source_BL)
-            source_BL = at_BL
+            if source_BL is None:
+                source_BL = at_BL
+            else:
+                inside_BL = np.take_along_axis(source_BL, at_BL.clip(0), axis=1)
+                source_BL = np.where(at_BL == _FILLED, _FILLED, inside_BL)
             length = cut
         assert source_BL is not None
         return source_BL

@@ -86,9 +86,10 @@ def test_a_cache_in_s3_through_faults(throttled: ThrottledS3, folder: Path, tmp_
         "storage_options": throttled.storage_options,
         "local_cache": tmp_path / "local",
     }
-    with ChunkedLoader(
-        "s3://bucket/cache", 4, chunk_samples=8, memory_limit="3GiB", **options
-    ) as loader:
+    with (
+        CachedDataset.from_cache("s3://bucket/cache", as_tensors=True, **options) as cached,
+        ChunkedLoader(cached, 4, chunk_samples=8, memory_limit="3GiB") as loader,
+    ):
         for _ in range(2):
             assert sorted(targets_of(loader, colours)) == targets
     assert sum(throttled.stats().faults.values()) > 0
@@ -181,7 +182,10 @@ def test_a_cache_is_built_in_s3(s3: MotoS3, tmp_path: Path, folder: Path, engine
         assert colours_in(dataset) == colours
     assert {entry.name: entry.tag for entry in place.find()} == built
     streamed = {name: options[name] for name in ("storage_options", "local_cache")}
-    with ChunkedLoader("s3://bucket/caches", 4, memory_limit="3GiB", **streamed) as loader:
+    with (
+        CachedDataset.from_cache("s3://bucket/caches", as_tensors=True, **streamed) as cached,
+        ChunkedLoader(cached, 4, memory_limit="3GiB") as loader,
+    ):
         assert sorted(targets_of(loader, colours)) == targets
     s3.put("bucket", "train/class0/0.png", (folder / "class1/1.png").read_bytes())
     with ImageFolder("s3://bucket/train", **options) as dataset:
