@@ -117,7 +117,7 @@ class Progress:
         return self.resumed_from if (self.seen or self.mark()) == (0, False) else None
 
 
-class EpochIndices:
+class EpochIndices(Iterator[Any]):
     """The indices of an epoch's batches, from where it stands, and their draws.
 
     It does not hold the loader, which may hold an iterator of torch's that holds this.
@@ -199,41 +199,43 @@ class EpochIndices:
     def __len__(self) -> int:
         return len(self._sampler)
 
-    def __iter__(self) -> Iterator[Any]:
-        return self._draw(self._now())
+    def __iter__(self) -> EpochIndices:
+        self._progress = self._now()
+        self._indices: Iterator[Any] | None = None
+        return self
 
-    def _draw(self, progress: Progress) -> Iterator[Any]:
-        seed = None if self._served is None else self._served.seed
-        if seed is None:
-            seed = progress.base_seed or 0
-        shared = next(filter(_is_shared, self._samplers), None)
-        rank, ranks = (0, 1) if shared is None else (shared.rank, shared.num_replicas)
-        length = length_of(self._sampler) if self._is_known else None
-        indices = self._rest(progress, seed, shared)
-        while True:
-            progress.drawn += 1  # a sampler that fails has drawn a batch that cannot be had
-            try:
-                batch = next(indices)
-            except StopIteration:
-                progress.drawn -= 1
-                return
-            if progress.drawn == length:
-                # RandomSampler draws once more after its last index: now, before a state is taken
-                # of where that leaves it.
-                indices = _with_first(indices)
-            # Among the batches of all ranks, so that no two draw the same.
-            number = (progress.offset + progress.drawn - 1) * ranks + rank
-            progress.draws = DrawKey(seed, progress.epoch or 0, number)
-            if isinstance(batch, IndexBatch):
-                batch.draws = progress.draws
-                batch.channels_last = self._channels_last
-            yield batch
+    def __next__(self) -> Any:
+        progress = self._progress
+        if self._indices is None:
+            seed = None if self._served is None else self._served.seed
+            self._seed = progress.base_seed or 0 if seed is None else seed
+            self._shared = next(filter(_is_shared, self._samplers), None)
+            self._length = length_of(self._sampler) if self._is_known else None
+            self._indices = self._rest(progress)
+        progress.drawn += 1  # a sampler that fails has drawn a batch that cannot be had
+        try:
+            batch = next(self._indices)
+        except StopIteration:
+            progress.drawn -= 1
+            raise
+        if progress.drawn == self._length:
+            # RandomSampler draws once more after its last index: now, before a state is taken of
+            # where that leaves it.
+            self._indices = _with_first(self._indices)
+        number = progress.offset + progress.drawn - 1
+        if self._shared is not None:  # among the batches of all ranks, so that no two draw the same
+            number = number * self._shared.num_replicas + self._shared.rank
+        progress.draws = DrawKey(self._seed, progress.epoch or 0, number)
+        if isinstance(batch, IndexBatch):
+            batch.draws = progress.draws
+            batch.channels_last = self._channels_last
+        return batch
 
-    def _rest(self, progress: Progress, seed: int, shared: Any) -> Iterator[Any]:
+    def _rest(self, progress: Progress) -> Iterator[Any]:
         """The batches of the epoch that are still to come."""
         if progress.start is None:
             progress.start = self.capture()
-            return self._begin(progress, seed, shared)
+            return self._begin(progress)
         if self.ranked is not None:  # another epoch may have been set on it since
             progress.start = progress.start | {"samplers": self.capture()["samplers"]}
         elif not progress.is_begun and self._is_known:
@@ -250,11 +252,11 @@ class EpochIndices:
                 if "epoch" in saved and progress.is_begun:  # else it may have been set since
                     sampler.set_epoch(saved["epoch"])
             # Samplers draw when first asked.
-            rest = itertools.islice(self._begin(progress, seed, shared), progress.skipped, None)
+            rest = itertools.islice(self._begin(progress), progress.skipped, None)
             return _with_first(rest)
 
-    def _begin(self, progress: Progress, seed: int, shared: Any) -> Iterator[Any]:
-        served = self._served
+    def _begin(self, progress: Progress) -> Iterator[Any]:
+        served, shared = self._served, self._shared
         indices: Iterator[Any] = iter(self._sampler)
         if served is None:
             return indices
@@ -269,7 +271,7 @@ class EpochIndices:
         draws = _BatchDraws(
             served,
             progress.epoch or 0,
-            seed,
+            self._seed,
             rank=shared.rank if is_unknown else 0,
             ranks=shared.num_replicas if is_unknown else 1,
             is_counted=not _gives_each_once(self._sampler),
