@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import signal
 import threading
 import time
 import weakref
@@ -28,14 +25,13 @@ from fastdata.datasets.ring import Arrivals, BatchRing, RingCollate
 from fastdata.errors import IngestError, MemoryBudgetError
 from fastdata.loaders.order import Progress
 from fastdata.loaders.view import JoinedLease
-from fastdata.machine.memory import PinningPlan, is_running
+from fastdata.machine.memory import PinningPlan
 from fastdata.report import EpochReport
 
 Slots = BatchRing | Arrivals
 HELD_BY_USER = 2
 """Batches that the training loop may hold without costing new memory: the current one and one
 looked ahead."""
-_PARENT_CHECK_S = 0.5
 
 
 class Engine(NamedTuple):
@@ -233,18 +229,6 @@ def _may_be_told(loader: Any) -> bool:
 
 class InlineIter(Counted, torch_loader._SingleProcessDataLoaderIter):
     """torch's engine in the training loop, counted."""
-
-
-def end_with_parent(*, whole_group: bool = False) -> None:
-    """Wait for the parent's end, then end this process at once, or all of its process group."""
-    parent, above = multiprocessing.parent_process(), os.getppid()
-    while os.getppid() == above and (
-        parent is None or parent.pid is None or is_running(parent.pid)
-    ):
-        time.sleep(_PARENT_CHECK_S)
-    if whole_group:
-        os.killpg(0, signal.SIGKILL)
-    os._exit(1)
 
 
 class ProcessIter(Counted, torch_loader._MultiProcessingDataLoaderIter):

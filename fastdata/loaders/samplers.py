@@ -365,7 +365,7 @@ class RankSampler(DistributedSampler[int]):
     def find_ranks(self) -> None:
         if self.num_replicas == 1:
             self.rank, self.num_replicas = find_rank(*self._given)
-        self.num_samples = self._share_of(self.order_length)
+        self.num_samples = self._share_of(self.order_length, self.rank)
         is_kept = self.uneven == "keep"
         self.total_size = self.order_length if is_kept else self.num_samples * self.num_replicas
 
@@ -384,7 +384,7 @@ class RankSampler(DistributedSampler[int]):
     def _indices(self) -> Iterator[int]:
         order = self.order(self.epoch)
         length = len(order)
-        count = self._share_of(length - self.position)
+        count = self._share_of(length - self.position, self.rank)
         place = self.position + self.rank + self.num_replicas * np.arange(count)
         shared = order[place % length] if count else order[:0]
         earlier = None
@@ -405,9 +405,9 @@ class RankSampler(DistributedSampler[int]):
             self.find_ranks()
         return self.num_samples
 
-    def _share_of(self, samples: int) -> int:
+    def _share_of(self, samples: int, rank: int) -> int:
         """How many of the coming samples of all ranks are this rank's."""
-        first = {"pad": 0, "drop": self.num_replicas - 1, "keep": self.rank}[self.uneven]
+        first = {"pad": 0, "drop": self.num_replicas - 1, "keep": rank}[self.uneven]
         return max(-(-(samples - first) // self.num_replicas), 0)
 
     # Epochs and states
@@ -438,9 +438,7 @@ class RankSampler(DistributedSampler[int]):
 
     def batches_left(self, position: int, batch_size: int, *, drop_last: bool) -> int:
         """How many batches there are from a position on, of the rank that has the most."""
-        ranks = self.num_replicas
-        spare = 0 if self.uneven == "drop" else ranks - 1
-        share = (self.order_length - position + spare) // ranks
+        share = self._share_of(self.order_length - position, rank=0)
         return share // batch_size if drop_last else -(-share // batch_size)
 
     def advance(self, position: int, batches: int, batch_size: int) -> int:

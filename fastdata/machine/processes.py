@@ -421,7 +421,7 @@ def _begin(job: Callable[[Any], Any], parent_pid: int, cores: Collection[int]) -
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     gc.freeze()  # what the parent left to its garbage collector is the parent's to finalise
     torch.set_num_threads(1)  # this process only: a forked OpenMP pool would hang
-    threading.Thread(target=_end_with, args=(parent_pid,), daemon=True).start()
+    threading.Thread(target=end_with_parent, args=(parent_pid,), daemon=True).start()
 
 
 def _use_cores(cores: Collection[int]) -> None:
@@ -430,9 +430,12 @@ def _use_cores(cores: Collection[int]) -> None:
             os.sched_setaffinity(0, cores)  # of this thread
 
 
-def _end_with(parent_pid: int) -> None:
+def end_with_parent(parent_pid: int, *, whole_group: bool = False) -> None:
+    """Wait for the parent's end, then end this process at once, or all of its process group."""
     while os.getppid() == parent_pid:
         time.sleep(_PARENT_CHECK_S)
+    if whole_group:
+        os.killpg(0, signal.SIGKILL)
     os._exit(1)
 
 

@@ -23,6 +23,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -31,8 +32,9 @@ import numpy as np
 from torch.utils.data import Sampler
 
 from fastdata.errors import refuse_remote
-from fastdata.loaders.epochs import end_with_parent, sample_count
+from fastdata.loaders.epochs import sample_count
 from fastdata.machine.memory import available_bytes, cpu_model, usable_cores
+from fastdata.machine.processes import end_with_parent
 
 _T = TypeVar("_T")
 _WARM_UP = 0.125
@@ -137,7 +139,8 @@ def apart(work: Callable[[], _T], *, limit_s: float) -> _T:
         return work()
     available_bytes()  # imports what its threads would import while it forks
     receiving, sending = multiprocessing.Pipe(duplex=False)
-    process = multiprocessing.get_context("fork").Process(target=_answer, args=(work, sending))
+    context = multiprocessing.get_context("fork")
+    process = context.Process(target=_answer, args=(work, sending, os.getpid()))
     process.start()
     sending.close()
     try:
@@ -160,11 +163,12 @@ def apart(work: Callable[[], _T], *, limit_s: float) -> _T:
     return cast(_T, outcome)
 
 
-def _answer(work: Callable[[], Any], sending: Connection) -> None:
+def _answer(work: Callable[[], Any], sending: Connection, parent_pid: int) -> None:
     os.setpgid(0, 0)  # so that its workers are ended with it, all at once
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     warnings.simplefilter("ignore")  # the user's own run says them
-    threading.Thread(target=end_with_parent, kwargs={"whole_group": True}, daemon=True).start()
+    watch = partial(end_with_parent, parent_pid, whole_group=True)
+    threading.Thread(target=watch, daemon=True).start()
 
     def run() -> None:
         try:
