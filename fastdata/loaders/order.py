@@ -209,7 +209,7 @@ class EpochIndices(Iterator[Any]):
         if self._indices is None:
             seed = None if self._served is None else self._served.seed
             self._seed = progress.base_seed or 0 if seed is None else seed
-            self._shared = next(filter(_is_shared, self._samplers), None)
+            self._shared: Any = next(filter(_is_shared, self._samplers), None)
             self._length = length_of(self._sampler) if self._is_known else None
             self._indices = self._rest(progress)
         progress.drawn += 1  # a sampler that fails has drawn a batch that cannot be had

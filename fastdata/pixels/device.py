@@ -86,10 +86,8 @@ class DeviceProgram:
         if ops and ops[-1].code == "OP_CAST":
             self._floats = _Floats(dtype, ops[-1].about)
             ops = ops[:-1]
-        self.output: tuple[Shape, torch.dtype] = (
-            served[0],
-            self._floats.dtype if self._floats else torch.uint8,
-        )
+        served_dtype = self._floats.dtype if self._floats else torch.uint8
+        self.output: tuple[Shape, torch.dtype] = served[0], served_dtype
         self._program = Program(ops, spec)
         self.sent_shape: Shape = spec.shape
         self.host: Program | None = None
@@ -186,24 +184,28 @@ class DeviceProgram:
 
     def _cut(self, stored_NCHW: Tensor, index_B: Tensor | None, source_BL: Tensor) -> Tensor:
         count, channels, height, width = stored_NCHW.shape
-        rows = self.output[0][1]
         device = stored_NCHW.device
         if index_B is None:
             index_B = torch.arange(count, device=device)
+        rows = self.output[0][1]
         within_BL = source_BL.to(torch.int64)
         if self._fill:
-            is_filled_BL = within_BL < 0
             within_BL = within_BL.clamp(min=0)
-        first_row_C1 = torch.arange(0, channels * height, height, device=device)[:, None]
-        line_BCh = within_BL[:, None, :rows] + first_row_C1
+        # Whole rows first, of all planes as lines of one image, then columns of these.
+        row_B1h = within_BL[:, None, :rows]
+        column_B11w = within_BL[:, None, None, rows:]
+        plane_C1 = torch.arange(0, channels * height, height, device=device)[:, None]
+        line_BCh = row_B1h + plane_C1
         line_BCh.add_(index_B[:, None, None], alpha=channels * height)
         lines = stored_NCHW.reshape(-1, width).index_select(0, line_BCh.view(-1))
-        column_B11w = within_BL[:, None, None, rows:].expand(-1, channels, rows, -1)
-        cut = lines.view(*line_BCh.shape, width).gather(3, column_B11w)
+        lines_BChW = lines.view(*line_BCh.shape, width)
+        cut = lines_BChW.gather(3, column_B11w.expand(-1, channels, rows, -1))
         if self._fill:
+            is_filled_BL = source_BL < 0
             is_filled_Bhw = is_filled_BL[:, :rows, None] | is_filled_BL[:, None, rows:]
             for c in range(channels):
-                cut[:, c].masked_fill_(is_filled_Bhw, self._fill[min(c, len(self._fill) - 1)])
+                fill = self._fill[min(c, len(self._fill) - 1)]
+                cut[:, c].masked_fill_(is_filled_Bhw, fill)
         return cut
 
 
@@ -238,18 +240,18 @@ class _Floats:
             # A divisor that lies on the device: by a number of the host, CUDA multiplies with its
             # rounded inverse.
             scale = np.array([255.0])
-        self._host = [
-            torch.tensor(each, dtype=self._computed)[:, None, None] for each in (scale, offset)
-        ]
-        self._on: dict[torch.device, list[Tensor]] = {}
+        both = torch.tensor(np.stack(np.broadcast_arrays(scale, offset)), dtype=self._computed)
+        self._host_2C11 = both[:, :, None, None]
+        self._on: dict[torch.device, Tensor] = {}
 
     def convert(self, source_BChw: Tensor) -> Tensor:
         """Convert uint8; the layout in memory stays the same."""
         device = source_BChw.device
         if device not in self._on:  # two threads at once may both make them
             # Pinned, the thread does not wait for the copy.
-            pinned = [each.pin_memory() if device.type == "cuda" else each for each in self._host]
-            self._on[device] = [each.to(device, non_blocking=True) for each in pinned]
+            host = self._host_2C11
+            host = host.pin_memory() if device.type == "cuda" else host
+            self._on[device] = host.to(device, non_blocking=True)
         scale, offset = self._on[device]
         out = None
         if self.dtype != self._computed:  # rounded on the way to memory
