@@ -44,14 +44,13 @@ def find_cache(
     for place in places:
         try:
             manifest = Manifest.read(place)
+            readable.append(place)
+            what = f"{counted(manifest.count, 'sample')} of {manifest.root or 'a dataset'}"
+            what += f", prepared: {manifest.key.get('prepare') or 'as they are'}"
+            what += f", codec: {manifest.key.get('codec')}"
         except CacheError as damaged:
-            lines += f"\n  {place}: cannot be read: {damaged}"
-            continue
-        readable.append(place)
-        prepared = manifest.key.get("prepare") or "as they are"
-        lines += f"\n  {place}: {counted(manifest.count, 'sample')} of "
-        lines += f"{manifest.root or 'a dataset'}, prepared: {prepared}, "
-        lines += f"codec: {manifest.key.get('codec')}"
+            what = f"cannot be read: {damaged}"
+        lines += f"\n  {place}: {what}"
     if len(readable) == 1:
         return readable[0]
     if readable:
@@ -62,6 +61,7 @@ def find_cache(
 
 
 def _cache_places(home: Place) -> list[Place]:
+    """The place itself, if it is a cache, or else all caches in it."""
     below: list[Place] = []
     with contextlib.suppress(FileNotFoundError):
         below = [home.below(name) for name in home.folders()]
@@ -71,7 +71,7 @@ def _cache_places(home: Place) -> list[Place]:
         raise FileNotFoundError(
             f"{home} is no cache and holds none: there is no {MANIFEST} in it or one below it"
         )
-    return places[:1] if places[0] is home else places
+    return [home] if home in places else places
 
 
 def open_cache(
@@ -134,33 +134,30 @@ class Inspected:
     damaged: list[str] | None = None
 
     def __str__(self) -> str:
-        if self.manifest is None:
-            return f"{self.folder}\n  cannot be read: {self.problem}; the next run writes it anew"
         manifest = self.manifest
-        left_out = len(manifest.skipped)
-        shards = counted(len(manifest.shards), "shard")
-        lines = [
-            self.folder,
-            f"  samples    {manifest.count - left_out:,}, {left_out:,} left out",
-            f"  size       {format_bytes(manifest.size_bytes)} in {shards}",
-            f"  made from  {manifest.root or '(a dataset)'}",
-            f"  opened by  {manifest.key.get('source', '')}",
-            f"  prepared   {manifest.key.get('prepare') or '-'}",
-        ]
+        if manifest is None:
+            return f"{self.folder}\n  cannot be read: {self.problem}; the next run writes it anew"
+        kept = manifest.count - len(manifest.skipped)
+        facts = {"samples": f"{kept:,}, {len(manifest.skipped):,} left out"}
         if manifest.classes is not None:
-            lines.insert(2, f"  classes    {len(manifest.classes):,}")
+            facts["classes"] = f"{len(manifest.classes):,}"
+        shards = counted(len(manifest.shards), "shard")
+        facts["size"] = f"{format_bytes(manifest.size_bytes)} in {shards}"
+        facts["made from"] = manifest.root or "(a dataset)"
+        facts["opened by"] = manifest.key.get("source", "")
+        facts["prepared"] = manifest.key.get("prepare") or "-"
         for number, part in enumerate(manifest.parts):
             shape = "of many shapes"
             if part.spec.shape is not None:
                 shape = "x".join(map(str, part.spec.shape))
             codec = " ".join(f"{name}={value}" for name, value in (part.codec or {}).items())
-            lines.append(f"  part{number:<5}  {part.spec.dtype} {shape}, {codec or 'raw'}")
+            facts[f"part{number}"] = f"{part.spec.dtype} {shape}, {codec or 'raw'}"
         if self.problem:
-            lines.append(f"  problem    {self.problem}")
-        lines += [f"  {line}" for line in self.damaged or ()]
+            facts["problem"] = self.problem
         if self.damaged == []:
-            lines.append("  verified   every sample is as it was written")
-        return "\n".join(lines)
+            facts["verified"] = "every sample is as it was written"
+        lines = [f"{name:10} {fact}" for name, fact in facts.items()]
+        return "\n  ".join([self.folder, *lines, *(self.damaged or ())])
 
 
 def inspect_caches(
@@ -191,22 +188,23 @@ def _look(place: Place, *, verify: bool = False) -> Inspected:
 
 
 def _inspect(cache: Cache, *, verify: bool) -> Inspected:
+    manifest = cache.manifest
     damaged = []
-    for number in range(len(cache.manifest.parts)):
+    for number in range(len(manifest.parts)):
         with contextlib.closing(cache.open_part(number, None)) as store:
             for k, row in enumerate(cache.kept.tolist() if verify else ()):
                 try:
                     store.ensure(np.array([k]))
                 except UndecodableError as wrong:
                     damaged.append(f"sample {row}, part{number}, is damaged: {wrong}")
-    missing: set[str] = set()
+    problem = ""
     if not cache.place.is_remote:
-        missing = cache.manifest.receipts() - receipts_in(Path(cache.place.url))
-    shards = counted(len(missing), "shard")
-    problem = f"damaged: {shards}, which the next run writes anew" if missing else ""
+        missing = manifest.receipts() - receipts_in(Path(cache.place.url))
+        shards = counted(len(missing), "shard")
+        problem = f"damaged: {shards}, which the next run writes anew" if missing else ""
     return Inspected(
         folder=str(cache.place),
-        manifest=cache.manifest,
+        manifest=manifest,
         problem=problem,
         damaged=damaged if verify else None,
     )
@@ -234,14 +232,14 @@ def prune_caches(cache_dir: Path, *, gone: bool = False, dry_run: bool = False) 
     refuse_remote(cache_dir)
     if not cache_dir.is_dir():
         raise FileNotFoundError(f"{cache_dir} is no folder: give the one that keeps caches")
-    removals: list[Removal | None] = []
+    removals: list[Removal] = []
     for folder in sorted(cache_dir.iterdir()):
         is_ours = (folder / MANIFEST).exists() or lock_file(folder).exists()
         if folder.is_symlink() or not folder.is_dir() or not is_ours:
             continue
         try:
             with locked(folder, wait=False):
-                removals.append(_prune(folder, gone=gone, dry_run=dry_run))
+                removals += _prune(folder, gone=gone, dry_run=dry_run)
         except Timeout:
             continue
         except OSError as problem:
@@ -253,28 +251,28 @@ def prune_caches(cache_dir: Path, *, gone: bool = False, dry_run: bool = False) 
                     "and as who, it can be."
                 ) from problem
             # Without a lock, which cannot be made there.
-            removals.append(_prune(folder, gone=gone, dry_run=True))
-    return [removal for removal in removals if removal is not None]
+            removals += _prune(folder, gone=gone, dry_run=True)
+    return removals
 
 
-def _prune(folder: Path, *, gone: bool, dry_run: bool) -> Removal | None:
+def _prune(folder: Path, *, gone: bool, dry_run: bool) -> list[Removal]:
     place = Place(folder)
     found = _look(place)
+    root = "" if found.manifest is None else found.manifest.root
     reason = ""
     if not (folder / MANIFEST).exists():
         reason = "left by a writer that died"
     elif found.manifest is None:
         reason = f"cannot be read: {found.problem}"
-    elif gone and found.manifest.root:
-        root = found.manifest.root
-        if not is_url(root) and not os.path.isdir(root):
-            reason = f"{root} is not there"
+    elif gone and root and not is_url(root) and not os.path.isdir(root):
+        reason = f"{root} is not there"
     if reason:
         size_bytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
         if not dry_run:
             shutil.rmtree(folder)
-        return Removal(path=folder, reason=reason, size_bytes=size_bytes)
+        return [Removal(path=folder, reason=reason, size_bytes=size_bytes)]
     orphans = sweep(place, dry_run=dry_run)
     reason = f"{counted(len(orphans), 'file')} left by a writer that died"
-    size_bytes = sum(orphans.values())
-    return Removal(path=folder, reason=reason, size_bytes=size_bytes) if orphans else None
+    return (
+        [Removal(path=folder, reason=reason, size_bytes=sum(orphans.values()))] if orphans else []
+    )

@@ -48,7 +48,7 @@ VERSION = 6
 DAMAGED = (
     OSError,
     EOFError,
-    KeyError,
+    LookupError,
     MemoryError,
     OverflowError,
     TypeError,
@@ -539,7 +539,7 @@ def read_index(place: Place, manifest: Manifest, mirror: Mirror | None = None) -
         indexes = [_locate(manifest, k, columns, kept) for k in range(len(manifest.parts))]
         if "paths" in columns:
             ends = column_of(columns, "ends", "int64", manifest.count)
-            column_of(columns, "paths", "uint8", ends[-1])
+            column_of(columns, "paths", "uint8", int(ends[-1]))
             if (np.diff(ends, prepend=0) < 0).any():
                 raise ValueError("file names overlap")
         targets = (
