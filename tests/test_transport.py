@@ -34,7 +34,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from fastdata import CachedDataset, CudaPrefetcher, DataLoader, SampleBatch, collate
 from fastdata.datasets import ring as rings
-from fastdata.datasets.ring import Arrivals, RingCollate
+from fastdata.datasets.ring import BatchReceiver, RingCollate
 from fastdata.errors import MemoryBudgetError
 
 pytestmark = pytest.mark.skipif(
@@ -114,8 +114,8 @@ def _ring(collate_fn: RingCollate, dataset: Any = None) -> Any:
     return collate_fn._ring
 
 
-def _arrive(parcel: Any) -> Any:
-    return pickle.loads(ForkingPickler.dumps(parcel))
+def _arrive(sent: Any) -> Any:
+    return pickle.loads(ForkingPickler.dumps(sent))
 
 
 def _torch_and_ring(make: Callable[[], Any]) -> list[Any]:
@@ -162,7 +162,7 @@ def test_a_plain_tensor_keeps_dtype_shape_and_strides(make: Callable[[], torch.T
     assert (came.dtype, came.shape, came.stride()) == (left.dtype, left.shape, left.stride())
     assert torch.equal(came, left)
     assert not came._is_view()
-    assert collate_fn.arrivals.fresh_count == 0
+    assert collate_fn.receiver.fresh_count == 0
 
 
 ODD = {
@@ -250,7 +250,7 @@ def test_tensors_that_share_memory_still_do() -> None:
     low[0], high[0] = 70, 80
     assert same.tolist() == [70, 1, 2, 3, 80, 5, 6, 7]
     assert same is again
-    assert collate_fn.arrivals.fresh_count == 0
+    assert collate_fn.receiver.fresh_count == 0
 
 
 def test_small_parts_of_a_large_storage_take_torchs_road() -> None:
@@ -295,7 +295,7 @@ def test_a_fastdata_dataset_writes_into_the_memory_that_arrives() -> None:
             came = images_of(_arrive(ring.send(collate_samples, samples)))
             came.view(-1)[0] = 77
             assert samples[0][0].view(-1)[0] == 77
-        assert collate_fn.arrivals.fresh_count == 0
+        assert collate_fn.receiver.fresh_count == 0
 
 
 @pytest.mark.usefixtures("torchs_road_in_this_process")
@@ -404,7 +404,7 @@ def test_memory_is_reused_when_the_last_tensor_dies(torchs_road_in_this_process:
         assert fresh[0].data_ptr() != address
         del kept, fresh
         assert _arrive(ring.send(as_is, batch))[0].data_ptr() == address
-    assert collate_fn.arrivals.fresh_count == 2
+    assert collate_fn.receiver.fresh_count == 2
 
 
 @pytest.mark.parametrize("make_loader", [TorchLoader, DataLoader])
@@ -436,7 +436,7 @@ def test_a_batch_that_the_worker_remembers_is_not_overwritten(
     for i in range(8):
         _arrive(ring.send(keep, [torch.full((4,), i)]))
     assert [batch.unique().item() for batch in kept] == list(range(8))
-    assert collate_fn.arrivals.fresh_count > 0
+    assert collate_fn.receiver.fresh_count > 0
 
 
 def test_a_forked_process_does_not_give_back_its_parents_slot() -> None:
@@ -465,8 +465,8 @@ def test_a_larger_batch_gets_a_larger_slot() -> None:
     held = []
     for length in (10, 5000, 3, 100_000, 20):
         assert torch.equal(_arrive(ring.send(first, [torch.arange(length)])), torch.arange(length))
-        held.append(collate_fn.arrivals.bytes_held)
-    assert collate_fn.arrivals.fresh_count == 0
+        held.append(collate_fn.receiver.bytes_held)
+    assert collate_fn.receiver.fresh_count == 0
     assert held[0] == 4096
     assert held[2] == held[1] < held[3] == held[4] < 1_000_000
 
@@ -482,7 +482,7 @@ def test_memory_that_cannot_be_reserved_leaves_torchs_road(
     monkeypatch.setattr(rings.Block, "create", refuse)
     ring = _ring(collate_fn := RingCollate(first))
     assert _arrive(ring.send(first, [torch.arange(3)])).tolist() == [0, 1, 2]
-    assert collate_fn.arrivals.fresh_count == 1
+    assert collate_fn.receiver.fresh_count == 1
 
 
 def test_a_block_with_a_name_serves_where_proc_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -496,7 +496,7 @@ def test_a_block_with_a_name_serves_where_proc_does_not(monkeypatch: pytest.Monk
     ring = _ring(collate_fn := RingCollate(first))
     assert _arrive(ring.send(first, [torch.arange(3)])).tolist() == [0, 1, 2]
     assert len(set(folder.glob("fastdata-block-*")) - before) == 1
-    assert collate_fn.arrivals.fresh_count == 0
+    assert collate_fn.receiver.fresh_count == 0
     del ring, collate_fn
     gc.collect()
     assert set(folder.glob("fastdata-block-*")) <= before
@@ -521,7 +521,7 @@ def test_every_start_method_works(make_loader: Any, method: str) -> None:
     options = {"multiprocessing_context": method, "collate_fn": collate_fn}
     loader = make_loader(Numbers(5), batch_size=2, num_workers=1, **options)
     assert _epoch(loader) == _numbers([[0, 1], [2, 3], [4]])
-    assert collate_fn.arrivals.fresh_count == 0
+    assert collate_fn.receiver.fresh_count == 0
 
 
 def test_persistent_workers_keep_their_slots() -> None:
@@ -548,8 +548,8 @@ def test_slots_of_ended_workers_are_let_go() -> None:
     loader = TorchLoader(Numbers(24), batch_size=2, num_workers=2, collate_fn=collate_fn)
     for _ in range(4):
         assert len(_epoch(loader)) == 12
-        assert collate_fn.arrivals.bytes_held <= 2 * 8 * 4096
-        assert len(collate_fn.arrivals._rings) <= 2
+        assert collate_fn.receiver.bytes_held <= 2 * 8 * 4096
+        assert len({mapped.handle.ring for mapped in collate_fn.receiver._mapped.values()}) <= 2
 
 
 def test_an_iterator_dropped_midway_leaves_nothing() -> None:
@@ -561,14 +561,14 @@ def test_an_iterator_dropped_midway_leaves_nothing() -> None:
     gc.collect()
     assert labels.tolist() == [0, 1]
     del images, labels
-    assert collate_fn.arrivals.bytes_held == 0
+    assert collate_fn.receiver.bytes_held == 0
 
 
 def test_several_loaders_share_a_collate_function() -> None:
     """Four loaders at once, with one RingCollate and its copies, do not mix their batches."""
     collate_fn = RingCollate()
     copies = [collate_fn, pickle.loads(pickle.dumps(collate_fn)), collate_fn, RingCollate()]
-    assert copies[1].arrivals is collate_fn.arrivals
+    assert copies[1].receiver is collate_fn.receiver
     loaders = [
         TorchLoader(Numbers(6), batch_size=k, num_workers=1, collate_fn=c)
         for k, c in enumerate(copies, 1)
@@ -631,7 +631,7 @@ def test_streams_and_single_samples_come_through_the_ring(batch_size: int | None
     ours = DataLoader(Stream(), batch_size=batch_size, num_workers=2, collate_fn=collate_fn)
     theirs = TorchLoader(Stream(), batch_size=batch_size, num_workers=2, collate_fn=convert)
     assert str(list(ours)) == str(list(theirs))
-    assert collate_fn.arrivals.fresh_count == 0
+    assert collate_fn.receiver.fresh_count == 0
 
 
 def test_another_thread_may_receive() -> None:
@@ -646,7 +646,7 @@ def test_another_thread_may_receive() -> None:
     thread.start()
     thread.join()
     assert [tensor.tolist() for tensor in came] == [[i] * 3 for i in range(5)]
-    assert collate_fn.arrivals.fresh_count == 0
+    assert collate_fn.receiver.fresh_count == 0
 
 
 @pytest.mark.cuda
@@ -727,17 +727,17 @@ def test_a_killed_worker_of_an_untouched_loader_is_an_error() -> None:
 
 
 def test_a_batch_whose_worker_is_gone_is_an_error() -> None:
-    """A parcel that arrives after its worker died unpickles as an error for the loader to raise."""
+    """A batch that arrives after its worker died unpickles as an error for the loader to raise."""
     collate_fn = RingCollate(first)
-    parcel = ForkingPickler.dumps(_ring(collate_fn).send(first, [torch.ones(3)]))
+    sent = ForkingPickler.dumps(_ring(collate_fn).send(first, [torch.ones(3)]))
     collate_fn._ring = None
-    came = pickle.loads(parcel)
+    came = pickle.loads(sent)
     with pytest.raises(
         RuntimeError,
         match=rf"DataLoader worker \(pid {os.getpid()}\) has ended, and this batch with it",
     ):
         came.reraise()
-    assert collate_fn.arrivals.bytes_held == 0
+    assert collate_fn.receiver.bytes_held == 0
 
 
 def test_a_ring_without_slots_is_refused() -> None:
@@ -746,9 +746,9 @@ def test_a_ring_without_slots_is_refused() -> None:
         RingCollate(slots=0)
 
 
-def test_arrivals_are_forgotten_with_their_collate_function() -> None:
+def test_receivers_are_forgotten_with_their_collate_function() -> None:
     """Nothing of a RingCollate stays behind in the module."""
     token = RingCollate()._token
     gc.collect()
-    assert token not in rings._arrivals
-    assert Arrivals.of(token).bytes_held == 0
+    assert token not in rings._receivers
+    assert BatchReceiver.of(token).bytes_held == 0

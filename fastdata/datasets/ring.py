@@ -8,9 +8,9 @@ last tensor over it has died.
 ``BatchRing`` is the ring of one process; that of a worker process brings its batches to the
 training loop:
 
-    worker:  samples -> collate, stacking into a free slot -> Parcel (pickle of the structure, place
-        of the slot)
-    parent:  unpickling a Parcel -> the structure, with tensors and arrays over the mapped slot
+    worker:  samples -> collate, stacking into a free slot -> SentBatch (pickle of the structure,
+        handle of the slot)
+    parent:  unpickling a SentBatch -> the structure, with tensors and arrays over the mapped slot
 
 The first byte of a slot says whose turn it is. Only its owner writes it: the worker lends, the
 parent gives back. The slots belong to the worker, so that those of a killed one are garbage that
@@ -53,8 +53,7 @@ _ALIGN_BYTES, _PAGE_BYTES = 64, 4096
 _STATE_BYTES = _ALIGN_BYTES  # the first byte of a slot has a cache line of its own before the data
 # A tensor travels with its whole storage, as in torch, up to so many times its own extent.
 _WHOLE_STORAGE = 4
-_UNCOUNTED = ""  # token of a parcel that holds nothing that could travel through a ring
-_NOTHING = np.empty(0, np.uint8)
+_UNCOUNTED = ""  # token of a batch that holds nothing that could travel through a ring
 
 
 def laid_out(values: np.ndarray, shape: tuple[int, ...], channels_last: bool) -> np.ndarray:
@@ -161,10 +160,11 @@ class RingCollate:
     def __init__(self, collate: Callable[[Any], Any] = default_collate, *, slots: int = 8) -> None:
         if slots < 1:
             raise ValueError(f"slots={slots}: a worker needs at least one slot")
-        self.collate, self.slots = collate, slots
+        self.collate = collate
+        self.slots = slots
         self._token = secrets.token_hex(8)
         self._ring: WorkerRing | None = None
-        self.arrivals = Arrivals.of(self._token)
+        self.receiver = BatchReceiver.of(self._token)
 
     def __call__(self, samples: Any) -> Any:
         worker = get_worker_info()
@@ -183,18 +183,16 @@ class RingCollate:
         return {"collate": self.collate, "slots": self.slots, "_token": self._token}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _ring=None, arrivals=Arrivals.of(state["_token"]))
+        self.__dict__.update(state, _ring=None, receiver=BatchReceiver.of(state["_token"]))
 
 
 def _fetch_of_worker_loop() -> FrameType | None:
     """The call that ``RingCollate`` returns to; None for a loader inside of the worker."""
     frame = sys._getframe(2)
-    fetches = (
-        each.fetch.__code__
-        for each in (torch_fetch._MapDatasetFetcher, torch_fetch._IterableDatasetFetcher)
-    )
+    fetchers = torch_fetch._MapDatasetFetcher, torch_fetch._IterableDatasetFetcher
+    is_fetch = frame.f_code in [each.fetch.__code__ for each in fetchers]
     is_workers = frame.f_back is not None and frame.f_back.f_code is _worker_loop.__code__
-    return frame if is_workers and frame.f_code in fetches else None
+    return frame if is_workers and is_fetch else None
 
 
 # The worker's end
@@ -206,11 +204,11 @@ class WorkerRing:
     def __init__(self, token: str, slot_limit: int, dataset: Any = None) -> None:
         self.pid = os.getpid()
         self._name = secrets.token_hex(8)
-        self._token, self._slot_limit = token, slot_limit
+        self._token = token
+        self._slot_limit = slot_limit
         self._slots: list[_Slot] = []
         self._largest_bytes = 0
         self._filled: _Slot | None = None
-        self._lease, self._end = _NOTHING, 0
         dataset = getattr(dataset, "behind", dataset)
         while isinstance(dataset, Subset):
             dataset = dataset.dataset
@@ -226,35 +224,37 @@ class WorkerRing:
         values = np.empty(count, dtype) if memory is None else np.frombuffer(memory, dtype)
         return laid_out(values, shape, channels_last)
 
-    def send(self, collate: Callable[[Any], Any], samples: Any) -> Parcel:
+    def send(self, collate: Callable[[Any], Any], samples: Any) -> SentBatch:
         if self._filled is None:
             self._begin()
         try:
             batch = self._collate(collate, samples)
-            return self._pack(batch) or Parcel(
+            return self._pack(batch) or SentBatch(
                 self._token, None, [], bytes(ForkingPickler.dumps(batch))
             )
         finally:
-            self._filled, self._lease = None, _NOTHING
+            self._let_go()
 
     def _begin(self) -> None:
         """Choose a free slot to fill; none if all are lent or no memory is left."""
-        self._filled, self._lease = None, _NOTHING  # what was taken for a batch that never came
+        self._let_go()  # what was taken for a batch that never came
         slot = next((slot for slot in self._slots if slot.is_free), None)
         if slot is None and len(self._slots) < self._slot_limit:
             with contextlib.suppress(MemoryBudgetError):
                 slot = _Slot(self._name, len(self._slots), self._largest_bytes)
                 self._slots.append(slot)
         if slot is not None:
-            self._filled, self._lease, self._end = slot, slot.lend(), _STATE_BYTES
+            slot.begin()
+        self._filled = slot
+
+    def _let_go(self) -> None:
+        if self._filled is not None:
+            self._filled.lent = None
+        self._filled = None
 
     def _reserve(self, size_bytes: int) -> memoryview | None:
-        """Memory in the slot, or None if it is full."""
-        start, end = self._end, self._end + size_bytes
-        if end > self._lease.nbytes:
-            return None
-        self._end = _aligned(end)
-        return self._lease.data[start:end]
+        """Memory in the slot, or None if there is none, or it is full."""
+        return None if self._filled is None else self._filled.reserve(size_bytes)
 
     def _collate(self, collate: Callable[[Any], Any], samples: Any) -> Any:
         """Collate; torch's ``default_collate`` stacks tensors straight into the slot."""
@@ -271,56 +271,41 @@ class WorkerRing:
 
     def _stack(self, batch: Any, *, collate_fn_map: Any = None) -> Any:
         first = batch[0]
-        if (
-            not all(type(sample) is torch.Tensor and is_plain(sample) for sample in batch)
-            or not first.numel()
-        ):
+        count = len(batch) * first.numel()
+        are_plain = all(type(sample) is torch.Tensor and is_plain(sample) for sample in batch)
+        if not are_plain or not count:
             return torch_collate.collate_tensor_fn(batch, collate_fn_map=collate_fn_map)
-        memory = self._reserve(len(batch) * first.numel() * first.itemsize)
-        out = (
-            torch.frombuffer(memory, dtype=first.dtype)
-            if memory
-            else first.new_empty(len(batch) * first.numel())
-        )
+        memory = self._reserve(count * first.itemsize)
+        if memory is None:
+            out = first.new_empty(count)
+        else:
+            out = torch.frombuffer(memory, dtype=first.dtype)
         return torch.stack(tuple(batch), 0, out=out.view(len(batch), *first.shape))
 
-    def _pack(self, batch: Any) -> Parcel | None:
+    def _pack(self, batch: Any) -> SentBatch | None:
         """Bring every part of the batch into the slot; None where it has to go torch's way."""
-        slot, packer = self._filled, _Packer(self._lease)
+        slot = self._filled
         if slot is None:
             return None
+        packer = _Packer(slot)
         try:
             packer.dump(batch)
-            spans = self._lay_out(packer.parts)
+            spans = slot.lay_out(packer.parts)
             if spans is None:
                 needed = _STATE_BYTES + sum(_aligned(part.nbytes) for part in packer.parts)
-                is_first = slot.place.block_number < 0
+                is_first = slot.handle.block_number < 0
                 # Batches differ in size: leave room.
                 slot.replace(needed if is_first else needed + needed // 8)
-                self._lease, self._end = slot.lend(), _STATE_BYTES
-                spans = self._lay_out(packer.parts)
+                slot.begin()
+                spans = slot.lay_out(packer.parts)
         except (MemoryBudgetError, _StorageSharedError):
             return None
         assert spans is not None
         if not any(size_bytes for _, size_bytes in spans):
-            return Parcel(_UNCOUNTED, None, spans, packer.file.getvalue())
+            return SentBatch(_UNCOUNTED, None, spans, packer.file.getvalue())
         self._largest_bytes = max(self._largest_bytes, *map(sum, spans))
         slot.memory[0] = _LENT
-        return Parcel(self._token, slot.place, spans, packer.file.getvalue())
-
-    def _lay_out(self, parts: list[np.ndarray]) -> list[tuple[int, int]] | None:
-        """Copy to the slot what is not there; return (offset, bytes) of all, None if it is full."""
-        spans = []
-        for part in parts:
-            start = self._end
-            if _lies_in(part, self._lease):
-                start = address_of(part) - address_of(self._lease)
-            elif (memory := self._reserve(part.nbytes)) is None:
-                return None
-            else:
-                memory[:] = part.data
-            spans.append((start, part.nbytes))
-        return spans
+        return SentBatch(self._token, slot.handle, spans, packer.file.getvalue())
 
 
 _worker_rings: weakref.WeakValueDictionary[int, WorkerRing] = weakref.WeakValueDictionary()
@@ -334,19 +319,26 @@ def ring_of(dataset: Any) -> WorkerRing | None:
 
 
 class _Slot:
-    """A shared block of this worker, and who may still see it in this process."""
+    """A shared block of this worker, and who may still see it in this process.
+
+    Attributes:
+        lent: the block while a batch is brought into it; an array of its own, which lives as long
+            as anything over it.
+    """
 
     def __init__(self, ring: str, number: int, size_bytes: int) -> None:
-        self.place = Place(ring, number, -1, "", b"")
+        self.handle = SlotHandle(ring, number, -1, "", b"")
         self.memory = np.zeros(_STATE_BYTES, np.uint8)
+        self.lent: np.ndarray | None = None
+        self._latest: weakref.ref[np.ndarray] | None = None
+        self._end = 0
         self._block: Block | None = None
-        self._lease: weakref.ref[np.ndarray] | None = None
         if size_bytes:
             self.replace(size_bytes)
 
     @property
     def is_free(self) -> bool:
-        return self.memory[0] == _FREE and (self._lease is None or self._lease() is None)
+        return self.memory[0] == _FREE and (self._latest is None or self._latest() is None)
 
     def replace(self, size_bytes: int) -> None:
         """Take a larger block, or raise and stay; the old one stays valid for those who see it."""
@@ -355,17 +347,46 @@ class _Slot:
         block = Block.create(-(-size_bytes // _PAGE_BYTES) * _PAGE_BYTES, portable=not nameless)
         if self._block:
             self._block.close()
-        self._block, self.memory = block, block.array("uint8", (block.size_bytes,))
-        self.place = self.place._replace(
-            block_number=self.place.block_number + 1,
+        self._block = block
+        self.memory = block.array("uint8", (block.size_bytes,))
+        self.handle = self.handle._replace(
+            block_number=self.handle.block_number + 1,
             descriptor=f"/proc/{os.getpid()}/fd/{block.fileno()}",
             block=pickle.dumps(block),
         )
 
-    def lend(self) -> np.ndarray:
-        lease = self.memory[:]
-        self._lease = weakref.ref(lease)
-        return lease
+    def begin(self) -> None:
+        """Fill it from its front."""
+        self.lent = self.memory[:]
+        self._latest = weakref.ref(self.lent)
+        self._end = _STATE_BYTES
+
+    def reserve(self, size_bytes: int) -> memoryview | None:
+        """The next so many bytes, or None if it is full."""
+        start = self._end
+        if self.lent is None or start + size_bytes > self.lent.nbytes:
+            return None
+        self._end = _aligned(start + size_bytes)
+        return self.lent.data[start : start + size_bytes]
+
+    def offset_of(self, part: np.ndarray) -> int | None:
+        """Where in it a part lies that was made there; None of any other."""
+        offset = address_of(part) - address_of(self.memory)
+        return offset if 0 <= offset <= self.memory.nbytes - part.nbytes else None
+
+    def lay_out(self, parts: list[np.ndarray]) -> list[tuple[int, int]] | None:
+        """Copy what is not there; return (offset, bytes) of all, None if it is full."""
+        spans = []
+        for part in parts:
+            start = self.offset_of(part)
+            if start is None:
+                start = self._end
+                memory = self.reserve(part.nbytes)
+                if memory is None:
+                    return None
+                memory[:] = part.data
+            spans.append((start, part.nbytes))
+        return spans
 
 
 def _aligned(offset: int) -> int:
@@ -394,11 +415,6 @@ def is_plain(tensor: torch.Tensor) -> bool:
     )
 
 
-def _lies_in(part: np.ndarray, whole: np.ndarray) -> bool:
-    start = address_of(part) - address_of(whole)
-    return start >= 0 and start + part.nbytes <= whole.nbytes
-
-
 class _StorageSharedError(Exception):
     """Two tensors are small parts of one large storage: in torch's way they stay so."""
 
@@ -406,14 +422,15 @@ class _StorageSharedError(Exception):
 class _Packer(pickle.Pickler):
     """Pickles a batch; the memory of tensors and arrays goes to ``parts``, views without a copy.
 
-    Storages in ``lease`` need not be copied to travel, and always travel whole.
+    Storages in the slot need not be copied to travel, and always travel whole.
     """
 
-    def __init__(self, lease: np.ndarray) -> None:
-        self._lease, self.file = lease, io.BytesIO()
+    def __init__(self, slot: _Slot) -> None:
+        self._slot = slot
+        self.file = io.BytesIO()
         self.parts: list[np.ndarray] = []
         parts = self.parts
-        # A callback that held the packer would make a cycle, and the slot's lease live until it is
+        # A callback that held the packer would make a cycle, and what it holds live until it is
         # collected.
         super().__init__(
             self.file,
@@ -433,19 +450,20 @@ class _Packer(pickle.Pickler):
             return value.astype(dtype).__reduce_ex__(5)
         if type(value) is not torch.Tensor or not is_plain(value):
             return NotImplemented
-        size, strides, dtype = tuple(value.shape), value.stride(), value.dtype
+        size = tuple(value.shape)
+        strides = value.stride()
+        dtype = value.dtype
         if not value.numel():
             return _tensor, (None, dtype, 0, size, strides)
-        offset, storage = value.storage_offset(), value.untyped_storage()
+        offset = value.storage_offset()
+        storage = value.untyped_storage()
         key = storage.data_ptr()
-        extent = 1 + sum(
-            (length - 1) * stride for length, stride in zip(size, strides, strict=True)
-        )
         if key not in self._storages:
             octets = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
-            if octets.nbytes > _WHOLE_STORAGE * extent * value.itemsize and not _lies_in(
-                octets, self._lease
-            ):
+            steps = zip(size, strides, strict=True)
+            extent = 1 + sum((length - 1) * stride for length, stride in steps)
+            is_small = octets.nbytes > _WHOLE_STORAGE * extent * value.itemsize
+            if is_small and self._slot.offset_of(octets) is None:
                 self._storages[key] = None
                 part = octets[offset * value.itemsize :][: extent * value.itemsize]
                 return _tensor, (part, dtype, 0, size, strides)
@@ -471,50 +489,64 @@ def _tensor(
 # The training loop's end
 
 
-class Place(NamedTuple):
+class SlotHandle(NamedTuple):
     """Where the parent finds a slot: the worker's ring, its number, the pickled block."""
 
     ring: str
-    slot: int
+    number: int
     block_number: int
     descriptor: str
     block: bytes
 
 
-class Parcel:
-    """A batch on its way; unpickling it gives the batch."""
+class SentBatch(NamedTuple):
+    """A batch on its way; unpickling it gives the batch.
 
-    def __init__(
-        self, token: str, place: Place | None, spans: list[tuple[int, int]], data: bytes
-    ) -> None:
-        self._parts = token, place, spans, data
+    Attributes:
+        token: of the ``RingCollate`` that it goes through.
+        handle: of the slot that it lies in; None where ``data`` is all of it.
+        spans: offset and bytes of each of its parts in the slot.
+        data: the pickle of its structure.
+    """
+
+    token: str
+    handle: SlotHandle | None
+    spans: list[tuple[int, int]]
+    data: bytes
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _receive, self._parts
+        return _receive, tuple(self)
 
 
 class LostBatchError(StoreGoneError):
     """A batch arrived after the process that holds its memory had ended."""
 
 
-class Arrivals:
+class _Mapped(NamedTuple):
+    """A slot that was mapped here, and who is told when its latest batch dies."""
+
+    handle: SlotHandle
+    memory: np.ndarray
+    loan: _Loan
+
+
+class BatchReceiver:
     """The slots of workers that this process has mapped; those of ended workers are dropped."""
 
     def __init__(self) -> None:
         # Batches that came in torch's way, because all slots were lent or for what they hold.
         self.fresh_count = 0
-        self._rings: dict[str, dict[int, tuple[Place, np.ndarray]]] = {}
-        self._loans: dict[tuple[str, int], _Loan] = {}  # by ring and slot
+        self._mapped: dict[tuple[str, int], _Mapped] = {}  # by ring and slot
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy has mapped nothing yet."""
-        return Arrivals, ()
+        return BatchReceiver, ()
 
     @classmethod
-    def of(cls, token: str) -> Arrivals:
+    def of(cls, token: str) -> BatchReceiver:
         """Return the one that all copies of a ``RingCollate`` in this process share."""
         _forget_loans_in_children()
-        return _arrivals.setdefault(token, cls())
+        return _receivers.setdefault(token, cls())
 
     @property
     def bytes_held(self) -> int:
@@ -522,40 +554,35 @@ class Arrivals:
 
     @property
     def slots(self) -> list[np.ndarray]:
-        self._let_go()
-        return [memory for ring in list(self._rings.values()) for _, memory in list(ring.values())]
+        self._drop_ended()
+        return [mapped.memory for mapped in list(self._mapped.values())]
 
-    def receive(self, place: Place, spans: list[tuple[int, int]], data: bytes) -> Any:
-        memory = self._map(place)
-        lease = memory[:]
-        loan = _Loan(lease, _GIVE_BACK)
+    def receive(self, handle: SlotHandle, spans: list[tuple[int, int]], data: bytes) -> Any:
+        key = handle.ring, handle.number
+        mapped = self._mapped.get(key)
+        if mapped is not None and mapped.handle.block_number == handle.block_number:
+            memory = mapped.memory
+        else:
+            self._drop_ended()
+            with pickle.loads(handle.block) as block:
+                memory = block.array("uint8", (block.size_bytes,))
+        lent = memory[:]
+        loan = _Loan(lent, _GIVE_BACK)
         loan.set_state = memory[:1].fill
-        self._loans[place.ring, place.slot] = loan
-        whole = lease.data  # its slices keep the lease alive, and so does all that is made of them
+        self._mapped[key] = _Mapped(handle, memory, loan)
+        whole = lent.data  # its slices keep it lent, and so does all that is made of them
         return pickle.loads(data, buffers=[whole[start : start + size] for start, size in spans])
 
-    def _let_go(self) -> None:
+    def _drop_ended(self) -> None:
         """Forget the slots of workers that have ended."""
         if not os.path.exists("/proc/self/fd"):
             return
-        for name, ring in list(self._rings.items()):
-            if any(not os.path.lexists(slot.descriptor) for slot, _ in list(ring.values())[:1]):
-                self._rings.pop(name, None)
-                for number in ring:
-                    self._loans.pop((name, number), None)
-
-    def _map(self, place: Place) -> np.ndarray:
-        mapped = self._rings.get(place.ring, {}).get(place.slot)
-        if mapped is not None and mapped[0].block_number == place.block_number:
-            return mapped[1]
-        self._let_go()
-        with pickle.loads(place.block) as block:
-            memory: np.ndarray = block.array("uint8", (block.size_bytes,))
-        self._rings.setdefault(place.ring, {})[place.slot] = place, memory
-        return memory
+        for key, mapped in list(self._mapped.items()):
+            if not os.path.lexists(mapped.handle.descriptor):
+                self._mapped.pop(key, None)
 
 
-_arrivals: weakref.WeakValueDictionary[str, Arrivals] = weakref.WeakValueDictionary()
+_receivers: weakref.WeakValueDictionary[str, BatchReceiver] = weakref.WeakValueDictionary()
 _GIVE_BACK = operator.methodcaller("set_state", _FREE)
 
 
@@ -567,20 +594,23 @@ def _forget_loans_in_children() -> None:
 
 
 def _forget_loans() -> None:
-    for arrivals in list(_arrivals.values()):
-        arrivals._loans.clear()
+    for receiver in list(_receivers.values()):
+        receiver._mapped.clear()
 
 
-def _receive(token: str, place: Place | None, spans: list[tuple[int, int]], data: bytes) -> Any:
-    """Unpickle a parcel: the batch, or the loader's error where its worker has died."""
-    if place is None:
-        Arrivals.of(token).fresh_count += token != _UNCOUNTED
+def _receive(
+    token: str, handle: SlotHandle | None, spans: list[tuple[int, int]], data: bytes
+) -> Any:
+    """Unpickle what was sent: the batch, or the loader's error where its worker has died."""
+    receiver = BatchReceiver.of(token)
+    if handle is None:
+        receiver.fresh_count += token != _UNCOUNTED
         # Of parts without bytes, if any.
         return pickle.loads(data, buffers=[bytearray() for _ in spans])
     try:
-        return Arrivals.of(token).receive(place, spans, data)
+        return receiver.receive(handle, spans, data)
     except StoreGoneError:
-        pid = place.descriptor.split("/")[2]
+        pid = handle.descriptor.split("/")[2]
         lost = LostBatchError(
             f"the DataLoader worker (pid {pid}) has ended, and this batch with it."
         )

@@ -21,14 +21,14 @@ from torch.utils.data._utils.pin_memory import pin_memory as copy_to_pinned
 
 from fastdata.datasets.batch import BatchDraws, DrawKey, as_channels_last, collate, flatten
 from fastdata.datasets.reader import Lease
-from fastdata.datasets.ring import Arrivals, BatchRing, RingCollate
+from fastdata.datasets.ring import BatchReceiver, BatchRing, RingCollate
 from fastdata.errors import IngestError, MemoryBudgetError
 from fastdata.loaders.order import Progress
 from fastdata.loaders.view import JoinedLease
 from fastdata.machine.memory import PinningPlan
 from fastdata.report import EpochReport
 
-Slots = BatchRing | Arrivals
+Slots = BatchRing | BatchReceiver
 HELD_BY_USER = 2
 """Batches that the training loop may hold without costing new memory: the current one and one
 looked ahead."""
@@ -240,7 +240,7 @@ class ProcessIter(Counted, torch_loader._MultiProcessingDataLoaderIter):
     def __init__(self, view: TorchView, progress: Progress, *, held: int) -> None:
         if not isinstance(view.collate_fn, RingCollate):
             view.collate_fn = RingCollate(view.collate_fn, slots=view.prefetch_factor + 1 + held)
-        self.ring = self.arrivals = view.collate_fn.arrivals
+        self.ring = self.receiver = view.collate_fn.receiver
         super().__init__(view, progress)
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
