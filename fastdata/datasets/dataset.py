@@ -33,7 +33,7 @@ from fastdata.pixels.images import Resize, decoder_of, tensor_class
 from fastdata.report import log, warn_user
 from fastdata.sources import DatasetSource, FileSource, Source
 from fastdata.stores.options import CacheWriting, Options
-from fastdata.stores.prepare import Prepared, prepare_storage, report_storage
+from fastdata.stores.prepare import prepare_storage, report_storage
 from fastdata.stores.samples import KeptSamples, ReadPath, Steps, is_fetched, read_path
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class _Opened(Dataset[Any]):
     """How samples are prepared, who holds them how long, and what goes to another process."""
 
     target_transform: Callable[[Any], Any] | None
-    epoch: int | None = None
+    _epoch: int | None = None
     """As set by ``set_epoch``; None where loaders count theirs."""
     _transform: Callable[[Any], Any] | None
     _pair_transform: Callable[[Any, Any], Any] | None = None
@@ -110,7 +110,7 @@ class _Opened(Dataset[Any]):
 
     def set_epoch(self, epoch: int) -> None:
         """Make random draws those of ``epoch``, until it is set again."""
-        self.epoch = epoch
+        self._epoch = epoch
         self._lease()
         self._visits.restart(epoch)
 
@@ -124,12 +124,8 @@ class _Opened(Dataset[Any]):
         kept = self._stored.kept
         if kept is not None and not self._views:
             kept.end_sharing()
-        self._let_go()
-
-    def _let_go(self) -> None:
-        """End all reading; the memory goes with the last batch that is being read from it."""
         for lease in {*self._leases, self._lease}:
-            lease.reader = None
+            lease.reader = None  # the memory goes with the last batch that is being read from it
         self._reader = self._reader.emptied()
         self._stored = replace(self._stored, samples=self._reader.samples, table=None, source=None)
         self.__dict__.pop("_visits", None)
@@ -167,9 +163,11 @@ class _Opened(Dataset[Any]):
         del state["_imported"]  # unpickling it has imported what samples are
         sent = state.pop("_sent", None)
         self.__dict__.update(state)
-        self._views, self._leases = weakref.WeakSet([self]), weakref.WeakSet()
+        self._views = weakref.WeakSet([self])
+        self._leases = weakref.WeakSet()
         try:
-            self.__dict__.update({} if sent is None else pickle.loads(sent))
+            if sent is not None:
+                self.__dict__.update(pickle.loads(sent))
             self._compile()
         except StoreGoneError as gone:
             if sent is None:
@@ -195,30 +193,29 @@ class _Opened(Dataset[Any]):
         table: SampleTable | None = None,
     ) -> None:
         """Choose the storage and fill it; ``table``: paths and targets, where known beforehand."""
-        self._transform, self.target_transform = transform, target_transform
+        self._transform = transform
+        self.target_transform = target_transform
         resize = None if options.resize is None else Resize(options.resize)
-        plan = StoragePlan(
-            storage="none", reason="chosen at the first read, or once there is a transform"
-        )
         self._stored = Stored(
             samples=source,
             table=table,
             source=source,
             options=options,
             first_steps=tuple(step for step in (prepare, resize) if step is not None),
-            storage_plan=plan,
+            storage_plan=StoragePlan(
+                storage="none", reason="chosen at the first read, or once there is a transform"
+            ),
             is_remote=is_fetched(source),
         )
         is_asked_for = options.cache_dir is not None or options.on_error == "skip"
-        # Which take nothing.
-        is_asked_for = is_asked_for or options.storage == "none" or len(source) == 0
-        if transform is None and table is not None and not is_asked_for:
-            # timm assigns a transform later: as decoded, samples may take ten times as much as
-            # after its first steps.
+        takes_nothing = options.storage == "none" or len(source) == 0
+        # timm assigns a transform later: as decoded, samples may take ten times as much as after
+        # its first steps.
+        if transform is not None or table is None or is_asked_for or takes_nothing:
+            self._prepare(source, table)
+        else:
             self._serve(self._stored)
             self._is_waiting = True
-        else:
-            self._prepare(source, table)
 
     def _end_waiting(self) -> None:
         with _ENDING:
@@ -235,43 +232,38 @@ class _Opened(Dataset[Any]):
                     f"{reason}. Files are decoded at each read. Give the {type(self).__name__} a "
                     "transform, or call its prepare(), or read it by fastdata.DataLoader."
                 )
-                self._stored = replace(
-                    self._stored, storage_plan=StoragePlan(storage="none", reason=reason)
-                )
+                plan = StoragePlan(storage="none", reason=reason)
+                self._stored = replace(self._stored, storage_plan=plan)
                 self._compile()
             self._is_waiting = False
 
     def _prepare(self, source: Source, table: SampleTable | None) -> None:
-        old, leading = self._stored, leading_steps(self._transform)
-        options, steps = old.options, (*old.first_steps, *leading)
+        old = self._stored
+        options = old.options
+        leading = leading_steps(self._transform)
+        steps = (*old.first_steps, *leading)
         path = read_path(source, steps)
         if options.cache_dir is None or len(source) == 0:
-            prepared = prepare_storage(
-                path, options, table, by=(*steps, getattr(source, "loader", None))
-            )
+            by = (*steps, getattr(source, "loader", None))
+            prepared = prepare_storage(path, options, table, by=by)
         else:
-            prepared = self._prepare_on_disk(source, path, steps, table)
+            # 20 ms with filelock, which only caches take.
+            from fastdata.stores.cache import prepare_on_disk
+
+            listing, root = self._list_files(source)
+            is_pil = isinstance(source, FileSource) and decoder_of(source.loader) is not None
+            prepared = prepare_on_disk(
+                path,
+                options,
+                table,
+                opened=self._describe_source(source, listing),
+                steps=describe_steps(steps, options.cache_key, is_pil=is_pil),
+                listing=listing,
+                root=root,
+                is_own_list=self._list_name is None,
+            )
         self._was_read = False
         self._serve(old.filled(prepared, source, table, leading))
-
-    def _prepare_on_disk(
-        self, source: Source, path: ReadPath, steps: tuple[Any, ...], table: SampleTable | None
-    ) -> Prepared:
-        # 20 ms with filelock, which only caches take.
-        from fastdata.stores.cache import prepare_on_disk
-
-        options = self._stored.options
-        listing, root = self._list_files(source)
-        is_pil = isinstance(source, FileSource) and decoder_of(source.loader) is not None
-        text = describe_steps(steps, options.cache_key, is_pil=is_pil)
-        where: dict[str, Any] = {
-            "listing": listing,
-            "root": root,
-            "is_own_list": self._list_name is None,
-        }
-        return prepare_on_disk(
-            path, options, table, opened=self._describe_source(source, listing), steps=text, **where
-        )
 
     def _list_files(self, source: Source) -> tuple[Listing | None, str]:
         """The files of a source and their folder, for a cache; none where samples are no files."""
@@ -282,11 +274,12 @@ class _Opened(Dataset[Any]):
         return self._stored.options.cache_key or ""
 
     def _serve(self, stored: Stored) -> None:
-        self._stored, kept = stored, stored.kept
-        self._visits, self._views = SharedVisits(len(stored.samples)), weakref.WeakSet([self])
+        self._stored = stored
+        self._visits = SharedVisits(len(stored.samples))
+        self._views = weakref.WeakSet([self])
         self._leases = weakref.WeakSet()
-        if kept is not None and self._pair_transform is None:
-            warn_of_modes(stored, kept, self._transform)
+        if stored.kept is not None and self._pair_transform is None:
+            warn_of_modes(stored, stored.kept, self._transform)
         self._compile()
 
     def _compile(self) -> None:
@@ -313,11 +306,10 @@ class _Opened(Dataset[Any]):
             self._end_waiting()
             reader = self._reader
         self._was_read = True
-        target_transform = self.target_transform
         if reader.watch.is_changed((self._transform, self._pair_transform)):
             self._compile()
-        elif target_transform is not reader.target_transform:
-            self._read_by(replace(reader, target_transform=target_transform))
+        elif self.target_transform is not reader.target_transform:
+            self._read_by(replace(reader, target_transform=self.target_transform))
 
     def _origin(self) -> Source:
         """What samples were read from, where that is still known, else the kept samples."""
@@ -332,9 +324,7 @@ class _Opened(Dataset[Any]):
             )
         return DatasetSource(Subset(origin.dataset, list(index)), origin.columns)
 
-
-class _Listed(_Opened):
-    """What torchvision's datasets list of their samples."""
+    # What torchvision's datasets list of their samples
 
     @property
     def targets(self) -> ListView[Any]:
@@ -391,7 +381,7 @@ class _Listed(_Opened):
         return table
 
 
-class PreparedDataset(_Listed):
+class PreparedDataset(_Opened):
     """What all fastdata datasets are, once their source is known; made by its subclasses only.
 
     A subclass of these may have a ``__getitem__``, ``__getitems__`` or ``__len__`` of its own, over
@@ -409,36 +399,33 @@ class PreparedDataset(_Listed):
         Raises:
             IndexError: ``index`` is not in [-N, N).
         """
-        length, item = self._reader.length, OWN_ITEM.get()
+        length = self._reader.length
         try:
             position = range(length)[operator.index(index)]
         except IndexError:
             raise IndexError(
                 f"index {index} is out of range for {counted(length, 'sample')}"
             ) from None
+        item = OWN_ITEM.get()
         if item is None:
             self._refresh()
         reader = self._lease.reader or self._lease()
-        return reader.item(
-            reader.visit([position])
-            if item is None
-            else item.batch_of(position, id(self), self._stored.options.seed)
-        )
+        if item is None:
+            return reader.item(reader.visit([position]))
+        return reader.item(item.batch_of(position, id(self), self._stored.options.seed))
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """A whole batch: a ``SampleBatch`` if the transform allows, else a list of samples."""
         batch = indices if isinstance(indices, IndexBatch) else None
-        if (
-            batch is None or get_worker_info() is not None
-        ):  # else the epoch began with it, and other threads read
+        # Else the epoch began with it, and other threads read.
+        if batch is None or get_worker_info() is not None:
             self._refresh()
-        if own_reader(self) == "__getitem__":
-            return [
-                self[index] if batch is None else own_item(self, batch, k)
-                for k, index in enumerate(indices)
-            ]
-        reader = self._lease()
-        return reader.items(reader.visit(indices), ring_of(self))
+        if own_reader(self) != "__getitem__":
+            reader = self._lease()
+            return reader.items(reader.visit(indices), ring_of(self))
+        if batch is None:
+            return [self[index] for index in indices]
+        return [own_item(self, batch, k) for k in range(len(batch))]
 
     def reader(self) -> Reader:
         """What a coming epoch is served by: frozen, and it holds the memory of the samples.
@@ -458,7 +445,8 @@ class PreparedDataset(_Listed):
     @transform.setter
     def transform(self, transform: Callable[[Any], Any] | None) -> None:
         self._lease()
-        before, self._transform = self._transform, transform
+        before = self._transform
+        self._transform = transform
         if self._is_waiting and transform is None:
             return
         try:
@@ -476,9 +464,8 @@ class PreparedDataset(_Listed):
     @property
     def transforms(self) -> Callable[[Any, Any], Any] | None:
         """Called with sample and target: the user's ``transforms=``, or both other transforms."""
-        if self._pair_transform is not None or (
-            self._transform is None and self.target_transform is None
-        ):
+        has_none = self._transform is None and self.target_transform is None
+        if self._pair_transform is not None or has_none:
             return self._pair_transform
         return StandardTransform(self._transform, self.target_transform)
 
@@ -521,7 +508,8 @@ class PreparedDataset(_Listed):
             )
 
     def _prepare_again(self) -> None:
-        source, old = self._origin(), self._stored
+        old = self._stored
+        source = self._origin()
         if old.unfit_after is None and (source is old.samples or old.after is None):
             self._compile()  # which says what is wrong
             return
@@ -534,12 +522,11 @@ class PreparedDataset(_Listed):
         # Both let go of the store before room is looked for.
         self._stored = replace(old, samples=source, source=None, table=table, after=None)
         del old
-        source = self._origin()
         self._lease = Lease(
             None, "the dataset could not be prepared again for another transform; create it anew"
         )
         self._reader = self._reader.emptied()
-        self._prepare(source, table)
+        self._prepare(self._origin(), table)
 
     def prepare(self) -> Self:
         """Prepare all samples now, none on their first read; returns the dataset.
@@ -591,7 +578,8 @@ class PreparedDataset(_Listed):
 
         Takes about a second: up to 25 samples are read, encoded and decoded.
         """
-        source, stored = self._origin(), self._stored
+        source = self._origin()
+        stored = self._stored
         if source is stored.kept:
             return report_storage(ReadPath(source=source, prepare=Steps(())), stored.options)
         return report_storage(read_path(source, stored.steps(self.plan)), stored.options)
@@ -599,21 +587,19 @@ class PreparedDataset(_Listed):
     @property
     def _identity(self) -> Any:
         """What stands for this dataset where another one is made of it."""
-        source, kind = self._origin(), type(self)
+        source = self._origin()
+        kind = type(self)
         if not kind.__module__.startswith("fastdata.") or isinstance(source, KeptSamples):
             raise TypeError(f"a {kind.__name__} is a subclass, or a copy in another process")
-        made = (
-            self._stored.first_steps,
-            self._transform,
-            self.target_transform,
-            self._pair_transform,
-        )
+        calls = self._transform, self.target_transform, self._pair_transform
+        made = self._stored.first_steps, *calls
         if isinstance(source, FileSource):
             return made, list(source.paths), list(source.targets), source.loader
         return made, vars(source)
 
     def __repr__(self) -> str:
-        stored, share = self._stored, self.filled_share()
+        stored = self._stored
+        share = self.filled_share()
         kept = stored.storage_plan.reason.replace("; ", "\n")
         if stored.kept is not None and share < 1:
             kept += f"\n{share:.0%} prepared so far, the rest on first read"
@@ -668,6 +654,11 @@ def own_item(dataset: PreparedDataset, batch: IndexBatch, k: int) -> Any:
         return dataset[batch[k]]
     finally:
         OWN_ITEM.reset(token)
+
+
+def epoch_of(dataset: PreparedDataset) -> int | None:
+    """As the user set it; None where loaders count theirs."""
+    return dataset._epoch
 
 
 def stored_of(dataset: PreparedDataset) -> Stored:

@@ -336,7 +336,7 @@ class ChunkedLoader:
         stores = self._stores
         for store in stores:
             store.release()  # chunks will be there in its place
-        reader = None if self._view is None else self._view.dataset.reader()
+        reader = None if self._view is None else self._view.reader()
         is_served = reader is not None and reader.obstacle is None
         served_bytes = None if reader is None else reader.served_bytes
         batch_bytes = (served_bytes or _SAMPLE_BYTES) * self.batch_size
@@ -387,7 +387,7 @@ class ChunkedLoader:
         """In which files samples of the loader lie, and where in these."""
         assert self._view is not None
         parts = self._view.parts
-        ends = np.cumsum([index_count(part) for part in parts])
+        ends = self._view.ends
         if self._view.subset is not None:
             samples = np.sort(self._view.subset[samples] % ends[-1])  # -1 is the last one
         for part, end in zip(parts, ends.tolist(), strict=True):

@@ -195,7 +195,7 @@ class DataLoader(_TorchLoader[_T_co]):
             # Whose indices may be others now.
             self._served = self._checkpoints.served = LoaderView.find(self.dataset)
         if self._served:
-            self._served.dataset.reader()  # which notices what was changed in place
+            self._served.reader()  # which notices what was changed in place
         self._say_once()
         is_prefetched = ring is not None
         if ring is None:

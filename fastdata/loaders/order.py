@@ -37,7 +37,6 @@ from fastdata.datasets.batch import (
     occurrences,
     positions,
 )
-from fastdata.datasets.dataset import PreparedDataset
 from fastdata.loaders.samplers import RankSampler, name_differences
 from fastdata.loaders.view import LoaderView
 
@@ -338,7 +337,7 @@ class _BatchDraws:
         self._subset = served.subset
         self._count = served.index_count
         self._length = self._count if self._subset is None else len(self._subset)
-        self._is_own = isinstance(served.dataset, PreparedDataset) and served.has_own
+        self._is_own = len(served.parts) == 1 and served.has_own
         self._epoch = epoch
         self._seed = seed
         self._rank = rank

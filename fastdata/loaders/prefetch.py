@@ -487,7 +487,7 @@ class DeviceOps:
         self.described = ""
         if self._served is None:
             return None
-        self._served.dataset.reader()  # which notices what was changed in place
+        self._served.reader()  # which notices what was changed in place
         dataset = self._served.parts[0]  # several have an obstacle
         is_mirrored = dataset.storage == "device"
         obstacle: str | None = (

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from torch.utils.data import ConcatDataset, Dataset, Subset
 from fastdata.datasets.batch import IndexBatch, as_numbers
 from fastdata.datasets.dataset import (
     PreparedDataset,
+    epoch_of,
     index_count,
     latest_reader,
     lease_of,
@@ -25,28 +26,6 @@ from fastdata.machine.shared import collate_targets
 MOSTLY_PREPARED = 0.9
 """Share of the samples from which on threads are worth it, although the rest are still to be
 prepared."""
-
-
-class JoinedDatasets:
-    """The datasets in a ``ConcatDataset`` as one, whose indices are theirs in a row.
-
-    Each is read with its own transform, targets and draws, into its rows of the batch. One without
-    a ``seed`` draws from that of the first that has one.
-    """
-
-    def __init__(self, parts: Sequence[PreparedDataset]) -> None:
-        self.parts = parts
-        self.ends = np.cumsum([index_count(part) for part in parts])
-
-    def __getitems__(self, batch: IndexBatch) -> list[Any]:
-        parts = self.parts
-        seeds = [latest_reader(part).seed_of(batch.seed) for part in parts]
-        return _gathered(
-            batch, self.ends, seeds, lambda number, piece: parts[number].__getitems__(piece)
-        )
-
-    def reader(self) -> JoinedReader:
-        return JoinedReader([part.reader() for part in self.parts], self.ends)
 
 
 class JoinedLease:
@@ -82,64 +61,64 @@ class JoinedReader:
         first = self.readers[0]
         can = batch.channels_last and all(each.can_write_channels_last for each in self.readers)
         outs = first.room(len(batch), ring, channels_last=can)
-        for number, row_B, piece in _pieces(batch, self.ends, self._seeds(batch)):
+        for number, row_B, piece in _pieces(batch, self.ends, self.readers):
             self.readers[number].read_into(outs, piece, row_B)
-        targets = None
-        if not first.plan.mask:
-            targets = collate_targets(
-                self._gather(batch, lambda reader, piece: reader.targets_of(piece))
-            )
+        each = [] if first.plan.mask else self._gather(batch, Reader.targets_of)
+        targets = collate_targets(each) if each else None
         return first.joined(first.as_tensors(outs), targets)
 
     def items(self, batch: IndexBatch, ring: Ring | None = None) -> list[Any]:
-        return self._gather(batch, lambda reader, piece: reader.items(piece))
+        return self._gather(batch, Reader.items)
 
     def _gather(
         self, batch: IndexBatch, read: Callable[[Reader, IndexBatch], list[Any]]
     ) -> list[Any]:
-        return _gathered(
-            batch,
-            self.ends,
-            self._seeds(batch),
-            lambda number, piece: read(self.readers[number], piece),
+        pieces = _pieces(batch, self.ends, self.readers)
+        return _in_order(
+            (row_B, read(self.readers[number], piece)) for number, row_B, piece in pieces
         )
-
-    def _seeds(self, batch: IndexBatch) -> list[int]:
-        return [reader.seed_of(batch.seed) for reader in self.readers]
 
 
 def _pieces(
-    batch: IndexBatch, ends: np.ndarray, seeds: Sequence[int]
+    batch: IndexBatch, ends: np.ndarray, readers: Sequence[Reader]
 ) -> Iterator[tuple[int, np.ndarray, IndexBatch]]:
     """The number of each dataset with indices in a batch, their rows, and its own batch."""
     number_B = np.searchsorted(ends, batch.positions, side="right")
     for number in np.unique(number_B).tolist():
         row_B = np.flatnonzero(number_B == number)
         position_B = batch.positions[row_B] - (ends[number - 1] if number else 0)
-        visit_B = batch.visits[row_B]
-        yield number, row_B, IndexBatch.of(position_B.tolist(), position_B, visit_B, seeds[number])
+        seed = readers[number].seed_of(batch.seed)
+        piece = IndexBatch.of(position_B.tolist(), position_B, batch.visits[row_B], seed)
+        yield number, row_B, piece
 
 
-def _gathered(
-    batch: IndexBatch,
-    ends: np.ndarray,
-    seeds: Sequence[int],
-    read: Callable[[int, IndexBatch], list[Any]],
-) -> list[Any]:
-    """What the datasets have of each sample, in the order of the batch."""
-    gathered: list[Any] = [None] * len(batch)
-    for number, row_B, piece in _pieces(batch, ends, seeds):
-        for row, value in zip(row_B.tolist(), read(number, piece), strict=True):
-            gathered[row] = value
-    return gathered
+def _in_order(pieces: Iterable[tuple[np.ndarray, list[Any]]]) -> list[Any]:
+    """What was read of each sample, in the order of the batch."""
+    found = {
+        row: value
+        for row_B, values in pieces
+        for row, value in zip(row_B.tolist(), values, strict=True)
+    }
+    return [found[row] for row in range(len(found))]
 
 
 @dataclass(frozen=True, slots=True)
 class LoaderView:
-    """What is fastdata's behind a loader, and which of its samples the loader sees (None: all)."""
+    """What is fastdata's behind a loader.
 
-    dataset: PreparedDataset | JoinedDatasets
+    Several datasets, of a ``ConcatDataset``, count as one whose indices are theirs in a row. Each
+    is read with its own transform, targets and draws, into its rows of the batch; one without a
+    ``seed`` draws from that of the first that has one.
+
+    Attributes:
+        parts: the datasets.
+        subset: which of their samples the loader sees; None: all.
+        ends: of each dataset, the index behind its last.
+    """
+
+    parts: Sequence[PreparedDataset]
     subset: np.ndarray | None
+    ends: np.ndarray
 
     @classmethod
     def find(cls, dataset: Any) -> LoaderView | None:
@@ -150,26 +129,27 @@ class LoaderView:
             dataset = dataset.dataset
         parts: list[PreparedDataset] = []
         subset: np.ndarray | None = None
-        if type(dataset) is ConcatDataset:
+        if isinstance(dataset, PreparedDataset):
+            parts.append(dataset)
+        elif type(dataset) is ConcatDataset:
             subset = _joined(dataset, parts)
-            if subset is None:
-                return None
-            dataset = parts[0] if len(parts) == 1 else JoinedDatasets(parts)
-        elif not isinstance(dataset, PreparedDataset):
+        if not parts or (subset is None and type(dataset) is ConcatDataset):
             return None
         for each in reversed(subsets):
             try:
                 indices = as_numbers(each.indices)
             except TypeError:
-                if not isinstance(dataset, PreparedDataset) or own_reader(dataset) is None:
+                if len(parts) > 1 or own_reader(parts[0]) is None:
                     raise
                 return None  # only a subclass's own methods know what these mean
             subset = indices if subset is None else subset[indices]
-        return cls(dataset, subset)
+        return cls(parts, subset, np.cumsum([index_count(part) for part in parts]))
 
-    @property
-    def parts(self) -> Sequence[PreparedDataset]:
-        return self.dataset.parts if isinstance(self.dataset, JoinedDatasets) else [self.dataset]
+    def __getitems__(self, batch: IndexBatch) -> list[Any]:
+        pieces = _pieces(batch, self.ends, list(map(latest_reader, self.parts)))
+        return _in_order(
+            (row_B, self.parts[number].__getitems__(piece)) for number, row_B, piece in pieces
+        )
 
     @property
     def has_own(self) -> bool:
@@ -179,12 +159,12 @@ class LoaderView:
     @property
     def index_count(self) -> int:
         """Indices from 0 to this, exclusive, may be asked for."""
-        return sum(index_count(part) for part in self.parts)
+        return sum(map(index_count, self.parts))
 
     @property
     def epoch(self) -> int | None:
         """As the user set it on a dataset."""
-        return next((part.epoch for part in self.parts if part.epoch is not None), None)
+        return next((epoch for epoch in map(epoch_of, self.parts) if epoch is not None), None)
 
     @property
     def seed(self) -> int | None:
@@ -192,30 +172,35 @@ class LoaderView:
         seeds = (stored_of(part).options.seed for part in self.parts)
         return next((seed for seed in seeds if seed is not None), None)
 
+    def reader(self) -> Reader | JoinedReader:
+        """What a coming epoch is served by, after what was changed in place."""
+        return self._one([part.reader() for part in self.parts])
+
     def latest(self) -> Reader | JoinedReader:
         """What was served last; not to be held, with the memory that it holds."""
-        if isinstance(self.dataset, JoinedDatasets):
-            return JoinedReader([latest_reader(part) for part in self.parts], self.dataset.ends)
-        return latest_reader(self.dataset)
+        return self._one(list(map(latest_reader, self.parts)))
+
+    def _one(self, readers: list[Reader]) -> Reader | JoinedReader:
+        return readers[0] if len(readers) == 1 else JoinedReader(readers, self.ends)
+
+    def lease(self) -> Lease | JoinedLease:
+        """What an epoch reads by that begins now."""
+        leases = list(map(lease_of, self.parts))
+        return leases[0] if len(leases) == 1 else JoinedLease(leases, self.ends)
 
     @property
     def prepared_share(self) -> float:
         """Share of the samples that will not be prepared and kept when they are read; the least."""
-        index = None if isinstance(self.dataset, JoinedDatasets) else self.subset
-        readers = [latest_reader(part) for part in self.parts]
+        index = None if len(self.parts) > 1 else self.subset
+        readers = map(latest_reader, self.parts)
         return min(1.0 if it.kept is None else it.filled_share(index) for it in readers)
-
-    def lease(self) -> Lease | JoinedLease:
-        """What an epoch reads by that begins now."""
-        if isinstance(self.dataset, JoinedDatasets):
-            return JoinedLease([lease_of(part) for part in self.parts], self.dataset.ends)
-        return lease_of(self.dataset)
 
     def fetched(self, dataset: Any) -> Any:
         """What is read in place of a loader's ``dataset``, so that batches keep their draws."""
+        behind = self.parts[0] if len(self.parts) == 1 else replace(self, subset=None)
         if type(dataset) is ConcatDataset:
-            return _WholeConcat(dataset, self.dataset)
-        return dataset if self.subset is None else _WholeSubset(dataset, self.dataset)
+            return _WholeConcat(dataset, behind)
+        return dataset if self.subset is None else _WholeSubset(dataset, behind)
 
 
 def _joined(dataset: Any, parts: list[PreparedDataset]) -> np.ndarray | None:
@@ -225,8 +210,7 @@ def _joined(dataset: Any, parts: list[PreparedDataset]) -> np.ndarray | None:
     own says.
     """
     if isinstance(dataset, PreparedDataset) and len(dataset) == index_count(dataset):
-        known = [dataset is part for part in parts]
-        number = known.index(True) if True in known else len(parts)
+        number = next((k for k, part in enumerate(parts) if part is dataset), len(parts))
         parts[number:] = parts[number:] or [dataset]
         return np.arange(len(dataset)) + sum(map(index_count, parts[:number]))
     if type(dataset) is Subset:
@@ -234,15 +218,19 @@ def _joined(dataset: Any, parts: list[PreparedDataset]) -> np.ndarray | None:
         return None if whole is None else whole[as_numbers(dataset.indices)]
     if type(dataset) is not ConcatDataset:
         return None
-    found = [_joined(part, parts) for part in dataset.datasets]
-    whole_parts = [indices for indices in found if indices is not None]
-    return np.concatenate(whole_parts) if len(whole_parts) == len(found) else None
+    pieces: list[np.ndarray] = []
+    for each in dataset.datasets:
+        indices = _joined(each, parts)
+        if indices is None:
+            return None
+        pieces.append(indices)
+    return np.concatenate(pieces)
 
 
 class _Whole(Dataset[Any]):
     """Hands batches to what is ``behind``, where torch's own class would make lists of them."""
 
-    behind: PreparedDataset | JoinedDatasets
+    behind: PreparedDataset | LoaderView
 
     def __getitems__(self, indices: list[int]) -> list[Any]:
         if isinstance(indices, IndexBatch):
@@ -252,15 +240,13 @@ class _Whole(Dataset[Any]):
 
 
 class _WholeSubset(_Whole, Subset[Any]):
-    def __init__(self, subset: Subset[Any], behind: PreparedDataset | JoinedDatasets) -> None:
+    def __init__(self, subset: Subset[Any], behind: PreparedDataset | LoaderView) -> None:
         super().__init__(subset.dataset, subset.indices)
         self.behind = behind
 
 
 class _WholeConcat(_Whole, ConcatDataset[Any]):
-    def __init__(
-        self, concat: ConcatDataset[Any], behind: PreparedDataset | JoinedDatasets
-    ) -> None:
+    def __init__(self, concat: ConcatDataset[Any], behind: PreparedDataset | LoaderView) -> None:
         super().__init__(concat.datasets)
         self.behind = behind
 
