@@ -276,10 +276,7 @@ class WorkerRing:
         if not are_plain or not count:
             return torch_collate.collate_tensor_fn(batch, collate_fn_map=collate_fn_map)
         memory = self._reserve(count * first.itemsize)
-        if memory is None:
-            out = first.new_empty(count)
-        else:
-            out = torch.frombuffer(memory, dtype=first.dtype)
+        out = torch.frombuffer(memory, dtype=first.dtype) if memory else first.new_empty(count)
         return torch.stack(tuple(batch), 0, out=out.view(len(batch), *first.shape))
 
     def _pack(self, batch: Any) -> SentBatch | None:
