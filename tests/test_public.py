@@ -60,7 +60,6 @@ def test_datasets_show_what_torchvisions_do_and_little_more() -> None:
     }
     own = {
         "close",
-        "epoch",
         "filled_share",
         "plan",
         "reader",
