@@ -37,7 +37,7 @@ from _helper import (
     vanilla_loader,
 )
 from fastdata import CachedDataset, ChunkedLoader, DataLoader, ImageFolder
-from fastdata.loaders import chunked
+from fastdata.machine import memory
 from fastdata.machine.memory import tree_pss_bytes
 from fastdata.pixels.images import SampleSpec
 
@@ -100,7 +100,7 @@ def serve_from_disk(path: Path, codec: str) -> Any:
 
 def serve_chunked(path: Path, limit_bytes: int, codec: str, *, empties_cache: bool = False) -> Any:
     if empties_cache:  # as where memory is short
-        chunked.empties_cache = lambda *_: True  # type: ignore[assignment]
+        memory.empties_cache = lambda *_: True  # type: ignore[assignment]
     return ChunkedLoader(cached(path, codec), BATCH, memory_limit=limit_bytes)
 
 

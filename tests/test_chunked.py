@@ -21,13 +21,8 @@ from conftest import FolderMaker
 from fastdata import CachedDataset, ChunkedLoader, DataLoader, FastDataError, ImageFolder
 from fastdata.datasets.ring import BatchRing
 from fastdata.errors import MemoryBudgetError
-from fastdata.loaders.chunk_plan import (
-    CHUNKS_HELD,
-    EpochOrder,
-    plan_chunks,
-    plan_epoch,
-    shuffle_quality,
-)
+from fastdata.loaders.samplers import EpochOrder, plan_epoch, shuffle_quality
+from fastdata.machine.memory import CHUNKS_HELD, plan_chunks
 
 MIB = 1 << 20
 LIMIT = "64GiB"  # far from binding: the machine of a test has less, and chunks are as small as the tests ask for

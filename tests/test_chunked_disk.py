@@ -20,8 +20,9 @@ from torchvision import transforms
 from conftest import FolderMaker, save_image
 from fastdata import CachedDataset, ChunkedLoader, CudaPrefetcher, DataLoader, ImageFolder
 from fastdata.errors import SampleError, StoreGoneError
-from fastdata.loaders.chunk_plan import ChunkPlan, EpochOrder, empties_cache, plan_epoch
+from fastdata.loaders.samplers import EpochOrder, plan_epoch
 from fastdata.machine import memory
+from fastdata.machine.memory import ChunkPlan, empties_cache
 from fastdata.stores import readers as readers_module
 from fastdata.stores.readers import DiskStore
 from simcuda import Sim

@@ -19,23 +19,20 @@ from torch.utils.data import IterableDataset
 from fastdata.datasets.dataset import PreparedDataset, index_count, stored_of
 from fastdata.datasets.ring import BatchRing
 from fastdata.errors import FastDataError
-from fastdata.loaders.chunk_plan import (
-    CHUNKS_HELD,
-    PROCESS_BYTES,
-    ChunkPlan,
-    EpochOrder,
-    Int64s,
-    empties_cache,
-    plan_chunks,
-    plan_epoch,
-    shuffle_quality,
-)
 from fastdata.loaders.epochs import HELD_BY_USER
 from fastdata.loaders.loader import DataLoader
 from fastdata.loaders.order import Progress
-from fastdata.loaders.samplers import Order, RankSampler
+from fastdata.loaders.samplers import (
+    EpochOrder,
+    Int64s,
+    Order,
+    RankSampler,
+    plan_epoch,
+    shuffle_quality,
+)
 from fastdata.loaders.view import LoaderView
 from fastdata.machine import memory
+from fastdata.machine.memory import CHUNKS_HELD, ChunkPlan
 from fastdata.machine.processes import find_rank, local_ranks
 from fastdata.report import EpochReport, log
 from fastdata.stores.mirror import FETCH_BYTES, MirroredStore
@@ -353,14 +350,14 @@ class ChunkedLoader:
         share_bytes = free_bytes // local_ranks() + in_use_bytes
         fixed_bytes = fetch_bytes + _ORDER_BYTES * order.length
         fixed_bytes += CHUNKS_HELD * pieces * edges_bytes + (1 + HELD_BY_USER) * batch_bytes
-        self.plan = plan = plan_chunks(
+        self.plan = plan = memory.plan_chunks(
             memory.parse_bytes(memory_limit, of=share_bytes),
             in_use_bytes=in_use_bytes,
             fixed_bytes=fixed_bytes,
             batch_bytes=batch_bytes,
             batch_size=self.batch_size,
             samples=order.rank_samples,
-            worker_bytes=0 if is_served or stores else PROCESS_BYTES,
+            worker_bytes=0 if is_served or stores else memory.PROCESS_BYTES,
             most_workers=1 if stores and not is_served else most_workers,
             sample_bytes=sample_bytes if stores else 0,
             most_bytes=_most_of_chunk(order, stores),
@@ -370,7 +367,7 @@ class ChunkedLoader:
         if not stores:
             return order
         disk_bytes = sum(store.size_bytes for store in stores)
-        self._empties_cache = empties_cache(disk_bytes, free_bytes, plan)
+        self._empties_cache = memory.empties_cache(disk_bytes, free_bytes, plan)
         piece_samples = max(plan.chunk_samples // pieces, 1) if is_mixed else 1
         return replace(order, piece_samples=piece_samples, chunk_samples=plan.chunk_samples)
 

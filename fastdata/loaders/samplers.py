@@ -6,7 +6,7 @@ places. Where an epoch stands is then one number, whatever the ranks, workers an
 go on with it.
 
 A ``RankSampler`` shares out an ``Order``, of which ``shuffled``, ``weighted``, ``balanced``,
-``repeated`` and ``mixed`` make some.
+``repeated`` and ``mixed`` make some; that of a ``ChunkedLoader`` is ``plan_epoch``'s.
 
 Shape letters: N samples of a dataset, n of an epoch.
 """
@@ -17,6 +17,7 @@ import math
 import operator
 import zlib
 from collections.abc import Callable, Iterator, Sequence, Sized
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -34,6 +35,7 @@ Uneven = Literal["pad", "drop", "keep"]
 _SHUFFLE_SALT = 0x73687566666C65  # keeps orders apart from what transforms draw with the same seed
 _CHOICE_SALT = 0x63686F696365
 _ROUND_SALT = 0x726F756E64
+_CHUNK_SALT = 0x6F72646572
 _LISTED_AT_ONCE = 1 << 16
 """As Python's numbers, which take four times the memory."""
 
@@ -268,6 +270,119 @@ def _draw_mixed(
         parts.append(firsts[number] + np.concatenate([*rounds, [0]])[:taken])
     order: Int64s = np.concatenate(parts)[_draw_shuffled(count, seed, epoch, count)]
     return order
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EpochOrder:
+    """What the order of every epoch follows from.
+
+    Args:
+        length: number of samples.
+        shuffle: whether they are shuffled at all.
+        seed: of the order.
+        piece_samples: neighbours that stay together until they are mixed within their chunk; 1
+            shuffles globally.
+        chunk_samples: over how many samples pieces are mixed.
+        drop_last: whether ranks drop what cannot be shared out evenly; else the first samples are
+            repeated.
+        world_size: number of ranks.
+    """
+
+    length: int
+    shuffle: bool = True
+    seed: int = 0
+    piece_samples: int = 1
+    chunk_samples: int = 1
+    drop_last: bool = False
+    world_size: int = 1
+
+    @property
+    def rank_samples(self) -> int:
+        spare = 0 if self.drop_last else self.world_size - 1
+        return (self.length + spare) // self.world_size
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        fields = asdict(self)
+        if self.piece_samples == 1:
+            fields["chunk_samples"] = None  # says nothing about the order
+        return fields
+
+
+def plan_epoch(order: EpochOrder, epoch: int) -> Int64s:
+    """Positions in the dataset in the order of all ranks; rank r of W has places r, r + W, ...
+
+    Each position comes once, but for those dropped or repeated to give all ranks equally many.
+    Shuffled, the samples are cut into pieces of neighbours, the pieces are put in random order,
+    each rank takes a stretch of them, and within each chunk of the stretch samples are mixed. With
+    pieces of one sample that is a random permutation of all.
+
+    Example:
+        >>> plan_epoch(EpochOrder(length=5, shuffle=False, world_size=2), 0)[1::2]
+        array([1, 3, 0])
+        >>> sorted(plan_epoch(EpochOrder(length=5, piece_samples=2, chunk_samples=4), 0).tolist())
+        [0, 1, 2, 3, 4]
+    """
+    count = order.rank_samples
+    size = order.piece_samples
+    if not order.shuffle:
+        return np.resize(np.arange(order.length), count * order.world_size)
+    stream = _by_keys(order, epoch, np.arange(-(-order.length // size)), 0)
+    if size > 1:
+        stream = (stream[:, None] * size + np.arange(size)).reshape(-1)
+        stream = stream[stream < order.length]  # the last piece may be shorter
+    by_rank = np.resize(stream, (order.world_size, count))
+    for start in range(0, count if size > 1 else 0, order.chunk_samples):
+        for row in by_rank:
+            chunk = row[start : start + order.chunk_samples]
+            # Keys of samples are those behind all pieces' keys.
+            chunk[:] = _by_keys(order, epoch, chunk, order.length)
+    in_turn: Int64s = by_rank.T.reshape(-1)
+    return in_turn
+
+
+def _by_keys(order: EpochOrder, epoch: int, things: Int64s, first_key: int) -> Int64s:
+    """``things`` in the order of their keys."""
+    keys = sample_keys(order.seed ^ _CHUNK_SALT, epoch, things + first_key)
+    shuffled: Int64s = things[np.argsort(keys, kind="stable")]
+    return shuffled
+
+
+def shuffle_quality(order: EpochOrder, rank: int, epoch: int, batch_size: int) -> float:
+    """How far from a global shuffle one rank's order of an epoch is: 1 is as good, 0 is no shuffle.
+
+    ``(D_source - D) / (D_source - D_global)``, cut to [0, 1], where D is the mean over the batches
+    of the Kolmogorov-Smirnov distance between the source positions in the batch and the uniform
+    distribution over the dataset. It matters for data sorted by class or by time: the distance
+    bounds how far the share of any stretch of the data in a batch is from its share in the whole.
+
+    Example:
+        >>> shuffle_quality(EpochOrder(length=1000), 0, 0, batch_size=10)
+        1.0
+        >>> shuffle_quality(EpochOrder(length=1000, shuffle=False), 0, 0, batch_size=10)
+        0.0
+    """
+    length = order.length
+    plain = EpochOrder(length=length, seed=order.seed)
+    own = plan_epoch(order, epoch)[rank :: order.world_size]
+    best = _distance(np.resize(plan_epoch(plain, 0), len(own)), length, batch_size)
+    worst = _distance(np.resize(np.arange(length), len(own)), length, batch_size)
+    if order.shuffle and (worst <= best or order.piece_samples == 1):
+        return 1.0
+    value = (worst - _distance(own, length, batch_size)) / max(worst - best, 1e-12)
+    return min(max(value, 0.0), 1.0)
+
+
+def _distance(positions: Int64s, length: int, batch_size: int) -> float:
+    """Mean Kolmogorov-Smirnov distance of the full batches from the uniform distribution."""
+    size = max(min(batch_size, len(positions)), 1)
+    full = len(positions) // size
+    if not full:
+        return 0.0
+    reached = (np.sort(positions[: full * size].reshape(full, size), axis=1) + 0.5) / length
+    above = np.arange(1, size + 1) / size - reached
+    below = reached - np.arange(size) / size
+    return float(np.maximum(above, below).max(axis=1).mean())
 
 
 class RankSampler(DistributedSampler[int]):
