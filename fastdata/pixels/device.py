@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from fastdata.pixels.images import SampleSpec
-from fastdata.pixels.ops import MODES, Cast, Int64s, Op, size_after, step_number
+from fastdata.pixels.ops import MODES, Cast, Int64s, Op, step_number
 from fastdata.pixels.plan import TransformPlan
 from fastdata.pixels.program import Program
 
@@ -97,9 +97,16 @@ class DeviceProgram:
         asking = self._plan_windows(ops)
         if asking is not None:
             self.host = self._program
-            channels, _ = size_after(ops, spec.shape[0], None)
-            self.sent_shape = (channels, *served[0][1:])
+            sent = self._program.output(spec.shape)
+            assert sent is not None
+            self.sent_shape = sent[0]
             self.host_step = plan.batch_texts[step_number(asking.at) - len(plan.prepare)]
+
+    # Windows: the core draws an OP_WINDOW for each op, or for several that it fuses. As core.h says,
+    # its ``n`` are the border that is added first (0 to 3: left, top, right, bottom), the window's
+    # first row and column in that (4, 5) and its size (6, 7), and whether it is mirrored (8: bit 0
+    # its columns, bit 1 its rows; from bit 8 on the border's mode). ``v`` from 8 on is the border's
+    # colour.
 
     def _plan_windows(self, ops: tuple[Op, ...]) -> Op | None:
         """Note the windows of ops that are no more; else the op that only the host can run."""
@@ -112,9 +119,8 @@ class DeviceProgram:
         has_fill = is_constant & windows[:, :4].any(axis=1)
         colours = slice(8, 8 + min(4, self.sent_shape[0]))
         fills = np.unique(record_R["v"][has_fill, colours], axis=0)
-        # One pass fills once, and rows and columns are int16.
-        if len(fills) > 1 or max(self.sent_shape) >= 1 << 15:
-            return next((op for op in ops if op.code in _FILLING), ops[0])
+        if len(fills) > 1:  # one pass fills once
+            return next(op for op in ops if op.code in _FILLING)
         self._fill = fills.astype(int).ravel().tolist()
         self._windows = windows
         return None
@@ -123,16 +129,19 @@ class DeviceProgram:
         """Draw where the rows and columns of a batch come from, on the host, for ``run``.
 
         Returns:
-            int16 (B, h + w): the row sent of each row served, then the columns, -1 where it is
-            filled. None where samples are served whole as they are sent.
+            int16 (B, h + w), of huge samples int32: the row sent of each row served, then the
+            columns, -1 where it is filled. None where samples are served whole as they are sent.
         """
         if self._windows is None:
             return None
         if not len(index_B):
             return torch.empty(0, sum(self.output[0][1:]), dtype=torch.int16)
         n_BR = self._records(index_B, visits_B, seed)["n"]
-        both = [self._sources(n_BR, self._windows, axis) for axis in (0, 1)]
-        return torch.from_numpy(np.concatenate(both, axis=1, dtype=np.int16, casting="unsafe"))
+        rows_Bh = self._sources(n_BR, self._windows, 0)
+        columns_Bw = self._sources(n_BR, self._windows, 1)
+        source_BL = np.concatenate([rows_Bh, columns_Bw], axis=1)
+        is_small = max(self.sent_shape) < 1 << 15
+        return torch.from_numpy(source_BL.astype(np.int16 if is_small else np.int32))
 
     def run(
         self, stored_NCHW: Tensor, draws: Tensor | None, index_B: Tensor | None = None
@@ -160,7 +169,10 @@ class DeviceProgram:
         return self._program.draw(index_B, visits_B, seed, shapes_B3)
 
     def _sources(self, n_BR: Ints, windows_R: Ints, axis: int) -> Ints:
-        """Where each row (axis 0) or column served comes from in what is sent."""
+        """Where each row (axis 0) or column served comes from in what is sent.
+
+        Windows are cut one from the other: a place in the last one is looked up in the one before.
+        """
         length = self.sent_shape[1 + axis]
         source_BL: Ints | None = None
         for r, window in enumerate(windows_R):

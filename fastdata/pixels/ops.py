@@ -239,11 +239,6 @@ def _step(op: Op, first: int) -> tuple[Any, ...]:
     )
 
 
-def size_after(ops: tuple[Op, ...], channels: int, size: Size | None) -> tuple[int, Size | None]:
-    """As ``Table.size_after``."""
-    return Table(ops).size_after(channels, size)
-
-
 def _wrong_channels(op: Op, channels: int, index: int) -> ChannelsError:
     needs = f"fill={op.fill} has {len(op.fill)} values"
     if op.code == "STEP_NORMALIZE":
