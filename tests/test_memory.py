@@ -388,7 +388,6 @@ TEN = 10 * GIB
         ("device", 4 * GIB, (ZSTD,), True, ("device", None)),
         ("compressed", GIB, (ZSTD, SOURCE, JPEG), True, ("compressed", "zstd")),
         ("compressed", GIB, (JPEG,), False, ("compressed", "jpeg")),
-        ("none", GIB, (ZSTD,), True, ("none", None)),
     ],
 )
 def test_storage_is_chosen_by_need_budget_and_speed(
@@ -408,7 +407,6 @@ def test_storage_is_chosen_by_need_budget_and_speed(
     [
         ("auto", GIB, (), "storage='shared': 1.0 GiB of 4.0 GiB free"),
         ("device", GIB, (), "storage='device': 1.0 GiB of 4.0 GiB free"),
-        ("none", GIB, (), "storage='none': nothing is kept, every epoch decodes again"),
         (
             "auto",
             TEN,
@@ -503,15 +501,6 @@ def test_a_codec_that_cannot_be_used_is_an_error_with_its_reason() -> None:
         match=r"storage='compressed' is not possible here: zstd: a sample is too large\.",
     ):
         choose_storage("compressed", GIB, BUDGET, [REFUSED])
-
-
-def test_an_unknown_storage_is_refused_with_the_known_ones() -> None:
-    """A misspelt storage= lists the choices."""
-    with pytest.raises(
-        ValueError,
-        match=r"storage='disk' is not known\. Use one of 'auto', 'device', 'shared', 'compressed', 'n",
-    ):
-        choose_storage("disk", 1, BUDGET)
 
 
 def test_a_report_prints_as_a_table() -> None:

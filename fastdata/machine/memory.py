@@ -260,7 +260,6 @@ def budget_bytes(
 # The storage
 
 Storage = Literal["device", "shared", "compressed", "disk", "none"]
-STORAGES = ("auto", "device", "shared", "compressed", "disk", "none")
 
 
 class CodecTrial(NamedTuple):
@@ -325,7 +324,7 @@ def choose_storage(
     *,
     only_lossless: bool = True,
 ) -> StoragePlan:
-    """Pick where prepared samples are kept, of all but ``"disk"``, which is no choice of memory.
+    """Pick where prepared samples are kept; not asked for ``"disk"`` and ``"none"``, which are picked.
 
     ``"auto"`` keeps them raw where that fits, else by the lossless codec that decodes fastest among
     those that fit, else nowhere. A codec that loses something is used only when it is asked for by
@@ -341,15 +340,6 @@ def choose_storage(
         >>> print(choose_storage("auto", 3 << 30, budget).reason)
         storage='shared': 3.0 GiB of 20.0 GiB free
     """
-    if storage not in STORAGES or storage == "disk":
-        in_memory = [name for name in STORAGES if name != "disk"]
-        raise ValueError(
-            f"storage={storage!r} is not known. Use one of {', '.join(map(repr, in_memory))}."
-        )
-    if storage == "none":
-        return StoragePlan(
-            storage="none", reason="storage='none': nothing is kept, every epoch decodes again"
-        )
     raw, free = format_bytes(raw_bytes), format_bytes(budget.bytes)
     kept: Storage = "device" if storage == "device" else "shared"
     if storage != "compressed" and raw_bytes <= budget.bytes:

@@ -33,7 +33,7 @@ import time
 import traceback
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.process import BaseProcess
@@ -176,10 +176,10 @@ class Leader:
         self._fd = fd
         self._end = weakref.finalize(self, _leave, fd, path, os.getpid())
 
-    def tell(self, value: Any, known: Mapping[str, Any]) -> None:
+    def tell(self, value: Any, known: Sequence[Any]) -> None:
         """Let the others have it, and those to come, until ``close``.
 
-        ``known`` is what every rank has of its own: it is told by its name.
+        ``known`` is what every rank has of its own: it is told by its place there.
         """
         data = io.BytesIO()
         _Pickler(data, known).dump(value)
@@ -204,24 +204,24 @@ def _leave(fd: int, path: Path, pid: int) -> None:
 
 
 class _Pickler(pickle.Pickler):
-    def __init__(self, file: io.BytesIO, known: Mapping[str, Any]) -> None:
+    def __init__(self, file: io.BytesIO, known: Sequence[Any]) -> None:
         super().__init__(file, protocol=5)
-        self._names = {id(value): name for name, value in known.items() if value is not None}
+        self._places = {id(value): place for place, value in enumerate(known) if value is not None}
 
-    def persistent_id(self, value: Any) -> str | None:
-        return self._names.get(id(value))
+    def persistent_id(self, value: Any) -> int | None:
+        return self._places.get(id(value))
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: Any, known: Mapping[str, Any]) -> None:
+    def __init__(self, file: Any, known: Sequence[Any]) -> None:
         super().__init__(file)
         self._known = known
 
-    def persistent_load(self, name: str) -> Any:
-        return self._known[name]
+    def persistent_load(self, place: int) -> Any:
+        return self._known[place]
 
 
-def lead_or_follow(run: str, key: str, known: Mapping[str, Any]) -> Leader | Follower | None:
+def lead_or_follow(run: str, key: str, known: Sequence[Any]) -> Leader | Follower | None:
     """Be the first of the ranks that make the same dataset, or wait for what the first prepares.
 
     None, with a warning, where they cannot meet.
@@ -242,7 +242,7 @@ def lead_or_follow(run: str, key: str, known: Mapping[str, Any]) -> Leader | Fol
         return None
 
 
-def _meet(path: Path, known: Mapping[str, Any]) -> Leader | Follower:
+def _meet(path: Path, known: Sequence[Any]) -> Leader | Follower:
     while True:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -270,7 +270,7 @@ def _is_there(path: Path, fd: int) -> bool:
         return False
 
 
-def _read_handles(data: bytes, known: Mapping[str, Any]) -> Follower | None:
+def _read_handles(data: bytes, known: Sequence[Any]) -> Follower | None:
     """None where nothing is told, or the process that told it has ended."""
     head, _, handles = data.partition(b"\n")
     if not handles:

@@ -353,9 +353,7 @@ class ListView(Sequence[_T], Generic[_T]):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, (list, ListView)):
             return NotImplemented
-        return len(self) == len(other) and all(
-            mine == theirs for mine, theirs in zip(self, other, strict=True)
-        )
+        return list(self) == list(other)
 
     def __add__(self, other: Iterable[_T]) -> list[_T]:
         return [*self, *other]
@@ -532,6 +530,10 @@ def is_wide(value: Any) -> bool:
     return type(value) is int and not -(1 << 63) <= value < 1 << 63
 
 
+_KINDS: dict[type, str] = dict.fromkeys((int, bool, float), "number")
+_KINDS |= {torch.Tensor: "tensor", np.ndarray: "array", tuple: "tuple"}
+
+
 def _target_columns(
     targets: Sequence[Any] | np.ndarray | torch.Tensor,
 ) -> tuple[dict[str, np.ndarray], str]:
@@ -540,20 +542,19 @@ def _target_columns(
         return {"targets": targets.numpy()}, "tensor"
     if isinstance(targets, np.ndarray) and targets.ndim == 1:
         return {"targets": targets}, "number"
-    types = {type(target) for target in targets}
+    types = {*map(type, targets)} or {int}
+    kind = _KINDS.get(types.pop(), "object") if len(types) == 1 else "object"
     # Numbers beyond int64; bfloat16, gradients, other devices: what NumPy does not know.
     with contextlib.suppress(OverflowError, TypeError, RuntimeError):
-        if len(types) == 0 or types <= {int} or types == {bool} or types == {float}:
-            dtype = np.int64 if types <= {int} else None
-            return {"targets": np.array(targets, dtype)}, "number"
-        if types == {torch.Tensor} or types == {np.ndarray}:
-            arrays = [np.asarray(target) for target in targets]
-            forms = {(array.shape, array.dtype) for array in arrays}
-            if len(forms) == 1 and arrays[0].dtype.kind in "iufb":
-                kind = "tensor" if types == {torch.Tensor} else "array"
-                return {"targets": np.stack(arrays)}, kind
-    if types == {tuple} and targets[0] and len({len(target) for target in targets}) == 1:
-        return {}, "tuple"
+        if kind == "number":
+            is_whole = len(targets) == 0 or type(targets[0]) is int
+            return {"targets": np.array(targets, np.int64 if is_whole else None)}, kind
+        if kind in ("tensor", "array"):
+            rows = list(map(np.asarray, targets))
+            if len({(row.shape, row.dtype) for row in rows}) == 1 and rows[0].dtype.kind in "iufb":
+                return {"targets": np.stack(rows)}, kind
+    if kind == "tuple" and targets[0] and len({*map(len, targets)}) == 1:
+        return {}, kind
     blob, ends = _pack([pickle.dumps(target, protocol=5) for target in targets])
     return {"object": blob, "object_ends": ends}, "object"
 

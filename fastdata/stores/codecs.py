@@ -568,6 +568,8 @@ class JpegCodec(Codec):
 class OwnCodec(Codec):
     """A user's object that has ``encode`` and ``decode``. Pickles if the object does."""
 
+    is_own = True
+
     def __init__(self, codec: Any) -> None:
         self.codec = codec
         self.name = str(getattr(codec, "name", type(codec).__name__))

@@ -11,7 +11,7 @@ import hashlib
 import math
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -330,15 +330,13 @@ class _Preparation:
         _MADE[key] += 1
         return f"{key} {_MADE[key]}"
 
-    def _known(self) -> Mapping[str, Any]:
+    def _known(self) -> list[Any]:
         """The user's own objects, of which every rank has its own."""
-        source = self._path.source
-        known = {name: getattr(source, name, None) for name in ("loader", "dataset")}
-        known["prepare"] = self._path.prepare
+        path = self._path
         codec = self._options.codec
         codecs = codec if isinstance(codec, (tuple, list)) else [codec]
-        own = {f"codec {k}": it for k, it in enumerate(codecs) if not isinstance(it, str)}
-        return known | own
+        own = [getattr(path.source, name, None) for name in ("loader", "dataset")]
+        return [*own, path.prepare, *codecs]
 
 
 _MADE: Counter[str] = Counter()

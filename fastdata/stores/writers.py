@@ -329,14 +329,7 @@ class _Written(NamedTuple):
 
 def needs_processes(path: ReadPath, plans: Sequence[WriterPlan]) -> bool:
     """Whether preparing samples takes the GIL, because somebody else's code does it."""
-    if path.by_core is None:
-        return True
-    codecs = [plan.codec for plan in plans if plan.codec is not None]
-    if all(isinstance(codec, SourceDecoder) for codec in codecs):
-        return False
-    from fastdata.stores.codecs import OwnCodec
-
-    return any(isinstance(codec, OwnCodec) for codec in codecs)
+    return path.by_core is None or any(getattr(plan.codec, "is_own", False) for plan in plans)
 
 
 # All now
