@@ -51,10 +51,8 @@ def progress_bar(
     total: int, description: str, *, unit: str = "img", enabled: bool = True
 ) -> tqdm[Any]:
     """A bar in a terminal or a notebook, elsewhere lines by ``logging``; nothing if not enabled."""
-    is_watched = sys.stderr.isatty() or any(
-        base.__module__ == "tqdm.notebook" for base in _Bar.__mro__
-    )
-    if enabled and not is_watched:
+    is_in_notebook = "tqdm.notebook" in {base.__module__ for base in _Bar.__mro__}
+    if enabled and not is_in_notebook and not sys.stderr.isatty():
         return _Log(total, description)
     return _Bar(
         total=total,

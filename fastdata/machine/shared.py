@@ -124,7 +124,11 @@ class Block:
                 f"{dtype}{list(shape)} at byte {offset} exceeds the block of {self.size_bytes} "
                 "bytes"
             )
-        return np.frombuffer(self._mapping(), dtype, count, offset).reshape(shape)
+        if self._map is None:
+            if not self._close.alive:
+                raise StoreGoneError("the dataset was closed; create it again to read from it")
+            self._map = self._open_map()
+        return np.frombuffer(self._map, dtype, count, offset).reshape(shape)
 
     def seal(self) -> None:
         """Make the block read-only for everybody; on Linux the kernel enforces it."""
@@ -172,13 +176,6 @@ class Block:
                 "the dataset was closed; a closed dataset cannot be sent to another process"
             )
         return os.fstat(self._fd).st_ino
-
-    def _mapping(self) -> mmap.mmap:
-        if self._map is None:
-            if not self._close.alive:
-                raise StoreGoneError("the dataset was closed; create it again to read from it")
-            self._map = self._open_map()
-        return self._map
 
     def _open_map(self) -> mmap.mmap:
         if self.is_sealed and sys.platform != "win32":

@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from types import CodeType, FunctionType, MethodType
 from typing import Any
 
@@ -135,7 +136,7 @@ def flatten(transform: Any) -> tuple[Any, ...]:
         parts = seen_through(transform.lambd, "wrapper")
     if parts is None:
         return (transform,)
-    return tuple(step for part in parts for step in flatten(part))
+    return tuple(chain.from_iterable(map(flatten, parts)))
 
 
 def joint_steps(transforms: Any) -> tuple[Any, ...]:
