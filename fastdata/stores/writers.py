@@ -12,7 +12,6 @@ import io
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -288,22 +287,22 @@ class WritePath(NamedTuple):
             path = ReadPath(path.source.as_bytes(), Steps(()))
         return cls(path, open_writers(plans, length))
 
-    def write(self, indices: Sequence[int], first_row: int | None = None) -> list[_Written]:
+    def write(self, indices: Sequence[int], first_row: int | None = None) -> Written:
         """Read, prepare and write samples, from a row on; else each to the row of its index."""
         rows = indices if first_row is None else range(first_row, first_row + len(indices))
         are_tables = all(writer.is_table for writer in self.writers)
-        written: list[_Written] = []
+        written = Written({}, {})
         for found in read_samples(self.path, indices, together=are_tables):
-            done = len(written)
+            done = len(written.targets) + len(written.errors)
             if isinstance(found, SampleError):
-                written.append(_Written(rows[done], None, found))
+                written.errors[rows[done]] = found
                 continue
             some = rows[done : done + len(found.indices)]
             try:
                 self._write(some, found)
-                written += map(_Written, some, found.targets, repeat(None))
+                written.targets.update(zip(some, found.targets, strict=True))
             except SampleError as error:
-                written += [_Written(row, None, error) for row in some]
+                written.errors.update(dict.fromkeys(some, error))
         return written
 
     def _write(self, rows: Sequence[int], found: ReadSamples) -> None:
@@ -321,10 +320,11 @@ class WritePath(NamedTuple):
             writer.close()
 
 
-class _Written(NamedTuple):
-    row: int
-    target: Any
-    error: SampleError | None
+class Written(NamedTuple):
+    """The targets of samples that were written, and what is wrong with the others, by row."""
+
+    targets: dict[int, Any]
+    errors: dict[int, SampleError]
 
 
 def needs_processes(path: ReadPath, plans: Sequence[WriterPlan]) -> bool:
@@ -388,7 +388,7 @@ def ingest(
         job = partial(_write_task, to_write, with_targets)
         forks = needs_processes(path, plans)
         try:
-            results = _run(job, is_fetched(path.source), indices, options, forks, cores)
+            written = _run(job, is_fetched(path.source), indices, options, forks, cores)
         except ShapesDifferError as found:
             if chosen is not None:
                 raise
@@ -396,7 +396,7 @@ def ingest(
                 raise IngestError(f"{found}; make them alike") from None
             log.info("%s; samples are stored one by one with their own shapes", found)
         else:
-            ingested = _finish(to_write, results, is_all=chosen is None)
+            ingested = _finish(to_write, written, is_all=chosen is None)
             if ingested.stores:
                 cleanup.pop_all()
             return ingested
@@ -405,35 +405,32 @@ def ingest(
 
 
 def _run(
-    job: Callable[[_Task], list[_Written]],
+    job: Callable[[_Task], Written],
     is_fetched: bool,
     indices: Sequence[int],
     options: Options,
     forks: bool,
     cores: Collection[int],
-) -> list[_Written]:
+) -> Written:
     """Have all samples written by all workers."""
     size = _FETCHED_AT_ONCE if is_fetched else AT_ONCE
     tasks = [_Task(row, indices[row : row + size]) for row in range(0, len(indices), size)]
     workers = min(ingest_workers(options, cores), len(tasks))
     done = run_tasks(job, tasks, workers if workers > 1 else 0, forks=forks, cores=cores)
-    said = f"preparing {len(indices):,} images"
-    results: list[_Written] = []
-    errors: dict[int, SampleError] = {}
+    written = Written({}, {})
     with (
         contextlib.closing(done),
-        progress_bar(len(indices), said) as bar,
+        progress_bar(len(indices), f"preparing {len(indices):,} images") as bar,
     ):
-        for written in done:
-            for each in written:
-                if each.error is not None:
-                    if options.on_error == "raise":
-                        raise each.error
-                    errors[each.row] = each.error
-                    check_skipped(errors, len(indices))
-            results += written
-            bar.update(len(written))
-    return results
+        for targets, errors in done:
+            for row, error in errors.items():
+                if options.on_error == "raise":
+                    raise error
+                written.errors[row] = error
+                check_skipped(written.errors, len(indices))
+            written.targets.update(targets)
+            bar.update(len(targets) + len(errors))
+    return written
 
 
 def ingest_workers(options: Options, cores: Collection[int] = ()) -> int:
@@ -468,24 +465,24 @@ def check_skipped(errors: dict[int, SampleError], count: int) -> None:
     ) from first
 
 
-def _write_task(to_write: WritePath, with_targets: bool, task: _Task) -> list[_Written]:
+def _write_task(to_write: WritePath, with_targets: bool, task: _Task) -> Written:
     """What a worker does."""
     to_write.path.source.expect(task.indices)
-    written = to_write.write(task.indices, task.first_row)
+    targets, errors = to_write.write(task.indices, task.first_row)
     for writer in to_write.writers:
         writer.flush()
-    return written if with_targets else [each._replace(target=None) for each in written]
+    return Written(targets if with_targets else dict.fromkeys(targets), errors)
 
 
-def _finish(to_write: WritePath, results: list[_Written], *, is_all: bool) -> Ingested:
-    skipped = [each.error for each in results if each.error is not None]
-    sound = [each for each in results if each.error is None]
-    if not sound and is_all:
+def _finish(to_write: WritePath, written: Written, *, is_all: bool) -> Ingested:
+    targets, errors = written
+    skipped = list(errors.values())
+    if not targets and is_all:
         what = f"none of the {len(skipped)} samples can be prepared"
         raise IngestError(f"{what}; the first: {skipped[0]}")
-    kept = np.array([each.row for each in sound], np.int64)
-    stores = tuple(writer.finish(kept) for writer in to_write.writers if sound)
-    return Ingested(stores, kept, [each.target for each in sound], skipped)
+    kept = np.array(list(targets), np.int64)
+    stores = tuple(writer.finish(kept) for writer in to_write.writers if targets)
+    return Ingested(stores, kept, list(targets.values()), skipped)
 
 
 # Each on its first read
@@ -540,11 +537,10 @@ class LazyStore(FileStore):
                 self._fill([index for index in group if not self._is_there[index]])
 
     def _fill(self, indices: Sequence[int]) -> None:
-        written = self._to_write.write(indices)
-        self._is_there[[each.row for each in written if each.error is None]] = True
-        for each in written:
-            if each.error is not None:
-                raise each.error
+        targets, errors = self._to_write.write(indices)
+        self._is_there[list(targets)] = True
+        for error in errors.values():
+            raise error
 
     def close(self) -> None:
         super().close()
