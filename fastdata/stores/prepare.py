@@ -159,7 +159,8 @@ class _Preparation:
         self._options = options
         self._table = table
         self._expected = forecast(path)
-        self._budget = _budget(options)
+        self._run = None if options.alone else find_run()
+        self._budget = _budget(options, self._run)
         self._trials: list[CodecTrial] | None = None
         self._cores: Collection[int] = ()
 
@@ -258,13 +259,13 @@ class _Preparation:
 
     def run_with_others(self, by: Sequence[Any]) -> Prepared:
         """Prepare for them, or have it from the one that does."""
-        run = find_run() or run_to_be()
+        run = self._run or run_to_be()
         if run is None:
             return self.run()
         try:
             key = self._key(by)
         except ValueError as refused:
-            if find_run() is not None:
+            if self._run is not None:
                 warn_user(f"each rank prepares and holds samples of its own: {refused}")
             return self._run_alone()
         known = self._known()
@@ -286,7 +287,7 @@ class _Preparation:
         return replace(prepared, kept=replace(prepared.kept, shared_by=place))
 
     def _run_alone(self) -> Prepared:
-        self._budget = _budget(replace(self._options, alone=True))
+        self._budget = _budget(self._options, None)
         return self.run()
 
     def _attached(self, prepared: Prepared, leader: str) -> Prepared:
@@ -353,8 +354,8 @@ def _describe(dataset: Any, cache_key: str | None) -> str:
         return describe_dataset(dataset, cache_key="")  # by what it lists
 
 
-def _budget(options: Options) -> Budget:
-    ranks = local_ranks() if options.alone or find_run() is None else 1
+def _budget(options: Options, run: str | None) -> Budget:
+    ranks = local_ranks() if run is None else 1
     return budget_bytes(memory.available_bytes(), options.memory_limit, ranks=ranks)
 
 
@@ -381,7 +382,7 @@ def report_storage(path: ReadPath, options: Options) -> StorageReport:
     expected = look_longer(path)
     return StorageReport(
         raw_bytes=expected.need_bytes,
-        budget=_budget(options),
+        budget=_budget(options, None if options.alone else find_run()),
         trials=tuple(try_all(path, expected, "auto", options.codec)),
         looked_at=len(expected.targets),
     )
