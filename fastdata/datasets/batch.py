@@ -180,11 +180,12 @@ class SampleBatch(list[Any]):
     ) -> None:
         each_target = list(each_target)
         self._parts = images, targets, each_target, image_class, keys, made
-        views = [
-            rows_of(each, image_class)
-            for each in (images if isinstance(images, list) else [images])
-        ]
-        each_image = map(made, zip(*views, strict=True)) if isinstance(images, list) else views[0]
+        each_image: Iterable[Any]
+        if isinstance(images, list):
+            views = [rows_of(each, image_class) for each in images]
+            each_image = map(made, zip(*views, strict=True))
+        else:
+            each_image = rows_of(images, image_class)
         pairs = zip(each_image, each_target, strict=True)
         super().__init__(
             map(Sample, pairs) if keys is None else (_marked(keys.join(*pair)) for pair in pairs)
@@ -202,9 +203,9 @@ class SampleBatch(list[Any]):
 
     def _objects(self) -> list[Any]:
         """What may be put in place of another: keys and values of dicts, and views in a list."""
-        images, made = self._parts[0], self._parts[-1]
+        has_lists = isinstance(self._parts[0], list) and self._parts[-1] is list
         are_dicts = bool(self) and isinstance(self[0], SampleDict)
-        if not are_dicts and not (isinstance(images, list) and made is list):
+        if not are_dicts and not has_lists:
             return []
         objects = list(chain.from_iterable(self))
         if are_dicts:
@@ -217,9 +218,17 @@ class SampleBatch(list[Any]):
 
         Raises what ``default_collate`` raises of targets that it cannot collate.
         """
-        images, targets, each_target, _, keys, _ = self._parts
-        if not self.is_intact:
+        return self._with(self._parts[0]) if self.is_intact else None
+
+    def padded(self) -> Any:
+        """As ``stacked``, with ``Padded`` images; None also where there are several views."""
+        images = self._parts[0]
+        if isinstance(images, list) or not self.is_intact:
             return None
+        return self._with(Padded(images, torch.tensor(images.shape[-2:]).repeat(len(images), 1)))
+
+    def _with(self, images: Any) -> Any:
+        _, targets, each_target, _, keys, _ = self._parts
         return stacked(images, collate_targets(each_target) if targets is None else targets, keys)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -292,27 +301,20 @@ def collate(samples: list[Any], *, pad: float | None = None) -> Any:
     """
     if pad is None:
         return default_collate(samples)  # which asks the function below about a SampleBatch
-    if isinstance(samples, SampleBatch) and samples.is_intact:
-        images, targets, each_target, _, keys, _ = samples._parts
-        if isinstance(images, torch.Tensor):
-            padded = Padded(images, torch.tensor(images.shape[-2:]).repeat(len(images), 1))
-            return stacked(
-                padded, collate_targets(each_target) if targets is None else targets, keys
-            )
+    whole = samples.padded() if isinstance(samples, SampleBatch) else None
+    if whole is not None:
+        return whole
     first = samples[0]
     if isinstance(first, Mapping):
         key = _image_key(first)
-        rest = default_collate(
-            [{name: sample[name] for name in first if name != key} for sample in samples]
-        )
+        names = [name for name in first if name != key]
+        batch = default_collate([{name: sample[name] for name in names} for sample in samples])
         padded = _pad([sample[key] for sample in samples], pad)
-        return {name: padded if name == key else rest[name] for name in first}
+        return {name: padded if name == key else batch[name] for name in first}
     if isinstance(first, (list, tuple)):
-        parts = (
-            _pad([sample[0] for sample in samples], pad),
-            *default_collate([tuple(s[1:]) for s in samples]),
-        )
-        return type(first)(*parts) if hasattr(first, "_fields") else list(parts)
+        rest = default_collate([tuple(sample[1:]) for sample in samples])
+        parts = [_pad([sample[0] for sample in samples], pad), *rest]
+        return type(first)(*parts) if hasattr(first, "_fields") else parts
     return _pad(samples, pad)
 
 
@@ -592,32 +594,30 @@ def _flatten(value: Any, numbered: dict[int, tuple[int, Any]]) -> Build | None:
         number = numbered.setdefault(id(value), (len(numbered), value))[0]
         return lambda tensors: tensors[number]
     parts: dict[Any, Any]
-    make: Callable[[dict[Any, Any]], Any]
+    make: Callable[[dict[Any, Any]], Any] = dict
     if isinstance(value, SampleBatch) and value.is_intact and value._parts[3] is not np.ndarray:
         parts = dict(enumerate(value._parts))
-        make = partial(_make_sequence, type(value))
+        make = partial(_make_sequence, SampleBatch)
     elif isinstance(value, Mapping):
-        parts, make = dict(value), dict
+        parts = dict(value)
         if type(value) is not dict and isinstance(value, MutableMapping):
             make = _refill(value)
     elif isinstance(value, (list, tuple)):
-        kind = list if type(value) is SampleBatch else type(value)  # one that was changed is a list
-        parts, make = dict(enumerate(value)), partial(_make_sequence, kind)
+        parts = dict(enumerate(value))
+        # A ``SampleBatch`` that was changed is a list.
+        make = partial(_make_sequence, list if type(value) is SampleBatch else type(value))
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
         parts = {name: getattr(value, name) for name in names}
         make = partial(_fill, _fill(value, dict.fromkeys(parts)))
     else:
         return None
-    builds = {
-        key: build for key, part in parts.items() if (build := _flatten(part, numbered)) is not None
-    }
+    found = {key: _flatten(part, numbered) for key, part in parts.items()}
+    builds = {key: build for key, build in found.items() if build is not None}
     rest = parts | dict.fromkeys(builds)
-    return (
-        (lambda tensors: make(rest | {key: build(tensors) for key, build in builds.items()}))
-        if builds
-        else None
-    )
+    if not builds:
+        return None
+    return lambda tensors: make(rest | {key: build(tensors) for key, build in builds.items()})
 
 
 def _refill(value: MutableMapping[Any, Any]) -> Callable[[dict[Any, Any]], Any]:
@@ -652,16 +652,23 @@ def _fill(old: Any, parts: dict[Any, Any]) -> Any:
     return new
 
 
+_CSR = ("crow_indices", "col_indices", "values")
+_CSC = ("ccol_indices", "row_indices", "values")
+_PARTS_OF = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: _CSR,
+    torch.sparse_bsr: _CSR,
+    torch.sparse_csc: _CSC,
+    torch.sparse_bsc: _CSC,
+    torch.jagged: ("values", "offsets"),
+}
+"""Methods that give the strided tensors of a layout."""
+
+
 def memory_of(tensor: Any) -> list[torch.Tensor]:
     """The strided tensors that one of any layout consists of."""
     if isinstance(tensor, PackedSequence):
         return [part for part in tensor if isinstance(part, torch.Tensor)]
     if tensor.layout is torch.strided:
         return [] if tensor.is_nested else [tensor]
-    if tensor.layout is torch.sparse_coo:
-        return [tensor._indices(), tensor._values()]
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
-    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-    return [tensor.values(), tensor.offsets()] if tensor.layout is torch.jagged else []
+    return [getattr(tensor, name)() for name in _PARTS_OF.get(tensor.layout, ())]

@@ -315,28 +315,29 @@ class _Columns:
     ) -> Column:
         """What unknown steps, and those behind them, make of samples: whole where that can be."""
         plan = lane.plan
+        last = lane.last
         if plan.per_sample:
             samples = [plan.run_unknown(sample) for sample in samples]
         if all(each.last is None for each in self.lanes):
             return samples
         shapes = {decoded_shape(sample) if plan.per_sample else sample.shape for sample in samples}
         shape = shapes.pop() if len(shapes) == 1 else None
-        if shape is not None and not plan.per_sample:
-            return torch.stack(list(samples))
+        if last is None:
+            return samples if shape is None or plan.per_sample else torch.stack(list(samples))
         output = None
-        if lane.last is not None and shape is not None:
+        if shape is not None:
             with ChannelsError.naming(int(batch.positions[0])):
-                output = lane.last.output(shape, is_of_all=True)
-        if lane.last is None or shape is None or output is None:
-            return [plan.run_last(sample) for sample in samples]
+                output = last.output(shape, is_of_all=True)
+        if shape is None or output is None:
+            return list(map(plan.run_last, samples))
         decoded = [np.ascontiguousarray(image).reshape(*shape[1:], shape[0]) for image in samples]
         # Of the ring there is one piece of memory a batch.
         take = np.empty if ring is None or len(self.lanes) > 1 else ring.take
         out = take((len(samples), *output[0]), output[1])
-        lane.last.run_images(
+        last.run_images(
             OpenedImages.decoded(decoded), batch.positions, batch.visits, batch.seed, out
         )
-        return lane.last.as_tensor(out)
+        return last.as_tensor(out)
 
     # Files and stores
 
