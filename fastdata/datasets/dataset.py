@@ -22,7 +22,7 @@ import numpy as np
 from torch.utils.data import Dataset, Subset, get_worker_info
 
 from fastdata.datasets.batch import OWN_ITEM, IndexBatch, OwnItem, SharedVisits
-from fastdata.datasets.reader import Lease, Reader
+from fastdata.datasets.reader import Reader, ReaderHandle
 from fastdata.datasets.ring import ring_of
 from fastdata.datasets.serving import Stored, compile_reader, warn_of_modes
 from fastdata.errors import SampleError, StoreGoneError, counted, kind_of
@@ -68,9 +68,9 @@ class _Opened(Dataset[Any]):
     """How samples were prepared; once the dataset is closed, how they were."""
     _reader: Reader
     """What is served now, and how; once the dataset is closed, how it was."""
-    _lease: Lease
+    _handle: ReaderHandle
     """The reader, for those who read by it."""
-    _leases: weakref.WeakSet[Lease]
+    _handles: weakref.WeakSet[ReaderHandle]
     """It, and those that epochs began with before another transform came."""
     _views: weakref.WeakSet[_Opened]
     """The datasets over the same kept samples; the last one to be closed gives their memory
@@ -111,7 +111,7 @@ class _Opened(Dataset[Any]):
     def set_epoch(self, epoch: int) -> None:
         """Make random draws those of ``epoch``, until it is set again."""
         self._epoch = epoch
-        self._lease()
+        self._handle()
         self._visits.restart(epoch)
 
     def close(self) -> None:
@@ -124,8 +124,8 @@ class _Opened(Dataset[Any]):
         kept = self._stored.kept
         if kept is not None and not self._views:
             kept.end_sharing()
-        for lease in {*self._leases, self._lease}:
-            lease.reader = None  # the memory goes with the last batch that is being read from it
+        for handle in {*self._handles, self._handle}:
+            handle.reader = None  # the memory goes with the last batch that is being read from it
         self._reader = self._reader.emptied()
         self._stored = replace(self._stored, samples=self._reader.samples, table=None, source=None)
         self.__dict__.pop("_visits", None)
@@ -144,7 +144,7 @@ class _Opened(Dataset[Any]):
                 "serves them at once, and make it anew there."
             )
         self._refresh()  # what a copy cannot serve is said here, not where it is opened
-        derived = ("_reader", "_lease", "_leases", "_views", "_writing")
+        derived = ("_reader", "_handle", "_handles", "_views", "_writing")
         state = {name: value for name, value in self.__dict__.items() if name not in derived}
         stored = self._stored
         # An executor stays with the process that has it.
@@ -164,7 +164,7 @@ class _Opened(Dataset[Any]):
         sent = state.pop("_sent", None)
         self.__dict__.update(state)
         self._views = weakref.WeakSet([self])
-        self._leases = weakref.WeakSet()
+        self._handles = weakref.WeakSet()
         try:
             if sent is not None:
                 self.__dict__.update(pickle.loads(sent))
@@ -172,12 +172,12 @@ class _Opened(Dataset[Any]):
         except StoreGoneError as gone:
             if sent is None:
                 raise
-            self._lease = Lease(None, str(gone))
+            self._handle = ReaderHandle(None, str(gone))
 
     def _copied(self) -> Self:
         other = type(self).__new__(type(self))
         other.__dict__.update(self.__dict__)
-        other._leases = weakref.WeakSet()
+        other._handles = weakref.WeakSet()
         return other
 
     # Preparing
@@ -277,7 +277,7 @@ class _Opened(Dataset[Any]):
         self._stored = stored
         self._visits = SharedVisits(len(stored.samples))
         self._views = weakref.WeakSet([self])
-        self._leases = weakref.WeakSet()
+        self._handles = weakref.WeakSet()
         if stored.kept is not None and self._pair_transform is None:
             warn_of_modes(stored, stored.kept, self._transform)
         self._compile()
@@ -296,12 +296,12 @@ class _Opened(Dataset[Any]):
 
     def _read_by(self, reader: Reader) -> None:
         """Have coming epochs read by it; those that have begun go on as they did."""
-        self._reader, self._lease = reader, Lease(reader)
-        self._leases.add(self._lease)
+        self._reader, self._handle = reader, ReaderHandle(reader)
+        self._handles.add(self._handle)
 
     def _refresh(self) -> None:
         """Serve what the transform says now, whose steps may have been changed in place."""
-        reader = self._lease.reader or self._lease()
+        reader = self._handle.reader or self._handle()
         if self._is_waiting:
             self._end_waiting()
             reader = self._reader
@@ -332,7 +332,7 @@ class _Opened(Dataset[Any]):
 
         Read-only once a sample was read or prepared; before that they may be assigned.
         """
-        return ListView(self._reader.length, lambda index: self._lease().stored_target(index))
+        return ListView(self._reader.length, lambda index: self._handle().stored_target(index))
 
     @targets.setter
     def targets(self, targets: Sequence[Any]) -> None:
@@ -370,7 +370,7 @@ class _Opened(Dataset[Any]):
         return self._files("class_to_idx").class_to_idx or {}
 
     def _files(self, asked_for: str) -> SampleTable:
-        self._lease()
+        self._handle()
         table = self._stored.table
         if (
             table is None or not table.has_paths
@@ -409,7 +409,7 @@ class PreparedDataset(_Opened):
         item = OWN_ITEM.get()
         if item is None:
             self._refresh()
-        reader = self._lease.reader or self._lease()
+        reader = self._handle.reader or self._handle()
         if item is None:
             return reader.item(reader.visit([position]))
         return reader.item(item.batch_of(position, id(self), self._stored.options.seed))
@@ -421,7 +421,7 @@ class PreparedDataset(_Opened):
         if batch is None or get_worker_info() is not None:
             self._refresh()
         if own_reader(self) != "__getitem__":
-            reader = self._lease()
+            reader = self._handle()
             return reader.items(reader.visit(indices), ring_of(self))
         if batch is None:
             return [self[index] for index in indices]
@@ -434,7 +434,7 @@ class PreparedDataset(_Opened):
             StoreGoneError: the dataset was closed.
         """
         self._refresh()
-        return self._lease()
+        return self._handle()
 
     # What torchvision's datasets show
 
@@ -444,7 +444,7 @@ class PreparedDataset(_Opened):
 
     @transform.setter
     def transform(self, transform: Callable[[Any], Any] | None) -> None:
-        self._lease()
+        self._handle()
         before = self._transform
         self._transform = transform
         if self._is_waiting and transform is None:
@@ -488,7 +488,7 @@ class PreparedDataset(_Opened):
             ...     print(train[3][0].max().item(), val[3][0].max().item())
             3 1.5
         """
-        self._lease()
+        self._handle()
         other = self._copied()
         other._visits = SharedVisits(len(self._stored.samples))
         other._was_read = True  # by the first view, maybe
@@ -522,7 +522,7 @@ class PreparedDataset(_Opened):
         # Both let go of the store before room is looked for.
         self._stored = replace(old, samples=source, source=None, table=table, after=None)
         del old
-        self._lease = Lease(
+        self._handle = ReaderHandle(
             None, "the dataset could not be prepared again for another transform; create it anew"
         )
         self._reader = self._reader.emptied()
@@ -539,7 +539,7 @@ class PreparedDataset(_Opened):
             ...     dataset.filled_share()
             1.0
         """
-        self._lease()
+        self._handle()
         stored = self._stored
         is_lazy = stored.kept is not None and stored.filled_share() < 1
         if self._is_waiting or is_lazy:
@@ -604,7 +604,7 @@ class PreparedDataset(_Opened):
         if stored.kept is not None and share < 1:
             kept += f"\n{share:.0%} prepared so far, the rest on first read"
         shown = {
-            "Storage": kept if self._lease.reader is not None else "closed",
+            "Storage": kept if self._handle.reader is not None else "closed",
             "Transform": self._transform,
             "Target transform": self.target_transform,
             "Transforms": self._pair_transform,
@@ -629,9 +629,9 @@ def latest_reader(dataset: PreparedDataset) -> Reader:
     return dataset._reader
 
 
-def lease_of(dataset: PreparedDataset) -> Lease:
+def handle_of(dataset: PreparedDataset) -> ReaderHandle:
     """What an epoch that begins now reads by, until the dataset is closed."""
-    return dataset._lease
+    return dataset._handle
 
 
 def own_reader(dataset: Dataset[Any]) -> str | None:

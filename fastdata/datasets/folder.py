@@ -96,7 +96,7 @@ class _ImageFiles(PreparedDataset):
         return self._origin()
 
     def _relist(self, name: str, listed: Sequence[Any]) -> None:
-        self._lease()
+        self._handle()
         if self._was_read or self.filled_share() > 0 or len(self._views) > 1:
             super()._relist(name, listed)
         paths = self._files(name).all_paths()

@@ -2,7 +2,7 @@
 
 A ``Reader`` holds samples, program and targets as one value, so that nothing that is assigned to
 the dataset meanwhile reaches an epoch: shapes, memory and program are of one piece. It also holds
-the memory that samples lie in. Who reads takes it from a ``Lease`` for as long as one batch
+the memory that samples lie in. Who reads takes it from a ``ReaderHandle`` for as long as one batch
 takes; closing the dataset empties that, and the memory goes with the last batch that is being read.
 
 There is one road. A batch has a column for each view of its samples, or for images and masks. A
@@ -77,7 +77,7 @@ class Lane(NamedTuple):
     part: int = 0  # of a sample that it reads
 
 
-class Lease:
+class ReaderHandle:
     """A reader, for as long as the dataset that it is of is open; then None."""
 
     def __init__(self, reader: Reader | None, gone: str = CLOSED) -> None:

@@ -20,11 +20,11 @@ from torch.utils.data import dataloader as torch_loader
 from torch.utils.data._utils.pin_memory import pin_memory as copy_to_pinned
 
 from fastdata.datasets.batch import BatchDraws, DrawKey, as_channels_last, collate, flatten
-from fastdata.datasets.reader import Lease
+from fastdata.datasets.reader import ReaderHandle
 from fastdata.datasets.ring import BatchReceiver, BatchRing, RingCollate
 from fastdata.errors import IngestError, MemoryBudgetError
 from fastdata.loaders.order import Progress
-from fastdata.loaders.view import JoinedLease
+from fastdata.loaders.view import JoinedHandle
 from fastdata.machine.memory import PinningPlan
 from fastdata.report import EpochReport
 
@@ -52,8 +52,8 @@ class BatchMaker:
     """Reads and collates a batch, in any thread; holds neither loader nor iterator.
 
     Attributes:
-        dataset: what is read where there is no lease.
-        lease: of the reader of the fastdata dataset behind it; None where only the dataset knows
+        dataset: what is read where there is no handle.
+        handle: of the reader of the fastdata dataset behind it; None where only the dataset knows
             what an index means.
         ring: that batches take memory from.
         collate_fn: the user's.
@@ -63,7 +63,7 @@ class BatchMaker:
     """
 
     dataset: Any
-    lease: Lease | JoinedLease | None
+    handle: ReaderHandle | JoinedHandle | None
     ring: BatchRing
     collate_fn: Callable[[Any], Any]
     in_thread: bool
@@ -77,8 +77,8 @@ class BatchMaker:
         return as_channels_last(batch) if self.channels_last else batch
 
     def _make(self, indices: Any, draws: DrawKey) -> Any:
-        lease = self.lease
-        reader = None if lease is None else lease.reader or lease()
+        handle = self.handle
+        reader = None if handle is None else handle.reader or handle()
         is_whole = reader is not None and reader.obstacle is None
         # Whether no code of the user's own reads.
         is_ours = reader is not None and is_whole and reader.target_transform is None
@@ -175,7 +175,7 @@ class Counted(torch_loader._BaseDataLoaderIter):
     counts: LoopCounts
     ring: Slots | None = None  # that batches come through
     # Of what is read; ends the epoch once the dataset is closed.
-    lease: Lease | JoinedLease | None = None
+    handle: ReaderHandle | JoinedHandle | None = None
 
     def __init__(self, view: TorchView, progress: Progress) -> None:
         self.progress = progress
@@ -203,8 +203,8 @@ class Counted(torch_loader._BaseDataLoaderIter):
         counts, progress = self.counts, self.progress
         asked_at = counts.ask()
         try:
-            if self.lease is not None and self.lease.reader is None:
-                self.lease()
+            if self.handle is not None and self.handle.reader is None:
+                self.handle()
             batch = self._next_batch()
             counts.batches += 1
             counts.samples += sample_count(batch) if self._auto_collation else 1

@@ -200,7 +200,7 @@ class DataLoader(_TorchLoader[_T_co]):
         is_prefetched = ring is not None
         if ring is None:
             ring = self._ring = self._ring or BatchRing(self.ring_slots(held))
-        lease = self._served.lease() if self._served else None
+        handle = self._served.handle() if self._served else None
         engine = self._choose_engine()
         progress = self._checkpoints.begin()
         dataset: Any = self._served.fetched(self.dataset) if self._served else self.dataset
@@ -218,7 +218,7 @@ class DataLoader(_TorchLoader[_T_co]):
                 self._iterator = None  # persistent worker processes that have done their part
                 maker = epochs.BatchMaker(
                     dataset=view.dataset,
-                    lease=None if self._served is None or self._served.has_own else lease,
+                    handle=None if self._served is None or self._served.has_own else handle,
                     ring=ring,
                     collate_fn=self.collate_fn,
                     in_thread=engine.workers > 0,
@@ -228,7 +228,7 @@ class DataLoader(_TorchLoader[_T_co]):
                 iterator = epochs.ThreadIter(view, progress, ring, maker, threads=engine.workers)
         self._tally = Tally(engine, self._pinning, iterator.ring)
         iterator.counts = self._tally.counts
-        iterator.lease = lease
+        iterator.handle = handle
         return iterator
 
     def _say_once(self) -> None:

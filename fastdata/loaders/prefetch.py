@@ -34,8 +34,8 @@ import torch
 import torch.cuda
 
 from fastdata.datasets.batch import flatten, stacked
-from fastdata.datasets.dataset import PreparedDataset, lease_of
-from fastdata.datasets.reader import DeviceBatch, Lease
+from fastdata.datasets.dataset import PreparedDataset, handle_of
+from fastdata.datasets.reader import DeviceBatch, ReaderHandle
 from fastdata.datasets.ring import BatchRing
 from fastdata.errors import DeviceError, kind_of
 from fastdata.loaders.epochs import HELD_BY_USER
@@ -505,7 +505,7 @@ class DeviceOps:
             served_bytes=self._served.latest().served_bytes or 0,
             is_mirrored=is_mirrored and program is not None and program.host is None,
         )
-        lease = lease_of(dataset)
+        handle = handle_of(dataset)
         where = f"on {self._device}"
         unused = ""
         if reason is not None:
@@ -515,7 +515,7 @@ class DeviceOps:
             unused = f": {program.host_step} runs on the CPU"
             where += f", the conversion only{unused}"
         elif is_mirrored:
-            size = format_bytes(_size_bytes(_store(lease)))
+            size = format_bytes(_size_bytes(_store(handle)))
             where += f", from a copy of the store there ({size})"
         self.described = where
         if unused and is_mirrored and self._asked != "cpu" and not self._has_warned:
@@ -526,26 +526,26 @@ class DeviceOps:
         is_there = is_mirrored and not unused
 
         def read(batch: Any, ring: BatchRing) -> DeviceBatch:
-            return lease().read_for_device(program, batch, ring, only_places=is_there)
+            return handle().read_for_device(program, batch, ring, only_places=is_there)
 
-        return read, partial(self._run, program, lease if is_there else None)
+        return read, partial(self._run, program, handle if is_there else None)
 
     def _compile(self, dataset: PreparedDataset) -> DeviceProgram:
         plan = dataset.plan  # the user may have replaced it
         if self._compiled is None or self._compiled[0] is not plan:
-            spec = _store(lease_of(dataset)).spec
+            spec = _store(handle_of(dataset)).spec
             self._compiled = plan, DeviceProgram(plan, spec, **self._options)
         return self._compiled[1]
 
-    def _run(self, program: DeviceProgram, lease: Lease | None, batch: DeviceBatch) -> Any:
-        """Make the images of a batch on its device; with a lease, of samples in the store there."""
+    def _run(self, program: DeviceProgram, handle: ReaderHandle | None, batch: DeviceBatch) -> Any:
+        """Make the images of a batch on its device; with a handle, of samples in the store there."""
         samples = batch.samples
         positions_B = None
-        if lease is not None:
+        if handle is not None:
             positions_B = samples
             with self._lock:  # two iterators may be the first
                 if self._mirror is None:
-                    self._mirror = _upload(_store(lease), self._device)
+                    self._mirror = _upload(_store(handle), self._device)
                 samples = self._mirror
         images = program.run(samples, batch.draws, positions_B)
         return stacked(images, batch.targets, batch.keys)
@@ -578,8 +578,8 @@ def _upload(store: Store, device: torch.device) -> torch.Tensor:
     return copy_NCHW
 
 
-def _store(lease: Lease) -> Store:
-    kept = lease().kept
+def _store(handle: ReaderHandle) -> Store:
+    kept = handle().kept
     assert kept is not None
     return kept.images
 

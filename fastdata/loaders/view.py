@@ -13,13 +13,13 @@ from fastdata.datasets.batch import IndexBatch, as_numbers
 from fastdata.datasets.dataset import (
     PreparedDataset,
     epoch_of,
+    handle_of,
     index_count,
     latest_reader,
-    lease_of,
     own_reader,
     stored_of,
 )
-from fastdata.datasets.reader import Lease, Reader
+from fastdata.datasets.reader import Reader, ReaderHandle
 from fastdata.datasets.ring import Ring
 from fastdata.machine.shared import collate_targets
 
@@ -28,15 +28,15 @@ MOSTLY_PREPARED = 0.9
 prepared."""
 
 
-class JoinedLease:
+class JoinedHandle:
     """Of the readers of several datasets."""
 
-    def __init__(self, leases: Sequence[Lease], ends: np.ndarray) -> None:
-        self._leases = leases
+    def __init__(self, handles: Sequence[ReaderHandle], ends: np.ndarray) -> None:
+        self._handles = handles
         self._ends = ends
 
     def __call__(self) -> JoinedReader:
-        return JoinedReader([lease() for lease in self._leases], self._ends)
+        return JoinedReader([handle() for handle in self._handles], self._ends)
 
     reader = property(__call__)
 
@@ -183,10 +183,10 @@ class LoaderView:
     def _one(self, readers: list[Reader]) -> Reader | JoinedReader:
         return readers[0] if len(readers) == 1 else JoinedReader(readers, self.ends)
 
-    def lease(self) -> Lease | JoinedLease:
+    def handle(self) -> ReaderHandle | JoinedHandle:
         """What an epoch reads by that begins now."""
-        leases = list(map(lease_of, self.parts))
-        return leases[0] if len(leases) == 1 else JoinedLease(leases, self.ends)
+        handles = list(map(handle_of, self.parts))
+        return handles[0] if len(handles) == 1 else JoinedHandle(handles, self.ends)
 
     @property
     def prepared_share(self) -> float:
