@@ -9,7 +9,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -53,9 +53,9 @@ _MOST_FETCHED_BYTES = 512 << 20
 _ORDER_BYTES = 64
 """For each sample of the dataset while an epoch is planned: its key, its place, and sorting."""
 _ENTRY_BYTES = 256
-"""For each sample of a chunk, besides its own: where it lies, and that it is there."""
+"""For each sample of a chunk, besides its own: its position, and that it is resident."""
 _NEIGHBOURS = 256
-"""Their mean size, of the heaviest so many, is hardly below that of a chunk."""
+"""The mean size of that many of the heaviest neighbours is hardly below that of a chunk."""
 _SAMPLE_BYTES = 4 * 3 * 224 * 224
 """Of a sample in a batch where only running the transform would tell."""
 _BROUGHT_AT_ONCE = 128
@@ -64,13 +64,14 @@ _BROUGHT_AT_ONCE = 128
 Located = Iterable[tuple[DiskStore, Int64s]]
 
 
+@dataclass(kw_only=True, eq=False)
 class ResidentChunks:
-    """Reads the chunks of an epoch ahead of their batches, and lets go of each behind its last.
+    """Reads the chunks of an epoch ahead of their batches, and releases each after its last.
 
     These are hints: a sample that is not there is read when it is asked for, and one that was let
     go is read again.
 
-    Args:
+    Attributes:
         locate: the stores that samples lie in, and their positions there.
         stream: the samples of the epoch in their order, int64 (n,).
         chunk_samples: in each chunk, whole batches.
@@ -78,20 +79,13 @@ class ResidentChunks:
         from_cache: whether the system's page cache lets go of samples, too.
     """
 
-    def __init__(
-        self,
-        locate: Callable[[Int64s], Located],
-        stream: Int64s,
-        *,
-        chunk_samples: int,
-        batch_size: int,
-        from_cache: bool,
-    ) -> None:
-        self._locate = locate
-        self._stream = stream
-        self._chunk_samples = chunk_samples
-        self._batch_size = batch_size
-        self._from_cache = from_cache
+    locate: Callable[[Int64s], Located]
+    stream: Int64s
+    chunk_samples: int
+    batch_size: int
+    from_cache: bool
+
+    def __post_init__(self) -> None:
         self._handed = 0
         self._is_closed = False
         self._pid = os.getpid()
@@ -107,9 +101,9 @@ class ResidentChunks:
 
     def passed(self) -> None:
         """Note that one more batch was handed over; the last one of a chunk makes room."""
-        self._handed += self._batch_size
-        if self._handed % self._chunk_samples == 0:
-            served = self._handed // self._chunk_samples - 1
+        self._handed += self.batch_size
+        if self._handed % self.chunk_samples == 0:
+            served = self._handed // self.chunk_samples - 1
             self._release(served)
             self._begin(served + CHUNKS_HELD)
 
@@ -123,14 +117,14 @@ class ResidentChunks:
             self._release(chunk)
 
     def _begin(self, chunk: int) -> None:
-        first = chunk * self._chunk_samples
-        if first < len(self._stream):
-            samples = np.sort(self._stream[first : first + self._chunk_samples])
+        first = chunk * self.chunk_samples
+        if first < len(self.stream):
+            samples = np.sort(self.stream[first : first + self.chunk_samples])
             self._coming[chunk] = self._thread.submit(self._bring, samples)
 
     def _bring(self, samples: Int64s) -> list[tuple[DiskStore, Int64s]]:
         brought: list[tuple[DiskStore, Int64s]] = []
-        for store, positions in self._locate(samples):
+        for store, positions in self.locate(samples):
             for start in range(0, len(positions), _BROUGHT_AT_ONCE):
                 if self._is_closed:
                     return brought
@@ -145,7 +139,7 @@ class ResidentChunks:
         future = self._coming.pop(chunk)
         brought = [] if future.cancel() else future.result()
         for store, positions in brought:
-            store.drop(positions, from_cache=self._from_cache)
+            store.drop(positions, from_cache=self.from_cache)
 
 
 class ChunkSampler(RankSampler):
@@ -205,10 +199,10 @@ class ChunkedLoader:
     """Trains on data larger than memory: a ``DataLoader`` in an order of chunks, under a limit.
 
     Chunk k + 1 is read from disk while chunk k is served, which is let go of then. Samples that are
-    kept nowhere are prepared anew each epoch, in an order that is shuffled globally. Every sample
+    kept nowhere are prepared again each epoch, in an order that is shuffled globally. Every sample
     comes exactly once an epoch, with the pixels that ``DataLoader`` over the same dataset held in
     memory would serve in the epoch of the same number. It is no subclass of torch's loader, which
-    Accelerate and Lightning would make anew over the dataset alone, but has ``__iter__`` and
+    Accelerate and Lightning would rebuild over the dataset alone, but has ``__iter__`` and
     ``__len__``, ``dataset``, ``batch_size`` and ``drop_last``.
 
     Args:
@@ -373,8 +367,8 @@ class ChunkedLoader:
 
     def _hold(self, stream: Int64s) -> ResidentChunks:
         return ResidentChunks(
-            self._locate,
-            stream,
+            locate=self._locate,
+            stream=stream,
             chunk_samples=self._sampler.chunks.chunk_samples,
             batch_size=self.batch_size,
             from_cache=self._empties_cache,
@@ -528,5 +522,5 @@ def _is_scattered(order: EpochOrder, view: LoaderView | None) -> bool:
     """Whether samples have no neighbours in their chunk."""
     subset = None if view is None else view.subset
     if order.world_size > 1 and not order.shuffle:
-        return True  # each rank has every so manieth
+        return True  # each rank has every world_size-th one
     return subset is not None and bool((np.diff(subset) != 1).any())

@@ -57,7 +57,7 @@ class BatchMaker:
             what an index means.
         ring: that batches take memory from.
         collate_fn: the user's.
-        in_thread: whether that is beside the loop, which may draw from torch's generator too.
+        in_thread: whether that is outside the loop, which may draw from torch's generator too.
         channels_last: whether batches are to lie so.
         read: makes a batch of indices in place of all this.
     """

@@ -188,7 +188,7 @@ class DataLoader(_TorchLoader[_T_co]):
         Args:
             ring: a prefetcher's, where threads gather batches; ``pin_memory="auto"`` leaves pinning
                 to it.
-            held: batches that whoever takes them may hold at a time without costing new memory.
+            held: batches that the one who takes them may hold at a time without costing new memory.
             read: makes a batch of indices in place of the dataset; threads only.
         """
         if self._served and type(self.dataset) in (Subset, ConcatDataset):

@@ -59,7 +59,7 @@ Read = Callable[[Any, BatchRing], DeviceBatch]
 CHUNK_BYTES = 32 << 20
 """What of a store is copied at a time."""
 MOST_TIMES_SERVED = 1.5
-"""Up to so many times the bytes are sent. To gather 256 samples of 256 x 256 takes the host as long
+"""Up to this many times the bytes are sent. To gather 256 samples of 256 x 256 takes the host as long
 as to crop them to 224 x 224 (9.0 and 8.5 ms on a thread), at 1.3 times the bytes: beyond that the
 device's work spares the host none."""
 
@@ -174,7 +174,7 @@ class CudaPrefetcher:
     loader draws from global generators while it is read is drawn in the thread; what it draws for
     its first batch, in order. A loader must not write again to a pinned tensor that it has yielded:
     it is read when the copy runs, and not before. Pinned memory goes back to torch's allocator,
-    which keeps it for whoever asks next, when the prefetcher is dropped, at the end of a ``with``
+    which keeps it for the next one that asks, when the prefetcher is dropped, at the end of a ``with``
     statement, or by ``close()``.
 
     Example:
@@ -203,7 +203,7 @@ class CudaPrefetcher:
             raise ValueError(
                 f"dtype={dtype!r} is no floating-point torch.dtype, such as torch.float16"
             )
-        self.loader = loader
+        self.loader: Any = loader
         self.device = _resolve_device(device)
         self.depth = depth
         is_asked = channels_last or getattr(loader, "memory_format", None) is torch.channels_last
@@ -223,13 +223,11 @@ class CudaPrefetcher:
     # The loader's face
 
     def __len__(self) -> int:
-        loader: Any = self.loader  # one without a length says so itself
-        return len(loader)
+        return len(self.loader)  # one without a length says so itself
 
     def __getattr__(self, name: str) -> Any:
-        if name == "loader" or name.startswith(
-            "__"
-        ):  # how to copy or pickle a loader is no answer for its prefetcher
+        # How to copy or pickle a loader is no answer for its prefetcher.
+        if name == "loader" or name.startswith("__"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         value = getattr(self.loader, name)
         if is_own(self.loader):
@@ -246,12 +244,11 @@ class CudaPrefetcher:
                 listener.set_epoch(epoch)
 
     def _user_state(self) -> Any:
-        loader: Any = self.loader
-        return loader.state_dict() if self._transfer.seen is None else self._transfer.seen
+        seen = self._transfer.seen
+        return self.loader.state_dict() if seen is None else seen
 
     def _load_user_state(self, state: Any) -> None:
-        loader: Any = self.loader
-        loader.load_state_dict(state)
+        self.loader.load_state_dict(state)
         self._transfer.seen = None
 
     # Epochs
@@ -267,7 +264,7 @@ class CudaPrefetcher:
 
     def _begin(self) -> Transfer:
         """An epoch of the loader, in the prefetcher's ring where it is fastdata's."""
-        loader: Any = self.loader
+        loader = self.loader
         pinned = self._pinned
         if pinned is None:
             return Transfer(iter(loader), self.device, self._finish)

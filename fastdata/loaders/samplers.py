@@ -218,7 +218,7 @@ def mixed(
 ) -> Order:
     """Samples of several datasets in fixed shares: the order of a ``ConcatDataset`` of them.
 
-    Each dataset is shuffled by itself, and shuffled anew where its samples come round again. Shares
+    Each dataset is shuffled by itself, and shuffled again where its samples come round again. Shares
     are exact, to a sample, in each epoch; which dataset comes when is random.
 
     Args:
@@ -335,7 +335,7 @@ def plan_epoch(order: EpochOrder, epoch: int) -> Int64s:
     for start in range(0, count if size > 1 else 0, order.chunk_samples):
         for row in by_rank:
             chunk = row[start : start + order.chunk_samples]
-            # Keys of samples are those behind all pieces' keys.
+            # Keys of samples are those after all pieces' keys.
             chunk[:] = _by_keys(order, epoch, chunk, order.length)
     in_turn: Int64s = by_rank.T.reshape(-1)
     return in_turn
@@ -557,7 +557,7 @@ class RankSampler(DistributedSampler[int]):
         return share // batch_size if drop_last else -(-share // batch_size)
 
     def advance(self, position: int, batches: int, batch_size: int) -> int:
-        """The position so many batches of each rank further on."""
+        """The position that many batches of each rank further on."""
         return position + batches * batch_size * self.num_replicas
 
     def state_dict(
