@@ -53,10 +53,10 @@ DOORS = {
 """Library -> the only wings that import it."""
 
 # No figure may grow. The goals: 100,000 nodes, 6.5 a line, 45 files, no class over 350 lines, no file over 700.
-MOST_NODES = 158_000
-MOST_NODES_PER_LINE = 6.8
-MOST_FILES = 71
-MOST_LINES = 27_200
+MOST_NODES = 154_300
+MOST_NODES_PER_LINE = 6.75
+MOST_FILES = 60
+MOST_LINES = 26_707
 MOST_LINES_OF_A_CLASS = 390
 MOST_LINES_OF_A_FILE = 700
 WALKS = {  # calls, files, moves; the goals: 900, 14, 120; 45, 6, 14; 60, 6
