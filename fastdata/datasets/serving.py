@@ -287,9 +287,8 @@ def _channels_of(images: Store) -> int | None:
     """Of all images; None where they differ."""
     if images.spec.shape is not None:
         return images.spec.shape[0]
-    shapes = images.shapes()
-    channels = {images.shape(0)[0]} if shapes is None else set(np.unique(shapes[:, 0]).tolist())
-    return channels.pop() if len(channels) == 1 else None
+    channels = np.unique(images.shapes()[:, 0]).tolist()
+    return channels[0] if len(channels) == 1 else None
 
 
 # What a user is told

@@ -13,11 +13,10 @@ import mmap
 import os
 import shutil
 import threading
-from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -49,62 +48,6 @@ _MOST_AREAS = 8192
 needs."""
 
 
-class Store(Protocol):
-    """Prepared samples, read by index; sealed, so safe from any number of threads and processes.
-
-    Pickles as a handle. Indices are positions in [0, N); they are checked by the dataset, not here.
-    What reads encoded samples raises UndecodableError for one that is damaged; the others can still
-    be read.
-
-    Attributes:
-        gives_views: whether ``read`` costs nothing, because samples lie there as they are served.
-    """
-
-    spec: SampleSpec
-    size_bytes: int
-    gives_views: bool
-
-    @abstractmethod
-    def __len__(self) -> int: ...
-    @abstractmethod
-    def read_into(self, index: int, out: np.ndarray) -> None:
-        """Put one sample into ``out``, C-contiguous and of its shape."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Give back the memory; arrays handed out stay valid. Idempotent."""
-
-    def filled_share(self, index_B: np.ndarray | None = None) -> float:
-        """How many of the samples, or of those chosen, are there; 1 where all are."""
-        return 1.0
-
-    def expect(self, indices: Sequence[int]) -> None:
-        """Say which samples are read next; worth something where they are yet to be prepared."""
-        return
-
-    def shape(self, index: int) -> tuple[int, ...]:
-        return self.spec.shape or self.read(index).shape
-
-    def shapes(self) -> np.ndarray | None:
-        """The shape of every sample, (N, ndim); None where not all are known yet."""
-        shape = self.spec.shape
-        return None if shape is None else np.broadcast_to(np.array(shape), (len(self), len(shape)))
-
-    def read(self, index: int) -> np.ndarray:
-        """One sample, read-only: a view where the store can, else a fresh array."""
-        out = np.empty(self.shape(index), self.spec.dtype)
-        self.read_into(index, out)
-        return out
-
-    def read_all(self, index_B: np.ndarray) -> list[np.ndarray]:
-        return list(map(self.read, index_B.tolist()))
-
-    def gather_into(self, index_B: np.ndarray, out_B: np.ndarray) -> None:
-        """Put samples of one shape into ``out_B`` (B, *shape), C-contiguous."""
-        for index, out in zip(index_B.tolist(), out_B, strict=True):
-            self.read_into(index, out)
-
-
 class ShapesDifferError(Exception):
     """A sample does not have the shape that the others have."""
 
@@ -126,8 +69,13 @@ class UndecodableError(Exception):
         self.is_on_disk = is_on_disk
 
 
-class FileStore(Store):
-    """Samples in files: raw, of one shape or each of its own, or the bytes of a codec for each.
+class Store:
+    """Prepared samples in memory or files, read by index; pickles as a handle.
+
+    They are raw, of one shape or each of its own, or the bytes of a codec for each. Sealed, so safe
+    from any number of threads and processes. Indices are positions in [0, N); they are checked by
+    the dataset, not here. What reads encoded samples raises UndecodableError for one that is
+    damaged; the others can still be read.
 
     Args:
         files: sealed, unless samples are still to come.
@@ -137,6 +85,9 @@ class FileStore(Store):
             ``shapes``, int32 (N, ndim). Of several files ``files``, int32 (N,), the one that it is
             in.
         decoder: decodes samples straight into the caller's memory; None for raw ones.
+
+    Attributes:
+        gives_views: whether ``read`` costs nothing, because samples lie there as they are served.
     """
 
     def __init__(
@@ -163,6 +114,14 @@ class FileStore(Store):
         self._shapes = index.get("shapes")
         self._of = index.get("files", np.broadcast_to(np.int32(0), length))
 
+    def filled_share(self, index_B: np.ndarray | None = None) -> float:
+        """How many of the samples, or of those chosen, are there; 1 where all are."""
+        return 1.0
+
+    def expect(self, indices: Sequence[int]) -> None:
+        """Say which samples are read next; worth something where they are yet to be prepared."""
+        return
+
     def ensure(self, index_B: np.ndarray) -> None:
         """See to it that samples are there and are those that were written, before they are read.
 
@@ -175,12 +134,16 @@ class FileStore(Store):
         return len(self._offsets)
 
     def shape(self, index: int) -> tuple[int, ...]:
-        if self.spec.shape is not None or self._shapes is None:
+        if self._shapes is None:
             return self.spec.shape or ()
         return tuple(self._shapes[index].tolist())
 
-    def shapes(self) -> np.ndarray | None:
-        return super().shapes() if self._shapes is None else self._shapes
+    def shapes(self) -> np.ndarray:
+        """The shape of every sample, (N, ndim)."""
+        if self._shapes is not None:
+            return self._shapes
+        shape = self.spec.shape or ()
+        return np.broadcast_to(np.array(shape), (len(self), len(shape)))
 
     def stored(self, index: int) -> Bytes:
         """The bytes of one sample: a read-only view."""
@@ -201,8 +164,11 @@ class FileStore(Store):
         return self.addresses(index_B), self._sizes[index_B]
 
     def read(self, index: int) -> np.ndarray:
+        """One sample, read-only: a view where samples are raw, else a fresh array."""
         if self._decoder is not None:
-            return super().read(index)
+            out = np.empty(self.shape(index), self.spec.dtype)
+            self.read_into(index, out)
+            return out
         self.ensure(np.array([index]))
         data = self._bytes[self._of[index]].data
         sample: np.ndarray = np.ndarray(
@@ -210,7 +176,11 @@ class FileStore(Store):
         )
         return sample
 
+    def read_all(self, index_B: np.ndarray) -> list[np.ndarray]:
+        return list(map(self.read, index_B.tolist()))
+
     def read_into(self, index: int, out: np.ndarray) -> None:
+        """Put one sample into ``out``, C-contiguous and of its shape."""
         if self._decoder is None:
             out[...] = self.read(index)
             return
@@ -225,10 +195,14 @@ class FileStore(Store):
             raise UndecodableError(f"{what}: {cause}", index=index, codec=codec) from cause
 
     def gather_into(self, index_B: np.ndarray, out_B: np.ndarray) -> None:
-        """Put samples into ``out_B`` (B, *shape); in one call where one table has them."""
+        """Put samples of one shape into ``out_B`` (B, *shape), C-contiguous.
+
+        In one call where one table has them.
+        """
         numbers = np.unique(self._of[index_B])
         if not self._row_bytes or len(numbers) != 1:
-            super().gather_into(index_B, out_B)
+            for index, out in zip(index_B.tolist(), out_B, strict=True):
+                self.read_into(index, out)
             return
         self.ensure(index_B)
         data = self._bytes[numbers[0]]
@@ -239,6 +213,7 @@ class FileStore(Store):
         np.take(table, (starts_B - first) // self._row_bytes, axis=0, out=out_B, mode="clip")
 
     def close(self) -> None:
+        """Give back the memory; arrays handed out stay valid. Idempotent."""
         self._bytes = []
         vars(self).update(
             {name: it[:0].copy() for name, it in vars(self).items() if isinstance(it, np.ndarray)}
@@ -248,14 +223,14 @@ class FileStore(Store):
         self.index.close()
 
     def __reduce__(self) -> tuple[object, ...]:
-        return FileStore, (self.files, self.spec, self.index, self._decoder)
+        return Store, (self.files, self.spec, self.index, self._decoder)
 
 
-class DiskStore(FileStore):
+class DiskStore(Store):
     """Samples in files on disk, each held against its checksum before it is first read.
 
     Args:
-        files, spec, index, decoder: as of ``FileStore``; by sample also ``sums``, its checksum.
+        files, spec, index, decoder: as of ``Store``; by sample also ``sums``, its checksum.
         checked: a byte for each sample that says whether it was read before; made where there are
             none.
     """

@@ -324,11 +324,10 @@ class KeptSamples:
     def modes(self) -> list[str]:
         """How many samples are of which of PIL's modes; empty where that is not known."""
         store = self.images
-        shapes = store.shapes() if store.spec.form == "pil" else None
-        if shapes is None or len(shapes) == 0:
+        if store.spec.form != "pil" or not len(store):
             return []
         said = []
-        found = np.unique(shapes[:, 0], return_index=True, return_counts=True)
+        found = np.unique(store.shapes()[:, 0], return_index=True, return_counts=True)
         for channels, first, count in zip(*map(np.ndarray.tolist, found), strict=True):
             where = ", ".join(filter(None, [f"sample {first}", self.path(first)]))
             said.append(f"{count:,} of mode {mode_of(channels, store.spec.dtype)} (first: {where})")

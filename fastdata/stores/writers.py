@@ -25,7 +25,7 @@ from fastdata.machine.shared import ArrayBlock, Block, ByteLocks
 from fastdata.pixels.images import Form, SampleSpec, SourceDecoder
 from fastdata.report import log, progress_bar
 from fastdata.sources import FileSource
-from fastdata.stores.readers import DiskFile, FileStore, ShapesDifferError, checksum
+from fastdata.stores.readers import DiskFile, ShapesDifferError, Store, checksum
 from fastdata.stores.samples import (
     AT_ONCE,
     ReadPath,
@@ -94,7 +94,7 @@ class Writer:
     Args:
         plan: of the store.
         file: that is written to.
-        index: of the store, as ``FileStore`` has it.
+        index: of the store, as ``Store`` has it.
     """
 
     def __init__(self, plan: WriterPlan, file: Block, index: ArrayBlock) -> None:
@@ -227,7 +227,7 @@ class Writer:
         if isinstance(self.file, DiskFile):
             self.file.flush()
 
-    def finish(self, rows: np.ndarray) -> FileStore:
+    def finish(self, rows: np.ndarray) -> Store:
         """Seal the file, and give the samples in these rows, all that were written, as a store."""
         used_bytes, reserved_bytes = self.index.pop(_ENDS).tolist()
         if not self.plan.is_table:
@@ -236,7 +236,7 @@ class Writer:
         self.file.seal()
         index = ArrayBlock({name: column[rows] for name, column in self.index.items()})
         self.index.close()
-        return FileStore((self.file,), self.plan.spec, index, self.plan.codec)
+        return Store((self.file,), self.plan.spec, index, self.plan.codec)
 
     def close(self) -> None:
         """Give up what was written, a file on disk included. Idempotent."""
@@ -338,7 +338,7 @@ def needs_processes(path: ReadPath, plans: Sequence[WriterPlan]) -> bool:
 class Ingested(NamedTuple):
     """Filled, sealed stores, one for each part."""
 
-    stores: tuple[FileStore, ...]
+    stores: tuple[Store, ...]
     kept: np.ndarray  # int64, rows that samples were written to
     targets: list[Any]  # of those kept, as the source gave them; empty if they were not asked for
     skipped: list[SampleError]  # one for each of the others
@@ -488,7 +488,7 @@ def _finish(to_write: WritePath, written: Written, *, is_all: bool) -> Ingested:
 # Each on its first read
 
 
-class LazyStore(FileStore):
+class LazyStore(Store):
     """Samples of one shape, each of which is prepared and written by whoever reads it first.
 
     Others who want the same one wait. A reader that dies leaves it to the next one.

@@ -326,7 +326,7 @@ def column_of(columns: Columns, name: str, dtype: str, *shape: int) -> np.ndarra
 
 
 def _locate(manifest: Manifest, number: int, columns: Columns, kept: np.ndarray) -> Columns:
-    """Where the samples of a part lie, for ``FileStore``; ValueError where that is not possible."""
+    """Where the samples of a part lie, for ``Store``; ValueError where that is not possible."""
     part = manifest.parts[number]
     name = f"part{number}"
     count = len(kept)
@@ -448,7 +448,7 @@ class Cache(NamedTuple):
         manifest: what it holds.
         columns: its index.
         kept: int64 (K,), the rows that were kept.
-        indexes: of each part where these samples lie, as ``FileStore`` takes it.
+        indexes: of each part where these samples lie, as ``Store`` takes it.
         targets: of these samples; zeros where a part has them.
         mirror: of a cache behind a URL, where its files are opened.
     """
