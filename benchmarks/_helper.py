@@ -25,8 +25,8 @@ from typing import Any
 from torch.utils.data import DataLoader as TorchDataLoader
 
 from fastdata.machine.memory import tree_pss_bytes, usable_cores
+from fastdata.tools import machine_facts, versions
 from fastdata.tools.bench import write_photos
-from fastdata.tools.measure import machine_facts, versions
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from torchvision_ops import import_torchvision

@@ -26,8 +26,8 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from _helper import Row, in_turns, parser, print_rows, save_rows
 from _loaders import LOADERS, Synthetic
 from fastdata import DataLoader, tune
+from fastdata.tools import apart, shuffled
 from fastdata.tools import measure as probe
-from fastdata.tools.measure import EndlessOrder, apart
 
 GRID = {
     "num_workers": (0, 1, 2, 4, 8, 16),
@@ -58,7 +58,7 @@ class Chosen(NamedTuple):
     def probed(self, dataset: Synthetic, window_s: float) -> float:
         """The rate as tune finds it."""
         return apart(
-            lambda: probe.measure(self.over(dataset), seconds=window_s).samples_per_s,
+            lambda: probe(self.over(dataset), seconds=window_s),
             limit_s=LIMIT_S,
         )
 
@@ -67,7 +67,7 @@ class Chosen(NamedTuple):
         return apart(partial(self._count, dataset, window_s), limit_s=LIMIT_S)
 
     def over(self, dataset: Synthetic) -> TorchDataLoader[Any]:
-        order = EndlessOrder(len(dataset), 0)
+        order = shuffled(dataset)
         return self.loader(dataset, batch_size=dataset.batch_size, sampler=order, **self.settings)
 
     def _count(self, dataset: Synthetic, window_s: float) -> float:

@@ -77,7 +77,6 @@ def test_a_transform_of_ones_own_is_tuned(
         (["tune", "s3://b/x"], "is a URL, and this needs a folder of this machine"),
         (["tune", "."], "Couldn't find any class folder in ."),
         (["tune", ".", "--transform", "steps"], "--transform steps is not module:name"),
-        (["bench", ".", "--json", "gone/x.json"], "--json gone/x.json: there is no folder gone"),
         (["diagnose", "nowhere.py"], "nowhere.py is no file: give the script that trains"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -104,6 +103,7 @@ def test_what_the_user_got_wrong_is_one_line(
         (["tune", ".", "--batch-size", "some"], "invalid positive value: 'some'"),
         (["diagnose", "--batches", "0", "x.py"], "must be at least 1"),
         (["diagnose"], "SCRIPT"),
+        (["bench", "--json", "gone/x.json"], "--json: gone/x.json: there is no folder gone"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

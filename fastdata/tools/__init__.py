@@ -1,1 +1,215 @@
-"""The commands, and what they measure with: nothing else of fastdata imports it."""
+"""The commands, a file for each, and what they share: how fast a loader is without a model.
+
+``measure`` is an empty loop with a warm-up.
+``apart`` runs it in a forked copy of this process: what the loop draws, reads, caches or breaks
+stays there, and its memory, threads and worker processes end with it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.metadata
+import json
+import math
+import multiprocessing
+import os
+import pickle
+import platform
+import signal
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterable, Sized
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import torch
+from torch.utils.data import RandomSampler
+
+from fastdata.errors import refuse_remote
+from fastdata.loaders.epochs import sample_count
+from fastdata.machine.memory import available_bytes, cpu_model, usable_cores
+from fastdata.machine.processes import end_with_parent
+
+_T = TypeVar("_T")
+_WARM_UP = 0.125
+"""Share of the seconds to measure after which a loader is warm that has much to read ahead."""
+
+
+def measure(loader: Iterable[Any], *, seconds: float, limit_s: float = math.inf) -> float:
+    """Samples a second of an empty loop over a loader, epoch after epoch, for some ``seconds``.
+
+    What its workers need to start, and what they have read ahead by then, is left out, unless the
+    epoch is over by then. Of batches without tensors each is one sample.
+
+    Args:
+        loader: what to measure.
+        seconds: to measure.
+        limit_s: seconds after which it ends with what there is; looked at where a batch comes.
+
+    Raises:
+        ValueError: the loader gives no batch.
+    """
+    # Batches of several workers come in turns, often all at once: whole turns are counted.
+    turn = max(1, getattr(loader, "num_workers", 0))
+    ahead = turn * (1 + (getattr(loader, "prefetch_factor", None) or 0))
+    end = time.perf_counter() + limit_s
+    samples = 0
+    spent_s = 0.0
+    while True:
+        began = start = now = time.perf_counter()
+        is_warm = False
+        fresh = 0
+        count = 0
+        for count, batch in enumerate(loader, start=1):
+            before = count - 1
+            if not is_warm and before % turn == 0:
+                has_waited = before > turn and now - began >= _WARM_UP * seconds
+                if before >= ahead or has_waited:
+                    is_warm = True
+                    start = now
+                    fresh = 0
+            fresh += sample_count(batch) or 1
+            now = time.perf_counter()
+            is_enough = is_warm and spent_s + now - start >= seconds
+            if count % turn == 0 and (is_enough or now > end):
+                break
+        if not count:
+            raise ValueError("the loader gives no batch to measure")
+        samples += fresh
+        spent_s += now - start
+        if spent_s >= seconds or now > end:
+            return samples / spent_s
+
+
+def shuffled(dataset: Sized, seed: int = 0) -> RandomSampler:
+    """Shuffled indices without an end; equal seeds give equal orders."""
+    generator = torch.Generator().manual_seed(seed)
+    return RandomSampler(dataset, num_samples=1 << 60, generator=generator)
+
+
+# A process of its own
+
+
+def apart(work: Callable[[], _T], *, limit_s: float | None) -> _T:
+    """Return what ``work`` returns, or raise what it raises, from a forked copy of this process.
+
+    Elsewhere than on Linux, where forks are not safe or not there, it runs here.
+
+    Raises:
+        TimeoutError: it took longer than ``limit_s`` seconds.
+        RuntimeError: the process was killed, or has raised what cannot be sent.
+    """
+    if sys.platform != "linux":
+        return work()
+    available_bytes()  # imports what its threads would import while it forks
+    receiving, sending = multiprocessing.Pipe(duplex=False)
+    context = multiprocessing.get_context("fork")
+    process = context.Process(target=_answer, args=(work, sending, os.getpid()))
+    process.start()
+    sending.close()
+    try:
+        if not receiving.poll(limit_s):
+            raise TimeoutError(f"no answer within {limit_s:.1f} s")
+        error, result = receiving.recv()
+    except EOFError:
+        process.join()
+        code = process.exitcode
+        raise RuntimeError(f"the measuring process has ended with exit code {code}") from None
+    finally:
+        receiving.close()
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(cast(int, process.pid), signal.SIGKILL)
+        process.kill()  # where it has not yet made a group
+        process.join()
+        process.close()
+    if error is not None:
+        raise error
+    return cast(_T, result)
+
+
+def _answer(work: Callable[[], Any], sending: Connection, parent_pid: int) -> None:
+    os.setpgid(0, 0)  # so that its workers are ended with it, all at once
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    warnings.simplefilter("ignore")  # the user's own run says them
+    watch = partial(end_with_parent, parent_pid, whole_group=True)
+    threading.Thread(target=watch, daemon=True).start()
+    # What a library has started in threads of the parent is dead in the copy, OpenMP's pool among
+    # it, which waits for its threads for ever; a thread that is new gets a pool of its own.
+    future = ThreadPoolExecutor(1, "fastdata-measure").submit(work)
+    error = future.exception()
+    answer = (None, future.result()) if error is None else (_sendable(error), None)
+    with contextlib.suppress(OSError):  # nobody waits for it any more
+        sending.send(answer)
+    os._exit(0)
+
+
+def _sendable(error: BaseException) -> BaseException:
+    try:
+        return cast(BaseException, pickle.loads(pickle.dumps(error)))
+    except Exception:  # noqa: BLE001  # whatever the pickling of a user's exception raises
+        return RuntimeError(f"{type(error).__name__}: {error}")
+
+
+# Arguments of commands, and the JSON that they write
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    help_text = "keep every figure, with versions"
+    parser.add_argument("--json", type=_new_file, metavar="FILE", help=help_text)
+
+
+def _new_file(text: str) -> Path:
+    """Raises what would otherwise be raised after minutes of measuring."""
+    file = Path(text)
+    if not file.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{file}: there is no folder {file.parent}")
+    return file
+
+
+def keep(document: dict[str, Any], options: argparse.Namespace) -> None:
+    """Write the figures, if they were asked for, with the versions and the machine."""
+    if options.json:
+        facts = {"versions": versions(), "machine": machine_facts()}
+        options.json.write_text(json.dumps(document | facts, indent=2, default=str) + "\n", "utf-8")
+        print(f"figures: {options.json}")
+
+
+def check_folder(folder: Path) -> None:
+    refuse_remote(folder)
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder} is no folder: give the root of class folders of images")
+
+
+def positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return number
+
+
+def version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of Python and of the packages that matter, None for those not installed."""
+    packages = ("fastdata", "torch", "torchvision", "numpy", "pillow", "lz4", "zstandard")
+    return {"python": platform.python_version()} | {name: version(name) for name in packages}
+
+
+def machine_facts() -> dict[str, Any]:
+    return {
+        "cpu_model": cpu_model(),
+        "cpu_count": os.cpu_count(),
+        "usable_cores": usable_cores(),
+        "system": platform.platform(),
+    }

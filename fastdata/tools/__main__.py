@@ -9,8 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from fastdata.errors import FastDataError
-from fastdata.tools import bench, caches, diagnose, doctor, tune
-from fastdata.tools.measure import check_json, version
+from fastdata.tools import bench, caches, diagnose, doctor, tune, version
 
 
 class Command(NamedTuple):
@@ -93,7 +92,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if command is not diagnose.run:  # whose warnings are of the user's own script
         warnings.formatwarning = lambda message, *_, **__: f"fastdata: {message}\n"
     try:
-        check_json(options)
         return command(options)
     except KeyboardInterrupt:
         print("fastdata: interrupted", file=sys.stderr)

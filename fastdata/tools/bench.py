@@ -27,14 +27,14 @@ from fastdata.loaders.loader import DataLoader
 from fastdata.machine.memory import cpu_model, usable_cores
 from fastdata.pixels.images import IMAGE_EXTENSIONS
 from fastdata.report import aligned, progress_bar
-from fastdata.tools.measure import (
-    EndlessOrder,
+from fastdata.tools import (
     add_json,
     apart,
     check_folder,
     keep,
     measure,
     positive,
+    shuffled,
 )
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
@@ -186,10 +186,10 @@ def _rate(kind: Any, dataset: Any, options: argparse.Namespace) -> float:
         loader = kind(
             dataset,
             options.batch_size,
-            sampler=EndlessOrder(len(dataset), 0),
+            sampler=shuffled(dataset),
             num_workers=options.num_workers,
         )
-        return measure(loader, seconds=_RATE_S, limit_s=4 * _RATE_S).samples_per_s
+        return measure(loader, seconds=_RATE_S, limit_s=4 * _RATE_S)
 
     return apart(work, limit_s=60)
 

@@ -29,7 +29,7 @@ from fastdata.pixels.images import CenterCrop, encode_image
 from fastdata.report import progress_bar
 from fastdata.stores.cache import inspect_caches, prune_caches
 from fastdata.stores.codecs import KNOWN_CODECS
-from fastdata.tools.measure import add_json, check_folder, keep, positive
+from fastdata.tools import add_json, check_folder, keep, positive
 
 # Export
 

@@ -15,7 +15,7 @@ import time
 import traceback
 import types
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -41,7 +41,7 @@ from fastdata.machine.memory import (
 )
 from fastdata.pixels.compose import flatten
 from fastdata.report import Line, Report
-from fastdata.tools.measure import EndlessOrder, Rate, apart, measure, positive
+from fastdata.tools import apart, measure, positive, shuffled
 
 _RATE_S = 1.0
 _SAMPLES_S = 1.5
@@ -100,7 +100,7 @@ class Diagnosis(Report):
             clearly faster.
         kept: what that would take.
         imports: from fastdata in place of torchvision's and torch's, where the loader is theirs.
-        notes: what could not be measured.
+        note: what could not be measured, and why.
     """
 
     batches: int
@@ -115,7 +115,7 @@ class Diagnosis(Report):
     kept_per_s: float | None = None
     kept: str = ""
     imports: str = ""
-    notes: tuple[str, ...] = ()
+    note: str = ""
 
     @property
     def waited(self) -> float:
@@ -178,7 +178,8 @@ class Diagnosis(Report):
             yield f"  {part.kind}: {part.name}", _ms(part.seconds), waits
         yield ""
         yield from (f"- {line}" for line in self.advice)
-        yield from (f"({note})" for note in self.notes)
+        if self.note:
+            yield f"({self.note})"
         if not self.imports or self.kept_per_s is None or self.limit == "model":
             return
         limit = "model" if self.model_per_s < self.kept_per_s else "loader"
@@ -228,11 +229,11 @@ def diagnose(
     """
     if batches < 2:
         raise ValueError(f"batches={batches}: at least 2 are needed, the first one is not counted")
-    loop = TimedLoop(loader)
-    for batch in islice(loop, batches):
-        if step is not None:
-            step(batch)
-    loop.end_step()
+    loop = TimedLoop(loader, batches)
+    with contextlib.suppress(_EnoughError):
+        for batch in loop:
+            if step is not None:
+                step(batch)
     if loop.batches < 2:
         raise ValueError(f"the loader gave {loop.batches} batches, and a diagnosis needs 2")
     return _examine(loop)
@@ -256,35 +257,27 @@ class TimedLoop:
         self.batches = 0
         self.samples = 0
         self._most_batches = most_batches
-        self._left_at: float | None = None
 
     def __iter__(self) -> Iterator[Any]:
         return self.over(iter(self.loader))
 
-    def over(self, iterator: Any) -> Iterator[Any]:
-        self._left_at = None  # what lies between two epochs is no step
-        while True:
-            self.end_step()
-            if self.batches == self._most_batches:
-                raise _EnoughError
-            asked_at = time.perf_counter()
-            batch = next(iterator, self)
-            if batch is self:
-                return
-            self._left_at = time.perf_counter()
-            if self.batches:
-                self.wait_s += self._left_at - asked_at
-            self.batches += 1
+    def over(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        asked_at = time.perf_counter()
+        for batch in iterator:
+            came_at = time.perf_counter()
             self.samples += sample_count(batch)
             yield batch
-
-    def end_step(self) -> None:
-        if torch.cuda.is_initialized():
-            # Else the GPU's work would count as a wait for the next batch, or as nothing.
-            torch.cuda.current_stream().synchronize()
-        if self._left_at is not None:
-            self.busy_s += time.perf_counter() - self._left_at
-            self._left_at = None
+            if torch.cuda.is_initialized():
+                # Else the GPU's work would count as a wait for the next batch, or as nothing.
+                torch.cuda.current_stream().synchronize()
+            done_at = time.perf_counter()
+            if self.batches:
+                self.wait_s += came_at - asked_at
+                self.busy_s += done_at - came_at
+            self.batches += 1
+            if self.batches == self._most_batches:
+                raise _EnoughError
+            asked_at = done_at
 
 
 class _EnoughError(BaseException):
@@ -296,25 +289,15 @@ def _timed_loaders(loops: dict[int, TimedLoop], batches: int) -> Iterator[None]:
     """Time all loops over loaders; of a prefetcher and the loader in it, the prefetcher's."""
     kinds: tuple[Any, ...] = (TorchDataLoader, DataLoader, CudaPrefetcher)
     begins = {kind: kind.__iter__ for kind in kinds}
-    inside: list[Any] = []
 
-    def timed(begin: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        def timed_iter(loader: Any) -> Any:
-            if inside:
-                return begin(loader)
-            inside.append(loader)
-            try:
-                iterator = begin(loader)
-            finally:
-                inside.clear()
-            # Prefetchers may be made anew.
-            loop = loops.setdefault(id(_in_prefetcher(loader)), TimedLoop(loader, batches))
-            return loop.over(iterator)
-
-        return timed_iter
+    def begin_timed(loader: Any, begin: Callable[[Any], Any]) -> Any:
+        # Prefetchers may be made anew.
+        loop = loops.setdefault(id(_in_prefetcher(loader)), TimedLoop(loader, batches))
+        is_in_prefetcher = type(loop.loader) is not type(loader)
+        return begin(loader) if is_in_prefetcher else loop.over(begin(loader))
 
     for kind, begin in begins.items():
-        kind.__iter__ = timed(begin)
+        kind.__iter__ = lambda loader, begin=begin: begin_timed(loader, begin)
     try:
         yield
     finally:
@@ -326,122 +309,113 @@ def _in_prefetcher(loader: Any) -> Any:
     return loader.loader if isinstance(loader, CudaPrefetcher) else loader
 
 
-# The loader alone
+# The loader without the loop
 
 
 def _examine(loop: TimedLoop) -> Diagnosis:
-    """The figures of the loop with those of the loader alone."""
+    """The figures of the loop with those of the loader alone, until one cannot be had."""
     loader = _in_prefetcher(loop.loader)
-    notes: list[str] = []
-    figures: dict[str, Any] = {
-        "batches": loop.batches - 1,
-        "batch_size": loop.samples / loop.batches,
-        "wait_s": loop.wait_s / (loop.batches - 1),
-        "step_s": loop.busy_s / (loop.batches - 1),
-        "usable_cores": usable_cores(),
-        "is_prefetched": loader is not loop.loader,
+    is_torchs = isinstance(loader, TorchDataLoader)
+    imports = ""
+    if is_torchs and not isinstance(loader, DataLoader):
+        is_folder = type(loader.dataset).__name__ == "ImageFolder"
+        imports = f"DataLoader, {'ImageFolder' if is_folder else 'CachedDataset'}"
+    steps = loop.batches - 1
+    found = Diagnosis(
+        batches=steps,
+        batch_size=loop.samples / loop.batches,
+        wait_s=loop.wait_s / steps,
+        step_s=loop.busy_s / steps,
+        workers=loader.num_workers if is_torchs else 0,
+        usable_cores=usable_cores(),
+        is_prefetched=loader is not loop.loader,
+        imports=imports,
+    )
+    if not is_torchs:
+        return found
+    works = {
+        "the loader alone": _loader_alone,
+        "what a sample costs": _parts,
+        "keeping samples in memory": _when_kept,
     }
-    if isinstance(loader, TorchDataLoader):
-        figures["workers"] = loader.num_workers
-        if not isinstance(loader, DataLoader):
-            is_folder = type(loader.dataset).__name__ == "ImageFolder"
-            figures["imports"] = f"DataLoader, {'ImageFolder' if is_folder else 'CachedDataset'}"
-        with _noting(notes, "the loader alone"):
-            figures["loader_per_s"] = _rate(loader)
-            figures["parts"] = tuple(apart(partial(_parts, loader), limit_s=_PATIENCE_S))
-        with _noting(notes, "keeping samples in memory"):
-            if "parts" in figures and Diagnosis(**figures).limit != "model":
-                figures |= _when_kept(loader, figures["loader_per_s"])
-    return Diagnosis(**figures, notes=tuple(notes))
+    for what, work in works.items():
+        try:
+            figures = apart(partial(work, loader, found), limit_s=_PATIENCE_S)
+        except Exception as error:  # noqa: BLE001  # of the user's code, under settings of ours
+            reason = shorten(f"{type(error).__name__}: {error}", 160, placeholder=" ...")
+            return replace(found, note=f"not measured: {what}: {reason}")
+        found = replace(found, **figures)
+    return found
 
 
-@contextlib.contextmanager
-def _noting(notes: list[str], what: str) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:  # noqa: BLE001  # of the user's code, under settings of ours
-        reason = shorten(f"{type(error).__name__}: {error}", 160, placeholder=" ...")
-        notes.append(f"not measured: {what}: {reason}")
+def _loader_alone(loader: Any, found: Diagnosis) -> dict[str, Any]:
+    """The rate of a loader like the user's, which leaves its workers alone."""
+    other = copy.copy(loader)
+    other.__dict__ |= {"_iterator": None, "pin_memory": False, "persistent_workers": False}
+    return {"loader_per_s": measure(other, seconds=_RATE_S, limit_s=6 * _RATE_S)}
 
 
-def _rate(loader: Any) -> float:
-    """Samples a second of a loader like the user's, which leaves its workers alone."""
-
-    def work() -> Rate:
-        other = copy.copy(loader)
-        other.__dict__ |= {"_iterator": None, "pin_memory": False, "persistent_workers": False}
-        return measure(other, seconds=_RATE_S, limit_s=6 * _RATE_S)
-
-    return apart(work, limit_s=_PATIENCE_S).samples_per_s
-
-
-def _when_kept(loader: Any, now_per_s: float) -> dict[str, Any]:
+def _when_kept(loader: Any, found: Diagnosis) -> dict[str, Any]:
     """The rate if fastdata kept the samples in memory, where that is clearly faster."""
     dataset = loader.dataset
-    is_kept = isinstance(dataset, PreparedDataset) and dataset.storage != "none"
-    if is_kept or isinstance(dataset, IterableDataset) or loader.batch_size is None:
+    base = _in_subsets(dataset)
+    is_stream = isinstance(dataset, IterableDataset)
+    if found.limit == "model" or _is_kept(base) or is_stream or loader.batch_size is None:
         return {}
+    if type(getattr(base, "transforms", None)).__name__ not in ("NoneType", "StandardTransform"):
+        raise ValueError("its transform takes the target too")
     count = min(len(dataset), _MOST_KEPT)
-    index = np.linspace(0, len(dataset), count, endpoint=False, dtype=int).tolist()
-
-    def work() -> tuple[float, int]:
-        bare, transform = _split(dataset)
-        kept = CachedDataset(Subset(bare, index), transform=transform, storage="shared")
+    some = np.linspace(0, len(dataset), count, endpoint=False, dtype=int).tolist()
+    transform = getattr(base, "transform", None)
+    with _transform_instead(base, None):
+        kept = CachedDataset(Subset(dataset, some), transform=transform, storage="shared")
         other = DataLoader(
             kept,
             loader.batch_size,
-            sampler=EndlessOrder(count, 0),
+            sampler=shuffled(kept),
             num_workers=min(loader.num_workers, usable_cores()),
             collate_fn=loader.collate_fn,
         )
         rate = measure(other, seconds=_RATE_S, limit_s=6 * _RATE_S)
-        return rate.samples_per_s, kept.storage_report().raw_bytes
-
-    rate, some_bytes = apart(work, limit_s=_PATIENCE_S)
-    if rate < _CLEAR * now_per_s:
+        need = format_bytes(kept.storage_report().raw_bytes * len(dataset) // count)
+    if rate < _CLEAR * (found.loader_per_s or 0):
         return {}
-    need = format_bytes(some_bytes * len(dataset) // count)
     budget = budget_bytes(available_bytes())
     return {"kept_per_s": rate, "kept": f"all {len(dataset):,} need {need}, and {budget}"}
 
 
-# What a sample costs
-
-
-def _parts(loader: Any) -> list[Part]:
+def _parts(loader: Any, found: Diagnosis) -> dict[str, Any]:
     """What the parts of a sample cost, in the calling thread."""
     if loader.num_workers:
         torch.set_num_threads(1)  # as workers do
-    timed = _TimedSteps()
     dataset = loader.dataset
-    if not isinstance(dataset, PreparedDataset):
-        with contextlib.suppress(Exception):  # one that cannot be copied is read as a whole
-            bare, transform = _split(dataset)
-            timed.steps = flatten(transform)
-            dataset = _with_transform(bare, timed)
+    base = _in_subsets(dataset)
+    is_ours = isinstance(base, PreparedDataset)
+    timed = _TimedSteps(() if is_ours else flatten(getattr(base, "transform", None)))
     is_stream = isinstance(dataset, IterableDataset)
     samples = iter(dataset) if is_stream else (dataset[index] for index in loader.sampler)
-    next(samples)  # which pays for imports and tables
-    timed.costs.clear()
-    began = _clock()
     read = []
-    for sample in islice(samples, _SAMPLES):
-        read.append(sample)
-        if (_clock() - began)[0] > _SAMPLES_S:
-            break
-    spent = _clock() - began - sum(timed.costs.values(), np.zeros(2))
-    is_kept = isinstance(dataset, PreparedDataset) and dataset.storage != "none"
-    kind = "transform" if is_kept else "read"
+    with contextlib.nullcontext() if is_ours else _transform_instead(base, timed):
+        next(samples)  # which pays for imports and tables
+        timed.costs[:] = 0
+        began = _clock()
+        for sample in islice(samples, _SAMPLES):
+            read.append(sample)
+            if (_clock() - began)[0] > _SAMPLES_S:
+                break
+        spent = _clock() - began - timed.costs.sum(axis=0)
+    kind = "transform" if _is_kept(base) else "read"
     parts = [_part(type(dataset).__name__, kind, spent, len(read))]
-    for (_, name), cost in timed.costs.items():
+    for step, cost in zip(timed.steps, timed.costs, strict=True):
+        name = shorten(" ".join(repr(step).split()), 44, placeholder=" ...")
         parts.append(_part(name, "transform", cost, len(read)))
     joined = read[0]
     if loader.batch_sampler is not None:
         joined = read[: loader.batch_size]
     began = _clock()
     loader.collate_fn(joined)
-    collate = getattr(loader.collate_fn, "__name__", "collate_fn")
-    return [*parts, _part(collate, "collate", _clock() - began, len(joined))]
+    name = getattr(loader.collate_fn, "__name__", "collate_fn")
+    return {"parts": (*parts, _part(name, "collate", _clock() - began, len(joined)))}
 
 
 def _part(name: str, kind: Any, costs: np.ndarray, count: int) -> Part:
@@ -457,46 +431,41 @@ def _clock() -> np.ndarray:
 class _TimedSteps:
     """A transform that adds up what its steps cost."""
 
-    def __init__(self) -> None:
-        self.steps: tuple[Any, ...] = ()
-        self.costs: dict[tuple[int, str], np.ndarray] = {}
+    def __init__(self, steps: tuple[Any, ...]) -> None:
+        self.steps = steps
+        self.costs = np.zeros((len(steps), 2))
 
     def __call__(self, sample: Any) -> Any:
         for number, step in enumerate(self.steps):
             began = _clock()
             sample = step(sample)
-            key = number, shorten(" ".join(repr(step).split()), 44, placeholder=" ...")
-            self.costs[key] = self.costs.get(key, 0.0) + _clock() - began
+            self.costs[number] += _clock() - began
         return sample
 
 
-def _split(dataset: Any) -> tuple[Any, Any]:
-    """A dataset of torchvision's manners without its transform, and that.
-
-    Raises:
-        ValueError: its transform takes the target, too.
-    """
-    base = dataset
-    while type(base) is Subset:
-        base = base.dataset
-    if type(getattr(base, "transforms", None)).__name__ not in ("NoneType", "StandardTransform"):
-        raise ValueError("its transform takes the target too")
-    return _with_transform(dataset, None), getattr(base, "transform", None)
+def _in_subsets(dataset: Any) -> Any:
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    return dataset
 
 
-def _with_transform(dataset: Any, transform: Any) -> Any:
-    """A copy of a dataset, or of one within, under another transform."""
-    if isinstance(dataset, PreparedDataset):
-        return dataset.with_transform(transform)
-    other = copy.copy(dataset)
-    if type(dataset) is Subset:
-        other.dataset = _with_transform(dataset.dataset, transform)
-    elif hasattr(dataset, "transform"):
-        other.transform = transform
-    if getattr(dataset, "transforms", None) is not None:  # torchvision's, which holds the same one
-        other.transforms = copy.copy(dataset.transforms)
-        other.transforms.transform = transform
-    return other
+def _is_kept(dataset: Any) -> bool:
+    return isinstance(dataset, PreparedDataset) and dataset.storage != "none"
+
+
+@contextlib.contextmanager
+def _transform_instead(dataset: Any, transform: Any) -> Iterator[None]:
+    """Let a dataset of torchvision's manners have another transform for a while."""
+    own = getattr(dataset, "transform", None)
+    joint = getattr(dataset, "transforms", None)  # torchvision's, which holds the same one
+    holders: list[Any] = [it for it in (dataset, joint) if hasattr(it, "transform")]
+    for holder in holders:
+        holder.transform = transform
+    try:
+        yield
+    finally:
+        for holder in holders:
+            holder.transform = own
 
 
 # The command

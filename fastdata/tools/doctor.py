@@ -24,7 +24,7 @@ from fastdata.machine.memory import format_bytes
 from fastdata.machine.shared import Block
 from fastdata.pixels import core, images
 from fastdata.report import Line, Report
-from fastdata.tools.measure import versions
+from fastdata.tools import versions
 
 NVIDIA = Path("/proc/driver/nvidia")
 SYSTEM = Path("/sys")

@@ -11,9 +11,10 @@ import argparse
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -27,8 +28,7 @@ from fastdata.loaders.loader import DataLoader
 from fastdata.loaders.view import MOSTLY_PREPARED
 from fastdata.machine.memory import available_bytes, budget_bytes, format_bytes, usable_cores
 from fastdata.report import Line, Report, progress_bar
-from fastdata.tools import bench
-from fastdata.tools.measure import EndlessOrder, Rate, apart, check_folder, measure, positive
+from fastdata.tools import apart, bench, check_folder, measure, positive, shuffled
 
 Settings = dict[str, Any]
 
@@ -67,19 +67,25 @@ class TuneResult(Report):
         best: arguments of ``DataLoader(dataset, shuffle=True, **result.best)``. The argument
             ``workers`` is fastdata's own; it is there only where another engine than the usual one
             won.
-        samples_per_s: of the best, over all probes of it.
-        start_samples_per_s: of the settings that the search began with.
-        probes: all that was measured, in this order.
+        probes: all that was measured, in this order. The first one finds files and caches cold.
         seconds: that it took in all.
         is_complete: whether the search ended by itself, and not by ``max_seconds``.
     """
 
     best: Settings
-    samples_per_s: float
-    start_samples_per_s: float
-    probes: tuple[Probe, ...]
+    probes: Sequence[Probe]
     seconds: float
     is_complete: bool
+
+    @property
+    def samples_per_s(self) -> float:
+        """Of the best settings, in the mean of their probes."""
+        return fmean(_rates(self.probes, self.best))
+
+    @property
+    def start_samples_per_s(self) -> float:
+        """Of the settings that the search began with."""
+        return fmean(_rates(self.probes, self.probes[0].settings))
 
     @property
     def call(self) -> str:
@@ -91,8 +97,9 @@ class TuneResult(Report):
         names = list(self.probes[0].settings)
         yield *names, "samples/s", ""
         for probe in self.probes:
-            words = "best" if _loader_arguments(probe.settings) == self.best else probe.failed
-            values = [str(probe.settings.get(name, "-")) for name in names]
+            arguments = _arguments(probe.settings)
+            words = "best" if arguments == self.best else probe.failed
+            values = [str(arguments.get(name, "-")) for name in names]
             yield *values, f"{probe.samples_per_s:,.0f}", words
         gain = self.samples_per_s / self.start_samples_per_s
         end = "nothing more to gain" if self.is_complete else "the time was over"
@@ -152,30 +159,22 @@ def tune(
         raise ValueError(f"max_seconds={max_seconds}: probes take time")
     _check(dataset)
     space = parameters or _usual_space(dataset)
-    start = {name: values[0] for name, values in space.items()}
     usual = min(_WORKERS_PER_GPU, usable_cores())
-    counts: Sequence[int] = space.get("num_workers", [usual])
-    workers = min(counts, key=lambda count: abs(count - usual))
-    start |= {"num_workers": workers, "batch_size": batch_size}
+    counts = space.get("num_workers", [usual])
+    start = {name: values[0] for name, values in space.items()}
+    start["num_workers"] = min(counts, key=lambda count: abs(count - usual))
+    start["batch_size"] = batch_size
     began = time.perf_counter()
-    is_complete = True
-    with ExitStack() as stack:
-        bar = progress_bar(math.ceil(max_seconds), "tuning", unit="s", enabled=progress)
-        probed = _probed(dataset, stack)
-        judge = _Judge(probed, collate_fn, max_seconds, stack.enter_context(bar))
+    bar = progress_bar(math.ceil(max_seconds), "tuning", unit="s", enabled=progress)
+    with bar, _prepared(dataset) as probed:
+        judge = _Judge(probed, collate_fn or collate, max_seconds, bar)
         judge.begin(start)
-        try:
-            best = ascend(space, start, judge.wins)
-        except _TimeOverError:
-            best = judge.best
-            is_complete = False
+        best = ascend(space, start, judge.wins)
     return TuneResult(
-        best=_loader_arguments(best),
-        samples_per_s=judge.rates[_key(best)].samples_per_s,
-        start_samples_per_s=judge.rates[_key(start)].samples_per_s,
-        probes=tuple(judge.probes),
+        best=_arguments(best),
+        probes=judge.probes,
         seconds=time.perf_counter() - began,
-        is_complete=is_complete,
+        is_complete=not judge.is_over,
     )
 
 
@@ -188,34 +187,23 @@ def ascend(
     """Coordinate ascent: move one parameter at a time while the challenger wins.
 
     No worker at all is not fewer of them but another engine, which has no further parameters: it
-    comes last in a round.
+    comes last.
     """
     best = start
     before = None
     while best != before:
         before = best
         for name, values in space.items():
-            if name == "num_workers" and best[name]:
+            if name == "num_workers" and start[name]:
                 values = [value for value in values if value]
-            best = _along(name, values, best, wins)
-        no_worker = best | {"num_workers": 0}
-        if best["num_workers"] and 0 in space.get("num_workers", ()) and wins(no_worker, best):
-            best = no_worker
-    return best
-
-
-def _along(
-    name: str, values: Sequence[Any], best: Settings, wins: Callable[[Settings, Settings], bool]
-) -> Settings:
-    first = values.index(best[name])
-    for direction in (1, -1):
-        position = first + direction
-        while 0 <= position < len(values) and wins(best | {name: values[position]}, best):
-            best = best | {name: values[position]}
-            position += direction
-        if best[name] != values[first]:
-            break
-    return best
+            for direction in (1, -1):
+                position = values.index(best[name]) + direction
+                while 0 <= position < len(values) and wins(best | {name: values[position]}, best):
+                    best = best | {name: values[position]}
+                    position += direction
+    no_worker = best | {"num_workers": 0}
+    is_other = best["num_workers"] and 0 in space.get("num_workers", ())
+    return no_worker if is_other and wins(no_worker, best) else best
 
 
 def _check(dataset: Any) -> None:
@@ -241,27 +229,29 @@ def _usual_space(dataset: Any) -> dict[str, Sequence[Any]]:
     }
 
 
-def _probed(dataset: Any, stack: ExitStack) -> Any:
+def _prepared(dataset: Any) -> AbstractContextManager[Any]:
     """The dataset, or some of its samples, prepared, where it is still being prepared."""
     if not isinstance(dataset, PreparedDataset) or dataset.storage == "none":
-        return dataset
+        return nullcontext(dataset)
     if dataset.filled_share() >= MOSTLY_PREPARED:
-        return dataset
+        return nullcontext(dataset)
     some = np.random.default_rng(0).permutation(len(dataset))[:_SAMPLES_PREPARED]
-    return stack.enter_context(prepared_anew(dataset, sorted(some.tolist())))
+    return prepared_anew(dataset, sorted(some.tolist()))
 
 
 # Measuring
 
 
-def _key(settings: Settings) -> tuple[tuple[str, Any], ...]:
-    """What makes a difference: without workers neither their engine nor what they read ahead."""
+def _arguments(settings: Settings) -> Settings:
+    """Those that matter: without workers neither their engine nor what they read ahead does."""
     idle = () if settings["num_workers"] else ("workers", "prefetch_factor")
-    return tuple((name, value) for name, value in settings.items() if name not in idle)
+    return {name: it for name, it in settings.items() if name not in idle and it != "auto"}
 
 
-def _loader_arguments(settings: Settings) -> Settings:
-    return {name: value for name, value in _key(settings) if (name, value) != ("workers", "auto")}
+def _rates(probes: Sequence[Probe], settings: Settings) -> list[float]:
+    """What probes of the settings have found, but for the first one, which finds all cold."""
+    wanted = _arguments(settings)
+    return [probe.samples_per_s for probe in probes[1:] if _arguments(probe.settings) == wanted]
 
 
 def _in_words(settings: Settings) -> str:
@@ -274,106 +264,86 @@ def _cost(settings: Settings) -> tuple[float, float]:
     return workers, workers * settings.get("prefetch_factor", 2)
 
 
-class _TimeOverError(Exception):
-    """The time box is full."""
-
-
 class _Judge:
     """Measures settings, remembers what it found, and says which of two wins."""
 
     def __init__(self, dataset: Any, collate_fn: Any, max_seconds: float, bar: Any) -> None:
         self.probes: list[Probe] = []
-        self.rates: dict[Any, Rate] = {}
-        self.best: Settings = {}
+        self.is_over = False
         self._dataset = dataset
         self._collate_fn = collate_fn
         self._bar = bar
-        self._failed: set[Any] = set()
-        self._confirmed: set[Any] = set()
         self._deadline = time.perf_counter() + max_seconds
         self._probe_s = min(1.0, max(0.2, max_seconds / _PROBES))
 
     def begin(self, start: Settings) -> None:
         """Measure the settings to begin with, after a turn that finds files and caches cold."""
-        self.best = start
-        self._sample_s, self._sample_bytes = apart(self._look, limit_s=math.inf)
+        self._sample_s, self._sample_bytes = apart(self._look, limit_s=None)
         self._probe(start)
-        self.rates.clear()
         self._probe(start)
 
     def _look(self) -> tuple[float, int]:
         """Seconds and bytes of a sample; what the dataset raises is the user's to see."""
         self._dataset[0]
         began = time.perf_counter()
-        tensors, _ = flatten((self._collate_fn or collate)([self._dataset[0]]))
+        tensors, _ = flatten(self._collate_fn([self._dataset[0]]))
         seconds = time.perf_counter() - began
         return seconds, sum(getattr(tensor, "nbytes", 0) for tensor in tensors)
 
     def wins(self, challenger: Settings, best: Settings) -> bool:
         """Whether a challenger is better than the best, measured again if that is close."""
-        key = _key(challenger)
-        if key == _key(best) or key in self._failed:
+        if _arguments(challenger) == _arguments(best):
             return False
-        if key not in self.rates and not self._try(challenger):
-            self._failed.add(key)
-            return False
-        gain = self._gain(challenger, best)
+        if not _rates(self.probes, challenger):
+            self._probe(challenger)
         least = 1 / _WORTH if _cost(challenger) < _cost(best) else _WORTH
-        if least < gain < _CLEAR and key not in self._confirmed:
-            self._confirmed.add(key)
+        gain = self._gain(challenger, best)
+        if least < gain < _CLEAR and len(_rates(self.probes, challenger)) == 1:
             self._probe(best)
             self._probe(challenger)
             gain = self._gain(challenger, best)
-        if gain > least:
-            self.best = challenger
         return gain > least
 
     def _gain(self, challenger: Settings, best: Settings) -> float:
-        return self.rates[_key(challenger)].samples_per_s / self.rates[_key(best)].samples_per_s
-
-    def _try(self, settings: Settings) -> bool:
-        """Measure settings that nothing is known of; those that fail, or would not fit, lose."""
-        try:
-            self._check_memory(settings)
-            self._probe(settings)
-        except _TimeOverError:
-            raise
-        except Exception as error:  # noqa: BLE001  # a user's dataset raises anything
-            failed = f"{type(error).__name__}: {error}".partition("\n")[0]
-            self.probes.append(Probe(settings, failed=failed))
-            return False
-        return True
+        rates = _rates(self.probes, challenger)
+        return fmean(rates or [0.0]) / fmean(_rates(self.probes, best))
 
     def _probe(self, settings: Settings) -> None:
-        """Measure, and join that with what is known."""
+        """Measure, unless the time is over. What fails, or would not fit into memory, is noted."""
         began = time.perf_counter()
         left_s = self._deadline - began
-        if left_s < self._probe_s and self.rates:
-            raise _TimeOverError
+        is_begun = len(self.probes) > 1
+        self.is_over |= is_begun and left_s < self._probe_s
+        if self.is_over:
+            return
 
-        def work() -> Rate:
+        def work() -> float:
             return measure(self._loader(settings), seconds=self._probe_s, limit_s=left_s)
 
+        rate = 0.0
+        failed = ""
         try:
+            self._check_memory(settings)
             rate = apart(work, limit_s=left_s + _GRACE_S)
-        except TimeoutError:
-            if self.rates:
-                raise _TimeOverError from None
-            raise TimeoutError(
-                f"no probe ended within max_seconds: {_in_words(settings)}, and a sample takes "
-                f"{self._sample_s:.2f} s. Give it more seconds, or a smaller batch_size."
-            ) from None
-        key = _key(settings)
-        self.rates[key] = self.rates[key] + rate if key in self.rates else rate
-        self.probes.append(Probe(dict(key), rate.samples_per_s))
+        except Exception as error:  # a user's dataset raises anything
+            self.is_over = isinstance(error, TimeoutError)
+            if not is_begun and self.is_over:
+                raise TimeoutError(
+                    f"no probe ended within max_seconds: {_in_words(settings)}, and a sample takes "
+                    f"{self._sample_s:.2f} s. Give it more seconds, or a smaller batch_size."
+                ) from None
+            if not is_begun:
+                raise
+            failed = f"{type(error).__name__}: {error}".partition("\n")[0]
+        self.probes.append(Probe(settings, rate, failed))
         self._bar.update(round(time.perf_counter() - began))
 
     def _loader(self, settings: Settings) -> DataLoader[Any]:
-        options = _loader_arguments(settings)
+        options = _arguments(settings)
         if not hasattr(self._dataset, "__getitems__"):
             most = int(_BATCH_S / max(self._sample_s, 1e-9))
             options["batch_size"] = min(options["batch_size"], max(1, most))
-        order = EndlessOrder(len(self._dataset), len(self.probes))
+        order = shuffled(self._dataset, len(self.probes))
         return DataLoader(self._dataset, sampler=order, collate_fn=self._collate_fn, **options)
 
     def _check_memory(self, settings: Settings) -> None:
@@ -401,11 +371,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     check_folder(options.folder)
-    transform = bench.make_recipe("crop", "float32")
-    if options.transform:
-        transform = bench.find_transform(options.transform)
+    own = options.transform
+    transform = bench.find_transform(own) if own else bench.make_recipe("crop", "float32")
     with ImageFolder(options.folder, transform, storage=options.storage) as dataset:
         print(dataset.storage_plan.reason)
-        result = tune(dataset, batch_size=options.batch_size, max_seconds=options.seconds)
-    print(result)
+        print(tune(dataset, batch_size=options.batch_size, max_seconds=options.seconds))
     return 0
