@@ -56,23 +56,20 @@ def test_places_have_one_face(url: str, tmp_path: Path) -> None:
     place = Place(url.format(tmp_path=tmp_path))
     for name, data in FILES.items():
         place.write(name, data)
-    (tmp_path / "file").write_bytes(b"sent")
-    place.upload("a/3.txt", tmp_path / "file")
-    everything = {**FILES, "a/3.txt": b"sent"}
     assert {entry.name: entry.size_bytes for entry in place.find()} == {
-        n: len(data) for n, data in everything.items()
+        name: len(data) for name, data in FILES.items()
     }
-    assert [entry.name for entry in place.find("a")] == ["a/1.txt", "a/3.txt", "a/b/2.txt"]
+    assert [entry.name for entry in place.find("a")] == ["a/1.txt", "a/b/2.txt"]
+    assert [entry.name for entry in place.find("a", depth=1)] == ["a/1.txt"]
     assert place.folders() == ["a"]
-    assert [place.read(name) for name in everything] == list(everything.values())
-    assert (place.read("a/b/2.txt", 1, 3), place.size("a/3.txt")) == (b"wi", 4)
+    assert [place.read(name) for name in FILES] == list(FILES.values())
+    assert (place.read("a/b/2.txt", 1, 3), place.submit_facts("a/1.txt").result()[0]) == (b"wi", 3)
     assert place.submit("a/1.txt", 2).result() == b"e"
     assert place.below("a").read("1.txt") == b"one"
     place.remove("a/1.txt", "a/none")
     with pytest.raises(FileNotFoundError, match=r"a/1\.txt"):
         place.read("a/1.txt")
-    with pytest.raises(FileNotFoundError):
-        place.size("a/1.txt")
+    assert place.submit_facts("a/1.txt").result() == (-1, -1)
 
 
 def test_a_tag_changes_with_the_content() -> None:
@@ -325,11 +322,11 @@ def test_files_are_listed_once_and_read_together(
     assert calls[before:] == ["cat_file"] * len(dataset)
     source: Any = dataset._origin()
     source.expect(range(len(dataset)))
-    assert len(source._coming.here()) == len(dataset)
-    assert pickle.loads(pickle.dumps(source))._coming.here() == {}
+    assert len(source._requests.pending()) == len(dataset)
+    assert pickle.loads(pickle.dumps(source))._requests.pending() == {}
     for index in range(len(dataset)):
         source.read(index)
-    assert not source._coming.here()
+    assert not source._requests.pending()
 
 
 def test_a_changed_file_is_an_error(bucket: tuple[str, Path]) -> None:

@@ -19,7 +19,6 @@ from fastdata.sources import (
     FileSource,
     Source,
     find_classes,
-    place_of,
     read_manifest,
     scan_folder,
 )
@@ -60,14 +59,12 @@ class _ImageFiles(PreparedDataset):
         self._loader = loader or load_image
         table = SampleTable(targets, paths=paths, class_to_idx=class_to_idx)
         if self._place is not None:
-            known = map(self._place.listed.get, (place_of(self._place, path)[1] for path in paths))
-            facts = np.array(
-                [(-1, -1) if entry is None else entry[1:] for entry in known], np.int64
-            ).reshape(-1, 2)
-            self._facts, self._place.listed = (
-                ArrayBlock({"sizes": facts[:, 0], "tags": facts[:, 1]}),
-                {},
-            )
+            listed = self._place.listed
+            names = [self._place.locate(path)[1] for path in paths]
+            known = [listed[name][1:] if name in listed else (-1, -1) for name in names]
+            sizes, tags = np.array(known, np.int64).reshape(-1, 2).T
+            self._facts = ArrayBlock({"sizes": sizes, "tags": tags})
+            self._place.listed = {}
         self._build(self._files_of(table), options, transform, target_transform, table=table)
 
     def _list_files(self, source: Source) -> tuple[Listing | None, str]:

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import repeat
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, TextIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ import torch
 from fastdata.errors import is_url, kind_of
 from fastdata.machine.shared import ListView, is_wide
 from fastdata.pixels.images import decode_image, decoder_of, is_image, load_image
-from fastdata.sources.remote import Coming, Place, fleeting_folder
+from fastdata.sources.remote import Place, Requests, fleeting_folder
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -137,32 +138,28 @@ class FileSource:
         self.place = place
         self.is_remote = place is not None
         self.facts = facts or {}
-        self._coming = Coming()
+        self._requests = Requests()
 
     def __len__(self) -> int:
         return len(self.paths)
 
     def read(self, index: int) -> tuple[Any, Any]:
-        return self._open(index), self.targets[index]
-
-    def _open(self, index: int) -> Any:
-        path = self.paths[index]
         if not self.is_remote:
-            return self.loader(path)
+            return self.loader(self.paths[index]), self.targets[index]
         [data] = self.read_files([index])
-        decode = decoder_of(self.loader)
         if self.loader is _read_bytes:
-            return np.frombuffer(data, np.uint8)
+            return np.frombuffer(data, np.uint8), self.targets[index]
+        decode = decoder_of(self.loader)
         if decode is not None:
-            return decode(memoryview(data))
+            return decode(memoryview(data)), self.targets[index]
         with fleeting_folder() as folder:
-            copied = folder / f"sample{os.path.splitext(path)[1]}"
+            copied = folder / f"sample{os.path.splitext(self.paths[index])[1]}"
             copied.write_bytes(data)
-            return self.loader(str(copied))
+            return self.loader(str(copied)), self.targets[index]
 
     def expect(self, indices: Sequence[int]) -> None:
         if self.is_remote:
-            self._coming.expect(indices, self._submit)
+            self._requests.expect(indices, self._submit)
 
     def path(self, index: int) -> str:
         return self.paths[index]
@@ -172,8 +169,8 @@ class FileSource:
 
     def read_files(self, indices: Sequence[int]) -> list[bytes]:
         """The bytes of these files."""
-        if self.place is not None:
-            return [self._coming.take(index, self._submit).result() for index in indices]
+        if self.is_remote:
+            return [self._requests.take(index, self._submit).result() for index in indices]
         files = []
         for path in _chosen(self.paths, indices):
             with open(path, "rb") as stream:
@@ -187,7 +184,7 @@ class FileSource:
 
     def _locate(self, index: int) -> tuple[Place, str]:
         assert self.place is not None
-        return place_of(self.place, self.paths[index])
+        return self.place.locate(self.paths[index])
 
     def opened_by(self, loader: Callable[[str], Any]) -> Self:
         return self.over({"loader": loader})  # what one expects the other reads
@@ -198,11 +195,11 @@ class FileSource:
 
     def columns_of(self, indices: Sequence[int]) -> dict[str, Any]:
         """What is known of these samples, for ``over`` in another process."""
-        paths = {index: self.paths[index] for index in indices}
-        targets = {index: self.targets[index] for index in indices}
         facts = {}
         for name, column in self.facts.items():
             facts[name] = {index: int(column[index]) for index in indices}
+        paths = {index: self.paths[index] for index in indices}
+        targets = {index: self.targets[index] for index in indices}
         return {"paths": paths, "targets": targets, "facts": facts}
 
     def over(self, columns: Mapping[str, Any]) -> Self:
@@ -239,14 +236,7 @@ def _chosen(column: Any, indices: Sequence[int]) -> list[Any]:
 
 
 def _read_bytes(path: str) -> np.ndarray:
-    with open(path, "rb") as stream:
-        return np.frombuffer(stream.read(), np.uint8)
-
-
-def place_of(place: Place, url: str) -> tuple[Place, str]:
-    """The place and the name there of a file that most likely lies below ``place``."""
-    name = url.removeprefix(f"{place.url}/")
-    return (place, name) if name != url else place.beside(url).apart()
+    return np.fromfile(path, np.uint8)
 
 
 class DatasetSource:
@@ -260,8 +250,8 @@ class DatasetSource:
         self.dataset = dataset
         self.columns = columns
         self.keys: ItemKeys | None = None
-        self._form: str | None = None  # of the items read so far
         self.is_remote: bool = getattr(dataset, "is_remote", False)  # of formats.py
+        self._kind: str | None = None  # of the items read so far
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -274,12 +264,12 @@ class DatasetSource:
         if self.columns is not None:
             _check_columns_of(item, self.columns, which)
             return self.columns.split(item)
-        form = _form_of(item)
-        if self._form is None:
+        kind = _kind_of(item)
+        if self._kind is None:
             self.keys = _keys_of(item, which)
-            self._form = form
-        if form != self._form:
-            raise TypeError(f"{which} is {form}, others are {self._form}. Give all items one form.")
+            self._kind = kind
+        if kind != self._kind:
+            raise TypeError(f"{which} is {kind}, others are {self._kind}. Give all items one form.")
         if self.keys is not None:
             return self.keys.split(item)
         sample, target = item
@@ -345,7 +335,7 @@ def _check_columns_of(item: Any, columns: ItemKeys, which: str) -> None:
         raise KeyError(f"{which} has no {missing[0]!r} of columns=; there are {there}")
 
 
-def _form_of(item: Any) -> str:
+def _kind_of(item: Any) -> str:
     if isinstance(item, dict):
         return f"a dict of {', '.join(sorted(map(str, item)))}"
     if isinstance(item, tuple | list):
@@ -441,18 +431,24 @@ def scan_folder(
 def _list_classes(root: AnyPath, names: list[str], endings: Endings) -> Iterator[list[str]]:
     """List folders in turn, the rest in threads once listing has waited more than it worked."""
     if isinstance(root, Place) and root.is_remote:
-        yield from _list_remote(root, names, endings)
+        # In the order of _list_files, all folders at once.
+        for found in [root.submit_find(name) for name in names]:
+            files = sorted([entry.name for entry in found.result()], key=os.path.split)
+            yield [root.at(name) for name in files if name.lower().endswith(endings)]
         return
     tops = [os.path.join(os.path.expanduser(root), name) for name in names]
-    begun_s = time.perf_counter()
-    begun_work_s = time.thread_time()
-    for position, top in enumerate(tops, start=1):
+    waited_s = _clock_of_waits()
+    for number, top in enumerate(tops, start=1):
         yield _list_files(top, endings)
-        worked_s = time.thread_time() - begun_work_s
-        if time.perf_counter() - begun_s - 2 * worked_s > SCAN_PATIENCE_S:
+        if _clock_of_waits() - waited_s > SCAN_PATIENCE_S:
             with ThreadPoolExecutor(SCAN_THREADS) as threads:
-                yield from threads.map(_list_files, tops[position:], repeat(endings))
+                yield from threads.map(_list_files, tops[number:], repeat(endings))
             return
+
+
+def _clock_of_waits() -> float:
+    """Goes on while this thread waits, and back while it works."""
+    return time.perf_counter() - 2 * time.thread_time()
 
 
 def _list_files(top: str, endings: Endings) -> list[str]:
@@ -464,17 +460,8 @@ def _list_files(top: str, endings: Endings) -> list[str]:
     return paths
 
 
-def _list_remote(place: Place, names: list[str], endings: Endings) -> Iterator[list[str]]:
-    """In the order of ``_list_files``, all folders at once."""
-    for future in [place.submit_find(name) for name in names]:
-        files = [entry.name for entry in future.result()]
-        files.sort(key=os.path.split)
-        yield [place.at(name) for name in files if name.lower().endswith(endings)]
-
-
 # Manifests: CSV files, frames, lists
 
-_WHOLE = re.compile(r"[+-]?\d+", re.ASCII)
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.ASCII | re.IGNORECASE)
 _FLAGS = {"False": "0", "True": "1"}
 _MISSING = ("None", "nan", "NaT", "<NA>")
@@ -510,18 +497,21 @@ class _Table:
             texts.append(text)
         return texts
 
-    def numbers_of(self, column: str, texts: list[str]) -> np.ndarray:
-        """int64 where all are whole numbers, else float64."""
-        if not all(map(_WHOLE.fullmatch, texts)):
+    def parse_numbers(self, column: str, texts: list[str]) -> np.ndarray:
+        """Texts of numbers: int64 where all are whole, else float64."""
+        try:
+            numbers = list(map(int, texts))
+        except ValueError:
             return np.array(texts).astype(np.float64)
-        for index, text in enumerate(texts):
-            if is_wide(int(text)):
-                raise ValueError(
-                    f"{self.where(index, column)}: {text} is beyond int64, the widest whole "
-                    "numbers that torch has. Pass such numbers through as id=, or write names, "
-                    f"such as 'class_{text}'."
-                )
-        return np.array(list(map(int, texts)), np.int64)
+        wide = next(filter(is_wide, numbers), None)
+        if wide is None:
+            return np.array(numbers, np.int64)
+        text = texts[numbers.index(wide)]
+        raise ValueError(
+            f"{self.where(numbers.index(wide), column)}: {text} is beyond int64, the widest whole "
+            "numbers that torch has. Pass such numbers through as id=, or write names, such as "
+            f"'class_{text}'."
+        )
 
 
 def read_manifest(
@@ -535,16 +525,7 @@ def read_manifest(
     """Read paths and targets from what ``ImageManifest`` takes; see there."""
     labels = [label] if isinstance(label, str) else label or ()
     names = list(dict.fromkeys([file, *labels] if id is None else [file, *labels, id]))
-    folder = ""
-    if hasattr(manifest, "columns"):  # a frame of pandas or Polars
-        title = f"the {type(manifest).__name__}"
-        _check_columns(title, list(manifest.columns), names)
-        columns = {name: list(manifest[name]) for name in names}
-        table = _Table(title, "row", range(len(manifest)), columns)
-    elif isinstance(manifest, str | os.PathLike):
-        table, folder = _read_csv(manifest, names, storage_options)
-    else:
-        table = _read_list(manifest, names)
+    table, folder = _read_table(manifest, names, storage_options)
     if not table.numbers:
         below = " below its header line" if table.row == "line" else ""
         raise ValueError(f"{table.title} lists no samples{below}")
@@ -567,42 +548,50 @@ def read_manifest(
     return Manifest(paths, targets, classes)
 
 
-def _read_csv(
-    path: AnyPath, names: list[str], storage_options: Mapping[str, Any] | None
+def _read_table(
+    manifest: Any, names: list[str], storage_options: Mapping[str, Any] | None
 ) -> tuple[_Table, str]:
     """The columns, and the folder that paths in them start from."""
-    if is_url(path):
-        place, name = Place(path, storage_options).apart()
-        data = io.BytesIO(place.read(name))
-        with io.TextIOWrapper(data, encoding="utf-8-sig", newline="") as stream:
-            return _parse_csv(place.at(name), stream, names), place.url
-    title = os.path.expanduser(os.fsdecode(path))
-    with open(title, encoding="utf-8-sig", newline="") as stream:
-        return _parse_csv(title, stream, names), os.path.dirname(title)
+    if hasattr(manifest, "columns"):  # a frame of pandas or Polars
+        title = f"the {type(manifest).__name__}"
+        _check_columns(title, list(manifest.columns), names)
+        columns = {name: list(manifest[name]) for name in names}
+        return _Table(title, "row", range(len(manifest)), columns), ""
+    if not isinstance(manifest, str | os.PathLike):
+        return _read_list(manifest, names), ""
+    if is_url(manifest):
+        place, name = Place(manifest, storage_options).apart()
+        title = place.at(name)
+        data = place.read(name)
+    else:
+        title = os.path.expanduser(os.fsdecode(manifest))
+        data = Path(title).read_bytes()
+    lines = io.TextIOWrapper(io.BytesIO(data), encoding="utf-8-sig", newline="")
+    return _read_csv(title, lines, names), os.path.dirname(title)
 
 
-def _parse_csv(title: str, stream: TextIO, names: list[str]) -> _Table:
-    reader = csv.DictReader(stream, restval="")
+def _read_csv(title: str, lines: Iterable[str], names: list[str]) -> _Table:
+    reader = csv.reader(lines)
     columns: dict[str, list[Any]] = {name: [] for name in names}
     numbers = []
     try:
-        header = list(reader.fieldnames or ())
+        header = next(reader, [])
         _check_columns(title, header, names)
-        for row in reader:
-            numbers.append(reader.reader.line_num)
-            if None in row:
+        positions = {name: header.index(name) for name in names}
+        for row in filter(None, reader):
+            numbers.append(reader.line_num)
+            if len(row) > len(header):
                 raise ValueError(
-                    f"{title}, line {numbers[-1]}: {len(header) + len(row[None])} values for "
-                    f"{len(header)} columns. Put quotes around a value that holds a comma: "
-                    '"a,b.jpg".'
+                    f"{title}, line {numbers[-1]}: {len(row)} values for {len(header)} columns. Put "
+                    'quotes around a value that holds a comma: "a,b.jpg".'
                 )
-            for name in names:
-                columns[name].append(row[name].strip())
+            for name, position in positions.items():
+                columns[name].append(row[position].strip() if position < len(row) else "")
     except csv.Error as broken:
-        raise ValueError(f"{title}, line {reader.reader.line_num}: {broken}") from broken
+        raise ValueError(f"{title}, line {reader.line_num}: {broken}") from broken
     except UnicodeDecodeError as broken:
         raise ValueError(
-            f"{title} is not UTF-8 text after line {reader.reader.line_num}; save it as UTF-8"
+            f"{title} is not UTF-8 text after line {reader.line_num}; save it as UTF-8"
         ) from broken
     return _Table(title, "line", numbers, columns)
 
@@ -632,7 +621,7 @@ def _read_list(samples: Iterable[Any], names: list[str]) -> _Table:
                 "order. Leave out what there is not by label=None and id=None, or give a frame or "
                 "the path of a CSV file."
             )
-    columns = {name: [row[place] for row in rows] for place, name in enumerate(names)}
+    columns = {name: [row[position] for row in rows] for position, name in enumerate(names)}
     return _Table("the list", "item", range(len(rows)), columns)
 
 
@@ -645,13 +634,13 @@ def _read_labels(table: _Table, label: str) -> tuple[Any, list[str] | None]:
     if isinstance(values[0], tuple | list):
         try:
             vectors = torch.tensor(values)
-            return (vectors.long() if vectors.dtype == torch.bool else vectors), None
         except (ValueError, TypeError, RuntimeError) as problem:
             raise ValueError(f"{table.title}, column {label!r}: {problem}") from problem
+        return (vectors.long() if vectors.dtype == torch.bool else vectors), None
     texts = table.texts(label)
     is_number = [_NUMBER.fullmatch(text) is not None for text in texts]
     if all(is_number):
-        return table.numbers_of(label, texts).tolist(), None
+        return table.parse_numbers(label, texts).tolist(), None
     if any(is_number):
         name = is_number.index(False)
         number = is_number.index(True)
@@ -660,8 +649,9 @@ def _read_labels(table: _Table, label: str) -> tuple[Any, list[str] | None]:
             f"{table.row} {table.numbers[number]} is a number. Write all labels as numbers or all "
             "as names, such as 'class_7'."
         )
-    classes, targets = np.unique(np.array(texts, object), return_inverse=True)
-    return targets.tolist(), classes.tolist()
+    classes = sorted(set(texts))
+    number_of = {name: number for number, name in enumerate(classes)}
+    return [number_of[name] for name in texts], classes
 
 
 def _read_vectors(table: _Table, names: Sequence[str]) -> torch.Tensor:
@@ -675,6 +665,6 @@ def _read_vectors(table: _Table, names: Sequence[str]) -> torch.Tensor:
                     f"{table.where(index, name)}: {text!r} is no number, and several labels are a "
                     "vector of numbers. Write numbers, or name one column of class names."
                 )
-        columns.append(table.numbers_of(name, texts))
+        columns.append(table.parse_numbers(name, texts))
     values = torch.from_numpy(np.stack(columns, axis=1))
     return values.float() if values.is_floating_point() else values

@@ -1,8 +1,8 @@
 """Other people's files as map-style datasets: WebDataset's tars, Parquet, Arrow.
 
-The only door to pyarrow. A tar is gone through once for its headers; from then on a sample's own
-bytes are read. Row groups and record batches are read whole, and each thread keeps its last.
-Nothing is ever unpickled.
+The only door to pyarrow. A tar is gone through once for where its samples lie; from then on a
+sample's own bytes are read. Row groups and record batches are read whole, and each thread keeps its
+last. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ import os
 import re
 import tarfile
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
-from glob import glob
-from itertools import chain
+from itertools import groupby
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from fastdata.errors import RemoteError, is_url
 from fastdata.pixels.images import IMAGE_EXTENSIONS, decode_image
-from fastdata.sources.remote import Coming, Entry, Place
+from fastdata.sources.remote import Entry, Place, Requests
 
 _KINDS = {".tar": "tar", ".parquet": "parquet", ".arrow": "arrow", ".feather": "arrow"}
 _SPLIT = re.compile(r"(?:^|[/_.-])(train|val|valid|validation|test)(?=[/_.-])")
@@ -110,14 +110,11 @@ def _find_files(text: str, storage_options: Mapping[str, Any] | None) -> list[Fi
         folder, slash, _ = re.split(r"[*?]", text)[0].rpartition("/")
         place = Place(folder or slash or ".", storage_options)
         entries = _match(place, text[len(folder + slash) :])
-        entries = [entry for entry in entries if _kind_of(entry.name)]
         if not entries:
             raise FileNotFoundError(f"no .tar, .parquet, .arrow or .feather file is like {text}")
     elif _kind_of(text):
         place, name = Place(text, storage_options).apart()
-        entries = [Entry(name, *place.submit_facts(name).result())]
-        if entries[0].size_bytes < 0:
-            raise FileNotFoundError(f"{text} is not there")
+        entries = [Entry(name, -1, 0)]
     elif is_url(text) or os.path.isdir(text):
         place = Place(text, storage_options)
         entries = _list_folder(place)
@@ -128,19 +125,22 @@ def _find_files(text: str, storage_options: Mapping[str, Any] | None) -> list[Fi
 
 def _sized(file: File) -> File:
     """With its size, which not all file systems list."""
-    return file if file.size_bytes >= 0 else file._replace(size_bytes=file.place.size(file.name))
+    if file.size_bytes >= 0:
+        return file
+    size_bytes, tag = file.place.submit_facts(file.name).result()
+    if size_bytes < 0:
+        raise FileNotFoundError(f"{file} is not there")
+    return File(file.place, file.name, size_bytes, tag)
 
 
 def _match(place: Place, pattern: str) -> list[Entry]:
-    if place.is_remote:
-        depth = pattern.count("/")
-        return [
-            entry
-            for entry in place.find()
-            if entry.name.count("/") == depth and fnmatchcase(entry.name, pattern)
-        ]
-    names = sorted(glob(pattern, root_dir=place.url))
-    return [Entry(name, *place.submit_facts(name).result()) for name in names]
+    depth = pattern.count("/")
+    entries = []
+    for entry in place.find(depth=depth + 1):
+        is_hidden = "/." in f"/{entry.name}"
+        if entry.name.count("/") == depth and fnmatchcase(entry.name, pattern) and not is_hidden:
+            entries.append(entry)
+    return [entry for entry in entries if _kind_of(entry.name)]
 
 
 def _list_folder(place: Place) -> list[Entry]:
@@ -236,8 +236,14 @@ _NUMBERS = ("cls", "cls2", "class", "count", "index", "inx", "id")
 _TEXTS = ("txt", "text", "transcript")
 _TARGETS = ("cls", "json", "txt")
 _KEY = "__key__"
-_Spans = dict[str, tuple[int, int]]
-"""Of the files of a sample, by ending: first byte, and the one behind the last."""
+
+
+class _Member(NamedTuple):
+    """A file of a sample."""
+
+    key: str
+    suffix: str
+    info: tarfile.TarInfo
 
 
 class TarSamples(_Samples):
@@ -249,105 +255,91 @@ class TarSamples(_Samples):
 
     def __init__(self, files: Sequence[File], columns: Collection[str] | None) -> None:
         with ThreadPoolExecutor(_LISTING_THREADS if files[0].place.is_remote else 1) as pool:
-            listings = list(pool.map(_list_tar, files))
-        super().__init__(files, [len(listing) for listing in listings], columns)
-        # Arrays, which worker processes do not copy as they do Python objects.
-        numbers: dict[str, int] = {}
-        rows = []
-        firsts = [0]
-        keys = []
-        for key, spans in chain.from_iterable(listings):
-            for suffix, (start, stop) in spans.items():
-                number = numbers.setdefault(suffix, len(numbers))
-                rows.append((number, start, stop))
-            firsts.append(len(rows))
-            keys.append(os.fsencode(key))
-        self._suffixes = list(numbers)
-        self._spans = np.array(rows, np.int64).reshape(-1, 3)
-        self._firsts = np.array(firsts)
-        self._keys = np.array(keys, np.bytes_)
-        self._coming = Coming()
+            spans = list(pool.map(_list_tar, files))
+        super().__init__(files, list(map(len, spans)), columns)
+        self._spans = np.concatenate(spans)
+        self._requests = Requests()
 
     def expect(self, indices: Sequence[int]) -> None:
         if self.is_remote:
-            with suppress(ValueError):  # who reads the sample is told
-                self._coming.expect(indices, self._submit)
+            self._requests.expect(indices, self._submit)
 
     def _submit(self, index: int) -> Future[bytes]:
         file = self._files[self._locate(index)[0]]
-        return file.place.submit(file.name, *_around(self._spans_of(index)))
+        return file.place.submit(file.name, *self._spans[index].tolist())
 
     def __getitem__(self, index: int) -> Any:
         index = range(len(self))[index]
         number, row = self._locate(index)
         with _naming(f"number {row} of {self._files[number]}"):
-            spans = self._spans_of(index)
-            begin, _ = _around(spans)
-            data = self._coming.take(index, self._submit).result()
-            values = {}
-            for suffix, (start, stop) in spans.items():
-                values[suffix] = _decode_member(suffix, data[start - begin : stop - begin])
-        if self._columns is None:
-            return tuple(values.values())
-        if _KEY in self._columns:
-            values[_KEY] = os.fsdecode(bytes(self._keys[index]))
-        return values
+            data = self._requests.take(index, self._submit).result()
+            with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as tar:
+                members = {member.suffix: member for member in _members(tar)}
+            values: dict[str, Any] = {}
+            for suffix in self._chosen(list(members)):
+                if suffix == _KEY:
+                    values[_KEY] = next(iter(members.values())).key
+                    continue
+                info = members[suffix].info
+                content = data[info.offset_data : info.offset_data + info.size]
+                values[suffix] = _decode_member(suffix, content)
+        return tuple(values.values()) if self._columns is None else values
 
-    def _spans_of(self, index: int) -> _Spans:
-        """Those that are asked for."""
-        rows = self._spans[self._firsts[index] : self._firsts[index + 1]].tolist()
-        there = {self._suffixes[number]: (start, stop) for number, start, stop in rows}
+    def _chosen(self, suffixes: list[str]) -> list[str]:
+        """The files that are asked for, of those that a sample has."""
         if self._columns is not None:
-            return {name: there[name] for name in self._choose([*there, _KEY]) if name != _KEY}
-        images = [suffix for suffix in there if _is_image(suffix)]
-        targets = [suffix for suffix in _TARGETS if suffix in there]
+            return self._choose([*suffixes, _KEY])
+        images = list(filter(_is_image, suffixes))
+        targets = [suffix for suffix in _TARGETS if suffix in suffixes]
         if len(images) != 1 or not targets:
             raise ValueError(
-                f"it has the files {', '.join(there)}, and not one image with one of "
+                f"it has the files {', '.join(suffixes)}, and not one image with one of "
                 f"{', '.join(_TARGETS)}. Say which are meant: columns={{'sample': 'jpg', 'target': "
                 "'npy'}, or the like"
             )
-        return {suffix: there[suffix] for suffix in (images[0], targets[0])}
+        return [images[0], targets[0]]
 
 
-def _around(spans: _Spans) -> tuple[int, int]:
-    """From the first byte of all to the one behind the last."""
-    first = min((start for start, _ in spans.values()), default=0)
-    last = max((stop for _, stop in spans.values()), default=0)
-    return first, last
+def _list_tar(file: File) -> np.ndarray:
+    """Of each sample the first byte, of a header, and the one behind the last: int64 (N, 2).
 
-
-def _list_tar(file: File) -> list[tuple[str, _Spans]]:
-    """The key of each sample, and its files."""
-    samples: list[tuple[str, _Spans]] = []
+    What lies between is a tar of its own, but for its end.
+    """
+    spans = []
     with _naming(f"{file} cannot be read"), file.place.open(file.name) as stream:
         with tarfile.open(fileobj=stream, mode="r:") as tar:
-            for info in tar:
-                tar.members = []  # type: ignore[attr-defined]  # which would grow
-                name = re.fullmatch(r"((?:.*/)?[^./]+)\.([^/]+)", info.name)
-                is_meta = re.search(r"(?:^|/)__[^/]*__(?:$|/|\.)", info.name)
-                if not info.isreg() or name is None or is_meta:
-                    continue
-                if not samples or samples[-1][0] != name[1]:
-                    samples.append((name[1], {}))
-                _add_member(samples[-1][1], info, name[2].lower(), file.size_bytes)
+            for _, members in groupby(_members(tar), attrgetter("key")):
+                suffixes: set[str] = set()
+                infos = []
+                for member in members:
+                    _check_member(member, suffixes, file.size_bytes)
+                    suffixes.add(member.suffix)
+                    infos.append(member.info)
+                blocks = -(-infos[-1].size // tarfile.BLOCKSIZE)
+                spans.append((infos[0].offset, infos[-1].offset_data + blocks * tarfile.BLOCKSIZE))
             stream.seek(tar.offset)
         if stream.read(512) != bytes(512):
             raise ValueError("it is cut off, or damaged: it does not end as a tar does")
-    return samples
+    return np.array(spans, np.int64).reshape(-1, 2)
 
 
-def _add_member(spans: _Spans, info: tarfile.TarInfo, suffix: str, size_bytes: int) -> None:
-    stop = info.offset_data + info.size
-    if info.issparse() or stop > size_bytes:
-        raise ValueError(f"its file {info.name} does not lie within it")
-    if suffix.rpartition(".")[2] in _PICKLED:
-        raise ValueError(
-            f"its file {info.name} is pickled, and what is not trusted is not unpickled"
-        )
-    if suffix in spans:
-        raise ValueError(f"it holds {info.name} twice")
-    spans[suffix] = (info.offset_data, stop)
+def _members(tar: tarfile.TarFile) -> Iterator[_Member]:
+    for info in tar:
+        tar.members = []  # type: ignore[attr-defined]  # which would grow
+        name = re.fullmatch(r"((?:.*/)?[^./]+)\.([^/]+)", info.name)
+        is_meta = re.search(r"(?:^|/)__[^/]*__(?:$|/|\.)", info.name)
+        if info.isreg() and name is not None and not is_meta:
+            yield _Member(name[1], name[2].lower(), info)
+
+
+def _check_member(member: _Member, suffixes: Collection[str], size_bytes: int) -> None:
+    name = member.info.name
+    if member.info.issparse() or member.info.offset_data + member.info.size > size_bytes:
+        raise ValueError(f"its file {name} does not lie within it")
+    if member.suffix.rpartition(".")[2] in _PICKLED:
+        raise ValueError(f"its file {name} is pickled, and what is not trusted is not unpickled")
+    if member.suffix in suffixes:
+        raise ValueError(f"it holds {name} twice")
 
 
 def _is_image(suffix: str) -> bool:
@@ -372,11 +364,19 @@ def _decode_member(suffix: str, data: bytes) -> Any:
 _IMAGE_STARTS = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"GIF8", b"BM", b"II*\0", b"MM\0*")
 
 
+class _Table(NamedTuple):
+    """An open file of rows: its columns, how many rows each group has, and what reads a group."""
+
+    columns: list[str]
+    counts: list[int]
+    read: Callable[[int, list[str]], Any]
+
+
 class _Latest(threading.local):
     """The file and the rows that each thread has read last; pickles as nothing."""
 
-    file: str = ""
-    opened: Any = None
+    file: File | None = None
+    table: _Table | None = None
     number: int = -1
     rows: Any = None
 
@@ -393,42 +393,40 @@ class ArrowRows(_Samples):
     def __init__(self, files: Sequence[File], columns: Collection[str] | None) -> None:
         owners = []
         counts = []
-        self._groups = []
+        self._groups: list[int] = []
         for file in files:
-            for group, count in enumerate(_row_counts(file)):
-                owners.append(file)
-                counts.append(count)
-                self._groups.append(group)
+            with _naming(f"{file} cannot be read"):
+                found = _open_table(file).counts
+            counts += found
+            owners += [file] * len(found)
+            self._groups += range(len(found))
         super().__init__(owners or files, counts, columns)
         self._latest = _Latest()
 
     def __getitem__(self, index: int) -> Any:
         number, row = self._locate(range(len(self))[index])
+        latest = self._latest
         with _naming(f"number {row} of {self._files[number]}"):
-            if self._latest.number != number:
-                self._latest.rows = None  # before there are others
-                self._latest.rows = self._read(number)
-                self._latest.number = number
-            (item,) = self._latest.rows.slice(row, 1).to_pylist()
+            if latest.number != number:
+                latest.number = -1
+                latest.rows = None  # before there are others
+                latest.rows = self._read(number)
+                latest.number = number
+            (item,) = latest.rows.slice(row, 1).to_pylist()
             return {name: _decode_value(value) for name, value in item.items()}
 
     def _read(self, number: int) -> Any:
-        self._latest.number = -1
         file = self._files[number]
-        if self._latest.file != str(file):
-            self._latest.opened = _open_arrow(file)
-            self._latest.file = str(file)
-        opened = self._latest.opened
-        if isinstance(opened, list):
-            batch = opened[self._groups[number]]
-            batch.validate(full=True)
-            return batch.select(self._choose(batch.schema.names))
-        columns = self._choose(opened.schema_arrow.names)
-        return opened.read_row_group(self._groups[number], columns=columns, use_threads=False)
+        table = self._latest.table
+        if table is None or self._latest.file is not file:
+            table = _open_table(file)
+            self._latest.table = table
+            self._latest.file = file
+        return table.read(self._groups[number], self._choose(table.columns))
 
 
-def _open_arrow(file: File) -> Any:
-    """A Parquet file, or a list of an Arrow file's record batches, mapped where it lies here."""
+def _open_table(file: File) -> _Table:
+    """A Parquet file, or an Arrow file, which is mapped where it lies here."""
     try:
         import pyarrow
         import pyarrow.parquet
@@ -439,22 +437,28 @@ def _open_arrow(file: File) -> Any:
     is_remote = file.place.is_remote
     data = file.place.open(file.name) if is_remote else pyarrow.memory_map(str(file))
     if _kind_of(file.name) == "parquet":
-        return pyarrow.parquet.ParquetFile(data)
+        parquet = pyarrow.parquet.ParquetFile(data)
+        facts = parquet.metadata
+        counts = [facts.row_group(group).num_rows for group in range(facts.num_row_groups)]
+
+        def read_group(group: int, columns: list[str]) -> Any:
+            return parquet.read_row_group(group, columns=columns, use_threads=False)
+
+        return _Table(parquet.schema_arrow.names, counts, read_group)
     is_stream = data.read(6) != b"ARROW1"
     data.seek(0)
     if is_stream:
-        return list(pyarrow.ipc.open_stream(data))
-    reader = pyarrow.ipc.open_file(data)
-    return [reader.get_batch(number) for number in range(reader.num_record_batches)]
+        reader = pyarrow.ipc.open_stream(data)
+        batches = list(reader)
+    else:
+        reader = pyarrow.ipc.open_file(data)
+        batches = [reader.get_batch(number) for number in range(reader.num_record_batches)]
 
+    def read_batch(group: int, columns: list[str]) -> Any:
+        batches[group].validate(full=True)
+        return batches[group].select(columns)
 
-def _row_counts(file: File) -> list[int]:
-    with _naming(f"{file} cannot be read"):
-        opened = _open_arrow(file)
-        if isinstance(opened, list):
-            return [batch.num_rows for batch in opened]
-        facts = opened.metadata
-        return [facts.row_group(group).num_rows for group in range(facts.num_row_groups)]
+    return _Table(reader.schema.names, [batch.num_rows for batch in batches], read_batch)
 
 
 def _decode_value(value: Any) -> Any:

@@ -129,6 +129,9 @@ class Place:
     process that is being started; without them whatever the environment has is asked for
     credentials.
 
+    Attributes:
+        listed: what ``find`` came upon behind a URL, by name, for who asks for facts.
+
     Raises:
         ValueError: the URL holds a password, or a query, which may be one.
         ImportError: the file system of the URL is not installed; says which.
@@ -142,9 +145,8 @@ class Place:
     ) -> None:
         text = os.fsdecode(url)
         self.is_remote = is_url(text)
-        self._options = StorageOptions(storage_options or {})
         self.listed: dict[str, Entry] = {}
-        """What was found here, by name, for who asks for facts."""
+        self._options = StorageOptions(storage_options or {})
         if not self.is_remote:
             self.url = os.path.abspath(os.path.expanduser(text.removeprefix("file://")))
             return
@@ -159,36 +161,31 @@ class Place:
                 "storage_options=."
             )
 
-    def below(self, name: str) -> Place:
-        return Place(self.at(name), self._options)
-
-    def beside(self, url: str) -> Place:
-        return Place(url, self._options)
-
-    def apart(self) -> tuple[Place, str]:
-        """The folder of a file that was given as a place, and its name."""
-        folder, _, name = self.url.rpartition("/")
-        return self.beside(folder), name
-
-    def __fspath__(self) -> str:
-        return self.url
-
     def at(self, name: str = "") -> str:
         """The path or URL of a file, for messages."""
         return f"{self.url}/{name}" if name else self.url
 
-    def __str__(self) -> str:
+    def below(self, name: str) -> Place:
+        return Place(self.at(name), self._options)
+
+    def apart(self) -> tuple[Place, str]:
+        """The folder of a file that was given as a place, and its name."""
+        return self.locate(self.url)
+
+    def locate(self, url: str) -> tuple[Place, str]:
+        """The folder of a file, which most likely is this one, and the file's name there."""
+        name = url.removeprefix(f"{self.url}/")
+        if name != url:
+            return self, name
+        folder, _, name = url.rpartition("/")
+        return Place(folder, self._options), name
+
+    def __fspath__(self) -> str:
         return self.url
 
-    __repr__ = __str__
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "listed": {}}
+    __str__ = __repr__ = __fspath__
 
     # Reading
-
-    def size(self, name: str) -> int:
-        return int(self._submit("info", name).result()["size"])
 
     def read(
         self, name: str, start: int = 0, stop: int | None = None, *, size_bytes: int | None = None
@@ -201,11 +198,18 @@ class Place:
     ) -> Future[bytes]:
         """``read``, in the background; there may be any number at once."""
         wanted_bytes = size_bytes if stop is None else stop - start
-
         # One byte more lets a file that has grown show it; and s3fs asks for the size unless it is
         # told one.
         end = size_bytes + 1 if size_bytes else stop
-        check = partial(_check_size, self.at(name), wanted_bytes)
+
+        def check(data: bytes) -> bytes:
+            if wanted_bytes is not None and len(data) != wanted_bytes:
+                raise _SizeError(
+                    f"{self.at(name)}: {len(data):,} bytes came where {wanted_bytes:,} are needed: "
+                    "it was changed since it was listed, or is cut short"
+                )
+            return data
+
         return self._submit("cat_file", name, start=start, end=end, then=check)
 
     def open(self, name: str) -> Any:
@@ -219,19 +223,23 @@ class Place:
         """Size and tag of a file; -1 where it is not there."""
         return self._submit("info", name, then=_facts, missing=(-1, -1))
 
-    def find(self, below: str = "") -> list[Entry]:
-        """All files below a folder, sorted by name; none where it is not there."""
-        return self.submit_find(below).result()
+    def find(self, below: str = "", *, depth: int | None = None) -> list[Entry]:
+        """All files below a folder, sorted by name; none where it is not there.
 
-    def submit_find(self, below: str = "") -> Future[list[Entry]]:
+        ``depth``: of folders that are looked into; some file systems look into all.
+        """
+        return self.submit_find(below, depth=depth).result()
+
+    def submit_find(self, below: str = "", *, depth: int | None = None) -> Future[list[Entry]]:
         def list_entries(files: Mapping[str, Any]) -> list[Entry]:
             above = len(self._path(self._client(), "")) + 1
-            entries = [Entry(path[above:], *_facts(facts)) for path, facts in files.items()]
+            entries = [Entry(path[above:], *_facts(info)) for path, info in files.items()]
             if self.is_remote:
                 self.listed.update((entry.name, entry) for entry in entries)
             return sorted(entries)
 
-        return self._submit("find", below, detail=True, then=list_entries)
+        options: dict[str, Any] = {} if depth is None else {"maxdepth": depth}
+        return self._submit("find", below, detail=True, then=list_entries, **options)
 
     def folders(self) -> list[str]:
         """The names of the folders right in this one, sorted.
@@ -253,13 +261,8 @@ class Place:
         self._submit("pipe_file", name, bytes(data)).result()
 
     def upload(self, name: str, path: Path) -> None:
-        """Make a copy of a file of this machine the file of that name."""
-        self._submit("put_file", name, source=str(path)).result()
-        there = self.size(name)
-        if there != path.stat().st_size:
-            raise RemoteError(
-                f"{self.at(name)} has {there:,} bytes after {path.stat().st_size:,} were sent to it"
-            )
+        """Make a copy of a file of this machine the file of that name, behind a URL."""
+        self._submit("put_file", name, source=(str(path),)).result()
 
     def remove(self, *names: str) -> None:
         for name in names:
@@ -300,7 +303,7 @@ class Place:
         method: str,
         name: str,
         *arguments: Any,
-        source: str | None = None,
+        source: tuple[str, ...] = (),
         then: Callable[[Any], Any] = lambda result: result,
         missing: Any = None,
         **options: Any,
@@ -310,14 +313,13 @@ class Place:
         ``then`` is what the result goes through, ``missing`` stands for a file that is not there.
         """
         client = self._client()
-        path = self._path(client, name)
-        paths = [path] if source is None else [source, path]
+        arguments = (*source, self._path(client, name), *arguments)
         if not self.is_remote:
-            call = partial(getattr(client, method), *paths, *arguments, **options)
+            call = partial(getattr(client, method), *arguments, **options)
             return _done(call, then, missing)
         from fsspec.asyn import get_loop
 
-        call = partial(_call, client, method, *paths, *arguments, **options)
+        call = partial(_call, client, method, *arguments, **options)
         request = self._request(call, then, missing, self.at(name))
         return asyncio.run_coroutine_threadsafe(request, get_loop())
 
@@ -328,7 +330,7 @@ class Place:
         missing: Any,
         url: str,
     ) -> Any:
-        for is_last in (False, True):
+        for again in ("", " (tried twice)"):
             try:
                 return then(await asyncio.wait_for(call(), ATTEMPT_S))
             except FileNotFoundError:
@@ -336,13 +338,16 @@ class Place:
                     raise FileNotFoundError(f"{url} is not there") from None
                 return missing
             except Exception as problem:  # noqa: BLE001  # clients raise anything
-                if is_last or isinstance(problem, _FINAL):
-                    raise self._error(url, problem, is_last=is_last) from None
-                log.info("%s is asked for again: %s", url, self._said(problem))
+                said = self._said(problem)
+                if again or isinstance(problem, _FINAL):
+                    # Without its cause, whose text and traceback may show credentials.
+                    raise _final_error(problem, f"{url}: {said}{again}") from None
+                log.info("%s is asked for again: %s", url, said)
             await asyncio.sleep(_PAUSE_S)
         raise AssertionError
 
     def _said(self, problem: Exception) -> str:
+        """What an error says, without secrets."""
         said = str(problem)
         if isinstance(problem, TimeoutError):
             said = said or f"no answer in {ATTEMPT_S:.0f} s"
@@ -352,39 +357,29 @@ class Place:
                 said = said.replace(text, "***")
         return f"{type(problem).__name__}: {said.rstrip('.')}"
 
-    def _error(self, url: str, problem: Exception, *, is_last: bool) -> Exception:
-        """Without its cause, whose text and traceback may show credentials."""
-        if isinstance(problem, ImportError | _SizeError):
-            return problem
-        said = self._said(problem)
-        cure = "Look at the network, and run again"
-        if isinstance(problem, PermissionError) or "redential" in said:
-            cure = "Give credentials that are valid and allow it, in the environment or as "
-            cure += "storage_options="
-        again = " (tried twice)" if is_last else ""
-        return RemoteError(f"{url}: {said}{again}. {cure}.")
-
 
 async def _call(client: Any, method: str, *arguments: Any, **options: Any) -> Any:
     if method in ("find", "ls", "info"):
         client.invalidate_cache()  # of another's listings
     if client.async_impl:
         return await getattr(client, f"_{method}")(*arguments, **options)
-    job = partial(getattr(client, method), *arguments, **options)
-    return await asyncio.get_running_loop().run_in_executor(None, job)
+    return await asyncio.to_thread(getattr(client, method), *arguments, **options)
 
 
 class _SizeError(OSError):
     pass
 
 
-def _check_size(url: str, wanted_bytes: int | None, data: bytes) -> bytes:
-    if wanted_bytes is not None and len(data) != wanted_bytes:
-        raise _SizeError(
-            f"{url}: {len(data):,} bytes came where {wanted_bytes:,} are needed: it was changed "
-            "since it was listed, or is cut short"
+def _final_error(problem: Exception, said: str) -> Exception:
+    if isinstance(problem, ImportError | _SizeError):
+        return problem
+    cure = "Look at the network, and run again"
+    if isinstance(problem, PermissionError) or "redential" in said:
+        cure = (
+            "Give credentials that are valid and allow it, in the environment or as "
+            "storage_options="
         )
-    return data
+    return RemoteError(f"{said}. {cure}.")
 
 
 def _facts(info: Mapping[str, Any]) -> tuple[int, int]:
@@ -395,35 +390,34 @@ def _facts(info: Mapping[str, Any]) -> tuple[int, int]:
     return -1 if size is None else int(size), int.from_bytes(digest, "little") >> 1
 
 
-class Coming:
-    """Files, or pieces of them, that this process asked for and has not read yet: by index."""
+class Requests:
+    """Files, or pieces of them, that this process asked for and has not read yet, by index."""
 
     def __init__(self) -> None:
         self._pid = 0
-        self._futures: dict[int, Future[bytes]] = {}
+        self._pending: dict[int, Future[bytes]] = {}
 
-    def here(self) -> dict[int, Future[bytes]]:
+    def pending(self) -> dict[int, Future[bytes]]:
         if self._pid != os.getpid():  # what a parent waits for never comes here
             self._pid = os.getpid()
-            self._futures = {}
-        return self._futures
+            self._pending = {}
+        return self._pending
 
     def take(self, index: int, submit: Callable[[int], Future[bytes]]) -> Future[bytes]:
         """What was asked for, or is now."""
-        future = self.here().pop(index, None)
-        return submit(index) if future is None else future
+        return self.pending().pop(index, None) or submit(index)
 
     def expect(self, indices: Sequence[int], submit: Callable[[int], Future[bytes]]) -> None:
-        coming = self.here()
+        pending = self.pending()
         for index in indices:
-            if index not in coming:
-                coming[index] = submit(index)
-        while len(coming) > max(_MOST_EXPECTED, len(indices)):  # of readers that gave up
-            with contextlib.suppress(KeyError, StopIteration):
-                coming.pop(next(iter(coming))).cancel()
+            if index not in pending:
+                pending[index] = submit(index)
+        # Of readers that gave up.
+        for index in list(pending)[: -max(_MOST_EXPECTED, len(indices))]:
+            pending.pop(index, Future()).cancel()
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
-        return Coming, ()
+        return Requests, ()
 
 
 # A folder here, with the methods of fsspec's file systems
@@ -440,10 +434,16 @@ class _LocalFiles:
         return {"size": found.st_size, "mtime": found.st_mtime_ns}
 
     @classmethod
-    def find(cls, top: str, *, detail: bool) -> dict[str, dict[str, int]]:
+    def find(
+        cls, top: str, *, detail: bool, maxdepth: int | None = None
+    ) -> dict[str, dict[str, int]]:
         files = {}
-        for folder, _, names in os.walk(top):
-            for path in (os.path.join(folder, name) for name in names):
+        # Links are followed where a depth bounds them.
+        for folder, folders, names in os.walk(top, followlinks=maxdepth is not None):
+            if maxdepth is not None and folder.count(os.sep) - top.count(os.sep) >= maxdepth - 1:
+                folders.clear()
+            for name in names:
+                path = os.path.join(folder, name)
                 with contextlib.suppress(FileNotFoundError):
                     files[path] = cls.info(path)
         return files
@@ -457,32 +457,20 @@ class _LocalFiles:
 
     @staticmethod
     def pipe_file(path: str, data: bytes) -> None:
-        with _replacing(path) as stream:
-            stream.write(data)
-
-    @staticmethod
-    def put_file(source: str, path: str) -> None:
-        with open(source, "rb") as data, _replacing(path) as stream:
-            shutil.copyfileobj(data, stream, 1 << 20)
+        folder = os.path.dirname(path)
+        os.makedirs(folder, exist_ok=True)
+        fresh = os.path.join(folder, f".{uuid.uuid4().hex}.new")
+        try:
+            with open(fresh, "xb") as stream:  # with the user's umask, as any file
+                stream.write(data)
+                stream.flush()
+                os.fsync(stream.fileno())
+            os.replace(fresh, path)
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(fresh)
 
     rm_file = staticmethod(os.unlink)
-
-
-@contextlib.contextmanager
-def _replacing(path: str) -> Iterator[Any]:
-    """A stream whose bytes become the file when it ends well."""
-    folder = os.path.dirname(path)
-    os.makedirs(folder, exist_ok=True)
-    fresh = os.path.join(folder, f".{uuid.uuid4().hex}.new")
-    try:
-        with open(fresh, "xb") as stream:  # with the user's umask, as any file
-            yield stream
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(fresh, path)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(fresh)
 
 
 def _done(call: Callable[[], Any], then: Callable[[Any], Any], missing: Any) -> Future[Any]:
